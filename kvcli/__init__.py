@@ -1,0 +1,39 @@
+"""kvcli compresses the KV cache of long-context language models to 1-4 bits.
+
+import kvcli
+with kvcli.attach(model, "commvq", artifact="runs/smollm2-135m/commvq-2bit") as session:
+    cache = session.new_cache()
+    model.generate(**inputs, past_key_values=cache)
+    print(cache.memory())
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvcli._version import __version__
+
+if TYPE_CHECKING:
+    from kvcli.artifact import Artifact
+    from kvcli.attention.session import Session, attach
+    from kvcli.cache.memory import MemoryReport
+    from kvcli.models import load_model
+
+__all__ = ["Artifact", "MemoryReport", "Session", "__version__", "attach", "load_model"]
+
+_HOMES = {
+    "Artifact": "kvcli.artifact",
+    "MemoryReport": "kvcli.cache.memory",
+    "Session": "kvcli.attention.session",
+    "attach": "kvcli.attention.session",
+    "load_model": "kvcli.models",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports the public names when they are first asked for: `import kvcli` must not load torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'kvcli' has no attribute '{name}'")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)

