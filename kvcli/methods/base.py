@@ -1,0 +1,188 @@
+"""What a compression method is: codes it stores, codecs that make and read them, and the record that names it.
+
+A method sees tensors of one layer. It does not know about caches, models, files or the command line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, Self, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from kvcli.methods.config import CacheConfig
+from kvcli.rope import Rotation
+from kvcli.samples import LayerSamples
+from kvcli.spec import ModelSpec
+
+Space = Literal["pre_rope", "post_rope"]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When tokens leave full precision: `block` or more beyond the last `keep`, in multiples of `granule`."""
+
+    keep: int
+    block: int
+    granule: int = 1
+
+    def evict(self, num_exact: int) -> int:
+        """How many of the oldest of `num_exact` tokens (sinks not counted) are to be encoded now."""
+        surplus = num_exact - self.keep
+        return 0 if surplus < self.block else surplus - surplus % self.granule
+
+
+def sliding_window(config: CacheConfig) -> tuple[Schedule, Schedule]:
+    """The same window for keys and values; `flush_block` spares an encoding per token while decoding."""
+    schedule = Schedule(config.residual_length, config.flush_block or max(1, config.residual_length // 4))
+    return schedule, schedule
+
+
+@dataclass(frozen=True)
+class Codes:
+    """Stored tensors of some tokens; a subclass lists them with shape, dtype and meaning.
+
+    Axis 0 of each is the batch, axis 1 the kv heads (1 where they are coded jointly), axis 2 the time. The first field
+    has one entry a token; others may have one entry for several tokens.
+    """
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The stored tensors by field name."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens stored."""
+        return next(iter(self.tensors().values())).shape[2]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(x.nbytes for x in self.tensors().values())
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Self:
+        """The same codes with a function applied to every tensor."""
+        return type(self)(**{name: function(x) for name, x in self.tensors().items()})
+
+    def slice(self, start: int, stop: int) -> Self:
+        """Tokens [start, stop), which must not cut an entry that several tokens share."""
+        total = self.num_tokens
+
+        def cut(x: Tensor) -> Tensor:
+            shared = total // x.shape[2] if x.shape[2] else 1
+            return x[:, :, start // shared : stop // shared]
+
+        return self.map(cut)
+
+
+CodesT = TypeVar("CodesT", bound=Codes)
+
+
+class Codec(nn.Module, ABC, Generic[CodesT]):
+    """Encodes the keys or the values of one layer; fitted state is in its buffers."""
+
+    tokens_per_group: int = 1
+    """Tokens that are encoded together; `encode` takes whole groups."""
+
+    @abstractmethod
+    def encode(self, x: Tensor) -> CodesT:
+        """Encodes x [batch, num_kv_heads, time, head_dim], deterministically."""
+
+    @abstractmethod
+    def decode(self, codes: CodesT) -> Tensor:
+        """Inverse of `encode`: float32 [batch, num_kv_heads, time, head_dim]."""
+
+    @abstractmethod
+    def bits_per_token(self) -> float:
+        """Stored bits a token, over all kv heads, scales and norms included."""
+
+    def codebook_bytes(self) -> int:
+        """Bytes of the fitted buffers, which a model holds once."""
+        return sum(buffer.nbytes for buffer in self.buffers())
+
+
+class KeyCodec(Codec[CodesT]):
+    """A codec of keys, which says whether it wants them before or after RoPE."""
+
+    space: Space = "post_rope"
+
+
+class ValueCodec(Codec[CodesT]):
+    """A codec of values."""
+
+
+class LayerCodec(nn.Module):
+    """The two codecs of one layer; its `state_dict` is what an artifact stores."""
+
+    def __init__(self, key: KeyCodec[Any], value: ValueCodec[Any]) -> None:
+        super().__init__()
+        self.key = key
+        self.value = value
+
+
+@dataclass(frozen=True)
+class EncodedPart:
+    """The encoded tokens of one layer as an attention form sees them.
+
+    Attributes:
+        key_codes: codes of the keys of `length` tokens.
+        value_codes: codes of the values of the same tokens.
+        rotation: rotation of each token, [batch or 1, 1, length, rotary_dim/2]; None for post-RoPE codecs.
+        visible: None, or boolean [batch, length], False beyond the end of a shorter sequence.
+    """
+
+    key_codes: Any
+    value_codes: Any
+    rotation: Rotation | None
+    visible: Tensor | None
+
+
+PartialAttention = tuple[Tensor, Tensor]
+"""(out, lse): float32 [batch, num_heads, query_len, head_dim] and [batch, num_heads, query_len]."""
+
+PartialAttend = Callable[[LayerCodec, Tensor, EncodedPart, float], PartialAttention]
+"""Attention of rotated queries [batch, num_heads, query_len, head_dim] over an encoded part, scores times a factor."""
+
+
+@dataclass(frozen=True)
+class FitReport:
+    """What fitting one layer found out, as plain numbers for the artifact's metadata."""
+
+    metrics: Mapping[str, Any]
+
+
+FitLayer = Callable[[LayerCodec, LayerSamples, LayerSamples, Any, torch.Generator], FitReport]
+"""Fits a layer's codec in place from training and held-out samples, a method config and a seeded generator."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """One compression method.
+
+    Attributes:
+        name: as on the command line.
+        summary: one line.
+        bits: bits it can be asked for, as shown to users.
+        paper: where it comes from.
+        config_cls: its settings.
+        build: makes the unfitted codec of a layer from the model's shapes and the settings.
+        nominal_bits: the paper's bits a value for K and V, without scales.
+        schedules: when keys and when values are encoded.
+        fit: fits a layer; None for methods without calibration.
+        attend_forms: other forms of attention over the encoded part, by name, beside the generic reference.
+    """
+
+    name: str
+    summary: str
+    bits: str
+    paper: str
+    config_cls: type[CacheConfig]
+    build: Callable[[ModelSpec, Any], LayerCodec]
+    nominal_bits: Callable[[ModelSpec, Any], tuple[float, float]]
+    schedules: Callable[[Any], tuple[Schedule, Schedule]] = sliding_window
+    fit: FitLayer | None = None
+    attend_forms: Mapping[str, PartialAttend] = dataclasses.field(default_factory=dict)

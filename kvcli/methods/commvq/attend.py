@@ -1,0 +1,83 @@
+"""CommVQ's re-ordered attention: codes first, codebook after (CommVQ Eq. 20-22)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvcli.methods.base import EncodedPart, LayerCodec, PartialAttention
+from kvcli.methods.commvq.keys import CommVQKeyCodec
+from kvcli.methods.commvq.values import CommVQValueCodec
+from kvcli.rope import Rotation, to_pairs
+
+
+def reordered_attend(codec: LayerCodec, query: Tensor, part: EncodedPart, scaling: float) -> PartialAttention:
+    """Attention over codes that never decodes a key or a value.
+
+    Keys: rotation commutes with the codebook, so the products conj(q_j) u_aj are formed once per query and codebook
+    row; a token's score is Re sum_j e^{i n theta_j} * sum over stages of (P_ja + i P_jb), times its norm. Values: the
+    softmax weights are summed over the bits first, and the codebook follows, (P S) C.
+
+    Args:
+        codec: a CommVQ layer.
+        query: rotated, [batch, num_heads, query_len, head_dim].
+        part: the encoded tokens.
+        scaling: factor of the scores.
+
+    Returns:
+        (out, lse) as `kvcli.methods.base.PartialAttention`.
+    """
+    key, value = codec.key, codec.value
+    assert isinstance(key, CommVQKeyCodec)
+    assert isinstance(value, CommVQValueCodec)
+    assert part.rotation is not None
+    scores = _key_scores(key, query.float(), part, part.rotation) * scaling
+    if part.visible is not None:
+        scores = scores.masked_fill(~part.visible[:, None, None], float("-inf"))
+    lse = scores.logsumexp(-1)
+    weights = torch.exp(scores - torch.where(lse.isneginf(), 0.0, lse).unsqueeze(-1))
+    return _value_sum(value, weights, part), lse
+
+
+def _key_scores(codec: CommVQKeyCodec, query: Tensor, part: EncodedPart, rotation: Rotation) -> Tensor:
+    """Scores [batch, num_heads, query_len, length], unscaled."""
+    spec, groups = codec.spec, codec.num_groups
+    batch, _, queries, _ = query.shape
+    q = torch.view_as_complex(to_pairs(query, spec.rope.rotary_dim).contiguous())
+    q = q.view(batch, spec.num_kv_heads, -1, groups, codec.config.pairs_per_group).conj()
+    books = torch.view_as_complex(codec.codebook.float().unflatten(-1, (-1, 2)).contiguous())
+    angles = _angles(rotation, spec.head_dim // 2).view(rotation.cos.shape[0], 1, -1, groups, q.shape[-1])
+    first, second = (x.unflatten(0, (spec.num_kv_heads, groups)) for x in codec.unpack(part.key_codes))
+    scores = torch.zeros(*q.shape[:3], first.shape[3], device=query.device)
+    for b in range(batch):
+        rotate = angles[b if angles.shape[0] > 1 else 0]
+        for h in range(spec.num_kv_heads):
+            for g in range(groups):
+                products = q[b, h, :, None, None, g] * books[h, g]  # [heads * queries, R, N, g]
+                total = torch.zeros(q.shape[2], first.shape[3], q.shape[-1], dtype=q.dtype, device=q.device)
+                for stage in range(codec.config.num_residuals):
+                    total += products[:, stage, first[h, g, b, :, stage]]
+                    total += 1j * products[:, stage, second[h, g, b, :, stage]]
+                scores[b, h] += (total * rotate[:, :, g]).real.sum(-1)
+    scores = scores * codec.gain(part.key_codes).transpose(2, 3)
+    return scores.unflatten(2, (-1, queries)).flatten(1, 2)
+
+
+def _angles(rotation: Rotation, pairs: int) -> Tensor:
+    """e^{i n theta_j} for every pair, 1 where RoPE does not reach: complex [batch or 1, 1, length, pairs]."""
+    angles = torch.complex(rotation.cos.float(), rotation.sin.float())
+    return torch.nn.functional.pad(angles, (0, pairs - angles.shape[-1]), value=1.0)
+
+
+def _value_sum(codec: CommVQValueCodec, weights: Tensor, part: EncodedPart) -> Tensor:
+    """(P S) C for weights [batch, num_heads, query_len, length]."""
+    codes, spec = part.value_codes, codec.spec
+    scaled = weights * codes.scale.float().transpose(2, 3)
+    sums = scaled @ codec.unpack(codes).unsqueeze(1)  # [batch, num_heads, query_len, N_c]
+    by_head = sums.unflatten(1, (spec.num_kv_heads, -1)).transpose(0, 1).flatten(1, 3)
+    books = codec.codebook.float().unflatten(1, (spec.num_kv_heads, -1)).transpose(0, 1)
+    offset = codec.offset.float().view(spec.num_kv_heads, 1, -1)
+    mass = scaled.sum(-1).unflatten(1, (spec.num_kv_heads, -1)).transpose(0, 1).flatten(1).unsqueeze(-1)
+    out = by_head @ books + mass * offset
+    out = out.view(spec.num_kv_heads, weights.shape[0], -1, weights.shape[2], spec.head_dim)
+    return out.transpose(0, 1).flatten(1, 2)

@@ -1,0 +1,133 @@
+"""The RoPE-commutative codebook: nearest centres, centre values and their least-squares update.
+
+A centre is c_ab = u_a + i*u_b with one complex codebook u of N rows (CommVQ Eq. 13-18: [[x, y], [-y, x]] is the complex
+number x + i*y), so that N rows stand for N^2 centres, and a rotation e^{i*m*theta} commutes with decoding.
+Complex vectors of g pairs are stored as 2g reals, (re, im) interleaved. A leading axis P runs over independent
+problems (kv heads times groups). This module knows one stage; residual stages are `keys.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_BLOCK_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}
+
+
+def times_i(x: Tensor) -> Tensor:
+    """Multiplies interleaved complex vectors [..., 2g] by the imaginary unit."""
+    re, im = x.unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.stack((-im, re), dim=-1).flatten(-2)
+
+
+def centres(codebook: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """The centres u_a + i*u_b.
+
+    Args:
+        codebook: [P, N, 2g].
+        first: [P, T] indices a.
+        second: [P, T] indices b.
+
+    Returns:
+        [P, T, 2g].
+    """
+    return _rows(codebook, first) + _rows(times_i(codebook), second)
+
+
+def pair_table(codebook: Tensor) -> Tensor:
+    """Squared norms of all centres, |u_a + i*u_b|^2: [P, N, 2g] to [P, N, N]."""
+    norms = codebook.square().sum(-1)
+    cross = codebook @ times_i(codebook).transpose(-1, -2)
+    return norms.unsqueeze(-1) + norms.unsqueeze(-2) + 2 * cross
+
+
+def nearest(x: Tensor, codebook: Tensor) -> tuple[Tensor, Tensor]:
+    """The nearest centre of each vector, exactly, by 2N dot products and N^2 additions a vector.
+
+    |x - u_a - i*u_b|^2 = |x|^2 - 2 Re<x, u_a> - 2 Re<x, i*u_b> + |u_a + i*u_b|^2. The N^2 sums exist for a block of
+    vectors at a time.
+
+    Args:
+        x: [P, T, 2g].
+        codebook: [P, N, 2g].
+
+    Returns:
+        Indices a and b, int64 [P, T] each.
+    """
+    size = codebook.shape[-2]
+    table = pair_table(codebook)
+    directions = torch.cat((codebook, times_i(codebook)), dim=-2).transpose(-1, -2) * -2
+    block = max(1, _BLOCK_ELEMENTS.get(x.device.type, 2**20) // (x.shape[0] * size * size))
+    found = [_nearest_block(part @ directions, table) for part in x.split(block, dim=1)]
+    return torch.cat([a for a, _ in found], dim=1), torch.cat([b for _, b in found], dim=1)
+
+
+def _nearest_block(dots: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    """argmin over (a, b) of dots_a + dots_b + table_ab, for dots [P, T, 2N] and table [P, N, N]."""
+    size = table.shape[-1]
+    along_a, along_b = dots.split(size, dim=-1)
+    # the minimum over b without its index is several times faster than argmin; the index is needed for one a only
+    best_over_b = (table.unsqueeze(1) + along_b.unsqueeze(-2)).amin(-1)
+    first = (best_over_b + along_a).argmin(-1)
+    return first, (_rows(table, first) + along_b).argmin(-1)
+
+
+def update(x: Tensor, first: Tensor, second: Tensor, codebook: Tensor) -> tuple[Tensor, Tensor]:
+    """The codebook that minimises the squared error for given hard assignments (CommVQ Eq. 32-33).
+
+    With Z the T x N matrix of rows e_a + i*e_b the normal equations Z^H Z U = Z^H X read, in the counts n_ab of
+    joint assignments, (diag(n_a. + n_.b) + i*(n - n^T)) U = S_a - i*S_b.
+
+    Args:
+        x: [P, T, 2g].
+        first: [P, T] indices a.
+        second: [P, T] indices b.
+        codebook: [P, N, 2g] the present codebook; rows that no vector uses keep their value.
+
+    Returns:
+        The updated codebook [P, N, 2g], and a mask [P, N] of dead rows.
+    """
+    size = codebook.shape[-2]
+    counts = x.new_zeros(x.shape[0], size * size)
+    counts.scatter_add_(1, first * size + second, torch.ones_like(first, dtype=x.dtype))
+    sums_a = _group_sums(x, first, size)
+    sums_b = _group_sums(x, second, size)
+    return solve(counts.view(-1, size, size), sums_a, sums_b, codebook)
+
+
+def solve(counts: Tensor, sums_a: Tensor, sums_b: Tensor, codebook: Tensor) -> tuple[Tensor, Tensor]:
+    """Solves the normal equations of `update` from their sufficient statistics.
+
+    Args:
+        counts: [P, N, N] (soft) numbers of vectors assigned to (a, b).
+        sums_a: [P, N, 2g] sums of the vectors whose first index is a.
+        sums_b: [P, N, 2g] the same by second index.
+        codebook: [P, N, 2g], kept for dead rows.
+
+    Returns:
+        As `update`.
+    """
+    used = counts.sum(-1) + counts.sum(-2)
+    dead = used <= 1e-6
+    # float64: with few vectors the system is close to singular, and the ridge must not be lost in rounding
+    n = counts.double()
+    ridge = 1e-8 * used.double().mean(-1, keepdim=True).clamp_min(1e-12)
+    diagonal = torch.where(dead, 1.0, used.double() + ridge)
+    matrix = torch.complex(torch.diag_embed(diagonal), n - n.transpose(-1, -2))
+    right = torch.view_as_complex((sums_a - times_i(sums_b)).double().unflatten(-1, (-1, 2)).contiguous())
+    # solve for the change from the present codebook: directions the data do not determine stay where they are
+    present = torch.view_as_complex(codebook.double().unflatten(-1, (-1, 2)).contiguous())
+    data = torch.complex(torch.diag_embed(used.double()), matrix.imag)
+    change = torch.linalg.solve(matrix, right - data @ present)
+    updated = torch.view_as_real(present + change).flatten(-2).to(codebook.dtype)
+    return torch.where(dead.unsqueeze(-1), codebook, updated), dead
+
+
+def _rows(table: Tensor, index: Tensor) -> Tensor:
+    """Rows table[p, index[p, t]]: [P, N, C] and [P, T] to [P, T, C]."""
+    return table.gather(1, index.unsqueeze(-1).expand(-1, -1, table.shape[-1]))
+
+
+def _group_sums(x: Tensor, index: Tensor, size: int) -> Tensor:
+    sums = x.new_zeros(x.shape[0], size, x.shape[-1])
+    return sums.scatter_add_(1, index.unsqueeze(-1).expand_as(x), x)

@@ -1,0 +1,136 @@
+"""Expectation-maximisation for one stage of the key codebook, with hard or annealed soft assignment.
+
+CommVQ appendix A.2. Hard: E-step by `nearest`, M-step by `update`; the mean squared error never rises. Annealed:
+weights softmax(-D/T_k) over all N^2 centres with D the Euclidean distance (Eq. 34-35) and T_k falling exponentially;
+the codebook with the lowest hard-assignment error is kept.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvcli.methods.commvq.codebook import centres, nearest, pair_table, solve, times_i, update
+
+_SUBSET = 8192
+_SOFT_BLOCK_ELEMENTS = 2**24
+_ANNEAL_STEPS = 100
+_ANNEAL_FROM, _ANNEAL_TO = 1e-3, 1e-5
+
+
+def initial_codebook(x: Tensor, size: int, generator: torch.Generator) -> Tensor:
+    """Least squares fit of the structured centres to N^2 random data vectors, each taken as one centre.
+
+    Args:
+        x: [P, T, 2g] data.
+        size: rows N.
+        generator: CPU generator that draws the vectors.
+
+    Returns:
+        [P, N, 2g].
+    """
+    count = size * size
+    draw = torch.randperm(max(count, x.shape[1]), generator=generator)[:count] % x.shape[1]
+    cells = torch.arange(count, device=x.device).expand(x.shape[0], -1)
+    start = x.new_zeros(x.shape[0], size, x.shape[-1])
+    return update(x[:, draw.to(x.device)], cells // size, cells % size, start)[0]
+
+
+def fit_hard(x: Tensor, size: int, iterations: int, generator: torch.Generator) -> Tensor:
+    """EM with hard assignment; the first half of the iterations runs on a random subset.
+
+    Args:
+        x: [P, T, 2g] data.
+        size: rows N.
+        iterations: EM iterations in all.
+        generator: CPU generator of the initial centres and the subset.
+
+    Returns:
+        The codebook [P, N, 2g].
+    """
+    codebook = initial_codebook(x, size, generator)
+    subset = torch.randperm(x.shape[1], generator=generator)[:_SUBSET].to(x.device)
+    early = iterations // 2 if x.shape[1] > 2 * _SUBSET else 0
+    for data, count in ((x[:, subset], early), (x, iterations - early)):
+        for _ in range(count):
+            codebook = step(data, codebook)[0]
+    return codebook
+
+
+def step(x: Tensor, codebook: Tensor) -> tuple[Tensor, Tensor]:
+    """One hard EM iteration; dead rows move to the vectors served worst.
+
+    Returns:
+        The new codebook [P, N, 2g], and the squared error [P, T] of the old one.
+    """
+    first, second = nearest(x, codebook)
+    error = (x - centres(codebook, first, second)).square().sum(-1)
+    updated, dead = update(x, first, second, codebook)
+    if bool(dead.any()):
+        # a row no vector uses may take any value without raising the error: the next E-step can only gain from it
+        worst = error.topk(min(codebook.shape[1], x.shape[1]), dim=1).indices
+        rank = (dead.cumsum(-1) - 1).clamp(0, worst.shape[1] - 1)
+        candidates = x.gather(1, worst.gather(1, rank).unsqueeze(-1).expand_as(codebook))
+        updated = torch.where(dead.unsqueeze(-1), candidates, updated)
+    return updated, error
+
+
+def fit_annealed(x: Tensor, size: int, stage: int, generator: torch.Generator) -> Tensor:
+    """EM with the paper's annealed soft assignment.
+
+    The schedule is the released code's: one E-step at T = 1, then 100 steps from 1e-3 * s to 1e-5 * s, s divided by 10
+    after stages 0, 4, 8, ..., for vectors scaled to unit norm.
+
+    Args:
+        x: [P, T, 2g] data.
+        size: rows N.
+        stage: index of the residual stage.
+        generator: CPU generator of the initial centres.
+
+    Returns:
+        The codebook [P, N, 2g] with the lowest hard-assignment error.
+    """
+    scale = 0.1 ** ((stage + 3) // 4)
+    decay = torch.logspace(0, 1, _ANNEAL_STEPS, base=_ANNEAL_TO / _ANNEAL_FROM).tolist()
+    unit = x * x.shape[-1] ** -0.5  # rows arrive with unit root mean square
+    codebook = initial_codebook(unit, size, generator)
+    best, best_error = codebook, float("inf")
+    for temperature in [1.0, *(_ANNEAL_FROM * scale * factor for factor in decay)]:
+        codebook = soft_step(unit, codebook, temperature)
+        error = hard_error(unit, codebook)
+        if error < best_error:
+            best, best_error = codebook, error
+    return best * x.shape[-1] ** 0.5
+
+
+def hard_error(x: Tensor, codebook: Tensor) -> float:
+    """Mean squared error a value under hard assignment."""
+    return float((x - centres(codebook, *nearest(x, codebook))).square().mean())
+
+
+def soft_step(x: Tensor, codebook: Tensor, temperature: float) -> Tensor:
+    """One EM iteration with weights softmax(-D/T) over all centres (CommVQ Eq. 34-35).
+
+    Args:
+        x: [P, T, 2g].
+        codebook: [P, N, 2g].
+        temperature: T, in units of the distance.
+
+    Returns:
+        The updated codebook [P, N, 2g].
+    """
+    problems, size = x.shape[0], codebook.shape[1]
+    table = pair_table(codebook).flatten(1).unsqueeze(1)
+    directions = torch.cat((codebook, times_i(codebook)), dim=1).transpose(1, 2) * -2
+    counts = x.new_zeros(problems, size, size)
+    sums_a, sums_b = torch.zeros_like(codebook), torch.zeros_like(codebook)
+    block = max(1, _SOFT_BLOCK_ELEMENTS // (problems * size * size))
+    for part in x.split(block, dim=1):
+        along_a, along_b = (part @ directions).split(size, dim=-1)
+        cross = (along_a.unsqueeze(-1) + along_b.unsqueeze(-2)).flatten(2)
+        distance = (part.square().sum(-1, keepdim=True) + cross + table).clamp_min(0).sqrt()
+        weights = torch.softmax(-distance / temperature, dim=-1).unflatten(-1, (size, size))
+        counts += weights.sum(1)
+        sums_a += weights.sum(-1).transpose(1, 2) @ part
+        sums_b += weights.sum(-2).transpose(1, 2) @ part
+    return solve(counts, sums_a, sums_b, codebook)[0]

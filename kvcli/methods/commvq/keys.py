@@ -1,0 +1,127 @@
+"""CommVQ's key codec: residual stages of RoPE-commutative codebooks on pre-RoPE keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvcli.methods.base import Codes, KeyCodec, Space
+from kvcli.methods.commvq.codebook import centres, nearest
+from kvcli.methods.commvq.config import CommVQConfig
+from kvcli.packing import pack_bits, packed_size, unpack_bits
+from kvcli.rope import from_pairs, to_pairs
+from kvcli.spec import ModelSpec
+
+_ENCODE_TOKENS = 8192
+
+
+@dataclass(frozen=True)
+class CommVQKeyCodes(Codes):
+    """Attributes:
+    packed: uint8 [batch, 1, time, ceil(kv heads * groups * R * 2 log2 N / 8)]; codes in the order head, group,
+        stage, each a * N + b.
+    norm: float16 [batch, 1 or num_kv_heads, time, 1], L2 norm of the key over all heads, or over one.
+    """
+
+    packed: Tensor
+    norm: Tensor
+
+
+class CommVQKeyCodec(KeyCodec[CommVQKeyCodes]):
+    """Keys as norm * sum over stages of (u_a + i*u_b), before RoPE (CommVQ section 4.2, Eq. 21 for the bits).
+
+    Buffers:
+        codebook: float16 [num_kv_heads, groups, R, N, 2g], (re, im) interleaved, for keys of norm sqrt(D).
+        pair_weight: float32 [num_kv_heads, head_dim/2], weights of the pairs in the distance that picks the codes.
+
+    Args:
+        spec: the model's shapes.
+        config: resolved settings.
+    """
+
+    space: Space = "pre_rope"
+
+    def __init__(self, spec: ModelSpec, config: CommVQConfig) -> None:
+        super().__init__()
+        self.spec, self.config = spec, config
+        self.num_groups = spec.head_dim // 2 // config.pairs_per_group
+        shape = (config.num_residuals, config.codebook_size, 2 * config.pairs_per_group)
+        self.codebook: Tensor
+        self.pair_weight: Tensor
+        self.register_buffer("codebook", torch.zeros(spec.num_kv_heads, self.num_groups, *shape, dtype=torch.float16))
+        self.register_buffer("pair_weight", torch.ones(spec.num_kv_heads, spec.head_dim // 2))
+
+    @property
+    def num_codes(self) -> int:
+        """Codes a token, over heads, groups and stages."""
+        return self.spec.num_kv_heads * self.num_groups * self.config.num_residuals
+
+    def bits_per_token(self) -> float:
+        norms = 1 if self.config.key_norm == "joint" else self.spec.num_kv_heads
+        return 8.0 * packed_size(self.num_codes, self.config.bits_per_code) + 16 * norms
+
+    def normalise(self, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """Divides keys [batch, heads, time, head_dim] by their norm; also returns that norm in 16 bits.
+
+        The quotient has root mean square 1 and is 0 for a zero key.
+        """
+        keys = keys.float()
+        joint = self.config.key_norm == "joint"
+        axes, width = ((1, 3), self.spec.kv_dim) if joint else ((3,), self.spec.head_dim)
+        norm = keys.square().sum(axes, keepdim=True).sqrt()
+        stored = norm.clamp(max=torch.finfo(torch.float16).max).half()
+        # a norm below half of the smallest half is stored as 0 and decodes to 0
+        unit = torch.where(stored > 0, keys / norm.clamp_min(1e-30), 0.0)
+        return unit * width**0.5, stored
+
+    def problems(self, unit: Tensor) -> Tensor:
+        """Normalised keys [batch, heads, time, d] as coding problems [heads * groups, batch * time, 2g]."""
+        pairs = to_pairs(unit, self.spec.rope.rotary_dim).unflatten(-2, (self.num_groups, -1)).flatten(-2)
+        return pairs.permute(1, 3, 0, 2, 4).flatten(0, 1).flatten(1, 2)
+
+    def group_weight(self) -> Tensor:
+        """`pair_weight` for each problem and real channel: [heads * groups, 1, 2g]."""
+        return self.pair_weight.unflatten(1, (self.num_groups, 1, -1)).flatten(0, 1).repeat_interleave(2, -1)
+
+    def encode(self, x: Tensor) -> CommVQKeyCodes:
+        batch, heads, time, _ = x.shape
+        weight = self.group_weight()
+        books = self.codebook.float().flatten(0, 1) * weight.unsqueeze(1)
+        unit, norm = self.normalise(x)
+        rows = self.problems(unit) * weight
+        codes = torch.cat([self._encode_rows(part, books) for part in rows.split(_ENCODE_TOKENS, dim=1)], dim=1)
+        codes = codes.view(heads, self.num_groups, batch, time, -1).permute(2, 3, 0, 1, 4).flatten(2)
+        return CommVQKeyCodes(pack_bits(codes, self.config.bits_per_code).unsqueeze(1), norm)
+
+    def _encode_rows(self, residual: Tensor, books: Tensor) -> Tensor:
+        """Greedy codes of weighted rows [P, T, 2g], stage by stage: [P, T, R]."""
+        codes = []
+        for book in books.unbind(1):
+            first, second = nearest(residual, book)
+            residual = residual - centres(book, first, second)
+            codes.append(first * self.config.codebook_size + second)
+        return torch.stack(codes, dim=-1)
+
+    def unpack(self, codes: CommVQKeyCodes) -> tuple[Tensor, Tensor]:
+        """Indices a and b, each int64 [heads * groups, batch, time, R]."""
+        flat = unpack_bits(codes.packed.squeeze(1), self.config.bits_per_code, self.num_codes).long()
+        split = flat.unflatten(-1, (-1, self.config.num_residuals)).permute(2, 0, 1, 3)
+        return split // self.config.codebook_size, split % self.config.codebook_size
+
+    def decode(self, codes: CommVQKeyCodes) -> Tensor:
+        batch, time = codes.packed.shape[0], codes.packed.shape[2]
+        first, second = self.unpack(codes)
+        books = self.codebook.float().flatten(0, 1)
+        total = books.new_zeros(books.shape[0], batch * time, books.shape[-1])
+        for stage, book in enumerate(books.unbind(1)):
+            total += centres(book, first[..., stage].flatten(1), second[..., stage].flatten(1))
+        pairs = total.view(self.spec.num_kv_heads, self.num_groups, batch, time, -1, 2)
+        pairs = pairs.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)
+        return from_pairs(pairs, self.spec.rope.rotary_dim) * self.gain(codes)
+
+    def gain(self, codes: CommVQKeyCodes) -> Tensor:
+        """The factor of the codebook's unit keys: float32 [batch, 1 or heads, time, 1]."""
+        width = self.spec.kv_dim if self.config.key_norm == "joint" else self.spec.head_dim
+        return codes.norm.float() * width**-0.5

@@ -1,0 +1,142 @@
+"""CommVQ's value codec: an encoder to bits and a binary additive codebook, over all kv heads jointly."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from kvcli.methods.base import Codes, ValueCodec
+from kvcli.methods.commvq.config import CommVQConfig
+from kvcli.packing import pack_bits, packed_size, unpack_bits
+from kvcli.spec import ModelSpec
+
+SWEEP_BITS = 4
+"""Bits that a coordinate-descent step chooses jointly."""
+
+
+@dataclass(frozen=True)
+class CommVQValueCodes(Codes):
+    """Attributes:
+    packed: uint8 [batch, 1, time, ceil(N_c / 8)], the bits s of each token.
+    scale: float16 [batch, 1, time, 1], the factor of the decoded unit value.
+    """
+
+    packed: Tensor
+    scale: Tensor
+
+
+class CommVQValueCodec(ValueCodec[CommVQValueCodes]):
+    """Values as scale * (s C + offset) with s = E(v) in {0, 1}^N_c (CommVQ Eq. 9, 10).
+
+    Deviations, confessed: `offset` is a codebook row that every token uses, which costs no bits; `scale` is the factor
+    that minimises the squared error given the bits (`value_trainer` fast), or the one that restores the token's norm
+    (paper). The encoder is deterministic: no noise is drawn outside training.
+
+    Buffers:
+        channel_scale: float32 [D], mean magnitude of each channel; codes are chosen in units of it.
+        codebook: float16 [N_c, D].
+        offset: float16 [D].
+        encoder_*: float16 weights of the encoder: linear (fast), or linear, GELU, linear (paper).
+    """
+
+    def __init__(self, spec: ModelSpec, config: CommVQConfig) -> None:
+        super().__init__()
+        self.spec, self.config = spec, config
+        width, bits = spec.kv_dim, config.value_code_bits
+        self.channel_scale: Tensor
+        self.codebook: Tensor
+        self.offset: Tensor
+        self.register_buffer("channel_scale", torch.ones(width))
+        self.register_buffer("codebook", torch.zeros(bits, width, dtype=torch.float16))
+        self.register_buffer("offset", torch.zeros(width, dtype=torch.float16))
+        widths = [width, bits] if config.value_trainer == "fast" else [width, config.value_hidden, bits]
+        self.encoder_weights: list[tuple[str, str]] = []
+        for layer, (inputs, outputs) in enumerate(pairwise(widths)):
+            names = (f"encoder_weight_{layer}", f"encoder_bias_{layer}")
+            self.register_buffer(names[0], torch.zeros(outputs, inputs, dtype=torch.float16))
+            self.register_buffer(names[1], torch.zeros(outputs, dtype=torch.float16))
+            self.encoder_weights.append(names)
+
+    def bits_per_token(self) -> float:
+        return 8.0 * packed_size(self.config.value_code_bits, 1) + 16
+
+    def normalise(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Values [batch, heads, time, d] as unit rows in units of the channel scale.
+
+        Returns:
+            Rows [batch * time, D] of root mean square 1 (0 for a zero value), and their float32 norms
+            [batch * time, 1] before division, in the same units.
+        """
+        rows = values.transpose(1, 2).flatten(2).flatten(0, 1).float() / self.channel_scale
+        rms = rows.square().mean(-1, keepdim=True).sqrt()
+        return torch.where(rms > 1e-12, rows / rms.clamp_min(1e-30), 0.0), rms
+
+    def encode(self, x: Tensor) -> CommVQValueCodes:
+        batch, _, time, _ = x.shape
+        rows, rms = self.normalise(x)
+        codebook = self.codebook.float() / self.channel_scale
+        offset = self.offset.float() / self.channel_scale
+        bits = (self.logits(rows) > 0).float()
+        if self.config.value_trainer == "fast":
+            target = rows - offset
+            for _ in range(self.config.value_sweeps):
+                sweep(target, codebook, bits)
+        decoded = bits @ codebook + offset
+        scale = rms * self._unit_gain(rows, decoded)
+        limit = torch.finfo(torch.float16).max
+        packed = pack_bits(bits.view(batch, 1, time, -1), 1)
+        return CommVQValueCodes(packed, scale.clamp(-limit, limit).half().view(batch, 1, time, 1))
+
+    def _unit_gain(self, rows: Tensor, decoded: Tensor) -> Tensor:
+        """The factor of decoded rows: least squares, or the one that restores the norm of rows [T, D]."""
+        energy = decoded.square().sum(-1, keepdim=True).clamp_min(1e-12)
+        if self.config.value_trainer == "fast":
+            return (rows * decoded).sum(-1, keepdim=True) / energy
+        return (rows.square().sum(-1, keepdim=True) / energy).sqrt()
+
+    def logits(self, rows: Tensor) -> Tensor:
+        """The encoder E before its threshold: unit rows [T, D] to [T, N_c]."""
+        hidden = rows
+        for layer, (weight, bias) in enumerate(self.encoder_weights):
+            if layer:
+                hidden = nn.functional.gelu(hidden)
+            hidden = nn.functional.linear(hidden, getattr(self, weight).float(), getattr(self, bias).float())
+        return hidden
+
+    def unpack(self, codes: CommVQValueCodes) -> Tensor:
+        """The bits as float32 [batch, time, N_c]."""
+        return unpack_bits(codes.packed.squeeze(1), 1, self.config.value_code_bits).float()
+
+    def decode(self, codes: CommVQValueCodes) -> Tensor:
+        rows = self.unpack(codes) @ self.codebook.float() + self.offset.float()
+        rows = rows * codes.scale.squeeze(1).float()
+        return rows.unflatten(-1, (self.spec.num_kv_heads, self.spec.head_dim)).transpose(1, 2)
+
+
+def sweep(target: Tensor, codebook: Tensor, bits: Tensor) -> Tensor:
+    """One coordinate-descent sweep: each group of `SWEEP_BITS` bits takes its best joint setting given all others.
+
+    Args:
+        target: [T, D] rows to approximate by bits @ codebook.
+        codebook: [N_c, D].
+        bits: [T, N_c] zeros and ones, changed in place; the squared error never rises.
+
+    Returns:
+        The residual target - bits @ codebook, [T, D].
+    """
+    residual = target - bits @ codebook
+    for start in range(0, codebook.shape[0], SWEEP_BITS):
+        rows = codebook[start : start + SWEEP_BITS]
+        width = rows.shape[0]
+        settings = torch.arange(2**width, device=bits.device).unsqueeze(-1) >> torch.arange(width, device=bits.device)
+        settings = (settings & 1).to(bits.dtype)
+        current = bits[:, start : start + width]
+        residual.addmm_(current, rows)
+        energy = (settings @ rows).square().sum(-1)
+        best = (energy - 2 * (residual @ rows.T) @ settings.T).argmin(-1)
+        current.copy_(settings[best])
+        residual.addmm_(current, rows, alpha=-1)
+    return residual

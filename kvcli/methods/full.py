@@ -1,0 +1,55 @@
+"""`fp16`: keys and values as they are, in the model's dtype: the baseline, and a test of all that is not a codec."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from kvcli.methods.base import Codes, KeyCodec, LayerCodec, Method, ValueCodec
+from kvcli.methods.config import CacheConfig
+from kvcli.spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class FullCodes(Codes):
+    """Attributes:
+    x: [batch, num_kv_heads, time, head_dim] in the model's dtype.
+    """
+
+    x: Tensor
+
+
+class _FullKey(KeyCodec[FullCodes]):
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.spec = spec
+
+    def encode(self, x: Tensor) -> FullCodes:
+        return FullCodes(x)
+
+    def decode(self, codes: FullCodes) -> Tensor:
+        return codes.x.float()
+
+    def bits_per_token(self) -> float:
+        return 16.0 * self.spec.kv_dim
+
+
+class _FullValue(_FullKey, ValueCodec[FullCodes]):
+    pass
+
+
+def _build(spec: ModelSpec, config: Any) -> LayerCodec:
+    return LayerCodec(_FullKey(spec), _FullValue(spec))
+
+
+METHOD = Method(
+    name="fp16",
+    summary="keys and values uncompressed, in the model's 16-bit dtype",
+    bits="16",
+    paper="-",
+    config_cls=CacheConfig,
+    build=_build,
+    nominal_bits=lambda spec, config: (16.0, 16.0),
+)
