@@ -1,0 +1,188 @@
+"""Runs a model over token sequences and records pre-RoPE queries, keys and values of its layers.
+
+Layers are recorded window by window: each window is one pass over the sequences that stops after the window's last
+layer, so the memory and the open files stay bounded however deep the model is. A recording that was cut off resumes
+at the first part that is missing. This module does not know where sequences come from.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvcli.errors import SamplesError
+from kvcli.models import LoadedModel
+from kvcli.samples import MANIFEST, Recording, part_name, write_manifest, write_part
+from kvcli.seam import ForwardContext, Seam, exact_attention, layer_index
+from kvcli.spec import ModelSpec
+
+_PART_BYTES = 512 * 2**20
+
+
+@dataclass(frozen=True)
+class CollectConfig:
+    """What is recorded.
+
+    Attributes:
+        num_sequences: sequences recorded.
+        seq_len: tokens a sequence.
+        query_sequences: sequences whose queries are recorded too; keys and values are recorded for all.
+        batch_size: sequences a forward pass.
+        layer_window: layers a pass; 0 chooses so that a part holds at most half a GiB.
+    """
+
+    num_sequences: int
+    seq_len: int
+    query_sequences: int
+    batch_size: int
+    layer_window: int = 0
+
+    @property
+    def num_parts(self) -> int:
+        """Parts of each window: one per forward pass."""
+        return -(-self.num_sequences // self.batch_size)
+
+    def windows(self, spec: ModelSpec) -> list[tuple[int, int]]:
+        """Half-open ranges of layers, one a pass."""
+        per_layer = self.batch_size * self.seq_len * 2 * (2 * spec.kv_dim + spec.num_heads * spec.head_dim)
+        size = self.layer_window or max(1, _PART_BYTES // per_layer)
+        return [(a, min(a + size, spec.num_layers)) for a in range(0, spec.num_layers, size)]
+
+    def disk_bytes(self, spec: ModelSpec) -> int:
+        """Bytes of samples on disk, 16 bits a value."""
+        kv_values = 2 * spec.kv_dim * self.num_sequences
+        q_values = spec.num_heads * spec.head_dim * self.query_sequences
+        return 2 * spec.num_layers * self.seq_len * (kv_values + q_values)
+
+
+class _WindowDone(Exception):
+    """Ends a forward pass once the last layer of the window is recorded."""
+
+
+class _Recorder:
+    """Attends exactly and keeps q, k and v of the window's layers."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.start, self.stop, self.query_sequences = 0, 0, 0
+        self.tensors: dict[str, Tensor] = {}
+
+    def __call__(
+        self,
+        context: ForwardContext,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        scaling: float,
+    ) -> Tensor:
+        layer_idx = layer_index(module)
+        if layer_idx >= self.start:
+            self._keep(f"layers.{layer_idx}.k", key)
+            self._keep(f"layers.{layer_idx}.v", value)
+            if self.query_sequences:
+                self._keep(f"layers.{layer_idx}.q", query[: self.query_sequences])
+        if layer_idx == self.stop - 1:
+            raise _WindowDone
+        rotate = context.rotation.apply
+        return exact_attention(rotate(query), rotate(key), value, mask, scaling)
+
+    def _keep(self, name: str, x: Tensor) -> None:
+        """Stores x [batch, heads, time, head_dim] as [heads, batch * time, head_dim]."""
+        self.tensors[name] = x.transpose(0, 1).flatten(1, 2).to("cpu", self.dtype).contiguous()
+
+
+def collect(
+    loaded: LoadedModel,
+    sequences: Tensor,
+    config: CollectConfig,
+    folder: Path,
+    provenance: Mapping[str, Any],
+    *,
+    overwrite: bool = False,
+    advance: Callable[[int], None] = lambda tokens: None,
+) -> Recording:
+    """Records the model's attention inputs over the sequences.
+
+    Args:
+        loaded: the model.
+        sequences: [num_sequences, seq_len] int64 token ids.
+        config: what to record.
+        folder: where the parts and the manifest go.
+        provenance: kept in the manifest: corpus, revision, seed and the like.
+        overwrite: discard another recording that stands in the folder.
+        advance: told how many tokens a pass has processed, or found recorded already.
+
+    Returns:
+        The finished recording; when the folder holds it already, nothing is run.
+
+    Raises:
+        SamplesError: the folder holds a recording with another configuration and `overwrite` is off.
+    """
+    windows = config.windows(loaded.spec)
+    manifest = {
+        "spec": loaded.spec.to_dict(),
+        "model": loaded.name,
+        "fingerprint": loaded.fingerprint,
+        "provenance": dict(provenance),
+        **asdict(config),
+        "num_tokens": config.num_sequences * config.seq_len,
+        "num_parts": config.num_parts,
+        "windows": [list(window) for window in windows],
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    if not _resumable(folder, manifest, overwrite):
+        write_manifest(folder, {**manifest, "complete": False})
+    recorder = _Recorder(torch.bfloat16 if loaded.model.dtype == torch.bfloat16 else torch.float16)
+    with Seam(loaded.model, recorder), torch.inference_mode():
+        for window_idx, window in enumerate(windows):
+            for part in range(config.num_parts):
+                batch = sequences[part * config.batch_size : (part + 1) * config.batch_size]
+                if not (folder / part_name(window_idx, part)).is_file():
+                    recorder.start, recorder.stop = window
+                    recorder.query_sequences = max(0, config.query_sequences - part * config.batch_size)
+                    _run(loaded.model, batch)
+                    write_part(folder, window_idx, part, recorder.tensors)
+                    recorder.tensors = {}
+                advance(batch.numel())
+    write_manifest(folder, {**manifest, "complete": True})
+    return Recording(folder)
+
+
+def _run(model: Any, batch: Tensor) -> None:
+    """One forward pass of the decoder alone: no logits are computed."""
+    try:
+        model.base_model(input_ids=batch.to(model.device), use_cache=False)
+    except _WindowDone:
+        return
+
+
+def _resumable(folder: Path, manifest: Mapping[str, Any], overwrite: bool) -> bool:
+    """Whether the folder holds a beginning of this very recording; otherwise it is emptied, if that is allowed."""
+    path = folder / MANIFEST
+    if not path.is_file():
+        found: dict[str, Any] = {}
+    else:
+        try:
+            found = json.loads(path.read_text())
+        except ValueError:
+            found = {"unreadable": True}
+    wanted = json.loads(json.dumps(manifest))
+    if found and {key: found.get(key) for key in wanted} == wanted:
+        return True
+    if found and not overwrite:
+        differing = sorted(key for key in wanted if found.get(key) != wanted[key])
+        raise SamplesError(
+            f"{folder} holds another recording (differs in {', '.join(differing)}); "
+            "choose another --out or discard it with --overwrite"
+        )
+    for stale in [*folder.glob("window-*-part-*.safetensors"), *folder.glob("*.tmp")]:
+        stale.unlink()
+    return False

@@ -1,0 +1,165 @@
+"""Where calibration and evaluation text comes from, and how it becomes token sequences.
+
+Every source is a stream of documents: FineWeb-Edu or another dataset on the hub, a local file or folder (parquet,
+jsonl, txt), standard input, or the text that ships with kvcli. This module does not know what the tokens are for.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+import torch
+from torch import Tensor
+
+from kvcli.errors import CorpusError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+FINEWEB_EDU = "HuggingFaceFW/fineweb-edu"
+FINEWEB_EDU_REVISION = "87f09149ef4734204d70ed1d046ddc9ca3f2b8f9"
+BUILTIN = "builtin"
+_FORMATS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".txt": "text"}
+_SHUFFLE_BUFFER = 10_000
+
+
+@dataclass(frozen=True)
+class CorpusConfig:
+    """Which text is read.
+
+    Attributes:
+        source: `builtin`, a dataset's hub name, a file, a folder, or `-` for standard input.
+        split: `calibration` or `heldout` for `builtin`, the dataset's split for hub names; unused elsewhere.
+        name: configuration of a hub dataset, such as `sample-10BT`.
+        revision: commit, tag or branch of a hub dataset.
+        text_column: column that holds the text.
+        seed: of the shuffle; the order is the same for the same seed.
+    """
+
+    source: str = BUILTIN
+    split: str = "calibration"
+    name: str | None = None
+    revision: str | None = None
+    text_column: str = "text"
+    seed: int = 0
+
+    @classmethod
+    def fineweb_edu(cls, seed: int = 0) -> CorpusConfig:
+        """The default for real models: FineWeb-Edu's 10-billion-token sample at a pinned revision."""
+        return cls(FINEWEB_EDU, "train", "sample-10BT", FINEWEB_EDU_REVISION, seed=seed)
+
+    def provenance(self) -> dict[str, Any]:
+        """What an artifact records about its corpus."""
+        return asdict(self)
+
+
+def builtin_folder() -> Path:
+    """The text that ships with kvcli: inside the installed package, or beside it in a source checkout."""
+    package = Path(__file__).resolve().parent.parent
+    for folder in (package / "calibration_data", package.parent / "calibration_data"):
+        if folder.is_dir():
+            return folder
+    raise CorpusError("calibration_data is missing from this installation; pass a corpus of your own with --corpus")
+
+
+def documents(config: CorpusConfig, stdin: TextIO | None = None) -> Iterator[str]:
+    """Streams non-empty documents in a seeded random order.
+
+    Raises:
+        CorpusError: the source does not exist, cannot be reached or lacks the text column.
+    """
+    if config.source == "-":
+        # standard input is one pass long and of unknown size: it is shuffled as a whole
+        lines = [line.strip() for line in (stdin or sys.stdin)]
+        random.Random(config.seed).shuffle(lines)
+        yield from (line for line in lines if line)
+        return
+    for record in _shuffled(config):
+        if config.text_column not in record:
+            have = ", ".join(sorted(record))
+            raise CorpusError(f"'{config.source}' has no column '{config.text_column}'; its columns are {have}")
+        text = record[config.text_column]
+        if isinstance(text, str) and text.strip():
+            yield text
+
+
+def _shuffled(config: CorpusConfig) -> Iterable[dict[str, Any]]:
+    """Opens the source with `datasets`, streaming."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    files = _local_files(config)
+    try:
+        if files:
+            kind = _FORMATS[files[0].suffix]
+            options = {"sample_by": "document"} if kind == "text" else {}
+            data = datasets.load_dataset(
+                kind, data_files=[str(file) for file in files], split="train", streaming=True, **options
+            )
+        else:
+            data = datasets.load_dataset(
+                config.source, config.name, split=config.split, revision=config.revision, streaming=True
+            )
+        yield from data.shuffle(seed=config.seed, buffer_size=_SHUFFLE_BUFFER)
+    except CorpusError:
+        raise
+    except Exception as error:  # datasets raises errors of a dozen libraries below it
+        reason = (str(error).strip().splitlines() or [repr(error)])[0]
+        raise CorpusError(
+            f"cannot read the corpus '{config.source}': {reason} (offline? pass a local file or folder with --corpus)"
+        ) from error
+
+
+def _local_files(config: CorpusConfig) -> list[Path]:
+    """The files of a local source, all of one format; empty when the source is a hub name."""
+    if config.source == BUILTIN:
+        return sorted((builtin_folder() / config.split).glob("*.jsonl"))
+    path = Path(config.source).expanduser()
+    if path.is_file():
+        if path.suffix not in _FORMATS:
+            raise CorpusError(f"{path} is none of {', '.join(_FORMATS)}")
+        return [path]
+    if path.is_dir():
+        for suffix in _FORMATS:
+            if files := sorted(path.rglob(f"*{suffix}")):
+                return files
+        raise CorpusError(f"{path} holds no {', '.join(_FORMATS)} files")
+    if config.source.count("/") != 1 or config.source.startswith((".", "/", "~")):
+        raise CorpusError(f"no such file or folder: {config.source}")
+    return []
+
+
+def token_sequences(
+    texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, num_sequences: int, seq_len: int
+) -> Tensor:
+    """Packs documents into sequences of equal length, with the end-of-text token between documents.
+
+    Args:
+        texts: documents.
+        tokenizer: the model's tokenizer.
+        num_sequences: sequences wanted.
+        seq_len: tokens a sequence.
+
+    Returns:
+        int64 [num_sequences, seq_len]; fewer sequences when the texts run out.
+
+    Raises:
+        CorpusError: the texts do not fill a single sequence.
+    """
+    wanted = num_sequences * seq_len
+    separator = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    tokens: list[int] = []
+    for text in texts:
+        # a document longer than the model's context is no mistake here: it is cut into sequences
+        tokens += tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] + separator
+        if len(tokens) >= wanted:
+            break
+    if len(tokens) < seq_len:
+        raise CorpusError(f"the corpus has {len(tokens)} tokens, fewer than one sequence of {seq_len}")
+    count = min(num_sequences, len(tokens) // seq_len)
+    return torch.tensor(tokens[: count * seq_len]).view(count, seq_len)
