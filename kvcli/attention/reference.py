@@ -1,0 +1,82 @@
+"""Partial attention in float32, for any codec: the ground truth that faster forms are tested against.
+
+Attention over a set of keys is kept as (out, lse), its output and the log-sum-exp of its scores, so that sets can be
+attended to one after another and merged exactly.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvcli.methods.base import EncodedPart, LayerCodec, PartialAttention
+
+_TOKEN_BLOCK = 4096
+_SCORE_ELEMENTS = 2**26
+
+
+def partial_attention(
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scaling: float
+) -> PartialAttention:
+    """softmax(q k^T * scaling) v with its log-sum-exp.
+
+    Args:
+        query: [batch, num_heads, query_len, head_dim].
+        key: [batch, num_kv_heads, kv_len, head_dim], rotated like the query.
+        value: like key.
+        visible: None, or boolean [batch, 1 or query_len, kv_len].
+        scaling: factor of the scores.
+
+    Returns:
+        out: float32 [batch, num_heads, query_len, head_dim]; 0 where a query sees no key.
+        lse: float32 [batch, num_heads, query_len]; -inf there.
+    """
+    batch, num_heads, query_len, _ = query.shape
+    kv_heads = key.shape[1]
+    block = max(1, _SCORE_ELEMENTS // max(1, batch * num_heads * key.shape[2]))
+    key, value = key.float().unsqueeze(2), value.float().unsqueeze(2)
+    outs, lses = [], []
+    for start in range(0, query_len, block):
+        rows = query[:, :, start : start + block].float().unflatten(1, (kv_heads, -1))
+        scores = rows @ key.transpose(-1, -2) * scaling
+        if visible is not None:
+            shown = visible if visible.shape[1] == 1 else visible[:, start : start + block]
+            scores = scores.masked_fill(~shown[:, None, None], float("-inf"))
+        lse = scores.logsumexp(-1)
+        weights = torch.exp(scores - torch.where(lse.isneginf(), 0.0, lse).unsqueeze(-1))
+        outs.append((weights @ value).flatten(1, 2))
+        lses.append(lse.flatten(1, 2))
+    return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
+
+
+def merge(first: PartialAttention, second: PartialAttention) -> PartialAttention:
+    """Attention over the union of two disjoint sets of keys."""
+    lse = torch.logaddexp(first[1], second[1])
+    safe = torch.where(lse.isneginf(), 0.0, lse)
+    out = sum(out * torch.exp(part - safe).unsqueeze(-1) for out, part in (first, second))
+    assert isinstance(out, Tensor)
+    return out, lse
+
+
+def reference_attend(codec: LayerCodec, query: Tensor, part: EncodedPart, scaling: float) -> PartialAttention:
+    """Decodes the tokens block by block, rotates the keys where the codec works before RoPE, and attends.
+
+    Args:
+        codec: the layer's codecs.
+        query: rotated, [batch, num_heads, query_len, head_dim].
+        part: the encoded tokens.
+        scaling: factor of the scores.
+    """
+    total: PartialAttention | None = None
+    length = part.value_codes.num_tokens
+    for start in range(0, length, _TOKEN_BLOCK):
+        stop = min(start + _TOKEN_BLOCK, length)
+        key = codec.key.decode(part.key_codes.slice(start, stop))
+        if part.rotation is not None:
+            key = part.rotation.slice(start, stop).apply(key)
+        value = codec.value.decode(part.value_codes.slice(start, stop))
+        visible = None if part.visible is None else part.visible[:, None, start:stop]
+        block = partial_attention(query, key, value, visible, scaling)
+        total = block if total is None else merge(total, block)
+    assert total is not None
+    return total

@@ -1,0 +1,169 @@
+"""Attaching a method to a model: the session that makes caches and attends over them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor, nn
+
+from kvcli.artifact import Artifact
+from kvcli.attention.layer import Rotations, attend_layer
+from kvcli.attention.reference import reference_attend
+from kvcli.cache.compressed import CompressedCache, CompressedLayer
+from kvcli.cache.timeline import Step
+from kvcli.errors import CacheError, ConfigError, UsageError
+from kvcli.methods.base import LayerCodec, Method, PartialAttend
+from kvcli.methods.config import CacheConfig
+from kvcli.models import fingerprint
+from kvcli.registry import get_method
+from kvcli.rope import Rotation
+from kvcli.seam import ForwardContext, Seam, exact_attention
+from kvcli.spec import ModelSpec
+
+
+class Session:
+    """A model attached to a method; made by `attach`, ended by `detach` or by leaving the `with` block."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        spec: ModelSpec,
+        method: Method,
+        config: CacheConfig,
+        codecs: list[LayerCodec],
+        impl: str,
+    ) -> None:
+        self.model, self.spec, self.method, self.config, self.codecs = model, spec, method, config, codecs
+        self._form = _attend_form(method, impl)
+        self._seam = Seam(model, self._attend)
+        self._seam.open()
+
+    def new_cache(self) -> CompressedCache:
+        """An empty cache, to be passed to the model or to `generate` as `past_key_values`."""
+        return CompressedCache(self.spec, self.method, self.config, self.codecs, self._seam.rope)
+
+    def detach(self) -> None:
+        """Restores the model exactly; detaching twice is harmless."""
+        self._seam.close()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.detach()
+
+    def _attend(
+        self,
+        context: ForwardContext,
+        module: nn.Module,
+        query: Tensor,
+        key: Any,
+        value: Any,
+        mask: Tensor | None,
+        scaling: float,
+    ) -> Tensor:
+        if isinstance(key, CompressedLayer):
+            step = _step(context, key, query, mask)
+            rotations = _rotations(context, key)
+            return attend_layer(key, query, step, mask, context.rotation, rotations, self._form, scaling)
+        if key.shape[2] != query.shape[2]:
+            raise CacheError("while a model is attached, pass past_key_values=session.new_cache() to it")
+        rotate = context.rotation.apply
+        return exact_attention(rotate(query), rotate(key), value, mask, scaling)
+
+
+def attach(
+    model: nn.Module, method: str, *, artifact: str | Path | Artifact | None = None, impl: str = "auto", **config: Any
+) -> Session:
+    """Attaches a compression method to a transformers model.
+
+    Args:
+        model: a causal language model of a supported family.
+        method: name of a method, see `kvcli methods`.
+        artifact: for methods that are fitted, the artifact or its folder.
+        impl: form of attention over the codes: `auto`, `reference`, or another form the method has.
+        config: settings of the method; with an artifact, only those of the cache (`sink_length`, `residual_length`,
+            `flush_block`) may differ from the artifact's.
+
+    Returns:
+        A session; use it as a context manager or call `detach`.
+
+    Raises:
+        UsageError: unknown method or form, or a missing artifact.
+        ConfigError: settings that do not exist or do not fit.
+        ArtifactError: an artifact that cannot be used with this model.
+        UnsupportedModelError: an architecture kvcli does not compress.
+    """
+    record = get_method(method)
+    spec = ModelSpec.from_config(model.config)
+    if isinstance(artifact, (str, Path)):
+        artifact = Artifact.load(artifact)
+    if record.fit is not None and artifact is None:
+        raise UsageError(
+            f"method '{method}' needs an artifact; train one with 'kvcli train-codebook' and 'kvcli export'"
+        )
+    if artifact is None:
+        settings = make_config(record, config)
+        codecs = [record.build(spec, settings) for _ in range(spec.num_layers)]
+    else:
+        artifact.check_model(spec, fingerprint(model, spec), method)
+        settings = artifact.config_with(config)
+        codecs = artifact.build_codecs(settings)
+    for layer_idx, codec in enumerate(codecs):
+        codec.to(_layer_device(model, layer_idx)).eval()
+    return Session(model, spec, record, settings, codecs, impl)
+
+
+def make_config(method: Method, values: dict[str, Any]) -> CacheConfig:
+    """A method's settings from plain values.
+
+    Raises:
+        ConfigError: unknown names or values out of range.
+    """
+    try:
+        return method.config_cls(**values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "settings"
+        raise ConfigError(f"{method.name}: {where}: {first['msg']}") from error
+
+
+def _attend_form(method: Method, impl: str) -> PartialAttend:
+    if impl in ("auto", "reference"):
+        return reference_attend
+    if impl not in method.attend_forms:
+        have = ", ".join(("auto", "reference", *method.attend_forms))
+        raise UsageError(f"method '{method.name}' has no attention form '{impl}'; choose one of {have}")
+    return method.attend_forms[impl]
+
+
+def _layer_device(model: nn.Module, layer_idx: int) -> torch.device:
+    """The device a layer's keys are made on."""
+    suffix = f"layers.{layer_idx}.self_attn.k_proj.weight"
+    return next(p.device for name, p in model.named_parameters() if name.endswith(suffix))
+
+
+def _step(context: ForwardContext, layer: CompressedLayer, query: Tensor, mask: Tensor | None) -> Step:
+    """The step of this forward pass, made by the first layer and shared by all."""
+    name = f"step-{id(layer.timeline)}"
+    if name not in context.shared:
+        batch, query_len = query.shape[0], query.shape[2]
+        context.shared[name] = layer.timeline.begin(batch, query_len, context.positions, mask)
+    step: Step = context.shared[name]
+    return step
+
+
+def _rotations(context: ForwardContext, layer: CompressedLayer) -> Rotations:
+    """Rotations of held tokens, computed once a forward pass and range."""
+
+    def rotations(start: int, stop: int) -> Rotation:
+        name = f"rotation-{id(layer.timeline)}-{start}-{stop}"
+        if name not in context.shared:
+            context.shared[name] = layer.timeline.rotation(start, stop)
+        rotation: Rotation = context.shared[name]
+        return rotation
+
+    return rotations

@@ -1,0 +1,62 @@
+"""What a cache holds, counted from its live tensors."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Bytes of a cache over all layers and sequences.
+
+    Attributes:
+        num_tokens: tokens held, summed over the sequences.
+        num_encoded: tokens of them whose keys are codes.
+        code_bytes: codes with their scales and norms, as far as they are in use.
+        exact_bytes: sinks and residual window in full precision, as far as they are in use.
+        position_bytes: positions and padding marks.
+        allocated_bytes: all tensors of the cache with the headroom of their buffers.
+        artifact_bytes: codebooks and encoders, held once for the model however many caches there are.
+        fp16_bytes: the same tokens uncompressed in 16 bits.
+        key_bits: true stored bits a key value of encoded tokens, scales and norms included; 0 without encoded tokens.
+        value_bits: the same for values.
+        nominal_bits: the paper's bits for K and V.
+    """
+
+    num_tokens: int
+    num_encoded: int
+    code_bytes: int
+    exact_bytes: int
+    position_bytes: int
+    allocated_bytes: int
+    artifact_bytes: int
+    fp16_bytes: int
+    key_bits: float
+    value_bits: float
+    nominal_bits: tuple[float, float]
+
+    @property
+    def cache_bytes(self) -> int:
+        """Everything that grows with the context: codes, sinks, window and positions."""
+        return self.code_bytes + self.exact_bytes + self.position_bytes
+
+    @property
+    def ratio(self) -> float:
+        """fp16 bytes over cache bytes."""
+        return self.fp16_bytes / self.cache_bytes if self.cache_bytes else 1.0
+
+    @property
+    def true_bits(self) -> float:
+        """True bits a value of encoded tokens, keys and values averaged."""
+        return (self.key_bits + self.value_bits) / 2
+
+    @property
+    def effective_bits(self) -> float:
+        """Bits a value of all tokens: sinks, residual window and positions included."""
+        return 16 / self.ratio
+
+    def to_dict(self) -> dict[str, Any]:
+        """All figures as plain JSON values."""
+        derived = ("cache_bytes", "ratio", "true_bits", "effective_bits")
+        return {**asdict(self), **{name: getattr(self, name) for name in derived}}

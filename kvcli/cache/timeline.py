@@ -1,0 +1,148 @@
+"""Which tokens a batch of sequences holds, shared by all layers of a cache.
+
+Slots are columns of the batch as transformers sees it, padding included. Tokens are counted per sequence without
+padding: token i of a row is its i-th real token, wherever padding stands. Everything kvcli stores is by token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvcli.errors import CacheError
+from kvcli.rope import Rope, Rotation
+
+
+@dataclass(frozen=True)
+class Step:
+    """The new tokens of one forward pass.
+
+    Attributes:
+        before: tokens each row held before.
+        counts: new real tokens of each row.
+        real: None when no new slot is padding, else boolean [batch, query_len].
+        index: [batch, query_len] token index of each new slot, -1 for padding.
+    """
+
+    before: tuple[int, ...]
+    counts: tuple[int, ...]
+    real: Tensor | None
+    index: Tensor
+
+    @property
+    def fresh(self) -> bool:
+        """Whether no row held a token before."""
+        return not any(self.before)
+
+    def row_tokens(self, x: Tensor, row: int) -> Tensor:
+        """The real tokens of one row of x [batch, heads, query_len, dim]: [heads, count, dim]."""
+        return x[row] if self.real is None else x[row][:, self.real[row]]
+
+
+class Timeline:
+    """Lengths, padding and RoPE positions of a batch."""
+
+    def __init__(self, rope: Rope) -> None:
+        self.rope = rope
+        self.lengths: list[int] = []
+        self.valid: Tensor | None = None
+        self._positions: Tensor | None = None
+
+    @property
+    def slots(self) -> int:
+        """Columns seen so far, padding included."""
+        return 0 if self.valid is None else self.valid.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the positions and the padding marks."""
+        return sum(x.nbytes for x in (self.valid, self._positions) if x is not None)
+
+    def begin(self, batch: int, query_len: int, positions: Tensor, mask: Tensor | None) -> Step:
+        """Takes in the new slots of a forward pass.
+
+        Args:
+            batch: rows.
+            query_len: new slots.
+            positions: [batch or 1, query_len] RoPE positions.
+            mask: None, or boolean [batch or 1, 1, query_len, slots + query_len].
+
+        Raises:
+            CacheError: another batch size than before, or a mask that is not causal with padding.
+        """
+        if self.lengths and batch != len(self.lengths):
+            raise CacheError(f"the cache holds {len(self.lengths)} sequences, but a batch of {batch} came in")
+        device = positions.device
+        before = tuple(self.lengths or [0] * batch)
+        past = self.valid if self.valid is not None else torch.ones(batch, 0, dtype=torch.bool, device=device)
+        real = torch.ones(batch, query_len, dtype=torch.bool, device=device)
+        counts = (query_len,) * batch
+        if mask is not None:
+            real = mask[:, 0, -1, -query_len:].expand(batch, -1)
+            counts = tuple(real.sum(1).tolist())
+        valid = torch.cat((past, real), dim=1)
+        if mask is not None:
+            _check_mask(mask, valid, query_len)
+        padded = sum(counts) < batch * query_len
+        start = torch.tensor(before, device=device).unsqueeze(1)
+        index = (start + real.cumsum(1) - 1).masked_fill(~real, -1)
+        self.valid = valid
+        self.lengths = [a + b for a, b in zip(before, counts, strict=True)]
+        step = Step(before, counts, real if padded else None, index)
+        self._keep_positions(positions.expand(batch, -1), step)
+        return step
+
+    def rotation(self, start: int, stop: int, dtype: torch.dtype = torch.float32) -> Rotation:
+        """Rotation of tokens [start, stop) of every row; rows that are shorter get position 0 there."""
+        assert self._positions is not None
+        return self.rope.rotation(self._positions[:, start:stop].long(), dtype)
+
+    def select(self, rows: Tensor) -> None:
+        """Keeps, repeats or reorders rows, [count] indices."""
+        if self.valid is None or self._positions is None:
+            return
+        rows = rows.to(self.valid.device)
+        self.valid, self._positions = self.valid[rows], self._positions[rows]
+        self.lengths = [self.lengths[row] for row in rows.tolist()]
+
+    def crop(self, slots: int) -> list[int]:
+        """Removes the last slots; returns how many tokens that takes from each row."""
+        assert self.valid is not None
+        keep = self.valid.shape[1] - slots
+        removed: list[int] = self.valid[:, keep:].sum(1).tolist()
+        self.valid = self.valid[:, :keep]
+        self.lengths = [length - count for length, count in zip(self.lengths, removed, strict=True)]
+        return removed
+
+    def _keep_positions(self, positions: Tensor, step: Step) -> None:
+        needed = max(self.lengths)
+        held = 0 if self._positions is None else self._positions.shape[1]
+        if needed > held:
+            grown = torch.zeros(
+                positions.shape[0], max(needed, held + held // 2, 256), dtype=torch.int32, device=positions.device
+            )
+            if self._positions is not None:
+                grown[:, :held] = self._positions
+            self._positions = grown
+        assert self._positions is not None
+        if step.real is None and len(set(step.before)) == 1:
+            self._positions[:, step.before[0] : self.lengths[0]] = positions
+            return
+        for row, start in enumerate(step.before):
+            new = positions[row] if step.real is None else positions[row][step.real[row]]
+            self._positions[row, start : start + new.shape[0]] = new
+
+
+def _check_mask(mask: Tensor, valid: Tensor, query_len: int) -> None:
+    """Raises unless every real query sees exactly the real keys up to itself."""
+    if mask.dtype != torch.bool or mask.shape[1] != 1 or mask.shape[-1] != valid.shape[1]:
+        raise CacheError("the attention mask must be causal with padding; masks of another kind are not supported")
+    slots = valid.shape[1]
+    key_slot = torch.arange(slots, device=mask.device)
+    query_slot = key_slot[slots - query_len :]
+    expected = valid.unsqueeze(1) & (key_slot <= query_slot.unsqueeze(1))
+    wrong = (mask[:, 0] != expected) & valid[:, slots - query_len :].unsqueeze(-1)
+    if bool(wrong.any()):
+        raise CacheError("the attention mask must be causal with padding; this one hides or shows other tokens")

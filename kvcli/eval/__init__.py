@@ -1,0 +1,1 @@
+"""Quality of a compressed cache, measured through the cache itself."""
