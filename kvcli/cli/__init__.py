@@ -1,0 +1,1 @@
+"""The command line: the library raises, this room talks."""

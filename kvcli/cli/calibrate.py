@@ -1,0 +1,114 @@
+"""`kvcli calibrate`."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+from pydantic import Field
+
+from kvcli.cli.options import Options, command
+from kvcli.cli.output import Output, size
+from kvcli.cli.paths import samples_folder
+
+if TYPE_CHECKING:
+    from kvcli.calibrate.corpus import CorpusConfig
+
+
+class CalibrateOptions(Options):
+    """Options of `kvcli calibrate`."""
+
+    model: str = Field(default="smollm2-135m", description="built-in name, hub name, folder or .gguf file")
+    corpus: str | None = Field(
+        default=None,
+        description="dataset on the hub, file or folder (parquet, jsonl, txt), '-' for standard input, or 'builtin'; "
+        "default: 'builtin' for the built-in model, FineWeb-Edu for others",
+    )
+    corpus_name: str | None = Field(default=None, description="configuration of a hub dataset")
+    corpus_split: str | None = Field(default=None, description="split of a hub dataset")
+    revision: str | None = Field(default=None, description="revision of a hub dataset; FineWeb-Edu's is pinned")
+    text_column: str = Field(default="text", description="column that holds the text")
+    tokens: int = Field(default=65536, ge=1, description="token budget")
+    seq_len: int = Field(default=2048, ge=2, description="tokens a sequence")
+    query_tokens: int = Field(default=8192, ge=0, description="tokens whose queries are recorded too")
+    batch_size: int = Field(default=4, ge=1, description="sequences a forward pass")
+    layer_window: int = Field(default=0, ge=0, description="layers recorded a pass; 0: as many as half a GiB holds")
+    base_config: str | None = Field(default=None, description="config of the original model, for GGUF files")
+    out: Path | None = Field(default=None, description="output folder; default: runs/MODEL/samples")
+    overwrite: bool = Field(default=False, description="discard another recording in the output folder")
+
+
+def run(options: CalibrateOptions, output: Output) -> None:
+    """Record pre-RoPE queries, keys and values of every layer over a calibration corpus."""
+    from kvcli.calibrate.collect import CollectConfig, collect
+    from kvcli.calibrate.corpus import documents, token_sequences
+    from kvcli.models import load_model
+
+    folder = options.out or samples_folder(options.model)
+    corpus = corpus_config(options)
+    output.settings(options.model_dump(mode="json"))
+    loaded = load_model(options.model, device=options.device, base_config=options.base_config, say=output.say)
+    seq_len = min(options.seq_len, loaded.spec.max_position_embeddings)
+    wanted = max(1, options.tokens // seq_len)
+    output.say(f"reading {corpus.source}")
+    sequences = token_sequences(documents(corpus), loaded.tokenizer, wanted, seq_len)
+    if len(sequences) < wanted:
+        output.say(f"the corpus is smaller than asked: {sequences.numel()} of {options.tokens} tokens")
+    config = CollectConfig(
+        num_sequences=len(sequences),
+        seq_len=seq_len,
+        query_sequences=min(len(sequences), -(-options.query_tokens // seq_len)),
+        batch_size=options.batch_size,
+        layer_window=options.layer_window,
+    )
+    windows = config.windows(loaded.spec)
+    needed = config.disk_bytes(loaded.spec)
+    folder.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(folder).free
+    output.say(
+        f"{sequences.numel()} tokens, {len(windows)} layer window(s): {size(needed)} of disk ({size(free)} free)"
+    )
+    with output.progress("calibrate", sequences.numel() * len(windows), "tokens") as advance:
+        recording = collect(
+            loaded,
+            sequences,
+            config,
+            folder,
+            {"corpus": corpus.provenance()},
+            overwrite=options.overwrite,
+            advance=advance,
+        )
+    record = {
+        "samples": str(folder),
+        "num_tokens": recording.num_tokens,
+        "layers": len(recording.layers),
+        "bytes": needed,
+    }
+    output.result(record, str(folder))
+
+
+def corpus_config(options: CalibrateOptions) -> CorpusConfig:
+    """The corpus the options ask for."""
+    from kvcli.calibrate.corpus import BUILTIN, FINEWEB_EDU, CorpusConfig
+    from kvcli.models import BUILTIN_MODELS
+
+    source = options.corpus or (BUILTIN if options.model in BUILTIN_MODELS else FINEWEB_EDU)
+    if source == FINEWEB_EDU:
+        base = CorpusConfig.fineweb_edu()
+    else:
+        base = CorpusConfig(source, "calibration" if source == BUILTIN else "train")
+    return CorpusConfig(
+        base.source,
+        options.corpus_split or base.split,
+        options.corpus_name or base.name,
+        options.revision or base.revision,
+        options.text_column,
+        options.seed,
+    )
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command."""
+    command(app, "calibrate", CalibrateOptions, "kvcli calibrate --tokens 32768", ("model",))(run)

@@ -1,0 +1,169 @@
+"""`kvcli eval`."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import typer
+from pydantic import Field
+
+from kvcli.cli.options import Options, command
+from kvcli.cli.output import Output, table
+from kvcli.cli.paths import newest_artifact
+from kvcli.errors import ArtifactError, UsageError
+
+
+class EvalOptions(Options):
+    """Options of `kvcli eval`."""
+
+    model: str = Field(default="smollm2-135m", description="built-in name, hub name, folder or .gguf file")
+    method: list[str] = Field(
+        default=[], description="method to measure; repeatable; default: fp16, and commvq if exported"
+    )
+    artifact: list[Path] = Field(default=[], description="artifact to measure, with its own method; repeatable")
+    corpus: str = Field(default="builtin", description="held-out text: file, folder, hub name, '-', or 'builtin'")
+    corpus_name: str | None = Field(default=None, description="configuration of a hub dataset")
+    corpus_split: str | None = Field(default=None, description="split; default: heldout for 'builtin', else train")
+    revision: str | None = Field(default=None, description="revision of a hub dataset")
+    text_column: str = Field(default="text", description="column that holds the text")
+    seq_len: int = Field(default=2048, ge=2, description="tokens a sequence")
+    num_sequences: int = Field(default=8, ge=1, description="sequences")
+    batch_size: int = Field(default=4, ge=1, description="sequences at once")
+    chunk: int = Field(default=32, ge=1, description="tokens fed at once; attention inside a chunk is exact")
+    sink_length: int = Field(default=4, ge=0, description="first tokens in full precision")
+    residual_length: int = Field(default=32, ge=0, description="last tokens in full precision")
+    impl: str = Field(default="auto", description="form of attention over codes: auto, reference, reordered")
+    base_config: str | None = Field(default=None, description="config of the original model, for GGUF files")
+    out: Path | None = Field(default=None, description="append one JSON record a row to this file")
+
+
+def run(options: EvalOptions, output: Output) -> None:
+    """Measure KL to the uncompressed model, flips, perplexity and bits on held-out text, through the real cache."""
+    import torch
+
+    from kvcli.attention.session import attach
+    from kvcli.calibrate.corpus import BUILTIN, CorpusConfig, documents, token_sequences
+    from kvcli.eval.quality import measure, reference_states
+    from kvcli.machine import facts
+    from kvcli.models import load_model
+
+    subjects = choose_subjects(options)
+    loaded = load_model(options.model, device=options.device, base_config=options.base_config, say=output.say)
+    split = options.corpus_split or ("heldout" if options.corpus == BUILTIN else "train")
+    corpus = CorpusConfig(
+        options.corpus, split, options.corpus_name, options.revision, options.text_column, options.seed
+    )
+    sequences = token_sequences(documents(corpus), loaded.tokenizer, options.num_sequences, options.seq_len)
+    if len(sequences) < options.num_sequences:
+        output.say(f"the corpus fills {len(sequences)} of {options.num_sequences} sequences")
+    batches = sequences.split(options.batch_size)
+    with output.progress("uncompressed", sequences.numel(), "tokens") as advance:
+        states = []
+        for batch in batches:
+            states.append(reference_states(loaded.model, batch.to(loaded.model.device)).cpu())
+            advance(batch.numel())
+    window: dict[str, Any] = {
+        "sink_length": options.sink_length,
+        "residual_length": options.residual_length,
+        "flush_block": 1,
+    }
+    records = []
+    environment = facts()
+    for name, artifact in subjects:
+        label = name if artifact is None else artifact.name
+        with output.progress(label, sequences.numel(), "tokens") as advance:
+            report = measure(
+                loaded.model,
+                lambda name=name, artifact=artifact: attach(  # type: ignore[misc]
+                    loaded.model, name, artifact=artifact, impl=options.impl, **window
+                ),
+                sequences,
+                states,
+                chunk=options.chunk,
+                batch_size=options.batch_size,
+                advance=advance,
+            )
+        record = {
+            "label": label,
+            "model": options.model,
+            "method": name,
+            "artifact": None if artifact is None else str(artifact),
+            "options": options.model_dump(mode="json"),
+            **report.to_dict(),
+            "dtype": str(loaded.model.dtype).removeprefix("torch."),
+            "threads": torch.get_num_threads(),
+            "machine": environment,
+        }
+        records.append(record)
+        if options.out is not None:
+            append_record(options.out, record)
+    output.result({"rows": records}, quality_table(records, options))
+
+
+def choose_subjects(options: EvalOptions) -> list[tuple[str, Path | None]]:
+    """Methods with their artifacts, in the order of the table.
+
+    Raises:
+        UsageError: a method that does not exist.
+        ArtifactError: an artifact that is missing.
+    """
+    from kvcli.artifact import Artifact
+    from kvcli.registry import get_method
+
+    subjects: list[tuple[str, Path | None]] = []
+    for name in options.method or ["fp16"]:
+        fitted = get_method(name).fit is not None
+        if fitted and any(Artifact.load(folder).method == name for folder in options.artifact):
+            continue
+        subjects.append((name, newest_artifact(options.model, name) if fitted else None))
+    if not options.method and not options.artifact:
+        with suppress(ArtifactError):
+            subjects.append(("commvq", newest_artifact(options.model, "commvq")))
+    subjects += [(Artifact.load(folder).method, folder) for folder in options.artifact]
+    if not subjects:
+        raise UsageError("nothing to measure")
+    return subjects
+
+
+def append_record(path: Path, record: dict[str, Any]) -> None:
+    """Adds one JSON line to a file."""
+    import json
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as handle:
+        handle.write(json.dumps(record) + "\n")
+
+
+def quality_table(records: list[dict[str, Any]], options: EvalOptions) -> Any:
+    """The rows as a table."""
+    columns = ("method", "bits K", "bits V", "bits mean", "KL mean", "KL p99", "flips %", "perplexity", "cache / fp16")
+    rows = []
+    for record in records:
+        memory = record["memory"]
+        rows.append(
+            [
+                record["label"],
+                f"{memory['key_bits']:.3f}",
+                f"{memory['value_bits']:.3f}",
+                f"{memory['true_bits']:.3f}",
+                f"{record['kl_mean']:.4f}",
+                f"{record['kl_p99']:.3f}",
+                f"{100 * record['flips']:.2f}",
+                f"{record['perplexity']:.2f}",
+                f"1/{memory['ratio']:.2f}",
+            ]
+        )
+    title = (
+        f"{options.model}: {records[0]['num_tokens']} tokens in sequences of {options.seq_len}, chunk {options.chunk}, "
+        f"residual {options.residual_length}, sinks {options.sink_length}; "
+        f"uncompressed perplexity {records[0]['reference_perplexity']:.2f}"
+    )
+    return table(title, columns, rows)
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command."""
+    example = "kvcli eval --method fp16 --artifact runs/smollm2-135m/commvq-2bit --num-sequences 4"
+    command(app, "eval", EvalOptions, example, ("model",))(run)

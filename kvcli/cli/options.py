@@ -1,0 +1,166 @@
+"""Options defined once: a pydantic model a command gives its flags, its config file and their checks.
+
+Values come from the command line, else from the --config file, else from the defaults.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+
+import typer
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from kvcli.cli.output import Output, describe_error
+from kvcli.errors import ConfigError
+
+
+class Options(BaseModel):
+    """Options of every command."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    seed: int = Field(default=0, ge=0, description="seed of every random choice")
+    device: str | None = Field(default=None, description="torch device; default: a GPU if there is one")
+
+
+OptionsT = TypeVar("OptionsT", bound=Options)
+
+_SHARED: dict[str, tuple[Any, Any]] = {
+    "as_json": (bool, typer.Option("--json", help="print one JSON object on standard output")),
+    "config": (Path | None, typer.Option("--config", help="YAML file with any of these options")),
+    "debug": (bool, typer.Option("--debug", help="show the traceback of an error")),
+}
+
+
+def command(
+    app: typer.Typer, name: str, options: type[OptionsT], example: str, arguments: tuple[str, ...] = ()
+) -> Callable[[Callable[[OptionsT, Output], None]], Callable[[OptionsT, Output], None]]:
+    """Registers a command whose flags are the fields of an options model.
+
+    Args:
+        app: where to register.
+        name: the command's name.
+        options: its options; a field's description is its help.
+        example: a runnable command line, shown at the end of the help.
+        arguments: fields that are positional.
+    """
+
+    def register(run: Callable[[OptionsT, Output], None]) -> Callable[[OptionsT, Output], None]:
+        def invoke(**given: Any) -> None:
+            _invoke(run, options, given)
+
+        invoke.__doc__ = run.__doc__
+        signature, annotations = _signature(options, arguments)
+        invoke.__signature__ = signature  # type: ignore[attr-defined]
+        invoke.__annotations__ = annotations
+        app.command(name, help=inspect.cleandoc(run.__doc__ or ""), epilog=f"Example: {example}")(invoke)
+        return run
+
+    return register
+
+
+def _invoke(run: Callable[[OptionsT, Output], None], options: type[OptionsT], given: dict[str, Any]) -> None:
+    """Runs a command; every error becomes one line and an exit code."""
+    shared = {name: given.pop(name) for name in _SHARED}
+    output = Output(shared["as_json"])
+    try:
+        run(resolve(options, given, shared["config"]), output)
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader of our output left; there is nobody to tell
+        raise typer.Exit(1) from None
+    except (Exception, KeyboardInterrupt) as error:
+        if isinstance(error, typer.Exit) or shared["debug"]:
+            raise
+        code, line = describe_error(error)
+        if output.as_json:
+            output.result({"error": line, "exit_code": code})
+        output.say(f"error: {line}")
+        raise typer.Exit(code) from None
+
+
+def resolve(options: type[OptionsT], given: dict[str, Any], path: Path | None) -> OptionsT:
+    """Flags over file over defaults.
+
+    Raises:
+        ConfigError: a file that cannot be read, unknown keys (with a suggestion), or values that do not fit.
+    """
+    values = {} if path is None else _read_config(path, options)
+    values.update({name: value for name, value in given.items() if value is not None})
+    try:
+        return options(**values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(map(str, first["loc"])).replace("_", "-")
+        flag = f"--{name}: " if name else ""
+        raise ConfigError(f"{flag}{first['msg'].removeprefix('Value error, ')} (got {first['input']!r})") from error
+
+
+def _read_config(path: Path, options: type[Options]) -> dict[str, Any]:
+    import yaml
+
+    try:
+        loaded = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"{path} must hold a mapping of options")
+    values = {str(key).replace("-", "_"): value for key, value in loaded.items()}
+    for key in values:
+        if key not in options.model_fields:
+            close = difflib.get_close_matches(key, options.model_fields, n=1)
+            hint = f"; did you mean '{close[0]}'?" if close else ""
+            raise ConfigError(f"{path}: unknown option '{key}'{hint}")
+    return values
+
+
+def _signature(options: type[Options], arguments: tuple[str, ...]) -> tuple[inspect.Signature, dict[str, Any]]:
+    """The function signature that typer reads: all optional, so that an absent flag can be told from a default."""
+    annotations: dict[str, Any] = {}
+    for name in (*arguments, *(name for name in options.model_fields if name not in arguments)):
+        field = options.model_fields[name]
+        kind, text = _plain_type(field.annotation), field.description or ""
+        default = field.get_default(call_default_factory=True)
+        if choices := _choices(field.annotation):
+            text += f" ({' or '.join(map(str, choices))})"
+        if default not in (None, [], ""):
+            text += f"; default: {str(default).lower() if isinstance(default, bool) else default}"
+        if name in arguments:
+            info: Any = typer.Argument(help=text, show_default=False)
+        else:
+            flag = name.replace("_", "-")
+            names = f"--{flag}/--no-{flag}" if kind is bool else f"--{flag}"
+            info = typer.Option(names, help=text, show_default=False)
+        annotations[name] = Annotated[kind | None, info]
+    for name, (kind, info) in _SHARED.items():
+        annotations[name] = Annotated[kind, info]
+    parameters = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=_flag_default(name), annotation=annotation)
+        for name, annotation in annotations.items()
+    ]
+    return inspect.Signature(parameters), annotations
+
+
+def _flag_default(name: str) -> Any:
+    return False if name in _SHARED and _SHARED[name][0] is bool else None
+
+
+def _choices(annotation: Any) -> tuple[Any, ...]:
+    """The values of a Literal."""
+    return get_args(annotation) if get_origin(annotation) is Literal else ()
+
+
+def _plain_type(annotation: Any) -> Any:
+    """What typer parses for an annotation: a literal's base type, an optional's inner type; pydantic checks more."""
+    if choices := _choices(annotation):
+        return type(choices[0])
+    if get_origin(annotation) in (Union, UnionType):
+        return _plain_type(next(kind for kind in get_args(annotation) if kind is not type(None)))
+    return annotation

@@ -1,0 +1,121 @@
+"""CommVQ's value codec: search that never gets worse, closed-form codebooks, both trainers, determinism."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from test_commvq_keys import clustered, make_spec
+from torch import Tensor
+
+from kvcli.methods.commvq.config import CommVQConfig
+from kvcli.methods.commvq.fit import (
+    fit_values_fast,
+    fit_values_paper,
+    heldout_error,
+    least_squares_codebook,
+    principal_bits,
+)
+from kvcli.methods.commvq.values import SWEEP_BITS, CommVQValueCodec, sweep
+
+
+def data(seed: int = 0) -> Tensor:
+    """Correlated values [heads, tokens, head_dim] with channels of very different size."""
+    return clustered(1, 3000, 32, seed).view(3000, 2, 16).transpose(0, 1) * torch.logspace(-2, 2, 16)
+
+
+def fitted(**changes: object) -> CommVQValueCodec:
+    spec = make_spec()
+    codec = CommVQValueCodec(spec, CommVQConfig(**{"bits": 2, "value_iterations": 6, **changes}).resolve(spec))
+    with torch.no_grad():
+        if codec.config.value_trainer == "fast":
+            fit_values_fast(codec, data(), codec.config.value_iterations)
+        else:
+            fit_values_paper(codec, data(), codec.config.value_steps, torch.Generator().manual_seed(0))
+    return codec
+
+
+def test_sweep_never_raises_the_error_and_finds_joint_optima() -> None:
+    torch.manual_seed(0)
+    target, book = torch.randn(50, 12), torch.randn(10, 12)  # 10 rows: the last group is short
+    bits = torch.randint(0, 2, (50, 10)).float()
+    errors = [(target - bits @ book).square().sum().item()]
+    for _ in range(6):
+        residual = sweep(target, book, bits)
+        assert torch.allclose(residual, target - bits @ book, atol=1e-4)
+        errors.append(residual.square().sum().item())
+    assert all(later <= earlier + 1e-4 for earlier, later in itertools.pairwise(errors))
+    small = book[:SWEEP_BITS]
+    settings = torch.tensor(list(itertools.product([0.0, 1.0], repeat=SWEEP_BITS)))
+    best = (target.unsqueeze(1) - settings @ small).square().sum(-1).amin(1)
+    one_group = torch.zeros(50, SWEEP_BITS)
+    assert torch.allclose(sweep(target, small, one_group).square().sum(-1), best, atol=1e-4)
+
+
+def test_codebook_is_the_least_squares_solution() -> None:
+    torch.manual_seed(0)
+    rows, bits = torch.randn(400, 5), torch.randint(0, 2, (400, 7)).float()
+    book, offset = least_squares_codebook(rows, bits)
+    expected = torch.linalg.lstsq(torch.cat((bits, torch.ones(400, 1)), dim=1), rows).solution
+    assert torch.allclose(torch.cat((book, offset[None])), expected, atol=1e-3)
+
+
+def test_initial_bits_are_a_quantizer_of_the_principal_components() -> None:
+    rows = data().transpose(0, 1).flatten(1)
+    rows = rows / rows.std(0)
+    book, offset, bits = principal_bits(rows, 64)
+    assert book.shape == (64, 32)
+    assert bits.shape == (3000, 64)
+    assert set(bits.unique().tolist()) == {0.0, 1.0}
+    error = (rows - bits @ book - offset).square().sum() / (rows - rows.mean(0)).square().sum()
+    assert error < 0.15
+
+
+@pytest.mark.parametrize(("bits", "limit"), [(2, 0.08), (1, 0.2)])
+def test_fast_trainer_reaches_a_small_error(bits: int, limit: float) -> None:
+    codec = fitted(bits=bits)
+    assert max(heldout_error(codec, data()[:, 1000:])) < limit
+    assert codec.bits_per_token() == 32 * bits + 16
+
+
+def test_sweeps_lower_the_encoding_error() -> None:
+    spec, trained = make_spec(), fitted()
+    errors = []
+    for sweeps in (0, 1, 3):
+        codec = CommVQValueCodec(spec, trained.config.model_copy(update={"value_sweeps": sweeps}))
+        codec.load_state_dict(trained.state_dict())
+        errors.append(sum(heldout_error(codec, data())))
+    assert errors[0] > errors[1] > errors[2]
+
+
+def test_paper_trainer_learns() -> None:
+    untrained = fitted(value_trainer="paper", value_steps=1, value_hidden=64)
+    trained = fitted(value_trainer="paper", value_steps=400, value_hidden=64)
+    before, after = (sum(heldout_error(codec, data())) / 2 for codec in (untrained, trained))
+    assert after < 0.35 < before
+    codes = trained.encode(data()[None, :, :50])
+    values = trained.decode(codes)
+    norms = [
+        (x.transpose(1, 2).flatten(2) / trained.channel_scale).norm(dim=-1) for x in (values, data()[None, :, :50])
+    ]
+    assert torch.allclose(*norms, rtol=2e-3)  # the paper's decoding restores each token's norm
+
+
+@pytest.mark.parametrize("trainer", ["fast", "paper"])
+def test_encoding_is_deterministic(trainer: str) -> None:
+    codec = fitted(value_trainer=trainer, value_steps=20)
+    x = data()[None, :, :70]
+    first = codec.encode(x)
+    torch.manual_seed(123)
+    again = codec.encode(x)
+    assert all(torch.equal(a, b) for a, b in zip(first.tensors().values(), again.tensors().values(), strict=True))
+
+
+def test_zero_values_decode_to_zero() -> None:
+    codec = fitted()
+    x = torch.zeros(1, 2, 3, 16)
+    decoded = codec.decode(codec.encode(x))
+    assert not decoded.any()
+    huge = codec.decode(codec.encode(torch.full((1, 2, 3, 16), 1e9)))
+    assert huge.isfinite().all()

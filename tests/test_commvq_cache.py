@@ -1,0 +1,167 @@
+"""CommVQ through the whole cache on a tiny model: both attention forms, batches, bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_model
+
+import kvcli
+from kvcli.artifact import Artifact
+from kvcli.calibrate.collect import CollectConfig, collect
+from kvcli.errors import ConfigError, UsageError
+from kvcli.fit import assemble, fit_recording
+from kvcli.methods.commvq.config import CommVQConfig
+from kvcli.models import LoadedModel, fingerprint
+from kvcli.registry import get_method
+from kvcli.samples import Recording
+from kvcli.spec import ModelSpec
+
+CONFIG = CommVQConfig(bits=2, codebook_size=8, num_residuals=4, key_iterations=6, value_iterations=4)
+WINDOW = {"residual_length": 6, "sink_length": 2, "flush_block": 1}
+
+
+def load(model: Any) -> LoadedModel:
+    spec = ModelSpec.from_config(model.config)
+    return LoadedModel("tiny", model, None, spec, fingerprint(model, spec))  # type: ignore[arg-type]
+
+
+def record(model: Any, folder: Path) -> Recording:
+    sequences = torch.randint(3, 97, (16, 64), generator=torch.Generator().manual_seed(0))
+    return collect(load(model), sequences, CollectConfig(16, 64, 4, 4), folder, {"corpus": {"source": "random"}})
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3"])
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Artifact]:
+    """A tiny model with its artifact."""
+    model, folder = make_model(request.param), tmp_path_factory.mktemp("trained")
+    recording = record(model, folder / "samples")
+    fit_recording(recording, get_method("commvq"), CONFIG.resolve(recording.spec), folder / "run")
+    assemble([folder / "run"]).save(folder / "artifact")
+    return model, Artifact.load(folder / "artifact")
+
+
+def logits(model: Any, artifact: Artifact, pieces: list[dict[str, torch.Tensor]], **settings: Any) -> torch.Tensor:
+    with kvcli.attach(model, "commvq", artifact=artifact, **{**WINDOW, **settings}) as session, torch.no_grad():
+        cache = session.new_cache()
+        for piece in pieces:
+            out = model(**piece, past_key_values=cache).logits[:, -1]
+    return out
+
+
+def pieces(prompt: Any, *lengths: int) -> list[dict[str, torch.Tensor]]:
+    """A prompt and three more tokens, one by one."""
+    first = prompt(*lengths)
+    found, mask = [first], first["attention_mask"]
+    for token in (5, 6, 7):
+        mask = torch.cat((mask, torch.ones(len(lengths), 1, dtype=torch.long)), dim=1)
+        found.append({"input_ids": torch.full((len(lengths), 1), token), "attention_mask": mask})
+    return found
+
+
+@pytest.mark.parametrize("lengths", [(40,), (40, 17, 3)])
+def test_reordered_attention_equals_the_reference(trained: Any, prompt: Any, lengths: tuple[int, ...]) -> None:
+    model, artifact = trained
+    inputs = pieces(prompt, *lengths)
+    reference = logits(model, artifact, inputs)
+    reordered = logits(model, artifact, inputs, impl="reordered")
+    assert torch.allclose(reference, reordered, atol=2e-5)
+
+
+def test_a_left_padded_row_equals_the_same_prompt_alone(trained: Any, prompt: Any) -> None:
+    model, artifact = trained
+    batch = pieces(prompt, 40, 17, 1)
+    together = logits(model, artifact, batch)
+    for row, length in enumerate((40, 17, 1)):
+        alone = [
+            {
+                name: x[row : row + 1, -(length + extra) if name == "attention_mask" or not extra else -1 :]
+                for name, x in p.items()
+            }
+            for extra, p in enumerate(batch)
+        ]
+        assert torch.allclose(logits(model, artifact, alone), together[row : row + 1], atol=2e-5)
+
+
+def test_codes_really_replace_the_tokens(trained: Any, prompt: Any) -> None:
+    model, artifact = trained
+    inputs = pieces(prompt, 60)
+    exact = logits(model, artifact, inputs, residual_length=500)
+    with torch.no_grad():
+        ids = torch.cat([p["input_ids"] for p in inputs], dim=1)
+        assert torch.allclose(exact, model(ids).logits[:, -1], atol=1e-4)
+    lossy = logits(model, artifact, inputs)
+    error = (lossy - exact).norm() / exact.norm()
+    assert 1e-3 < error < 0.5
+
+
+def test_memory_equals_the_formula(trained: Any, prompt: Any) -> None:
+    model, artifact = trained
+    with kvcli.attach(model, "commvq", artifact=artifact, **WINDOW) as session, torch.no_grad():
+        cache = session.new_cache()
+        model(**prompt(50, 31), past_key_values=cache)
+        codec, memory = session.codecs[0], cache.memory()
+    encoded = (50 - 8) + (31 - 8)
+    assert memory.num_encoded == encoded
+    assert memory.key_bits == pytest.approx(codec.key.bits_per_token() / 32)
+    assert memory.value_bits == pytest.approx(codec.value.bits_per_token() / 32)
+    assert memory.code_bytes * 8 == 3 * encoded * (codec.key.bits_per_token() + codec.value.bits_per_token())
+    assert memory.artifact_bytes == artifact.nbytes
+
+
+def test_smollm_shape_fits_in_a_fifth_and_a_half() -> None:
+    """4096 tokens of the built-in model's shape at 2 bits: at most 1/5.5 of the fp16 bytes, everything counted."""
+    model = make_model("llama", num_attention_heads=9, num_key_value_heads=3, head_dim=64, num_hidden_layers=1,
+                       hidden_size=576, max_position_embeddings=8192)  # fmt: skip
+    spec = ModelSpec.from_config(model.config)
+    method, config = get_method("commvq"), CommVQConfig(bits=2).resolve(ModelSpec.from_config(model.config))
+    from kvcli.cache.compressed import CompressedCache
+    from kvcli.rope import Rope, Rotation
+
+    cache = CompressedCache(spec, method, config, [method.build(spec, config)], Rope(model.model.rotary_emb))
+    step = cache.timeline.begin(1, 4096, torch.arange(4096)[None], None)
+    ones = Rotation(torch.ones(1, 1, 4096, 32), torch.zeros(1, 1, 4096, 32))
+    with torch.no_grad():
+        for stream in cache.layers[0].streams:
+            stream.append(torch.randn(1, 3, 4096, 64).half(), step)
+            stream.flush(lambda x, rows, start: ones.slice(start, start + x.shape[2]).unapply(x))
+    memory = cache.memory()
+    assert memory.num_tokens - memory.num_encoded == 128 + 4
+    assert memory.ratio >= 5.5
+    assert memory.fp16_bytes / memory.allocated_bytes >= 5.5
+    assert (memory.key_bits, memory.value_bits) == (8 * (50 + 2) / 192, 8 * (48 + 2) / 192)
+
+
+def test_settings_of_the_fit_cannot_be_changed_later(trained: Any) -> None:
+    model, artifact = trained
+    with pytest.raises(ConfigError, match="bits"):
+        kvcli.attach(model, "commvq", artifact=artifact, bits=1)
+    with pytest.raises(ConfigError, match="residual_length"):
+        kvcli.attach(model, "commvq", artifact=artifact, residual_length=-1)
+    with pytest.raises(UsageError, match="attention form"):
+        kvcli.attach(model, "commvq", artifact=artifact, impl="magic")
+    with pytest.raises(UsageError, match="artifact"):
+        kvcli.attach(model, "commvq")
+    kvcli.attach(model, "fp16").detach()  # nothing of the above left the model attached
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"num_beams": 3}, {"do_sample": True}, {"prefill_chunk_size": 7}, {"num_return_sequences": 2, "do_sample": True}],
+)
+def test_generate_works_in_every_mode(trained: Any, prompt: Any, settings: dict[str, Any]) -> None:
+    model, artifact = trained
+    with kvcli.attach(model, "commvq", artifact=artifact, **WINDOW) as session, torch.no_grad():
+        cache = session.new_cache()
+        out = model.generate(**prompt(30, 4), past_key_values=cache, max_new_tokens=20, **settings)
+        assert out.shape[1] == 50
+        assert cache.memory().num_encoded > 0
+
+
+def test_residual_and_sinks_may_be_zero(trained: Any, prompt: Any) -> None:
+    model, artifact = trained
+    out = logits(model, artifact, pieces(prompt, 20, 1), residual_length=0, sink_length=0)
+    assert out.isfinite().all()
