@@ -108,6 +108,7 @@ def collect(
     *,
     overwrite: bool = False,
     advance: Callable[[int], None] = lambda tokens: None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> Recording:
     """Records the model's attention inputs over the sequences.
 
@@ -119,6 +120,7 @@ def collect(
         provenance: kept in the manifest: corpus, revision, seed and the like.
         overwrite: discard another recording that stands in the folder.
         advance: told how many tokens a pass has processed, or found recorded already.
+        say: told what is reused.
 
     Returns:
         The finished recording; when the folder holds it already, nothing is run.
@@ -140,6 +142,9 @@ def collect(
     folder.mkdir(parents=True, exist_ok=True)
     if not _resumable(folder, manifest, overwrite):
         write_manifest(folder, {**manifest, "complete": False})
+    wanted = [part_name(window, part) for window in range(len(windows)) for part in range(config.num_parts)]
+    if found := sum((folder / name).is_file() for name in wanted):
+        say(f"{found} of {len(wanted)} parts were recorded already and are reused")
     recorder = _Recorder(torch.bfloat16 if loaded.model.dtype == torch.bfloat16 else torch.float16)
     with Seam(loaded.model, recorder), torch.inference_mode():
         for window_idx, window in enumerate(windows):

@@ -79,6 +79,7 @@ def run(options: CalibrateOptions, output: Output) -> None:
             {"corpus": corpus.provenance()},
             overwrite=options.overwrite,
             advance=advance,
+            say=output.say,
         )
     record = {
         "samples": str(folder),

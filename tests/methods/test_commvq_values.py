@@ -67,8 +67,8 @@ def test_initial_bits_are_a_quantizer_of_the_principal_components() -> None:
     book, offset, bits = principal_bits(rows, 64)
     assert book.shape == (64, 32)
     assert bits.shape == (3000, 64)
-    assert set(bits.unique().tolist()) == {0.0, 1.0}
-    error = (rows - bits @ book - offset).square().sum() / (rows - rows.mean(0)).square().sum()
+    assert set(bits.unique().tolist()) == {0, 1}
+    error = (rows - bits.float() @ book - offset).square().sum() / (rows - rows.mean(0)).square().sum()
     assert error < 0.15
 
 

@@ -18,6 +18,7 @@ from kvcli.samples import LayerSamples
 
 _ERROR_TOKENS = 8192
 _RIDGE = 1e-4
+_BLOCK_TOKENS = 16384
 _PAPER_BATCH = 2048
 _PAPER_LEARNING_RATE = 1e-3
 
@@ -124,11 +125,15 @@ def fit_values_fast(codec: CommVQValueCodec, values: Tensor, iterations: int) ->
     codebook, offset, bits = principal_bits(rows, codec.config.value_code_bits)
     for _ in range(iterations):
         codebook, offset = least_squares_codebook(rows, bits)
-        sweep(rows - offset, codebook, bits)
+        for part, part_bits in zip(rows.split(_BLOCK_TOKENS), bits.split(_BLOCK_TOKENS), strict=True):
+            current = part_bits.to(rows.dtype)
+            sweep(part - offset, codebook, current)
+            part_bits.copy_(current)
     _store(codec, *least_squares_codebook(rows, bits))
-    encoder = _ridge_solve(_with_ones(rows), 2 * bits - 1)
+    # the encoder predicts the signs 2s - 1 of the bits found; its bias absorbs the -1
+    encoder = 2 * _ridge_solve(rows, bits)
     codec.get_buffer("encoder_weight_0").copy_(encoder[:-1].T)
-    codec.get_buffer("encoder_bias_0").copy_(encoder[-1])
+    codec.get_buffer("encoder_bias_0").copy_(encoder[-1] - 1)
 
 
 def principal_bits(rows: Tensor, num_bits: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -141,7 +146,7 @@ def principal_bits(rows: Tensor, num_bits: int) -> tuple[Tensor, Tensor, Tensor]
         num_bits: N_c.
 
     Returns:
-        Codebook [N_c, D], offset [D] and bits [T, N_c], grouped so that a sweep chooses neighbouring components.
+        Codebook [N_c, D], offset [D] and bits uint8 [T, N_c], grouped so that a sweep chooses neighbouring components.
     """
     mean = rows.mean(0)
     variance, directions = torch.linalg.eigh(torch.cov(rows.T).double())
@@ -163,13 +168,13 @@ def principal_bits(rows: Tensor, num_bits: int) -> tuple[Tensor, Tensor, Tensor]
         offset += low * directions[:, component]
         for bit in range(count):
             book.append(step * 2**bit * directions[:, component])
-            bits.append((index >> bit) & 1)
-    return torch.stack(book), offset, torch.stack(bits, dim=1).to(rows.dtype)
+            bits.append((index >> bit & 1).to(torch.uint8))
+    return torch.stack(book), offset, torch.stack(bits, dim=1)
 
 
 def least_squares_codebook(rows: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
     """Codebook [N_c, D] and offset [D] that minimise |rows - bits C - offset|^2, with a small ridge."""
-    solution = _ridge_solve(_with_ones(bits), rows)
+    solution = _ridge_solve(bits, rows)
     return solution[:-1], solution[-1]
 
 
@@ -232,12 +237,17 @@ def _store(codec: CommVQValueCodec, codebook: Tensor, offset: Tensor) -> None:
     codec.offset.copy_(offset * codec.channel_scale)
 
 
-def _with_ones(x: Tensor) -> Tensor:
-    return torch.cat((x, x.new_ones(x.shape[0], 1)), dim=1)
-
-
 def _ridge_solve(inputs: Tensor, targets: Tensor) -> Tensor:
-    """Least squares of targets [T, M] on inputs [T, K]: [K, M], solved in float64."""
-    gram = (inputs.T @ inputs).double()
+    """Least squares of targets [T, M] on inputs [T, K] and a constant: [K + 1, M], the constant's row last.
+
+    The normal equations are gathered block by block, so that neither side is needed in float32 as a whole.
+    """
+    width = inputs.shape[1] + 1
+    gram = torch.zeros(width, width, dtype=torch.float64, device=inputs.device)
+    cross = torch.zeros(width, targets.shape[1], dtype=torch.float64, device=inputs.device)
+    for part, target in zip(inputs.split(_BLOCK_TOKENS), targets.split(_BLOCK_TOKENS), strict=True):
+        design = nn.functional.pad(part.float(), (0, 1), value=1.0)
+        gram += design.T @ design
+        cross += design.T @ target.float()
     gram.diagonal().add_(_RIDGE * gram.diagonal().mean())
-    return torch.linalg.solve(gram, (inputs.T @ targets).double()).float()
+    return torch.linalg.solve(gram, cross).float()

