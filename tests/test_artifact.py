@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_model
+from factories import CONFIG, make_model, record
 from safetensors.torch import load_file, save_file
-from test_commvq_cache import CONFIG, record
 
 import kvcli
 from kvcli import artifact as module

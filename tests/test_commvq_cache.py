@@ -2,36 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import make_model
+from factories import CONFIG, WINDOW, make_model, prompt_and_steps, record
 
 import kvcli
 from kvcli.artifact import Artifact
-from kvcli.calibrate.collect import CollectConfig, collect
 from kvcli.errors import ConfigError, UsageError
 from kvcli.fit import assemble, fit_recording
 from kvcli.methods.commvq.config import CommVQConfig
-from kvcli.models import LoadedModel, fingerprint
 from kvcli.registry import get_method
-from kvcli.samples import Recording
 from kvcli.spec import ModelSpec
-
-CONFIG = CommVQConfig(bits=2, codebook_size=8, num_residuals=4, key_iterations=6, value_iterations=4)
-WINDOW = {"residual_length": 6, "sink_length": 2, "flush_block": 1}
-
-
-def load(model: Any) -> LoadedModel:
-    spec = ModelSpec.from_config(model.config)
-    return LoadedModel("tiny", model, None, spec, fingerprint(model, spec))  # type: ignore[arg-type]
-
-
-def record(model: Any, folder: Path) -> Recording:
-    sequences = torch.randint(3, 97, (16, 64), generator=torch.Generator().manual_seed(0))
-    return collect(load(model), sequences, CollectConfig(16, 64, 4, 4), folder, {"corpus": {"source": "random"}})
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])
@@ -52,20 +35,10 @@ def logits(model: Any, artifact: Artifact, pieces: list[dict[str, torch.Tensor]]
     return out
 
 
-def pieces(prompt: Any, *lengths: int) -> list[dict[str, torch.Tensor]]:
-    """A prompt and three more tokens, one by one."""
-    first = prompt(*lengths)
-    found, mask = [first], first["attention_mask"]
-    for token in (5, 6, 7):
-        mask = torch.cat((mask, torch.ones(len(lengths), 1, dtype=torch.long)), dim=1)
-        found.append({"input_ids": torch.full((len(lengths), 1), token), "attention_mask": mask})
-    return found
-
-
 @pytest.mark.parametrize("lengths", [(40,), (40, 17, 3)])
 def test_reordered_attention_equals_the_reference(trained: Any, prompt: Any, lengths: tuple[int, ...]) -> None:
     model, artifact = trained
-    inputs = pieces(prompt, *lengths)
+    inputs = prompt_and_steps(prompt, *lengths)
     reference = logits(model, artifact, inputs)
     reordered = logits(model, artifact, inputs, impl="reordered")
     assert torch.allclose(reference, reordered, atol=2e-5)
@@ -73,7 +46,7 @@ def test_reordered_attention_equals_the_reference(trained: Any, prompt: Any, len
 
 def test_a_left_padded_row_equals_the_same_prompt_alone(trained: Any, prompt: Any) -> None:
     model, artifact = trained
-    batch = pieces(prompt, 40, 17, 1)
+    batch = prompt_and_steps(prompt, 40, 17, 1)
     together = logits(model, artifact, batch)
     for row, length in enumerate((40, 17, 1)):
         alone = [
@@ -88,7 +61,7 @@ def test_a_left_padded_row_equals_the_same_prompt_alone(trained: Any, prompt: An
 
 def test_codes_really_replace_the_tokens(trained: Any, prompt: Any) -> None:
     model, artifact = trained
-    inputs = pieces(prompt, 60)
+    inputs = prompt_and_steps(prompt, 60)
     exact = logits(model, artifact, inputs, residual_length=500)
     with torch.no_grad():
         ids = torch.cat([p["input_ids"] for p in inputs], dim=1)
@@ -163,5 +136,5 @@ def test_generate_works_in_every_mode(trained: Any, prompt: Any, settings: dict[
 
 def test_residual_and_sinks_may_be_zero(trained: Any, prompt: Any) -> None:
     model, artifact = trained
-    out = logits(model, artifact, pieces(prompt, 20, 1), residual_length=0, sink_length=0)
+    out = logits(model, artifact, prompt_and_steps(prompt, 20, 1), residual_length=0, sink_length=0)
     assert out.isfinite().all()

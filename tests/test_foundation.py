@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_model
+from factories import make_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_commvq_cache import CONFIG, WINDOW, pieces, record
-from test_commvq_keys import clustered, fitted, make_spec
+from factories import CONFIG, WINDOW, clustered, fitted_keys, make_spec, prompt_and_steps, record
 from transformers import DynamicCache
 
 import kvcli
@@ -33,7 +32,7 @@ def test_tokens_equal_dynamic_cache_in_float32(any_model: Any, prompt: Any) -> N
 
 def test_logits_agree_in_bfloat16(any_model: Any, prompt: Any) -> None:
     model = any_model.cuda().to(torch.bfloat16)
-    inputs = [{name: x.cuda() for name, x in piece.items()} for piece in pieces(prompt, 12, 31)]
+    inputs = [{name: x.cuda() for name, x in piece.items()} for piece in prompt_and_steps(prompt, 12, 31)]
 
     def logits(cache: Any) -> list[torch.Tensor]:
         with torch.no_grad():
@@ -47,7 +46,7 @@ def test_logits_agree_in_bfloat16(any_model: Any, prompt: Any) -> None:
 
 
 def test_codes_are_those_of_the_cpu() -> None:
-    codec, keys = fitted(make_spec(), CommVQConfig(codebook_size=16, num_residuals=4, key_iterations=6))
+    codec, keys = fitted_keys(make_spec(), CommVQConfig(codebook_size=16, num_residuals=4, key_iterations=6))
     expected = codec.encode(keys[None]).packed
     found = codec.cuda().encode(keys[None].cuda()).packed.cpu()
     assert (found == expected).float().mean() > 0.999  # sums in another order may flip a near-tie
@@ -71,7 +70,7 @@ def test_fit_and_attention_on_the_gpu(tiny_model: Any, prompt: Any, tmp_path: An
     assert torch.allclose(torch.tensor(errors["cpu"]), torch.tensor(errors["cuda"]), rtol=0.15)
     artifact: Artifact = assemble([tmp_path / "cuda"])
     model = tiny_model.cuda()
-    inputs = [{name: x.cuda() for name, x in piece.items()} for piece in pieces(prompt, 40, 17, 3)]
+    inputs = [{name: x.cuda() for name, x in piece.items()} for piece in prompt_and_steps(prompt, 40, 17, 3)]
     outputs = []
     for impl in ("reference", "reordered"):
         with kvcli.attach(model, "commvq", artifact=artifact, impl=impl, **WINDOW) as session, torch.no_grad():

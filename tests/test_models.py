@@ -11,7 +11,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from conftest import make_model
+from factories import make_model
 
 from kvcli import models
 from kvcli.errors import ModelError, UnsupportedModelError

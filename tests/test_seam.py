@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_model
+from factories import make_model
 from transformers import DynamicCache
 
 import kvcli

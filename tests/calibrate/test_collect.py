@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_model
-from test_commvq_cache import load
+from factories import load, make_model
 
 from kvcli.calibrate.collect import CollectConfig, collect
 from kvcli.errors import SamplesError

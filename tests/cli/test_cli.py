@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_model
-from test_commvq_cache import CONFIG, load, record
+from factories import CONFIG, load, make_model, record
 from typer.testing import CliRunner
 
 from kvcli.cli.app import app

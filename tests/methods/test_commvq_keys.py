@@ -6,41 +6,15 @@ import itertools
 
 import pytest
 import torch
+from factories import clustered, fitted_keys, make_spec
 from torch import Tensor
 
 from kvcli.methods.commvq import codebook as cb
 from kvcli.methods.commvq import em
 from kvcli.methods.commvq.config import CommVQConfig
-from kvcli.methods.commvq.fit import fit_keys, heldout_error, query_pair_weight
+from kvcli.methods.commvq.fit import heldout_error, query_pair_weight
 from kvcli.methods.commvq.keys import CommVQKeyCodec
 from kvcli.rope import Rotation, to_pairs
-from kvcli.samples import LayerSamples
-from kvcli.spec import ModelSpec, RopeSpec
-
-
-def make_spec(head_dim: int = 16, num_kv_heads: int = 2, rotary_dim: int | None = None) -> ModelSpec:
-    rope = RopeSpec("default", 1e4, rotary_dim or head_dim)
-    return ModelSpec("llama", 1, 64, 4, num_kv_heads, head_dim, 512, 97, rope)
-
-
-def clustered(problems: int, count: int, width: int, seed: int = 0) -> Tensor:
-    """Data with structure, so that a codebook has something to find."""
-    generator = torch.Generator().manual_seed(seed)
-    centre = torch.randn(problems, 12, width, generator=generator)
-    pick = torch.randint(0, 12, (problems, count), generator=generator)
-    noise = torch.randn(problems, count, width, generator=generator)
-    return centre.gather(1, pick.unsqueeze(-1).expand(-1, -1, width)) + 0.3 * noise
-
-
-def fitted(spec: ModelSpec, config: CommVQConfig, tokens: int = 3000, seed: int = 0) -> tuple[CommVQKeyCodec, Tensor]:
-    codec = CommVQKeyCodec(spec, config.resolve(spec))
-    generator = torch.Generator().manual_seed(seed)
-    keys = clustered(spec.num_kv_heads, tokens, spec.head_dim, seed)
-    queries = torch.randn(spec.num_heads, 64, spec.head_dim, generator=generator)
-    samples = LayerSamples(queries, keys, keys, torch.arange(tokens))
-    with torch.no_grad():
-        fit_keys(codec, samples, codec.config, torch.Generator().manual_seed(seed))
-    return codec, keys
 
 
 def as_complex(x: Tensor) -> Tensor:
@@ -150,7 +124,7 @@ def test_paper_configuration_costs_what_the_paper_says() -> None:
 def test_decode_finds_the_keys_again(norm: str, group: int, rotary_dim: int) -> None:
     spec = make_spec(rotary_dim=rotary_dim)
     config = CommVQConfig(codebook_size=16, pairs_per_group=group, num_residuals=4, key_norm=norm, key_iterations=8)  # type: ignore[arg-type]
-    codec, keys = fitted(spec, config)
+    codec, keys = fitted_keys(spec, config)
     assert max(heldout_error(codec, keys)) < 0.15
     codes = codec.encode(keys.unsqueeze(0))
     assert codes.packed.shape[-1] == -(-codec.num_codes * 8 // 8)
@@ -161,13 +135,13 @@ def test_more_stages_mean_less_error() -> None:
     errors = []
     for stages in (1, 2, 4):
         config = CommVQConfig(codebook_size=8, num_residuals=stages, key_iterations=6)
-        codec, keys = fitted(make_spec(), config)
+        codec, keys = fitted_keys(make_spec(), config)
         errors.append(sum(heldout_error(codec, keys)))
     assert errors[0] > errors[1] > errors[2]
 
 
 def test_decoding_commutes_with_rotation() -> None:
-    codec, keys = fitted(make_spec(), CommVQConfig(codebook_size=8, num_residuals=2, key_iterations=4))
+    codec, keys = fitted_keys(make_spec(), CommVQConfig(codebook_size=8, num_residuals=2, key_iterations=4))
     angle = torch.randn(1, 1, keys.shape[1], 8)
     rotation = Rotation(angle.cos(), angle.sin())
     codes = codec.encode(keys.unsqueeze(0))
@@ -185,7 +159,7 @@ def test_decoding_commutes_with_rotation() -> None:
 
 
 def test_zero_and_huge_keys_stay_finite() -> None:
-    codec, keys = fitted(make_spec(), CommVQConfig(codebook_size=8, num_residuals=2, key_iterations=4))
+    codec, keys = fitted_keys(make_spec(), CommVQConfig(codebook_size=8, num_residuals=2, key_iterations=4))
     x = torch.stack((torch.zeros_like(keys[:, :5]), keys[:, :5] * 1e6, torch.full_like(keys[:, :5], 1e-12)))
     decoded = codec.decode(codec.encode(x))
     assert decoded.isfinite().all()

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from test_commvq_keys import clustered, make_spec
+from factories import clustered, make_spec
 from torch import Tensor
 
 from kvcli.methods.commvq.config import CommVQConfig

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_commvq_keys import clustered, make_spec
+from factories import clustered, make_spec
 
 from kvcli.attention.session import make_config
 from kvcli.methods.base import Codes, LayerCodec
