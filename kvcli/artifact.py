@@ -117,7 +117,7 @@ class Artifact:
         spec, method = self.spec, get_method(self.method)
         codecs = []
         for layer_idx in range(spec.num_layers):
-            codec = method.build(spec, config)
+            codec = method.build(spec, config, layer_idx)
             prefix = f"layers.{layer_idx}."
             state = {name.removeprefix(prefix): x for name, x in self.tensors.items() if name.startswith(prefix)}
             try:

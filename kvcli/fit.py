@@ -73,7 +73,7 @@ def fit_recording(
             done(layer_idx, metrics, True)
             continue
         started = time.perf_counter()
-        codec = method.build(recording.spec, config).to(device)
+        codec = method.build(recording.spec, config, layer_idx).to(device)
         train, heldout = _split(recording, layer_idx, config.sink_length, device)
         generator = torch.Generator().manual_seed(seed * 100_003 + layer_idx)
         with torch.no_grad():

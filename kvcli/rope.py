@@ -8,6 +8,7 @@ This module does not know where angles come from: `Rope` asks the model's own ro
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +52,11 @@ class Rope:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
+
+    def frequencies(self) -> dict[str, Any]:
+        """Angle a position of each pair, in radians, and the factor of cos and sin, as plain JSON values."""
+        module: Any = self.module
+        return {"inv_freq": module.inv_freq.float().tolist(), "scaling": float(module.attention_scaling)}
 
     def rotation(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
         """The rotation at given positions.

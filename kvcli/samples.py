@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from kvcli.errors import SamplesError
 from kvcli.files import replacing
+from kvcli.rope import Rotation
 from kvcli.spec import ModelSpec
 
 MANIFEST = "samples.json"
@@ -36,16 +37,23 @@ class LayerSamples:
         k: [num_kv_heads, tokens, head_dim].
         v: [num_kv_heads, tokens, head_dim].
         positions: [tokens] int64, position of each token in its sequence.
+        query_rotation: rotation of the recorded queries, [1, 1, query_tokens, rotary_dim/2].
     """
 
     q: Tensor
     k: Tensor
     v: Tensor
     positions: Tensor
+    query_rotation: Rotation | None = None
 
     def select(self, tokens: Tensor) -> LayerSamples:
         """Keys and values of some tokens, [count] indices; queries stay."""
-        return LayerSamples(self.q, self.k[:, tokens], self.v[:, tokens], self.positions[tokens])
+        return replace(self, k=self.k[:, tokens], v=self.v[:, tokens], positions=self.positions[tokens])
+
+    def rotated_queries(self) -> Tensor:
+        """The queries after RoPE, [num_heads, query_tokens, head_dim]."""
+        assert self.query_rotation is not None
+        return self.query_rotation.apply(self.q.unsqueeze(0))[0]
 
 
 class Recording:
@@ -108,7 +116,10 @@ class Recording:
         if k.shape[1] != self.num_tokens or not all(bool(x.isfinite().all()) for x in (q, k, v)):
             raise SamplesError(f"layer {layer_idx} in {self.folder} has missing or non-finite samples")
         positions = torch.arange(k.shape[1], device=device) % int(self.manifest["seq_len"])
-        return LayerSamples(q, k, v, positions)
+        rope = self.manifest["rope"]
+        angle = positions[: q.shape[1], None].float() * torch.tensor(rope["inv_freq"], device=device)
+        rotation = Rotation(angle.cos()[None, None] * rope["scaling"], angle.sin()[None, None] * rope["scaling"])
+        return LayerSamples(q, k, v, positions, rotation)
 
 
 def part_name(window: int, part: int) -> str:

@@ -179,6 +179,11 @@ def exact_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
     return output.transpose(1, 2).contiguous()
 
 
+def find_rope(model: nn.Module) -> Rope:
+    """The rotary embedding of a model that is not attached."""
+    return Rope(_find_decoder(model).rotary_emb)  # type: ignore[arg-type]
+
+
 def layer_index(module: nn.Module) -> int:
     """The index of the decoder layer that an attention module belongs to."""
     index: int = module.layer_idx  # type: ignore[assignment]

@@ -94,7 +94,7 @@ def test_smollm_shape_fits_in_a_fifth_and_a_half() -> None:
     from kvcli.cache.compressed import CompressedCache
     from kvcli.rope import Rope, Rotation
 
-    cache = CompressedCache(spec, method, config, [method.build(spec, config)], Rope(model.model.rotary_emb))
+    cache = CompressedCache(spec, method, config, [method.build(spec, config, 0)], Rope(model.model.rotary_emb))
     step = cache.timeline.begin(1, 4096, torch.arange(4096)[None], None)
     ones = Rotation(torch.ones(1, 1, 4096, 32), torch.zeros(1, 1, 4096, 32))
     with torch.no_grad():

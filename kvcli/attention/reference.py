@@ -71,7 +71,7 @@ def reference_attend(codec: LayerCodec, query: Tensor, part: EncodedPart, scalin
     length = part.value_codes.num_tokens
     for start in range(0, length, _TOKEN_BLOCK):
         stop = min(start + _TOKEN_BLOCK, length)
-        key = codec.key.decode(part.key_codes.slice(start, stop))
+        key = codec.key.decode(part.key_codes.slice(start, stop), part.key_state)
         if part.rotation is not None:
             key = part.rotation.slice(start, stop).apply(key)
         value = codec.value.decode(part.value_codes.slice(start, stop))

@@ -18,7 +18,7 @@ from kvcli.errors import CacheError, ConfigError, UsageError
 from kvcli.methods.base import LayerCodec, Method, PartialAttend
 from kvcli.methods.config import CacheConfig
 from kvcli.models import fingerprint
-from kvcli.registry import get_method
+from kvcli.registry import parse_method
 from kvcli.rope import Rotation
 from kvcli.seam import ForwardContext, Seam, exact_attention
 from kvcli.spec import ModelSpec
@@ -82,7 +82,7 @@ def attach(
 
     Args:
         model: a causal language model of a supported family.
-        method: name of a method, see `kvcli methods`.
+        method: name of a method, with or without bits (`kivi`, `kivi-2`); see `kvcli methods`.
         artifact: for methods that are fitted, the artifact or its folder.
         impl: form of attention over the codes: `auto`, `reference`, or another form the method has.
         config: settings of the method; with an artifact, only those of the cache (`sink_length`, `residual_length`,
@@ -97,24 +97,37 @@ def attach(
         ArtifactError: an artifact that cannot be used with this model.
         UnsupportedModelError: an architecture kvcli does not compress.
     """
-    record = get_method(method)
+    record, from_bits = parse_method(method)
+    config = {**from_bits, **config}
     spec = ModelSpec.from_config(model.config)
     if isinstance(artifact, (str, Path)):
         artifact = Artifact.load(artifact)
-    if record.fit is not None and artifact is None:
+    if record.needs_artifact and artifact is None:
         raise UsageError(
             f"method '{method}' needs an artifact; train one with 'kvcli train-codebook' and 'kvcli export'"
         )
     if artifact is None:
         settings = make_config(record, config)
-        codecs = [record.build(spec, settings) for _ in range(spec.num_layers)]
+        codecs = build_codecs(record, spec, settings)
     else:
-        artifact.check_model(spec, fingerprint(model, spec), method)
+        artifact.check_model(spec, fingerprint(model, spec), record.name)
         settings = artifact.config_with(config)
         codecs = artifact.build_codecs(settings)
     for layer_idx, codec in enumerate(codecs):
         codec.to(_layer_device(model, layer_idx)).eval()
     return Session(model, spec, record, settings, codecs, impl)
+
+
+def build_codecs(method: Method, spec: ModelSpec, config: CacheConfig) -> list[LayerCodec]:
+    """The codecs of all layers of a method that is not fitted.
+
+    Raises:
+        ConfigError: settings that do not fit the model's shapes.
+    """
+    try:
+        return [method.build(spec, config, layer_idx) for layer_idx in range(spec.num_layers)]
+    except ValueError as error:
+        raise ConfigError(f"{method.name}: {error}") from error
 
 
 def make_config(method: Method, values: dict[str, Any]) -> CacheConfig:

@@ -154,13 +154,14 @@ class CompressedCache(Cache):
         """Measures the cache from its live tensors."""
         used = {"key": 0, "value": 0}
         encoded = {"key": 0, "value": 0}
-        exact = allocated = 0
+        exact = allocated = state = 0
         for layer in self.layers:
             for kind, stream in zip(("key", "value"), layer.streams, strict=True):
                 in_use, reserved = stream.buffer.nbytes(stream.encoded)
                 used[kind] += in_use
                 encoded[kind] += sum(stream.encoded)
                 allocated += reserved
+                state += stream.state.nbytes if stream.state is not None else 0
                 if stream.exact is not None:
                     exact += sum(stream.exact_lengths) * stream.exact[0, :, 0].nbytes
                     allocated += stream.exact.nbytes
@@ -175,7 +176,8 @@ class CompressedCache(Cache):
             code_bytes=used["key"] + used["value"],
             exact_bytes=exact,
             position_bytes=self.timeline.nbytes,
-            allocated_bytes=allocated + self.timeline.nbytes,
+            state_bytes=state,
+            allocated_bytes=allocated + state + self.timeline.nbytes,
             artifact_bytes=sum(codec.key.codebook_bytes() + codec.value.codebook_bytes() for codec in self._codecs),
             fp16_bytes=num_tokens * self.spec.fp16_bytes_per_token(),
             key_bits=bits("key"),

@@ -16,6 +16,7 @@ class MemoryReport:
         code_bytes: codes with their scales and norms, as far as they are in use.
         exact_bytes: sinks and residual window in full precision, as far as they are in use.
         position_bytes: positions and padding marks.
+        state_bytes: what codecs keep of each sequence, such as a subspace; it does not grow with the context.
         allocated_bytes: all tensors of the cache with the headroom of their buffers.
         artifact_bytes: codebooks and encoders, held once for the model however many caches there are.
         fp16_bytes: the same tokens uncompressed in 16 bits.
@@ -29,6 +30,7 @@ class MemoryReport:
     code_bytes: int
     exact_bytes: int
     position_bytes: int
+    state_bytes: int
     allocated_bytes: int
     artifact_bytes: int
     fp16_bytes: int
@@ -38,8 +40,8 @@ class MemoryReport:
 
     @property
     def cache_bytes(self) -> int:
-        """Everything that grows with the context: codes, sinks, window and positions."""
-        return self.code_bytes + self.exact_bytes + self.position_bytes
+        """Everything a cache holds: codes, sinks, window, positions and state."""
+        return self.code_bytes + self.exact_bytes + self.position_bytes + self.state_bytes
 
     @property
     def ratio(self) -> float:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvcli.cache.timeline import Step
 from kvcli.errors import CacheError
-from kvcli.methods.base import Codec, Codes, Schedule
+from kvcli.methods.base import Codec, Codes, KeyCodec, Schedule, State
 
 _CODE_HEADROOM = 256
 
@@ -33,6 +33,12 @@ class CodeBuffer:
     def capacity(self) -> int:
         """Tokens a row can hold without growing."""
         return 0 if self.codes is None else self.codes.num_tokens
+
+    @property
+    def device(self) -> torch.device:
+        """Where the codes are."""
+        assert self.codes is not None
+        return next(iter(self.codes.tensors().values())).device
 
     def write(self, batch: int, rows: list[int], start: int, codes: Codes, fill: int) -> None:
         """Writes codes of some rows at token `start`; `fill` is the longest row before."""
@@ -87,6 +93,7 @@ class Stream:
         exact_lengths: exact tokens of each row.
         encoded: encoded tokens of each row.
         buffer: their codes.
+        state: what the codec keeps of each row, if anything.
     """
 
     def __init__(self, codec: Codec[Any], schedule: Schedule, sink_length: int) -> None:
@@ -95,6 +102,7 @@ class Stream:
         self.exact_lengths: list[int] = []
         self.encoded: list[int] = []
         self.buffer = CodeBuffer()
+        self.state: State | None = None
         self._capacity = sink_length + schedule.keep + schedule.block
 
     def append(self, new: Tensor, step: Step) -> None:
@@ -111,6 +119,26 @@ class Stream:
             return
         for row, start in enumerate(before):
             self.exact[row, :, start : self.exact_lengths[row]] = step.row_tokens(new, row)
+
+    def observe(self, queries: Tensor, keys: Tensor, step: Step) -> None:
+        """Shows the codec new tokens of the rows that have no codes yet, if it keeps a state.
+
+        Args:
+            queries: [batch, num_heads, query_len, head_dim] in the codec's query space.
+            keys: [batch, num_kv_heads, query_len, head_dim] after RoPE.
+            step: the new tokens.
+        """
+        if self.state is None:
+            self.state = self.codec.new_state(keys.shape[0], keys.device)
+        if self.state is None or all(self.encoded):
+            return
+        assert isinstance(self.codec, KeyCodec)
+        open_rows = torch.tensor([not encoded for encoded in self.encoded], device=keys.device)
+        shown = open_rows[:, None, None, None]
+        if step.real is not None:
+            shown = shown & step.real[:, None, :, None]
+        counts = torch.tensor(step.counts, device=keys.device, dtype=torch.float32) * open_rows
+        self.codec.observe(self.state, queries * shown, keys * shown, counts)
 
     def flush(self, to_codec_space: ToCodecSpace) -> None:
         """Encodes what the schedule lets go of, and gives back the memory that a long prompt took."""
@@ -129,7 +157,13 @@ class Stream:
         first = self.sink_length
         index = slice(None) if len(rows) == self.exact.shape[0] else rows
         old = to_codec_space(self.exact[index, :, first : first + count], rows, first + start)
-        self.buffer.write(self.exact.shape[0], rows, start, self.codec.encode(old), max(self.encoded))
+        state = self.state
+        if state is not None:
+            if not start:
+                assert isinstance(self.codec, KeyCodec)
+                self.codec.settle(state, rows)
+            state = state.select(rows)
+        self.buffer.write(self.exact.shape[0], rows, start, self.codec.encode(old, state), max(self.encoded))
         length = max(self.exact_lengths[row] for row in rows)
         self.exact[index, :, first : length - count] = self.exact[index, :, first + count : length].clone()
         for row in rows:
@@ -159,6 +193,8 @@ class Stream:
         self.exact_lengths = [self.exact_lengths[row] for row in order]
         self.encoded = [self.encoded[row] for row in order]
         self.buffer.select(rows)
+        if self.state is not None:
+            self.state = self.state.map(lambda x: x.index_select(0, rows.to(x.device)))
 
     def to(self, device: torch.device | str) -> None:
         """Moves all tensors."""
@@ -166,6 +202,8 @@ class Stream:
             self.exact = self.exact.to(device, non_blocking=True)
         if self.buffer.codes is not None:
             self.buffer.codes = self.buffer.codes.map(lambda x: x.to(device, non_blocking=True))
+        if self.state is not None:
+            self.state = self.state.map(lambda x: x.to(device, non_blocking=True))
 
 
 def _resized(x: Tensor, capacity: int) -> Tensor:

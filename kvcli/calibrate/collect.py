@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from kvcli.errors import SamplesError
 from kvcli.models import LoadedModel
 from kvcli.samples import MANIFEST, Recording, part_name, write_manifest, write_part
-from kvcli.seam import ForwardContext, Seam, exact_attention, layer_index
+from kvcli.seam import ForwardContext, Seam, exact_attention, find_rope, layer_index
 from kvcli.spec import ModelSpec
 
 _PART_BYTES = 512 * 2**20
@@ -133,6 +133,7 @@ def collect(
         "spec": loaded.spec.to_dict(),
         "model": loaded.name,
         "fingerprint": loaded.fingerprint,
+        "rope": find_rope(loaded.model).frequencies(),
         "provenance": dict(provenance),
         **asdict(config),
         "num_tokens": config.num_sequences * config.seq_len,

@@ -43,21 +43,12 @@ def sliding_window(config: CacheConfig) -> tuple[Schedule, Schedule]:
 
 
 @dataclass(frozen=True)
-class Codes:
-    """Stored tensors of some tokens; a subclass lists them with shape, dtype and meaning.
-
-    Axis 0 of each is the batch, axis 1 the kv heads (1 where they are coded jointly), axis 2 the time. The first field
-    has one entry a token; others may have one entry for several tokens.
-    """
+class Tensors:
+    """A record of tensors whose axis 0 is the batch; a subclass lists them with shape, dtype and meaning."""
 
     def tensors(self) -> dict[str, Tensor]:
         """The stored tensors by field name."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens stored."""
-        return next(iter(self.tensors().values())).shape[2]
 
     @property
     def nbytes(self) -> int:
@@ -65,8 +56,31 @@ class Codes:
         return sum(x.nbytes for x in self.tensors().values())
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:
-        """The same codes with a function applied to every tensor."""
+        """The same record with a function applied to every tensor."""
         return type(self)(**{name: function(x) for name, x in self.tensors().items()})
+
+    def select(self, rows: Tensor | list[int]) -> Self:
+        """Some rows of the batch."""
+        return self.map(lambda x: x[rows])
+
+
+@dataclass(frozen=True)
+class State(Tensors):
+    """What a codec keeps of each sequence, such as a subspace found from its prompt."""
+
+
+@dataclass(frozen=True)
+class Codes(Tensors):
+    """Stored tensors of some tokens.
+
+    Axis 0 of each is the batch, axis 1 the kv heads (1 where they are coded jointly), axis 2 the time. The first field
+    has one entry a token; others may have one entry for several tokens.
+    """
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens stored."""
+        return next(iter(self.tensors().values())).shape[2]
 
     def slice(self, start: int, stop: int) -> Self:
         """Tokens [start, stop), which must not cut an entry that several tokens share."""
@@ -89,12 +103,16 @@ class Codec(nn.Module, ABC, Generic[CodesT]):
     """Tokens that are encoded together; `encode` takes whole groups."""
 
     @abstractmethod
-    def encode(self, x: Tensor) -> CodesT:
-        """Encodes x [batch, num_kv_heads, time, head_dim], deterministically."""
+    def encode(self, x: Tensor, state: State | None = None) -> CodesT:
+        """Encodes x [batch, num_kv_heads, time, head_dim], deterministically, given the sequences' settled state."""
 
     @abstractmethod
-    def decode(self, codes: CodesT) -> Tensor:
+    def decode(self, codes: CodesT, state: State | None = None) -> Tensor:
         """Inverse of `encode`: float32 [batch, num_kv_heads, time, head_dim]."""
+
+    def new_state(self, batch: int, device: torch.device) -> State | None:
+        """An empty state for some sequences; None for codecs that keep nothing of a sequence."""
+        return None
 
     @abstractmethod
     def bits_per_token(self) -> float:
@@ -106,9 +124,27 @@ class Codec(nn.Module, ABC, Generic[CodesT]):
 
 
 class KeyCodec(Codec[CodesT]):
-    """A codec of keys, which says whether it wants them before or after RoPE."""
+    """A codec of keys, which says whether it wants them before or after RoPE.
+
+    A codec with a state is shown queries and keys of every sequence until the first keys of that sequence are encoded;
+    then its state is settled and stays.
+    """
 
     space: Space = "post_rope"
+    query_space: Space = "post_rope"
+
+    def observe(self, state: State, queries: Tensor, keys: Tensor, counts: Tensor) -> None:
+        """Takes in new tokens, in place.
+
+        Args:
+            state: the sequences' state.
+            queries: [batch, num_heads, time, head_dim] in `query_space`, 0 at padding and in settled sequences.
+            keys: [batch, num_kv_heads, time, head_dim] after RoPE, 0 at the same places.
+            counts: float32 [batch], new tokens of each sequence, 0 in settled ones.
+        """
+
+    def settle(self, state: State, rows: list[int]) -> None:
+        """Derives from what was observed what encoding some sequences needs, in place."""
 
 
 class ValueCodec(Codec[CodesT]):
@@ -130,12 +166,14 @@ class EncodedPart:
 
     Attributes:
         key_codes: codes of the keys of `length` tokens.
+        key_state: the sequences' state, for codecs that keep one.
         value_codes: codes of the values of the same tokens.
         rotation: rotation of each token, [batch or 1, 1, length, rotary_dim/2]; None for post-RoPE codecs.
         visible: None, or boolean [batch, length], False beyond the end of a shorter sequence.
     """
 
     key_codes: Any
+    key_state: State | None
     value_codes: Any
     rotation: Rotation | None
     visible: Tensor | None
@@ -169,10 +207,12 @@ class Method:
         bits: bits it can be asked for, as shown to users.
         paper: where it comes from.
         config_cls: its settings.
-        build: makes the unfitted codec of a layer from the model's shapes and the settings.
+        build: makes the unfitted codec of a layer from the model's shapes, the settings and the layer's index.
         nominal_bits: the paper's bits a value for K and V, without scales.
         schedules: when keys and when values are encoded.
         fit: fits a layer; None for methods without calibration.
+        needs_artifact: whether nothing works without fitting.
+        for_bits: settings for a number of bits asked for as in `kivi-2`.
         attend_forms: other forms of attention over the encoded part, by name, beside the generic reference.
     """
 
@@ -181,8 +221,10 @@ class Method:
     bits: str
     paper: str
     config_cls: type[CacheConfig]
-    build: Callable[[ModelSpec, Any], LayerCodec]
+    build: Callable[[ModelSpec, Any, int], LayerCodec]
     nominal_bits: Callable[[ModelSpec, Any], tuple[float, float]]
     schedules: Callable[[Any], tuple[Schedule, Schedule]] = sliding_window
     fit: FitLayer | None = None
+    needs_artifact: bool = False
+    for_bits: Callable[[int], dict[str, Any]] | None = None
     attend_forms: Mapping[str, PartialAttend] = dataclasses.field(default_factory=dict)

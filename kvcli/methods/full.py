@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kvcli.methods.base import Codes, KeyCodec, LayerCodec, Method, ValueCodec
+from kvcli.methods.base import Codes, KeyCodec, LayerCodec, Method, State, ValueCodec
 from kvcli.methods.config import CacheConfig
 from kvcli.spec import ModelSpec
 
@@ -26,10 +26,10 @@ class _FullKey(KeyCodec[FullCodes]):
         super().__init__()
         self.spec = spec
 
-    def encode(self, x: Tensor) -> FullCodes:
+    def encode(self, x: Tensor, state: State | None = None) -> FullCodes:
         return FullCodes(x)
 
-    def decode(self, codes: FullCodes) -> Tensor:
+    def decode(self, codes: FullCodes, state: State | None = None) -> Tensor:
         return codes.x.float()
 
     def bits_per_token(self) -> float:
@@ -40,7 +40,7 @@ class _FullValue(_FullKey, ValueCodec[FullCodes]):
     pass
 
 
-def _build(spec: ModelSpec, config: Any) -> LayerCodec:
+def _build(spec: ModelSpec, config: Any, layer_idx: int) -> LayerCodec:
     return LayerCodec(_FullKey(spec), _FullValue(spec))
 
 

@@ -56,7 +56,7 @@ class Feeder:
 @pytest.mark.parametrize("sink_length", [0, 3])
 @pytest.mark.parametrize("schedule", [Schedule(8, 1), Schedule(0, 1), Schedule(8, 4), Schedule(0, 8, 8)])
 def test_every_token_is_kept_once_in_order(schedule: Schedule, sink_length: int) -> None:
-    feeder = Feeder(Stream(FULL.build(SPEC, None).key, schedule, sink_length), 3)
+    feeder = Feeder(Stream(FULL.build(SPEC, None, 0).key, schedule, sink_length), 3)
     for counts in ([5, 1, 30], [1, 1, 1], [40, 7, 2], *[[1, 1, 1]] * 12, [3, 3, 3]):
         feeder.feed(counts)
         feeder.check()
@@ -68,14 +68,14 @@ def test_every_token_is_kept_once_in_order(schedule: Schedule, sink_length: int)
 
 
 def test_rows_that_end_up_equal_keep_apart_what_they_encoded() -> None:
-    feeder = Feeder(Stream(FULL.build(SPEC, None).key, Schedule(4, 4), 0), 2)
+    feeder = Feeder(Stream(FULL.build(SPEC, None, 0).key, Schedule(4, 4), 0), 2)
     for counts in ([9, 2], [1, 8], [1, 1], [1, 1]):
         feeder.feed(counts)
         feeder.check()
 
 
 def test_decoding_does_not_reallocate_every_step() -> None:
-    feeder = Feeder(Stream(FULL.build(SPEC, None).key, Schedule(4, 1), 2), 1)
+    feeder = Feeder(Stream(FULL.build(SPEC, None, 0).key, Schedule(4, 1), 2), 1)
     feeder.feed([50])
     pointers = set()
     for _ in range(200):
@@ -88,14 +88,14 @@ def test_decoding_does_not_reallocate_every_step() -> None:
 
 
 def test_a_long_prompt_does_not_stay_in_full_precision() -> None:
-    feeder = Feeder(Stream(FULL.build(SPEC, None).key, Schedule(8, 1), 2), 1)
+    feeder = Feeder(Stream(FULL.build(SPEC, None, 0).key, Schedule(8, 1), 2), 1)
     feeder.feed([500])
     assert feeder.stream.exact is not None
     assert feeder.stream.exact.shape[2] <= 2 * 11
 
 
 def test_truncate_takes_window_tokens_first_then_codes() -> None:
-    stream = Stream(FULL.build(SPEC, None).key, Schedule(4, 1), 2)
+    stream = Stream(FULL.build(SPEC, None, 0).key, Schedule(4, 1), 2)
     feeder = Feeder(stream, 1)
     feeder.feed([20])
     stream.truncate([3])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvcli.methods.base import Codes, KeyCodec, Space
+from kvcli.methods.base import Codes, KeyCodec, Space, State
 from kvcli.methods.commvq.codebook import centres, nearest
 from kvcli.methods.commvq.config import CommVQConfig
 from kvcli.packing import pack_bits, packed_size, unpack_bits
@@ -85,7 +85,7 @@ class CommVQKeyCodec(KeyCodec[CommVQKeyCodes]):
         """`pair_weight` for each problem and real channel: [heads * groups, 1, 2g]."""
         return self.pair_weight.unflatten(1, (self.num_groups, 1, -1)).flatten(0, 1).repeat_interleave(2, -1)
 
-    def encode(self, x: Tensor) -> CommVQKeyCodes:
+    def encode(self, x: Tensor, state: State | None = None) -> CommVQKeyCodes:
         batch, heads, time, _ = x.shape
         weight = self.group_weight()
         books = self.codebook.float().flatten(0, 1) * weight.unsqueeze(1)
@@ -110,7 +110,7 @@ class CommVQKeyCodec(KeyCodec[CommVQKeyCodes]):
         split = flat.unflatten(-1, (-1, self.config.num_residuals)).permute(2, 0, 1, 3)
         return split // self.config.codebook_size, split % self.config.codebook_size
 
-    def decode(self, codes: CommVQKeyCodes) -> Tensor:
+    def decode(self, codes: CommVQKeyCodes, state: State | None = None) -> Tensor:
         batch, time = codes.packed.shape[0], codes.packed.shape[2]
         first, second = self.unpack(codes)
         books = self.codebook.float().flatten(0, 1)

@@ -11,7 +11,7 @@ from kvcli.methods.commvq.values import CommVQValueCodec
 from kvcli.spec import ModelSpec
 
 
-def _build(spec: ModelSpec, config: CommVQConfig) -> LayerCodec:
+def _build(spec: ModelSpec, config: CommVQConfig, layer_idx: int) -> LayerCodec:
     resolved = config.resolve(spec)
     return LayerCodec(CommVQKeyCodec(spec, resolved), CommVQValueCodec(spec, resolved))
 
@@ -32,5 +32,7 @@ METHOD = Method(
     build=_build,
     nominal_bits=_nominal_bits,
     fit=fit_layer,
+    needs_artifact=True,
+    for_bits=lambda bits: {"bits": bits},
     attend_forms={"reordered": reordered_attend},
 )

@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from kvcli.methods.base import Codes, ValueCodec
+from kvcli.methods.base import Codes, State, ValueCodec
 from kvcli.methods.commvq.config import CommVQConfig
 from kvcli.packing import pack_bits, packed_size, unpack_bits
 from kvcli.spec import ModelSpec
@@ -74,7 +74,7 @@ class CommVQValueCodec(ValueCodec[CommVQValueCodes]):
         rms = rows.square().mean(-1, keepdim=True).sqrt()
         return torch.where(rms > 1e-12, rows / rms.clamp_min(1e-30), 0.0), rms
 
-    def encode(self, x: Tensor) -> CommVQValueCodes:
+    def encode(self, x: Tensor, state: State | None = None) -> CommVQValueCodes:
         batch, _, time, _ = x.shape
         rows, rms = self.normalise(x)
         codebook = self.codebook.float() / self.channel_scale
@@ -110,7 +110,7 @@ class CommVQValueCodec(ValueCodec[CommVQValueCodes]):
         """The bits as float32 [batch, time, N_c]."""
         return unpack_bits(codes.packed.squeeze(1), 1, self.config.value_code_bits).float()
 
-    def decode(self, codes: CommVQValueCodes) -> Tensor:
+    def decode(self, codes: CommVQValueCodes, state: State | None = None) -> Tensor:
         rows = self.unpack(codes) @ self.codebook.float() + self.offset.float()
         rows = rows * codes.scale.squeeze(1).float()
         return rows.unflatten(-1, (self.spec.num_kv_heads, self.spec.head_dim)).transpose(1, 2)

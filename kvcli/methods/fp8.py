@@ -1,0 +1,63 @@
+"""`fp8`: 8-bit floating point (e4m3) with one scale per token and head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvcli.methods.base import Codec, Codes, KeyCodec, LayerCodec, Method, State, ValueCodec
+from kvcli.methods.config import CacheConfig
+from kvcli.spec import ModelSpec
+
+_E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max
+
+
+@dataclass(frozen=True)
+class FP8Codes(Codes):
+    """Attributes:
+    x: float8_e4m3fn bits as uint8, [batch, num_kv_heads, time, head_dim].
+    scale: float16 [batch, num_kv_heads, time, 1], the largest magnitude over 448.
+    """
+
+    x: Tensor
+    scale: Tensor
+
+
+class _FP8(Codec[FP8Codes]):
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.spec = spec
+
+    def bits_per_token(self) -> float:
+        return 8.0 * self.spec.kv_dim + 16 * self.spec.num_kv_heads
+
+    def encode(self, x: Tensor, state: State | None = None) -> FP8Codes:
+        x = x.float()
+        peak = x.abs().amax(-1, keepdim=True) / _E4M3_MAX
+        scale = peak.clamp(max=torch.finfo(torch.float16).max).half()
+        unit = torch.where(scale > 0, x / scale.float().clamp_min(1e-30), 0.0).clamp(-_E4M3_MAX, _E4M3_MAX)
+        return FP8Codes(unit.to(torch.float8_e4m3fn).view(torch.uint8), scale)
+
+    def decode(self, codes: FP8Codes, state: State | None = None) -> Tensor:
+        return codes.x.view(torch.float8_e4m3fn).float() * codes.scale.float()
+
+
+class _FP8Key(_FP8, KeyCodec[FP8Codes]):
+    pass
+
+
+class _FP8Value(_FP8, ValueCodec[FP8Codes]):
+    pass
+
+
+METHOD = Method(
+    name="fp8",
+    summary="8-bit floats (e4m3), a scale per token and head",
+    bits="8",
+    paper="-",
+    config_cls=CacheConfig,
+    build=lambda spec, config, layer_idx: LayerCodec(_FP8Key(spec), _FP8Value(spec)),
+    nominal_bits=lambda spec, config: (8.0, 8.0),
+)

@@ -1,0 +1,1 @@
+"""KIVI (ICML 2024): keys quantized per channel, values per token, a full-precision residual."""

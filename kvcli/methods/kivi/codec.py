@@ -1,0 +1,62 @@
+"""KIVI's key codec: each channel of a group of consecutive tokens has its own scale and zero."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kvcli.methods.affine import dequantize, quantize
+from kvcli.methods.base import Codes, KeyCodec, State
+from kvcli.packing import pack_bits, unpack_bits
+from kvcli.spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class PerChannelCodes(Codes):
+    """Attributes:
+    packed: uint8 [batch, num_kv_heads, time, head_dim * bits / 8].
+    scale: float16 [batch, num_kv_heads, time / group_size, head_dim].
+    zero: like scale.
+    """
+
+    packed: Tensor
+    scale: Tensor
+    zero: Tensor
+
+
+class PerChannelKey(KeyCodec[PerChannelCodes]):
+    """Post-RoPE keys, per channel in groups of `group_size` tokens (KIVI section 3.2); bits = b + 32 / group_size."""
+
+    def __init__(self, spec: ModelSpec, n_bits: int, group_size: int) -> None:
+        super().__init__()
+        self.spec, self.n_bits, self.tokens_per_group = spec, n_bits, group_size
+
+    def bits_per_token(self) -> float:
+        return self.spec.kv_dim * (self.n_bits + 32 / self.tokens_per_group)
+
+    def encode(self, x: Tensor, state: State | None = None) -> PerChannelCodes:
+        return self.pack(*self.quantize_channels(x))
+
+    def quantize_channels(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Codes, scales and zeros of x [batch, heads, time, channels].
+
+        Returns:
+            codes int32 [batch, heads, time, channels]; scale and zero float16 [batch, heads, time / group, channels].
+        """
+        groups = x.unflatten(2, (-1, self.tokens_per_group)).transpose(-1, -2)
+        codes, scale, zero = quantize(groups, self.n_bits)
+        return codes.transpose(-1, -2).flatten(2, 3), scale.squeeze(-1), zero.squeeze(-1)
+
+    def dequantize_channels(self, codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+        """Inverse of `quantize_channels`, float32."""
+        groups = codes.unflatten(2, (-1, self.tokens_per_group))
+        return dequantize(groups, scale.unsqueeze(3), zero.unsqueeze(3)).flatten(2, 3)
+
+    def pack(self, codes: Tensor, scale: Tensor, zero: Tensor) -> PerChannelCodes:
+        """Packs the codes of a token into bytes."""
+        return PerChannelCodes(pack_bits(codes, self.n_bits), scale, zero)
+
+    def decode(self, codes: PerChannelCodes, state: State | None = None) -> Tensor:
+        unpacked = unpack_bits(codes.packed, self.n_bits, self.spec.head_dim)
+        return self.dequantize_channels(unpacked, codes.scale, codes.zero)

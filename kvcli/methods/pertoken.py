@@ -1,0 +1,61 @@
+"""Per-token quantization in groups of channels: the values of KIVI, SQuat and QJL, and all of RTN."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kvcli.methods.affine import dequantize, quantize
+from kvcli.methods.base import Codec, Codes, KeyCodec, State, ValueCodec
+from kvcli.packing import pack_bits, unpack_bits
+from kvcli.spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class PerTokenCodes(Codes):
+    """Attributes:
+    packed: uint8 [batch, num_kv_heads, time, head_dim * bits / 8].
+    scale: float16 [batch, num_kv_heads, time, head_dim / group_size].
+    zero: like scale.
+    """
+
+    packed: Tensor
+    scale: Tensor
+    zero: Tensor
+
+
+class PerTokenCodec(Codec[PerTokenCodes]):
+    """Asymmetric quantization of each token in groups of channels (KIVI section 3, RTN).
+
+    Args:
+        spec: the model's shapes.
+        n_bits: bits a code, 1, 2, 4 or 8.
+        group_size: channels a group; a head narrower than that is one group.
+    """
+
+    def __init__(self, spec: ModelSpec, n_bits: int, group_size: int) -> None:
+        super().__init__()
+        self.spec, self.n_bits = spec, n_bits
+        self.group_size = min(group_size, spec.head_dim)
+        if spec.head_dim % self.group_size:
+            raise ValueError(f"group_size {group_size} does not divide head_dim {spec.head_dim}")
+
+    def bits_per_token(self) -> float:
+        return self.spec.kv_dim * (self.n_bits + 32 / self.group_size)
+
+    def encode(self, x: Tensor, state: State | None = None) -> PerTokenCodes:
+        codes, scale, zero = quantize(x.unflatten(-1, (-1, self.group_size)), self.n_bits)
+        return PerTokenCodes(pack_bits(codes.flatten(-2), self.n_bits), scale.squeeze(-1), zero.squeeze(-1))
+
+    def decode(self, codes: PerTokenCodes, state: State | None = None) -> Tensor:
+        unpacked = unpack_bits(codes.packed, self.n_bits, self.spec.head_dim).unflatten(-1, (-1, self.group_size))
+        return dequantize(unpacked, codes.scale.unsqueeze(-1), codes.zero.unsqueeze(-1)).flatten(-2)
+
+
+class PerTokenKey(PerTokenCodec, KeyCodec[PerTokenCodes]):
+    """Post-RoPE keys, per token."""
+
+
+class PerTokenValue(PerTokenCodec, ValueCodec[PerTokenCodes]):
+    """Values, per token."""

@@ -1,0 +1,135 @@
+"""QJL's key codec: sign(S k) and |k|, from which scores are estimated without bias."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvcli.methods.base import Codes, KeyCodec, State
+from kvcli.methods.qjl.config import QJLConfig
+from kvcli.packing import pack_bits, packed_size, unpack_bits
+from kvcli.spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class QJLCodes(Codes):
+    """Attributes:
+    signs: uint8 [batch, num_kv_heads, time, ceil(m / 8)], bit 1 where a projection of the inlier channels is positive.
+    norm: float16 [batch, num_kv_heads, time, 1], norm of the inlier channels.
+    outlier_signs: uint8 [batch, num_kv_heads, time, ceil(m_out / 8)], the same for the outlier channels.
+    outlier_norm: float16 [batch, num_kv_heads, time, 1 or 0].
+    """
+
+    signs: Tensor
+    norm: Tensor
+    outlier_signs: Tensor
+    outlier_norm: Tensor
+
+
+@dataclass(frozen=True)
+class QJLState(State):
+    """Attributes:
+    channels: float32 [batch, num_kv_heads, head_dim]; energy of each key channel until a sequence's first keys are
+        encoded, 1 for outlier channels and 0 for others from then on.
+    """
+
+    channels: Tensor
+
+
+class QJLKey(KeyCodec[QJLCodes]):
+    """Post-RoPE keys: score(q, k) = sqrt(pi/2)/m * |k| * <S q, sign(S k)> (QJL Definition 1 and 2).
+
+    Unbiased for Gaussian S, with variance (pi/2 |q|^2 |k|^2 - <q, k>^2) / m. Rows orthogonalised in chunks of head_dim
+    and scaled to norm sqrt(head_dim) have about a third of that at m = 2 head_dim, and a bias by the factor
+    `sketch_bias`,
+    which is divided out. `decode` gives the k_hat whose exact product with q is the score.
+
+    Buffers:
+        sketch: float32 [m, head_dim].
+        outlier_sketch: float32 [m_out, head_dim].
+
+    Args:
+        spec: the model's shapes.
+        config: settings.
+        layer_idx: the layer, which has projections of its own.
+    """
+
+    def __init__(self, spec: ModelSpec, config: QJLConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.spec, self.config = spec, config
+        inliers, outliers = config.sketch_dims(spec, layer_idx)
+        generator = torch.Generator().manual_seed(config.sketch_seed * 100_003 + layer_idx)
+        orthogonal = config.sketch == "orthogonal"
+        self.sketch: Tensor
+        self.outlier_sketch: Tensor
+        self.register_buffer("sketch", random_sketch(inliers, spec.head_dim, orthogonal, generator))
+        self.register_buffer("outlier_sketch", random_sketch(outliers, spec.head_dim, orthogonal, generator))
+        self.bias = sketch_bias(spec.head_dim) if orthogonal else 1.0
+
+    def bits_per_token(self) -> float:
+        head = 8 * packed_size(len(self.sketch), 1) + 16
+        if self.config.num_outliers:
+            head += 8 * packed_size(len(self.outlier_sketch), 1) + 16
+        return float(self.spec.num_kv_heads * head)
+
+    def new_state(self, batch: int, device: torch.device) -> QJLState:
+        return QJLState(torch.zeros(batch, self.spec.num_kv_heads, self.spec.head_dim, device=device))
+
+    def observe(self, state: State, queries: Tensor, keys: Tensor, counts: Tensor) -> None:
+        assert isinstance(state, QJLState)
+        state.channels.add_(keys.float().square().sum(2))
+
+    def settle(self, state: State, rows: list[int]) -> None:
+        assert isinstance(state, QJLState)
+        mask = torch.zeros_like(state.channels[rows])
+        if self.config.num_outliers:
+            mask.scatter_(-1, state.channels[rows].topk(self.config.num_outliers, dim=-1).indices, 1.0)
+        state.channels[rows] = mask
+
+    def encode(self, x: Tensor, state: State | None = None) -> QJLCodes:
+        assert isinstance(state, QJLState)
+        outlier = state.channels.unsqueeze(2)
+        x = x.float()
+        signs, norm = _sketch(x * (1 - outlier), self.sketch)
+        outlier_signs, outlier_norm = _sketch(x * outlier, self.outlier_sketch)
+        return QJLCodes(signs, norm, outlier_signs, outlier_norm)
+
+    def decode(self, codes: QJLCodes, state: State | None = None) -> Tensor:
+        assert isinstance(state, QJLState)
+        outlier = state.channels.unsqueeze(2)
+        inliers = self._estimate(codes.signs, codes.norm, self.sketch) * (1 - outlier)
+        if not self.config.num_outliers:
+            return inliers
+        return inliers + self._estimate(codes.outlier_signs, codes.outlier_norm, self.outlier_sketch) * outlier
+
+    def _estimate(self, signs: Tensor, norm: Tensor, sketch: Tensor) -> Tensor:
+        """sqrt(pi/2)/m * |k| * S^T sign(S k), [batch, heads, time, head_dim]."""
+        signed = 2 * unpack_bits(signs, 1, len(sketch)).float() - 1
+        return signed @ sketch * norm.float() * (math.sqrt(math.pi / 2) / len(sketch) / self.bias)
+
+
+def _sketch(x: Tensor, sketch: Tensor) -> tuple[Tensor, Tensor]:
+    """Packed signs of S x and |x| in 16 bits; both empty for a sketch without rows."""
+    norm = x.square().sum(-1, keepdim=True).sqrt().clamp(max=torch.finfo(torch.float16).max).half()
+    signs = pack_bits((x @ sketch.T > 0).int(), 1)
+    return signs, norm[..., : 1 if len(sketch) else 0]
+
+
+def random_sketch(rows: int, head_dim: int, orthogonal: bool, generator: torch.Generator) -> Tensor:
+    """A Gaussian projection [rows, head_dim], or one orthogonalised in chunks with rows of norm sqrt(head_dim)."""
+    chunks = []
+    for start in range(0, rows, head_dim):
+        chunk = torch.randn(head_dim, head_dim, generator=generator)
+        if orthogonal:
+            chunk = torch.linalg.qr(chunk.T)[0].T * math.sqrt(head_dim)
+        chunks.append(chunk[: rows - start])
+    return torch.cat(chunks) if chunks else torch.zeros(0, head_dim)
+
+
+def sketch_bias(head_dim: int) -> float:
+    """What rows on a sphere of radius sqrt(d) multiply the estimate with: sqrt(d/2) Gamma(d/2) / Gamma((d+1)/2)."""
+    half = head_dim / 2
+    return math.sqrt(half) * math.exp(math.lgamma(half) - math.lgamma(half + 0.5))

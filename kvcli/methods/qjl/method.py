@@ -1,0 +1,30 @@
+"""QJL's entry in the registry."""
+
+from __future__ import annotations
+
+from kvcli.methods.base import LayerCodec, Method
+from kvcli.methods.pertoken import PerTokenValue
+from kvcli.methods.qjl.codec import QJLKey
+from kvcli.methods.qjl.config import QJLConfig
+from kvcli.spec import ModelSpec
+
+
+def _build(spec: ModelSpec, config: QJLConfig, layer_idx: int) -> LayerCodec:
+    return LayerCodec(QJLKey(spec, config, layer_idx), PerTokenValue(spec, config.v_bits, config.group_size))
+
+
+def _nominal_bits(spec: ModelSpec, config: QJLConfig) -> tuple[float, float]:
+    """Sign bits a key value, averaged over the layers; the paper counts no norms."""
+    dims = [sum(config.sketch_dims(spec, layer_idx)) for layer_idx in range(spec.num_layers)]
+    return sum(dims) / len(dims) / spec.head_dim, config.v_bits
+
+
+METHOD = Method(
+    name="qjl",
+    summary="signs of a random projection for keys, per-token values",
+    bits="about 3",
+    paper="QJL, 2024",
+    config_cls=QJLConfig,
+    build=_build,
+    nominal_bits=_nominal_bits,
+)

@@ -1,0 +1,30 @@
+"""Settings of SQuat."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from kvcli.methods.kivi.config import KIVIConfig
+
+
+class SQuatConfig(KIVIConfig):
+    """Settings of SQuat, beside KIVI's; the paper's are squat_lambda 1e-3, lambda_scaling none, residual_length 32."""
+
+    residual_length: int = Field(default=32, ge=0, description="last tokens in full precision; keys leave in blocks")
+    subspace_dim: int = Field(default=5, ge=1, description="dimensions r of the query subspace")
+    squat_lambda: float = Field(default=0.1, ge=0, description="weight of orthogonality; 0 is KIVI")
+    lambda_scaling: Literal["per_token", "none"] = Field(
+        default="per_token",
+        description="per_token divides lambda by the number of queries, because singular values grow with the prompt",
+    )
+    block_size: int = Field(default=0, ge=0, description="channels g quantized at a time; 0: half a head")
+    subspace_solver: Literal["svd", "power"] = Field(default="svd", description="exact, or block power iteration")
+    query_space: Literal["auto", "pre_rope", "post_rope"] = Field(
+        default="auto", description="queries that span the subspace; auto: those of the keys' own space"
+    )
+    share_batch: bool = Field(default=False, description="one subspace a batch, from its first sequence (paper)")
+    subspace_source: Literal["prompt", "calibration"] = Field(
+        default="prompt", description="queries of the prompt, or a subspace fitted offline with 'kvcli fit-subspace'"
+    )

@@ -1,0 +1,37 @@
+"""SQuat's entries in the registry: post-RoPE and pre-RoPE."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from kvcli.methods.base import LayerCodec, Method, Space
+from kvcli.methods.kivi.method import kivi_schedules
+from kvcli.methods.pertoken import PerTokenValue
+from kvcli.methods.squat.codec import SQuatKey
+from kvcli.methods.squat.config import SQuatConfig
+from kvcli.methods.squat.fit import fit_subspace
+from kvcli.spec import ModelSpec
+
+
+def _build(space: Space, spec: ModelSpec, config: SQuatConfig, layer_idx: int) -> LayerCodec:
+    return LayerCodec(SQuatKey(spec, config, space), PerTokenValue(spec, config.v_bits, config.group_size))
+
+
+def _method(name: str, summary: str, space: Space) -> Method:
+    return Method(
+        name=name,
+        summary=summary,
+        bits="1, 2, 4, 8",
+        paper="SQuat, 2025",
+        config_cls=SQuatConfig,
+        build=partial(_build, space),
+        nominal_bits=lambda spec, config: (config.k_bits, config.v_bits),
+        schedules=kivi_schedules,
+        fit=fit_subspace,
+        needs_artifact=False,
+        for_bits=lambda bits: {"k_bits": bits, "v_bits": bits},
+    )
+
+
+METHOD = _method("squat", "KIVI's format, key errors orthogonal to the query subspace", "post_rope")
+METHOD_PRE = _method("squat-pre", "SQuat before RoPE, which is applied after dequantization", "pre_rope")
