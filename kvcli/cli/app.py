@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from kvcli._version import __version__
-from kvcli.cli import calibrate, demo, env, evaluate, export, generate, methods, train_codebook
+from kvcli.cli import calibrate, demo, env, evaluate, export, fit_subspace, generate, methods, train_codebook
 
 app = typer.Typer(
     name="kvcli",
@@ -31,7 +31,7 @@ def _main(
     pass
 
 
-for module in (demo, calibrate, train_codebook, export, generate, evaluate, methods, env):
+for module in (demo, calibrate, train_codebook, fit_subspace, export, generate, evaluate, methods, env):
     module.register(app)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import typer
 from pydantic import Field
 
-from kvcli.cli.options import Options, command
+from kvcli.cli.options import Options, command, parse_settings
 from kvcli.cli.output import Output, table
 from kvcli.cli.paths import newest_artifact
 from kvcli.errors import ArtifactError, UsageError
@@ -20,8 +20,9 @@ class EvalOptions(Options):
 
     model: str = Field(default="smollm2-135m", description="built-in name, hub name, folder or .gguf file")
     method: list[str] = Field(
-        default=[], description="method to measure; repeatable; default: fp16, and commvq if exported"
+        default=[], description="method to measure, such as kivi-2; repeatable; default: fp16, and commvq if exported"
     )
+    setting: list[str] = Field(default=[], description="setting of every method measured, NAME=VALUE; repeatable")
     artifact: list[Path] = Field(default=[], description="artifact to measure, with its own method; repeatable")
     corpus: str = Field(default="builtin", description="held-out text: file, folder, hub name, '-', or 'builtin'")
     corpus_name: str | None = Field(default=None, description="configuration of a hub dataset")
@@ -68,6 +69,7 @@ def run(options: EvalOptions, output: Output) -> None:
         "sink_length": options.sink_length,
         "residual_length": options.residual_length,
         "flush_block": 1,
+        **parse_settings(options.setting),
     }
     records = []
     environment = facts()
@@ -110,11 +112,11 @@ def choose_subjects(options: EvalOptions) -> list[tuple[str, Path | None]]:
         ArtifactError: an artifact that is missing.
     """
     from kvcli.artifact import Artifact
-    from kvcli.registry import get_method
+    from kvcli.registry import parse_method
 
     subjects: list[tuple[str, Path | None]] = []
     for name in options.method or ["fp16"]:
-        fitted = get_method(name).fit is not None
+        fitted = parse_method(name)[0].needs_artifact
         if fitted and any(Artifact.load(folder).method == name for folder in options.artifact):
             continue
         subjects.append((name, newest_artifact(options.model, name) if fitted else None))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 from pydantic import Field
 
-from kvcli.cli.options import Options, command
+from kvcli.cli.options import Options, command, parse_settings
 from kvcli.cli.output import Output, size
 from kvcli.cli.paths import newest_artifact
 from kvcli.errors import UsageError
@@ -24,7 +24,7 @@ class GenerateOptions(Options):
     """Options of `kvcli generate`."""
 
     model: str = Field(default="smollm2-135m", description="built-in name, hub name, folder or .gguf file")
-    method: str = Field(default="fp16", description="compression method, see 'kvcli methods'")
+    method: str = Field(default="fp16", description="compression method such as commvq or kivi-2, see 'kvcli methods'")
     artifact: Path | None = Field(default=None, description="artifact folder; default: the newest for model and method")
     prompt: str | None = Field(default=None, description="text to continue; '-' reads standard input")
     prompt_file: Path | None = Field(
@@ -38,6 +38,7 @@ class GenerateOptions(Options):
     repetition_penalty: float = Field(default=1.0, gt=0, description="penalty of tokens that occurred; 1: none")
     sink_length: int | None = Field(default=None, ge=0, description="first tokens in full precision; default: 4")
     residual_length: int | None = Field(default=None, ge=0, description="last tokens in full precision; default: 128")
+    setting: list[str] = Field(default=[], description="setting of the method, NAME=VALUE; repeatable")
     impl: str = Field(default="auto", description="form of attention over codes: auto, reference, reordered")
     base_config: str | None = Field(default=None, description="config of the original model, for GGUF files")
     stats: bool = Field(default=False, description="print time, rate and cache memory")
@@ -48,13 +49,14 @@ def run(options: GenerateOptions, output: Output) -> None:
     from kvcli.attention.session import attach
     from kvcli.generate import SamplingConfig, generate_text, prompt_ids
     from kvcli.models import load_model
-    from kvcli.registry import get_method
+    from kvcli.registry import parse_method
 
     prompt = read_prompt(options, output)
     artifact = options.artifact
-    if get_method(options.method).fit is not None and artifact is None:
+    if parse_method(options.method)[0].needs_artifact and artifact is None:
         artifact = newest_artifact(options.model, options.method)
         output.say(f"using {artifact}")
+    settings = {**parse_settings(options.setting), **cache_settings(options)}
     loaded = load_model(options.model, device=options.device, base_config=options.base_config, say=output.say)
     if options.chat and not loaded.tokenizer.chat_template:
         raise UsageError(f"{options.model} has no chat template; leave --chat away")
@@ -66,10 +68,7 @@ def run(options: GenerateOptions, output: Output) -> None:
         options.repetition_penalty,
         options.seed,
     )
-    cache_settings: dict[str, Any] = {
-        name: value for name in ("sink_length", "residual_length") if (value := getattr(options, name)) is not None
-    }
-    with attach(loaded.model, options.method, artifact=artifact, impl=options.impl, **cache_settings) as session:
+    with attach(loaded.model, options.method, artifact=artifact, impl=options.impl, **settings) as session:
         ids = prompt_ids(loaded, prompt, options.chat)
         if not options.chat:
             output.write(prompt)
@@ -79,6 +78,12 @@ def run(options: GenerateOptions, output: Output) -> None:
         output.say(describe(made))
     if output.as_json:
         output.result({"model": options.model, "method": options.method, "prompt": prompt, **made.to_dict()})
+
+
+def cache_settings(options: GenerateOptions) -> dict[str, Any]:
+    """The lengths of the exact windows, as far as they were given."""
+    given = {"sink_length": options.sink_length, "residual_length": options.residual_length}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def read_prompt(options: GenerateOptions, output: Output) -> str:

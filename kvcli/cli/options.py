@@ -101,6 +101,26 @@ def resolve(options: type[OptionsT], given: dict[str, Any], path: Path | None) -
         raise ConfigError(f"{flag}{first['msg'].removeprefix('Value error, ')} (got {first['input']!r})") from error
 
 
+def parse_settings(texts: list[str]) -> dict[str, Any]:
+    """Settings of a method given as NAME=VALUE; values are read as YAML, so that 3, 0.1, true and words work.
+
+    Raises:
+        ConfigError: a text without `=`, or a value that is not YAML.
+    """
+    import yaml
+
+    settings = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not name:
+            raise ConfigError(f"a setting is given as NAME=VALUE, not '{text}'")
+        try:
+            settings[name.strip().replace("-", "_")] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"the value of '{text}' cannot be read") from error
+    return settings
+
+
 def _read_config(path: Path, options: type[Options]) -> dict[str, Any]:
     import yaml
 

@@ -47,8 +47,8 @@ def newest_training() -> Path:
 
 
 def newest_artifact(model: str, method: str) -> Path:
-    """The artifact of a method for a model that was exported last."""
-    found = _newest((RUNS / short_name(model)).glob(f"{method}-*/kvcli.json"))
+    """The artifact of a method for a model that was exported last; `method` may name bits, as in commvq-1."""
+    found = _newest((RUNS / short_name(model)).glob(f"{method}*/kvcli.json"))
     if found is None:
         raise ArtifactError(
             f"no {method} artifact for {model} below {RUNS}/; run 'kvcli calibrate', 'kvcli train-codebook' and "

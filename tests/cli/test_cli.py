@@ -21,7 +21,7 @@ from kvcli.errors import KvcliError, QualityError
 from kvcli.fit import assemble, fit_recording
 from kvcli.registry import get_method
 
-COMMANDS = ("demo", "calibrate", "train-codebook", "export", "generate", "eval", "methods", "env")
+COMMANDS = ("demo", "calibrate", "train-codebook", "fit-subspace", "export", "generate", "eval", "methods", "env")
 
 
 def invoke(*arguments: str) -> Any:
@@ -100,7 +100,10 @@ def test_version() -> None:
 
 def test_methods_and_env_give_one_json_object() -> None:
     methods = json.loads(invoke("methods", "--json").stdout)["methods"]
-    assert [method["name"] for method in methods][:2] == ["fp16", "commvq"]
+    assert {"fp16", "fp8", "rtn", "kivi", "squat", "squat-pre", "qjl", "commvq"} == {m["name"] for m in methods}
+    bits = json.loads(invoke("methods", "--bits", "llama-3.1-8b", "--contexts", "4096", "--json").stdout)["rows"]
+    assert {row["method"]: row["key_bits"] for row in bits}["commvq-1"] == pytest.approx(1072 / 1024)
+    assert invoke("methods", "--bits", "gpt-9").exit_code == 2
     env = json.loads(invoke("env", "--json").stdout)
     assert env["packages"]["torch"]
     assert env["cpu_count"] >= 1
@@ -142,6 +145,34 @@ def test_calibrate_train_export_generate_eval_in_order_without_arguments(tiny: A
     assert rows[1]["memory"]["num_encoded"] == 2 * (128 - 36)
     reordered = json.loads(invoke("eval", *options, "--method", "commvq", "--impl", "reordered", "--json").stdout)
     assert reordered["rows"][0]["kl_mean"] == pytest.approx(rows[1]["kl_mean"], rel=1e-3)
+
+
+@pytest.mark.parametrize("method", ["squat", "squat-pre"])
+def test_subspace_is_fitted_exported_and_used(tiny: Any, tmp_path: Path, method: str) -> None:
+    record(tiny.model, tmp_path / "recorded")
+    small = ("--group-size", "8", "--residual-length", "8")
+    fitted = invoke("fit-subspace", "recorded", "--method", method, *small)
+    assert fitted.exit_code == 0, fitted.stderr
+    assert "of the queries' energy" in fitted.stderr
+    folder = invoke("export").stdout.strip()
+    assert folder == f"runs/tiny/{method}-subspace"
+    used = invoke("generate", "--method", method, "--artifact", folder, "--prompt", "x" * 50, "--json")
+    assert used.exit_code == 0, used.stderr
+    assert json.loads(used.stdout)["memory"]["num_encoded"] > 40
+    onthefly = invoke("generate", "--method", method, "--setting", "group_size=8", "--prompt", "x" * 50, "--json")
+    assert onthefly.exit_code == 0, onthefly.stderr
+
+
+def test_every_method_generates(tiny: Any) -> None:
+    for method in ("fp8", "rtn-4", "kivi-4", "kivi-2", "squat-2", "squat-pre-2", "qjl"):
+        group = () if method == "fp8" else ("--setting", "group_size=8")
+        options = ("--residual-length", "16", "--sink-length", "0", "--max-new-tokens", "4", "--stats")
+        result = invoke("generate", "--method", method, "--prompt", "x" * 60, *options, *group)
+        assert result.exit_code == 0, result.stderr
+        assert "KV cache" in result.stderr
+    assert invoke("generate", "--method", "qjl-3").exit_code == 2
+    assert invoke("generate", "--method", "kivi", "--setting", "colour=3").exit_code == 2
+    assert invoke("generate", "--method", "kivi", "--setting", "nonsense").exit_code == 2
 
 
 def test_generate_reads_prompts_from_everywhere(tiny: Any, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import torch
 from factories import make_spec
 
 import kvcli
+from kvcli.errors import ConfigError
 from kvcli.methods.kivi.codec import PerChannelKey
 from kvcli.methods.squat.codec import SQuatKey, SQuatState, correction, leading_gram, query_gram
 from kvcli.methods.squat.config import SQuatConfig
@@ -108,3 +109,13 @@ def test_the_subspace_is_fixed_by_the_prompt(tiny_model: Any, method: str) -> No
         assert torch.equal(cache.layers[0].keys_stream.state.matrix, before)
         assert cache.layers[0].keys_stream.encoded[0] == 24
         assert cache.memory().state_bytes == 3 * (2 * 16 * 16 * 4 + 4)
+
+
+def test_a_calibrated_subspace_needs_its_artifact(tiny_model: Any) -> None:
+    settings = {"group_size": 4, "residual_length": 4, "subspace_source": "calibration"}
+    with (
+        kvcli.attach(tiny_model, "squat", **settings) as session,
+        pytest.raises(ConfigError, match="fit-subspace"),
+        torch.no_grad(),
+    ):
+        tiny_model(torch.randint(3, 97, (1, 20)), past_key_values=session.new_cache())

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvcli.errors import ConfigError
 from kvcli.methods.base import Space, State
 from kvcli.methods.kivi.codec import PerChannelCodes, PerChannelKey
 from kvcli.methods.squat.config import SQuatConfig
@@ -74,6 +75,8 @@ class SQuatKey(PerChannelKey):
     def settle(self, state: State, rows: list[int]) -> None:
         assert isinstance(state, SQuatState)
         if self.config.subspace_source == "calibration":
+            if not self.gram_count.any():
+                raise ConfigError("a subspace from calibration needs an artifact; make one with 'kvcli fit-subspace'")
             gram, count = self.gram.expand(len(rows), -1, -1, -1), self.gram_count.expand(len(rows))
         else:
             gram, count = state.matrix[rows], state.count[rows]

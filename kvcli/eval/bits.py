@@ -1,0 +1,45 @@
+"""What a cache takes at a context length, from the methods' formulas; tests hold them to the live tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvcli.attention.session import make_config
+from kvcli.registry import parse_method
+from kvcli.spec import ModelSpec
+
+
+def account(name: str, settings: dict[str, Any], spec: ModelSpec, contexts: list[int]) -> dict[str, Any]:
+    """Bits a value of one sequence in a 16-bit model, without artifact and per-sequence state.
+
+    Args:
+        name: a method with or without bits, such as `kivi-2`.
+        settings: its settings.
+        spec: the model's shapes.
+        contexts: tokens held after a prompt of that length.
+
+    Returns:
+        Nominal bits; true bits of encoded keys and values; bits of all tokens at each context, sinks, window and
+        positions included.
+    """
+    method, from_bits = parse_method(name)
+    config = make_config(method, {**from_bits, **settings})
+    codecs = [method.build(spec, config, layer_idx) for layer_idx in range(spec.num_layers)]
+    key = sum(codec.key.bits_per_token() for codec in codecs) / len(codecs)
+    value = sum(codec.value.bits_per_token() for codec in codecs) / len(codecs)
+    effective = []
+    for context in contexts:
+        total = 0.0
+        for schedule, bits in zip(method.schedules(config), (key, value), strict=True):
+            encoded = schedule.evict(max(0, context - config.sink_length))
+            total += encoded * bits + (context - encoded) * 16 * spec.kv_dim
+        positions = context * (32 + 8) / spec.num_layers
+        effective.append((total + positions) / (2 * context * spec.kv_dim))
+    return {
+        "method": name,
+        "settings": settings,
+        "nominal": [float(bits) for bits in method.nominal_bits(spec, config)],
+        "key_bits": key / spec.kv_dim,
+        "value_bits": value / spec.kv_dim,
+        "effective": effective,
+    }

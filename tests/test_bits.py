@@ -1,0 +1,49 @@
+"""The bits of the documentation's table against live caches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from factories import make_model
+
+from kvcli.attention.session import Session, build_codecs, make_config
+from kvcli.eval.bits import account
+from kvcli.registry import parse_method
+from kvcli.spec import ModelSpec
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("fp16", {}),
+        ("fp8", {"residual_length": 16}),
+        ("rtn-4", {"residual_length": 16, "group_size": 8}),
+        ("kivi-2", {"residual_length": 32, "group_size": 16}),
+        ("squat-2", {"residual_length": 32, "group_size": 16}),
+        ("qjl", {"residual_length": 16, "group_size": 8, "num_outliers": 2}),
+        ("commvq-2", {"residual_length": 16}),
+    ],
+)
+@pytest.mark.parametrize("context", [20, 150, 333])
+def test_the_formula_is_what_a_cache_holds(name: str, settings: dict[str, Any], context: int) -> None:
+    model = make_model("llama").to(torch.bfloat16)
+    spec = ModelSpec.from_config(model.config)
+    method, from_bits = parse_method(name)
+    config = make_config(method, {**from_bits, **settings})
+    codecs = build_codecs(method, spec, config)  # unfitted: bytes do not depend on what codebooks hold
+    with Session(model, spec, method, config, codecs, "auto") as session, torch.no_grad():
+        cache = session.new_cache()
+        model(torch.randint(3, 97, (1, context)), past_key_values=cache)
+        memory = cache.memory()
+    formula = account(name, settings, spec, [context])
+    # positions live in a buffer with headroom; everything else must agree exactly
+    held = 8 * (memory.code_bytes + memory.exact_bytes)
+    positions = context * (32 + 8)
+    expected = formula["effective"][0] * 2 * context * spec.kv_dim * spec.num_layers - positions
+    assert held == pytest.approx(expected, rel=1e-9)
+    if memory.num_encoded:
+        assert memory.key_bits == pytest.approx(formula["key_bits"])
+        assert memory.value_bits == pytest.approx(formula["value_bits"])
+    assert memory.nominal_bits == tuple(formula["nominal"])
