@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 from pydantic import Field
 
-from kvcli.cli.options import Options, command
+from kvcli.cli.options import ModelOptions, command
 from kvcli.cli.output import Output, size
 from kvcli.cli.paths import samples_folder
 
@@ -17,10 +17,9 @@ if TYPE_CHECKING:
     from kvcli.calibrate.corpus import CorpusConfig
 
 
-class CalibrateOptions(Options):
+class CalibrateOptions(ModelOptions):
     """Options of `kvcli calibrate`."""
 
-    model: str = Field(default="smollm2-135m", description="built-in name, hub name, folder or .gguf file")
     corpus: str | None = Field(
         default=None,
         description="dataset on the hub, file or folder (parquet, jsonl, txt), '-' for standard input, or 'builtin'; "
@@ -35,7 +34,6 @@ class CalibrateOptions(Options):
     query_tokens: int = Field(default=8192, ge=0, description="tokens whose queries are recorded too")
     batch_size: int = Field(default=4, ge=1, description="sequences a forward pass")
     layer_window: int = Field(default=0, ge=0, description="layers recorded a pass; 0: as many as half a GiB holds")
-    base_config: str | None = Field(default=None, description="config of the original model, for GGUF files")
     out: Path | None = Field(default=None, description="output folder; default: runs/MODEL/samples")
     overwrite: bool = Field(default=False, description="discard another recording in the output folder")
 
@@ -44,12 +42,11 @@ def run(options: CalibrateOptions, output: Output) -> None:
     """Record pre-RoPE queries, keys and values of every layer over a calibration corpus."""
     from kvcli.calibrate.collect import CollectConfig, collect
     from kvcli.calibrate.corpus import documents, token_sequences
-    from kvcli.models import load_model
 
     folder = options.out or samples_folder(options.model)
     corpus = corpus_config(options)
     output.settings(options.model_dump(mode="json"))
-    loaded = load_model(options.model, device=options.device, base_config=options.base_config, say=output.say)
+    loaded = options.load(output)
     seq_len = min(options.seq_len, loaded.spec.max_position_embeddings)
     wanted = max(1, options.tokens // seq_len)
     output.say(f"reading {corpus.source}")

@@ -15,18 +15,16 @@ from kvcli.cli import calibrate, evaluate, export, train_codebook
 from kvcli.cli.options import Options, command
 from kvcli.cli.output import Output, duration, size
 
-PROMPT = (
-    "A star begins its life as a cloud of gas and dust. Gravity slowly pulls the cloud together, and as it shrinks its "
-    "centre grows hotter, until hydrogen nuclei begin to fuse into helium. The energy set free by this fusion"
-)
+_PROMPT_CHARACTERS = 4800
+_SHOWN_CHARACTERS = 320
 
 
 class DemoOptions(Options):
     """Options of `kvcli demo`."""
 
     bits: Literal[1, 2] = Field(default=2, description="nominal bits a value")
-    prompt: str = Field(default=PROMPT, description="text to continue")
-    max_new_tokens: int = Field(default=200, ge=1, description="tokens to generate")
+    prompt: str | None = Field(default=None, description="text to continue; default: 1000 tokens of held-out text")
+    max_new_tokens: int = Field(default=80, ge=1, description="tokens to generate")
     out: Path = Field(default=Path("runs/demo"), description="folder of everything the demo makes")
 
 
@@ -68,7 +66,8 @@ def run(options: DemoOptions, output: Output) -> None:
     with _timed(seconds, "export"):
         export.run(export.ExportOptions(runs=[folders["training"]], out=folders["artifact"], **shared), quiet)
     sampling = SamplingConfig(max_new_tokens=options.max_new_tokens, repetition_penalty=1.1, seed=options.seed)
-    ids = prompt_ids(loaded, options.prompt, chat=False)
+    prompt = options.prompt or heldout_prompt()
+    ids = prompt_ids(loaded, prompt, chat=False)
     made = {}
     for name, artifact in (("fp16", None), ("commvq", folders["artifact"])):
         output.say(f"generating with {name}")
@@ -86,7 +85,7 @@ def run(options: DemoOptions, output: Output) -> None:
         )
     quality = quiet.record["rows"][0]
     record = {
-        "prompt": options.prompt,
+        "prompt": prompt,
         "fp16": made["fp16"].to_dict(),
         "commvq": made["commvq"].to_dict(),
         "kl_mean": quality["kl_mean"],
@@ -96,6 +95,14 @@ def run(options: DemoOptions, output: Output) -> None:
         "artifact": str(folders["artifact"]),
     }
     output.result(record, _table(record))
+
+
+def heldout_prompt() -> str:
+    """The beginning of a text that calibration has not seen, cut after a sentence."""
+    from kvcli.calibrate.corpus import CorpusConfig, documents
+
+    text = next(text for text in documents(CorpusConfig(split="heldout")) if len(text) > _PROMPT_CHARACTERS)
+    return text[: text.rindex(". ", 0, _PROMPT_CHARACTERS) + 1]
 
 
 class _Quiet(Output):
@@ -126,7 +133,8 @@ def _table(record: dict[str, Any]) -> Any:
     shown = Table(title="kvcli demo: SmolLM2-135M-Instruct", title_justify="left", show_header=False, show_lines=True)
     shown.add_column(style="bold", no_wrap=True)
     shown.add_column(overflow="fold")
-    shown.add_row("prompt", record["prompt"])
+    tail = record["prompt"][-_SHOWN_CHARACTERS:]
+    shown.add_row("prompt", f"{record['fp16']['prompt_tokens']} tokens, ending in: …{tail}")
     shown.add_row("fp16", record["fp16"]["text"].strip())
     shown.add_row("CommVQ", record["commvq"]["text"].strip())
     shown.add_row(

@@ -9,16 +9,15 @@ from typing import Any
 import typer
 from pydantic import Field
 
-from kvcli.cli.options import Options, command, parse_settings
+from kvcli.cli.options import ModelOptions, command, parse_settings
 from kvcli.cli.output import Output, table
 from kvcli.cli.paths import newest_artifact
 from kvcli.errors import ArtifactError, UsageError
 
 
-class EvalOptions(Options):
+class EvalOptions(ModelOptions):
     """Options of `kvcli eval`."""
 
-    model: str = Field(default="smollm2-135m", description="built-in name, hub name, folder or .gguf file")
     method: list[str] = Field(
         default=[], description="method to measure, such as kivi-2; repeatable; default: fp16, and commvq if exported"
     )
@@ -36,7 +35,6 @@ class EvalOptions(Options):
     sink_length: int = Field(default=4, ge=0, description="first tokens in full precision")
     residual_length: int = Field(default=32, ge=0, description="last tokens in full precision")
     impl: str = Field(default="auto", description="form of attention over codes: auto, reference, reordered")
-    base_config: str | None = Field(default=None, description="config of the original model, for GGUF files")
     out: Path | None = Field(default=None, description="append one JSON record a row to this file")
 
 
@@ -48,10 +46,9 @@ def run(options: EvalOptions, output: Output) -> None:
     from kvcli.calibrate.corpus import BUILTIN, CorpusConfig, documents, token_sequences
     from kvcli.eval.quality import measure, reference_states
     from kvcli.machine import facts
-    from kvcli.models import load_model
 
     subjects = choose_subjects(options)
-    loaded = load_model(options.model, device=options.device, base_config=options.base_config, say=output.say)
+    loaded = options.load(output)
     split = options.corpus_split or ("heldout" if options.corpus == BUILTIN else "train")
     corpus = CorpusConfig(
         options.corpus, split, options.corpus_name, options.revision, options.text_column, options.seed

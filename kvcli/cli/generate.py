@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 from pydantic import Field
 
-from kvcli.cli.options import Options, command, parse_settings
+from kvcli.cli.options import ModelOptions, command, parse_settings
 from kvcli.cli.output import Output, size
 from kvcli.cli.paths import newest_artifact
 from kvcli.errors import UsageError
@@ -20,10 +20,9 @@ if TYPE_CHECKING:
 DEFAULT_PROMPT = "The water cycle is"
 
 
-class GenerateOptions(Options):
+class GenerateOptions(ModelOptions):
     """Options of `kvcli generate`."""
 
-    model: str = Field(default="smollm2-135m", description="built-in name, hub name, folder or .gguf file")
     method: str = Field(default="fp16", description="compression method such as commvq or kivi-2, see 'kvcli methods'")
     artifact: Path | None = Field(default=None, description="artifact folder; default: the newest for model and method")
     prompt: str | None = Field(default=None, description="text to continue; '-' reads standard input")
@@ -40,7 +39,6 @@ class GenerateOptions(Options):
     residual_length: int | None = Field(default=None, ge=0, description="last tokens in full precision; default: 128")
     setting: list[str] = Field(default=[], description="setting of the method, NAME=VALUE; repeatable")
     impl: str = Field(default="auto", description="form of attention over codes: auto, reference, reordered")
-    base_config: str | None = Field(default=None, description="config of the original model, for GGUF files")
     stats: bool = Field(default=False, description="print time, rate and cache memory")
 
 
@@ -48,7 +46,6 @@ def run(options: GenerateOptions, output: Output) -> None:
     """Generate text with a compressed KV cache, streamed as it comes."""
     from kvcli.attention.session import attach
     from kvcli.generate import SamplingConfig, generate_text, prompt_ids
-    from kvcli.models import load_model
     from kvcli.registry import parse_method
 
     prompt = read_prompt(options, output)
@@ -57,7 +54,7 @@ def run(options: GenerateOptions, output: Output) -> None:
         artifact = newest_artifact(options.model, options.method)
         output.say(f"using {artifact}")
     settings = {**parse_settings(options.setting), **cache_settings(options)}
-    loaded = load_model(options.model, device=options.device, base_config=options.base_config, say=output.say)
+    loaded = options.load(output)
     if options.chat and not loaded.tokenizer.chat_template:
         raise UsageError(f"{options.model} has no chat template; leave --chat away")
     sampling = SamplingConfig(

@@ -11,13 +11,16 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import typer
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvcli.cli.output import Output, describe_error
 from kvcli.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvcli.models import LoadedModel
 
 
 class Options(BaseModel):
@@ -27,6 +30,27 @@ class Options(BaseModel):
 
     seed: int = Field(default=0, ge=0, description="seed of every random choice")
     device: str | None = Field(default=None, description="torch device; default: a GPU if there is one")
+
+
+class ModelOptions(Options):
+    """Options of commands that load a model."""
+
+    model: str = Field(default="smollm2-135m", description="built-in name, hub name, folder or .gguf file")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto", description="dtype of the model; auto: bfloat16 on a GPU, float32 on a CPU"
+    )
+    base_config: str | None = Field(default=None, description="config of the original model, for GGUF files")
+
+    def load(self, output: Output) -> LoadedModel:
+        """Loads the model."""
+        import torch
+
+        from kvcli import models
+
+        dtype = None if self.dtype == "auto" else getattr(torch, self.dtype)
+        return models.load_model(
+            self.model, device=self.device, dtype=dtype, base_config=self.base_config, say=output.say
+        )
 
 
 OptionsT = TypeVar("OptionsT", bound=Options)
