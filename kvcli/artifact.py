@@ -27,6 +27,7 @@ from kvcli._version import __version__
 from kvcli.errors import ArtifactError, ConfigError, UsageError
 from kvcli.methods.base import LayerCodec
 from kvcli.methods.config import CacheConfig
+from kvcli.models import same_model
 from kvcli.registry import get_method
 from kvcli.spec import ModelSpec
 
@@ -94,7 +95,7 @@ class Artifact:
                 f"{name} {theirs[name]} instead of {ours[name]}" for name in ours if ours[name] != theirs[name]
             )
             raise ArtifactError(f"the artifact was made for {self.metadata['model']}, whose shapes differ: {odd}")
-        if fingerprint != self.metadata["fingerprint"]:
+        if not same_model(fingerprint, self.metadata["fingerprint"]):
             raise ArtifactError(
                 f"the artifact was made for {self.metadata['model']}, whose weights differ from this model's"
             )
@@ -244,7 +245,7 @@ tags: [kv-cache, quantization, {metadata["method"]}]
 # {metadata["method"]} {bits}-bit KV cache codec for {metadata["model"]}
 
 Made by kvcli {metadata["kvcli_version"]}. It holds codebooks and encoders, no model weights; it works with this model
-only (fingerprint `{metadata["fingerprint"][:16]}`).
+only (its weights are checked when the artifact is loaded).
 
 ```bash
 kvcli generate {metadata["model"]} --method {metadata["method"]} --artifact . --prompt "The water cycle is"

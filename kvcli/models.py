@@ -74,7 +74,7 @@ class LoadedModel:
         model: in eval mode, on its device.
         tokenizer: its tokenizer, with a padding token.
         spec: shapes of its attention.
-        fingerprint: sha256 over shapes and a sample of the weights; an artifact is bound to it.
+        fingerprint: of its shapes and weights; an artifact is bound to it.
     """
 
     name: str
@@ -135,15 +135,25 @@ def load_model(
 def fingerprint(model: torch.nn.Module, spec: ModelSpec) -> str:
     """Identifies a model by its shapes and a sample of its key and value projections.
 
-    Weights enter as float16, so that the same model loaded in another dtype keeps its fingerprint.
+    Returns:
+        16 hexadecimal digits of the shapes' sha256, a colon, and two weights a projection as float16 in hexadecimal;
+        to be compared with `same_model`, because a model loaded in another dtype has its weights rounded.
     """
-    digest = hashlib.sha256(json.dumps(spec.to_dict(), sort_keys=True).encode())
-    for name, weight in sorted(model.named_parameters()):
-        if name.endswith(("k_proj.weight", "v_proj.weight")):
-            sample = weight.detach().flatten()[:: max(1, weight.numel() // 64)][:64]
-            # bfloat16 has the fewest digits of the dtypes models run in
-            digest.update(sample.to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes())
-    return digest.hexdigest()
+    shapes = hashlib.sha256(json.dumps(spec.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
+    sample = [
+        weight.detach().flatten()[[0, weight.numel() // 2]].to("cpu", torch.float16)
+        for name, weight in sorted(model.named_parameters())
+        if name.endswith(("k_proj.weight", "v_proj.weight"))
+    ]
+    return f"{shapes}:{torch.cat(sample).numpy().tobytes().hex()}"
+
+
+def same_model(first: str, second: str) -> bool:
+    """Whether two fingerprints are of the same model, up to the rounding of 16-bit dtypes."""
+    if len(first) != len(second) or first.split(":", maxsplit=1)[0] != second.split(":", maxsplit=1)[0]:
+        return False
+    a, b = (torch.frombuffer(bytearray.fromhex(x.split(":")[1]), dtype=torch.float16).float() for x in (first, second))
+    return bool(((a - b).abs() <= 0.01 * a.abs() + 1e-6).all())
 
 
 def fetch_builtin(builtin: BuiltinModel, say: Say) -> Path:

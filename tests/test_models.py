@@ -15,7 +15,7 @@ from factories import make_model
 
 from kvcli import models
 from kvcli.errors import ModelError, UnsupportedModelError
-from kvcli.models import BuiltinModel, Wheel, fetch_builtin, fingerprint, load_model
+from kvcli.models import BuiltinModel, Wheel, fetch_builtin, fingerprint, load_model, same_model
 from kvcli.spec import ModelSpec
 
 
@@ -104,10 +104,13 @@ def test_local_folders_load_and_other_families_are_refused(tmp_path: Path) -> No
 
 
 def test_fingerprint_tells_models_apart_but_not_dtypes() -> None:
-    model = make_model("llama").to(torch.float16)
-    spec = ModelSpec.from_config(model.config)
-    first = fingerprint(model, spec)
-    assert fingerprint(model.float(), spec) == first
-    assert fingerprint(model.to(torch.bfloat16), spec) == first
-    model.model.layers[1].self_attn.k_proj.weight.data[0, 0] += 1
-    assert fingerprint(model, spec) != first
+    spec = ModelSpec.from_config(make_model("llama").config)
+    first = fingerprint(make_model("llama"), spec)
+    for dtype in (torch.float16, torch.bfloat16):
+        assert same_model(first, fingerprint(make_model("llama").to(dtype), spec))
+        assert same_model(first, fingerprint(make_model("llama").to(torch.float16).to(dtype), spec))
+    other = make_model("llama")
+    other.model.layers[1].self_attn.k_proj.weight.data[0, 0] *= 1.05
+    assert not same_model(first, fingerprint(other, spec))
+    deeper = make_model("llama", num_hidden_layers=4)
+    assert not same_model(first, fingerprint(deeper, ModelSpec.from_config(deeper.config)))
