@@ -145,10 +145,13 @@ class CompressedCache(Cache):
             return
         if slots > self.timeline.slots:
             raise CacheError(f"cannot remove {slots} tokens from a cache of {self.timeline.slots}")
-        removed = self.timeline.crop(slots)
-        for layer in self.layers:
-            for stream in layer.streams:
-                stream.truncate(removed)
+        removed = self.timeline.tokens_in_last(slots)
+        streams = [stream for layer in self.layers for stream in layer.streams]
+        for stream in streams:
+            stream.coded_among_last(removed)  # refuses before anything is changed
+        self.timeline.crop(slots, removed)
+        for stream in streams:
+            stream.truncate(removed)
 
     def memory(self) -> MemoryReport:
         """Measures the cache from its live tensors."""

@@ -171,18 +171,24 @@ class Stream:
             self.encoded[row] += count
 
     def truncate(self, removed: list[int]) -> None:
-        """Forgets the last tokens of each row.
+        """Forgets the last tokens of each row, which `coded_among_last` found to be possible."""
+        for row, (count, coded) in enumerate(zip(removed, self.coded_among_last(removed), strict=True)):
+            self.encoded[row] -= coded
+            self.exact_lengths[row] -= count - coded
+
+    def coded_among_last(self, removed: list[int]) -> list[int]:
+        """How many of the last tokens of each row are codes: the exact window goes first, the sinks last.
 
         Raises:
             CacheError: tokens of an encoded group would have to be cut apart.
         """
-        for row, count in enumerate(removed):
-            from_codes = max(0, count - (self.exact_lengths[row] - self.sink_length)) if self.encoded[row] else 0
-            from_codes = min(from_codes, self.encoded[row])
-            if from_codes % self.codec.tokens_per_group:
-                raise CacheError(f"cannot remove {count} tokens: {from_codes} of them are part of an encoded group")
-            self.encoded[row] -= from_codes
-            self.exact_lengths[row] -= count - from_codes
+        found = []
+        for count, exact, encoded in zip(removed, self.exact_lengths, self.encoded, strict=True):
+            coded = min(encoded, max(0, count - (exact - self.sink_length))) if encoded else 0
+            if coded % self.codec.tokens_per_group:
+                raise CacheError(f"cannot remove {count} tokens: {coded} of them are part of an encoded group")
+            found.append(coded)
+        return found
 
     def select(self, rows: Tensor) -> None:
         """Keeps, repeats or reorders rows."""

@@ -107,14 +107,17 @@ class Timeline:
         self.valid, self._positions = self.valid[rows], self._positions[rows]
         self.lengths = [self.lengths[row] for row in rows.tolist()]
 
-    def crop(self, slots: int) -> list[int]:
-        """Removes the last slots; returns how many tokens that takes from each row."""
+    def tokens_in_last(self, slots: int) -> list[int]:
+        """How many tokens of each row stand in the last slots."""
         assert self.valid is not None
-        keep = self.valid.shape[1] - slots
-        removed: list[int] = self.valid[:, keep:].sum(1).tolist()
-        self.valid = self.valid[:, :keep]
+        counts: list[int] = self.valid[:, self.valid.shape[1] - slots :].sum(1).tolist()
+        return counts
+
+    def crop(self, slots: int, removed: list[int]) -> None:
+        """Removes the last slots, which hold `removed` tokens of each row."""
+        assert self.valid is not None
+        self.valid = self.valid[:, : self.valid.shape[1] - slots]
         self.lengths = [length - count for length, count in zip(self.lengths, removed, strict=True)]
-        return removed
 
     def _keep_positions(self, positions: Tensor, step: Step) -> None:
         needed = max(self.lengths)

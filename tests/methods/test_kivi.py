@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import DynamicCache
 
 import kvcli
-from kvcli.errors import ConfigError
+from kvcli.errors import CacheError, ConfigError
 from kvcli.methods.affine import AFFINE_BITS, dequantize, quantize
 from kvcli.methods.kivi.codec import PerChannelKey
 from kvcli.methods.pertoken import PerTokenValue
@@ -114,3 +114,18 @@ def test_bits_in_the_name(tiny_model: Any) -> None:
             assert session.new_cache().memory().nominal_bits == (bits, bits)
     with pytest.raises(ConfigError, match="k_bits"):
         kvcli.attach(tiny_model, "kivi-3")
+
+
+def test_cropping_into_a_group_is_refused_and_changes_nothing(tiny_model: Any) -> None:
+    settings = {"residual_length": 8, "group_size": 4, "sink_length": 0}
+    with kvcli.attach(tiny_model, "kivi", **settings) as session, torch.no_grad():
+        cache = session.new_cache()
+        tiny_model(torch.randint(3, 97, (1, 18)), past_key_values=cache)
+        with pytest.raises(CacheError, match="encoded group"):
+            cache.crop(-3)  # two exact keys, and one of a group
+        assert cache.get_seq_length() == 18
+        assert cache.layers[2].keys_stream.exact_lengths == [2]
+        cache.crop(-6)
+        assert cache.get_seq_length() == 12
+        assert cache.layers[0].keys_stream.encoded == [12]
+        assert tiny_model(torch.tensor([[5]]), past_key_values=cache).logits.isfinite().all()
