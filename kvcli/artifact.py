@@ -169,6 +169,7 @@ class Artifact:
         try:
             scratch.chmod(0o755)
             save_file({name: x.contiguous() for name, x in self.tensors.items()}, scratch / WEIGHTS)
+            (scratch / WEIGHTS).chmod(0o644)
             files = {WEIGHTS: {"sha256": _sha256(scratch / WEIGHTS), "bytes": (scratch / WEIGHTS).stat().st_size}}
             metadata = {**self.metadata, "files": files}
             (scratch / METADATA).write_text(json.dumps(metadata, indent=2) + "\n")

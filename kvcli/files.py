@@ -13,6 +13,7 @@ def replacing(path: Path) -> Iterator[Path]:
     temporary = path.with_name(path.name + ".tmp")
     try:
         yield temporary
+        temporary.chmod(0o644)  # some writers leave files that only their owner may read
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -91,6 +91,11 @@ class Seam:
         rotary = self._decoder.rotary_emb
         return Rope(rotary.inner if isinstance(rotary, _PreRopeRotary) else rotary)  # type: ignore[arg-type]
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the model is patched."""
+        return self._rotary is not None
+
     def open(self) -> None:
         """Patches the model.
 

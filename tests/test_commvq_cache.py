@@ -92,9 +92,11 @@ def test_smollm_shape_fits_in_a_fifth_and_a_half() -> None:
     spec = ModelSpec.from_config(model.config)
     method, config = get_method("commvq"), CommVQConfig(bits=2).resolve(ModelSpec.from_config(model.config))
     from kvcli.cache.compressed import CompressedCache
-    from kvcli.rope import Rope, Rotation
+    from kvcli.rope import Rotation
+    from kvcli.seam import Seam, exact_attention
 
-    cache = CompressedCache(spec, method, config, [method.build(spec, config, 0)], Rope(model.model.rotary_emb))
+    seam = Seam(model, exact_attention)  # type: ignore[arg-type]
+    cache = CompressedCache(spec, method, config, [method.build(spec, config, 0)], seam)
     step = cache.timeline.begin(1, 4096, torch.arange(4096)[None], None)
     ones = Rotation(torch.ones(1, 1, 4096, 32), torch.zeros(1, 1, 4096, 32))
     with torch.no_grad():

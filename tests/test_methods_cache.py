@@ -112,3 +112,8 @@ def test_a_window_longer_than_the_text_is_exact(tiny_model: Any, prompt: Any, me
     with torch.no_grad():
         expected = tiny_model(ids).logits[:, -1]
     assert torch.allclose(logits(tiny_model, method, pieces, residual_length=64), expected, atol=1e-4)
+
+
+def test_works_under_autocast(tiny_model: Any, prompt: Any, method: str) -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert logits(tiny_model, method, prompt_and_steps(prompt, 40, 12)).isfinite().all()

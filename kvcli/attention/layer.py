@@ -53,15 +53,17 @@ def attend_layer(
     keys, values = layer.streams
     keys.append(new_key, step)
     values.append(pending_value, step)
-    keys.observe(pre_rope_query if layer.codec.key.query_space == "pre_rope" else query, new_key, step)
+    with torch.autocast(query.device.type, enabled=False):  # subspaces are found in float64
+        keys.observe(pre_rope_query if layer.codec.key.query_space == "pre_rope" else query, new_key, step)
     if step.fresh:
         output = exact_attention(query, new_key, pending_value, mask, scaling)
     else:
         output = _attend_held(layer, query, step, rotations, form, scaling)
     if step.real is not None:
         output = output.masked_fill(~step.real[:, :, None, None], 0)
-    keys.flush(lambda x, rows, start: _to_codec_space(layer, x, rows, start, rotations))
-    values.flush(lambda x, rows, start: x)
+    with torch.autocast(query.device.type, enabled=False):
+        keys.flush(lambda x, rows, start: _to_codec_space(layer, x, rows, start, rotations))
+        values.flush(lambda x, rows, start: x)
     return output
 
 

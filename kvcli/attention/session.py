@@ -43,7 +43,7 @@ class Session:
 
     def new_cache(self) -> CompressedCache:
         """An empty cache, to be passed to the model or to `generate` as `past_key_values`."""
-        return CompressedCache(self.spec, self.method, self.config, self.codecs, self._seam.rope)
+        return CompressedCache(self.spec, self.method, self.config, self.codecs, self._seam)
 
     def detach(self) -> None:
         """Restores the model exactly; detaching twice is harmless."""

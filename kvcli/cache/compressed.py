@@ -14,7 +14,7 @@ from kvcli.cache.timeline import Timeline
 from kvcli.errors import CacheError
 from kvcli.methods.base import LayerCodec, Method
 from kvcli.methods.config import CacheConfig
-from kvcli.rope import Rope
+from kvcli.seam import Seam
 from kvcli.spec import ModelSpec
 
 
@@ -24,9 +24,9 @@ class CompressedLayer(CacheLayerMixin):
     is_sliding = False
     supports_early_init = False
 
-    def __init__(self, codec: LayerCodec, method: Method, config: CacheConfig, timeline: Timeline) -> None:
+    def __init__(self, codec: LayerCodec, method: Method, config: CacheConfig, timeline: Timeline, seam: Seam) -> None:
         super().__init__()
-        self.codec, self.timeline = codec, timeline
+        self.codec, self.timeline, self.seam = codec, timeline, seam
         key_schedule, value_schedule = method.schedules(config)
         self.keys_stream = Stream(codec.key, key_schedule, config.sink_length)
         self.values_stream = Stream(codec.value, value_schedule, config.sink_length)
@@ -39,14 +39,15 @@ class CompressedLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Takes new pre-RoPE keys and values, [batch, num_kv_heads, query_len, head_dim] each."""
+        if not self.seam.is_open:
+            raise CacheError("this cache's session was detached; attach the method again and make a new cache")
         self.pending = (key_states, value_states)
         self.is_initialized = True
         return self, self
 
     def take_pending(self) -> tuple[Tensor, Tensor]:
         """The keys and values of this forward pass, once."""
-        if self.pending is None:
-            raise CacheError("a compressed cache works only with the model it was made for, while it is attached")
+        assert self.pending is not None
         pending, self.pending = self.pending, None
         return pending
 
@@ -92,23 +93,23 @@ class CompressedCache(Cache):
         method: how keys and values are coded.
         config: its settings.
         codecs: one fitted codec a layer.
-        rope: the model's rotary embedding.
+        seam: the patch on the model that the cache is for.
     """
 
     def __init__(
-        self, spec: ModelSpec, method: Method, config: CacheConfig, codecs: list[LayerCodec], rope: Rope
+        self, spec: ModelSpec, method: Method, config: CacheConfig, codecs: list[LayerCodec], seam: Seam
     ) -> None:
         self.spec, self.method, self.config = spec, method, config
-        self._codecs, self._rope = codecs, rope
-        self.timeline = Timeline(rope)
+        self._codecs, self._seam = codecs, seam
+        self.timeline = Timeline(seam.rope)
         super().__init__(layers=self._new_layers())
 
     def _new_layers(self) -> list[Any]:
-        return [CompressedLayer(codec, self.method, self.config, self.timeline) for codec in self._codecs]
+        return [CompressedLayer(codec, self.method, self.config, self.timeline, self._seam) for codec in self._codecs]
 
     def reset(self) -> None:
         """Forgets all tokens."""
-        self.timeline = Timeline(self._rope)
+        self.timeline = Timeline(self._seam.rope)
         self.layers = self._new_layers()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

@@ -186,7 +186,10 @@ class Stream:
         for count, exact, encoded in zip(removed, self.exact_lengths, self.encoded, strict=True):
             coded = min(encoded, max(0, count - (exact - self.sink_length))) if encoded else 0
             if coded % self.codec.tokens_per_group:
-                raise CacheError(f"cannot remove {count} tokens: {coded} of them are part of an encoded group")
+                raise CacheError(
+                    f"cannot remove {count} tokens: {coded} of them are part of a group that was encoded together; "
+                    "speculative decoding needs a method that encodes token by token (fp8, rtn, qjl, commvq)"
+                )
             found.append(coded)
         return found
 

@@ -173,17 +173,15 @@ def _run(model: Any, batch: Tensor) -> None:
 def _resumable(folder: Path, manifest: Mapping[str, Any], overwrite: bool) -> bool:
     """Whether the folder holds a beginning of this very recording; otherwise it is emptied, if that is allowed."""
     path = folder / MANIFEST
-    if not path.is_file():
-        found: dict[str, Any] = {}
-    else:
-        try:
-            found = json.loads(path.read_text())
-        except ValueError:
-            found = {"unreadable": True}
+    exists = path.is_file()
+    try:
+        found: dict[str, Any] = dict(json.loads(path.read_text())) if exists else {}
+    except (ValueError, TypeError):
+        found = {}
     wanted = json.loads(json.dumps(manifest))
-    if found and {key: found.get(key) for key in wanted} == wanted:
+    if exists and {key: found.get(key) for key in wanted} == wanted:
         return True
-    if found and not overwrite:
+    if exists and not overwrite:
         differing = sorted(key for key in wanted if found.get(key) != wanted[key])
         raise SamplesError(
             f"{folder} holds another recording (differs in {', '.join(differing)}); "

@@ -84,7 +84,11 @@ def documents(config: CorpusConfig, stdin: TextIO | None = None) -> Iterator[str
             have = ", ".join(sorted(record))
             raise CorpusError(f"'{config.source}' has no column '{config.text_column}'; its columns are {have}")
         text = record[config.text_column]
-        if isinstance(text, str) and text.strip():
+        if not isinstance(text, str):
+            raise CorpusError(
+                f"column '{config.text_column}' of '{config.source}' holds {type(text).__name__}, not text"
+            )
+        if text.strip():
             yield text
 
 
@@ -94,6 +98,8 @@ def _shuffled(config: CorpusConfig) -> Iterable[dict[str, Any]]:
 
     datasets.disable_progress_bars()
     files = _local_files(config)
+    if files and not any(file.stat().st_size for file in files):
+        raise CorpusError(f"the corpus '{config.source}' is empty")
     try:
         if files:
             kind = _FORMATS[files[0].suffix]
@@ -110,9 +116,8 @@ def _shuffled(config: CorpusConfig) -> Iterable[dict[str, Any]]:
         raise
     except Exception as error:  # datasets raises errors of a dozen libraries below it
         reason = (str(error).strip().splitlines() or [repr(error)])[0]
-        raise CorpusError(
-            f"cannot read the corpus '{config.source}': {reason} (offline? pass a local file or folder with --corpus)"
-        ) from error
+        advice = "" if files else " (offline? pass a local file or folder with --corpus)"
+        raise CorpusError(f"cannot read the corpus '{config.source}': {reason}{advice}") from error
 
 
 def _local_files(config: CorpusConfig) -> list[Path]:

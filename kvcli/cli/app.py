@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import sys
+
 import typer
 
 from kvcli._version import __version__
@@ -36,5 +39,17 @@ for module in (demo, calibrate, train_codebook, fit_subspace, export, generate, 
 
 
 def main() -> None:
-    """Entry point of the console script."""
-    app()
+    """Entry point of the console script; a misused flag is one line, like every other error."""
+    try:
+        sys.exit(app(standalone_mode=False) or 0)
+    except Exception as error:
+        describe = getattr(error, "format_message", None)
+        if describe is None:
+            raise
+        line = " ".join(describe().split())
+        if not line:  # called without arguments: the help was printed
+            sys.exit(2)
+        if "--json" in sys.argv:
+            sys.stdout.write(json.dumps({"error": line, "exit_code": 2}) + "\n")
+        sys.stderr.write(f"error: {line} (see --help)\n")
+        sys.exit(2)

@@ -48,6 +48,9 @@ def run(options: EvalOptions, output: Output) -> None:
     from kvcli.machine import facts
 
     subjects = choose_subjects(options)
+    if options.out is not None:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.open("a").close()  # better now than after the measurement
     loaded = options.load(output)
     split = options.corpus_split or ("heldout" if options.corpus == BUILTIN else "train")
     corpus = CorpusConfig(
@@ -130,7 +133,6 @@ def append_record(path: Path, record: dict[str, Any]) -> None:
     """Adds one JSON line to a file."""
     import json
 
-    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as handle:
         handle.write(json.dumps(record) + "\n")
 

@@ -47,7 +47,7 @@ def run(options: FitSubspaceOptions, output: Output) -> None:
             get_method(options.method),
             config,
             folder,
-            device=options.device or "cpu",
+            device=options.torch_device(),
             seed=options.seed,
             overwrite=options.overwrite,
             done=done,

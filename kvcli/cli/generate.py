@@ -98,9 +98,15 @@ def read_prompt(options: GenerateOptions, output: Output) -> str:
             return options.prompt_file.read_text().rstrip("\n")
         except UnicodeDecodeError as error:
             raise UsageError(f"{options.prompt_file} is not UTF-8 text") from error
+        except OSError as error:
+            raise UsageError(f"cannot read {options.prompt_file}: {error.strerror}") from error
     if options.prompt is None:
         output.say(f"no --prompt given: continuing '{DEFAULT_PROMPT}'")
         return DEFAULT_PROMPT
+    try:
+        options.prompt.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError("--prompt is not UTF-8 text") from error
     return options.prompt
 
 

@@ -73,6 +73,8 @@ def print_bits(shape: str, contexts: list[int], output: Output) -> None:
     from kvcli.eval.bits import account
     from kvcli.spec import ModelSpec, RopeSpec
 
+    if min(contexts) < 1:
+        raise UsageError(f"--contexts takes positive lengths, not {min(contexts)}")
     if shape not in SHAPES:
         raise UsageError(f"unknown shape '{shape}'; choose one of {', '.join(SHAPES)}")
     values = SHAPES[shape]

@@ -17,7 +17,7 @@ import typer
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvcli.cli.output import Output, describe_error
-from kvcli.errors import ConfigError
+from kvcli.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
     from kvcli.models import LoadedModel
@@ -28,8 +28,24 @@ class Options(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    seed: int = Field(default=0, ge=0, description="seed of every random choice")
+    seed: int = Field(default=0, ge=0, lt=2**32, description="seed of every random choice")
     device: str | None = Field(default=None, description="torch device; default: a GPU if there is one")
+
+    def torch_device(self) -> str:
+        """The device asked for, or a GPU if there is one.
+
+        Raises:
+            UsageError: no such device.
+        """
+        import torch
+
+        if self.device is None:
+            return "cuda" if torch.cuda.is_available() else "cpu"
+        try:
+            torch.empty(0, device=self.device)
+        except (RuntimeError, AssertionError) as error:
+            raise UsageError(f"device '{self.device}' is not available; try --device cpu") from error
+        return self.device
 
 
 class ModelOptions(Options):
@@ -49,7 +65,7 @@ class ModelOptions(Options):
 
         dtype = None if self.dtype == "auto" else getattr(torch, self.dtype)
         return models.load_model(
-            self.model, device=self.device, dtype=dtype, base_config=self.base_config, say=output.say
+            self.model, device=self.torch_device(), dtype=dtype, base_config=self.base_config, say=output.say
         )
 
 
@@ -152,6 +168,8 @@ def _read_config(path: Path, options: type[Options]) -> dict[str, Any]:
         loaded = yaml.safe_load(path.read_text())
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(loaded, dict):

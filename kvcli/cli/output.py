@@ -163,7 +163,7 @@ def describe_error(error: BaseException) -> tuple[int, str]:
     if isinstance(error, PermissionError) or (isinstance(error, OSError) and error.errno == errno.EROFS):
         return 1, f"cannot write to {error.filename}: permission denied; choose another --out"
     if isinstance(error, OSError):
-        return 1, text
+        return 1, f"{error.strerror or text}: {error.filename}; choose another path" if error.filename else text
     if type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError):
         return 1, "out of memory; lower --batch-size or --seq-len, or choose --device cpu"
     if type(error).__name__ == "SafetensorError":

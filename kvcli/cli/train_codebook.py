@@ -59,7 +59,7 @@ def run(options: TrainCodebookOptions, output: Output) -> None:
             config,
             folder,
             layers=layers,
-            device=options.device or _default_device(),
+            device=options.torch_device(),
             seed=options.seed,
             overwrite=options.overwrite,
             done=done,
@@ -98,12 +98,6 @@ def parse_layers(text: str | None, recorded: list[int]) -> list[int]:
     if not wanted:
         raise UsageError(f"--layers takes a number or a range such as 0-7, not '{text}'")
     return wanted
-
-
-def _default_device() -> str:
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def register(app: typer.Typer) -> None:

@@ -39,7 +39,7 @@ class PerTokenCodec(Codec[PerTokenCodes]):
         self.spec, self.n_bits = spec, n_bits
         self.group_size = min(group_size, spec.head_dim)
         if spec.head_dim % self.group_size:
-            raise ValueError(f"group_size {group_size} does not divide head_dim {spec.head_dim}")
+            raise ValueError(f"group_size {group_size} does not divide head_dim {spec.head_dim}; choose one that does")
 
     def bits_per_token(self) -> float:
         return self.spec.kv_dim * (self.n_bits + 32 / self.group_size)

@@ -108,3 +108,10 @@ def test_damaged_parts_are_named(tmp_path: Path) -> None:
         recording.load(7)
     with pytest.raises(SamplesError, match="kvcli calibrate"):
         Recording(tmp_path / "nothing")
+
+
+def test_an_unrecognised_manifest_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "samples.json").write_text("{}")
+    with pytest.raises(SamplesError, match="--overwrite"):
+        collect(load(make_model("llama")), SEQUENCES, CollectConfig(5, 12, 2, 2), tmp_path, {})
+    assert (tmp_path / "samples.json").read_text() == "{}"

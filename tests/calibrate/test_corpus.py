@@ -137,11 +137,17 @@ def test_bad_sources(tmp_path: Path) -> None:
     with pytest.raises(CorpusError, match="cannot read"):
         list(documents(CorpusConfig(str(tmp_path / "bad.jsonl"))))
     (tmp_path / "empty.jsonl").write_text("")
-    with pytest.raises(CorpusError):
+    with pytest.raises(CorpusError, match="is empty"):
         token_sequences(documents(CorpusConfig(str(tmp_path / "empty.jsonl"))), Bytes(), 1, 8)  # type: ignore[arg-type]
     (tmp_path / "good.jsonl").write_text('{"body": "x"}\n')
     with pytest.raises(CorpusError, match="no column 'text'; its columns are body"):
         list(documents(CorpusConfig(str(tmp_path / "good.jsonl"))))
+
+
+def test_a_column_that_is_not_text_is_named(tmp_path: Path) -> None:
+    (tmp_path / "numbers.jsonl").write_text('{"text": 5}\n')
+    with pytest.raises(CorpusError, match="holds int, not text"):
+        list(documents(CorpusConfig(str(tmp_path / "numbers.jsonl"))))
 
 
 def test_sequences_are_packed_without_loss() -> None:

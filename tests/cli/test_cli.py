@@ -221,6 +221,11 @@ def test_cache_options_reach_the_cache(artifact: Path) -> None:
         (("generate", "--temperature", "-1"), 2, "--temperature"),
         (("generate", "--max-new-tokens", "many"), 2, ""),
         (("calibrate", "--tokens", "0"), 2, "--tokens"),
+        (("generate", "--device", "toaster"), 2, "--device cpu"),
+        (("generate", "--seed", "99999999999999999999"), 2, "--seed"),
+        (("generate", "--prompt-file", "."), 2, "directory"),
+        (("methods", "--bits", "llama-3.1-8b", "--contexts", "0"), 2, "--contexts"),
+        (("calibrate", "--corpus", "."), 1, "holds no"),
         (("calibrate", "--config", "missing.yaml"), 2, "missing.yaml"),
         (("nonsense",), 2, ""),
     ],
@@ -338,7 +343,30 @@ def test_units() -> None:
 
 
 def test_cuda_is_the_default_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvcli.cli.train_codebook import _default_device
+    from kvcli.cli.options import Options
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert _default_device() == "cuda"
+    assert Options().torch_device() == "cuda"
+
+
+@pytest.mark.parametrize("arguments", [["--nope"], ["nonsense"], ["generate", "--max-new-tokens", "many"]])
+def test_misused_flags_are_one_line_too(arguments: list[str]) -> None:
+    command = [sys.executable, "-m", "kvcli", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    done = subprocess.run([*command, "--json"], capture_output=True, text=True, check=False)
+    assert json.loads(done.stdout)["exit_code"] == 2
+
+
+def test_eval_refuses_an_unusable_output_before_measuring(tiny: Any, tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    result = invoke("eval", "--method", "fp16", "--out", "folder", "--seq-len", "64", "--num-sequences", "1")
+    assert result.exit_code == 1
+    assert "uncompressed" not in result.stderr
+
+
+def test_written_files_can_be_read_by_others(artifact: Path, tmp_path: Path) -> None:
+    files = [*artifact.iterdir(), *(tmp_path / "recorded").iterdir(), *(tmp_path / "fitted").iterdir()]
+    assert all(path.stat().st_mode & 0o044 == 0o044 for path in files)
