@@ -48,6 +48,8 @@ def make_model(family: str, **changes: Any) -> Any:
     torch.manual_seed(1)
     config = getattr(transformers, f"{prefix}Config")(**values)
     model = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
+    # a padding token whose embedding is zero stays zero in every layer, and could hide in any statistic
+    model.get_input_embeddings().weight.data[0].normal_()
     # random weights of the usual scale give nearly uniform attention; larger ones make every error visible
     for name, weight in model.named_parameters():
         if name.endswith(("q_proj.weight", "k_proj.weight")):
