@@ -31,7 +31,7 @@ from kvcli.models import same_model
 from kvcli.registry import get_method
 from kvcli.spec import ModelSpec
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 METADATA = "kvcli.json"
 WEIGHTS = "codec.safetensors"
 CARD = "README.md"

@@ -76,7 +76,7 @@ def rewrite(folder: Path, change: Any) -> None:
 
 
 def damage_nan(folder: Path) -> None:
-    rewrite(folder, lambda tensors: tensors["layers.1.key.codebook"].view(-1)[:1].fill_(float("nan")))
+    rewrite(folder, lambda tensors: tensors["layers.1.key.codebook_scale"].view(-1)[:1].fill_(float("nan")))
 
 
 def damage_missing_tensor(folder: Path) -> None:

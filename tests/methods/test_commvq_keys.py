@@ -149,7 +149,7 @@ def test_decoding_commutes_with_rotation() -> None:
     # rotate every codeword instead of the sum
     phase = torch.polar(torch.ones_like(angle), angle)[0, 0]
     first, second = codec.unpack(codes)
-    books = as_complex(codec.codebook.float())[:, 0]
+    books = as_complex(codec.books())
     total = torch.zeros(2, keys.shape[1], 8, dtype=torch.complex64)
     for stage, head in itertools.product(range(2), range(2)):
         rows = books[head, stage]

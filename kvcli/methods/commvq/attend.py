@@ -45,7 +45,7 @@ def _key_scores(codec: CommVQKeyCodec, query: Tensor, part: EncodedPart, rotatio
     batch, _, queries, _ = query.shape
     q = torch.view_as_complex(to_pairs(query, spec.rope.rotary_dim).contiguous())
     q = q.view(batch, spec.num_kv_heads, -1, groups, codec.config.pairs_per_group).conj()
-    books = torch.view_as_complex(codec.codebook.float().unflatten(-1, (-1, 2)).contiguous())
+    books = torch.view_as_complex(codec.books().view(spec.num_kv_heads, groups, *codec.codebook.shape[2:4], -1, 2))
     angles = _angles(rotation, spec.head_dim // 2).view(rotation.cos.shape[0], 1, -1, groups, q.shape[-1])
     first, second = (x.unflatten(0, (spec.num_kv_heads, groups)) for x in codec.unpack(part.key_codes))
     scores = torch.zeros(*q.shape[:3], first.shape[3], device=query.device)

@@ -101,16 +101,26 @@ def fit_keys(codec: CommVQKeyCodec, samples: LayerSamples, config: CommVQConfig,
             book = fit_hard(residual, config.codebook_size, config.key_iterations, generator)
         else:
             book = fit_annealed(residual, config.codebook_size, stage, generator)
-        # the stored codebook is float16: later stages must see the residual it leaves, not the ideal one's
-        stored = (book / weights).half()
-        first, second = nearest(residual, stored.float() * weights)
-        residual = residual - centres(stored.float() * weights, first, second)
+        if stage == 0:
+            codec.codebook_scale.copy_(codebook_scale(book / weights).view_as(codec.codebook_scale))
+        # the stored codebook is int8: later stages must see the residual it leaves, not the ideal one's
+        unit = codec.codebook_scale.flatten(0, 1).repeat_interleave(2, -1).unsqueeze(1)
+        stored = (book / weights / unit).round().clamp(-127, 127)
+        rounded = stored * unit * weights
+        first, second = nearest(residual, rounded)
+        residual = residual - centres(rounded, first, second)
         used = torch.zeros(book.shape[:2], device=book.device)
         used.scatter_(1, first, 1.0).scatter_(1, second, 1.0)
         dead += int((used == 0).sum())
-        books.append(stored)
+        books.append(stored.to(torch.int8))
     codec.codebook.copy_(torch.stack(books, dim=1).view_as(codec.codebook))
     return dead
+
+
+def codebook_scale(book: Tensor) -> Tensor:
+    """The unit of each pair in an int8 codebook, from its first stage [P, N, 2g]: [P, g]."""
+    largest: Tensor = book.unflatten(-1, (-1, 2)).abs().amax((1, 3))
+    return largest.clamp_min(1e-6) / 127
 
 
 def fit_values_fast(codec: CommVQValueCodec, values: Tensor, iterations: int) -> None:

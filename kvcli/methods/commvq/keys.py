@@ -33,7 +33,9 @@ class CommVQKeyCodec(KeyCodec[CommVQKeyCodes]):
     """Keys as norm * sum over stages of (u_a + i*u_b), before RoPE (CommVQ section 4.2, Eq. 21 for the bits).
 
     Buffers:
-        codebook: float16 [num_kv_heads, groups, R, N, 2g], (re, im) interleaved, for keys of norm sqrt(D).
+        codebook: int8 [num_kv_heads, groups, R, N, 2g], (re, im) interleaved, in units of `codebook_scale`.
+        codebook_scale: float32 [num_kv_heads, groups, g], for keys of norm sqrt(D); a factor of a pair commutes with
+            rotation, and -127..127 is closed under multiplication by i.
         pair_weight: float32 [num_kv_heads, head_dim/2], weights of the pairs in the distance that picks the codes.
 
     Args:
@@ -49,8 +51,11 @@ class CommVQKeyCodec(KeyCodec[CommVQKeyCodes]):
         self.num_groups = spec.head_dim // 2 // config.pairs_per_group
         shape = (config.num_residuals, config.codebook_size, 2 * config.pairs_per_group)
         self.codebook: Tensor
+        self.codebook_scale: Tensor
         self.pair_weight: Tensor
-        self.register_buffer("codebook", torch.zeros(spec.num_kv_heads, self.num_groups, *shape, dtype=torch.float16))
+        self.register_buffer("codebook", torch.zeros(spec.num_kv_heads, self.num_groups, *shape, dtype=torch.int8))
+        scales = torch.ones(spec.num_kv_heads, self.num_groups, config.pairs_per_group)
+        self.register_buffer("codebook_scale", scales)
         self.register_buffer("pair_weight", torch.ones(spec.num_kv_heads, spec.head_dim // 2))
 
     @property
@@ -85,10 +90,14 @@ class CommVQKeyCodec(KeyCodec[CommVQKeyCodes]):
         """`pair_weight` for each problem and real channel: [heads * groups, 1, 2g]."""
         return self.pair_weight.unflatten(1, (self.num_groups, 1, -1)).flatten(0, 1).repeat_interleave(2, -1)
 
+    def books(self) -> Tensor:
+        """The codebooks of all problems and stages: float32 [heads * groups, R, N, 2g]."""
+        return (self.codebook * self.codebook_scale.repeat_interleave(2, -1)[:, :, None, None]).flatten(0, 1)
+
     def encode(self, x: Tensor, state: State | None = None) -> CommVQKeyCodes:
         batch, heads, time, _ = x.shape
         weight = self.group_weight()
-        books = self.codebook.float().flatten(0, 1) * weight.unsqueeze(1)
+        books = self.books() * weight.unsqueeze(1)
         unit, norm = self.normalise(x)
         rows = self.problems(unit) * weight
         codes = torch.cat([self._encode_rows(part, books) for part in rows.split(_ENCODE_TOKENS, dim=1)], dim=1)
@@ -113,7 +122,7 @@ class CommVQKeyCodec(KeyCodec[CommVQKeyCodes]):
     def decode(self, codes: CommVQKeyCodes, state: State | None = None) -> Tensor:
         batch, time = codes.packed.shape[0], codes.packed.shape[2]
         first, second = self.unpack(codes)
-        books = self.codebook.float().flatten(0, 1)
+        books = self.books()
         total = books.new_zeros(books.shape[0], batch * time, books.shape[-1])
         for stage, book in enumerate(books.unbind(1)):
             total += centres(book, first[..., stage].flatten(1), second[..., stage].flatten(1))
