@@ -102,6 +102,9 @@ class Codec(nn.Module, ABC, Generic[CodesT]):
     tokens_per_group: int = 1
     """Tokens that are encoded together; `encode` takes whole groups."""
 
+    fused: bool = False
+    """Whether `encode` runs in Triton kernels, where the codec has them; set by the session."""
+
     @abstractmethod
     def encode(self, x: Tensor, state: State | None = None) -> CodesT:
         """Encodes x [batch, num_kv_heads, time, head_dim], deterministically, given the sequences' settled state."""
