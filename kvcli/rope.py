@@ -7,11 +7,14 @@ This module does not know where angles come from: `Rope` asks the model's own ro
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from kvcli.errors import CacheError
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,13 @@ class Rope:
     def frequencies(self) -> dict[str, Any]:
         """Angle a position of each pair, in radians, and the factor of cos and sin, as plain JSON values."""
         module: Any = self.module
-        return {"inv_freq": module.inv_freq.float().tolist(), "scaling": float(module.attention_scaling)}
+        return {"inv_freq": self.inv_freq.tolist(), "scaling": float(module.attention_scaling)}
+
+    @property
+    def inv_freq(self) -> Tensor:
+        """Angle a position of each pair, in radians: float32 [rotary_dim/2]."""
+        module: Any = self.module
+        return module.inv_freq.float()
 
     def rotation(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
         """The rotation at given positions.
@@ -69,6 +78,69 @@ class Rope:
         cos, sin = self.module(probe, positions)
         half = cos.shape[-1] // 2
         return Rotation(cos[..., :half].unsqueeze(1), sin[..., :half].unsqueeze(1))
+
+
+class TokenRotations:
+    """Rotations of tokens that a cache holds, made when asked for and kept.
+
+    Args:
+        rope: the model's rotary embedding.
+        positions: integers [batch or 1, length]; a row's consecutive tokens have consecutive positions.
+        lengths: tokens of each row, int32 [batch]; None when all are full.
+    """
+
+    def __init__(self, rope: Rope, positions: Tensor, lengths: Tensor | None = None) -> None:
+        self.rope, self.positions, self._lengths = rope, positions, lengths
+        self._made: dict[tuple[str, int, int], Rotation] = {}
+
+    def tokens(self, start: int, stop: int) -> Rotation:
+        """Rotation of tokens [start, stop), float32."""
+        return self._once(("tokens", start, stop), lambda: self._at(self.positions[:, start:stop]))
+
+    def tiles(self, size: int) -> Rotation:
+        """Rotation of the first token of every `size`, [batch or 1, 1, ceil(length / size), rotary_dim/2].
+
+        With `offsets`, this gives every token's rotation from two small tables, because e^{i(m+n)theta} is a product.
+
+        Raises:
+            CacheError: positions that are not consecutive.
+        """
+
+        def make() -> Rotation:
+            self._check_consecutive()
+            return self._at(self.positions[:, ::size])
+
+        return self._once(("tiles", size, 0), make)
+
+    def offsets(self, count: int) -> Rotation:
+        """Rotation by 0 to count - 1 positions, [1, 1, count, rotary_dim/2], without the attention scaling."""
+
+        def make() -> Rotation:
+            angle = torch.arange(count, device=self.positions.device).unsqueeze(1) * self.rope.inv_freq
+            return Rotation(angle.cos()[None, None], angle.sin()[None, None])
+
+        return self._once(("offsets", count, 0), make)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tables kept."""
+        return sum(made.cos.nbytes + made.sin.nbytes for made in self._made.values())
+
+    def _at(self, positions: Tensor) -> Rotation:
+        return self.rope.rotation(positions.long(), torch.float32)
+
+    def _once(self, name: tuple[str, int, int], make: Callable[[], Rotation]) -> Rotation:
+        if name not in self._made:
+            self._made[name] = make()
+        return self._made[name]
+
+    def _check_consecutive(self) -> None:
+        consecutive = self.positions.diff(dim=1) == 1
+        if self._lengths is not None:
+            place = torch.arange(1, self.positions.shape[1], device=self.positions.device)
+            consecutive |= place >= self._lengths.unsqueeze(1)
+        if not bool(consecutive.all()):
+            raise CacheError("a row's position_ids are not consecutive, which this kernel needs; use impl='reference'")
 
 
 def to_pairs(x: Tensor, rotary_dim: int) -> Tensor:

@@ -121,6 +121,7 @@ ROOMS = [
     ("rope",),
     ("samples",),
     ("models", "seam"),
+    ("kernels",),
     ("methods",),
     ("calibrate",),
     ("artifact",),

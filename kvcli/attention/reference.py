@@ -58,6 +58,32 @@ def merge(first: PartialAttention, second: PartialAttention) -> PartialAttention
     return out, lse
 
 
+def attend_exact(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible: Tensor | None,
+    scaling: float,
+    encoded: PartialAttention | None,
+) -> Tensor:
+    """Attention over exact tokens, joined with that over the encoded ones.
+
+    Args:
+        query: rotated, [batch, num_heads, query_len, head_dim].
+        key: rotated, [batch, num_kv_heads, kv_len, head_dim].
+        value: like key.
+        visible: None, or boolean [batch, 1 or query_len, kv_len].
+        scaling: factor of the scores.
+        encoded: (out, lse) over the encoded part.
+
+    Returns:
+        [batch, query_len, num_heads, head_dim] in the query's dtype; 0 where a query sees nothing.
+    """
+    found = partial_attention(query, key, value, visible, scaling)
+    out = found[0] if encoded is None else merge(found, encoded)[0]
+    return out.to(query.dtype).transpose(1, 2).contiguous()
+
+
 def reference_attend(codec: LayerCodec, query: Tensor, part: EncodedPart, scaling: float) -> PartialAttention:
     """Decodes the tokens block by block, rotates the keys where the codec works before RoPE, and attends.
 
@@ -68,15 +94,14 @@ def reference_attend(codec: LayerCodec, query: Tensor, part: EncodedPart, scalin
         scaling: factor of the scores.
     """
     total: PartialAttention | None = None
-    length = part.value_codes.num_tokens
-    for start in range(0, length, _TOKEN_BLOCK):
-        stop = min(start + _TOKEN_BLOCK, length)
+    for start in range(0, part.length, _TOKEN_BLOCK):
+        stop = min(start + _TOKEN_BLOCK, part.length)
         key = codec.key.decode(part.key_codes.slice(start, stop), part.key_state)
-        if part.rotation is not None:
-            key = part.rotation.slice(start, stop).apply(key)
+        if part.rotations is not None:
+            key = part.rotations.tokens(start, stop).apply(key)
         value = codec.value.decode(part.value_codes.slice(start, stop))
-        visible = None if part.visible is None else part.visible[:, None, start:stop]
-        block = partial_attention(query, key, value, visible, scaling)
+        visible = part.visible(start, stop)
+        block = partial_attention(query, key, value, None if visible is None else visible[:, None], scaling)
         total = block if total is None else merge(total, block)
     assert total is not None
     return total

@@ -10,16 +10,16 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from kvcli.artifact import Artifact
-from kvcli.attention.layer import Rotations, attend_layer
-from kvcli.attention.reference import reference_attend
+from kvcli.attention.forward import ForwardPass
+from kvcli.attention.layer import Forms, attend_layer
+from kvcli.attention.reference import attend_exact, reference_attend
 from kvcli.cache.compressed import CompressedCache, CompressedLayer
-from kvcli.cache.timeline import Step
 from kvcli.errors import CacheError, ConfigError, UsageError
-from kvcli.methods.base import LayerCodec, Method, PartialAttend
+from kvcli.kernels.launch import check_device, has_triton
+from kvcli.methods.base import LayerCodec, Method
 from kvcli.methods.config import CacheConfig
 from kvcli.models import fingerprint
 from kvcli.registry import parse_method
-from kvcli.rope import Rotation
 from kvcli.seam import ForwardContext, Seam, exact_attention
 from kvcli.spec import ModelSpec
 
@@ -37,7 +37,10 @@ class Session:
         impl: str,
     ) -> None:
         self.model, self.spec, self.method, self.config, self.codecs = model, spec, method, config, codecs
-        self._form = _attend_form(method, impl)
+        device = next(model.parameters()).device
+        self._forms = attend_forms(method, impl, device)
+        for codec in codecs:
+            codec.use_kernels(self._forms.codes is method.attend_forms.get("fused"))
         self._seam = Seam(model, self._attend)
         self._seam.open()
 
@@ -66,9 +69,7 @@ class Session:
         scaling: float,
     ) -> Tensor:
         if isinstance(key, CompressedLayer):
-            step = _step(context, key, query, mask)
-            rotations = _rotations(context, key)
-            return attend_layer(key, query, step, mask, context.rotation, rotations, self._form, scaling)
+            return attend_layer(key, query, _forward_pass(context, key, query, mask), self._forms, scaling)
         if key.shape[2] != query.shape[2]:
             raise CacheError("while a model is attached, pass past_key_values=session.new_cache() to it")
         rotate = context.rotation.apply
@@ -84,7 +85,8 @@ def attach(
         model: a causal language model of a supported family.
         method: name of a method, with or without bits (`kivi`, `kivi-2`); see `kvcli methods`.
         artifact: for methods that are fitted, the artifact or its folder.
-        impl: form of attention over the codes: `auto`, `reference`, or another form the method has.
+        impl: form of attention over the codes, and of encoding: `auto` (kernels on a GPU, PyTorch elsewhere),
+            `reference`, `fused`, or another form the method has.
         config: settings of the method; with an artifact, only those of the cache (`sink_length`, `residual_length`,
             `flush_block`) may differ from the artifact's.
 
@@ -144,13 +146,25 @@ def make_config(method: Method, values: dict[str, Any]) -> CacheConfig:
         raise ConfigError(f"{method.name}: {where}: {first['msg']}") from error
 
 
-def _attend_form(method: Method, impl: str) -> PartialAttend:
-    if impl in ("auto", "reference"):
-        return reference_attend
+def attend_forms(method: Method, impl: str, device: torch.device) -> Forms:
+    """How attention is computed: `auto` takes kernels on a GPU where the method has them.
+
+    Raises:
+        UsageError: a form the method does not have, or kernels that cannot run on the device.
+    """
+    if impl == "auto":
+        impl = "fused" if device.type == "cuda" and "fused" in method.attend_forms and has_triton() else "reference"
+    if impl == "reference":
+        return Forms(reference_attend, attend_exact)
     if impl not in method.attend_forms:
         have = ", ".join(("auto", "reference", *method.attend_forms))
         raise UsageError(f"method '{method.name}' has no attention form '{impl}'; choose one of {have}")
-    return method.attend_forms[impl]
+    if impl != "fused":
+        return Forms(method.attend_forms[impl], attend_exact)
+    check_device(device)
+    from kvcli.attention.kernels import attend_exact_fused
+
+    return Forms(method.attend_forms["fused"], attend_exact_fused)
 
 
 def _layer_device(model: nn.Module, layer_idx: int) -> torch.device:
@@ -159,24 +173,11 @@ def _layer_device(model: nn.Module, layer_idx: int) -> torch.device:
     return next(p.device for name, p in model.named_parameters() if name.endswith(suffix))
 
 
-def _step(context: ForwardContext, layer: CompressedLayer, query: Tensor, mask: Tensor | None) -> Step:
-    """The step of this forward pass, made by the first layer and shared by all."""
-    name = f"step-{id(layer.timeline)}"
+def _forward_pass(context: ForwardContext, layer: CompressedLayer, query: Tensor, mask: Tensor | None) -> ForwardPass:
+    """This forward pass over the layer's cache, begun by the first layer and shared by all."""
+    name = f"pass-{id(layer.timeline)}"
     if name not in context.shared:
-        batch, query_len = query.shape[0], query.shape[2]
-        context.shared[name] = layer.timeline.begin(batch, query_len, context.positions, mask)
-    step: Step = context.shared[name]
-    return step
-
-
-def _rotations(context: ForwardContext, layer: CompressedLayer) -> Rotations:
-    """Rotations of held tokens, computed once a forward pass and range."""
-
-    def rotations(start: int, stop: int) -> Rotation:
-        name = f"rotation-{id(layer.timeline)}-{start}-{stop}"
-        if name not in context.shared:
-            context.shared[name] = layer.timeline.rotation(start, stop)
-        rotation: Rotation = context.shared[name]
-        return rotation
-
-    return rotations
+        step = layer.timeline.begin(query.shape[0], query.shape[2], context.positions, mask)
+        context.shared[name] = ForwardPass(layer.timeline, step, context.rotation, mask)
+    now: ForwardPass = context.shared[name]
+    return now

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvcli.errors import CacheError
-from kvcli.rope import Rope, Rotation
+from kvcli.rope import Rope, Rotation, TokenRotations
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,7 @@ class Timeline:
         self.lengths: list[int] = []
         self.valid: Tensor | None = None
         self._positions: Tensor | None = None
+        self._encoded: tuple[tuple[int, int], TokenRotations] | None = None
 
     @property
     def slots(self) -> int:
@@ -57,8 +58,9 @@ class Timeline:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the positions and the padding marks."""
-        return sum(x.nbytes for x in (self.valid, self._positions) if x is not None)
+        """Bytes of the positions, the padding marks and the rotations kept of encoded tokens."""
+        kept = self._encoded[1].nbytes if self._encoded is not None else 0
+        return kept + sum(x.nbytes for x in (self.valid, self._positions) if x is not None)
 
     def begin(self, batch: int, query_len: int, positions: Tensor, mask: Tensor | None) -> Step:
         """Takes in the new slots of a forward pass.
@@ -99,8 +101,17 @@ class Timeline:
         assert self._positions is not None
         return self.rope.rotation(self._positions[:, start:stop].long(), dtype)
 
+    def token_rotations(self, start: int, stop: int, lengths: Tensor | None) -> TokenRotations:
+        """Rotations of tokens [start, stop), of which `lengths` of each row are meant; kept until the range changes."""
+        assert self._positions is not None
+        if self._encoded is None or self._encoded[0] != (start, stop):
+            made = TokenRotations(self.rope, self._positions[:, start:stop], lengths)
+            self._encoded = ((start, stop), made)
+        return self._encoded[1]
+
     def select(self, rows: Tensor) -> None:
         """Keeps, repeats or reorders rows, [count] indices."""
+        self._encoded = None
         if self.valid is None or self._positions is None:
             return
         rows = rows.to(self.valid.device)
@@ -116,6 +127,7 @@ class Timeline:
     def crop(self, slots: int, removed: list[int]) -> None:
         """Removes the last slots, which hold `removed` tokens of each row."""
         assert self.valid is not None
+        self._encoded = None
         self.valid = self.valid[:, : self.valid.shape[1] - slots]
         self.lengths = [length - count for length, count in zip(self.lengths, removed, strict=True)]
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from kvcli.methods.config import CacheConfig
-from kvcli.rope import Rotation
+from kvcli.rope import TokenRotations
 from kvcli.samples import LayerSamples
 from kvcli.spec import ModelSpec
 
@@ -162,6 +162,10 @@ class LayerCodec(nn.Module):
         self.key = key
         self.value = value
 
+    def use_kernels(self, fused: bool) -> None:
+        """Says whether encoding runs in Triton kernels, where the codecs have them."""
+        self.key.fused = self.value.fused = fused
+
 
 @dataclass(frozen=True)
 class EncodedPart:
@@ -171,15 +175,26 @@ class EncodedPart:
         key_codes: codes of the keys of `length` tokens.
         key_state: the sequences' state, for codecs that keep one.
         value_codes: codes of the values of the same tokens.
-        rotation: rotation of each token, [batch or 1, 1, length, rotary_dim/2]; None for post-RoPE codecs.
-        visible: None, or boolean [batch, length], False beyond the end of a shorter sequence.
+        rotations: rotations of these tokens; None for post-RoPE codecs.
+        lengths: tokens of each sequence, int32 [batch]; None when all have `length`.
     """
 
     key_codes: Any
     key_state: State | None
     value_codes: Any
-    rotation: Rotation | None
-    visible: Tensor | None
+    rotations: TokenRotations | None
+    lengths: Tensor | None
+
+    @property
+    def length(self) -> int:
+        """Tokens of the longest sequence."""
+        return int(self.value_codes.num_tokens)
+
+    def visible(self, start: int, stop: int) -> Tensor | None:
+        """Boolean [batch, stop - start], False beyond the end of a shorter sequence; None when nothing is hidden."""
+        if self.lengths is None:
+            return None
+        return torch.arange(start, stop, device=self.lengths.device) < self.lengths.unsqueeze(1)
 
 
 PartialAttention = tuple[Tensor, Tensor]

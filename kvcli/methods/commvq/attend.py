@@ -30,10 +30,11 @@ def reordered_attend(codec: LayerCodec, query: Tensor, part: EncodedPart, scalin
     key, value = codec.key, codec.value
     assert isinstance(key, CommVQKeyCodec)
     assert isinstance(value, CommVQValueCodec)
-    assert part.rotation is not None
-    scores = _key_scores(key, query.float(), part, part.rotation) * scaling
-    if part.visible is not None:
-        scores = scores.masked_fill(~part.visible[:, None, None], float("-inf"))
+    assert part.rotations is not None
+    scores = _key_scores(key, query.float(), part, part.rotations.tokens(0, part.length)) * scaling
+    visible = part.visible(0, part.length)
+    if visible is not None:
+        scores = scores.masked_fill(~visible[:, None, None], float("-inf"))
     lse = scores.logsumexp(-1)
     weights = torch.exp(scores - torch.where(lse.isneginf(), 0.0, lse).unsqueeze(-1))
     return _value_sum(value, weights, part), lse

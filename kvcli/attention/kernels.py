@@ -1,0 +1,213 @@
+"""Triton attention over exact tokens: the fast twin of `kvcli.attention.reference`.
+
+One program takes the queries of one kv head (all its query heads times a block of query positions, so that a key is
+read once for all of them) and walks over the tokens with an online softmax; at the end it joins what was found over the
+codes.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvcli.attention.reference import merge
+from kvcli.methods.base import EncodedPart, LayerCodec, PartialAttend, PartialAttention
+
+_TOKEN_BLOCK = 8192
+MAX_QUERIES = 8
+"""Queries of a row up to which kernels read codes; beyond, decoding the codes once for all queries is cheaper."""
+
+
+@triton.jit
+def _attend_kernel(
+    query,
+    key,
+    value,
+    visible,
+    encoded_out,
+    encoded_lse,
+    out,
+    lse,
+    q_batch,
+    q_head,
+    q_time,
+    k_batch,
+    k_head,
+    k_time,
+    v_batch,
+    v_head,
+    v_time,
+    vis_batch,
+    vis_time,
+    o_batch,
+    o_head,
+    o_time,
+    num_kv_heads,
+    query_len,
+    kv_len,
+    scaling,
+    GROUPS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HAS_VISIBLE: tl.constexpr,
+    HAS_ENCODED: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+):
+    i_b = (tl.program_id(0) // num_kv_heads).to(tl.int64)
+    i_h = (tl.program_id(0) % num_kv_heads).to(tl.int64)
+    o_m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    o_d = tl.arange(0, BLOCK_D)
+    m_m = o_m < GROUPS * query_len
+    head = i_h * GROUPS + o_m // query_len
+    time = (o_m % query_len).to(tl.int64)
+    m_q = m_m[:, None] & (o_d < D)[None, :]
+    rows = i_b * q_batch + head * q_head + time * q_time
+    # [M, D]
+    b_q = tl.load(query + rows[:, None] + o_d[None, :], mask=m_q, other=0.0)
+    b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    b_sum = tl.zeros([BLOCK_M], tl.float32)
+    b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for start in range(0, kv_len, BLOCK_N):
+        o_n = start + tl.arange(0, BLOCK_N)
+        m_n = o_n < kv_len
+        m_kv = m_n[:, None] & (o_d < D)[None, :]
+        at = o_n.to(tl.int64)
+        # [N, D]
+        b_k = tl.load(key + i_b * k_batch + i_h * k_head + at[:, None] * k_time + o_d[None, :], mask=m_kv, other=0.0)
+        b_v = tl.load(value + i_b * v_batch + i_h * v_head + at[:, None] * v_time + o_d[None, :], mask=m_kv, other=0.0)
+        shown = m_m[:, None] & m_n[None, :]
+        if HAS_VISIBLE:
+            p_visible = visible + i_b * vis_batch + time[:, None] * vis_time + at[None, :]
+            shown = shown & (tl.load(p_visible, mask=shown, other=0) != 0)
+        # [M, N]
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scaling
+        b_s = tl.where(shown, b_s, float("-inf"))
+        new_max = tl.maximum(b_max, tl.max(b_s, 1))
+        safe = tl.where(new_max == float("-inf"), 0.0, new_max)
+        b_p = tl.exp(b_s - safe[:, None])
+        shrink = tl.exp(b_max - safe)
+        b_sum = b_sum * shrink + tl.sum(b_p, 1)
+        b_acc = b_acc * shrink[:, None] + tl.dot(b_p.to(b_v.dtype), b_v, input_precision="ieee")
+        b_max = new_max
+    b_lse = tl.where(b_sum > 0, b_max + tl.log(tl.maximum(b_sum, 1e-30)), float("-inf"))
+    b_out = b_acc / tl.where(b_sum > 0, b_sum, 1.0)[:, None]
+    flat = (i_b * num_kv_heads * GROUPS + head) * query_len + time
+    if HAS_ENCODED:
+        other = tl.load(encoded_lse + flat, mask=m_m, other=float("-inf"))
+        b_other = tl.load(encoded_out + flat[:, None] * D + o_d[None, :], mask=m_q, other=0.0)
+        top = tl.maximum(b_lse, other)
+        top = tl.where(top == float("-inf"), 0.0, top)
+        ours, theirs = tl.exp(b_lse - top), tl.exp(other - top)
+        total = ours + theirs
+        b_out = (b_out * ours[:, None] + b_other * theirs[:, None]) / tl.where(total > 0, total, 1.0)[:, None]
+    p_out = out + i_b * o_batch + head[:, None] * o_head + time[:, None] * o_time + o_d[None, :]
+    tl.store(p_out, b_out.to(out.dtype.element_ty), mask=m_q)
+    if HAS_LSE:
+        tl.store(lse + flat, b_lse, mask=m_m)
+
+
+def attend_exact_fused(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible: Tensor | None,
+    scaling: float,
+    encoded: PartialAttention | None,
+) -> Tensor:
+    """As `kvcli.attention.reference.attend_exact`, in one launch."""
+    batch, heads, query_len, head_dim = query.shape
+    out = torch.empty(batch, query_len, heads, head_dim, dtype=query.dtype, device=query.device)
+    _launch(query, key, value, visible, scaling, out.transpose(1, 2), None, encoded)
+    return out
+
+
+def partial_attention_fused(
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scaling: float
+) -> PartialAttention:
+    """As `kvcli.attention.reference.partial_attention`, in one launch."""
+    out = torch.empty(query.shape, dtype=torch.float32, device=query.device)
+    lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
+    _launch(query, key, value, visible, scaling, out, lse, None)
+    return out, lse
+
+
+def few_queries(form: PartialAttend) -> PartialAttend:
+    """A form for up to `MAX_QUERIES` queries a row, completed for more by decoding blocks of tokens."""
+
+    def attend(codec: LayerCodec, query: Tensor, part: EncodedPart, scaling: float) -> PartialAttention:
+        if query.shape[2] <= MAX_QUERIES:
+            return form(codec, query, part, scaling)
+        return decoded_attend(codec, query, part, scaling)
+
+    return attend
+
+
+def decoded_attend(codec: LayerCodec, query: Tensor, part: EncodedPart, scaling: float) -> PartialAttention:
+    """As `kvcli.attention.reference.reference_attend`, with tokens decoded to the query's dtype, a block at a time."""
+    total: PartialAttention | None = None
+    for start in range(0, part.length, _TOKEN_BLOCK):
+        stop = min(start + _TOKEN_BLOCK, part.length)
+        key = codec.key.decode(part.key_codes.slice(start, stop), part.key_state)
+        if part.rotations is not None:
+            key = part.rotations.tokens(start, stop).apply(key)
+        value = codec.value.decode(part.value_codes.slice(start, stop))
+        visible = part.visible(start, stop)
+        shown = None if visible is None else visible[:, None]
+        block = partial_attention_fused(query, key.to(query.dtype), value.to(query.dtype), shown, scaling)
+        total = block if total is None else merge(total, block)
+    assert total is not None
+    return total
+
+
+def _launch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible: Tensor | None,
+    scaling: float,
+    out: Tensor,
+    lse: Tensor | None,
+    encoded: PartialAttention | None,
+) -> None:
+    batch, heads, query_len, head_dim = query.shape
+    kv_heads, kv_len = key.shape[1:3]
+    groups = heads // kv_heads
+    block_m = min(64, max(16, triton.next_power_of_2(groups * query_len)))
+    vis_stride = (0, 0)
+    if visible is not None:
+        visible = visible.contiguous().view(torch.uint8)
+        vis_stride = (visible.stride(0), visible.stride(1) if visible.shape[1] > 1 else 0)
+    nothing = query
+    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+    _attend_kernel[(batch * kv_heads, triton.cdiv(groups * query_len, block_m))](
+        query,
+        key,
+        value,
+        nothing if visible is None else visible,
+        nothing if encoded is None else encoded[0].contiguous(),
+        nothing if encoded is None else encoded[1].contiguous(),
+        out,
+        nothing if lse is None else lse,
+        *query.stride()[:3],
+        *key.stride()[:3],
+        *value.stride()[:3],
+        *vis_stride,
+        *out.stride()[:3],
+        kv_heads,
+        query_len,
+        kv_len,
+        scaling,
+        GROUPS=groups,
+        D=head_dim,
+        BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+        BLOCK_M=block_m,
+        BLOCK_N=64,
+        HAS_VISIBLE=visible is not None,
+        HAS_ENCODED=encoded is not None,
+        HAS_LSE=lse is not None,
+        num_warps=4,
+    )

@@ -1,0 +1,1 @@
+"""What Triton kernels of all methods share."""

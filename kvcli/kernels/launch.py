@@ -1,0 +1,33 @@
+"""Whether kernels can run here, and how launches are cut. This module imports Triton only when asked to."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+
+import torch
+
+from kvcli.errors import UsageError
+
+
+def has_triton() -> bool:
+    """Whether Triton is installed."""
+    return find_spec("triton") is not None
+
+
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter, which needs no GPU."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def check_device(device: torch.device) -> None:
+    """Raises UsageError unless kernels can run on a device."""
+    if not has_triton():
+        raise UsageError("fused kernels need Triton, which is not installed; use --impl reference")
+    if device.type != "cuda" and not interpreted():
+        raise UsageError(f"fused kernels need a CUDA device, not '{device}'; use --impl reference")
+
+
+def refuse(what: str) -> UsageError:
+    """The error for a shape that a kernel does not support."""
+    return UsageError(f"the fused kernel does not support {what}; use --impl reference")
