@@ -1,0 +1,53 @@
+"""A tiny model for every command, and an empty folder to work in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from factories import CONFIG, load, make_model, record
+
+from kvcli.fit import assemble, fit_recording
+from kvcli.registry import get_method
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+class Words:
+    """A tokenizer of the tiny models: every character is a token."""
+
+    eos_token_id = pad_token_id = 0
+    bos_token_id = 1
+    chat_template = None
+
+    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+        return {"input_ids": [3 + ord(c) % 90 for c in text]}
+
+    def decode(self, ids: Any, **_: Any) -> str:
+        return "".join(chr(97 + int(i) % 26) for i in ids)
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Lets every command load a tiny model instead of a real one."""
+    from dataclasses import replace
+
+    from kvcli import models
+
+    made = replace(load(make_model("llama")), tokenizer=Words())
+    monkeypatch.setattr(models, "load_model", lambda name="tiny", **_: replace(made, name=name))
+    return made
+
+
+@pytest.fixture
+def artifact(tiny: Any, tmp_path: Path) -> Path:
+    """An artifact for the tiny model where `generate` looks for it."""
+    recording = record(tiny.model, tmp_path / "recorded")
+    fit_recording(recording, get_method("commvq"), CONFIG.resolve(recording.spec), tmp_path / "fitted")
+    folder = tmp_path / "runs" / "smollm2-135m" / "commvq-2bit"
+    assemble([tmp_path / "fitted"]).save(folder)
+    return folder

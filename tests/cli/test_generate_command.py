@@ -1,0 +1,55 @@
+"""`kvcli generate`: prompts, sampling, settings of the cache."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from console import invoke
+from typer.testing import CliRunner
+
+from kvcli.cli.app import app
+
+
+def test_every_method_generates(tiny: Any) -> None:
+    for method in ("fp8", "rtn-4", "kivi-4", "kivi-2", "squat-2", "squat-pre-2", "qjl"):
+        group = () if method == "fp8" else ("--setting", "group_size=8")
+        options = ("--residual-length", "16", "--sink-length", "0", "--max-new-tokens", "4", "--stats")
+        result = invoke("generate", "--method", method, "--prompt", "x" * 60, *options, *group)
+        assert result.exit_code == 0, result.stderr
+        assert "KV cache" in result.stderr
+    assert invoke("generate", "--method", "qjl-3").exit_code == 2
+    assert invoke("generate", "--method", "kivi", "--setting", "colour=3").exit_code == 2
+    assert invoke("generate", "--method", "kivi", "--setting", "nonsense").exit_code == 2
+
+
+def test_generate_reads_prompts_from_everywhere(tiny: Any, tmp_path: Path) -> None:
+    (tmp_path / "prompt.txt").write_text("from a file\n")
+    short = ("--max-new-tokens", "3")
+    assert invoke("generate", "--prompt", "from a flag", *short).stdout.startswith("from a flag")
+    assert invoke("generate", "--prompt-file", "prompt.txt", *short).stdout.startswith("from a file")
+    piped = CliRunner().invoke(app, ["generate", "--prompt", "-", *short], input="from a pipe\n")
+    assert piped.stdout.startswith("from a pipe")
+    empty = json.loads(invoke("generate", "--prompt", "", "--json", *short).stdout)
+    assert (empty["prompt_tokens"], empty["new_tokens"]) == (1, 3)
+    both = invoke("generate", "--prompt", "x", "--prompt-file", "prompt.txt")
+    assert (both.exit_code, both.stdout) == (2, "")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    assert invoke("generate", "--prompt-file", "binary").exit_code == 2
+    assert invoke("generate", "--prompt", "x", "--chat").exit_code == 2  # this model has no chat template
+
+
+def test_sampling_is_seeded(tiny: Any) -> None:
+    def sample(seed: str) -> str:
+        return invoke("generate", "--prompt", "x", "--temperature", "1.5", "--seed", seed).stdout
+
+    assert sample("1") == sample("1")
+    assert sample("1") != sample("2")
+
+
+def test_cache_options_reach_the_cache(artifact: Path) -> None:
+    options = ("--prompt", "x" * 60, "--max-new-tokens", "2", "--json", "--method", "commvq")
+    memory = json.loads(invoke("generate", *options, "--residual-length", "8", "--sink-length", "1").stdout)["memory"]
+    assert memory["num_tokens"] - memory["num_encoded"] <= 8 + 1 + 2
+    assert json.loads(invoke("generate", *options).stdout)["memory"]["num_encoded"] == 0

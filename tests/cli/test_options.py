@@ -1,0 +1,83 @@
+"""Flags and configuration files: checks, suggestions, precedence."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from console import invoke
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (("train-codebook", "--bits", "3", "--samples", "x"), 2, ""),
+        (("train-codebook", "x", "--bits", "3"), 2, "--bits"),
+        (("train-codebook", "nowhere"), 1, "kvcli calibrate"),
+        (("train-codebook",), 1, "kvcli calibrate"),
+        (("export",), 1, "kvcli train-codebook"),
+        (("generate", "--method", "commvq"), 1, "kvcli export"),
+        (("generate", "--method", "magic"), 2, "choose one of fp16"),
+        (("generate", "no/such/model/here"), 1, "cannot load model"),
+        (("generate", "nothing.gguf"), 1, "no such GGUF"),
+        (("generate", "--temperature", "-1"), 2, "--temperature"),
+        (("generate", "--max-new-tokens", "many"), 2, ""),
+        (("calibrate", "--tokens", "0"), 2, "--tokens"),
+        (("generate", "--device", "toaster"), 2, "--device cpu"),
+        (("generate", "--seed", "99999999999999999999"), 2, "--seed"),
+        (("generate", "--prompt-file", "."), 2, "directory"),
+        (("methods", "--bits", "llama-3.1-8b", "--contexts", "0"), 2, "--contexts"),
+        (("calibrate", "--corpus", "."), 1, "holds no"),
+        (("calibrate", "--config", "missing.yaml"), 2, "missing.yaml"),
+        (("nonsense",), 2, ""),
+    ],
+)
+def test_bad_input_gets_one_line_and_its_exit_code(arguments: tuple[str, ...], code: int, said: str) -> None:
+    result = invoke(*arguments)
+    assert result.exit_code == code, result.stderr
+    assert result.stdout == ""
+    if said:
+        error = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+        assert len(error) == 1
+        assert said in error[0]
+        assert "Traceback" not in result.stderr
+
+
+def test_unknown_config_keys_get_a_suggestion(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("tokns: 3\n")
+    result = invoke("calibrate", "--config", "c.yaml")
+    assert result.exit_code == 2
+    assert "did you mean 'tokens'?" in result.stderr
+    (tmp_path / "c.yaml").write_text("- 3\n")
+    assert invoke("calibrate", "--config", "c.yaml").exit_code == 2
+    (tmp_path / "c.yaml").write_text("a: [\n")
+    assert "not valid YAML" in invoke("calibrate", "--config", "c.yaml").stderr
+
+
+def test_flags_win_over_the_file(tiny: Any, tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("tokens: 256\nseq_len: 64\n")
+    found = json.loads(invoke("calibrate", "--config", "c.yaml", "--tokens", "128", "--json").stdout)
+    assert found["num_tokens"] == 128
+
+
+def test_cuda_is_the_default_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvcli.cli.options import Options
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert Options().torch_device() == "cuda"
+
+
+@pytest.mark.parametrize("arguments", [["--nope"], ["nonsense"], ["generate", "--max-new-tokens", "many"]])
+def test_misused_flags_are_one_line_too(arguments: list[str]) -> None:
+    command = [sys.executable, "-m", "kvcli", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    done = subprocess.run([*command, "--json"], capture_output=True, text=True, check=False)
+    assert json.loads(done.stdout)["exit_code"] == 2

@@ -1,0 +1,64 @@
+"""Output discipline: one line an error, JSON, progress, units."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from console import invoke
+
+from kvcli.cli.output import Output, describe_error, duration, size
+from kvcli.errors import KvcliError, QualityError
+
+
+def test_errors_are_json_too() -> None:
+    result = invoke("export", "--json")
+    assert json.loads(result.stdout)["exit_code"] == result.exit_code == 1
+
+
+def test_debug_shows_the_traceback() -> None:
+    result = invoke("export", "--debug")
+    assert isinstance(result.exception, KvcliError)
+
+
+class OutOfMemoryError(RuntimeError):
+    """Named as torch names it."""
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (KvcliError("a\n b"), 1, "a b"),
+        (QualityError("x"), 3, "x"),
+        (KeyboardInterrupt(), 130, "resume"),
+        (OSError(28, "No space left on device", "f"), 1, "disk is full (f)"),
+        (PermissionError(13, "Permission denied", "/root/x"), 1, "cannot write to /root/x"),
+        (OutOfMemoryError("CUDA out of memory"), 1, "--batch-size"),
+        (ZeroDivisionError("division by zero"), 1, "--debug"),
+    ],
+)
+def test_error_table(error: BaseException, code: int, said: str) -> None:
+    found, line = describe_error(error)
+    assert found == code
+    assert said in line
+    assert "\n" not in line
+
+
+def test_progress_talks_plainly_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    with Output().progress("work", 4, "steps") as advance:
+        for _ in range(4):
+            advance(1)
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "work: 4/4 steps" in captured.err
+
+
+def test_units() -> None:
+    assert [size(x) for x in (0, 1023, 1536, 3 * 2**20, 5 * 2**30)] == [
+        "0 B",
+        "1023 B",
+        "1.50 KiB",
+        "3.00 MiB",
+        "5.00 GiB",
+    ]
+    assert duration(61.4) == "1:01"
