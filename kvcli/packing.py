@@ -1,4 +1,4 @@
-"""Packing of small unsigned integers into bytes, as one little-endian bit stream along the last axis."""
+"""Packing of small unsigned integers into bytes along the last axis: as one little-endian bit stream, or in planes."""
 
 from __future__ import annotations
 
@@ -53,6 +53,36 @@ def unpack_bits(packed: Tensor, n_bits: int, count: int) -> Tensor:
         # a byte past the end holds no bit of any code: whatever stands there is masked away
         word |= packed[..., (first + byte).clamp(max=last)].to(torch.int32) << (8 * byte)
     return (word >> (offsets % 8).to(torch.int32)) & ((1 << n_bits) - 1)
+
+
+def planes_size(count: int, n_bits: int) -> int:
+    """Bytes that `pack_planes` makes of `count` codes: whole 16-bit words."""
+    return 2 * -(-count * n_bits // 16)
+
+
+def pack_planes(codes: Tensor, n_bits: int) -> Tensor:
+    """Packs codes into 16-bit words so that neighbours lie in neighbouring words, not in the same one.
+
+    Code i takes bits [n_bits * (i // W), n_bits * (i // W + 1)) of word i % W, with W words in all: one mask then
+    takes W neighbouring codes out of W words.
+
+    Args:
+        codes: [..., count] integers in [0, 2**n_bits).
+        n_bits: bits a code, a divisor of 16.
+
+    Returns:
+        uint8 [..., planes_size(count, n_bits)], words little-endian; bits of codes that do not exist are 0.
+    """
+    words = planes_size(codes.shape[-1], n_bits) // 2
+    padded = torch.nn.functional.pad(codes, (0, words * (16 // n_bits) - codes.shape[-1]))
+    return pack_bits(padded.unflatten(-1, (-1, words)).transpose(-1, -2).flatten(-2), n_bits)
+
+
+def unpack_planes(packed: Tensor, n_bits: int, count: int) -> Tensor:
+    """Inverse of `pack_planes`: uint8 [..., planes_size(count, n_bits)] to int32 [..., count]."""
+    words = packed.shape[-1] // 2
+    codes = unpack_bits(packed, n_bits, words * (16 // n_bits))
+    return codes.unflatten(-1, (words, -1)).transpose(-1, -2).flatten(-2)[..., :count]
 
 
 def _check(n_bits: int) -> None:

@@ -17,7 +17,7 @@ from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from kvcli.errors import UnsupportedModelError
-from kvcli.packing import pack_bits, packed_size, unpack_bits
+from kvcli.packing import pack_bits, pack_planes, packed_size, planes_size, unpack_bits, unpack_planes
 from kvcli.rope import Rope, from_pairs, to_pairs
 from kvcli.spec import ModelSpec
 
@@ -36,6 +36,19 @@ def test_packing_round_trip_without_waste(n_bits: int, count: int, seed: int) ->
 def test_packing_is_little_endian() -> None:
     assert pack_bits(torch.tensor([0xABC, 0x123]), 12).tolist() == [0xBC, 0x3A, 0x12]
     assert pack_bits(torch.tensor([1, 0, 0, 0, 0, 0, 0, 0, 1]), 1).tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(("n_bits", "count"), [(1, 80), (2, 128), (4, 96), (8, 64), (2, 33), (1, 5)])
+def test_planes_round_trip(n_bits: int, count: int) -> None:
+    codes = torch.randint(0, 2**n_bits, (2, 3, count))
+    packed = pack_planes(codes, n_bits)
+    assert packed.shape[-1] == planes_size(count, n_bits) <= packed_size(count, n_bits) + 1
+    assert torch.equal(unpack_planes(packed, n_bits, count), codes.int())
+
+
+def test_planes_are_far_apart_in_a_word() -> None:
+    words = pack_planes(torch.tensor([3, 0, 1, 2] + [0] * 12), 2).view(torch.int16)
+    assert words.tolist() == [3 | 1 << 2, 0 | 2 << 2]
 
 
 @pytest.mark.parametrize("n_bits", [0, 17])
@@ -130,6 +143,7 @@ ROOMS = [
     ("attention",),
     ("generate",),
     ("eval",),
+    ("bench",),
     ("cli",),
     ("__init__", "__main__"),
 ]

@@ -8,14 +8,14 @@ from torch import Tensor
 
 from kvcli.methods.affine import dequantize, quantize
 from kvcli.methods.base import Codec, Codes, KeyCodec, State, ValueCodec
-from kvcli.packing import pack_bits, unpack_bits
+from kvcli.packing import pack_planes, planes_size, unpack_planes
 from kvcli.spec import ModelSpec
 
 
 @dataclass(frozen=True)
 class PerTokenCodes(Codes):
     """Attributes:
-    packed: uint8 [batch, num_kv_heads, time, head_dim * bits / 8].
+    packed: uint8 [batch, num_kv_heads, time, head_dim * bits / 8], by `pack_planes`.
     scale: float16 [batch, num_kv_heads, time, head_dim / group_size].
     zero: like scale.
     """
@@ -42,14 +42,15 @@ class PerTokenCodec(Codec[PerTokenCodes]):
             raise ValueError(f"group_size {group_size} does not divide head_dim {spec.head_dim}; choose one that does")
 
     def bits_per_token(self) -> float:
-        return self.spec.kv_dim * (self.n_bits + 32 / self.group_size)
+        head = 8 * planes_size(self.spec.head_dim, self.n_bits) + 32 * self.spec.head_dim // self.group_size
+        return float(self.spec.num_kv_heads * head)
 
     def encode(self, x: Tensor, state: State | None = None) -> PerTokenCodes:
         codes, scale, zero = quantize(x.unflatten(-1, (-1, self.group_size)), self.n_bits)
-        return PerTokenCodes(pack_bits(codes.flatten(-2), self.n_bits), scale.squeeze(-1), zero.squeeze(-1))
+        return PerTokenCodes(pack_planes(codes.flatten(-2), self.n_bits), scale.squeeze(-1), zero.squeeze(-1))
 
     def decode(self, codes: PerTokenCodes, state: State | None = None) -> Tensor:
-        unpacked = unpack_bits(codes.packed, self.n_bits, self.spec.head_dim).unflatten(-1, (-1, self.group_size))
+        unpacked = unpack_planes(codes.packed, self.n_bits, self.spec.head_dim).unflatten(-1, (-1, self.group_size))
         return dequantize(unpacked, codes.scale.unsqueeze(-1), codes.zero.unsqueeze(-1)).flatten(-2)
 
 

@@ -8,14 +8,14 @@ from torch import Tensor
 
 from kvcli.methods.affine import dequantize, quantize
 from kvcli.methods.base import Codes, KeyCodec, State
-from kvcli.packing import pack_bits, unpack_bits
+from kvcli.packing import pack_planes, planes_size, unpack_planes
 from kvcli.spec import ModelSpec
 
 
 @dataclass(frozen=True)
 class PerChannelCodes(Codes):
     """Attributes:
-    packed: uint8 [batch, num_kv_heads, time, head_dim * bits / 8].
+    packed: uint8 [batch, num_kv_heads, time, head_dim * bits / 8], by `pack_planes`.
     scale: float16 [batch, num_kv_heads, time / group_size, head_dim].
     zero: like scale.
     """
@@ -33,7 +33,8 @@ class PerChannelKey(KeyCodec[PerChannelCodes]):
         self.spec, self.n_bits, self.tokens_per_group = spec, n_bits, group_size
 
     def bits_per_token(self) -> float:
-        return self.spec.kv_dim * (self.n_bits + 32 / self.tokens_per_group)
+        head = 8 * planes_size(self.spec.head_dim, self.n_bits) + 32 * self.spec.head_dim / self.tokens_per_group
+        return self.spec.num_kv_heads * head
 
     def encode(self, x: Tensor, state: State | None = None) -> PerChannelCodes:
         return self.pack(*self.quantize_channels(x))
@@ -55,8 +56,8 @@ class PerChannelKey(KeyCodec[PerChannelCodes]):
 
     def pack(self, codes: Tensor, scale: Tensor, zero: Tensor) -> PerChannelCodes:
         """Packs the codes of a token into bytes."""
-        return PerChannelCodes(pack_bits(codes, self.n_bits), scale, zero)
+        return PerChannelCodes(pack_planes(codes, self.n_bits), scale, zero)
 
     def decode(self, codes: PerChannelCodes, state: State | None = None) -> Tensor:
-        unpacked = unpack_bits(codes.packed, self.n_bits, self.spec.head_dim)
+        unpacked = unpack_planes(codes.packed, self.n_bits, self.spec.head_dim)
         return self.dequantize_channels(unpacked, codes.scale, codes.zero)
