@@ -1,10 +1,12 @@
-"""Writing files so that a name never stands for half a file."""
+"""Writing files so that a name never stands for half a file, and records a line each."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 
 @contextmanager
@@ -17,3 +19,9 @@ def replacing(path: Path) -> Iterator[Path]:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def append_record(path: Path, record: Mapping[str, Any]) -> None:
+    """Adds one JSON line to a file."""
+    with path.open("a") as handle:
+        handle.write(json.dumps(record) + "\n")

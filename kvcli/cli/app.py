@@ -8,7 +8,7 @@ import sys
 import typer
 
 from kvcli._version import __version__
-from kvcli.cli import calibrate, demo, env, evaluate, export, fit_subspace, generate, methods, train_codebook
+from kvcli.cli import bench, calibrate, demo, env, evaluate, export, fit_subspace, generate, methods, train_codebook
 
 app = typer.Typer(
     name="kvcli",
@@ -34,7 +34,7 @@ def _main(
     pass
 
 
-for module in (demo, calibrate, train_codebook, fit_subspace, export, generate, evaluate, methods, env):
+for module in (demo, calibrate, train_codebook, fit_subspace, export, generate, evaluate, bench, methods, env):
     module.register(app)
 
 

@@ -45,6 +45,7 @@ def run(options: EvalOptions, output: Output) -> None:
     from kvcli.attention.session import attach
     from kvcli.calibrate.corpus import BUILTIN, CorpusConfig, documents, token_sequences
     from kvcli.eval.quality import measure, reference_states
+    from kvcli.files import append_record
     from kvcli.machine import facts
 
     subjects = choose_subjects(options)
@@ -127,14 +128,6 @@ def choose_subjects(options: EvalOptions) -> list[tuple[str, Path | None]]:
     if not subjects:
         raise UsageError("nothing to measure")
     return subjects
-
-
-def append_record(path: Path, record: dict[str, Any]) -> None:
-    """Adds one JSON line to a file."""
-    import json
-
-    with path.open("a") as handle:
-        handle.write(json.dumps(record) + "\n")
 
 
 def quality_table(records: list[dict[str, Any]], options: EvalOptions) -> Any:

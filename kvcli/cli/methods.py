@@ -10,10 +10,6 @@ from pydantic import Field
 from kvcli.cli.options import Options, command
 from kvcli.cli.output import Output, table
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "smollm2-135m": {"num_layers": 30, "hidden_size": 576, "num_heads": 9, "num_kv_heads": 3, "head_dim": 64},
-    "llama-3.1-8b": {"num_layers": 32, "hidden_size": 4096, "num_heads": 32, "num_kv_heads": 8, "head_dim": 128},
-}
 PAPER_SETTINGS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("fp16", {}),
     ("fp8", {"sink_length": 0, "residual_length": 0}),
@@ -69,17 +65,13 @@ def print_bits(shape: str, contexts: list[int], output: Output) -> None:
     Raises:
         UsageError: no such shape.
     """
+    from kvcli.bench.shapes import shape_spec
     from kvcli.errors import UsageError
     from kvcli.eval.bits import account
-    from kvcli.spec import ModelSpec, RopeSpec
 
     if min(contexts) < 1:
         raise UsageError(f"--contexts takes positive lengths, not {min(contexts)}")
-    if shape not in SHAPES:
-        raise UsageError(f"unknown shape '{shape}'; choose one of {', '.join(SHAPES)}")
-    values = SHAPES[shape]
-    rope = RopeSpec("default", 1e4, values["head_dim"])
-    spec = ModelSpec("llama", **values, max_position_embeddings=max(contexts), vocab_size=1, rope=rope)
+    spec = shape_spec(shape)
     records = [account(name, settings, spec, contexts) for name, settings in PAPER_SETTINGS]
     columns = ("method", "nominal K/V", "codes K", "codes V", *(f"all at {context}" for context in contexts))
     rows = [

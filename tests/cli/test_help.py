@@ -11,7 +11,18 @@ import time
 import pytest
 from console import invoke
 
-COMMANDS = ("demo", "calibrate", "train-codebook", "fit-subspace", "export", "generate", "eval", "methods", "env")
+COMMANDS = (
+    "demo",
+    "calibrate",
+    "train-codebook",
+    "fit-subspace",
+    "export",
+    "generate",
+    "eval",
+    "bench",
+    "methods",
+    "env",
+)
 
 
 def test_help_is_fast_and_loads_no_torch() -> None:

@@ -1,0 +1,242 @@
+"""One encoded layer of a shape, filled with random codes, and the check of a form against the reference.
+
+Speed does not depend on what codebooks and codes say, so nothing is fitted and only a few blocks of tokens are really
+encoded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcli.attention.reference import reference_attend
+from kvcli.attention.session import make_config
+from kvcli.errors import ConfigError
+from kvcli.methods.base import Codec, Codes, EncodedPart, LayerCodec, Method, PartialAttend, State
+from kvcli.methods.config import CacheConfig
+from kvcli.registry import parse_method
+from kvcli.rope import Rope, TokenRotations
+from kvcli.spec import ModelSpec
+
+_BLOCK_TOKENS = 2048
+_BLOCKS = 4
+_OBSERVED_TOKENS = 64
+_QUERY_SCALE = 2.0
+"""Scores of this standard deviation: attention neither uniform nor on one token."""
+
+TOLERANCE = {torch.float32: 1e-4}
+"""Largest |found - reference| / |reference| of outputs by dtype of the query; 16-bit ones have `TOLERANCE_16`."""
+TOLERANCE_16 = 5e-3
+LSE_TOLERANCE = 1e-2
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A method with its settings, as benched.
+
+    Attributes:
+        name: as asked for, such as kivi-2.
+        method: its record.
+        config: its settings.
+    """
+
+    name: str
+    method: Method
+    config: CacheConfig
+
+    @classmethod
+    def parse(cls, name: str, settings: dict[str, Any]) -> Subject:
+        """A method by name; of the settings, those it has are used.
+
+        Raises:
+            UsageError: no such method.
+            ConfigError: a value out of range.
+        """
+        method, from_bits = parse_method(name)
+        known = {key: value for key, value in settings.items() if key in method.config_cls.model_fields}
+        return cls(name, method, make_config(method, {**from_bits, **known}))
+
+    def build(self, spec: ModelSpec, layer_idx: int) -> LayerCodec:
+        """The codec of a layer with random buffers where a fit would fill them.
+
+        Raises:
+            ConfigError: settings that do not fit the shape.
+        """
+        try:
+            codec = self.method.build(spec, self.config, layer_idx)
+        except ValueError as error:
+            raise ConfigError(f"{self.name}: {error}") from error
+        return codec.eval()
+
+
+def check_settings(subjects: list[Subject], settings: dict[str, Any]) -> None:
+    """Raises ConfigError for a setting that no method has."""
+    known = {name for subject in subjects for name in type(subject.config).model_fields}
+    for name in settings:
+        if name not in known:
+            raise ConfigError(f"none of the methods has a setting '{name}'")
+
+
+def randomise(codec: LayerCodec, generator: torch.Generator) -> None:
+    """Fills the buffers that a fit would fill; others, such as random projections, stay.
+
+    Args:
+        codec: on the generator's device.
+        generator: seeded.
+    """
+    for part in (codec.key, codec.value):
+        for name, buffer in list(part.named_buffers()):
+            if buffer.numel() == 0 or bool(buffer.count_nonzero()):
+                continue
+            if buffer.is_floating_point():
+                buffer.normal_(generator=generator).mul_(max(buffer.shape) ** -0.5)
+                continue
+            limit = torch.iinfo(buffer.dtype).max
+            buffer.random_(-limit, limit + 1, generator=generator)
+            scale = getattr(part, f"{name}_scale", None)
+            if isinstance(scale, Tensor):  # integers in units of a scale: sums of some of them shall be about 1
+                scale.fill_(0.25 / limit)
+
+
+@dataclass(frozen=True)
+class EncodedLayer:
+    """Tokens of one layer as codes, and a query for them.
+
+    Attributes:
+        codec: the layer's codecs.
+        query: rotated, [batch, num_heads, 1, head_dim] in the dtype of the model.
+        key_codes: random codes of the keys.
+        value_codes: of the values.
+        key_state: the sequences' state, for codecs that keep one.
+        rope: the model's rotary embedding.
+        first: index of the first encoded token, after the sinks.
+    """
+
+    codec: LayerCodec
+    query: Tensor
+    key_codes: Codes
+    value_codes: Codes
+    key_state: State | None
+    rope: Rope
+    first: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Encoded tokens of each sequence."""
+        return self.value_codes.num_tokens
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the codes with their scales and norms."""
+        return self.key_codes.nbytes + self.value_codes.nbytes
+
+    def part(self) -> EncodedPart:
+        """What an attention form sees; each call's rotations keep tables of their own."""
+        rotations = None
+        if self.codec.key.space == "pre_rope":
+            positions = torch.arange(self.first, self.first + self.num_tokens, device=self.query.device)
+            positions = positions.int().repeat(self.query.shape[0], 1)
+            rotations = TokenRotations(self.rope, positions)
+        return EncodedPart(self.key_codes, self.key_state, self.value_codes, rotations, None)
+
+    def attend(self, form: PartialAttend, part: EncodedPart) -> tuple[Tensor, Tensor]:
+        """(out, lse) of the query over the codes."""
+        return form(self.codec, self.query, part, self.query.shape[-1] ** -0.5)
+
+
+def encoded_layer(
+    subject: Subject,
+    spec: ModelSpec,
+    rope: Rope,
+    *,
+    layer_idx: int,
+    context: int,
+    batch: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    seed: int,
+) -> EncodedLayer:
+    """A layer that holds `context` tokens a sequence, all of them encoded, down to whole groups.
+
+    A few blocks of random keys and values are encoded and laid out in another order in every sequence.
+
+    Raises:
+        ConfigError: settings that do not fit the shape, or a context shorter than a group.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+    codec = subject.build(spec, layer_idx).to(device)
+    randomise(codec, generator)
+
+    def normal(rows: int, heads: int, tokens: int) -> Tensor:
+        return torch.randn(rows, heads, tokens, spec.head_dim, device=device, generator=generator)
+
+    group = max(codec.key.tokens_per_group, codec.value.tokens_per_group)
+    length = context // group * group
+    if not length:
+        raise ConfigError(f"{subject.name}: a context of {context} tokens has no whole group of {group}")
+    state = codec.key.new_state(batch, device)
+    if state is not None:
+        queries, keys = (normal(batch, heads, _OBSERVED_TOKENS) for heads in (spec.num_heads, spec.num_kv_heads))
+        codec.key.observe(state, queries, keys, torch.full((batch,), float(_OBSERVED_TOKENS), device=device))
+        codec.key.settle(state, list(range(batch)))
+    block = max(group, min(_BLOCK_TOKENS, length) // group * group)
+    first_row = None if state is None else state.select([0])
+
+    def codes(codec: Codec[Any], state: State | None) -> Codes:
+        count = min(_BLOCKS, -(-length // block) + batch - 1)
+        return tile([codec.encode(normal(1, spec.num_kv_heads, block), state) for _ in range(count)], batch, length)
+
+    with torch.no_grad():
+        key_codes, value_codes = codes(codec.key, first_row), codes(codec.value, None)
+    query = (normal(batch, spec.num_heads, 1) * _QUERY_SCALE).to(dtype)
+    return EncodedLayer(codec, query, key_codes, value_codes, state, rope, subject.config.sink_length)
+
+
+def tile(blocks: list[Codes], batch: int, length: int) -> Codes:
+    """Codes of `length` tokens in each of `batch` sequences, made of blocks of equal size of one sequence each."""
+    places = -(-length // blocks[0].num_tokens)
+
+    def row(name: str, number: int) -> Tensor:
+        return torch.cat([getattr(blocks[(number + place) % len(blocks)], name) for place in range(places)], dim=2)
+
+    fields = {name: torch.cat([row(name, number) for number in range(batch)]) for name in blocks[0].tensors()}
+    return type(blocks[0])(**fields).slice(0, length)
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How a form compares with the reference on the same codes.
+
+    Attributes:
+        out_error: |out - reference| / |reference| over all outputs.
+        lse_error: largest difference of a log-sum-exp.
+        tolerance: what `out_error` may be.
+    """
+
+    out_error: float
+    lse_error: float
+    tolerance: float
+
+    @property
+    def holds(self) -> bool:
+        """Whether the form computes what the reference does; not-a-number is a mismatch."""
+        return self.out_error <= self.tolerance and self.lse_error <= LSE_TOLERANCE
+
+    def describe(self) -> str:
+        """The mismatch in words."""
+        return (
+            f"differs from the reference: output by {self.out_error:.1e} (allowed {self.tolerance:.0e}), "
+            f"log-sum-exp by {self.lse_error:.1e} (allowed {LSE_TOLERANCE:.0e})"
+        )
+
+
+def compare(layer: EncodedLayer, form: PartialAttend) -> Agreement:
+    """Runs a form and the reference on a layer."""
+    expected, expected_lse = layer.attend(reference_attend, layer.part())
+    out, lse = layer.attend(form, layer.part())
+    error = float((out.float() - expected).norm() / expected.norm())
+    lse_error = float((lse.float() - expected_lse).abs().max())
+    return Agreement(error, lse_error, TOLERANCE.get(layer.query.dtype, TOLERANCE_16))

@@ -1,0 +1,152 @@
+"""Times of calls, with the GPU's cache flushed between them.
+
+A kernel of some tens of microseconds is shorter than the time Python takes to launch it, so a call is also recorded as
+a CUDA graph and replayed: that is how it runs inside a decode step whose launches are hidden. Both times are kept.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+_FLUSH_BYTES = 256 * 2**20
+_WARM_SECONDS = 0.05
+_MOST_SECONDS = 5.0
+_FEWEST = 3
+
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Times of one call.
+
+    Attributes:
+        p20_us: 20th percentile in microseconds.
+        p50_us: median.
+        p80_us: 80th percentile.
+        eager_us: median of the call itself; equal to `p50_us` unless a graph was replayed.
+        how: what the percentiles are of: replays of a CUDA graph, or the call itself.
+        repeats: calls timed.
+        note: why no graph could be recorded.
+    """
+
+    p20_us: float
+    p50_us: float
+    p80_us: float
+    eager_us: float
+    how: Literal["graph", "eager"]
+    repeats: int
+    note: str | None = None
+
+
+def time_call(call: Call, device: torch.device, repeats: int, *, graph: bool = True) -> Timing:
+    """Times a call.
+
+    Args:
+        call: what is timed; its result is dropped.
+        device: where it runs; on a CPU there is no graph and nothing to flush.
+        repeats: calls at most; fewer, though at least three, when they take more than some seconds.
+        graph: whether to record a CUDA graph; off for calls that ask the GPU for values.
+    """
+    if device.type != "cuda":
+        samples = _cpu_samples(call, repeats)
+        return _timing(samples, samples, "eager", None)
+    with torch.cuda.device(device):
+        flush = torch.empty(max(_FLUSH_BYTES, 2 * _l2_bytes(device)), dtype=torch.uint8, device=device)
+        eager = _cuda_samples(call, flush, repeats)
+        if not graph:
+            return _timing(eager, eager, "eager", None)
+        recorded, note = record_graph(call)
+        if recorded is None:
+            return _timing(eager, eager, "eager", note)
+        return _timing(_cuda_samples(recorded.replay, flush, repeats), eager, "graph", None)
+
+
+def _timing(samples: list[float], eager: list[float], how: Literal["graph", "eager"], note: str | None) -> Timing:
+    p20, p50, p80 = percentiles(samples)
+    return Timing(p20, p50, p80, percentiles(eager)[1], how, len(samples), note)
+
+
+def percentiles(samples: list[float]) -> tuple[float, float, float]:
+    """The 20th, 50th and 80th percentile, interpolated."""
+    found = torch.tensor(samples, dtype=torch.float64).quantile(torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64))
+    p20, p50, p80 = found.tolist()
+    return p20, p50, p80
+
+
+def _affordable(call_seconds: float, repeats: int) -> int:
+    """Calls that fit into the seconds a measurement may take, within [_FEWEST, repeats]."""
+    return min(repeats, max(_FEWEST, int(_MOST_SECONDS / max(call_seconds, 1e-9))))
+
+
+def _cpu_samples(call: Call, repeats: int) -> list[float]:
+    """Microseconds of calls on the CPU, after one that warms up."""
+    started = time.perf_counter()
+    call()
+    samples = []
+    for _ in range(_affordable(time.perf_counter() - started, repeats)):
+        started = time.perf_counter()
+        call()
+        samples.append(1e6 * (time.perf_counter() - started))
+    return samples
+
+
+def _cuda_samples(call: Call, flush: Tensor, repeats: int) -> list[float]:
+    """Microseconds between two events around each call, after some that compile, tune and wake the clocks."""
+    warm_up, calls = time.perf_counter(), 0
+    while calls < _FEWEST or time.perf_counter() - warm_up < _WARM_SECONDS:
+        started = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        last = time.perf_counter() - started
+        calls += 1
+    events = []
+    for _ in range(_affordable(last, repeats)):
+        flush.zero_()
+        # the flush also keeps the GPU busy while the call's kernels are being launched
+        first, second = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        first.record()
+        call()
+        second.record()
+        events.append((first, second))
+    torch.cuda.synchronize()
+    return [1e3 * first.elapsed_time(second) for first, second in events]
+
+
+def record_graph(call: Call) -> tuple[Any | None, str | None]:
+    """A CUDA graph of a call, or None and the reason why there is none."""
+    try:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(_FEWEST):
+                call()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call()
+        graph.replay()
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        torch.cuda.synchronize()
+        return None, f"no CUDA graph: {(str(error).strip().splitlines() or [repr(error)])[0]}"
+    return graph, None
+
+
+def copy_bandwidth(device: torch.device, repeats: int) -> float:
+    """GB/s of a copy within the device's memory, read and written bytes both counted."""
+    count = (512 if device.type == "cuda" else 64) * 2**20
+    source = torch.zeros(count, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    took = time_call(lambda: target.copy_(source), device, repeats, graph=False)
+    return 2 * count / took.p50_us / 1e3
+
+
+def _l2_bytes(device: torch.device) -> int:
+    return int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0))

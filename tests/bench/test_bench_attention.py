@@ -1,0 +1,223 @@
+"""The attention suite: random codes, the check before the time, and what a row says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from kvcli.attention.reference import reference_attend
+from kvcli.bench.attention import AttentionConfig, AttentionRow, bench_attention
+from kvcli.bench.layer import EncodedLayer, Subject, check_settings, compare, encoded_layer, randomise, tile
+from kvcli.bench.shapes import shape_rope, shape_spec
+from kvcli.errors import ConfigError, UsageError
+from kvcli.methods.base import PartialAttend
+from kvcli.methods.commvq.attend import reordered_attend
+from kvcli.methods.kivi.codec import PerChannelCodes
+from kvcli.registry import get_method
+
+CPU = torch.device("cpu")
+SMALL = {"group_size": 8, "residual_length": 8, "codebook_size": 8}
+NAMES = ("fp16", "fp8", "rtn-4", "kivi-2", "squat-2", "squat-pre-2", "qjl", "commvq-1", "commvq-2")
+
+
+def make_layer(name: str, context: int = 100, batch: int = 2, seed: int = 0, **settings: Any) -> EncodedLayer:
+    subject = Subject.parse(name, {**SMALL, **settings})
+    return encoded_layer(
+        subject,
+        shape_spec("tiny"),
+        shape_rope("tiny", CPU),
+        layer_idx=2,
+        context=context,
+        batch=batch,
+        device=CPU,
+        dtype=torch.float32,
+        seed=seed,
+    )
+
+
+def make_config(**changes: Any) -> AttentionConfig:
+    values = {
+        "shape": "tiny",
+        "subjects": [Subject.parse("kivi-2", SMALL), Subject.parse("commvq-2", SMALL)],
+        "contexts": [64, 100],
+        "batches": [1, 3],
+        "impl": "auto",
+        "repeats": 3,
+        "device": CPU,
+        "dtype": torch.float32,
+        "seed": 0,
+        "layer_idx": 2,
+    }
+    return AttentionConfig(**{**values, **changes})
+
+
+def wrong(monkeypatch: pytest.MonkeyPatch, form: PartialAttend) -> AttentionConfig:
+    """A run whose CommVQ form is another one."""
+    monkeypatch.setitem(get_method("commvq").attend_forms, "reordered", form)  # type: ignore[arg-type]
+    return make_config(subjects=[Subject.parse("commvq-2", SMALL)], impl="reordered", contexts=[64], batches=[1])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_layer_holds_what_its_codec_would_store(name: str) -> None:
+    layer = make_layer(name)
+    grouped = name.startswith(("kivi", "squat"))
+    assert layer.num_tokens == layer.key_codes.num_tokens == (96 if grouped else 100)
+    bits = layer.codec.key.bits_per_token() + layer.codec.value.bits_per_token()
+    if name == "fp16":
+        bits *= 2  # the blocks are float32
+    assert layer.stored_bytes == 2 * layer.num_tokens * bits / 8
+    out, lse = layer.attend(reference_attend, layer.part())
+    assert out.shape == (2, 4, 1, 16)
+    assert out.isfinite().all()
+    assert lse.isfinite().all()
+
+
+def test_codes_are_seeded_and_differ_between_sequences_and_blocks() -> None:
+    first, again, other = make_layer("kivi-2"), make_layer("kivi-2"), make_layer("kivi-2", seed=1)
+    assert torch.equal(first.key_codes.packed, again.key_codes.packed)
+    assert not torch.equal(first.key_codes.packed, other.key_codes.packed)
+    assert not torch.equal(first.key_codes.packed[0], first.key_codes.packed[1])
+    long = make_layer("kivi-2", context=5000, batch=1)
+    assert long.num_tokens == 5000
+    assert not torch.equal(long.key_codes.packed[:, :, :2048], long.key_codes.packed[:, :, 2048:4096])
+
+
+def test_tiling_keeps_tokens_with_their_scales() -> None:
+    def block(start: int) -> PerChannelCodes:
+        token = torch.arange(start, start + 8).view(1, 1, 8, 1)
+        return PerChannelCodes(token.clone(), token[:, :, ::4] // 4, -token[:, :, ::4] // 4)
+
+    codes = tile([block(0), block(8), block(16)], 2, 20)
+    assert codes.packed.flatten(1).tolist() == [list(range(20)), [*range(8, 24), 0, 1, 2, 3]]
+    assert codes.scale.flatten(1).tolist() == [[0, 1, 2, 3, 4], [2, 3, 4, 5, 0]]
+
+
+def test_pre_rope_parts_rotate_by_the_place_in_the_sequence() -> None:
+    part = make_layer("commvq-2", sink_length=3).part()
+    assert part.rotations is not None
+    assert part.rotations.positions.tolist() == [list(range(3, 103))] * 2
+    assert make_layer("kivi-2").part().rotations is None
+
+
+def test_only_what_a_fit_would_fill_is_randomised() -> None:
+    spec = shape_spec("tiny")
+    for name in ("qjl", "commvq-1"):
+        codec = Subject.parse(name, SMALL).build(spec, 2)
+        before = {key: buffer.clone() for key, buffer in codec.named_buffers()}
+        randomise(codec, torch.Generator().manual_seed(0))
+        for key, buffer in codec.named_buffers():
+            assert buffer.any()
+            if before[key].any() and not key.endswith("codebook_scale"):
+                assert torch.equal(before[key], buffer)
+    assert codec.key.codebook.unique().numel() > 50
+    keys = codec.key.decode(codec.key.encode(torch.randn(1, 2, 64, 16)))
+    assert 0.1 < keys.square().mean() ** 0.5 < 10  # scores of a usual size
+
+
+def test_forms_are_compared_with_the_reference() -> None:
+    layer = make_layer("commvq-2")
+    good = compare(layer, reordered_attend)
+    assert good.holds
+    assert 0 < good.out_error < 1e-5
+
+    def shifted(*arguments: Any) -> Any:
+        out, lse = reference_attend(*arguments)
+        return out, lse + 0.1
+
+    def scaled(*arguments: Any) -> Any:
+        out, lse = reference_attend(*arguments)
+        return out * 1.001, lse
+
+    def poisoned(*arguments: Any) -> Any:
+        out, lse = reference_attend(*arguments)
+        return out / 0 * 0, lse
+
+    assert compare(layer, shifted).lse_error == pytest.approx(0.1, abs=1e-5)
+    assert compare(layer, scaled).out_error == pytest.approx(1e-3, rel=1e-2)
+    for form in (shifted, scaled, poisoned):
+        assert not compare(layer, form).holds
+
+
+def test_rows_in_order_with_their_figures() -> None:
+    rows = [row.to_dict() for row in bench_attention(make_config())]
+    assert [(row["method"], row["batch"]) for row in rows[:4]] == [
+        ("fp16", 1),
+        ("kivi-2", 1),
+        ("commvq-2", 1),
+        ("fp16", 1),
+    ]
+    assert [row["context"] for row in rows] == [64, 64, 64, 100, 96, 100] * 2
+    sdpa, kivi, commvq = rows[-3:]
+    assert (sdpa["impl"], kivi["impl"], sdpa["speedup"]) == ("sdpa", "reference", 1.0)
+    for row in rows:
+        assert row["status"] == "ok"
+        assert row["p20_us"] <= row["p50_us"] <= row["p80_us"]
+        assert row["repeats"] == 3
+        assert row["stored_gb_s"] == pytest.approx(row["stored_bytes"] / row["p50_us"] / 1e3)
+        assert row["copy_gb_s"] > 0
+        assert row["out_error"] is None  # the reference cannot be checked against itself
+    assert kivi["speedup"] == pytest.approx(sdpa["p50_us"] / kivi["p50_us"])
+    assert kivi["true_bits"] == pytest.approx(2 + 32 / 8)
+    assert commvq["true_bits"] < sdpa["true_bits"] / 4
+
+
+def test_a_right_form_is_timed_and_its_error_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = list(bench_attention(wrong(monkeypatch, reordered_attend)))[-1].to_dict()
+    assert (row["impl"], row["status"]) == ("reordered", "ok")
+    assert 0 < row["out_error"] < 1e-5
+    assert row["p50_us"] > 0
+
+
+def test_a_wrong_form_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def form(*arguments: Any) -> Any:
+        calls.append(1)
+        out, lse = reordered_attend(*arguments)
+        return out + 0.01, lse
+
+    row = list(bench_attention(wrong(monkeypatch, form)))[-1].to_dict()
+    assert row["status"] == "mismatch"
+    assert "differs from the reference" in row["note"]
+    assert row["out_error"] > 1e-4
+    assert all(row[name] is None for name in ("p20_us", "p50_us", "p80_us", "eager_us", "speedup", "stored_gb_s"))
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(torch.OutOfMemoryError("CUDA out of memory"), "out of memory"), (UsageError("no such head_dim"), "refused")],
+)
+def test_one_row_in_trouble_is_not_the_end(monkeypatch: pytest.MonkeyPatch, error: Exception, status: str) -> None:
+    def form(*arguments: Any) -> Any:
+        raise error
+
+    config = wrong(monkeypatch, form)
+    rows: list[AttentionRow] = list(bench_attention(AttentionConfig(**{**vars(config), "contexts": [64, 32]})))
+    assert [row.status for row in rows] == ["ok", status, "ok", status]
+    assert rows[1].timing is None
+
+
+def test_other_errors_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    def form(*arguments: Any) -> Any:
+        raise RuntimeError("shapes differ")
+
+    with pytest.raises(RuntimeError, match="shapes differ"):
+        list(bench_attention(wrong(monkeypatch, form)))
+
+
+def test_what_cannot_be_benched_is_refused_at_once() -> None:
+    with pytest.raises(UsageError, match="layers 0 to 2"):
+        list(bench_attention(make_config(layer_idx=3)))
+    with pytest.raises(UsageError, match="choose one of llama"):
+        list(bench_attention(make_config(shape="gpt-9")))
+    with pytest.raises(UsageError, match="no attention form 'magic'"):
+        list(bench_attention(make_config(impl="magic")))
+    with pytest.raises(ConfigError, match="colour"):
+        check_settings([Subject.parse("kivi-2", {"colour": 1})], {"colour": 1})
+    with pytest.raises(ConfigError, match="group_size"):
+        make_layer("kivi-2", group_size=5, residual_length=10)
+    with pytest.raises(ConfigError, match="no whole group"):
+        make_layer("kivi-2", context=7)

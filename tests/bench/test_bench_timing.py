@@ -1,0 +1,121 @@
+"""Times, budgets and the search for the largest size that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcli.bench import timing
+from kvcli.bench.budget import attempt, is_out_of_memory, largest, memory_limit
+from kvcli.bench.timing import copy_bandwidth, percentiles, time_call
+
+CPU = torch.device("cpu")
+
+
+class Clock:
+    """A clock that moves only when a call says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def call(self, *seconds: float) -> Callable[[], None]:
+        """A call that takes each of the durations in turn, the last one from then on."""
+        left = list(seconds)
+
+        def run() -> None:
+            self.now += left.pop(0) if len(left) > 1 else left[0]
+
+        return run
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(timing, "time", made)
+    return made
+
+
+def test_percentiles_of_known_samples() -> None:
+    assert percentiles([float(x) for x in range(11, 0, -1)]) == (3.0, 6.0, 9.0)
+    assert percentiles([7.0]) == (7.0, 7.0, 7.0)
+
+
+def test_a_call_is_timed_after_its_warm_up(clock: Clock) -> None:
+    found = time_call(clock.call(1.0, *(1e-6 * x for x in range(1, 12)), 50.0), CPU, 11)
+    # the first call's second would allow five more; these are the samples 1 to 5 microseconds
+    assert (found.repeats, found.how, found.note) == (5, "eager", None)
+    assert (found.p20_us, found.p50_us, found.p80_us) == pytest.approx((1.8, 3.0, 4.2))
+    assert found.eager_us == found.p50_us
+
+
+@pytest.mark.parametrize(("seconds", "repeats"), [(1e-3, 40), (0.5, 10), (100.0, 3)])
+def test_slow_calls_are_repeated_less(clock: Clock, seconds: float, repeats: int) -> None:
+    assert time_call(clock.call(seconds), CPU, 40).repeats == repeats
+
+
+def test_a_copy_counts_bytes_read_and_written(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda *_: clock.call(1e-3)())
+    assert copy_bandwidth(CPU, 3) == pytest.approx(2 * 64 * 2**20 / 1e-3 / 1e9)
+
+
+@settings(max_examples=300, deadline=None)
+@given(limit=st.integers(0, 70), start=st.integers(1, 50), step=st.integers(1, 5), most=st.none() | st.integers(1, 60))
+def test_the_largest_that_fits(limit: int, start: int, step: int, most: int | None) -> None:
+    tried: list[int] = []
+
+    def fits(size: int) -> bool:
+        tried.append(size)
+        return size <= limit
+
+    expected = min(limit, most if most is not None else limit) // step * step
+    assert largest(fits, start=start, step=step, most=most) == expected
+    assert len(tried) == len(set(tried))
+    assert all(size > 0 and size % step == 0 and (most is None or size <= most) for size in tried)
+
+
+def test_a_coarse_search_tries_less() -> None:
+    def search(resolution: float) -> tuple[int, int]:
+        tried: list[int] = []
+        found = largest(lambda size: not tried.append(size) and size <= 777, start=600, resolution=resolution)
+        return found, len(tried)
+
+    exact, coarse = search(0.0), search(1 / 16)
+    assert exact[0] == 777
+    assert 777 / (1 + 1 / 16) <= coarse[0] <= 777
+    assert coarse[1] < exact[1]
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), True),
+        (MemoryError(), True),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("shapes differ"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_what_counts_as_out_of_memory(error: Exception, expected: bool) -> None:
+    def run() -> None:
+        raise error
+
+    assert is_out_of_memory(error) is expected
+    if expected:
+        assert not attempt(run)
+    else:
+        with pytest.raises(type(error)):
+            attempt(run)
+    assert attempt(lambda: None)
+
+
+def test_no_budget_is_no_limit() -> None:
+    with memory_limit(None, CPU):
+        pass
