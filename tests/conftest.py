@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import interpret  # noqa: F401
 import pytest
 import torch
 from factories import FAMILIES, make_model

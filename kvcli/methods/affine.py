@@ -31,7 +31,8 @@ def quantize(groups: Tensor, n_bits: int) -> tuple[Tensor, Tensor, Tensor]:
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
     levels = 2**n_bits - 1
     zero = low.half()
-    scale = ((high - low) / levels).half()
+    # by a tensor: for a number CUDA multiplies with its rounded inverse, and codes would differ from the CPU's
+    scale = ((high - low) / torch.full_like(low, levels)).clamp(max=_LIMIT).half()
     step = scale.float()
     # a range too small for float16 is stored as scale 0: all codes are 0 then
     codes = torch.where(step > 0, (groups - zero.float()) / step.clamp_min(1e-30), 0.0)

@@ -46,6 +46,10 @@ class PerTokenCodec(Codec[PerTokenCodes]):
         return float(self.spec.num_kv_heads * head)
 
     def encode(self, x: Tensor, state: State | None = None) -> PerTokenCodes:
+        if self.fused:
+            from kvcli.kernels.affine_encode import quantize_per_token
+
+            return PerTokenCodes(*quantize_per_token(x, self.n_bits, self.group_size))
         codes, scale, zero = quantize(x.unflatten(-1, (-1, self.group_size)), self.n_bits)
         return PerTokenCodes(pack_planes(codes.flatten(-2), self.n_bits), scale.squeeze(-1), zero.squeeze(-1))
 

@@ -37,6 +37,10 @@ class PerChannelKey(KeyCodec[PerChannelCodes]):
         return self.spec.num_kv_heads * head
 
     def encode(self, x: Tensor, state: State | None = None) -> PerChannelCodes:
+        if self.fused:
+            from kvcli.kernels.affine_encode import quantize_per_channel
+
+            return PerChannelCodes(*quantize_per_channel(x, self.n_bits, self.tokens_per_group))
         return self.pack(*self.quantize_channels(x))
 
     def quantize_channels(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

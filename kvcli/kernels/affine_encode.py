@@ -1,0 +1,214 @@
+"""Triton kernels of the affine codecs: minimum, maximum, codes and packing in one pass over the tokens.
+
+They give the bits of `kvcli.methods.affine.quantize` and `kvcli.packing.pack_planes` exactly. A tile is laid out as
+[tokens, fields, words], channel = field * words + word, so that packing is a sum over the fields of a word.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvcli.packing import planes_size
+
+_TILE = 4096
+"""Elements a program works on, about."""
+
+
+@triton.jit
+def _scale_of(low, high, LEVELS: tl.constexpr):
+    """Zero and scale as stored (float16) of groups with these extremes."""
+    scale = tl.minimum(tl.div_rn(high - low, tl.full(low.shape, LEVELS, tl.float32)), 65504.0)
+    return scale.to(tl.float16), low.to(tl.float16)
+
+
+@triton.jit
+def _codes_of(x, scale, zero, LEVELS: tl.constexpr):
+    """Codes of x for scale and zero broadcast to its shape: float32 whole numbers, rounded half to even."""
+    step = scale.to(tl.float32)
+    ratio = tl.div_rn(x - zero.to(tl.float32), tl.maximum(step, 1e-30))
+    ratio = tl.where(step > 0, tl.minimum(tl.maximum(ratio, 0.0), LEVELS), 0.0)
+    # floats from 2^23 to 2^24 are the whole numbers, so that this addition rounds; clamping first changes nothing
+    return (ratio + 8388608.0) - 8388608.0
+
+
+@triton.jit
+def _clamped(x):
+    """In float32, within the range of float16."""
+    return tl.minimum(tl.maximum(x.to(tl.float32), -65504.0), 65504.0)
+
+
+@triton.jit(do_not_specialize=["groups"])
+def _per_channel_kernel(
+    x, packed, scales, zeros, stride_b, stride_h, stride_t, heads, groups,
+    BITS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, WORDS: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_W: tl.constexpr,
+):  # fmt: skip
+    """One group of tokens of one head; grid (groups, batch * heads).
+
+    x [batch, heads, groups * G, D] any float with strides, packed int16 [batch, heads, groups * G, WORDS],
+    scales and zeros float16 [batch, heads, groups, D].
+    """
+    LEVELS: tl.constexpr = (1 << BITS) - 1
+    i_group, i_row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    o_t = tl.arange(0, BLOCK_G)[:, None, None]
+    o_f = tl.arange(0, 16 // BITS)[None, :, None]
+    o_w = tl.arange(0, BLOCK_W)[None, None, :]
+    o_c = o_f * WORDS + o_w
+    m_c = (o_w < WORDS) & (o_c < D)
+    m_x = (o_t < G) & m_c
+    base = x + (i_row // heads) * stride_b + (i_row % heads) * stride_h + i_group * G * stride_t
+    b_x = _clamped(tl.load(base + o_t.to(tl.int64) * stride_t + o_c, mask=m_x, other=0.0))
+    low = tl.min(tl.where(o_t < G, b_x, float("inf")), axis=0, keep_dims=True)
+    high = tl.max(tl.where(o_t < G, b_x, float("-inf")), axis=0, keep_dims=True)
+    scale, zero = _scale_of(low, high, LEVELS)
+    p_s = (i_row * groups + i_group) * D + o_c
+    tl.store(scales + p_s, scale, mask=m_c)
+    tl.store(zeros + p_s, zero, mask=m_c)
+    codes = tl.where(m_x, _codes_of(b_x, scale, zero, LEVELS), 0.0).to(tl.int32)
+    words = tl.sum(codes << (o_f * BITS), axis=1, keep_dims=True)
+    p_w = (i_row * groups + i_group) * G * WORDS + o_t * WORDS + o_w
+    tl.store(packed + p_w, words.to(tl.int16), mask=(o_t < G) & (o_w < WORDS))
+
+
+@triton.jit(do_not_specialize=["groups"])
+def _error_kernel(
+    x, error, stride_b, stride_h, stride_t, heads, groups,
+    BITS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """What quantizing a group of tokens per channel adds to it; grid (groups, batch * heads).
+
+    x [batch, heads, groups * G, D] any float with strides, error float32 [batch, heads, groups * G, D].
+    """
+    LEVELS: tl.constexpr = (1 << BITS) - 1
+    i_group, i_row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    o_t, o_c = tl.arange(0, BLOCK_G)[:, None], tl.arange(0, BLOCK_D)[None, :]
+    m_x = (o_t < G) & (o_c < D)
+    base = x + (i_row // heads) * stride_b + (i_row % heads) * stride_h + i_group * G * stride_t
+    b_x = _clamped(tl.load(base + o_t.to(tl.int64) * stride_t + o_c, mask=m_x, other=0.0))
+    low = tl.min(tl.where(o_t < G, b_x, float("inf")), axis=0, keep_dims=True)
+    high = tl.max(tl.where(o_t < G, b_x, float("-inf")), axis=0, keep_dims=True)
+    scale, zero = _scale_of(low, high, LEVELS)
+    # a code times a float16 scale is exact in float32: contraction to a fused multiply-add changes nothing
+    decoded = _codes_of(b_x, scale, zero, LEVELS) * scale.to(tl.float32) + zero.to(tl.float32)
+    tl.store(error + (i_row * groups + i_group) * G * D + o_t * D + o_c, decoded - b_x, mask=m_x)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _per_token_kernel(
+    x, packed, scales, zeros, stride_b, stride_h, stride_t, heads, tokens,
+    BITS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, WORDS: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_W: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_T tokens of one head in groups of G channels; grid (ceil(tokens / BLOCK_T), batch * heads).
+
+    x [batch, heads, tokens, D] any float with strides, packed int16 [batch, heads, tokens, WORDS], scales and zeros
+    float16 [batch, heads, tokens, D / G].
+    """
+    LEVELS: tl.constexpr = (1 << BITS) - 1
+    GROUPS: tl.constexpr = D // G
+    i_tile, i_row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    o_t = (i_tile * BLOCK_T + tl.arange(0, BLOCK_T))[:, None, None]
+    o_f = tl.arange(0, 16 // BITS)[None, :, None]
+    o_w = tl.arange(0, BLOCK_W)[None, None, :]
+    o_c = o_f * WORDS + o_w
+    m_c = (o_w < WORDS) & (o_c < D)
+    m_x = (o_t < tokens) & m_c
+    base = x + (i_row // heads) * stride_b + (i_row % heads) * stride_h
+    b_x = _clamped(tl.load(base + o_t * stride_t + o_c, mask=m_x, other=0.0))
+    b_scale, b_zero = tl.zeros(b_x.shape, tl.float16), tl.zeros(b_x.shape, tl.float16)
+    for group in tl.static_range(GROUPS):
+        m_g = m_c & (o_c // G == group)
+        low = tl.min(tl.min(tl.where(m_g, b_x, float("inf")), axis=2, keep_dims=True), axis=1, keep_dims=True)
+        high = tl.max(tl.max(tl.where(m_g, b_x, float("-inf")), axis=2, keep_dims=True), axis=1, keep_dims=True)
+        scale, zero = _scale_of(low, high, LEVELS)
+        p_s = (i_row * tokens + o_t) * GROUPS + group
+        tl.store(scales + p_s, scale, mask=o_t < tokens)
+        tl.store(zeros + p_s, zero, mask=o_t < tokens)
+        b_scale, b_zero = tl.where(m_g, scale, b_scale), tl.where(m_g, zero, b_zero)
+    codes = tl.where(m_x, _codes_of(b_x, b_scale, b_zero, LEVELS), 0.0).to(tl.int32)
+    words = tl.sum(codes << (o_f * BITS), axis=1, keep_dims=True)
+    tl.store(packed + (i_row * tokens + o_t) * WORDS + o_w, words.to(tl.int16), mask=(o_t < tokens) & (o_w < WORDS))
+
+
+def quantize_per_channel(x: Tensor, n_bits: int, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantizes and packs each channel in groups of consecutive tokens.
+
+    Args:
+        x: [batch, heads, time, channels], time a multiple of group_size.
+        n_bits: bits a code, 1, 2, 4 or 8.
+        group_size: tokens a group.
+
+    Returns:
+        packed uint8 [batch, heads, time, planes_size(channels)], scale and zero float16
+        [batch, heads, time / group_size, channels].
+    """
+    x = _rows(x)
+    batch, heads, time, channels = x.shape
+    groups, words = time // group_size, planes_size(channels, n_bits) // 2
+    packed = torch.empty(batch, heads, time, words, dtype=torch.int16, device=x.device)
+    scale = torch.empty(batch, heads, groups, channels, dtype=torch.float16, device=x.device)
+    zero = torch.empty_like(scale)
+    if x.numel():
+        block = triton.next_power_of_2(group_size)
+        _per_channel_kernel[(groups, batch * heads)](
+            x, packed, scale, zero, *x.stride()[:3], heads, groups,
+            BITS=n_bits, G=group_size, D=channels, WORDS=words, BLOCK_G=block,
+            BLOCK_W=triton.next_power_of_2(words), num_warps=_warps(block * channels),
+        )  # fmt: skip
+    return packed.view(torch.uint8), scale, zero
+
+
+def per_channel_error(x: Tensor, n_bits: int, group_size: int) -> Tensor:
+    """Dequantized minus original of what `quantize_per_channel` would store: float32, shaped like x."""
+    x = _rows(x)
+    batch, heads, time, channels = x.shape
+    error = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    if x.numel():
+        block, width = triton.next_power_of_2(group_size), triton.next_power_of_2(channels)
+        _error_kernel[(time // group_size, batch * heads)](
+            x, error, *x.stride()[:3], heads, time // group_size, BITS=n_bits, G=group_size, D=channels,
+            BLOCK_G=block, BLOCK_D=width, num_warps=_warps(block * width),
+        )  # fmt: skip
+    return error
+
+
+def quantize_per_token(x: Tensor, n_bits: int, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantizes and packs each token in groups of consecutive channels.
+
+    Args:
+        x: [batch, heads, time, channels].
+        n_bits: bits a code, 1, 2, 4 or 8.
+        group_size: channels a group, a divisor of channels.
+
+    Returns:
+        packed uint8 [batch, heads, time, planes_size(channels)], scale and zero float16
+        [batch, heads, time, channels / group_size].
+    """
+    x = _rows(x)
+    batch, heads, time, channels = x.shape
+    words = planes_size(channels, n_bits) // 2
+    packed = torch.empty(batch, heads, time, words, dtype=torch.int16, device=x.device)
+    scale = torch.empty(batch, heads, time, channels // group_size, dtype=torch.float16, device=x.device)
+    zero = torch.empty_like(scale)
+    if x.numel():
+        width = triton.next_power_of_2(channels)
+        block = max(1, _TILE // width)
+        _per_token_kernel[(triton.cdiv(time, block), batch * heads)](
+            x, packed, scale, zero, *x.stride()[:3], heads, time,
+            BITS=n_bits, G=group_size, D=channels, WORDS=words, BLOCK_T=block,
+            BLOCK_W=triton.next_power_of_2(words), num_warps=_warps(block * width),
+        )  # fmt: skip
+    return packed.view(torch.uint8), scale, zero
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x with its channels side by side."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _warps(elements: int) -> int:
+    """Warps for a tile: about 32 elements a thread."""
+    return min(16, max(1, elements // 1024))

@@ -1,0 +1,96 @@
+"""Encoding in kernels against the reference codecs: on a GPU if there is one, else in Triton's interpreter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from factories import make_spec
+from torch import Tensor
+
+from kvcli.methods.affine import AFFINE_BITS
+from kvcli.methods.base import Codes
+from kvcli.methods.kivi.codec import PerChannelKey
+from kvcli.methods.pertoken import PerTokenValue
+
+pytest.importorskip("triton")
+
+GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if GPU else "cpu")
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def many(tokens: int) -> int:
+    """A number of tokens: larger on a GPU, with the same remainder."""
+    return tokens + 960 if GPU else tokens
+
+
+def sample(heads: int, time: int, head_dim: int, *, batch: int = 1, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Random tokens as a cache hands them over: a part of a longer buffer, with channels of different size."""
+    generator = torch.Generator().manual_seed(time + head_dim)
+    x = torch.randn(batch, time + 5, heads, head_dim, generator=generator) * torch.logspace(-1, 1, head_dim)
+    return x.to(DEVICE, dtype).transpose(1, 2)[:, :, 3 : 3 + time]
+
+
+def both(codec: Any, x: Tensor, state: Any = None) -> tuple[Codes, Codes]:
+    """Codes of the reference and of the kernels."""
+    codec = codec.to(DEVICE)
+    codec.fused = False
+    reference = codec.encode(x, state)
+    codec.fused = True
+    return reference, codec.encode(x, state)
+
+
+def assert_same(reference: Codes, ours: Codes) -> None:
+    for name, expected in reference.tensors().items():
+        found = getattr(ours, name)
+        assert found.dtype == expected.dtype, name
+        assert torch.equal(found, expected), name
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n_bits", AFFINE_BITS)
+def test_keys_per_channel(n_bits: int, dtype: torch.dtype) -> None:
+    x = sample(2, many(64), 64, dtype=dtype)
+    assert_same(*both(PerChannelKey(make_spec(64), n_bits, 32), x))
+
+
+@pytest.mark.parametrize(("head_dim", "group_size", "batch"), [(80, 32, 3), (96, 64, 1), (128, 128, 1), (16, 24, 3)])
+def test_keys_per_channel_in_awkward_shapes(head_dim: int, group_size: int, batch: int) -> None:
+    x = sample(2, 2 * group_size, head_dim, batch=batch, dtype=torch.bfloat16)
+    assert_same(*both(PerChannelKey(make_spec(head_dim), 2, group_size), x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n_bits", AFFINE_BITS)
+def test_values_per_token(n_bits: int, dtype: torch.dtype) -> None:
+    x = sample(2, many(65), 64, dtype=dtype)
+    assert_same(*both(PerTokenValue(make_spec(64), n_bits, 32), x))
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "group_size", "batch", "time"),
+    [(80, 128, 3, 63), (80, 16, 1, 64), (96, 32, 1, 1), (128, 64, 3, 65), (24, 12, 1, 7)],
+)
+def test_values_per_token_in_awkward_shapes(head_dim: int, group_size: int, batch: int, time: int) -> None:
+    x = sample(2, time, head_dim, batch=batch, dtype=torch.bfloat16)
+    for n_bits in (1, 4):
+        assert_same(*both(PerTokenValue(make_spec(head_dim), n_bits, group_size), x))
+
+
+@pytest.mark.parametrize("n_bits", AFFINE_BITS)
+def test_extreme_groups(n_bits: int) -> None:
+    """Constant groups, ranges too small and too large for float16, halves that round to even."""
+    x = torch.zeros(1, 2, 64, 32)
+    x[0, 0, :, 0] = torch.arange(64) / 2
+    x[0, 0, :, 1] = torch.arange(64) * 1e-8
+    x[0, 0, :, 2] = 7.25
+    x[0, 0, ::2, 3], x[0, 0, 1::2, 3] = 1e9, -1e9
+    x[0, 0, :, 4] = 3000 + torch.arange(64) * 1e-6
+    x[0, 1] = x[0, 0].T.reshape(64, 32)
+    x = x.to(DEVICE)
+    for codec in (PerChannelKey(make_spec(32), n_bits, 32), PerTokenValue(make_spec(32), n_bits, 32)):
+        reference, ours = both(codec, x)
+        assert_same(reference, ours)
+        assert codec.decode(ours).isfinite().all()
