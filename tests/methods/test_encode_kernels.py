@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from factories import make_spec
+from factories import clustered, fitted_keys, make_spec
 from torch import Tensor
 
 from kvcli.methods.affine import AFFINE_BITS
 from kvcli.methods.base import Codes
+from kvcli.methods.commvq.config import CommVQConfig
 from kvcli.methods.kivi.codec import PerChannelKey
 from kvcli.methods.pertoken import PerTokenValue
 
@@ -35,7 +36,7 @@ def sample(heads: int, time: int, head_dim: int, *, batch: int = 1, dtype: torch
 
 def both(codec: Any, x: Tensor, state: Any = None) -> tuple[Codes, Codes]:
     """Codes of the reference and of the kernels."""
-    codec = codec.to(DEVICE)
+    codec.to(DEVICE)
     codec.fused = False
     reference = codec.encode(x, state)
     codec.fused = True
@@ -94,3 +95,74 @@ def test_extreme_groups(n_bits: int) -> None:
         reference, ours = both(codec, x)
         assert_same(reference, ours)
         assert codec.decode(ours).isfinite().all()
+
+
+def relative_errors(codec: Any, x: Tensor, *codes: Codes) -> list[float]:
+    """Normalised squared error of each set of codes."""
+    energy = x.float().square().sum()
+    return [float((codec.decode(c).float() - x.float()).square().sum() / energy) for c in codes]
+
+
+def check_keys(codec: Any, x: Tensor) -> None:
+    """Nearly all codes equal, the rest as good; norms equal up to ties of their rounding."""
+    reference, ours = both(codec, x)
+    assert ours.packed.shape == reference.packed.shape
+    assert ours.norm.shape == reference.norm.shape
+    assert torch.allclose(ours.norm.float(), reference.norm.float(), rtol=1e-3, atol=0)
+    assert (ours.norm == reference.norm).float().mean() > 0.97
+    same = [(a == b).float().mean() for a, b in zip(codec.unpack(reference), codec.unpack(ours), strict=True)]
+    assert min(same) > 0.998
+    expected, found = relative_errors(codec, x, reference, ours)
+    assert abs(found / expected - 1) < 1e-3
+
+
+def commvq_keys(head_dim: int, rotary_dim: int | None = None, **changes: Any) -> Any:
+    settings = {"key_iterations": 2, "num_residuals": 3, "codebook_size": 16, **changes}
+    return fitted_keys(make_spec(head_dim, rotary_dim=rotary_dim), CommVQConfig(**settings), tokens=600)[0]
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "changes"),
+    [
+        (64, {}),
+        (128, {"codebook_size": 64, "num_residuals": 2}),
+        (80, {"key_norm": "per_head"}),
+        (96, {"pairs_per_group": 16}),
+        (16, {"pairs_per_group": 4, "codebook_size": 2, "num_residuals": 5}),
+        (64, {"rotary_dim": 32, "codebook_size": 8}),
+        (48, {"rotary_dim": 24, "pairs_per_group": 8}),
+        (32, {"codebook_size": 128, "num_residuals": 2, "pairs_per_group": 8}),
+    ],
+)
+def test_commvq_keys(head_dim: int, changes: dict[str, Any]) -> None:
+    codec = commvq_keys(head_dim, **changes)
+    for time, batch, dtype in ((many(65), 1, torch.float32), (33, 3, torch.bfloat16), (1, 1, torch.float16)):
+        x = clustered(2 * batch, time, head_dim, seed=1).view(batch, 2, time, head_dim)
+        check_keys(codec, x.to(DEVICE, dtype).transpose(1, 2).contiguous().transpose(1, 2))
+
+
+def test_commvq_keys_in_large_tiles() -> None:
+    """More tokens than small tiles are for, in a tile that the end of the tokens cuts."""
+    codec = commvq_keys(16, codebook_size=4, num_residuals=2)
+    check_keys(codec, clustered(2, 580, 16, seed=2).view(1, 2, 580, 16).to(DEVICE))
+
+
+def test_commvq_keys_without_size() -> None:
+    codec = commvq_keys(32)
+    x = clustered(2, 4, 32).view(1, 2, 4, 32).to(DEVICE)
+    x[:, :, 1], x[:, :, 2], x[:, :, 3] = 0, 1e-12, 1e6
+    reference, ours = both(codec, x)
+    assert codec.decode(ours).isfinite().all()
+    assert not codec.decode(ours)[:, :, 1:3].any()
+    assert torch.allclose(ours.norm.float(), reference.norm.float(), rtol=1e-3)
+
+
+def test_tables_follow_the_buffers() -> None:
+    """A codec that is fitted or loaded again, in place, must not search with what was derived before."""
+    codec, other = commvq_keys(32), commvq_keys(32, key_iterations=4)
+    x = clustered(2, 40, 32).view(1, 2, 40, 32).to(DEVICE)
+    check_keys(codec, x)
+    codec.load_state_dict(other.state_dict())
+    check_keys(codec, x)
+    codec.pair_weight.mul_(torch.linspace(0.1, 3, 16, device=DEVICE))
+    check_keys(codec, x)

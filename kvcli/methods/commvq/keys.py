@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from kvcli.kernels.derived import Derived
 from kvcli.methods.base import Codes, KeyCodec, Space, State
 from kvcli.methods.commvq.codebook import centres, nearest
 from kvcli.methods.commvq.config import CommVQConfig
 from kvcli.packing import pack_bits, packed_size, unpack_bits
 from kvcli.rope import from_pairs, to_pairs
 from kvcli.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from kvcli.methods.commvq.key_encode_kernels import SearchTables
 
 _ENCODE_TOKENS = 8192
 
@@ -57,6 +62,7 @@ class CommVQKeyCodec(KeyCodec[CommVQKeyCodes]):
         scales = torch.ones(spec.num_kv_heads, self.num_groups, config.pairs_per_group)
         self.register_buffer("codebook_scale", scales)
         self.register_buffer("pair_weight", torch.ones(spec.num_kv_heads, spec.head_dim // 2))
+        self._tables: Derived[SearchTables] = Derived()
 
     @property
     def num_codes(self) -> int:
@@ -95,6 +101,11 @@ class CommVQKeyCodec(KeyCodec[CommVQKeyCodes]):
         return (self.codebook * self.codebook_scale.repeat_interleave(2, -1)[:, :, None, None]).flatten(0, 1)
 
     def encode(self, x: Tensor, state: State | None = None) -> CommVQKeyCodes:
+        if self.fused:
+            from kvcli.methods.commvq.key_encode_kernels import encode_keys, search_tables
+
+            buffers = self.codebook, self.codebook_scale, self.pair_weight
+            return CommVQKeyCodes(*encode_keys(self, x, self._tables.get(lambda: search_tables(self), *buffers)))
         batch, heads, time, _ = x.shape
         weight = self.group_weight()
         books = self.books() * weight.unsqueeze(1)
