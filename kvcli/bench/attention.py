@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvcli.attention.reference import reference_attend
-from kvcli.attention.session import attend_forms
 from kvcli.bench.budget import free, is_out_of_memory
-from kvcli.bench.layer import Subject, compare, encoded_layer
+from kvcli.bench.check import choose_form, compare
+from kvcli.bench.layer import Subject, encoded_layer
 from kvcli.bench.shapes import shape_rope, shape_spec
 from kvcli.bench.timing import Timing, copy_bandwidth, time_call
 from kvcli.errors import UsageError
-from kvcli.methods.base import Method, PartialAttend
+from kvcli.methods.base import PartialAttend
 from kvcli.rope import Rope
 from kvcli.spec import ModelSpec
 
@@ -127,13 +127,6 @@ def bench_attention(config: AttentionConfig) -> Iterator[AttentionRow]:
                         config, spec, rope, subject, form, empty
                     ),
                 )
-
-
-def choose_form(method: Method, impl: str, device: torch.device) -> tuple[str, PartialAttend]:
-    """The form that a session would use, with its name."""
-    form = attend_forms(method, impl, device).codes
-    names = {id(found): name for name, found in method.attend_forms.items()}
-    return names.get(id(form), "reference"), form
 
 
 def _guarded(empty: AttentionRow, measure: Callable[[], AttentionRow]) -> AttentionRow:

@@ -23,11 +23,17 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def free() -> None:
-    """Gives back what nothing refers to any more."""
-    gc.collect()
+    """Gives back GPU memory that nothing refers to any more."""
     if torch.cuda.is_available():
+        gc.collect()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
+
+
+def need_gpu(device: torch.device) -> None:
+    """Raises UsageError where torch cannot limit its memory."""
+    if device.type != "cuda":
+        raise UsageError("measuring what fits into a memory budget needs a GPU")
 
 
 @contextmanager
@@ -35,11 +41,12 @@ def memory_limit(budget: int | None, device: torch.device) -> Iterator[None]:
     """Limits what torch may allocate on a GPU to `budget` bytes, inside the block.
 
     Raises:
-        UsageError: more than the GPU has.
+        UsageError: more than the GPU has, or no GPU.
     """
     if budget is None:
         yield
         return
+    need_gpu(device)
     total = torch.cuda.get_device_properties(device).total_memory
     if budget > total:
         raise UsageError(f"the GPU has {total / 2**30:.1f} GiB, less than the budget of {budget / 2**30:.1f} GiB")
@@ -64,31 +71,44 @@ def attempt(run: Callable[[], None]) -> bool:
     return fits
 
 
+_SMALL, _LARGER = 1, 9
+_GROWTH, _RESOLUTION = 1.25, 1 / 32
+
+
 def largest(
-    fits: Callable[[int], bool], *, start: int = 1, step: int = 1, most: int | None = None, resolution: float = 0.0
+    fits: Callable[[int], bool],
+    *,
+    start: int = 1,
+    step: int = 1,
+    most: int | None = None,
+    growth: float = 2.0,
+    resolution: float = 0.0,
 ) -> int:
     """The largest multiple of `step` that fits, 0 if none does.
 
-    Doubles from `start` until something fails, or halves until something fits, and bisects between the two.
+    Grows from `start` until something fails, or shrinks until something fits, and bisects between the two.
 
     Args:
         fits: whether a size fits; if one does, all smaller ones do.
         start: a guess, rounded up to a multiple of `step`.
         step: granularity of the answer.
         most: the largest size to try.
+        growth: factor of growing and shrinking; a good guess deserves a small one.
         resolution: share of the answer that it may fall short of the largest.
     """
-    limit = None if most is None else most // step
     size = max(1, -(-start // step))
-    size = size if limit is None else min(size, limit)
-    good, bad = 0, None if limit is None else limit + 1
-    while size and bad != size:
+    good, bad = 0, None if most is None else most // step + 1
+    failed = False
+    while True:
+        size = size if bad is None else min(size, bad - 1)
+        if size <= good:
+            break
         if fits(size * step):
             good = size
-            size = 2 * size if bad is None else min(2 * size, bad)
+            size = 0 if failed else max(size + 1, int(size * growth))
         else:
-            bad = size
-            size = size // 2 if not good else bad
+            bad, failed = size, True
+            size = 0 if good else min(size - 1, int(size / growth))
     while bad is not None and bad - good > max(1, resolution * good):
         middle = (good + bad) // 2
         if fits(middle * step):
@@ -96,3 +116,25 @@ def largest(
         else:
             bad = middle
     return good * step
+
+
+def largest_by_peak(peak: Callable[[int], int | None], budget: int) -> int:
+    """The largest size that fits, up to a thirtieth below; 0 if none does.
+
+    Args:
+        peak: runs a size; the bytes it took at most, or None if it ran out of memory.
+        budget: bytes, from which the first guess is made.
+    """
+
+    def fits(size: int) -> bool:
+        return peak(size) is not None
+
+    small = peak(_SMALL)
+    if small is None:
+        return 0
+    larger = peak(_LARGER)
+    if larger is None:
+        return max(_SMALL, largest(fits, start=2, most=_LARGER - 1))
+    each = max(1.0, (larger - small) / (_LARGER - _SMALL))
+    guess = _LARGER + max(1, int((budget - larger) / each))
+    return max(_LARGER, largest(fits, start=guess, growth=_GROWTH, resolution=_RESOLUTION))

@@ -1,4 +1,4 @@
-"""One encoded layer of a shape, filled with random codes, and the check of a form against the reference.
+"""One encoded layer of a shape, filled with random codes.
 
 Speed does not depend on what codebooks and codes say, so nothing is fitted and only a few blocks of tokens are really
 encoded.
@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcli.attention.reference import reference_attend
 from kvcli.attention.session import make_config
 from kvcli.errors import ConfigError
 from kvcli.methods.base import Codec, Codes, EncodedPart, LayerCodec, Method, PartialAttend, State
@@ -26,11 +25,6 @@ _BLOCKS = 4
 _OBSERVED_TOKENS = 64
 _QUERY_SCALE = 2.0
 """Scores of this standard deviation: attention neither uniform nor on one token."""
-
-TOLERANCE = {torch.float32: 1e-4}
-"""Largest |found - reference| / |reference| of outputs by dtype of the query; 16-bit ones have `TOLERANCE_16`."""
-TOLERANCE_16 = 5e-3
-LSE_TOLERANCE = 1e-2
 
 
 @dataclass(frozen=True)
@@ -46,6 +40,11 @@ class Subject:
     name: str
     method: Method
     config: CacheConfig
+
+    @property
+    def is_baseline(self) -> bool:
+        """Whether this stands for the model without kvcli."""
+        return self.name == "fp16"
 
     @classmethod
     def parse(cls, name: str, settings: dict[str, Any]) -> Subject:
@@ -111,7 +110,8 @@ class EncodedLayer:
         key_codes: random codes of the keys.
         value_codes: of the values.
         key_state: the sequences' state, for codecs that keep one.
-        rope: the model's rotary embedding.
+        spec: shapes of the model.
+        rope: its rotary embedding.
         first: index of the first encoded token, after the sinks.
     """
 
@@ -120,6 +120,7 @@ class EncodedLayer:
     key_codes: Codes
     value_codes: Codes
     key_state: State | None
+    spec: ModelSpec
     rope: Rope
     first: int
 
@@ -192,7 +193,7 @@ def encoded_layer(
     with torch.no_grad():
         key_codes, value_codes = codes(codec.key, first_row), codes(codec.value, None)
     query = (normal(batch, spec.num_heads, 1) * _QUERY_SCALE).to(dtype)
-    return EncodedLayer(codec, query, key_codes, value_codes, state, rope, subject.config.sink_length)
+    return EncodedLayer(codec, query, key_codes, value_codes, state, spec, rope, subject.config.sink_length)
 
 
 def tile(blocks: list[Codes], batch: int, length: int) -> Codes:
@@ -204,39 +205,3 @@ def tile(blocks: list[Codes], batch: int, length: int) -> Codes:
 
     fields = {name: torch.cat([row(name, number) for number in range(batch)]) for name in blocks[0].tensors()}
     return type(blocks[0])(**fields).slice(0, length)
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """How a form compares with the reference on the same codes.
-
-    Attributes:
-        out_error: |out - reference| / |reference| over all outputs.
-        lse_error: largest difference of a log-sum-exp.
-        tolerance: what `out_error` may be.
-    """
-
-    out_error: float
-    lse_error: float
-    tolerance: float
-
-    @property
-    def holds(self) -> bool:
-        """Whether the form computes what the reference does; not-a-number is a mismatch."""
-        return self.out_error <= self.tolerance and self.lse_error <= LSE_TOLERANCE
-
-    def describe(self) -> str:
-        """The mismatch in words."""
-        return (
-            f"differs from the reference: output by {self.out_error:.1e} (allowed {self.tolerance:.0e}), "
-            f"log-sum-exp by {self.lse_error:.1e} (allowed {LSE_TOLERANCE:.0e})"
-        )
-
-
-def compare(layer: EncodedLayer, form: PartialAttend) -> Agreement:
-    """Runs a form and the reference on a layer."""
-    expected, expected_lse = layer.attend(reference_attend, layer.part())
-    out, lse = layer.attend(form, layer.part())
-    error = float((out.float() - expected).norm() / expected.norm())
-    lse_error = float((lse.float() - expected_lse).abs().max())
-    return Agreement(error, lse_error, TOLERANCE.get(layer.query.dtype, TOLERANCE_16))

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import typer
 from pydantic import Field
 
-from kvcli.cli.bench_tables import attention_table
+from kvcli.cli.bench_tables import attention_table, generate_table, memory_table
 from kvcli.cli.options import ModelOptions, command, parse_settings
-from kvcli.cli.output import Output
+from kvcli.cli.output import Output, parse_size
 from kvcli.errors import UsageError
 
 if TYPE_CHECKING:
@@ -20,26 +20,53 @@ if TYPE_CHECKING:
     from kvcli.bench.layer import Subject
 
 METHODS = ["kivi-2", "kivi-4", "squat-2", "squat-pre-2", "qjl", "commvq-1", "commvq-2"]
+CPU_METHODS = ["kivi-2", "commvq-1"]
+MEMORY_SHAPE = "llama-3.1-8b"
 
 
 class BenchOptions(ModelOptions):
-    """Options of `kvcli bench`."""
+    """Options of `kvcli bench`; lists and lengths that are not given follow from the suite and the device."""
 
-    suite: Literal["attention"] = Field(
-        default="attention", description="attention: one layer, one query token, against fp16 SDPA"
+    suite: Literal["attention", "generate", "memory"] = Field(
+        default="attention",
+        description="one layer and one query token against fp16 SDPA; a model end to end; what fits into a budget",
     )
     methods: list[str] = Field(default=[], description=f"methods; repeatable; default: {', '.join(METHODS)}")
     settings: list[str] = Field(default=[], description="setting of every method that has it, NAME=VALUE; repeatable")
-    contexts: list[int] = Field(
-        default=[], description="context lengths; repeatable; default: 1024 to 131072 on a GPU, 256 and 1024 on a CPU"
+    batches: list[str] = Field(
+        default=[],
+        description="sequences, or 'auto' for the largest batch that fits; repeatable; default: 1 (memory: auto)",
     )
-    batches: list[int] = Field(default=[1], description="sequences; repeatable")
     impl: str = Field(default="auto", description="form of attention over codes: auto, fused, reference, reordered")
-    shape: str = Field(default="llama-3.1-8b", description="shape of the attention suite's layer")
-    layer: int | None = Field(
-        default=None, ge=0, description="its index in the model, for methods whose layers differ; default: the last"
+    repeats: int | None = Field(default=None, ge=1, description="calls or runs timed; default: 50 (generate: 3)")
+    contexts: list[int] = Field(
+        default=[],
+        description="attention, memory: context lengths; repeatable; default: 1024 to 131072 (memory: 32768)",
     )
-    repeats: int = Field(default=50, ge=1, description="calls timed")
+    shape: str = Field(default="llama-3.1-8b", description="attention: shape of the layer")
+    layer: int | None = Field(
+        default=None, ge=0, description="attention: its index, for methods whose layers differ; default: the last"
+    )
+    random_weights: str | None = Field(
+        default=None, description="generate, memory: random weights of a shape instead of a model; memory: llama-3.1-8b"
+    )
+    layers: int | None = Field(default=None, ge=1, description="layers of the random model; default: all")
+    prompt_tokens: list[int] = Field(
+        default=[], description="generate: prompt lengths; repeatable; default: 512 (CPU: 256)"
+    )
+    new_tokens: int | None = Field(
+        default=None, ge=0, description="generate: tokens after the prompt; default: 64 (CPU: 8)"
+    )
+    memory_budget: str | None = Field(
+        default=None, description="generate, memory: what torch may take, such as 24GiB; default: all (memory: 24GiB)"
+    )
+    prefill_chunk: int | None = Field(
+        default=None, ge=1, description="tokens of the batch read at once; default: the whole prompt (memory: 4096)"
+    )
+    full_prefill: bool = Field(
+        default=False, description="memory: compute the whole prompt, instead of filling the cache between its ends"
+    )
+    longest: bool = Field(default=True, description="memory: also find the longest context of one sequence")
     out: Path | None = Field(default=None, description="append records here; default: runs/bench/SUITE.jsonl")
 
 
@@ -55,11 +82,11 @@ class Row(Protocol):
 
 
 def run(options: BenchOptions, output: Output) -> None:
-    """Measure speed and memory, methods side by side; every form is checked against the reference first."""
-    for name in ("contexts", "batches"):
+    """Measure speed and memory, methods side by side; kernels are checked against the reference first."""
+    for name in ("contexts", "prompt_tokens"):
         if any(value < 1 for value in getattr(options, name)):
-            raise UsageError(f"--{name} takes positive numbers")
-    bench_attention(options, output)
+            raise UsageError(f"--{name.replace('_', '-')} takes positive lengths")
+    {"attention": bench_attention, "generate": bench_generate, "memory": bench_memory}[options.suite](options, output)
 
 
 def bench_attention(options: BenchOptions, output: Output) -> None:
@@ -70,29 +97,115 @@ def bench_attention(options: BenchOptions, output: Output) -> None:
     from kvcli.bench.shapes import shape_spec
 
     device = torch.device(options.torch_device())
-    dtype = options.dtype if options.dtype != "auto" else "float16" if device.type == "cuda" else "float32"
-    contexts = options.contexts or ([1024, 8192, 32768, 131072] if device.type == "cuda" else [256, 1024])
-    layer = shape_spec(options.shape).num_layers - 1 if options.layer is None else options.layer
+    gpu = device.type == "cuda"
+    dtype = options.dtype if options.dtype != "auto" else "float16" if gpu else "float32"
+    batches = parse_batches(options.batches)
+    if batches is None:
+        raise UsageError("--batches auto goes with --suite generate or memory")
     config = AttentionConfig(
         shape=options.shape,
-        subjects=subjects(options),
-        contexts=contexts,
-        batches=options.batches,
+        subjects=subjects(options, METHODS),
+        contexts=options.contexts or ([1024, 8192, 32768, 131072] if gpu else [256, 1024]),
+        batches=batches,
         impl=options.impl,
-        repeats=options.repeats,
+        repeats=options.repeats or 50,
         device=device,
         dtype=getattr(torch, dtype),
         seed=options.seed,
-        layer_idx=layer,
+        layer_idx=shape_spec(options.shape).num_layers - 1 if options.layer is None else options.layer,
     )
     say_device(device, output)
-    shared = {"shape": options.shape, "layer": layer, "dtype": dtype, "weights": "random"}
-    total = len(contexts) * len(options.batches) * (1 + len(config.subjects))
+    shared = {"shape": options.shape, "layer": config.layer_idx, "dtype": dtype, "weights": "random"}
+    total = len(config.contexts) * len(batches) * (1 + len(config.subjects))
     collect(options, output, bench_attention(config), total, shared, attention_table)
 
 
-def subjects(options: BenchOptions) -> list[Subject]:
-    """The methods with their settings.
+def bench_generate(options: BenchOptions, output: Output) -> None:
+    """The suite that runs a model end to end."""
+    from kvcli.bench.generate import GenerateConfig, bench_generate
+
+    gpu = options.torch_device().startswith("cuda")
+    chosen = subjects(options, METHODS if gpu else CPU_METHODS, baseline=True)
+    batches, budget = parse_batches(options.batches), parse_size(options.memory_budget)
+    model, shared = load(options, options.random_weights, output)
+    config = GenerateConfig(
+        model=model,
+        subjects=chosen,
+        prompt_tokens=options.prompt_tokens or ([512] if gpu else [256]),
+        new_tokens=options.new_tokens if options.new_tokens is not None else 64 if gpu else 8,
+        batches=batches,
+        memory_budget=budget,
+        prefill_chunk=options.prefill_chunk,
+        impl=options.impl,
+        repeats=options.repeats or 3,
+        seed=options.seed,
+    )
+    total = len(config.prompt_tokens) * len(batches or [0]) * len(chosen)
+    shared = {**shared, "memory_budget": budget, "prefill_chunk": config.prefill_chunk}
+    collect(options, output, bench_generate(config), total, shared, generate_table)
+
+
+def bench_memory(options: BenchOptions, output: Output) -> None:
+    """The suite that finds out what fits."""
+    import torch
+
+    from kvcli.bench.budget import need_gpu
+    from kvcli.bench.memory import MemoryConfig, bench_memory
+
+    need_gpu(torch.device(options.torch_device()))
+    chosen = subjects(options, METHODS, baseline=True)
+    batches, budget = parse_batches(options.batches or ["auto"]), parse_size(options.memory_budget or "24GiB")
+    assert budget is not None
+    model, shared = load(options, options.random_weights or MEMORY_SHAPE, output)
+    config = MemoryConfig(
+        model=model,
+        subjects=chosen,
+        contexts=options.contexts or [32768],
+        batches=batches,
+        longest=options.longest,
+        memory_budget=budget,
+        prefill_chunk=options.prefill_chunk or 4096,
+        full_prefill=options.full_prefill,
+        impl=options.impl,
+        seed=options.seed,
+    )
+    total = len(chosen) * (len(config.contexts) * len(batches or [0]) + config.longest)
+    prefill = "computed" if config.full_prefill else "ends computed, middle filled"
+    shared = {**shared, "memory_budget": budget, "prefill_chunk": config.prefill_chunk, "prefill": prefill}
+    collect(options, output, bench_memory(config), total, shared, memory_table)
+
+
+def load(options: BenchOptions, shape: str | None, output: Output) -> tuple[Any, dict[str, Any]]:
+    """The model to run, and what all records say of it.
+
+    Raises:
+        UsageError: a number of layers for a model whose weights are not random.
+    """
+    import torch
+
+    device = torch.device(options.torch_device())
+    say_device(device, output)
+    if shape is None:
+        if options.layers is not None:
+            raise UsageError("--layers goes with --random-weights")
+        model: Any = options.load(output).model
+    else:
+        from kvcli.bench.model import random_model
+
+        dtype = options.dtype if options.dtype != "auto" else "bfloat16" if device.type == "cuda" else "float32"
+        output.say(f"making a model of the shape {shape} with random weights")
+        model = random_model(shape, options.layers, device, getattr(torch, dtype), options.seed)
+    return model, {
+        "model": shape or options.model,
+        "weights": "random" if shape else "model",
+        "codebooks": "random",
+        "num_layers": model.config.num_hidden_layers,
+        "dtype": str(model.dtype).removeprefix("torch."),
+    }
+
+
+def subjects(options: BenchOptions, default: list[str], baseline: bool = False) -> list[Subject]:
+    """The methods with their settings; with `baseline`, fp16 first.
 
     Raises:
         UsageError: a method that does not exist.
@@ -101,16 +214,31 @@ def subjects(options: BenchOptions) -> list[Subject]:
     from kvcli.bench.layer import Subject, check_settings
 
     settings = parse_settings(options.settings)
-    found = [Subject.parse(name, settings) for name in options.methods or METHODS]
+    names = list(dict.fromkeys([*(["fp16"] if baseline else []), *(options.methods or default)]))
+    found = [Subject.parse(name, settings) for name in names]
     check_settings(found, settings)
     return found
+
+
+def parse_batches(texts: list[str]) -> list[int] | None:
+    """Numbers of sequences; None for `auto`.
+
+    Raises:
+        UsageError: neither numbers nor `auto` alone.
+    """
+    if texts == ["auto"]:
+        return None
+    if not all(text.isdecimal() and int(text) for text in texts):
+        raise UsageError(f"--batches takes positive numbers or 'auto' alone, not {' '.join(texts)}")
+    return [int(text) for text in texts] or [1]
 
 
 def say_device(device: torch.device, output: Output) -> None:
     """Says what is measured where there is no GPU."""
     if device.type != "cuda":
         output.say(
-            "no GPU: measuring the PyTorch reference on the CPU, which says nothing about the speed of the kernels"
+            "no GPU: what is measured is PyTorch on the CPU (the reference, unless --impl says otherwise), "
+            "which tells nothing about the speed of the kernels"
         )
 
 
@@ -147,12 +275,12 @@ def collect(
             advance(1)
     output.result({"suite": options.suite, "rows": records, "machine": machine}, make_table(records))
     output.say(f"records: {path}")
-    wrong = [record for record in records if record["status"] == "mismatch"]
-    for record in wrong:
-        output.say(
-            f"error: {record['method']} at {record['context']} tokens, batch {record['batch']}: {record['note']}"
-        )
-    if wrong:
+    for record in records:
+        if record["status"] in ("mismatch", "refused"):
+            tokens = record.get("context", record.get("prompt_tokens"))
+            where = f"{record['method']}, {tokens} tokens, batch {record['batch']}"
+            output.say(f"{'error' if record['status'] == 'mismatch' else 'refused'}: {where}: {record['note']}")
+    if any(record["status"] == "mismatch" for record in records):
         raise typer.Exit(1)
 
 

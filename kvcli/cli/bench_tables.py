@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.table import Table
 
-from kvcli.cli.output import table
+from kvcli.cli.output import size, table
 
 
 def attention_table(records: list[dict[str, Any]]) -> Table:
@@ -17,8 +17,7 @@ def attention_table(records: list[dict[str, Any]]) -> Table:
     for record in records:
         shown = [record["method"], f"{record['context']}", f"{record['batch']}"]
         if record["status"] != "ok":
-            status = "MISMATCH" if record["status"] == "mismatch" else record["status"]
-            rows.append([*shown, *["-"] * 6, _error(record), f"{record['impl']}: {status}"])
+            rows.append([*shown, *["-"] * 6, _error(record), _trouble(record)])
             continue
         rows.append(
             [
@@ -38,6 +37,87 @@ def attention_table(records: list[dict[str, Any]]) -> Table:
         f"x SDPA: SDPA's time over this one's; device copy {first['copy_gb_s']:.0f} GB/s"
     )
     return table(title, columns, rows)
+
+
+def generate_table(records: list[dict[str, Any]]) -> Table:
+    """Rates and memory of whole models beside those of fp16."""
+    first = records[0]
+    columns = (
+        "method",
+        "prompt+new",
+        "batch",
+        "x tok/s",
+        "x total",
+        "prefill / fp16",
+        "cache",
+        "tok/s",
+        "prefill ms",
+        "p20-p80",
+        "ttft ms",
+        "peak",
+        "error",
+        "form",
+    )
+    rows = []
+    for record in records:
+        shown = [record["method"], f"{record['prompt_tokens']}+{record['new_tokens']}", f"{record['batch'] or '-'}"]
+        if record["status"] != "ok":
+            rows.append([*shown, *["-"] * 9, _error(record), _trouble(record)])
+            continue
+        low, middle, high = record["prefill_ms"]
+        rate = record["tokens_per_s"]
+        rows.append(
+            [
+                *shown,
+                _number(record["rate_ratio"], ".2f"),
+                _number(record["total_ratio"], ".2f"),
+                _number(record["prefill_ratio"], ".3f"),
+                "-" if record["cache_ratio"] is None else f"1/{record['cache_ratio']:.2f}",
+                _number(rate and rate[1], ".1f"),
+                f"{middle:.1f}",
+                f"{low:.1f}-{high:.1f}",
+                f"{record['ttft_ms']:.1f}",
+                "-" if record["peak_bytes"] is None else size(record["peak_bytes"]),
+                _error(record),
+                record["impl"],
+            ]
+        )
+    budget = "" if first["memory_budget"] is None else f", budget {size(first['memory_budget'])}"
+    title = (
+        f"{first['model']}, {first['weights']} weights, {first['num_layers']} layers, {first['dtype']}{budget}; "
+        "x: over fp16, which is transformers' own cache and SDPA; tok/s: of all sequences, after the first token"
+    )
+    return table(title, columns, rows)
+
+
+def memory_table(records: list[dict[str, Any]]) -> Table:
+    """What fits into the budget."""
+    first = records[0]
+    columns = ("method", "question", "context", "batch", "cache", "cache / fp16", "peak", "reserved", "error", "form")
+    rows = []
+    for record in records:
+        asked = [f"{record['context'] or '-'}", f"{record['batch'] or '-'}"]
+        shown = [record["method"], record["question"], *asked]
+        if record["status"] != "ok":
+            rows.append([*shown, *["-"] * 4, _error(record), _trouble(record)])
+            continue
+        sizes = [size(record[name]) for name in ("cache_bytes", "peak_bytes", "reserved_bytes")]
+        rows.append([*shown, sizes[0], f"1/{record['cache_ratio']:.2f}", *sizes[1:], _error(record), record["impl"]])
+    title = (
+        f"{first['model']}, {first['weights']} weights ({size(first['weights_bytes'])}), {first['dtype']}, budget "
+        f"{size(first['memory_budget'])}; prompts in chunks of {first['prefill_chunk']} tokens, {first['prefill']}; "
+        "one decode step"
+    )
+    return table(title, columns, rows)
+
+
+def _trouble(record: dict[str, Any]) -> str:
+    status = "MISMATCH" if record["status"] == "mismatch" else record["status"]
+    return f"{record['impl']}: {status}"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
 
 
 def _error(record: dict[str, Any]) -> str:

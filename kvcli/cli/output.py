@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +26,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from kvcli.errors import KvcliError
+from kvcli.errors import KvcliError, UsageError
 
 _PLAIN_SECONDS = 10.0
 
@@ -138,6 +139,21 @@ def size(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
         count /= 1024
     return f"{count:.2f} GiB"
+
+
+def parse_size(text: str | None) -> int | None:
+    """Bytes from a number with a unit, such as 24GiB, 500 MB or 1000.
+
+    Raises:
+        UsageError: anything else.
+    """
+    if text is None:
+        return None
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT]?)(i?)B)?\s*", text, re.IGNORECASE)
+    if found is None or not float(found[1]):
+        raise UsageError(f"'{text}' is not a size; write it like 24GiB")
+    number, prefix, binary = found.groups()
+    return int(float(number) * (1024 if binary else 1000) ** " KMGT".index((prefix or " ").upper()))
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:

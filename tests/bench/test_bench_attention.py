@@ -9,7 +9,8 @@ import torch
 
 from kvcli.attention.reference import reference_attend
 from kvcli.bench.attention import AttentionConfig, AttentionRow, bench_attention
-from kvcli.bench.layer import EncodedLayer, Subject, check_settings, compare, encoded_layer, randomise, tile
+from kvcli.bench.check import compare
+from kvcli.bench.layer import EncodedLayer, Subject, check_settings, encoded_layer, randomise, tile
 from kvcli.bench.shapes import shape_rope, shape_spec
 from kvcli.errors import ConfigError, UsageError
 from kvcli.methods.base import PartialAttend

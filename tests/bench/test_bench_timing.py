@@ -66,8 +66,14 @@ def test_a_copy_counts_bytes_read_and_written(clock: Clock, monkeypatch: pytest.
 
 
 @settings(max_examples=300, deadline=None)
-@given(limit=st.integers(0, 70), start=st.integers(1, 50), step=st.integers(1, 5), most=st.none() | st.integers(1, 60))
-def test_the_largest_that_fits(limit: int, start: int, step: int, most: int | None) -> None:
+@given(
+    limit=st.integers(0, 70),
+    start=st.integers(1, 50),
+    step=st.integers(1, 5),
+    most=st.none() | st.integers(1, 60),
+    growth=st.sampled_from([1.1, 1.25, 2.0]),
+)
+def test_the_largest_that_fits(limit: int, start: int, step: int, most: int | None, growth: float) -> None:
     tried: list[int] = []
 
     def fits(size: int) -> bool:
@@ -75,7 +81,7 @@ def test_the_largest_that_fits(limit: int, start: int, step: int, most: int | No
         return size <= limit
 
     expected = min(limit, most if most is not None else limit) // step * step
-    assert largest(fits, start=start, step=step, most=most) == expected
+    assert largest(fits, start=start, step=step, most=most, growth=growth) == expected
     assert len(tried) == len(set(tried))
     assert all(size > 0 and size % step == 0 and (most is None or size <= most) for size in tried)
 

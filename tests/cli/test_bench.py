@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from console import invoke
 
+from kvcli.cli.output import parse_size
+from kvcli.errors import UsageError
 from kvcli.methods.commvq.attend import reordered_attend
 from kvcli.registry import get_method
 
@@ -57,9 +59,93 @@ def test_a_mismatch_shows_no_time_and_fails(monkeypatch: pytest.MonkeyPatch) -> 
     assert "MISMATCH" in line
     assert "1.0e-01" in line
     assert line.count(" - ") == 6
-    assert "error: commvq-2 at 64 tokens" in found.stderr
+    assert "error: commvq-2, 64 tokens, batch 1: differs" in found.stderr
     shown = json.loads(invoke(*ATTENTION, *options, "--json").stdout)
     assert shown["rows"][1]["p50_us"] is None
+
+
+GENERATE = ("bench", "--suite", "generate", "--new-tokens", "3", "--prompt-tokens", "40", "--repeats", "1", *GROUPS)
+
+
+def test_generate_runs_random_weights_and_real_models(tiny: Any) -> None:
+    options = ("--methods", "kivi-2", "--methods", "fp16")
+    for source, expected in (
+        (("--random-weights", "tiny", "--layers", "2"), ("tiny", "random", 2)),
+        ((), ("smollm2-135m", "model", 3)),
+    ):
+        found = invoke(*GENERATE, *source, *options, "--batches", "1", "--batches", "2", "--json")
+        assert found.exit_code == 0, found.stderr
+        rows = json.loads(found.stdout)["rows"]
+        assert [(row["method"], row["batch"]) for row in rows] == [
+            ("fp16", 1),
+            ("kivi-2", 1),
+            ("fp16", 2),
+            ("kivi-2", 2),
+        ]
+        for row in rows:
+            assert (row["model"], row["weights"], row["num_layers"]) == expected
+            assert row["tokens_per_s"][1] > 0
+            assert (row["codebooks"], row["dtype"], row["memory_budget"]) == ("random", "float32", None)
+    lines = Path("runs/bench/generate.jsonl").read_text().splitlines()
+    assert len(lines) == 8
+    assert json.loads(lines[0])["machine"]["packages"]["transformers"]
+
+
+def test_the_table_of_generate_puts_ratios_first() -> None:
+    found = invoke(*GENERATE, "--random-weights", "tiny", "--methods", "kivi-2")
+    heading = next(line for line in found.stdout.splitlines() if "x tok/s" in line)
+    names = [name.strip() for name in heading.strip("┃").split("┃")]
+    assert names[3:7] == ["x tok/s", "x total", "prefill / fp16", "cache"]
+    (row,) = [line for line in found.stdout.splitlines() if "kivi-2" in line]
+    assert len(row.strip("│").split("│")) == len(names)
+
+
+def test_the_table_of_memory_says_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvcli.bench import budget, memory
+    from kvcli.bench.memory import MemoryConfig, MemoryRow
+
+    def rows(config: MemoryConfig) -> Any:
+        assert (config.memory_budget, config.batches, config.contexts) == (40 * 2**30, None, [32768])
+        assert [subject.name for subject in config.subjects] == ["fp16", "commvq-1"]
+        sizes = {"cache_bytes": 3 * 2**29, "peak_bytes": 2**34, "reserved_bytes": 2**34, "weights_bytes": 2**20}
+        yield MemoryRow("fp16", "largest batch", 32768, 7, "sdpa", cache_ratio=1.0, **sizes)
+        yield MemoryRow("commvq-1", "longest context", 0, 1, "fused", "out of memory", weights_bytes=2**20)
+
+    monkeypatch.setattr(memory, "bench_memory", rows)
+    monkeypatch.setattr(budget, "need_gpu", lambda device: None)
+    options = ("--random-weights", "tiny", "--memory-budget", "40GiB", "--methods", "commvq-1")
+    found = invoke("bench", "--suite", "memory", *options)
+    assert found.exit_code == 0, found.stderr
+    lines = {
+        line.split("│")[1].strip(): [cell.strip() for cell in line.split("│")]
+        for line in found.stdout.splitlines()
+        if "│" in line
+    }
+    assert lines["fp16"][2:9] == ["largest batch", "32768", "7", "1.50 GiB", "1/1.00", "16.00 GiB", "16.00 GiB"]
+    assert lines["commvq-1"][2:6] == ["longest context", "-", "1", "-"]
+    assert lines["commvq-1"][-2] == "fused: out of memory"
+    assert "budget 40.00 GiB" in " ".join(found.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("24GiB", 24 * 2**30),
+        ("1.5 GiB", 3 * 2**29),
+        ("500MB", 5 * 10**8),
+        ("64kib", 65536),
+        ("1000", 1000),
+        (None, None),
+    ],
+)
+def test_sizes_are_read(text: str | None, expected: int | None) -> None:
+    assert parse_size(text) == expected
+
+
+@pytest.mark.parametrize("text", ["much", "-1GiB", "24GiBB", "0", "", "24 G iB", "GiB"])
+def test_other_sizes_are_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="24GiB"):
+        parse_size(text)
 
 
 @pytest.mark.parametrize(
@@ -76,6 +162,15 @@ def test_a_mismatch_shows_no_time_and_fails(monkeypatch: pytest.MonkeyPatch) -> 
         (("--impl", "magic"), "magic"),
         (("--suite", "magic"), "--suite"),
         (("--repeats", "0"), "--repeats"),
+        (("--batches", "auto"), "--suite generate"),
+        (("--batches", "auto", "--batches", "2", "--suite", "generate"), "--batches"),
+        (("--suite", "generate", "--random-weights", "gpt-9"), "llama-3.1-8b"),
+        (("--suite", "generate", "--random-weights", "tiny", "--batches", "auto"), "needs a GPU"),
+        (("--suite", "generate", "--random-weights", "tiny", "--memory-budget", "1GiB"), "needs a GPU"),
+        (("--suite", "generate", "--memory-budget", "much"), "24GiB"),
+        (("--suite", "generate", "--layers", "2"), "--random-weights"),
+        (("--suite", "generate", "--prompt-tokens", "0"), "--prompt-tokens"),
+        (("--suite", "memory"), "needs a GPU"),
     ],
 )
 def test_bad_input_is_one_line(arguments: tuple[str, ...], said: str) -> None:

@@ -1,0 +1,284 @@
+"""The suite that runs a model end to end: random models, runs, ratios, the largest batch."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, LlamaForCausalLM
+
+from kvcli.attention.reference import reference_attend
+from kvcli.bench import check, generate
+from kvcli.bench.budget import largest_by_peak
+from kvcli.bench.generate import Figures, GenerateConfig, GenerateRow, bench_generate
+from kvcli.bench.layer import Subject
+from kvcli.bench.model import (
+    Run,
+    cache_bytes,
+    chunk_length,
+    opened,
+    prefill,
+    random_model,
+    random_prompt,
+    run_model,
+    step,
+)
+from kvcli.bench.shapes import shape_config, shape_rope
+from kvcli.errors import UsageError
+from kvcli.methods.commvq.attend import reordered_attend
+from kvcli.registry import get_method
+from kvcli.spec import ModelSpec
+
+CPU = torch.device("cpu")
+SMALL = {"group_size": 8, "residual_length": 8, "codebook_size": 8, "sink_length": 0}
+GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return random_model("tiny", None, CPU, torch.float32, 0)
+
+
+def make_config(model: Any, *names: str, **changes: Any) -> GenerateConfig:
+    values = {
+        "model": model,
+        "subjects": [Subject.parse(name, SMALL) for name in ("fp16", *names)],
+        "prompt_tokens": [40],
+        "new_tokens": 4,
+        "batches": [2],
+        "memory_budget": None,
+        "prefill_chunk": None,
+        "impl": "auto",
+        "repeats": 2,
+        "seed": 0,
+    }
+    return GenerateConfig(**{**values, **changes})
+
+
+def make_run(prefill_s: float, decode_s: float, cache: int = 100) -> Run:
+    return Run(prefill_s, prefill_s + 0.001, decode_s, cache, 5 * cache, 6 * cache)
+
+
+def prompt(model: Any, batch: int, length: int) -> torch.Tensor:
+    return random_prompt(ModelSpec.from_config(model.config), batch, length, CPU, 0)
+
+
+def test_random_models_are_whole(model: Any) -> None:
+    real = LlamaForCausalLM(shape_config("tiny"))
+    assert {name: x.shape for name, x in model.state_dict().items()} == {
+        name: x.shape for name, x in real.state_dict().items()
+    }
+    assert torch.equal(model.model.rotary_emb.inv_freq, real.model.rotary_emb.inv_freq)
+    assert all(0.015 < x.std() < 0.025 for x in model.parameters() if x.ndim > 1)
+    assert all(torch.equal(x, torch.ones_like(x)) for x in model.parameters() if x.ndim == 1)
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(model.parameters(), random_model("tiny", None, CPU, torch.float32, 0).parameters(), strict=True)
+    )
+    shallow = random_model("tiny", 1, CPU, torch.bfloat16, 1)
+    assert (len(shallow.model.layers), shallow.dtype) == (1, torch.bfloat16)
+
+
+def test_shapes_have_the_angles_and_ties_of_the_real_models() -> None:
+    tied = random_model("smollm2-135m", 1, CPU, torch.bfloat16, 0)
+    assert tied.lm_head.weight is tied.model.embed_tokens.weight
+    angles = shape_rope("llama-3.1-8b", CPU).inv_freq
+    assert angles[0] == 1.0
+    assert angles[-1] == pytest.approx(500000.0 ** (-126 / 128) / 8)  # llama3 slows the slowest pairs eightfold
+
+
+def test_greedy_steps_are_those_of_generate(model: Any) -> None:
+    ids = prompt(model, 2, 20)
+    with torch.inference_mode():
+        expected = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=5, do_sample=False, pad_token_id=0
+        )
+        cache = DynamicCache(config=model.config)
+        tokens = [prefill(model, cache, ids, 14).argmax(-1)]
+        for _ in range(4):
+            tokens.append(step(model, cache, tokens[-1]))
+    assert torch.equal(torch.cat(tokens, dim=1), expected[:, 20:])
+    assert cache_bytes(cache) == 24 * 2 * 3 * 2 * 2 * 16 * 4
+
+
+@pytest.mark.parametrize(
+    ("chunk", "new_tokens", "lengths"),
+    [
+        (None, 0, [40]),
+        (None, 1, [40]),
+        (None, 3, [40, 1, 1]),
+        (70, 2, [35, 5, 1]),  # 70 tokens of two sequences
+        (1, 0, [16, 16, 8]),  # no chunk is shorter
+    ],
+)
+def test_what_a_run_asks_of_the_model(model: Any, chunk: int | None, new_tokens: int, lengths: list[int]) -> None:
+    seen = []
+
+    def counted(input_ids: torch.Tensor, **arguments: Any) -> Any:
+        seen.append(input_ids.shape[1])
+        return model(input_ids=input_ids, **arguments)
+
+    found = run_model(counted, lambda: DynamicCache(config=model.config), prompt(model, 2, 40), new_tokens, chunk)
+    assert seen == lengths
+    assert 0 < found.prefill_s <= found.ttft_s
+    assert found.cache_bytes == (40 + max(0, new_tokens - 1)) * 2 * 3 * 2 * 2 * 16 * 4
+    assert found.peak_bytes is None
+
+
+def test_chunks_are_of_the_whole_batch() -> None:
+    assert [chunk_length(4096, batch, 8192) for batch in (1, 4, 1000)] == [4096, 1024, 16]
+    assert chunk_length(None, 4, 8192) == 8192
+    assert chunk_length(4096, 1, 100) == 100
+
+
+def test_figures_of_known_runs() -> None:
+    runs = [make_run(1.0, 3.0), make_run(1.2, 1.5), make_run(1.1, 2.0)]
+    found = Figures.of(runs, batch=4, new_tokens=7)
+    assert found.prefill_ms == pytest.approx((1040.0, 1100.0, 1160.0))
+    assert found.ttft_ms == pytest.approx(1101.0)
+    assert found.tokens_per_s == pytest.approx((9.6, 12.0, 14.4))
+    assert found.total_tokens_per_s == pytest.approx(28 / (1.101 + 2.0))
+    assert (found.cache_bytes, found.peak_bytes, found.reserved_bytes, found.repeats) == (100, 500, 600, 3)
+    assert Figures.of(runs, 4, 1).tokens_per_s is None
+    assert Figures.of(runs, 4, 1).total_tokens_per_s == pytest.approx(4 / (1.101 + 2.0))
+    assert Figures.of(runs, 4, 0).total_tokens_per_s is None
+
+
+def test_ratios_are_by_sequence_where_batches_differ() -> None:
+    def row(batch: int, run: Run) -> GenerateRow:
+        return GenerateRow("x", 10, 11, batch, "sdpa", figures=Figures.of([run], batch, 11))
+
+    found = generate._with_ratios(row(8, make_run(3.0, 2.0, cache=400)), row(2, make_run(1.0, 1.0, cache=300)))
+    assert found.rate_ratio == pytest.approx((8 / 2.0) / (2 / 1.0))
+    assert found.total_ratio == pytest.approx((8 / 5.001) / (2 / 2.001))
+    assert found.prefill_ratio == pytest.approx((3.0 / 8) / (1.0 / 2))
+    assert found.cache_ratio == pytest.approx((300 / 2) / (400 / 8))
+
+
+def test_every_method_runs_beside_fp16(model: Any) -> None:
+    rotary = model.model.rotary_emb
+    names = ("fp8", "rtn-4", "kivi-2", "squat-2", "squat-pre-2", "qjl", "commvq-1")
+    rows = [row.to_dict() for row in bench_generate(make_config(model, *names, prompt_tokens=[40, 200]))]
+    assert [row["method"] for row in rows] == ["fp16", *names] * 2
+    assert [row["prompt_tokens"] for row in rows] == [40] * 8 + [200] * 8
+    assert {row["impl"] for row in rows[1:8]} == {"reference"}
+    for row in rows:
+        assert row["status"] == "ok"
+        assert row["repeats"] == 2
+        assert row["tokens_per_s"][0] <= row["tokens_per_s"][2]
+        assert row["weights_bytes"] == 4 * sum(x.numel() for x in model.parameters())
+    long = {row["method"]: row["cache_ratio"] for row in rows[8:]}
+    assert long["fp16"] == 1
+    assert long["commvq-1"] > long["kivi-2"] > 1
+    assert model.model.rotary_emb is rotary
+
+
+def test_codebooks_of_the_bench_are_random_and_seeded(model: Any) -> None:
+    subject = Subject.parse("commvq-1", SMALL)
+
+    def codes(seed: int) -> torch.Tensor:
+        with opened(model, subject, "auto", seed) as new_cache, torch.inference_mode():
+            cache = new_cache()
+            prefill(model, cache, prompt(model, 1, 64), None)
+            return cache.layers[0].keys_stream.buffer.codes.packed
+
+    assert torch.equal(codes(0), codes(0))
+    assert not torch.equal(codes(0), codes(1))
+
+
+def test_a_wrong_form_is_not_run(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def form(*arguments: Any) -> Any:
+        out, lse = reordered_attend(*arguments)
+        return out, lse + 0.1
+
+    monkeypatch.setitem(get_method("commvq").attend_forms, "reordered", form)  # type: ignore[arg-type]
+    monkeypatch.setattr(generate, "run_model", lambda model, cache, *rest: make_run(1.0, 1.0))
+    config = make_config(model, "commvq-2", impl="reordered")
+    fp16, commvq = (row.to_dict() for row in bench_generate(config))
+    assert fp16["status"] == "ok"
+    assert commvq["status"] == "mismatch"
+    assert commvq["lse_error"] == pytest.approx(0.1, abs=1e-4)
+    assert commvq["prefill_ms"] is commvq["tokens_per_s"] is commvq["rate_ratio"] is None
+
+
+@pytest.mark.parametrize(("factor", "status"), [(1.0, "ok"), (1.001, "ok"), (1.1, "mismatch")])
+def test_kernels_that_encode_worse_are_a_mismatch(
+    model: Any, monkeypatch: pytest.MonkeyPatch, factor: float, status: str
+) -> None:
+    codec = type(get_method("fp8").build(ModelSpec.from_config(model.config), None, 0).key)
+    encode = codec.encode
+
+    def encode_in_a_kernel(self: Any, x: torch.Tensor, state: Any = None) -> Any:
+        return encode(self, x * factor if self.fused else x, state)
+
+    monkeypatch.setattr(codec, "encode", encode_in_a_kernel)
+    monkeypatch.setattr(check, "choose_form", lambda *_: ("fused", partial(reference_attend)))
+    row = list(bench_generate(make_config(model, "fp8", repeats=1)))[1]
+    assert row.status == status
+    assert row.encoding_gap is not None
+    assert (row.encoding_gap == 0) == (factor == 1)
+    assert (row.figures is None) == (status != "ok")
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(torch.OutOfMemoryError("CUDA out of memory"), "out of memory"), (UsageError("no such head_dim"), "refused")],
+)
+def test_one_method_in_trouble_is_not_the_end(
+    model: Any, monkeypatch: pytest.MonkeyPatch, error: Exception, status: str
+) -> None:
+    def run(model: Any, new_cache: Any, *rest: Any) -> Run:
+        if not isinstance(new_cache(), DynamicCache) and "KIVI" in str(type(new_cache().config)):
+            raise error
+        return make_run(1.0, 1.0)
+
+    monkeypatch.setattr(generate, "run_model", run)
+    rows = list(bench_generate(make_config(model, "kivi-2", "qjl")))
+    assert [row.status for row in rows] == ["ok", status, "ok"]
+    assert rows[1].figures is None
+
+
+def test_the_largest_batch_is_each_methods_own(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[tuple[str, int]] = []
+
+    def run(model: Any, new_cache: Any, ids: torch.Tensor, *rest: Any) -> Run:
+        full = isinstance(new_cache(), DynamicCache)
+        tried.append(("fp16" if full else "kivi", len(ids)))
+        peak = 16 * GIB + len(ids) * (GIB // (8 if full else 32))
+        if peak > 24 * GIB:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return Run(1.0, 1.0, 1.0, len(ids), peak, peak)
+
+    monkeypatch.setattr(generate, "run_model", run)
+    monkeypatch.setattr(generate, "need_gpu", lambda device: None)
+    monkeypatch.setattr(generate, "memory_limit", lambda budget, device: nullcontext())
+    rows = list(bench_generate(make_config(model, "kivi-2", batches=None, memory_budget=24 * GIB, new_tokens=339)))
+    assert 62 <= rows[0].batch <= 64
+    assert 248 <= rows[1].batch <= 256
+    assert rows[1].rate_ratio == pytest.approx(rows[1].batch / rows[0].batch)
+    assert len(tried) < 24
+    assert tried[-1] == ("kivi", rows[1].batch)
+
+
+@pytest.mark.parametrize("limit", [0, 1, 2, 5, 8, 9, 10, 47, 300, 5000])
+@pytest.mark.parametrize("bend", [0.8, 1.0, 1.2])
+def test_a_search_by_peaks_needs_few_runs(limit: int, bend: float) -> None:
+    """Peaks that grow faster or slower than a line through the first two mislead the guess, not the answer."""
+    tried = []
+
+    def peak(size: int) -> int | None:
+        tried.append(size)
+        return 1000 + int(1e6 * size**bend) if size <= limit else None
+
+    found = largest_by_peak(peak, 1000 + int(1e6 * limit**bend))
+    assert limit / (1 + 1 / 30) <= found <= limit
+    assert len(tried) <= 16
+
+
+def test_no_gpu_no_budget(model: Any) -> None:
+    for changes in ({"batches": None}, {"memory_budget": GIB}):
+        with pytest.raises(UsageError, match="needs a GPU"):
+            list(bench_generate(make_config(model, **changes)))
