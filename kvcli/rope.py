@@ -108,7 +108,8 @@ class TokenRotations:
 
         def make() -> Rotation:
             self._check_consecutive()
-            return self._at(self.positions[:, ::size])
+            made = self._at(self.positions[:, ::size])
+            return Rotation(made.cos.contiguous(), made.sin.contiguous())
 
         return self._once(("tiles", size, 0), make)
 

@@ -31,3 +31,20 @@ def check_device(device: torch.device) -> None:
 def refuse(what: str) -> UsageError:
     """The error for a shape that a kernel does not support."""
     return UsageError(f"the fused kernel does not support {what}; use --impl reference")
+
+
+PROGRAMS = 132 * 16
+"""Programs that a launch aims at: what keeps the largest GPUs busy with programs of one warp."""
+
+
+def splits(length: int, others: int, granule: int) -> int:
+    """Tokens a program takes, a multiple of `granule`, so that about `PROGRAMS` run.
+
+    Args:
+        length: tokens.
+        others: programs that every range of tokens needs.
+        granule: tokens of a tile.
+    """
+    parts = max(1, PROGRAMS // others)
+    tiles = -(-length // granule)
+    return max(1, -(-tiles // parts)) * granule

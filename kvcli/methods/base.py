@@ -6,6 +6,7 @@ A method sees tensors of one layer. It does not know about caches, models, files
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -202,6 +203,16 @@ PartialAttention = tuple[Tensor, Tensor]
 
 PartialAttend = Callable[[LayerCodec, Tensor, EncodedPart, float], PartialAttention]
 """Attention of rotated queries [batch, num_heads, query_len, head_dim] over an encoded part, scores times a factor."""
+
+
+def kernel_form(module: str) -> PartialAttend:
+    """The `fused_attend` of a module of kernels, imported when it is first used: Triton is not needed before."""
+
+    def attend(codec: LayerCodec, query: Tensor, part: EncodedPart, scaling: float) -> PartialAttention:
+        attend_codes: PartialAttend = importlib.import_module(module).fused_attend
+        return attend_codes(codec, query, part, scaling)
+
+    return attend
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvcli.methods.base import LayerCodec, Method
+from kvcli.methods.base import LayerCodec, Method, kernel_form
 from kvcli.methods.commvq.attend import reordered_attend
 from kvcli.methods.commvq.config import CommVQConfig
 from kvcli.methods.commvq.fit import fit_layer
@@ -34,5 +34,5 @@ METHOD = Method(
     fit=fit_layer,
     needs_artifact=True,
     for_bits=lambda bits: {"bits": bits},
-    attend_forms={"reordered": reordered_attend},
+    attend_forms={"reordered": reordered_attend, "fused": kernel_form("kvcli.methods.commvq.kernels")},
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvcli.methods.base import LayerCodec, Method, Schedule
+from kvcli.methods.base import LayerCodec, Method, Schedule, kernel_form
 from kvcli.methods.kivi.codec import PerChannelKey
 from kvcli.methods.kivi.config import KIVIConfig
 from kvcli.methods.pertoken import PerTokenValue
@@ -31,4 +31,5 @@ METHOD = Method(
     nominal_bits=lambda spec, config: (config.k_bits, config.v_bits),
     schedules=kivi_schedules,
     for_bits=lambda bits: {"k_bits": bits, "v_bits": bits},
+    attend_forms={"fused": kernel_form("kvcli.methods.kivi.kernels")},
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvcli.methods.base import LayerCodec, Method
+from kvcli.methods.base import LayerCodec, Method, kernel_form
 from kvcli.methods.pertoken import PerTokenValue
 from kvcli.methods.qjl.codec import QJLKey
 from kvcli.methods.qjl.config import QJLConfig
@@ -27,4 +27,5 @@ METHOD = Method(
     config_cls=QJLConfig,
     build=_build,
     nominal_bits=_nominal_bits,
+    attend_forms={"fused": kernel_form("kvcli.methods.qjl.kernels")},
 )

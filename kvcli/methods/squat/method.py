@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from kvcli.methods.base import LayerCodec, Method, Space
+from kvcli.methods.base import LayerCodec, Method, Space, kernel_form
 from kvcli.methods.kivi.method import kivi_schedules
 from kvcli.methods.pertoken import PerTokenValue
 from kvcli.methods.squat.codec import SQuatKey
@@ -30,6 +30,7 @@ def _method(name: str, summary: str, space: Space) -> Method:
         fit=fit_subspace,
         needs_artifact=False,
         for_bits=lambda bits: {"k_bits": bits, "v_bits": bits},
+        attend_forms={"fused": kernel_form("kvcli.methods.kivi.kernels")},
     )
 
 

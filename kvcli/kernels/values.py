@@ -1,0 +1,281 @@
+"""The second half of attention over codes: softmax of given scores, and the weighted sum of per-token quantized values.
+
+Split over tokens: a program takes one kv head and a range of tokens and leaves its normalised sum with the log-sum-exp
+of its scores; a second kernel joins the ranges. A program knows the maximum of its scores before it sums, so nothing is
+rescaled on the way.
+
+Scores arrive in units of log 2, so that exp2 serves.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvcli.kernels.launch import refuse, splits
+from kvcli.kernels.words import masked, power_above
+
+LOG2E = 1.4426950408889634
+_BLOCK_N = 64
+_WARPS = 1
+_STAGES = 1
+
+
+@triton.jit(do_not_specialize=["length"])
+def _value_kernel(
+    scores,
+    packed,
+    scale,
+    zero,
+    lengths,
+    part_out,
+    part_lse,
+    s_head,
+    s_row,
+    p_batch,
+    p_head,
+    p_time,
+    c_batch,
+    c_head,
+    num_kv_heads,
+    length,
+    per_split,
+    rows,
+    B: tl.constexpr,
+    W: tl.constexpr,
+    D: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    EXACT: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr,
+):
+    i_bh = tl.program_id(1).to(tl.int64)
+    i_b = i_bh // num_kv_heads
+    i_h = i_bh % num_kv_heads
+    o_m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    o_w = tl.arange(0, BLOCK_W)
+    o_n = tl.arange(0, BLOCK_N)
+    o_z = tl.arange(0, 16)
+    FIELDS: tl.constexpr = 16 // B
+    LOW: tl.constexpr = FIELDS // 2
+    GROUP: tl.constexpr = D // GROUPS
+    MASK: tl.constexpr = (1 << B) - 1
+    m_m = o_m < rows
+    m_w = o_w < W
+    limit = length
+    if HAS_LENGTHS:
+        limit = tl.load(lengths + i_b)
+    first = tl.program_id(0).to(tl.int64) * per_split
+    count = tl.minimum(limit - tl.program_id(0) * per_split, per_split)
+    p_scores = scores + i_bh * s_head + o_m.to(tl.int64)[None, :] * s_row + first
+    packed += i_b * p_batch + i_h * p_head + first * p_time
+    scale += i_b * c_batch + i_h * c_head + first * GROUPS
+    zero += i_b * c_batch + i_h * c_head + first * GROUPS
+
+    # the largest score of each row, and the largest scale
+    b_top = tl.full([BLOCK_N, BLOCK_M], float("-inf"), tl.float32)
+    b_unit = tl.zeros([BLOCK_N * BLOCK_G], tl.float32)
+    o_flat = tl.arange(0, BLOCK_N * BLOCK_G)
+    for start in range(0, count, BLOCK_N):
+        n = start + o_n
+        b_s = tl.load(p_scores + n[:, None], mask=(n < count)[:, None] & m_m[None, :], other=float("-inf"))
+        b_top = tl.maximum(b_top, b_s)
+        at = start * GROUPS + o_flat
+        m_c = (at < count * GROUPS) & (o_flat < BLOCK_N * GROUPS)
+        b_unit = tl.maximum(b_unit, tl.load(scale + at, mask=m_c, other=0.0).to(tl.float32))
+    top = tl.max(b_top, 0)
+    safe = tl.where(top == float("-inf"), 0.0, top)
+    # weights times scales are float16: this power of two keeps the largest near 2^10
+    unit = power_above(tl.maximum(tl.max(b_unit, 0), 1e-30))
+    per_unit = 1.0 / unit
+    shift = 10.0 - safe
+
+    b_sums = ()
+    for f in tl.static_range(FIELDS):
+        b_sums = b_sums + (tl.zeros([BLOCK_W, BLOCK_M], tl.float32),)
+    b_zero = tl.zeros([16, BLOCK_M], tl.float32)
+    for start in range(0, count, BLOCK_N):
+        n = start + o_n
+        at = tl.minimum(n, count - 1)
+        b_s = tl.load(p_scores + n[:, None], mask=(n < count)[:, None] & m_m[None, :], other=float("-inf"))
+        # [N, M], up to 2^10 so that small weights survive in float16
+        b_p = tl.exp2(b_s + shift[None, :])
+        words = tl.load(packed + at[:, None] * p_time + o_w[None, :], mask=m_w[None, :], other=0)
+        words = tl.trans(words)
+        high = words >> 8
+        # rows of zeros [16, N]: those of the groups, then ones, which sum the weights
+        b_z = tl.load(zero + at[:, None] * GROUPS + o_z[None, :], mask=(o_z < GROUPS)[None, :], other=1.0)
+        b_z = tl.trans(b_z)
+        new = ()
+        if EXACT:
+            b_zero = tl.dot(b_z.to(tl.float32), b_p, b_zero, input_precision="ieee")
+            for f in tl.static_range(FIELDS):
+                group = tl.minimum((f * W + o_w) // GROUP, GROUPS - 1)
+                b_c = tl.load(scale + at[None, :] * GROUPS + group[:, None]).to(tl.float32)
+                b_v = ((words >> (B * f)) & MASK).to(tl.float32) * b_c
+                new = new + (tl.dot(b_v, b_p, b_sums[f], input_precision="ieee"),)
+        else:
+            b_zero = tl.dot(b_z, b_p.to(tl.float16), b_zero)
+            b_ps = tl.zeros([BLOCK_N, BLOCK_M], tl.float16)
+            for f in tl.static_range(FIELDS):
+                if (f * W) % GROUP == 0:
+                    b_c = tl.load(scale + at * GROUPS + (f * W) // GROUP).to(tl.float32) * per_unit
+                    b_ps = (b_p * b_c[:, None]).to(tl.float16)
+                b_v = masked(words if f < LOW else high, MASK << (B * (f % LOW)))
+                new = new + (tl.dot(b_v, b_ps, b_sums[f]),)
+        b_sums = new
+
+    total = tl.sum(tl.where((o_z == GROUPS)[:, None], b_zero, 0.0), 0)
+    safe_total = tl.where(total > 0, total, 1.0)
+    row = (i_bh * tl.num_programs(0) + tl.program_id(0)) * rows + o_m
+    b_lse = tl.where(total > 0, safe + tl.log2(safe_total) - 10.0, float("-inf"))
+    tl.store(part_lse + row, b_lse, mask=m_m)
+    for f in tl.static_range(FIELDS):
+        if EXACT:
+            b_out = b_sums[f]
+        else:
+            b_out = b_sums[f] * (unit * (16777216.0 / (1 << (B * (f % LOW)))))
+        channel = f * W + o_w
+        group = channel // GROUP
+        for g in tl.static_range(GROUPS):
+            b_g = tl.sum(tl.where((o_z == g)[:, None], b_zero, 0.0), 0)
+            b_out += tl.where((group == g)[:, None], b_g[None, :], 0.0)
+        m_out = m_w[:, None] & (channel < D)[:, None] & m_m[None, :]
+        tl.store(part_out + row[None, :] * D + channel[:, None], b_out / safe_total[None, :], mask=m_out)
+
+
+@triton.jit
+def _join_kernel(
+    part_out, part_lse, out, lse, parts, rows, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr
+):
+    i_bh = tl.program_id(0).to(tl.int64) // rows
+    i_m = tl.program_id(0) % rows
+    o_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    o_s = tl.arange(0, BLOCK_S)
+    base = i_bh * parts * rows + i_m
+    top = tl.full([BLOCK_S], float("-inf"), tl.float32)
+    for start in range(0, parts, BLOCK_S):
+        s = start + o_s
+        top = tl.maximum(top, tl.load(part_lse + base + s * rows, mask=s < parts, other=float("-inf")))
+    highest = tl.max(top, 0)
+    highest = tl.where(highest == float("-inf"), 0.0, highest)
+    total = tl.zeros([BLOCK_S], tl.float32)
+    acc = tl.zeros([BLOCK_S, BLOCK_D], tl.float32)
+    for start in range(0, parts, BLOCK_S):
+        s = start + o_s
+        weight = tl.exp2(tl.load(part_lse + base + s * rows, mask=s < parts, other=float("-inf")) - highest)
+        at = (base + s.to(tl.int64) * rows)[:, None] * D + o_d[None, :]
+        part = tl.load(part_out + at, mask=(s < parts)[:, None] & (o_d < D)[None, :], other=0.0)
+        total += weight
+        acc += weight[:, None] * part
+    whole = tl.sum(total, 0)
+    safe = tl.where(whole > 0, whole, 1.0)
+    tl.store(out + tl.program_id(0).to(tl.int64) * D + o_d, tl.sum(acc, 0) / safe, mask=o_d < D)
+    if tl.program_id(1) == 0:
+        value = tl.where(whole > 0, (highest + tl.log2(safe)) * 0.6931471805599453, float("-inf"))
+        tl.store(lse + tl.program_id(0), value)
+
+
+def new_scores(batch: int, kv_heads: int, rows: int, length: int, device: torch.device) -> Tensor:
+    """Room for scores, float32 [batch, kv_heads, rows, >= length], whose rows begin at multiples of 256 bytes."""
+    return torch.empty(batch, kv_heads, rows, -(-length // 64) * 64, device=device)
+
+
+def value_sum(
+    scores: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    zero: Tensor,
+    lengths: Tensor | None,
+    length: int,
+    n_bits: int,
+    head_dim: int,
+    exact: bool,
+) -> tuple[Tensor, Tensor]:
+    """softmax(scores) V for values stored by `kvcli.methods.pertoken`.
+
+    Per field f of the packed words, sum_n p_n scale_n code_n is a product on tensor cores; the zeros and the sum of the
+    weights are one more.
+
+    Args:
+        scores: float32 [batch, num_kv_heads, rows, >= length], in units of log 2.
+        packed: uint8 [batch, num_kv_heads, length, words * 2].
+        scale: float16 [batch, num_kv_heads, length, groups].
+        zero: like scale.
+        lengths: int32 [batch], or None.
+        length: tokens.
+        n_bits: bits a code.
+        head_dim: channels.
+        exact: multiply in float32.
+
+    Returns:
+        out float32 [batch, num_kv_heads, rows, head_dim] and lse float32 [batch, num_kv_heads, rows], natural.
+    """
+    batch, kv_heads, rows, _ = scores.shape
+    words = packed.view(torch.int16)
+    groups = scale.shape[-1]
+    group = head_dim // groups
+    if groups > 15:
+        raise refuse(f"{groups} groups of channels a head")
+    exact = exact or group % words.shape[-1] != 0
+    block_m = min(16 if exact else 8, triton.next_power_of_2(rows))
+    blocks = triton.cdiv(rows, block_m)
+    per_split = splits(length, batch * kv_heads * blocks, _BLOCK_N)
+    parts = triton.cdiv(length, per_split)
+    device = scores.device
+    part_out = torch.empty(batch * kv_heads, parts, rows, head_dim, device=device)
+    part_lse = torch.empty(batch * kv_heads, parts, rows, device=device)
+    out = torch.empty(batch, kv_heads, rows, head_dim, device=device)
+    lse = torch.empty(batch, kv_heads, rows, device=device)
+    _value_kernel[(parts, batch * kv_heads, blocks)](
+        scores,
+        words,
+        scale,
+        zero,
+        scores if lengths is None else lengths,
+        part_out,
+        part_lse,
+        scores.stride(1),
+        scores.stride(2),
+        *words.stride()[:3],
+        *scale.stride()[:2],
+        kv_heads,
+        length,
+        per_split,
+        rows,
+        B=n_bits,
+        W=words.shape[-1],
+        D=head_dim,
+        GROUPS=groups,
+        BLOCK_G=triton.next_power_of_2(groups),
+        BLOCK_W=max(16, triton.next_power_of_2(words.shape[-1])),
+        BLOCK_M=max(8, block_m) if not exact else 16,
+        BLOCK_N=_BLOCK_N,
+        EXACT=exact,
+        HAS_LENGTHS=lengths is not None,
+        num_warps=4 if exact else _WARPS,
+        num_stages=_STAGES,
+    )
+    join(part_out, part_lse, out, lse)
+    return out, lse
+
+
+def join(part_out: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Joins attention over ranges of tokens.
+
+    Args:
+        part_out: float32 [batch * heads, parts, rows, channels], normalised in each part.
+        part_lse: float32 [batch * heads, parts, rows], in units of log 2.
+        out: float32 [batch, heads, rows, channels], written.
+        lse: float32 [batch, heads, rows], written, natural.
+    """
+    parts, rows, channels = part_out.shape[1:]
+    block = 32
+    _join_kernel[(part_out.shape[0] * rows, triton.cdiv(channels, block))](
+        part_out, part_lse, out, lse, parts, rows, D=channels, BLOCK_D=block, BLOCK_S=32, num_warps=2
+    )
