@@ -5,26 +5,25 @@ No time is taken of a form that does not give what the reference gives on the sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from kvcli.attention.reference import reference_attend
-from kvcli.bench.budget import free, is_out_of_memory
 from kvcli.bench.check import choose_form, compare
 from kvcli.bench.layer import Subject, encoded_layer
+from kvcli.bench.rows import Status, guarded
 from kvcli.bench.shapes import shape_rope, shape_spec
 from kvcli.bench.timing import Timing, copy_bandwidth, time_call
 from kvcli.errors import UsageError
 from kvcli.methods.base import PartialAttend
 from kvcli.rope import Rope
 from kvcli.spec import ModelSpec
-
-Status = Literal["ok", "mismatch", "out of memory", "refused"]
 
 
 @dataclass(frozen=True)
@@ -121,26 +120,7 @@ def bench_attention(config: AttentionConfig) -> Iterator[AttentionRow]:
             sdpa_us = None if baseline.timing is None else baseline.timing.p50_us
             for subject, (impl, form) in zip(config.subjects, forms, strict=True):
                 empty = AttentionRow(subject.name, context, batch, impl, sdpa_us=sdpa_us, copy_gb_s=copy_gb_s)
-                yield _guarded(
-                    empty,
-                    lambda subject=subject, form=form, empty=empty: _method_row(  # type: ignore[misc]
-                        config, spec, rope, subject, form, empty
-                    ),
-                )
-
-
-def _guarded(empty: AttentionRow, measure: Callable[[], AttentionRow]) -> AttentionRow:
-    """A row, or what kept it from being measured: one row's trouble is not the others'."""
-    try:
-        return measure()
-    except UsageError as error:
-        row = replace(empty, status="refused", note=str(error))
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        row = replace(empty, status="out of memory")
-    free()
-    return row
+                yield guarded(partial(_method_row, config, spec, rope, subject, form, empty), empty)
 
 
 def _sdpa_row(config: AttentionConfig, spec: ModelSpec, context: int, batch: int, copy_gb_s: float) -> AttentionRow:
@@ -164,7 +144,7 @@ def _sdpa_row(config: AttentionConfig, spec: ModelSpec, context: int, batch: int
         )
         return _timed(empty, timing, key.nbytes + value.nbytes, spec, context, timing.p50_us)
 
-    return _guarded(empty, measure)
+    return guarded(measure, empty)
 
 
 def _method_row(

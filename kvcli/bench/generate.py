@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -15,8 +16,8 @@ from kvcli.bench.budget import attempt, free, largest_by_peak, memory_limit, nee
 from kvcli.bench.check import ModelCheck
 from kvcli.bench.layer import Subject
 from kvcli.bench.model import NewCache, Run, opened, random_prompt, run_model
+from kvcli.bench.rows import Status, guarded
 from kvcli.bench.timing import percentiles
-from kvcli.errors import UsageError
 
 _WARM_TOKENS = 40
 """Enough for the first tokens of a decode to be encoded, so that no kernel is compiled while the clock runs."""
@@ -123,7 +124,7 @@ class GenerateRow:
     new_tokens: int
     batch: int
     impl: str
-    status: Literal["ok", "mismatch", "out of memory", "refused"] = "ok"
+    status: Status = "ok"
     note: str | None = None
     out_error: float | None = None
     lse_error: float | None = None
@@ -175,13 +176,9 @@ class _Bench:
         """Measures one method; trouble of its own becomes its status."""
         impl, weights = self.check.impl(subject), self.weights_bytes
         row = GenerateRow(subject.name, prompt, self.config.new_tokens, batch or 0, impl, weights_bytes=weights)
-        found: list[GenerateRow] = []
-        try:
-            fits = attempt(lambda: found.append(self._measured(subject, row)))
-        except UsageError as error:
-            free()
-            return replace(row, status="refused", note=str(error))
-        return found[0] if fits else replace(row, status="out of memory")
+        found = guarded(partial(self._measured, subject, row), row)
+        free()
+        return found
 
     def _measured(self, subject: Subject, row: GenerateRow) -> GenerateRow:
         """Finds the batch if none is given, checks the kernels at this shape, and runs the model."""

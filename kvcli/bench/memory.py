@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -28,7 +29,7 @@ from kvcli.bench.model import (
     reset_peak_memory,
     step,
 )
-from kvcli.errors import UsageError
+from kvcli.bench.rows import Status, guarded
 
 _CONTEXT_UNIT = 4096
 _CHECKED_TOKENS = 4096
@@ -90,7 +91,7 @@ class MemoryRow:
     context: int
     batch: int
     impl: str
-    status: Literal["ok", "mismatch", "out of memory", "refused"] = "ok"
+    status: Status = "ok"
     note: str | None = None
     out_error: float | None = None
     cache_bytes: int | None = None
@@ -145,13 +146,9 @@ class _Bench:
         question: Question = "longest context" if context is None else "largest batch" if batch is None else "given"
         impl, weights = self.check.impl(subject), self.weights_bytes
         row = MemoryRow(subject.name, question, context or 0, batch or 0, impl, weights_bytes=weights)
-        found: list[MemoryRow] = []
-        try:
-            fits = attempt(lambda: found.append(self._measured(subject, row)))
-        except UsageError as error:
-            free()
-            return replace(row, status="refused", note=str(error))
-        return found[0] if fits else replace(row, status="out of memory")
+        found = guarded(partial(self._measured, subject, row), row)
+        free()
+        return found
 
     def _measured(self, subject: Subject, row: MemoryRow) -> MemoryRow:
         """Checks the method's kernels, once for all its rows, and answers."""

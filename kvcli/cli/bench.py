@@ -250,7 +250,7 @@ def collect(
     shared: dict[str, Any],
     make_table: Callable[[list[dict[str, Any]]], Any],
 ) -> None:
-    """Writes a record a row as it comes, shows the table, and ends with code 1 after a mismatch.
+    """Writes a record a row as it comes, shows the table, and ends with code 1 after a mismatch or a failure.
 
     Args:
         options: of the command.
@@ -260,6 +260,7 @@ def collect(
         shared: what all records say beside the row's own figures.
         make_table: the table of the records.
     """
+    from kvcli.bench.rows import ERRORS
     from kvcli.files import append_record
     from kvcli.machine import facts
 
@@ -276,11 +277,11 @@ def collect(
     output.result({"suite": options.suite, "rows": records, "machine": machine}, make_table(records))
     output.say(f"records: {path}")
     for record in records:
-        if record["status"] in ("mismatch", "refused"):
+        if record["status"] in (*ERRORS, "refused"):
             tokens = record.get("context", record.get("prompt_tokens"))
             where = f"{record['method']}, {tokens} tokens, batch {record['batch']}"
-            output.say(f"{'error' if record['status'] == 'mismatch' else 'refused'}: {where}: {record['note']}")
-    if any(record["status"] == "mismatch" for record in records):
+            output.say(f"{'error' if record['status'] in ERRORS else 'refused'}: {where}: {record['note']}")
+    if any(record["status"] in ERRORS for record in records):
         raise typer.Exit(1)
 
 

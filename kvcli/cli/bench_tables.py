@@ -112,7 +112,7 @@ def memory_table(records: list[dict[str, Any]]) -> Table:
 
 
 def _trouble(record: dict[str, Any]) -> str:
-    status = "MISMATCH" if record["status"] == "mismatch" else record["status"]
+    status = record["status"].upper() if record["status"] in ("mismatch", "failed") else record["status"]
     return f"{record['impl']}: {status}"
 
 

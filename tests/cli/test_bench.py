@@ -64,6 +64,18 @@ def test_a_mismatch_shows_no_time_and_fails(monkeypatch: pytest.MonkeyPatch) -> 
     assert shown["rows"][1]["p50_us"] is None
 
 
+def test_a_failure_is_said_and_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def form(*arguments: Any) -> Any:
+        raise LookupError("out of resource")
+
+    monkeypatch.setitem(get_method("commvq").attend_forms, "reordered", form)  # type: ignore[arg-type]
+    found = invoke(*ATTENTION, *BOOKS, "--methods", "commvq-2", "--impl", "reordered", "--contexts", "32")
+    assert found.exit_code == 1
+    assert found.stdout.count("reordered: FAILED") == 2
+    assert "error: commvq-2, 32 tokens, batch 1: LookupError: out of resource (test_bench.py" in found.stderr
+    assert found.stderr.count("Traceback") == 0
+
+
 GENERATE = ("bench", "--suite", "generate", "--new-tokens", "3", "--prompt-tokens", "40", "--repeats", "1", *GROUPS)
 
 
