@@ -12,6 +12,8 @@ from torch import Tensor
 from kvcli.methods.affine import AFFINE_BITS
 from kvcli.methods.base import Codes
 from kvcli.methods.commvq.config import CommVQConfig
+from kvcli.methods.commvq.fit import fit_values_fast, fit_values_paper
+from kvcli.methods.commvq.values import CommVQValueCodec
 from kvcli.methods.kivi.codec import PerChannelKey
 from kvcli.methods.pertoken import PerTokenValue
 
@@ -97,10 +99,9 @@ def test_extreme_groups(n_bits: int) -> None:
         assert codec.decode(ours).isfinite().all()
 
 
-def relative_errors(codec: Any, x: Tensor, *codes: Codes) -> list[float]:
-    """Normalised squared error of each set of codes."""
-    energy = x.float().square().sum()
-    return [float((codec.decode(c).float() - x.float()).square().sum() / energy) for c in codes]
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """Normalised squared error."""
+    return float((found.float() - expected.float()).square().sum() / expected.float().square().sum())
 
 
 def check_keys(codec: Any, x: Tensor) -> None:
@@ -112,7 +113,7 @@ def check_keys(codec: Any, x: Tensor) -> None:
     assert (ours.norm == reference.norm).float().mean() > 0.97
     same = [(a == b).float().mean() for a, b in zip(codec.unpack(reference), codec.unpack(ours), strict=True)]
     assert min(same) > 0.998
-    expected, found = relative_errors(codec, x, reference, ours)
+    expected, found = (relative_error(codec.decode(codes), x) for codes in (reference, ours))
     assert abs(found / expected - 1) < 1e-3
 
 
@@ -166,3 +167,85 @@ def test_tables_follow_the_buffers() -> None:
     check_keys(codec, x)
     codec.pair_weight.mul_(torch.linspace(0.1, 3, 16, device=DEVICE))
     check_keys(codec, x)
+
+
+def values(heads: int, time: int, head_dim: int, *, batch: int = 1, structured: bool, seed: int = 0) -> Tensor:
+    """Values [batch, heads, time, head_dim] with channels of different size, random or around some centres."""
+    x = clustered(1, batch * time, heads * head_dim, seed)[0]
+    if not structured:
+        x = torch.randn(x.shape, generator=torch.Generator().manual_seed(seed))
+    x = x.view(batch, time, heads, head_dim) * torch.logspace(-1, 1, head_dim)
+    return x.transpose(1, 2)
+
+
+def commvq_values(head_dim: int, *, structured: bool = True, **changes: Any) -> CommVQValueCodec:
+    spec = make_spec(head_dim)
+    codec = CommVQValueCodec(spec, CommVQConfig(**{"bits": 2, "value_iterations": 3, **changes}).resolve(spec))
+    with torch.no_grad():
+        if codec.config.value_trainer == "fast":
+            fit_values_fast(codec, values(2, 1500, head_dim, structured=structured)[0], 3)
+        else:
+            fit_values_paper(codec, values(2, 1500, head_dim, structured=structured)[0], 3, torch.Generator())
+    return codec
+
+
+def check_values(codec: CommVQValueCodec, x: Tensor) -> None:
+    """Nearly all bits equal, the rest no worse; scales equal where bits are, up to ties of their rounding."""
+    reference, ours = both(codec, x)
+    assert ours.packed.shape == reference.packed.shape
+    assert ours.scale.shape == reference.scale.shape
+    bits = [codec.unpack(codes).flatten(0, 1) for codes in (reference, ours)]
+    assert (bits[0] == bits[1]).float().mean() >= 0.99
+    rows = codec.normalise(x)[0]
+    decoded = [(b @ codec.codebook.float() + codec.offset.float()) / codec.channel_scale for b in bits]
+    expected, found = (relative_error(y, rows) for y in decoded)
+    assert found < expected * (1 + 1e-3)
+    same = (bits[0] == bits[1]).all(1)
+    assert same.float().mean() > 0.5
+    scales = [codes.scale.flatten()[same].float() for codes in (reference, ours)]
+    assert torch.allclose(*scales, rtol=2e-3)
+
+
+@pytest.fixture
+def wide_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter takes its time by operation, not by element."""
+    if not GPU:
+        wide = {"BLOCK_T": 256, "BLOCK_K": 128, "num_warps": 4, "num_stages": 3}
+        monkeypatch.setattr("kvcli.methods.commvq.value_encode_kernels.sweep_tile", lambda tokens: wide)
+
+
+@pytest.mark.usefixtures("wide_tiles")
+@pytest.mark.parametrize("structured", [False, True])
+@pytest.mark.parametrize(
+    ("head_dim", "changes"), [(64, {}), (80, {"bits": 1}), (96, {"value_code_bits": 150}), (16, {"value_sweeps": 0})]
+)
+def test_commvq_values(head_dim: int, changes: dict[str, Any], structured: bool) -> None:
+    codec = commvq_values(head_dim, structured=structured, **changes)
+    check_values(codec, values(2, many(250), head_dim, structured=structured, seed=1).to(DEVICE))
+
+
+@pytest.mark.parametrize(("time", "batch", "dtype"), [(1, 1, torch.float16), (63, 3, torch.bfloat16)])
+def test_commvq_values_in_awkward_shapes(time: int, batch: int, dtype: torch.dtype) -> None:
+    x = values(2, time, 32, batch=batch, structured=True, seed=2)
+    check_values(commvq_values(32), x.to(DEVICE, dtype))
+
+
+def test_commvq_values_in_large_tiles_and_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More tokens than small tiles are for, and more than are encoded at once."""
+    codec = commvq_values(16, value_sweeps=1)
+    monkeypatch.setattr("kvcli.methods.commvq.value_encode_kernels._ENCODE_TOKENS", 1030)
+    check_values(codec, values(2, 1050, 16, structured=True, seed=3).to(DEVICE))
+
+
+def test_commvq_values_without_size() -> None:
+    codec = commvq_values(16)
+    x = values(2, 4, 16, structured=True).clone().to(DEVICE)
+    x[:, :, 1], x[:, :, 2], x[:, :, 3] = 0, 1e-30, 1e9
+    decoded = codec.decode(both(codec, x)[1])
+    assert decoded.isfinite().all()
+    assert not decoded[:, :, 1:3].any()
+
+
+def test_the_papers_encoder_needs_no_kernels() -> None:
+    codec = commvq_values(16, value_trainer="paper", value_hidden=16)
+    assert_same(*both(codec, values(2, 30, 16, structured=True).to(DEVICE)))
