@@ -16,6 +16,9 @@ from kvcli.methods.commvq.fit import fit_values_fast, fit_values_paper
 from kvcli.methods.commvq.values import CommVQValueCodec
 from kvcli.methods.kivi.codec import PerChannelKey
 from kvcli.methods.pertoken import PerTokenValue
+from kvcli.methods.qjl.codec import QJLKey, QJLState
+from kvcli.methods.qjl.config import QJLConfig
+from kvcli.packing import unpack_bits
 
 pytest.importorskip("triton")
 
@@ -249,3 +252,35 @@ def test_commvq_values_without_size() -> None:
 def test_the_papers_encoder_needs_no_kernels() -> None:
     codec = commvq_values(16, value_trainer="paper", value_hidden=16)
     assert_same(*both(codec, values(2, 30, 16, structured=True).to(DEVICE)))
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "time", "batch", "changes", "dtype"),
+    [
+        (64, 65, 1, {}, torch.float32),
+        (80, 63, 3, {"num_outliers": 0}, torch.bfloat16),
+        (96, 1, 3, {"sketch_dim": 100, "outlier_sketch_dim": 20, "initial_layers": 0}, torch.float16),
+        (128, 64, 1, {"sketch": "gaussian"}, torch.bfloat16),
+    ],
+)
+def test_qjl_keys(head_dim: int, time: int, batch: int, changes: dict[str, Any], dtype: torch.dtype) -> None:
+    codec = QJLKey(make_spec(head_dim), QJLConfig(**changes), 0)
+    x = sample(2, many(time), head_dim, batch=batch, dtype=dtype)
+    x[0, :, 0] = 0
+    x[0, :, -1] *= 1e4
+    state = QJLState(torch.zeros(batch, 2, head_dim, device=DEVICE))
+    codec.observe(state, x, x, torch.ones(batch, device=DEVICE))
+    codec.settle(state, list(range(batch)))
+    reference, ours = both(codec, x, state)
+    outlier = state.channels.unsqueeze(2)
+    for kind, sketch in (("", codec.sketch), ("outlier_", codec.outlier_sketch)):
+        part = x.double() * (outlier if kind else 1 - outlier)
+        signs, expected = (unpack_bits(getattr(codes, f"{kind}signs"), 1, len(sketch)) for codes in (ours, reference))
+        products = part @ sketch.double().T
+        sure = products.abs() > 1e-5 * part.norm(dim=-1, keepdim=True) * sketch.double().norm(dim=-1)
+        assert torch.equal(signs.bool() & sure, (products > 0) & sure)
+        assert (signs == expected).float().mean() > 0.999 if len(sketch) else signs.numel() == 0
+        norm, stored = getattr(ours, f"{kind}norm"), getattr(reference, f"{kind}norm")
+        assert norm.shape == stored.shape
+        assert torch.allclose(norm.float(), stored.float(), rtol=1e-3)
+        assert (norm == stored).float().mean() > 0.97 if len(sketch) else norm.numel() == 0

@@ -91,6 +91,10 @@ class QJLKey(KeyCodec[QJLCodes]):
 
     def encode(self, x: Tensor, state: State | None = None) -> QJLCodes:
         assert isinstance(state, QJLState)
+        if self.fused:
+            from kvcli.methods.qjl.encode_kernels import encode_keys
+
+            return QJLCodes(*encode_keys(x, state.channels, self.sketch, self.outlier_sketch))
         outlier = state.channels.unsqueeze(2)
         x = x.float()
         signs, norm = _sketch(x * (1 - outlier), self.sketch)

@@ -1,0 +1,103 @@
+"""Triton kernel of QJL's key codec: norms, projections and packed signs of inlier and outlier channels in one pass."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvcli.packing import packed_size
+
+
+@triton.jit
+def _store_signs(
+    x, sketch, signs, i_t, m_t, o_d, ROWS: tl.constexpr, D: tl.constexpr, BYTES: tl.constexpr, BLOCK_R: tl.constexpr
+):
+    """Packed signs of x [tokens, channels] times sketch float32 [ROWS, D], at entries i_t of uint8 [.., BYTES]."""
+    o_8, o_y = tl.arange(0, 8)[None, None, :], tl.arange(0, BLOCK_R // 8)
+    for start in range(0, ROWS, BLOCK_R):
+        o_r = start + tl.arange(0, BLOCK_R)
+        p_s = sketch + o_r[None, :] * D + o_d[:, None]
+        b_s = tl.load(p_s, mask=(o_r < ROWS)[None, :] & (o_d < D)[:, None], other=0.0)
+        # three products of TF32 numbers keep the digits of float32
+        positive = tl.dot(x, b_s, input_precision="tf32x3") > 0
+        bits = tl.reshape(positive.to(tl.int32), (x.shape[0], BLOCK_R // 8, 8))
+        p_b = signs + i_t[:, None] * BYTES + (start // 8 + o_y)[None, :]
+        m_b = m_t[:, None] & (start // 8 + o_y < BYTES)[None, :]
+        tl.store(p_b, tl.sum(bits << o_8, axis=2).to(tl.uint8), mask=m_b)
+
+
+@triton.jit
+def _store_norm(x, norms, i_t, m_t):
+    """Norms of x [tokens, channels] in float16."""
+    norm = tl.minimum(tl.sqrt_rn(tl.sum(x * x, axis=1)), 65504.0)
+    tl.store(norms + i_t, norm.to(tl.float16), mask=m_t)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _sketch_kernel(
+    x, outliers, sketch, outlier_sketch, signs, norms, outlier_signs, outlier_norms,
+    stride_b, stride_h, stride_t, heads, tokens,
+    ROWS: tl.constexpr, OUTLIER_ROWS: tl.constexpr, D: tl.constexpr,
+    BYTES: tl.constexpr, OUTLIER_BYTES: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_T tokens of one head; grid (ceil(tokens / BLOCK_T), batch * heads).
+
+    x [batch, heads, tokens, D] any float with strides; outliers float32 [batch, heads, D], 1 for outlier channels;
+    sketch float32 [ROWS, D] and outlier_sketch float32 [OUTLIER_ROWS, D]; signs uint8 [batch, heads, tokens, BYTES],
+    norms float16 [batch, heads, tokens], and the same for the outlier channels unless OUTLIER_ROWS is 0.
+    """
+    i_tile, i_row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    o_t, o_d = i_tile * BLOCK_T + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
+    m_t, m_d = o_t < tokens, o_d < D
+    base = x + (i_row // heads) * stride_b + (i_row % heads) * stride_h
+    p_x = base + o_t[:, None] * stride_t + o_d[None, :]
+    b_x = tl.load(p_x, mask=m_t[:, None] & m_d[None, :], other=0.0).to(tl.float32)
+    outlier = tl.load(outliers + i_row * D + o_d, mask=m_d, other=0.0)[None, :]
+    i_t = i_row * tokens + o_t
+    inliers = b_x * (1 - outlier)
+    _store_norm(inliers, norms, i_t, m_t)
+    _store_signs(inliers, sketch, signs, i_t, m_t, o_d, ROWS, D, BYTES, BLOCK_R)
+    if OUTLIER_ROWS:
+        beyond = b_x * outlier
+        _store_norm(beyond, outlier_norms, i_t, m_t)
+        _store_signs(beyond, outlier_sketch, outlier_signs, i_t, m_t, o_d, OUTLIER_ROWS, D, OUTLIER_BYTES, BLOCK_R)
+
+
+def sketch_tile(time: int) -> dict[str, int]:
+    """Tile, warps and stages: small ones where there are few tokens."""
+    if time <= 64:
+        return {"BLOCK_T": 16, "BLOCK_R": 64, "num_warps": 4, "num_stages": 2}
+    return {"BLOCK_T": 64, "BLOCK_R": 32, "num_warps": 4, "num_stages": 1}
+
+
+def encode_keys(
+    x: Tensor, outliers: Tensor, sketch: Tensor, outlier_sketch: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Signs and norms of inlier channels and of outlier channels, as `QJLCodes`.
+
+    Args:
+        x: [batch, heads, time, head_dim].
+        outliers: float32 [batch, heads, head_dim], 1 for outlier channels and 0 for others.
+        sketch: float32 [m, head_dim].
+        outlier_sketch: float32 [m_out, head_dim], m_out may be 0.
+    """
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    batch, heads, time, width = x.shape
+    made = []
+    for rows in (len(sketch), len(outlier_sketch)):
+        made.append(torch.empty(batch, heads, time, packed_size(rows, 1), dtype=torch.uint8, device=x.device))
+        made.append(torch.empty(batch, heads, time, min(rows, 1), dtype=torch.float16, device=x.device))
+    signs, norm, outlier_signs, outlier_norm = made
+    tile = sketch_tile(time)
+    if x.numel():
+        _sketch_kernel[(triton.cdiv(time, tile["BLOCK_T"]), batch * heads)](
+            x, outliers.contiguous(), sketch, outlier_sketch, signs, norm, outlier_signs, outlier_norm,
+            *x.stride()[:3], heads, time,
+            ROWS=len(sketch), OUTLIER_ROWS=len(outlier_sketch), D=width,
+            BYTES=signs.shape[-1], OUTLIER_BYTES=outlier_signs.shape[-1],
+            BLOCK_D=max(16, triton.next_power_of_2(width)), **tile,
+        )  # fmt: skip
+    return signs, norm, outlier_signs, outlier_norm
