@@ -18,6 +18,8 @@ from kvcli.methods.kivi.codec import PerChannelKey
 from kvcli.methods.pertoken import PerTokenValue
 from kvcli.methods.qjl.codec import QJLKey, QJLState
 from kvcli.methods.qjl.config import QJLConfig
+from kvcli.methods.squat.codec import SQuatKey
+from kvcli.methods.squat.config import SQuatConfig
 from kvcli.packing import unpack_bits
 
 pytest.importorskip("triton")
@@ -284,3 +286,27 @@ def test_qjl_keys(head_dim: int, time: int, batch: int, changes: dict[str, Any],
         assert norm.shape == stored.shape
         assert torch.allclose(norm.float(), stored.float(), rtol=1e-3)
         assert (norm == stored).float().mean() > 0.97 if len(sketch) else norm.numel() == 0
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "batch", "changes", "dtype"),
+    [
+        (64, 1, {}, torch.float32),
+        (80, 3, {"block_size": 24, "k_bits": 4}, torch.bfloat16),
+        (128, 1, {"block_size": 200}, torch.float16),
+    ],
+)
+def test_squat_keys(head_dim: int, batch: int, changes: dict[str, Any], dtype: torch.dtype) -> None:
+    codec = SQuatKey(make_spec(head_dim), SQuatConfig(**changes), "post_rope")
+    x = sample(2, many(64), head_dim, batch=batch, dtype=dtype)
+    state = codec.new_state(batch, DEVICE)
+    queries = sample(4, 100, head_dim, batch=batch, dtype=dtype)
+    codec.observe(state, queries, x, torch.full((batch,), 100.0, device=DEVICE))
+    codec.settle(state, list(range(batch)))
+    before = x.clone()
+    reference, ours = both(codec, x, state)
+    assert torch.equal(x, before)
+    assert_same(reference, ours)
+    if not changes:
+        moved = codec.decode(both(PerChannelKey(make_spec(head_dim), 2, 32), x)[1])
+        assert (moved[..., 32:] != codec.decode(ours)[..., 32:]).any()

@@ -11,7 +11,7 @@ from factories import make_spec
 import kvcli
 from kvcli.errors import ConfigError
 from kvcli.methods.kivi.codec import PerChannelKey
-from kvcli.methods.squat.codec import SQuatKey, SQuatState, correction, leading_gram, query_gram
+from kvcli.methods.squat.codec import SQuatKey, SQuatState, correction, leading_factor, query_gram
 from kvcli.methods.squat.config import SQuatConfig
 
 
@@ -48,7 +48,7 @@ def test_the_update_is_the_constrained_optimum_in_float64() -> None:
     kkt = torch.cat((torch.cat((2 * p, constraint.T), dim=1), torch.cat((constraint, torch.zeros(7, 7)), dim=1)), dim=0)
     right = torch.cat((torch.zeros(12), torch.zeros(3), error))
     optimum = torch.linalg.solve(kkt, right.double())[7:12]
-    ours = -error @ correction(p[None, None], 3, 7)[0, 0].double()
+    ours = -error @ correction(0.3**0.5 * factor, 3, 7).double()
     assert torch.allclose(ours, optimum, atol=1e-6)
     # the paper's own form, Lemma 2: B_t H_t with H_t from the inverse of the top-left block of P^-1
     inverse = torch.linalg.inv(p)
@@ -65,7 +65,9 @@ def test_the_subspace_is_the_svds() -> None:
     expected = (q_hat.transpose(-1, -2) @ q_hat).float()
     gram = query_gram(q, 2)[0]
     for solver in ("svd", "power"):
-        assert torch.allclose(leading_gram(gram, 3, solver), expected, rtol=1e-3, atol=1e-2 * expected.abs().max())
+        q_hat = leading_factor(gram, 3, solver).float()
+        found = q_hat.transpose(-1, -2) @ q_hat
+        assert torch.allclose(found, expected, rtol=1e-3, atol=1e-2 * expected.abs().max())
 
 
 def test_error_leaves_the_query_subspace() -> None:

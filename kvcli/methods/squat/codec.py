@@ -20,7 +20,7 @@ _POWER_ITERATIONS = 20
 class SQuatState(State):
     """Attributes:
     matrix: float32 [batch, num_kv_heads, head_dim, head_dim]; the Gram matrix of the queries seen so far until a
-        sequence's first keys are encoded, P = I + lambda * Q_hat^T Q_hat from then on.
+        sequence's first keys are encoded, `corrections` from then on.
     count: float32 [batch], queries seen a head.
     """
 
@@ -31,9 +31,9 @@ class SQuatState(State):
 class SQuatKey(PerChannelKey):
     """Keys per channel, block of channels by block, each block's error made up for in the channels that follow.
 
-    SQuat Eq. 1 and Lemma 2: after a block of channels is quantized with error d, the remaining channels move by
-    -P_rr^-1 P_rb d, the exact minimiser of delta^T P delta given that error. With lambda = 0 nothing moves, and the
-    codes are KIVI's.
+    SQuat Eq. 1 and Lemma 2 with P = I + lambda Q_hat^T Q_hat: after a block of channels is quantized with error d, the
+    remaining channels move by -P_rr^-1 P_rb d, the exact minimiser of delta^T P delta given that error. With lambda = 0
+    nothing moves, and the codes are KIVI's.
 
     Buffers:
         gram: float32 [num_kv_heads, head_dim, head_dim], Gram matrix of calibration queries; used if the subspace comes
@@ -83,11 +83,14 @@ class SQuatKey(PerChannelKey):
         weight = torch.full_like(count, self.config.squat_lambda)
         if self.config.lambda_scaling == "per_token":
             weight = weight / count.clamp_min(1)
-        subspace = leading_gram(gram, self.config.subspace_dim, self.config.subspace_solver)
-        state.matrix[rows] = torch.eye(self.spec.head_dim, device=gram.device) + weight.view(-1, 1, 1, 1) * subspace
+        subspace = leading_factor(gram, self.config.subspace_dim, self.config.subspace_solver)
+        scaled = subspace * weight.double().sqrt().view(-1, 1, 1, 1)
+        state.matrix[rows] = corrections(scaled, self.block_size)
 
     def encode(self, x: Tensor, state: State | None = None) -> PerChannelCodes:
         assert isinstance(state, SQuatState)
+        if self.fused:
+            return self._encode_fused(x, state)
         keys, parts = x.float(), []
         for start in range(0, self.spec.head_dim, self.block_size):
             stop = min(start + self.block_size, self.spec.head_dim)
@@ -95,11 +98,25 @@ class SQuatKey(PerChannelKey):
             part = self.quantize_channels(block)
             parts.append(part)
             if stop < self.spec.head_dim:
-                error = self.dequantize_channels(*part) - block.clamp(-65504, 65504)
-                rest = keys[..., stop:] - error @ correction(state.matrix, start, stop)
-                keys = torch.cat((keys[..., :stop], rest), dim=-1)
+                keys = self._move_rest(keys, self.dequantize_channels(*part) - block.clamp(-65504, 65504), state, stop)
         codes, scale, zero = (torch.cat(tensors, dim=-1) for tensors in zip(*parts, strict=True))
         return self.pack(codes, scale, zero)
+
+    def _encode_fused(self, x: Tensor, state: SQuatState) -> PerChannelCodes:
+        """Moves all channels first; a block does not move after its turn, so it can be quantized again at the end."""
+        from kvcli.kernels.affine_encode import per_channel_error, quantize_per_channel
+
+        keys = x.float()
+        for start in range(0, self.spec.head_dim - self.block_size, self.block_size):
+            stop = start + self.block_size
+            error = per_channel_error(keys[..., start:stop], self.n_bits, self.tokens_per_group)
+            keys = self._move_rest(keys, error, state, stop)
+        return PerChannelCodes(*quantize_per_channel(keys, self.n_bits, self.tokens_per_group))
+
+    def _move_rest(self, keys: Tensor, error: Tensor, state: SQuatState, stop: int) -> Tensor:
+        """Moves the channels from `stop` on, given the error of the block before."""
+        correction = state.matrix[..., stop - error.shape[-1] : stop, stop:]
+        return torch.cat((keys[..., :stop], keys[..., stop:] - error @ correction), dim=-1)
 
 
 def query_gram(queries: Tensor, num_kv_heads: int) -> Tensor:
@@ -116,8 +133,8 @@ def query_gram(queries: Tensor, num_kv_heads: int) -> Tensor:
     return rows.transpose(-1, -2) @ rows
 
 
-def leading_gram(gram: Tensor, rank: int, solver: str) -> Tensor:
-    """Q_hat^T Q_hat with Q_hat = diag(S[:r]) Vh[:r] of the SVD of Q, from the Gram matrix Q^T Q [..., d, d].
+def leading_factor(gram: Tensor, rank: int, solver: str) -> Tensor:
+    """Q_hat = diag(S[:r]) Vh[:r] of the SVD of Q, from the Gram matrix Q^T Q [..., d, d]: float64 [..., r, d].
 
     The right singular vectors of Q are the eigenvectors of Q^T Q, and its eigenvalues S^2. Solved in float64, because
     squaring squares the condition number.
@@ -126,7 +143,7 @@ def leading_gram(gram: Tensor, rank: int, solver: str) -> Tensor:
     rank = min(rank, matrix.shape[-1])
     if solver == "svd":
         values, vectors = torch.linalg.eigh(matrix)
-        values, vectors = values[..., -rank:].clamp_min(0), vectors[..., -rank:]
+        values, vectors = values[..., -rank:], vectors[..., -rank:]
     else:
         basis = torch.eye(matrix.shape[-1], rank, dtype=matrix.dtype, device=matrix.device)
         vectors = basis.expand(*matrix.shape[:-2], -1, -1)
@@ -134,11 +151,33 @@ def leading_gram(gram: Tensor, rank: int, solver: str) -> Tensor:
             vectors = torch.linalg.qr(matrix @ vectors + 1e-12 * basis)[0]
         values, turn = torch.linalg.eigh(vectors.transpose(-1, -2) @ matrix @ vectors)
         vectors = vectors @ turn
-    return ((vectors * values.unsqueeze(-2)) @ vectors.transpose(-1, -2)).float()
+    return (vectors * values.clamp_min(0).sqrt().unsqueeze(-2)).transpose(-1, -2)
 
 
-def correction(matrix: Tensor, start: int, stop: int) -> Tensor:
-    """(P_rr^-1 P_rb)^T for the block [start, stop) and the rest: [batch, heads, stop - start, head_dim - stop]."""
-    p = matrix.double()
-    solved = torch.linalg.solve(p[..., stop:, stop:], p[..., stop:, start:stop])
-    return solved.transpose(-1, -2).float()
+def corrections(q_hat: Tensor, block_size: int) -> Tensor:
+    """What a block's error moves the channels after it by, for every block of P = I + Q_hat^T Q_hat.
+
+    Args:
+        q_hat: float64 [..., r, d].
+        block_size: channels a block.
+
+    Returns:
+        float32 [..., d, d]; rows of block b, columns of the channels r after it: (P_rr^-1 P_rb)^T; 0 elsewhere.
+    """
+    width = q_hat.shape[-1]
+    found = q_hat.new_zeros(*q_hat.shape[:-2], width, width, dtype=torch.float32)
+    for start in range(0, width - block_size, block_size):
+        stop = start + block_size
+        found[..., start:stop, stop:] = correction(q_hat, start, stop)
+    return found
+
+
+def correction(q_hat: Tensor, start: int, stop: int) -> Tensor:
+    """(P_rr^-1 P_rb)^T for the block [start, stop) and the rest: float32 [..., stop - start, d - stop].
+
+    With A = Q_hat[:, rest]^T and B = Q_hat[:, block]^T, P_rr^-1 P_rb = (I + A A^T)^-1 A B^T = A (I + A^T A)^-1 B^T: a
+    system of r equations.
+    """
+    block, rest = q_hat[..., start:stop], q_hat[..., stop:]
+    small = torch.eye(q_hat.shape[-2], dtype=q_hat.dtype, device=q_hat.device) + rest @ rest.transpose(-1, -2)
+    return (block.transpose(-1, -2) @ torch.linalg.solve(small, rest)).float()

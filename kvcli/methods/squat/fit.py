@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from kvcli.methods.base import FitReport, LayerCodec
-from kvcli.methods.squat.codec import SQuatKey, leading_gram, query_gram
+from kvcli.methods.squat.codec import SQuatKey, leading_factor, query_gram
 from kvcli.samples import LayerSamples
 
 
@@ -25,6 +25,6 @@ def fit_subspace(
     gram = query_gram(queries.unsqueeze(0), key.spec.num_kv_heads)[0]
     key.gram.copy_(gram)
     key.gram_count.fill_(queries.shape[1] * key.spec.num_kv_groups)
-    held = leading_gram(gram, config.subspace_dim, config.subspace_solver)
-    share = held.diagonal(dim1=-2, dim2=-1).sum(-1) / gram.diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(1e-30)
+    held = leading_factor(gram, config.subspace_dim, config.subspace_solver)
+    share = held.square().sum((-2, -1)) / gram.diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(1e-30)
     return FitReport({"subspace_energy": [float(x) for x in share]})
