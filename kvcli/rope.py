@@ -113,14 +113,14 @@ class TokenRotations:
 
         return self._once(("tiles", size, 0), make)
 
-    def offsets(self, count: int) -> Rotation:
+    def offsets(self, count: int, dtype: torch.dtype = torch.float32) -> Rotation:
         """Rotation by 0 to count - 1 positions, [1, 1, count, rotary_dim/2], without the attention scaling."""
 
         def make() -> Rotation:
             angle = torch.arange(count, device=self.positions.device).unsqueeze(1) * self.rope.inv_freq
-            return Rotation(angle.cos()[None, None], angle.sin()[None, None])
+            return Rotation(angle.cos()[None, None].to(dtype), angle.sin()[None, None].to(dtype))
 
-        return self._once(("offsets", count, 0), make)
+        return self._once((f"offsets {dtype}", count, 0), make)
 
     @property
     def nbytes(self) -> int:

@@ -33,18 +33,19 @@ def refuse(what: str) -> UsageError:
     return UsageError(f"the fused kernel does not support {what}; use --impl reference")
 
 
-PROGRAMS = 132 * 16
-"""Programs that a launch aims at: what keeps the largest GPUs busy with programs of one warp."""
+_MULTIPROCESSORS = 132
+"""Of the largest GPUs in use; on smaller ones, programs queue."""
 
 
-def splits(length: int, others: int, granule: int) -> int:
-    """Tokens a program takes, a multiple of `granule`, so that about `PROGRAMS` run.
+def splits(length: int, others: int, granule: int, per_multiprocessor: int) -> int:
+    """Tokens a program takes, a multiple of `granule`, so that a GPU is full and no program waits for another.
 
     Args:
         length: tokens.
         others: programs that every range of tokens needs.
         granule: tokens of a tile.
+        per_multiprocessor: programs that run at once.
     """
-    parts = max(1, PROGRAMS // others)
+    parts = max(1, _MULTIPROCESSORS * per_multiprocessor // others)
     tiles = -(-length // granule)
     return max(1, -(-tiles // parts)) * granule

@@ -9,6 +9,8 @@ Scores arrive in units of log 2, so that exp2 serves.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -21,6 +23,10 @@ LOG2E = 1.4426950408889634
 _BLOCK_N = 64
 _WARPS = 1
 _STAGES = 1
+_REGISTERS: int | None = 128
+_PER_SM = 16
+_JOIN_PARTS = 128
+_JOIN_WARPS = 4
 
 
 @triton.jit(do_not_specialize=["length"])
@@ -30,6 +36,7 @@ def _value_kernel(
     scale,
     zero,
     lengths,
+    part_top,
     part_out,
     part_lse,
     s_head,
@@ -77,20 +84,16 @@ def _value_kernel(
     scale += i_b * c_batch + i_h * c_head + first * GROUPS
     zero += i_b * c_batch + i_h * c_head + first * GROUPS
 
-    # the largest score of each row, and the largest scale
-    b_top = tl.full([BLOCK_N, BLOCK_M], float("-inf"), tl.float32)
+    row = (i_bh * tl.num_programs(0) + tl.program_id(0)) * rows + o_m
+    top = tl.load(part_top + row, mask=m_m, other=0.0)
+    safe = tl.where(top == float("-inf"), 0.0, top)
+    # the largest scale, so that weights times scales stay in the range of float16
     b_unit = tl.zeros([BLOCK_N * BLOCK_G], tl.float32)
     o_flat = tl.arange(0, BLOCK_N * BLOCK_G)
     for start in range(0, count, BLOCK_N):
-        n = start + o_n
-        b_s = tl.load(p_scores + n[:, None], mask=(n < count)[:, None] & m_m[None, :], other=float("-inf"))
-        b_top = tl.maximum(b_top, b_s)
         at = start * GROUPS + o_flat
         m_c = (at < count * GROUPS) & (o_flat < BLOCK_N * GROUPS)
         b_unit = tl.maximum(b_unit, tl.load(scale + at, mask=m_c, other=0.0).to(tl.float32))
-    top = tl.max(b_top, 0)
-    safe = tl.where(top == float("-inf"), 0.0, top)
-    # weights times scales are float16: this power of two keeps the largest near 2^10
     unit = power_above(tl.maximum(tl.max(b_unit, 0), 1e-30))
     per_unit = 1.0 / unit
     shift = 10.0 - safe
@@ -132,7 +135,6 @@ def _value_kernel(
 
     total = tl.sum(tl.where((o_z == GROUPS)[:, None], b_zero, 0.0), 0)
     safe_total = tl.where(total > 0, total, 1.0)
-    row = (i_bh * tl.num_programs(0) + tl.program_id(0)) * rows + o_m
     b_lse = tl.where(total > 0, safe + tl.log2(safe_total) - 10.0, float("-inf"))
     tl.store(part_lse + row, b_lse, mask=m_m)
     for f in tl.static_range(FIELDS):
@@ -181,18 +183,43 @@ def _join_kernel(
         tl.store(lse + tl.program_id(0), value)
 
 
-def new_scores(batch: int, kv_heads: int, rows: int, length: int, device: torch.device) -> Tensor:
-    """Room for scores, float32 [batch, kv_heads, rows, >= length], whose rows begin at multiples of 256 bytes."""
-    return torch.empty(batch, kv_heads, rows, -(-length // 64) * 64, device=device)
+class Scores:
+    """Scores of all rows and tokens, and the largest of each row in ranges of tokens.
+
+    Args:
+        batch: sequences.
+        kv_heads: kv heads.
+        rows: queries a kv head.
+        length: tokens.
+        granule: a range is a multiple of this many tokens.
+        blocks: programs that share a range of a kv head.
+        device: where.
+
+    Attributes:
+        values: float32 [batch, kv_heads, rows, >= length], in units of log 2; rows begin at multiples of 256 bytes.
+        tops: float32 [batch, kv_heads, parts, rows]; -inf where a range holds no token of the sequence.
+        span: tokens of a range.
+        length: tokens.
+    """
+
+    def __init__(
+        self, batch: int, kv_heads: int, rows: int, length: int, granule: int, blocks: int, device: torch.device
+    ) -> None:
+        self.length = length
+        self.span = splits(length, batch * kv_heads * blocks, granule, _PER_SM)
+        self.values = torch.empty(batch, kv_heads, rows, -(-length // 64) * 64, device=device)
+        self.tops = torch.empty(batch, kv_heads, self.parts, rows, device=device)
+
+    @property
+    def parts(self) -> int:
+        """Ranges of tokens."""
+        return -(-self.length // self.span)
 
 
 def value_sum(
-    scores: Tensor,
-    packed: Tensor,
-    scale: Tensor,
-    zero: Tensor,
+    scores: Scores,
+    codes: Any,
     lengths: Tensor | None,
-    length: int,
     n_bits: int,
     head_dim: int,
     exact: bool,
@@ -203,12 +230,9 @@ def value_sum(
     weights are one more.
 
     Args:
-        scores: float32 [batch, num_kv_heads, rows, >= length], in units of log 2.
-        packed: uint8 [batch, num_kv_heads, length, words * 2].
-        scale: float16 [batch, num_kv_heads, length, groups].
-        zero: like scale.
+        scores: of all rows and tokens.
+        codes: packed uint8 [batch, num_kv_heads, length, words * 2], scale and zero float16 [.., groups].
         lengths: int32 [batch], or None.
-        length: tokens.
         n_bits: bits a code.
         head_dim: channels.
         exact: multiply in float32.
@@ -216,37 +240,35 @@ def value_sum(
     Returns:
         out float32 [batch, num_kv_heads, rows, head_dim] and lse float32 [batch, num_kv_heads, rows], natural.
     """
-    batch, kv_heads, rows, _ = scores.shape
-    words = packed.view(torch.int16)
+    batch, kv_heads, rows, _ = scores.values.shape
+    words, scale, zero = codes.packed.view(torch.int16), codes.scale, codes.zero
     groups = scale.shape[-1]
-    group = head_dim // groups
     if groups > 15:
         raise refuse(f"{groups} groups of channels a head")
-    exact = exact or group % words.shape[-1] != 0
-    block_m = min(16 if exact else 8, triton.next_power_of_2(rows))
+    exact = exact or head_dim // groups % words.shape[-1] != 0
+    block_m = 16 if exact else 8
     blocks = triton.cdiv(rows, block_m)
-    per_split = splits(length, batch * kv_heads * blocks, _BLOCK_N)
-    parts = triton.cdiv(length, per_split)
-    device = scores.device
-    part_out = torch.empty(batch * kv_heads, parts, rows, head_dim, device=device)
-    part_lse = torch.empty(batch * kv_heads, parts, rows, device=device)
+    device = scale.device
+    part_out = torch.empty(batch * kv_heads, scores.parts, rows, head_dim, device=device)
+    part_lse = torch.empty(batch * kv_heads, scores.parts, rows, device=device)
     out = torch.empty(batch, kv_heads, rows, head_dim, device=device)
     lse = torch.empty(batch, kv_heads, rows, device=device)
-    _value_kernel[(parts, batch * kv_heads, blocks)](
-        scores,
+    _value_kernel[(scores.parts, batch * kv_heads, blocks)](
+        scores.values,
         words,
         scale,
         zero,
-        scores if lengths is None else lengths,
+        scores.values if lengths is None else lengths,
+        scores.tops,
         part_out,
         part_lse,
-        scores.stride(1),
-        scores.stride(2),
+        scores.values.stride(1),
+        scores.values.stride(2),
         *words.stride()[:3],
         *scale.stride()[:2],
         kv_heads,
-        length,
-        per_split,
+        scores.length,
+        scores.span,
         rows,
         B=n_bits,
         W=words.shape[-1],
@@ -254,12 +276,13 @@ def value_sum(
         GROUPS=groups,
         BLOCK_G=triton.next_power_of_2(groups),
         BLOCK_W=max(16, triton.next_power_of_2(words.shape[-1])),
-        BLOCK_M=max(8, block_m) if not exact else 16,
+        BLOCK_M=block_m,
         BLOCK_N=_BLOCK_N,
         EXACT=exact,
         HAS_LENGTHS=lengths is not None,
         num_warps=4 if exact else _WARPS,
         num_stages=_STAGES,
+        maxnreg=None if exact else _REGISTERS,
     )
     join(part_out, part_lse, out, lse)
     return out, lse
@@ -275,7 +298,7 @@ def join(part_out: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor) -> None:
         lse: float32 [batch, heads, rows], written, natural.
     """
     parts, rows, channels = part_out.shape[1:]
-    block = 32
+    block = 32 if channels <= 256 else 128
     _join_kernel[(part_out.shape[0] * rows, triton.cdiv(channels, block))](
-        part_out, part_lse, out, lse, parts, rows, D=channels, BLOCK_D=block, BLOCK_S=32, num_warps=2
+        part_out, part_lse, out, lse, parts, rows, D=channels, BLOCK_D=block, BLOCK_S=_JOIN_PARTS, num_warps=_JOIN_WARPS
     )

@@ -1,8 +1,8 @@
 """Small integers taken out of 16-bit words as floats, without converting them.
 
-A field of at most 8 bits in the low byte of a 16-bit word, masked but not shifted, reads as a subnormal float16 of value
-code * 2^(shift - 24), and tensor cores multiply subnormals exactly. So one AND for two words is all that dequantization
-costs; the power of two goes into the other operand.
+A field of at most 8 bits in the low byte of a 16-bit word, masked but not shifted, reads as a subnormal float16 of
+value code * 2^(shift - 24), and tensor cores multiply subnormals exactly. So one AND for two words is all that
+dequantization costs; the power of two goes into the other operand.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ def odd_bytes(words):
 
 
 @triton.jit
-def settled(words):
-    """The same int32 words. Layouts wanted by what follows do not reach back beyond this point.
+def settled(x):
+    """The same float16 tensor. Layouts wanted by what follows do not reach back beyond this point.
 
-    Without it the compiler would move the exchange of data between threads, which a tensor core's operand needs, from
-    one sum to each of its terms.
+    Without it the compiler moves the exchange of data between threads, which a tensor core's operand needs, from one sum
+    to each of its terms.
     """
     if INTERPRETED:
-        return words
-    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [words], dtype=tl.int32, is_pure=False, pack=1)
+        return x
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.float16, is_pure=False, pack=2)

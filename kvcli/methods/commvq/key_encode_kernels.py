@@ -28,23 +28,23 @@ if TYPE_CHECKING:
 
 @triton.jit(do_not_specialize=["time"])
 def _norm_kernel(
-    x, stored, norms, stride_b, stride_h, stride_t, time, heads,
-    JOINT: tl.constexpr, D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+    x, stored, norms, stride_b, stride_h, stride_t, time,
+    HEADS: tl.constexpr, JOINT: tl.constexpr, D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Norms over one head or all; grid (ceil(time / BLOCK_T), batch * (1 if JOINT else heads)).
+    """Norms over one head or all; grid (ceil(time / BLOCK_T), batch * (1 if JOINT else HEADS)).
 
-    x [batch, heads, time, D] any float with strides; stored float16 and norms float32 [batch, 1 or heads, time]; where
+    x [batch, HEADS, time, D] any float with strides; stored float16 and norms float32 [batch, 1 or HEADS, time]; where
     the stored norm is 0, so is the other.
     """
     i_tile, i_row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     o_t, o_d = i_tile * BLOCK_T + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
     mask = (o_t < time)[:, None] & (o_d < D)[None, :]
     if JOINT:
-        base, count = x + i_row * stride_b, heads
+        base = x + i_row * stride_b
     else:
-        base, count = x + (i_row // heads) * stride_b + (i_row % heads) * stride_h, 1
+        base = x + (i_row // HEADS) * stride_b + (i_row % HEADS) * stride_h
     energy = tl.zeros((BLOCK_T,), tl.float32)
-    for head in range(count):
+    for head in range(HEADS if JOINT else 1):
         b_x = tl.load(base + head * stride_h + o_t[:, None] * stride_t + o_d[None, :], mask=mask, other=0.0)
         b_x = b_x.to(tl.float32)
         energy += tl.sum(b_x * b_x, axis=1)
@@ -78,7 +78,7 @@ def _four_products(x_high, x_low, y_high, y_low, real, imag):
 
 
 @triton.jit(do_not_specialize=["tokens", "time"])
-def _search_kernel(  # noqa: PLR0915
+def _search_kernel(
     x, norms, weights, units, lifts, codebook, tables, codes,
     stride_b, stride_h, stride_t, tokens, time, heads, root,
     JOINT: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr, STAGES: tl.constexpr, N: tl.constexpr, G: tl.constexpr,
@@ -223,8 +223,8 @@ def _norms(x: Tensor, joint: bool) -> tuple[Tensor, Tensor]:
     block = 32
     if x.numel():
         _norm_kernel[(triton.cdiv(time, block), batch * rows)](
-            x, stored, norms, *x.stride()[:3], time, heads,
-            JOINT=joint, D=width, BLOCK_T=block, BLOCK_D=triton.next_power_of_2(width), num_warps=4,
+            x, stored, norms, *x.stride()[:3], time,
+            HEADS=heads, JOINT=joint, D=width, BLOCK_T=block, BLOCK_D=triton.next_power_of_2(width), num_warps=4,
         )  # fmt: skip
     return stored, norms
 

@@ -63,6 +63,7 @@ class CommVQKeyCodec(KeyCodec[CommVQKeyCodes]):
         self.register_buffer("codebook_scale", scales)
         self.register_buffer("pair_weight", torch.ones(spec.num_kv_heads, spec.head_dim // 2))
         self._tables: Derived[SearchTables] = Derived()
+        self.byte_table: Derived[Tensor] = Derived()
 
     @property
     def num_codes(self) -> int:

@@ -83,8 +83,8 @@ def _project_kernel(
 
 @triton.jit(do_not_specialize=["tokens"])
 def _sweep_kernel(
-    correlations, gram, unit, energies, bits, partial, tokens, sweeps,
-    N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr,
+    correlations, gram, unit, energies, bits, partial, tokens,
+    SWEEPS: tl.constexpr, N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """All sweeps over the bits of a tile of tokens, in place; grid (tiles of tokens,).
 
@@ -96,7 +96,7 @@ def _sweep_kernel(
     o_16, o_b, o_k = tl.arange(0, 16), tl.arange(0, BLOCK_O), tl.arange(0, BLOCK_K)
     m_t = o_t < tokens
     scale = tl.load(unit)
-    for step in range(sweeps * (N // BLOCK_O)):
+    for step in range(SWEEPS * (N // BLOCK_O)):
         outer = (step % (N // BLOCK_O)) * BLOCK_O
         p_g = gram + outer + o_b[None, :]
         total = tl.zeros((BLOCK_T, BLOCK_O), tl.float32)
@@ -285,8 +285,8 @@ def _encode_part(
         chosen = sweep_tile(tokens)
         partial = torch.empty(tokens, _BLOCK_BITS, dtype=torch.float32, device=rows.device)
         _sweep_kernel[(triton.cdiv(tokens, chosen["BLOCK_T"]),)](
-            found, tables.gram, tables.unit, tables.energies, bits, partial, tokens, codec.config.value_sweeps,
-            N=padded, BLOCK_O=_BLOCK_BITS, **chosen,
+            found, tables.gram, tables.unit, tables.energies, bits, partial, tokens,
+            SWEEPS=codec.config.value_sweeps, N=padded, BLOCK_O=_BLOCK_BITS, **chosen,
         )  # fmt: skip
     block = 64 if tokens > 256 else 16
     _finish_kernel[(triton.cdiv(tokens, block),)](

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvcli.kernels.launch import refuse, splits
-from kvcli.kernels.values import LOG2E, new_scores, value_sum
+from kvcli.kernels.launch import refuse
+from kvcli.kernels.values import LOG2E, Scores, value_sum
 from kvcli.kernels.words import fma2, masked, power_above
 from kvcli.methods.base import EncodedPart, LayerCodec, PartialAttention
 from kvcli.methods.kivi.codec import PerChannelKey
@@ -22,6 +22,9 @@ from kvcli.methods.pertoken import PerTokenCodec
 
 _WARPS = 1
 _STAGES = 1
+_REGISTERS: int | None = 128
+_ROTATED_STAGES = 3
+_ROTATED_REGISTERS: int | None = None
 
 
 @triton.jit(do_not_specialize=["groups"])
@@ -30,7 +33,9 @@ def _scores_kernel(
     packed,
     scale,
     zero,
+    lengths,
     scores,
+    tops,
     q_batch,
     q_head,
     q_time,
@@ -57,6 +62,7 @@ def _scores_kernel(
     BLOCK_N: tl.constexpr,
     PACK: tl.constexpr,
     EXACT: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr,
 ):
     i_bh = tl.program_id(1).to(tl.int64)
     i_b = i_bh // num_kv_heads
@@ -74,6 +80,8 @@ def _scores_kernel(
     m_w = o_w < W
     head = i_h * HEADS + o_m // query_len
     p_query = query + i_b * q_batch + head * q_head + (o_m % query_len).to(tl.int64) * q_time
+    if HAS_LENGTHS:
+        groups = tl.load(lengths + i_b) // GROUP
     first = tl.program_id(0).to(tl.int64) * per_program
     count = tl.minimum(groups - tl.program_id(0) * per_program, per_program)
     packed += i_b * p_batch + i_h * p_head + first * GROUP * p_time
@@ -98,6 +106,7 @@ def _scores_kernel(
         b_units = b_units + (b_qs[f] / (unit * (1 << (B * (f % LOW))))[None, :],)
     back = unit * scaling
 
+    b_best = tl.full([BLOCK_N * PACK, BLOCK_M * PACK], float("-inf"), tl.float32)
     for g in range(0, count, PACK):
         of_column = tl.minimum(g + o_c // BLOCK_M, count - 1) * c_time
         b_zero = tl.zeros([BLOCK_W, BLOCK_M * PACK], tl.float32)
@@ -127,8 +136,14 @@ def _scores_kernel(
             if not EXACT:
                 b_s = b_s * 16777216.0
             own = (o_r // BLOCK_N)[:, None] == (o_c // BLOCK_M)[None, :]
-            there = (g + o_r // BLOCK_N < count)[:, None]
-            tl.store(p_scores + n[:, None], (b_s + zeros[None, :]) * back[None, :], mask=own & there & m_m[None, :])
+            m_s = own & (g + o_r // BLOCK_N < count)[:, None] & m_m[None, :]
+            b_s = (b_s + zeros[None, :]) * back[None, :]
+            b_best = tl.maximum(b_best, tl.where(m_s, b_s, float("-inf")))
+            tl.store(p_scores + n[:, None], b_s, mask=m_s)
+    top = tl.max(tl.reshape(tl.max(b_best, 0), [PACK, BLOCK_M]), 0)
+    o_m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    rows = HEADS * query_len
+    tl.store(tops + (i_bh * tl.num_programs(0) + tl.program_id(0)) * rows + o_m, top, mask=o_m < rows)
 
 
 @triton.jit(do_not_specialize=["groups"])
@@ -141,7 +156,9 @@ def _rotated_scores_kernel(
     tile_sin,
     offset_cos,
     offset_sin,
+    lengths,
     scores,
+    tops,
     q_batch,
     q_head,
     q_time,
@@ -167,6 +184,7 @@ def _rotated_scores_kernel(
     BLOCK_W: tl.constexpr,
     BLOCK_M: tl.constexpr,
     EXACT: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr,
 ):
     i_bh = tl.program_id(1).to(tl.int64)
     i_b = i_bh // num_kv_heads
@@ -210,12 +228,18 @@ def _rotated_scores_kernel(
         unit = tl.full([BLOCK_M], 1.0, tl.float32)
     back = unit * scaling
 
+    if HAS_LENGTHS:
+        groups = tl.load(lengths + i_b) // GROUP
     first = tl.program_id(0).to(tl.int64) * per_program
+    count = tl.minimum(groups - tl.program_id(0) * per_program, per_program)
+    packed += first * GROUP * p_time
     scale += first * c_time
     zero += first * c_time
     tile_cos += i_b * t_batch + first * HALF
     tile_sin += i_b * t_batch + first * HALF
-    for g in range(first, tl.minimum(first + per_program, groups)):
+    p_scores += first * GROUP
+    b_best = tl.full([GROUP, BLOCK_M], float("-inf"), tl.float32)
+    for g in range(0, count):
         n = g * GROUP + o_n
         words = tl.load(packed + n[:, None] * p_time + o_w[None, :], mask=m_w[None, :], other=0)
         high = words >> 8
@@ -261,11 +285,16 @@ def _rotated_scores_kernel(
                 b_ry = fma2(b_ky, b_cos[f], fma2(b_kx, b_sin[f], none))
                 b_scores = tl.dot(b_rx, b_qx.to(tl.float16), b_scores)
                 b_scores = tl.dot(b_ry, b_qy.to(tl.float16), b_scores)
-        tl.store(p_scores + n[:, None], b_scores * back[None, :], mask=m_m[None, :])
+        b_scores = b_scores * back[None, :]
+        b_best = tl.maximum(b_best, b_scores)
+        tl.store(p_scores + n[:, None], b_scores, mask=m_m[None, :])
         scale += c_time
         zero += c_time
         tile_cos += HALF
         tile_sin += HALF
+    rows = HEADS * query_len
+    row = (i_bh * tl.num_programs(0) + tl.program_id(0)) * rows + o_m
+    tl.store(tops + row, tl.max(b_best, 0), mask=m_m)
 
 
 def fused_attend(codec: LayerCodec, query: Tensor, part: EncodedPart, scaling: float) -> PartialAttention:
@@ -279,23 +308,12 @@ def fused_attend(codec: LayerCodec, query: Tensor, part: EncodedPart, scaling: f
     assert isinstance(value, PerTokenCodec)
     exact = query.dtype == torch.float32
     scores = _scores(key, query, part, scaling, exact)
-    codes = part.value_codes
-    out, lse = value_sum(
-        scores,
-        codes.packed,
-        codes.scale,
-        codes.zero,
-        part.lengths,
-        part.length,
-        value.n_bits,
-        value.spec.head_dim,
-        exact,
-    )
+    out, lse = value_sum(scores, part.value_codes, part.lengths, value.n_bits, value.spec.head_dim, exact)
     return out.view(query.shape), lse.view(query.shape[:3])
 
 
-def _scores(key: PerChannelKey, query: Tensor, part: EncodedPart, scaling: float, exact: bool) -> Tensor:
-    """Scores of all rows and tokens in units of log 2: float32 [batch, num_kv_heads, rows, length]."""
+def _scores(key: PerChannelKey, query: Tensor, part: EncodedPart, scaling: float, exact: bool) -> Scores:
+    """Scores of all rows and tokens."""
     spec, codes = key.spec, part.key_codes
     group, head_dim = key.tokens_per_group, spec.head_dim
     batch, heads, query_len, _ = query.shape
@@ -304,14 +322,12 @@ def _scores(key: PerChannelKey, query: Tensor, part: EncodedPart, scaling: float
     words = codes.packed.view(torch.int16)
     if group < 16 or group & (group - 1):
         raise refuse(f"groups of {group} tokens; they must be a power of two, 16 or more")
-    scores = new_scores(batch, spec.num_kv_heads, rows, part.length, query.device)
     columns = 16 if exact else 8
     pack = max(1, columns // triton.next_power_of_2(rows)) if part.rotations is None else 1
     block_m = columns // pack
     blocks = triton.cdiv(rows, block_m)
-    groups = part.length // group
-    per_program = splits(groups, batch * spec.num_kv_heads * blocks, pack)
-    grid = (triton.cdiv(groups, per_program), batch * spec.num_kv_heads, blocks)
+    scores = Scores(batch, spec.num_kv_heads, rows, part.length, 2 * group, blocks, query.device)
+    grid = (scores.parts, batch * spec.num_kv_heads, blocks)
     query = query if query.stride(-1) == 1 else query.contiguous()
     shapes = {
         "HEADS": heads_per_kv,
@@ -322,21 +338,24 @@ def _scores(key: PerChannelKey, query: Tensor, part: EncodedPart, scaling: float
         "BLOCK_W": max(16, triton.next_power_of_2(words.shape[-1])),
         "BLOCK_M": block_m,
         "EXACT": exact,
+        "HAS_LENGTHS": part.lengths is not None,
         "num_warps": 4 if exact else _WARPS,
-        "num_stages": _STAGES,
+        "num_stages": _STAGES if part.rotations is None else _ROTATED_STAGES,
+        "maxnreg": None if exact else _REGISTERS if part.rotations is None else _ROTATED_REGISTERS,
     }
     strides = (*query.stride()[:3], *words.stride()[:3], *codes.scale.stride()[:3])
-    sizes = (spec.num_kv_heads, query_len, groups, per_program, scaling * LOG2E)
+    sizes = (spec.num_kv_heads, query_len, part.length // group, scores.span // group, scaling * LOG2E)
+    written = (scores.values if part.lengths is None else part.lengths, scores.values, scores.tops)
     if part.rotations is None:
         _scores_kernel[grid](
             query,
             words,
             codes.scale,
             codes.zero,
-            scores,
+            *written,
             *strides,
-            scores.stride(1),
-            scores.stride(2),
+            scores.values.stride(1),
+            scores.values.stride(2),
             *sizes,
             BLOCK_N=min(group, 32),
             PACK=pack,
@@ -357,11 +376,11 @@ def _scores(key: PerChannelKey, query: Tensor, part: EncodedPart, scaling: float
         tiles.sin,
         offsets.cos,
         offsets.sin,
-        scores,
+        *written,
         *strides,
         tiles.cos.stride(0) if tiles.cos.shape[0] > 1 else 0,
-        scores.stride(1),
-        scores.stride(2),
+        scores.values.stride(1),
+        scores.values.stride(2),
         *sizes,
         **shapes,
     )

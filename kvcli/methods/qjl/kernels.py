@@ -13,64 +13,72 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvcli.kernels.launch import refuse, splits
-from kvcli.kernels.values import LOG2E, value_sum
+from kvcli.kernels.launch import refuse
+from kvcli.kernels.values import LOG2E, Scores, value_sum
 from kvcli.kernels.words import masked, power_above
 from kvcli.methods.base import EncodedPart, LayerCodec, PartialAttention
 from kvcli.methods.pertoken import PerTokenCodec
 from kvcli.methods.qjl.codec import QJLKey, QJLState
 
-_TOKENS = 64
+_TOKENS = 128
+_REGISTERS: int | None = None
 _WARPS = 1
 _STAGES = 1
 
 
 @triton.jit
-def _scores_kernel(
+def _sketch_kernel(
+    query,
+    channels,
+    sketch,
+    outlier_sketch,
     sketched,
-    packed,
-    norm,
-    scores,
-    k_head,
-    k_row,
-    p_batch,
-    p_head,
-    p_time,
-    n_batch,
-    n_head,
-    n_time,
-    s_head,
-    s_row,
+    q_batch,
+    q_head,
+    q_time,
     num_kv_heads,
-    length,
-    rows,
-    per_program,
-    factor,
-    W: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    EXACT: tl.constexpr,
-    ADD: tl.constexpr,
+    query_len,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    M: tl.constexpr,
+    M_OUT: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):
-    i_bh = tl.program_id(1).to(tl.int64)
+    """S q of the inlier channels, then of the outlier channels: [rows, M + M_OUT] for each kv head."""
+    i_bh = tl.program_id(0).to(tl.int64)
     i_b = i_bh // num_kv_heads
-    i_h = i_bh % num_kv_heads
-    o_m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
-    o_w = tl.arange(0, BLOCK_W)
-    o_n = tl.arange(0, BLOCK_N)
-    m_m = o_m < rows
-    m_w = o_w < W
-    packed += i_b * p_batch + i_h * p_head
-    norm += i_b * n_batch + i_h * n_head
-    p_scores = scores + i_bh * s_head + o_m.to(tl.int64)[None, :] * s_row
-    p_sketched = sketched + i_bh * k_head + o_m[None, :] * k_row
+    o_m = tl.program_id(2) * 16 + tl.arange(0, 16)
+    o_d = tl.arange(0, BLOCK_D)
+    o_k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    m_m = o_m < HEADS * query_len
+    m_d = o_d < D
+    head = (i_bh % num_kv_heads) * HEADS + o_m // query_len
+    at = i_b * q_batch + head * q_head + (o_m % query_len).to(tl.int64) * q_time
+    b_q = tl.load(query + at[:, None] + o_d[None, :], mask=m_m[:, None] & m_d[None, :], other=0.0).to(tl.float32)
+    b_out = tl.load(channels + i_bh * D + o_d, mask=m_d, other=0.0)
+    inlier = o_k < M
+    b_s = tl.load(sketch + o_k[:, None] * D + o_d[None, :], mask=inlier[:, None] & m_d[None, :], other=0.0)
+    b_s = b_s * (1.0 - b_out)[None, :]
+    if M_OUT > 0:
+        outlier = (o_k >= M) & (o_k < M + M_OUT)
+        p_outlier = outlier_sketch + (o_k - M)[:, None] * D + o_d[None, :]
+        b_s += tl.load(p_outlier, mask=outlier[:, None] & m_d[None, :], other=0.0) * b_out[None, :]
+    b_sq = tl.dot(b_q, tl.trans(b_s), input_precision="ieee")
+    row = i_bh * HEADS * query_len + o_m
+    p_sketched = sketched + row[:, None] * (M + M_OUT) + o_k[None, :]
+    tl.store(p_sketched, b_sq, mask=m_m[:, None] & (o_k < M + M_OUT)[None, :])
 
+
+@triton.jit
+def _sketch_fields(p_sketched, m_m, W: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_M: tl.constexpr, EXACT: tl.constexpr):
+    """A query sketch by bits of a word: 16 tensors [W, M], the unit of each row, and the row's sum."""
+    o_w = tl.arange(0, BLOCK_W)
     b_qs = ()
     b_top = tl.zeros([BLOCK_W, BLOCK_M], tl.float32)
     b_sum = tl.zeros([BLOCK_W, BLOCK_M], tl.float32)
     for f in tl.static_range(16):
-        b_q = tl.load(p_sketched + (o_w * 16 + f)[:, None], mask=m_w[:, None] & m_m[None, :], other=0.0)
+        b_q = tl.load(p_sketched + (o_w * 16 + f)[:, None], mask=(o_w < W)[:, None] & m_m[None, :], other=0.0)
         b_top = tl.maximum(b_top, tl.abs(b_q))
         b_sum += b_q
         b_qs = b_qs + (b_q,)
@@ -84,30 +92,93 @@ def _scores_kernel(
         else:
             # bits are masked, not shifted: bit f of a byte reads 2^f times too large
             b_units = b_units + ((b_qs[f] / (unit * (1 << (f % 8)))[None, :]).to(tl.float16),)
-    total = tl.sum(b_sum, 0)
+    return b_units, unit, tl.sum(b_sum, 0)
 
-    first = tl.program_id(0) * per_program
-    for start in range(first, tl.minimum(first + per_program, length), BLOCK_N):
+
+@triton.jit
+def _sign_products(words, b_units, unit, total, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, EXACT: tl.constexpr):
+    """<S q, sign> of words [N, W] for each row: [N, M]."""
+    high = words >> 8
+    b_s = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for f in tl.static_range(16):
+        if EXACT:
+            b_s = tl.dot(((words >> f) & 1).to(tl.float32), b_units[f], b_s, input_precision="ieee")
+        else:
+            b_s = tl.dot(masked(words if f < 8 else high, 1 << (f % 8)), b_units[f], b_s)
+    if not EXACT:
+        b_s = b_s * 16777216.0
+    return b_s * (2.0 * unit)[None, :] - total[None, :]
+
+
+@triton.jit(do_not_specialize=["length"])
+def _scores_kernel(
+    sketched,
+    signs,
+    norm,
+    outlier_signs,
+    outlier_norm,
+    lengths,
+    scores,
+    tops,
+    p_batch,
+    p_head,
+    n_batch,
+    n_head,
+    o_batch,
+    o_head,
+    s_head,
+    s_row,
+    num_kv_heads,
+    length,
+    rows,
+    per_program,
+    factor,
+    outlier_factor,
+    W: tl.constexpr,
+    W_OUT: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    EXACT: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr,
+):
+    i_bh = tl.program_id(1).to(tl.int64)
+    i_b = i_bh // num_kv_heads
+    i_h = i_bh % num_kv_heads
+    o_m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    o_w = tl.arange(0, BLOCK_W)
+    o_o = tl.arange(0, BLOCK_OUT)
+    o_n = tl.arange(0, BLOCK_N)
+    m_m = o_m < rows
+    if HAS_LENGTHS:
+        length = tl.load(lengths + i_b)
+    first = tl.program_id(0).to(tl.int64) * per_program
+    count = tl.minimum(length - tl.program_id(0) * per_program, per_program)
+    signs += i_b * p_batch + i_h * p_head + first * W
+    norm += i_b * n_batch + i_h * n_head + first
+    outlier_signs += i_b * o_batch + i_h * o_head + first * W_OUT
+    outlier_norm += i_b * n_batch + i_h * n_head + first
+    p_scores = scores + i_bh * s_head + o_m.to(tl.int64)[None, :] * s_row + first
+    p_sketched = sketched + (i_bh * rows + o_m)[None, :] * ((W + W_OUT) * 16)
+    b_units, unit, total = _sketch_fields(p_sketched, m_m, W, BLOCK_W, BLOCK_M, EXACT)
+    if W_OUT > 0:
+        b_outs, out_unit, out_total = _sketch_fields(p_sketched + W * 16, m_m, W_OUT, BLOCK_OUT, BLOCK_M, EXACT)
+    b_best = tl.full([BLOCK_N, BLOCK_M], float("-inf"), tl.float32)
+    for start in range(0, count, BLOCK_N):
         n = start + o_n
-        m_n = n < length
-        at = n.to(tl.int64)
-        words = tl.load(packed + at[:, None] * p_time + o_w[None, :], mask=m_n[:, None] & m_w[None, :], other=0)
-        high = words >> 8
-        # [N, M]
-        b_s = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-        for f in tl.static_range(16):
-            if EXACT:
-                b_s = tl.dot(((words >> f) & 1).to(tl.float32), b_units[f], b_s, input_precision="ieee")
-            else:
-                b_s = tl.dot(masked(words if f < 8 else high, 1 << (f % 8)), b_units[f], b_s)
-        if not EXACT:
-            b_s = b_s * 16777216.0
-        b_n = tl.load(norm + at * n_time, mask=m_n, other=0.0).to(tl.float32) * factor
-        b_s = (b_s * (2.0 * unit)[None, :] - total[None, :]) * b_n[:, None]
-        m_s = m_n[:, None] & m_m[None, :]
-        if ADD:
-            b_s += tl.load(p_scores + n[:, None], mask=m_s, other=0.0)
-        tl.store(p_scores + n[:, None], b_s, mask=m_s)
+        at = tl.minimum(n, count - 1)
+        words = tl.load(signs + at[:, None] * W + o_w[None, :], mask=(o_w < W)[None, :], other=0)
+        b_n = tl.load(norm + at).to(tl.float32) * factor
+        b_s = _sign_products(words, b_units, unit, total, BLOCK_N, BLOCK_M, EXACT) * b_n[:, None]
+        if W_OUT > 0:
+            words = tl.load(outlier_signs + at[:, None] * W_OUT + o_o[None, :], mask=(o_o < W_OUT)[None, :], other=0)
+            b_n = tl.load(outlier_norm + at).to(tl.float32) * outlier_factor
+            b_s += _sign_products(words, b_outs, out_unit, out_total, BLOCK_N, BLOCK_M, EXACT) * b_n[:, None]
+        b_best = tl.maximum(b_best, b_s)
+        tl.store(p_scores + n[:, None], b_s, mask=(n < count)[:, None] & m_m[None, :])
+    row = (i_bh * tl.num_programs(0) + tl.program_id(0)) * rows + o_m
+    tl.store(tops + row, tl.max(b_best, 0), mask=m_m)
 
 
 def fused_attend(codec: LayerCodec, query: Tensor, part: EncodedPart, scaling: float) -> PartialAttention:
@@ -116,71 +187,91 @@ def fused_attend(codec: LayerCodec, query: Tensor, part: EncodedPart, scaling: f
     Raises:
         UsageError: a shape the kernels do not support.
     """
-    key, value, state, codes = codec.key, codec.value, part.key_state, part.key_codes
+    key, value, state, codes = codec.key, codec.value, part.key_state, part.value_codes
     assert isinstance(key, QJLKey)
     assert isinstance(value, PerTokenCodec)
     assert isinstance(state, QJLState)
     exact = query.dtype == torch.float32
-    batch, heads, query_len, head_dim = query.shape
-    rows = query.float().reshape(batch, key.spec.num_kv_heads, -1, head_dim)
-    outlier = state.channels.unsqueeze(2)
-    scores = torch.empty(*rows.shape[:3], part.length, device=query.device)
-    inliers = rows * (1 - outlier) if key.config.num_outliers else rows
-    _add_scores(scores, inliers, key.sketch, codes.signs, codes.norm, scaling / key.bias, exact, add=False)
-    if key.config.num_outliers:
-        sketch, signs, norm = key.outlier_sketch, codes.outlier_signs, codes.outlier_norm
-        _add_scores(scores, rows * outlier, sketch, signs, norm, scaling / key.bias, exact, add=True)
-    found = part.value_codes
-    out, lse = value_sum(
-        scores,
-        found.packed,
-        found.scale,
-        found.zero,
-        part.lengths,
-        part.length,
-        value.n_bits,
-        head_dim,
-        exact,
-    )
+    sizes = len(key.sketch), len(key.outlier_sketch) if key.config.num_outliers else 0
+    for size in sizes:
+        if size % 16:
+            raise refuse(f"a sketch of {size} rows; choose a multiple of 16")
+    scores = _scores(key, _sketch(key, query, state), part, sizes, scaling / key.bias, exact)
+    out, lse = value_sum(scores, codes, part.lengths, value.n_bits, query.shape[-1], exact)
     return out.view(query.shape), lse.view(query.shape[:3])
 
 
-def _add_scores(
-    scores: Tensor, rows: Tensor, sketch: Tensor, signs: Tensor, norm: Tensor, scaling: float, exact: bool, add: bool
-) -> None:
-    """Writes, or adds, sqrt(pi/2)/m |k| <S q, sign(S k)> * scaling in units of log 2 to scores [batch, heads, rows, T]."""
-    size = len(sketch)
-    if size % 16:
-        raise refuse(f"a sketch of {size} rows; choose a multiple of 16")
-    sketched = rows @ sketch.T
-    words = signs.view(torch.int16)
-    batch, kv_heads, count, _ = rows.shape
-    block_m, block_n = 16 if exact else 8, _TOKENS
-    blocks = triton.cdiv(count, block_m)
-    length = scores.shape[-1]
-    per_program = splits(length, batch * kv_heads * blocks, block_n)
-    _scores_kernel[(triton.cdiv(length, per_program), batch * kv_heads, blocks)](
+def _sketch(key: QJLKey, query: Tensor, state: QJLState) -> Tensor:
+    """Projections of the query's inlier and outlier channels: float32 [batch, num_kv_heads, rows, m + m_out]."""
+    batch, heads, query_len, head_dim = query.shape
+    kv_heads = key.spec.num_kv_heads
+    rows = heads // kv_heads * query_len
+    inliers, outliers = len(key.sketch), len(key.outlier_sketch) if key.config.num_outliers else 0
+    query = query if query.stride(-1) == 1 else query.contiguous()
+    sketched = torch.empty(batch, kv_heads, rows, inliers + outliers, device=query.device)
+    _sketch_kernel[(batch * kv_heads, triton.cdiv(inliers + outliers, 64), triton.cdiv(rows, 16))](
+        query,
+        state.channels if outliers else torch.zeros_like(state.channels),
+        key.sketch,
+        key.outlier_sketch,
         sketched,
-        words,
-        norm,
-        scores,
-        sketched.stride(1),
-        sketched.stride(2),
-        *words.stride()[:3],
-        *norm.stride()[:3],
-        scores.stride(1),
-        scores.stride(2),
+        *query.stride()[:3],
         kv_heads,
-        length,
-        count,
-        per_program,
-        scaling * LOG2E * math.sqrt(math.pi / 2) / size,
-        W=words.shape[-1],
-        BLOCK_W=max(16, triton.next_power_of_2(words.shape[-1])),
+        query_len,
+        HEADS=heads // kv_heads,
+        D=head_dim,
+        M=inliers,
+        M_OUT=outliers,
+        BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+        BLOCK_K=64,
+        num_warps=4,
+    )
+    return sketched
+
+
+def _scores(
+    key: QJLKey, sketched: Tensor, part: EncodedPart, sizes: tuple[int, int], scaling: float, exact: bool
+) -> Scores:
+    """sqrt(pi/2)/m |k| <S q, sign(S k)> * scaling of all rows and tokens."""
+    codes = part.key_codes
+    batch, kv_heads, rows, _ = sketched.shape
+    signs = codes.signs.view(torch.int16)
+    outlier_signs = codes.outlier_signs.view(torch.int16) if sizes[1] else signs
+    block_m = 16 if exact else 8
+    blocks = triton.cdiv(rows, block_m)
+    scores = Scores(batch, kv_heads, rows, part.length, _TOKENS, blocks, sketched.device)
+    inlier_words, outlier_words = (size // 16 for size in sizes)
+    weight = scaling * LOG2E * math.sqrt(math.pi / 2)
+    _scores_kernel[(scores.parts, batch * kv_heads, blocks)](
+        sketched,
+        signs,
+        codes.norm,
+        outlier_signs,
+        codes.outlier_norm,
+        scores.values if part.lengths is None else part.lengths,
+        scores.values,
+        scores.tops,
+        *signs.stride()[:2],
+        *codes.norm.stride()[:2],
+        *outlier_signs.stride()[:2],
+        scores.values.stride(1),
+        scores.values.stride(2),
+        kv_heads,
+        part.length,
+        rows,
+        scores.span,
+        weight / sizes[0],
+        weight / max(1, sizes[1]),
+        W=inlier_words,
+        W_OUT=outlier_words,
+        BLOCK_W=max(16, triton.next_power_of_2(inlier_words)),
+        BLOCK_OUT=max(16, triton.next_power_of_2(max(1, outlier_words))),
         BLOCK_M=block_m,
-        BLOCK_N=block_n,
+        BLOCK_N=_TOKENS,
         EXACT=exact,
-        ADD=add,
+        HAS_LENGTHS=part.lengths is not None,
         num_warps=4 if exact else _WARPS,
         num_stages=_STAGES,
+        maxnreg=None if exact else _REGISTERS,
     )
+    return scores
