@@ -230,10 +230,10 @@ def _norms(x: Tensor, joint: bool) -> tuple[Tensor, Tensor]:
 
 
 def search_tile(tokens: int, size: int) -> dict[str, int]:
-    """Tile and warps of the search: small ones where there are few tokens or a large codebook."""
+    """Tile, warps and stages of the search: small ones where there are few tokens or a large codebook."""
     if tokens <= 512 or size > 64:
-        return {"FAR": 1, "NEAR": 32, "BLOCK_B": 16, "num_warps": 8}
-    return {"FAR": 2, "NEAR": 32, "BLOCK_B": 16, "num_warps": 4}
+        return {"FAR": 1, "NEAR": 32, "BLOCK_B": 16, "num_warps": 8, "num_stages": 1}
+    return {"FAR": 2, "NEAR": 32, "BLOCK_B": 16, "num_warps": 4, "num_stages": 1}
 
 
 def _search(codec: CommVQKeyCodec, x: Tensor, norms: Tensor, tables: SearchTables) -> Tensor:
