@@ -38,9 +38,10 @@ class Session:
     ) -> None:
         self.model, self.spec, self.method, self.config, self.codecs = model, spec, method, config, codecs
         device = next(model.parameters()).device
-        self._forms = attend_forms(method, impl, device)
+        impl = choose_impl(method, impl, device)
+        self._forms = attend_forms(method, impl)
         for codec in codecs:
-            codec.use_kernels(self._forms.codes is method.attend_forms.get("fused"))
+            codec.use_kernels(impl == "fused")
         self._seam = Seam(model, self._attend)
         self._seam.open()
 
@@ -146,25 +147,31 @@ def make_config(method: Method, values: dict[str, Any]) -> CacheConfig:
         raise ConfigError(f"{method.name}: {where}: {first['msg']}") from error
 
 
-def attend_forms(method: Method, impl: str, device: torch.device) -> Forms:
-    """How attention is computed: `auto` takes kernels on a GPU where the method has them.
+def choose_impl(method: Method, impl: str, device: torch.device) -> str:
+    """The form that `auto` stands for: kernels on a GPU where the method has them, else the reference.
 
     Raises:
         UsageError: a form the method does not have, or kernels that cannot run on the device.
     """
     if impl == "auto":
-        impl = "fused" if device.type == "cuda" and "fused" in method.attend_forms and has_triton() else "reference"
-    if impl == "reference":
-        return Forms(reference_attend, attend_exact)
-    if impl not in method.attend_forms:
+        return "fused" if device.type == "cuda" and "fused" in method.attend_forms and has_triton() else "reference"
+    if impl != "reference" and impl not in method.attend_forms:
         have = ", ".join(("auto", "reference", *method.attend_forms))
         raise UsageError(f"method '{method.name}' has no attention form '{impl}'; choose one of {have}")
+    if impl == "fused":
+        check_device(device)
+    return impl
+
+
+def attend_forms(method: Method, impl: str) -> Forms:
+    """How attention is computed, for a form that `choose_impl` returned."""
+    if impl == "reference":
+        return Forms(reference_attend, attend_exact)
     if impl != "fused":
         return Forms(method.attend_forms[impl], attend_exact)
-    check_device(device)
-    from kvcli.attention.kernels import attend_exact_fused
+    from kvcli.attention.kernels import attend_exact_fused, few_queries
 
-    return Forms(method.attend_forms["fused"], attend_exact_fused)
+    return Forms(few_queries(method.attend_forms["fused"]), attend_exact_fused)
 
 
 def _layer_device(model: nn.Module, layer_idx: int) -> torch.device:

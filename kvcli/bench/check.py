@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from kvcli.attention.reference import reference_attend
-from kvcli.attention.session import attend_forms
+from kvcli.attention.session import attend_forms, choose_impl
 from kvcli.bench.layer import EncodedLayer, Subject, encoded_layer
 from kvcli.methods.base import Method, PartialAttend
 from kvcli.seam import find_rope
@@ -65,9 +65,8 @@ def choose_form(method: Method, impl: str, device: torch.device) -> tuple[str, P
     Raises:
         UsageError: a form that the method does not have, or kernels that cannot run on the device.
     """
-    form = attend_forms(method, impl, device).codes
-    names = {id(found): name for name, found in method.attend_forms.items()}
-    return names.get(id(form), "reference"), form
+    chosen = choose_impl(method, impl, device)
+    return chosen, attend_forms(method, chosen).codes
 
 
 def compare(layer: EncodedLayer, form: PartialAttend) -> Agreement:

@@ -34,7 +34,7 @@ class EvalOptions(ModelOptions):
     chunk: int = Field(default=32, ge=1, description="tokens fed at once; attention inside a chunk is exact")
     sink_length: int = Field(default=4, ge=0, description="first tokens in full precision")
     residual_length: int = Field(default=32, ge=0, description="last tokens in full precision")
-    impl: str = Field(default="auto", description="form of attention over codes: auto, reference, reordered")
+    impl: str = Field(default="auto", description="auto, fused (Triton kernels), reference, or reordered (commvq)")
     out: Path | None = Field(default=None, description="append one JSON record a row to this file")
 
 

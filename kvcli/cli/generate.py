@@ -38,7 +38,7 @@ class GenerateOptions(ModelOptions):
     sink_length: int | None = Field(default=None, ge=0, description="first tokens in full precision; default: 4")
     residual_length: int | None = Field(default=None, ge=0, description="last tokens in full precision; default: 128")
     setting: list[str] = Field(default=[], description="setting of the method, NAME=VALUE; repeatable")
-    impl: str = Field(default="auto", description="form of attention over codes: auto, reference, reordered")
+    impl: str = Field(default="auto", description="auto, fused (Triton kernels), reference, or reordered (commvq)")
     stats: bool = Field(default=False, description="print time, rate and cache memory")
 
 

@@ -9,6 +9,7 @@ Scores arrive in units of log 2, so that exp2 serves.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvcli.kernels.launch import refuse, splits
-from kvcli.kernels.words import masked, power_above
+from kvcli.kernels.words import masked, power_above, settled
 
 LOG2E = 1.4426950408889634
 _BLOCK_N = 64
@@ -107,7 +108,7 @@ def _value_kernel(
         at = tl.minimum(n, count - 1)
         b_s = tl.load(p_scores + n[:, None], mask=(n < count)[:, None] & m_m[None, :], other=float("-inf"))
         # [N, M], up to 2^10 so that small weights survive in float16
-        b_p = tl.exp2(b_s + shift[None, :])
+        b_p = tl.exp2(settled(b_s) + shift[None, :])
         words = tl.load(packed + at[:, None] * p_time + o_w[None, :], mask=m_w[None, :], other=0)
         words = tl.trans(words)
         high = words >> 8
@@ -284,6 +285,8 @@ def value_sum(
         num_stages=_STAGES,
         maxnreg=None if exact else _REGISTERS,
     )
+    if scores.parts == 1:
+        return part_out, part_lse * math.log(2)
     join(part_out, part_lse, out, lse)
     return out, lse
 

@@ -61,11 +61,18 @@ def odd_bytes(words):
 
 @triton.jit
 def settled(x):
-    """The same float16 tensor. Layouts wanted by what follows do not reach back beyond this point.
+    """The same float32 tensor. Layouts wanted by what follows do not reach back beyond this point.
 
-    Without it the compiler moves the exchange of data between threads, which a tensor core's operand needs, from one sum
-    to each of its terms.
+    Without it the compiler computes the same tensor again in every layout that a tensor core's operand needs.
     """
+    if INTERPRETED:
+        return x
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=False, pack=1)
+
+
+@triton.jit
+def settled_half(x):
+    """`settled` for float16: without it, the exchange of data between threads moves from one sum to all its terms."""
     if INTERPRETED:
         return x
     return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.float16, is_pure=False, pack=2)

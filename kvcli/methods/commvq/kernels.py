@@ -12,6 +12,8 @@ share it, because value codes are joint. The codebook follows once.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -19,9 +21,10 @@ from torch import Tensor
 
 from kvcli.kernels.launch import refuse, splits
 from kvcli.kernels.values import LOG2E, join
-from kvcli.kernels.words import masked, odd_bytes, power_above, settled
+from kvcli.kernels.words import masked, odd_bytes, power_above, settled_half
 from kvcli.methods.base import EncodedPart, LayerCodec, PartialAttention
 from kvcli.methods.commvq.codebook import times_i
+from kvcli.methods.commvq.config import CommVQConfig
 from kvcli.methods.commvq.keys import CommVQKeyCodec
 from kvcli.methods.commvq.values import CommVQValueCodec, CommVQValueCodes
 
@@ -34,7 +37,8 @@ _VALUE_WARPS = 2
 _VALUE_PER_SM = 2
 _VALUE_STAGES = 3
 _VALUE_WORDS = 32
-_KEY_REGISTERS: int | None = 96
+_KEY_REGISTERS: int | None = None
+_TABLE_BYTES = 11 * 2**14
 
 
 @triton.jit
@@ -80,6 +84,8 @@ def _key_scores_kernel(
     length,
     scaling,
     HEADS: tl.constexpr,
+    STAGES: tl.constexpr,
+    FIRST: tl.constexpr,
     R: tl.constexpr,
     N: tl.constexpr,
     CODE_BITS: tl.constexpr,
@@ -130,7 +136,7 @@ def _key_scores_kernel(
         b_xs = b_xs + (b_qx,)
         b_ys = b_ys + (b_qy,)
 
-    bit = (i_h.to(tl.int32) * GROUPS + o_g) * (R * CODE_BITS)
+    bit = (i_h.to(tl.int32) * GROUPS + o_g) * (STAGES * CODE_BITS) + FIRST * CODE_BITS
     first = bit // 32
     shift = (bit % 32).to(tl.uint32)[None, :]
     start = i_t.to(tl.int64) * TILE
@@ -138,8 +144,8 @@ def _key_scores_kernel(
     norm += i_b * n_batch + i_h * n_head + start * n_time
     p_scores = scores + i_bh * s_head + o_m.to(tl.int64)[None, :] * s_row + start
     count = tl.minimum(length - i_t * TILE, TILE)
-    p_table = table + i_h * (GROUPS * 2 * R * N * PART) + o_g[None, :, None] * (2 * R * N * PART)
-    p_table += tl.arange(0, PART)[None, None, :]
+    p_table = table + i_h * (GROUPS * 2 * STAGES * N * PART) + o_g[None, :, None] * (2 * STAGES * N * PART)
+    p_table += FIRST * N * PART + tl.arange(0, PART)[None, None, :]
     for sub in range(0, count, BLOCK_T):
         t = sub + o_t
         m_t = t < count
@@ -160,7 +166,7 @@ def _key_scores_kernel(
                 code |= b_words[(r * CODE_BITS) // 32 + 1] << (32 - (r * CODE_BITS) % 32)
             code = (code & MASK).to(tl.int32)
             a = tl.load(p_table + ((code // N) * PART + r * N * PART)[:, :, None])
-            b = tl.load(p_table + ((code % N) * PART + (R + r) * N * PART)[:, :, None])
+            b = tl.load(p_table + ((code % N) * PART + (STAGES + r) * N * PART)[:, :, None])
             even += a + b
             odd += odd_bytes(a) + odd_bytes(b)
         even = tl.reshape(even - (odd << 8), [BLOCK_T, WIDTH])
@@ -180,10 +186,14 @@ def _key_scores_kernel(
                 b_s = tl.dot(b_kx, b_xs[half], b_s, input_precision="ieee")
                 b_s = tl.dot(b_ky, b_ys[half], b_s, input_precision="ieee")
             else:
-                b_s = tl.dot(settled(b_kx.to(tl.float16)), b_xs[half], b_s)
-                b_s = tl.dot(settled(b_ky.to(tl.float16)), b_ys[half], b_s)
+                b_s = tl.dot(settled_half(b_kx.to(tl.float16)), b_xs[half], b_s)
+                b_s = tl.dot(settled_half(b_ky.to(tl.float16)), b_ys[half], b_s)
         b_norm = tl.load(norm + t * n_time, mask=m_t, other=0.0).to(tl.float32) * scaling
-        tl.store(p_scores + t[:, None], b_s * b_norm[:, None], mask=m_t[:, None] & m_m[None, :])
+        b_s = b_s * b_norm[:, None]
+        m_s = m_t[:, None] & m_m[None, :]
+        if FIRST > 0:
+            b_s += tl.load(p_scores + t[:, None], mask=m_s, other=0.0)
+        tl.store(p_scores + t[:, None], b_s, mask=m_s)
 
 
 @triton.jit(do_not_specialize=["length"])
@@ -390,6 +400,17 @@ def byte_table(codebook: Tensor) -> Tensor:
     return halves.to(torch.uint8).contiguous().view(torch.int32)
 
 
+def stage_ranges(config: CommVQConfig, head_dim: int) -> list[tuple[int, int]]:
+    """First stage and number of stages of each pass over the keys; scores of passes add up.
+
+    A pass takes as many stages as have their tables of one head, 2 N head_dim bytes a stage, in a multiprocessor's L1.
+    """
+    most = max(1, _TABLE_BYTES // (2 * config.codebook_size * head_dim))
+    passes = -(-config.num_residuals // most)
+    each = -(-config.num_residuals // passes)
+    return [(first, min(each, config.num_residuals - first)) for first in range(0, config.num_residuals, each)]
+
+
 def _key_scores(key: CommVQKeyCodec, query: Tensor, part: EncodedPart, scaling: float, exact: bool) -> Tensor:
     """Scores of all rows and tokens in units of log 2: float32 [batch, num_kv_heads, rows, length]."""
     spec, codes, config = key.spec, part.key_codes, key.config
@@ -398,8 +419,6 @@ def _key_scores(key: CommVQKeyCodec, query: Tensor, part: EncodedPart, scaling: 
         raise refuse("keys that are rotated in part of their channels")
     if head_dim & (head_dim - 1) or head_dim < 64 or config.pairs_per_group < 2:
         raise refuse(f"CommVQ keys of head_dim {head_dim} in groups of {config.pairs_per_group} pairs")
-    if config.num_residuals > 128:
-        raise refuse(f"{config.num_residuals} residual stages")
     assert part.rotations is not None
     heads_per_kv = heads // spec.num_kv_heads
     rows = heads_per_kv * query_len
@@ -414,47 +433,50 @@ def _key_scores(key: CommVQKeyCodec, query: Tensor, part: EncodedPart, scaling: 
     block_m = 16 if exact else 8
     width = spec.kv_dim if config.key_norm == "joint" else head_dim
     grid = (triton.cdiv(part.length, _TILE), batch * spec.num_kv_heads, triton.cdiv(rows, block_m))
-    _key_scores_kernel[grid](
-        query,
-        packed,
-        codes.norm,
-        key.byte_table.get(lambda: byte_table(key.codebook), key.codebook),
-        key.codebook_scale,
-        tiles.cos,
-        tiles.sin,
-        offsets.cos,
-        offsets.sin,
-        scores,
-        *query.stride()[:3],
-        packed.stride(0),
-        packed.stride(2),
-        codes.norm.stride(0),
-        codes.norm.stride(1) if codes.norm.shape[1] > 1 else 0,
-        codes.norm.stride(2),
-        tiles.cos.stride(0) if tiles.cos.shape[0] > 1 else 0,
-        scores.stride(1),
-        scores.stride(2),
-        spec.num_kv_heads,
-        query_len,
-        part.length,
-        scaling * LOG2E * width**-0.5,
-        HEADS=heads_per_kv,
-        R=config.num_residuals,
-        N=config.codebook_size,
-        CODE_BITS=config.bits_per_code,
-        GROUPS=key.num_groups,
-        D=head_dim,
-        PITCH=pitch,
-        ALIGNED=aligned,
-        WORDS=triton.cdiv(config.num_residuals * config.bits_per_code, 32),
-        TILE=_TILE,
-        BLOCK_T=_KEY_TOKENS,
-        BLOCK_M=block_m,
-        EXACT=exact,
-        num_warps=_KEY_WARPS,
-        maxnreg=_KEY_REGISTERS,
-        num_stages=1,
-    )
+    for first, count in stage_ranges(config, head_dim):
+        _key_scores_kernel[grid](
+            query,
+            packed,
+            codes.norm,
+            key.byte_table.get(lambda: byte_table(key.codebook), key.codebook),
+            key.codebook_scale,
+            tiles.cos,
+            tiles.sin,
+            offsets.cos,
+            offsets.sin,
+            scores,
+            *query.stride()[:3],
+            packed.stride(0),
+            packed.stride(2),
+            codes.norm.stride(0),
+            codes.norm.stride(1) if codes.norm.shape[1] > 1 else 0,
+            codes.norm.stride(2),
+            tiles.cos.stride(0) if tiles.cos.shape[0] > 1 else 0,
+            scores.stride(1),
+            scores.stride(2),
+            spec.num_kv_heads,
+            query_len,
+            part.length,
+            scaling * LOG2E * width**-0.5,
+            HEADS=heads_per_kv,
+            STAGES=config.num_residuals,
+            FIRST=first,
+            R=count,
+            N=config.codebook_size,
+            CODE_BITS=config.bits_per_code,
+            GROUPS=key.num_groups,
+            D=head_dim,
+            PITCH=pitch,
+            ALIGNED=aligned,
+            WORDS=triton.cdiv(count * config.bits_per_code, 32),
+            TILE=_TILE,
+            BLOCK_T=_KEY_TOKENS,
+            BLOCK_M=block_m,
+            EXACT=exact,
+            num_warps=_KEY_WARPS,
+            maxnreg=_KEY_REGISTERS,
+            num_stages=1,
+        )
     return scores
 
 
@@ -527,6 +549,8 @@ def _bit_sums(value: CommVQValueCodec, scores: Tensor, part: EncodedPart, exact:
         num_warps=_VALUE_WARPS,
         num_stages=_VALUE_STAGES,
     )
+    if parts == 1:
+        return part_out, part_lse * math.log(2)
     join(part_out, part_lse, sums, lse)
     return sums, lse
 
@@ -536,7 +560,7 @@ def _apply_codebook(value: CommVQValueCodec, sums: Tensor, shape: torch.Size, ex
     batch, kv_heads, head_dim = shape[0], value.spec.num_kv_heads, shape[3]
     rows = sums.shape[2] // kv_heads
     out = torch.empty(shape, device=sums.device)
-    block_d = 16
+    block_d = 16 if batch * kv_heads < 64 else 64
     _codebook_kernel[(batch * kv_heads, triton.cdiv(head_dim, block_d), triton.cdiv(rows, 16))](
         sums,
         value.codebook,

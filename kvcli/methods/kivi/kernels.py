@@ -1,9 +1,9 @@
 """Attention over KIVI's codes, and SQuat's: keys per channel, before or after RoPE, values per token.
 
-Scores: a group of tokens shares a scale and a zero a channel, so sum_c q_c (code_c scale_c + zero_c) is a product of the
-codes with q_c scale_c, plus one number a group and query. No key is dequantized. Keys stored before RoPE are, because
-rotation mixes channels: in float16, two channels an instruction, by the product of two small tables (a tile's first
-position goes into the query, the offset in the tile is the same for all tiles).
+Scores: a group of tokens shares a scale and a zero a channel, so sum_c q_c (code_c scale_c + zero_c) is a product of
+the codes with q_c scale_c, plus one number a group and query. No key is dequantized. Keys stored before RoPE are,
+because rotation mixes channels: in float16, two channels an instruction, by the product of two small tables (a tile's
+first position goes into the query, the offset in the tile is the same for all tiles).
 """
 
 from __future__ import annotations
@@ -76,6 +76,7 @@ def _scores_kernel(
     FIELDS: tl.constexpr = 16 // B
     LOW: tl.constexpr = FIELDS // 2
     MASK: tl.constexpr = (1 << B) - 1
+    WHOLE: tl.constexpr = W == BLOCK_W and W * FIELDS == D
     m_m = o_m < HEADS * query_len
     m_w = o_w < W
     head = i_h * HEADS + o_m // query_len
@@ -106,6 +107,9 @@ def _scores_kernel(
         b_units = b_units + (b_qs[f] / (unit * (1 << (B * (f % LOW))))[None, :],)
     back = unit * scaling
 
+    lifted = back if EXACT else back * 16777216.0
+    own = (o_r // BLOCK_N)[:, None] == (o_c // BLOCK_M)[None, :]
+    b_own = tl.where(own, 0.0, float("-inf"))
     b_best = tl.full([BLOCK_N * PACK, BLOCK_M * PACK], float("-inf"), tl.float32)
     for g in range(0, count, PACK):
         of_column = tl.minimum(g + o_c // BLOCK_M, count - 1) * c_time
@@ -113,16 +117,24 @@ def _scores_kernel(
         b_scaled = ()
         for f in tl.static_range(FIELDS):
             at = of_column[None, :] + (f * W + o_w)[:, None]
-            m_c = (m_w & (f * W + o_w < D))[:, None]
-            b_c = tl.load(scale + at, mask=m_c, other=0.0).to(tl.float32)
-            b_z = tl.load(zero + at, mask=m_c, other=0.0).to(tl.float32)
+            if WHOLE:
+                b_c = tl.load(scale + at)
+                b_z = tl.load(zero + at).to(tl.float32)
+            else:
+                m_c = (m_w & (f * W + o_w < D))[:, None]
+                b_c = tl.load(scale + at, mask=m_c, other=0.0)
+                b_z = tl.load(zero + at, mask=m_c, other=0.0).to(tl.float32)
             b_zero += b_units[f] * (b_z * (1 << (B * (f % LOW))))
-            b_scaled = b_scaled + (b_units[f] * b_c,)
-        zeros = tl.sum(b_zero, 0)
+            b_c = b_units[f] * b_c.to(tl.float32)
+            b_scaled = b_scaled + (b_c if EXACT else b_c.to(tl.float16),)
+        zeros = tl.sum(b_zero, 0) * back
         for part in tl.static_range(GROUP // BLOCK_N):
             of_row = tl.minimum(g + o_r // BLOCK_N, count - 1)
             n = of_row * GROUP + part * BLOCK_N + o_r % BLOCK_N
-            words = tl.load(packed + n[:, None] * p_time + o_w[None, :], mask=m_w[None, :], other=0)
+            if WHOLE:
+                words = tl.load(packed + n[:, None] * p_time + o_w[None, :])
+            else:
+                words = tl.load(packed + n[:, None] * p_time + o_w[None, :], mask=m_w[None, :], other=0)
             high = words >> 8
             # [N, C]
             b_s = tl.zeros([BLOCK_N * PACK, BLOCK_M * PACK], tl.float32)
@@ -132,13 +144,10 @@ def _scores_kernel(
                     b_s = tl.dot(b_k, b_scaled[f], b_s, input_precision="ieee")
                 else:
                     b_k = masked(words if f < LOW else high, MASK << (B * (f % LOW)))
-                    b_s = tl.dot(b_k, b_scaled[f].to(tl.float16), b_s)
-            if not EXACT:
-                b_s = b_s * 16777216.0
-            own = (o_r // BLOCK_N)[:, None] == (o_c // BLOCK_M)[None, :]
+                    b_s = tl.dot(b_k, b_scaled[f], b_s)
+            b_s = b_s * lifted[None, :] + zeros[None, :]
+            b_best = tl.maximum(b_best, b_s + b_own)
             m_s = own & (g + o_r // BLOCK_N < count)[:, None] & m_m[None, :]
-            b_s = (b_s + zeros[None, :]) * back[None, :]
-            b_best = tl.maximum(b_best, tl.where(m_s, b_s, float("-inf")))
             tl.store(p_scores + n[:, None], b_s, mask=m_s)
     top = tl.max(tl.reshape(tl.max(b_best, 0), [PACK, BLOCK_M]), 0)
     o_m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
