@@ -51,6 +51,7 @@ class SQuatKey(PerChannelKey):
         self.config, self.space = config, space
         self.query_space = space if config.query_space == "auto" else config.query_space
         self.block_size = config.block_size or spec.head_dim // 2
+        self._fitted = False
         self.gram: Tensor
         self.gram_count: Tensor
         if config.subspace_source == "calibration":
@@ -74,18 +75,34 @@ class SQuatKey(PerChannelKey):
 
     def settle(self, state: State, rows: list[int]) -> None:
         assert isinstance(state, SQuatState)
+        # a list becomes a tensor that the device has to be sent
+        index = slice(None) if rows == list(range(len(state.count))) else rows
         if self.config.subspace_source == "calibration":
-            if not self.gram_count.any():
-                raise ConfigError("a subspace from calibration needs an artifact; make one with 'kvcli fit-subspace'")
+            self._check_fitted()
             gram, count = self.gram.expand(len(rows), -1, -1, -1), self.gram_count.expand(len(rows))
         else:
-            gram, count = state.matrix[rows], state.count[rows]
+            gram, count = state.matrix[index], state.count[index]
         weight = torch.full_like(count, self.config.squat_lambda)
         if self.config.lambda_scaling == "per_token":
             weight = weight / count.clamp_min(1)
-        subspace = leading_factor(gram, self.config.subspace_dim, self.config.subspace_solver)
-        scaled = subspace * weight.double().sqrt().view(-1, 1, 1, 1)
-        state.matrix[rows] = corrections(scaled, self.block_size)
+        scaled = self._leading_factor(gram) * weight.double().sqrt().view(-1, 1, 1, 1)
+        state.matrix[index] = corrections(scaled, self.block_size)
+
+    def _check_fitted(self) -> None:
+        """Asks the device only until the answer is yes: it has to be waited for."""
+        self._fitted = self._fitted or bool(self.gram_count.any())
+        if not self._fitted:
+            raise ConfigError("a subspace from calibration needs an artifact; make one with 'kvcli fit-subspace'")
+
+    def _leading_factor(self, gram: Tensor) -> Tensor:
+        """`leading_factor`, in a kernel if it runs in kernels: the same subspace for every solver, in float32."""
+        rank = self.config.subspace_dim
+        if self.fused:
+            from kvcli.methods.squat import kernels
+
+            if kernels.can_lead(self.spec.head_dim, rank):
+                return kernels.leading_factor(gram, rank)
+        return leading_factor(gram, rank, self.config.subspace_solver)
 
     def encode(self, x: Tensor, state: State | None = None) -> PerChannelCodes:
         assert isinstance(state, SQuatState)
@@ -180,4 +197,5 @@ def correction(q_hat: Tensor, start: int, stop: int) -> Tensor:
     """
     block, rest = q_hat[..., start:stop], q_hat[..., stop:]
     small = torch.eye(q_hat.shape[-2], dtype=q_hat.dtype, device=q_hat.device) + rest @ rest.transpose(-1, -2)
-    return (block.transpose(-1, -2) @ torch.linalg.solve(small, rest)).float()
+    # positive definite, so that there is no failure to wait for
+    return (block.transpose(-1, -2) @ torch.linalg.solve_ex(small, rest)[0]).float()

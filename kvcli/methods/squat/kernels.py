@@ -1,0 +1,121 @@
+"""Triton kernel of SQuat's subspace: the leading eigenvectors of each head's Gram matrix, in one launch.
+
+Block orthogonal iteration V <- orth(G V) with more columns than are wanted, then Rayleigh-Ritz: the eigenvectors of the
+small matrix V^T G V, by Jacobi rotations, turn V into the eigenvectors of G. Directions of nearly the same eigenvalue
+are told apart by the rotations, so that the iteration only has to shrink what lies beyond all columns. Errors are those
+of float32 next to the largest eigenvalue; `codec.leading_factor` in float64 is the reference.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_ITERATIONS = 24
+_SWEEPS = 4
+_OVERSAMPLING = 3
+_MOST_COLUMNS = 32
+_MOST_CHANNELS = 128  # a matrix has to fit into shared memory twice, as the two parts of a float32 product
+
+
+@triton.jit
+def _orthonormal(v, o_k, LIMIT: tl.constexpr, K: tl.constexpr):
+    """Columns of v [D, K] made orthonormal in order; 0 where less than sqrt(LIMIT) of a column is left."""
+    before, scale = tl.sum(v * v, axis=0), tl.zeros((K,), tl.float32)
+    for j in range(K):
+        here = o_k == j
+        column = tl.sum(tl.where(here[None, :], v, 0.0), axis=1)
+        along = tl.sum(v * column[:, None], axis=0)
+        square = tl.sum(tl.where(here, along, 0.0), axis=0)
+        least = tl.maximum(LIMIT * tl.sum(tl.where(here, before, 0.0), axis=0), 1e-36)
+        inverse = tl.where(square > least, 1.0 / tl.maximum(square, 1e-36), 0.0)
+        v -= column[:, None] * tl.where(o_k > j, along * inverse, 0.0)[None, :]
+        scale = tl.where(here, tl.sqrt(inverse), scale)
+    return v * scale[None, :]
+
+
+@triton.jit
+def _rotation(b, i_round, K: tl.constexpr):
+    """Jacobi rotations [K, K] of K / 2 disjoint pairs of the symmetric b [K, K]; K - 1 rounds meet every pair once."""
+    o_i, o_j = tl.arange(0, K)[:, None], tl.arange(0, K)[None, :]
+    partner = (i_round + K - 1 - o_i) % (K - 1)
+    alone = (i_round * (K // 2)) % (K - 1)
+    partner = tl.where(o_i == K - 1, alone, tl.where(o_i == alone, K - 1, partner))
+    meets = o_j == partner
+    across = tl.sum(tl.where(meets, b, 0.0), axis=1)[:, None]
+    diagonal = tl.sum(tl.where(o_i == o_j, b, 0.0), axis=0)[None, :]
+    own = tl.sum(tl.where(o_i == o_j, b, 0.0), axis=1)[:, None]
+    gap = tl.sum(tl.where(meets, diagonal, 0.0), axis=1)[:, None] - own
+    # computed from the other of the two, the sine is the same with the other sign
+    sign = tl.where((gap > 0) | ((gap == 0) & (o_i < partner)), 1.0, -1.0)
+    below = tl.abs(gap) + tl.sqrt(gap * gap + 4 * across * across)
+    tangent = tl.where(below > 0, sign * 2 * across / tl.maximum(below, 1e-36), 0.0)
+    cosine = 1.0 / tl.sqrt(1 + tangent * tangent)
+    return tl.where(o_i == o_j, cosine, tl.where(meets, tangent * cosine, 0.0))
+
+
+@triton.jit
+def _leading_kernel(
+    gram, factor,
+    D: tl.constexpr, RANK: tl.constexpr, BLOCK_D: tl.constexpr, K: tl.constexpr,
+    ITERATIONS: tl.constexpr, SWEEPS: tl.constexpr,
+):  # fmt: skip
+    """One matrix; grid (matrices,). gram float32 [matrices, D, D]; factor float32 [matrices, RANK, D]."""
+    i_m = tl.program_id(0).to(tl.int64)
+    o_d, o_k = tl.arange(0, BLOCK_D), tl.arange(0, K)
+    m_d = o_d < D
+    p_g = gram + i_m * D * D + o_d[:, None] * D + o_d[None, :]
+    b_g = tl.load(p_g, mask=m_d[:, None] & m_d[None, :], other=0.0)
+    trace = tl.sum(tl.sum(tl.where(o_d[:, None] == o_d[None, :], b_g, 0.0), axis=1), axis=0)
+    b_g = b_g * tl.where(trace > 0, 1.0 / tl.maximum(trace, 1e-36), 0.0)
+    # no direction that a Gram matrix may have is likely to be orthogonal to random columns
+    b_v = tl.rand(0, o_d[:, None] * K + o_k[None, :]) - 0.5
+    for _ in range(ITERATIONS):
+        b_v = _orthonormal(tl.dot(b_g, b_v, input_precision="tf32x3"), o_k, 4e-12, K)
+    # columns of rounding errors are not orthogonal yet: what is left of them vanishes here
+    b_v = _orthonormal(b_v, o_k, 0.25, K)
+    b_b = tl.dot(tl.trans(b_v), tl.dot(b_g, b_v, input_precision="tf32x3"), input_precision="tf32x3")
+    turn = tl.where(o_k[:, None] == o_k[None, :], 1.0, 0.0)
+    for step in range(SWEEPS * (K - 1)):
+        b_b = 0.5 * (b_b + tl.trans(b_b))
+        rotation = _rotation(b_b, step % (K - 1), K)
+        b_b = tl.dot(b_b, rotation, input_precision="tf32x3")
+        b_b = tl.dot(tl.trans(rotation), b_b, input_precision="tf32x3")
+        turn = tl.dot(turn, rotation, input_precision="tf32x3")
+    eye = o_k[:, None] == o_k[None, :]
+    value, other = tl.sum(tl.where(eye, b_b, 0.0), axis=0), tl.sum(tl.where(eye, b_b, 0.0), axis=1)
+    ahead = (other[:, None] > value[None, :]) | ((other[:, None] == value[None, :]) & (o_k[:, None] < o_k[None, :]))
+    place = tl.sum(ahead.to(tl.int32), axis=0)
+    b_v = tl.dot(b_v, turn, input_precision="tf32x3") * tl.sqrt(tl.maximum(value, 0.0) * trace)[None, :]
+    p_f = factor + i_m * RANK * D + place[None, :] * D + o_d[:, None]
+    tl.store(p_f, b_v, mask=m_d[:, None] & (place < RANK)[None, :])
+
+
+def can_lead(width: int, rank: int) -> bool:
+    """Whether `leading_factor` takes matrices so wide and so many directions."""
+    return width <= _MOST_CHANNELS and rank + _OVERSAMPLING <= _MOST_COLUMNS
+
+
+def leading_factor(gram: Tensor, rank: int) -> Tensor:
+    """Q_hat = diag(S[:r]) Vh[:r] of the SVD of Q, from the Gram matrices Q^T Q, without waiting for the device.
+
+    Args:
+        gram: float32 [..., d, d].
+        rank: directions r.
+
+    Returns:
+        float32 [..., min(r, d), d]; the strongest direction first, 0 for those beyond the rank of Q.
+    """
+    width = gram.shape[-1]
+    rank = min(rank, width)
+    gram = gram.contiguous()
+    factor = torch.empty(*gram.shape[:-2], rank, width, dtype=torch.float32, device=gram.device)
+    if gram.numel():
+        _leading_kernel[(gram.numel() // width**2,)](
+            gram, factor, D=width, RANK=rank, BLOCK_D=max(16, triton.next_power_of_2(width)),
+            K=max(16, triton.next_power_of_2(rank + _OVERSAMPLING)),
+            ITERATIONS=_ITERATIONS, SWEEPS=_SWEEPS, num_warps=8,
+        )  # fmt: skip
+    return factor
