@@ -151,13 +151,14 @@ def decoded_attend(codec: LayerCodec, query: Tensor, part: EncodedPart, scaling:
     total: PartialAttention | None = None
     for start in range(0, part.length, _TOKEN_BLOCK):
         stop = min(start + _TOKEN_BLOCK, part.length)
-        key = codec.key.decode(part.key_codes.slice(start, stop), part.key_state)
+        dtype = query.dtype if part.rotations is None else torch.float32
+        key = codec.key.decode_to(part.key_codes.slice(start, stop), part.key_state, dtype)
         if part.rotations is not None:
             key = part.rotations.tokens(start, stop).apply(key)
-        value = codec.value.decode(part.value_codes.slice(start, stop))
+        value = codec.value.decode_to(part.value_codes.slice(start, stop), None, query.dtype)
         visible = part.visible(start, stop)
         shown = None if visible is None else visible[:, None]
-        block = partial_attention_fused(query, key.to(query.dtype), value.to(query.dtype), shown, scaling)
+        block = partial_attention_fused(query, key.to(query.dtype), value, shown, scaling)
         total = block if total is None else merge(total, block)
     assert total is not None
     return total

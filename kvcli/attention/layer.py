@@ -89,7 +89,7 @@ def _exact_from(layer: CompressedLayer, stream: Stream, coded: tuple[int, ...], 
     extra = [encoded - skipped for encoded, skipped in zip(stream.encoded, coded, strict=True)]
     start, stop = min(coded), max(stream.encoded)
     start -= start % stream.codec.tokens_per_group
-    decoded = _decode(layer, stream, start, stop, now).to(exact.dtype)
+    decoded = _decode(layer, stream, start, stop, exact.dtype, now)
     if len(set(zip(stream.encoded, coded, strict=True))) == 1:
         return torch.cat((exact[:, :, :first], decoded[:, :, coded[0] - start :], exact[:, :, first:]), dim=2)
     rows = []
@@ -100,13 +100,16 @@ def _exact_from(layer: CompressedLayer, stream: Stream, coded: tuple[int, ...], 
     return torch.stack([torch.nn.functional.pad(row, (0, 0, 0, longest - row.shape[1])) for row in rows])
 
 
-def _decode(layer: CompressedLayer, stream: Stream, start: int, stop: int, now: ForwardPass) -> Tensor:
-    """Encoded tokens [start, stop) of every row, keys rotated: float32 [batch, heads, stop - start, head_dim]."""
+def _decode(
+    layer: CompressedLayer, stream: Stream, start: int, stop: int, dtype: torch.dtype, now: ForwardPass
+) -> Tensor:
+    """Encoded tokens [start, stop) of every row, keys rotated: [batch, heads, stop - start, head_dim]."""
     assert stream.buffer.codes is not None
-    decoded: Tensor = stream.codec.decode(stream.buffer.codes.slice(start, stop), stream.state)
-    if stream is layer.keys_stream and layer.codec.key.space == "pre_rope":
-        decoded = now.rotations(stream.sink_length + start, stream.sink_length + stop).apply(decoded)
-    return decoded
+    codes = stream.buffer.codes.slice(start, stop)
+    if stream is layer.values_stream or layer.codec.key.space == "post_rope":
+        return stream.codec.decode_to(codes, stream.state, dtype)
+    decoded = stream.codec.decode_to(codes, stream.state, torch.float32)
+    return now.rotations(stream.sink_length + start, stream.sink_length + stop).apply(decoded).to(dtype)
 
 
 def _encoded_part(layer: CompressedLayer, coded: tuple[int, ...], now: ForwardPass) -> EncodedPart:

@@ -114,6 +114,10 @@ class Codec(nn.Module, ABC, Generic[CodesT]):
     def decode(self, codes: CodesT, state: State | None = None) -> Tensor:
         """Inverse of `encode`: float32 [batch, num_kv_heads, time, head_dim]."""
 
+    def decode_to(self, codes: CodesT, state: State | None, dtype: torch.dtype) -> Tensor:
+        """`decode` in another dtype, by a kernel where the codec is fused and has one."""
+        return self.decode(codes, state).to(dtype)
+
     def new_state(self, batch: int, device: torch.device) -> State | None:
         """An empty state for some sequences; None for codecs that keep nothing of a sequence."""
         return None

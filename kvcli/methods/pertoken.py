@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from kvcli.methods.affine import dequantize, quantize
@@ -56,6 +57,13 @@ class PerTokenCodec(Codec[PerTokenCodes]):
     def decode(self, codes: PerTokenCodes, state: State | None = None) -> Tensor:
         unpacked = unpack_planes(codes.packed, self.n_bits, self.spec.head_dim).unflatten(-1, (-1, self.group_size))
         return dequantize(unpacked, codes.scale.unsqueeze(-1), codes.zero.unsqueeze(-1)).flatten(-2)
+
+    def decode_to(self, codes: PerTokenCodes, state: State | None, dtype: torch.dtype) -> Tensor:
+        if not self.fused:
+            return super().decode_to(codes, state, dtype)
+        from kvcli.kernels.affine_decode import dequantize_planes
+
+        return dequantize_planes(codes, self.n_bits, self.spec.head_dim, 1, self.group_size, dtype)
 
 
 class PerTokenKey(PerTokenCodec, KeyCodec[PerTokenCodes]):

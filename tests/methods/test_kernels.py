@@ -214,3 +214,17 @@ def test_other_shapes_are_refused_by_name(name: str, settings: dict[str, Any], n
 def test_passes_hold_their_tables_in_a_cache(stages: int, size: int, expected: list[tuple[int, int]]) -> None:
     config = make_config(parse_method("commvq")[0], {"num_residuals": stages, "codebook_size": size})
     assert stage_ranges(config, 128) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "head_dim", "group"), [("kivi-2", 128, 32), ("kivi-4", 96, 32), ("kivi-1", 80, 16), ("kivi-8", 64, 64)]
+)
+def test_dequantization_in_a_kernel(name: str, head_dim: int, group: int) -> None:
+    torch.manual_seed(0)
+    _, codec = make_codec(name, 4, 2, head_dim, group_size=group)
+    for part, length in ((codec.key, 3 * group), (codec.value, 65)):
+        codes = part.encode(torch.randn(3, 2, length, head_dim, device=DEVICE)).slice(group, length)
+        expected = part.decode(codes)
+        part.fused = True
+        assert torch.allclose(part.decode_to(codes, None, torch.float32), expected, atol=1e-6)
+        assert torch.equal(part.decode_to(codes, None, torch.float16), expected.half())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from kvcli.methods.affine import dequantize, quantize
@@ -65,3 +66,10 @@ class PerChannelKey(KeyCodec[PerChannelCodes]):
     def decode(self, codes: PerChannelCodes, state: State | None = None) -> Tensor:
         unpacked = unpack_planes(codes.packed, self.n_bits, self.spec.head_dim)
         return self.dequantize_channels(unpacked, codes.scale, codes.zero)
+
+    def decode_to(self, codes: PerChannelCodes, state: State | None, dtype: torch.dtype) -> Tensor:
+        if not self.fused:
+            return super().decode_to(codes, state, dtype)
+        from kvcli.kernels.affine_decode import dequantize_planes
+
+        return dequantize_planes(codes, self.n_bits, self.spec.head_dim, self.tokens_per_group, 1, dtype)
