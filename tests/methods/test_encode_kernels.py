@@ -24,6 +24,8 @@ from kvcli.packing import unpack_bits
 
 pytest.importorskip("triton")
 
+from kvcli.methods.commvq.key_encode_kernels import _norms, _search, search_tables, search_tile
+
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -151,6 +153,30 @@ def test_commvq_keys_in_large_tiles() -> None:
     """More tokens than small tiles are for, in a tile that the end of the tokens cuts."""
     codec = commvq_keys(16, codebook_size=4, num_residuals=2)
     check_keys(codec, clustered(2, 580, 16, seed=2).view(1, 2, 580, 16).to(DEVICE))
+
+
+def test_warps_of_large_tiles_have_tokens_of_their_own() -> None:
+    """Eight warps on 64 tokens were an illegal memory access on an H200."""
+    for tokens in (1, 32, 512, 513, 10**6):
+        for size in (2, 16, 64, 128, 256):
+            tile = search_tile(tokens, size)
+            rows = tile["FAR"] * tile["NEAR"]
+            assert rows < 64 or 16 * tile["num_warps"] <= rows
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter, which computes with NumPy
+def test_commvq_keys_with_infinite_channels() -> None:
+    """Such a token's codes are still entries of a codebook smaller than the tile; other tokens do not change."""
+    codec = commvq_keys(16, codebook_size=2)
+    x = clustered(2, 40, 16).view(1, 2, 40, 16).to(DEVICE)
+    expected = both(codec, x)[1]
+    x[:, :, 7, 3] = float("inf")
+    tables = search_tables(codec)
+    codes = _search(codec, x, _norms(x, joint=True)[1], tables)
+    assert int(codes.min()) >= 0
+    assert int(codes.max()) < 4
+    others = torch.arange(40) != 7
+    assert torch.equal(both(codec, x)[1].packed[:, :, others], expected.packed[:, :, others])
 
 
 def test_commvq_keys_without_size() -> None:

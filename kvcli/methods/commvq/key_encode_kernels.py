@@ -141,10 +141,11 @@ def _search_kernel(
         real, imag = _halves(tl.load(p_book, mask=m_g[:, None] & m_n[None, :], other=0))
         along = _four_products(x_high, x_low, y_high, y_low, real, imag) * factor
         best += tl.permute(tl.reshape(along, (FAR, NEAR, BLOCK_N)), (0, 2, 1))
-        first = tl.reshape(tl.argmin(best, axis=1), (BLOCK_T,))
+        # where all is NaN, as for a token with an infinite channel, argmin may be an entry that there is not
+        first = tl.minimum(tl.reshape(tl.argmin(best, axis=1), (BLOCK_T,)), N - 1)
         along = _four_products(y_high, y_low, x_high, x_low, real, -imag) * factor
         along += tl.load(table + first[:, None] * N + o_n[None, :], mask=m_n[None, :], other=float("inf"))
-        second = tl.argmin(along, axis=1)
+        second = tl.minimum(tl.argmin(along, axis=1), N - 1)
         a_real, a_imag = _halves(tl.load(book + first[:, None] * G + o_g[None, :], mask=m_g[None, :], other=0))
         b_real, b_imag = _halves(tl.load(book + second[:, None] * G + o_g[None, :], mask=m_g[None, :], other=0))
         b_x -= (a_real - b_imag).to(tl.float32) * unit[None, :]
@@ -230,7 +231,11 @@ def _norms(x: Tensor, joint: bool) -> tuple[Tensor, Tensor]:
 
 
 def search_tile(tokens: int, size: int) -> dict[str, int]:
-    """Tile, warps and stages of the search: small ones where there are few tokens or a large codebook."""
+    """Tile, warps and stages of the search: small ones where there are few tokens or a large codebook.
+
+    From 64 tokens a tile, products run on Hopper's warp groups, a warp for 16 tokens: 8 warps on 64 tokens would hold
+    them twice, and failed on an H200 (illegal memory access, Triton 3.6) though no address is out of bounds.
+    """
     if tokens <= 512 or size > 64:
         return {"FAR": 1, "NEAR": 32, "BLOCK_B": 16, "num_warps": 8, "num_stages": 1}
     return {"FAR": 2, "NEAR": 32, "BLOCK_B": 16, "num_warps": 4, "num_stages": 1}
