@@ -9,7 +9,8 @@ import torch
 from factories import make_spec
 from torch import Tensor
 
-from kvcli.methods.squat.codec import SQuatKey, SQuatState, leading_factor
+from kvcli.errors import ConfigError
+from kvcli.methods.squat.codec import SQuatKey, SQuatState, corrections, leading_factor
 from kvcli.methods.squat.config import SQuatConfig
 
 pytest.importorskip("triton")
@@ -91,6 +92,21 @@ def test_nothing_seen() -> None:
     assert kernels.leading_factor(torch.zeros(0, 2, 64, 64, device=DEVICE), 5).shape == (0, 2, 5, 64)
 
 
+@pytest.mark.parametrize(
+    ("width", "rank", "block_size"), [(128, 5, 64), (80, 5, 24), (96, 29, 48), (16, 5, 1), (64, 5, 200)]
+)
+def test_corrections(width: int, rank: int, block_size: int) -> None:
+    """Directions of very different strength, weights from none to far above the identity."""
+    generator = torch.Generator().manual_seed(0)
+    q_hat = torch.randn(3, 2, rank, width, generator=generator) * torch.logspace(2, -1, rank).view(-1, 1)
+    weight = torch.tensor([0, 1e-4, 1.0])
+    scaled = q_hat.double() * weight.double().sqrt().view(-1, 1, 1, 1)
+    found = kernels.corrections(q_hat.to(DEVICE), weight.to(DEVICE), block_size).cpu()
+    assert not found[0].any()
+    expected = corrections(scaled, block_size)
+    assert (found - expected).norm() <= 1e-4 * expected.norm()
+
+
 @pytest.mark.parametrize("changes", [{}, {"lambda_scaling": "none", "squat_lambda": 1e-3, "block_size": 24}])
 def test_settled_state(changes: dict[str, Any]) -> None:
     """Corrections of some rows or all; rows that are not settled keep their Gram matrix."""
@@ -107,6 +123,21 @@ def test_settled_state(changes: dict[str, Any]) -> None:
         assert (expected - found).norm() < 1e-3 * expected.norm()
         rest = [row for row in range(3) if row not in rows]
         assert torch.equal(expected[rest], found[rest])
+
+
+def test_settled_from_calibration() -> None:
+    codec = SQuatKey(make_spec(16), SQuatConfig(subspace_source="calibration"), "post_rope").to(DEVICE)
+    codec.fused = True
+    with pytest.raises(ConfigError, match="fit-subspace"):
+        codec.settle(codec.new_state(2, DEVICE), [0, 1])
+    codec.gram.copy_(spectra(16)[:2])
+    codec.gram_count.fill_(10)
+    states: list[SQuatState] = []
+    for codec.fused in (False, True):
+        states.append(codec.new_state(2, DEVICE))
+        codec.settle(states[-1], [0, 1])
+    assert torch.allclose(states[0].matrix, states[1].matrix, rtol=1e-3, atol=1e-6)
+    assert torch.equal(states[1].matrix[0], states[1].matrix[1])
 
 
 def test_shapes_beyond_the_kernel_have_the_reference() -> None:

@@ -85,8 +85,7 @@ class SQuatKey(PerChannelKey):
         weight = torch.full_like(count, self.config.squat_lambda)
         if self.config.lambda_scaling == "per_token":
             weight = weight / count.clamp_min(1)
-        scaled = self._leading_factor(gram) * weight.double().sqrt().view(-1, 1, 1, 1)
-        state.matrix[index] = corrections(scaled, self.block_size)
+        state.matrix[index] = self._corrections(gram, weight)
 
     def _check_fitted(self) -> None:
         """Asks the device only until the answer is yes: it has to be waited for."""
@@ -94,15 +93,16 @@ class SQuatKey(PerChannelKey):
         if not self._fitted:
             raise ConfigError("a subspace from calibration needs an artifact; make one with 'kvcli fit-subspace'")
 
-    def _leading_factor(self, gram: Tensor) -> Tensor:
-        """`leading_factor`, in a kernel if it runs in kernels: the same subspace for every solver, in float32."""
+    def _corrections(self, gram: Tensor, weight: Tensor) -> Tensor:
+        """Of P = I + weight Q_hat^T Q_hat; kernels find the same subspace for every solver, in float32."""
         rank = self.config.subspace_dim
         if self.fused:
             from kvcli.methods.squat import kernels
 
             if kernels.can_lead(self.spec.head_dim, rank):
-                return kernels.leading_factor(gram, rank)
-        return leading_factor(gram, rank, self.config.subspace_solver)
+                return kernels.corrections(kernels.leading_factor(gram, rank), weight, self.block_size)
+        q_hat = leading_factor(gram, rank, self.config.subspace_solver)
+        return corrections(q_hat * weight.double().sqrt().view(-1, 1, 1, 1), self.block_size)
 
     def encode(self, x: Tensor, state: State | None = None) -> PerChannelCodes:
         assert isinstance(state, SQuatState)

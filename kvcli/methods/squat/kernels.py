@@ -1,4 +1,4 @@
-"""Triton kernel of SQuat's subspace: the leading eigenvectors of each head's Gram matrix, in one launch.
+"""Triton kernels of SQuat's subspace: the leading eigenvectors of each head's Gram matrix, and the corrections.
 
 Block orthogonal iteration V <- orth(G V) with more columns than are wanted, then Rayleigh-Ritz: the eigenvectors of the
 small matrix V^T G V, by Jacobi rotations, turn V into the eigenvectors of G. Directions of nearly the same eigenvalue
@@ -93,6 +93,45 @@ def _leading_kernel(
     tl.store(p_f, b_v, mask=m_d[:, None] & (place < RANK)[None, :])
 
 
+@triton.jit
+def _corrections_kernel(
+    factor, weights, found, heads,
+    D: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """One block of channels of one matrix; grid (matrices, blocks).
+
+    factor float32 [matrices, RANK, D], weights float32 [matrices / heads], found float32 [matrices, D, D].
+    """
+    i_m, start = tl.program_id(0).to(tl.int64), tl.program_id(1) * SIZE
+    o_d, o_s, o_k = tl.arange(0, BLOCK_D), start + tl.arange(0, BLOCK_S), tl.arange(0, K)
+    m_s, m_k = (o_s < start + SIZE) & (o_s < D), o_k < RANK
+    base = factor + i_m * RANK * D + o_k * D
+    m_rest = ((o_d >= start + SIZE) & (o_d < D))[:, None] & m_k[None, :]
+    root = tl.sqrt(tl.load(weights + i_m // heads))
+    rest = tl.load(base[None, :] + o_d[:, None], mask=m_rest, other=0.0) * root
+    block = tl.load(base[None, :] + o_s[:, None], mask=m_s[:, None] & m_k[None, :], other=0.0) * root
+    eye = tl.where(o_k[:, None] == o_k[None, :], 1.0, 0.0)
+    small = tl.dot(tl.trans(rest), rest, eye, input_precision="tf32x3")
+    for k in range(K):
+        # the sweep operator: after all k, minus the inverse; a positive definite matrix needs no pivots
+        across, down = o_k[None, :] == k, o_k[:, None] == k
+        row = tl.sum(tl.where(down, small, 0.0), axis=0)[None, :]
+        column = tl.sum(tl.where(across, small, 0.0), axis=1)[:, None]
+        pivot = tl.sum(tl.sum(tl.where(across & down, small, 0.0), axis=1), axis=0)
+        moved = tl.where(across | down, (column * across + row * down) / pivot, small - column * row / pivot)
+        small = tl.where(across & down, -1.0 / pivot, moved)
+    solved = tl.dot(block, -small, input_precision="tf32x3")
+    move = tl.dot(solved, tl.trans(rest), input_precision="tf32x3")
+    p_f = found + i_m * D * D + o_s[:, None] * D + o_d[None, :]
+    tl.store(p_f, move, mask=m_s[:, None] & (o_d < D)[None, :])
+
+
+def _warps(block: int) -> int:
+    """On Hopper a warp multiplies 16 rows; 8 warps on 64 rows have failed there."""
+    return 8 if block >= 128 else 4
+
+
 def can_lead(width: int, rank: int) -> bool:
     """Whether `leading_factor` takes matrices so wide and so many directions."""
     return width <= _MOST_CHANNELS and rank + _OVERSAMPLING <= _MOST_COLUMNS
@@ -112,10 +151,34 @@ def leading_factor(gram: Tensor, rank: int) -> Tensor:
     rank = min(rank, width)
     gram = gram.contiguous()
     factor = torch.empty(*gram.shape[:-2], rank, width, dtype=torch.float32, device=gram.device)
+    block = max(16, triton.next_power_of_2(width))
     if gram.numel():
         _leading_kernel[(gram.numel() // width**2,)](
-            gram, factor, D=width, RANK=rank, BLOCK_D=max(16, triton.next_power_of_2(width)),
+            gram, factor, D=width, RANK=rank, BLOCK_D=block,
             K=max(16, triton.next_power_of_2(rank + _OVERSAMPLING)),
-            ITERATIONS=_ITERATIONS, SWEEPS=_SWEEPS, num_warps=8,
+            ITERATIONS=_ITERATIONS, SWEEPS=_SWEEPS, num_warps=_warps(block),
         )  # fmt: skip
     return factor
+
+
+def corrections(factor: Tensor, weight: Tensor, block_size: int) -> Tensor:
+    """`codec.corrections` of P = I + weight Q_hat^T Q_hat, in float32.
+
+    Args:
+        factor: Q_hat, float32 [batch, num_kv_heads, r, d].
+        weight: float32 [batch].
+        block_size: channels a block.
+
+    Returns:
+        float32 [batch, num_kv_heads, d, d].
+    """
+    batch, heads, rank, width = factor.shape
+    size = min(block_size, width)
+    found = torch.empty(batch, heads, width, width, dtype=torch.float32, device=factor.device)
+    if factor.numel():
+        _corrections_kernel[(batch * heads, triton.cdiv(width, size))](
+            factor.contiguous(), weight.contiguous(), found, heads, D=width, RANK=rank, SIZE=size,
+            BLOCK_D=max(16, triton.next_power_of_2(width)), BLOCK_S=max(16, triton.next_power_of_2(size)),
+            K=max(16, triton.next_power_of_2(rank)), num_warps=4,
+        )  # fmt: skip
+    return found
