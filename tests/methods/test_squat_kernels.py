@@ -10,7 +10,7 @@ from factories import make_spec
 from torch import Tensor
 
 from kvcli.errors import ConfigError
-from kvcli.methods.squat.codec import SQuatKey, SQuatState, corrections, leading_factor
+from kvcli.methods.squat.codec import SQuatKey, SQuatState, corrections, leading_factor, query_gram
 from kvcli.methods.squat.config import SQuatConfig
 
 pytest.importorskip("triton")
@@ -80,6 +80,19 @@ def test_directions_that_are_nearly_alike() -> None:
     assert torch.allclose(unit @ unit.transpose(-1, -2), torch.eye(5, device=DEVICE), atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("width", "time", "dtype"),
+    [(80, 1, torch.float16), (128, 130, torch.bfloat16), (16, 64 * 33, torch.bfloat16), (64, 0, torch.float16)],
+)
+def test_gram_matrices(width: int, time: int, dtype: torch.dtype) -> None:
+    """Queries laid out token by token, in one part or several."""
+    generator = torch.Generator().manual_seed(0)
+    queries = torch.randn(3, time, 6, width, generator=generator).to(DEVICE, dtype).transpose(1, 2)
+    found, expected = kernels.query_gram(queries, 2), query_gram(queries, 2)
+    assert found.shape == expected.shape
+    assert torch.allclose(found, expected, rtol=1e-5, atol=1e-5 * max(time, 1))
+
+
 def test_fewer_channels_than_directions() -> None:
     gram = spectra(16)[0, :4, :4].contiguous()
     found = kernels.leading_factor(gram, 5)
@@ -112,17 +125,18 @@ def test_settled_state(changes: dict[str, Any]) -> None:
     """Corrections of some rows or all; rows that are not settled keep their Gram matrix."""
     codec = SQuatKey(make_spec(80), SQuatConfig(**changes), "post_rope")
     queries = torch.randn(3, 4, 500, 80, generator=torch.Generator().manual_seed(0)) * torch.logspace(-1, 1, 80)
-    queries = queries.to(DEVICE)
+    queries = queries.to(DEVICE, torch.bfloat16)
     for rows in ([0, 1, 2], [2, 0]):
         states: list[SQuatState] = []
         for codec.fused in (False, True):
             states.append(codec.new_state(3, DEVICE))
             codec.observe(states[-1], queries, queries[:, :2], torch.full((3,), 500.0, device=DEVICE))
+            gram = states[-1].matrix.clone()
             codec.settle(states[-1], rows)
         expected, found = (state.matrix for state in states)
         assert (expected - found).norm() < 1e-3 * expected.norm()
         rest = [row for row in range(3) if row not in rows]
-        assert torch.equal(expected[rest], found[rest])
+        assert torch.equal(gram[rest], found[rest])
 
 
 def test_settled_from_calibration() -> None:

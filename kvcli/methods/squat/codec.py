@@ -70,8 +70,16 @@ class SQuatKey(PerChannelKey):
         if self.config.share_batch:
             open_rows = (counts > 0).view(-1, 1, 1, 1)
             queries, counts = queries[:1] * open_rows, torch.where(counts > 0, counts[:1], 0)
-        state.matrix.add_(query_gram(queries, self.spec.num_kv_heads))
+        state.matrix.add_(self._query_gram(queries))
         state.count.add_(counts * self.spec.num_kv_groups)
+
+    def _query_gram(self, queries: Tensor) -> Tensor:
+        if self.fused:
+            from kvcli.methods.squat import kernels
+
+            if kernels.can_square(queries):
+                return kernels.query_gram(queries, self.spec.num_kv_heads)
+        return query_gram(queries, self.spec.num_kv_heads)
 
     def settle(self, state: State, rows: list[int]) -> None:
         assert isinstance(state, SQuatState)

@@ -1,4 +1,4 @@
-"""Triton kernels of SQuat's subspace: the leading eigenvectors of each head's Gram matrix, and the corrections.
+"""Triton kernels of SQuat's subspace: Gram matrices of the queries, their leading eigenvectors, and the corrections.
 
 Block orthogonal iteration V <- orth(G V) with more columns than are wanted, then Rayleigh-Ritz: the eigenvectors of the
 small matrix V^T G V, by Jacobi rotations, turn V into the eigenvectors of G. Directions of nearly the same eigenvalue
@@ -13,11 +13,40 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvcli.kernels.words import INTERPRETED
+
 _ITERATIONS = 24
 _SWEEPS = 4
 _OVERSAMPLING = 3
 _MOST_COLUMNS = 32
+_MOST_SPLITS = 32
 _MOST_CHANNELS = 128  # a matrix has to fit into shared memory twice, as the two parts of a float32 product
+
+
+@triton.jit(do_not_specialize=["tokens", "chunk"])
+def _gram_kernel(
+    queries, partial, stride_b, stride_h, stride_t, tokens, chunk, heads,
+    GROUPS: tl.constexpr, D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Gram matrix of `chunk` tokens of the query heads of a kv head; grid (splits, batch * heads).
+
+    queries [batch, heads * GROUPS, tokens, D] of 16 bits with strides; partial float32 [splits, batch * heads, D, D].
+    """
+    i_split, i_row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    o_t, o_d = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
+    gram = tl.zeros((BLOCK_D, BLOCK_D), tl.float32)
+    for group in range(GROUPS):
+        base = queries + (i_row // heads) * stride_b + ((i_row % heads) * GROUPS + group) * stride_h
+        for start in range(0, chunk, BLOCK_T):
+            i_t = i_split * chunk + start + o_t
+            mask = (i_t < tokens)[:, None] & (o_d < D)[None, :]
+            b_q = tl.load(base + i_t[:, None] * stride_t + o_d[None, :], mask=mask, other=0.0)
+            if INTERPRETED:  # which multiplies the bits of bfloat16
+                b_q = b_q.to(tl.float32)
+            gram = tl.dot(tl.trans(b_q), b_q, gram)
+    i_m = i_split * tl.num_programs(1) + i_row
+    p_p = partial + i_m * D * D + o_d[:, None] * D + o_d[None, :]
+    tl.store(p_p, gram, mask=(o_d < D)[:, None] & (o_d < D)[None, :])
 
 
 @triton.jit
@@ -135,6 +164,35 @@ def _warps(block: int) -> int:
 def can_lead(width: int, rank: int) -> bool:
     """Whether `leading_factor` takes matrices so wide and so many directions."""
     return width <= _MOST_CHANNELS and rank + _OVERSAMPLING <= _MOST_COLUMNS
+
+
+def can_square(queries: Tensor) -> bool:
+    """Whether `query_gram` takes these queries: products of 16-bit floats are exact in float32."""
+    return queries.dtype in (torch.float16, torch.bfloat16) and queries.shape[-1] <= _MOST_CHANNELS
+
+
+def query_gram(queries: Tensor, num_kv_heads: int) -> Tensor:
+    """`codec.query_gram` on tensor cores, without copies in float32.
+
+    Args:
+        queries: [batch, num_heads, time, head_dim] float16 or bfloat16.
+        num_kv_heads: kv heads.
+
+    Returns:
+        float32 [batch, num_kv_heads, head_dim, head_dim].
+    """
+    queries = queries if queries.stride(-1) == 1 else queries.contiguous()
+    batch, heads, time, width = queries.shape
+    tile = 64
+    chunk = tile * max(1, triton.cdiv(triton.cdiv(time, tile), _MOST_SPLITS))
+    splits, block = triton.cdiv(time, chunk), max(16, triton.next_power_of_2(width))
+    partial = torch.empty(splits, batch, num_kv_heads, width, width, dtype=torch.float32, device=queries.device)
+    if queries.numel():
+        _gram_kernel[(splits, batch * num_kv_heads)](
+            queries, partial, *queries.stride()[:3], time, chunk, num_kv_heads,
+            GROUPS=heads // num_kv_heads, D=width, BLOCK_T=tile, BLOCK_D=block, num_warps=_warps(block),
+        )  # fmt: skip
+    return partial.sum(0)
 
 
 def leading_factor(gram: Tensor, rank: int) -> Tensor:
