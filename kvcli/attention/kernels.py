@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvcli.attention.reference import merge
 from kvcli.methods.base import EncodedPart, LayerCodec, PartialAttend, PartialAttention
+from kvcli.rope import Rotation
 
 _TOKEN_BLOCK = 8192
 MAX_QUERIES = 8
@@ -108,6 +109,68 @@ def _attend_kernel(
     tl.store(p_out, b_out.to(out.dtype.element_ty), mask=m_q)
     if HAS_LSE:
         tl.store(lse + flat, b_lse, mask=m_m)
+
+
+@triton.jit(do_not_specialize=["length"])
+def _rotate_kernel(
+    x,
+    cos,
+    sin,
+    out,
+    x_batch,
+    x_head,
+    x_time,
+    c_batch,
+    c_time,
+    heads,
+    length,
+    HALF: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    i_b = (tl.program_id(1) // heads).to(tl.int64)
+    i_h = (tl.program_id(1) % heads).to(tl.int64)
+    t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    o_d = tl.arange(0, BLOCK_D)
+    m = (t < length)[:, None] & (o_d < HALF)[None, :]
+    p_x = x + i_b * x_batch + i_h * x_head + t[:, None] * x_time + o_d[None, :]
+    p_turn = i_b * c_batch + t[:, None] * c_time + o_d[None, :]
+    b_cos = tl.load(cos + p_turn, mask=m, other=0.0).to(tl.float32)
+    b_sin = tl.load(sin + p_turn, mask=m, other=0.0).to(tl.float32)
+    b_x = tl.load(p_x, mask=m, other=0.0).to(tl.float32)
+    b_y = tl.load(p_x + HALF, mask=m, other=0.0).to(tl.float32)
+    p_out = out + (tl.program_id(1).to(tl.int64) * length + t)[:, None] * D + o_d[None, :]
+    tl.store(p_out, (b_x * b_cos - b_y * b_sin).to(out.dtype.element_ty), mask=m)
+    tl.store(p_out + HALF, (b_y * b_cos + b_x * b_sin).to(out.dtype.element_ty), mask=m)
+
+
+def rotate_fused(rotation: Rotation, x: Tensor) -> Tensor:
+    """As `Rotation.apply` in one pass, rounded once; heads that are rotated in part go the ordinary way."""
+    batch, heads, length, head_dim = x.shape
+    half = rotation.cos.shape[-1]
+    if 2 * half != head_dim:
+        return rotation.apply(x)
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    block = 16 if length > 1 else 1
+    _rotate_kernel[(triton.cdiv(length, block), batch * heads)](
+        x,
+        rotation.cos,
+        rotation.sin,
+        out,
+        *x.stride()[:3],
+        rotation.cos.stride(0) if rotation.cos.shape[0] > 1 else 0,
+        rotation.cos.stride(2),
+        heads,
+        length,
+        HALF=half,
+        D=head_dim,
+        BLOCK_D=triton.next_power_of_2(half),
+        BLOCK_T=block,
+        num_warps=4 if length > 1 else 1,
+    )
+    return out
 
 
 def attend_exact_fused(

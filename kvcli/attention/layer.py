@@ -21,10 +21,11 @@ AttendExact = Callable[[Tensor, Tensor, Tensor, Tensor | None, float, PartialAtt
 
 @dataclass(frozen=True)
 class Forms:
-    """How a session computes attention: over the codes, and over the exact tokens."""
+    """How a session computes: attention over the codes, attention over the exact tokens, and rotation."""
 
     codes: PartialAttend
     exact: AttendExact
+    rotate: Callable[[Rotation, Tensor], Tensor] = Rotation.apply
 
 
 def attend_layer(layer: CompressedLayer, query: Tensor, now: ForwardPass, forms: Forms, scaling: float) -> Tensor:
@@ -46,7 +47,7 @@ def attend_layer(layer: CompressedLayer, query: Tensor, now: ForwardPass, forms:
     step = now.step
     pending_key, pending_value = layer.take_pending()
     pre_rope_query = query
-    query, new_key = now.rotation.apply(query), now.rotation.apply(pending_key)
+    query, new_key = forms.rotate(now.rotation, query), forms.rotate(now.rotation, pending_key)
     keys, values = layer.streams
     keys.append(new_key, step)
     values.append(pending_value, step)

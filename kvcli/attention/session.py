@@ -169,9 +169,9 @@ def attend_forms(method: Method, impl: str) -> Forms:
         return Forms(reference_attend, attend_exact)
     if impl != "fused":
         return Forms(method.attend_forms[impl], attend_exact)
-    from kvcli.attention.kernels import attend_exact_fused, few_queries
+    from kvcli.attention.kernels import attend_exact_fused, few_queries, rotate_fused
 
-    return Forms(few_queries(method.attend_forms["fused"]), attend_exact_fused)
+    return Forms(few_queries(method.attend_forms["fused"]), attend_exact_fused, rotate_fused)
 
 
 def _layer_device(model: nn.Module, layer_idx: int) -> torch.device:

@@ -133,6 +133,10 @@ class Stream:
         if self.state is None or all(self.encoded):
             return
         assert isinstance(self.codec, KeyCodec)
+        if step.real is None and not any(self.encoded):
+            counts = torch.full((keys.shape[0],), float(keys.shape[2]), device=keys.device)
+            self.codec.observe(self.state, queries, keys, counts)
+            return
         open_rows = torch.tensor([not encoded for encoded in self.encoded], device=keys.device)
         shown = open_rows[:, None, None, None]
         if step.real is not None:

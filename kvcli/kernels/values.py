@@ -44,7 +44,6 @@ def _value_kernel(
     s_row,
     p_batch,
     p_head,
-    p_time,
     c_batch,
     c_head,
     num_kv_heads,
@@ -81,7 +80,7 @@ def _value_kernel(
     first = tl.program_id(0).to(tl.int64) * per_split
     count = tl.minimum(limit - tl.program_id(0) * per_split, per_split)
     p_scores = scores + i_bh * s_head + o_m.to(tl.int64)[None, :] * s_row + first
-    packed += i_b * p_batch + i_h * p_head + first * p_time
+    packed += i_b * p_batch + i_h * p_head + first * W
     scale += i_b * c_batch + i_h * c_head + first * GROUPS
     zero += i_b * c_batch + i_h * c_head + first * GROUPS
 
@@ -89,13 +88,12 @@ def _value_kernel(
     top = tl.load(part_top + row, mask=m_m, other=0.0)
     safe = tl.where(top == float("-inf"), 0.0, top)
     # the largest scale, so that weights times scales stay in the range of float16
-    b_unit = tl.zeros([BLOCK_N * BLOCK_G], tl.float32)
-    o_flat = tl.arange(0, BLOCK_N * BLOCK_G)
+    b_unit = tl.zeros([BLOCK_N * BLOCK_G], tl.float16)
+    o_flat = tl.minimum(tl.arange(0, BLOCK_N * BLOCK_G), BLOCK_N * GROUPS - 1)
     for start in range(0, count, BLOCK_N):
-        at = start * GROUPS + o_flat
-        m_c = (at < count * GROUPS) & (o_flat < BLOCK_N * GROUPS)
-        b_unit = tl.maximum(b_unit, tl.load(scale + at, mask=m_c, other=0.0).to(tl.float32))
-    unit = power_above(tl.maximum(tl.max(b_unit, 0), 1e-30))
+        at = tl.minimum(start * GROUPS + o_flat, count * GROUPS - 1)
+        b_unit = tl.maximum(b_unit, tl.load(scale + at))
+    unit = power_above(tl.maximum(tl.max(b_unit.to(tl.float32), 0), 1e-30))
     per_unit = 1.0 / unit
     shift = 10.0 - safe
 
@@ -109,7 +107,10 @@ def _value_kernel(
         b_s = tl.load(p_scores + n[:, None], mask=(n < count)[:, None] & m_m[None, :], other=float("-inf"))
         # [N, M], up to 2^10 so that small weights survive in float16
         b_p = tl.exp2(settled(b_s) + shift[None, :])
-        words = tl.load(packed + at[:, None] * p_time + o_w[None, :], mask=m_w[None, :], other=0)
+        if W == BLOCK_W:
+            words = tl.load(packed + at[:, None] * W + o_w[None, :])
+        else:
+            words = tl.load(packed + at[:, None] * W + o_w[None, :], mask=m_w[None, :], other=0)
         words = tl.trans(words)
         high = words >> 8
         # rows of zeros [16, N]: those of the groups, then ones, which sum the weights
@@ -265,7 +266,7 @@ def value_sum(
         part_lse,
         scores.values.stride(1),
         scores.values.stride(2),
-        *words.stride()[:3],
+        *words.stride()[:2],
         *scale.stride()[:2],
         kv_heads,
         scores.length,

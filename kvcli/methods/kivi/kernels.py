@@ -41,7 +41,6 @@ def _scores_kernel(
     q_time,
     p_batch,
     p_head,
-    p_time,
     c_batch,
     c_head,
     c_time,
@@ -85,7 +84,7 @@ def _scores_kernel(
         groups = tl.load(lengths + i_b) // GROUP
     first = tl.program_id(0).to(tl.int64) * per_program
     count = tl.minimum(groups - tl.program_id(0) * per_program, per_program)
-    packed += i_b * p_batch + i_h * p_head + first * GROUP * p_time
+    packed += i_b * p_batch + i_h * p_head + first * GROUP * W
     scale += i_b * c_batch + i_h * c_head + first * c_time
     zero += i_b * c_batch + i_h * c_head + first * c_time
     p_scores = scores + i_bh * s_head + o_m.to(tl.int64)[None, :] * s_row + first * GROUP
@@ -132,9 +131,9 @@ def _scores_kernel(
             of_row = tl.minimum(g + o_r // BLOCK_N, count - 1)
             n = of_row * GROUP + part * BLOCK_N + o_r % BLOCK_N
             if WHOLE:
-                words = tl.load(packed + n[:, None] * p_time + o_w[None, :])
+                words = tl.load(packed + n[:, None] * W + o_w[None, :])
             else:
-                words = tl.load(packed + n[:, None] * p_time + o_w[None, :], mask=m_w[None, :], other=0)
+                words = tl.load(packed + n[:, None] * W + o_w[None, :], mask=m_w[None, :], other=0)
             high = words >> 8
             # [N, C]
             b_s = tl.zeros([BLOCK_N * PACK, BLOCK_M * PACK], tl.float32)
@@ -173,7 +172,6 @@ def _rotated_scores_kernel(
     q_time,
     p_batch,
     p_head,
-    p_time,
     c_batch,
     c_head,
     c_time,
@@ -241,7 +239,7 @@ def _rotated_scores_kernel(
         groups = tl.load(lengths + i_b) // GROUP
     first = tl.program_id(0).to(tl.int64) * per_program
     count = tl.minimum(groups - tl.program_id(0) * per_program, per_program)
-    packed += first * GROUP * p_time
+    packed += first * GROUP * W
     scale += first * c_time
     zero += first * c_time
     tile_cos += i_b * t_batch + first * HALF
@@ -250,7 +248,7 @@ def _rotated_scores_kernel(
     b_best = tl.full([GROUP, BLOCK_M], float("-inf"), tl.float32)
     for g in range(0, count):
         n = g * GROUP + o_n
-        words = tl.load(packed + n[:, None] * p_time + o_w[None, :], mask=m_w[None, :], other=0)
+        words = tl.load(packed + n[:, None] * W + o_w[None, :], mask=m_w[None, :], other=0)
         high = words >> 8
         # [N, M]
         b_scores = tl.zeros([GROUP, BLOCK_M], tl.float32)
@@ -352,7 +350,7 @@ def _scores(key: PerChannelKey, query: Tensor, part: EncodedPart, scaling: float
         "num_stages": _STAGES if part.rotations is None else _ROTATED_STAGES,
         "maxnreg": None if exact else _REGISTERS if part.rotations is None else _ROTATED_REGISTERS,
     }
-    strides = (*query.stride()[:3], *words.stride()[:3], *codes.scale.stride()[:3])
+    strides = (*query.stride()[:3], *words.stride()[:2], *codes.scale.stride()[:3])
     sizes = (spec.num_kv_heads, query_len, part.length // group, scores.span // group, scaling * LOG2E)
     written = (scores.values if part.lengths is None else part.lengths, scores.values, scores.tops)
     if part.rotations is None:
