@@ -61,6 +61,19 @@ def test_commvq_encodes_and_attends_in_kernels(wide_artifact: Any, prompt: Any) 
         assert (ours - theirs).norm() / theirs.norm() < 2e-2
 
 
+def test_tables_that_kernels_derive_are_counted(wide_artifact: Any, prompt: Any) -> None:
+    model, artifact = wide_artifact
+    model = model.to(DEVICE)
+    sizes = {}
+    for impl in ("reference", "fused"):
+        with kvcli.attach(model, "commvq", impl=impl, artifact=artifact, **WINDOW) as session, torch.no_grad():
+            cache = session.new_cache()
+            for piece in prompt_and_steps(prompt, 20):
+                model(**{k: x.to(DEVICE) for k, x in piece.items()}, past_key_values=cache)
+            sizes[impl] = cache.memory().artifact_bytes
+    assert sizes["fused"] > sizes["reference"]
+
+
 def test_methods_without_kernels_say_so() -> None:
     model = make_model("llama", **WIDE).to(DEVICE)
     with pytest.raises(UsageError, match="'fp8' has no attention form 'fused'"):

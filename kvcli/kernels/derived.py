@@ -23,6 +23,13 @@ class Derived(Generic[ValueT]):
             self._known = (stamp, make())
         return self._known[1]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors held at present."""
+        value = self._known[1] if self._known is not None else None
+        held = [value] if isinstance(value, Tensor) else vars(value).values() if value is not None else []
+        return sum(x.nbytes for x in held if isinstance(x, Tensor))
+
 
 def _stamp(x: Tensor) -> tuple[object, ...]:
     """What changes with a tensor's content; tensors made in inference mode do not count their changes."""

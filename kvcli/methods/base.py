@@ -15,6 +15,7 @@ from typing import Any, Generic, Literal, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
+from kvcli.kernels.derived import Derived
 from kvcli.methods.config import CacheConfig
 from kvcli.rope import TokenRotations
 from kvcli.samples import LayerSamples
@@ -127,8 +128,9 @@ class Codec(nn.Module, ABC, Generic[CodesT]):
         """Stored bits a token, over all kv heads, scales and norms included."""
 
     def codebook_bytes(self) -> int:
-        """Bytes of the fitted buffers, which a model holds once."""
-        return sum(buffer.nbytes for buffer in self.buffers())
+        """Bytes that a model holds once: the fitted buffers, and tables that kernels derived from them."""
+        derived = sum(value.nbytes for value in vars(self).values() if isinstance(value, Derived))
+        return derived + sum(buffer.nbytes for buffer in self.buffers())
 
 
 class KeyCodec(Codec[CodesT]):
