@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,8 @@ class Session:
         scaling: float,
     ) -> Tensor:
         if isinstance(key, CompressedLayer):
-            return attend_layer(key, query, _forward_pass(context, key, query, mask), self._forms, scaling)
+            with _current_device(query):
+                return attend_layer(key, query, _forward_pass(context, key, query, mask), self._forms, scaling)
         if key.shape[2] != query.shape[2]:
             raise CacheError("while a model is attached, pass past_key_values=session.new_cache() to it")
         rotate = context.rotation.apply
@@ -172,6 +174,13 @@ def attend_forms(method: Method, impl: str) -> Forms:
     from kvcli.attention.kernels import attend_exact_fused, few_queries, rotate_fused
 
     return Forms(few_queries(method.attend_forms["fused"]), attend_exact_fused, rotate_fused)
+
+
+def _current_device(x: Tensor) -> AbstractContextManager[Any]:
+    """Makes a tensor's GPU the current one: Triton launches there, whatever its arguments are on."""
+    if x.is_cuda and x.device.index != torch.cuda.current_device():
+        return torch.cuda.device(x.device)
+    return nullcontext()
 
 
 def _layer_device(model: nn.Module, layer_idx: int) -> torch.device:

@@ -67,6 +67,9 @@ def run(options: GenerateOptions, output: Output) -> None:
     )
     with attach(loaded.model, options.method, artifact=artifact, impl=options.impl, **settings) as session:
         ids = prompt_ids(loaded, prompt, options.chat)
+        limit, length = loaded.spec.max_position_embeddings, ids.shape[1] + options.max_new_tokens
+        if length > limit:
+            output.say(f"warning: {length} tokens are more than the {limit} that {options.model} was trained on")
         if not options.chat:
             output.write(prompt)
         made = generate_text(loaded, session, ids, sampling, write=output.write)

@@ -175,6 +175,9 @@ def _read_config(path: Path, options: type[Options]) -> dict[str, Any]:
     if not isinstance(loaded, dict):
         raise ConfigError(f"{path} must hold a mapping of options")
     values = {str(key).replace("-", "_"): value for key, value in loaded.items()}
+    for key, value in values.items():
+        if isinstance(value, dict) and key in ("setting", "settings"):  # NAME=VALUE texts on the command line
+            values[key] = [f"{name}={yaml.safe_dump(inner).split(chr(10))[0]}" for name, inner in value.items()]
     for key in values:
         if key not in options.model_fields:
             close = difflib.get_close_matches(key, options.model_fields, n=1)

@@ -53,3 +53,18 @@ def test_cache_options_reach_the_cache(artifact: Path) -> None:
     memory = json.loads(invoke("generate", *options, "--residual-length", "8", "--sink-length", "1").stdout)["memory"]
     assert memory["num_tokens"] - memory["num_encoded"] <= 8 + 1 + 2
     assert json.loads(invoke("generate", *options).stdout)["memory"]["num_encoded"] == 0
+
+
+def test_settings_may_be_a_mapping_in_a_file(tiny: Any, tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("method: kivi\nresidual_length: 16\nsetting:\n  k_bits: 4\n  group_size: 8\n")
+    options = ("--config", "c.yaml", "--prompt", "x" * 60, "--max-new-tokens", "2", "--json")
+    memory = json.loads(invoke("generate", *options).stdout)["memory"]
+    assert memory["nominal_bits"] == [4, 2]
+
+
+def test_more_tokens_than_the_model_knows_are_announced(tiny: Any) -> None:
+    options = ("generate", "--method", "fp8", "--prompt", "x")
+    assert "warning: " not in invoke(*options, "--max-new-tokens", "2").stderr
+    long = invoke("generate", "--method", "fp8", "--prompt", "x " * 600, "--max-new-tokens", "1")
+    assert long.exit_code == 0
+    assert "warning: " in long.stderr
