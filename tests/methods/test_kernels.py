@@ -13,7 +13,7 @@ from kvcli.attention.reference import attend_exact, partial_attention, reference
 from kvcli.attention.session import make_config
 from kvcli.errors import CacheError, UsageError
 from kvcli.methods.base import EncodedPart, LayerCodec, PartialAttention
-from kvcli.methods.commvq.kernels import stage_ranges
+from kvcli.methods.commvq.key_kernels import stage_ranges
 from kvcli.methods.commvq.keys import CommVQKeyCodes
 from kvcli.methods.commvq.values import CommVQValueCodes
 from kvcli.packing import pack_bits
@@ -210,7 +210,13 @@ def test_other_shapes_are_refused_by_name(name: str, settings: dict[str, Any], n
 
 
 @pytest.mark.parametrize(
-    ("stages", "size", "expected"), [(11, 64, [(0, 11)]), (21, 64, [(0, 11), (11, 10)]), (4, 256, [(0, 2), (2, 2)])]
+    ("stages", "size", "expected"),
+    [
+        (11, 64, [(0, 11)]),
+        (21, 64, [(0, 11), (11, 10)]),
+        (4, 256, [(0, 2), (2, 2)]),
+        (200, 2, [(0, 100), (100, 100)]),  # sums of bytes must fit 16 bits
+    ],
 )
 def test_passes_hold_their_tables_in_a_cache(stages: int, size: int, expected: list[tuple[int, int]]) -> None:
     config = make_config(parse_method("commvq")[0], {"num_residuals": stages, "codebook_size": size})

@@ -1,0 +1,277 @@
+"""Scores of CommVQ's key codes.
+
+A token's codewords are summed once a kv head. Codebook entries are bytes, so a word holds four of them, and two integer
+sums do for 2 R words: one of the words and one of their odd bytes, from which the even ones follow exactly. A second
+table holds i u. Rotation is split as in `TokenRotations.tiles`: the position of a tile goes into the query, the offset
+in the tile is one small table.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvcli.kernels.launch import refuse
+from kvcli.kernels.values import LOG2E
+from kvcli.kernels.words import odd_bytes, settled_half
+from kvcli.methods.base import EncodedPart
+from kvcli.methods.commvq.codebook import times_i
+from kvcli.methods.commvq.config import CommVQConfig
+from kvcli.methods.commvq.keys import CommVQKeyCodec
+
+_TILE = 64
+_TOKENS = 16
+_WARPS = 4
+_TABLE_BYTES = 11 * 2**14
+_MOST_STAGES = 128
+"""Stages whose sum of two bytes each fits 16 bits."""
+
+
+@triton.jit
+def _code_word(packed, at, first, i: tl.constexpr, m_n, PITCH: tl.constexpr, ALIGNED: tl.constexpr):
+    """32 bits of each row's code stream, from word `first` + i on: uint32 [N, G]."""
+    if ALIGNED:
+        mask = m_n[:, None] & (first + i < PITCH // 4)[None, :]
+        word = tl.load(packed + at[:, None] + (first + i)[None, :], mask=mask, other=0)
+        return word.to(tl.uint32, bitcast=True)
+    word = tl.zeros([at.shape[0], first.shape[0]], tl.uint32)
+    for k in tl.static_range(4):
+        byte = 4 * (first + i) + k
+        mask = m_n[:, None] & (byte < PITCH)[None, :]
+        word |= tl.load(packed + at[:, None] + byte[None, :], mask=mask, other=0).to(tl.uint32) << (8 * k)
+    return word
+
+
+@triton.jit(do_not_specialize=["length"])
+def _key_scores_kernel(
+    query,
+    packed,
+    norm,
+    table,
+    pair_scale,
+    tile_cos,
+    tile_sin,
+    offset_cos,
+    offset_sin,
+    scores,
+    q_batch,
+    q_head,
+    q_time,
+    p_batch,
+    p_time,
+    n_batch,
+    n_head,
+    n_time,
+    t_batch,
+    s_head,
+    s_row,
+    num_kv_heads,
+    query_len,
+    length,
+    scaling,
+    HEADS: tl.constexpr,
+    STAGES: tl.constexpr,
+    FIRST: tl.constexpr,
+    R: tl.constexpr,
+    N: tl.constexpr,
+    CODE_BITS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    D: tl.constexpr,
+    PITCH: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    WORDS: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    i_t = tl.program_id(0)
+    i_bh = tl.program_id(1).to(tl.int64)
+    i_b = i_bh // num_kv_heads
+    i_h = i_bh % num_kv_heads
+    o_m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    o_g = tl.arange(0, GROUPS)
+    o_t = tl.arange(0, BLOCK_T)
+    PAIRS: tl.constexpr = D // 2
+    WIDTH: tl.constexpr = D // 4
+    PART: tl.constexpr = WIDTH // GROUPS
+    MASK: tl.constexpr = (1 << CODE_BITS) - 1
+    BIAS: tl.constexpr = 2 * R * 128
+    o_w = tl.arange(0, WIDTH)
+    # word w of a group holds its pairs w and w + PART
+    low = (o_w // PART) * (2 * PART) + o_w % PART
+
+    # [W, M], two tiles each: the queries of this head, rotated back by the tile's position, in units of the codebook
+    m_m = o_m < HEADS * query_len
+    head = i_h * HEADS + o_m // query_len
+    p_query = (query + i_b * q_batch + head * q_head + (o_m % query_len).to(tl.int64) * q_time)[None, :]
+    turn = i_b * t_batch + i_t.to(tl.int64) * PAIRS
+    b_xs = ()
+    b_ys = ()
+    for half in tl.static_range(2):
+        pair = low + half * PART
+        b_x = tl.load(p_query + pair[:, None], mask=m_m[None, :], other=0.0).to(tl.float32)
+        b_y = tl.load(p_query + (PAIRS + pair)[:, None], mask=m_m[None, :], other=0.0).to(tl.float32)
+        b_unit = tl.load(pair_scale + i_h * PAIRS + pair)
+        b_tc = tl.load(tile_cos + turn + pair) * b_unit
+        b_ts = tl.load(tile_sin + turn + pair) * b_unit
+        b_qx = b_x * b_tc[:, None] + b_y * b_ts[:, None]
+        b_qy = b_y * b_tc[:, None] - b_x * b_ts[:, None]
+        if not EXACT:
+            b_qx, b_qy = b_qx.to(tl.float16), b_qy.to(tl.float16)
+        b_xs = b_xs + (b_qx,)
+        b_ys = b_ys + (b_qy,)
+
+    bit = (i_h.to(tl.int32) * GROUPS + o_g) * (STAGES * CODE_BITS) + FIRST * CODE_BITS
+    first = bit // 32
+    shift = (bit % 32).to(tl.uint32)[None, :]
+    start = i_t.to(tl.int64) * TILE
+    p_codes = packed + i_b * p_batch + start * p_time
+    norm += i_b * n_batch + i_h * n_head + start * n_time
+    p_scores = scores + i_bh * s_head + o_m.to(tl.int64)[None, :] * s_row + start
+    count = tl.minimum(length - i_t * TILE, TILE)
+    p_table = table + i_h * (GROUPS * 2 * STAGES * N * PART) + o_g[None, :, None] * (2 * STAGES * N * PART)
+    p_table += FIRST * N * PART + tl.arange(0, PART)[None, None, :]
+    for sub in range(0, count, BLOCK_T):
+        t = sub + o_t
+        m_t = t < count
+        # the group's codes, aligned to its first bit: WORDS tensors [T, G]
+        raw = _code_word(p_codes, t * p_time, first, 0, m_t, PITCH, ALIGNED)
+        b_words = ()
+        for i in tl.static_range(WORDS):
+            following = _code_word(p_codes, t * p_time, first, i + 1, m_t, PITCH, ALIGNED)
+            b_words = b_words + ((raw >> shift) | ((following << 1) << (31 - shift)),)
+            raw = following
+
+        # sums of codewords, [T, G, PART] words of four bytes
+        even = tl.zeros([BLOCK_T, GROUPS, PART], tl.int32)
+        odd = tl.zeros([BLOCK_T, GROUPS, PART], tl.int32)
+        for r in tl.static_range(R):
+            code = b_words[(r * CODE_BITS) // 32] >> ((r * CODE_BITS) % 32)
+            if (r * CODE_BITS) % 32 + CODE_BITS > 32:
+                code |= b_words[(r * CODE_BITS) // 32 + 1] << (32 - (r * CODE_BITS) % 32)
+            code = (code & MASK).to(tl.int32)
+            a = tl.load(p_table + ((code // N) * PART + r * N * PART)[:, :, None])
+            b = tl.load(p_table + ((code % N) * PART + (STAGES + r) * N * PART)[:, :, None])
+            even += a + b
+            odd += odd_bytes(a) + odd_bytes(b)
+        even = tl.reshape(even - (odd << 8), [BLOCK_T, WIDTH])
+        odd = tl.reshape(odd, [BLOCK_T, WIDTH])
+
+        b_s = tl.zeros([BLOCK_T, BLOCK_M], tl.float32)
+        for half in tl.static_range(2):
+            # [T, W]: the summed codeword of each token, rotated by its offset
+            b_re = (((even >> (16 * half)) & 0xFFFF) - BIAS).to(tl.float32)
+            b_im = (((odd >> (16 * half)) & 0xFFFF) - BIAS).to(tl.float32)
+            o_turn = t[:, None] * PAIRS + (low + half * PART)[None, :]
+            b_oc = tl.load(offset_cos + o_turn).to(tl.float32)
+            b_os = tl.load(offset_sin + o_turn).to(tl.float32)
+            b_kx = b_re * b_oc - b_im * b_os
+            b_ky = b_im * b_oc + b_re * b_os
+            if EXACT:
+                b_s = tl.dot(b_kx, b_xs[half], b_s, input_precision="ieee")
+                b_s = tl.dot(b_ky, b_ys[half], b_s, input_precision="ieee")
+            else:
+                b_s = tl.dot(settled_half(b_kx.to(tl.float16)), b_xs[half], b_s)
+                b_s = tl.dot(settled_half(b_ky.to(tl.float16)), b_ys[half], b_s)
+        b_norm = tl.load(norm + t * n_time, mask=m_t, other=0.0).to(tl.float32) * scaling
+        b_s = b_s * b_norm[:, None]
+        m_s = m_t[:, None] & m_m[None, :]
+        if FIRST > 0:
+            b_s += tl.load(p_scores + t[:, None], mask=m_s, other=0.0)
+        tl.store(p_scores + t[:, None], b_s, mask=m_s)
+
+
+def byte_table(codebook: Tensor) -> Tensor:
+    """The codebook for u_a and i u_b as biased bytes, four to a word.
+
+    Args:
+        codebook: int8 [num_kv_heads, groups, R, N, 2g], (re, im) interleaved.
+
+    Returns:
+        int32 [num_kv_heads, groups, 2, R, N, g/2]; word w holds (re, im) of pair w, then of pair w + g/2.
+    """
+    both = torch.stack((codebook, times_i(codebook)), dim=2).to(torch.int16) + 128
+    halves = both.unflatten(-1, (2, -1, 2)).transpose(-3, -2).flatten(-3)
+    return halves.to(torch.uint8).contiguous().view(torch.int32)
+
+
+def stage_ranges(config: CommVQConfig, head_dim: int) -> list[tuple[int, int]]:
+    """First stage and number of stages of each pass over the keys; scores of passes add up.
+
+    A pass takes as many stages as have their tables of one head, 2 N head_dim bytes a stage, in a multiprocessor's L1.
+    """
+    most = max(1, min(_MOST_STAGES, _TABLE_BYTES // (2 * config.codebook_size * head_dim)))
+    passes = -(-config.num_residuals // most)
+    each = -(-config.num_residuals // passes)
+    return [(first, min(each, config.num_residuals - first)) for first in range(0, config.num_residuals, each)]
+
+
+def key_scores(key: CommVQKeyCodec, query: Tensor, part: EncodedPart, scaling: float, exact: bool) -> Tensor:
+    """Scores of all rows and tokens in units of log 2: float32 [batch, num_kv_heads, rows, length]."""
+    spec, codes, config = key.spec, part.key_codes, key.config
+    batch, heads, query_len, head_dim = query.shape
+    if spec.rope.rotary_dim != head_dim:
+        raise refuse("keys that are rotated in part of their channels")
+    if head_dim & (head_dim - 1) or head_dim < 64 or config.pairs_per_group < 2:
+        raise refuse(f"CommVQ keys of head_dim {head_dim} in groups of {config.pairs_per_group} pairs")
+    assert part.rotations is not None
+    heads_per_kv = heads // spec.num_kv_heads
+    rows = heads_per_kv * query_len
+    tiles = part.rotations.tiles(_TILE)
+    offsets = part.rotations.offsets(_TILE, torch.float32 if exact else torch.float16)
+    packed, pitch = codes.packed, codes.packed.shape[-1]
+    aligned = pitch % 4 == 0
+    if aligned:
+        packed = packed.view(torch.int32)
+    scores = torch.empty(batch, spec.num_kv_heads, rows, -(-part.length // 128) * 128, device=query.device)
+    query = query if query.stride(-1) == 1 else query.contiguous()
+    block_m = 16 if exact else 8
+    width = spec.kv_dim if config.key_norm == "joint" else head_dim
+    grid = (triton.cdiv(part.length, _TILE), batch * spec.num_kv_heads, triton.cdiv(rows, block_m))
+    for first, count in stage_ranges(config, head_dim):
+        _key_scores_kernel[grid](
+            query,
+            packed,
+            codes.norm,
+            key.byte_table.get(lambda: byte_table(key.codebook), key.codebook),
+            key.codebook_scale,
+            tiles.cos,
+            tiles.sin,
+            offsets.cos,
+            offsets.sin,
+            scores,
+            *query.stride()[:3],
+            packed.stride(0),
+            packed.stride(2),
+            codes.norm.stride(0),
+            codes.norm.stride(1) if codes.norm.shape[1] > 1 else 0,
+            codes.norm.stride(2),
+            tiles.cos.stride(0) if tiles.cos.shape[0] > 1 else 0,
+            scores.stride(1),
+            scores.stride(2),
+            spec.num_kv_heads,
+            query_len,
+            part.length,
+            scaling * LOG2E * width**-0.5,
+            HEADS=heads_per_kv,
+            STAGES=config.num_residuals,
+            FIRST=first,
+            R=count,
+            N=config.codebook_size,
+            CODE_BITS=config.bits_per_code,
+            GROUPS=key.num_groups,
+            D=head_dim,
+            PITCH=pitch,
+            ALIGNED=aligned,
+            WORDS=triton.cdiv(count * config.bits_per_code, 32),
+            TILE=_TILE,
+            BLOCK_T=_TOKENS,
+            BLOCK_M=block_m,
+            EXACT=exact,
+            num_warps=_WARPS,
+            num_stages=1,
+        )
+    return scores

@@ -1,0 +1,304 @@
+"""CommVQ's value codes under the softmax of given scores: (P S) C, codes first.
+
+The packed bits of a token are words; one masked bit reads as a float16 power of two (see `kvcli.kernels.words`), so P S
+is a product on tensor cores for each of the 16 planes. All query heads of all kv heads share it, because value codes
+are joint. The codebook follows once, after the ranges of tokens are joined.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvcli.kernels.launch import refuse, splits
+from kvcli.kernels.values import join
+from kvcli.kernels.words import masked, power_above
+from kvcli.methods.base import EncodedPart
+from kvcli.methods.commvq.values import CommVQValueCodec, CommVQValueCodes
+
+_PLANES = 4
+_TOKENS = 128
+_WARPS = 2
+_PER_SM = 2
+_STAGES = 3
+_WORDS = 32
+
+
+@triton.jit(do_not_specialize=["length"])
+def _weights_kernel(
+    scores,
+    scale,
+    lengths,
+    weights,
+    factor,
+    part_out,
+    part_lse,
+    s_batch,
+    s_row,
+    c_batch,
+    c_time,
+    length,
+    per_split,
+    rows,
+    CHANNELS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr,
+):
+    i_b = tl.program_id(2).to(tl.int64)
+    o_m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    o_n = tl.arange(0, BLOCK_N)
+    m_m = o_m < rows
+    limit = length
+    if HAS_LENGTHS:
+        limit = tl.load(lengths + i_b)
+    first = tl.program_id(0).to(tl.int64) * per_split
+    count = tl.minimum(limit - tl.program_id(0) * per_split, per_split)
+    at_row = i_b * s_batch + o_m.to(tl.int64)[:, None] * s_row + first
+    scale += i_b * c_batch + first * c_time
+
+    b_top = tl.full([BLOCK_M, BLOCK_N], float("-inf"), tl.float32)
+    b_unit = tl.zeros([BLOCK_N], tl.float32)
+    for start in range(0, count, BLOCK_N):
+        n = start + o_n
+        m_n = n < count
+        b_s = tl.load(scores + at_row + n[None, :], mask=m_m[:, None] & m_n[None, :], other=float("-inf"))
+        b_top = tl.maximum(b_top, b_s)
+        b_unit = tl.maximum(b_unit, tl.abs(tl.load(scale + n * c_time, mask=m_n, other=0.0).to(tl.float32)))
+    top = tl.max(b_top, 1)
+    safe = tl.where(top == float("-inf"), 0.0, top)
+    # weights times scales are stored as float16: this power of two keeps the largest near 2^10
+    unit = power_above(tl.maximum(tl.max(b_unit, 0), 1e-30)) / 1024.0
+    per_unit = 1.0 / unit
+    b_total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    b_mass = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    # tokens beyond the end of the row are written too: as zeros, which the product may then take in
+    for start in range(0, per_split, BLOCK_N):
+        n = start + o_n
+        m_n = n < count
+        b_s = tl.load(scores + at_row + n[None, :], mask=m_m[:, None] & m_n[None, :], other=float("-inf"))
+        b_c = tl.load(scale + n * c_time, mask=m_n, other=0.0).to(tl.float32) * per_unit
+        b_p = tl.exp2(b_s - safe[:, None])
+        b_total += b_p
+        b_ps = (b_p * b_c[None, :]).to(weights.dtype.element_ty)
+        b_mass += b_ps.to(tl.float32)
+        m_out = m_m[:, None] & ((n < per_split) & (first + n < s_row))[None, :]
+        tl.store(weights + at_row + n[None, :], b_ps, mask=m_out)
+    total = tl.sum(b_total, 1)
+    safe_total = tl.where(total > 0, total, 1.0)
+    row = (i_b * tl.num_programs(0) + tl.program_id(0)) * rows + o_m
+    tl.store(part_lse + row, tl.where(total > 0, safe + tl.log2(safe_total), float("-inf")), mask=m_m)
+    tl.store(factor + row, unit / safe_total, mask=m_m)
+    # the channel after the bits carries the sum without a bit
+    o_e = tl.arange(0, 16)
+    b_extra = tl.where(o_e[None, :] == 0, (tl.sum(b_mass, 1) * unit / safe_total)[:, None], 0.0)
+    tl.store(part_out + row[:, None] * CHANNELS + (CHANNELS - 16 + o_e)[None, :], b_extra, mask=m_m[:, None])
+
+
+@triton.jit(do_not_specialize=["length"])
+def _bits_kernel(
+    weights,
+    packed,
+    factor,
+    part_out,
+    w_batch,
+    w_row,
+    p_batch,
+    p_time,
+    length,
+    per_split,
+    rows,
+    words,
+    CHANNELS: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PLANES: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    BLOCKS: tl.constexpr = 16 // PLANES
+    plane = (tl.program_id(1) % BLOCKS) * PLANES
+    blocks_m = tl.cdiv(rows, BLOCK_M)
+    i_b = (tl.program_id(2) // blocks_m).to(tl.int64)
+    o_m = (tl.program_id(2) % blocks_m) * BLOCK_M + tl.arange(0, BLOCK_M)
+    o_w = (tl.program_id(1) // BLOCKS) * BLOCK_W + tl.arange(0, BLOCK_W)
+    o_n = tl.arange(0, BLOCK_N)
+    m_m = o_m < rows
+    m_w = o_w < words
+    first = tl.program_id(0).to(tl.int64) * per_split
+    count = tl.minimum(length - tl.program_id(0) * per_split, per_split)
+    p_weights = weights + i_b * w_batch + o_m.to(tl.int64)[None, :] * w_row + first
+    packed += i_b * p_batch + first * p_time
+
+    b_sums = ()
+    for f in tl.static_range(PLANES):
+        b_sums = b_sums + (tl.zeros([BLOCK_W, BLOCK_M], tl.float32),)
+    for start in range(0, count, BLOCK_N):
+        n = start + o_n
+        # rows of weights are padded with zeros to whole tiles
+        b_ps = tl.load(p_weights + n[:, None], mask=m_m[None, :], other=0.0)
+        at = tl.minimum(n, count - 1)
+        b_words = tl.load(packed + at[:, None] * p_time + o_w[None, :], mask=m_w[None, :], other=0)
+        b_words = tl.trans(b_words) >> plane.to(tl.int16)
+        new = ()
+        for f in tl.static_range(PLANES):
+            if EXACT:
+                b_bit = ((b_words >> f) & 1).to(tl.float32)
+                new = new + (tl.dot(b_bit, b_ps, b_sums[f], input_precision="ieee"),)
+            else:
+                new = new + (tl.dot(masked(b_words, 1 << f), b_ps, b_sums[f]),)
+        b_sums = new
+    row = (i_b * tl.num_programs(0) + tl.program_id(0)) * rows + o_m
+    b_factor = tl.load(factor + row, mask=m_m, other=0.0)
+    if not EXACT:
+        b_factor = b_factor * 16777216.0
+    for f in tl.static_range(PLANES):
+        b_out = b_sums[f] * b_factor[None, :]
+        if not EXACT:
+            b_out = b_out * (1.0 / (1 << f))
+        p_out = part_out + row[None, :] * CHANNELS + (o_w * 16 + plane + f)[:, None]
+        tl.store(p_out, b_out, mask=m_w[:, None] & m_m[None, :])
+
+
+@triton.jit
+def _codebook_kernel(
+    sums,
+    codebook,
+    offset,
+    out,
+    num_kv_heads,
+    rows,
+    width,
+    CHANNELS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    i_bh = tl.program_id(0).to(tl.int64)
+    i_h = i_bh % num_kv_heads
+    o_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    o_m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    o_k = tl.arange(0, BLOCK_K)
+    m_m = o_m < rows
+    m_d = o_d < D
+    row = i_bh * rows + o_m
+    BITS: tl.constexpr = CHANNELS - 16
+    b_out = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for start in range(0, BITS, BLOCK_K):
+        k = start + o_k
+        m_k = k < BITS
+        b_y = tl.load(sums + row[:, None] * CHANNELS + k[None, :], mask=m_m[:, None] & m_k[None, :], other=0.0)
+        p_book = codebook + k[:, None] * width + (i_h * D + o_d)[None, :]
+        b_c = tl.load(p_book, mask=m_k[:, None] & m_d[None, :], other=0.0).to(tl.float32)
+        b_out = tl.dot(b_y, b_c, b_out, input_precision="ieee" if EXACT else "tf32")
+    b_mass = tl.load(sums + row * CHANNELS + BITS, mask=m_m, other=0.0)
+    b_offset = tl.load(offset + i_h * D + o_d, mask=m_d, other=0.0).to(tl.float32)
+    b_out += b_mass[:, None] * b_offset[None, :]
+    tl.store(out + row[:, None] * D + o_d[None, :], b_out, mask=m_m[:, None] & m_d[None, :])
+
+
+def bit_sums(value: CommVQValueCodec, scores: Tensor, part: EncodedPart, exact: bool) -> tuple[Tensor, Tensor]:
+    """Softmax weights times scale, summed over each value bit.
+
+    Returns:
+        float32 [batch, 1, all rows, N_c + 1], the last channel without a bit, and lse [batch, 1, all rows].
+    """
+    codes: CommVQValueCodes = part.value_codes
+    batch, kv_heads, rows, padded = scores.shape
+    if value.config.value_code_bits % 16:
+        raise refuse(f"{value.config.value_code_bits} value bits; choose a multiple of 16")
+    words = codes.packed.view(torch.int16)
+    count, rows = words.shape[-1], rows * kv_heads
+    channels = count * 16 + 16
+    block_m = min(32, max(16 if exact else 8, triton.next_power_of_2(rows)))
+    block_w = min(_WORDS, max(16, triton.next_power_of_2(count)))
+    blocks_m, blocks_w = triton.cdiv(rows, block_m), triton.cdiv(count, block_w) * (16 // _PLANES)
+    per_split = splits(part.length, batch * blocks_m * blocks_w, _TOKENS, _PER_SM)
+    parts = triton.cdiv(part.length, per_split)
+    device = scores.device
+    weights = torch.empty(scores.shape, dtype=torch.float32 if exact else torch.float16, device=device)
+    factor = torch.empty(batch, parts, rows, device=device)
+    part_out = torch.empty(batch, parts, rows, channels, device=device)
+    part_lse = torch.empty(batch, parts, rows, device=device)
+    sums = torch.empty(batch, 1, rows, channels, device=device)
+    lse = torch.empty(batch, 1, rows, device=device)
+    row_block = 4
+    _weights_kernel[(parts, triton.cdiv(rows, row_block), batch)](
+        scores,
+        codes.scale,
+        scores if part.lengths is None else part.lengths,
+        weights,
+        factor,
+        part_out,
+        part_lse,
+        scores.stride(0),
+        padded,
+        codes.scale.stride(0),
+        codes.scale.stride(2),
+        part.length,
+        per_split,
+        rows,
+        CHANNELS=channels,
+        BLOCK_M=row_block,
+        BLOCK_N=256,
+        HAS_LENGTHS=part.lengths is not None,
+        num_warps=4,
+    )
+    _bits_kernel[(parts, blocks_w, batch * blocks_m)](
+        weights,
+        words,
+        factor,
+        part_out,
+        weights.stride(0),
+        padded,
+        words.stride(0),
+        words.stride(2),
+        part.length,
+        per_split,
+        rows,
+        count,
+        CHANNELS=channels,
+        BLOCK_W=block_w,
+        BLOCK_M=block_m,
+        BLOCK_N=_TOKENS,
+        PLANES=_PLANES,
+        EXACT=exact,
+        num_warps=_WARPS,
+        num_stages=_STAGES,
+    )
+    if parts == 1:
+        return part_out, part_lse * math.log(2)
+    join(part_out, part_lse, sums, lse)
+    return sums, lse
+
+
+def apply_codebook(value: CommVQValueCodec, sums: Tensor, shape: torch.Size, exact: bool) -> Tensor:
+    """Bit sums [batch, 1, all rows, channels] times the codebook of each row's head: float32 of the query's shape."""
+    batch, kv_heads, head_dim = shape[0], value.spec.num_kv_heads, shape[3]
+    rows = sums.shape[2] // kv_heads
+    out = torch.empty(shape, device=sums.device)
+    block_d = 16 if batch * kv_heads < 64 else 64
+    _codebook_kernel[(batch * kv_heads, triton.cdiv(head_dim, block_d), triton.cdiv(rows, 16))](
+        sums,
+        value.codebook,
+        value.offset,
+        out,
+        kv_heads,
+        rows,
+        value.codebook.shape[1],
+        CHANNELS=sums.shape[-1],
+        D=head_dim,
+        BLOCK_D=block_d,
+        BLOCK_M=16,
+        BLOCK_K=128,
+        EXACT=exact,
+        num_warps=4,
+        num_stages=3,
+    )
+    return out
