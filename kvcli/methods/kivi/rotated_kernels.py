@@ -52,6 +52,7 @@ def rotated_scores_kernel(
     EXACT: tl.constexpr,
     HAS_LENGTHS: tl.constexpr,
 ):
+    """As the kernel of keys after RoPE, for groups of GROUP tokens whose first positions are in the tile tables."""
     i_bh = tl.program_id(1).to(tl.int64)
     i_b = i_bh // num_kv_heads
     i_h = i_bh % num_kv_heads
