@@ -87,7 +87,9 @@ def test_kernels_need_a_gpu_or_the_interpreter(monkeypatch: pytest.MonkeyPatch) 
         kvcli.attach(make_model("llama", **WIDE), "kivi-2", impl="fused")
 
 
-@pytest.mark.parametrize("impl", ["auto", "reference"])
-def test_the_reference_is_the_default_on_a_cpu(impl: str) -> None:
-    with kvcli.attach(make_model("llama", **WIDE), "kivi-2", impl=impl) as session:
-        assert not session.codecs[0].key.fused
+@pytest.mark.parametrize("impl", ["auto", "reference", "fused"])
+def test_encoding_follows_the_form_of_attention(impl: str) -> None:
+    with kvcli.attach(make_model("llama", **WIDE).to(DEVICE), "kivi-2", impl=impl) as session:
+        expected = impl == "fused" or (impl == "auto" and DEVICE == "cuda")
+        for codec in session.codecs:
+            assert (codec.key.fused, codec.value.fused) == (expected, expected)

@@ -12,10 +12,14 @@ from kvcli.attention.kernels import attend_exact_fused, decoded_attend, partial_
 from kvcli.attention.reference import attend_exact, partial_attention, reference_attend
 from kvcli.attention.session import make_config
 from kvcli.errors import CacheError, UsageError
+from kvcli.kernels import values
+from kvcli.kernels.values import Scores
 from kvcli.methods.base import EncodedPart, LayerCodec, PartialAttention
 from kvcli.methods.commvq.key_kernels import stage_ranges
 from kvcli.methods.commvq.keys import CommVQKeyCodes
 from kvcli.methods.commvq.values import CommVQValueCodes
+from kvcli.methods.kivi import kernels as kivi_kernels
+from kvcli.methods.qjl import kernels as qjl_kernels
 from kvcli.packing import pack_bits
 from kvcli.registry import parse_method
 from kvcli.rope import Rope, TokenRotations
@@ -130,6 +134,28 @@ def test_fused_attention_equals_the_reference(case: Any, dtype: torch.dtype) -> 
     query = torch.randn(batch, heads, queries, head_dim, device=DEVICE).to(dtype)
     found = method.attend_forms["fused"](codec, query, part, head_dim**-0.5)
     assert_same(found, reference_attend(codec, query.float(), part, head_dim**-0.5), dtype)
+
+
+@pytest.mark.parametrize("name", ["kivi-2", "squat-pre-2", "qjl"])
+def test_largest_scores_of_ranges(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too large a maximum would cost precision only, and be seen by no other test."""
+    torch.manual_seed(0)
+    method, codec = make_codec(name, 4, 2, 64)
+    part = make_part(codec, 4, 2, 192, [192, 96])
+    seen: list[Scores] = []
+
+    def spy(scores: Scores, *rest: Any) -> PartialAttention:
+        seen.append(scores)
+        return values.value_sum(scores, *rest)
+
+    kernels = qjl_kernels if name == "qjl" else kivi_kernels
+    monkeypatch.setattr(kernels, "value_sum", spy)
+    method.attend_forms["fused"](codec, torch.randn(2, 4, 1, 64, device=DEVICE).half(), part, 0.125)
+    for row, length in enumerate((192, 96)):
+        for index in range(seen[0].parts):
+            found = seen[0].values[row, :, :, index * seen[0].span : min((index + 1) * seen[0].span, length)]
+            expected = found.amax(-1) if found.shape[-1] else torch.full_like(found.sum(-1), float("-inf"))
+            assert torch.equal(seen[0].tops[row, :, index], expected)
 
 
 @pytest.mark.gpu
