@@ -100,9 +100,9 @@ def test_smollm_shape_fits_in_a_fifth_and_a_half() -> None:
     step = cache.timeline.begin(1, 4096, torch.arange(4096)[None], None)
     ones = Rotation(torch.ones(1, 1, 4096, 32), torch.zeros(1, 1, 4096, 32))
     with torch.no_grad():
-        for stream in cache.layers[0].streams:
-            stream.append(torch.randn(1, 3, 4096, 64).half(), step)
-            stream.flush(lambda x, rows, start: ones.slice(start, start + x.shape[2]).unapply(x))
+        for stream, turn in zip(cache.layers[0].streams, (step.keys, step.values), strict=True):
+            stream.room(torch.empty(1, 3, 4096, 64, dtype=torch.float16), step, turn).normal_()
+            stream.flush(turn, lambda x, rows, start: ones.slice(start, start + x.shape[2]).unapply(x))
     memory = cache.memory()
     assert memory.num_tokens - memory.num_encoded == 128 + 4
     assert memory.ratio >= 5.5

@@ -5,16 +5,14 @@ Layers ask in turn; whatever the first one makes, the others find. This module d
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from kvcli.cache.timeline import Step, Timeline
+from kvcli.cache.ledger import Counts
+from kvcli.cache.timeline import Step, Timeline, vector
 from kvcli.rope import Rotation, TokenRotations
-
-MadeT = TypeVar("MadeT")
 
 
 class ForwardPass:
@@ -29,51 +27,56 @@ class ForwardPass:
 
     def __init__(self, timeline: Timeline, step: Step, rotation: Rotation, mask: Tensor | None) -> None:
         self.timeline, self.step, self.rotation, self.mask = timeline, step, rotation, mask
-        self._made: dict[Any, Any] = {}
+        self._rotations: dict[tuple[int, int], Rotation] = {}
 
     def rotations(self, start: int, stop: int) -> Rotation:
         """Rotation of tokens [start, stop) of every row of the batch, in float32."""
-        return self._once((start, stop), lambda: self.timeline.rotation(start, stop))
+        if (start, stop) not in self._rotations:
+            self._rotations[start, stop] = self.timeline.rotation(start, stop)
+        return self._rotations[start, stop]
 
-    def encoded_rotations(self, start: int, coded: tuple[int, ...]) -> TokenRotations:
-        """Rotations of the `coded` tokens of each row from token `start` on."""
-        lengths = self.lengths(coded)
-        return self._once(
-            ("encoded", start, coded), lambda: self.timeline.token_rotations(start, start + max(coded), lengths)
-        )
+    @cached_property
+    def coded(self) -> Counts:
+        """Tokens of each row, after its sinks, that are attended to as codes: whole groups of keys and values."""
+        keys, values = self.timeline.keys, self.timeline.values
+        group = max(keys.tokens_per_group, values.tokens_per_group)
+        pairs = zip(self.step.keys.encoded, self.step.values.encoded, strict=True)
+        return tuple(min(pair) // group * group for pair in pairs)
 
-    def lengths(self, coded: tuple[int, ...]) -> Tensor | None:
-        """Token counts of the rows as int32 [batch]; None when all are equal."""
-        if min(coded) == max(coded):
+    @cached_property
+    def most_coded(self) -> int:
+        """The largest of `coded`."""
+        return max(self.coded)
+
+    @cached_property
+    def coded_lengths(self) -> Tensor | None:
+        """`coded` as int32 [batch]; None when all are equal."""
+        if min(self.coded) == max(self.coded):
             return None
-        return self._once(("lengths", coded), lambda: self._vector(coded, torch.int32))
+        return vector(self.coded, self.step.index.device, torch.int32)
 
-    def visible_exact(self, sink_length: int, coded: tuple[int, ...], width: int) -> Tensor | None:
-        """Which exact tokens each new slot sees: boolean [batch, query_len, width]; None when all see all.
+    @cached_property
+    def coded_rotations(self) -> TokenRotations:
+        """Rotations of the `coded` tokens of each row."""
+        first = self.timeline.keys.sink_length
+        return self.timeline.token_rotations(first, first + self.most_coded, self.coded_lengths)
 
-        Args:
-            sink_length: exact tokens at the beginning of a row.
-            coded: tokens of each row that come as codes, after the sinks.
-            width: exact tokens of the row that has most.
-        """
-        rows = set(zip(coded, self.timeline.lengths, strict=True))
-        if self.step.index.shape[1] == 1 and self.step.real is None and len(rows) == 1:
+    @cached_property
+    def alike(self) -> bool:
+        """Whether all rows hold as many tokens, as many of them as codes, and none of the new ones is padding."""
+        turns = (self.step.keys.encoded, self.step.values.encoded)
+        return self.step.real is None and all(min(n) == max(n) for n in (self.timeline.lengths, *turns))
+
+    @cached_property
+    def visible_exact(self) -> Tensor | None:
+        """Which exact tokens each new slot sees: boolean [batch, query_len, most exact]; None when all see all."""
+        if self.alike and self.step.index.shape[1] == 1:
             return None
-        return self._once(("visible", sink_length, coded, width), lambda: self._visible(sink_length, coded, width))
-
-    def _visible(self, sink_length: int, coded: tuple[int, ...], width: int) -> Tensor:
-        place = torch.arange(width, device=self.step.index.device)
-        skipped = self._vector(coded).unsqueeze(1)
-        token = torch.where(place < sink_length, place, place + skipped)
-        beyond = token >= self._vector(tuple(self.timeline.lengths)).unsqueeze(1)
+        lengths, device = self.timeline.lengths, self.step.index.device
+        most = max(length - coded for length, coded in zip(lengths, self.coded, strict=True))
+        place = torch.arange(most, device=device)
+        skipped = vector(self.coded, device).unsqueeze(1)
+        token = torch.where(place < self.timeline.keys.sink_length, place, place + skipped)
+        beyond = token >= vector(tuple(lengths), device).unsqueeze(1)
         token = token.masked_fill(beyond, torch.iinfo(torch.int64).max)
         return token.unsqueeze(1) <= self.step.index.unsqueeze(-1)
-
-    def _vector(self, values: tuple[int, ...], dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.tensor(values, device=self.step.index.device, dtype=dtype)
-
-    def _once(self, name: Any, make: Callable[[], MadeT]) -> MadeT:
-        if name not in self._made:
-            self._made[name] = make()
-        made: MadeT = self._made[name]
-        return made

@@ -12,7 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvcli.attention.reference import merge
+from kvcli.attention.exact import ExactTokens
+from kvcli.attention.reference import merge, take_in
+from kvcli.kernels.launch import row_major
 from kvcli.methods.base import EncodedPart, LayerCodec, PartialAttend, PartialAttention
 from kvcli.rope import Rotation
 
@@ -22,10 +24,24 @@ MAX_QUERIES = 8
 
 
 @triton.jit
+def _tokens(buffer, decoded, time, decoded_time, n, o_d, sinks, gap, extra, mask, DECODED: tl.constexpr):
+    """Tokens n [N] of a head as [N, D]: sinks, `extra` decoded ones, then the window behind a gap."""
+    slot = tl.where(n < sinks, n, n - extra + gap).to(tl.int64)
+    if not DECODED:
+        return tl.load(buffer + slot[:, None] * time + o_d[None, :], mask=mask, other=0.0)
+    between = ((n >= sinks) & (n < sinks + extra))[:, None]
+    b_x = tl.load(buffer + slot[:, None] * time + o_d[None, :], mask=mask & ~between, other=0.0)
+    p_decoded = decoded + (n - sinks).to(tl.int64)[:, None] * decoded_time + o_d[None, :]
+    return tl.where(between, tl.load(p_decoded, mask=mask & between, other=0.0), b_x)
+
+
+@triton.jit(do_not_specialize=["query_len", "kv_len", "sinks", "k_gap", "k_extra", "v_gap", "v_extra", "vis_batch"])
 def _attend_kernel(
     query,
     key,
+    key_decoded,
     value,
+    value_decoded,
     visible,
     encoded_out,
     encoded_lse,
@@ -37,9 +53,20 @@ def _attend_kernel(
     k_batch,
     k_head,
     k_time,
+    kd_batch,
+    kd_head,
+    kd_time,
+    k_gap,
+    k_extra,
     v_batch,
     v_head,
     v_time,
+    vd_batch,
+    vd_head,
+    vd_time,
+    v_gap,
+    v_extra,
+    sinks,
     vis_batch,
     vis_time,
     o_batch,
@@ -54,6 +81,8 @@ def _attend_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    K_DECODED: tl.constexpr,
+    V_DECODED: tl.constexpr,
     HAS_VISIBLE: tl.constexpr,
     HAS_ENCODED: tl.constexpr,
     HAS_LSE: tl.constexpr,
@@ -72,17 +101,20 @@ def _attend_kernel(
     b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     b_sum = tl.zeros([BLOCK_M], tl.float32)
     b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    key += i_b * k_batch + i_h * k_head
+    key_decoded += i_b * kd_batch + i_h * kd_head
+    value += i_b * v_batch + i_h * v_head
+    value_decoded += i_b * vd_batch + i_h * vd_head
     for start in range(0, kv_len, BLOCK_N):
         o_n = start + tl.arange(0, BLOCK_N)
         m_n = o_n < kv_len
         m_kv = m_n[:, None] & (o_d < D)[None, :]
-        at = o_n.to(tl.int64)
         # [N, D]
-        b_k = tl.load(key + i_b * k_batch + i_h * k_head + at[:, None] * k_time + o_d[None, :], mask=m_kv, other=0.0)
-        b_v = tl.load(value + i_b * v_batch + i_h * v_head + at[:, None] * v_time + o_d[None, :], mask=m_kv, other=0.0)
+        b_k = _tokens(key, key_decoded, k_time, kd_time, o_n, o_d, sinks, k_gap, k_extra, m_kv, K_DECODED)
+        b_v = _tokens(value, value_decoded, v_time, vd_time, o_n, o_d, sinks, v_gap, v_extra, m_kv, V_DECODED)
         shown = m_m[:, None] & m_n[None, :]
         if HAS_VISIBLE:
-            p_visible = visible + i_b * vis_batch + time[:, None] * vis_time + at[None, :]
+            p_visible = visible + i_b * vis_batch + time[:, None] * vis_time + o_n[None, :]
             shown = shown & (tl.load(p_visible, mask=shown, other=0) != 0)
         # [M, N]
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scaling
@@ -111,72 +143,74 @@ def _attend_kernel(
         tl.store(lse + flat, b_lse, mask=m_m)
 
 
-@triton.jit(do_not_specialize=["length"])
-def _rotate_kernel(
-    x,
-    cos,
-    sin,
-    out,
-    x_batch,
-    x_head,
-    x_time,
-    c_batch,
-    c_time,
-    heads,
-    length,
-    HALF: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-):
-    i_b = (tl.program_id(1) // heads).to(tl.int64)
-    i_h = (tl.program_id(1) % heads).to(tl.int64)
-    t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    o_d = tl.arange(0, BLOCK_D)
-    m = (t < length)[:, None] & (o_d < HALF)[None, :]
-    p_x = x + i_b * x_batch + i_h * x_head + t[:, None] * x_time + o_d[None, :]
-    p_turn = i_b * c_batch + t[:, None] * c_time + o_d[None, :]
-    b_cos = tl.load(cos + p_turn, mask=m, other=0.0).to(tl.float32)
-    b_sin = tl.load(sin + p_turn, mask=m, other=0.0).to(tl.float32)
-    b_x = tl.load(p_x, mask=m, other=0.0).to(tl.float32)
-    b_y = tl.load(p_x + HALF, mask=m, other=0.0).to(tl.float32)
-    p_out = out + (tl.program_id(1).to(tl.int64) * length + t)[:, None] * D + o_d[None, :]
-    tl.store(p_out, (b_x * b_cos - b_y * b_sin).to(out.dtype.element_ty), mask=m)
-    tl.store(p_out + HALF, (b_y * b_cos + b_x * b_sin).to(out.dtype.element_ty), mask=m)
+@triton.jit
+def _rotate(x, cos, sin, out, m, HALF: tl.constexpr):
+    """Rotates pairs at pointers x, x + HALF by those at cos and sin, and writes them to out."""
+    b_cos = tl.load(cos, mask=m, other=0.0).to(tl.float32)
+    b_sin = tl.load(sin, mask=m, other=0.0).to(tl.float32)
+    b_x = tl.load(x, mask=m, other=0.0).to(tl.float32)
+    b_y = tl.load(x + HALF, mask=m, other=0.0).to(tl.float32)
+    tl.store(out, (b_x * b_cos - b_y * b_sin).to(out.dtype.element_ty), mask=m)
+    tl.store(out + HALF, (b_y * b_cos + b_x * b_sin).to(out.dtype.element_ty), mask=m)
 
 
-def rotate_fused(rotation: Rotation, x: Tensor) -> Tensor:
-    """As `Rotation.apply` in one pass, rounded once; heads that are rotated in part go the ordinary way."""
-    batch, heads, length, head_dim = x.shape
+@triton.jit(do_not_specialize=["tokens", "length"])
+def _take_in_kernel(
+    query, key, value, cos, sin, query_out, key_out, value_out,
+    q_batch, q_head, q_time, k_batch, k_head, k_time, v_batch, v_head, v_time, c_batch, c_time,
+    ko_batch, ko_head, ko_time, vo_batch, vo_head, vo_time, tokens, length, heads, kv_heads,
+    HALF: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """Tokens of one head: rotates a query head or a key head, or copies a value head; grid (tiles, all heads).
+
+    Tokens are counted over all rows of the batch, `length` of each; query_out is contiguous.
+    """
+    n = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    i_h = tl.program_id(1).to(tl.int64)
+    o_d = tl.arange(0, BLOCK_D)[None, :]
+    row, t = (n // length)[:, None], (n % length)[:, None]
+    m = (n < tokens)[:, None] & (o_d < HALF)
+    p_cos, p_sin = cos + row * c_batch + t * c_time + o_d, sin + row * c_batch + t * c_time + o_d
+    if i_h < heads:
+        p_x = query + row * q_batch + i_h * q_head + t * q_time + o_d
+        _rotate(p_x, p_cos, p_sin, query_out + ((row * heads + i_h) * length + t) * (2 * HALF) + o_d, m, HALF)
+    elif i_h < heads + kv_heads:
+        i_h -= heads
+        p_x = key + row * k_batch + i_h * k_head + t * k_time + o_d
+        _rotate(p_x, p_cos, p_sin, key_out + row * ko_batch + i_h * ko_head + t * ko_time + o_d, m, HALF)
+    else:
+        i_h -= heads + kv_heads
+        p_x = value + row * v_batch + i_h * v_head + t * v_time + o_d
+        p_out = value_out + row * vo_batch + i_h * vo_head + t * vo_time + o_d
+        tl.store(p_out, tl.load(p_x, mask=m, other=0.0).to(value_out.dtype.element_ty), mask=m)
+        tl.store(p_out + HALF, tl.load(p_x + HALF, mask=m, other=0.0).to(value_out.dtype.element_ty), mask=m)
+
+
+def take_in_fused(
+    rotation: Rotation, query: Tensor, key: Tensor, value: Tensor, key_out: Tensor, value_out: Tensor
+) -> Tensor:
+    """As `kvcli.attention.reference.take_in` in one launch, rounded once; heads rotated in part go the ordinary way."""
+    batch, heads, length, head_dim = query.shape
     half = rotation.cos.shape[-1]
     if 2 * half != head_dim:
-        return rotation.apply(x)
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    block = 16 if length > 1 else 1
-    _rotate_kernel[(triton.cdiv(length, block), batch * heads)](
-        x,
-        rotation.cos,
-        rotation.sin,
-        out,
-        *x.stride()[:3],
-        rotation.cos.stride(0) if rotation.cos.shape[0] > 1 else 0,
-        rotation.cos.stride(2),
-        heads,
-        length,
-        HALF=half,
-        D=head_dim,
-        BLOCK_D=triton.next_power_of_2(half),
-        BLOCK_T=block,
-        num_warps=4 if length > 1 else 1,
-    )
+        return take_in(rotation, query, key, value, key_out, value_out)
+    query, key, value = row_major(query), row_major(key), row_major(value)
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    block = min(16, triton.next_power_of_2(batch * length))
+    _take_in_kernel[(triton.cdiv(batch * length, block), heads + 2 * key.shape[1])](
+        query, key, value, rotation.cos, rotation.sin, out, key_out, value_out,
+        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
+        rotation.cos.stride(0) if rotation.cos.shape[0] > 1 else 0, rotation.cos.stride(2),
+        *key_out.stride()[:3], *value_out.stride()[:3], batch * length, length, heads, key.shape[1],
+        HALF=half, BLOCK_D=triton.next_power_of_2(half), BLOCK_T=block, num_warps=4 if block > 4 else 1,
+    )  # fmt: skip
     return out
 
 
 def attend_exact_fused(
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: ExactTokens,
+    value: ExactTokens,
     visible: Tensor | None,
     scaling: float,
     encoded: PartialAttention | None,
@@ -194,7 +228,7 @@ def partial_attention_fused(
     """As `kvcli.attention.reference.partial_attention`, in one launch."""
     out = torch.empty(query.shape, dtype=torch.float32, device=query.device)
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
-    _launch(query, key, value, visible, scaling, out, lse, None)
+    _launch(query, ExactTokens.of(key), ExactTokens.of(value), visible, scaling, out, lse, None)
     return out, lse
 
 
@@ -229,8 +263,8 @@ def decoded_attend(codec: LayerCodec, query: Tensor, part: EncodedPart, scaling:
 
 def _launch(
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: ExactTokens,
+    value: ExactTokens,
     visible: Tensor | None,
     scaling: float,
     out: Tensor,
@@ -238,7 +272,7 @@ def _launch(
     encoded: PartialAttention | None,
 ) -> None:
     batch, heads, query_len, head_dim = query.shape
-    kv_heads, kv_len = key.shape[1:3]
+    kv_heads = key.buffer.shape[1]
     groups = heads // kv_heads
     block_m = min(64, max(16, triton.next_power_of_2(groups * query_len)))
     vis_stride = (0, 0)
@@ -246,30 +280,44 @@ def _launch(
         visible = visible.contiguous().view(torch.uint8)
         vis_stride = (visible.stride(0), visible.stride(1) if visible.shape[1] > 1 else 0)
     nothing = query
-    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+    query, k, v = row_major(query), row_major(key.buffer), row_major(value.buffer)
+    k_decoded, v_decoded = (
+        buffer if x.decoded is None else row_major(x.decoded) for x, buffer in ((key, k), (value, v))
+    )
     _attend_kernel[(batch * kv_heads, triton.cdiv(groups * query_len, block_m))](
         query,
-        key,
-        value,
+        k,
+        k_decoded,
+        v,
+        v_decoded,
         nothing if visible is None else visible,
         nothing if encoded is None else encoded[0].contiguous(),
         nothing if encoded is None else encoded[1].contiguous(),
         out,
         nothing if lse is None else lse,
         *query.stride()[:3],
-        *key.stride()[:3],
-        *value.stride()[:3],
+        *k.stride()[:3],
+        *k_decoded.stride()[:3],
+        key.gap,
+        key.num_decoded,
+        *v.stride()[:3],
+        *v_decoded.stride()[:3],
+        value.gap,
+        value.num_decoded,
+        key.sinks,
         *vis_stride,
         *out.stride()[:3],
         kv_heads,
         query_len,
-        kv_len,
+        key.length,
         scaling,
         GROUPS=groups,
         D=head_dim,
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
         BLOCK_M=block_m,
         BLOCK_N=64,
+        K_DECODED=key.decoded is not None,
+        V_DECODED=value.decoded is not None,
         HAS_VISIBLE=visible is not None,
         HAS_ENCODED=encoded is not None,
         HAS_LSE=lse is not None,

@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from kvcli.attention.exact import ExactTokens
 from kvcli.attention.forward import ForwardPass
 from kvcli.cache.compressed import CompressedLayer
+from kvcli.cache.ledger import Turn
 from kvcli.cache.stream import Stream
 from kvcli.methods.base import EncodedPart, PartialAttend, PartialAttention
 from kvcli.rope import Rotation
 from kvcli.seam import exact_attention
 
-AttendExact = Callable[[Tensor, Tensor, Tensor, Tensor | None, float, PartialAttention | None], Tensor]
+AttendExact = Callable[[Tensor, ExactTokens, ExactTokens, Tensor | None, float, PartialAttention | None], Tensor]
 """Attention over exact tokens joined with that over codes, as `kvcli.attention.reference.attend_exact`."""
+
+TakeIn = Callable[[Rotation, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+"""Rotates queries, and keys into their place, beside the values, as `kvcli.attention.reference.take_in`."""
 
 
 @dataclass(frozen=True)
 class Forms:
-    """How a session computes: attention over the codes, attention over the exact tokens, and rotation."""
+    """How a session computes: attention over the codes, attention over the exact tokens, taking in new ones."""
 
     codes: PartialAttend
     exact: AttendExact
-    rotate: Callable[[Rotation, Tensor], Tensor] = Rotation.apply
+    take_in: TakeIn
 
 
 def attend_layer(layer: CompressedLayer, query: Tensor, now: ForwardPass, forms: Forms, scaling: float) -> Tensor:
@@ -47,21 +52,22 @@ def attend_layer(layer: CompressedLayer, query: Tensor, now: ForwardPass, forms:
     step = now.step
     pending_key, pending_value = layer.take_pending()
     pre_rope_query = query
-    query, new_key = forms.rotate(now.rotation, query), forms.rotate(now.rotation, pending_key)
     keys, values = layer.streams
-    keys.append(new_key, step)
-    values.append(pending_value, step)
+    new_key, new_value = keys.room(pending_key, step, step.keys), values.room(pending_value, step, step.values)
+    query = forms.take_in(now.rotation, query, pending_key, pending_value, new_key, new_value)
+    keys.took(new_key, step, step.keys)
+    values.took(new_value, step, step.values)
     with torch.autocast(query.device.type, enabled=False):  # subspaces are found in float64
-        keys.observe(pre_rope_query if layer.codec.key.query_space == "pre_rope" else query, new_key, step)
+        keys.observe(pre_rope_query if layer.codec.key.query_space == "pre_rope" else query, new_key, step, step.keys)
     if step.fresh:
-        output = exact_attention(query, new_key, pending_value, now.mask, scaling)
+        output = exact_attention(query, new_key, new_value, now.mask, scaling)
     else:
         output = _attend_held(layer, query, now, forms, scaling)
     if step.real is not None:
         output = output.masked_fill(~step.real[:, :, None, None], 0)
     with torch.autocast(query.device.type, enabled=False):
-        keys.flush(lambda x, rows, start: _to_codec_space(layer, x, rows, start, now))
-        values.flush(lambda x, rows, start: x)
+        keys.flush(step.keys, lambda x, rows, start: _to_codec_space(layer, x, rows, start, now))
+        values.flush(step.values, lambda x, rows, start: x)
     return output
 
 
@@ -72,33 +78,27 @@ def _attend_held(layer: CompressedLayer, query: Tensor, now: ForwardPass, forms:
     values go at different times) are decoded and join the exact ones.
     """
     keys, values = layer.streams
-    group = keys.codec.tokens_per_group
-    coded = tuple(min(pair) // group * group for pair in zip(keys.encoded, values.encoded, strict=True))
-    key, value = _exact_from(layer, keys, coded, now), _exact_from(layer, values, coded, now)
-    visible = now.visible_exact(keys.sink_length, coded, key.shape[2])
-    encoded = forms.codes(layer.codec, query, _encoded_part(layer, coded, now), scaling) if any(coded) else None
-    return forms.exact(query, key, value, visible, scaling, encoded)
+    key, value = _exact_tokens(layer, keys, now.step.keys, now), _exact_tokens(layer, values, now.step.values, now)
+    encoded = forms.codes(layer.codec, query, _encoded_part(layer, now), scaling) if now.most_coded else None
+    return forms.exact(query, key, value, now.visible_exact, scaling, encoded)
 
 
-def _exact_from(layer: CompressedLayer, stream: Stream, coded: tuple[int, ...], now: ForwardPass) -> Tensor:
-    """A row's sinks and all its tokens beyond the first `coded` after them, [batch, heads, longest, head_dim]."""
+def _exact_tokens(layer: CompressedLayer, stream: Stream, turn: Turn, now: ForwardPass) -> ExactTokens:
+    """A row's sinks and all its tokens beyond the first `coded` after them."""
     assert stream.exact is not None
-    exact = stream.exact[:, :, : max(stream.exact_lengths)]
-    if tuple(stream.encoded) == coded:
-        return exact
-    first = stream.sink_length
-    extra = [encoded - skipped for encoded, skipped in zip(stream.encoded, coded, strict=True)]
-    start, stop = min(coded), max(stream.encoded)
-    start -= start % stream.codec.tokens_per_group
-    decoded = _decode(layer, stream, start, stop, exact.dtype, now)
-    if len(set(zip(stream.encoded, coded, strict=True))) == 1:
-        return torch.cat((exact[:, :, :first], decoded[:, :, coded[0] - start :], exact[:, :, first:]), dim=2)
-    rows = []
-    for row, length in enumerate(stream.exact_lengths):
-        between = decoded[row, :, coded[row] - start : coded[row] - start + extra[row]]
+    found = ExactTokens(stream.exact, max(turn.exact), stream.sink_length, stream.layout.gap)
+    if turn.encoded == now.coded:
+        return found
+    start, stop = min(now.coded), max(turn.encoded)
+    decoded = _decode(layer, stream, start, stop, stream.exact.dtype, now)
+    if now.alike:
+        return replace(found, length=found.length + stop - start, decoded=decoded)
+    first, exact, rows = stream.sink_length, found.joined(), []
+    for row, (coded, encoded, length) in enumerate(zip(now.coded, turn.encoded, turn.exact, strict=True)):
+        between = decoded[row, :, coded - start : encoded - start]
         rows.append(torch.cat((exact[row, :, :first], between, exact[row, :, first:length]), dim=1))
     longest = max(row.shape[1] for row in rows)
-    return torch.stack([torch.nn.functional.pad(row, (0, 0, 0, longest - row.shape[1])) for row in rows])
+    return ExactTokens.of(torch.stack([nn.functional.pad(row, (0, 0, 0, longest - row.shape[1])) for row in rows]))
 
 
 def _decode(
@@ -113,19 +113,17 @@ def _decode(
     return now.rotations(stream.sink_length + start, stream.sink_length + stop).apply(decoded).to(dtype)
 
 
-def _encoded_part(layer: CompressedLayer, coded: tuple[int, ...], now: ForwardPass) -> EncodedPart:
+def _encoded_part(layer: CompressedLayer, now: ForwardPass) -> EncodedPart:
     """The first `coded` tokens of each row after its sinks."""
     keys, values = layer.streams
     assert keys.buffer.codes is not None
     assert values.buffer.codes is not None
-    length = max(coded)
-    pre_rope = layer.codec.key.space == "pre_rope"
     return EncodedPart(
-        key_codes=keys.buffer.codes.slice(0, length),
+        key_codes=keys.buffer.codes.slice(0, now.most_coded),
         key_state=keys.state,
-        value_codes=values.buffer.codes.slice(0, length),
-        rotations=now.encoded_rotations(keys.sink_length, coded) if pre_rope else None,
-        lengths=now.lengths(coded),
+        value_codes=values.buffer.codes.slice(0, now.most_coded),
+        rotations=now.coded_rotations if layer.codec.key.space == "pre_rope" else None,
+        lengths=now.coded_lengths,
     )
 
 
@@ -134,4 +132,6 @@ def _to_codec_space(layer: CompressedLayer, x: Tensor, rows: list[int], start: i
     if layer.codec.key.space == "post_rope":
         return x
     rotation = now.rotations(start, start + x.shape[2])
-    return Rotation(rotation.cos[rows], rotation.sin[rows]).unapply(x.float())
+    if len(rows) < len(now.step.before):
+        rotation = Rotation(rotation.cos[rows], rotation.sin[rows])
+    return rotation.unapply(x.float())

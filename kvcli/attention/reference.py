@@ -9,7 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvcli.attention.exact import ExactTokens
 from kvcli.methods.base import EncodedPart, LayerCodec, PartialAttention
+from kvcli.rope import Rotation
 
 _TOKEN_BLOCK = 4096
 _SCORE_ELEMENTS = 2**26
@@ -58,10 +60,31 @@ def merge(first: PartialAttention, second: PartialAttention) -> PartialAttention
     return out, lse
 
 
+def take_in(
+    rotation: Rotation, query: Tensor, key: Tensor, value: Tensor, key_out: Tensor, value_out: Tensor
+) -> Tensor:
+    """Rotates new queries and keys, and puts keys and values where they are kept.
+
+    Args:
+        rotation: of the new tokens.
+        query: [batch, num_heads, query_len, head_dim].
+        key: [batch, num_kv_heads, query_len, head_dim].
+        value: like key.
+        key_out: like key, written.
+        value_out: like key, written.
+
+    Returns:
+        The rotated queries, in their dtype.
+    """
+    key_out.copy_(rotation.apply(key))
+    value_out.copy_(value)
+    return rotation.apply(query).to(query.dtype)
+
+
 def attend_exact(
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: ExactTokens,
+    value: ExactTokens,
     visible: Tensor | None,
     scaling: float,
     encoded: PartialAttention | None,
@@ -70,8 +93,8 @@ def attend_exact(
 
     Args:
         query: rotated, [batch, num_heads, query_len, head_dim].
-        key: rotated, [batch, num_kv_heads, kv_len, head_dim].
-        value: like key.
+        key: rotated.
+        value: as many tokens.
         visible: None, or boolean [batch, 1 or query_len, kv_len].
         scaling: factor of the scores.
         encoded: (out, lse) over the encoded part.
@@ -79,7 +102,7 @@ def attend_exact(
     Returns:
         [batch, query_len, num_heads, head_dim] in the query's dtype; 0 where a query sees nothing.
     """
-    found = partial_attention(query, key, value, visible, scaling)
+    found = partial_attention(query, key.joined(), value.joined(), visible, scaling)
     out = found[0] if encoded is None else merge(found, encoded)[0]
     return out.to(query.dtype).transpose(1, 2).contiguous()
 

@@ -17,6 +17,7 @@ from transformers import DynamicCache, LlamaForCausalLM
 
 from kvcli.attention.forward import ForwardPass
 from kvcli.attention.layer import Forms, attend_layer
+from kvcli.attention.reference import take_in
 from kvcli.attention.session import Session
 from kvcli.bench.layer import Subject, randomise
 from kvcli.bench.shapes import shape_config
@@ -189,6 +190,7 @@ def _fill_compressed(cache: CompressedCache, key: Tensor, value: Tensor, spec: M
     forms = Forms(
         codes=lambda codec, query, part, scaling: (query, query[..., 0]),
         exact=lambda query, key, value, visible, scaling, encoded: query.transpose(1, 2),
+        take_in=take_in,
     )
     for layer in cache.layers:
         layer.update(key, value)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from kvcli.cache.ledger import Ledger
 from kvcli.cache.memory import MemoryReport
 from kvcli.cache.stream import Stream
 from kvcli.cache.timeline import Timeline
@@ -24,12 +25,11 @@ class CompressedLayer(CacheLayerMixin):
     is_sliding = False
     supports_early_init = False
 
-    def __init__(self, codec: LayerCodec, method: Method, config: CacheConfig, timeline: Timeline, seam: Seam) -> None:
+    def __init__(self, codec: LayerCodec, config: CacheConfig, timeline: Timeline, seam: Seam) -> None:
         super().__init__()
         self.codec, self.timeline, self.seam = codec, timeline, seam
-        key_schedule, value_schedule = method.schedules(config)
-        self.keys_stream = Stream(codec.key, key_schedule, config.sink_length)
-        self.values_stream = Stream(codec.value, value_schedule, config.sink_length)
+        self.keys_stream = Stream(codec.key, config.sink_length)
+        self.values_stream = Stream(codec.value, config.sink_length)
         self.pending: tuple[Tensor, Tensor] | None = None
 
     @property
@@ -101,15 +101,23 @@ class CompressedCache(Cache):
     ) -> None:
         self.spec, self.method, self.config = spec, method, config
         self._codecs, self._seam = codecs, seam
-        self.timeline = Timeline(seam.rope)
+        self.timeline = self._new_timeline()
         super().__init__(layers=self._new_layers())
 
+    def _new_timeline(self) -> Timeline:
+        codecs = (self._codecs[0].key, self._codecs[0].value)
+        ledgers = (
+            Ledger(schedule, self.config.sink_length, codec.tokens_per_group)
+            for schedule, codec in zip(self.method.schedules(self.config), codecs, strict=True)
+        )
+        return Timeline(self._seam.rope, *ledgers)
+
     def _new_layers(self) -> list[Any]:
-        return [CompressedLayer(codec, self.method, self.config, self.timeline, self._seam) for codec in self._codecs]
+        return [CompressedLayer(codec, self.config, self.timeline, self._seam) for codec in self._codecs]
 
     def reset(self) -> None:
         """Forgets all tokens."""
-        self.timeline = Timeline(self._seam.rope)
+        self.timeline = self._new_timeline()
         self.layers = self._new_layers()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -146,29 +154,23 @@ class CompressedCache(Cache):
             return
         if slots > self.timeline.slots:
             raise CacheError(f"cannot remove {slots} tokens from a cache of {self.timeline.slots}")
-        removed = self.timeline.tokens_in_last(slots)
-        streams = [stream for layer in self.layers for stream in layer.streams]
-        for stream in streams:
-            stream.coded_among_last(removed)  # refuses before anything is changed
-        self.timeline.crop(slots, removed)
-        for stream in streams:
-            stream.truncate(removed)
+        self.timeline.crop(slots, self.timeline.tokens_in_last(slots))
 
     def memory(self) -> MemoryReport:
         """Measures the cache from its live tensors."""
-        used = {"key": 0, "value": 0}
-        encoded = {"key": 0, "value": 0}
+        ledgers = {"key": self.timeline.keys, "value": self.timeline.values}
+        used = dict.fromkeys(ledgers, 0)
         exact = allocated = state = 0
         for layer in self.layers:
-            for kind, stream in zip(("key", "value"), layer.streams, strict=True):
-                in_use, reserved = stream.buffer.nbytes(stream.encoded)
+            for (kind, ledger), stream in zip(ledgers.items(), layer.streams, strict=True):
+                in_use, reserved = stream.buffer.nbytes(ledger.encoded)
                 used[kind] += in_use
-                encoded[kind] += sum(stream.encoded)
                 allocated += reserved
                 state += stream.state.nbytes if stream.state is not None else 0
                 if stream.exact is not None:
-                    exact += sum(stream.exact_lengths) * stream.exact[0, :, 0].nbytes
+                    exact += sum(ledger.exact) * stream.exact[0, :, 0].nbytes
                     allocated += stream.exact.nbytes
+        encoded = {kind: sum(ledger.encoded) * len(self.layers) for kind, ledger in ledgers.items()}
 
         def bits(kind: str) -> float:
             return 8 * used[kind] / (encoded[kind] * self.spec.kv_dim) if encoded[kind] else 0.0
@@ -176,7 +178,7 @@ class CompressedCache(Cache):
         num_tokens = sum(self.timeline.lengths)
         return MemoryReport(
             num_tokens=num_tokens,
-            num_encoded=encoded["key"] // max(1, len(self.layers)),
+            num_encoded=sum(self.timeline.keys.encoded),
             code_bytes=used["key"] + used["value"],
             exact_bytes=exact,
             position_bytes=self.timeline.nbytes,

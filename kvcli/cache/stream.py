@@ -1,20 +1,21 @@
 """The keys or the values of one layer: first and last tokens in full precision, the rest as codes.
 
-Rows of a batch may have different lengths. Codes and exact tokens live in buffers that grow by a part of their size,
-so that a token costs no concatenation. This module does not know about attention or rotation.
+A ledger counts; this module moves tensors as it says. Rows of a batch may have different lengths. Codes and exact
+tokens live in buffers that grow by a part of their size, so that a token costs no concatenation. This module does not
+know about attention or rotation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvcli.cache.ledger import Counts, Eviction, Layout, Turn
 from kvcli.cache.timeline import Step
-from kvcli.errors import CacheError
-from kvcli.methods.base import Codec, Codes, KeyCodec, Schedule, State
+from kvcli.methods.base import Codec, Codes, KeyCodec, State
 
 _CODE_HEADROOM = 256
 
@@ -40,21 +41,31 @@ class CodeBuffer:
         assert self.codes is not None
         return next(iter(self.codes.tensors().values())).device
 
-    def write(self, batch: int, rows: list[int], start: int, codes: Codes, fill: int) -> None:
-        """Writes codes of some rows at token `start`; `fill` is the longest row before."""
-        count = codes.num_tokens
-        if self.codes is None:
-            self._shared = {name: count // x.shape[2] for name, x in codes.tensors().items()}
-        if start + count > self.capacity:
-            self._grow(batch, codes, start + count, fill)
-        assert self.codes is not None
+    def write(self, codec: Codec[Any], x: Tensor, state: State | None, batch: int, eviction: Eviction) -> None:
+        """Encodes x [rows, heads, count, head_dim] and writes the codes behind what the rows hold."""
+        rows, count, start = eviction.rows, eviction.count, eviction.start
         everyone = len(rows) == batch
-        for name, target in self.codes.tensors().items():
-            first = start // self._shared[name]
-            source = getattr(codes, name)
-            target[slice(None) if everyone else rows, :, first : first + source.shape[2]] = source
+        if self.codes is not None and everyone and start + count <= self.capacity:
+            codec.encode_into(x, state, self._entries(start, count))
+            return
+        codes = codec.encode(x, state)
+        if self.codes is None:
+            self._shared = {name: count // y.shape[2] for name, y in codes.tensors().items()}
+        if start + count > self.capacity:
+            self._grow(batch, codes, start + count)
+        for name, target in self._entries(start, count).tensors().items():
+            target[slice(None) if everyone else rows] = getattr(codes, name)
 
-    def _grow(self, batch: int, like: Codes, needed: int, fill: int) -> None:
+    def _entries(self, start: int, count: int) -> Codes:
+        """Views of the entries of `count` tokens from `start` on, which no earlier token shares."""
+        assert self.codes is not None
+        views = {}
+        for name, x in self.codes.tensors().items():
+            first = start // self._shared[name]
+            views[name] = x[:, :, first : first + -(-count // self._shared[name])]
+        return type(self.codes)(**views)
+
+    def _grow(self, batch: int, like: Codes, needed: int) -> None:
         """Allocates headroom of an eighth, at least 256 tokens once decoding goes on, and keeps what is there."""
         headroom = max(_CODE_HEADROOM, needed // 8) if self.codes is not None else 0
         unit = max(self._shared.values())
@@ -64,8 +75,8 @@ class CodeBuffer:
             shape = (batch, x.shape[1], capacity // self._shared[name], *x.shape[3:])
             grown[name] = torch.zeros(shape, dtype=x.dtype, device=x.device)
             if self.codes is not None:
-                kept = -(-fill // self._shared[name])
-                grown[name][:, :, :kept] = getattr(self.codes, name)[:, :, :kept]
+                held = getattr(self.codes, name)
+                grown[name][:, :, : held.shape[2]] = held
         self.codes = type(like)(**grown)
 
     def select(self, rows: Tensor) -> None:
@@ -73,7 +84,7 @@ class CodeBuffer:
         if self.codes is not None:
             self.codes = self.codes.map(lambda x: x.index_select(0, rows.to(x.device)))
 
-    def nbytes(self, lengths: list[int]) -> tuple[int, int]:
+    def nbytes(self, lengths: Counts) -> tuple[int, int]:
         """Bytes in use for rows of these lengths, and bytes allocated."""
         if self.codes is None:
             return 0, 0
@@ -88,123 +99,87 @@ class Stream:
     """Exact and encoded tokens of the keys or the values of one layer.
 
     Attributes:
-        exact: [batch, num_kv_heads, capacity, head_dim], keys after RoPE: a row's first `sink_length` tokens, then the
-            tokens after its encoded ones.
-        exact_lengths: exact tokens of each row.
-        encoded: encoded tokens of each row.
-        buffer: their codes.
+        exact: [batch, num_kv_heads, capacity, head_dim], keys after RoPE, laid out as `layout` says: a row's first
+            `sink_length` tokens, a gap, the tokens after its encoded ones.
+        layout: of `exact`.
+        buffer: codes of the tokens between.
         state: what the codec keeps of each row, if anything.
     """
 
-    def __init__(self, codec: Codec[Any], schedule: Schedule, sink_length: int) -> None:
-        self.codec, self.schedule, self.sink_length = codec, schedule, sink_length
+    def __init__(self, codec: Codec[Any], sink_length: int) -> None:
+        self.codec, self.sink_length = codec, sink_length
         self.exact: Tensor | None = None
-        self.exact_lengths: list[int] = []
-        self.encoded: list[int] = []
+        self.layout = Layout(0)
         self.buffer = CodeBuffer()
         self.state: State | None = None
-        self._capacity = sink_length + schedule.keep + schedule.block
 
-    def append(self, new: Tensor, step: Step) -> None:
-        """Adds the real tokens of new [batch, num_kv_heads, query_len, head_dim]."""
+    def room(self, like: Tensor, step: Step, turn: Turn) -> Tensor:
+        """Where new tokens are to be written: shaped like `like` [batch, num_kv_heads, query_len, head_dim].
+
+        A view of the buffer where all rows go to the same slots, else a tensor of its own; `took` must follow.
+        """
         if self.exact is None:
-            self.exact_lengths, self.encoded = [0] * new.shape[0], [0] * new.shape[0]
-            self.exact = new.new_zeros(*new.shape[:2], self._capacity, new.shape[3])
-        before = self.exact_lengths
-        self.exact_lengths = [a + b for a, b in zip(before, step.counts, strict=True)]
-        if max(self.exact_lengths) > self.exact.shape[2]:
-            self.exact = _resized(self.exact, max(self.exact_lengths))
-        if step.real is None and len(set(before)) == 1:
-            self.exact[:, :, before[0] : self.exact_lengths[0]] = new
-            return
-        for row, start in enumerate(before):
-            self.exact[row, :, start : self.exact_lengths[row]] = step.row_tokens(new, row)
+            self.exact = like.new_zeros(*like.shape[:2], turn.layout.capacity, like.shape[3])
+            self.layout = Layout(turn.layout.capacity)
+        self._arrange(turn.layout, max(turn.before))
+        if not _same_slots(step, turn):
+            return like.new_empty(like.shape)
+        first = self._slot(turn.before[0])
+        return self.exact[:, :, first : first + like.shape[2]]
 
-    def observe(self, queries: Tensor, keys: Tensor, step: Step) -> None:
+    def took(self, new: Tensor, step: Step, turn: Turn) -> None:
+        """Ends what `room` began: distributes tokens over rows that differ."""
+        if _same_slots(step, turn):
+            return
+        assert self.exact is not None
+        for row, (start, count) in enumerate(zip(turn.before, step.counts, strict=True)):
+            slot = self._slot(start)
+            self.exact[row, :, slot : slot + count] = step.row_tokens(new, row)
+
+    def observe(self, queries: Tensor, keys: Tensor, step: Step, turn: Turn) -> None:
         """Shows the codec new tokens of the rows that have no codes yet, if it keeps a state.
 
         Args:
             queries: [batch, num_heads, query_len, head_dim] in the codec's query space.
             keys: [batch, num_kv_heads, query_len, head_dim] after RoPE.
             step: the new tokens.
+            turn: what the pass does to the keys.
         """
         if self.state is None:
             self.state = self.codec.new_state(keys.shape[0], keys.device)
-        if self.state is None or all(self.encoded):
+        if self.state is None or all(turn.encoded):
             return
         assert isinstance(self.codec, KeyCodec)
-        if step.real is None and not any(self.encoded):
+        if step.real is None and not any(turn.encoded):
             counts = torch.full((keys.shape[0],), float(keys.shape[2]), device=keys.device)
             self.codec.observe(self.state, queries, keys, counts)
             return
-        open_rows = torch.tensor([not encoded for encoded in self.encoded], device=keys.device)
+        open_rows = torch.tensor([not encoded for encoded in turn.encoded], device=keys.device)
         shown = open_rows[:, None, None, None]
         if step.real is not None:
             shown = shown & step.real[:, None, :, None]
         counts = torch.tensor(step.counts, device=keys.device, dtype=torch.float32) * open_rows
         self.codec.observe(self.state, queries * shown, keys * shown, counts)
 
-    def flush(self, to_codec_space: ToCodecSpace) -> None:
-        """Encodes what the schedule lets go of, and gives back the memory that a long prompt took."""
-        assert self.exact is not None
-        evict = [self.schedule.evict(length - self.sink_length) for length in self.exact_lengths]
-        for rows, (count, start) in _groups(list(zip(evict, self.encoded, strict=True))):
-            if count:
-                self._evict(rows, count, start, to_codec_space)
-        capacity = max(*self.exact_lengths, self._capacity)
-        if self.exact.shape[2] > 2 * capacity:
-            self.exact = _resized(self.exact, capacity)
-
-    def _evict(self, rows: list[int], count: int, start: int, to_codec_space: ToCodecSpace) -> None:
-        """Encodes the `count` tokens after the sinks of rows that hold `start` encoded tokens, and closes the gap."""
-        assert self.exact is not None
-        first = self.sink_length
-        index = slice(None) if len(rows) == self.exact.shape[0] else rows
-        old = to_codec_space(self.exact[index, :, first : first + count], rows, first + start)
-        state = self.state
-        if state is not None:
-            if not start:
-                assert isinstance(self.codec, KeyCodec)
-                self.codec.settle(state, rows)
-            state = state.select(rows)
-        self.buffer.write(self.exact.shape[0], rows, start, self.codec.encode(old, state), max(self.encoded))
-        length = max(self.exact_lengths[row] for row in rows)
-        self.exact[index, :, first : length - count] = self.exact[index, :, first + count : length].clone()
-        for row in rows:
-            self.exact_lengths[row] -= count
-            self.encoded[row] += count
-
-    def truncate(self, removed: list[int]) -> None:
-        """Forgets the last tokens of each row, which `coded_among_last` found to be possible."""
-        for row, (count, coded) in enumerate(zip(removed, self.coded_among_last(removed), strict=True)):
-            self.encoded[row] -= coded
-            self.exact_lengths[row] -= count - coded
-
-    def coded_among_last(self, removed: list[int]) -> list[int]:
-        """How many of the last tokens of each row are codes: the exact window goes first, the sinks last.
-
-        Raises:
-            CacheError: tokens of an encoded group would have to be cut apart.
-        """
-        found = []
-        for count, exact, encoded in zip(removed, self.exact_lengths, self.encoded, strict=True):
-            coded = min(encoded, max(0, count - (exact - self.sink_length))) if encoded else 0
-            if coded % self.codec.tokens_per_group:
-                raise CacheError(
-                    f"cannot remove {count} tokens: {coded} of them are part of a group that was encoded together; "
-                    "speculative decoding needs a method that encodes token by token (fp8, rtn, qjl, commvq)"
-                )
-            found.append(coded)
-        return found
+    def flush(self, turn: Turn, to_codec_space: ToCodecSpace) -> None:
+        """Encodes the tokens that the turn names, and gives back the memory that a long prompt took."""
+        for eviction in turn.evictions:
+            if eviction.count:
+                self._encode(eviction, to_codec_space)
+        if len({eviction.count for eviction in turn.evictions}) == 1:
+            self.layout = Layout(self.layout.capacity, self.layout.gap + turn.evictions[0].count)
+        else:
+            for eviction in turn.evictions:
+                length = max(turn.settled[row] for row in eviction.rows)
+                self._move(eviction.rows, self.layout.gap + eviction.count, length)
+            self.layout = Layout(self.layout.capacity)
+        self._arrange(turn.after, max(turn.settled))
 
     def select(self, rows: Tensor) -> None:
         """Keeps, repeats or reorders rows."""
         if self.exact is None:
             return
         self.exact = self.exact.index_select(0, rows.to(self.exact.device))
-        order = rows.tolist()
-        self.exact_lengths = [self.exact_lengths[row] for row in order]
-        self.encoded = [self.encoded[row] for row in order]
         self.buffer.select(rows)
         if self.state is not None:
             self.state = self.state.map(lambda x: x.index_select(0, rows.to(x.device)))
@@ -218,16 +193,49 @@ class Stream:
         if self.state is not None:
             self.state = self.state.map(lambda x: x.to(device, non_blocking=True))
 
+    def _slot(self, token: int) -> int:
+        """Where the exact token of a row with this number is, or comes."""
+        return token if token < self.sink_length else token + self.layout.gap
 
-def _resized(x: Tensor, capacity: int) -> Tensor:
-    """A copy of x [batch, heads, time, dim] with another length, zero-filled."""
-    resized = x.new_zeros(*x.shape[:2], capacity, x.shape[3])
-    kept = min(capacity, x.shape[2])
-    resized[:, :, :kept] = x[:, :, :kept]
-    return resized
+    def _encode(self, eviction: Eviction, to_codec_space: ToCodecSpace) -> None:
+        """Encodes the oldest tokens of the window of some rows."""
+        assert self.exact is not None
+        batch, rows = self.exact.shape[0], eviction.rows
+        first = self.sink_length + self.layout.gap
+        old = self.exact[slice(None) if len(rows) == batch else rows, :, first : first + eviction.count]
+        state = self.state
+        if state is not None:
+            if not eviction.start:
+                assert isinstance(self.codec, KeyCodec)
+                self.codec.settle(state, rows)
+            state = state if len(rows) == batch else state.select(rows)
+        old = to_codec_space(old, rows, self.sink_length + eviction.start)
+        self.buffer.write(self.codec, old, state, batch, eviction)
+
+    def _arrange(self, layout: Layout, length: int) -> None:
+        """Changes the layout of rows of at most `length` exact tokens; a gap can only be closed."""
+        assert self.exact is not None
+        if layout == self.layout:
+            return
+        if layout.capacity == self.layout.capacity:
+            self._move(None, self.layout.gap, length)
+        else:
+            sinks, window = min(length, self.sink_length), max(0, length - self.sink_length)
+            old, first = self.exact, self.sink_length + self.layout.gap
+            self.exact = old.new_zeros(*old.shape[:2], layout.capacity, old.shape[3])
+            self.exact[:, :, :sinks] = old[:, :, :sinks]
+            self.exact[:, :, sinks : sinks + window] = old[:, :, first : first + window]
+        self.layout = layout
+
+    def _move(self, rows: list[int] | None, gap: int, length: int) -> None:
+        """Moves the windows of some rows, or of all, from behind a gap to the sinks."""
+        assert self.exact is not None
+        first = self.sink_length
+        if gap and length > first:
+            index = slice(None) if rows is None else rows
+            self.exact[index, :, first:length] = self.exact[index, :, first + gap : length + gap].clone()
 
 
-def _groups(keys: list[tuple[int, int]]) -> Iterator[tuple[list[int], tuple[int, int]]]:
-    """Rows with equal keys, in order of first appearance."""
-    for key in dict.fromkeys(keys):
-        yield [row for row, other in enumerate(keys) if other == key], key
+def _same_slots(step: Step, turn: Turn) -> bool:
+    """Whether the new tokens of all rows go to the same slots."""
+    return step.real is None and min(turn.before) == max(turn.before)

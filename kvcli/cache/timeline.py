@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvcli.cache.ledger import Ledger, Turn
 from kvcli.errors import CacheError
 from kvcli.rope import Rope, Rotation, TokenRotations
 
@@ -24,12 +25,16 @@ class Step:
         counts: new real tokens of each row.
         real: None when no new slot is padding, else boolean [batch, query_len].
         index: [batch, query_len] token index of each new slot, -1 for padding.
+        keys: what the pass does to the keys of all layers.
+        values: what it does to their values.
     """
 
     before: tuple[int, ...]
     counts: tuple[int, ...]
     real: Tensor | None
     index: Tensor
+    keys: Turn
+    values: Turn
 
     @property
     def fresh(self) -> bool:
@@ -42,10 +47,16 @@ class Step:
 
 
 class Timeline:
-    """Lengths, padding and RoPE positions of a batch."""
+    """Lengths, padding and RoPE positions of a batch, and how many of its tokens are codes.
 
-    def __init__(self, rope: Rope) -> None:
-        self.rope = rope
+    Args:
+        rope: the model's rotary embedding.
+        keys: counts the keys.
+        values: counts the values.
+    """
+
+    def __init__(self, rope: Rope, keys: Ledger, values: Ledger) -> None:
+        self.rope, self.keys, self.values = rope, keys, values
         self.lengths: list[int] = []
         self.valid: Tensor | None = None
         self._positions: Tensor | None = None
@@ -88,11 +99,12 @@ class Timeline:
         if mask is not None:
             _check_mask(mask, valid, query_len)
         padded = sum(counts) < batch * query_len
-        start = torch.tensor(before, device=device).unsqueeze(1)
+        start = vector(before, device).unsqueeze(1)
         index = (start + real.cumsum(1) - 1).masked_fill(~real, -1)
         self.valid = valid
         self.lengths = [a + b for a, b in zip(before, counts, strict=True)]
-        step = Step(before, counts, real if padded else None, index)
+        turns = self.keys.take(counts), self.values.take(counts)
+        step = Step(before, counts, real if padded else None, index, *turns)
         self._keep_positions(positions.expand(batch, -1), step)
         return step
 
@@ -116,7 +128,10 @@ class Timeline:
             return
         rows = rows.to(self.valid.device)
         self.valid, self._positions = self.valid[rows], self._positions[rows]
-        self.lengths = [self.lengths[row] for row in rows.tolist()]
+        order = rows.tolist()
+        self.lengths = [self.lengths[row] for row in order]
+        for ledger in (self.keys, self.values):
+            ledger.select(order)
 
     def tokens_in_last(self, slots: int) -> list[int]:
         """How many tokens of each row stand in the last slots."""
@@ -125,8 +140,16 @@ class Timeline:
         return counts
 
     def crop(self, slots: int, removed: list[int]) -> None:
-        """Removes the last slots, which hold `removed` tokens of each row."""
+        """Removes the last slots, which hold `removed` tokens of each row.
+
+        Raises:
+            CacheError: tokens that were encoded together would have to be cut apart; nothing has changed then.
+        """
         assert self.valid is not None
+        for ledger in (self.keys, self.values):
+            ledger.coded_among_last(removed)
+        for ledger in (self.keys, self.values):
+            ledger.truncate(removed)
         self._encoded = None
         self.valid = self.valid[:, : self.valid.shape[1] - slots]
         self.lengths = [length - count for length, count in zip(self.lengths, removed, strict=True)]
@@ -148,6 +171,13 @@ class Timeline:
         for row, start in enumerate(step.before):
             new = positions[row] if step.real is None else positions[row][step.real[row]]
             self._positions[row, start : start + new.shape[0]] = new
+
+
+def vector(values: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """One number a row on a device, without waiting for the device where all are equal."""
+    if min(values) == max(values):
+        return torch.full((len(values),), values[0], device=device, dtype=dtype)
+    return torch.tensor(values, device=device, dtype=dtype)
 
 
 def _check_mask(mask: Tensor, valid: Tensor, query_len: int) -> None:

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvcli.kernels.launch import row_major
 from kvcli.packing import planes_size
 
 _TILE = 4096
@@ -96,41 +97,42 @@ def _error_kernel(
     tl.store(error + (i_row * groups + i_group) * G * D + o_t * D + o_c, decoded - b_x, mask=m_x)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "length"])
 def _per_token_kernel(
-    x, packed, scales, zeros, stride_b, stride_h, stride_t, heads, tokens,
+    x, packed, scales, zeros, x_batch, x_head, x_time, p_batch, p_head, s_batch, s_head, heads, length, tokens,
     BITS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, WORDS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_T tokens of one head in groups of G channels; grid (ceil(tokens / BLOCK_T), batch * heads).
+    """BLOCK_T tokens in groups of G channels, counted over all heads and rows; grid (ceil(tokens / BLOCK_T),).
 
-    x [batch, heads, tokens, D] any float with strides, packed int16 [batch, heads, tokens, WORDS], scales and zeros
-    float16 [batch, heads, tokens, D / G].
+    x [batch, heads, length, D] any float with strides, packed int16 [batch, heads, length, WORDS], scales and zeros
+    float16 [batch, heads, length, D / G], all three with strides of batch and heads.
     """
     LEVELS: tl.constexpr = (1 << BITS) - 1
     GROUPS: tl.constexpr = D // G
-    i_tile, i_row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    o_t = (i_tile * BLOCK_T + tl.arange(0, BLOCK_T))[:, None, None]
+    o_n = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None, None]
+    i_b, i_h, o_t = o_n // length // heads, o_n // length % heads, o_n % length
     o_f = tl.arange(0, 16 // BITS)[None, :, None]
     o_w = tl.arange(0, BLOCK_W)[None, None, :]
     o_c = o_f * WORDS + o_w
+    m_t = o_n < tokens
     m_c = (o_w < WORDS) & (o_c < D)
-    m_x = (o_t < tokens) & m_c
-    base = x + (i_row // heads) * stride_b + (i_row % heads) * stride_h
-    b_x = _clamped(tl.load(base + o_t * stride_t + o_c, mask=m_x, other=0.0))
+    m_x = m_t & m_c
+    b_x = _clamped(tl.load(x + i_b * x_batch + i_h * x_head + o_t * x_time + o_c, mask=m_x, other=0.0))
+    p_s = i_b * s_batch + i_h * s_head + o_t * GROUPS
     b_scale, b_zero = tl.zeros(b_x.shape, tl.float16), tl.zeros(b_x.shape, tl.float16)
     for group in tl.static_range(GROUPS):
         m_g = m_c & (o_c // G == group)
         low = tl.min(tl.min(tl.where(m_g, b_x, float("inf")), axis=2, keep_dims=True), axis=1, keep_dims=True)
         high = tl.max(tl.max(tl.where(m_g, b_x, float("-inf")), axis=2, keep_dims=True), axis=1, keep_dims=True)
         scale, zero = _scale_of(low, high, LEVELS)
-        p_s = (i_row * tokens + o_t) * GROUPS + group
-        tl.store(scales + p_s, scale, mask=o_t < tokens)
-        tl.store(zeros + p_s, zero, mask=o_t < tokens)
+        tl.store(scales + p_s + group, scale, mask=m_t)
+        tl.store(zeros + p_s + group, zero, mask=m_t)
         b_scale, b_zero = tl.where(m_g, scale, b_scale), tl.where(m_g, zero, b_zero)
     codes = tl.where(m_x, _codes_of(b_x, b_scale, b_zero, LEVELS), 0.0).to(tl.int32)
     words = tl.sum(codes << (o_f * BITS), axis=1, keep_dims=True)
-    tl.store(packed + (i_row * tokens + o_t) * WORDS + o_w, words.to(tl.int16), mask=(o_t < tokens) & (o_w < WORDS))
+    p_w = packed + i_b * p_batch + i_h * p_head + o_t * WORDS + o_w
+    tl.store(p_w, words.to(tl.int16), mask=m_t & (o_w < WORDS))
 
 
 def quantize_per_channel(x: Tensor, n_bits: int, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -145,7 +147,7 @@ def quantize_per_channel(x: Tensor, n_bits: int, group_size: int) -> tuple[Tenso
         packed uint8 [batch, heads, time, planes_size(channels)], scale and zero float16
         [batch, heads, time / group_size, channels].
     """
-    x = _rows(x)
+    x = row_major(x)
     batch, heads, time, channels = x.shape
     groups, words = time // group_size, planes_size(channels, n_bits) // 2
     packed = torch.empty(batch, heads, time, words, dtype=torch.int16, device=x.device)
@@ -163,7 +165,7 @@ def quantize_per_channel(x: Tensor, n_bits: int, group_size: int) -> tuple[Tenso
 
 def per_channel_error(x: Tensor, n_bits: int, group_size: int) -> Tensor:
     """Dequantized minus original of what `quantize_per_channel` would store: float32, shaped like x."""
-    x = _rows(x)
+    x = row_major(x)
     batch, heads, time, channels = x.shape
     error = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     if x.numel():
@@ -175,38 +177,39 @@ def per_channel_error(x: Tensor, n_bits: int, group_size: int) -> Tensor:
     return error
 
 
-def quantize_per_token(x: Tensor, n_bits: int, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
+def quantize_per_token(
+    x: Tensor, n_bits: int, group_size: int, out: tuple[Tensor, Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Quantizes and packs each token in groups of consecutive channels.
 
     Args:
         x: [batch, heads, time, channels].
         n_bits: bits a code, 1, 2, 4 or 8.
         group_size: channels a group, a divisor of channels.
+        out: what is returned, to be written: some tokens of longer tensors.
 
     Returns:
         packed uint8 [batch, heads, time, planes_size(channels)], scale and zero float16
         [batch, heads, time, channels / group_size].
     """
-    x = _rows(x)
+    x = row_major(x)
     batch, heads, time, channels = x.shape
     words = planes_size(channels, n_bits) // 2
-    packed = torch.empty(batch, heads, time, words, dtype=torch.int16, device=x.device)
-    scale = torch.empty(batch, heads, time, channels // group_size, dtype=torch.float16, device=x.device)
-    zero = torch.empty_like(scale)
+    if out is None:
+        scale = torch.empty(batch, heads, time, channels // group_size, dtype=torch.float16, device=x.device)
+        packed = torch.empty(batch, heads, time, 2 * words, dtype=torch.uint8, device=x.device)
+        out = packed, scale, torch.empty_like(scale)
     if x.numel():
         width = triton.next_power_of_2(channels)
-        block = max(1, _TILE // width)
-        _per_token_kernel[(triton.cdiv(time, block), batch * heads)](
-            x, packed, scale, zero, *x.stride()[:3], heads, time,
-            BITS=n_bits, G=group_size, D=channels, WORDS=words, BLOCK_T=block,
+        tokens = batch * heads * time
+        block = min(max(1, _TILE // width), triton.next_power_of_2(tokens))
+        target = out[0].view(torch.int16)
+        _per_token_kernel[(triton.cdiv(tokens, block),)](
+            x, target, out[1], out[2], *x.stride()[:3], *target.stride()[:2], *out[1].stride()[:2],
+            heads, time, tokens, BITS=n_bits, G=group_size, D=channels, WORDS=words, BLOCK_T=block,
             BLOCK_W=triton.next_power_of_2(words), num_warps=_warps(block * width),
         )  # fmt: skip
-    return packed.view(torch.uint8), scale, zero
-
-
-def _rows(x: Tensor) -> Tensor:
-    """x with its channels side by side."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+    return out
 
 
 def _warps(elements: int) -> int:

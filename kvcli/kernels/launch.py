@@ -6,6 +6,7 @@ import os
 from importlib.util import find_spec
 
 import torch
+from torch import Tensor
 
 from kvcli.errors import UsageError
 
@@ -31,6 +32,11 @@ def check_device(device: torch.device) -> None:
 def refuse(what: str) -> UsageError:
     """The error for a shape that a kernel does not support."""
     return UsageError(f"the fused kernel does not support {what}; use --impl reference")
+
+
+def row_major(x: Tensor) -> Tensor:
+    """x with its last axis side by side, which is all that kernels ask of a layout."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 _MULTIPROCESSORS = 132

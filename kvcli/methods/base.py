@@ -111,6 +111,11 @@ class Codec(nn.Module, ABC, Generic[CodesT]):
     def encode(self, x: Tensor, state: State | None = None) -> CodesT:
         """Encodes x [batch, num_kv_heads, time, head_dim], deterministically, given the sequences' settled state."""
 
+    def encode_into(self, x: Tensor, state: State | None, codes: CodesT) -> None:
+        """`encode` with the codes written into given tensors, views of longer ones."""
+        for name, found in self.encode(x, state).tensors().items():
+            getattr(codes, name).copy_(found)
+
     @abstractmethod
     def decode(self, codes: CodesT, state: State | None = None) -> Tensor:
         """Inverse of `encode`: float32 [batch, num_kv_heads, time, head_dim]."""

@@ -54,6 +54,14 @@ class PerTokenCodec(Codec[PerTokenCodes]):
         codes, scale, zero = quantize(x.unflatten(-1, (-1, self.group_size)), self.n_bits)
         return PerTokenCodes(pack_planes(codes.flatten(-2), self.n_bits), scale.squeeze(-1), zero.squeeze(-1))
 
+    def encode_into(self, x: Tensor, state: State | None, codes: PerTokenCodes) -> None:
+        if not self.fused:
+            super().encode_into(x, state, codes)
+            return
+        from kvcli.kernels.affine_encode import quantize_per_token
+
+        quantize_per_token(x, self.n_bits, self.group_size, (codes.packed, codes.scale, codes.zero))
+
     def decode(self, codes: PerTokenCodes, state: State | None = None) -> Tensor:
         unpacked = unpack_planes(codes.packed, self.n_bits, self.spec.head_dim).unflatten(-1, (-1, self.group_size))
         return dequantize(unpacked, codes.scale.unsqueeze(-1), codes.zero.unsqueeze(-1)).flatten(-2)

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 import kvcli
+from kvcli.attention.exact import ExactTokens
+from kvcli.cache.ledger import Counts, Ledger
 from kvcli.cache.stream import Stream
 from kvcli.cache.timeline import Step
 from kvcli.methods.base import Schedule
@@ -17,65 +19,77 @@ from kvcli.spec import ModelSpec, RopeSpec
 SPEC = ModelSpec("llama", 1, 64, 4, 2, 16, 512, 97, RopeSpec("default", 1e4, 16))
 
 
-def step(before: list[int], counts: list[int], query_len: int | None = None) -> Step:
-    width = query_len or max(counts)
-    real = torch.zeros(len(counts), width, dtype=torch.bool)
-    for row, count in enumerate(counts):
-        real[row, width - count :] = True
-    return Step(tuple(before), tuple(counts), None if real.all() else real, torch.zeros(len(counts), width))
-
-
 class Feeder:
-    """Feeds a stream with random tokens and remembers all of them, row by row."""
+    """Feeds a stream with random tokens as its ledger says, and remembers all of them, row by row."""
 
-    def __init__(self, stream: Stream, batch: int) -> None:
-        self.stream, self.history = stream, [torch.zeros(2, 0, 16) for _ in range(batch)]
+    def __init__(self, schedule: Schedule, sink_length: int, batch: int) -> None:
+        self.stream = Stream(FULL.build(SPEC, None, 0).key, sink_length)
+        self.ledger = Ledger(schedule, sink_length)
+        self.history = [torch.zeros(2, 0, 16) for _ in range(batch)]
         self.generator = torch.Generator().manual_seed(0)
 
     def feed(self, counts: list[int]) -> None:
         new = torch.randn(len(counts), 2, max(counts), 16, generator=self.generator)
-        now = step([h.shape[1] for h in self.history], counts)
-        self.stream.append(new, now)
-        self.stream.flush(lambda x, rows, start: x)
+        real = torch.arange(max(counts)) >= max(counts) - torch.tensor(counts).unsqueeze(1)
+        turn = self.ledger.take(tuple(counts))
+        before = tuple(h.shape[1] for h in self.history)
+        now = Step(before, tuple(counts), None if real.all() else real, torch.zeros(real.shape), turn, turn)
+        room = self.stream.room(new, now, turn)
+        room.copy_(new)
+        self.stream.took(room, now, turn)
         self.history = [torch.cat((h, now.row_tokens(new, row)), dim=1) for row, h in enumerate(self.history)]
+        self.check(turn.exact, turn.encoded)
+        self.stream.flush(turn, lambda x, rows, start: x)
+        self.check(turn.settled, self.ledger.encoded)
 
-    def check(self) -> None:
+    def check(self, exact: Counts, encoded: Counts) -> None:
         """Every token is held once, in order: sinks, codes, window."""
         stream = self.stream
         assert stream.exact is not None
+        assert stream.exact.shape[2] == stream.layout.capacity
+        tokens = ExactTokens(stream.exact, max(exact), stream.sink_length, stream.layout.gap).joined()
         for row, history in enumerate(self.history):
             sinks = min(stream.sink_length, history.shape[1])
-            exact = stream.exact[row, :, : stream.exact_lengths[row]]
             codes = torch.zeros(2, 0, 16)
-            if stream.encoded[row]:
+            if encoded[row]:
                 assert stream.buffer.codes is not None
-                codes = stream.codec.decode(stream.buffer.codes)[row, :, : stream.encoded[row]]
-            assert torch.equal(torch.cat((exact[:, :sinks], codes, exact[:, sinks:]), dim=1), history)
+                codes = stream.codec.decode(stream.buffer.codes)[row, :, : encoded[row]]
+            held = tokens[row, :, : exact[row]]
+            assert torch.equal(torch.cat((held[:, :sinks], codes, held[:, sinks:]), dim=1), history)
 
 
 @pytest.mark.parametrize("sink_length", [0, 3])
-@pytest.mark.parametrize("schedule", [Schedule(8, 1), Schedule(0, 1), Schedule(8, 4), Schedule(0, 8, 8)])
+@pytest.mark.parametrize(
+    "schedule", [Schedule(8, 1), Schedule(16, 1), Schedule(0, 1), Schedule(8, 4), Schedule(0, 8, 8)]
+)
 def test_every_token_is_kept_once_in_order(schedule: Schedule, sink_length: int) -> None:
-    feeder = Feeder(Stream(FULL.build(SPEC, None, 0).key, schedule, sink_length), 3)
+    feeder = Feeder(schedule, sink_length, 3)
     for counts in ([5, 1, 30], [1, 1, 1], [40, 7, 2], *[[1, 1, 1]] * 12, [3, 3, 3]):
         feeder.feed(counts)
-        feeder.check()
         for row, history in enumerate(feeder.history):
-            window = max(0, history.shape[1] - sink_length) - feeder.stream.encoded[row]
+            window = max(0, history.shape[1] - sink_length) - feeder.ledger.encoded[row]
             assert window < schedule.keep + max(schedule.block, schedule.granule)
             assert window >= min(schedule.keep, max(0, history.shape[1] - sink_length))
-            assert feeder.stream.encoded[row] % schedule.granule == 0
+            assert feeder.ledger.encoded[row] % schedule.granule == 0
+
+
+@pytest.mark.parametrize("sink_length", [0, 3])
+def test_a_window_that_moves_leaves_a_gap_and_closes_it_now_and_then(sink_length: int) -> None:
+    feeder, gaps = Feeder(Schedule(16, 1), sink_length, 2), []
+    for counts in ([50, 50], *[[1, 1]] * 12, [2, 2], [1, 1], [1, 3], [1, 1], [30, 30], *[[1, 1]] * 6):
+        feeder.feed(counts)
+        gaps.append(feeder.stream.layout.gap)
+    assert gaps == [0, 1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 3, 4, 2, 3, 0, 1, 0, 1, 2, 3, 4, 1, 2]
 
 
 def test_rows_that_end_up_equal_keep_apart_what_they_encoded() -> None:
-    feeder = Feeder(Stream(FULL.build(SPEC, None, 0).key, Schedule(4, 4), 0), 2)
+    feeder = Feeder(Schedule(4, 4), 0, 2)
     for counts in ([9, 2], [1, 8], [1, 1], [1, 1]):
         feeder.feed(counts)
-        feeder.check()
 
 
 def test_decoding_does_not_reallocate_every_step() -> None:
-    feeder = Feeder(Stream(FULL.build(SPEC, None, 0).key, Schedule(4, 1), 2), 1)
+    feeder = Feeder(Schedule(4, 1), 2, 1)
     feeder.feed([50])
     pointers = set()
     for _ in range(200):
@@ -88,22 +102,22 @@ def test_decoding_does_not_reallocate_every_step() -> None:
 
 
 def test_a_long_prompt_does_not_stay_in_full_precision() -> None:
-    feeder = Feeder(Stream(FULL.build(SPEC, None, 0).key, Schedule(8, 1), 2), 1)
+    feeder = Feeder(Schedule(8, 1), 2, 1)
     feeder.feed([500])
     assert feeder.stream.exact is not None
     assert feeder.stream.exact.shape[2] <= 2 * 11
 
 
 def test_truncate_takes_window_tokens_first_then_codes() -> None:
-    stream = Stream(FULL.build(SPEC, None, 0).key, Schedule(4, 1), 2)
-    feeder = Feeder(stream, 1)
+    feeder = Feeder(Schedule(4, 1), 2, 1)
     feeder.feed([20])
-    stream.truncate([3])
-    assert (stream.encoded, stream.exact_lengths) == ([14], [3])
-    stream.truncate([5])
-    assert (stream.encoded, stream.exact_lengths) == ([10], [2])
-    stream.truncate([12])
-    assert (stream.encoded, stream.exact_lengths) == ([0], [0])
+    ledger = feeder.ledger
+    for removed, encoded, exact in ((3, 14, 3), (5, 10, 2), (11, 0, 1)):
+        ledger.truncate([removed])
+        feeder.history = [feeder.history[0][:, :-removed]]
+        assert (ledger.encoded, ledger.exact) == ((encoded,), (exact,))
+        feeder.check(ledger.exact, ledger.encoded)
+    feeder.feed([9])
 
 
 def test_memory_report_counts_live_tensors(tiny_model: Any, prompt: Any) -> None:

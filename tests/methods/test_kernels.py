@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kvcli.attention.kernels import attend_exact_fused, decoded_attend, partial_attention_fused, rotate_fused
-from kvcli.attention.reference import attend_exact, partial_attention, reference_attend
+from kvcli.attention.exact import ExactTokens
+from kvcli.attention.kernels import attend_exact_fused, decoded_attend, partial_attention_fused, take_in_fused
+from kvcli.attention.reference import attend_exact, partial_attention, reference_attend, take_in
 from kvcli.attention.session import make_config
 from kvcli.errors import CacheError, UsageError
 from kvcli.kernels import values
@@ -197,11 +198,24 @@ def test_many_queries_are_attended_by_decoding(name: str) -> None:
     assert_same(decoded_attend(codec, query, part, 0.125), reference_attend(codec, query, part, 0.125), torch.float32)
 
 
+def scattered(length: int, gap: int, sinks: int, decoded: int) -> ExactTokens:
+    """Random tokens of 2 rows and 2 heads of 80 channels, as a cache holds them; NaN where nothing may be read."""
+    buffer = torch.randn(2, 2, length - decoded + gap + 3, 80, device=DEVICE)
+    buffer[:, :, sinks : sinks + gap] = float("nan")
+    between = torch.randn(2, 2, decoded, 80, device=DEVICE) if decoded else None
+    return ExactTokens(buffer, length, sinks, gap, between)
+
+
 @pytest.mark.parametrize(("masked", "joined", "queries"), [(False, True, 1), (True, True, 5), (True, False, 40)])
-def test_exact_tokens_in_one_launch(masked: bool, joined: bool, queries: int) -> None:
+@pytest.mark.parametrize(
+    ("gaps", "sinks", "decoded"), [((0, 0), 0, (0, 0)), ((5, 0), 4, (0, 9)), ((0, 70), 3, (66, 1))]
+)
+def test_exact_tokens_in_one_launch(
+    masked: bool, joined: bool, queries: int, gaps: tuple[int, int], sinks: int, decoded: tuple[int, int]
+) -> None:
     torch.manual_seed(0)
     query = torch.randn(2, 6, queries, 80, device=DEVICE)
-    key, value = torch.randn(2, 2, 2, 70, 80, device=DEVICE).unbind(0)
+    key, value = (scattered(70, gap, sinks, count) for gap, count in zip(gaps, decoded, strict=True))
     visible = torch.rand(2, queries, 70, device=DEVICE) > 0.3 if masked else None
     if visible is not None:
         visible[0, 0] = False  # a query that sees nothing
@@ -209,7 +223,8 @@ def test_exact_tokens_in_one_launch(masked: bool, joined: bool, queries: int) ->
     arguments = (query, key, value, visible, 0.1)
     found = attend_exact_fused(*arguments, encoded if joined else None)
     assert torch.allclose(found, attend_exact(*arguments, encoded if joined else None), atol=1e-5)
-    assert_same(partial_attention_fused(*arguments), partial_attention(*arguments), torch.float32)
+    plain = (query, key.joined(), value.joined(), visible, 0.1)
+    assert_same(partial_attention_fused(*plain), partial_attention(*plain), torch.float32)
 
 
 def test_positions_that_jump_are_refused() -> None:
@@ -264,12 +279,20 @@ def test_dequantization_in_a_kernel(name: str, head_dim: int, group: int) -> Non
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("batch", "length", "head_dim"), [(1, 1, 64), (3, 33, 80), (2, 65, 128)])
-def test_rotation_in_one_pass(batch: int, length: int, head_dim: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("batch", "length", "head_dim"), [(1, 1, 64), (3, 33, 80), (2, 65, 128), (20, 1, 64)])
+def test_new_tokens_are_rotated_and_put_in_their_place(
+    batch: int, length: int, head_dim: int, dtype: torch.dtype
+) -> None:
     torch.manual_seed(0)
     positions = torch.randint(0, 500, (batch, length), device=DEVICE)
     rotation = Rope(Rotary(head_dim)).rotation(positions, dtype)
-    x = torch.randn(batch, length, 4, head_dim, device=DEVICE).to(dtype).transpose(1, 2)
-    found = rotate_fused(rotation, x)
-    expected = rotation.to(x.device, torch.float32).apply(x.float()).to(dtype)
-    assert torch.allclose(found, expected, atol=1e-6, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5)
+    query, key, value = (
+        torch.randn(batch, length, heads, head_dim, device=DEVICE).to(dtype).transpose(1, 2) for heads in (6, 2, 2)
+    )
+    found, expected = torch.zeros(2, 2, batch, 2, length + 9, head_dim, dtype=dtype, device=DEVICE)
+    places = [[x[:, :, 4 : 4 + length] for x in both] for both in (found, expected)]
+    ours = take_in_fused(rotation, query, key, value, *places[0])
+    theirs = take_in(rotation.to(query.device, torch.float32), query, key, value, *places[1])
+    tolerance = {"atol": 1e-6, "rtol": 1e-2 if dtype == torch.bfloat16 else 1e-5}
+    assert torch.allclose(ours, theirs, **tolerance)
+    assert torch.allclose(found, expected, **tolerance)

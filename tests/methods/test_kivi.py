@@ -65,9 +65,8 @@ def lengths_after(model: Any, prompt_len: int, steps: int, residual: int) -> lis
         cache = session.new_cache()
         for ids in (torch.randint(3, 97, (1, prompt_len)), *[torch.tensor([[5]])] * steps):
             model(ids, past_key_values=cache)
-            for layer in cache.layers:
-                keys, values = layer.streams
-                seen.append((cache.get_seq_length(), keys.encoded[0], values.encoded[0]))
+            keys, values = cache.timeline.keys, cache.timeline.values
+            seen.append((cache.get_seq_length(), keys.encoded[0], values.encoded[0]))
     return seen
 
 
@@ -124,8 +123,8 @@ def test_cropping_into_a_group_is_refused_and_changes_nothing(tiny_model: Any) -
         with pytest.raises(CacheError, match="group that was encoded"):
             cache.crop(-3)  # two exact keys, and one of a group
         assert cache.get_seq_length() == 18
-        assert cache.layers[2].keys_stream.exact_lengths == [2]
+        assert cache.timeline.keys.exact == (2,)
         cache.crop(-6)
         assert cache.get_seq_length() == 12
-        assert cache.layers[0].keys_stream.encoded == [12]
+        assert cache.timeline.keys.encoded == (12,)
         assert tiny_model(torch.tensor([[5]]), past_key_values=cache).logits.isfinite().all()

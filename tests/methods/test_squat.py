@@ -109,7 +109,7 @@ def test_the_subspace_is_fixed_by_the_prompt(tiny_model: Any, method: str) -> No
         for _ in range(9):
             tiny_model(torch.tensor([[5]]), past_key_values=cache)
         assert torch.equal(cache.layers[0].keys_stream.state.matrix, before)
-        assert cache.layers[0].keys_stream.encoded[0] == 24
+        assert cache.timeline.keys.encoded[0] == 24
         assert cache.memory().state_bytes == 3 * (2 * 16 * 16 * 4 + 4)
 
 

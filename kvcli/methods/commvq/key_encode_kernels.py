@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvcli.kernels.launch import row_major
 from kvcli.methods.commvq.codebook import pair_table
 from kvcli.packing import packed_size
 
@@ -209,7 +210,7 @@ def encode_keys(codec: CommVQKeyCodec, x: Tensor, tables: SearchTables) -> tuple
         x: [batch, num_kv_heads, time, head_dim].
         tables: of that codec.
     """
-    x = x if x.stride(-1) == 1 else x.contiguous()
+    x = row_major(x)
     stored, norms = _norms(x, codec.config.key_norm == "joint")
     codes = _search(codec, x, norms, tables)
     return _pack(codes, codec.config.bits_per_code).view(x.shape[0], 1, x.shape[2], -1), stored.unsqueeze(-1)

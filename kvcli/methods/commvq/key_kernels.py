@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvcli.kernels.launch import refuse
+from kvcli.kernels.launch import refuse, row_major
 from kvcli.kernels.values import LOG2E
 from kvcli.kernels.words import odd_bytes, settled_half
 from kvcli.methods.base import EncodedPart
@@ -227,7 +227,7 @@ def key_scores(key: CommVQKeyCodec, query: Tensor, part: EncodedPart, scaling: f
     if aligned:
         packed = packed.view(torch.int32)
     scores = torch.empty(batch, spec.num_kv_heads, rows, -(-part.length // 128) * 128, device=query.device)
-    query = query if query.stride(-1) == 1 else query.contiguous()
+    query = row_major(query)
     block_m = 16 if exact else 8
     width = spec.kv_dim if config.key_norm == "joint" else head_dim
     grid = (triton.cdiv(part.length, _TILE), batch * spec.num_kv_heads, triton.cdiv(rows, block_m))

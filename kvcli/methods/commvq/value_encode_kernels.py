@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvcli.kernels.launch import row_major
 from kvcli.methods.commvq.values import SWEEP_BITS, CommVQValueCodec
 from kvcli.packing import packed_size
 
@@ -241,7 +242,7 @@ def encode_values(codec: CommVQValueCodec, x: Tensor, tables: DescentTables) -> 
 
 def _unit_rows(x: Tensor, tables: DescentTables) -> tuple[Tensor, Tensor]:
     """Unit rows float16 [batch * time, D] and their sizes float32 [batch * time]."""
-    x = x if x.stride(-1) == 1 else x.contiguous()
+    x = row_major(x)
     batch, heads, time, width = x.shape
     tokens, channels = batch * time, heads * width
     rows = torch.empty(tokens, channels, dtype=torch.float16, device=x.device)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvcli.kernels.launch import refuse
+from kvcli.kernels.launch import refuse, row_major
 from kvcli.kernels.values import LOG2E, Scores, value_sum
 from kvcli.kernels.words import masked, power_above
 from kvcli.methods.base import EncodedPart, LayerCodec, PartialAttention
@@ -185,7 +185,7 @@ def _scores(key: PerChannelKey, query: Tensor, part: EncodedPart, scaling: float
     blocks = triton.cdiv(rows, block_m)
     scores = Scores(batch, spec.num_kv_heads, rows, part.length, 2 * group, blocks, query.device)
     grid = (scores.parts, batch * spec.num_kv_heads, blocks)
-    query = query if query.stride(-1) == 1 else query.contiguous()
+    query = row_major(query)
     shapes = {
         "HEADS": heads_per_kv,
         "B": key.n_bits,

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvcli.kernels.launch import row_major
 from kvcli.packing import packed_size
 
 
@@ -84,7 +85,7 @@ def encode_keys(
         sketch: float32 [m, head_dim].
         outlier_sketch: float32 [m_out, head_dim], m_out may be 0.
     """
-    x = x if x.stride(-1) == 1 else x.contiguous()
+    x = row_major(x)
     batch, heads, time, width = x.shape
     made = []
     for rows in (len(sketch), len(outlier_sketch)):

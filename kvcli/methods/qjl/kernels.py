@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvcli.kernels.launch import refuse
+from kvcli.kernels.launch import refuse, row_major
 from kvcli.kernels.values import LOG2E, Scores, value_sum
 from kvcli.kernels.words import masked, power_above
 from kvcli.methods.base import EncodedPart, LayerCodec, PartialAttention
@@ -207,7 +207,7 @@ def _sketch(key: QJLKey, query: Tensor, state: QJLState) -> Tensor:
     kv_heads = key.spec.num_kv_heads
     rows = heads // kv_heads * query_len
     inliers, outliers = len(key.sketch), len(key.outlier_sketch) if key.config.num_outliers else 0
-    query = query if query.stride(-1) == 1 else query.contiguous()
+    query = row_major(query)
     sketched = torch.empty(batch, kv_heads, rows, inliers + outliers, device=query.device)
     _sketch_kernel[(batch * kv_heads, triton.cdiv(inliers + outliers, 64), triton.cdiv(rows, 16))](
         query,

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvcli.kernels.launch import row_major
 from kvcli.kernels.words import INTERPRETED
 
 _ITERATIONS = 24
@@ -181,7 +182,7 @@ def query_gram(queries: Tensor, num_kv_heads: int) -> Tensor:
     Returns:
         float32 [batch, num_kv_heads, head_dim, head_dim].
     """
-    queries = queries if queries.stride(-1) == 1 else queries.contiguous()
+    queries = row_major(queries)
     batch, heads, time, width = queries.shape
     tile = 64
     chunk = tile * max(1, triton.cdiv(triton.cdiv(time, tile), _MOST_SPLITS))
