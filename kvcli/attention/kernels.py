@@ -2,7 +2,7 @@
 
 One program takes the queries of one kv head (all its query heads times a block of query positions, so that a key is
 read once for all of them) and walks over the tokens with an online softmax; at the end it joins what was found over the
-codes.
+codes, the chain of whose kernels it ends.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvcli.attention.exact import ExactTokens
 from kvcli.attention.reference import merge, take_in
+from kvcli.kernels.chain import follows, wait_for_previous
 from kvcli.kernels.launch import row_major
 from kvcli.methods.base import EncodedPart, LayerCodec, PartialAttend, PartialAttention
 from kvcli.rope import Rotation
@@ -130,6 +131,7 @@ def _attend_kernel(
     b_out = b_acc / tl.where(b_sum > 0, b_sum, 1.0)[:, None]
     flat = (i_b * num_kv_heads * GROUPS + head) * query_len + time
     if HAS_ENCODED:
+        wait_for_previous()
         other = tl.load(encoded_lse + flat, mask=m_m, other=float("-inf"))
         b_other = tl.load(encoded_out + flat[:, None] * D + o_d[None, :], mask=m_q, other=0.0)
         top = tl.maximum(b_lse, other)
@@ -322,4 +324,5 @@ def _launch(
         HAS_ENCODED=encoded is not None,
         HAS_LSE=lse is not None,
         num_warps=4,
+        **({} if encoded is None else follows()),
     )

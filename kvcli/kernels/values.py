@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvcli.kernels.chain import follows, let_next_begin, wait_for_previous
 from kvcli.kernels.launch import refuse, splits
 from kvcli.kernels.words import masked, power_above, settled
 
@@ -61,6 +62,7 @@ def _value_kernel(
     EXACT: tl.constexpr,
     HAS_LENGTHS: tl.constexpr,
 ):
+    let_next_begin()
     i_bh = tl.program_id(1).to(tl.int64)
     i_b = i_bh // num_kv_heads
     i_h = i_bh % num_kv_heads
@@ -84,9 +86,6 @@ def _value_kernel(
     scale += i_b * c_batch + i_h * c_head + first * GROUPS
     zero += i_b * c_batch + i_h * c_head + first * GROUPS
 
-    row = (i_bh * tl.num_programs(0) + tl.program_id(0)) * rows + o_m
-    top = tl.load(part_top + row, mask=m_m, other=0.0)
-    safe = tl.where(top == float("-inf"), 0.0, top)
     # the largest scale, so that weights times scales stay in the range of float16
     b_unit = tl.zeros([BLOCK_N * BLOCK_G], tl.float16)
     o_flat = tl.minimum(tl.arange(0, BLOCK_N * BLOCK_G), BLOCK_N * GROUPS - 1)
@@ -95,6 +94,11 @@ def _value_kernel(
         b_unit = tl.maximum(b_unit, tl.load(scale + at))
     unit = power_above(tl.maximum(tl.max(b_unit.to(tl.float32), 0), 1e-30))
     per_unit = 1.0 / unit
+
+    wait_for_previous()
+    row = (i_bh * tl.num_programs(0) + tl.program_id(0)) * rows + o_m
+    top = tl.load(part_top + row, mask=m_m, other=0.0)
+    safe = tl.where(top == float("-inf"), 0.0, top)
     shift = 10.0 - safe
 
     b_sums = ()
@@ -157,12 +161,14 @@ def _value_kernel(
 def _join_kernel(
     part_out, part_lse, out, lse, parts, rows, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr
 ):
+    let_next_begin()
     i_bh = tl.program_id(0).to(tl.int64) // rows
     i_m = tl.program_id(0) % rows
     o_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     o_s = tl.arange(0, BLOCK_S)
     base = i_bh * parts * rows + i_m
     top = tl.full([BLOCK_S], float("-inf"), tl.float32)
+    wait_for_previous()
     for start in range(0, parts, BLOCK_S):
         s = start + o_s
         top = tl.maximum(top, tl.load(part_lse + base + s * rows, mask=s < parts, other=float("-inf")))
@@ -285,6 +291,7 @@ def value_sum(
         num_warps=4 if exact else _WARPS,
         num_stages=_STAGES,
         maxnreg=None if exact else _REGISTERS,
+        **follows(),
     )
     if scores.parts == 1:
         return part_out, part_lse * math.log(2)
@@ -293,7 +300,7 @@ def value_sum(
 
 
 def join(part_out: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor) -> None:
-    """Joins attention over ranges of tokens.
+    """Joins attention over ranges of tokens, as a kernel that follows the one that left them.
 
     Args:
         part_out: float32 [batch * heads, parts, rows, channels], normalised in each part.
@@ -304,5 +311,6 @@ def join(part_out: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor) -> None:
     parts, rows, channels = part_out.shape[1:]
     block = 32 if channels <= 256 else 128
     _join_kernel[(part_out.shape[0] * rows, triton.cdiv(channels, block))](
-        part_out, part_lse, out, lse, parts, rows, D=channels, BLOCK_D=block, BLOCK_S=_JOIN_PARTS, num_warps=_JOIN_WARPS
-    )
+        part_out, part_lse, out, lse, parts, rows, D=channels, BLOCK_D=block, BLOCK_S=_JOIN_PARTS,
+        num_warps=_JOIN_WARPS, **follows(),
+    )  # fmt: skip

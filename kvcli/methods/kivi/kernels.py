@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvcli.kernels.chain import let_next_begin
 from kvcli.kernels.launch import refuse, row_major
 from kvcli.kernels.values import LOG2E, Scores, value_sum
 from kvcli.kernels.words import masked, power_above
@@ -63,6 +64,7 @@ def _scores_kernel(
     EXACT: tl.constexpr,
     HAS_LENGTHS: tl.constexpr,
 ):
+    let_next_begin()
     i_bh = tl.program_id(1).to(tl.int64)
     i_b = i_bh // num_kv_heads
     i_h = i_bh % num_kv_heads

@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvcli.kernels.chain import let_next_begin
 from kvcli.kernels.words import fma2, masked, power_above
 
 
@@ -53,6 +54,7 @@ def rotated_scores_kernel(
     HAS_LENGTHS: tl.constexpr,
 ):
     """As the kernel of keys after RoPE, for groups of GROUP tokens whose first positions are in the tile tables."""
+    let_next_begin()
     i_bh = tl.program_id(1).to(tl.int64)
     i_b = i_bh // num_kv_heads
     i_h = i_bh % num_kv_heads

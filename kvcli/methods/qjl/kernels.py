@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvcli.kernels.chain import follows, let_next_begin, wait_for_previous
 from kvcli.kernels.launch import refuse, row_major
 from kvcli.kernels.values import LOG2E, Scores, value_sum
 from kvcli.kernels.words import masked, power_above
@@ -46,6 +47,7 @@ def _sketch_kernel(
     BLOCK_K: tl.constexpr,
 ):
     """S q of the inlier channels, then of the outlier channels: [rows, M + M_OUT] for each kv head."""
+    let_next_begin()
     i_bh = tl.program_id(0).to(tl.int64)
     i_b = i_bh // num_kv_heads
     o_m = tl.program_id(2) * 16 + tl.arange(0, 16)
@@ -143,6 +145,7 @@ def _scores_kernel(
     EXACT: tl.constexpr,
     HAS_LENGTHS: tl.constexpr,
 ):
+    let_next_begin()
     i_bh = tl.program_id(1).to(tl.int64)
     i_b = i_bh // num_kv_heads
     i_h = i_bh % num_kv_heads
@@ -161,6 +164,7 @@ def _scores_kernel(
     outlier_norm += i_b * n_batch + i_h * n_head + first
     p_scores = scores + i_bh * s_head + o_m.to(tl.int64)[None, :] * s_row + first
     p_sketched = sketched + (i_bh * rows + o_m)[None, :] * ((W + W_OUT) * 16)
+    wait_for_previous()
     b_units, unit, total = _sketch_fields(p_sketched, m_m, W, BLOCK_W, BLOCK_M, EXACT)
     if W_OUT > 0:
         b_outs, out_unit, out_total = _sketch_fields(p_sketched + W * 16, m_m, W_OUT, BLOCK_OUT, BLOCK_M, EXACT)
@@ -273,5 +277,6 @@ def _scores(
         num_warps=4 if exact else _WARPS,
         num_stages=_STAGES,
         maxnreg=None if exact else _REGISTERS,
+        **follows(),
     )
     return scores
