@@ -28,12 +28,12 @@ MAX_QUERIES = 8
 def _tokens(buffer, decoded, time, decoded_time, n, o_d, sinks, gap, extra, mask, DECODED: tl.constexpr):
     """Tokens n [N] of a head as [N, D]: sinks, `extra` decoded ones, then the window behind a gap."""
     slot = tl.where(n < sinks, n, n - extra + gap).to(tl.int64)
-    if not DECODED:
-        return tl.load(buffer + slot[:, None] * time + o_d[None, :], mask=mask, other=0.0)
-    between = ((n >= sinks) & (n < sinks + extra))[:, None]
-    b_x = tl.load(buffer + slot[:, None] * time + o_d[None, :], mask=mask & ~between, other=0.0)
-    p_decoded = decoded + (n - sinks).to(tl.int64)[:, None] * decoded_time + o_d[None, :]
-    return tl.where(between, tl.load(p_decoded, mask=mask & between, other=0.0), b_x)
+    p_x = buffer + slot[:, None] * time + o_d[None, :]
+    if DECODED:
+        between = (n >= sinks) & (n < sinks + extra)
+        p_decoded = decoded + (n - sinks).to(tl.int64)[:, None] * decoded_time + o_d[None, :]
+        p_x = tl.where(between[:, None], p_decoded, p_x)
+    return tl.load(p_x, mask=mask, other=0.0)
 
 
 @triton.jit(do_not_specialize=["query_len", "kv_len", "sinks", "k_gap", "k_extra", "v_gap", "v_extra", "vis_batch"])

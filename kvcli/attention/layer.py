@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from kvcli.attention.beside import forked
 from kvcli.attention.exact import ExactTokens
 from kvcli.attention.forward import ForwardPass
 from kvcli.cache.compressed import CompressedLayer
@@ -16,6 +19,9 @@ from kvcli.cache.stream import Stream
 from kvcli.methods.base import EncodedPart, PartialAttend, PartialAttention
 from kvcli.rope import Rotation
 from kvcli.seam import exact_attention
+
+_LONG = 512
+"""New tokens from which keys and values are encoded side by side."""
 
 AttendExact = Callable[[Tensor, ExactTokens, ExactTokens, Tensor | None, float, PartialAttention | None], Tensor]
 """Attention over exact tokens joined with that over codes, as `kvcli.attention.reference.attend_exact`."""
@@ -57,7 +63,7 @@ def attend_layer(layer: CompressedLayer, query: Tensor, now: ForwardPass, forms:
     query = forms.take_in(now.rotation, query, pending_key, pending_value, new_key, new_value)
     keys.took(new_key, step, step.keys)
     values.took(new_value, step, step.values)
-    with torch.autocast(query.device.type, enabled=False):  # subspaces are found in float64
+    with _full_precision(query.device.type):
         keys.observe(pre_rope_query if layer.codec.key.query_space == "pre_rope" else query, new_key, step, step.keys)
     if step.fresh:
         output = exact_attention(query, new_key, new_value, now.mask, scaling)
@@ -65,10 +71,28 @@ def attend_layer(layer: CompressedLayer, query: Tensor, now: ForwardPass, forms:
         output = _attend_held(layer, query, now, forms, scaling)
     if step.real is not None:
         output = output.masked_fill(~step.real[:, :, None, None], 0)
-    with torch.autocast(query.device.type, enabled=False):
-        keys.flush(step.keys, lambda x, rows, start: _to_codec_space(layer, x, rows, start, now))
-        values.flush(step.values, lambda x, rows, start: x)
+    with _full_precision(query.device.type):
+        _flush(layer, now, beside=query.shape[2] >= _LONG)
     return output
+
+
+def _flush(layer: CompressedLayer, now: ForwardPass, *, beside: bool) -> None:
+    """Encodes what the schedules let go of, values beside keys where there are many."""
+    keys, values = layer.streams
+    assert values.exact is not None
+    replaced = values.exact, values.buffer.codes  # kept from reuse until the second stream has read them
+    with forked(values.exact.device, enough=beside) as second:
+        with torch.cuda.stream(second):
+            values.flush(now.step.values, lambda x, rows, start: x)
+        keys.flush(now.step.keys, lambda x, rows, start: _to_codec_space(layer, x, rows, start, now))
+    del replaced
+
+
+def _full_precision(device_type: str) -> AbstractContextManager[Any]:
+    """Codes do not depend on autocast, and subspaces are found in float64."""
+    if torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()
 
 
 def _attend_held(layer: CompressedLayer, query: Tensor, now: ForwardPass, forms: Forms, scaling: float) -> Tensor:

@@ -2,8 +2,9 @@
 
 Each kernel of a chain calls `let_next_begin` at its start, and `wait_for_previous` before it reads what an earlier
 kernel of the chain wrote and before it writes anything; all but the first are launched with `follows()`. A kernel that
-has waited knows that all before it are done, because they waited, too. This is programmatic dependent launch, which
-begins with compute capability 9.0; elsewhere kernels run one after the other.
+has waited knows that all before it are done, because they waited, too. A kernel outside may stand between two of a
+chain: it waits for all before it and is waited for. This is programmatic dependent launch, which begins with compute
+capability 9.0; elsewhere kernels run one after the other.
 """
 
 from __future__ import annotations

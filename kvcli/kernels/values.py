@@ -23,6 +23,7 @@ from kvcli.kernels.words import masked, power_above, settled
 
 LOG2E = 1.4426950408889634
 _BLOCK_N = 64
+_SCAN = 1024
 _WARPS = 1
 _STAGES = 1
 _REGISTERS: int | None = 128
@@ -51,14 +52,15 @@ def _value_kernel(
     length,
     per_split,
     rows,
+    lse_unit,
     B: tl.constexpr,
     W: tl.constexpr,
     D: tl.constexpr,
     GROUPS: tl.constexpr,
     BLOCK_W: tl.constexpr,
-    BLOCK_G: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    SCAN: tl.constexpr,
     EXACT: tl.constexpr,
     HAS_LENGTHS: tl.constexpr,
 ):
@@ -87,10 +89,9 @@ def _value_kernel(
     zero += i_b * c_batch + i_h * c_head + first * GROUPS
 
     # the largest scale, so that weights times scales stay in the range of float16
-    b_unit = tl.zeros([BLOCK_N * BLOCK_G], tl.float16)
-    o_flat = tl.minimum(tl.arange(0, BLOCK_N * BLOCK_G), BLOCK_N * GROUPS - 1)
-    for start in range(0, count, BLOCK_N):
-        at = tl.minimum(start * GROUPS + o_flat, count * GROUPS - 1)
+    b_unit = tl.zeros([SCAN], tl.float16)
+    for start in range(0, count * GROUPS, SCAN):
+        at = tl.minimum(start + tl.arange(0, SCAN), count * GROUPS - 1)
         b_unit = tl.maximum(b_unit, tl.load(scale + at))
     unit = power_above(tl.maximum(tl.max(b_unit.to(tl.float32), 0), 1e-30))
     per_unit = 1.0 / unit
@@ -142,7 +143,7 @@ def _value_kernel(
     total = tl.sum(tl.where((o_z == GROUPS)[:, None], b_zero, 0.0), 0)
     safe_total = tl.where(total > 0, total, 1.0)
     b_lse = tl.where(total > 0, safe + tl.log2(safe_total) - 10.0, float("-inf"))
-    tl.store(part_lse + row, b_lse, mask=m_m)
+    tl.store(part_lse + row, b_lse * lse_unit, mask=m_m)
     for f in tl.static_range(FIELDS):
         if EXACT:
             b_out = b_sums[f]
@@ -259,8 +260,6 @@ def value_sum(
     device = scale.device
     part_out = torch.empty(batch * kv_heads, scores.parts, rows, head_dim, device=device)
     part_lse = torch.empty(batch * kv_heads, scores.parts, rows, device=device)
-    out = torch.empty(batch, kv_heads, rows, head_dim, device=device)
-    lse = torch.empty(batch, kv_heads, rows, device=device)
     _value_kernel[(scores.parts, batch * kv_heads, blocks)](
         scores.values,
         words,
@@ -278,14 +277,15 @@ def value_sum(
         scores.length,
         scores.span,
         rows,
+        math.log(2) if scores.parts == 1 else 1.0,
         B=n_bits,
         W=words.shape[-1],
         D=head_dim,
         GROUPS=groups,
-        BLOCK_G=triton.next_power_of_2(groups),
         BLOCK_W=max(16, triton.next_power_of_2(words.shape[-1])),
         BLOCK_M=block_m,
         BLOCK_N=_BLOCK_N,
+        SCAN=_SCAN,
         EXACT=exact,
         HAS_LENGTHS=lengths is not None,
         num_warps=4 if exact else _WARPS,
@@ -294,7 +294,9 @@ def value_sum(
         **follows(),
     )
     if scores.parts == 1:
-        return part_out, part_lse * math.log(2)
+        return part_out, part_lse
+    out = torch.empty(batch, kv_heads, rows, head_dim, device=device)
+    lse = torch.empty(batch, kv_heads, rows, device=device)
     join(part_out, part_lse, out, lse)
     return out, lse
 

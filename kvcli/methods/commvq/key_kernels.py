@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvcli.kernels.chain import follows, let_next_begin, wait_for_previous
 from kvcli.kernels.launch import refuse, row_major
 from kvcli.kernels.values import LOG2E
 from kvcli.kernels.words import odd_bytes, settled_half
@@ -88,7 +87,6 @@ def _key_scores_kernel(
     BLOCK_M: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    let_next_begin()
     i_t = tl.program_id(0)
     i_bh = tl.program_id(1).to(tl.int64)
     i_b = i_bh // num_kv_heads
@@ -136,8 +134,6 @@ def _key_scores_kernel(
     count = tl.minimum(length - i_t * TILE, TILE)
     p_table = table + i_h * (GROUPS * 2 * STAGES * N * PART) + o_g[None, :, None] * (2 * STAGES * N * PART)
     p_table += FIRST * N * PART + tl.arange(0, PART)[None, None, :]
-    if FIRST > 0:
-        wait_for_previous()
     for sub in range(0, count, BLOCK_T):
         t = sub + o_t
         m_t = t < count
@@ -277,6 +273,5 @@ def key_scores(key: CommVQKeyCodec, query: Tensor, part: EncodedPart, scaling: f
             EXACT=exact,
             num_warps=_WARPS,
             num_stages=1,
-            **(follows() if first else {}),
         )
     return scores

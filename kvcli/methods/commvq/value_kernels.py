@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvcli.kernels.chain import follows, let_next_begin, wait_for_previous
 from kvcli.kernels.launch import refuse, splits
 from kvcli.kernels.values import join
 from kvcli.kernels.words import masked, power_above
@@ -50,7 +49,6 @@ def _weights_kernel(
     BLOCK_N: tl.constexpr,
     HAS_LENGTHS: tl.constexpr,
 ):
-    let_next_begin()
     i_b = tl.program_id(2).to(tl.int64)
     o_m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     o_n = tl.arange(0, BLOCK_N)
@@ -63,7 +61,6 @@ def _weights_kernel(
     at_row = i_b * s_batch + o_m.to(tl.int64)[:, None] * s_row + first
     scale += i_b * c_batch + first * c_time
 
-    wait_for_previous()
     b_top = tl.full([BLOCK_M, BLOCK_N], float("-inf"), tl.float32)
     b_unit = tl.zeros([BLOCK_N], tl.float32)
     for start in range(0, count, BLOCK_N):
@@ -123,7 +120,6 @@ def _bits_kernel(
     PLANES: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    let_next_begin()
     BLOCKS: tl.constexpr = 16 // PLANES
     plane = (tl.program_id(1) % BLOCKS) * PLANES
     blocks_m = tl.cdiv(rows, BLOCK_M)
@@ -141,7 +137,6 @@ def _bits_kernel(
     b_sums = ()
     for f in tl.static_range(PLANES):
         b_sums = b_sums + (tl.zeros([BLOCK_W, BLOCK_M], tl.float32),)
-    wait_for_previous()
     for start in range(0, count, BLOCK_N):
         n = start + o_n
         # rows of weights are padded with zeros to whole tiles
@@ -185,7 +180,6 @@ def _codebook_kernel(
     BLOCK_K: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    let_next_begin()
     i_bh = tl.program_id(0).to(tl.int64)
     i_h = i_bh % num_kv_heads
     o_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -196,7 +190,6 @@ def _codebook_kernel(
     row = i_bh * rows + o_m
     BITS: tl.constexpr = CHANNELS - 16
     b_out = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    wait_for_previous()
     for start in range(0, BITS, BLOCK_K):
         k = start + o_k
         m_k = k < BITS
@@ -256,7 +249,6 @@ def bit_sums(value: CommVQValueCodec, scores: Tensor, part: EncodedPart, exact: 
         BLOCK_N=256,
         HAS_LENGTHS=part.lengths is not None,
         num_warps=4,
-        **follows(),
     )
     _bits_kernel[(parts, blocks_w, batch * blocks_m)](
         weights,
@@ -279,7 +271,6 @@ def bit_sums(value: CommVQValueCodec, scores: Tensor, part: EncodedPart, exact: 
         EXACT=exact,
         num_warps=_WARPS,
         num_stages=_STAGES,
-        **follows(),
     )
     if parts == 1:
         return part_out, part_lse * math.log(2)
@@ -309,6 +300,5 @@ def apply_codebook(value: CommVQValueCodec, sums: Tensor, shape: torch.Size, exa
         EXACT=exact,
         num_warps=4,
         num_stages=3,
-        **follows(),
     )
     return out
