@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -16,7 +17,7 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 
 @contextmanager
-def forked(device: torch.device, enough: bool) -> Iterator[torch.cuda.Stream | None]:
+def forked(device: torch.device, enough: bool) -> Iterator[AbstractContextManager[Any]]:
     """A block whose work may be given to a second stream; after it, the current stream has waited for both.
 
     What the second stream allocates may be used and freed anywhere: it allocates nothing before it has waited. What it
@@ -27,14 +28,14 @@ def forked(device: torch.device, enough: bool) -> Iterator[torch.cuda.Stream | N
         enough: whether there is work worth it.
 
     Yields:
-        The second stream, for `torch.cuda.stream`; None, which that takes too, where all stays on the current one.
+        The context in which work goes to the second stream, if there is one.
     """
     if device.type != "cuda" or not enough:
-        yield None
+        yield nullcontext()
         return
     current, second = torch.cuda.current_stream(device), _stream(device)
     second.wait_stream(current)
     try:
-        yield second
+        yield torch.cuda.stream(second)
     finally:
         current.wait_stream(second)

@@ -15,7 +15,7 @@ from torch import Tensor
 from kvcli.attention.exact import ExactTokens
 from kvcli.attention.reference import merge, take_in
 from kvcli.kernels.chain import follows, wait_for_previous
-from kvcli.kernels.launch import row_major
+from kvcli.kernels.launch import cdiv, power_of_two, row_major
 from kvcli.methods.base import EncodedPart, LayerCodec, PartialAttend, PartialAttention
 from kvcli.rope import Rotation
 
@@ -198,13 +198,13 @@ def take_in_fused(
         return take_in(rotation, query, key, value, key_out, value_out)
     query, key, value = row_major(query), row_major(key), row_major(value)
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    block = min(16, triton.next_power_of_2(batch * length))
-    _take_in_kernel[(triton.cdiv(batch * length, block), heads + 2 * key.shape[1])](
+    block = min(16, power_of_two(batch * length))
+    _take_in_kernel[(cdiv(batch * length, block), heads + 2 * key.shape[1])](
         query, key, value, rotation.cos, rotation.sin, out, key_out, value_out,
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
         rotation.cos.stride(0) if rotation.cos.shape[0] > 1 else 0, rotation.cos.stride(2),
         *key_out.stride()[:3], *value_out.stride()[:3], batch * length, length, heads, key.shape[1],
-        HALF=half, BLOCK_D=triton.next_power_of_2(half), BLOCK_T=block, num_warps=4 if block > 4 else 1,
+        HALF=half, BLOCK_D=power_of_two(half), BLOCK_T=block, num_warps=4 if block > 4 else 1,
     )  # fmt: skip
     return out
 
@@ -276,7 +276,7 @@ def _launch(
     batch, heads, query_len, head_dim = query.shape
     kv_heads = key.buffer.shape[1]
     groups = heads // kv_heads
-    block_m = min(64, max(16, triton.next_power_of_2(groups * query_len)))
+    block_m = min(64, max(16, power_of_two(groups * query_len)))
     vis_stride = (0, 0)
     if visible is not None:
         visible = visible.contiguous().view(torch.uint8)
@@ -286,7 +286,7 @@ def _launch(
     k_decoded, v_decoded = (
         buffer if x.decoded is None else row_major(x.decoded) for x, buffer in ((key, k), (value, v))
     )
-    _attend_kernel[(batch * kv_heads, triton.cdiv(groups * query_len, block_m))](
+    _attend_kernel[(batch * kv_heads, cdiv(groups * query_len, block_m))](
         query,
         k,
         k_decoded,
@@ -315,7 +315,7 @@ def _launch(
         scaling,
         GROUPS=groups,
         D=head_dim,
-        BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+        BLOCK_D=max(16, power_of_two(head_dim)),
         BLOCK_M=block_m,
         BLOCK_N=64,
         K_DECODED=key.decoded is not None,

@@ -82,7 +82,7 @@ def _flush(layer: CompressedLayer, now: ForwardPass, *, beside: bool) -> None:
     assert values.exact is not None
     replaced = values.exact, values.buffer.codes  # kept from reuse until the second stream has read them
     with forked(values.exact.device, enough=beside) as second:
-        with torch.cuda.stream(second):
+        with second:
             values.flush(now.step.values, lambda x, rows, start: x)
         keys.flush(now.step.keys, lambda x, rows, start: _to_codec_space(layer, x, rows, start, now))
     del replaced

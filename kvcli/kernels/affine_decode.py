@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvcli.kernels.launch import cdiv, power_of_two
+
 _BLOCK_N = 32
 
 
@@ -78,7 +80,7 @@ def dequantize_planes(codes: Any, n_bits: int, head_dim: int, tokens: int, chann
     out = torch.empty(batch, kv_heads, length, head_dim, dtype=dtype, device=words.device)
     if not out.numel():
         return out
-    _decode_kernel[(triton.cdiv(length, _BLOCK_N), batch * kv_heads)](
+    _decode_kernel[(cdiv(length, _BLOCK_N), batch * kv_heads)](
         words,
         codes.scale,
         codes.zero,
@@ -92,7 +94,7 @@ def dequantize_planes(codes: Any, n_bits: int, head_dim: int, tokens: int, chann
         D=head_dim,
         TOKENS=tokens,
         CHANNELS=channels,
-        BLOCK_W=triton.next_power_of_2(count),
+        BLOCK_W=power_of_two(count),
         BLOCK_N=_BLOCK_N,
         num_warps=2,
     )

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvcli.kernels.launch import row_major
+from kvcli.kernels.launch import cdiv, power_of_two, row_major
 from kvcli.packing import planes_size
 
 _TILE = 4096
@@ -154,11 +154,11 @@ def quantize_per_channel(x: Tensor, n_bits: int, group_size: int) -> tuple[Tenso
     scale = torch.empty(batch, heads, groups, channels, dtype=torch.float16, device=x.device)
     zero = torch.empty_like(scale)
     if x.numel():
-        block = triton.next_power_of_2(group_size)
+        block = power_of_two(group_size)
         _per_channel_kernel[(groups, batch * heads)](
             x, packed, scale, zero, *x.stride()[:3], heads, groups,
             BITS=n_bits, G=group_size, D=channels, WORDS=words, BLOCK_G=block,
-            BLOCK_W=triton.next_power_of_2(words), num_warps=_warps(block * channels),
+            BLOCK_W=power_of_two(words), num_warps=_warps(block * channels),
         )  # fmt: skip
     return packed.view(torch.uint8), scale, zero
 
@@ -169,7 +169,7 @@ def per_channel_error(x: Tensor, n_bits: int, group_size: int) -> Tensor:
     batch, heads, time, channels = x.shape
     error = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     if x.numel():
-        block, width = triton.next_power_of_2(group_size), triton.next_power_of_2(channels)
+        block, width = power_of_two(group_size), power_of_two(channels)
         _error_kernel[(time // group_size, batch * heads)](
             x, error, *x.stride()[:3], heads, time // group_size, BITS=n_bits, G=group_size, D=channels,
             BLOCK_G=block, BLOCK_D=width, num_warps=_warps(block * width),
@@ -200,14 +200,14 @@ def quantize_per_token(
         packed = torch.empty(batch, heads, time, 2 * words, dtype=torch.uint8, device=x.device)
         out = packed, scale, torch.empty_like(scale)
     if x.numel():
-        width = triton.next_power_of_2(channels)
+        width = power_of_two(channels)
         tokens = batch * heads * time
-        block = min(max(1, _TILE // width), triton.next_power_of_2(tokens))
+        block = min(max(1, _TILE // width), power_of_two(tokens))
         target = out[0].view(torch.int16)
-        _per_token_kernel[(triton.cdiv(tokens, block),)](
+        _per_token_kernel[(cdiv(tokens, block),)](
             x, target, out[1], out[2], *x.stride()[:3], *target.stride()[:2], *out[1].stride()[:2],
             heads, time, tokens, BITS=n_bits, G=group_size, D=channels, WORDS=words, BLOCK_T=block,
-            BLOCK_W=triton.next_power_of_2(words), num_warps=_warps(block * width),
+            BLOCK_W=power_of_two(words), num_warps=_warps(block * width),
         )  # fmt: skip
     return out
 

@@ -34,6 +34,16 @@ def refuse(what: str) -> UsageError:
     return UsageError(f"the fused kernel does not support {what}; use --impl reference")
 
 
+def cdiv(count: int, size: int) -> int:
+    """Tiles of a size that hold `count` elements; Triton's own, and its next power of two, cost microseconds a call."""
+    return -(-count // size)
+
+
+def power_of_two(count: int) -> int:
+    """The smallest power of two that is at least `count`."""
+    return 1 << (count - 1).bit_length()
+
+
 def row_major(x: Tensor) -> Tensor:
     """x with its last axis side by side, which is all that kernels ask of a layout."""
     return x if x.stride(-1) == 1 else x.contiguous()
@@ -53,5 +63,4 @@ def splits(length: int, others: int, granule: int, per_multiprocessor: int) -> i
         per_multiprocessor: programs that run at once.
     """
     parts = max(1, _MULTIPROCESSORS * per_multiprocessor // others)
-    tiles = -(-length // granule)
-    return max(1, -(-tiles // parts)) * granule
+    return max(1, cdiv(cdiv(length, granule), parts)) * granule

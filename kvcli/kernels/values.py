@@ -18,8 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kvcli.kernels.chain import follows, let_next_begin, wait_for_previous
-from kvcli.kernels.launch import refuse, splits
-from kvcli.kernels.words import masked, power_above, settled
+from kvcli.kernels.launch import cdiv, power_of_two, refuse, splits
+from kvcli.kernels.words import ONCE, masked, power_above, settled
 
 LOG2E = 1.4426950408889634
 _BLOCK_N = 64
@@ -28,7 +28,7 @@ _WARPS = 1
 _STAGES = 1
 _REGISTERS: int | None = 128
 _PER_SM = 16
-_JOIN_PARTS = 128
+_JOIN_PARTS = 256
 _JOIN_WARPS = 4
 
 
@@ -113,13 +113,14 @@ def _value_kernel(
         # [N, M], up to 2^10 so that small weights survive in float16
         b_p = tl.exp2(settled(b_s) + shift[None, :])
         if W == BLOCK_W:
-            words = tl.load(packed + at[:, None] * W + o_w[None, :])
+            words = tl.load(packed + at[:, None] * W + o_w[None, :], eviction_policy=ONCE)
         else:
             words = tl.load(packed + at[:, None] * W + o_w[None, :], mask=m_w[None, :], other=0)
         words = tl.trans(words)
         high = words >> 8
         # rows of zeros [16, N]: those of the groups, then ones, which sum the weights
-        b_z = tl.load(zero + at[:, None] * GROUPS + o_z[None, :], mask=(o_z < GROUPS)[None, :], other=1.0)
+        p_z = zero + at[:, None] * GROUPS + o_z[None, :]
+        b_z = tl.load(p_z, mask=(o_z < GROUPS)[None, :], other=1.0, eviction_policy=ONCE)
         b_z = tl.trans(b_z)
         new = ()
         if EXACT:
@@ -256,7 +257,7 @@ def value_sum(
         raise refuse(f"{groups} groups of channels a head")
     exact = exact or head_dim // groups % words.shape[-1] != 0
     block_m = 16 if exact else 8
-    blocks = triton.cdiv(rows, block_m)
+    blocks = cdiv(rows, block_m)
     device = scale.device
     part_out = torch.empty(batch * kv_heads, scores.parts, rows, head_dim, device=device)
     part_lse = torch.empty(batch * kv_heads, scores.parts, rows, device=device)
@@ -282,7 +283,7 @@ def value_sum(
         W=words.shape[-1],
         D=head_dim,
         GROUPS=groups,
-        BLOCK_W=max(16, triton.next_power_of_2(words.shape[-1])),
+        BLOCK_W=max(16, power_of_two(words.shape[-1])),
         BLOCK_M=block_m,
         BLOCK_N=_BLOCK_N,
         SCAN=_SCAN,
@@ -312,7 +313,7 @@ def join(part_out: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor) -> None:
     """
     parts, rows, channels = part_out.shape[1:]
     block = 32 if channels <= 256 else 128
-    _join_kernel[(part_out.shape[0] * rows, triton.cdiv(channels, block))](
+    _join_kernel[(part_out.shape[0] * rows, cdiv(channels, block))](
         part_out, part_lse, out, lse, parts, rows, D=channels, BLOCK_D=block, BLOCK_S=_JOIN_PARTS,
         num_warps=_JOIN_WARPS, **follows(),
     )  # fmt: skip

@@ -15,6 +15,10 @@ import triton.language as tl
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
+ONCE = tl.constexpr("evict_first")
+"""Eviction policy of codes and scales, which are read once: the scores between two kernels then stay in L2."""
+
+
 @triton.jit
 def masked(words, MASK: tl.constexpr):
     """int16 words [A, B] & MASK, read as float16.

@@ -50,7 +50,7 @@ class Tensors:
 
     def tensors(self) -> dict[str, Tensor]:
         """The stored tensors by field name."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return dict(vars(self))
 
     @property
     def nbytes(self) -> int:
@@ -82,7 +82,8 @@ class Codes(Tensors):
     @property
     def num_tokens(self) -> int:
         """Tokens stored."""
-        return next(iter(self.tensors().values())).shape[2]
+        first: Tensor = next(iter(vars(self).values()))
+        return first.shape[2]
 
     def slice(self, start: int, stop: int) -> Self:
         """Tokens [start, stop), which must not cut an entry that several tokens share."""

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvcli.kernels.launch import row_major
+from kvcli.kernels.launch import cdiv, power_of_two, row_major
 from kvcli.methods.commvq.codebook import pair_table
 from kvcli.packing import packed_size
 
@@ -224,9 +224,9 @@ def _norms(x: Tensor, joint: bool) -> tuple[Tensor, Tensor]:
     norms = torch.empty(batch, rows, time, dtype=torch.float32, device=x.device)
     block = 32
     if x.numel():
-        _norm_kernel[(triton.cdiv(time, block), batch * rows)](
+        _norm_kernel[(cdiv(time, block), batch * rows)](
             x, stored, norms, *x.stride()[:3], time,
-            HEADS=heads, JOINT=joint, D=width, BLOCK_T=block, BLOCK_D=triton.next_power_of_2(width), num_warps=4,
+            HEADS=heads, JOINT=joint, D=width, BLOCK_T=block, BLOCK_D=power_of_two(width), num_warps=4,
         )  # fmt: skip
     return stored, norms
 
@@ -250,12 +250,12 @@ def _search(codec: CommVQKeyCodec, x: Tensor, norms: Tensor, tables: SearchTable
     codes = torch.empty(batch * time, codec.num_codes, dtype=torch.int32, device=x.device)
     tile = search_tile(batch * time, size)
     if x.numel():
-        _search_kernel[(triton.cdiv(batch * time, tile["FAR"] * tile["NEAR"]), problems)](
+        _search_kernel[(cdiv(batch * time, tile["FAR"] * tile["NEAR"]), problems)](
             x, norms, tables.weights, tables.units, tables.lifts,
             codec.codebook.view(torch.int16), tables.tables, codes,
             *x.stride()[:3], batch * time, time, heads, (heads * width if joint else width) ** 0.5,
             JOINT=joint, D=width, ROTARY=codec.spec.rope.rotary_dim, STAGES=config.num_residuals, N=size, G=pairs,
-            BLOCK_N=max(16, size), BLOCK_G=max(16, triton.next_power_of_2(pairs)), **tile,
+            BLOCK_N=max(16, size), BLOCK_G=max(16, power_of_two(pairs)), **tile,
         )  # fmt: skip
     return codes
 
@@ -267,8 +267,8 @@ def _pack(codes: Tensor, n_bits: int) -> Tensor:
     packed = torch.empty(tokens, width, dtype=torch.uint8, device=codes.device)
     block = 16
     if tokens:
-        _pack_kernel[(triton.cdiv(tokens, block),)](
+        _pack_kernel[(cdiv(tokens, block),)](
             codes, packed, tokens, COUNT=count, BITS=n_bits, BYTES=width,
-            BLOCK_T=block, BLOCK_Y=triton.next_power_of_2(width), num_warps=4,
+            BLOCK_T=block, BLOCK_Y=power_of_two(width), num_warps=4,
         )  # fmt: skip
     return packed

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvcli.kernels.launch import refuse, row_major
+from kvcli.kernels.launch import cdiv, refuse, row_major
 from kvcli.kernels.values import LOG2E
 from kvcli.kernels.words import odd_bytes, settled_half
 from kvcli.methods.base import EncodedPart
@@ -230,7 +230,7 @@ def key_scores(key: CommVQKeyCodec, query: Tensor, part: EncodedPart, scaling: f
     query = row_major(query)
     block_m = 16 if exact else 8
     width = spec.kv_dim if config.key_norm == "joint" else head_dim
-    grid = (triton.cdiv(part.length, _TILE), batch * spec.num_kv_heads, triton.cdiv(rows, block_m))
+    grid = (cdiv(part.length, _TILE), batch * spec.num_kv_heads, cdiv(rows, block_m))
     for first, count in stage_ranges(config, head_dim):
         _key_scores_kernel[grid](
             query,
@@ -266,7 +266,7 @@ def key_scores(key: CommVQKeyCodec, query: Tensor, part: EncodedPart, scaling: f
             D=head_dim,
             PITCH=pitch,
             ALIGNED=aligned,
-            WORDS=triton.cdiv(count * config.bits_per_code, 32),
+            WORDS=cdiv(count * config.bits_per_code, 32),
             TILE=_TILE,
             BLOCK_T=_TOKENS,
             BLOCK_M=block_m,

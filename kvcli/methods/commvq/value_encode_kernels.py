@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvcli.kernels.launch import row_major
+from kvcli.kernels.launch import cdiv, power_of_two, row_major
 from kvcli.methods.commvq.values import SWEEP_BITS, CommVQValueCodec
 from kvcli.packing import packed_size
 
@@ -247,10 +247,10 @@ def _unit_rows(x: Tensor, tables: DescentTables) -> tuple[Tensor, Tensor]:
     tokens, channels = batch * time, heads * width
     rows = torch.empty(tokens, channels, dtype=torch.float16, device=x.device)
     sizes = torch.empty(tokens, dtype=torch.float32, device=x.device)
-    block_d = triton.next_power_of_2(channels)
+    block_d = power_of_two(channels)
     block_t = max(1, 4096 // block_d)
     if tokens:
-        _rows_kernel[(triton.cdiv(tokens, block_t),)](
+        _rows_kernel[(cdiv(tokens, block_t),)](
             x, tables.inverse, rows, sizes, *x.stride()[:3], tokens, time,
             WIDTH=width, D=channels, BLOCK_T=block_t, BLOCK_D=block_d, num_warps=4,
         )  # fmt: skip
@@ -272,7 +272,7 @@ def _encode_part(
     bits = torch.empty(tokens, padded, dtype=torch.float16, device=rows.device)
     tile: dict[str, Any] = {"D": width, "N": padded, "BLOCK_K": 64, "num_warps": 8 if tokens > 256 else 4}
     block = 128 if tokens > 256 else 16
-    grid = (triton.cdiv(tokens, block), padded // 128)
+    grid = (cdiv(tokens, block), padded // 128)
     weight = codec.get_buffer(codec.encoder_weights[0][0])
     _project_kernel[grid](
         rows, weight, tables.inverse, tables.bias, bits, tokens, count, BITS=True, BLOCK_T=block, BLOCK_N=128, **tile
@@ -285,12 +285,12 @@ def _encode_part(
         )  # fmt: skip
         chosen = sweep_tile(tokens)
         partial = torch.empty(tokens, _BLOCK_BITS, dtype=torch.float32, device=rows.device)
-        _sweep_kernel[(triton.cdiv(tokens, chosen["BLOCK_T"]),)](
+        _sweep_kernel[(cdiv(tokens, chosen["BLOCK_T"]),)](
             found, tables.gram, tables.unit, tables.energies, bits, partial, tokens,
             SWEEPS=codec.config.value_sweeps, N=padded, BLOCK_O=_BLOCK_BITS, **chosen,
         )  # fmt: skip
     block = 64 if tokens > 256 else 16
-    _finish_kernel[(triton.cdiv(tokens, block),)](
+    _finish_kernel[(cdiv(tokens, block),)](
         rows, sizes, codec.codebook, tables.inverse, tables.offset, bits, packed, scales, tokens, count,
         BYTES=packed.shape[1], BLOCK_T=block, BLOCK_D=128, **{**tile, "num_warps": 4},
     )  # fmt: skip

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvcli.kernels.launch import refuse, splits
+from kvcli.kernels.launch import cdiv, power_of_two, refuse, splits
 from kvcli.kernels.values import join
 from kvcli.kernels.words import masked, power_above
 from kvcli.methods.base import EncodedPart
@@ -216,11 +216,11 @@ def bit_sums(value: CommVQValueCodec, scores: Tensor, part: EncodedPart, exact: 
     words = codes.packed.view(torch.int16)
     count, rows = words.shape[-1], rows * kv_heads
     channels = count * 16 + 16
-    block_m = min(32, max(16 if exact else 8, triton.next_power_of_2(rows)))
-    block_w = min(_WORDS, max(16, triton.next_power_of_2(count)))
-    blocks_m, blocks_w = triton.cdiv(rows, block_m), triton.cdiv(count, block_w) * (16 // _PLANES)
+    block_m = min(32, max(16 if exact else 8, power_of_two(rows)))
+    block_w = min(_WORDS, max(16, power_of_two(count)))
+    blocks_m, blocks_w = cdiv(rows, block_m), cdiv(count, block_w) * (16 // _PLANES)
     per_split = splits(part.length, batch * blocks_m * blocks_w, _TOKENS, _PER_SM)
-    parts = triton.cdiv(part.length, per_split)
+    parts = cdiv(part.length, per_split)
     device = scores.device
     weights = torch.empty(scores.shape, dtype=torch.float32 if exact else torch.float16, device=device)
     factor = torch.empty(batch, parts, rows, device=device)
@@ -229,7 +229,7 @@ def bit_sums(value: CommVQValueCodec, scores: Tensor, part: EncodedPart, exact: 
     sums = torch.empty(batch, 1, rows, channels, device=device)
     lse = torch.empty(batch, 1, rows, device=device)
     row_block = 4
-    _weights_kernel[(parts, triton.cdiv(rows, row_block), batch)](
+    _weights_kernel[(parts, cdiv(rows, row_block), batch)](
         scores,
         codes.scale,
         scores if part.lengths is None else part.lengths,
@@ -284,7 +284,7 @@ def apply_codebook(value: CommVQValueCodec, sums: Tensor, shape: torch.Size, exa
     rows = sums.shape[2] // kv_heads
     out = torch.empty(shape, device=sums.device)
     block_d = 16 if batch * kv_heads < 64 else 64
-    _codebook_kernel[(batch * kv_heads, triton.cdiv(head_dim, block_d), triton.cdiv(rows, 16))](
+    _codebook_kernel[(batch * kv_heads, cdiv(head_dim, block_d), cdiv(rows, 16))](
         sums,
         value.codebook,
         value.offset,

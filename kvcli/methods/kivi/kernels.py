@@ -13,9 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from kvcli.kernels.chain import let_next_begin
-from kvcli.kernels.launch import refuse, row_major
+from kvcli.kernels.launch import cdiv, power_of_two, refuse, row_major
 from kvcli.kernels.values import LOG2E, Scores, value_sum
-from kvcli.kernels.words import masked, power_above
+from kvcli.kernels.words import ONCE, masked, power_above
 from kvcli.methods.base import EncodedPart, LayerCodec, PartialAttention
 from kvcli.methods.kivi.codec import PerChannelKey
 from kvcli.methods.kivi.rotated_kernels import rotated_scores_kernel
@@ -119,8 +119,8 @@ def _scores_kernel(
         for f in tl.static_range(FIELDS):
             at = of_column[None, :] + (f * W + o_w)[:, None]
             if WHOLE:
-                b_c = tl.load(scale + at)
-                b_z = tl.load(zero + at).to(tl.float32)
+                b_c = tl.load(scale + at, eviction_policy=ONCE)
+                b_z = tl.load(zero + at, eviction_policy=ONCE).to(tl.float32)
             else:
                 m_c = (m_w & (f * W + o_w < D))[:, None]
                 b_c = tl.load(scale + at, mask=m_c, other=0.0)
@@ -133,7 +133,7 @@ def _scores_kernel(
             of_row = tl.minimum(g + o_r // BLOCK_N, count - 1)
             n = of_row * GROUP + part * BLOCK_N + o_r % BLOCK_N
             if WHOLE:
-                words = tl.load(packed + n[:, None] * W + o_w[None, :])
+                words = tl.load(packed + n[:, None] * W + o_w[None, :], eviction_policy=ONCE)
             else:
                 words = tl.load(packed + n[:, None] * W + o_w[None, :], mask=m_w[None, :], other=0)
             high = words >> 8
@@ -182,9 +182,9 @@ def _scores(key: PerChannelKey, query: Tensor, part: EncodedPart, scaling: float
     if group < 16 or group & (group - 1):
         raise refuse(f"groups of {group} tokens; they must be a power of two, 16 or more")
     columns = 16 if exact else 8
-    pack = max(1, columns // triton.next_power_of_2(rows)) if part.rotations is None else 1
+    pack = max(1, columns // power_of_two(rows)) if part.rotations is None else 1
     block_m = columns // pack
-    blocks = triton.cdiv(rows, block_m)
+    blocks = cdiv(rows, block_m)
     scores = Scores(batch, spec.num_kv_heads, rows, part.length, 2 * group, blocks, query.device)
     grid = (scores.parts, batch * spec.num_kv_heads, blocks)
     query = row_major(query)
@@ -194,7 +194,7 @@ def _scores(key: PerChannelKey, query: Tensor, part: EncodedPart, scaling: float
         "W": words.shape[-1],
         "D": head_dim,
         "GROUP": group,
-        "BLOCK_W": max(16, triton.next_power_of_2(words.shape[-1])),
+        "BLOCK_W": max(16, power_of_two(words.shape[-1])),
         "BLOCK_M": block_m,
         "EXACT": exact,
         "HAS_LENGTHS": part.lengths is not None,

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from kvcli.kernels.chain import let_next_begin
-from kvcli.kernels.words import fma2, masked, power_above
+from kvcli.kernels.words import ONCE, fma2, masked, power_above
 
 
 @triton.jit(do_not_specialize=["groups"])
@@ -110,7 +110,7 @@ def rotated_scores_kernel(
     b_best = tl.full([GROUP, BLOCK_M], float("-inf"), tl.float32)
     for g in range(0, count):
         n = g * GROUP + o_n
-        words = tl.load(packed + n[:, None] * W + o_w[None, :], mask=m_w[None, :], other=0)
+        words = tl.load(packed + n[:, None] * W + o_w[None, :], mask=m_w[None, :], other=0, eviction_policy=ONCE)
         high = words >> 8
         # [N, M]
         b_scores = tl.zeros([GROUP, BLOCK_M], tl.float32)
@@ -123,10 +123,10 @@ def rotated_scores_kernel(
             b_qx = b_x * b_tc[:, None] + b_y * b_ts[:, None]
             b_qy = b_y * b_tc[:, None] - b_x * b_ts[:, None]
             low_at = f * W + o_w
-            b_cx = tl.load(scale + low_at, mask=m_w, other=0.0)
-            b_cy = tl.load(scale + low_at + HALF, mask=m_w, other=0.0)
-            b_zx = tl.load(zero + low_at, mask=m_w, other=0.0)
-            b_zy = tl.load(zero + low_at + HALF, mask=m_w, other=0.0)
+            b_cx = tl.load(scale + low_at, mask=m_w, other=0.0, eviction_policy=ONCE)
+            b_cy = tl.load(scale + low_at + HALF, mask=m_w, other=0.0, eviction_policy=ONCE)
+            b_zx = tl.load(zero + low_at, mask=m_w, other=0.0, eviction_policy=ONCE)
+            b_zy = tl.load(zero + low_at + HALF, mask=m_w, other=0.0, eviction_policy=ONCE)
             if EXACT:
                 b_kx = ((words >> (B * f)) & MASK).to(tl.float32) * b_cx.to(tl.float32)[None, :]
                 b_ky = ((words >> (B * (f + LOW))) & MASK).to(tl.float32) * b_cy.to(tl.float32)[None, :]

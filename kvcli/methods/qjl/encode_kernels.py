@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvcli.kernels.launch import row_major
+from kvcli.kernels.launch import cdiv, power_of_two, row_major
 from kvcli.packing import packed_size
 
 
@@ -94,11 +94,11 @@ def encode_keys(
     signs, norm, outlier_signs, outlier_norm = made
     tile = sketch_tile(time)
     if x.numel():
-        _sketch_kernel[(triton.cdiv(time, tile["BLOCK_T"]), batch * heads)](
+        _sketch_kernel[(cdiv(time, tile["BLOCK_T"]), batch * heads)](
             x, outliers.contiguous(), sketch, outlier_sketch, signs, norm, outlier_signs, outlier_norm,
             *x.stride()[:3], heads, time,
             ROWS=len(sketch), OUTLIER_ROWS=len(outlier_sketch), D=width,
             BYTES=signs.shape[-1], OUTLIER_BYTES=outlier_signs.shape[-1],
-            BLOCK_D=max(16, triton.next_power_of_2(width)), **tile,
+            BLOCK_D=max(16, power_of_two(width)), **tile,
         )  # fmt: skip
     return signs, norm, outlier_signs, outlier_norm

@@ -14,9 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from kvcli.kernels.chain import follows, let_next_begin, wait_for_previous
-from kvcli.kernels.launch import refuse, row_major
+from kvcli.kernels.launch import cdiv, power_of_two, refuse, row_major
 from kvcli.kernels.values import LOG2E, Scores, value_sum
-from kvcli.kernels.words import masked, power_above
+from kvcli.kernels.words import ONCE, masked, power_above
 from kvcli.methods.base import EncodedPart, LayerCodec, PartialAttention
 from kvcli.methods.pertoken import PerTokenCodec
 from kvcli.methods.qjl.codec import QJLKey, QJLState
@@ -172,11 +172,13 @@ def _scores_kernel(
     for start in range(0, count, BLOCK_N):
         n = start + o_n
         at = tl.minimum(n, count - 1)
-        words = tl.load(signs + at[:, None] * W + o_w[None, :], mask=(o_w < W)[None, :], other=0)
+        p_w = signs + at[:, None] * W + o_w[None, :]
+        words = tl.load(p_w, mask=(o_w < W)[None, :], other=0, eviction_policy=ONCE)
         b_n = tl.load(norm + at).to(tl.float32) * factor
         b_s = _sign_products(words, b_units, unit, total, BLOCK_N, BLOCK_M, EXACT) * b_n[:, None]
         if W_OUT > 0:
-            words = tl.load(outlier_signs + at[:, None] * W_OUT + o_o[None, :], mask=(o_o < W_OUT)[None, :], other=0)
+            p_w = outlier_signs + at[:, None] * W_OUT + o_o[None, :]
+            words = tl.load(p_w, mask=(o_o < W_OUT)[None, :], other=0, eviction_policy=ONCE)
             b_n = tl.load(outlier_norm + at).to(tl.float32) * outlier_factor
             b_s += _sign_products(words, b_outs, out_unit, out_total, BLOCK_N, BLOCK_M, EXACT) * b_n[:, None]
         b_best = tl.maximum(b_best, b_s)
@@ -213,7 +215,7 @@ def _sketch(key: QJLKey, query: Tensor, state: QJLState) -> Tensor:
     inliers, outliers = len(key.sketch), len(key.outlier_sketch) if key.config.num_outliers else 0
     query = row_major(query)
     sketched = torch.empty(batch, kv_heads, rows, inliers + outliers, device=query.device)
-    _sketch_kernel[(batch * kv_heads, triton.cdiv(inliers + outliers, 64), triton.cdiv(rows, 16))](
+    _sketch_kernel[(batch * kv_heads, cdiv(inliers + outliers, 64), cdiv(rows, 16))](
         query,
         state.channels if outliers else torch.zeros_like(state.channels),
         key.sketch,
@@ -226,7 +228,7 @@ def _sketch(key: QJLKey, query: Tensor, state: QJLState) -> Tensor:
         D=head_dim,
         M=inliers,
         M_OUT=outliers,
-        BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+        BLOCK_D=max(16, power_of_two(head_dim)),
         BLOCK_K=64,
         num_warps=4,
     )
@@ -242,7 +244,7 @@ def _scores(
     signs = codes.signs.view(torch.int16)
     outlier_signs = codes.outlier_signs.view(torch.int16) if sizes[1] else signs
     block_m = 16 if exact else 8
-    blocks = triton.cdiv(rows, block_m)
+    blocks = cdiv(rows, block_m)
     scores = Scores(batch, kv_heads, rows, part.length, _TOKENS, blocks, sketched.device)
     inlier_words, outlier_words = (size // 16 for size in sizes)
     weight = scaling * LOG2E * math.sqrt(math.pi / 2)
@@ -268,8 +270,8 @@ def _scores(
         weight / max(1, sizes[1]),
         W=inlier_words,
         W_OUT=outlier_words,
-        BLOCK_W=max(16, triton.next_power_of_2(inlier_words)),
-        BLOCK_OUT=max(16, triton.next_power_of_2(max(1, outlier_words))),
+        BLOCK_W=max(16, power_of_two(inlier_words)),
+        BLOCK_OUT=max(16, power_of_two(max(1, outlier_words))),
         BLOCK_M=block_m,
         BLOCK_N=_TOKENS,
         EXACT=exact,

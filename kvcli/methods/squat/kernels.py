@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvcli.kernels.launch import row_major
+from kvcli.kernels.launch import cdiv, power_of_two, row_major
 from kvcli.kernels.words import INTERPRETED
 
 _ITERATIONS = 24
@@ -185,8 +185,8 @@ def query_gram(queries: Tensor, num_kv_heads: int) -> Tensor:
     queries = row_major(queries)
     batch, heads, time, width = queries.shape
     tile = 64
-    chunk = tile * max(1, triton.cdiv(triton.cdiv(time, tile), _MOST_SPLITS))
-    splits, block = triton.cdiv(time, chunk), max(16, triton.next_power_of_2(width))
+    chunk = tile * max(1, cdiv(cdiv(time, tile), _MOST_SPLITS))
+    splits, block = cdiv(time, chunk), max(16, power_of_two(width))
     partial = torch.empty(splits, batch, num_kv_heads, width, width, dtype=torch.float32, device=queries.device)
     if queries.numel():
         _gram_kernel[(splits, batch * num_kv_heads)](
@@ -210,11 +210,11 @@ def leading_factor(gram: Tensor, rank: int) -> Tensor:
     rank = min(rank, width)
     gram = gram.contiguous()
     factor = torch.empty(*gram.shape[:-2], rank, width, dtype=torch.float32, device=gram.device)
-    block = max(16, triton.next_power_of_2(width))
+    block = max(16, power_of_two(width))
     if gram.numel():
         _leading_kernel[(gram.numel() // width**2,)](
             gram, factor, D=width, RANK=rank, BLOCK_D=block,
-            K=max(16, triton.next_power_of_2(rank + _OVERSAMPLING)),
+            K=max(16, power_of_two(rank + _OVERSAMPLING)),
             ITERATIONS=_ITERATIONS, SWEEPS=_SWEEPS, num_warps=_warps(block),
         )  # fmt: skip
     return factor
@@ -235,9 +235,9 @@ def corrections(factor: Tensor, weight: Tensor, block_size: int) -> Tensor:
     size = min(block_size, width)
     found = torch.empty(batch, heads, width, width, dtype=torch.float32, device=factor.device)
     if factor.numel():
-        _corrections_kernel[(batch * heads, triton.cdiv(width, size))](
+        _corrections_kernel[(batch * heads, cdiv(width, size))](
             factor.contiguous(), weight.contiguous(), found, heads, D=width, RANK=rank, SIZE=size,
-            BLOCK_D=max(16, triton.next_power_of_2(width)), BLOCK_S=max(16, triton.next_power_of_2(size)),
-            K=max(16, triton.next_power_of_2(rank)), num_warps=4,
+            BLOCK_D=max(16, power_of_two(width)), BLOCK_S=max(16, power_of_two(size)),
+            K=max(16, power_of_two(rank)), num_warps=4,
         )  # fmt: skip
     return found
