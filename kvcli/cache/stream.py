@@ -17,7 +17,7 @@ from kvcli.cache.ledger import Counts, Eviction, Layout, Turn
 from kvcli.cache.timeline import Step
 from kvcli.methods.base import Codec, Codes, KeyCodec, State
 
-_CODE_HEADROOM = 256
+_CODE_HEADROOM = 128
 
 ToCodecSpace = Callable[[Tensor, list[int], int], Tensor]
 """Takes exact tokens [rows, heads, count, head_dim] to the codec's space, given rows and index of the first token."""
@@ -66,7 +66,7 @@ class CodeBuffer:
         return type(self.codes)(**views)
 
     def _grow(self, batch: int, like: Codes, needed: int) -> None:
-        """Allocates headroom of an eighth, at least 256 tokens once decoding goes on, and keeps what is there."""
+        """Allocates headroom of an eighth, at least 128 tokens once decoding goes on, and keeps what is there."""
         headroom = max(_CODE_HEADROOM, needed // 8) if self.codes is not None else 0
         unit = max(self._shared.values())
         capacity = -(-(needed + headroom) // unit) * unit
