@@ -214,4 +214,4 @@ def quantize_per_token(
 
 def _warps(elements: int) -> int:
     """Warps for a tile: about 32 elements a thread."""
-    return min(16, max(1, elements // 1024))
+    return min(16, power_of_two(max(1, elements // 1024)))

@@ -28,7 +28,6 @@ _WARPS = 1
 _STAGES = 1
 _REGISTERS: int | None = 128
 _PER_SM = 16
-_JOIN_PARTS = 256
 _JOIN_WARPS = 4
 
 
@@ -312,8 +311,8 @@ def join(part_out: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor) -> None:
         lse: float32 [batch, heads, rows], written, natural.
     """
     parts, rows, channels = part_out.shape[1:]
-    block = 32 if channels <= 256 else 128
+    block, parts_at_once = (32, 256) if channels <= 256 else (128, 128)
     _join_kernel[(part_out.shape[0] * rows, cdiv(channels, block))](
-        part_out, part_lse, out, lse, parts, rows, D=channels, BLOCK_D=block, BLOCK_S=_JOIN_PARTS,
+        part_out, part_lse, out, lse, parts, rows, D=channels, BLOCK_D=block, BLOCK_S=parts_at_once,
         num_warps=_JOIN_WARPS, **follows(),
     )  # fmt: skip
