@@ -102,7 +102,8 @@ def test_smollm_shape_fits_in_a_fifth_and_a_half() -> None:
     with torch.no_grad():
         for stream, turn in zip(cache.layers[0].streams, (step.keys, step.values), strict=True):
             stream.room(torch.empty(1, 3, 4096, 64, dtype=torch.float16), step, turn).normal_()
-            stream.flush(turn, lambda x, rows, start: ones.slice(start, start + x.shape[2]).unapply(x))
+            codes = stream.encode(turn, lambda x, rows, start: ones.slice(start, start + x.shape[2]).unapply(x))
+            stream.store(turn, codes)
     memory = cache.memory()
     assert memory.num_tokens - memory.num_encoded == 128 + 4
     assert memory.ratio >= 5.5

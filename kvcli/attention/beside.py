@@ -20,8 +20,9 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 def forked(device: torch.device, enough: bool) -> Iterator[AbstractContextManager[Any]]:
     """A block whose work may be given to a second stream; after it, the current stream has waited for both.
 
-    What the second stream allocates may be used and freed anywhere: it allocates nothing before it has waited. What it
-    reads must not be freed inside the block, or the current stream may allocate the same memory.
+    What the second stream allocates may be used and freed after the block, but is memory that only it can use again:
+    keep nothing of it for long. What it reads must not be freed inside the block, or the current stream may allocate
+    the same memory.
 
     Args:
         device: whose streams.

@@ -79,13 +79,13 @@ def attend_layer(layer: CompressedLayer, query: Tensor, now: ForwardPass, forms:
 def _flush(layer: CompressedLayer, now: ForwardPass, *, beside: bool) -> None:
     """Encodes what the schedules let go of, values beside keys where there are many."""
     keys, values = layer.streams
-    assert values.exact is not None
-    replaced = values.exact, values.buffer.codes  # kept from reuse until the second stream has read them
-    with forked(values.exact.device, enough=beside) as second:
+    assert keys.exact is not None
+    with forked(keys.exact.device, enough=beside) as second:
         with second:
-            values.flush(now.step.values, lambda x, rows, start: x)
-        keys.flush(now.step.keys, lambda x, rows, start: _to_codec_space(layer, x, rows, start, now))
-    del replaced
+            value_codes = values.encode(now.step.values, lambda x, rows, start: x)
+        key_codes = keys.encode(now.step.keys, lambda x, rows, start: _to_codec_space(layer, x, rows, start, now))
+    keys.store(now.step.keys, key_codes)
+    values.store(now.step.values, value_codes)
 
 
 def _full_precision(device_type: str) -> AbstractContextManager[Any]:

@@ -41,20 +41,20 @@ class CodeBuffer:
         assert self.codes is not None
         return next(iter(self.codes.tensors().values())).device
 
-    def write(self, codec: Codec[Any], x: Tensor, state: State | None, batch: int, eviction: Eviction) -> None:
-        """Encodes x [rows, heads, count, head_dim] and writes the codes behind what the rows hold."""
+    def place(self, batch: int, eviction: Eviction) -> Codes | None:
+        """Views of where the codes of an eviction belong; None if they do not fit, or not side by side."""
+        fits = self.codes is not None and eviction.start + eviction.count <= self.capacity
+        return self._entries(eviction.start, eviction.count) if fits and len(eviction.rows) == batch else None
+
+    def write(self, batch: int, eviction: Eviction, codes: Codes) -> None:
+        """Copies the codes of an eviction to where they belong."""
         rows, count, start = eviction.rows, eviction.count, eviction.start
-        everyone = len(rows) == batch
-        if self.codes is not None and everyone and start + count <= self.capacity:
-            codec.encode_into(x, state, self._entries(start, count))
-            return
-        codes = codec.encode(x, state)
         if self.codes is None:
-            self._shared = {name: count // y.shape[2] for name, y in codes.tensors().items()}
+            self._shared = {name: count // x.shape[2] for name, x in codes.tensors().items()}
         if start + count > self.capacity:
             self._grow(batch, codes, start + count)
         for name, target in self._entries(start, count).tensors().items():
-            target[slice(None) if everyone else rows] = getattr(codes, name)
+            target[slice(None) if len(rows) == batch else rows] = getattr(codes, name)
 
     def _entries(self, start: int, count: int) -> Codes:
         """Views of the entries of `count` tokens from `start` on, which no earlier token shares."""
@@ -161,11 +161,20 @@ class Stream:
         counts = torch.tensor(step.counts, device=keys.device, dtype=torch.float32) * open_rows
         self.codec.observe(self.state, queries * shown, keys * shown, counts)
 
-    def flush(self, turn: Turn, to_codec_space: ToCodecSpace) -> None:
-        """Encodes the tokens that the turn names, and gives back the memory that a long prompt took."""
-        for eviction in turn.evictions:
-            if eviction.count:
-                self._encode(eviction, to_codec_space)
+    def encode(self, turn: Turn, to_codec_space: ToCodecSpace) -> list[Codes | None]:
+        """Encodes the tokens that the turn names; `store` must follow.
+
+        Returns:
+            The codes of each eviction; None where there are none, or where they are in their place already.
+        """
+        return [self._encode(eviction, to_codec_space) if eviction.count else None for eviction in turn.evictions]
+
+    def store(self, turn: Turn, encoded: list[Codes | None]) -> None:
+        """Stores what `encode` found, forgets the tokens, and gives back the memory that a long prompt took."""
+        assert self.exact is not None
+        for eviction, codes in zip(turn.evictions, encoded, strict=True):
+            if codes is not None:
+                self.buffer.write(self.exact.shape[0], eviction, codes)
         if len({eviction.count for eviction in turn.evictions}) == 1:
             self.layout = Layout(self.layout.capacity, self.layout.gap + turn.evictions[0].count)
         else:
@@ -197,8 +206,8 @@ class Stream:
         """Where the exact token of a row with this number is, or comes."""
         return token if token < self.sink_length else token + self.layout.gap
 
-    def _encode(self, eviction: Eviction, to_codec_space: ToCodecSpace) -> None:
-        """Encodes the oldest tokens of the window of some rows."""
+    def _encode(self, eviction: Eviction, to_codec_space: ToCodecSpace) -> Codes | None:
+        """Encodes the oldest tokens of the window of some rows, into their place if there is one."""
         assert self.exact is not None
         batch, rows = self.exact.shape[0], eviction.rows
         first = self.sink_length + self.layout.gap
@@ -210,7 +219,12 @@ class Stream:
                 self.codec.settle(state, rows)
             state = state if len(rows) == batch else state.select(rows)
         old = to_codec_space(old, rows, self.sink_length + eviction.start)
-        self.buffer.write(self.codec, old, state, batch, eviction)
+        place = self.buffer.place(batch, eviction)
+        if place is None:
+            codes: Codes = self.codec.encode(old, state)
+            return codes
+        self.codec.encode_into(old, state, place)
+        return None
 
     def _arrange(self, layout: Layout, length: int) -> None:
         """Changes the layout of rows of at most `length` exact tokens; a gap can only be closed."""

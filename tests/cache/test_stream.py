@@ -39,7 +39,7 @@ class Feeder:
         self.stream.took(room, now, turn)
         self.history = [torch.cat((h, now.row_tokens(new, row)), dim=1) for row, h in enumerate(self.history)]
         self.check(turn.exact, turn.encoded)
-        self.stream.flush(turn, lambda x, rows, start: x)
+        self.stream.store(turn, self.stream.encode(turn, lambda x, rows, start: x))
         self.check(turn.settled, self.ledger.encoded)
 
     def check(self, exact: Counts, encoded: Counts) -> None:
