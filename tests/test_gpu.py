@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from factories import CONFIG, WINDOW, clustered, fitted_keys, make_spec, prompt_and_steps, record
+from factories import CONFIG, WINDOW, clustered, fitted_keys, make_model, make_spec, prompt_and_steps, record
 from transformers import DynamicCache
 
 import kvcli
@@ -43,6 +43,25 @@ def test_logits_agree_in_bfloat16(any_model: Any, prompt: Any) -> None:
         found = logits(session.new_cache())
     for ours, theirs in zip(found, expected, strict=True):
         assert (ours - theirs).norm() / theirs.norm() < 2e-2
+
+
+@pytest.mark.parametrize("method", ["kivi-2", "qjl"])
+def test_long_prompts_are_encoded_beside_each_other_as_in_turn(
+    method: str, prompt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model("llama", head_dim=64).cuda()
+    pieces = [{name: x.cuda() for name, x in piece.items()} for piece in prompt_and_steps(prompt, 700, 1100)]
+    found = []
+    for longest in (512, 10**9):
+        monkeypatch.setattr("kvcli.attention.layer._LONG", longest)
+        with kvcli.attach(model, method, residual_length=32) as session, torch.no_grad():
+            cache = session.new_cache()
+            for piece in pieces:
+                model(**piece, past_key_values=cache)
+            found.append([s.buffer.codes.tensors() for layer in cache.layers for s in layer.streams])
+    for beside, in_turn in zip(*found, strict=True):
+        for name, codes in beside.items():
+            assert torch.equal(codes, in_turn[name]), name
 
 
 def test_codes_are_those_of_the_cpu() -> None:
