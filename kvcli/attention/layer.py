@@ -66,7 +66,8 @@ def attend_layer(layer: CompressedLayer, query: Tensor, now: ForwardPass, forms:
     with _full_precision(query.device.type):
         keys.observe(pre_rope_query if layer.codec.key.query_space == "pre_rope" else query, new_key, step, step.keys)
     if step.fresh:
-        output = exact_attention(query, new_key, new_value, now.mask, scaling)
+        mask = None if now.mask is None else now.mask[..., -query.shape[2] :]  # slots before hold padding only
+        output = exact_attention(query, new_key, new_value, mask, scaling)
     else:
         output = _attend_held(layer, query, now, forms, scaling)
     if step.real is not None:

@@ -35,12 +35,6 @@ class CodeBuffer:
         """Tokens a row can hold without growing."""
         return 0 if self.codes is None else self.codes.num_tokens
 
-    @property
-    def device(self) -> torch.device:
-        """Where the codes are."""
-        assert self.codes is not None
-        return next(iter(self.codes.tensors().values())).device
-
     def place(self, batch: int, eviction: Eviction) -> Codes | None:
         """Views of where the codes of an eviction belong; None if they do not fit, or not side by side."""
         fits = self.codes is not None and eviction.start + eviction.count <= self.capacity

@@ -1,0 +1,99 @@
+"""Chunks, padding, reordering, rollbacks in any order: the cache against transformers' own, kernels against reference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from factories import make_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import DynamicCache
+
+import kvcli
+
+MODEL = make_model("llama", num_hidden_layers=2)
+
+PROMPT = st.tuples(st.integers(1, 3), st.integers(1, 60), st.integers(0, 10_000))
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("read"), st.sampled_from([1, 1, 1, 2, 5, 17])),
+        st.tuples(st.just("remove"), st.integers(1, 12)),
+        st.tuples(st.just("reorder"), st.integers(0, 10_000)),
+    ),
+    max_size=24,
+)
+
+
+def outputs(cache: Any, prompt: tuple[int, int, int], steps: list[tuple[str, int]], padded: bool) -> list[torch.Tensor]:
+    """Logits after the prompt and after every chunk that follows."""
+    batch, length, seed = prompt
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.ones(batch, length, dtype=torch.long)
+    if padded:
+        starts = torch.randint(0, length, (batch,), generator=generator)
+        mask = (torch.arange(length) >= starts.unsqueeze(1)).long()
+    found = []
+    for kind, number in [("read", length), *steps]:
+        if kind == "remove":
+            count = min(number, mask.shape[1] - 1)
+            cache.crop(-count)
+            mask = mask[:, : mask.shape[1] - count]
+        elif kind == "reorder":
+            rows = torch.randint(0, batch, (batch,), generator=torch.Generator().manual_seed(number))
+            cache.reorder_cache(rows)
+            mask = mask[rows]
+        else:
+            if found:
+                mask = torch.cat((mask, torch.ones(batch, number, dtype=torch.long)), dim=1)
+            ids = torch.randint(3, 97, (batch, number), generator=generator)
+            position = (mask.cumsum(1) - 1).clamp(min=0)[:, -number:]
+            with torch.no_grad():
+                logits = MODEL(ids, attention_mask=mask, position_ids=position, past_key_values=cache).logits
+            found.append(logits[:, -1])
+    return found
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    prompt=PROMPT,
+    steps=STEPS,
+    padded=st.booleans(),
+    sinks=st.sampled_from([0, 1, 4]),
+    window=st.sampled_from([1, 4, 9, 16]),
+    block=st.sampled_from([1, 3]),
+)
+def test_a_lossless_cache_is_transformers_own(
+    prompt: Any, steps: Any, padded: bool, sinks: int, window: int, block: int
+) -> None:
+    expected = outputs(DynamicCache(config=MODEL.config), prompt, steps, padded)
+    with kvcli.attach(MODEL, "fp16", sink_length=sinks, residual_length=window, flush_block=block) as session:
+        found = outputs(session.new_cache(), prompt, steps, padded)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-4)
+
+
+def test_a_rollback_to_padding_alone() -> None:
+    """What was left of every row is padding: the next tokens are a first prompt behind it."""
+    steps = [("remove", 5), ("read", 2), ("read", 1)]
+    seed = next(s for s in range(99) if int(torch.randint(0, 9, (1,), generator=torch.Generator().manual_seed(s))) > 4)
+    expected = outputs(DynamicCache(config=MODEL.config), (1, 9, seed), steps, padded=True)
+    with kvcli.attach(MODEL, "fp16", sink_length=1, residual_length=2) as session:
+        found = outputs(session.new_cache(), (1, 9, seed), steps, padded=True)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-4)
+
+
+@settings(max_examples=6, deadline=None)
+@given(prompt=PROMPT, steps=STEPS, padded=st.booleans(), sinks=st.sampled_from([0, 4]))
+@pytest.mark.parametrize("method", ["kivi-2", "qjl"])
+def test_kernels_are_the_reference(method: str, prompt: Any, steps: Any, padded: bool, sinks: int) -> None:
+    pytest.importorskip("triton")
+    steps = [step for step in steps if step[0] != "remove"]  # groups cannot be cut apart
+    found = {}
+    for impl in ("reference", "fused"):
+        with kvcli.attach(MODEL, method, impl=impl, sink_length=sinks, residual_length=32) as session:
+            found[impl] = outputs(session.new_cache(), prompt, steps, padded)
+    for ours, theirs in zip(found["fused"], found["reference"], strict=True):
+        assert (ours - theirs).norm() / theirs.norm() < 1e-3
