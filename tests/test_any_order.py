@@ -1,4 +1,4 @@
-"""Chunks, padding, reordering, rollbacks in any order: the cache against transformers' own, kernels against reference."""
+"""Chunks, padding, reordering, rollbacks in any order: the cache and transformers' own, kernels and reference."""
 
 from __future__ import annotations
 
