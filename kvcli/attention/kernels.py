@@ -13,11 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from kvcli.attention.exact import ExactTokens
-from kvcli.attention.reference import merge, take_in
+from kvcli.attention.reference import merge
 from kvcli.kernels.chain import follows, wait_for_previous
 from kvcli.kernels.launch import cdiv, power_of_two, row_major
 from kvcli.methods.base import EncodedPart, LayerCodec, PartialAttend, PartialAttention
-from kvcli.rope import Rotation
 
 _TOKEN_BLOCK = 8192
 MAX_QUERIES = 8
@@ -143,70 +142,6 @@ def _attend_kernel(
     tl.store(p_out, b_out.to(out.dtype.element_ty), mask=m_q)
     if HAS_LSE:
         tl.store(lse + flat, b_lse, mask=m_m)
-
-
-@triton.jit
-def _rotate(x, cos, sin, out, m, HALF: tl.constexpr):
-    """Rotates pairs at pointers x, x + HALF by those at cos and sin, and writes them to out."""
-    b_cos = tl.load(cos, mask=m, other=0.0).to(tl.float32)
-    b_sin = tl.load(sin, mask=m, other=0.0).to(tl.float32)
-    b_x = tl.load(x, mask=m, other=0.0).to(tl.float32)
-    b_y = tl.load(x + HALF, mask=m, other=0.0).to(tl.float32)
-    tl.store(out, (b_x * b_cos - b_y * b_sin).to(out.dtype.element_ty), mask=m)
-    tl.store(out + HALF, (b_y * b_cos + b_x * b_sin).to(out.dtype.element_ty), mask=m)
-
-
-@triton.jit(do_not_specialize=["tokens", "length"])
-def _take_in_kernel(
-    query, key, value, cos, sin, query_out, key_out, value_out,
-    q_batch, q_head, q_time, k_batch, k_head, k_time, v_batch, v_head, v_time, c_batch, c_time,
-    ko_batch, ko_head, ko_time, vo_batch, vo_head, vo_time, tokens, length, heads, kv_heads,
-    HALF: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
-):  # fmt: skip
-    """Tokens of one head: rotates a query head or a key head, or copies a value head; grid (tiles, all heads).
-
-    Tokens are counted over all rows of the batch, `length` of each; query_out is contiguous.
-    """
-    n = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    i_h = tl.program_id(1).to(tl.int64)
-    o_d = tl.arange(0, BLOCK_D)[None, :]
-    row, t = (n // length)[:, None], (n % length)[:, None]
-    m = (n < tokens)[:, None] & (o_d < HALF)
-    p_cos, p_sin = cos + row * c_batch + t * c_time + o_d, sin + row * c_batch + t * c_time + o_d
-    if i_h < heads:
-        p_x = query + row * q_batch + i_h * q_head + t * q_time + o_d
-        _rotate(p_x, p_cos, p_sin, query_out + ((row * heads + i_h) * length + t) * (2 * HALF) + o_d, m, HALF)
-    elif i_h < heads + kv_heads:
-        i_h -= heads
-        p_x = key + row * k_batch + i_h * k_head + t * k_time + o_d
-        _rotate(p_x, p_cos, p_sin, key_out + row * ko_batch + i_h * ko_head + t * ko_time + o_d, m, HALF)
-    else:
-        i_h -= heads + kv_heads
-        p_x = value + row * v_batch + i_h * v_head + t * v_time + o_d
-        p_out = value_out + row * vo_batch + i_h * vo_head + t * vo_time + o_d
-        tl.store(p_out, tl.load(p_x, mask=m, other=0.0).to(value_out.dtype.element_ty), mask=m)
-        tl.store(p_out + HALF, tl.load(p_x + HALF, mask=m, other=0.0).to(value_out.dtype.element_ty), mask=m)
-
-
-def take_in_fused(
-    rotation: Rotation, query: Tensor, key: Tensor, value: Tensor, key_out: Tensor, value_out: Tensor
-) -> Tensor:
-    """As `kvcli.attention.reference.take_in` in one launch, rounded once; heads rotated in part go the ordinary way."""
-    batch, heads, length, head_dim = query.shape
-    half = rotation.cos.shape[-1]
-    if 2 * half != head_dim:
-        return take_in(rotation, query, key, value, key_out, value_out)
-    query, key, value = row_major(query), row_major(key), row_major(value)
-    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    block = min(16, power_of_two(batch * length))
-    _take_in_kernel[(cdiv(batch * length, block), heads + 2 * key.shape[1])](
-        query, key, value, rotation.cos, rotation.sin, out, key_out, value_out,
-        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
-        rotation.cos.stride(0) if rotation.cos.shape[0] > 1 else 0, rotation.cos.stride(2),
-        *key_out.stride()[:3], *value_out.stride()[:3], batch * length, length, heads, key.shape[1],
-        HALF=half, BLOCK_D=power_of_two(half), BLOCK_T=block, num_warps=4 if block > 4 else 1,
-    )  # fmt: skip
-    return out
 
 
 def attend_exact_fused(

@@ -171,7 +171,8 @@ def attend_forms(method: Method, impl: str) -> Forms:
         return Forms(reference_attend, attend_exact, take_in)
     if impl != "fused":
         return Forms(method.attend_forms[impl], attend_exact, take_in)
-    from kvcli.attention.kernels import attend_exact_fused, few_queries, take_in_fused
+    from kvcli.attention.kernels import attend_exact_fused, few_queries
+    from kvcli.attention.take_in_kernels import take_in_fused
 
     return Forms(few_queries(method.attend_forms["fused"]), attend_exact_fused, take_in_fused)
 

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from kvcli.attention.exact import ExactTokens
-from kvcli.attention.kernels import attend_exact_fused, decoded_attend, partial_attention_fused, take_in_fused
+from kvcli.attention.kernels import attend_exact_fused, decoded_attend, partial_attention_fused
 from kvcli.attention.reference import attend_exact, partial_attention, reference_attend, take_in
 from kvcli.attention.session import make_config
+from kvcli.attention.take_in_kernels import take_in_fused
 from kvcli.errors import CacheError, UsageError
 from kvcli.kernels import values
 from kvcli.kernels.values import Scores
