@@ -41,10 +41,6 @@ class Rotation:
         scale = self.cos * self.cos + self.sin * self.sin
         return Rotation(self.cos / scale, -self.sin / scale).apply(x)
 
-    def to(self, device: torch.device, dtype: torch.dtype) -> Rotation:
-        """The same rotation on another device and in another dtype."""
-        return Rotation(self.cos.to(device, dtype), self.sin.to(device, dtype))
-
     def slice(self, start: int, stop: int) -> Rotation:
         """Tokens [start, stop)."""
         return Rotation(self.cos[:, :, start:stop], self.sin[:, :, start:stop])

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from transformers import DynamicCache
 
 import kvcli
+from kvcli.errors import CacheError
 
 MODEL = make_model("llama", num_hidden_layers=2)
 
@@ -97,3 +98,67 @@ def test_kernels_are_the_reference(method: str, prompt: Any, steps: Any, padded:
             found[impl] = outputs(session.new_cache(), prompt, steps, padded)
     for ours, theirs in zip(found["fused"], found["reference"], strict=True):
         assert (ours - theirs).norm() / theirs.norm() < 1e-3
+
+
+def ragged(model: Any, lengths: list[tuple[int, ...]], method: str, impl: str, **settings: Any) -> list[torch.Tensor]:
+    """Logits after chunks of which each row takes the last `lengths` tokens; the rest is padding."""
+    generator = torch.Generator().manual_seed(0)
+    mask, found = torch.zeros(len(lengths[0]), 0, dtype=torch.long), []
+    with kvcli.attach(model, method, impl=impl, **settings) as session, torch.no_grad():
+        cache = session.new_cache()
+        for counts in lengths:
+            width = max(counts)
+            new = torch.arange(width) >= width - torch.tensor(counts).unsqueeze(1)
+            mask = torch.cat((mask, new.long()), dim=1)
+            ids = torch.randint(3, 97, new.shape, generator=generator)
+            position = (mask.cumsum(1) - 1).clamp(min=0)[:, -width:]
+            output = model(ids, attention_mask=mask, position_ids=position, past_key_values=cache)
+            found.append(output.logits[:, -1])
+    return found
+
+
+def test_sinks_of_keys_and_values_lie_apart_in_a_ragged_batch() -> None:
+    """In one step of a group, keys are gathered row by row while values still lie behind a gap."""
+    pytest.importorskip("triton")
+    lengths = [(64, 96), *[(1, 1)] * 8]
+    settings = {"residual_length": 32, "sink_length": 4}
+    found, expected = (ragged(MODEL, lengths, "kivi-2", impl, **settings) for impl in ("fused", "reference"))
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours - theirs).norm() / theirs.norm() < 1e-4
+
+
+def test_rotations_follow_a_row_that_catches_up() -> None:
+    """A short row gains tokens while the longest row's codes stay: alone or in a batch, it is attended to alike."""
+    lengths = [(200, 40), (1, 1), (1, 100), (1, 1), (1, 1)]
+    together = ragged(MODEL, lengths, "squat-pre", "reference", residual_length=32)
+    generator = torch.Generator().manual_seed(0)
+    chunks = [torch.randint(3, 97, (2, max(counts)), generator=generator)[1:, -counts[1] :] for counts in lengths]
+    with kvcli.attach(MODEL, "squat-pre", impl="reference", residual_length=32) as session, torch.no_grad():
+        cache = session.new_cache()
+        for ids, found in zip(chunks, together, strict=True):
+            assert torch.allclose(found[1], MODEL(ids, past_key_values=cache).logits[0, -1], atol=1e-4)
+
+
+def test_a_cache_whose_layers_differ_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a pass that ended between two layers, nothing may go on as if it had not."""
+    import kvcli.attention.session as session_module
+
+    ids, attend = torch.randint(3, 97, (1, 30)), session_module.attend_layer
+    with kvcli.attach(MODEL, "fp16", residual_length=8) as session, torch.no_grad():
+        cache = session.new_cache()
+        MODEL(ids, past_key_values=cache)
+
+        def fails_in_the_last_layer(layer: Any, *arguments: Any) -> torch.Tensor:
+            if layer is cache.layers[-1]:
+                raise RuntimeError("out of memory")
+            return attend(layer, *arguments)
+
+        monkeypatch.setattr(session_module, "attend_layer", fails_in_the_last_layer)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            MODEL(ids[:, :1], past_key_values=cache)
+        monkeypatch.undo()
+        for use in (lambda: MODEL(ids[:, :1], past_key_values=cache), lambda: cache.crop(-1)):
+            with pytest.raises(CacheError, match="did not reach the last layer"):
+                use()
+        cache.reset()
+        assert MODEL(ids, past_key_values=cache).logits.isfinite().all()

@@ -64,6 +64,18 @@ def test_long_prompts_are_encoded_beside_each_other_as_in_turn(
             assert torch.equal(codes, in_turn[name]), name
 
 
+def test_offloaded_layers_come_back(prompt: Any) -> None:
+    model = make_model("llama").cuda()
+    with kvcli.attach(model, "kivi-2", residual_length=32) as session, torch.no_grad():
+        cache = session.new_cache()
+        model(**{name: x.cuda() for name, x in prompt(70).items()}, past_key_values=cache)
+        layer = cache.layers[0]
+        layer.offload()
+        assert layer.keys_stream.exact.device.type == "cpu"
+        layer.prefetch()
+        assert layer.keys_stream.exact.device.type == layer.values_stream.exact.device.type == "cuda"
+
+
 def test_codes_are_those_of_the_cpu() -> None:
     codec, keys = fitted_keys(make_spec(), CommVQConfig(codebook_size=16, num_residuals=4, key_iterations=6))
     expected = codec.encode(keys[None]).packed

@@ -10,7 +10,7 @@ from factories import make_model
 from transformers import DynamicCache
 
 import kvcli
-from kvcli.errors import CacheError, ModelError
+from kvcli.errors import CacheError, ModelError, UnsupportedModelError
 
 SHORT_WINDOW = {"residual_length": 8, "sink_length": 2, "flush_block": 1}
 
@@ -169,3 +169,10 @@ def test_crop_and_batch_operations(tiny_model: Any, prompt: Any) -> None:
         tiny_model(**inputs, past_key_values=reference)
         expected = tiny_model(input_ids=tokens[:, :4], attention_mask=mask[:, :34], past_key_values=reference).logits
     assert torch.allclose(found, expected[rows, 2:], atol=1e-4)
+
+
+def test_layers_on_several_devices_are_refused() -> None:
+    model = make_model("llama")
+    model.model.layers[1].to("meta")
+    with pytest.raises(UnsupportedModelError, match="several devices .cpu, meta."):
+        kvcli.attach(model, "kivi-2")

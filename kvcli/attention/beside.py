@@ -11,9 +11,9 @@ import torch
 
 
 @cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    """The second stream of a device."""
-    return torch.cuda.Stream(device)
+def _beside(stream: torch.cuda.Stream) -> torch.cuda.Stream:
+    """The second stream beside a first one."""
+    return torch.cuda.Stream(stream.device)
 
 
 @contextmanager
@@ -21,8 +21,8 @@ def forked(device: torch.device, enough: bool) -> Iterator[AbstractContextManage
     """A block whose work may be given to a second stream; after it, the current stream has waited for both.
 
     What the second stream allocates may be used and freed after the block, but is memory that only it can use again:
-    keep nothing of it for long. What it reads must not be freed inside the block, or the current stream may allocate
-    the same memory.
+    keep nothing of it that is freed later and replaced by larger things. What it reads must not be freed inside the
+    block, or the current stream may allocate the same memory.
 
     Args:
         device: whose streams.
@@ -34,7 +34,8 @@ def forked(device: torch.device, enough: bool) -> Iterator[AbstractContextManage
     if device.type != "cuda" or not enough:
         yield nullcontext()
         return
-    current, second = torch.cuda.current_stream(device), _stream(device)
+    current = torch.cuda.current_stream(device)
+    second = _beside(current)
     second.wait_stream(current)
     try:
         yield torch.cuda.stream(second)

@@ -59,7 +59,7 @@ class ForwardPass:
     def coded_rotations(self) -> TokenRotations:
         """Rotations of the `coded` tokens of each row."""
         first = self.timeline.keys.sink_length
-        return self.timeline.token_rotations(first, first + self.most_coded, self.coded_lengths)
+        return self.timeline.token_rotations(first, self.coded, self.coded_lengths)
 
     @cached_property
     def alike(self) -> bool:

@@ -35,7 +35,9 @@ def _tokens(buffer, decoded, time, decoded_time, n, o_d, sinks, gap, extra, mask
     return tl.load(p_x, mask=mask, other=0.0)
 
 
-@triton.jit(do_not_specialize=["query_len", "kv_len", "sinks", "k_gap", "k_extra", "v_gap", "v_extra", "vis_batch"])
+@triton.jit(
+    do_not_specialize=["query_len", "kv_len", "k_sinks", "k_gap", "k_extra", "v_sinks", "v_gap", "v_extra", "vis_batch"]
+)
 def _attend_kernel(
     query,
     key,
@@ -56,6 +58,7 @@ def _attend_kernel(
     kd_batch,
     kd_head,
     kd_time,
+    k_sinks,
     k_gap,
     k_extra,
     v_batch,
@@ -64,9 +67,9 @@ def _attend_kernel(
     vd_batch,
     vd_head,
     vd_time,
+    v_sinks,
     v_gap,
     v_extra,
-    sinks,
     vis_batch,
     vis_time,
     o_batch,
@@ -110,8 +113,8 @@ def _attend_kernel(
         m_n = o_n < kv_len
         m_kv = m_n[:, None] & (o_d < D)[None, :]
         # [N, D]
-        b_k = _tokens(key, key_decoded, k_time, kd_time, o_n, o_d, sinks, k_gap, k_extra, m_kv, K_DECODED)
-        b_v = _tokens(value, value_decoded, v_time, vd_time, o_n, o_d, sinks, v_gap, v_extra, m_kv, V_DECODED)
+        b_k = _tokens(key, key_decoded, k_time, kd_time, o_n, o_d, k_sinks, k_gap, k_extra, m_kv, K_DECODED)
+        b_v = _tokens(value, value_decoded, v_time, vd_time, o_n, o_d, v_sinks, v_gap, v_extra, m_kv, V_DECODED)
         shown = m_m[:, None] & m_n[None, :]
         if HAS_VISIBLE:
             p_visible = visible + i_b * vis_batch + time[:, None] * vis_time + o_n[None, :]
@@ -235,13 +238,14 @@ def _launch(
         *query.stride()[:3],
         *k.stride()[:3],
         *k_decoded.stride()[:3],
+        key.sinks,
         key.gap,
         key.num_decoded,
         *v.stride()[:3],
         *v_decoded.stride()[:3],
+        value.sinks,
         value.gap,
         value.num_decoded,
-        key.sinks,
         *vis_stride,
         *out.stride()[:3],
         kv_heads,

@@ -74,6 +74,7 @@ def attend_layer(layer: CompressedLayer, query: Tensor, now: ForwardPass, forms:
         output = output.masked_fill(~step.real[:, :, None, None], 0)
     with _full_precision(query.device.type):
         _flush(layer, now, beside=query.shape[2] >= _LONG)
+    now.timeline.layer_done()
     return output
 
 
@@ -104,8 +105,9 @@ def _attend_held(layer: CompressedLayer, query: Tensor, now: ForwardPass, forms:
     """
     keys, values = layer.streams
     key, value = _exact_tokens(layer, keys, now.step.keys, now), _exact_tokens(layer, values, now.step.values, now)
+    visible = now.visible_exact  # made before the chain of kernels begins that the exact tokens end
     encoded = forms.codes(layer.codec, query, _encoded_part(layer, now), scaling) if now.most_coded else None
-    return forms.exact(query, key, value, now.visible_exact, scaling, encoded)
+    return forms.exact(query, key, value, visible, scaling, encoded)
 
 
 def _exact_tokens(layer: CompressedLayer, stream: Stream, turn: Turn, now: ForwardPass) -> ExactTokens:

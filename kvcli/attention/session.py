@@ -15,7 +15,7 @@ from kvcli.attention.forward import ForwardPass
 from kvcli.attention.layer import Forms, attend_layer
 from kvcli.attention.reference import attend_exact, reference_attend, take_in
 from kvcli.cache.compressed import CompressedCache, CompressedLayer
-from kvcli.errors import CacheError, ConfigError, UsageError
+from kvcli.errors import CacheError, ConfigError, UnsupportedModelError, UsageError
 from kvcli.kernels.launch import check_device, has_triton
 from kvcli.methods.base import LayerCodec, Method
 from kvcli.methods.config import CacheConfig
@@ -100,7 +100,7 @@ def attach(
         UsageError: unknown method or form, or a missing artifact.
         ConfigError: settings that do not exist or do not fit.
         ArtifactError: an artifact that cannot be used with this model.
-        UnsupportedModelError: an architecture kvcli does not compress.
+        UnsupportedModelError: an architecture kvcli does not compress, or layers on several devices.
     """
     record, from_bits = parse_method(method)
     config = {**from_bits, **config}
@@ -118,8 +118,9 @@ def attach(
         artifact.check_model(spec, fingerprint(model, spec), record.name)
         settings = artifact.config_with(config)
         codecs = artifact.build_codecs(settings)
-    for layer_idx, codec in enumerate(codecs):
-        codec.to(_layer_device(model, layer_idx)).eval()
+    device = _device_of_layers(model, spec.num_layers)
+    for codec in codecs:
+        codec.to(device).eval()
     return Session(model, spec, record, settings, codecs, impl)
 
 
@@ -184,10 +185,14 @@ def _current_device(x: Tensor) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-def _layer_device(model: nn.Module, layer_idx: int) -> torch.device:
-    """The device a layer's keys are made on."""
-    suffix = f"layers.{layer_idx}.self_attn.k_proj.weight"
-    return next(p.device for name, p in model.named_parameters() if name.endswith(suffix))
+def _device_of_layers(model: nn.Module, num_layers: int) -> torch.device:
+    """The device that all layers' keys are made on."""
+    ends = tuple(f"layers.{layer_idx}.self_attn.k_proj.weight" for layer_idx in range(num_layers))
+    devices = {parameter.device for name, parameter in model.named_parameters() if name.endswith(ends)}
+    if len(devices) > 1:
+        names = ", ".join(sorted(map(str, devices)))
+        raise UnsupportedModelError(f"the model's layers are on several devices ({names}); kvcli needs them on one")
+    return devices.pop()
 
 
 def _forward_pass(context: ForwardContext, layer: CompressedLayer, query: Tensor, mask: Tensor | None) -> ForwardPass:

@@ -31,6 +31,7 @@ class CompressedLayer(CacheLayerMixin):
         self.keys_stream = Stream(codec.key, config.sink_length)
         self.values_stream = Stream(codec.value, config.sink_length)
         self.pending: tuple[Tensor, Tensor] | None = None
+        self._home: torch.device | None = None
 
     @property
     def streams(self) -> tuple[Stream, Stream]:
@@ -76,13 +77,17 @@ class CompressedLayer(CacheLayerMixin):
 
     def offload(self) -> None:
         """Moves the layer's tensors to the CPU."""
+        if self.keys_stream.exact is not None and self._home is None:
+            self._home = self.keys_stream.exact.device
         for stream in self.streams:
             stream.to("cpu")
 
     def prefetch(self) -> None:
-        """Moves the layer's tensors back to the codec's device."""
-        for stream in self.streams:
-            stream.to(next(self.codec.buffers(), torch.empty(0)).device)
+        """Moves the layer's tensors back to where they were."""
+        if self._home is not None:
+            for stream in self.streams:
+                stream.to(self._home)
+        self._home = None
 
 
 class CompressedCache(Cache):
@@ -106,11 +111,11 @@ class CompressedCache(Cache):
 
     def _new_timeline(self) -> Timeline:
         codecs = (self._codecs[0].key, self._codecs[0].value)
-        ledgers = (
+        keys, values = (
             Ledger(schedule, self.config.sink_length, codec.tokens_per_group)
             for schedule, codec in zip(self.method.schedules(self.config), codecs, strict=True)
         )
-        return Timeline(self._seam.rope, *ledgers)
+        return Timeline(self._seam.rope, keys, values, len(self._codecs))
 
     def _new_layers(self) -> list[Any]:
         return [CompressedLayer(codec, self.config, self.timeline, self._seam) for codec in self._codecs]

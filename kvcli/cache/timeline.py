@@ -53,14 +53,16 @@ class Timeline:
         rope: the model's rotary embedding.
         keys: counts the keys.
         values: counts the values.
+        num_layers: layers that take part in every forward pass.
     """
 
-    def __init__(self, rope: Rope, keys: Ledger, values: Ledger) -> None:
-        self.rope, self.keys, self.values = rope, keys, values
+    def __init__(self, rope: Rope, keys: Ledger, values: Ledger, num_layers: int) -> None:
+        self.rope, self.keys, self.values, self.num_layers = rope, keys, values, num_layers
         self.lengths: list[int] = []
         self.valid: Tensor | None = None
         self._positions: Tensor | None = None
-        self._encoded: tuple[tuple[int, int], TokenRotations] | None = None
+        self._encoded: tuple[tuple[int, ...], TokenRotations] | None = None
+        self._layers_to_come = 0
 
     @property
     def slots(self) -> int:
@@ -83,8 +85,10 @@ class Timeline:
             mask: None, or boolean [batch or 1, 1, query_len, slots + query_len].
 
         Raises:
-            CacheError: another batch size than before, or a mask that is not causal with padding.
+            CacheError: another batch size than before, a mask that is not causal with padding, or an earlier pass
+                that did not reach the last layer.
         """
+        self._check_whole()
         if self.lengths and batch != len(self.lengths):
             raise CacheError(f"the cache holds {len(self.lengths)} sequences, but a batch of {batch} came in")
         device = positions.device
@@ -105,6 +109,7 @@ class Timeline:
         self.lengths = [a + b for a, b in zip(before, counts, strict=True)]
         turns = self.keys.take(counts), self.values.take(counts)
         step = Step(before, counts, real if padded else None, index, *turns)
+        self._layers_to_come = self.num_layers
         self._keep_positions(positions.expand(batch, -1), step)
         return step
 
@@ -113,13 +118,28 @@ class Timeline:
         assert self._positions is not None
         return self.rope.rotation(self._positions[:, start:stop].long(), dtype)
 
-    def token_rotations(self, start: int, stop: int, lengths: Tensor | None) -> TokenRotations:
-        """Rotations of tokens [start, stop), of which `lengths` of each row are meant; kept until the range changes."""
+    def token_rotations(self, start: int, counts: tuple[int, ...], lengths: Tensor | None) -> TokenRotations:
+        """Rotations of `counts` tokens of each row from token `start` on, kept until the counts change.
+
+        Args:
+            start: first token.
+            counts: tokens of each row.
+            lengths: the same as int32 [batch]; None when all are equal.
+        """
         assert self._positions is not None
-        if self._encoded is None or self._encoded[0] != (start, stop):
-            made = TokenRotations(self.rope, self._positions[:, start:stop], lengths)
-            self._encoded = ((start, stop), made)
+        if self._encoded is None or self._encoded[0] != (start, *counts):
+            made = TokenRotations(self.rope, self._positions[:, start : start + max(counts)], lengths)
+            self._encoded = ((start, *counts), made)
         return self._encoded[1]
+
+    def layer_done(self) -> None:
+        """Notes that a layer has taken part in the forward pass."""
+        self._layers_to_come -= 1
+
+    def _check_whole(self) -> None:
+        """Raises when layers hold different tokens."""
+        if self._layers_to_come > 0:
+            raise CacheError("a forward pass over this cache did not reach the last layer; make a new cache")
 
     def select(self, rows: Tensor) -> None:
         """Keeps, repeats or reorders rows, [count] indices."""
@@ -143,8 +163,10 @@ class Timeline:
         """Removes the last slots, which hold `removed` tokens of each row.
 
         Raises:
-            CacheError: tokens that were encoded together would have to be cut apart; nothing has changed then.
+            CacheError: tokens that were encoded together would have to be cut apart, or a pass that did not reach the
+                last layer; nothing has changed then.
         """
+        self._check_whole()
         assert self.valid is not None
         for ledger in (self.keys, self.values):
             ledger.coded_among_last(removed)

@@ -1,10 +1,11 @@
 """Kernels of one call that overlap: the next one is set up, and reads what is not new, while the one before ends.
 
-Each kernel of a chain calls `let_next_begin` at its start, and `wait_for_previous` before it reads what an earlier
-kernel of the chain wrote and before it writes anything; all but the first are launched with `follows()`. A kernel that
-has waited knows that all before it are done, because they waited, too. A kernel outside may stand between two of a
-chain: it waits for all before it and is waited for. This is programmatic dependent launch, which begins with compute
-capability 9.0; elsewhere kernels run one after the other.
+The first kernel of a chain is launched as ever, and the others with `follows()`. All but the last call `let_next_begin`
+at their start; all but the first call `wait_for_previous` before they read anything that was written since the chain's
+first kernel was launched, by whatever kernel, and before they write anything. A kernel that has waited knows that all
+before it are done, because they waited, too. A kernel outside may stand between two of a chain: it waits for all before
+it and is waited for. This is programmatic dependent launch, which begins with compute capability 9.0; elsewhere, and
+with a Triton that does not have it, kernels run one after the other.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from kvcli.kernels.launch import interpreted
 
 
 def _overlaps() -> bool:
-    """Whether every GPU here can."""
+    """Whether Triton and every GPU here can."""
     if interpreted() or torch.version.hip is not None or not torch.cuda.is_available():
+        return False
+    if not hasattr(cuda, "gdc_wait"):
         return False
     return all(torch.cuda.get_device_capability(index) >= (9, 0) for index in range(torch.cuda.device_count()))
 

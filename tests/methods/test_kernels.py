@@ -24,7 +24,7 @@ from kvcli.methods.kivi import kernels as kivi_kernels
 from kvcli.methods.qjl import kernels as qjl_kernels
 from kvcli.packing import pack_bits
 from kvcli.registry import parse_method
-from kvcli.rope import Rope, TokenRotations
+from kvcli.rope import Rope, Rotation, TokenRotations
 from kvcli.spec import ModelSpec, RopeSpec
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -293,7 +293,8 @@ def test_new_tokens_are_rotated_and_put_in_their_place(
     found, expected = torch.zeros(2, 2, batch, 2, length + 9, head_dim, dtype=dtype, device=DEVICE)
     places = [[x[:, :, 4 : 4 + length] for x in both] for both in (found, expected)]
     ours = take_in_fused(rotation, query, key, value, *places[0])
-    theirs = take_in(rotation.to(query.device, torch.float32), query, key, value, *places[1])
+    exact = Rotation(rotation.cos.float(), rotation.sin.float())
+    theirs = take_in(exact, query, key, value, *places[1])
     tolerance = {"atol": 1e-6, "rtol": 1e-2 if dtype == torch.bfloat16 else 1e-5}
     assert torch.allclose(ours, theirs, **tolerance)
     assert torch.allclose(found, expected, **tolerance)
