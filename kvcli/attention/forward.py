@@ -63,9 +63,9 @@ class ForwardPass:
 
     @cached_property
     def alike(self) -> bool:
-        """Whether all rows hold as many tokens, as many of them as codes, and none of the new ones is padding."""
+        """Whether all rows hold as many tokens, and as many of them as codes."""
         turns = (self.step.keys.encoded, self.step.values.encoded)
-        return self.step.real is None and all(min(n) == max(n) for n in (self.timeline.lengths, *turns))
+        return all(min(n) == max(n) for n in (self.timeline.lengths, *turns))
 
     @cached_property
     def visible_exact(self) -> Tensor | None:

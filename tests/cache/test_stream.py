@@ -120,6 +120,16 @@ def test_truncate_takes_window_tokens_first_then_codes() -> None:
     feeder.feed([9])
 
 
+def test_sinks_that_were_removed_come_back_before_the_gap() -> None:
+    feeder = Feeder(Schedule(4, 1), 2, 1)
+    for count in (20, 1):
+        feeder.feed([count])
+    assert feeder.stream.layout.gap == 1
+    feeder.ledger.truncate([20])
+    feeder.history = [feeder.history[0][:, :1]]
+    feeder.feed([3])
+
+
 def test_memory_report_counts_live_tensors(tiny_model: Any, prompt: Any) -> None:
     settings = {"residual_length": 8, "sink_length": 2, "flush_block": 1}
     with kvcli.attach(tiny_model, "fp16", **settings) as session, torch.no_grad():

@@ -199,6 +199,18 @@ def test_many_queries_are_attended_by_decoding(name: str) -> None:
     assert_same(decoded_attend(codec, query, part, 0.125), reference_attend(codec, query, part, 0.125), torch.float32)
 
 
+def test_the_largest_scale_of_a_range_is_found_wherever_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights times scales are kept in the range of float16 by the largest scale, here one of the last."""
+    torch.manual_seed(0)
+    monkeypatch.setattr("kvcli.kernels.values._SCAN", 64)
+    method, codec = make_codec("kivi-2", 4, 2, 128)
+    part = make_part(codec, 4, 1, 64, None)
+    part.value_codes.scale[:, :, -3:] *= 1e4
+    query = torch.zeros(1, 4, 1, 128, device=DEVICE, dtype=torch.bfloat16)
+    found = method.attend_forms["fused"](codec, query, part, 1.0)
+    assert_same(found, reference_attend(codec, query, part, 1.0), torch.bfloat16)
+
+
 def scattered(length: int, gap: int, sinks: int, decoded: int) -> ExactTokens:
     """Random tokens of 2 rows and 2 heads of 80 channels, as a cache holds them; NaN where nothing may be read."""
     buffer = torch.randn(2, 2, length - decoded + gap + 3, 80, device=DEVICE)
