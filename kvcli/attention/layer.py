@@ -29,14 +29,25 @@ AttendExact = Callable[[Tensor, ExactTokens, ExactTokens, Tensor | None, float, 
 TakeIn = Callable[[Rotation, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 """Rotates queries, and keys into their place, beside the values, as `kvcli.attention.reference.take_in`."""
 
+Unrotate = Callable[[Rotation, Tensor], Tensor]
+"""As `kvcli.attention.reference.unrotate`."""
+
 
 @dataclass(frozen=True)
 class Forms:
-    """How a session computes: attention over the codes, attention over the exact tokens, taking in new ones."""
+    """How a session computes.
+
+    Attributes:
+        codes: attention over the codes.
+        exact: attention over the exact tokens.
+        take_in: what is done to new tokens.
+        unrotate: takes the rotation off old keys, for codecs that work before RoPE.
+    """
 
     codes: PartialAttend
     exact: AttendExact
     take_in: TakeIn
+    unrotate: Unrotate
 
 
 def attend_layer(layer: CompressedLayer, query: Tensor, now: ForwardPass, forms: Forms, scaling: float) -> Tensor:
@@ -73,19 +84,29 @@ def attend_layer(layer: CompressedLayer, query: Tensor, now: ForwardPass, forms:
     if step.real is not None:
         output = output.masked_fill(~step.real[:, :, None, None], 0)
     with _full_precision(query.device.type):
-        _flush(layer, now, beside=query.shape[2] >= _LONG)
+        _flush(layer, now, forms, beside=query.shape[2] >= _LONG)
     now.timeline.layer_done()
     return output
 
 
-def _flush(layer: CompressedLayer, now: ForwardPass, *, beside: bool) -> None:
+def _flush(layer: CompressedLayer, now: ForwardPass, forms: Forms, *, beside: bool) -> None:
     """Encodes what the schedules let go of, values beside keys where there are many."""
     keys, values = layer.streams
     assert keys.exact is not None
+
+    def to_codec_space(x: Tensor, rows: list[int], start: int) -> Tensor:
+        """Takes the rotation off keys [rows, heads, count, head_dim] whose codec works before RoPE."""
+        if layer.codec.key.space == "post_rope":
+            return x
+        rotation = now.rotations(start, start + x.shape[2])
+        if len(rows) < len(now.step.before):
+            rotation = Rotation(rotation.cos[rows], rotation.sin[rows])
+        return forms.unrotate(rotation, x)
+
     with forked(keys.exact.device, enough=beside) as second:
         with second:
             value_codes = values.encode(now.step.values, lambda x, rows, start: x)
-        key_codes = keys.encode(now.step.keys, lambda x, rows, start: _to_codec_space(layer, x, rows, start, now))
+        key_codes = keys.encode(now.step.keys, to_codec_space)
     keys.store(now.step.keys, key_codes)
     values.store(now.step.values, value_codes)
 
@@ -152,13 +173,3 @@ def _encoded_part(layer: CompressedLayer, now: ForwardPass) -> EncodedPart:
         rotations=now.coded_rotations if layer.codec.key.space == "pre_rope" else None,
         lengths=now.coded_lengths,
     )
-
-
-def _to_codec_space(layer: CompressedLayer, x: Tensor, rows: list[int], start: int, now: ForwardPass) -> Tensor:
-    """Takes the rotation off keys [rows, heads, count, head_dim] whose codec works before RoPE."""
-    if layer.codec.key.space == "post_rope":
-        return x
-    rotation = now.rotations(start, start + x.shape[2])
-    if len(rows) < len(now.step.before):
-        rotation = Rotation(rotation.cos[rows], rotation.sin[rows])
-    return rotation.unapply(x.float())

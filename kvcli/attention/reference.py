@@ -81,6 +81,19 @@ def take_in(
     return rotation.apply(query).to(query.dtype)
 
 
+def unrotate(rotation: Rotation, x: Tensor) -> Tensor:
+    """Takes the rotation off keys.
+
+    Args:
+        rotation: of the tokens, float32.
+        x: [batch, num_kv_heads, time, head_dim], rotated.
+
+    Returns:
+        float32, shaped like x.
+    """
+    return rotation.unapply(x.float())
+
+
 def attend_exact(
     query: Tensor,
     key: ExactTokens,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from kvcli.artifact import Artifact
 from kvcli.attention.forward import ForwardPass
 from kvcli.attention.layer import Forms, attend_layer
-from kvcli.attention.reference import attend_exact, reference_attend, take_in
+from kvcli.attention.reference import attend_exact, reference_attend, take_in, unrotate
 from kvcli.cache.compressed import CompressedCache, CompressedLayer
 from kvcli.errors import CacheError, ConfigError, UnsupportedModelError, UsageError
 from kvcli.kernels.launch import check_device, has_triton
@@ -169,13 +169,13 @@ def choose_impl(method: Method, impl: str, device: torch.device) -> str:
 def attend_forms(method: Method, impl: str) -> Forms:
     """How attention is computed, for a form that `choose_impl` returned."""
     if impl == "reference":
-        return Forms(reference_attend, attend_exact, take_in)
+        return Forms(reference_attend, attend_exact, take_in, unrotate)
     if impl != "fused":
-        return Forms(method.attend_forms[impl], attend_exact, take_in)
+        return Forms(method.attend_forms[impl], attend_exact, take_in, unrotate)
     from kvcli.attention.kernels import attend_exact_fused, few_queries
-    from kvcli.attention.take_in_kernels import take_in_fused
+    from kvcli.attention.rotation_kernels import take_in_fused, unrotate_fused
 
-    return Forms(few_queries(method.attend_forms["fused"]), attend_exact_fused, take_in_fused)
+    return Forms(few_queries(method.attend_forms["fused"]), attend_exact_fused, take_in_fused, unrotate_fused)
 
 
 def _current_device(x: Tensor) -> AbstractContextManager[Any]:

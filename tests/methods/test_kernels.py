@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from kvcli.attention.exact import ExactTokens
 from kvcli.attention.kernels import attend_exact_fused, decoded_attend, partial_attention_fused
-from kvcli.attention.reference import attend_exact, partial_attention, reference_attend, take_in
+from kvcli.attention.reference import attend_exact, partial_attention, reference_attend, take_in, unrotate
+from kvcli.attention.rotation_kernels import take_in_fused, unrotate_fused
 from kvcli.attention.session import make_config
-from kvcli.attention.take_in_kernels import take_in_fused
 from kvcli.errors import CacheError, UsageError
 from kvcli.kernels import values
 from kvcli.kernels.values import Scores
@@ -310,3 +310,17 @@ def test_new_tokens_are_rotated_and_put_in_their_place(
     tolerance = {"atol": 1e-6, "rtol": 1e-2 if dtype == torch.bfloat16 else 1e-5}
     assert torch.allclose(ours, theirs, **tolerance)
     assert torch.allclose(found, expected, **tolerance)
+
+
+@pytest.mark.parametrize(
+    ("batch", "length", "head_dim", "rotary_dim"), [(1, 1, 64, 64), (3, 33, 80, 80), (2, 65, 128, 128), (2, 9, 64, 32)]
+)
+def test_the_rotation_of_old_keys_is_taken_off(batch: int, length: int, head_dim: int, rotary_dim: int) -> None:
+    torch.manual_seed(0)
+    positions = torch.randint(0, 500, (batch, length), device=DEVICE)
+    plain = Rope(Rotary(rotary_dim)).rotation(positions, torch.float32)
+    rotation = Rotation(1.3 * plain.cos, 1.3 * plain.sin)  # as with YaRN's attention scaling
+    keys = torch.randn(batch, 3, length + 5, head_dim, device=DEVICE)[:, :, 5:]
+    rotated = rotation.apply(keys).bfloat16()
+    assert torch.allclose(unrotate_fused(rotation, rotated), unrotate(rotation, rotated), atol=1e-6)
+    assert (unrotate_fused(rotation, rotated) - keys).norm() < 5e-3 * keys.norm()

@@ -1,4 +1,8 @@
-"""New tokens in one launch: queries rotated, keys rotated into the place where they are kept, values copied there."""
+"""Rotation in single launches.
+
+New tokens: queries rotated, keys rotated into the place where they are kept, values copied there. Old keys, for codecs
+that work before RoPE: the rotation taken off again.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvcli.attention.reference import take_in
+from kvcli.attention.reference import take_in, unrotate
 from kvcli.kernels.launch import cdiv, power_of_two, row_major
 from kvcli.rope import Rotation
 
@@ -71,6 +75,47 @@ def take_in_fused(
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
         rotation.cos.stride(0) if rotation.cos.shape[0] > 1 else 0, rotation.cos.stride(2),
         *key_out.stride()[:3], *value_out.stride()[:3], batch * length, length, heads, key.shape[1],
+        HALF=half, BLOCK_D=power_of_two(half), BLOCK_T=block, num_warps=4 if block > 4 else 1,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["tokens", "length"])
+def _unrotate_kernel(
+    x, cos, sin, out, x_batch, x_head, x_time, c_batch, c_time, tokens, length, heads,
+    HALF: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """Takes the rotation off tokens of one head; grid (tiles, heads). Tokens count over rows; out is contiguous."""
+    n = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    i_h = tl.program_id(1).to(tl.int64)
+    o_d = tl.arange(0, BLOCK_D)[None, :]
+    row, t = (n // length)[:, None], (n % length)[:, None]
+    m = (n < tokens)[:, None] & (o_d < HALF)
+    b_cos = tl.load(cos + row * c_batch + t * c_time + o_d, mask=m, other=1.0)
+    b_sin = tl.load(sin + row * c_batch + t * c_time + o_d, mask=m, other=0.0)
+    scale = b_cos * b_cos + b_sin * b_sin
+    b_cos, b_sin = tl.div_rn(b_cos, scale), tl.div_rn(b_sin, scale)
+    p_x = x + row * x_batch + i_h * x_head + t * x_time + o_d
+    b_x = tl.load(p_x, mask=m, other=0.0).to(tl.float32)
+    b_y = tl.load(p_x + HALF, mask=m, other=0.0).to(tl.float32)
+    p_out = out + ((row * heads + i_h) * length + t) * (2 * HALF) + o_d
+    tl.store(p_out, b_x * b_cos + b_y * b_sin, mask=m)
+    tl.store(p_out + HALF, b_y * b_cos - b_x * b_sin, mask=m)
+
+
+def unrotate_fused(rotation: Rotation, x: Tensor) -> Tensor:
+    """As `kvcli.attention.reference.unrotate` in one launch; heads rotated in part go the ordinary way."""
+    batch, heads, length, head_dim = x.shape
+    half = rotation.cos.shape[-1]
+    if 2 * half != head_dim:
+        return unrotate(rotation, x)
+    x = row_major(x)
+    out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    block = min(16, power_of_two(batch * length))
+    _unrotate_kernel[(cdiv(batch * length, block), heads)](
+        x, rotation.cos, rotation.sin, out, *x.stride()[:3],
+        rotation.cos.stride(0) if rotation.cos.shape[0] > 1 else 0, rotation.cos.stride(2),
+        batch * length, length, heads,
         HALF=half, BLOCK_D=power_of_two(half), BLOCK_T=block, num_warps=4 if block > 4 else 1,
     )  # fmt: skip
     return out
