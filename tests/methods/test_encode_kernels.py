@@ -241,7 +241,7 @@ def check_values(codec: CommVQValueCodec, x: Tensor) -> None:
 def wide_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter takes its time by operation, not by element."""
     if not GPU:
-        wide = {"BLOCK_T": 256, "BLOCK_K": 128, "num_warps": 4, "num_stages": 3}
+        wide = {"BLOCK_T": 256, "BLOCK_O": 128, "BLOCK_K": 128, "num_warps": 4, "num_stages": 3}
         monkeypatch.setattr("kvcli.methods.commvq.value_encode_kernels._SWEEP_TILE", wide)
 
 

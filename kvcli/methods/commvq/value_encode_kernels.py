@@ -2,9 +2,11 @@
 
 The descent works in code space. With the Gram matrix G = C C^T and the correlations t = (row - offset) C^T, the product
 of codebook row i with the residual that is left without the bits of i's own group is t_i - sum of G_ij over the bits j
-that are set in other groups. So one product of bits and G serves a block of bits; within the block, changes are added
-as they happen: by products with small pieces of G, and, for the bits of one piece, in registers. Groups choose in the
-order of `values.sweep`.
+that are set in other groups. So one product of bits and G serves a block of 128 bits; within the block, changes are
+added as they happen. The 16 bits of four groups are chosen in one go: their scores are a product of what is left and
+the settings, and what a change of one group does to the scores of the next ones is a product, too, with a table
+(`effects`). All of it stays in the layout of tensor cores, where a warp has tokens of its own and waits for no other.
+Groups choose in the order of `values.sweep`.
 
 Products take float16 numbers and sum in float32. Rows and G in float16 turn near ties the other way, and what follows
 from them; the error is the reference's within 1e-3 of itself, either way.
@@ -26,9 +28,8 @@ from kvcli.packing import packed_size
 
 _BLOCK_BITS = 128
 _ENCODE_TOKENS = 16384
-_SWEEP_TILE = {"BLOCK_T": 32, "BLOCK_K": 128, "num_warps": 2, "num_stages": 2}
-"""Of the descent. On 64 tokens and 4 warps products run on Hopper's warp groups: 5 % faster, but with 256 bits the
-result was wrong (Triton 3.6; right with fewer warps, and with 1024 bits)."""
+_SWEEP_TILE = {"BLOCK_T": 64, "BLOCK_O": _BLOCK_BITS, "BLOCK_K": 64, "num_warps": 4, "num_stages": 4}
+"""Of the descent."""
 
 
 @triton.jit(do_not_specialize=["tokens", "time"])
@@ -85,58 +86,69 @@ def _project_kernel(
         tl.store(p_f, total - b_s, mask=(o_t < tokens)[:, None])
 
 
+@triton.jit
+def _sixteen(x, INDEX: tl.constexpr):
+    """Columns 16 INDEX to 16 INDEX + 15 of x [A, B], without an exchange between threads."""
+    WIDTH: tl.constexpr = x.shape[1]
+    if WIDTH > 16:
+        left, right = tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, WIDTH // 2)), (0, 2, 1)))
+        if 32 * INDEX < WIDTH:
+            x = _sixteen(left, INDEX)
+        else:
+            x = _sixteen(right, INDEX - WIDTH // 32)
+    return x
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def _sweep_kernel(
-    correlations, gram, unit, energies, bits, partial, tokens,
+    correlations, gram, unit, energies, effects, bits, tokens,
     SWEEPS: tl.constexpr, N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """All sweeps over the bits of a tile of tokens, in place; grid (tiles of tokens,).
 
-    correlations float32 [tokens, N]; gram float16 [N, N] in units of unit float32 [1], 0 between bits of one group;
-    energies float32 [N / 4, 16], squared norm of each setting of a group; bits float16 [tokens, N], zeros and ones;
-    partial float32 [tokens, BLOCK_O], scratch.
+    correlations float32 [tokens, N]; gram, unit, energies and effects as in `DescentTables`; bits float16 [tokens, N],
+    zeros and ones.
     """
     o_t = (tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T))[:, None]
-    o_16, o_b, o_k = tl.arange(0, 16), tl.arange(0, BLOCK_O), tl.arange(0, BLOCK_K)
+    o_16, o_64, o_b, o_k = tl.arange(0, 16), tl.arange(0, 64), tl.arange(0, BLOCK_O), tl.arange(0, BLOCK_K)
     m_t = o_t < tokens
-    scale = tl.load(unit)
+    to_units = 1 / tl.load(unit)
+    # column 16 g + s: setting s of group g, as the factor of what is left for each of 16 bits
+    own = (o_16 // 4)[:, None] == (o_64 // 16)[None, :]
+    chosen = ((o_64[None, :] >> (o_16 % 4)[:, None]) & 1) == 1
+    settings = tl.where(own & chosen, -2.0, 0.0).to(tl.float16)
     for step in range(SWEEPS * (N // BLOCK_O)):
         outer = (step % (N // BLOCK_O)) * BLOCK_O
-        p_g = gram + outer + o_b[None, :]
         total = tl.zeros((BLOCK_T, BLOCK_O), tl.float32)
-        for k in range(BLOCK_O, N, BLOCK_K):  # all bits but those of this block
-            o_j = tl.multiple_of((outer + k) % N, BLOCK_K) + o_k
-            b_s = tl.load(bits + o_t * N + o_j[None, :], mask=m_t, other=0.0)
-            total = tl.dot(b_s, tl.load(p_g + o_j[:, None] * N), total)
-        rest = tl.load(correlations + o_t * N + (outer + o_b)[None, :], mask=m_t, other=0.0) - total * scale
-        tl.store(partial + o_t * BLOCK_O + o_b[None, :], rest, mask=m_t)
+        for start in range(0, N, BLOCK_K):
+            b_s = tl.load(bits + o_t * N + (start + o_k)[None, :], mask=m_t, other=0.0)
+            total = tl.dot(b_s, tl.load(gram + (start + o_k)[:, None] * N + (outer + o_b)[None, :]), total)
+        left = tl.load(correlations + o_t * N + (outer + o_b)[None, :], mask=m_t, other=0.0) * to_units - total
         tl.debug_barrier()
-        # one stage: what a turn of this loop loads, the turn before has stored
-        for inner in tl.range(0, BLOCK_O, 16, num_stages=1):
-            first = outer + inner
-            b_s = tl.load(bits + o_t * N + (outer + o_b)[None, :], mask=m_t, other=0.0)
-            b_g = tl.load(gram + (outer + o_b)[:, None] * N + (first + o_16)[None, :])
-            left = tl.load(partial + o_t * BLOCK_O + (inner + o_16)[None, :], mask=m_t, other=0.0)
-            left -= tl.dot(b_s, b_g) * scale
+        for i in tl.static_range(BLOCK_O // 16):
+            first = outer + 16 * i
             p_s = bits + o_t * N + (first + o_16)[None, :]
-            old = tl.sum(tl.where(tl.load(p_s, mask=m_t, other=0.0) > 0, 1 << o_16[None, :], 0), axis=1)
-            new = old
+            old = tl.load(p_s, mask=m_t, other=0.0)
+            energy = tl.load(energies + 4 * first + o_64)[None, :]
+            effect = tl.load(effects + 64 * (first + o_16)[:, None] + o_64[None, :])
+            mine = tl.minimum(tl.maximum(_sixteen(left, i), -60000.0), 60000.0)
+            high = mine.to(tl.float16)
+            low = (mine - high.to(tl.float32)).to(tl.float16)
+            scores = tl.dot(high, settings, tl.dot(low, settings, tl.broadcast_to(energy, (BLOCK_T, 64))))
+            fallen = tl.zeros((BLOCK_T, 16), tl.float16)
             for group in tl.static_range(4):
-                scores = tl.load(energies + (first + 4 * group) * 4 + o_16)[None, :]
-                for i in tl.static_range(4):
-                    product = tl.sum(tl.where((o_16 == 4 * group + i)[None, :], left, 0.0), axis=1)
-                    scores -= 2.0 * product[:, None] * ((o_16 >> i) & 1).to(tl.float32)[None, :]
-                best = tl.argmin(scores, axis=1)
-                was = (old >> (4 * group)) & 15
-                new ^= (was ^ best) << (4 * group)
+                # the number of a setting takes the place of the last bits of its score
+                named = _sixteen(scores, group).to(tl.int32, bitcast=True) & -16 | o_16[None, :]
+                best = tl.min(named.to(tl.float32, bitcast=True), axis=1).to(tl.int32, bitcast=True)
+                new = tl.where((best[:, None] & (1 << o_16 % 4)[None, :]) != 0, 1.0, 0.0).to(tl.float16)
+                change = tl.where((o_16 // 4 == group)[None, :], old - new, 0.0)
+                fallen += change
                 if group < 3:
-                    for i in tl.static_range(4):
-                        flip = (((best >> i) & 1) - ((was >> i) & 1)).to(tl.float32) * scale
-                        b_row = tl.load(gram + (first + 4 * group + i) * N + first + o_16).to(tl.float32)
-                        left -= flip[:, None] * b_row[None, :]
-            tl.debug_barrier()
-            tl.store(p_s, ((new[:, None] >> o_16[None, :]) & 1).to(tl.float16), mask=m_t)
-            tl.debug_barrier()
+                    scores = tl.dot(change, effect, scores)
+            tl.store(p_s, old - fallen, mask=m_t)
+            if i < BLOCK_O // 16 - 1:
+                left = tl.dot(fallen, tl.load(gram + (first + o_16)[:, None] * N + (outer + o_b)[None, :]), left)
+        tl.debug_barrier()
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -190,8 +202,10 @@ class DescentTables:
         bias: float32 [N_c], the encoder's.
         shift: float32 [N_c], products of codebook rows and offset.
         gram: float16 [N, N], products of codebook rows in units of `unit`, 0 within a group.
-        unit: float32 [1].
-        energies: float32 [N / 4, 16], squared norm of each setting of a group.
+        unit: float32 [1], a power of two.
+        energies: float32 [N / 4, 16], squared norm of each setting of a group, in units of `unit`.
+        effects: float16 [N, 64], what is added to the scores of the 16 settings of the four groups around a bit when
+            the bit falls from 1 to 0, in units of `unit`.
     """
 
     inverse: Tensor
@@ -201,6 +215,7 @@ class DescentTables:
     gram: Tensor
     unit: Tensor
     energies: Tensor
+    effects: Tensor
 
 
 def descent_tables(codec: CommVQValueCodec) -> DescentTables:
@@ -210,16 +225,17 @@ def descent_tables(codec: CommVQValueCodec) -> DescentTables:
     count = rows.shape[0]
     padded = torch.nn.functional.pad(rows, (0, 0, 0, -count % _BLOCK_BITS))
     gram = padded @ padded.T
-    by_group = padded.unflatten(0, (-1, SWEEP_BITS))
-    settings = torch.arange(2**SWEEP_BITS, device=rows.device).unsqueeze(-1) >> torch.arange(
-        SWEEP_BITS, device=rows.device
-    )
-    energies = ((settings & 1).float() @ by_group).square().sum(-1)
-    blocks = torch.arange(gram.shape[0], device=rows.device) // SWEEP_BITS
-    gram = torch.where(blocks.unsqueeze(0) == blocks.unsqueeze(1), 0.0, gram)
+    group = torch.arange(SWEEP_BITS, device=rows.device)
+    settings = ((torch.arange(2**SWEEP_BITS, device=rows.device) >> group.unsqueeze(1)) & 1).float()
+    energies = (settings.T @ padded.unflatten(0, (-1, SWEEP_BITS))).square().sum(-1)
+    groups = torch.arange(gram.shape[0], device=rows.device) // SWEEP_BITS
+    gram = torch.where(groups.unsqueeze(0) == groups.unsqueeze(1), 0.0, gram)
     unit = torch.exp2((gram.abs().amax() / 256).clamp(1e-30, 1e30).log2().ceil()).view(1)
+    gram = (gram / unit).half()
+    near = gram.float().unflatten(0, (-1, 16)).unflatten(2, (-1, 16)).diagonal(dim1=0, dim2=2).movedim(2, 0)
+    effects = -2 * (near.unflatten(2, (-1, SWEEP_BITS)) @ settings).flatten(2).flatten(0, 1)
     bias = codec.get_buffer(codec.encoder_weights[0][1]).float()
-    return DescentTables(inverse, offset, bias, rows @ offset, (gram / unit).half(), unit, energies)
+    return DescentTables(inverse, offset, bias, rows @ offset, gram, unit, energies / unit, effects.half())
 
 
 def encode_values(codec: CommVQValueCodec, x: Tensor, tables: DescentTables) -> tuple[Tensor, Tensor]:
@@ -279,10 +295,9 @@ def _encode_part(
             rows, codec.codebook, tables.inverse, tables.shift, found, tokens, count,
             BITS=False, BLOCK_T=block, BLOCK_N=128, **tile,
         )  # fmt: skip
-        partial = torch.empty(tokens, _BLOCK_BITS, dtype=torch.float32, device=rows.device)
         _sweep_kernel[(cdiv(tokens, _SWEEP_TILE["BLOCK_T"]),)](
-            found, tables.gram, tables.unit, tables.energies, bits, partial, tokens,
-            SWEEPS=codec.config.value_sweeps, N=padded, BLOCK_O=_BLOCK_BITS, **_SWEEP_TILE,
+            found, tables.gram, tables.unit, tables.energies, tables.effects, bits, tokens,
+            SWEEPS=codec.config.value_sweeps, N=padded, **_SWEEP_TILE,
         )  # fmt: skip
     block = 64 if tokens > 256 else 16
     _finish_kernel[(cdiv(tokens, block),)](
