@@ -12,8 +12,8 @@ import torch
 
 @cache
 def _beside(stream: torch.cuda.Stream) -> torch.cuda.Stream:
-    """The second stream beside a first one."""
-    return torch.cuda.Stream(stream.device)
+    """The second stream beside a first one: what is given to it begins as soon as there is room."""
+    return torch.cuda.Stream(stream.device, priority=-1)
 
 
 @contextmanager

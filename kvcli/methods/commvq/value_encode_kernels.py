@@ -202,7 +202,7 @@ class DescentTables:
         bias: float32 [N_c], the encoder's.
         shift: float32 [N_c], products of codebook rows and offset.
         gram: float16 [N, N], products of codebook rows in units of `unit`, 0 within a group.
-        unit: float32 [1], a power of two.
+        unit: float32 [1], a power of two; the largest squared norm of a row is 32 to 64 of them.
         energies: float32 [N / 4, 16], squared norm of each setting of a group, in units of `unit`.
         effects: float16 [N, 64], what is added to the scores of the 16 settings of the four groups around a bit when
             the bit falls from 1 to 0, in units of `unit`.
@@ -229,9 +229,8 @@ def descent_tables(codec: CommVQValueCodec) -> DescentTables:
     settings = ((torch.arange(2**SWEEP_BITS, device=rows.device) >> group.unsqueeze(1)) & 1).float()
     energies = (settings.T @ padded.unflatten(0, (-1, SWEEP_BITS))).square().sum(-1)
     groups = torch.arange(gram.shape[0], device=rows.device) // SWEEP_BITS
-    gram = torch.where(groups.unsqueeze(0) == groups.unsqueeze(1), 0.0, gram)
-    unit = torch.exp2((gram.abs().amax() / 256).clamp(1e-30, 1e30).log2().ceil()).view(1)
-    gram = (gram / unit).half()
+    unit = torch.exp2((gram.diagonal().amax() / 64).clamp(1e-30, 1e30).log2().ceil()).view(1)
+    gram = (torch.where(groups.unsqueeze(0) == groups.unsqueeze(1), 0.0, gram) / unit).half()
     near = gram.float().unflatten(0, (-1, 16)).unflatten(2, (-1, 16)).diagonal(dim1=0, dim2=2).movedim(2, 0)
     effects = -2 * (near.unflatten(2, (-1, SWEEP_BITS)) @ settings).flatten(2).flatten(0, 1)
     bias = codec.get_buffer(codec.encoder_weights[0][1]).float()
