@@ -17,10 +17,14 @@ from kvcli.rope import Rotation
 
 
 @triton.jit
-def _rotate(x, cos, sin, out, m, HALF: tl.constexpr):
-    """Rotates pairs at pointers x, x + HALF by those at cos and sin, and writes them to out."""
-    b_cos = tl.load(cos, mask=m, other=0.0).to(tl.float32)
-    b_sin = tl.load(sin, mask=m, other=0.0).to(tl.float32)
+def _angle(cos, sin, m):
+    """Cosines and sines at pointers, float32."""
+    return tl.load(cos, mask=m, other=0.0).to(tl.float32), tl.load(sin, mask=m, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _rotate(x, b_cos, b_sin, out, m, HALF: tl.constexpr):
+    """Rotates pairs at pointers x, x + HALF and writes them to out, out + HALF."""
     b_x = tl.load(x, mask=m, other=0.0).to(tl.float32)
     b_y = tl.load(x + HALF, mask=m, other=0.0).to(tl.float32)
     tl.store(out, (b_x * b_cos - b_y * b_sin).to(out.dtype.element_ty), mask=m)
@@ -46,11 +50,14 @@ def _take_in_kernel(
     p_cos, p_sin = cos + row * c_batch + t * c_time + o_d, sin + row * c_batch + t * c_time + o_d
     if i_h < heads:
         p_x = query + row * q_batch + i_h * q_head + t * q_time + o_d
-        _rotate(p_x, p_cos, p_sin, query_out + ((row * heads + i_h) * length + t) * (2 * HALF) + o_d, m, HALF)
+        p_out = query_out + ((row * heads + i_h) * length + t) * (2 * HALF) + o_d
+        b_cos, b_sin = _angle(p_cos, p_sin, m)
+        _rotate(p_x, b_cos, b_sin, p_out, m, HALF)
     elif i_h < heads + kv_heads:
         i_h -= heads
         p_x = key + row * k_batch + i_h * k_head + t * k_time + o_d
-        _rotate(p_x, p_cos, p_sin, key_out + row * ko_batch + i_h * ko_head + t * ko_time + o_d, m, HALF)
+        b_cos, b_sin = _angle(p_cos, p_sin, m)
+        _rotate(p_x, b_cos, b_sin, key_out + row * ko_batch + i_h * ko_head + t * ko_time + o_d, m, HALF)
     else:
         i_h -= heads + kv_heads
         p_x = value + row * v_batch + i_h * v_head + t * v_time + o_d
@@ -91,16 +98,11 @@ def _unrotate_kernel(
     o_d = tl.arange(0, BLOCK_D)[None, :]
     row, t = (n // length)[:, None], (n % length)[:, None]
     m = (n < tokens)[:, None] & (o_d < HALF)
-    b_cos = tl.load(cos + row * c_batch + t * c_time + o_d, mask=m, other=1.0)
-    b_sin = tl.load(sin + row * c_batch + t * c_time + o_d, mask=m, other=0.0)
-    scale = b_cos * b_cos + b_sin * b_sin
-    b_cos, b_sin = tl.div_rn(b_cos, scale), tl.div_rn(b_sin, scale)
+    b_cos, b_sin = _angle(cos + row * c_batch + t * c_time + o_d, sin + row * c_batch + t * c_time + o_d, m)
+    scale = tl.where(m, b_cos * b_cos + b_sin * b_sin, 1.0)
     p_x = x + row * x_batch + i_h * x_head + t * x_time + o_d
-    b_x = tl.load(p_x, mask=m, other=0.0).to(tl.float32)
-    b_y = tl.load(p_x + HALF, mask=m, other=0.0).to(tl.float32)
     p_out = out + ((row * heads + i_h) * length + t) * (2 * HALF) + o_d
-    tl.store(p_out, b_x * b_cos + b_y * b_sin, mask=m)
-    tl.store(p_out + HALF, b_y * b_cos - b_x * b_sin, mask=m)
+    _rotate(p_x, tl.div_rn(b_cos, scale), -tl.div_rn(b_sin, scale), p_out, m, HALF)
 
 
 def unrotate_fused(rotation: Rotation, x: Tensor) -> Tensor:
