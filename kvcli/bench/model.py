@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,9 +16,8 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaForCausalLM
 
 from kvcli.attention.forward import ForwardPass
-from kvcli.attention.layer import Forms, Unrotate, attend_layer
-from kvcli.attention.reference import take_in, unrotate
-from kvcli.attention.session import Session
+from kvcli.attention.layer import attend_layer
+from kvcli.attention.session import Session, attend_forms
 from kvcli.bench.layer import Subject, randomise
 from kvcli.bench.shapes import shape_config
 from kvcli.cache.compressed import CompressedCache
@@ -187,24 +186,15 @@ def _fill_compressed(cache: CompressedCache, key: Tensor, value: Tensor, spec: M
         None,
     )
     query = key.new_zeros(batch, spec.num_heads, new, head_dim)
-    forms = Forms(
+    impl = "fused" if cache.layers[0].codec.key.fused else "reference"
+    forms = replace(
+        attend_forms(cache.method, impl),
         codes=lambda codec, query, part, scaling: (query, query[..., 0]),
         exact=lambda query, key, value, visible, scaling, encoded: query.transpose(1, 2),
-        take_in=take_in,
-        unrotate=_unrotate(cache),
     )
     for layer in cache.layers:
         layer.update(key, value)
         attend_layer(layer, query, now, forms, 1.0)
-
-
-def _unrotate(cache: CompressedCache) -> Unrotate:
-    """As the session of a cache does it: the reference takes more memory."""
-    if not cache.layers[0].codec.key.fused:
-        return unrotate
-    from kvcli.attention.rotation_kernels import unrotate_fused
-
-    return unrotate_fused
 
 
 def cache_bytes(cache: Any) -> int:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from kvcli.attention.session import attend_forms
 from kvcli.bench import memory
 from kvcli.bench.layer import Subject
 from kvcli.bench.memory import MemoryConfig, MemoryRow, Probe, bench_memory
@@ -78,6 +79,21 @@ def test_a_filled_cache_is_as_large_as_a_computed_one(model: Any, name: str) -> 
     if not isinstance(filled, DynamicCache):
         assert filled.memory() == computed.memory()
         assert filled.memory().num_encoded > 150
+
+
+@pytest.mark.parametrize("name", ["kivi-2", "squat-pre-2"])
+def test_kernels_fill_a_cache_where_they_encode(model: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    used, forms = [], attend_forms
+    monkeypatch.setattr("kvcli.bench.model.attend_forms", lambda method, impl: used.append(impl) or forms(method, impl))
+    with opened(model, Subject.parse(name, SMALL), "auto", 0) as new_cache:
+        caches = [new_cache(), new_cache()]
+        for fused, cache in zip((False, True), caches, strict=True):
+            for layer in cache.layers:
+                layer.codec.use_kernels(fused)
+            fill(model, cache, 1, 24, None)
+    assert used == ["reference", "fused"]
+    assert caches[0].memory() == caches[1].memory()
 
 
 @pytest.mark.parametrize("name", ["fp16", "kivi-2", "commvq-1"])
