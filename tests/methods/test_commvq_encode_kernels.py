@@ -1,0 +1,214 @@
+"""CommVQ's encode kernels against its reference codecs: on a GPU if there is one, else in Triton's interpreter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from encoders import DEVICE, GPU, assert_same, both, many
+from factories import clustered, fitted_keys, make_spec
+from torch import Tensor
+
+from kvcli.methods.commvq.config import CommVQConfig
+from kvcli.methods.commvq.fit import fit_values_fast, fit_values_paper
+from kvcli.methods.commvq.values import CommVQValueCodec
+
+pytest.importorskip("triton")
+
+from kvcli.methods.commvq.key_encode_kernels import _norms, _search, search_tables, search_tile
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """Normalised squared error."""
+    return float((found.float() - expected.float()).square().sum() / expected.float().square().sum())
+
+
+def check_keys(codec: Any, x: Tensor) -> None:
+    """Nearly all codes equal, the rest as good; norms equal up to ties of their rounding."""
+    reference, ours = both(codec, x)
+    assert ours.packed.shape == reference.packed.shape
+    assert ours.norm.shape == reference.norm.shape
+    assert torch.allclose(ours.norm.float(), reference.norm.float(), rtol=1e-3, atol=0)
+    assert (ours.norm == reference.norm).float().mean() > 0.97
+    same = [(a == b).float().mean() for a, b in zip(codec.unpack(reference), codec.unpack(ours), strict=True)]
+    assert min(same) > 0.998
+    expected, found = (relative_error(codec.decode(codes), x) for codes in (reference, ours))
+    assert abs(found / expected - 1) < 1e-3
+
+
+def commvq_keys(head_dim: int, rotary_dim: int | None = None, **changes: Any) -> Any:
+    settings = {"key_iterations": 2, "num_residuals": 3, "codebook_size": 16, **changes}
+    return fitted_keys(make_spec(head_dim, rotary_dim=rotary_dim), CommVQConfig(**settings), tokens=600)[0]
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "changes"),
+    [
+        (64, {}),
+        (128, {"codebook_size": 64, "num_residuals": 2}),
+        (80, {"key_norm": "per_head"}),
+        (96, {"pairs_per_group": 16}),
+        (16, {"pairs_per_group": 4, "codebook_size": 2, "num_residuals": 5}),
+        (64, {"rotary_dim": 32, "codebook_size": 8}),
+        (48, {"rotary_dim": 24, "pairs_per_group": 8}),
+        (32, {"codebook_size": 128, "num_residuals": 2, "pairs_per_group": 8}),
+    ],
+)
+def test_commvq_keys(head_dim: int, changes: dict[str, Any]) -> None:
+    codec = commvq_keys(head_dim, **changes)
+    for time, batch, dtype in ((many(65), 1, torch.float32), (33, 3, torch.bfloat16), (1, 1, torch.float16)):
+        x = clustered(2 * batch, time, head_dim, seed=1).view(batch, 2, time, head_dim)
+        check_keys(codec, x.to(DEVICE, dtype).transpose(1, 2).contiguous().transpose(1, 2))
+
+
+def test_commvq_keys_in_large_tiles() -> None:
+    """More tokens than small tiles are for, in a tile that the end of the tokens cuts."""
+    codec = commvq_keys(16, codebook_size=4, num_residuals=2)
+    check_keys(codec, clustered(2, 580, 16, seed=2).view(1, 2, 580, 16).to(DEVICE))
+
+
+def test_warps_of_large_tiles_have_tokens_of_their_own() -> None:
+    """Eight warps on 64 tokens were an illegal memory access on an H200."""
+    for tokens in (1, 32, 512, 513, 10**6):
+        for size in (2, 16, 64, 128, 256):
+            tile = search_tile(tokens, size)
+            rows = tile["FAR"] * tile["NEAR"]
+            assert rows < 64 or 16 * tile["num_warps"] <= rows
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter, which computes with NumPy
+def test_commvq_keys_with_infinite_channels() -> None:
+    """Such a token's codes are still entries of a codebook smaller than the tile; other tokens do not change."""
+    codec = commvq_keys(16, codebook_size=2)
+    x = clustered(2, 40, 16).view(1, 2, 40, 16).to(DEVICE)
+    expected = both(codec, x)[1]
+    x[:, :, 7, 3] = float("inf")
+    tables = search_tables(codec)
+    codes = _search(codec, x, _norms(x, joint=True)[1], tables)
+    assert int(codes.min()) >= 0
+    assert int(codes.max()) < 4
+    others = torch.arange(40) != 7
+    assert torch.equal(both(codec, x)[1].packed[:, :, others], expected.packed[:, :, others])
+
+
+def test_commvq_keys_without_size() -> None:
+    codec = commvq_keys(32)
+    x = clustered(2, 4, 32).view(1, 2, 4, 32).to(DEVICE)
+    x[:, :, 1], x[:, :, 2], x[:, :, 3] = 0, 1e-12, 1e6
+    reference, ours = both(codec, x)
+    assert codec.decode(ours).isfinite().all()
+    assert not codec.decode(ours)[:, :, 1:3].any()
+    assert torch.allclose(ours.norm.float(), reference.norm.float(), rtol=1e-3)
+
+
+def test_tables_follow_the_buffers() -> None:
+    """A codec that is fitted or loaded again, in place, must not search with what was derived before."""
+    codec, other = commvq_keys(32), commvq_keys(32, key_iterations=4)
+    x = clustered(2, 40, 32).view(1, 2, 40, 32).to(DEVICE)
+    check_keys(codec, x)
+    codec.load_state_dict(other.state_dict())
+    check_keys(codec, x)
+    codec.pair_weight.mul_(torch.linspace(0.1, 3, 16, device=DEVICE))
+    check_keys(codec, x)
+
+
+def values(heads: int, time: int, head_dim: int, *, batch: int = 1, structured: bool, seed: int = 0) -> Tensor:
+    """Values [batch, heads, time, head_dim] with channels of different size, random or around some centres."""
+    x = clustered(1, batch * time, heads * head_dim, seed)[0]
+    if not structured:
+        x = torch.randn(x.shape, generator=torch.Generator().manual_seed(seed))
+    x = x.view(batch, time, heads, head_dim) * torch.logspace(-1, 1, head_dim)
+    return x.transpose(1, 2)
+
+
+def commvq_values(head_dim: int, *, structured: bool = True, **changes: Any) -> CommVQValueCodec:
+    spec = make_spec(head_dim)
+    codec = CommVQValueCodec(spec, CommVQConfig(**{"bits": 2, "value_iterations": 3, **changes}).resolve(spec))
+    with torch.no_grad():
+        if codec.config.value_trainer == "fast":
+            fit_values_fast(codec, values(2, 1500, head_dim, structured=structured)[0], 3)
+        else:
+            fit_values_paper(codec, values(2, 1500, head_dim, structured=structured)[0], 3, torch.Generator())
+    return codec
+
+
+def check_values(codec: CommVQValueCodec, x: Tensor, atol: float = 0) -> None:
+    """Nearly all bits equal, the rest no worse; scales equal where bits are, up to ties of their rounding."""
+    reference, ours = both(codec, x)
+    assert ours.packed.shape == reference.packed.shape
+    assert ours.scale.shape == reference.scale.shape
+    bits = [codec.unpack(codes).flatten(0, 1) for codes in (reference, ours)]
+    assert (bits[0] == bits[1]).float().mean() >= 0.99
+    rows = codec.normalise(x)[0]
+    decoded = [(b @ codec.codebook.float() + codec.offset.float()) / codec.channel_scale for b in bits]
+    expected, found = (relative_error(y, rows) for y in decoded)
+    assert found < expected * (1 + 1e-3)
+    same = (bits[0] == bits[1]).all(1)
+    assert same.float().mean() > 0.5
+    scales = [codes.scale.flatten()[same].float() for codes in (reference, ours)]
+    assert torch.allclose(*scales, rtol=2e-3, atol=atol)
+
+
+@pytest.fixture
+def wide_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter takes its time by operation, not by element."""
+    if not GPU:
+        wide = {"BLOCK_T": 256, "BLOCK_O": 128, "BLOCK_K": 128, "num_warps": 4, "num_stages": 3}
+        monkeypatch.setattr("kvcli.methods.commvq.value_encode_kernels._SWEEP_TILE", wide)
+
+
+@pytest.mark.usefixtures("wide_tiles")
+@pytest.mark.parametrize("structured", [False, True])
+@pytest.mark.parametrize(
+    ("head_dim", "changes"), [(64, {}), (80, {"bits": 1}), (96, {"value_code_bits": 150}), (16, {"value_sweeps": 0})]
+)
+def test_commvq_values(head_dim: int, changes: dict[str, Any], structured: bool) -> None:
+    codec = commvq_values(head_dim, structured=structured, **changes)
+    check_values(codec, values(2, many(250), head_dim, structured=structured, seed=1).to(DEVICE))
+
+
+@pytest.mark.usefixtures("wide_tiles")
+@pytest.mark.parametrize("bits", [4, 6])
+def test_commvq_values_with_hardly_any_bits(bits: int) -> None:
+    """A single group has no others that it could disturb. Some tokens are nearly orthogonal to what so few can say."""
+    x = values(2, 40, 16, structured=True, seed=3).to(DEVICE)
+    check_values(commvq_values(16, value_code_bits=bits), x, atol=1e-3)
+
+
+@pytest.mark.usefixtures("wide_tiles")
+def test_commvq_values_of_orthogonal_rows() -> None:
+    """Products between groups are noise of rounding, which must not set the scale of anything."""
+    codec = commvq_values(16, value_code_bits=24)
+    with torch.no_grad():
+        codec.codebook.copy_(torch.linalg.qr(torch.randn(32, 24, generator=torch.Generator().manual_seed(0)))[0].T)
+        codec.channel_scale.fill_(1)
+        codec.offset.zero_()
+    check_values(codec, values(2, 40, 16, structured=False, seed=3).to(DEVICE))
+
+
+@pytest.mark.parametrize(("time", "batch", "dtype"), [(1, 1, torch.float16), (63, 3, torch.bfloat16)])
+def test_commvq_values_in_awkward_shapes(time: int, batch: int, dtype: torch.dtype) -> None:
+    x = values(2, time, 32, batch=batch, structured=True, seed=2)
+    check_values(commvq_values(32), x.to(DEVICE, dtype))
+
+
+def test_commvq_values_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More tokens than are encoded at once."""
+    codec = commvq_values(16, value_sweeps=1)
+    monkeypatch.setattr("kvcli.methods.commvq.value_encode_kernels._ENCODE_TOKENS", 1030)
+    check_values(codec, values(2, 1050, 16, structured=True, seed=3).to(DEVICE))
+
+
+def test_commvq_values_without_size() -> None:
+    codec = commvq_values(16)
+    x = values(2, 4, 16, structured=True).clone().to(DEVICE)
+    x[:, :, 1], x[:, :, 2], x[:, :, 3] = 0, 1e-30, 1e9
+    decoded = codec.decode(both(codec, x)[1])
+    assert decoded.isfinite().all()
+    assert not decoded[:, :, 1:3].any()
+
+
+def test_the_papers_encoder_needs_no_kernels() -> None:
+    codec = commvq_values(16, value_trainer="paper", value_hidden=16)
+    assert_same(*both(codec, values(2, 30, 16, structured=True).to(DEVICE)))
