@@ -17,6 +17,7 @@ from kvcli.methods.commvq.values import CommVQValueCodec
 pytest.importorskip("triton")
 
 from kvcli.methods.commvq.key_encode_kernels import _norms, _search, search_tables, search_tile
+from kvcli.methods.commvq.value_encode_kernels import _SWEEP_TILE, _sweep_kernel
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
@@ -185,6 +186,27 @@ def test_commvq_values_of_orthogonal_rows() -> None:
         codec.channel_scale.fill_(1)
         codec.offset.zero_()
     check_values(codec, values(2, 40, 16, structured=False, seed=3).to(DEVICE))
+
+
+def test_settings_are_chosen_with_more_digits_than_float16_has() -> None:
+    """Groups that do not disturb each other: the least |c|^2 - 2 <c, rest> of each, unless the next one is as good."""
+    generator = torch.Generator().manual_seed(0)
+    tokens, count = 50, _SWEEP_TILE["BLOCK_O"]
+    settings = (torch.arange(16).unsqueeze(1) >> torch.arange(4)) & 1
+    # large numbers that cancel
+    left = 1000 + torch.randn(tokens, count, generator=generator)
+    energies = 2000 * settings.sum(1) + 5 * torch.rand(count // 4, 16, generator=generator)
+    bits = torch.randint(0, 2, (tokens, count), generator=generator).half()
+    nothing, unit = torch.zeros(count, count).half(), torch.ones(1)
+    tables = (x.to(DEVICE) for x in (left, nothing, unit, energies, torch.zeros(count, 64).half()))
+    found = bits.to(DEVICE)
+    _sweep_kernel[(1,)](*tables, found, tokens, SWEEPS=1, N=count, **_SWEEP_TILE)
+    scores = energies.double() - 2 * left.double().unflatten(1, (-1, 4)) @ settings.T.double()
+    least = scores.topk(2, largest=False)
+    sure = least.values[..., 1] - least.values[..., 0] > 1e-2
+    assert sure.float().mean() > 0.98
+    chosen = found.cpu().unflatten(1, (-1, 4))
+    assert torch.equal(chosen[sure], settings[least.indices[..., 0]].half()[sure])
 
 
 @pytest.mark.parametrize(("time", "batch", "dtype"), [(1, 1, torch.float16), (63, 3, torch.bfloat16)])
