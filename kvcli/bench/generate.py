@@ -23,8 +23,8 @@ from kvcli.bench.timing import percentiles
 _WARM_TOKENS = 40
 """Enough for the first tokens of a decode to be encoded, so that no kernel is compiled while the clock runs."""
 
-_WARM_SECONDS = 10.0
-"""How long a GPU works before fp16 is timed, which would else be alone to run on a cool one, at a higher clock."""
+_WARM_SECONDS = {"cuda": 10.0}
+"""How long a device works before fp16 is timed, which would else be alone to run on a cool GPU, at a higher clock."""
 
 _CHECKED_TOKENS = 256
 """Tokens that the check has at least: a short prompt may have no code."""
@@ -197,7 +197,7 @@ class _Bench:
             row = replace(row, out_error=errors[0], lse_error=errors[1], encoding_gap=errors[2])
             if not agreement.holds:
                 return replace(row, status="mismatch", note=agreement.describe())
-        if subject.is_baseline and self.device.type == "cuda":
+        if subject.is_baseline:
             self._in_budget(subject, lambda cache: self._heat(cache, row))
         runs = self._in_budget(subject, lambda cache: self._runs(cache, row))
         return replace(row, figures=Figures.of(runs, row.batch, row.new_tokens))
@@ -211,8 +211,8 @@ class _Bench:
             return run(new_cache)
 
     def _heat(self, new_cache: NewCache, row: GenerateRow) -> None:
-        started = time.perf_counter()
-        while time.perf_counter() - started < _WARM_SECONDS:
+        end = time.perf_counter() + _WARM_SECONDS.get(self.device.type, 0.0)
+        while time.perf_counter() < end:
             self._run(new_cache, row.batch, row.prompt_tokens, 0)
 
     def _runs(self, new_cache: NewCache, row: GenerateRow) -> list[Run]:

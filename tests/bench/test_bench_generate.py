@@ -176,6 +176,22 @@ def test_every_method_runs_beside_fp16(model: Any) -> None:
     assert model.model.rotary_emb is rotary
 
 
+def test_fp16_is_not_timed_on_a_cool_device(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[int] = []
+
+    def run(model: Any, new_cache: Any, ids: Any, new_tokens: int, chunk: Any) -> Run:
+        chosen.append(new_tokens)
+        return make_run(1.0, 1.0)
+
+    monkeypatch.setattr(generate, "run_model", run)
+    monkeypatch.setitem(generate._WARM_SECONDS, "cpu", 0.01)
+    rows = list(bench_generate(make_config(model, "kivi-2")))
+    prompts = chosen.count(0)
+    assert prompts > 0
+    assert chosen == [0] * prompts + [4, 4, 4] * 2
+    assert [row.figures and row.figures.repeats for row in rows] == [2, 2]
+
+
 def test_codebooks_of_the_bench_are_random_and_seeded(model: Any) -> None:
     subject = Subject.parse("commvq-1", SMALL)
 
