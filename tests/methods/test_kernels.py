@@ -121,6 +121,7 @@ CASES = [
     ("commvq-2", 6, 2, 64, 2, 63, 2, [63, 20], {}),
     ("commvq-1", 3, 3, 64, 1, 1, 1, None, {}),
     ("commvq-1", 4, 2, 128, 1, 40, 1, None, {"pairs_per_group": 16, "codebook_size": 256, "num_residuals": 2}),
+    ("commvq-1", 2, 1, 128, 1, 40, 1, None, {"codebook_size": 256, "num_residuals": 6}),  # two passes over the keys
     ("commvq-2", 2, 2, 64, 3, 33, 1, [0, 33, 5], {"pairs_per_group": 16, "key_norm": "per_head"}),
     ("commvq-2", 4, 4, 128, 1, 34, 1, None, {}),
 ]
@@ -267,8 +268,8 @@ def test_other_shapes_are_refused_by_name(name: str, settings: dict[str, Any], n
     ("stages", "size", "expected"),
     [
         (11, 64, [(0, 11)]),
-        (21, 64, [(0, 11), (11, 10)]),
-        (4, 256, [(0, 2), (2, 2)]),
+        (21, 64, [(0, 21)]),
+        (8, 256, [(0, 4), (4, 4)]),
         (200, 2, [(0, 100), (100, 100)]),  # sums of bytes must fit 16 bits
     ],
 )

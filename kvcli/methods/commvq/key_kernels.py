@@ -1,9 +1,9 @@
 """Scores of CommVQ's key codes.
 
-A token's codewords are summed once a kv head. Codebook entries are bytes, so a word holds four of them, and two integer
-sums do for 2 R words: one of the words and one of their odd bytes, from which the even ones follow exactly. A second
-table holds i u. Rotation is split as in `TokenRotations.tiles`: the position of a tile goes into the query, the offset
-in the tile is one small table.
+A token's codewords are summed once a kv head, those of u_a and those of u_b apart, so that one table serves both; then
+u_a + i u_b is formed once. Codebook entries are bytes, so a word holds four of them, and two integer sums do for R
+words: one of the words and one of their odd bytes, from which the even ones follow exactly. Rotation is split as in
+`TokenRotations.tiles`: the position of a tile goes into the query, the offset in the tile is one small table.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from kvcli.kernels.launch import cdiv, refuse, row_major
 from kvcli.kernels.values import LOG2E
 from kvcli.kernels.words import odd_bytes, settled_half
 from kvcli.methods.base import EncodedPart
-from kvcli.methods.commvq.codebook import times_i
 from kvcli.methods.commvq.config import CommVQConfig
 from kvcli.methods.commvq.keys import CommVQKeyCodec
 
@@ -42,6 +41,15 @@ def _code_word(packed, at, first, i: tl.constexpr, m_n, PITCH: tl.constexpr, ALI
         mask = m_n[:, None] & (byte < PITCH)[None, :]
         word |= tl.load(packed + at[:, None] + byte[None, :], mask=mask, other=0).to(tl.uint32) << (8 * k)
     return word
+
+
+@triton.jit
+def _code_words(packed, t, p_time, first, count, PITCH: tl.constexpr, ALIGNED: tl.constexpr, WORDS: tl.constexpr):
+    """WORDS + 1 words of the code streams of tokens t, from word `first` on: uint32 [N, G] each."""
+    words = ()
+    for i in tl.static_range(WORDS + 1):
+        words = words + (_code_word(packed, t * p_time, first, i, t < count, PITCH, ALIGNED),)
+    return words
 
 
 @triton.jit(do_not_specialize=["length"])
@@ -98,7 +106,7 @@ def _key_scores_kernel(
     WIDTH: tl.constexpr = D // 4
     PART: tl.constexpr = WIDTH // GROUPS
     MASK: tl.constexpr = (1 << CODE_BITS) - 1
-    BIAS: tl.constexpr = 2 * R * 128
+    MOST: tl.constexpr = R * 255
     o_w = tl.arange(0, WIDTH)
     # word w of a group holds its pairs w and w + PART
     low = (o_w // PART) * (2 * PART) + o_w % PART
@@ -132,39 +140,41 @@ def _key_scores_kernel(
     norm += i_b * n_batch + i_h * n_head + start * n_time
     p_scores = scores + i_bh * s_head + o_m.to(tl.int64)[None, :] * s_row + start
     count = tl.minimum(length - i_t * TILE, TILE)
-    p_table = table + i_h * (GROUPS * 2 * STAGES * N * PART) + o_g[None, :, None] * (2 * STAGES * N * PART)
+    p_table = table + i_h * (GROUPS * STAGES * N * PART) + o_g[None, :, None] * (STAGES * N * PART)
     p_table += FIRST * N * PART + tl.arange(0, PART)[None, None, :]
+    raws = _code_words(p_codes, o_t, p_time, first, count, PITCH, ALIGNED, WORDS)
     for sub in range(0, count, BLOCK_T):
         t = sub + o_t
         m_t = t < count
         # the group's codes, aligned to its first bit: WORDS tensors [T, G]
-        raw = _code_word(p_codes, t * p_time, first, 0, m_t, PITCH, ALIGNED)
         b_words = ()
         for i in tl.static_range(WORDS):
-            following = _code_word(p_codes, t * p_time, first, i + 1, m_t, PITCH, ALIGNED)
-            b_words = b_words + ((raw >> shift) | ((following << 1) << (31 - shift)),)
-            raw = following
+            b_words = b_words + ((raws[i] >> shift) | ((raws[i + 1] << 1) << (31 - shift)),)
+        raws = _code_words(p_codes, t + BLOCK_T, p_time, first, count, PITCH, ALIGNED, WORDS)
 
-        # sums of codewords, [T, G, PART] words of four bytes
-        even = tl.zeros([BLOCK_T, GROUPS, PART], tl.int32)
-        odd = tl.zeros([BLOCK_T, GROUPS, PART], tl.int32)
+        # sums of codewords, [T, G, PART] words of four bytes: all of them and the odd ones
+        all_a = tl.zeros([BLOCK_T, GROUPS, PART], tl.int32)
+        odd_a, all_b, odd_b = all_a, all_a, all_a
         for r in tl.static_range(R):
             code = b_words[(r * CODE_BITS) // 32] >> ((r * CODE_BITS) % 32)
             if (r * CODE_BITS) % 32 + CODE_BITS > 32:
                 code |= b_words[(r * CODE_BITS) // 32 + 1] << (32 - (r * CODE_BITS) % 32)
             code = (code & MASK).to(tl.int32)
             a = tl.load(p_table + ((code // N) * PART + r * N * PART)[:, :, None])
-            b = tl.load(p_table + ((code % N) * PART + (STAGES + r) * N * PART)[:, :, None])
-            even += a + b
-            odd += odd_bytes(a) + odd_bytes(b)
-        even = tl.reshape(even - (odd << 8), [BLOCK_T, WIDTH])
-        odd = tl.reshape(odd, [BLOCK_T, WIDTH])
+            b = tl.load(p_table + ((code % N) * PART + r * N * PART)[:, :, None])
+            all_a += a
+            odd_a += odd_bytes(a)
+            all_b += b
+            odd_b += odd_bytes(b)
+        # (re, im) of u_a + i u_b, two pairs a word; MOST keeps each half from borrowing of the other
+        real = tl.reshape(all_a - (odd_a << 8) - odd_b + MOST * 0x10001, [BLOCK_T, WIDTH])
+        imag = tl.reshape(all_b - (odd_b << 8) + odd_a, [BLOCK_T, WIDTH])
 
         b_s = tl.zeros([BLOCK_T, BLOCK_M], tl.float32)
         for half in tl.static_range(2):
             # [T, W]: the summed codeword of each token, rotated by its offset
-            b_re = (((even >> (16 * half)) & 0xFFFF) - BIAS).to(tl.float32)
-            b_im = (((odd >> (16 * half)) & 0xFFFF) - BIAS).to(tl.float32)
+            b_re = (((real >> (16 * half)) & 0xFFFF) - MOST).to(tl.float32)
+            b_im = (((imag >> (16 * half)) & 0xFFFF) - 2 * R * 128).to(tl.float32)
             o_turn = t[:, None] * PAIRS + (low + half * PART)[None, :]
             b_oc = tl.load(offset_cos + o_turn).to(tl.float32)
             b_os = tl.load(offset_sin + o_turn).to(tl.float32)
@@ -185,25 +195,25 @@ def _key_scores_kernel(
 
 
 def byte_table(codebook: Tensor) -> Tensor:
-    """The codebook for u_a and i u_b as biased bytes, four to a word.
+    """The codebook as biased bytes, four to a word.
 
     Args:
         codebook: int8 [num_kv_heads, groups, R, N, 2g], (re, im) interleaved.
 
     Returns:
-        int32 [num_kv_heads, groups, 2, R, N, g/2]; word w holds (re, im) of pair w, then of pair w + g/2.
+        int32 [num_kv_heads, groups, R, N, g/2]; word w holds (re, im) of pair w, then of pair w + g/2.
     """
-    both = torch.stack((codebook, times_i(codebook)), dim=2).to(torch.int16) + 128
-    halves = both.unflatten(-1, (2, -1, 2)).transpose(-3, -2).flatten(-3)
+    biased = codebook.to(torch.int16) + 128
+    halves = biased.unflatten(-1, (2, -1, 2)).transpose(-3, -2).flatten(-3)
     return halves.to(torch.uint8).contiguous().view(torch.int32)
 
 
 def stage_ranges(config: CommVQConfig, head_dim: int) -> list[tuple[int, int]]:
     """First stage and number of stages of each pass over the keys; scores of passes add up.
 
-    A pass takes as many stages as have their tables of one head, 2 N head_dim bytes a stage, in a multiprocessor's L1.
+    A pass takes as many stages as have their tables of one head, N head_dim bytes a stage, in a multiprocessor's L1.
     """
-    most = max(1, min(_MOST_STAGES, _TABLE_BYTES // (2 * config.codebook_size * head_dim)))
+    most = max(1, min(_MOST_STAGES, _TABLE_BYTES // (config.codebook_size * head_dim)))
     passes = -(-config.num_residuals // most)
     each = -(-config.num_residuals // passes)
     return [(first, min(each, config.num_residuals - first)) for first in range(0, config.num_residuals, each)]
