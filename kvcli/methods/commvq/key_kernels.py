@@ -30,22 +30,22 @@ _MOST_STAGES = 128
 
 @triton.jit
 def _code_word(packed, at, first, i: tl.constexpr, m_n, PITCH: tl.constexpr, ALIGNED: tl.constexpr):
-    """32 bits of each row's code stream, from word `first` + i on: uint32 [N, G]."""
+    """32 bits of each row's code stream, from word `first` + i on: uint32 [G, N]."""
     if ALIGNED:
-        mask = m_n[:, None] & (first + i < PITCH // 4)[None, :]
-        word = tl.load(packed + at[:, None] + (first + i)[None, :], mask=mask, other=0)
+        mask = (first + i < PITCH // 4)[:, None] & m_n[None, :]
+        word = tl.load(packed + at[None, :] + (first + i)[:, None], mask=mask, other=0)
         return word.to(tl.uint32, bitcast=True)
-    word = tl.zeros([at.shape[0], first.shape[0]], tl.uint32)
+    word = tl.zeros([first.shape[0], at.shape[0]], tl.uint32)
     for k in tl.static_range(4):
         byte = 4 * (first + i) + k
-        mask = m_n[:, None] & (byte < PITCH)[None, :]
-        word |= tl.load(packed + at[:, None] + byte[None, :], mask=mask, other=0).to(tl.uint32) << (8 * k)
+        mask = (byte < PITCH)[:, None] & m_n[None, :]
+        word |= tl.load(packed + at[None, :] + byte[:, None], mask=mask, other=0).to(tl.uint32) << (8 * k)
     return word
 
 
 @triton.jit
 def _code_words(packed, t, p_time, first, count, PITCH: tl.constexpr, ALIGNED: tl.constexpr, WORDS: tl.constexpr):
-    """WORDS + 1 words of the code streams of tokens t, from word `first` on: uint32 [N, G] each."""
+    """WORDS + 1 words of the code streams of tokens t, from word `first` on: uint32 [G, N] each."""
     words = ()
     for i in tl.static_range(WORDS + 1):
         words = words + (_code_word(packed, t * p_time, first, i, t < count, PITCH, ALIGNED),)
@@ -134,26 +134,26 @@ def _key_scores_kernel(
 
     bit = (i_h.to(tl.int32) * GROUPS + o_g) * (STAGES * CODE_BITS) + FIRST * CODE_BITS
     first = bit // 32
-    shift = (bit % 32).to(tl.uint32)[None, :]
+    shift = (bit % 32).to(tl.uint32)[:, None]
     start = i_t.to(tl.int64) * TILE
     p_codes = packed + i_b * p_batch + start * p_time
     norm += i_b * n_batch + i_h * n_head + start * n_time
     p_scores = scores + i_bh * s_head + o_m.to(tl.int64)[None, :] * s_row + start
     count = tl.minimum(length - i_t * TILE, TILE)
-    p_table = table + i_h * (GROUPS * STAGES * N * PART) + o_g[None, :, None] * (STAGES * N * PART)
+    p_table = table + i_h * (GROUPS * STAGES * N * PART) + o_g[:, None, None] * (STAGES * N * PART)
     p_table += FIRST * N * PART + tl.arange(0, PART)[None, None, :]
     raws = _code_words(p_codes, o_t, p_time, first, count, PITCH, ALIGNED, WORDS)
     for sub in range(0, count, BLOCK_T):
         t = sub + o_t
         m_t = t < count
-        # the group's codes, aligned to its first bit: WORDS tensors [T, G]
+        # the group's codes, aligned to its first bit: WORDS tensors [G, T]
         b_words = ()
         for i in tl.static_range(WORDS):
             b_words = b_words + ((raws[i] >> shift) | ((raws[i + 1] << 1) << (31 - shift)),)
         raws = _code_words(p_codes, t + BLOCK_T, p_time, first, count, PITCH, ALIGNED, WORDS)
 
-        # sums of codewords, [T, G, PART] words of four bytes: all of them and the odd ones
-        all_a = tl.zeros([BLOCK_T, GROUPS, PART], tl.int32)
+        # sums of codewords, [G, T, PART] words of four bytes: all of them and the odd ones
+        all_a = tl.zeros([GROUPS, BLOCK_T, PART], tl.int32)
         odd_a, all_b, odd_b = all_a, all_a, all_a
         for r in tl.static_range(R):
             code = b_words[(r * CODE_BITS) // 32] >> ((r * CODE_BITS) % 32)
@@ -167,8 +167,10 @@ def _key_scores_kernel(
             all_b += b
             odd_b += odd_bytes(b)
         # (re, im) of u_a + i u_b, two pairs a word; MOST keeps each half from borrowing of the other
-        real = tl.reshape(all_a - (odd_a << 8) - odd_b + MOST * 0x10001, [BLOCK_T, WIDTH])
-        imag = tl.reshape(all_b - (odd_b << 8) + odd_a, [BLOCK_T, WIDTH])
+        real = all_a - (odd_a << 8) - odd_b + MOST * 0x10001
+        imag = all_b - (odd_b << 8) + odd_a
+        real = tl.reshape(tl.permute(real, (1, 0, 2)), [BLOCK_T, WIDTH])
+        imag = tl.reshape(tl.permute(imag, (1, 0, 2)), [BLOCK_T, WIDTH])
 
         b_s = tl.zeros([BLOCK_T, BLOCK_M], tl.float32)
         for half in tl.static_range(2):
