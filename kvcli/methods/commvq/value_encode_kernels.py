@@ -99,6 +99,15 @@ def _sixteen(x, INDEX: tl.constexpr):
     return x
 
 
+@triton.jit
+def _tables_of_sixteen(gram, energies, effects, first, o_block, N: tl.constexpr):
+    """What the choice of 16 bits needs: energies [1, 64], effects [16, 64], and their products with a block's rows."""
+    o_16, o_64 = tl.arange(0, 16), tl.arange(0, 64)
+    energy = tl.load(energies + 4 * first + o_64)[None, :]
+    effect = tl.load(effects + 64 * (first + o_16)[:, None] + o_64[None, :])
+    return energy, effect, tl.load(gram + (first + o_16)[:, None] * N + o_block[None, :])
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def _sweep_kernel(
     correlations, gram, unit, energies, effects, bits, tokens,
@@ -119,18 +128,22 @@ def _sweep_kernel(
     settings = tl.where(own & chosen, -2.0, 0.0).to(tl.float16)
     for step in range(SWEEPS * (N // BLOCK_O)):
         outer = (step % (N // BLOCK_O)) * BLOCK_O
+        o_block = outer + o_b
+        # all that is read here and for the next sixteen bits comes while something else is computed
+        olds = ()
+        for i in tl.static_range(BLOCK_O // 16):
+            olds = olds + (tl.load(bits + o_t * N + (outer + 16 * i + o_16)[None, :], mask=m_t, other=0.0),)
         total = tl.zeros((BLOCK_T, BLOCK_O), tl.float32)
         for start in range(0, N, BLOCK_K):
             b_s = tl.load(bits + o_t * N + (start + o_k)[None, :], mask=m_t, other=0.0)
-            total = tl.dot(b_s, tl.load(gram + (start + o_k)[:, None] * N + (outer + o_b)[None, :]), total)
-        left = tl.load(correlations + o_t * N + (outer + o_b)[None, :], mask=m_t, other=0.0) * to_units - total
+            total = tl.dot(b_s, tl.load(gram + (start + o_k)[:, None] * N + o_block[None, :]), total)
+        following = _tables_of_sixteen(gram, energies, effects, outer, o_block, N)
+        left = tl.load(correlations + o_t * N + o_block[None, :], mask=m_t, other=0.0) * to_units - total
         tl.debug_barrier()
         for i in tl.static_range(BLOCK_O // 16):
-            first = outer + 16 * i
-            p_s = bits + o_t * N + (first + o_16)[None, :]
-            old = tl.load(p_s, mask=m_t, other=0.0)
-            energy = tl.load(energies + 4 * first + o_64)[None, :]
-            effect = tl.load(effects + 64 * (first + o_16)[:, None] + o_64[None, :])
+            energy, effect, products = following
+            if i < BLOCK_O // 16 - 1:
+                following = _tables_of_sixteen(gram, energies, effects, outer + 16 * i + 16, o_block, N)
             mine = tl.minimum(tl.maximum(_sixteen(left, i), -60000.0), 60000.0)
             high = mine.to(tl.float16)
             low = (mine - high.to(tl.float32)).to(tl.float16)
@@ -141,13 +154,13 @@ def _sweep_kernel(
                 named = _sixteen(scores, group).to(tl.int32, bitcast=True) & -16 | o_16[None, :]
                 best = tl.min(named.to(tl.float32, bitcast=True), axis=1).to(tl.int32, bitcast=True)
                 new = tl.where((best[:, None] & (1 << o_16 % 4)[None, :]) != 0, 1.0, 0.0).to(tl.float16)
-                change = tl.where((o_16 // 4 == group)[None, :], old - new, 0.0)
+                change = tl.where((o_16 // 4 == group)[None, :], olds[i] - new, 0.0)
                 fallen += change
                 if group < 3:
                     scores = tl.dot(change, effect, scores)
-            tl.store(p_s, old - fallen, mask=m_t)
+            tl.store(bits + o_t * N + (outer + 16 * i + o_16)[None, :], olds[i] - fallen, mask=m_t)
             if i < BLOCK_O // 16 - 1:
-                left = tl.dot(fallen, tl.load(gram + (first + o_16)[:, None] * N + (outer + o_b)[None, :]), left)
+                left = tl.dot(fallen, products, left)
         tl.debug_barrier()
 
 
@@ -250,11 +263,12 @@ def encode_values(codec: CommVQValueCodec, x: Tensor, tables: DescentTables) -> 
     packed = torch.empty(batch, 1, time, width, dtype=torch.uint8, device=x.device)
     scale = torch.empty(batch, 1, time, 1, dtype=torch.float16, device=x.device)
     rows, sizes = _unit_rows(x, tables)
-    flat = packed.view(-1, width), scale.view(-1)
-    # in parts, because the descent keeps ten bytes a bit
-    for start in range(0, batch * time, _ENCODE_TOKENS):
-        part = slice(start, start + _ENCODE_TOKENS)
-        _encode_part(codec, tables, rows[part], sizes[part], flat[0][part], flat[1][part])
+    flat = rows, sizes, packed.view(-1, width), scale.view(-1)
+    # in equal parts, because the descent keeps ten bytes a bit, and a few tokens take as long as thousands
+    parts, tile = max(1, cdiv(batch * time, _ENCODE_TOKENS)), int(_SWEEP_TILE["BLOCK_T"])
+    size = tile * max(1, cdiv(batch * time, parts * tile))
+    for part in zip(*(tensor.split(size) for tensor in flat), strict=True):
+        _encode_part(codec, tables, *part)
     return packed, scale
 
 
@@ -279,6 +293,8 @@ def _encode_part(
     codec: CommVQValueCodec, tables: DescentTables, rows: Tensor, sizes: Tensor, packed: Tensor, scales: Tensor
 ) -> None:
     """Encodes unit rows [tokens, D] into packed [tokens, bytes] and scales [tokens]."""
+    if not rows.shape[0]:
+        return
     (tokens, width), count, padded = rows.shape, codec.config.value_code_bits, tables.gram.shape[0]
     bits = torch.empty(tokens, padded, dtype=torch.float16, device=rows.device)
     tile: dict[str, Any] = {"D": width, "N": padded, "BLOCK_K": 64, "num_warps": 8 if tokens > 256 else 4}
