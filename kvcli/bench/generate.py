@@ -217,9 +217,10 @@ class _Bench:
 
     def _runs(self, new_cache: NewCache, row: GenerateRow) -> list[Run]:
         self._run(new_cache, row.batch, row.prompt_tokens, min(row.new_tokens, _WARM_TOKENS))
-        runs = []
+        runs, tight = [], self.config.batches is None or self.config.memory_budget is not None
         for _ in range(self.config.repeats):
-            free()  # each begins as the probe did that found the batch
+            if tight:
+                free()  # each begins as the probe did that found the batch
             runs.append(self._run(new_cache, row.batch, row.prompt_tokens, row.new_tokens))
         return runs
 

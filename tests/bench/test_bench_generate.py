@@ -192,6 +192,27 @@ def test_fp16_is_not_timed_on_a_cool_device(model: Any, monkeypatch: pytest.Monk
     assert [row.figures and row.figures.repeats for row in rows] == [2, 2]
 
 
+@pytest.mark.parametrize(
+    ("budget", "expected"), [(None, "warm timed timed free"), (GIB, "warm free timed free timed free")]
+)
+def test_warm_memory_is_kept_unless_it_is_limited(
+    model: Any, monkeypatch: pytest.MonkeyPatch, budget: int | None, expected: str
+) -> None:
+    """Under a limit a run begins as the probe did that found the batch; without one it begins warm."""
+    events: list[str] = []
+
+    def run(*arguments: Any) -> Run:
+        events.append("timed" if "warm" in events else "warm")
+        return make_run(1.0, 1.0)
+
+    monkeypatch.setattr(generate, "run_model", run)
+    monkeypatch.setattr(generate, "free", lambda: events.append("free"))
+    monkeypatch.setattr(generate, "need_gpu", lambda device: None)
+    monkeypatch.setattr(generate, "memory_limit", lambda budget, device: nullcontext())
+    list(bench_generate(make_config(model, memory_budget=budget)))
+    assert " ".join(events) == expected
+
+
 def test_codebooks_of_the_bench_are_random_and_seeded(model: Any) -> None:
     subject = Subject.parse("commvq-1", SMALL)
 
