@@ -61,7 +61,8 @@ class AttentionRow:
 
     Attributes:
         method: its name; `fp16` is SDPA over uncompressed keys and values.
-        context: encoded tokens of each sequence.
+        context: tokens of each sequence.
+        encoded: those that are codes: whole groups; all for `fp16`.
         batch: sequences.
         impl: the form that ran.
         status: whether it agreed with the reference, and ran at all.
@@ -86,6 +87,7 @@ class AttentionRow:
     out_error: float | None = None
     lse_error: float | None = None
     timing: Timing | None = None
+    encoded: int | None = None
     sdpa_us: float | None = None
     speedup: float | None = None
     stored_bytes: int | None = None
@@ -181,7 +183,7 @@ def _timed(
     """A row with its times and what follows from them."""
     return replace(
         empty,
-        context=tokens,
+        encoded=tokens,
         timing=timing,
         sdpa_us=sdpa_us,
         speedup=None if sdpa_us is None else sdpa_us / timing.p50_us,

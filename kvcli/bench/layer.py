@@ -7,6 +7,7 @@ encoded.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -198,10 +199,15 @@ def encoded_layer(
 
 def tile(blocks: list[Codes], batch: int, length: int) -> Codes:
     """Codes of `length` tokens in each of `batch` sequences, made of blocks of equal size of one sequence each."""
-    places = -(-length // blocks[0].num_tokens)
+    size = blocks[0].num_tokens
+    places = -(-length // size)
 
-    def row(name: str, number: int) -> Tensor:
-        return torch.cat([getattr(blocks[(number + place) % len(blocks)], name) for place in range(places)], dim=2)
+    def tiled(name: str, like: Tensor) -> Tensor:
+        # allocated first, so that what does not fit says so at once
+        out = like.new_empty(batch, like.shape[1], places * like.shape[2], *like.shape[3:])
+        for row, place in product(range(batch), range(places)):
+            block = getattr(blocks[(row + place) % len(blocks)], name)
+            out[row, :, place * like.shape[2] : (place + 1) * like.shape[2]] = block[0]
+        return out
 
-    fields = {name: torch.cat([row(name, number) for number in range(batch)]) for name in blocks[0].tensors()}
-    return type(blocks[0])(**fields).slice(0, length)
+    return type(blocks[0])(**{name: tiled(name, like) for name, like in blocks[0].tensors().items()}).slice(0, length)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -22,6 +23,23 @@ if TYPE_CHECKING:
 METHODS = ["kivi-2", "kivi-4", "squat-2", "squat-pre-2", "qjl", "commvq-1", "commvq-2"]
 CPU_METHODS = ["kivi-2", "commvq-1"]
 MEMORY_SHAPE = "llama-3.1-8b"
+DEFAULT_MODEL = ModelOptions.model_fields["model"].get_default()
+MOST = 2**31 - 1
+ONLY = {
+    "repeats": ("attention", "generate"),
+    "contexts": ("attention", "memory"),
+    "shape": ("attention",),
+    "layer": ("attention",),
+    "random_weights": ("generate", "memory"),
+    "layers": ("generate", "memory"),
+    "prompt_tokens": ("generate",),
+    "new_tokens": ("generate",),
+    "memory_budget": ("generate", "memory"),
+    "prefill_chunk": ("generate", "memory"),
+    "full_prefill": ("memory",),
+    "longest": ("memory",),
+}
+"""Options that some suites only have."""
 
 
 class BenchOptions(ModelOptions):
@@ -31,7 +49,10 @@ class BenchOptions(ModelOptions):
         default="attention",
         description="one layer and one query token against fp16 SDPA; a model end to end; what fits into a budget",
     )
-    methods: list[str] = Field(default=[], description=f"methods; repeatable; default: {', '.join(METHODS)}")
+    methods: list[str] = Field(
+        default=[],
+        description=f"methods; repeatable; default: {', '.join(METHODS)} (generate on a CPU: {', '.join(CPU_METHODS)})",
+    )
     settings: list[str] = Field(default=[], description="setting of every method that has it, NAME=VALUE; repeatable")
     batches: list[str] = Field(
         default=[],
@@ -41,7 +62,8 @@ class BenchOptions(ModelOptions):
     repeats: int | None = Field(default=None, ge=1, description="calls or runs timed; default: 50 (generate: 3)")
     contexts: list[int] = Field(
         default=[],
-        description="attention, memory: context lengths; repeatable; default: 1024 to 131072 (memory: 32768)",
+        description="attention, memory: context lengths; repeatable; default: 1024 to 131072 (CPU: 256 and 1024; "
+        "memory: 32768)",
     )
     shape: str = Field(default="llama-3.1-8b", description="attention: shape of the layer")
     layer: int | None = Field(
@@ -84,8 +106,17 @@ class Row(Protocol):
 def run(options: BenchOptions, output: Output) -> None:
     """Measure speed and memory, methods side by side; kernels are checked against the reference first."""
     for name in ("contexts", "prompt_tokens"):
-        if any(value < 1 for value in getattr(options, name)):
-            raise UsageError(f"--{name.replace('_', '-')} takes positive lengths")
+        if not all(1 <= value <= MOST for value in getattr(options, name)):
+            raise UsageError(f"--{name.replace('_', '-')} takes lengths from 1 to {MOST}")
+    for name, suites in ONLY.items():
+        if options.suite not in suites and getattr(options, name) != BenchOptions.model_fields[name].get_default():
+            raise UsageError(f"--{name.replace('_', '-')} goes with --suite {' or '.join(suites)}")
+    if options.model != DEFAULT_MODEL:
+        if options.suite == "attention":
+            raise UsageError(f"--suite attention runs no model; give --shape instead of '{options.model}'")
+        if options.random_weights is not None:
+            raise UsageError(f"'{options.model}' or --random-weights, not both")
+    records_path(options).open("a").close()  # better now than after the measurement
     {"attention": bench_attention, "generate": bench_generate, "memory": bench_memory}[options.suite](options, output)
 
 
@@ -104,7 +135,7 @@ def bench_attention(options: BenchOptions, output: Output) -> None:
         raise UsageError("--batches auto goes with --suite generate or memory")
     config = AttentionConfig(
         shape=options.shape,
-        subjects=subjects(options, METHODS),
+        subjects=[subject for subject in subjects(options, METHODS) if not subject.is_baseline],
         contexts=options.contexts or ([1024, 8192, 32768, 131072] if gpu else [256, 1024]),
         batches=batches,
         impl=options.impl,
@@ -122,11 +153,16 @@ def bench_attention(options: BenchOptions, output: Output) -> None:
 
 def bench_generate(options: BenchOptions, output: Output) -> None:
     """The suite that runs a model end to end."""
+    import torch
+
+    from kvcli.bench.budget import need_gpu
     from kvcli.bench.generate import GenerateConfig, bench_generate
 
     gpu = options.torch_device().startswith("cuda")
     chosen = subjects(options, METHODS if gpu else CPU_METHODS, baseline=True)
     batches, budget = parse_batches(options.batches), parse_size(options.memory_budget)
+    if batches is None or budget is not None:
+        need_gpu(torch.device(options.torch_device()))
     model, shared = load(options, options.random_weights, output)
     config = GenerateConfig(
         model=model,
@@ -156,7 +192,8 @@ def bench_memory(options: BenchOptions, output: Output) -> None:
     chosen = subjects(options, METHODS, baseline=True)
     batches, budget = parse_batches(options.batches or ["auto"]), parse_size(options.memory_budget or "24GiB")
     assert budget is not None
-    model, shared = load(options, options.random_weights or MEMORY_SHAPE, output)
+    shape = options.random_weights or (MEMORY_SHAPE if options.model == DEFAULT_MODEL else None)
+    model, shared = load(options, shape, output)
     config = MemoryConfig(
         model=model,
         subjects=chosen,
@@ -191,7 +228,9 @@ def load(options: BenchOptions, shape: str | None, output: Output) -> tuple[Any,
         model: Any = options.load(output).model
     else:
         from kvcli.bench.model import random_model
+        from kvcli.bench.shapes import shape_spec
 
+        shape_spec(shape)  # better now than after what follows is said
         dtype = options.dtype if options.dtype != "auto" else "bfloat16" if device.type == "cuda" else "float32"
         output.say(f"making a model of the shape {shape} with random weights")
         model = random_model(shape, options.layers, device, getattr(torch, dtype), options.seed)
@@ -228,18 +267,31 @@ def parse_batches(texts: list[str]) -> list[int] | None:
     """
     if texts == ["auto"]:
         return None
-    if not all(text.isdecimal() and int(text) for text in texts):
-        raise UsageError(f"--batches takes positive numbers or 'auto' alone, not {' '.join(texts)}")
+    if not all(text.isdecimal() and 1 <= int(text) <= MOST for text in texts):
+        raise UsageError(f"--batches takes numbers from 1 to {MOST} or 'auto' alone, not {' '.join(texts)}")
     return [int(text) for text in texts] or [1]
 
 
 def say_device(device: torch.device, output: Output) -> None:
     """Says what is measured where there is no GPU."""
     if device.type != "cuda":
+        what = "Triton's interpreter and PyTorch" if interpreted() else "PyTorch"
         output.say(
-            "no GPU: what is measured is PyTorch on the CPU (the reference, unless --impl says otherwise), "
+            f"no GPU: what is measured is {what} on the CPU (the reference, unless --impl says otherwise), "
             "which tells nothing about the speed of the kernels"
         )
+
+
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def records_path(options: BenchOptions) -> Path:
+    """Where records go; makes the folder."""
+    path = options.out or Path("runs") / "bench" / f"{options.suite}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
 
 
 def collect(
@@ -250,7 +302,9 @@ def collect(
     shared: dict[str, Any],
     make_table: Callable[[list[dict[str, Any]]], Any],
 ) -> None:
-    """Writes a record a row as it comes, shows the table, and ends with code 1 after a mismatch or a failure.
+    """Writes a record a row as it comes and shows the table, also of what there was when it was interrupted.
+
+    The command ends with code 1 after a mismatch or a failure, and if every method was refused.
 
     Args:
         options: of the command.
@@ -264,16 +318,21 @@ def collect(
     from kvcli.files import append_record
     from kvcli.machine import facts
 
-    path = options.out or Path("runs") / "bench" / f"{options.suite}.jsonl"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.open("a").close()  # better now than after the measurement
-    shared = {**shared, "device": options.torch_device(), "seed": options.seed}
+    path, interrupted = records_path(options), False
+    shared = {**shared, "device": options.torch_device(), "interpreted": interpreted(), "seed": options.seed}
     machine, records = facts(), []
     with output.progress(options.suite, total, "rows") as advance:
-        for row in rows:
-            records.append({"suite": options.suite, **row.to_dict(), **shared})
-            append_record(path, {**records[-1], "options": options.model_dump(mode="json"), "machine": machine})
-            advance(1)
+        try:
+            for row in rows:
+                records.append({"suite": options.suite, **row.to_dict(), **shared})
+                append_record(path, {**records[-1], "options": options.model_dump(mode="json"), "machine": machine})
+                advance(1)
+        except KeyboardInterrupt:
+            interrupted = True
+    if interrupted:
+        output.say(f"error: interrupted after {len(records)} of {total} rows")
+        if not records:
+            raise typer.Exit(130)
     output.result({"suite": options.suite, "rows": records, "machine": machine}, make_table(records))
     output.say(f"records: {path}")
     for record in records:
@@ -281,7 +340,10 @@ def collect(
             tokens = record.get("context", record.get("prompt_tokens"))
             where = f"{record['method']}, {tokens} tokens, batch {record['batch']}"
             output.say(f"{'error' if record['status'] in ERRORS else 'refused'}: {where}: {record['note']}")
-    if any(record["status"] in ERRORS for record in records):
+    if interrupted:
+        raise typer.Exit(130)
+    asked = [record["status"] for record in records if record["method"] != "fp16"]
+    if any(record["status"] in ERRORS for record in records) or (asked and set(asked) == {"refused"}):
         raise typer.Exit(1)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import re
 import sys
 import time
@@ -27,6 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvcli.errors import KvcliError, UsageError
+from kvcli.files import to_json
 
 _PLAIN_SECONDS = 10.0
 
@@ -63,7 +63,7 @@ class Output:
     def result(self, record: Mapping[str, Any], human: str | Table | None = None) -> None:
         """The command's result: the record with --json, else the human form."""
         if self.as_json:
-            sys.stdout.write(json.dumps(record) + "\n")
+            sys.stdout.write(to_json(record) + "\n")
         elif isinstance(human, Table):
             # a pipe has no width of its own: cells must not be cut there
             console = self._data if self._data.is_terminal else Console(highlight=False, width=200)

@@ -150,7 +150,8 @@ def test_rows_in_order_with_their_figures() -> None:
         ("commvq-2", 1),
         ("fp16", 1),
     ]
-    assert [row["context"] for row in rows] == [64, 64, 64, 100, 96, 100] * 2
+    assert [row["context"] for row in rows] == [64, 64, 64, 100, 100, 100] * 2
+    assert [row["encoded"] for row in rows] == [64, 64, 64, 100, 96, 100] * 2
     sdpa, kivi, commvq = rows[-3:]
     assert (sdpa["impl"], kivi["impl"], sdpa["speedup"]) == ("sdpa", "reference", 1.0)
     for row in rows:

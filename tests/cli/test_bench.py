@@ -64,6 +64,64 @@ def test_a_mismatch_shows_no_time_and_fails(monkeypatch: pytest.MonkeyPatch) -> 
     assert shown["rows"][1]["p50_us"] is None
 
 
+@pytest.mark.parametrize("where", ["--json", "rows.jsonl"])
+def test_numbers_that_json_does_not_have_are_null(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    def form(*arguments: Any) -> Any:
+        out, lse = reordered_attend(*arguments)
+        return out * float("nan"), lse
+
+    def refuse(text: str) -> None:
+        raise AssertionError(text)
+
+    monkeypatch.setitem(get_method("commvq").attend_forms, "reordered", form)  # type: ignore[arg-type]
+    options = (*BOOKS, "--methods", "commvq-2", "--impl", "reordered", "--out", "rows.jsonl", "--json")
+    found = invoke(*ATTENTION, *options)
+    assert found.exit_code == 1
+    text = found.stdout if where == "--json" else Path(where).read_text().splitlines()[-1]
+    record = json.loads(text, parse_constant=refuse)
+    record = record["rows"][-1] if where == "--json" else record
+    assert (record["status"], record["out_error"]) == ("mismatch", None)
+
+
+def test_a_line_that_was_cut_off_does_not_take_the_next_with_it() -> None:
+    path = Path("rows.jsonl")
+    path.write_text('{"suite": "atten')
+    found = invoke(*ATTENTION, *GROUPS, "--methods", "kivi-4", "--out", str(path))
+    assert found.exit_code == 0
+    lines = path.read_text().splitlines()
+    assert [json.loads(line)["method"] for line in lines[1:]] == ["fp16", "kivi-4"]
+
+
+def test_rows_before_an_interruption_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    def form(*arguments: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(get_method("commvq").attend_forms, "reordered", form)  # type: ignore[arg-type]
+    found = invoke(*ATTENTION, *BOOKS, "--methods", "commvq-2", "--impl", "reordered")
+    assert found.exit_code == 130
+    assert "fp16" in found.stdout
+    assert "interrupted after 1 of 2 rows" in found.stderr
+    assert "resume" not in found.stderr
+
+
+def test_fp16_is_measured_once() -> None:
+    found = invoke(*ATTENTION, *GROUPS, "--methods", "fp16", "--methods", "kivi-4", "--json")
+    assert [row["method"] for row in json.loads(found.stdout)["rows"]] == ["fp16", "kivi-4"]
+
+
+def test_nothing_but_refusals_is_an_error() -> None:
+    refused, other = ("--methods", "commvq-2", "--settings", "pairs_per_group=5"), ("--methods", "kivi-4", *GROUPS)
+    assert invoke(*ATTENTION, *refused).exit_code == 1
+    assert invoke(*ATTENTION, *refused, *other).exit_code == 0
+
+
+@pytest.mark.parametrize("value", ["0", "1"])
+def test_records_say_whether_kernels_were_interpreted(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", value)
+    found = invoke(*ATTENTION, *GROUPS, "--methods", "kivi-4", "--json")
+    assert [row["interpreted"] for row in json.loads(found.stdout)["rows"]] == [value == "1"] * 2
+
+
 def test_a_failure_is_said_and_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     def form(*arguments: Any) -> Any:
         raise LookupError("out of resource")
@@ -183,6 +241,13 @@ def test_other_sizes_are_refused(text: str) -> None:
         (("--suite", "generate", "--layers", "2"), "--random-weights"),
         (("--suite", "generate", "--prompt-tokens", "0"), "--prompt-tokens"),
         (("--suite", "memory"), "needs a GPU"),
+        (("--contexts", "99999999999999999999999"), "lengths from 1 to 2147483647"),
+        (("--batches", "99999999999999999999999"), "numbers from 1 to 2147483647"),
+        (("--memory-budget", "1GiB"), "--memory-budget goes with --suite generate or memory"),
+        (("--suite", "generate", "--contexts", "64"), "--contexts goes with --suite attention or memory"),
+        (("--suite", "generate", "--no-longest"), "--longest goes with --suite memory"),
+        (("some-model",), "runs no model"),
+        (("some-model", "--suite", "generate", "--random-weights", "tiny"), "not both"),
     ],
 )
 def test_bad_input_is_one_line(arguments: tuple[str, ...], said: str) -> None:
