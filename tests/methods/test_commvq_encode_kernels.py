@@ -222,6 +222,21 @@ def test_commvq_values_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     check_values(codec, values(2, 1050, 16, structured=True, seed=3).to(DEVICE))
 
 
+@pytest.mark.parametrize("bits", [132, 150])
+def test_bits_that_fill_a_byte_are_zero(bits: int) -> None:
+    codec = commvq_values(16, value_code_bits=bits)
+    ours = both(codec, values(2, 40, 16, structured=True).to(DEVICE))[1]
+    assert not (ours.packed[..., -1] >> bits % 8).any()
+
+
+@pytest.mark.parametrize("part", ["key", "value"])
+def test_no_tokens(part: str) -> None:
+    codec = commvq_keys(16) if part == "key" else commvq_values(16)
+    for codes in both(codec, torch.zeros(3, 2, 0, 16, device=DEVICE)):
+        assert codes.num_tokens == 0
+        assert len(codes.packed) == 3
+
+
 def test_commvq_values_without_size() -> None:
     codec = commvq_values(16)
     x = values(2, 4, 16, structured=True).clone().to(DEVICE)

@@ -213,7 +213,8 @@ def encode_keys(codec: CommVQKeyCodec, x: Tensor, tables: SearchTables) -> tuple
     x = row_major(x)
     stored, norms = _norms(x, codec.config.key_norm == "joint")
     codes = _search(codec, x, norms, tables)
-    return _pack(codes, codec.config.bits_per_code).view(x.shape[0], 1, x.shape[2], -1), stored.unsqueeze(-1)
+    packed = _pack(codes, codec.config.bits_per_code)
+    return packed.view(x.shape[0], 1, x.shape[2], packed.shape[-1]), stored.unsqueeze(-1)
 
 
 def _norms(x: Tensor, joint: bool) -> tuple[Tensor, Tensor]:

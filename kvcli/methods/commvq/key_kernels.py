@@ -222,7 +222,10 @@ def stage_ranges(config: CommVQConfig, head_dim: int) -> list[tuple[int, int]]:
 
 
 def key_scores(key: CommVQKeyCodec, query: Tensor, part: EncodedPart, scaling: float, exact: bool) -> Tensor:
-    """Scores of all rows and tokens in units of log 2: float32 [batch, num_kv_heads, rows, length]."""
+    """Scores of all rows and tokens in units of log 2: float32 [batch, num_kv_heads, rows, length or more].
+
+    The last axis is rounded up to a multiple of 128; what is beyond the length is not written.
+    """
     spec, codes, config = key.spec, part.key_codes, key.config
     batch, heads, query_len, head_dim = query.shape
     if spec.rope.rotary_dim != head_dim:

@@ -113,7 +113,7 @@ class CommVQKeyCodec(KeyCodec[CommVQKeyCodes]):
         unit, norm = self.normalise(x)
         rows = self.problems(unit) * weight
         codes = torch.cat([self._encode_rows(part, books) for part in rows.split(_ENCODE_TOKENS, dim=1)], dim=1)
-        codes = codes.view(heads, self.num_groups, batch, time, -1).permute(2, 3, 0, 1, 4).flatten(2)
+        codes = codes.unflatten(1, (batch, time)).unflatten(0, (heads, -1)).permute(2, 3, 0, 1, 4).flatten(2)
         return CommVQKeyCodes(pack_bits(codes, self.config.bits_per_code).unsqueeze(1), norm)
 
     def _encode_rows(self, residual: Tensor, books: Tensor) -> Tensor:

@@ -201,7 +201,8 @@ def _finish_kernel(
         o_y = start + tl.arange(0, 16)
         p_s = bits + (o_t * N)[:, None, None] + (o_y * 8)[None, :, None] + o_8
         m_y = m_t & (o_y < BYTES)[None, :]
-        byte = tl.sum(tl.where(tl.load(p_s, mask=m_y[:, :, None], other=0.0) > 0, 1 << o_8, 0), axis=2)
+        m_s = m_y[:, :, None] & ((o_y * 8)[None, :, None] + o_8 < count)
+        byte = tl.sum(tl.where(tl.load(p_s, mask=m_s, other=0.0) > 0, 1 << o_8, 0), axis=2)
         tl.store(packed + o_t[:, None] * BYTES + o_y[None, :], byte.to(tl.uint8), mask=m_y)
 
 
@@ -264,7 +265,7 @@ def encode_values(codec: CommVQValueCodec, x: Tensor, tables: DescentTables) -> 
     scale = torch.empty(batch, 1, time, 1, dtype=torch.float16, device=x.device)
     rows, sizes = _unit_rows(x, tables)
     flat = rows, sizes, packed.view(-1, width), scale.view(-1)
-    # in equal parts, because the descent keeps ten bytes a bit, and a few tokens take as long as thousands
+    # in equal parts, because the descent keeps six bytes a bit, and a few tokens take as long as thousands
     parts, tile = max(1, cdiv(batch * time, _ENCODE_TOKENS)), int(_SWEEP_TILE["BLOCK_T"])
     size = tile * max(1, cdiv(batch * time, parts * tile))
     for part in zip(*(tensor.split(size) for tensor in flat), strict=True):

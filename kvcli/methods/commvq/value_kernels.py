@@ -207,7 +207,7 @@ def bit_sums(value: CommVQValueCodec, scores: Tensor, part: EncodedPart, exact: 
     """Softmax weights times scale, summed over each value bit.
 
     Returns:
-        float32 [batch, 1, all rows, N_c + 1], the last channel without a bit, and lse [batch, 1, all rows].
+        float32 [batch, 1, all rows, N_c + 16]: the bits, the sum of all weights, zeros; and lse [batch, 1, all rows].
     """
     codes: CommVQValueCodes = part.value_codes
     batch, kv_heads, rows, padded = scores.shape

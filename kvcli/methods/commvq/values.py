@@ -98,7 +98,7 @@ class CommVQValueCodec(ValueCodec[CommVQValueCodes]):
         decoded = bits @ codebook + offset
         scale = rms * self._unit_gain(rows, decoded)
         limit = torch.finfo(torch.float16).max
-        packed = pack_bits(bits.view(batch, 1, time, -1), 1)
+        packed = pack_bits(bits.view(batch, 1, time, bits.shape[-1]), 1)
         return CommVQValueCodes(packed, scale.clamp(-limit, limit).half().view(batch, 1, time, 1))
 
     def _unit_gain(self, rows: Tensor, decoded: Tensor) -> Tensor:
