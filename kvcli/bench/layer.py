@@ -199,8 +199,7 @@ def encoded_layer(
 
 def tile(blocks: list[Codes], batch: int, length: int) -> Codes:
     """Codes of `length` tokens in each of `batch` sequences, made of blocks of equal size of one sequence each."""
-    size = blocks[0].num_tokens
-    places = -(-length // size)
+    places = -(-length // blocks[0].num_tokens)
 
     def tiled(name: str, like: Tensor) -> Tensor:
         # allocated first, so that what does not fit says so at once

@@ -7,13 +7,12 @@ dequantization costs; the power of two goes into the other operand.
 
 from __future__ import annotations
 
-import os
-
 import triton
 import triton.language as tl
 
-INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+from kvcli.kernels.launch import interpreted
 
+INTERPRETED = tl.constexpr(interpreted())
 
 ONCE = tl.constexpr("evict_first")
 """Eviction policy of codes and scales, which are read once: the scores between two kernels then stay in L2."""

@@ -219,6 +219,23 @@ def test_other_sizes_are_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [((), "llama-3.1-8b"), (("--random-weights", "tiny"), "tiny"), (("a-model",), None)],
+)
+def test_memory_takes_a_model_if_one_is_named(
+    monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], expected: str | None
+) -> None:
+    from kvcli.bench import budget
+
+    def load(options: Any, shape: str | None, output: Any) -> Any:
+        raise UsageError(f"asked for {shape}")
+
+    monkeypatch.setattr(budget, "need_gpu", lambda device: None)
+    monkeypatch.setattr("kvcli.cli.bench.load", load)
+    assert f"asked for {expected}" in invoke("bench", "--suite", "memory", *arguments).stderr
+
+
+@pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (("--methods", "magic"), "choose one of fp16"),

@@ -1,0 +1,109 @@
+"""Options of `kvcli bench`, and which go together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from kvcli.cli.options import ModelOptions
+from kvcli.errors import UsageError
+
+METHODS = ["kivi-2", "kivi-4", "squat-2", "squat-pre-2", "qjl", "commvq-1", "commvq-2"]
+CPU_METHODS = ["kivi-2", "commvq-1"]
+DEFAULT_MODEL = ModelOptions.model_fields["model"].get_default()
+MOST = 2**31 - 1
+ONLY = {
+    "repeats": ("attention", "generate"),
+    "contexts": ("attention", "memory"),
+    "shape": ("attention",),
+    "layer": ("attention",),
+    "random_weights": ("generate", "memory"),
+    "layers": ("generate", "memory"),
+    "prompt_tokens": ("generate",),
+    "new_tokens": ("generate",),
+    "memory_budget": ("generate", "memory"),
+    "prefill_chunk": ("generate", "memory"),
+    "full_prefill": ("memory",),
+    "longest": ("memory",),
+}
+"""Options that some suites only have."""
+
+
+class BenchOptions(ModelOptions):
+    """Options of `kvcli bench`; lists and lengths that are not given follow from the suite and the device."""
+
+    suite: Literal["attention", "generate", "memory"] = Field(
+        default="attention",
+        description="one layer and one query token against fp16 SDPA; a model end to end; what fits into a budget",
+    )
+    methods: list[str] = Field(
+        default=[],
+        description=f"methods; repeatable; default: {', '.join(METHODS)} (generate on a CPU: {', '.join(CPU_METHODS)})",
+    )
+    settings: list[str] = Field(default=[], description="setting of every method that has it, NAME=VALUE; repeatable")
+    batches: list[str] = Field(
+        default=[],
+        description="sequences, or 'auto' for the largest batch that fits; repeatable; default: 1 (memory: auto)",
+    )
+    impl: str = Field(default="auto", description="form of attention over codes: auto, fused, reference, reordered")
+    repeats: int | None = Field(default=None, ge=1, description="calls or runs timed; default: 50 (generate: 3)")
+    contexts: list[int] = Field(
+        default=[],
+        description="attention, memory: context lengths; repeatable; default: 1024 to 131072 (CPU: 256 and 1024; "
+        "memory: 32768)",
+    )
+    shape: str = Field(default="llama-3.1-8b", description="attention: shape of the layer")
+    layer: int | None = Field(
+        default=None, ge=0, description="attention: its index, for methods whose layers differ; default: the last"
+    )
+    random_weights: str | None = Field(
+        default=None, description="generate, memory: random weights of a shape instead of a model; memory: llama-3.1-8b"
+    )
+    layers: int | None = Field(default=None, ge=1, description="layers of the random model; default: all")
+    prompt_tokens: list[int] = Field(
+        default=[], description="generate: prompt lengths; repeatable; default: 512 (CPU: 256)"
+    )
+    new_tokens: int | None = Field(
+        default=None, ge=0, description="generate: tokens after the prompt; default: 64 (CPU: 8)"
+    )
+    memory_budget: str | None = Field(
+        default=None, description="generate, memory: what torch may take, such as 24GiB; default: all (memory: 24GiB)"
+    )
+    prefill_chunk: int | None = Field(
+        default=None, ge=1, description="tokens of the batch read at once; default: the whole prompt (memory: 4096)"
+    )
+    full_prefill: bool = Field(
+        default=False, description="memory: compute the whole prompt, instead of filling the cache between its ends"
+    )
+    longest: bool = Field(default=True, description="memory: also find the longest context of one sequence")
+    out: Path | None = Field(default=None, description="append records here; default: runs/bench/SUITE.jsonl")
+
+
+def check(options: BenchOptions) -> None:
+    """Raises UsageError for lengths out of range, and for options that the suite does not have."""
+    for name in ("contexts", "prompt_tokens"):
+        if not all(1 <= value <= MOST for value in getattr(options, name)):
+            raise UsageError(f"--{name.replace('_', '-')} takes lengths from 1 to {MOST}")
+    for name, suites in ONLY.items():
+        if options.suite not in suites and getattr(options, name) != BenchOptions.model_fields[name].get_default():
+            raise UsageError(f"--{name.replace('_', '-')} goes with --suite {' or '.join(suites)}")
+    if options.model != DEFAULT_MODEL:
+        if options.suite == "attention":
+            raise UsageError(f"--suite attention runs no model; give --shape instead of '{options.model}'")
+        if options.random_weights is not None:
+            raise UsageError(f"'{options.model}' or --random-weights, not both")
+
+
+def parse_batches(texts: list[str]) -> list[int] | None:
+    """Numbers of sequences; None for `auto`.
+
+    Raises:
+        UsageError: neither numbers nor `auto` alone.
+    """
+    if texts == ["auto"]:
+        return None
+    if not all(text.isdecimal() and 1 <= int(text) <= MOST for text in texts):
+        raise UsageError(f"--batches takes numbers from 1 to {MOST} or 'auto' alone, not {' '.join(texts)}")
+    return [int(text) for text in texts] or [1]
