@@ -222,6 +222,17 @@ def test_commvq_values_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     check_values(codec, values(2, 1050, 16, structured=True, seed=3).to(DEVICE))
 
 
+def test_parts_are_equal_up_to_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few tokens left over would take as long as a whole part."""
+    module, parts = "kvcli.methods.commvq.value_encode_kernels", []
+    monkeypatch.setattr(f"{module}._ENCODE_TOKENS", 256)
+    monkeypatch.setattr(f"{module}._encode_part", lambda codec, tables, rows, *rest: parts.append(len(rows)))
+    for tokens, expected in ((290, [192, 98]), (256, [256]), (700, [256, 256, 188])):
+        parts.clear()
+        both(commvq_values(16), values(2, tokens, 16, structured=True).to(DEVICE))
+        assert parts == expected
+
+
 @pytest.mark.parametrize("bits", [132, 150])
 def test_bits_that_fill_a_byte_are_zero(bits: int) -> None:
     codec = commvq_values(16, value_code_bits=bits)
