@@ -25,12 +25,17 @@ def replacing(path: Path) -> Iterator[Path]:
 
 def append_record(path: Path, record: Mapping[str, Any]) -> None:
     """Adds one JSON line to a file, on a line of its own also after a write that was cut off."""
-    with path.open("a+b") as handle:
-        if handle.seekable() and handle.seek(0, os.SEEK_END):
-            handle.seek(-1, os.SEEK_END)
-            if handle.read(1) != b"\n":
-                handle.write(b"\n")
-        handle.write((to_json(record) + "\n").encode())
+    with path.open("a") as handle:
+        handle.write(("\n" if _is_torn(path) else "") + to_json(record) + "\n")
+
+
+def _is_torn(path: Path) -> bool:
+    """Whether a file's last line has no end; a pipe has none."""
+    if not path.is_file() or not path.stat().st_size:
+        return False
+    with path.open("rb") as handle:
+        handle.seek(-1, os.SEEK_END)
+        return handle.read(1) != b"\n"
 
 
 def to_json(value: Any, indent: int | None = None) -> str:

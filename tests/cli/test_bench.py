@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,14 @@ def test_a_line_that_was_cut_off_does_not_take_the_next_with_it() -> None:
     assert found.exit_code == 0
     lines = path.read_text().splitlines()
     assert [json.loads(line)["method"] for line in lines[1:]] == ["fp16", "kivi-4"]
+
+
+def test_records_go_into_a_pipe() -> None:
+    reading, writing = os.pipe()
+    found = invoke(*ATTENTION, *GROUPS, "--methods", "kivi-4", "--out", f"/dev/fd/{writing}")
+    assert found.exit_code == 0, found.stderr
+    lines = os.read(reading, 2**16).decode().splitlines()
+    assert [json.loads(line)["method"] for line in lines] == ["fp16", "kivi-4"]
 
 
 def test_rows_before_an_interruption_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
