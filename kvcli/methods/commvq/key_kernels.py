@@ -96,10 +96,10 @@ def _key_scores_kernel(
     EXACT: tl.constexpr,
 ):
     i_t = tl.program_id(0)
-    i_bh = tl.program_id(1).to(tl.int64)
-    i_b = i_bh // num_kv_heads
-    i_h = i_bh % num_kv_heads
-    o_m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    # all sequences of a head, then the next head: programs that run together share a table
+    i_b = tl.program_id(1).to(tl.int64)
+    i_h = (tl.program_id(2) % num_kv_heads).to(tl.int64)
+    o_m = tl.program_id(2) // num_kv_heads * BLOCK_M + tl.arange(0, BLOCK_M)
     o_g = tl.arange(0, GROUPS)
     o_t = tl.arange(0, BLOCK_T)
     PAIRS: tl.constexpr = D // 2
@@ -138,7 +138,7 @@ def _key_scores_kernel(
     start = i_t.to(tl.int64) * TILE
     p_codes = packed + i_b * p_batch + start * p_time
     norm += i_b * n_batch + i_h * n_head + start * n_time
-    p_scores = scores + i_bh * s_head + o_m.to(tl.int64)[None, :] * s_row + start
+    p_scores = scores + (i_b * num_kv_heads + i_h) * s_head + o_m.to(tl.int64)[None, :] * s_row + start
     count = tl.minimum(length - i_t * TILE, TILE)
     p_table = table + i_h * (GROUPS * STAGES * N * PART) + o_g[:, None, None] * (STAGES * N * PART)
     p_table += FIRST * N * PART + tl.arange(0, PART)[None, None, :]
@@ -245,7 +245,7 @@ def key_scores(key: CommVQKeyCodec, query: Tensor, part: EncodedPart, scaling: f
     query = row_major(query)
     block_m = 16 if exact else 8
     width = spec.kv_dim if config.key_norm == "joint" else head_dim
-    grid = (cdiv(part.length, _TILE), batch * spec.num_kv_heads, cdiv(rows, block_m))
+    grid = (cdiv(part.length, _TILE), batch, spec.num_kv_heads * cdiv(rows, block_m))
     for first, count in stage_ranges(config, head_dim):
         _key_scores_kernel[grid](
             query,
