@@ -100,6 +100,19 @@ def _sixteen(x, INDEX: tl.constexpr):
 
 
 @triton.jit
+def _small_dot(x, y, total):
+    """total + x y, tile by tile of 16 rows with a warp's own instructions.
+
+    A warp group's would have to wait until what is in shared memory is visible to them, which takes longer than these
+    products do.
+    """
+    WARPS: tl.constexpr = x.shape[0] // 16
+    many = tl.broadcast_to(tl.expand_dims(y, 0), (WARPS, y.shape[0], y.shape[1]))
+    part = tl.reshape(total, (WARPS, 16, y.shape[1]))
+    return tl.reshape(tl.dot(tl.reshape(x, (WARPS, 16, x.shape[1])), many, part), (x.shape[0], y.shape[1]))
+
+
+@triton.jit
 def _tables_of_sixteen(gram, energies, effects, first, o_block, N: tl.constexpr):
     """What the choice of 16 bits needs: energies [1, 64], effects [16, 64], and their products with a block's rows."""
     o_16, o_64 = tl.arange(0, 16), tl.arange(0, 64)
@@ -147,7 +160,8 @@ def _sweep_kernel(
             mine = tl.minimum(tl.maximum(_sixteen(left, i), -60000.0), 60000.0)
             high = mine.to(tl.float16)
             low = (mine - high.to(tl.float32)).to(tl.float16)
-            scores = tl.dot(high, settings, tl.dot(low, settings, tl.broadcast_to(energy, (BLOCK_T, 64))))
+            scores = _small_dot(low, settings, tl.broadcast_to(energy, (BLOCK_T, 64)))
+            scores = _small_dot(high, settings, scores)
             fallen = tl.zeros((BLOCK_T, 16), tl.float16)
             for group in tl.static_range(4):
                 # the number of a setting takes the place of the last bits of its score
@@ -157,7 +171,7 @@ def _sweep_kernel(
                 change = tl.where((o_16 // 4 == group)[None, :], olds[i] - new, 0.0)
                 fallen += change
                 if group < 3:
-                    scores = tl.dot(change, effect, scores)
+                    scores = _small_dot(change, effect, scores)
             tl.store(bits + o_t * N + (outer + 16 * i + o_16)[None, :], olds[i] - fallen, mask=m_t)
             if i < BLOCK_O // 16 - 1:
                 left = tl.dot(fallen, products, left)
@@ -298,7 +312,7 @@ def _encode_part(
         return
     (tokens, width), count, padded = rows.shape, codec.config.value_code_bits, tables.gram.shape[0]
     bits = torch.empty(tokens, padded, dtype=torch.float16, device=rows.device)
-    tile: dict[str, Any] = {"D": width, "N": padded, "BLOCK_K": 64, "num_warps": 8 if tokens > 256 else 4}
+    tile: dict[str, Any] = {"D": width, "N": padded, "BLOCK_K": 64, "num_warps": 4}
     block = 128 if tokens > 256 else 16
     grid = (cdiv(tokens, block), padded // 128)
     weight = codec.get_buffer(codec.encoder_weights[0][0])
@@ -318,5 +332,5 @@ def _encode_part(
     block = 64 if tokens > 256 else 16
     _finish_kernel[(cdiv(tokens, block),)](
         rows, sizes, codec.codebook, tables.inverse, tables.offset, bits, packed, scales, tokens, count,
-        BYTES=packed.shape[1], BLOCK_T=block, BLOCK_D=128, **{**tile, "num_warps": 4},
+        BYTES=packed.shape[1], BLOCK_T=block, BLOCK_D=128, **tile, num_stages=4,
     )  # fmt: skip
