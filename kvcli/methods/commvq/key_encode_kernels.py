@@ -6,7 +6,8 @@ token and a; then a = argmin of (dots_a + best_a), and b = argmin of (dots_b + t
 the residual of a tile of tokens of one problem (kv head and group) in registers and runs through the stages.
 
 Products run on tensor cores without losing digits: codebook entries are int8 and exact in float16; the residual, times
-the unit of each channel, is split into two float16 numbers, which hold 22 bits.
+the unit of each channel, is split into two float16 numbers, which hold 22 bits. Half of each sum above, in whole
+numbers of a unit small enough for 28 bits, is what is compared: an integer addition and minimum are one instruction.
 """
 
 from __future__ import annotations
@@ -25,6 +26,11 @@ from kvcli.packing import packed_size
 
 if TYPE_CHECKING:
     from kvcli.methods.commvq.keys import CommVQKeyCodec
+
+_FAR_AWAY = tl.constexpr(2**30)
+"""Entry of a table that stands for no centre."""
+
+_LARGEST = 2.0**28
 
 
 @triton.jit(do_not_specialize=["time"])
@@ -57,15 +63,6 @@ def _norm_kernel(
 
 
 @triton.jit
-def _halves(words):
-    """Real and imaginary parts of int8 pairs in int16 words, as float16 whole numbers."""
-    # 0x6400 is 1024.0, whose last bits count ones: cheaper than converting integers
-    real = (((words & 255) ^ 128) | 0x6400).to(tl.int16).to(tl.float16, bitcast=True) - 1152.0
-    imag = ((((words >> 8) & 255) ^ 128) | 0x6400).to(tl.int16).to(tl.float16, bitcast=True) - 1152.0
-    return real, imag
-
-
-@triton.jit
 def _split(x):
     """x as a sum of two float16 numbers."""
     high = x.to(tl.float16)
@@ -73,14 +70,45 @@ def _split(x):
 
 
 @triton.jit
-def _four_products(x_high, x_low, y_high, y_low, real, imag):
-    """(x_high + x_low) real + (y_high + y_low) imag, float32."""
-    return tl.dot(x_high, real, tl.dot(y_high, imag, tl.dot(x_low, real, tl.dot(y_low, imag))))
+def _halves(x):
+    """The first and the second half of x along its first axis, without an exchange between threads."""
+    HALF: tl.constexpr = x.shape[0] // 2
+    if len(x.shape) == 2:
+        first, second = tl.split(tl.permute(tl.reshape(x, (2, HALF, x.shape[1])), (1, 2, 0)))
+    else:
+        first, second = tl.split(tl.permute(tl.reshape(x, (2, HALF, x.shape[1], x.shape[2])), (1, 2, 3, 0)))
+    return first, second
+
+
+@triton.jit
+def _min_plus(best, along, table):
+    """min(best, min over b of along + table) for best [F, N, T], along [B, F, T] and table [B, N].
+
+    One b after the other: a whole tile of sums and its minimum would not fit into registers.
+    """
+    if along.shape[0] > 1:
+        along_0, along_1 = _halves(along)
+        table_0, table_1 = _halves(table)
+        best = _min_plus(_min_plus(best, along_0, table_0), along_1, table_1)
+    else:
+        along = tl.reshape(along, (along.shape[1], along.shape[2]))
+        table = tl.reshape(table, (table.shape[1],))
+        best = tl.minimum(best, along[:, None, :] + table[None, :, None])
+    return best
+
+
+@triton.jit
+def _least(x, N: tl.constexpr):
+    """First column of the least number in each row of x [A, B]; `tl.argmin` takes three times as many instructions."""
+    columns = tl.arange(0, x.shape[1])[None, :]
+    found = tl.min(tl.where(x == tl.min(x, axis=1)[:, None], columns, x.shape[1]), axis=1)
+    # sums of a token with an infinite channel can overflow, and then choose an entry that there is not
+    return tl.minimum(found, N - 1)
 
 
 @triton.jit(do_not_specialize=["tokens", "time"])
 def _search_kernel(
-    x, norms, weights, units, lifts, codebook, tables, codes,
+    x, norms, weights, units, lifts, steps, books, tables, codes,
     stride_b, stride_h, stride_t, tokens, time, heads, root,
     JOINT: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr, STAGES: tl.constexpr, N: tl.constexpr, G: tl.constexpr,
     FAR: tl.constexpr, NEAR: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_G: tl.constexpr,
@@ -88,73 +116,68 @@ def _search_kernel(
     """All stages of a tile of FAR * NEAR tokens of one problem; grid (tiles of tokens, heads * groups).
 
     x [batch, heads, time, D] any float with strides, tokens = batch * time; norms float32 [batch, 1 or heads, time];
-    weights and units float32 [problems, G], weight of a pair and weight times codebook unit; lifts float32 [problems],
-    powers of two that bring units to 1 or below; codebook int16 [problems, STAGES, N, G], (re, im) in a word; tables
-    float32 [problems, STAGES, N, N]; codes int32 [tokens, problems * STAGES].
+    weights, units, lifts, steps, books and tables as in `SearchTables`; codes int32 [tokens, problems * STAGES].
 
-    The search runs over tiles [BLOCK_B, FAR, BLOCK_N, NEAR] with b first and tokens last: Triton hands the last axis to
-    the lanes of a warp and the one before to the warps, so that minima over b stay in a thread, and FAR tokens share
-    each entry of the table that a thread reads.
+    The search runs over tiles [FAR, BLOCK_N, NEAR], one b after the other, with tokens last: Triton hands the last axis
+    to the lanes of a warp and the one before to the warps, so that FAR tokens share each entry of the table that a
+    thread reads.
     """
     BLOCK_T: tl.constexpr = FAR * NEAR
     GROUPS: tl.constexpr = D // 2 // G
+    WIDTH: tl.constexpr = 2 * BLOCK_G
     i_tile, i_problem = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     i_head, i_group = i_problem // GROUPS, i_problem % GROUPS
     o_t = i_tile * BLOCK_T + tl.arange(0, BLOCK_T)
-    o_g, o_n = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_N)
-    m_t, m_g, m_n = o_t < tokens, o_g < G, o_n < N
-    weight = tl.load(weights + i_problem * G + o_g, mask=m_g, other=0.0)
-    unit = tl.load(units + i_problem * G + o_g, mask=m_g, other=0.0)
-    lift = tl.load(lifts + i_problem)
+    o_z, o_n = tl.arange(0, WIDTH), tl.arange(0, BLOCK_N)
+    o_g, is_y = o_z % BLOCK_G, o_z // BLOCK_G
+    m_t, m_g = o_t < tokens, o_g < G
+    weight = tl.load(weights + i_problem * G + o_g, mask=m_g, other=0.0)[None, :]
+    unit = tl.load(units + i_problem * G + o_g, mask=m_g, other=0.0)[None, :]
+    lifted = unit * tl.load(lifts + i_problem)
     i_b, i_t = o_t // time, o_t % time
     p_n = norms + i_b * time + i_t if JOINT else norms + (i_b * heads + i_head) * time + i_t
     norm = tl.load(p_n, mask=m_t, other=0.0)[:, None]
     p_x = x + i_head * stride_h + (i_b * stride_b + i_t * stride_t)[:, None]
-    o_x, o_y = i_group * G + o_g, i_group * G + o_g + ROTARY // 2
+    o_x = i_group * G + o_g
+    o_c = o_x + is_y * (ROTARY // 2)
     if ROTARY < D:
         # pairs beyond the rotated ones are paired among themselves
-        beyond = o_x >= ROTARY // 2
-        o_y = tl.where(beyond, o_x + D // 2, o_y)
-        o_x = tl.where(beyond, o_x + ROTARY // 2, o_x)
-    m_x = m_t[:, None] & m_g[None, :]
-    b_x = tl.load(p_x + o_x[None, :], mask=m_x, other=0.0).to(tl.float32)
-    b_y = tl.load(p_x + o_y[None, :], mask=m_x, other=0.0).to(tl.float32)
-    b_x = tl.where(norm > 0, tl.div_rn(b_x, tl.maximum(norm, 1e-30)), 0.0) * root * weight[None, :]
-    b_y = tl.where(norm > 0, tl.div_rn(b_y, tl.maximum(norm, 1e-30)), 0.0) * root * weight[None, :]
-    book, table = codebook + i_problem * STAGES * N * G, tables + i_problem * STAGES * N * N
+        o_c = tl.where(o_x < ROTARY // 2, o_c, o_x + tl.where(is_y == 1, D // 2, ROTARY // 2))
+    b_x = tl.load(p_x + o_c[None, :], mask=m_t[:, None] & m_g[None, :], other=0.0).to(tl.float32)
+    b_x = tl.where(norm > 0, tl.div_rn(b_x, tl.maximum(norm, 1e-30)), 0.0) * root * weight
+    # what is left of the token, times -unit and lift: this is what is multiplied with the codebook's whole numbers
+    left = -b_x * lifted
+    grain = unit * lifted
+    # row r of (-im, re), which is the product of (re, im) with i
+    o_turned, sign = (o_z + BLOCK_G) % WIDTH, tl.where(is_y == 1, 1.0, -1.0).to(tl.float16)[:, None]
+    p_step = steps + i_problem * STAGES
+    p_book = books + i_problem * (STAGES * BLOCK_N * WIDTH)
+    p_table = tables + i_problem * (STAGES * BLOCK_N * BLOCK_N)
     p_code = codes + o_t * (tl.num_programs(1) * STAGES) + i_problem * STAGES
-    lifted, factor = (unit * lift)[None, :], -2.0 / lift
     for _ in range(STAGES):
-        x_high, x_low = _split(b_x * lifted)
-        y_high, y_low = _split(b_y * lifted)
-        best = tl.full((FAR, BLOCK_N, NEAR), float("inf"), tl.float32)
+        step = tl.load(p_step)
+        high, low = _split(left)
+        best = tl.full((FAR, BLOCK_N, NEAR), _FAR_AWAY, tl.int32)
         for start in range(0, BLOCK_N, BLOCK_B):
             o_b = start + tl.arange(0, BLOCK_B)
-            m_b = o_b < N
-            p_book = book + o_b[None, :] * G + o_g[:, None]
-            real, imag = _halves(tl.load(p_book, mask=m_g[:, None] & m_b[None, :], other=0))
-            along = _four_products(y_high, y_low, x_high, x_low, real, -imag) * factor
-            p_table = table + o_n[:, None] * N + o_b[None, :]
-            part = tl.load(p_table, mask=m_n[:, None] & m_b[None, :], other=float("inf"))
+            turned = tl.load(p_book + o_b[None, :] * WIDTH + o_turned[:, None]) * sign
+            along = (tl.dot(high, turned, tl.dot(low, turned)) * step).to(tl.int32)
             along = tl.reshape(tl.trans(along), (BLOCK_B, FAR, NEAR))
-            best = tl.minimum(best, tl.min(along[:, :, None, :] + tl.trans(part)[:, None, :, None], axis=0))
-        p_book = book + o_n[None, :] * G + o_g[:, None]
-        real, imag = _halves(tl.load(p_book, mask=m_g[:, None] & m_n[None, :], other=0))
-        along = _four_products(x_high, x_low, y_high, y_low, real, imag) * factor
-        best += tl.permute(tl.reshape(along, (FAR, NEAR, BLOCK_N)), (0, 2, 1))
-        # where all is NaN, as for a token with an infinite channel, argmin may be an entry that there is not
-        first = tl.minimum(tl.reshape(tl.argmin(best, axis=1), (BLOCK_T,)), N - 1)
-        along = _four_products(y_high, y_low, x_high, x_low, real, -imag) * factor
-        along += tl.load(table + first[:, None] * N + o_n[None, :], mask=m_n[None, :], other=float("inf"))
-        second = tl.minimum(tl.argmin(along, axis=1), N - 1)
-        a_real, a_imag = _halves(tl.load(book + first[:, None] * G + o_g[None, :], mask=m_g[None, :], other=0))
-        b_real, b_imag = _halves(tl.load(book + second[:, None] * G + o_g[None, :], mask=m_g[None, :], other=0))
-        b_x -= (a_real - b_imag).to(tl.float32) * unit[None, :]
-        b_y -= (a_imag + b_real).to(tl.float32) * unit[None, :]
+            best = _min_plus(best, along, tl.trans(tl.load(p_table + o_n[:, None] * BLOCK_N + o_b[None, :])))
+        # the codewords come of products with what selects them, which need no exchange between threads
+        book = tl.load(p_book + o_n[None, :] * WIDTH + o_z[:, None])
+        along = (tl.dot(high, book, tl.dot(low, book)) * step).to(tl.int32)
+        first = _least(along + tl.reshape(tl.permute(best, (0, 2, 1)), (BLOCK_T, BLOCK_N)), N)
+        left += tl.dot((o_n[None, :] == first[:, None]).to(tl.float16), tl.trans(book)) * grain
+        turned = tl.load(p_book + o_n[None, :] * WIDTH + o_turned[:, None]) * sign
+        along = (tl.dot(high, turned, tl.dot(low, turned)) * step).to(tl.int32)
+        second = _least(along + tl.load(p_table + first[:, None] * BLOCK_N + o_n[None, :]), N)
+        left += tl.dot((o_n[None, :] == second[:, None]).to(tl.float16), tl.trans(turned)) * grain
         tl.store(p_code, first * N + second, mask=m_t)
+        p_step += 1
+        p_book += BLOCK_N * WIDTH
+        p_table += BLOCK_N * BLOCK_N
         p_code += 1
-        book += N * G
-        table += N * N
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -177,29 +200,44 @@ def _pack_kernel(
 
 @dataclass(frozen=True)
 class SearchTables:
-    """What the search needs beside the codebook; `_search_kernel` lists shapes.
+    """What the search needs; P problems (kv head and group), N and g padded to powers of two, at least 16.
 
     Attributes:
-        weights: weight of each channel pair.
-        units: weight times codebook unit.
-        lifts: powers of two that bring units to 1 or below.
-        tables: squared norms of all centres, by stage.
+        weights: float32 [P, g], weight of each channel pair.
+        units: float32 [P, g], weight times codebook unit.
+        lifts: float32 [P], powers of two that bring units to 1 or below.
+        steps: float32 [P, R], what makes whole numbers of products with a stage's codebook, over lift.
+        books: float16 [P, R, N, 2g], whole numbers, real parts before imaginary ones.
+        tables: int32 [P, R, N, N], half the squared norms of all centres in the whole numbers of their stage.
     """
 
     weights: Tensor
     units: Tensor
     lifts: Tensor
+    steps: Tensor
+    books: Tensor
     tables: Tensor
 
 
 def search_tables(codec: CommVQKeyCodec) -> SearchTables:
     """Derives the tables from a codec's buffers."""
+    size, pairs = codec.config.codebook_size, codec.config.pairs_per_group
+    pad_n, pad_g = max(16, power_of_two(size)) - size, max(16, power_of_two(pairs)) - pairs
     weights = codec.pair_weight.unflatten(1, (codec.num_groups, -1)).flatten(0, 1).contiguous()
     units = weights * codec.codebook_scale.flatten(0, 1)
     lifts = torch.exp2(-units.amax(-1).clamp(1e-30, 1e30).log2().ceil())
-    books = codec.books() * codec.group_weight().unsqueeze(1)
-    tables = torch.stack([pair_table(book) for book in books.unbind(1)], dim=1)
-    return SearchTables(weights, units, lifts, tables)
+    centred = codec.books() * codec.group_weight().unsqueeze(1)
+    # the largest product and the largest half of a squared norm, each twice over: three of them fit 31 bits
+    width = codec.spec.kv_dim if codec.config.key_norm == "joint" else codec.spec.head_dim
+    longest, words = weights.amax(-1, keepdim=True) * width**0.5, centred.norm(dim=-1).amax(-1)
+    bound = 2 * words * torch.maximum(longest, words)
+    scale = torch.exp2((_LARGEST / bound.clamp_min(1e-30)).log2().floor())
+    halves = torch.stack([pair_table(book) for book in centred.unbind(1)], dim=1) / 2
+    tables = (halves * scale[:, :, None, None]).round().int()
+    tables = torch.nn.functional.pad(tables, (0, pad_n, 0, pad_n), value=_FAR_AWAY.value)
+    planes = codec.codebook.flatten(0, 1).unflatten(-1, (-1, 2)).transpose(-1, -2).half()
+    books = torch.nn.functional.pad(planes, (0, pad_g, 0, 0, 0, pad_n)).flatten(-2).contiguous()
+    return SearchTables(weights, units, lifts, scale / lifts.unsqueeze(1), books, tables)
 
 
 def encode_keys(codec: CommVQKeyCodec, x: Tensor, tables: SearchTables) -> tuple[Tensor, Tensor]:
@@ -232,15 +270,14 @@ def _norms(x: Tensor, joint: bool) -> tuple[Tensor, Tensor]:
     return stored, norms
 
 
-def search_tile(tokens: int, size: int) -> dict[str, int]:
-    """Tile, warps and stages of the search: small ones where there are few tokens or a large codebook.
+def search_tile(tokens: int) -> dict[str, int]:
+    """Tile, warps and stages of the search: small tiles where there are few tokens.
 
     From 64 tokens a tile, products run on Hopper's warp groups, a warp for 16 tokens: 8 warps on 64 tokens would hold
     them twice, and failed on an H200 (illegal memory access, Triton 3.6) though no address is out of bounds.
     """
-    if tokens <= 512 or size > 64:
-        return {"FAR": 1, "NEAR": 32, "BLOCK_B": 16, "num_warps": 8, "num_stages": 1}
-    return {"FAR": 2, "NEAR": 32, "BLOCK_B": 16, "num_warps": 4, "num_stages": 1}
+    far, near = (1, 16) if tokens <= 512 else (2, 32)
+    return {"FAR": far, "NEAR": near, "BLOCK_B": 8, "num_warps": 4, "num_stages": 1}
 
 
 def _search(codec: CommVQKeyCodec, x: Tensor, norms: Tensor, tables: SearchTables) -> Tensor:
@@ -249,11 +286,10 @@ def _search(codec: CommVQKeyCodec, x: Tensor, norms: Tensor, tables: SearchTable
     config, joint = codec.config, codec.config.key_norm == "joint"
     problems, pairs, size = heads * codec.num_groups, config.pairs_per_group, config.codebook_size
     codes = torch.empty(batch * time, codec.num_codes, dtype=torch.int32, device=x.device)
-    tile = search_tile(batch * time, size)
+    tile = search_tile(batch * time)
     if x.numel():
         _search_kernel[(cdiv(batch * time, tile["FAR"] * tile["NEAR"]), problems)](
-            x, norms, tables.weights, tables.units, tables.lifts,
-            codec.codebook.view(torch.int16), tables.tables, codes,
+            x, norms, tables.weights, tables.units, tables.lifts, tables.steps, tables.books, tables.tables, codes,
             *x.stride()[:3], batch * time, time, heads, (heads * width if joint else width) ** 0.5,
             JOINT=joint, D=width, ROTARY=codec.spec.rope.rotary_dim, STAGES=config.num_residuals, N=size, G=pairs,
             BLOCK_N=max(16, size), BLOCK_G=max(16, power_of_two(pairs)), **tile,
