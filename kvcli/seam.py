@@ -10,12 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from kvcli.errors import ModelError
+from kvcli.identity import identity_rotation
 from kvcli.rope import Rope, Rotation
 
 _ATTENTION_NAME = "kvcli"
@@ -67,7 +67,7 @@ class _PreRopeRotary(nn.Module):
         half = cos.shape[-1] // 2
         rotation = Rotation(cos[..., :half].unsqueeze(1), sin[..., :half].unsqueeze(1))
         self.context = ForwardContext(position_ids, rotation, {})
-        return torch.ones_like(cos), torch.zeros_like(sin)
+        return identity_rotation(cos)
 
 
 class Seam:

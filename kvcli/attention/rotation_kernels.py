@@ -40,7 +40,7 @@ def _take_in_kernel(
 ):  # fmt: skip
     """Tokens of one head: rotates a query head or a key head, or copies a value head; grid (tiles, all heads).
 
-    Tokens are counted over all rows of the batch, `length` of each; query_out is contiguous.
+    Tokens are counted over all rows of the batch, `length` of each; query_out [batch, length, heads, head_dim].
     """
     n = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     i_h = tl.program_id(1).to(tl.int64)
@@ -50,7 +50,7 @@ def _take_in_kernel(
     p_cos, p_sin = cos + row * c_batch + t * c_time + o_d, sin + row * c_batch + t * c_time + o_d
     if i_h < heads:
         p_x = query + row * q_batch + i_h * q_head + t * q_time + o_d
-        p_out = query_out + ((row * heads + i_h) * length + t) * (2 * HALF) + o_d
+        p_out = query_out + ((row * length + t) * heads + i_h) * (2 * HALF) + o_d
         b_cos, b_sin = _angle(p_cos, p_sin, m)
         _rotate(p_x, b_cos, b_sin, p_out, m, HALF)
     elif i_h < heads + kv_heads:
@@ -75,7 +75,8 @@ def take_in_fused(
     if 2 * half != head_dim:
         return take_in(rotation, query, key, value, key_out, value_out)
     query, key, value = row_major(query), row_major(key), row_major(value)
-    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    # tokens before heads: SDPA lays out its output like the queries, and this is how the model goes on with it
+    out = torch.empty(batch, length, heads, head_dim, dtype=query.dtype, device=query.device)
     block = min(16, power_of_two(batch * length))
     _take_in_kernel[(cdiv(batch * length, block), heads + 2 * key.shape[1])](
         query, key, value, rotation.cos, rotation.sin, out, key_out, value_out,
@@ -84,7 +85,7 @@ def take_in_fused(
         *key_out.stride()[:3], *value_out.stride()[:3], batch * length, length, heads, key.shape[1],
         HALF=half, BLOCK_D=power_of_two(half), BLOCK_T=block, num_warps=4 if block > 4 else 1,
     )  # fmt: skip
-    return out
+    return out.transpose(1, 2)
 
 
 @triton.jit(do_not_specialize=["tokens", "length"])

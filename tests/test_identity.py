@@ -1,0 +1,70 @@
+"""Constants in place of a rotary embedding: whatever a model computes with them is what ones and zeros would give."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+
+from kvcli.identity import Constant, identity_rotation
+
+
+def constants(tokens: int = 40, width: int = 8, **kind: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    cos, sin = identity_rotation(torch.randn(2, tokens, width, **kind))
+    assert isinstance(cos, Constant)
+    assert isinstance(sin, Constant)
+    return cos, sin
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma", "olmo2", "phi3", "glm", "cohere"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_queries_and_keys_do_not_change(family: str, dtype: torch.dtype) -> None:
+    """Also where a family computes with them in ways of its own."""
+    rotate = import_module(f"transformers.models.{family}.modeling_{family}").apply_rotary_pos_emb
+    query, key = torch.randn(2, 4, 40, 8, dtype=dtype), torch.randn(2, 2, 40, 8, dtype=dtype)
+    for ours, before in zip(rotate(query, key, *constants(dtype=dtype)), (query, key), strict=True):
+        assert type(ours) is torch.Tensor
+        assert torch.equal(ours, before)
+        assert ours.dtype == dtype
+
+
+def test_nothing_is_computed() -> None:
+    cos, sin = (x.unsqueeze(1) for x in constants())
+    query = torch.randn(2, 4, 40, 8)
+    assert query * cos is query
+    nothing = query * sin
+    assert isinstance(nothing, Constant)
+    assert nothing.shape == query.shape
+    assert query + nothing is query
+
+
+def test_operations_that_change_something() -> None:
+    cos, sin = constants()
+    x = torch.randn(2, 40, 8)
+    assert torch.equal(x + cos, x + 1)
+    assert torch.equal(x - cos, x - 1)
+    assert torch.equal(cos * cos, torch.ones(2, 40, 8))
+    assert torch.equal(torch.add(x, cos, alpha=2), x + 2)
+    assert torch.equal(torch.cat((cos, sin), dim=-1).sum(-1), torch.full((2, 40), 8.0))
+    assert torch.equal(cos[..., :3].sum(), torch.tensor(240.0))
+
+
+def test_results_of_another_shape_or_dtype() -> None:
+    """An operand is the result only where it has the result's shape and dtype."""
+    cos, sin = constants()
+    row, half = torch.randn(8), torch.randn(2, 40, 8).bfloat16()
+    assert (row * cos).shape == (2, 40, 8)
+    assert torch.equal(row + sin, row.expand(2, 40, 8))
+    assert (half * cos).dtype == torch.float32
+    assert torch.equal(half + sin, half.float())
+    assert torch.equal((half * sin), torch.zeros(2, 40, 8))
+
+
+def test_few_tokens_take_ordinary_numbers() -> None:
+    cos, sin = identity_rotation(torch.randn(2, 16, 8))
+    assert type(cos) is torch.Tensor
+    assert type(sin) is torch.Tensor
+    assert torch.equal(cos, torch.ones(2, 16, 8))
+    assert torch.equal(sin, torch.zeros(2, 16, 8))
