@@ -18,7 +18,12 @@ from kvcli.kernels.chain import follows, wait_for_previous
 from kvcli.kernels.launch import cdiv, power_of_two, row_major
 from kvcli.methods.base import EncodedPart, LayerCodec, PartialAttend, PartialAttention
 
-_TOKEN_BLOCK = 8192
+_BLOCK_TOKENS = 8192
+"""Tokens of all sequences that are decoded at once."""
+
+_LEAST_BLOCK = 1024
+"""Tokens of a sequence that are decoded at once even in a large batch: joining takes as long for few as for many."""
+
 MAX_QUERIES = 8
 """Queries of a row up to which kernels read codes; beyond, decoding the codes once for all queries is cheaper."""
 
@@ -186,8 +191,7 @@ def few_queries(form: PartialAttend) -> PartialAttend:
 def decoded_attend(codec: LayerCodec, query: Tensor, part: EncodedPart, scaling: float) -> PartialAttention:
     """As `kvcli.attention.reference.reference_attend`, with tokens decoded to the query's dtype, a block at a time."""
     total: PartialAttention | None = None
-    for start in range(0, part.length, _TOKEN_BLOCK):
-        stop = min(start + _TOKEN_BLOCK, part.length)
+    for start, stop in codec.blocks(part.length, max(_LEAST_BLOCK, _BLOCK_TOKENS // query.shape[0])):
         dtype = query.dtype if part.rotations is None else torch.float32
         key = codec.key.decode_to(part.key_codes.slice(start, stop), part.key_state, dtype)
         if part.rotations is not None:

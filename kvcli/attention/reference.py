@@ -55,9 +55,8 @@ def merge(first: PartialAttention, second: PartialAttention) -> PartialAttention
     """Attention over the union of two disjoint sets of keys."""
     lse = torch.logaddexp(first[1], second[1])
     safe = torch.where(lse.isneginf(), 0.0, lse)
-    out = sum(out * torch.exp(part - safe).unsqueeze(-1) for out, part in (first, second))
-    assert isinstance(out, Tensor)
-    return out, lse
+    shares = [torch.exp(part - safe).unsqueeze(-1) for _, part in (first, second)]
+    return torch.addcmul(first[0] * shares[0], second[0], shares[1]), lse
 
 
 def take_in(
@@ -130,8 +129,7 @@ def reference_attend(codec: LayerCodec, query: Tensor, part: EncodedPart, scalin
         scaling: factor of the scores.
     """
     total: PartialAttention | None = None
-    for start in range(0, part.length, _TOKEN_BLOCK):
-        stop = min(start + _TOKEN_BLOCK, part.length)
+    for start, stop in codec.blocks(part.length, _TOKEN_BLOCK):
         key = codec.key.decode(part.key_codes.slice(start, stop), part.key_state)
         if part.rotations is not None:
             key = part.rotations.tokens(start, stop).apply(key)

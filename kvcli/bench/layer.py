@@ -175,7 +175,7 @@ def encoded_layer(
     def normal(rows: int, heads: int, tokens: int) -> Tensor:
         return torch.randn(rows, heads, tokens, spec.head_dim, device=device, generator=generator)
 
-    group = max(codec.key.tokens_per_group, codec.value.tokens_per_group)
+    group = codec.tokens_per_group
     length = context // group * group
     if not length:
         raise ConfigError(f"{subject.name}: a context of {context} tokens has no whole group of {group}")

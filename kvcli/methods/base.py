@@ -175,6 +175,16 @@ class LayerCodec(nn.Module):
         self.key = key
         self.value = value
 
+    @property
+    def tokens_per_group(self) -> int:
+        """Tokens that are encoded together, keys or values."""
+        return max(self.key.tokens_per_group, self.value.tokens_per_group)
+
+    def blocks(self, length: int, most: int) -> list[tuple[int, int]]:
+        """Cuts encoded tokens into ranges of whole groups, of at most `most` tokens unless a group is longer."""
+        size = max(1, most // self.tokens_per_group) * self.tokens_per_group
+        return [(start, min(start + size, length)) for start in range(0, length, size)]
+
     def use_kernels(self, fused: bool) -> None:
         """Says whether encoding runs in Triton kernels, where the codecs have them."""
         self.key.fused = self.value.fused = fused

@@ -200,6 +200,32 @@ def test_many_queries_are_attended_by_decoding(name: str) -> None:
     assert_same(decoded_attend(codec, query, part, 0.125), reference_attend(codec, query, part, 0.125), torch.float32)
 
 
+@pytest.mark.parametrize(("name", "group"), [("kivi-2", 48), ("squat-2", 48), ("squat-pre-2", 32), ("commvq-1", 1)])
+def test_blocks_hold_whole_groups(name: str, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a group does not divide the block, and where a large batch makes blocks small."""
+    torch.manual_seed(0)
+    settings = {"group_size": group, "residual_length": group} if group == 48 else {}
+    head_dim = 96 if group == 48 else 64
+    _, codec = make_codec(name, 4, 2, head_dim, **settings)
+    assert codec.tokens_per_group == group
+    part = make_part(codec, 4, 2, 192, [192, 96])
+    query = torch.randn(2, 4, 20, head_dim, device=DEVICE)
+    expected = reference_attend(codec, query, part, 0.125)
+    monkeypatch.setattr("kvcli.attention.reference._TOKEN_BLOCK", 100)
+    assert_same(reference_attend(codec, query, part, 0.125), expected, torch.float32)
+    monkeypatch.setattr("kvcli.attention.kernels._BLOCK_TOKENS", 100)
+    monkeypatch.setattr("kvcli.attention.kernels._LEAST_BLOCK", 40)
+    assert_same(decoded_attend(codec, query, part, 0.125), expected, torch.float32)
+
+
+@pytest.mark.parametrize(("length", "most", "size"), [(192, 100, 96), (192, 10, 48), (48, 8192, 48), (0, 100, 96)])
+def test_blocks_cover_all_tokens(length: int, most: int, size: int) -> None:
+    _, codec = make_codec("kivi-2", 4, 2, 96, group_size=48, residual_length=48)
+    blocks = codec.blocks(length, most)
+    assert [token for start, stop in blocks for token in range(start, stop)] == list(range(length))
+    assert all(stop - start == size for start, stop in blocks)
+
+
 def test_the_largest_scale_of_a_range_is_found_wherever_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights times scales are kept in the range of float16 by the largest scale, here one of the last."""
     torch.manual_seed(0)
