@@ -1,7 +1,7 @@
 """The rotation by nothing, for a model's own rotary embedding: cosines of 1 and sines of 0 that cost little.
 
 Models compute q * cos + rotate_half(q) * sin. With ordinary ones and zeros three passes over q and three over k, a
-twentieth of the time of a long prompt, would change nothing.
+twentieth of the time of a prompt of 8K tokens, would change nothing.
 """
 
 from __future__ import annotations
@@ -13,20 +13,21 @@ import torch
 from torch import Tensor
 
 _FEW_TOKENS = 32
-"""Up to here the products take less time than leaving them out."""
+"""Rows of cosines up to which the products take less time than leaving them out."""
 
 
 class Constant(Tensor):
     """Ones or zeros that are left out of products and sums which they would not change.
 
-    A factor of ones and a summand of zeros give the other operand itself, and a factor of zeros gives zeros, where
-    shape and dtype of the other operand are those of the result. In any other operation it is an ordinary tensor.
+    A factor of ones and a summand of zeros give the other operand itself, not a copy, and a factor of zeros gives
+    zeros, where shape and dtype of the other operand are those of the result. Other operations compute with it as with
+    any tensor; one that changes it in place makes an ordinary tensor of it.
 
     Attributes:
-        number: what it holds everywhere, 1 or 0.
+        number: what it holds everywhere, 1 or 0; None once that is not known.
     """
 
-    number: int
+    number: int | None
 
     @classmethod
     def of(cls, number: int, like: Tensor) -> Constant:
@@ -38,9 +39,14 @@ class Constant(Tensor):
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            rule = None if kwargs else _RULES.get(func)
+            rule = None if kwargs or len(args) != 2 else _RULES.get(func)
             found = None if rule is None else rule(*args)
-            return func(*args, **(kwargs or {})) if found is None else found
+            if found is not None:
+                return found
+            changed = (kwargs or {}).get("out", args[0] if _in_place(func.__name__) else None)
+            if isinstance(changed, Constant):
+                changed.number = None
+            return func(*args, **(kwargs or {}))
 
 
 def identity_rotation(like: Tensor) -> tuple[Tensor, Tensor]:
@@ -50,7 +56,12 @@ def identity_rotation(like: Tensor) -> tuple[Tensor, Tensor]:
     return Constant.of(1, like), Constant.of(0, like)
 
 
-def _view(x: Tensor, number: int) -> Constant:
+def _in_place(name: str) -> bool:
+    """Whether a function of this name changes its first argument."""
+    return name.startswith(("__set", "__i")) or (name.endswith("_") and not name.endswith("__"))
+
+
+def _view(x: Tensor, number: int | None) -> Constant:
     constant = x.as_subclass(Constant)
     constant.number = number
     return constant
@@ -71,13 +82,13 @@ def _unsqueeze(x: Any, dim: Any) -> Tensor | None:
 
 
 def _product(x: Any, y: Any) -> Tensor | None:
-    if not _shapes(x, y):
+    if not _shapes(x, y) or y.number is None:
         return None
     return x if y.number else _view(y.expand(x.shape), 0)
 
 
 def _sum(x: Any, y: Any) -> Tensor | None:
-    return x if _shapes(x, y) and not y.number else None
+    return x if _shapes(x, y) and y.number == 0 else None
 
 
 _RULES: dict[Any, Callable[..., Tensor | None]] = {

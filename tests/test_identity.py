@@ -62,6 +62,37 @@ def test_results_of_another_shape_or_dtype() -> None:
     assert torch.equal((half * sin), torch.zeros(2, 40, 8))
 
 
+def change_by_addition(x: torch.Tensor) -> None:
+    x += 1
+
+
+def change_an_entry(x: torch.Tensor) -> None:
+    x[0] = 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        change_by_addition,
+        change_an_entry,
+        lambda x: x.mul_(3).add_(2),
+        lambda x: x.copy_(torch.randn(2, 40, 8)),
+        lambda x: torch.add(x, 3, out=x),
+    ],
+)
+@pytest.mark.parametrize("which", [0, 1])
+def test_constants_changed_in_place(change: Any, which: int) -> None:
+    """Whatever it holds then is computed with."""
+    constant, x = constants()[which], torch.randn(2, 40, 8)
+    before = constant.tolist()
+    change(constant)
+    assert constant.tolist() != before
+    plain = torch.tensor(constant.tolist())
+    rows = constant.unsqueeze(1)
+    for ours, theirs in ((x * constant, x * plain), (x + constant, x + plain), (x.unsqueeze(1) * rows, x * plain)):
+        assert torch.equal(ours.view(2, 40, 8), theirs)
+
+
 def test_few_tokens_take_ordinary_numbers() -> None:
     cos, sin = identity_rotation(torch.randn(2, 16, 8))
     assert type(cos) is torch.Tensor

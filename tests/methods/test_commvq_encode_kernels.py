@@ -103,6 +103,15 @@ def test_commvq_keys_of_uneven_size() -> None:
     check_keys(codec, x.to(DEVICE))
 
 
+def test_commvq_keys_of_a_codebook_that_leads_away() -> None:
+    """All codewords alike, on the other side of the tokens: each stage leaves more than there was before it."""
+    codec = commvq_keys(32, codebook_size=2, num_residuals=8)
+    codec.codebook.fill_(127)
+    codec.codebook[..., 0, :] = 126
+    codec.codebook_scale.fill_(2 / 127)
+    check_keys(codec, -torch.rand(1, 2, 16, 32, generator=torch.Generator().manual_seed(0)).to(DEVICE))
+
+
 def test_commvq_keys_without_size() -> None:
     codec = commvq_keys(32)
     x = clustered(2, 4, 32).view(1, 2, 4, 32).to(DEVICE)

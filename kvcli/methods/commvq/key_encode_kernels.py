@@ -227,12 +227,15 @@ def search_tables(codec: CommVQKeyCodec) -> SearchTables:
     units = weights * codec.codebook_scale.flatten(0, 1)
     lifts = torch.exp2(-units.amax(-1).clamp(1e-30, 1e30).log2().ceil())
     centred = codec.books() * codec.group_weight().unsqueeze(1)
-    # the largest product and the largest half of a squared norm, each twice over: three of them fit 31 bits
+    halves = torch.stack([pair_table(book) for book in centred.unbind(1)], dim=1) / 2
+    # no stage leaves more than its shortest centre added to what was there
     width = codec.spec.kv_dim if codec.config.key_norm == "joint" else codec.spec.head_dim
     longest, words = weights.amax(-1, keepdim=True) * width**0.5, centred.norm(dim=-1).amax(-1)
+    shortest = (2 * halves.amin((-2, -1))).clamp_min(0).sqrt()
+    longest = longest + shortest.cumsum(-1) - shortest
+    # twice the largest product, and the largest half of a squared norm: a sum of two products and a half fits 30 bits
     bound = 2 * words * torch.maximum(longest, words)
     scale = torch.exp2((_LARGEST / bound.clamp_min(1e-30)).log2().floor())
-    halves = torch.stack([pair_table(book) for book in centred.unbind(1)], dim=1) / 2
     tables = (halves * scale[:, :, None, None]).round().int()
     tables = torch.nn.functional.pad(tables, (0, pad_n, 0, pad_n), value=_FAR_AWAY.value)
     planes = codec.codebook.flatten(0, 1).unflatten(-1, (-1, 2)).transpose(-1, -2).half()
