@@ -1,0 +1,91 @@
+"""Encoded parts with random codes, and the comparison of attention over them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvcli.attention.session import make_config
+from kvcli.methods.base import EncodedPart, LayerCodec, PartialAttention
+from kvcli.methods.commvq.keys import CommVQKeyCodes
+from kvcli.methods.commvq.values import CommVQValueCodes
+from kvcli.packing import pack_bits
+from kvcli.registry import parse_method
+from kvcli.rope import Rope, TokenRotations
+from kvcli.spec import ModelSpec, RopeSpec
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FIRST_POSITION = 7
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 5e-3}
+
+
+class Rotary(nn.Module):
+    """A rotary module as transformers makes them."""
+
+    attention_scaling = 1.0
+
+    def __init__(self, head_dim: int) -> None:
+        super().__init__()
+        self.inv_freq = (1e4 ** -(torch.arange(0, head_dim, 2) / head_dim)).to(DEVICE)
+
+    def forward(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        angle = (positions[..., None].float() * self.inv_freq).repeat(1, 1, 2)
+        return angle.cos().to(x.dtype) * self.attention_scaling, angle.sin().to(x.dtype) * self.attention_scaling
+
+
+def make_codec(name: str, heads: int, kv_heads: int, head_dim: int, **settings: Any) -> tuple[Any, LayerCodec]:
+    method, from_bits = parse_method(name)
+    rope = RopeSpec("default", 1e4, head_dim)
+    spec = ModelSpec("llama", 1, heads * head_dim, heads, kv_heads, head_dim, 4096, 1, rope)
+    config = make_config(method, {**from_bits, **settings})
+    if method.name == "commvq":
+        config = config.resolve(spec)
+    return method, method.build(spec, config, 0).to(DEVICE)
+
+
+def random_codes(codec: LayerCodec, batch: int, length: int) -> tuple[Any, Any]:
+    """Codes of CommVQ with random books: no fit is needed to compare two ways of reading them."""
+    key, value = codec.key, codec.value
+    config, spec = key.config, key.spec
+    key.codebook.copy_(torch.randint(-127, 128, key.codebook.shape))
+    key.codebook_scale.uniform_(0.001, 0.01)
+    value.codebook.normal_()
+    value.offset.normal_()
+    codes = torch.randint(0, 2**config.bits_per_code, (batch, length, key.num_codes), device=DEVICE)
+    norms = 1 if config.key_norm == "joint" else spec.num_kv_heads
+    norm = (torch.rand(batch, norms, length, 1, device=DEVICE) * 20).half()
+    bits = torch.randint(0, 256, (batch, 1, length, config.value_code_bits // 8), dtype=torch.uint8, device=DEVICE)
+    scale = torch.rand(batch, 1, length, 1, device=DEVICE).half()
+    keys = CommVQKeyCodes(pack_bits(codes, config.bits_per_code).unsqueeze(1), norm)
+    return keys, CommVQValueCodes(bits, scale)
+
+
+def make_part(codec: LayerCodec, heads: int, batch: int, length: int, lengths: list[int] | None) -> EncodedPart:
+    spec = codec.key.spec
+    state = codec.key.new_state(batch, torch.device(DEVICE))
+    keys = torch.randn(batch, spec.num_kv_heads, length, spec.head_dim, device=DEVICE)
+    if state is not None:
+        queries = torch.randn(batch, heads, length, spec.head_dim, device=DEVICE)
+        codec.key.observe(state, queries, keys, torch.full((batch,), float(length), device=DEVICE))
+        codec.key.settle(state, list(range(batch)))
+    if hasattr(codec.key, "codebook"):
+        key_codes, value_codes = random_codes(codec, batch, length)
+    else:
+        key_codes, value_codes = codec.key.encode(keys, state), codec.value.encode(torch.randn_like(keys))
+    rotations = None
+    if codec.key.space == "pre_rope":
+        positions = torch.arange(FIRST_POSITION, FIRST_POSITION + length, device=DEVICE).expand(batch, -1)
+        rotations = TokenRotations(Rope(Rotary(spec.head_dim)), positions)
+    counts = None if lengths is None else torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    return EncodedPart(key_codes, state, value_codes, rotations, counts)
+
+
+def assert_same(found: PartialAttention, expected: PartialAttention, dtype: torch.dtype) -> None:
+    assert found[0].isfinite().all()
+    error = (found[0] - expected[0]).norm() / expected[0].norm()
+    assert error < TOLERANCE[dtype], f"error {error:.1e}"
+    seen = expected[1].isfinite()
+    assert torch.equal(seen, found[1].isfinite())
+    assert torch.allclose(found[1][seen], expected[1][seen], atol=1e-4 if dtype == torch.float32 else 2e-2)
