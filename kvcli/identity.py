@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 _FEW_TOKENS = 32
-"""Rows of cosines up to which the products take less time than leaving them out."""
+"""Rows of cosines up to which 32 query heads are multiplied in less time, on a CPU, than it takes to leave that out."""
 
 
 class Constant(Tensor):
@@ -39,7 +39,7 @@ class Constant(Tensor):
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            rule = None if kwargs or len(args) != 2 else _RULES.get(func)
+            rule = _RULES.get(func) if len(args) == 2 else None
             found = None if rule is None else rule(*args)
             if found is not None:
                 return found

@@ -47,6 +47,7 @@ def test_operations_that_change_something() -> None:
     assert torch.equal(x - cos, x - 1)
     assert torch.equal(cos * cos, torch.ones(2, 40, 8))
     assert torch.equal(torch.add(x, cos, alpha=2), x + 2)
+    assert torch.equal(x.add(cos, alpha=2), x + 2)
     assert torch.equal(torch.cat((cos, sin), dim=-1).sum(-1), torch.full((2, 40), 8.0))
     assert torch.equal(cos[..., :3].sum(), torch.tensor(240.0))
 
@@ -54,8 +55,10 @@ def test_operations_that_change_something() -> None:
 def test_results_of_another_shape_or_dtype() -> None:
     """An operand is the result only where it has the result's shape and dtype."""
     cos, sin = constants()
-    row, half = torch.randn(8), torch.randn(2, 40, 8).bfloat16()
+    row, one, half = torch.randn(8), torch.randn(1, 40, 8), torch.randn(2, 40, 8).bfloat16()
     assert (row * cos).shape == (2, 40, 8)
+    assert torch.equal(one * cos, one.expand(2, 40, 8))
+    assert torch.equal(one * sin + one, one.expand(2, 40, 8))
     assert torch.equal(row + sin, row.expand(2, 40, 8))
     assert (half * cos).dtype == torch.float32
     assert torch.equal(half + sin, half.float())

@@ -58,6 +58,11 @@ class GenerateConfig:
     repeats: int
     seed: int
 
+    @property
+    def bounded(self) -> bool:
+        """Whether memory decides: a budget is given, or the largest batch is to be found."""
+        return self.batches is None or self.memory_budget is not None
+
 
 @dataclass(frozen=True)
 class Figures:
@@ -153,9 +158,8 @@ def bench_generate(config: GenerateConfig) -> Iterator[GenerateRow]:
     Raises:
         UsageError: a form of attention that a method does not have, or a budget without a GPU.
     """
-    device = config.model.device
-    if config.batches is None or config.memory_budget is not None:
-        need_gpu(device)
+    if config.bounded:
+        need_gpu(config.model.device)
     bench = _Bench(config)
     batches: list[int | None] = [None] if config.batches is None else [*config.batches]
     for prompt in config.prompt_tokens:
@@ -217,9 +221,9 @@ class _Bench:
 
     def _runs(self, new_cache: NewCache, row: GenerateRow) -> list[Run]:
         self._run(new_cache, row.batch, row.prompt_tokens, min(row.new_tokens, _WARM_TOKENS))
-        runs, tight = [], self.config.batches is None or self.config.memory_budget is not None
+        runs = []
         for _ in range(self.config.repeats):
-            if tight:
+            if self.config.bounded:
                 free()  # each begins as the probe did that found the batch
             runs.append(self._run(new_cache, row.batch, row.prompt_tokens, row.new_tokens))
         return runs

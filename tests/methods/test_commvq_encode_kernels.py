@@ -16,7 +16,10 @@ from kvcli.methods.commvq.values import CommVQValueCodec
 
 pytest.importorskip("triton")
 
-from kvcli.methods.commvq.key_encode_kernels import _norms, _search, search_tables, search_tile
+import triton
+import triton.language as tl
+
+from kvcli.methods.commvq.key_encode_kernels import _least, _norms, _search, search_tables, search_tile
 from kvcli.methods.commvq.value_encode_kernels import _SWEEP_TILE, _sweep_kernel
 
 
@@ -90,6 +93,22 @@ def test_commvq_keys_with_infinite_channels() -> None:
     assert int(codes.max()) < 4
     others = torch.arange(40) != 7
     assert torch.equal(both(codec, x)[1].packed[:, :, others], expected.packed[:, :, others])
+
+
+@triton.jit
+def _least_kernel(x, out, size: tl.constexpr):
+    rows, columns = tl.arange(0, 16), tl.arange(0, 16)
+    tl.store(out + rows, _least(tl.load(x + rows[:, None] * 16 + columns[None, :]), size))
+
+
+def test_the_least_entry_is_one_that_there_is() -> None:
+    """The first of equal ones; a column beyond the entries, as an overflow may choose it, becomes the last one."""
+    x = torch.randint(-99, 99, (16, 16), dtype=torch.int32, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    out = torch.empty(16, dtype=torch.int32, device=DEVICE)
+    _least_kernel[(1,)](x, out, 11)
+    first = [row.index(min(row)) for row in x.tolist()]
+    assert max(first) > 10
+    assert out.tolist() == [min(column, 10) for column in first]
 
 
 def test_commvq_keys_of_uneven_size() -> None:

@@ -41,6 +41,7 @@ CASES = [
     ("commvq-1", 2, 1, 128, 1, 40, 1, None, {"codebook_size": 256, "num_residuals": 6}),  # two passes over the keys
     ("commvq-2", 2, 2, 64, 3, 33, 1, [0, 33, 5], {"pairs_per_group": 16, "key_norm": "per_head"}),
     ("commvq-2", 4, 4, 128, 1, 34, 1, None, {}),
+    ("commvq-1", 16, 2, 64, 2, 33, 3, [33, 20], {}),  # more rows than a program takes
 ]
 
 
