@@ -18,7 +18,7 @@ from kvcli.cache.compressed import CompressedCache, CompressedLayer
 from kvcli.errors import CacheError, ConfigError, UnsupportedModelError, UsageError
 from kvcli.kernels.launch import check_device, has_triton
 from kvcli.methods.base import LayerCodec, Method
-from kvcli.methods.config import CacheConfig
+from kvcli.methods.config import CacheConfig, fault
 from kvcli.models import fingerprint
 from kvcli.registry import parse_method
 from kvcli.seam import ForwardContext, Seam, exact_attention
@@ -145,9 +145,7 @@ def make_config(method: Method, values: dict[str, Any]) -> CacheConfig:
     try:
         return method.config_cls(**values)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "settings"
-        raise ConfigError(f"{method.name}: {where}: {first['msg']}") from error
+        raise ConfigError(f"{method.name}: {fault(error)}") from error
 
 
 def choose_impl(method: Method, impl: str, device: torch.device) -> str:

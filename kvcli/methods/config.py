@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 
 class CacheConfig(BaseModel):
@@ -17,3 +17,9 @@ class CacheConfig(BaseModel):
         ge=0,
         description="tokens beyond the residual window that gather before they are encoded; 0: a quarter of the window",
     )
+
+
+def fault(error: ValidationError) -> str:
+    """Which setting is wrong first, and why."""
+    first = error.errors()[0]
+    return f"{'.'.join(map(str, first['loc'])) or 'settings'}: {first['msg'].removeprefix('Value error, ')}"

@@ -272,6 +272,7 @@ def test_memory_takes_a_model_if_one_is_named(
         (("--memory-budget", "1GiB"), "--memory-budget goes with --suite generate or memory"),
         (("--suite", "generate", "--contexts", "64"), "--contexts goes with --suite attention or memory"),
         (("--suite", "generate", "--no-longest"), "--longest goes with --suite memory"),
+        (("--methods", "kivi-2", "--settings", "group_size=48"), "kivi: settings: residual_length 128 must be"),
         (("some-model",), "runs no model"),
         (("some-model", "--suite", "generate", "--random-weights", "tiny"), "not both"),
     ],

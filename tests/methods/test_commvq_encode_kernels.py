@@ -10,9 +10,11 @@ from encoders import DEVICE, GPU, assert_same, both, many
 from factories import clustered, fitted_keys, make_spec
 from torch import Tensor
 
+from kvcli.methods.commvq.codebook import times_i
 from kvcli.methods.commvq.config import CommVQConfig
 from kvcli.methods.commvq.fit import fit_values_fast, fit_values_paper
 from kvcli.methods.commvq.values import CommVQValueCodec
+from kvcli.rope import from_pairs
 
 pytest.importorskip("triton")
 
@@ -93,6 +95,29 @@ def test_commvq_keys_with_infinite_channels() -> None:
     assert int(codes.max()) < 4
     others = torch.arange(40) != 7
     assert torch.equal(both(codec, x)[1].packed[:, :, others], expected.packed[:, :, others])
+
+
+def test_commvq_keys_near_ties() -> None:
+    """Centres whose distances differ by a ten thousandth: products need more than float16's eleven bits."""
+    codec = commvq_keys(32, num_residuals=1)
+    words = codec.books()[:, 0].double()
+    centres = (words.unsqueeze(2) + times_i(words).unsqueeze(1)).flatten(1, 2)
+    rows = clustered(2, 400, 32, seed=3).double()
+    for _ in range(20):  # to between the two nearest centres, whichever they are then
+        near = torch.cdist(rows, centres).topk(2, largest=False).indices
+        first, second = (centres.gather(1, near[..., i : i + 1].expand(-1, -1, 32)) for i in (0, 1))
+        apart = first - second
+        share = ((rows - (first + second) / 2) * apart).sum(-1, keepdim=True) / apart.square().sum(-1, keepdim=True)
+        rows = rows - (share - 5e-5) * apart
+    rows = rows.float()
+    distances = torch.cdist(rows.double(), centres).topk(2, largest=False)
+    assert (distances.values.diff() / distances.values[..., 1:]).median() < 2e-4
+    x = from_pairs(rows.unflatten(-1, (-1, 2)), 32).unsqueeze(0).to(DEVICE)
+    codec.to(DEVICE)
+    norms = torch.full((1, 1, 400), 64**0.5, device=DEVICE)  # those by which `_search` leaves x as it is
+    codec.pair_weight.fill_(1)
+    found = _search(codec, x, norms, search_tables(codec)).view(400, 2).T
+    assert (found.cpu() == distances.indices[..., 0]).float().mean() > 0.995
 
 
 @triton.jit
