@@ -26,7 +26,7 @@ from torch import Tensor
 from kvcli._version import __version__
 from kvcli.errors import ArtifactError, ConfigError, UsageError
 from kvcli.methods.base import LayerCodec
-from kvcli.methods.config import CacheConfig, fault
+from kvcli.methods.config import CacheConfig, first_error
 from kvcli.models import same_model
 from kvcli.registry import get_method
 from kvcli.spec import ModelSpec
@@ -82,7 +82,7 @@ class Artifact:
         try:
             return get_method(self.method).config_cls(**{**known, **changes})
         except ValidationError as error:
-            raise ConfigError(fault(error)) from error
+            raise ConfigError(first_error(error)) from error
 
     def check_model(self, spec: ModelSpec, fingerprint: str, method: str) -> None:
         """Raises ArtifactError unless the artifact fits this model and method."""

@@ -20,8 +20,8 @@ from torch import Tensor
 from kvcli.artifact import Artifact, config_hash, new_metadata
 from kvcli.errors import ArtifactError, UsageError
 from kvcli.files import replacing
-from kvcli.methods.base import Method
 from kvcli.methods.config import CacheConfig
+from kvcli.methods.method import Method
 from kvcli.registry import get_method
 from kvcli.samples import LayerSamples, Recording
 from kvcli.spec import ModelSpec

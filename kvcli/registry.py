@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 from kvcli.errors import UsageError
 
 if TYPE_CHECKING:
-    from kvcli.methods.base import Method
+    from kvcli.methods.method import Method
 
 METHODS = {
-    "fp16": "kvcli.methods.full:METHOD",
+    "fp16": "kvcli.methods.fp16:METHOD",
     "fp8": "kvcli.methods.fp8:METHOD",
     "rtn": "kvcli.methods.rtn:METHOD",
-    "kivi": "kvcli.methods.kivi.method:METHOD",
+    "kivi": "kvcli.methods.kivi:METHOD",
     "squat": "kvcli.methods.squat.method:METHOD",
     "squat-pre": "kvcli.methods.squat.method:METHOD_PRE",
     "qjl": "kvcli.methods.qjl.method:METHOD",

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from kvcli.attention.session import make_config
-from kvcli.methods.base import EncodedPart, LayerCodec, PartialAttention
+from kvcli.methods.base import LayerCodec
 from kvcli.methods.commvq.keys import CommVQKeyCodes
 from kvcli.methods.commvq.values import CommVQValueCodes
+from kvcli.methods.encoded import EncodedTokens, PartialAttention
 from kvcli.packing import pack_bits
 from kvcli.registry import parse_method
 from kvcli.rope import Rope, TokenRotations
@@ -62,14 +63,14 @@ def random_codes(codec: LayerCodec, batch: int, length: int) -> tuple[Any, Any]:
     return keys, CommVQValueCodes(bits, scale)
 
 
-def make_part(codec: LayerCodec, heads: int, batch: int, length: int, lengths: list[int] | None) -> EncodedPart:
+def make_part(codec: LayerCodec, heads: int, batch: int, length: int, lengths: list[int] | None) -> EncodedTokens:
     spec = codec.key.spec
     state = codec.key.new_state(batch, torch.device(DEVICE))
     keys = torch.randn(batch, spec.num_kv_heads, length, spec.head_dim, device=DEVICE)
     if state is not None:
         queries = torch.randn(batch, heads, length, spec.head_dim, device=DEVICE)
         codec.key.observe(state, queries, keys, torch.full((batch,), float(length), device=DEVICE))
-        codec.key.settle(state, list(range(batch)))
+        codec.key.finalize_state(state, list(range(batch)))
     if hasattr(codec.key, "codebook"):
         key_codes, value_codes = random_codes(codec, batch, length)
     else:
@@ -79,7 +80,7 @@ def make_part(codec: LayerCodec, heads: int, batch: int, length: int, lengths: l
         positions = torch.arange(FIRST_POSITION, FIRST_POSITION + length, device=DEVICE).expand(batch, -1)
         rotations = TokenRotations(Rope(Rotary(spec.head_dim)), positions)
     counts = None if lengths is None else torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
-    return EncodedPart(key_codes, state, value_codes, rotations, counts)
+    return EncodedTokens(key_codes, state, value_codes, rotations, counts)
 
 
 def assert_same(found: PartialAttention, expected: PartialAttention, dtype: torch.dtype) -> None:

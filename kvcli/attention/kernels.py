@@ -13,10 +13,11 @@ import triton.language as tl
 from torch import Tensor
 
 from kvcli.attention.exact import ExactTokens
-from kvcli.attention.reference import merge
-from kvcli.kernels.chain import follows, wait_for_previous
+from kvcli.attention.reference import merge_state
 from kvcli.kernels.launch import cdiv, power_of_two, row_major
-from kvcli.methods.base import EncodedPart, LayerCodec, PartialAttend, PartialAttention
+from kvcli.kernels.pdl import pdl_launch_options, pdl_wait
+from kvcli.methods.base import LayerCodec
+from kvcli.methods.encoded import AttendCodes, EncodedTokens, PartialAttention
 
 _BLOCK_TOKENS = 8192
 """Tokens of all sequences that are decoded at once."""
@@ -138,7 +139,7 @@ def _attend_kernel(
     b_out = b_acc / tl.where(b_sum > 0, b_sum, 1.0)[:, None]
     flat = (i_b * num_kv_heads * GROUPS + head) * query_len + time
     if HAS_ENCODED:
-        wait_for_previous()
+        pdl_wait()
         other = tl.load(encoded_lse + flat, mask=m_m, other=float("-inf"))
         b_other = tl.load(encoded_out + flat[:, None] * D + o_d[None, :], mask=m_q, other=0.0)
         top = tl.maximum(b_lse, other)
@@ -177,10 +178,10 @@ def partial_attention_fused(
     return out, lse
 
 
-def few_queries(form: PartialAttend) -> PartialAttend:
+def few_queries(form: AttendCodes) -> AttendCodes:
     """A form for up to `MAX_QUERIES` queries a row, completed for more by decoding blocks of tokens."""
 
-    def attend(codec: LayerCodec, query: Tensor, part: EncodedPart, scaling: float) -> PartialAttention:
+    def attend(codec: LayerCodec, query: Tensor, part: EncodedTokens, scaling: float) -> PartialAttention:
         if query.shape[2] <= MAX_QUERIES:
             return form(codec, query, part, scaling)
         return decoded_attend(codec, query, part, scaling)
@@ -188,7 +189,7 @@ def few_queries(form: PartialAttend) -> PartialAttend:
     return attend
 
 
-def decoded_attend(codec: LayerCodec, query: Tensor, part: EncodedPart, scaling: float) -> PartialAttention:
+def decoded_attend(codec: LayerCodec, query: Tensor, part: EncodedTokens, scaling: float) -> PartialAttention:
     """As `kvcli.attention.reference.reference_attend`, with tokens decoded to the query's dtype, a block at a time."""
     total: PartialAttention | None = None
     for start, stop in codec.blocks(part.length, max(_LEAST_BLOCK, _BLOCK_TOKENS // query.shape[0])):
@@ -200,7 +201,7 @@ def decoded_attend(codec: LayerCodec, query: Tensor, part: EncodedPart, scaling:
         visible = part.visible(start, stop)
         shown = None if visible is None else visible[:, None]
         block = partial_attention_fused(query, key.to(query.dtype), value, shown, scaling)
-        total = block if total is None else merge(total, block)
+        total = block if total is None else merge_state(total, block)
     assert total is not None
     return total
 
@@ -267,5 +268,5 @@ def _launch(
         HAS_ENCODED=encoded is not None,
         HAS_LSE=lse is not None,
         num_warps=4,
-        **({} if encoded is None else follows()),
+        **({} if encoded is None else pdl_launch_options()),
     )

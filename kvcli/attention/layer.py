@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvcli.attention.beside import forked
 from kvcli.attention.exact import ExactTokens
 from kvcli.attention.forward import ForwardPass
+from kvcli.attention.side_stream import forked
 from kvcli.cache.compressed import CompressedLayer
 from kvcli.cache.ledger import Turn
 from kvcli.cache.stream import Stream
-from kvcli.methods.base import EncodedPart, PartialAttend, PartialAttention
+from kvcli.methods.encoded import AttendCodes, EncodedTokens, PartialAttention
 from kvcli.rope import Rotation
 from kvcli.seam import exact_attention
 
@@ -44,7 +44,7 @@ class Forms:
         unrotate: takes the rotation off old keys, for codecs that work before RoPE.
     """
 
-    codes: PartialAttend
+    codes: AttendCodes
     exact: AttendExact
     take_in: TakeIn
     unrotate: Unrotate
@@ -161,12 +161,12 @@ def _decode(
     return now.rotations(stream.sink_length + start, stream.sink_length + stop).apply(decoded).to(dtype)
 
 
-def _encoded_part(layer: CompressedLayer, now: ForwardPass) -> EncodedPart:
+def _encoded_part(layer: CompressedLayer, now: ForwardPass) -> EncodedTokens:
     """The first `coded` tokens of each row after its sinks."""
     keys, values = layer.streams
     assert keys.buffer.codes is not None
     assert values.buffer.codes is not None
-    return EncodedPart(
+    return EncodedTokens(
         key_codes=keys.buffer.codes.slice(0, now.most_coded),
         key_state=keys.state,
         value_codes=values.buffer.codes.slice(0, now.most_coded),

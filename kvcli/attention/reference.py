@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from kvcli.attention.exact import ExactTokens
-from kvcli.methods.base import EncodedPart, LayerCodec, PartialAttention
+from kvcli.methods.base import LayerCodec
+from kvcli.methods.encoded import EncodedTokens, PartialAttention
 from kvcli.rope import Rotation
 
 _TOKEN_BLOCK = 4096
@@ -51,7 +52,7 @@ def partial_attention(
     return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
 
 
-def merge(first: PartialAttention, second: PartialAttention) -> PartialAttention:
+def merge_state(first: PartialAttention, second: PartialAttention) -> PartialAttention:
     """Attention over the union of two disjoint sets of keys."""
     lse = torch.logaddexp(first[1], second[1])
     safe = torch.where(lse.isneginf(), 0.0, lse)
@@ -115,11 +116,11 @@ def attend_exact(
         [batch, query_len, num_heads, head_dim] in the query's dtype; 0 where a query sees nothing.
     """
     found = partial_attention(query, key.joined(), value.joined(), visible, scaling)
-    out = found[0] if encoded is None else merge(found, encoded)[0]
+    out = found[0] if encoded is None else merge_state(found, encoded)[0]
     return out.to(query.dtype).transpose(1, 2).contiguous()
 
 
-def reference_attend(codec: LayerCodec, query: Tensor, part: EncodedPart, scaling: float) -> PartialAttention:
+def reference_attend(codec: LayerCodec, query: Tensor, part: EncodedTokens, scaling: float) -> PartialAttention:
     """Decodes the tokens block by block, rotates the keys where the codec works before RoPE, and attends.
 
     Args:
@@ -136,6 +137,6 @@ def reference_attend(codec: LayerCodec, query: Tensor, part: EncodedPart, scalin
         value = codec.value.decode(part.value_codes.slice(start, stop))
         visible = part.visible(start, stop)
         block = partial_attention(query, key, value, None if visible is None else visible[:, None], scaling)
-        total = block if total is None else merge(total, block)
+        total = block if total is None else merge_state(total, block)
     assert total is not None
     return total

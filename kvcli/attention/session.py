@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from kvcli.attention.reference import attend_exact, reference_attend, take_in, u
 from kvcli.cache.compressed import CompressedCache, CompressedLayer
 from kvcli.errors import CacheError, ConfigError, UnsupportedModelError, UsageError
 from kvcli.kernels.launch import check_device, has_triton
-from kvcli.methods.base import LayerCodec, Method
-from kvcli.methods.config import CacheConfig, fault
+from kvcli.methods.base import LayerCodec
+from kvcli.methods.config import CacheConfig, first_error
+from kvcli.methods.encoded import AttendCodes
+from kvcli.methods.method import Method
 from kvcli.models import fingerprint
 from kvcli.registry import parse_method
 from kvcli.seam import ForwardContext, Seam, exact_attention
@@ -145,35 +148,35 @@ def make_config(method: Method, values: dict[str, Any]) -> CacheConfig:
     try:
         return method.config_cls(**values)
     except ValidationError as error:
-        raise ConfigError(f"{method.name}: {fault(error)}") from error
+        raise ConfigError(f"{method.name}: {first_error(error)}") from error
 
 
 def choose_impl(method: Method, impl: str, device: torch.device) -> str:
-    """The form that `auto` stands for: kernels on a GPU where the method has them, else the reference.
+    """What `auto` stands for: Triton kernels on a GPU, else the PyTorch reference.
 
     Raises:
-        UsageError: a form the method does not have, or kernels that cannot run on the device.
+        UsageError: no such implementation, or kernels that cannot run on the device.
     """
     if impl == "auto":
-        return "fused" if device.type == "cuda" and "fused" in method.attend_forms and has_triton() else "reference"
-    if impl != "reference" and impl not in method.attend_forms:
-        have = ", ".join(("auto", "reference", *method.attend_forms))
-        raise UsageError(f"method '{method.name}' has no attention form '{impl}'; choose one of {have}")
+        return "fused" if device.type == "cuda" and has_triton() else "reference"
+    if impl not in ("reference", "fused"):
+        raise UsageError(f"there is no implementation '{impl}'; choose one of auto, reference, fused")
     if impl == "fused":
         check_device(device)
     return impl
 
 
 def attend_forms(method: Method, impl: str) -> Forms:
-    """How attention is computed, for a form that `choose_impl` returned."""
+    """How attention is computed, for an implementation that `choose_impl` returned."""
     if impl == "reference":
         return Forms(reference_attend, attend_exact, take_in, unrotate)
-    if impl != "fused":
-        return Forms(method.attend_forms[impl], attend_exact, take_in, unrotate)
-    from kvcli.attention.kernels import attend_exact_fused, few_queries
+    from kvcli.attention.kernels import attend_exact_fused, decoded_attend, few_queries
     from kvcli.attention.rotation_kernels import take_in_fused, unrotate_fused
 
-    return Forms(few_queries(method.attend_forms["fused"]), attend_exact_fused, take_in_fused, unrotate_fused)
+    codes: AttendCodes = decoded_attend
+    if method.attend_kernels is not None:
+        codes = few_queries(import_module(method.attend_kernels).fused_attend)
+    return Forms(codes, attend_exact_fused, take_in_fused, unrotate_fused)
 
 
 def _current_device(x: Tensor) -> AbstractContextManager[Any]:

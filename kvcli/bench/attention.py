@@ -21,7 +21,7 @@ from kvcli.bench.rows import Status, guarded
 from kvcli.bench.shapes import shape_rope, shape_spec
 from kvcli.bench.timing import Timing, copy_bandwidth, time_call
 from kvcli.errors import UsageError
-from kvcli.methods.base import PartialAttend
+from kvcli.methods.encoded import AttendCodes
 from kvcli.rope import Rope
 from kvcli.spec import ModelSpec
 
@@ -150,7 +150,7 @@ def _sdpa_row(config: AttentionConfig, spec: ModelSpec, context: int, batch: int
 
 
 def _method_row(
-    config: AttentionConfig, spec: ModelSpec, rope: Rope, subject: Subject, form: PartialAttend, empty: AttentionRow
+    config: AttentionConfig, spec: ModelSpec, rope: Rope, subject: Subject, form: AttendCodes, empty: AttentionRow
 ) -> AttentionRow:
     """Checks a method's form, and times it if it is right."""
     layer = encoded_layer(

@@ -14,7 +14,8 @@ import torch
 from kvcli.attention.reference import reference_attend
 from kvcli.attention.session import attend_forms, choose_impl
 from kvcli.bench.layer import EncodedLayer, Subject, encoded_layer
-from kvcli.methods.base import Method, PartialAttend
+from kvcli.methods.encoded import AttendCodes
+from kvcli.methods.method import Method
 from kvcli.seam import find_rope
 from kvcli.spec import ModelSpec
 
@@ -59,7 +60,7 @@ class Agreement:
         )
 
 
-def choose_form(method: Method, impl: str, device: torch.device) -> tuple[str, PartialAttend]:
+def choose_form(method: Method, impl: str, device: torch.device) -> tuple[str, AttendCodes]:
     """The form of attention over codes that a session would use, with its name.
 
     Raises:
@@ -69,7 +70,7 @@ def choose_form(method: Method, impl: str, device: torch.device) -> tuple[str, P
     return chosen, attend_forms(method, chosen).codes
 
 
-def compare(layer: EncodedLayer, form: PartialAttend) -> Agreement:
+def compare(layer: EncodedLayer, form: AttendCodes) -> Agreement:
     """Runs a form of attention and the reference on a layer."""
     expected, expected_lse = layer.attend(reference_attend, layer.part())
     out, lse = layer.attend(form, layer.part())

@@ -15,8 +15,10 @@ from torch import Tensor
 
 from kvcli.attention.session import make_config
 from kvcli.errors import ConfigError
-from kvcli.methods.base import Codec, Codes, EncodedPart, LayerCodec, Method, PartialAttend, State
+from kvcli.methods.base import Codec, Codes, LayerCodec, State
 from kvcli.methods.config import CacheConfig
+from kvcli.methods.encoded import AttendCodes, EncodedTokens
+from kvcli.methods.method import Method
 from kvcli.registry import parse_method
 from kvcli.rope import Rope, TokenRotations
 from kvcli.spec import ModelSpec
@@ -135,16 +137,16 @@ class EncodedLayer:
         """Bytes of the codes with their scales and norms."""
         return self.key_codes.nbytes + self.value_codes.nbytes
 
-    def part(self) -> EncodedPart:
+    def part(self) -> EncodedTokens:
         """What an attention form sees; each call's rotations keep tables of their own."""
         rotations = None
         if self.codec.key.space == "pre_rope":
             positions = torch.arange(self.first, self.first + self.num_tokens, device=self.query.device)
             positions = positions.int().repeat(self.query.shape[0], 1)
             rotations = TokenRotations(self.rope, positions)
-        return EncodedPart(self.key_codes, self.key_state, self.value_codes, rotations, None)
+        return EncodedTokens(self.key_codes, self.key_state, self.value_codes, rotations, None)
 
-    def attend(self, form: PartialAttend, part: EncodedPart) -> tuple[Tensor, Tensor]:
+    def attend(self, form: AttendCodes, part: EncodedTokens) -> tuple[Tensor, Tensor]:
         """(out, lse) of the query over the codes."""
         return form(self.codec, self.query, part, self.query.shape[-1] ** -0.5)
 
@@ -183,7 +185,7 @@ def encoded_layer(
     if state is not None:
         queries, keys = (normal(batch, heads, _OBSERVED_TOKENS) for heads in (spec.num_heads, spec.num_kv_heads))
         codec.key.observe(state, queries, keys, torch.full((batch,), float(_OBSERVED_TOKENS), device=device))
-        codec.key.settle(state, list(range(batch)))
+        codec.key.finalize_state(state, list(range(batch)))
     block = max(group, min(_BLOCK_TOKENS, length) // group * group)
     first_row = None if state is None else state.select([0])
 

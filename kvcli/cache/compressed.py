@@ -13,8 +13,9 @@ from kvcli.cache.memory import MemoryReport
 from kvcli.cache.stream import Stream
 from kvcli.cache.timeline import Timeline
 from kvcli.errors import CacheError
-from kvcli.methods.base import LayerCodec, Method
+from kvcli.methods.base import LayerCodec
 from kvcli.methods.config import CacheConfig
+from kvcli.methods.method import Method
 from kvcli.seam import Seam
 from kvcli.spec import ModelSpec
 

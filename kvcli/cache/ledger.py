@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvcli.errors import CacheError
-from kvcli.methods.base import Schedule
+from kvcli.methods.schedule import Schedule
 
 Counts = tuple[int, ...]
 

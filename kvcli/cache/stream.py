@@ -210,7 +210,7 @@ class Stream:
         if state is not None:
             if not eviction.start:
                 assert isinstance(self.codec, KeyCodec)
-                self.codec.settle(state, rows)
+                self.codec.finalize_state(state, rows)
             state = state if len(rows) == batch else state.select(rows)
         old = to_codec_space(old, rows, self.sink_length + eviction.start)
         place = self.buffer.place(batch, eviction)

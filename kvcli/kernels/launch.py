@@ -29,7 +29,7 @@ def check_device(device: torch.device) -> None:
         raise UsageError(f"fused kernels need a CUDA device, not '{device}'; use --impl reference")
 
 
-def refuse(what: str) -> UsageError:
+def unsupported_shape(what: str) -> UsageError:
     """The error for a shape that a kernel does not support."""
     return UsageError(f"the fused kernel does not support {what}; use --impl reference")
 
@@ -53,7 +53,7 @@ _MULTIPROCESSORS = 132
 """Of the largest GPUs in use; on smaller ones, programs queue."""
 
 
-def splits(length: int, others: int, granule: int, per_multiprocessor: int) -> int:
+def tokens_per_split(length: int, others: int, granule: int, per_multiprocessor: int) -> int:
     """Tokens a program takes, a multiple of `granule`, so that a GPU is full and no program waits for another.
 
     Args:

@@ -14,12 +14,12 @@ from kvcli.kernels.launch import interpreted
 
 INTERPRETED = tl.constexpr(interpreted())
 
-ONCE = tl.constexpr("evict_first")
+EVICT_FIRST = tl.constexpr("evict_first")
 """Eviction policy of codes and scales, which are read once: the scores between two kernels then stay in L2."""
 
 
 @triton.jit
-def masked(words, MASK: tl.constexpr):
+def fields_as_fp16(words, MASK: tl.constexpr):
     """int16 words [A, B] & MASK, read as float16.
 
     On a GPU one instruction serves two words: the compiler would unpack, mask and pack them again.
@@ -47,7 +47,7 @@ def fma2(a, b, c):
 
 
 @triton.jit
-def power_above(x):
+def pow2_above(x):
     """The smallest power of two that is larger than positive float32 x, times at most 2."""
     return ((x.to(tl.int32, bitcast=True) & 0x7F800000) + 0x00800000).to(tl.float32, bitcast=True)
 
@@ -63,10 +63,10 @@ def odd_bytes(words):
 
 
 @triton.jit
-def settled(x):
-    """The same float32 tensor. Layouts wanted by what follows do not reach back beyond this point.
+def layout_barrier(x):
+    """Identity on float32 that stops Triton's layout propagation.
 
-    Without it the compiler computes the same tensor again in every layout that a tensor core's operand needs.
+    Without it the producer is recomputed once per layout that a consumer needs.
     """
     if INTERPRETED:
         return x
@@ -74,8 +74,8 @@ def settled(x):
 
 
 @triton.jit
-def settled_half(x):
-    """`settled` for float16: without it, the exchange of data between threads moves from one sum to all its terms."""
+def layout_barrier_fp16(x):
+    """`layout_barrier` for float16; without it the convert_layout is hoisted above a reduction and paid per term."""
     if INTERPRETED:
         return x
     return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.float16, is_pure=False, pack=2)

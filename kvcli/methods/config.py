@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Literal, Self
+
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from kvcli.spec import ModelSpec
+
+ScalarBits = Literal[1, 2, 4, 8]
+"""Bits per code of the scalar format: widths that divide a byte."""
 
 
 class CacheConfig(BaseModel):
@@ -18,8 +25,16 @@ class CacheConfig(BaseModel):
         description="tokens beyond the residual window that gather before they are encoded; 0: a quarter of the window",
     )
 
+    def resolve(self, spec: ModelSpec) -> Self:
+        """Settings with everything filled in that follows from the model's shapes.
 
-def fault(error: ValidationError) -> str:
+        Raises:
+            ValueError: settings that do not fit the shapes.
+        """
+        return self
+
+
+def first_error(error: ValidationError) -> str:
     """Which setting is wrong first, and why."""
     first = error.errors()[0]
     return f"{'.'.join(map(str, first['loc'])) or 'settings'}: {first['msg'].removeprefix('Value error, ')}"

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvcli.methods.base import Codec, Codes, KeyCodec, LayerCodec, Method, State, ValueCodec
+from kvcli.methods.base import Codec, Codes, KeyCodec, LayerCodec, State, ValueCodec
 from kvcli.methods.config import CacheConfig
+from kvcli.methods.method import Method
 from kvcli.spec import ModelSpec
 
 _E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max

@@ -6,9 +6,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from kvcli.methods.base import LayerCodec, Method
+from kvcli.methods.base import LayerCodec
 from kvcli.methods.config import CacheConfig
-from kvcli.methods.pertoken import PerTokenKey, PerTokenValue
+from kvcli.methods.method import Method
+from kvcli.methods.scalar.per_token import PerTokenKey, PerTokenValue
 from kvcli.spec import ModelSpec
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from commvq_reordered import reordered_attend
 
 from kvcli.attention.reference import reference_attend
 from kvcli.bench.attention import AttentionConfig, AttentionRow, bench_attention
@@ -14,9 +15,8 @@ from kvcli.bench.check import compare
 from kvcli.bench.layer import EncodedLayer, Subject, check_settings, encoded_layer, randomise, tile
 from kvcli.bench.shapes import shape_rope, shape_spec
 from kvcli.errors import ConfigError, UsageError
-from kvcli.methods.base import PartialAttend
-from kvcli.methods.commvq.attend import reordered_attend
-from kvcli.methods.kivi.codec import PerChannelCodes
+from kvcli.methods.encoded import AttendCodes
+from kvcli.methods.scalar.per_channel import PerChannelCodes
 from kvcli.registry import get_method
 
 CPU = torch.device("cpu")
@@ -55,7 +55,7 @@ def make_config(**changes: Any) -> AttentionConfig:
     return AttentionConfig(**{**values, **changes})
 
 
-def wrong(monkeypatch: pytest.MonkeyPatch, form: PartialAttend) -> AttentionConfig:
+def wrong(monkeypatch: pytest.MonkeyPatch, form: AttendCodes) -> AttentionConfig:
     """A run whose CommVQ form is another one."""
     monkeypatch.setitem(get_method("commvq").attend_forms, "reordered", form)  # type: ignore[arg-type]
     return make_config(subjects=[Subject.parse("commvq-2", SMALL)], impl="reordered", contexts=[64], batches=[1])

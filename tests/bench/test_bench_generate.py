@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from commvq_reordered import reordered_attend
 from transformers import DynamicCache, LlamaForCausalLM
 
 from kvcli.attention.reference import reference_attend
@@ -28,7 +29,6 @@ from kvcli.bench.model import (
 )
 from kvcli.bench.shapes import shape_config, shape_rope
 from kvcli.errors import UsageError
-from kvcli.methods.commvq.attend import reordered_attend
 from kvcli.registry import get_method
 from kvcli.spec import ModelSpec
 

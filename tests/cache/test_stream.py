@@ -12,8 +12,8 @@ from kvcli.attention.exact import ExactTokens
 from kvcli.cache.ledger import Counts, Ledger
 from kvcli.cache.stream import Stream
 from kvcli.cache.timeline import Step
-from kvcli.methods.base import Schedule
-from kvcli.methods.full import METHOD as FULL
+from kvcli.methods.fp16 import METHOD as FULL
+from kvcli.methods.schedule import Schedule
 from kvcli.spec import ModelSpec, RopeSpec
 
 SPEC = ModelSpec("llama", 1, 64, 4, 2, 16, 512, 97, RopeSpec("default", 1e4, 16))

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commvq_reordered import reordered_attend
 from console import invoke
 
 from kvcli.cli.output import parse_size
 from kvcli.errors import UsageError
-from kvcli.methods.commvq.attend import reordered_attend
 from kvcli.registry import get_method
 
 GROUPS = ("--settings", "group_size=8", "--settings", "residual_length=8")

@@ -21,8 +21,8 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from kvcli.methods.commvq.key_encode_kernels import _least, _norms, _search, search_tables, search_tile
-from kvcli.methods.commvq.value_encode_kernels import _SWEEP_TILE, _sweep_kernel
+from kvcli.methods.commvq.encode_keys_kernels import _least, _norms, _search, search_tables, search_tile
+from kvcli.methods.commvq.encode_values_kernels import _SWEEP_TILE, _sweep_kernel
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
@@ -219,7 +219,7 @@ def wide_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter takes its time by operation, not by element."""
     if not GPU:
         wide = {"BLOCK_T": 256, "BLOCK_O": 128, "BLOCK_K": 128, "num_warps": 4, "num_stages": 3}
-        monkeypatch.setattr("kvcli.methods.commvq.value_encode_kernels._SWEEP_TILE", wide)
+        monkeypatch.setattr("kvcli.methods.commvq.encode_values_kernels._SWEEP_TILE", wide)
 
 
 @pytest.mark.usefixtures("wide_tiles")
@@ -281,13 +281,13 @@ def test_commvq_values_in_awkward_shapes(time: int, batch: int, dtype: torch.dty
 def test_commvq_values_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """More tokens than are encoded at once."""
     codec = commvq_values(16, value_sweeps=1)
-    monkeypatch.setattr("kvcli.methods.commvq.value_encode_kernels._ENCODE_TOKENS", 1030)
+    monkeypatch.setattr("kvcli.methods.commvq.encode_values_kernels._ENCODE_TOKENS", 1030)
     check_values(codec, values(2, 1050, 16, structured=True, seed=3).to(DEVICE))
 
 
 def test_parts_are_equal_up_to_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
     """A few tokens left over would take as long as a whole part."""
-    module, parts = "kvcli.methods.commvq.value_encode_kernels", []
+    module, parts = "kvcli.methods.commvq.encode_values_kernels", []
     monkeypatch.setattr(f"{module}._ENCODE_TOKENS", 256)
     monkeypatch.setattr(f"{module}._encode_part", lambda codec, tables, rows, *rest: parts.append(len(rows)))
     for tokens, expected in ((290, [192, 98]), (256, [256]), (700, [256, 256, 188])):

@@ -55,7 +55,7 @@ class Coder:
             generator = torch.Generator().manual_seed(3)
             queries = torch.randn(batch, 4, 50, 16, generator=generator)
             codec.observe(self.state, queries, sample(50, batch=batch), torch.full((batch,), 50.0))
-            codec.settle(self.state, list(range(batch)))
+            codec.finalize_state(self.state, list(range(batch)))
 
     def encode(self, x: torch.Tensor) -> Codes:
         return self.codec.encode(x, self.state)

@@ -10,11 +10,11 @@ from encoders import DEVICE, assert_same, both, many
 from factories import make_spec
 from torch import Tensor
 
-from kvcli.methods.affine import AFFINE_BITS
-from kvcli.methods.kivi.codec import PerChannelKey
-from kvcli.methods.pertoken import PerTokenValue
 from kvcli.methods.qjl.codec import QJLKey, QJLState
 from kvcli.methods.qjl.config import QJLConfig
+from kvcli.methods.scalar.affine import AFFINE_BITS
+from kvcli.methods.scalar.per_channel import PerChannelKey
+from kvcli.methods.scalar.per_token import PerTokenValue
 from kvcli.methods.squat.codec import SQuatKey
 from kvcli.methods.squat.config import SQuatConfig
 from kvcli.packing import unpack_bits
@@ -94,7 +94,7 @@ def test_qjl_keys(head_dim: int, time: int, batch: int, changes: dict[str, Any],
     x[0, :, -1] *= 1e3
     state = QJLState(torch.zeros(batch, 2, head_dim, device=DEVICE))
     codec.observe(state, x, x, torch.ones(batch, device=DEVICE))
-    codec.settle(state, list(range(batch)))
+    codec.finalize_state(state, list(range(batch)))
     reference, ours = both(codec, x, state)
     outlier = state.channels.unsqueeze(2)
     for kind, sketch in (("", codec.sketch), ("outlier_", codec.outlier_sketch)):
@@ -124,7 +124,7 @@ def test_squat_keys(head_dim: int, batch: int, changes: dict[str, Any], dtype: t
     state = codec.new_state(batch, DEVICE)
     queries = sample(4, 100, head_dim, batch=batch, dtype=dtype)
     codec.observe(state, queries, x, torch.full((batch,), 100.0, device=DEVICE))
-    codec.settle(state, list(range(batch)))
+    codec.finalize_state(state, list(range(batch)))
     before = x.clone()
     reference, ours = both(codec, x, state)
     assert torch.equal(x, before)

@@ -12,11 +12,11 @@ from kvcli.attention.reference import reference_attend
 from kvcli.attention.session import make_config
 from kvcli.errors import UsageError
 from kvcli.kernels import values
-from kvcli.kernels.values import Scores
-from kvcli.methods.base import EncodedPart, PartialAttention
-from kvcli.methods.commvq.key_kernels import stage_ranges
+from kvcli.methods.commvq.score_kernels import stage_ranges
+from kvcli.methods.encoded import EncodedTokens, PartialAttention
 from kvcli.methods.kivi import kernels as kivi_kernels
 from kvcli.methods.qjl import kernels as qjl_kernels
+from kvcli.methods.scalar.value_kernels import SplitScores
 from kvcli.registry import parse_method
 
 CASES = [
@@ -63,9 +63,9 @@ def test_largest_scores_of_ranges(name: str, monkeypatch: pytest.MonkeyPatch) ->
     torch.manual_seed(0)
     method, codec = make_codec(name, 4, 2, 64)
     part = make_part(codec, 4, 2, 192, [192, 96])
-    seen: list[Scores] = []
+    seen: list[SplitScores] = []
 
-    def spy(scores: Scores, *rest: Any) -> PartialAttention:
+    def spy(scores: SplitScores, *rest: Any) -> PartialAttention:
         seen.append(scores)
         return values.value_sum(scores, *rest)
 
@@ -103,7 +103,7 @@ def test_extreme_scales_neither_overflow_nor_vanish(name: str) -> None:
     for factor in (1e-4, 1e3):
         values = part.value_codes
         scaled = {k: (x.float() * factor).half() if k in ("scale", "zero") else x for k, x in values.tensors().items()}
-        changed = EncodedPart(part.key_codes, part.key_state, type(values)(**scaled), part.rotations, None)
+        changed = EncodedTokens(part.key_codes, part.key_state, type(values)(**scaled), part.rotations, None)
         query = 8 * torch.randn(1, 2, 1, 64, device=DEVICE).half()
         found = method.attend_forms["fused"](codec, query, changed, 0.125)
         assert_same(found, reference_attend(codec, query.float(), changed, 0.125), torch.float16)
@@ -112,7 +112,7 @@ def test_extreme_scales_neither_overflow_nor_vanish(name: str) -> None:
 def test_the_largest_scale_of_a_range_is_found_wherever_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights times scales are kept in the range of float16 by the largest scale, here one of the last."""
     torch.manual_seed(0)
-    monkeypatch.setattr("kvcli.kernels.values._SCAN", 64)
+    monkeypatch.setattr("kvcli.methods.scalar.value_kernels._SCAN", 64)
     method, codec = make_codec("kivi-2", 4, 2, 128)
     part = make_part(codec, 4, 1, 64, None)
     part.value_codes.scale[:, :, -3:] *= 1e4

@@ -13,9 +13,9 @@ from transformers import DynamicCache
 
 import kvcli
 from kvcli.errors import CacheError, ConfigError
-from kvcli.methods.affine import AFFINE_BITS, dequantize, quantize
-from kvcli.methods.kivi.codec import PerChannelKey
-from kvcli.methods.pertoken import PerTokenValue
+from kvcli.methods.scalar.affine import AFFINE_BITS, dequantize, quantize
+from kvcli.methods.scalar.per_channel import PerChannelKey
+from kvcli.methods.scalar.per_token import PerTokenValue
 
 
 @settings(max_examples=60, deadline=None)

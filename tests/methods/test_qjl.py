@@ -90,7 +90,7 @@ def test_outlier_channels_are_those_of_largest_energy_and_lower_the_error() -> N
         codec = QJLKey(make_spec(), QJLConfig(sketch_dim=64, initial_layers=0, num_outliers=num_outliers), 0)
         state = codec.new_state(1, torch.device("cpu"))
         codec.observe(state, q, k, torch.tensor([300.0]))
-        codec.settle(state, [0])
+        codec.finalize_state(state, [0])
         if num_outliers:
             assert state.channels[0].argmax(-1).tolist() == [5, 9]
         found = q @ codec.decode(codec.encode(k, state), state).transpose(-1, -2)

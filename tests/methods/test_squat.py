@@ -10,7 +10,7 @@ from factories import make_spec
 
 import kvcli
 from kvcli.errors import ConfigError
-from kvcli.methods.kivi.codec import PerChannelKey
+from kvcli.methods.scalar.per_channel import PerChannelKey
 from kvcli.methods.squat.codec import SQuatKey, SQuatState, correction, leading_factor, query_gram
 from kvcli.methods.squat.config import SQuatConfig
 
@@ -19,7 +19,7 @@ def settled(config: SQuatConfig, queries: torch.Tensor) -> tuple[SQuatKey, SQuat
     codec = SQuatKey(make_spec(), config, "post_rope")
     state = codec.new_state(queries.shape[0], torch.device("cpu"))
     codec.observe(state, queries, queries[:, :2], torch.full((queries.shape[0],), float(queries.shape[2])))
-    codec.settle(state, list(range(queries.shape[0])))
+    codec.finalize_state(state, list(range(queries.shape[0])))
     return codec, state
 
 

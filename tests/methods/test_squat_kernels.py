@@ -122,7 +122,7 @@ def test_corrections(width: int, rank: int, block_size: int) -> None:
 
 @pytest.mark.parametrize("changes", [{}, {"lambda_scaling": "none", "squat_lambda": 1e-3, "block_size": 24}])
 def test_settled_state(changes: dict[str, Any]) -> None:
-    """Corrections of some rows or all; rows that are not settled keep their Gram matrix."""
+    """Corrections of some rows or all; rows that are not layout_barrier keep their Gram matrix."""
     codec = SQuatKey(make_spec(80), SQuatConfig(**changes), "post_rope")
     queries = torch.randn(3, 4, 500, 80, generator=torch.Generator().manual_seed(0)) * torch.logspace(-1, 1, 80)
     queries = queries.to(DEVICE, torch.bfloat16)
@@ -132,7 +132,7 @@ def test_settled_state(changes: dict[str, Any]) -> None:
             states.append(codec.new_state(3, DEVICE))
             codec.observe(states[-1], queries, queries[:, :2], torch.full((3,), 500.0, device=DEVICE))
             gram = states[-1].matrix.clone()
-            codec.settle(states[-1], rows)
+            codec.finalize_state(states[-1], rows)
         expected, found = (state.matrix for state in states)
         assert (expected - found).norm() < 1e-3 * expected.norm()
         rest = [row for row in range(3) if row not in rows]
@@ -143,13 +143,13 @@ def test_settled_from_calibration() -> None:
     codec = SQuatKey(make_spec(16), SQuatConfig(subspace_source="calibration"), "post_rope").to(DEVICE)
     codec.fused = True
     with pytest.raises(ConfigError, match="fit-subspace"):
-        codec.settle(codec.new_state(2, DEVICE), [0, 1])
+        codec.finalize_state(codec.new_state(2, DEVICE), [0, 1])
     codec.gram.copy_(spectra(16)[:2])
     codec.gram_count.fill_(10)
     states: list[SQuatState] = []
     for codec.fused in (False, True):
         states.append(codec.new_state(2, DEVICE))
-        codec.settle(states[-1], [0, 1])
+        codec.finalize_state(states[-1], [0, 1])
     assert torch.allclose(states[0].matrix, states[1].matrix, rtol=1e-3, atol=1e-6)
     assert torch.equal(states[1].matrix[0], states[1].matrix[1])
 
@@ -162,5 +162,5 @@ def test_shapes_beyond_the_kernel_have_the_reference() -> None:
     state = codec.new_state(1, DEVICE)
     queries = torch.randn(1, 4, 100, 64, device=DEVICE)
     codec.observe(state, queries, queries[:, :2], torch.full((1,), 100.0, device=DEVICE))
-    codec.settle(state, [0])
+    codec.finalize_state(state, [0])
     assert state.matrix.any()

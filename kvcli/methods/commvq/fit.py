@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvcli.methods.base import FitReport, LayerCodec
+from kvcli.methods.base import LayerCodec
 from kvcli.methods.commvq.codebook import centres, nearest
 from kvcli.methods.commvq.config import CommVQConfig
 from kvcli.methods.commvq.em import fit_annealed, fit_hard
 from kvcli.methods.commvq.keys import CommVQKeyCodec
 from kvcli.methods.commvq.values import CommVQValueCodec, sweep
+from kvcli.methods.method import FitReport
 from kvcli.rope import to_pairs
 from kvcli.samples import LayerSamples
 

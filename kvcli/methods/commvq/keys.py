@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvcli.kernels.derived import Derived
+from kvcli.kernels.cached import CachedFromBuffers
 from kvcli.methods.base import Codes, KeyCodec, Space, State
 from kvcli.methods.commvq.codebook import centres, nearest
 from kvcli.methods.commvq.config import CommVQConfig
@@ -17,7 +17,7 @@ from kvcli.rope import from_pairs, to_pairs
 from kvcli.spec import ModelSpec
 
 if TYPE_CHECKING:
-    from kvcli.methods.commvq.key_encode_kernels import SearchTables
+    from kvcli.methods.commvq.encode_keys_kernels import SearchTables
 
 _ENCODE_TOKENS = 8192
 
@@ -62,8 +62,8 @@ class CommVQKeyCodec(KeyCodec[CommVQKeyCodes]):
         scales = torch.ones(spec.num_kv_heads, self.num_groups, config.pairs_per_group)
         self.register_buffer("codebook_scale", scales)
         self.register_buffer("pair_weight", torch.ones(spec.num_kv_heads, spec.head_dim // 2))
-        self._tables: Derived[SearchTables] = Derived()
-        self.byte_table: Derived[Tensor] = Derived()
+        self._tables: CachedFromBuffers[SearchTables] = CachedFromBuffers()
+        self.byte_table: CachedFromBuffers[Tensor] = CachedFromBuffers()
 
     @property
     def num_codes(self) -> int:
@@ -103,7 +103,7 @@ class CommVQKeyCodec(KeyCodec[CommVQKeyCodes]):
 
     def encode(self, x: Tensor, state: State | None = None) -> CommVQKeyCodes:
         if self.fused:
-            from kvcli.methods.commvq.key_encode_kernels import encode_keys, search_tables
+            from kvcli.methods.commvq.encode_keys_kernels import encode_keys, search_tables
 
             buffers = self.codebook, self.codebook_scale, self.pair_weight
             return CommVQKeyCodes(*encode_keys(self, x, self._tables.get(lambda: search_tables(self), *buffers)))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from kvcli.methods.base import LayerCodec, Method, kernel_form
-from kvcli.methods.commvq.attend import reordered_attend
+from kvcli.methods.base import LayerCodec
 from kvcli.methods.commvq.config import CommVQConfig
 from kvcli.methods.commvq.fit import fit_layer
 from kvcli.methods.commvq.keys import CommVQKeyCodec
 from kvcli.methods.commvq.values import CommVQValueCodec
+from kvcli.methods.method import Method
 from kvcli.spec import ModelSpec
 
 
@@ -34,5 +34,5 @@ METHOD = Method(
     fit=fit_layer,
     needs_artifact=True,
     for_bits=lambda bits: {"bits": bits},
-    attend_forms={"reordered": reordered_attend, "fused": kernel_form("kvcli.methods.commvq.kernels")},
+    attend_kernels="kvcli.methods.commvq.attend_kernels",
 )

@@ -14,11 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvcli.kernels.launch import cdiv, power_of_two, refuse, splits
-from kvcli.kernels.values import join
-from kvcli.kernels.words import masked, power_above
-from kvcli.methods.base import EncodedPart
+from kvcli.kernels.launch import cdiv, power_of_two, tokens_per_split, unsupported_shape
+from kvcli.kernels.splits import merge_splits
+from kvcli.kernels.words import fields_as_fp16, pow2_above
 from kvcli.methods.commvq.values import CommVQValueCodec, CommVQValueCodes
+from kvcli.methods.encoded import EncodedTokens
 
 _PLANES = 4
 _TOKENS = 128
@@ -72,7 +72,7 @@ def _weights_kernel(
     top = tl.max(b_top, 1)
     safe = tl.where(top == float("-inf"), 0.0, top)
     # weights times scales are stored as float16: this power of two keeps the largest near 2^10
-    unit = power_above(tl.maximum(tl.max(b_unit, 0), 1e-30)) / 1024.0
+    unit = pow2_above(tl.maximum(tl.max(b_unit, 0), 1e-30)) / 1024.0
     per_unit = 1.0 / unit
     b_total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     b_mass = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -118,7 +118,7 @@ def _bits_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PLANES: tl.constexpr,
-    EXACT: tl.constexpr,
+    FP32_DOT: tl.constexpr,
 ):
     BLOCKS: tl.constexpr = 16 // PLANES
     plane = (tl.program_id(1) % BLOCKS) * PLANES
@@ -146,19 +146,19 @@ def _bits_kernel(
         b_words = tl.trans(b_words) >> plane.to(tl.int16)
         new = ()
         for f in tl.static_range(PLANES):
-            if EXACT:
+            if FP32_DOT:
                 b_bit = ((b_words >> f) & 1).to(tl.float32)
                 new = new + (tl.dot(b_bit, b_ps, b_sums[f], input_precision="ieee"),)
             else:
-                new = new + (tl.dot(masked(b_words, 1 << f), b_ps, b_sums[f]),)
+                new = new + (tl.dot(fields_as_fp16(b_words, 1 << f), b_ps, b_sums[f]),)
         b_sums = new
     row = (i_b * tl.num_programs(0) + tl.program_id(0)) * rows + o_m
     b_factor = tl.load(factor + row, mask=m_m, other=0.0)
-    if not EXACT:
+    if not FP32_DOT:
         b_factor = b_factor * 16777216.0
     for f in tl.static_range(PLANES):
         b_out = b_sums[f] * b_factor[None, :]
-        if not EXACT:
+        if not FP32_DOT:
             b_out = b_out * (1.0 / (1 << f))
         p_out = part_out + row[None, :] * CHANNELS + (o_w * 16 + plane + f)[:, None]
         tl.store(p_out, b_out, mask=m_w[:, None] & m_m[None, :])
@@ -178,7 +178,7 @@ def _codebook_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    EXACT: tl.constexpr,
+    FP32_DOT: tl.constexpr,
 ):
     i_bh = tl.program_id(0).to(tl.int64)
     i_h = i_bh % num_kv_heads
@@ -196,14 +196,14 @@ def _codebook_kernel(
         b_y = tl.load(sums + row[:, None] * CHANNELS + k[None, :], mask=m_m[:, None] & m_k[None, :], other=0.0)
         p_book = codebook + k[:, None] * width + (i_h * D + o_d)[None, :]
         b_c = tl.load(p_book, mask=m_k[:, None] & m_d[None, :], other=0.0).to(tl.float32)
-        b_out = tl.dot(b_y, b_c, b_out, input_precision="ieee" if EXACT else "tf32")
+        b_out = tl.dot(b_y, b_c, b_out, input_precision="ieee" if FP32_DOT else "tf32")
     b_mass = tl.load(sums + row * CHANNELS + BITS, mask=m_m, other=0.0)
     b_offset = tl.load(offset + i_h * D + o_d, mask=m_d, other=0.0).to(tl.float32)
     b_out += b_mass[:, None] * b_offset[None, :]
     tl.store(out + row[:, None] * D + o_d[None, :], b_out, mask=m_m[:, None] & m_d[None, :])
 
 
-def bit_sums(value: CommVQValueCodec, scores: Tensor, part: EncodedPart, exact: bool) -> tuple[Tensor, Tensor]:
+def bit_sums(value: CommVQValueCodec, scores: Tensor, part: EncodedTokens, exact: bool) -> tuple[Tensor, Tensor]:
     """Softmax weights times scale, summed over each value bit.
 
     Returns:
@@ -212,14 +212,14 @@ def bit_sums(value: CommVQValueCodec, scores: Tensor, part: EncodedPart, exact: 
     codes: CommVQValueCodes = part.value_codes
     batch, kv_heads, rows, padded = scores.shape
     if value.config.value_code_bits % 16:
-        raise refuse(f"{value.config.value_code_bits} value bits; choose a multiple of 16")
+        raise unsupported_shape(f"{value.config.value_code_bits} value bits; choose a multiple of 16")
     words = codes.packed.view(torch.int16)
     count, rows = words.shape[-1], rows * kv_heads
     channels = count * 16 + 16
     block_m = min(32, max(16 if exact else 8, power_of_two(rows)))
     block_w = min(_WORDS, max(16, power_of_two(count)))
     blocks_m, blocks_w = cdiv(rows, block_m), cdiv(count, block_w) * (16 // _PLANES)
-    per_split = splits(part.length, batch * blocks_m * blocks_w, _TOKENS, _PER_SM)
+    per_split = tokens_per_split(part.length, batch * blocks_m * blocks_w, _TOKENS, _PER_SM)
     parts = cdiv(part.length, per_split)
     device = scores.device
     weights = torch.empty(scores.shape, dtype=torch.float32 if exact else torch.float16, device=device)
@@ -268,13 +268,13 @@ def bit_sums(value: CommVQValueCodec, scores: Tensor, part: EncodedPart, exact: 
         BLOCK_M=block_m,
         BLOCK_N=_TOKENS,
         PLANES=_PLANES,
-        EXACT=exact,
+        FP32_DOT=exact,
         num_warps=_WARPS,
         num_stages=_STAGES,
     )
     if parts == 1:
         return part_out, part_lse * math.log(2)
-    join(part_out, part_lse, sums, lse)
+    merge_splits(part_out, part_lse, sums, lse)
     return sums, lse
 
 
@@ -297,7 +297,7 @@ def apply_codebook(value: CommVQValueCodec, sums: Tensor, shape: torch.Size, exa
         BLOCK_D=block_d,
         BLOCK_M=16,
         BLOCK_K=128,
-        EXACT=exact,
+        FP32_DOT=exact,
         num_warps=4,
         num_stages=3,
     )

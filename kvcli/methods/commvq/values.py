@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from kvcli.kernels.derived import Derived
+from kvcli.kernels.cached import CachedFromBuffers
 from kvcli.methods.base import Codes, State, ValueCodec
 from kvcli.methods.commvq.config import CommVQConfig
 from kvcli.packing import pack_bits, packed_size, unpack_bits
 from kvcli.spec import ModelSpec
 
 if TYPE_CHECKING:
-    from kvcli.methods.commvq.value_encode_kernels import DescentTables
+    from kvcli.methods.commvq.encode_values_kernels import DescentTables
 
 SWEEP_BITS = 4
 """Bits that a coordinate-descent step chooses jointly."""
@@ -64,7 +64,7 @@ class CommVQValueCodec(ValueCodec[CommVQValueCodes]):
             self.register_buffer(names[0], torch.zeros(outputs, inputs, dtype=torch.float16))
             self.register_buffer(names[1], torch.zeros(outputs, dtype=torch.float16))
             self.encoder_weights.append(names)
-        self._tables: Derived[DescentTables] = Derived()
+        self._tables: CachedFromBuffers[DescentTables] = CachedFromBuffers()
 
     def bits_per_token(self) -> float:
         return 8.0 * packed_size(self.config.value_code_bits, 1) + 16
@@ -82,7 +82,7 @@ class CommVQValueCodec(ValueCodec[CommVQValueCodes]):
 
     def encode(self, x: Tensor, state: State | None = None) -> CommVQValueCodes:
         if self.fused and self.config.value_trainer == "fast":
-            from kvcli.methods.commvq.value_encode_kernels import descent_tables, encode_values
+            from kvcli.methods.commvq.encode_values_kernels import descent_tables, encode_values
 
             buffers = self.channel_scale, self.codebook, self.offset, self.get_buffer("encoder_bias_0")
             return CommVQValueCodes(*encode_values(self, x, self._tables.get(lambda: descent_tables(self), *buffers)))

@@ -82,7 +82,7 @@ class QJLKey(KeyCodec[QJLCodes]):
         assert isinstance(state, QJLState)
         state.channels.add_(keys.float().square().sum(2))
 
-    def settle(self, state: State, rows: list[int]) -> None:
+    def finalize_state(self, state: State, rows: list[int]) -> None:
         assert isinstance(state, QJLState)
         mask = torch.zeros_like(state.channels[rows])
         if self.config.num_outliers:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from kvcli.methods.base import LayerCodec, Method, kernel_form
-from kvcli.methods.pertoken import PerTokenValue
+from kvcli.methods.base import LayerCodec
+from kvcli.methods.method import Method
 from kvcli.methods.qjl.codec import QJLKey
 from kvcli.methods.qjl.config import QJLConfig
+from kvcli.methods.scalar.per_token import PerTokenValue
 from kvcli.spec import ModelSpec
 
 
@@ -27,5 +28,5 @@ METHOD = Method(
     config_cls=QJLConfig,
     build=_build,
     nominal_bits=_nominal_bits,
-    attend_forms={"fused": kernel_form("kvcli.methods.qjl.kernels")},
+    attend_kernels="kvcli.methods.qjl.attend_kernels",
 )

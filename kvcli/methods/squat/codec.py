@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvcli.errors import ConfigError
 from kvcli.methods.base import Space, State
-from kvcli.methods.kivi.codec import PerChannelCodes, PerChannelKey
+from kvcli.methods.scalar.per_channel import PerChannelCodes, PerChannelKey
 from kvcli.methods.squat.config import SQuatConfig
 from kvcli.spec import ModelSpec
 
@@ -81,7 +81,7 @@ class SQuatKey(PerChannelKey):
                 return kernels.query_gram(queries, self.spec.num_kv_heads)
         return query_gram(queries, self.spec.num_kv_heads)
 
-    def settle(self, state: State, rows: list[int]) -> None:
+    def finalize_state(self, state: State, rows: list[int]) -> None:
         assert isinstance(state, SQuatState)
         # a list becomes a tensor that the device has to be sent
         index = slice(None) if rows == list(range(len(state.count))) else rows
@@ -129,7 +129,7 @@ class SQuatKey(PerChannelKey):
 
     def _encode_fused(self, x: Tensor, state: SQuatState) -> PerChannelCodes:
         """Moves all channels first; a block does not move after its turn, so it can be quantized again at the end."""
-        from kvcli.kernels.affine_encode import per_channel_error, quantize_per_channel
+        from kvcli.methods.scalar.encode_kernels import per_channel_error, quantize_per_channel
 
         keys = x.float()
         for start in range(0, self.spec.head_dim - self.block_size, self.block_size):

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from kvcli.methods.kivi.config import KIVIConfig
+from kvcli.methods.kivi import KIVIConfig
 
 
 class SQuatConfig(KIVIConfig):

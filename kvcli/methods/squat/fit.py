@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from kvcli.methods.base import FitReport, LayerCodec
+from kvcli.methods.base import LayerCodec
+from kvcli.methods.method import FitReport
 from kvcli.methods.squat.codec import SQuatKey, leading_factor, query_gram
 from kvcli.samples import LayerSamples
 

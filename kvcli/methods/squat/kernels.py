@@ -29,9 +29,9 @@ def _gram_kernel(
     queries, partial, stride_b, stride_h, stride_t, tokens, chunk, heads,
     GROUPS: tl.constexpr, D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Gram matrix of `chunk` tokens of the query heads of a kv head; grid (splits, batch * heads).
+    """Gram matrix of `chunk` tokens of the query heads of a kv head; grid (num_splits, batch * heads).
 
-    queries [batch, heads * GROUPS, tokens, D] of 16 bits with strides; partial float32 [splits, batch * heads, D, D].
+    queries [batch, heads * GROUPS, tokens, D] 16 bits, strided; partial float32 [num_splits, batch * heads, D, D].
     """
     i_split, i_row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     o_t, o_d = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
@@ -186,10 +186,10 @@ def query_gram(queries: Tensor, num_kv_heads: int) -> Tensor:
     batch, heads, time, width = queries.shape
     tile = 64
     chunk = tile * max(1, cdiv(cdiv(time, tile), _MOST_SPLITS))
-    splits, block = cdiv(time, chunk), max(16, power_of_two(width))
-    partial = torch.empty(splits, batch, num_kv_heads, width, width, dtype=torch.float32, device=queries.device)
+    num_splits, block = cdiv(time, chunk), max(16, power_of_two(width))
+    partial = torch.empty(num_splits, batch, num_kv_heads, width, width, dtype=torch.float32, device=queries.device)
     if queries.numel():
-        _gram_kernel[(splits, batch * num_kv_heads)](
+        _gram_kernel[(num_splits, batch * num_kv_heads)](
             queries, partial, *queries.stride()[:3], time, chunk, num_kv_heads,
             GROUPS=heads // num_kv_heads, D=width, BLOCK_T=tile, BLOCK_D=block, num_warps=_warps(block),
         )  # fmt: skip

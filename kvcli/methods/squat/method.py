@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from functools import partial
 
-from kvcli.methods.base import LayerCodec, Method, Space, kernel_form
-from kvcli.methods.kivi.method import kivi_schedules
-from kvcli.methods.pertoken import PerTokenValue
+from kvcli.methods.base import LayerCodec, Space
+from kvcli.methods.kivi import kivi_schedules
+from kvcli.methods.method import Method
+from kvcli.methods.scalar.per_token import PerTokenValue
 from kvcli.methods.squat.codec import SQuatKey
 from kvcli.methods.squat.config import SQuatConfig
 from kvcli.methods.squat.fit import fit_subspace
@@ -30,7 +31,7 @@ def _method(name: str, summary: str, space: Space) -> Method:
         fit=fit_subspace,
         needs_artifact=False,
         for_bits=lambda bits: {"k_bits": bits, "v_bits": bits},
-        attend_forms={"fused": kernel_form("kvcli.methods.kivi.kernels")},
+        attend_kernels="kvcli.methods.scalar.score_kernels",
     )
 
 

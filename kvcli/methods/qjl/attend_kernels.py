@@ -13,13 +13,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvcli.kernels.chain import follows, let_next_begin, wait_for_previous
-from kvcli.kernels.launch import cdiv, power_of_two, refuse, row_major
-from kvcli.kernels.values import LOG2E, Scores, value_sum
-from kvcli.kernels.words import ONCE, masked, power_above
-from kvcli.methods.base import EncodedPart, LayerCodec, PartialAttention
-from kvcli.methods.pertoken import PerTokenCodec
+from kvcli.kernels.launch import cdiv, power_of_two, row_major, unsupported_shape
+from kvcli.kernels.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wait
+from kvcli.kernels.splits import LOG2E, SplitScores
+from kvcli.kernels.words import EVICT_FIRST, fields_as_fp16, pow2_above
+from kvcli.methods.base import LayerCodec
+from kvcli.methods.encoded import EncodedTokens, PartialAttention
 from kvcli.methods.qjl.codec import QJLKey, QJLState
+from kvcli.methods.scalar.per_token import PerTokenCodec
+from kvcli.methods.scalar.value_kernels import value_sum
 
 _TOKENS = 128
 _REGISTERS: int | None = None
@@ -47,7 +49,7 @@ def _sketch_kernel(
     BLOCK_K: tl.constexpr,
 ):
     """S q of the inlier channels, then of the outlier channels: [rows, M + M_OUT] for each kv head."""
-    let_next_begin()
+    pdl_launch_dependents()
     i_bh = tl.program_id(0).to(tl.int64)
     i_b = i_bh // num_kv_heads
     o_m = tl.program_id(2) * 16 + tl.arange(0, 16)
@@ -73,7 +75,9 @@ def _sketch_kernel(
 
 
 @triton.jit
-def _sketch_fields(p_sketched, m_m, W: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_M: tl.constexpr, EXACT: tl.constexpr):
+def _sketch_fields(
+    p_sketched, m_m, W: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_M: tl.constexpr, FP32_DOT: tl.constexpr
+):
     """A query sketch by bits of a word: 16 tensors [W, M], the unit of each row, and the row's sum."""
     o_w = tl.arange(0, BLOCK_W)
     b_qs = ()
@@ -84,12 +88,12 @@ def _sketch_fields(p_sketched, m_m, W: tl.constexpr, BLOCK_W: tl.constexpr, BLOC
         b_top = tl.maximum(b_top, tl.abs(b_q))
         b_sum += b_q
         b_qs = b_qs + (b_q,)
-    unit = power_above(tl.maximum(tl.max(b_top, 0), 1e-30))
-    if EXACT:
+    unit = pow2_above(tl.maximum(tl.max(b_top, 0), 1e-30))
+    if FP32_DOT:
         unit = tl.full([BLOCK_M], 1.0, tl.float32)
     b_units = ()
     for f in tl.static_range(16):
-        if EXACT:
+        if FP32_DOT:
             b_units = b_units + (b_qs[f],)
         else:
             # bits are masked, not shifted: bit f of a byte reads 2^f times too large
@@ -98,16 +102,16 @@ def _sketch_fields(p_sketched, m_m, W: tl.constexpr, BLOCK_W: tl.constexpr, BLOC
 
 
 @triton.jit
-def _sign_products(words, b_units, unit, total, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, EXACT: tl.constexpr):
+def _sign_products(words, b_units, unit, total, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, FP32_DOT: tl.constexpr):
     """<S q, sign> of words [N, W] for each row: [N, M]."""
     high = words >> 8
     b_s = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for f in tl.static_range(16):
-        if EXACT:
+        if FP32_DOT:
             b_s = tl.dot(((words >> f) & 1).to(tl.float32), b_units[f], b_s, input_precision="ieee")
         else:
-            b_s = tl.dot(masked(words if f < 8 else high, 1 << (f % 8)), b_units[f], b_s)
-    if not EXACT:
+            b_s = tl.dot(fields_as_fp16(words if f < 8 else high, 1 << (f % 8)), b_units[f], b_s)
+    if not FP32_DOT:
         b_s = b_s * 16777216.0
     return b_s * (2.0 * unit)[None, :] - total[None, :]
 
@@ -142,10 +146,10 @@ def _scores_kernel(
     BLOCK_OUT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    EXACT: tl.constexpr,
+    FP32_DOT: tl.constexpr,
     HAS_LENGTHS: tl.constexpr,
 ):
-    let_next_begin()
+    pdl_launch_dependents()
     i_bh = tl.program_id(1).to(tl.int64)
     i_b = i_bh // num_kv_heads
     i_h = i_bh % num_kv_heads
@@ -164,31 +168,31 @@ def _scores_kernel(
     outlier_norm += i_b * n_batch + i_h * n_head + first
     p_scores = scores + i_bh * s_head + o_m.to(tl.int64)[None, :] * s_row + first
     p_sketched = sketched + (i_bh * rows + o_m)[None, :] * ((W + W_OUT) * 16)
-    wait_for_previous()
-    b_units, unit, total = _sketch_fields(p_sketched, m_m, W, BLOCK_W, BLOCK_M, EXACT)
+    pdl_wait()
+    b_units, unit, total = _sketch_fields(p_sketched, m_m, W, BLOCK_W, BLOCK_M, FP32_DOT)
     if W_OUT > 0:
-        b_outs, out_unit, out_total = _sketch_fields(p_sketched + W * 16, m_m, W_OUT, BLOCK_OUT, BLOCK_M, EXACT)
+        b_outs, out_unit, out_total = _sketch_fields(p_sketched + W * 16, m_m, W_OUT, BLOCK_OUT, BLOCK_M, FP32_DOT)
     b_best = tl.full([BLOCK_N, BLOCK_M], float("-inf"), tl.float32)
     for start in range(0, count, BLOCK_N):
         n = start + o_n
         at = tl.minimum(n, count - 1)
         p_w = signs + at[:, None] * W + o_w[None, :]
-        words = tl.load(p_w, mask=(o_w < W)[None, :], other=0, eviction_policy=ONCE)
+        words = tl.load(p_w, mask=(o_w < W)[None, :], other=0, eviction_policy=EVICT_FIRST)
         b_n = tl.load(norm + at).to(tl.float32) * factor
-        b_s = _sign_products(words, b_units, unit, total, BLOCK_N, BLOCK_M, EXACT) * b_n[:, None]
+        b_s = _sign_products(words, b_units, unit, total, BLOCK_N, BLOCK_M, FP32_DOT) * b_n[:, None]
         if W_OUT > 0:
             p_w = outlier_signs + at[:, None] * W_OUT + o_o[None, :]
-            words = tl.load(p_w, mask=(o_o < W_OUT)[None, :], other=0, eviction_policy=ONCE)
+            words = tl.load(p_w, mask=(o_o < W_OUT)[None, :], other=0, eviction_policy=EVICT_FIRST)
             b_n = tl.load(outlier_norm + at).to(tl.float32) * outlier_factor
-            b_s += _sign_products(words, b_outs, out_unit, out_total, BLOCK_N, BLOCK_M, EXACT) * b_n[:, None]
+            b_s += _sign_products(words, b_outs, out_unit, out_total, BLOCK_N, BLOCK_M, FP32_DOT) * b_n[:, None]
         b_best = tl.maximum(b_best, b_s)
         tl.store(p_scores + n[:, None], b_s, mask=(n < count)[:, None] & m_m[None, :])
     row = (i_bh * tl.num_programs(0) + tl.program_id(0)) * rows + o_m
     tl.store(tops + row, tl.max(b_best, 0), mask=m_m)
 
 
-def fused_attend(codec: LayerCodec, query: Tensor, part: EncodedPart, scaling: float) -> PartialAttention:
-    """Attention over QJL's codes; see `kvcli.methods.base.PartialAttend`.
+def fused_attend(codec: LayerCodec, query: Tensor, part: EncodedTokens, scaling: float) -> PartialAttention:
+    """Attention over QJL's codes; see `kvcli.methods.encoded.AttendCodes`.
 
     Raises:
         UsageError: a shape the kernels do not support.
@@ -201,7 +205,7 @@ def fused_attend(codec: LayerCodec, query: Tensor, part: EncodedPart, scaling: f
     sizes = len(key.sketch), len(key.outlier_sketch) if key.config.num_outliers else 0
     for size in sizes:
         if size % 16:
-            raise refuse(f"a sketch of {size} rows; choose a multiple of 16")
+            raise unsupported_shape(f"a sketch of {size} rows; choose a multiple of 16")
     scores = _scores(key, _sketch(key, query, state), part, sizes, scaling / key.bias, exact)
     out, lse = value_sum(scores, codes, part.lengths, value.n_bits, query.shape[-1], exact)
     return out.view(query.shape), lse.view(query.shape[:3])
@@ -236,8 +240,8 @@ def _sketch(key: QJLKey, query: Tensor, state: QJLState) -> Tensor:
 
 
 def _scores(
-    key: QJLKey, sketched: Tensor, part: EncodedPart, sizes: tuple[int, int], scaling: float, exact: bool
-) -> Scores:
+    key: QJLKey, sketched: Tensor, part: EncodedTokens, sizes: tuple[int, int], scaling: float, exact: bool
+) -> SplitScores:
     """sqrt(pi/2)/m |k| <S q, sign(S k)> * scaling of all rows and tokens."""
     codes = part.key_codes
     batch, kv_heads, rows, _ = sketched.shape
@@ -245,10 +249,10 @@ def _scores(
     outlier_signs = codes.outlier_signs.view(torch.int16) if sizes[1] else signs
     block_m = 16 if exact else 8
     blocks = cdiv(rows, block_m)
-    scores = Scores(batch, kv_heads, rows, part.length, _TOKENS, blocks, sketched.device)
+    scores = SplitScores(batch, kv_heads, rows, part.length, _TOKENS, blocks, sketched.device)
     inlier_words, outlier_words = (size // 16 for size in sizes)
     weight = scaling * LOG2E * math.sqrt(math.pi / 2)
-    _scores_kernel[(scores.parts, batch * kv_heads, blocks)](
+    _scores_kernel[(scores.num_splits, batch * kv_heads, blocks)](
         sketched,
         signs,
         codes.norm,
@@ -256,7 +260,7 @@ def _scores(
         codes.outlier_norm,
         scores.values if part.lengths is None else part.lengths,
         scores.values,
-        scores.tops,
+        scores.split_max,
         *signs.stride()[:2],
         *codes.norm.stride()[:2],
         *outlier_signs.stride()[:2],
@@ -265,7 +269,7 @@ def _scores(
         kv_heads,
         part.length,
         rows,
-        scores.span,
+        scores.tokens_per_split,
         weight / sizes[0],
         weight / max(1, sizes[1]),
         W=inlier_words,
@@ -274,11 +278,11 @@ def _scores(
         BLOCK_OUT=max(16, power_of_two(max(1, outlier_words))),
         BLOCK_M=block_m,
         BLOCK_N=_TOKENS,
-        EXACT=exact,
+        FP32_DOT=exact,
         HAS_LENGTHS=part.lengths is not None,
         num_warps=4 if exact else _WARPS,
         num_stages=_STAGES,
         maxnreg=None if exact else _REGISTERS,
-        **follows(),
+        **pdl_launch_options(),
     )
     return scores

@@ -5,15 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvcli.methods.base import EncodedPart, LayerCodec, PartialAttention
-from kvcli.methods.commvq.key_kernels import key_scores
+from kvcli.methods.base import LayerCodec
 from kvcli.methods.commvq.keys import CommVQKeyCodec
+from kvcli.methods.commvq.score_kernels import key_scores
 from kvcli.methods.commvq.value_kernels import apply_codebook, bit_sums
 from kvcli.methods.commvq.values import CommVQValueCodec
+from kvcli.methods.encoded import EncodedTokens, PartialAttention
 
 
-def fused_attend(codec: LayerCodec, query: Tensor, part: EncodedPart, scaling: float) -> PartialAttention:
-    """Attention over CommVQ's codes; see `kvcli.methods.base.PartialAttend`.
+def fused_attend(codec: LayerCodec, query: Tensor, part: EncodedTokens, scaling: float) -> PartialAttention:
+    """Attention over CommVQ's codes; see `kvcli.methods.encoded.AttendCodes`.
 
     Raises:
         UsageError: a shape the kernels do not support.

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvcli.methods.affine import dequantize, quantize
 from kvcli.methods.base import Codec, Codes, KeyCodec, State, ValueCodec
+from kvcli.methods.scalar.affine import dequantize, quantize
 from kvcli.packing import pack_planes, planes_size, unpack_planes
 from kvcli.spec import ModelSpec
 
@@ -48,7 +48,7 @@ class PerTokenCodec(Codec[PerTokenCodes]):
 
     def encode(self, x: Tensor, state: State | None = None) -> PerTokenCodes:
         if self.fused:
-            from kvcli.kernels.affine_encode import quantize_per_token
+            from kvcli.methods.scalar.encode_kernels import quantize_per_token
 
             return PerTokenCodes(*quantize_per_token(x, self.n_bits, self.group_size))
         codes, scale, zero = quantize(x.unflatten(-1, (-1, self.group_size)), self.n_bits)
@@ -58,7 +58,7 @@ class PerTokenCodec(Codec[PerTokenCodes]):
         if not self.fused:
             super().encode_into(x, state, codes)
             return
-        from kvcli.kernels.affine_encode import quantize_per_token
+        from kvcli.methods.scalar.encode_kernels import quantize_per_token
 
         quantize_per_token(x, self.n_bits, self.group_size, (codes.packed, codes.scale, codes.zero))
 
@@ -69,7 +69,7 @@ class PerTokenCodec(Codec[PerTokenCodes]):
     def decode_to(self, codes: PerTokenCodes, state: State | None, dtype: torch.dtype) -> Tensor:
         if not self.fused:
             return super().decode_to(codes, state, dtype)
-        from kvcli.kernels.affine_decode import dequantize_planes
+        from kvcli.methods.scalar.decode_kernels import dequantize_planes
 
         return dequantize_planes(codes, self.n_bits, self.spec.head_dim, 1, self.group_size, dtype)
 

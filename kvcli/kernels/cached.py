@@ -10,7 +10,7 @@ from torch import Tensor
 ValueT = TypeVar("ValueT")
 
 
-class Derived(Generic[ValueT]):
+class CachedFromBuffers(Generic[ValueT]):
     """What was computed from some tensors, and is computed again when one of them was replaced, moved or written to."""
 
     def __init__(self) -> None:

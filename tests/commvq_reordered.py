@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvcli.methods.base import EncodedPart, LayerCodec, PartialAttention
+from kvcli.methods.base import LayerCodec
 from kvcli.methods.commvq.keys import CommVQKeyCodec
 from kvcli.methods.commvq.values import CommVQValueCodec
+from kvcli.methods.encoded import EncodedTokens, PartialAttention
 from kvcli.rope import Rotation, to_pairs
 
 
-def reordered_attend(codec: LayerCodec, query: Tensor, part: EncodedPart, scaling: float) -> PartialAttention:
+def reordered_attend(codec: LayerCodec, query: Tensor, part: EncodedTokens, scaling: float) -> PartialAttention:
     """Attention over codes that never decodes a key or a value.
 
     Keys: rotation commutes with the codebook, so the products conj(q_j) u_aj are formed once per query and codebook
@@ -25,7 +26,7 @@ def reordered_attend(codec: LayerCodec, query: Tensor, part: EncodedPart, scalin
         scaling: factor of the scores.
 
     Returns:
-        (out, lse) as `kvcli.methods.base.PartialAttention`.
+        (out, lse) as `kvcli.methods.encoded.PartialAttention`.
     """
     key, value = codec.key, codec.value
     assert isinstance(key, CommVQKeyCodec)
@@ -40,7 +41,7 @@ def reordered_attend(codec: LayerCodec, query: Tensor, part: EncodedPart, scalin
     return _value_sum(value, weights, part), lse
 
 
-def _key_scores(codec: CommVQKeyCodec, query: Tensor, part: EncodedPart, rotation: Rotation) -> Tensor:
+def _key_scores(codec: CommVQKeyCodec, query: Tensor, part: EncodedTokens, rotation: Rotation) -> Tensor:
     """Scores [batch, num_heads, query_len, length], unscaled."""
     spec, groups = codec.spec, codec.num_groups
     batch, _, queries, _ = query.shape
@@ -70,7 +71,7 @@ def _angles(rotation: Rotation, pairs: int) -> Tensor:
     return torch.nn.functional.pad(angles, (0, pairs - angles.shape[-1]), value=1.0)
 
 
-def _value_sum(codec: CommVQValueCodec, weights: Tensor, part: EncodedPart) -> Tensor:
+def _value_sum(codec: CommVQValueCodec, weights: Tensor, part: EncodedTokens) -> Tensor:
     """(P S) C for weights [batch, num_heads, query_len, length]."""
     codes, spec = part.value_codes, codec.spec
     scaled = weights * codes.scale.float().transpose(2, 3)

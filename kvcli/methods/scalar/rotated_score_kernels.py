@@ -10,8 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvcli.kernels.chain import let_next_begin
-from kvcli.kernels.words import ONCE, fma2, masked, power_above
+from kvcli.kernels.pdl import pdl_launch_dependents
+from kvcli.kernels.words import EVICT_FIRST, fields_as_fp16, fma2, pow2_above
 
 
 @triton.jit(do_not_specialize=["groups"])
@@ -50,11 +50,11 @@ def rotated_scores_kernel(
     GROUP: tl.constexpr,
     BLOCK_W: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    EXACT: tl.constexpr,
+    FP32_DOT: tl.constexpr,
     HAS_LENGTHS: tl.constexpr,
 ):
     """As the kernel of keys after RoPE, for groups of GROUP tokens whose first positions are in the tile tables."""
-    let_next_begin()
+    pdl_launch_dependents()
     i_bh = tl.program_id(1).to(tl.int64)
     i_b = i_bh // num_kv_heads
     i_h = i_bh % num_kv_heads
@@ -88,12 +88,12 @@ def rotated_scores_kernel(
             at = o_n[:, None] * HALF + (f * W + o_w)[None, :]
             b_c = tl.load(offset_cos + at, mask=m_w[None, :], other=0.0)
             b_s = tl.load(offset_sin + at, mask=m_w[None, :], other=0.0)
-            if not EXACT:
+            if not FP32_DOT:
                 b_c, b_s = b_c.to(tl.float16), b_s.to(tl.float16)
             b_cos = b_cos + (b_c,)
             b_sin = b_sin + (b_s,)
-    unit = power_above(tl.maximum(tl.max(b_top, 0), 1e-30))
-    if EXACT:
+    unit = pow2_above(tl.maximum(tl.max(b_top, 0), 1e-30))
+    if FP32_DOT:
         unit = tl.full([BLOCK_M], 1.0, tl.float32)
     back = unit * scaling
 
@@ -110,7 +110,7 @@ def rotated_scores_kernel(
     b_best = tl.full([GROUP, BLOCK_M], float("-inf"), tl.float32)
     for g in range(0, count):
         n = g * GROUP + o_n
-        words = tl.load(packed + n[:, None] * W + o_w[None, :], mask=m_w[None, :], other=0, eviction_policy=ONCE)
+        words = tl.load(packed + n[:, None] * W + o_w[None, :], mask=m_w[None, :], other=0, eviction_policy=EVICT_FIRST)
         high = words >> 8
         # [N, M]
         b_scores = tl.zeros([GROUP, BLOCK_M], tl.float32)
@@ -123,11 +123,11 @@ def rotated_scores_kernel(
             b_qx = b_x * b_tc[:, None] + b_y * b_ts[:, None]
             b_qy = b_y * b_tc[:, None] - b_x * b_ts[:, None]
             low_at = f * W + o_w
-            b_cx = tl.load(scale + low_at, mask=m_w, other=0.0, eviction_policy=ONCE)
-            b_cy = tl.load(scale + low_at + HALF, mask=m_w, other=0.0, eviction_policy=ONCE)
-            b_zx = tl.load(zero + low_at, mask=m_w, other=0.0, eviction_policy=ONCE)
-            b_zy = tl.load(zero + low_at + HALF, mask=m_w, other=0.0, eviction_policy=ONCE)
-            if EXACT:
+            b_cx = tl.load(scale + low_at, mask=m_w, other=0.0, eviction_policy=EVICT_FIRST)
+            b_cy = tl.load(scale + low_at + HALF, mask=m_w, other=0.0, eviction_policy=EVICT_FIRST)
+            b_zx = tl.load(zero + low_at, mask=m_w, other=0.0, eviction_policy=EVICT_FIRST)
+            b_zy = tl.load(zero + low_at + HALF, mask=m_w, other=0.0, eviction_policy=EVICT_FIRST)
+            if FP32_DOT:
                 b_kx = ((words >> (B * f)) & MASK).to(tl.float32) * b_cx.to(tl.float32)[None, :]
                 b_ky = ((words >> (B * (f + LOW))) & MASK).to(tl.float32) * b_cy.to(tl.float32)[None, :]
                 b_kx += b_zx.to(tl.float32)[None, :]
@@ -140,8 +140,8 @@ def rotated_scores_kernel(
                 # subnormal codes times 2^14 are normal numbers; the rest of the power goes into the scale
                 lift = tl.full([GROUP, BLOCK_W], 16384.0, tl.float16)
                 none = tl.zeros([GROUP, BLOCK_W], tl.float16)
-                b_kx = fma2(masked(words, MASK << (B * f)), lift, none)
-                b_ky = fma2(masked(high, MASK << (B * f)), lift, none)
+                b_kx = fma2(fields_as_fp16(words, MASK << (B * f)), lift, none)
+                b_ky = fma2(fields_as_fp16(high, MASK << (B * f)), lift, none)
                 wide_cx = tl.broadcast_to(
                     (b_cx.to(tl.float32) * (1024.0 / (1 << (B * f)))).to(tl.float16)[None, :], [GROUP, BLOCK_W]
                 )

@@ -17,18 +17,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvcli.kernels.chain import follows, let_next_begin, wait_for_previous
-from kvcli.kernels.launch import cdiv, power_of_two, refuse, splits
-from kvcli.kernels.words import ONCE, masked, power_above, settled
+from kvcli.kernels.launch import cdiv, power_of_two, unsupported_shape
+from kvcli.kernels.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wait
+from kvcli.kernels.splits import SplitScores, merge_splits
+from kvcli.kernels.words import EVICT_FIRST, fields_as_fp16, layout_barrier, pow2_above
 
-LOG2E = 1.4426950408889634
 _BLOCK_N = 64
 _SCAN = 1024
 _WARPS = 1
 _STAGES = 1
 _REGISTERS: int | None = 128
-_PER_SM = 16
-_JOIN_WARPS = 4
 
 
 @triton.jit(do_not_specialize=["length"])
@@ -60,10 +58,10 @@ def _value_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SCAN: tl.constexpr,
-    EXACT: tl.constexpr,
+    FP32_DOT: tl.constexpr,
     HAS_LENGTHS: tl.constexpr,
 ):
-    let_next_begin()
+    pdl_launch_dependents()
     i_bh = tl.program_id(1).to(tl.int64)
     i_b = i_bh // num_kv_heads
     i_h = i_bh % num_kv_heads
@@ -92,10 +90,10 @@ def _value_kernel(
     for start in range(0, count * GROUPS, SCAN):
         at = tl.minimum(start + tl.arange(0, SCAN), count * GROUPS - 1)
         b_unit = tl.maximum(b_unit, tl.load(scale + at))
-    unit = power_above(tl.maximum(tl.max(b_unit.to(tl.float32), 0), 1e-30))
+    unit = pow2_above(tl.maximum(tl.max(b_unit.to(tl.float32), 0), 1e-30))
     per_unit = 1.0 / unit
 
-    wait_for_previous()
+    pdl_wait()
     row = (i_bh * tl.num_programs(0) + tl.program_id(0)) * rows + o_m
     top = tl.load(part_top + row, mask=m_m, other=0.0)
     safe = tl.where(top == float("-inf"), 0.0, top)
@@ -110,19 +108,19 @@ def _value_kernel(
         at = tl.minimum(n, count - 1)
         b_s = tl.load(p_scores + n[:, None], mask=(n < count)[:, None] & m_m[None, :], other=float("-inf"))
         # [N, M], up to 2^10 so that small weights survive in float16
-        b_p = tl.exp2(settled(b_s) + shift[None, :])
+        b_p = tl.exp2(layout_barrier(b_s) + shift[None, :])
         if W == BLOCK_W:
-            words = tl.load(packed + at[:, None] * W + o_w[None, :], eviction_policy=ONCE)
+            words = tl.load(packed + at[:, None] * W + o_w[None, :], eviction_policy=EVICT_FIRST)
         else:
             words = tl.load(packed + at[:, None] * W + o_w[None, :], mask=m_w[None, :], other=0)
         words = tl.trans(words)
         high = words >> 8
         # rows of zeros [16, N]: those of the groups, then ones, which sum the weights
         p_z = zero + at[:, None] * GROUPS + o_z[None, :]
-        b_z = tl.load(p_z, mask=(o_z < GROUPS)[None, :], other=1.0, eviction_policy=ONCE)
+        b_z = tl.load(p_z, mask=(o_z < GROUPS)[None, :], other=1.0, eviction_policy=EVICT_FIRST)
         b_z = tl.trans(b_z)
         new = ()
-        if EXACT:
+        if FP32_DOT:
             b_zero = tl.dot(b_z.to(tl.float32), b_p, b_zero, input_precision="ieee")
             for f in tl.static_range(FIELDS):
                 group = tl.minimum((f * W + o_w) // GROUP, GROUPS - 1)
@@ -136,7 +134,7 @@ def _value_kernel(
                 if (f * W) % GROUP == 0:
                     b_c = tl.load(scale + at * GROUPS + (f * W) // GROUP).to(tl.float32) * per_unit
                     b_ps = (b_p * b_c[:, None]).to(tl.float16)
-                b_v = masked(words if f < LOW else high, MASK << (B * (f % LOW)))
+                b_v = fields_as_fp16(words if f < LOW else high, MASK << (B * (f % LOW)))
                 new = new + (tl.dot(b_v, b_ps, b_sums[f]),)
         b_sums = new
 
@@ -145,7 +143,7 @@ def _value_kernel(
     b_lse = tl.where(total > 0, safe + tl.log2(safe_total) - 10.0, float("-inf"))
     tl.store(part_lse + row, b_lse * lse_unit, mask=m_m)
     for f in tl.static_range(FIELDS):
-        if EXACT:
+        if FP32_DOT:
             b_out = b_sums[f]
         else:
             b_out = b_sums[f] * (unit * (16777216.0 / (1 << (B * (f % LOW)))))
@@ -158,82 +156,15 @@ def _value_kernel(
         tl.store(part_out + row[None, :] * D + channel[:, None], b_out / safe_total[None, :], mask=m_out)
 
 
-@triton.jit
-def _join_kernel(
-    part_out, part_lse, out, lse, parts, rows, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr
-):
-    let_next_begin()
-    i_bh = tl.program_id(0).to(tl.int64) // rows
-    i_m = tl.program_id(0) % rows
-    o_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    o_s = tl.arange(0, BLOCK_S)
-    base = i_bh * parts * rows + i_m
-    top = tl.full([BLOCK_S], float("-inf"), tl.float32)
-    wait_for_previous()
-    for start in range(0, parts, BLOCK_S):
-        s = start + o_s
-        top = tl.maximum(top, tl.load(part_lse + base + s * rows, mask=s < parts, other=float("-inf")))
-    highest = tl.max(top, 0)
-    highest = tl.where(highest == float("-inf"), 0.0, highest)
-    total = tl.zeros([BLOCK_S], tl.float32)
-    acc = tl.zeros([BLOCK_S, BLOCK_D], tl.float32)
-    for start in range(0, parts, BLOCK_S):
-        s = start + o_s
-        weight = tl.exp2(tl.load(part_lse + base + s * rows, mask=s < parts, other=float("-inf")) - highest)
-        at = (base + s.to(tl.int64) * rows)[:, None] * D + o_d[None, :]
-        part = tl.load(part_out + at, mask=(s < parts)[:, None] & (o_d < D)[None, :], other=0.0)
-        total += weight
-        acc += weight[:, None] * part
-    whole = tl.sum(total, 0)
-    safe = tl.where(whole > 0, whole, 1.0)
-    tl.store(out + tl.program_id(0).to(tl.int64) * D + o_d, tl.sum(acc, 0) / safe, mask=o_d < D)
-    if tl.program_id(1) == 0:
-        value = tl.where(whole > 0, (highest + tl.log2(safe)) * 0.6931471805599453, float("-inf"))
-        tl.store(lse + tl.program_id(0), value)
-
-
-class Scores:
-    """Scores of all rows and tokens, and the largest of each row in ranges of tokens.
-
-    Args:
-        batch: sequences.
-        kv_heads: kv heads.
-        rows: queries a kv head.
-        length: tokens.
-        granule: a range is a multiple of this many tokens.
-        blocks: programs that share a range of a kv head.
-        device: where.
-
-    Attributes:
-        values: float32 [batch, kv_heads, rows, >= length], in units of log 2; rows begin at multiples of 256 bytes.
-        tops: float32 [batch, kv_heads, parts, rows]; -inf where a range holds no token of the sequence.
-        span: tokens of a range.
-        length: tokens.
-    """
-
-    def __init__(
-        self, batch: int, kv_heads: int, rows: int, length: int, granule: int, blocks: int, device: torch.device
-    ) -> None:
-        self.length = length
-        self.span = splits(length, batch * kv_heads * blocks, granule, _PER_SM)
-        self.values = torch.empty(batch, kv_heads, rows, -(-length // 64) * 64, device=device)
-        self.tops = torch.empty(batch, kv_heads, self.parts, rows, device=device)
-
-    @property
-    def parts(self) -> int:
-        """Ranges of tokens."""
-        return -(-self.length // self.span)
-
-
 def value_sum(
-    scores: Scores,
+    scores: SplitScores,
     codes: Any,
     lengths: Tensor | None,
     n_bits: int,
     head_dim: int,
     exact: bool,
 ) -> tuple[Tensor, Tensor]:
-    """softmax(scores) V for values stored by `kvcli.methods.pertoken`.
+    """softmax(scores) V for values stored by `kvcli.methods.scalar.per_token`.
 
     Per field f of the packed words, sum_n p_n scale_n code_n is a product on tensor cores; the zeros and the sum of the
     weights are one more.
@@ -253,20 +184,20 @@ def value_sum(
     words, scale, zero = codes.packed.view(torch.int16), codes.scale, codes.zero
     groups = scale.shape[-1]
     if groups > 15:
-        raise refuse(f"{groups} groups of channels a head")
+        raise unsupported_shape(f"{groups} groups of channels a head")
     exact = exact or head_dim // groups % words.shape[-1] != 0
     block_m = 16 if exact else 8
     blocks = cdiv(rows, block_m)
     device = scale.device
-    part_out = torch.empty(batch * kv_heads, scores.parts, rows, head_dim, device=device)
-    part_lse = torch.empty(batch * kv_heads, scores.parts, rows, device=device)
-    _value_kernel[(scores.parts, batch * kv_heads, blocks)](
+    part_out = torch.empty(batch * kv_heads, scores.num_splits, rows, head_dim, device=device)
+    part_lse = torch.empty(batch * kv_heads, scores.num_splits, rows, device=device)
+    _value_kernel[(scores.num_splits, batch * kv_heads, blocks)](
         scores.values,
         words,
         scale,
         zero,
         scores.values if lengths is None else lengths,
-        scores.tops,
+        scores.split_max,
         part_out,
         part_lse,
         scores.values.stride(1),
@@ -275,9 +206,9 @@ def value_sum(
         *scale.stride()[:2],
         kv_heads,
         scores.length,
-        scores.span,
+        scores.tokens_per_split,
         rows,
-        math.log(2) if scores.parts == 1 else 1.0,
+        math.log(2) if scores.num_splits == 1 else 1.0,
         B=n_bits,
         W=words.shape[-1],
         D=head_dim,
@@ -286,33 +217,16 @@ def value_sum(
         BLOCK_M=block_m,
         BLOCK_N=_BLOCK_N,
         SCAN=_SCAN,
-        EXACT=exact,
+        FP32_DOT=exact,
         HAS_LENGTHS=lengths is not None,
         num_warps=4 if exact else _WARPS,
         num_stages=_STAGES,
         maxnreg=None if exact else _REGISTERS,
-        **follows(),
+        **pdl_launch_options(),
     )
-    if scores.parts == 1:
+    if scores.num_splits == 1:
         return part_out, part_lse
     out = torch.empty(batch, kv_heads, rows, head_dim, device=device)
     lse = torch.empty(batch, kv_heads, rows, device=device)
-    join(part_out, part_lse, out, lse)
+    merge_splits(part_out, part_lse, out, lse)
     return out, lse
-
-
-def join(part_out: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor) -> None:
-    """Joins attention over ranges of tokens, as a kernel that follows the one that left them.
-
-    Args:
-        part_out: float32 [batch * heads, parts, rows, channels], normalised in each part.
-        part_lse: float32 [batch * heads, parts, rows], in units of log 2.
-        out: float32 [batch, heads, rows, channels], written.
-        lse: float32 [batch, heads, rows], written, natural.
-    """
-    parts, rows, channels = part_out.shape[1:]
-    block, parts_at_once = (32, 256) if channels <= 256 else (128, 128)
-    _join_kernel[(part_out.shape[0] * rows, cdiv(channels, block))](
-        part_out, part_lse, out, lse, parts, rows, D=channels, BLOCK_D=block, BLOCK_S=parts_at_once,
-        num_warps=_JOIN_WARPS, **follows(),
-    )  # fmt: skip

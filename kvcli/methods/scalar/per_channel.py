@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvcli.methods.affine import dequantize, quantize
 from kvcli.methods.base import Codes, KeyCodec, State
+from kvcli.methods.scalar.affine import dequantize, quantize
 from kvcli.packing import pack_planes, planes_size, unpack_planes
 from kvcli.spec import ModelSpec
 
@@ -39,7 +39,7 @@ class PerChannelKey(KeyCodec[PerChannelCodes]):
 
     def encode(self, x: Tensor, state: State | None = None) -> PerChannelCodes:
         if self.fused:
-            from kvcli.kernels.affine_encode import quantize_per_channel
+            from kvcli.methods.scalar.encode_kernels import quantize_per_channel
 
             return PerChannelCodes(*quantize_per_channel(x, self.n_bits, self.tokens_per_group))
         return self.pack(*self.quantize_channels(x))
@@ -70,6 +70,6 @@ class PerChannelKey(KeyCodec[PerChannelCodes]):
     def decode_to(self, codes: PerChannelCodes, state: State | None, dtype: torch.dtype) -> Tensor:
         if not self.fused:
             return super().decode_to(codes, state, dtype)
-        from kvcli.kernels.affine_decode import dequantize_planes
+        from kvcli.methods.scalar.decode_kernels import dequantize_planes
 
         return dequantize_planes(codes, self.n_bits, self.spec.head_dim, self.tokens_per_group, 1, dtype)

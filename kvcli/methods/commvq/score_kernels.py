@@ -13,12 +13,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvcli.kernels.launch import cdiv, refuse, row_major
-from kvcli.kernels.values import LOG2E
-from kvcli.kernels.words import odd_bytes, settled_half
-from kvcli.methods.base import EncodedPart
+from kvcli.kernels.launch import cdiv, row_major, unsupported_shape
+from kvcli.kernels.splits import LOG2E
+from kvcli.kernels.words import layout_barrier_fp16, odd_bytes
 from kvcli.methods.commvq.config import CommVQConfig
 from kvcli.methods.commvq.keys import CommVQKeyCodec
+from kvcli.methods.encoded import EncodedTokens
 
 _TILE = 64
 _TOKENS = 16
@@ -93,7 +93,7 @@ def _key_scores_kernel(
     TILE: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    EXACT: tl.constexpr,
+    FP32_DOT: tl.constexpr,
 ):
     i_t = tl.program_id(0)
     # all sequences of a head, then the next head: programs that run together share a table
@@ -127,7 +127,7 @@ def _key_scores_kernel(
         b_ts = tl.load(tile_sin + turn + pair) * b_unit
         b_qx = b_x * b_tc[:, None] + b_y * b_ts[:, None]
         b_qy = b_y * b_tc[:, None] - b_x * b_ts[:, None]
-        if not EXACT:
+        if not FP32_DOT:
             b_qx, b_qy = b_qx.to(tl.float16), b_qy.to(tl.float16)
         b_xs = b_xs + (b_qx,)
         b_ys = b_ys + (b_qy,)
@@ -182,12 +182,12 @@ def _key_scores_kernel(
             b_os = tl.load(offset_sin + o_turn).to(tl.float32)
             b_kx = b_re * b_oc - b_im * b_os
             b_ky = b_im * b_oc + b_re * b_os
-            if EXACT:
+            if FP32_DOT:
                 b_s = tl.dot(b_kx, b_xs[half], b_s, input_precision="ieee")
                 b_s = tl.dot(b_ky, b_ys[half], b_s, input_precision="ieee")
             else:
-                b_s = tl.dot(settled_half(b_kx.to(tl.float16)), b_xs[half], b_s)
-                b_s = tl.dot(settled_half(b_ky.to(tl.float16)), b_ys[half], b_s)
+                b_s = tl.dot(layout_barrier_fp16(b_kx.to(tl.float16)), b_xs[half], b_s)
+                b_s = tl.dot(layout_barrier_fp16(b_ky.to(tl.float16)), b_ys[half], b_s)
         b_norm = tl.load(norm + t * n_time, mask=m_t, other=0.0).to(tl.float32) * scaling
         b_s = b_s * b_norm[:, None]
         m_s = m_t[:, None] & m_m[None, :]
@@ -221,7 +221,7 @@ def stage_ranges(config: CommVQConfig, head_dim: int) -> list[tuple[int, int]]:
     return [(first, min(each, config.num_residuals - first)) for first in range(0, config.num_residuals, each)]
 
 
-def key_scores(key: CommVQKeyCodec, query: Tensor, part: EncodedPart, scaling: float, exact: bool) -> Tensor:
+def key_scores(key: CommVQKeyCodec, query: Tensor, part: EncodedTokens, scaling: float, exact: bool) -> Tensor:
     """Scores of all rows and tokens in units of log 2: float32 [batch, num_kv_heads, rows, length or more].
 
     The last axis is rounded up to a multiple of 128; what is beyond the length is not written.
@@ -229,9 +229,9 @@ def key_scores(key: CommVQKeyCodec, query: Tensor, part: EncodedPart, scaling: f
     spec, codes, config = key.spec, part.key_codes, key.config
     batch, heads, query_len, head_dim = query.shape
     if spec.rope.rotary_dim != head_dim:
-        raise refuse("keys that are rotated in part of their channels")
+        raise unsupported_shape("keys that are rotated in part of their channels")
     if head_dim & (head_dim - 1) or head_dim < 64 or config.pairs_per_group < 2:
-        raise refuse(f"CommVQ keys of head_dim {head_dim} in groups of {config.pairs_per_group} pairs")
+        raise unsupported_shape(f"CommVQ keys of head_dim {head_dim} in groups of {config.pairs_per_group} pairs")
     assert part.rotations is not None
     heads_per_kv = heads // spec.num_kv_heads
     rows = heads_per_kv * query_len
@@ -285,7 +285,7 @@ def key_scores(key: CommVQKeyCodec, query: Tensor, part: EncodedPart, scaling: f
             TILE=_TILE,
             BLOCK_T=_TOKENS,
             BLOCK_M=block_m,
-            EXACT=exact,
+            FP32_DOT=exact,
             num_warps=_WARPS,
             num_stages=1,
         )

@@ -1,7 +1,7 @@
 """Triton kernels of the affine codecs: minimum, maximum, codes and packing in one pass over the tokens.
 
-They give the bits of `kvcli.methods.affine.quantize` and `kvcli.packing.pack_planes` exactly. A tile is laid out as
-[tokens, fields, words], channel = field * words + word, so that packing is a sum over the fields of a word.
+They give the bits of `kvcli.methods.scalar.affine.quantize` and `kvcli.packing.pack_planes` exactly. A tile is laid out
+as [tokens, fields, words], channel = field * words + word, so that packing is a sum over the fields of a word.
 """
 
 from __future__ import annotations

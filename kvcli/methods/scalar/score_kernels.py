@@ -12,14 +12,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvcli.kernels.chain import let_next_begin
-from kvcli.kernels.launch import cdiv, power_of_two, refuse, row_major
-from kvcli.kernels.values import LOG2E, Scores, value_sum
-from kvcli.kernels.words import ONCE, masked, power_above
-from kvcli.methods.base import EncodedPart, LayerCodec, PartialAttention
-from kvcli.methods.kivi.codec import PerChannelKey
-from kvcli.methods.kivi.rotated_kernels import rotated_scores_kernel
-from kvcli.methods.pertoken import PerTokenCodec
+from kvcli.kernels.launch import cdiv, power_of_two, row_major, unsupported_shape
+from kvcli.kernels.pdl import pdl_launch_dependents
+from kvcli.kernels.splits import LOG2E, SplitScores
+from kvcli.kernels.words import EVICT_FIRST, fields_as_fp16, pow2_above
+from kvcli.methods.base import LayerCodec
+from kvcli.methods.encoded import EncodedTokens, PartialAttention
+from kvcli.methods.scalar.per_channel import PerChannelKey
+from kvcli.methods.scalar.per_token import PerTokenCodec
+from kvcli.methods.scalar.rotated_score_kernels import rotated_scores_kernel
+from kvcli.methods.scalar.value_kernels import value_sum
 
 _WARPS = 1
 _STAGES = 1
@@ -61,10 +63,10 @@ def _scores_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PACK: tl.constexpr,
-    EXACT: tl.constexpr,
+    FP32_DOT: tl.constexpr,
     HAS_LENGTHS: tl.constexpr,
 ):
-    let_next_begin()
+    pdl_launch_dependents()
     i_bh = tl.program_id(1).to(tl.int64)
     i_b = i_bh // num_kv_heads
     i_h = i_bh % num_kv_heads
@@ -99,8 +101,8 @@ def _scores_kernel(
         b_q = tl.load(p_query[None, :] + (f * W + o_w)[:, None], mask=m_q, other=0.0).to(tl.float32)
         b_top = tl.maximum(b_top, tl.abs(b_q))
         b_qs = b_qs + (b_q,)
-    unit = power_above(tl.maximum(tl.max(b_top, 0), 1e-30))
-    if EXACT:
+    unit = pow2_above(tl.maximum(tl.max(b_top, 0), 1e-30))
+    if FP32_DOT:
         unit = tl.full([BLOCK_M * PACK], 1.0, tl.float32)
     b_units = ()
     for f in tl.static_range(FIELDS):
@@ -108,7 +110,7 @@ def _scores_kernel(
         b_units = b_units + (b_qs[f] / (unit * (1 << (B * (f % LOW))))[None, :],)
     back = unit * scaling
 
-    lifted = back if EXACT else back * 16777216.0
+    lifted = back if FP32_DOT else back * 16777216.0
     own = (o_r // BLOCK_N)[:, None] == (o_c // BLOCK_M)[None, :]
     b_own = tl.where(own, 0.0, float("-inf"))
     b_best = tl.full([BLOCK_N * PACK, BLOCK_M * PACK], float("-inf"), tl.float32)
@@ -119,32 +121,32 @@ def _scores_kernel(
         for f in tl.static_range(FIELDS):
             at = of_column[None, :] + (f * W + o_w)[:, None]
             if WHOLE:
-                b_c = tl.load(scale + at, eviction_policy=ONCE)
-                b_z = tl.load(zero + at, eviction_policy=ONCE).to(tl.float32)
+                b_c = tl.load(scale + at, eviction_policy=EVICT_FIRST)
+                b_z = tl.load(zero + at, eviction_policy=EVICT_FIRST).to(tl.float32)
             else:
                 m_c = (m_w & (f * W + o_w < D))[:, None]
                 b_c = tl.load(scale + at, mask=m_c, other=0.0)
                 b_z = tl.load(zero + at, mask=m_c, other=0.0).to(tl.float32)
             b_zero += b_units[f] * (b_z * (1 << (B * (f % LOW))))
             b_c = b_units[f] * b_c.to(tl.float32)
-            b_scaled = b_scaled + (b_c if EXACT else b_c.to(tl.float16),)
+            b_scaled = b_scaled + (b_c if FP32_DOT else b_c.to(tl.float16),)
         zeros = tl.sum(b_zero, 0) * back
         for part in tl.static_range(GROUP // BLOCK_N):
             of_row = tl.minimum(g + o_r // BLOCK_N, count - 1)
             n = of_row * GROUP + part * BLOCK_N + o_r % BLOCK_N
             if WHOLE:
-                words = tl.load(packed + n[:, None] * W + o_w[None, :], eviction_policy=ONCE)
+                words = tl.load(packed + n[:, None] * W + o_w[None, :], eviction_policy=EVICT_FIRST)
             else:
                 words = tl.load(packed + n[:, None] * W + o_w[None, :], mask=m_w[None, :], other=0)
             high = words >> 8
             # [N, C]
             b_s = tl.zeros([BLOCK_N * PACK, BLOCK_M * PACK], tl.float32)
             for f in tl.static_range(FIELDS):
-                if EXACT:
+                if FP32_DOT:
                     b_k = ((words >> (B * f)) & MASK).to(tl.float32) * (1 << (B * (f % LOW)))
                     b_s = tl.dot(b_k, b_scaled[f], b_s, input_precision="ieee")
                 else:
-                    b_k = masked(words if f < LOW else high, MASK << (B * (f % LOW)))
+                    b_k = fields_as_fp16(words if f < LOW else high, MASK << (B * (f % LOW)))
                     b_s = tl.dot(b_k, b_scaled[f], b_s)
             b_s = b_s * lifted[None, :] + zeros[None, :]
             b_best = tl.maximum(b_best, b_s + b_own)
@@ -156,8 +158,8 @@ def _scores_kernel(
     tl.store(tops + (i_bh * tl.num_programs(0) + tl.program_id(0)) * rows + o_m, top, mask=o_m < rows)
 
 
-def fused_attend(codec: LayerCodec, query: Tensor, part: EncodedPart, scaling: float) -> PartialAttention:
-    """Attention over codes of `PerChannelKey` and `PerTokenCodec`; see `kvcli.methods.base.PartialAttend`.
+def fused_attend(codec: LayerCodec, query: Tensor, part: EncodedTokens, scaling: float) -> PartialAttention:
+    """Attention over codes of `PerChannelKey` and `PerTokenCodec`; see `kvcli.methods.encoded.AttendCodes`.
 
     Raises:
         UsageError: a shape the kernels do not support.
@@ -171,7 +173,7 @@ def fused_attend(codec: LayerCodec, query: Tensor, part: EncodedPart, scaling: f
     return out.view(query.shape), lse.view(query.shape[:3])
 
 
-def _scores(key: PerChannelKey, query: Tensor, part: EncodedPart, scaling: float, exact: bool) -> Scores:
+def _scores(key: PerChannelKey, query: Tensor, part: EncodedTokens, scaling: float, exact: bool) -> SplitScores:
     """Scores of all rows and tokens."""
     spec, codes = key.spec, part.key_codes
     group, head_dim = key.tokens_per_group, spec.head_dim
@@ -180,13 +182,13 @@ def _scores(key: PerChannelKey, query: Tensor, part: EncodedPart, scaling: float
     rows = heads_per_kv * query_len
     words = codes.packed.view(torch.int16)
     if group < 16 or group & (group - 1):
-        raise refuse(f"groups of {group} tokens; they must be a power of two, 16 or more")
+        raise unsupported_shape(f"groups of {group} tokens; they must be a power of two, 16 or more")
     columns = 16 if exact else 8
     pack = max(1, columns // power_of_two(rows)) if part.rotations is None else 1
     block_m = columns // pack
     blocks = cdiv(rows, block_m)
-    scores = Scores(batch, spec.num_kv_heads, rows, part.length, 2 * group, blocks, query.device)
-    grid = (scores.parts, batch * spec.num_kv_heads, blocks)
+    scores = SplitScores(batch, spec.num_kv_heads, rows, part.length, 2 * group, blocks, query.device)
+    grid = (scores.num_splits, batch * spec.num_kv_heads, blocks)
     query = row_major(query)
     shapes = {
         "HEADS": heads_per_kv,
@@ -196,15 +198,15 @@ def _scores(key: PerChannelKey, query: Tensor, part: EncodedPart, scaling: float
         "GROUP": group,
         "BLOCK_W": max(16, power_of_two(words.shape[-1])),
         "BLOCK_M": block_m,
-        "EXACT": exact,
+        "FP32_DOT": exact,
         "HAS_LENGTHS": part.lengths is not None,
         "num_warps": 4 if exact else _WARPS,
         "num_stages": _STAGES if part.rotations is None else _ROTATED_STAGES,
         "maxnreg": None if exact else _REGISTERS if part.rotations is None else _ROTATED_REGISTERS,
     }
     strides = (*query.stride()[:3], *words.stride()[:2], *codes.scale.stride()[:3])
-    sizes = (spec.num_kv_heads, query_len, part.length // group, scores.span // group, scaling * LOG2E)
-    written = (scores.values if part.lengths is None else part.lengths, scores.values, scores.tops)
+    sizes = (spec.num_kv_heads, query_len, part.length // group, scores.tokens_per_split // group, scaling * LOG2E)
+    written = (scores.values if part.lengths is None else part.lengths, scores.values, scores.split_max)
     if part.rotations is None:
         _scores_kernel[grid](
             query,
@@ -222,9 +224,9 @@ def _scores(key: PerChannelKey, query: Tensor, part: EncodedPart, scaling: float
         )
         return scores
     if spec.rope.rotary_dim != head_dim or words.shape[-1] * 16 != head_dim * key.n_bits:
-        raise refuse("keys before RoPE that are rotated in part of their channels")
+        raise unsupported_shape("keys before RoPE that are rotated in part of their channels")
     if head_dim // 2 % words.shape[-1]:
-        raise refuse(f"keys before RoPE of head_dim {head_dim} at {key.n_bits} bits")
+        raise unsupported_shape(f"keys before RoPE of head_dim {head_dim} at {key.n_bits} bits")
     tiles, offsets = part.rotations.tiles(group), part.rotations.offsets(group)
     rotated_scores_kernel[grid](
         query,

@@ -7,13 +7,14 @@ from typing import Any
 
 from torch import Tensor
 
-from kvcli.methods.base import Codes, KeyCodec, LayerCodec, Method, State, ValueCodec
+from kvcli.methods.base import Codes, KeyCodec, LayerCodec, State, ValueCodec
 from kvcli.methods.config import CacheConfig
+from kvcli.methods.method import Method
 from kvcli.spec import ModelSpec
 
 
 @dataclass(frozen=True)
-class FullCodes(Codes):
+class FP16Codes(Codes):
     """Attributes:
     x: [batch, num_kv_heads, time, head_dim] in the model's dtype.
     """
@@ -21,27 +22,27 @@ class FullCodes(Codes):
     x: Tensor
 
 
-class _FullKey(KeyCodec[FullCodes]):
+class _FP16Key(KeyCodec[FP16Codes]):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.spec = spec
 
-    def encode(self, x: Tensor, state: State | None = None) -> FullCodes:
-        return FullCodes(x)
+    def encode(self, x: Tensor, state: State | None = None) -> FP16Codes:
+        return FP16Codes(x)
 
-    def decode(self, codes: FullCodes, state: State | None = None) -> Tensor:
+    def decode(self, codes: FP16Codes, state: State | None = None) -> Tensor:
         return codes.x.float()
 
     def bits_per_token(self) -> float:
         return 16.0 * self.spec.kv_dim
 
 
-class _FullValue(_FullKey, ValueCodec[FullCodes]):
+class _FP16Value(_FP16Key, ValueCodec[FP16Codes]):
     pass
 
 
 def _build(spec: ModelSpec, config: Any, layer_idx: int) -> LayerCodec:
-    return LayerCodec(_FullKey(spec), _FullValue(spec))
+    return LayerCodec(_FP16Key(spec), _FP16Value(spec))
 
 
 METHOD = Method(

@@ -1,0 +1,50 @@
+"""What attention over codes is given and returns: the interface between codecs, kernels and attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcli.methods.base import LayerCodec, State
+from kvcli.rope import TokenRotations
+
+
+@dataclass(frozen=True)
+class EncodedTokens:
+    """The encoded tokens of one layer as attention over codes sees them.
+
+    Attributes:
+        key_codes: codes of the keys of `length` tokens.
+        key_state: the sequences' state, for codecs that keep one.
+        value_codes: codes of the values of the same tokens.
+        rotations: rotations of these tokens; None for post-RoPE codecs.
+        lengths: tokens of each sequence, int32 [batch]; None when all have `length`.
+    """
+
+    key_codes: Any
+    key_state: State | None
+    value_codes: Any
+    rotations: TokenRotations | None
+    lengths: Tensor | None
+
+    @property
+    def length(self) -> int:
+        """Tokens of the longest sequence."""
+        return int(self.value_codes.num_tokens)
+
+    def visible(self, start: int, stop: int) -> Tensor | None:
+        """Boolean [batch, stop - start], False beyond the end of a shorter sequence; None when nothing is hidden."""
+        if self.lengths is None:
+            return None
+        return torch.arange(start, stop, device=self.lengths.device) < self.lengths.unsqueeze(1)
+
+
+PartialAttention = tuple[Tensor, Tensor]
+"""(out, lse): float32 [batch, num_heads, query_len, head_dim] and [batch, num_heads, query_len]."""
+
+AttendCodes = Callable[[LayerCodec, Tensor, EncodedTokens, float], PartialAttention]
+"""Attention of rotated queries [batch, num_heads, query_len, head_dim] over an encoded part, scores times a factor."""

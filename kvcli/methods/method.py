@@ -1,0 +1,69 @@
+"""The record of a compression method: what it is called, how its codecs are built and fitted."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvcli.methods.base import LayerCodec
+from kvcli.methods.config import CacheConfig
+from kvcli.methods.schedule import Schedule, sliding_window
+from kvcli.samples import LayerSamples
+from kvcli.spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class FitReport:
+    """What fitting one layer measured, as plain numbers for the artifact's metadata."""
+
+    metrics: Mapping[str, Any]
+
+
+FitLayer = Callable[[Any, LayerSamples, LayerSamples, Any, torch.Generator], FitReport]
+"""Fits a layer's `LayerCodec` in place from training and held-out samples, a method config and a seeded generator."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """One compression method.
+
+    Attributes:
+        name: as on the command line.
+        summary: one line.
+        bits: bits it can be asked for, as shown to users.
+        paper: title and year, or "-".
+        arxiv: arXiv id of the paper, or "".
+        config_cls: its settings.
+        build: makes the unfitted codec of a layer from the model's shapes, the settings and the layer's index.
+        nominal_bits: the paper's bits per value for K and V, without scales.
+        schedules: when keys and when values are encoded.
+        fit: fits a layer; None for methods without calibration.
+        fit_metrics: what `fit` measures, by name in `FitReport.metrics` (a list with one number per head or one for
+            all heads): a label for model cards and progress lines.
+        needs_artifact: whether nothing works without fitting.
+        for_bits: settings for a number of bits asked for as in `kivi-2`.
+        attend_kernels: module with Triton attention over this method's codes, or None: blocks of codes are decoded and
+            attended to by the window kernels. The module has `fused_attend` (an `AttendCodes`) and
+            `unsupported(codec) -> str | None`, the reason why the kernels refuse a layer's shapes.
+        example_settings: small settings for a head of 16 channels, for tests and examples.
+    """
+
+    name: str
+    summary: str
+    bits: str
+    paper: str
+    config_cls: type[CacheConfig]
+    build: Callable[[ModelSpec, Any, int], LayerCodec]
+    nominal_bits: Callable[[ModelSpec, Any], tuple[float, float]]
+    arxiv: str = ""
+    schedules: Callable[[Any], tuple[Schedule, Schedule]] = sliding_window
+    fit: FitLayer | None = None
+    fit_metrics: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    needs_artifact: bool = False
+    for_bits: Callable[[int], dict[str, Any]] | None = None
+    attend_kernels: str | None = None
+    example_settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
