@@ -25,8 +25,10 @@ METHOD = Method(
     summary="signs of a random projection for keys, per-token values",
     bits="about 3",
     paper="QJL, 2024",
+    arxiv="2406.03482",
     config_cls=QJLConfig,
     build=_build,
     nominal_bits=_nominal_bits,
     attend_kernels="kvcli.methods.qjl.attend_kernels",
+    example_settings={"residual_length": 6, "flush_block": 1, "num_outliers": 2, "group_size": 8},
 )
