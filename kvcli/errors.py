@@ -63,11 +63,11 @@ def explain(error: ValidationError, known: Collection[str]) -> str:
     first = error.errors()[0]
     name = ".".join(map(str, first["loc"]))
     if first["type"] == "extra_forbidden":
-        return f"there is no setting '{name}'; {suggestion(name, known) or 'settings are ' + ', '.join(known)}"
+        return f"there is no setting '{name}'{suggestion(name, known) or '; settings are ' + ', '.join(known)}"
     return f"{name or 'settings'}: {first['msg'].removeprefix('Value error, ')}"
 
 
 def suggestion(name: str, known: Collection[str]) -> str:
-    """`did you mean 'x'?` where a known name is close to a name, else an empty string."""
+    """`; did you mean 'x'?` where a known name is close to a name, else an empty string."""
     close = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean '{close[0]}'?" if close else ""
+    return f"; did you mean '{close[0]}'?" if close else ""

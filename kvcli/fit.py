@@ -21,7 +21,7 @@ from kvcli.artifact import Artifact, config_hash, new_metadata
 from kvcli.errors import ArtifactError, UsageError
 from kvcli.files import open_run, replacing, write_json
 from kvcli.methods.config import CacheConfig
-from kvcli.methods.method import Method
+from kvcli.methods.method import FitLayer, Method
 from kvcli.registry import get_method
 from kvcli.samples import LayerSamples, Recording, model_identity
 from kvcli.spec import ModelSpec
@@ -63,8 +63,7 @@ def fit_recording(
         UsageError: a method that is not fitted, or layers that were not recorded.
         ArtifactError: the folder holds another run and `overwrite` is off; the message names what differs.
     """
-    if method.fit is None:
-        raise UsageError(f"method '{method.name}' is not fitted: it works without calibration")
+    fit_layer = check_fitted(method)
     wanted = list(recording.layers if layers is None else layers)
     if missing := sorted(set(wanted) - set(recording.layers)):
         raise UsageError(f"layers {', '.join(map(str, missing))} were not recorded")
@@ -79,13 +78,24 @@ def fit_recording(
         train, heldout = _split(recording, layer_idx, config.sink_length, device)
         generator = torch.Generator().manual_seed(seed * 100_003 + layer_idx)
         with torch.no_grad():
-            report = method.fit(codec, train, heldout, config, generator)
+            report = fit_layer(codec, train, heldout, config, generator)
         metrics = {**report.metrics, "seconds": round(time.perf_counter() - started, 2)}
         state = {name: x.cpu().contiguous() for name, x in codec.state_dict().items()}
         with replacing(folder / _name(layer_idx, "safetensors")) as path:
             save_file(state, path)
         write_json(folder / _name(layer_idx, "json"), metrics)
         done(layer_idx, metrics, False)
+
+
+def check_fitted(method: Method) -> FitLayer:
+    """The function that fits a layer of a method.
+
+    Raises:
+        UsageError: a method that is not fitted.
+    """
+    if method.fit is None:
+        raise UsageError(f"method '{method.name}' is not fitted: it works without calibration")
+    return method.fit
 
 
 def assemble(folders: Sequence[Path]) -> Artifact:
@@ -112,7 +122,7 @@ def assemble(folders: Sequence[Path]) -> Artifact:
     homes = {i: next((f for f in folders if _finished(f, i) is not None), None) for i in range(num_layers)}
     if missing := [str(layer_idx) for layer_idx, home in homes.items() if home is None]:
         raise ArtifactError(
-            f"the run in {folders[0]} lacks layers {', '.join(missing)}; run the same command for fitting again to resume"
+            f"the run in {folders[0]} lacks layers {', '.join(missing)}; run the same fit again to resume"
         )
     tensors: dict[str, Tensor] = {}
     reports: list[Mapping[str, Any]] = []

@@ -25,8 +25,8 @@ METHODS = {
 }
 """Method name to `module:record`."""
 
-BASELINE_METHOD = "fp16"
-"""The uncompressed cache, which other methods are compared with."""
+BASELINE = "fp16"
+"""The method that compresses nothing, with which others are compared."""
 
 DEFAULT_METHOD = "commvq"
 """The method of `kvcli demo`, of `kvcli fit` and of examples."""

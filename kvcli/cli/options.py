@@ -5,7 +5,6 @@ Values come from the command line, else from the --config file, else from the de
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import sys
 from collections.abc import Callable
@@ -16,8 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union, get_a
 import typer
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from kvcli.builtin_models import DEFAULT_MODEL
 from kvcli.cli.output import Output, describe_error
-from kvcli.errors import ConfigError, UsageError
+from kvcli.errors import ConfigError, UsageError, suggestion
 
 if TYPE_CHECKING:
     from kvcli.models import LoadedModel
@@ -51,14 +51,19 @@ class Options(BaseModel):
 class ModelOptions(Options):
     """Options of commands that load a model."""
 
-    model: str = Field(default="smollm2-135m", description="built-in name, hub name, folder or .gguf file")
+    model: str = Field(default=DEFAULT_MODEL, description="built-in name, hub name, folder or .gguf file")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="dtype of the model; auto: bfloat16 on a GPU, float32 on a CPU"
     )
     base_config: str | None = Field(default=None, description="config of the original model, for GGUF files")
 
     def load(self, output: Output) -> LoadedModel:
-        """Loads the model."""
+        """Loads the model.
+
+        Raises:
+            UsageError: no such device.
+            ModelError: the model cannot be found, verified or loaded.
+        """
         import torch
 
         from kvcli import models
@@ -68,6 +73,9 @@ class ModelOptions(Options):
             self.model, device=self.torch_device(), dtype=dtype, base_config=self.base_config, say=output.say
         )
 
+
+IMPL_HELP = "attention and encoding: auto (Triton kernels on a GPU, PyTorch elsewhere), fused or reference"
+"""Help of every `--impl`."""
 
 OptionsT = TypeVar("OptionsT", bound=Options)
 
@@ -180,9 +188,7 @@ def _read_config(path: Path, options: type[Options]) -> dict[str, Any]:
             values[key] = [f"{name}={yaml.safe_dump(inner).split(chr(10))[0]}" for name, inner in value.items()]
     for key in values:
         if key not in options.model_fields:
-            close = difflib.get_close_matches(key, options.model_fields, n=1)
-            hint = f"; did you mean '{close[0]}'?" if close else ""
-            raise ConfigError(f"{path}: unknown option '{key}'{hint}")
+            raise ConfigError(f"{path}: unknown option '{key}'{suggestion(key, options.model_fields)}")
     return values
 
 
@@ -194,7 +200,7 @@ def _signature(options: type[Options], arguments: tuple[str, ...]) -> tuple[insp
         kind, text = _plain_type(field.annotation), field.description or ""
         default = field.get_default(call_default_factory=True)
         if choices := _choices(field.annotation):
-            text += f" ({' or '.join(map(str, choices))})"
+            text += f" ({', '.join(map(str, choices[:-1]))} or {choices[-1]})"
         if default not in (None, [], ""):
             text += f"; default: {str(default).lower() if isinstance(default, bool) else default}"
         if name in arguments:

@@ -32,6 +32,7 @@ METHOD = Method(
     config_cls=KIVIConfig,
     build=_build,
     nominal_bits=lambda spec, config: (config.k_bits, config.v_bits),
+    paper_settings={f"kivi-{bits}": {"sink_length": 0, "residual_length": 128} for bits in (4, 2)},
     schedules=kivi_schedules,
     for_bits=lambda bits: {"k_bits": bits, "v_bits": bits},
     attend_kernels="kvcli.methods.scalar.score_kernels",

@@ -29,6 +29,7 @@ METHOD = Method(
     config_cls=QJLConfig,
     build=_build,
     nominal_bits=_nominal_bits,
+    paper_settings={"qjl": {"sink_length": 0, "residual_length": 128}},
     attend_kernels="kvcli.methods.qjl.attend_kernels",
     example_settings={"residual_length": 6, "flush_block": 1, "num_outliers": 2, "group_size": 8},
 )
