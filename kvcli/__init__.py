@@ -31,6 +31,7 @@ _HOMES = {
 
 
 def __dir__() -> list[str]:
+    """The public names, also those that were not asked for yet."""
     return sorted(__all__)
 
 

@@ -22,7 +22,7 @@ from kvcli.errors import ArtifactError, UsageError
 from kvcli.files import open_run, replacing, write_json
 from kvcli.methods.config import CacheConfig
 from kvcli.methods.method import FitLayer, Method
-from kvcli.registry import get_method
+from kvcli.registry import METHODS, get_method
 from kvcli.samples import LayerSamples, Recording, model_identity
 from kvcli.spec import ModelSpec
 
@@ -94,7 +94,8 @@ def check_fitted(method: Method) -> FitLayer:
         UsageError: a method that is not fitted.
     """
     if method.fit is None:
-        raise UsageError(f"method '{method.name}' is not fitted: it works without calibration")
+        fitted = [name for name in METHODS if get_method(name).fit is not None]
+        raise UsageError(f"method '{method.name}' is not fitted, it works without; choose one of {', '.join(fitted)}")
     return method.fit
 
 

@@ -26,7 +26,7 @@ class FitOptions(Options):
         default=None, description="folder of recorded samples; default: the newest below runs/"
     )
     layers: str | None = Field(default=None, description="layers A-B only (inclusive), to share the work")
-    out: Path | None = Field(default=None, description="run folder; default: runs/MODEL/training/NAME")
+    out: Path | None = Field(default=None, description="run folder; default: one below runs/MODEL/training/")
     overwrite: bool = Field(default=False, description="discard another run in the output folder")
 
 
@@ -64,7 +64,9 @@ def _named_options(name: str, own: FitCommand) -> type[FitOptions]:
     config_cls = own.config_cls()
     bases: Any = (config_cls, FitOptions)
     literal: Any = Literal
-    fields: dict[str, Any] = {}
+    run_name = own.run_name.format_map({setting: setting.upper() for setting in ("method", *config_cls.model_fields)})
+    out = Field(default=None, description=f"run folder; default: runs/MODEL/training/{run_name}")
+    fields: dict[str, Any] = {"out": (Path | None, out)}
     for setting, default in own.defaults.items():
         field = config_cls.model_fields[setting]
         fields[setting] = (field.annotation, Field(default=default, description=field.description))
@@ -169,4 +171,5 @@ def register(app: typer.Typer) -> None:
     command(app, "fit", FitMethodOptions, f"kvcli fit --method {DEFAULT_METHOD}-1", ("samples",))(run)
     for name, own in FIT_COMMANDS.items():
         options, function = named_command(name)
-        command(app, name, options, f"kvcli {name} {own.options}", ("samples",))(function)
+        example, settings = f"kvcli {name} {own.options}", own.config_cls().model_fields
+        command(app, name, options, example, ("samples",), settings)(function)

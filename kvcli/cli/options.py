@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
@@ -87,7 +87,12 @@ _SHARED: dict[str, tuple[Any, Any]] = {
 
 
 def command(
-    app: typer.Typer, name: str, options: type[OptionsT], example: str, arguments: tuple[str, ...] = ()
+    app: typer.Typer,
+    name: str,
+    options: type[OptionsT],
+    example: str,
+    arguments: tuple[str, ...] = (),
+    settings: Collection[str] = (),
 ) -> Callable[[Callable[[OptionsT, Output], None]], Callable[[OptionsT, Output], None]]:
     """Registers a command whose flags are the fields of an options model.
 
@@ -97,6 +102,7 @@ def command(
         options: its options; a field's description is its help.
         example: a runnable command line, shown at the end of the help.
         arguments: fields that are positional.
+        settings: fields that are settings of a method, which the help shows apart.
     """
 
     def register(run: Callable[[OptionsT, Output], None]) -> Callable[[OptionsT, Output], None]:
@@ -104,7 +110,7 @@ def command(
             _invoke(run, options, given)
 
         invoke.__doc__ = run.__doc__
-        signature, annotations = _signature(options, arguments)
+        signature, annotations = _signature(options, arguments, settings)
         invoke.__signature__ = signature  # type: ignore[attr-defined]
         invoke.__annotations__ = annotations
         app.command(name, help=inspect.cleandoc(run.__doc__ or ""), epilog=f"Example: {example}")(invoke)
@@ -192,7 +198,9 @@ def _read_config(path: Path, options: type[Options]) -> dict[str, Any]:
     return values
 
 
-def _signature(options: type[Options], arguments: tuple[str, ...]) -> tuple[inspect.Signature, dict[str, Any]]:
+def _signature(
+    options: type[Options], arguments: tuple[str, ...], settings: Collection[str]
+) -> tuple[inspect.Signature, dict[str, Any]]:
     """The function signature that typer reads: all optional, so that an absent flag can be told from a default."""
     annotations: dict[str, Any] = {}
     for name in (*arguments, *(name for name in options.model_fields if name not in arguments)):
@@ -208,7 +216,8 @@ def _signature(options: type[Options], arguments: tuple[str, ...]) -> tuple[insp
         else:
             flag = name.replace("_", "-")
             names = f"--{flag}/--no-{flag}" if kind is bool else f"--{flag}"
-            info = typer.Option(names, help=text, show_default=False)
+            panel = "Settings of the method" if name in settings else None
+            info = typer.Option(names, help=text, show_default=False, rich_help_panel=panel)
         annotations[name] = Annotated[kind | None, info]
     for name, (kind, info) in _SHARED.items():
         annotations[name] = Annotated[kind, info]
