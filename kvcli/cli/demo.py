@@ -19,7 +19,6 @@ from kvcli.registry import BASELINE, DEFAULT_METHOD, fit_command, get_method
 
 _PROMPT_CHARACTERS = 4800
 _SHOWN_CHARACTERS = 320
-_TOKENS = 16384
 
 
 class DemoOptions(Options):
@@ -28,6 +27,7 @@ class DemoOptions(Options):
     bits: Literal[1, 2] = Field(default=2, description="nominal bits per value")
     prompt: str | None = Field(default=None, description="text to continue; default: 1000 tokens of held-out text")
     max_new_tokens: int = Field(default=80, ge=1, description="tokens to generate")
+    tokens: int = Field(default=16384, ge=1, description="calibration tokens")
     out: Path = Field(default=Path("runs/demo"), description="folder of everything the demo makes")
 
 
@@ -38,7 +38,7 @@ def run(options: DemoOptions, output: Output) -> None:
     from kvcli.models import load_model
 
     quick = quick_settings()
-    say_preset(quick, output)
+    say_preset(options, quick, output)
     seconds: dict[str, float] = {}
     quiet = _Quiet(output)
     folders = {
@@ -50,7 +50,9 @@ def run(options: DemoOptions, output: Output) -> None:
     with _timed(seconds, "model"):
         loaded = load_model(device=options.torch_device(), say=output.say)
     with _timed(seconds, "calibrate"):
-        settings = calibrate.CalibrateOptions(tokens=_TOKENS, query_tokens=4096, out=folders["samples"], **shared)
+        settings = calibrate.CalibrateOptions(
+            tokens=options.tokens, query_tokens=4096, out=folders["samples"], **shared
+        )
         calibrate.run(settings, quiet)
     with _timed(seconds, "train"):
         fit.run(
@@ -107,13 +109,13 @@ def quick_settings() -> dict[str, Any]:
     return {} if own is None else dict(own.quick)
 
 
-def say_preset(quick: dict[str, Any], output: Output) -> None:
+def say_preset(options: DemoOptions, quick: dict[str, Any], output: Output) -> None:
     """Says what the quick preset changes, each with the full default."""
     defaults = get_method(DEFAULT_METHOD).config_cls.model_fields
     tokens = calibrate.CalibrateOptions.model_fields["tokens"].get_default()
     changes = [f"{name} {value} instead of {defaults[name].get_default()}" for name, value in quick.items()]
     output.say(
-        f"quick preset: {', '.join([f'{_TOKENS} calibration tokens instead of {tokens}', *changes])}; "
+        f"quick preset: {', '.join([f'{options.tokens} calibration tokens instead of {tokens}', *changes])}; "
         "'kvcli calibrate' and 'kvcli fit' use the full defaults"
     )
 
