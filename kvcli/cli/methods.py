@@ -37,12 +37,14 @@ def run(options: MethodsOptions, output: Output) -> None:
                 "name": name,
                 "bits": method.bits,
                 "paper": method.paper,
+                "arxiv": method.arxiv,
                 "calibration": calibration,
                 "summary": method.summary,
             }
         )
     columns = ("name", "bits", "paper", "calibration", "summary")
-    shown = table("methods", columns, [[record[column] for column in columns] for record in records])
+    cells = [[record[column] for column in columns] for record in records]
+    shown = table("methods", columns, cells, text_columns=len(columns))
     output.result({"methods": records}, shown)
 
 

@@ -210,7 +210,7 @@ def _signature(
         if choices := _choices(field.annotation):
             text += f" ({', '.join(map(str, choices[:-1]))} or {choices[-1]})"
         if default not in (None, [], ""):
-            text += f"; default: {str(default).lower() if isinstance(default, bool) else default}"
+            text += f"; default: {_shown(default)}"
         if name in arguments:
             info: Any = typer.Argument(help=text, show_default=False)
         else:
@@ -226,6 +226,12 @@ def _signature(
         for name, annotation in annotations.items()
     ]
     return inspect.Signature(parameters), annotations
+
+
+def _shown(default: Any) -> str:
+    if isinstance(default, list):
+        return ", ".join(map(str, default))
+    return str(default).lower() if isinstance(default, bool) else str(default)
 
 
 def _flag_default(name: str) -> Any:

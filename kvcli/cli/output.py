@@ -158,11 +158,11 @@ def parse_size(text: str | None) -> int | None:
     return int(float(number) * (1024 if binary else 1000) ** " KMGT".index((prefix or " ").upper()))
 
 
-def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """A table whose first column is text and whose others are aligned to the right."""
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int = 1) -> Table:
+    """A table whose first columns are text, aligned to the left, and whose others are aligned to the right."""
     shown = Table(title=title, title_justify="left")
     for index, column in enumerate(columns):
-        shown.add_column(column, justify="left" if index == 0 else "right")
+        shown.add_column(column, justify="left" if index < text_columns else "right")
     for row in rows:
         shown.add_row(*row)
     return shown
