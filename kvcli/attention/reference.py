@@ -6,6 +6,8 @@ attended to one after another and merged exactly.
 
 from __future__ import annotations
 
+from functools import reduce
+
 import torch
 from torch import Tensor
 
@@ -135,15 +137,17 @@ def attend_codes(codec: LayerCodec, query: Tensor, encoded: EncodedTokens, scali
     Returns:
         (out, lse), float32 [batch, num_heads, query_len, head_dim] and [batch, num_heads, query_len].
     """
-    parts = []
-    for start, stop in codec.blocks(encoded.length, _BLOCK_TOKENS):
-        key = codec.key.decode(encoded.key_codes.slice(start, stop), encoded.key_state)
-        if encoded.rotations is not None:
-            key = encoded.rotations.tokens(start, stop).apply(key)
-        value = codec.value.decode(encoded.value_codes.slice(start, stop))
-        visible = None if encoded.lengths is None else encoded.visible(start, stop)
-        parts.append(partial_attention(query, key, value, None if visible is None else visible[:, None], scaling))
-    total = parts[0]
-    for part in parts[1:]:
-        total = merge_state(total, part)
-    return total
+    blocks = codec.blocks(encoded.length, _BLOCK_TOKENS)
+    return reduce(merge_state, (_attend_block(codec, query, encoded, scaling, *block) for block in blocks))
+
+
+def _attend_block(
+    codec: LayerCodec, query: Tensor, encoded: EncodedTokens, scaling: float, start: int, stop: int
+) -> PartialAttention:
+    """Attention over the decoded tokens [start, stop)."""
+    key = codec.key.decode(encoded.key_codes.slice(start, stop), encoded.key_state)
+    if encoded.rotations is not None:
+        key = encoded.rotations.tokens(start, stop).apply(key)
+    value = codec.value.decode(encoded.value_codes.slice(start, stop))
+    visible = None if encoded.lengths is None else encoded.visible(start, stop)
+    return partial_attention(query, key, value, None if visible is None else visible[:, None], scaling)

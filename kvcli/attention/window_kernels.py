@@ -7,6 +7,8 @@ codes; it is the last kernel of their PDL chain.
 
 from __future__ import annotations
 
+from functools import reduce
+
 import torch
 import triton
 import triton.language as tl
@@ -45,57 +47,23 @@ def _tokens(buffer, decoded, time, decoded_time, n, o_d, sinks, gap, extra, mask
     do_not_specialize=["query_len", "kv_len", "k_sinks", "k_gap", "k_extra", "v_sinks", "v_gap", "v_extra", "vis_batch"]
 )
 def _attend_kernel(
-    query,
-    key,
-    key_decoded,
-    value,
-    value_decoded,
-    visible,
-    codes_out,
-    codes_lse,
-    out,
-    lse,
-    q_batch,
-    q_head,
-    q_time,
-    k_batch,
-    k_head,
-    k_time,
-    kd_batch,
-    kd_head,
-    kd_time,
-    k_sinks,
-    k_gap,
-    k_extra,
-    v_batch,
-    v_head,
-    v_time,
-    vd_batch,
-    vd_head,
-    vd_time,
-    v_sinks,
-    v_gap,
-    v_extra,
-    vis_batch,
-    vis_time,
-    o_batch,
-    o_head,
-    o_time,
-    num_kv_heads,
-    query_len,
-    kv_len,
-    scaling,
-    GROUPS: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    K_DECODED: tl.constexpr,
-    V_DECODED: tl.constexpr,
-    HAS_VISIBLE: tl.constexpr,
-    HAS_CODES: tl.constexpr,
+    query, key, key_decoded, value, value_decoded, visible, codes_out, codes_lse, out, lse,
+    q_batch, q_head, q_time, k_batch, k_head, k_time, kd_batch, kd_head, kd_time, k_sinks, k_gap, k_extra,
+    v_batch, v_head, v_time, vd_batch, vd_head, vd_time, v_sinks, v_gap, v_extra, vis_batch, vis_time,
+    o_batch, o_head, o_time, num_kv_heads, query_len, kv_len, scaling,
+    GROUPS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    K_DECODED: tl.constexpr, V_DECODED: tl.constexpr, HAS_VISIBLE: tl.constexpr, HAS_CODES: tl.constexpr,
     HAS_LSE: tl.constexpr,
-):
+):  # fmt: skip
+    """softmax(q k^T scaling) v of the query heads of one kv head, merged with (out, lse) of the codes.
+
+    Grid (batch * num_kv_heads, ceil(GROUPS * query_len / BLOCK_M)); rows M are GROUPS query heads times query_len.
+    query [batch, GROUPS * num_kv_heads, query_len, D], key and value [batch, num_kv_heads, slots, D] of the model's
+    dtype (sinks, gap, residual window; `*_extra` decoded tokens of `*_decoded` between), visible uint8
+    [batch, 1 or query_len, kv_len], codes_out float32 [batch, heads, query_len, D], codes_lse and lse float32
+    [batch, heads, query_len], out strided like the query. Sums in float32. Tuned on one H200 (torch 2.11, triton
+    3.6).
+    """
     i_b = (tl.program_id(0) // num_kv_heads).to(tl.int64)
     i_h = (tl.program_id(0) % num_kv_heads).to(tl.int64)
     o_m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -180,20 +148,22 @@ def partial_attention(
 
 def attend_decoded(codec: LayerCodec, query: Tensor, encoded: EncodedTokens, scaling: float) -> PartialAttention:
     """As `kvcli.attention.reference.attend_codes`, with blocks of tokens decoded to the query's dtype."""
-    parts = []
-    for start, stop in codec.blocks(encoded.length, max(_MIN_BLOCK_TOKENS, _BLOCK_TOKENS // query.shape[0])):
-        dtype = query.dtype if encoded.rotations is None else torch.float32
-        key = codec.key.decode_to(encoded.key_codes.slice(start, stop), encoded.key_state, dtype)
-        if encoded.rotations is not None:
-            key = encoded.rotations.tokens(start, stop).apply(key)
-        value = codec.value.decode_to(encoded.value_codes.slice(start, stop), None, query.dtype)
-        visible = None if encoded.lengths is None else encoded.visible(start, stop)
-        shown = None if visible is None else visible[:, None]
-        parts.append(partial_attention(query, key.to(query.dtype), value, shown, scaling))
-    total = parts[0]
-    for part in parts[1:]:
-        total = merge_state(total, part)
-    return total
+    size = max(_MIN_BLOCK_TOKENS, _BLOCK_TOKENS // query.shape[0])
+    blocks = (_attend_block(codec, query, encoded, scaling, *block) for block in codec.blocks(encoded.length, size))
+    return reduce(merge_state, blocks)
+
+
+def _attend_block(
+    codec: LayerCodec, query: Tensor, encoded: EncodedTokens, scaling: float, start: int, stop: int
+) -> PartialAttention:
+    """Attention over the decoded tokens [start, stop)."""
+    dtype = query.dtype if encoded.rotations is None else torch.float32
+    key = codec.key.decode_to(encoded.key_codes.slice(start, stop), encoded.key_state, dtype)
+    if encoded.rotations is not None:
+        key = encoded.rotations.tokens(start, stop).apply(key)
+    value = codec.value.decode_to(encoded.value_codes.slice(start, stop), None, query.dtype)
+    visible = None if encoded.lengths is None else encoded.visible(start, stop)
+    return partial_attention(query, key.to(query.dtype), value, None if visible is None else visible[:, None], scaling)
 
 
 def _launch(
@@ -220,43 +190,14 @@ def _launch(
         buffer if x.decoded is None else row_major(x.decoded) for x, buffer in ((key, k), (value, v))
     )
     _attend_kernel[(batch * kv_heads, cdiv(groups * query_len, block_m))](
-        query,
-        k,
-        k_decoded,
-        v,
-        v_decoded,
-        nothing if visible is None else visible,
-        nothing if codes is None else codes[0].contiguous(),
-        nothing if codes is None else codes[1].contiguous(),
-        out,
-        nothing if lse is None else lse,
-        *query.stride()[:3],
-        *k.stride()[:3],
-        *k_decoded.stride()[:3],
-        key.sinks,
-        key.gap,
-        key.num_decoded,
-        *v.stride()[:3],
-        *v_decoded.stride()[:3],
-        value.sinks,
-        value.gap,
-        value.num_decoded,
-        *vis_stride,
-        *out.stride()[:3],
-        kv_heads,
-        query_len,
-        key.length,
-        scaling,
-        GROUPS=groups,
-        D=head_dim,
-        BLOCK_D=max(16, power_of_two(head_dim)),
-        BLOCK_M=block_m,
-        BLOCK_N=64,
-        K_DECODED=key.decoded is not None,
-        V_DECODED=value.decoded is not None,
-        HAS_VISIBLE=visible is not None,
-        HAS_CODES=codes is not None,
-        HAS_LSE=lse is not None,
-        num_warps=4,
+        query, k, k_decoded, v, v_decoded, nothing if visible is None else visible,
+        nothing if codes is None else codes[0].contiguous(), nothing if codes is None else codes[1].contiguous(),
+        out, nothing if lse is None else lse,
+        *query.stride()[:3], *k.stride()[:3], *k_decoded.stride()[:3], key.sinks, key.gap, key.num_decoded,
+        *v.stride()[:3], *v_decoded.stride()[:3], value.sinks, value.gap, value.num_decoded, *vis_stride,
+        *out.stride()[:3], kv_heads, query_len, key.length, scaling,
+        GROUPS=groups, D=head_dim, BLOCK_D=max(16, power_of_two(head_dim)), BLOCK_M=block_m, BLOCK_N=64,
+        K_DECODED=key.decoded is not None, V_DECODED=value.decoded is not None, HAS_VISIBLE=visible is not None,
+        HAS_CODES=codes is not None, HAS_LSE=lse is not None, num_warps=4,
         **({} if codes is None else pdl_launch_options()),
-    )
+    )  # fmt: skip
