@@ -75,7 +75,7 @@ def run(options: DemoOptions, output: Output) -> None:
         output.say(f"generating with {name}")
         with (
             _timed(seconds, f"generate {name}"),
-            attach(loaded.model, name, artifact=artifact, residual_length=32) as session,
+            attach(loaded, name, artifact=artifact, residual_length=32) as session,
         ):
             made[name] = generate_text(loaded, session, ids, sampling)
     with _timed(seconds, "measure"):

@@ -70,7 +70,7 @@ def run(options: GenerateOptions, output: Output) -> None:
         options.repetition_penalty,
         options.seed,
     )
-    with attach(loaded.model, options.method, artifact=artifact, impl=options.impl, **settings) as session:
+    with attach(loaded, options.method, artifact=artifact, impl=options.impl, **settings) as session:
         ids = prompt_ids(loaded, prompt, options.chat)
         limit, length = loaded.spec.max_position_embeddings, ids.shape[1] + options.max_new_tokens
         if length > limit:
@@ -126,7 +126,7 @@ def describe(made: Generation) -> str:
         f"then {made.tokens_per_s:.1f} tokens/s\n"
         f"KV cache {size(memory.cache_bytes)} instead of {size(memory.fp16_bytes)} in fp16 ({memory.ratio:.2f}x): "
         f"{memory.num_encoded} of {memory.num_tokens} tokens as codes at {memory.key_bits:.2f} (K) / "
-        f"{memory.value_bits:.2f} (V) bits, {size(memory.exact_bytes)} in full precision; "
+        f"{memory.value_bits:.2f} (V) bits, {size(memory.window_bytes)} in full precision; "
         f"codebooks and encoders {size(memory.artifact_bytes)} per model"
     )
 
