@@ -21,7 +21,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from kvcli.methods.commvq.encode_keys_kernels import _least, _norms, _search, search_tables, search_tile
+from kvcli.methods.commvq.encode_keys_kernels import _argmin, _norms, _search, search_tile
 from kvcli.methods.commvq.encode_values_kernels import _SWEEP_TILE, _sweep_kernel
 
 
@@ -78,7 +78,7 @@ def test_warps_of_large_tiles_have_tokens_of_their_own() -> None:
     """Eight warps on 64 tokens were an illegal memory access on an H200."""
     for tokens in (1, 32, 512, 513, 10**6):
         tile = search_tile(tokens)
-        rows = tile["FAR"] * tile["NEAR"]
+        rows = tile["TOKENS_PER_THREAD"] * tile["LANES"]
         assert rows < 64 or 16 * tile["num_warps"] <= rows
 
 
@@ -89,8 +89,7 @@ def test_commvq_keys_with_infinite_channels() -> None:
     x = clustered(2, 40, 16).view(1, 2, 40, 16).to(DEVICE)
     expected = both(codec, x)[1]
     x[:, :, 7, 3] = float("inf")
-    tables = search_tables(codec)
-    codes = _search(codec, x, _norms(x, joint=True)[1], tables)
+    codes = _search(x, _norms(x, joint=True)[1], codec.search_tables(), joint=True, rotary_dim=16)
     assert int(codes.min()) >= 0
     assert int(codes.max()) < 4
     others = torch.arange(40) != 7
@@ -116,21 +115,21 @@ def test_commvq_keys_near_ties() -> None:
     codec.to(DEVICE)
     norms = torch.full((1, 1, 400), 64**0.5, device=DEVICE)  # those by which `_search` leaves x as it is
     codec.pair_weight.fill_(1)
-    found = _search(codec, x, norms, search_tables(codec)).view(400, 2).T
-    assert (found.cpu() == distances.indices[..., 0]).float().mean() > 0.995
+    codes = _search(x, norms, codec.search_tables(), joint=True, rotary_dim=32).view(400, 2).T
+    assert (codes.cpu() == distances.indices[..., 0]).float().mean() > 0.995
 
 
 @triton.jit
-def _least_kernel(x, out, size: tl.constexpr):
+def _argmin_kernel(x, out, size: tl.constexpr):
     rows, columns = tl.arange(0, 16), tl.arange(0, 16)
-    tl.store(out + rows, _least(tl.load(x + rows[:, None] * 16 + columns[None, :]), size))
+    tl.store(out + rows, _argmin(tl.load(x + rows[:, None] * 16 + columns[None, :]), size))
 
 
 def test_the_least_entry_is_one_that_there_is() -> None:
     """The first of equal ones; a column beyond the entries, as an overflow may choose it, becomes the last one."""
     x = torch.randint(-99, 99, (16, 16), dtype=torch.int32, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     out = torch.empty(16, dtype=torch.int32, device=DEVICE)
-    _least_kernel[(1,)](x, out, 11)
+    _argmin_kernel[(1,)](x, out, 11)
     first = [row.index(min(row)) for row in x.tolist()]
     assert max(first) > 10
     assert out.tolist() == [min(column, 10) for column in first]
@@ -289,7 +288,9 @@ def test_parts_are_equal_up_to_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
     """A few tokens left over would take as long as a whole part."""
     module, parts = "kvcli.methods.commvq.encode_values_kernels", []
     monkeypatch.setattr(f"{module}._ENCODE_TOKENS", 256)
-    monkeypatch.setattr(f"{module}._encode_part", lambda codec, tables, rows, *rest: parts.append(len(rows)))
+    monkeypatch.setattr(
+        f"{module}._encode_part", lambda codebook, encoder, tables, sweeps, rows, *rest: parts.append(len(rows))
+    )
     for tokens, expected in ((290, [192, 98]), (256, [256]), (700, [256, 256, 188])):
         parts.clear()
         both(commvq_values(16), values(2, tokens, 16, structured=True).to(DEVICE))
