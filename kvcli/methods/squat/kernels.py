@@ -1,8 +1,8 @@
 """Triton kernels of SQuat's query subspace (arXiv 2503.24358): Gram matrices, leading eigenvectors, corrections.
 
 `subspace.py` is the reference, in float64. The eigensolver is block power iteration V <- orth(G V) with more columns
-than directions, then Rayleigh-Ritz: Jacobi rotations diagonalise the small matrix V^T G V, and V times its
-eigenvectors are those of G. Rayleigh-Ritz separates directions of close eigenvalues, so the iteration only has to remove what lies
+than directions, then Rayleigh-Ritz: Jacobi rotations diagonalise the small matrix V^T G V, and V times its eigenvectors
+are those of G. Rayleigh-Ritz separates directions of close eigenvalues, so the iteration only has to remove what lies
 beyond all columns. Errors are those of float32 relative to the largest eigenvalue.
 
 One launch solves all heads of a layer and never waits for the device; `torch.linalg.eigh` waits, and the same iteration
