@@ -55,6 +55,6 @@ def fit_layer(
 def nmse(codec: Codec[Any], x: Tensor) -> list[float]:
     """Normalised squared error sum |x - x_hat|^2 / sum |x|^2 of each head, for x [heads, tokens, head_dim]."""
     x = x[:, :_ERROR_TOKENS]
-    x_hat = codec.decode(codec.encode(x.unsqueeze(0)))[0]
+    x_hat = codec.decode(codec.encode(x.unsqueeze(0), None), None)[0]
     error, energy = (x_hat - x).square().sum((1, 2)), x.square().sum((1, 2))
     return [float(e) for e in error / energy.clamp_min(1e-30)]

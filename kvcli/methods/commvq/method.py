@@ -1,4 +1,4 @@
-"""CommVQ's entry in the registry."""
+"""CommVQ's entry in the registry (arXiv 2506.18879)."""
 
 from __future__ import annotations
 

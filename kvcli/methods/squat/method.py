@@ -1,4 +1,4 @@
-"""SQuat's entries in the registry: post-RoPE and pre-RoPE."""
+"""SQuat's entries in the registry (arXiv 2503.24358): post-RoPE and pre-RoPE."""
 
 from __future__ import annotations
 
