@@ -74,6 +74,12 @@ class CommVQKeyCodec(KeyCodec[CommVQKeyCodes]):
         norms = 1 if self.config.key_norm == "joint" else self.spec.num_kv_heads
         return 8.0 * packed_size(self.num_codes, self.config.bits_per_code) + 16 * norms
 
+    def randomize_(self, generator: torch.Generator) -> None:
+        """Random codebooks, scaled so that a decoded key has entries of about unit size."""
+        limit = torch.iinfo(self.codebook.dtype).max
+        self.codebook.random_(-limit, limit + 1, generator=generator)
+        self.codebook_scale.fill_(0.25 / limit)
+
     def normalise(self, keys: Tensor) -> tuple[Tensor, Tensor]:
         """Divides keys [batch, heads, time, head_dim] by their norm; also returns that norm in 16 bits.
 

@@ -35,4 +35,5 @@ METHOD = Method(
     needs_artifact=True,
     for_bits=lambda bits: {"bits": bits},
     attend_kernels="kvcli.methods.commvq.attend_kernels",
+    bench=("commvq-1", "commvq-2"),
 )
