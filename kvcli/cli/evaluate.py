@@ -20,7 +20,7 @@ class EvalOptions(ModelOptions):
 
     method: list[str] = Field(
         default=[],
-        description="method to measure, such as kivi-2; repeatable; default: fp16, and fitted methods that were exported",
+        description="method to measure, such as kivi-2; repeatable; default: fp16 and fitted methods with an artifact",
     )
     setting: list[str] = Field(default=[], description="setting of every method measured, NAME=VALUE; repeatable")
     artifact: list[Path] = Field(default=[], description="artifact to measure, with its own method; repeatable")
@@ -32,7 +32,9 @@ class EvalOptions(ModelOptions):
     seq_len: int = Field(default=2048, ge=2, description="tokens per sequence")
     num_sequences: int = Field(default=8, ge=1, description="sequences")
     batch_size: int = Field(default=4, ge=1, description="sequences per batch")
-    chunk: int = Field(default=32, ge=1, description="tokens fed at once; attention within a chunk is in full precision")
+    chunk: int = Field(
+        default=32, ge=1, description="tokens fed at once; attention within a chunk is in full precision"
+    )
     sink_length: int = Field(default=4, ge=0, description="first tokens in full precision")
     residual_length: int = Field(default=32, ge=0, description="last tokens in full precision")
     impl: str = Field(default="auto", description="auto, fused (Triton kernels) or reference")
