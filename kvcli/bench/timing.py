@@ -3,9 +3,9 @@
 A kernel of some tens of microseconds is shorter than the time Python takes to launch it, so a call is also recorded as
 a CUDA graph and replayed, as in a decode step whose launches are hidden. Both times are kept.
 
-`triton.testing` does not replace this: `do_bench_cudagraph` unrolls many calls in one graph without flushing L2, so codes of
-short contexts would be read from the cache; `do_bench(graph.replay)` flushes it, but takes a duration instead of a
-number of calls (`--repeats`), and makes at least eight calls however slow they are.
+`triton.testing` does not replace this: `do_bench_cudagraph` unrolls many calls in one graph without flushing L2, so the
+codes of short contexts would be read from the cache; `do_bench(graph.replay)` flushes it, but takes a duration instead
+of a number of calls (`--repeats`), and makes at least eight calls however slow they are.
 """
 
 from __future__ import annotations
