@@ -97,7 +97,8 @@ def test_kernels_fill_a_cache_where_they_encode(shallow_model: Any, name: str, m
     pytest.importorskip("triton")
     used, forms = [], attend_forms
     monkeypatch.setattr("kvcli.bench.model.attend_forms", lambda method, impl: used.append(impl) or forms(method, impl))
-    with attached(shallow_model, MethodCase.parse(name, SMALL), "auto", 0) as new_cache:
+    case = MethodCase.parse(name, {**SMALL, "subspace_dim": 2})
+    with attached(shallow_model, case, "auto", 0) as new_cache:
         caches = [new_cache(), new_cache()]
         for fused, cache in zip((False, True), caches, strict=True):
             for layer in cache.layers:
