@@ -22,6 +22,9 @@ METHODS = {
 }
 """Method name to `module:record`."""
 
+BASELINE = "fp16"
+"""The method that compresses nothing, with which others are compared."""
+
 
 def get_method(name: str) -> Method:
     """Loads one method's record.

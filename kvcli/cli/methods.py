@@ -67,12 +67,12 @@ def print_bits(shape: str, contexts: list[int], output: Output) -> None:
     """
     from kvcli.bench.shapes import shape_spec
     from kvcli.errors import UsageError
-    from kvcli.eval.bits import account
+    from kvcli.eval.bits import stored_bits
 
     if min(contexts) < 1:
         raise UsageError(f"--contexts takes positive lengths, not {min(contexts)}")
     spec = shape_spec(shape)
-    records = [account(name, settings, spec, contexts) for name, settings in PAPER_SETTINGS]
+    records = [stored_bits(name, settings, spec, contexts) for name, settings in PAPER_SETTINGS]
     columns = ("method", "nominal K/V", "codes K", "codes V", *(f"all at {context}" for context in contexts))
     rows = [
         [

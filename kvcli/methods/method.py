@@ -50,6 +50,7 @@ class Method:
             attended to by the window kernels. The module has `fused_attend` (an `AttendCodes`) and
             `unsupported(codec) -> str | None`, the reason why the kernels refuse a layer's shapes.
         example_settings: small settings for a head of 16 channels, for tests and examples.
+        bench: names with bits, such as `kivi-2`, that `kvcli bench` measures by default.
     """
 
     name: str
@@ -67,3 +68,4 @@ class Method:
     for_bits: Callable[[int], dict[str, Any]] | None = None
     attend_kernels: str | None = None
     example_settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    bench: tuple[str, ...] = ()

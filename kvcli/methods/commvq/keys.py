@@ -85,6 +85,12 @@ class CommVQKeyCodec(KeyCodec[CommVQKeyCodes]):
         buffers = self.codebook, self.codebook_scale, self.pair_weight
         return self._search_tables.get(lambda: search_tables(*buffers, self.norm_width**0.5), *buffers)
 
+    def randomize_(self, generator: torch.Generator) -> None:
+        """Random codebooks, scaled so that a decoded key has entries of about unit size."""
+        limit = torch.iinfo(self.codebook.dtype).max
+        self.codebook.random_(-limit, limit + 1, generator=generator)
+        self.codebook_scale.fill_(0.25 / limit)
+
     def normalise(self, keys: Tensor) -> tuple[Tensor, Tensor]:
         """Divides keys [batch, heads, time, head_dim] by their norm; also returns that norm in 16 bits.
 

@@ -49,4 +49,5 @@ METHOD = Method(
         "key_iterations": 4,
         "value_iterations": 3,
     },
+    bench=("commvq-1", "commvq-2"),
 )

@@ -29,4 +29,5 @@ METHOD = Method(
     build=_build,
     nominal_bits=_nominal_bits,
     attend_kernels="kvcli.methods.qjl.attend_kernels",
+    bench=("qjl",),
 )
