@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvcli.attention.reference import reference_attend
+from kvcli.attention.reference import attend_codes as reference_attend
 from kvcli.bench.check import choose_attend, compare
 from kvcli.bench.layer import MethodCase, encoded_layer
 from kvcli.bench.rows import Status, run_row

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kvcli.attention.reference import reference_attend
-from kvcli.attention.session import attend_forms, choose_impl
+from kvcli.attention.backend import choose_backend
+from kvcli.attention.reference import attend_codes as reference_attend
 from kvcli.bench.layer import EncodedLayer
 from kvcli.methods.base import LayerCodec
 from kvcli.methods.encoded import AttendCodes
@@ -75,8 +75,8 @@ def choose_attend(
     Raises:
         UsageError: no such implementation, or kernels that cannot run on the device.
     """
-    chosen = choose_impl(method, impl, device)
-    return chosen, attend_forms(method, chosen).codes
+    backend = choose_backend(method, codecs, impl, device)
+    return backend.impl, backend.attend_codes
 
 
 def compare(layer: EncodedLayer, attend_codes: AttendCodes) -> Agreement:

@@ -15,12 +15,15 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, LlamaForCausalLM
 
-from kvcli.attention.forward import ForwardPass
+from kvcli.attention.backend import choose_backend
 from kvcli.attention.layer import attend_layer
-from kvcli.attention.session import Session, attend_forms
+from kvcli.attention.session import Session
 from kvcli.bench.layer import MethodCase, randomize_
 from kvcli.bench.shapes import shape_config
 from kvcli.cache.compressed import CompressedCache
+from kvcli.methods.base import LayerCodec
+from kvcli.methods.encoded import EncodedTokens, PartialAttention
+from kvcli.seam.patch import RotaryOutput
 from kvcli.spec import ModelSpec
 
 NewCache = Callable[[], Any]
@@ -201,24 +204,25 @@ def fill(model: Any, cache: Any, batch: int, count: int, chunk: int | None) -> N
 def _fill_compressed(cache: CompressedCache, key: Tensor, value: Tensor, spec: ModelSpec) -> None:
     """Appends the same keys and values [batch, num_kv_heads, time, head_dim] to all layers, attention left out."""
     batch, _, new, head_dim = key.shape
-    timeline = cache.timeline
-    positions = torch.arange(timeline.slots, timeline.slots + new, device=key.device).unsqueeze(0)
-    now = ForwardPass(
-        timeline,
-        timeline.begin(batch, new, positions, None),
-        timeline.rope.rotation(positions, key.dtype),
-        None,
-    )
+    sequences = cache.sequences
+    positions = torch.arange(sequences.slots, sequences.slots + new, device=key.device).unsqueeze(0)
+    rotary = RotaryOutput(positions, sequences.rope.rotation(positions, key.dtype))
     query = key.new_zeros(batch, spec.num_heads, new, head_dim)
     impl = "fused" if cache.layers[0].codec.key.fused else "reference"
-    forms = replace(
-        attend_forms(cache.method, impl),
-        codes=lambda codec, query, part, scaling: (query, query[..., 0]),
-        exact=lambda query, key, value, visible, scaling, encoded: query.transpose(1, 2),
+    backend = replace(
+        choose_backend(cache.method, (), impl, key.device),
+        attend_codes=_no_codes,
+        attend_decoded=_no_codes,
+        attend_window=lambda query, key, value, visible, scaling, codes: query.transpose(1, 2),
     )
     for layer in cache.layers:
-        layer.update(key, value)
-        attend_layer(layer, query, now, forms, 1.0)
+        new_tokens, _ = layer.update(key, value)
+        attend_layer(new_tokens, query, None, rotary, backend, 1.0)
+
+
+def _no_codes(codec: LayerCodec, query: Tensor, encoded: EncodedTokens, scaling: float) -> PartialAttention:
+    """Stands in for attention over codes while a cache is filled."""
+    return query, query[..., 0]
 
 
 def cache_bytes(cache: Any) -> int:

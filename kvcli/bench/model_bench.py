@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from kvcli.attention.reference import reference_attend
+from kvcli.attention.reference import attend_codes as reference_attend
 from kvcli.bench.budget import attempt, check_budget, free, largest_by_peak, memory_limit, need_gpu
 from kvcli.bench.check import Agreement, choose_attend, compare, encoding_gap
 from kvcli.bench.layer import MethodCase, encoded_layer
@@ -24,7 +24,7 @@ from kvcli.bench.model import NewCache, Run, attached, random_prompt, run_model
 from kvcli.bench.model_row import ModelRow, Question
 from kvcli.bench.rows import run_row
 from kvcli.methods.encoded import AttendCodes
-from kvcli.seam import find_rope
+from kvcli.seam.patch import find_rope
 from kvcli.spec import ModelSpec
 
 _WARM_TOKENS = 40
@@ -78,7 +78,7 @@ class ModelBench:
         self.attends: dict[str, tuple[str, AttendCodes]] = {
             case.name: ("sdpa", reference_attend)
             if case.is_baseline
-            else choose_attend(case.method, [], impl, self.device)
+            else choose_attend(case.method, [case.build(self.spec, self.spec.num_layers - 1)], impl, self.device)
             for case in cases
         }
         self._agreements: dict[tuple[str, int, int], Agreement | None] = {}

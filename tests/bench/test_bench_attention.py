@@ -8,7 +8,7 @@ import pytest
 import torch
 from commvq_reordered import reordered_attend
 
-from kvcli.attention.reference import reference_attend
+from kvcli.attention.reference import attend_codes as reference_attend
 from kvcli.bench import attention
 from kvcli.bench.attention import AttentionBench, AttentionRow
 from kvcli.bench.check import compare

@@ -12,7 +12,7 @@ import torch
 from commvq_reordered import reordered_attend
 from transformers import DynamicCache, LlamaForCausalLM
 
-from kvcli.attention.reference import reference_attend
+from kvcli.attention.reference import attend_codes as reference_attend
 from kvcli.bench import model_bench
 from kvcli.bench.budget import largest_by_peak
 from kvcli.bench.layer import MethodCase

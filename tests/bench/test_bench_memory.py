@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from kvcli.attention.session import attend_forms
+from kvcli.attention.backend import choose_backend
 from kvcli.bench import model as bench_model
 from kvcli.bench import model_bench
 from kvcli.bench.check import Agreement
@@ -95,8 +95,13 @@ def test_a_filled_cache_is_as_large_as_a_computed_one(model: Any, name: str) -> 
 @pytest.mark.parametrize("name", ["kivi-2", "squat-pre-2"])
 def test_kernels_fill_a_cache_where_they_encode(shallow_model: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    used, forms = [], attend_forms
-    monkeypatch.setattr("kvcli.bench.model.attend_forms", lambda method, impl: used.append(impl) or forms(method, impl))
+    used: list[str] = []
+
+    def spy(method: Any, codecs: Any, impl: str, device: Any) -> Any:
+        used.append(impl)
+        return choose_backend(method, codecs, impl, device)
+
+    monkeypatch.setattr("kvcli.bench.model.choose_backend", spy)
     case = MethodCase.parse(name, {**SMALL, "subspace_dim": 2})
     with attached(shallow_model, case, "auto", 0) as new_cache:
         caches = [new_cache(), new_cache()]
