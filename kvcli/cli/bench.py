@@ -232,12 +232,12 @@ def report_rows(
     from kvcli.bench.rows import ERRORS
     from kvcli.files import append_record
     from kvcli.kernels.launch import interpreted
-    from kvcli.machine import facts
+    from kvcli.machine import environment_info
     from kvcli.registry import BASELINE
 
     path, interrupted = records_path(options), False
     shared = {**shared, "device": options.torch_device(), "interpreted": interpreted(), "seed": options.seed}
-    machine, records = facts(), []
+    machine, records = environment_info(), []
     with output.progress(options.suite, total, "rows") as advance:
         try:
             for row in rows:

@@ -49,7 +49,7 @@ def run(options: EvalOptions, output: Output) -> None:
     from kvcli.calibrate.corpus import BUILTIN, CorpusConfig, documents, token_sequences
     from kvcli.eval.quality import measure, reference_states
     from kvcli.files import append_record
-    from kvcli.machine import facts
+    from kvcli.machine import environment_info
 
     cases = choose_cases(options)
     if options.out is not None:
@@ -76,7 +76,7 @@ def run(options: EvalOptions, output: Output) -> None:
         **parse_settings(options.setting),
     }
     records = []
-    environment = facts()
+    environment = environment_info()
     for name, artifact in cases:
         label = name if artifact is None else artifact.name
         with output.progress(label, sequences.numel(), "tokens") as advance:

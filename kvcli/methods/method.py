@@ -40,6 +40,7 @@ class Method:
         config_cls: its settings.
         build: makes the unfitted codec of a layer from the model's shapes, the settings and the layer's index.
         nominal_bits: the paper's bits per value for K and V, without scales.
+        paper_settings: the papers' configurations, settings by name with bits such as `kivi-2`.
         schedules: when keys and when values are encoded.
         fit: fits a layer; None for methods without calibration.
         fit_metrics: what `fit` measures, by name in `FitReport.metrics` (a list with one number per head or one for
@@ -61,6 +62,7 @@ class Method:
     build: Callable[[ModelSpec, Any, int], LayerCodec[Any, Any]]
     nominal_bits: Callable[[ModelSpec, Any], tuple[float, float]]
     arxiv: str = ""
+    paper_settings: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     schedules: Callable[[Any], tuple[Schedule, Schedule]] = sliding_window
     fit: FitLayer | None = None
     fit_metrics: Mapping[str, str] = dataclasses.field(default_factory=dict)

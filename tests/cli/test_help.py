@@ -14,6 +14,7 @@ from console import invoke
 COMMANDS = (
     "demo",
     "calibrate",
+    "fit",
     "train-codebook",
     "fit-subspace",
     "export",

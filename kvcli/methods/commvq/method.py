@@ -32,6 +32,7 @@ METHOD = Method(
     config_cls=CommVQConfig,
     build=_build,
     nominal_bits=_nominal_bits,
+    paper_settings={f"commvq-{bits}": {"sink_length": 0, "residual_length": 128} for bits in (2, 1)},
     fit=fit_layer,
     fit_metrics={
         "key_nmse": "held-out error of keys (share of the squared norm)",

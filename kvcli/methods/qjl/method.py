@@ -25,9 +25,12 @@ METHOD = Method(
     summary="signs of a random projection for keys, per-token values",
     bits="about 3",
     paper="QJL, 2024",
+    arxiv="2406.03482",
     config_cls=QJLConfig,
     build=_build,
     nominal_bits=_nominal_bits,
+    paper_settings={"qjl": {"sink_length": 0, "residual_length": 128}},
     attend_kernels="kvcli.methods.qjl.attend_kernels",
     bench=("qjl",),
+    example_settings={"residual_length": 6, "flush_block": 1, "num_outliers": 2, "group_size": 8},
 )
