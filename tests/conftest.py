@@ -12,6 +12,8 @@ import pytest
 import torch
 from factories import FAMILIES, make_model
 
+pytest.register_assert_rewrite("contract")  # imported by test modules, later than this
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 torch.set_num_threads(1)  # the models are tiny: threads only cost time
 

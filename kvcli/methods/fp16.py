@@ -53,4 +53,5 @@ METHOD = Method(
     config_cls=CacheConfig,
     build=_build,
     nominal_bits=lambda spec, config: (16.0, 16.0),
+    example_settings={"residual_length": 6, "flush_block": 1},
 )

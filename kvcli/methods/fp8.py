@@ -61,4 +61,5 @@ METHOD = Method(
     config_cls=CacheConfig,
     build=lambda spec, config, layer_idx: LayerCodec(_FP8Key(spec), _FP8Value(spec)),
     nominal_bits=lambda spec, config: (8.0, 8.0),
+    example_settings={"residual_length": 6, "flush_block": 1},
 )

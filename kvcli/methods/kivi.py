@@ -54,4 +54,5 @@ METHOD = Method(
     schedules=kivi_schedules,
     for_bits=lambda bits: {"k_bits": bits, "v_bits": bits},
     attend_kernels="kvcli.methods.scalar.score_kernels",
+    example_settings={"residual_length": 8, "group_size": 4},
 )

@@ -29,4 +29,5 @@ METHOD = Method(
     build=_build,
     nominal_bits=_nominal_bits,
     attend_kernels="kvcli.methods.qjl.attend_kernels",
+    example_settings={"residual_length": 6, "flush_block": 1, "num_outliers": 2, "group_size": 8},
 )

@@ -32,6 +32,7 @@ def _method(name: str, summary: str, space: Space) -> Method:
         needs_artifact=False,
         for_bits=lambda bits: {"k_bits": bits, "v_bits": bits},
         attend_kernels="kvcli.methods.scalar.score_kernels",
+        example_settings={"residual_length": 8, "group_size": 4},
     )
 
 
