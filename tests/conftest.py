@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import interpret  # noqa: F401
 import pytest
 import torch
-from factories import FAMILIES, make_model
+from factories import FAMILIES, make_model, record
+
+from kvcli.artifact import Artifact
+from kvcli.fit import assemble, fit_recording
+from kvcli.methods.method import Method
+from kvcli.registry import get_method
 
 pytest.register_assert_rewrite("contract")  # imported by test modules, later than this
 
@@ -28,6 +34,21 @@ def any_model(request: pytest.FixtureRequest) -> Any:
 def tiny_model() -> Any:
     """A tiny Llama."""
     return make_model("llama")
+
+
+@pytest.fixture(scope="session")
+def tiny_artifact(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Method], Artifact]:
+    """Fits a method with its example settings to the model of `tiny_model`."""
+    folder = tmp_path_factory.mktemp("fitted")
+
+    @cache
+    def fit(method_name: str) -> Artifact:
+        method, samples = get_method(method_name), record(make_model("llama"), folder / f"{method_name}-samples")
+        config = method.config_cls(**method.example_settings).resolve(samples.spec)
+        fit_recording(samples, method, config, folder / method_name)
+        return assemble([folder / method_name])
+
+    return lambda method: fit(method.name)
 
 
 @pytest.fixture

@@ -7,25 +7,19 @@ docs/adding_a_method.md in cli/test_adding_a_method.py.
 from __future__ import annotations
 
 import re
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from factories import WINDOW, clustered, make_model, make_spec, prompt_and_steps, record
+from factories import WINDOW, clustered, make_spec, prompt_and_steps
 
 import kvcli
 from kvcli.artifact import Artifact
-from kvcli.fit import assemble, fit_recording
 from kvcli.methods.base import Codes, LayerCodec
 from kvcli.methods.config import CacheConfig
 from kvcli.methods.method import Method
 from kvcli.samples import LayerSamples
-
-
-def example_config(method: Method) -> Any:
-    """The method's own small settings."""
-    return method.config_cls(**method.example_settings)
 
 
 class CodecContract:
@@ -35,7 +29,7 @@ class CodecContract:
     def codec(self, method: Method) -> LayerCodec:
         """The codecs of a layer, fitted where the method needs it."""
         spec = make_spec()
-        config = example_config(method).resolve(spec)
+        config = method.config_cls(**method.example_settings).resolve(spec)
         codec = method.build(spec, config, 0)
         if method.needs_artifact:
             assert method.fit is not None
@@ -143,15 +137,10 @@ def equal(a: Codes, b: Codes) -> bool:
 class CacheContract:
     """Laws of a method through the whole cache of a tiny model: batches, padding, chunks, beams, bytes."""
 
-    @pytest.fixture(scope="class")
-    def artifacts(self, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Artifact]:
-        """Artifacts of the methods that need one, each fitted when first asked for."""
-        return Artifacts(tmp_path_factory)
-
     @pytest.fixture
-    def attach(self, tiny_model: Any, method: Method, artifacts: dict[str, Artifact]) -> Any:
+    def attach(self, tiny_model: Any, method: Method, tiny_artifact: Callable[[Method], Artifact]) -> Any:
         """Attaches the method to the tiny model, with 2 bits where it can be asked for bits."""
-        artifact = artifacts[method.name] if method.needs_artifact else None
+        artifact = tiny_artifact(method) if method.needs_artifact else None
         known = CacheConfig.model_fields if method.needs_artifact else method.config_cls.model_fields
         settings = {name: value for name, value in method.example_settings.items() if name in known}
         name = method.name if method.needs_artifact else asked_for(method)
@@ -184,6 +173,7 @@ class CacheContract:
             assert cache.memory().exact_bytes < cache.memory().fp16_bytes
 
     def test_true_bits_equal_the_formula(self, tiny_model: Any, prompt: Any, attach: Any) -> None:
+        tiny_model.bfloat16()  # fp16 keeps the model's dtype
         with attach() as session, torch.no_grad():
             cache = session.new_cache()
             tiny_model(**prompt(50), past_key_values=cache)
@@ -194,9 +184,7 @@ class CacheContract:
         assert memory.value_bits == pytest.approx(sum(values) / len(values) / 32)
 
     @pytest.mark.parametrize("settings", [{"num_beams": 3}, {"do_sample": True}, {"prefill_chunk_size": 7}])
-    def test_generate_and_continue(
-        self, tiny_model: Any, prompt: Any, attach: Any, settings: dict[str, Any]
-    ) -> None:
+    def test_generate_and_continue(self, tiny_model: Any, prompt: Any, attach: Any, settings: dict[str, Any]) -> None:
         inputs = prompt(30, 4)
         with attach() as session, torch.no_grad():
             cache = session.new_cache()
@@ -230,25 +218,6 @@ class CacheContract:
     def test_works_under_autocast(self, tiny_model: Any, prompt: Any, attach: Any) -> None:
         with torch.autocast("cpu", dtype=torch.bfloat16), attach() as session:
             assert logits(tiny_model, session, prompt_and_steps(prompt, 40, 12)).isfinite().all()
-
-
-class Artifacts(dict[str, Artifact]):
-    """Artifacts of the tiny model, by method."""
-
-    def __init__(self, tmp_path_factory: pytest.TempPathFactory) -> None:
-        super().__init__()
-        self._folder: Path = tmp_path_factory.mktemp("artifacts")
-        self._samples = None
-
-    def __missing__(self, name: str) -> Artifact:
-        from kvcli.registry import get_method
-
-        if self._samples is None:
-            self._samples = record(make_model("llama"), self._folder / "samples")
-        method = get_method(name)
-        fit_recording(self._samples, method, example_config(method).resolve(self._samples.spec), self._folder / name)
-        self[name] = assemble([self._folder / name])
-        return self[name]
 
 
 def asked_for(method: Method) -> str:
