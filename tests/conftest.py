@@ -22,6 +22,16 @@ pytest.register_assert_rewrite("contract")  # imported by test modules, later th
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 torch.set_num_threads(1)  # the models are tiny: threads only cost time
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # commands that tests start: two threads on a busy core wait for ages
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks tests in files of kernels as `kernels`; the longest tests come first, so that no worker ends with one."""
+    for item in items:
+        if item.path.stem.endswith("kernels"):
+            item.add_marker("kernels")
+    items.sort(key=lambda item: "slow" not in item.keywords)
 
 
 @pytest.fixture(params=FAMILIES)

@@ -25,6 +25,7 @@ class DemoOptions(Options):
     bits: Literal[1, 2] = Field(default=2, description="nominal bits a value")
     prompt: str | None = Field(default=None, description="text to continue; default: 1000 tokens of held-out text")
     max_new_tokens: int = Field(default=80, ge=1, description="tokens to generate")
+    tokens: int = Field(default=16384, ge=1, description="calibration tokens")
     out: Path = Field(default=Path("runs/demo"), description="folder of everything the demo makes")
 
 
@@ -35,8 +36,8 @@ def run(options: DemoOptions, output: Output) -> None:
     from kvcli.models import load_model
 
     output.say(
-        "quick preset: 16384 calibration tokens instead of 65536, 8 EM iterations instead of 12, 6 value rounds "
-        "instead of 8; 'kvcli calibrate' and 'kvcli train-codebook' use the full defaults"
+        f"quick preset: {options.tokens} calibration tokens instead of 65536, 8 EM iterations instead of 12, "
+        "6 value rounds instead of 8; 'kvcli calibrate' and 'kvcli train-codebook' use the full defaults"
     )
     seconds: dict[str, float] = {}
     quiet = _Quiet(output)
@@ -49,7 +50,9 @@ def run(options: DemoOptions, output: Output) -> None:
     with _timed(seconds, "model"):
         loaded = load_model(device=options.torch_device(), say=output.say)
     with _timed(seconds, "calibrate"):
-        settings = calibrate.CalibrateOptions(tokens=16384, query_tokens=4096, out=folders["samples"], **shared)
+        settings = calibrate.CalibrateOptions(
+            tokens=options.tokens, query_tokens=4096, out=folders["samples"], **shared
+        )
         calibrate.run(settings, quiet)
     with _timed(seconds, "train"):
         train_codebook.run(

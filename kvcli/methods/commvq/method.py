@@ -35,5 +35,12 @@ METHOD = Method(
     needs_artifact=True,
     for_bits=lambda bits: {"bits": bits},
     attend_kernels="kvcli.methods.commvq.attend_kernels",
-    example_settings={"residual_length": 6, "flush_block": 1, "codebook_size": 8, "num_residuals": 3, "key_iterations": 4, "value_iterations": 3},
+    example_settings={
+        "residual_length": 6,
+        "flush_block": 1,
+        "codebook_size": 8,
+        "num_residuals": 3,
+        "key_iterations": 4,
+        "value_iterations": 3,
+    },
 )
