@@ -29,6 +29,16 @@ class Rotation:
     cos: Tensor
     sin: Tensor
 
+    @classmethod
+    def from_model(cls, cos: Tensor, sin: Tensor) -> Rotation:
+        """From what a model's rotary module returns, [batch or 1, time, rotary_dim] with both halves equal."""
+        half = cos.shape[-1] // 2
+        return cls(cos[..., :half].unsqueeze(1), sin[..., :half].unsqueeze(1))
+
+    def contiguous(self) -> Rotation:
+        """The same numbers in memory of their own, for tables that are kept."""
+        return Rotation(self.cos.contiguous(), self.sin.contiguous())
+
     def apply(self, x: Tensor) -> Tensor:
         """Rotates x [batch, heads, time, head_dim]; channels beyond rotary_dim pass through."""
         half = self.cos.shape[-1]
@@ -37,29 +47,29 @@ class Rotation:
         return torch.cat((*rotated, rest), dim=-1)
 
     def unapply(self, x: Tensor) -> Tensor:
-        """Inverse of `apply`, including the attention scaling cos^2 + sin^2."""
+        """Inverse of `apply` on x [batch, heads, time, head_dim], with the attention scaling cos^2 + sin^2."""
         scale = self.cos * self.cos + self.sin * self.sin
         return Rotation(self.cos / scale, -self.sin / scale).apply(x)
 
-    def slice(self, start: int, stop: int) -> Rotation:
-        """Tokens [start, stop)."""
-        return Rotation(self.cos[:, :, start:stop], self.sin[:, :, start:stop])
+    def select(self, rows: list[int]) -> Rotation:
+        """Some rows of the batch."""
+        return Rotation(self.cos[rows], self.sin[rows])
 
 
 class Rope:
-    """Asks a model's own rotary module for rotations, so that every RoPE type gives the model's angles."""
+    """A model's own rotary module, asked for rotations, so that every RoPE type gives the model's angles."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
 
     def frequencies(self) -> dict[str, Any]:
-        """Angle a position of each pair, in radians, and the factor of cos and sin, as plain JSON values."""
+        """Angle per position of each pair, in radians, and the factor of cos and sin, as plain JSON values."""
         module: Any = self.module
         return {"inv_freq": self.inv_freq.tolist(), "scaling": float(module.attention_scaling)}
 
     @property
     def inv_freq(self) -> Tensor:
-        """Angle a position of each pair, in radians: float32 [rotary_dim/2]."""
+        """Angle per position of each pair, in radians: float32 [rotary_dim/2]."""
         module: Any = self.module
         return module.inv_freq.float()
 
@@ -71,13 +81,11 @@ class Rope:
             dtype: dtype of cos and sin, computed in float32 and rounded once.
         """
         probe = torch.empty(0, dtype=dtype, device=positions.device)
-        cos, sin = self.module(probe, positions)
-        half = cos.shape[-1] // 2
-        return Rotation(cos[..., :half].unsqueeze(1), sin[..., :half].unsqueeze(1))
+        return Rotation.from_model(*self.module(probe, positions)).contiguous()
 
 
 class TokenRotations:
-    """Rotations of tokens that a cache holds, made when asked for and kept.
+    """Rotations of tokens that a cache holds, computed on first use and kept.
 
     Args:
         rope: the model's rotary embedding.
@@ -87,7 +95,7 @@ class TokenRotations:
 
     def __init__(self, rope: Rope, positions: Tensor, lengths: Tensor | None = None) -> None:
         self.rope, self.positions, self._lengths = rope, positions, lengths
-        self._made: dict[tuple[str, int, int], Rotation] = {}
+        self._tables: dict[tuple[str, int, int], Rotation] = {}
 
     def tokens(self, start: int, stop: int) -> Rotation:
         """Rotation of tokens [start, stop), float32."""
@@ -104,8 +112,7 @@ class TokenRotations:
 
         def make() -> Rotation:
             self._check_consecutive()
-            made = self._at(self.positions[:, ::size])
-            return Rotation(made.cos.contiguous(), made.sin.contiguous())
+            return self._at(self.positions[:, ::size])
 
         return self._once(("tiles", size, 0), make)
 
@@ -121,15 +128,15 @@ class TokenRotations:
     @property
     def nbytes(self) -> int:
         """Bytes of the tables kept."""
-        return sum(made.cos.nbytes + made.sin.nbytes for made in self._made.values())
+        return sum(table.cos.nbytes + table.sin.nbytes for table in self._tables.values())
 
     def _at(self, positions: Tensor) -> Rotation:
         return self.rope.rotation(positions.long(), torch.float32)
 
     def _once(self, name: tuple[str, int, int], make: Callable[[], Rotation]) -> Rotation:
-        if name not in self._made:
-            self._made[name] = make()
-        return self._made[name]
+        if name not in self._tables:
+            self._tables[name] = make()
+        return self._tables[name]
 
     def _check_consecutive(self) -> None:
         consecutive = self.positions.diff(dim=1) == 1

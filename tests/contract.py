@@ -170,7 +170,7 @@ class CacheContract:
             for _ in range(30):
                 tiny_model(torch.tensor([[5]]), past_key_values=cache)
             assert cache.memory().num_encoded >= 16
-            assert cache.memory().exact_bytes < cache.memory().fp16_bytes
+            assert cache.memory().window_bytes < cache.memory().fp16_bytes
 
     def test_true_bits_equal_the_formula(self, tiny_model: Any, prompt: Any, attach: Any) -> None:
         tiny_model.bfloat16()  # fp16 keeps the model's dtype

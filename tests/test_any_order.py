@@ -148,10 +148,10 @@ def test_a_cache_whose_layers_differ_says_so(monkeypatch: pytest.MonkeyPatch) ->
         cache = session.new_cache()
         MODEL(ids, past_key_values=cache)
 
-        def fails_in_the_last_layer(layer: Any, *arguments: Any) -> torch.Tensor:
-            if layer is cache.layers[-1]:
+        def fails_in_the_last_layer(new: Any, *arguments: Any) -> torch.Tensor:
+            if new.layer is cache.layers[-1]:
                 raise RuntimeError("out of memory")
-            return attend(layer, *arguments)
+            return attend(new, *arguments)
 
         monkeypatch.setattr(session_module, "attend_layer", fails_in_the_last_layer)
         with pytest.raises(RuntimeError, match="out of memory"):

@@ -39,7 +39,7 @@ def test_the_formula_is_what_a_cache_holds(name: str, settings: dict[str, Any], 
         memory = cache.memory()
     formula = account(name, settings, spec, [context])
     # positions live in a buffer with headroom; everything else must agree exactly
-    held = 8 * (memory.code_bytes + memory.exact_bytes)
+    held = 8 * (memory.code_bytes + memory.window_bytes)
     positions = context * (32 + 8)
     expected = formula["effective"][0] * 2 * context * spec.kv_dim * spec.num_layers - positions
     assert held == pytest.approx(expected, rel=1e-9)

@@ -1,15 +1,18 @@
-"""CommVQ through the whole cache on a tiny model: both attention forms, batches, bytes."""
+"""CommVQ through the whole cache on a tiny model: its re-ordered attention, batches, bytes."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from commvq_reordered import reordered_attend
 from factories import CONFIG, WINDOW, make_model, prompt_and_steps, record
 
 import kvcli
 from kvcli.artifact import Artifact
+from kvcli.attention.backend import REFERENCE
 from kvcli.errors import ConfigError, UsageError
 from kvcli.fit import assemble, fit_recording
 from kvcli.methods.commvq.config import CommVQConfig
@@ -39,9 +42,12 @@ def logits(model: Any, artifact: Artifact, pieces: list[dict[str, torch.Tensor]]
 def test_reordered_attention_equals_the_reference(trained: Any, prompt: Any, lengths: tuple[int, ...]) -> None:
     model, artifact = trained
     inputs = prompt_and_steps(prompt, *lengths)
-    reference = logits(model, artifact, inputs)
-    reordered = logits(model, artifact, inputs, impl="reordered")
-    assert torch.allclose(reference, reordered, atol=2e-5)
+    expected = logits(model, artifact, inputs)
+    backend = replace(REFERENCE, attend_codes=reordered_attend, attend_decoded=reordered_attend)
+    with kvcli.attach(model, "commvq", artifact=artifact, **WINDOW) as session, torch.no_grad():
+        session.backend, cache = backend, session.new_cache()
+        reordered = [model(**piece, past_key_values=cache).logits[:, -1] for piece in inputs][-1]
+    assert torch.allclose(expected, reordered, atol=2e-5)
 
 
 def test_a_left_padded_row_equals_the_same_prompt_alone(trained: Any, prompt: Any) -> None:
@@ -91,19 +97,24 @@ def test_smollm_shape_fits_in_a_fifth_and_a_half() -> None:
                        hidden_size=576, max_position_embeddings=8192)  # fmt: skip
     spec = ModelSpec.from_config(model.config)
     method, config = get_method("commvq"), CommVQConfig(bits=2).resolve(ModelSpec.from_config(model.config))
-    from kvcli.cache.compressed import CompressedCache
+    from kvcli.cache.compressed import CompressedCache, NewTokens
     from kvcli.rope import Rotation
-    from kvcli.seam import Seam, exact_attention
+    from kvcli.seam.patch import RotaryOutput, Seam
+    from kvcli.seam.sdpa import sdpa
 
-    seam = Seam(model, exact_attention)  # type: ignore[arg-type]
+    seam = Seam(model, sdpa)  # type: ignore[arg-type]
     cache = CompressedCache(spec, method, config, [method.build(spec, config, 0)], seam)
-    step = cache.timeline.begin(1, 4096, torch.arange(4096)[None], None)
-    ones = Rotation(torch.ones(1, 1, 4096, 32), torch.zeros(1, 1, 4096, 32))
+    identity = Rotation(torch.ones(1, 1, 4096, 32), torch.zeros(1, 1, 4096, 32))
+    tokens = torch.randn(1, 3, 4096, 64, dtype=torch.float16)
+    forward = cache.sequences.forward(RotaryOutput(torch.arange(4096)[None], identity), tokens, None)
     with torch.no_grad():
-        for stream, turn in zip(cache.layers[0].streams, (step.keys, step.values), strict=True):
-            stream.room(torch.empty(1, 3, 4096, 64, dtype=torch.float16), step, turn).normal_()
-            codes = stream.encode(turn, lambda x, rows, start: ones.slice(start, start + x.shape[2]).unapply(x))
-            stream.store(turn, codes)
+        plans = forward.keys, forward.values
+        stores = cache.layers[0].make_stores(NewTokens(cache.layers[0], tokens, tokens), forward)
+        for store, plan in zip(stores, plans, strict=True):
+            store.reserve(plan)
+            store.next_slots(plan, 4096).copy_(tokens)
+            store.encode(plan)
+            store.evict(plan)
     memory = cache.memory()
     assert memory.num_tokens - memory.num_encoded == 128 + 4
     assert memory.ratio >= 5.5
@@ -117,7 +128,7 @@ def test_settings_of_the_fit_cannot_be_changed_later(trained: Any) -> None:
         kvcli.attach(model, "commvq", artifact=artifact, bits=1)
     with pytest.raises(ConfigError, match="residual_length"):
         kvcli.attach(model, "commvq", artifact=artifact, residual_length=-1)
-    with pytest.raises(UsageError, match="attention form"):
+    with pytest.raises(UsageError, match="no implementation"):
         kvcli.attach(model, "commvq", artifact=artifact, impl="magic")
     with pytest.raises(UsageError, match="artifact"):
         kvcli.attach(model, "commvq")

@@ -131,7 +131,7 @@ ROOMS = [
     ("_version", "errors", "files", "packing"),
     ("machine", "registry"),
     ("spec",),
-    ("rope", "identity"),
+    ("rope",),
     ("samples",),
     ("models", "seam"),
     ("kernels",),

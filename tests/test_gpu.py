@@ -58,7 +58,7 @@ def test_long_prompts_are_encoded_beside_each_other_as_in_turn(
             cache = session.new_cache()
             for piece in pieces:
                 model(**piece, past_key_values=cache)
-            found.append([s.buffer.codes.tensors() for layer in cache.layers for s in layer.streams])
+            found.append([s.codes.codes.tensors() for layer in cache.layers for s in layer.stores])
     for beside, in_turn in zip(*found, strict=True):
         for name, codes in beside.items():
             assert torch.equal(codes, in_turn[name]), name
@@ -71,9 +71,9 @@ def test_offloaded_layers_come_back(prompt: Any) -> None:
         model(**{name: x.cuda() for name, x in prompt(70).items()}, past_key_values=cache)
         layer = cache.layers[0]
         layer.offload()
-        assert layer.keys_stream.exact.device.type == "cpu"
+        assert layer.stores[0].window.device.type == "cpu"
         layer.prefetch()
-        assert layer.keys_stream.exact.device.type == layer.values_stream.exact.device.type == "cuda"
+        assert {store.window.device.type for store in layer.stores} == {"cuda"}
 
 
 def test_codes_are_those_of_the_cpu() -> None:
@@ -103,7 +103,7 @@ def test_fit_and_attention_on_the_gpu(tiny_model: Any, prompt: Any, tmp_path: An
     model = tiny_model.cuda()
     inputs = [{name: x.cuda() for name, x in piece.items()} for piece in prompt_and_steps(prompt, 40, 17, 3)]
     outputs = []
-    for impl in ("reference", "reordered"):
+    for impl in ("reference", "fused"):
         with kvcli.attach(model, "commvq", artifact=artifact, impl=impl, **WINDOW) as session, torch.no_grad():
             cache = session.new_cache()
             outputs.append([model(**piece, past_key_values=cache).logits[:, -1] for piece in inputs][-1])

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from kvcli.identity import Constant, identity_rotation
+from kvcli.seam.identity import SkippedOnesZeros, identity_factors
 
 
 def constants(tokens: int = 40, width: int = 8, **kind: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    cos, sin = identity_rotation(torch.randn(2, tokens, width, **kind))
-    assert isinstance(cos, Constant)
-    assert isinstance(sin, Constant)
+    cos, sin = identity_factors(torch.randn(2, tokens, width, **kind))
+    assert isinstance(cos, SkippedOnesZeros)
+    assert isinstance(sin, SkippedOnesZeros)
     return cos, sin
 
 
@@ -35,7 +35,7 @@ def test_nothing_is_computed() -> None:
     query = torch.randn(2, 4, 40, 8)
     assert query * cos is query
     nothing = query * sin
-    assert isinstance(nothing, Constant)
+    assert isinstance(nothing, SkippedOnesZeros)
     assert nothing.shape == query.shape
     assert query + nothing is query
 
@@ -97,7 +97,7 @@ def test_constants_changed_in_place(change: Any, which: int) -> None:
 
 
 def test_few_tokens_take_ordinary_numbers() -> None:
-    cos, sin = identity_rotation(torch.randn(2, 16, 8))
+    cos, sin = identity_factors(torch.randn(2, 16, 8))
     assert type(cos) is torch.Tensor
     assert type(sin) is torch.Tensor
     assert torch.equal(cos, torch.ones(2, 16, 8))

@@ -1,4 +1,4 @@
-"""Partial attention in float32, for any codec: the ground truth that faster forms are tested against.
+"""Attention over window and codes in float32, for any codec: what the kernels are tested against.
 
 Attention over a set of keys is kept as (out, lse), its output and the log-sum-exp of its scores, so that sets can be
 attended to one after another and merged exactly.
@@ -6,15 +6,17 @@ attended to one after another and merged exactly.
 
 from __future__ import annotations
 
+from functools import reduce
+
 import torch
 from torch import Tensor
 
-from kvcli.attention.exact import ExactTokens
+from kvcli.cache.window import WindowTokens
 from kvcli.methods.base import LayerCodec
 from kvcli.methods.encoded import EncodedTokens, PartialAttention
 from kvcli.rope import Rotation
 
-_TOKEN_BLOCK = 4096
+_BLOCK_TOKENS = 4096
 _SCORE_ELEMENTS = 2**26
 
 
@@ -37,18 +39,21 @@ def partial_attention(
     batch, num_heads, query_len, _ = query.shape
     kv_heads = key.shape[1]
     block = max(1, _SCORE_ELEMENTS // max(1, batch * num_heads * key.shape[2]))
-    key, value = key.float().unsqueeze(2), value.float().unsqueeze(2)
+    key, value = key.float().transpose(-1, -2), value.float()
     outs, lses = [], []
     for start in range(0, query_len, block):
+        # the query heads of a kv head are rows of one product: neither keys nor values are repeated
         rows = query[:, :, start : start + block].float().unflatten(1, (kv_heads, -1))
-        scores = rows @ key.transpose(-1, -2) * scaling
+        scores = (rows.flatten(2, 3) @ key).unflatten(2, rows.shape[2:4]) * scaling
         if visible is not None:
             shown = visible if visible.shape[1] == 1 else visible[:, start : start + block]
             scores = scores.masked_fill(~shown[:, None, None], float("-inf"))
         lse = scores.logsumexp(-1)
         weights = torch.exp(scores - torch.where(lse.isneginf(), 0.0, lse).unsqueeze(-1))
-        outs.append((weights @ value).flatten(1, 2))
+        outs.append((weights.flatten(2, 3) @ value).unflatten(2, rows.shape[2:4]).flatten(1, 2))
         lses.append(lse.flatten(1, 2))
+    if len(outs) == 1:
+        return outs[0], lses[0]
     return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
 
 
@@ -60,13 +65,13 @@ def merge_state(first: PartialAttention, second: PartialAttention) -> PartialAtt
     return torch.addcmul(first[0] * shares[0], second[0], shares[1]), lse
 
 
-def take_in(
+def rotate_and_append(
     rotation: Rotation, query: Tensor, key: Tensor, value: Tensor, key_out: Tensor, value_out: Tensor
 ) -> Tensor:
-    """Rotates new queries and keys, and puts keys and values where they are kept.
+    """Rotates new queries and keys, and writes keys and values to their slots.
 
     Args:
-        rotation: of the new tokens.
+        rotation: RoPE of the new tokens.
         query: [batch, num_heads, query_len, head_dim].
         key: [batch, num_kv_heads, query_len, head_dim].
         value: like key.
@@ -82,10 +87,10 @@ def take_in(
 
 
 def unrotate(rotation: Rotation, x: Tensor) -> Tensor:
-    """Takes the rotation off keys.
+    """Inverse RoPE of keys.
 
     Args:
-        rotation: of the tokens, float32.
+        rotation: RoPE of the tokens, float32.
         x: [batch, num_kv_heads, time, head_dim], rotated.
 
     Returns:
@@ -94,15 +99,15 @@ def unrotate(rotation: Rotation, x: Tensor) -> Tensor:
     return rotation.unapply(x.float())
 
 
-def attend_exact(
+def attend_window(
     query: Tensor,
-    key: ExactTokens,
-    value: ExactTokens,
+    key: WindowTokens,
+    value: WindowTokens,
     visible: Tensor | None,
     scaling: float,
-    encoded: PartialAttention | None,
+    codes: PartialAttention | None,
 ) -> Tensor:
-    """Attention over exact tokens, joined with that over the encoded ones.
+    """Attention over window tokens, merged with that over the codes.
 
     Args:
         query: rotated, [batch, num_heads, query_len, head_dim].
@@ -110,33 +115,39 @@ def attend_exact(
         value: as many tokens.
         visible: None, or boolean [batch, 1 or query_len, kv_len].
         scaling: factor of the scores.
-        encoded: (out, lse) over the encoded part.
+        codes: (out, lse) over the codes, if there are any.
 
     Returns:
         [batch, query_len, num_heads, head_dim] in the query's dtype; 0 where a query sees nothing.
     """
-    found = partial_attention(query, key.joined(), value.joined(), visible, scaling)
-    out = found[0] if encoded is None else merge_state(found, encoded)[0]
+    window = partial_attention(query, key.joined(), value.joined(), visible, scaling)
+    out = window[0] if codes is None else merge_state(window, codes)[0]
     return out.to(query.dtype).transpose(1, 2).contiguous()
 
 
-def reference_attend(codec: LayerCodec, query: Tensor, part: EncodedTokens, scaling: float) -> PartialAttention:
+def attend_codes(codec: LayerCodec, query: Tensor, encoded: EncodedTokens, scaling: float) -> PartialAttention:
     """Decodes the tokens block by block, rotates the keys where the codec works before RoPE, and attends.
 
     Args:
         codec: the layer's codecs.
         query: rotated, [batch, num_heads, query_len, head_dim].
-        part: the encoded tokens.
+        encoded: at least one token.
         scaling: factor of the scores.
+
+    Returns:
+        (out, lse), float32 [batch, num_heads, query_len, head_dim] and [batch, num_heads, query_len].
     """
-    total: PartialAttention | None = None
-    for start, stop in codec.blocks(part.length, _TOKEN_BLOCK):
-        key = codec.key.decode(part.key_codes.slice(start, stop), part.key_state)
-        if part.rotations is not None:
-            key = part.rotations.tokens(start, stop).apply(key)
-        value = codec.value.decode(part.value_codes.slice(start, stop))
-        visible = part.visible(start, stop)
-        block = partial_attention(query, key, value, None if visible is None else visible[:, None], scaling)
-        total = block if total is None else merge_state(total, block)
-    assert total is not None
-    return total
+    blocks = codec.blocks(encoded.length, _BLOCK_TOKENS)
+    return reduce(merge_state, (_attend_block(codec, query, encoded, scaling, *block) for block in blocks))
+
+
+def _attend_block(
+    codec: LayerCodec, query: Tensor, encoded: EncodedTokens, scaling: float, start: int, stop: int
+) -> PartialAttention:
+    """Attention over the decoded tokens [start, stop)."""
+    key = codec.key.decode(encoded.key_codes.slice(start, stop), encoded.key_state)
+    if encoded.rotations is not None:
+        key = encoded.rotations.tokens(start, stop).apply(key)
+    value = codec.value.decode(encoded.value_codes.slice(start, stop))
+    visible = None if encoded.lengths is None else encoded.visible(start, stop)
+    return partial_attention(query, key, value, None if visible is None else visible[:, None], scaling)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -12,24 +11,26 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from kvcli.artifact import Artifact
-from kvcli.attention.forward import ForwardPass
-from kvcli.attention.layer import Forms, attend_layer
-from kvcli.attention.reference import attend_exact, reference_attend, take_in, unrotate
-from kvcli.cache.compressed import CompressedCache, CompressedLayer
+from kvcli.attention.backend import choose_backend
+from kvcli.attention.layer import attend_layer
+from kvcli.cache.compressed import CompressedCache, NewTokens
 from kvcli.errors import CacheError, ConfigError, UnsupportedModelError, UsageError
-from kvcli.kernels.launch import check_device, has_triton
 from kvcli.methods.base import LayerCodec
 from kvcli.methods.config import CacheConfig, first_error
-from kvcli.methods.encoded import AttendCodes
 from kvcli.methods.method import Method
-from kvcli.models import fingerprint
+from kvcli.models import LoadedModel, fingerprint
 from kvcli.registry import parse_method
-from kvcli.seam import ForwardContext, Seam, exact_attention
+from kvcli.seam.patch import RotaryOutput, Seam
+from kvcli.seam.sdpa import sdpa
 from kvcli.spec import ModelSpec
 
 
 class Session:
-    """A model attached to a method; made by `attach`, ended by `detach` or by leaving the `with` block."""
+    """A model attached to a method; made by `attach`, ended by `detach` or by leaving the `with` block.
+
+    Attributes:
+        backend: what attention runs on; its `note` says why a method's own kernels are not used.
+    """
 
     def __init__(
         self,
@@ -41,11 +42,9 @@ class Session:
         impl: str,
     ) -> None:
         self.model, self.spec, self.method, self.config, self.codecs = model, spec, method, config, codecs
-        device = next(model.parameters()).device
-        impl = choose_impl(method, impl, device)
-        self._forms = attend_forms(method, impl)
+        self.backend = choose_backend(method, codecs, impl, next(model.parameters()).device)
         for codec in codecs:
-            codec.use_kernels(impl == "fused")
+            codec.use_kernels(self.backend.impl == "fused")
         self._seam = Seam(model, self._attend)
         self._seam.open()
 
@@ -65,34 +64,38 @@ class Session:
 
     def _attend(
         self,
-        context: ForwardContext,
         module: nn.Module,
         query: Tensor,
         key: Any,
         value: Any,
         mask: Tensor | None,
         scaling: float,
+        rotary: RotaryOutput,
     ) -> Tensor:
-        if isinstance(key, CompressedLayer):
+        if isinstance(key, NewTokens):
             with _current_device(query):
-                return attend_layer(key, query, _forward_pass(context, key, query, mask), self._forms, scaling)
+                return attend_layer(key, query, mask, rotary, self.backend, scaling)
         if key.shape[2] != query.shape[2]:
             raise CacheError("while a model is attached, pass past_key_values=session.new_cache() to it")
-        rotate = context.rotation.apply
-        return exact_attention(rotate(query), rotate(key), value, mask, scaling)
+        rotate = rotary.rotation.apply
+        return sdpa(rotate(query), rotate(key), value, mask, scaling)
 
 
 def attach(
-    model: nn.Module, method: str, *, artifact: str | Path | Artifact | None = None, impl: str = "auto", **config: Any
+    model: nn.Module | LoadedModel,
+    method: str,
+    *,
+    artifact: str | Path | Artifact | None = None,
+    impl: str = "auto",
+    **config: Any,
 ) -> Session:
     """Attaches a compression method to a transformers model.
 
     Args:
-        model: a causal language model of a supported family.
+        model: a causal language model of a supported family, or what `kvcli.load_model` returned.
         method: name of a method, with or without bits (`kivi`, `kivi-2`); see `kvcli methods`.
         artifact: for methods that are fitted, the artifact or its folder.
-        impl: form of attention over the codes, and of encoding: `auto` (kernels on a GPU, PyTorch elsewhere),
-            `reference`, `fused`, or another form the method has.
+        impl: `reference` (PyTorch, float32), `fused` (Triton kernels), or `auto`: fused on a GPU, else reference.
         config: settings of the method; with an artifact, only those of the cache (`sink_length`, `residual_length`,
             `flush_block`) may differ from the artifact's.
 
@@ -100,31 +103,39 @@ def attach(
         A session; use it as a context manager or call `detach`.
 
     Raises:
-        UsageError: unknown method or form, or a missing artifact.
+        UsageError: unknown method or implementation, shapes that `fused` does not support, or a missing artifact.
         ConfigError: settings that do not exist or do not fit.
         ArtifactError: an artifact that cannot be used with this model.
         UnsupportedModelError: an architecture kvcli does not compress, or layers on several devices.
+
+    Example:
+        >>> with kvcli.attach(model, "kivi-2", residual_length=128) as session:
+        ...     cache = session.new_cache()
+        ...     model.generate(**inputs, past_key_values=cache)
     """
+    loaded = model if isinstance(model, LoadedModel) else None
+    module: Any = model.model if isinstance(model, LoadedModel) else model
     record, from_bits = parse_method(method)
     config = {**from_bits, **config}
-    spec = ModelSpec.from_config(model.config)
+    spec = loaded.spec if loaded is not None else ModelSpec.from_config(module.config)
     if isinstance(artifact, (str, Path)):
         artifact = Artifact.load(artifact)
     if record.needs_artifact and artifact is None:
         raise UsageError(
-            f"method '{method}' needs an artifact; train one with 'kvcli train-codebook' and 'kvcli export'"
+            f"method '{method}' needs an artifact; make one with 'kvcli fit --method {method}' and 'kvcli export'"
         )
     if artifact is None:
         settings = make_config(record, config)
         codecs = build_codecs(record, spec, settings)
     else:
-        artifact.check_model(spec, fingerprint(model, spec), record.name)
+        digest = loaded.fingerprint if loaded is not None else fingerprint(module, spec)
+        artifact.check_model(spec, digest, record.name)
         settings = artifact.config_with(config)
         codecs = artifact.build_codecs(settings)
-    device = _device_of_layers(model, spec.num_layers)
+    device = _device_of_layers(module, spec.num_layers)
     for codec in codecs:
         codec.to(device).eval()
-    return Session(model, spec, record, settings, codecs, impl)
+    return Session(module, spec, record, settings, codecs, impl)
 
 
 def build_codecs(method: Method, spec: ModelSpec, config: CacheConfig) -> list[LayerCodec]:
@@ -151,34 +162,6 @@ def make_config(method: Method, values: dict[str, Any]) -> CacheConfig:
         raise ConfigError(f"{method.name}: {first_error(error)}") from error
 
 
-def choose_impl(method: Method, impl: str, device: torch.device) -> str:
-    """What `auto` stands for: Triton kernels on a GPU, else the PyTorch reference.
-
-    Raises:
-        UsageError: no such implementation, or kernels that cannot run on the device.
-    """
-    if impl == "auto":
-        return "fused" if device.type == "cuda" and has_triton() else "reference"
-    if impl not in ("reference", "fused"):
-        raise UsageError(f"there is no implementation '{impl}'; choose one of auto, reference, fused")
-    if impl == "fused":
-        check_device(device)
-    return impl
-
-
-def attend_forms(method: Method, impl: str) -> Forms:
-    """How attention is computed, for an implementation that `choose_impl` returned."""
-    if impl == "reference":
-        return Forms(reference_attend, attend_exact, take_in, unrotate)
-    from kvcli.attention.kernels import attend_exact_fused, decoded_attend, few_queries
-    from kvcli.attention.rotation_kernels import take_in_fused, unrotate_fused
-
-    codes: AttendCodes = decoded_attend
-    if method.attend_kernels is not None:
-        codes = few_queries(import_module(method.attend_kernels).fused_attend)
-    return Forms(codes, attend_exact_fused, take_in_fused, unrotate_fused)
-
-
 def _current_device(x: Tensor) -> AbstractContextManager[Any]:
     """Makes a tensor's GPU the current one: Triton launches there, whatever its arguments are on."""
     if x.is_cuda and x.device.index != torch.cuda.current_device():
@@ -194,13 +177,3 @@ def _device_of_layers(model: nn.Module, num_layers: int) -> torch.device:
         names = ", ".join(sorted(map(str, devices)))
         raise UnsupportedModelError(f"the model's layers are on several devices ({names}); kvcli needs them on one")
     return devices.pop()
-
-
-def _forward_pass(context: ForwardContext, layer: CompressedLayer, query: Tensor, mask: Tensor | None) -> ForwardPass:
-    """This forward pass over the layer's cache, begun by the first layer and shared by all."""
-    name = f"pass-{id(layer.timeline)}"
-    if name not in context.shared:
-        step = layer.timeline.begin(query.shape[0], query.shape[2], context.positions, mask)
-        context.shared[name] = ForwardPass(layer.timeline, step, context.rotation, mask)
-    now: ForwardPass = context.shared[name]
-    return now

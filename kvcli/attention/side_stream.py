@@ -1,4 +1,4 @@
-"""Work of a layer that runs on a GPU beside other work of the same layer."""
+"""A second CUDA stream for independent work of the same layer."""
 
 from __future__ import annotations
 
@@ -11,33 +11,32 @@ import torch
 
 
 @cache
-def _beside(stream: torch.cuda.Stream) -> torch.cuda.Stream:
-    """The second stream beside a first one: what is given to it begins as soon as there is room."""
+def _side_stream_of(stream: torch.cuda.Stream) -> torch.cuda.Stream:
+    """The side stream of a stream; its kernels start as soon as multiprocessors are free."""
     return torch.cuda.Stream(stream.device, priority=-1)
 
 
 @contextmanager
-def forked(device: torch.device, enough: bool) -> Iterator[AbstractContextManager[Any]]:
-    """A block whose work may be given to a second stream; after it, the current stream has waited for both.
+def side_stream(device: torch.device, enabled: bool) -> Iterator[AbstractContextManager[Any]]:
+    """Lets work inside the block run on a side CUDA stream, and joins it on exit.
 
-    What the second stream allocates may be used and freed after the block, but is memory that only it can use again:
-    keep nothing of it that is freed later and replaced by larger things. What it reads must not be freed inside the
-    block, or the current stream may allocate the same memory.
+    Memory that is allocated on the side stream can be reused by it only: keep none of it after the block. What the side
+    stream reads must not be freed inside the block, or the current stream may allocate the same memory.
 
     Args:
-        device: whose streams.
-        enough: whether there is work worth it.
+        device: of the streams.
+        enabled: False runs everything on the current stream.
 
     Yields:
-        The context in which work goes to the second stream, if there is one.
+        The context whose work goes to the side stream.
     """
-    if device.type != "cuda" or not enough:
+    if device.type != "cuda" or not enabled:
         yield nullcontext()
         return
     current = torch.cuda.current_stream(device)
-    second = _beside(current)
-    second.wait_stream(current)
+    side = _side_stream_of(current)
+    side.wait_stream(current)
     try:
-        yield torch.cuda.stream(second)
+        yield torch.cuda.stream(side)
     finally:
-        current.wait_stream(second)
+        current.wait_stream(side)

@@ -14,13 +14,13 @@ class MemoryReport:
         num_tokens: tokens held, summed over the sequences.
         num_encoded: tokens of them whose keys are codes.
         code_bytes: codes with their scales and norms, as far as they are in use.
-        exact_bytes: sinks and residual window in full precision, as far as they are in use.
+        window_bytes: sinks and residual window in full precision, as far as they are in use.
         position_bytes: positions and padding marks.
-        state_bytes: what codecs keep of each sequence, such as a subspace; it does not grow with the context.
+        state_bytes: what codecs keep per sequence, such as a subspace; it does not grow with the context.
         allocated_bytes: all tensors of the cache with the headroom of their buffers.
         artifact_bytes: codebooks and encoders, held once for the model however many caches there are.
         fp16_bytes: the same tokens uncompressed in 16 bits.
-        key_bits: true stored bits a key value of encoded tokens, scales and norms included; 0 without encoded tokens.
+        key_bits: true stored bits per key value of encoded tokens, scales and norms included; 0 without encoded tokens.
         value_bits: the same for values.
         nominal_bits: the paper's bits for K and V.
     """
@@ -28,7 +28,7 @@ class MemoryReport:
     num_tokens: int
     num_encoded: int
     code_bytes: int
-    exact_bytes: int
+    window_bytes: int
     position_bytes: int
     state_bytes: int
     allocated_bytes: int
@@ -41,7 +41,7 @@ class MemoryReport:
     @property
     def cache_bytes(self) -> int:
         """Everything a cache holds: codes, sinks, window, positions and state."""
-        return self.code_bytes + self.exact_bytes + self.position_bytes + self.state_bytes
+        return self.code_bytes + self.window_bytes + self.position_bytes + self.state_bytes
 
     @property
     def ratio(self) -> float:
@@ -50,12 +50,12 @@ class MemoryReport:
 
     @property
     def true_bits(self) -> float:
-        """True bits a value of encoded tokens, keys and values averaged."""
+        """True bits per value of encoded tokens, keys and values averaged."""
         return (self.key_bits + self.value_bits) / 2
 
     @property
     def effective_bits(self) -> float:
-        """Bits a value of all tokens: sinks, residual window and positions included."""
+        """Bits per value of all tokens: sinks, residual window and positions included."""
         return 16 / self.ratio
 
     def to_dict(self) -> dict[str, Any]:

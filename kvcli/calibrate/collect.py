@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from kvcli.errors import SamplesError
 from kvcli.models import LoadedModel
 from kvcli.samples import MANIFEST, Recording, part_name, write_manifest, write_part
-from kvcli.seam import ForwardContext, Seam, exact_attention, find_rope, layer_index
+from kvcli.seam.patch import RotaryOutput, Seam, find_rope, layer_index
+from kvcli.seam.sdpa import sdpa
 from kvcli.spec import ModelSpec
 
 _PART_BYTES = 512 * 2**20
@@ -75,13 +76,13 @@ class _Recorder:
 
     def __call__(
         self,
-        context: ForwardContext,
         module: nn.Module,
         query: Tensor,
         key: Tensor,
         value: Tensor,
         mask: Tensor | None,
         scaling: float,
+        rotary: RotaryOutput,
     ) -> Tensor:
         layer_idx = layer_index(module)
         if layer_idx >= self.start:
@@ -91,8 +92,8 @@ class _Recorder:
                 self._keep(f"layers.{layer_idx}.q", query[: self.query_sequences])
         if layer_idx == self.stop - 1:
             raise _WindowDone
-        rotate = context.rotation.apply
-        return exact_attention(rotate(query), rotate(key), value, mask, scaling)
+        rotate = rotary.rotation.apply
+        return sdpa(rotate(query), rotate(key), value, mask, scaling)
 
     def _keep(self, name: str, x: Tensor) -> None:
         """Stores x [batch, heads, time, head_dim] as [heads, batch * time, head_dim]."""

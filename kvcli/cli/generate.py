@@ -121,7 +121,7 @@ def describe(made: Generation) -> str:
         f"then {made.tokens_per_s:.1f} tokens/s\n"
         f"KV cache {size(memory.cache_bytes)} instead of {size(memory.fp16_bytes)} in fp16 ({memory.ratio:.2f}x): "
         f"{memory.num_encoded} of {memory.num_tokens} tokens as codes at {memory.key_bits:.2f} (K) / "
-        f"{memory.value_bits:.2f} (V) bits, {size(memory.exact_bytes)} exact; "
+        f"{memory.value_bits:.2f} (V) bits, {size(memory.window_bytes)} exact; "
         f"codebooks and encoders {size(memory.artifact_bytes)}, once a model"
     )
 

@@ -62,13 +62,12 @@ class Codes(Tensors):
 
     def slice(self, start: int, stop: int) -> Self:
         """Tokens [start, stop), which must not cut an entry that several tokens share."""
-        total = self.num_tokens
-
-        def cut(x: Tensor) -> Tensor:
-            shared = total // x.shape[2] if x.shape[2] else 1
-            return x[:, :, start // shared : stop // shared]
-
-        return self.map(cut)
+        fields, cut = vars(self), {}
+        total = next(iter(fields.values())).shape[2]
+        for name, x in fields.items():
+            tokens = total // x.shape[2] if x.shape[2] else 1
+            cut[name] = x[:, :, start // tokens : stop // tokens]
+        return type(self)(**cut)
 
 
 CodesT = TypeVar("CodesT", bound=Codes)
@@ -83,6 +82,10 @@ class Codec(nn.Module, ABC, Generic[CodesT]):
 
     fused: bool = False
     """Whether `encode` runs in Triton kernels, where the codec has them; set by the session."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._encoded_groups: dict[tuple[torch.dtype, torch.device], CodesT] = {}
 
     @abstractmethod
     def encode(self, x: Tensor, state: State | None = None) -> CodesT:
@@ -104,6 +107,24 @@ class Codec(nn.Module, ABC, Generic[CodesT]):
     def new_state(self, batch: int, device: torch.device) -> State | None:
         """An empty state for some sequences; None for codecs that keep nothing of a sequence."""
         return None
+
+    def encoded_group(self, like: Tensor) -> CodesT:
+        """Codes of one group of zeros, batch 1: the shapes and dtypes of what is stored.
+
+        Args:
+            like: [batch, num_kv_heads, time, head_dim] in the dtype that is encoded.
+        """
+        key = (like.dtype, like.device)
+        if key not in self._encoded_groups:
+            fused, self.fused = self.fused, False
+            state = self.new_state(1, like.device)
+            if state is not None and isinstance(self, KeyCodec):
+                self.finalize_state(state, [0])
+            group = like.new_zeros(1, like.shape[1], self.tokens_per_group, like.shape[3])
+            with torch.autocast(like.device.type, enabled=False):
+                self._encoded_groups[key] = self.encode(group, state)
+            self.fused = fused
+        return self._encoded_groups[key]
 
     @abstractmethod
     def bits_per_token(self) -> float:
@@ -165,7 +186,8 @@ class LayerCodec(nn.Module, Generic[KeyT, ValueT]):
 
     def blocks(self, length: int, most: int) -> list[tuple[int, int]]:
         """Cuts encoded tokens into ranges of whole groups, of at most `most` tokens unless a group is longer."""
-        size = max(1, most // self.tokens_per_group) * self.tokens_per_group
+        group = self.tokens_per_group
+        size = max(1, most // group) * group
         return [(start, min(start + size, length)) for start in range(0, length, size)]
 
     def use_kernels(self, fused: bool) -> None:

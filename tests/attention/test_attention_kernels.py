@@ -1,4 +1,4 @@
-"""What surrounds attention over codes in kernels: long chunks, exact tokens, rotation; against the reference."""
+"""What surrounds attention over codes in kernels: long chunks, window tokens, rotation; against the reference."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import pytest
 import torch
 from parts import DEVICE, Rotary, assert_same, make_codec, make_part
 
-from kvcli.attention.exact import ExactTokens
-from kvcli.attention.kernels import attend_exact_fused, decoded_attend, partial_attention_fused
-from kvcli.attention.reference import attend_exact, partial_attention, reference_attend, take_in, unrotate
-from kvcli.attention.rotation_kernels import take_in_fused, unrotate_fused
+from kvcli.attention import reference, rope_kernels, window_kernels
+from kvcli.cache.window import WindowTokens
 from kvcli.errors import CacheError
 from kvcli.methods.base import LayerCodec
 from kvcli.rope import Rope, Rotation, TokenRotations
@@ -21,7 +19,11 @@ def test_many_queries_are_attended_by_decoding(name: str) -> None:
     _, codec = make_codec(name, 4, 2, 64)
     part = make_part(codec, 4, 2, 64, [64, 32])
     query = torch.randn(2, 4, 20, 64, device=DEVICE)
-    assert_same(decoded_attend(codec, query, part, 0.125), reference_attend(codec, query, part, 0.125), torch.float32)
+    assert_same(
+        window_kernels.attend_decoded(codec, query, part, 0.125),
+        reference.attend_codes(codec, query, part, 0.125),
+        torch.float32,
+    )
 
 
 @pytest.mark.parametrize(("name", "group"), [("kivi-2", 48), ("squat-2", 48), ("squat-pre-2", 32), ("commvq-1", 1)])
@@ -34,12 +36,12 @@ def test_blocks_hold_whole_groups(name: str, group: int, monkeypatch: pytest.Mon
     assert codec.tokens_per_group == group
     part = make_part(codec, 4, 2, 192, [192, 96])
     query = torch.randn(2, 4, 20, head_dim, device=DEVICE)
-    expected = reference_attend(codec, query, part, 0.125)
-    monkeypatch.setattr("kvcli.attention.reference._TOKEN_BLOCK", 100)
-    assert_same(reference_attend(codec, query, part, 0.125), expected, torch.float32)
-    monkeypatch.setattr("kvcli.attention.kernels._BLOCK_TOKENS", 100)
-    monkeypatch.setattr("kvcli.attention.kernels._LEAST_BLOCK", 40)
-    assert_same(decoded_attend(codec, query, part, 0.125), expected, torch.float32)
+    expected = reference.attend_codes(codec, query, part, 0.125)
+    monkeypatch.setattr("kvcli.attention.reference._BLOCK_TOKENS", 100)
+    assert_same(reference.attend_codes(codec, query, part, 0.125), expected, torch.float32)
+    monkeypatch.setattr("kvcli.attention.window_kernels._BLOCK_TOKENS", 100)
+    monkeypatch.setattr("kvcli.attention.window_kernels._MIN_BLOCK_TOKENS", 40)
+    assert_same(window_kernels.attend_decoded(codec, query, part, 0.125), expected, torch.float32)
 
 
 @pytest.mark.parametrize(("batch", "most"), [(1, 8192), (2, 4096), (7, 1170), (8, 1024), (900, 1024)])
@@ -48,7 +50,9 @@ def test_blocks_of_a_batch(batch: int, most: int, monkeypatch: pytest.MonkeyPatc
     asked: list[int] = []
     _, codec = make_codec("kivi-2", 1, 1, 32)
     monkeypatch.setattr(LayerCodec, "blocks", lambda self, length, most: asked.append(most) or [(0, length)])
-    decoded_attend(codec, torch.randn(batch, 1, 1, 32, device=DEVICE), make_part(codec, 1, batch, 32, None), 1.0)
+    window_kernels.attend_decoded(
+        codec, torch.randn(batch, 1, 1, 32, device=DEVICE), make_part(codec, 1, batch, 32, None), 1.0
+    )
     assert asked == [most]
 
 
@@ -60,19 +64,19 @@ def test_blocks_cover_all_tokens(length: int, most: int, size: int) -> None:
     assert all(stop - start == size for start, stop in blocks)
 
 
-def scattered(length: int, gap: int, sinks: int, decoded: int) -> ExactTokens:
+def scattered(length: int, gap: int, sinks: int, decoded: int) -> WindowTokens:
     """Random tokens of 2 rows and 2 heads of 80 channels, as a cache holds them; NaN where nothing may be read."""
     buffer = torch.randn(2, 2, length - decoded + gap + 3, 80, device=DEVICE)
     buffer[:, :, sinks : sinks + gap] = float("nan")
     between = torch.randn(2, 2, decoded, 80, device=DEVICE) if decoded else None
-    return ExactTokens(buffer, length, sinks, gap, between)
+    return WindowTokens(buffer, length, sinks, gap, between)
 
 
 @pytest.mark.parametrize(("masked", "joined", "queries"), [(False, True, 1), (True, True, 5), (True, False, 40)])
 @pytest.mark.parametrize(
     ("gaps", "sinks", "decoded"), [((0, 0), 0, (0, 0)), ((5, 0), 4, (0, 9)), ((0, 70), 3, (66, 1))]
 )
-def test_exact_tokens_in_one_launch(
+def test_window_tokens_in_one_launch(
     masked: bool, joined: bool, queries: int, gaps: tuple[int, int], sinks: int, decoded: tuple[int, int]
 ) -> None:
     torch.manual_seed(0)
@@ -83,17 +87,15 @@ def test_exact_tokens_in_one_launch(
         visible[0, 0] = False  # a query that sees nothing
     encoded = (torch.randn(2, 6, queries, 80, device=DEVICE), torch.randn(2, 6, queries, device=DEVICE))
     arguments = (query, key, value, visible, 0.1)
-    found = attend_exact_fused(*arguments, encoded if joined else None)
-    assert torch.allclose(found, attend_exact(*arguments, encoded if joined else None), atol=1e-5)
+    found = window_kernels.attend_window(*arguments, encoded if joined else None)
+    assert torch.allclose(found, reference.attend_window(*arguments, encoded if joined else None), atol=1e-5)
     plain = (query, key.joined(), value.joined(), visible, 0.1)
-    assert_same(partial_attention_fused(*plain), partial_attention(*plain), torch.float32)
+    assert_same(window_kernels.partial_attention(*plain), reference.partial_attention(*plain), torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("batch", "length", "head_dim"), [(1, 1, 64), (3, 33, 80), (2, 65, 128), (20, 1, 64)])
-def test_new_tokens_are_rotated_and_put_in_their_place(
-    batch: int, length: int, head_dim: int, dtype: torch.dtype
-) -> None:
+def test_new_tokens_are_rotated_and_appended(batch: int, length: int, head_dim: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     positions = torch.randint(0, 500, (batch, length), device=DEVICE)
     rotation = Rope(Rotary(head_dim)).rotation(positions, dtype)
@@ -102,9 +104,9 @@ def test_new_tokens_are_rotated_and_put_in_their_place(
     )
     found, expected = torch.zeros(2, 2, batch, 2, length + 9, head_dim, dtype=dtype, device=DEVICE)
     places = [[x[:, :, 4 : 4 + length] for x in both] for both in (found, expected)]
-    ours = take_in_fused(rotation, query, key, value, *places[0])
-    exact = Rotation(rotation.cos.float(), rotation.sin.float())
-    theirs = take_in(exact, query, key, value, *places[1])
+    ours = rope_kernels.rotate_and_append(rotation, query, key, value, *places[0])
+    float32 = Rotation(rotation.cos.float(), rotation.sin.float())
+    theirs = reference.rotate_and_append(float32, query, key, value, *places[1])
     tolerance = {"atol": 1e-6, "rtol": 1e-2 if dtype == torch.bfloat16 else 1e-5}
     assert torch.allclose(ours, theirs, **tolerance)
     assert torch.allclose(found, expected, **tolerance)
@@ -114,15 +116,15 @@ def test_new_tokens_are_rotated_and_put_in_their_place(
 @pytest.mark.parametrize(
     ("batch", "length", "head_dim", "rotary_dim"), [(1, 1, 64, 64), (3, 33, 80, 80), (2, 65, 128, 128), (2, 9, 64, 32)]
 )
-def test_the_rotation_of_old_keys_is_taken_off(batch: int, length: int, head_dim: int, rotary_dim: int) -> None:
+def test_inverse_rope_of_old_keys(batch: int, length: int, head_dim: int, rotary_dim: int) -> None:
     torch.manual_seed(0)
     positions = torch.randint(0, 500, (batch, length), device=DEVICE)
     plain = Rope(Rotary(rotary_dim)).rotation(positions, torch.float32)
     rotation = Rotation(1.3 * plain.cos, 1.3 * plain.sin)  # as with YaRN's attention scaling
     keys = torch.randn(batch, 3, length + 5, head_dim, device=DEVICE)[:, :, 5:]
     rotated = rotation.apply(keys).bfloat16()
-    assert torch.allclose(unrotate_fused(rotation, rotated), unrotate(rotation, rotated), atol=1e-6)
-    assert (unrotate_fused(rotation, rotated) - keys).norm() < 5e-3 * keys.norm()
+    assert torch.allclose(rope_kernels.unrotate(rotation, rotated), reference.unrotate(rotation, rotated), atol=1e-6)
+    assert (rope_kernels.unrotate(rotation, rotated) - keys).norm() < 5e-3 * keys.norm()
 
 
 def test_positions_that_jump_are_refused() -> None:

@@ -7,34 +7,30 @@ nothing is patched before `Seam.open`. This module does not know what the attent
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from kvcli.errors import ModelError
-from kvcli.identity import identity_rotation
 from kvcli.rope import Rope, Rotation
+from kvcli.seam.identity import identity_factors
 
 _ATTENTION_NAME = "kvcli"
 _ATTRIBUTE = "kvcli_seam"
 
 
-@dataclass
-class ForwardContext:
-    """What one forward pass of the model shares between its layers.
+class RotaryOutput(NamedTuple):
+    """What the model's rotary module computed for one forward pass.
 
     Attributes:
         positions: [batch or 1, query_len] RoPE positions of the new tokens.
-        rotation: their rotation, in the model's dtype.
-        shared: anything else that layers compute once a forward pass, by key.
+        rotation: their RoPE, in the model's dtype.
     """
 
     positions: Tensor
     rotation: Rotation
-    shared: dict[str, Any]
 
 
 class AttendFunction(Protocol):
@@ -42,32 +38,30 @@ class AttendFunction(Protocol):
 
     def __call__(
         self,
-        context: ForwardContext,
         module: nn.Module,
         query: Tensor,
         key: Any,
         value: Any,
         mask: Tensor | None,
         scaling: float,
+        rotary: RotaryOutput,
     ) -> Tensor:
         """Returns the attention output, [batch, query_len, num_heads, head_dim]."""
         ...
 
 
 class _PreRopeRotary(nn.Module):
-    """Stands in for the model's rotary module: keeps (cos, sin) of this forward pass, returns (1, 0)."""
+    """Replaces the model's rotary module: keeps (cos, sin) of this forward pass, returns (1, 0)."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner
-        self.context: ForwardContext | None = None
+        self.output: RotaryOutput | None = None
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         cos, sin = self.inner(x, position_ids=position_ids)
-        half = cos.shape[-1] // 2
-        rotation = Rotation(cos[..., :half].unsqueeze(1), sin[..., :half].unsqueeze(1))
-        self.context = ForwardContext(position_ids, rotation, {})
-        return identity_rotation(cos)
+        self.output = RotaryOutput(position_ids, Rotation.from_model(cos, sin))
+        return identity_factors(cos)
 
 
 class Seam:
@@ -76,6 +70,9 @@ class Seam:
     Args:
         model: a causal language model of transformers whose attention goes through `AttentionInterface`.
         attend: called in place of the model's attention, in every layer.
+
+    Attributes:
+        is_open: whether the model is patched.
     """
 
     def __init__(self, model: nn.Module, attend: AttendFunction) -> None:
@@ -83,6 +80,7 @@ class Seam:
         self.attend = attend
         self._decoder = _find_decoder(model)
         self._rotary: _PreRopeRotary | None = None
+        self.is_open = False
         self._implementation: str | None = None
 
     @property
@@ -90,11 +88,6 @@ class Seam:
         """The model's own rotary embedding."""
         rotary = self._decoder.rotary_emb
         return Rope(rotary.inner if isinstance(rotary, _PreRopeRotary) else rotary)  # type: ignore[arg-type]
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the model is patched."""
-        return self._rotary is not None
 
     def open(self) -> None:
         """Patches the model.
@@ -112,6 +105,7 @@ class Seam:
         for layer in self._decoder.layers:  # type: ignore[union-attr]
             setattr(layer.self_attn, _ATTRIBUTE, self)
         self.model.set_attn_implementation(_ATTENTION_NAME)
+        self.is_open = True
 
     def close(self) -> None:
         """Restores the model; closing twice is harmless."""
@@ -121,14 +115,17 @@ class Seam:
         for layer in self._decoder.layers:  # type: ignore[union-attr]
             delattr(layer.self_attn, _ATTRIBUTE)
         self.model.set_attn_implementation(self._implementation)
-        self._rotary = None
+        self._rotary, self.is_open = None, False
 
-    @property
-    def context(self) -> ForwardContext:
-        """The forward pass under way."""
-        if self._rotary is None or self._rotary.context is None:
+    def rotary_output(self) -> RotaryOutput:
+        """Positions and RoPE of the forward pass that is running.
+
+        Raises:
+            ModelError: no forward pass is running.
+        """
+        if self._rotary is None or self._rotary.output is None:
             raise ModelError("the attention was called outside a forward pass of the model")
-        return self._rotary.context
+        return self._rotary.output
 
     def __enter__(self) -> Seam:
         self.open()
@@ -148,40 +145,10 @@ def _attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The function registered with transformers; it finds the seam of the module's model."""
+    """Registered with transformers; finds the seam of the module's model."""
     seam: Seam = getattr(module, _ATTRIBUTE)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return seam.attend(seam.context, module, query, key, value, attention_mask, scaling), None
-
-
-def exact_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
-    """Causal attention over plain tensors that are rotated already.
-
-    Args:
-        query: [batch, num_heads, query_len, head_dim].
-        key: [batch, num_kv_heads, kv_len, head_dim].
-        value: like key.
-        mask: None, or boolean [batch, 1, query_len, kv_len], True where a query sees a key.
-        scaling: factor of the scores.
-
-    Returns:
-        [batch, query_len, num_heads, head_dim]; a query that sees no key gets 0.
-    """
-    groups = query.shape[1] // key.shape[1]
-    if groups > 1 and mask is not None:
-        # with a mask, grouped-query SDPA falls back to the math kernel: repeating the heads is faster
-        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-        groups = 1
-    output = nn.functional.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=mask,
-        scale=scaling,
-        is_causal=mask is None and query.shape[2] > 1,
-        enable_gqa=groups > 1,
-    )
-    return output.transpose(1, 2).contiguous()
+    return seam.attend(module, query, key, value, attention_mask, scaling, seam.rotary_output()), None
 
 
 def find_rope(model: nn.Module) -> Rope:

@@ -1,4 +1,4 @@
-"""Tokens that attention sees as they are, wherever they lie."""
+"""Full-precision tokens of a cache as attention reads them."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class ExactTokens:
-    """Keys, rotated, or values of the tokens of each row in order: its sinks, decoded tokens, its window.
+class WindowTokens:
+    """Keys, rotated, or values of each row in order: its sinks, decoded tokens, its residual window.
 
     Attributes:
-        buffer: [batch, num_kv_heads, capacity, head_dim]: sinks, `gap` unused slots, window.
+        buffer: [batch, num_kv_heads, capacity, head_dim]: sinks, `gap` unused slots, residual window.
         length: tokens of the row that has most.
         sinks: tokens before the gap.
         gap: unused slots.
-        decoded: [batch, num_kv_heads, count, head_dim], between sinks and window; None when there are none.
+        decoded: [batch, num_kv_heads, count, head_dim], between sinks and residual window; None when there are none.
     """
 
     buffer: Tensor
@@ -27,8 +27,8 @@ class ExactTokens:
     decoded: Tensor | None = None
 
     @classmethod
-    def of(cls, x: Tensor) -> ExactTokens:
-        """Tokens [batch, num_kv_heads, length, head_dim] side by side."""
+    def of(cls, x: Tensor) -> WindowTokens:
+        """Contiguous tokens [batch, num_kv_heads, length, head_dim]."""
         return cls(x, x.shape[2])
 
     @property
@@ -37,7 +37,7 @@ class ExactTokens:
         return 0 if self.decoded is None else self.decoded.shape[2]
 
     def joined(self) -> Tensor:
-        """[batch, num_kv_heads, length, head_dim]."""
+        """One tensor [batch, num_kv_heads, length, head_dim]; a view where the tokens are adjacent."""
         if self.decoded is None and not self.gap:
             return self.buffer[:, :, : self.length]
         first = self.sinks + self.gap

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import kvcli
-from kvcli.attention.exact import ExactTokens
-from kvcli.cache.ledger import Counts, Ledger
-from kvcli.cache.stream import Stream
-from kvcli.cache.timeline import Step
-from kvcli.methods.fp16 import METHOD as FULL
+from kvcli.cache.counts import Counts, TokenCounts
+from kvcli.cache.forward import Forward
+from kvcli.cache.store import LayerStore
+from kvcli.cache.window import WindowTokens
+from kvcli.methods.fp16 import METHOD as FP16
 from kvcli.methods.schedule import Schedule
 from kvcli.spec import ModelSpec, RopeSpec
 
@@ -20,41 +20,47 @@ SPEC = ModelSpec("llama", 1, 64, 4, 2, 16, 512, 97, RopeSpec("default", 1e4, 16)
 
 
 class Feeder:
-    """Feeds a stream with random tokens as its ledger says, and remembers all of them, row by row."""
+    """Feeds a store with random tokens as its counts say, and remembers all of them, row by row."""
 
     def __init__(self, schedule: Schedule, sink_length: int, batch: int) -> None:
-        self.stream = Stream(FULL.build(SPEC, None, 0).key, sink_length)
-        self.ledger = Ledger(schedule, sink_length)
+        self.stores: list[LayerStore] = []
+        self.counts = TokenCounts(schedule, sink_length)
         self.history = [torch.zeros(2, 0, 16) for _ in range(batch)]
         self.generator = torch.Generator().manual_seed(0)
+
+    @property
+    def store(self) -> LayerStore:
+        return self.stores[0]
 
     def feed(self, counts: list[int]) -> None:
         new = torch.randn(len(counts), 2, max(counts), 16, generator=self.generator)
         real = torch.arange(max(counts)) >= max(counts) - torch.tensor(counts).unsqueeze(1)
-        turn = self.ledger.take(tuple(counts))
+        plan = self.counts.append(tuple(counts))
         before = tuple(h.shape[1] for h in self.history)
-        now = Step(before, tuple(counts), None if real.all() else real, torch.zeros(real.shape), turn, turn)
-        room = self.stream.room(new, now, turn)
-        room.copy_(new)
-        self.stream.took(room, now, turn)
-        self.history = [torch.cat((h, now.row_tokens(new, row)), dim=1) for row, h in enumerate(self.history)]
-        self.check(turn.exact, turn.encoded)
-        self.stream.store(turn, self.stream.encode(turn, lambda x, rows, start: x))
-        self.check(turn.settled, self.ledger.encoded)
+        padding = None if real.all() else real
+        forward = Forward(None, None, before, tuple(counts), padding, torch.zeros(real.shape), plan, plan)  # type: ignore[arg-type]
+        if not self.stores:
+            self.stores.append(LayerStore(FP16.build(SPEC, None, 0).key, self.counts.sink_length, new, plan))
+        self.store.reserve(plan)
+        if forward.ragged:
+            self.store.append(new, plan, forward)
+        else:
+            self.store.next_slots(plan, new.shape[2]).copy_(new)
+        self.history = [torch.cat((h, forward.new_tokens(new, row)), dim=1) for row, h in enumerate(self.history)]
+        self.check(plan.window, plan.coded)
+        self.store.encode(plan)
+        self.store.evict(plan)
+        self.check(plan.window_after, self.counts.coded)
 
-    def check(self, exact: Counts, encoded: Counts) -> None:
-        """Every token is held once, in order: sinks, codes, window."""
-        stream = self.stream
-        assert stream.exact is not None
-        assert stream.exact.shape[2] == stream.layout.capacity
-        tokens = ExactTokens(stream.exact, max(exact), stream.sink_length, stream.layout.gap).joined()
+    def check(self, window: Counts, coded: Counts) -> None:
+        """Every token is held once, in order: sinks, codes, residual window."""
+        store = self.store
+        assert store.window.shape[2] == store.layout.capacity
+        tokens = WindowTokens(store.window, max(window), store.sink_length, store.layout.gap).joined()
         for row, history in enumerate(self.history):
-            sinks = min(stream.sink_length, history.shape[1])
-            codes = torch.zeros(2, 0, 16)
-            if encoded[row]:
-                assert stream.buffer.codes is not None
-                codes = stream.codec.decode(stream.buffer.codes)[row, :, : encoded[row]]
-            held = tokens[row, :, : exact[row]]
+            sinks = min(store.sink_length, history.shape[1])
+            codes = store.codec.decode(store.codes.codes)[row, :, : coded[row]]
+            held = tokens[row, :, : window[row]]
             assert torch.equal(torch.cat((held[:, :sinks], codes, held[:, sinks:]), dim=1), history)
 
 
@@ -67,10 +73,10 @@ def test_every_token_is_kept_once_in_order(schedule: Schedule, sink_length: int)
     for counts in ([5, 1, 30], [1, 1, 1], [40, 7, 2], *[[1, 1, 1]] * 12, [3, 3, 3]):
         feeder.feed(counts)
         for row, history in enumerate(feeder.history):
-            window = max(0, history.shape[1] - sink_length) - feeder.ledger.encoded[row]
+            window = max(0, history.shape[1] - sink_length) - feeder.counts.coded[row]
             assert window < schedule.keep + max(schedule.block, schedule.granule)
             assert window >= min(schedule.keep, max(0, history.shape[1] - sink_length))
-            assert feeder.ledger.encoded[row] % schedule.granule == 0
+            assert feeder.counts.coded[row] % schedule.granule == 0
 
 
 @pytest.mark.parametrize("sink_length", [0, 3])
@@ -78,7 +84,7 @@ def test_a_window_that_moves_leaves_a_gap_and_closes_it_now_and_then(sink_length
     feeder, gaps = Feeder(Schedule(16, 1), sink_length, 2), []
     for counts in ([50, 50], *[[1, 1]] * 12, [2, 2], [1, 1], [1, 3], [1, 1], [30, 30], *[[1, 1]] * 6):
         feeder.feed(counts)
-        gaps.append(feeder.stream.layout.gap)
+        gaps.append(feeder.store.layout.gap)
     assert gaps == [0, 1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 3, 4, 2, 3, 0, 1, 0, 1, 2, 3, 4, 1, 2]
 
 
@@ -94,29 +100,26 @@ def test_decoding_does_not_reallocate_every_step() -> None:
     pointers = set()
     for _ in range(200):
         feeder.feed([1])
-        assert feeder.stream.buffer.codes is not None
-        pointers.add(feeder.stream.buffer.codes.tensors()["x"].data_ptr())
-        assert feeder.stream.exact is not None
-        assert feeder.stream.exact.shape[2] <= 7
+        pointers.add(feeder.store.codes.codes.tensors()["x"].data_ptr())
+        assert feeder.store.window.shape[2] <= 7
     assert len(pointers) <= 2
 
 
 def test_a_long_prompt_does_not_stay_in_full_precision() -> None:
     feeder = Feeder(Schedule(8, 1), 2, 1)
     feeder.feed([500])
-    assert feeder.stream.exact is not None
-    assert feeder.stream.exact.shape[2] <= 2 * 11
+    assert feeder.store.window.shape[2] <= 2 * 11
 
 
 def test_truncate_takes_window_tokens_first_then_codes() -> None:
     feeder = Feeder(Schedule(4, 1), 2, 1)
     feeder.feed([20])
-    ledger = feeder.ledger
-    for removed, encoded, exact in ((3, 14, 3), (5, 10, 2), (11, 0, 1)):
-        ledger.truncate([removed])
+    counts = feeder.counts
+    for removed, coded, window in ((3, 14, 3), (5, 10, 2), (11, 0, 1)):
+        counts.truncate([removed])
         feeder.history = [feeder.history[0][:, :-removed]]
-        assert (ledger.encoded, ledger.exact) == ((encoded,), (exact,))
-        feeder.check(ledger.exact, ledger.encoded)
+        assert (counts.coded, counts.window) == ((coded,), (window,))
+        feeder.check(counts.window, counts.coded)
     feeder.feed([9])
 
 
@@ -124,8 +127,8 @@ def test_sinks_that_were_removed_come_back_before_the_gap() -> None:
     feeder = Feeder(Schedule(4, 1), 2, 1)
     for count in (20, 1):
         feeder.feed([count])
-    assert feeder.stream.layout.gap == 1
-    feeder.ledger.truncate([20])
+    assert feeder.store.layout.gap == 1
+    feeder.counts.truncate([20])
     feeder.history = [feeder.history[0][:, :1]]
     feeder.feed([3])
 
@@ -141,8 +144,8 @@ def test_memory_report_counts_live_tensors(tiny_model: Any, prompt: Any) -> None
     assert memory.num_tokens == 65
     assert memory.num_encoded == (40 - 10) + (25 - 10)
     assert memory.code_bytes == 45 * per_token
-    assert memory.exact_bytes == 20 * per_token
+    assert memory.window_bytes == 20 * per_token
     assert memory.key_bits == memory.value_bits == 32.0
     assert memory.fp16_bytes == 65 * per_token // 2
-    held = [x for layer in cache.layers for s in layer.streams for x in (s.exact, *s.buffer.codes.tensors().values())]
+    held = [x for layer in cache.layers for s in layer.stores for x in (s.window, *s.codes.codes.tensors().values())]
     assert memory.allocated_bytes == sum(x.nbytes for x in held) + memory.position_bytes

@@ -1,7 +1,7 @@
-"""Rotation in single launches.
+"""RoPE in single launches.
 
-New tokens: queries rotated, keys rotated into the place where they are kept, values copied there. Old keys, for codecs
-that work before RoPE: the rotation taken off again.
+Append: RoPE of queries, RoPE of keys into their slots of the window, a copy of values. Flush: inverse RoPE of evicted
+keys, for codecs that work before RoPE.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvcli.attention.reference import take_in, unrotate
+from kvcli.attention import reference
 from kvcli.kernels.launch import cdiv, power_of_two, row_major
 from kvcli.rope import Rotation
 
@@ -32,7 +32,7 @@ def _rotate(x, b_cos, b_sin, out, m, HALF: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["tokens", "length"])
-def _take_in_kernel(
+def _rotate_and_append_kernel(
     query, key, value, cos, sin, query_out, key_out, value_out,
     q_batch, q_head, q_time, k_batch, k_head, k_time, v_batch, v_head, v_time, c_batch, c_time,
     ko_batch, ko_head, ko_time, vo_batch, vo_head, vo_time, tokens, length, heads, kv_heads,
@@ -66,19 +66,19 @@ def _take_in_kernel(
         tl.store(p_out + HALF, tl.load(p_x + HALF, mask=m, other=0.0).to(value_out.dtype.element_ty), mask=m)
 
 
-def take_in_fused(
+def rotate_and_append(
     rotation: Rotation, query: Tensor, key: Tensor, value: Tensor, key_out: Tensor, value_out: Tensor
 ) -> Tensor:
-    """As `kvcli.attention.reference.take_in` in one launch, rounded once; heads rotated in part go the ordinary way."""
+    """As `kvcli.attention.reference.rotate_and_append` in one launch, rounded once; partial RoPE is the reference."""
     batch, heads, length, head_dim = query.shape
     half = rotation.cos.shape[-1]
     if 2 * half != head_dim:
-        return take_in(rotation, query, key, value, key_out, value_out)
+        return reference.rotate_and_append(rotation, query, key, value, key_out, value_out)
     query, key, value = row_major(query), row_major(key), row_major(value)
     # tokens before heads: SDPA lays out its output like the queries, and this is how the model goes on with it
     out = torch.empty(batch, length, heads, head_dim, dtype=query.dtype, device=query.device)
     block = min(16, power_of_two(batch * length))
-    _take_in_kernel[(cdiv(batch * length, block), heads + 2 * key.shape[1])](
+    _rotate_and_append_kernel[(cdiv(batch * length, block), heads + 2 * key.shape[1])](
         query, key, value, rotation.cos, rotation.sin, out, key_out, value_out,
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
         rotation.cos.stride(0) if rotation.cos.shape[0] > 1 else 0, rotation.cos.stride(2),
@@ -93,7 +93,7 @@ def _unrotate_kernel(
     x, cos, sin, out, x_batch, x_head, x_time, c_batch, c_time, tokens, length, heads,
     HALF: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Takes the rotation off tokens of one head; grid (tiles, heads). Tokens count over rows; out is contiguous."""
+    """Inverse RoPE of tokens of one head; grid (tiles, heads). Tokens count over rows; out is contiguous."""
     n = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     i_h = tl.program_id(1).to(tl.int64)
     o_d = tl.arange(0, BLOCK_D)[None, :]
@@ -106,12 +106,12 @@ def _unrotate_kernel(
     _rotate(p_x, tl.div_rn(b_cos, scale), -tl.div_rn(b_sin, scale), p_out, m, HALF)
 
 
-def unrotate_fused(rotation: Rotation, x: Tensor) -> Tensor:
-    """As `kvcli.attention.reference.unrotate` in one launch; heads rotated in part go the ordinary way."""
+def unrotate(rotation: Rotation, x: Tensor) -> Tensor:
+    """As `kvcli.attention.reference.unrotate` in one launch; partial RoPE takes the reference."""
     batch, heads, length, head_dim = x.shape
     half = rotation.cos.shape[-1]
     if 2 * half != head_dim:
-        return unrotate(rotation, x)
+        return reference.unrotate(rotation, x)
     x = row_major(x)
     out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     block = min(16, power_of_two(batch * length))

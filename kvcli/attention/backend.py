@@ -1,0 +1,105 @@
+"""How a session computes: PyTorch in float32, or Triton kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+
+import torch
+from torch import Tensor
+
+from kvcli.attention import reference
+from kvcli.cache.store import Unrotate
+from kvcli.cache.window import WindowTokens
+from kvcli.errors import UsageError
+from kvcli.kernels.launch import check_device, has_triton
+from kvcli.methods.base import LayerCodec
+from kvcli.methods.encoded import AttendCodes, PartialAttention
+from kvcli.methods.method import Method
+from kvcli.rope import Rotation
+
+AttendWindow = Callable[[Tensor, WindowTokens, WindowTokens, Tensor | None, float, PartialAttention | None], Tensor]
+"""Attention over window tokens merged with that over codes, as `kvcli.attention.reference.attend_window`."""
+
+RotateAndAppend = Callable[[Rotation, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+"""Rotates new queries and keys and writes keys and values, as `kvcli.attention.reference.rotate_and_append`."""
+
+
+@dataclass(frozen=True)
+class AttentionBackend:
+    """The functions of one implementation.
+
+    Attributes:
+        impl: "reference" or "fused".
+        attend_codes: attention over codes, for at most `max_queries` queries per row.
+        attend_decoded: the same for more queries: blocks of tokens are decoded once for all of them.
+        attend_window: attention over the window.
+        rotate_and_append: RoPE of new tokens into the window.
+        unrotate: inverse RoPE of window keys, for codecs that work before RoPE.
+        max_queries: see `attend_codes`.
+        note: why `attend_codes` is not a kernel of the method's own; None if it is, or for the reference.
+    """
+
+    impl: str
+    attend_codes: AttendCodes
+    attend_decoded: AttendCodes
+    attend_window: AttendWindow
+    rotate_and_append: RotateAndAppend
+    unrotate: Unrotate
+    max_queries: int = 0
+    note: str | None = None
+
+
+REFERENCE = AttentionBackend(
+    impl="reference",
+    attend_codes=reference.attend_codes,
+    attend_decoded=reference.attend_codes,
+    attend_window=reference.attend_window,
+    rotate_and_append=reference.rotate_and_append,
+    unrotate=reference.unrotate,
+)
+
+
+def choose_backend(method: Method, codecs: Sequence[LayerCodec], impl: str, device: torch.device) -> AttentionBackend:
+    """The backend for a method's layers on a device.
+
+    Args:
+        method: may name attention kernels of its own; without them, or where they refuse a layer's shapes, the fused
+            backend decodes blocks of codes and attends to them with the window kernels.
+        codecs: one per layer.
+        impl: `reference`, `fused`, or `auto`: fused on a GPU with Triton, else reference.
+        device: of the model.
+
+    Raises:
+        UsageError: no such implementation, kernels that cannot run on the device, or, with `fused`, shapes that the
+            method's kernels refuse.
+    """
+    if impl not in ("auto", "reference", "fused"):
+        raise UsageError(f"there is no implementation '{impl}'; choose one of auto, reference, fused")
+    if impl == "reference" or (impl == "auto" and not (device.type == "cuda" and has_triton())):
+        return REFERENCE
+    check_device(device)
+    from kvcli.attention import rope_kernels, window_kernels
+
+    attend_codes: AttendCodes = window_kernels.attend_decoded
+    note: str | None = f"{method.name} has no attention kernel: blocks of codes are decoded and attended to"
+    if method.attend_kernels is not None:
+        kernels = import_module(method.attend_kernels)
+        reason = next((r for r in map(kernels.unsupported, codecs) if r is not None), None)
+        if reason is None:
+            attend_codes, note = kernels.fused_attend, None
+        elif impl == "fused":
+            raise UsageError(f"the attention kernel of {method.name} does not support {reason}; use --impl auto")
+        else:
+            note = f"the attention kernel of {method.name} does not support {reason}: blocks of codes are decoded"
+    return AttentionBackend(
+        impl="fused",
+        attend_codes=attend_codes,
+        attend_decoded=window_kernels.attend_decoded,
+        attend_window=window_kernels.attend_window,
+        rotate_and_append=rope_kernels.rotate_and_append,
+        unrotate=rope_kernels.unrotate,
+        max_queries=window_kernels.MAX_QUERIES,
+        note=note,
+    )

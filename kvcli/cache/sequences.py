@@ -1,0 +1,184 @@
+"""The sequences of a batch, shared by all layers of a cache: lengths, padding, RoPE positions, counts of codes.
+
+Slots are columns of the batch as transformers sees it, padding included. Tokens are counted per sequence without
+padding: token i of a row is its i-th real token, wherever padding stands. Everything kvcli stores is by token.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvcli.cache.counts import Counts, TokenCounts
+from kvcli.cache.forward import Forward, row_values
+from kvcli.errors import CacheError
+from kvcli.rope import Rope, Rotation, TokenRotations
+from kvcli.seam.patch import RotaryOutput
+
+
+class Sequences:
+    """Lengths, padding and RoPE positions of a batch, and how many of its tokens are codes.
+
+    Args:
+        rope: the model's rotary embedding.
+        keys: counts of the keys.
+        values: counts of the values.
+        num_layers: layers that take part in every forward pass.
+
+    Attributes:
+        lengths: tokens of each row; empty before the first token.
+        valid: boolean [batch, slots], False at padding.
+    """
+
+    def __init__(self, rope: Rope, keys: TokenCounts, values: TokenCounts, num_layers: int) -> None:
+        self.rope, self.keys, self.values, self.num_layers = rope, keys, values, num_layers
+        self.lengths: list[int] = []
+        self.valid = torch.ones(0, 0, dtype=torch.bool)
+        self._positions = torch.zeros(0, 0, dtype=torch.int32)
+        self._code_rotations: tuple[Counts, TokenRotations] | None = None
+        self._forward: Forward | None = None
+        self._layers_left = 0
+
+    @property
+    def slots(self) -> int:
+        """Columns seen so far, padding included."""
+        return self.valid.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of positions, padding marks and cached rotations of encoded tokens."""
+        rotations = self._code_rotations[1].nbytes if self._code_rotations is not None else 0
+        return rotations + self.valid.nbytes + self._positions.nbytes
+
+    def forward(self, rotary: RotaryOutput, query: Tensor, mask: Tensor | None) -> Forward:
+        """The forward pass of the model that `rotary` belongs to; the first layer that asks begins it.
+
+        Args:
+            rotary: positions [batch or 1, query_len] and RoPE of the new slots, one object per forward pass.
+            query: [batch, num_heads, query_len, head_dim].
+            mask: None, or boolean [batch or 1, 1, query_len, slots + query_len].
+
+        Raises:
+            CacheError: another batch size than before, a mask that is not causal with padding, or an earlier pass
+                that did not reach the last layer.
+        """
+        if self._forward is None or self._forward.rotation is not rotary.rotation:
+            self._forward = self._begin(rotary, query.shape[0], query.shape[2], mask)
+        return self._forward
+
+    def layer_done(self) -> None:
+        """Notes that a layer has taken part in the forward pass; the last one ends it."""
+        self._layers_left -= 1
+        if not self._layers_left:
+            self._forward = None
+
+    def rotation(self, start: int, stop: int) -> Rotation:
+        """RoPE of tokens [start, stop) of every row, float32; rows that are shorter get position 0 there."""
+        return self.rope.rotation(self._positions[:, start:stop].long(), torch.float32)
+
+    def code_rotations(self, counts: Counts, lengths: Tensor | None) -> TokenRotations:
+        """RoPE of the first `counts` tokens of each row after its sinks, kept until the counts change.
+
+        Args:
+            counts: tokens of each row.
+            lengths: the same as int32 [batch]; None when all are equal.
+        """
+        if self._code_rotations is None or self._code_rotations[0] != counts:
+            first = self.keys.sink_length
+            positions = self._positions[:, first : first + max(counts)]
+            self._code_rotations = (counts, TokenRotations(self.rope, positions, lengths))
+        return self._code_rotations[1]
+
+    def select(self, rows: Tensor) -> None:
+        """Keeps, repeats or reorders rows, [count] indices."""
+        self._code_rotations = None
+        if not self.lengths:
+            return
+        rows = rows.to(self.valid.device)
+        self.valid, self._positions = self.valid[rows], self._positions[rows]
+        order = rows.tolist()
+        self.lengths = [self.lengths[row] for row in order]
+        for counts in (self.keys, self.values):
+            counts.select(order)
+
+    def tokens_in_last(self, slots: int) -> list[int]:
+        """How many tokens of each row are in the last slots."""
+        counts: list[int] = self.valid[:, self.slots - slots :].sum(1).tolist()
+        return counts
+
+    def crop(self, slots: int, removed: list[int]) -> None:
+        """Removes the last slots, which hold `removed` tokens of each row.
+
+        Raises:
+            CacheError: tokens that were encoded together would be cut apart, or a pass did not reach the last layer;
+                nothing has changed then.
+        """
+        self._check_all_layers_done()
+        for counts in (self.keys, self.values):
+            counts.coded_among_last(removed)
+        for counts in (self.keys, self.values):
+            counts.truncate(removed)
+        self._code_rotations = None
+        self.valid = self.valid[:, : self.slots - slots]
+        self.lengths = [length - count for length, count in zip(self.lengths, removed, strict=True)]
+
+    def _begin(self, rotary: RotaryOutput, batch: int, query_len: int, mask: Tensor | None) -> Forward:
+        self._check_all_layers_done()
+        if self.lengths and batch != len(self.lengths):
+            raise CacheError(f"the cache holds {len(self.lengths)} sequences, but a batch of {batch} came in")
+        device = rotary.positions.device
+        before = tuple(self.lengths or [0] * batch)
+        past = self.valid if self.lengths else torch.ones(batch, 0, dtype=torch.bool, device=device)
+        real = torch.ones(batch, query_len, dtype=torch.bool, device=device)
+        counts = (query_len,) * batch
+        if mask is not None:
+            real = mask[:, 0, -1, -query_len:].expand(batch, -1)
+            counts = tuple(real.sum(1).tolist())
+        valid = torch.cat((past, real), dim=1)
+        if mask is not None:
+            _check_mask(mask, valid, query_len)
+        start = row_values(before, device).unsqueeze(1)
+        index = (start + real.cumsum(1) - 1).masked_fill(~real, -1)
+        padded = sum(counts) < batch * query_len
+        self.valid = valid
+        self.lengths = [a + b for a, b in zip(before, counts, strict=True)]
+        plans = self.keys.append(counts), self.values.append(counts)
+        forward = Forward(self, rotary.rotation, before, counts, real if padded else None, index, *plans)
+        self._layers_left = self.num_layers
+        self._keep_positions(rotary.positions.expand(batch, -1), forward)
+        return forward
+
+    def _check_all_layers_done(self) -> None:
+        """Raises when layers hold different tokens."""
+        if self._layers_left > 0:
+            raise CacheError("a forward pass over this cache did not reach the last layer; make a new cache")
+
+    def _keep_positions(self, positions: Tensor, forward: Forward) -> None:
+        held, needed = self._positions, max(self.lengths)
+        if held.shape[0] != positions.shape[0]:
+            held = positions.new_zeros(positions.shape[0], 0, dtype=torch.int32)
+        if needed > held.shape[1]:
+            capacity = max(needed, held.shape[1] + held.shape[1] // 2, 256)
+            grown = torch.zeros(positions.shape[0], capacity, dtype=torch.int32, device=positions.device)
+            grown[:, : held.shape[1]] = held
+            held = grown
+        self._positions = held
+        if forward.real is None and len(set(forward.before)) == 1:
+            held[:, forward.before[0] : self.lengths[0]] = positions
+            return
+        for row, start in enumerate(forward.before):
+            new = positions[row] if forward.real is None else positions[row][forward.real[row]]
+            held[row, start : start + new.shape[0]] = new
+
+
+def _check_mask(mask: Tensor, valid: Tensor, query_len: int) -> None:
+    """Raises unless every real query sees exactly the real keys up to itself."""
+    if mask.dtype != torch.bool or mask.shape[1] != 1 or mask.shape[-1] != valid.shape[1]:
+        raise CacheError("the attention mask must be causal with padding; masks of another kind are not supported")
+    slots = valid.shape[1]
+    key_slot = torch.arange(slots, device=mask.device)
+    query_slot = key_slot[slots - query_len :]
+    expected = valid.unsqueeze(1) & (key_slot <= query_slot.unsqueeze(1))
+    wrong = (mask[:, 0] != expected) & valid[:, slots - query_len :].unsqueeze(-1)
+    if bool(wrong.any()):
+        raise CacheError("the attention mask must be causal with padding; this one hides or shows other tokens")

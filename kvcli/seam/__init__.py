@@ -1,0 +1,1 @@
+"""Everything that touches transformers' modelling code: the patch, identity RoPE factors, SDPA."""
