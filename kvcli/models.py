@@ -99,7 +99,7 @@ def fingerprint(model: torch.nn.Module, spec: ModelSpec) -> str:
         for name, weight in sorted(model.named_parameters())
         if name.endswith(("k_proj.weight", "v_proj.weight"))
     ]
-    return f"{shapes}:{torch.cat(sample).numpy().tobytes().hex()}"
+    return f"{shapes}:{b''.join(x.numpy().tobytes() for x in sample).hex()}"
 
 
 def same_model(first: str, second: str) -> bool:

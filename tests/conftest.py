@@ -4,16 +4,34 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import interpret  # noqa: F401
 import pytest
 import torch
-from factories import FAMILIES, make_model
+from factories import FAMILIES, make_model, record
+
+from kvcli.artifact import Artifact
+from kvcli.fit import assemble, fit_recording
+from kvcli.methods.method import Method
+from kvcli.registry import get_method
+
+pytest.register_assert_rewrite("contract")  # imported by test modules, later than this
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 torch.set_num_threads(1)  # the models are tiny: threads only cost time
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # commands that tests start: two threads on a busy core wait for ages
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks tests in files of kernels as `kernels`; the longest tests come first, so that no worker ends with one."""
+    for item in items:
+        if item.path.stem.endswith("kernels"):
+            item.add_marker("kernels")
+    items.sort(key=lambda item: "slow" not in item.keywords)
 
 
 @pytest.fixture(params=FAMILIES)
@@ -26,6 +44,21 @@ def any_model(request: pytest.FixtureRequest) -> Any:
 def tiny_model() -> Any:
     """A tiny Llama."""
     return make_model("llama")
+
+
+@pytest.fixture(scope="session")
+def tiny_artifact(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Method], Artifact]:
+    """Fits a method with its example settings to the model of `tiny_model`."""
+    folder = tmp_path_factory.mktemp("fitted")
+
+    @cache
+    def fit(method_name: str) -> Artifact:
+        method, samples = get_method(method_name), record(make_model("llama"), folder / f"{method_name}-samples")
+        config = method.config_cls(**method.example_settings).resolve(samples.spec)
+        fit_recording(samples, method, config, folder / method_name)
+        return assemble([folder / method_name])
+
+    return lambda method: fit(method.name)
 
 
 @pytest.fixture

@@ -61,14 +61,14 @@ def print_bits(shape: str, contexts: list[int], output: Output) -> None:
     """
     from kvcli.bench.shapes import shape_spec
     from kvcli.errors import UsageError
-    from kvcli.eval.bits import account
+    from kvcli.eval.bits import stored_bits
     from kvcli.registry import METHODS, get_method
 
     if min(contexts) < 1:
         raise UsageError(f"--contexts takes positive lengths, not {min(contexts)}")
     spec = shape_spec(shape)
     rows = [row for name in METHODS for row in (get_method(name).paper_settings or {name: {}}).items()]
-    records = [account(name, dict(settings), spec, contexts) for name, settings in rows]
+    records = [stored_bits(name, dict(settings), spec, contexts) for name, settings in rows]
     columns = ("method", "nominal K/V", "codes K", "codes V", *(f"all at {context}" for context in contexts))
     cells = [
         [

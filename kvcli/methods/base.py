@@ -126,6 +126,19 @@ class Codec(nn.Module, ABC, Generic[CodesT]):
             self.fused = fused
         return self._encoded_groups[key]
 
+    def randomize_(self, generator: torch.Generator) -> None:
+        """Fills the buffers that a fit would fill with random values, in place, for measuring speed and memory.
+
+        This fills every floating-point buffer that is all zeros, so that its product with a vector of unit variance
+        has about unit variance. A codec whose fitted buffers are of other kinds overrides it.
+
+        Args:
+            generator: seeded, on the codec's device.
+        """
+        for buffer in self.buffers():
+            if buffer.is_floating_point() and buffer.numel() and not buffer.count_nonzero():
+                buffer.normal_(generator=generator).mul_(max(buffer.shape) ** -0.5)
+
     @abstractmethod
     def bits_per_token(self) -> float:
         """Stored bits per token, over all kv heads, scales and norms included."""

@@ -36,5 +36,6 @@ METHOD = Method(
     schedules=kivi_schedules,
     for_bits=lambda bits: {"k_bits": bits, "v_bits": bits},
     attend_kernels="kvcli.methods.scalar.score_kernels",
+    bench=("kivi-2", "kivi-4"),
     example_settings={"residual_length": 8, "group_size": 4},
 )

@@ -51,6 +51,7 @@ class Method:
             attended to by the window kernels. The module has `fused_attend` (an `AttendCodes`) and
             `unsupported(codec) -> str | None`, the reason why the kernels refuse a layer's shapes.
         example_settings: small settings for a head of 16 channels, for tests and examples.
+        bench: names with bits, such as `kivi-2`, that `kvcli bench` measures by default.
     """
 
     name: str
@@ -58,7 +59,7 @@ class Method:
     bits: str
     paper: str
     config_cls: type[CacheConfig]
-    build: Callable[[ModelSpec, Any, int], LayerCodec]
+    build: Callable[[ModelSpec, Any, int], LayerCodec[Any, Any]]
     nominal_bits: Callable[[ModelSpec, Any], tuple[float, float]]
     arxiv: str = ""
     paper_settings: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
@@ -69,3 +70,4 @@ class Method:
     for_bits: Callable[[int], dict[str, Any]] | None = None
     attend_kernels: str | None = None
     example_settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    bench: tuple[str, ...] = ()

@@ -31,5 +31,6 @@ METHOD = Method(
     nominal_bits=_nominal_bits,
     paper_settings={"qjl": {"sink_length": 0, "residual_length": 128}},
     attend_kernels="kvcli.methods.qjl.attend_kernels",
+    bench=("qjl",),
     example_settings={"residual_length": 6, "flush_block": 1, "num_outliers": 2, "group_size": 8},
 )
