@@ -25,6 +25,9 @@ METHODS = {
 BASELINE = "fp16"
 """The method that compresses nothing, with which others are compared."""
 
+DEFAULT_METHOD = "commvq"
+"""The method of `kvcli demo`, of `kvcli fit` and of examples."""
+
 
 def get_method(name: str) -> Method:
     """Loads one method's record.

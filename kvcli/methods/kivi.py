@@ -53,6 +53,6 @@ METHOD = Method(
     nominal_bits=lambda spec, config: (config.k_bits, config.v_bits),
     schedules=kivi_schedules,
     for_bits=lambda bits: {"k_bits": bits, "v_bits": bits},
-    attend_kernels="kvcli.methods.scalar.score_kernels",
     bench=("kivi-2", "kivi-4"),
+    attend_kernels="kvcli.methods.scalar.score_kernels",
 )

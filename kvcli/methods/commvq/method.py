@@ -34,6 +34,6 @@ METHOD = Method(
     fit=fit_layer,
     needs_artifact=True,
     for_bits=lambda bits: {"bits": bits},
-    attend_kernels="kvcli.methods.commvq.attend_kernels",
     bench=("commvq-1", "commvq-2"),
+    attend_kernels="kvcli.methods.commvq.attend_kernels",
 )

@@ -31,8 +31,8 @@ def _method(name: str, summary: str, space: Space) -> Method:
         fit=fit_subspace,
         needs_artifact=False,
         for_bits=lambda bits: {"k_bits": bits, "v_bits": bits},
-        attend_kernels="kvcli.methods.scalar.score_kernels",
         bench=(f"{name}-2",),
+        attend_kernels="kvcli.methods.scalar.score_kernels",
     )
 
 
