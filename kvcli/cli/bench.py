@@ -13,6 +13,7 @@ from kvcli.cli.bench_tables import attention_table, generate_table, memory_table
 from kvcli.cli.options import command, parse_settings
 from kvcli.cli.output import Output, parse_size
 from kvcli.errors import UsageError
+from kvcli.registry import BASELINE, DEFAULT_METHOD, METHODS, get_method
 
 if TYPE_CHECKING:
     import torch
@@ -164,8 +165,6 @@ def default_methods(few: bool = False) -> list[str]:
     Args:
         few: one method that needs no artifact and one that needs one, for runs that are slow.
     """
-    from kvcli.registry import METHODS, get_method
-
     methods = [method for method in map(get_method, METHODS) if method.bench]
     if few:
         first = {method.needs_artifact: method for method in reversed(methods)}
@@ -181,7 +180,6 @@ def method_cases(options: BenchOptions, default: list[str], baseline: bool = Fal
         ConfigError: a setting that no method has, or a value out of range.
     """
     from kvcli.bench.layer import MethodCase, check_settings
-    from kvcli.registry import BASELINE
 
     settings = parse_settings(options.settings)
     names = list(dict.fromkeys([*([BASELINE] if baseline else []), *(options.methods or default)]))
@@ -265,5 +263,5 @@ def report_rows(
 
 def register(app: typer.Typer) -> None:
     """Adds the command."""
-    example = "kvcli bench --suite attention --methods kivi-2 --contexts 256 --repeats 5"
+    example = f"kvcli bench --shape smollm2-135m --methods {DEFAULT_METHOD}-1 --contexts 256 --repeats 5"
     command(app, "bench", BenchOptions, example, ("model",))(run)

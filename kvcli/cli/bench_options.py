@@ -9,6 +9,7 @@ from pydantic import Field
 
 from kvcli.cli.options import ModelOptions
 from kvcli.errors import UsageError
+from kvcli.registry import DEFAULT_METHOD
 
 DEFAULT_MODEL = ModelOptions.model_fields["model"].get_default()
 MOST = 2**31 - 1
@@ -38,8 +39,8 @@ class BenchOptions(ModelOptions):
     )
     methods: list[str] = Field(
         default=[],
-        description="methods, such as kivi-2; repeatable; default: every compared method and number of bits (generate "
-        "on a CPU: one method without an artifact and one with)",
+        description=f"methods, such as {DEFAULT_METHOD}-2; repeatable; default: every compared method and number of "
+        "bits (generate on a CPU: one method without an artifact and one with)",
     )
     settings: list[str] = Field(default=[], description="setting of every method that has it, NAME=VALUE; repeatable")
     batches: list[str] = Field(

@@ -13,6 +13,7 @@ from kvcli.cli.options import ModelOptions, command, parse_settings
 from kvcli.cli.output import Output, table
 from kvcli.cli.paths import newest_artifact
 from kvcli.errors import ArtifactError
+from kvcli.registry import BASELINE, DEFAULT_METHOD, METHODS, get_method, parse_method
 
 
 class EvalOptions(ModelOptions):
@@ -20,7 +21,8 @@ class EvalOptions(ModelOptions):
 
     method: list[str] = Field(
         default=[],
-        description="method to measure, such as kivi-2; repeatable; default: fp16 and fitted methods with an artifact",
+        description=f"method to measure, such as {DEFAULT_METHOD}-2; repeatable; default: {BASELINE} and fitted "
+        "methods that have an artifact",
     )
     setting: list[str] = Field(default=[], description="setting of every method measured, NAME=VALUE; repeatable")
     artifact: list[Path] = Field(default=[], description="artifact to measure, with its own method; repeatable")
@@ -118,7 +120,6 @@ def choose_cases(options: EvalOptions) -> list[tuple[str, Path | None]]:
         ArtifactError: an artifact that is missing.
     """
     from kvcli.artifact import Artifact
-    from kvcli.registry import BASELINE, METHODS, get_method, parse_method
 
     artifacts = [(Artifact.load(folder), folder) for folder in options.artifact]
     cases: list[tuple[str, Path | None]] = []
@@ -168,5 +169,6 @@ def quality_table(records: list[dict[str, Any]], options: EvalOptions) -> Any:
 
 def register(app: typer.Typer) -> None:
     """Adds the command."""
-    example = "kvcli eval --method fp16 --artifact runs/smollm2-135m/commvq-2bit --num-sequences 4"
+    artifact = f"runs/smollm2-135m/{DEFAULT_METHOD}-2bit"
+    example = f"kvcli eval --method {BASELINE} --artifact {artifact} --num-sequences 4"
     command(app, "eval", EvalOptions, example, ("model",))(run)
