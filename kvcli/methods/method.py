@@ -57,7 +57,7 @@ class Method:
     bits: str
     paper: str
     config_cls: type[CacheConfig]
-    build: Callable[[ModelSpec, Any, int], LayerCodec]
+    build: Callable[[ModelSpec, Any, int], LayerCodec[Any, Any]]
     nominal_bits: Callable[[ModelSpec, Any], tuple[float, float]]
     arxiv: str = ""
     schedules: Callable[[Any], tuple[Schedule, Schedule]] = sliding_window

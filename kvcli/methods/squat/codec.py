@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvcli.errors import ConfigError
 from kvcli.methods.base import Space, State
-from kvcli.methods.scalar.per_channel import PerChannelCodes, PerChannelKey
+from kvcli.methods.scalar.per_channel import PerChannelCodec, PerChannelCodes
 from kvcli.methods.squat.config import SQuatConfig
 from kvcli.spec import ModelSpec
 
@@ -28,7 +28,7 @@ class SQuatState(State):
     count: Tensor
 
 
-class SQuatKey(PerChannelKey):
+class SQuatKey(PerChannelCodec[SQuatState]):
     """Keys per channel, block of channels by block, each block's error made up for in the channels that follow.
 
     SQuat Eq. 1 and Lemma 2 with P = I + lambda Q_hat^T Q_hat: after a block of channels is quantized with error d, the
@@ -129,7 +129,8 @@ class SQuatKey(PerChannelKey):
 
     def _encode_fused(self, x: Tensor, state: SQuatState) -> PerChannelCodes:
         """Moves all channels first; a block does not move after its turn, so it can be quantized again at the end."""
-        from kvcli.methods.scalar.encode_kernels import per_channel_error, quantize_per_channel
+        from kvcli.methods.scalar.encode_kernels import quantize_per_channel
+        from kvcli.methods.squat.encode_kernels import per_channel_error
 
         keys = x.float()
         for start in range(0, self.spec.head_dim - self.block_size, self.block_size):

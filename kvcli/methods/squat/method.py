@@ -31,7 +31,7 @@ def _method(name: str, summary: str, space: Space) -> Method:
         fit=fit_subspace,
         needs_artifact=False,
         for_bits=lambda bits: {"k_bits": bits, "v_bits": bits},
-        attend_kernels="kvcli.methods.scalar.score_kernels",
+        attend_kernels="kvcli.methods.scalar.attend_kernels",
     )
 
 
