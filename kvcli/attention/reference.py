@@ -134,7 +134,7 @@ def reference_attend(codec: LayerCodec, query: Tensor, part: EncodedTokens, scal
         key = codec.key.decode(part.key_codes.slice(start, stop), part.key_state)
         if part.rotations is not None:
             key = part.rotations.tokens(start, stop).apply(key)
-        value = codec.value.decode(part.value_codes.slice(start, stop))
+        value = codec.value.decode(part.value_codes.slice(start, stop), None)
         visible = part.visible(start, stop)
         block = partial_attention(query, key, value, None if visible is None else visible[:, None], scaling)
         total = block if total is None else merge_state(total, block)

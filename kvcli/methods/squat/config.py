@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from kvcli.methods.kivi import KIVIConfig
+from kvcli.methods.scalar.config import KIVIConfig
 
 
 class SQuatConfig(KIVIConfig):
