@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -13,13 +13,14 @@ from transformers import DynamicCache
 
 import kvcli
 from kvcli.errors import CacheError, ConfigError
-from kvcli.methods.scalar.affine import AFFINE_BITS, dequantize, quantize
+from kvcli.methods.config import ScalarBits
+from kvcli.methods.scalar.affine import dequantize, quantize
 from kvcli.methods.scalar.per_channel import PerChannelKey
 from kvcli.methods.scalar.per_token import PerTokenValue
 
 
 @settings(max_examples=60, deadline=None)
-@given(n_bits=st.sampled_from(AFFINE_BITS), seed=st.integers(0, 10_000), exponent=st.integers(-3, 3))
+@given(n_bits=st.sampled_from(get_args(ScalarBits)), seed=st.integers(0, 10_000), exponent=st.integers(-3, 3))
 def test_error_is_at_most_half_a_step(n_bits: int, seed: int, exponent: int) -> None:
     x = torch.randn(5, 32, generator=torch.Generator().manual_seed(seed)) * 10.0**exponent
     codes, scale, zero = quantize(x, n_bits)
