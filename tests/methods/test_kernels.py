@@ -59,8 +59,8 @@ def test_fused_attention_equals_the_reference(case: Any, dtype: torch.dtype) -> 
     method, codec = make_codec(name, heads, kv_heads, head_dim, **settings)
     part = make_part(codec, heads, batch, length, lengths)
     query = torch.randn(batch, heads, queries, head_dim, device=DEVICE).to(dtype)
-    found = attend_kernels(method).fused_attend(codec, query, part, head_dim**-0.5)
-    assert_same(found, reference_attend(codec, query.float(), part, head_dim**-0.5), dtype)
+    fused = attend_kernels(method).fused_attend(codec, query, part, head_dim**-0.5)
+    assert_same(fused, reference_attend(codec, query.float(), part, head_dim**-0.5), dtype)
 
 
 @pytest.mark.parametrize("name", ["kivi-2", "squat-pre-2", "qjl"])
@@ -97,8 +97,8 @@ def test_fused_attention_over_many_splits(name: str, dtype: torch.dtype, batch: 
     length = 992 if dtype == torch.float32 else 5984
     part = make_part(codec, 32, batch, length, None if batch == 1 else [length, 512, 0])
     query = torch.randn(batch, 32, 1, 128, device=DEVICE).to(dtype)
-    found = attend_kernels(method).fused_attend(codec, query, part, 128**-0.5)
-    assert_same(found, reference_attend(codec, query.float(), part, 128**-0.5), dtype)
+    fused = attend_kernels(method).fused_attend(codec, query, part, 128**-0.5)
+    assert_same(fused, reference_attend(codec, query.float(), part, 128**-0.5), dtype)
 
 
 @pytest.mark.parametrize("name", ["kivi-2", "commvq-1"])
@@ -111,8 +111,8 @@ def test_extreme_scales_neither_overflow_nor_vanish(name: str) -> None:
         scaled = {k: (x.float() * factor).half() if k in ("scale", "zero") else x for k, x in values.tensors().items()}
         changed = EncodedTokens(part.key_codes, part.key_state, type(values)(**scaled), part.rotations, None)
         query = 8 * torch.randn(1, 2, 1, 64, device=DEVICE).half()
-        found = attend_kernels(method).fused_attend(codec, query, changed, 0.125)
-        assert_same(found, reference_attend(codec, query.float(), changed, 0.125), torch.float16)
+        fused = attend_kernels(method).fused_attend(codec, query, changed, 0.125)
+        assert_same(fused, reference_attend(codec, query.float(), changed, 0.125), torch.float16)
 
 
 def test_the_largest_scale_of_a_split_counts_wherever_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,8 +123,8 @@ def test_the_largest_scale_of_a_split_counts_wherever_it_is(monkeypatch: pytest.
     part = make_part(codec, 4, 1, 64, None)
     part.value_codes.scale[:, :, -3:] *= 1e4
     query = torch.zeros(1, 4, 1, 128, device=DEVICE, dtype=torch.bfloat16)
-    found = attend_kernels(method).fused_attend(codec, query, part, 1.0)
-    assert_same(found, reference_attend(codec, query, part, 1.0), torch.bfloat16)
+    fused = attend_kernels(method).fused_attend(codec, query, part, 1.0)
+    assert_same(fused, reference_attend(codec, query, part, 1.0), torch.bfloat16)
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ def test_one_decode_step_equals_attention_over_dequantized_tokens(tiny_model: An
     with kvcli.attach(tiny_model, "kivi", **settings) as session, torch.no_grad():
         cache = session.new_cache()
         tiny_model(ids, past_key_values=cache)
-        found = tiny_model(nxt, past_key_values=cache).logits[:, -1]
+        logits = tiny_model(nxt, past_key_values=cache).logits[:, -1]
         codec = session.codecs[0]
     with torch.no_grad():
         reference = DynamicCache(config=tiny_model.config)
@@ -97,7 +97,7 @@ def test_one_decode_step_equals_attention_over_dequantized_tokens(tiny_model: An
             value[:, :, :13] = codec.value.decode(codec.value.encode(layer.values[:, :, :13]))
             layer.keys, layer.values = key, value
         expected = tiny_model(nxt, past_key_values=reference).logits[:, -1]
-    assert torch.allclose(found, expected, atol=1e-4)
+    assert torch.allclose(logits, expected, atol=1e-4)
 
 
 def test_window_must_hold_whole_groups(tiny_model: Any) -> None:
