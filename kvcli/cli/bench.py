@@ -13,7 +13,7 @@ from kvcli.cli.bench_tables import attention_table, generate_table, memory_table
 from kvcli.cli.options import command, parse_settings
 from kvcli.cli.output import Output, parse_size
 from kvcli.errors import UsageError
-from kvcli.registry import BASELINE, DEFAULT_METHOD
+from kvcli.registry import BASELINE, DEFAULT_METHOD, METHODS, get_method
 
 if TYPE_CHECKING:
     import torch
@@ -165,8 +165,6 @@ def default_methods(few: bool = False) -> list[str]:
     Args:
         few: one method that needs no artifact and one that needs one, for runs that are slow.
     """
-    from kvcli.registry import METHODS, get_method
-
     methods = [method for method in map(get_method, METHODS) if method.bench]
     if few:
         first = {method.needs_artifact: method for method in reversed(methods)}
@@ -233,6 +231,7 @@ def report_rows(
     from kvcli.files import append_record
     from kvcli.kernels.launch import interpreted
     from kvcli.machine import environment_info
+    from kvcli.registry import BASELINE
 
     path, interrupted = records_path(options), False
     shared = {**shared, "device": options.torch_device(), "interpreted": interpreted(), "seed": options.seed}
@@ -264,5 +263,5 @@ def report_rows(
 
 def register(app: typer.Typer) -> None:
     """Adds the command."""
-    example = f"kvcli bench --suite attention --methods {DEFAULT_METHOD}-2 --contexts 256 --repeats 5"
+    example = f"kvcli bench --shape smollm2-135m --methods {DEFAULT_METHOD}-1 --contexts 256 --repeats 5"
     command(app, "bench", BenchOptions, example, ("model",))(run)

@@ -9,12 +9,11 @@ from typing import Any
 import typer
 from pydantic import Field
 
-from kvcli.builtin_models import DEFAULT_MODEL
 from kvcli.cli.options import ModelOptions, command, parse_settings
 from kvcli.cli.output import Output, table
 from kvcli.cli.paths import newest_artifact
 from kvcli.errors import ArtifactError
-from kvcli.registry import BASELINE, DEFAULT_METHOD
+from kvcli.registry import BASELINE, DEFAULT_METHOD, METHODS, get_method, parse_method
 
 
 class EvalOptions(ModelOptions):
@@ -23,7 +22,7 @@ class EvalOptions(ModelOptions):
     method: list[str] = Field(
         default=[],
         description=f"method to measure, such as {DEFAULT_METHOD}-2; repeatable; default: {BASELINE} and fitted "
-        "methods with an artifact",
+        "methods that have an artifact",
     )
     setting: list[str] = Field(default=[], description="setting of every method measured, NAME=VALUE; repeatable")
     artifact: list[Path] = Field(default=[], description="artifact to measure, with its own method; repeatable")
@@ -121,7 +120,6 @@ def choose_cases(options: EvalOptions) -> list[tuple[str, Path | None]]:
         ArtifactError: an artifact that is missing.
     """
     from kvcli.artifact import Artifact
-    from kvcli.registry import METHODS, get_method, parse_method
 
     artifacts = [(Artifact.load(folder), folder) for folder in options.artifact]
     cases: list[tuple[str, Path | None]] = []
@@ -171,5 +169,6 @@ def quality_table(records: list[dict[str, Any]], options: EvalOptions) -> Any:
 
 def register(app: typer.Typer) -> None:
     """Adds the command."""
-    example = f"kvcli eval --method {BASELINE} --artifact runs/{DEFAULT_MODEL}/{DEFAULT_METHOD}-2bit --num-sequences 4"
+    artifact = f"runs/smollm2-135m/{DEFAULT_METHOD}-2bit"
+    example = f"kvcli eval --method {BASELINE} --artifact {artifact} --num-sequences 4"
     command(app, "eval", EvalOptions, example, ("model",))(run)

@@ -1,4 +1,7 @@
-"""KIVI (ICML 2024, arXiv 2402.02750): keys quantized per channel, values per token, a full-precision residual."""
+"""KIVI: keys quantized per channel, values per token, the last tokens in full precision.
+
+Liu et al., "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache", ICML 2024, https://arxiv.org/abs/2402.02750
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ def kivi_schedules(config: KIVIConfig) -> tuple[Schedule, Schedule]:
     return Schedule(keep=0, block=length, granule=length), Schedule(keep=length, block=1)
 
 
-def _build(spec: ModelSpec, config: KIVIConfig, layer_idx: int) -> LayerCodec:
+def _build(spec: ModelSpec, config: KIVIConfig, layer_idx: int) -> LayerCodec[PerChannelKey, PerTokenValue]:
     return LayerCodec(
         PerChannelKey(spec, config.k_bits, config.group_size), PerTokenValue(spec, config.v_bits, config.group_size)
     )
@@ -35,7 +38,7 @@ METHOD = Method(
     paper_settings={f"kivi-{bits}": {"sink_length": 0, "residual_length": 128} for bits in (4, 2)},
     schedules=kivi_schedules,
     for_bits=lambda bits: {"k_bits": bits, "v_bits": bits},
-    attend_kernels="kvcli.methods.scalar.score_kernels",
+    attend_kernels="kvcli.methods.scalar.attend_kernels",
     bench=("kivi-2", "kivi-4"),
     example_settings={"residual_length": 8, "group_size": 4},
 )

@@ -1,4 +1,8 @@
-"""`rtn`: round to nearest, keys and values per token: the baseline that needs nothing."""
+"""RTN: round to nearest, keys and values quantized per token in groups of channels, without fitting.
+
+The baseline of "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache" (section 3.1, per-token quantization),
+https://arxiv.org/abs/2402.02750
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from kvcli.methods.scalar.per_token import PerTokenKey, PerTokenValue
 from kvcli.spec import ModelSpec
 
 
-def _build(spec: ModelSpec, config: RTNConfig, layer_idx: int) -> LayerCodec:
+def _build(spec: ModelSpec, config: RTNConfig, layer_idx: int) -> LayerCodec[PerTokenKey, PerTokenValue]:
     return LayerCodec(
         PerTokenKey(spec, config.k_bits, config.group_size), PerTokenValue(spec, config.v_bits, config.group_size)
     )

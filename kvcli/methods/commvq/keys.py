@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels.cached import CachedFromBuffers
-from kvcli.methods.base import Codes, KeyCodec, Space, State
+from kvcli.methods.base import Codes, KeyCodec, Space
 from kvcli.methods.commvq.codebook import centres, nearest
 from kvcli.methods.commvq.config import CommVQConfig
 from kvcli.methods.commvq.tables import SearchTables, search_tables
@@ -33,7 +33,7 @@ class CommVQKeyCodes(Codes):
     norm: Tensor
 
 
-class CommVQKeyCodec(KeyCodec[CommVQKeyCodes]):
+class CommVQKeyCodec(KeyCodec[CommVQKeyCodes, None]):
     """Keys as norm * sum over stages of (u_a + i*u_b), before RoPE (CommVQ section 4.2; Eq. 21 for the bits).
 
     Deviation: the codebook is stored in int8 with a float32 scale per channel pair; the paper stores float16.
@@ -117,7 +117,7 @@ class CommVQKeyCodec(KeyCodec[CommVQKeyCodes]):
         """The codebooks of all problems and stages: float32 [heads * groups, R, N, 2g]."""
         return (self.codebook * self.codebook_scale.repeat_interleave(2, -1)[:, :, None, None]).flatten(0, 1)
 
-    def encode(self, x: Tensor, state: State | None = None) -> CommVQKeyCodes:
+    def encode(self, x: Tensor, state: None = None) -> CommVQKeyCodes:
         if self.fused:
             from kvcli.methods.commvq.encode_keys_kernels import encode_keys
 
@@ -147,7 +147,7 @@ class CommVQKeyCodec(KeyCodec[CommVQKeyCodes]):
         split = flat.unflatten(-1, (-1, self.config.num_residuals)).permute(2, 0, 1, 3)
         return split // self.config.codebook_size, split % self.config.codebook_size
 
-    def decode(self, codes: CommVQKeyCodes, state: State | None = None) -> Tensor:
+    def decode(self, codes: CommVQKeyCodes, state: None = None) -> Tensor:
         batch, time = codes.packed.shape[0], codes.packed.shape[2]
         first, second = self.unpack(codes)
         books = self.books()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kvcli.kernels.cached import CachedFromBuffers
-from kvcli.methods.base import Codes, State, ValueCodec
+from kvcli.methods.base import Codes, ValueCodec
 from kvcli.methods.commvq.config import CommVQConfig
 from kvcli.methods.commvq.tables import SWEEP_BITS, DescentTables, descent_tables
 from kvcli.packing import pack_bits, packed_size, unpack_bits
@@ -81,7 +81,7 @@ class CommVQValueCodec(ValueCodec[CommVQValueCodes]):
         rms = rows.square().mean(-1, keepdim=True).sqrt()
         return torch.where(rms > 1e-12, rows / rms.clamp_min(1e-30), 0.0), rms
 
-    def encode(self, x: Tensor, state: State | None = None) -> CommVQValueCodes:
+    def encode(self, x: Tensor, state: None = None) -> CommVQValueCodes:
         if self.fused and self.config.value_trainer == "fast":
             from kvcli.methods.commvq.encode_values_kernels import encode_values
 
@@ -122,7 +122,7 @@ class CommVQValueCodec(ValueCodec[CommVQValueCodes]):
         """The bits as float32 [batch, time, N_c]."""
         return unpack_bits(codes.packed.squeeze(1), 1, self.config.value_code_bits).float()
 
-    def decode(self, codes: CommVQValueCodes, state: State | None = None) -> Tensor:
+    def decode(self, codes: CommVQValueCodes, state: None = None) -> Tensor:
         rows = self.unpack(codes) @ self.codebook.float() + self.offset.float()
         rows = rows * codes.scale.squeeze(1).float()
         return rows.unflatten(-1, (self.spec.num_kv_heads, self.spec.head_dim)).transpose(1, 2)

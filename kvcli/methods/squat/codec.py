@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvcli.errors import ConfigError
 from kvcli.methods.base import Space, State
-from kvcli.methods.scalar.per_channel import PerChannelCodes, PerChannelKey
+from kvcli.methods.scalar.per_channel import PerChannelCodec, PerChannelCodes
 from kvcli.methods.squat.config import SQuatConfig
 from kvcli.methods.squat.subspace import corrections, leading_factor, query_gram
 from kvcli.spec import ModelSpec
@@ -29,7 +29,7 @@ class SQuatState(State):
     count: Tensor
 
 
-class SQuatKey(PerChannelKey):
+class SQuatKey(PerChannelCodec[SQuatState]):
     """SQuat's keys (arXiv 2503.24358): quantized per channel, block of channels by block.
 
     Eq. 1 and Lemma 2 with P = I + lambda Q_hat^T Q_hat: after a block of channels is quantized with error d, the
@@ -67,8 +67,7 @@ class SQuatKey(PerChannelKey):
         matrix = torch.zeros(batch, spec.num_kv_heads, spec.head_dim, spec.head_dim, device=device)
         return SQuatState(matrix, torch.zeros(batch, device=device))
 
-    def observe(self, state: State, queries: Tensor, keys: Tensor, counts: Tensor) -> None:
-        assert isinstance(state, SQuatState)
+    def observe(self, state: SQuatState, queries: Tensor, keys: Tensor, counts: Tensor) -> None:
         if self.config.subspace_source == "calibration":
             return
         if self.config.share_batch:
@@ -85,8 +84,7 @@ class SQuatKey(PerChannelKey):
                 return kernels.query_gram(queries, self.spec.num_kv_heads)
         return query_gram(queries, self.spec.num_kv_heads)
 
-    def finalize_state(self, state: State, rows: list[int]) -> None:
-        assert isinstance(state, SQuatState)
+    def finalize_state(self, state: SQuatState, rows: list[int]) -> None:
         # indexing with a list copies it to the device
         index = slice(None) if rows == list(range(len(state.count))) else rows
         if self.config.subspace_source == "calibration":
@@ -116,8 +114,7 @@ class SQuatKey(PerChannelKey):
         q_hat = leading_factor(gram, rank, self.config.subspace_solver)
         return corrections(q_hat * weight.double().sqrt().view(-1, 1, 1, 1), self.block_size)
 
-    def encode(self, x: Tensor, state: State | None = None) -> PerChannelCodes:
-        assert isinstance(state, SQuatState)
+    def encode(self, x: Tensor, state: SQuatState) -> PerChannelCodes:
         if self.fused:
             return self._encode_fused(x, state)
         keys, parts = x.float(), []
@@ -134,7 +131,8 @@ class SQuatKey(PerChannelKey):
 
     def _encode_fused(self, x: Tensor, state: SQuatState) -> PerChannelCodes:
         """Corrects all channels, then quantizes all at once: a block no longer changes after its own error is known."""
-        from kvcli.methods.scalar.encode_kernels import per_channel_error, quantize_per_channel
+        from kvcli.methods.scalar.encode_kernels import quantize_per_channel
+        from kvcli.methods.squat.encode_kernels import per_channel_error
 
         keys = x.float()
         for start in range(0, self.spec.head_dim - self.block_size, self.block_size):
