@@ -10,10 +10,14 @@ from factories import WINDOW, make_model, prompt_and_steps, record
 
 import kvcli
 from kvcli.artifact import Artifact
+from kvcli.attention import window_kernels
+from kvcli.attention.backend import choose_backend
+from kvcli.attention.session import build_codecs, make_config
 from kvcli.errors import UsageError
 from kvcli.fit import assemble, fit_recording
 from kvcli.methods.commvq.config import CommVQConfig
-from kvcli.registry import get_method
+from kvcli.registry import get_method, parse_method
+from kvcli.spec import ModelSpec
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WIDE = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64, "num_hidden_layers": 2}
@@ -74,10 +78,33 @@ def test_tables_that_kernels_derive_are_counted(wide_artifact: Any, prompt: Any)
     assert sizes["fused"] > sizes["reference"]
 
 
-def test_methods_without_kernels_say_so() -> None:
+@pytest.mark.parametrize("method", ["fp16", "fp8", "rtn-2"])
+def test_methods_without_attention_kernels_run_on_the_fused_backend(method: str, prompt: Any) -> None:
+    """Blocks of their codes are decoded, and the window, RoPE and the flush run in kernels."""
     model = make_model("llama", **WIDE).to(DEVICE)
-    with pytest.raises(UsageError, match="'fp8' has no attention form 'fused'"):
-        kvcli.attach(model, "fp8", impl="fused")
+    pieces = [{k: x.to(DEVICE) for k, x in piece.items()} for piece in prompt_and_steps(prompt, 20, 33, 3)]
+    expected = outputs(model, pieces, method, "reference", **WINDOW)
+    for ours, theirs in zip(outputs(model, pieces, method, "fused", **WINDOW), expected, strict=True):
+        assert (ours - theirs).norm() / theirs.norm() < 2e-4
+    with kvcli.attach(model, method, impl="fused") as session:
+        assert session.backend.note is not None
+        assert "no attention kernel" in session.backend.note
+
+
+@pytest.mark.parametrize("method", ["kivi-2", "squat-pre-2", "qjl"])
+def test_shapes_that_a_kernel_refuses_are_known_at_attach(method: str) -> None:
+    """An explicit request is an error before the first token; what auto chooses on a GPU decodes and says why."""
+    model = make_model("llama", **WIDE).to(DEVICE)
+    settings = {"sketch_dim": 72} if method == "qjl" else {"group_size": 8, "residual_length": 8}
+    with pytest.raises(UsageError, match=f"kernel of {method.removesuffix('-2')} does not support"):
+        kvcli.attach(model, method, impl="fused", **settings)
+    record, from_bits = parse_method(method)
+    codecs = build_codecs(record, ModelSpec.from_config(model.config), make_config(record, {**from_bits, **settings}))
+    backend = choose_backend(record, codecs, "auto", torch.device("cuda"))
+    assert backend.impl == "fused"
+    assert backend.attend_codes is window_kernels.attend_decoded
+    assert backend.note is not None
+    assert "does not support" in backend.note
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="needs a machine without a CUDA device")

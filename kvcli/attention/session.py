@@ -14,9 +14,9 @@ from kvcli.artifact import Artifact
 from kvcli.attention.backend import choose_backend
 from kvcli.attention.layer import attend_layer
 from kvcli.cache.compressed import CompressedCache, NewTokens
-from kvcli.errors import CacheError, ConfigError, UnsupportedModelError, UsageError
+from kvcli.errors import CacheError, ConfigError, UnsupportedModelError, UsageError, explain
 from kvcli.methods.base import LayerCodec
-from kvcli.methods.config import CacheConfig, first_error
+from kvcli.methods.config import CacheConfig
 from kvcli.methods.method import Method
 from kvcli.models import LoadedModel, fingerprint
 from kvcli.registry import parse_method
@@ -159,7 +159,7 @@ def make_config(method: Method, values: dict[str, Any]) -> CacheConfig:
     try:
         return method.config_cls(**values)
     except ValidationError as error:
-        raise ConfigError(f"{method.name}: {first_error(error)}") from error
+        raise ConfigError(f"{method.name}: {explain(error, method.config_cls.model_fields)}") from error
 
 
 def _current_device(x: Tensor) -> AbstractContextManager[Any]:

@@ -131,7 +131,7 @@ class Codec(nn.Module, ABC, Generic[CodesT, StateT]):
         key = (like.dtype, like.device)
         if key not in self._encoded_groups:
             fused, self.fused = self.fused, False
-            state = self.new_state(1, like.device)
+            state: Any = self.new_state(1, like.device)
             if state is not None and isinstance(self, KeyCodec):
                 self.finalize_state(state, [0])
             group = like.new_zeros(1, like.shape[1], self.tokens_per_group, like.shape[3])

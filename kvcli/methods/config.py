@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from kvcli.spec import ModelSpec
 
@@ -32,9 +32,3 @@ class CacheConfig(BaseModel):
             ValueError: settings that do not fit the shapes.
         """
         return self
-
-
-def first_error(error: ValidationError) -> str:
-    """Which setting is wrong first, and why."""
-    first = error.errors()[0]
-    return f"{'.'.join(map(str, first['loc'])) or 'settings'}: {first['msg'].removeprefix('Value error, ')}"

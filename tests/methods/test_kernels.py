@@ -9,7 +9,7 @@ import pytest
 import torch
 from parts import DEVICE, assert_same, make_codec, make_part
 
-from kvcli.attention.reference import reference_attend
+from kvcli.attention.reference import attend_codes as reference_attend
 from kvcli.attention.session import make_config
 from kvcli.errors import UsageError
 from kvcli.kernels.splits import SplitScores

@@ -66,8 +66,8 @@ def lengths_after(model: Any, prompt_len: int, steps: int, residual: int) -> lis
         cache = session.new_cache()
         for ids in (torch.randint(3, 97, (1, prompt_len)), *[torch.tensor([[5]])] * steps):
             model(ids, past_key_values=cache)
-            keys, values = cache.timeline.keys, cache.timeline.values
-            seen.append((cache.get_seq_length(), keys.encoded[0], values.encoded[0]))
+            keys, values = cache.sequences.keys, cache.sequences.values
+            seen.append((cache.get_seq_length(), keys.coded[0], values.coded[0]))
     return seen
 
 
@@ -121,11 +121,11 @@ def test_cropping_into_a_group_is_refused_and_changes_nothing(tiny_model: Any) -
     with kvcli.attach(tiny_model, "kivi", **settings) as session, torch.no_grad():
         cache = session.new_cache()
         tiny_model(torch.randint(3, 97, (1, 18)), past_key_values=cache)
-        with pytest.raises(CacheError, match="group that was encoded"):
+        with pytest.raises(CacheError, match="group of 4 tokens that were encoded"):
             cache.crop(-3)  # two exact keys, and one of a group
         assert cache.get_seq_length() == 18
-        assert cache.timeline.keys.exact == (2,)
+        assert cache.sequences.keys.window == (2,)
         cache.crop(-6)
         assert cache.get_seq_length() == 12
-        assert cache.timeline.keys.encoded == (12,)
+        assert cache.sequences.keys.coded == (12,)
         assert tiny_model(torch.tensor([[5]]), past_key_values=cache).logits.isfinite().all()
