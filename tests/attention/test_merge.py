@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from parts import DEVICE
 
 from kvcli.attention import reference, window_kernels
 from kvcli.cache.window import WindowTokens
@@ -46,7 +47,7 @@ def test_an_empty_set_changes_nothing() -> None:
 @pytest.mark.kernels
 @pytest.mark.parametrize("shift", SHIFTS)
 def test_the_window_kernel_merges_codes(shift: float) -> None:
-    query, key, value = tensors(shift)
+    query, key, value = (x.to(DEVICE) for x in tensors(shift))
     codes = reference.partial_attention(query, key[:, :, :9], value[:, :, :9], None, 1.0)
     window = [WindowTokens.of(x[:, :, 9:].contiguous()) for x in (key, value)]
     found = window_kernels.attend_window(query, *window, None, 1.0, codes)
