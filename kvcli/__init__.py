@@ -30,6 +30,11 @@ _HOMES = {
 }
 
 
+def __dir__() -> list[str]:
+    """The public names, also those that were not asked for yet."""
+    return sorted(__all__)
+
+
 def __getattr__(name: str) -> Any:
     """Imports the public names when they are first asked for: `import kvcli` must not load torch."""
     if name not in _HOMES:

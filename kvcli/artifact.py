@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from kvcli._version import __version__
-from kvcli.errors import ArtifactError, ConfigError, UsageError
+from kvcli.errors import ArtifactError, ConfigError, UsageError, explain
 from kvcli.methods.base import LayerCodec
-from kvcli.methods.config import CacheConfig, first_error
+from kvcli.methods.config import CacheConfig
 from kvcli.models import same_model
 from kvcli.registry import get_method
 from kvcli.spec import ModelSpec
@@ -35,6 +36,7 @@ FORMAT_VERSION = 2
 METADATA = "kvcli.json"
 WEIGHTS = "codec.safetensors"
 CARD = "README.md"
+_TENSOR_NAME = re.compile(r"layers\.(?P<layer>\d+)\.(?P<buffer>.+)")
 
 
 @dataclass(frozen=True)
@@ -75,17 +77,26 @@ class Artifact:
         Raises:
             ConfigError: a change of something the codecs were fitted for, or an invalid value.
         """
-        known = {**self.metadata["config"]}
-        fixed = [name for name in changes if name not in CacheConfig.model_fields and known.get(name) != changes[name]]
-        if fixed:
-            raise ConfigError(f"{', '.join(fixed)} cannot be changed: the artifact was fitted with other values")
+        config_cls, fitted = get_method(self.method).config_cls, self.metadata["config"]
+        fixed = [name for name in changes if name in fitted and name not in CacheConfig.model_fields]
+        if odd := [f"{name} is {fitted[name]}" for name in fixed if changes[name] != fitted[name]]:
+            raise ConfigError(f"the artifact was fitted with other settings, which cannot be changed: {', '.join(odd)}")
         try:
-            return get_method(self.method).config_cls(**{**known, **changes})
+            return config_cls(**{**fitted, **changes})
         except ValidationError as error:
-            raise ConfigError(first_error(error)) from error
+            raise ConfigError(explain(error, config_cls.model_fields)) from error
 
     def check_model(self, spec: ModelSpec, fingerprint: str, method: str) -> None:
-        """Raises ArtifactError unless the artifact fits this model and method."""
+        """Checks that the artifact is for a model and a method.
+
+        Args:
+            spec: shapes of the model.
+            fingerprint: of its weights.
+            method: name of the method.
+
+        Raises:
+            ArtifactError: it is not; the message names what differs.
+        """
         if method != self.method:
             raise ArtifactError(f"the artifact is for method '{self.method}', not '{method}'")
         if spec != self.spec:
@@ -109,17 +120,27 @@ class Artifact:
         return same and all(bool((x == other.tensors[name]).all()) for name, x in self.tensors.items())
 
     def build_codecs(self, config: CacheConfig) -> list[LayerCodec]:
-        """The codecs of all layers, with their fitted state.
+        """The codecs of all layers, with their fitted state, which is checked here.
+
+        Args:
+            config: the settings, as `config_with` returns them.
+
+        Returns:
+            New codecs on the CPU, one per layer.
 
         Raises:
-            ArtifactError: tensors that are missing or of the wrong shape.
+            ArtifactError: tensors that are missing, unknown or of the wrong shape.
         """
         spec, method = self.spec, get_method(self.method)
+        states: list[dict[str, Tensor]] = [{} for _ in range(spec.num_layers)]
+        for name, x in self.tensors.items():
+            match = _TENSOR_NAME.fullmatch(name)
+            if match is None or int(match["layer"]) >= spec.num_layers:
+                raise ArtifactError(f"the artifact has a tensor '{name}', which belongs to no layer")
+            states[int(match["layer"])][match["buffer"]] = x
         codecs = []
-        for layer_idx in range(spec.num_layers):
+        for layer_idx, state in enumerate(states):
             codec = method.build(spec, config, layer_idx)
-            prefix = f"layers.{layer_idx}."
-            state = {name.removeprefix(prefix): x for name, x in self.tensors.items() if name.startswith(prefix)}
             try:
                 codec.load_state_dict(state)
             except RuntimeError as error:
@@ -130,7 +151,13 @@ class Artifact:
 
     @classmethod
     def load(cls, folder: str | Path) -> Artifact:
-        """Reads and verifies an artifact.
+        """Reads an artifact and verifies its files; `build_codecs` checks that the tensors are those of its method.
+
+        Args:
+            folder: where `save` wrote it.
+
+        Returns:
+            The artifact, its tensors on the CPU.
 
         Raises:
             ArtifactError: missing, of another format version, corrupt, truncated, empty or not finite.
@@ -148,13 +175,17 @@ class Artifact:
             raise ArtifactError(f"{path} has format version {version}; this kvcli reads version {FORMAT_VERSION}")
         artifact = cls(metadata, _read_weights(folder / WEIGHTS, weights["sha256"]))
         try:
-            artifact.build_codecs(artifact.config)
-        except (UsageError, ValidationError, ValueError, TypeError, KeyError) as error:
+            artifact.config.resolve(artifact.spec)
+        except (UsageError, ValueError, TypeError, KeyError) as error:
             raise ArtifactError(f"{path} is damaged: {' '.join(str(error).split())}") from error
         return artifact
 
     def save(self, folder: str | Path, *, overwrite: bool = False) -> None:
         """Writes the artifact; the folder appears under its name only when everything in it was read back and verified.
+
+        Args:
+            folder: where to.
+            overwrite: replace an artifact that is there.
 
         Raises:
             ArtifactError: the folder exists and is not an artifact, or `overwrite` is off; non-finite tensors.
@@ -173,7 +204,8 @@ class Artifact:
             metadata = {**self.metadata, "files": files}
             (scratch / METADATA).write_text(json.dumps(metadata, indent=2) + "\n")
             (scratch / CARD).write_text(model_card(metadata))
-            Artifact.load(scratch)
+            written = Artifact.load(scratch)
+            written.build_codecs(written.config)
             if folder.exists():
                 retired = scratch.with_name(scratch.name + "-old")
                 folder.rename(retired)
@@ -189,9 +221,7 @@ def new_metadata(
     *,
     method: str,
     config: CacheConfig,
-    spec: ModelSpec,
-    model: str,
-    fingerprint: str,
+    identity: Mapping[str, Any],
     provenance: Mapping[str, Any],
     layers: list[Mapping[str, Any]],
 ) -> dict[str, Any]:
@@ -200,11 +230,12 @@ def new_metadata(
     Args:
         method: name of the method.
         config: its settings, resolved.
-        spec: shapes of the model.
-        model: the model's name as the user gave it.
-        fingerprint: of its weights.
+        identity: which model it is for, as `LoadedModel.identity` says.
         provenance: corpus, revision, tokens, seed.
         layers: what fitting reported for each layer, held-out errors above all.
+
+    Returns:
+        Plain JSON values; `save` adds `files`.
     """
     settings = config.model_dump()
     return {
@@ -213,9 +244,7 @@ def new_metadata(
         "method": method,
         "config": settings,
         "config_sha256": config_hash(settings),
-        "model": model,
-        "fingerprint": fingerprint,
-        "spec": spec.to_dict(),
+        **identity,
         "provenance": dict(provenance),
         "layers": layers,
     }
@@ -226,15 +255,37 @@ def config_hash(values: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
+def metric_values(reports: Sequence[Mapping[str, Any]], name: str) -> list[tuple[float, str]]:
+    """A metric of all layers, each value with its place.
+
+    Args:
+        reports: one per layer, what `FitReport.metrics` held, and optionally the index `layer`.
+        name: of the metric: a number per layer, or a list with one per head or one for all heads.
+
+    Returns:
+        Value and place, such as `layer 3 head 1`; empty where no layer reports the metric.
+    """
+    placed = []
+    for position, report in enumerate(reports):
+        values, where = report.get(name, []), f"layer {report.get('layer', position)}"
+        per_head = values if isinstance(values, Sequence) else [values]
+        placed += [
+            (float(value), f"{where} head {head}" if len(per_head) > 1 else where)
+            for head, value in enumerate(per_head)
+        ]
+    return placed
+
+
 def model_card(metadata: Mapping[str, Any]) -> str:
     """The README.md of an artifact."""
-    config, provenance = metadata["config"], metadata["provenance"]
-
-    def mean(name: str) -> float:
-        values = [x for layer in metadata["layers"] for x in layer.get(name, [])]
-        return sum(values) / max(1, len(values))
-
-    bits = config.get("bits", "")
+    config, provenance, method = metadata["config"], metadata["provenance"], get_method(metadata["method"])
+    spec = ModelSpec.from_dict(metadata["spec"])
+    key_bits, value_bits = method.nominal_bits(spec, method.config_cls(**config))
+    measured = "".join(
+        f"| {label} (mean) | {sum(value for value, _ in values) / len(values):.4g} |\n"
+        for name, label in method.fit_metrics.items()
+        if (values := metric_values(metadata["layers"], name))
+    )
     corpus = provenance.get("corpus", {})
     origin = f"{corpus.get('source', '?')}" + (f" at {corpus['revision']}" if corpus.get("revision") else "")
     return f"""---
@@ -242,7 +293,7 @@ library_name: kvcli
 base_model: {metadata["model"]}
 tags: [kv-cache, quantization, {metadata["method"]}]
 ---
-# {metadata["method"]} {bits}-bit KV cache codec for {metadata["model"]}
+# {metadata["method"]} KV cache codec for {metadata["model"]}
 
 Made by kvcli {metadata["kvcli_version"]}. It holds codebooks and encoders, no model weights; it works with this model
 only (its weights are checked when the artifact is loaded).
@@ -253,12 +304,11 @@ kvcli generate {metadata["model"]} --method {metadata["method"]} --artifact . --
 
 | | |
 |---|---|
+| nominal bits per value | keys {key_bits:.2f}, values {value_bits:.2f} |
 | calibration text | {origin} |
 | tokens | {provenance.get("num_tokens", "?")} |
 | seed | {provenance.get("seed", "?")} |
-| held-out error of keys (share of the squared norm) | {mean("key_nmse"):.4f} |
-| held-out error of values | {mean("value_nmse"):.4f} |
-| settings | `{json.dumps(config)}` |
+{measured}| settings | `{json.dumps(config)}` |
 """
 
 
@@ -266,9 +316,11 @@ def _read_weights(path: Path, sha256: str) -> dict[str, Tensor]:
     """Reads a safetensors file whose digest is known."""
     if not path.is_file():
         raise ArtifactError(f"{path} is missing; export the artifact again")
-    found = _sha256(path)
-    if found != sha256:
-        raise ArtifactError(f"{path} is corrupt or truncated: its sha256 is {found[:16]}..., expected {sha256[:16]}...")
+    digest = _sha256(path)
+    if digest != sha256:
+        raise ArtifactError(
+            f"{path} is corrupt or truncated: its sha256 is {digest[:16]}..., expected {sha256[:16]}..."
+        )
     try:
         with safe_open(path, framework="pt") as handle:
             tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118

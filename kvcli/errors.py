@@ -3,6 +3,15 @@
 This module does not know how errors are printed: `kvcli.cli.output` does.
 """
 
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
+
 
 class KvcliError(Exception):
     """A failure with a cause a user can act on; its text is one line that names cause and cure."""
@@ -11,7 +20,7 @@ class KvcliError(Exception):
 
 
 class UsageError(KvcliError):
-    """The request itself is off: an unknown value, two options that exclude each other, a missing input."""
+    """A request that cannot be met: an unknown value, two options that exclude each other, a missing input."""
 
     exit_code = 2
 
@@ -44,7 +53,21 @@ class CacheError(KvcliError):
     """An operation the compressed cache cannot do, such as cropping into encoded tokens."""
 
 
-class QualityError(KvcliError):
-    """A quality or verification gate that was missed."""
+def explain(error: ValidationError, known: Collection[str]) -> str:
+    """The first setting that is wrong and why; for one that does not exist, the closest name or all names.
 
-    exit_code = 3
+    Args:
+        error: what pydantic raised.
+        known: names of the settings that exist.
+    """
+    first = error.errors()[0]
+    name = ".".join(map(str, first["loc"]))
+    if first["type"] == "extra_forbidden":
+        return f"there is no setting '{name}'{suggestion(name, known) or '; settings are ' + ', '.join(known)}"
+    return f"{name or 'settings'}: {first['msg'].removeprefix('Value error, ')}"
+
+
+def suggestion(name: str, known: Collection[str]) -> str:
+    """`; did you mean 'x'?` where a known name is close to a name, else an empty string."""
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean '{close[0]}'?" if close else ""

@@ -1,6 +1,6 @@
-"""Fits a method layer by layer from a recording, so that a run that was cut off resumes at the first missing layer.
+"""Fits a method layer by layer from a recording; an interrupted run resumes at the first missing layer.
 
-A run folder holds `run.json`, the configuration, and for each finished layer `layer-NNN.safetensors` and
+A run folder holds `run.json`, what the run is bound to, and for each finished layer `layer-NNN.safetensors` and
 `layer-NNN.json` with what fitting reported. `assemble` makes an artifact of a complete run.
 """
 
@@ -19,18 +19,19 @@ from torch import Tensor
 
 from kvcli.artifact import Artifact, config_hash, new_metadata
 from kvcli.errors import ArtifactError, UsageError
-from kvcli.files import replacing
+from kvcli.files import open_run, replacing, write_json
 from kvcli.methods.config import CacheConfig
-from kvcli.methods.method import Method
-from kvcli.registry import get_method
-from kvcli.samples import LayerSamples, Recording
+from kvcli.methods.method import FitLayer, Method
+from kvcli.registry import METHODS, get_method
+from kvcli.samples import LayerSamples, Recording, model_identity
 from kvcli.spec import ModelSpec
 
 RUN = "run.json"
 _HELDOUT_FRACTION = 0.1
+_STALE = ("layer-*.safetensors*", "layer-*.json*")
 
 LayerDone = Callable[[int, Mapping[str, Any], bool], None]
-"""Told the layer, its metrics, and whether it was found finished."""
+"""Called with the layer's index, its metrics, and whether it was finished before this run."""
 
 
 def fit_recording(
@@ -43,7 +44,7 @@ def fit_recording(
     device: torch.device | str = "cpu",
     seed: int = 0,
     overwrite: bool = False,
-    done: LayerDone = lambda layer, metrics, found: None,
+    done: LayerDone = lambda layer_idx, metrics, reused: None,
 ) -> None:
     """Fits the layers that the run folder does not hold yet.
 
@@ -52,22 +53,22 @@ def fit_recording(
         method: a method that is fitted.
         config: its settings, resolved.
         folder: the run folder.
-        layers: some layers only, for several machines to share the work; default all recorded layers.
+        layers: fit these layers only, to share the work among machines; default: all recorded layers.
         device: where fitting computes.
         seed: of every random choice; each layer draws from its own generator.
-        overwrite: discard another run that stands in the folder.
+        overwrite: discard another run that is in the folder.
         done: called after each layer.
 
     Raises:
-        UsageError: a method without fitting, or layers that were not recorded.
-        ArtifactError: the folder holds a run with another configuration and `overwrite` is off.
+        UsageError: a method that is not fitted, or layers that were not recorded.
+        ArtifactError: the folder holds another run and `overwrite` is off; the message names what differs.
     """
-    if method.fit is None:
-        raise UsageError(f"method '{method.name}' needs no calibration")
+    fit_layer = check_fitted(method)
     wanted = list(recording.layers if layers is None else layers)
     if missing := sorted(set(wanted) - set(recording.layers)):
         raise UsageError(f"layers {', '.join(map(str, missing))} were not recorded")
-    _open_run(folder, _run_description(recording, method, config, seed), overwrite)
+    description = _run_description(recording, method, config, seed)
+    open_run(folder, RUN, description, kind="run", stale=_STALE, error=ArtifactError, overwrite=overwrite)
     for layer_idx in wanted:
         if (metrics := _finished(folder, layer_idx)) is not None:
             done(layer_idx, metrics, True)
@@ -77,18 +78,35 @@ def fit_recording(
         train, heldout = _split(recording, layer_idx, config.sink_length, device)
         generator = torch.Generator().manual_seed(seed * 100_003 + layer_idx)
         with torch.no_grad():
-            report = method.fit(codec, train, heldout, config, generator)
+            report = fit_layer(codec, train, heldout, config, generator)
         metrics = {**report.metrics, "seconds": round(time.perf_counter() - started, 2)}
         state = {name: x.cpu().contiguous() for name, x in codec.state_dict().items()}
         with replacing(folder / _name(layer_idx, "safetensors")) as path:
             save_file(state, path)
-        with replacing(folder / _name(layer_idx, "json")) as path:
-            path.write_text(json.dumps(metrics) + "\n")
+        write_json(folder / _name(layer_idx, "json"), metrics)
         done(layer_idx, metrics, False)
 
 
+def check_fitted(method: Method) -> FitLayer:
+    """The function that fits a layer of a method.
+
+    Raises:
+        UsageError: a method that is not fitted.
+    """
+    if method.fit is None:
+        fitted = [name for name in METHODS if get_method(name).fit is not None]
+        raise UsageError(f"method '{method.name}' is not fitted, it works without; choose one of {', '.join(fitted)}")
+    return method.fit
+
+
 def assemble(folders: Sequence[Path]) -> Artifact:
-    """Makes an artifact of a complete run, whose layers may be spread over several folders.
+    """Makes an artifact of a complete run, whose layers may be in several folders.
+
+    Args:
+        folders: run folders of the same run.
+
+    Returns:
+        The artifact; nothing is written.
 
     Raises:
         ArtifactError: no run in a folder, folders of different runs, layers that are missing, or damaged files.
@@ -96,16 +114,16 @@ def assemble(folders: Sequence[Path]) -> Artifact:
     run = _read_run(folders[0])
     for folder in folders[1:]:
         if _read_run(folder) != run:
-            raise ArtifactError(f"{folder} and {folders[0]} hold different training runs")
+            raise ArtifactError(f"{folder} and {folders[0]} hold different runs")
     try:
-        spec = ModelSpec.from_dict(run["spec"])
+        num_layers = ModelSpec.from_dict(run["spec"]).num_layers
         config = get_method(run["method"]).config_cls(**run["config"])
     except (ValueError, KeyError, TypeError) as error:
         raise ArtifactError(f"{folders[0] / RUN} is damaged: {error!r}") from error
-    homes = {i: next((f for f in folders if _finished(f, i) is not None), None) for i in range(spec.num_layers)}
+    homes = {i: next((f for f in folders if _finished(f, i) is not None), None) for i in range(num_layers)}
     if missing := [str(layer_idx) for layer_idx, home in homes.items() if home is None]:
         raise ArtifactError(
-            f"the run in {folders[0]} lacks layers {', '.join(missing)}; run 'kvcli train-codebook' again to resume it"
+            f"the run in {folders[0]} lacks layers {', '.join(missing)}; run the same fit again to resume"
         )
     tensors: dict[str, Tensor] = {}
     reports: list[Mapping[str, Any]] = []
@@ -120,9 +138,7 @@ def assemble(folders: Sequence[Path]) -> Artifact:
     metadata = new_metadata(
         method=run["method"],
         config=config,
-        spec=spec,
-        model=run["model"],
-        fingerprint=run["fingerprint"],
+        identity=model_identity(run),
         provenance=run["provenance"],
         layers=reports,
     )
@@ -132,7 +148,7 @@ def assemble(folders: Sequence[Path]) -> Artifact:
 def _read_run(folder: Path) -> dict[str, Any]:
     path = folder / RUN
     if not path.is_file():
-        raise ArtifactError(f"no training run in {folder}; run 'kvcli train-codebook' first")
+        raise ArtifactError(f"no run in {folder}; run 'kvcli fit' first")
     try:
         run: dict[str, Any] = json.loads(path.read_text())
     except ValueError as error:
@@ -146,35 +162,10 @@ def _run_description(recording: Recording, method: Method, config: CacheConfig, 
     return {
         "method": method.name,
         "config": config.model_dump(),
-        "model": manifest["model"],
-        "fingerprint": manifest["fingerprint"],
-        "spec": manifest["spec"],
+        **recording.identity,
         "provenance": {**manifest["provenance"], "num_tokens": recording.num_tokens, "seed": seed},
         "recording_sha256": config_hash(manifest),
     }
-
-
-def _open_run(folder: Path, description: Mapping[str, Any], overwrite: bool) -> None:
-    """Starts a run, or checks that the one in the folder is the same."""
-    path = folder / RUN
-    folder.mkdir(parents=True, exist_ok=True)
-    wanted = json.loads(json.dumps(description))
-    if path.is_file():
-        try:
-            found = json.loads(path.read_text())
-        except ValueError:
-            found = {}
-        if found == wanted:
-            return
-        if not overwrite:
-            odd = ", ".join(sorted(name for name in wanted if found.get(name) != wanted[name])) or "its content"
-            raise ArtifactError(
-                f"{folder} holds another training run (differs in {odd}); choose another --out or use --overwrite"
-            )
-        for stale in folder.glob("layer-*"):
-            stale.unlink()
-    with replacing(path) as temporary:
-        temporary.write_text(json.dumps(wanted, indent=2) + "\n")
 
 
 def _split(

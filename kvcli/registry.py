@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from kvcli.errors import UsageError
 
 if TYPE_CHECKING:
+    from kvcli.methods.config import CacheConfig
     from kvcli.methods.method import Method
 
 METHODS = {
@@ -22,6 +25,64 @@ METHODS = {
 }
 """Method name to `module:record`."""
 
+BASELINE = "fp16"
+"""The method that compresses nothing, with which others are compared."""
+
+DEFAULT_METHOD = "commvq"
+"""The method of `kvcli demo`, of `kvcli fit` and of examples."""
+
+
+@dataclass(frozen=True)
+class FitCommand:
+    """A command of its own for fitting one method, with the method's settings as typed options.
+
+    `kvcli fit --method NAME` fits every method that can be fitted, with or without such a command.
+
+    Attributes:
+        methods: the methods it fits, which share their settings; the first is the default.
+        config: `module:class` of their settings, in a module that does not import torch.
+        summary: its help, a sentence.
+        options: an example of its options.
+        run_name: template of the run folder's name, from `method` and the settings.
+        defaults: settings whose default differs from the class when the method is fitted.
+        quick: settings that fit in less time, for `kvcli demo`.
+    """
+
+    methods: tuple[str, ...]
+    config: str
+    summary: str
+    options: str
+    run_name: str
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    quick: Mapping[str, Any] = field(default_factory=dict)
+
+    def config_cls(self) -> type[CacheConfig]:
+        """The class of the methods' settings."""
+        config: type[CacheConfig] = _import(self.config)
+        return config
+
+
+FIT_COMMANDS = {
+    "train-codebook": FitCommand(
+        methods=("commvq",),
+        config="kvcli.methods.commvq.config:CommVQConfig",
+        summary="Train CommVQ's key codebooks (EM) and value encoder and codebook, layer by layer; "
+        "resumes where it stopped.",
+        options="--bits 1",
+        run_name="{method}-{bits}bit",
+        quick={"key_iterations": 8, "value_iterations": 6},
+    ),
+    "fit-subspace": FitCommand(
+        methods=("squat", "squat-pre"),
+        config="kvcli.methods.squat.config:SQuatConfig",
+        summary="Fit SQuat's query subspace offline on calibration queries; 'kvcli export' makes an artifact of it.",
+        options="--subspace-dim 8",
+        run_name="{method}-subspace",
+        defaults={"subspace_source": "calibration"},
+    ),
+}
+"""Commands that fit one method; optional, a method needs none."""
+
 
 def get_method(name: str) -> Method:
     """Loads one method's record.
@@ -31,8 +92,7 @@ def get_method(name: str) -> Method:
     """
     if name not in METHODS:
         raise UsageError(f"unknown method '{name}'; choose one of {', '.join(METHODS)}")
-    module, record = METHODS[name].split(":")
-    method: Method = getattr(import_module(module), record)
+    method: Method = _import(METHODS[name])
     return method
 
 
@@ -52,3 +112,14 @@ def parse_method(text: str) -> tuple[Method, dict[str, Any]]:
     if method.for_bits is None:
         raise UsageError(f"method '{name}' takes no bits; say --method {name}")
     return method, method.for_bits(int(bits))
+
+
+def fit_command(method: str) -> FitCommand | None:
+    """The command for fitting a method, if it has one of its own."""
+    return next((command for command in FIT_COMMANDS.values() if method in command.methods), None)
+
+
+def _import(path: str) -> Any:
+    """The object at `module:name`."""
+    module, name = path.split(":")
+    return getattr(import_module(module), name)

@@ -73,7 +73,7 @@ class Recording:
             raise SamplesError(f"no recorded samples in {folder}; run 'kvcli calibrate' first")
         try:
             self.manifest: dict[str, Any] = json.loads(path.read_text())
-            version, complete = self.manifest["format_version"], self.manifest["complete"]
+            version, complete = self.manifest["format_version"], self.manifest.get("complete", False)
             self.spec = ModelSpec.from_dict(self.manifest["spec"])
         except (ValueError, KeyError, TypeError) as error:
             raise SamplesError(f"{path} is not a manifest of recorded samples ({error!r})") from error
@@ -81,6 +81,11 @@ class Recording:
             raise SamplesError(f"{path} has format version {version}; this kvcli reads {FORMAT_VERSION}")
         if not complete:
             raise SamplesError(f"the recording in {folder} is not finished; run the same 'kvcli calibrate' again")
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Which model was recorded: its name, fingerprint and spec, as plain JSON values."""
+        return model_identity(self.manifest)
 
     @property
     def num_tokens(self) -> int:
@@ -101,18 +106,18 @@ class Recording:
         window = next((i for i, (a, b) in enumerate(self.manifest["windows"]) if a <= layer_idx < b), None)
         if window is None:
             raise SamplesError(f"layer {layer_idx} was not recorded in {self.folder}")
-        found: dict[str, list[Tensor]] = {"q": [], "k": [], "v": []}
+        parts: dict[str, list[Tensor]] = {"q": [], "k": [], "v": []}
         for part in range(self.manifest["num_parts"]):
             path = self.folder / part_name(window, part)
             try:
                 with safe_open(path, framework="pt") as handle:
                     names = set(handle.keys())
-                    for kind, tensors in found.items():
+                    for kind, tensors in parts.items():
                         if (name := f"layers.{layer_idx}.{kind}") in names:
                             tensors.append(handle.get_tensor(name))
             except (OSError, SafetensorError) as error:
                 raise SamplesError(f"{path} cannot be read ({error}); run 'kvcli calibrate --overwrite'") from error
-        q, k, v = (torch.cat(tensors, dim=1).to(device).float() for tensors in found.values())
+        q, k, v = (torch.cat(tensors, dim=1).to(device).float() for tensors in parts.values())
         if k.shape[1] != self.num_tokens or not all(bool(x.isfinite().all()) for x in (q, k, v)):
             raise SamplesError(f"layer {layer_idx} in {self.folder} has missing or non-finite samples")
         positions = torch.arange(k.shape[1], device=device) % int(self.manifest["seq_len"])
@@ -122,18 +127,25 @@ class Recording:
         return LayerSamples(q, k, v, positions, rotation)
 
 
+def model_identity(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a manifest that say which model it is about, as `LoadedModel.identity` made them."""
+    return {name: manifest[name] for name in ("model", "fingerprint", "spec")}
+
+
 def part_name(window: int, part: int) -> str:
     """File name of a part."""
     return f"window-{window:03d}-part-{part:05d}.safetensors"
 
 
 def write_part(folder: Path, window: int, part: int, tensors: Mapping[str, Tensor]) -> None:
-    """Writes one part; it appears under its name only when complete."""
+    """Writes one part; it appears under its name only when complete.
+
+    Args:
+        folder: the recording.
+        window: index of the layer window.
+        part: index of the forward pass.
+        tensors: `layers.L.k` and `layers.L.v` [num_kv_heads, tokens, head_dim], `layers.L.q` [num_heads, query_tokens,
+            head_dim].
+    """
     with replacing(folder / part_name(window, part)) as temporary:
         save_file(dict(tensors), temporary)
-
-
-def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Writes the manifest; it appears under its name only when complete."""
-    with replacing(folder / MANIFEST) as temporary:
-        temporary.write_text(json.dumps({"format_version": FORMAT_VERSION, **manifest}, indent=2) + "\n")

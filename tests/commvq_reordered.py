@@ -1,4 +1,4 @@
-"""CommVQ's re-ordered attention: codes first, codebook after (CommVQ Eq. 20-22)."""
+"""CommVQ's re-ordered attention: codes first, codebook after (arXiv 2506.18879, Eq. 20-22); an oracle for tests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from kvcli.methods.encoded import EncodedTokens, PartialAttention
 from kvcli.rope import Rotation, to_pairs
 
 
-def reordered_attend(codec: LayerCodec, query: Tensor, part: EncodedTokens, scaling: float) -> PartialAttention:
+def reordered_attend(
+    codec: LayerCodec[CommVQKeyCodec, CommVQValueCodec], query: Tensor, encoded: EncodedTokens, scaling: float
+) -> PartialAttention:
     """Attention over codes that never decodes a key or a value.
 
     Keys: rotation commutes with the codebook, so the products conj(q_j) u_aj are formed once per query and codebook
@@ -22,26 +24,24 @@ def reordered_attend(codec: LayerCodec, query: Tensor, part: EncodedTokens, scal
     Args:
         codec: a CommVQ layer.
         query: rotated, [batch, num_heads, query_len, head_dim].
-        part: the encoded tokens.
+        encoded: the encoded tokens.
         scaling: factor of the scores.
 
     Returns:
         (out, lse) as `kvcli.methods.encoded.PartialAttention`.
     """
-    key, value = codec.key, codec.value
-    assert isinstance(key, CommVQKeyCodec)
-    assert isinstance(value, CommVQValueCodec)
-    assert part.rotations is not None
-    scores = _key_scores(key, query.float(), part, part.rotations.tokens(0, part.length)) * scaling
-    visible = part.visible(0, part.length)
+    assert encoded.rotations is not None
+    rotation = encoded.rotations.tokens(0, encoded.length)
+    scores = _key_scores(codec.key, query.float(), encoded, rotation) * scaling
+    visible = encoded.visible(0, encoded.length)
     if visible is not None:
         scores = scores.masked_fill(~visible[:, None, None], float("-inf"))
     lse = scores.logsumexp(-1)
     weights = torch.exp(scores - torch.where(lse.isneginf(), 0.0, lse).unsqueeze(-1))
-    return _value_sum(value, weights, part), lse
+    return _value_sum(codec.value, weights, encoded), lse
 
 
-def _key_scores(codec: CommVQKeyCodec, query: Tensor, part: EncodedTokens, rotation: Rotation) -> Tensor:
+def _key_scores(codec: CommVQKeyCodec, query: Tensor, encoded: EncodedTokens, rotation: Rotation) -> Tensor:
     """Scores [batch, num_heads, query_len, length], unscaled."""
     spec, groups = codec.spec, codec.num_groups
     batch, _, queries, _ = query.shape
@@ -49,7 +49,7 @@ def _key_scores(codec: CommVQKeyCodec, query: Tensor, part: EncodedTokens, rotat
     q = q.view(batch, spec.num_kv_heads, -1, groups, codec.config.pairs_per_group).conj()
     books = torch.view_as_complex(codec.books().view(spec.num_kv_heads, groups, *codec.codebook.shape[2:4], -1, 2))
     angles = _angles(rotation, spec.head_dim // 2).view(rotation.cos.shape[0], 1, -1, groups, q.shape[-1])
-    first, second = (x.unflatten(0, (spec.num_kv_heads, groups)) for x in codec.unpack(part.key_codes))
+    first, second = (x.unflatten(0, (spec.num_kv_heads, groups)) for x in codec.unpack(encoded.key_codes))
     scores = torch.zeros(*q.shape[:3], first.shape[3], device=query.device)
     for b in range(batch):
         rotate = angles[b if angles.shape[0] > 1 else 0]
@@ -61,7 +61,7 @@ def _key_scores(codec: CommVQKeyCodec, query: Tensor, part: EncodedTokens, rotat
                     total += products[:, stage, first[h, g, b, :, stage]]
                     total += 1j * products[:, stage, second[h, g, b, :, stage]]
                 scores[b, h] += (total * rotate[:, :, g]).real.sum(-1)
-    scores = scores * codec.gain(part.key_codes).transpose(2, 3)
+    scores = scores * codec.gain(encoded.key_codes).transpose(2, 3)
     return scores.unflatten(2, (-1, queries)).flatten(1, 2)
 
 
@@ -71,9 +71,9 @@ def _angles(rotation: Rotation, pairs: int) -> Tensor:
     return torch.nn.functional.pad(angles, (0, pairs - angles.shape[-1]), value=1.0)
 
 
-def _value_sum(codec: CommVQValueCodec, weights: Tensor, part: EncodedTokens) -> Tensor:
+def _value_sum(codec: CommVQValueCodec, weights: Tensor, encoded: EncodedTokens) -> Tensor:
     """(P S) C for weights [batch, num_heads, query_len, length]."""
-    codes, spec = part.value_codes, codec.spec
+    codes, spec = encoded.value_codes, codec.spec
     scaled = weights * codes.scale.float().transpose(2, 3)
     sums = scaled @ codec.unpack(codes).unsqueeze(1)  # [batch, num_heads, query_len, N_c]
     by_head = sums.unflatten(1, (spec.num_kv_heads, -1)).transpose(0, 1).flatten(1, 3)

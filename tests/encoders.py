@@ -1,4 +1,4 @@
-"""Codes of the reference codecs and of the encode kernels, side by side: on a GPU if there is one, else interpreted."""
+"""Codes of the reference codecs and of the encode kernels, compared: on a GPU if there is one, else interpreted."""
 
 from __future__ import annotations
 
@@ -30,6 +30,6 @@ def both(codec: Any, x: Tensor, state: Any = None) -> tuple[Codes, Codes]:
 def assert_same(reference: Codes, ours: Codes) -> None:
     """All stored tensors equal, bit for bit."""
     for name, expected in reference.tensors().items():
-        found = getattr(ours, name)
-        assert found.dtype == expected.dtype, name
-        assert torch.equal(found, expected), name
+        stored = getattr(ours, name)
+        assert stored.dtype == expected.dtype, name
+        assert torch.equal(stored, expected), name

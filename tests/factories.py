@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvcli.calibrate.collect import CollectConfig, collect
 from kvcli.methods.commvq.config import CommVQConfig
-from kvcli.methods.commvq.fit import fit_keys
+from kvcli.methods.commvq.fit_keys import fit_keys
 from kvcli.methods.commvq.keys import CommVQKeyCodec
 from kvcli.models import LoadedModel, fingerprint
 from kvcli.samples import LayerSamples, Recording
@@ -63,7 +63,7 @@ def make_spec(head_dim: int = 16, num_kv_heads: int = 2, rotary_dim: int | None 
 
 
 def clustered(problems: int, count: int, width: int, seed: int = 0) -> Tensor:
-    """Data with structure, so that a codebook has something to find."""
+    """Data with structure that a codebook can learn."""
     generator = torch.Generator().manual_seed(seed)
     centre = torch.randn(problems, 12, width, generator=generator)
     pick = torch.randint(0, 12, (problems, count), generator=generator)
@@ -97,8 +97,8 @@ def record(model: Any, folder: Path) -> Recording:
 def prompt_and_steps(prompt: Any, *lengths: int) -> list[dict[str, torch.Tensor]]:
     """A prompt and three more tokens, one by one."""
     first = prompt(*lengths)
-    found, mask = [first], first["attention_mask"]
+    pieces, mask = [first], first["attention_mask"]
     for token in (5, 6, 7):
         mask = torch.cat((mask, torch.ones(len(lengths), 1, dtype=torch.long)), dim=1)
-        found.append({"input_ids": torch.full((len(lengths), 1), token), "attention_mask": mask})
-    return found
+        pieces.append({"input_ids": torch.full((len(lengths), 1), token), "attention_mask": mask})
+    return pieces

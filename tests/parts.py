@@ -1,4 +1,4 @@
-"""Encoded parts with random codes, and the comparison of attention over them."""
+"""Encoded tokens with random codes, and the comparison of attention over them."""
 
 from __future__ import annotations
 
@@ -83,10 +83,10 @@ def make_part(codec: LayerCodec, heads: int, batch: int, length: int, lengths: l
     return EncodedTokens(key_codes, state, value_codes, rotations, counts)
 
 
-def assert_same(found: PartialAttention, expected: PartialAttention, dtype: torch.dtype) -> None:
-    assert found[0].isfinite().all()
-    error = (found[0] - expected[0]).norm() / expected[0].norm()
+def assert_same(ours: PartialAttention, expected: PartialAttention, dtype: torch.dtype) -> None:
+    assert ours[0].isfinite().all()
+    error = (ours[0] - expected[0]).norm() / expected[0].norm()
     assert error < TOLERANCE[dtype], f"error {error:.1e}"
     seen = expected[1].isfinite()
-    assert torch.equal(seen, found[1].isfinite())
-    assert torch.allclose(found[1][seen], expected[1][seen], atol=1e-4 if dtype == torch.float32 else 2e-2)
+    assert torch.equal(seen, ours[1].isfinite())
+    assert torch.allclose(ours[1][seen], expected[1][seen], atol=1e-4 if dtype == torch.float32 else 2e-2)

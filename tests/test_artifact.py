@@ -91,6 +91,14 @@ def damage_no_weights(folder: Path) -> None:
     (folder / "codec.safetensors").unlink()
 
 
+def damage_foreign_tensor(folder: Path) -> None:
+    rewrite(folder, lambda tensors: tensors.update({"layers.3.key.codebook": tensors["layers.2.key.codebook"].clone()}))
+
+
+def damage_shape(folder: Path) -> None:
+    rewrite(folder, lambda tensors: tensors.update({"layers.1.value.offset": torch.zeros(3)}))
+
+
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
@@ -98,7 +106,9 @@ def damage_no_weights(folder: Path) -> None:
         (damage_flip_a_bit, "corrupt or truncated"),
         (damage_version, "format version 99"),
         (damage_nan, "not finite"),
-        (damage_missing_tensor, "does not fit"),
+        (damage_missing_tensor, "layer 2 of the artifact does not fit"),
+        (damage_foreign_tensor, "belongs to no layer"),
+        (damage_shape, "layer 1 of the artifact does not fit"),
         (damage_metadata, "damaged"),
         (damage_no_weights, "missing"),
     ],
@@ -106,7 +116,7 @@ def damage_no_weights(folder: Path) -> None:
 def test_damage_is_refused_in_one_line(folder: Path, damage: Any, said: str) -> None:
     damage(folder)
     with pytest.raises(ArtifactError, match=said) as caught:
-        Artifact.load(folder)
+        kvcli.attach(make_model("llama"), "commvq", artifact=folder)
     assert "\n" not in str(caught.value)
 
 
@@ -164,7 +174,7 @@ def test_layers_may_be_spread_over_folders(recording: Recording, run_folder: Pat
 def test_another_configuration_is_refused(recording: Recording, run_folder: Path) -> None:
     other = CONFIG.model_copy(update={"key_iterations": 3}).resolve(recording.spec)
     before = sorted(path.name for path in run_folder.iterdir())
-    with pytest.raises(ArtifactError, match=r"differs in config.*--overwrite"):
+    with pytest.raises(ArtifactError, match=r"differs in config.key_iterations: 6 there, 3 here\); .*--overwrite"):
         fit_recording(recording, get_method("commvq"), other, run_folder)
     assert sorted(path.name for path in run_folder.iterdir()) == before
     with pytest.raises(UsageError, match="layers 9"):

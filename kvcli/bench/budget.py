@@ -6,6 +6,7 @@ A limit holds for what torch allocates; the CUDA context and the libraries come 
 from __future__ import annotations
 
 import gc
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -23,7 +24,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def free() -> None:
-    """Gives back GPU memory that nothing refers to any more."""
+    """Returns GPU memory that nothing refers to any more."""
     if torch.cuda.is_available():
         gc.collect()
         torch.cuda.synchronize()
@@ -36,9 +37,17 @@ def need_gpu(device: torch.device) -> None:
         raise UsageError("measuring what fits into a memory budget needs a GPU")
 
 
+def check_budget(budget: int, device: torch.device) -> None:
+    """Raises UsageError for a budget larger than the GPU, or without a GPU."""
+    need_gpu(device)
+    total = torch.cuda.get_device_properties(device).total_memory
+    if budget > total:
+        raise UsageError(f"the GPU has {total / 2**30:.1f} GiB, less than the budget of {budget / 2**30:.1f} GiB")
+
+
 @contextmanager
 def memory_limit(budget: int | None, device: torch.device) -> Iterator[None]:
-    """Limits what torch may allocate on a GPU to `budget` bytes, inside the block.
+    """Limits what torch may allocate on a GPU to `budget` bytes, inside the block; None is no limit.
 
     Raises:
         UsageError: more than the GPU has, or no GPU.
@@ -46,12 +55,9 @@ def memory_limit(budget: int | None, device: torch.device) -> Iterator[None]:
     if budget is None:
         yield
         return
-    need_gpu(device)
-    total = torch.cuda.get_device_properties(device).total_memory
-    if budget > total:
-        raise UsageError(f"the GPU has {total / 2**30:.1f} GiB, less than the budget of {budget / 2**30:.1f} GiB")
+    check_budget(budget, device)
     free()
-    torch.cuda.set_per_process_memory_fraction(budget / total, device)
+    torch.cuda.set_per_process_memory_fraction(budget / torch.cuda.get_device_properties(device).total_memory, device)
     try:
         yield
     finally:
@@ -59,7 +65,7 @@ def memory_limit(budget: int | None, device: torch.device) -> Iterator[None]:
 
 
 def attempt(run: Callable[[], None]) -> bool:
-    """Runs something that may need too much memory; whether it went through."""
+    """Whether something that may need too much memory ran to its end."""
     fits = True
     try:
         run()
@@ -67,7 +73,7 @@ def attempt(run: Callable[[], None]) -> bool:
         if not is_out_of_memory(error):
             raise
         fits = False
-    free()  # not inside the handler, where the error still holds the failed run's tensors
+    free()  # outside the handler: there the error still holds the failed run's tensors
     return fits
 
 
@@ -79,50 +85,51 @@ def largest(
     fits: Callable[[int], bool],
     *,
     start: int = 1,
-    step: int = 1,
     most: int | None = None,
     growth: float = 2.0,
     resolution: float = 0.0,
 ) -> int:
-    """The largest multiple of `step` that fits, 0 if none does.
+    """The largest size that fits, 0 if none does.
 
     Grows from `start` until something fails, or shrinks until something fits, and bisects between the two.
 
     Args:
         fits: whether a size fits; if one does, all smaller ones do.
-        start: a guess, rounded up to a multiple of `step`.
-        step: granularity of the answer.
+        start: a guess.
         most: the largest size to try.
         growth: factor of growing and shrinking; a good guess deserves a small one.
         resolution: share of the answer that it may fall short of the largest.
     """
-    size = max(1, -(-start // step))
-    good, bad = 0, None if most is None else most // step + 1
-    failed = False
-    while True:
-        size = size if bad is None else min(size, bad - 1)
-        if size <= good:
-            break
-        if fits(size * step):
-            good = size
-            size = 0 if failed else max(size + 1, int(size * growth))
-        else:
-            bad, failed = size, True
-            size = 0 if good else min(size - 1, int(size / growth))
-    while bad is not None and bad - good > max(1, resolution * good):
-        middle = (good + bad) // 2
-        if fits(middle * step):
-            good = middle
-        else:
-            bad = middle
-    return good * step
+    good, bad = _bracket(fits, start, most, growth)
+    step = max(1, int(resolution * good))
+    sizes = range(good + step, bad, step)
+    return good + step * bisect_left(sizes, True, key=lambda size: not fits(size))
+
+
+def _bracket(fits: Callable[[int], bool], start: int, most: int | None, growth: float) -> tuple[int, int]:
+    """A size that fits, or 0, and a larger one that does not, or most + 1."""
+    size = start if most is None else min(start, most)
+    if fits(size):
+        while size != most:
+            larger = max(size + 1, int(size * growth))
+            larger = larger if most is None else min(larger, most)
+            if not fits(larger):
+                return size, larger
+            size = larger
+        return size, size + 1
+    while size > 1:
+        smaller = min(size - 1, max(1, int(size / growth)))
+        if fits(smaller):
+            return smaller, size
+        size = smaller
+    return 0, size
 
 
 def largest_by_peak(peak: Callable[[int], int | None], budget: int) -> int:
     """The largest size that fits, up to a thirtieth below; 0 if none does.
 
     Args:
-        peak: runs a size; the bytes it took at most, or None if it ran out of memory.
+        peak: runs a size; its peak in bytes, or None if it ran out of memory.
         budget: bytes, from which the first guess is made.
     """
 
@@ -135,6 +142,6 @@ def largest_by_peak(peak: Callable[[int], int | None], budget: int) -> int:
     larger = peak(_LARGER)
     if larger is None:
         return max(_SMALL, largest(fits, start=2, most=_LARGER - 1))
-    each = max(1.0, (larger - small) / (_LARGER - _SMALL))
-    guess = _LARGER + max(1, int((budget - larger) / each))
+    bytes_per_size = max(1.0, (larger - small) / (_LARGER - _SMALL))
+    guess = _LARGER + max(1, int((budget - larger) / bytes_per_size))
     return max(_LARGER, largest(fits, start=guess, growth=_GROWTH, resolution=_RESOLUTION))

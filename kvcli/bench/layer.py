@@ -1,7 +1,7 @@
 """One encoded layer of a shape, filled with random codes.
 
-Speed does not depend on what codebooks and codes say, so nothing is fitted and only a few blocks of tokens are really
-encoded.
+Speed does not depend on the values of codebooks and codes, so nothing is fitted and only a few blocks of tokens are
+encoded, then repeated.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from kvcli.attention.session import make_config
 from kvcli.errors import ConfigError
 from kvcli.methods.base import Codec, Codes, LayerCodec, State
 from kvcli.methods.config import CacheConfig
-from kvcli.methods.encoded import AttendCodes, EncodedTokens
+from kvcli.methods.encoded import AttendCodes, EncodedTokens, PartialAttention
 from kvcli.methods.method import Method
-from kvcli.registry import parse_method
+from kvcli.registry import BASELINE, parse_method
 from kvcli.rope import Rope, TokenRotations
 from kvcli.spec import ModelSpec
 
@@ -27,15 +27,15 @@ _BLOCK_TOKENS = 2048
 _BLOCKS = 4
 _OBSERVED_TOKENS = 64
 _QUERY_SCALE = 2.0
-"""Scores of this standard deviation: attention neither uniform nor on one token."""
+"""Standard deviation of the scores: attention neither uniform nor on one token."""
 
 
 @dataclass(frozen=True)
-class Subject:
-    """A method with its settings, as benched.
+class MethodCase:
+    """A method with its settings, as measured.
 
     Attributes:
-        name: as asked for, such as kivi-2.
+        name: with bits, such as kivi-2.
         method: its record.
         config: its settings.
     """
@@ -46,12 +46,12 @@ class Subject:
 
     @property
     def is_baseline(self) -> bool:
-        """Whether this stands for the model without kvcli."""
-        return self.name == "fp16"
+        """Whether this is the model without kvcli."""
+        return self.name == BASELINE
 
     @classmethod
-    def parse(cls, name: str, settings: dict[str, Any]) -> Subject:
-        """A method by name; of the settings, those it has are used.
+    def parse(cls, name: str, settings: dict[str, Any]) -> MethodCase:
+        """A method by name, with those of the settings that it has.
 
         Raises:
             UsageError: no such method.
@@ -62,7 +62,7 @@ class Subject:
         return cls(name, method, make_config(method, {**from_bits, **known}))
 
     def build(self, spec: ModelSpec, layer_idx: int) -> LayerCodec:
-        """The codec of a layer with random buffers where a fit would fill them.
+        """The unfitted codec of a layer.
 
         Raises:
             ConfigError: settings that do not fit the shape.
@@ -74,33 +74,18 @@ class Subject:
         return codec.eval()
 
 
-def check_settings(subjects: list[Subject], settings: dict[str, Any]) -> None:
+def check_settings(cases: list[MethodCase], settings: dict[str, Any]) -> None:
     """Raises ConfigError for a setting that no method has."""
-    known = {name for subject in subjects for name in type(subject.config).model_fields}
+    known = {name for case in cases for name in type(case.config).model_fields}
     for name in settings:
         if name not in known:
             raise ConfigError(f"none of the methods has a setting '{name}'")
 
 
-def randomise(codec: LayerCodec, generator: torch.Generator) -> None:
-    """Fills the buffers that a fit would fill; others, such as random projections, stay.
-
-    Args:
-        codec: on the generator's device.
-        generator: seeded.
-    """
-    for part in (codec.key, codec.value):
-        for name, buffer in list(part.named_buffers()):
-            if buffer.numel() == 0 or bool(buffer.count_nonzero()):
-                continue
-            if buffer.is_floating_point():
-                buffer.normal_(generator=generator).mul_(max(buffer.shape) ** -0.5)
-                continue
-            limit = torch.iinfo(buffer.dtype).max
-            buffer.random_(-limit, limit + 1, generator=generator)
-            scale = getattr(part, f"{name}_scale", None)
-            if isinstance(scale, Tensor):  # integers in units of a scale: sums of some of them shall be about 1
-                scale.fill_(0.25 / limit)
+def randomize_(codec: LayerCodec, generator: torch.Generator) -> None:
+    """Fills what a fit would fill of a layer's codecs; other buffers, such as random projections, stay."""
+    codec.key.randomize_(generator)
+    codec.value.randomize_(generator)
 
 
 @dataclass(frozen=True)
@@ -110,12 +95,12 @@ class EncodedLayer:
     Attributes:
         codec: the layer's codecs.
         query: rotated, [batch, num_heads, 1, head_dim] in the dtype of the model.
-        key_codes: random codes of the keys.
-        value_codes: of the values.
-        key_state: the sequences' state, for codecs that keep one.
+        key_codes: codes of random keys.
+        value_codes: codes of random values.
+        key_state: state of the sequences, for codecs that have one.
         spec: shapes of the model.
         rope: its rotary embedding.
-        first: index of the first encoded token, after the sinks.
+        first: position of the first encoded token, after the sinks.
     """
 
     codec: LayerCodec
@@ -137,8 +122,8 @@ class EncodedLayer:
         """Bytes of the codes with their scales and norms."""
         return self.key_codes.nbytes + self.value_codes.nbytes
 
-    def part(self) -> EncodedTokens:
-        """What an attention form sees; each call's rotations keep tables of their own."""
+    def encoded_tokens(self) -> EncodedTokens:
+        """The codes as attention takes them, with new tables of rotations for keys before RoPE."""
         rotations = None
         if self.codec.key.space == "pre_rope":
             positions = torch.arange(self.first, self.first + self.num_tokens, device=self.query.device)
@@ -146,13 +131,13 @@ class EncodedLayer:
             rotations = TokenRotations(self.rope, positions)
         return EncodedTokens(self.key_codes, self.key_state, self.value_codes, rotations, None)
 
-    def attend(self, form: AttendCodes, part: EncodedTokens) -> tuple[Tensor, Tensor]:
+    def attend(self, attend_codes: AttendCodes, encoded: EncodedTokens) -> PartialAttention:
         """(out, lse) of the query over the codes."""
-        return form(self.codec, self.query, part, self.query.shape[-1] ** -0.5)
+        return attend_codes(self.codec, self.query, encoded, self.query.shape[-1] ** -0.5)
 
 
 def encoded_layer(
-    subject: Subject,
+    case: MethodCase,
     spec: ModelSpec,
     rope: Rope,
     *,
@@ -163,16 +148,30 @@ def encoded_layer(
     dtype: torch.dtype,
     seed: int,
 ) -> EncodedLayer:
-    """A layer that holds `context` tokens a sequence, all of them encoded, down to whole groups.
+    """A layer that holds `context` tokens per sequence, rounded down to whole groups, all of them encoded.
 
-    A few blocks of random keys and values are encoded and laid out in another order in every sequence.
+    A few blocks of random keys and values are encoded; each sequence repeats them in a different order.
+
+    Args:
+        case: the method.
+        spec: shapes of the model.
+        rope: its rotary embedding.
+        layer_idx: the layer, for methods that treat layers differently.
+        context: tokens per sequence.
+        batch: sequences.
+        device: where.
+        dtype: of the query.
+        seed: of codebooks, codes and query.
+
+    Returns:
+        The layer and a query.
 
     Raises:
         ConfigError: settings that do not fit the shape, or a context shorter than a group.
     """
     generator = torch.Generator(device).manual_seed(seed)
-    codec = subject.build(spec, layer_idx).to(device)
-    randomise(codec, generator)
+    codec = case.build(spec, layer_idx).to(device)
+    randomize_(codec, generator)
 
     def normal(rows: int, heads: int, tokens: int) -> Tensor:
         return torch.randn(rows, heads, tokens, spec.head_dim, device=device, generator=generator)
@@ -180,7 +179,7 @@ def encoded_layer(
     group = codec.tokens_per_group
     length = context // group * group
     if not length:
-        raise ConfigError(f"{subject.name}: a context of {context} tokens has no whole group of {group}")
+        raise ConfigError(f"{case.name}: a context of {context} tokens has no whole group of {group}")
     state = codec.key.new_state(batch, device)
     if state is not None:
         queries, keys = (normal(batch, heads, _OBSERVED_TOKENS) for heads in (spec.num_heads, spec.num_kv_heads))
@@ -196,15 +195,15 @@ def encoded_layer(
     with torch.no_grad():
         key_codes, value_codes = codes(codec.key, first_row), codes(codec.value, None)
     query = (normal(batch, spec.num_heads, 1) * _QUERY_SCALE).to(dtype)
-    return EncodedLayer(codec, query, key_codes, value_codes, state, spec, rope, subject.config.sink_length)
+    return EncodedLayer(codec, query, key_codes, value_codes, state, spec, rope, case.config.sink_length)
 
 
 def tile(blocks: list[Codes], batch: int, length: int) -> Codes:
-    """Codes of `length` tokens in each of `batch` sequences, made of blocks of equal size of one sequence each."""
+    """Codes of `length` tokens in each of `batch` sequences, repeated from blocks of equal size [1, ...]."""
     places = -(-length // blocks[0].num_tokens)
 
     def tiled(name: str, like: Tensor) -> Tensor:
-        # allocated first, so that what does not fit says so at once
+        # allocated first: out of memory is raised before any copy
         out = like.new_empty(batch, like.shape[1], places * like.shape[2], *like.shape[3:])
         for row, place in product(range(batch), range(places)):
             block = getattr(blocks[(row + place) % len(blocks)], name)

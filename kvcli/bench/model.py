@@ -1,4 +1,4 @@
-"""Running whole models with each method's cache: random weights, prompts in chunks, greedy steps, times and peaks.
+"""One run of a whole model with a method's cache: prompt in chunks, greedy decoding, times and peak memory.
 
 The fp16 baseline is the model as transformers runs it: SDPA and `DynamicCache`, nothing attached.
 """
@@ -15,12 +15,15 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, LlamaForCausalLM
 
-from kvcli.attention.forward import ForwardPass
+from kvcli.attention.backend import choose_backend
 from kvcli.attention.layer import attend_layer
-from kvcli.attention.session import Session, attend_forms
-from kvcli.bench.layer import Subject, randomise
+from kvcli.attention.session import Session
+from kvcli.bench.layer import MethodCase, randomize_
 from kvcli.bench.shapes import shape_config
 from kvcli.cache.compressed import CompressedCache
+from kvcli.methods.base import LayerCodec
+from kvcli.methods.encoded import EncodedTokens, PartialAttention
+from kvcli.seam.patch import RotaryOutput
 from kvcli.spec import ModelSpec
 
 NewCache = Callable[[], Any]
@@ -28,14 +31,17 @@ _SHORTEST_CHUNK = 16
 
 
 def random_model(shape: str, num_layers: int | None, device: torch.device, dtype: torch.dtype, seed: int) -> Any:
-    """A model of a shape with random weights, made on its device.
+    """A model of a shape with random weights, allocated on its device.
 
     Args:
         shape: one of `kvcli.bench.shapes.SHAPES`.
-        num_layers: another depth than the model's own.
+        num_layers: number of layers; None: the shape's own.
         device: where.
         dtype: of the weights.
         seed: of the weights.
+
+    Returns:
+        A transformers causal language model in eval mode.
 
     Raises:
         UsageError: no such shape.
@@ -46,7 +52,7 @@ def random_model(shape: str, num_layers: int | None, device: torch.device, dtype
         model: Any = LlamaForCausalLM(config).to(dtype)
     model.to_empty(device=device)
     model.tie_weights()
-    # its angles were computed on the meta device, that is not at all
+    # the rotary buffers were created on the meta device, without values
     model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
     generator = torch.Generator(device).manual_seed(seed)
     with torch.no_grad():
@@ -59,22 +65,31 @@ def random_model(shape: str, num_layers: int | None, device: torch.device, dtype
 
 
 @contextmanager
-def opened(model: Any, subject: Subject, impl: str, seed: int) -> Iterator[NewCache]:
-    """Attaches a method with random codebooks to a model, inside the block; gives what makes its caches.
+def attached(model: Any, case: MethodCase, impl: str, seed: int) -> Iterator[NewCache]:
+    """Attaches a method with random codebooks to a model, inside the block.
+
+    Args:
+        model: a causal language model, detached.
+        case: the method; the baseline leaves the model as it is.
+        impl: as in `kvcli.attach`.
+        seed: of the codebooks.
+
+    Yields:
+        A function that makes an empty cache.
 
     Raises:
-        UsageError: a form of attention that the method does not have.
+        UsageError: an implementation that cannot run.
         ConfigError: settings that do not fit the model.
     """
-    if subject.is_baseline:
+    if case.is_baseline:
         yield lambda: DynamicCache(config=model.config)
         return
     spec = ModelSpec.from_config(model.config)
     generator = torch.Generator(model.device).manual_seed(seed)
-    codecs = [subject.build(spec, layer_idx).to(model.device) for layer_idx in range(spec.num_layers)]
+    codecs = [case.build(spec, layer_idx).to(model.device) for layer_idx in range(spec.num_layers)]
     for codec in codecs:
-        randomise(codec, generator)
-    with Session(model, spec, subject.method, subject.config, codecs, impl) as session:
+        randomize_(codec, generator)
+    with Session(model, spec, case.method, case.config, codecs, impl) as session:
         yield session.new_cache
 
 
@@ -86,9 +101,9 @@ class Run:
         prefill_s: seconds of the prompt, encoding included.
         ttft_s: seconds until the first token was chosen.
         decode_s: seconds of all tokens after the first.
-        cache_bytes: what the cache had allocated at the end.
-        peak_bytes: most that torch had allocated, weights included; None on a CPU.
-        reserved_bytes: most that torch had taken from the GPU, which is what a limit counts.
+        cache_bytes: bytes allocated by the cache at the end.
+        peak_bytes: peak of bytes allocated by torch, weights included; None on a CPU.
+        reserved_bytes: peak of bytes reserved by torch, which is what a limit counts; None on a CPU.
     """
 
     prefill_s: float
@@ -99,7 +114,9 @@ class Run:
     reserved_bytes: int | None
 
 
-def run_model(model: Any, new_cache: NewCache, ids: Tensor, new_tokens: int, chunk: int | None) -> Run:
+def run_model(
+    model: Any, new_cache: NewCache, ids: Tensor, new_tokens: int, chunk: int | None, *, fill_middle: bool = False
+) -> Run:
     """Reads a prompt and continues it greedily.
 
     Args:
@@ -107,19 +124,30 @@ def run_model(model: Any, new_cache: NewCache, ids: Tensor, new_tokens: int, chu
         new_cache: makes its cache.
         ids: prompt, int64 [batch, time].
         new_tokens: tokens chosen; 0 reads the prompt only.
-        chunk: tokens of the whole batch that are read at once; None: all.
+        chunk: tokens of the whole batch per forward pass of the prompt; None: all.
+        fill_middle: whether the model computes only the first and the last chunk of the prompt, where the peak is, and
+            the cache is filled with random keys and values between them.
+
+    Returns:
+        Times and memory. With `fill_middle`, times are not those of a prompt.
     """
     reset_peak_memory(ids.device)
     with torch.inference_mode():
         cache = new_cache()
-        started = _now(ids.device)
+        started = _synchronized_time(ids.device)
+        length = chunk_length(chunk, *ids.shape)
+        middle = max(0, ids.shape[1] - 2 * length) if fill_middle else 0
+        if middle:
+            prefill(model, cache, ids[:, :length], chunk)
+            fill(model, cache, ids.shape[0], middle, chunk)
+            ids = ids[:, length + middle :]
         logits = prefill(model, cache, ids, chunk)
-        prefilled = _now(ids.device)
+        prefilled = _synchronized_time(ids.device)
         token = logits.argmax(-1)
-        first = _now(ids.device)
+        first = _synchronized_time(ids.device)
         for _ in range(new_tokens - 1):
             token = step(model, cache, token)
-        ended = _now(ids.device)
+        ended = _synchronized_time(ids.device)
     return Run(
         prefilled - started,
         first - started,
@@ -130,35 +158,34 @@ def run_model(model: Any, new_cache: NewCache, ids: Tensor, new_tokens: int, chu
 
 
 def prefill(model: Any, cache: Any, ids: Tensor, chunk: int | None) -> Tensor:
-    """Reads a prompt [batch, time]; the logits of its last token, [batch, 1, vocab_size]."""
+    """Reads a prompt [batch, time] in chunks; returns the logits of its last token, [batch, 1, vocab_size]."""
     for part in ids.split(chunk_length(chunk, *ids.shape), dim=1):
         logits: Tensor = model(input_ids=part, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
     return logits
 
 
 def step(model: Any, cache: Any, token: Tensor) -> Tensor:
-    """The most probable successor of a token, both [batch, 1]."""
+    """The most probable next token; both [batch, 1]."""
     logits: Tensor = model(input_ids=token, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
     return logits.argmax(-1)
 
 
 def chunk_length(chunk: int | None, batch: int, length: int) -> int:
-    """Tokens of each sequence that are read at once."""
+    """Tokens per sequence in a forward pass of the prompt."""
     return length if chunk is None else min(length, max(_SHORTEST_CHUNK, chunk // batch))
 
 
 def fill(model: Any, cache: Any, batch: int, count: int, chunk: int | None) -> None:
-    """Gives a cache `count` more random tokens a sequence without running the model.
+    """Appends `count` random tokens per sequence to a cache without running the model.
 
-    The cache appends, encodes and allocates as it does in a prefill; only the model's layers and the attention over
-    what is held are left out.
+    The cache appends, encodes and allocates as it does in a prefill, without the model's layers and attention.
 
     Args:
         model: whose cache it is.
         cache: holds the beginning of the prompt.
         batch: sequences.
-        count: tokens to add.
-        chunk: tokens of the whole batch that are added at once; None: all.
+        count: tokens to append per sequence.
+        chunk: tokens of the whole batch that are appended at once; None: all.
     """
     spec = ModelSpec.from_config(model.config)
     length = chunk_length(chunk, batch, count)
@@ -175,43 +202,44 @@ def fill(model: Any, cache: Any, batch: int, count: int, chunk: int | None) -> N
 
 
 def _fill_compressed(cache: CompressedCache, key: Tensor, value: Tensor, spec: ModelSpec) -> None:
-    """Takes the same new keys and values [batch, num_kv_heads, time, head_dim] into all layers."""
+    """Appends the same keys and values [batch, num_kv_heads, time, head_dim] to all layers, attention left out."""
     batch, _, new, head_dim = key.shape
-    timeline = cache.timeline
-    positions = torch.arange(timeline.slots, timeline.slots + new, device=key.device).unsqueeze(0)
-    now = ForwardPass(
-        timeline,
-        timeline.begin(batch, new, positions, None),
-        timeline.rope.rotation(positions, key.dtype),
-        None,
-    )
+    sequences = cache.sequences
+    positions = torch.arange(sequences.slots, sequences.slots + new, device=key.device).unsqueeze(0)
+    rotary = RotaryOutput(positions, sequences.rope.rotation(positions, key.dtype))
     query = key.new_zeros(batch, spec.num_heads, new, head_dim)
     impl = "fused" if cache.layers[0].codec.key.fused else "reference"
-    forms = replace(
-        attend_forms(cache.method, impl),
-        codes=lambda codec, query, part, scaling: (query, query[..., 0]),
-        exact=lambda query, key, value, visible, scaling, encoded: query.transpose(1, 2),
+    backend = replace(
+        choose_backend(cache.method, (), impl, key.device),
+        attend_codes=_no_codes,
+        attend_decoded=_no_codes,
+        attend_window=lambda query, key, value, visible, scaling, codes: query.transpose(1, 2),
     )
     for layer in cache.layers:
-        layer.update(key, value)
-        attend_layer(layer, query, now, forms, 1.0)
+        new_tokens, _ = layer.update(key, value)
+        attend_layer(new_tokens, query, None, rotary, backend, 1.0)
+
+
+def _no_codes(codec: LayerCodec, query: Tensor, encoded: EncodedTokens, scaling: float) -> PartialAttention:
+    """Stands in for attention over codes while a cache is filled."""
+    return query, query[..., 0]
 
 
 def cache_bytes(cache: Any) -> int:
-    """Bytes that a cache has allocated."""
+    """Bytes allocated by a cache."""
     if isinstance(cache, CompressedCache):
         return cache.memory().allocated_bytes
     return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers if layer.keys is not None)
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Begins to count anew what `peak_memory` tells."""
+    """Resets the counters that `peak_memory` reads."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def peak_memory(device: torch.device) -> tuple[int | None, int | None]:
-    """Most bytes that torch had allocated, and had taken from the GPU; None on a CPU."""
+    """Peaks of the bytes that torch allocated and reserved on a GPU; None on a CPU."""
     if device.type != "cuda":
         return None, None
     return torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
@@ -223,8 +251,8 @@ def random_prompt(spec: ModelSpec, batch: int, length: int, device: torch.device
     return torch.randint(3, spec.vocab_size, (batch, length), device=device, generator=generator)
 
 
-def _now(device: torch.device) -> float:
-    """Seconds, after all that was asked of the device is done."""
+def _synchronized_time(device: torch.device) -> float:
+    """Seconds, read after the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

@@ -1,4 +1,4 @@
-"""What became of a row: one method's trouble is written into its row and is not the end of the others."""
+"""Per-row error handling: a failing method is recorded in its row and the run goes on."""
 
 from __future__ import annotations
 
@@ -15,25 +15,33 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 Status = Literal["ok", "mismatch", "out of memory", "refused", "failed"]
-"""A mismatch with the reference and a failure are errors; the others are findings."""
+"""A mismatch with the reference and a failure are errors; out of memory and refused are results."""
 
 ERRORS = ("mismatch", "failed")
 
 RowT = TypeVar("RowT", bound="DataclassInstance")
 
 
-def guarded(measure: Callable[[], RowT], empty: RowT) -> RowT:
-    """A measured row, or the empty one with the status and the note that say what kept it from being measured."""
+def run_row(measure: Callable[[], RowT], empty: RowT) -> RowT:
+    """Measures a row.
+
+    Args:
+        measure: returns the row with its figures.
+        empty: the row without figures, with fields `status` and `note`.
+
+    Returns:
+        The measured row, or after an error the empty one with status and note.
+    """
     try:
         return measure()
     except Exception as error:  # a kernel may fail in any way
-        status, note = trouble(error)
-    free()  # not inside the handler, where the error still holds the failed run's tensors
+        status, note = classify_error(error)
+    free()  # outside the handler: there the error still holds the failed run's tensors
     return replace(empty, status=status, note=note)
 
 
-def trouble(error: Exception) -> tuple[Status, str | None]:
-    """An error as status and note; of one that nobody foresaw, the note names the place."""
+def classify_error(error: Exception) -> tuple[Status, str | None]:
+    """Status and note of an error; the note of an unexpected one names file and line."""
     if isinstance(error, UsageError):
         return "refused", str(error)
     if is_out_of_memory(error):

@@ -1,7 +1,11 @@
-"""Times of calls, with the GPU's cache flushed between them.
+"""Times of calls, with the GPU's L2 cache flushed before each.
 
 A kernel of some tens of microseconds is shorter than the time Python takes to launch it, so a call is also recorded as
-a CUDA graph and replayed: that is how it runs inside a decode step whose launches are hidden. Both times are kept.
+a CUDA graph and replayed, as in a decode step whose launches are hidden. Both times are kept.
+
+`triton.testing` does not replace this: `do_bench_cudagraph` unrolls many calls in one graph without flushing L2, so the
+codes of short contexts would be read from the cache; `do_bench(graph.replay)` flushes it, but takes a duration instead
+of a number of calls (`--repeats`), and makes at least eight calls however slow they are.
 """
 
 from __future__ import annotations
@@ -30,8 +34,8 @@ class Timing:
         p20_us: 20th percentile in microseconds.
         p50_us: median.
         p80_us: 80th percentile.
-        eager_us: median of the call itself; equal to `p50_us` unless a graph was replayed.
-        how: what the percentiles are of: replays of a CUDA graph, or the call itself.
+        eager_us: median of the call without a graph; equal to `p50_us` if no graph was replayed.
+        how: whether the percentiles are of replays of a CUDA graph or of eager calls.
         repeats: calls timed.
         note: why no graph could be recorded.
     """
@@ -51,8 +55,11 @@ def time_call(call: Call, device: torch.device, repeats: int, *, graph: bool = T
     Args:
         call: what is timed; its result is dropped.
         device: where it runs; on a CPU there is no graph and nothing to flush.
-        repeats: calls at most; fewer, though at least three, when they take more than some seconds.
-        graph: whether to record a CUDA graph; off for calls that ask the GPU for values.
+        repeats: calls at most; fewer, though at least three, when together they take more than 5 seconds.
+        graph: whether to record a CUDA graph; off for calls that synchronize with the GPU.
+
+    Returns:
+        Percentiles over the calls.
     """
     if device.type != "cuda":
         samples = _cpu_samples(call, repeats)
@@ -75,18 +82,18 @@ def _timing(samples: list[float], eager: list[float], how: Literal["graph", "eag
 
 def percentiles(samples: list[float]) -> tuple[float, float, float]:
     """The 20th, 50th and 80th percentile, interpolated."""
-    found = torch.tensor(samples, dtype=torch.float64).quantile(torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64))
-    p20, p50, p80 = found.tolist()
+    quantiles = torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
+    p20, p50, p80 = torch.tensor(samples, dtype=torch.float64).quantile(quantiles).tolist()
     return p20, p50, p80
 
 
 def _affordable(call_seconds: float, repeats: int) -> int:
-    """Calls that fit into the seconds a measurement may take, within [_FEWEST, repeats]."""
+    """Number of calls: `repeats`, or fewer if those would take more than _MOST_SECONDS, but at least _FEWEST."""
     return min(repeats, max(_FEWEST, int(_MOST_SECONDS / max(call_seconds, 1e-9))))
 
 
 def _cpu_samples(call: Call, repeats: int) -> list[float]:
-    """Microseconds of calls on the CPU, after one that warms up."""
+    """Microseconds per call on the CPU, after one warm-up call."""
     started = time.perf_counter()
     call()
     samples = []
@@ -98,7 +105,7 @@ def _cpu_samples(call: Call, repeats: int) -> list[float]:
 
 
 def _cuda_samples(call: Call, flush: Tensor, repeats: int) -> list[float]:
-    """Microseconds between two events around each call, after some that compile, tune and wake the clocks."""
+    """Microseconds per call between two events, after warm-up calls (compilation, autotuning, clocks)."""
     warm_up, calls = time.perf_counter(), 0
     while calls < _FEWEST or time.perf_counter() - warm_up < _WARM_SECONDS:
         started = time.perf_counter()
@@ -109,7 +116,7 @@ def _cuda_samples(call: Call, flush: Tensor, repeats: int) -> list[float]:
     events = []
     for _ in range(_affordable(last, repeats)):
         flush.zero_()
-        # the flush also keeps the GPU busy while the call's kernels are being launched
+        # the flush also keeps the GPU busy while Python launches the call's kernels
         first, second = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         first.record()
         call()
@@ -120,7 +127,11 @@ def _cuda_samples(call: Call, flush: Tensor, repeats: int) -> list[float]:
 
 
 def record_graph(call: Call) -> tuple[Any | None, str | None]:
-    """A CUDA graph of a call, or None and the reason why there is none."""
+    """Captures a call.
+
+    Returns:
+        The CUDA graph and None, or None and the reason why the call cannot be captured.
+    """
     try:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -140,12 +151,12 @@ def record_graph(call: Call) -> tuple[Any | None, str | None]:
 
 
 def copy_bandwidth(device: torch.device, repeats: int) -> float:
-    """GB/s of a copy within the device's memory, read and written bytes both counted."""
+    """GB/s of a copy within the device's memory, bytes read plus bytes written."""
     count = (512 if device.type == "cuda" else 64) * 2**20
     source = torch.zeros(count, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    took = time_call(lambda: target.copy_(source), device, repeats, graph=False)
-    return 2 * count / took.p50_us / 1e3
+    timing = time_call(lambda: target.copy_(source), device, repeats, graph=False)
+    return 2 * count / timing.p50_us / 1e3
 
 
 def _l2_bytes(device: torch.device) -> int:

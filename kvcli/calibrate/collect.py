@@ -7,7 +7,6 @@ at the first part that is missing. This module does not know where sequences com
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,13 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from kvcli.errors import SamplesError
+from kvcli.files import open_run, write_json
 from kvcli.models import LoadedModel
-from kvcli.samples import MANIFEST, Recording, part_name, write_manifest, write_part
+from kvcli.samples import FORMAT_VERSION, MANIFEST, Recording, part_name, write_part
 from kvcli.seam.patch import RotaryOutput, Seam, find_rope, layer_index
 from kvcli.seam.sdpa import sdpa
 from kvcli.spec import ModelSpec
 
 _PART_BYTES = 512 * 2**20
+_STALE = ("window-*-part-*.safetensors*",)
 
 
 @dataclass(frozen=True)
@@ -32,10 +33,10 @@ class CollectConfig:
 
     Attributes:
         num_sequences: sequences recorded.
-        seq_len: tokens a sequence.
+        seq_len: tokens per sequence.
         query_sequences: sequences whose queries are recorded too; keys and values are recorded for all.
-        batch_size: sequences a forward pass.
-        layer_window: layers a pass; 0 chooses so that a part holds at most half a GiB.
+        batch_size: sequences per forward pass.
+        layer_window: layers per pass; 0: as many as keep a part below half a GiB.
     """
 
     num_sequences: int
@@ -50,13 +51,13 @@ class CollectConfig:
         return -(-self.num_sequences // self.batch_size)
 
     def windows(self, spec: ModelSpec) -> list[tuple[int, int]]:
-        """Half-open ranges of layers, one a pass."""
+        """Half-open ranges of layers, one per pass."""
         per_layer = self.batch_size * self.seq_len * 2 * (2 * spec.kv_dim + spec.num_heads * spec.head_dim)
         size = self.layer_window or max(1, _PART_BYTES // per_layer)
         return [(a, min(a + size, spec.num_layers)) for a in range(0, spec.num_layers, size)]
 
     def disk_bytes(self, spec: ModelSpec) -> int:
-        """Bytes of samples on disk, 16 bits a value."""
+        """Bytes of samples on disk, 16 bits per value."""
         kv_values = 2 * spec.kv_dim * self.num_sequences
         q_values = spec.num_heads * spec.head_dim * self.query_sequences
         return 2 * spec.num_layers * self.seq_len * (kv_values + q_values)
@@ -119,21 +120,20 @@ def collect(
         config: what to record.
         folder: where the parts and the manifest go.
         provenance: kept in the manifest: corpus, revision, seed and the like.
-        overwrite: discard another recording that stands in the folder.
-        advance: told how many tokens a pass has processed, or found recorded already.
-        say: told what is reused.
+        overwrite: discard another recording that is in the folder.
+        advance: called with the number of tokens of each pass, recorded now or before.
+        say: called with a line about what is reused.
 
     Returns:
         The finished recording; when the folder holds it already, nothing is run.
 
     Raises:
-        SamplesError: the folder holds a recording with another configuration and `overwrite` is off.
+        SamplesError: the folder holds another recording and `overwrite` is off; the message names what differs.
     """
     windows = config.windows(loaded.spec)
     manifest = {
-        "spec": loaded.spec.to_dict(),
-        "model": loaded.name,
-        "fingerprint": loaded.fingerprint,
+        "format_version": FORMAT_VERSION,
+        **loaded.identity(),
         "rope": find_rope(loaded.model).frequencies(),
         "provenance": dict(provenance),
         **asdict(config),
@@ -141,12 +141,10 @@ def collect(
         "num_parts": config.num_parts,
         "windows": [list(window) for window in windows],
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    if not _resumable(folder, manifest, overwrite):
-        write_manifest(folder, {**manifest, "complete": False})
-    wanted = [part_name(window, part) for window in range(len(windows)) for part in range(config.num_parts)]
-    if found := sum((folder / name).is_file() for name in wanted):
-        say(f"{found} of {len(wanted)} parts were recorded already and are reused")
+    open_run(folder, MANIFEST, manifest, kind="recording", stale=_STALE, error=SamplesError, overwrite=overwrite)
+    parts = [part_name(window, part) for window in range(len(windows)) for part in range(config.num_parts)]
+    if reused := sum((folder / name).is_file() for name in parts):
+        say(f"{reused} of {len(parts)} parts were recorded already and are reused")
     recorder = _Recorder(torch.bfloat16 if loaded.model.dtype == torch.bfloat16 else torch.float16)
     with Seam(loaded.model, recorder), torch.inference_mode():
         for window_idx, window in enumerate(windows):
@@ -159,7 +157,7 @@ def collect(
                     write_part(folder, window_idx, part, recorder.tensors)
                     recorder.tensors = {}
                 advance(batch.numel())
-    write_manifest(folder, {**manifest, "complete": True})
+    write_json(folder / MANIFEST, {**manifest, "complete": True})
     return Recording(folder)
 
 
@@ -169,25 +167,3 @@ def _run(model: Any, batch: Tensor) -> None:
         model.base_model(input_ids=batch.to(model.device), use_cache=False)
     except _WindowDone:
         return
-
-
-def _resumable(folder: Path, manifest: Mapping[str, Any], overwrite: bool) -> bool:
-    """Whether the folder holds a beginning of this very recording; otherwise it is emptied, if that is allowed."""
-    path = folder / MANIFEST
-    exists = path.is_file()
-    try:
-        found: dict[str, Any] = dict(json.loads(path.read_text())) if exists else {}
-    except (ValueError, TypeError):
-        found = {}
-    wanted = json.loads(json.dumps(manifest))
-    if exists and {key: found.get(key) for key in wanted} == wanted:
-        return True
-    if exists and not overwrite:
-        differing = sorted(key for key in wanted if found.get(key) != wanted[key])
-        raise SamplesError(
-            f"{folder} holds another recording (differs in {', '.join(differing)}); "
-            "choose another --out or discard it with --overwrite"
-        )
-    for stale in [*folder.glob("window-*-part-*.safetensors"), *folder.glob("*.tmp")]:
-        stale.unlink()
-    return False

@@ -148,7 +148,7 @@ def token_sequences(
         texts: documents.
         tokenizer: the model's tokenizer.
         num_sequences: sequences wanted.
-        seq_len: tokens a sequence.
+        seq_len: tokens per sequence.
 
     Returns:
         int64 [num_sequences, seq_len]; fewer sequences when the texts run out.

@@ -8,11 +8,11 @@ import sys
 import typer
 
 from kvcli._version import __version__
-from kvcli.cli import bench, calibrate, demo, env, evaluate, export, fit_subspace, generate, methods, train_codebook
+from kvcli.cli import bench, calibrate, demo, env, evaluate, export, fit, generate, methods
 
 app = typer.Typer(
     name="kvcli",
-    help="Compress the KV cache of language models to 1-4 bits: calibrate, train, export, generate, measure.",
+    help="Compress the KV cache of language models to 1-4 bits: calibrate, fit, export, generate, measure.",
     epilog="Start with: kvcli demo",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -34,7 +34,7 @@ def _main(
     pass
 
 
-for module in (demo, calibrate, train_codebook, fit_subspace, export, generate, evaluate, bench, methods, env):
+for module in (demo, calibrate, fit, export, generate, evaluate, bench, methods, env):
     module.register(app)
 
 

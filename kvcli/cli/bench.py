@@ -8,18 +8,20 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import typer
 
-from kvcli.cli.bench_options import CPU_METHODS, DEFAULT_MODEL, METHODS, BenchOptions, check, parse_batches
+from kvcli.cli.bench_options import DEFAULT_MODEL, BenchOptions, check, parse_batches
 from kvcli.cli.bench_tables import attention_table, generate_table, memory_table
 from kvcli.cli.options import command, parse_settings
 from kvcli.cli.output import Output, parse_size
 from kvcli.errors import UsageError
+from kvcli.registry import BASELINE, DEFAULT_METHOD, METHODS, get_method
 
 if TYPE_CHECKING:
     import torch
 
-    from kvcli.bench.layer import Subject
+    from kvcli.bench.layer import MethodCase
 
 MEMORY_SHAPE = "llama-3.1-8b"
+MEMORY_BUDGET = "24GiB"
 
 
 class Row(Protocol):
@@ -34,106 +36,100 @@ class Row(Protocol):
 
 
 def run(options: BenchOptions, output: Output) -> None:
-    """Measure speed and memory, methods side by side; kernels are checked against the reference first."""
+    """Measure speed and memory of several methods; kernels are checked against the reference first."""
     check(options)
-    records_path(options).open("a").close()  # better now than after the measurement
-    {"attention": bench_attention, "generate": bench_generate, "memory": bench_memory}[options.suite](options, output)
+    records_path(options).open("a").close()  # fails before the measurement, not after it
+    {"attention": run_attention, "generate": run_generate, "memory": run_memory}[options.suite](options, output)
 
 
-def bench_attention(options: BenchOptions, output: Output) -> None:
-    """The attention suite."""
+def run_attention(options: BenchOptions, output: Output) -> None:
+    """The suite that measures one layer."""
     import torch
 
-    from kvcli.bench.attention import AttentionConfig, bench_attention
-    from kvcli.bench.shapes import shape_spec
+    from kvcli.bench.attention import AttentionBench
 
     device = torch.device(options.torch_device())
     gpu = device.type == "cuda"
     dtype = options.dtype if options.dtype != "auto" else "float16" if gpu else "float32"
+    contexts = options.contexts or ([1024, 8192, 32768, 131072] if gpu else [256, 1024])
     batches = parse_batches(options.batches)
     if batches is None:
         raise UsageError("--batches auto goes with --suite generate or memory")
-    config = AttentionConfig(
-        shape=options.shape,
-        subjects=[subject for subject in subjects(options, METHODS) if not subject.is_baseline],
-        contexts=options.contexts or ([1024, 8192, 32768, 131072] if gpu else [256, 1024]),
-        batches=batches,
+    bench = AttentionBench(
+        options.shape,
+        [case for case in method_cases(options, default_methods()) if not case.is_baseline],
         impl=options.impl,
         repeats=options.repeats or 50,
         device=device,
         dtype=getattr(torch, dtype),
         seed=options.seed,
-        layer_idx=shape_spec(options.shape).num_layers - 1 if options.layer is None else options.layer,
+        layer_idx=options.layer,
     )
-    say_device(device, output)
-    shared = {"shape": options.shape, "layer": config.layer_idx, "dtype": dtype, "weights": "random"}
-    total = len(config.contexts) * len(batches) * (1 + len(config.subjects))
-    collect(options, output, bench_attention(config), total, shared, attention_table)
+    warn_without_gpu(device, output)
+    shared = {"shape": options.shape, "layer": bench.layer_idx, "dtype": dtype, "weights": "random"}
+    total = len(contexts) * len(batches) * (1 + len(bench.cases))
+    report_rows(options, output, bench.rows(contexts, batches), total, shared, attention_table)
 
 
-def bench_generate(options: BenchOptions, output: Output) -> None:
+def run_generate(options: BenchOptions, output: Output) -> None:
     """The suite that runs a model end to end."""
     import torch
 
-    from kvcli.bench.budget import need_gpu
-    from kvcli.bench.generate import GenerateConfig, bench_generate
+    from kvcli.bench.budget import check_budget, need_gpu
+    from kvcli.bench.model_bench import ModelBench
 
-    gpu = options.torch_device().startswith("cuda")
-    chosen = subjects(options, METHODS if gpu else CPU_METHODS, baseline=True)
+    device = torch.device(options.torch_device())
+    gpu = device.type == "cuda"
+    cases = method_cases(options, default_methods(few=not gpu), baseline=True)
     batches, budget = parse_batches(options.batches), parse_size(options.memory_budget)
-    if batches is None or budget is not None:
-        need_gpu(torch.device(options.torch_device()))
+    if budget is not None:
+        check_budget(budget, device)
+    if batches is None:
+        need_gpu(device)
     model, shared = load(options, options.random_weights, output)
-    config = GenerateConfig(
-        model=model,
-        subjects=chosen,
-        prompt_tokens=options.prompt_tokens or ([512] if gpu else [256]),
-        new_tokens=options.new_tokens if options.new_tokens is not None else 64 if gpu else 8,
-        batches=batches,
+    bench = ModelBench(
+        model,
+        cases,
+        impl=options.impl,
+        seed=options.seed,
         memory_budget=budget,
         prefill_chunk=options.prefill_chunk,
-        impl=options.impl,
-        repeats=options.repeats or 3,
-        seed=options.seed,
     )
-    total = len(config.prompt_tokens) * len(batches or [0]) * len(chosen)
-    shared = {**shared, "memory_budget": budget, "prefill_chunk": config.prefill_chunk}
-    collect(options, output, bench_generate(config), total, shared, generate_table)
+    contexts = options.prompt_tokens or ([512] if gpu else [256])
+    new_tokens = options.new_tokens if options.new_tokens is not None else 64 if gpu else 8
+    rows = bench.generate(contexts, batches, new_tokens=new_tokens, repeats=options.repeats or 3)
+    shared = {**shared, "memory_budget": budget, "prefill_chunk": options.prefill_chunk}
+    report_rows(options, output, rows, len(contexts) * len(batches or [0]) * len(cases), shared, generate_table)
 
 
-def bench_memory(options: BenchOptions, output: Output) -> None:
-    """The suite that finds out what fits."""
+def run_memory(options: BenchOptions, output: Output) -> None:
+    """The suite that finds what fits into a memory budget."""
     import torch
 
-    from kvcli.bench.budget import need_gpu
-    from kvcli.bench.memory import MemoryConfig, bench_memory
+    from kvcli.bench.budget import check_budget
+    from kvcli.bench.model_bench import ModelBench
 
-    need_gpu(torch.device(options.torch_device()))
-    chosen = subjects(options, METHODS, baseline=True)
-    batches, budget = parse_batches(options.batches or ["auto"]), parse_size(options.memory_budget or "24GiB")
+    budget = parse_size(options.memory_budget or MEMORY_BUDGET)
     assert budget is not None
+    check_budget(budget, torch.device(options.torch_device()))
+    cases = method_cases(options, default_methods(), baseline=True)
+    contexts, batches = options.contexts or [32768], parse_batches(options.batches or ["auto"])
+    chunk, full = options.prefill_chunk or 4096, options.full_prefill
     shape = options.random_weights or (MEMORY_SHAPE if options.model == DEFAULT_MODEL else None)
     model, shared = load(options, shape, output)
-    config = MemoryConfig(
-        model=model,
-        subjects=chosen,
-        contexts=options.contexts or [32768],
-        batches=batches,
-        longest=options.longest,
-        memory_budget=budget,
-        prefill_chunk=options.prefill_chunk or 4096,
-        full_prefill=options.full_prefill,
-        impl=options.impl,
-        seed=options.seed,
-    )
-    total = len(chosen) * (len(config.contexts) * len(batches or [0]) + config.longest)
-    prefill = "computed" if config.full_prefill else "ends computed, middle filled"
-    shared = {**shared, "memory_budget": budget, "prefill_chunk": config.prefill_chunk, "prefill": prefill}
-    collect(options, output, bench_memory(config), total, shared, memory_table)
+    bench = ModelBench(model, cases, impl=options.impl, seed=options.seed, memory_budget=budget, prefill_chunk=chunk)
+    rows = bench.memory(contexts, batches, longest=options.longest, full_prefill=full)
+    total = len(cases) * (len(contexts) * len(batches or [0]) + options.longest)
+    prefill = "computed" if full else "ends computed, middle filled"
+    shared = {**shared, "memory_budget": budget, "prefill_chunk": chunk, "prefill": prefill}
+    report_rows(options, output, rows, total, shared, memory_table)
 
 
 def load(options: BenchOptions, shape: str | None, output: Output) -> tuple[Any, dict[str, Any]]:
-    """The model to run, and what all records say of it.
+    """Loads the model, or makes one of a shape with random weights.
+
+    Returns:
+        The model, and the fields of all records that describe it.
 
     Raises:
         UsageError: a number of layers for a model whose weights are not random.
@@ -141,7 +137,7 @@ def load(options: BenchOptions, shape: str | None, output: Output) -> tuple[Any,
     import torch
 
     device = torch.device(options.torch_device())
-    say_device(device, output)
+    warn_without_gpu(device, output)
     if shape is None:
         if options.layers is not None:
             raise UsageError("--layers goes with --random-weights")
@@ -150,7 +146,7 @@ def load(options: BenchOptions, shape: str | None, output: Output) -> tuple[Any,
         from kvcli.bench.model import random_model
         from kvcli.bench.shapes import shape_spec
 
-        shape_spec(shape)  # better now than after what follows is said
+        shape_spec(shape)  # raises for an unknown shape before anything is said
         dtype = options.dtype if options.dtype != "auto" else "bfloat16" if device.type == "cuda" else "float32"
         output.say(f"making a model of the shape {shape} with random weights")
         model = random_model(shape, options.layers, device, getattr(torch, dtype), options.seed)
@@ -163,23 +159,36 @@ def load(options: BenchOptions, shape: str | None, output: Output) -> tuple[Any,
     }
 
 
-def subjects(options: BenchOptions, default: list[str], baseline: bool = False) -> list[Subject]:
+def default_methods(few: bool = False) -> list[str]:
+    """What is measured unless --methods is given: what the methods' records name.
+
+    Args:
+        few: one method that needs no artifact and one that needs one, for runs that are slow.
+    """
+    methods = [method for method in map(get_method, METHODS) if method.bench]
+    if few:
+        first = {method.needs_artifact: method for method in reversed(methods)}
+        return [method.bench[0] for method in methods if first[method.needs_artifact] is method]
+    return [name for method in methods for name in method.bench]
+
+
+def method_cases(options: BenchOptions, default: list[str], baseline: bool = False) -> list[MethodCase]:
     """The methods with their settings; with `baseline`, fp16 first.
 
     Raises:
         UsageError: a method that does not exist.
         ConfigError: a setting that no method has, or a value out of range.
     """
-    from kvcli.bench.layer import Subject, check_settings
+    from kvcli.bench.layer import MethodCase, check_settings
 
     settings = parse_settings(options.settings)
-    names = list(dict.fromkeys([*(["fp16"] if baseline else []), *(options.methods or default)]))
-    found = [Subject.parse(name, settings) for name in names]
-    check_settings(found, settings)
-    return found
+    names = list(dict.fromkeys([*([BASELINE] if baseline else []), *(options.methods or default)]))
+    cases = [MethodCase.parse(name, settings) for name in names]
+    check_settings(cases, settings)
+    return cases
 
 
-def say_device(device: torch.device, output: Output) -> None:
+def warn_without_gpu(device: torch.device, output: Output) -> None:
     """Says what is measured where there is no GPU."""
     from kvcli.kernels.launch import interpreted
 
@@ -192,13 +201,13 @@ def say_device(device: torch.device, output: Output) -> None:
 
 
 def records_path(options: BenchOptions) -> Path:
-    """Where records go; makes the folder."""
+    """Where records are appended; makes the folder."""
     path = options.out or Path("runs") / "bench" / f"{options.suite}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     return path
 
 
-def collect(
+def report_rows(
     options: BenchOptions,
     output: Output,
     rows: Iterable[Row],
@@ -206,26 +215,27 @@ def collect(
     shared: dict[str, Any],
     make_table: Callable[[list[dict[str, Any]]], Any],
 ) -> None:
-    """Writes a record a row as it comes and shows the table, also of what there was when it was interrupted.
+    """Appends a record per row as it is measured, then shows the table; after an interruption, of the rows so far.
 
     The command ends with code 1 after a mismatch or a failure, and if every method was refused.
 
     Args:
         options: of the command.
         output: where the table goes.
-        rows: measured as they are asked for.
-        total: how many there will be.
-        shared: what all records say beside the row's own figures.
-        make_table: the table of the records.
+        rows: measured while they are iterated over.
+        total: number of rows.
+        shared: fields of all records besides the row's own.
+        make_table: makes the table of the records.
     """
     from kvcli.bench.rows import ERRORS
     from kvcli.files import append_record
     from kvcli.kernels.launch import interpreted
-    from kvcli.machine import facts
+    from kvcli.machine import environment_info
+    from kvcli.registry import BASELINE
 
     path, interrupted = records_path(options), False
     shared = {**shared, "device": options.torch_device(), "interpreted": interpreted(), "seed": options.seed}
-    machine, records = facts(), []
+    machine, records = environment_info(), []
     with output.progress(options.suite, total, "rows") as advance:
         try:
             for row in rows:
@@ -242,17 +252,16 @@ def collect(
     output.say(f"records: {path}")
     for record in records:
         if record["status"] in (*ERRORS, "refused"):
-            tokens = record.get("context", record.get("prompt_tokens"))
-            where = f"{record['method']}, {tokens} tokens, batch {record['batch']}"
+            where = f"{record['method']}, {record['context']} tokens, batch {record['batch']}"
             output.say(f"{'error' if record['status'] in ERRORS else 'refused'}: {where}: {record['note']}")
     if interrupted:
         raise typer.Exit(130)
-    asked = [record["status"] for record in records if record["method"] != "fp16"]
-    if any(record["status"] in ERRORS for record in records) or (asked and set(asked) == {"refused"}):
+    statuses = [record["status"] for record in records if record["method"] != BASELINE]
+    if any(record["status"] in ERRORS for record in records) or (statuses and set(statuses) == {"refused"}):
         raise typer.Exit(1)
 
 
 def register(app: typer.Typer) -> None:
     """Adds the command."""
-    example = "kvcli bench --suite attention --methods kivi-2 --contexts 256 --repeats 5"
+    example = f"kvcli bench --shape smollm2-135m --methods {DEFAULT_METHOD}-1 --contexts 256 --repeats 5"
     command(app, "bench", BenchOptions, example, ("model",))(run)

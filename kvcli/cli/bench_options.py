@@ -1,4 +1,4 @@
-"""Options of `kvcli bench`, and which go together."""
+"""Options of `kvcli bench`, and which suites have them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from pydantic import Field
 
 from kvcli.cli.options import ModelOptions
 from kvcli.errors import UsageError
+from kvcli.registry import DEFAULT_METHOD
 
-METHODS = ["kivi-2", "kivi-4", "squat-2", "squat-pre-2", "qjl", "commvq-1", "commvq-2"]
-CPU_METHODS = ["kivi-2", "commvq-1"]
 DEFAULT_MODEL = ModelOptions.model_fields["model"].get_default()
 MOST = 2**31 - 1
 ONLY = {
@@ -28,7 +27,7 @@ ONLY = {
     "full_prefill": ("memory",),
     "longest": ("memory",),
 }
-"""Options that some suites only have."""
+"""Options that only some suites have."""
 
 
 class BenchOptions(ModelOptions):
@@ -40,14 +39,15 @@ class BenchOptions(ModelOptions):
     )
     methods: list[str] = Field(
         default=[],
-        description=f"methods; repeatable; default: {', '.join(METHODS)} (generate on a CPU: {', '.join(CPU_METHODS)})",
+        description=f"methods, such as {DEFAULT_METHOD}-2; repeatable; default: every compared method and number of "
+        "bits (generate on a CPU: one method without an artifact and one with)",
     )
     settings: list[str] = Field(default=[], description="setting of every method that has it, NAME=VALUE; repeatable")
     batches: list[str] = Field(
         default=[],
         description="sequences, or 'auto' for the largest batch that fits; repeatable; default: 1 (memory: auto)",
     )
-    impl: str = Field(default="auto", description="form of attention over codes: auto, fused, reference, reordered")
+    impl: str = Field(default="auto", description="auto, fused (Triton kernels) or reference")
     repeats: int | None = Field(default=None, ge=1, description="calls or runs timed; default: 50 (generate: 3)")
     contexts: list[int] = Field(
         default=[],
@@ -69,10 +69,12 @@ class BenchOptions(ModelOptions):
         default=None, ge=0, description="generate: tokens after the prompt; default: 64 (CPU: 8)"
     )
     memory_budget: str | None = Field(
-        default=None, description="generate, memory: what torch may take, such as 24GiB; default: all (memory: 24GiB)"
+        default=None, description="generate, memory: limit of torch, such as 24GiB; default: none (memory: 24GiB)"
     )
     prefill_chunk: int | None = Field(
-        default=None, ge=1, description="tokens of the batch read at once; default: the whole prompt (memory: 4096)"
+        default=None,
+        ge=1,
+        description="tokens of the whole batch per forward pass; default: the whole prompt (memory: 4096)",
     )
     full_prefill: bool = Field(
         default=False, description="memory: compute the whole prompt, instead of filling the cache between its ends"

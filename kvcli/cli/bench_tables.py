@@ -10,14 +10,14 @@ from kvcli.cli.output import size, table
 
 
 def attention_table(records: list[dict[str, Any]]) -> Table:
-    """Times of one layer beside those of SDPA."""
+    """Times of one layer, compared with SDPA."""
     first = records[0]
-    columns = ("method", "context", "batch", "x SDPA", "p50 us", "p20-p80", "eager us", "GB/s", "bits", "error", "form")
+    columns = ("method", "context", "batch", "x SDPA", "p50 us", "p20-p80", "eager us", "GB/s", "bits", "error", "impl")
     rows = []
     for record in records:
         shown = [record["method"], f"{record['context']}", f"{record['batch']}"]
         if record["status"] != "ok":
-            rows.append([*shown, *["-"] * 6, _error(record), _trouble(record)])
+            rows.append([*shown, *["-"] * 6, _error(record), _status(record)])
             continue
         rows.append(
             [
@@ -40,7 +40,7 @@ def attention_table(records: list[dict[str, Any]]) -> Table:
 
 
 def generate_table(records: list[dict[str, Any]]) -> Table:
-    """Rates and memory of whole models beside those of fp16."""
+    """Rates and memory of whole models, compared with fp16."""
     first = records[0]
     columns = (
         "method",
@@ -56,13 +56,13 @@ def generate_table(records: list[dict[str, Any]]) -> Table:
         "ttft ms",
         "peak",
         "error",
-        "form",
+        "impl",
     )
     rows = []
     for record in records:
         shown = [record["method"], f"{record['prompt_tokens']}+{record['new_tokens']}", f"{record['batch'] or '-'}"]
         if record["status"] != "ok":
-            rows.append([*shown, *["-"] * 9, _error(record), _trouble(record)])
+            rows.append([*shown, *["-"] * 9, _error(record), _status(record)])
             continue
         low, middle, high = record["prefill_ms"]
         rate = record["tokens_per_s"]
@@ -93,13 +93,13 @@ def generate_table(records: list[dict[str, Any]]) -> Table:
 def memory_table(records: list[dict[str, Any]]) -> Table:
     """What fits into the budget."""
     first = records[0]
-    columns = ("method", "question", "context", "batch", "cache", "cache / fp16", "peak", "reserved", "error", "form")
+    columns = ("method", "question", "context", "batch", "cache", "cache / fp16", "peak", "reserved", "error", "impl")
     rows = []
     for record in records:
         asked = [f"{record['context'] or '-'}", f"{record['batch'] or '-'}"]
         shown = [record["method"], record["question"], *asked]
         if record["status"] != "ok":
-            rows.append([*shown, *["-"] * 4, _error(record), _trouble(record)])
+            rows.append([*shown, *["-"] * 4, _error(record), _status(record)])
             continue
         sizes = [size(record[name]) for name in ("cache_bytes", "peak_bytes", "reserved_bytes")]
         rows.append([*shown, sizes[0], f"1/{record['cache_ratio']:.2f}", *sizes[1:], _error(record), record["impl"]])
@@ -111,13 +111,13 @@ def memory_table(records: list[dict[str, Any]]) -> Table:
     return table(title, columns, rows)
 
 
-def _trouble(record: dict[str, Any]) -> str:
+def _status(record: dict[str, Any]) -> str:
     status = record["status"].upper() if record["status"] in ("mismatch", "failed") else record["status"]
     return f"{record['impl']}: {status}"
 
 
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
+def _number(value: float | None, format_spec: str) -> str:
+    return "-" if value is None else format(value, format_spec)
 
 
 def _error(record: dict[str, Any]) -> str:

@@ -30,10 +30,12 @@ class CalibrateOptions(ModelOptions):
     revision: str | None = Field(default=None, description="revision of a hub dataset; FineWeb-Edu's is pinned")
     text_column: str = Field(default="text", description="column that holds the text")
     tokens: int = Field(default=65536, ge=2, description="token budget")
-    seq_len: int = Field(default=2048, ge=2, description="tokens a sequence")
+    seq_len: int = Field(default=2048, ge=2, description="tokens per sequence")
     query_tokens: int = Field(default=8192, ge=0, description="tokens whose queries are recorded too")
-    batch_size: int = Field(default=4, ge=1, description="sequences a forward pass")
-    layer_window: int = Field(default=0, ge=0, description="layers recorded a pass; 0: as many as half a GiB holds")
+    batch_size: int = Field(default=4, ge=1, description="sequences per forward pass")
+    layer_window: int = Field(
+        default=0, ge=0, description="layers per pass; 0: as many as keep a file below half a GiB"
+    )
     out: Path | None = Field(default=None, description="output folder; default: runs/MODEL/samples")
     overwrite: bool = Field(default=False, description="discard another recording in the output folder")
 
@@ -52,7 +54,7 @@ def run(options: CalibrateOptions, output: Output) -> None:
     output.say(f"reading {corpus.source}")
     sequences = token_sequences(documents(corpus), loaded.tokenizer, wanted, seq_len)
     if len(sequences) < wanted:
-        output.say(f"the corpus is smaller than asked: {sequences.numel()} of {options.tokens} tokens")
+        output.say(f"the corpus is smaller than --tokens: {sequences.numel()} of {options.tokens} tokens")
     config = CollectConfig(
         num_sequences=len(sequences),
         seq_len=seq_len,
@@ -89,8 +91,8 @@ def run(options: CalibrateOptions, output: Output) -> None:
 
 def corpus_config(options: CalibrateOptions) -> CorpusConfig:
     """The corpus the options ask for."""
+    from kvcli.builtin_models import BUILTIN_MODELS
     from kvcli.calibrate.corpus import BUILTIN, FINEWEB_EDU, CorpusConfig
-    from kvcli.models import BUILTIN_MODELS
 
     source = options.corpus or (BUILTIN if options.model in BUILTIN_MODELS else FINEWEB_EDU)
     if source == FINEWEB_EDU:

@@ -11,9 +11,11 @@ from typing import Any, Literal
 import typer
 from pydantic import Field
 
-from kvcli.cli import calibrate, evaluate, export, train_codebook
+from kvcli.builtin_models import BUILTIN_MODELS, DEFAULT_MODEL
+from kvcli.cli import calibrate, evaluate, export, fit
 from kvcli.cli.options import Options, command
 from kvcli.cli.output import Output, duration, size
+from kvcli.registry import BASELINE, DEFAULT_METHOD, fit_command, get_method
 
 _PROMPT_CHARACTERS = 4800
 _SHOWN_CHARACTERS = 320
@@ -22,7 +24,7 @@ _SHOWN_CHARACTERS = 320
 class DemoOptions(Options):
     """Options of `kvcli demo`."""
 
-    bits: Literal[1, 2] = Field(default=2, description="nominal bits a value")
+    bits: Literal[1, 2] = Field(default=2, description="nominal bits per value")
     prompt: str | None = Field(default=None, description="text to continue; default: 1000 tokens of held-out text")
     max_new_tokens: int = Field(default=80, ge=1, description="tokens to generate")
     tokens: int = Field(default=16384, ge=1, description="calibration tokens")
@@ -30,21 +32,19 @@ class DemoOptions(Options):
 
 
 def run(options: DemoOptions, output: Output) -> None:
-    """Run the whole pipeline on the small built-in model: calibrate, train, export, generate, measure."""
+    """Run the whole pipeline on the small built-in model: calibrate, fit, export, generate, measure."""
     from kvcli.attention.session import attach
     from kvcli.generate import SamplingConfig, generate_text, prompt_ids
     from kvcli.models import load_model
 
-    output.say(
-        f"quick preset: {options.tokens} calibration tokens instead of 65536, 8 EM iterations instead of 12, "
-        "6 value rounds instead of 8; 'kvcli calibrate' and 'kvcli train-codebook' use the full defaults"
-    )
+    quick = quick_settings()
+    say_preset(options, quick, output)
     seconds: dict[str, float] = {}
     quiet = _Quiet(output)
     folders = {
         "samples": options.out / "samples",
-        "training": options.out / "training" / f"commvq-{options.bits}bit",
-        "artifact": options.out / f"commvq-{options.bits}bit",
+        "training": options.out / "training" / f"{DEFAULT_METHOD}-{options.bits}bit",
+        "artifact": options.out / f"{DEFAULT_METHOD}-{options.bits}bit",
     }
     shared: dict[str, Any] = {"seed": options.seed, "device": options.device}
     with _timed(seconds, "model"):
@@ -55,12 +55,11 @@ def run(options: DemoOptions, output: Output) -> None:
         )
         calibrate.run(settings, quiet)
     with _timed(seconds, "train"):
-        train_codebook.run(
-            train_codebook.TrainCodebookOptions(
+        fit.run(
+            fit.FitMethodOptions(
+                method=f"{DEFAULT_METHOD}-{options.bits}",
+                setting=[f"{name}={value}" for name, value in quick.items()],
                 samples=folders["samples"],
-                bits=options.bits,
-                key_iterations=8,
-                value_iterations=6,
                 out=folders["training"],
                 **shared,
             ),
@@ -72,25 +71,29 @@ def run(options: DemoOptions, output: Output) -> None:
     prompt = options.prompt or heldout_prompt()
     ids = prompt_ids(loaded, prompt, chat=False)
     made = {}
-    for name, artifact in (("fp16", None), ("commvq", folders["artifact"])):
+    for name, artifact in ((BASELINE, None), (DEFAULT_METHOD, folders["artifact"])):
         output.say(f"generating with {name}")
         with (
             _timed(seconds, f"generate {name}"),
-            attach(loaded.model, name, artifact=artifact, residual_length=32) as session,
+            attach(loaded, name, artifact=artifact, residual_length=32) as session,
         ):
             made[name] = generate_text(loaded, session, ids, sampling)
     with _timed(seconds, "measure"):
         evaluate.run(
             evaluate.EvalOptions(
-                method=["commvq"], artifact=[folders["artifact"]], seq_len=1024, num_sequences=2, batch_size=2, **shared
+                method=[DEFAULT_METHOD],
+                artifact=[folders["artifact"]],
+                seq_len=1024,
+                num_sequences=2,
+                batch_size=2,
+                **shared,
             ),
             quiet,
         )
     quality = quiet.record["rows"][0]
     record = {
         "prompt": prompt,
-        "fp16": made["fp16"].to_dict(),
-        "commvq": made["commvq"].to_dict(),
+        **{name: generation.to_dict() for name, generation in made.items()},
         "kl_mean": quality["kl_mean"],
         "flips": quality["flips"],
         "true_bits": quality["memory"]["true_bits"],
@@ -98,6 +101,23 @@ def run(options: DemoOptions, output: Output) -> None:
         "artifact": str(folders["artifact"]),
     }
     output.result(record, _table(record))
+
+
+def quick_settings() -> dict[str, Any]:
+    """The method's settings that fit in less time than its defaults."""
+    own = fit_command(DEFAULT_METHOD)
+    return {} if own is None else dict(own.quick)
+
+
+def say_preset(options: DemoOptions, quick: dict[str, Any], output: Output) -> None:
+    """Says what the quick preset changes, each with the full default."""
+    defaults = get_method(DEFAULT_METHOD).config_cls.model_fields
+    tokens = calibrate.CalibrateOptions.model_fields["tokens"].get_default()
+    changes = [f"{name} {value} instead of {defaults[name].get_default()}" for name, value in quick.items()]
+    output.say(
+        f"quick preset: {', '.join([f'{options.tokens} calibration tokens instead of {tokens}', *changes])}; "
+        "'kvcli calibrate' and 'kvcli fit' use the full defaults"
+    )
 
 
 def heldout_prompt() -> str:
@@ -109,7 +129,7 @@ def heldout_prompt() -> str:
 
 
 class _Quiet(Output):
-    """Shows a stage's talk and keeps its result for the demo's own table."""
+    """Shows a stage's messages and keeps its result for the demo's own table."""
 
     def __init__(self, outer: Output) -> None:
         super().__init__(outer.as_json)
@@ -132,25 +152,30 @@ def _timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
 def _table(record: dict[str, Any]) -> Any:
     from rich.table import Table
 
-    memory = record["commvq"]["memory"]
-    shown = Table(title="kvcli demo: SmolLM2-135M-Instruct", title_justify="left", show_header=False, show_lines=True)
+    memory, label = record[DEFAULT_METHOD]["memory"], get_method(DEFAULT_METHOD).paper.partition(",")[0]
+    shown = Table(
+        title=f"kvcli demo: {BUILTIN_MODELS[DEFAULT_MODEL].title}",
+        title_justify="left",
+        show_header=False,
+        show_lines=True,
+    )
     shown.add_column(style="bold", no_wrap=True)
     shown.add_column(overflow="fold")
     tail = record["prompt"][-_SHOWN_CHARACTERS:]
-    shown.add_row("prompt", f"{record['fp16']['prompt_tokens']} tokens, ending in: …{tail}")
-    shown.add_row("fp16", record["fp16"]["text"].strip())
-    shown.add_row("CommVQ", record["commvq"]["text"].strip())
+    shown.add_row("prompt", f"{record[BASELINE]['prompt_tokens']} tokens, ending in: …{tail}")
+    shown.add_row(BASELINE, record[BASELINE]["text"].strip())
+    shown.add_row(label, record[DEFAULT_METHOD]["text"].strip())
     shown.add_row(
         "KV bytes",
-        f"fp16 {size(memory['fp16_bytes'])}, CommVQ {size(memory['cache_bytes'])} ({memory['ratio']:.1f}x smaller; "
+        f"fp16 {size(memory['fp16_bytes'])}, {label} {size(memory['cache_bytes'])} ({memory['ratio']:.1f}x smaller; "
         f"{memory['num_encoded']} of {memory['num_tokens']} tokens are codes), "
-        f"codebooks and encoders {size(memory['artifact_bytes'])} once a model",
+        f"codebooks and encoders {size(memory['artifact_bytes'])} per model",
     )
     shown.add_row(
-        "true bits", f"{record['true_bits']:.3f} a value (K {memory['key_bits']:.3f}, V {memory['value_bits']:.3f})"
+        "true bits", f"{record['true_bits']:.3f} per value (K {memory['key_bits']:.3f}, V {memory['value_bits']:.3f})"
     )
     shown.add_row(
-        "KL to fp16", f"{record['kl_mean']:.4f} nats a token, {100 * record['flips']:.1f} % of top tokens flip"
+        "KL to fp16", f"{record['kl_mean']:.4f} nats per token, {100 * record['flips']:.1f} % of top tokens flip"
     )
     stages = ", ".join(f"{stage} {duration(value)}" for stage, value in record["seconds"].items())
     shown.add_row("time (m:ss)", f"{stages}; in all {duration(sum(record['seconds'].values()))}")

@@ -14,15 +14,15 @@ class EnvOptions(Options):
 
 def run(options: EnvOptions, output: Output) -> None:
     """Print versions and hardware, for bug reports."""
-    from kvcli.machine import facts
+    from kvcli.machine import environment_info
 
-    found = facts()
-    lines = [f"kvcli {found['kvcli']}" + (f" at {found['commit']}" if found["commit"] else "")]
-    lines.append(f"python {found['python']} on {found['platform']}")
-    lines += [f"{name} {version or 'not installed'}" for name, version in found["packages"].items()]
-    lines.append(f"cpu: {found['cpu']}, {found['cpu_count']} cores, {size(found['memory_bytes'] or 0)}")
-    lines += [f"gpu: {gpu['name']}, {size(gpu['memory_bytes'])}" for gpu in found["gpus"]] or ["gpu: none"]
-    output.result(found, "\n".join(lines))
+    info = environment_info()
+    lines = [f"kvcli {info['kvcli']}" + (f" at {info['commit']}" if info["commit"] else "")]
+    lines.append(f"python {info['python']} on {info['platform']}")
+    lines += [f"{name} {version or 'not installed'}" for name, version in info["packages"].items()]
+    lines.append(f"cpu: {info['cpu']}, {info['cpu_count']} cores, {size(info['memory_bytes'] or 0)}")
+    lines += [f"gpu: {gpu['name']}, {size(gpu['memory_bytes'])}" for gpu in info["gpus"]] or ["gpu: none"]
+    output.result(info, "\n".join(lines))
 
 
 def register(app: typer.Typer) -> None:

@@ -12,14 +12,17 @@ from pydantic import Field
 from kvcli.cli.options import ModelOptions, command, parse_settings
 from kvcli.cli.output import Output, table
 from kvcli.cli.paths import newest_artifact
-from kvcli.errors import ArtifactError, UsageError
+from kvcli.errors import ArtifactError
+from kvcli.registry import BASELINE, DEFAULT_METHOD, METHODS, get_method, parse_method
 
 
 class EvalOptions(ModelOptions):
     """Options of `kvcli eval`."""
 
     method: list[str] = Field(
-        default=[], description="method to measure, such as kivi-2; repeatable; default: fp16, and commvq if exported"
+        default=[],
+        description=f"method to measure, such as {DEFAULT_METHOD}-2; repeatable; default: {BASELINE} and fitted "
+        "methods that have an artifact",
     )
     setting: list[str] = Field(default=[], description="setting of every method measured, NAME=VALUE; repeatable")
     artifact: list[Path] = Field(default=[], description="artifact to measure, with its own method; repeatable")
@@ -28,14 +31,16 @@ class EvalOptions(ModelOptions):
     corpus_split: str | None = Field(default=None, description="split; default: heldout for 'builtin', else train")
     revision: str | None = Field(default=None, description="revision of a hub dataset")
     text_column: str = Field(default="text", description="column that holds the text")
-    seq_len: int = Field(default=2048, ge=2, description="tokens a sequence")
+    seq_len: int = Field(default=2048, ge=2, description="tokens per sequence")
     num_sequences: int = Field(default=8, ge=1, description="sequences")
-    batch_size: int = Field(default=4, ge=1, description="sequences at once")
-    chunk: int = Field(default=32, ge=1, description="tokens fed at once; attention inside a chunk is exact")
+    batch_size: int = Field(default=4, ge=1, description="sequences per batch")
+    chunk: int = Field(
+        default=32, ge=1, description="tokens fed at once; attention within a chunk is in full precision"
+    )
     sink_length: int = Field(default=4, ge=0, description="first tokens in full precision")
     residual_length: int = Field(default=32, ge=0, description="last tokens in full precision")
-    impl: str = Field(default="auto", description="auto, fused (Triton kernels), reference, or reordered (commvq)")
-    out: Path | None = Field(default=None, description="append one JSON record a row to this file")
+    impl: str = Field(default="auto", description="auto, fused (Triton kernels) or reference")
+    out: Path | None = Field(default=None, description="append one JSON record per row to this file")
 
 
 def run(options: EvalOptions, output: Output) -> None:
@@ -46,12 +51,12 @@ def run(options: EvalOptions, output: Output) -> None:
     from kvcli.calibrate.corpus import BUILTIN, CorpusConfig, documents, token_sequences
     from kvcli.eval.quality import measure, reference_states
     from kvcli.files import append_record
-    from kvcli.machine import facts
+    from kvcli.machine import environment_info
 
-    subjects = choose_subjects(options)
+    cases = choose_cases(options)
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.open("a").close()  # better now than after the measurement
+        options.out.open("a").close()  # fails before the measurement, not after it
     loaded = options.load(output)
     split = options.corpus_split or ("heldout" if options.corpus == BUILTIN else "train")
     corpus = CorpusConfig(
@@ -73,8 +78,8 @@ def run(options: EvalOptions, output: Output) -> None:
         **parse_settings(options.setting),
     }
     records = []
-    environment = facts()
-    for name, artifact in subjects:
+    environment = environment_info()
+    for name, artifact in cases:
         label = name if artifact is None else artifact.name
         with output.progress(label, sequences.numel(), "tokens") as advance:
             report = measure(
@@ -105,29 +110,34 @@ def run(options: EvalOptions, output: Output) -> None:
     output.result({"rows": records}, quality_table(records, options))
 
 
-def choose_subjects(options: EvalOptions) -> list[tuple[str, Path | None]]:
+def choose_cases(options: EvalOptions) -> list[tuple[str, Path | None]]:
     """Methods with their artifacts, in the order of the table.
+
+    A fitted method asked for by name is measured with the artifacts given for it, else with the newest one.
 
     Raises:
         UsageError: a method that does not exist.
         ArtifactError: an artifact that is missing.
     """
     from kvcli.artifact import Artifact
-    from kvcli.registry import parse_method
 
-    subjects: list[tuple[str, Path | None]] = []
-    for name in options.method or ["fp16"]:
-        fitted = parse_method(name)[0].needs_artifact
-        if fitted and any(Artifact.load(folder).method == name for folder in options.artifact):
-            continue
-        subjects.append((name, newest_artifact(options.model, name) if fitted else None))
-    if not options.method and not options.artifact:
-        with suppress(ArtifactError):
-            subjects.append(("commvq", newest_artifact(options.model, "commvq")))
-    subjects += [(Artifact.load(folder).method, folder) for folder in options.artifact]
-    if not subjects:
-        raise UsageError("nothing to measure")
-    return subjects
+    artifacts = [(Artifact.load(folder), folder) for folder in options.artifact]
+    cases: list[tuple[str, Path | None]] = []
+    for name in options.method or [BASELINE]:
+        method, from_bits = parse_method(name)
+        if not method.needs_artifact:
+            cases.append((name, None))
+        elif not any(
+            artifact.method == method.name and from_bits.items() <= artifact.metadata["config"].items()
+            for artifact, _ in artifacts
+        ):
+            cases.append((name, newest_artifact(options.model, name)))
+    if not options.method and not artifacts:
+        for name in METHODS:
+            if get_method(name).needs_artifact:
+                with suppress(ArtifactError):
+                    cases.append((name, newest_artifact(options.model, name)))
+    return cases + [(artifact.method, folder) for artifact, folder in artifacts]
 
 
 def quality_table(records: list[dict[str, Any]], options: EvalOptions) -> Any:
@@ -159,5 +169,6 @@ def quality_table(records: list[dict[str, Any]], options: EvalOptions) -> Any:
 
 def register(app: typer.Typer) -> None:
     """Adds the command."""
-    example = "kvcli eval --method fp16 --artifact runs/smollm2-135m/commvq-2bit --num-sequences 4"
+    artifact = f"runs/smollm2-135m/{DEFAULT_METHOD}-2bit"
+    example = f"kvcli eval --method {BASELINE} --artifact {artifact} --num-sequences 4"
     command(app, "eval", EvalOptions, example, ("model",))(run)

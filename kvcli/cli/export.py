@@ -15,13 +15,13 @@ from kvcli.cli.paths import artifact_folder, newest_training
 class ExportOptions(Options):
     """Options of `kvcli export`."""
 
-    runs: list[Path] = Field(default=[], description="training runs; default: the newest below runs/")
+    runs: list[Path] = Field(default=[], description="runs of kvcli fit; default: the newest below runs/")
     out: Path | None = Field(default=None, description="artifact folder; default: runs/MODEL/NAME-OF-RUN")
     overwrite: bool = Field(default=False, description="replace an artifact in the output folder")
 
 
 def run(options: ExportOptions, output: Output) -> None:
-    """Assemble trained layers into one verified artifact: kvcli.json, codec.safetensors and a model card."""
+    """Assemble fitted layers into one verified artifact: kvcli.json, codec.safetensors and a model card."""
     from kvcli.artifact import Artifact
     from kvcli.fit import assemble
 

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import typer
 from pydantic import Field
 
-from kvcli.cli.options import ModelOptions, command, parse_settings
+from kvcli.cli.options import IMPL_HELP, ModelOptions, command, parse_settings
 from kvcli.cli.output import Output, size
 from kvcli.cli.paths import newest_artifact
 from kvcli.errors import UsageError
+from kvcli.registry import BASELINE, DEFAULT_METHOD
 
 if TYPE_CHECKING:
     from kvcli.generate import Generation
@@ -23,7 +24,11 @@ DEFAULT_PROMPT = "The water cycle is"
 class GenerateOptions(ModelOptions):
     """Options of `kvcli generate`."""
 
-    method: str = Field(default="fp16", description="compression method such as commvq or kivi-2, see 'kvcli methods'")
+    method: str = Field(
+        default=BASELINE,
+        description=f"compression method, with or without bits ({DEFAULT_METHOD}, {DEFAULT_METHOD}-1); "
+        "see 'kvcli methods'",
+    )
     artifact: Path | None = Field(default=None, description="artifact folder; default: the newest for model and method")
     prompt: str | None = Field(default=None, description="text to continue; '-' reads standard input")
     prompt_file: Path | None = Field(
@@ -38,7 +43,7 @@ class GenerateOptions(ModelOptions):
     sink_length: int | None = Field(default=None, ge=0, description="first tokens in full precision; default: 4")
     residual_length: int | None = Field(default=None, ge=0, description="last tokens in full precision; default: 128")
     setting: list[str] = Field(default=[], description="setting of the method, NAME=VALUE; repeatable")
-    impl: str = Field(default="auto", description="auto, fused (Triton kernels), reference, or reordered (commvq)")
+    impl: str = Field(default="auto", description=IMPL_HELP)
     stats: bool = Field(default=False, description="print time, rate and cache memory")
 
 
@@ -56,7 +61,7 @@ def run(options: GenerateOptions, output: Output) -> None:
     settings = {**parse_settings(options.setting), **cache_settings(options)}
     loaded = options.load(output)
     if options.chat and not loaded.tokenizer.chat_template:
-        raise UsageError(f"{options.model} has no chat template; leave --chat away")
+        raise UsageError(f"{options.model} has no chat template; omit --chat")
     sampling = SamplingConfig(
         options.max_new_tokens,
         options.temperature,
@@ -65,7 +70,7 @@ def run(options: GenerateOptions, output: Output) -> None:
         options.repetition_penalty,
         options.seed,
     )
-    with attach(loaded.model, options.method, artifact=artifact, impl=options.impl, **settings) as session:
+    with attach(loaded, options.method, artifact=artifact, impl=options.impl, **settings) as session:
         ids = prompt_ids(loaded, prompt, options.chat)
         limit, length = loaded.spec.max_position_embeddings, ids.shape[1] + options.max_new_tokens
         if length > limit:
@@ -81,7 +86,7 @@ def run(options: GenerateOptions, output: Output) -> None:
 
 
 def cache_settings(options: GenerateOptions) -> dict[str, Any]:
-    """The lengths of the exact windows, as far as they were given."""
+    """The lengths of sinks and residual window, as far as they were given."""
     given = {"sink_length": options.sink_length, "residual_length": options.residual_length}
     return {name: value for name, value in given.items() if value is not None}
 
@@ -90,7 +95,7 @@ def read_prompt(options: GenerateOptions, output: Output) -> str:
     """The prompt from a flag, a file or standard input.
 
     Raises:
-        UsageError: both a flag and a file, or text that is not UTF-8.
+        UsageError: both a flag and a file, a file that cannot be read, or text that is not UTF-8.
     """
     if options.prompt is not None and options.prompt_file is not None:
         raise UsageError("--prompt and --prompt-file exclude each other")
@@ -121,12 +126,12 @@ def describe(made: Generation) -> str:
         f"then {made.tokens_per_s:.1f} tokens/s\n"
         f"KV cache {size(memory.cache_bytes)} instead of {size(memory.fp16_bytes)} in fp16 ({memory.ratio:.2f}x): "
         f"{memory.num_encoded} of {memory.num_tokens} tokens as codes at {memory.key_bits:.2f} (K) / "
-        f"{memory.value_bits:.2f} (V) bits, {size(memory.window_bytes)} exact; "
-        f"codebooks and encoders {size(memory.artifact_bytes)}, once a model"
+        f"{memory.value_bits:.2f} (V) bits, {size(memory.window_bytes)} in full precision; "
+        f"codebooks and encoders {size(memory.artifact_bytes)} per model"
     )
 
 
 def register(app: typer.Typer) -> None:
     """Adds the command."""
-    example = 'kvcli generate --method commvq --prompt "Photosynthesis is" --stats'
+    example = f'kvcli generate --method {DEFAULT_METHOD} --prompt "Photosynthesis is" --stats'
     command(app, "generate", GenerateOptions, example, ("model",))(run)

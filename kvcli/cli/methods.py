@@ -2,26 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import typer
 from pydantic import Field
 
 from kvcli.cli.options import Options, command
 from kvcli.cli.output import Output, table
-
-PAPER_SETTINGS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("fp16", {}),
-    ("fp8", {"sink_length": 0, "residual_length": 0}),
-    ("rtn-2", {"sink_length": 0, "residual_length": 32}),
-    ("kivi-4", {"sink_length": 0, "residual_length": 128}),
-    ("kivi-2", {"sink_length": 0, "residual_length": 128}),
-    ("squat-2", {"sink_length": 0, "residual_length": 32}),
-    ("squat-pre-2", {"sink_length": 0, "residual_length": 32}),
-    ("qjl", {"sink_length": 0, "residual_length": 128}),
-    ("commvq-2", {"sink_length": 0, "residual_length": 128}),
-    ("commvq-1", {"sink_length": 0, "residual_length": 128}),
-)
 
 
 class MethodsOptions(Options):
@@ -29,13 +14,15 @@ class MethodsOptions(Options):
 
     bits: str | None = Field(
         default=None,
-        description="bits of the papers' configurations for a shape: llama-3.1-8b or smollm2-135m",
+        description="table of stored bits of the papers' configurations, for a shape: llama-3.1-8b or smollm2-135m",
     )
-    contexts: list[int] = Field(default=[4096, 131072], description="context lengths of that table; repeatable")
+    contexts: list[int] = Field(
+        default=[4096, 131072], description="context lengths of that table, in tokens; repeatable"
+    )
 
 
 def run(options: MethodsOptions, output: Output) -> None:
-    """List the compression methods, or the bits that the papers' configurations really take."""
+    """List the compression methods, or the stored bits of the papers' configurations."""
     if options.bits is not None:
         print_bits(options.bits, options.contexts, output)
         return
@@ -50,31 +37,40 @@ def run(options: MethodsOptions, output: Output) -> None:
                 "name": name,
                 "bits": method.bits,
                 "paper": method.paper,
+                "arxiv": method.arxiv,
                 "calibration": calibration,
                 "summary": method.summary,
             }
         )
     columns = ("name", "bits", "paper", "calibration", "summary")
-    shown = table("methods", columns, [[record[column] for column in columns] for record in records])
+    cells = [[record[column] for column in columns] for record in records]
+    shown = table("methods", columns, cells, text_columns=len(columns))
     output.result({"methods": records}, shown)
 
 
 def print_bits(shape: str, contexts: list[int], output: Output) -> None:
-    """Nominal bits, bits of the codes, and bits of everything a cache holds at some context lengths.
+    """Prints nominal bits, bits of the codes, and bits of a whole cache at some context lengths.
+
+    Args:
+        shape: name of a model's shape.
+        contexts: tokens in the cache.
+        output: where the table goes.
 
     Raises:
         UsageError: no such shape.
     """
     from kvcli.bench.shapes import shape_spec
     from kvcli.errors import UsageError
-    from kvcli.eval.bits import account
+    from kvcli.eval.bits import stored_bits
+    from kvcli.registry import METHODS, get_method
 
     if min(contexts) < 1:
         raise UsageError(f"--contexts takes positive lengths, not {min(contexts)}")
     spec = shape_spec(shape)
-    records = [account(name, settings, spec, contexts) for name, settings in PAPER_SETTINGS]
+    rows = [row for name in METHODS for row in (get_method(name).paper_settings or {name: {}}).items()]
+    records = [stored_bits(name, dict(settings), spec, contexts) for name, settings in rows]
     columns = ("method", "nominal K/V", "codes K", "codes V", *(f"all at {context}" for context in contexts))
-    rows = [
+    cells = [
         [
             record["method"],
             "/".join(f"{bits:.2f}" for bits in record["nominal"]),
@@ -84,7 +80,7 @@ def print_bits(shape: str, contexts: list[int], output: Output) -> None:
         ]
         for record in records
     ]
-    output.result({"shape": shape, "rows": records}, table(f"bits a value, {shape}, 16-bit model", columns, rows))
+    output.result({"shape": shape, "rows": records}, table(f"bits per value, {shape}, 16-bit model", columns, cells))
 
 
 def register(app: typer.Typer) -> None:

@@ -5,10 +5,9 @@ Values come from the command line, else from the --config file, else from the de
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
@@ -16,8 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union, get_a
 import typer
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from kvcli.builtin_models import DEFAULT_MODEL
 from kvcli.cli.output import Output, describe_error
-from kvcli.errors import ConfigError, UsageError
+from kvcli.errors import ConfigError, UsageError, suggestion
 
 if TYPE_CHECKING:
     from kvcli.models import LoadedModel
@@ -51,14 +51,19 @@ class Options(BaseModel):
 class ModelOptions(Options):
     """Options of commands that load a model."""
 
-    model: str = Field(default="smollm2-135m", description="built-in name, hub name, folder or .gguf file")
+    model: str = Field(default=DEFAULT_MODEL, description="built-in name, hub name, folder or .gguf file")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="dtype of the model; auto: bfloat16 on a GPU, float32 on a CPU"
     )
     base_config: str | None = Field(default=None, description="config of the original model, for GGUF files")
 
     def load(self, output: Output) -> LoadedModel:
-        """Loads the model."""
+        """Loads the model.
+
+        Raises:
+            UsageError: no such device.
+            ModelError: the model cannot be found, verified or loaded.
+        """
         import torch
 
         from kvcli import models
@@ -68,6 +73,9 @@ class ModelOptions(Options):
             self.model, device=self.torch_device(), dtype=dtype, base_config=self.base_config, say=output.say
         )
 
+
+IMPL_HELP = "attention and encoding: auto (Triton kernels on a GPU, PyTorch elsewhere), fused or reference"
+"""Help of every `--impl`."""
 
 OptionsT = TypeVar("OptionsT", bound=Options)
 
@@ -79,7 +87,12 @@ _SHARED: dict[str, tuple[Any, Any]] = {
 
 
 def command(
-    app: typer.Typer, name: str, options: type[OptionsT], example: str, arguments: tuple[str, ...] = ()
+    app: typer.Typer,
+    name: str,
+    options: type[OptionsT],
+    example: str,
+    arguments: tuple[str, ...] = (),
+    settings: Collection[str] = (),
 ) -> Callable[[Callable[[OptionsT, Output], None]], Callable[[OptionsT, Output], None]]:
     """Registers a command whose flags are the fields of an options model.
 
@@ -89,6 +102,7 @@ def command(
         options: its options; a field's description is its help.
         example: a runnable command line, shown at the end of the help.
         arguments: fields that are positional.
+        settings: fields that are settings of a method, which the help shows apart.
     """
 
     def register(run: Callable[[OptionsT, Output], None]) -> Callable[[OptionsT, Output], None]:
@@ -96,7 +110,7 @@ def command(
             _invoke(run, options, given)
 
         invoke.__doc__ = run.__doc__
-        signature, annotations = _signature(options, arguments)
+        signature, annotations = _signature(options, arguments, settings)
         invoke.__signature__ = signature  # type: ignore[attr-defined]
         invoke.__annotations__ = annotations
         app.command(name, help=inspect.cleandoc(run.__doc__ or ""), epilog=f"Example: {example}")(invoke)
@@ -180,13 +194,13 @@ def _read_config(path: Path, options: type[Options]) -> dict[str, Any]:
             values[key] = [f"{name}={yaml.safe_dump(inner).split(chr(10))[0]}" for name, inner in value.items()]
     for key in values:
         if key not in options.model_fields:
-            close = difflib.get_close_matches(key, options.model_fields, n=1)
-            hint = f"; did you mean '{close[0]}'?" if close else ""
-            raise ConfigError(f"{path}: unknown option '{key}'{hint}")
+            raise ConfigError(f"{path}: unknown option '{key}'{suggestion(key, options.model_fields)}")
     return values
 
 
-def _signature(options: type[Options], arguments: tuple[str, ...]) -> tuple[inspect.Signature, dict[str, Any]]:
+def _signature(
+    options: type[Options], arguments: tuple[str, ...], settings: Collection[str]
+) -> tuple[inspect.Signature, dict[str, Any]]:
     """The function signature that typer reads: all optional, so that an absent flag can be told from a default."""
     annotations: dict[str, Any] = {}
     for name in (*arguments, *(name for name in options.model_fields if name not in arguments)):
@@ -194,15 +208,16 @@ def _signature(options: type[Options], arguments: tuple[str, ...]) -> tuple[insp
         kind, text = _plain_type(field.annotation), field.description or ""
         default = field.get_default(call_default_factory=True)
         if choices := _choices(field.annotation):
-            text += f" ({' or '.join(map(str, choices))})"
+            text += f" ({', '.join(map(str, choices[:-1]))} or {choices[-1]})"
         if default not in (None, [], ""):
-            text += f"; default: {str(default).lower() if isinstance(default, bool) else default}"
+            text += f"; default: {_shown(default)}"
         if name in arguments:
             info: Any = typer.Argument(help=text, show_default=False)
         else:
             flag = name.replace("_", "-")
             names = f"--{flag}/--no-{flag}" if kind is bool else f"--{flag}"
-            info = typer.Option(names, help=text, show_default=False)
+            panel = "Settings of the method" if name in settings else None
+            info = typer.Option(names, help=text, show_default=False, rich_help_panel=panel)
         annotations[name] = Annotated[kind | None, info]
     for name, (kind, info) in _SHARED.items():
         annotations[name] = Annotated[kind, info]
@@ -211,6 +226,12 @@ def _signature(options: type[Options], arguments: tuple[str, ...]) -> tuple[insp
         for name, annotation in annotations.items()
     ]
     return inspect.Signature(parameters), annotations
+
+
+def _shown(default: Any) -> str:
+    if isinstance(default, list):
+        return ", ".join(map(str, default))
+    return str(default).lower() if isinstance(default, bool) else str(default)
 
 
 def _flag_default(name: str) -> Any:

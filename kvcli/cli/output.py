@@ -1,4 +1,4 @@
-"""What the user sees: data on standard output, talk on standard error, one line per error."""
+"""What the user sees: data on standard output, messages on standard error, one line per error."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Output:
         self._data = Console(highlight=False)
 
     def say(self, line: str) -> None:
-        """One line of talk."""
+        """Prints a message."""
         self.console.print(line, markup=False, soft_wrap=True)
 
     def settings(self, values: Mapping[str, Any]) -> None:
@@ -94,7 +94,7 @@ class Output:
 
 
 class _Rate(ProgressColumn):
-    """Units a second, averaged over the whole task."""
+    """Units per second, averaged over the whole task."""
 
     def __init__(self, unit: str) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ def duration(seconds: float) -> str:
 
 
 def size(count: float) -> str:
-    """Bytes with a binary unit."""
+    """Bytes with a binary unit and two decimals, which `pydantic.ByteSize` does not give."""
     for unit in ("B", "KiB", "MiB"):
         if abs(count) < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
@@ -144,30 +144,32 @@ def size(count: float) -> str:
 def parse_size(text: str | None) -> int | None:
     """Bytes from a number with a unit, such as 24GiB, 500 MB or 1000.
 
+    `pydantic.ByteSize` ignores what follows a valid beginning: it reads 1,5GiB as one byte.
+
     Raises:
         UsageError: anything else.
     """
     if text is None:
         return None
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT]?)(i?)B)?\s*", text, re.IGNORECASE)
-    if found is None or not float(found[1]):
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT]?)(i?)B)?\s*", text, re.IGNORECASE)
+    if match is None or not float(match[1]):
         raise UsageError(f"'{text}' is not a size; write it like 24GiB")
-    number, prefix, binary = found.groups()
+    number, prefix, binary = match.groups()
     return int(float(number) * (1024 if binary else 1000) ** " KMGT".index((prefix or " ").upper()))
 
 
-def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """A table whose first column is text and whose others are aligned to the right."""
-    made = Table(title=title, title_justify="left")
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int = 1) -> Table:
+    """A table whose first columns are text, aligned to the left, and whose others are aligned to the right."""
+    shown = Table(title=title, title_justify="left")
     for index, column in enumerate(columns):
-        made.add_column(column, justify="left" if index == 0 else "right")
+        shown.add_column(column, justify="left" if index < text_columns else "right")
     for row in rows:
-        made.add_row(*row)
-    return made
+        shown.add_row(*row)
+    return shown
 
 
 def describe_error(error: BaseException) -> tuple[int, str]:
-    """The exit code and the one line for an error: the one table of the command line."""
+    """The exit code and the message of an error, one line."""
     text = " ".join(str(error).split())
     if isinstance(error, KvcliError):
         return error.exit_code, text

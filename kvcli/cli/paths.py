@@ -1,11 +1,14 @@
-"""Where each step leaves its output, so that the next one finds it without being told."""
+"""Default output folders of the commands, and the newest output of each, which is the next command's input."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from kvcli.errors import ArtifactError, SamplesError
+from kvcli.registry import parse_method
 
 RUNS = Path("runs")
 
@@ -21,7 +24,7 @@ def samples_folder(model: str) -> Path:
 
 
 def training_folder(model: str, name: str) -> Path:
-    """Default output of a training command."""
+    """Default output of a fit."""
     return RUNS / short_name(model) / "training" / name
 
 
@@ -31,30 +34,61 @@ def artifact_folder(model: str, name: str) -> Path:
 
 
 def newest_samples() -> Path:
-    """The recording that was written last."""
-    found = _newest(RUNS.glob("*/samples/samples.json"))
-    if found is None:
+    """The recording that was written last.
+
+    Raises:
+        SamplesError: there is none.
+    """
+    folder = _newest(RUNS.glob("*/samples/samples.json"))
+    if folder is None:
         raise SamplesError(f"no recorded samples below {RUNS}/; run 'kvcli calibrate' first")
-    return found
+    return folder
 
 
 def newest_training() -> Path:
-    """The training run that was written last."""
-    found = _newest(RUNS.glob("*/training/*/run.json"))
-    if found is None:
-        raise ArtifactError(f"no training run below {RUNS}/; run 'kvcli train-codebook' first")
-    return found
+    """The run of a fit that was written last.
+
+    Raises:
+        ArtifactError: there is none.
+    """
+    folder = _newest(RUNS.glob("*/training/*/run.json"))
+    if folder is None:
+        raise ArtifactError(f"no fitted run below {RUNS}/; run 'kvcli fit' first")
+    return folder
 
 
 def newest_artifact(model: str, method: str) -> Path:
-    """The artifact of a method for a model that was exported last; `method` may name bits, as in commvq-1."""
-    found = _newest((RUNS / short_name(model)).glob(f"{method}*/kvcli.json"))
-    if found is None:
+    """The artifact of a method for a model that was exported last.
+
+    Args:
+        model: the model's name.
+        method: name of the method, with or without bits.
+
+    Raises:
+        ArtifactError: there is none.
+        UsageError: no such method.
+    """
+    record, from_bits = parse_method(method)
+    folder = _newest(
+        path
+        for path in (RUNS / short_name(model)).glob("*/kvcli.json")
+        if _is_artifact_of(path, record.name, from_bits)
+    )
+    if folder is None:
         raise ArtifactError(
-            f"no {method} artifact for {model} below {RUNS}/; run 'kvcli calibrate', 'kvcli train-codebook' and "
+            f"no {method} artifact for {model} below {RUNS}/; run 'kvcli calibrate', 'kvcli fit --method {method}' and "
             "'kvcli export' first, or name one with --artifact"
         )
-    return found
+    return folder
+
+
+def _is_artifact_of(path: Path, method: str, settings: Mapping[str, Any]) -> bool:
+    """Whether a metadata file is of an artifact of a method with some settings."""
+    try:
+        metadata = json.loads(path.read_text())
+        return bool(metadata["method"] == method and settings.items() <= metadata["config"].items())
+    except (ValueError, KeyError, TypeError):
+        return False
 
 
 def _newest(files: Iterable[Path]) -> Path | None:

@@ -1,4 +1,4 @@
-"""What a cache takes at a context length, from the methods' formulas; tests hold them to the live tensors."""
+"""Stored bits per value at a context length, from the methods' formulas; tests compare them with live caches."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from kvcli.registry import parse_method
 from kvcli.spec import ModelSpec
 
 
-def account(name: str, settings: dict[str, Any], spec: ModelSpec, contexts: list[int]) -> dict[str, Any]:
-    """Bits a value of one sequence in a 16-bit model, without artifact and per-sequence state.
+def stored_bits(name: str, settings: dict[str, Any], spec: ModelSpec, contexts: list[int]) -> dict[str, Any]:
+    """Bits per value of one sequence in a 16-bit model, without the artifact and per-sequence state.
 
     Args:
         name: a method with or without bits, such as `kivi-2`.
         settings: its settings.
         spec: the model's shapes.
-        contexts: tokens held after a prompt of that length.
+        contexts: lengths of the prompt, each a cache of its own.
 
     Returns:
-        Nominal bits; true bits of encoded keys and values; bits of all tokens at each context, sinks, window and
-        positions included.
+        Nominal bits; stored bits of encoded keys and of values, scales and norms included; bits over all tokens at each
+        context, window and positions included.
     """
     method, from_bits = parse_method(name)
     config = make_config(method, {**from_bits, **settings})

@@ -1,7 +1,8 @@
 """KL divergence to the uncompressed model, flips and perplexity, teacher-forced through the real cache.
 
-A sequence is fed in chunks. Inside a chunk attention is exact; everything older than the sinks and the residual window
-is read from codes. Both models see the same tokens, so their next-token distributions can be compared one by one.
+A sequence is fed in chunks. Attention within a chunk is in full precision; tokens before the chunk, except the sinks
+and the residual window, are read from codes. Both models see the same tokens, so next-token distributions are compared
+token by token.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ class QualityReport:
     """What a method costs in quality, over all predicted tokens.
 
     Attributes:
-        kl_mean: mean KL(uncompressed || compressed), nats a token.
+        kl_mean: mean KL(uncompressed || compressed), nats per token.
         kl_p99: its 99th percentile.
         flips: share of tokens whose most probable successor changed.
         perplexity: of the compressed model.
         reference_perplexity: of the uncompressed model.
         num_tokens: tokens compared.
-        memory: of the cache after the last batch.
+        memory: what the cache took after the last batch.
     """
 
     kl_mean: float
@@ -107,7 +108,10 @@ def measure(
         states: `reference_states` of each batch.
         chunk: tokens fed at once.
         batch_size: sequences fed at once.
-        advance: told how many tokens were processed.
+        advance: called with the number of tokens processed.
+
+    Returns:
+        The figures over all tokens, and the memory of the cache after the last batch.
     """
     tally = _Tally()
     head = model.get_output_embeddings()
@@ -117,10 +121,10 @@ def measure(
             cache = session.new_cache()
             for start in range(0, tokens.shape[1], chunk):
                 part = tokens[:, start : start + chunk]
-                found = model.base_model(input_ids=part, past_key_values=cache, use_cache=True).last_hidden_state
+                hidden = model.base_model(input_ids=part, past_key_values=cache, use_cache=True).last_hidden_state
                 for first in range(0, part.shape[1], _LOGIT_TOKENS):
                     at, stop = start + first, min(start + first + _LOGIT_TOKENS, start + part.shape[1])
-                    ours = head(found[:, first : stop - start])
+                    ours = head(hidden[:, first : stop - start])
                     theirs = head(reference[:, at:stop].to(model.device))
                     tally.add(ours, theirs, tokens[:, at + 1 : stop + 1])
                 advance(part.numel())

@@ -1,1 +1,1 @@
-"""What Triton kernels of all methods share."""
+"""What the Triton kernels of all methods share; no storage format and no method is known here."""

@@ -11,26 +11,26 @@ ValueT = TypeVar("ValueT")
 
 
 class CachedFromBuffers(Generic[ValueT]):
-    """What was computed from some tensors, and is computed again when one of them was replaced, moved or written to."""
+    """A value computed from tensors, and computed again after one of them was replaced, moved or written to."""
 
     def __init__(self) -> None:
-        self._known: tuple[tuple[tuple[object, ...], ...], ValueT] | None = None
+        self._cached: tuple[tuple[tuple[object, ...], ...], ValueT] | None = None
 
     def get(self, make: Callable[[], ValueT], *sources: Tensor) -> ValueT:
         """The value of `make()`, a function of `sources`."""
-        stamp = tuple(_stamp(source) for source in sources)
-        if self._known is None or self._known[0] != stamp:
-            self._known = (stamp, make())
-        return self._known[1]
+        versions = tuple(_version(source) for source in sources)
+        if self._cached is None or self._cached[0] != versions:
+            self._cached = (versions, make())
+        return self._cached[1]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors held at present."""
-        value = self._known[1] if self._known is not None else None
+        """Bytes of the tensors held: the value itself, or the tensors among its attributes."""
+        value = self._cached[1] if self._cached is not None else None
         held = [value] if isinstance(value, Tensor) else vars(value).values() if value is not None else []
         return sum(x.nbytes for x in held if isinstance(x, Tensor))
 
 
-def _stamp(x: Tensor) -> tuple[object, ...]:
-    """What changes with a tensor's content; tensors made in inference mode do not count their changes."""
+def _version(x: Tensor) -> tuple[object, ...]:
+    """What changes when a tensor does; tensors made in inference mode have no version counter."""
     return x.data_ptr(), x.device, x.shape, 0 if x.is_inference() else x._version

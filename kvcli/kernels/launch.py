@@ -10,6 +10,9 @@ from torch import Tensor
 
 from kvcli.errors import UsageError
 
+_NUM_SMS = 132
+"""Streaming multiprocessors of the largest GPUs in use (H100, H200); on smaller ones, programs queue."""
+
 
 def has_triton() -> bool:
     """Whether Triton is installed."""
@@ -22,20 +25,24 @@ def interpreted() -> bool:
 
 
 def check_device(device: torch.device) -> None:
-    """Raises UsageError unless kernels can run on a device."""
+    """Checks that kernels can run on a device.
+
+    Raises:
+        UsageError: they cannot.
+    """
     if not has_triton():
         raise UsageError("fused kernels need Triton, which is not installed; use --impl reference")
     if device.type != "cuda" and not interpreted():
         raise UsageError(f"fused kernels need a CUDA device, not '{device}'; use --impl reference")
 
 
-def unsupported_shape(what: str) -> UsageError:
+def unsupported_shape(reason: str) -> UsageError:
     """The error for a shape that a kernel does not support."""
-    return UsageError(f"the fused kernel does not support {what}; use --impl reference")
+    return UsageError(f"the fused kernel does not support {reason}; use --impl reference")
 
 
 def cdiv(count: int, size: int) -> int:
-    """Tiles of a size that hold `count` elements; Triton's own, and its next power of two, cost microseconds a call."""
+    """ceil(count / size); Triton's own `cdiv` and `next_power_of_2` cost microseconds per call."""
     return -(-count // size)
 
 
@@ -45,22 +52,21 @@ def power_of_two(count: int) -> int:
 
 
 def row_major(x: Tensor) -> Tensor:
-    """x with its last axis side by side, which is all that kernels ask of a layout."""
+    """x with unit stride in the last dimension (copied only if needed); kernels take any strides in the others."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-_MULTIPROCESSORS = 132
-"""Of the largest GPUs in use; on smaller ones, programs queue."""
-
-
-def tokens_per_split(length: int, others: int, granule: int, per_multiprocessor: int) -> int:
-    """Tokens a program takes, a multiple of `granule`, so that a GPU is full and no program waits for another.
+def tokens_per_split(length: int, programs_per_split: int, multiple_of: int, programs_per_sm: int) -> int:
+    """Tokens per split so that the grid fills the GPU in one wave.
 
     Args:
         length: tokens.
-        others: programs that every range of tokens needs.
-        granule: tokens of a tile.
-        per_multiprocessor: programs that run at once.
+        programs_per_split: programs that work on the same tokens, such as one per sequence and kv head.
+        multiple_of: the result is a multiple of this, such as the tokens of a tile.
+        programs_per_sm: programs that a multiprocessor runs at once.
+
+    Returns:
+        Tokens per split, at least `multiple_of`; the last split may have fewer.
     """
-    parts = max(1, _MULTIPROCESSORS * per_multiprocessor // others)
-    return max(1, cdiv(cdiv(length, granule), parts)) * granule
+    num_splits = max(1, _NUM_SMS * programs_per_sm // programs_per_split)
+    return max(1, cdiv(cdiv(length, multiple_of), num_splits)) * multiple_of

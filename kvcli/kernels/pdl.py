@@ -1,10 +1,10 @@
 """Programmatic dependent launch (PDL, compute capability 9.0+): a kernel's prologue overlaps its predecessor's tail.
 
-The first kernel of a chain is launched as usual, the others with `pdl_launch_options()`. All but the last call
-`pdl_launch_dependents` at their start. All but the first call `pdl_wait` before they read anything that was written
-since the chain's first kernel was launched, by whatever kernel, and before they write anything; then all kernels before
-them are done, because those waited, too. A kernel without PDL may stand between two of a chain: it waits for all before
-it and is waited for. On older GPUs, and with a Triton without PDL, kernels run one after the other.
+The first kernel of a chain is launched normally, the others with `pdl_launch_options()`. Every kernel but the last
+calls `pdl_launch_dependents` at its start. Every kernel but the first calls `pdl_wait` before it writes anything, and
+before it reads anything that was written after the first kernel's launch; as each of them waits, all earlier kernels
+are complete then. A kernel without PDL may run between two of a chain: it waits for all before it and is waited for. On
+older GPUs, and with a Triton without PDL, kernels run one after the other.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvcli.kernels.launch import interpreted
 
 
 def _pdl_supported() -> bool:
-    """Whether Triton and every GPU here can."""
+    """Whether Triton and every GPU of this machine support PDL."""
     if interpreted() or torch.version.hip is not None or not torch.cuda.is_available():
         return False
     if not hasattr(cuda, "gdc_wait"):
@@ -33,18 +33,18 @@ PDL_SUPPORTED = tl.constexpr(_pdl_supported())
 
 @triton.jit
 def pdl_launch_dependents():
-    """Lets the next kernel of the chain begin as soon as all programs of this one have begun."""
+    """griddepcontrol.launch_dependents: the next kernel may start once all programs of this one have called it."""
     if PDL_SUPPORTED:
         cuda.gdc_launch_dependents()
 
 
 @triton.jit
 def pdl_wait():
-    """Waits until the kernel before is done and what it wrote can be read."""
+    """griddepcontrol.wait: returns once the previous kernel is complete and its writes are visible."""
     if PDL_SUPPORTED:
         cuda.gdc_wait()
 
 
 def pdl_launch_options() -> dict[str, Any]:
-    """Launch options of a kernel that follows another one of its chain."""
+    """Launch options of every kernel of a chain but the first."""
     return {"launch_pdl": True} if PDL_SUPPORTED.value else {}

@@ -1,8 +1,8 @@
-"""Small integers taken out of 16-bit words as floats, without converting them.
+"""Fields of 16-bit words as floats, without conversion: how kernels read packed codes.
 
-A field of at most 8 bits in the low byte of a 16-bit word, masked but not shifted, reads as a subnormal float16 of
-value code * 2^(shift - 24), and tensor cores multiply subnormals exactly. So one AND for two words is all that
-dequantization costs; the power of two goes into the other operand.
+A word of `pack_planes` has 16 // B fields of B bits, B in 1, 2, 4, 8. A field in the low byte, masked but not shifted,
+reads as a subnormal float16 of value code * 2^(shift - 24), and tensor cores multiply subnormals exactly. So one AND
+for two words is all that dequantization costs; the power of two goes into the other operand.
 """
 
 from __future__ import annotations
@@ -10,9 +10,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvcli.kernels import constants
 from kvcli.kernels.launch import interpreted
 
 INTERPRETED = tl.constexpr(interpreted())
+
+FP16_MAX = tl.constexpr(constants.FP16_MAX)
+TINY = tl.constexpr(constants.TINY)
+
+FIELD_SCALE = tl.constexpr(16777216.0)
+"""2^24: a masked field in the lowest bits reads as code / FIELD_SCALE."""
 
 EVICT_FIRST = tl.constexpr("evict_first")
 """Eviction policy of codes and scales, which are read once: the scores between two kernels then stay in L2."""
@@ -20,7 +27,7 @@ EVICT_FIRST = tl.constexpr("evict_first")
 
 @triton.jit
 def fields_as_fp16(words, MASK: tl.constexpr):
-    """int16 words [A, B] & MASK, read as float16.
+    """int16 words [A, C] & MASK, read as float16.
 
     On a GPU one instruction serves two words: the compiler would unpack, mask and pack them again.
     """
@@ -37,8 +44,76 @@ def fields_as_fp16(words, MASK: tl.constexpr):
 
 
 @triton.jit
+def field_fp32(words, f: tl.constexpr, B: tl.constexpr):
+    """Field f of integer words: its code as float32."""
+    return ((words >> (B * f)) & ((1 << B) - 1)).to(tl.float32)
+
+
+@triton.jit
+def field_fp16(words, f: tl.constexpr, B: tl.constexpr):
+    """Field f of int16 words [A, C], masked in its byte: code * 2^(B (f mod 8/B)) / FIELD_SCALE as float16."""
+    LOW: tl.constexpr = 8 // B
+    return fields_as_fp16(words if f < LOW else words >> 8, ((1 << B) - 1) << (B * (f % LOW)))
+
+
+@triton.jit
+def field_dot(words, b_x, acc, f: tl.constexpr, B: tl.constexpr, FP32_DOT: tl.constexpr):
+    """acc + field @ b_x for field f of int16 words [A, K], b_x [K, C] and acc float32 [A, C].
+
+    The field is `field_fp32` if FP32_DOT, with b_x float32, else `field_fp16`, with b_x float16.
+    """
+    if FP32_DOT:
+        acc = tl.dot(field_fp32(words, f, B), b_x, acc, input_precision="ieee")
+    else:
+        acc = tl.dot(field_fp16(words, f, B), b_x, acc)
+    return acc
+
+
+@triton.jit
+def query_fields(
+    p_query, m_m, o_w, F_STRIDE: tl.constexpr, W_STRIDE: tl.constexpr, W: tl.constexpr, D: tl.constexpr,
+    B: tl.constexpr, FP32_DOT: tl.constexpr,
+):  # fmt: skip
+    """Query rows as the other operand of `field_dot`: for each field the channels that it holds in words o_w.
+
+    Args:
+        p_query: pointers [M] to rows of D channels; field f of word w holds channel f F_STRIDE + w W_STRIDE.
+        m_m: bool [M], rows that exist.
+        o_w: words [BLOCK_W], of which the first W exist.
+
+    Returns:
+        16 // B tensors float32 [BLOCK_W, M], 0 where there is no channel, and float32 [M]: a power of two above each
+        row's largest magnitude, 1 if FP32_DOT.
+    """
+    b_qs = ()
+    b_top = tl.zeros([o_w.shape[0], p_query.shape[0]], tl.float32)
+    for f in tl.static_range(16 // B):
+        channel = f * F_STRIDE + o_w * W_STRIDE
+        m_c = (o_w < W) & (channel < D) if (16 // B) * W > D else o_w < W
+        b_q = tl.load(p_query[None, :] + channel[:, None], mask=m_m[None, :] & m_c[:, None], other=0.0).to(tl.float32)
+        b_top = tl.maximum(b_top, tl.abs(b_q))
+        b_qs = b_qs + (b_q,)
+    unit = pow2_above(tl.maximum(tl.max(b_top, 0), TINY))
+    if FP32_DOT:
+        unit = tl.full([p_query.shape[0]], 1.0, tl.float32)
+    return b_qs, unit
+
+
+@triton.jit
+def query_in_units(b_qs, unit, B: tl.constexpr, FP32_DOT: tl.constexpr):
+    """`query_fields` divided by each row's unit, and by the power of two by which `field_fp16` reads field f too large.
+
+    The products of all fields then add up; their sum times unit (and FIELD_SCALE unless FP32_DOT) is the score.
+    """
+    b_units = ()
+    for f in tl.static_range(16 // B):
+        b_units = b_units + (b_qs[f] if FP32_DOT else b_qs[f] / (unit * (1 << (B * (f % (8 // B)))))[None, :],)
+    return b_units
+
+
+@triton.jit
 def fma2(a, b, c):
-    """a * b + c on float16 tensors, two elements an instruction."""
+    """a * b + c on float16 tensors, two elements per instruction."""
     if INTERPRETED:
         return (a.to(tl.float32) * b.to(tl.float32) + c.to(tl.float32)).to(tl.float16)
     return tl.inline_asm_elementwise(
@@ -48,7 +123,7 @@ def fma2(a, b, c):
 
 @triton.jit
 def pow2_above(x):
-    """The smallest power of two that is larger than positive float32 x, times at most 2."""
+    """A power of two in (x, 2 x] for positive float32 x."""
     return ((x.to(tl.int32, bitcast=True) & 0x7F800000) + 0x00800000).to(tl.float32, bitcast=True)
 
 

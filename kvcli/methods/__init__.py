@@ -1,1 +1,1 @@
-"""One folder a method; `kvcli.registry` lists them."""
+"""The methods, each a file or a folder named in `kvcli.registry`, and what they share: codes, codecs, `Method`."""

@@ -1,4 +1,4 @@
-"""Codes, and the codecs that make and read them.
+"""Codes, and the codecs that write and read them.
 
 A codec sees tensors of one layer. It does not know about caches, models, files or the command line.
 """
@@ -37,13 +37,13 @@ class Tensors:
         return type(self)(**{name: function(x) for name, x in self.tensors().items()})
 
     def select(self, rows: Tensor | list[int]) -> Self:
-        """Some rows of the batch."""
+        """Some rows of the batch, in the given order: tensors [batch, ...] become [len(rows), ...]."""
         return self.map(lambda x: x[rows])
 
 
 @dataclass(frozen=True)
 class State(Tensors):
-    """What a codec keeps of each sequence, such as a subspace found from its prompt."""
+    """What a codec keeps of each sequence, such as a subspace of its prompt's queries; axis 0 of each is the batch."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Codes(Tensors):
         return first.shape[2]
 
     def slice(self, start: int, stop: int) -> Self:
-        """Tokens [start, stop), which must not cut an entry that several tokens share."""
+        """Tokens [start, stop) as views; the range must not cut an entry that several tokens share."""
         fields, cut = vars(self), {}
         total = next(iter(fields.values())).shape[2]
         for name, x in fields.items():
@@ -71,11 +71,14 @@ class Codes(Tensors):
 
 
 CodesT = TypeVar("CodesT", bound=Codes)
-StateT = TypeVar("StateT", bound=State, default=State)
+StateT = TypeVar("StateT", bound=State | None, default=Any)
 
 
-class Codec(nn.Module, ABC, Generic[CodesT]):
-    """Encodes the keys or the values of one layer; fitted state is in its buffers."""
+class Codec(nn.Module, ABC, Generic[CodesT, StateT]):
+    """Encodes the keys or the values of one layer; fitted state is in its buffers.
+
+    `StateT` is the type of what it keeps of each sequence, None for most codecs.
+    """
 
     tokens_per_group: int = 1
     """Tokens that are encoded together; `encode` takes whole groups."""
@@ -88,24 +91,35 @@ class Codec(nn.Module, ABC, Generic[CodesT]):
         self._encoded_groups: dict[tuple[torch.dtype, torch.device], CodesT] = {}
 
     @abstractmethod
-    def encode(self, x: Tensor, state: State | None = None) -> CodesT:
-        """Encodes x [batch, num_kv_heads, time, head_dim], deterministically, given the sequences' finalized state."""
+    def encode(self, x: Tensor, state: StateT) -> CodesT:
+        """Encodes tokens, deterministically given the finalized state of their sequences.
 
-    def encode_into(self, x: Tensor, state: State | None, codes: CodesT) -> None:
-        """`encode` with the codes written into given tensors, views of longer ones."""
-        for name, found in self.encode(x, state).tensors().items():
-            getattr(codes, name).copy_(found)
+        Args:
+            x: [batch, num_kv_heads, time, head_dim] in any float dtype and with any strides.
+            state: of the same sequences; None for codecs without one.
+        """
+
+    def encode_into(self, x: Tensor, state: StateT, codes: CodesT) -> None:
+        """`encode` that writes into given tensors.
+
+        Args:
+            x: [batch, num_kv_heads, time, head_dim].
+            state: as for `encode`.
+            codes: of `time` tokens, views of longer tensors; overwritten.
+        """
+        for name, x_codes in self.encode(x, state).tensors().items():
+            getattr(codes, name).copy_(x_codes)
 
     @abstractmethod
-    def decode(self, codes: CodesT, state: State | None = None) -> Tensor:
+    def decode(self, codes: CodesT, state: StateT) -> Tensor:
         """Inverse of `encode`: float32 [batch, num_kv_heads, time, head_dim]."""
 
-    def decode_to(self, codes: CodesT, state: State | None, dtype: torch.dtype) -> Tensor:
-        """`decode` in another dtype, by a kernel where the codec is fused and has one."""
+    def decode_to(self, codes: CodesT, state: StateT, dtype: torch.dtype) -> Tensor:
+        """`decode` in another dtype [batch, num_kv_heads, time, head_dim], by a kernel if `fused` and there is one."""
         return self.decode(codes, state).to(dtype)
 
-    def new_state(self, batch: int, device: torch.device) -> State | None:
-        """An empty state for some sequences; None for codecs that keep nothing of a sequence."""
+    def new_state(self, batch: int, device: torch.device) -> StateT | None:
+        """An empty state of `batch` sequences; None for codecs that keep nothing of a sequence."""
         return None
 
     def encoded_group(self, like: Tensor) -> CodesT:
@@ -126,9 +140,22 @@ class Codec(nn.Module, ABC, Generic[CodesT]):
             self.fused = fused
         return self._encoded_groups[key]
 
+    def randomize_(self, generator: torch.Generator) -> None:
+        """Fills the buffers that a fit would fill with random values, in place, for measuring speed and memory.
+
+        This fills every floating-point buffer that is all zeros, so that its product with a vector of unit variance
+        has about unit variance. A codec whose fitted buffers are of other kinds overrides it.
+
+        Args:
+            generator: seeded, on the codec's device.
+        """
+        for buffer in self.buffers():
+            if buffer.is_floating_point() and buffer.numel() and not buffer.count_nonzero():
+                buffer.normal_(generator=generator).mul_(max(buffer.shape) ** -0.5)
+
     @abstractmethod
     def bits_per_token(self) -> float:
-        """Stored bits per token, over all kv heads, scales and norms included."""
+        """Stored bits per token, over all kv heads, scales and norms included; 8 * codes.nbytes / tokens exactly."""
 
     def codebook_bytes(self) -> int:
         """Bytes that a model holds once: the fitted buffers, and tables that kernels derived from them."""
@@ -136,18 +163,18 @@ class Codec(nn.Module, ABC, Generic[CodesT]):
         return derived + sum(buffer.nbytes for buffer in self.buffers())
 
 
-class KeyCodec(Codec[CodesT]):
+class KeyCodec(Codec[CodesT, StateT]):
     """A codec of keys, which says whether it wants them before or after RoPE.
 
-    A codec with a state is shown queries and keys of every sequence until the first keys of that sequence are encoded;
+    A codec with a state observes queries and keys of every sequence until the first keys of that sequence are encoded;
     then its state is final.
     """
 
     space: Space = "post_rope"
     query_space: Space = "post_rope"
 
-    def observe(self, state: State, queries: Tensor, keys: Tensor, counts: Tensor) -> None:
-        """Takes in new tokens, in place.
+    def observe(self, state: StateT, queries: Tensor, keys: Tensor, counts: Tensor) -> None:
+        """Adds new tokens to the state, in place.
 
         Args:
             state: the sequences' state.
@@ -156,12 +183,17 @@ class KeyCodec(Codec[CodesT]):
             counts: float32 [batch], new tokens of each sequence, 0 in finalized ones.
         """
 
-    def finalize_state(self, state: State, rows: list[int]) -> None:
-        """Derives from what was observed what encoding some sequences needs, in place."""
+    def finalize_state(self, state: StateT, rows: list[int]) -> None:
+        """Computes, in place, what encoding needs from what was observed.
+
+        Args:
+            state: the sequences' state.
+            rows: those sequences of the batch whose first keys are about to be encoded.
+        """
 
 
-class ValueCodec(Codec[CodesT]):
-    """A codec of values."""
+class ValueCodec(Codec[CodesT, Any]):
+    """A codec of values; it keeps no state, so `state` is None."""
 
 
 KeyT = TypeVar("KeyT", bound=KeyCodec[Any], default=KeyCodec[Any])
@@ -185,11 +217,11 @@ class LayerCodec(nn.Module, Generic[KeyT, ValueT]):
         return max(self.key.tokens_per_group, self.value.tokens_per_group)
 
     def blocks(self, length: int, most: int) -> list[tuple[int, int]]:
-        """Cuts encoded tokens into ranges of whole groups, of at most `most` tokens unless a group is longer."""
+        """Ranges [start, stop) that cover `length` tokens: whole groups, at most `most` tokens or one group each."""
         group = self.tokens_per_group
         size = max(1, most // group) * group
         return [(start, min(start + size, length)) for start in range(0, length, size)]
 
     def use_kernels(self, fused: bool) -> None:
-        """Says whether encoding runs in Triton kernels, where the codecs have them."""
+        """Says whether encoding and decoding run in Triton kernels, where the codecs have them."""
         self.key.fused = self.value.fused = fused

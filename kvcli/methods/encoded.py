@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcli.methods.base import LayerCodec, State
+from kvcli.methods.base import LayerCodec
 from kvcli.rope import TokenRotations
 
 
@@ -18,15 +18,15 @@ class EncodedTokens:
     """The encoded tokens of one layer as attention over codes sees them.
 
     Attributes:
-        key_codes: codes of the keys of `length` tokens.
-        key_state: the sequences' state, for codecs that keep one.
+        key_codes: codes of the keys of `length` tokens, in the key codec's own type of `Codes`.
+        key_state: the sequences' state in the key codec's own type of `State`; None for codecs without one.
         value_codes: codes of the values of the same tokens.
         rotations: rotations of these tokens; None for post-RoPE codecs.
         lengths: tokens of each sequence, int32 [batch]; None when all have `length`.
     """
 
     key_codes: Any
-    key_state: State | None
+    key_state: Any
     value_codes: Any
     rotations: TokenRotations | None
     lengths: Tensor | None
@@ -44,7 +44,8 @@ class EncodedTokens:
 
 
 PartialAttention = tuple[Tensor, Tensor]
-"""(out, lse): float32 [batch, num_heads, query_len, head_dim] and [batch, num_heads, query_len]."""
+"""(out, lse): float32 [batch, num_heads, query_len, head_dim], normalized, and [batch, num_heads, query_len], natural
+log; out is 0 and lse -inf where a sequence has no encoded token."""
 
 AttendCodes = Callable[[LayerCodec, Tensor, EncodedTokens, float], PartialAttention]
-"""Attention of rotated queries [batch, num_heads, query_len, head_dim] over an encoded part, scores times a factor."""
+"""Attention over encoded tokens: (codec, rotated query [batch, num_heads, query_len, head_dim], encoded, scaling)."""

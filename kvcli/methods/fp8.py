@@ -1,4 +1,7 @@
-"""`fp8`: 8-bit floating point (e4m3) with one scale per token and head."""
+"""FP8: 8-bit floating point (OCP e4m3, as torch.float8_e4m3fn) with one scale per token and head.
+
+The format: Micikevicius et al., "FP8 Formats for Deep Learning", 2022, https://arxiv.org/abs/2209.05433
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvcli.methods.base import Codec, Codes, KeyCodec, LayerCodec, State, ValueCodec
+from kvcli.kernels.constants import FP16_MAX, TINY
+from kvcli.methods.base import Codec, Codes, KeyCodec, LayerCodec, ValueCodec
 from kvcli.methods.config import CacheConfig
 from kvcli.methods.method import Method
 from kvcli.spec import ModelSpec
@@ -17,16 +21,18 @@ _E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max
 
 @dataclass(frozen=True)
 class FP8Codes(Codes):
-    """Attributes:
-    x: float8_e4m3fn bits as uint8, [batch, num_kv_heads, time, head_dim].
-    scale: float16 [batch, num_kv_heads, time, 1], the largest magnitude over 448.
+    """Tokens in 8-bit floats, a scale per token and head.
+
+    Attributes:
+        x: float8_e4m3fn bits as uint8, [batch, num_kv_heads, time, head_dim].
+        scale: float16 [batch, num_kv_heads, time, 1], the largest magnitude divided by 448.
     """
 
     x: Tensor
     scale: Tensor
 
 
-class _FP8(Codec[FP8Codes]):
+class _FP8(Codec[FP8Codes, None]):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.spec = spec
@@ -34,18 +40,18 @@ class _FP8(Codec[FP8Codes]):
     def bits_per_token(self) -> float:
         return 8.0 * self.spec.kv_dim + 16 * self.spec.num_kv_heads
 
-    def encode(self, x: Tensor, state: State | None = None) -> FP8Codes:
+    def encode(self, x: Tensor, state: None = None) -> FP8Codes:
         x = x.float()
         peak = x.abs().amax(-1, keepdim=True) / _E4M3_MAX
-        scale = peak.clamp(max=torch.finfo(torch.float16).max).half()
-        unit = torch.where(scale > 0, x / scale.float().clamp_min(1e-30), 0.0).clamp(-_E4M3_MAX, _E4M3_MAX)
+        scale = peak.clamp(max=FP16_MAX).half()
+        unit = torch.where(scale > 0, x / scale.float().clamp_min(TINY), 0.0).clamp(-_E4M3_MAX, _E4M3_MAX)
         return FP8Codes(unit.to(torch.float8_e4m3fn).view(torch.uint8), scale)
 
-    def decode(self, codes: FP8Codes, state: State | None = None) -> Tensor:
+    def decode(self, codes: FP8Codes, state: None = None) -> Tensor:
         return codes.x.view(torch.float8_e4m3fn).float() * codes.scale.float()
 
 
-class _FP8Key(_FP8, KeyCodec[FP8Codes]):
+class _FP8Key(_FP8, KeyCodec[FP8Codes, None]):
     pass
 
 
@@ -61,5 +67,6 @@ METHOD = Method(
     config_cls=CacheConfig,
     build=lambda spec, config, layer_idx: LayerCodec(_FP8Key(spec), _FP8Value(spec)),
     nominal_bits=lambda spec, config: (8.0, 8.0),
+    paper_settings={"fp8": {"sink_length": 0, "residual_length": 0}},
     example_settings={"residual_length": 6, "flush_block": 1},
 )

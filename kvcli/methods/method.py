@@ -40,6 +40,7 @@ class Method:
         config_cls: its settings.
         build: makes the unfitted codec of a layer from the model's shapes, the settings and the layer's index.
         nominal_bits: the paper's bits per value for K and V, without scales.
+        paper_settings: the papers' configurations, settings by name with bits such as `kivi-2`.
         schedules: when keys and when values are encoded.
         fit: fits a layer; None for methods without calibration.
         fit_metrics: what `fit` measures, by name in `FitReport.metrics` (a list with one number per head or one for
@@ -50,6 +51,7 @@ class Method:
             attended to by the window kernels. The module has `fused_attend` (an `AttendCodes`) and
             `unsupported(codec) -> str | None`, the reason why the kernels refuse a layer's shapes.
         example_settings: small settings for a head of 16 channels, for tests and examples.
+        bench: names with bits, such as `kivi-2`, that `kvcli bench` measures by default.
     """
 
     name: str
@@ -57,9 +59,10 @@ class Method:
     bits: str
     paper: str
     config_cls: type[CacheConfig]
-    build: Callable[[ModelSpec, Any, int], LayerCodec]
+    build: Callable[[ModelSpec, Any, int], LayerCodec[Any, Any]]
     nominal_bits: Callable[[ModelSpec, Any], tuple[float, float]]
     arxiv: str = ""
+    paper_settings: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     schedules: Callable[[Any], tuple[Schedule, Schedule]] = sliding_window
     fit: FitLayer | None = None
     fit_metrics: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -67,3 +70,4 @@ class Method:
     for_bits: Callable[[int], dict[str, Any]] | None = None
     attend_kernels: str | None = None
     example_settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    bench: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""When tokens leave the full-precision window. This module does not know about tensors."""
+"""When tokens leave the full-precision window and become codes. This module does not know about tensors."""
 
 from __future__ import annotations
 
@@ -9,19 +9,25 @@ from kvcli.methods.config import CacheConfig
 
 @dataclass(frozen=True)
 class Schedule:
-    """When tokens leave full precision: `block` or more beyond the last `keep`, in multiples of `granule`."""
+    """When window tokens are encoded: once `block` or more exceed the last `keep`, in multiples of `granule`.
+
+    Attributes:
+        keep: tokens that stay in full precision.
+        block: tokens beyond those that are encoded together at the least.
+        granule: the number encoded is a multiple of this.
+    """
 
     keep: int
     block: int
     granule: int = 1
 
     def evict(self, window_length: int) -> int:
-        """How many of the oldest of `window_length` full-precision tokens (sinks not counted) are encoded now."""
+        """How many of the oldest of `window_length` window tokens (without sinks) are encoded now."""
         surplus = window_length - self.keep
         return 0 if surplus < self.block else surplus - surplus % self.granule
 
 
 def sliding_window(config: CacheConfig) -> tuple[Schedule, Schedule]:
-    """The same window for keys and values; `flush_block` spares one encoding per token while decoding."""
+    """The same schedule for keys and values: encoding `flush_block` tokens at once is cheaper than one per step."""
     schedule = Schedule(config.residual_length, config.flush_block or max(1, config.residual_length // 4))
     return schedule, schedule

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from commvq_reordered import reordered_attend
 
-from kvcli.attention.reference import reference_attend
-from kvcli.bench.attention import AttentionConfig, AttentionRow, bench_attention
+from kvcli.attention.reference import attend_codes as reference_attend
+from kvcli.bench import attention
+from kvcli.bench.attention import AttentionBench, AttentionRow
 from kvcli.bench.check import compare
-from kvcli.bench.layer import EncodedLayer, Subject, check_settings, encoded_layer, randomise, tile
+from kvcli.bench.layer import EncodedLayer, MethodCase, check_settings, encoded_layer, randomize_, tile
 from kvcli.bench.shapes import shape_rope, shape_spec
 from kvcli.errors import ConfigError, UsageError
 from kvcli.methods.encoded import AttendCodes
 from kvcli.methods.scalar.per_channel import PerChannelCodes
-from kvcli.registry import get_method
 
 CPU = torch.device("cpu")
 SMALL = {"group_size": 8, "residual_length": 8, "codebook_size": 8}
@@ -25,9 +24,8 @@ NAMES = ("fp16", "fp8", "rtn-4", "kivi-2", "squat-2", "squat-pre-2", "qjl", "com
 
 
 def make_layer(name: str, context: int = 100, batch: int = 2, seed: int = 0, **settings: Any) -> EncodedLayer:
-    subject = Subject.parse(name, {**SMALL, **settings})
     return encoded_layer(
-        subject,
+        MethodCase.parse(name, {**SMALL, **settings}),
         shape_spec("tiny"),
         shape_rope("tiny", CPU),
         layer_idx=2,
@@ -39,26 +37,16 @@ def make_layer(name: str, context: int = 100, batch: int = 2, seed: int = 0, **s
     )
 
 
-def make_config(**changes: Any) -> AttentionConfig:
-    values = {
-        "shape": "tiny",
-        "subjects": [Subject.parse("kivi-2", SMALL), Subject.parse("commvq-2", SMALL)],
-        "contexts": [64, 100],
-        "batches": [1, 3],
-        "impl": "auto",
-        "repeats": 3,
-        "device": CPU,
-        "dtype": torch.float32,
-        "seed": 0,
-        "layer_idx": 2,
-    }
-    return AttentionConfig(**{**values, **changes})
+def make_bench(*names: str, shape: str = "tiny", **changes: Any) -> AttentionBench:
+    values = {"impl": "auto", "repeats": 3, "device": CPU, "dtype": torch.float32, "seed": 0, "layer_idx": 2}
+    cases = [MethodCase.parse(name, SMALL) for name in names or ("kivi-2", "commvq-2")]
+    return AttentionBench(shape, cases, **{**values, **changes})
 
 
-def wrong(monkeypatch: pytest.MonkeyPatch, form: AttendCodes) -> AttentionConfig:
-    """A run whose CommVQ form is another one."""
-    monkeypatch.setitem(get_method("commvq").attend_forms, "reordered", form)  # type: ignore[arg-type]
-    return make_config(subjects=[Subject.parse("commvq-2", SMALL)], impl="reordered", contexts=[64], batches=[1])
+def bench_with(monkeypatch: pytest.MonkeyPatch, attend_codes: AttendCodes) -> AttentionBench:
+    """A bench of CommVQ with another function for attention over codes."""
+    monkeypatch.setattr(attention, "choose_attend", lambda *_: ("fake", attend_codes))
+    return make_bench("commvq-2")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -70,7 +58,7 @@ def test_a_layer_holds_what_its_codec_would_store(name: str) -> None:
     if name == "fp16":
         bits *= 2  # the blocks are float32
     assert layer.stored_bytes == 2 * layer.num_tokens * bits / 8
-    out, lse = layer.attend(reference_attend, layer.part())
+    out, lse = layer.attend(reference_attend, layer.encoded_tokens())
     assert out.shape == (2, 4, 1, 16)
     assert out.isfinite().all()
     assert lse.isfinite().all()
@@ -96,19 +84,19 @@ def test_tiling_keeps_tokens_with_their_scales() -> None:
     assert codes.scale.flatten(1).tolist() == [[0, 1, 2, 3, 4], [2, 3, 4, 5, 0]]
 
 
-def test_pre_rope_parts_rotate_by_the_place_in_the_sequence() -> None:
-    part = make_layer("commvq-2", sink_length=3).part()
-    assert part.rotations is not None
-    assert part.rotations.positions.tolist() == [list(range(3, 103))] * 2
-    assert make_layer("kivi-2").part().rotations is None
+def test_pre_rope_codes_are_rotated_by_their_positions() -> None:
+    encoded = make_layer("commvq-2", sink_length=3).encoded_tokens()
+    assert encoded.rotations is not None
+    assert encoded.rotations.positions.tolist() == [list(range(3, 103))] * 2
+    assert make_layer("kivi-2").encoded_tokens().rotations is None
 
 
-def test_only_what_a_fit_would_fill_is_randomised() -> None:
+def test_only_what_a_fit_would_fill_is_randomized() -> None:
     spec = shape_spec("tiny")
     for name in ("qjl", "commvq-1"):
-        codec = Subject.parse(name, SMALL).build(spec, 2)
+        codec = MethodCase.parse(name, SMALL).build(spec, 2)
         before = {key: buffer.clone() for key, buffer in codec.named_buffers()}
-        randomise(codec, torch.Generator().manual_seed(0))
+        randomize_(codec, torch.Generator().manual_seed(0))
         for key, buffer in codec.named_buffers():
             assert buffer.any()
             if before[key].any() and not key.endswith("codebook_scale"):
@@ -118,7 +106,7 @@ def test_only_what_a_fit_would_fill_is_randomised() -> None:
     assert 0.1 < keys.square().mean() ** 0.5 < 10  # scores of a usual size
 
 
-def test_forms_are_compared_with_the_reference() -> None:
+def test_attention_is_compared_with_the_reference() -> None:
     layer = make_layer("commvq-2")
     good = compare(layer, reordered_attend)
     assert good.holds
@@ -138,12 +126,12 @@ def test_forms_are_compared_with_the_reference() -> None:
 
     assert compare(layer, shifted).lse_error == pytest.approx(0.1, abs=1e-5)
     assert compare(layer, scaled).out_error == pytest.approx(1e-3, rel=1e-2)
-    for form in (shifted, scaled, poisoned):
-        assert not compare(layer, form).holds
+    for wrong in (shifted, scaled, poisoned):
+        assert not compare(layer, wrong).holds
 
 
 def test_rows_in_order_with_their_figures() -> None:
-    rows = [row.to_dict() for row in bench_attention(make_config())]
+    rows = [row.to_dict() for row in make_bench().rows([64, 100], [1, 3])]
     assert [(row["method"], row["batch"]) for row in rows[:4]] == [
         ("fp16", 1),
         ("kivi-2", 1),
@@ -166,22 +154,22 @@ def test_rows_in_order_with_their_figures() -> None:
     assert commvq["true_bits"] < sdpa["true_bits"] / 4
 
 
-def test_a_right_form_is_timed_and_its_error_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = list(bench_attention(wrong(monkeypatch, reordered_attend)))[-1].to_dict()
-    assert (row["impl"], row["status"]) == ("reordered", "ok")
+def test_right_kernels_are_timed_and_their_error_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = list(bench_with(monkeypatch, reordered_attend).rows([64], [1]))[-1].to_dict()
+    assert (row["impl"], row["status"]) == ("fake", "ok")
     assert 0 < row["out_error"] < 1e-5
     assert row["p50_us"] > 0
 
 
-def test_a_wrong_form_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_kernels_get_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
-    def form(*arguments: Any) -> Any:
+    def attend(*arguments: Any) -> Any:
         calls.append(1)
         out, lse = reordered_attend(*arguments)
         return out + 0.01, lse
 
-    row = list(bench_attention(wrong(monkeypatch, form)))[-1].to_dict()
+    row = list(bench_with(monkeypatch, attend).rows([64], [1]))[-1].to_dict()
     assert row["status"] == "mismatch"
     assert "differs from the reference" in row["note"]
     assert row["out_error"] > 1e-4
@@ -201,36 +189,35 @@ def test_a_wrong_form_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ],
 )
-def test_one_row_in_trouble_is_not_the_end(
+def test_the_run_goes_on_after_a_failed_row(
     monkeypatch: pytest.MonkeyPatch, error: Exception, status: str, note: str | None
 ) -> None:
-    def form(*arguments: Any) -> Any:
+    def attend(*arguments: Any) -> Any:
         raise error
 
-    config = wrong(monkeypatch, form)
-    rows: list[AttentionRow] = list(bench_attention(replace(config, contexts=[64, 32])))
+    rows: list[AttentionRow] = list(bench_with(monkeypatch, attend).rows([64, 32], [1]))
     assert [row.status for row in rows] == ["ok", status, "ok", status]
     assert rows[1].timing is None
     assert (rows[1].note or "")[: len(note or "")] == (note or "")
 
 
-def test_an_interrupt_is_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    def form(*arguments: Any) -> Any:
+def test_an_interrupt_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def attend(*arguments: Any) -> Any:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        list(bench_attention(wrong(monkeypatch, form)))
+        list(bench_with(monkeypatch, attend).rows([64], [1]))
 
 
 def test_what_cannot_be_benched_is_refused_at_once() -> None:
     with pytest.raises(UsageError, match="layers 0 to 2"):
-        list(bench_attention(make_config(layer_idx=3)))
+        make_bench(layer_idx=3)
     with pytest.raises(UsageError, match="choose one of llama"):
-        list(bench_attention(make_config(shape="gpt-9")))
-    with pytest.raises(UsageError, match="no attention form 'magic'"):
-        list(bench_attention(make_config(impl="magic")))
+        make_bench(shape="gpt-9")
+    with pytest.raises(UsageError, match="'magic'"):
+        make_bench(impl="magic")
     with pytest.raises(ConfigError, match="colour"):
-        check_settings([Subject.parse("kivi-2", {"colour": 1})], {"colour": 1})
+        check_settings([MethodCase.parse("kivi-2", {"colour": 1})], {"colour": 1})
     with pytest.raises(ConfigError, match="group_size"):
         make_layer("kivi-2", group_size=5, residual_length=10)
     with pytest.raises(ConfigError, match="no whole group"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -11,22 +12,23 @@ import torch
 from commvq_reordered import reordered_attend
 from transformers import DynamicCache, LlamaForCausalLM
 
-from kvcli.attention.reference import reference_attend
-from kvcli.bench import check, generate
+from kvcli.attention.reference import attend_codes as reference_attend
+from kvcli.bench import model_bench
 from kvcli.bench.budget import largest_by_peak
-from kvcli.bench.generate import Figures, GenerateConfig, GenerateRow, bench_generate
-from kvcli.bench.layer import Subject
+from kvcli.bench.layer import MethodCase
 from kvcli.bench.model import (
     Run,
+    attached,
     cache_bytes,
     chunk_length,
-    opened,
     prefill,
     random_model,
     random_prompt,
     run_model,
     step,
 )
+from kvcli.bench.model_bench import ModelBench
+from kvcli.bench.model_row import ModelRow
 from kvcli.bench.shapes import shape_config, shape_rope
 from kvcli.errors import UsageError
 from kvcli.registry import get_method
@@ -42,31 +44,42 @@ def model() -> Any:
     return random_model("tiny", None, CPU, torch.float32, 0)
 
 
-def make_config(model: Any, *names: str, **changes: Any) -> GenerateConfig:
-    values = {
-        "model": model,
-        "subjects": [Subject.parse(name, SMALL) for name in ("fp16", *names)],
-        "prompt_tokens": [40],
-        "new_tokens": 4,
-        "batches": [2],
-        "memory_budget": None,
-        "prefill_chunk": None,
-        "impl": "auto",
-        "repeats": 2,
-        "seed": 0,
-    }
-    return GenerateConfig(**{**values, **changes})
+@pytest.fixture
+def any_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets a budget be given without a GPU, and limits nothing."""
+    monkeypatch.setattr(model_bench, "need_gpu", lambda device: None)
+    monkeypatch.setattr(model_bench, "check_budget", lambda budget, device: None)
+    monkeypatch.setattr(model_bench, "memory_limit", lambda budget, device: nullcontext())
+
+
+def generate(
+    model: Any,
+    *names: str,
+    contexts: tuple[int, ...] = (40,),
+    batches: list[int] | None = [2],  # noqa: B006
+    new_tokens: int = 4,
+    repeats: int = 2,
+    memory_budget: int | None = None,
+) -> Iterator[ModelRow]:
+    """Rows of fp16 and some methods."""
+    cases = [MethodCase.parse(name, SMALL) for name in ("fp16", *names)]
+    bench = ModelBench(model, cases, impl="auto", seed=0, memory_budget=memory_budget)
+    return bench.generate([*contexts], batches, new_tokens=new_tokens, repeats=repeats)
 
 
 def make_run(prefill_s: float, decode_s: float, cache: int = 100) -> Run:
     return Run(prefill_s, prefill_s + 0.001, decode_s, cache, 5 * cache, 6 * cache)
 
 
+def make_row(runs: list[Run], batch: int, new_tokens: int) -> ModelRow:
+    return ModelRow("x", "given", 10, new_tokens, batch, "sdpa").with_memory(runs).with_times(runs)
+
+
 def prompt(model: Any, batch: int, length: int) -> torch.Tensor:
     return random_prompt(ModelSpec.from_config(model.config), batch, length, CPU, 0)
 
 
-def test_random_models_are_whole(model: Any) -> None:
+def test_random_models_have_all_weights(model: Any) -> None:
     real = LlamaForCausalLM(shape_config("tiny"))
     assert {name: x.shape for name, x in model.state_dict().items()} == {
         name: x.shape for name, x in real.state_dict().items()
@@ -121,11 +134,11 @@ def test_what_a_run_asks_of_the_model(model: Any, chunk: int | None, new_tokens:
         seen.append(input_ids.shape[1])
         return model(input_ids=input_ids, **arguments)
 
-    found = run_model(counted, lambda: DynamicCache(config=model.config), prompt(model, 2, 40), new_tokens, chunk)
+    run = run_model(counted, lambda: DynamicCache(config=model.config), prompt(model, 2, 40), new_tokens, chunk)
     assert seen == lengths
-    assert 0 < found.prefill_s <= found.ttft_s
-    assert found.cache_bytes == (40 + max(0, new_tokens - 1)) * 2 * 3 * 2 * 2 * 16 * 4
-    assert found.peak_bytes is None
+    assert 0 < run.prefill_s <= run.ttft_s
+    assert run.cache_bytes == (40 + max(0, new_tokens - 1)) * 2 * 3 * 2 * 2 * 16 * 4
+    assert run.peak_bytes is None
 
 
 def test_chunks_are_of_the_whole_batch() -> None:
@@ -136,32 +149,30 @@ def test_chunks_are_of_the_whole_batch() -> None:
 
 def test_figures_of_known_runs() -> None:
     runs = [make_run(1.0, 3.0), make_run(1.2, 1.5), make_run(1.1, 2.0)]
-    found = Figures.of(runs, batch=4, new_tokens=7)
-    assert found.prefill_ms == pytest.approx((1040.0, 1100.0, 1160.0))
-    assert found.ttft_ms == pytest.approx(1101.0)
-    assert found.tokens_per_s == pytest.approx((9.6, 12.0, 14.4))
-    assert found.total_tokens_per_s == pytest.approx(28 / (1.101 + 2.0))
-    assert (found.cache_bytes, found.peak_bytes, found.reserved_bytes, found.repeats) == (100, 500, 600, 3)
-    assert Figures.of(runs, 4, 1).tokens_per_s is None
-    assert Figures.of(runs, 4, 1).total_tokens_per_s == pytest.approx(4 / (1.101 + 2.0))
-    assert Figures.of(runs, 4, 0).total_tokens_per_s is None
+    row = make_row(runs, batch=4, new_tokens=7)
+    assert row.prefill_ms == pytest.approx((1040.0, 1100.0, 1160.0))
+    assert row.ttft_ms == pytest.approx(1101.0)
+    assert row.tokens_per_s == pytest.approx((9.6, 12.0, 14.4))
+    assert row.total_tokens_per_s == pytest.approx(28 / (1.101 + 2.0))
+    assert (row.cache_bytes, row.peak_bytes, row.reserved_bytes, row.repeats) == (100, 500, 600, 3)
+    assert make_row(runs, 4, 1).tokens_per_s is None
+    assert make_row(runs, 4, 1).total_tokens_per_s == pytest.approx(4 / (1.101 + 2.0))
+    assert make_row(runs, 4, 0).total_tokens_per_s is None
 
 
-def test_ratios_are_by_sequence_where_batches_differ() -> None:
-    def row(batch: int, run: Run) -> GenerateRow:
-        return GenerateRow("x", 10, 11, batch, "sdpa", figures=Figures.of([run], batch, 11))
-
-    found = generate._with_ratios(row(8, make_run(3.0, 2.0, cache=400)), row(2, make_run(1.0, 1.0, cache=300)))
-    assert found.rate_ratio == pytest.approx((8 / 2.0) / (2 / 1.0))
-    assert found.total_ratio == pytest.approx((8 / 5.001) / (2 / 2.001))
-    assert found.prefill_ratio == pytest.approx((3.0 / 8) / (1.0 / 2))
-    assert found.cache_ratio == pytest.approx((300 / 2) / (400 / 8))
+def test_ratios_are_per_sequence_where_batches_differ() -> None:
+    baseline = make_row([make_run(1.0, 1.0, cache=300)], 2, 11)
+    row = make_row([make_run(3.0, 2.0, cache=400)], 8, 11).with_ratios(baseline)
+    assert row.rate_ratio == pytest.approx((8 / 2.0) / (2 / 1.0))
+    assert row.total_ratio == pytest.approx((8 / 5.001) / (2 / 2.001))
+    assert row.prefill_ratio == pytest.approx((3.0 / 8) / (1.0 / 2))
+    assert row.cache_ratio == pytest.approx((300 / 2) / (400 / 8))
 
 
-def test_every_method_runs_beside_fp16(model: Any) -> None:
+def test_every_method_is_compared_with_fp16(model: Any) -> None:
     rotary = model.model.rotary_emb
     names = ("fp8", "rtn-4", "kivi-2", "squat-2", "squat-pre-2", "qjl", "commvq-1")
-    rows = [row.to_dict() for row in bench_generate(make_config(model, *names, prompt_tokens=[40, 200]))]
+    rows = [row.to_dict() for row in generate(model, *names, contexts=(40, 200))]
     assert [row["method"] for row in rows] == ["fp16", *names] * 2
     assert [row["prompt_tokens"] for row in rows] == [40] * 8 + [200] * 8
     assert {row["impl"] for row in rows[1:8]} == {"reference"}
@@ -179,45 +190,43 @@ def test_every_method_runs_beside_fp16(model: Any) -> None:
 def test_fp16_is_not_timed_on_a_cool_device(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[int] = []
 
-    def run(model: Any, new_cache: Any, ids: Any, new_tokens: int, chunk: Any) -> Run:
+    def run(model: Any, new_cache: Any, ids: Any, new_tokens: int, *rest: Any, **options: Any) -> Run:
         chosen.append(new_tokens)
         return make_run(1.0, 1.0)
 
-    monkeypatch.setattr(generate, "run_model", run)
-    monkeypatch.setitem(generate._WARM_SECONDS, "cpu", 0.01)
-    rows = list(bench_generate(make_config(model, "kivi-2")))
+    monkeypatch.setattr(model_bench, "run_model", run)
+    monkeypatch.setitem(model_bench._WARM_SECONDS, "cpu", 0.01)
+    rows = list(generate(model, "kivi-2"))
     prompts = chosen.count(0)
     assert prompts > 0
     assert chosen == [0] * prompts + [4, 4, 4] * 2
-    assert [row.figures and row.figures.repeats for row in rows] == [2, 2]
+    assert [row.repeats for row in rows] == [2, 2]
 
 
 @pytest.mark.parametrize(
     ("budget", "expected"), [(None, "warm timed timed free"), (GIB, "warm free timed free timed free")]
 )
 def test_warm_memory_is_kept_unless_it_is_limited(
-    model: Any, monkeypatch: pytest.MonkeyPatch, budget: int | None, expected: str
+    model: Any, any_budget: None, monkeypatch: pytest.MonkeyPatch, budget: int | None, expected: str
 ) -> None:
-    """Under a limit a run begins as the probe did that found the batch; without one it begins warm."""
+    """Under a limit a run begins as the one did that fitted; without one it begins warm."""
     events: list[str] = []
 
-    def run(*arguments: Any) -> Run:
+    def run(*arguments: Any, **options: Any) -> Run:
         events.append("timed" if "warm" in events else "warm")
         return make_run(1.0, 1.0)
 
-    monkeypatch.setattr(generate, "run_model", run)
-    monkeypatch.setattr(generate, "free", lambda: events.append("free"))
-    monkeypatch.setattr(generate, "need_gpu", lambda device: None)
-    monkeypatch.setattr(generate, "memory_limit", lambda budget, device: nullcontext())
-    list(bench_generate(make_config(model, memory_budget=budget)))
+    monkeypatch.setattr(model_bench, "run_model", run)
+    monkeypatch.setattr(model_bench, "free", lambda: events.append("free"))
+    list(generate(model, memory_budget=budget))
     assert " ".join(events) == expected
 
 
 def test_codebooks_of_the_bench_are_random_and_seeded(model: Any) -> None:
-    subject = Subject.parse("commvq-1", SMALL)
+    case = MethodCase.parse("commvq-1", SMALL)
 
     def codes(seed: int) -> torch.Tensor:
-        with opened(model, subject, "auto", seed) as new_cache, torch.inference_mode():
+        with attached(model, case, "auto", seed) as new_cache, torch.inference_mode():
             cache = new_cache()
             prefill(model, cache, prompt(model, 1, 64), None)
             return cache.layers[0].keys_stream.buffer.codes.packed
@@ -226,16 +235,16 @@ def test_codebooks_of_the_bench_are_random_and_seeded(model: Any) -> None:
     assert not torch.equal(codes(0), codes(1))
 
 
-def test_a_wrong_form_is_not_run(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def form(*arguments: Any) -> Any:
+def test_a_method_with_wrong_kernels_is_not_run(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def attend(*arguments: Any) -> Any:
         out, lse = reordered_attend(*arguments)
         return out, lse + 0.1
 
-    monkeypatch.setitem(get_method("commvq").attend_forms, "reordered", form)  # type: ignore[arg-type]
-    monkeypatch.setattr(generate, "run_model", lambda model, cache, *rest: make_run(1.0, 1.0))
-    config = make_config(model, "commvq-2", impl="reordered")
-    fp16, commvq = (row.to_dict() for row in bench_generate(config))
-    assert fp16["status"] == "ok"
+    monkeypatch.setattr(model_bench, "choose_attend", lambda *_: ("fake", attend))
+    monkeypatch.setattr(model_bench, "run_model", lambda *_, **options: make_run(1.0, 1.0))
+    fp16, commvq = (row.to_dict() for row in generate(model, "commvq-2"))
+    assert (fp16["status"], fp16["impl"]) == ("ok", "sdpa")
+    assert commvq["impl"] == "fake"
     assert commvq["status"] == "mismatch"
     assert commvq["lse_error"] == pytest.approx(0.1, abs=1e-4)
     assert commvq["prefill_ms"] is commvq["tokens_per_s"] is commvq["rate_ratio"] is None
@@ -252,36 +261,36 @@ def test_kernels_that_encode_worse_are_a_mismatch(
         return encode(self, x * factor if self.fused else x, state)
 
     monkeypatch.setattr(codec, "encode", encode_in_a_kernel)
-    monkeypatch.setattr(check, "choose_form", lambda *_: ("fused", partial(reference_attend)))
-    row = list(bench_generate(make_config(model, "fp8", repeats=1)))[1]
+    monkeypatch.setattr(model_bench, "choose_attend", lambda *_: ("fused", partial(reference_attend)))
+    row = list(generate(model, "fp8", repeats=1))[1]
     assert row.status == status
     assert row.encoding_gap is not None
     assert (row.encoding_gap == 0) == (factor == 1)
-    assert (row.figures is None) == (status != "ok")
+    assert (row.prefill_ms is None) == (status != "ok")
 
 
 @pytest.mark.parametrize(
     ("error", "status"),
     [(torch.OutOfMemoryError("CUDA out of memory"), "out of memory"), (UsageError("no such head_dim"), "refused")],
 )
-def test_one_method_in_trouble_is_not_the_end(
+def test_the_run_goes_on_after_a_failed_method(
     model: Any, monkeypatch: pytest.MonkeyPatch, error: Exception, status: str
 ) -> None:
-    def run(model: Any, new_cache: Any, *rest: Any) -> Run:
+    def run(model: Any, new_cache: Any, *rest: Any, **options: Any) -> Run:
         if not isinstance(new_cache(), DynamicCache) and "KIVI" in str(type(new_cache().config)):
             raise error
         return make_run(1.0, 1.0)
 
-    monkeypatch.setattr(generate, "run_model", run)
-    rows = list(bench_generate(make_config(model, "kivi-2", "qjl")))
+    monkeypatch.setattr(model_bench, "run_model", run)
+    rows = list(generate(model, "kivi-2", "qjl"))
     assert [row.status for row in rows] == ["ok", status, "ok"]
-    assert rows[1].figures is None
+    assert rows[1].prefill_ms is rows[1].cache_bytes is None
 
 
-def test_the_largest_batch_is_each_methods_own(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_largest_batch_is_each_methods_own(model: Any, any_budget: None, monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[tuple[str, int]] = []
 
-    def run(model: Any, new_cache: Any, ids: torch.Tensor, *rest: Any) -> Run:
+    def run(model: Any, new_cache: Any, ids: torch.Tensor, *rest: Any, **options: Any) -> Run:
         full = isinstance(new_cache(), DynamicCache)
         tried.append(("fp16" if full else "kivi", len(ids)))
         peak = 16 * GIB + len(ids) * (GIB // (8 if full else 32))
@@ -289,10 +298,9 @@ def test_the_largest_batch_is_each_methods_own(model: Any, monkeypatch: pytest.M
             raise torch.OutOfMemoryError("CUDA out of memory")
         return Run(1.0, 1.0, 1.0, len(ids), peak, peak)
 
-    monkeypatch.setattr(generate, "run_model", run)
-    monkeypatch.setattr(generate, "need_gpu", lambda device: None)
-    monkeypatch.setattr(generate, "memory_limit", lambda budget, device: nullcontext())
-    rows = list(bench_generate(make_config(model, "kivi-2", batches=None, memory_budget=24 * GIB, new_tokens=339)))
+    monkeypatch.setattr(model_bench, "run_model", run)
+    rows = list(generate(model, "kivi-2", batches=None, memory_budget=24 * GIB, new_tokens=339))
+    assert [row.question for row in rows] == ["largest batch"] * 2
     assert 62 <= rows[0].batch <= 64
     assert 248 <= rows[1].batch <= 256
     assert rows[1].rate_ratio == pytest.approx(rows[1].batch / rows[0].batch)
@@ -310,12 +318,13 @@ def test_a_search_by_peaks_needs_few_runs(limit: int, bend: float) -> None:
         tried.append(size)
         return 1000 + int(1e6 * size**bend) if size <= limit else None
 
-    found = largest_by_peak(peak, 1000 + int(1e6 * limit**bend))
-    assert limit / (1 + 1 / 30) <= found <= limit
+    size = largest_by_peak(peak, 1000 + int(1e6 * limit**bend))
+    assert limit / (1 + 1 / 30) <= size <= limit
     assert len(tried) <= 16
 
 
 def test_no_gpu_no_budget(model: Any) -> None:
-    for changes in ({"batches": None}, {"memory_budget": GIB}):
-        with pytest.raises(UsageError, match="needs a GPU"):
-            list(bench_generate(make_config(model, **changes)))
+    with pytest.raises(UsageError, match="needs a GPU"):
+        list(generate(model, batches=None))
+    with pytest.raises(UsageError, match="needs a GPU"):
+        generate(model, memory_budget=GIB)

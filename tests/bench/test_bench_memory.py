@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -10,11 +11,14 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from kvcli.attention.session import attend_forms
-from kvcli.bench import memory
-from kvcli.bench.layer import Subject
-from kvcli.bench.memory import MemoryConfig, MemoryRow, Probe, bench_memory
-from kvcli.bench.model import cache_bytes, fill, opened, prefill, random_model, random_prompt, step
+from kvcli.attention.backend import choose_backend
+from kvcli.bench import model as bench_model
+from kvcli.bench import model_bench
+from kvcli.bench.check import Agreement
+from kvcli.bench.layer import MethodCase
+from kvcli.bench.model import Run, attached, cache_bytes, fill, prefill, random_model, random_prompt, run_model, step
+from kvcli.bench.model_bench import ModelBench
+from kvcli.bench.model_row import ModelRow
 from kvcli.errors import UsageError
 from kvcli.spec import ModelSpec
 
@@ -27,45 +31,52 @@ def model() -> Any:
     return random_model("tiny", None, CPU, torch.float32, 0)
 
 
-def make_config(model: Any, *names: str, **changes: Any) -> MemoryConfig:
-    values = {
-        "model": model,
-        "subjects": [Subject.parse(name, SMALL) for name in ("fp16", *names)],
-        "contexts": [256],
-        "batches": None,
-        "longest": False,
-        "memory_budget": 2**20,
-        "prefill_chunk": 64,
-        "full_prefill": False,
-        "impl": "auto",
-        "seed": 0,
-    }
-    return MemoryConfig(**{**values, **changes})
+@pytest.fixture(scope="module")
+def shallow_model() -> Any:
+    return random_model("tiny", 1, CPU, torch.float32, 0)
+
+
+def memory(
+    model: Any,
+    *names: str,
+    contexts: tuple[int, ...] = (256,),
+    batches: list[int] | None = None,
+    longest: bool = False,
+    memory_budget: int = 2**20,
+    prefill_chunk: int = 64,
+) -> Iterator[ModelRow]:
+    """Rows of fp16 and some methods."""
+    cases = [MethodCase.parse(name, SMALL) for name in ("fp16", *names)]
+    bench = ModelBench(model, cases, impl="auto", seed=0, memory_budget=memory_budget, prefill_chunk=prefill_chunk)
+    return bench.memory([*contexts], batches, longest=longest, full_prefill=False)
 
 
 @pytest.fixture
 def limited(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """A budget for caches alone, kept without a GPU; the (context, batch) probed."""
-    probe, probed = memory._Bench.probe, []
+    """A budget for caches alone, kept without a GPU; the (context, batch) of all runs."""
+    tried: list[tuple[int, int]] = []
+    budgets: list[int] = []
 
-    def within(self: Any, new_cache: Any, context: int, batch: int) -> Probe:
-        probed.append((context, batch))
-        found = probe(self, new_cache, context, batch)
-        if found.cache_bytes > self.config.memory_budget:
+    def run_within_budget(model: Any, new_cache: Any, ids: torch.Tensor, *rest: Any, **options: Any) -> Run:
+        batch, context = ids.shape
+        tried.append((context, batch))
+        run = run_model(model, new_cache, ids, *rest, **options)
+        if run.cache_bytes > budgets[-1]:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return replace(found, peak_bytes=found.cache_bytes, reserved_bytes=found.cache_bytes)
+        return replace(run, peak_bytes=run.cache_bytes, reserved_bytes=run.cache_bytes)
 
-    monkeypatch.setattr(memory._Bench, "probe", within)
-    monkeypatch.setattr(memory, "need_gpu", lambda device: None)
-    monkeypatch.setattr(memory, "memory_limit", lambda budget, device: nullcontext())
-    monkeypatch.setattr(memory, "_CONTEXT_UNIT", 32)
-    return probed
+    monkeypatch.setattr(model_bench, "run_model", run_within_budget)
+    monkeypatch.setattr(model_bench, "need_gpu", lambda device: None)
+    monkeypatch.setattr(model_bench, "check_budget", lambda budget, device: budgets.append(budget))
+    monkeypatch.setattr(model_bench, "memory_limit", lambda budget, device: nullcontext())
+    monkeypatch.setattr(model_bench, "_CONTEXT_UNIT", 32)
+    return tried
 
 
 @pytest.mark.parametrize("name", ["fp16", "fp8", "kivi-2", "squat-2", "squat-pre-2", "qjl", "commvq-1"])
 def test_a_filled_cache_is_as_large_as_a_computed_one(model: Any, name: str) -> None:
     ids = random_prompt(ModelSpec.from_config(model.config), 2, 101, CPU, 0)
-    with opened(model, Subject.parse(name, SMALL), "auto", 0) as new_cache, torch.inference_mode():
+    with attached(model, MethodCase.parse(name, SMALL), "auto", 0) as new_cache, torch.inference_mode():
         computed, filled = new_cache(), new_cache()
         prefill(model, computed, ids, 40)
         prefill(model, filled, ids[:, :20], 40)
@@ -82,16 +93,22 @@ def test_a_filled_cache_is_as_large_as_a_computed_one(model: Any, name: str) -> 
 
 
 @pytest.mark.parametrize("name", ["kivi-2", "squat-pre-2"])
-def test_kernels_fill_a_cache_where_they_encode(model: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_fill_a_cache_where_they_encode(shallow_model: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    used, forms = [], attend_forms
-    monkeypatch.setattr("kvcli.bench.model.attend_forms", lambda method, impl: used.append(impl) or forms(method, impl))
-    with opened(model, Subject.parse(name, SMALL), "auto", 0) as new_cache:
+    used: list[str] = []
+
+    def spy(method: Any, codecs: Any, impl: str, device: Any) -> Any:
+        used.append(impl)
+        return choose_backend(method, codecs, impl, device)
+
+    monkeypatch.setattr("kvcli.bench.model.choose_backend", spy)
+    case = MethodCase.parse(name, {**SMALL, "subspace_dim": 2})
+    with attached(shallow_model, case, "auto", 0) as new_cache:
         caches = [new_cache(), new_cache()]
         for fused, cache in zip((False, True), caches, strict=True):
             for layer in cache.layers:
                 layer.codec.use_kernels(fused)
-            fill(model, cache, 1, 24, None)
+            fill(shallow_model, cache, 1, 24, None)
     assert used == ["reference", "fused"]
     assert caches[0].memory() == caches[1].memory()
 
@@ -100,41 +117,59 @@ def test_kernels_fill_a_cache_where_they_encode(model: Any, name: str, monkeypat
 def test_the_middle_is_computed_only_when_asked_for(model: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     seen: list[int] = []
     monkeypatch.setattr(
-        memory,
+        bench_model,
         "prefill",
         lambda model, cache, ids, chunk: seen.append(ids.shape[1]) or prefill(model, cache, ids, chunk),
     )
-    found = {}
-    for full in (False, True):
-        bench = memory._Bench(make_config(model, name, full_prefill=full))
-        with opened(model, Subject.parse(name, SMALL), "auto", 0) as new_cache:
-            found[full] = bench.probe(new_cache, 256, 2)
+    ids = random_prompt(ModelSpec.from_config(model.config), 2, 256, CPU, 0)
+    with attached(model, MethodCase.parse(name, SMALL), "auto", 0) as new_cache:
+        filled, computed = (run_model(model, new_cache, ids, 2, 64, fill_middle=fill) for fill in (True, False))
     assert seen == [32, 32, 256]
-    assert found[False] == found[True]
+    assert filled.cache_bytes == computed.cache_bytes
 
 
-def test_largest_batch_and_longest_context(model: Any, limited: list[tuple[int, int]]) -> None:
-    config = make_config(model, "commvq-1", longest=True, contexts=[64], prefill_chunk=32, memory_budget=2**18)
-    rows = list(bench_memory(config))
+@pytest.mark.parametrize("full_prefill", [False, True])
+def test_rows_fill_the_middle_unless_the_whole_prompt_is_asked_for(
+    model: Any, limited: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch, full_prefill: bool
+) -> None:
+    given: list[tuple[int, int, bool]] = []
+
+    def run(model: Any, new_cache: Any, ids: Any, new_tokens: int, chunk: int, *, fill_middle: bool) -> Run:
+        given.append((new_tokens, chunk, fill_middle))
+        return Run(1.0, 1.0, 1.0, 100, 200, 300)
+
+    monkeypatch.setattr(model_bench, "run_model", run)
+    bench = ModelBench(
+        model, [MethodCase.parse("fp16", {})], impl="auto", seed=0, memory_budget=2**20, prefill_chunk=64
+    )
+    (row,) = bench.memory([256], [1], longest=False, full_prefill=full_prefill)
+    assert given == [(2, 64, not full_prefill)]
+    assert (row.cache_bytes, row.peak_bytes, row.reserved_bytes) == (100, 200, 300)
+    assert row.prefill_ms is row.tokens_per_s is None
+
+
+def test_largest_batch_and_longest_context(shallow_model: Any, limited: list[tuple[int, int]]) -> None:
+    budget = 2**18 // 3
+    rows = list(memory(shallow_model, "commvq-1", longest=True, contexts=(64,), prefill_chunk=32, memory_budget=budget))
     assert [(row.method, row.question) for row in rows] == [
         (name, question) for name in ("fp16", "commvq-1") for question in ("largest batch", "longest context")
     ]
-    token = 2 * 2 * 3 * 16 * 4  # bytes in float32
-    assert rows[0].batch == 2**18 // (65 * token) == 5
+    token = 2 * 2 * 16 * 4  # bytes in float32
+    assert rows[0].batch == budget // (65 * token) == 5
     assert rows[0].cache_bytes == 5 * 65 * token
-    assert rows[1].context == (2**18 // token - 1) // 32 * 32 == 320  # one token is the decode step's
+    assert rows[1].context == (budget // token - 1) // 32 * 32 == 320  # one token is the decode step's
     assert rows[0].batch < rows[2].batch
     assert rows[1].context < rows[3].context
     for row in rows:
         assert row.status == "ok"
         assert row.cache_bytes is not None
-        assert row.cache_bytes <= 2**18
+        assert row.cache_bytes <= budget
         assert (row.context, row.batch) in limited
     assert rows[2].cache_ratio == pytest.approx(rows[2].batch * 65 * token / 2 / rows[2].cache_bytes)
 
 
 def test_given_sizes_fit_or_not(model: Any, limited: list[tuple[int, int]]) -> None:
-    rows = list(bench_memory(make_config(model, "commvq-1", batches=[2, 3], memory_budget=2**19)))
+    rows = list(memory(model, "commvq-1", batches=[2, 3], memory_budget=2**19))
     assert [(row.method, row.batch, row.status) for row in rows] == [
         ("fp16", 2, "ok"),
         ("fp16", 3, "out of memory"),
@@ -147,28 +182,28 @@ def test_given_sizes_fit_or_not(model: Any, limited: list[tuple[int, int]]) -> N
 
 
 def test_nothing_fits(model: Any, limited: list[tuple[int, int]]) -> None:
-    (row,) = bench_memory(make_config(model, memory_budget=1000))
+    (row,) = memory(model, memory_budget=1000)
     assert (row.batch, row.status) == (0, "out of memory")
     assert limited == [(256, 1)]
 
 
-def test_a_mismatch_is_not_probed(model: Any, limited: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvcli.bench.check import Agreement, ModelCheck
-
+def test_a_method_with_wrong_kernels_is_not_run(
+    model: Any, limited: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     checked = []
 
-    def wrong(self: Any, subject: Subject, context: int, batch: int) -> Agreement | None:
-        checked.append(subject.name)
-        return None if subject.is_baseline else Agreement(0.5, 0.0, 5e-3)
+    def wrong(self: Any, case: MethodCase, context: int, batch: int) -> Agreement | None:
+        checked.append(case.name)
+        return None if case.is_baseline else Agreement(0.5, 0.0, 5e-3)
 
-    monkeypatch.setattr(ModelCheck, "agreement", wrong)
-    rows: list[MemoryRow] = list(bench_memory(make_config(model, "kivi-2", batches=[1], longest=True)))
+    monkeypatch.setattr(ModelBench, "agreement", wrong)
+    rows = list(memory(model, "kivi-2", batches=[1], longest=True))
     assert [row.status for row in rows[2:]] == ["mismatch"] * 2
     assert rows[2].out_error == 0.5
-    assert checked == ["fp16", "kivi-2"]  # once a method
+    assert checked == ["fp16", "kivi-2"]  # once per method
     assert all(context for context, _ in limited)
 
 
 def test_it_needs_a_gpu(model: Any) -> None:
     with pytest.raises(UsageError, match="needs a GPU"):
-        list(bench_memory(make_config(model)))
+        list(memory(model))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcli.bench import timing
-from kvcli.bench.budget import attempt, is_out_of_memory, largest, memory_limit
+from kvcli.bench.budget import attempt, check_budget, is_out_of_memory, largest, memory_limit
 from kvcli.bench.timing import copy_bandwidth, percentiles, time_call
+from kvcli.errors import UsageError
 
 CPU = torch.device("cpu")
 
@@ -48,11 +50,11 @@ def test_percentiles_of_known_samples() -> None:
 
 
 def test_a_call_is_timed_after_its_warm_up(clock: Clock) -> None:
-    found = time_call(clock.call(1.0, *(1e-6 * x for x in range(1, 12)), 50.0), CPU, 11)
+    timed = time_call(clock.call(1.0, *(1e-6 * x for x in range(1, 12)), 50.0), CPU, 11)
     # the first call's second would allow five more; these are the samples 1 to 5 microseconds
-    assert (found.repeats, found.how, found.note) == (5, "eager", None)
-    assert (found.p20_us, found.p50_us, found.p80_us) == pytest.approx((1.8, 3.0, 4.2))
-    assert found.eager_us == found.p50_us
+    assert (timed.repeats, timed.how, timed.note) == (5, "eager", None)
+    assert (timed.p20_us, timed.p50_us, timed.p80_us) == pytest.approx((1.8, 3.0, 4.2))
+    assert timed.eager_us == timed.p50_us
 
 
 @pytest.mark.parametrize(("seconds", "repeats"), [(1e-3, 40), (0.5, 10), (100.0, 3)])
@@ -69,28 +71,27 @@ def test_a_copy_counts_bytes_read_and_written(clock: Clock, monkeypatch: pytest.
 @given(
     limit=st.integers(0, 70),
     start=st.integers(1, 50),
-    step=st.integers(1, 5),
     most=st.none() | st.integers(1, 60),
     growth=st.sampled_from([1.1, 1.25, 2.0]),
 )
-def test_the_largest_that_fits(limit: int, start: int, step: int, most: int | None, growth: float) -> None:
+def test_the_largest_that_fits(limit: int, start: int, most: int | None, growth: float) -> None:
     tried: list[int] = []
 
     def fits(size: int) -> bool:
         tried.append(size)
         return size <= limit
 
-    expected = min(limit, most if most is not None else limit) // step * step
-    assert largest(fits, start=start, step=step, most=most, growth=growth) == expected
+    expected = min(limit, most if most is not None else limit)
+    assert largest(fits, start=start, most=most, growth=growth) == expected
     assert len(tried) == len(set(tried))
-    assert all(size > 0 and size % step == 0 and (most is None or size <= most) for size in tried)
+    assert all(size > 0 and (most is None or size <= most) for size in tried)
 
 
 def test_a_coarse_search_tries_less() -> None:
     def search(resolution: float) -> tuple[int, int]:
         tried: list[int] = []
-        found = largest(lambda size: not tried.append(size) and size <= 777, start=600, resolution=resolution)
-        return found, len(tried)
+        size = largest(lambda size: not tried.append(size) and size <= 777, start=600, resolution=resolution)
+        return size, len(tried)
 
     exact, coarse = search(0.0), search(1 / 16)
     assert exact[0] == 777
@@ -122,6 +123,23 @@ def test_what_counts_as_out_of_memory(error: Exception, expected: bool) -> None:
     assert attempt(lambda: None)
 
 
-def test_no_budget_is_no_limit() -> None:
+def test_no_budget_is_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    fractions: list[float] = []
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: fractions.append(share))
     with memory_limit(None, CPU):
         pass
+    assert fractions == []
+
+
+def test_a_budget_limits_torch_inside_the_block_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    fractions: list[float] = []
+    properties = SimpleNamespace(total_memory=80 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: fractions.append(share))
+    with memory_limit(20 * 2**30, torch.device("cuda")):
+        assert fractions == [0.25]
+    assert fractions == [0.25, 1.0]
+    with pytest.raises(UsageError, match=r"80.0 GiB, less than the budget of 81.0 GiB"):
+        check_budget(81 * 2**30, torch.device("cuda"))
+    with pytest.raises(UsageError, match="needs a GPU"):
+        check_budget(1, CPU)

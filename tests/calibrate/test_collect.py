@@ -91,7 +91,7 @@ def test_another_recording_is_refused_and_kept(tmp_path: Path) -> None:
     model = make_model("llama")
     collect(load(model), SEQUENCES, CollectConfig(5, 12, 2, 2), tmp_path, {"seed": 1})
     before = sorted(path.name for path in tmp_path.iterdir())
-    with pytest.raises(SamplesError, match=r"differs in provenance.*--overwrite"):
+    with pytest.raises(SamplesError, match=r"differs in provenance.seed: 1 there, 2 here\); .*--overwrite"):
         collect(load(model), SEQUENCES, CollectConfig(5, 12, 2, 2), tmp_path, {"seed": 2})
     assert sorted(path.name for path in tmp_path.iterdir()) == before
     again = collect(load(model), SEQUENCES, CollectConfig(5, 12, 2, 2), tmp_path, {"seed": 2}, overwrite=True)

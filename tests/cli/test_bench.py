@@ -11,22 +11,47 @@ import pytest
 from commvq_reordered import reordered_attend
 from console import invoke
 
+from kvcli.bench import budget, model_bench
+from kvcli.bench.model_bench import ModelBench
+from kvcli.bench.model_row import ModelRow
+from kvcli.cli.bench import default_methods
 from kvcli.cli.output import parse_size
 from kvcli.errors import UsageError
-from kvcli.registry import get_method
+from kvcli.methods.encoded import AttendCodes
+from kvcli.registry import METHODS, get_method
 
 GROUPS = ("--settings", "group_size=8", "--settings", "residual_length=8")
 BOOKS = ("--settings", "codebook_size=8")
 ATTENTION = ("bench", "--shape", "tiny", "--contexts", "64", "--repeats", "3")
 
 
-def test_attention_gives_a_table_and_a_record_a_row() -> None:
-    found = invoke(
+def attend_with(monkeypatch: pytest.MonkeyPatch, attend_codes: AttendCodes) -> None:
+    """Replaces attention over codes in the suite `attention`."""
+    monkeypatch.setattr("kvcli.bench.attention.choose_attend", lambda *_: ("fake", attend_codes))
+
+
+def test_records_name_the_default_methods() -> None:
+    names = default_methods()
+    assert names == [name for method in map(get_method, METHODS) for name in method.bench]
+    assert [name for name in names if name.startswith(("kivi", "squat", "qjl", "commvq"))] == [
+        "kivi-2",
+        "kivi-4",
+        "squat-2",
+        "squat-pre-2",
+        "qjl",
+        "commvq-1",
+        "commvq-2",
+    ]
+    assert default_methods(few=True) == ["kivi-2", "commvq-1"]
+
+
+def test_attention_gives_a_table_and_a_record_per_row() -> None:
+    result = invoke(
         *ATTENTION, *GROUPS, *BOOKS, "--methods", "kivi-2", "--methods", "commvq-2", "--batches", "1", "--batches", "2"
     )
-    assert found.exit_code == 0, found.stderr
-    assert "no GPU" in found.stderr
-    assert found.stdout.count("kivi-2") == 2
+    assert result.exit_code == 0, result.stderr
+    assert "no GPU" in result.stderr
+    assert result.stdout.count("kivi-2") == 2
     records = [json.loads(line) for line in Path("runs/bench/attention.jsonl").read_text().splitlines()]
     assert [record["method"] for record in records] == ["fp16", "kivi-2", "commvq-2"] * 2
     for record in records:
@@ -39,8 +64,8 @@ def test_attention_gives_a_table_and_a_record_a_row() -> None:
 
 def test_json_is_one_object_and_out_is_appended_to() -> None:
     for count in (2, 4):
-        found = invoke(*ATTENTION, *GROUPS, "--methods", "kivi-4", "--out", "rows.jsonl", "--json")
-        shown = json.loads(found.stdout)
+        result = invoke(*ATTENTION, *GROUPS, "--methods", "kivi-4", "--out", "rows.jsonl", "--json")
+        shown = json.loads(result.stdout)
         assert [row["method"] for row in shown["rows"]] == ["fp16", "kivi-4"]
         assert shown["machine"]["cpu_count"] >= 1
         assert len(Path("rows.jsonl").read_text().splitlines()) == count
@@ -48,74 +73,74 @@ def test_json_is_one_object_and_out_is_appended_to() -> None:
 
 
 def test_a_mismatch_shows_no_time_and_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    def form(*arguments: Any) -> Any:
+    def attend(*arguments: Any) -> Any:
         out, lse = reordered_attend(*arguments)
         return 1.1 * out, lse
 
-    monkeypatch.setitem(get_method("commvq").attend_forms, "reordered", form)  # type: ignore[arg-type]
-    options = (*BOOKS, "--methods", "commvq-2", "--impl", "reordered")
-    found = invoke(*ATTENTION, *options)
-    assert found.exit_code == 1
-    line = next(line for line in found.stdout.splitlines() if "commvq-2" in line)
+    attend_with(monkeypatch, attend)
+    options = (*BOOKS, "--methods", "commvq-2")
+    result = invoke(*ATTENTION, *options)
+    assert result.exit_code == 1
+    line = next(line for line in result.stdout.splitlines() if "commvq-2" in line)
     assert "MISMATCH" in line
     assert "1.0e-01" in line
     assert line.count(" - ") == 6
-    assert "error: commvq-2, 64 tokens, batch 1: differs" in found.stderr
+    assert "error: commvq-2, 64 tokens, batch 1: differs" in result.stderr
     shown = json.loads(invoke(*ATTENTION, *options, "--json").stdout)
     assert shown["rows"][1]["p50_us"] is None
 
 
 @pytest.mark.parametrize("where", ["--json", "rows.jsonl"])
 def test_numbers_that_json_does_not_have_are_null(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
-    def form(*arguments: Any) -> Any:
+    def attend(*arguments: Any) -> Any:
         out, lse = reordered_attend(*arguments)
         return out * float("nan"), lse
 
     def refuse(text: str) -> None:
         raise AssertionError(text)
 
-    monkeypatch.setitem(get_method("commvq").attend_forms, "reordered", form)  # type: ignore[arg-type]
-    options = (*BOOKS, "--methods", "commvq-2", "--impl", "reordered", "--out", "rows.jsonl", "--json")
-    found = invoke(*ATTENTION, *options)
-    assert found.exit_code == 1
-    text = found.stdout if where == "--json" else Path(where).read_text().splitlines()[-1]
+    attend_with(monkeypatch, attend)
+    options = (*BOOKS, "--methods", "commvq-2", "--out", "rows.jsonl", "--json")
+    result = invoke(*ATTENTION, *options)
+    assert result.exit_code == 1
+    text = result.stdout if where == "--json" else Path(where).read_text().splitlines()[-1]
     record = json.loads(text, parse_constant=refuse)
     record = record["rows"][-1] if where == "--json" else record
     assert (record["status"], record["out_error"]) == ("mismatch", None)
 
 
-def test_a_line_that_was_cut_off_does_not_take_the_next_with_it() -> None:
+def test_records_are_appended_after_a_truncated_line() -> None:
     path = Path("rows.jsonl")
     path.write_text('{"suite": "atten')
-    found = invoke(*ATTENTION, *GROUPS, "--methods", "kivi-4", "--out", str(path))
-    assert found.exit_code == 0
+    result = invoke(*ATTENTION, *GROUPS, "--methods", "kivi-4", "--out", str(path))
+    assert result.exit_code == 0
     lines = path.read_text().splitlines()
     assert [json.loads(line)["method"] for line in lines[1:]] == ["fp16", "kivi-4"]
 
 
 def test_records_go_into_a_pipe() -> None:
     reading, writing = os.pipe()
-    found = invoke(*ATTENTION, *GROUPS, "--methods", "kivi-4", "--out", f"/dev/fd/{writing}")
-    assert found.exit_code == 0, found.stderr
+    result = invoke(*ATTENTION, *GROUPS, "--methods", "kivi-4", "--out", f"/dev/fd/{writing}")
+    assert result.exit_code == 0, result.stderr
     lines = os.read(reading, 2**16).decode().splitlines()
     assert [json.loads(line)["method"] for line in lines] == ["fp16", "kivi-4"]
 
 
 def test_rows_before_an_interruption_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    def form(*arguments: Any) -> Any:
+    def attend(*arguments: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(get_method("commvq").attend_forms, "reordered", form)  # type: ignore[arg-type]
-    found = invoke(*ATTENTION, *BOOKS, "--methods", "commvq-2", "--impl", "reordered")
-    assert found.exit_code == 130
-    assert "fp16" in found.stdout
-    assert "interrupted after 1 of 2 rows" in found.stderr
-    assert "resume" not in found.stderr
+    attend_with(monkeypatch, attend)
+    result = invoke(*ATTENTION, *BOOKS, "--methods", "commvq-2")
+    assert result.exit_code == 130
+    assert "fp16" in result.stdout
+    assert "interrupted after 1 of 2 rows" in result.stderr
+    assert "resume" not in result.stderr
 
 
 def test_fp16_is_measured_once() -> None:
-    found = invoke(*ATTENTION, *GROUPS, "--methods", "fp16", "--methods", "kivi-4", "--json")
-    assert [row["method"] for row in json.loads(found.stdout)["rows"]] == ["fp16", "kivi-4"]
+    result = invoke(*ATTENTION, *GROUPS, "--methods", "fp16", "--methods", "kivi-4", "--json")
+    assert [row["method"] for row in json.loads(result.stdout)["rows"]] == ["fp16", "kivi-4"]
 
 
 def test_nothing_but_refusals_is_an_error() -> None:
@@ -127,20 +152,20 @@ def test_nothing_but_refusals_is_an_error() -> None:
 @pytest.mark.parametrize("value", ["0", "1"])
 def test_records_say_whether_kernels_were_interpreted(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", value)
-    found = invoke(*ATTENTION, *GROUPS, "--methods", "kivi-4", "--json")
-    assert [row["interpreted"] for row in json.loads(found.stdout)["rows"]] == [value == "1"] * 2
+    result = invoke(*ATTENTION, *GROUPS, "--methods", "kivi-4", "--json")
+    assert [row["interpreted"] for row in json.loads(result.stdout)["rows"]] == [value == "1"] * 2
 
 
 def test_a_failure_is_said_and_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    def form(*arguments: Any) -> Any:
+    def attend(*arguments: Any) -> Any:
         raise LookupError("out of resource")
 
-    monkeypatch.setitem(get_method("commvq").attend_forms, "reordered", form)  # type: ignore[arg-type]
-    found = invoke(*ATTENTION, *BOOKS, "--methods", "commvq-2", "--impl", "reordered", "--contexts", "32")
-    assert found.exit_code == 1
-    assert found.stdout.count("reordered: FAILED") == 2
-    assert "error: commvq-2, 32 tokens, batch 1: LookupError: out of resource (test_bench.py" in found.stderr
-    assert found.stderr.count("Traceback") == 0
+    attend_with(monkeypatch, attend)
+    result = invoke(*ATTENTION, *BOOKS, "--methods", "commvq-2", "--contexts", "32")
+    assert result.exit_code == 1
+    assert result.stdout.count("fake: FAILED") == 2
+    assert "error: commvq-2, 32 tokens, batch 1: LookupError: out of resource (test_bench.py" in result.stderr
+    assert result.stderr.count("Traceback") == 0
 
 
 GENERATE = ("bench", "--suite", "generate", "--new-tokens", "3", "--prompt-tokens", "40", "--repeats", "1", *GROUPS)
@@ -152,9 +177,9 @@ def test_generate_runs_random_weights_and_real_models(tiny: Any) -> None:
         (("--random-weights", "tiny", "--layers", "2"), ("tiny", "random", 2)),
         ((), ("smollm2-135m", "model", 3)),
     ):
-        found = invoke(*GENERATE, *source, *options, "--batches", "1", "--batches", "2", "--json")
-        assert found.exit_code == 0, found.stderr
-        rows = json.loads(found.stdout)["rows"]
+        result = invoke(*GENERATE, *source, *options, "--batches", "1", "--batches", "2", "--json")
+        assert result.exit_code == 0, result.stderr
+        rows = json.loads(result.stdout)["rows"]
         assert [(row["method"], row["batch"]) for row in rows] == [
             ("fp16", 1),
             ("kivi-2", 1),
@@ -171,39 +196,44 @@ def test_generate_runs_random_weights_and_real_models(tiny: Any) -> None:
 
 
 def test_the_table_of_generate_puts_ratios_first() -> None:
-    found = invoke(*GENERATE, "--random-weights", "tiny", "--methods", "kivi-2")
-    heading = next(line for line in found.stdout.splitlines() if "x tok/s" in line)
+    result = invoke(*GENERATE, "--random-weights", "tiny", "--methods", "kivi-2")
+    heading = next(line for line in result.stdout.splitlines() if "x tok/s" in line)
     names = [name.strip() for name in heading.strip("┃").split("┃")]
     assert names[3:7] == ["x tok/s", "x total", "prefill / fp16", "cache"]
-    (row,) = [line for line in found.stdout.splitlines() if "kivi-2" in line]
+    (row,) = [line for line in result.stdout.splitlines() if "kivi-2" in line]
     assert len(row.strip("│").split("│")) == len(names)
 
 
 def test_the_table_of_memory_says_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvcli.bench import budget, memory
-    from kvcli.bench.memory import MemoryConfig, MemoryRow
-
-    def rows(config: MemoryConfig) -> Any:
-        assert (config.memory_budget, config.batches, config.contexts) == (40 * 2**30, None, [32768])
-        assert [subject.name for subject in config.subjects] == ["fp16", "commvq-1"]
+    def rows(self: ModelBench, contexts: list[int], batches: Any, *, longest: bool, full_prefill: bool) -> Any:
+        assert (self.memory_budget, self.prefill_chunk) == (40 * 2**30, 4096)
+        assert (contexts, batches, longest, full_prefill) == ([32768], None, True, False)
+        assert [case.name for case in self.cases] == ["fp16", "commvq-1"]
         sizes = {"cache_bytes": 3 * 2**29, "peak_bytes": 2**34, "reserved_bytes": 2**34, "weights_bytes": 2**20}
-        yield MemoryRow("fp16", "largest batch", 32768, 7, "sdpa", cache_ratio=1.0, **sizes)
-        yield MemoryRow("commvq-1", "longest context", 0, 1, "fused", "out of memory", weights_bytes=2**20)
+        yield ModelRow("fp16", "largest batch", 32768, 2, 7, "sdpa", cache_ratio=1.0, **sizes)
+        yield ModelRow("commvq-1", "longest context", 0, 2, 1, "fused", "out of memory", weights_bytes=2**20)
 
-    monkeypatch.setattr(memory, "bench_memory", rows)
-    monkeypatch.setattr(budget, "need_gpu", lambda device: None)
+    monkeypatch.setattr(ModelBench, "memory", rows)
+    monkeypatch.setattr(budget, "check_budget", lambda budget, device: None)
+    monkeypatch.setattr(model_bench, "check_budget", lambda budget, device: None)
     options = ("--random-weights", "tiny", "--memory-budget", "40GiB", "--methods", "commvq-1")
-    found = invoke("bench", "--suite", "memory", *options)
-    assert found.exit_code == 0, found.stderr
+    result = invoke("bench", "--suite", "memory", *options)
+    assert result.exit_code == 0, result.stderr
     lines = {
         line.split("│")[1].strip(): [cell.strip() for cell in line.split("│")]
-        for line in found.stdout.splitlines()
+        for line in result.stdout.splitlines()
         if "│" in line
     }
     assert lines["fp16"][2:9] == ["largest batch", "32768", "7", "1.50 GiB", "1/1.00", "16.00 GiB", "16.00 GiB"]
     assert lines["commvq-1"][2:6] == ["longest context", "-", "1", "-"]
     assert lines["commvq-1"][-2] == "fused: out of memory"
-    assert "budget 40.00 GiB" in " ".join(found.stdout.split())
+    assert "budget 40.00 GiB" in " ".join(result.stdout.split())
+    records = [json.loads(line) for line in Path("runs/bench/memory.jsonl").read_text().splitlines()]
+    assert (records[0]["context"], records[0]["batch"], records[0]["prefill"]) == (
+        32768,
+        7,
+        "ends computed, middle filled",
+    )
 
 
 @pytest.mark.parametrize(
@@ -234,12 +264,10 @@ def test_other_sizes_are_refused(text: str) -> None:
 def test_memory_takes_a_model_if_one_is_named(
     monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], expected: str | None
 ) -> None:
-    from kvcli.bench import budget
-
     def load(options: Any, shape: str | None, output: Any) -> Any:
         raise UsageError(f"asked for {shape}")
 
-    monkeypatch.setattr(budget, "need_gpu", lambda device: None)
+    monkeypatch.setattr(budget, "check_budget", lambda budget, device: None)
     monkeypatch.setattr("kvcli.cli.bench.load", load)
     assert f"asked for {expected}" in invoke("bench", "--suite", "memory", *arguments).stderr
 
@@ -278,7 +306,7 @@ def test_memory_takes_a_model_if_one_is_named(
     ],
 )
 def test_bad_input_is_one_line(arguments: tuple[str, ...], said: str) -> None:
-    found = invoke("bench", *arguments)
-    assert (found.exit_code, found.stdout) == (2, "")
-    (error,) = [line for line in found.stderr.splitlines() if line.startswith("error: ")]
+    result = invoke("bench", *arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    (error,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     assert said in error

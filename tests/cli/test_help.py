@@ -16,6 +16,7 @@ from kvcli.registry import METHODS
 COMMANDS = (
     "demo",
     "calibrate",
+    "fit",
     "train-codebook",
     "fit-subspace",
     "export",

@@ -8,7 +8,7 @@ import pytest
 from console import invoke
 
 from kvcli.cli.output import Output, describe_error, duration, size
-from kvcli.errors import KvcliError, QualityError
+from kvcli.errors import KvcliError, UsageError
 
 
 def test_errors_are_json_too() -> None:
@@ -29,7 +29,7 @@ class OutOfMemoryError(RuntimeError):
     ("error", "code", "said"),
     [
         (KvcliError("a\n b"), 1, "a b"),
-        (QualityError("x"), 3, "x"),
+        (UsageError("x"), 2, "x"),
         (KeyboardInterrupt(), 130, "resume"),
         (OSError(28, "No space left on device", "f"), 1, "disk is full (f)"),
         (PermissionError(13, "Permission denied", "/root/x"), 1, "cannot write to /root/x"),

@@ -10,6 +10,8 @@ import pytest
 from console import invoke
 from factories import record
 
+from kvcli.registry import get_method
+
 
 def test_calibrate_train_export_generate_eval_in_order_without_arguments(tiny: Any, tmp_path: Path) -> None:
     config = tmp_path / "small.yaml"
@@ -22,7 +24,7 @@ def test_calibrate_train_export_generate_eval_in_order_without_arguments(tiny: A
     trained = invoke("train-codebook", *small)
     assert trained.exit_code == 0, trained.stderr
     assert trained.stdout == "runs/smollm2-135m/training/commvq-2bit\n"
-    assert "held-out error" in trained.stderr
+    assert all(label in trained.stderr for label in get_method("commvq").fit_metrics.values())
     again = invoke("train-codebook", *small)
     assert "3 of 3 layers were trained already" in again.stderr
     exported = invoke("export")
@@ -44,8 +46,6 @@ def test_calibrate_train_export_generate_eval_in_order_without_arguments(tiny: A
         "commvq-2bit",
     ]
     assert rows[1]["memory"]["num_encoded"] == 2 * (128 - 36)
-    reordered = json.loads(invoke("eval", *options, "--method", "commvq", "--impl", "reordered", "--json").stdout)
-    assert reordered["rows"][0]["kl_mean"] == pytest.approx(rows[1]["kl_mean"], rel=1e-3)
 
 
 @pytest.mark.parametrize("method", ["squat", "squat-pre"])
@@ -54,7 +54,7 @@ def test_subspace_is_fitted_exported_and_used(tiny: Any, tmp_path: Path, method:
     small = ("--group-size", "8", "--residual-length", "8")
     fitted = invoke("fit-subspace", "recorded", "--method", method, *small)
     assert fitted.exit_code == 0, fitted.stderr
-    assert "of the queries' energy" in fitted.stderr
+    assert all(label in fitted.stderr for label in get_method(method).fit_metrics.values())
     folder = invoke("export").stdout.strip()
     assert folder == f"runs/tiny/{method}-subspace"
     used = invoke("generate", "--method", method, "--artifact", folder, "--prompt", "x" * 50, "--json")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvcli.methods.commvq.codebook import times_i
 from kvcli.methods.commvq.config import CommVQConfig
-from kvcli.methods.commvq.fit import fit_values_fast, fit_values_paper
+from kvcli.methods.commvq.fit_values import fit_values_fast, fit_values_paper
 from kvcli.methods.commvq.values import CommVQValueCodec
 from kvcli.rope import from_pairs
 
@@ -21,13 +21,13 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from kvcli.methods.commvq.encode_keys_kernels import _least, _norms, _search, search_tables, search_tile
+from kvcli.methods.commvq.encode_keys_kernels import _argmin, _norms, _search, search_tile
 from kvcli.methods.commvq.encode_values_kernels import _SWEEP_TILE, _sweep_kernel
 
 
-def relative_error(found: Tensor, expected: Tensor) -> float:
+def relative_error(x: Tensor, expected: Tensor) -> float:
     """Normalised squared error."""
-    return float((found.float() - expected.float()).square().sum() / expected.float().square().sum())
+    return float((x.float() - expected.float()).square().sum() / expected.float().square().sum())
 
 
 def check_keys(codec: Any, x: Tensor) -> None:
@@ -39,8 +39,8 @@ def check_keys(codec: Any, x: Tensor) -> None:
     assert (ours.norm == reference.norm).float().mean() > 0.97
     same = [(a == b).float().mean() for a, b in zip(codec.unpack(reference), codec.unpack(ours), strict=True)]
     assert min(same) > 0.998
-    expected, found = (relative_error(codec.decode(codes), x) for codes in (reference, ours))
-    assert abs(found / expected - 1) < 1e-3
+    expected, error = (relative_error(codec.decode(codes), x) for codes in (reference, ours))
+    assert abs(error / expected - 1) < 1e-3
 
 
 def commvq_keys(head_dim: int, rotary_dim: int | None = None, **changes: Any) -> Any:
@@ -78,7 +78,7 @@ def test_warps_of_large_tiles_have_tokens_of_their_own() -> None:
     """Eight warps on 64 tokens were an illegal memory access on an H200."""
     for tokens in (1, 32, 512, 513, 10**6):
         tile = search_tile(tokens)
-        rows = tile["FAR"] * tile["NEAR"]
+        rows = tile["TOKENS_PER_THREAD"] * tile["LANES"]
         assert rows < 64 or 16 * tile["num_warps"] <= rows
 
 
@@ -89,8 +89,7 @@ def test_commvq_keys_with_infinite_channels() -> None:
     x = clustered(2, 40, 16).view(1, 2, 40, 16).to(DEVICE)
     expected = both(codec, x)[1]
     x[:, :, 7, 3] = float("inf")
-    tables = search_tables(codec)
-    codes = _search(codec, x, _norms(x, joint=True)[1], tables)
+    codes = _search(x, _norms(x, joint=True)[1], codec.search_tables(), joint=True, rotary_dim=16)
     assert int(codes.min()) >= 0
     assert int(codes.max()) < 4
     others = torch.arange(40) != 7
@@ -98,7 +97,7 @@ def test_commvq_keys_with_infinite_channels() -> None:
 
 
 def test_commvq_keys_near_ties() -> None:
-    """Centres whose distances differ by a ten thousandth: products need more than float16's eleven bits."""
+    """Centres whose distances differ by a ten thousandth: products need more than the eleven bits of float16."""
     codec = commvq_keys(32, num_residuals=1)
     words = codec.books()[:, 0].double()
     centres = (words.unsqueeze(2) + times_i(words).unsqueeze(1)).flatten(1, 2)
@@ -116,28 +115,28 @@ def test_commvq_keys_near_ties() -> None:
     codec.to(DEVICE)
     norms = torch.full((1, 1, 400), 64**0.5, device=DEVICE)  # those by which `_search` leaves x as it is
     codec.pair_weight.fill_(1)
-    found = _search(codec, x, norms, search_tables(codec)).view(400, 2).T
-    assert (found.cpu() == distances.indices[..., 0]).float().mean() > 0.995
+    codes = _search(x, norms, codec.search_tables(), joint=True, rotary_dim=32).view(400, 2).T
+    assert (codes.cpu() == distances.indices[..., 0]).float().mean() > 0.995
 
 
 @triton.jit
-def _least_kernel(x, out, size: tl.constexpr):
+def _argmin_kernel(x, out, size: tl.constexpr):
     rows, columns = tl.arange(0, 16), tl.arange(0, 16)
-    tl.store(out + rows, _least(tl.load(x + rows[:, None] * 16 + columns[None, :]), size))
+    tl.store(out + rows, _argmin(tl.load(x + rows[:, None] * 16 + columns[None, :]), size))
 
 
-def test_the_least_entry_is_one_that_there_is() -> None:
+def test_argmin_is_the_first_and_a_valid_index() -> None:
     """The first of equal ones; a column beyond the entries, as an overflow may choose it, becomes the last one."""
     x = torch.randint(-99, 99, (16, 16), dtype=torch.int32, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     out = torch.empty(16, dtype=torch.int32, device=DEVICE)
-    _least_kernel[(1,)](x, out, 11)
+    _argmin_kernel[(1,)](x, out, 11)
     first = [row.index(min(row)) for row in x.tolist()]
     assert max(first) > 10
     assert out.tolist() == [min(column, 10) for column in first]
 
 
 def test_commvq_keys_of_uneven_size() -> None:
-    """Pairs, heads and tokens far from the average: products are whole numbers of a unit that must fit all of them."""
+    """Pairs, heads and tokens far from the average: one fixed-point scale must fit all of them."""
     codec = commvq_keys(32, num_residuals=6)
     codec.pair_weight.copy_(torch.logspace(-2, 2, 16).expand(2, -1))
     x = clustered(2, 80, 32, seed=5).view(1, 2, 80, 32).clone()
@@ -147,8 +146,8 @@ def test_commvq_keys_of_uneven_size() -> None:
     check_keys(codec, x.to(DEVICE))
 
 
-def test_commvq_keys_of_a_codebook_that_leads_away() -> None:
-    """All codewords alike, on the other side of the tokens: each stage leaves more than there was before it."""
+def test_commvq_keys_of_a_codebook_that_raises_the_residual() -> None:
+    """All codewords alike, on the other side of the tokens: each stage makes the residual larger."""
     codec = commvq_keys(32, codebook_size=2, num_residuals=8)
     codec.codebook.fill_(127)
     codec.codebook[..., 0, :] = 126
@@ -206,8 +205,8 @@ def check_values(codec: CommVQValueCodec, x: Tensor, atol: float = 0) -> None:
     assert (bits[0] == bits[1]).float().mean() >= 0.99
     rows = codec.normalise(x)[0]
     decoded = [(b @ codec.codebook.float() + codec.offset.float()) / codec.channel_scale for b in bits]
-    expected, found = (relative_error(y, rows) for y in decoded)
-    assert found < expected * (1 + 1e-3)
+    expected, error = (relative_error(y, rows) for y in decoded)
+    assert error < expected * (1 + 1e-3)
     same = (bits[0] == bits[1]).all(1)
     assert same.float().mean() > 0.5
     scales = [codes.scale.flatten()[same].float() for codes in (reference, ours)]
@@ -216,7 +215,7 @@ def check_values(codec: CommVQValueCodec, x: Tensor, atol: float = 0) -> None:
 
 @pytest.fixture
 def wide_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter takes its time by operation, not by element."""
+    """The interpreter takes its time per operation, not per element."""
     if not GPU:
         wide = {"BLOCK_T": 256, "BLOCK_O": 128, "BLOCK_K": 128, "num_warps": 4, "num_stages": 3}
         monkeypatch.setattr("kvcli.methods.commvq.encode_values_kernels._SWEEP_TILE", wide)
@@ -235,7 +234,7 @@ def test_commvq_values(head_dim: int, changes: dict[str, Any], structured: bool)
 @pytest.mark.usefixtures("wide_tiles")
 @pytest.mark.parametrize("bits", [4, 6])
 def test_commvq_values_with_hardly_any_bits(bits: int) -> None:
-    """A single group has no others that it could disturb. Some tokens are nearly orthogonal to what so few can say."""
+    """A single group changes no other one. Some tokens are nearly orthogonal to all that so few bits can represent."""
     x = values(2, 40, 16, structured=True, seed=3).to(DEVICE)
     check_values(commvq_values(16, value_code_bits=bits), x, atol=1e-3)
 
@@ -252,7 +251,7 @@ def test_commvq_values_of_orthogonal_rows() -> None:
 
 
 def test_settings_are_chosen_with_more_digits_than_float16_has() -> None:
-    """Groups that do not disturb each other: the least |c|^2 - 2 <c, rest> of each, unless the next one is as good."""
+    """Independent groups: the smallest |c|^2 - 2 <c, residual> of each, unless the next one is as good."""
     generator = torch.Generator().manual_seed(0)
     tokens, count = 50, _SWEEP_TILE["BLOCK_O"]
     settings = (torch.arange(16).unsqueeze(1) >> torch.arange(4)) & 1
@@ -262,13 +261,13 @@ def test_settings_are_chosen_with_more_digits_than_float16_has() -> None:
     bits = torch.randint(0, 2, (tokens, count), generator=generator).half()
     nothing, unit = torch.zeros(count, count).half(), torch.ones(1)
     tables = (x.to(DEVICE) for x in (left, nothing, unit, energies, torch.zeros(count, 64).half()))
-    found = bits.to(DEVICE)
-    _sweep_kernel[(1,)](*tables, found, tokens, SWEEPS=1, N=count, **_SWEEP_TILE)
+    new_bits = bits.to(DEVICE)
+    _sweep_kernel[(1,)](*tables, new_bits, tokens, SWEEPS=1, N=count, **_SWEEP_TILE)
     scores = energies.double() - 2 * left.double().unflatten(1, (-1, 4)) @ settings.T.double()
     least = scores.topk(2, largest=False)
     sure = least.values[..., 1] - least.values[..., 0] > 1e-2
     assert sure.float().mean() > 0.98
-    chosen = found.cpu().unflatten(1, (-1, 4))
+    chosen = new_bits.cpu().unflatten(1, (-1, 4))
     assert torch.equal(chosen[sure], settings[least.indices[..., 0]].half()[sure])
 
 
@@ -286,10 +285,12 @@ def test_commvq_values_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_parts_are_equal_up_to_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A few tokens left over would take as long as a whole part."""
+    """A small remainder would take as long as a whole part."""
     module, parts = "kvcli.methods.commvq.encode_values_kernels", []
     monkeypatch.setattr(f"{module}._ENCODE_TOKENS", 256)
-    monkeypatch.setattr(f"{module}._encode_part", lambda codec, tables, rows, *rest: parts.append(len(rows)))
+    monkeypatch.setattr(
+        f"{module}._encode_part", lambda codebook, encoder, tables, sweeps, rows, *rest: parts.append(len(rows))
+    )
     for tokens, expected in ((290, [192, 98]), (256, [256]), (700, [256, 256, 188])):
         parts.clear()
         both(commvq_values(16), values(2, tokens, 16, structured=True).to(DEVICE))

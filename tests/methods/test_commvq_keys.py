@@ -12,7 +12,8 @@ from torch import Tensor
 from kvcli.methods.commvq import codebook as cb
 from kvcli.methods.commvq import em
 from kvcli.methods.commvq.config import CommVQConfig
-from kvcli.methods.commvq.fit import heldout_error, query_pair_weight
+from kvcli.methods.commvq.fit import nmse
+from kvcli.methods.commvq.fit_keys import query_pair_weight
 from kvcli.methods.commvq.keys import CommVQKeyCodec
 from kvcli.rope import Rotation, to_pairs
 
@@ -29,8 +30,8 @@ def test_nearest_is_the_true_nearest_of_all_centres(size: int, width: int, count
     every = u.unsqueeze(2) + 1j * u.unsqueeze(1)  # [P, N, N, g]
     distance = (as_complex(x)[:, :, None, None] - every.unsqueeze(1)).abs().square().sum(-1)
     first, second = cb.nearest(x, book)
-    found = distance.flatten(2).gather(2, (first * size + second).unsqueeze(-1)).squeeze(-1)
-    assert torch.allclose(found, distance.flatten(2).amin(-1), atol=1e-5)
+    chosen = distance.flatten(2).gather(2, (first * size + second).unsqueeze(-1)).squeeze(-1)
+    assert torch.allclose(chosen, distance.flatten(2).amin(-1), atol=1e-5)
     assert torch.allclose(cb.pair_table(book), every.abs().square().sum(-1), atol=1e-4)
 
 
@@ -125,7 +126,7 @@ def test_decode_finds_the_keys_again(norm: str, group: int, rotary_dim: int) -> 
     spec = make_spec(rotary_dim=rotary_dim)
     config = CommVQConfig(codebook_size=16, pairs_per_group=group, num_residuals=4, key_norm=norm, key_iterations=8)  # type: ignore[arg-type]
     codec, keys = fitted_keys(spec, config)
-    assert max(heldout_error(codec, keys)) < 0.15
+    assert max(nmse(codec, keys)) < 0.15
     codes = codec.encode(keys.unsqueeze(0))
     assert codes.packed.shape[-1] == -(-codec.num_codes * 8 // 8)
     assert 8 * codes.nbytes == codec.bits_per_token() * keys.shape[1]
@@ -136,7 +137,7 @@ def test_more_stages_mean_less_error() -> None:
     for stages in (1, 2, 4):
         config = CommVQConfig(codebook_size=8, num_residuals=stages, key_iterations=6)
         codec, keys = fitted_keys(make_spec(), config)
-        errors.append(sum(heldout_error(codec, keys)))
+        errors.append(sum(nmse(codec, keys)))
     assert errors[0] > errors[1] > errors[2]
 
 

@@ -10,14 +10,10 @@ from factories import clustered, make_spec
 from torch import Tensor
 
 from kvcli.methods.commvq.config import CommVQConfig
-from kvcli.methods.commvq.fit import (
-    fit_values_fast,
-    fit_values_paper,
-    heldout_error,
-    least_squares_codebook,
-    principal_bits,
-)
-from kvcli.methods.commvq.values import SWEEP_BITS, CommVQValueCodec, sweep
+from kvcli.methods.commvq.fit import nmse
+from kvcli.methods.commvq.fit_values import fit_values_fast, fit_values_paper, least_squares_codebook, principal_bits
+from kvcli.methods.commvq.tables import SWEEP_BITS
+from kvcli.methods.commvq.values import CommVQValueCodec, sweep
 
 
 def data(seed: int = 0) -> Tensor:
@@ -75,7 +71,7 @@ def test_initial_bits_are_a_quantizer_of_the_principal_components() -> None:
 @pytest.mark.parametrize(("bits", "limit"), [(2, 0.08), (1, 0.2)])
 def test_fast_trainer_reaches_a_small_error(bits: int, limit: float) -> None:
     codec = fitted(bits=bits)
-    assert max(heldout_error(codec, data()[:, 1000:])) < limit
+    assert max(nmse(codec, data()[:, 1000:])) < limit
     assert codec.bits_per_token() == 32 * bits + 16
 
 
@@ -85,14 +81,14 @@ def test_sweeps_lower_the_encoding_error() -> None:
     for sweeps in (0, 1, 3):
         codec = CommVQValueCodec(spec, trained.config.model_copy(update={"value_sweeps": sweeps}))
         codec.load_state_dict(trained.state_dict())
-        errors.append(sum(heldout_error(codec, data())))
+        errors.append(sum(nmse(codec, data())))
     assert errors[0] > errors[1] > errors[2]
 
 
 def test_paper_trainer_learns() -> None:
     untrained = fitted(value_trainer="paper", value_steps=1, value_hidden=64)
     trained = fitted(value_trainer="paper", value_steps=400, value_hidden=64)
-    before, after = (sum(heldout_error(codec, data())) / 2 for codec in (untrained, trained))
+    before, after = (sum(nmse(codec, data())) / 2 for codec in (untrained, trained))
     assert after < 0.35 < before
     codes = trained.encode(data()[None, :, :50])
     values = trained.decode(codes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -10,9 +10,9 @@ from encoders import DEVICE, assert_same, both, many
 from factories import make_spec
 from torch import Tensor
 
+from kvcli.methods.config import ScalarBits
 from kvcli.methods.qjl.codec import QJLKey, QJLState
 from kvcli.methods.qjl.config import QJLConfig
-from kvcli.methods.scalar.affine import AFFINE_BITS
 from kvcli.methods.scalar.per_channel import PerChannelKey
 from kvcli.methods.scalar.per_token import PerTokenValue
 from kvcli.methods.squat.codec import SQuatKey
@@ -32,8 +32,8 @@ def sample(heads: int, time: int, head_dim: int, *, batch: int = 1, dtype: torch
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("n_bits", AFFINE_BITS)
-def test_keys_per_channel(n_bits: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("n_bits", get_args(ScalarBits))
+def test_keys_per_channel(n_bits: ScalarBits, dtype: torch.dtype) -> None:
     x = sample(2, many(64), 64, dtype=dtype)
     assert_same(*both(PerChannelKey(make_spec(64), n_bits, 32), x))
 
@@ -45,8 +45,8 @@ def test_keys_per_channel_in_awkward_shapes(head_dim: int, group_size: int, batc
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("n_bits", AFFINE_BITS)
-def test_values_per_token(n_bits: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("n_bits", get_args(ScalarBits))
+def test_values_per_token(n_bits: ScalarBits, dtype: torch.dtype) -> None:
     x = sample(2, many(65), 64, dtype=dtype)
     assert_same(*both(PerTokenValue(make_spec(64), n_bits, 32), x))
 
@@ -61,8 +61,8 @@ def test_values_per_token_in_awkward_shapes(head_dim: int, group_size: int, batc
         assert_same(*both(PerTokenValue(make_spec(head_dim), n_bits, group_size), x))
 
 
-@pytest.mark.parametrize("n_bits", AFFINE_BITS)
-def test_extreme_groups(n_bits: int) -> None:
+@pytest.mark.parametrize("n_bits", get_args(ScalarBits))
+def test_extreme_groups(n_bits: ScalarBits) -> None:
     """Constant groups, ranges too small and too large for float16, halves that round to even."""
     x = torch.zeros(1, 2, 64, 32)
     x[0, 0, :, 0] = torch.arange(64) / 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -11,12 +12,11 @@ from parts import DEVICE, assert_same, make_codec, make_part
 from kvcli.attention.reference import reference_attend
 from kvcli.attention.session import make_config
 from kvcli.errors import UsageError
-from kvcli.kernels import values
+from kvcli.kernels.splits import SplitScores
 from kvcli.methods.commvq.score_kernels import stage_ranges
 from kvcli.methods.encoded import EncodedTokens, PartialAttention
-from kvcli.methods.kivi import kernels as kivi_kernels
-from kvcli.methods.qjl import kernels as qjl_kernels
-from kvcli.methods.scalar.value_kernels import SplitScores
+from kvcli.methods.method import Method
+from kvcli.methods.scalar import value_kernels
 from kvcli.registry import parse_method
 
 CASES = [
@@ -45,6 +45,12 @@ CASES = [
 ]
 
 
+def attend_kernels(method: Method) -> Any:
+    """A method's module of attention kernels."""
+    assert method.attend_kernels is not None
+    return import_module(method.attend_kernels)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case[:7])))
 def test_fused_attention_equals_the_reference(case: Any, dtype: torch.dtype) -> None:
@@ -53,30 +59,30 @@ def test_fused_attention_equals_the_reference(case: Any, dtype: torch.dtype) -> 
     method, codec = make_codec(name, heads, kv_heads, head_dim, **settings)
     part = make_part(codec, heads, batch, length, lengths)
     query = torch.randn(batch, heads, queries, head_dim, device=DEVICE).to(dtype)
-    found = method.attend_forms["fused"](codec, query, part, head_dim**-0.5)
-    assert_same(found, reference_attend(codec, query.float(), part, head_dim**-0.5), dtype)
+    fused = attend_kernels(method).fused_attend(codec, query, part, head_dim**-0.5)
+    assert_same(fused, reference_attend(codec, query.float(), part, head_dim**-0.5), dtype)
 
 
 @pytest.mark.parametrize("name", ["kivi-2", "squat-pre-2", "qjl"])
-def test_largest_scores_of_ranges(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_largest_scores_of_splits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Too large a maximum would cost precision only, and be seen by no other test."""
     torch.manual_seed(0)
     method, codec = make_codec(name, 4, 2, 64)
     part = make_part(codec, 4, 2, 192, [192, 96])
     seen: list[SplitScores] = []
 
-    def spy(scores: SplitScores, *rest: Any) -> PartialAttention:
+    def spy(value: Any, scores: SplitScores, *rest: Any) -> PartialAttention:
         seen.append(scores)
-        return values.value_sum(scores, *rest)
+        return value_kernels.value_sum(value, scores, *rest)
 
-    kernels = qjl_kernels if name == "qjl" else kivi_kernels
-    monkeypatch.setattr(kernels, "value_sum", spy)
-    method.attend_forms["fused"](codec, torch.randn(2, 4, 1, 64, device=DEVICE).half(), part, 0.125)
+    monkeypatch.setattr(attend_kernels(method), "value_sum", spy)
+    attend_kernels(method).fused_attend(codec, torch.randn(2, 4, 1, 64, device=DEVICE).half(), part, 0.125)
     for row, length in enumerate((192, 96)):
-        for index in range(seen[0].parts):
-            found = seen[0].values[row, :, :, index * seen[0].span : min((index + 1) * seen[0].span, length)]
-            expected = found.amax(-1) if found.shape[-1] else torch.full_like(found.sum(-1), float("-inf"))
-            assert torch.equal(seen[0].tops[row, :, index], expected)
+        for index in range(seen[0].num_splits):
+            start, stop = (split * seen[0].tokens_per_split for split in (index, index + 1))
+            scores = seen[0].values[row, :, :, start : min(stop, length)]
+            expected = scores.amax(-1) if scores.shape[-1] else torch.full_like(scores.sum(-1), float("-inf"))
+            assert torch.equal(seen[0].split_max[row, :, index], expected)
 
 
 @pytest.mark.gpu
@@ -84,15 +90,15 @@ def test_largest_scores_of_ranges(name: str, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("name", ["kivi-2", "kivi-4", "squat-2", "squat-pre-2", "qjl", "commvq-1", "commvq-2"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("batch", [1, 3])
-def test_fused_attention_over_many_ranges(name: str, dtype: torch.dtype, batch: int) -> None:
+def test_fused_attention_over_many_splits(name: str, dtype: torch.dtype, batch: int) -> None:
     torch.manual_seed(0)
     method, codec = make_codec(name, 32, 8, 128)
     # farther on, rounding of the model's own float32 angles shows: one product against a product of two
     length = 992 if dtype == torch.float32 else 5984
     part = make_part(codec, 32, batch, length, None if batch == 1 else [length, 512, 0])
     query = torch.randn(batch, 32, 1, 128, device=DEVICE).to(dtype)
-    found = method.attend_forms["fused"](codec, query, part, 128**-0.5)
-    assert_same(found, reference_attend(codec, query.float(), part, 128**-0.5), dtype)
+    fused = attend_kernels(method).fused_attend(codec, query, part, 128**-0.5)
+    assert_same(fused, reference_attend(codec, query.float(), part, 128**-0.5), dtype)
 
 
 @pytest.mark.parametrize("name", ["kivi-2", "commvq-1"])
@@ -105,11 +111,11 @@ def test_extreme_scales_neither_overflow_nor_vanish(name: str) -> None:
         scaled = {k: (x.float() * factor).half() if k in ("scale", "zero") else x for k, x in values.tensors().items()}
         changed = EncodedTokens(part.key_codes, part.key_state, type(values)(**scaled), part.rotations, None)
         query = 8 * torch.randn(1, 2, 1, 64, device=DEVICE).half()
-        found = method.attend_forms["fused"](codec, query, changed, 0.125)
-        assert_same(found, reference_attend(codec, query.float(), changed, 0.125), torch.float16)
+        fused = attend_kernels(method).fused_attend(codec, query, changed, 0.125)
+        assert_same(fused, reference_attend(codec, query.float(), changed, 0.125), torch.float16)
 
 
-def test_the_largest_scale_of_a_range_is_found_wherever_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_largest_scale_of_a_split_counts_wherever_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights times scales are kept in the range of float16 by the largest scale, here one of the last."""
     torch.manual_seed(0)
     monkeypatch.setattr("kvcli.methods.scalar.value_kernels._SCAN", 64)
@@ -117,8 +123,8 @@ def test_the_largest_scale_of_a_range_is_found_wherever_it_is(monkeypatch: pytes
     part = make_part(codec, 4, 1, 64, None)
     part.value_codes.scale[:, :, -3:] *= 1e4
     query = torch.zeros(1, 4, 1, 128, device=DEVICE, dtype=torch.bfloat16)
-    found = method.attend_forms["fused"](codec, query, part, 1.0)
-    assert_same(found, reference_attend(codec, query, part, 1.0), torch.bfloat16)
+    fused = attend_kernels(method).fused_attend(codec, query, part, 1.0)
+    assert_same(fused, reference_attend(codec, query, part, 1.0), torch.bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +139,29 @@ def test_other_shapes_are_refused_by_name(name: str, settings: dict[str, Any], n
     method, codec = make_codec(name, 2, 1, 64, **settings)
     part = make_part(codec, 2, 1, 32, None)
     with pytest.raises(UsageError, match=f"{named}.*--impl reference"):
-        method.attend_forms["fused"](codec, torch.randn(1, 2, 1, 64, device=DEVICE), part, 1.0)
+        attend_kernels(method).fused_attend(codec, torch.randn(1, 2, 1, 64, device=DEVICE), part, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "head_dim", "settings", "reason"),
+    [
+        ("kivi-2", 64, {}, None),
+        ("kivi-2", 64, {"group_size": 8}, "groups of 8 tokens"),
+        ("squat-2", 96, {"group_size": 24, "residual_length": 24}, "groups of 24 tokens"),
+        ("squat-pre-2", 64, {}, None),
+        ("squat-pre-1", 72, {"group_size": 128, "residual_length": 128}, "keys before RoPE of head_dim 72 at 1 bits"),
+        ("qjl", 64, {}, None),
+        ("qjl", 64, {"num_outliers": 0}, None),
+        ("qjl", 64, {"outlier_sketch_dim": 24}, "a sketch of 24 rows"),
+        ("qjl", 64, {"group_size": 4}, "16 groups of channels"),
+    ],
+)
+def test_unsupported_shapes_are_known_before_attention(
+    name: str, head_dim: int, settings: dict[str, Any], reason: str | None
+) -> None:
+    method, codec = make_codec(name, 2, 1, head_dim, **settings)
+    told = attend_kernels(method).unsupported(codec)
+    assert told is None if reason is None else told.startswith(reason)
 
 
 @pytest.mark.parametrize(

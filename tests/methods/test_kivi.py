@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -13,13 +13,14 @@ from transformers import DynamicCache
 
 import kvcli
 from kvcli.errors import CacheError, ConfigError
-from kvcli.methods.scalar.affine import AFFINE_BITS, dequantize, quantize
+from kvcli.methods.config import ScalarBits
+from kvcli.methods.scalar.affine import dequantize, quantize
 from kvcli.methods.scalar.per_channel import PerChannelKey
 from kvcli.methods.scalar.per_token import PerTokenValue
 
 
 @settings(max_examples=60, deadline=None)
-@given(n_bits=st.sampled_from(AFFINE_BITS), seed=st.integers(0, 10_000), exponent=st.integers(-3, 3))
+@given(n_bits=st.sampled_from(get_args(ScalarBits)), seed=st.integers(0, 10_000), exponent=st.integers(-3, 3))
 def test_error_is_at_most_half_a_step(n_bits: int, seed: int, exponent: int) -> None:
     x = torch.randn(5, 32, generator=torch.Generator().manual_seed(seed)) * 10.0**exponent
     codes, scale, zero = quantize(x, n_bits)
@@ -85,7 +86,7 @@ def test_one_decode_step_equals_attention_over_dequantized_tokens(tiny_model: An
     with kvcli.attach(tiny_model, "kivi", **settings) as session, torch.no_grad():
         cache = session.new_cache()
         tiny_model(ids, past_key_values=cache)
-        found = tiny_model(nxt, past_key_values=cache).logits[:, -1]
+        logits = tiny_model(nxt, past_key_values=cache).logits[:, -1]
         codec = session.codecs[0]
     with torch.no_grad():
         reference = DynamicCache(config=tiny_model.config)
@@ -96,7 +97,7 @@ def test_one_decode_step_equals_attention_over_dequantized_tokens(tiny_model: An
             value[:, :, :13] = codec.value.decode(codec.value.encode(layer.values[:, :, :13]))
             layer.keys, layer.values = key, value
         expected = tiny_model(nxt, past_key_values=reference).logits[:, -1]
-    assert torch.allclose(found, expected, atol=1e-4)
+    assert torch.allclose(logits, expected, atol=1e-4)
 
 
 def test_window_must_hold_whole_groups(tiny_model: Any) -> None:

@@ -23,11 +23,11 @@ def scores(sketch: str, m: int, trials: int, q: torch.Tensor, k: torch.Tensor) -
     d = q.shape[-1]
     generator = torch.Generator().manual_seed(0)
     bias = sketch_bias(d) if sketch == "orthogonal" else 1.0
-    found = []
+    estimates = []
     for _ in range(trials):
         s = random_sketch(m, d, sketch == "orthogonal", generator)
-        found.append(math.sqrt(math.pi / 2) / m / bias * k.norm() * ((s @ q) * (s @ k).sign()).sum())
-    return torch.stack(found)
+        estimates.append(math.sqrt(math.pi / 2) / m / bias * k.norm() * ((s @ q) * (s @ k).sign()).sum())
+    return torch.stack(estimates)
 
 
 @pytest.mark.parametrize("sketch", ["gaussian", "orthogonal"])
@@ -35,10 +35,10 @@ def test_scores_are_unbiased_with_the_derived_variance(sketch: str) -> None:
     torch.manual_seed(0)
     d, m, trials = 16, 32, 6000
     q, k = torch.randn(d), torch.randn(d)
-    found = scores(sketch, m, trials, q, k)
+    estimates = scores(sketch, m, trials, q, k)
     variance = float((math.pi / 2 * q.norm() ** 2 * k.norm() ** 2 - (q @ k) ** 2) / m)
-    assert abs(found.mean() - q @ k) < 4 * math.sqrt(variance / trials)
-    ratio = float(found.var()) / variance
+    assert abs(estimates.mean() - q @ k) < 4 * math.sqrt(variance / trials)
+    ratio = float(estimates.var()) / variance
     if sketch == "gaussian":
         assert 0.9 < ratio < 1.1
     else:
@@ -74,8 +74,8 @@ def test_decode_agrees_with_the_score_from_signs_and_norm(num_outliers: int) -> 
         signs = torch.where(kp @ sketch.T > 0, 1.0, -1.0)
         factor = math.sqrt(math.pi / 2) / len(sketch) / codec.bias
         expected += factor * norm.unsqueeze(2) * (qp @ sketch.T @ signs.transpose(-1, -2))
-    found = q @ codec.decode(codes, state).transpose(-1, -2)
-    assert torch.allclose(found, expected, rtol=1e-3, atol=1e-3)
+    estimates = q @ codec.decode(codes, state).transpose(-1, -2)
+    assert torch.allclose(estimates, expected, rtol=1e-3, atol=1e-3)
     assert torch.allclose(codes.norm.float().squeeze(-1), (k * (1 - outliers.unsqueeze(2))).norm(dim=-1), rtol=1e-3)
 
 
@@ -93,8 +93,8 @@ def test_outlier_channels_are_those_of_largest_energy_and_lower_the_error() -> N
         codec.finalize_state(state, [0])
         if num_outliers:
             assert state.channels[0].argmax(-1).tolist() == [5, 9]
-        found = q @ codec.decode(codec.encode(k, state), state).transpose(-1, -2)
-        errors.append((found - q @ k.transpose(-1, -2)).square().mean())
+        estimates = q @ codec.decode(codec.encode(k, state), state).transpose(-1, -2)
+        errors.append((estimates - q @ k.transpose(-1, -2)).square().mean())
     assert errors[1] < 0.2 * errors[0]
 
 

@@ -1,4 +1,7 @@
-"""SQuat's subspace found in a kernel against float64: on a GPU if there is one, else in Triton's interpreter."""
+"""SQuat's subspace kernels against float64: on a GPU if there is one, else in Triton's interpreter.
+
+The interpreter takes its time per operation and program, whatever the width: there, fewer matrices are solved.
+"""
 
 from __future__ import annotations
 
@@ -10,25 +13,27 @@ from factories import make_spec
 from torch import Tensor
 
 from kvcli.errors import ConfigError
-from kvcli.methods.squat.codec import SQuatKey, SQuatState, corrections, leading_factor, query_gram
+from kvcli.methods.squat.codec import SQuatKey, SQuatState
 from kvcli.methods.squat.config import SQuatConfig
+from kvcli.methods.squat.subspace import corrections, leading_factor, query_gram
 
 pytest.importorskip("triton")
 
 from kvcli.methods.squat import kernels
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if GPU else "cpu")
 
 
 def with_spectrum(values: Tensor, seed: int = 0) -> Tensor:
     """A Gram matrix float32 [d, d] with these eigenvalues, in random directions."""
     generator = torch.Generator().manual_seed(seed)
-    turn = torch.linalg.qr(torch.randn(len(values), len(values), generator=generator, dtype=torch.float64))[0]
-    return ((turn * values.double()) @ turn.T).float()
+    eigvec = torch.linalg.qr(torch.randn(len(values), len(values), generator=generator, dtype=torch.float64))[0]
+    return ((eigvec * values.double()) @ eigvec.T).float()
 
 
 def spectra(width: int) -> Tensor:
-    """Gram matrices [n, d, d] whose five leading directions are theirs alone."""
+    """Gram matrices [n, d, d] with five well-defined leading directions."""
     order = torch.arange(width).double()
     close = 0.7**order
     close[5] = close[4] * 0.99
@@ -47,23 +52,39 @@ def spectra(width: int) -> Tensor:
     ]).to(DEVICE)  # fmt: skip
 
 
-def share(q_hat: Tensor) -> Tensor:
+def leading_gram(q_hat: Tensor) -> Tensor:
     """Q_hat^T Q_hat, float64."""
     return q_hat.double().transpose(-1, -2) @ q_hat.double()
 
 
-@pytest.mark.parametrize(
-    ("width", "rank", "some"),
-    [(128, 5, slice(None)), (64, 5, slice(4, 6)), (80, 8, slice(0, 10, 9)), (32, 20, slice(1)), (16, 5, slice(1))],
-)
-def test_leading_factor(width: int, rank: int, some: slice) -> None:
+def relative_error(q_hat: Tensor, expected: Tensor) -> Tensor:
+    """Of Q_hat^T Q_hat, for each matrix."""
+    exact = leading_gram(expected)
+    return (leading_gram(q_hat) - exact).norm(dim=(-2, -1)) / exact.norm(dim=(-2, -1))
+
+
+ALL = list(range(10))
+SIZES = [(128, 5, ALL), (64, 5, [4, 5]), (80, 8, [0, 9]), (32, 20, [0]), (16, 5, [0])]
+FEW_SIZES = [(32, 5, [1, 2, 3, 4, 6, 8, 9]), (128, 5, [4]), (24, 8, [0]), (32, 20, [0])]
+"""Width, rank and spectra. The second list covers the same branches and, in each spectrum, what is special in it."""
+
+
+@pytest.mark.parametrize(("width", "rank", "some"), SIZES if GPU else FEW_SIZES)
+def test_leading_factor(width: int, rank: int, some: list[int]) -> None:
     gram = spectra(width)[some]
-    found, expected = kernels.leading_factor(gram, rank), leading_factor(gram, rank, "svd")
-    assert found.shape == expected.shape
-    error = (share(found) - share(expected)).norm(dim=(-2, -1)) / share(expected).norm(dim=(-2, -1))
-    assert error.max() < 1e-4
-    norms = found.norm(dim=-1)
+    q_hat, expected = kernels.leading_factor(gram, rank), leading_factor(gram, rank, "svd")
+    assert q_hat.shape == expected.shape
+    assert relative_error(q_hat, expected).max() < 1e-4
+    norms = q_hat.norm(dim=-1)
     assert (norms[:, :-1] >= norms[:, 1:]).all()
+
+
+@pytest.mark.parametrize(("width", "rank"), [(128, 5), (80, 8), (64, 1), (32, 20), (16, 5)])
+def test_power_iteration_is_the_svd(width: int, rank: int) -> None:
+    """For any spectrum, also where the start of the iteration could be orthogonal to what leads."""
+    gram = spectra(width)
+    assert relative_error(leading_factor(gram, rank, "power"), leading_factor(gram, rank, "svd")).max() < 1e-5
+    assert not leading_factor(torch.zeros(2, width, width), rank, "power").any()
 
 
 def test_directions_that_are_nearly_alike() -> None:
@@ -73,10 +94,10 @@ def test_directions_that_are_nearly_alike() -> None:
     alike[5] = alike[4] * (1 - 1e-6)
     white = torch.randn(2000, 128, generator=torch.Generator().manual_seed(0))
     gram = torch.stack((with_spectrum(alike), with_spectrum(torch.ones(128)), white.T @ white)).to(DEVICE)
-    found, expected = kernels.leading_factor(gram, 5), leading_factor(gram, 5, "svd")
-    energy = found.double().square().sum((-2, -1)) / expected.square().sum((-2, -1))
+    q_hat, expected = kernels.leading_factor(gram, 5), leading_factor(gram, 5, "svd")
+    energy = q_hat.double().square().sum((-2, -1)) / expected.square().sum((-2, -1))
     assert (energy - 1).abs().max() < 2e-3
-    unit = torch.nn.functional.normalize(found, dim=-1)
+    unit = torch.nn.functional.normalize(q_hat, dim=-1)
     assert torch.allclose(unit @ unit.transpose(-1, -2), torch.eye(5, device=DEVICE), atol=1e-4)
 
 
@@ -88,25 +109,25 @@ def test_gram_matrices(width: int, time: int, dtype: torch.dtype) -> None:
     """Queries laid out token by token, in one part or several."""
     generator = torch.Generator().manual_seed(0)
     queries = torch.randn(3, time, 6, width, generator=generator).to(DEVICE, dtype).transpose(1, 2)
-    found, expected = kernels.query_gram(queries, 2), query_gram(queries, 2)
-    assert found.shape == expected.shape
-    assert torch.allclose(found, expected, rtol=1e-5, atol=1e-5 * max(time, 1))
+    gram, expected = kernels.query_gram(queries, 2), query_gram(queries, 2)
+    assert gram.shape == expected.shape
+    assert torch.allclose(gram, expected, rtol=1e-5, atol=1e-5 * max(time, 1))
 
 
 def test_fewer_channels_than_directions() -> None:
     gram = spectra(16)[0, :4, :4].contiguous()
-    found = kernels.leading_factor(gram, 5)
-    assert found.shape == (4, 4)
-    assert torch.allclose(share(found), gram.double(), atol=1e-5)
+    q_hat = kernels.leading_factor(gram, 5)
+    assert q_hat.shape == (4, 4)
+    assert torch.allclose(leading_gram(q_hat), gram.double(), atol=1e-5)
 
 
 def test_nothing_seen() -> None:
-    assert not kernels.leading_factor(torch.zeros(1, 2, 64, 64, device=DEVICE), 5).any()
-    assert kernels.leading_factor(torch.zeros(0, 2, 64, 64, device=DEVICE), 5).shape == (0, 2, 5, 64)
+    assert not kernels.leading_factor(torch.zeros(1, 1, 32, 32, device=DEVICE), 5).any()
+    assert kernels.leading_factor(torch.zeros(0, 2, 32, 32, device=DEVICE), 5).shape == (0, 2, 5, 32)
 
 
 @pytest.mark.parametrize(
-    ("width", "rank", "block_size"), [(128, 5, 64), (80, 5, 24), (96, 29, 48), (16, 5, 1), (64, 5, 200)]
+    ("width", "rank", "block_size"), [(128, 5, 64), (80, 5, 24), (96, 29, 48), (8, 5, 1), (64, 5, 200)]
 )
 def test_corrections(width: int, rank: int, block_size: int) -> None:
     """Directions of very different strength, weights from none to far above the identity."""
@@ -114,37 +135,39 @@ def test_corrections(width: int, rank: int, block_size: int) -> None:
     q_hat = torch.randn(3, 2, rank, width, generator=generator) * torch.logspace(2, -1, rank).view(-1, 1)
     weight = torch.tensor([0, 1e-4, 1.0])
     scaled = q_hat.double() * weight.double().sqrt().view(-1, 1, 1, 1)
-    found = kernels.corrections(q_hat.to(DEVICE), weight.to(DEVICE), block_size).cpu()
-    assert not found[0].any()
+    matrix = kernels.corrections(q_hat.to(DEVICE), weight.to(DEVICE), block_size).cpu()
+    assert not matrix[0].any()
     expected = corrections(scaled, block_size)
-    assert (found - expected).norm() <= 1e-4 * expected.norm()
+    assert (matrix - expected).norm() <= 1e-4 * expected.norm()
 
 
-@pytest.mark.parametrize("changes", [{}, {"lambda_scaling": "none", "squat_lambda": 1e-3, "block_size": 24}])
-def test_settled_state(changes: dict[str, Any]) -> None:
-    """Corrections of some rows or all; rows that are not layout_barrier keep their Gram matrix."""
-    codec = SQuatKey(make_spec(80), SQuatConfig(**changes), "post_rope")
-    queries = torch.randn(3, 4, 500, 80, generator=torch.Generator().manual_seed(0)) * torch.logspace(-1, 1, 80)
+@pytest.mark.parametrize(
+    ("changes", "rows", "batch"),
+    [({}, [0, 1], 2), ({"lambda_scaling": "none", "squat_lambda": 1e-3, "block_size": 8}, [2, 0], 3)],
+)
+def test_finalized_state(changes: dict[str, Any], rows: list[int], batch: int) -> None:
+    """Corrections of some rows or all; other rows keep their Gram matrix."""
+    codec = SQuatKey(make_spec(24), SQuatConfig(**changes), "post_rope")
+    queries = torch.randn(batch, 4, 500, 24, generator=torch.Generator().manual_seed(0)) * torch.logspace(-1, 1, 24)
     queries = queries.to(DEVICE, torch.bfloat16)
-    for rows in ([0, 1, 2], [2, 0]):
-        states: list[SQuatState] = []
-        for codec.fused in (False, True):
-            states.append(codec.new_state(3, DEVICE))
-            codec.observe(states[-1], queries, queries[:, :2], torch.full((3,), 500.0, device=DEVICE))
-            gram = states[-1].matrix.clone()
-            codec.finalize_state(states[-1], rows)
-        expected, found = (state.matrix for state in states)
-        assert (expected - found).norm() < 1e-3 * expected.norm()
-        rest = [row for row in range(3) if row not in rows]
-        assert torch.equal(gram[rest], found[rest])
+    states: list[SQuatState] = []
+    for codec.fused in (False, True):
+        states.append(codec.new_state(batch, DEVICE))
+        codec.observe(states[-1], queries, queries[:, :2], torch.full((batch,), 500.0, device=DEVICE))
+        gram = states[-1].matrix.clone()
+        codec.finalize_state(states[-1], rows)
+    expected, matrix = (state.matrix for state in states)
+    assert (expected - matrix).norm() < 1e-3 * expected.norm()
+    rest = [row for row in range(batch) if row not in rows]
+    assert torch.equal(gram[rest], matrix[rest])
 
 
-def test_settled_from_calibration() -> None:
-    codec = SQuatKey(make_spec(16), SQuatConfig(subspace_source="calibration"), "post_rope").to(DEVICE)
+def test_finalized_from_calibration() -> None:
+    codec = SQuatKey(make_spec(16, 1), SQuatConfig(subspace_source="calibration"), "post_rope").to(DEVICE)
     codec.fused = True
     with pytest.raises(ConfigError, match="fit-subspace"):
         codec.finalize_state(codec.new_state(2, DEVICE), [0, 1])
-    codec.gram.copy_(spectra(16)[:2])
+    codec.gram.copy_(spectra(16)[:1])
     codec.gram_count.fill_(10)
     states: list[SQuatState] = []
     for codec.fused in (False, True):
@@ -154,9 +177,9 @@ def test_settled_from_calibration() -> None:
     assert torch.equal(states[1].matrix[0], states[1].matrix[1])
 
 
-def test_shapes_beyond_the_kernel_have_the_reference() -> None:
-    assert not kernels.can_lead(256, 5)
-    assert not kernels.can_lead(128, 30)
+def test_shapes_beyond_the_kernel_use_the_reference() -> None:
+    assert not kernels.supports_rank(256, 5)
+    assert not kernels.supports_rank(128, 30)
     codec = SQuatKey(make_spec(64), SQuatConfig(subspace_dim=40), "post_rope")
     codec.fused = True
     state = codec.new_state(1, DEVICE)

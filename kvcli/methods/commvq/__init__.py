@@ -1,1 +1,1 @@
-"""CommVQ (ICML 2025): RoPE-commutative key codebooks and additive-quantized values, at 1 and 2 bits."""
+"""CommVQ (ICML 2025, arXiv 2506.18879): RoPE-commutative key codebooks and additive quantization of values."""

@@ -1,28 +1,35 @@
-"""Attention over CommVQ's codes: scores from key codes, value bits weighted by the softmax, then the value codebook."""
+"""Attention over CommVQ's codes (arXiv 2506.18879): key scores, value bits summed under the softmax, value codebook."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from kvcli.kernels.launch import unsupported_shape
 from kvcli.methods.base import LayerCodec
+from kvcli.methods.commvq import score_kernels, value_kernels
 from kvcli.methods.commvq.keys import CommVQKeyCodec
-from kvcli.methods.commvq.score_kernels import key_scores
-from kvcli.methods.commvq.value_kernels import apply_codebook, bit_sums
 from kvcli.methods.commvq.values import CommVQValueCodec
 from kvcli.methods.encoded import EncodedTokens, PartialAttention
 
+CommVQLayer = LayerCodec[CommVQKeyCodec, CommVQValueCodec]
 
-def fused_attend(codec: LayerCodec, query: Tensor, part: EncodedTokens, scaling: float) -> PartialAttention:
+
+def unsupported(codec: CommVQLayer) -> str | None:
+    """Why the kernels do not support a layer's shapes, or None."""
+    return score_kernels.unsupported(codec.key) or value_kernels.unsupported(codec.value)
+
+
+def fused_attend(codec: CommVQLayer, query: Tensor, encoded: EncodedTokens, scaling: float) -> PartialAttention:
     """Attention over CommVQ's codes; see `kvcli.methods.encoded.AttendCodes`.
 
     Raises:
-        UsageError: a shape the kernels do not support.
+        UsageError: shapes that `unsupported` refuses.
     """
-    key, value = codec.key, codec.value
-    assert isinstance(key, CommVQKeyCodec)
-    assert isinstance(value, CommVQValueCodec)
-    exact = query.dtype == torch.float32
-    scores = key_scores(key, query, part, scaling, exact)
-    sums, lse = bit_sums(value, scores, part, exact)
-    return apply_codebook(value, sums, query.shape, exact), lse.view(query.shape[:3])
+    if reason := unsupported(codec):
+        raise unsupported_shape(reason)
+    fp32_dot = query.dtype == torch.float32
+    scores = score_kernels.key_scores(codec.key, query, encoded, scaling, fp32_dot)
+    sums, lse = value_kernels.bit_sums(scores, encoded, fp32_dot)
+    out = value_kernels.apply_codebook(codec.value, sums, query.shape, fp32_dot)
+    return out, lse.view(query.shape[:3])

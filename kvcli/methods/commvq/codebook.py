@@ -1,7 +1,7 @@
-"""The RoPE-commutative codebook: nearest centres, centre values and their least-squares update.
+"""The RoPE-commutative codebook (arXiv 2506.18879): nearest centres, centre values and their least-squares update.
 
-A centre is c_ab = u_a + i*u_b with one complex codebook u of N rows (CommVQ Eq. 13-18: [[x, y], [-y, x]] is the complex
-number x + i*y), so that N rows stand for N^2 centres, and a rotation e^{i*m*theta} commutes with decoding.
+A centre is c_ab = u_a + i*u_b with one complex codebook u of N rows (Eq. 13-18: [[x, y], [-y, x]] is the complex number
+x + i*y), so that N rows stand for N^2 centres, and a rotation e^{i*m*theta} commutes with decoding.
 Complex vectors of g pairs are stored as 2g reals, (re, im) interleaved. A leading axis P runs over independent
 problems (kv heads times groups). This module knows one stage; residual stages are `keys.py`.
 """
@@ -42,7 +42,7 @@ def pair_table(codebook: Tensor) -> Tensor:
 
 
 def nearest(x: Tensor, codebook: Tensor) -> tuple[Tensor, Tensor]:
-    """The nearest centre of each vector, exactly, by 2N dot products and N^2 additions a vector.
+    """The nearest centre of each vector, exactly, by 2N dot products and N^2 additions per vector.
 
     |x - u_a - i*u_b|^2 = |x|^2 - 2 Re<x, u_a> - 2 Re<x, i*u_b> + |u_a + i*u_b|^2. The N^2 sums exist for a block of
     vectors at a time.
@@ -58,15 +58,15 @@ def nearest(x: Tensor, codebook: Tensor) -> tuple[Tensor, Tensor]:
     table = pair_table(codebook)
     directions = torch.cat((codebook, times_i(codebook)), dim=-2).transpose(-1, -2) * -2
     block = max(1, _BLOCK_ELEMENTS.get(x.device.type, 2**20) // (x.shape[0] * size * size))
-    found = [_nearest_block(part @ directions, table) for part in x.split(block, dim=1)]
-    return torch.cat([a for a, _ in found], dim=1), torch.cat([b for _, b in found], dim=1)
+    indices = [_nearest_block(part @ directions, table) for part in x.split(block, dim=1)]
+    return torch.cat([a for a, _ in indices], dim=1), torch.cat([b for _, b in indices], dim=1)
 
 
 def _nearest_block(dots: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
     """argmin over (a, b) of dots_a + dots_b + table_ab, for dots [P, T, 2N] and table [P, N, N]."""
     size = table.shape[-1]
     along_a, along_b = dots.split(size, dim=-1)
-    # the minimum over b without its index is several times faster than argmin; the index is needed for one a only
+    # amin over b is several times faster than argmin; the index is needed for one a only
     best_over_b = (table.unsqueeze(1) + along_b.unsqueeze(-2)).amin(-1)
     first = (best_over_b + along_a).argmin(-1)
     return first, (_rows(table, first) + along_b).argmin(-1)

@@ -1,9 +1,9 @@
-"""Settings of CommVQ and what follows from them."""
+"""Settings of CommVQ (arXiv 2506.18879) and what follows from them."""
 
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -14,19 +14,19 @@ from kvcli.spec import ModelSpec
 class CommVQConfig(CacheConfig):
     """Settings of CommVQ; those that are 0 follow from `bits` and the model's shapes (see `resolve`)."""
 
-    bits: Literal[1, 2] = Field(default=2, description="nominal bits a value of K and V")
+    bits: Literal[1, 2] = Field(default=2, description="nominal bits per value of K and V")
     codebook_size: int = Field(default=64, ge=2, le=256, description="rows N of a key codebook")
     pairs_per_group: int = Field(default=0, ge=0, description="channel pairs g that share a key code; 0: a whole head")
     num_residuals: int = Field(default=0, ge=0, description="residual stages R of the keys; 0: from --bits")
     key_norm: Literal["joint", "per_head"] = Field(
-        default="joint", description="one norm a token for all kv heads, or one a head"
+        default="joint", description="one norm per token for all kv heads, or one per head"
     )
-    value_code_bits: int = Field(default=0, ge=0, description="code bits N_c of a value token; 0: from --bits")
+    value_code_bits: int = Field(default=0, ge=0, description="code bits N_c per token of the values; 0: from --bits")
 
     key_assignment: Literal["hard", "annealed"] = Field(
         default="hard", description="EM with hard assignment, or the paper's annealed soft assignment"
     )
-    key_iterations: int = Field(default=12, ge=1, description="EM iterations a stage; half of them on a subset")
+    key_iterations: int = Field(default=12, ge=1, description="EM iterations per stage; half of them on a subset")
     key_query_weighting: bool = Field(default=True, description="weight channel pairs by their queries' magnitude")
     value_trainer: Literal["fast", "paper"] = Field(
         default="fast", description="alternating least squares, or the paper's Gumbel-softmax training"
@@ -39,7 +39,7 @@ class CommVQConfig(CacheConfig):
     )
 
     @model_validator(mode="after")
-    def _power_of_two(self) -> CommVQConfig:
+    def _power_of_two(self) -> Self:
         if self.codebook_size & (self.codebook_size - 1):
             raise ValueError(f"codebook_size must be a power of two, got {self.codebook_size}")
         return self
@@ -49,8 +49,8 @@ class CommVQConfig(CacheConfig):
         """Bits of one code (a, b): 2 log2 N."""
         return 2 * int(math.log2(self.codebook_size))
 
-    def resolve(self, spec: ModelSpec) -> CommVQConfig:
-        """Fills in what is 0: g = head_dim/2, R the nearest to `bits` * g / log2 N, N_c = `bits` * D.
+    def resolve(self, spec: ModelSpec) -> Self:
+        """Fills in what is 0: g = head_dim/2, R the nearest to `bits` * g / log2 N (Eq. 21), N_c = `bits` * D (Eq. 10).
 
         Raises:
             ValueError: g does not divide head_dim/2.

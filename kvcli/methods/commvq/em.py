@@ -1,8 +1,8 @@
 """Expectation-maximisation for one stage of the key codebook, with hard or annealed soft assignment.
 
-CommVQ appendix A.2. Hard: E-step by `nearest`, M-step by `update`; the mean squared error never rises. Annealed:
-weights softmax(-D/T_k) over all N^2 centres with D the Euclidean distance (Eq. 34-35) and T_k falling exponentially;
-the codebook with the lowest hard-assignment error is kept.
+CommVQ (arXiv 2506.18879) appendix A.2. Hard: E-step by `nearest`, M-step by `update`; the mean squared error never
+rises. Annealed: weights softmax(-D/T_k) over all N^2 centres with D the Euclidean distance (Eq. 34-35) and T_k falling
+exponentially; the codebook with the lowest hard-assignment error is kept.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def fit_hard(x: Tensor, size: int, iterations: int, generator: torch.Generator) 
 
 
 def step(x: Tensor, codebook: Tensor) -> tuple[Tensor, Tensor]:
-    """One hard EM iteration; dead rows move to the vectors served worst.
+    """One hard EM iteration; dead rows are replaced by the vectors of largest error.
 
     Returns:
         The new codebook [P, N, 2g], and the squared error [P, T] of the old one.
@@ -67,7 +67,7 @@ def step(x: Tensor, codebook: Tensor) -> tuple[Tensor, Tensor]:
     error = (x - centres(codebook, first, second)).square().sum(-1)
     updated, dead = update(x, first, second, codebook)
     if bool(dead.any()):
-        # a row no vector uses may take any value without raising the error: the next E-step can only gain from it
+        # a row that no vector uses can take any value without raising the error, so the next E-step can only lower it
         worst = error.topk(min(codebook.shape[1], x.shape[1]), dim=1).indices
         rank = (dead.cumsum(-1) - 1).clamp(0, worst.shape[1] - 1)
         candidates = x.gather(1, worst.gather(1, rank).unsqueeze(-1).expand_as(codebook))
@@ -104,7 +104,7 @@ def fit_annealed(x: Tensor, size: int, stage: int, generator: torch.Generator) -
 
 
 def hard_error(x: Tensor, codebook: Tensor) -> float:
-    """Mean squared error a value under hard assignment."""
+    """Mean squared error per channel of x [P, T, 2g] under hard assignment to a codebook [P, N, 2g]."""
     return float((x - centres(codebook, *nearest(x, codebook))).square().mean())
 
 

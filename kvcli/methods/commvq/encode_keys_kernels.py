@@ -1,19 +1,18 @@
-"""Triton kernels of CommVQ's key codec: norms, the greedy search through all stages, and packing of the codes.
+"""Triton kernels that encode CommVQ's keys (arXiv 2506.18879): norms, the greedy search of all stages, packing.
 
 The search of one stage is a matrix product in the (min, +) algebra. With dots_a = -2 <x, u_a>, dots_b = -2 <x, i u_b>
 and the table |u_a + i u_b|^2 of `codebook.pair_table`, best_a = min over b of (dots_b + table_ab) is formed for every
 token and a; then a = argmin of (dots_a + best_a), and b = argmin of (dots_b + table_ab) for that a. A program holds
 the residual of a tile of tokens of one problem (kv head and group) in registers and runs through the stages.
 
-Products run on tensor cores without losing digits: codebook entries are int8 and exact in float16; the residual, times
-the unit of each channel, is split into two float16 numbers, which hold 22 bits. Half of each sum above, in whole
-numbers of a unit small enough for 28 bits, is what is compared: an integer addition and minimum are one instruction.
+Products run on tensor cores at float32 accuracy: codebook entries are int8 and exact in float16; the residual, scaled
+per channel, is split into two float16 numbers, which hold 22 bits. Half of each sum above is compared in fixed point of
+28 bits, because an integer addition and minimum are one instruction.
+
+Tuned on one H200, torch 2.11, triton 3.6. Every codebook size, group and rotary width of the reference is supported.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -21,16 +20,10 @@ import triton.language as tl
 from torch import Tensor
 
 from kvcli.kernels.launch import cdiv, power_of_two, row_major
-from kvcli.methods.commvq.codebook import pair_table
+from kvcli.methods.commvq.tables import NO_CENTRE, SearchTables
 from kvcli.packing import packed_size
 
-if TYPE_CHECKING:
-    from kvcli.methods.commvq.keys import CommVQKeyCodec
-
-_FAR_AWAY = tl.constexpr(2**30)
-"""Entry of a table that stands for no centre."""
-
-_LARGEST = 2.0**28
+_NO_CENTRE = tl.constexpr(NO_CENTRE)
 
 
 @triton.jit(do_not_specialize=["time"])
@@ -38,10 +31,11 @@ def _norm_kernel(
     x, stored, norms, stride_b, stride_h, stride_t, time,
     HEADS: tl.constexpr, JOINT: tl.constexpr, D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Norms over one head or all; grid (ceil(time / BLOCK_T), batch * (1 if JOINT else HEADS)).
+    """L2 norms of keys, over all heads (JOINT) or each.
 
-    x [batch, HEADS, time, D] any float with strides; stored float16 and norms float32 [batch, 1 or HEADS, time]; where
-    the stored norm is 0, so is the other.
+    Grid (ceil(time / BLOCK_T), batch * (1 if JOINT else HEADS)).
+    x [batch, HEADS, time, D] any float, strides of all but the last axis; stored float16 and norms float32
+    [batch, 1 or HEADS, time]; where the stored norm is 0, so is the other. BLOCK_D = D as a power of two.
     """
     i_tile, i_row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     o_t, o_d = i_tile * BLOCK_T + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
@@ -63,7 +57,7 @@ def _norm_kernel(
 
 
 @triton.jit
-def _split(x):
+def _split_fp16(x):
     """x as a sum of two float16 numbers."""
     high = x.to(tl.float16)
     return high, (x - high.to(tl.float32)).to(tl.float16)
@@ -71,7 +65,7 @@ def _split(x):
 
 @triton.jit
 def _halves(x):
-    """The first and the second half of x along its first axis, without an exchange between threads."""
+    """The first and the second half of x along its first axis, without data exchange between threads."""
     HALF: tl.constexpr = x.shape[0] // 2
     if len(x.shape) == 2:
         first, second = tl.split(tl.permute(tl.reshape(x, (2, HALF, x.shape[1])), (1, 2, 0)))
@@ -81,48 +75,55 @@ def _halves(x):
 
 
 @triton.jit
-def _min_plus(best, along, table):
-    """min(best, min over b of along + table) for best [F, N, T], along [B, F, T] and table [B, N].
+def _min_plus(best, dots, table):
+    """min(best, min over b of dots + table) for best [F, N, T], dots [B, F, T] and table [B, N].
 
     One b after the other: a whole tile of sums and its minimum would not fit into registers.
     """
-    if along.shape[0] > 1:
-        along_0, along_1 = _halves(along)
+    if dots.shape[0] > 1:
+        dots_0, dots_1 = _halves(dots)
         table_0, table_1 = _halves(table)
-        best = _min_plus(_min_plus(best, along_0, table_0), along_1, table_1)
+        best = _min_plus(_min_plus(best, dots_0, table_0), dots_1, table_1)
     else:
-        along = tl.reshape(along, (along.shape[1], along.shape[2]))
+        dots = tl.reshape(dots, (dots.shape[1], dots.shape[2]))
         table = tl.reshape(table, (table.shape[1],))
-        best = tl.minimum(best, along[:, None, :] + table[None, :, None])
+        best = tl.minimum(best, dots[:, None, :] + table[None, :, None])
     return best
 
 
 @triton.jit
-def _least(x, N: tl.constexpr):
-    """First column of the least number in each row of x [A, B]; `tl.argmin` takes three times as many instructions."""
+def _argmin(x, N: tl.constexpr):
+    """First column of the minimum of each row of x [A, B], at most N - 1.
+
+    `tl.argmin` takes three times as many instructions.
+    """
     columns = tl.arange(0, x.shape[1])[None, :]
-    found = tl.min(tl.where(x == tl.min(x, axis=1)[:, None], columns, x.shape[1]), axis=1)
-    # sums of a token with an infinite channel can overflow, and then choose an entry that there is not
-    return tl.minimum(found, N - 1)
+    index = tl.min(tl.where(x == tl.min(x, axis=1)[:, None], columns, x.shape[1]), axis=1)
+    # inf inputs overflow int32; clamp so that the index stays valid
+    return tl.minimum(index, N - 1)
 
 
 @triton.jit(do_not_specialize=["tokens", "time"])
 def _search_kernel(
-    x, norms, weights, units, lifts, steps, books, tables, codes,
+    x, norms, weights, units, pow2_scales, fixed_point_scales, books, tables, codes,
     stride_b, stride_h, stride_t, tokens, time, heads, root,
     JOINT: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr, STAGES: tl.constexpr, N: tl.constexpr, G: tl.constexpr,
-    FAR: tl.constexpr, NEAR: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_G: tl.constexpr,
+    TOKENS_PER_THREAD: tl.constexpr, LANES: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip
-    """All stages of a tile of FAR * NEAR tokens of one problem; grid (tiles of tokens, heads * groups).
+    """Codes a * N + b of all stages: for each stage, argmin over (a, b) of |residual - u_a - i u_b|^2.
 
-    x [batch, heads, time, D] any float with strides, tokens = batch * time; norms float32 [batch, 1 or heads, time];
-    weights, units, lifts, steps, books and tables as in `SearchTables`; codes int32 [tokens, problems * STAGES].
+    Grid (ceil(tokens / BLOCK_T), heads * groups), BLOCK_T = TOKENS_PER_THREAD * LANES tokens of one problem.
+    x [batch, heads, time, D] any float, strides of all but the last axis, tokens = batch * time; norms float32
+    [batch, 1 or heads, time]; weights, units, pow2_scales, fixed_point_scales, books and tables as in `SearchTables`;
+    codes int32 [tokens, problems * STAGES]. `root` is the norm of normalised keys.
+    JOINT: one norm for all heads; ROTARY rotated channels; G pairs per group; BLOCK_N and BLOCK_G are N and G padded;
+    BLOCK_B candidates b at a time.
 
-    The search runs over tiles [FAR, BLOCK_N, NEAR], one b after the other, with tokens last: Triton hands the last axis
-    to the lanes of a warp and the one before to the warps, so that FAR tokens share each entry of the table that a
-    thread reads.
+    The search runs over tiles [TOKENS_PER_THREAD, BLOCK_N, LANES], tokens last: Triton maps the last axis to the lanes
+    of a warp and the one before to warps, so TOKENS_PER_THREAD tokens share each table entry that a thread reads.
     """
-    BLOCK_T: tl.constexpr = FAR * NEAR
+    BLOCK_T: tl.constexpr = TOKENS_PER_THREAD * LANES
     GROUPS: tl.constexpr = D // 2 // G
     WIDTH: tl.constexpr = 2 * BLOCK_G
     i_tile, i_problem = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
@@ -133,7 +134,7 @@ def _search_kernel(
     m_t, m_g = o_t < tokens, o_g < G
     weight = tl.load(weights + i_problem * G + o_g, mask=m_g, other=0.0)[None, :]
     unit = tl.load(units + i_problem * G + o_g, mask=m_g, other=0.0)[None, :]
-    lifted = unit * tl.load(lifts + i_problem)
+    scaled_unit = unit * tl.load(pow2_scales + i_problem)
     i_b, i_t = o_t // time, o_t % time
     p_n = norms + i_b * time + i_t if JOINT else norms + (i_b * heads + i_head) * time + i_t
     norm = tl.load(p_n, mask=m_t, other=0.0)[:, None]
@@ -145,36 +146,36 @@ def _search_kernel(
         o_c = tl.where(o_x < ROTARY // 2, o_c, o_x + tl.where(is_y == 1, D // 2, ROTARY // 2))
     b_x = tl.load(p_x + o_c[None, :], mask=m_t[:, None] & m_g[None, :], other=0.0).to(tl.float32)
     b_x = tl.where(norm > 0, tl.div_rn(b_x, tl.maximum(norm, 1e-30)), 0.0) * root * weight
-    # what is left of the token, times -unit and lift: this is what is multiplied with the codebook's whole numbers
-    left = -b_x * lifted
-    grain = unit * lifted
-    # row r of (-im, re), which is the product of (re, im) with i
-    o_turned, sign = (o_z + BLOCK_G) % WIDTH, tl.where(is_y == 1, 1.0, -1.0).to(tl.float16)[:, None]
-    p_step = steps + i_problem * STAGES
+    # minus the residual in the scale in which it is multiplied with the integers of the codebook
+    neg_residual = -b_x * scaled_unit
+    codeword_scale = unit * scaled_unit
+    # row z of (-im, re) = i * (re, im)
+    o_swap, sign = (o_z + BLOCK_G) % WIDTH, tl.where(is_y == 1, 1.0, -1.0).to(tl.float16)[:, None]
+    p_scale = fixed_point_scales + i_problem * STAGES
     p_book = books + i_problem * (STAGES * BLOCK_N * WIDTH)
     p_table = tables + i_problem * (STAGES * BLOCK_N * BLOCK_N)
     p_code = codes + o_t * (tl.num_programs(1) * STAGES) + i_problem * STAGES
     for _ in range(STAGES):
-        step = tl.load(p_step)
-        high, low = _split(left)
-        best = tl.full((FAR, BLOCK_N, NEAR), _FAR_AWAY, tl.int32)
+        scale = tl.load(p_scale)
+        high, low = _split_fp16(neg_residual)
+        best = tl.full((TOKENS_PER_THREAD, BLOCK_N, LANES), _NO_CENTRE, tl.int32)
         for start in range(0, BLOCK_N, BLOCK_B):
             o_b = start + tl.arange(0, BLOCK_B)
-            turned = tl.load(p_book + o_b[None, :] * WIDTH + o_turned[:, None]) * sign
-            along = (tl.dot(high, turned, tl.dot(low, turned)) * step).to(tl.int32)
-            along = tl.reshape(tl.trans(along), (BLOCK_B, FAR, NEAR))
-            best = _min_plus(best, along, tl.trans(tl.load(p_table + o_n[:, None] * BLOCK_N + o_b[None, :])))
-        # the codewords come of products with what selects them, which need no exchange between threads
+            book_i = tl.load(p_book + o_b[None, :] * WIDTH + o_swap[:, None]) * sign
+            dots = (tl.dot(high, book_i, tl.dot(low, book_i)) * scale).to(tl.int32)
+            dots = tl.reshape(tl.trans(dots), (BLOCK_B, TOKENS_PER_THREAD, LANES))
+            best = _min_plus(best, dots, tl.trans(tl.load(p_table + o_n[:, None] * BLOCK_N + o_b[None, :])))
+        # codewords are gathered by one-hot products, which need no data exchange between threads
         book = tl.load(p_book + o_n[None, :] * WIDTH + o_z[:, None])
-        along = (tl.dot(high, book, tl.dot(low, book)) * step).to(tl.int32)
-        first = _least(along + tl.reshape(tl.permute(best, (0, 2, 1)), (BLOCK_T, BLOCK_N)), N)
-        left += tl.dot((o_n[None, :] == first[:, None]).to(tl.float16), tl.trans(book)) * grain
-        turned = tl.load(p_book + o_n[None, :] * WIDTH + o_turned[:, None]) * sign
-        along = (tl.dot(high, turned, tl.dot(low, turned)) * step).to(tl.int32)
-        second = _least(along + tl.load(p_table + first[:, None] * BLOCK_N + o_n[None, :]), N)
-        left += tl.dot((o_n[None, :] == second[:, None]).to(tl.float16), tl.trans(turned)) * grain
+        dots = (tl.dot(high, book, tl.dot(low, book)) * scale).to(tl.int32)
+        first = _argmin(dots + tl.reshape(tl.permute(best, (0, 2, 1)), (BLOCK_T, BLOCK_N)), N)
+        neg_residual += tl.dot((o_n[None, :] == first[:, None]).to(tl.float16), tl.trans(book)) * codeword_scale
+        book_i = tl.load(p_book + o_n[None, :] * WIDTH + o_swap[:, None]) * sign
+        dots = (tl.dot(high, book_i, tl.dot(low, book_i)) * scale).to(tl.int32)
+        second = _argmin(dots + tl.load(p_table + first[:, None] * BLOCK_N + o_n[None, :]), N)
+        neg_residual += tl.dot((o_n[None, :] == second[:, None]).to(tl.float16), tl.trans(book_i)) * codeword_scale
         tl.store(p_code, first * N + second, mask=m_t)
-        p_step += 1
+        p_scale += 1
         p_book += BLOCK_N * WIDTH
         p_table += BLOCK_N * BLOCK_N
         p_code += 1
@@ -185,76 +186,38 @@ def _pack_kernel(
     codes, packed, tokens,
     COUNT: tl.constexpr, BITS: tl.constexpr, BYTES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_Y: tl.constexpr,
 ):  # fmt: skip
-    """Codes int32 [tokens, COUNT] of BITS bits to a stream of bytes, uint8 [tokens, BYTES]; grid (tiles of tokens,)."""
+    """`packing.pack_bits`: codes of BITS bits as a stream of bytes; grid (ceil(tokens / BLOCK_T),).
+
+    codes int32 [tokens, COUNT]; packed uint8 [tokens, BYTES]. BLOCK_Y = BYTES as a power of two.
+    """
     o_t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]
     o_y = tl.arange(0, BLOCK_Y)[None, :]
     m_t = (o_t < tokens) & (o_y < BYTES)
     byte = tl.zeros((BLOCK_T, BLOCK_Y), tl.int32)
-    for step in tl.static_range((BITS + 6) // BITS + 1):  # so many codes can reach into a byte
-        i_code = 8 * o_y // BITS + step
+    for i in tl.static_range((BITS + 6) // BITS + 1):  # the most codes that a byte has bits of
+        i_code = 8 * o_y // BITS + i
         shift = i_code * BITS - 8 * o_y
         code = tl.load(codes + o_t * COUNT + i_code, mask=m_t & (i_code < COUNT), other=0)
         byte |= tl.where(shift < 0, code >> tl.maximum(-shift, 0), code << tl.minimum(tl.maximum(shift, 0), 8))
     tl.store(packed + o_t * BYTES + o_y, (byte & 255).to(tl.uint8), mask=m_t)
 
 
-@dataclass(frozen=True)
-class SearchTables:
-    """What the search needs; P problems (kv head and group), N and g padded to powers of two, at least 16.
-
-    Attributes:
-        weights: float32 [P, g], weight of each channel pair.
-        units: float32 [P, g], weight times codebook unit.
-        lifts: float32 [P], powers of two that bring units to 1 or below.
-        steps: float32 [P, R], what makes whole numbers of products with a stage's codebook, over lift.
-        books: float16 [P, R, N, 2g], whole numbers, real parts before imaginary ones.
-        tables: int32 [P, R, N, N], half the squared norms of all centres in the whole numbers of their stage.
-    """
-
-    weights: Tensor
-    units: Tensor
-    lifts: Tensor
-    steps: Tensor
-    books: Tensor
-    tables: Tensor
-
-
-def search_tables(codec: CommVQKeyCodec) -> SearchTables:
-    """Derives the tables from a codec's buffers."""
-    size, pairs = codec.config.codebook_size, codec.config.pairs_per_group
-    pad_n, pad_g = max(16, power_of_two(size)) - size, max(16, power_of_two(pairs)) - pairs
-    weights = codec.pair_weight.unflatten(1, (codec.num_groups, -1)).flatten(0, 1).contiguous()
-    units = weights * codec.codebook_scale.flatten(0, 1)
-    lifts = torch.exp2(-units.amax(-1).clamp(1e-30, 1e30).log2().ceil())
-    centred = codec.books() * codec.group_weight().unsqueeze(1)
-    halves = torch.stack([pair_table(book) for book in centred.unbind(1)], dim=1) / 2
-    # no stage leaves more than its shortest centre added to what was there
-    width = codec.spec.kv_dim if codec.config.key_norm == "joint" else codec.spec.head_dim
-    longest, words = weights.amax(-1, keepdim=True) * width**0.5, centred.norm(dim=-1).amax(-1)
-    shortest = (2 * halves.amin((-2, -1))).clamp_min(0).sqrt()
-    longest = longest + shortest.cumsum(-1) - shortest
-    # twice the largest product, and the largest half of a squared norm: a sum of two products and a half fits 30 bits
-    bound = 2 * words * torch.maximum(longest, words)
-    scale = torch.exp2((_LARGEST / bound.clamp_min(1e-30)).log2().floor())
-    tables = (halves * scale[:, :, None, None]).round().int()
-    tables = torch.nn.functional.pad(tables, (0, pad_n, 0, pad_n), value=_FAR_AWAY.value)
-    planes = codec.codebook.flatten(0, 1).unflatten(-1, (-1, 2)).transpose(-1, -2).half()
-    books = torch.nn.functional.pad(planes, (0, pad_g, 0, 0, 0, pad_n)).flatten(-2).contiguous()
-    return SearchTables(weights, units, lifts, scale / lifts.unsqueeze(1), books, tables)
-
-
-def encode_keys(codec: CommVQKeyCodec, x: Tensor, tables: SearchTables) -> tuple[Tensor, Tensor]:
-    """Packed codes and norms, as `CommVQKeyCodes`.
+def encode_keys(x: Tensor, tables: SearchTables, joint: bool, rotary_dim: int) -> tuple[Tensor, Tensor]:
+    """Packed codes and norms of keys, the fields of `CommVQKeyCodes`.
 
     Args:
-        codec: a fitted codec.
         x: [batch, num_kv_heads, time, head_dim].
-        tables: of that codec.
+        tables: of the fitted codec.
+        joint: whether one norm serves all heads of a token.
+        rotary_dim: channels that RoPE rotates.
+
+    Returns:
+        uint8 [batch, 1, time, bytes] and float16 [batch, 1 or num_kv_heads, time, 1].
     """
     x = row_major(x)
-    stored, norms = _norms(x, codec.config.key_norm == "joint")
-    codes = _search(codec, x, norms, tables)
-    packed = _pack(codes, codec.config.bits_per_code)
+    stored, norms = _norms(x, joint)
+    codes = _search(x, norms, tables, joint, rotary_dim)
+    packed = _pack(codes, 2 * (tables.codebook_size - 1).bit_length())
     return packed.view(x.shape[0], 1, x.shape[2], packed.shape[-1]), stored.unsqueeze(-1)
 
 
@@ -276,25 +239,26 @@ def _norms(x: Tensor, joint: bool) -> tuple[Tensor, Tensor]:
 def search_tile(tokens: int) -> dict[str, int]:
     """Tile, warps and stages of the search: small tiles where there are few tokens.
 
-    From 64 tokens a tile, products run on Hopper's warp groups, a warp for 16 tokens: 8 warps on 64 tokens would hold
-    them twice, and failed on an H200 (illegal memory access, Triton 3.6) though no address is out of bounds.
+    From 64 tokens per tile, products run on Hopper's warp groups, a warp for 16 tokens: 8 warps on 64 tokens would hold
+    them twice, and failed on an H200 (illegal memory access, triton 3.6) though no address is out of bounds.
     """
-    far, near = (1, 16) if tokens <= 512 else (2, 32)
-    return {"FAR": far, "NEAR": near, "BLOCK_B": 8, "num_warps": 4, "num_stages": 1}
+    per_thread, lanes = (1, 16) if tokens <= 512 else (2, 32)
+    return {"TOKENS_PER_THREAD": per_thread, "LANES": lanes, "BLOCK_B": 8, "num_warps": 4, "num_stages": 1}
 
 
-def _search(codec: CommVQKeyCodec, x: Tensor, norms: Tensor, tables: SearchTables) -> Tensor:
+def _search(x: Tensor, norms: Tensor, tables: SearchTables, joint: bool, rotary_dim: int) -> Tensor:
     """Codes a * N + b, int32 [batch * time, problems * stages]."""
     batch, heads, time, width = x.shape
-    config, joint = codec.config, codec.config.key_norm == "joint"
-    problems, pairs, size = heads * codec.num_groups, config.pairs_per_group, config.codebook_size
-    codes = torch.empty(batch * time, codec.num_codes, dtype=torch.int32, device=x.device)
+    problems, pairs = tables.weights.shape
+    stages, size = tables.books.shape[1], tables.codebook_size
+    codes = torch.empty(batch * time, problems * stages, dtype=torch.int32, device=x.device)
     tile = search_tile(batch * time)
     if x.numel():
-        _search_kernel[(cdiv(batch * time, tile["FAR"] * tile["NEAR"]), problems)](
-            x, norms, tables.weights, tables.units, tables.lifts, tables.steps, tables.books, tables.tables, codes,
+        _search_kernel[(cdiv(batch * time, tile["TOKENS_PER_THREAD"] * tile["LANES"]), problems)](
+            x, norms, tables.weights, tables.units, tables.pow2_scales, tables.fixed_point_scales,
+            tables.books, tables.tables, codes,
             *x.stride()[:3], batch * time, time, heads, (heads * width if joint else width) ** 0.5,
-            JOINT=joint, D=width, ROTARY=codec.spec.rope.rotary_dim, STAGES=config.num_residuals, N=size, G=pairs,
+            JOINT=joint, D=width, ROTARY=rotary_dim, STAGES=stages, N=size, G=pairs,
             BLOCK_N=max(16, size), BLOCK_G=max(16, power_of_two(pairs)), **tile,
         )  # fmt: skip
     return codes

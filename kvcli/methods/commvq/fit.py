@@ -1,31 +1,26 @@
-"""Fits CommVQ's codecs of one layer from recorded samples."""
+"""Fits CommVQ's codecs of one layer from recorded samples: keys, then values."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from kvcli.methods.base import LayerCodec
-from kvcli.methods.commvq.codebook import centres, nearest
+from kvcli.methods.base import Codec, LayerCodec
 from kvcli.methods.commvq.config import CommVQConfig
-from kvcli.methods.commvq.em import fit_annealed, fit_hard
+from kvcli.methods.commvq.fit_keys import fit_keys
+from kvcli.methods.commvq.fit_values import fit_values_fast, fit_values_paper
 from kvcli.methods.commvq.keys import CommVQKeyCodec
-from kvcli.methods.commvq.values import CommVQValueCodec, sweep
+from kvcli.methods.commvq.values import CommVQValueCodec
 from kvcli.methods.method import FitReport
-from kvcli.rope import to_pairs
 from kvcli.samples import LayerSamples
 
 _ERROR_TOKENS = 8192
-_RIDGE = 1e-4
-_BLOCK_TOKENS = 16384
-_PAPER_BATCH = 2048
-_PAPER_LEARNING_RATE = 1e-3
 
 
 def fit_layer(
-    codec: LayerCodec,
+    codec: LayerCodec[CommVQKeyCodec, CommVQValueCodec],
     train: LayerSamples,
     heldout: LayerSamples,
     config: CommVQConfig,
@@ -35,230 +30,31 @@ def fit_layer(
 
     Args:
         codec: the layer's codecs, on the device the samples are on.
-        train: samples to fit on; tokens the cache keeps as sinks are left out already.
+        train: samples to fit on, without the tokens that the cache keeps as sinks.
         heldout: samples to measure on.
         config: resolved settings.
         generator: CPU generator of every random choice.
 
     Returns:
-        Held-out normalised squared errors per head (sum |x - x_hat|^2 / sum |x|^2) and dead codebook rows.
+        `key_nmse` and `value_nmse`, the held-out `nmse` of each head; `dead_key_rows`, dead rows of the key codebooks.
     """
-    key, value = codec.key, codec.value
-    assert isinstance(key, CommVQKeyCodec)
-    assert isinstance(value, CommVQValueCodec)
-    dead = fit_keys(key, train, config, generator)
+    dead = fit_keys(codec.key, train, config, generator)
     if config.value_trainer == "fast":
-        fit_values_fast(value, train.v, config.value_iterations)
+        fit_values_fast(codec.value, train.v, config.value_iterations)
     else:
-        fit_values_paper(value, train.v, config.value_steps, generator)
+        fit_values_paper(codec.value, train.v, config.value_steps, generator)
     return FitReport(
         {
-            "key_nmse": heldout_error(key, heldout.k),
-            "value_nmse": heldout_error(value, heldout.v),
+            "key_nmse": nmse(codec.key, heldout.k),
+            "value_nmse": nmse(codec.value, heldout.v),
             "dead_key_rows": dead,
         }
     )
 
 
-def heldout_error(codec: Any, x: Tensor) -> list[float]:
-    """Normalised squared error of each head after encoding and decoding x [heads, tokens, head_dim]."""
+def nmse(codec: Codec[Any], x: Tensor) -> list[float]:
+    """Normalised squared error sum |x - x_hat|^2 / sum |x|^2 of each head, for x [heads, tokens, head_dim]."""
     x = x[:, :_ERROR_TOKENS]
-    decoded = codec.decode(codec.encode(x.unsqueeze(0)))[0]
-    error, energy = (decoded - x).square().sum((1, 2)), x.square().sum((1, 2))
+    x_hat = codec.decode(codec.encode(x.unsqueeze(0), None), None)[0]
+    error, energy = (x_hat - x).square().sum((1, 2)), x.square().sum((1, 2))
     return [float(e) for e in error / energy.clamp_min(1e-30)]
-
-
-def query_pair_weight(q: Tensor, num_kv_heads: int, rotary_dim: int) -> Tensor:
-    """sqrt(E|q_j|^2) of each channel pair, over a kv head's query heads: what an error in k_j costs in a score.
-
-    A real factor per pair commutes with RoPE, so it can weigh the distance without breaking the codebook's structure.
-
-    Args:
-        q: [num_heads, tokens, head_dim], pre-RoPE.
-        num_kv_heads: kv heads.
-        rotary_dim: rotated channels.
-
-    Returns:
-        [num_kv_heads, head_dim/2], of mean square 1.
-    """
-    energy = to_pairs(q, rotary_dim).square().sum(-1).mean(1).unflatten(0, (num_kv_heads, -1)).mean(1)
-    return (energy / energy.mean(-1, keepdim=True).clamp_min(1e-30)).clamp_min(1e-6).sqrt()
-
-
-def fit_keys(codec: CommVQKeyCodec, samples: LayerSamples, config: CommVQConfig, generator: torch.Generator) -> int:
-    """Fits the residual stages one after another, each on what the greedy encoding so far leaves.
-
-    Returns:
-        Codebook rows that no training vector uses in the end, over all stages and heads.
-    """
-    if config.key_query_weighting and samples.q.shape[1]:
-        weight = query_pair_weight(samples.q, codec.spec.num_kv_heads, codec.spec.rope.rotary_dim)
-        codec.pair_weight.copy_(weight)
-    weights = codec.group_weight()
-    residual = codec.problems(codec.normalise(samples.k.unsqueeze(0))[0]) * weights
-    books, dead = [], 0
-    for stage in range(config.num_residuals):
-        if config.key_assignment == "hard":
-            book = fit_hard(residual, config.codebook_size, config.key_iterations, generator)
-        else:
-            book = fit_annealed(residual, config.codebook_size, stage, generator)
-        if stage == 0:
-            codec.codebook_scale.copy_(codebook_scale(book / weights).view_as(codec.codebook_scale))
-        # the stored codebook is int8: later stages must see the residual it leaves, not the ideal one's
-        unit = codec.codebook_scale.flatten(0, 1).repeat_interleave(2, -1).unsqueeze(1)
-        stored = (book / weights / unit).round().clamp(-127, 127)
-        rounded = stored * unit * weights
-        first, second = nearest(residual, rounded)
-        residual = residual - centres(rounded, first, second)
-        used = torch.zeros(book.shape[:2], device=book.device)
-        used.scatter_(1, first, 1.0).scatter_(1, second, 1.0)
-        dead += int((used == 0).sum())
-        books.append(stored.to(torch.int8))
-    codec.codebook.copy_(torch.stack(books, dim=1).view_as(codec.codebook))
-    return dead
-
-
-def codebook_scale(book: Tensor) -> Tensor:
-    """The unit of each pair in an int8 codebook, from its first stage [P, N, 2g]: [P, g]."""
-    largest: Tensor = book.unflatten(-1, (-1, 2)).abs().amax((1, 3))
-    return largest.clamp_min(1e-6) / 127
-
-
-def fit_values_fast(codec: CommVQValueCodec, values: Tensor, iterations: int) -> None:
-    """Alternates coordinate descent on the bits with least squares for the codebook, then fits a linear encoder.
-
-    Args:
-        codec: fitted in place.
-        values: [num_kv_heads, tokens, head_dim].
-        iterations: rounds.
-    """
-    rows = _prepare(codec, values)
-    codebook, offset, bits = principal_bits(rows, codec.config.value_code_bits)
-    for _ in range(iterations):
-        codebook, offset = least_squares_codebook(rows, bits)
-        for part, part_bits in zip(rows.split(_BLOCK_TOKENS), bits.split(_BLOCK_TOKENS), strict=True):
-            current = part_bits.to(rows.dtype)
-            sweep(part - offset, codebook, current)
-            part_bits.copy_(current)
-    _store(codec, *least_squares_codebook(rows, bits))
-    # the encoder predicts the signs 2s - 1 of the bits found; its bias absorbs the -1
-    encoder = 2 * _ridge_solve(rows, bits)
-    codec.get_buffer("encoder_weight_0").copy_(encoder[:-1].T)
-    codec.get_buffer("encoder_bias_0").copy_(encoder[-1] - 1)
-
-
-def principal_bits(rows: Tensor, num_bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Initial binary codebook: principal components, quantized uniformly, bits given where variance is left.
-
-    Component i with b_i bits and step t_i is the sum of b_i binary rows t_i * 2^j * (its direction), plus an offset.
-
-    Args:
-        rows: [T, D].
-        num_bits: N_c.
-
-    Returns:
-        Codebook [N_c, D], offset [D] and bits uint8 [T, N_c], grouped so that a sweep chooses neighbouring components.
-    """
-    mean = rows.mean(0)
-    variance, directions = torch.linalg.eigh(torch.cov(rows.T).double())
-    variance, directions = variance.float().clamp_min(1e-12), directions.float()
-    left, allotted = variance.tolist(), [0] * len(variance)
-    for _ in range(num_bits):
-        best = max(range(len(left)), key=left.__getitem__)
-        allotted[best] += 1
-        left[best] /= 3.5  # what a well-placed bit leaves of a Gaussian's variance, roughly
-    scores = (rows - mean) @ directions
-    book, bits, offset = [], [], mean.clone()
-    for component, count in enumerate(allotted):
-        if not count:
-            continue
-        levels = 2**count
-        step = variance[component].sqrt() * 2 * (1.6 + 0.45 * (count - 1)) / levels
-        low = -step * (levels - 1) / 2
-        index = ((scores[:, component] - low) / step).round().clamp(0, levels - 1).long()
-        offset += low * directions[:, component]
-        for bit in range(count):
-            book.append(step * 2**bit * directions[:, component])
-            bits.append((index >> bit & 1).to(torch.uint8))
-    return torch.stack(book), offset, torch.stack(bits, dim=1)
-
-
-def least_squares_codebook(rows: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
-    """Codebook [N_c, D] and offset [D] that minimise |rows - bits C - offset|^2, with a small ridge."""
-    solution = _ridge_solve(bits, rows)
-    return solution[:-1], solution[-1]
-
-
-def fit_values_paper(codec: CommVQValueCodec, values: Tensor, steps: int, generator: torch.Generator) -> None:
-    """The paper's recipe: encoder and codebook by gradient descent on the squared error, through Gumbel-softmax.
-
-    Two classes a bit, so the difference of two Gumbel variables is one logistic variable; straight-through, tau = 1;
-    AdamW with learning rate 1e-3. Deviation, confessed: the released code adds the error of the attention output to
-    the loss; the paper's text (section 4.1) does not.
-
-    Args:
-        codec: fitted in place.
-        values: [num_kv_heads, tokens, head_dim].
-        steps: optimiser steps of 2048 tokens.
-        generator: CPU generator of batches, noise and initial weights.
-    """
-    rows = _prepare(codec, values)
-    config, width, device = codec.config, rows.shape[1], rows.device
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(device)
-
-    with torch.enable_grad():
-        sizes = [(config.value_hidden, width), (config.value_code_bits, config.value_hidden)]
-        weights = [nn.Parameter(normal(*size) * size[1] ** -0.5) for size in sizes]
-        biases = [nn.Parameter(torch.zeros(size[0], device=device)) for size in sizes]
-        codebook = nn.Parameter(normal(config.value_code_bits, width) * config.value_code_bits**-0.5)
-        offset = nn.Parameter(torch.zeros(width, device=device))
-        optimiser = torch.optim.AdamW([*weights, *biases, codebook, offset], lr=_PAPER_LEARNING_RATE)
-        for _ in range(steps):
-            batch = rows[torch.randint(rows.shape[0], (_PAPER_BATCH,), generator=generator).to(device)]
-            hidden = nn.functional.gelu(nn.functional.linear(batch, weights[0], biases[0]))
-            logits = nn.functional.linear(hidden, weights[1], biases[1])
-            uniform = torch.rand(logits.shape, generator=generator).clamp(1e-6, 1 - 1e-6).to(device)
-            soft = torch.sigmoid(logits + uniform.log() - (-uniform).log1p())
-            bits = (soft > 0.5).float() + soft - soft.detach()
-            decoded = bits @ codebook + offset
-            loss = (decoded - batch).square().mean()
-            optimiser.zero_grad()
-            loss.backward()
-            optimiser.step()
-    with torch.no_grad():
-        _store(codec, codebook, offset)
-        for layer, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
-            codec.get_buffer(f"encoder_weight_{layer}").copy_(weight)
-            codec.get_buffer(f"encoder_bias_{layer}").copy_(bias)
-
-
-def _prepare(codec: CommVQValueCodec, values: Tensor) -> Tensor:
-    """Sets the channel scale from the data; returns unit rows [T, D]."""
-    batch = values.unsqueeze(0)
-    scale = values.abs().mean(1).flatten()
-    codec.channel_scale.copy_(torch.where(scale > 0, scale, 1.0))
-    return codec.normalise(batch)[0]
-
-
-def _store(codec: CommVQValueCodec, codebook: Tensor, offset: Tensor) -> None:
-    """Keeps codebook and offset with the channel scale folded in."""
-    codec.codebook.copy_(codebook * codec.channel_scale)
-    codec.offset.copy_(offset * codec.channel_scale)
-
-
-def _ridge_solve(inputs: Tensor, targets: Tensor) -> Tensor:
-    """Least squares of targets [T, M] on inputs [T, K] and a constant: [K + 1, M], the constant's row last.
-
-    The normal equations are gathered block by block, so that neither side is needed in float32 as a whole.
-    """
-    width = inputs.shape[1] + 1
-    gram = torch.zeros(width, width, dtype=torch.float64, device=inputs.device)
-    cross = torch.zeros(width, targets.shape[1], dtype=torch.float64, device=inputs.device)
-    for part, target in zip(inputs.split(_BLOCK_TOKENS), targets.split(_BLOCK_TOKENS), strict=True):
-        design = nn.functional.pad(part.float(), (0, 1), value=1.0)
-        gram += design.T @ design
-        cross += design.T @ target.float()
-    gram.diagonal().add_(_RIDGE * gram.diagonal().mean())
-    return torch.linalg.solve(gram, cross).float()

@@ -1,41 +1,42 @@
-"""CommVQ's key codec: residual stages of RoPE-commutative codebooks on pre-RoPE keys."""
+"""CommVQ's key codec (arXiv 2506.18879): residual stages of RoPE-commutative codebooks on pre-RoPE keys."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from kvcli.kernels.cached import CachedFromBuffers
-from kvcli.methods.base import Codes, KeyCodec, Space, State
+from kvcli.methods.base import Codes, KeyCodec, Space
 from kvcli.methods.commvq.codebook import centres, nearest
 from kvcli.methods.commvq.config import CommVQConfig
+from kvcli.methods.commvq.tables import SearchTables, search_tables
 from kvcli.packing import pack_bits, packed_size, unpack_bits
 from kvcli.rope import from_pairs, to_pairs
 from kvcli.spec import ModelSpec
-
-if TYPE_CHECKING:
-    from kvcli.methods.commvq.encode_keys_kernels import SearchTables
 
 _ENCODE_TOKENS = 8192
 
 
 @dataclass(frozen=True)
 class CommVQKeyCodes(Codes):
-    """Attributes:
-    packed: uint8 [batch, 1, time, ceil(kv heads * groups * R * 2 log2 N / 8)]; codes in the order head, group,
-        stage, each a * N + b.
-    norm: float16 [batch, 1 or num_kv_heads, time, 1], L2 norm of the key over all heads, or over one.
+    """Codes and norms of keys.
+
+    Attributes:
+        packed: uint8 [batch, 1, time, ceil(kv heads * groups * R * 2 log2 N / 8)]; codes in the order head, group,
+            stage, each a * N + b.
+        norm: float16 [batch, 1 or num_kv_heads, time, 1], L2 norm of the key over all heads, or over one.
     """
 
     packed: Tensor
     norm: Tensor
 
 
-class CommVQKeyCodec(KeyCodec[CommVQKeyCodes]):
-    """Keys as norm * sum over stages of (u_a + i*u_b), before RoPE (CommVQ section 4.2, Eq. 21 for the bits).
+class CommVQKeyCodec(KeyCodec[CommVQKeyCodes, None]):
+    """Keys as norm * sum over stages of (u_a + i*u_b), before RoPE (CommVQ section 4.2; Eq. 21 for the bits).
+
+    Deviation: the codebook is stored in int8 with a float32 scale per channel pair; the paper stores float16.
 
     Buffers:
         codebook: int8 [num_kv_heads, groups, R, N, 2g], (re, im) interleaved, in units of `codebook_scale`.
@@ -62,17 +63,33 @@ class CommVQKeyCodec(KeyCodec[CommVQKeyCodes]):
         scales = torch.ones(spec.num_kv_heads, self.num_groups, config.pairs_per_group)
         self.register_buffer("codebook_scale", scales)
         self.register_buffer("pair_weight", torch.ones(spec.num_kv_heads, spec.head_dim // 2))
-        self._tables: CachedFromBuffers[SearchTables] = CachedFromBuffers()
-        self.byte_table: CachedFromBuffers[Tensor] = CachedFromBuffers()
+        self._search_tables: CachedFromBuffers[SearchTables] = CachedFromBuffers()
+        self.packed_codebook: CachedFromBuffers[Tensor] = CachedFromBuffers()
 
     @property
     def num_codes(self) -> int:
-        """Codes a token, over heads, groups and stages."""
+        """Codes per token, over heads, groups and stages."""
         return self.spec.num_kv_heads * self.num_groups * self.config.num_residuals
 
     def bits_per_token(self) -> float:
         norms = 1 if self.config.key_norm == "joint" else self.spec.num_kv_heads
         return 8.0 * packed_size(self.num_codes, self.config.bits_per_code) + 16 * norms
+
+    @property
+    def norm_width(self) -> int:
+        """Channels under one norm; a normalised key has the L2 norm sqrt(norm_width)."""
+        return self.spec.kv_dim if self.config.key_norm == "joint" else self.spec.head_dim
+
+    def search_tables(self) -> SearchTables:
+        """What the encode kernels search with, derived again when a buffer changed."""
+        buffers = self.codebook, self.codebook_scale, self.pair_weight
+        return self._search_tables.get(lambda: search_tables(*buffers, self.norm_width**0.5), *buffers)
+
+    def randomize_(self, generator: torch.Generator) -> None:
+        """Random codebooks, scaled so that a decoded key has entries of about unit size."""
+        limit = torch.iinfo(self.codebook.dtype).max
+        self.codebook.random_(-limit, limit + 1, generator=generator)
+        self.codebook_scale.fill_(0.25 / limit)
 
     def normalise(self, keys: Tensor) -> tuple[Tensor, Tensor]:
         """Divides keys [batch, heads, time, head_dim] by their norm; also returns that norm in 16 bits.
@@ -80,13 +97,12 @@ class CommVQKeyCodec(KeyCodec[CommVQKeyCodes]):
         The quotient has root mean square 1 and is 0 for a zero key.
         """
         keys = keys.float()
-        joint = self.config.key_norm == "joint"
-        axes, width = ((1, 3), self.spec.kv_dim) if joint else ((3,), self.spec.head_dim)
+        axes = (1, 3) if self.config.key_norm == "joint" else (3,)
         norm = keys.square().sum(axes, keepdim=True).sqrt()
         stored = norm.clamp(max=torch.finfo(torch.float16).max).half()
-        # a norm below half of the smallest half is stored as 0 and decodes to 0
+        # norms below half of the smallest float16 are stored as 0 and decode to 0
         unit = torch.where(stored > 0, keys / norm.clamp_min(1e-30), 0.0)
-        return unit * width**0.5, stored
+        return unit * self.norm_width**0.5, stored
 
     def problems(self, unit: Tensor) -> Tensor:
         """Normalised keys [batch, heads, time, d] as coding problems [heads * groups, batch * time, 2g]."""
@@ -101,12 +117,12 @@ class CommVQKeyCodec(KeyCodec[CommVQKeyCodes]):
         """The codebooks of all problems and stages: float32 [heads * groups, R, N, 2g]."""
         return (self.codebook * self.codebook_scale.repeat_interleave(2, -1)[:, :, None, None]).flatten(0, 1)
 
-    def encode(self, x: Tensor, state: State | None = None) -> CommVQKeyCodes:
+    def encode(self, x: Tensor, state: None = None) -> CommVQKeyCodes:
         if self.fused:
-            from kvcli.methods.commvq.encode_keys_kernels import encode_keys, search_tables
+            from kvcli.methods.commvq.encode_keys_kernels import encode_keys
 
-            buffers = self.codebook, self.codebook_scale, self.pair_weight
-            return CommVQKeyCodes(*encode_keys(self, x, self._tables.get(lambda: search_tables(self), *buffers)))
+            joint = self.config.key_norm == "joint"
+            return CommVQKeyCodes(*encode_keys(x, self.search_tables(), joint, self.spec.rope.rotary_dim))
         batch, heads, time, _ = x.shape
         weight = self.group_weight()
         books = self.books() * weight.unsqueeze(1)
@@ -131,7 +147,7 @@ class CommVQKeyCodec(KeyCodec[CommVQKeyCodes]):
         split = flat.unflatten(-1, (-1, self.config.num_residuals)).permute(2, 0, 1, 3)
         return split // self.config.codebook_size, split % self.config.codebook_size
 
-    def decode(self, codes: CommVQKeyCodes, state: State | None = None) -> Tensor:
+    def decode(self, codes: CommVQKeyCodes, state: None = None) -> Tensor:
         batch, time = codes.packed.shape[0], codes.packed.shape[2]
         first, second = self.unpack(codes)
         books = self.books()
@@ -144,5 +160,4 @@ class CommVQKeyCodec(KeyCodec[CommVQKeyCodes]):
 
     def gain(self, codes: CommVQKeyCodes) -> Tensor:
         """The factor of the codebook's unit keys: float32 [batch, 1 or heads, time, 1]."""
-        width = self.spec.kv_dim if self.config.key_norm == "joint" else self.spec.head_dim
-        return codes.norm.float() * width**-0.5
+        return codes.norm.float() * self.norm_width**-0.5

@@ -1,4 +1,4 @@
-"""CommVQ's entry in the registry."""
+"""CommVQ's entry in the registry (arXiv 2506.18879)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvcli.methods.method import Method
 from kvcli.spec import ModelSpec
 
 
-def _build(spec: ModelSpec, config: CommVQConfig, layer_idx: int) -> LayerCodec:
+def _build(spec: ModelSpec, config: CommVQConfig, layer_idx: int) -> LayerCodec[CommVQKeyCodec, CommVQValueCodec]:
     resolved = config.resolve(spec)
     return LayerCodec(CommVQKeyCodec(spec, resolved), CommVQValueCodec(spec, resolved))
 
@@ -28,10 +28,17 @@ METHOD = Method(
     summary="RoPE-commutative vector quantization of keys, additive quantization of values",
     bits="1, 2",
     paper="CommVQ, ICML 2025",
+    arxiv="2506.18879",
     config_cls=CommVQConfig,
     build=_build,
     nominal_bits=_nominal_bits,
+    paper_settings={f"commvq-{bits}": {"sink_length": 0, "residual_length": 128} for bits in (2, 1)},
     fit=fit_layer,
+    fit_metrics={
+        "key_nmse": "held-out error of keys (share of the squared norm)",
+        "value_nmse": "held-out error of values (share of the squared norm)",
+        "dead_key_rows": "key codebook rows that no training vector uses",
+    },
     needs_artifact=True,
     for_bits=lambda bits: {"bits": bits},
     attend_kernels="kvcli.methods.commvq.attend_kernels",
@@ -43,4 +50,5 @@ METHOD = Method(
         "key_iterations": 4,
         "value_iterations": 3,
     },
+    bench=("commvq-1", "commvq-2"),
 )

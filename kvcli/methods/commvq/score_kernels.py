@@ -1,9 +1,11 @@
-"""Scores of CommVQ's key codes.
+"""Triton kernel of the scores of CommVQ's key codes (arXiv 2506.18879, Eq. 18-20).
 
-A token's codewords are summed once a kv head, those of u_a and those of u_b apart, so that one table serves both; then
-u_a + i u_b is formed once. Codebook entries are bytes, so a word holds four of them, and two integer sums do for R
-words: one of the words and one of their odd bytes, from which the even ones follow exactly. Rotation is split as in
-`TokenRotations.tiles`: the position of a tile goes into the query, the offset in the tile is one small table.
+A token's codewords are summed once per kv head, those of u_a and those of u_b apart, so that one table serves both;
+then u_a + i u_b is formed once. Codebook entries are bytes, four per word, so two integer sums do for R words: one of
+the words and one of their odd bytes, from which the even ones follow exactly. The rotation is split as in
+`TokenRotations.tiles`: the position of a tile goes into the query, the offset within the tile is one small table.
+
+Tuned on one H200, torch 2.11, triton 3.6.
 """
 
 from __future__ import annotations
@@ -13,24 +15,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvcli.kernels.launch import cdiv, row_major, unsupported_shape
+from kvcli.kernels.launch import cdiv, row_major
 from kvcli.kernels.splits import LOG2E
 from kvcli.kernels.words import layout_barrier_fp16, odd_bytes
 from kvcli.methods.commvq.config import CommVQConfig
 from kvcli.methods.commvq.keys import CommVQKeyCodec
+from kvcli.methods.commvq.tables import pack_codebook
 from kvcli.methods.encoded import EncodedTokens
 
 _TILE = 64
 _TOKENS = 16
 _WARPS = 4
 _TABLE_BYTES = 11 * 2**14
-_MOST_STAGES = 128
-"""Stages whose sum of two bytes each fits 16 bits."""
+_MAX_STAGES = 128
+"""Most stages whose sum of two bytes each fits 16 bits."""
 
 
 @triton.jit
 def _code_word(packed, at, first, i: tl.constexpr, m_n, PITCH: tl.constexpr, ALIGNED: tl.constexpr):
-    """32 bits of each row's code stream, from word `first` + i on: uint32 [G, N]."""
+    """Word `first` + i of each token's code stream: uint32 [G, T], for first [G] and byte offsets at [T]."""
     if ALIGNED:
         mask = (first + i < PITCH // 4)[:, None] & m_n[None, :]
         word = tl.load(packed + at[None, :] + (first + i)[:, None], mask=mask, other=0)
@@ -45,7 +48,7 @@ def _code_word(packed, at, first, i: tl.constexpr, m_n, PITCH: tl.constexpr, ALI
 
 @triton.jit
 def _code_words(packed, t, p_time, first, count, PITCH: tl.constexpr, ALIGNED: tl.constexpr, WORDS: tl.constexpr):
-    """WORDS + 1 words of the code streams of tokens t, from word `first` on: uint32 [G, N] each."""
+    """WORDS + 1 words of the code streams of tokens t, from word `first` on: uint32 [G, T] each."""
     words = ()
     for i in tl.static_range(WORDS + 1):
         words = words + (_code_word(packed, t * p_time, first, i, t < count, PITCH, ALIGNED),)
@@ -54,49 +57,26 @@ def _code_words(packed, t, p_time, first, count, PITCH: tl.constexpr, ALIGNED: t
 
 @triton.jit(do_not_specialize=["length"])
 def _key_scores_kernel(
-    query,
-    packed,
-    norm,
-    table,
-    pair_scale,
-    tile_cos,
-    tile_sin,
-    offset_cos,
-    offset_sin,
-    scores,
-    q_batch,
-    q_head,
-    q_time,
-    p_batch,
-    p_time,
-    n_batch,
-    n_head,
-    n_time,
-    t_batch,
-    s_head,
-    s_row,
-    num_kv_heads,
-    query_len,
-    length,
-    scaling,
-    HEADS: tl.constexpr,
-    STAGES: tl.constexpr,
-    FIRST: tl.constexpr,
-    R: tl.constexpr,
-    N: tl.constexpr,
-    CODE_BITS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    D: tl.constexpr,
-    PITCH: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    WORDS: tl.constexpr,
-    TILE: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    FP32_DOT: tl.constexpr,
-):
+    query, packed, norm, table, pair_scale, tile_cos, tile_sin, offset_cos, offset_sin, scores,
+    q_batch, q_head, q_time, p_batch, p_time, n_batch, n_head, n_time, t_batch, s_head, s_row,
+    num_kv_heads, query_len, length, scaling,
+    HEADS: tl.constexpr, STAGES: tl.constexpr, FIRST: tl.constexpr, R: tl.constexpr, N: tl.constexpr,
+    CODE_BITS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, PITCH: tl.constexpr, ALIGNED: tl.constexpr,
+    WORDS: tl.constexpr, TILE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr, FP32_DOT: tl.constexpr,
+):  # fmt: skip
+    """scores = scaling * norm * Re<q, R_t sum_r (u_a + i u_b)> over stages FIRST..FIRST + R - 1; adds if FIRST > 0.
+
+    Grid (ceil(length / TILE), batch, num_kv_heads * ceil(rows / BLOCK_M)), rows = HEADS * query_len per kv head.
+    query [batch, num_kv_heads * HEADS, query_len, D] any float; packed [batch, 1, time, PITCH bytes], int32 words if
+    ALIGNED, else uint8; norm float16 [batch, 1 or num_kv_heads, time, 1]; table int32 [num_kv_heads, GROUPS, STAGES, N,
+    g/2] of `pack_codebook`; pair_scale float32 [num_kv_heads, D/2]; tile_cos and tile_sin float32 [batch or 1, tiles,
+    D/2], rotation of each tile's first position; offset_cos and offset_sin [TILE, D/2] float16, or float32 if FP32_DOT;
+    scores float32 [batch, num_kv_heads, rows, >= length], written, in units of log 2 (in `scaling`).
+    q_, p_, n_, t_, s_ are strides; `length` tokens. STAGES: all stages; CODE_BITS per code; WORDS: 32-bit words that
+    hold R codes; BLOCK_T tokens and BLOCK_M rows at a time; FP32_DOT: float32 products instead of float16.
+    """
     i_t = tl.program_id(0)
-    # all sequences of a head, then the next head: programs that run together share a table
+    # all sequences of a head, then the next head: programs that run at the same time share a codebook
     i_b = tl.program_id(1).to(tl.int64)
     i_h = (tl.program_id(2) % num_kv_heads).to(tl.int64)
     o_m = tl.program_id(2) // num_kv_heads * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -106,16 +86,16 @@ def _key_scores_kernel(
     WIDTH: tl.constexpr = D // 4
     PART: tl.constexpr = WIDTH // GROUPS
     MASK: tl.constexpr = (1 << CODE_BITS) - 1
-    MOST: tl.constexpr = R * 255
+    MAX_SUM: tl.constexpr = R * 255
     o_w = tl.arange(0, WIDTH)
     # word w of a group holds its pairs w and w + PART
     low = (o_w // PART) * (2 * PART) + o_w % PART
 
-    # [W, M], two tiles each: the queries of this head, rotated back by the tile's position, in units of the codebook
+    # [W, M], two halves: the queries of this kv head, rotated back by the tile's position, in units of the codebook
     m_m = o_m < HEADS * query_len
     head = i_h * HEADS + o_m // query_len
     p_query = (query + i_b * q_batch + head * q_head + (o_m % query_len).to(tl.int64) * q_time)[None, :]
-    turn = i_b * t_batch + i_t.to(tl.int64) * PAIRS
+    offs_tile = i_b * t_batch + i_t.to(tl.int64) * PAIRS
     b_xs = ()
     b_ys = ()
     for half in tl.static_range(2):
@@ -123,8 +103,8 @@ def _key_scores_kernel(
         b_x = tl.load(p_query + pair[:, None], mask=m_m[None, :], other=0.0).to(tl.float32)
         b_y = tl.load(p_query + (PAIRS + pair)[:, None], mask=m_m[None, :], other=0.0).to(tl.float32)
         b_unit = tl.load(pair_scale + i_h * PAIRS + pair)
-        b_tc = tl.load(tile_cos + turn + pair) * b_unit
-        b_ts = tl.load(tile_sin + turn + pair) * b_unit
+        b_tc = tl.load(tile_cos + offs_tile + pair) * b_unit
+        b_ts = tl.load(tile_sin + offs_tile + pair) * b_unit
         b_qx = b_x * b_tc[:, None] + b_y * b_ts[:, None]
         b_qy = b_y * b_tc[:, None] - b_x * b_ts[:, None]
         if not FP32_DOT:
@@ -152,7 +132,7 @@ def _key_scores_kernel(
             b_words = b_words + ((raws[i] >> shift) | ((raws[i + 1] << 1) << (31 - shift)),)
         raws = _code_words(p_codes, t + BLOCK_T, p_time, first, count, PITCH, ALIGNED, WORDS)
 
-        # sums of codewords, [G, T, PART] words of four bytes: all of them and the odd ones
+        # sums of codewords, [G, T, PART] words of four bytes: of whole words and of their odd bytes
         all_a = tl.zeros([GROUPS, BLOCK_T, PART], tl.int32)
         odd_a, all_b, odd_b = all_a, all_a, all_a
         for r in tl.static_range(R):
@@ -166,8 +146,8 @@ def _key_scores_kernel(
             odd_a += odd_bytes(a)
             all_b += b
             odd_b += odd_bytes(b)
-        # (re, im) of u_a + i u_b, two pairs a word; MOST keeps each half from borrowing of the other
-        real = all_a - (odd_a << 8) - odd_b + MOST * 0x10001
+        # (re, im) of u_a + i u_b, two pairs per word; MAX_SUM keeps the low half from borrowing from the high one
+        real = all_a - (odd_a << 8) - odd_b + MAX_SUM * 0x10001
         imag = all_b - (odd_b << 8) + odd_a
         real = tl.reshape(tl.permute(real, (1, 0, 2)), [BLOCK_T, WIDTH])
         imag = tl.reshape(tl.permute(imag, (1, 0, 2)), [BLOCK_T, WIDTH])
@@ -175,11 +155,11 @@ def _key_scores_kernel(
         b_s = tl.zeros([BLOCK_T, BLOCK_M], tl.float32)
         for half in tl.static_range(2):
             # [T, W]: the summed codeword of each token, rotated by its offset
-            b_re = (((real >> (16 * half)) & 0xFFFF) - MOST).to(tl.float32)
+            b_re = (((real >> (16 * half)) & 0xFFFF) - MAX_SUM).to(tl.float32)
             b_im = (((imag >> (16 * half)) & 0xFFFF) - 2 * R * 128).to(tl.float32)
-            o_turn = t[:, None] * PAIRS + (low + half * PART)[None, :]
-            b_oc = tl.load(offset_cos + o_turn).to(tl.float32)
-            b_os = tl.load(offset_sin + o_turn).to(tl.float32)
+            offs_token = t[:, None] * PAIRS + (low + half * PART)[None, :]
+            b_oc = tl.load(offset_cos + offs_token).to(tl.float32)
+            b_os = tl.load(offset_sin + offs_token).to(tl.float32)
             b_kx = b_re * b_oc - b_im * b_os
             b_ky = b_im * b_oc + b_re * b_os
             if FP32_DOT:
@@ -196,97 +176,68 @@ def _key_scores_kernel(
         tl.store(p_scores + t[:, None], b_s, mask=m_s)
 
 
-def byte_table(codebook: Tensor) -> Tensor:
-    """The codebook as biased bytes, four to a word.
-
-    Args:
-        codebook: int8 [num_kv_heads, groups, R, N, 2g], (re, im) interleaved.
-
-    Returns:
-        int32 [num_kv_heads, groups, R, N, g/2]; word w holds (re, im) of pair w, then of pair w + g/2.
-    """
-    biased = codebook.to(torch.int16) + 128
-    halves = biased.unflatten(-1, (2, -1, 2)).transpose(-3, -2).flatten(-3)
-    return halves.to(torch.uint8).contiguous().view(torch.int32)
-
-
 def stage_ranges(config: CommVQConfig, head_dim: int) -> list[tuple[int, int]]:
     """First stage and number of stages of each pass over the keys; scores of passes add up.
 
-    A pass takes as many stages as have their tables of one head, N head_dim bytes a stage, in a multiprocessor's L1.
+    The tables of a pass, N * head_dim bytes per stage and head, fit into the L1 of a multiprocessor.
     """
-    most = max(1, min(_MOST_STAGES, _TABLE_BYTES // (config.codebook_size * head_dim)))
-    passes = -(-config.num_residuals // most)
+    limit = max(1, min(_MAX_STAGES, _TABLE_BYTES // (config.codebook_size * head_dim)))
+    passes = -(-config.num_residuals // limit)
     each = -(-config.num_residuals // passes)
     return [(first, min(each, config.num_residuals - first)) for first in range(0, config.num_residuals, each)]
 
 
-def key_scores(key: CommVQKeyCodec, query: Tensor, part: EncodedTokens, scaling: float, exact: bool) -> Tensor:
-    """Scores of all rows and tokens in units of log 2: float32 [batch, num_kv_heads, rows, length or more].
+def unsupported(key: CommVQKeyCodec) -> str | None:
+    """Why `key_scores` does not support a codec's shapes, or None."""
+    head_dim, pairs = key.spec.head_dim, key.config.pairs_per_group
+    if key.spec.rope.rotary_dim != head_dim:
+        return "keys that are rotated in part of their channels"
+    if head_dim & (head_dim - 1) or head_dim < 64 or pairs < 2:
+        return f"CommVQ keys of head_dim {head_dim} in groups of {pairs} pairs"
+    return None
 
-    The last axis is rounded up to a multiple of 128; what is beyond the length is not written.
+
+def key_scores(key: CommVQKeyCodec, query: Tensor, encoded: EncodedTokens, scaling: float, fp32_dot: bool) -> Tensor:
+    """Scores of all rows and tokens, in units of log 2.
+
+    Args:
+        key: a codec whose shapes are supported.
+        query: rotated, [batch, num_heads, query_len, head_dim].
+        encoded: codes and rotations of the tokens.
+        scaling: factor of the scores.
+        fp32_dot: float32 products instead of float16.
+
+    Returns:
+        float32 [batch, num_kv_heads, rows, >= length]; the last axis is rounded up to a multiple of 128, and what is
+        beyond the length is not written.
     """
-    spec, codes, config = key.spec, part.key_codes, key.config
+    spec, codes, config = key.spec, encoded.key_codes, key.config
     batch, heads, query_len, head_dim = query.shape
-    if spec.rope.rotary_dim != head_dim:
-        raise unsupported_shape("keys that are rotated in part of their channels")
-    if head_dim & (head_dim - 1) or head_dim < 64 or config.pairs_per_group < 2:
-        raise unsupported_shape(f"CommVQ keys of head_dim {head_dim} in groups of {config.pairs_per_group} pairs")
-    assert part.rotations is not None
+    assert encoded.rotations is not None
     heads_per_kv = heads // spec.num_kv_heads
     rows = heads_per_kv * query_len
-    tiles = part.rotations.tiles(_TILE)
-    offsets = part.rotations.offsets(_TILE, torch.float32 if exact else torch.float16)
+    tiles = encoded.rotations.tiles(_TILE)
+    offsets = encoded.rotations.offsets(_TILE, torch.float32 if fp32_dot else torch.float16)
     packed, pitch = codes.packed, codes.packed.shape[-1]
     aligned = pitch % 4 == 0
     if aligned:
         packed = packed.view(torch.int32)
-    scores = torch.empty(batch, spec.num_kv_heads, rows, -(-part.length // 128) * 128, device=query.device)
+    table = key.packed_codebook.get(lambda: pack_codebook(key.codebook), key.codebook)
+    scores = torch.empty(batch, spec.num_kv_heads, rows, -(-encoded.length // 128) * 128, device=query.device)
     query = row_major(query)
-    block_m = 16 if exact else 8
-    width = spec.kv_dim if config.key_norm == "joint" else head_dim
-    grid = (cdiv(part.length, _TILE), batch, spec.num_kv_heads * cdiv(rows, block_m))
+    block_m = 16 if fp32_dot else 8
+    grid = (cdiv(encoded.length, _TILE), batch, spec.num_kv_heads * cdiv(rows, block_m))
     for first, count in stage_ranges(config, head_dim):
         _key_scores_kernel[grid](
-            query,
-            packed,
-            codes.norm,
-            key.byte_table.get(lambda: byte_table(key.codebook), key.codebook),
-            key.codebook_scale,
-            tiles.cos,
-            tiles.sin,
-            offsets.cos,
-            offsets.sin,
-            scores,
-            *query.stride()[:3],
-            packed.stride(0),
-            packed.stride(2),
-            codes.norm.stride(0),
-            codes.norm.stride(1) if codes.norm.shape[1] > 1 else 0,
-            codes.norm.stride(2),
-            tiles.cos.stride(0) if tiles.cos.shape[0] > 1 else 0,
-            scores.stride(1),
-            scores.stride(2),
-            spec.num_kv_heads,
-            query_len,
-            part.length,
-            scaling * LOG2E * width**-0.5,
-            HEADS=heads_per_kv,
-            STAGES=config.num_residuals,
-            FIRST=first,
-            R=count,
-            N=config.codebook_size,
-            CODE_BITS=config.bits_per_code,
-            GROUPS=key.num_groups,
-            D=head_dim,
-            PITCH=pitch,
-            ALIGNED=aligned,
-            WORDS=cdiv(count * config.bits_per_code, 32),
-            TILE=_TILE,
-            BLOCK_T=_TOKENS,
-            BLOCK_M=block_m,
-            FP32_DOT=exact,
-            num_warps=_WARPS,
-            num_stages=1,
-        )
+            query, packed, codes.norm, table, key.codebook_scale,
+            tiles.cos, tiles.sin, offsets.cos, offsets.sin, scores,
+            *query.stride()[:3], packed.stride(0), packed.stride(2),
+            codes.norm.stride(0), codes.norm.stride(1) if codes.norm.shape[1] > 1 else 0, codes.norm.stride(2),
+            tiles.cos.stride(0) if tiles.cos.shape[0] > 1 else 0, scores.stride(1), scores.stride(2),
+            spec.num_kv_heads, query_len, encoded.length, scaling * LOG2E * key.norm_width**-0.5,
+            HEADS=heads_per_kv, STAGES=config.num_residuals, FIRST=first, R=count, N=config.codebook_size,
+            CODE_BITS=config.bits_per_code, GROUPS=key.num_groups, D=head_dim, PITCH=pitch, ALIGNED=aligned,
+            WORDS=cdiv(count * config.bits_per_code, 32), TILE=_TILE, BLOCK_T=_TOKENS, BLOCK_M=block_m,
+            FP32_DOT=fp32_dot, num_warps=_WARPS, num_stages=1,
+        )  # fmt: skip
     return scores

@@ -1,8 +1,10 @@
-"""CommVQ's value codes under the softmax of given scores: (P S) C, codes first.
+"""Triton kernels of CommVQ's value codes under the softmax of given scores: (P S) C (arXiv 2506.18879, Eq. 22).
 
 The packed bits of a token are words; one masked bit reads as a float16 power of two (see `kvcli.kernels.words`), so P S
-is a product on tensor cores for each of the 16 planes. All query heads of all kv heads share it, because value codes
-are joint. The codebook follows once, after the ranges of tokens are joined.
+is a product on tensor cores for each of the 16 bits of a word. All query heads of all kv heads share it, because value
+codes are joint. The codebook follows once, after the splits are merged.
+
+Tuned on one H200, torch 2.11, triton 3.6.
 """
 
 from __future__ import annotations
@@ -14,11 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvcli.kernels.launch import cdiv, power_of_two, tokens_per_split, unsupported_shape
+from kvcli.kernels.launch import cdiv, power_of_two, tokens_per_split
 from kvcli.kernels.splits import merge_splits
 from kvcli.kernels.words import fields_as_fp16, pow2_above
 from kvcli.methods.commvq.values import CommVQValueCodec, CommVQValueCodes
-from kvcli.methods.encoded import EncodedTokens
+from kvcli.methods.encoded import EncodedTokens, PartialAttention
 
 _PLANES = 4
 _TOKENS = 128
@@ -30,25 +32,20 @@ _WORDS = 32
 
 @triton.jit(do_not_specialize=["length"])
 def _weights_kernel(
-    scores,
-    scale,
-    lengths,
-    weights,
-    factor,
-    part_out,
-    part_lse,
-    s_batch,
-    s_row,
-    c_batch,
-    c_time,
-    length,
-    per_split,
-    rows,
-    CHANNELS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    HAS_LENGTHS: tl.constexpr,
-):
+    scores, scale, lengths, weights, factor, part_out, part_lse,
+    s_batch, s_row, c_batch, c_time, length, per_split, rows,
+    CHANNELS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_LENGTHS: tl.constexpr,
+):  # fmt: skip
+    """weights = exp2(scores - max) * scale / unit in each split of `per_split` tokens, factor = unit / sum(exp2(..)).
+
+    Also part_lse, and part_out in the 16 channels after the bits: the sum of the weights, then zeros. `unit` is a power
+    of two that keeps weights within float16.
+    Grid (num_splits, ceil(rows / BLOCK_M), batch); rows are those of all kv heads.
+    scores float32 [batch, rows, >= length]; scale float16 [batch, 1, time, 1]; lengths int32 [batch] if HAS_LENGTHS;
+    weights like scores, float16 or float32, 0 from a sequence's end to the end of the split; factor and part_lse
+    (units of log 2) float32 [batch, num_splits, rows]; part_out float32 [batch, num_splits, rows, CHANNELS].
+    s_ strides of scores and weights, c_ of scale. BLOCK_N tokens at a time.
+    """
     i_b = tl.program_id(2).to(tl.int64)
     o_m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     o_n = tl.arange(0, BLOCK_N)
@@ -71,12 +68,12 @@ def _weights_kernel(
         b_unit = tl.maximum(b_unit, tl.abs(tl.load(scale + n * c_time, mask=m_n, other=0.0).to(tl.float32)))
     top = tl.max(b_top, 1)
     safe = tl.where(top == float("-inf"), 0.0, top)
-    # weights times scales are stored as float16: this power of two keeps the largest near 2^10
+    # weights times scales are stored as float16: the unit keeps the largest near 2^10
     unit = pow2_above(tl.maximum(tl.max(b_unit, 0), 1e-30)) / 1024.0
     per_unit = 1.0 / unit
     b_total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     b_mass = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    # tokens beyond the end of the row are written too: as zeros, which the product may then take in
+    # zeros are written beyond the end of the sequence, so that products of whole tiles can include them
     for start in range(0, per_split, BLOCK_N):
         n = start + o_n
         m_n = n < count
@@ -93,7 +90,7 @@ def _weights_kernel(
     row = (i_b * tl.num_programs(0) + tl.program_id(0)) * rows + o_m
     tl.store(part_lse + row, tl.where(total > 0, safe + tl.log2(safe_total), float("-inf")), mask=m_m)
     tl.store(factor + row, unit / safe_total, mask=m_m)
-    # the channel after the bits carries the sum without a bit
+    # the channel after the bits: the sum of all weights, for the offset
     o_e = tl.arange(0, 16)
     b_extra = tl.where(o_e[None, :] == 0, (tl.sum(b_mass, 1) * unit / safe_total)[:, None], 0.0)
     tl.store(part_out + row[:, None] * CHANNELS + (CHANNELS - 16 + o_e)[None, :], b_extra, mask=m_m[:, None])
@@ -101,25 +98,17 @@ def _weights_kernel(
 
 @triton.jit(do_not_specialize=["length"])
 def _bits_kernel(
-    weights,
-    packed,
-    factor,
-    part_out,
-    w_batch,
-    w_row,
-    p_batch,
-    p_time,
-    length,
-    per_split,
-    rows,
-    words,
-    CHANNELS: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PLANES: tl.constexpr,
-    FP32_DOT: tl.constexpr,
-):
+    weights, packed, factor, part_out, w_batch, w_row, p_batch, p_time, length, per_split, rows, words,
+    CHANNELS: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PLANES: tl.constexpr, FP32_DOT: tl.constexpr,
+):  # fmt: skip
+    """part_out[.., bit] = factor * sum over a split's tokens of weights * bit, for PLANES bits of BLOCK_W words.
+
+    Grid (num_splits, ceil(words / BLOCK_W) * (16 / PLANES), batch * ceil(rows / BLOCK_M)).
+    weights float16 (float32 if FP32_DOT) [batch, rows, >= length]; packed int16 [batch, 1, time, words]; factor float32
+    [batch, num_splits, rows]; part_out float32 [batch, num_splits, rows, CHANNELS], CHANNELS = 16 * words + 16.
+    w_ and p_ are strides. BLOCK_N tokens at a time; FP32_DOT: float32 products.
+    """
     BLOCKS: tl.constexpr = 16 // PLANES
     plane = (tl.program_id(1) % BLOCKS) * PLANES
     blocks_m = tl.cdiv(rows, BLOCK_M)
@@ -166,20 +155,17 @@ def _bits_kernel(
 
 @triton.jit
 def _codebook_kernel(
-    sums,
-    codebook,
-    offset,
-    out,
-    num_kv_heads,
-    rows,
-    width,
-    CHANNELS: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    sums, codebook, offset, out, num_kv_heads, rows, width,
+    CHANNELS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
     FP32_DOT: tl.constexpr,
-):
+):  # fmt: skip
+    """out = sums[.., :N_c] C + sums[.., N_c] * offset, each row in the channels of its kv head.
+
+    Grid (batch * num_kv_heads, ceil(D / BLOCK_D), ceil(rows / BLOCK_M)); `rows` per kv head.
+    sums float32 [batch * num_kv_heads, rows, CHANNELS = N_c + 16]; codebook float16 [N_c, width]; offset float16
+    [width]; out float32 [batch * num_kv_heads, rows, D]. BLOCK_K bits at a time; FP32_DOT: products in float32, else
+    tf32.
+    """
     i_bh = tl.program_id(0).to(tl.int64)
     i_h = i_bh % num_kv_heads
     o_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -203,102 +189,78 @@ def _codebook_kernel(
     tl.store(out + row[:, None] * D + o_d[None, :], b_out, mask=m_m[:, None] & m_d[None, :])
 
 
-def bit_sums(value: CommVQValueCodec, scores: Tensor, part: EncodedTokens, exact: bool) -> tuple[Tensor, Tensor]:
+def unsupported(value: CommVQValueCodec) -> str | None:
+    """Why the kernels do not support a codec's shapes, or None."""
+    bits = value.config.value_code_bits
+    return f"{bits} value bits; choose a multiple of 16" if bits % 16 else None
+
+
+def bit_sums(scores: Tensor, encoded: EncodedTokens, fp32_dot: bool) -> PartialAttention:
     """Softmax weights times scale, summed over each value bit.
+
+    Args:
+        scores: float32 [batch, num_kv_heads, rows, >= length], in units of log 2.
+        encoded: value codes, of a codec whose shapes are supported, and lengths.
+        fp32_dot: float32 products instead of float16.
 
     Returns:
         float32 [batch, 1, all rows, N_c + 16]: the bits, the sum of all weights, zeros; and lse [batch, 1, all rows].
     """
-    codes: CommVQValueCodes = part.value_codes
+    codes: CommVQValueCodes = encoded.value_codes
     batch, kv_heads, rows, padded = scores.shape
-    if value.config.value_code_bits % 16:
-        raise unsupported_shape(f"{value.config.value_code_bits} value bits; choose a multiple of 16")
     words = codes.packed.view(torch.int16)
     count, rows = words.shape[-1], rows * kv_heads
     channels = count * 16 + 16
-    block_m = min(32, max(16 if exact else 8, power_of_two(rows)))
+    block_m = min(32, max(16 if fp32_dot else 8, power_of_two(rows)))
     block_w = min(_WORDS, max(16, power_of_two(count)))
     blocks_m, blocks_w = cdiv(rows, block_m), cdiv(count, block_w) * (16 // _PLANES)
-    per_split = tokens_per_split(part.length, batch * blocks_m * blocks_w, _TOKENS, _PER_SM)
-    parts = cdiv(part.length, per_split)
+    per_split = tokens_per_split(encoded.length, batch * blocks_m * blocks_w, _TOKENS, _PER_SM)
+    num_splits = cdiv(encoded.length, per_split)
     device = scores.device
-    weights = torch.empty(scores.shape, dtype=torch.float32 if exact else torch.float16, device=device)
-    factor = torch.empty(batch, parts, rows, device=device)
-    part_out = torch.empty(batch, parts, rows, channels, device=device)
-    part_lse = torch.empty(batch, parts, rows, device=device)
+    weights = torch.empty(scores.shape, dtype=torch.float32 if fp32_dot else torch.float16, device=device)
+    factor = torch.empty(batch, num_splits, rows, device=device)
+    part_out = torch.empty(batch, num_splits, rows, channels, device=device)
+    part_lse = torch.empty(batch, num_splits, rows, device=device)
     sums = torch.empty(batch, 1, rows, channels, device=device)
     lse = torch.empty(batch, 1, rows, device=device)
     row_block = 4
-    _weights_kernel[(parts, cdiv(rows, row_block), batch)](
-        scores,
-        codes.scale,
-        scores if part.lengths is None else part.lengths,
-        weights,
-        factor,
-        part_out,
-        part_lse,
-        scores.stride(0),
-        padded,
-        codes.scale.stride(0),
-        codes.scale.stride(2),
-        part.length,
-        per_split,
-        rows,
-        CHANNELS=channels,
-        BLOCK_M=row_block,
-        BLOCK_N=256,
-        HAS_LENGTHS=part.lengths is not None,
-        num_warps=4,
-    )
-    _bits_kernel[(parts, blocks_w, batch * blocks_m)](
-        weights,
-        words,
-        factor,
-        part_out,
-        weights.stride(0),
-        padded,
-        words.stride(0),
-        words.stride(2),
-        part.length,
-        per_split,
-        rows,
-        count,
-        CHANNELS=channels,
-        BLOCK_W=block_w,
-        BLOCK_M=block_m,
-        BLOCK_N=_TOKENS,
-        PLANES=_PLANES,
-        FP32_DOT=exact,
-        num_warps=_WARPS,
-        num_stages=_STAGES,
-    )
-    if parts == 1:
+    _weights_kernel[(num_splits, cdiv(rows, row_block), batch)](
+        scores, codes.scale, scores if encoded.lengths is None else encoded.lengths,
+        weights, factor, part_out, part_lse,
+        scores.stride(0), padded, codes.scale.stride(0), codes.scale.stride(2), encoded.length, per_split, rows,
+        CHANNELS=channels, BLOCK_M=row_block, BLOCK_N=256, HAS_LENGTHS=encoded.lengths is not None, num_warps=4,
+    )  # fmt: skip
+    _bits_kernel[(num_splits, blocks_w, batch * blocks_m)](
+        weights, words, factor, part_out, weights.stride(0), padded, words.stride(0), words.stride(2),
+        encoded.length, per_split, rows, count,
+        CHANNELS=channels, BLOCK_W=block_w, BLOCK_M=block_m, BLOCK_N=_TOKENS, PLANES=_PLANES, FP32_DOT=fp32_dot,
+        num_warps=_WARPS, num_stages=_STAGES,
+    )  # fmt: skip
+    if num_splits == 1:
         return part_out, part_lse * math.log(2)
     merge_splits(part_out, part_lse, sums, lse)
     return sums, lse
 
 
-def apply_codebook(value: CommVQValueCodec, sums: Tensor, shape: torch.Size, exact: bool) -> Tensor:
-    """Bit sums [batch, 1, all rows, channels] times the codebook of each row's head: float32 of the query's shape."""
+def apply_codebook(value: CommVQValueCodec, sums: Tensor, shape: torch.Size, fp32_dot: bool) -> Tensor:
+    """Bit sums times the codebook of each row's head.
+
+    Args:
+        value: the codec.
+        sums: float32 [batch, 1, all rows, N_c + 16], of `bit_sums`.
+        shape: of the query, [batch, num_heads, query_len, head_dim].
+        fp32_dot: float32 products instead of tf32.
+
+    Returns:
+        float32 of that shape.
+    """
     batch, kv_heads, head_dim = shape[0], value.spec.num_kv_heads, shape[3]
     rows = sums.shape[2] // kv_heads
     out = torch.empty(shape, device=sums.device)
     block_d = 16 if batch * kv_heads < 64 else 64
     _codebook_kernel[(batch * kv_heads, cdiv(head_dim, block_d), cdiv(rows, 16))](
-        sums,
-        value.codebook,
-        value.offset,
-        out,
-        kv_heads,
-        rows,
-        value.codebook.shape[1],
-        CHANNELS=sums.shape[-1],
-        D=head_dim,
-        BLOCK_D=block_d,
-        BLOCK_M=16,
-        BLOCK_K=128,
-        FP32_DOT=exact,
-        num_warps=4,
-        num_stages=3,
-    )
+        sums, value.codebook, value.offset, out, kv_heads, rows, value.codebook.shape[1],
+        CHANNELS=sums.shape[-1], D=head_dim, BLOCK_D=block_d, BLOCK_M=16, BLOCK_K=128, FP32_DOT=fp32_dot,
+        num_warps=4, num_stages=3,
+    )  # fmt: skip
     return out

@@ -1,32 +1,28 @@
-"""CommVQ's value codec: an encoder to bits and a binary additive codebook, over all kv heads jointly."""
+"""CommVQ's value codec (arXiv 2506.18879): an encoder to bits and an additive codebook, over all kv heads jointly."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from kvcli.kernels.cached import CachedFromBuffers
-from kvcli.methods.base import Codes, State, ValueCodec
+from kvcli.methods.base import Codes, ValueCodec
 from kvcli.methods.commvq.config import CommVQConfig
+from kvcli.methods.commvq.tables import SWEEP_BITS, DescentTables, descent_tables
 from kvcli.packing import pack_bits, packed_size, unpack_bits
 from kvcli.spec import ModelSpec
-
-if TYPE_CHECKING:
-    from kvcli.methods.commvq.encode_values_kernels import DescentTables
-
-SWEEP_BITS = 4
-"""Bits that a coordinate-descent step chooses jointly."""
 
 
 @dataclass(frozen=True)
 class CommVQValueCodes(Codes):
-    """Attributes:
-    packed: uint8 [batch, 1, time, ceil(N_c / 8)], the bits s of each token.
-    scale: float16 [batch, 1, time, 1], the factor of the decoded unit value.
+    """Bits and scales of values.
+
+    Attributes:
+        packed: uint8 [batch, 1, time, ceil(N_c / 8)], the bits s of each token.
+        scale: float16 [batch, 1, time, 1], the factor of the decoded unit value.
     """
 
     packed: Tensor
@@ -36,9 +32,9 @@ class CommVQValueCodes(Codes):
 class CommVQValueCodec(ValueCodec[CommVQValueCodes]):
     """Values as scale * (s C + offset) with s = E(v) in {0, 1}^N_c (CommVQ Eq. 9, 10).
 
-    Deviations, confessed: `offset` is a codebook row that every token uses, which costs no bits; `scale` is the factor
-    that minimises the squared error given the bits (`value_trainer` fast), or the one that restores the token's norm
-    (paper). The encoder is deterministic: no noise is drawn outside training.
+    Deviations: `offset` is a codebook row that every token uses, which costs no bits; `scale` is the factor that
+    minimises the squared error given the bits (`value_trainer` fast), or the one that restores the token's norm
+    (`value_trainer` paper). The encoder is deterministic: no noise is drawn outside training.
 
     Buffers:
         channel_scale: float32 [D], mean magnitude of each channel; codes are chosen in units of it.
@@ -64,10 +60,15 @@ class CommVQValueCodec(ValueCodec[CommVQValueCodes]):
             self.register_buffer(names[0], torch.zeros(outputs, inputs, dtype=torch.float16))
             self.register_buffer(names[1], torch.zeros(outputs, dtype=torch.float16))
             self.encoder_weights.append(names)
-        self._tables: CachedFromBuffers[DescentTables] = CachedFromBuffers()
+        self._descent_tables: CachedFromBuffers[DescentTables] = CachedFromBuffers()
 
     def bits_per_token(self) -> float:
         return 8.0 * packed_size(self.config.value_code_bits, 1) + 16
+
+    def descent_tables(self) -> DescentTables:
+        """What the encode kernels need of the linear encoder and the codebook, derived again when a buffer changed."""
+        buffers = self.channel_scale, self.codebook, self.offset, self.get_buffer("encoder_bias_0")
+        return self._descent_tables.get(lambda: descent_tables(*buffers), *buffers)
 
     def normalise(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Values [batch, heads, time, d] as unit rows in units of the channel scale.
@@ -80,12 +81,12 @@ class CommVQValueCodec(ValueCodec[CommVQValueCodes]):
         rms = rows.square().mean(-1, keepdim=True).sqrt()
         return torch.where(rms > 1e-12, rows / rms.clamp_min(1e-30), 0.0), rms
 
-    def encode(self, x: Tensor, state: State | None = None) -> CommVQValueCodes:
+    def encode(self, x: Tensor, state: None = None) -> CommVQValueCodes:
         if self.fused and self.config.value_trainer == "fast":
-            from kvcli.methods.commvq.encode_values_kernels import descent_tables, encode_values
+            from kvcli.methods.commvq.encode_values_kernels import encode_values
 
-            buffers = self.channel_scale, self.codebook, self.offset, self.get_buffer("encoder_bias_0")
-            return CommVQValueCodes(*encode_values(self, x, self._tables.get(lambda: descent_tables(self), *buffers)))
+            encoder, tables = self.get_buffer("encoder_weight_0"), self.descent_tables()
+            return CommVQValueCodes(*encode_values(x, self.codebook, encoder, tables, self.config.value_sweeps))
         batch, _, time, _ = x.shape
         rows, rms = self.normalise(x)
         codebook = self.codebook.float() / self.channel_scale
@@ -121,7 +122,7 @@ class CommVQValueCodec(ValueCodec[CommVQValueCodes]):
         """The bits as float32 [batch, time, N_c]."""
         return unpack_bits(codes.packed.squeeze(1), 1, self.config.value_code_bits).float()
 
-    def decode(self, codes: CommVQValueCodes, state: State | None = None) -> Tensor:
+    def decode(self, codes: CommVQValueCodes, state: None = None) -> Tensor:
         rows = self.unpack(codes) @ self.codebook.float() + self.offset.float()
         rows = rows * codes.scale.squeeze(1).float()
         return rows.unflatten(-1, (self.spec.num_kv_heads, self.spec.head_dim)).transpose(1, 2)

@@ -1,4 +1,8 @@
-"""QJL's key codec: sign(S k) and |k|, from which scores are estimated without bias."""
+"""QJL's key codec: sign(S k) and |k|, from which scores are estimated without bias.
+
+Zandieh et al., "QJL: 1-Bit Quantized JL Transform for KV Cache Quantization with Zero Overhead", 2024,
+https://arxiv.org/abs/2406.03482
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvcli.kernels.constants import FP16_MAX
 from kvcli.methods.base import Codes, KeyCodec, State
 from kvcli.methods.qjl.config import QJLConfig
 from kvcli.packing import pack_bits, packed_size, unpack_bits
@@ -16,11 +21,14 @@ from kvcli.spec import ModelSpec
 
 @dataclass(frozen=True)
 class QJLCodes(Codes):
-    """Attributes:
-    signs: uint8 [batch, num_kv_heads, time, ceil(m / 8)], bit 1 where a projection of the inlier channels is positive.
-    norm: float16 [batch, num_kv_heads, time, 1], norm of the inlier channels.
-    outlier_signs: uint8 [batch, num_kv_heads, time, ceil(m_out / 8)], the same for the outlier channels.
-    outlier_norm: float16 [batch, num_kv_heads, time, 1 or 0].
+    """Signs of projected keys, and the keys' norms; inlier and outlier channels apart.
+
+    Attributes:
+        signs: uint8 [batch, num_kv_heads, time, ceil(m / 8)], by `pack_bits`; bit 1 where a projection of the inlier
+            channels is positive.
+        norm: float16 [batch, num_kv_heads, time, 1], norm of the inlier channels.
+        outlier_signs: uint8 [batch, num_kv_heads, time, ceil(m_out / 8)], the same for the outlier channels.
+        outlier_norm: float16 [batch, num_kv_heads, time, 1], or 0 entries without outlier channels.
     """
 
     signs: Tensor
@@ -31,21 +39,22 @@ class QJLCodes(Codes):
 
 @dataclass(frozen=True)
 class QJLState(State):
-    """Attributes:
-    channels: float32 [batch, num_kv_heads, head_dim]; energy of each key channel until a sequence's first keys are
-        encoded, 1 for outlier channels and 0 for others from then on.
+    """Which channels of a sequence are outliers.
+
+    Attributes:
+        channels: float32 [batch, num_kv_heads, head_dim]; energy of each key channel until a sequence's first keys are
+            encoded, 1 for outlier channels and 0 for others from then on.
     """
 
     channels: Tensor
 
 
-class QJLKey(KeyCodec[QJLCodes]):
+class QJLKey(KeyCodec[QJLCodes, QJLState]):
     """Post-RoPE keys: score(q, k) = sqrt(pi/2)/m * |k| * <S q, sign(S k)> (QJL Definition 1 and 2).
 
-    Unbiased for Gaussian S, with variance (pi/2 |q|^2 |k|^2 - <q, k>^2) / m. Rows orthogonalised in chunks of head_dim
+    Unbiased for Gaussian S, with variance (pi/2 |q|^2 |k|^2 - <q, k>^2) / m. Rows orthogonalized in chunks of head_dim
     and scaled to norm sqrt(head_dim) have about a third of that at m = 2 head_dim, and a bias by the factor
-    `sketch_bias`,
-    which is divided out. `decode` gives the k_hat whose exact product with q is the score.
+    `sketch_bias`, which is divided out. `decode` returns the k_hat with <q, k_hat> = score(q, k).
 
     Buffers:
         sketch: float32 [m, head_dim].
@@ -54,7 +63,7 @@ class QJLKey(KeyCodec[QJLCodes]):
     Args:
         spec: the model's shapes.
         config: settings.
-        layer_idx: the layer, which has projections of its own.
+        layer_idx: the layer; each has its own projections.
     """
 
     def __init__(self, spec: ModelSpec, config: QJLConfig, layer_idx: int) -> None:
@@ -78,31 +87,27 @@ class QJLKey(KeyCodec[QJLCodes]):
     def new_state(self, batch: int, device: torch.device) -> QJLState:
         return QJLState(torch.zeros(batch, self.spec.num_kv_heads, self.spec.head_dim, device=device))
 
-    def observe(self, state: State, queries: Tensor, keys: Tensor, counts: Tensor) -> None:
-        assert isinstance(state, QJLState)
+    def observe(self, state: QJLState, queries: Tensor, keys: Tensor, counts: Tensor) -> None:
         state.channels.add_(keys.float().square().sum(2))
 
-    def finalize_state(self, state: State, rows: list[int]) -> None:
-        assert isinstance(state, QJLState)
+    def finalize_state(self, state: QJLState, rows: list[int]) -> None:
         mask = torch.zeros_like(state.channels[rows])
         if self.config.num_outliers:
             mask.scatter_(-1, state.channels[rows].topk(self.config.num_outliers, dim=-1).indices, 1.0)
         state.channels[rows] = mask
 
-    def encode(self, x: Tensor, state: State | None = None) -> QJLCodes:
-        assert isinstance(state, QJLState)
+    def encode(self, x: Tensor, state: QJLState) -> QJLCodes:
         if self.fused:
             from kvcli.methods.qjl.encode_kernels import encode_keys
 
             return QJLCodes(*encode_keys(x, state.channels, self.sketch, self.outlier_sketch))
         outlier = state.channels.unsqueeze(2)
         x = x.float()
-        signs, norm = _sketch(x * (1 - outlier), self.sketch)
-        outlier_signs, outlier_norm = _sketch(x * outlier, self.outlier_sketch)
+        signs, norm = _signs_and_norm(x * (1 - outlier), self.sketch)
+        outlier_signs, outlier_norm = _signs_and_norm(x * outlier, self.outlier_sketch)
         return QJLCodes(signs, norm, outlier_signs, outlier_norm)
 
-    def decode(self, codes: QJLCodes, state: State | None = None) -> Tensor:
-        assert isinstance(state, QJLState)
+    def decode(self, codes: QJLCodes, state: QJLState) -> Tensor:
         outlier = state.channels.unsqueeze(2)
         inliers = self._estimate(codes.signs, codes.norm, self.sketch) * (1 - outlier)
         if not self.config.num_outliers:
@@ -115,15 +120,15 @@ class QJLKey(KeyCodec[QJLCodes]):
         return signed @ sketch * norm.float() * (math.sqrt(math.pi / 2) / len(sketch) / self.bias)
 
 
-def _sketch(x: Tensor, sketch: Tensor) -> tuple[Tensor, Tensor]:
-    """Packed signs of S x and |x| in 16 bits; both empty for a sketch without rows."""
-    norm = x.square().sum(-1, keepdim=True).sqrt().clamp(max=torch.finfo(torch.float16).max).half()
+def _signs_and_norm(x: Tensor, sketch: Tensor) -> tuple[Tensor, Tensor]:
+    """Packed signs of S x and |x| as float16; both empty for a sketch without rows."""
+    norm = x.square().sum(-1, keepdim=True).sqrt().clamp(max=FP16_MAX).half()
     signs = pack_bits((x @ sketch.T > 0).int(), 1)
     return signs, norm[..., : 1 if len(sketch) else 0]
 
 
 def random_sketch(rows: int, head_dim: int, orthogonal: bool, generator: torch.Generator) -> Tensor:
-    """A Gaussian projection [rows, head_dim], or one orthogonalised in chunks with rows of norm sqrt(head_dim)."""
+    """A Gaussian projection [rows, head_dim], or one orthogonalized in chunks with rows of norm sqrt(head_dim)."""
     chunks = []
     for start in range(0, rows, head_dim):
         chunk = torch.randn(head_dim, head_dim, generator=generator)
@@ -134,6 +139,6 @@ def random_sketch(rows: int, head_dim: int, orthogonal: bool, generator: torch.G
 
 
 def sketch_bias(head_dim: int) -> float:
-    """What rows on a sphere of radius sqrt(d) multiply the estimate with: sqrt(d/2) Gamma(d/2) / Gamma((d+1)/2)."""
+    """Factor of the estimate from rows of norm sqrt(d): sqrt(d/2) Gamma(d/2) / Gamma((d+1)/2)."""
     half = head_dim / 2
     return math.sqrt(half) * math.exp(math.lgamma(half) - math.lgamma(half + 0.5))

@@ -1,1 +1,4 @@
-"""Asymmetric scalar quantization with 16-bit scale and zero: the format of KIVI, SQuat and RTN, and of QJL's values."""
+"""The scalar format: asymmetric scalar quantization with 16-bit scale and zero. KIVI, SQuat, RTN, and QJL's values.
+
+Reference: affine, per_token, per_channel. Kernels: encode, decode, and attend (score, rotated_score, value).
+"""

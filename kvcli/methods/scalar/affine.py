@@ -1,7 +1,8 @@
 """Asymmetric uniform quantization of groups: x = code * scale + zero, with 16-bit scale and zero.
 
-scale = (max - min) / (2^b - 1) and zero = min of each group, as in KIVI section 3.1. Codes are chosen for the scale and
-zero as stored, so their rounding is not paid twice; a group whose values are equal has scale 0 and decodes to its zero.
+scale = (max - min) / (2^b - 1) and zero = min of each group, as in KIVI (arXiv 2402.02750) section 3.1. Codes are
+chosen for scale and zero as stored, so that their rounding adds no second error; a group of equal values has scale 0
+and decodes to its zero.
 """
 
 from __future__ import annotations
@@ -9,10 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-AFFINE_BITS = (1, 2, 4, 8)
-"""Widths that divide a byte."""
-
-_LIMIT = torch.finfo(torch.float16).max
+from kvcli.kernels.constants import FP16_MAX, TINY
 
 
 def quantize(groups: Tensor, n_bits: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -20,25 +18,25 @@ def quantize(groups: Tensor, n_bits: int) -> tuple[Tensor, Tensor, Tensor]:
 
     Args:
         groups: [..., group_size]; values beyond the range of float16 are clamped to it.
-        n_bits: bits a code.
+        n_bits: bits per code.
 
     Returns:
         codes: int32 [..., group_size].
         scale: float16 [..., 1].
         zero: float16 [..., 1].
     """
-    groups = groups.float().clamp(-_LIMIT, _LIMIT)
+    groups = groups.float().clamp(-FP16_MAX, FP16_MAX)
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
     levels = 2**n_bits - 1
     zero = low.half()
-    # by a tensor: for a number CUDA multiplies with its rounded inverse, and codes would differ from the CPU's
-    scale = ((high - low) / torch.full_like(low, levels)).clamp(max=_LIMIT).half()
+    # divided by a tensor: CUDA multiplies by the rounded inverse of a number, and codes would differ from the CPU's
+    scale = ((high - low) / torch.full_like(low, levels)).clamp(max=FP16_MAX).half()
     step = scale.float()
     # a range too small for float16 is stored as scale 0: all codes are 0 then
-    codes = torch.where(step > 0, (groups - zero.float()) / step.clamp_min(1e-30), 0.0)
+    codes = torch.where(step > 0, (groups - zero.float()) / step.clamp_min(TINY), 0.0)
     return codes.round().clamp(0, levels).int(), scale, zero
 
 
 def dequantize(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    """Inverse of `quantize`, in float32; scale and zero broadcast against the codes."""
+    """Inverse of `quantize`: float32 of the codes' shape; scale and zero broadcast against the codes."""
     return codes.float() * scale.float() + zero.float()

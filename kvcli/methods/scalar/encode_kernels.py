@@ -1,4 +1,4 @@
-"""Triton kernels of the affine codecs: minimum, maximum, codes and packing in one pass over the tokens.
+"""Encode kernels of the scalar format: minimum, maximum, codes and packing in one pass over the tokens.
 
 They give the bits of `kvcli.methods.scalar.affine.quantize` and `kvcli.packing.pack_planes` exactly. A tile is laid out
 as [tokens, fields, words], channel = field * words + word, so that packing is a sum over the fields of a word.
@@ -12,33 +12,35 @@ import triton.language as tl
 from torch import Tensor
 
 from kvcli.kernels.launch import cdiv, power_of_two, row_major
+from kvcli.kernels.words import FP16_MAX, TINY
+from kvcli.methods.config import ScalarBits
 from kvcli.packing import planes_size
 
 _TILE = 4096
-"""Elements a program works on, about."""
+"""Elements per program, about; tuned on one H200, torch 2.11, triton 3.6."""
 
 
 @triton.jit
-def _scale_of(low, high, LEVELS: tl.constexpr):
-    """Zero and scale as stored (float16) of groups with these extremes."""
-    scale = tl.minimum(tl.div_rn(high - low, tl.full(low.shape, LEVELS, tl.float32)), 65504.0)
+def affine_scale(low, high, LEVELS: tl.constexpr):
+    """Scale and zero as stored (float16) of groups with minimum `low` and maximum `high`, float32 of any shape."""
+    scale = tl.minimum(tl.div_rn(high - low, tl.full(low.shape, LEVELS, tl.float32)), FP16_MAX)
     return scale.to(tl.float16), low.to(tl.float16)
 
 
 @triton.jit
-def _codes_of(x, scale, zero, LEVELS: tl.constexpr):
-    """Codes of x for scale and zero broadcast to its shape: float32 whole numbers, rounded half to even."""
+def affine_codes(x, scale, zero, LEVELS: tl.constexpr):
+    """Codes 0 to LEVELS of float32 x, as float32, rounded half to even; scale and zero float16 broadcast against x."""
     step = scale.to(tl.float32)
-    ratio = tl.div_rn(x - zero.to(tl.float32), tl.maximum(step, 1e-30))
+    ratio = tl.div_rn(x - zero.to(tl.float32), tl.maximum(step, TINY))
     ratio = tl.where(step > 0, tl.minimum(tl.maximum(ratio, 0.0), LEVELS), 0.0)
-    # floats from 2^23 to 2^24 are the whole numbers, so that this addition rounds; clamping first changes nothing
+    # float32 between 2^23 and 2^24 are the integers, so this addition rounds; clamping first changes nothing
     return (ratio + 8388608.0) - 8388608.0
 
 
 @triton.jit
-def _clamped(x):
-    """In float32, within the range of float16."""
-    return tl.minimum(tl.maximum(x.to(tl.float32), -65504.0), 65504.0)
+def clamp_to_fp16(x):
+    """x as float32, clamped to the range of float16."""
+    return tl.minimum(tl.maximum(x.to(tl.float32), -FP16_MAX), FP16_MAX)
 
 
 @triton.jit(do_not_specialize=["groups"])
@@ -47,10 +49,15 @@ def _per_channel_kernel(
     BITS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, WORDS: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    """One group of tokens of one head; grid (groups, batch * heads).
+    """Codes, scales and zeros per channel of one group of tokens of one head; grid (groups, batch * heads).
 
-    x [batch, heads, groups * G, D] any float with strides, packed int16 [batch, heads, groups * G, WORDS],
-    scales and zeros float16 [batch, heads, groups, D].
+    Args:
+        x: [batch, heads, groups * G, D] float, strides stride_*.
+        packed: int16 [batch, heads, groups * G, WORDS], written.
+        scales, zeros: float16 [batch, heads, groups, D], written.
+
+    Constexprs: BITS per code; G tokens per group; BLOCK_G and BLOCK_W, G and WORDS padded. Tuned on one H200, torch
+    2.11, triton 3.6.
     """
     LEVELS: tl.constexpr = (1 << BITS) - 1
     i_group, i_row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
@@ -61,40 +68,17 @@ def _per_channel_kernel(
     m_c = (o_w < WORDS) & (o_c < D)
     m_x = (o_t < G) & m_c
     base = x + (i_row // heads) * stride_b + (i_row % heads) * stride_h + i_group * G * stride_t
-    b_x = _clamped(tl.load(base + o_t.to(tl.int64) * stride_t + o_c, mask=m_x, other=0.0))
+    b_x = clamp_to_fp16(tl.load(base + o_t.to(tl.int64) * stride_t + o_c, mask=m_x, other=0.0))
     low = tl.min(tl.where(o_t < G, b_x, float("inf")), axis=0, keep_dims=True)
     high = tl.max(tl.where(o_t < G, b_x, float("-inf")), axis=0, keep_dims=True)
-    scale, zero = _scale_of(low, high, LEVELS)
+    scale, zero = affine_scale(low, high, LEVELS)
     p_s = (i_row * groups + i_group) * D + o_c
     tl.store(scales + p_s, scale, mask=m_c)
     tl.store(zeros + p_s, zero, mask=m_c)
-    codes = tl.where(m_x, _codes_of(b_x, scale, zero, LEVELS), 0.0).to(tl.int32)
+    codes = tl.where(m_x, affine_codes(b_x, scale, zero, LEVELS), 0.0).to(tl.int32)
     words = tl.sum(codes << (o_f * BITS), axis=1, keep_dims=True)
     p_w = (i_row * groups + i_group) * G * WORDS + o_t * WORDS + o_w
     tl.store(packed + p_w, words.to(tl.int16), mask=(o_t < G) & (o_w < WORDS))
-
-
-@triton.jit(do_not_specialize=["groups"])
-def _error_kernel(
-    x, error, stride_b, stride_h, stride_t, heads, groups,
-    BITS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """What quantizing a group of tokens per channel adds to it; grid (groups, batch * heads).
-
-    x [batch, heads, groups * G, D] any float with strides, error float32 [batch, heads, groups * G, D].
-    """
-    LEVELS: tl.constexpr = (1 << BITS) - 1
-    i_group, i_row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    o_t, o_c = tl.arange(0, BLOCK_G)[:, None], tl.arange(0, BLOCK_D)[None, :]
-    m_x = (o_t < G) & (o_c < D)
-    base = x + (i_row // heads) * stride_b + (i_row % heads) * stride_h + i_group * G * stride_t
-    b_x = _clamped(tl.load(base + o_t.to(tl.int64) * stride_t + o_c, mask=m_x, other=0.0))
-    low = tl.min(tl.where(o_t < G, b_x, float("inf")), axis=0, keep_dims=True)
-    high = tl.max(tl.where(o_t < G, b_x, float("-inf")), axis=0, keep_dims=True)
-    scale, zero = _scale_of(low, high, LEVELS)
-    # a code times a float16 scale is exact in float32: contraction to a fused multiply-add changes nothing
-    decoded = _codes_of(b_x, scale, zero, LEVELS) * scale.to(tl.float32) + zero.to(tl.float32)
-    tl.store(error + (i_row * groups + i_group) * G * D + o_t * D + o_c, decoded - b_x, mask=m_x)
 
 
 @triton.jit(do_not_specialize=["tokens", "length"])
@@ -103,10 +87,16 @@ def _per_token_kernel(
     BITS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, WORDS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_T tokens in groups of G channels, counted over all heads and rows; grid (ceil(tokens / BLOCK_T),).
+    """Codes, scales and zeros of BLOCK_T tokens in groups of G channels; grid (ceil(tokens / BLOCK_T),).
 
-    x [batch, heads, length, D] any float with strides, packed int16 [batch, heads, length, WORDS], scales and zeros
-    float16 [batch, heads, length, D / G], all three with strides of batch and heads.
+    Tokens are counted over all sequences and heads: tokens = batch * heads * length.
+
+    Args:
+        x: [batch, heads, length, D] float, strides x_*.
+        packed: int16 [batch, heads, length, WORDS], strides p_*, written.
+        scales, zeros: float16 [batch, heads, length, D / G], strides s_*, written.
+
+    Constexprs: BITS per code; BLOCK_W, WORDS padded. Tuned on one H200, torch 2.11, triton 3.6.
     """
     LEVELS: tl.constexpr = (1 << BITS) - 1
     GROUPS: tl.constexpr = D // G
@@ -118,30 +108,30 @@ def _per_token_kernel(
     m_t = o_n < tokens
     m_c = (o_w < WORDS) & (o_c < D)
     m_x = m_t & m_c
-    b_x = _clamped(tl.load(x + i_b * x_batch + i_h * x_head + o_t * x_time + o_c, mask=m_x, other=0.0))
+    b_x = clamp_to_fp16(tl.load(x + i_b * x_batch + i_h * x_head + o_t * x_time + o_c, mask=m_x, other=0.0))
     p_s = i_b * s_batch + i_h * s_head + o_t * GROUPS
     b_scale, b_zero = tl.zeros(b_x.shape, tl.float16), tl.zeros(b_x.shape, tl.float16)
     for group in tl.static_range(GROUPS):
         m_g = m_c & (o_c // G == group)
         low = tl.min(tl.min(tl.where(m_g, b_x, float("inf")), axis=2, keep_dims=True), axis=1, keep_dims=True)
         high = tl.max(tl.max(tl.where(m_g, b_x, float("-inf")), axis=2, keep_dims=True), axis=1, keep_dims=True)
-        scale, zero = _scale_of(low, high, LEVELS)
+        scale, zero = affine_scale(low, high, LEVELS)
         tl.store(scales + p_s + group, scale, mask=m_t)
         tl.store(zeros + p_s + group, zero, mask=m_t)
         b_scale, b_zero = tl.where(m_g, scale, b_scale), tl.where(m_g, zero, b_zero)
-    codes = tl.where(m_x, _codes_of(b_x, b_scale, b_zero, LEVELS), 0.0).to(tl.int32)
+    codes = tl.where(m_x, affine_codes(b_x, b_scale, b_zero, LEVELS), 0.0).to(tl.int32)
     words = tl.sum(codes << (o_f * BITS), axis=1, keep_dims=True)
     p_w = packed + i_b * p_batch + i_h * p_head + o_t * WORDS + o_w
     tl.store(p_w, words.to(tl.int16), mask=m_t & (o_w < WORDS))
 
 
-def quantize_per_channel(x: Tensor, n_bits: int, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
+def quantize_per_channel(x: Tensor, n_bits: ScalarBits, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Quantizes and packs each channel in groups of consecutive tokens.
 
     Args:
         x: [batch, heads, time, channels], time a multiple of group_size.
-        n_bits: bits a code, 1, 2, 4 or 8.
-        group_size: tokens a group.
+        n_bits: bits per code.
+        group_size: tokens per group.
 
     Returns:
         packed uint8 [batch, heads, time, planes_size(channels)], scale and zero float16
@@ -158,35 +148,21 @@ def quantize_per_channel(x: Tensor, n_bits: int, group_size: int) -> tuple[Tenso
         _per_channel_kernel[(groups, batch * heads)](
             x, packed, scale, zero, *x.stride()[:3], heads, groups,
             BITS=n_bits, G=group_size, D=channels, WORDS=words, BLOCK_G=block,
-            BLOCK_W=power_of_two(words), num_warps=_warps(block * channels),
+            BLOCK_W=power_of_two(words), num_warps=tile_warps(block * channels),
         )  # fmt: skip
     return packed.view(torch.uint8), scale, zero
 
 
-def per_channel_error(x: Tensor, n_bits: int, group_size: int) -> Tensor:
-    """Dequantized minus original of what `quantize_per_channel` would store: float32, shaped like x."""
-    x = row_major(x)
-    batch, heads, time, channels = x.shape
-    error = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-    if x.numel():
-        block, width = power_of_two(group_size), power_of_two(channels)
-        _error_kernel[(time // group_size, batch * heads)](
-            x, error, *x.stride()[:3], heads, time // group_size, BITS=n_bits, G=group_size, D=channels,
-            BLOCK_G=block, BLOCK_D=width, num_warps=_warps(block * width),
-        )  # fmt: skip
-    return error
-
-
 def quantize_per_token(
-    x: Tensor, n_bits: int, group_size: int, out: tuple[Tensor, Tensor, Tensor] | None = None
+    x: Tensor, n_bits: ScalarBits, group_size: int, out: tuple[Tensor, Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Quantizes and packs each token in groups of consecutive channels.
 
     Args:
         x: [batch, heads, time, channels].
-        n_bits: bits a code, 1, 2, 4 or 8.
-        group_size: channels a group, a divisor of channels.
-        out: what is returned, to be written: some tokens of longer tensors.
+        n_bits: bits per code.
+        group_size: channels per group, a divisor of channels.
+        out: tensors to write and return, views of longer ones; None allocates them.
 
     Returns:
         packed uint8 [batch, heads, time, planes_size(channels)], scale and zero float16
@@ -207,11 +183,11 @@ def quantize_per_token(
         _per_token_kernel[(cdiv(tokens, block),)](
             x, target, out[1], out[2], *x.stride()[:3], *target.stride()[:2], *out[1].stride()[:2],
             heads, time, tokens, BITS=n_bits, G=group_size, D=channels, WORDS=words, BLOCK_T=block,
-            BLOCK_W=power_of_two(words), num_warps=_warps(block * width),
+            BLOCK_W=power_of_two(words), num_warps=tile_warps(block * width),
         )  # fmt: skip
     return out
 
 
-def _warps(elements: int) -> int:
-    """Warps for a tile: about 32 elements a thread."""
+def tile_warps(elements: int) -> int:
+    """Warps of a tile: about 32 elements per thread."""
     return min(16, power_of_two(max(1, elements // 1024)))

@@ -1,4 +1,4 @@
-"""KIVI's key codec: each channel of a group of consecutive tokens has its own scale and zero."""
+"""Per-channel quantization in groups of consecutive tokens: the keys of KIVI and SQuat."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvcli.methods.base import Codes, KeyCodec, State
+from kvcli.methods.base import Codes, KeyCodec, StateT
+from kvcli.methods.config import ScalarBits
 from kvcli.methods.scalar.affine import dequantize, quantize
 from kvcli.packing import pack_planes, planes_size, unpack_planes
 from kvcli.spec import ModelSpec
@@ -15,10 +16,12 @@ from kvcli.spec import ModelSpec
 
 @dataclass(frozen=True)
 class PerChannelCodes(Codes):
-    """Attributes:
-    packed: uint8 [batch, num_kv_heads, time, head_dim * bits / 8], by `pack_planes`.
-    scale: float16 [batch, num_kv_heads, time / group_size, head_dim].
-    zero: like scale.
+    """Codes of keys quantized per channel.
+
+    Attributes:
+        packed: uint8 [batch, num_kv_heads, time, head_dim * bits / 8], by `pack_planes`.
+        scale: float16 [batch, num_kv_heads, time / group_size, head_dim].
+        zero: like scale.
     """
 
     packed: Tensor
@@ -26,10 +29,16 @@ class PerChannelCodes(Codes):
     zero: Tensor
 
 
-class PerChannelKey(KeyCodec[PerChannelCodes]):
-    """Post-RoPE keys, per channel in groups of `group_size` tokens (KIVI section 3.2); bits = b + 32 / group_size."""
+class PerChannelCodec(KeyCodec[PerChannelCodes, StateT]):
+    """Keys stored per channel in groups of `group_size` tokens; bits per value = b + 32 / group_size.
 
-    def __init__(self, spec: ModelSpec, n_bits: int, group_size: int) -> None:
+    Args:
+        spec: the model's shapes.
+        n_bits: bits per code.
+        group_size: tokens per group.
+    """
+
+    def __init__(self, spec: ModelSpec, n_bits: ScalarBits, group_size: int) -> None:
         super().__init__()
         self.spec, self.n_bits, self.tokens_per_group = spec, n_bits, group_size
 
@@ -37,15 +46,11 @@ class PerChannelKey(KeyCodec[PerChannelCodes]):
         head = 8 * planes_size(self.spec.head_dim, self.n_bits) + 32 * self.spec.head_dim / self.tokens_per_group
         return self.spec.num_kv_heads * head
 
-    def encode(self, x: Tensor, state: State | None = None) -> PerChannelCodes:
-        if self.fused:
-            from kvcli.methods.scalar.encode_kernels import quantize_per_channel
-
-            return PerChannelCodes(*quantize_per_channel(x, self.n_bits, self.tokens_per_group))
-        return self.pack(*self.quantize_channels(x))
-
     def quantize_channels(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Codes, scales and zeros of x [batch, heads, time, channels].
+        """Quantizes whole groups of tokens.
+
+        Args:
+            x: [batch, heads, time, channels].
 
         Returns:
             codes int32 [batch, heads, time, channels]; scale and zero float16 [batch, heads, time / group, channels].
@@ -60,16 +65,27 @@ class PerChannelKey(KeyCodec[PerChannelCodes]):
         return dequantize(groups, scale.unsqueeze(3), zero.unsqueeze(3)).flatten(2, 3)
 
     def pack(self, codes: Tensor, scale: Tensor, zero: Tensor) -> PerChannelCodes:
-        """Packs the codes of a token into bytes."""
+        """Packs codes int32 [batch, num_kv_heads, time, head_dim] into bytes."""
         return PerChannelCodes(pack_planes(codes, self.n_bits), scale, zero)
 
-    def decode(self, codes: PerChannelCodes, state: State | None = None) -> Tensor:
+    def decode(self, codes: PerChannelCodes, state: StateT | None = None) -> Tensor:
         unpacked = unpack_planes(codes.packed, self.n_bits, self.spec.head_dim)
         return self.dequantize_channels(unpacked, codes.scale, codes.zero)
 
-    def decode_to(self, codes: PerChannelCodes, state: State | None, dtype: torch.dtype) -> Tensor:
+    def decode_to(self, codes: PerChannelCodes, state: StateT | None, dtype: torch.dtype) -> Tensor:
         if not self.fused:
-            return super().decode_to(codes, state, dtype)
+            return self.decode(codes, state).to(dtype)
         from kvcli.methods.scalar.decode_kernels import dequantize_planes
 
         return dequantize_planes(codes, self.n_bits, self.spec.head_dim, self.tokens_per_group, 1, dtype)
+
+
+class PerChannelKey(PerChannelCodec[None]):
+    """Post-RoPE keys, quantized per channel (KIVI section 3.2)."""
+
+    def encode(self, x: Tensor, state: None = None) -> PerChannelCodes:
+        if self.fused:
+            from kvcli.methods.scalar.encode_kernels import quantize_per_channel
+
+            return PerChannelCodes(*quantize_per_channel(x, self.n_bits, self.tokens_per_group))
+        return self.pack(*self.quantize_channels(x))

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvcli.methods.base import Codec, Codes, KeyCodec, State, ValueCodec
+from kvcli.methods.base import Codec, Codes, KeyCodec, ValueCodec
+from kvcli.methods.config import ScalarBits
 from kvcli.methods.scalar.affine import dequantize, quantize
 from kvcli.packing import pack_planes, planes_size, unpack_planes
 from kvcli.spec import ModelSpec
@@ -15,10 +16,12 @@ from kvcli.spec import ModelSpec
 
 @dataclass(frozen=True)
 class PerTokenCodes(Codes):
-    """Attributes:
-    packed: uint8 [batch, num_kv_heads, time, head_dim * bits / 8], by `pack_planes`.
-    scale: float16 [batch, num_kv_heads, time, head_dim / group_size].
-    zero: like scale.
+    """Codes of tokens quantized in groups of channels.
+
+    Attributes:
+        packed: uint8 [batch, num_kv_heads, time, head_dim * bits / 8], by `pack_planes`.
+        scale: float16 [batch, num_kv_heads, time, head_dim / group_size].
+        zero: like scale.
     """
 
     packed: Tensor
@@ -26,16 +29,19 @@ class PerTokenCodes(Codes):
     zero: Tensor
 
 
-class PerTokenCodec(Codec[PerTokenCodes]):
-    """Asymmetric quantization of each token in groups of channels (KIVI section 3, RTN).
+class PerTokenCodec(Codec[PerTokenCodes, None]):
+    """Asymmetric quantization of each token in groups of channels (KIVI section 3.1; also round-to-nearest).
 
     Args:
         spec: the model's shapes.
-        n_bits: bits a code, 1, 2, 4 or 8.
-        group_size: channels a group; a head narrower than that is one group.
+        n_bits: bits per code.
+        group_size: channels per group; a head narrower than that is one group.
+
+    Raises:
+        ValueError: `group_size` does not divide `head_dim`.
     """
 
-    def __init__(self, spec: ModelSpec, n_bits: int, group_size: int) -> None:
+    def __init__(self, spec: ModelSpec, n_bits: ScalarBits, group_size: int) -> None:
         super().__init__()
         self.spec, self.n_bits = spec, n_bits
         self.group_size = min(group_size, spec.head_dim)
@@ -46,7 +52,7 @@ class PerTokenCodec(Codec[PerTokenCodes]):
         head = 8 * planes_size(self.spec.head_dim, self.n_bits) + 32 * self.spec.head_dim // self.group_size
         return float(self.spec.num_kv_heads * head)
 
-    def encode(self, x: Tensor, state: State | None = None) -> PerTokenCodes:
+    def encode(self, x: Tensor, state: None = None) -> PerTokenCodes:
         if self.fused:
             from kvcli.methods.scalar.encode_kernels import quantize_per_token
 
@@ -54,7 +60,7 @@ class PerTokenCodec(Codec[PerTokenCodes]):
         codes, scale, zero = quantize(x.unflatten(-1, (-1, self.group_size)), self.n_bits)
         return PerTokenCodes(pack_planes(codes.flatten(-2), self.n_bits), scale.squeeze(-1), zero.squeeze(-1))
 
-    def encode_into(self, x: Tensor, state: State | None, codes: PerTokenCodes) -> None:
+    def encode_into(self, x: Tensor, state: None, codes: PerTokenCodes) -> None:
         if not self.fused:
             super().encode_into(x, state, codes)
             return
@@ -62,11 +68,11 @@ class PerTokenCodec(Codec[PerTokenCodes]):
 
         quantize_per_token(x, self.n_bits, self.group_size, (codes.packed, codes.scale, codes.zero))
 
-    def decode(self, codes: PerTokenCodes, state: State | None = None) -> Tensor:
+    def decode(self, codes: PerTokenCodes, state: None = None) -> Tensor:
         unpacked = unpack_planes(codes.packed, self.n_bits, self.spec.head_dim).unflatten(-1, (-1, self.group_size))
         return dequantize(unpacked, codes.scale.unsqueeze(-1), codes.zero.unsqueeze(-1)).flatten(-2)
 
-    def decode_to(self, codes: PerTokenCodes, state: State | None, dtype: torch.dtype) -> Tensor:
+    def decode_to(self, codes: PerTokenCodes, state: None, dtype: torch.dtype) -> Tensor:
         if not self.fused:
             return super().decode_to(codes, state, dtype)
         from kvcli.methods.scalar.decode_kernels import dequantize_planes
@@ -74,9 +80,9 @@ class PerTokenCodec(Codec[PerTokenCodes]):
         return dequantize_planes(codes, self.n_bits, self.spec.head_dim, 1, self.group_size, dtype)
 
 
-class PerTokenKey(PerTokenCodec, KeyCodec[PerTokenCodes]):
-    """Post-RoPE keys, per token."""
+class PerTokenKey(PerTokenCodec, KeyCodec[PerTokenCodes, None]):
+    """Post-RoPE keys, quantized per token."""
 
 
 class PerTokenValue(PerTokenCodec, ValueCodec[PerTokenCodes]):
-    """Values, per token."""
+    """Values, quantized per token."""

@@ -1,8 +1,8 @@
 """Scores of keys that were quantized before RoPE.
 
-Rotation mixes channels, so these keys are dequantized: in float16, two channels an instruction. They are rotated by the
-product of two small tables: the position of a group of tokens goes into the query, the offset in the group is the same
-for all groups (`TokenRotations.tiles`, `TokenRotations.offsets`).
+Rotation mixes channels, so these keys are dequantized: in float16, two channels per instruction. They are rotated by
+the product of two small tables: the position of a group of tokens goes into the query, the offset in the group is the
+same for all groups (`TokenRotations.tiles`, `TokenRotations.offsets`).
 """
 
 from __future__ import annotations
@@ -10,108 +10,83 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvcli.kernels.grid import batch_and_head, query_rows, split_range
 from kvcli.kernels.pdl import pdl_launch_dependents
-from kvcli.kernels.words import EVICT_FIRST, fields_as_fp16, fma2, pow2_above
+from kvcli.kernels.words import EVICT_FIRST, field_fp16, field_fp32, fma2, query_fields
 
 
 @triton.jit(do_not_specialize=["groups"])
 def rotated_scores_kernel(
-    query,
-    packed,
-    scale,
-    zero,
-    tile_cos,
-    tile_sin,
-    offset_cos,
-    offset_sin,
-    lengths,
-    scores,
-    tops,
-    q_batch,
-    q_head,
-    q_time,
-    p_batch,
-    p_head,
-    c_batch,
-    c_head,
-    c_time,
-    t_batch,
-    s_head,
-    s_row,
-    num_kv_heads,
-    query_len,
-    groups,
-    per_program,
-    scaling,
-    HEADS: tl.constexpr,
-    B: tl.constexpr,
-    W: tl.constexpr,
-    D: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    FP32_DOT: tl.constexpr,
-    HAS_LENGTHS: tl.constexpr,
-):
-    """As the kernel of keys after RoPE, for groups of GROUP tokens whose first positions are in the tile tables."""
+    query, packed, scale, zero, tile_cos, tile_sin, offset_cos, offset_sin, lengths, scores, split_max,
+    q_batch, q_head, q_time, p_batch, p_head, c_batch, c_head, c_time, t_batch, s_head, s_row,
+    num_kv_heads, query_len, groups, groups_per_split, scaling,
+    HEADS: tl.constexpr, B: tl.constexpr, W: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_W: tl.constexpr, BLOCK_M: tl.constexpr, FP32_DOT: tl.constexpr, HAS_LENGTHS: tl.constexpr,
+):  # fmt: skip
+    """scores[m, n] = scaling <q_m, RoPE(k_n)> for k_nc = code_nc scale_gc + zero_gc, tokens n of group g.
+
+    RoPE(k_n) = R_tile R_offset k_n, so the score is <R_tile^T q_m, R_offset k_n>. Grid (num_splits,
+    batch * num_kv_heads, ceil(rows / BLOCK_M)), rows = HEADS * query_len. One program: BLOCK_M query rows of one kv
+    head and groups_per_split groups, one at a time.
+
+    Args:
+        query: [batch, num_heads, query_len, D] float, rotated, strides q_*.
+        packed: int16 [batch, num_kv_heads, tokens, W], strides p_*; W * 16 = D * B, and W divides D / 2.
+        scale, zero: float16 [batch, num_kv_heads, groups, D], strides c_*.
+        tile_cos, tile_sin: float32 [batch or 1, groups, D / 2], of each group's first position.
+        offset_cos, offset_sin: float32 [GROUP, D / 2], of positions in a group.
+        lengths: int32 [batch], tokens of each sequence; read if HAS_LENGTHS.
+        scores: float32 [batch, num_kv_heads, rows, tokens], strides s_*; written, in units of log 2.
+        split_max: float32 [batch, num_kv_heads, num_splits, rows], written.
+        groups: groups of the longest sequence.
+        scaling: factor of the scores, times log2(e).
+
+    Constexprs: HEADS query heads per kv head; GROUP tokens per group; BLOCK_W words, W padded; FP32_DOT: float32 keys
+    and products. Tuned on one H200, torch 2.11, triton 3.6.
+    """
     pdl_launch_dependents()
-    i_bh = tl.program_id(1).to(tl.int64)
-    i_b = i_bh // num_kv_heads
-    i_h = i_bh % num_kv_heads
+    i_bh, i_b, i_h = batch_and_head(1, num_kv_heads)
     o_m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     o_w = tl.arange(0, BLOCK_W)
     o_n = tl.arange(0, GROUP)
-    FIELDS: tl.constexpr = 16 // B
-    LOW: tl.constexpr = FIELDS // 2
+    LOW: tl.constexpr = 8 // B
     HALF: tl.constexpr = D // 2
-    MASK: tl.constexpr = (1 << B) - 1
     m_m = o_m < HEADS * query_len
     m_w = o_w < W
-    head = i_h * HEADS + o_m // query_len
-    p_query = query + i_b * q_batch + head * q_head + (o_m % query_len).to(tl.int64) * q_time
+    p_query = query_rows(query, i_b, i_h, o_m, q_batch, q_head, q_time, query_len, HEADS)
     packed += i_b * p_batch + i_h * p_head
     scale += i_b * c_batch + i_h * c_head
     zero += i_b * c_batch + i_h * c_head
     p_scores = scores + i_bh * s_head + o_m.to(tl.int64)[None, :] * s_row
 
-    b_qs = ()
+    # [W, M] per field
+    b_qs, unit = query_fields(p_query, m_m, o_w, W, 1, W, D, B, FP32_DOT)
     b_cos = ()
     b_sin = ()
-    b_top = tl.zeros([BLOCK_W, BLOCK_M], tl.float32)
-    for f in tl.static_range(FIELDS):
-        m_q = m_m[None, :] & m_w[:, None]
-        b_q = tl.load(p_query[None, :] + (f * W + o_w)[:, None], mask=m_q, other=0.0).to(tl.float32)
-        b_top = tl.maximum(b_top, tl.abs(b_q))
-        b_qs = b_qs + (b_q,)
-        if f < LOW:
-            # rotation by the offset in a tile, [N, W]
-            at = o_n[:, None] * HALF + (f * W + o_w)[None, :]
-            b_c = tl.load(offset_cos + at, mask=m_w[None, :], other=0.0)
-            b_s = tl.load(offset_sin + at, mask=m_w[None, :], other=0.0)
-            if not FP32_DOT:
-                b_c, b_s = b_c.to(tl.float16), b_s.to(tl.float16)
-            b_cos = b_cos + (b_c,)
-            b_sin = b_sin + (b_s,)
-    unit = pow2_above(tl.maximum(tl.max(b_top, 0), 1e-30))
-    if FP32_DOT:
-        unit = tl.full([BLOCK_M], 1.0, tl.float32)
-    back = unit * scaling
+    for f in tl.static_range(LOW):
+        # rotation by the offset in a group, [N, W]
+        at = o_n[:, None] * HALF + (f * W + o_w)[None, :]
+        b_c = tl.load(offset_cos + at, mask=m_w[None, :], other=0.0)
+        b_s = tl.load(offset_sin + at, mask=m_w[None, :], other=0.0)
+        if not FP32_DOT:
+            b_c, b_s = b_c.to(tl.float16), b_s.to(tl.float16)
+        b_cos = b_cos + (b_c,)
+        b_sin = b_sin + (b_s,)
+    dot_factor = unit * scaling
 
     if HAS_LENGTHS:
         groups = tl.load(lengths + i_b) // GROUP
-    first = tl.program_id(0).to(tl.int64) * per_program
-    count = tl.minimum(groups - tl.program_id(0) * per_program, per_program)
+    first, count = split_range(groups, groups_per_split)
     packed += first * GROUP * W
     scale += first * c_time
     zero += first * c_time
     tile_cos += i_b * t_batch + first * HALF
     tile_sin += i_b * t_batch + first * HALF
     p_scores += first * GROUP
-    b_best = tl.full([GROUP, BLOCK_M], float("-inf"), tl.float32)
+    b_max = tl.full([GROUP, BLOCK_M], float("-inf"), tl.float32)
     for g in range(0, count):
         n = g * GROUP + o_n
         words = tl.load(packed + n[:, None] * W + o_w[None, :], mask=m_w[None, :], other=0, eviction_policy=EVICT_FIRST)
-        high = words >> 8
         # [N, M]
         b_scores = tl.zeros([GROUP, BLOCK_M], tl.float32)
         for f in tl.static_range(LOW):
@@ -122,14 +97,14 @@ def rotated_scores_kernel(
             b_y = b_qs[f + LOW] / unit[None, :]
             b_qx = b_x * b_tc[:, None] + b_y * b_ts[:, None]
             b_qy = b_y * b_tc[:, None] - b_x * b_ts[:, None]
-            low_at = f * W + o_w
-            b_cx = tl.load(scale + low_at, mask=m_w, other=0.0, eviction_policy=EVICT_FIRST)
-            b_cy = tl.load(scale + low_at + HALF, mask=m_w, other=0.0, eviction_policy=EVICT_FIRST)
-            b_zx = tl.load(zero + low_at, mask=m_w, other=0.0, eviction_policy=EVICT_FIRST)
-            b_zy = tl.load(zero + low_at + HALF, mask=m_w, other=0.0, eviction_policy=EVICT_FIRST)
+            at_x = f * W + o_w
+            b_cx = tl.load(scale + at_x, mask=m_w, other=0.0, eviction_policy=EVICT_FIRST)
+            b_cy = tl.load(scale + at_x + HALF, mask=m_w, other=0.0, eviction_policy=EVICT_FIRST)
+            b_zx = tl.load(zero + at_x, mask=m_w, other=0.0, eviction_policy=EVICT_FIRST)
+            b_zy = tl.load(zero + at_x + HALF, mask=m_w, other=0.0, eviction_policy=EVICT_FIRST)
             if FP32_DOT:
-                b_kx = ((words >> (B * f)) & MASK).to(tl.float32) * b_cx.to(tl.float32)[None, :]
-                b_ky = ((words >> (B * (f + LOW))) & MASK).to(tl.float32) * b_cy.to(tl.float32)[None, :]
+                b_kx = field_fp32(words, f, B) * b_cx.to(tl.float32)[None, :]
+                b_ky = field_fp32(words, f + LOW, B) * b_cy.to(tl.float32)[None, :]
                 b_kx += b_zx.to(tl.float32)[None, :]
                 b_ky += b_zy.to(tl.float32)[None, :]
                 b_rx = b_kx * b_cos[f] - b_ky * b_sin[f]
@@ -137,25 +112,23 @@ def rotated_scores_kernel(
                 b_scores = tl.dot(b_rx, b_qx, b_scores, input_precision="ieee")
                 b_scores = tl.dot(b_ry, b_qy, b_scores, input_precision="ieee")
             else:
-                # subnormal codes times 2^14 are normal numbers; the rest of the power goes into the scale
-                lift = tl.full([GROUP, BLOCK_W], 16384.0, tl.float16)
-                none = tl.zeros([GROUP, BLOCK_W], tl.float16)
-                b_kx = fma2(fields_as_fp16(words, MASK << (B * f)), lift, none)
-                b_ky = fma2(fields_as_fp16(high, MASK << (B * f)), lift, none)
-                wide_cx = tl.broadcast_to(
-                    (b_cx.to(tl.float32) * (1024.0 / (1 << (B * f)))).to(tl.float16)[None, :], [GROUP, BLOCK_W]
-                )
-                wide_cy = tl.broadcast_to(
-                    (b_cy.to(tl.float32) * (1024.0 / (1 << (B * f)))).to(tl.float16)[None, :], [GROUP, BLOCK_W]
-                )
-                b_kx = fma2(b_kx, wide_cx, tl.broadcast_to(b_zx[None, :], [GROUP, BLOCK_W]))
-                b_ky = fma2(b_ky, wide_cy, tl.broadcast_to(b_zy[None, :], [GROUP, BLOCK_W]))
-                b_rx = fma2(b_kx, b_cos[f], fma2(b_ky, -b_sin[f], none))
-                b_ry = fma2(b_ky, b_cos[f], fma2(b_kx, b_sin[f], none))
+                # subnormal codes times 2^14 are normal numbers; the other 2^10 of FIELD_SCALE goes into the scale
+                pow2_14 = tl.full([GROUP, BLOCK_W], 16384.0, tl.float16)
+                zeros = tl.zeros([GROUP, BLOCK_W], tl.float16)
+                b_kx = fma2(field_fp16(words, f, B), pow2_14, zeros)
+                b_ky = fma2(field_fp16(words, f + LOW, B), pow2_14, zeros)
+                b_cx = (b_cx.to(tl.float32) * (1024.0 / (1 << (B * f)))).to(tl.float16)
+                b_cy = (b_cy.to(tl.float32) * (1024.0 / (1 << (B * f)))).to(tl.float16)
+                b_cx = tl.broadcast_to(b_cx[None, :], [GROUP, BLOCK_W])
+                b_cy = tl.broadcast_to(b_cy[None, :], [GROUP, BLOCK_W])
+                b_kx = fma2(b_kx, b_cx, tl.broadcast_to(b_zx[None, :], [GROUP, BLOCK_W]))
+                b_ky = fma2(b_ky, b_cy, tl.broadcast_to(b_zy[None, :], [GROUP, BLOCK_W]))
+                b_rx = fma2(b_kx, b_cos[f], fma2(b_ky, -b_sin[f], zeros))
+                b_ry = fma2(b_ky, b_cos[f], fma2(b_kx, b_sin[f], zeros))
                 b_scores = tl.dot(b_rx, b_qx.to(tl.float16), b_scores)
                 b_scores = tl.dot(b_ry, b_qy.to(tl.float16), b_scores)
-        b_scores = b_scores * back[None, :]
-        b_best = tl.maximum(b_best, b_scores)
+        b_scores = b_scores * dot_factor[None, :]
+        b_max = tl.maximum(b_max, b_scores)
         tl.store(p_scores + n[:, None], b_scores, mask=m_m[None, :])
         scale += c_time
         zero += c_time
@@ -163,4 +136,4 @@ def rotated_scores_kernel(
         tile_sin += HALF
     rows = HEADS * query_len
     row = (i_bh * tl.num_programs(0) + tl.program_id(0)) * rows + o_m
-    tl.store(tops + row, tl.max(b_best, 0), mask=m_m)
+    tl.store(split_max + row, tl.max(b_max, 0), mask=m_m)

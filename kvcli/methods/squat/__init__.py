@@ -1,1 +1,1 @@
-"""SQuat (2025): key residuals kept orthogonal to the subspace that the queries span."""
+"""SQuat (2025, arXiv 2503.24358): key quantization errors kept orthogonal to the subspace spanned by the queries."""

@@ -1,4 +1,4 @@
-"""SQuat's key codec: KIVI's storage, with residuals steered away from the query subspace."""
+"""SQuat's key codec: the per-channel format of KIVI, with errors kept out of the query subspace."""
 
 from __future__ import annotations
 
@@ -9,36 +9,40 @@ from torch import Tensor
 
 from kvcli.errors import ConfigError
 from kvcli.methods.base import Space, State
-from kvcli.methods.scalar.per_channel import PerChannelCodes, PerChannelKey
+from kvcli.methods.scalar.per_channel import PerChannelCodec, PerChannelCodes
 from kvcli.methods.squat.config import SQuatConfig
+from kvcli.methods.squat.subspace import corrections, leading_factor, query_gram
 from kvcli.spec import ModelSpec
-
-_POWER_ITERATIONS = 20
 
 
 @dataclass(frozen=True)
 class SQuatState(State):
-    """Attributes:
-    matrix: float32 [batch, num_kv_heads, head_dim, head_dim]; the Gram matrix of the queries seen so far until a
-        sequence's first keys are encoded, `corrections` from then on.
-    count: float32 [batch], queries seen a head.
+    """The query subspace of each sequence.
+
+    Attributes:
+        matrix: float32 [batch, num_kv_heads, head_dim, head_dim]; the Gram matrix of the queries seen so far until a
+            sequence's first keys are encoded, `subspace.corrections` from then on.
+        count: float32 [batch], queries seen per kv head.
     """
 
     matrix: Tensor
     count: Tensor
 
 
-class SQuatKey(PerChannelKey):
-    """Keys per channel, block of channels by block, each block's error made up for in the channels that follow.
+class SQuatKey(PerChannelCodec[SQuatState]):
+    """SQuat's keys (arXiv 2503.24358): quantized per channel, block of channels by block.
 
-    SQuat Eq. 1 and Lemma 2 with P = I + lambda Q_hat^T Q_hat: after a block of channels is quantized with error d, the
-    remaining channels move by -P_rr^-1 P_rb d, the exact minimiser of delta^T P delta given that error. With lambda = 0
-    nothing moves, and the codes are KIVI's.
+    Eq. 1 and Lemma 2 with P = I + lambda Q_hat^T Q_hat: after a block of channels is quantized with error d, the
+    channels r after it move by -P_rr^-1 P_rb d, the exact minimiser of delta^T P delta given that error. With
+    lambda = 0 nothing moves, and the codes are KIVI's.
+
+    Deviation: the paper shares the first sequence's subspace in a batch; here each sequence has its own unless
+    `share_batch` is set.
 
     Buffers:
-        gram: float32 [num_kv_heads, head_dim, head_dim], Gram matrix of calibration queries; used if the subspace comes
-            from calibration.
-        gram_count: float32 [1], their number a head.
+        gram: float32 [num_kv_heads, head_dim, head_dim], Gram matrix of calibration queries; only with
+            `subspace_source` calibration.
+        gram_count: float32 [1], their number per kv head; only with `subspace_source` calibration.
 
     Args:
         spec: the model's shapes.
@@ -63,8 +67,7 @@ class SQuatKey(PerChannelKey):
         matrix = torch.zeros(batch, spec.num_kv_heads, spec.head_dim, spec.head_dim, device=device)
         return SQuatState(matrix, torch.zeros(batch, device=device))
 
-    def observe(self, state: State, queries: Tensor, keys: Tensor, counts: Tensor) -> None:
-        assert isinstance(state, SQuatState)
+    def observe(self, state: SQuatState, queries: Tensor, keys: Tensor, counts: Tensor) -> None:
         if self.config.subspace_source == "calibration":
             return
         if self.config.share_batch:
@@ -77,13 +80,12 @@ class SQuatKey(PerChannelKey):
         if self.fused:
             from kvcli.methods.squat import kernels
 
-            if kernels.can_square(queries):
+            if kernels.supports_gram(queries):
                 return kernels.query_gram(queries, self.spec.num_kv_heads)
         return query_gram(queries, self.spec.num_kv_heads)
 
-    def finalize_state(self, state: State, rows: list[int]) -> None:
-        assert isinstance(state, SQuatState)
-        # a list becomes a tensor that the device has to be sent
+    def finalize_state(self, state: SQuatState, rows: list[int]) -> None:
+        # indexing with a list copies it to the device
         index = slice(None) if rows == list(range(len(state.count))) else rows
         if self.config.subspace_source == "calibration":
             self._check_fitted()
@@ -96,24 +98,23 @@ class SQuatKey(PerChannelKey):
         state.matrix[index] = self._corrections(gram, weight)
 
     def _check_fitted(self) -> None:
-        """Asks the device only until the answer is yes: it has to be waited for."""
+        """Raises ConfigError without a fitted subspace; a positive answer is kept, because asking waits for the GPU."""
         self._fitted = self._fitted or bool(self.gram_count.any())
         if not self._fitted:
             raise ConfigError("a subspace from calibration needs an artifact; make one with 'kvcli fit-subspace'")
 
     def _corrections(self, gram: Tensor, weight: Tensor) -> Tensor:
-        """Of P = I + weight Q_hat^T Q_hat; kernels find the same subspace for every solver, in float32."""
+        """Corrections of P = I + weight Q_hat^T Q_hat; kernels solve in float32, whatever `subspace_solver` says."""
         rank = self.config.subspace_dim
         if self.fused:
             from kvcli.methods.squat import kernels
 
-            if kernels.can_lead(self.spec.head_dim, rank):
+            if kernels.supports_rank(self.spec.head_dim, rank):
                 return kernels.corrections(kernels.leading_factor(gram, rank), weight, self.block_size)
         q_hat = leading_factor(gram, rank, self.config.subspace_solver)
         return corrections(q_hat * weight.double().sqrt().view(-1, 1, 1, 1), self.block_size)
 
-    def encode(self, x: Tensor, state: State | None = None) -> PerChannelCodes:
-        assert isinstance(state, SQuatState)
+    def encode(self, x: Tensor, state: SQuatState) -> PerChannelCodes:
         if self.fused:
             return self._encode_fused(x, state)
         keys, parts = x.float(), []
@@ -123,87 +124,24 @@ class SQuatKey(PerChannelKey):
             part = self.quantize_channels(block)
             parts.append(part)
             if stop < self.spec.head_dim:
-                keys = self._move_rest(keys, self.dequantize_channels(*part) - block.clamp(-65504, 65504), state, stop)
+                error = self.dequantize_channels(*part) - block.clamp(-65504, 65504)
+                keys = self._correct(keys, error, state, stop)
         codes, scale, zero = (torch.cat(tensors, dim=-1) for tensors in zip(*parts, strict=True))
         return self.pack(codes, scale, zero)
 
     def _encode_fused(self, x: Tensor, state: SQuatState) -> PerChannelCodes:
-        """Moves all channels first; a block does not move after its turn, so it can be quantized again at the end."""
-        from kvcli.methods.scalar.encode_kernels import per_channel_error, quantize_per_channel
+        """Corrects all channels, then quantizes all at once: a block no longer changes after its own error is known."""
+        from kvcli.methods.scalar.encode_kernels import quantize_per_channel
+        from kvcli.methods.squat.encode_kernels import per_channel_error
 
         keys = x.float()
         for start in range(0, self.spec.head_dim - self.block_size, self.block_size):
             stop = start + self.block_size
             error = per_channel_error(keys[..., start:stop], self.n_bits, self.tokens_per_group)
-            keys = self._move_rest(keys, error, state, stop)
+            keys = self._correct(keys, error, state, stop)
         return PerChannelCodes(*quantize_per_channel(keys, self.n_bits, self.tokens_per_group))
 
-    def _move_rest(self, keys: Tensor, error: Tensor, state: SQuatState, stop: int) -> Tensor:
-        """Moves the channels from `stop` on, given the error of the block before."""
+    def _correct(self, keys: Tensor, error: Tensor, state: SQuatState, stop: int) -> Tensor:
+        """Moves the channels from `stop` on, given the error of the block that ends there."""
         correction = state.matrix[..., stop - error.shape[-1] : stop, stop:]
         return torch.cat((keys[..., :stop], keys[..., stop:] - error @ correction), dim=-1)
-
-
-def query_gram(queries: Tensor, num_kv_heads: int) -> Tensor:
-    """Q^T Q for each kv head, its query heads concatenated along the tokens.
-
-    Args:
-        queries: [batch, num_heads, time, head_dim].
-        num_kv_heads: kv heads.
-
-    Returns:
-        float32 [batch, num_kv_heads, head_dim, head_dim].
-    """
-    rows = queries.float().unflatten(1, (num_kv_heads, -1)).flatten(2, 3)
-    return rows.transpose(-1, -2) @ rows
-
-
-def leading_factor(gram: Tensor, rank: int, solver: str) -> Tensor:
-    """Q_hat = diag(S[:r]) Vh[:r] of the SVD of Q, from the Gram matrix Q^T Q [..., d, d]: float64 [..., r, d].
-
-    The right singular vectors of Q are the eigenvectors of Q^T Q, and its eigenvalues S^2. Solved in float64, because
-    squaring squares the condition number.
-    """
-    matrix = gram.double()
-    rank = min(rank, matrix.shape[-1])
-    if solver == "svd":
-        values, vectors = torch.linalg.eigh(matrix)
-        values, vectors = values[..., -rank:], vectors[..., -rank:]
-    else:
-        basis = torch.eye(matrix.shape[-1], rank, dtype=matrix.dtype, device=matrix.device)
-        vectors = basis.expand(*matrix.shape[:-2], -1, -1)
-        for _ in range(_POWER_ITERATIONS):
-            vectors = torch.linalg.qr(matrix @ vectors + 1e-12 * basis)[0]
-        values, turn = torch.linalg.eigh(vectors.transpose(-1, -2) @ matrix @ vectors)
-        vectors = vectors @ turn
-    return (vectors * values.clamp_min(0).sqrt().unsqueeze(-2)).transpose(-1, -2)
-
-
-def corrections(q_hat: Tensor, block_size: int) -> Tensor:
-    """What a block's error moves the channels after it by, for every block of P = I + Q_hat^T Q_hat.
-
-    Args:
-        q_hat: float64 [..., r, d].
-        block_size: channels a block.
-
-    Returns:
-        float32 [..., d, d]; rows of block b, columns of the channels r after it: (P_rr^-1 P_rb)^T; 0 elsewhere.
-    """
-    width = q_hat.shape[-1]
-    found = q_hat.new_zeros(*q_hat.shape[:-2], width, width, dtype=torch.float32)
-    for start in range(0, width - block_size, block_size):
-        stop = start + block_size
-        found[..., start:stop, stop:] = correction(q_hat, start, stop)
-    return found
-
-
-def correction(q_hat: Tensor, start: int, stop: int) -> Tensor:
-    """(P_rr^-1 P_rb)^T for the block [start, stop) and the rest: float32 [..., stop - start, d - stop].
-
-    With A = Q_hat[:, rest]^T and B = Q_hat[:, block]^T, P_rr^-1 P_rb = (I + A A^T)^-1 A B^T = A (I + A^T A)^-1 B^T: a
-    system of r equations.
-    """
-    block, rest = q_hat[..., start:stop], q_hat[..., stop:]
-    small = torch.eye(q_hat.shape[-2], dtype=q_hat.dtype, device=q_hat.device) + rest @ rest.transpose(-1, -2)
-    # positive definite, so that there is no failure to wait for
-    return (block.transpose(-1, -2) @ torch.linalg.solve_ex(small, rest)[0]).float()

@@ -1,4 +1,4 @@
-"""Settings of SQuat."""
+"""Settings of SQuat (arXiv 2503.24358)."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import Literal
 
 from pydantic import Field
 
-from kvcli.methods.kivi import KIVIConfig
+from kvcli.methods.scalar.config import KIVIConfig
 
 
 class SQuatConfig(KIVIConfig):
-    """Settings of SQuat, beside KIVI's; the paper's are squat_lambda 1e-3, lambda_scaling none, residual_length 32."""
+    """Settings of SQuat on top of KIVI's; the paper uses squat_lambda 1e-3, lambda_scaling none, residual_length 32."""
 
     residual_length: int = Field(default=32, ge=0, description="last tokens in full precision; keys leave in blocks")
     subspace_dim: int = Field(default=5, ge=1, description="dimensions r of the query subspace")
@@ -19,12 +19,14 @@ class SQuatConfig(KIVIConfig):
         default="per_token",
         description="per_token divides lambda by the number of queries, because singular values grow with the prompt",
     )
-    block_size: int = Field(default=0, ge=0, description="channels g quantized at a time; 0: half a head")
-    subspace_solver: Literal["svd", "power"] = Field(default="svd", description="exact, or block power iteration")
+    block_size: int = Field(default=0, ge=0, description="channels g quantized at a time; 0: head_dim / 2")
+    subspace_solver: Literal["svd", "power"] = Field(
+        default="svd", description="full eigendecomposition, or block power iteration (same to 1e-6)"
+    )
     query_space: Literal["auto", "pre_rope", "post_rope"] = Field(
         default="auto", description="queries that span the subspace; auto: those of the keys' own space"
     )
-    share_batch: bool = Field(default=False, description="one subspace a batch, from its first sequence (paper)")
+    share_batch: bool = Field(default=False, description="one subspace per batch, from its first sequence (paper)")
     subspace_source: Literal["prompt", "calibration"] = Field(
         default="prompt", description="queries of the prompt, or a subspace fitted offline with 'kvcli fit-subspace'"
     )

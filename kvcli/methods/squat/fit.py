@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from kvcli.methods.base import LayerCodec
 from kvcli.methods.method import FitReport
-from kvcli.methods.squat.codec import SQuatKey, leading_factor, query_gram
+from kvcli.methods.scalar.per_token import PerTokenValue
+from kvcli.methods.squat.codec import SQuatKey
+from kvcli.methods.squat.config import SQuatConfig
+from kvcli.methods.squat.subspace import leading_factor, query_gram
 from kvcli.samples import LayerSamples
 
 
 def fit_subspace(
-    codec: LayerCodec, train: LayerSamples, heldout: LayerSamples, config: Any, generator: torch.Generator
+    codec: LayerCodec[SQuatKey, PerTokenValue],
+    train: LayerSamples,
+    heldout: LayerSamples,
+    config: SQuatConfig,
+    generator: torch.Generator,
 ) -> FitReport:
     """Keeps the Gram matrix of the recorded queries, in the space that the codec asks for.
 
     Returns:
-        The share of the queries' energy that the leading `subspace_dim` directions hold, for each kv head.
+        `subspace_energy`: for each kv head, the share of the queries' squared norm that the leading `subspace_dim`
+        directions hold (sum of the leading squared singular values / sum of all).
     """
     key = codec.key
-    assert isinstance(key, SQuatKey)
     queries = train.q if key.query_space == "pre_rope" else train.rotated_queries()
     gram = query_gram(queries.unsqueeze(0), key.spec.num_kv_heads)[0]
     key.gram.copy_(gram)
     key.gram_count.fill_(queries.shape[1] * key.spec.num_kv_groups)
-    held = leading_factor(gram, config.subspace_dim, config.subspace_solver)
-    share = held.square().sum((-2, -1)) / gram.diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(1e-30)
-    return FitReport({"subspace_energy": [float(x) for x in share]})
+    q_hat = leading_factor(gram, config.subspace_dim, config.subspace_solver)
+    energy = q_hat.square().sum((-2, -1)) / gram.diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(1e-30)
+    return FitReport({"subspace_energy": [float(x) for x in energy]})

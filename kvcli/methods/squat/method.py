@@ -1,4 +1,4 @@
-"""SQuat's entries in the registry: post-RoPE and pre-RoPE."""
+"""SQuat's entries in the registry (arXiv 2503.24358): post-RoPE and pre-RoPE."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvcli.methods.squat.fit import fit_subspace
 from kvcli.spec import ModelSpec
 
 
-def _build(space: Space, spec: ModelSpec, config: SQuatConfig, layer_idx: int) -> LayerCodec:
+def _build(space: Space, spec: ModelSpec, config: SQuatConfig, layer_idx: int) -> LayerCodec[SQuatKey, PerTokenValue]:
     return LayerCodec(SQuatKey(spec, config, space), PerTokenValue(spec, config.v_bits, config.group_size))
 
 
@@ -24,15 +24,19 @@ def _method(name: str, summary: str, space: Space) -> Method:
         summary=summary,
         bits="1, 2, 4, 8",
         paper="SQuat, 2025",
+        arxiv="2503.24358",
         config_cls=SQuatConfig,
         build=partial(_build, space),
         nominal_bits=lambda spec, config: (config.k_bits, config.v_bits),
+        paper_settings={f"{name}-2": {"sink_length": 0, "residual_length": 32}},
         schedules=kivi_schedules,
         fit=fit_subspace,
+        fit_metrics={"subspace_energy": "share of the queries' energy in the subspace"},
         needs_artifact=False,
         for_bits=lambda bits: {"k_bits": bits, "v_bits": bits},
-        attend_kernels="kvcli.methods.scalar.score_kernels",
+        attend_kernels="kvcli.methods.scalar.attend_kernels",
         example_settings={"residual_length": 8, "group_size": 4},
+        bench=(f"{name}-2",),
     )
 
 

@@ -1,0 +1,275 @@
+"""Whole models with each method's cache: speed of given prompts, and what fits into a memory budget.
+
+The suites `generate` and `memory` of `kvcli bench`. Both read a prompt and decode after it; `generate` times that, and
+`memory` asks for the largest batch at a context or the longest context of one sequence, found by allocating. Before a
+method is run, its kernels are checked against the reference on one layer of the model's shape.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from kvcli.attention.reference import attend_codes as reference_attend
+from kvcli.bench.budget import attempt, check_budget, free, largest_by_peak, memory_limit, need_gpu
+from kvcli.bench.check import Agreement, choose_attend, compare, encoding_gap
+from kvcli.bench.layer import MethodCase, encoded_layer
+from kvcli.bench.model import NewCache, Run, attached, random_prompt, run_model
+from kvcli.bench.model_row import ModelRow, Question
+from kvcli.bench.rows import run_row
+from kvcli.methods.encoded import AttendCodes
+from kvcli.seam.patch import find_rope
+from kvcli.spec import ModelSpec
+
+_WARM_TOKENS = 40
+"""New tokens of the warm-up run: enough that decoding encodes tokens, so that all kernels are compiled."""
+
+_WARM_SECONDS = {"cuda": 10.0}
+"""Warm-up before the fp16 baseline, by type of device; it otherwise runs first, at a higher boost clock."""
+
+_CHECKED_TOKENS = 256
+"""Fewest tokens on which `generate` checks kernels: a short prompt may have no codes."""
+
+_CHECKED_CONTEXT = 4096
+"""Tokens on which `memory` checks kernels."""
+
+_CONTEXT_UNIT = 4096
+"""Contexts are searched in multiples of this."""
+
+
+class ModelBench:
+    """Measures methods on one model.
+
+    Args:
+        model: a causal language model, detached.
+        cases: the methods; the first is fp16.
+        impl: attention over codes, as in `kvcli.attach`.
+        seed: of prompts and codebooks.
+        memory_budget: bytes that torch may reserve, weights included; None: all there are.
+        prefill_chunk: tokens of the whole batch per forward pass of the prompt; None: all.
+
+    Raises:
+        UsageError: no such implementation, or a budget without a GPU or larger than it.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        cases: list[MethodCase],
+        *,
+        impl: str,
+        seed: int,
+        memory_budget: int | None = None,
+        prefill_chunk: int | None = None,
+    ) -> None:
+        self.model, self.cases, self.impl, self.seed = model, cases, impl, seed
+        self.memory_budget, self.prefill_chunk = memory_budget, prefill_chunk
+        self.device: torch.device = model.device
+        if memory_budget is not None:
+            check_budget(memory_budget, self.device)
+        self.spec, self.rope = ModelSpec.from_config(model.config), find_rope(model)
+        self.weights_bytes = sum(weight.nbytes for weight in model.parameters())
+        self.attends: dict[str, tuple[str, AttendCodes]] = {
+            case.name: ("sdpa", reference_attend)
+            if case.is_baseline
+            else choose_attend(case.method, [case.build(self.spec, self.spec.num_layers - 1)], impl, self.device)
+            for case in cases
+        }
+        self._agreements: dict[tuple[str, int, int], Agreement | None] = {}
+
+    def generate(
+        self, contexts: list[int], batches: list[int] | None, *, new_tokens: int, repeats: int
+    ) -> Iterator[ModelRow]:
+        """Times every method at every prompt length and batch, fp16 first.
+
+        Args:
+            contexts: lengths of the prompt.
+            batches: sequences; None: the largest batch that fits, for each method its own.
+            new_tokens: tokens chosen after the prompt; 0 reads the prompt only.
+            repeats: runs timed.
+
+        Yields:
+            A row per method, length and batch.
+
+        Raises:
+            UsageError: the largest batch without a GPU.
+        """
+        if batches is None:
+            need_gpu(self.device)
+        for context in contexts:
+            for batch in _sizes(batches):
+                baseline: ModelRow | None = None
+                for case in self.cases:
+                    row = self._run_row(partial(self._times, case, repeats), case, context, batch, new_tokens)
+                    baseline = baseline or row
+                    yield row.with_ratios(baseline)
+
+    def memory(
+        self, contexts: list[int], batches: list[int] | None, *, longest: bool, full_prefill: bool
+    ) -> Iterator[ModelRow]:
+        """Tries what fits into the budget: every method at every context, then its longest context.
+
+        Args:
+            contexts: lengths of the prompt.
+            batches: sequences; None: the largest batch that fits, for each method and context.
+            longest: whether to search for the longest context of one sequence too.
+            full_prefill: whether the model computes the whole prompt, instead of its first and last chunk.
+
+        Yields:
+            A row per method and question.
+
+        Raises:
+            UsageError: no GPU.
+        """
+        need_gpu(self.device)
+        for case in self.cases:
+            measure = partial(self._memory, case, full_prefill)
+            for context in contexts:
+                for batch in _sizes(batches):
+                    yield self._run_row(measure, case, context, batch, 2)
+            if longest:
+                yield self._run_row(measure, case, None, 1, 2)
+
+    def _run_row(
+        self,
+        measure: Callable[[ModelRow], ModelRow],
+        case: MethodCase,
+        context: int | None,
+        batch: int | None,
+        new_tokens: int,
+    ) -> ModelRow:
+        """A measured row; None for the size that is searched for."""
+        question: Question = "longest context" if context is None else "largest batch" if batch is None else "given"
+        impl, weights = self.attends[case.name][0], self.weights_bytes
+        empty = ModelRow(case.name, question, context or 0, new_tokens, batch or 0, impl, weights_bytes=weights)
+        row = run_row(partial(measure, empty), empty)
+        free()
+        return row
+
+    def _times(self, case: MethodCase, repeats: int, row: ModelRow) -> ModelRow:
+        """Finds the batch if none is given, checks the kernels at this shape, and times runs."""
+        bounded = self.memory_budget is not None or not row.batch
+        if not row.batch:
+            row, _ = self._search(case, row)
+        if row.status == "ok":
+            row = self._checked(case, row, max(_CHECKED_TOKENS, row.context + row.new_tokens), row.batch)
+        if row.status != "ok":
+            return row
+        with self._attached(case) as new_cache:
+            run = partial(self._run, new_cache, row.batch, row.context)
+            if case.is_baseline:
+                end = time.perf_counter() + _WARM_SECONDS.get(self.device.type, 0.0)
+                while time.perf_counter() < end:
+                    run(0)
+            run(min(row.new_tokens, _WARM_TOKENS))
+            runs = []
+            for _ in range(repeats):
+                if bounded:
+                    free()  # a run that fitted in the search began with no memory reserved
+                runs.append(run(row.new_tokens))
+        return row.with_memory(runs).with_times(runs)
+
+    def _memory(self, case: MethodCase, full_prefill: bool, row: ModelRow) -> ModelRow:
+        """Checks the kernels, once per method, and answers the question."""
+        row = self._checked(case, row, _CHECKED_CONTEXT, 1)
+        if row.status != "ok":
+            return row
+        row, run = self._search(case, row, fill_middle=not full_prefill)
+        if run is None:
+            return row
+        fp16_bytes = row.batch * (row.context + 1) * self.spec.fp16_bytes_per_token()
+        return replace(row.with_memory([run]), cache_ratio=fp16_bytes / run.cache_bytes)
+
+    def _search(self, case: MethodCase, row: ModelRow, *, fill_middle: bool = False) -> tuple[ModelRow, Run | None]:
+        """Tries sizes until the row's question is answered.
+
+        Returns:
+            The row with batch and context, and the run of that size; None if nothing fits.
+        """
+        runs: dict[int, Run] = {}
+        budget = self.memory_budget or torch.cuda.get_device_properties(self.device).total_memory
+        with self._attached(case) as new_cache:
+
+            def peak(size: int) -> int | None:
+                """Peak in bytes of a batch, or of a context in units."""
+                batch, context = (size, row.context) if row.context else (1, size * _CONTEXT_UNIT)
+                fits = attempt(
+                    lambda: runs.update(
+                        {size: self._run(new_cache, batch, context, row.new_tokens, fill_middle=fill_middle)}
+                    )
+                )
+                return (runs[size].peak_bytes or 0) if fits else None
+
+            if row.question == "given":
+                size = row.batch if peak(row.batch) is not None else 0
+            else:
+                size = largest_by_peak(peak, budget)
+        if row.question == "largest batch":
+            row = replace(row, batch=size)
+        elif row.question == "longest context":
+            row = replace(row, context=size * _CONTEXT_UNIT)
+        return (row, runs[size]) if size else (replace(row, status="out of memory"), None)
+
+    def _run(self, new_cache: NewCache, batch: int, context: int, new_tokens: int, *, fill_middle: bool = False) -> Run:
+        ids = random_prompt(self.spec, batch, context, self.device, self.seed)
+        return run_model(self.model, new_cache, ids, new_tokens, self.prefill_chunk, fill_middle=fill_middle)
+
+    @contextmanager
+    def _attached(self, case: MethodCase) -> Iterator[NewCache]:
+        """Attaches a method within the memory budget, inside the block."""
+        with (
+            memory_limit(self.memory_budget, self.device),
+            attached(self.model, case, self.impl, self.seed) as new_cache,
+        ):
+            yield new_cache
+
+    def _checked(self, case: MethodCase, row: ModelRow, context: int, batch: int) -> ModelRow:
+        """The row with the errors of the method's kernels at a shape, and its status."""
+        key = case.name, context, batch
+        if key not in self._agreements:
+            self._agreements[key] = self.agreement(case, context, batch)
+        agreement = self._agreements[key]
+        if agreement is None:
+            return row
+        row = replace(
+            row,
+            out_error=agreement.out_error,
+            lse_error=agreement.lse_error,
+            encoding_gap=agreement.encoding_gap,
+        )
+        return row if agreement.holds else replace(row, status="mismatch", note=agreement.describe())
+
+    def agreement(self, case: MethodCase, context: int, batch: int) -> Agreement | None:
+        """How a method's kernels, those that encode included, compare with the reference on the last layer.
+
+        Returns:
+            None where no kernel runs.
+        """
+        impl, attend_codes = self.attends[case.name]
+        if attend_codes is reference_attend:
+            return None
+        layer = encoded_layer(
+            case,
+            self.spec,
+            self.rope,
+            layer_idx=self.spec.num_layers - 1,
+            context=context,
+            batch=batch,
+            device=self.device,
+            dtype=self.model.dtype,
+            seed=self.seed,
+        )
+        with torch.inference_mode():
+            agreement = compare(layer, attend_codes)
+            return replace(agreement, encoding_gap=encoding_gap(layer)) if impl == "fused" else agreement
+
+
+def _sizes(batches: list[int] | None) -> list[int | None]:
+    """Batches to measure; [None] for the largest one."""
+    return [None] if batches is None else [*batches]

@@ -1,0 +1,75 @@
+"""Fits CommVQ's key codebooks (arXiv 2506.18879, section 4.2 and appendix A.2) stage by stage."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvcli.methods.commvq.codebook import centres, nearest
+from kvcli.methods.commvq.config import CommVQConfig
+from kvcli.methods.commvq.em import fit_annealed, fit_hard
+from kvcli.methods.commvq.keys import CommVQKeyCodec
+from kvcli.rope import to_pairs
+from kvcli.samples import LayerSamples
+
+
+def fit_keys(codec: CommVQKeyCodec, samples: LayerSamples, config: CommVQConfig, generator: torch.Generator) -> int:
+    """Fits the residual stages one after another, each on the residual of the greedy encoding so far.
+
+    Args:
+        codec: fitted in place.
+        samples: keys, and queries for the weights of channel pairs.
+        config: resolved settings.
+        generator: CPU generator of every random choice.
+
+    Returns:
+        Dead codebook rows: those that no training vector uses in the end, over all stages and heads.
+    """
+    if config.key_query_weighting and samples.q.shape[1]:
+        weight = query_pair_weight(samples.q, codec.spec.num_kv_heads, codec.spec.rope.rotary_dim)
+        codec.pair_weight.copy_(weight)
+    weights = codec.group_weight()
+    residual = codec.problems(codec.normalise(samples.k.unsqueeze(0))[0]) * weights
+    books, dead = [], 0
+    for stage in range(config.num_residuals):
+        if config.key_assignment == "hard":
+            book = fit_hard(residual, config.codebook_size, config.key_iterations, generator)
+        else:
+            book = fit_annealed(residual, config.codebook_size, stage, generator)
+        if stage == 0:
+            codec.codebook_scale.copy_(codebook_scale(book / weights).view_as(codec.codebook_scale))
+        # later stages must see the residual of the stored int8 codebook, not of the float32 one
+        unit = codec.codebook_scale.flatten(0, 1).repeat_interleave(2, -1).unsqueeze(1)
+        stored = (book / weights / unit).round().clamp(-127, 127)
+        rounded = stored * unit * weights
+        first, second = nearest(residual, rounded)
+        residual = residual - centres(rounded, first, second)
+        used = torch.zeros(book.shape[:2], device=book.device)
+        used.scatter_(1, first, 1.0).scatter_(1, second, 1.0)
+        dead += int((used == 0).sum())
+        books.append(stored.to(torch.int8))
+    codec.codebook.copy_(torch.stack(books, dim=1).view_as(codec.codebook))
+    return dead
+
+
+def query_pair_weight(q: Tensor, num_kv_heads: int, rotary_dim: int) -> Tensor:
+    """sqrt(E|q_j|^2) of each channel pair, over a kv head's query heads: the weight of an error in k_j in a score.
+
+    A real factor per pair commutes with RoPE, so it can weight the distance without breaking the codebook's structure.
+
+    Args:
+        q: [num_heads, tokens, head_dim], pre-RoPE.
+        num_kv_heads: kv heads.
+        rotary_dim: rotated channels.
+
+    Returns:
+        [num_kv_heads, head_dim/2], of mean square 1.
+    """
+    energy = to_pairs(q, rotary_dim).square().sum(-1).mean(1).unflatten(0, (num_kv_heads, -1)).mean(1)
+    return (energy / energy.mean(-1, keepdim=True).clamp_min(1e-30)).clamp_min(1e-6).sqrt()
+
+
+def codebook_scale(book: Tensor) -> Tensor:
+    """The unit of each pair in an int8 codebook, from its first stage [P, N, 2g]: [P, g]."""
+    largest: Tensor = book.unflatten(-1, (-1, 2)).abs().amax((1, 3))
+    return largest.clamp_min(1e-6) / 127

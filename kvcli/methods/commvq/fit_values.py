@@ -1,0 +1,153 @@
+"""Fits CommVQ's value encoder and codebook (arXiv 2506.18879, section 4.1): a fast trainer and the paper's."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from kvcli.methods.commvq.values import CommVQValueCodec, sweep
+
+_RIDGE = 1e-4
+_BLOCK_TOKENS = 16384
+_PAPER_BATCH = 2048
+_PAPER_LEARNING_RATE = 1e-3
+
+
+def fit_values_fast(codec: CommVQValueCodec, values: Tensor, iterations: int) -> None:
+    """Alternates coordinate descent on the bits with least squares for the codebook, then fits a linear encoder.
+
+    Args:
+        codec: fitted in place.
+        values: [num_kv_heads, tokens, head_dim].
+        iterations: rounds.
+    """
+    rows = _prepare(codec, values)
+    codebook, offset, bits = principal_bits(rows, codec.config.value_code_bits)
+    for _ in range(iterations):
+        codebook, offset = least_squares_codebook(rows, bits)
+        for part, part_bits in zip(rows.split(_BLOCK_TOKENS), bits.split(_BLOCK_TOKENS), strict=True):
+            current = part_bits.to(rows.dtype)
+            sweep(part - offset, codebook, current)
+            part_bits.copy_(current)
+    _store(codec, *least_squares_codebook(rows, bits))
+    # the encoder predicts the signs 2s - 1 of the bits; its bias absorbs the -1
+    encoder = 2 * _ridge_solve(rows, bits)
+    codec.get_buffer("encoder_weight_0").copy_(encoder[:-1].T)
+    codec.get_buffer("encoder_bias_0").copy_(encoder[-1] - 1)
+
+
+def principal_bits(rows: Tensor, num_bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Initial binary codebook: principal components, quantized uniformly, each bit given where most variance remains.
+
+    Component i with b_i bits and step t_i is the sum of b_i binary rows t_i * 2^j * (its direction), plus an offset.
+
+    Args:
+        rows: [T, D].
+        num_bits: N_c.
+
+    Returns:
+        Codebook [N_c, D], offset [D] and bits uint8 [T, N_c], grouped so that a sweep chooses neighbouring components.
+    """
+    mean = rows.mean(0)
+    variance, directions = torch.linalg.eigh(torch.cov(rows.T).double())
+    variance, directions = variance.float().clamp_min(1e-12), directions.float()
+    remaining, allotted = variance.tolist(), [0] * len(variance)
+    for _ in range(num_bits):
+        best = max(range(len(remaining)), key=remaining.__getitem__)
+        allotted[best] += 1
+        remaining[best] /= 3.5  # about what one more bit reduces a Gaussian's variance by
+    scores = (rows - mean) @ directions
+    book, bits, offset = [], [], mean.clone()
+    for component, count in enumerate(allotted):
+        if not count:
+            continue
+        levels = 2**count
+        step = variance[component].sqrt() * 2 * (1.6 + 0.45 * (count - 1)) / levels
+        low = -step * (levels - 1) / 2
+        index = ((scores[:, component] - low) / step).round().clamp(0, levels - 1).long()
+        offset += low * directions[:, component]
+        for bit in range(count):
+            book.append(step * 2**bit * directions[:, component])
+            bits.append((index >> bit & 1).to(torch.uint8))
+    return torch.stack(book), offset, torch.stack(bits, dim=1)
+
+
+def least_squares_codebook(rows: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
+    """Codebook [N_c, D] and offset [D] that minimise |rows - bits C - offset|^2, with a small ridge."""
+    solution = _ridge_solve(bits, rows)
+    return solution[:-1], solution[-1]
+
+
+def fit_values_paper(codec: CommVQValueCodec, values: Tensor, steps: int, generator: torch.Generator) -> None:
+    """The paper's recipe: encoder and codebook by gradient descent on the squared error, through Gumbel-softmax.
+
+    Two classes per bit, so the difference of two Gumbel variables is one logistic variable; straight-through, tau = 1;
+    AdamW with learning rate 1e-3. The loss is the squared error of section 4.1; the released code adds the error of the
+    attention output.
+
+    Args:
+        codec: fitted in place.
+        values: [num_kv_heads, tokens, head_dim].
+        steps: optimiser steps of 2048 tokens.
+        generator: CPU generator of batches, noise and initial weights.
+    """
+    rows = _prepare(codec, values)
+    config, width, device = codec.config, rows.shape[1], rows.device
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(device)
+
+    with torch.enable_grad():
+        sizes = [(config.value_hidden, width), (config.value_code_bits, config.value_hidden)]
+        weights = [nn.Parameter(normal(*size) * size[1] ** -0.5) for size in sizes]
+        biases = [nn.Parameter(torch.zeros(size[0], device=device)) for size in sizes]
+        codebook = nn.Parameter(normal(config.value_code_bits, width) * config.value_code_bits**-0.5)
+        offset = nn.Parameter(torch.zeros(width, device=device))
+        optimiser = torch.optim.AdamW([*weights, *biases, codebook, offset], lr=_PAPER_LEARNING_RATE)
+        for _ in range(steps):
+            batch = rows[torch.randint(rows.shape[0], (_PAPER_BATCH,), generator=generator).to(device)]
+            hidden = nn.functional.gelu(nn.functional.linear(batch, weights[0], biases[0]))
+            logits = nn.functional.linear(hidden, weights[1], biases[1])
+            uniform = torch.rand(logits.shape, generator=generator).clamp(1e-6, 1 - 1e-6).to(device)
+            soft = torch.sigmoid(logits + uniform.log() - (-uniform).log1p())
+            bits = (soft > 0.5).float() + soft - soft.detach()
+            decoded = bits @ codebook + offset
+            loss = (decoded - batch).square().mean()
+            optimiser.zero_grad()
+            loss.backward()
+            optimiser.step()
+    with torch.no_grad():
+        _store(codec, codebook, offset)
+        for layer, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
+            codec.get_buffer(f"encoder_weight_{layer}").copy_(weight)
+            codec.get_buffer(f"encoder_bias_{layer}").copy_(bias)
+
+
+def _prepare(codec: CommVQValueCodec, values: Tensor) -> Tensor:
+    """Sets the channel scale from the data; returns unit rows [T, D]."""
+    batch = values.unsqueeze(0)
+    scale = values.abs().mean(1).flatten()
+    codec.channel_scale.copy_(torch.where(scale > 0, scale, 1.0))
+    return codec.normalise(batch)[0]
+
+
+def _store(codec: CommVQValueCodec, codebook: Tensor, offset: Tensor) -> None:
+    """Keeps codebook and offset with the channel scale folded in."""
+    codec.codebook.copy_(codebook * codec.channel_scale)
+    codec.offset.copy_(offset * codec.channel_scale)
+
+
+def _ridge_solve(inputs: Tensor, targets: Tensor) -> Tensor:
+    """Least squares of targets [T, M] on inputs [T, K] and a constant: [K + 1, M], the constant's row last.
+
+    The normal equations are accumulated block by block, so that neither side is converted to float32 as a whole.
+    """
+    width = inputs.shape[1] + 1
+    gram = torch.zeros(width, width, dtype=torch.float64, device=inputs.device)
+    cross = torch.zeros(width, targets.shape[1], dtype=torch.float64, device=inputs.device)
+    for part, target in zip(inputs.split(_BLOCK_TOKENS), targets.split(_BLOCK_TOKENS), strict=True):
+        design = nn.functional.pad(part.float(), (0, 1), value=1.0)
+        gram += design.T @ design
+        cross += design.T @ target.float()
+    gram.diagonal().add_(_RIDGE * gram.diagonal().mean())
+    return torch.linalg.solve(gram, cross).float()

@@ -1,0 +1,43 @@
+"""`kvcli eval`: which methods and artifacts are measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from console import invoke
+
+from kvcli.cli.evaluate import EvalOptions, choose_cases
+from kvcli.errors import ArtifactError
+
+
+@pytest.mark.parametrize("name", ["commvq", "commvq-2"])
+def test_a_fitted_method_takes_the_artifact_given_for_it(tiny: Any, artifact: Path, name: str) -> None:
+    elsewhere = artifact.rename(artifact.parents[2] / "elsewhere")
+    options = EvalOptions(method=["kivi-2", name], artifact=[elsewhere])
+    assert choose_cases(options) == [("kivi-2", None), ("commvq", elsewhere)]
+
+
+def test_an_artifact_of_other_bits_does_not_stand_for_a_method(tiny: Any, artifact: Path) -> None:
+    elsewhere = artifact.rename(artifact.parents[2] / "elsewhere")
+    with pytest.raises(ArtifactError, match="no commvq-1 artifact"):
+        choose_cases(EvalOptions(method=["commvq-1"], artifact=[elsewhere]))
+
+
+def test_by_default_fitted_methods_are_measured_if_they_have_an_artifact(tiny: Any, artifact: Path) -> None:
+    newest = artifact.relative_to(Path.cwd())
+    assert choose_cases(EvalOptions()) == [("fp16", None), ("commvq", newest)]
+    artifact.rename(artifact.parents[2] / "elsewhere")
+    assert choose_cases(EvalOptions()) == [("fp16", None)]
+
+
+def test_a_method_with_bits_and_its_artifact_give_one_row(tiny: Any, artifact: Path) -> None:
+    elsewhere = artifact.rename(artifact.parents[2] / "elsewhere")
+    sizes = ("--seq-len", "64", "--num-sequences", "1", "--residual-length", "8")
+    result = invoke("eval", "--method", "commvq-2", "--artifact", str(elsewhere), *sizes, "--json")
+    assert result.exit_code == 0, result.stderr
+    (row,) = json.loads(result.stdout)["rows"]
+    assert (row["method"], row["artifact"], row["label"]) == ("commvq", str(elsewhere), "elsewhere")
+    assert row["memory"]["num_encoded"] > 0
