@@ -8,6 +8,7 @@ import pytest
 import torch
 from contract import CacheContract, alone, logits
 from factories import WINDOW, make_spec, prompt_and_steps
+from parts import DEVICE
 
 import kvcli
 from kvcli.methods.method import Method
@@ -34,7 +35,9 @@ def test_lossless_keys_before_rope_are_exact(
     key = fp16.build(make_spec(), fp16.config_cls(), 0).key
     monkeypatch.setattr(type(key), "space", "pre_rope")
     lengths = (40, 17, 9)
-    pieces = prompt_and_steps(prompt, *lengths)
+    device = DEVICE if impl == "fused" else "cpu"
+    tiny_model.to(device)
+    pieces = [{name: x.to(device) for name, x in piece.items()} for piece in prompt_and_steps(prompt, *lengths)]
     with kvcli.attach(tiny_model, "fp16", impl=impl, **{**WINDOW, "sink_length": sink_length}) as session:
         assert session.codecs[0].key.space == "pre_rope"
         found = logits(tiny_model, session, pieces)
