@@ -17,7 +17,7 @@ _MISSING = "nothing"
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Gives a temporary path to write to, which takes the name `path` when the block ends without an error."""
+    """Yields a temporary path to write to, which takes the name `path` when the block ends without an error."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         yield temporary
@@ -116,9 +116,9 @@ def _is_torn(path: Path) -> bool:
         return handle.read(1) != b"\n"
 
 
-def to_json(value: Any, indent: int | None = None) -> str:
+def to_json(value: Any) -> str:
     """JSON that every parser reads: NaN and infinities, which JSON does not have, are null."""
-    return json.dumps(_finite(value), indent=indent, allow_nan=False)
+    return json.dumps(_finite(value), allow_nan=False)
 
 
 def _finite(value: Any) -> Any:

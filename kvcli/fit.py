@@ -95,7 +95,7 @@ def check_fitted(method: Method) -> FitLayer:
     """
     if method.fit is None:
         fitted = [name for name in METHODS if get_method(name).fit is not None]
-        raise UsageError(f"method '{method.name}' is not fitted, it works without; choose one of {', '.join(fitted)}")
+        raise UsageError(f"method '{method.name}' has nothing to fit; choose one of {', '.join(fitted)}")
     return method.fit
 
 
@@ -120,14 +120,14 @@ def assemble(folders: Sequence[Path]) -> Artifact:
         config = get_method(run["method"]).config_cls(**run["config"])
     except (ValueError, KeyError, TypeError) as error:
         raise ArtifactError(f"{folders[0] / RUN} is damaged: {error!r}") from error
-    homes = {i: next((f for f in folders if _finished(f, i) is not None), None) for i in range(num_layers)}
-    if missing := [str(layer_idx) for layer_idx, home in homes.items() if home is None]:
+    folder_of = {i: next((f for f in folders if _finished(f, i) is not None), None) for i in range(num_layers)}
+    if missing := [str(layer_idx) for layer_idx, home in folder_of.items() if home is None]:
         raise ArtifactError(
             f"the run in {folders[0]} lacks layers {', '.join(missing)}; run the same fit again to resume"
         )
     tensors: dict[str, Tensor] = {}
     reports: list[Mapping[str, Any]] = []
-    for layer_idx, home in homes.items():
+    for layer_idx, home in folder_of.items():
         assert home is not None
         reports.append(_finished(home, layer_idx) or {})
         try:

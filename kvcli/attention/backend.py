@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -47,7 +48,7 @@ class AttentionBackend:
     attend_window: AttendWindow
     rotate_and_append: RotateAndAppend
     unrotate: Unrotate
-    max_queries: int = 0
+    max_queries: int = sys.maxsize
     note: str | None = None
 
 

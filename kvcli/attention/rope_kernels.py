@@ -69,13 +69,13 @@ def _rotate_and_append_kernel(
 def rotate_and_append(
     rotation: Rotation, query: Tensor, key: Tensor, value: Tensor, key_out: Tensor, value_out: Tensor
 ) -> Tensor:
-    """As `kvcli.attention.reference.rotate_and_append` in one launch, rounded once; partial RoPE is the reference."""
+    """As `kvcli.attention.reference.rotate_and_append` in one launch, rounded once; partial RoPE falls back."""
     batch, heads, length, head_dim = query.shape
     half = rotation.cos.shape[-1]
     if 2 * half != head_dim:
         return reference.rotate_and_append(rotation, query, key, value, key_out, value_out)
     query, key, value = row_major(query), row_major(key), row_major(value)
-    # tokens before heads: SDPA lays out its output like the queries, and this is how the model goes on with it
+    # [batch, time, heads, head_dim], so that SDPA's output needs no copy before o_proj
     out = torch.empty(batch, length, heads, head_dim, dtype=query.dtype, device=query.device)
     block = min(16, power_of_two(batch * length))
     _rotate_and_append_kernel[(cdiv(batch * length, block), heads + 2 * key.shape[1])](
@@ -107,7 +107,7 @@ def _unrotate_kernel(
 
 
 def unrotate(rotation: Rotation, x: Tensor) -> Tensor:
-    """As `kvcli.attention.reference.unrotate` in one launch; partial RoPE takes the reference."""
+    """As `kvcli.attention.reference.unrotate` in one launch; falls back to it for partial RoPE."""
     batch, heads, length, head_dim = x.shape
     half = rotation.cos.shape[-1]
     if 2 * half != head_dim:

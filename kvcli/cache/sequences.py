@@ -151,7 +151,7 @@ class Sequences:
     def _check_all_layers_done(self) -> None:
         """Raises when layers hold different tokens."""
         if self._layers_left > 0:
-            raise CacheError("a forward pass over this cache did not reach the last layer; make a new cache")
+            raise CacheError("a forward pass over this cache did not reach the last layer; call cache.reset()")
 
     def _keep_positions(self, positions: Tensor, forward: Forward) -> None:
         held, needed = self._positions, max(self.lengths)

@@ -68,7 +68,7 @@ class _WindowDone(Exception):
 
 
 class _Recorder:
-    """Attends exactly and keeps q, k and v of the window's layers."""
+    """Runs SDPA in full precision and records q, k and v of the window's layers."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype

@@ -223,5 +223,5 @@ class LayerCodec(nn.Module, Generic[KeyT, ValueT]):
         return [(start, min(start + size, length)) for start in range(0, length, size)]
 
     def use_kernels(self, fused: bool) -> None:
-        """Says whether encoding and decoding run in Triton kernels, where the codecs have them."""
+        """Sets whether encoding and decoding run in Triton kernels, where the codecs have them."""
         self.key.fused = self.value.fused = fused
