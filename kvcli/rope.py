@@ -79,6 +79,9 @@ class Rope:
         Args:
             positions: [batch, time] integers.
             dtype: dtype of cos and sin, computed in float32 and rounded once.
+
+        Returns:
+            cos and sin [batch, 1, time, rotary_dim/2].
         """
         probe = torch.empty(0, dtype=dtype, device=positions.device)
         return Rotation.from_model(*self.module(probe, positions)).contiguous()

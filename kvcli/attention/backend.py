@@ -72,6 +72,9 @@ def choose_backend(method: Method, codecs: Sequence[LayerCodec], impl: str, devi
         impl: `reference`, `fused`, or `auto`: fused on a GPU with Triton, else reference.
         device: of the model.
 
+    Returns:
+        The backend; its `note` says why the method's own kernel is not used.
+
     Raises:
         UsageError: no such implementation, kernels that cannot run on the device, or, with `fused`, shapes that the
             method's kernels refuse.

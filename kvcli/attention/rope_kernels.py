@@ -38,9 +38,18 @@ def _rotate_and_append_kernel(
     ko_batch, ko_head, ko_time, vo_batch, vo_head, vo_time, tokens, length, heads, kv_heads,
     HALF: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Tokens of one head: rotates a query head or a key head, or copies a value head; grid (tiles, all heads).
+    """Tokens of one head: rotates a query head or a key head, or copies a value head.
 
-    Tokens are counted over all rows of the batch, `length` of each; query_out [batch, length, heads, head_dim].
+    Grid (ceil(batch * length / BLOCK_T), heads + 2 * kv_heads); tokens are counted over all rows, `length` of each. Sums
+    in float32. Tuned on one H200 (torch 2.11, triton 3.6).
+
+    Args:
+        query: [batch, heads, length, 2 * HALF] of the model's dtype; key and value with kv_heads.
+        cos, sin: [batch or 1, 1, length, HALF] any float.
+        query_out: [batch, length, heads, 2 * HALF], written.
+        key_out, value_out: [batch, kv_heads, length, 2 * HALF], slots of the windows, written.
+        q_, k_, v_, c_, ko_, vo_: strides; c_batch is 0 for one row of angles.
+        HALF: rotated pairs, half of head_dim; BLOCK_D: HALF padded to a power of two.
     """
     n = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     i_h = tl.program_id(1).to(tl.int64)
@@ -93,7 +102,15 @@ def _unrotate_kernel(
     x, cos, sin, out, x_batch, x_head, x_time, c_batch, c_time, tokens, length, heads,
     HALF: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Inverse RoPE of tokens of one head; grid (tiles, heads). Tokens count over rows; out is contiguous."""
+    """Inverse RoPE of tokens of one head.
+
+    Grid (ceil(batch * length / BLOCK_T), heads). Tuned on one H200 (torch 2.11, triton 3.6).
+
+    Args:
+        x: [batch, heads, length, 2 * HALF] of the model's dtype, rotated.
+        cos, sin: [batch or 1, 1, length, HALF] float32.
+        out: float32 [batch, heads, length, 2 * HALF], contiguous, written.
+    """
     n = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     i_h = tl.program_id(1).to(tl.int64)
     o_d = tl.arange(0, BLOCK_D)[None, :]
