@@ -78,9 +78,9 @@ def open_run(
     write_json(path, wanted)
 
 
-def _differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
+def _differences(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
     """The first settings that differ, each with both values."""
-    pairs = list(_unequal("", {name: found.get(name, _MISSING) for name in wanted}, wanted))
+    pairs = list(_unequal("", {name: stored.get(name, _MISSING) for name in wanted}, wanted))
     shown = [f"{name}: {_short(theirs)} there, {_short(ours)} here" for name, theirs, ours in pairs]
     more = len(shown) - _SHOWN_DIFFERENCES
     return "; ".join([*shown[:_SHOWN_DIFFERENCES], *([f"and {more} more"] if more > 0 else [])])

@@ -40,8 +40,8 @@ def _rotate_and_append_kernel(
 ):  # fmt: skip
     """Tokens of one head: rotates a query head or a key head, or copies a value head.
 
-    Grid (ceil(batch * length / BLOCK_T), heads + 2 * kv_heads); tokens are counted over all rows, `length` of each. Sums
-    in float32. Tuned on one H200 (torch 2.11, triton 3.6).
+    Grid (ceil(batch * length / BLOCK_T), heads + 2 * kv_heads); tokens are counted over all rows, `length` of each.
+    Computes in float32. Tuned on one H200 (torch 2.11, triton 3.6).
 
     Args:
         query: [batch, heads, length, 2 * HALF] of the model's dtype; key and value with kv_heads.
