@@ -117,6 +117,7 @@ def ragged(model: Any, lengths: list[tuple[int, ...]], method: str, impl: str, *
     return actual
 
 
+@pytest.mark.kernels
 def test_sinks_of_keys_and_values_lie_apart_in_a_ragged_batch() -> None:
     """In one step of a group, keys are gathered row by row while values still lie behind a gap."""
     pytest.importorskip("triton")
