@@ -59,7 +59,7 @@ def write(folder: Path, kind: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", ["parquet", "jsonl", "txt"])
+@pytest.mark.parametrize("kind", [pytest.param("parquet", marks=pytest.mark.slow), "jsonl", "txt"])
 def test_local_sources_stream_every_document_in_a_seeded_order(tmp_path: Path, kind: str) -> None:
     source = str(write(tmp_path, kind))
     first = list(documents(CorpusConfig(source, seed=1)))
