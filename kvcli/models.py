@@ -272,22 +272,30 @@ def _load_gguf(
     """Loads a GGUF file, unless that would lose the RoPE scaling."""
     if not _is_file(path):
         raise ModelError(f"no such GGUF file: {path}")
-    scaled = _has_rope_freqs(path)
-    if base_config is not None:
-        return load_gguf(path, dtype, read_config(_local_folder(base_config) or download_config(base_config)))
-    if scaled:
-        raise ModelError(
-            f"{path.name} keeps its RoPE scaling in a rope_freqs tensor, which would be dropped on loading; "
-            "name the original model's config with --base-config"
-        )
-    return load_gguf(path, dtype)
+    if base_config is None:
+        if _has_rope_freqs(path):
+            raise ModelError(
+                f"{path.name} keeps its RoPE scaling in a rope_freqs tensor, which would be dropped on loading; "
+                "name the original model's config with --base-config"
+            )
+        return load_gguf(path, dtype)
+    config = read_config(_local_folder(base_config) or download_config(base_config))
+    layers = {name.split(".")[1] for name in _tensor_names(path) if name.startswith("blk.")}
+    if len(layers) != config.num_hidden_layers:  # layers beyond the config's would be dropped on loading
+        raise ModelError(f"{path.name} has {len(layers)} layers, but {base_config} has {config.num_hidden_layers}")
+    return load_gguf(path, dtype, config)
 
 
 def _has_rope_freqs(path: Path) -> bool:
+    return any(name.startswith("rope_freqs") for name in _tensor_names(path))
+
+
+def _tensor_names(path: Path) -> list[str]:
+    """Names of a GGUF file's tensors; reads the whole file's structure, so a damaged one is refused here."""
     from gguf import GGUFReader
 
     try:
-        return any(tensor.name.startswith("rope_freqs") for tensor in GGUFReader(path).tensors)
+        return [tensor.name for tensor in GGUFReader(path).tensors]
     except Exception as error:  # the reader checks little: a damaged file ends in any error
         raise ModelError(f"{path} is not a readable GGUF file: {error}; copy or download it again") from error
 
