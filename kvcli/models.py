@@ -1,23 +1,36 @@
 """Loading models and tokenizers: the built-in model, names on a hub, local folders and GGUF files.
 
-This module does not know what is done with a model once it is loaded, nor where the built-in model is downloaded from.
+This module does not know what is done with a model once it is loaded, nor how files are downloaded or read.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
+import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
-from kvcli.builtin_models import BUILTIN_MODELS, DEFAULT_MODEL, BuiltinModel, Say, cache_folder, download_gguf
-from kvcli.errors import ModelError, UnsupportedModelError
+from kvcli.builtin_models import (
+    BUILTIN_MODELS,
+    DEFAULT_MODEL,
+    BuiltinModel,
+    Say,
+    cache_folder,
+    download_gguf,
+    only_process,
+)
+from kvcli.checkpoint import cannot_load, load_checkpoint, load_gguf, read_config
+from kvcli.errors import ModelError, UsageError, suggestion
+from kvcli.hub import download_config, download_model
 from kvcli.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -53,37 +66,101 @@ def load_model(
     device: str | None = None,
     dtype: torch.dtype | None = None,
     base_config: str | None = None,
+    revision: str | None = None,
     say: Say = lambda line: None,
 ) -> LoadedModel:
     """Loads a model by built-in name, hub name, local folder or GGUF file.
+
+    No code of a model's repository is run, and standard input is not read. Every weight must be in the checkpoint, and
+    finite.
 
     Args:
         name: `smollm2-135m`, `org/model`, a folder, or a path that ends in .gguf.
         device: torch device; default CUDA when there is one, else CPU.
         dtype: default bfloat16 on CUDA, float32 on CPU.
         base_config: for GGUF files, a hub name or folder whose config (RoPE scaling above all) is used.
+        revision: branch, tag or commit of a model on the hub.
         say: called with a line about what takes time.
 
     Returns:
         The model in eval mode on its device, with its tokenizer, spec and fingerprint.
 
     Raises:
-        ModelError: the model cannot be found, verified or loaded.
+        ModelError: the model cannot be found, downloaded or read, or its weights are incomplete or not finite.
         UnsupportedModelError: an architecture kvcli does not compress.
+        UsageError: a device that holds no data, or a revision of a model that has none.
     """
     chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if chosen.type == "meta":
+        raise UsageError("device 'meta' holds no data; choose another, such as cpu or cuda")
     dtype = dtype or (torch.bfloat16 if chosen.type == "cuda" else torch.float32)
+    path = Path(name).expanduser()
+    if revision is not None and (name in BUILTIN_MODELS or name.endswith(".gguf") or _is_folder(path)):
+        raise UsageError(f"'{name}' is no model on the hub, so it has no revision '{revision}'")
     if name in BUILTIN_MODELS:
-        model, tokenizer = _load_pretrained(fetch_builtin(BUILTIN_MODELS[name], say), dtype, {})
+        model, tokenizer = _load_builtin(BUILTIN_MODELS[name], dtype, say)
     elif name.endswith(".gguf"):
-        model, tokenizer = _load_gguf(Path(name), dtype, base_config)
+        model, tokenizer = _load_gguf(path, dtype, base_config)
     else:
-        model, tokenizer = _load_pretrained(name, dtype, {})
+        folder = _local_folder(name) or download_model(name, revision, say, read_config)
+        model, tokenizer = load_checkpoint(folder, dtype)
     spec = ModelSpec.from_config(model.config)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     model.to(chosen).eval()
+    check_finite(model)
     return LoadedModel(name, model, tokenizer, spec, fingerprint(model, spec))
+
+
+def check_finite(model: torch.nn.Module) -> None:
+    """Refuses a model with NaN or infinite weights; reads every weight once and keeps no copy.
+
+    Args:
+        model: on any device; weights on `meta` and weights in integer or 8-bit formats are not looked at.
+
+    Raises:
+        ModelError: the first such weight, with its layer and name.
+    """
+    weights = {
+        name: torch.stack(torch.aminmax(weight.detach()))
+        for name, weight in model.named_parameters()
+        if weight.is_floating_point() and weight.itemsize > 1 and weight.numel() and not weight.is_meta
+    }
+    finite = {name: extremes.isfinite().all() for name, extremes in weights.items()}
+    bad = [name for name, is_finite in finite.items() if not is_finite]
+    if bad:
+        layer = re.search(r"\.layers\.(\d+)\.", f".{bad[0]}")
+        where = f"layer {layer[1]}, {bad[0]}" if layer else bad[0]
+        more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
+        raise ModelError(f"the model's weights are not finite: {where}{more}; use another copy or dtype of the model")
+
+
+def not_finite(model: Any, using: str, again: Callable[[], object]) -> ModelError:
+    """The error that says where a model's values stop to be finite.
+
+    Args:
+        model: a transformers causal language model.
+        using: what attention is computed with, for the message.
+        again: repeats the forward pass that gave NaN or infinite values; its layers are watched.
+
+    Returns:
+        An error with the first layer whose output is not finite.
+    """
+    bad: list[int] = []
+
+    def watch(layer_idx: int, layer: Any, inputs: Any, output: Any) -> None:
+        if not (output if isinstance(output, Tensor) else output[0]).isfinite().all():
+            bad.append(layer_idx)
+
+    hooks = [x.register_forward_hook(partial(watch, i)) for i, x in enumerate(model.base_model.layers)]
+    try:
+        with torch.inference_mode():
+            again()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    where = f"from layer {bad[0]} on" if bad else "in the logits, after the last layer or after the prompt"
+    return ModelError(f"with {using}, the model's values are not finite {where}; try another dtype, such as float32")
 
 
 def fingerprint(model: torch.nn.Module, spec: ModelSpec) -> str:
@@ -113,6 +190,8 @@ def same_model(first: str, second: str) -> bool:
 def fetch_builtin(builtin: BuiltinModel, say: Say) -> Path:
     """Downloads, checks and converts a built-in model once; later calls return the safetensors copy.
 
+    Processes that want it at the same time wait for the first one. What a killed process left is removed.
+
     Returns:
         The folder of the converted model.
 
@@ -123,70 +202,102 @@ def fetch_builtin(builtin: BuiltinModel, say: Say) -> Path:
     if (folder / "config.json").is_file():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{builtin.name}-") as scratch:
-        gguf = download_gguf(builtin, Path(scratch), say)
-        say("converting the GGUF file to safetensors")
-        model, tokenizer = _load_gguf(gguf, torch.float16, None)
-        converted = Path(scratch) / "converted"
-        _drop_gguf_quantization(model)
-        model.save_pretrained(converted)
-        tokenizer.save_pretrained(converted)
-        try:
+    with only_process(folder.parent, say):
+        if (folder / "config.json").is_file():  # another process was faster
+            return folder
+        for leftover in (folder, *folder.parent.glob(f".{builtin.name}-*")):
+            shutil.rmtree(leftover, ignore_errors=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{builtin.name}-") as scratch:
+            gguf = download_gguf(builtin, Path(scratch), say)
+            say("converting the GGUF file to safetensors")
+            model, tokenizer = _load_gguf(gguf, torch.float16, None)
+            converted = Path(scratch) / "converted"
+            _drop_gguf_quantization(model)
+            model.save_pretrained(converted)
+            tokenizer.save_pretrained(converted)
             converted.rename(folder)
-        except OSError:  # another process was faster
-            if not (folder / "config.json").is_file():
-                raise
     return folder
 
 
-def _load_pretrained(
-    source: str | Path, dtype: torch.dtype, extra: dict[str, Any]
+def _load_builtin(
+    builtin: BuiltinModel, dtype: torch.dtype, say: Say
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
+    folder = fetch_builtin(builtin, say)
     try:
-        with _quiet_transformers():
-            if not extra:  # refuse by name before gigabytes of weights are read
-                ModelSpec.from_config(AutoConfig.from_pretrained(source))
-            model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **extra)
-            tokenizer = AutoTokenizer.from_pretrained(source, **extra)
-    except UnsupportedModelError:
-        raise
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
-        built_in = ", ".join(BUILTIN_MODELS)
-        reason = (str(error).strip().splitlines() or [repr(error)])[0]
+        return load_checkpoint(folder, dtype)
+    except ModelError as error:
         raise ModelError(
-            f"cannot load model '{source}': {reason} (expected {built_in}, a hub name, a folder or a .gguf file)"
+            f"the copy of the built-in model is damaged; delete {folder} and run the same command again, "
+            f"which downloads it again ({error})"
         ) from error
-    return model, tokenizer
+
+
+def _local_folder(name: str) -> Path | None:
+    """The folder of that name; None if the name is one of the hub's.
+
+    Raises:
+        ModelError: neither.
+    """
+    path = Path(name).expanduser()
+    if _is_folder(path):
+        return path
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
+        built_in = ", ".join(BUILTIN_MODELS)
+        what = "it is a file; name its folder" if _is_file(path) else "there is no such folder"
+        raise cannot_load(
+            name,
+            f"{what}{suggestion(name, BUILTIN_MODELS)} (expected {built_in}, a folder, a .gguf file, or OWNER/MODEL "
+            "on the hub)",
+        )
+    return None
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:  # a name longer than the file system allows
+        return False
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:
+        return False
 
 
 def _load_gguf(
     path: Path, dtype: torch.dtype, base_config: str | None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Loads a GGUF file through transformers, unless that would lose the RoPE scaling."""
-    if not path.is_file():
+    """Loads a GGUF file, unless that would lose the RoPE scaling."""
+    if not _is_file(path):
         raise ModelError(f"no such GGUF file: {path}")
-    extra: dict[str, Any] = {"gguf_file": path.name}
-    if base_config is not None:
-        from transformers import AutoConfig
-
-        extra["config"] = AutoConfig.from_pretrained(base_config)
-    elif _has_rope_freqs(path):
-        raise ModelError(
-            f"{path.name} keeps its RoPE scaling in a rope_freqs tensor, which would be dropped on loading; "
-            "name the original model's config with --base-config"
-        )
-    return _load_pretrained(path.parent, dtype, extra)
+    if base_config is None:
+        if _has_rope_freqs(path):
+            raise ModelError(
+                f"{path.name} keeps its RoPE scaling in a rope_freqs tensor, which would be dropped on loading; "
+                "name the original model's config with --base-config"
+            )
+        return load_gguf(path, dtype)
+    config = read_config(_local_folder(base_config) or download_config(base_config))
+    layers = {name.split(".")[1] for name in _tensor_names(path) if name.startswith("blk.")}
+    if len(layers) != config.num_hidden_layers:  # layers beyond the config's would be dropped on loading
+        raise ModelError(f"{path.name} has {len(layers)} layers, but {base_config} has {config.num_hidden_layers}")
+    return load_gguf(path, dtype, config)
 
 
 def _has_rope_freqs(path: Path) -> bool:
+    return any(name.startswith("rope_freqs") for name in _tensor_names(path))
+
+
+def _tensor_names(path: Path) -> list[str]:
+    """Names of a GGUF file's tensors; reads the whole file's structure, so a damaged one is refused here."""
     from gguf import GGUFReader
 
     try:
-        return any(tensor.name.startswith("rope_freqs") for tensor in GGUFReader(path).tensors)
-    except (ValueError, KeyError, IndexError) as error:
-        raise ModelError(f"{path} is not a readable GGUF file: {error}") from error
+        return [tensor.name for tensor in GGUFReader(path).tensors]
+    except Exception as error:  # the reader checks little: a damaged file ends in any error
+        raise ModelError(f"{path} is not a readable GGUF file: {error}; copy or download it again") from error
 
 
 def _drop_gguf_quantization(model: PreTrainedModel) -> None:
@@ -195,18 +306,3 @@ def _drop_gguf_quantization(model: PreTrainedModel) -> None:
         del model.config.quantization_config
     model.hf_quantizer = None
     model.is_quantized = False
-
-
-@contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """Keeps transformers' bars and advice off the screen while loading; errors still raise."""
-    from transformers.utils import logging
-
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        logging.enable_progress_bar()

@@ -17,6 +17,17 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """RoPE types whose angles depend on the position alone, so that a key's rotation can be recomputed."""
 
+_LIMITS = {
+    "num_layers": 10**4,
+    "hidden_size": 10**6,
+    "num_heads": 10**4,
+    "num_kv_heads": 10**4,
+    "head_dim": 10**4,
+    "max_position_embeddings": 10**9,
+    "vocab_size": 10**8,
+}
+"""Largest values of a specification: beyond every model, and small enough for a product of them to be computed."""
+
 
 @dataclass(frozen=True)
 class RopeSpec:
@@ -29,7 +40,11 @@ class RopeSpec:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Shapes of a decoder-only transformer's attention, as far as its KV cache is concerned."""
+    """Shapes of a decoder-only transformer's attention, as far as its KV cache is concerned.
+
+    Raises:
+        ValueError: a shape that no such model has.
+    """
 
     family: str
     num_layers: int
@@ -40,6 +55,19 @@ class ModelSpec:
     max_position_embeddings: int
     vocab_size: int
     rope: RopeSpec
+
+    def __post_init__(self) -> None:
+        for name, limit in _LIMITS.items():
+            value = getattr(self, name)
+            if type(value) is not int or not 0 < value <= limit:
+                raise ValueError(f"{name} is {value!r}; it must be an integer between 1 and {limit}")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"{self.num_heads} query heads cannot share {self.num_kv_heads} key heads evenly")
+        rotary_dim = self.rope.rotary_dim
+        if rotary_dim % 2 or not 0 < rotary_dim <= self.head_dim:
+            raise ValueError(
+                f"RoPE rotates {rotary_dim!r} of {self.head_dim} channels; it must be an even number of them"
+            )
 
     @property
     def num_kv_groups(self) -> int:
@@ -61,7 +89,11 @@ class ModelSpec:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ModelSpec:
-        """Inverse of `to_dict`."""
+        """Inverse of `to_dict`.
+
+        Raises:
+            ValueError, TypeError, KeyError: values that are no specification.
+        """
         return cls(**{**values, "rope": RopeSpec(**values["rope"])})
 
     @classmethod
@@ -72,8 +104,8 @@ class ModelSpec:
             config: a `PreTrainedConfig` of one of `FAMILIES`.
 
         Raises:
-            UnsupportedModelError: another family, a layer that is not full attention, or a RoPE type whose
-                angles change with the context length; the message names them.
+            UnsupportedModelError: another family, a layer that is not full attention, a RoPE type whose angles change
+                with the context length, or shapes that no model has; the message names them.
         """
         family = config.model_type
         if family not in FAMILIES:
@@ -81,10 +113,17 @@ class ModelSpec:
                 f"model type '{family}' is not supported; kvcli compresses {', '.join(FAMILIES)}"
             )
         _refuse_partial_attention(config)
+        try:
+            return cls._from_fields(config)
+        except (ValueError, TypeError, ZeroDivisionError) as error:
+            raise UnsupportedModelError(f"the model's config cannot be used: {error}") from error
+
+    @classmethod
+    def _from_fields(cls, config: Any) -> ModelSpec:
         num_heads = config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
         return cls(
-            family=family,
+            family=config.model_type,
             num_layers=config.num_hidden_layers,
             hidden_size=config.hidden_size,
             num_heads=num_heads,
@@ -119,4 +158,6 @@ def _rope_spec(config: Any, head_dim: int) -> RopeSpec:
             f"of a cached key is not a function of its position; supported are {', '.join(STATIC_ROPE_TYPES)}"
         )
     fraction = parameters.get("partial_rotary_factor") or 1.0
-    return RopeSpec(rope_type, float(parameters.get("rope_theta", 10000.0)), int(head_dim * fraction))
+    if fraction != 1.0 and rope_type != "default":  # 'default' of these families rotates all channels whatever it says
+        raise UnsupportedModelError(f"RoPE type '{rope_type}' with partial_rotary_factor {fraction} is not supported")
+    return RopeSpec(rope_type, float(parameters.get("rope_theta", 10000.0)), head_dim)

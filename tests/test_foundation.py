@@ -133,6 +133,7 @@ ROOMS = [
     ("spec",),
     ("rope",),
     ("samples",),
+    ("checkpoint", "hub"),
     ("models", "seam"),
     ("kernels",),
     ("methods",),

@@ -8,8 +8,10 @@ token by token.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from torch import Tensor
 
 from kvcli.attention.session import Session
 from kvcli.cache.memory import MemoryReport
+from kvcli.models import not_finite
 
 _LOGIT_TOKENS = 256
 
@@ -75,17 +78,29 @@ class _Tally:
             kl_mean=float(kl.mean()),
             kl_p99=float(kl.kthvalue(max(1, math.ceil(0.99 * kl.numel()))).values),
             flips=self.flips / kl.numel(),
-            perplexity=math.exp(self.nll / self.predicted),
-            reference_perplexity=math.exp(self.reference_nll / self.predicted),
+            perplexity=_exp(self.nll / self.predicted),
+            reference_perplexity=_exp(self.reference_nll / self.predicted),
             num_tokens=kl.numel(),
             memory=memory,
         )
 
 
+def _exp(nll: float) -> float:
+    """e to a loss; infinity where that is more than a float holds."""
+    return math.exp(nll) if nll < math.log(sys.float_info.max) else math.inf
+
+
 def reference_states(model: Any, batch: Tensor) -> Tensor:
-    """Last hidden states of the uncompressed model, [batch, time, hidden_size], for tokens [batch, time]."""
+    """Last hidden states of the uncompressed model, [batch, time, hidden_size], for tokens [batch, time].
+
+    Raises:
+        ModelError: states that are not finite; the message names the layer.
+    """
+    run = partial(model.base_model, input_ids=batch, use_cache=False)
     with torch.inference_mode():
-        states: Tensor = model.base_model(input_ids=batch, use_cache=False).last_hidden_state
+        states: Tensor = run().last_hidden_state
+    if not states.isfinite().all():
+        raise not_finite(model, "uncompressed attention", run)
     return states
 
 
@@ -112,6 +127,9 @@ def measure(
 
     Returns:
         The figures over all tokens, and the memory of the cache after the last batch.
+
+    Raises:
+        ModelError: logits that are not finite; the message names the method and the layer.
     """
     tally = _Tally()
     head = model.get_output_embeddings()
@@ -127,5 +145,8 @@ def measure(
                     ours = head(hidden[:, first : stop - start])
                     theirs = head(reference[:, at:stop].to(model.device))
                     tally.add(ours, theirs, tokens[:, at + 1 : stop + 1])
+                    if not tally.kl[-1].isfinite().all():
+                        again = partial(model.base_model, tokens[:, :stop], past_key_values=session.new_cache())
+                        raise not_finite(model, f"method '{session.method.name}'", again)
                 advance(part.numel())
         return tally.report(cache.memory())

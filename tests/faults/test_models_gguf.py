@@ -1,0 +1,98 @@
+"""GGUF files that are damaged, incomplete or contradict the config given for them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from factories import make_model
+
+from kvcli.errors import ModelError
+from kvcli.models import load_model
+
+
+def write(path: Path, model: Any, *, without: Collection[str] = (), rope_freqs: bool = False) -> Path:
+    """A tiny Llama as a GGUF file."""
+    writer, config = gguf.GGUFWriter(path, "llama"), model.config
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(["a", "b", "ab", *(f"<{i}>" for i in range(94))])
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    for name, weight in model.state_dict().items():
+        if (theirs := names.get_name(name, (".weight",))) not in without:
+            writer.add_tensor(theirs, weight.numpy())
+    if rope_freqs:
+        writer.add_tensor("rope_freqs.weight", np.ones(8, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def refusal(path: Path, **options: Any) -> str:
+    with pytest.raises(ModelError) as caught:
+        load_model(str(path), device="cpu", **options)
+    return str(caught.value)
+
+
+def test_an_intact_file_loads(tmp_path: Path) -> None:
+    model: Any = make_model("llama")
+    loaded: Any = load_model(str(write(tmp_path / "tiny.gguf", model)), device="cpu").model
+    assert torch.equal(loaded.model.layers[1].mlp.up_proj.weight, model.model.layers[1].mlp.up_proj.weight)
+
+
+def test_missing_tensors_are_named_and_not_replaced(tmp_path: Path) -> None:
+    path = write(tmp_path / "tiny.gguf", make_model("llama"), without={"blk.1.attn_output.weight"})
+    assert "weights are missing: model.layers.1.self_attn.o_proj.weight;" in refusal(path)
+
+
+def test_rope_freqs_are_not_a_weight_too_many_where_the_config_is_given(tmp_path: Path) -> None:
+    model = make_model("llama")
+    model.save_pretrained(tmp_path / "base")
+    path = write(tmp_path / "tiny.gguf", model, rope_freqs=True)
+    assert load_model(str(path), device="cpu", base_config=str(tmp_path / "base")).spec.num_layers == 3
+
+
+@pytest.mark.parametrize("layers", [2, 4])
+def test_a_config_with_another_number_of_layers_is_refused(tmp_path: Path, layers: int) -> None:
+    make_model("llama", num_hidden_layers=layers).save_pretrained(tmp_path / "base")
+    path = write(tmp_path / "tiny.gguf", make_model("llama"))
+    message = refusal(path, base_config=str(tmp_path / "base"))
+    assert f"tiny.gguf has 3 layers, but {tmp_path / 'base'} has {layers}" in message
+
+
+def test_a_config_with_other_shapes_is_refused(tmp_path: Path) -> None:
+    make_model("llama", intermediate_size=80).save_pretrained(tmp_path / "base")
+    path = write(tmp_path / "tiny.gguf", make_model("llama"))
+    assert "down_proj.weight [64, 96] instead of [64, 80]" in refusal(path, base_config=str(tmp_path / "base"))
+
+
+def test_a_config_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "tiny.gguf", make_model("llama"))
+    assert "there is no such folder" in refusal(path, base_config="/nonexistent/x")
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.01, 0.5, 0.999])
+def test_a_truncated_file_is_named_with_the_remedy(tmp_path: Path, share: float) -> None:
+    path = write(tmp_path / "tiny.gguf", make_model("llama"))
+    content = path.read_bytes()
+    path.write_bytes(content[: int(share * len(content))])
+    assert f"{path} is not a readable GGUF file" in (message := refusal(path))
+    assert message.endswith("copy or download it again")

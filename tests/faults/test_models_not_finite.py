@@ -1,0 +1,110 @@
+"""NaN and infinities that appear while a model runs, and prompts that a model cannot take."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from factories import load, make_model
+
+import kvcli
+from kvcli.errors import ModelError, UsageError
+from kvcli.eval.quality import _exp, measure, reference_states
+from kvcli.generate import SamplingConfig, generate_text, prompt_ids
+from kvcli.models import LoadedModel
+
+
+class Words:
+    """A tokenizer of the tiny models: every character is a token."""
+
+    eos_token_id = pad_token_id = 0
+    bos_token_id: int | None = 1
+
+    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+        return {"input_ids": [ord(c) for c in text]}
+
+    def decode(self, ids: Any, **_: Any) -> str:
+        return "x" * len(ids)
+
+    def apply_chat_template(self, *_: Any, **__: Any) -> str:
+        raise TypeError("unsupported operand\nin the template")
+
+
+def loaded_with(model: Any) -> LoadedModel:
+    return replace(load(model), tokenizer=Words())  # type: ignore[arg-type]
+
+
+def overflowing(layer_idx: int) -> Any:
+    """A model whose weights are finite and whose float32 activations are not."""
+    return overflow(make_model("llama"), layer_idx)
+
+
+def overflow(model: Any, layer_idx: int) -> Any:
+    model.model.layers[layer_idx].mlp.up_proj.weight.data.mul_(1e30)
+    model.model.layers[layer_idx].mlp.down_proj.weight.data.mul_(1e30)
+    return model
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_generate_refuses_logits_that_are_not_finite_and_names_the_layer(temperature: float) -> None:
+    loaded = loaded_with(overflowing(1))
+    with kvcli.attach(loaded, "fp8") as session, pytest.raises(ModelError, match=r"'fp8'.* not finite from layer 1 on"):
+        generate_text(loaded, session, torch.tensor([[5, 6, 7]]), SamplingConfig(4, temperature))
+    assert not loaded.model.get_output_embeddings()._forward_hooks
+    assert not loaded.model.model.layers[1]._forward_hooks
+
+
+def test_generate_refuses_logits_that_the_head_makes_infinite() -> None:
+    model = make_model("llama")
+    model.lm_head.weight.data = 3e38 * model.lm_head.weight.data.sign()
+    loaded = loaded_with(model)
+    with kvcli.attach(loaded, "fp16") as session, pytest.raises(ModelError, match="not finite in the logits"):
+        generate_text(loaded, session, torch.tensor([[5, 6, 7]]), SamplingConfig(4))
+
+
+def test_eval_refuses_an_uncompressed_model_that_is_not_finite() -> None:
+    with pytest.raises(ModelError, match=r"uncompressed attention, .* not finite from layer 2 on"):
+        reference_states(overflowing(2), torch.tensor([[5, 6, 7]]))
+
+
+def test_eval_refuses_a_method_that_is_not_finite() -> None:
+    model, tokens = make_model("llama"), torch.randint(3, 97, (1, 40))
+    states = [reference_states(model, tokens)]
+    overflow(model, 1)
+    with pytest.raises(ModelError, match=r"method 'fp16'.* not finite from layer 1 on"):
+        measure(model, lambda: kvcli.attach(model, "fp16"), tokens, states, chunk=16, batch_size=1)
+
+
+def test_a_perplexity_beyond_a_float_is_infinite() -> None:
+    assert _exp(1e4) == float("inf")
+    assert _exp(1.0) == pytest.approx(2.718281828)
+
+
+def test_an_empty_prompt_is_said_or_refused() -> None:
+    loaded, said = loaded_with(make_model("llama")), list[str]()
+    assert prompt_ids(loaded, "", chat=False, say=said.append).tolist() == [[1]]
+    assert "the prompt is empty" in said[0]
+    without: Any = Words()
+    without.bos_token_id = without.eos_token_id = None
+    with pytest.raises(UsageError, match="the prompt is empty"):
+        prompt_ids(replace(loaded, tokenizer=without), "", chat=False)
+
+
+def test_a_token_without_an_embedding_is_refused() -> None:
+    with pytest.raises(ModelError, match="the tokenizer makes token 122, but tiny has 97 embeddings"):
+        prompt_ids(loaded_with(make_model("llama")), "az", chat=False)
+
+
+def test_a_chat_template_that_fails_is_one_line() -> None:
+    with pytest.raises(ModelError, match="the chat template of tiny fails: unsupported operand in the template"):
+        prompt_ids(loaded_with(make_model("llama")), "hello", chat=True)
+
+
+def test_beyond_the_context_nothing_but_kvcli_speaks(capfd: pytest.CaptureFixture[str]) -> None:
+    loaded = loaded_with(make_model("llama", max_position_embeddings=16))
+    with kvcli.attach(loaded, "fp16") as session:
+        made = generate_text(loaded, session, torch.randint(3, 97, (1, 20)), SamplingConfig(3))
+    assert made.new_tokens == 3
+    assert capfd.readouterr().err == ""
