@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvcli.kernels.grid import batch_and_head
 from kvcli.kernels.launch import cdiv, power_of_two
-from kvcli.kernels.words import field_fp32
+from kvcli.kernels.words import FP16_MAX, field_fp32
 from kvcli.methods.config import ScalarBits
 
 # tuned on one H200, torch 2.11, triton 3.6
@@ -25,7 +25,7 @@ def _decode_kernel(
     B: tl.constexpr, W: tl.constexpr, D: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
     BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """out = code * scale + zero, where TOKENS tokens times CHANNELS channels share a scale and a zero.
+    """out = code * scale + zero, where TOKENS tokens times CHANNELS channels share a scale and a zero; at most 65504 in float16.
 
     Grid (ceil(length / BLOCK_N), batch * num_kv_heads); one program: BLOCK_N tokens of one kv head.
 
@@ -50,6 +50,8 @@ def _decode_kernel(
         b_c = tl.load(scale + o_c, mask=m_x, other=0.0).to(tl.float32)
         b_z = tl.load(zero + o_c, mask=m_x, other=0.0).to(tl.float32)
         b_x = field_fp32(words, f, B) * b_c + b_z
+        if out.dtype.element_ty == tl.float16:
+            b_x = tl.where(b_x > FP16_MAX, FP16_MAX, tl.where(b_x < -FP16_MAX, -FP16_MAX, b_x))
         p_out = out + (i_bh * length + n)[:, None] * D + channel[None, :]
         tl.store(p_out, b_x.to(out.dtype.element_ty), mask=m_x)
 

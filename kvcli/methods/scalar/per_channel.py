@@ -74,7 +74,7 @@ class PerChannelCodec(KeyCodec[PerChannelCodes, StateT]):
 
     def decode_to(self, codes: PerChannelCodes, state: StateT | None, dtype: torch.dtype) -> Tensor:
         if not self.fused:
-            return self.decode(codes, state).to(dtype)
+            return super().decode_to(codes, state, dtype)
         from kvcli.methods.scalar.decode_kernels import dequantize_planes
 
         return dequantize_planes(codes, self.n_bits, self.spec.head_dim, self.tokens_per_group, 1, dtype)
