@@ -196,6 +196,19 @@ class KeyCodec(Codec[CodesT, StateT]):
             rows: those sequences of the batch whose first keys are about to be encoded.
         """
 
+    def reset_state(self, state: StateT, rows: list[int]) -> None:
+        """Makes the state of some sequences empty again, in place: none of their tokens is a code any more.
+
+        Args:
+            state: the sequences' state.
+            rows: those sequences of the batch.
+        """
+        if isinstance(state, State) and rows:
+            device = next(iter(state.tensors().values())).device
+            empty: Any = self.new_state(len(rows), device)
+            for name, x in empty.tensors().items():
+                getattr(state, name)[rows] = x
+
 
 class ValueCodec(Codec[CodesT, Any]):
     """A codec of values; it keeps no state, so `state` is None."""

@@ -91,7 +91,9 @@ def test_commvq_keys_and_values_of_any_magnitude(dtype: torch.dtype, magnitude: 
     assert_same(fused_attend(codec, query, part, 0.125), reference_attend(codec, query.float(), part, 0.125), dtype)
     part.key_codes.norm.mul_(magnitude / 20)
     query = query_for(magnitude, torch.float32 if magnitude > 1 else dtype)
-    assert_same(fused_attend(codec, query, part, 0.125), reference_attend(codec, query.float(), part, 0.125), query.dtype)
+    assert_same(
+        fused_attend(codec, query, part, 0.125), reference_attend(codec, query.float(), part, 0.125), query.dtype
+    )
 
 
 @pytest.mark.parametrize("name", ["kivi-1", "kivi-2", "kivi-8", "rtn-4", "fp8", "qjl", "squat-2"])

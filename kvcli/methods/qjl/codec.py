@@ -64,10 +64,15 @@ class QJLKey(KeyCodec[QJLCodes, QJLState]):
         spec: the model's shapes.
         config: settings.
         layer_idx: the layer; each has its own projections.
+
+    Raises:
+        ValueError: more outliers than channels.
     """
 
     def __init__(self, spec: ModelSpec, config: QJLConfig, layer_idx: int) -> None:
         super().__init__()
+        if config.num_outliers > spec.head_dim:
+            raise ValueError(f"num_outliers {config.num_outliers} exceeds head_dim {spec.head_dim}; choose fewer")
         self.spec, self.config = spec, config
         inliers, outliers = config.sketch_dims(spec, layer_idx)
         generator = torch.Generator().manual_seed(config.sketch_seed * 100_003 + layer_idx)

@@ -25,14 +25,14 @@ def _decode_kernel(
     B: tl.constexpr, W: tl.constexpr, D: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
     BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """out = code * scale + zero, where TOKENS tokens times CHANNELS channels share a scale and a zero; at most 65504 in float16.
+    """out = code * scale + zero, where TOKENS tokens times CHANNELS channels share a scale and a zero.
 
     Grid (ceil(length / BLOCK_N), batch * num_kv_heads); one program: BLOCK_N tokens of one kv head.
 
     Args:
         packed: int16 [batch, num_kv_heads, length, W], strides p_*, B-bit codes by `pack_planes`.
         scale, zero: float16 [batch, num_kv_heads, length / TOKENS, D / CHANNELS], strides c_*.
-        out: [batch, num_kv_heads, length, D] float, written.
+        out: [batch, num_kv_heads, length, D] float, written; clamped to the range of float16 if it is that.
 
     Constexprs: BLOCK_W words, W padded. Tuned on one H200, torch 2.11, triton 3.6.
     """

@@ -72,7 +72,7 @@ class PerChannelCodec(KeyCodec[PerChannelCodes, StateT]):
         unpacked = unpack_planes(codes.packed, self.n_bits, self.spec.head_dim)
         return self.dequantize_channels(unpacked, codes.scale, codes.zero)
 
-    def decode_to(self, codes: PerChannelCodes, state: StateT | None, dtype: torch.dtype) -> Tensor:
+    def decode_to(self, codes: PerChannelCodes, state: StateT, dtype: torch.dtype) -> Tensor:
         if not self.fused:
             return super().decode_to(codes, state, dtype)
         from kvcli.methods.scalar.decode_kernels import dequantize_planes

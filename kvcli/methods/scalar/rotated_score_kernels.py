@@ -4,8 +4,8 @@ Rotation mixes channels, so these keys are dequantized: in float16, two channels
 the product of two small tables: the position of a group of tokens goes into the query, the offset in the group is the
 same for all groups (`TokenRotations.tiles`, `TokenRotations.offsets`).
 
-float16 keys are divided by a power of two, the unit of a program: 2 for scales below 128, so that rotation by 45 degrees
-cannot overflow, and more for larger scales, which are multiplied by up to 2^9 on the way.
+float16 keys are divided by a power of two, the unit of a program: 2 for scales below 128, so that a rotation cannot
+overflow, and more for larger scales, which are multiplied by up to 2^10 on the way.
 """
 
 from __future__ import annotations
