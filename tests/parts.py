@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from kvcli.attention.session import make_config
+from kvcli.kernels.constants import norm_unit
 from kvcli.methods.base import LayerCodec
 from kvcli.methods.commvq.keys import CommVQKeyCodes
 from kvcli.methods.commvq.values import CommVQValueCodes
@@ -56,7 +57,7 @@ def random_codes(codec: LayerCodec, batch: int, length: int) -> tuple[Any, Any]:
     value.offset.normal_()
     codes = torch.randint(0, 2**config.bits_per_code, (batch, length, key.num_codes), device=DEVICE)
     norms = 1 if config.key_norm == "joint" else spec.num_kv_heads
-    norm = (torch.rand(batch, norms, length, 1, device=DEVICE) * 20).half()
+    norm = (torch.rand(batch, norms, length, 1, device=DEVICE) * 20 / norm_unit(key.norm_width)).half()
     bits = torch.randint(0, 256, (batch, 1, length, config.value_code_bits // 8), dtype=torch.uint8, device=DEVICE)
     scale = torch.rand(batch, 1, length, 1, device=DEVICE).half()
     keys = CommVQKeyCodes(pack_bits(codes, config.bits_per_code).unsqueeze(1), norm)

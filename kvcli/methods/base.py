@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from typing_extensions import TypeVar
 
 from kvcli.kernels.cached import CachedFromBuffers
+from kvcli.kernels.constants import FP16_MAX
 
 Space = Literal["pre_rope", "post_rope"]
 
@@ -118,8 +119,12 @@ class Codec(nn.Module, ABC, Generic[CodesT, StateT]):
         """Inverse of `encode`: float32 [batch, num_kv_heads, time, head_dim]."""
 
     def decode_to(self, codes: CodesT, state: StateT, dtype: torch.dtype) -> Tensor:
-        """`decode` in another dtype [batch, num_kv_heads, time, head_dim], by a kernel if `fused` and there is one."""
-        return self.decode(codes, state).to(dtype)
+        """`decode` in another dtype [batch, num_kv_heads, time, head_dim], by a kernel if `fused` and there is one.
+
+        Decoded values can lie a little beyond the encoded ones, so they are clamped to the range of float16.
+        """
+        decoded = self.decode(codes, state)
+        return (decoded.clamp(-FP16_MAX, FP16_MAX) if dtype == torch.float16 else decoded).to(dtype)
 
     def new_state(self, batch: int, device: torch.device) -> StateT | None:
         """An empty state of `batch` sequences; None for codecs that keep nothing of a sequence."""
@@ -196,6 +201,19 @@ class KeyCodec(Codec[CodesT, StateT]):
             state: the sequences' state.
             rows: those sequences of the batch whose first keys are about to be encoded.
         """
+
+    def reset_state(self, state: StateT, rows: list[int]) -> None:
+        """Makes the state of some sequences empty again, in place: none of their tokens is a code any more.
+
+        Args:
+            state: the sequences' state.
+            rows: those sequences of the batch.
+        """
+        if isinstance(state, State) and rows:
+            device = next(iter(state.tensors().values())).device
+            empty: Any = self.new_state(len(rows), device)
+            for name, x in empty.tensors().items():
+                getattr(state, name)[rows] = x
 
 
 class ValueCodec(Codec[CodesT, Any]):

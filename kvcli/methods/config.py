@@ -17,11 +17,14 @@ class CacheConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    sink_length: int = Field(default=4, ge=0, description="first tokens of each sequence kept in full precision")
-    residual_length: int = Field(default=128, ge=0, description="last tokens kept in full precision")
+    sink_length: int = Field(
+        default=4, ge=0, le=2**16, description="first tokens of each sequence kept in full precision"
+    )
+    residual_length: int = Field(default=128, ge=0, le=2**20, description="last tokens kept in full precision")
     flush_block: int = Field(
         default=0,
         ge=0,
+        le=2**20,
         description="tokens beyond the residual window that gather before they are encoded; 0: a quarter of the window",
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from kvcli.methods.base import Codec, Codes, KeyCodec, LayerCodec, ValueCodec
@@ -33,6 +34,9 @@ class _FP16(Codec[FP16Codes, None]):
 
     def decode(self, codes: FP16Codes, state: None = None) -> Tensor:
         return codes.x.float()
+
+    def decode_to(self, codes: FP16Codes, state: None, dtype: torch.dtype) -> Tensor:
+        return codes.x.to(dtype)
 
     def bits_per_token(self) -> float:
         return 16.0 * self.spec.kv_dim

@@ -17,6 +17,7 @@ from kvcli.methods.method import Method
 from kvcli.spec import ModelSpec
 
 _E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max
+_LIFT = 256.0
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,8 @@ class FP8Codes(Codes):
 
     Attributes:
         x: float8_e4m3fn bits as uint8, [batch, num_kv_heads, time, head_dim].
-        scale: float16 [batch, num_kv_heads, time, 1], the largest magnitude divided by 448.
+        scale: float16 [batch, num_kv_heads, time, 1], the largest magnitude divided by 448 / 256; the factor 256 keeps
+            scales of small values out of float16's subnormal numbers.
     """
 
     x: Tensor
@@ -43,12 +45,13 @@ class _FP8(Codec[FP8Codes, None]):
     def encode(self, x: Tensor, state: None = None) -> FP8Codes:
         x = x.float()
         peak = x.abs().amax(-1, keepdim=True) / _E4M3_MAX
-        scale = peak.clamp(max=FP16_MAX).half()
-        unit = torch.where(scale > 0, x / scale.float().clamp_min(TINY), 0.0).clamp(-_E4M3_MAX, _E4M3_MAX)
+        scale = (peak * _LIFT).clamp(max=FP16_MAX).half()
+        step = scale.float() / _LIFT
+        unit = torch.where(step > 0, x / step.clamp_min(TINY), 0.0).clamp(-_E4M3_MAX, _E4M3_MAX)
         return FP8Codes(unit.to(torch.float8_e4m3fn).view(torch.uint8), scale)
 
     def decode(self, codes: FP8Codes, state: None = None) -> Tensor:
-        return codes.x.view(torch.float8_e4m3fn).float() * codes.scale.float()
+        return codes.x.view(torch.float8_e4m3fn).float() * (codes.scale.float() / _LIFT)
 
 
 class _FP8Key(_FP8, KeyCodec[FP8Codes, None]):

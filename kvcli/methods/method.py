@@ -18,9 +18,15 @@ from kvcli.spec import ModelSpec
 
 @dataclass(frozen=True)
 class FitReport:
-    """What fitting one layer measured, as plain numbers for the artifact's metadata."""
+    """What fitting one layer measured.
+
+    Attributes:
+        metrics: plain numbers for the artifact's metadata, by name.
+        warnings: what is wrong with the fit, a sentence each that names keys or values and the head; empty if nothing.
+    """
 
     metrics: Mapping[str, Any]
+    warnings: tuple[str, ...] = ()
 
 
 FitLayer = Callable[[Any, LayerSamples, LayerSamples, Any, torch.Generator], FitReport]

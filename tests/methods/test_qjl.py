@@ -8,6 +8,7 @@ import pytest
 import torch
 from factories import make_spec
 
+from kvcli.kernels.constants import norm_unit
 from kvcli.methods.qjl.codec import QJLKey, QJLState, random_sketch, sketch_bias
 from kvcli.methods.qjl.config import QJLConfig
 
@@ -76,7 +77,8 @@ def test_decode_agrees_with_the_score_from_signs_and_norm(num_outliers: int) -> 
         expected += factor * norm.unsqueeze(2) * (qp @ sketch.T @ signs.transpose(-1, -2))
     estimates = q @ codec.decode(codes, state).transpose(-1, -2)
     assert torch.allclose(estimates, expected, rtol=1e-3, atol=1e-3)
-    assert torch.allclose(codes.norm.float().squeeze(-1), (k * (1 - outliers.unsqueeze(2))).norm(dim=-1), rtol=1e-3)
+    norm = codes.norm.float().squeeze(-1) * norm_unit(16)
+    assert torch.allclose(norm, (k * (1 - outliers.unsqueeze(2))).norm(dim=-1), rtol=1e-3)
 
 
 def test_outlier_channels_are_those_of_largest_energy_and_lower_the_error() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+_SUM_ROWS = 8192
 _BLOCK_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}
 
 
@@ -88,8 +89,8 @@ def update(x: Tensor, first: Tensor, second: Tensor, codebook: Tensor) -> tuple[
         The updated codebook [P, N, 2g], and a mask [P, N] of dead rows.
     """
     size = codebook.shape[-2]
-    counts = x.new_zeros(x.shape[0], size * size)
-    counts.scatter_add_(1, first * size + second, torch.ones_like(first, dtype=x.dtype))
+    counts = x.new_zeros(x.shape[0], size * size, dtype=torch.float64)
+    counts.scatter_add_(1, first * size + second, torch.ones_like(first, dtype=torch.float64))
     sums_a = _group_sums(x, first, size)
     sums_b = _group_sums(x, second, size)
     return solve(counts.view(-1, size, size), sums_a, sums_b, codebook)
@@ -99,8 +100,9 @@ def solve(counts: Tensor, sums_a: Tensor, sums_b: Tensor, codebook: Tensor) -> t
     """Solves the normal equations of `update` from their sufficient statistics.
 
     Args:
-        counts: [P, N, N] (soft) numbers of vectors assigned to (a, b).
-        sums_a: [P, N, 2g] sums of the vectors whose first index is a.
+        counts: float64 [P, N, N] (soft) numbers of vectors assigned to (a, b).
+        sums_a: float64 [P, N, 2g] sums of the vectors whose first index is a. Rounded to float32, they would have a
+            part in directions that the data do not determine, and the ridge would magnify it.
         sums_b: [P, N, 2g] the same by second index.
         codebook: [P, N, 2g], kept for dead rows.
 
@@ -110,14 +112,13 @@ def solve(counts: Tensor, sums_a: Tensor, sums_b: Tensor, codebook: Tensor) -> t
     used = counts.sum(-1) + counts.sum(-2)
     dead = used <= 1e-6
     # float64: with few vectors the system is close to singular, and the ridge must not be lost in rounding
-    n = counts.double()
-    ridge = 1e-8 * used.double().mean(-1, keepdim=True).clamp_min(1e-12)
-    diagonal = torch.where(dead, 1.0, used.double() + ridge)
-    matrix = torch.complex(torch.diag_embed(diagonal), n - n.transpose(-1, -2))
-    right = torch.view_as_complex((sums_a - times_i(sums_b)).double().unflatten(-1, (-1, 2)).contiguous())
+    ridge = 1e-8 * used.mean(-1, keepdim=True).clamp_min(1e-12)
+    diagonal = torch.where(dead, 1.0, used + ridge)
+    matrix = torch.complex(torch.diag_embed(diagonal), counts - counts.transpose(-1, -2))
+    right = torch.view_as_complex((sums_a - times_i(sums_b)).unflatten(-1, (-1, 2)).contiguous())
     # solve for the change from the present codebook: directions the data do not determine stay where they are
     present = torch.view_as_complex(codebook.double().unflatten(-1, (-1, 2)).contiguous())
-    data = torch.complex(torch.diag_embed(used.double()), matrix.imag)
+    data = torch.complex(torch.diag_embed(used), matrix.imag)
     change = torch.linalg.solve(matrix, right - data @ present)
     updated = torch.view_as_real(present + change).flatten(-2).to(codebook.dtype)
     return torch.where(dead.unsqueeze(-1), codebook, updated), dead
@@ -129,5 +130,8 @@ def _rows(table: Tensor, index: Tensor) -> Tensor:
 
 
 def _group_sums(x: Tensor, index: Tensor, size: int) -> Tensor:
-    sums = x.new_zeros(x.shape[0], size, x.shape[-1])
-    return sums.scatter_add_(1, index.unsqueeze(-1).expand_as(x), x)
+    """float64 sums [P, N, C] of the rows of x [P, T, C] by index, one block of rows after the other."""
+    sums = x.new_zeros(x.shape[0], size, x.shape[-1], dtype=torch.float64)
+    for part, part_index in zip(x.split(_SUM_ROWS, dim=1), index.split(_SUM_ROWS, dim=1), strict=True):
+        sums.scatter_add_(1, part_index.unsqueeze(-1).expand_as(part), part.double())
+    return sums

@@ -16,26 +16,37 @@ class CommVQConfig(CacheConfig):
 
     bits: Literal[1, 2] = Field(default=2, description="nominal bits per value of K and V")
     codebook_size: int = Field(default=64, ge=2, le=256, description="rows N of a key codebook")
-    pairs_per_group: int = Field(default=0, ge=0, description="channel pairs g that share a key code; 0: a whole head")
-    num_residuals: int = Field(default=0, ge=0, description="residual stages R of the keys; 0: from --bits")
+    pairs_per_group: int = Field(
+        default=0, ge=0, le=1024, description="channel pairs g that share a key code; 0: a whole head"
+    )
+    num_residuals: int = Field(default=0, ge=0, le=256, description="residual stages R of the keys; 0: from bits")
     key_norm: Literal["joint", "per_head"] = Field(
         default="joint", description="one norm per token for all kv heads, or one per head"
     )
-    value_code_bits: int = Field(default=0, ge=0, description="code bits N_c per token of the values; 0: from --bits")
+    value_code_bits: int = Field(
+        default=0, ge=0, le=2**16, description="code bits N_c per token for the values of all kv heads; 0: from bits"
+    )
 
     key_assignment: Literal["hard", "annealed"] = Field(
         default="hard", description="EM with hard assignment, or the paper's annealed soft assignment"
     )
-    key_iterations: int = Field(default=12, ge=1, description="EM iterations per stage; half of them on a subset")
-    key_query_weighting: bool = Field(default=True, description="weight channel pairs by their queries' magnitude")
+    key_iterations: int = Field(
+        default=12, ge=1, le=1000, description="EM iterations per stage with hard assignment; half of them on a subset"
+    )
+    key_query_weighting: bool = Field(
+        default=True, description="weight channel pairs by the magnitude of their queries"
+    )
     value_trainer: Literal["fast", "paper"] = Field(
         default="fast", description="alternating least squares, or the paper's Gumbel-softmax training"
     )
-    value_iterations: int = Field(default=8, ge=1, description="rounds of the fast value trainer")
-    value_steps: int = Field(default=2500, ge=1, description="optimiser steps of the paper's value trainer")
-    value_hidden: int = Field(default=512, ge=1, description="hidden width of the paper's value encoder")
+    value_iterations: int = Field(default=8, ge=1, le=1000, description="rounds of the fast value trainer")
+    value_steps: int = Field(default=2500, ge=1, le=10**7, description="optimizer steps of the paper's value trainer")
+    value_hidden: int = Field(default=512, ge=1, le=2**16, description="hidden width of the paper's value encoder")
     value_sweeps: int = Field(
-        default=3, ge=0, description="coordinate-descent sweeps over the bits after the fast trainer's encoder"
+        default=3,
+        ge=0,
+        le=100,
+        description="coordinate-descent sweeps over the bits after the fast trainer's encoder; 0 is far worse",
     )
 
     @model_validator(mode="after")
@@ -53,12 +64,14 @@ class CommVQConfig(CacheConfig):
         """Fills in what is 0: g = head_dim/2, R the nearest to `bits` * g / log2 N (Eq. 21), N_c = `bits` * D (Eq. 10).
 
         Raises:
-            ValueError: g does not divide head_dim/2.
+            ValueError: g does not divide head_dim/2, or N_c exceeds 16 bits per value.
         """
         pairs = spec.head_dim // 2
         group = self.pairs_per_group or pairs
         if pairs % group:
             raise ValueError(f"pairs_per_group {group} does not divide the {pairs} channel pairs of a head")
+        if self.value_code_bits > 16 * spec.kv_dim:
+            raise ValueError(f"value_code_bits {self.value_code_bits} exceeds 16 bits for each of {spec.kv_dim} values")
         nearest = round(self.bits * group / math.log2(self.codebook_size))
         return self.model_copy(
             update={

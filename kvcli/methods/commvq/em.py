@@ -122,15 +122,15 @@ def soft_step(x: Tensor, codebook: Tensor, temperature: float) -> Tensor:
     problems, size = x.shape[0], codebook.shape[1]
     table = pair_table(codebook).flatten(1).unsqueeze(1)
     directions = torch.cat((codebook, times_i(codebook)), dim=1).transpose(1, 2) * -2
-    counts = x.new_zeros(problems, size, size)
-    sums_a, sums_b = torch.zeros_like(codebook), torch.zeros_like(codebook)
+    counts = x.new_zeros(problems, size, size, dtype=torch.float64)
+    sums_a, sums_b = torch.zeros_like(codebook, dtype=torch.float64), torch.zeros_like(codebook, dtype=torch.float64)
     block = max(1, _SOFT_BLOCK_ELEMENTS // (problems * size * size))
     for part in x.split(block, dim=1):
         along_a, along_b = (part @ directions).split(size, dim=-1)
         cross = (along_a.unsqueeze(-1) + along_b.unsqueeze(-2)).flatten(2)
         distance = (part.square().sum(-1, keepdim=True) + cross + table).clamp_min(0).sqrt()
-        weights = torch.softmax(-distance / temperature, dim=-1).unflatten(-1, (size, size))
+        weights = torch.softmax(-distance / temperature, dim=-1).double().unflatten(-1, (size, size))
         counts += weights.sum(1)
-        sums_a += weights.sum(-1).transpose(1, 2) @ part
-        sums_b += weights.sum(-2).transpose(1, 2) @ part
+        sums_a += weights.sum(-1).transpose(1, 2) @ part.double()
+        sums_b += weights.sum(-2).transpose(1, 2) @ part.double()
     return solve(counts, sums_a, sums_b, codebook)[0]

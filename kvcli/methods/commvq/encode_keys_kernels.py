@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvcli.kernels.constants import norm_unit
 from kvcli.kernels.launch import cdiv, power_of_two, row_major
 from kvcli.methods.commvq.tables import NO_CENTRE, SearchTables
 from kvcli.packing import packed_size
@@ -28,14 +29,15 @@ _NO_CENTRE = tl.constexpr(NO_CENTRE)
 
 @triton.jit(do_not_specialize=["time"])
 def _norm_kernel(
-    x, stored, norms, stride_b, stride_h, stride_t, time,
+    x, stored, norms, stride_b, stride_h, stride_t, time, per_unit,
     HEADS: tl.constexpr, JOINT: tl.constexpr, D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """L2 norms of keys, over all heads (JOINT) or each.
 
     Grid (ceil(time / BLOCK_T), batch * (1 if JOINT else HEADS)).
     x [batch, HEADS, time, D] any float, strides of all but the last axis; stored float16 and norms float32
-    [batch, 1 or HEADS, time]; where the stored norm is 0, so is the other. BLOCK_D = D as a power of two.
+    [batch, 1 or HEADS, time]; stored norms are multiplied by `per_unit`, and where one is 0, so is the other.
+    BLOCK_D = D as a power of two.
     """
     i_tile, i_row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     o_t, o_d = i_tile * BLOCK_T + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
@@ -50,7 +52,7 @@ def _norm_kernel(
         b_x = b_x.to(tl.float32)
         energy += tl.sum(b_x * b_x, axis=1)
     norm = tl.sqrt_rn(energy)
-    half = tl.minimum(norm, 65504.0).to(tl.float16)
+    half = tl.minimum(norm * per_unit, 65504.0).to(tl.float16)
     p_n = i_row * time + o_t
     tl.store(stored + p_n, half, mask=o_t < time)
     tl.store(norms + p_n, tl.where(half > 0, norm, 0.0), mask=o_t < time)
@@ -222,7 +224,7 @@ def encode_keys(x: Tensor, tables: SearchTables, joint: bool, rotary_dim: int) -
 
 
 def _norms(x: Tensor, joint: bool) -> tuple[Tensor, Tensor]:
-    """Norms over all heads or each: float16 to be stored, float32 to divide by, [batch, 1 or heads, time]."""
+    """Norms over all heads or each: float16 to be stored in units, float32 to divide by, [batch, 1 or heads, time]."""
     batch, heads, time, width = x.shape
     rows = 1 if joint else heads
     stored = torch.empty(batch, rows, time, dtype=torch.float16, device=x.device)
@@ -230,7 +232,7 @@ def _norms(x: Tensor, joint: bool) -> tuple[Tensor, Tensor]:
     block = 32
     if x.numel():
         _norm_kernel[(cdiv(time, block), batch * rows)](
-            x, stored, norms, *x.stride()[:3], time,
+            x, stored, norms, *x.stride()[:3], time, 1 / norm_unit(heads * width if joint else width),
             HEADS=heads, JOINT=joint, D=width, BLOCK_T=block, BLOCK_D=power_of_two(width), num_warps=4,
         )  # fmt: skip
     return stored, norms

@@ -17,6 +17,9 @@ from kvcli.methods.method import FitReport
 from kvcli.samples import LayerSamples
 
 _ERROR_TOKENS = 8192
+_MAX_SCALAR_BITS = 8
+_NEGLIGIBLE = 1e-3
+_OVERSIZE = 4
 
 
 def fit_layer(
@@ -37,19 +40,26 @@ def fit_layer(
 
     Returns:
         `key_nmse` and `value_nmse`, the held-out `nmse` of each head; `dead_key_rows`, dead rows of the key codebooks.
+        Warnings name heads whose error exceeds that of a scalar code of as many bits, or whose codewords are too large.
     """
     dead = fit_keys(codec.key, train, config, generator)
     if config.value_trainer == "fast":
         fit_values_fast(codec.value, train.v, config.value_iterations)
     else:
         fit_values_paper(codec.value, train.v, config.value_steps, generator)
-    return FitReport(
-        {
-            "key_nmse": nmse(codec.key, heldout.k),
-            "value_nmse": nmse(codec.value, heldout.v),
-            "dead_key_rows": dead,
-        }
-    )
+    metrics: dict[str, Any] = {
+        "key_nmse": nmse(codec.key, heldout.k),
+        "value_nmse": nmse(codec.value, heldout.v),
+        "dead_key_rows": dead,
+    }
+    key_bits = config.num_residuals * config.bits_per_code / 2 / config.pairs_per_group
+    value_bits = config.value_code_bits / codec.value.spec.kv_dim
+    warnings = [
+        *compare_with_scalar("keys", metrics["key_nmse"], train.k, heldout.k, key_bits),
+        *compare_with_scalar("values", metrics["value_nmse"], train.v, heldout.v, value_bits),
+        *oversized_books(codec.key),
+    ]
+    return FitReport(metrics, tuple(warnings))
 
 
 def nmse(codec: Codec[Any], x: Tensor) -> list[float]:
@@ -58,3 +68,51 @@ def nmse(codec: Codec[Any], x: Tensor) -> list[float]:
     x_hat = codec.decode(codec.encode(x.unsqueeze(0), None), None)[0]
     error, energy = (x_hat - x).square().sum((1, 2)), x.square().sum((1, 2))
     return [float(e) for e in error / energy.clamp_min(1e-30)]
+
+
+def compare_with_scalar(what: str, errors: list[float], train: Tensor, heldout: Tensor, bits: float) -> list[str]:
+    """A warning for each head whose held-out error exceeds that of a scalar code of as many bits.
+
+    Args:
+        what: keys or values.
+        errors: the normalised squared error of each head.
+        train: [heads, tokens, head_dim].
+        heldout: [heads, tokens, head_dim].
+        bits: per value; the scalar code has as many whole bits.
+    """
+    limits = scalar_nmse(train, heldout, min(int(bits), _MAX_SCALAR_BITS))
+    return [
+        f"{what} of head {head}: held-out error {error:.3g}, more than the {limit:.3g} of a scalar code of {int(bits)} "
+        "bits; calibrate on more varied text"
+        for head, (error, limit) in enumerate(zip(errors, limits, strict=True))
+        if not error <= max(limit, _NEGLIGIBLE)
+    ]
+
+
+def scalar_nmse(train: Tensor, heldout: Tensor, bits: int) -> list[float]:
+    """`nmse` of a scalar code per channel, whose 2^bits levels are the means of equally many training values.
+
+    Args:
+        train: [heads, tokens, head_dim].
+        heldout: [heads, tokens, head_dim].
+        bits: per value.
+    """
+    ordered = train[:, :_ERROR_TOKENS].float().sort(dim=1).values
+    x, best = heldout[:, :_ERROR_TOKENS].float(), None
+    for part in ordered.tensor_split(min(2**bits, ordered.shape[1]), dim=1):
+        error = (x - part.mean(1, keepdim=True)).square()
+        best = error if best is None else torch.minimum(best, error)
+    assert best is not None
+    return [float(e) for e in best.sum((1, 2)) / x.square().sum((1, 2)).clamp_min(1e-30)]
+
+
+def oversized_books(key: CommVQKeyCodec) -> list[str]:
+    """A warning for each head with codewords far larger than any key: the int8 codebook is coarse then."""
+    limit = _OVERSIZE * key.norm_width**0.5
+    largest = (key.codebook_scale * 127).amax((1, 2)).tolist()
+    return [
+        f"keys of head {head}: codewords reach {size:.3g} where normalised keys are {key.norm_width**0.5:.3g} at most; "
+        "calibrate on more varied text"
+        for head, size in enumerate(largest)
+        if not size <= limit
+    ]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels.cached import CachedFromBuffers
+from kvcli.kernels.constants import FP16_MAX, norm_unit
 from kvcli.methods.base import Codes, KeyCodec, Space
 from kvcli.methods.commvq.codebook import centres, nearest
 from kvcli.methods.commvq.config import CommVQConfig
@@ -26,7 +27,8 @@ class CommVQKeyCodes(Codes):
     Attributes:
         packed: uint8 [batch, 1, time, ceil(kv heads * groups * R * 2 log2 N / 8)]; codes in the order head, group,
             stage, each a * N + b.
-        norm: float16 [batch, 1 or num_kv_heads, time, 1], L2 norm of the key over all heads, or over one.
+        norm: float16 [batch, 1 or num_kv_heads, time, 1], L2 norm of the key over all heads, or over one, divided by
+            `norm_unit` of its channels.
     """
 
     packed: Tensor
@@ -80,6 +82,11 @@ class CommVQKeyCodec(KeyCodec[CommVQKeyCodes, None]):
         """Channels under one norm; a normalised key has the L2 norm sqrt(norm_width)."""
         return self.spec.kv_dim if self.config.key_norm == "joint" else self.spec.head_dim
 
+    @property
+    def norm_factor(self) -> float:
+        """Stored norm to factor of the codebook's unit keys, whose L2 norm is sqrt(norm_width)."""
+        return norm_unit(self.norm_width) * self.norm_width**-0.5
+
     def search_tables(self) -> SearchTables:
         """Tables of the encode kernels, recomputed when a buffer changes."""
         buffers = self.codebook, self.codebook_scale, self.pair_weight
@@ -92,15 +99,15 @@ class CommVQKeyCodec(KeyCodec[CommVQKeyCodes, None]):
         self.codebook_scale.fill_(0.25 / limit)
 
     def normalise(self, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """Divides keys [batch, heads, time, head_dim] by their norm; also returns that norm in 16 bits.
+        """Divides keys [batch, heads, time, head_dim] by their norm; also returns that norm as it is stored.
 
         The quotient has root mean square 1 and is 0 for a zero key.
         """
         keys = keys.float()
         axes = (1, 3) if self.config.key_norm == "joint" else (3,)
         norm = keys.square().sum(axes, keepdim=True).sqrt()
-        stored = norm.clamp(max=torch.finfo(torch.float16).max).half()
-        # norms below half of the smallest float16 are stored as 0 and decode to 0
+        stored = (norm / norm_unit(self.norm_width)).clamp(max=FP16_MAX).half()
+        # norms below half of the smallest float16, times the unit, are stored as 0 and decode to 0
         unit = torch.where(stored > 0, keys / norm.clamp_min(1e-30), 0.0)
         return unit * self.norm_width**0.5, stored
 
@@ -160,4 +167,4 @@ class CommVQKeyCodec(KeyCodec[CommVQKeyCodes, None]):
 
     def gain(self, codes: CommVQKeyCodes) -> Tensor:
         """The factor of the codebook's unit keys: float32 [batch, 1 or heads, time, 1]."""
-        return codes.norm.float() * self.norm_width**-0.5
+        return codes.norm.float() * self.norm_factor

@@ -235,7 +235,7 @@ def key_scores(key: CommVQKeyCodec, query: Tensor, encoded: EncodedTokens, scali
             *query.stride()[:3], packed.stride(0), packed.stride(2),
             codes.norm.stride(0), codes.norm.stride(1) if codes.norm.shape[1] > 1 else 0, codes.norm.stride(2),
             tiles.cos.stride(0) if tiles.cos.shape[0] > 1 else 0, scores.stride(1), scores.stride(2),
-            spec.num_kv_heads, query_len, encoded.length, scaling * LOG2E * key.norm_width**-0.5,
+            spec.num_kv_heads, query_len, encoded.length, scaling * LOG2E * key.norm_factor,
             HEADS=heads_per_kv, STAGES=config.num_residuals, FIRST=first, R=count, N=config.codebook_size,
             CODE_BITS=config.bits_per_code, GROUPS=key.num_groups, D=head_dim, PITCH=pitch, ALIGNED=aligned,
             WORDS=cdiv(count * config.bits_per_code, 32), TILE=_TILE, BLOCK_T=_TOKENS, BLOCK_M=block_m,

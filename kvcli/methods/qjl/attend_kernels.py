@@ -7,8 +7,6 @@ layer, and a fourth if the tokens are split: sketch of the query, scores, softma
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 import triton.language as tl
@@ -121,7 +119,7 @@ def _scores_kernel(
         lengths: int32 [batch], tokens of each sequence; read if HAS_LENGTHS.
         scores: float32 [batch, num_kv_heads, rows, tokens], strides s_*; written, in units of log 2.
         split_max: float32 [batch, num_kv_heads, num_splits, rows], written.
-        factor, outlier_factor: sqrt(pi / 2) / m times the scaling and log2(e).
+        factor, outlier_factor: `norm_factor` / m times the scaling and log2(e).
 
     Constexprs: W_OUT 0 without outlier channels; BLOCK_W and BLOCK_OUT, W and W_OUT padded; FP32_DOT: float32 products.
     Tuned on one H200, torch 2.11, triton 3.6.
@@ -228,7 +226,7 @@ def _key_scores(key: QJLKey, sketched: Tensor, encoded: EncodedTokens, scaling: 
     block_m = 16 if fp32_dot else 8
     blocks = cdiv(rows, block_m)
     scores = SplitScores(batch, kv_heads, rows, encoded.length, _BLOCK_N, blocks, sketched.device)
-    weight = scaling / key.bias * LOG2E * math.sqrt(math.pi / 2)
+    weight = scaling * LOG2E * key.norm_factor
     _scores_kernel[(scores.num_splits, batch * kv_heads, blocks)](
         sketched, signs, codes.norm, outlier_signs, codes.outlier_norm,
         scores.values if encoded.lengths is None else encoded.lengths, scores.values, scores.split_max,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvcli.kernels.constants import FP16_MAX
+from kvcli.kernels.constants import FP16_MAX, norm_unit
 from kvcli.methods.base import Codes, KeyCodec, State
 from kvcli.methods.qjl.config import QJLConfig
 from kvcli.packing import pack_bits, packed_size, unpack_bits
@@ -26,7 +26,7 @@ class QJLCodes(Codes):
     Attributes:
         signs: uint8 [batch, num_kv_heads, time, ceil(m / 8)], by `pack_bits`; bit 1 where a projection of the inlier
             channels is positive.
-        norm: float16 [batch, num_kv_heads, time, 1], norm of the inlier channels.
+        norm: float16 [batch, num_kv_heads, time, 1], norm of the inlier channels divided by `norm_unit(head_dim)`.
         outlier_signs: uint8 [batch, num_kv_heads, time, ceil(m_out / 8)], the same for the outlier channels.
         outlier_norm: float16 [batch, num_kv_heads, time, 1], or 0 entries without outlier channels.
     """
@@ -64,10 +64,15 @@ class QJLKey(KeyCodec[QJLCodes, QJLState]):
         spec: the model's shapes.
         config: settings.
         layer_idx: the layer; each has its own projections.
+
+    Raises:
+        ValueError: more outliers than channels.
     """
 
     def __init__(self, spec: ModelSpec, config: QJLConfig, layer_idx: int) -> None:
         super().__init__()
+        if config.num_outliers > spec.head_dim:
+            raise ValueError(f"num_outliers {config.num_outliers} exceeds head_dim {spec.head_dim}; choose fewer")
         self.spec, self.config = spec, config
         inliers, outliers = config.sketch_dims(spec, layer_idx)
         generator = torch.Generator().manual_seed(config.sketch_seed * 100_003 + layer_idx)
@@ -83,6 +88,11 @@ class QJLKey(KeyCodec[QJLCodes, QJLState]):
         if self.config.num_outliers:
             head += 8 * packed_size(len(self.outlier_sketch), 1) + 16
         return float(self.spec.num_kv_heads * head)
+
+    @property
+    def norm_factor(self) -> float:
+        """Factor of a score, times m: sqrt(pi/2) without the sketch's bias, times the unit of stored norms."""
+        return math.sqrt(math.pi / 2) / self.bias * norm_unit(self.spec.head_dim)
 
     def new_state(self, batch: int, device: torch.device) -> QJLState:
         return QJLState(torch.zeros(batch, self.spec.num_kv_heads, self.spec.head_dim, device=device))
@@ -117,12 +127,12 @@ class QJLKey(KeyCodec[QJLCodes, QJLState]):
     def _estimate(self, signs: Tensor, norm: Tensor, sketch: Tensor) -> Tensor:
         """sqrt(pi/2)/m * |k| * S^T sign(S k), [batch, heads, time, head_dim]."""
         signed = 2 * unpack_bits(signs, 1, len(sketch)).float() - 1
-        return signed @ sketch * norm.float() * (math.sqrt(math.pi / 2) / len(sketch) / self.bias)
+        return signed @ sketch * norm.float() * (self.norm_factor / len(sketch))
 
 
 def _signs_and_norm(x: Tensor, sketch: Tensor) -> tuple[Tensor, Tensor]:
-    """Packed signs of S x and |x| as float16; both empty for a sketch without rows."""
-    norm = x.square().sum(-1, keepdim=True).sqrt().clamp(max=FP16_MAX).half()
+    """Packed signs of S x and |x| in units as float16; both empty for a sketch without rows."""
+    norm = (x.square().sum(-1, keepdim=True).sqrt() / norm_unit(x.shape[-1])).clamp(max=FP16_MAX).half()
     signs = pack_bits((x @ sketch.T > 0).int(), 1)
     return signs, norm[..., : 1 if len(sketch) else 0]
 

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvcli.kernels.constants import norm_unit
 from kvcli.kernels.launch import cdiv, power_of_two, row_major
 from kvcli.kernels.words import FP16_MAX
 from kvcli.packing import packed_size
@@ -31,16 +32,16 @@ def _store_signs(
 
 
 @triton.jit
-def _store_norm(x, norms, i_t, m_t):
-    """Norms of x [tokens, channels] as float16, at entries i_t of norms."""
-    norm = tl.minimum(tl.sqrt_rn(tl.sum(x * x, axis=1)), FP16_MAX)
+def _store_norm(x, norms, per_unit, i_t, m_t):
+    """Norms of x [tokens, channels] times `per_unit` as float16, at entries i_t of norms."""
+    norm = tl.minimum(tl.sqrt_rn(tl.sum(x * x, axis=1)) * per_unit, FP16_MAX)
     tl.store(norms + i_t, norm.to(tl.float16), mask=m_t)
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def _encode_kernel(
     x, outliers, sketch, outlier_sketch, signs, norms, outlier_signs, outlier_norms,
-    stride_b, stride_h, stride_t, heads, tokens,
+    stride_b, stride_h, stride_t, heads, tokens, per_unit,
     ROWS: tl.constexpr, OUTLIER_ROWS: tl.constexpr, D: tl.constexpr,
     BYTES: tl.constexpr, OUTLIER_BYTES: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
@@ -54,7 +55,7 @@ def _encode_kernel(
         outliers: float32 [batch, heads, D], 1 for outlier channels, 0 for others.
         sketch, outlier_sketch: float32 [ROWS, D] and [OUTLIER_ROWS, D].
         signs: uint8 [batch, heads, tokens, BYTES], written.
-        norms: float16 [batch, heads, tokens], written.
+        norms: float16 [batch, heads, tokens], norms times `per_unit`, written.
         outlier_signs, outlier_norms: the same of the outlier channels, OUTLIER_BYTES; written unless OUTLIER_ROWS is 0.
 
     Constexprs: BLOCK_D, D padded; BLOCK_R rows of a sketch at a time. Tuned on one H200, torch 2.11, triton 3.6.
@@ -68,11 +69,11 @@ def _encode_kernel(
     outlier = tl.load(outliers + i_row * D + o_d, mask=m_d, other=0.0)[None, :]
     i_t = i_row * tokens + o_t
     inliers = b_x * (1 - outlier)
-    _store_norm(inliers, norms, i_t, m_t)
+    _store_norm(inliers, norms, per_unit, i_t, m_t)
     _store_signs(inliers, sketch, signs, i_t, m_t, o_d, ROWS, D, BYTES, BLOCK_R)
     if OUTLIER_ROWS:
         outlier_x = b_x * outlier
-        _store_norm(outlier_x, outlier_norms, i_t, m_t)
+        _store_norm(outlier_x, outlier_norms, per_unit, i_t, m_t)
         _store_signs(outlier_x, outlier_sketch, outlier_signs, i_t, m_t, o_d, OUTLIER_ROWS, D, OUTLIER_BYTES, BLOCK_R)
 
 
@@ -106,7 +107,7 @@ def encode_keys(
     if x.numel():
         _encode_kernel[(cdiv(time, tile["BLOCK_T"]), batch * heads)](
             x, outliers.contiguous(), sketch, outlier_sketch, signs, norm, outlier_signs, outlier_norm,
-            *x.stride()[:3], heads, time,
+            *x.stride()[:3], heads, time, 1 / norm_unit(width),
             ROWS=len(sketch), OUTLIER_ROWS=len(outlier_sketch), D=width,
             BYTES=signs.shape[-1], OUTLIER_BYTES=outlier_signs.shape[-1],
             BLOCK_D=max(16, power_of_two(width)), **tile,

@@ -2,7 +2,8 @@
 
 scale = (max - min) / (2^b - 1) and zero = min of each group, as in KIVI (arXiv 2402.02750) section 3.1. Codes are
 chosen for scale and zero as stored, so that their rounding adds no second error; a group of equal values has scale 0
-and decodes to its zero.
+and decodes to its zero, exactly if it is float16. A scale cannot exceed 65504: at one bit, a group of a larger range
+loses half of the excess at either end.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ def quantize(groups: Tensor, n_bits: int) -> tuple[Tensor, Tensor, Tensor]:
     groups = groups.float().clamp(-FP16_MAX, FP16_MAX)
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
     levels = 2**n_bits - 1
+    if levels == 1:
+        excess = (high - low - FP16_MAX).clamp_min(0) * 0.5
+        low, high = low + excess, high - excess
     zero = low.half()
     # divided by a tensor: CUDA multiplies by the rounded inverse of a number, and codes would differ from the CPU's
     scale = ((high - low) / torch.full_like(low, levels)).clamp(max=FP16_MAX).half()

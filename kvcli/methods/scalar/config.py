@@ -14,7 +14,9 @@ class ScalarConfig(CacheConfig):
 
     k_bits: ScalarBits = Field(default=2, description="bits of a key code")
     v_bits: ScalarBits = Field(default=2, description="bits of a value code")
-    group_size: int = Field(default=32, ge=1, description="tokens (keys) or channels (values) that share a scale")
+    group_size: int = Field(
+        default=32, ge=1, le=1024, description="tokens (keys) or channels (values) that share a scale"
+    )
 
 
 class RTNConfig(ScalarConfig):
@@ -22,7 +24,7 @@ class RTNConfig(ScalarConfig):
 
     k_bits: ScalarBits = Field(default=4, description="bits of a key code")
     v_bits: ScalarBits = Field(default=4, description="bits of a value code")
-    group_size: int = Field(default=32, ge=1, description="channels that share a scale")
+    group_size: int = Field(default=32, ge=1, le=1024, description="channels that share a scale")
 
 
 class KIVIConfig(ScalarConfig):

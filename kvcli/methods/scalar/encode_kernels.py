@@ -23,6 +23,9 @@ _TILE = 4096
 @triton.jit
 def affine_scale(low, high, LEVELS: tl.constexpr):
     """Scale and zero as stored (float16) of groups with minimum `low` and maximum `high`, float32 of any shape."""
+    if LEVELS == 1:
+        excess = tl.maximum(high - low - FP16_MAX, 0.0) * 0.5
+        low, high = low + excess, high - excess
     scale = tl.minimum(tl.div_rn(high - low, tl.full(low.shape, LEVELS, tl.float32)), FP16_MAX)
     return scale.to(tl.float16), low.to(tl.float16)
 

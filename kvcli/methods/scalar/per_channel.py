@@ -72,9 +72,9 @@ class PerChannelCodec(KeyCodec[PerChannelCodes, StateT]):
         unpacked = unpack_planes(codes.packed, self.n_bits, self.spec.head_dim)
         return self.dequantize_channels(unpacked, codes.scale, codes.zero)
 
-    def decode_to(self, codes: PerChannelCodes, state: StateT | None, dtype: torch.dtype) -> Tensor:
+    def decode_to(self, codes: PerChannelCodes, state: StateT, dtype: torch.dtype) -> Tensor:
         if not self.fused:
-            return self.decode(codes, state).to(dtype)
+            return super().decode_to(codes, state, dtype)
         from kvcli.methods.scalar.decode_kernels import dequantize_planes
 
         return dequantize_planes(codes, self.n_bits, self.spec.head_dim, self.tokens_per_group, 1, dtype)

@@ -3,6 +3,9 @@
 Rotation mixes channels, so these keys are dequantized: in float16, two channels per instruction. They are rotated by
 the product of two small tables: the position of a group of tokens goes into the query, the offset in the group is the
 same for all groups (`TokenRotations.tiles`, `TokenRotations.offsets`).
+
+float16 keys are divided by a power of two, the unit of a program: 2 for scales below 128, so that a rotation cannot
+overflow, and more for larger scales, which are multiplied by up to 2^10 on the way.
 """
 
 from __future__ import annotations
@@ -12,7 +15,10 @@ import triton.language as tl
 
 from kvcli.kernels.grid import batch_and_head, query_rows, split_range
 from kvcli.kernels.pdl import pdl_launch_dependents
-from kvcli.kernels.words import EVICT_FIRST, field_fp16, field_fp32, fma2, query_fields
+from kvcli.kernels.words import EVICT_FIRST, TINY, field_fp16, field_fp32, fma2, pow2_above, query_fields
+
+SCAN = tl.constexpr(1024)
+"""Scales read at a time for their maximum."""
 
 
 @triton.jit(do_not_specialize=["groups"])
@@ -72,7 +78,6 @@ def rotated_scores_kernel(
             b_c, b_s = b_c.to(tl.float16), b_s.to(tl.float16)
         b_cos = b_cos + (b_c,)
         b_sin = b_sin + (b_s,)
-    dot_factor = unit * scaling
 
     if HAS_LENGTHS:
         groups = tl.load(lengths + i_b) // GROUP
@@ -83,6 +88,15 @@ def rotated_scores_kernel(
     tile_cos += i_b * t_batch + first * HALF
     tile_sin += i_b * t_batch + first * HALF
     p_scores += first * GROUP
+    dot_factor = unit * scaling
+    if not FP32_DOT:
+        b_top = tl.zeros([SCAN], tl.float16)
+        for start in range(0, count * D, SCAN):
+            at = tl.minimum(start + tl.arange(0, SCAN), count * D - 1)
+            b_top = tl.maximum(b_top, tl.load(scale + at // D * c_time + at % D))
+        key_unit = tl.maximum(pow2_above(tl.maximum(tl.max(b_top.to(tl.float32), 0), TINY)) / 64.0, 2.0)
+        per_unit = 1.0 / key_unit
+        dot_factor = dot_factor * key_unit
     b_max = tl.full([GROUP, BLOCK_M], float("-inf"), tl.float32)
     for g in range(0, count):
         n = g * GROUP + o_n
@@ -113,14 +127,14 @@ def rotated_scores_kernel(
                 b_scores = tl.dot(b_ry, b_qy, b_scores, input_precision="ieee")
             else:
                 # subnormal codes times 2^14 are normal numbers; the other 2^10 of FIELD_SCALE goes into the scale
+                lift = (per_unit * (1024.0 / (1 << (B * f)))).to(tl.float16)
                 pow2_14 = tl.full([GROUP, BLOCK_W], 16384.0, tl.float16)
                 zeros = tl.zeros([GROUP, BLOCK_W], tl.float16)
                 b_kx = fma2(field_fp16(words, f, B), pow2_14, zeros)
                 b_ky = fma2(field_fp16(words, f + LOW, B), pow2_14, zeros)
-                b_cx = (b_cx.to(tl.float32) * (1024.0 / (1 << (B * f)))).to(tl.float16)
-                b_cy = (b_cy.to(tl.float32) * (1024.0 / (1 << (B * f)))).to(tl.float16)
-                b_cx = tl.broadcast_to(b_cx[None, :], [GROUP, BLOCK_W])
-                b_cy = tl.broadcast_to(b_cy[None, :], [GROUP, BLOCK_W])
+                b_zx, b_zy = b_zx * per_unit.to(tl.float16), b_zy * per_unit.to(tl.float16)
+                b_cx = tl.broadcast_to((b_cx * lift)[None, :], [GROUP, BLOCK_W])
+                b_cy = tl.broadcast_to((b_cy * lift)[None, :], [GROUP, BLOCK_W])
                 b_kx = fma2(b_kx, b_cx, tl.broadcast_to(b_zx[None, :], [GROUP, BLOCK_W]))
                 b_ky = fma2(b_ky, b_cy, tl.broadcast_to(b_zy[None, :], [GROUP, BLOCK_W]))
                 b_rx = fma2(b_kx, b_cos[f], fma2(b_ky, -b_sin[f], zeros))

@@ -12,16 +12,20 @@ from kvcli.methods.scalar.config import KIVIConfig
 class SQuatConfig(KIVIConfig):
     """Settings of SQuat on top of KIVI's; the paper uses squat_lambda 1e-3, lambda_scaling none, residual_length 32."""
 
-    residual_length: int = Field(default=32, ge=0, description="last tokens in full precision; keys leave in blocks")
-    subspace_dim: int = Field(default=5, ge=1, description="dimensions r of the query subspace")
-    squat_lambda: float = Field(default=0.1, ge=0, description="weight of orthogonality; 0 is KIVI")
+    residual_length: int = Field(
+        default=32, ge=0, le=2**20, description="last tokens in full precision; keys are encoded in blocks of as many"
+    )
+    subspace_dim: int = Field(default=5, ge=1, le=1024, description="dimensions r of the query subspace")
+    squat_lambda: float = Field(
+        default=0.1, ge=0, le=1e9, description="weight lambda of errors inside the subspace; 0 gives KIVI's codes"
+    )
     lambda_scaling: Literal["per_token", "none"] = Field(
         default="per_token",
         description="per_token divides lambda by the number of queries, because singular values grow with the prompt",
     )
-    block_size: int = Field(default=0, ge=0, description="channels g quantized at a time; 0: head_dim / 2")
+    block_size: int = Field(default=0, ge=0, le=4096, description="channels g quantized at a time; 0: head_dim / 2")
     subspace_solver: Literal["svd", "power"] = Field(
-        default="svd", description="full eigendecomposition, or block power iteration (same to 1e-6)"
+        default="svd", description="full eigendecomposition, or block power iteration"
     )
     query_space: Literal["auto", "pre_rope", "post_rope"] = Field(
         default="auto", description="queries that span the subspace; auto: those of the keys' own space"
