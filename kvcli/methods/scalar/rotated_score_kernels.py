@@ -17,8 +17,8 @@ from kvcli.kernels.grid import batch_and_head, query_rows, split_range
 from kvcli.kernels.pdl import pdl_launch_dependents
 from kvcli.kernels.words import EVICT_FIRST, TINY, field_fp16, field_fp32, fma2, pow2_above, query_fields
 
-SCAN = tl.constexpr(1024)
-"""Scales read at a time for their maximum."""
+SCAN_GROUPS = tl.constexpr(4)
+"""Groups of which the scales are read at a time for their maximum."""
 
 
 @triton.jit(do_not_specialize=["groups"])
@@ -90,11 +90,13 @@ def rotated_scores_kernel(
     p_scores += first * GROUP
     dot_factor = unit * scaling
     if not FP32_DOT:
-        b_top = tl.zeros([SCAN], tl.float16)
-        for start in range(0, count * D, SCAN):
-            at = tl.minimum(start + tl.arange(0, SCAN), count * D - 1)
-            b_top = tl.maximum(b_top, tl.load(scale + at // D * c_time + at % D))
-        key_unit = tl.maximum(pow2_above(tl.maximum(tl.max(b_top.to(tl.float32), 0), TINY)) / 64.0, 2.0)
+        BLOCK_D: tl.constexpr = BLOCK_W * (16 // B)
+        o_d = tl.minimum(tl.arange(0, BLOCK_D), D - 1) if BLOCK_D > D else tl.arange(0, BLOCK_D)
+        b_top = tl.zeros([SCAN_GROUPS, BLOCK_D], tl.float16)
+        for start in range(0, count, SCAN_GROUPS):
+            o_g = tl.minimum(start + tl.arange(0, SCAN_GROUPS), count - 1)
+            b_top = tl.maximum(b_top, tl.load(scale + o_g[:, None] * c_time + o_d[None, :]))
+        key_unit = tl.maximum(pow2_above(tl.maximum(tl.max(tl.max(b_top, 1).to(tl.float32), 0), TINY)) / 64.0, 2.0)
         per_unit = 1.0 / key_unit
         dot_factor = dot_factor * key_unit
     b_max = tl.full([GROUP, BLOCK_M], float("-inf"), tl.float32)
