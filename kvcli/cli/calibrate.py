@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,7 +38,7 @@ class CalibrateOptions(ModelOptions):
         default=0, ge=0, description="layers per pass; 0: as many as keep a file below half a GiB"
     )
     out: Path | None = Field(default=None, description="output folder; default: runs/MODEL/samples")
-    overwrite: bool = Field(default=False, description="discard another recording in the output folder")
+    overwrite: bool = Field(default=False, description="discard a recording in the output folder and start again")
 
 
 def run(options: CalibrateOptions, output: Output) -> None:
@@ -87,6 +88,7 @@ def run(options: CalibrateOptions, output: Output) -> None:
         "bytes": needed,
     }
     output.result(record, str(folder))
+    output.say(f"next: kvcli fit {shlex.quote(str(folder))}")
 
 
 def corpus_config(options: CalibrateOptions) -> CorpusConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import typer
@@ -29,14 +30,16 @@ def run(options: ExportOptions, output: Output) -> None:
     artifact = assemble(runs)
     folder = options.out or artifact_folder(artifact.metadata["model"], runs[0].name)
     reused = False
-    if (folder / "kvcli.json").is_file() and not options.overwrite:
+    if (folder / "kvcli.json").exists() and not options.overwrite:
         reused = Artifact.load(folder).same_content(artifact)
     if reused:
         output.say(f"{folder} holds this artifact already")
     else:
         artifact.save(folder, overwrite=options.overwrite)
-        output.say(f"verified: {len(artifact.tensors)} tensors, {size(artifact.nbytes)}")
+        output.say(f"verified: {len(artifact.tensors)} tensors, {size(artifact.nbytes)}, and kvcli.json, read back")
     output.result({"artifact": str(folder), "bytes": artifact.nbytes, "reused": reused}, str(folder))
+    model, artifact_option = (shlex.quote(str(text)) for text in (artifact.metadata["model"], folder))
+    output.say(f"next: kvcli generate {model} --method {artifact.method} --artifact {artifact_option}")
 
 
 def register(app: typer.Typer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -27,7 +28,7 @@ class FitOptions(Options):
     )
     layers: str | None = Field(default=None, description="layers A-B only (inclusive), to share the work")
     out: Path | None = Field(default=None, description="run folder; default: one below runs/MODEL/training/")
-    overwrite: bool = Field(default=False, description="discard another run in the output folder")
+    overwrite: bool = Field(default=False, description="discard a run in the output folder and start again")
 
 
 class FitMethodOptions(FitOptions):
@@ -133,6 +134,7 @@ def fit(
     for line in summary(method, reports):
         output.say(line)
     output.result({"run": str(folder), "layers": reports}, str(folder))
+    output.say(f"next: kvcli export {shlex.quote(str(folder))}")
 
 
 def summary(method: Method, reports: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -152,18 +154,20 @@ def parse_layers(text: str | None, recorded: list[int]) -> list[int]:
     """Layers of a range such as 4-7 or of a single number; None means all.
 
     Raises:
-        UsageError: neither a number nor a range.
+        UsageError: neither a number nor a range, or layers that were not recorded.
     """
     if text is None:
         return recorded
     first, _, last = text.partition("-")
     try:
-        layers = list(range(int(first), int(last or first) + 1))
+        start, stop = int(first), int(last or first)
     except ValueError:
-        layers = []
-    if not layers:
+        start, stop = 0, -1
+    if start > stop:
         raise UsageError(f"--layers takes a number or a range such as 0-7, not '{text}'")
-    return layers
+    if not {start, stop} <= set(recorded):
+        raise UsageError(f"--layers {text}: only layers {recorded[0]}-{recorded[-1]} were recorded")
+    return list(range(start, stop + 1))
 
 
 def register(app: typer.Typer) -> None:
