@@ -379,7 +379,7 @@ def _keep_previous(folder: Path) -> None:
         record = read_sealed(folder / METADATA, FORMAT_VERSION, _REMEDY, ArtifactError)["files"][WEIGHTS]
     except (ArtifactError, KeyError, TypeError):
         return  # no artifact there that could be read
-    if not is_intact(folder / WEIGHTS, record):
+    if is_intact(folder / _PREVIOUS, record) or not is_intact(folder / WEIGHTS, record):
         return  # they have it from an export that was killed, or are damaged
     temporary = folder / f"{_PREVIOUS}.tmp"
     try:
@@ -411,7 +411,8 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
     """
     try:
         with safe_open(path, framework="pt") as handle:
-            tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
+            # copies: a mapped file that somebody truncates would end the process
+            tensors = {name: handle.get_tensor(name).clone() for name in handle.keys()}  # noqa: SIM118
         for name, x in tensors.items():
             narrow = x.is_floating_point() and x.element_size() == 1  # float8 has no isfinite
             if x.numel() == 0 or not bool((x.float() if narrow else x).isfinite().all()):

@@ -170,7 +170,7 @@ def assemble(folders: Sequence[Path]) -> Artifact:
             state = load_file(home / _name(layer_idx, "safetensors"))
         except (OSError, SafetensorError, ValueError, KeyError) as error:
             raise ArtifactError(f"layer {layer_idx} of the run in {home} is damaged ({error}); {_REMEDY}") from error
-        tensors.update({f"layers.{layer_idx}.{name}": x for name, x in state.items()})
+        tensors.update({f"layers.{layer_idx}.{name}": x.clone() for name, x in state.items()})
     metadata = new_metadata(
         method=run["method"], config=config, identity=identity, provenance=provenance, layers=metrics
     )
