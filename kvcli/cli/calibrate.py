@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -88,7 +87,6 @@ def run(options: CalibrateOptions, output: Output) -> None:
         "bytes": needed,
     }
     output.result(record, str(folder))
-    output.say(f"next: kvcli fit {shlex.quote(str(folder))}")
 
 
 def corpus_config(options: CalibrateOptions) -> CorpusConfig:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 
 import typer
@@ -38,8 +37,6 @@ def run(options: ExportOptions, output: Output) -> None:
         artifact.save(folder, overwrite=options.overwrite)
         output.say(f"verified: {len(artifact.tensors)} tensors, {size(artifact.nbytes)}, and kvcli.json, read back")
     output.result({"artifact": str(folder), "bytes": artifact.nbytes, "reused": reused}, str(folder))
-    model, artifact_option = (shlex.quote(str(text)) for text in (artifact.metadata["model"], folder))
-    output.say(f"next: kvcli generate {model} --method {artifact.method} --artifact {artifact_option}")
 
 
 def register(app: typer.Typer) -> None:

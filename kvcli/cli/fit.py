@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -134,7 +133,6 @@ def fit(
     for line in summary(method, reports):
         output.say(line)
     output.result({"run": str(folder), "layers": reports}, str(folder))
-    output.say(f"next: kvcli export {shlex.quote(str(folder))}")
 
 
 def summary(method: Method, reports: Sequence[Mapping[str, Any]]) -> list[str]:

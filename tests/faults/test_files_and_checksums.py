@@ -305,6 +305,14 @@ def test_older_formats_are_refused_in_one_line(copy: Path) -> None:
         assert "\n" not in str(caught.value)
 
 
+def test_tensors_do_not_need_their_file_any_more(copy: Path) -> None:
+    """Mapped memory of a file that is truncated would end the process (SIGBUS)."""
+    loaded, assembled = Artifact.load(copy / "artifact"), assemble([copy / "run"])
+    for path in (copy / "artifact" / "codec.safetensors", *(copy / "run").glob("*.safetensors")):
+        os.truncate(path, 10)
+    assert loaded.same_content(assembled)
+
+
 # --- locks and failed writes
 
 
