@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Artifact", "MemoryReport", "Session", "__version__", "attach", "load_model"]
 
-_HOMES = {
+_MODULES = {
     "Artifact": "kvcli.artifact",
     "MemoryReport": "kvcli.cache.memory",
     "Session": "kvcli.attention.session",
@@ -37,8 +37,8 @@ def __dir__() -> list[str]:
 
 def __getattr__(name: str) -> Any:
     """Imports the public names when they are first asked for: `import kvcli` must not load torch."""
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'kvcli' has no attribute '{name}'")
     from importlib import import_module
 
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_MODULES[name]), name)

@@ -89,8 +89,8 @@ class Artifact:
         """
         config_cls, fitted = get_method(self.method).config_cls, self.metadata["config"]
         fixed = [name for name in changes if name in fitted and name not in CacheConfig.model_fields]
-        if odd := [f"{name} is {fitted[name]}" for name in fixed if changes[name] != fitted[name]]:
-            raise ConfigError(f"the artifact was fitted with other settings, which cannot be changed: {', '.join(odd)}")
+        if changed := [f"{name} is {fitted[name]}" for name in fixed if changes[name] != fitted[name]]:
+            raise ConfigError(f"settings of the fit cannot be changed: {', '.join(changed)}")
         try:
             return config_cls(**{**fitted, **changes})
         except ValidationError as error:
@@ -111,10 +111,10 @@ class Artifact:
             raise ArtifactError(f"the artifact is for method '{self.method}', not '{method}'")
         if spec != self.spec:
             ours, theirs = spec.to_dict(), self.spec.to_dict()
-            odd = ", ".join(
+            differing = ", ".join(
                 f"{name} {theirs[name]} instead of {ours[name]}" for name in ours if ours[name] != theirs[name]
             )
-            raise ArtifactError(f"the artifact was made for {self.metadata['model']}, whose shapes differ: {odd}")
+            raise ArtifactError(f"the artifact was made for {self.metadata['model']}, whose shapes differ: {differing}")
         try:
             same = same_model(fingerprint, self.metadata["fingerprint"])
         except (ValueError, IndexError) as error:
@@ -296,7 +296,7 @@ tags: [kv-cache, quantization, {metadata["method"]}]
 # {metadata["method"]} KV cache codec for {metadata["model"]}
 
 Made by kvcli {metadata["kvcli_version"]}. It holds codebooks and encoders, no model weights; it works with this model
-only (its weights are checked when the artifact is loaded).
+only (shapes and a sample of its weights are compared when the artifact is attached).
 
 ```bash
 kvcli generate {metadata["model"]} --method {metadata["method"]} --artifact . --prompt "The water cycle is"

@@ -29,7 +29,7 @@ _MISSING = "nothing"
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Gives a temporary path to write to, which takes the name `path` when the block ends without an error.
+    """Yields a temporary path to write to, which takes the name `path` when the block ends without an error.
 
     The content is on the disk before the name is, so that no power loss leaves an empty file under the name.
 
@@ -223,7 +223,7 @@ def open_run(
     if (manifest is not None or files) and not overwrite:
         reason = _refusal(manifest, wanted, manifest_name)
         raise error(f"{folder} holds another {kind} ({reason}); choose another --out or discard it with --overwrite")
-    for file in (path, *files):  # the manifest first: what is left after a kill cannot be taken for a run
+    for file in files:  # the manifest last: what a kill leaves can be resumed as the run that it was
         file.unlink(missing_ok=True)
     write_sealed(path, wanted)
     return dict(wanted)
@@ -237,9 +237,9 @@ def _refusal(manifest: Mapping[str, Any] | None, wanted: Mapping[str, Any], name
     return f"differs in {differences}" if differences else f"its {name} is damaged: it was changed after it was written"
 
 
-def _differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
+def _differences(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
     """The first settings that differ, each with both values."""
-    pairs = list(_unequal("", {name: found.get(name, _MISSING) for name in wanted}, wanted))
+    pairs = list(_unequal("", {name: stored.get(name, _MISSING) for name in wanted}, wanted))
     shown = [f"{name}: {_short(theirs)} there, {_short(ours)} here" for name, theirs, ours in pairs]
     more = len(shown) - _SHOWN_DIFFERENCES
     return "; ".join([*shown[:_SHOWN_DIFFERENCES], *([f"and {more} more"] if more > 0 else [])])
@@ -292,9 +292,9 @@ def _is_torn(path: Path) -> bool:
         return handle.read(1) != b"\n"
 
 
-def to_json(value: Any, indent: int | None = None) -> str:
+def to_json(value: Any) -> str:
     """JSON that every parser reads: NaN and infinities, which JSON does not have, are null."""
-    return json.dumps(_finite(value), indent=indent, allow_nan=False)
+    return json.dumps(_finite(value), allow_nan=False)
 
 
 def _finite(value: Any) -> Any:

@@ -127,7 +127,7 @@ def check_fitted(method: Method) -> FitLayer:
     """
     if method.fit is None:
         fitted = [name for name in METHODS if get_method(name).fit is not None]
-        raise UsageError(f"method '{method.name}' is not fitted, it works without; choose one of {', '.join(fitted)}")
+        raise UsageError(f"method '{method.name}' has nothing to fit; choose one of {', '.join(fitted)}")
     return method.fit
 
 
@@ -154,8 +154,8 @@ def assemble(folders: Sequence[Path]) -> Artifact:
     except (UsageError, ValueError, KeyError, TypeError) as error:
         reason = " ".join(str(error).split())
         raise ArtifactError(f"{folders[0] / RUN} is damaged ({reason}); {_REMEDY}") from error
-    homes = {i: next((f for f in folders if _finished(f, i, run) is not None), None) for i in range(num_layers)}
-    if missing := [str(layer_idx) for layer_idx, home in homes.items() if home is None]:
+    finished = [_first_finished(folders, layer_idx, run) for layer_idx in range(num_layers)]
+    if missing := [str(layer_idx) for layer_idx, layer in enumerate(finished) if layer is None]:
         damaged = any((folder / _name(int(i), "safetensors")).exists() for i in missing for folder in folders)
         raise ArtifactError(
             f"the run in {folders[0]} lacks layers {', '.join(missing)}{' (missing or damaged)' if damaged else ''}; "
@@ -163,18 +163,29 @@ def assemble(folders: Sequence[Path]) -> Artifact:
         )
     tensors: dict[str, Tensor] = {}
     metrics: list[Mapping[str, Any]] = []
-    for layer_idx, home in homes.items():
-        assert home is not None
-        metrics.append((_finished(home, layer_idx, run) or {})["metrics"])
+    for layer_idx, layer in enumerate(finished):
+        assert layer is not None
+        folder, report = layer
+        metrics.append(report["metrics"])
         try:
-            state = load_file(home / _name(layer_idx, "safetensors"))
+            state = load_file(folder / _name(layer_idx, "safetensors"))
         except (OSError, SafetensorError, ValueError, KeyError) as error:
-            raise ArtifactError(f"layer {layer_idx} of the run in {home} is damaged ({error}); {_REMEDY}") from error
+            raise ArtifactError(f"layer {layer_idx} of the run in {folder} is damaged ({error}); {_REMEDY}") from error
         tensors.update({f"layers.{layer_idx}.{name}": x.clone() for name, x in state.items()})
     metadata = new_metadata(
         method=run["method"], config=config, identity=identity, provenance=provenance, layers=metrics
     )
     return Artifact(metadata, tensors)
+
+
+def _first_finished(
+    folders: Sequence[Path], layer_idx: int, run: Mapping[str, Any]
+) -> tuple[Path, dict[str, Any]] | None:
+    """The first folder that holds a finished layer, with the layer's report."""
+    for folder in folders:
+        if (report := _finished(folder, layer_idx, run)) is not None:
+            return folder, report
+    return None
 
 
 def _read_run(folder: Path) -> dict[str, Any]:

@@ -42,7 +42,7 @@ class SamplingConfig:
 
 @dataclass(frozen=True)
 class Generation:
-    """What came out, and what it took.
+    """Generated text with its timing and memory.
 
     Attributes:
         text: the continuation.

@@ -36,7 +36,7 @@ class Rotation:
         return cls(cos[..., :half].unsqueeze(1), sin[..., :half].unsqueeze(1))
 
     def contiguous(self) -> Rotation:
-        """The same numbers in memory of their own, for tables that are kept."""
+        """A contiguous copy, for tables that are kept."""
         return Rotation(self.cos.contiguous(), self.sin.contiguous())
 
     def apply(self, x: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ class Rotation:
         return torch.cat((*rotated, rest), dim=-1)
 
     def unapply(self, x: Tensor) -> Tensor:
-        """Inverse of `apply` on x [batch, heads, time, head_dim], with the attention scaling cos^2 + sin^2."""
+        """Inverse of `apply` on x [batch, heads, time, head_dim]; also divides out the attention scaling."""
         scale = self.cos * self.cos + self.sin * self.sin
         return Rotation(self.cos / scale, -self.sin / scale).apply(x)
 
@@ -79,6 +79,9 @@ class Rope:
         Args:
             positions: [batch, time] integers.
             dtype: dtype of cos and sin, computed in float32 and rounded once.
+
+        Returns:
+            cos and sin [batch, 1, time, rotary_dim/2].
         """
         probe = torch.empty(0, dtype=dtype, device=positions.device)
         return Rotation.from_model(*self.module(probe, positions)).contiguous()
@@ -89,7 +92,7 @@ class TokenRotations:
 
     Args:
         rope: the model's rotary embedding.
-        positions: integers [batch or 1, length]; a row's consecutive tokens have consecutive positions.
+        positions: integers [batch or 1, length]; `tiles` needs consecutive ones.
         lengths: tokens of each row, int32 [batch]; None when all are full.
     """
 

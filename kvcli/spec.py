@@ -1,6 +1,6 @@
 """What kvcli needs to know about a model, read once from its config.
 
-Only this module reads fields of a transformers config. It does not load weights and does not import torch.
+Only this module derives shapes from a transformers config. It does not load weights and does not import torch.
 """
 
 from __future__ import annotations
@@ -101,12 +101,12 @@ def _refuse_partial_attention(config: Any) -> None:
     kinds = list(getattr(config, "layer_types", None) or [])
     if not kinds and getattr(config, "sliding_window", None) is not None:
         kinds = ["sliding_attention"] * config.num_hidden_layers
-    odd: dict[str, list[int]] = {}
+    unsupported: dict[str, list[int]] = {}
     for layer_idx, kind in enumerate(kinds):
         if kind != "full_attention":
-            odd.setdefault(kind, []).append(layer_idx)
-    if odd:
-        listed = "; ".join(f"{kind} in layers {', '.join(map(str, where))}" for kind, where in odd.items())
+            unsupported.setdefault(kind, []).append(layer_idx)
+    if unsupported:
+        listed = "; ".join(f"{kind} in layers {', '.join(map(str, where))}" for kind, where in unsupported.items())
         raise UnsupportedModelError(f"only full-attention layers can be compressed, but this model has {listed}")
 
 

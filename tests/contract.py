@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from factories import WINDOW, clustered, make_spec, prompt_and_steps
+from factories import clustered, make_spec, prompt_and_steps
 
 import kvcli
 from kvcli.artifact import Artifact
@@ -146,7 +146,7 @@ class CacheContract:
         name = method.name if method.needs_artifact else asked_for(method)
 
         def make(**changes: Any) -> Any:
-            return kvcli.attach(tiny_model, name, artifact=artifact, **{**WINDOW, **settings, **changes})
+            return kvcli.attach(tiny_model, name, artifact=artifact, **{"sink_length": 2, **settings, **changes})
 
         return make
 

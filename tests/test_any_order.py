@@ -35,7 +35,7 @@ def outputs(cache: Any, prompt: tuple[int, int, int], steps: list[tuple[str, int
     if padded:
         starts = torch.randint(0, length, (batch,), generator=generator)
         mask = (torch.arange(length) >= starts.unsqueeze(1)).long()
-    found = []
+    actual = []
     for kind, number in [("read", length), *steps]:
         if kind == "remove":
             count = min(number, mask.shape[1] - 1)
@@ -46,14 +46,14 @@ def outputs(cache: Any, prompt: tuple[int, int, int], steps: list[tuple[str, int
             cache.reorder_cache(rows)
             mask = mask[rows]
         else:
-            if found:
+            if actual:
                 mask = torch.cat((mask, torch.ones(batch, number, dtype=torch.long)), dim=1)
             ids = torch.randint(3, 97, (batch, number), generator=generator)
             position = (mask.cumsum(1) - 1).clamp(min=0)[:, -number:]
             with torch.no_grad():
                 logits = MODEL(ids, attention_mask=mask, position_ids=position, past_key_values=cache).logits
-            found.append(logits[:, -1])
-    return found
+            actual.append(logits[:, -1])
+    return actual
 
 
 @settings(max_examples=200, deadline=None)
@@ -70,8 +70,8 @@ def test_a_lossless_cache_is_transformers_own(
 ) -> None:
     expected = outputs(DynamicCache(config=MODEL.config), prompt, steps, padded)
     with kvcli.attach(MODEL, "fp16", sink_length=sinks, residual_length=window, flush_block=block) as session:
-        found = outputs(session.new_cache(), prompt, steps, padded)
-    for ours, theirs in zip(found, expected, strict=True):
+        actual = outputs(session.new_cache(), prompt, steps, padded)
+    for ours, theirs in zip(actual, expected, strict=True):
         assert torch.allclose(ours, theirs, atol=1e-4)
 
 
@@ -81,8 +81,8 @@ def test_a_rollback_to_padding_alone() -> None:
     seed = next(s for s in range(99) if int(torch.randint(0, 9, (1,), generator=torch.Generator().manual_seed(s))) > 4)
     expected = outputs(DynamicCache(config=MODEL.config), (1, 9, seed), steps, padded=True)
     with kvcli.attach(MODEL, "fp16", sink_length=1, residual_length=2) as session:
-        found = outputs(session.new_cache(), (1, 9, seed), steps, padded=True)
-    for ours, theirs in zip(found, expected, strict=True):
+        actual = outputs(session.new_cache(), (1, 9, seed), steps, padded=True)
+    for ours, theirs in zip(actual, expected, strict=True):
         assert torch.allclose(ours, theirs, atol=1e-4)
 
 
@@ -92,18 +92,18 @@ def test_a_rollback_to_padding_alone() -> None:
 def test_kernels_are_the_reference(method: str, prompt: Any, steps: Any, padded: bool, sinks: int) -> None:
     pytest.importorskip("triton")
     steps = [step for step in steps if step[0] != "remove"]  # groups cannot be cut apart
-    found = {}
+    actual = {}
     for impl in ("reference", "fused"):
         with kvcli.attach(MODEL, method, impl=impl, sink_length=sinks, residual_length=32) as session:
-            found[impl] = outputs(session.new_cache(), prompt, steps, padded)
-    for ours, theirs in zip(found["fused"], found["reference"], strict=True):
+            actual[impl] = outputs(session.new_cache(), prompt, steps, padded)
+    for ours, theirs in zip(actual["fused"], actual["reference"], strict=True):
         assert (ours - theirs).norm() / theirs.norm() < 1e-3
 
 
 def ragged(model: Any, lengths: list[tuple[int, ...]], method: str, impl: str, **settings: Any) -> list[torch.Tensor]:
     """Logits after chunks of which each row takes the last `lengths` tokens; the rest is padding."""
     generator = torch.Generator().manual_seed(0)
-    mask, found = torch.zeros(len(lengths[0]), 0, dtype=torch.long), []
+    mask, actual = torch.zeros(len(lengths[0]), 0, dtype=torch.long), []
     with kvcli.attach(model, method, impl=impl, **settings) as session, torch.no_grad():
         cache = session.new_cache()
         for counts in lengths:
@@ -113,17 +113,18 @@ def ragged(model: Any, lengths: list[tuple[int, ...]], method: str, impl: str, *
             ids = torch.randint(3, 97, new.shape, generator=generator)
             position = (mask.cumsum(1) - 1).clamp(min=0)[:, -width:]
             output = model(ids, attention_mask=mask, position_ids=position, past_key_values=cache)
-            found.append(output.logits[:, -1])
-    return found
+            actual.append(output.logits[:, -1])
+    return actual
 
 
+@pytest.mark.kernels
 def test_sinks_of_keys_and_values_lie_apart_in_a_ragged_batch() -> None:
     """In one step of a group, keys are gathered row by row while values still lie behind a gap."""
     pytest.importorskip("triton")
     lengths = [(64, 96), *[(1, 1)] * 8]
     settings = {"residual_length": 32, "sink_length": 4}
-    found, expected = (ragged(MODEL, lengths, "kivi-2", impl, **settings) for impl in ("fused", "reference"))
-    for ours, theirs in zip(found, expected, strict=True):
+    actual, expected = (ragged(MODEL, lengths, "kivi-2", impl, **settings) for impl in ("fused", "reference"))
+    for ours, theirs in zip(actual, expected, strict=True):
         assert (ours - theirs).norm() / theirs.norm() < 1e-4
 
 
@@ -135,8 +136,8 @@ def test_rotations_follow_a_row_that_catches_up() -> None:
     chunks = [torch.randint(3, 97, (2, max(counts)), generator=generator)[1:, -counts[1] :] for counts in lengths]
     with kvcli.attach(MODEL, "squat-pre", impl="reference", residual_length=32) as session, torch.no_grad():
         cache = session.new_cache()
-        for ids, found in zip(chunks, together, strict=True):
-            assert torch.allclose(found[1], MODEL(ids, past_key_values=cache).logits[0, -1], atol=1e-4)
+        for ids, actual in zip(chunks, together, strict=True):
+            assert torch.allclose(actual[1], MODEL(ids, past_key_values=cache).logits[0, -1], atol=1e-4)
 
 
 def test_a_cache_whose_layers_differ_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

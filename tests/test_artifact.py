@@ -40,11 +40,11 @@ def folder(run_folder: Path, tmp_path: Path) -> Path:
 
 
 def test_round_trip_is_bit_exact(run_folder: Path, folder: Path) -> None:
-    made, found = assemble([run_folder]), Artifact.load(folder)
-    assert found.same_content(made)
-    assert found.method == "commvq"
-    assert found.metadata["provenance"]["num_tokens"] == 1024
-    assert all(len(layer["key_nmse"]) == 2 for layer in found.metadata["layers"])
+    made, actual = assemble([run_folder]), Artifact.load(folder)
+    assert actual.same_content(made)
+    assert actual.method == "commvq"
+    assert actual.metadata["provenance"]["num_tokens"] == 1024
+    assert all(len(layer["key_nmse"]) == 2 for layer in actual.metadata["layers"])
     assert {path.name for path in folder.iterdir()} == {"kvcli.json", "codec.safetensors", "README.md"}
     assert "kvcli generate" in (folder / "README.md").read_text()
 
@@ -156,7 +156,7 @@ def test_training_resumes_at_the_first_missing_layer(recording: Recording, tmp_p
     stamp = (tmp_path / "layer-002.safetensors").stat().st_mtime_ns
     (tmp_path / "layer-000.json").unlink()  # cut off between the two files of a layer
     seen = []
-    fit_recording(recording, method, config, tmp_path, done=lambda layer, metrics, found: seen.append((layer, found)))
+    fit_recording(recording, method, config, tmp_path, done=lambda layer, metrics, actual: seen.append((layer, actual)))
     assert seen == [(0, False), (1, False), (2, True)]
     assert (tmp_path / "layer-002.safetensors").stat().st_mtime_ns == stamp
     whole = tmp_path / "whole"

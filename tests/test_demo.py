@@ -27,7 +27,7 @@ def test_demo_keeps_its_promises_and_a_second_run_reuses_everything(tmp_path: Pa
     assert "quick preset" in first.stderr
     second = subprocess.run([*command, "8"], cwd=tmp_path, capture_output=True, text=True, check=True)
     again = json.loads(second.stdout)
-    assert "30 of 30 layers were trained already" in second.stderr
+    assert "30 of 30 layers were fitted already" in second.stderr
     assert again["seconds"]["train"] < 0.2 * record["seconds"]["train"]
     assert record["commvq"]["text"].startswith(again["commvq"]["text"])
     assert again["kl_mean"] == pytest.approx(record["kl_mean"], rel=1e-3)

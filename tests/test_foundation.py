@@ -156,14 +156,14 @@ def _imports(path: Path) -> set[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
             node.body = [ast.Pass()]
-    found = set()
+    actual = set()
     for node in ast.walk(tree):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom) and node.module:
             assert node.level == 0, f"{path}: relative import"
             names = [f"kvcli.{alias.name}" for alias in node.names] if node.module == "kvcli" else [node.module]
-        found.update(name.split(".")[1] for name in names if name.startswith("kvcli."))
-    return found
+        actual.update(name.split(".")[1] for name in names if name.startswith("kvcli."))
+    return actual
 
 
 def test_rooms_import_only_to_the_left(repo_root: Path) -> None:

@@ -38,9 +38,9 @@ def test_logits_agree_over_padding_decoding_and_a_long_chunk(method: str, prompt
     pieces.append({"input_ids": torch.arange(36, device=DEVICE).view(3, 12) + 10, "attention_mask": mask})
     settings = WINDOW if method == "qjl" else GROUPED
     expected = outputs(model, pieces, method, "reference", **settings)
-    found = outputs(model, pieces, method, "fused", **settings)
-    for ours, theirs in zip(found, expected, strict=True):
-        # SQuat's subspace is found by other means, in other precision: some codes differ
+    actual = outputs(model, pieces, method, "fused", **settings)
+    for ours, theirs in zip(actual, expected, strict=True):
+        # SQuat's subspace is actual by other means, in other precision: some codes differ
         assert (ours - theirs).norm() / theirs.norm() < (2e-2 if method.startswith("squat") else 2e-4)
 
 
@@ -60,8 +60,8 @@ def test_commvq_encodes_and_attends_in_kernels(wide_artifact: Any, prompt: Any) 
     model = model.to(DEVICE)
     pieces = [{k: x.to(DEVICE) for k, x in piece.items()} for piece in prompt_and_steps(prompt, 20, 33, 3)]
     expected = outputs(model, pieces, "commvq", "reference", artifact=artifact, **WINDOW)
-    found = outputs(model, pieces, "commvq", "fused", artifact=artifact, **WINDOW)
-    for ours, theirs in zip(found, expected, strict=True):
+    actual = outputs(model, pieces, "commvq", "fused", artifact=artifact, **WINDOW)
+    for ours, theirs in zip(actual, expected, strict=True):
         assert (ours - theirs).norm() / theirs.norm() < 2e-2
 
 

@@ -40,8 +40,8 @@ def test_logits_agree_in_bfloat16(any_model: Any, prompt: Any) -> None:
 
     expected = logits(DynamicCache(config=model.config))
     with kvcli.attach(model, "fp16", **WINDOW) as session:
-        found = logits(session.new_cache())
-    for ours, theirs in zip(found, expected, strict=True):
+        actual = logits(session.new_cache())
+    for ours, theirs in zip(actual, expected, strict=True):
         assert (ours - theirs).norm() / theirs.norm() < 2e-2
 
 
@@ -51,15 +51,15 @@ def test_long_prompts_are_encoded_beside_each_other_as_in_turn(
 ) -> None:
     model = make_model("llama", head_dim=64).cuda()
     pieces = [{name: x.cuda() for name, x in piece.items()} for piece in prompt_and_steps(prompt, 700, 1100)]
-    found = []
+    actual = []
     for longest in (512, 10**9):
         monkeypatch.setattr("kvcli.attention.layer._LONG", longest)
         with kvcli.attach(model, method, residual_length=32) as session, torch.no_grad():
             cache = session.new_cache()
             for piece in pieces:
                 model(**piece, past_key_values=cache)
-            found.append([s.codes.codes.tensors() for layer in cache.layers for s in layer.stores])
-    for beside, in_turn in zip(*found, strict=True):
+            actual.append([s.codes.codes.tensors() for layer in cache.layers for s in layer.stores])
+    for beside, in_turn in zip(*actual, strict=True):
         for name, codes in beside.items():
             assert torch.equal(codes, in_turn[name]), name
 
@@ -79,8 +79,8 @@ def test_offloaded_layers_come_back(prompt: Any) -> None:
 def test_codes_are_those_of_the_cpu() -> None:
     codec, keys = fitted_keys(make_spec(), CommVQConfig(codebook_size=16, num_residuals=4, key_iterations=6))
     expected = codec.encode(keys[None]).packed
-    found = codec.cuda().encode(keys[None].cuda()).packed.cpu()
-    assert (found == expected).float().mean() > 0.999  # sums in another order may flip a near-tie
+    actual = codec.cuda().encode(keys[None].cuda()).packed.cpu()
+    assert (actual == expected).float().mean() > 0.999  # sums in another order may flip a near-tie
 
 
 def test_fit_and_attention_on_the_gpu(tiny_model: Any, prompt: Any, tmp_path: Any) -> None:
@@ -95,7 +95,7 @@ def test_fit_and_attention_on_the_gpu(tiny_model: Any, prompt: Any, tmp_path: An
             config,
             tmp_path / device,
             device=device,
-            done=lambda layer, metrics, found, reports=reports: reports.append(metrics),
+            done=lambda layer, metrics, actual, reports=reports: reports.append(metrics),
         )
         errors[device] = [error for report in reports for error in (*report["key_nmse"], *report["value_nmse"])]
     assert torch.allclose(torch.tensor(errors["cpu"]), torch.tensor(errors["cuda"]), rtol=0.15)

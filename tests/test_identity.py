@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from kvcli.seam.identity import SkippedOnesZeros, identity_factors
+from kvcli.seam.identity import IdentityFactor, identity_factors
 
 
 def constants(tokens: int = 40, width: int = 8, **kind: Any) -> tuple[torch.Tensor, torch.Tensor]:
     cos, sin = identity_factors(torch.randn(2, tokens, width, **kind))
-    assert isinstance(cos, SkippedOnesZeros)
-    assert isinstance(sin, SkippedOnesZeros)
+    assert isinstance(cos, IdentityFactor)
+    assert isinstance(sin, IdentityFactor)
     return cos, sin
 
 
@@ -35,7 +35,7 @@ def test_nothing_is_computed() -> None:
     query = torch.randn(2, 4, 40, 8)
     assert query * cos is query
     nothing = query * sin
-    assert isinstance(nothing, SkippedOnesZeros)
+    assert isinstance(nothing, IdentityFactor)
     assert nothing.shape == query.shape
     assert query + nothing is query
 

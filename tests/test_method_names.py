@@ -46,11 +46,11 @@ def code(tree: ast.Module) -> Iterator[tuple[int, str, bool]]:
 def mentions(source: str) -> list[str]:
     """Lines of code that name a method; for the baseline, whose name is a dtype too, the name alone as a string."""
     lines = source.splitlines()
-    found = set()
+    actual = set()
     for lineno, text, identifier in code(ast.parse(source)):
         if (IDENTIFIER if identifier else TEXT).search(text) or (text == BASELINE and not identifier):
-            found.add(lineno)
-    return [f"{lineno}: {lines[lineno - 1].strip()}" for lineno in sorted(found)]
+            actual.add(lineno)
+    return [f"{lineno}: {lines[lineno - 1].strip()}" for lineno in sorted(actual)]
 
 
 def test_no_line_outside_methods_knows_one_by_name(repo_root: Path) -> None:

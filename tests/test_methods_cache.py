@@ -40,9 +40,9 @@ def test_lossless_keys_before_rope_are_exact(
     pieces = [{name: x.to(device) for name, x in piece.items()} for piece in prompt_and_steps(prompt, *lengths)]
     with kvcli.attach(tiny_model, "fp16", impl=impl, **{**WINDOW, "sink_length": sink_length}) as session:
         assert session.codecs[0].key.space == "pre_rope"
-        found = logits(tiny_model, session, pieces)
+        actual = logits(tiny_model, session, pieces)
     for row, length in enumerate(lengths):
         ids = torch.cat([piece["input_ids"] for piece in alone(pieces, row, length)], dim=1)
         with torch.no_grad():
             expected = tiny_model(ids).logits[:, -1]
-        assert torch.allclose(found[row : row + 1], expected, atol=1e-4), f"row {row} of {length} tokens"
+        assert torch.allclose(actual[row : row + 1], expected, atol=1e-4), f"row {row} of {length} tokens"

@@ -36,8 +36,8 @@ def test_tokens_equal_dynamic_cache(
     expected = generate(any_model, inputs, DynamicCache(config=any_model.config), **settings)
     with kvcli.attach(any_model, "fp16", **window) as session:
         cache = session.new_cache()
-        found = generate(any_model, inputs, cache, **settings)
-    assert torch.equal(found, expected)
+        actual = generate(any_model, inputs, cache, **settings)
+    assert torch.equal(actual, expected)
     if window == SHORT_WINDOW and not settings.get("num_beams"):
         assert cache.memory().num_encoded > 0  # the codes took part
 
@@ -69,10 +69,10 @@ def test_logits_agree_in_bfloat16(any_model: Any, prompt: Any) -> None:
 
     expected = logits(DynamicCache(config=model.config))
     with kvcli.attach(model, "fp16", **SHORT_WINDOW) as session:
-        found = logits(session.new_cache())
-    for ours, theirs in zip(found, expected, strict=True):
+        actual = logits(session.new_cache())
+    for ours, theirs in zip(actual, expected, strict=True):
         assert (ours - theirs).norm() / theirs.norm() < 2e-2
-    assert torch.equal(found[0], expected[0])  # a first prompt goes through the same attention
+    assert torch.equal(actual[0], expected[0])  # a first prompt goes through the same attention
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,9 @@ def test_crop_and_batch_operations(tiny_model: Any, prompt: Any) -> None:
         cache.batch_repeat_interleave(2)
         cache.batch_select_indices(torch.tensor([3, 0]))
         rows = torch.tensor([1, 0])
-        found = tiny_model(input_ids=tokens[rows, 2:4], attention_mask=mask[rows][:, :34], past_key_values=cache).logits
+        actual = tiny_model(
+            input_ids=tokens[rows, 2:4], attention_mask=mask[rows][:, :34], past_key_values=cache
+        ).logits
         with pytest.raises(CacheError, match="cannot remove"):
             cache.crop(-100)
         cache.reset()
@@ -168,7 +170,7 @@ def test_crop_and_batch_operations(tiny_model: Any, prompt: Any) -> None:
     with torch.no_grad():
         tiny_model(**inputs, past_key_values=reference)
         expected = tiny_model(input_ids=tokens[:, :4], attention_mask=mask[:, :34], past_key_values=reference).logits
-    assert torch.allclose(found, expected[rows, 2:], atol=1e-4)
+    assert torch.allclose(actual, expected[rows, 2:], atol=1e-4)
 
 
 def test_layers_on_several_devices_are_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -47,7 +48,7 @@ class AttentionBackend:
     attend_window: AttendWindow
     rotate_and_append: RotateAndAppend
     unrotate: Unrotate
-    max_queries: int = 0
+    max_queries: int = sys.maxsize
     note: str | None = None
 
 
@@ -70,6 +71,9 @@ def choose_backend(method: Method, codecs: Sequence[LayerCodec], impl: str, devi
         codecs: one per layer.
         impl: `reference`, `fused`, or `auto`: fused on a GPU with Triton, else reference.
         device: of the model.
+
+    Returns:
+        The backend; its `note` says why the method's own kernel is not used.
 
     Raises:
         UsageError: no such implementation, kernels that cannot run on the device, or, with `fused`, shapes that the

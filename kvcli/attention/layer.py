@@ -30,8 +30,8 @@ def attend_layer(
 ) -> Tensor:
     """Appends the new keys and values and attends to everything the layer holds.
 
-    The first prompt is attended to in full precision, whatever is encoded of it afterwards. Later tokens see the codes
-    of older tokens and, in full precision, the sinks, the residual window and each other.
+    The first forward pass attends to its uncompressed keys and values; they are encoded afterwards. Later tokens see
+    the codes of older tokens and, in full precision, the sinks, the residual window and each other.
 
     Args:
         new: pre-RoPE keys and values, and the cache's layer.
@@ -95,7 +95,8 @@ def _attend_window_and_codes(
         key = _with_decoded(codec, keys, key, forward.keys, forward)
     if forward.values.coded != forward.attended_codes:
         value = _with_decoded(codec, values, value, forward.values, forward)
-    visible = forward.visible_window  # computed before the kernels of attend_codes, which attend_window ends
+    # before attend_codes: no other kernel may come between it and attend_window, which ends its PDL chain
+    visible = forward.visible_window
     codes = None
     if forward.max_codes:
         encoded = EncodedTokens(
@@ -151,7 +152,7 @@ def _flush(
 
 
 def _without_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    """Codes do not depend on autocast, and subspaces are computed in float64."""
+    """Disables autocast, so that codes and subspaces do not depend on it."""
     device_type = x.device.type
     if torch.is_autocast_enabled(device_type):
         return torch.autocast(device_type, enabled=False)

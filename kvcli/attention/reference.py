@@ -149,5 +149,5 @@ def _attend_block(
     if encoded.rotations is not None:
         key = encoded.rotations.tokens(start, stop).apply(key)
     value = codec.value.decode(encoded.value_codes.slice(start, stop), None)
-    visible = None if encoded.lengths is None else encoded.visible(start, stop)
+    visible = encoded.visible(start, stop)
     return partial_attention(query, key, value, None if visible is None else visible[:, None], scaling)

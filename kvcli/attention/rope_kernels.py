@@ -38,9 +38,18 @@ def _rotate_and_append_kernel(
     ko_batch, ko_head, ko_time, vo_batch, vo_head, vo_time, tokens, length, heads, kv_heads,
     HALF: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Tokens of one head: rotates a query head or a key head, or copies a value head; grid (tiles, all heads).
+    """Tokens of one head: rotates a query head or a key head, or copies a value head.
 
-    Tokens are counted over all rows of the batch, `length` of each; query_out [batch, length, heads, head_dim].
+    Grid (ceil(batch * length / BLOCK_T), heads + 2 * kv_heads); tokens are counted over all rows, `length` of each.
+    Computes in float32. Tuned on one H200 (torch 2.11, triton 3.6).
+
+    Args:
+        query: [batch, heads, length, 2 * HALF] of the model's dtype; key and value with kv_heads.
+        cos, sin: [batch or 1, 1, length, HALF] any float.
+        query_out: [batch, length, heads, 2 * HALF], written.
+        key_out, value_out: [batch, kv_heads, length, 2 * HALF], slots of the windows, written.
+        q_, k_, v_, c_, ko_, vo_: strides; c_batch is 0 for one row of angles.
+        HALF: rotated pairs, half of head_dim; BLOCK_D: HALF padded to a power of two.
     """
     n = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     i_h = tl.program_id(1).to(tl.int64)
@@ -69,13 +78,13 @@ def _rotate_and_append_kernel(
 def rotate_and_append(
     rotation: Rotation, query: Tensor, key: Tensor, value: Tensor, key_out: Tensor, value_out: Tensor
 ) -> Tensor:
-    """As `kvcli.attention.reference.rotate_and_append` in one launch, rounded once; partial RoPE is the reference."""
+    """As `kvcli.attention.reference.rotate_and_append` in one launch, rounded once; partial RoPE falls back."""
     batch, heads, length, head_dim = query.shape
     half = rotation.cos.shape[-1]
     if 2 * half != head_dim:
         return reference.rotate_and_append(rotation, query, key, value, key_out, value_out)
     query, key, value = row_major(query), row_major(key), row_major(value)
-    # tokens before heads: SDPA lays out its output like the queries, and this is how the model goes on with it
+    # [batch, time, heads, head_dim], so that SDPA's output needs no copy before o_proj
     out = torch.empty(batch, length, heads, head_dim, dtype=query.dtype, device=query.device)
     block = min(16, power_of_two(batch * length))
     _rotate_and_append_kernel[(cdiv(batch * length, block), heads + 2 * key.shape[1])](
@@ -93,7 +102,15 @@ def _unrotate_kernel(
     x, cos, sin, out, x_batch, x_head, x_time, c_batch, c_time, tokens, length, heads,
     HALF: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Inverse RoPE of tokens of one head; grid (tiles, heads). Tokens count over rows; out is contiguous."""
+    """Inverse RoPE of tokens of one head.
+
+    Grid (ceil(batch * length / BLOCK_T), heads). Tuned on one H200 (torch 2.11, triton 3.6).
+
+    Args:
+        x: [batch, heads, length, 2 * HALF] of the model's dtype, rotated.
+        cos, sin: [batch or 1, 1, length, HALF] float32.
+        out: float32 [batch, heads, length, 2 * HALF], contiguous, written.
+    """
     n = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     i_h = tl.program_id(1).to(tl.int64)
     o_d = tl.arange(0, BLOCK_D)[None, :]
@@ -107,7 +124,7 @@ def _unrotate_kernel(
 
 
 def unrotate(rotation: Rotation, x: Tensor) -> Tensor:
-    """As `kvcli.attention.reference.unrotate` in one launch; partial RoPE takes the reference."""
+    """As `kvcli.attention.reference.unrotate` in one launch; falls back to it for partial RoPE."""
     batch, heads, length, head_dim = x.shape
     half = rotation.cos.shape[-1]
     if 2 * half != head_dim:

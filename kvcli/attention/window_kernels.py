@@ -25,7 +25,7 @@ _BLOCK_TOKENS = 8192
 """Tokens of all sequences that are decoded at once."""
 
 _MIN_BLOCK_TOKENS = 1024
-"""Tokens of a sequence that are decoded at once even in a large batch: a merge takes as long for few as for many."""
+"""Tokens of a sequence that are decoded at once even in a large batch: merging has a fixed launch cost per block."""
 
 MAX_QUERIES = 8
 """Above this query length, blocks of codes are decoded once and attended to by the window kernel."""
@@ -162,7 +162,7 @@ def _attend_block(
     if encoded.rotations is not None:
         key = encoded.rotations.tokens(start, stop).apply(key)
     value = codec.value.decode_to(encoded.value_codes.slice(start, stop), None, query.dtype)
-    visible = None if encoded.lengths is None else encoded.visible(start, stop)
+    visible = encoded.visible(start, stop)
     return partial_attention(query, key.to(query.dtype), value, None if visible is None else visible[:, None], scaling)
 
 

@@ -23,8 +23,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and ("out of memory" in text or "can't allocate memory" in text)
 
 
-def free() -> None:
-    """Returns GPU memory that nothing refers to any more."""
+def release_gpu_memory() -> None:
+    """Releases cached GPU memory that nothing uses."""
     if torch.cuda.is_available():
         gc.collect()
         torch.cuda.synchronize()
@@ -56,7 +56,7 @@ def memory_limit(budget: int | None, device: torch.device) -> Iterator[None]:
         yield
         return
     check_budget(budget, device)
-    free()
+    release_gpu_memory()
     torch.cuda.set_per_process_memory_fraction(budget / torch.cuda.get_device_properties(device).total_memory, device)
     try:
         yield
@@ -73,7 +73,7 @@ def attempt(run: Callable[[], None]) -> bool:
         if not is_out_of_memory(error):
             raise
         fits = False
-    free()  # outside the handler: there the error still holds the failed run's tensors
+    release_gpu_memory()  # outside the handler: there the error still holds the failed run's tensors
     return fits
 
 
@@ -126,7 +126,7 @@ def _bracket(fits: Callable[[int], bool], start: int, most: int | None, growth: 
 
 
 def largest_by_peak(peak: Callable[[int], int | None], budget: int) -> int:
-    """The largest size that fits, up to a thirtieth below; 0 if none does.
+    """The largest size that fits, at most 1/32 below the true one; 0 if none fits.
 
     Args:
         peak: runs a size; its peak in bytes, or None if it ran out of memory.

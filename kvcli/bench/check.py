@@ -51,7 +51,7 @@ class Agreement:
 
     def describe(self) -> str:
         """The mismatch in words."""
-        encoding = "" if self.encoding_gap is None else f", encoding error by {self.encoding_gap:.1e} of itself"
+        encoding = "" if self.encoding_gap is None else f", encoding error by a relative {self.encoding_gap:.1e}"
         return (
             f"differs from the reference: output by {self.out_error:.1e} (allowed {self.tolerance:.0e}), "
             f"log-sum-exp by {self.lse_error:.1e} (allowed {LSE_TOLERANCE:.0e}){encoding}"

@@ -129,7 +129,7 @@ def run_model(
             the cache is filled with random keys and values between them.
 
     Returns:
-        Times and memory. With `fill_middle`, times are not those of a prompt.
+        Times and memory. With `fill_middle`, only the memory figures are meaningful.
     """
     reset_peak_memory(ids.device)
     with torch.inference_mode():

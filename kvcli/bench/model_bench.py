@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from kvcli.attention.reference import attend_codes as reference_attend
-from kvcli.bench.budget import attempt, check_budget, free, largest_by_peak, memory_limit, need_gpu
+from kvcli.bench.budget import attempt, check_budget, largest_by_peak, memory_limit, need_gpu, release_gpu_memory
 from kvcli.bench.check import Agreement, choose_attend, compare, encoding_gap
 from kvcli.bench.layer import MethodCase, encoded_layer
 from kvcli.bench.model import NewCache, Run, attached, random_prompt, run_model
@@ -149,7 +149,7 @@ class ModelBench:
         impl, weights = self.attends[case.name][0], self.weights_bytes
         empty = ModelRow(case.name, question, context or 0, new_tokens, batch or 0, impl, weights_bytes=weights)
         row = run_row(partial(measure, empty), empty)
-        free()
+        release_gpu_memory()
         return row
 
     def _times(self, case: MethodCase, repeats: int, row: ModelRow) -> ModelRow:
@@ -171,7 +171,7 @@ class ModelBench:
             runs = []
             for _ in range(repeats):
                 if bounded:
-                    free()  # a run that fitted in the search began with no memory reserved
+                    release_gpu_memory()  # a run that fitted in the search began with no memory reserved
                 runs.append(run(row.new_tokens))
         return row.with_memory(runs).with_times(runs)
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-from kvcli.bench.budget import free, is_out_of_memory
+from kvcli.bench.budget import is_out_of_memory, release_gpu_memory
 from kvcli.errors import UsageError
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def run_row(measure: Callable[[], RowT], empty: RowT) -> RowT:
         return measure()
     except Exception as error:  # a kernel may fail in any way
         status, note = classify_error(error)
-    free()  # outside the handler: there the error still holds the failed run's tensors
+    release_gpu_memory()  # outside the handler: there the error still holds the failed run's tensors
     return replace(empty, status=status, note=note)
 
 

@@ -20,8 +20,8 @@ from torch import Tensor
 
 _FLUSH_BYTES = 256 * 2**20
 _WARM_SECONDS = 0.05
-_MOST_SECONDS = 5.0
-_FEWEST = 3
+_MAX_SECONDS = 5.0
+_MIN_CALLS = 3
 
 Call = Callable[[], object]
 
@@ -88,8 +88,8 @@ def percentiles(samples: list[float]) -> tuple[float, float, float]:
 
 
 def _affordable(call_seconds: float, repeats: int) -> int:
-    """Number of calls: `repeats`, or fewer if those would take more than _MOST_SECONDS, but at least _FEWEST."""
-    return min(repeats, max(_FEWEST, int(_MOST_SECONDS / max(call_seconds, 1e-9))))
+    """Number of calls: `repeats`, or fewer if those would take more than _MAX_SECONDS, but at least _MIN_CALLS."""
+    return min(repeats, max(_MIN_CALLS, int(_MAX_SECONDS / max(call_seconds, 1e-9))))
 
 
 def _cpu_samples(call: Call, repeats: int) -> list[float]:
@@ -107,7 +107,7 @@ def _cpu_samples(call: Call, repeats: int) -> list[float]:
 def _cuda_samples(call: Call, flush: Tensor, repeats: int) -> list[float]:
     """Microseconds per call between two events, after warm-up calls (compilation, autotuning, clocks)."""
     warm_up, calls = time.perf_counter(), 0
-    while calls < _FEWEST or time.perf_counter() - warm_up < _WARM_SECONDS:
+    while calls < _MIN_CALLS or time.perf_counter() - warm_up < _WARM_SECONDS:
         started = time.perf_counter()
         call()
         torch.cuda.synchronize()
@@ -136,7 +136,7 @@ def record_graph(call: Call) -> tuple[Any | None, str | None]:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            for _ in range(_FEWEST):
+            for _ in range(_MIN_CALLS):
                 call()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()

@@ -1,1 +1,1 @@
-"""The compressed cache: what is stored of each token, and the face it shows to transformers."""
+"""The compressed cache: token storage and its transformers `Cache` interface."""

@@ -98,7 +98,7 @@ class Forward:
 
     @cached_property
     def decoded_rotation(self) -> Rotation:
-        """RoPE of encoded keys that are decoded into the window: all codes beyond the fewest attended to as codes."""
+        """RoPE of encoded tokens [min(attended_codes), max(coded)), which are decoded into the window."""
         sinks = self.sequences.keys.sink_length
         return self.sequences.rotation(sinks + min(self.attended_codes), sinks + max(self.keys.coded))
 

@@ -15,10 +15,11 @@ class MemoryReport:
         num_encoded: tokens of them whose keys are codes.
         code_bytes: codes with their scales and norms, as far as they are in use.
         window_bytes: sinks and residual window in full precision, as far as they are in use.
-        position_bytes: positions and padding marks.
+        position_bytes: positions, padding marks and cached RoPE tables of encoded tokens.
         state_bytes: what codecs keep per sequence, such as a subspace; it does not grow with the context.
         allocated_bytes: all tensors of the cache with the headroom of their buffers.
-        artifact_bytes: codebooks and encoders, held once for the model however many caches there are.
+        artifact_bytes: codec buffers (codebooks, encoders, projections) and kernel tables derived from them, held once
+            per model however many caches there are.
         fp16_bytes: the same tokens uncompressed in 16 bits.
         key_bits: true stored bits per key value of encoded tokens, scales and norms included; 0 without encoded tokens.
         value_bits: the same for values.

@@ -58,6 +58,9 @@ class Sequences:
             query: [batch, num_heads, query_len, head_dim].
             mask: None, or boolean [batch or 1, 1, query_len, slots + query_len].
 
+        Returns:
+            One object for all layers of the pass.
+
         Raises:
             CacheError: another batch size than before, a mask that is not causal with padding, or an earlier pass
                 that did not reach the last layer.
@@ -82,6 +85,9 @@ class Sequences:
         Args:
             counts: tokens of each row.
             lengths: the same as int32 [batch]; None when all are equal.
+
+        Returns:
+            Tables that kernels and the reference ask for.
         """
         if self._code_rotations is None or self._code_rotations[0] != counts:
             first = self.keys.sink_length
@@ -151,7 +157,7 @@ class Sequences:
     def _check_all_layers_done(self) -> None:
         """Raises when layers hold different tokens."""
         if self._layers_left > 0:
-            raise CacheError("a forward pass over this cache did not reach the last layer; make a new cache")
+            raise CacheError("a forward pass over this cache did not reach the last layer; call cache.reset()")
 
     def _keep_positions(self, positions: Tensor, forward: Forward) -> None:
         held, needed = self._positions, max(self.lengths)

@@ -20,7 +20,7 @@ from kvcli.methods.base import Codec, Codes, KeyCodec
 from kvcli.rope import Rotation
 
 _CODE_HEADROOM = 128
-"""Tokens that a code buffer grows by at least, once decoding goes on."""
+"""Fewest tokens by which a code buffer grows after its first allocation."""
 
 Unrotate = Callable[[Rotation, Tensor], Tensor]
 """Inverse RoPE to float32, as `kvcli.attention.reference.unrotate`."""
@@ -46,7 +46,7 @@ class CodeBuffer:
         self.capacity = 0
 
     def reserve(self, num_tokens: int) -> None:
-        """Makes room for this many tokens per row; grows by an eighth, at least 128 tokens once decoding goes on."""
+        """Makes room for this many tokens per row; grows by an eighth, at least 128 tokens, after the first."""
         if num_tokens <= self.capacity:
             return
         headroom = max(_CODE_HEADROOM, num_tokens // 8) if self.capacity else 0
@@ -117,7 +117,7 @@ class LayerStore:
             self.window[row, :, slot : slot + count] = forward.new_tokens(new, row)
 
     def observe(self, queries: Tensor, keys: Tensor, plan: FlushPlan, forward: Forward) -> None:
-        """Shows the key codec new tokens of the rows that have no codes yet, if it keeps a state.
+        """Passes new tokens of the rows that have no codes yet to the key codec, if it keeps a state.
 
         Args:
             queries: [batch, num_heads, query_len, head_dim] in the codec's query space.
@@ -143,7 +143,7 @@ class LayerStore:
         return WindowTokens(self.window, plan.longest, self.sink_length, self.layout.gap)
 
     def encode(self, plan: FlushPlan, rotations: Sequence[Rotation] = (), unrotate: Unrotate | None = None) -> None:
-        """Encodes the oldest window tokens into the code buffer, in which `reserve` made room; allocates nothing kept.
+        """Encodes the oldest window tokens into the code buffer, where `reserve` made room; keeps no new allocation.
 
         Args:
             plan: names rows and tokens.

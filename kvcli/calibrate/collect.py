@@ -81,7 +81,7 @@ class _WindowDone(Exception):
 
 
 class _Recorder:
-    """Attends exactly and keeps q, k and v of the window's layers."""
+    """Runs SDPA in full precision and records q, k and v of the window's layers."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -185,11 +185,11 @@ def _collect(
         "num_parts": config.num_parts,
         "windows": [list(window) for window in windows],
     }
-    there = open_run(
+    stored = open_run(
         folder, MANIFEST, manifest, kind="recording", stale=_STALE, error=SamplesError, overwrite=overwrite
     )
     names = [part_name(window, part) for window in range(len(windows)) for part in range(config.num_parts)]
-    finished = finished_parts(folder, there, names)
+    finished = finished_parts(folder, stored, names)
     if finished:
         say(f"{len(finished)} of {len(names)} parts were recorded already and are reused")
     _check_free_space(folder, config.disk_bytes(loaded.spec) - sum(record["bytes"] for record in finished.values()))
@@ -205,8 +205,8 @@ def _collect(
                     write_part(folder, window_idx, part, recorder.tensors)
                     recorder.tensors = {}
                 advance(batch.numel())
-    if len(finished) < len(names) or not there.get("complete"):
-        records = part_records(folder, there)
+    if len(finished) < len(names) or not stored.get("complete"):
+        records = part_records(folder, stored)
         parts = {name: records[name] for name in names}
         write_sealed(folder / MANIFEST, {**manifest, "complete": True, "parts": parts})
     (folder / PARTS).unlink(missing_ok=True)

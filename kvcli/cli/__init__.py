@@ -1,1 +1,1 @@
-"""The command line: the library raises, this room talks."""
+"""The command line: parses options, calls the library, prints results and errors."""

@@ -231,7 +231,6 @@ def report_rows(
     from kvcli.files import append_record
     from kvcli.kernels.launch import interpreted
     from kvcli.machine import environment_info
-    from kvcli.registry import BASELINE
 
     path, interrupted = records_path(options), False
     shared = {**shared, "device": options.torch_device(), "interpreted": interpreted(), "seed": options.seed}

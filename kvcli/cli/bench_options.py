@@ -7,13 +7,13 @@ from typing import Literal
 
 from pydantic import Field
 
-from kvcli.cli.options import ModelOptions
+from kvcli.cli.options import IMPL_HELP, ModelOptions
 from kvcli.errors import UsageError
 from kvcli.registry import DEFAULT_METHOD
 
 DEFAULT_MODEL = ModelOptions.model_fields["model"].get_default()
-MOST = 2**31 - 1
-ONLY = {
+MAX_LENGTH = 2**31 - 1
+SUITES_OF_OPTION = {
     "repeats": ("attention", "generate"),
     "contexts": ("attention", "memory"),
     "shape": ("attention",),
@@ -47,7 +47,7 @@ class BenchOptions(ModelOptions):
         default=[],
         description="sequences, or 'auto' for the largest batch that fits; repeatable; default: 1 (memory: auto)",
     )
-    impl: str = Field(default="auto", description="auto, fused (Triton kernels) or reference")
+    impl: str = Field(default="auto", description=IMPL_HELP)
     repeats: int | None = Field(default=None, ge=1, description="calls or runs timed; default: 50 (generate: 3)")
     contexts: list[int] = Field(
         default=[],
@@ -86,9 +86,9 @@ class BenchOptions(ModelOptions):
 def check(options: BenchOptions) -> None:
     """Raises UsageError for lengths out of range, and for options that the suite does not have."""
     for name in ("contexts", "prompt_tokens"):
-        if not all(1 <= value <= MOST for value in getattr(options, name)):
-            raise UsageError(f"--{name.replace('_', '-')} takes lengths from 1 to {MOST}")
-    for name, suites in ONLY.items():
+        if not all(1 <= value <= MAX_LENGTH for value in getattr(options, name)):
+            raise UsageError(f"--{name.replace('_', '-')} takes lengths from 1 to {MAX_LENGTH}")
+    for name, suites in SUITES_OF_OPTION.items():
         if options.suite not in suites and getattr(options, name) != BenchOptions.model_fields[name].get_default():
             raise UsageError(f"--{name.replace('_', '-')} goes with --suite {' or '.join(suites)}")
     if options.model != DEFAULT_MODEL:
@@ -106,6 +106,6 @@ def parse_batches(texts: list[str]) -> list[int] | None:
     """
     if texts == ["auto"]:
         return None
-    if not all(text.isdecimal() and 1 <= int(text) <= MOST for text in texts):
-        raise UsageError(f"--batches takes numbers from 1 to {MOST} or 'auto' alone, not {' '.join(texts)}")
+    if not all(text.isdecimal() and 1 <= int(text) <= MAX_LENGTH for text in texts):
+        raise UsageError(f"--batches takes numbers from 1 to {MAX_LENGTH} or 'auto' alone, not {' '.join(texts)}")
     return [int(text) for text in texts] or [1]

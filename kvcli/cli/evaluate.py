@@ -9,7 +9,7 @@ from typing import Any
 import typer
 from pydantic import Field
 
-from kvcli.cli.options import ModelOptions, command, parse_settings
+from kvcli.cli.options import IMPL_HELP, ModelOptions, command, parse_settings
 from kvcli.cli.output import Output, table
 from kvcli.cli.paths import newest_artifact
 from kvcli.errors import ArtifactError
@@ -39,7 +39,7 @@ class EvalOptions(ModelOptions):
     )
     sink_length: int = Field(default=4, ge=0, description="first tokens in full precision")
     residual_length: int = Field(default=32, ge=0, description="last tokens in full precision")
-    impl: str = Field(default="auto", description="auto, fused (Triton kernels) or reference")
+    impl: str = Field(default="auto", description=IMPL_HELP)
     out: Path | None = Field(default=None, description="append one JSON record per row to this file")
 
 

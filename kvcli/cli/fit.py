@@ -86,7 +86,7 @@ def fit(
         settings: its settings.
         run_name: template of the run folder's name, from `method` and the settings.
         options: where to read and write, and which layers.
-        output: where to talk.
+        output: messages and result.
 
     Raises:
         UsageError: a method that is not fitted, or settings that do not fit the model's shapes.
@@ -129,7 +129,7 @@ def fit(
             done=done,
         )
     if num_reused:
-        output.say(f"{num_reused} of {len(layers)} layers were trained already and are reused")
+        output.say(f"{num_reused} of {len(layers)} layers were fitted already and are reused")
     for line in summary(method, reports):
         output.say(line)
     output.result({"run": str(folder), "layers": reports}, str(folder))

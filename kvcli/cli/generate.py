@@ -41,14 +41,16 @@ class GenerateOptions(ModelOptions):
     top_k: int = Field(default=0, ge=0, description="sample from this many tokens; 0: all")
     repetition_penalty: float = Field(default=1.0, gt=0, description="penalty of tokens that occurred; 1: none")
     sink_length: int | None = Field(default=None, ge=0, description="first tokens in full precision; default: 4")
-    residual_length: int | None = Field(default=None, ge=0, description="last tokens in full precision; default: 128")
+    residual_length: int | None = Field(
+        default=None, ge=0, description="last tokens in full precision; default: the method's or the artifact's"
+    )
     setting: list[str] = Field(default=[], description="setting of the method, NAME=VALUE; repeatable")
     impl: str = Field(default="auto", description=IMPL_HELP)
     stats: bool = Field(default=False, description="print time, rate and cache memory")
 
 
 def run(options: GenerateOptions, output: Output) -> None:
-    """Generate text with a compressed KV cache, streamed as it comes."""
+    """Generate text, streamed; --method compresses the KV cache."""
     from kvcli.attention.session import attach
     from kvcli.generate import SamplingConfig, generate_text, prompt_ids
     from kvcli.registry import parse_method

@@ -126,7 +126,7 @@ def _invoke(run: Callable[[OptionsT, Output], None], options: type[OptionsT], gi
     try:
         run(resolve(options, given, shared["config"]), output)
     except BrokenPipeError:
-        sys.stderr.close()  # the reader of our output left; there is nobody to tell
+        sys.stderr.close()  # standard output was closed by its reader
         raise typer.Exit(1) from None
     except (Exception, KeyboardInterrupt) as error:
         if isinstance(error, typer.Exit) or shared["debug"]:

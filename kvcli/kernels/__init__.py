@@ -1,1 +1,1 @@
-"""What the Triton kernels of all methods share; no storage format and no method is known here."""
+"""What the Triton kernels of several methods share: packed words, splits, PDL, launch sizes. It knows no method."""

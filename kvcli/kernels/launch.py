@@ -11,7 +11,7 @@ from torch import Tensor
 from kvcli.errors import UsageError
 
 _NUM_SMS = 132
-"""Streaming multiprocessors of the largest GPUs in use (H100, H200); on smaller ones, programs queue."""
+"""Streaming multiprocessors of the H100 and H200, for which split sizes are tuned; on smaller GPUs programs queue."""
 
 
 def has_triton() -> bool:

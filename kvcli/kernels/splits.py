@@ -1,6 +1,6 @@
 """Split-KV attention (FlashDecoding): the scores of each split of the tokens, and the merge of the splits' results.
 
-Scores are in units of log 2, so that exp2 serves.
+Scores are base-2 (scaled by log2(e)), so kernels use exp2.
 """
 
 from __future__ import annotations

@@ -97,6 +97,9 @@ class Codec(nn.Module, ABC, Generic[CodesT, StateT]):
         Args:
             x: [batch, num_kv_heads, time, head_dim] in any float dtype and with any strides.
             state: of the same sequences; None for codecs without one.
+
+        Returns:
+            Codes of `time` tokens, axis 2 the time.
         """
 
     def encode_into(self, x: Tensor, state: StateT, codes: CodesT) -> None:
@@ -127,6 +130,9 @@ class Codec(nn.Module, ABC, Generic[CodesT, StateT]):
 
         Args:
             like: [batch, num_kv_heads, time, head_dim] in the dtype that is encoded.
+
+        Returns:
+            Codes of `tokens_per_group` tokens, the same object for the same dtype and device.
         """
         key = (like.dtype, like.device)
         if key not in self._encoded_groups:
@@ -223,5 +229,5 @@ class LayerCodec(nn.Module, Generic[KeyT, ValueT]):
         return [(start, min(start + size, length)) for start in range(0, length, size)]
 
     def use_kernels(self, fused: bool) -> None:
-        """Says whether encoding and decoding run in Triton kernels, where the codecs have them."""
+        """Sets whether encoding and decoding run in Triton kernels, where the codecs have them."""
         self.key.fused = self.value.fused = fused

@@ -1,4 +1,4 @@
-"""FP16: keys and values uncompressed, in the model's dtype: the baseline, and a test of everything but codecs."""
+"""FP16: keys and values uncompressed, in the model's dtype: the baseline, which also exercises cache and attention."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from kvcli.spec import ModelSpec
 def kivi_schedules(config: KIVIConfig) -> tuple[Schedule, Schedule]:
     """Of T tokens, floor(T / R) * R keys and max(0, T - R) values are codes (KIVI section 3.3)."""
     length = config.residual_length
-    return Schedule(keep=0, block=length, granule=length), Schedule(keep=length, block=1)
+    return Schedule(keep=0, block=length, multiple_of=length), Schedule(keep=length, block=1)
 
 
 def _build(spec: ModelSpec, config: KIVIConfig, layer_idx: int) -> LayerCodec[PerChannelKey, PerTokenValue]:

@@ -9,22 +9,22 @@ from kvcli.methods.config import CacheConfig
 
 @dataclass(frozen=True)
 class Schedule:
-    """When window tokens are encoded: once `block` or more exceed the last `keep`, in multiples of `granule`.
+    """When window tokens are encoded: once `block` or more exceed the last `keep`, in multiples of `multiple_of`.
 
     Attributes:
         keep: tokens that stay in full precision.
         block: tokens beyond those that are encoded together at the least.
-        granule: the number encoded is a multiple of this.
+        multiple_of: the number encoded is a multiple of this.
     """
 
     keep: int
     block: int
-    granule: int = 1
+    multiple_of: int = 1
 
     def evict(self, window_length: int) -> int:
         """How many of the oldest of `window_length` window tokens (without sinks) are encoded now."""
         surplus = window_length - self.keep
-        return 0 if surplus < self.block else surplus - surplus % self.granule
+        return 0 if surplus < self.block else surplus - surplus % self.multiple_of
 
 
 def sliding_window(config: CacheConfig) -> tuple[Schedule, Schedule]:

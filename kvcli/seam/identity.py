@@ -16,8 +16,8 @@ _MAX_PLAIN_TOKENS = 32
 """Up to this many tokens plain tensors beat the dispatch to the subclass (measured on a CPU, 32 heads)."""
 
 
-class SkippedOnesZeros(Tensor):
-    """Ones or zeros that products and sums skip where they would not change the result.
+class IdentityFactor(Tensor):
+    """A constant 0 or 1 tensor whose multiplications and additions are elided.
 
     A factor of ones and a summand of zeros give the other operand itself, not a copy, and a factor of zeros gives
     zeros, where shape and dtype of the other operand are those of the result. Other operations compute with it as with
@@ -30,7 +30,7 @@ class SkippedOnesZeros(Tensor):
     number: int | None
 
     @classmethod
-    def of(cls, number: int, like: Tensor) -> SkippedOnesZeros:
+    def of(cls, number: int, like: Tensor) -> IdentityFactor:
         """A constant with shape, dtype and device of a tensor."""
         return _view(torch.full_like(like, number), number)
 
@@ -44,7 +44,7 @@ class SkippedOnesZeros(Tensor):
             if result is not None:
                 return result
             changed = (kwargs or {}).get("out", args[0] if _in_place(func.__name__) else None)
-            if isinstance(changed, SkippedOnesZeros):
+            if isinstance(changed, IdentityFactor):
                 changed.number = None
             return func(*args, **(kwargs or {}))
 
@@ -53,7 +53,7 @@ def identity_factors(like: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines of 1 and sines of 0, shaped like a rotary embedding's [batch, time, rotary_dim]."""
     if like.shape[:-1].numel() <= _MAX_PLAIN_TOKENS:
         return torch.ones_like(like), torch.zeros_like(like)
-    return SkippedOnesZeros.of(1, like), SkippedOnesZeros.of(0, like)
+    return IdentityFactor.of(1, like), IdentityFactor.of(0, like)
 
 
 def _in_place(name: str) -> bool:
@@ -61,17 +61,17 @@ def _in_place(name: str) -> bool:
     return name.startswith(("__set", "__i")) or (name.endswith("_") and not name.endswith("__"))
 
 
-def _view(x: Tensor, number: int | None) -> SkippedOnesZeros:
-    constant = x.as_subclass(SkippedOnesZeros)
+def _view(x: Tensor, number: int | None) -> IdentityFactor:
+    constant = x.as_subclass(IdentityFactor)
     constant.number = number
     return constant
 
 
 def _broadcasts_into(result: Any, constant: Any) -> bool:
     """Whether an operation of both has the first one's shape and dtype."""
-    if not isinstance(constant, SkippedOnesZeros):
+    if not isinstance(constant, IdentityFactor):
         return False
-    if not isinstance(result, Tensor) or isinstance(result, SkippedOnesZeros):
+    if not isinstance(result, Tensor) or isinstance(result, IdentityFactor):
         return False
     if result.dtype != constant.dtype or result.device != constant.device or result.dim() < constant.dim():
         return False
@@ -80,7 +80,7 @@ def _broadcasts_into(result: Any, constant: Any) -> bool:
 
 
 def _unsqueeze(x: Any, dim: Any) -> Tensor | None:
-    return _view(x.unsqueeze(dim), x.number) if isinstance(x, SkippedOnesZeros) else None
+    return _view(x.unsqueeze(dim), x.number) if isinstance(x, IdentityFactor) else None
 
 
 def _product(x: Any, y: Any) -> Tensor | None:

@@ -87,8 +87,8 @@ def test_window_tokens_in_one_launch(
         visible[0, 0] = False  # a query that sees nothing
     encoded = (torch.randn(2, 6, queries, 80, device=DEVICE), torch.randn(2, 6, queries, device=DEVICE))
     arguments = (query, key, value, visible, 0.1)
-    found = window_kernels.attend_window(*arguments, encoded if joined else None)
-    assert torch.allclose(found, reference.attend_window(*arguments, encoded if joined else None), atol=1e-5)
+    actual = window_kernels.attend_window(*arguments, encoded if joined else None)
+    assert torch.allclose(actual, reference.attend_window(*arguments, encoded if joined else None), atol=1e-5)
     plain = (query, key.joined(), value.joined(), visible, 0.1)
     assert_same(window_kernels.partial_attention(*plain), reference.partial_attention(*plain), torch.float32)
 
@@ -102,14 +102,14 @@ def test_new_tokens_are_rotated_and_appended(batch: int, length: int, head_dim: 
     query, key, value = (
         torch.randn(batch, length, heads, head_dim, device=DEVICE).to(dtype).transpose(1, 2) for heads in (6, 2, 2)
     )
-    found, expected = torch.zeros(2, 2, batch, 2, length + 9, head_dim, dtype=dtype, device=DEVICE)
-    places = [[x[:, :, 4 : 4 + length] for x in both] for both in (found, expected)]
+    actual, expected = torch.zeros(2, 2, batch, 2, length + 9, head_dim, dtype=dtype, device=DEVICE)
+    places = [[x[:, :, 4 : 4 + length] for x in both] for both in (actual, expected)]
     ours = rope_kernels.rotate_and_append(rotation, query, key, value, *places[0])
     float32 = Rotation(rotation.cos.float(), rotation.sin.float())
     theirs = reference.rotate_and_append(float32, query, key, value, *places[1])
     tolerance = {"atol": 1e-6, "rtol": 1e-2 if dtype == torch.bfloat16 else 1e-5}
     assert torch.allclose(ours, theirs, **tolerance)
-    assert torch.allclose(found, expected, **tolerance)
+    assert torch.allclose(actual, expected, **tolerance)
     assert ours.transpose(1, 2).is_contiguous()  # as SDPA then lays out its output, which is not copied again
 
 

@@ -31,8 +31,8 @@ def test_halves_are_merged_into_the_whole(shift: float) -> None:
         reference.partial_attention(query, key[:, :, s], value[:, :, s], None, 1.0)
         for s in (slice(0, 9), slice(9, None))
     ]
-    for found, expected in zip(reference.merge_state(*halves), whole, strict=True):
-        assert torch.allclose(found, expected, rtol=1e-5, atol=1e-4)  # a log-sum-exp of 300 is rounded to 3e-5
+    for actual, expected in zip(reference.merge_state(*halves), whole, strict=True):
+        assert torch.allclose(actual, expected, rtol=1e-5, atol=1e-4)  # a log-sum-exp of 300 is rounded to 3e-5
 
 
 def test_an_empty_set_changes_nothing() -> None:
@@ -50,6 +50,6 @@ def test_the_window_kernel_merges_codes(shift: float) -> None:
     query, key, value = (x.to(DEVICE) for x in tensors(shift))
     codes = reference.partial_attention(query, key[:, :, :9], value[:, :, :9], None, 1.0)
     window = [WindowTokens.of(x[:, :, 9:].contiguous()) for x in (key, value)]
-    found = window_kernels.attend_window(query, *window, None, 1.0, codes)
+    actual = window_kernels.attend_window(query, *window, None, 1.0, codes)
     expected = reference.partial_attention(query, key, value, None, 1.0)[0].transpose(1, 2)
-    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
+    assert torch.allclose(actual, expected, rtol=1e-4, atol=1e-4)

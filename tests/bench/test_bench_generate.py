@@ -217,7 +217,7 @@ def test_warm_memory_is_kept_unless_it_is_limited(
         return make_run(1.0, 1.0)
 
     monkeypatch.setattr(model_bench, "run_model", run)
-    monkeypatch.setattr(model_bench, "free", lambda: events.append("free"))
+    monkeypatch.setattr(model_bench, "release_gpu_memory", lambda: events.append("free"))
     list(generate(model, memory_budget=budget))
     assert " ".join(events) == expected
 

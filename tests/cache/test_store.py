@@ -74,9 +74,9 @@ def test_every_token_is_kept_once_in_order(schedule: Schedule, sink_length: int)
         feeder.feed(counts)
         for row, history in enumerate(feeder.history):
             window = max(0, history.shape[1] - sink_length) - feeder.counts.coded[row]
-            assert window < schedule.keep + max(schedule.block, schedule.granule)
+            assert window < schedule.keep + max(schedule.block, schedule.multiple_of)
             assert window >= min(schedule.keep, max(0, history.shape[1] - sink_length))
-            assert feeder.counts.coded[row] % schedule.granule == 0
+            assert feeder.counts.coded[row] % schedule.multiple_of == 0
 
 
 @pytest.mark.parametrize("sink_length", [0, 3])

@@ -18,7 +18,7 @@ SEQUENCES = torch.randint(3, 97, (5, 12), generator=torch.Generator().manual_see
 
 def projections(model: Any, layer_idx: int) -> dict[str, torch.Tensor]:
     """q, k and v of a layer as its own modules make them, [heads, tokens, head_dim]."""
-    found: dict[str, torch.Tensor] = {}
+    actual: dict[str, torch.Tensor] = {}
     attention = model.model.layers[layer_idx].self_attn
     # where a family normalises q and k per head, that comes before RoPE too
     names = {"q": "q_norm", "k": "k_norm"} if hasattr(attention, "q_norm") else {"q": "q_proj", "k": "k_proj"}
@@ -26,14 +26,14 @@ def projections(model: Any, layer_idx: int) -> dict[str, torch.Tensor]:
     for kind, name in {**names, "v": "v_proj"}.items():
 
         def keep(module: Any, inputs: Any, output: torch.Tensor, kind: str = kind) -> None:
-            found[kind] = output.reshape(-1, output.numel() // SEQUENCES.numel() // 16, 16).transpose(0, 1)
+            actual[kind] = output.reshape(-1, output.numel() // SEQUENCES.numel() // 16, 16).transpose(0, 1)
 
         hooks.append(getattr(attention, name).register_forward_hook(keep))
     with torch.no_grad():
         model(SEQUENCES)
     for hook in hooks:
         hook.remove()
-    return found
+    return actual
 
 
 @pytest.mark.parametrize("layer_window", [0, 2])
@@ -78,7 +78,7 @@ def test_recording_resumes_and_changes_no_bit(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(SamplesError, match="not finished"):
         Recording(tmp_path / "cut")
     resumed = collect(load(model), SEQUENCES, config, tmp_path / "cut", {})
-    assert len(calls) == 4 + 3  # six parts, three of them found
+    assert len(calls) == 4 + 3  # six parts, three of them actual
     assert collect(load(model), SEQUENCES, config, tmp_path / "cut", {}).num_tokens == 60
     assert len(calls) == 7
     monkeypatch.setattr(module, "_run", run)

@@ -59,7 +59,7 @@ def write(folder: Path, kind: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", ["parquet", "jsonl", "txt"])
+@pytest.mark.parametrize("kind", [pytest.param("parquet", marks=pytest.mark.slow), "jsonl", "txt"])
 def test_local_sources_stream_every_document_in_a_seeded_order(tmp_path: Path, kind: str) -> None:
     source = str(write(tmp_path, kind))
     first = list(documents(CorpusConfig(source, seed=1)))
@@ -151,9 +151,9 @@ def test_a_column_that_is_not_text_is_named(tmp_path: Path) -> None:
 
 
 def test_sequences_are_packed_without_loss() -> None:
-    found = token_sequences(["abc", "de", "fghij"], Bytes(), 9, 4)  # type: ignore[arg-type]
-    assert bytes(found.flatten().tolist()) == b"abc\0de\0fghij"
+    actual = token_sequences(["abc", "de", "fghij"], Bytes(), 9, 4)  # type: ignore[arg-type]
+    assert bytes(actual.flatten().tolist()) == b"abc\0de\0fghij"
     assert token_sequences(["abcdefgh"] * 9, Bytes(), 2, 3).shape == (2, 3)  # type: ignore[arg-type]
     with pytest.raises(CorpusError, match="fewer than one sequence"):
         token_sequences(["ab"], Bytes(), 1, 8)  # type: ignore[arg-type]
-    assert found.dtype == torch.int64
+    assert actual.dtype == torch.int64

@@ -43,7 +43,7 @@ def test_a_named_command_is_fit_with_typed_options(tiny: Any, tmp_path: Path, co
     fitted = invoke("fit", "recorded", "--method", method, *settings(SMALL[method]))
     assert fitted.exit_code == 0, fitted.stderr
     assert fitted.stdout == named.stdout  # the same run folder
-    assert "3 of 3 layers were trained already" in fitted.stderr  # the same settings, defaults included
+    assert "3 of 3 layers were fitted already" in fitted.stderr  # the same settings, defaults included
 
 
 def test_bits_in_the_name_are_settings(tiny: Any, tmp_path: Path) -> None:

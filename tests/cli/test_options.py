@@ -64,8 +64,8 @@ def test_unknown_config_keys_get_a_suggestion(tmp_path: Path) -> None:
 
 def test_flags_win_over_the_file(tiny: Any, tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("tokens: 256\nseq_len: 64\n")
-    found = json.loads(invoke("calibrate", "--config", "c.yaml", "--tokens", "128", "--json").stdout)
-    assert found["num_tokens"] == 128
+    actual = json.loads(invoke("calibrate", "--config", "c.yaml", "--tokens", "128", "--json").stdout)
+    assert actual["num_tokens"] == 128
 
 
 def test_cuda_is_the_default_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,8 +38,8 @@ class OutOfMemoryError(RuntimeError):
     ],
 )
 def test_error_table(error: BaseException, code: int, said: str) -> None:
-    found, line = describe_error(error)
-    assert found == code
+    actual, line = describe_error(error)
+    assert actual == code
     assert said in line
     assert "\n" not in line
 

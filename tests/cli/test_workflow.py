@@ -26,7 +26,7 @@ def test_calibrate_train_export_generate_eval_in_order_without_arguments(tiny: A
     assert trained.stdout == "runs/smollm2-135m/training/commvq-2bit\n"
     assert all(label in trained.stderr for label in get_method("commvq").fit_metrics.values())
     again = invoke("train-codebook", *small)
-    assert "3 of 3 layers were trained already" in again.stderr
+    assert "3 of 3 layers were fitted already" in again.stderr
     exported = invoke("export")
     assert exported.stdout == "runs/smollm2-135m/commvq-2bit\n"
     assert "holds this artifact already" in invoke("export").stderr

@@ -15,7 +15,7 @@ import pytest
 from folders import SEQUENCES, bytes_of, fitted, make, recorded
 
 from kvcli.artifact import Artifact
-from kvcli.errors import ArtifactError
+from kvcli.errors import ArtifactError, SamplesError
 from kvcli.fit import assemble
 from kvcli.samples import Recording
 
@@ -110,14 +110,20 @@ def test_fit_resumes_after_kills(made: Path, tmp_path: Path) -> None:
 
 
 def test_discarding_a_run_can_be_killed(made: Path, tmp_path: Path) -> None:
-    """What is left of a recording that was being overwritten is never taken for a whole one."""
-    work = tmp_path / "samples"
+    """What is left resumes as the recording that was being discarded, or as the new one."""
+    work, seen = tmp_path / "samples", set()
     for moment in range(1, 16):
-        recorded(work)
-        run_and_kill(lambda: recorded(work, OTHER_TEXT, overwrite=True), work, moment)
-        recorded(work, OTHER_TEXT, overwrite=True)
-        assert bytes_of(work) == bytes_of(made / "other-text")
         recorded(work, overwrite=True)
+        run_and_kill(lambda: recorded(work, OTHER_TEXT, overwrite=True), work, moment)
+        try:
+            recorded(work)
+            expected = "samples"
+        except SamplesError:
+            recorded(work, OTHER_TEXT)
+            expected = "other-text"
+        assert bytes_of(work) == bytes_of(made / expected)
+        seen.add(expected)
+    assert len(seen) == 2
 
 
 def test_export_after_kills(made: Path, tmp_path: Path) -> None:

@@ -129,3 +129,9 @@ def test_cropping_into_a_group_is_refused_and_changes_nothing(tiny_model: Any) -
         assert cache.get_seq_length() == 12
         assert cache.sequences.keys.coded == (12,)
         assert tiny_model(torch.tensor([[5]]), past_key_values=cache).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("method", ["kivi-2", "squat-2"])
+def test_a_flush_block_without_effect_is_refused(tiny_model: Any, method: str) -> None:
+    with pytest.raises(ConfigError, match="flush_block has no effect"):
+        kvcli.attach(tiny_model, method, flush_block=16)

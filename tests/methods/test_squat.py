@@ -117,7 +117,7 @@ def test_a_calibrated_subspace_needs_its_artifact(tiny_model: Any) -> None:
     settings = {"group_size": 4, "residual_length": 4, "subspace_source": "calibration"}
     with (
         kvcli.attach(tiny_model, "squat", **settings) as session,
-        pytest.raises(ConfigError, match="fit-subspace"),
+        pytest.raises(ConfigError, match="needs an artifact with a fitted subspace"),
         torch.no_grad(),
     ):
         tiny_model(torch.randint(3, 97, (1, 20)), past_key_values=session.new_cache())

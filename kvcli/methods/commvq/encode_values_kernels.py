@@ -243,7 +243,7 @@ def encode_values(
     scale = torch.empty(batch, 1, time, 1, dtype=torch.float16, device=x.device)
     rows, rms = _unit_rows(x, tables)
     flat = rows, rms, packed.view(-1, width), scale.view(-1)
-    # equal parts: the descent keeps six bytes per bit, and a small part takes as long as thousands of tokens
+    # equal parts: bits and correlations take 6 bytes per value bit, and a short last part underfills the GPU
     parts, tile = max(1, cdiv(batch * time, _ENCODE_TOKENS)), int(_SWEEP_TILE["BLOCK_T"])
     size = tile * max(1, cdiv(batch * time, parts * tile))
     for part in zip(*(tensor.split(size) for tensor in flat), strict=True):

@@ -81,7 +81,7 @@ class CommVQKeyCodec(KeyCodec[CommVQKeyCodes, None]):
         return self.spec.kv_dim if self.config.key_norm == "joint" else self.spec.head_dim
 
     def search_tables(self) -> SearchTables:
-        """What the encode kernels search with, derived again when a buffer changed."""
+        """Tables of the encode kernels, recomputed when a buffer changes."""
         buffers = self.codebook, self.codebook_scale, self.pair_weight
         return self._search_tables.get(lambda: search_tables(*buffers, self.norm_width**0.5), *buffers)
 

@@ -27,6 +27,7 @@ _TILE = 64
 _TOKENS = 16
 _WARPS = 4
 _TABLE_BYTES = 11 * 2**14
+"""Bytes of codebook tables per pass (176 KiB), which must fit in L1."""
 _MAX_STAGES = 128
 """Most stages whose sum of two bytes each fits 16 bits."""
 
@@ -71,7 +72,7 @@ def _key_scores_kernel(
     ALIGNED, else uint8; norm float16 [batch, 1 or num_kv_heads, time, 1]; table int32 [num_kv_heads, GROUPS, STAGES, N,
     g/2] of `pack_codebook`; pair_scale float32 [num_kv_heads, D/2]; tile_cos and tile_sin float32 [batch or 1, tiles,
     D/2], rotation of each tile's first position; offset_cos and offset_sin [TILE, D/2] float16, or float32 if FP32_DOT;
-    scores float32 [batch, num_kv_heads, rows, >= length], written, in units of log 2 (in `scaling`).
+    scores float32 [batch, num_kv_heads, rows, >= length], written, base-2 (`scaling` includes log2(e)).
     q_, p_, n_, t_, s_ are strides; `length` tokens. STAGES: all stages; CODE_BITS per code; WORDS: 32-bit words that
     hold R codes; BLOCK_T tokens and BLOCK_M rows at a time; FP32_DOT: float32 products instead of float16.
     """

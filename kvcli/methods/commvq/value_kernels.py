@@ -20,7 +20,7 @@ from kvcli.kernels.launch import cdiv, power_of_two, tokens_per_split
 from kvcli.kernels.splits import merge_splits
 from kvcli.kernels.words import fields_as_fp16, pow2_above
 from kvcli.methods.commvq.values import CommVQValueCodec, CommVQValueCodes
-from kvcli.methods.encoded import EncodedTokens, PartialAttention
+from kvcli.methods.encoded import EncodedTokens
 
 _PLANES = 4
 _TOKENS = 128
@@ -195,7 +195,7 @@ def unsupported(value: CommVQValueCodec) -> str | None:
     return f"{bits} value bits; choose a multiple of 16" if bits % 16 else None
 
 
-def bit_sums(scores: Tensor, encoded: EncodedTokens, fp32_dot: bool) -> PartialAttention:
+def bit_sums(scores: Tensor, encoded: EncodedTokens, fp32_dot: bool) -> tuple[Tensor, Tensor]:
     """Softmax weights times scale, summed over each value bit.
 
     Args:

@@ -54,19 +54,19 @@ class CommVQValueCodec(ValueCodec[CommVQValueCodes]):
         self.register_buffer("codebook", torch.zeros(bits, width, dtype=torch.float16))
         self.register_buffer("offset", torch.zeros(width, dtype=torch.float16))
         widths = [width, bits] if config.value_trainer == "fast" else [width, config.value_hidden, bits]
-        self.encoder_weights: list[tuple[str, str]] = []
+        self._encoder_buffers: list[tuple[str, str]] = []
         for layer, (inputs, outputs) in enumerate(pairwise(widths)):
             names = (f"encoder_weight_{layer}", f"encoder_bias_{layer}")
             self.register_buffer(names[0], torch.zeros(outputs, inputs, dtype=torch.float16))
             self.register_buffer(names[1], torch.zeros(outputs, dtype=torch.float16))
-            self.encoder_weights.append(names)
+            self._encoder_buffers.append(names)
         self._descent_tables: CachedFromBuffers[DescentTables] = CachedFromBuffers()
 
     def bits_per_token(self) -> float:
         return 8.0 * packed_size(self.config.value_code_bits, 1) + 16
 
     def descent_tables(self) -> DescentTables:
-        """What the encode kernels need of the linear encoder and the codebook, derived again when a buffer changed."""
+        """Tables of the encode kernels, recomputed when a buffer changes."""
         buffers = self.channel_scale, self.codebook, self.offset, self.get_buffer("encoder_bias_0")
         return self._descent_tables.get(lambda: descent_tables(*buffers), *buffers)
 
@@ -112,7 +112,7 @@ class CommVQValueCodec(ValueCodec[CommVQValueCodes]):
     def logits(self, rows: Tensor) -> Tensor:
         """The encoder E before its threshold: unit rows [T, D] to [T, N_c]."""
         hidden = rows
-        for layer, (weight, bias) in enumerate(self.encoder_weights):
+        for layer, (weight, bias) in enumerate(self._encoder_buffers):
             if layer:
                 hidden = nn.functional.gelu(hidden)
             hidden = nn.functional.linear(hidden, getattr(self, weight).float(), getattr(self, bias).float())

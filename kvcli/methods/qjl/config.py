@@ -13,9 +13,11 @@ from kvcli.spec import ModelSpec
 class QJLConfig(CacheConfig):
     """Settings of QJL; dimensions that are 0 follow from the model's head_dim."""
 
-    sketch_dim: int = Field(default=0, ge=0, description="sign bits m per key; 0: twice head_dim")
+    sketch_dim: int = Field(default=0, ge=0, description="sign bits m per key; 0: 2 * head_dim")
     initial_sketch_dim: int = Field(default=0, ge=0, description="sign bits in the first layers; 0: 4 * head_dim")
-    initial_layers: int = Field(default=-1, ge=-1, description="first layers with the larger sketch; -1: 15 of 32")
+    initial_layers: int = Field(
+        default=-1, ge=-1, description="first layers with the larger sketch; -1: 15/32 of all layers"
+    )
     sketch: Literal["orthogonal", "gaussian"] = Field(default="orthogonal", description="kind of random projection")
     num_outliers: int = Field(default=4, ge=0, description="channels of largest magnitude with a sketch of their own")
     outlier_sketch_dim: int = Field(default=0, ge=0, description="sign bits of the outlier channels; 0: head_dim")

@@ -30,6 +30,8 @@ class KIVIConfig(ScalarConfig):
 
     @model_validator(mode="after")
     def _whole_groups(self) -> Self:
+        if self.flush_block:
+            raise ValueError("flush_block has no effect here: keys are encoded in blocks of residual_length tokens")
         if self.residual_length % self.group_size or not self.residual_length:
             raise ValueError(
                 f"residual_length {self.residual_length} must be a positive multiple of group_size {self.group_size}"

@@ -2,7 +2,7 @@
 
 The tokens are split over programs: each takes one kv head and a range of tokens and writes its normalized sum with the
 log-sum-exp of its scores; a second kernel merges the splits. A program is given the maximum of its scores, so nothing
-is rescaled on the way. Scores are in units of log 2, so that exp2 serves.
+is rescaled on the way. Scores are base-2 (scaled by log2(e)), so kernels use exp2.
 """
 
 from __future__ import annotations

@@ -98,10 +98,10 @@ class SQuatKey(PerChannelCodec[SQuatState]):
         state.matrix[index] = self._corrections(gram, weight)
 
     def _check_fitted(self) -> None:
-        """Raises ConfigError without a fitted subspace; a positive answer is kept, because asking waits for the GPU."""
+        """Raises ConfigError without a fitted subspace; a positive result is kept, because the check synchronizes."""
         self._fitted = self._fitted or bool(self.gram_count.any())
         if not self._fitted:
-            raise ConfigError("a subspace from calibration needs an artifact; make one with 'kvcli fit-subspace'")
+            raise ConfigError("a subspace from calibration needs an artifact with a fitted subspace")
 
     def _corrections(self, gram: Tensor, weight: Tensor) -> Tensor:
         """Corrections of P = I + weight Q_hat^T Q_hat; kernels solve in float32, whatever `subspace_solver` says."""
@@ -130,7 +130,7 @@ class SQuatKey(PerChannelCodec[SQuatState]):
         return self.pack(codes, scale, zero)
 
     def _encode_fused(self, x: Tensor, state: SQuatState) -> PerChannelCodes:
-        """Corrects all channels, then quantizes all at once: a block no longer changes after its own error is known."""
+        """Corrects all channels, then quantizes them in one launch: corrections change only later blocks."""
         from kvcli.methods.scalar.encode_kernels import quantize_per_channel
         from kvcli.methods.squat.encode_kernels import per_channel_error
 

@@ -53,7 +53,7 @@ def leading_factor(gram: Tensor, rank: int, solver: str) -> Tensor:
 
 def _power_basis(matrix: Tensor, columns: int) -> Tensor:
     """Orthonormal columns [..., d, columns] near the leading eigenvectors of matrix [..., d, d]."""
-    # random: a start that is orthogonal to a leading eigenvector would never find it
+    # random: a start that is orthogonal to a leading eigenvector would not converge to it
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(matrix.shape[-1], columns, generator=generator, dtype=matrix.dtype)
     basis = start.to(matrix.device).expand(*matrix.shape[:-2], -1, -1)
