@@ -1,24 +1,28 @@
 """The artifact: fitted codecs of a whole model in one folder, bound to that model and verified.
 
-    kvcli.json          what it is: format version, method, settings, model, provenance, held-out errors, sha256
+    kvcli.json          what it is: format version, method, settings, model, provenance, held-out errors; size and
+                        sha256 of codec.safetensors, and the sha256 of its own fields
     codec.safetensors   the state of every layer's codecs, `layers.L.key.*` and `layers.L.value.*`
-    README.md           a model card
+    README.md           a model card, for people only
 
-This module does not know how codecs are fitted.
+Replacing an artifact is one rename, of kvcli.json: until then the weights it names stay in the folder as
+codec.safetensors or, once that is the new file, as codec.safetensors.previous. This module does not know how codecs are
+fitted.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
+import os
 import re
 import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -26,17 +30,23 @@ from torch import Tensor
 
 from kvcli._version import __version__
 from kvcli.errors import ArtifactError, ConfigError, UsageError, explain
+from kvcli.files import file_record, is_intact, locked, read_sealed, replacing, write_sealed
 from kvcli.methods.base import LayerCodec
 from kvcli.methods.config import CacheConfig
+from kvcli.methods.method import Method
 from kvcli.models import same_model
 from kvcli.registry import get_method
+from kvcli.samples import checked_spec
 from kvcli.spec import ModelSpec
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 METADATA = "kvcli.json"
 WEIGHTS = "codec.safetensors"
 CARD = "README.md"
-_TENSOR_NAME = re.compile(r"layers\.(?P<layer>\d+)\.(?P<buffer>.+)")
+_PREVIOUS = f"{WEIGHTS}.previous"
+_UNFINISHED = (WEIGHTS, _PREVIOUS, *(f"{name}.tmp" for name in (WEIGHTS, _PREVIOUS, METADATA, CARD)))
+_TENSOR_NAME = re.compile(r"layers\.(?P<layer>0|[1-9][0-9]{0,3})\.(?P<buffer>.+)")
+_REMEDY = "export it again with 'kvcli export --overwrite'"
 
 
 @dataclass(frozen=True)
@@ -105,7 +115,11 @@ class Artifact:
                 f"{name} {theirs[name]} instead of {ours[name]}" for name in ours if ours[name] != theirs[name]
             )
             raise ArtifactError(f"the artifact was made for {self.metadata['model']}, whose shapes differ: {differing}")
-        if not same_model(fingerprint, self.metadata["fingerprint"]):
+        try:
+            same = same_model(fingerprint, self.metadata["fingerprint"])
+        except (ValueError, IndexError) as error:
+            raise ArtifactError(f"the artifact's fingerprint of its model cannot be read; {_REMEDY}") from error
+        if not same:
             raise ArtifactError(
                 f"the artifact was made for {self.metadata['model']}, whose weights differ from this model's"
             )
@@ -138,16 +152,7 @@ class Artifact:
             if match is None or int(match["layer"]) >= spec.num_layers:
                 raise ArtifactError(f"the artifact has a tensor '{name}', which belongs to no layer")
             states[int(match["layer"])][match["buffer"]] = x
-        codecs = []
-        for layer_idx, state in enumerate(states):
-            codec = method.build(spec, config, layer_idx)
-            try:
-                codec.load_state_dict(state)
-            except RuntimeError as error:
-                reason = " ".join(str(error).split())
-                raise ArtifactError(f"layer {layer_idx} of the artifact does not fit its settings: {reason}") from error
-            codecs.append(codec)
-        return codecs
+        return [_fitted_codec(method, spec, config, layer_idx, state) for layer_idx, state in enumerate(states)]
 
     @classmethod
     def load(cls, folder: str | Path) -> Artifact:
@@ -164,57 +169,58 @@ class Artifact:
         """
         folder = Path(folder)
         path = folder / METADATA
-        if not path.is_file():
+        if not path.exists():
             raise ArtifactError(f"no artifact in {folder}: {METADATA} is missing; make one with 'kvcli export'")
-        try:
-            metadata = json.loads(path.read_text())
-            version, weights = metadata["format_version"], metadata["files"][WEIGHTS]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ArtifactError(f"{path} is damaged ({error!r}); export the artifact again") from error
-        if version != FORMAT_VERSION:
-            raise ArtifactError(f"{path} has format version {version}; this kvcli reads version {FORMAT_VERSION}")
-        artifact = cls(metadata, _read_weights(folder / WEIGHTS, weights["sha256"]))
-        try:
-            artifact.config.resolve(artifact.spec)
-        except (UsageError, ValueError, TypeError, KeyError) as error:
-            raise ArtifactError(f"{path} is damaged: {' '.join(str(error).split())}") from error
-        return artifact
+        while True:
+            metadata = read_sealed(path, FORMAT_VERSION, _REMEDY, ArtifactError)
+            _check_metadata(path, metadata)
+            try:
+                return cls(metadata, _read_weights(folder, metadata["files"][WEIGHTS]))
+            except ArtifactError:  # unless another process replaced the artifact in the meantime
+                if read_sealed(path, FORMAT_VERSION, _REMEDY, ArtifactError) == metadata:
+                    raise
 
     def save(self, folder: str | Path, *, overwrite: bool = False) -> None:
-        """Writes the artifact; the folder appears under its name only when everything in it was read back and verified.
+        """Writes the artifact; kvcli.json, which makes it one, appears when the rest was read back and verified.
+
+        Whenever the process ends, the folder holds the artifact that was there or the new one. Files of other names
+        stay. A link to a folder is followed.
 
         Args:
-            folder: where to.
+            folder: where to; it may be empty.
             overwrite: replace an artifact that is there.
 
         Raises:
-            ArtifactError: the folder exists and is not an artifact, or `overwrite` is off; non-finite tensors.
+            ArtifactError: the folder has files but is not an artifact, is one while `overwrite` is off, or is used by
+                another process; tensors that are not finite or not those of the method.
         """
         folder = Path(folder)
-        if folder.exists() and not (overwrite and (folder / METADATA).is_file()):
-            advice = "use --overwrite to replace it" if (folder / METADATA).is_file() else "it is not an artifact"
-            raise ArtifactError(f"{folder} exists already; {advice}")
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
-        try:
-            scratch.chmod(0o755)
-            save_file({name: x.contiguous() for name, x in self.tensors.items()}, scratch / WEIGHTS)
-            (scratch / WEIGHTS).chmod(0o644)
-            files = {WEIGHTS: {"sha256": _sha256(scratch / WEIGHTS), "bytes": (scratch / WEIGHTS).stat().st_size}}
-            metadata = {**self.metadata, "files": files}
-            (scratch / METADATA).write_text(json.dumps(metadata, indent=2) + "\n")
-            (scratch / CARD).write_text(model_card(metadata))
-            written = Artifact.load(scratch)
+        made = not folder.exists()
+        with locked(folder, ArtifactError):
+            try:
+                _check_replaceable(folder, overwrite)
+                self._write(folder)
+            finally:
+                if made:
+                    with suppress(OSError):  # what is not empty stays
+                        folder.rmdir()
+
+    def _write(self, folder: Path) -> None:
+        with replacing(folder / WEIGHTS) as temporary:
+            save_file({name: x.contiguous() for name, x in self.tensors.items()}, temporary)
+            metadata = {**self.metadata, "files": {WEIGHTS: file_record(temporary)}}
+            written = Artifact(metadata, _read_tensors(temporary))
             written.build_codecs(written.config)
-            if folder.exists():
-                retired = scratch.with_name(scratch.name + "-old")
-                folder.rename(retired)
-                scratch.rename(folder)
-                shutil.rmtree(retired)
-            else:
-                scratch.rename(folder)
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
+            card = model_card(metadata)
+            if not written.same_content(self):
+                raise ArtifactError(f"{folder / WEIGHTS} was not written as it should be; check the disk")
+            _keep_previous(folder)
+        write_sealed(folder / METADATA, metadata)
+        (folder / _PREVIOUS).unlink(missing_ok=True)
+        with replacing(folder / CARD) as temporary:
+            temporary.write_text(card)
+        if not Artifact.load(folder).same_content(self):
+            raise ArtifactError(f"{folder} was not written as it should be; check the disk")
 
 
 def new_metadata(
@@ -237,22 +243,15 @@ def new_metadata(
     Returns:
         Plain JSON values; `save` adds `files`.
     """
-    settings = config.model_dump()
     return {
         "format_version": FORMAT_VERSION,
         "kvcli_version": __version__,
         "method": method,
-        "config": settings,
-        "config_sha256": config_hash(settings),
+        "config": config.model_dump(),
         **identity,
         "provenance": dict(provenance),
         "layers": layers,
     }
-
-
-def config_hash(values: Mapping[str, Any]) -> str:
-    """sha256 of plain JSON values in a canonical order."""
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def metric_values(reports: Sequence[Mapping[str, Any]], name: str) -> list[tuple[float, str]]:
@@ -263,7 +262,7 @@ def metric_values(reports: Sequence[Mapping[str, Any]], name: str) -> list[tuple
         name: of the metric: a number per layer, or a list with one per head or one for all heads.
 
     Returns:
-        Value and place, such as `layer 3 head 1`; empty where no layer reports the metric.
+        Value and place, such as `layer 3 head 1`; empty where no layer reports the metric as a number.
     """
     placed = []
     for position, report in enumerate(reports):
@@ -272,6 +271,7 @@ def metric_values(reports: Sequence[Mapping[str, Any]], name: str) -> list[tuple
         placed += [
             (float(value), f"{where} head {head}" if len(per_head) > 1 else where)
             for head, value in enumerate(per_head)
+            if isinstance(value, (int, float))
         ]
     return placed
 
@@ -312,26 +312,112 @@ kvcli generate {metadata["model"]} --method {metadata["method"]} --artifact . --
 """
 
 
-def _read_weights(path: Path, sha256: str) -> dict[str, Tensor]:
-    """Reads a safetensors file whose digest is known."""
-    if not path.is_file():
-        raise ArtifactError(f"{path} is missing; export the artifact again")
-    digest = _sha256(path)
-    if digest != sha256:
+def _fitted_codec(
+    method: Method, spec: ModelSpec, config: CacheConfig, layer_idx: int, state: dict[str, Tensor]
+) -> LayerCodec[Any, Any]:
+    """A layer's codec with its state; shapes are compared before anything of their size is allocated.
+
+    Raises:
+        ArtifactError: tensors that are not those of the codec.
+    """
+    wrong = f"layer {layer_idx} of the artifact does not fit its settings"
+    try:
+        with torch.device("meta"):
+            expected = method.build(spec, config, layer_idx).state_dict()
+        for name in sorted(expected.keys() | state.keys()):
+            if name not in state or name not in expected:
+                raise ArtifactError(f"{wrong}: tensor {name} is {'missing' if name in expected else 'unknown'}")
+            ours, theirs = ((list(x.shape), x.dtype) for x in (expected[name], state[name]))
+            if ours != theirs:
+                raise ArtifactError(f"{wrong}: tensor {name} is {theirs[1]} {theirs[0]} instead of {ours[1]} {ours[0]}")
+        codec = method.build(spec, config, layer_idx)
+        codec.load_state_dict(state)
+    except (RuntimeError, ValueError, TypeError, OverflowError) as error:
+        raise ArtifactError(f"{wrong}: {' '.join(str(error).split())}") from error
+    return codec
+
+
+def _check_metadata(path: Path, metadata: Mapping[str, Any]) -> None:
+    """Checks types and ranges of what kvcli.json says.
+
+    Raises:
+        ArtifactError: they are wrong.
+    """
+    types = {"method": str, "model": str, "fingerprint": str, "config": dict, "provenance": dict, "layers": list}
+    try:
+        for name, kind in types.items():
+            if not isinstance(metadata.get(name), kind):
+                raise TypeError(f"{name} is missing or of the wrong type")
+        spec = checked_spec(metadata.get("spec"))
+        get_method(metadata["method"]).config_cls(**metadata["config"]).resolve(spec)
+        layers = metadata["layers"]
+        if len(layers) != spec.num_layers or not all(isinstance(layer, dict) for layer in layers):
+            raise ValueError(f"layers are not the reports of {spec.num_layers} layers")
+        if not isinstance(metadata.get("files"), dict) or not isinstance(metadata["files"].get(WEIGHTS), dict):
+            raise ValueError(f"files has no checksum of {WEIGHTS}")
+    except (UsageError, ValueError, TypeError, OverflowError) as error:
+        raise ArtifactError(f"{path} is damaged ({' '.join(str(error).split())}); {_REMEDY}") from error
+
+
+def _check_replaceable(folder: Path, overwrite: bool) -> None:
+    """Raises when a folder is neither empty nor what an unfinished export left nor an artifact to be replaced."""
+    if (folder / METADATA).exists():
+        if not overwrite:
+            raise ArtifactError(f"{folder} exists already; use --overwrite to replace it")
+    elif others := sorted({path.name for path in folder.iterdir()} - set(_UNFINISHED)):
         raise ArtifactError(
-            f"{path} is corrupt or truncated: its sha256 is {digest[:16]}..., expected {sha256[:16]}..."
+            f"{folder} exists already; it is not an artifact: it holds {others[0]}; choose another --out"
         )
+    for name in _UNFINISHED:
+        if name.endswith(".tmp"):
+            (folder / name).unlink(missing_ok=True)
+
+
+def _keep_previous(folder: Path) -> None:
+    """Gives the weights that kvcli.json names a second name, before the first one goes to their successor."""
+    try:
+        record = read_sealed(folder / METADATA, FORMAT_VERSION, _REMEDY, ArtifactError)["files"][WEIGHTS]
+    except (ArtifactError, KeyError, TypeError):
+        return  # no artifact there that could be read
+    if is_intact(folder / _PREVIOUS, record) or not is_intact(folder / WEIGHTS, record):
+        return  # they have it from an export that was killed, or are damaged
+    temporary = folder / f"{_PREVIOUS}.tmp"
+    try:
+        os.link(folder / WEIGHTS, temporary)
+    except OSError:  # a file system without hard links
+        shutil.copyfile(folder / WEIGHTS, temporary)
+    temporary.replace(folder / _PREVIOUS)
+
+
+def _read_weights(folder: Path, record: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Reads the weights with a size and sha256, which an export that was killed may have left under their second name.
+
+    Raises:
+        ArtifactError: missing, damaged or not finite.
+    """
+    for name in (WEIGHTS, _PREVIOUS):
+        if is_intact(folder / name, record):
+            return _read_tensors(folder / name)
+    if not (folder / WEIGHTS).exists():
+        raise ArtifactError(f"{folder / WEIGHTS} is missing; {_REMEDY}")
+    raise ArtifactError(f"{folder / WEIGHTS} is corrupt or truncated: its size or sha256 differs; {_REMEDY}")
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    """Reads a safetensors file.
+
+    Raises:
+        ArtifactError: it is none, or a tensor is empty or not finite.
+    """
     try:
         with safe_open(path, framework="pt") as handle:
-            tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise ArtifactError(f"{path} is not a readable safetensors file: {error}") from error
-    for name, x in tensors.items():
-        if x.numel() == 0 or (x.is_floating_point() and not bool(x.isfinite().all())):
-            raise ArtifactError(f"{path}: tensor {name} is empty or not finite; the artifact must not be used")
+            # copies: a mapped file that somebody truncates would end the process
+            tensors = {name: handle.get_tensor(name).clone() for name in handle.keys()}  # noqa: SIM118
+        for name, x in tensors.items():
+            narrow = x.is_floating_point() and x.element_size() == 1  # float8 has no isfinite
+            if x.numel() == 0 or not bool((x.float() if narrow else x).isfinite().all()):
+                raise ArtifactError(f"{path}: tensor {name} is empty or not finite; the artifact must not be used")
+    except (OSError, SafetensorError, RuntimeError, ValueError, TypeError, KeyError, AttributeError) as error:
+        reason = " ".join(str(error).split())
+        raise ArtifactError(f"{path} is not a safetensors file that can be read ({reason}); {_REMEDY}") from error
     return tensors
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest()

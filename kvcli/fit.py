@@ -1,12 +1,12 @@
-"""Fits a method layer by layer from a recording; an interrupted run resumes at the first missing layer.
+"""Fits a method layer by layer from a recording; an interrupted run resumes at the first layer that is not finished.
 
 A run folder holds `run.json`, what the run is bound to, and for each finished layer `layer-NNN.safetensors` and
-`layer-NNN.json` with what fitting reported. `assemble` makes an artifact of a complete run.
+`layer-NNN.json` with what fitting reported, the layer's index, the sha256 of the run's description, and size and sha256
+of the tensors: a layer counts as finished if all of them agree. `assemble` makes an artifact of a complete run.
 """
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -17,18 +17,19 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from kvcli.artifact import Artifact, config_hash, new_metadata
+from kvcli.artifact import Artifact, new_metadata
 from kvcli.errors import ArtifactError, UsageError
-from kvcli.files import open_run, replacing, write_json
+from kvcli.files import file_record, is_intact, json_sha256, locked, open_run, read_sealed, replacing, write_sealed
 from kvcli.methods.config import CacheConfig
 from kvcli.methods.method import FitLayer, Method
 from kvcli.registry import METHODS, get_method
-from kvcli.samples import LayerSamples, Recording, model_identity
-from kvcli.spec import ModelSpec
+from kvcli.samples import LayerSamples, Recording, checked_spec, model_identity
 
 RUN = "run.json"
+FORMAT_VERSION = 2
 _HELDOUT_FRACTION = 0.1
-_STALE = ("layer-*.safetensors*", "layer-*.json*")
+_STALE = ("layer-[0-9]*.safetensors", "layer-[0-9]*.json")
+_REMEDY = "run the same fit again, with --overwrite"
 
 LayerDone = Callable[[int, Mapping[str, Any], bool], None]
 """Called with the layer's index, its metrics, and whether it was finished before this run."""
@@ -56,35 +57,66 @@ def fit_recording(
         layers: fit these layers only, to share the work among machines; default: all recorded layers.
         device: where fitting computes.
         seed: of every random choice; each layer draws from its own generator.
-        overwrite: discard another run that is in the folder.
+        overwrite: discard a run that is in the folder, also the same one.
         done: called after each layer.
 
     Raises:
-        UsageError: a method that is not fitted, or layers that were not recorded.
-        ArtifactError: the folder holds another run and `overwrite` is off; the message names what differs.
+        UsageError: a method that is not fitted, layers that were not recorded, or sequences that are all sinks.
+        ArtifactError: the folder holds another run and `overwrite` is off (the message names what differs), or is used
+            by another process.
+        SamplesError: samples that are missing or damaged.
     """
     fit_layer = check_fitted(method)
     wanted = list(recording.layers if layers is None else layers)
     if missing := sorted(set(wanted) - set(recording.layers)):
         raise UsageError(f"layers {', '.join(map(str, missing))} were not recorded")
-    description = _run_description(recording, method, config, seed)
-    open_run(folder, RUN, description, kind="run", stale=_STALE, error=ArtifactError, overwrite=overwrite)
-    for layer_idx in wanted:
-        if (metrics := _finished(folder, layer_idx)) is not None:
-            done(layer_idx, metrics, True)
-            continue
-        started = time.perf_counter()
-        codec = method.build(recording.spec, config, layer_idx).to(device)
-        train, heldout = _split(recording, layer_idx, config.sink_length, device)
-        generator = torch.Generator().manual_seed(seed * 100_003 + layer_idx)
-        with torch.no_grad():
-            report = fit_layer(codec, train, heldout, config, generator)
-        metrics = {**report.metrics, "seconds": round(time.perf_counter() - started, 2)}
-        state = {name: x.cpu().contiguous() for name, x in codec.state_dict().items()}
-        with replacing(folder / _name(layer_idx, "safetensors")) as path:
-            save_file(state, path)
-        write_json(folder / _name(layer_idx, "json"), metrics)
-        done(layer_idx, metrics, False)
+    if config.sink_length >= (seq_len := int(recording.manifest["seq_len"])):
+        raise UsageError(f"sink_length {config.sink_length} leaves nothing to fit of sequences of {seq_len} tokens")
+    run = _run_description(recording, method, config, seed)
+    with locked(folder, ArtifactError):
+        run = open_run(folder, RUN, run, kind="run", stale=_STALE, error=ArtifactError, overwrite=overwrite)
+        for layer_idx in wanted:
+            report, reused = _finished(folder, layer_idx, run), True
+            if report is None:
+                report, reused = _fit_layer(recording, method, fit_layer, config, layer_idx, device, seed), False
+                report = _write_layer(folder, layer_idx, run, report)
+            done(layer_idx, {**report["metrics"], "seconds": report["seconds"]}, reused)
+
+
+def _fit_layer(
+    recording: Recording,
+    method: Method,
+    fit_layer: FitLayer,
+    config: CacheConfig,
+    layer_idx: int,
+    device: torch.device | str,
+    seed: int,
+) -> dict[str, Any]:
+    """Fits one layer: its tensors, metrics and seconds."""
+    started = time.perf_counter()
+    codec = method.build(recording.spec, config, layer_idx).to(device)
+    train, heldout = _split(recording, layer_idx, config.sink_length, device)
+    generator = torch.Generator().manual_seed(seed * 100_003 + layer_idx)
+    with torch.no_grad():
+        metrics = fit_layer(codec, train, heldout, config, generator).metrics
+    tensors = {name: x.cpu().contiguous() for name, x in codec.state_dict().items()}
+    return {"metrics": dict(metrics), "seconds": round(time.perf_counter() - started, 2), "tensors": tensors}
+
+
+def _write_layer(folder: Path, layer_idx: int, run: Mapping[str, Any], fitted: dict[str, Any]) -> dict[str, Any]:
+    """Writes the tensors of a layer, then its report, which is returned."""
+    with replacing(folder / _name(layer_idx, "safetensors")) as path:
+        save_file(fitted.pop("tensors"), path)
+        tensors = file_record(path)
+    report = {
+        "format_version": FORMAT_VERSION,
+        "layer": layer_idx,
+        "run_sha256": json_sha256(run),
+        "tensors": tensors,
+        **fitted,
+    }
+    write_sealed(folder / _name(layer_idx, "json"), report)
+    return report
 
 
 def check_fitted(method: Method) -> FitLayer:
@@ -116,55 +148,62 @@ def assemble(folders: Sequence[Path]) -> Artifact:
         if _read_run(folder) != run:
             raise ArtifactError(f"{folder} and {folders[0]} hold different runs")
     try:
-        num_layers = ModelSpec.from_dict(run["spec"]).num_layers
+        num_layers = checked_spec(run["spec"]).num_layers
         config = get_method(run["method"]).config_cls(**run["config"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ArtifactError(f"{folders[0] / RUN} is damaged: {error!r}") from error
-    folder_of = {i: next((f for f in folders if _finished(f, i) is not None), None) for i in range(num_layers)}
-    if missing := [str(layer_idx) for layer_idx, home in folder_of.items() if home is None]:
+        identity, provenance = model_identity(run), dict(run["provenance"])
+    except (UsageError, ValueError, KeyError, TypeError) as error:
+        reason = " ".join(str(error).split())
+        raise ArtifactError(f"{folders[0] / RUN} is damaged ({reason}); {_REMEDY}") from error
+    finished = [_first_finished(folders, layer_idx, run) for layer_idx in range(num_layers)]
+    if missing := [str(layer_idx) for layer_idx, layer in enumerate(finished) if layer is None]:
+        damaged = any((folder / _name(int(i), "safetensors")).exists() for i in missing for folder in folders)
         raise ArtifactError(
-            f"the run in {folders[0]} lacks layers {', '.join(missing)}; run the same fit again to resume"
+            f"the run in {folders[0]} lacks layers {', '.join(missing)}{' (missing or damaged)' if damaged else ''}; "
+            "run the same fit again to resume"
         )
     tensors: dict[str, Tensor] = {}
-    reports: list[Mapping[str, Any]] = []
-    for layer_idx, home in folder_of.items():
-        assert home is not None
-        reports.append(_finished(home, layer_idx) or {})
+    metrics: list[Mapping[str, Any]] = []
+    for layer_idx, layer in enumerate(finished):
+        assert layer is not None
+        folder, report = layer
+        metrics.append(report["metrics"])
         try:
-            state = load_file(home / _name(layer_idx, "safetensors"))
-        except (OSError, SafetensorError) as error:
-            raise ArtifactError(f"layer {layer_idx} of the run in {home} is damaged: {error}") from error
-        tensors.update({f"layers.{layer_idx}.{name}": x for name, x in state.items()})
+            state = load_file(folder / _name(layer_idx, "safetensors"))
+        except (OSError, SafetensorError, ValueError, KeyError) as error:
+            raise ArtifactError(f"layer {layer_idx} of the run in {folder} is damaged ({error}); {_REMEDY}") from error
+        tensors.update({f"layers.{layer_idx}.{name}": x.clone() for name, x in state.items()})
     metadata = new_metadata(
-        method=run["method"],
-        config=config,
-        identity=model_identity(run),
-        provenance=run["provenance"],
-        layers=reports,
+        method=run["method"], config=config, identity=identity, provenance=provenance, layers=metrics
     )
     return Artifact(metadata, tensors)
 
 
+def _first_finished(
+    folders: Sequence[Path], layer_idx: int, run: Mapping[str, Any]
+) -> tuple[Path, dict[str, Any]] | None:
+    """The first folder that holds a finished layer, with the layer's report."""
+    for folder in folders:
+        if (report := _finished(folder, layer_idx, run)) is not None:
+            return folder, report
+    return None
+
+
 def _read_run(folder: Path) -> dict[str, Any]:
-    path = folder / RUN
-    if not path.is_file():
+    if not (folder / RUN).exists():
         raise ArtifactError(f"no run in {folder}; run 'kvcli fit' first")
-    try:
-        run: dict[str, Any] = json.loads(path.read_text())
-    except ValueError as error:
-        raise ArtifactError(f"{path} is damaged: {error}") from error
-    return run
+    return read_sealed(folder / RUN, FORMAT_VERSION, _REMEDY, ArtifactError)
 
 
 def _run_description(recording: Recording, method: Method, config: CacheConfig, seed: int) -> dict[str, Any]:
     """What a run is bound to."""
     manifest = recording.manifest
     return {
+        "format_version": FORMAT_VERSION,
         "method": method.name,
         "config": config.model_dump(),
         **recording.identity,
         "provenance": {**manifest["provenance"], "num_tokens": recording.num_tokens, "seed": seed},
-        "recording_sha256": config_hash(manifest),
+        "recording_sha256": json_sha256(manifest),
     }
 
 
@@ -177,23 +216,21 @@ def _split(
     num_sequences = recording.num_tokens // seq_len
     heldout = max(1, round(num_sequences * _HELDOUT_FRACTION)) if num_sequences > 1 else 0
     border = (num_sequences - heldout) * seq_len
-    kept = torch.arange(recording.num_tokens, device=samples.k.device)[
-        samples.positions >= min(sink_length, seq_len - 1)
-    ]
+    kept = torch.arange(recording.num_tokens, device=samples.k.device)[samples.positions >= sink_length]
     train = samples.select(kept[kept < border])
     return train, samples.select(kept[kept >= border]) if heldout else train
 
 
-def _finished(folder: Path, layer_idx: int) -> dict[str, Any] | None:
-    """The metrics of a finished layer; they are written last, so their presence proves the tensors."""
-    path = folder / _name(layer_idx, "json")
-    if not path.is_file() or not (folder / _name(layer_idx, "safetensors")).is_file():
-        return None
+def _finished(folder: Path, layer_idx: int, run: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The report of a layer whose files are intact and belong to the run."""
     try:
-        metrics: dict[str, Any] = json.loads(path.read_text())
-    except ValueError:
+        report = read_sealed(folder / _name(layer_idx, "json"), FORMAT_VERSION, _REMEDY, ArtifactError)
+    except ArtifactError:
         return None
-    return metrics
+    mine = report.get("layer") == layer_idx and report.get("run_sha256") == json_sha256(run)
+    if not mine or not isinstance(report.get("metrics"), dict) or "seconds" not in report:
+        return None
+    return report if is_intact(folder / _name(layer_idx, "safetensors"), report.get("tensors")) else None
 
 
 def _name(layer_idx: int, suffix: str) -> str:

@@ -2,30 +2,48 @@
 
 A recording is a folder of safetensors parts. Part p of layer window w holds, for every layer of the window,
 `layers.L.k` and `layers.L.v` [num_kv_heads, tokens, head_dim] and `layers.L.q` [num_heads, query_tokens, head_dim], all
-pre-RoPE. Tokens are whole sequences of `seq_len` tokens, one after another. This module does not know where they
-come from.
+pre-RoPE. Tokens are whole sequences of `seq_len` tokens, one after another.
+
+The manifest `samples.json` has size and sha256 of each part, and a sha256 of its own fields. While a recording is not
+finished, `samples.parts.jsonl` has them instead, a line per part. This module does not know where samples come from.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kvcli.errors import SamplesError
-from kvcli.files import replacing
+from kvcli.errors import SamplesError, explain
+from kvcli.files import append_record, file_record, is_intact, read_records, read_sealed, replacing
 from kvcli.rope import Rotation
-from kvcli.spec import ModelSpec
+from kvcli.spec import FAMILIES, STATIC_ROPE_TYPES, ModelSpec
 
 MANIFEST = "samples.json"
-FORMAT_VERSION = 1
+PARTS = "samples.parts.jsonl"
+FORMAT_VERSION = 2
+_REMEDY = "record again with 'kvcli calibrate --overwrite'"
+_PART_REMEDY = "record it again with the same 'kvcli calibrate'"
+_MAX_SIZE = 2**40
+_SPEC_LIMITS = {
+    "num_layers": 4096,
+    "hidden_size": 2**20,
+    "num_heads": 4096,
+    "num_kv_heads": 4096,
+    "head_dim": 4096,
+    "max_position_embeddings": 2**40,
+    "vocab_size": 2**31,
+    "rotary_dim": 4096,
+}
+"""Fields of `ModelSpec` and the largest value that metadata of a file may claim."""
 
 
 @dataclass(frozen=True)
@@ -56,31 +74,86 @@ class LayerSamples:
         return self.query_rotation.apply(self.q.unsqueeze(0))[0]
 
 
+class _Rope(BaseModel):
+    """The rotary embedding of the recorded model, see `rope.Rope.frequencies`."""
+
+    model_config = ConfigDict(strict=True)
+
+    inv_freq: list[float] = Field(min_length=1)
+    scaling: float = Field(allow_inf_nan=False)
+
+
+class _Manifest(BaseModel):
+    """Types and ranges of a manifest's fields."""
+
+    model_config = ConfigDict(strict=True)
+
+    model: str
+    fingerprint: str
+    spec: dict[str, Any]
+    rope: _Rope
+    provenance: dict[str, Any]
+    num_sequences: int = Field(ge=1, le=_MAX_SIZE)
+    seq_len: int = Field(ge=1, le=_MAX_SIZE)
+    query_sequences: int = Field(ge=0, le=_MAX_SIZE)
+    batch_size: int = Field(ge=1, le=_MAX_SIZE)
+    num_tokens: int
+    num_parts: int
+    windows: list[list[int]]
+    complete: bool = False
+    parts: dict[str, dict[str, Any]] = {}
+
+    def inconsistency(self, spec: ModelSpec) -> str | None:
+        """Which of the fields contradicts the others."""
+        ends = [0, *(stop for _, stop in self.windows)] if all(len(window) == 2 for window in self.windows) else []
+        if (
+            not ends
+            or ends[-1] != spec.num_layers
+            or any(a != b for (a, _), b in zip(self.windows, ends, strict=False))
+        ):
+            return "windows"
+        if sorted(set(ends)) != ends:
+            return "windows"
+        if self.num_tokens != self.num_sequences * self.seq_len:
+            return "num_tokens"
+        if self.num_parts != -(-self.num_sequences // self.batch_size):
+            return "num_parts"
+        if len(self.rope.inv_freq) != spec.rope.rotary_dim // 2:
+            return "rope.inv_freq"
+        if self.complete and len(self.parts) != self.num_parts * len(self.windows):
+            return "parts"
+        return None
+
+
 class Recording:
-    """A folder of recorded samples.
+    """A finished folder of recorded samples.
 
     Args:
         folder: where the manifest stands.
 
     Raises:
-        SamplesError: no manifest, another format version, or a recording that was not finished.
+        SamplesError: no manifest, a damaged one, another format version, or a recording that was not finished.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         path = folder / MANIFEST
-        if not path.is_file():
+        if not path.exists():
             raise SamplesError(f"no recorded samples in {folder}; run 'kvcli calibrate' first")
+        self.manifest = read_sealed(path, FORMAT_VERSION, _REMEDY, SamplesError)
         try:
-            self.manifest: dict[str, Any] = json.loads(path.read_text())
-            version, complete = self.manifest["format_version"], self.manifest.get("complete", False)
-            self.spec = ModelSpec.from_dict(self.manifest["spec"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise SamplesError(f"{path} is not a manifest of recorded samples ({error!r})") from error
-        if version != FORMAT_VERSION:
-            raise SamplesError(f"{path} has format version {version}; this kvcli reads {FORMAT_VERSION}")
-        if not complete:
+            checked = _Manifest(**self.manifest)
+            self.spec = checked_spec(self.manifest["spec"])
+            wrong = checked.inconsistency(self.spec)
+        except ValidationError as error:
+            raise SamplesError(f"{path} is damaged ({explain(error, ())}); {_REMEDY}") from error
+        except (ValueError, TypeError) as error:
+            raise SamplesError(f"{path} is damaged ({' '.join(str(error).split())}); {_REMEDY}") from error
+        if wrong is not None:
+            raise SamplesError(f"{path} is damaged ({wrong} does not agree with the other fields); {_REMEDY}")
+        if not checked.complete:
             raise SamplesError(f"the recording in {folder} is not finished; run the same 'kvcli calibrate' again")
+        self._verified: set[str] = set()
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -98,33 +171,83 @@ class Recording:
         return [layer for start, stop in self.manifest["windows"] for layer in range(start, stop)]
 
     def load(self, layer_idx: int, device: torch.device | str = "cpu") -> LayerSamples:
-        """Reads one layer as float32.
+        """Reads one layer as float32; the first layer of a part verifies the part's sha256.
 
         Raises:
-            SamplesError: the layer was not recorded, or a part is damaged.
+            SamplesError: the layer was not recorded, no queries were, or a part is missing or damaged.
         """
         window = next((i for i, (a, b) in enumerate(self.manifest["windows"]) if a <= layer_idx < b), None)
         if window is None:
             raise SamplesError(f"layer {layer_idx} was not recorded in {self.folder}")
+        if not self.manifest["query_sequences"]:
+            raise SamplesError(f"{self.folder} has no queries; {_REMEDY} and a --query-tokens above 0")
         parts: dict[str, list[Tensor]] = {"q": [], "k": [], "v": []}
         for part in range(self.manifest["num_parts"]):
-            path = self.folder / part_name(window, part)
-            try:
-                with safe_open(path, framework="pt") as handle:
-                    names = set(handle.keys())
-                    for kind, tensors in parts.items():
-                        if (name := f"layers.{layer_idx}.{kind}") in names:
-                            tensors.append(handle.get_tensor(name))
-            except (OSError, SafetensorError) as error:
-                raise SamplesError(f"{path} cannot be read ({error}); run 'kvcli calibrate --overwrite'") from error
+            for kind, x in self._read_part(window, part, layer_idx).items():
+                parts[kind].append(x)
         q, k, v = (torch.cat(tensors, dim=1).to(device).float() for tensors in parts.values())
-        if k.shape[1] != self.num_tokens or not all(bool(x.isfinite().all()) for x in (q, k, v)):
-            raise SamplesError(f"layer {layer_idx} in {self.folder} has missing or non-finite samples")
+        if not all(bool(x.isfinite().all()) for x in (q, k, v)):
+            raise SamplesError(f"layer {layer_idx} in {self.folder} has samples that are not finite; {_REMEDY}")
         positions = torch.arange(k.shape[1], device=device) % int(self.manifest["seq_len"])
         rope = self.manifest["rope"]
         angle = positions[: q.shape[1], None].float() * torch.tensor(rope["inv_freq"], device=device)
         rotation = Rotation(angle.cos()[None, None] * rope["scaling"], angle.sin()[None, None] * rope["scaling"])
         return LayerSamples(q, k, v, positions, rotation)
+
+    def _read_part(self, window: int, part: int, layer_idx: int) -> dict[str, Tensor]:
+        """q, k and v of a layer in one part, [heads, tokens, head_dim]; no q where no queries were recorded."""
+        name, manifest, spec = part_name(window, part), self.manifest, self.spec
+        path, first = self.folder / name, part * manifest["batch_size"]
+        sequences, query_sequences = (
+            max(0, min(manifest["batch_size"], manifest[count] - first))
+            for count in ("num_sequences", "query_sequences")
+        )
+        heads = {"k": spec.num_kv_heads, "v": spec.num_kv_heads, **({"q": spec.num_heads} if query_sequences else {})}
+        tensors = {}
+        try:
+            if name not in self._verified and not is_intact(path, manifest["parts"].get(name)):
+                state = "damaged: its size or sha256 is not that of its recording" if path.is_file() else "missing"
+                raise SamplesError(f"{path} is {state}; {_PART_REMEDY}")
+            self._verified.add(name)
+            with safe_open(path, framework="pt") as handle:
+                for kind, count in heads.items():
+                    tokens = (query_sequences if kind == "q" else sequences) * manifest["seq_len"]
+                    shape = [count, tokens, spec.head_dim]
+                    if handle.get_slice(f"layers.{layer_idx}.{kind}").get_shape() != shape:
+                        raise SamplesError(f"{path} has {kind} of another shape than {shape}; {_REMEDY}")
+                    tensors[kind] = handle.get_tensor(f"layers.{layer_idx}.{kind}")
+        except (OSError, SafetensorError) as error:
+            raise SamplesError(f"{path} cannot be read ({error}); {_PART_REMEDY}") from error
+        if any(x.dtype not in (torch.float16, torch.bfloat16) for x in tensors.values()):
+            raise SamplesError(f"{path} has samples that are neither float16 nor bfloat16; {_REMEDY}")
+        return tensors
+
+
+def checked_spec(values: Any) -> ModelSpec:
+    """A model's shapes as `ModelSpec.to_dict` wrote them, with sizes that a model can have.
+
+    Raises:
+        ValueError: fields that are missing, of the wrong type or out of range; the message names one.
+        TypeError: the same.
+    """
+    names = {field.name for field in fields(ModelSpec)}
+    if not isinstance(values, Mapping) or set(values) != names:
+        raise ValueError(f"spec must have the fields {', '.join(sorted(names))}")
+    rope = values["rope"]
+    if not isinstance(rope, Mapping) or set(rope) != {"rope_type", "theta", "rotary_dim"}:
+        raise ValueError("spec.rope must have the fields rope_type, theta and rotary_dim")
+    if values["family"] not in FAMILIES or rope["rope_type"] not in STATIC_ROPE_TYPES:
+        raise ValueError(f"spec: unknown family {values['family']!r} or RoPE type {rope['rope_type']!r}")
+    for name, most in _SPEC_LIMITS.items():
+        value = rope[name] if name in rope else values[name]
+        if type(value) is not int or not 1 <= value <= most:
+            raise ValueError(f"spec.{name} must be an integer from 1 to {most}")
+    if type(rope["theta"]) not in (int, float) or not 0 < rope["theta"] < math.inf:
+        raise ValueError("spec.rope.theta must be a positive number")
+    spec = ModelSpec.from_dict(values)
+    if spec.num_heads % spec.num_kv_heads or spec.rope.rotary_dim > spec.head_dim or spec.rope.rotary_dim % 2:
+        raise ValueError("spec: num_heads is no multiple of num_kv_heads, or rotary_dim is odd or above head_dim")
+    return spec
 
 
 def model_identity(manifest: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,7 +261,7 @@ def part_name(window: int, part: int) -> str:
 
 
 def write_part(folder: Path, window: int, part: int, tensors: Mapping[str, Tensor]) -> None:
-    """Writes one part; it appears under its name only when complete.
+    """Writes one part, which appears under its name only when complete, and then its size and sha256 to `PARTS`.
 
     Args:
         folder: the recording.
@@ -147,5 +270,23 @@ def write_part(folder: Path, window: int, part: int, tensors: Mapping[str, Tenso
         tensors: `layers.L.k` and `layers.L.v` [num_kv_heads, tokens, head_dim], `layers.L.q` [num_heads, query_tokens,
             head_dim].
     """
-    with replacing(folder / part_name(window, part)) as temporary:
+    path = folder / part_name(window, part)
+    with replacing(path) as temporary:
         save_file(dict(tensors), temporary)
+        record = file_record(temporary)
+    append_record(folder / PARTS, {"part": path.name, **record})
+
+
+def part_records(folder: Path, manifest: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Size and sha256 of the parts that were written to a folder, by file name, finished or not."""
+    parts = manifest.get("parts")
+    known = dict(parts) if isinstance(parts, Mapping) else {}
+    for record in read_records(folder / PARTS):
+        known[str(record.pop("part", ""))] = record
+    return known
+
+
+def finished_parts(folder: Path, manifest: Mapping[str, Any], names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Size and sha256 of the parts of some file names that are in a folder as they were written."""
+    known = part_records(folder, manifest)
+    return {name: known[name] for name in names if is_intact(folder / name, known.get(name))}

@@ -15,6 +15,7 @@ import kvcli
 from kvcli import artifact as module
 from kvcli.artifact import Artifact
 from kvcli.errors import ArtifactError, UsageError
+from kvcli.files import file_record, write_sealed
 from kvcli.fit import assemble, fit_recording
 from kvcli.registry import get_method
 from kvcli.samples import Recording
@@ -66,13 +67,14 @@ def damage_version(folder: Path) -> None:
 
 
 def rewrite(folder: Path, change: Any) -> None:
-    """Changes tensors and makes the digest agree, as a careless tool would."""
+    """Changes tensors and makes the digests agree, as a careless tool would."""
     tensors = load_file(folder / "codec.safetensors")
     change(tensors)
     save_file(tensors, folder / "codec.safetensors")
     metadata = json.loads((folder / "kvcli.json").read_text())
-    metadata["files"]["codec.safetensors"]["sha256"] = module._sha256(folder / "codec.safetensors")
-    (folder / "kvcli.json").write_text(json.dumps(metadata))
+    metadata["files"]["codec.safetensors"] = file_record(folder / "codec.safetensors")
+    del metadata["sha256"]
+    write_sealed(folder / "kvcli.json", metadata)
 
 
 def damage_nan(folder: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvcli.errors import ArtifactError
-from kvcli.files import open_run
+from kvcli.files import open_run, write_sealed
 
 DESCRIPTION = {"seed": 1, "config": {"bits": 2, "size": (1, 2)}, "text": "x" * 100}
 
@@ -29,10 +29,9 @@ def opened(folder: Path, description: dict[str, Any] | None = None, overwrite: b
 def test_the_same_run_resumes(tmp_path: Path) -> None:
     opened(tmp_path / "a" / "run")
     manifest = tmp_path / "a" / "run" / "run.json"
-    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "complete": True}))
+    write_sealed(manifest, {**json.loads(json.dumps(DESCRIPTION)), "complete": True})
     (manifest.parent / "part-1").touch()
     opened(manifest.parent)
-    opened(manifest.parent, overwrite=True)
     assert json.loads(manifest.read_text())["complete"]
     assert (manifest.parent / "part-1").exists()
 

@@ -1,12 +1,15 @@
 """Runs a model over token sequences and records pre-RoPE queries, keys and values of its layers.
 
 Layers are recorded window by window: each window is one pass over the sequences that stops after the window's last
-layer, so the memory and the open files stay bounded however deep the model is. A recording that was cut off resumes
-at the first part that is missing. This module does not know where sequences come from.
+layer, so the memory and the open files stay bounded however deep the model is. A recording that was cut off resumes:
+parts whose size and sha256 are those of when they were written are kept. This module does not know where sequences
+come from.
 """
 
 from __future__ import annotations
 
+import hashlib
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,15 +19,25 @@ import torch
 from torch import Tensor, nn
 
 from kvcli.errors import SamplesError
-from kvcli.files import open_run, write_json
+from kvcli.files import locked, open_run, write_sealed
 from kvcli.models import LoadedModel
-from kvcli.samples import FORMAT_VERSION, MANIFEST, Recording, part_name, write_part
+from kvcli.samples import (
+    FORMAT_VERSION,
+    MANIFEST,
+    PARTS,
+    Recording,
+    finished_parts,
+    part_name,
+    part_records,
+    write_part,
+)
 from kvcli.seam.patch import RotaryOutput, Seam, find_rope, layer_index
 from kvcli.seam.sdpa import sdpa
 from kvcli.spec import ModelSpec
 
 _PART_BYTES = 512 * 2**20
-_STALE = ("window-*-part-*.safetensors*",)
+_STALE = ("window-[0-9]*-part-[0-9]*.safetensors", PARTS)
+_KINDS = {"q": "queries", "k": "keys", "v": "values"}
 
 
 @dataclass(frozen=True)
@@ -87,18 +100,32 @@ class _Recorder:
     ) -> Tensor:
         layer_idx = layer_index(module)
         if layer_idx >= self.start:
-            self._keep(f"layers.{layer_idx}.k", key)
-            self._keep(f"layers.{layer_idx}.v", value)
+            self._keep(layer_idx, "k", key)
+            self._keep(layer_idx, "v", value)
             if self.query_sequences:
-                self._keep(f"layers.{layer_idx}.q", query[: self.query_sequences])
+                self._keep(layer_idx, "q", query[: self.query_sequences])
         if layer_idx == self.stop - 1:
             raise _WindowDone
         rotate = rotary.rotation.apply
         return sdpa(rotate(query), rotate(key), value, mask, scaling)
 
-    def _keep(self, name: str, x: Tensor) -> None:
-        """Stores x [batch, heads, time, head_dim] as [heads, batch * time, head_dim]."""
-        self.tensors[name] = x.transpose(0, 1).flatten(1, 2).to("cpu", self.dtype).contiguous()
+    def _keep(self, layer_idx: int, kind: str, x: Tensor) -> None:
+        """Stores x [batch, heads, time, head_dim] as [heads, batch * time, head_dim].
+
+        Raises:
+            SamplesError: values that are not finite, or not in the recording's dtype.
+        """
+        kept = x.transpose(0, 1).flatten(1, 2).to("cpu", self.dtype).contiguous()
+        if not bool(kept.isfinite().all()):
+            where = f"the {_KINDS[kind]} of layer {layer_idx}"
+            if not bool(x.isfinite().all()):
+                raise SamplesError(
+                    f"{where} are not finite; the model's weights may be damaged, or its dtype too narrow"
+                )
+            raise SamplesError(
+                f"{where} reach {float(x.abs().max()):.3g}, more than {self.dtype} holds; use --dtype bfloat16"
+            )
+        self.tensors[f"layers.{layer_idx}.{kind}"] = kept
 
 
 def collect(
@@ -120,7 +147,7 @@ def collect(
         config: what to record.
         folder: where the parts and the manifest go.
         provenance: kept in the manifest: corpus, revision, seed and the like.
-        overwrite: discard another recording that is in the folder.
+        overwrite: discard a recording that is in the folder, also the same one.
         advance: called with the number of tokens of each pass, recorded now or before.
         say: called with a line about what is reused.
 
@@ -128,37 +155,72 @@ def collect(
         The finished recording; when the folder holds it already, nothing is run.
 
     Raises:
-        SamplesError: the folder holds another recording and `overwrite` is off; the message names what differs.
+        SamplesError: the folder holds another recording and `overwrite` is off (the message names what differs), is
+            used by another process or has too little disk; samples that are not finite.
     """
+    with locked(folder, SamplesError):
+        return _collect(loaded, sequences, config, folder, provenance, overwrite, advance, say)
+
+
+def _collect(
+    loaded: LoadedModel,
+    sequences: Tensor,
+    config: CollectConfig,
+    folder: Path,
+    provenance: Mapping[str, Any],
+    overwrite: bool,
+    advance: Callable[[int], None],
+    say: Callable[[str], None],
+) -> Recording:
+    """`collect` in a folder that is locked."""
     windows = config.windows(loaded.spec)
     manifest = {
         "format_version": FORMAT_VERSION,
         **loaded.identity(),
         "rope": find_rope(loaded.model).frequencies(),
         "provenance": dict(provenance),
+        "token_ids_sha256": hashlib.sha256(sequences.to("cpu", torch.int64).contiguous().numpy().tobytes()).hexdigest(),
         **asdict(config),
         "num_tokens": config.num_sequences * config.seq_len,
         "num_parts": config.num_parts,
         "windows": [list(window) for window in windows],
     }
-    open_run(folder, MANIFEST, manifest, kind="recording", stale=_STALE, error=SamplesError, overwrite=overwrite)
-    parts = [part_name(window, part) for window in range(len(windows)) for part in range(config.num_parts)]
-    if reused := sum((folder / name).is_file() for name in parts):
-        say(f"{reused} of {len(parts)} parts were recorded already and are reused")
+    stored = open_run(
+        folder, MANIFEST, manifest, kind="recording", stale=_STALE, error=SamplesError, overwrite=overwrite
+    )
+    names = [part_name(window, part) for window in range(len(windows)) for part in range(config.num_parts)]
+    finished = finished_parts(folder, stored, names)
+    if finished:
+        say(f"{len(finished)} of {len(names)} parts were recorded already and are reused")
+    _check_free_space(folder, config.disk_bytes(loaded.spec) - sum(record["bytes"] for record in finished.values()))
     recorder = _Recorder(torch.bfloat16 if loaded.model.dtype == torch.bfloat16 else torch.float16)
     with Seam(loaded.model, recorder), torch.inference_mode():
         for window_idx, window in enumerate(windows):
             for part in range(config.num_parts):
                 batch = sequences[part * config.batch_size : (part + 1) * config.batch_size]
-                if not (folder / part_name(window_idx, part)).is_file():
+                if part_name(window_idx, part) not in finished:
                     recorder.start, recorder.stop = window
                     recorder.query_sequences = max(0, config.query_sequences - part * config.batch_size)
                     _run(loaded.model, batch)
                     write_part(folder, window_idx, part, recorder.tensors)
                     recorder.tensors = {}
                 advance(batch.numel())
-    write_json(folder / MANIFEST, {**manifest, "complete": True})
+    if len(finished) < len(names) or not stored.get("complete"):
+        records = part_records(folder, stored)
+        parts = {name: records[name] for name in names}
+        write_sealed(folder / MANIFEST, {**manifest, "complete": True, "parts": parts})
+    (folder / PARTS).unlink(missing_ok=True)
     return Recording(folder)
+
+
+def _check_free_space(folder: Path, needed: int) -> None:
+    """Raises when the disk cannot take that many bytes."""
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise SamplesError(
+            f"the recording needs {-(-needed // 2**20)} MiB, but {folder} has {free // 2**20} MiB free; lower "
+            "--tokens or --query-tokens, or choose another --out"
+        )
 
 
 def _run(model: Any, batch: Tensor) -> None:

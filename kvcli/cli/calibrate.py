@@ -37,7 +37,7 @@ class CalibrateOptions(ModelOptions):
         default=0, ge=0, description="layers per pass; 0: as many as keep a file below half a GiB"
     )
     out: Path | None = Field(default=None, description="output folder; default: runs/MODEL/samples")
-    overwrite: bool = Field(default=False, description="discard another recording in the output folder")
+    overwrite: bool = Field(default=False, description="discard a recording in the output folder and start again")
 
 
 def run(options: CalibrateOptions, output: Output) -> None:

@@ -29,13 +29,13 @@ def run(options: ExportOptions, output: Output) -> None:
     artifact = assemble(runs)
     folder = options.out or artifact_folder(artifact.metadata["model"], runs[0].name)
     reused = False
-    if (folder / "kvcli.json").is_file() and not options.overwrite:
+    if (folder / "kvcli.json").exists() and not options.overwrite:
         reused = Artifact.load(folder).same_content(artifact)
     if reused:
         output.say(f"{folder} holds this artifact already")
     else:
         artifact.save(folder, overwrite=options.overwrite)
-        output.say(f"verified: {len(artifact.tensors)} tensors, {size(artifact.nbytes)}")
+        output.say(f"verified: {len(artifact.tensors)} tensors, {size(artifact.nbytes)}, and kvcli.json, read back")
     output.result({"artifact": str(folder), "bytes": artifact.nbytes, "reused": reused}, str(folder))
 
 

@@ -27,7 +27,7 @@ class FitOptions(Options):
     )
     layers: str | None = Field(default=None, description="layers A-B only (inclusive), to share the work")
     out: Path | None = Field(default=None, description="run folder; default: one below runs/MODEL/training/")
-    overwrite: bool = Field(default=False, description="discard another run in the output folder")
+    overwrite: bool = Field(default=False, description="discard a run in the output folder and start again")
 
 
 class FitMethodOptions(FitOptions):
@@ -152,18 +152,20 @@ def parse_layers(text: str | None, recorded: list[int]) -> list[int]:
     """Layers of a range such as 4-7 or of a single number; None means all.
 
     Raises:
-        UsageError: neither a number nor a range.
+        UsageError: neither a number nor a range, or layers that were not recorded.
     """
     if text is None:
         return recorded
     first, _, last = text.partition("-")
     try:
-        layers = list(range(int(first), int(last or first) + 1))
+        start, stop = int(first), int(last or first)
     except ValueError:
-        layers = []
-    if not layers:
+        start, stop = 0, -1
+    if start > stop:
         raise UsageError(f"--layers takes a number or a range such as 0-7, not '{text}'")
-    return layers
+    if not {start, stop} <= set(recorded):
+        raise UsageError(f"--layers {text}: only layers {recorded[0]}-{recorded[-1]} were recorded")
+    return list(range(start, stop + 1))
 
 
 def register(app: typer.Typer) -> None:

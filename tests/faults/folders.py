@@ -1,0 +1,64 @@
+"""A small recording, run and artifact on disk, and ways to damage them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from factories import load, make_model
+
+from kvcli.calibrate.collect import CollectConfig, collect
+from kvcli.files import write_sealed
+from kvcli.fit import assemble, fit_recording
+from kvcli.registry import get_method
+from kvcli.samples import Recording
+
+SEQUENCES = torch.randint(3, 97, (6, 24), generator=torch.Generator().manual_seed(0))
+SETTINGS = {"subspace_source": "calibration"}
+SIZES = CollectConfig(6, 24, 3, 2, 2)
+
+
+def recorded(folder: Path, sequences: torch.Tensor = SEQUENCES, **options: Any) -> Recording:
+    return collect(load(make_model("llama")), sequences, SIZES, folder, {"corpus": {"source": "random"}}, **options)
+
+
+def fitted(folder: Path, recording: Recording, **options: Any) -> None:
+    """Fits SQuat, which takes milliseconds; options are those of `fit_recording`."""
+    method = get_method("squat")
+    config = method.config_cls(**{**method.example_settings, **SETTINGS}).resolve(recording.spec)
+    fit_recording(recording, method, config, folder, **options)
+
+
+def make(folder: Path) -> None:
+    """A recording, a run and an artifact."""
+    fitted(folder / "run", recorded(folder / "samples"))
+    assemble([folder / "run"]).save(folder / "artifact")
+
+
+def bytes_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def flip(path: Path, at: int = -5) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def swap(first: Path, second: Path) -> None:
+    a, b = first.read_bytes(), second.read_bytes()
+    first.write_bytes(b)
+    second.write_bytes(a)
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], Any], seal: bool = False) -> None:
+    values = json.loads(path.read_text())
+    change(values)
+    if seal:
+        del values["sha256"]
+        write_sealed(path, values)
+    else:
+        path.write_text(json.dumps(values))

@@ -1,0 +1,187 @@
+"""Readers of recordings, runs and artifacts get thousands of damaged files: they work or raise errors of kvcli."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import resource
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from folders import SIZES, make
+
+from kvcli.artifact import Artifact
+from kvcli.errors import ArtifactError, KvcliError
+from kvcli.files import file_record, json_sha256, open_run, read_sealed
+from kvcli.fit import assemble
+from kvcli.samples import Recording, finished_parts, part_name
+
+PART = part_name(0, 1)
+ODD_VALUES: tuple[Any, ...] = (
+    None, True, False, -1, 0, 1, 2, 3, 10**6, 2**31, 2**63, 10**18, 10**400, -(2**63), 0.5, 1e308, float("nan"),
+    float("inf"), "", "x", "0" * 300, "../../etc/passwd", "\x00", "\ud800", [], [[]], [1, 2], {}, {"x": {}},
+)  # fmt: skip
+
+
+def read_samples(folder: Path) -> None:
+    recording = Recording(folder / "samples")
+    for layer_idx in (0, 2):
+        recording.load(layer_idx)
+
+
+def read_parts(folder: Path) -> None:
+    finished_parts(folder / "samples", {}, [part_name(0, part) for part in range(SIZES.num_parts)])
+
+
+def read_run(folder: Path) -> None:
+    assemble([folder / "run"])
+
+
+def reopen_run(folder: Path) -> None:
+    """The run's manifest as a resumed fit reads it."""
+    wanted = read_sealed(folder / "run.json", 2, "", ArtifactError)
+    open_run(folder / "run", "run.json", wanted, kind="run", stale=("layer-*",), error=ArtifactError)
+
+
+def read_artifact(folder: Path) -> None:
+    artifact = Artifact.load(folder / "artifact")
+    artifact.check_model(artifact.spec, "0123456789abcdef:00000000", "squat")
+
+
+def build_artifact(folder: Path) -> None:
+    artifact = Artifact.load(folder / "artifact")
+    artifact.build_codecs(artifact.config_with({"sink_length": 2}))
+
+
+TARGETS: tuple[tuple[str, Callable[[Path], None]], ...] = (
+    ("samples/samples.json", read_samples),
+    (f"samples/{PART}", read_samples),
+    ("samples/samples.parts.jsonl", read_parts),
+    ("run/run.json", read_run),
+    ("run/run.json", reopen_run),
+    ("run/layer-001.json", read_run),
+    ("run/layer-001.safetensors", read_run),
+    ("artifact/kvcli.json", read_artifact),
+    ("artifact/kvcli.json", build_artifact),
+    ("artifact/codec.safetensors", build_artifact),
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recording, a run and an artifact, and the log that the recording had before it was finished."""
+    folder = tmp_path_factory.mktemp("fuzz")
+    make(folder)
+    (folder / "run.json").write_bytes((folder / "run" / "run.json").read_bytes())
+    parts = json.loads((folder / "samples" / "samples.json").read_text())["parts"]
+    lines = [json.dumps({"part": name, **record}) for name, record in parts.items()]
+    (folder / "samples" / "samples.parts.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+def damaged_bytes(data: bytes, chance: random.Random) -> bytes:
+    """Bytes with one or more bits, slices or the end changed; headers are hit more often than data."""
+    changed = bytearray(data)
+    for _ in range(chance.choice((1, 1, 2, 8))):
+        at = min(int(chance.random() ** chance.choice((1, 4)) * len(changed)), max(0, len(changed) - 1))
+        match chance.randrange(7):
+            case 0 if changed:
+                changed[at] ^= 1 << chance.randrange(8)
+            case 1:
+                del changed[at:]
+            case 2:
+                changed[at:at] = chance.randbytes(chance.choice((1, 8, 100)))
+            case 3:
+                del changed[at : at + chance.choice((1, 8, 100))]
+            case 4:
+                changed[at : at + 8] = chance.choice((0, 1, 2**31, 2**63, 2**64 - 1)).to_bytes(8, "little")
+            case 5:
+                changed[at:at] = changed[at // 2 : at // 2 + 50]
+            case 6 if chance.random() < 0.1:
+                changed[at:at] = chance.choice((b"[", b'{"a":', b"1")) * chance.choice((100, 100_000))
+    return bytes(changed)
+
+
+def damaged_json(text: bytes, chance: random.Random) -> bytes:
+    """A JSON object with a few fields replaced, removed or added, at any depth, mostly with a checksum that agrees."""
+    values = json.loads(text)
+    values.pop("sha256", None)
+    for _ in range(chance.choice((1, 1, 1, 3))):
+        place: Any = values
+        while True:
+            keys = list(place) if isinstance(place, dict) else list(range(len(place)))
+            if not keys:
+                break
+            key = chance.choice(keys)
+            if isinstance(place[key], (dict, list)) and place[key] and chance.random() < 0.7:
+                place = place[key]
+                continue
+            match chance.randrange(4):
+                case 0:
+                    del place[key]
+                case 1 if isinstance(place, dict):
+                    place[f"{key}x"] = place.pop(key)
+                case _:
+                    place[key] = copy.deepcopy(
+                        chance.choice((*ODD_VALUES, values.get(chance.choice(list(values) or [""]))))
+                    )
+            break
+    sealed = values if chance.random() < 0.1 else {**values, "sha256": json_sha256(values)}
+    return json.dumps(sealed).encode()
+
+
+def agree(folder: Path, name: str) -> tuple[Path, bytes]:
+    """Gives a damaged file of tensors the checksum that its manifest names; returns the manifest and what it was."""
+    manifest = {"samples": "samples.json", "run": "layer-001.json", "artifact": "kvcli.json"}[
+        name.split("/", maxsplit=1)[0]
+    ]
+    path = folder / name.split("/", maxsplit=1)[0] / manifest
+    before = path.read_bytes()
+    values = json.loads(before)
+    del values["sha256"]
+    record = file_record(folder / name)
+    if manifest == "layer-001.json":
+        values["tensors"] = record
+    else:
+        values["parts" if manifest == "samples.json" else "files"][Path(name).name] = record
+    path.write_text(json.dumps({**values, "sha256": json_sha256(values)}))
+    return path, before
+
+
+def fuzz(folder: Path, count: int, seed: int) -> None:
+    chance = random.Random(seed)
+    memory, refused, slowest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, 0, 0.0
+    for index in range(count):
+        name, read = TARGETS[index % len(TARGETS)]
+        path = folder / name
+        before, restore = path.read_bytes(), []
+        as_json = path.suffix == ".json" and chance.random() < 0.7
+        path.write_bytes((damaged_json if as_json else damaged_bytes)(before, chance))
+        if path.suffix == ".safetensors" and chance.random() < 0.8:
+            restore.append(agree(folder, name))
+        started = time.perf_counter()
+        try:
+            read(folder)
+        except KvcliError:
+            refused += 1
+        except Exception as error:
+            raise AssertionError(f"{name}, mutation {index} of seed {seed}: {error!r}") from error
+        slowest = max(slowest, time.perf_counter() - started)
+        for changed, content in ((path, before), *restore):
+            changed.write_bytes(content)
+    assert refused > count // 2
+    assert slowest < 5
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 500 * 2**10  # KiB
+
+
+def test_damaged_files_are_refused_with_errors_of_kvcli(folder: Path) -> None:
+    fuzz(folder, 1000, seed=1)
+
+
+@pytest.mark.slow
+def test_ten_thousand_damaged_files(folder: Path) -> None:
+    fuzz(folder, 9000, seed=2)
