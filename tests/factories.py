@@ -59,7 +59,8 @@ def make_model(family: str, **changes: Any) -> Any:
 
 def make_spec(head_dim: int = 16, num_kv_heads: int = 2, rotary_dim: int | None = None) -> ModelSpec:
     rope = RopeSpec("default", 1e4, rotary_dim or head_dim)
-    return ModelSpec("llama", 1, 64, 4, num_kv_heads, head_dim, 512, 97, rope)
+    num_heads = max(4, num_kv_heads)
+    return ModelSpec("llama", 1, 64, num_heads, num_kv_heads, head_dim, 512, 97, rope)
 
 
 def clustered(problems: int, count: int, width: int, seed: int = 0) -> Tensor:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
-from transformers import AutoConfig, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from kvcli.errors import ModelError, UnsupportedModelError, UsageError
 from kvcli.models import load_model
@@ -97,6 +97,21 @@ def test_code_beside_a_known_architecture_is_ignored(folder: Path) -> None:
     change_json(folder / "tokenizer_config.json", auto_map={"AutoTokenizer": [None, "evil.Evil"]})
     load_model(str(folder), device="cpu")
     assert not trace.exists()
+
+
+def test_no_reader_is_asked_to_trust_code(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trusted: list[Any] = []
+    for reader in (AutoConfig, AutoModelForCausalLM, AutoTokenizer):
+
+        def read(*args: Any, original: Any = reader.from_pretrained, **options: Any) -> Any:
+            trusted.append(options.get("trust_remote_code"))
+            assert options.get("weights_only", "none are read") in (True, "none are read")
+            return original(*args, **options)
+
+        monkeypatch.setattr(reader, "from_pretrained", read)
+    load_model(str(folder), device="cpu")
+    assert len(trusted) >= 3
+    assert all(value is False for value in trusted)
 
 
 def test_a_tokenizer_that_needs_code_is_refused(folder: Path) -> None:
