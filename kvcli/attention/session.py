@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from kvcli.methods.config import CacheConfig
 from kvcli.methods.method import Method
 from kvcli.models import LoadedModel, fingerprint
 from kvcli.registry import parse_method
-from kvcli.seam.patch import RotaryOutput, Seam
+from kvcli.seam.patch import RotaryOutput, Seam, find_decoder
 from kvcli.seam.sdpa import sdpa
 from kvcli.spec import ModelSpec
 
@@ -42,10 +44,10 @@ class Session:
         impl: str,
     ) -> None:
         self.model, self.spec, self.method, self.config, self.codecs = model, spec, method, config, codecs
-        self.backend = choose_backend(method, codecs, impl, next(model.parameters()).device)
+        self.backend = choose_backend(method, codecs, impl, _device_of_layers(model))
         for codec in codecs:
             codec.use_kernels(self.backend.impl == "fused")
-        self._seam = Seam(model, self._attend)
+        self._seam = Seam(model, self._attend, self._check_call)
         self._seam.open()
 
     def new_cache(self) -> CompressedCache:
@@ -62,6 +64,16 @@ class Session:
     def __exit__(self, *exc: object) -> None:
         self.detach()
 
+    def _check_call(self, call: Mapping[str, Any]) -> None:
+        """Raises CacheError where a forward pass would write pre-RoPE keys to a cache that is not this session's."""
+        cache = call.get("past_key_values")
+        if isinstance(cache, CompressedCache):
+            cache.check_session(self._seam)
+        elif cache is not None or call["use_cache"]:
+            raise CacheError(
+                "while a model is attached, pass past_key_values=session.new_cache() to it, or use_cache=False"
+            )
+
     def _attend(
         self,
         module: nn.Module,
@@ -74,11 +86,28 @@ class Session:
     ) -> Tensor:
         if isinstance(key, NewTokens):
             with _current_device(query):
-                return attend_layer(key, query, mask, rotary, self.backend, scaling)
-        if key.shape[2] != query.shape[2]:
-            raise CacheError("while a model is attached, pass past_key_values=session.new_cache() to it")
+                if not torch.is_grad_enabled():
+                    return attend_layer(key, query, mask, rotary, self.backend, scaling)
+                with torch.no_grad():
+                    output = attend_layer(key, query, mask, rotary, self.backend, scaling)
+                refused: Tensor = _RefuseBackward.apply(output, query, key.key, key.value)  # type: ignore[no-untyped-call]
+                return refused
         rotate = rotary.rotation.apply
         return sdpa(rotate(query), rotate(key), value, mask, scaling)
+
+
+class _RefuseBackward(torch.autograd.Function):
+    """An output that was computed without a graph: using its gradient is an error, not a silent zero."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, *inputs: Tensor) -> Tensor:
+        """Returns the output; it requires a gradient if one of the inputs does."""
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """Raises CacheError."""
+        raise CacheError("no gradient passes through a compressed cache; train with use_cache=False")
 
 
 def attach(
@@ -106,7 +135,8 @@ def attach(
         UsageError: unknown method or implementation, shapes that `fused` does not support, or a missing artifact.
         ConfigError: settings that do not exist or do not fit.
         ArtifactError: an artifact that cannot be used with this model.
-        UnsupportedModelError: an architecture kvcli does not compress, or layers on several devices.
+        UnsupportedModelError: an architecture kvcli does not compress, layers on several devices, or offloaded ones.
+        ModelError: the model, or another one with the same config object, is attached already.
 
     Example:
         >>> with kvcli.attach(model, "kivi-2", residual_length=128) as session:
@@ -132,7 +162,7 @@ def attach(
         artifact.check_model(spec, digest, record.name)
         settings = artifact.config_with(config)
         codecs = artifact.build_codecs(settings)
-    device = _device_of_layers(module, spec.num_layers)
+    device = _device_of_layers(module)
     for codec in codecs:
         codec.to(device).eval()
     return Session(module, spec, record, settings, codecs, impl)
@@ -169,11 +199,26 @@ def _current_device(x: Tensor) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-def _device_of_layers(model: nn.Module, num_layers: int) -> torch.device:
-    """The device that all layers' keys are made on."""
-    ends = tuple(f"layers.{layer_idx}.self_attn.k_proj.weight" for layer_idx in range(num_layers))
-    devices = {parameter.device for name, parameter in model.named_parameters() if name.endswith(ends)}
+def _device_of_layers(model: nn.Module) -> torch.device:
+    """The device that all layers' keys are made on.
+
+    Raises:
+        UnsupportedModelError: several devices, or weights that are not in memory.
+    """
+    devices = set()
+    for layer in find_decoder(model).layers:  # type: ignore[union-attr]
+        # adapters and quantized projections keep their weights under names, and in buffers, of their own
+        for module in (layer.self_attn, layer):
+            tensors = {x.device for x in chain(module.parameters(), module.buffers())}
+            if tensors:
+                devices |= tensors
+                break
     if len(devices) > 1:
         names = ", ".join(sorted(map(str, devices)))
         raise UnsupportedModelError(f"the model's layers are on several devices ({names}); kvcli needs them on one")
-    return devices.pop()
+    device = devices.pop()
+    if device.type == "meta":
+        raise UnsupportedModelError(
+            "the model's layers are offloaded or not loaded (device meta); kvcli needs their weights on one device"
+        )
+    return device

@@ -20,7 +20,7 @@ from kvcli.attention.layer import attend_layer
 from kvcli.attention.session import Session
 from kvcli.bench.layer import MethodCase, randomize_
 from kvcli.bench.shapes import shape_config
-from kvcli.cache.compressed import CompressedCache
+from kvcli.cache.compressed import CompressedCache, NewTokens
 from kvcli.methods.base import LayerCodec
 from kvcli.methods.encoded import EncodedTokens, PartialAttention
 from kvcli.seam.patch import RotaryOutput
@@ -216,8 +216,7 @@ def _fill_compressed(cache: CompressedCache, key: Tensor, value: Tensor, spec: M
         attend_window=lambda query, key, value, visible, scaling, codes: query.transpose(1, 2),
     )
     for layer in cache.layers:
-        new_tokens, _ = layer.update(key, value)
-        attend_layer(new_tokens, query, None, rotary, backend, 1.0)
+        attend_layer(NewTokens(layer, key, value), query, None, rotary, backend, 1.0)
 
 
 def _no_codes(codec: LayerCodec, query: Tensor, encoded: EncodedTokens, scaling: float) -> PartialAttention:

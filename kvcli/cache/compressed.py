@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import copy
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvcli.cache.counts import TokenCounts
-from kvcli.cache.forward import Forward
+from kvcli.cache.forward import Forward, ordinary_tensors
 from kvcli.cache.memory import MemoryReport
 from kvcli.cache.sequences import Sequences
 from kvcli.cache.store import LayerStore
@@ -19,6 +20,9 @@ from kvcli.methods.config import CacheConfig
 from kvcli.methods.method import Method
 from kvcli.seam.patch import Seam
 from kvcli.spec import ModelSpec
+
+_DETACHED = "this cache's session was detached; attach the method again and make a new cache"
+_OTHER_MODEL = "this cache belongs to another model or session; pass a cache made by this session's new_cache()"
 
 
 class NewTokens(NamedTuple):
@@ -51,13 +55,16 @@ class CompressedLayer(CacheLayerMixin):
         """Hands new pre-RoPE keys and values, [batch, num_kv_heads, query_len, head_dim] each, to the attention.
 
         Raises:
-            CacheError: the session of this cache was detached.
+            CacheError: the session of this cache was detached, or this is not a forward pass of its model.
         """
         if not self.seam.is_open:
-            raise CacheError("this cache's session was detached; attach the method again and make a new cache")
+            raise CacheError(_DETACHED)
+        if self.seam.current.output is None:
+            raise CacheError(_OTHER_MODEL)
         self.is_initialized = True
         return NewTokens(self, key_states, value_states), value_states
 
+    @ordinary_tensors
     def make_stores(self, new: NewTokens, forward: Forward) -> tuple[LayerStore, LayerStore]:
         """The stores of keys and values, made for the first tokens."""
         sinks = self.config.sink_length
@@ -89,6 +96,11 @@ class CompressedLayer(CacheLayerMixin):
         """Keeps, repeats or reorders rows."""
         for store in self.stores:
             store.select(rows)
+
+    def restart(self, rows: list[int]) -> None:
+        """Empties the codec's state of rows that hold no token any more."""
+        for store in self.stores:
+            store.restart(rows)
 
     def offload(self) -> None:
         """Moves the layer's tensors to the CPU."""
@@ -125,13 +137,38 @@ class CompressedCache(Cache):
         self.sequences = self._new_sequences()
         super().__init__(layers=self._new_layers())
 
+    def check_session(self, seam: Seam) -> None:
+        """Checks which session's model is given this cache.
+
+        Raises:
+            CacheError: not that of the session that made it.
+        """
+        if self._seam is not seam:
+            raise CacheError(_OTHER_MODEL if self._seam.is_open else _DETACHED)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A cache with the same tokens for the same session: tensors and counts are copied, nothing of the model."""
+        shared = [self.spec, self.method, self.config, self._seam, self.sequences.rope]
+        for codec in self._codecs:
+            shared += [codec, codec.key, codec.value]
+        memo.update({id(x): x for x in shared})
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
+
+    def __reduce__(self) -> Any:
+        """Raises CacheError: a cache is of use only with the model that its session has attached."""
+        raise CacheError("a compressed cache cannot be pickled, because it belongs to an attached model")
+
     def _new_sequences(self) -> Sequences:
         codecs = (self._codecs[0].key, self._codecs[0].value)
         keys, values = (
             TokenCounts(schedule, self.config.sink_length, codec.tokens_per_group)
             for schedule, codec in zip(self.method.schedules(self.config), codecs, strict=True)
         )
-        return Sequences(self._seam.rope, keys, values, len(self._codecs))
+        stateful = self._codecs[0].key.new_state(1, torch.device("cpu")) is not None
+        return Sequences(self._seam.rope, keys, values, len(self._codecs), stateful)
 
     def _new_layers(self) -> list[Any]:
         return [CompressedLayer(codec, self.config, self.sequences, self._seam) for codec in self._codecs]
@@ -156,6 +193,14 @@ class CompressedCache(Cache):
         """Repeats every row."""
         self.reorder_cache(torch.arange(len(self.sequences.lengths)).repeat_interleave(repeats))
 
+    def activate_past_recording(self) -> None:
+        """Called by transformers before it drafts tokens that it may remove again.
+
+        Raises:
+            CacheError: drafts could not be removed; the message says why.
+        """
+        self.sequences.check_rollback()
+
     @property
     def is_croppable(self) -> bool:
         """False: a rollback cannot bring back the full precision of what was encoded meanwhile."""
@@ -168,14 +213,17 @@ class CompressedCache(Cache):
             tokens_to_remove: a negative count of slots; a positive number is the length to keep, as before 5.18.
 
         Raises:
-            CacheError: more than the cache holds, or part of a group that was encoded together.
+            CacheError: more than the cache holds, part of a group that was encoded together, or some but not all of
+                the tokens that a codec's state was computed from; nothing has changed then.
         """
         slots = -tokens_to_remove if tokens_to_remove <= 0 else self.sequences.slots - tokens_to_remove
         if slots <= 0:
             return
         if slots > self.sequences.slots:
             raise CacheError(f"cannot remove {slots} tokens from a cache of {self.sequences.slots}")
-        self.sequences.crop(slots, self.sequences.tokens_in_last(slots))
+        emptied = self.sequences.crop(slots, self.sequences.tokens_in_last(slots))
+        for layer in self.layers:
+            layer.restart(emptied)
 
     def memory(self) -> MemoryReport:
         """Measures the cache from its live tensors."""

@@ -121,6 +121,10 @@ class Forward:
         return x[row] if self.real is None else x[row][:, self.real[row]]
 
 
+ordinary_tensors = torch.inference_mode(False)
+"""Decorates what allocates kept tensors: one made in inference mode could not be written to outside of it."""
+
+
 def row_values(values: Counts, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
     """One number per row as a tensor [batch]; where all are equal, without a copy from the host."""
     if min(values) == max(values):

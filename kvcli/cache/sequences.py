@@ -10,10 +10,13 @@ import torch
 from torch import Tensor
 
 from kvcli.cache.counts import Counts, TokenCounts
-from kvcli.cache.forward import Forward, row_values
+from kvcli.cache.forward import Forward, ordinary_tensors, row_values
 from kvcli.errors import CacheError
 from kvcli.rope import Rope, Rotation, TokenRotations
 from kvcli.seam.patch import RotaryOutput
+
+_MASK_BLOCK = 512
+_MASK_FORGOTTEN = "the cache holds padding: pass attention_mask, for earlier and new tokens, with every forward pass"
 
 
 class Sequences:
@@ -24,15 +27,19 @@ class Sequences:
         keys: counts of the keys.
         values: counts of the values.
         num_layers: layers that take part in every forward pass.
+        stateful: whether the key codec keeps a state, computed from all tokens up to a row's first encoded one.
 
     Attributes:
         lengths: tokens of each row; empty before the first token.
         valid: boolean [batch, slots], False at padding.
     """
 
-    def __init__(self, rope: Rope, keys: TokenCounts, values: TokenCounts, num_layers: int) -> None:
-        self.rope, self.keys, self.values, self.num_layers = rope, keys, values, num_layers
+    def __init__(
+        self, rope: Rope, keys: TokenCounts, values: TokenCounts, num_layers: int, stateful: bool = False
+    ) -> None:
+        self.rope, self.keys, self.values, self.num_layers, self.stateful = rope, keys, values, num_layers, stateful
         self.lengths: list[int] = []
+        self._observed: list[int] = []
         self.valid = torch.ones(0, 0, dtype=torch.bool)
         self._positions = torch.zeros(0, 0, dtype=torch.int32)
         self._code_rotations: tuple[Counts, TokenRotations] | None = None
@@ -95,6 +102,7 @@ class Sequences:
             self._code_rotations = (counts, TokenRotations(self.rope, positions, lengths))
         return self._code_rotations[1]
 
+    @ordinary_tensors
     def select(self, rows: Tensor) -> None:
         """Keeps, repeats or reorders rows, [count] indices."""
         self._code_rotations = None
@@ -104,6 +112,7 @@ class Sequences:
         self.valid, self._positions = self.valid[rows], self._positions[rows]
         order = rows.tolist()
         self.lengths = [self.lengths[row] for row in order]
+        self._observed = [self._observed[row] for row in order]
         for counts in (self.keys, self.values):
             counts.select(order)
 
@@ -112,21 +121,45 @@ class Sequences:
         counts: list[int] = self.valid[:, self.slots - slots :].sum(1).tolist()
         return counts
 
-    def crop(self, slots: int, removed: list[int]) -> None:
+    def check_rollback(self) -> None:
+        """Raises CacheError where `crop` could not remove tokens of the passes to come."""
+        group = max(self.keys.tokens_per_group, self.values.tokens_per_group)
+        if group > 1:
+            raise CacheError(
+                f"speculative decoding needs a method that encodes each token by itself, not {group} tokens together"
+            )
+        if self.stateful:
+            raise CacheError(
+                "speculative decoding needs a method without per-sequence state; this one computes its state from all "
+                "tokens up to the first encoded ones, rejected drafts among them"
+            )
+
+    def crop(self, slots: int, removed: list[int]) -> list[int]:
         """Removes the last slots, which hold `removed` tokens of each row.
 
+        Returns:
+            The rows that hold no token any more.
+
         Raises:
-            CacheError: tokens that were encoded together would be cut apart, or a pass did not reach the last layer;
-                nothing has changed then.
+            CacheError: tokens that were encoded together would be cut apart, a codec's state was computed from some of
+                them, or a pass did not reach the last layer; nothing has changed then.
         """
         self._check_all_layers_done()
+        lengths = [length - count for length, count in zip(self.lengths, removed, strict=True)]
         for counts in (self.keys, self.values):
             counts.coded_among_last(removed)
+        if any(0 < length < observed for length, observed in zip(lengths, self._observed, strict=True)):
+            raise CacheError(
+                f"cannot remove {max(removed)} tokens: the method's per-sequence state was computed from some of them; "
+                "remove all tokens, or make a new cache"
+            )
         for counts in (self.keys, self.values):
             counts.truncate(removed)
         self._code_rotations = None
-        self.valid = self.valid[:, : self.slots - slots]
-        self.lengths = [length - count for length, count in zip(self.lengths, removed, strict=True)]
+        self.valid = self.valid[:, : self.slots - slots].clone()
+        self._observed = [min(pair) for pair in zip(lengths, self._observed, strict=True)]
+        self.lengths = lengths
+        return [row for row, length in enumerate(lengths) if not length]
 
     def _begin(self, rotary: RotaryOutput, batch: int, query_len: int, mask: Tensor | None) -> Forward:
         self._check_all_layers_done()
@@ -137,6 +170,8 @@ class Sequences:
         past = self.valid if self.lengths else torch.ones(batch, 0, dtype=torch.bool, device=device)
         real = torch.ones(batch, query_len, dtype=torch.bool, device=device)
         counts = (query_len,) * batch
+        if mask is None and sum(before) < past.numel():
+            raise CacheError(_MASK_FORGOTTEN)
         if mask is not None:
             real = mask[:, 0, -1, -query_len:].expand(batch, -1)
             counts = tuple(real.sum(1).tolist())
@@ -149,6 +184,11 @@ class Sequences:
         self.valid = valid
         self.lengths = [a + b for a, b in zip(before, counts, strict=True)]
         plans = self.keys.append(counts), self.values.append(counts)
+        if not self._observed:
+            self._observed = [0] * batch
+        if self.stateful and not all(plans[0].coded):
+            rows = zip(self.lengths, self._observed, plans[0].coded, strict=True)
+            self._observed = [observed if coded else length for length, observed, coded in rows]
         forward = Forward(self, rotary.rotation, before, counts, real if padded else None, index, *plans)
         self._layers_left = self.num_layers
         self._keep_positions(rotary.positions.expand(batch, -1), forward)
@@ -159,6 +199,7 @@ class Sequences:
         if self._layers_left > 0:
             raise CacheError("a forward pass over this cache did not reach the last layer; call cache.reset()")
 
+    @ordinary_tensors
     def _keep_positions(self, positions: Tensor, forward: Forward) -> None:
         held, needed = self._positions, max(self.lengths)
         if held.shape[0] != positions.shape[0]:
@@ -178,13 +219,27 @@ class Sequences:
 
 
 def _check_mask(mask: Tensor, valid: Tensor, query_len: int) -> None:
-    """Raises unless every real query sees exactly the real keys up to itself."""
+    """Raises unless every real query sees exactly the real keys up to itself.
+
+    Args:
+        mask: boolean [batch or 1, 1, query_len, slots].
+        valid: boolean [batch, slots], False at padding; the last `query_len` slots are the queries'.
+        query_len: new slots.
+    """
     if mask.dtype != torch.bool or mask.shape[1] != 1 or mask.shape[-1] != valid.shape[1]:
         raise CacheError("the attention mask must be causal with padding; masks of another kind are not supported")
-    slots = valid.shape[1]
-    key_slot = torch.arange(slots, device=mask.device)
-    query_slot = key_slot[slots - query_len :]
-    expected = valid.unsqueeze(1) & (key_slot <= query_slot.unsqueeze(1))
-    wrong = (mask[:, 0] != expected) & valid[:, slots - query_len :].unsqueeze(-1)
-    if bool(wrong.any()):
-        raise CacheError("the attention mask must be causal with padding; this one hides or shows other tokens")
+    first, key = valid.shape[1] - query_len, valid.unsqueeze(1)
+    wrong = torch.zeros((), dtype=torch.bool, device=mask.device)
+    # block by block of queries: only the keys among the block itself need a triangle
+    for start in range(0, query_len, _MASK_BLOCK):
+        stop = min(start + _MASK_BLOCK, query_len)
+        rows, begin, end = mask[:, 0, start:stop], first + start, first + stop
+        triangle = torch.ones(stop - start, stop - start, dtype=torch.bool, device=mask.device).tril()
+        differs = (rows[..., begin:end] != (key[..., begin:end] & triangle)).any(-1)
+        differs = differs | (rows[..., :begin] != key[..., :begin]).any(-1) | rows[..., end:].any(-1)
+        wrong = wrong | (differs & valid[:, begin:end]).any()
+    if bool(wrong):
+        raise CacheError(
+            "the attention mask must be causal with padding; this one hides or shows other tokens; after a padded "
+            "prompt, pass attention_mask with every forward pass"
+        )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvcli.cache.counts import Counts, Eviction, FlushPlan, WindowLayout
-from kvcli.cache.forward import Forward
+from kvcli.cache.forward import Forward, ordinary_tensors
 from kvcli.cache.window import WindowTokens
 from kvcli.methods.base import Codec, Codes, KeyCodec
 from kvcli.rope import Rotation
@@ -47,8 +47,11 @@ class CodeBuffer:
 
     def reserve(self, num_tokens: int) -> None:
         """Makes room for this many tokens per row; grows by an eighth, at least 128 tokens, after the first."""
-        if num_tokens <= self.capacity:
-            return
+        if num_tokens > self.capacity:
+            self._grow(num_tokens)
+
+    @ordinary_tensors
+    def _grow(self, num_tokens: int) -> None:
         headroom = max(_CODE_HEADROOM, num_tokens // 8) if self.capacity else 0
         unit = max(self._tokens_per_entry.values())
         capacity = -(-(num_tokens + headroom) // unit) * unit
@@ -171,6 +174,15 @@ class LayerStore:
         if plan.layout_after != self.layout:
             self._arrange(plan.layout_after, max(plan.window_after))
 
+    def restart(self, rows: list[int]) -> None:
+        """Empties the codec's state of some rows."""
+        if self.state is None or not rows:
+            return
+        empty: Any = self.codec.new_state(len(rows), self.window.device)
+        for name, x in self.state.tensors().items():
+            x[rows] = empty.tensors()[name]
+
+    @ordinary_tensors
     def select(self, rows: Tensor) -> None:
         """Keeps, repeats or reorders rows, [count] indices."""
         rows = rows.to(self.window.device)
@@ -179,6 +191,7 @@ class LayerStore:
         if self.state is not None:
             self.state = self.state.map(lambda x: x.index_select(0, rows))
 
+    @ordinary_tensors
     def to(self, device: torch.device | str) -> None:
         """Moves all tensors."""
         self.window = self.window.to(device, non_blocking=True)
@@ -210,6 +223,7 @@ class LayerStore:
         for name, x in self.codec.encode(tokens, state).tensors().items():
             getattr(target, name)[rows] = x
 
+    @ordinary_tensors
     def _arrange(self, layout: WindowLayout, length: int) -> None:
         """Changes the layout of rows of at most `length` window tokens; a gap can only be closed."""
         if layout.capacity == self.layout.capacity:

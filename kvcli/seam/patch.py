@@ -7,6 +7,9 @@ nothing is patched before `Seam.open`. This module does not know what the attent
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Mapping
+from threading import local
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
@@ -19,6 +22,7 @@ from kvcli.seam.identity import identity_factors
 
 _ATTENTION_NAME = "kvcli"
 _ATTRIBUTE = "kvcli_seam"
+_SHARED_CONFIG = "another model that has the same config object is attached; detach it, or load a copy of the config"
 
 
 class RotaryOutput(NamedTuple):
@@ -50,18 +54,28 @@ class AttendFunction(Protocol):
         ...
 
 
+class _CurrentPass(local):
+    """What the rotary module computed for the forward pass that is running in this thread; None between passes."""
+
+    output: RotaryOutput | None = None
+
+
 class _PreRopeRotary(nn.Module):
     """Replaces the model's rotary module: keeps (cos, sin) of this forward pass, returns (1, 0)."""
 
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self, inner: nn.Module, seam: Seam) -> None:
         super().__init__()
         self.inner = inner
-        self.output: RotaryOutput | None = None
+        self.seam = seam
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         cos, sin = self.inner(x, position_ids=position_ids)
-        self.output = RotaryOutput(position_ids, Rotation.from_model(cos, sin))
+        self.seam.current.output = RotaryOutput(position_ids, Rotation.from_model(cos, sin))
         return identity_factors(cos)
+
+
+def _accept_call(call: Mapping[str, Any]) -> None:
+    """Refuses no forward pass."""
 
 
 class Seam:
@@ -70,17 +84,27 @@ class Seam:
     Args:
         model: a causal language model of transformers whose attention goes through `AttentionInterface`.
         attend: called in place of the model's attention, in every layer.
+        check_call: given the arguments of each forward pass of the decoder by name, `use_cache` always among them;
+            raises where it refuses them.
 
     Attributes:
         is_open: whether the model is patched.
+        current: its `output` belongs to the forward pass that is running in this thread.
     """
 
-    def __init__(self, model: nn.Module, attend: AttendFunction) -> None:
+    def __init__(
+        self, model: nn.Module, attend: AttendFunction, check_call: Callable[[Mapping[str, Any]], None] = _accept_call
+    ) -> None:
         self.model: Any = model
         self.attend = attend
-        self._decoder = _find_decoder(model)
-        self._rotary: _PreRopeRotary | None = None
+        self.check_call = check_call
         self.is_open = False
+        self.current = _CurrentPass()
+        self._decoder = find_decoder(model)
+        self._last_layer = len(self._decoder.layers) - 1  # type: ignore[arg-type]
+        self._parameters = tuple(inspect.signature(self._decoder.forward).parameters)
+        self._rotary: _PreRopeRotary | None = None
+        self._hook: Any = None
         self._implementation: str | None = None
 
     @property
@@ -93,39 +117,78 @@ class Seam:
         """Patches the model.
 
         Raises:
-            ModelError: the model is patched already.
+            ModelError: the model is patched already, or another model with the same config object.
         """
         if isinstance(self._decoder.rotary_emb, _PreRopeRotary):
             raise ModelError("the model is attached already; detach the first session before attaching another")
+        if self.model.config._attn_implementation == _ATTENTION_NAME:
+            raise ModelError(_SHARED_CONFIG)
         AttentionInterface.register(_ATTENTION_NAME, _attention)
         AttentionMaskInterface.register(_ATTENTION_NAME, sdpa_mask)
         self._implementation = self.model.config._attn_implementation
-        self._rotary = _PreRopeRotary(self._decoder.rotary_emb)  # type: ignore[arg-type]
+        self._rotary = _PreRopeRotary(self._decoder.rotary_emb, self)  # type: ignore[arg-type]
         self._decoder.rotary_emb = self._rotary
         for layer in self._decoder.layers:  # type: ignore[union-attr]
             setattr(layer.self_attn, _ATTRIBUTE, self)
         self.model.set_attn_implementation(_ATTENTION_NAME)
+        self._hook = self._decoder.register_forward_pre_hook(self._before_pass, with_kwargs=True)
         self.is_open = True
 
     def close(self) -> None:
         """Restores the model; closing twice is harmless."""
         if self._rotary is None:
             return
+        self._hook.remove()
         self._decoder.rotary_emb = self._rotary.inner
         for layer in self._decoder.layers:  # type: ignore[union-attr]
             delattr(layer.self_attn, _ATTRIBUTE)
         self.model.set_attn_implementation(self._implementation)
         self._rotary, self.is_open = None, False
 
-    def rotary_output(self) -> RotaryOutput:
-        """Positions and RoPE of the forward pass that is running.
+    def rotary_output(self, query: Tensor, positions: Tensor | None) -> RotaryOutput:
+        """Positions and RoPE of the forward pass that an attention module was called in.
+
+        Args:
+            query: [batch, num_heads, query_len, head_dim].
+            positions: the pass's `position_ids` [batch or 1, query_len], as the attention module was given them.
 
         Raises:
-            ModelError: no forward pass is running.
+            ModelError: the attention module was called without positions, outside a forward pass.
         """
-        if self._rotary is None or self._rotary.output is None:
-            raise ModelError("the attention was called outside a forward pass of the model")
-        return self._rotary.output
+        output = self.current.output
+        if output is None or (positions is not None and positions is not output.positions):
+            # gradient checkpointing calls a layer again after the pass, on CUDA in another thread
+            if positions is None:
+                raise ModelError("the attention was called outside a forward pass of the model")
+            output = RotaryOutput(positions, self.rope.rotation(positions, query.dtype))
+            self.current.output = output
+        return output
+
+    def layer_done(self, module: nn.Module) -> None:
+        """Notes that an attention module is done; after the last one nothing of the pass is kept."""
+        if module.layer_idx == self._last_layer:
+            self.current.output = None
+
+    def _before_pass(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuses arguments and settings that this attention would ignore."""
+        call, config = {**dict(zip(self._parameters, args, strict=False)), **kwargs}, self.model.config
+        if config._attn_implementation != _ATTENTION_NAME:
+            raise ModelError(
+                f"the attention implementation was set to '{config._attn_implementation}' while the model is attached; "
+                "detach first"
+            )
+        wanted = call.get("output_attentions")
+        if config.output_attentions if wanted is None else wanted:
+            raise ModelError("attention weights are not computed while a model is attached; drop output_attentions")
+        if call.get("use_cache") is None:
+            call["use_cache"] = config.use_cache
+        if decoder.training and getattr(decoder, "gradient_checkpointing", False):
+            call["use_cache"] = False  # as transformers does
+        self.check_call(call)
+
+    def __reduce__(self) -> Any:
+        """Raises: neither `copy.deepcopy` nor `pickle` can make a second patch of a model."""
+        raise ModelError("an attached model or its session cannot be copied or pickled; detach first")
 
     def __enter__(self) -> Seam:
         self.open()
@@ -143,17 +206,28 @@ def _attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
+    is_causal: bool | None = None,
+    position_ids: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Registered with transformers; finds the seam of the module's model."""
-    seam: Seam = getattr(module, _ATTRIBUTE)
+    seam: Seam | None = getattr(module, _ATTRIBUTE, None)
+    if seam is None:
+        raise ModelError(_SHARED_CONFIG)
+    if is_causal is False:
+        raise ModelError("is_causal=False is not supported while a model is attached: its attention is causal")
+    if dropout:
+        raise ModelError("attention dropout is not applied while a model is attached; call model.eval()")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return seam.attend(module, query, key, value, attention_mask, scaling, seam.rotary_output()), None
+    rotary = seam.rotary_output(query, position_ids)
+    output = seam.attend(module, query, key, value, attention_mask, scaling, rotary)
+    seam.layer_done(module)
+    return output, None
 
 
 def find_rope(model: nn.Module) -> Rope:
     """The rotary embedding of a model that is not attached."""
-    return Rope(_find_decoder(model).rotary_emb)  # type: ignore[arg-type]
+    return Rope(find_decoder(model).rotary_emb)  # type: ignore[arg-type]
 
 
 def layer_index(module: nn.Module) -> int:
@@ -162,7 +236,7 @@ def layer_index(module: nn.Module) -> int:
     return index
 
 
-def _find_decoder(model: nn.Module) -> nn.Module:
+def find_decoder(model: nn.Module) -> nn.Module:
     """The module that owns `rotary_emb` and `layers`."""
     for module in model.modules():
         if hasattr(module, "rotary_emb") and hasattr(module, "layers"):

@@ -1,0 +1,154 @@
+"""Cropping a cache whose codec keeps a state per sequence, and speculative decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from factories import make_model
+from test_cache_copies import attach, ids
+
+import kvcli
+from kvcli.artifact import Artifact
+from kvcli.cache import sequences
+from kvcli.errors import CacheError
+from kvcli.registry import get_method
+
+STATEFUL = ("squat-2", "squat-pre-2", "qjl")
+
+
+def feed(model: Any, cache: Any, tokens: torch.Tensor) -> None:
+    with torch.no_grad():
+        model(tokens, past_key_values=cache)
+
+
+def kept(cache: Any) -> list[torch.Tensor]:
+    """States and codes of all keys."""
+    found = []
+    for layer in cache.layers:
+        keys, coded = layer.stores[0], cache.sequences.keys.coded[0]
+        found += [*keys.state.tensors().values(), *keys.codes.codes.slice(0, coded).tensors().values()]
+    return found
+
+
+def same(first: Any, second: Any) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(kept(first), kept(second), strict=True))
+
+
+def settings(method: str) -> dict[str, Any]:
+    if method == "qjl":
+        return {"residual_length": 8, "sink_length": 2, "flush_block": 1}
+    return {"group_size": 8, "residual_length": 16, "subspace_dim": 4}
+
+
+@pytest.mark.parametrize("method", STATEFUL)
+def test_tokens_that_a_state_was_computed_from_are_not_removed_in_part(tiny_model: Any, method: str) -> None:
+    with kvcli.attach(tiny_model, method, **settings(method)) as session:
+        for prompt in (6, 40):  # the state is open, or final
+            cache, other = session.new_cache(), session.new_cache()
+            feed(tiny_model, cache, ids(prompt))
+            feed(tiny_model, other, ids(prompt))
+            for crop in (-3, 1):
+                with pytest.raises(CacheError, match="state was computed from some of them"):
+                    cache.crop(crop)
+            for c in (cache, other):  # nothing has changed
+                feed(tiny_model, c, ids(30, 1))
+            assert same(cache, other)
+
+
+@pytest.mark.parametrize("method", STATEFUL)
+def test_an_emptied_row_starts_with_an_empty_state(tiny_model: Any, method: str) -> None:
+    with kvcli.attach(tiny_model, method, **settings(method)) as session:
+        cache, fresh = session.new_cache(), session.new_cache()
+        feed(tiny_model, cache, ids(40))
+        cache.crop(-40)
+        for c in (cache, fresh):
+            feed(tiny_model, c, ids(50, 1))
+        assert same(cache, fresh)
+
+
+def test_rejected_drafts_leave_no_trace(tiny_model: Any) -> None:
+    with kvcli.attach(tiny_model, "qjl", **settings("qjl")) as session:
+        cache, plain = session.new_cache(), session.new_cache()
+        for c in (cache, plain):
+            feed(tiny_model, c, ids(40))
+        feed(tiny_model, cache, ids(6, 7))
+        cache.crop(-6)
+        states = [layer.stores[0].state.tensors() for layer in cache.layers]
+        feed(tiny_model, cache, ids(20, 1))
+        feed(tiny_model, plain, ids(20, 1))
+        expected = [layer.stores[0].state.tensors() for layer in plain.layers]
+        for found, want in zip(states, expected, strict=True):
+            assert all(torch.equal(found[name], want[name]) for name in want)
+
+
+@pytest.mark.parametrize("method", ["kivi-2", *STATEFUL])
+@pytest.mark.parametrize("assisted", ["prompt_lookup_num_tokens", "assistant_model"])
+def test_speculation_that_cannot_work_is_refused_before_the_first_token(
+    tiny_model: Any, method: str, assisted: str
+) -> None:
+    drafts: dict[str, Any] = {assisted: 3 if assisted == "prompt_lookup_num_tokens" else make_model("llama")}
+    with kvcli.attach(tiny_model, method) as session, torch.no_grad():
+        cache = session.new_cache()
+        with pytest.raises(CacheError, match="speculative decoding"):
+            tiny_model.generate(ids(20), past_key_values=cache, max_new_tokens=30, **drafts)
+        assert cache.get_seq_length() == 0
+
+
+@pytest.mark.parametrize("method", ["fp16", "rtn-4", "fp8", "commvq"])
+def test_speculation_that_works(tiny_model: Any, method: str, tiny_artifact: Callable[[Any], Artifact]) -> None:
+    window = {"residual_length": 8, "sink_length": 2, "flush_block": 1}
+    artifact = tiny_artifact(get_method(method)) if method == "commvq" else None
+    with kvcli.attach(tiny_model, method, artifact=artifact, **window) as session, torch.no_grad():
+        cache, prompt = session.new_cache(), ids(30)
+        out = tiny_model.generate(
+            prompt, past_key_values=cache, max_new_tokens=40, do_sample=False, prompt_lookup_num_tokens=4
+        )
+        assert out.shape == (1, 70)
+        assert cache.get_seq_length() == 69
+
+
+def test_the_state_follows_reordered_rows(tiny_model: Any, prompt: Any) -> None:
+    """Of a long and a short row, the long one has a final state; reordering must not swap what may be cropped."""
+    inputs = prompt(40, 6)
+    with attach(tiny_model, "qjl") as session, torch.no_grad():
+        cache = session.new_cache()
+        tiny_model(**inputs, past_key_values=cache)
+        cache.reorder_cache(torch.tensor([1, 0, 0]))
+        assert cache.sequences._observed == [6, 40, 40]
+
+
+def padded(batch: int, past: int, query_len: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A mask [batch, 1, query_len, slots] and what is valid [batch, slots]; padding is anywhere."""
+    generator = torch.Generator().manual_seed(query_len)
+    slots = past + query_len
+    valid = torch.rand(batch, slots, generator=generator) > 0.3
+    causal = torch.arange(slots) <= torch.arange(past, slots)[:, None]
+    return (valid[:, None] & causal)[:, None], valid
+
+
+@pytest.mark.parametrize(("past", "query_len"), [(0, 1), (0, 9), (5, 1), (5, 3), (13, 16), (0, 17)])
+def test_every_wrong_entry_of_a_mask_is_seen(monkeypatch: pytest.MonkeyPatch, past: int, query_len: int) -> None:
+    monkeypatch.setattr(sequences, "_MASK_BLOCK", 4)
+    mask, valid = padded(2, past, query_len)
+    sequences._check_mask(mask, valid, query_len)
+    for row in range(2):
+        for query in range(query_len):
+            for key in range(past + query_len):
+                wrong = mask.clone()
+                wrong[row, 0, query, key] ^= True
+                if valid[row, past + query]:
+                    with pytest.raises(CacheError, match="hides or shows"):
+                        sequences._check_mask(wrong, valid, query_len)
+                else:
+                    sequences._check_mask(wrong, valid, query_len)  # what padding sees does not matter
+
+
+def test_checking_a_mask_writes_little_more_than_the_mask() -> None:
+    mask, valid = padded(1, 4096, 512)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        sequences._check_mask(mask, valid, 512)
+    written = sum(event.cpu_memory_usage for event in profile.events() if event.cpu_memory_usage > 0)
+    assert written < 2 * mask.nbytes
