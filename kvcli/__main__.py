@@ -1,5 +1,6 @@
 """`python -m kvcli`."""
 
-from kvcli.cli.app import main
+from kvcli.cli.start import main
 
-main()
+if __name__ == "__main__":
+    main()

@@ -1,6 +1,7 @@
 """Every error the library raises on purpose, each with the exit code the command line gives it.
 
-This module does not know how errors are printed: `kvcli.cli.output` does.
+This module does not know how errors are printed: `kvcli.cli.output` does. It imports little: the command line loads it
+before everything else.
 """
 
 from __future__ import annotations
@@ -51,6 +52,16 @@ class ArtifactError(KvcliError):
 
 class CacheError(KvcliError):
     """An operation the compressed cache cannot do, such as cropping into encoded tokens."""
+
+
+class OutputError(KvcliError):
+    """Standard output is closed or full."""
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM or SIGHUP arrived; like Ctrl-C, it passes by handlers of `Exception`."""
+
+    exit_code = 4
 
 
 def explain(error: ValidationError, known: Collection[str]) -> str:

@@ -25,7 +25,10 @@ FINEWEB_EDU = "HuggingFaceFW/fineweb-edu"
 FINEWEB_EDU_REVISION = "87f09149ef4734204d70ed1d046ddc9ca3f2b8f9"
 BUILTIN = "builtin"
 _FORMATS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".txt": "text"}
+_BUILTIN_SPLITS = ("calibration", "heldout")
 _SHUFFLE_BUFFER = 10_000
+_PIECE_CHARACTERS = 65536
+"""Characters given to the tokenizer at once: it takes about 160 bytes of memory per character."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +37,9 @@ class CorpusConfig:
 
     Attributes:
         source: `builtin`, a dataset's hub name, a file, a folder, or `-` for standard input.
-        split: `calibration` or `heldout` for `builtin`, the dataset's split for hub names; unused elsewhere.
-        name: configuration of a hub dataset, such as `sample-10BT`.
-        revision: commit, tag or branch of a hub dataset.
+        split: `calibration` or `heldout` for `builtin`, the dataset's split for hub names; elsewhere `train` or the default.
+        name: configuration of a hub dataset, such as `sample-10BT`; None elsewhere.
+        revision: commit, tag or branch of a hub dataset; None elsewhere.
         text_column: column that holds the text.
         seed: of the shuffle; the order is the same for the same seed.
     """
@@ -71,11 +74,16 @@ def documents(config: CorpusConfig, stdin: TextIO | None = None) -> Iterator[str
     """Streams non-empty documents in a seeded random order.
 
     Raises:
-        CorpusError: the source does not exist, cannot be reached or lacks the text column.
+        CorpusError: the source does not exist, cannot be reached, is not text or lacks the text column; a split, name
+            or revision that the source does not have.
     """
     if config.source == "-":
+        _check_local(config)
         # standard input is one pass long and of unknown size: it is shuffled as a whole
-        lines = [line.strip() for line in (stdin or sys.stdin)]
+        try:
+            lines = [line.strip() for line in (stdin or sys.stdin)]
+        except UnicodeDecodeError as error:
+            raise CorpusError("standard input is not UTF-8 text") from error
         random.Random(config.seed).shuffle(lines)
         yield from (line for line in lines if line)
         return
@@ -102,7 +110,7 @@ def _shuffled(config: CorpusConfig) -> Iterable[dict[str, Any]]:
         raise CorpusError(f"the corpus '{config.source}' is empty")
     try:
         if files:
-            kind = _FORMATS[files[0].suffix]
+            kind = _FORMATS[files[0].suffix.lower()]
             options = {"sample_by": "document"} if kind == "text" else {}
             data = datasets.load_dataset(
                 kind, data_files=[str(file) for file in files], split="train", streaming=True, **options
@@ -123,20 +131,42 @@ def _shuffled(config: CorpusConfig) -> Iterable[dict[str, Any]]:
 def _local_files(config: CorpusConfig) -> list[Path]:
     """The files of a local source, all of one format; empty when the source is a hub name."""
     if config.source == BUILTIN:
+        if config.split not in _BUILTIN_SPLITS:
+            raise CorpusError(f"'{BUILTIN}' has no split '{config.split}'; it has {' and '.join(_BUILTIN_SPLITS)}")
+        _check_local(config)
         return sorted((builtin_folder() / config.split).glob("*.jsonl"))
     path = Path(config.source).expanduser()
+    if path.exists():
+        _check_local(config)
     if path.is_file():
-        if path.suffix not in _FORMATS:
+        if path.suffix.lower() not in _FORMATS:
             raise CorpusError(f"{path} is none of {', '.join(_FORMATS)}")
         return [path]
     if path.is_dir():
-        for suffix in _FORMATS:
-            if files := sorted(path.rglob(f"*{suffix}")):
-                return files
-        raise CorpusError(f"{path} holds no {', '.join(_FORMATS)} files")
+        files = sorted(file for file in path.rglob("*") if file.suffix.lower() in _FORMATS and file.is_file())
+        kinds = {_FORMATS[file.suffix.lower()]: file.suffix for file in files}
+        if not files:
+            raise CorpusError(f"{path} holds no {', '.join(_FORMATS)} files")
+        if len(kinds) > 1:
+            raise CorpusError(f"{path} holds {' and '.join(kinds.values())} files; keep one format in the folder")
+        return files
     if config.source.count("/") != 1 or config.source.startswith((".", "/", "~")):
         raise CorpusError(f"no such file or folder: {config.source}")
     return []
+
+
+def _check_local(config: CorpusConfig) -> None:
+    """Refuses what only a dataset on the hub has.
+
+    Raises:
+        CorpusError: a configuration name, a revision or a split.
+    """
+    given = {"configuration": config.name, "revision": config.revision}
+    if config.source != BUILTIN and config.split not in ("train", CorpusConfig.split):
+        given["split"] = config.split
+    for what, value in given.items():
+        if value is not None:
+            raise CorpusError(f"the corpus '{config.source}' is no dataset on the hub: it has no {what} '{value}'")
 
 
 def token_sequences(
@@ -160,11 +190,27 @@ def token_sequences(
     separator = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     tokens: list[int] = []
     for text in texts:
-        # a document longer than the model's context is no mistake here: it is cut into sequences
-        tokens += tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] + separator
+        for piece in _pieces(text):
+            # a piece longer than the model's context is no mistake here: it is cut into sequences
+            tokens += tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]
+            if len(tokens) >= wanted:
+                break
+        tokens += separator
         if len(tokens) >= wanted:
             break
     if len(tokens) < seq_len:
         raise CorpusError(f"the corpus has {len(tokens)} tokens, fewer than one sequence of {seq_len}")
     count = min(num_sequences, len(tokens) // seq_len)
     return torch.tensor(tokens[: count * seq_len]).view(count, seq_len)
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """Cuts a document before a space or line break, where tokens end, into pieces that a tokenizer reads at once."""
+    start = 0
+    while len(text) - start > _PIECE_CHARACTERS:
+        stop = start + _PIECE_CHARACTERS
+        cut = max(text.rfind(" ", start + 1, stop), text.rfind("\n", start + 1, stop))
+        cut = cut if cut > start else stop
+        yield text[start:cut]
+        start = cut
+    yield text[start:]

@@ -9,6 +9,7 @@ import typer
 
 from kvcli._version import __version__
 from kvcli.cli import bench, calibrate, demo, env, evaluate, export, fit, generate, methods
+from kvcli.cli.output import write_stdout
 
 app = typer.Typer(
     name="kvcli",
@@ -18,12 +19,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=True,
     rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
 def _version(value: bool) -> None:
     if value:
-        typer.echo(f"kvcli {__version__}")
+        write_stdout(f"kvcli {__version__}\n")
         raise typer.Exit
 
 
@@ -38,18 +40,28 @@ for module in (demo, calibrate, fit, export, generate, evaluate, bench, methods,
     module.register(app)
 
 
-def main() -> None:
-    """Entry point of the console script; a misused flag is one line, like every other error."""
+def main() -> int:
+    """Runs a command line; a misused flag is one line, like every other error.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        OSError: standard output cannot be written.
+        KeyboardInterrupt: stopped outside of a command.
+    """
     try:
-        sys.exit(app(standalone_mode=False) or 0)
+        return int(app(standalone_mode=False) or 0)
+    except typer.Abort:
+        raise KeyboardInterrupt from None
     except Exception as error:
-        describe = getattr(error, "format_message", None)
+        describe = getattr(error, "format_message", None)  # click's errors, of which typer has its own copy
         if describe is None:
             raise
         line = " ".join(describe().split())
         if not line:  # called without arguments: the help was printed
-            sys.exit(2)
+            return 2
         if "--json" in sys.argv:
-            sys.stdout.write(json.dumps({"error": line, "exit_code": 2}) + "\n")
+            write_stdout(json.dumps({"error": line, "exit_code": 2}) + "\n")
         sys.stderr.write(f"error: {line} (see --help)\n")
-        sys.exit(2)
+        return 2

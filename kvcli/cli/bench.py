@@ -12,7 +12,7 @@ from kvcli.cli.bench_options import DEFAULT_MODEL, BenchOptions, check, parse_ba
 from kvcli.cli.bench_tables import attention_table, generate_table, memory_table
 from kvcli.cli.options import command, parse_settings
 from kvcli.cli.output import Output, parse_size
-from kvcli.errors import UsageError
+from kvcli.errors import Terminated, UsageError
 from kvcli.registry import BASELINE, DEFAULT_METHOD, METHODS, get_method
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def run_generate(options: BenchOptions, output: Output) -> None:
         prefill_chunk=options.prefill_chunk,
     )
     contexts = options.prompt_tokens or ([512] if gpu else [256])
-    new_tokens = options.new_tokens if options.new_tokens is not None else 64 if gpu else 8
+    new_tokens = options.max_new_tokens if options.max_new_tokens is not None else 64 if gpu else 8
     rows = bench.generate(contexts, batches, new_tokens=new_tokens, repeats=options.repeats or 3)
     shared = {**shared, "memory_budget": budget, "prefill_chunk": options.prefill_chunk}
     report_rows(options, output, rows, len(contexts) * len(batches or [0]) * len(cases), shared, generate_table)
@@ -160,7 +160,7 @@ def load(options: BenchOptions, shape: str | None, output: Output) -> tuple[Any,
 
 
 def default_methods(few: bool = False) -> list[str]:
-    """What is measured unless --methods is given: what the methods' records name.
+    """What is measured unless --method is given: what the methods' records name.
 
     Args:
         few: one method that needs no artifact and one that needs one, for runs that are slow.
@@ -181,8 +181,8 @@ def method_cases(options: BenchOptions, default: list[str], baseline: bool = Fal
     """
     from kvcli.bench.layer import MethodCase, check_settings
 
-    settings = parse_settings(options.settings)
-    names = list(dict.fromkeys([*([BASELINE] if baseline else []), *(options.methods or default)]))
+    settings = parse_settings(options.setting)
+    names = list(dict.fromkeys([*([BASELINE] if baseline else []), *(options.method or default)]))
     cases = [MethodCase.parse(name, settings) for name in names]
     check_settings(cases, settings)
     return cases
@@ -232,7 +232,7 @@ def report_rows(
     from kvcli.kernels.launch import interpreted
     from kvcli.machine import environment_info
 
-    path, interrupted = records_path(options), False
+    path, stopped = records_path(options), None
     shared = {**shared, "device": options.torch_device(), "interpreted": interpreted(), "seed": options.seed}
     machine, records = environment_info(), []
     with output.progress(options.suite, total, "rows") as advance:
@@ -241,20 +241,22 @@ def report_rows(
                 records.append({"suite": options.suite, **row.to_dict(), **shared})
                 append_record(path, {**records[-1], "options": options.model_dump(mode="json"), "machine": machine})
                 advance(1)
-        except KeyboardInterrupt:
-            interrupted = True
-    if interrupted:
-        output.say(f"error: interrupted after {len(records)} of {total} rows")
+        except KeyboardInterrupt as error:
+            stopped = error
+    code = getattr(stopped, "exit_code", 130)
+    if stopped:
+        what = "terminated" if isinstance(stopped, Terminated) else "interrupted"
+        output.warn(f"error: {what} after {len(records)} of {total} rows")
         if not records:
-            raise typer.Exit(130)
+            raise typer.Exit(code)
     output.result({"suite": options.suite, "rows": records, "machine": machine}, make_table(records))
     output.say(f"records: {path}")
     for record in records:
         if record["status"] in (*ERRORS, "refused"):
             where = f"{record['method']}, {record['context']} tokens, batch {record['batch']}"
-            output.say(f"{'error' if record['status'] in ERRORS else 'refused'}: {where}: {record['note']}")
-    if interrupted:
-        raise typer.Exit(130)
+            output.warn(f"{'error' if record['status'] in ERRORS else 'refused'}: {where}: {record['note']}")
+    if stopped:
+        raise typer.Exit(code)
     statuses = [record["status"] for record in records if record["method"] != BASELINE]
     if any(record["status"] in ERRORS for record in records) or (statuses and set(statuses) == {"refused"}):
         raise typer.Exit(1)
@@ -262,5 +264,5 @@ def report_rows(
 
 def register(app: typer.Typer) -> None:
     """Adds the command."""
-    example = f"kvcli bench --shape smollm2-135m --methods {DEFAULT_METHOD}-1 --contexts 256 --repeats 5"
+    example = f"kvcli bench --shape smollm2-135m --method {DEFAULT_METHOD}-1 --contexts 256 --repeats 5"
     command(app, "bench", BenchOptions, example, ("model",))(run)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -21,7 +21,7 @@ SUITES_OF_OPTION = {
     "random_weights": ("generate", "memory"),
     "layers": ("generate", "memory"),
     "prompt_tokens": ("generate",),
-    "new_tokens": ("generate",),
+    "max_new_tokens": ("generate",),
     "memory_budget": ("generate", "memory"),
     "prefill_chunk": ("generate", "memory"),
     "full_prefill": ("memory",),
@@ -33,16 +33,22 @@ SUITES_OF_OPTION = {
 class BenchOptions(ModelOptions):
     """Options of `kvcli bench`; lists and lengths that are not given follow from the suite and the device."""
 
+    former_names: ClassVar[dict[str, str]] = {
+        "methods": "method",
+        "settings": "setting",
+        "new_tokens": "max_new_tokens",
+    }
+
     suite: Literal["attention", "generate", "memory"] = Field(
         default="attention",
         description="one layer and one query token against fp16 SDPA; a model end to end; what fits into a budget",
     )
-    methods: list[str] = Field(
+    method: list[str] = Field(
         default=[],
-        description=f"methods, such as {DEFAULT_METHOD}-2; repeatable; default: every compared method and number of "
+        description=f"method, such as {DEFAULT_METHOD}-2; repeatable; default: every compared method and number of "
         "bits (generate on a CPU: one method without an artifact and one with)",
     )
-    settings: list[str] = Field(default=[], description="setting of every method that has it, NAME=VALUE; repeatable")
+    setting: list[str] = Field(default=[], description="setting of every method that has it, NAME=VALUE; repeatable")
     batches: list[str] = Field(
         default=[],
         description="sequences, or 'auto' for the largest batch that fits; repeatable; default: 1 (memory: auto)",
@@ -65,7 +71,7 @@ class BenchOptions(ModelOptions):
     prompt_tokens: list[int] = Field(
         default=[], description="generate: prompt lengths; repeatable; default: 512 (CPU: 256)"
     )
-    new_tokens: int | None = Field(
+    max_new_tokens: int | None = Field(
         default=None, ge=0, description="generate: tokens after the prompt; default: 64 (CPU: 8)"
     )
     memory_budget: str | None = Field(

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich.table import Table
+from kvcli.cli.output import size
+from kvcli.cli.tables import DataTable
 
-from kvcli.cli.output import size, table
 
-
-def attention_table(records: list[dict[str, Any]]) -> Table:
+def attention_table(records: list[dict[str, Any]]) -> DataTable:
     """Times of one layer, compared with SDPA."""
     first = records[0]
     columns = ("method", "context", "batch", "x SDPA", "p50 us", "p20-p80", "eager us", "GB/s", "bits", "error", "impl")
@@ -36,10 +35,10 @@ def attention_table(records: list[dict[str, Any]]) -> Table:
         f"{first['shape']}, layer {first['layer']}, one query token, {first['dtype']}, random codes; "
         f"x SDPA: SDPA's time over this one's; device copy {first['copy_gb_s']:.0f} GB/s"
     )
-    return table(title, columns, rows)
+    return DataTable(title, columns, rows, optional=("eager us", "GB/s", "p20-p80", "error", "bits", "impl"))
 
 
-def generate_table(records: list[dict[str, Any]]) -> Table:
+def generate_table(records: list[dict[str, Any]]) -> DataTable:
     """Rates and memory of whole models, compared with fp16."""
     first = records[0]
     columns = (
@@ -87,10 +86,15 @@ def generate_table(records: list[dict[str, Any]]) -> Table:
         f"{first['model']}, {first['weights']} weights, {first['num_layers']} layers, {first['dtype']}{budget}; "
         "x: over fp16, which is transformers' own cache and SDPA; tok/s: of all sequences, after the first token"
     )
-    return table(title, columns, rows)
+    return DataTable(
+        title,
+        columns,
+        rows,
+        optional=("p20-p80", "ttft ms", "x total", "error", "prefill ms", "peak", "impl", "cache", "tok/s"),
+    )
 
 
-def memory_table(records: list[dict[str, Any]]) -> Table:
+def memory_table(records: list[dict[str, Any]]) -> DataTable:
     """What fits into the budget."""
     first = records[0]
     columns = ("method", "question", "context", "batch", "cache", "cache / fp16", "peak", "reserved", "error", "impl")
@@ -108,7 +112,7 @@ def memory_table(records: list[dict[str, Any]]) -> Table:
         f"{size(first['memory_budget'])}; prompts in chunks of {first['prefill_chunk']} tokens, {first['prefill']}; "
         "one decode step"
     )
-    return table(title, columns, rows)
+    return DataTable(title, columns, rows, optional=("reserved", "error", "impl", "peak"))
 
 
 def _status(record: dict[str, Any]) -> str:

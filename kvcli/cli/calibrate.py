@@ -111,4 +111,4 @@ def corpus_config(options: CalibrateOptions) -> CorpusConfig:
 
 def register(app: typer.Typer) -> None:
     """Adds the command."""
-    command(app, "calibrate", CalibrateOptions, "kvcli calibrate --tokens 32768", ("model",))(run)
+    command(app, "calibrate", CalibrateOptions, "kvcli calibrate --tokens 32768", ("model",), resumes=True)(run)

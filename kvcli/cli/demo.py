@@ -132,7 +132,7 @@ class _Quiet(Output):
     """Shows a stage's messages and keeps its result for the demo's own table."""
 
     def __init__(self, outer: Output) -> None:
-        super().__init__(outer.as_json)
+        super().__init__(outer.as_json, outer.quiet, outer.verbose)
         self.record: Any = {}
 
     def settings(self, values: Any) -> None:
@@ -184,4 +184,4 @@ def _table(record: dict[str, Any]) -> Any:
 
 def register(app: typer.Typer) -> None:
     """Adds the command."""
-    command(app, "demo", DemoOptions, "kvcli demo")(run)
+    command(app, "demo", DemoOptions, "kvcli demo", resumes=True)(run)

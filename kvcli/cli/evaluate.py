@@ -10,8 +10,9 @@ import typer
 from pydantic import Field
 
 from kvcli.cli.options import IMPL_HELP, ModelOptions, command, parse_settings
-from kvcli.cli.output import Output, table
+from kvcli.cli.output import Output
 from kvcli.cli.paths import newest_artifact
+from kvcli.cli.tables import DataTable
 from kvcli.errors import ArtifactError
 from kvcli.registry import BASELINE, DEFAULT_METHOD, METHODS, get_method, parse_method
 
@@ -77,23 +78,22 @@ def run(options: EvalOptions, output: Output) -> None:
         "flush_block": 1,
         **parse_settings(options.setting),
     }
-    records = []
+    records: list[dict[str, Any]] = []
     environment = environment_info()
-    for name, artifact in cases:
+
+    def measure_case(name: str, artifact: Path | None) -> dict[str, Any]:
         label = name if artifact is None else artifact.name
         with output.progress(label, sequences.numel(), "tokens") as advance:
             report = measure(
                 loaded.model,
-                lambda name=name, artifact=artifact: attach(  # type: ignore[misc]
-                    loaded.model, name, artifact=artifact, impl=options.impl, **window
-                ),
+                lambda: attach(loaded.model, name, artifact=artifact, impl=options.impl, **window),
                 sequences,
                 states,
                 chunk=options.chunk,
                 batch_size=options.batch_size,
                 advance=advance,
             )
-        record = {
+        return {
             "label": label,
             "model": options.model,
             "method": name,
@@ -104,10 +104,15 @@ def run(options: EvalOptions, output: Output) -> None:
             "threads": torch.get_num_threads(),
             "machine": environment,
         }
-        records.append(record)
-        if options.out is not None:
-            append_record(options.out, record)
-    output.result({"rows": records}, quality_table(records, options))
+
+    try:
+        for name, artifact in cases:
+            records.append(measure_case(name, artifact))
+            if options.out is not None:
+                append_record(options.out, records[-1])
+    finally:  # what was measured is shown, also when the next method fails or the disk is full
+        if records:
+            output.result({"rows": records}, quality_table(records, options))
 
 
 def choose_cases(options: EvalOptions) -> list[tuple[str, Path | None]]:
@@ -140,7 +145,7 @@ def choose_cases(options: EvalOptions) -> list[tuple[str, Path | None]]:
     return cases + [(artifact.method, folder) for artifact, folder in artifacts]
 
 
-def quality_table(records: list[dict[str, Any]], options: EvalOptions) -> Any:
+def quality_table(records: list[dict[str, Any]], options: EvalOptions) -> DataTable:
     """The rows as a table."""
     columns = ("method", "bits K", "bits V", "bits mean", "KL mean", "KL p99", "flips %", "perplexity", "cache / fp16")
     rows = []
@@ -164,7 +169,8 @@ def quality_table(records: list[dict[str, Any]], options: EvalOptions) -> Any:
         f"residual {options.residual_length}, sinks {options.sink_length}; "
         f"uncompressed perplexity {records[0]['reference_perplexity']:.2f}"
     )
-    return table(title, columns, rows)
+    optional = ("KL p99", "bits mean", "perplexity", "cache / fp16")
+    return DataTable(title, columns, rows, optional=optional)
 
 
 def register(app: typer.Typer) -> None:

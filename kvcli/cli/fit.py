@@ -170,8 +170,8 @@ def parse_layers(text: str | None, recorded: list[int]) -> list[int]:
 
 def register(app: typer.Typer) -> None:
     """Adds `fit` and the commands that fit one method."""
-    command(app, "fit", FitMethodOptions, f"kvcli fit --method {DEFAULT_METHOD}-1", ("samples",))(run)
+    command(app, "fit", FitMethodOptions, f"kvcli fit --method {DEFAULT_METHOD}-1", ("samples",), resumes=True)(run)
     for name, own in FIT_COMMANDS.items():
         options, function = named_command(name)
         example, settings = f"kvcli {name} {own.options}", own.config_cls().model_fields
-        command(app, name, options, example, ("samples",), settings)(function)
+        command(app, name, options, example, ("samples",), settings, resumes=True)(function)

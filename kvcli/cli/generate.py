@@ -16,6 +16,8 @@ from kvcli.errors import UsageError
 from kvcli.registry import BASELINE, DEFAULT_METHOD
 
 if TYPE_CHECKING:
+    from kvcli.artifact import Artifact
+    from kvcli.attention.session import Session
     from kvcli.generate import Generation
 
 DEFAULT_PROMPT = "The water cycle is"
@@ -24,12 +26,14 @@ DEFAULT_PROMPT = "The water cycle is"
 class GenerateOptions(ModelOptions):
     """Options of `kvcli generate`."""
 
-    method: str = Field(
-        default=BASELINE,
+    method: str | None = Field(
+        default=None,
         description=f"compression method, with or without bits ({DEFAULT_METHOD}, {DEFAULT_METHOD}-1); "
-        "see 'kvcli methods'",
+        f"see 'kvcli methods'; default: the artifact's, else {BASELINE}",
     )
-    artifact: Path | None = Field(default=None, description="artifact folder; default: the newest for model and method")
+    artifact: Path | None = Field(
+        default=None, description="artifact folder, which names its method; default: the newest for model and method"
+    )
     prompt: str | None = Field(default=None, description="text to continue; '-' reads standard input")
     prompt_file: Path | None = Field(
         default=None, description="file with the text to continue; '-' reads standard input"
@@ -40,7 +44,9 @@ class GenerateOptions(ModelOptions):
     top_p: float = Field(default=1.0, gt=0, le=1, description="sample from the most probable tokens of this mass")
     top_k: int = Field(default=0, ge=0, description="sample from this many tokens; 0: all")
     repetition_penalty: float = Field(default=1.0, gt=0, description="penalty of tokens that occurred; 1: none")
-    sink_length: int | None = Field(default=None, ge=0, description="first tokens in full precision; default: 4")
+    sink_length: int | None = Field(
+        default=None, ge=0, description="first tokens in full precision; default: the method's or the artifact's"
+    )
     residual_length: int | None = Field(
         default=None, ge=0, description="last tokens in full precision; default: the method's or the artifact's"
     )
@@ -53,13 +59,9 @@ def run(options: GenerateOptions, output: Output) -> None:
     """Generate text, streamed; --method compresses the KV cache."""
     from kvcli.attention.session import attach
     from kvcli.generate import SamplingConfig, generate_text, prompt_ids
-    from kvcli.registry import parse_method
 
     prompt = read_prompt(options, output)
-    artifact = options.artifact
-    if parse_method(options.method)[0].needs_artifact and artifact is None:
-        artifact = newest_artifact(options.model, options.method)
-        output.say(f"using {artifact}")
+    method, artifact = choose_method(options, output)
     settings = {**parse_settings(options.setting), **cache_settings(options)}
     loaded = options.load(output)
     if options.chat and not loaded.tokenizer.chat_template:
@@ -72,19 +74,59 @@ def run(options: GenerateOptions, output: Output) -> None:
         options.repetition_penalty,
         options.seed,
     )
-    with attach(loaded, options.method, artifact=artifact, impl=options.impl, **settings) as session:
+    with attach(loaded, method, artifact=artifact, impl=options.impl, **settings) as session:
         ids = prompt_ids(loaded, prompt, options.chat)
         limit, length = loaded.spec.max_position_embeddings, ids.shape[1] + options.max_new_tokens
         if length > limit:
-            output.say(f"warning: {length} tokens are more than the {limit} that {options.model} was trained on")
+            output.warn(f"warning: {length} tokens are more than the {limit} that {options.model} was trained on")
         if not options.chat:
             output.write(prompt)
         made = generate_text(loaded, session, ids, sampling, write=output.write)
+        starts_at = compression_starts(session)
     output.write("\n")
     if options.stats:
-        output.say(describe(made))
-    if output.as_json:
-        output.result({"model": options.model, "method": options.method, "prompt": prompt, **made.to_dict()})
+        output.warn(describe(made, starts_at))
+    output.result(
+        {
+            "model": options.model,
+            "method": method,
+            "prompt": prompt,
+            "compression_starts_at": starts_at,
+            **made.to_dict(),
+        }
+    )
+
+
+def choose_method(options: GenerateOptions, output: Output) -> tuple[str, Artifact | None]:
+    """The method's name and the artifact, where it uses one; an artifact given alone names the method.
+
+    Raises:
+        UsageError: no such method.
+        ArtifactError: an artifact that is missing or damaged.
+    """
+    from kvcli.artifact import Artifact
+    from kvcli.registry import parse_method
+
+    folder = options.artifact
+    if folder is None:
+        method = options.method or BASELINE
+        if not parse_method(method)[0].needs_artifact:
+            return method, None
+        folder = newest_artifact(options.model, method)
+        output.say(f"using {folder}")
+    artifact = Artifact.load(folder)
+    return options.method or artifact.method, artifact
+
+
+def compression_starts(session: Session) -> int | None:
+    """Tokens of a prompt from which on the first of them is a code; None for a method that compresses nothing."""
+    if session.method.name == BASELINE:
+        return None
+    starts = []
+    for schedule in session.method.schedules(session.config):
+        least = max(schedule.block, schedule.granule, 1)
+        starts.append(session.config.sink_length + schedule.keep + least)
+    return min(starts)
 
 
 def cache_settings(options: GenerateOptions) -> dict[str, Any]:
@@ -102,7 +144,10 @@ def read_prompt(options: GenerateOptions, output: Output) -> str:
     if options.prompt is not None and options.prompt_file is not None:
         raise UsageError("--prompt and --prompt-file exclude each other")
     if options.prompt == "-" or options.prompt_file == Path("-"):
-        return sys.stdin.read().rstrip("\n")
+        try:
+            return sys.stdin.read().rstrip("\n")
+        except UnicodeDecodeError as error:
+            raise UsageError("standard input is not UTF-8 text") from error
     if options.prompt_file is not None:
         try:
             return options.prompt_file.read_text().rstrip("\n")
@@ -120,13 +165,27 @@ def read_prompt(options: GenerateOptions, output: Output) -> str:
     return options.prompt
 
 
-def describe(made: Generation) -> str:
-    """Time, rate and memory on two lines."""
+def describe(made: Generation, starts_at: int | None) -> str:
+    """Time, rate and memory on two lines.
+
+    Args:
+        made: what was generated.
+        starts_at: tokens from which on a cache holds codes; None for a method that compresses nothing.
+    """
     memory = made.memory
-    return (
+    time = (
         f"prompt {made.prompt_tokens} tokens, {made.new_tokens} new; first token after {made.ttft_s:.2f} s, "
         f"then {made.tokens_per_s:.1f} tokens/s\n"
-        f"KV cache {size(memory.cache_bytes)} instead of {size(memory.fp16_bytes)} in fp16 ({memory.ratio:.2f}x): "
+    )
+    if starts_at is None:
+        return f"{time}KV cache {size(memory.cache_bytes)} for {memory.num_tokens} tokens, not compressed"
+    if memory.num_encoded == 0 and memory.code_bytes == 0:
+        return (
+            f"{time}KV cache {size(memory.cache_bytes)}: all {memory.num_tokens} tokens are inside the full-precision "
+            f"window; compression starts at {starts_at} tokens (a lower --residual-length starts earlier)"
+        )
+    return (
+        f"{time}KV cache {size(memory.cache_bytes)}, in fp16 {size(memory.fp16_bytes)} ({memory.ratio:.2f}x): "
         f"{memory.num_encoded} of {memory.num_tokens} tokens as codes at {memory.key_bits:.2f} (K) / "
         f"{memory.value_bits:.2f} (V) bits, {size(memory.window_bytes)} in full precision; "
         f"codebooks and encoders {size(memory.artifact_bytes)} per model"

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+
 import typer
 from pydantic import Field
 
 from kvcli.cli.options import Options, command
-from kvcli.cli.output import Output, table
+from kvcli.cli.output import Output
+from kvcli.cli.tables import DataTable
+from kvcli.registry import DEFAULT_METHOD
+
+if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
+
+_COMPARISONS = {"ge": "from {}", "gt": "above {}", "le": "to {}", "lt": "below {}"}
 
 
 class MethodsOptions(Options):
     """Options of `kvcli methods`."""
 
+    name: str | None = Field(
+        default=None, description="list the settings of this method, with or without bits; default: list the methods"
+    )
     bits: str | None = Field(
         default=None,
         description="table of stored bits of the papers' configurations, for a shape: llama-3.1-8b or smollm2-135m",
@@ -22,10 +34,21 @@ class MethodsOptions(Options):
 
 
 def run(options: MethodsOptions, output: Output) -> None:
-    """List the compression methods, or the stored bits of the papers' configurations."""
-    if options.bits is not None:
+    """List the compression methods, the settings of one, or the stored bits of the papers' configurations."""
+    from kvcli.errors import UsageError
+
+    if options.name is not None and options.bits is not None:
+        raise UsageError("name a method or give --bits, not both")
+    if options.name is not None:
+        print_settings(options.name, output)
+    elif options.bits is not None:
         print_bits(options.bits, options.contexts, output)
-        return
+    else:
+        print_methods(output)
+
+
+def print_methods(output: Output) -> None:
+    """Prints one row per method."""
     from kvcli.registry import METHODS, get_method
 
     records = []
@@ -44,8 +67,52 @@ def run(options: MethodsOptions, output: Output) -> None:
         )
     columns = ("name", "bits", "paper", "calibration", "summary")
     cells = [[record[column] for column in columns] for record in records]
-    shown = table("methods", columns, cells, text_columns=len(columns))
+    shown = DataTable("methods", columns, cells, text_columns=len(columns), prose=columns[2:])
     output.result({"methods": records}, shown)
+
+
+def print_settings(name: str, output: Output) -> None:
+    """Prints the settings of a method: name, default, range and meaning.
+
+    Args:
+        name: the method, with or without bits; with bits, the defaults are those of these bits.
+        output: where the table goes.
+
+    Raises:
+        UsageError: no such method.
+    """
+    from kvcli.registry import parse_method
+
+    method, from_bits = parse_method(name)
+    records: list[dict[str, Any]] = [
+        {
+            "name": setting,
+            "default": from_bits.get(setting, field.get_default()),
+            "range": value_range(field),
+            "meaning": field.description or "",
+        }
+        for setting, field in method.config_cls.model_fields.items()
+    ]
+    columns = ("name", "default", "range", "meaning")
+    cells = [[_shown(record[column]) for column in columns] for record in records]
+    title = f"settings of {name}, for --setting NAME=VALUE"
+    shown = DataTable(title, columns, cells, text_columns=len(columns), prose=("range", "meaning"))
+    output.result({"method": name, "settings": records}, shown)
+
+
+def value_range(field: FieldInfo) -> str:
+    """The values that a setting takes, such as `from 0`, `hard or annealed` or `any text`."""
+    if get_origin(field.annotation) is Literal:
+        *first, last = map(str, get_args(field.annotation))
+        return f"{', '.join(first)} or {last}" if first else last
+    bounds = {name: getattr(bound, name) for bound in field.metadata for name in _COMPARISONS if hasattr(bound, name)}
+    words = [_COMPARISONS[name].format(bounds[name]) for name in _COMPARISONS if name in bounds]
+    kinds: dict[Any, str] = {bool: "true or false", int: "a whole number", float: "a number"}
+    return " ".join(words) or kinds.get(field.annotation, "any text")
+
+
+def _shown(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def print_bits(shape: str, contexts: list[int], output: Output) -> None:
@@ -80,9 +147,10 @@ def print_bits(shape: str, contexts: list[int], output: Output) -> None:
         ]
         for record in records
     ]
-    output.result({"shape": shape, "rows": records}, table(f"bits per value, {shape}, 16-bit model", columns, cells))
+    shown = DataTable(f"bits per value, {shape}, 16-bit model", columns, cells)
+    output.result({"shape": shape, "rows": records}, shown)
 
 
 def register(app: typer.Typer) -> None:
     """Adds the command."""
-    command(app, "methods", MethodsOptions, "kvcli methods --bits llama-3.1-8b")(run)
+    command(app, "methods", MethodsOptions, f"kvcli methods {DEFAULT_METHOD}", ("name",))(run)

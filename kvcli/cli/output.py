@@ -6,11 +6,11 @@ import errno
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -20,12 +20,11 @@ from rich.progress import (
     Task,
     TextColumn,
     TimeElapsedColumn,
-    TimeRemainingColumn,
 )
-from rich.table import Table
 from rich.text import Text
 
-from kvcli.errors import KvcliError, UsageError
+from kvcli.cli.tables import DataTable
+from kvcli.errors import KvcliError, OutputError, Terminated, UsageError
 from kvcli.files import to_json
 
 _PLAIN_SECONDS = 10.0
@@ -38,57 +37,90 @@ class Output:
 
     Args:
         as_json: print the result as one JSON object and nothing else on standard output.
+        quiet: print results, warnings and errors only.
+        verbose: also print details.
+
+    Attributes:
+        record: the result, once there is one.
     """
 
-    def __init__(self, as_json: bool = False) -> None:
-        self.as_json = as_json
+    def __init__(self, as_json: bool = False, quiet: bool = False, verbose: bool = False) -> None:
+        self.as_json, self.quiet, self.verbose = as_json, quiet, verbose
         self.console = Console(stderr=True, highlight=False)
-        self._data = Console(highlight=False)
+        self.record: Mapping[str, Any] | None = None
 
     def say(self, line: str) -> None:
-        """Prints a message."""
+        """Prints a message, unless --quiet was given."""
+        if not self.quiet:
+            self.warn(line)
+
+    def warn(self, line: str) -> None:
+        """Prints a warning or an error."""
         self.console.print(line, markup=False, soft_wrap=True)
+
+    def detail(self, line: str) -> None:
+        """Prints a message if --verbose was given."""
+        if self.verbose:
+            self.console.print(line, style="dim", markup=False, soft_wrap=True)
 
     def settings(self, values: Mapping[str, Any]) -> None:
         """The settings in effect, on one line."""
-        shown = ", ".join(f"{name}={value}" for name, value in values.items() if value is not None)
-        self.console.print(f"settings: {shown}", style="dim", markup=False, soft_wrap=True)
+        if not self.quiet:
+            shown = ", ".join(f"{name}={_one_line(value)}" for name, value in values.items() if value is not None)
+            self.console.print(f"settings: {shown}", style="dim", markup=False, soft_wrap=True)
 
     def write(self, text: str) -> None:
-        """A piece of streamed data."""
-        if not self.as_json:
-            sys.stdout.write(text)
-            sys.stdout.flush()
+        """A piece of streamed data.
 
-    def result(self, record: Mapping[str, Any], human: str | Table | None = None) -> None:
-        """The command's result: the record with --json, else the human form."""
+        Raises:
+            OutputError: standard output cannot be written.
+        """
+        if not self.as_json:
+            write_stdout(text)
+
+    def result(self, record: Mapping[str, Any], human: str | DataTable | RenderableType | None = None) -> None:
+        """The command's result: the record with --json, else the human form.
+
+        Raises:
+            OutputError: standard output cannot be written.
+        """
+        self.record = record
         if self.as_json:
-            sys.stdout.write(to_json(record) + "\n")
-        elif isinstance(human, Table):
-            # a pipe has no width of its own: cells must not be cut there
-            console = self._data if self._data.is_terminal else Console(highlight=False, width=200)
-            console.print(human)
+            write_stdout(to_json(record) + "\n")
+        elif isinstance(human, str):
+            write_stdout(human + "\n")
         elif human is not None:
-            sys.stdout.write(human + "\n")
-        sys.stdout.flush()
+            self._print(human)
+
+    def _print(self, human: DataTable | RenderableType) -> None:
+        """Prints a table, no wider than the terminal; a pipe has no width of its own, and cells are never cut there."""
+        console = Console(highlight=False)
+        if not console.is_terminal:
+            console = Console(highlight=False, width=max(200, human.width) if isinstance(human, DataTable) else 200)
+        with console.capture() as capture:
+            console.print(human.fitted(console.width) if isinstance(human, DataTable) else human)
+        write_stdout(capture.get())
 
     @contextmanager
     def progress(self, label: str, total: int, unit: str) -> Iterator[Advance]:
         """A bar with rate and time left on a terminal, a plain line every ten seconds elsewhere."""
+        if self.quiet:
+            yield lambda count: None
+            return
         if not self.console.is_terminal:
             yield _plain_progress(self.say, label, total, unit)
             return
         columns = (
             SpinnerColumn(),
             TextColumn("{task.description}"),
-            BarColumn(),
+            BarColumn(bar_width=None),
             MofNCompleteColumn(),
             _Rate(unit),
             TimeElapsedColumn(),
             TextColumn("eta"),
-            TimeRemainingColumn(),
+            _TimeLeft(),
         )
-        with Progress(*columns, console=self.console) as bar:
+        with Progress(*columns, console=self.console, expand=True) as bar:
             task = bar.add_task(label, total=total)
             yield lambda count: bar.advance(task, count)
 
@@ -103,6 +135,15 @@ class _Rate(ProgressColumn):
     def render(self, task: Task) -> Text:
         rate = task.completed / task.elapsed if task.elapsed else 0.0
         return Text(f"{_rate(rate)} {self.unit}/s")
+
+
+class _TimeLeft(ProgressColumn):
+    """Time left at the average rate; unlike rich's, it has an estimate after one step."""
+
+    def render(self, task: Task) -> Text:
+        done, total = task.completed, task.total or 0
+        left = duration((total - done) * (task.elapsed or 0) / done) if done else "-:--"
+        return Text(left, style="progress.remaining")
 
 
 def _plain_progress(say: Callable[[str], None], label: str, total: int, unit: str) -> Advance:
@@ -158,23 +199,45 @@ def parse_size(text: str | None) -> int | None:
     return int(float(number) * (1024 if binary else 1000) ** " KMGT".index((prefix or " ").upper()))
 
 
-def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int = 1) -> Table:
-    """A table whose first columns are text, aligned to the left, and whose others are aligned to the right."""
-    shown = Table(title=title, title_justify="left")
-    for index, column in enumerate(columns):
-        shown.add_column(column, justify="left" if index < text_columns else "right")
-    for row in rows:
-        shown.add_row(*row)
-    return shown
+def write_stdout(text: str) -> None:
+    """Writes to standard output.
+
+    Raises:
+        BrokenPipeError: the reader left.
+        OutputError: standard output is closed or full.
+    """
+    try:
+        if sys.stdout is None:
+            raise OutputError("cannot write to standard output: it is closed")
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except (OSError, ValueError) as error:  # ValueError: a closed file
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise OutputError(f"cannot write to standard output: {reason}") from error
 
 
-def describe_error(error: BaseException) -> tuple[int, str]:
-    """The exit code and the message of an error, one line."""
+def _one_line(value: Any) -> str:
+    """A value as text, with line breaks and other control characters escaped."""
+    text = str(value)
+    return text if text.isprintable() else repr(text)
+
+
+def describe_error(error: BaseException, resumes: bool = True) -> tuple[int, str]:
+    """The exit code and the message of an error, one line.
+
+    Args:
+        error: any error.
+        resumes: whether the command keeps what was finished when it is interrupted.
+    """
     text = " ".join(str(error).split())
     if isinstance(error, KvcliError):
         return error.exit_code, text
     if isinstance(error, KeyboardInterrupt):
-        return 130, "interrupted; run the same command again to resume"
+        what = "terminated" if isinstance(error, Terminated) else "interrupted"
+        advice = "run the same command again to resume" if resumes else "run the same command again to start over"
+        return getattr(error, "exit_code", 130), f"{what}; {advice}"
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         where = f" ({error.filename})" if error.filename else ""
         return 1, f"the disk is full{where}; what was finished is kept: free some space and run the same command again"

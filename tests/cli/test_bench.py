@@ -58,7 +58,7 @@ def test_attention_gives_a_table_and_a_record_per_row() -> None:
         assert record["machine"]["packages"]["torch"]
         assert "commit" in record["machine"]
         assert (record["shape"], record["seed"], record["weights"], record["layer"]) == ("tiny", 0, "random", 2)
-        assert record["options"]["settings"] == [*GROUPS[1::2], *BOOKS[1::2]]
+        assert record["options"]["setting"] == [*GROUPS[1::2], *BOOKS[1::2]]
         assert record["p50_us"] > 0
 
 

@@ -1,0 +1,119 @@
+"""Where the program starts: signals and standard streams are put in order before anything heavy is imported."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from types import FrameType, TracebackType
+from typing import Any
+
+from kvcli.errors import OutputError, Terminated
+
+_stopped_by: int | None = None
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    _catch_signals()
+    try:
+        _open_streams()
+        from kvcli.cli.app import main as run
+
+        code = run()
+        sys.stdout.flush()
+    except BaseException as error:
+        code = _last_resort(error)
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # what was asked for is done
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_DFL)
+    sys.exit(code)
+
+
+def stop_reason() -> KeyboardInterrupt | None:
+    """What a signal that arrived asks for; an import may turn the exception that it raised into another one."""
+    if _stopped_by is None:
+        return None
+    return KeyboardInterrupt() if _stopped_by == signal.SIGINT else Terminated()
+
+
+def _catch_signals() -> None:
+    """Ctrl-C, SIGTERM and SIGHUP raise an exception, the second of them ends the process at once."""
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+        number = getattr(signal, name, None)
+        if number is not None and signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
+            signal.signal(number, _stop)
+    if hasattr(signal, "SIGALRM"):
+        signal.signal(signal.SIGALRM, _stop_again)
+        sys.unraisablehook = _unraisable
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    global _stopped_by  # noqa: PLW0603
+    if _stopped_by is not None:
+        os._exit(130 if number == signal.SIGINT else Terminated.exit_code)
+    _stopped_by = number
+    _stop_again(number, frame)
+
+
+def _stop_again(number: int, frame: FrameType | None) -> None:
+    reason = stop_reason()
+    if reason is not None:
+        raise reason
+
+
+def _unraisable(hook: Any) -> None:
+    """Raises a stop again that fell into a callback, where Python would print and drop it."""
+    if isinstance(hook.exc_value, KeyboardInterrupt):
+        signal.setitimer(signal.ITIMER_REAL, 0.02)
+    else:
+        sys.__unraisablehook__(hook)
+
+
+def _open_streams() -> None:
+    """Replaces standard streams that are closed, and makes standard output take every character.
+
+    Raises:
+        OutputError: standard output is closed.
+    """
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull)  # noqa: PTH123, SIM115
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115
+    if sys.stdout is None:
+        raise OutputError("cannot write to standard output: it is closed")
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+
+
+def _last_resort(error: BaseException) -> int:
+    """Says an error in one line that no command has reported; returns the exit code."""
+    error = stop_reason() or error
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else 1
+    if isinstance(error, BrokenPipeError):
+        _drop_output()
+        return 1
+    if isinstance(error, KeyboardInterrupt):
+        _say("terminated" if isinstance(error, Terminated) else "interrupted")
+        return getattr(error, "exit_code", 130)
+    if isinstance(error, OutputError):
+        _say(str(error))
+    elif isinstance(error, OSError):  # commands report their own errors: this one is of standard output
+        _say(f"cannot write to standard output: {error.strerror}")
+        _drop_output()
+    else:
+        traceback: TracebackType | None = error.__traceback__
+        sys.excepthook(type(error), error, traceback)
+    return 1
+
+
+def _say(line: str) -> None:
+    if sys.stderr is not None:
+        sys.stderr.write(f"error: {line}\n")
+
+
+def _drop_output() -> None:
+    """Leaves nothing to be flushed into a standard output that takes nothing."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -1,0 +1,99 @@
+"""Tables that fit the terminal: columns are left out before a number or a name is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.cells import cell_len
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+_PADDING = 3
+"""Columns of the screen per column of a table, besides its cells: a blank on each side and a line."""
+
+
+@dataclass(frozen=True)
+class DataTable:
+    """Rows of text under a title.
+
+    Attributes:
+        title: above the table.
+        columns: headings; the first column names the row and is always shown.
+        rows: one text per column.
+        text_columns: first columns that are text, aligned to the left; the others are aligned to the right.
+        prose: columns whose cells may be broken between words.
+        optional: columns that are left out on a narrow terminal, the first of them first.
+    """
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    text_columns: int = 1
+    prose: Sequence[str] = ()
+    optional: Sequence[str] = ()
+
+    @property
+    def width(self) -> int:
+        """Columns of the screen that the whole table takes."""
+        return 1 + sum(self._natural(column) + _PADDING for column in self.columns)
+
+    def fitted(self, width: int) -> RenderableType:
+        """The table within a width: with as many columns as fit, else one line per cell.
+
+        Args:
+            width: columns of the screen.
+        """
+        shown, left_out = list(self.columns), []
+        for column in self.optional:
+            if self._least(shown) <= width:
+                break
+            shown.remove(column)
+            left_out.append(column)
+        if self._least(shown) > width:
+            return self._records()
+        made = Table(title=self.title, title_justify="left", caption_justify="left")
+        if left_out:
+            made.caption = f"left out for lack of width: {', '.join(left_out)}; --json has all"
+        widths = self._widths(shown, width)
+        for column in shown:
+            left = self.columns.index(column) < self.text_columns
+            made.add_column(Text(column), justify="left" if left else "right", width=widths[column])
+        for row in self.rows:
+            made.add_row(*(Text(row[self.columns.index(column)]) for column in shown))
+        return made
+
+    def _records(self) -> RenderableType:
+        """One line per cell, under the name of its row."""
+        lines = [Text(self.title, style="italic")]
+        for name, *cells in self.rows:
+            lines.append(Text(name, style="bold"))
+            lines += [Text(f"  {column}: {cell}") for column, cell in zip(self.columns[1:], cells, strict=True)]
+        return Group(*lines)
+
+    def _widths(self, shown: Sequence[str], width: int) -> dict[str, int]:
+        """Widths of columns: all in full if they fit, else prose is broken so that its columns are about as long."""
+        widths = {column: self._shortest(column) for column in shown}
+        for _ in range(width - self._least(shown)):
+            broken = [column for column in shown if widths[column] < self._natural(column)]
+            if not broken:
+                break
+            widths[max(broken, key=lambda column: self._natural(column) / widths[column])] += 1
+        return widths
+
+    def _least(self, shown: Sequence[str]) -> int:
+        return 1 + sum(self._shortest(column) + _PADDING for column in shown)
+
+    def _natural(self, column: str) -> int:
+        return max(map(cell_len, self._cells(column)))
+
+    def _shortest(self, column: str) -> int:
+        """The width below which a cell would be cut: that of its longest word, or its whole width."""
+        if column not in self.prose:
+            return self._natural(column)
+        return max(cell_len(word) for cell in self._cells(column) for word in cell.split() or [""])
+
+    def _cells(self, column: str) -> list[str]:
+        index = self.columns.index(column)
+        return [column, *(row[index] for row in self.rows)]
