@@ -124,7 +124,7 @@ def compression_starts(session: Session) -> int | None:
         return None
     starts = []
     for schedule in session.method.schedules(session.config):
-        least = max(schedule.block, schedule.granule, 1)
+        least = max(schedule.block, schedule.multiple_of, 1)
         starts.append(session.config.sink_length + schedule.keep + least)
     return min(starts)
 
