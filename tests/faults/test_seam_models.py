@@ -72,6 +72,7 @@ def test_wrapped_and_quantized_projections(tiny_model: Any, make: Any) -> None:
         assert cache.memory().num_encoded
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft reads it
 def test_peft_model(tiny_model: Any) -> None:
     peft = pytest.importorskip("peft")
     settings = {"target_modules": ["q_proj", "k_proj", "v_proj"], "init_lora_weights": False}
