@@ -103,7 +103,7 @@ class ModelOptions(Options):
 IMPL_HELP = "attention and encoding: auto (Triton kernels on a GPU, PyTorch elsewhere), fused or reference"
 """Help of every `--impl`."""
 
-_COMPLETED = {"method": METHODS, "model": BUILTIN_MODELS}
+_COMPLETED: dict[str, Collection[str]] = {"method": METHODS, "model": BUILTIN_MODELS}
 """Values that the shell offers for options whose values are not in their type."""
 
 OptionsT = TypeVar("OptionsT", bound=Options)
