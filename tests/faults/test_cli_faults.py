@@ -48,7 +48,7 @@ def test_a_closed_standard_output_is_one_line(arguments: str) -> None:
 @pytest.mark.parametrize("seconds", [0.0, 0.5])
 def test_a_signal_is_one_line_also_during_imports(number: int, code: int, seconds: float) -> None:
     # the program says that it has started, and goes on importing
-    start = "import sys; from kvcli.cli import start; start._catch_signals(); print(flush=True); start.main()"
+    start = "from kvcli.cli import start; start._open_streams = lambda: print(flush=True); start.main()"
     command = [sys.executable, "-c", start, "generate", "--prompt", "-"]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
