@@ -37,7 +37,7 @@ class CorpusConfig:
 
     Attributes:
         source: `builtin`, a dataset's hub name, a file, a folder, or `-` for standard input.
-        split: `calibration` or `heldout` for `builtin`, the dataset's split for hub names; else `train` or the default.
+        split: `calibration` or `heldout` for `builtin`, the dataset's split for hub names; unused elsewhere.
         name: configuration of a hub dataset, such as `sample-10BT`; None elsewhere.
         revision: commit, tag or branch of a hub dataset; None elsewhere.
         text_column: column that holds the text.

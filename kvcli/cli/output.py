@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from io import StringIO
 from typing import Any
 
 from rich.console import Console, RenderableType
@@ -94,12 +95,13 @@ class Output:
 
     def _print(self, human: DataTable | RenderableType) -> None:
         """Prints a table, no wider than the terminal; a pipe has no width of its own, and cells are never cut there."""
-        console = Console(highlight=False)
-        if not console.is_terminal:
-            console = Console(highlight=False, width=max(200, human.width) if isinstance(human, DataTable) else 200)
-        with console.capture() as capture:
-            console.print(human.fitted(console.width) if isinstance(human, DataTable) else human)
-        write_stdout(capture.get())
+        screen = Console(highlight=False)
+        natural = human.width if isinstance(human, DataTable) else 0
+        width = screen.width if screen.is_terminal else max(200, natural)
+        text = StringIO()
+        console = Console(file=text, highlight=False, width=width, force_terminal=screen.is_terminal)
+        console.print(human.fitted(width) if isinstance(human, DataTable) else human)
+        write_stdout(text.getvalue())
 
     @contextmanager
     def progress(self, label: str, total: int, unit: str) -> Iterator[Advance]:

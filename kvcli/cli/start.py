@@ -15,8 +15,8 @@ _stopped_by: int | None = None
 
 def main() -> None:
     """Entry point of the console script."""
-    _catch_signals()
     try:
+        _catch_signals()
         _open_streams()
         from kvcli.cli.app import main as run
 

@@ -68,3 +68,29 @@ def test_more_tokens_than_the_model_knows_are_announced(tiny: Any) -> None:
     long = invoke("generate", "--method", "fp8", "--prompt", "x " * 600, "--max-new-tokens", "1")
     assert long.exit_code == 0
     assert "warning: " in long.stderr
+
+
+def test_an_artifact_names_its_method(artifact: Path) -> None:
+    result = invoke("generate", "--artifact", str(artifact), "--prompt", "x", "--json")
+    assert json.loads(result.stdout)["method"] == "commvq"
+
+
+def test_a_prompt_inside_the_window_is_said_to_be_there_and_where_compression_starts(tiny: Any) -> None:
+    options = ("generate", "--method", "rtn", "--setting", "group_size=8", "--max-new-tokens", "1", "--prompt")
+    said = invoke(*options, "x" * 50, "--stats").stderr
+    assert "all 50 tokens are inside the full-precision window; compression starts at 164 tokens" in said
+    for length, encoded in ((163, False), (164, True)):
+        memory = json.loads(invoke(*options, "x" * length, "--json").stdout)["memory"]
+        assert (memory["num_encoded"] > 0) == encoded
+
+
+def test_a_measured_row_is_shown_although_the_disk_is_full(tiny: Any, monkeypatch: Any) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device", "rows.jsonl")
+
+    monkeypatch.setattr("kvcli.files.append_record", full)
+    sizes = ("--seq-len", "64", "--num-sequences", "1", "--out", "rows.jsonl")
+    result = invoke("eval", "--method", "fp16", *sizes)
+    assert result.exit_code == 1
+    assert "fp16" in result.stdout
+    assert "the disk is full" in result.stderr

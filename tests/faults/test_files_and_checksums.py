@@ -236,7 +236,7 @@ def test_metadata_of_wrong_types_or_ranges_is_refused(copy: Path, change: Callab
 
 def test_metadata_is_compared_with_the_tensors_before_anything_is_allocated(copy: Path) -> None:
     def enlarge(values: dict[str, Any]) -> None:
-        values["spec"].update(num_heads=4096, num_kv_heads=4096, head_dim=4096, hidden_size=2**20)  # 256 GiB a layer
+        values["spec"].update(num_heads=4096, num_kv_heads=4096, head_dim=4096, hidden_size=10**6)  # 256 GiB a layer
 
     edit(copy / "artifact" / "kvcli.json", enlarge, seal=True)
     artifact = Artifact.load(copy / "artifact")
