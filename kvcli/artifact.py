@@ -286,6 +286,9 @@ def model_card(metadata: Mapping[str, Any]) -> str:
         for name, label in method.fit_metrics.items()
         if (values := metric_values(metadata["layers"], name))
     )
+    doubtful = [i for i, layer in enumerate(metadata["layers"]) if layer.get("warnings")]
+    if doubtful:
+        measured += f"| layers with warnings of the fit, which {METADATA} lists | {', '.join(map(str, doubtful))} |\n"
     corpus = provenance.get("corpus", {})
     origin = f"{corpus.get('source', '?')}" + (f" at {corpus['revision']}" if corpus.get("revision") else "")
     return f"""---

@@ -98,9 +98,10 @@ def _fit_layer(
     train, heldout = _split(recording, layer_idx, config.sink_length, device)
     generator = torch.Generator().manual_seed(seed * 100_003 + layer_idx)
     with torch.no_grad():
-        metrics = fit_layer(codec, train, heldout, config, generator).metrics
+        report = fit_layer(codec, train, heldout, config, generator)
+    metrics = {**report.metrics, **({"warnings": list(report.warnings)} if report.warnings else {})}
     tensors = {name: x.cpu().contiguous() for name, x in codec.state_dict().items()}
-    return {"metrics": dict(metrics), "seconds": round(time.perf_counter() - started, 2), "tensors": tensors}
+    return {"metrics": metrics, "seconds": round(time.perf_counter() - started, 2), "tensors": tensors}
 
 
 def _write_layer(folder: Path, layer_idx: int, run: Mapping[str, Any], fitted: dict[str, Any]) -> dict[str, Any]:

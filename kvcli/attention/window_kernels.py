@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvcli.attention.reference import merge_state
 from kvcli.cache.window import WindowTokens
+from kvcli.kernels.constants import FP16_MAX
 from kvcli.kernels.launch import cdiv, power_of_two, row_major
 from kvcli.kernels.pdl import pdl_launch_options, pdl_wait
 from kvcli.methods.base import LayerCodec
@@ -147,7 +148,12 @@ def partial_attention(
 
 
 def attend_decoded(codec: LayerCodec, query: Tensor, encoded: EncodedTokens, scaling: float) -> PartialAttention:
-    """As `kvcli.attention.reference.attend_codes`, with blocks of tokens decoded to the query's dtype."""
+    """As `kvcli.attention.reference.attend_codes`, with blocks of tokens decoded to 16 bits, or 32 for float32 queries.
+
+    bfloat16 would round decoded tokens to 8 bits; float16, which holds every decoded token, rounds them to 11.
+    """
+    if query.dtype == torch.bfloat16:
+        query = query.float().clamp(-FP16_MAX, FP16_MAX).half()
     size = max(_MIN_BLOCK_TOKENS, _BLOCK_TOKENS // query.shape[0])
     blocks = (_attend_block(codec, query, encoded, scaling, *block) for block in codec.blocks(encoded.length, size))
     return reduce(merge_state, blocks)
@@ -161,6 +167,7 @@ def _attend_block(
     key = codec.key.decode_to(encoded.key_codes.slice(start, stop), encoded.key_state, dtype)
     if encoded.rotations is not None:
         key = encoded.rotations.tokens(start, stop).apply(key)
+        key = key.clamp(-FP16_MAX, FP16_MAX) if query.dtype == torch.float16 else key
     value = codec.value.decode_to(encoded.value_codes.slice(start, stop), None, query.dtype)
     visible = encoded.visible(start, stop)
     return partial_attention(query, key.to(query.dtype), value, None if visible is None else visible[:, None], scaling)

@@ -132,6 +132,9 @@ def fit(
         output.say(f"{num_reused} of {len(layers)} layers were fitted already and are reused")
     for line in summary(method, reports):
         output.say(line)
+    for report in reports:
+        for text in report.get("warnings", ()):
+            output.warn(f"warning: layer {report['layer']}: {text}")
     output.result({"run": str(folder), "layers": reports}, str(folder))
 
 

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
-from factories import clustered, make_spec
+from factories import clustered, make_model, make_spec, record
 
+from kvcli.artifact import Artifact
+from kvcli.fit import assemble, fit_recording
 from kvcli.methods.commvq.codebook import update
 from kvcli.methods.commvq.config import CommVQConfig
 from kvcli.methods.commvq.em import initial_codebook, soft_step
 from kvcli.methods.commvq.fit import fit_layer, scalar_nmse
 from kvcli.methods.commvq.method import METHOD
 from kvcli.methods.method import FitReport
+from kvcli.registry import get_method
 from kvcli.samples import LayerSamples
 
 CONFIG = CommVQConfig(codebook_size=16, num_residuals=2, key_iterations=8, value_iterations=2)
@@ -81,3 +88,18 @@ def test_the_scalar_code_is_that_of_its_bits() -> None:
     assert scalar_nmse(x, x, 0) == [pytest.approx(1, abs=1e-2)]
     assert scalar_nmse(x, x, 1) == [pytest.approx(0.363, abs=1e-2)]
     assert scalar_nmse(x, x, 2) == [pytest.approx(0.139, abs=1e-2)]
+
+
+def test_warnings_of_a_fit_are_kept_and_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the fit to the run, the artifact's metadata and its card."""
+    recording = record(make_model("llama"), tmp_path / "samples")
+    method = get_method("commvq")
+    told = replace(method, fit=lambda *arguments: replace(method.fit(*arguments), warnings=("keys of head 1: bad",)))
+    monkeypatch.setattr("kvcli.fit.check_fitted", lambda _: told.fit)
+    reports: list[Any] = []
+    config = CONFIG.resolve(recording.spec)
+    fit_recording(recording, method, config, tmp_path / "run", done=lambda i, metrics, r: reports.append(metrics))
+    assert all(report["warnings"] == ["keys of head 1: bad"] for report in reports)
+    assemble([tmp_path / "run"]).save(tmp_path / "artifact")
+    assert "warnings of the fit" in (tmp_path / "artifact" / "README.md").read_text()
+    assert Artifact.load(tmp_path / "artifact").metadata["layers"][0]["warnings"] == ["keys of head 1: bad"]
