@@ -46,22 +46,20 @@ def test_logits_agree_in_bfloat16(any_model: Any, prompt: Any) -> None:
 
 
 @pytest.mark.parametrize("method", ["kivi-2", "qjl"])
-def test_long_prompts_are_encoded_beside_each_other_as_in_turn(
-    method: str, prompt: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_streams_encode_long_prompts_as_one_does(method: str, prompt: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model("llama", head_dim=64).cuda()
     pieces = [{name: x.cuda() for name, x in piece.items()} for piece in prompt_and_steps(prompt, 700, 1100)]
     actual = []
     for longest in (512, 10**9):
-        monkeypatch.setattr("kvcli.attention.layer._LONG", longest)
+        monkeypatch.setattr("kvcli.attention.layer._MIN_SIDE_STREAM_TOKENS", longest)
         with kvcli.attach(model, method, residual_length=32) as session, torch.no_grad():
             cache = session.new_cache()
             for piece in pieces:
                 model(**piece, past_key_values=cache)
             actual.append([s.codes.codes.tensors() for layer in cache.layers for s in layer.stores])
-    for beside, in_turn in zip(*actual, strict=True):
-        for name, codes in beside.items():
-            assert torch.equal(codes, in_turn[name]), name
+    for two_streams, one_stream in zip(*actual, strict=True):
+        for name, codes in two_streams.items():
+            assert torch.equal(codes, one_stream[name]), name
 
 
 def test_offloaded_layers_come_back(prompt: Any) -> None:
@@ -103,7 +101,7 @@ def test_fit_and_attention_on_the_gpu(tiny_model: Any, prompt: Any, tmp_path: An
     model = tiny_model.cuda()
     inputs = [{name: x.cuda() for name, x in piece.items()} for piece in prompt_and_steps(prompt, 40, 17, 3)]
     outputs = []
-    for impl in ("reference", "fused"):
+    for impl in ("reference", "auto"):
         with kvcli.attach(model, "commvq", artifact=artifact, impl=impl, **WINDOW) as session, torch.no_grad():
             cache = session.new_cache()
             outputs.append([model(**piece, past_key_values=cache).logits[:, -1] for piece in inputs][-1])

@@ -156,6 +156,7 @@ class AttentionBench:
             seed=self.seed,
         )
         impl, attend_codes = choose_attend(case.method, [layer.codec], self.impl, self.device)
+        layer.codec.use_kernels(impl == "fused")
         row = replace(row, impl=impl)
         is_reference = attend_codes is reference_attend
         with torch.inference_mode():

@@ -165,7 +165,7 @@ def test_finalized_state(changes: dict[str, Any], rows: list[int], batch: int) -
 def test_finalized_from_calibration() -> None:
     codec = SQuatKey(make_spec(16, 1), SQuatConfig(subspace_source="calibration"), "post_rope").to(DEVICE)
     codec.fused = True
-    with pytest.raises(ConfigError, match="fit-subspace"):
+    with pytest.raises(ConfigError, match="needs an artifact with a fitted subspace"):
         codec.finalize_state(codec.new_state(2, DEVICE), [0, 1])
     codec.gram.copy_(spectra(16)[:1])
     codec.gram_count.fill_(10)
