@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from commvq_reordered import reordered_attend
 from factories import CONFIG, WINDOW, clustered, fitted_keys, make_model, make_spec, prompt_and_steps, record
 from transformers import DynamicCache
 
 import kvcli
 from kvcli.artifact import Artifact
+from kvcli.attention.backend import REFERENCE
 from kvcli.fit import assemble, fit_recording
 from kvcli.methods.commvq.config import CommVQConfig
 from kvcli.registry import get_method
@@ -101,8 +104,9 @@ def test_fit_and_attention_on_the_gpu(tiny_model: Any, prompt: Any, tmp_path: An
     model = tiny_model.cuda()
     inputs = [{name: x.cuda() for name, x in piece.items()} for piece in prompt_and_steps(prompt, 40, 17, 3)]
     outputs = []
-    for impl in ("reference", "auto"):
-        with kvcli.attach(model, "commvq", artifact=artifact, impl=impl, **WINDOW) as session, torch.no_grad():
+    for attend in (REFERENCE.attend_codes, reordered_attend):
+        with kvcli.attach(model, "commvq", artifact=artifact, impl="reference", **WINDOW) as session, torch.no_grad():
+            session.backend = replace(REFERENCE, attend_codes=attend, attend_decoded=attend)
             cache = session.new_cache()
             outputs.append([model(**piece, past_key_values=cache).logits[:, -1] for piece in inputs][-1])
     assert torch.allclose(*outputs, atol=1e-4)
