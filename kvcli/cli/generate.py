@@ -75,6 +75,8 @@ def run(options: GenerateOptions, output: Output) -> None:
         options.seed,
     )
     with attach(loaded, method, artifact=artifact, impl=options.impl, **settings) as session:
+        if session.backend.note is not None:
+            output.say(f"{session.backend.impl} backend: {session.backend.note}")
         ids = prompt_ids(loaded, prompt, options.chat)
         limit, length = loaded.spec.max_position_embeddings, ids.shape[1] + options.max_new_tokens
         if length > limit:

@@ -49,6 +49,8 @@ def test_a_closed_standard_output_is_one_line(arguments: str) -> None:
 def test_a_signal_is_one_line_also_during_imports(number: int, code: int, seconds: float) -> None:
     # the program says that it has started, and goes on importing
     start = "from kvcli.cli import start; start._open_streams = lambda: print(flush=True); start.main()"
+    # a parent such as nohup may ignore signals, and children inherit that
+    start = f"import signal; signal.signal({int(number)}, signal.default_int_handler); {start}"
     command = [sys.executable, "-c", start, "generate", "--prompt", "-"]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
