@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from factories import make_spec
+from factories import make_spec, record
 
 import kvcli
 from kvcli.errors import ConfigError
+from kvcli.fit import fit_recording
 from kvcli.methods.scalar.per_channel import PerChannelKey
 from kvcli.methods.squat.codec import SQuatKey, SQuatState
 from kvcli.methods.squat.config import SQuatConfig
 from kvcli.methods.squat.subspace import correction, leading_factor, query_gram
+from kvcli.registry import get_method
 
 
 def finalized(config: SQuatConfig, queries: torch.Tensor) -> tuple[SQuatKey, SQuatState]:
@@ -121,3 +124,10 @@ def test_a_calibrated_subspace_needs_its_artifact(tiny_model: Any) -> None:
         torch.no_grad(),
     ):
         tiny_model(torch.randint(3, 97, (1, 20)), past_key_values=session.new_cache())
+
+
+def test_a_subspace_from_the_prompt_is_not_fitted(tiny_model: Any, tmp_path: Path) -> None:
+    recording = record(tiny_model, tmp_path / "samples")
+    config = SQuatConfig(group_size=4, residual_length=4, subspace_source="prompt")
+    with pytest.raises(ConfigError, match="set subspace_source=calibration"):
+        fit_recording(recording, get_method("squat"), config, tmp_path / "run")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from kvcli.errors import ConfigError
 from kvcli.methods.base import LayerCodec
 from kvcli.methods.method import FitReport
 from kvcli.methods.scalar.per_token import PerTokenValue
@@ -25,7 +26,12 @@ def fit_subspace(
     Returns:
         `subspace_energy`: for each kv head, the share of the queries' squared norm that the leading `subspace_dim`
         directions hold (sum of the leading squared singular values / sum of all).
+
+    Raises:
+        ConfigError: settings whose subspace comes from the prompt.
     """
+    if config.subspace_source != "calibration":
+        raise ConfigError("only a subspace from calibration can be fitted; set subspace_source=calibration")
     key = codec.key
     queries = train.q if key.query_space == "pre_rope" else train.rotated_queries()
     gram = query_gram(queries.unsqueeze(0), key.spec.num_kv_heads)[0]
