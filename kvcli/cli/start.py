@@ -31,9 +31,15 @@ def main() -> None:
 
 
 def stop_reason() -> KeyboardInterrupt | None:
-    """What a signal that arrived asks for; an import may turn the exception that it raised into another one."""
+    """What a signal that arrived asks for, for the one who reports it: it is not raised again after this call."""
     if _stopped_by is None:
         return None
+    if hasattr(signal, "setitimer"):
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    return _exception()
+
+
+def _exception() -> KeyboardInterrupt:
     return KeyboardInterrupt() if _stopped_by == signal.SIGINT else Terminated()
 
 
@@ -53,20 +59,24 @@ def _stop(number: int, frame: FrameType | None) -> None:
     if _stopped_by is not None:
         os._exit(130 if number == signal.SIGINT else Terminated.exit_code)
     _stopped_by = number
-    _stop_again(number, frame)
+    if hasattr(signal, "setitimer"):
+        signal.setitimer(signal.ITIMER_REAL, 0.1, 0.1)
+    raise _exception()
 
 
 def _stop_again(number: int, frame: FrameType | None) -> None:
-    reason = stop_reason()
-    if reason is not None:
-        raise reason
+    """Raises a stop again that a library caught and dropped, as modules do while they are imported."""
+    handled = sys.exc_info()[1]
+    while handled is not None:  # somebody's except or finally is at work on it
+        if isinstance(handled, KeyboardInterrupt):
+            return
+        handled = handled.__context__
+    raise _exception()
 
 
 def _unraisable(hook: Any) -> None:
-    """Raises a stop again that fell into a callback, where Python would print and drop it."""
-    if isinstance(hook.exc_value, KeyboardInterrupt):
-        signal.setitimer(signal.ITIMER_REAL, 0.02)
-    else:
+    """Drops a stop that fell into a callback, in silence: the timer raises it again."""
+    if not isinstance(hook.exc_value, KeyboardInterrupt):
         sys.__unraisablehook__(hook)
 
 

@@ -65,6 +65,33 @@ def test_a_signal_is_one_line_also_during_imports(number: int, code: int, second
     assert said.count("\n") == 1
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 4)])
+def test_a_signal_that_an_import_drops_is_raised_again(tmp_path: Path, number: int, code: int) -> None:
+    drops = f"""
+import os, time
+try:
+    os.kill(os.getpid(), {int(number)})
+except BaseException:
+    pass
+try:  # a cleanup of 0.3 s is not interrupted
+    raise KeyboardInterrupt
+except KeyboardInterrupt:
+    time.sleep(0.3)
+    print("cleaned")
+time.sleep(10)
+"""
+    (tmp_path / "drops.py").write_text(drops)
+    program = "import sys; from kvcli.cli import start; start._open_streams = lambda: __import__('drops'); start.main()"
+    program = f"import signal; signal.signal({int(number)}, signal.default_int_handler); {program}"
+    begun = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", program, "methods"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (code, "cleaned\n")
+    assert done.stderr == f"error: {'interrupted' if code == 130 else 'terminated'}\n"
+    assert time.monotonic() - begun < 5
+
+
 def test_resuming_is_promised_by_commands_that_resume_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(*_: Any) -> None:
         raise KeyboardInterrupt
