@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 
 from kvcli.attention import reference
-from kvcli.cache.store import Unrotate
 from kvcli.cache.window import WindowTokens
 from kvcli.errors import UsageError
 from kvcli.kernels.launch import check_device, has_triton
 from kvcli.methods.base import LayerCodec
 from kvcli.methods.encoded import AttendCodes, PartialAttention
 from kvcli.methods.method import Method
-from kvcli.rope import Rotation
+from kvcli.rope import Rotation, Unrotate
 
 AttendWindow = Callable[[Tensor, WindowTokens, WindowTokens, Tensor | None, float, PartialAttention | None], Tensor]
 """Attention over window tokens merged with that over codes, as `kvcli.attention.reference.attend_window`."""

@@ -18,10 +18,11 @@ from kvcli.attention.layer import attend_layer
 from kvcli.cache.compressed import CompressedCache, NewTokens
 from kvcli.errors import CacheError, ConfigError, UnsupportedModelError, UsageError, explain
 from kvcli.methods.base import LayerCodec
-from kvcli.methods.config import CacheConfig
+from kvcli.methods.config import BiasOffsetConfig, CacheConfig
 from kvcli.methods.method import Method
 from kvcli.models import LoadedModel, fingerprint
 from kvcli.registry import parse_method
+from kvcli.seam.key_bias import key_biases
 from kvcli.seam.patch import RotaryOutput, Seam, find_decoder
 from kvcli.seam.sdpa import sdpa
 from kvcli.spec import ModelSpec
@@ -162,6 +163,9 @@ def attach(
         artifact.check_model(spec, digest, record.name)
         settings = artifact.config_with(config)
         codecs = artifact.build_codecs(settings)
+    if isinstance(settings, BiasOffsetConfig) and settings.key_offset == "bias":
+        for codec, bias in zip(codecs, key_biases(module, spec), strict=True):
+            codec.key_offset = bias
     device = _device_of_layers(module)
     for codec in codecs:
         codec.to(device).eval()

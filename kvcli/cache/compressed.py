@@ -251,7 +251,7 @@ class CompressedCache(Cache):
             position_bytes=self.sequences.nbytes,
             state_bytes=state,
             allocated_bytes=allocated + state + self.sequences.nbytes,
-            artifact_bytes=sum(codec.key.codebook_bytes() + codec.value.codebook_bytes() for codec in self._codecs),
+            artifact_bytes=sum(codec.fitted_bytes() for codec in self._codecs),
             fp16_bytes=num_tokens * self.spec.fp16_bytes_per_token(),
             key_bits=bits("key"),
             value_bits=bits("value"),

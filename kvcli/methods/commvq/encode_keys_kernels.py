@@ -29,13 +29,14 @@ _NO_CENTRE = tl.constexpr(NO_CENTRE)
 
 @triton.jit(do_not_specialize=["time"])
 def _norm_kernel(
-    x, stored, norms, stride_b, stride_h, stride_t, time, per_unit,
+    x, weights, stored, norms, stride_b, stride_h, stride_t, time, per_unit,
     HEADS: tl.constexpr, JOINT: tl.constexpr, D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """L2 norms of keys, over all heads (JOINT) or each.
+    """L2 norms of weighted keys, over all heads (JOINT) or each.
 
     Grid (ceil(time / BLOCK_T), batch * (1 if JOINT else HEADS)).
-    x [batch, HEADS, time, D] any float, strides of all but the last axis; stored float16 and norms float32
+    x [batch, HEADS, time, D] any float, strides of all but the last axis; weights float32 [HEADS, D] of the channels;
+    stored float16 and norms float32
     [batch, 1 or HEADS, time]; stored norms are multiplied by `per_unit`, and where one is 0, so is the other.
     BLOCK_D = D as a power of two.
     """
@@ -46,10 +47,12 @@ def _norm_kernel(
         base = x + i_row * stride_b
     else:
         base = x + (i_row // HEADS) * stride_b + (i_row % HEADS) * stride_h
+        weights += (i_row % HEADS) * D
     energy = tl.zeros((BLOCK_T,), tl.float32)
     for head in range(HEADS if JOINT else 1):
+        b_w = tl.load(weights + head * D + o_d, mask=o_d < D, other=0.0)
         b_x = tl.load(base + head * stride_h + o_t[:, None] * stride_t + o_d[None, :], mask=mask, other=0.0)
-        b_x = b_x.to(tl.float32)
+        b_x = b_x.to(tl.float32) * b_w[None, :]
         energy += tl.sum(b_x * b_x, axis=1)
     norm = tl.sqrt_rn(energy)
     half = tl.minimum(norm * per_unit, 65504.0).to(tl.float16)
@@ -217,14 +220,14 @@ def encode_keys(x: Tensor, tables: SearchTables, joint: bool, rotary_dim: int) -
         uint8 [batch, 1, time, bytes] and float16 [batch, 1 or num_kv_heads, time, 1].
     """
     x = row_major(x)
-    stored, norms = _norms(x, joint)
+    stored, norms = _norms(x, tables.channel_weights, joint)
     codes = _search(x, norms, tables, joint, rotary_dim)
     packed = _pack(codes, 2 * (tables.codebook_size - 1).bit_length())
     return packed.view(x.shape[0], 1, x.shape[2], packed.shape[-1]), stored.unsqueeze(-1)
 
 
-def _norms(x: Tensor, joint: bool) -> tuple[Tensor, Tensor]:
-    """Norms over all heads or each: float16 to be stored in units, float32 to divide by, [batch, 1 or heads, time]."""
+def _norms(x: Tensor, weights: Tensor, joint: bool) -> tuple[Tensor, Tensor]:
+    """Norms of weighted keys: float16 to be stored in units, float32 to divide by, [batch, 1 or heads, time]."""
     batch, heads, time, width = x.shape
     rows = 1 if joint else heads
     stored = torch.empty(batch, rows, time, dtype=torch.float16, device=x.device)
@@ -232,7 +235,7 @@ def _norms(x: Tensor, joint: bool) -> tuple[Tensor, Tensor]:
     block = 32
     if x.numel():
         _norm_kernel[(cdiv(time, block), batch * rows)](
-            x, stored, norms, *x.stride()[:3], time, 1 / norm_unit(heads * width if joint else width),
+            x, weights, stored, norms, *x.stride()[:3], time, 1 / norm_unit(heads * width if joint else width),
             HEADS=heads, JOINT=joint, D=width, BLOCK_T=block, BLOCK_D=power_of_two(width), num_warps=4,
         )  # fmt: skip
     return stored, norms
