@@ -16,9 +16,9 @@ from kvcli.artifact.metadata import REMEDY, WEIGHTS
 from kvcli.artifact.reading import read_folder
 from kvcli.artifact.writing import folder_of_its_own, write_folder
 from kvcli.errors import ArtifactError, ConfigError, explain
+from kvcli.fingerprint import differs
 from kvcli.methods.base import LayerCodec
 from kvcli.methods.config import CacheConfig
-from kvcli.models import same_model
 from kvcli.registry import get_method
 from kvcli.spec import ModelSpec
 
@@ -90,12 +90,12 @@ class Artifact:
             )
             raise ArtifactError(f"the artifact was made for {self.metadata['model']}, whose shapes differ: {differing}")
         try:
-            same = same_model(fingerprint, self.metadata["fingerprint"])
-        except (ValueError, IndexError) as error:
+            reason = differs(fingerprint, self.metadata["fingerprint"])
+        except ValueError as error:
             raise ArtifactError(f"the artifact's fingerprint of its model cannot be read; {REMEDY}") from error
-        if not same:
+        if reason is not None:
             raise ArtifactError(
-                f"the artifact was made for {self.metadata['model']}, whose weights differ from this model's"
+                f"the artifact was made for {self.metadata['model']}, whose weights differ from this model's: {reason}"
             )
 
     def same_content(self, other: Artifact) -> bool:

@@ -17,10 +17,11 @@ from kvcli.attention.backend import choose_backend
 from kvcli.attention.layer import attend_layer
 from kvcli.cache.compressed import CompressedCache, NewTokens
 from kvcli.errors import CacheError, ConfigError, UnsupportedModelError, UsageError, explain
+from kvcli.fingerprint import fingerprint
 from kvcli.methods.base import LayerCodec
 from kvcli.methods.config import CacheConfig
 from kvcli.methods.method import Method
-from kvcli.models import LoadedModel, fingerprint
+from kvcli.models import LoadedModel
 from kvcli.registry import parse_method
 from kvcli.seam.patch import RotaryOutput, Seam, find_decoder
 from kvcli.seam.sdpa import sdpa
@@ -148,6 +149,7 @@ def attach(
     record, from_bits = parse_method(method)
     config = {**from_bits, **config}
     spec = loaded.spec if loaded is not None else ModelSpec.from_config(module.config)
+    device = _device_of_layers(module)
     if isinstance(artifact, (str, Path)):
         artifact = Artifact.load(artifact)
     if record.needs_artifact and artifact is None:
@@ -162,7 +164,6 @@ def attach(
         artifact.check_model(spec, digest, record.name)
         settings = artifact.config_with(config)
         codecs = artifact.build_codecs(settings)
-    device = _device_of_layers(module)
     for codec in codecs:
         codec.to(device).eval()
     return Session(module, spec, record, settings, codecs, impl)
