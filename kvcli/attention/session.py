@@ -48,7 +48,7 @@ class Session:
         self.backend = choose_backend(method, codecs, impl, _device_of_layers(model))
         for codec in codecs:
             codec.use_kernels(self.backend.impl == "fused")
-        self._seam = Seam(model, self._attend, self._check_call)
+        self._seam = Seam(model, self._attend, self._check_call, self._check_drafts)
         self._seam.open()
 
     def new_cache(self) -> CompressedCache:
@@ -74,6 +74,11 @@ class Session:
             raise CacheError(
                 "while a model is attached, pass past_key_values=session.new_cache() to it, or use_cache=False"
             )
+
+    def _check_drafts(self, cache: Any) -> None:
+        """Raises CacheError where drafted tokens could not be removed from a cache again."""
+        if isinstance(cache, CompressedCache):
+            cache.sequences.check_rollback()
 
     def _attend(
         self,
