@@ -5,6 +5,7 @@ A codec sees tensors of one layer. It does not know about caches, models, files 
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -141,15 +142,24 @@ class Codec(nn.Module, ABC, Generic[CodesT, StateT]):
         """
         key = (like.dtype, like.device)
         if key not in self._encoded_groups:
-            fused, self.fused = self.fused, False
-            state: Any = self.new_state(1, like.device)
-            if state is not None and isinstance(self, KeyCodec):
-                self.finalize_state(state, [0])
+            # a copy that shares all tensors: other threads may be encoding with this codec
+            reference = copy.copy(self)
+            reference.fused = False
+            state: Any = reference.new_state(1, like.device)
+            if state is not None and isinstance(reference, KeyCodec):
+                reference.finalize_state(state, [0])
             group = like.new_zeros(1, like.shape[1], self.tokens_per_group, like.shape[3])
             with torch.autocast(like.device.type, enabled=False):
-                self._encoded_groups[key] = self.encode(group, state)
-            self.fused = fused
+                self._encoded_groups.setdefault(key, reference.encode(group, state))
         return self._encoded_groups[key]
+
+    def kernel_note(self, device: torch.device) -> str | None:
+        """What encoding on a device does without its kernels, and why; None if it uses them or has none.
+
+        Args:
+            device: where tokens will be encoded.
+        """
+        return None
 
     def randomize_(self, generator: torch.Generator) -> None:
         """Fills the buffers that a fit would fill with random values, in place, for measuring speed and memory.
