@@ -140,13 +140,16 @@ def _flush(
     codec: LayerCodec, keys: LayerStore, values: LayerStore, forward: Forward, backend: AttentionBackend, query: Tensor
 ) -> None:
     """Encodes what the schedules flush, keys and values of long prompts on two streams."""
+    layer = f"layer {forward.sequences.layer}"
+    note_keys = forward.ranges.of(f"{layer}: keys", codec.key.max_magnitude)
+    note_values = forward.ranges.of(f"{layer}: values", codec.value.max_magnitude)
     with side_stream(query.device, enabled=query.shape[2] >= _MIN_SIDE_STREAM_TOKENS) as side:
         with side:
-            values.encode(forward.values)
+            values.encode(forward.values, note=note_values)
         if codec.key.space == "pre_rope":
-            keys.encode(forward.keys, forward.flush_rotations, backend.unrotate)
+            keys.encode(forward.keys, forward.flush_rotations, backend.unrotate, note_keys)
         else:
-            keys.encode(forward.keys)
+            keys.encode(forward.keys, note=note_keys)
     keys.evict(forward.keys)
     values.evict(forward.values)
 

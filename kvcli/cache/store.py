@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvcli.cache.counts import Counts, Eviction, FlushPlan, WindowLayout
 from kvcli.cache.forward import Forward, ordinary_tensors
+from kvcli.cache.ranges import Note
 from kvcli.cache.window import WindowTokens
 from kvcli.methods.base import Codec, Codes, KeyCodec
 from kvcli.rope import Rotation
@@ -145,13 +146,20 @@ class LayerStore:
         """Sinks and residual window of every row, before the flush of the plan."""
         return WindowTokens(self.window, plan.longest, self.sink_length, self.layout.gap)
 
-    def encode(self, plan: FlushPlan, rotations: Sequence[Rotation] = (), unrotate: Unrotate | None = None) -> None:
+    def encode(
+        self,
+        plan: FlushPlan,
+        rotations: Sequence[Rotation] = (),
+        unrotate: Unrotate | None = None,
+        note: Note | None = None,
+    ) -> None:
         """Encodes the oldest window tokens into the code buffer, where `reserve` made room; keeps no new allocation.
 
         Args:
             plan: names rows and tokens.
             rotations: RoPE of the tokens of each eviction, for keys whose codec works before RoPE; else empty.
             unrotate: inverse RoPE.
+            note: called with what is about to be encoded.
         """
         for i, eviction in enumerate(plan.evictions):
             if not eviction.count:
@@ -159,6 +167,8 @@ class LayerStore:
             tokens = self._evicted(eviction)
             if unrotate is not None and rotations:
                 tokens = unrotate(rotations[i], tokens)
+            if note is not None:
+                note(eviction, tokens)
             self._encode(eviction, tokens)
 
     def evict(self, plan: FlushPlan) -> None:

@@ -85,6 +85,9 @@ class Codec(nn.Module, ABC, Generic[CodesT, StateT]):
     tokens_per_group: int = 1
     """Tokens that are encoded together; `encode` takes whole groups."""
 
+    max_magnitude: float = FP16_MAX
+    """Largest magnitude of a number that codes hold; a cache refuses larger ones."""
+
     fused: bool = False
     """Whether `encode` runs in Triton kernels, where the codec has them; set by the session."""
 
