@@ -19,6 +19,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from kvcli.errors import ModelError
 from kvcli.rope import Rope, Rotation
 from kvcli.seam.identity import identity_factors
+from kvcli.seam.untraced import untraced
 
 _ATTENTION_NAME = "kvcli"
 _ATTRIBUTE = "kvcli_seam"
@@ -68,6 +69,7 @@ class _PreRopeRotary(nn.Module):
         self.inner = inner
         self.seam = seam
 
+    @untraced
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         cos, sin = self.inner(x, position_ids=position_ids)
         self.seam.current.output = RotaryOutput(position_ids, Rotation.from_model(cos, sin))
@@ -186,6 +188,7 @@ class Seam:
         if module.layer_idx == self._last_layer:
             self.current.output = None
 
+    @untraced
     def _before_pass(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Refuses arguments and settings that this attention would ignore."""
         call, config = {**dict(zip(self._parameters, args, strict=False)), **kwargs}, self.model.config
@@ -203,6 +206,7 @@ class Seam:
             call["use_cache"] = False  # as transformers does
         self.check_call(call)
 
+    @untraced
     def _after_pass(self, *args: Any) -> None:
         """Forgets the pass, also one that died between two layers."""
         self.current.output = None
@@ -232,6 +236,7 @@ class Seam:
         self.close()
 
 
+@untraced
 def _attention(
     module: nn.Module,
     query: Tensor,

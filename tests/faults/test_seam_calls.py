@@ -222,3 +222,14 @@ def test_drafts_are_refused_by_transformers_without_a_hook_for_caches(
             tiny_model.generate(ids(20), past_key_values=cache, max_new_tokens=30, prompt_lookup_num_tokens=3)
         assert cache.get_seq_length() == 0
     assert vars(tiny_model).keys() == before.keys()
+
+
+def test_a_compiled_model() -> None:
+    """The patch itself is not traced: a cache is written in order, by what really happens."""
+    model, prompt = make_model("llama", num_hidden_layers=1), {"max_new_tokens": 3, "do_sample": False}
+    expected = model.generate(ids(12), **prompt)
+    with kvcli.attach(model, "fp16", **WINDOW) as session:
+        model.compile(backend="eager")
+        found = model.generate(ids(12), past_key_values=session.new_cache(), **prompt)
+    torch._dynamo.reset()
+    assert torch.equal(found, expected)

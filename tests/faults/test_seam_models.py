@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -169,6 +171,13 @@ def test_a_merged_adapter_makes_another_model(tiny_model: Any, tiny_artifact: Ca
     merged = with_adapter(tiny_model).merge_and_unload()
     with pytest.raises(ArtifactError, match=r"weights .* differ by .* %.* or an adapter that was merged"):
         kvcli.attach(merged, "commvq", artifact=artifact)
+
+
+def test_commands_are_silent_about_an_installed_torchao(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "kvcli", "generate", str(tmp_path), "--prompt", "hi"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert "config.json" in done.stderr
 
 
 def test_offloaded_layers_are_refused(tiny_model: Any, tiny_artifact: Callable[[Any], Artifact]) -> None:
