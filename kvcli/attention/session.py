@@ -151,6 +151,8 @@ def attach(
     """
     loaded = model if isinstance(model, LoadedModel) else None
     module: Any = model.model if isinstance(model, LoadedModel) else model
+    if not isinstance(module, nn.Module) or not hasattr(module, "config"):
+        raise UnsupportedModelError(f"'{type(module).__name__}' is not a model of transformers; attach takes one")
     record, from_bits = parse_method(method)
     config = {**from_bits, **config}
     spec = loaded.spec if loaded is not None else ModelSpec.from_config(module.config)

@@ -173,6 +173,12 @@ def test_a_merged_adapter_makes_another_model(tiny_model: Any, tiny_artifact: Ca
         kvcli.attach(merged, "commvq", artifact=artifact)
 
 
+@pytest.mark.parametrize("thing", [object(), nn.Linear(2, 2)])
+def test_what_is_no_model_is_refused(thing: Any) -> None:
+    with pytest.raises(UnsupportedModelError, match="is not a model of transformers"):
+        kvcli.attach(thing, "kivi-2")
+
+
 def test_commands_are_silent_about_an_installed_torchao(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "kvcli", "generate", str(tmp_path), "--prompt", "hi"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
