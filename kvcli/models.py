@@ -5,8 +5,6 @@ This module does not know what is done with a model once it is loaded, nor how f
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 import shutil
 import tempfile
@@ -30,6 +28,7 @@ from kvcli.builtin_models import (
 )
 from kvcli.checkpoint import cannot_load, load_checkpoint, load_gguf, read_config
 from kvcli.errors import ModelError, UsageError, suggestion
+from kvcli.fingerprint import fingerprint
 from kvcli.hub import download_config, download_model
 from kvcli.spec import ModelSpec
 
@@ -161,30 +160,6 @@ def not_finite(model: Any, using: str, again: Callable[[], object]) -> ModelErro
             hook.remove()
     where = f"from layer {bad[0]} on" if bad else "in the logits, after the last layer or after the prompt"
     return ModelError(f"with {using}, the model's values are not finite {where}; try another dtype, such as float32")
-
-
-def fingerprint(model: torch.nn.Module, spec: ModelSpec) -> str:
-    """Identifies a model by its shapes and a sample of its key and value projections.
-
-    Returns:
-        16 hexadecimal digits of the shapes' sha256, a colon, and two weights per projection as float16 in hexadecimal;
-        to be compared with `same_model`, because a model loaded in another dtype has its weights rounded.
-    """
-    shapes = hashlib.sha256(json.dumps(spec.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
-    sample = [
-        weight.detach().flatten()[[0, weight.numel() // 2]].to("cpu", torch.float16)
-        for name, weight in sorted(model.named_parameters())
-        if name.endswith(("k_proj.weight", "v_proj.weight"))
-    ]
-    return f"{shapes}:{b''.join(x.numpy().tobytes() for x in sample).hex()}"
-
-
-def same_model(first: str, second: str) -> bool:
-    """Whether two fingerprints are of the same model, up to the rounding of 16-bit dtypes."""
-    if len(first) != len(second) or first.split(":", maxsplit=1)[0] != second.split(":", maxsplit=1)[0]:
-        return False
-    a, b = (torch.frombuffer(bytearray.fromhex(x.split(":")[1]), dtype=torch.float16).float() for x in (first, second))
-    return bool(((a - b).abs() <= 0.01 * a.abs() + 1e-6).all())
 
 
 def fetch_builtin(builtin: BuiltinModel, say: Say) -> Path:

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from kvcli.calibrate.collect import CollectConfig, collect
+from kvcli.fingerprint import fingerprint
 from kvcli.methods.commvq.config import CommVQConfig
 from kvcli.methods.commvq.fit_keys import fit_keys
 from kvcli.methods.commvq.keys import CommVQKeyCodec
-from kvcli.models import LoadedModel, fingerprint
+from kvcli.models import LoadedModel
 from kvcli.samples import Recording
 from kvcli.spec import ModelSpec, RopeSpec
 

@@ -131,7 +131,7 @@ ROOMS = [
     ("_version", "errors", "files", "packing"),
     ("builtin_models", "machine", "registry"),
     ("spec",),
-    ("rope",),
+    ("fingerprint", "rope"),
     ("samples",),
     ("checkpoint", "hub"),
     ("models", "seam"),

@@ -16,7 +16,8 @@ from factories import make_model
 from kvcli import builtin_models, models
 from kvcli.builtin_models import BuiltinModel, Wheel
 from kvcli.errors import ModelError, UnsupportedModelError
-from kvcli.models import fetch_builtin, fingerprint, load_model, same_model
+from kvcli.fingerprint import fingerprint, same_model
+from kvcli.models import fetch_builtin, load_model
 from kvcli.spec import ModelSpec
 
 

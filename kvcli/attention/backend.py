@@ -38,7 +38,7 @@ class AttentionBackend:
         rotate_and_append: RoPE of new tokens into the window.
         unrotate: inverse RoPE of window keys, for codecs that work before RoPE.
         max_queries: see `attend_codes`.
-        note: why `attend_codes` is not a kernel of the method's own; None if it is, or for the reference.
+        note: why `attend_codes` is not a kernel of the method's own, or encoding uses none; None for the reference.
     """
 
     impl: str
@@ -96,6 +96,10 @@ def choose_backend(method: Method, codecs: Sequence[LayerCodec], impl: str, devi
             raise UsageError(f"the attention kernel of {method.name} does not support {reason}; use --impl auto")
         else:
             note = f"the attention kernel of {method.name} does not support {reason}: blocks of codes are decoded"
+    encoding = next(
+        (x for codec in codecs for x in (codec.key.kernel_note(device), codec.value.kernel_note(device)) if x), None
+    )
+    note = "; ".join(filter(None, (note, encoding))) or None
     return AttentionBackend(
         impl="fused",
         attend_codes=attend_codes,

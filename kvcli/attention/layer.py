@@ -141,14 +141,19 @@ def _flush(
     codec: LayerCodec, keys: LayerStore, values: LayerStore, forward: Forward, backend: AttentionBackend, query: Tensor
 ) -> None:
     """Encodes what the schedules flush, keys and values of long prompts on two streams."""
+    layer = f"layer {forward.sequences.layer}"
+    note_keys = forward.ranges.of(f"{layer}: keys", codec.key)
+    note_values = forward.ranges.of(f"{layer}: values", codec.value)
     with side_stream(query.device, enabled=query.shape[2] >= _MIN_SIDE_STREAM_TOKENS) as side:
         with side:
-            values.encode(forward.values)
+            values.encode(forward.values, note=note_values)
         if codec.needs_rotations:
             rotations = forward.flush_rotations
-            keys.encode(forward.keys, lambda i, x: codec.encoder_input(x, rotations[i], backend.unrotate))
+            keys.encode(
+                forward.keys, lambda i, x: codec.encoder_input(x, rotations[i], backend.unrotate), note=note_keys
+            )
         else:
-            keys.encode(forward.keys)
+            keys.encode(forward.keys, note=note_keys)
     keys.evict(forward.keys)
     values.evict(forward.values)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvcli.cache.counts import Counts, Eviction, FlushPlan, WindowLayout
 from kvcli.cache.forward import Forward, ordinary_tensors
+from kvcli.cache.ranges import Note
 from kvcli.cache.window import WindowTokens
 from kvcli.methods.base import Codec, Codes, KeyCodec
 
@@ -144,17 +145,23 @@ class LayerStore:
         """Sinks and residual window of every row, before the flush of the plan."""
         return WindowTokens(self.window, plan.longest, self.sink_length, self.layout.gap)
 
-    def encode(self, plan: FlushPlan, encoder_input: EncoderInput | None = None) -> None:
+    def encode(self, plan: FlushPlan, encoder_input: EncoderInput | None = None, note: Note | None = None) -> None:
         """Encodes the oldest window tokens into the code buffer, where `reserve` made room; keeps no new allocation.
 
         Args:
             plan: names rows and tokens.
             encoder_input: None where the codec takes window tokens as they are.
+            note: called with what is about to be encoded.
         """
         for i, eviction in enumerate(plan.evictions):
-            if eviction.count:
-                tokens = self._evicted(eviction)
-                self._encode(eviction, tokens if encoder_input is None else encoder_input(i, tokens))
+            if not eviction.count:
+                continue
+            tokens = self._evicted(eviction)
+            if encoder_input is not None:
+                tokens = encoder_input(i, tokens)
+            if note is not None:
+                note(eviction, tokens)
+            self._encode(eviction, tokens)
 
     def evict(self, plan: FlushPlan) -> None:
         """Removes the encoded tokens from the window, and gives back the memory that a long prompt took."""

@@ -5,6 +5,7 @@ A codec sees tensors of one layer. It does not know about caches, models, files 
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -85,6 +86,12 @@ class Codec(nn.Module, ABC, Generic[CodesT, StateT]):
     tokens_per_group: int = 1
     """Tokens that are encoded together; `encode` takes whole groups."""
 
+    max_magnitude: float = FP16_MAX
+    """Largest `peak` of what codes hold; a cache refuses more."""
+
+    calibrated_range: bool = False
+    """Whether `peak` is relative to what was calibrated, so that float16 numbers can exceed the range, too."""
+
     fused: bool = False
     """Whether `encode` runs in Triton kernels, where the codec has them; set by the session."""
 
@@ -115,6 +122,10 @@ class Codec(nn.Module, ABC, Generic[CodesT, StateT]):
         for name, x_codes in self.encode(x, state).tensors().items():
             getattr(codes, name).copy_(x_codes)
 
+    def peak(self, x: Tensor) -> Tensor:
+        """What `max_magnitude` limits, float32 []: the largest magnitude of x [batch, num_kv_heads, time, head_dim]."""
+        return torch.linalg.vector_norm(x, float("inf"), dtype=torch.float32)
+
     @abstractmethod
     def decode(self, codes: CodesT, state: StateT) -> Tensor:
         """Inverse of `encode`: float32 [batch, num_kv_heads, time, head_dim]."""
@@ -142,15 +153,24 @@ class Codec(nn.Module, ABC, Generic[CodesT, StateT]):
         """
         key = (like.dtype, like.device)
         if key not in self._encoded_groups:
-            fused, self.fused = self.fused, False
-            state: Any = self.new_state(1, like.device)
-            if state is not None and isinstance(self, KeyCodec):
-                self.finalize_state(state, [0])
+            # a copy that shares all tensors: other threads may be encoding with this codec
+            reference = copy.copy(self)
+            reference.fused = False
+            state: Any = reference.new_state(1, like.device)
+            if state is not None and isinstance(reference, KeyCodec):
+                reference.finalize_state(state, [0])
             group = like.new_zeros(1, like.shape[1], self.tokens_per_group, like.shape[3])
             with torch.autocast(like.device.type, enabled=False):
-                self._encoded_groups[key] = self.encode(group, state)
-            self.fused = fused
+                self._encoded_groups.setdefault(key, reference.encode(group, state))
         return self._encoded_groups[key]
+
+    def kernel_note(self, device: torch.device) -> str | None:
+        """What encoding on a device does without its kernels, and why; None if it uses them or has none.
+
+        Args:
+            device: where tokens will be encoded.
+        """
+        return None
 
     def randomize_(self, generator: torch.Generator) -> None:
         """Fills the buffers that a fit would fill with random values, in place, for measuring speed and memory.

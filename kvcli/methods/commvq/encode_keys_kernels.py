@@ -19,12 +19,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvcli.kernels.constants import norm_unit
-from kvcli.kernels.launch import cdiv, power_of_two, row_major
+from kvcli.kernels.constants import TINY, norm_unit
+from kvcli.kernels.launch import cdiv, power_of_two, row_major, shared_memory_limit
+from kvcli.methods.commvq.codebook import centres, nearest
 from kvcli.methods.commvq.tables import NO_CENTRE, SearchTables
 from kvcli.packing import packed_size
+from kvcli.rope import to_pairs
 
 _NO_CENTRE = tl.constexpr(NO_CENTRE)
+
+_SMALL_TILE, _LARGE_TILE = (1, 16), (2, 32)
+"""Tokens per thread and lanes of the search."""
 
 
 @triton.jit(do_not_specialize=["time"])
@@ -241,13 +246,35 @@ def _norms(x: Tensor, weights: Tensor, joint: bool) -> tuple[Tensor, Tensor]:
     return stored, norms
 
 
-def search_tile(tokens: int) -> dict[str, int]:
-    """Tile, warps and stages of the search: small tiles where there are few tokens.
+def search_note(size: int, pairs: int, device: torch.device) -> str | None:
+    """Why the search of codebooks of N = `size` codewords and g = `pairs` cannot run in a kernel; None if it can."""
+    needed, limit = _shared_memory(size, pairs, _SMALL_TILE), shared_memory_limit(device)
+    if needed <= limit:
+        return None
+    return (
+        f"keys are encoded in PyTorch: the search of {size} codewords needs {needed} bytes of shared memory, "
+        f"and the GPU has {limit} per block"
+    )
+
+
+def _shared_memory(size: int, pairs: int, tile: tuple[int, int]) -> int:
+    """An upper bound of the search's shared memory in bytes.
+
+    The terms are those of Triton 3.7 for compute capability 8.0 and 9.0 (N 64 to 256, g 32 and 64): it is exact at
+    N = 256 and up to 18 KiB too large below.
+    """
+    rows, width = max(16, power_of_two(size)), max(16, power_of_two(pairs))
+    per_row = 4 * tile[0] * tile[1] + 4 * width
+    return rows * per_row + (0 if rows >= 256 else 18 * 1024)
+
+
+def search_tile(tokens: int, small: bool = False) -> dict[str, int]:
+    """Tile, warps and stages of the search: small tiles where there are few tokens, or where `small` asks for them.
 
     From 64 tokens per tile, products run on Hopper's warp groups, a warp for 16 tokens: 8 warps on 64 tokens would hold
     them twice, and failed on an H200 (illegal memory access, triton 3.6) though no address is out of bounds.
     """
-    per_thread, lanes = (1, 16) if tokens <= 512 else (2, 32)
+    per_thread, lanes = _SMALL_TILE if tokens <= 512 or small else _LARGE_TILE
     return {"TOKENS_PER_THREAD": per_thread, "LANES": lanes, "BLOCK_B": 8, "num_warps": 4, "num_stages": 1}
 
 
@@ -257,7 +284,9 @@ def _search(x: Tensor, norms: Tensor, tables: SearchTables, joint: bool, rotary_
     problems, pairs = tables.weights.shape
     stages, size = tables.books.shape[1], tables.codebook_size
     codes = torch.empty(batch * time, problems * stages, dtype=torch.int32, device=x.device)
-    tile = search_tile(batch * time)
+    if search_note(size, pairs, x.device) is not None:
+        return _search_in_torch(x, norms, tables, joint, rotary_dim)
+    tile = search_tile(batch * time, _shared_memory(size, pairs, _LARGE_TILE) > shared_memory_limit(x.device))
     if x.numel():
         _search_kernel[(cdiv(batch * time, tile["TOKENS_PER_THREAD"] * tile["LANES"]), problems)](
             x, norms, tables.weights, tables.units, tables.pow2_scales, tables.fixed_point_scales,
@@ -267,6 +296,24 @@ def _search(x: Tensor, norms: Tensor, tables: SearchTables, joint: bool, rotary_
             BLOCK_N=max(16, size), BLOCK_G=max(16, power_of_two(pairs)), **tile,
         )  # fmt: skip
     return codes
+
+
+def _search_in_torch(x: Tensor, norms: Tensor, tables: SearchTables, joint: bool, rotary_dim: int) -> Tensor:
+    """`_search` without a kernel, for GPUs whose shared memory is too small for it."""
+    heads, width = x.shape[1], x.shape[3]
+    problems, pairs = tables.weights.shape
+    unit = torch.where(norms.unsqueeze(-1) > 0, x.float() / norms.unsqueeze(-1).clamp_min(TINY), 0.0)
+    unit = to_pairs(unit * (heads * width if joint else width) ** 0.5, rotary_dim)
+    rows = unit.unflatten(-2, (problems // heads, pairs)).permute(1, 3, 0, 2, 4, 5).flatten(0, 1).flatten(1, 2)
+    residual = (rows * tables.weights[:, None, :, None]).flatten(-2)
+    planes = tables.books[:, :, : tables.codebook_size].float().unflatten(-1, (2, -1))[..., :pairs]
+    books = (planes * tables.units[:, None, None, None, :]).transpose(-1, -2).flatten(-2)
+    stages = []
+    for book in books.unbind(1):
+        first, second = nearest(residual, book)
+        residual = residual - centres(book, first, second)
+        stages.append(first * tables.codebook_size + second)
+    return torch.stack(stages, dim=-1).permute(1, 0, 2).flatten(1).int()
 
 
 def _pack(codes: Tensor, n_bits: int) -> Tensor:

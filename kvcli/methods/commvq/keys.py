@@ -56,6 +56,7 @@ class CommVQKeyCodec(KeyCodec[CommVQKeyCodes, None]):
     """
 
     space: Space = "pre_rope"
+    calibrated_range = True
 
     def __init__(self, spec: ModelSpec, config: CommVQConfig) -> None:
         super().__init__()
@@ -132,6 +133,17 @@ class CommVQKeyCodec(KeyCodec[CommVQKeyCodes, None]):
     def books(self) -> Tensor:
         """The codebooks of all problems and stages: float32 [heads * groups, R, N, 2g]."""
         return (self.codebook * self.codebook_scale.repeat_interleave(2, -1)[:, :, None, None]).flatten(0, 1)
+
+    def kernel_note(self, device: torch.device) -> str | None:
+        from kvcli.methods.commvq.encode_keys_kernels import search_note
+
+        return search_note(self.config.codebook_size, self.config.pairs_per_group, device)
+
+    def peak(self, x: Tensor) -> Tensor:
+        """The largest norm of weighted keys as it would be stored."""
+        axes = (1, 3) if self.config.key_norm == "joint" else (3,)
+        norm = (x.float() * self.channel_weight()).square().sum(axes).amax().sqrt()
+        return norm / norm_unit(self.norm_width)
 
     def encode(self, x: Tensor, state: None = None) -> CommVQKeyCodes:
         if self.fused:
