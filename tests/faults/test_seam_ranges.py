@@ -6,12 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+from factories import fitted_keys, make_spec
 from test_cache_copies import attach, ids
 
 import kvcli
 from kvcli.cache import ranges
 from kvcli.cache.counts import Eviction
 from kvcli.errors import CacheError
+from kvcli.methods.commvq.config import CommVQConfig
+from kvcli.methods.commvq.method import METHOD
+from kvcli.registry import get_method
 
 LOSSY = ("kivi-2", "squat-2", "squat-pre-2", "qjl", "rtn-2", "fp8")
 
@@ -84,7 +88,33 @@ def test_single_tokens_on_a_gpu_are_not_waited_for(monkeypatch: pytest.MonkeyPat
 
     noted: list[Any] = []
     monkeypatch.setattr(torch.linalg, "vector_norm", lambda *args, **kwargs: noted.append(args) or torch.zeros(()))
-    note = ranges.Ranges().of("layer 0: keys", 65504.0)
+    note = ranges.Ranges().of("layer 0: keys", fp8_keys())
     for start, count in ((0, 1), (128, 1), (128, 63), (128, 64)):
         note(Eviction([0], count, start), OnGpu())  # type: ignore[arg-type]
     assert len(noted) == 2
+
+
+def fp8_keys() -> Any:
+    method = get_method("fp8")
+    return method.build(make_spec(), method.config_cls(), 0).key
+
+
+@pytest.mark.parametrize(("dtype", "factor"), [(torch.float16, 3e3), (torch.float32, 1e6)])
+@pytest.mark.parametrize("which", ["key", "value"])
+def test_commvq_refuses_what_is_far_beyond_its_calibration(dtype: torch.dtype, factor: float, which: str) -> None:
+    codec, keys = fitted_keys(make_spec(), CommVQConfig(codebook_size=8, num_residuals=2, key_iterations=2))
+    layer: Any = METHOD.build(make_spec(), codec.config, 0)
+    if which == "key":
+        part = codec
+        part.pair_weight.mul_(30)  # as if calibrated on keys of a thirtieth
+    else:
+        part = layer.value
+        part.channel_scale.fill_(0.01)
+    seen = ranges.Ranges()
+    note = seen.of("layer 3: numbers", part)
+    x = keys.unsqueeze(0).to(dtype)
+    note(Eviction([0], x.shape[2], 0), x)
+    seen.check()
+    note(Eviction([0], x.shape[2], 0), (x.float() * factor).to(dtype))
+    with pytest.raises(CacheError, match="layer 3: numbers relative to those calibrated reach"):
+        seen.check()
