@@ -10,8 +10,9 @@ import typer
 
 from kvcli.cli.bench_options import DEFAULT_MODEL, BenchOptions, check, parse_batches
 from kvcli.cli.bench_tables import attention_table, generate_table, memory_table
-from kvcli.cli.options import command, parse_settings
+from kvcli.cli.command import command
 from kvcli.cli.output import Output, parse_size
+from kvcli.cli.values import parse_settings
 from kvcli.errors import Terminated, UsageError
 from kvcli.registry import BASELINE, DEFAULT_METHOD, METHODS, get_method
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import typer
 from pydantic import Field
 
-from kvcli.cli.options import ModelOptions, command
+from kvcli.cli.command import command
+from kvcli.cli.options import ModelOptions
 from kvcli.cli.output import Output, size
 from kvcli.cli.paths import samples_folder
 

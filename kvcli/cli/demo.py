@@ -13,7 +13,8 @@ from pydantic import Field
 
 from kvcli.builtin_models import BUILTIN_MODELS, DEFAULT_MODEL
 from kvcli.cli import calibrate, evaluate, export, fit
-from kvcli.cli.options import Options, command
+from kvcli.cli.command import command
+from kvcli.cli.options import Options
 from kvcli.cli.output import Output, duration, size
 from kvcli.registry import BASELINE, DEFAULT_METHOD, fit_command, get_method
 

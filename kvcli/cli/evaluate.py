@@ -9,10 +9,12 @@ from typing import Any
 import typer
 from pydantic import Field
 
-from kvcli.cli.options import IMPL_HELP, ModelOptions, command, parse_settings
+from kvcli.cli.command import command
+from kvcli.cli.options import IMPL_HELP, ModelOptions
 from kvcli.cli.output import Output
 from kvcli.cli.paths import newest_artifact
 from kvcli.cli.tables import DataTable
+from kvcli.cli.values import parse_settings
 from kvcli.errors import ArtifactError
 from kvcli.registry import BASELINE, DEFAULT_METHOD, METHODS, get_method, parse_method
 

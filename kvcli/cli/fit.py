@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import typer
 from pydantic import Field, create_model
 
-from kvcli.cli.options import Options, command, parse_settings
+from kvcli.cli.command import command
+from kvcli.cli.options import Options
 from kvcli.cli.output import Output
 from kvcli.cli.paths import newest_samples, training_folder
+from kvcli.cli.values import parse_settings
 from kvcli.errors import UsageError
 from kvcli.registry import DEFAULT_METHOD, FIT_COMMANDS, FitCommand, fit_command, get_method, parse_method
 

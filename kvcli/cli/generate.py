@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 import typer
 from pydantic import Field
 
-from kvcli.cli.options import IMPL_HELP, ModelOptions, command, parse_settings
+from kvcli.cli.command import command
+from kvcli.cli.options import IMPL_HELP, ModelOptions
 from kvcli.cli.output import Output, size
 from kvcli.cli.paths import newest_artifact
+from kvcli.cli.values import parse_settings
 from kvcli.errors import UsageError
 from kvcli.registry import BASELINE, DEFAULT_METHOD
 

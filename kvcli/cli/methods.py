@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 import typer
 from pydantic import Field
 
-from kvcli.cli.options import Options, command
+from kvcli.cli.command import command
+from kvcli.cli.options import Options
 from kvcli.cli.output import Output
 from kvcli.cli.tables import DataTable
 from kvcli.registry import DEFAULT_METHOD

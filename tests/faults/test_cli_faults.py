@@ -96,7 +96,7 @@ def test_resuming_is_promised_by_commands_that_resume_alone(monkeypatch: pytest.
     def stop(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kvcli.cli.options._run", stop)
+    monkeypatch.setattr("kvcli.cli.command._run", stop)
     assert "to resume" in invoke("calibrate").stderr
     assert "start over" in invoke("generate").stderr
 
