@@ -117,7 +117,7 @@ class Artifact:
             raise ArtifactError(f"the artifact was made for {self.metadata['model']}, whose shapes differ: {differing}")
         try:
             same = same_model(fingerprint, self.metadata["fingerprint"])
-        except (ValueError, IndexError) as error:
+        except ValueError as error:
             raise ArtifactError(f"the artifact's fingerprint of its model cannot be read; {_REMEDY}") from error
         if not same:
             raise ArtifactError(

@@ -180,10 +180,16 @@ def fingerprint(model: torch.nn.Module, spec: ModelSpec) -> str:
 
 
 def same_model(first: str, second: str) -> bool:
-    """Whether two fingerprints are of the same model, up to the rounding of 16-bit dtypes."""
+    """Whether two fingerprints are of the same model, up to the rounding of 16-bit dtypes.
+
+    Raises:
+        ValueError: a fingerprint that cannot be read.
+    """
     if len(first) != len(second) or first.split(":", maxsplit=1)[0] != second.split(":", maxsplit=1)[0]:
         return False
-    a, b = (torch.frombuffer(bytearray.fromhex(x.split(":")[1]), dtype=torch.float16).float() for x in (first, second))
+    a, b = (
+        torch.frombuffer(bytearray.fromhex(x.partition(":")[2]), dtype=torch.float16).float() for x in (first, second)
+    )
     return bool(((a - b).abs() <= 0.01 * a.abs() + 1e-6).all())
 
 

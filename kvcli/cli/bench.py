@@ -266,4 +266,5 @@ def report_rows(
 def register(app: typer.Typer) -> None:
     """Adds the command."""
     example = f"kvcli bench --shape smollm2-135m --method {DEFAULT_METHOD}-1 --contexts 256 --repeats 5"
-    command(app, "bench", BenchOptions, example, ("model",))(run)
+    memory = "lower --contexts, --prompt-tokens, --batches or --prefill-chunk"
+    command(app, "bench", BenchOptions, example, ("model",), saves_memory=memory)(run)

@@ -23,8 +23,8 @@ class CalibrateOptions(ModelOptions):
 
     corpus: str | None = Field(
         default=None,
-        description="dataset on the hub, file or folder (parquet, jsonl, txt), '-' for standard input, or 'builtin'; "
-        "default: 'builtin' for the built-in model, FineWeb-Edu for others",
+        description="dataset on the hub, file or folder (parquet, jsonl, csv or txt, also .gz), '-' for standard input "
+        "or 'builtin'; default: 'builtin' for the built-in model, FineWeb-Edu for others",
     )
     corpus_name: str | None = Field(default=None, description="configuration of a hub dataset")
     corpus_split: str | None = Field(default=None, description="split of a hub dataset")
@@ -95,7 +95,8 @@ def corpus_config(options: CalibrateOptions) -> CorpusConfig:
     from kvcli.builtin_models import BUILTIN_MODELS
     from kvcli.calibrate.corpus import BUILTIN, FINEWEB_EDU, CorpusConfig
 
-    source = options.corpus or (BUILTIN if options.model in BUILTIN_MODELS else FINEWEB_EDU)
+    chosen = options.corpus
+    source = chosen if chosen is not None else (BUILTIN if options.model in BUILTIN_MODELS else FINEWEB_EDU)
     if source == FINEWEB_EDU:
         base = CorpusConfig.fineweb_edu()
     else:
@@ -112,4 +113,6 @@ def corpus_config(options: CalibrateOptions) -> CorpusConfig:
 
 def register(app: typer.Typer) -> None:
     """Adds the command."""
-    command(app, "calibrate", CalibrateOptions, "kvcli calibrate --tokens 32768", ("model",), resumes=True)(run)
+    memory = "lower --batch-size, --seq-len or --query-tokens"
+    example = "kvcli calibrate --tokens 32768"
+    command(app, "calibrate", CalibrateOptions, example, ("model",), resumes=True, saves_memory=memory)(run)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 import time
 from collections.abc import Callable, Collection
@@ -16,7 +17,7 @@ from kvcli.cli.next_command import next_command
 from kvcli.cli.output import Output, describe_error, duration
 from kvcli.cli.start import stop_reason
 from kvcli.cli.values import OptionsT, resolve
-from kvcli.errors import OutputError
+from kvcli.errors import OutputError, UsageError
 
 
 def command(
@@ -27,6 +28,7 @@ def command(
     arguments: tuple[str, ...] = (),
     settings: Collection[str] = (),
     resumes: bool = False,
+    saves_memory: str = "",
 ) -> Callable[[Callable[[OptionsT, Output], None]], Callable[[OptionsT, Output], None]]:
     """Registers a command whose flags are the fields of an options model.
 
@@ -38,6 +40,7 @@ def command(
         arguments: fields that are positional.
         settings: fields that are settings of a method, which the help shows apart.
         resumes: whether the same command goes on where it was interrupted.
+        saves_memory: what to do when memory does not suffice, such as `lower --batch-size`.
     """
 
     def register(run: Callable[[OptionsT, Output], None]) -> Callable[[OptionsT, Output], None]:
@@ -45,13 +48,13 @@ def command(
             shared = {name: given.pop(name) for name in SHARED_FLAGS}
             output = Output(shared["as_json"], shared["quiet"], shared["verbose"])
             try:
-                _run(run, name, options, given, shared, output)
+                _run(run, name, options, given, shared, output, arguments)
             except (typer.Exit, BrokenPipeError):
                 raise
             except (Exception, KeyboardInterrupt) as error:
                 if shared["debug"]:
                     raise
-                raise typer.Exit(_report(stop_reason() or error, output, resumes)) from None
+                raise typer.Exit(_report(stop_reason() or error, output, resumes, saves_memory)) from None
 
         invoke.__doc__ = run.__doc__
         made, annotations = signature(options, arguments, settings)
@@ -70,6 +73,7 @@ def _run(
     given: dict[str, Any],
     shared: dict[str, Any],
     output: Output,
+    arguments: Collection[str],
 ) -> None:
     """Runs a command and says what to do next.
 
@@ -80,12 +84,21 @@ def _run(
         given: its flags as typer read them.
         shared: the flags that all commands have.
         output: where it talks.
+        arguments: options that are positional.
+
+    Raises:
+        UsageError: both --quiet and --verbose.
     """
+    if output.quiet and output.verbose:
+        raise UsageError("--quiet and --verbose exclude each other")
     level = "info" if output.verbose else "error"
     for variable in ("TRANSFORMERS_VERBOSITY", "DATASETS_VERBOSITY", "HF_HUB_VERBOSITY"):
         os.environ.setdefault(variable, "critical" if level == "error" and "DATASETS" in variable else level)
+    if not output.verbose:
+        for noisy in ("torchao", "torch.utils._pytree"):  # they warn while they are imported
+            logging.getLogger(noisy).setLevel(logging.ERROR)
     started = time.monotonic()
-    chosen = resolve(options, given, shared["config"])
+    chosen = resolve(options, given, shared["config"], arguments)
     output.detail(f"options: {chosen.model_dump(mode='json')}")
     run(chosen, output)
     output.detail(f"took {duration(time.monotonic() - started)}{_peak_memory()}")
@@ -93,9 +106,9 @@ def _run(
         output.say(f"next: {following}")
 
 
-def _report(error: BaseException, output: Output, resumes: bool) -> int:
+def _report(error: BaseException, output: Output, resumes: bool, saves_memory: str) -> int:
     """Says an error in one line; returns the exit code."""
-    code, line = describe_error(error, resumes)
+    code, line = describe_error(error, resumes, saves_memory)
     if output.as_json and output.record is None:
         with suppress(OutputError):  # the line on standard error is all that can be said
             output.result({"error": line, "exit_code": code})

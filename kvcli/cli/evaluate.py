@@ -179,4 +179,5 @@ def register(app: typer.Typer) -> None:
     """Adds the command."""
     artifact = f"runs/smollm2-135m/{DEFAULT_METHOD}-2bit"
     example = f"kvcli eval --method {BASELINE} --artifact {artifact} --num-sequences 4"
-    command(app, "eval", EvalOptions, example, ("model",))(run)
+    memory = "lower --batch-size, --chunk, --seq-len or --num-sequences"
+    command(app, "eval", EvalOptions, example, ("model",), saves_memory=memory)(run)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection
-from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -20,8 +19,10 @@ _COMPLETED: dict[str, Collection[str]] = {"method": METHODS, "model": BUILTIN_MO
 SHARED_FLAGS: dict[str, tuple[Any, Any]] = {
     "as_json": (bool, typer.Option("--json", help="print one JSON object on standard output")),
     "config": (
-        Path | None,
-        typer.Option("--config", help="YAML file with options of the command, by the names that are shown here"),
+        str | None,
+        typer.Option(
+            "--config", metavar="PATH", help="YAML file with options of the command, by the names that are shown here"
+        ),
     ),
     "quiet": (bool, typer.Option("--quiet", "-q", help="print results, warnings and errors only")),
     "verbose": (bool, typer.Option("--verbose", "-v", help="print also what libraries say, time and memory")),

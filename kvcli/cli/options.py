@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from kvcli.builtin_models import DEFAULT_MODEL
 from kvcli.cli.output import Output
@@ -19,7 +19,7 @@ IMPL_HELP = "attention and encoding: auto (Triton kernels on a GPU, PyTorch else
 
 
 class Options(BaseModel):
-    """Options of every command.
+    """Base of the options of every command.
 
     Attributes:
         former_names: names that options had, which still work but are not shown.
@@ -28,16 +28,23 @@ class Options(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
     former_names: ClassVar[dict[str, str]] = {}
 
-    seed: int = Field(default=0, ge=0, lt=2**32, description="seed of every random choice")
-    device: str | None = Field(default=None, description="torch device; default: a GPU if there is one")
-
     @field_validator("*", mode="before")
     @classmethod
-    def _expand_paths(cls, value: Any, info: ValidationInfo) -> Any:
-        """`~` is the home folder, and an empty text is not the current folder."""
+    def _read_texts(cls, value: Any, info: ValidationInfo) -> Any:
+        """`~` is the home folder; an empty text is neither the current folder nor the same as no option."""
+        if info.field_name != "prompt" and isinstance(value, str) and not value.strip():
+            raise ValueError("an empty text")
         if info.field_name is None or not is_path(cls.model_fields[info.field_name].annotation):
             return value
-        return [_expanded(item) for item in value] if isinstance(value, list) else _expanded(value)
+        several = get_origin(cls.model_fields[info.field_name].annotation) is list
+        return [_expanded(item) for item in value] if several and isinstance(value, list) else _expanded(value)
+
+
+class ComputeOptions(Options):
+    """Options of commands that compute with torch."""
+
+    seed: int = Field(default=0, ge=0, lt=2**32, description="seed of every random choice")
+    device: str | None = Field(default=None, description="torch device; default: a GPU if there is one")
 
     def torch_device(self) -> str:
         """The device asked for, or a GPU if there is one.
@@ -57,7 +64,7 @@ class Options(BaseModel):
         return self.device
 
 
-class ModelOptions(Options):
+class ModelOptions(ComputeOptions):
     """Options of commands that load a model."""
 
     model: str = Field(default=DEFAULT_MODEL, description="built-in name, hub name, folder or .gguf file")
@@ -66,6 +73,12 @@ class ModelOptions(Options):
         default="auto", description="dtype of the model; auto: bfloat16 on a GPU, float32 on a CPU"
     )
     base_config: str | None = Field(default=None, description="config of the original model, for GGUF files")
+
+    @model_validator(mode="after")
+    def _check_model(self) -> Self:
+        if self.base_config is not None and not self.model.endswith(".gguf"):
+            raise ValueError(f"--base-config goes with a GGUF file, not with '{self.model}'")
+        return self
 
     def load(self, output: Output) -> LoadedModel:
         """Loads the model.
@@ -97,5 +110,7 @@ def is_path(annotation: Any) -> bool:
 
 def _expanded(value: Any) -> Any:
     if isinstance(value, str) and not value.strip():
-        raise ValueError("an empty path")
-    return Path(value).expanduser() if isinstance(value, (str, Path)) else value
+        raise ValueError("an empty text")
+    if value is not None and not isinstance(value, (str, Path)):
+        raise ValueError("not a path")
+    return None if value is None else Path(value).expanduser()

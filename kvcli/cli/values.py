@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,20 +15,30 @@ from kvcli.errors import ConfigError, suggestion
 OptionsT = TypeVar("OptionsT", bound=Options)
 
 
-def resolve(options: type[OptionsT], given: dict[str, Any], path: Path | None) -> OptionsT:
+def resolve(
+    options: type[OptionsT], given: dict[str, Any], path: str | None, arguments: Collection[str] = ()
+) -> OptionsT:
     """Flags over file over defaults.
+
+    Args:
+        options: the options of the command.
+        given: flags by name; None for those that are absent.
+        path: YAML file with options.
+        arguments: options that are positional, which errors name without dashes.
 
     Raises:
         ConfigError: a file that cannot be read, unknown keys (with a suggestion), or values that do not fit.
     """
-    values = {} if path is None else _read_config(path, options)
+    if path == "":
+        raise ConfigError("--config: an empty text")
+    values = {} if path is None else _read_config(Path(path), options)
     values.update(_renamed({name: value for name, value in given.items() if value is not None}, options))
     try:
         return options(**values)
     except ValidationError as error:
         first = error.errors()[0]
-        name = ".".join(map(str, first["loc"])).replace("_", "-")
-        flag = f"--{name}: " if name else ""
+        name = str(first["loc"][0]) if first["loc"] else ""
+        flag = f"{name.upper()}: " if name in arguments else f"--{name.replace('_', '-')}: " if name else ""
         got = f" (got {first['input']!r})" if name else ""  # a check of several options gets all of them
         raise ConfigError(f"{flag}{first['msg'].removeprefix('Value error, ')}{got}") from error
 
