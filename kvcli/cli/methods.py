@@ -102,7 +102,9 @@ def print_settings(name: str, output: Output) -> None:
         for setting, field in method.config_cls.model_fields.items()
     ]
     columns = ("name", "default", "range", "meaning")
-    cells = [[_shown(record[column]) for column in columns] for record in records]
+    cells = [
+        [record["name"], _shown(record["default"]), _short(record["range"]), record["meaning"]] for record in records
+    ]
     title = f"settings of {name}, for --setting NAME=VALUE"
     shown = DataTable(title, columns, cells, text_columns=len(columns), prose=("range", "meaning"))
     output.result({"method": name, "settings": records}, shown)
@@ -121,6 +123,11 @@ def value_range(field: FieldInfo) -> str:
 
 def _shown(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _short(values: str) -> str:
+    """A range with two ends without its first word."""
+    return values.removeprefix("from ") if " to " in values else values
 
 
 def print_bits(shape: str, contexts: list[int], output: Output) -> None:

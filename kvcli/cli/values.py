@@ -38,7 +38,7 @@ def resolve(
     except ValidationError as error:
         first = error.errors()[0]
         name = str(first["loc"][0]) if first["loc"] else ""
-        flag = f"{name.upper()}: " if name in arguments else f"--{name.replace('_', '-')}: " if name else ""
+        flag = f"{name}: " if name in arguments else f"--{name.replace('_', '-')}: " if name else ""
         got = f" (got {first['input']!r})" if name else ""  # a check of several options gets all of them
         raise ConfigError(f"{flag}{first['msg'].removeprefix('Value error, ')}{got}") from error
 

@@ -82,8 +82,8 @@ def test_values_without_a_meaning_are_refused(arguments: str, part: str) -> None
 
 
 def test_a_positional_argument_is_named_as_the_help_names_it() -> None:
-    assert "MODEL: an empty text" in said(invoke("generate", ""))
-    assert "RUNS: an empty text" in said(invoke("export", ""))
+    assert "error: model: an empty text" in said(invoke("generate", ""))
+    assert "error: runs: an empty text" in said(invoke("export", ""))
 
 
 @pytest.mark.parametrize("value", ["5", "[a]", "{a: 1}"])
