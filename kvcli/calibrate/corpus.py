@@ -107,6 +107,18 @@ def documents(config: CorpusConfig, stdin: TextIO | None = None) -> Iterator[str
             yield text
 
 
+def check_source(config: CorpusConfig) -> None:
+    """Checks a local source by its name, so that a mistake is found before a model is loaded.
+
+    Raises:
+        CorpusError: there is no such file or folder, none that can be read, or an option of hub datasets was given.
+    """
+    if config.source == "-":
+        _check_local(config)
+    else:
+        _local_files(config)
+
+
 def _shuffled(config: CorpusConfig) -> Iterable[dict[str, Any]]:
     """Opens the source with `datasets`, streaming."""
     import datasets

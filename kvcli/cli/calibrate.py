@@ -44,11 +44,12 @@ class CalibrateOptions(ModelOptions):
 def run(options: CalibrateOptions, output: Output) -> None:
     """Record pre-RoPE queries, keys and values of every layer over a calibration corpus."""
     from kvcli.calibrate.collect import CollectConfig, collect
-    from kvcli.calibrate.corpus import documents, token_sequences
+    from kvcli.calibrate.corpus import check_source, documents, token_sequences
 
     folder = options.out or samples_folder(options.model)
     corpus = corpus_config(options)
     output.settings(options.model_dump(mode="json"))
+    check_source(corpus)
     loaded = options.load(output)
     seq_len = min(options.seq_len, options.tokens, loaded.spec.max_position_embeddings)
     wanted = max(1, options.tokens // seq_len)

@@ -246,6 +246,16 @@ def test_a_missing_file_is_not_looked_for_on_the_hub(tmp_path: Path, name: str) 
         list(documents(CorpusConfig(name, "train")))
 
 
+@pytest.mark.parametrize("source", ["missing.jsonl", "folder", "a.md", "builtin --corpus-split nosuch"])
+def test_a_wrong_corpus_is_refused_before_a_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "a.md").write_text("text")
+    monkeypatch.setattr("kvcli.models.load_model", lambda *_, **__: pytest.fail("a model was loaded"))
+    assert source.split(maxsplit=1)[0] in said(invoke("calibrate", "--corpus", *source.split()), 1)
+
+
 def test_a_dataset_is_refused_at_once_when_the_hub_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
