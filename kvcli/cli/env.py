@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import typer
 
-from kvcli.cli.options import Options, command
+from kvcli.cli.command import command
+from kvcli.cli.options import Options
 from kvcli.cli.output import Output, size
 
 

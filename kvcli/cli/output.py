@@ -226,12 +226,13 @@ def _one_line(value: Any) -> str:
     return text if text.isprintable() else repr(text)
 
 
-def describe_error(error: BaseException, resumes: bool = True) -> tuple[int, str]:
+def describe_error(error: BaseException, resumes: bool = True, saves_memory: str = "") -> tuple[int, str]:
     """The exit code and the message of an error, one line.
 
     Args:
         error: any error.
         resumes: whether the command keeps what was finished when it is interrupted.
+        saves_memory: what to do when memory does not suffice.
     """
     text = " ".join(str(error).split())
     if isinstance(error, KvcliError):
@@ -247,10 +248,19 @@ def describe_error(error: BaseException, resumes: bool = True) -> tuple[int, str
         return 1, f"cannot write to {error.filename}: permission denied; choose another --out"
     if isinstance(error, OSError):
         return 1, f"{error.strerror or text}: {error.filename}; choose another path" if error.filename else text
-    if type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError):
-        return 1, "out of memory; lower --batch-size or --seq-len, or choose --device cpu"
+    if _out_of_memory(error):
+        return 1, f"out of memory; {saves_memory or 'end other programs, or use a machine with more'}"
     if type(error).__name__ == "SafetensorError":
         if "No space left" in text:
             return 1, "the disk is full; what was finished is kept: free some space and run the same command again"
         return 1, text
     return 1, f"unexpected {type(error).__name__}: {text} (run again with --debug for the traceback, and report it)"
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    """Whether memory of a GPU or of the machine did not suffice; torch has no class of its own for the latter."""
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error))
+    )

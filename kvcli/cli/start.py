@@ -26,6 +26,7 @@ def main() -> None:
         sys.stdout.flush()
     except BaseException as error:
         code = _last_resort(error)
+    stop_reason()  # no reminder of a signal comes after this
     for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # what was asked for is done
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_DFL)

@@ -33,7 +33,7 @@ class OutOfMemoryError(RuntimeError):
         (KeyboardInterrupt(), 130, "resume"),
         (OSError(28, "No space left on device", "f"), 1, "disk is full (f)"),
         (PermissionError(13, "Permission denied", "/root/x"), 1, "cannot write to /root/x"),
-        (OutOfMemoryError("CUDA out of memory"), 1, "--batch-size"),
+        (OutOfMemoryError("CUDA out of memory"), 1, "out of memory; "),
         (ZeroDivisionError("division by zero"), 1, "--debug"),
     ],
 )
