@@ -86,6 +86,7 @@ class ModelOptions(Options):
             dtype=dtype,
             base_config=self.base_config,
             say=output.say,
+            progress=output.progress,
             **revision,
         )
 
