@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from kvcli.errors import CorpusError, ModelError
 
 if TYPE_CHECKING:
-    from kvcli.builtin_models import Say
+    from kvcli.progress import Say
 
 _REACH_SECONDS = 4.0
 _CONFIG = ("config.json",)

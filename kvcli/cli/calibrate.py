@@ -24,7 +24,7 @@ class CalibrateOptions(ModelOptions):
     corpus: str | None = Field(
         default=None,
         description="dataset on the hub, file or folder (parquet, jsonl, csv or txt, also .gz), '-' for standard input "
-        "or 'builtin'; default: 'builtin' for the built-in model, FineWeb-Edu for others",
+        "or 'builtin'; default: 'builtin' for built-in models, FineWeb-Edu for others",
     )
     corpus_name: str | None = Field(default=None, description="configuration of a hub dataset")
     corpus_split: str | None = Field(default=None, description="split of a hub dataset")

@@ -52,7 +52,7 @@ def run(options: DemoOptions, output: Output) -> None:
     }
     shared: dict[str, Any] = {"seed": options.seed, "device": options.device}
     with _timed(seconds, "model"):
-        loaded = load_model(device=options.torch_device(), say=output.say)
+        loaded = load_model(device=options.torch_device(), say=output.say, progress=output.progress)
     with _timed(seconds, "calibrate"):
         settings = calibrate.CalibrateOptions(
             tokens=options.tokens, query_tokens=4096, out=folders["samples"], **shared

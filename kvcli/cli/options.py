@@ -99,6 +99,7 @@ class ModelOptions(ComputeOptions):
             dtype=dtype,
             base_config=self.base_config,
             say=output.say,
+            progress=output.progress,
             **revision,
         )
 

@@ -12,8 +12,10 @@ from io import StringIO
 from typing import Any
 
 from rich.console import Console, RenderableType
+from rich.filesize import decimal
 from rich.progress import (
     BarColumn,
+    DownloadColumn,
     MofNCompleteColumn,
     Progress,
     ProgressColumn,
@@ -27,10 +29,9 @@ from rich.text import Text
 from kvcli.cli.tables import DataTable
 from kvcli.errors import KvcliError, OutputError, Terminated, UsageError
 from kvcli.files import to_json
+from kvcli.progress import Advance
 
 _PLAIN_SECONDS = 10.0
-
-Advance = Callable[[int], None]
 
 
 class Output:
@@ -116,7 +117,7 @@ class Output:
             SpinnerColumn(),
             TextColumn("{task.description}"),
             BarColumn(bar_width=None),
-            MofNCompleteColumn(),
+            DownloadColumn() if unit == "B" else MofNCompleteColumn(),
             _Rate(unit),
             TimeElapsedColumn(),
             TextColumn("eta"),
@@ -136,7 +137,7 @@ class _Rate(ProgressColumn):
 
     def render(self, task: Task) -> Text:
         rate = task.completed / task.elapsed if task.elapsed else 0.0
-        return Text(f"{_rate(rate)} {self.unit}/s")
+        return Text(_rate(rate, self.unit))
 
 
 class _TimeLeft(ProgressColumn):
@@ -160,13 +161,19 @@ def _plain_progress(say: Callable[[str], None], label: str, total: int, unit: st
         state["said"] = now
         rate = state["done"] / max(now - started, 1e-9)
         left = (total - state["done"]) / rate if rate else 0.0
-        say(f"{label}: {state['done']:.0f}/{total} {unit}, {_rate(rate)} {unit}/s, eta {duration(left)}")
+        say(f"{label}: {_done(state['done'], total, unit)}, {_rate(rate, unit)}, eta {duration(left)}")
 
     return advance
 
 
-def _rate(rate: float) -> str:
-    return f"{rate:,.0f}" if rate >= 10 else f"{rate:.2f}"
+def _done(done: float, total: int, unit: str) -> str:
+    return f"{decimal(int(done))} of {decimal(total)}" if unit == "B" else f"{done:.0f}/{total} {unit}"
+
+
+def _rate(rate: float, unit: str) -> str:
+    if unit == "B":
+        return f"{decimal(int(rate))}/s"
+    return f"{rate:,.0f} {unit}/s" if rate >= 10 else f"{rate:.2f} {unit}/s"
 
 
 def duration(seconds: float) -> str:

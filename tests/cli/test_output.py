@@ -53,6 +53,14 @@ def test_progress_talks_plainly_without_a_terminal(capsys: pytest.CaptureFixture
     assert "work: 4/4 steps" in captured.err
 
 
+def test_progress_in_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    with Output().progress("download", 4_000_000, "B") as advance:
+        advance(4_000_000)
+    shown = capsys.readouterr().err
+    assert shown.startswith("download: 4.0 MB of 4.0 MB, ")
+    assert "B/s, eta 0:00" in shown
+
+
 def test_units() -> None:
     assert [size(x) for x in (0, 1023, 1536, 3 * 2**20, 5 * 2**30)] == [
         "0 B",
