@@ -249,7 +249,7 @@ def report_rows(
     code = getattr(stopped, "exit_code", 130)
     if stopped:
         what = "terminated" if isinstance(stopped, Terminated) else "interrupted"
-        output.warn(f"error: {what} after {len(records)} of {total} rows")
+        output.error(f"{what} after {len(records)} of {total} rows")
         if not records:
             raise typer.Exit(code)
     output.result({"suite": options.suite, "rows": records, "machine": machine}, make_table(records))

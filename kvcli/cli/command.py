@@ -112,7 +112,7 @@ def _report(error: BaseException, output: Output, resumes: bool, saves_memory: s
     if output.as_json and output.record is None:
         with suppress(OutputError):  # the line on standard error is all that can be said
             output.result({"error": line, "exit_code": code})
-    output.warn(f"error: {line}")
+    output.error(line)
     return code
 
 

@@ -67,7 +67,7 @@ def run(options: GenerateOptions, output: Output) -> None:
     from kvcli.generate import SamplingConfig, generate_text, prompt_ids
 
     prompt = read_prompt(options, output)
-    if not prompt:
+    if not prompt and options.prompt != "":
         raise UsageError("the prompt is empty; give a text with --prompt or --prompt-file")
     method, artifact = choose_method(options, output)
     settings = {**parse_settings(options.setting), **cache_settings(options)}
@@ -85,7 +85,7 @@ def run(options: GenerateOptions, output: Output) -> None:
     with attach(loaded, method, artifact=artifact, impl=options.impl, **settings) as session:
         if session.backend.note is not None:
             output.say(f"{session.backend.impl} backend: {session.backend.note}")
-        ids = prompt_ids(loaded, prompt, options.chat)
+        ids = prompt_ids(loaded, prompt, options.chat, output.say)
         limit, length = loaded.spec.max_position_embeddings, ids.shape[1] + options.max_new_tokens
         if length > limit:
             output.warn(f"warning: {length} tokens are more than the {limit} that {options.model} was trained on")

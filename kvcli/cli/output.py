@@ -57,8 +57,15 @@ class Output:
             self.warn(line)
 
     def warn(self, line: str) -> None:
-        """Prints a warning or an error."""
+        """Prints a warning."""
         self.console.print(line, markup=False, soft_wrap=True)
+
+    def error(self, line: str) -> None:
+        """Prints what ended the command, past the console: an interrupt may have come while that was printing."""
+        stream = sys.stderr
+        if stream is not None:
+            stream.write(f"error: {line}\n")
+            stream.flush()
 
     def detail(self, line: str) -> None:
         """Prints a message if --verbose was given."""

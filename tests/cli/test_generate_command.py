@@ -33,6 +33,7 @@ def test_generate_reads_prompts_from_everywhere(tiny: Any, tmp_path: Path) -> No
     assert piped.stdout.startswith("from a pipe")
     empty = json.loads(invoke("generate", "--prompt", "", "--json", *short).stdout)
     assert (empty["prompt_tokens"], empty["new_tokens"]) == (1, 3)
+    assert "the prompt is empty: the model starts" in invoke("generate", "--prompt", "", *short).stderr
     both = invoke("generate", "--prompt", "x", "--prompt-file", "prompt.txt")
     assert (both.exit_code, both.stdout) == (2, "")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")

@@ -39,8 +39,8 @@ def said(result: Any, code: int = 2) -> str:
     return str(errors[0])
 
 
-@pytest.mark.parametrize("arguments", [["--prompt", ""], ["--prompt", "-"], ["--prompt-file", "-"], []])
-def test_an_empty_prompt_is_refused(arguments: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("arguments", [["--prompt", "-"], ["--prompt-file", "-"], []])
+def test_an_empty_file_or_input_is_refused(arguments: list[str], tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text("\n")
     arguments = arguments or ["--prompt-file", "empty.txt"]
     assert "the prompt is empty" in said(invoke("generate", *arguments, stdin=""))
