@@ -85,6 +85,23 @@ def test_keys_are_coded_before_rope_with_fitted_ranges() -> None:
     assert codec.key.levels.abs().max() <= 1
 
 
+def test_levels_weigh_errors_by_queries_and_ranges() -> None:
+    """Key levels minimise the error in scores, value levels the error of values: not of normalized data."""
+    data = samples()
+    codec, _ = fitted(data)
+    unit = codec.key.normalize(flat(data.k[None]))[0, 0]
+    energy = query_energy(data.q, make_spec(WIDTH)).flatten()
+    inside = unit.abs() <= 1
+    expected = weighted_levels(unit[inside], (energy * codec.key.half_width.square()).expand_as(unit)[inside], 4)
+    assert torch.equal(codec.key.levels, expected)
+    unit, outliers, span = codec.value.normalize(flat(data.v[None])[0, 0])
+    inside = torch.ones_like(unit, dtype=torch.bool)
+    inside.scatter_(-1, outliers, False)
+    expected = weighted_levels(unit[inside], span[:, 1:].float().square().expand_as(unit)[inside], 4)
+    assert torch.equal(codec.value.levels, expected)
+    assert not torch.allclose(expected, weighted_levels(unit[inside], torch.ones_like(unit[inside]), 4), atol=1e-3)
+
+
 def test_outliers_come_back_as_they_are() -> None:
     codec, _ = fitted(samples(), outlier_fraction=0.05)
     x = torch.randn(1, 2, 5, WIDTH).half().float()
