@@ -57,6 +57,13 @@ def test_the_rotation_is_orthogonal_and_the_same_for_the_same_seed() -> None:
     assert not torch.equal(first.key.rotation, first.value.rotation)
 
 
+def test_rotations_are_distributed_uniformly() -> None:
+    """A plain QR decomposition fixes the sign of the first entry, and with it a bias of what is decoded."""
+    first = torch.stack([random_rotation(4, torch.Generator().manual_seed(seed))[0, 0] for seed in range(400)])
+    assert abs(float((first > 0).float().mean()) - 0.5) < 0.1
+    assert float(first.square().mean()) == pytest.approx(1 / 4, rel=0.15)
+
+
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])
 def test_squared_error_is_that_of_theorem_1(bits: int) -> None:
     codec, x = build(v_bits=bits).value, unit_vectors(4000)
