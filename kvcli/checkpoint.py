@@ -7,7 +7,7 @@ module does not know where a folder comes from, nor what is done with the model.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvcli.errors import KvcliError, ModelError, UnsupportedModelError
+from kvcli.progress import Progress, no_progress
 from kvcli.spec import FAMILIES, ModelSpec
 
 if TYPE_CHECKING:
@@ -42,19 +43,23 @@ def load_checkpoint(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, 
     return _load(folder, folder, dtype, config)
 
 
-def load_gguf(path: Path, dtype: torch.dtype, config: Any = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_gguf(
+    path: Path, dtype: torch.dtype, config: Any = None, progress: Progress = no_progress
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Reads a model and its tokenizer from a GGUF file.
 
     Args:
         path: the file.
         dtype: the weights' dtype after dequantization.
         config: a transformers config to use in place of the file's.
+        progress: shows how many tensors were dequantized.
 
     Raises:
         ModelError: the file is damaged, or its weights and the config do not belong together.
         UnsupportedModelError: an architecture that kvcli does not compress.
     """
-    return _load(path, path.parent, dtype, config, gguf_file=path.name)
+    with _tensor_progress(f"read {path.name}", progress):
+        return _load(path, path.parent, dtype, config, gguf_file=path.name)
 
 
 def read_config(folder: Path) -> Any:
@@ -104,6 +109,28 @@ def quiet_transformers() -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()
+
+
+@contextmanager
+def _tensor_progress(label: str, progress: Progress) -> Iterator[None]:
+    """Puts `progress` in the place of the bar that transformers' GGUF reader always prints."""
+    from transformers import modeling_gguf_pytorch_utils as reader
+
+    theirs = getattr(reader, "tqdm", None)  # a version without it shows nothing
+
+    def count(tensors: Sequence[Any], **_: Any) -> Iterator[Any]:
+        with progress(label, len(tensors), "tensors") as advance:
+            for tensor in tensors:
+                yield tensor
+                advance(1)
+
+    try:
+        if theirs is not None:
+            reader.tqdm = count
+        yield
+    finally:
+        if theirs is not None:
+            reader.tqdm = theirs
 
 
 def _load(

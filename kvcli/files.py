@@ -40,7 +40,7 @@ def replacing(path: Path) -> Iterator[Path]:
     try:
         try:
             yield temporary
-            _flush_to_disk(temporary)
+            flush_to_disk(temporary)
         except Exception as error:
             if (named := _write_error(error, path)) is None:
                 raise
@@ -48,12 +48,13 @@ def replacing(path: Path) -> Iterator[Path]:
         temporary.chmod(0o644)  # some writers leave files that only their owner may read
         temporary.replace(path)
         with suppress(OSError):  # not every system lets a folder be opened
-            _flush_to_disk(path.parent)
+            flush_to_disk(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def _flush_to_disk(path: Path) -> None:
+def flush_to_disk(path: Path) -> None:
+    """Returns when a file's content, or a folder's names, are on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -26,7 +26,7 @@ from kvcli.registry import METHODS, get_method
 from kvcli.samples import LayerSamples, Recording, checked_spec, model_identity
 
 RUN = "run.json"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 _HELDOUT_FRACTION = 0.1
 _STALE = ("layer-[0-9]*.safetensors", "layer-[0-9]*.json")
 _REMEDY = "run the same fit again, with --overwrite"

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvcli.errors import ModelError
+from kvcli.errors import CorpusError, ModelError
 
 if TYPE_CHECKING:
-    from kvcli.builtin_models import Say
+    from kvcli.progress import Say
 
 _REACH_SECONDS = 4.0
 _CONFIG = ("config.json",)
@@ -115,7 +115,7 @@ def _refusal(error: BaseException) -> str | None:
 
 
 def _commit(name: str, revision: str | None) -> str | None:
-    """The commit of a revision; asked for in a thread, because a name server that is silent cannot be interrupted.
+    """The commit of a revision.
 
     Raises:
         OSError: no answer in time, or no connection.
@@ -123,11 +123,48 @@ def _commit(name: str, revision: str | None) -> str | None:
     """
     from huggingface_hub import HfApi
 
+    return str(_answer(lambda: HfApi().model_info(name, revision=revision, timeout=_REACH_SECONDS).sha))
+
+
+def check_dataset(name: str, revision: str | None) -> None:
+    """Checks within seconds that the hub has a dataset; `datasets` itself tries for half a minute.
+
+    Raises:
+        CorpusError: there is no such dataset or revision, or the hub cannot be reached.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+
+    try:
+        _answer(lambda: HfApi().dataset_info(name, revision=revision, timeout=_REACH_SECONDS))
+    except RevisionNotFoundError as error:
+        raise CorpusError(f"the dataset '{name}' has no revision '{revision}'") from error
+    except (GatedRepoError, RepositoryNotFoundError) as error:
+        raise CorpusError(
+            f"there is no dataset '{name}' on the hub, or access is restricted; check the name, or log in with "
+            "'hf auth login'"
+        ) from error
+    except HfHubHTTPError:
+        return  # the hub answers; what it says is for `datasets` to deal with
+    except Exception as error:
+        raise CorpusError(
+            f"cannot read the corpus '{name}': it is no file or folder here, and the hub cannot be reached; "
+            "pass a local file or folder with --corpus"
+        ) from error
+
+
+def _answer(question: Callable[[], Any]) -> Any:
+    """What the hub answers; asked in a thread, because a name server that is silent cannot be interrupted.
+
+    Raises:
+        OSError: no answer in time, or no connection.
+        Exception: what the hub's client raises.
+    """
     answer: list[Any] = []
 
     def ask() -> None:
         try:
-            answer.append(HfApi().model_info(name, revision=revision, timeout=_REACH_SECONDS).sha)
+            answer.append(question())
         except Exception as error:
             answer.append(error)
 
@@ -138,4 +175,4 @@ def _commit(name: str, revision: str | None) -> str | None:
         raise TimeoutError("the hub does not answer")
     if isinstance(answer[0], Exception):
         raise answer[0]
-    return str(answer[0])
+    return answer[0]

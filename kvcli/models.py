@@ -5,11 +5,7 @@ This module does not know what is done with a model once it is loaded, nor how f
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
-import shutil
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -19,18 +15,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvcli.builtin_models import (
-    BUILTIN_MODELS,
-    DEFAULT_MODEL,
-    BuiltinModel,
-    Say,
-    cache_folder,
-    download_gguf,
-    only_process,
-)
+from kvcli.builtin_copy import fetch_builtin
+from kvcli.builtin_models import BUILTIN_MODELS, DEFAULT_MODEL
 from kvcli.checkpoint import cannot_load, load_checkpoint, load_gguf, read_config
 from kvcli.errors import ModelError, UsageError, suggestion
+from kvcli.fingerprint import fingerprint
 from kvcli.hub import download_config, download_model
+from kvcli.progress import Progress, Say, no_progress, say_nothing
 from kvcli.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -67,7 +58,8 @@ def load_model(
     dtype: torch.dtype | None = None,
     base_config: str | None = None,
     revision: str | None = None,
-    say: Say = lambda line: None,
+    say: Say = say_nothing,
+    progress: Progress = no_progress,
 ) -> LoadedModel:
     """Loads a model by built-in name, hub name, local folder or GGUF file.
 
@@ -75,12 +67,14 @@ def load_model(
     finite.
 
     Args:
-        name: `smollm2-135m`, `org/model`, a folder, or a path that ends in .gguf.
+        name: `smollm2-135m`, `qwen2.5-coder-1.5b` (which downloads 1.1 GB), `org/model`, a folder, or a path that
+            ends in .gguf.
         device: torch device; default CUDA when there is one, else CPU.
         dtype: default bfloat16 on CUDA, float32 on CPU.
         base_config: for GGUF files, a hub name or folder whose config (RoPE scaling above all) is used.
         revision: branch, tag or commit of a model on the hub.
         say: called with a line about what takes time.
+        progress: shows the download and conversion of a built-in model and the reading of a GGUF file.
 
     Returns:
         The model in eval mode on its device, with its tokenizer, spec and fingerprint.
@@ -98,9 +92,10 @@ def load_model(
     if revision is not None and (name in BUILTIN_MODELS or name.endswith(".gguf") or _is_folder(path)):
         raise UsageError(f"'{name}' is no model on the hub, so it has no revision '{revision}'")
     if name in BUILTIN_MODELS:
-        model, tokenizer = _load_builtin(BUILTIN_MODELS[name], dtype, say)
+        folder = fetch_builtin(BUILTIN_MODELS[name], say, progress)
+        model, tokenizer = load_checkpoint(folder, dtype)
     elif name.endswith(".gguf"):
-        model, tokenizer = _load_gguf(path, dtype, base_config)
+        model, tokenizer = _load_gguf(path, dtype, base_config, progress)
     else:
         folder = _local_folder(name) or download_model(name, revision, say, read_config)
         model, tokenizer = load_checkpoint(folder, dtype)
@@ -163,75 +158,6 @@ def not_finite(model: Any, using: str, again: Callable[[], object]) -> ModelErro
     return ModelError(f"with {using}, the model's values are not finite {where}; try another dtype, such as float32")
 
 
-def fingerprint(model: torch.nn.Module, spec: ModelSpec) -> str:
-    """Identifies a model by its shapes and a sample of its key and value projections.
-
-    Returns:
-        16 hexadecimal digits of the shapes' sha256, a colon, and two weights per projection as float16 in hexadecimal;
-        to be compared with `same_model`, because a model loaded in another dtype has its weights rounded.
-    """
-    shapes = hashlib.sha256(json.dumps(spec.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
-    sample = [
-        weight.detach().flatten()[[0, weight.numel() // 2]].to("cpu", torch.float16)
-        for name, weight in sorted(model.named_parameters())
-        if name.endswith(("k_proj.weight", "v_proj.weight"))
-    ]
-    return f"{shapes}:{b''.join(x.numpy().tobytes() for x in sample).hex()}"
-
-
-def same_model(first: str, second: str) -> bool:
-    """Whether two fingerprints are of the same model, up to the rounding of 16-bit dtypes."""
-    if len(first) != len(second) or first.split(":", maxsplit=1)[0] != second.split(":", maxsplit=1)[0]:
-        return False
-    a, b = (torch.frombuffer(bytearray.fromhex(x.split(":")[1]), dtype=torch.float16).float() for x in (first, second))
-    return bool(((a - b).abs() <= 0.01 * a.abs() + 1e-6).all())
-
-
-def fetch_builtin(builtin: BuiltinModel, say: Say) -> Path:
-    """Downloads, checks and converts a built-in model once; later calls return the safetensors copy.
-
-    Processes that want it at the same time wait for the first one. What a killed process left is removed.
-
-    Returns:
-        The folder of the converted model.
-
-    Raises:
-        ModelError: a download that failed or has another sha256.
-    """
-    folder = cache_folder() / "models" / builtin.name
-    if (folder / "config.json").is_file():
-        return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with only_process(folder.parent, say):
-        if (folder / "config.json").is_file():  # another process was faster
-            return folder
-        for leftover in (folder, *folder.parent.glob(f".{builtin.name}-*")):
-            shutil.rmtree(leftover, ignore_errors=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{builtin.name}-") as scratch:
-            gguf = download_gguf(builtin, Path(scratch), say)
-            say("converting the GGUF file to safetensors")
-            model, tokenizer = _load_gguf(gguf, torch.float16, None)
-            converted = Path(scratch) / "converted"
-            _drop_gguf_quantization(model)
-            model.save_pretrained(converted)
-            tokenizer.save_pretrained(converted)
-            converted.rename(folder)
-    return folder
-
-
-def _load_builtin(
-    builtin: BuiltinModel, dtype: torch.dtype, say: Say
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    folder = fetch_builtin(builtin, say)
-    try:
-        return load_checkpoint(folder, dtype)
-    except ModelError as error:
-        raise ModelError(
-            f"the copy of the built-in model is damaged; delete {folder} and run the same command again, "
-            f"which downloads it again ({error})"
-        ) from error
-
-
 def _local_folder(name: str) -> Path | None:
     """The folder of that name; None if the name is one of the hub's.
 
@@ -267,7 +193,7 @@ def _is_file(path: Path) -> bool:
 
 
 def _load_gguf(
-    path: Path, dtype: torch.dtype, base_config: str | None
+    path: Path, dtype: torch.dtype, base_config: str | None, progress: Progress
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Loads a GGUF file, unless that would lose the RoPE scaling."""
     if not _is_file(path):
@@ -278,12 +204,12 @@ def _load_gguf(
                 f"{path.name} keeps its RoPE scaling in a rope_freqs tensor, which would be dropped on loading; "
                 "name the original model's config with --base-config"
             )
-        return load_gguf(path, dtype)
+        return load_gguf(path, dtype, progress=progress)
     config = read_config(_local_folder(base_config) or download_config(base_config))
     layers = {name.split(".")[1] for name in _tensor_names(path) if name.startswith("blk.")}
     if len(layers) != config.num_hidden_layers:  # layers beyond the config's would be dropped on loading
         raise ModelError(f"{path.name} has {len(layers)} layers, but {base_config} has {config.num_hidden_layers}")
-    return load_gguf(path, dtype, config)
+    return load_gguf(path, dtype, config, progress)
 
 
 def _has_rope_freqs(path: Path) -> bool:
@@ -298,11 +224,3 @@ def _tensor_names(path: Path) -> list[str]:
         return [tensor.name for tensor in GGUFReader(path).tensors]
     except Exception as error:  # the reader checks little: a damaged file ends in any error
         raise ModelError(f"{path} is not a readable GGUF file: {error}; copy or download it again") from error
-
-
-def _drop_gguf_quantization(model: PreTrainedModel) -> None:
-    """Removes the GGUF quantization config, so that the dequantized weights can be saved."""
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-    model.hf_quantizer = None
-    model.is_quantized = False

@@ -56,6 +56,10 @@ class Rotation:
         return Rotation(self.cos[rows], self.sin[rows])
 
 
+Unrotate = Callable[[Rotation, Tensor], Tensor]
+"""Inverse RoPE to float32, as `kvcli.attention.reference.unrotate`."""
+
+
 class Rope:
     """A model's own rotary module, asked for rotations, so that every RoPE type gives the model's angles."""
 

@@ -2,7 +2,9 @@
 
 A recording is a folder of safetensors parts. Part p of layer window w holds, for every layer of the window,
 `layers.L.k` and `layers.L.v` [num_kv_heads, tokens, head_dim] and `layers.L.q` [num_heads, query_tokens, head_dim], all
-pre-RoPE. Tokens are whole sequences of `seq_len` tokens, one after another.
+pre-RoPE and 16 bits. Tokens are whole sequences of `seq_len` tokens, one after another. Where the model's key
+projection has a bias, `layers.L.key_bias`, float32 [num_kv_heads, head_dim], is the bias, and `layers.L.k` is without
+it: a bias can be so much larger than what varies that 16 bits would lose the latter.
 
 The manifest `samples.json` has size and sha256 of each part, and a sha256 of its own fields. While a recording is not
 finished, `samples.parts.jsonl` has them instead, a line per part. This module does not know where samples come from.
@@ -29,7 +31,7 @@ from kvcli.spec import FAMILIES, STATIC_ROPE_TYPES, ModelSpec
 
 MANIFEST = "samples.json"
 PARTS = "samples.parts.jsonl"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 _REMEDY = "record again with 'kvcli calibrate --overwrite'"
 _PART_REMEDY = "record it again with the same 'kvcli calibrate'"
 _MAX_SIZE = 2**40
@@ -52,10 +54,11 @@ class LayerSamples:
 
     Attributes:
         q: [num_heads, query_tokens, head_dim], the first query_tokens tokens of the recording.
-        k: [num_kv_heads, tokens, head_dim].
+        k: [num_kv_heads, tokens, head_dim], with the bias.
         v: [num_kv_heads, tokens, head_dim].
         positions: [tokens] int64, position of each token in its sequence.
         query_rotation: rotation of the recorded queries, [1, 1, query_tokens, rotary_dim/2].
+        key_bias: [num_kv_heads, head_dim], bias of the model's key projection; None where it has none.
     """
 
     q: Tensor
@@ -63,6 +66,7 @@ class LayerSamples:
     v: Tensor
     positions: Tensor
     query_rotation: Rotation | None = None
+    key_bias: Tensor | None = None
 
     def select(self, tokens: Tensor) -> LayerSamples:
         """Keys and values of some tokens, [count] indices; queries stay."""
@@ -181,21 +185,25 @@ class Recording:
             raise SamplesError(f"layer {layer_idx} was not recorded in {self.folder}")
         if not self.manifest["query_sequences"]:
             raise SamplesError(f"{self.folder} has no queries; {_REMEDY} and a --query-tokens above 0")
-        parts: dict[str, list[Tensor]] = {"q": [], "k": [], "v": []}
+        parts: dict[str, list[Tensor]] = {"q": [], "k": [], "v": [], "key_bias": []}
         for part in range(self.manifest["num_parts"]):
             for kind, x in self._read_part(window, part, layer_idx).items():
                 parts[kind].append(x)
+        biases = parts.pop("key_bias")
         q, k, v = (torch.cat(tensors, dim=1).to(device).float() for tensors in parts.values())
+        key_bias = biases[0].to(device) if biases else None
+        if key_bias is not None:
+            k = k + key_bias.unsqueeze(1)
         if not all(bool(x.isfinite().all()) for x in (q, k, v)):
             raise SamplesError(f"layer {layer_idx} in {self.folder} has samples that are not finite; {_REMEDY}")
         positions = torch.arange(k.shape[1], device=device) % int(self.manifest["seq_len"])
         rope = self.manifest["rope"]
         angle = positions[: q.shape[1], None].float() * torch.tensor(rope["inv_freq"], device=device)
         rotation = Rotation(angle.cos()[None, None] * rope["scaling"], angle.sin()[None, None] * rope["scaling"])
-        return LayerSamples(q, k, v, positions, rotation)
+        return LayerSamples(q, k, v, positions, rotation, key_bias)
 
     def _read_part(self, window: int, part: int, layer_idx: int) -> dict[str, Tensor]:
-        """q, k and v of a layer in one part, [heads, tokens, head_dim]; no q where no queries were recorded."""
+        """q, k, v and key_bias of a layer in one part, as far as they were recorded."""
         name, manifest, spec = part_name(window, part), self.manifest, self.spec
         path, first = self.folder / name, part * manifest["batch_size"]
         sequences, query_sequences = (
@@ -216,10 +224,16 @@ class Recording:
                     if handle.get_slice(f"layers.{layer_idx}.{kind}").get_shape() != shape:
                         raise SamplesError(f"{path} has {kind} of another shape than {shape}; {_REMEDY}")
                     tensors[kind] = handle.get_tensor(f"layers.{layer_idx}.{kind}")
+                bias = f"layers.{layer_idx}.key_bias"
+                key_bias = handle.get_tensor(bias) if bias in handle.keys() else None  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             raise SamplesError(f"{path} cannot be read ({error}); {_PART_REMEDY}") from error
         if any(x.dtype not in (torch.float16, torch.bfloat16) for x in tensors.values()):
             raise SamplesError(f"{path} has samples that are neither float16 nor bfloat16; {_REMEDY}")
+        if key_bias is not None:
+            if key_bias.shape != (spec.num_kv_heads, spec.head_dim) or key_bias.dtype != torch.float32:
+                raise SamplesError(f"{path} has a key bias of another shape or dtype; {_REMEDY}")
+            tensors["key_bias"] = key_bias
         return tensors
 
 
@@ -267,8 +281,7 @@ def write_part(folder: Path, window: int, part: int, tensors: Mapping[str, Tenso
         folder: the recording.
         window: index of the layer window.
         part: index of the forward pass.
-        tensors: `layers.L.k` and `layers.L.v` [num_kv_heads, tokens, head_dim], `layers.L.q` [num_heads, query_tokens,
-            head_dim].
+        tensors: as this module's docstring says.
     """
     path = folder / part_name(window, part)
     with replacing(path) as temporary:

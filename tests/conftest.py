@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -12,6 +13,7 @@ import interpret  # noqa: F401
 import pytest
 import torch
 from factories import FAMILIES, make_model, record
+from fake_pip import FakePip
 
 from kvcli.artifact import Artifact
 from kvcli.fit import assemble, fit_recording
@@ -44,6 +46,15 @@ def any_model(request: pytest.FixtureRequest) -> Any:
 def tiny_model() -> Any:
     """A tiny Llama."""
     return make_model("llama")
+
+
+@pytest.fixture
+def pip(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakePip:
+    """Stands in for pip, with an empty cache for what it downloads."""
+    made = FakePip(tmp_path / "pip")
+    monkeypatch.setattr(sys, "executable", str(made.executable))
+    monkeypatch.setenv("KVCLI_CACHE", str(tmp_path / "cache"))
+    return made
 
 
 @pytest.fixture(scope="session")

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from kvcli.calibrate.collect import CollectConfig, collect
+from kvcli.fingerprint import fingerprint
 from kvcli.methods.commvq.config import CommVQConfig
 from kvcli.methods.commvq.fit_keys import fit_keys
 from kvcli.methods.commvq.keys import CommVQKeyCodec
-from kvcli.models import LoadedModel, fingerprint
-from kvcli.samples import LayerSamples, Recording
+from kvcli.models import LoadedModel
+from kvcli.samples import Recording
 from kvcli.spec import ModelSpec, RopeSpec
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -79,9 +80,8 @@ def fitted_keys(
     generator = torch.Generator().manual_seed(seed)
     keys = clustered(spec.num_kv_heads, tokens, spec.head_dim, seed)
     queries = torch.randn(spec.num_heads, 64, spec.head_dim, generator=generator)
-    samples = LayerSamples(queries, keys, keys, torch.arange(tokens))
     with torch.no_grad():
-        fit_keys(codec, samples, codec.config, torch.Generator().manual_seed(seed))
+        fit_keys(codec, keys, queries, codec.config, torch.Generator().manual_seed(seed))
     return codec, keys
 
 

@@ -77,7 +77,7 @@ def make_part(codec: LayerCodec, heads: int, batch: int, length: int, lengths: l
     else:
         key_codes, value_codes = codec.key.encode(keys, state), codec.value.encode(torch.randn_like(keys))
     rotations = None
-    if codec.key.space == "pre_rope":
+    if codec.needs_rotations:
         positions = torch.arange(FIRST_POSITION, FIRST_POSITION + length, device=DEVICE).expand(batch, -1)
         rotations = TokenRotations(Rope(Rotary(spec.head_dim)), positions)
     counts = None if lengths is None else torch.tensor(lengths, dtype=torch.int32, device=DEVICE)

@@ -12,8 +12,7 @@ from factories import CONFIG, make_model, record
 from safetensors.torch import load_file, save_file
 
 import kvcli
-from kvcli import artifact as module
-from kvcli.artifact import Artifact
+from kvcli.artifact import Artifact, writing
 from kvcli.errors import ArtifactError, UsageError
 from kvcli.files import file_record, write_sealed
 from kvcli.fit import assemble, fit_recording
@@ -141,7 +140,7 @@ def test_saving_destroys_nothing(run_folder: Path, folder: Path, tmp_path: Path,
     with pytest.raises(ArtifactError, match="not an artifact"):
         made.save(precious, overwrite=True)
     assert (precious / "thesis.txt").read_text() == "x"
-    monkeypatch.setattr(module, "save_file", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    monkeypatch.setattr(writing, "save_file", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     with pytest.raises(OSError, match="No space"):
         made.save(folder, overwrite=True)
     assert Artifact.load(folder).same_content(made)

@@ -128,12 +128,13 @@ def test_unsupported_models_are_refused_by_name(family: str, changes: dict[str, 
 
 
 ROOMS = [
-    ("_version", "errors", "files", "packing"),
+    ("_version", "errors", "files", "packing", "progress"),
     ("builtin_models", "machine", "registry"),
-    ("spec",),
-    ("rope",),
+    ("spec", "wheels"),
+    ("fingerprint", "rope"),
     ("samples",),
     ("checkpoint", "hub"),
+    ("builtin_copy",),
     ("models", "seam"),
     ("kernels",),
     ("methods",),

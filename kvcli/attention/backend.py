@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 
 from kvcli.attention import reference
-from kvcli.cache.store import Unrotate
 from kvcli.cache.window import WindowTokens
 from kvcli.errors import UsageError
 from kvcli.kernels.launch import check_device, has_triton
 from kvcli.methods.base import LayerCodec
 from kvcli.methods.encoded import AttendCodes, PartialAttention
 from kvcli.methods.method import Method
-from kvcli.rope import Rotation
+from kvcli.rope import Rotation, Unrotate
 
 AttendWindow = Callable[[Tensor, WindowTokens, WindowTokens, Tensor | None, float, PartialAttention | None], Tensor]
 """Attention over window tokens merged with that over codes, as `kvcli.attention.reference.attend_window`."""
@@ -39,7 +38,7 @@ class AttentionBackend:
         rotate_and_append: RoPE of new tokens into the window.
         unrotate: inverse RoPE of window keys, for codecs that work before RoPE.
         max_queries: see `attend_codes`.
-        note: why `attend_codes` is not a kernel of the method's own; None if it is, or for the reference.
+        note: why `attend_codes` is not a kernel of the method's own, or encoding uses none; None for the reference.
     """
 
     impl: str
@@ -97,6 +96,10 @@ def choose_backend(method: Method, codecs: Sequence[LayerCodec], impl: str, devi
             raise UsageError(f"the attention kernel of {method.name} does not support {reason}; use --impl auto")
         else:
             note = f"the attention kernel of {method.name} does not support {reason}: blocks of codes are decoded"
+    encoding = next(
+        (x for codec in codecs for x in (codec.key.kernel_note(device), codec.value.kernel_note(device)) if x), None
+    )
+    note = "; ".join(filter(None, (note, encoding))) or None
     return AttentionBackend(
         impl="fused",
         attend_codes=attend_codes,

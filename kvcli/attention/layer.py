@@ -59,7 +59,8 @@ def attend_layer(
         values.append(value, forward.values, forward)
     if keys.state is not None:
         with _without_autocast(query):
-            keys.observe(query if codec.key.query_space == "pre_rope" else rotated, key, forward.keys, forward)
+            observed = key if codec.offset is None else forward.rotation.apply(new.key - codec.offset)
+            keys.observe(query if codec.key.query_space == "pre_rope" else rotated, observed, forward.keys, forward)
     # attend
     if forward.is_first:
         new_mask = None if mask is None else mask[..., -query.shape[2] :]  # earlier slots are padding
@@ -103,7 +104,7 @@ def _attend_window_and_codes(
             key_codes=keys.codes.codes.slice(0, forward.max_codes),
             key_state=keys.state,
             value_codes=values.codes.codes.slice(0, forward.max_codes),
-            rotations=forward.code_rotations if codec.key.space == "pre_rope" else None,
+            rotations=forward.code_rotations if codec.needs_rotations else None,
             lengths=forward.code_lengths,
         )
         attend = backend.attend_codes if query.shape[2] <= backend.max_queries else backend.attend_decoded
@@ -130,23 +131,29 @@ def _with_decoded(
 def _decode(codec: LayerCodec, store: LayerStore, start: int, stop: int, forward: Forward) -> Tensor:
     """Encoded tokens [start, stop) of every row, keys rotated: [batch, heads, stop - start, head_dim]."""
     codes, dtype = store.codes.codes.slice(start, stop), store.window.dtype
-    if store.codec is codec.value or codec.key.space == "post_rope":
-        return store.codec.decode_to(codes, store.state, dtype)
-    decoded = store.codec.decode_to(codes, store.state, torch.float32)
-    return forward.decoded_rotation.apply(decoded).to(dtype)
+    if store.codec is codec.value:
+        return codec.value.decode_to(codes, None, dtype)
+    rotation = forward.decoded_rotation if codec.needs_rotations else None
+    return codec.decode_keys(codes, store.state, rotation, dtype)
 
 
 def _flush(
     codec: LayerCodec, keys: LayerStore, values: LayerStore, forward: Forward, backend: AttentionBackend, query: Tensor
 ) -> None:
     """Encodes what the schedules flush, keys and values of long prompts on two streams."""
+    layer = f"layer {forward.sequences.layer}"
+    note_keys = forward.ranges.of(f"{layer}: keys", codec.key)
+    note_values = forward.ranges.of(f"{layer}: values", codec.value)
     with side_stream(query.device, enabled=query.shape[2] >= _MIN_SIDE_STREAM_TOKENS) as side:
         with side:
-            values.encode(forward.values)
-        if codec.key.space == "pre_rope":
-            keys.encode(forward.keys, forward.flush_rotations, backend.unrotate)
+            values.encode(forward.values, note=note_values)
+        if codec.needs_rotations:
+            rotations = forward.flush_rotations
+            keys.encode(
+                forward.keys, lambda i, x: codec.encoder_input(x, rotations[i], backend.unrotate), note=note_keys
+            )
         else:
-            keys.encode(forward.keys)
+            keys.encode(forward.keys, note=note_keys)
     keys.evict(forward.keys)
     values.evict(forward.values)
 

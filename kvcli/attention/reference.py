@@ -145,9 +145,8 @@ def _attend_block(
     codec: LayerCodec, query: Tensor, encoded: EncodedTokens, scaling: float, start: int, stop: int
 ) -> PartialAttention:
     """Attention over the decoded tokens [start, stop)."""
-    key = codec.key.decode(encoded.key_codes.slice(start, stop), encoded.key_state)
-    if encoded.rotations is not None:
-        key = encoded.rotations.tokens(start, stop).apply(key)
+    rotation = None if encoded.rotations is None else encoded.rotations.tokens(start, stop)
+    key = codec.decode_keys(encoded.key_codes.slice(start, stop), encoded.key_state, rotation, torch.float32)
     value = codec.value.decode(encoded.value_codes.slice(start, stop), None)
     visible = encoded.visible(start, stop)
     return partial_attention(query, key, value, None if visible is None else visible[:, None], scaling)

@@ -17,11 +17,13 @@ from kvcli.attention.backend import choose_backend
 from kvcli.attention.layer import attend_layer
 from kvcli.cache.compressed import CompressedCache, NewTokens
 from kvcli.errors import CacheError, ConfigError, UnsupportedModelError, UsageError, explain
+from kvcli.fingerprint import fingerprint
 from kvcli.methods.base import LayerCodec
-from kvcli.methods.config import CacheConfig
+from kvcli.methods.config import BiasOffsetConfig, CacheConfig
 from kvcli.methods.method import Method
-from kvcli.models import LoadedModel, fingerprint
+from kvcli.models import LoadedModel
 from kvcli.registry import parse_method
+from kvcli.seam.key_bias import key_biases
 from kvcli.seam.patch import RotaryOutput, Seam, find_decoder
 from kvcli.seam.sdpa import sdpa
 from kvcli.spec import ModelSpec
@@ -47,7 +49,7 @@ class Session:
         self.backend = choose_backend(method, codecs, impl, _device_of_layers(model))
         for codec in codecs:
             codec.use_kernels(self.backend.impl == "fused")
-        self._seam = Seam(model, self._attend, self._check_call)
+        self._seam = Seam(model, self._attend, self._check_call, self._check_drafts)
         self._seam.open()
 
     def new_cache(self) -> CompressedCache:
@@ -73,6 +75,11 @@ class Session:
             raise CacheError(
                 "while a model is attached, pass past_key_values=session.new_cache() to it, or use_cache=False"
             )
+
+    def _check_drafts(self, cache: Any) -> None:
+        """Raises CacheError where drafted tokens could not be removed from a cache again."""
+        if isinstance(cache, CompressedCache):
+            cache.sequences.check_rollback()
 
     def _attend(
         self,
@@ -145,9 +152,12 @@ def attach(
     """
     loaded = model if isinstance(model, LoadedModel) else None
     module: Any = model.model if isinstance(model, LoadedModel) else model
+    if not isinstance(module, nn.Module) or not hasattr(module, "config"):
+        raise UnsupportedModelError(f"'{type(module).__name__}' is not a model of transformers; attach takes one")
     record, from_bits = parse_method(method)
     config = {**from_bits, **config}
     spec = loaded.spec if loaded is not None else ModelSpec.from_config(module.config)
+    device = _device_of_layers(module)
     if isinstance(artifact, (str, Path)):
         artifact = Artifact.load(artifact)
     if record.needs_artifact and artifact is None:
@@ -162,7 +172,9 @@ def attach(
         artifact.check_model(spec, digest, record.name)
         settings = artifact.config_with(config)
         codecs = artifact.build_codecs(settings)
-    device = _device_of_layers(module)
+    if isinstance(settings, BiasOffsetConfig) and settings.key_offset == "bias":
+        for codec, bias in zip(codecs, key_biases(module, spec), strict=True):
+            codec.key_offset = bias
     for codec in codecs:
         codec.to(device).eval()
     return Session(module, spec, record, settings, codecs, impl)

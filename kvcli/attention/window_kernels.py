@@ -163,14 +163,11 @@ def _attend_block(
     codec: LayerCodec, query: Tensor, encoded: EncodedTokens, scaling: float, start: int, stop: int
 ) -> PartialAttention:
     """Attention over the decoded tokens [start, stop)."""
-    dtype = query.dtype if encoded.rotations is None else torch.float32
-    key = codec.key.decode_to(encoded.key_codes.slice(start, stop), encoded.key_state, dtype)
-    if encoded.rotations is not None:
-        key = encoded.rotations.tokens(start, stop).apply(key)
-        key = key.clamp(-FP16_MAX, FP16_MAX) if query.dtype == torch.float16 else key
+    rotation = None if encoded.rotations is None else encoded.rotations.tokens(start, stop)
+    key = codec.decode_keys(encoded.key_codes.slice(start, stop), encoded.key_state, rotation, query.dtype)
     value = codec.value.decode_to(encoded.value_codes.slice(start, stop), None, query.dtype)
     visible = encoded.visible(start, stop)
-    return partial_attention(query, key.to(query.dtype), value, None if visible is None else visible[:, None], scaling)
+    return partial_attention(query, key, value, None if visible is None else visible[:, None], scaling)
 
 
 def _launch(

@@ -19,6 +19,7 @@ from kvcli.methods.base import LayerCodec
 from kvcli.methods.config import CacheConfig
 from kvcli.methods.method import Method
 from kvcli.seam.patch import Seam
+from kvcli.seam.untraced import untraced
 from kvcli.spec import ModelSpec
 
 _DETACHED = "this cache's session was detached; attach the method again and make a new cache"
@@ -51,6 +52,7 @@ class CompressedLayer(CacheLayerMixin):
         self.stores: tuple[LayerStore, LayerStore] | tuple[()] = ()
         self._device_before_offload: torch.device | None = None
 
+    @untraced
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Hands new pre-RoPE keys and values, [batch, num_kv_heads, query_len, head_dim] each, to the attention.
 
@@ -159,7 +161,9 @@ class CompressedCache(Cache):
 
     def __reduce__(self) -> Any:
         """Raises CacheError: a cache is of use only with the model that its session has attached."""
-        raise CacheError("a compressed cache cannot be pickled, because it belongs to an attached model")
+        raise CacheError(
+            "a compressed cache cannot be pickled, because it belongs to an attached model; copy it with copy.deepcopy"
+        )
 
     def _new_sequences(self) -> Sequences:
         codecs = (self._codecs[0].key, self._codecs[0].value)
@@ -251,7 +255,7 @@ class CompressedCache(Cache):
             position_bytes=self.sequences.nbytes,
             state_bytes=state,
             allocated_bytes=allocated + state + self.sequences.nbytes,
-            artifact_bytes=sum(codec.key.codebook_bytes() + codec.value.codebook_bytes() for codec in self._codecs),
+            artifact_bytes=sum(codec.fitted_bytes() for codec in self._codecs),
             fp16_bytes=num_tokens * self.spec.fp16_bytes_per_token(),
             key_bits=bits("key"),
             value_bits=bits("value"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvcli.cache.counts import Counts, FlushPlan
+from kvcli.cache.ranges import Ranges
 from kvcli.rope import Rotation, TokenRotations
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ class Forward:
         index: int64 [batch, query_len], token index of each new slot, -1 for padding.
         keys: what the pass does to the keys of all layers.
         values: what it does to their values.
+        ranges: the largest numbers that are encoded.
     """
 
     sequences: Sequences
@@ -39,6 +41,7 @@ class Forward:
     index: Tensor
     keys: FlushPlan
     values: FlushPlan
+    ranges: Ranges = field(default_factory=Ranges)
 
     @cached_property
     def is_first(self) -> bool:

@@ -76,8 +76,19 @@ class Sequences:
             self._forward = self._begin(rotary, query.shape[0], query.shape[2], mask)
         return self._forward
 
+    @property
+    def layer(self) -> int:
+        """The layer whose turn it is in the forward pass."""
+        return self.num_layers - self._layers_left
+
     def layer_done(self) -> None:
-        """Notes that a layer has taken part in the forward pass; the last one ends it."""
+        """Notes that a layer has taken part in the forward pass; the last one ends it.
+
+        Raises:
+            CacheError: numbers beyond what codes hold were encoded; the cache refuses to go on until it is reset.
+        """
+        if self._layers_left == 1 and self._forward is not None:
+            self._forward.ranges.check()
         self._layers_left -= 1
         if not self._layers_left:
             self._forward = None
@@ -197,7 +208,9 @@ class Sequences:
     def _check_all_layers_done(self) -> None:
         """Raises when layers hold different tokens."""
         if self._layers_left > 0:
-            raise CacheError("a forward pass over this cache did not reach the last layer; call cache.reset()")
+            raise CacheError(
+                "a forward pass over this cache did not reach the last layer, or was refused in it; call cache.reset()"
+            )
 
     @ordinary_tensors
     def _keep_positions(self, positions: Tensor, forward: Forward) -> None:

@@ -7,7 +7,7 @@ does not know about attention.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,15 +15,15 @@ from torch import Tensor
 
 from kvcli.cache.counts import Counts, Eviction, FlushPlan, WindowLayout
 from kvcli.cache.forward import Forward, ordinary_tensors
+from kvcli.cache.ranges import Note
 from kvcli.cache.window import WindowTokens
 from kvcli.methods.base import Codec, Codes, KeyCodec
-from kvcli.rope import Rotation
 
 _CODE_HEADROOM = 128
 """Fewest tokens by which a code buffer grows after its first allocation."""
 
-Unrotate = Callable[[Rotation, Tensor], Tensor]
-"""Inverse RoPE to float32, as `kvcli.attention.reference.unrotate`."""
+EncoderInput = Callable[[int, Tensor], Tensor]
+"""What a codec takes, from the window tokens [batch, num_kv_heads, time, head_dim] of a plan's i-th eviction."""
 
 
 class CodeBuffer:
@@ -145,20 +145,22 @@ class LayerStore:
         """Sinks and residual window of every row, before the flush of the plan."""
         return WindowTokens(self.window, plan.longest, self.sink_length, self.layout.gap)
 
-    def encode(self, plan: FlushPlan, rotations: Sequence[Rotation] = (), unrotate: Unrotate | None = None) -> None:
+    def encode(self, plan: FlushPlan, encoder_input: EncoderInput | None = None, note: Note | None = None) -> None:
         """Encodes the oldest window tokens into the code buffer, where `reserve` made room; keeps no new allocation.
 
         Args:
             plan: names rows and tokens.
-            rotations: RoPE of the tokens of each eviction, for keys whose codec works before RoPE; else empty.
-            unrotate: inverse RoPE.
+            encoder_input: None where the codec takes window tokens as they are.
+            note: called with what is about to be encoded.
         """
         for i, eviction in enumerate(plan.evictions):
             if not eviction.count:
                 continue
             tokens = self._evicted(eviction)
-            if unrotate is not None and rotations:
-                tokens = unrotate(rotations[i], tokens)
+            if encoder_input is not None:
+                tokens = encoder_input(i, tokens)
+            if note is not None:
+                note(eviction, tokens)
             self._encode(eviction, tokens)
 
     def evict(self, plan: FlushPlan) -> None:

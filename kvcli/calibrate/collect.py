@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from kvcli.samples import (
     part_records,
     write_part,
 )
+from kvcli.seam.key_bias import key_biases
 from kvcli.seam.patch import RotaryOutput, Seam, find_rope, layer_index
 from kvcli.seam.sdpa import sdpa
 from kvcli.spec import ModelSpec
@@ -83,8 +84,8 @@ class _WindowDone(Exception):
 class _Recorder:
     """Runs SDPA in full precision and records q, k and v of the window's layers."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
+    def __init__(self, dtype: torch.dtype, key_biases: Sequence[Tensor | None]) -> None:
+        self.dtype, self.key_biases = dtype, key_biases
         self.start, self.stop, self.query_sequences = 0, 0, 0
         self.tensors: dict[str, Tensor] = {}
 
@@ -100,7 +101,12 @@ class _Recorder:
     ) -> Tensor:
         layer_idx = layer_index(module)
         if layer_idx >= self.start:
-            self._keep(layer_idx, "k", key)
+            bias = self.key_biases[layer_idx]
+            if bias is None:
+                self._keep(layer_idx, "k", key)
+            else:
+                self._keep(layer_idx, "k", key.float() - bias.to(key.device).unsqueeze(1))
+                self.tensors[f"layers.{layer_idx}.key_bias"] = bias.cpu()
             self._keep(layer_idx, "v", value)
             if self.query_sequences:
                 self._keep(layer_idx, "q", query[: self.query_sequences])
@@ -193,7 +199,8 @@ def _collect(
     if finished:
         say(f"{len(finished)} of {len(names)} parts were recorded already and are reused")
     _check_free_space(folder, config.disk_bytes(loaded.spec) - sum(record["bytes"] for record in finished.values()))
-    recorder = _Recorder(torch.bfloat16 if loaded.model.dtype == torch.bfloat16 else torch.float16)
+    dtype = torch.bfloat16 if loaded.model.dtype == torch.bfloat16 else torch.float16
+    recorder = _Recorder(dtype, key_biases(loaded.model, loaded.spec))
     with Seam(loaded.model, recorder), torch.inference_mode():
         for window_idx, window in enumerate(windows):
             for part in range(config.num_parts):

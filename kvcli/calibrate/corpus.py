@@ -1,12 +1,14 @@
 """Where calibration and evaluation text comes from, and how it becomes token sequences.
 
 Every source is a stream of documents: FineWeb-Edu or another dataset on the hub, a local file or folder (parquet,
-jsonl, txt), standard input, or the text that ships with kvcli. This module does not know what the tokens are for.
+jsonl, csv, txt), standard input, or the text that ships with kvcli. This module does not know what the tokens are for.
 """
 
 from __future__ import annotations
 
+import gzip
 import random
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -17,6 +19,7 @@ import torch
 from torch import Tensor
 
 from kvcli.errors import CorpusError
+from kvcli.hub import check_dataset
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -24,7 +27,9 @@ if TYPE_CHECKING:
 FINEWEB_EDU = "HuggingFaceFW/fineweb-edu"
 FINEWEB_EDU_REVISION = "87f09149ef4734204d70ed1d046ddc9ca3f2b8f9"
 BUILTIN = "builtin"
-_FORMATS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".txt": "text"}
+_FORMATS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv", ".txt": "text"}
+_COMPRESSED = ".gz"
+_READ = f"{', '.join(_FORMATS)} (the last four also with {_COMPRESSED})"
 _BUILTIN_SPLITS = ("calibration", "heldout")
 _SHUFFLE_BUFFER = 10_000
 _PIECE_CHARACTERS = 65536
@@ -92,12 +97,26 @@ def documents(config: CorpusConfig, stdin: TextIO | None = None) -> Iterator[str
             have = ", ".join(sorted(record))
             raise CorpusError(f"'{config.source}' has no column '{config.text_column}'; its columns are {have}")
         text = record[config.text_column]
+        if text is None:
+            raise CorpusError(f"a record of '{config.source}' has no text in column '{config.text_column}'")
         if not isinstance(text, str):
             raise CorpusError(
                 f"column '{config.text_column}' of '{config.source}' holds {type(text).__name__}, not text"
             )
         if text.strip():
             yield text
+
+
+def check_source(config: CorpusConfig) -> None:
+    """Checks a local source by its name, so that a mistake is found before a model is loaded.
+
+    Raises:
+        CorpusError: there is no such file or folder, none that can be read, or an option of hub datasets was given.
+    """
+    if config.source == "-":
+        _check_local(config)
+    else:
+        _local_files(config)
 
 
 def _shuffled(config: CorpusConfig) -> Iterable[dict[str, Any]]:
@@ -110,12 +129,15 @@ def _shuffled(config: CorpusConfig) -> Iterable[dict[str, Any]]:
         raise CorpusError(f"the corpus '{config.source}' is empty")
     try:
         if files:
-            kind = _FORMATS[files[0].suffix.lower()]
+            kind = _format(files[0])
+            if kind == "json":
+                _check_json(files)
             options = {"sample_by": "document"} if kind == "text" else {}
             data = datasets.load_dataset(
                 kind, data_files=[str(file) for file in files], split="train", streaming=True, **options
             )
         else:
+            check_dataset(config.source, config.revision)
             data = datasets.load_dataset(
                 config.source, config.name, split=config.split, revision=config.revision, streaming=True
             )
@@ -139,20 +161,40 @@ def _local_files(config: CorpusConfig) -> list[Path]:
     if path.exists():
         _check_local(config)
     if path.is_file():
-        if path.suffix.lower() not in _FORMATS:
-            raise CorpusError(f"{path} is none of {', '.join(_FORMATS)}")
+        if _format(path) is None:
+            raise CorpusError(f"{path} is none of {_READ}")
         return [path]
     if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.suffix.lower() in _FORMATS and file.is_file())
-        kinds = {_FORMATS[file.suffix.lower()]: file.suffix for file in files}
+        files = sorted(file for file in path.rglob("*") if _format(file) and file.is_file())
+        kinds = {_format(file): file.suffix for file in files}
         if not files:
-            raise CorpusError(f"{path} holds no {', '.join(_FORMATS)} files")
+            raise CorpusError(f"{path} holds no files of {_READ}")
         if len(kinds) > 1:
             raise CorpusError(f"{path} holds {' and '.join(kinds.values())} files; keep one format in the folder")
         return files
-    if config.source.count("/") != 1 or config.source.startswith((".", "/", "~")):
+    if config.source.count("/") != 1 or config.source.startswith((".", "/", "~")) or _format(path) or path.is_symlink():
         raise CorpusError(f"no such file or folder: {config.source}")
     return []
+
+
+def _format(path: Path) -> str | None:
+    """The reader in `datasets` of a file, by its name; None if there is none."""
+    name = path.with_suffix("") if path.suffix.lower() == _COMPRESSED else path
+    kind = _FORMATS.get(name.suffix.lower())
+    return None if kind == "parquet" and name != path else kind
+
+
+def _check_json(files: Iterable[Path]) -> None:
+    """Refuses a file whose first record is null, which ends pyarrow's reader with a segmentation fault.
+
+    Raises:
+        CorpusError: such a file.
+        OSError: a file that cannot be read.
+    """
+    for file in files:
+        with gzip.open(file) if file.suffix.lower() == _COMPRESSED else file.open("rb") as stream:
+            if re.match(rb"[\s\[]*null\b", stream.read(4096)):
+                raise CorpusError(f"the corpus '{file}' begins with null instead of a record")
 
 
 def _check_local(config: CorpusConfig) -> None:

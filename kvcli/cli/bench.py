@@ -10,8 +10,10 @@ import typer
 
 from kvcli.cli.bench_options import DEFAULT_MODEL, BenchOptions, check, parse_batches
 from kvcli.cli.bench_tables import attention_table, generate_table, memory_table
-from kvcli.cli.options import command, parse_settings
+from kvcli.cli.command import command
 from kvcli.cli.output import Output, parse_size
+from kvcli.cli.start import stop_reason
+from kvcli.cli.values import parse_settings
 from kvcli.errors import Terminated, UsageError
 from kvcli.registry import BASELINE, DEFAULT_METHOD, METHODS, get_method
 
@@ -232,7 +234,8 @@ def report_rows(
     from kvcli.kernels.launch import interpreted
     from kvcli.machine import environment_info
 
-    path, stopped = records_path(options), None
+    path = records_path(options)
+    stopped: KeyboardInterrupt | None = None
     shared = {**shared, "device": options.torch_device(), "interpreted": interpreted(), "seed": options.seed}
     machine, records = environment_info(), []
     with output.progress(options.suite, total, "rows") as advance:
@@ -242,7 +245,7 @@ def report_rows(
                 append_record(path, {**records[-1], "options": options.model_dump(mode="json"), "machine": machine})
                 advance(1)
         except KeyboardInterrupt as error:
-            stopped = error
+            stopped = stop_reason() or error
     code = getattr(stopped, "exit_code", 130)
     if stopped:
         what = "terminated" if isinstance(stopped, Terminated) else "interrupted"
@@ -265,4 +268,5 @@ def report_rows(
 def register(app: typer.Typer) -> None:
     """Adds the command."""
     example = f"kvcli bench --shape smollm2-135m --method {DEFAULT_METHOD}-1 --contexts 256 --repeats 5"
-    command(app, "bench", BenchOptions, example, ("model",))(run)
+    memory = "lower --contexts, --prompt-tokens, --batches or --prefill-chunk"
+    command(app, "bench", BenchOptions, example, ("model",), saves_memory=memory)(run)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import typer
 from pydantic import Field
 
-from kvcli.cli.options import ModelOptions, command
+from kvcli.cli.command import command
+from kvcli.cli.options import ModelOptions
 from kvcli.cli.output import Output, size
 from kvcli.cli.paths import samples_folder
 
@@ -22,8 +23,8 @@ class CalibrateOptions(ModelOptions):
 
     corpus: str | None = Field(
         default=None,
-        description="dataset on the hub, file or folder (parquet, jsonl, txt), '-' for standard input, or 'builtin'; "
-        "default: 'builtin' for the built-in model, FineWeb-Edu for others",
+        description="dataset on the hub, file or folder (parquet, jsonl, csv or txt, also .gz), '-' for standard input "
+        "or 'builtin'; default: 'builtin' for built-in models, FineWeb-Edu for others",
     )
     corpus_name: str | None = Field(default=None, description="configuration of a hub dataset")
     corpus_split: str | None = Field(default=None, description="split of a hub dataset")
@@ -43,11 +44,12 @@ class CalibrateOptions(ModelOptions):
 def run(options: CalibrateOptions, output: Output) -> None:
     """Record pre-RoPE queries, keys and values of every layer over a calibration corpus."""
     from kvcli.calibrate.collect import CollectConfig, collect
-    from kvcli.calibrate.corpus import documents, token_sequences
+    from kvcli.calibrate.corpus import check_source, documents, token_sequences
 
     folder = options.out or samples_folder(options.model)
     corpus = corpus_config(options)
     output.settings(options.model_dump(mode="json"))
+    check_source(corpus)
     loaded = options.load(output)
     seq_len = min(options.seq_len, options.tokens, loaded.spec.max_position_embeddings)
     wanted = max(1, options.tokens // seq_len)
@@ -94,7 +96,8 @@ def corpus_config(options: CalibrateOptions) -> CorpusConfig:
     from kvcli.builtin_models import BUILTIN_MODELS
     from kvcli.calibrate.corpus import BUILTIN, FINEWEB_EDU, CorpusConfig
 
-    source = options.corpus or (BUILTIN if options.model in BUILTIN_MODELS else FINEWEB_EDU)
+    chosen = options.corpus
+    source = chosen if chosen is not None else (BUILTIN if options.model in BUILTIN_MODELS else FINEWEB_EDU)
     if source == FINEWEB_EDU:
         base = CorpusConfig.fineweb_edu()
     else:
@@ -111,4 +114,6 @@ def corpus_config(options: CalibrateOptions) -> CorpusConfig:
 
 def register(app: typer.Typer) -> None:
     """Adds the command."""
-    command(app, "calibrate", CalibrateOptions, "kvcli calibrate --tokens 32768", ("model",), resumes=True)(run)
+    memory = "lower --batch-size, --seq-len or --query-tokens"
+    example = "kvcli calibrate --tokens 32768"
+    command(app, "calibrate", CalibrateOptions, example, ("model",), resumes=True, saves_memory=memory)(run)

@@ -13,15 +13,17 @@ from pydantic import Field
 
 from kvcli.builtin_models import BUILTIN_MODELS, DEFAULT_MODEL
 from kvcli.cli import calibrate, evaluate, export, fit
-from kvcli.cli.options import Options, command
+from kvcli.cli.command import command
+from kvcli.cli.options import ComputeOptions
 from kvcli.cli.output import Output, duration, size
+from kvcli.errors import UsageError
 from kvcli.registry import BASELINE, DEFAULT_METHOD, fit_command, get_method
 
 _PROMPT_CHARACTERS = 4800
 _SHOWN_CHARACTERS = 320
 
 
-class DemoOptions(Options):
+class DemoOptions(ComputeOptions):
     """Options of `kvcli demo`."""
 
     bits: Literal[1, 2] = Field(default=2, description="nominal bits per value")
@@ -37,6 +39,8 @@ def run(options: DemoOptions, output: Output) -> None:
     from kvcli.generate import SamplingConfig, generate_text, prompt_ids
     from kvcli.models import load_model
 
+    if options.prompt == "":
+        raise UsageError("the prompt is empty; give --prompt a text, or leave it out")
     quick = quick_settings()
     say_preset(options, quick, output)
     seconds: dict[str, float] = {}
@@ -48,7 +52,7 @@ def run(options: DemoOptions, output: Output) -> None:
     }
     shared: dict[str, Any] = {"seed": options.seed, "device": options.device}
     with _timed(seconds, "model"):
-        loaded = load_model(device=options.torch_device(), say=output.say)
+        loaded = load_model(device=options.torch_device(), say=output.say, progress=output.progress)
     with _timed(seconds, "calibrate"):
         settings = calibrate.CalibrateOptions(
             tokens=options.tokens, query_tokens=4096, out=folders["samples"], **shared
@@ -66,9 +70,9 @@ def run(options: DemoOptions, output: Output) -> None:
             quiet,
         )
     with _timed(seconds, "export"):
-        export.run(export.ExportOptions(runs=[folders["training"]], out=folders["artifact"], **shared), quiet)
+        export.run(export.ExportOptions(runs=[folders["training"]], out=folders["artifact"]), quiet)
     sampling = SamplingConfig(max_new_tokens=options.max_new_tokens, repetition_penalty=1.1, seed=options.seed)
-    prompt = options.prompt or heldout_prompt()
+    prompt = heldout_prompt() if options.prompt is None else options.prompt
     ids = prompt_ids(loaded, prompt, chat=False)
     made = {}
     for name, artifact in ((BASELINE, None), (DEFAULT_METHOD, folders["artifact"])):
@@ -184,4 +188,4 @@ def _table(record: dict[str, Any]) -> Any:
 
 def register(app: typer.Typer) -> None:
     """Adds the command."""
-    command(app, "demo", DemoOptions, "kvcli demo", resumes=True)(run)
+    command(app, "demo", DemoOptions, "kvcli demo", resumes=True, saves_memory="lower --tokens")(run)

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import typer
+from pydantic import Field
 
-from kvcli.cli.options import Options, command
+from kvcli.builtin_models import BUILTIN_MODELS, copy_folder
+from kvcli.cli.command import command
+from kvcli.cli.options import Options
 from kvcli.cli.output import Output, size
+from kvcli.errors import ModelError
 
 
 class EnvOptions(Options):
     """Options of `kvcli env`."""
+
+    verify: bool = Field(default=False, description="read the copies of built-in models in full and check them")
 
 
 def run(options: EnvOptions, output: Output) -> None:
@@ -22,7 +28,29 @@ def run(options: EnvOptions, output: Output) -> None:
     lines += [f"{name} {version or 'not installed'}" for name, version in info["packages"].items()]
     lines.append(f"cpu: {info['cpu']}, {info['cpu_count']} cores, {size(info['memory_bytes'] or 0)}")
     lines += [f"gpu: {gpu['name']}, {size(gpu['memory_bytes'])}" for gpu in info["gpus"]] or ["gpu: none"]
+    if options.verify:
+        info["models"] = _verified()
+        lines += [f"{name}: {state}" for name, state in info["models"].items()]
     output.result(info, "\n".join(lines))
+    if damaged := [name for name, state in info.get("models", {}).items() if state.startswith("damaged")]:
+        raise ModelError(f"damaged: {', '.join(damaged)}; the next command that needs it makes it again")
+
+
+def _verified() -> dict[str, str]:
+    """The state of every built-in model's copy; a damaged one will be made again."""
+    from kvcli.builtin_copy import damage, forget
+
+    states = {}
+    for name, builtin in BUILTIN_MODELS.items():
+        folder = copy_folder(builtin)
+        if not folder.exists():
+            states[name] = "not downloaded"
+        elif reason := damage(folder, thorough=True):
+            states[name] = f"damaged: {reason}"
+            forget(folder)
+        else:
+            states[name] = f"whole, in {folder}"
+    return states
 
 
 def register(app: typer.Typer) -> None:

@@ -9,10 +9,12 @@ from typing import Any
 import typer
 from pydantic import Field
 
-from kvcli.cli.options import IMPL_HELP, ModelOptions, command, parse_settings
+from kvcli.cli.command import command
+from kvcli.cli.options import IMPL_HELP, ModelOptions
 from kvcli.cli.output import Output
 from kvcli.cli.paths import newest_artifact
 from kvcli.cli.tables import DataTable
+from kvcli.cli.values import parse_settings
 from kvcli.errors import ArtifactError
 from kvcli.registry import BASELINE, DEFAULT_METHOD, METHODS, get_method, parse_method
 
@@ -177,4 +179,5 @@ def register(app: typer.Typer) -> None:
     """Adds the command."""
     artifact = f"runs/smollm2-135m/{DEFAULT_METHOD}-2bit"
     example = f"kvcli eval --method {BASELINE} --artifact {artifact} --num-sequences 4"
-    command(app, "eval", EvalOptions, example, ("model",))(run)
+    memory = "lower --batch-size, --chunk, --seq-len or --num-sequences"
+    command(app, "eval", EvalOptions, example, ("model",), saves_memory=memory)(run)

@@ -7,7 +7,8 @@ from pathlib import Path
 import typer
 from pydantic import Field
 
-from kvcli.cli.options import Options, command
+from kvcli.cli.command import command
+from kvcli.cli.options import Options
 from kvcli.cli.output import Output, size
 from kvcli.cli.paths import artifact_folder, newest_training
 

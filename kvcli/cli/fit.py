@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import typer
 from pydantic import Field, create_model
 
-from kvcli.cli.options import Options, command, parse_settings
+from kvcli.cli.command import command
+from kvcli.cli.options import ComputeOptions
 from kvcli.cli.output import Output
 from kvcli.cli.paths import newest_samples, training_folder
+from kvcli.cli.values import parse_settings
 from kvcli.errors import UsageError
 from kvcli.registry import DEFAULT_METHOD, FIT_COMMANDS, FitCommand, fit_command, get_method, parse_method
 
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
     from kvcli.methods.method import Method
 
 
-class FitOptions(Options):
+class FitOptions(ComputeOptions):
     """Options of every command that fits."""
 
     samples: Path | None = Field(
@@ -173,8 +175,10 @@ def parse_layers(text: str | None, recorded: list[int]) -> list[int]:
 
 def register(app: typer.Typer) -> None:
     """Adds `fit` and the commands that fit one method."""
-    command(app, "fit", FitMethodOptions, f"kvcli fit --method {DEFAULT_METHOD}-1", ("samples",), resumes=True)(run)
+    memory = "fit fewer tokens: a recording of 'kvcli calibrate' with lower --tokens"
+    example = f"kvcli fit --method {DEFAULT_METHOD}-1"
+    command(app, "fit", FitMethodOptions, example, ("samples",), resumes=True, saves_memory=memory)(run)
     for name, own in FIT_COMMANDS.items():
         options, function = named_command(name)
         example, settings = f"kvcli {name} {own.options}", own.config_cls().model_fields
-        command(app, name, options, example, ("samples",), settings, resumes=True)(function)
+        command(app, name, options, example, ("samples",), settings, resumes=True, saves_memory=memory)(function)

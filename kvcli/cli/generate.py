@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 import typer
 from pydantic import Field
 
-from kvcli.cli.options import IMPL_HELP, ModelOptions, command, parse_settings
+from kvcli.cli.command import command
+from kvcli.cli.options import IMPL_HELP, ModelOptions
 from kvcli.cli.output import Output, size
 from kvcli.cli.paths import newest_artifact
+from kvcli.cli.values import parse_settings
 from kvcli.errors import UsageError
 from kvcli.registry import BASELINE, DEFAULT_METHOD
 
@@ -39,11 +41,15 @@ class GenerateOptions(ModelOptions):
         default=None, description="file with the text to continue; '-' reads standard input"
     )
     chat: bool = Field(default=False, description="treat the prompt as a message of a user to a chat model")
-    max_new_tokens: int = Field(default=64, ge=1, description="tokens to generate at most")
-    temperature: float = Field(default=0.0, ge=0, description="sampling temperature; 0: the most probable token")
+    max_new_tokens: int = Field(default=64, ge=1, lt=2**31, description="tokens to generate at most")
+    temperature: float = Field(
+        default=0.0, ge=0, allow_inf_nan=False, description="sampling temperature; 0: the most probable token"
+    )
     top_p: float = Field(default=1.0, gt=0, le=1, description="sample from the most probable tokens of this mass")
     top_k: int = Field(default=0, ge=0, description="sample from this many tokens; 0: all")
-    repetition_penalty: float = Field(default=1.0, gt=0, description="penalty of tokens that occurred; 1: none")
+    repetition_penalty: float = Field(
+        default=1.0, gt=0, allow_inf_nan=False, description="penalty of tokens that occurred; 1: none"
+    )
     sink_length: int | None = Field(
         default=None, ge=0, description="first tokens in full precision; default: the method's or the artifact's"
     )
@@ -61,6 +67,8 @@ def run(options: GenerateOptions, output: Output) -> None:
     from kvcli.generate import SamplingConfig, generate_text, prompt_ids
 
     prompt = read_prompt(options, output)
+    if not prompt:
+        raise UsageError("the prompt is empty; give a text with --prompt or --prompt-file")
     method, artifact = choose_method(options, output)
     settings = {**parse_settings(options.setting), **cache_settings(options)}
     loaded = options.load(output)
@@ -111,13 +119,13 @@ def choose_method(options: GenerateOptions, output: Output) -> tuple[str, Artifa
 
     folder = options.artifact
     if folder is None:
-        method = options.method or BASELINE
+        method = BASELINE if options.method is None else options.method
         if not parse_method(method)[0].needs_artifact:
             return method, None
         folder = newest_artifact(options.model, method)
         output.say(f"using {folder}")
     artifact = Artifact.load(folder)
-    return options.method or artifact.method, artifact
+    return artifact.method if options.method is None else options.method, artifact
 
 
 def compression_starts(session: Session) -> int | None:
@@ -197,4 +205,5 @@ def describe(made: Generation, starts_at: int | None) -> str:
 def register(app: typer.Typer) -> None:
     """Adds the command."""
     example = f'kvcli generate --method {DEFAULT_METHOD} --prompt "Photosynthesis is" --stats'
-    command(app, "generate", GenerateOptions, example, ("model",))(run)
+    memory = "shorten the prompt, lower --max-new-tokens, or choose a --method with fewer bits"
+    command(app, "generate", GenerateOptions, example, ("model",), saves_memory=memory)(run)

@@ -5,16 +5,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 import typer
-from pydantic import Field
+from pydantic import Field, ValidationError
 
-from kvcli.cli.options import Options, command
+from kvcli.cli.bench_options import MAX_LENGTH
+from kvcli.cli.command import command
+from kvcli.cli.options import Options
 from kvcli.cli.output import Output
 from kvcli.cli.tables import DataTable
+from kvcli.errors import UsageError, explain
 from kvcli.registry import DEFAULT_METHOD
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
 
+CONTEXTS = [4096, 131072]
 _COMPARISONS = {"ge": "from {}", "gt": "above {}", "le": "to {}", "lt": "below {}"}
 
 
@@ -29,20 +33,20 @@ class MethodsOptions(Options):
         description="table of stored bits of the papers' configurations, for a shape: llama-3.1-8b or smollm2-135m",
     )
     contexts: list[int] = Field(
-        default=[4096, 131072], description="context lengths of that table, in tokens; repeatable"
+        default=[], description="context lengths of that table, in tokens; repeatable; default: 4096 and 131072"
     )
 
 
 def run(options: MethodsOptions, output: Output) -> None:
     """List the compression methods, the settings of one, or the stored bits of the papers' configurations."""
-    from kvcli.errors import UsageError
-
     if options.name is not None and options.bits is not None:
         raise UsageError("name a method or give --bits, not both")
+    if options.contexts and options.bits is None:
+        raise UsageError("--contexts goes with --bits")
     if options.name is not None:
         print_settings(options.name, output)
     elif options.bits is not None:
-        print_bits(options.bits, options.contexts, output)
+        print_bits(options.bits, options.contexts or CONTEXTS, output)
     else:
         print_methods(output)
 
@@ -79,11 +83,15 @@ def print_settings(name: str, output: Output) -> None:
         output: where the table goes.
 
     Raises:
-        UsageError: no such method.
+        UsageError: no such method, or not with these bits.
     """
     from kvcli.registry import parse_method
 
     method, from_bits = parse_method(name)
+    try:
+        method.config_cls(**from_bits)
+    except ValidationError as error:
+        raise UsageError(f"{name}: {explain(error, method.config_cls.model_fields)}") from error
     records: list[dict[str, Any]] = [
         {
             "name": setting,
@@ -94,7 +102,9 @@ def print_settings(name: str, output: Output) -> None:
         for setting, field in method.config_cls.model_fields.items()
     ]
     columns = ("name", "default", "range", "meaning")
-    cells = [[_shown(record[column]) for column in columns] for record in records]
+    cells = [
+        [record["name"], _shown(record["default"]), _short(record["range"]), record["meaning"]] for record in records
+    ]
     title = f"settings of {name}, for --setting NAME=VALUE"
     shown = DataTable(title, columns, cells, text_columns=len(columns), prose=("range", "meaning"))
     output.result({"method": name, "settings": records}, shown)
@@ -115,6 +125,11 @@ def _shown(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
+def _short(values: str) -> str:
+    """A range with two ends without its first word."""
+    return values.removeprefix("from ") if " to " in values else values
+
+
 def print_bits(shape: str, contexts: list[int], output: Output) -> None:
     """Prints nominal bits, bits of the codes, and bits of a whole cache at some context lengths.
 
@@ -127,12 +142,11 @@ def print_bits(shape: str, contexts: list[int], output: Output) -> None:
         UsageError: no such shape.
     """
     from kvcli.bench.shapes import shape_spec
-    from kvcli.errors import UsageError
     from kvcli.eval.bits import stored_bits
     from kvcli.registry import METHODS, get_method
 
-    if min(contexts) < 1:
-        raise UsageError(f"--contexts takes positive lengths, not {min(contexts)}")
+    if not all(1 <= context <= MAX_LENGTH for context in contexts):
+        raise UsageError(f"--contexts takes lengths from 1 to {MAX_LENGTH}")
     spec = shape_spec(shape)
     rows = [row for name in METHODS for row in (get_method(name).paper_settings or {name: {}}).items()]
     records = [stored_bits(name, dict(settings), spec, contexts) for name, settings in rows]

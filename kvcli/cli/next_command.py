@@ -48,7 +48,7 @@ def _model_of(artifact: str) -> list[str]:
     """The model of an artifact as an argument."""
     try:
         return _unless_default(json.loads((Path(artifact) / "kvcli.json").read_text())["model"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return []
 
 

@@ -12,8 +12,10 @@ from io import StringIO
 from typing import Any
 
 from rich.console import Console, RenderableType
+from rich.filesize import decimal
 from rich.progress import (
     BarColumn,
+    DownloadColumn,
     MofNCompleteColumn,
     Progress,
     ProgressColumn,
@@ -27,10 +29,9 @@ from rich.text import Text
 from kvcli.cli.tables import DataTable
 from kvcli.errors import KvcliError, OutputError, Terminated, UsageError
 from kvcli.files import to_json
+from kvcli.progress import Advance
 
 _PLAIN_SECONDS = 10.0
-
-Advance = Callable[[int], None]
 
 
 class Output:
@@ -116,7 +117,7 @@ class Output:
             SpinnerColumn(),
             TextColumn("{task.description}"),
             BarColumn(bar_width=None),
-            MofNCompleteColumn(),
+            DownloadColumn() if unit == "B" else MofNCompleteColumn(),
             _Rate(unit),
             TimeElapsedColumn(),
             TextColumn("eta"),
@@ -136,7 +137,7 @@ class _Rate(ProgressColumn):
 
     def render(self, task: Task) -> Text:
         rate = task.completed / task.elapsed if task.elapsed else 0.0
-        return Text(f"{_rate(rate)} {self.unit}/s")
+        return Text(_rate(rate, self.unit))
 
 
 class _TimeLeft(ProgressColumn):
@@ -160,13 +161,19 @@ def _plain_progress(say: Callable[[str], None], label: str, total: int, unit: st
         state["said"] = now
         rate = state["done"] / max(now - started, 1e-9)
         left = (total - state["done"]) / rate if rate else 0.0
-        say(f"{label}: {state['done']:.0f}/{total} {unit}, {_rate(rate)} {unit}/s, eta {duration(left)}")
+        say(f"{label}: {_done(state['done'], total, unit)}, {_rate(rate, unit)}, eta {duration(left)}")
 
     return advance
 
 
-def _rate(rate: float) -> str:
-    return f"{rate:,.0f}" if rate >= 10 else f"{rate:.2f}"
+def _done(done: float, total: int, unit: str) -> str:
+    return f"{decimal(int(done))} of {decimal(total)}" if unit == "B" else f"{done:.0f}/{total} {unit}"
+
+
+def _rate(rate: float, unit: str) -> str:
+    if unit == "B":
+        return f"{decimal(int(rate))}/s"
+    return f"{rate:,.0f} {unit}/s" if rate >= 10 else f"{rate:.2f} {unit}/s"
 
 
 def duration(seconds: float) -> str:
@@ -226,12 +233,13 @@ def _one_line(value: Any) -> str:
     return text if text.isprintable() else repr(text)
 
 
-def describe_error(error: BaseException, resumes: bool = True) -> tuple[int, str]:
+def describe_error(error: BaseException, resumes: bool = True, saves_memory: str = "") -> tuple[int, str]:
     """The exit code and the message of an error, one line.
 
     Args:
         error: any error.
         resumes: whether the command keeps what was finished when it is interrupted.
+        saves_memory: what to do when memory does not suffice.
     """
     text = " ".join(str(error).split())
     if isinstance(error, KvcliError):
@@ -247,10 +255,19 @@ def describe_error(error: BaseException, resumes: bool = True) -> tuple[int, str
         return 1, f"cannot write to {error.filename}: permission denied; choose another --out"
     if isinstance(error, OSError):
         return 1, f"{error.strerror or text}: {error.filename}; choose another path" if error.filename else text
-    if type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError):
-        return 1, "out of memory; lower --batch-size or --seq-len, or choose --device cpu"
+    if _out_of_memory(error):
+        return 1, f"out of memory; {saves_memory or 'end other programs, or use a machine with more'}"
     if type(error).__name__ == "SafetensorError":
         if "No space left" in text:
             return 1, "the disk is full; what was finished is kept: free some space and run the same command again"
         return 1, text
     return 1, f"unexpected {type(error).__name__}: {text} (run again with --debug for the traceback, and report it)"
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    """Whether memory of a GPU or of the machine did not suffice; torch has no class of its own for the latter."""
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error))
+    )

@@ -87,10 +87,10 @@ def _is_artifact_of(path: Path, method: str, settings: Mapping[str, Any]) -> boo
     try:
         metadata = json.loads(path.read_text())
         return bool(metadata["method"] == method and settings.items() <= metadata["config"].items())
-    except (ValueError, KeyError, TypeError):
-        return False
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return False  # a file of somebody else, or a damaged one
 
 
 def _newest(files: Iterable[Path]) -> Path | None:
-    ordered = sorted(files, key=lambda path: path.stat().st_mtime)
+    ordered = sorted(filter(Path.is_file, files), key=lambda path: path.stat().st_mtime)
     return ordered[-1].parent if ordered else None

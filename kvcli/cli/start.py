@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -18,12 +19,14 @@ def main() -> None:
     try:
         _catch_signals()
         _open_streams()
+        _quiet_imports()
         from kvcli.cli.app import main as run
 
         code = run()
         sys.stdout.flush()
     except BaseException as error:
         code = _last_resort(error)
+    stop_reason()  # no reminder of a signal comes after this
     for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # what was asked for is done
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_DFL)
@@ -95,6 +98,12 @@ def _open_streams() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
+
+
+def _quiet_imports() -> None:
+    """Silences what torchao, which transformers imports where it is installed, logs about its kernels for GPUs."""
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def _last_resort(error: BaseException) -> int:

@@ -19,9 +19,10 @@ class CachedFromBuffers(Generic[ValueT]):
     def get(self, make: Callable[[], ValueT], *sources: Tensor) -> ValueT:
         """The value of `make()`, a function of `sources`."""
         versions = tuple(_version(source) for source in sources)
-        if self._cached is None or self._cached[0] != versions:
-            self._cached = (versions, make())
-        return self._cached[1]
+        cached = self._cached  # read once: another thread may replace it
+        if cached is None or cached[0] != versions:
+            cached = self._cached = (versions, make())
+        return cached[1]
 
     @property
     def nbytes(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,6 +35,14 @@ def check_device(device: torch.device) -> None:
         raise UsageError("fused kernels need Triton, which is not installed; use --impl reference")
     if device.type != "cuda" and not interpreted():
         raise UsageError(f"fused kernels need a CUDA device, not '{device}'; use --impl reference")
+
+
+def shared_memory_limit(device: torch.device) -> int:
+    """Bytes of shared memory that a block of threads may ask for; without a GPU, that of an H100."""
+    if device.type != "cuda":
+        return 227 * 1024
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block))
 
 
 def unsupported_shape(reason: str) -> UsageError:

@@ -5,6 +5,7 @@ A codec sees tensors of one layer. It does not know about caches, models, files 
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing_extensions import TypeVar
 
 from kvcli.kernels.cached import CachedFromBuffers
 from kvcli.kernels.constants import FP16_MAX
+from kvcli.rope import Rotation, Unrotate
 
 Space = Literal["pre_rope", "post_rope"]
 
@@ -84,6 +86,12 @@ class Codec(nn.Module, ABC, Generic[CodesT, StateT]):
     tokens_per_group: int = 1
     """Tokens that are encoded together; `encode` takes whole groups."""
 
+    max_magnitude: float = FP16_MAX
+    """Largest `peak` of what codes hold; a cache refuses more."""
+
+    calibrated_range: bool = False
+    """Whether `peak` is relative to what was calibrated, so that float16 numbers can exceed the range, too."""
+
     fused: bool = False
     """Whether `encode` runs in Triton kernels, where the codec has them; set by the session."""
 
@@ -114,6 +122,10 @@ class Codec(nn.Module, ABC, Generic[CodesT, StateT]):
         for name, x_codes in self.encode(x, state).tensors().items():
             getattr(codes, name).copy_(x_codes)
 
+    def peak(self, x: Tensor) -> Tensor:
+        """What `max_magnitude` limits, float32 []: the largest magnitude of x [batch, num_kv_heads, time, head_dim]."""
+        return torch.linalg.vector_norm(x, float("inf"), dtype=torch.float32)
+
     @abstractmethod
     def decode(self, codes: CodesT, state: StateT) -> Tensor:
         """Inverse of `encode`: float32 [batch, num_kv_heads, time, head_dim]."""
@@ -141,15 +153,24 @@ class Codec(nn.Module, ABC, Generic[CodesT, StateT]):
         """
         key = (like.dtype, like.device)
         if key not in self._encoded_groups:
-            fused, self.fused = self.fused, False
-            state: Any = self.new_state(1, like.device)
-            if state is not None and isinstance(self, KeyCodec):
-                self.finalize_state(state, [0])
+            # a copy that shares all tensors: other threads may be encoding with this codec
+            reference = copy.copy(self)
+            reference.fused = False
+            state: Any = reference.new_state(1, like.device)
+            if state is not None and isinstance(reference, KeyCodec):
+                reference.finalize_state(state, [0])
             group = like.new_zeros(1, like.shape[1], self.tokens_per_group, like.shape[3])
             with torch.autocast(like.device.type, enabled=False):
-                self._encoded_groups[key] = self.encode(group, state)
-            self.fused = fused
+                self._encoded_groups.setdefault(key, reference.encode(group, state))
         return self._encoded_groups[key]
+
+    def kernel_note(self, device: torch.device) -> str | None:
+        """What encoding on a device does without its kernels, and why; None if it uses them or has none.
+
+        Args:
+            device: where tokens will be encoded.
+        """
+        return None
 
     def randomize_(self, generator: torch.Generator) -> None:
         """Fills the buffers that a fit would fill with random values, in place, for measuring speed and memory.
@@ -225,15 +246,83 @@ ValueT = TypeVar("ValueT", bound=ValueCodec[Any], default=ValueCodec[Any])
 
 
 class LayerCodec(nn.Module, Generic[KeyT, ValueT]):
-    """The two codecs of one layer; its `state_dict` is what an artifact stores."""
+    """The two codecs of one layer; its `state_dict` is what an artifact stores.
+
+    Attributes:
+        key: codec of the keys, less the offset.
+        value: codec of the values.
+        key_offset: None, or float32 [num_kv_heads, head_dim]: a constant pre-RoPE key b. Only k - b is encoded, as
+            R(m)(k - b) where the codec works after RoPE; R(m) b is added to what is decoded.
+    """
 
     key: KeyT
     value: ValueT
+    key_offset: Tensor | None
 
-    def __init__(self, key: KeyT, value: ValueT) -> None:
+    def __init__(self, key: KeyT, value: ValueT, key_offset: Tensor | None = None) -> None:
         super().__init__()
         self.key = key
         self.value = value
+        self.register_buffer("key_offset", key_offset)
+        self._offset_in_use: CachedFromBuffers[Tensor | None] = CachedFromBuffers()
+
+    @property
+    def offset(self) -> Tensor | None:
+        """`key_offset` as [1, num_kv_heads, 1, head_dim]; None if all of it is 0."""
+        stored = self.key_offset
+        if stored is None:
+            return None
+        return self._offset_in_use.get(lambda: stored[None, :, None] if stored.any() else None, stored)
+
+    @property
+    def needs_rotations(self) -> bool:
+        """Whether encoding and decoding keys takes the RoPE of their positions."""
+        return self.key.space == "pre_rope" or self.offset is not None
+
+    def encoder_input(self, keys: Tensor, rotation: Rotation, unrotate: Unrotate) -> Tensor:
+        """What `key.encode` takes, from keys of the window.
+
+        Args:
+            keys: after RoPE, [batch, num_kv_heads, time, head_dim].
+            rotation: RoPE of their positions, float32.
+            unrotate: inverse RoPE.
+
+        Returns:
+            Shaped like keys: before RoPE and float32, or after it in the dtype of keys.
+        """
+        if self.key.space == "pre_rope":
+            before = unrotate(rotation, keys)
+            return before if self.offset is None else before - self.offset
+        return keys if self.offset is None else (keys.float() - self._rotated(self.offset, rotation)).to(keys.dtype)
+
+    def decode_keys(self, codes: Codes, state: Any, rotation: Rotation | None, dtype: torch.dtype) -> Tensor:
+        """Keys after RoPE, [batch, num_kv_heads, time, head_dim].
+
+        Args:
+            codes: of the tokens.
+            state: of their sequences; None for codecs without one.
+            rotation: RoPE of their positions, float32, if `needs_rotations`.
+            dtype: of the result; values beyond float16 are clamped to its range.
+        """
+        if rotation is None or not self.needs_rotations:
+            return self.key.decode_to(codes, state, dtype)
+        keys = self.key.decode_to(codes, state, torch.float32)
+        if self.key.space == "pre_rope":
+            keys = rotation.apply(keys if self.offset is None else keys + self.offset)
+        elif self.offset is not None:
+            keys = keys + self._rotated(self.offset, rotation)
+        return (keys.clamp(-FP16_MAX, FP16_MAX) if dtype == torch.float16 else keys).to(dtype)
+
+    @staticmethod
+    def _rotated(offset: Tensor, rotation: Rotation) -> Tensor:
+        """R(m) b at each position, [batch or 1, num_kv_heads, time, head_dim]."""
+        batch, _, time, _ = rotation.cos.shape
+        return rotation.apply(offset.expand(batch, -1, time, -1))
+
+    def fitted_bytes(self) -> int:
+        """Bytes that a model holds once: fitted buffers, and tables that kernels derived from them."""
+        offset = 0 if self.key_offset is None else self.key_offset.nbytes
+        return self.key.codebook_bytes() + self.value.codebook_bytes() + offset
 
     @property
     def tokens_per_group(self) -> int:

@@ -35,3 +35,12 @@ class CacheConfig(BaseModel):
             ValueError: settings that do not fit the shapes.
         """
         return self
+
+
+class BiasOffsetConfig(CacheConfig):
+    """Settings of methods that are not fitted and code keys less a constant."""
+
+    key_offset: Literal["bias", "none"] = Field(
+        default="bias",
+        description="constant that is not coded: the bias of the model's key projection where it has one, or none",
+    )

@@ -21,7 +21,7 @@ class EncodedTokens:
         key_codes: codes of the keys of `length` tokens, in the key codec's own type of `Codes`.
         key_state: the sequences' state in the key codec's own type of `State`; None for codecs without one.
         value_codes: codes of the values of the same tokens.
-        rotations: rotations of these tokens; None for post-RoPE codecs.
+        rotations: rotations of these tokens, if `LayerCodec.needs_rotations`; else None.
         lengths: tokens of each sequence, int32 [batch]; None when all have `length`.
     """
 

@@ -25,6 +25,8 @@ class FP16Codes(Codes):
 
 
 class _FP16(Codec[FP16Codes, None]):
+    max_magnitude = float("inf")
+
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.spec = spec

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvcli.kernels.constants import FP16_MAX, TINY
 from kvcli.methods.base import Codec, Codes, KeyCodec, LayerCodec, ValueCodec
-from kvcli.methods.config import CacheConfig
+from kvcli.methods.config import BiasOffsetConfig
 from kvcli.methods.method import Method
 from kvcli.spec import ModelSpec
 
@@ -67,7 +67,7 @@ METHOD = Method(
     summary="8-bit floats (e4m3), a scale per token and head",
     bits="8",
     paper="-",
-    config_cls=CacheConfig,
+    config_cls=BiasOffsetConfig,
     build=lambda spec, config, layer_idx: LayerCodec(_FP8Key(spec), _FP8Value(spec)),
     nominal_bits=lambda spec, config: (8.0, 8.0),
     paper_settings={"fp8": {"sink_length": 0, "residual_length": 0}},

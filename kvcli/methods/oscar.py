@@ -79,6 +79,8 @@ class _OSCAR(PerTokenCodec):
         ValueError: a head_dim that is no power of two, or that `group_size` does not divide.
     """
 
+    calibrated_range = True  # a rotated value can be sqrt(head_dim) times as large as any channel
+
     def __init__(self, spec: ModelSpec, n_bits: ScalarBits, group_size: int, clip: float) -> None:
         super().__init__(spec, n_bits, group_size)
         if spec.head_dim & (spec.head_dim - 1):
@@ -91,6 +93,9 @@ class _OSCAR(PerTokenCodec):
     def count_kept(self, share: float) -> int:
         """Channels of a group that are not clipped."""
         return max(1, math.ceil(share * self.group_size))
+
+    def peak(self, x: Tensor) -> Tensor:
+        return super().peak(x.float() @ self.rotation)
 
     def encode(self, x: Tensor, state: None = None) -> PerTokenCodes:
         return super().encode(self._clipped(x))

@@ -13,12 +13,13 @@ from threading import local
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, Cache, GenerationMixin
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from kvcli.errors import ModelError
 from kvcli.rope import Rope, Rotation
 from kvcli.seam.identity import identity_factors
+from kvcli.seam.untraced import untraced
 
 _ATTENTION_NAME = "kvcli"
 _ATTRIBUTE = "kvcli_seam"
@@ -68,14 +69,15 @@ class _PreRopeRotary(nn.Module):
         self.inner = inner
         self.seam = seam
 
+    @untraced
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         cos, sin = self.inner(x, position_ids=position_ids)
         self.seam.current.output = RotaryOutput(position_ids, Rotation.from_model(cos, sin))
         return identity_factors(cos)
 
 
-def _accept_call(call: Mapping[str, Any]) -> None:
-    """Refuses no forward pass."""
+def _accept(anything: Any) -> None:
+    """Refuses nothing."""
 
 
 class Seam:
@@ -86,6 +88,8 @@ class Seam:
         attend: called in place of the model's attention, in every layer.
         check_call: given the arguments of each forward pass of the decoder by name, `use_cache` always among them;
             raises where it refuses them.
+        check_drafts: given the cache of a speculative generation before it starts; raises where it refuses that. Called
+            only by versions of transformers that do not ask the cache themselves (before `activate_past_recording`).
 
     Attributes:
         is_open: whether the model is patched.
@@ -93,18 +97,24 @@ class Seam:
     """
 
     def __init__(
-        self, model: nn.Module, attend: AttendFunction, check_call: Callable[[Mapping[str, Any]], None] = _accept_call
+        self,
+        model: nn.Module,
+        attend: AttendFunction,
+        check_call: Callable[[Mapping[str, Any]], None] = _accept,
+        check_drafts: Callable[[Any], None] = _accept,
     ) -> None:
         self.model: Any = model
         self.attend = attend
         self.check_call = check_call
+        self.check_drafts = check_drafts
         self.is_open = False
         self.current = _CurrentPass()
         self._decoder = find_decoder(model)
         self._last_layer = len(self._decoder.layers) - 1  # type: ignore[arg-type]
         self._parameters = tuple(inspect.signature(self._decoder.forward).parameters)
         self._rotary: _PreRopeRotary | None = None
-        self._hook: Any = None
+        self._hooks: list[Any] = []
+        self._generator: Any = None
         self._implementation: str | None = None
 
     @property
@@ -131,14 +141,23 @@ class Seam:
         for layer in self._decoder.layers:  # type: ignore[union-attr]
             setattr(layer.self_attn, _ATTRIBUTE, self)
         self.model.set_attn_implementation(_ATTENTION_NAME)
-        self._hook = self._decoder.register_forward_pre_hook(self._before_pass, with_kwargs=True)
+        self._hooks = [
+            self._decoder.register_forward_pre_hook(self._before_pass, with_kwargs=True),
+            self._decoder.register_forward_hook(self._after_pass, always_call=True),
+        ]
+        if not hasattr(Cache, "activate_past_recording"):
+            self._check_drafts_first()
         self.is_open = True
 
     def close(self) -> None:
         """Restores the model; closing twice is harmless."""
         if self._rotary is None:
             return
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
+        if self._generator is not None:
+            del self._generator._get_candidate_generator
+            self._generator = None
         self._decoder.rotary_emb = self._rotary.inner
         for layer in self._decoder.layers:  # type: ignore[union-attr]
             delattr(layer.self_attn, _ATTRIBUTE)
@@ -169,6 +188,7 @@ class Seam:
         if module.layer_idx == self._last_layer:
             self.current.output = None
 
+    @untraced
     def _before_pass(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Refuses arguments and settings that this attention would ignore."""
         call, config = {**dict(zip(self._parameters, args, strict=False)), **kwargs}, self.model.config
@@ -186,6 +206,24 @@ class Seam:
             call["use_cache"] = False  # as transformers does
         self.check_call(call)
 
+    @untraced
+    def _after_pass(self, *args: Any) -> None:
+        """Forgets the pass, also one that died between two layers."""
+        self.current.output = None
+
+    def _check_drafts_first(self) -> None:
+        """Makes `generate` call `check_drafts` before it drafts tokens that it may remove from the cache again."""
+        self._generator = next((module for module in self.model.modules() if isinstance(module, GenerationMixin)), None)
+        if self._generator is None:
+            return
+        make = self._generator._get_candidate_generator
+
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            self.check_drafts((kwargs.get("model_kwargs") or {}).get("past_key_values"))
+            return make(*args, **kwargs)
+
+        self._generator._get_candidate_generator = checked
+
     def __reduce__(self) -> Any:
         """Raises: neither `copy.deepcopy` nor `pickle` can make a second patch of a model."""
         raise ModelError("an attached model or its session cannot be copied or pickled; detach first")
@@ -198,6 +236,7 @@ class Seam:
         self.close()
 
 
+@untraced
 def _attention(
     module: nn.Module,
     query: Tensor,

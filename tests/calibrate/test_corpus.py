@@ -109,6 +109,7 @@ def test_fineweb_edu_is_pinned_and_asked_for_as_documented(monkeypatch: pytest.M
         asked.update(options, arguments=arguments)
         return Stream([{"text": "x"}])
 
+    monkeypatch.setattr("kvcli.calibrate.corpus.check_dataset", lambda *_: None)  # it asks the hub
     monkeypatch.setattr(datasets, "load_dataset", load)
     assert list(documents(CorpusConfig.fineweb_edu(seed=3))) == ["x"]
     assert asked == {

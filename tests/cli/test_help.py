@@ -49,8 +49,11 @@ def test_every_command_ends_its_help_with_an_example(name: str) -> None:
     result = invoke(name, "--help")
     assert result.exit_code == 0
     assert "Example: kvcli" in result.stdout
-    for flag in ("--json", "--seed", "--config", "--debug"):
+    for flag in ("--json", "--config", "--quiet", "--verbose", "--debug"):
         assert flag in result.stdout
+    computes = name not in ("export", "methods", "env")
+    for flag in ("--seed", "--device"):
+        assert (flag in result.stdout) == computes
 
 
 def test_version() -> None:

@@ -69,10 +69,10 @@ def test_flags_win_over_the_file(tiny: Any, tmp_path: Path) -> None:
 
 
 def test_cuda_is_the_default_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvcli.cli.options import Options
+    from kvcli.cli.options import ComputeOptions
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert Options().torch_device() == "cuda"
+    assert ComputeOptions().torch_device() == "cuda"
 
 
 @pytest.mark.parametrize("arguments", [["--nope"], ["nonsense"], ["generate", "--max-new-tokens", "many"]])

@@ -33,7 +33,7 @@ class OutOfMemoryError(RuntimeError):
         (KeyboardInterrupt(), 130, "resume"),
         (OSError(28, "No space left on device", "f"), 1, "disk is full (f)"),
         (PermissionError(13, "Permission denied", "/root/x"), 1, "cannot write to /root/x"),
-        (OutOfMemoryError("CUDA out of memory"), 1, "--batch-size"),
+        (OutOfMemoryError("CUDA out of memory"), 1, "out of memory; "),
         (ZeroDivisionError("division by zero"), 1, "--debug"),
     ],
 )
@@ -51,6 +51,14 @@ def test_progress_talks_plainly_without_a_terminal(capsys: pytest.CaptureFixture
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "work: 4/4 steps" in captured.err
+
+
+def test_progress_in_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    with Output().progress("download", 4_000_000, "B") as advance:
+        advance(4_000_000)
+    shown = capsys.readouterr().err
+    assert shown.startswith("download: 4.0 MB of 4.0 MB, ")
+    assert "B/s, eta 0:00" in shown
 
 
 def test_units() -> None:

@@ -18,6 +18,7 @@ from kvcli.errors import CacheError
 METHODS = ("fp16", "kivi-2", "squat-pre-2", "qjl", "rtn-2")
 SETTINGS: dict[str, dict[str, Any]] = {
     "kivi-2": {"group_size": 8, "residual_length": 16},
+    "squat-2": {"group_size": 8, "residual_length": 16, "subspace_dim": 4},
     "squat-pre-2": {"group_size": 8, "residual_length": 16, "subspace_dim": 4},
 }
 

@@ -96,7 +96,7 @@ def test_resuming_is_promised_by_commands_that_resume_alone(monkeypatch: pytest.
     def stop(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kvcli.cli.options._run", stop)
+    monkeypatch.setattr("kvcli.cli.command._run", stop)
     assert "to resume" in invoke("calibrate").stderr
     assert "start over" in invoke("generate").stderr
 
@@ -223,3 +223,33 @@ def test_binary_standard_input_is_refused() -> None:
     with pytest.raises(CorpusError, match="not UTF-8"):
         list(documents(CorpusConfig("-"), stream))
     assert "not UTF-8" in invoke("generate", "--prompt", "-", stdin=b"\xff\xfe\x00").stderr
+
+
+def test_an_interrupted_bench_shows_what_it_has_and_ends_with_its_own_code(tmp_path: Path) -> None:
+    # the reminder of a signal would fall into the table, or end the process while it exits
+    program = f"""
+import atexit, os, signal, sys, time
+signal.signal({int(signal.SIGINT)}, signal.default_int_handler)
+from kvcli.cli import bench, start
+
+class Row:
+    def to_dict(self):
+        return {{"method": "fp16", "status": "ok"}}
+
+def rows():
+    yield Row()
+    os.kill(os.getpid(), {int(signal.SIGINT)})
+    time.sleep(5)
+
+def table(records):
+    time.sleep(0.4)
+    return "table"
+
+bench.run_attention = lambda options, output: bench.report_rows(options, output, rows(), 2, {{}}, table)
+atexit.register(time.sleep, 0.4)
+sys.argv = ["kvcli", "bench", "--device", "cpu"]
+start.main()
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (130, "table\n"), done.stderr
+    assert "error: interrupted after 1 of 2 rows\n" in done.stderr

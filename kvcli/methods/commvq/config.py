@@ -33,6 +33,11 @@ class CommVQConfig(CacheConfig):
     key_iterations: int = Field(
         default=12, ge=1, le=1000, description="EM iterations per stage with hard assignment; half of them on a subset"
     )
+    key_offset: Literal["auto", "none", "bias", "mean"] = Field(
+        default="auto",
+        description="constant per channel that is not coded: none, the key projection's bias, the mean key, or the one "
+        "of them with the smallest held-out score error",
+    )
     key_query_weighting: bool = Field(
         default=True, description="weight channel pairs by the magnitude of their queries"
     )

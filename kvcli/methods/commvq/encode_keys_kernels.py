@@ -19,23 +19,29 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvcli.kernels.constants import norm_unit
-from kvcli.kernels.launch import cdiv, power_of_two, row_major
+from kvcli.kernels.constants import TINY, norm_unit
+from kvcli.kernels.launch import cdiv, power_of_two, row_major, shared_memory_limit
+from kvcli.methods.commvq.codebook import centres, nearest
 from kvcli.methods.commvq.tables import NO_CENTRE, SearchTables
 from kvcli.packing import packed_size
+from kvcli.rope import to_pairs
 
 _NO_CENTRE = tl.constexpr(NO_CENTRE)
+
+_SMALL_TILE, _LARGE_TILE = (1, 16), (2, 32)
+"""Tokens per thread and lanes of the search."""
 
 
 @triton.jit(do_not_specialize=["time"])
 def _norm_kernel(
-    x, stored, norms, stride_b, stride_h, stride_t, time, per_unit,
+    x, weights, stored, norms, stride_b, stride_h, stride_t, time, per_unit,
     HEADS: tl.constexpr, JOINT: tl.constexpr, D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """L2 norms of keys, over all heads (JOINT) or each.
+    """L2 norms of weighted keys, over all heads (JOINT) or each.
 
     Grid (ceil(time / BLOCK_T), batch * (1 if JOINT else HEADS)).
-    x [batch, HEADS, time, D] any float, strides of all but the last axis; stored float16 and norms float32
+    x [batch, HEADS, time, D] any float, strides of all but the last axis; weights float32 [HEADS, D] of the channels;
+    stored float16 and norms float32
     [batch, 1 or HEADS, time]; stored norms are multiplied by `per_unit`, and where one is 0, so is the other.
     BLOCK_D = D as a power of two.
     """
@@ -46,10 +52,12 @@ def _norm_kernel(
         base = x + i_row * stride_b
     else:
         base = x + (i_row // HEADS) * stride_b + (i_row % HEADS) * stride_h
+        weights += (i_row % HEADS) * D
     energy = tl.zeros((BLOCK_T,), tl.float32)
     for head in range(HEADS if JOINT else 1):
+        b_w = tl.load(weights + head * D + o_d, mask=o_d < D, other=0.0)
         b_x = tl.load(base + head * stride_h + o_t[:, None] * stride_t + o_d[None, :], mask=mask, other=0.0)
-        b_x = b_x.to(tl.float32)
+        b_x = b_x.to(tl.float32) * b_w[None, :]
         energy += tl.sum(b_x * b_x, axis=1)
     norm = tl.sqrt_rn(energy)
     half = tl.minimum(norm * per_unit, 65504.0).to(tl.float16)
@@ -217,14 +225,14 @@ def encode_keys(x: Tensor, tables: SearchTables, joint: bool, rotary_dim: int) -
         uint8 [batch, 1, time, bytes] and float16 [batch, 1 or num_kv_heads, time, 1].
     """
     x = row_major(x)
-    stored, norms = _norms(x, joint)
+    stored, norms = _norms(x, tables.channel_weights, joint)
     codes = _search(x, norms, tables, joint, rotary_dim)
     packed = _pack(codes, 2 * (tables.codebook_size - 1).bit_length())
     return packed.view(x.shape[0], 1, x.shape[2], packed.shape[-1]), stored.unsqueeze(-1)
 
 
-def _norms(x: Tensor, joint: bool) -> tuple[Tensor, Tensor]:
-    """Norms over all heads or each: float16 to be stored in units, float32 to divide by, [batch, 1 or heads, time]."""
+def _norms(x: Tensor, weights: Tensor, joint: bool) -> tuple[Tensor, Tensor]:
+    """Norms of weighted keys: float16 to be stored in units, float32 to divide by, [batch, 1 or heads, time]."""
     batch, heads, time, width = x.shape
     rows = 1 if joint else heads
     stored = torch.empty(batch, rows, time, dtype=torch.float16, device=x.device)
@@ -232,19 +240,41 @@ def _norms(x: Tensor, joint: bool) -> tuple[Tensor, Tensor]:
     block = 32
     if x.numel():
         _norm_kernel[(cdiv(time, block), batch * rows)](
-            x, stored, norms, *x.stride()[:3], time, 1 / norm_unit(heads * width if joint else width),
+            x, weights, stored, norms, *x.stride()[:3], time, 1 / norm_unit(heads * width if joint else width),
             HEADS=heads, JOINT=joint, D=width, BLOCK_T=block, BLOCK_D=power_of_two(width), num_warps=4,
         )  # fmt: skip
     return stored, norms
 
 
-def search_tile(tokens: int) -> dict[str, int]:
-    """Tile, warps and stages of the search: small tiles where there are few tokens.
+def search_note(size: int, pairs: int, device: torch.device) -> str | None:
+    """Why the search of codebooks of N = `size` codewords and g = `pairs` cannot run in a kernel; None if it can."""
+    needed, limit = _shared_memory(size, pairs, _SMALL_TILE), shared_memory_limit(device)
+    if needed <= limit:
+        return None
+    return (
+        f"keys are encoded in PyTorch: the search of {size} codewords needs {needed} bytes of shared memory, "
+        f"and the GPU has {limit} per block"
+    )
+
+
+def _shared_memory(size: int, pairs: int, tile: tuple[int, int]) -> int:
+    """An upper bound of the search's shared memory in bytes.
+
+    The terms are those of Triton 3.7 for compute capability 8.0 and 9.0 (N 64 to 256, g 32 and 64): it is exact at
+    N = 256 and up to 18 KiB too large below.
+    """
+    rows, width = max(16, power_of_two(size)), max(16, power_of_two(pairs))
+    per_row = 4 * tile[0] * tile[1] + 4 * width
+    return rows * per_row + (0 if rows >= 256 else 18 * 1024)
+
+
+def search_tile(tokens: int, small: bool = False) -> dict[str, int]:
+    """Tile, warps and stages of the search: small tiles where there are few tokens, or where `small` asks for them.
 
     From 64 tokens per tile, products run on Hopper's warp groups, a warp for 16 tokens: 8 warps on 64 tokens would hold
     them twice, and failed on an H200 (illegal memory access, triton 3.6) though no address is out of bounds.
     """
-    per_thread, lanes = (1, 16) if tokens <= 512 else (2, 32)
+    per_thread, lanes = _SMALL_TILE if tokens <= 512 or small else _LARGE_TILE
     return {"TOKENS_PER_THREAD": per_thread, "LANES": lanes, "BLOCK_B": 8, "num_warps": 4, "num_stages": 1}
 
 
@@ -254,7 +284,9 @@ def _search(x: Tensor, norms: Tensor, tables: SearchTables, joint: bool, rotary_
     problems, pairs = tables.weights.shape
     stages, size = tables.books.shape[1], tables.codebook_size
     codes = torch.empty(batch * time, problems * stages, dtype=torch.int32, device=x.device)
-    tile = search_tile(batch * time)
+    if search_note(size, pairs, x.device) is not None:
+        return _search_in_torch(x, norms, tables, joint, rotary_dim)
+    tile = search_tile(batch * time, _shared_memory(size, pairs, _LARGE_TILE) > shared_memory_limit(x.device))
     if x.numel():
         _search_kernel[(cdiv(batch * time, tile["TOKENS_PER_THREAD"] * tile["LANES"]), problems)](
             x, norms, tables.weights, tables.units, tables.pow2_scales, tables.fixed_point_scales,
@@ -264,6 +296,24 @@ def _search(x: Tensor, norms: Tensor, tables: SearchTables, joint: bool, rotary_
             BLOCK_N=max(16, size), BLOCK_G=max(16, power_of_two(pairs)), **tile,
         )  # fmt: skip
     return codes
+
+
+def _search_in_torch(x: Tensor, norms: Tensor, tables: SearchTables, joint: bool, rotary_dim: int) -> Tensor:
+    """`_search` without a kernel, for GPUs whose shared memory is too small for it."""
+    heads, width = x.shape[1], x.shape[3]
+    problems, pairs = tables.weights.shape
+    unit = torch.where(norms.unsqueeze(-1) > 0, x.float() / norms.unsqueeze(-1).clamp_min(TINY), 0.0)
+    unit = to_pairs(unit * (heads * width if joint else width) ** 0.5, rotary_dim)
+    rows = unit.unflatten(-2, (problems // heads, pairs)).permute(1, 3, 0, 2, 4, 5).flatten(0, 1).flatten(1, 2)
+    residual = (rows * tables.weights[:, None, :, None]).flatten(-2)
+    planes = tables.books[:, :, : tables.codebook_size].float().unflatten(-1, (2, -1))[..., :pairs]
+    books = (planes * tables.units[:, None, None, None, :]).transpose(-1, -2).flatten(-2)
+    stages = []
+    for book in books.unbind(1):
+        first, second = nearest(residual, book)
+        residual = residual - centres(book, first, second)
+        stages.append(first * tables.codebook_size + second)
+    return torch.stack(stages, dim=-1).permute(1, 0, 2).flatten(1).int()
 
 
 def _pack(codes: Tensor, n_bits: int) -> Tensor:

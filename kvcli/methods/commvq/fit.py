@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcli.methods.base import Codec, LayerCodec
+from kvcli.methods.base import Codec
 from kvcli.methods.commvq.config import CommVQConfig
 from kvcli.methods.commvq.fit_keys import fit_keys
 from kvcli.methods.commvq.fit_values import fit_values_fast, fit_values_paper
 from kvcli.methods.commvq.keys import CommVQKeyCodec
-from kvcli.methods.commvq.values import CommVQValueCodec
+from kvcli.methods.commvq.layer import CommVQLayer
+from kvcli.methods.commvq.offset import choose_offset
 from kvcli.methods.method import FitReport
 from kvcli.samples import LayerSamples
 
@@ -23,7 +24,7 @@ _OVERSIZE = 4
 
 
 def fit_layer(
-    codec: LayerCodec[CommVQKeyCodec, CommVQValueCodec],
+    codec: CommVQLayer,
     train: LayerSamples,
     heldout: LayerSamples,
     config: CommVQConfig,
@@ -39,34 +40,51 @@ def fit_layer(
         generator: CPU generator of every random choice.
 
     Returns:
-        `key_nmse` and `value_nmse`, the held-out `nmse` of each head; `dead_key_rows`, dead rows of the key codebooks.
+        `key_nmse` and `value_nmse`, the held-out squared error of each head, for keys of weighted ones as a share of
+        their variance, for values as a share of their energy; `dead_key_rows`, dead rows of the key codebooks;
+        `key_offset`, which constant is not coded.
         Warnings name heads whose error exceeds that of a scalar code of as many bits, or whose codewords are too large.
     """
-    dead = fit_keys(codec.key, train, config, generator)
+    name, offset = choose_offset(codec.key, train, heldout, config, generator)
+    codec.key_offset = offset.clone()
+    offset = offset.unsqueeze(1)
+    dead = fit_keys(codec.key, train.k - offset, train.q, config, generator)
     if config.value_trainer == "fast":
         fit_values_fast(codec.value, train.v, config.value_iterations)
     else:
         fit_values_paper(codec.value, train.v, config.value_steps, generator)
+    # errors are those of scores: of weighted keys, less what is the same for all tokens
+    weight = codec.key.channel_weight()
+    mean = train.k.mean(1, keepdim=True)
     metrics: dict[str, Any] = {
-        "key_nmse": nmse(codec.key, heldout.k),
+        "key_nmse": nmse(codec.key, heldout.k - offset, weight, mean - offset),
         "value_nmse": nmse(codec.value, heldout.v),
         "dead_key_rows": dead,
+        "key_offset": name,
     }
+    train_keys, heldout_keys = ((x.k[:, :_ERROR_TOKENS] - mean) * weight for x in (train, heldout))
     key_bits = config.num_residuals * config.bits_per_code / 2 / config.pairs_per_group
     value_bits = config.value_code_bits / codec.value.spec.kv_dim
     warnings = [
-        *compare_with_scalar("keys", metrics["key_nmse"], train.k, heldout.k, key_bits),
+        *compare_with_scalar("keys", metrics["key_nmse"], train_keys, heldout_keys, key_bits),
         *compare_with_scalar("values", metrics["value_nmse"], train.v, heldout.v, value_bits),
         *oversized_books(codec.key),
     ]
     return FitReport(metrics, tuple(warnings))
 
 
-def nmse(codec: Codec[Any], x: Tensor) -> list[float]:
-    """Normalised squared error sum |x - x_hat|^2 / sum |x|^2 of each head, for x [heads, tokens, head_dim]."""
+def nmse(codec: Codec[Any], x: Tensor, weight: Tensor | float = 1.0, mean: Tensor | float = 0.0) -> list[float]:
+    """Normalised squared error sum |w (x - x_hat)|^2 / sum |w (x - mean)|^2 of each head.
+
+    Args:
+        codec: what codes x.
+        x: [heads, tokens, head_dim].
+        weight: of each channel, [heads, 1, head_dim].
+        mean: of each channel, [heads, 1, head_dim].
+    """
     x = x[:, :_ERROR_TOKENS]
     x_hat = codec.decode(codec.encode(x.unsqueeze(0), None), None)[0]
-    error, energy = (x_hat - x).square().sum((1, 2)), x.square().sum((1, 2))
+    error, energy = (((x - y) * weight).square().sum((1, 2)) for y in (x_hat, mean))
     return [float(e) for e in error / energy.clamp_min(1e-30)]
 
 
@@ -90,7 +108,9 @@ def compare_with_scalar(what: str, errors: list[float], train: Tensor, heldout: 
 
 
 def scalar_nmse(train: Tensor, heldout: Tensor, bits: int) -> list[float]:
-    """`nmse` of a scalar code per channel, whose 2^bits levels are the means of equally many training values.
+    """Squared error as a share of the energy, of a scalar code per channel.
+
+    Its 2^bits levels are the means of equally many training values.
 
     Args:
         train: [heads, tokens, head_dim].
@@ -109,7 +129,8 @@ def scalar_nmse(train: Tensor, heldout: Tensor, bits: int) -> list[float]:
 def oversized_books(key: CommVQKeyCodec) -> list[str]:
     """A warning for each head with codewords far larger than any key: the int8 codebook is coarse then."""
     limit = _OVERSIZE * key.norm_width**0.5
-    largest = (key.codebook_scale * 127).amax((1, 2)).tolist()
+    weight = key.pair_weight.unflatten(1, (key.num_groups, -1))
+    largest = (key.codebook_scale * weight * 127).amax((1, 2)).tolist()
     return [
         f"keys of head {head}: codewords reach {size:.3g} where normalised keys are {key.norm_width**0.5:.3g} at most; "
         "calibrate on more varied text"

@@ -10,26 +10,30 @@ from kvcli.methods.commvq.config import CommVQConfig
 from kvcli.methods.commvq.em import fit_annealed, fit_hard
 from kvcli.methods.commvq.keys import CommVQKeyCodec
 from kvcli.rope import to_pairs
-from kvcli.samples import LayerSamples
+
+_MIN_SHARE = 1e-6
+_TINY = 1e-30
 
 
-def fit_keys(codec: CommVQKeyCodec, samples: LayerSamples, config: CommVQConfig, generator: torch.Generator) -> int:
+def fit_keys(
+    codec: CommVQKeyCodec, keys: Tensor, queries: Tensor, config: CommVQConfig, generator: torch.Generator
+) -> int:
     """Fits the residual stages one after another, each on the residual of the greedy encoding so far.
 
     Args:
         codec: fitted in place.
-        samples: keys, and queries for the weights of channel pairs.
+        keys: [num_kv_heads, tokens, head_dim], pre-RoPE, less the offset.
+        queries: [num_heads, query_tokens, head_dim], pre-RoPE, for the weights of channel pairs.
         config: resolved settings.
         generator: CPU generator of every random choice.
 
     Returns:
         Dead codebook rows: those that no training vector uses in the end, over all stages and heads.
     """
-    if config.key_query_weighting and samples.q.shape[1]:
-        weight = query_pair_weight(samples.q, codec.spec.num_kv_heads, codec.spec.rope.rotary_dim)
-        codec.pair_weight.copy_(weight)
+    if config.key_query_weighting and queries.shape[1]:
+        codec.pair_weight.copy_(query_pair_weight(queries, keys, codec.spec.rope.rotary_dim))
     weights = codec.group_weight()
-    residual = codec.problems(codec.normalise(samples.k.unsqueeze(0))[0]) * weights
+    residual = codec.problems(codec.normalise(keys.unsqueeze(0))[0])
     books, dead = [], 0
     for stage in range(config.num_residuals):
         if config.key_assignment == "hard":
@@ -52,21 +56,31 @@ def fit_keys(codec: CommVQKeyCodec, samples: LayerSamples, config: CommVQConfig,
     return dead
 
 
-def query_pair_weight(q: Tensor, num_kv_heads: int, rotary_dim: int) -> Tensor:
+def query_pair_weight(queries: Tensor, keys: Tensor, rotary_dim: int) -> Tensor:
     """sqrt(E|q_j|^2) of each channel pair, over a kv head's query heads: the weight of an error in k_j in a score.
 
     A real factor per pair commutes with RoPE, so it can weight the distance without breaking the codebook's structure.
+    Scaling a pair of the keys and its queries by the inverse, which changes no score, does not change weighted keys.
 
     Args:
-        q: [num_heads, tokens, head_dim], pre-RoPE.
-        num_kv_heads: kv heads.
+        queries: [num_heads, query_tokens, head_dim], pre-RoPE.
+        keys: [num_kv_heads, tokens, head_dim], pre-RoPE, less the offset.
         rotary_dim: rotated channels.
 
     Returns:
-        [num_kv_heads, head_dim/2], of mean square 1.
+        [num_kv_heads, head_dim/2]; the weighted keys of each head have mean square 1.
     """
-    energy = to_pairs(q, rotary_dim).square().sum(-1).mean(1).unflatten(0, (num_kv_heads, -1)).mean(1)
-    return (energy / energy.mean(-1, keepdim=True).clamp_min(1e-30)).clamp_min(1e-6).sqrt()
+    of_queries = to_pairs(queries, rotary_dim).double().square().sum(-1).mean(1)
+    of_queries = of_queries.unflatten(0, (keys.shape[0], -1)).mean(1)
+    of_keys = to_pairs(keys, rotary_dim).double().square().sum(-1).mean(1)
+    scores = (of_queries * of_keys).mean(-1, keepdim=True)
+    # pairs without queries, or without keys, keep a small weight: what is stored there must stay finite
+    energy = of_queries.clamp_min(_TINY) + _MIN_SHARE * scores / of_keys.clamp_min(_TINY)
+    energy = torch.where(of_keys > 0, energy, energy.amin(-1, keepdim=True))
+    mean_square = (energy * of_keys).mean(-1, keepdim=True) / 2
+    scale = torch.where(mean_square > 0, 1 / mean_square.clamp_min(_TINY), 1.0)
+    weights: Tensor = (energy * scale).sqrt().float()
+    return weights
 
 
 def codebook_scale(book: Tensor) -> Tensor:

@@ -27,8 +27,8 @@ class CommVQKeyCodes(Codes):
     Attributes:
         packed: uint8 [batch, 1, time, ceil(kv heads * groups * R * 2 log2 N / 8)]; codes in the order head, group,
             stage, each a * N + b.
-        norm: float16 [batch, 1 or num_kv_heads, time, 1], L2 norm of the key over all heads, or over one, divided by
-            `norm_unit` of its channels.
+        norm: float16 [batch, 1 or num_kv_heads, time, 1], L2 norm of the weighted key over all heads, or over one,
+            divided by `norm_unit` of its channels.
     """
 
     packed: Tensor
@@ -38,13 +38,17 @@ class CommVQKeyCodes(Codes):
 class CommVQKeyCodec(KeyCodec[CommVQKeyCodes, None]):
     """Keys as norm * sum over stages of (u_a + i*u_b), before RoPE (CommVQ section 4.2; Eq. 21 for the bits).
 
-    Deviation: the codebook is stored in int8 with a float32 scale per channel pair; the paper stores float16.
+    Norms and distances are those of weighted keys: channel pair j times `pair_weight[j]`, a real factor, which commutes
+    with RoPE. Weights that undo any scaling of a model's channel pairs make codes independent of it.
+
+    Deviations: the codebook is stored in int8 with a float32 scale per channel pair; the paper stores float16. The
+    paper weights no channels.
 
     Buffers:
         codebook: int8 [num_kv_heads, groups, R, N, 2g], (re, im) interleaved, in units of `codebook_scale`.
-        codebook_scale: float32 [num_kv_heads, groups, g], for keys of norm sqrt(D); a factor of a pair commutes with
-            rotation, and -127..127 is closed under multiplication by i.
-        pair_weight: float32 [num_kv_heads, head_dim/2], weights of the pairs in the distance that picks the codes.
+        codebook_scale: float32 [num_kv_heads, groups, g], for keys of weighted norm sqrt(D); a factor of a pair
+            commutes with rotation, and -127..127 is closed under multiplication by i.
+        pair_weight: float32 [num_kv_heads, head_dim/2].
 
     Args:
         spec: the model's shapes.
@@ -52,6 +56,7 @@ class CommVQKeyCodec(KeyCodec[CommVQKeyCodes, None]):
     """
 
     space: Space = "pre_rope"
+    calibrated_range = True
 
     def __init__(self, spec: ModelSpec, config: CommVQConfig) -> None:
         super().__init__()
@@ -79,7 +84,7 @@ class CommVQKeyCodec(KeyCodec[CommVQKeyCodes, None]):
 
     @property
     def norm_width(self) -> int:
-        """Channels under one norm; a normalised key has the L2 norm sqrt(norm_width)."""
+        """Channels under one norm; a normalised key has the weighted L2 norm sqrt(norm_width)."""
         return self.spec.kv_dim if self.config.key_norm == "joint" else self.spec.head_dim
 
     @property
@@ -90,7 +95,8 @@ class CommVQKeyCodec(KeyCodec[CommVQKeyCodes, None]):
     def search_tables(self) -> SearchTables:
         """Tables of the encode kernels, recomputed when a buffer changes."""
         buffers = self.codebook, self.codebook_scale, self.pair_weight
-        return self._search_tables.get(lambda: search_tables(*buffers, self.norm_width**0.5), *buffers)
+        norm, rotary_dim = self.norm_width**0.5, self.spec.rope.rotary_dim
+        return self._search_tables.get(lambda: search_tables(*buffers, norm, rotary_dim), *buffers)
 
     def randomize_(self, generator: torch.Generator) -> None:
         """Random codebooks, scaled so that a decoded key has entries of about unit size."""
@@ -99,17 +105,21 @@ class CommVQKeyCodec(KeyCodec[CommVQKeyCodes, None]):
         self.codebook_scale.fill_(0.25 / limit)
 
     def normalise(self, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """Divides keys [batch, heads, time, head_dim] by their norm; also returns that norm as it is stored.
+        """Weights keys [batch, heads, time, head_dim], divides them by their norm and returns it too, as it is stored.
 
         The quotient has root mean square 1 and is 0 for a zero key.
         """
-        keys = keys.float()
+        keys = keys.float() * self.channel_weight()
         axes = (1, 3) if self.config.key_norm == "joint" else (3,)
         norm = keys.square().sum(axes, keepdim=True).sqrt()
         stored = (norm / norm_unit(self.norm_width)).clamp(max=FP16_MAX).half()
         # norms below half of the smallest float16, times the unit, are stored as 0 and decode to 0
         unit = torch.where(stored > 0, keys / norm.clamp_min(1e-30), 0.0)
         return unit * self.norm_width**0.5, stored
+
+    def channel_weight(self) -> Tensor:
+        """`pair_weight` of each channel: [num_kv_heads, 1, head_dim]."""
+        return from_pairs(self.pair_weight.unsqueeze(-1).expand(-1, -1, 2), self.spec.rope.rotary_dim).unsqueeze(1)
 
     def problems(self, unit: Tensor) -> Tensor:
         """Normalised keys [batch, heads, time, d] as coding problems [heads * groups, batch * time, 2g]."""
@@ -124,6 +134,17 @@ class CommVQKeyCodec(KeyCodec[CommVQKeyCodes, None]):
         """The codebooks of all problems and stages: float32 [heads * groups, R, N, 2g]."""
         return (self.codebook * self.codebook_scale.repeat_interleave(2, -1)[:, :, None, None]).flatten(0, 1)
 
+    def kernel_note(self, device: torch.device) -> str | None:
+        from kvcli.methods.commvq.encode_keys_kernels import search_note
+
+        return search_note(self.config.codebook_size, self.config.pairs_per_group, device)
+
+    def peak(self, x: Tensor) -> Tensor:
+        """The largest norm of weighted keys as it would be stored."""
+        axes = (1, 3) if self.config.key_norm == "joint" else (3,)
+        norm = (x.float() * self.channel_weight()).square().sum(axes).amax().sqrt()
+        return norm / norm_unit(self.norm_width)
+
     def encode(self, x: Tensor, state: None = None) -> CommVQKeyCodes:
         if self.fused:
             from kvcli.methods.commvq.encode_keys_kernels import encode_keys
@@ -131,10 +152,9 @@ class CommVQKeyCodec(KeyCodec[CommVQKeyCodes, None]):
             joint = self.config.key_norm == "joint"
             return CommVQKeyCodes(*encode_keys(x, self.search_tables(), joint, self.spec.rope.rotary_dim))
         batch, heads, time, _ = x.shape
-        weight = self.group_weight()
-        books = self.books() * weight.unsqueeze(1)
+        books = self.books() * self.group_weight().unsqueeze(1)
         unit, norm = self.normalise(x)
-        rows = self.problems(unit) * weight
+        rows = self.problems(unit)
         codes = torch.cat([self._encode_rows(part, books) for part in rows.split(_ENCODE_TOKENS, dim=1)], dim=1)
         codes = codes.unflatten(1, (batch, time)).unflatten(0, (heads, -1)).permute(2, 3, 0, 1, 4).flatten(2)
         return CommVQKeyCodes(pack_bits(codes, self.config.bits_per_code).unsqueeze(1), norm)

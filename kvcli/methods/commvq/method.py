@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import torch
+
 from kvcli.methods.base import LayerCodec
 from kvcli.methods.commvq.config import CommVQConfig
 from kvcli.methods.commvq.fit import fit_layer
 from kvcli.methods.commvq.keys import CommVQKeyCodec
+from kvcli.methods.commvq.layer import CommVQLayer
 from kvcli.methods.commvq.values import CommVQValueCodec
 from kvcli.methods.method import Method
 from kvcli.spec import ModelSpec
 
 
-def _build(spec: ModelSpec, config: CommVQConfig, layer_idx: int) -> LayerCodec[CommVQKeyCodec, CommVQValueCodec]:
+def _build(spec: ModelSpec, config: CommVQConfig, layer_idx: int) -> CommVQLayer:
     resolved = config.resolve(spec)
-    return LayerCodec(CommVQKeyCodec(spec, resolved), CommVQValueCodec(spec, resolved))
+    key_offset = torch.zeros(spec.num_kv_heads, spec.head_dim)
+    return LayerCodec(CommVQKeyCodec(spec, resolved), CommVQValueCodec(spec, resolved), key_offset)
 
 
 def _nominal_bits(spec: ModelSpec, config: CommVQConfig) -> tuple[float, float]:
@@ -35,7 +39,7 @@ METHOD = Method(
     paper_settings={f"commvq-{bits}": {"sink_length": 0, "residual_length": 128} for bits in (2, 1)},
     fit=fit_layer,
     fit_metrics={
-        "key_nmse": "held-out error of keys (share of the squared norm)",
+        "key_nmse": "held-out error of query-weighted keys (share of their variance)",
         "value_nmse": "held-out error of values (share of the squared norm)",
         "dead_key_rows": "key codebook rows that no training vector uses",
     },

@@ -16,10 +16,12 @@ import triton.language as tl
 from torch import Tensor
 
 from kvcli.kernels.launch import cdiv, row_major
+from kvcli.kernels.offset import offset_scores
 from kvcli.kernels.splits import LOG2E
 from kvcli.kernels.words import layout_barrier_fp16, odd_bytes
 from kvcli.methods.commvq.config import CommVQConfig
 from kvcli.methods.commvq.keys import CommVQKeyCodec
+from kvcli.methods.commvq.layer import CommVQLayer
 from kvcli.methods.commvq.tables import pack_codebook
 from kvcli.methods.encoded import EncodedTokens
 
@@ -64,8 +66,10 @@ def _key_scores_kernel(
     HEADS: tl.constexpr, STAGES: tl.constexpr, FIRST: tl.constexpr, R: tl.constexpr, N: tl.constexpr,
     CODE_BITS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, PITCH: tl.constexpr, ALIGNED: tl.constexpr,
     WORDS: tl.constexpr, TILE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr, FP32_DOT: tl.constexpr,
+    ADD: tl.constexpr,
 ):  # fmt: skip
-    """scores = scaling * norm * Re<q, R_t sum_r (u_a + i u_b)> over stages FIRST..FIRST + R - 1; adds if FIRST > 0.
+    """scores = scaling * norm * Re<q, R_t sum_r (u_a + i u_b)> over stages FIRST..FIRST + R - 1; added to what is in
+    scores if ADD.
 
     Grid (ceil(length / TILE), batch, num_kv_heads * ceil(rows / BLOCK_M)), rows = HEADS * query_len per kv head.
     query [batch, num_kv_heads * HEADS, query_len, D] any float; packed [batch, 1, time, PITCH bytes], int32 words if
@@ -172,7 +176,7 @@ def _key_scores_kernel(
         b_norm = tl.load(norm + t * n_time, mask=m_t, other=0.0).to(tl.float32) * scaling
         b_s = b_s * b_norm[:, None]
         m_s = m_t[:, None] & m_m[None, :]
-        if FIRST > 0:
+        if ADD:
             b_s += tl.load(p_scores + t[:, None], mask=m_s, other=0.0)
         tl.store(p_scores + t[:, None], b_s, mask=m_s)
 
@@ -198,11 +202,11 @@ def unsupported(key: CommVQKeyCodec) -> str | None:
     return None
 
 
-def key_scores(key: CommVQKeyCodec, query: Tensor, encoded: EncodedTokens, scaling: float, fp32_dot: bool) -> Tensor:
+def key_scores(codec: CommVQLayer, query: Tensor, encoded: EncodedTokens, scaling: float, fp32_dot: bool) -> Tensor:
     """Scores of all rows and tokens, in units of log 2.
 
     Args:
-        key: a codec whose shapes are supported.
+        codec: of the layer, whose shapes are supported.
         query: rotated, [batch, num_heads, query_len, head_dim].
         encoded: codes and rotations of the tokens.
         scaling: factor of the scores.
@@ -212,7 +216,8 @@ def key_scores(key: CommVQKeyCodec, query: Tensor, encoded: EncodedTokens, scali
         float32 [batch, num_kv_heads, rows, >= length]; the last axis is rounded up to a multiple of 128, and what is
         beyond the length is not written.
     """
-    spec, codes, config = key.spec, encoded.key_codes, key.config
+    key, codes = codec.key, encoded.key_codes
+    spec, config = key.spec, key.config
     batch, heads, query_len, head_dim = query.shape
     assert encoded.rotations is not None
     heads_per_kv = heads // spec.num_kv_heads
@@ -225,7 +230,9 @@ def key_scores(key: CommVQKeyCodec, query: Tensor, encoded: EncodedTokens, scali
         packed = packed.view(torch.int32)
     table = key.packed_codebook.get(lambda: pack_codebook(key.codebook), key.codebook)
     scores = torch.empty(batch, spec.num_kv_heads, rows, -(-encoded.length // 128) * 128, device=query.device)
-    query = row_major(query)
+    query, offset = row_major(query), codec.offset
+    if offset is not None:
+        offset_scores(query, offset, encoded.rotations, scores, scaling * LOG2E)
     block_m = 16 if fp32_dot else 8
     grid = (cdiv(encoded.length, _TILE), batch, spec.num_kv_heads * cdiv(rows, block_m))
     for first, count in stage_ranges(config, head_dim):
@@ -239,6 +246,6 @@ def key_scores(key: CommVQKeyCodec, query: Tensor, encoded: EncodedTokens, scali
             HEADS=heads_per_kv, STAGES=config.num_residuals, FIRST=first, R=count, N=config.codebook_size,
             CODE_BITS=config.bits_per_code, GROUPS=key.num_groups, D=head_dim, PITCH=pitch, ALIGNED=aligned,
             WORDS=cdiv(count * config.bits_per_code, 32), TILE=_TILE, BLOCK_T=_TOKENS, BLOCK_M=block_m,
-            FP32_DOT=fp32_dot, num_warps=_WARPS, num_stages=1,
+            FP32_DOT=fp32_dot, ADD=first > 0 or offset is not None, num_warps=_WARPS, num_stages=1,
         )  # fmt: skip
     return scores

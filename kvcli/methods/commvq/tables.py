@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvcli.kernels.launch import power_of_two
 from kvcli.methods.commvq.codebook import pair_table
+from kvcli.rope import from_pairs
 
 SWEEP_BITS = 4
 """Value bits that a coordinate-descent step chooses jointly."""
@@ -29,6 +30,7 @@ class SearchTables:
     The search compares fixed-point int32 numbers, see `encode_keys_kernels.py`.
 
     Attributes:
+        channel_weights: float32 [num_kv_heads, head_dim], weight of each channel.
         weights: float32 [P, g] (not padded), weight of each channel pair.
         units: float32 [P, g] (not padded), weight times codebook scale.
         pow2_scales: float32 [P], powers of two that bring `units` to 1 or below.
@@ -38,6 +40,7 @@ class SearchTables:
         codebook_size: N without padding.
     """
 
+    channel_weights: Tensor
     weights: Tensor
     units: Tensor
     pow2_scales: Tensor
@@ -47,14 +50,17 @@ class SearchTables:
     codebook_size: int
 
 
-def search_tables(codebook: Tensor, codebook_scale: Tensor, pair_weight: Tensor, norm: float) -> SearchTables:
+def search_tables(
+    codebook: Tensor, codebook_scale: Tensor, pair_weight: Tensor, norm: float, rotary_dim: int
+) -> SearchTables:
     """Derives the tables of the key search.
 
     Args:
         codebook: int8 [num_kv_heads, groups, R, N, 2g], (re, im) interleaved.
         codebook_scale: float32 [num_kv_heads, groups, g].
         pair_weight: float32 [num_kv_heads, head_dim/2].
-        norm: L2 norm of the largest normalised key of a head.
+        norm: weighted L2 norm of the largest normalised key of a head.
+        rotary_dim: channels that RoPE rotates.
     """
     groups, size, pairs = codebook.shape[1], codebook.shape[3], codebook.shape[4] // 2
     pad_n, pad_g = max(16, power_of_two(size)) - size, max(16, power_of_two(pairs)) - pairs
@@ -65,9 +71,9 @@ def search_tables(codebook: Tensor, codebook_scale: Tensor, pair_weight: Tensor,
     weighted = (codebook * real_scale).flatten(0, 1) * weights.repeat_interleave(2, -1)[:, None, None]
     halves = torch.stack([pair_table(book) for book in weighted.unbind(1)], dim=1) / 2
     # a stage adds at most its shortest centre to the norm of the residual
-    longest, words = weights.amax(-1, keepdim=True) * norm, weighted.norm(dim=-1).amax(-1)
+    words = weighted.norm(dim=-1).amax(-1)
     shortest = (2 * halves.amin((-2, -1))).clamp_min(0).sqrt()
-    longest = longest + shortest.cumsum(-1) - shortest
+    longest = norm + shortest.cumsum(-1) - shortest
     # twice the largest product, and the largest half of a squared norm: a sum of two products and a half fits 30 bits
     bound = 2 * words * torch.maximum(longest, words)
     scale = torch.exp2((_FIXED_POINT_MAX / bound.clamp_min(1e-30)).log2().floor())
@@ -75,7 +81,9 @@ def search_tables(codebook: Tensor, codebook_scale: Tensor, pair_weight: Tensor,
     tables = torch.nn.functional.pad(tables, (0, pad_n, 0, pad_n), value=NO_CENTRE)
     planes = codebook.flatten(0, 1).unflatten(-1, (-1, 2)).transpose(-1, -2).half()
     books = torch.nn.functional.pad(planes, (0, pad_g, 0, 0, 0, pad_n)).flatten(-2).contiguous()
-    return SearchTables(weights, units, pow2_scales, scale / pow2_scales.unsqueeze(1), books, tables, size)
+    channel_weights = from_pairs(pair_weight.unsqueeze(-1).expand(-1, -1, 2), rotary_dim).contiguous()
+    scale = scale / pow2_scales.unsqueeze(1)
+    return SearchTables(channel_weights, weights, units, pow2_scales, scale, books, tables, size)
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,8 @@ class CommVQValueCodec(ValueCodec[CommVQValueCodes]):
         encoder_*: float16 weights of the encoder: linear (fast), or linear, GELU, linear (paper).
     """
 
+    calibrated_range = True
+
     def __init__(self, spec: ModelSpec, config: CommVQConfig) -> None:
         super().__init__()
         self.spec, self.config = spec, config
@@ -80,6 +82,10 @@ class CommVQValueCodec(ValueCodec[CommVQValueCodes]):
         rows = values.transpose(1, 2).flatten(2).flatten(0, 1).float() / self.channel_scale
         rms = rows.square().mean(-1, keepdim=True).sqrt()
         return torch.where(rms > 1e-12, rows / rms.clamp_min(1e-30), 0.0), rms
+
+    def peak(self, x: Tensor) -> Tensor:
+        """About the largest factor of a unit value that would be stored."""
+        return 2 * self.normalise(x)[1].amax()
 
     def encode(self, x: Tensor, state: None = None) -> CommVQValueCodes:
         if self.fused and self.config.value_trainer == "fast":

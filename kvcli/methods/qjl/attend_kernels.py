@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvcli.kernels.grid import batch_and_head, query_rows, split_range
 from kvcli.kernels.launch import cdiv, power_of_two, row_major, unsupported_shape
+from kvcli.kernels.offset import offset_scores
 from kvcli.kernels.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wait
 from kvcli.kernels.splits import LOG2E, SplitScores
 from kvcli.kernels.words import EVICT_FIRST, FIELD_SCALE, field_dot, query_fields, query_in_units
@@ -106,8 +107,10 @@ def _scores_kernel(
     num_kv_heads, length, rows, per_split, factor, outlier_factor,
     W: tl.constexpr, W_OUT: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_OUT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FP32_DOT: tl.constexpr, HAS_LENGTHS: tl.constexpr,
+    ADD: tl.constexpr,
 ):  # fmt: skip
-    """scores[m, n] = factor norm_n <S q_m, sign(S k_n)>, plus the same of the outlier channels (QJL Definition 2).
+    """scores[m, n] = factor norm_n <S q_m, sign(S k_n)>, plus the same of the outlier channels (QJL Definition 2), plus
+    what is in scores if ADD.
 
     Grid (num_splits, batch * num_kv_heads, ceil(rows / BLOCK_M)). One program: BLOCK_M query rows of one kv head and
     per_split tokens, BLOCK_N at a time.
@@ -157,6 +160,8 @@ def _scores_kernel(
             words = tl.load(p_w, mask=(o_o < W_OUT)[None, :], other=0, eviction_policy=EVICT_FIRST)
             b_n = tl.load(outlier_norm + at).to(tl.float32) * outlier_factor
             b_s += _sign_dot(words, b_outs, out_unit, out_total, FP32_DOT) * b_n[:, None]
+        if ADD:
+            b_s += tl.load(p_scores + at[:, None], mask=m_m[None, :], other=0.0)
         b_max = tl.maximum(b_max, b_s)
         tl.store(p_scores + n[:, None], b_s, mask=(n < count)[:, None] & m_m[None, :])
     row = (i_bh * tl.num_programs(0) + tl.program_id(0)) * rows + o_m
@@ -193,8 +198,12 @@ def fused_attend(codec: QJLLayer, query: Tensor, encoded: EncodedTokens, scaling
     if reason is not None:
         raise unsupported_shape(reason)
     fp32_dot = query.dtype == torch.float32
+    scores = _new_scores(codec, query, encoded, fp32_dot)
+    if codec.offset is not None:  # before the kernels that overlap
+        assert encoded.rotations is not None
+        offset_scores(query, codec.offset, encoded.rotations, scores.values, scaling * LOG2E)
     sketched = _sketch_query(codec.key, query, encoded.key_state)
-    scores = _key_scores(codec.key, sketched, encoded, scaling, fp32_dot)
+    _key_scores(codec, sketched, encoded, scaling, fp32_dot, scores)
     out, lse = value_sum(codec.value, scores, encoded, fp32_dot)
     return out.view(query.shape), lse.view(query.shape[:3])
 
@@ -216,18 +225,32 @@ def _sketch_query(key: QJLKey, query: Tensor, state: QJLState) -> Tensor:
     return sketched
 
 
-def _key_scores(key: QJLKey, sketched: Tensor, encoded: EncodedTokens, scaling: float, fp32_dot: bool) -> SplitScores:
-    """sqrt(pi/2)/m |k| <S q, sign(S k)> * scaling of all query rows and tokens."""
-    codes = encoded.key_codes
+def _new_scores(codec: QJLLayer, query: Tensor, encoded: EncodedTokens, fp32_dot: bool) -> SplitScores:
+    """Room for the scores of all query rows and tokens."""
+    batch, heads, query_len, _ = query.shape
+    kv_heads = codec.key.spec.num_kv_heads
+    rows = heads // kv_heads * query_len
+    blocks = cdiv(rows, _block_m(fp32_dot))
+    return SplitScores(batch, kv_heads, rows, encoded.length, _BLOCK_N, blocks, query.device)
+
+
+def _block_m(fp32_dot: bool) -> int:
+    """Query rows per program."""
+    return 16 if fp32_dot else 8
+
+
+def _key_scores(
+    codec: QJLLayer, sketched: Tensor, encoded: EncodedTokens, scaling: float, fp32_dot: bool, scores: SplitScores
+) -> None:
+    """Writes sqrt(pi/2)/m |k| <S q, sign(S k)> * scaling of all query rows and tokens; adds it to offset scores."""
+    key, codes = codec.key, encoded.key_codes
     batch, kv_heads, rows, _ = sketched.shape
     inliers, outliers = len(key.sketch), len(key.outlier_sketch)
     signs = codes.signs.view(torch.int16)
     outlier_signs = codes.outlier_signs.view(torch.int16) if outliers else signs
-    block_m = 16 if fp32_dot else 8
-    blocks = cdiv(rows, block_m)
-    scores = SplitScores(batch, kv_heads, rows, encoded.length, _BLOCK_N, blocks, sketched.device)
+    block_m = _block_m(fp32_dot)
     weight = scaling * LOG2E * key.norm_factor
-    _scores_kernel[(scores.num_splits, batch * kv_heads, blocks)](
+    _scores_kernel[(scores.num_splits, batch * kv_heads, cdiv(rows, block_m))](
         sketched, signs, codes.norm, outlier_signs, codes.outlier_norm,
         scores.values if encoded.lengths is None else encoded.lengths, scores.values, scores.split_max,
         *signs.stride()[:2], *codes.norm.stride()[:2], *outlier_signs.stride()[:2], *scores.values.stride()[1:3],
@@ -235,6 +258,6 @@ def _key_scores(key: QJLKey, sketched: Tensor, encoded: EncodedTokens, scaling: 
         W=inliers // 16, W_OUT=outliers // 16,
         BLOCK_W=max(16, power_of_two(inliers // 16)), BLOCK_OUT=max(16, power_of_two(max(1, outliers // 16))),
         BLOCK_M=block_m, BLOCK_N=_BLOCK_N, FP32_DOT=fp32_dot, HAS_LENGTHS=encoded.lengths is not None,
-        num_warps=_WARPS_FP32 if fp32_dot else _WARPS, num_stages=_STAGES, **pdl_launch_options(),
+        ADD=codec.offset is not None, num_warps=_WARPS_FP32 if fp32_dot else _WARPS, num_stages=_STAGES,
+        **pdl_launch_options(),
     )  # fmt: skip
-    return scores

@@ -6,11 +6,11 @@ from typing import Literal
 
 from pydantic import Field
 
-from kvcli.methods.config import CacheConfig, ScalarBits
+from kvcli.methods.config import BiasOffsetConfig, ScalarBits
 from kvcli.spec import ModelSpec
 
 
-class QJLConfig(CacheConfig):
+class QJLConfig(BiasOffsetConfig):
     """Settings of QJL; dimensions that are 0 follow from the model's head_dim."""
 
     sketch_dim: int = Field(default=0, ge=0, le=16384, description="sign bits m per key; 0: 2 * head_dim")

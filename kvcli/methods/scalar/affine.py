@@ -14,6 +14,11 @@ from torch import Tensor
 from kvcli.kernels.constants import FP16_MAX, TINY
 
 
+def max_magnitude(n_bits: int) -> float:
+    """Largest magnitude of numbers of which every group is in the range of scale and zero."""
+    return FP16_MAX / 2 if n_bits == 1 else FP16_MAX
+
+
 def quantize(groups: Tensor, n_bits: int) -> tuple[Tensor, Tensor, Tensor]:
     """Quantizes along the last axis.
 

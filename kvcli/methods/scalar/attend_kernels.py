@@ -24,6 +24,8 @@ ScalarLayer = LayerCodec[PerChannelCodec[Any], PerTokenValue]
 
 def unsupported(codec: ScalarLayer) -> str | None:
     """Why these kernels cannot read a layer's codes; None if they can."""
+    if codec.offset is not None:
+        return "keys less an offset"
     return unsupported_keys(codec.key) or unsupported_values(codec.value)
 
 

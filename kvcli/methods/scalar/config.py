@@ -6,7 +6,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from kvcli.methods.config import CacheConfig, ScalarBits
+from kvcli.methods.config import BiasOffsetConfig, CacheConfig, ScalarBits
 
 
 class ScalarConfig(CacheConfig):
@@ -19,7 +19,7 @@ class ScalarConfig(CacheConfig):
     )
 
 
-class RTNConfig(ScalarConfig):
+class RTNConfig(ScalarConfig, BiasOffsetConfig):
     """Settings of round-to-nearest."""
 
     k_bits: ScalarBits = Field(default=4, description="bits of a key code")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvcli.methods.base import Codes, KeyCodec, StateT
 from kvcli.methods.config import ScalarBits
-from kvcli.methods.scalar.affine import dequantize, quantize
+from kvcli.methods.scalar.affine import dequantize, max_magnitude, quantize
 from kvcli.packing import pack_planes, planes_size, unpack_planes
 from kvcli.spec import ModelSpec
 
@@ -41,6 +41,7 @@ class PerChannelCodec(KeyCodec[PerChannelCodes, StateT]):
     def __init__(self, spec: ModelSpec, n_bits: ScalarBits, group_size: int) -> None:
         super().__init__()
         self.spec, self.n_bits, self.tokens_per_group = spec, n_bits, group_size
+        self.max_magnitude = max_magnitude(n_bits)
 
     def bits_per_token(self) -> float:
         head = 8 * planes_size(self.spec.head_dim, self.n_bits) + 32 * self.spec.head_dim / self.tokens_per_group

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvcli.methods.base import Codec, Codes, KeyCodec, ValueCodec
 from kvcli.methods.config import ScalarBits
-from kvcli.methods.scalar.affine import dequantize, quantize
+from kvcli.methods.scalar.affine import dequantize, max_magnitude, quantize
 from kvcli.packing import pack_planes, planes_size, unpack_planes
 from kvcli.spec import ModelSpec
 
@@ -45,6 +45,7 @@ class PerTokenCodec(Codec[PerTokenCodes, None]):
         super().__init__()
         self.spec, self.n_bits = spec, n_bits
         self.group_size = min(group_size, spec.head_dim)
+        self.max_magnitude = max_magnitude(n_bits)
         if spec.head_dim % self.group_size:
             raise ValueError(f"group_size {group_size} does not divide head_dim {spec.head_dim}; choose one that does")
 

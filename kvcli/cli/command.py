@@ -1,0 +1,125 @@
+"""How a command is registered and run: its options, its errors in one line, and the next command to type."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import time
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from typing import Any
+
+import typer
+
+from kvcli.cli.flags import SHARED_FLAGS, signature
+from kvcli.cli.next_command import next_command
+from kvcli.cli.output import Output, describe_error, duration
+from kvcli.cli.start import stop_reason
+from kvcli.cli.values import OptionsT, resolve
+from kvcli.errors import OutputError, UsageError
+
+
+def command(
+    app: typer.Typer,
+    name: str,
+    options: type[OptionsT],
+    example: str,
+    arguments: tuple[str, ...] = (),
+    settings: Collection[str] = (),
+    resumes: bool = False,
+    saves_memory: str = "",
+) -> Callable[[Callable[[OptionsT, Output], None]], Callable[[OptionsT, Output], None]]:
+    """Registers a command whose flags are the fields of an options model.
+
+    Args:
+        app: where to register.
+        name: the command's name.
+        options: its options; a field's description is its help.
+        example: a runnable command line, shown at the end of the help.
+        arguments: fields that are positional.
+        settings: fields that are settings of a method, which the help shows apart.
+        resumes: whether the same command goes on where it was interrupted.
+        saves_memory: what to do when memory does not suffice, such as `lower --batch-size`.
+    """
+
+    def register(run: Callable[[OptionsT, Output], None]) -> Callable[[OptionsT, Output], None]:
+        def invoke(**given: Any) -> None:
+            shared = {name: given.pop(name) for name in SHARED_FLAGS}
+            output = Output(shared["as_json"], shared["quiet"], shared["verbose"])
+            try:
+                _run(run, name, options, given, shared, output, arguments)
+            except (typer.Exit, BrokenPipeError):
+                raise
+            except (Exception, KeyboardInterrupt) as error:
+                if shared["debug"]:
+                    raise
+                raise typer.Exit(_report(stop_reason() or error, output, resumes, saves_memory)) from None
+
+        invoke.__doc__ = run.__doc__
+        made, annotations = signature(options, arguments, settings)
+        invoke.__signature__ = made  # type: ignore[attr-defined]
+        invoke.__annotations__ = annotations
+        app.command(name, help=inspect.cleandoc(run.__doc__ or ""), epilog=f"Example: {example}")(invoke)
+        return run
+
+    return register
+
+
+def _run(
+    run: Callable[[OptionsT, Output], None],
+    name: str,
+    options: type[OptionsT],
+    given: dict[str, Any],
+    shared: dict[str, Any],
+    output: Output,
+    arguments: Collection[str],
+) -> None:
+    """Runs a command and says what to do next.
+
+    Args:
+        run: the command's function.
+        name: the command's name.
+        options: its options.
+        given: its flags as typer read them.
+        shared: the flags that all commands have.
+        output: where it talks.
+        arguments: options that are positional.
+
+    Raises:
+        UsageError: both --quiet and --verbose.
+    """
+    if output.quiet and output.verbose:
+        raise UsageError("--quiet and --verbose exclude each other")
+    level = "info" if output.verbose else "error"
+    for variable in ("TRANSFORMERS_VERBOSITY", "DATASETS_VERBOSITY", "HF_HUB_VERBOSITY"):
+        os.environ.setdefault(variable, "critical" if level == "error" and "DATASETS" in variable else level)
+    if not output.verbose:
+        for noisy in ("torchao", "torch.utils._pytree"):  # they warn while they are imported
+            logging.getLogger(noisy).setLevel(logging.ERROR)
+    started = time.monotonic()
+    chosen = resolve(options, given, shared["config"], arguments)
+    output.detail(f"options: {chosen.model_dump(mode='json')}")
+    run(chosen, output)
+    output.detail(f"took {duration(time.monotonic() - started)}{_peak_memory()}")
+    if not output.as_json and (following := next_command(name, chosen.model_dump(), output.record or {})):
+        output.say(f"next: {following}")
+
+
+def _report(error: BaseException, output: Output, resumes: bool, saves_memory: str) -> int:
+    """Says an error in one line; returns the exit code."""
+    code, line = describe_error(error, resumes, saves_memory)
+    if output.as_json and output.record is None:
+        with suppress(OutputError):  # the line on standard error is all that can be said
+            output.result({"error": line, "exit_code": code})
+    output.warn(f"error: {line}")
+    return code
+
+
+def _peak_memory() -> str:
+    """The most memory that this process held, where the system tells."""
+    try:
+        import resource
+    except ImportError:
+        return ""
+    return f", peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB"

@@ -1,0 +1,138 @@
+"""Which model an artifact is for: the shapes, and a sample of the weights of the key and value projections.
+
+Adapters (LoRA) are no part of it: a model with adapters is the model they were put on, whichever of them are active.
+Adapters that were merged into the weights make another model. A quantized projection is sampled by what it computes,
+whatever its class, and compared up to the error of its codes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvcli.errors import ModelError
+from kvcli.spec import ModelSpec
+
+_PROJECTIONS = ("k_proj", "v_proj")
+_QUANTIZED = "quantized"
+_MAX_RELATIVE_ERROR = 0.25
+"""Largest RMS difference of quantized weights, relative to their RMS: beyond that of 4 bits, far below another's."""
+
+
+def fingerprint(model: nn.Module, spec: ModelSpec) -> str:
+    """Identifies a model by its shapes and a sample of its key and value projections, without their adapters.
+
+    Args:
+        model: a causal language model of a supported family; its weights are in memory.
+        spec: its shapes.
+
+    Returns:
+        16 hexadecimal digits of the shapes' sha256, a colon, and two weights per projection as float16 in hexadecimal;
+        `:quantized` follows where a projection has no plain weight. To be compared with `differs`, because a model
+        loaded in another dtype has its weights rounded.
+
+    Raises:
+        ModelError: no projections are found, or one cannot be read.
+    """
+    shapes = hashlib.sha256(json.dumps(spec.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
+    found = {name: module for name, module in model.named_modules() if name.rpartition(".")[2] in _PROJECTIONS}
+    if not found:
+        raise ModelError(f"{type(model).__name__} has no modules named {' or '.join(_PROJECTIONS)}; it cannot be told")
+    sample, quantized = [], False
+    for name, module in sorted(found.items()):
+        base = _without_adapters(module)
+        weight = _plain_weight(base)
+        if weight is None:
+            quantized = True
+            sample.append(_computed_weights(name, base, model, spec))
+        else:
+            sample.append(weight.detach().flatten()[[0, weight.numel() // 2]].to("cpu", torch.float16))
+    digits = b"".join(x.numpy().tobytes() for x in sample).hex()
+    return f"{shapes}:{digits}" + (f":{_QUANTIZED}" if quantized else "")
+
+
+def differs(first: str, second: str) -> str | None:
+    """Why two fingerprints are not of the same model, up to the rounding of 16-bit dtypes and of quantized weights.
+
+    Args:
+        first: as `fingerprint` returns it.
+        second: likewise.
+
+    Returns:
+        A clause that names what differs; None if it is the same model.
+
+    Raises:
+        ValueError: one of them is no fingerprint.
+    """
+    (shapes_a, a, quantized_a), (shapes_b, b, quantized_b) = _parts(first), _parts(second)
+    if shapes_a != shapes_b or a.numel() != b.numel():
+        return "the shapes differ"
+    error = float((a - b).square().mean().sqrt() / a.square().mean().sqrt().clamp_min(1e-12))
+    what = f"weights of the key and value projections differ by {100 * error:.3g} % (RMS of a sample)"
+    if quantized_a or quantized_b:
+        limit = f"up to {100 * _MAX_RELATIVE_ERROR:.0f} % is taken for the error of a quantized copy"
+        return None if error <= _MAX_RELATIVE_ERROR else f"{what}; {limit}"
+    if bool(((a - b).abs() <= 0.01 * a.abs() + 1e-6).all()):
+        return None
+    return f"{what}: other weights, or an adapter that was merged into them"
+
+
+def same_model(first: str, second: str) -> bool:
+    """Whether two fingerprints are of the same model, as `differs` says."""
+    return differs(first, second) is None
+
+
+def _parts(text: str) -> tuple[str, Tensor, bool]:
+    """Shapes, sampled weights as float32 and whether they are quantized.
+
+    Raises:
+        ValueError: it is no fingerprint.
+    """
+    shapes, *rest = text.split(":")
+    if not shapes or len(rest) not in (1, 2) or rest[1:] not in ([], [_QUANTIZED]):
+        raise ValueError("it is no fingerprint")
+    weights = torch.frombuffer(bytearray.fromhex(rest[0]), dtype=torch.float16).float()
+    if not weights.isfinite().all():
+        raise ValueError("weights that are not finite")
+    return shapes, weights, len(rest) == 2
+
+
+def _without_adapters(module: nn.Module) -> nn.Module:
+    """The projection that adapters were put on; peft keeps it as `base_layer`."""
+    while isinstance(base := getattr(module, "base_layer", None), nn.Module):
+        module = base
+    return module
+
+
+def _plain_weight(module: nn.Module) -> Tensor | None:
+    """The weight of an ordinary linear layer; None where it is in a quantized format."""
+    weight: Any = getattr(module, "weight", None)
+    plain = isinstance(module, nn.Linear) and type(getattr(weight, "data", None)) is Tensor
+    return weight if plain and weight.is_floating_point() and weight.itemsize > 1 else None
+
+
+def _computed_weights(name: str, module: nn.Module, model: nn.Module, spec: ModelSpec) -> Tensor:
+    """The two sampled weights of a projection of any class, as float16 [2] on the CPU.
+
+    The first input channel is 1 and the others are 0; the output for zeros, the bias, is taken off.
+
+    Raises:
+        ModelError: the projection cannot be called so.
+    """
+    tensors = [*module.parameters(), *module.buffers(), *model.parameters()]
+    if tensors[0].is_meta:
+        raise ModelError(f"{name} is offloaded or not loaded (device meta); its weights are needed in memory")
+    dtype = getattr(model, "dtype", torch.float32)
+    inputs = torch.zeros(1, 2, spec.hidden_size, dtype=dtype, device=tensors[0].device)
+    inputs[0, 0, 0] = 1
+    try:
+        with torch.no_grad():
+            output = module(inputs)[0].float()
+        return (output[0] - output[1])[[0, output.shape[-1] // 2]].to("cpu", torch.float16)
+    except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError) as error:
+        reason = " ".join(str(error).split())
+        raise ModelError(f"weights of {name} ({type(module).__name__}) cannot be sampled: {reason}") from error

@@ -1,0 +1,70 @@
+"""Chooses the constant that CommVQ does not code: nothing, the bias of the key projection, or the mean key.
+
+A constant part of the keys that is large beside what varies, such as the bias of Qwen2.5 models, would take up the
+codebook's first stages and the token norm. RoPE is linear, R(m)(k + b) = R(m) k + R(m) b, so it is added exactly.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvcli.methods.commvq.config import CommVQConfig
+from kvcli.methods.commvq.fit_keys import fit_keys
+from kvcli.methods.commvq.keys import CommVQKeyCodec
+from kvcli.rope import to_pairs
+from kvcli.samples import LayerSamples
+
+_PILOT_TOKENS = 4096
+_PILOT_ITERATIONS = 3
+_LEAST_GAIN = 0.03
+"""Share by which an offset must lower the held-out error: without one, decoding is a little faster."""
+
+
+def offsets(samples: LayerSamples) -> dict[str, Tensor]:
+    """The constants to choose from by name, [num_kv_heads, head_dim] each; no bias where the model has none."""
+    found = {"none": torch.zeros_like(samples.k[:, 0])}
+    if samples.key_bias is not None and samples.key_bias.any():
+        found["bias"] = samples.key_bias
+    found["mean"] = samples.k.mean(1)
+    return found
+
+
+def choose_offset(
+    codec: CommVQKeyCodec, train: LayerSamples, heldout: LayerSamples, config: CommVQConfig, generator: torch.Generator
+) -> tuple[str, Tensor]:
+    """The offset with the smallest held-out score error, each tried by a short fit to some thousand tokens.
+
+    Args:
+        codec: of the layer, not changed.
+        train: samples to fit on.
+        heldout: samples to measure on.
+        config: resolved settings; a `key_offset` other than auto is taken without a trial.
+        generator: CPU generator of every random choice.
+
+    Returns:
+        Its name, and the offset [num_kv_heads, head_dim].
+    """
+    choices = offsets(train)
+    if config.key_offset != "auto":
+        return config.key_offset, choices.get(config.key_offset, choices["none"])
+    pilot = config.model_copy(update={"key_iterations": _PILOT_ITERATIONS, "key_assignment": "hard"})
+    tokens = torch.randperm(train.k.shape[1], generator=generator)[:_PILOT_TOKENS].to(train.k.device)
+    seed = int(torch.randint(2**31, (), generator=generator))
+    some = train.select(tokens)
+    errors = {}
+    for name, offset in choices.items():
+        trial = CommVQKeyCodec(codec.spec, pilot).to(train.k.device)
+        fit_keys(trial, some.k - offset.unsqueeze(1), some.q, pilot, torch.Generator().manual_seed(seed))
+        errors[name] = score_error(trial, heldout, offset)
+    best = min(errors, key=lambda name: errors[name] * (1 - _LEAST_GAIN if name == "none" else 1))
+    return best, choices[best]
+
+
+def score_error(codec: CommVQKeyCodec, heldout: LayerSamples, offset: Tensor) -> float:
+    """Mean squared error of a score q.k before scaling, over all heads, for queries at random distances."""
+    rotary_dim = codec.spec.rope.rotary_dim
+    keys = (heldout.k[:, :_PILOT_TOKENS] - offset.unsqueeze(1)).unsqueeze(0)
+    error = to_pairs((codec.decode(codec.encode(keys)) - keys)[0], rotary_dim).square().sum(-1).mean(1)
+    queries = to_pairs(heldout.q, rotary_dim).square().sum(-1).mean(1).unflatten(0, (len(error), -1)).mean(1)
+    return float((error * queries).sum(-1).mean()) / 2

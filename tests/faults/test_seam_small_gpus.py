@@ -1,0 +1,78 @@
+"""GPUs whose shared memory is too small for a kernel."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from factories import clustered, fitted_keys, make_spec
+
+import kvcli
+from kvcli.kernels import launch
+from kvcli.methods.base import Codec
+from kvcli.methods.commvq import encode_keys_kernels
+from kvcli.methods.commvq.config import CommVQConfig
+
+SMALL_LIMIT, LARGE_LIMIT = 64 * 1024, 99 * 1024
+"""Bytes of shared memory per block of GPUs of compute capability 7.5 and 8.6."""
+
+
+def limited(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    properties = SimpleNamespace(shared_memory_per_block=48 * 1024, shared_memory_per_block_optin=limit)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    cuda = launch.shared_memory_limit
+    monkeypatch.setattr(encode_keys_kernels, "shared_memory_limit", lambda device: cuda(torch.device("cuda")))
+
+
+def test_the_search_of_256_codewords_asks_for_what_the_gpu_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    assert encode_keys_kernels.search_note(256, 64, cpu) is None
+    limited(monkeypatch, LARGE_LIMIT)
+    assert encode_keys_kernels.search_note(256, 64, cpu) is None
+    limited(monkeypatch, SMALL_LIMIT)
+    note = encode_keys_kernels.search_note(256, 64, cpu)
+    assert note == (
+        "keys are encoded in PyTorch: the search of 256 codewords needs 81920 bytes of shared memory, "
+        "and the GPU has 65536 per block"
+    )
+    assert encode_keys_kernels.search_note(64, 64, cpu) is None
+
+
+@pytest.mark.parametrize("key_norm", ["joint", "per_head"])
+def test_without_the_kernel_codes_are_the_same(monkeypatch: pytest.MonkeyPatch, key_norm: str) -> None:
+    config = CommVQConfig(bits=2, codebook_size=8, num_residuals=3, key_iterations=3, key_norm=key_norm)
+    codec, _ = fitted_keys(make_spec(32, rotary_dim=16), config, tokens=300)
+    x = clustered(4, 40, 32, seed=1).view(2, 2, 40, 32)
+    expected = codec.encode(x)
+    limited(monkeypatch, 1024)
+    monkeypatch.setattr(encode_keys_kernels, "_search_kernel", None)
+    codec.fused = True
+    found = codec.encode(x)
+    assert torch.equal(found.packed, expected.packed)
+    assert torch.equal(found.norm, expected.norm)
+
+
+def test_a_tile_that_does_not_fit_gives_way_to_a_smaller_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = CommVQConfig(bits=2, codebook_size=8, num_residuals=2, key_iterations=3)
+    codec, _ = fitted_keys(make_spec(16), config, tokens=300)
+    launched: list[dict[str, Any]] = []
+
+    class Kernel:
+        def __getitem__(self, grid: Any) -> Any:
+            return lambda *args, **sizes: launched.append(sizes)
+
+    monkeypatch.setattr(encode_keys_kernels, "_search_kernel", Kernel())
+    for limit in (LARGE_LIMIT, 21 * 1024):
+        limited(monkeypatch, limit)
+        encode_keys_kernels.encode_keys(torch.randn(1, 2, 600, 16), codec.search_tables(), True, 16)
+    assert [sizes["LANES"] for sizes in launched] == [32, 16]
+
+
+def test_a_session_says_what_is_encoded_without_kernels(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Codec, "kernel_note", lambda self, device: f"encoded in PyTorch on {device}")
+    with kvcli.attach(tiny_model, "kivi-2", impl="fused") as session:
+        assert str(session.backend.note).endswith("encoded in PyTorch on cpu")
+    with kvcli.attach(tiny_model, "kivi-2", impl="reference") as session:
+        assert session.backend.note is None
