@@ -21,6 +21,9 @@ METHODS = {
     "squat": "kvcli.methods.squat.method:METHOD",
     "squat-pre": "kvcli.methods.squat.method:METHOD_PRE",
     "qjl": "kvcli.methods.qjl.method:METHOD",
+    "turboquant": "kvcli.methods.turboquant:METHOD",
+    "oscar": "kvcli.methods.oscar:METHOD",
+    "kvquant": "kvcli.methods.kvquant:METHOD",
     "commvq": "kvcli.methods.commvq.method:METHOD",
 }
 """Method name to `module:record`."""

@@ -19,6 +19,7 @@ from kvcli.artifact import Artifact
 from kvcli.methods.base import Codes, LayerCodec
 from kvcli.methods.config import CacheConfig
 from kvcli.methods.method import Method
+from kvcli.rope import Rotation
 from kvcli.samples import LayerSamples
 
 
@@ -34,7 +35,9 @@ class CodecContract:
         if method.needs_artifact:
             assert method.fit is not None
             keys, values = clustered(2, 2000, 16), clustered(2, 2000, 16, seed=1)
-            samples = LayerSamples(torch.randn(4, 100, 16), keys, values, torch.arange(2000))
+            angles = torch.arange(100.0)[:, None] * 1e4 ** -(torch.arange(8) / 8)
+            rotation = Rotation(angles.cos()[None, None], angles.sin()[None, None])
+            samples = LayerSamples(torch.randn(4, 100, 16), keys, values, torch.arange(2000), rotation)
             with torch.no_grad():
                 report = method.fit(codec, samples, samples, config, torch.Generator().manual_seed(0))
             assert set(method.fit_metrics) <= set(report.metrics)

@@ -1,0 +1,276 @@
+"""OSCAR: INT2 codes of keys and values in bases that follow what attention does with them.
+
+Zhou et al., "OSCAR: Offline Spectral Covariance-Aware Rotation for 2-bit KV Cache Quantization", 2026,
+https://arxiv.org/abs/2605.17757
+
+Keys are coded after RoPE as k R_K, values as v R_V, with R = U H P: U holds eigenvectors of a covariance, the largest
+eigenvalue first; H is the normalized Hadamard matrix, after which all channels matter equally; P orders channels by the
+reversed bits of their index, so that groups of channels matter equally. The covariances:
+
+    keys:    Q^T Q over the queries after RoPE of a kv head's query heads, because an error e of a key costs |Q e|^2
+    values:  V^T S^T S V with the attention weights S, the covariance of the attention outputs
+
+Then clipping at a quantile of each token's magnitudes, and asymmetric uniform quantization of the token in groups.
+
+Deviations, from the paper and its released code:
+
+- The share of a token's channels that is not clipped is chosen per kv head, on calibration data, for the least error
+  in the metric of the covariance. The released code has 0.96 and 0.92 for all heads of 128 (`k_clip`, `v_clip`).
+- One rotation per kv head, as later releases of the code have it; `rotation_scope=layer` averages the covariances of a
+  layer's heads to one rotation, as in the paper.
+- The attention weights are computed from the recorded queries and keys; the released code replaces them by weights
+  k (Q^T Q) k^T per token. Tokens that the cache keeps as sinks are not among the recorded ones, so S is normalized
+  over the others.
+- Scales and zeros are float16 (released code: float32), and the inverse rotation is applied to what is decoded (paper:
+  to queries, and to the output projection).
+- A head narrower than `group_size` is one group.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from kvcli.errors import ConfigError
+from kvcli.kernels.constants import FP16_MAX, TINY
+from kvcli.methods.base import KeyCodec, LayerCodec, ValueCodec
+from kvcli.methods.config import CacheConfig, ScalarBits
+from kvcli.methods.method import FitReport, Method
+from kvcli.methods.scalar.per_token import PerTokenCodec, PerTokenCodes
+from kvcli.rope import Rotation
+from kvcli.samples import LayerSamples
+from kvcli.spec import ModelSpec
+
+_QUERY_BLOCK = 512
+_ERROR_TOKENS = 8192
+_CLIP_TOKENS = 2048
+_CLIP_SHARES = (1.0, 0.98, 0.96, 0.94, 0.92, 0.9, 0.87, 0.84, 0.8)
+
+
+class OSCARConfig(CacheConfig):
+    """Settings of OSCAR; the paper keeps 64 sinks and the last 256 tokens in full precision."""
+
+    k_bits: ScalarBits = Field(default=2, description="bits of a key code")
+    v_bits: ScalarBits = Field(default=2, description="bits of a value code")
+    group_size: int = Field(default=128, ge=1, le=1024, description="channels that share a scale, a head at most")
+    k_clip: float = Field(
+        default=0, ge=0, le=1, description="share of a token's key channels that is not clipped; 0: fitted per head"
+    )
+    v_clip: float = Field(
+        default=0, ge=0, le=1, description="share of a token's value channels that is not clipped; 0: fitted per head"
+    )
+    rotation_scope: Literal["head", "layer"] = Field(
+        default="head", description="a rotation per kv head, or one per layer from averaged covariances (paper)"
+    )
+
+
+class _OSCAR(PerTokenCodec):
+    """Quantizes clip(x R, t) per token in groups of channels, t the `kept`-th smallest of the group's magnitudes.
+
+    Buffers:
+        rotation: float32 [num_kv_heads, head_dim, head_dim], R; its columns are the rotated channels.
+        kept: int32 [num_kv_heads], channels of a group that are not clipped, the one at the threshold included.
+
+    Raises:
+        ValueError: a head_dim that is no power of two, or that `group_size` does not divide.
+    """
+
+    calibrated_range = True  # a rotated value can be sqrt(head_dim) times as large as any channel
+
+    def __init__(self, spec: ModelSpec, n_bits: ScalarBits, group_size: int, clip: float) -> None:
+        super().__init__(spec, n_bits, group_size)
+        if spec.head_dim & (spec.head_dim - 1):
+            raise ValueError(f"OSCAR's Hadamard matrix needs a head_dim that is a power of two, not {spec.head_dim}")
+        self.rotation: Tensor
+        self.kept: Tensor
+        self.register_buffer("rotation", torch.zeros(spec.num_kv_heads, spec.head_dim, spec.head_dim))
+        self.register_buffer("kept", torch.full((spec.num_kv_heads,), self.count_kept(clip or 1.0), dtype=torch.int32))
+
+    def count_kept(self, share: float) -> int:
+        """Channels of a group that are not clipped."""
+        return max(1, math.ceil(share * self.group_size))
+
+    def peak(self, x: Tensor) -> Tensor:
+        return super().peak(x.float() @ self.rotation)
+
+    def encode(self, x: Tensor, state: None = None) -> PerTokenCodes:
+        return super().encode(self._clipped(x))
+
+    def encode_into(self, x: Tensor, state: None, codes: PerTokenCodes) -> None:
+        super().encode_into(self._clipped(x) if self.fused else x, state, codes)
+
+    def decode(self, codes: PerTokenCodes, state: None = None) -> Tensor:
+        return super().decode(codes) @ self.rotation.mT
+
+    def decode_to(self, codes: PerTokenCodes, state: None, dtype: torch.dtype) -> Tensor:
+        rotated = super().decode_to(codes, state, torch.float32) if self.fused else super().decode(codes)
+        decoded = rotated @ self.rotation.mT
+        return (decoded.clamp(-FP16_MAX, FP16_MAX) if dtype == torch.float16 else decoded).to(dtype)
+
+    def _clipped(self, x: Tensor) -> Tensor:
+        """Rotated and clipped tokens, float32 [batch, num_kv_heads, time, head_dim]."""
+        groups = (x.float() @ self.rotation).unflatten(-1, (-1, self.group_size))
+        rank = (self.kept.long() - 1).view(-1, 1, 1, 1).expand(*groups.shape[:-1], 1)
+        limit = groups.abs().sort(-1).values.gather(-1, rank)
+        return groups.clamp(-limit, limit).flatten(-2)
+
+
+class _OSCARKey(_OSCAR, KeyCodec[PerTokenCodes, None]):
+    """Post-RoPE keys."""
+
+
+class _OSCARValue(_OSCAR, ValueCodec[PerTokenCodes]):
+    """Values."""
+
+
+def hadamard(width: int) -> Tensor:
+    """The Hadamard matrix in Sylvester's order divided by sqrt(width): float64 [width, width], orthogonal."""
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    while len(matrix) < width:
+        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
+    return matrix / math.sqrt(width)
+
+
+def bit_reversal(width: int) -> list[int]:
+    """The numbers below `width`, a power of two, with their bits in reversed order."""
+    bits = width.bit_length() - 1
+    return [int(f"{index:0{bits}b}"[::-1], 2) if bits else 0 for index in range(width)]
+
+
+def oscar_rotation(covariance: Tensor) -> Tensor:
+    """R = U H P of symmetric matrices [..., width, width]: float32 of the same shape."""
+    width = covariance.shape[-1]
+    symmetric = (covariance + covariance.mT).double() / 2
+    vectors = torch.linalg.eigh(symmetric)[1].flip(-1)
+    return (vectors @ hadamard(width).to(vectors.device))[..., bit_reversal(width)].float()
+
+
+def _fit(
+    codec: LayerCodec[_OSCARKey, _OSCARValue],
+    train: LayerSamples,
+    heldout: LayerSamples,
+    config: OSCARConfig,
+    generator: torch.Generator,
+) -> FitReport:
+    """Computes the two covariances of each kv head and their rotations, in place.
+
+    Returns:
+        `key_error`: of each head, sum |Q (k_hat - k)|^2 / sum |Q k|^2 on held-out keys with the recorded queries Q.
+        `value_error`: of each head, sum |v_hat - v|^2 / sum |v|^2 on held-out values.
+
+    Raises:
+        ConfigError: a recording without queries.
+    """
+    key, value = codec.key, codec.value
+    if train.query_rotation is None or not train.q.shape[1]:
+        raise ConfigError("the rotations come from recorded queries; calibrate with --query-tokens above 0")
+    queries = train.rotated_queries().float().unflatten(0, (key.spec.num_kv_heads, -1))
+    of_keys = torch.einsum("hgtc,hgtd->hcd", queries, queries)
+    of_values = output_covariance(queries, train)
+    for coder, covariance in ((key, of_keys), (value, of_values)):
+        shared = covariance.mean(0, keepdim=True) if config.rotation_scope == "layer" else covariance
+        coder.rotation.copy_(oscar_rotation(shared))
+    if not config.k_clip:
+        fit_clipping(key, rotated_keys(train)[0], of_keys)
+    if not config.v_clip:
+        fit_clipping(value, train.v, of_values)
+    keys, _ = rotated_keys(heldout)
+    unweighted = torch.eye(key.spec.head_dim, device=keys.device).expand_as(of_keys)
+    return FitReport({"key_error": _error(key, keys, of_keys), "value_error": _error(value, heldout.v, unweighted)})
+
+
+def fit_clipping(codec: _OSCAR, x: Tensor, weight: Tensor) -> None:
+    """Sets `kept` of each head to that of `_CLIP_SHARES` with the least weighted error.
+
+    Args:
+        codec: with its rotations.
+        x: [num_kv_heads, tokens, head_dim], what the codec encodes.
+        weight: float32 [num_kv_heads, head_dim, head_dim], the covariance.
+    """
+    x = x[:, :: -(-x.shape[1] // _CLIP_TOKENS)]
+    counts = sorted({codec.count_kept(share) for share in _CLIP_SHARES})
+    errors = []
+    for count in counts:
+        codec.kept.fill_(count)
+        errors.append(_error(codec, x, weight))
+    codec.kept.copy_(torch.tensor(counts)[torch.tensor(errors).argmin(0)])
+
+
+def rotated_keys(samples: LayerSamples) -> tuple[Tensor, Tensor]:
+    """Keys after RoPE, of those tokens whose position is one of a recorded query.
+
+    Returns:
+        float32 [num_kv_heads, count, head_dim], and the indices of these tokens, [count].
+    """
+    rotation = samples.query_rotation
+    assert rotation is not None
+    # queries are those of the first sequences, so the first of them have the positions 0, 1, 2, ...
+    tokens = (samples.positions < rotation.cos.shape[2]).nonzero()[:, 0]
+    positions = samples.positions[tokens]
+    at = Rotation(rotation.cos[:, :, positions], rotation.sin[:, :, positions])
+    return at.apply(samples.k[:, tokens].float().unsqueeze(0))[0], tokens
+
+
+def output_covariance(queries: Tensor, samples: LayerSamples) -> Tensor:
+    """V^T S^T S V: what the attention outputs of recorded queries, over the given tokens, sum up to.
+
+    Args:
+        queries: float32 [num_kv_heads, queries per kv head, query_tokens, head_dim] after RoPE.
+        samples: keys, values and positions of the same sequences; tokens may be missing.
+
+    Returns:
+        float32 [num_kv_heads, head_dim, head_dim].
+    """
+    keys, tokens = rotated_keys(samples)
+    values, positions = samples.v[:, tokens].float(), samples.positions[tokens]
+    seq_len = int(samples.positions.max()) + 1
+    sequence = torch.cat((positions.new_zeros(1), (positions.diff() < 0).cumsum(0)))
+    covariance = torch.zeros_like(queries[:, 0, 0, :, None] * queries[:, 0, 0, None, :])
+    for start in range(0, queries.shape[2], _QUERY_BLOCK):
+        block = queries[:, :, start : start + _QUERY_BLOCK]
+        at = torch.arange(start, start + block.shape[2], device=block.device)
+        near = ((sequence >= at[0] // seq_len) & (sequence <= at[-1] // seq_len)).nonzero()[:, 0]
+        seen = (sequence[near] == at[:, None] // seq_len) & (positions[near] <= at[:, None] % seq_len)
+        scores = block @ keys[:, None, near].mT / math.sqrt(block.shape[-1])
+        # a query that sees no token has no output
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num(0.0)
+        output = (weights @ values[:, None, near]).flatten(1, 2)
+        covariance += output.mT @ output
+    return covariance
+
+
+def _error(codec: _OSCAR, x: Tensor, weight: Tensor) -> list[float]:
+    """sum e^T W e / sum x^T W x of each head with e = x_hat - x, for x [heads, tokens, head_dim]."""
+    x = x[:, :_ERROR_TOKENS].float()
+    error = codec.decode(codec.encode(x.unsqueeze(0)))[0] - x
+    lost, all_of_it = (torch.einsum("htc,hcd,htd->h", y, weight, y) for y in (error, x))
+    return [float(part) for part in lost / all_of_it.clamp_min(TINY)]
+
+
+def _build(spec: ModelSpec, config: OSCARConfig, layer_idx: int) -> LayerCodec[_OSCARKey, _OSCARValue]:
+    return LayerCodec(
+        _OSCARKey(spec, config.k_bits, config.group_size, config.k_clip),
+        _OSCARValue(spec, config.v_bits, config.group_size, config.v_clip),
+    )
+
+
+METHOD = Method(
+    name="oscar",
+    summary="fitted rotations from query and output covariance, clipped, per token",
+    bits="1, 2, 4, 8",
+    paper="OSCAR, 2026",
+    arxiv="2605.17757",
+    config_cls=OSCARConfig,
+    build=_build,
+    nominal_bits=lambda spec, config: (config.k_bits, config.v_bits),
+    paper_settings={"oscar-2": {"sink_length": 64, "residual_length": 256, "rotation_scope": "layer"}},
+    fit=_fit,
+    fit_metrics={"key_error": "held-out key error in scores", "value_error": "held-out value error"},
+    needs_artifact=True,
+    for_bits=lambda bits: {"k_bits": bits, "v_bits": bits},
+    example_settings={"residual_length": 6, "flush_block": 1, "group_size": 8},
+)
