@@ -48,7 +48,7 @@ class EvalOptions(ModelOptions):
         description=f"method to measure, such as {DEFAULT_METHOD}-2; repeatable; default: {BASELINE} and fitted "
         "methods that have an artifact",
     )
-    setting: list[str] = Field(default=[], description="setting of every method measured, NAME=VALUE; repeatable")
+    setting: list[str] = Field(default=[], description="setting of every method that has it, NAME=VALUE; repeatable")
     artifact: list[Path] = Field(default=[], description="artifact to measure, with its own method; repeatable")
     compare_with: str | None = Field(
         default=None,

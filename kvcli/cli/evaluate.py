@@ -15,13 +15,14 @@ from kvcli.cli.eval_tables import quality_table, table_of
 from kvcli.cli.options import command, parse_settings
 from kvcli.cli.output import Output
 from kvcli.cli.paths import newest_artifact
-from kvcli.errors import ArtifactError, QualityGateError, UsageError
+from kvcli.errors import ArtifactError, ConfigError, QualityGateError, UsageError
 from kvcli.registry import BASELINE, DEFAULT_METHOD, METHODS, get_method, parse_method
 
 if TYPE_CHECKING:
     from kvcli.eval.case import Case
     from kvcli.eval.gates import GateResult
     from kvcli.eval.records import Record
+    from kvcli.methods.method import Method
     from kvcli.models import LoadedModel
 
 __all__ = ["EvalOptions", "choose_cases", "quality_table", "register", "run"]
@@ -32,22 +33,12 @@ _WITH_REFERENCE = ("needle", "recall", "tasks")
 
 def run(options: EvalOptions, output: Output) -> None:
     """Measure quality through the real cache, next to the uncompressed model; --suite says which."""
-    from kvcli.eval.case import Case
     from kvcli.eval.records import read_rows, to_plain
     from kvcli.files import append_record
     from kvcli.machine import environment_info
 
     check(options)
-    settings = {
-        "sink_length": options.sink_length,
-        "residual_length": options.residual_length,
-        "flush_block": 1,
-        **parse_settings(options.setting),
-    }
-    cases = [
-        Case(name if artifact is None else artifact.name, name, artifact, settings, options.impl)
-        for name, artifact in choose_cases(options)
-    ]
+    cases = make_cases(options)
     compared = compared_label(options, cases)
     former = None if options.baseline is None else read_rows(options.baseline)
     if options.out is not None:
@@ -72,6 +63,39 @@ def run(options: EvalOptions, output: Output) -> None:
             output.result(shown, table_of(plain, options))
     if missed := [gate.reason for gate in gates if not gate.passed]:
         raise QualityGateError(f"quality gate missed: {'; '.join(missed)}")
+
+
+def make_cases(options: EvalOptions) -> list[Case]:
+    """The methods with their artifacts and settings; settings that cannot be used are refused here, not after a row.
+
+    Raises:
+        UsageError: no such method.
+        ArtifactError: an artifact that is missing.
+        ConfigError: a setting that no method has, or a value out of range.
+    """
+    from kvcli.attention.session import make_config
+    from kvcli.eval.case import Case
+
+    given, cases, unknown = parse_settings(options.setting), [], set(parse_settings(options.setting))
+    for name, artifact in choose_cases(options):
+        method, from_bits = parse_method(name)
+        unknown -= method.config_cls.model_fields.keys()
+        settings = {**window_of(method, options)}
+        settings.update((key, value) for key, value in given.items() if key in method.config_cls.model_fields)
+        if artifact is None:
+            make_config(method, {**from_bits, **settings})
+        cases.append(Case(name if artifact is None else artifact.name, name, artifact, settings, options.impl))
+    if unknown:
+        raise ConfigError(f"none of the methods has a setting '{min(unknown)}'")
+    return cases
+
+
+def window_of(method: Method, options: EvalOptions) -> dict[str, Any]:
+    """The same window for all methods; tokens leave it one by one where the method has no schedule of its own."""
+    from kvcli.methods.schedule import sliding_window
+
+    one_by_one = {"flush_block": 1} if method.schedules is sliding_window else {}
+    return {"sink_length": options.sink_length, "residual_length": options.residual_length, **one_by_one}
 
 
 def make_record(
