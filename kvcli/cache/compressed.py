@@ -154,6 +154,7 @@ class CompressedCache(Cache):
         if self._seam is not seam:
             raise CacheError(_OTHER_MODEL if self._seam.is_open else _DETACHED)
 
+    @ordinary_tensors
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A cache with the same tokens for the same session: tensors and counts are copied, nothing of the model."""
         shared = [self.spec, self.method, self.config, self._seam, self.sequences.rope]

@@ -214,7 +214,7 @@ def _drift(options: EvalOptions, loaded: LoadedModel, cases: Sequence[Case], out
 
 def _tasks(options: EvalOptions, loaded: LoadedModel, cases: Sequence[Case], output: Output) -> Suite:
     from kvcli.eval.case import REFERENCE
-    from kvcli.eval.tasks import TasksConfig, measure
+    from kvcli.eval.tasks import TasksConfig, find_tasks, measure
 
     config = TasksConfig(
         tasks=options.tasks,
@@ -226,10 +226,12 @@ def _tasks(options: EvalOptions, loaded: LoadedModel, cases: Sequence[Case], out
         seed=options.seed,
     )
 
+    manager = find_tasks(config)
+
     def rows() -> Iterator[Measured]:
         for case in (REFERENCE, *cases):
             output.say(f"{case.label}: {', '.join(options.tasks)}")
-            units, versions, memory = measure(loaded, case, config)
+            units, versions, memory = measure(loaded, case, config, manager)
             yield Measured(case.label, case, units, memory, {"versions": versions})
 
     asked = ("tasks", "limit", "num_fewshot", "chat", "chunk", "seed")

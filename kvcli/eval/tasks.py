@@ -10,16 +10,19 @@ from __future__ import annotations
 import copy
 import logging
 import math
+import random
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import redirect_stderr, suppress
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import disable_progress_bars
 
 try:
-    from lm_eval import simple_evaluate
+    from lm_eval import evaluate
     from lm_eval.api.model import TemplateLM
     from lm_eval.tasks import TaskManager
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
@@ -28,7 +31,8 @@ except ImportError as error:
 
     raise _UsageError("--suite tasks needs lm-eval; install it with: pip install 'kvcli[eval]'") from error
 
-from kvcli.errors import UsageError
+from kvcli.cache.memory import MemoryReport
+from kvcli.errors import UsageError, suggestion
 from kvcli.eval.case import Case, NewCache
 from kvcli.eval.greedy import end_tokens, greedy, not_finite_logits, read
 from kvcli.eval.records import TaskDocument
@@ -199,37 +203,67 @@ class CachedModel(TemplateLM):
         return copy.deepcopy(self._read[1])
 
 
+def find_tasks(config: TasksConfig) -> TaskManager:
+    """An index that has the tasks; lm-eval's own, which take long to read, are left out if none of them is meant.
+
+    Raises:
+        UsageError: a task that does not exist.
+    """
+    folder = None if config.include_path is None else str(config.include_path)
+    if folder is not None:
+        local = TaskManager(include_path=folder, include_defaults=False)
+        if all(name in local.task_index for name in config.tasks):
+            return local
+    manager = TaskManager(include_path=folder)
+    for name in config.tasks:
+        if not manager.match_tasks([name]) and not Path(name).is_file():
+            raise UsageError(f"lm-eval has no task '{name}'{suggestion(name, list(manager.task_index))}")
+    return manager
+
+
 def measure(
-    loaded: LoadedModel, case: Case, config: TasksConfig, advance: Advance = lambda requests: None
-) -> tuple[list[TaskDocument], dict[str, Any], Any]:
+    loaded: LoadedModel,
+    case: Case,
+    config: TasksConfig,
+    manager: TaskManager,
+    advance: Advance = lambda requests: None,
+) -> tuple[list[TaskDocument], dict[str, Any], MemoryReport | None]:
     """Runs tasks.
+
+    Args:
+        loaded: the model.
+        case: how its cache is compressed.
+        config: which tasks.
+        manager: what `find_tasks` returned.
+        advance: called with 1 after each request.
 
     Returns:
         One unit per document and metric; the tasks' versions; the memory of the last cache, None if not compressed.
 
     Raises:
-        UsageError: tasks that do not exist, cannot be read, or have no metric that is a mean over documents.
+        UsageError: tasks that cannot be read, or have no metric that is a mean over documents.
     """
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    with case.caches(loaded) as new_cache:
+    disable_progress_bars()
+    random.seed(config.seed)
+    # lm-eval's own bars, one for each of its steps, are not shown
+    with case.caches(loaded) as new_cache, redirect_stderr(StringIO()):
         model = CachedModel(loaded, new_cache, config.chunk, advance)
         try:
-            results = simple_evaluate(
-                model=model,
-                tasks=list(config.tasks),
-                num_fewshot=config.num_fewshot,
+            chosen = manager.load(list(config.tasks))
+            for task in chosen["tasks"].values():
+                if config.num_fewshot is not None or task.get_config("num_fewshot") is None:
+                    task.set_config(key="num_fewshot", value=config.num_fewshot or 0)
+                task.set_fewshot_seed(seed=config.seed)
+            results = evaluate(
+                lm=model,
+                task_dict=chosen,
                 limit=config.limit,
                 bootstrap_iters=0,
                 apply_chat_template=config.chat,
-                task_manager=TaskManager(
-                    include_path=None if config.include_path is None else str(config.include_path)
-                ),
-                random_seed=config.seed,
-                numpy_random_seed=config.seed,
-                torch_random_seed=config.seed,
-                fewshot_random_seed=config.seed,
+                log_samples=True,
             )
-        except (KeyError, ValueError, OSError) as error:  # unknown tasks, data that cannot be had
+        except (KeyError, ValueError, OSError) as error:  # data that cannot be had, fields that are missing
             raise UsageError(f"lm-eval cannot run {', '.join(config.tasks)}: {' '.join(str(error).split())}") from error
         memory = model.last_cache.memory() if case.compressed and model.last_cache is not None else None
     units = [unit for task in results["samples"] for unit in documents(results, task)]
