@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from kvcli.cli.eval_options import EvalOptions, num_prompts, parse_layers
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from kvcli.calibrate.corpus import CorpusConfig
     from kvcli.eval.case import Case
     from kvcli.models import LoadedModel
+
+_MAX_DOCUMENTS = 1024
+"""Documents that prompts are made from."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,13 @@ def corpus_of(options: EvalOptions) -> CorpusConfig:
 
     split = options.corpus_split or ("heldout" if options.corpus == BUILTIN else "train")
     return CorpusConfig(options.corpus, split, options.corpus_name, options.revision, options.text_column, options.seed)
+
+
+def _documents(options: EvalOptions) -> list[str]:
+    """The first documents of the corpus in its seeded order; a dataset on a hub has no end worth waiting for."""
+    from kvcli.calibrate.corpus import documents
+
+    return list(islice(documents(corpus_of(options)), _MAX_DOCUMENTS))
 
 
 def _sequences(options: EvalOptions, loaded: LoadedModel, output: Output, count: int, length: int) -> Tensor:
@@ -152,7 +163,6 @@ def _layers(options: EvalOptions, loaded: LoadedModel, cases: Sequence[Case], ou
 
 
 def _needle(options: EvalOptions, loaded: LoadedModel, cases: Sequence[Case], output: Output) -> Suite:
-    from kvcli.calibrate.corpus import documents
     from kvcli.eval.case import REFERENCE
     from kvcli.eval.needle import NeedleConfig, make_prompts, measure
     from kvcli.eval.prompts import uses_chat
@@ -164,7 +174,7 @@ def _needle(options: EvalOptions, loaded: LoadedModel, cases: Sequence[Case], ou
         chat=uses_chat(loaded, options.chat),
         seed=options.seed,
     )
-    prompts = make_prompts(loaded, list(documents(corpus_of(options))), config)
+    prompts = make_prompts(loaded, _documents(options), config)
 
     def rows() -> Iterator[Measured]:
         for case in (REFERENCE, *cases):
@@ -175,7 +185,6 @@ def _needle(options: EvalOptions, loaded: LoadedModel, cases: Sequence[Case], ou
 
 
 def _recall(options: EvalOptions, loaded: LoadedModel, cases: Sequence[Case], output: Output) -> Suite:
-    from kvcli.calibrate.corpus import documents
     from kvcli.eval.case import REFERENCE
     from kvcli.eval.prompts import uses_chat
     from kvcli.eval.recall import RecallConfig, make_prompts, measure
@@ -187,7 +196,7 @@ def _recall(options: EvalOptions, loaded: LoadedModel, cases: Sequence[Case], ou
         chat=uses_chat(loaded, options.chat),
         seed=options.seed,
     )
-    prompts = make_prompts(loaded, list(documents(corpus_of(options))), config)
+    prompts = make_prompts(loaded, _documents(options), config)
 
     def rows() -> Iterator[Measured]:
         for case in (REFERENCE, *cases):

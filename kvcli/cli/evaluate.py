@@ -33,6 +33,7 @@ _WITH_REFERENCE = ("needle", "recall", "tasks")
 
 def run(options: EvalOptions, output: Output) -> None:
     """Measure quality through the real cache, next to the uncompressed model; --suite says which."""
+    from kvcli.eval.gates import check_labels
     from kvcli.eval.records import read_rows, to_plain
     from kvcli.files import append_record
     from kvcli.machine import environment_info
@@ -41,6 +42,8 @@ def run(options: EvalOptions, output: Output) -> None:
     cases = make_cases(options)
     compared = compared_label(options, cases)
     former = None if options.baseline is None else read_rows(options.baseline)
+    if former is not None and options.suite != "layers":
+        check_labels(options.suite, [case.label for case in cases], former)
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.open("a").close()  # fails before the measurement, not after it

@@ -98,18 +98,23 @@ def check_baseline(records: Sequence[Record], former: Sequence[Record], seed: in
     return results
 
 
+def check_labels(suite: str, labels: Sequence[str], former: Sequence[Record]) -> None:
+    """Raises UsageError for a row that has no former record; it can be called before anything is measured."""
+    known = list(dict.fromkeys(other.label for other in former if other.suite == suite))
+    for label in labels:
+        if label not in known:
+            have = ", ".join(known) or "none"
+            raise UsageError(f"the baseline has no row '{label}' of suite {suite}; its rows are: {have}")
+
+
 def find_former(record: Record, former: Sequence[Record]) -> Record:
     """The last former record of a row.
 
     Raises:
         UsageError: there is none that can be compared with; the message says why.
     """
-    known = [other for other in former if other.suite == record.suite]
-    same = [other for other in known if other.label == record.label]
-    if not same:
-        have = ", ".join(dict.fromkeys(other.label for other in known)) or "none"
-        raise UsageError(f"the baseline has no row '{record.label}' of suite {record.suite}; its rows are: {have}")
-    other = same[-1]
+    check_labels(record.suite, [record.label], former)
+    other = [other for other in former if (other.suite, other.label) == (record.suite, record.label)][-1]
     if not same_model(record.fingerprint, other.fingerprint):
         raise UsageError(f"the baseline's row '{other.label}' is of another model ({other.model})")
     if record.protocol != other.protocol or len(record.units) != len(other.units):

@@ -22,7 +22,7 @@ from kvcli.cache.memory import MemoryReport
 from kvcli.models import not_finite
 
 BLOCK_TOKENS = 256
-"""Tokens of a block: docs/quality.md shows that errors of tokens this far apart are nearly independent."""
+"""Tokens of a block; KL of tokens this far apart is uncorrelated (docs/quality.md, "How quality is measured")."""
 
 _LOGIT_TOKENS = 256
 

@@ -107,6 +107,10 @@ def test_gates_end_with_a_code_of_their_own_after_the_table(command_model: Loade
     assert other.exit_code == 2
     assert "seed 0 there, 1 here" in other.stderr
     assert invoke(*run, "--baseline", "none.json").exit_code == 2
+    unknown = invoke(*run, "--baseline", "former.json")
+    assert unknown.exit_code == 2
+    assert "no row 'kivi-2' of suite kl; its rows are: kivi-1" in unknown.stderr
+    assert "tokens/s" not in unknown.stderr  # nothing was measured
 
 
 @pytest.mark.parametrize("name", SUITES_OF_OPTION)
