@@ -111,7 +111,7 @@ def recall_table(records: Rows, options: EvalOptions) -> DataTable:
     columns = ("method", "words between", "words quoted", "95 % interval", "difference", "whole passages")
     rows = []
     for record in records:
-        for distance in (*distances, None):
+        for distance in (*distances, None) if len(distances) > 1 else (None,):
             units = [unit for unit in record["units"] if distance in (None, unit["distance"])]
             whole = f"{sum(unit['exact'] for unit in units):.0f} of {len(units)}"
             last = (
@@ -119,7 +119,7 @@ def recall_table(records: Rows, options: EvalOptions) -> DataTable:
                 if distance is None
                 else ["", ""]
             )
-            shown = "all" if distance is None else f"{distance}"
+            shown = f"{distances[0] if len(distances) == 1 else distance or 'all'}"
             rows.append([record["label"], shown, f"{_mean(units, 'quoted'):.1f}", *last, whole])
     words = records[0]["units"][0]["words"]
     title = f"{records[0]['model']}: words of {words} quoted before the first wrong one; {_STAR}"
