@@ -91,11 +91,7 @@ def needle_table(records: Rows, options: EvalOptions) -> DataTable:
         for depth in (*depths, None):
             units = [unit for unit in record["units"] if depth in (None, unit["depth"])]
             by_context = [[unit for unit in units if unit["context"] == context] for context in contexts]
-            last = (
-                [_interval(record, "prefix", "{:.2f}"), _difference(record, "exact", "{:+.2f}")]
-                if depth is None
-                else [f"{_mean(units, 'prefix'):.2f}", ""]
-            )
+            last = [f"{_mean(units, 'prefix'):.2f}", _difference(record, "exact", "{:+.2f}") if depth is None else ""]
             shown = "all" if depth is None else f"{depth:g}"
             rows.append([record["label"], shown, *map(_found, by_context), _found(units), *last])
     title = (
