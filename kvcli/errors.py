@@ -54,6 +54,12 @@ class CacheError(KvcliError):
     """An operation the compressed cache cannot do, such as cropping into encoded tokens."""
 
 
+class QualityGateError(KvcliError):
+    """Measured quality is below what was asked for; the measurement itself succeeded."""
+
+    exit_code = 3
+
+
 class OutputError(KvcliError):
     """Standard output is closed or full."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from pathlib import Path
@@ -22,15 +22,24 @@ from kvcli.methods.base import LayerCodec
 from kvcli.methods.config import BiasOffsetConfig, CacheConfig
 from kvcli.methods.method import Method
 from kvcli.models import LoadedModel
-from kvcli.registry import parse_method
+from kvcli.registry import BASELINE, get_method, parse_method
 from kvcli.seam.key_bias import key_biases
-from kvcli.seam.patch import RotaryOutput, Seam, find_decoder
+from kvcli.seam.patch import RotaryOutput, Seam, find_decoder, layer_index
 from kvcli.seam.sdpa import sdpa
 from kvcli.spec import ModelSpec
 
 
 class Session:
     """A model attached to a method; made by `attach`, ended by `detach` or by leaving the `with` block.
+
+    Args:
+        model: the transformers model.
+        spec: its shapes.
+        method: how keys and values are coded.
+        config: its settings.
+        codecs: one per layer; those of layers that are not compressed are the baseline's.
+        impl: `auto`, `fused` or `reference`.
+        layers: indices of the layers that the method compresses; default all.
 
     Attributes:
         backend: what attention runs on; its `note` says why a method's own kernels are not used.
@@ -44,9 +53,13 @@ class Session:
         config: CacheConfig,
         codecs: list[LayerCodec],
         impl: str,
+        layers: Collection[int] | None = None,
     ) -> None:
         self.model, self.spec, self.method, self.config, self.codecs = model, spec, method, config, codecs
-        self.backend = choose_backend(method, codecs, impl, _device_of_layers(model))
+        self.layers = frozenset(range(len(codecs)) if layers is None else layers)
+        device = _device_of_layers(model)
+        self.backend = choose_backend(method, [codecs[layer_idx] for layer_idx in sorted(self.layers)], impl, device)
+        self._baseline_backend = choose_backend(get_method(BASELINE), (), impl, device)
         for codec in codecs:
             codec.use_kernels(self.backend.impl == "fused")
         self._seam = Seam(model, self._attend, self._check_call, self._check_drafts)
@@ -54,7 +67,7 @@ class Session:
 
     def new_cache(self) -> CompressedCache:
         """An empty cache, to be passed to the model or to `generate` as `past_key_values`."""
-        return CompressedCache(self.spec, self.method, self.config, self.codecs, self._seam)
+        return CompressedCache(self.spec, self.method, self.config, self.codecs, self._seam, len(self.layers))
 
     def detach(self) -> None:
         """Restores the model exactly; detaching twice is harmless."""
@@ -92,11 +105,12 @@ class Session:
         rotary: RotaryOutput,
     ) -> Tensor:
         if isinstance(key, NewTokens):
+            backend = self.backend if layer_index(module) in self.layers else self._baseline_backend
             with _current_device(query):
                 if not torch.is_grad_enabled():
-                    return attend_layer(key, query, mask, rotary, self.backend, scaling)
+                    return attend_layer(key, query, mask, rotary, backend, scaling)
                 with torch.no_grad():
-                    output = attend_layer(key, query, mask, rotary, self.backend, scaling)
+                    output = attend_layer(key, query, mask, rotary, backend, scaling)
                 refused: Tensor = _RefuseBackward.apply(output, query, key.key, key.value)  # type: ignore[no-untyped-call]
                 return refused
         rotate = rotary.rotation.apply
@@ -123,6 +137,7 @@ def attach(
     *,
     artifact: str | Path | Artifact | None = None,
     impl: str = "auto",
+    layers: Collection[int] | None = None,
     **config: Any,
 ) -> Session:
     """Attaches a compression method to a transformers model.
@@ -132,6 +147,7 @@ def attach(
         method: name of a method, with or without bits (`kivi`, `kivi-2`); see `kvcli methods`.
         artifact: for methods that are fitted, the artifact or its folder.
         impl: `reference` (PyTorch, float32), `fused` (Triton kernels), or `auto`: fused on a GPU, else reference.
+        layers: indices of the layers to compress; the others keep their keys and values in full precision. Default all.
         config: settings of the method; with an artifact, only those of the cache (`sink_length`, `residual_length`,
             `flush_block`) may differ from the artifact's.
 
@@ -139,7 +155,8 @@ def attach(
         A session; use it as a context manager or call `detach`.
 
     Raises:
-        UsageError: unknown method or implementation, shapes that `fused` does not support, or a missing artifact.
+        UsageError: unknown method or implementation, shapes that `fused` does not support, layers that the model does
+            not have, or a missing artifact.
         ConfigError: settings that do not exist or do not fit.
         ArtifactError: an artifact that cannot be used with this model.
         UnsupportedModelError: an architecture kvcli does not compress, layers on several devices, or offloaded ones.
@@ -175,9 +192,11 @@ def attach(
     if isinstance(settings, BiasOffsetConfig) and settings.key_offset == "bias":
         for codec, bias in zip(codecs, key_biases(module, spec), strict=True):
             codec.key_offset = bias
+    if layers is not None:
+        codecs = _only_layers(codecs, layers, spec)
     for codec in codecs:
         codec.to(device).eval()
-    return Session(module, spec, record, settings, codecs, impl)
+    return Session(module, spec, record, settings, codecs, impl, layers)
 
 
 def build_codecs(method: Method, spec: ModelSpec, config: CacheConfig) -> list[LayerCodec]:
@@ -190,6 +209,20 @@ def build_codecs(method: Method, spec: ModelSpec, config: CacheConfig) -> list[L
         return [method.build(spec, config, layer_idx) for layer_idx in range(spec.num_layers)]
     except ValueError as error:
         raise ConfigError(f"{method.name}: {error}") from error
+
+
+def _only_layers(codecs: list[LayerCodec], layers: Collection[int], spec: ModelSpec) -> list[LayerCodec]:
+    """The codecs of some layers; those of the others store full precision.
+
+    Raises:
+        UsageError: no layer, or one that the model does not have.
+    """
+    unknown = sorted(set(layers) - set(range(spec.num_layers)))
+    if unknown or not layers:
+        raise UsageError(f"layers to compress are some of 0 to {spec.num_layers - 1}, not {unknown or 'none'}")
+    baseline = get_method(BASELINE)
+    plain = build_codecs(baseline, spec, make_config(baseline, {}))
+    return [codec if layer_idx in layers else plain[layer_idx] for layer_idx, codec in enumerate(codecs)]
 
 
 def make_config(method: Method, values: dict[str, Any]) -> CacheConfig:

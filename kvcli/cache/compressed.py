@@ -126,16 +126,24 @@ class CompressedCache(Cache):
         config: its settings.
         codecs: one fitted codec per layer.
         seam: the patch on the model that the cache is for.
+        compressed_layers: how many of the codecs are the method's, the others being full precision; default all.
 
     Attributes:
         sequences: lengths, positions and counts, shared by all layers.
     """
 
     def __init__(
-        self, spec: ModelSpec, method: Method, config: CacheConfig, codecs: list[LayerCodec], seam: Seam
+        self,
+        spec: ModelSpec,
+        method: Method,
+        config: CacheConfig,
+        codecs: list[LayerCodec],
+        seam: Seam,
+        compressed_layers: int | None = None,
     ) -> None:
         self.spec, self.method, self.config = spec, method, config
         self._codecs, self._seam = codecs, seam
+        self._compressed_layers = len(codecs) if compressed_layers is None else compressed_layers
         self.sequences = self._new_sequences()
         super().__init__(layers=self._new_layers())
 
@@ -148,6 +156,7 @@ class CompressedCache(Cache):
         if self._seam is not seam:
             raise CacheError(_OTHER_MODEL if self._seam.is_open else _DETACHED)
 
+    @ordinary_tensors
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A cache with the same tokens for the same session: tensors and counts are copied, nothing of the model."""
         shared = [self.spec, self.method, self.config, self._seam, self.sequences.rope]
@@ -166,12 +175,15 @@ class CompressedCache(Cache):
         )
 
     def _new_sequences(self) -> Sequences:
-        codecs = (self._codecs[0].key, self._codecs[0].value)
-        keys, values = (
-            TokenCounts(schedule, self.config.sink_length, codec.tokens_per_group)
-            for schedule, codec in zip(self.method.schedules(self.config), codecs, strict=True)
+        groups = (
+            max(codec.key.tokens_per_group for codec in self._codecs),
+            max(codec.value.tokens_per_group for codec in self._codecs),
         )
-        stateful = self._codecs[0].key.new_state(1, torch.device("cpu")) is not None
+        keys, values = (
+            TokenCounts(schedule, self.config.sink_length, group)
+            for schedule, group in zip(self.method.schedules(self.config), groups, strict=True)
+        )
+        stateful = any(codec.key.new_state(1, torch.device("cpu")) is not None for codec in self._codecs)
         return Sequences(self._seam.rope, keys, values, len(self._codecs), stateful)
 
     def _new_layers(self) -> list[Any]:
@@ -259,5 +271,11 @@ class CompressedCache(Cache):
             fp16_bytes=num_tokens * self.spec.fp16_bytes_per_token(),
             key_bits=bits("key"),
             value_bits=bits("value"),
-            nominal_bits=self.method.nominal_bits(self.spec, self.config),
+            nominal_bits=self._nominal_bits(),
         )
+
+    def _nominal_bits(self) -> tuple[float, float]:
+        """The paper's bits for K and V, averaged over the layers; 16 where a layer is not compressed."""
+        share = self._compressed_layers / len(self._codecs)
+        key, value = self.method.nominal_bits(self.spec, self.config)
+        return key * share + 16 * (1 - share), value * share + 16 * (1 - share)

@@ -2,119 +2,186 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
-from pydantic import Field
 
 from kvcli.cli.command import command
-from kvcli.cli.options import IMPL_HELP, ModelOptions
+from kvcli.cli.eval_options import EvalOptions, check
+from kvcli.cli.eval_suites import Measured, open_suite
+from kvcli.cli.eval_tables import quality_table, table_of
 from kvcli.cli.output import Output
 from kvcli.cli.paths import newest_artifact
-from kvcli.cli.tables import DataTable
 from kvcli.cli.values import parse_settings
-from kvcli.errors import ArtifactError
+from kvcli.errors import ArtifactError, ConfigError, QualityGateError, UsageError
 from kvcli.registry import BASELINE, DEFAULT_METHOD, METHODS, get_method, parse_method
 
+if TYPE_CHECKING:
+    from kvcli.eval.case import Case
+    from kvcli.eval.gates import GateResult
+    from kvcli.eval.records import Record
+    from kvcli.methods.method import Method
+    from kvcli.models import LoadedModel
 
-class EvalOptions(ModelOptions):
-    """Options of `kvcli eval`."""
+__all__ = ["EvalOptions", "choose_cases", "quality_table", "register", "run"]
 
-    method: list[str] = Field(
-        default=[],
-        description=f"method to measure, such as {DEFAULT_METHOD}-2; repeatable; default: {BASELINE} and fitted "
-        "methods that have an artifact",
-    )
-    setting: list[str] = Field(default=[], description="setting of every method measured, NAME=VALUE; repeatable")
-    artifact: list[Path] = Field(default=[], description="artifact to measure, with its own method; repeatable")
-    corpus: str = Field(default="builtin", description="held-out text: file, folder, hub name, '-', or 'builtin'")
-    corpus_name: str | None = Field(default=None, description="configuration of a hub dataset")
-    corpus_split: str | None = Field(default=None, description="split; default: heldout for 'builtin', else train")
-    revision: str | None = Field(default=None, description="revision of a hub dataset")
-    text_column: str = Field(default="text", description="column that holds the text")
-    seq_len: int = Field(default=2048, ge=2, description="tokens per sequence")
-    num_sequences: int = Field(default=8, ge=1, description="sequences")
-    batch_size: int = Field(default=4, ge=1, description="sequences per batch")
-    chunk: int = Field(
-        default=32, ge=1, description="tokens fed at once; attention within a chunk is in full precision"
-    )
-    sink_length: int = Field(default=4, ge=0, description="first tokens in full precision")
-    residual_length: int = Field(default=32, ge=0, description="last tokens in full precision")
-    impl: str = Field(default="auto", description=IMPL_HELP)
-    out: Path | None = Field(default=None, description="append one JSON record per row to this file")
+_WITH_REFERENCE = ("needle", "recall", "tasks")
+"""Suites whose first row is the uncompressed model."""
 
 
 def run(options: EvalOptions, output: Output) -> None:
-    """Measure KL to the uncompressed model, flips, perplexity and bits on held-out text, through the real cache."""
-    import torch
-
-    from kvcli.attention.session import attach
-    from kvcli.calibrate.corpus import BUILTIN, CorpusConfig, documents, token_sequences
-    from kvcli.eval.quality import measure, reference_states
+    """Measure quality through the real cache, next to the uncompressed model; --suite says which."""
+    from kvcli.eval.gates import check_labels
+    from kvcli.eval.records import read_rows, to_plain
     from kvcli.files import append_record
     from kvcli.machine import environment_info
 
-    cases = choose_cases(options)
+    check(options)
+    cases = make_cases(options)
+    compared = compared_label(options, cases)
+    former = None if options.baseline is None else read_rows(options.baseline)
+    if former is not None and options.suite != "layers":
+        check_labels(options.suite, [case.label for case in cases], former)
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.open("a").close()  # fails before the measurement, not after it
     loaded = options.load(output)
-    split = options.corpus_split or ("heldout" if options.corpus == BUILTIN else "train")
-    corpus = CorpusConfig(
-        options.corpus, split, options.corpus_name, options.revision, options.text_column, options.seed
-    )
-    sequences = token_sequences(documents(corpus), loaded.tokenizer, options.num_sequences, options.seq_len)
-    if len(sequences) < options.num_sequences:
-        output.say(f"the corpus fills {len(sequences)} of {options.num_sequences} sequences")
-    batches = sequences.split(options.batch_size)
-    with output.progress("uncompressed", sequences.numel(), "tokens") as advance:
-        states = []
-        for batch in batches:
-            states.append(reference_states(loaded.model, batch.to(loaded.model.device)).cpu())
-            advance(batch.numel())
-    window: dict[str, Any] = {
-        "sink_length": options.sink_length,
-        "residual_length": options.residual_length,
-        "flush_block": 1,
-        **parse_settings(options.setting),
-    }
-    records: list[dict[str, Any]] = []
+    suite = open_suite(options, loaded, cases, output)
     environment = environment_info()
-
-    def measure_case(name: str, artifact: Path | None) -> dict[str, Any]:
-        label = name if artifact is None else artifact.name
-        with output.progress(label, sequences.numel(), "tokens") as advance:
-            report = measure(
-                loaded.model,
-                lambda: attach(loaded.model, name, artifact=artifact, impl=options.impl, **window),
-                sequences,
-                states,
-                chunk=options.chunk,
-                batch_size=options.batch_size,
-                advance=advance,
-            )
-        return {
-            "label": label,
-            "model": options.model,
-            "method": name,
-            "artifact": None if artifact is None else str(artifact),
-            "options": options.model_dump(mode="json"),
-            **report.to_dict(),
-            "dtype": str(loaded.model.dtype).removeprefix("torch."),
-            "threads": torch.get_num_threads(),
-            "machine": environment,
-        }
-
+    records: list[Record] = []
+    plain: list[dict[str, Any]] = []
+    gates: list[GateResult] = []
     try:
-        for name, artifact in cases:
-            records.append(measure_case(name, artifact))
+        for measured in suite.rows:
+            records.append(make_record(options, loaded, suite.protocol, measured, records, compared, environment))
+            plain.append(to_plain(records[-1]))
             if options.out is not None:
-                append_record(options.out, records[-1])
+                append_record(options.out, plain[-1])
+        gates = check_gates(options, records, former)
     finally:  # what was measured is shown, also when the next method fails or the disk is full
-        if records:
-            output.result({"rows": records}, quality_table(records, options))
+        if plain:
+            shown = {"suite": options.suite, "rows": plain, "gates": [gate.to_dict() for gate in gates]}
+            output.result(shown, table_of(plain, options))
+    if missed := [gate.reason for gate in gates if not gate.passed]:
+        raise QualityGateError(f"quality gate missed: {'; '.join(missed)}")
+
+
+def make_cases(options: EvalOptions) -> list[Case]:
+    """The methods with their artifacts and settings; settings that cannot be used are refused here, not after a row.
+
+    Raises:
+        UsageError: no such method.
+        ArtifactError: an artifact that is missing.
+        ConfigError: a setting that no method has, or a value out of range.
+    """
+    from kvcli.attention.session import make_config
+    from kvcli.eval.case import Case
+
+    given, cases, unknown = parse_settings(options.setting), [], set(parse_settings(options.setting))
+    for name, artifact in choose_cases(options):
+        method, from_bits = parse_method(name)
+        unknown -= method.config_cls.model_fields.keys()
+        settings = {**window_of(method, options)}
+        settings.update((key, value) for key, value in given.items() if key in method.config_cls.model_fields)
+        if artifact is None:
+            make_config(method, {**from_bits, **settings})
+        cases.append(Case(name if artifact is None else artifact.name, name, artifact, settings, options.impl))
+    if unknown:
+        raise ConfigError(f"none of the methods has a setting '{min(unknown)}'")
+    return cases
+
+
+def window_of(method: Method, options: EvalOptions) -> dict[str, Any]:
+    """The same window for all methods; tokens leave it one by one where the method has no schedule of its own."""
+    from kvcli.methods.schedule import sliding_window
+
+    one_by_one = {"flush_block": 1} if method.schedules is sliding_window else {}
+    return {"sink_length": options.sink_length, "residual_length": options.residual_length, **one_by_one}
+
+
+def make_record(
+    options: EvalOptions,
+    loaded: LoadedModel,
+    protocol: dict[str, Any],
+    measured: Measured,
+    before: Sequence[Record],
+    compared: str | None,
+    environment: dict[str, Any],
+) -> Record:
+    """The record of a row, with differences to the row compared with if that was measured before.
+
+    Args:
+        options: of the command.
+        loaded: the model.
+        protocol: what was asked.
+        measured: the row.
+        before: the records so far, in order.
+        compared: its label.
+        environment: machine and versions.
+    """
+    import torch
+
+    from kvcli.eval.metrics import metrics_of
+    from kvcli.eval.records import record_class
+    from kvcli.files import json_sha256
+
+    other = next((record for record in before if record.label == compared), None)
+    case, memory = measured.case, measured.memory
+    return record_class(options.suite)(
+        label=measured.label,
+        model=options.model,
+        fingerprint=loaded.fingerprint,
+        method=case.method,
+        artifact=None if case.artifact is None else str(case.artifact),
+        protocol=json_sha256({"suite": options.suite, **protocol}),
+        options=options.model_dump(mode="json"),
+        metrics=metrics_of(measured.units, other, options.seed),
+        memory=None if memory is None else memory.to_dict(),
+        dtype=str(loaded.model.dtype).removeprefix("torch."),
+        device=str(loaded.model.device),
+        threads=torch.get_num_threads(),
+        machine=environment,
+        units=list(measured.units),
+        **measured.fields,
+    )
+
+
+def compared_label(options: EvalOptions, cases: list[Case]) -> str | None:
+    """The label of the row that others are compared with; one that is named is measured first.
+
+    Raises:
+        UsageError: no such row.
+    """
+    from kvcli.eval.case import UNCOMPRESSED
+
+    labels = [case.label for case in cases]
+    if options.suite == "layers":
+        if options.compare_with is not None:
+            raise UsageError("--compare-with does not go with --suite layers")
+        return None
+    if options.compare_with is None:
+        if options.suite in _WITH_REFERENCE:
+            return UNCOMPRESSED
+        chosen = next((case for case in cases if case.method != BASELINE), None)
+    else:
+        if options.compare_with == UNCOMPRESSED and options.suite in _WITH_REFERENCE:
+            return UNCOMPRESSED
+        chosen = next((case for case in cases if case.label == options.compare_with), None)
+        if chosen is None:
+            raise UsageError(f"--compare-with {options.compare_with}: the rows are {', '.join(labels)}")
+        cases.sort(key=lambda case: case is not chosen)
+    return None if chosen is None or len(cases) < 2 else chosen.label
+
+
+def check_gates(options: EvalOptions, records: Sequence[Record], former: Sequence[Record] | None) -> list[GateResult]:
+    """Compares the rows with limits and with a former record."""
+    from kvcli.eval.gates import check_baseline, check_limits
+
+    results = check_limits(records, options.max_kld, options.max_flips)
+    return results if former is None else [*results, *check_baseline(records, former, options.seed)]
 
 
 def choose_cases(options: EvalOptions) -> list[tuple[str, Path | None]]:
@@ -145,34 +212,6 @@ def choose_cases(options: EvalOptions) -> list[tuple[str, Path | None]]:
                 with suppress(ArtifactError):
                     cases.append((name, newest_artifact(options.model, name)))
     return cases + [(artifact.method, folder) for artifact, folder in artifacts]
-
-
-def quality_table(records: list[dict[str, Any]], options: EvalOptions) -> DataTable:
-    """The rows as a table."""
-    columns = ("method", "bits K", "bits V", "bits mean", "KL mean", "KL p99", "flips %", "perplexity", "cache / fp16")
-    rows = []
-    for record in records:
-        memory = record["memory"]
-        rows.append(
-            [
-                record["label"],
-                f"{memory['key_bits']:.3f}",
-                f"{memory['value_bits']:.3f}",
-                f"{memory['true_bits']:.3f}",
-                f"{record['kl_mean']:.4f}",
-                f"{record['kl_p99']:.3f}",
-                f"{100 * record['flips']:.2f}",
-                f"{record['perplexity']:.2f}",
-                f"1/{memory['ratio']:.2f}",
-            ]
-        )
-    title = (
-        f"{options.model}: {records[0]['num_tokens']} tokens in sequences of {options.seq_len}, chunk {options.chunk}, "
-        f"residual {options.residual_length}, sinks {options.sink_length}; "
-        f"uncompressed perplexity {records[0]['reference_perplexity']:.2f}"
-    )
-    optional = ("KL p99", "bits mean", "perplexity", "cache / fp16")
-    return DataTable(title, columns, rows, optional=optional)
 
 
 def register(app: typer.Typer) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,9 @@ from torch import Tensor
 from kvcli.attention.session import Session
 from kvcli.cache.memory import MemoryReport
 from kvcli.models import not_finite
+
+BLOCK_TOKENS = 256
+"""Tokens of a block; KL of tokens this far apart is uncorrelated (docs/quality.md, "How quality is measured")."""
 
 _LOGIT_TOKENS = 256
 
@@ -36,6 +39,7 @@ class QualityReport:
         reference_perplexity: of the uncompressed model.
         num_tokens: tokens compared.
         memory: what the cache took after the last batch.
+        scores: of every token.
     """
 
     kl_mean: float
@@ -45,44 +49,88 @@ class QualityReport:
     reference_perplexity: float
     num_tokens: int
     memory: MemoryReport
+    scores: TokenScores
 
     def to_dict(self) -> dict[str, Any]:
-        """All figures as plain JSON values."""
-        return {**asdict(self), "memory": self.memory.to_dict()}
+        """All figures but those of single tokens, as plain JSON values."""
+        figures = {name: value for name, value in vars(self).items() if name != "scores"}
+        return {**figures, "memory": self.memory.to_dict()}
 
 
-@dataclass
-class _Tally:
-    """Per-token figures of one method, gathered chunk by chunk."""
+@dataclass(frozen=True)
+class TokenScores:
+    """Figures of every token, float64 [num_sequences, seq_len] each; nll is NaN where there is no next token.
 
-    kl: list[Tensor] = field(default_factory=list)
-    flips: int = 0
-    nll: float = 0.0
-    reference_nll: float = 0.0
-    predicted: int = 0
+    Attributes:
+        kl: KL(uncompressed || compressed) of the next-token distribution, nats.
+        flips: 1 where the most probable next token changed, else 0.
+        nll: negative log-likelihood of the next token, compressed model, nats.
+        reference_nll: the same of the uncompressed model.
+    """
 
-    def add(self, logits: Tensor, reference: Tensor, targets: Tensor) -> None:
-        """Adds logits [batch, time, vocab] of both models; targets [batch, time or time - 1] are the next tokens."""
-        ours, theirs = logits.float().log_softmax(-1), reference.float().log_softmax(-1)
-        self.kl.append((theirs.exp() * (theirs - ours)).sum(-1).clamp_min(0).flatten().cpu())
-        self.flips += int((ours.argmax(-1) != theirs.argmax(-1)).sum())
-        count = targets.shape[1]
-        picked = targets.unsqueeze(-1)
-        self.nll -= float(ours[:, :count].gather(-1, picked).sum())
-        self.reference_nll -= float(theirs[:, :count].gather(-1, picked).sum())
-        self.predicted += targets.numel()
+    kl: Tensor
+    flips: Tensor
+    nll: Tensor
+    reference_nll: Tensor
+
+    def blocks(self) -> list[dict[str, Any]]:
+        """Means over blocks of up to `BLOCK_TOKENS` consecutive tokens of a sequence, the units of a bootstrap.
+
+        Returns:
+            Per block: `sequence` and `start`, its first token; `tokens`, and how many of them have a next token,
+            `predicted`; the means `kl` and `flips` over the former, `nll` and `reference_nll` over the latter.
+        """
+        made = []
+        for sequence in range(self.kl.shape[0]):
+            for start in range(0, self.kl.shape[1], BLOCK_TOKENS):
+                part = {name: x[sequence, start : start + BLOCK_TOKENS] for name, x in vars(self).items()}
+                predicted = int((~part["nll"].isnan()).sum())
+                means = {name: float(x.nansum()) / max(1, (~x.isnan()).sum().item()) for name, x in part.items()}
+                tokens = part["kl"].numel()
+                made.append({"sequence": sequence, "start": start, "tokens": tokens, "predicted": predicted, **means})
+        return made
 
     def report(self, memory: MemoryReport) -> QualityReport:
-        kl = torch.cat(self.kl)
+        """The figures over all tokens."""
+        kl = self.kl.flatten()
         return QualityReport(
             kl_mean=float(kl.mean()),
             kl_p99=float(kl.kthvalue(max(1, math.ceil(0.99 * kl.numel()))).values),
-            flips=self.flips / kl.numel(),
-            perplexity=_exp(self.nll / self.predicted),
-            reference_perplexity=_exp(self.reference_nll / self.predicted),
+            flips=float(self.flips.mean()),
+            perplexity=_exp(float(self.nll.nanmean())),
+            reference_perplexity=_exp(float(self.reference_nll.nanmean())),
             num_tokens=kl.numel(),
             memory=memory,
+            scores=self,
         )
+
+
+def token_scores(logits: Tensor, reference: Tensor, targets: Tensor) -> TokenScores:
+    """Compares next-token distributions.
+
+    Args:
+        logits: of the compressed model, [batch, time, vocab].
+        reference: of the uncompressed model, like logits.
+        targets: the next tokens, int64 [batch, time or time - 1].
+    """
+    ours, theirs = logits.float().log_softmax(-1), reference.float().log_softmax(-1)
+    count, picked = targets.shape[1], targets.unsqueeze(-1)
+
+    def loss(log_probs: Tensor) -> Tensor:
+        nll = torch.full(log_probs.shape[:2], math.nan, dtype=torch.float64)
+        nll[:, :count] = -log_probs[:, :count].gather(-1, picked).squeeze(-1).double().cpu()
+        return nll
+
+    return TokenScores(
+        kl=(theirs.exp() * (theirs - ours)).sum(-1).clamp_min(0).double().cpu(),
+        flips=(ours.argmax(-1) != theirs.argmax(-1)).double().cpu(),
+        nll=loss(ours),
+        reference_nll=loss(theirs),
+    )
+
+
+def _joined(parts: list[TokenScores], dim: int) -> TokenScores:
+    return TokenScores(**{name: torch.cat([getattr(x, name) for x in parts], dim) for name in vars(parts[0])})
 
 
 def _exp(nll: float) -> float:
@@ -131,12 +179,12 @@ def measure(
     Raises:
         ModelError: logits that are not finite; the message names the method and the layer.
     """
-    tally = _Tally()
+    batches = []
     head = model.get_output_embeddings()
     with open_session() as session, torch.inference_mode():
         for batch, reference in zip(sequences.split(batch_size), states, strict=True):
             tokens = batch.to(model.device)
-            cache = session.new_cache()
+            cache, parts = session.new_cache(), []
             for start in range(0, tokens.shape[1], chunk):
                 part = tokens[:, start : start + chunk]
                 hidden = model.base_model(input_ids=part, past_key_values=cache, use_cache=True).last_hidden_state
@@ -144,9 +192,10 @@ def measure(
                     at, stop = start + first, min(start + first + _LOGIT_TOKENS, start + part.shape[1])
                     ours = head(hidden[:, first : stop - start])
                     theirs = head(reference[:, at:stop].to(model.device))
-                    tally.add(ours, theirs, tokens[:, at + 1 : stop + 1])
-                    if not tally.kl[-1].isfinite().all():
+                    parts.append(token_scores(ours, theirs, tokens[:, at + 1 : stop + 1]))
+                    if not parts[-1].kl.isfinite().all():
                         again = partial(model.base_model, tokens[:, :stop], past_key_values=session.new_cache())
                         raise not_finite(model, f"method '{session.method.name}'", again)
                 advance(part.numel())
-        return tally.report(cache.memory())
+            batches.append(_joined(parts, dim=1))
+        return _joined(batches, dim=0).report(cache.memory())

@@ -1,0 +1,72 @@
+"""Greedy generation over caches, and where two generations part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import kvcli
+from kvcli.errors import ModelError
+from kvcli.eval import drift
+from kvcli.eval.case import REFERENCE, Case
+from kvcli.eval.greedy import greedy
+from kvcli.models import LoadedModel
+
+PROMPT = [5, 9, 40, 7, 12, 33, 90, 14] * 6
+
+
+def generate(loaded: LoadedModel, pieces: list[list[int]], count: int, **changes: Any) -> list[int]:
+    with REFERENCE.caches(loaded) as new_cache:
+        return greedy(loaded, new_cache, pieces, count, **changes)[0]
+
+
+def test_greedy_is_what_transformers_generates(loaded: LoadedModel) -> None:
+    ids = torch.tensor([PROMPT])
+    expected = loaded.model.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, pad_token_id=0
+    )[0, len(PROMPT) :].tolist()
+    assert generate(loaded, [PROMPT], 12) == expected
+    assert generate(loaded, [PROMPT[:20], PROMPT[20:]], 12, chunk=7) == expected
+    assert generate(loaded, [PROMPT], 12, stop=[expected[4]]) == expected[: expected.index(expected[4])]
+    assert generate(loaded, [PROMPT], 12, done=lambda tokens: len(tokens) == 3) == expected[:3]
+
+
+def test_a_question_in_a_pass_of_its_own_reads_codes(loaded: LoadedModel) -> None:
+    settings = {"group_size": 8, "residual_length": 8, "sink_length": 0}
+    with kvcli.attach(loaded, "kivi-1", **settings) as session:
+        tokens, cache = greedy(loaded, session.new_cache, [PROMPT, [50, 51]], 1)
+        together, _ = greedy(loaded, session.new_cache, [[*PROMPT, 50, 51]], 1)
+    assert cache.memory().num_encoded >= len(PROMPT) - 8
+    assert together == generate(loaded, [[*PROMPT, 50, 51]], 1)  # a single pass is in full precision
+    assert len(tokens) == 1
+
+
+def test_the_fp16_cache_never_drifts(loaded: LoadedModel) -> None:
+    prompts = torch.randint(3, 259, (4, 60), generator=torch.Generator().manual_seed(0))
+    references = drift.reference(loaded, prompts, 16, lambda count: None)
+    units, memory = drift.measure(
+        loaded, Case("fp16", "fp16", None, {"residual_length": 4, "flush_block": 1}), prompts, references
+    )
+    assert [(unit.first_divergence, unit.agreed, unit.equal) for unit in units] == [(None, 16, 1.0)] * 4
+    assert memory.num_encoded > 0
+    coarse, _ = drift.measure(
+        loaded, Case("kivi-1", "kivi-1", None, {"residual_length": 8, "group_size": 8}), prompts, references
+    )
+    assert any(unit.first_divergence is not None for unit in coarse)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [([1, 2, 3, 4], (None, 4, 1.0)), ([9, 2, 3, 4], (0, 0, 0.75)), ([1, 2, 9, 9], (2, 2, 0.5))],
+)
+def test_drift_is_counted_from_the_first_new_token(tokens: list[int], expected: tuple[Any, ...]) -> None:
+    assert drift.compare(tokens, [1, 2, 3, 4]) == expected
+
+
+def test_logits_that_are_not_finite_are_refused(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    head: Any = loaded.model.get_output_embeddings()
+    monkeypatch.setattr(head, "forward", lambda x: torch.full((*x.shape[:-1], 260), torch.nan))
+    with pytest.raises(ModelError, match="not finite"):
+        generate(loaded, [PROMPT], 2)

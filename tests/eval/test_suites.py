@@ -1,0 +1,157 @@
+"""`kvcli eval --suite`: every suite from the command line, its records, its table, its exit code."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from kvcli.cli.app import app
+from kvcli.cli.eval_options import SUITES_OF_OPTION, EvalOptions
+from kvcli.cli.eval_tables import table_of
+from kvcli.eval.records import read_rows
+from kvcli.models import LoadedModel
+
+KIVI = ("--method", "kivi-2", "--setting", "group_size=8", "--residual-length", "8")
+SIZES = {
+    "kl": ("--seq-len", "64", "--num-sequences", "8"),
+    "layers": ("--seq-len", "64", "--num-sequences", "8", "--layers", "1-2"),
+    "needle": ("--contexts", "100", "--contexts", "200", "--depths", "50", "--num-prompts", "2"),
+    "recall": ("--distances", "20", "--passage-words", "4", "--num-prompts", "2"),
+    "drift": ("--prompt-tokens", "40", "--max-new-tokens", "6", "--num-prompts", "3"),
+}
+
+
+def invoke(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["eval", *arguments])
+
+
+@pytest.mark.parametrize("suite", SIZES)
+def test_a_suite_measures_prints_and_records(command_model: LoadedModel, suite: str) -> None:
+    done = invoke("--suite", suite, *KIVI, "--method", "fp16", *SIZES[suite], "--json", "--out", "rows.jsonl")
+    assert done.exit_code == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["suite"] == suite
+    labels = [row["label"] for row in found["rows"]]
+    if suite == "layers":
+        assert labels == ["kivi-2 all layers", "kivi-2 layer 1", "kivi-2 layer 2"]
+        whole, *layers = (row["kl_mean"] for row in found["rows"])
+        assert all(0 < kl < whole for kl in layers)
+        # a layer of 3 bits between two of 32
+        assert found["rows"][1]["memory"]["value_bits"] == pytest.approx((2 * 32 + 2 + 2 * 16 / 8) / 3)
+    elif suite in ("needle", "recall"):
+        assert labels == ["uncompressed", "kivi-2", "fp16"]
+        assert found["rows"][0]["memory"] is None
+        first, _, last = ([unit["answer"] for unit in row["units"]] for row in found["rows"])
+        assert first == last  # the fp16 cache says what the model says
+        assert {row["metrics"]["exact"]["difference"]["to"] for row in found["rows"][1:]} == {"uncompressed"}
+    else:
+        assert labels == ["kivi-2", "fp16"]
+        assert found["rows"][1]["metrics"][{"kl": "kl_mean", "drift": "equal"}[suite]]["difference"]["to"] == "kivi-2"
+    assert [record.label for record in read_rows(Path("rows.jsonl"))] == labels
+    assert all(row["memory"]["num_encoded"] > 0 for row in found["rows"] if row["memory"])
+    options = EvalOptions.model_validate(found["rows"][0]["options"])
+    for width in (40, 80):
+        console = Console(width=width, record=True, file=io.StringIO())
+        console.print(table_of(found["rows"], options).fitted(width))
+        shown = console.export_text().splitlines()
+        assert all(len(line.rstrip()) <= width for line in shown)
+        assert not any("…" in line for line in shown)
+        assert any("kivi-2" in line for line in shown)
+
+
+def test_the_table_says_which_differences_are_real(command_model: LoadedModel) -> None:
+    methods = ("--method", "kivi-1", "--method", "kivi-8", "--method", "kivi-1")
+    done = invoke(*KIVI[2:], *methods, *SIZES["kl"])
+    assert done.exit_code == 0, done.stderr
+    assert "KL - kivi-1" in done.stdout
+    row = next(line for line in done.stdout.splitlines() if "kivi-8" in line)
+    assert "*" in row
+    assert "next: kvcli bench" in done.stderr
+    named = json.loads(invoke(*KIVI[2:], *methods[:4], *SIZES["kl"], "--compare-with", "kivi-8", "--json").stdout)[
+        "rows"
+    ]
+    assert [row["label"] for row in named] == ["kivi-8", "kivi-1"]
+    assert named[1]["metrics"]["kl_mean"]["difference"]["real"] is True
+    wrong = invoke(*KIVI, *SIZES["kl"], "--compare-with", "kivi-3")
+    assert (wrong.exit_code, "rows are kivi-2" in wrong.stderr) == (2, True)
+
+
+def test_gates_end_with_a_code_of_their_own_after_the_table(command_model: LoadedModel) -> None:
+    run = (*KIVI, *SIZES["kl"])
+    former = invoke(*run, "--json")
+    Path("former.json").write_text(former.stdout)
+    mean = json.loads(former.stdout)["rows"][0]["kl_mean"]
+    assert invoke(*run, "--max-kld", str(1.01 * mean), "--baseline", "former.json").exit_code == 0
+    missed = invoke(*run, "--max-kld", str(0.9 * mean), "--max-flips", "0")
+    assert missed.exit_code == 3
+    assert "kivi-2" in missed.stdout
+    assert "error: quality gate missed: kivi-2: kl_mean" in missed.stderr
+    assert "flips" in missed.stderr
+    assert "next:" not in missed.stderr
+    edited = former.stdout.replace('"label": "kivi-2"', '"label": "kivi-1"')
+    Path("former.json").write_text(edited)
+    worse = invoke("--method", "kivi-1", *run[2:], "--baseline", "former.json", "--json")
+    assert worse.exit_code == 3
+    gates = json.loads(worse.stdout)["gates"]
+    assert {(gate["gate"], gate["label"], gate["metric"], gate["passed"]) for gate in gates} == {
+        ("baseline", "kivi-1", "kl_mean", False),
+        ("baseline", "kivi-1", "flips", False),
+    }
+    other = invoke("--method", "kivi-1", *run[2:], "--baseline", "former.json", "--seed", "1")
+    assert other.exit_code == 2
+    assert "seed 0 there, 1 here" in other.stderr
+    assert invoke(*run, "--baseline", "none.json").exit_code == 2
+    unknown = invoke(*run, "--baseline", "former.json")
+    assert unknown.exit_code == 2
+    assert "no row 'kivi-2' of suite kl; its rows are: kivi-1" in unknown.stderr
+    assert "tokens/s" not in unknown.stderr  # nothing was measured
+
+
+@pytest.mark.parametrize("name", SUITES_OF_OPTION)
+def test_an_option_of_other_suites_is_refused(name: str) -> None:
+    suites = SUITES_OF_OPTION[name]
+    suite = next(suite for suite in (*SIZES, "tasks") if suite not in suites)
+    values = {"seq_len": "64", "corpus": "x", "corpus_name": "x", "corpus_split": "x", "revision": "x"}
+    flag = f"--{name.replace('_', '-')}"
+    given = [flag] if name == "chat" else [flag, values.get(name, "1")]
+    done = invoke("--suite", suite, "--tasks" if suite == "tasks" else "--seed", "1", *given)
+    assert done.exit_code == 2
+    assert f"{flag} goes with --suite {suites[0]}" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ("--suite needle --depths 101", "--depths takes numbers from 0 to 100"),
+        ("--suite needle --contexts 3", "--contexts takes numbers from 16"),
+        ("--suite tasks", "needs --tasks"),
+        ("--suite layers --layers 2-1", "layers 0-2"),
+        ("--suite layers --layers x", "a number or a range"),
+        ("--suite layers --compare-with fp16", "--compare-with does not go with"),
+        ("--suite needle --chat", "no chat template"),
+        ("--setting groups=3", "none of the methods has a setting 'groups'"),
+        ("--residual-length 8", "must be a positive multiple of group_size 32"),
+    ],
+)
+def test_what_a_suite_cannot_do_is_one_line(command_model: LoadedModel, arguments: str, named: str) -> None:
+    done = invoke(*arguments.split(), "--method", "kivi-2")
+    assert done.exit_code == 2
+    assert named in done.stderr
+    assert done.stderr.count("error:") == 1
+    assert "tokens/s" not in done.stderr  # nothing was measured
+
+
+def test_tasks_without_lm_eval_say_what_to_install(command_model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    monkeypatch.delitem(sys.modules, "kvcli.eval.tasks", raising=False)
+    done = invoke("--suite", "tasks", "--tasks", "x", "--method", "kivi-2")
+    assert done.exit_code == 2
+    assert "pip install 'kvcli[eval]'" in done.stderr
