@@ -27,9 +27,12 @@ class EvalOptions(ModelOptions):
     )
     setting: list[str] = Field(default=[], description="setting of every method measured, NAME=VALUE; repeatable")
     artifact: list[Path] = Field(default=[], description="artifact to measure, with its own method; repeatable")
-    corpus: str = Field(default="builtin", description="held-out text: file, folder, hub name, '-', or 'builtin'")
+    corpus: str = Field(
+        default="builtin:docs",
+        description="held-out text: file, folder, hub name, '-', 'builtin', a mixture of domains, or 'builtin:DOMAIN'",
+    )
     corpus_name: str | None = Field(default=None, description="configuration of a hub dataset")
-    corpus_split: str | None = Field(default=None, description="split; default: heldout for 'builtin', else train")
+    corpus_split: str | None = Field(default=None, description="split; default: heldout for built-in text, else train")
     revision: str | None = Field(default=None, description="revision of a hub dataset")
     text_column: str = Field(default="text", description="column that holds the text")
     seq_len: int = Field(default=2048, ge=2, description="tokens per sequence")
@@ -49,7 +52,8 @@ def run(options: EvalOptions, output: Output) -> None:
     import torch
 
     from kvcli.attention.session import attach
-    from kvcli.calibrate.corpus import BUILTIN, CorpusConfig, documents, token_sequences
+    from kvcli.calibrate.builtin_text import is_builtin
+    from kvcli.calibrate.corpus import CorpusConfig, documents, token_sequences
     from kvcli.eval.quality import measure, reference_states
     from kvcli.files import append_record
     from kvcli.machine import environment_info
@@ -59,7 +63,7 @@ def run(options: EvalOptions, output: Output) -> None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.open("a").close()  # fails before the measurement, not after it
     loaded = options.load(output)
-    split = options.corpus_split or ("heldout" if options.corpus == BUILTIN else "train")
+    split = options.corpus_split or ("heldout" if is_builtin(options.corpus) else "train")
     corpus = CorpusConfig(
         options.corpus, split, options.corpus_name, options.revision, options.text_column, options.seed
     )
