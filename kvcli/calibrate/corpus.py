@@ -1,12 +1,14 @@
 """Where calibration and evaluation text comes from, and how it becomes token sequences.
 
 Every source is a stream of documents: FineWeb-Edu or another dataset on the hub, a local file or folder (parquet,
-jsonl, csv, txt), standard input, or the text that ships with kvcli. This module does not know what the tokens are for.
+jsonl, csv, txt), standard input, or the text that ships with kvcli (`builtin_text`). This module does not know what the
+tokens are for.
 """
 
 from __future__ import annotations
 
 import gzip
+import hashlib
 import random
 import re
 import sys
@@ -18,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import torch
 from torch import Tensor
 
+from kvcli.calibrate.builtin_text import BUILTIN, builtin_files, is_builtin, mixture
 from kvcli.errors import CorpusError
 from kvcli.hub import check_dataset
 
@@ -26,11 +29,9 @@ if TYPE_CHECKING:
 
 FINEWEB_EDU = "HuggingFaceFW/fineweb-edu"
 FINEWEB_EDU_REVISION = "87f09149ef4734204d70ed1d046ddc9ca3f2b8f9"
-BUILTIN = "builtin"
 _FORMATS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv", ".txt": "text"}
 _COMPRESSED = ".gz"
 _READ = f"{', '.join(_FORMATS)} (the last four also with {_COMPRESSED})"
-_BUILTIN_SPLITS = ("calibration", "heldout")
 _SHUFFLE_BUFFER = 10_000
 _PIECE_CHARACTERS = 65536
 """Characters given to the tokenizer at once: it takes about 160 bytes of memory per character."""
@@ -41,8 +42,9 @@ class CorpusConfig:
     """Which text is read.
 
     Attributes:
-        source: `builtin`, a dataset's hub name, a file, a folder, or `-` for standard input.
-        split: `calibration` or `heldout` for `builtin`, the dataset's split for hub names; unused elsewhere.
+        source: `builtin` (a mixture of domains), `builtin:NAME` (a domain or a source), a dataset's hub name, a
+            file, a folder, or `-` for standard input.
+        split: `calibration` or `heldout` for built-in text, the dataset's split for hub names; unused elsewhere.
         name: configuration of a hub dataset, such as `sample-10BT`; None elsewhere.
         revision: commit, tag or branch of a hub dataset; None elsewhere.
         text_column: column that holds the text.
@@ -64,15 +66,6 @@ class CorpusConfig:
     def provenance(self) -> dict[str, Any]:
         """What an artifact records about its corpus."""
         return asdict(self)
-
-
-def builtin_folder() -> Path:
-    """The text that ships with kvcli: inside the installed package, or beside it in a source checkout."""
-    package = Path(__file__).resolve().parent.parent
-    for folder in (package / "calibration_data", package.parent / "calibration_data"):
-        if folder.is_dir():
-            return folder
-    raise CorpusError("calibration_data is missing from this installation; pass a corpus of your own with --corpus")
 
 
 def documents(config: CorpusConfig, stdin: TextIO | None = None) -> Iterator[str]:
@@ -119,8 +112,41 @@ def check_source(config: CorpusConfig) -> None:
         _local_files(config)
 
 
+def split_documents(source: str, split: str, seed: int) -> Iterator[str]:
+    """Documents of a corpus in one of two splits that share none.
+
+    Built-in text has its own split. Of any other source a quarter of the documents is held out, chosen by their
+    content, so that the split depends neither on the order nor on the other documents.
+
+    Args:
+        source: a corpus name, as in `CorpusConfig`.
+        split: `calibration` or `heldout`.
+        seed: of the order.
+
+    Raises:
+        CorpusError: a corpus that cannot be read or has no documents in the split.
+    """
+    if is_builtin(source):
+        yield from documents(CorpusConfig(source, split, seed=seed))
+        return
+    if source == "-":
+        raise CorpusError("standard input is read once, and a domain is read twice; pass a file")
+    config = CorpusConfig.fineweb_edu(seed) if source == FINEWEB_EDU else CorpusConfig(source, "train", seed=seed)
+    empty = True
+    for text in documents(config):
+        if (hashlib.sha256(text.encode()).digest()[0] < 64) == (split == "heldout"):
+            empty = False
+            yield text
+    if empty:
+        raise CorpusError(f"'{source}' has no documents in the {split} split; give more documents")
+
+
 def _shuffled(config: CorpusConfig) -> Iterable[dict[str, Any]]:
-    """Opens the source with `datasets`, streaming."""
+    """The records of a source; files and hub datasets are opened with `datasets`, streaming."""
+    if config.source == BUILTIN:
+        _check_local(config)
+        yield from mixture(config.split, config.seed)
+        return
     import datasets
 
     datasets.disable_progress_bars()
@@ -152,11 +178,9 @@ def _shuffled(config: CorpusConfig) -> Iterable[dict[str, Any]]:
 
 def _local_files(config: CorpusConfig) -> list[Path]:
     """The files of a local source, all of one format; empty when the source is a hub name."""
-    if config.source == BUILTIN:
-        if config.split not in _BUILTIN_SPLITS:
-            raise CorpusError(f"'{BUILTIN}' has no split '{config.split}'; it has {' and '.join(_BUILTIN_SPLITS)}")
+    if is_builtin(config.source):
         _check_local(config)
-        return sorted((builtin_folder() / config.split).glob("*.jsonl"))
+        return builtin_files(config.source, config.split)
     path = Path(config.source).expanduser()
     if path.exists():
         _check_local(config)
@@ -204,7 +228,7 @@ def _check_local(config: CorpusConfig) -> None:
         CorpusError: a configuration name, a revision or a split.
     """
     given = {"configuration": config.name, "revision": config.revision}
-    if config.source != BUILTIN and config.split not in ("train", CorpusConfig.split):
+    if not is_builtin(config.source) and config.split not in ("train", CorpusConfig.split):
         given["split"] = config.split
     for what, value in given.items():
         if value is not None:

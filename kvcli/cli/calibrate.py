@@ -23,8 +23,9 @@ class CalibrateOptions(ModelOptions):
 
     corpus: str | None = Field(
         default=None,
-        description="dataset on the hub, file or folder (parquet, jsonl, csv or txt, also .gz), '-' for standard input "
-        "or 'builtin'; default: 'builtin' for built-in models, FineWeb-Edu for others",
+        description="dataset on the hub, file or folder (parquet, jsonl, csv or txt, also .gz), '-' for standard "
+        "input, 'builtin', a mixture of domains, or 'builtin:DOMAIN'; default: 'builtin' for built-in models, "
+        "FineWeb-Edu for others",
     )
     corpus_name: str | None = Field(default=None, description="configuration of a hub dataset")
     corpus_split: str | None = Field(default=None, description="split of a hub dataset")
@@ -94,14 +95,15 @@ def run(options: CalibrateOptions, output: Output) -> None:
 def corpus_config(options: CalibrateOptions) -> CorpusConfig:
     """The corpus the options ask for."""
     from kvcli.builtin_models import BUILTIN_MODELS
-    from kvcli.calibrate.corpus import BUILTIN, FINEWEB_EDU, CorpusConfig
+    from kvcli.calibrate.builtin_text import BUILTIN, is_builtin
+    from kvcli.calibrate.corpus import FINEWEB_EDU, CorpusConfig
 
     chosen = options.corpus
     source = chosen if chosen is not None else (BUILTIN if options.model in BUILTIN_MODELS else FINEWEB_EDU)
     if source == FINEWEB_EDU:
         base = CorpusConfig.fineweb_edu()
     else:
-        base = CorpusConfig(source, "calibration" if source == BUILTIN else "train")
+        base = CorpusConfig(source, "calibration" if is_builtin(source) else "train")
     return CorpusConfig(
         base.source,
         options.corpus_split or base.split,

@@ -128,7 +128,7 @@ def heldout_prompt() -> str:
     """The beginning of a text that calibration has not seen, cut after a sentence."""
     from kvcli.calibrate.corpus import CorpusConfig, documents
 
-    text = next(text for text in documents(CorpusConfig(split="heldout")) if len(text) > _PROMPT_CHARACTERS)
+    text = next(text for text in documents(CorpusConfig("builtin:docs", "heldout")) if len(text) > _PROMPT_CHARACTERS)
     return text[: text.rindex(". ", 0, _PROMPT_CHARACTERS) + 1]
 
 

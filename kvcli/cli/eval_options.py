@@ -55,9 +55,12 @@ class EvalOptions(ModelOptions):
         description="row that the others are compared with, by its name in the table; default: the uncompressed model "
         "where it is a row, else the first method that compresses",
     )
-    corpus: str = Field(default="builtin", description="held-out text: file, folder, hub name, '-', or 'builtin'")
+    corpus: str = Field(
+        default="builtin:docs",
+        description="held-out text: file, folder, hub name, '-', 'builtin', a mixture of domains, or 'builtin:DOMAIN'",
+    )
     corpus_name: str | None = Field(default=None, description="configuration of a hub dataset")
-    corpus_split: str | None = Field(default=None, description="split; default: heldout for 'builtin', else train")
+    corpus_split: str | None = Field(default=None, description="split; default: heldout for built-in text, else train")
     revision: str | None = Field(default=None, description="revision of a hub dataset")
     text_column: str = Field(default="text", description="column that holds the text")
     seq_len: int = Field(default=2048, ge=2, description="kl, layers: tokens per sequence")

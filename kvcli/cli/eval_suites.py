@@ -71,9 +71,10 @@ def open_suite(options: EvalOptions, loaded: LoadedModel, cases: Sequence[Case],
 
 def corpus_of(options: EvalOptions) -> CorpusConfig:
     """The corpus that the options name."""
-    from kvcli.calibrate.corpus import BUILTIN, CorpusConfig
+    from kvcli.calibrate.builtin_text import is_builtin
+    from kvcli.calibrate.corpus import CorpusConfig
 
-    split = options.corpus_split or ("heldout" if options.corpus == BUILTIN else "train")
+    split = options.corpus_split or ("heldout" if is_builtin(options.corpus) else "train")
     return CorpusConfig(options.corpus, split, options.corpus_name, options.revision, options.text_column, options.seed)
 
 

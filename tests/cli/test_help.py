@@ -22,6 +22,7 @@ COMMANDS = (
     "export",
     "generate",
     "eval",
+    "domains",
     "bench",
     "methods",
     "env",

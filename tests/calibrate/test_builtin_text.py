@@ -1,0 +1,135 @@
+"""The text that ships with kvcli: its domains, their splits, and the mixture that is the default."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from kvcli.calibrate.builtin_text import MIXTURE, builtin_files, builtin_folder, domains, mixture
+from kvcli.calibrate.corpus import CorpusConfig, documents, split_documents
+from kvcli.errors import CorpusError
+
+UNSEEN = {"essays", "cpp", "french", "japanese"}
+
+
+def test_every_domain_can_be_read_by_name() -> None:
+    assert set(domains("calibration")) == set(MIXTURE)
+    assert set(domains()) == set(MIXTURE) | UNSEEN
+    for name, sources in domains().items():
+        texts = set(documents(CorpusConfig(f"builtin:{name}", "heldout")))
+        assert texts
+        by_source = [set(documents(CorpusConfig(f"builtin:{source}", "heldout"))) for source in sources]
+        assert texts == set().union(*by_source)
+
+
+@pytest.mark.parametrize("name", sorted(UNSEEN))
+def test_a_domain_that_is_held_out_cannot_be_fitted_on_by_its_name(name: str) -> None:
+    with pytest.raises(CorpusError, match=f"'builtin:{name}' is held out as a whole"):
+        list(documents(CorpusConfig(f"builtin:{name}")))
+    assert name not in {record["domain"] for record in mixture("calibration", 0)}
+
+
+@pytest.mark.parametrize(
+    ("source", "split", "message"),
+    [
+        ("builtin:essay", "heldout", "no built-in text 'essay'; did you mean 'essays'"),
+        ("builtin:", "heldout", "no built-in text ''"),
+        ("builtin:code", "train", "has no split 'train'; it has calibration and heldout"),
+        ("builtin", "train", "has no split 'train'"),
+    ],
+)
+def test_names_and_splits_that_do_not_exist(source: str, split: str, message: str) -> None:
+    with pytest.raises(CorpusError, match=message):
+        list(documents(CorpusConfig(source, split)))
+
+
+@pytest.mark.parametrize(("split", "expected"), [("calibration", "536fbe8c037c85ab"), ("heldout", "7ada4248e3b67461")])
+def test_the_text_that_published_figures_were_measured_on_stays_as_it_was(split: str, expected: str) -> None:
+    texts = "\0".join(documents(CorpusConfig("builtin:docs", split)))
+    assert hashlib.sha256(texts.encode()).hexdigest()[:16] == expected
+
+
+def test_the_mixture_depends_on_the_seed_alone_and_has_all_of_the_text() -> None:
+    first = list(mixture("heldout", 1))
+    assert first == list(mixture("heldout", 1))
+    assert first[:20] != list(islice(mixture("heldout", 2), 20))
+    whole = sum(len(json.loads(line)["text"]) for file in builtin_files("builtin", "heldout") for line in _lines(file))
+    assert sum(len(record["text"]) for record in first) == pytest.approx(whole, rel=0.001)
+    assert len({record["text"] for record in first}) == len(first)
+
+
+@pytest.mark.parametrize("characters", [60_000, 300_000])
+def test_every_beginning_of_the_mixture_has_the_same_shares(characters: int) -> None:
+    taken = dict.fromkeys(MIXTURE, 0)
+    for record in mixture("calibration", 0):
+        taken[record["domain"]] += len(record["text"])
+        if sum(taken.values()) > characters:
+            break
+    for name, share in MIXTURE.items():
+        assert taken[name] / sum(taken.values()) == pytest.approx(share / sum(MIXTURE.values()), abs=3000 / characters)
+
+
+def test_the_mixture_reads_a_domain_from_many_documents_first() -> None:
+    sources = domains()["docs"]
+    first = [r["text"] for r in islice(mixture("calibration", 0), 200) if r["domain"] == "docs"]
+    texts = [t for source in sources for t in documents(CorpusConfig(f"builtin:{source}"))]
+    assert len(first) > 20
+    assert len({next(i for i, text in enumerate(texts) if part in text) for part in first}) == len(first)
+
+
+def test_no_run_of_200_characters_is_in_both_splits() -> None:
+    calibration = [json.loads(line)["text"] for file in _files("calibration") for line in _lines(file)]
+    blocks = {text[i : i + 100] for text in calibration for i in range(0, len(text) - 99, 100)}
+    for file in _files("heldout"):
+        for line in _lines(file):
+            record = json.loads(line)
+            text = record["text"]
+            shared = next((text[i : i + 100] for i in range(len(text) - 99) if text[i : i + 100] in blocks), None)
+            # a run of 200 characters covers an aligned block of 100 wherever it begins
+            assert shared is None or not _shares_200(text, shared, calibration), record["id"]
+
+
+def test_sources_name_their_domain_package_and_licence() -> None:
+    manifest = json.loads((builtin_folder() / "manifest.json").read_text())
+    assert len({source["name"] for source in manifest["sources"]}) == len(manifest["sources"])
+    for source in manifest["sources"]:
+        assert source["domain"]
+        assert "package" in source["url_or_package"] or source["authors"] == "generated"
+        assert len((builtin_folder() / source["license_file"]).read_text()) > 100
+        splits = {entry["split"] for entry in manifest["files"] if entry["path"].endswith(f"/{source['name']}.jsonl")}
+        assert splits == ({"heldout"} if source.get("heldout_only") else {"calibration", "heldout"})
+
+
+def test_a_corpus_of_ones_own_is_split_by_content(tmp_path: Path) -> None:
+    file = tmp_path / "own.jsonl"
+    texts = [f"document {number}" for number in range(200)]
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    heldout = set(split_documents(str(file), "heldout", 0))
+    assert sorted([*heldout, *split_documents(str(file), "calibration", 0)]) == sorted(texts)
+    assert 30 < len(heldout) < 70
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in [*texts, "one more"][::-1]))
+    assert heldout == set(split_documents(str(file), "heldout", 1)) - {"one more"}
+    file.write_text(json.dumps({"text": "alone"}) + "\n")
+    with pytest.raises(CorpusError, match=r"has no documents in the (heldout|calibration) split"):
+        [list(split_documents(str(file), split, 0)) for split in ("heldout", "calibration")]
+    with pytest.raises(CorpusError, match="read once"):
+        list(split_documents("-", "heldout", 0))
+
+
+def _files(split: str) -> list[Path]:
+    return sorted((builtin_folder() / split).glob("*.jsonl"))
+
+
+def _lines(file: Path) -> list[str]:
+    return file.read_text(encoding="utf-8").rstrip("\n").split("\n")
+
+
+def _shares_200(text: str, shared: str, calibration: list[str]) -> bool:
+    """Whether a run of 200 characters around one of 100 is in both."""
+    at = text.index(shared)
+    starts = range(max(0, at - 100), min(at, len(text) - 200) + 1)
+    return any(text[i : i + 200] in other for i in starts for other in calibration if shared in other)
