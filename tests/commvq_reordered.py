@@ -33,6 +33,11 @@ def reordered_attend(
     assert encoded.rotations is not None
     rotation = encoded.rotations.tokens(0, encoded.length)
     scores = _key_scores(codec.key, query.float(), encoded, rotation) * scaling
+    if codec.offset is not None:
+        batch, _, length, _ = rotation.cos.shape
+        constant = rotation.apply(codec.offset.expand(batch, -1, length, -1))
+        rows = query.float().unflatten(1, (constant.shape[1], -1))
+        scores += (rows @ constant.unsqueeze(2).transpose(-1, -2)).flatten(1, 2) * scaling
     visible = encoded.visible(0, encoded.length)
     if visible is not None:
         scores = scores.masked_fill(~visible[:, None, None], float("-inf"))

@@ -12,6 +12,7 @@ from typing import Any
 from kvcli.errors import OutputError, Terminated
 
 _stopped_by: int | None = None
+_reported = False
 
 
 def main() -> None:
@@ -24,6 +25,8 @@ def main() -> None:
 
         code = run()
         sys.stdout.flush()
+        if _stopped_by is not None and not _reported:  # typer turned it into an exit code
+            raise _exception()
     except BaseException as error:
         code = _last_resort(error)
     stop_reason()  # no reminder of a signal comes after this
@@ -35,8 +38,10 @@ def main() -> None:
 
 def stop_reason() -> KeyboardInterrupt | None:
     """What a signal that arrived asks for, for the one who reports it: it is not raised again after this call."""
+    global _reported  # noqa: PLW0603
     if _stopped_by is None:
         return None
+    _reported = True
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_REAL, 0)
     return _exception()

@@ -22,7 +22,7 @@ from console import invoke
         (("train-codebook",), 1, "kvcli calibrate"),
         (("export",), 1, "kvcli fit"),
         (("fit",), 1, "kvcli calibrate"),
-        (("fit", "--method", "kivi"), 2, "choose one of squat, squat-pre, commvq"),
+        (("fit", "--method", "kivi"), 2, "choose one of squat, squat-pre, oscar, kvquant, commvq"),
         (("fit", "--method", "magic"), 2, "choose one of fp16"),
         (("generate", "--method", "commvq"), 1, "kvcli export"),
         (("generate", "--method", "magic"), 2, "choose one of fp16"),

@@ -55,7 +55,7 @@ def test_a_layer_alone_costs_less_than_all_and_its_memory_is_told(
             alone.append(float((logits - exact).norm()))
             bits.append((memory.key_bits, memory.value_bits))
             own = session.codecs[layer]
-            assert memory.artifact_bytes == own.key.codebook_bytes() + own.value.codebook_bytes()
+            assert memory.artifact_bytes == own.fitted_bytes()
             one, whole = parse_method(name)[0].nominal_bits(session.spec, session.config), memory.nominal_bits
             assert whole == pytest.approx([(x + 2 * 16) / 3 for x in one])
     assert min(alone) > 0
