@@ -15,9 +15,9 @@ from kvcli.methods.commvq.keys import CommVQKeyCodec
 from kvcli.rope import to_pairs
 from kvcli.samples import LayerSamples
 
-_PILOT_TOKENS = 4096
-_PILOT_ITERATIONS = 3
-_LEAST_GAIN = 0.03
+_PILOT_TOKENS = 2048
+_PILOT_ITERATIONS = 2
+_LEAST_GAIN = 0.05
 """Share by which an offset must lower the held-out error: without one, decoding is a little faster."""
 
 
