@@ -20,13 +20,14 @@ from torch import Tensor
 from kvcli.artifact import Artifact, new_metadata
 from kvcli.errors import ArtifactError, UsageError
 from kvcli.files import file_record, is_intact, json_sha256, locked, open_run, read_sealed, replacing, write_sealed
+from kvcli.layer_samples import LayerSamples
 from kvcli.methods.config import CacheConfig
 from kvcli.methods.method import FitLayer, Method
 from kvcli.registry import METHODS, get_method
-from kvcli.samples import LayerSamples, Recording, checked_spec, model_identity
+from kvcli.samples import Recording, checked_spec, model_identity
 
 RUN = "run.json"
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 _HELDOUT_FRACTION = 0.1
 _STALE = ("layer-[0-9]*.safetensors", "layer-[0-9]*.json")
 _REMEDY = "run the same fit again, with --overwrite"
@@ -72,6 +73,8 @@ def fit_recording(
         raise UsageError(f"layers {', '.join(map(str, missing))} were not recorded")
     if config.sink_length >= (seq_len := int(recording.manifest["seq_len"])):
         raise UsageError(f"sink_length {config.sink_length} leaves nothing to fit of sequences of {seq_len} tokens")
+    if method.allocate is not None:
+        config = method.allocate(recording.spec, config, recording.fisher)
     run = _run_description(recording, method, config, seed)
     with locked(folder, ArtifactError):
         run = open_run(folder, RUN, run, kind="run", stale=_STALE, error=ArtifactError, overwrite=overwrite)
@@ -95,7 +98,7 @@ def _fit_layer(
     """Fits one layer: its tensors, metrics and seconds."""
     started = time.perf_counter()
     codec = method.build(recording.spec, config, layer_idx).to(device)
-    train, heldout = _split(recording, layer_idx, config.sink_length, device)
+    train, heldout = split_samples(recording, layer_idx, config.sink_length, device)
     generator = torch.Generator().manual_seed(seed * 100_003 + layer_idx)
     with torch.no_grad():
         report = fit_layer(codec, train, heldout, config, generator)
@@ -208,7 +211,7 @@ def _run_description(recording: Recording, method: Method, config: CacheConfig, 
     }
 
 
-def _split(
+def split_samples(
     recording: Recording, layer_idx: int, sink_length: int, device: torch.device | str
 ) -> tuple[LayerSamples, LayerSamples]:
     """Training and held-out samples of a layer, without the tokens that the cache keeps as sinks."""

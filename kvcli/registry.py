@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from kvcli.errors import UsageError
+from kvcli.errors import UsageError, suggestion
 
 if TYPE_CHECKING:
     from kvcli.methods.config import CacheConfig
     from kvcli.methods.method import Method
+    from kvcli.methods.paper_tables import PaperTable
 
 METHODS = {
     "fp16": "kvcli.methods.fp16:METHOD",
@@ -72,7 +74,7 @@ FIT_COMMANDS = {
         summary="Train CommVQ's key codebooks (EM) and value encoder and codebook, layer by layer; "
         "resumes where it stopped.",
         options="--bits 1",
-        run_name="{method}-{bits}bit",
+        run_name="{method}-{bits:g}bit",
         quick={"key_iterations": 8, "value_iterations": 6},
     ),
     "fit-subspace": FitCommand(
@@ -85,6 +87,30 @@ FIT_COMMANDS = {
     ),
 }
 """Commands that fit one method; optional, a method needs none."""
+
+
+PAPER_TABLES = {
+    "commvq-9": "kvcli.methods.commvq.paper_tables:TABLES",
+    "commvq-10": "kvcli.methods.commvq.paper_tables:TABLES",
+    "commvq-11": "kvcli.methods.commvq.paper_tables:TABLES",
+    "commvq-figure-4": "kvcli.methods.commvq.paper_tables:TABLES",
+    "kivi-1": "kvcli.methods.scalar.paper_tables:TABLES",
+    "squat-3": "kvcli.methods.squat.paper_tables:TABLES",
+}
+"""Tables of the papers that `kvcli reproduce` makes again: name to `module:mapping`."""
+
+
+def get_paper_table(name: str) -> PaperTable:
+    """Loads one table.
+
+    Raises:
+        UsageError: no such table; the message lists those that exist.
+    """
+    if name not in PAPER_TABLES:
+        hint = suggestion(name, PAPER_TABLES)
+        raise UsageError(f"unknown table '{name}'{hint}; choose one of {', '.join(PAPER_TABLES)}")
+    table: PaperTable = _import(PAPER_TABLES[name])[name]
+    return table
 
 
 def get_method(name: str) -> Method:
@@ -100,7 +126,7 @@ def get_method(name: str) -> Method:
 
 
 def parse_method(text: str) -> tuple[Method, dict[str, Any]]:
-    """Reads a method with optional bits, such as `kivi` or `kivi-2`.
+    """Reads a method with optional bits, such as `kivi`, `kivi-2` or `commvq-1.5`.
 
     Returns:
         The method's record and the settings that the bits stand for.
@@ -109,12 +135,12 @@ def parse_method(text: str) -> tuple[Method, dict[str, Any]]:
         UsageError: no such method, or one that takes no bits.
     """
     name, dash, bits = text.rpartition("-")
-    if text in METHODS or not dash or not bits.isdigit():
+    if text in METHODS or not dash or not re.fullmatch(r"\d+(\.\d+)?", bits):
         return get_method(text), {}
     method = get_method(name)
     if method.for_bits is None:
         raise UsageError(f"method '{name}' takes no bits; say --method {name}")
-    return method, method.for_bits(int(bits))
+    return method, method.for_bits(int(bits) if bits.isdigit() else float(bits))
 
 
 def fit_command(method: str) -> FitCommand | None:

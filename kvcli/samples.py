@@ -6,32 +6,39 @@ pre-RoPE and 16 bits. Tokens are whole sequences of `seq_len` tokens, one after 
 projection has a bias, `layers.L.key_bias`, float32 [num_kv_heads, head_dim], is the bias, and `layers.L.k` is without
 it: a bias can be so much larger than what varies that 16 bits would lose the latter.
 
-The manifest `samples.json` has size and sha256 of each part, and a sha256 of its own fields. While a recording is not
-finished, `samples.parts.jsonl` has them instead, a line per part. This module does not know where samples come from.
+`fisher.safetensors`, which a recording can lack, holds `layers.L.NAME` for the fields of `LayerFisher`.
+
+The manifest `samples.json` has size and sha256 of each of these files, and a sha256 of its own fields. While a
+recording is not finished, `samples.parts.jsonl` has them instead, a line per file. This module does not know where
+samples come from.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields
+from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kvcli.errors import SamplesError, explain
 from kvcli.files import append_record, file_record, is_intact, read_records, read_sealed, replacing
+from kvcli.layer_samples import LayerFisher, LayerSamples
 from kvcli.rope import Rotation
 from kvcli.spec import FAMILIES, STATIC_ROPE_TYPES, ModelSpec
 
 MANIFEST = "samples.json"
 PARTS = "samples.parts.jsonl"
-FORMAT_VERSION = 3
+FISHER = "fisher.safetensors"
+FORMAT_VERSION = 4
 _REMEDY = "record again with 'kvcli calibrate --overwrite'"
 _PART_REMEDY = "record it again with the same 'kvcli calibrate'"
 _MAX_SIZE = 2**40
@@ -46,36 +53,6 @@ _SPEC_LIMITS = {
     "rotary_dim": 4096,
 }
 """Fields of `ModelSpec` and the largest value that metadata of a file may claim."""
-
-
-@dataclass(frozen=True)
-class LayerSamples:
-    """What one attention layer saw, pre-RoPE.
-
-    Attributes:
-        q: [num_heads, query_tokens, head_dim], the first query_tokens tokens of the recording.
-        k: [num_kv_heads, tokens, head_dim], with the bias.
-        v: [num_kv_heads, tokens, head_dim].
-        positions: [tokens] int64, position of each token in its sequence.
-        query_rotation: rotation of the recorded queries, [1, 1, query_tokens, rotary_dim/2].
-        key_bias: [num_kv_heads, head_dim], bias of the model's key projection; None where it has none.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    positions: Tensor
-    query_rotation: Rotation | None = None
-    key_bias: Tensor | None = None
-
-    def select(self, tokens: Tensor) -> LayerSamples:
-        """Keys and values of some tokens, [count] indices; queries stay."""
-        return replace(self, k=self.k[:, tokens], v=self.v[:, tokens], positions=self.positions[tokens])
-
-    def rotated_queries(self) -> Tensor:
-        """The queries after RoPE, [num_heads, query_tokens, head_dim]."""
-        assert self.query_rotation is not None
-        return self.query_rotation.apply(self.q.unsqueeze(0))[0]
 
 
 class _Rope(BaseModel):
@@ -101,6 +78,7 @@ class _Manifest(BaseModel):
     seq_len: int = Field(ge=1, le=_MAX_SIZE)
     query_sequences: int = Field(ge=0, le=_MAX_SIZE)
     batch_size: int = Field(ge=1, le=_MAX_SIZE)
+    fisher_sequences: int = Field(ge=0, le=_MAX_SIZE)
     num_tokens: int
     num_parts: int
     windows: list[list[int]]
@@ -124,7 +102,7 @@ class _Manifest(BaseModel):
             return "num_parts"
         if len(self.rope.inv_freq) != spec.rope.rotary_dim // 2:
             return "rope.inv_freq"
-        if self.complete and len(self.parts) != self.num_parts * len(self.windows):
+        if self.complete and len(self.parts) != self.num_parts * len(self.windows) + bool(self.fisher_sequences):
             return "parts"
         return None
 
@@ -158,6 +136,30 @@ class Recording:
         if not checked.complete:
             raise SamplesError(f"the recording in {folder} is not finished; run the same 'kvcli calibrate' again")
         self._verified: set[str] = set()
+
+    @cached_property
+    def fisher(self) -> list[LayerFisher] | None:
+        """What errors of each layer's keys and values cost; None if it was not recorded.
+
+        Raises:
+            SamplesError: the file is missing or damaged.
+        """
+        if not self.manifest["fisher_sequences"]:
+            return None
+        path, spec = self.folder / FISHER, self.spec
+        if not is_intact(path, self.manifest["parts"].get(FISHER)):
+            state = "damaged: its size or sha256 is not that of its recording" if path.is_file() else "missing"
+            raise SamplesError(f"{path} is {state}; {_PART_REMEDY}")
+        try:
+            tensors = load_file(path)
+            names = [field.name for field in fields(LayerFisher)]
+            layers = [[tensors[f"layers.{i}.{name}"] for name in names] for i in range(spec.num_layers)]
+        except (OSError, SafetensorError, KeyError) as error:
+            raise SamplesError(f"{path} cannot be read ({error}); {_PART_REMEDY}") from error
+        shape = (spec.num_kv_heads, spec.head_dim, spec.head_dim)
+        if any(x.shape != shape or x.dtype != torch.float32 or not x.isfinite().all() for x in chain(*layers)):
+            raise SamplesError(f"{path} has tensors of another shape or dtype, or not finite ones; {_REMEDY}")
+        return [LayerFisher(*layer) for layer in layers]
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -200,7 +202,10 @@ class Recording:
         rope = self.manifest["rope"]
         angle = positions[: q.shape[1], None].float() * torch.tensor(rope["inv_freq"], device=device)
         rotation = Rotation(angle.cos()[None, None] * rope["scaling"], angle.sin()[None, None] * rope["scaling"])
-        return LayerSamples(q, k, v, positions, rotation, key_bias)
+        fisher = None
+        if self.fisher is not None:
+            fisher = LayerFisher(*(x.to(device) for x in vars(self.fisher[layer_idx]).values()))
+        return LayerSamples(q, k, v, positions, rotation, key_bias, fisher)
 
     def _read_part(self, window: int, part: int, layer_idx: int) -> dict[str, Tensor]:
         """q, k, v and key_bias of a layer in one part, as far as they were recorded."""
@@ -288,6 +293,15 @@ def write_part(folder: Path, window: int, part: int, tensors: Mapping[str, Tenso
         save_file(dict(tensors), temporary)
         record = file_record(temporary)
     append_record(folder / PARTS, {"part": path.name, **record})
+
+
+def write_fisher(folder: Path, layers: Sequence[LayerFisher]) -> None:
+    """Writes what errors cost; size and sha256 are written as those of a part."""
+    tensors = {f"layers.{i}.{name}": x for i, layer in enumerate(layers) for name, x in vars(layer).items()}
+    with replacing(folder / FISHER) as temporary:
+        save_file(tensors, temporary)
+        record = file_record(temporary)
+    append_record(folder / PARTS, {"part": FISHER, **record})
 
 
 def part_records(folder: Path, manifest: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

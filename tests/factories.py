@@ -10,8 +10,10 @@ from torch import Tensor
 
 from kvcli.calibrate.collect import CollectConfig, collect
 from kvcli.fingerprint import fingerprint
+from kvcli.layer_samples import LayerSamples
 from kvcli.methods.commvq.config import CommVQConfig
-from kvcli.methods.commvq.fit_keys import fit_keys
+from kvcli.methods.commvq.fit import coding_error, shares
+from kvcli.methods.commvq.fit_keys import fit_keys, set_pair_weight
 from kvcli.methods.commvq.keys import CommVQKeyCodec
 from kvcli.models import LoadedModel
 from kvcli.samples import Recording
@@ -80,8 +82,10 @@ def fitted_keys(
     generator = torch.Generator().manual_seed(seed)
     keys = clustered(spec.num_kv_heads, tokens, spec.head_dim, seed)
     queries = torch.randn(spec.num_heads, 64, spec.head_dim, generator=generator)
+    samples = LayerSamples(queries, keys, keys, torch.arange(tokens))
     with torch.no_grad():
-        fit_keys(codec, keys, queries, codec.config, torch.Generator().manual_seed(seed))
+        set_pair_weight(codec, keys, samples, codec.config.key_weighting)
+        fit_keys(codec, keys, codec.config, torch.Generator().manual_seed(seed))
     return codec, keys
 
 
@@ -103,3 +107,8 @@ def prompt_and_steps(prompt: Any, *lengths: int) -> list[dict[str, torch.Tensor]
         mask = torch.cat((mask, torch.ones(len(lengths), 1, dtype=torch.long)), dim=1)
         pieces.append({"input_ids": torch.full((len(lengths), 1), token), "attention_mask": mask})
     return pieces
+
+
+def nmse(codec: Any, x: Tensor) -> list[float]:
+    """Squared error of coding x [heads, tokens, head_dim] as a share of its energy, for each head."""
+    return shares(coding_error(codec, x), x)

@@ -132,6 +132,7 @@ ROOMS = [
     ("builtin_models", "machine", "registry"),
     ("spec", "wheels"),
     ("fingerprint", "rope"),
+    ("layer_samples",),
     ("samples",),
     ("checkpoint", "hub"),
     ("builtin_copy",),

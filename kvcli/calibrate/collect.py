@@ -18,10 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kvcli.calibrate.fisher import SEQ_LEN, collect_fisher
 from kvcli.errors import SamplesError
 from kvcli.files import locked, open_run, write_sealed
 from kvcli.models import LoadedModel
 from kvcli.samples import (
+    FISHER,
     FORMAT_VERSION,
     MANIFEST,
     PARTS,
@@ -29,6 +31,7 @@ from kvcli.samples import (
     finished_parts,
     part_name,
     part_records,
+    write_fisher,
     write_part,
 )
 from kvcli.seam.key_bias import key_biases
@@ -37,7 +40,8 @@ from kvcli.seam.sdpa import sdpa
 from kvcli.spec import ModelSpec
 
 _PART_BYTES = 512 * 2**20
-_STALE = ("window-[0-9]*-part-[0-9]*.safetensors", PARTS)
+_STALE = ("window-[0-9]*-part-[0-9]*.safetensors", FISHER, PARTS)
+_FISHER_SEED = 0
 _KINDS = {"q": "queries", "k": "keys", "v": "values"}
 
 
@@ -51,6 +55,7 @@ class CollectConfig:
         query_sequences: sequences whose queries are recorded too; keys and values are recorded for all.
         batch_size: sequences per forward pass.
         layer_window: layers per pass; 0: as many as keep a part below half a GiB.
+        fisher_sequences: sequences whose gradients are computed, their first 1024 tokens, to know what errors cost.
     """
 
     num_sequences: int
@@ -58,6 +63,37 @@ class CollectConfig:
     query_sequences: int
     batch_size: int
     layer_window: int = 0
+    fisher_sequences: int = 0
+
+    @classmethod
+    def for_tokens(
+        cls,
+        sequences: Tensor,
+        *,
+        query_tokens: int,
+        fisher_tokens: int,
+        batch_size: int,
+        layer_window: int = 0,
+    ) -> CollectConfig:
+        """For [num_sequences, seq_len] token ids and numbers of tokens, which are rounded up to whole sequences."""
+        count, seq_len = sequences.shape
+        return cls(
+            num_sequences=count,
+            seq_len=seq_len,
+            query_sequences=min(count, -(-query_tokens // seq_len)),
+            batch_size=batch_size,
+            fisher_sequences=min(count, -(-fisher_tokens // min(seq_len, SEQ_LEN))),
+            layer_window=layer_window,
+        )
+
+    @property
+    def fisher_tokens(self) -> int:
+        """Tokens whose gradients are computed."""
+        return self.fisher_sequences * min(self.seq_len, SEQ_LEN)
+
+    def total_tokens(self, spec: ModelSpec) -> int:
+        """Tokens of all passes, those with gradients included: what `collect` advances by in all."""
+        return self.num_sequences * self.seq_len * len(self.windows(spec)) + self.fisher_tokens
 
     @property
     def num_parts(self) -> int:
@@ -195,6 +231,8 @@ def _collect(
         folder, MANIFEST, manifest, kind="recording", stale=_STALE, error=SamplesError, overwrite=overwrite
     )
     names = [part_name(window, part) for window in range(len(windows)) for part in range(config.num_parts)]
+    if config.fisher_sequences:
+        names.append(FISHER)
     finished = finished_parts(folder, stored, names)
     if finished:
         say(f"{len(finished)} of {len(names)} parts were recorded already and are reused")
@@ -212,6 +250,13 @@ def _collect(
                     write_part(folder, window_idx, part, recorder.tensors)
                     recorder.tensors = {}
                 advance(batch.numel())
+    if config.fisher_sequences:
+        if FISHER not in finished:
+            # spread over the recording: sequences that follow each other can be of one document
+            rows = torch.linspace(0, config.num_sequences - 1, config.fisher_sequences).round().long()
+            write_fisher(folder, collect_fisher(loaded, sequences[rows, :SEQ_LEN], _FISHER_SEED, advance))
+        else:
+            advance(config.fisher_tokens)
     if len(finished) < len(names) or not stored.get("complete"):
         records = part_records(folder, stored)
         parts = {name: records[name] for name in names}

@@ -34,6 +34,9 @@ class CalibrateOptions(ModelOptions):
     tokens: int = Field(default=65536, ge=2, description="token budget")
     seq_len: int = Field(default=2048, ge=2, description="tokens per sequence")
     query_tokens: int = Field(default=8192, ge=0, description="tokens whose queries are recorded too")
+    fisher_tokens: int = Field(
+        default=4096, ge=0, description="tokens whose gradients tell what errors cost; 0: all layers get the same bits"
+    )
     batch_size: int = Field(default=4, ge=1, description="sequences per forward pass")
     layer_window: int = Field(
         default=0, ge=0, description="layers per pass; 0: as many as keep a file below half a GiB"
@@ -58,10 +61,10 @@ def run(options: CalibrateOptions, output: Output) -> None:
     sequences = token_sequences(documents(corpus), loaded.tokenizer, wanted, seq_len)
     if len(sequences) < wanted:
         output.say(f"the corpus is smaller than --tokens: {sequences.numel()} of {options.tokens} tokens")
-    config = CollectConfig(
-        num_sequences=len(sequences),
-        seq_len=seq_len,
-        query_sequences=min(len(sequences), -(-options.query_tokens // seq_len)),
+    config = CollectConfig.for_tokens(
+        sequences,
+        query_tokens=options.query_tokens,
+        fisher_tokens=options.fisher_tokens,
         batch_size=options.batch_size,
         layer_window=options.layer_window,
     )
@@ -72,7 +75,7 @@ def run(options: CalibrateOptions, output: Output) -> None:
     output.say(
         f"{sequences.numel()} tokens, {len(windows)} layer window(s): {size(needed)} of disk ({size(free)} free)"
     )
-    with output.progress("calibrate", sequences.numel() * len(windows), "tokens") as advance:
+    with output.progress("calibrate", config.total_tokens(loaded.spec), "tokens") as advance:
         recording = collect(
             loaded,
             sequences,

@@ -35,6 +35,9 @@ class DomainsOptions(ModelOptions):
     tokens: int = Field(default=16384, ge=2, description="calibration tokens of each fit")
     fit_seq_len: int = Field(default=2048, ge=2, description="tokens per calibration sequence")
     query_tokens: int = Field(default=8192, ge=1, description="calibration tokens whose queries are recorded too")
+    fisher_tokens: int = Field(
+        default=4096, ge=0, description="calibration tokens whose gradients tell what errors cost"
+    )
     num_sequences: int = Field(default=4, ge=1, description="sequences measured per cell")
     seq_len: int = Field(default=1024, ge=2, description="tokens per measured sequence")
     batch_size: int = Field(default=4, ge=1, description="sequences per forward pass")

@@ -66,7 +66,9 @@ def _named_options(name: str, own: FitCommand) -> type[FitOptions]:
     config_cls = own.config_cls()
     bases: Any = (config_cls, FitOptions)
     literal: Any = Literal
-    run_name = own.run_name.format_map({setting: setting.upper() for setting in ("method", *config_cls.model_fields)})
+    run_name = own.run_name.replace(":g", "").format_map(
+        {setting: setting.upper() for setting in ("method", *config_cls.model_fields)}
+    )
     out = Field(default=None, description=f"run folder; default: runs/MODEL/training/{run_name}")
     fields: dict[str, Any] = {"out": (Path | None, out)}
     for setting, default in own.defaults.items():
@@ -108,6 +110,8 @@ def fit(
     values = config.model_dump()
     folder = options.out or training_folder(recording.manifest["model"], run_name.format(method=method.name, **values))
     layers = parse_layers(options.layers, recording.layers)
+    if method.allocate is not None and recording.fisher is None:
+        output.say("the samples do not tell what errors cost (--fisher-tokens 0): all layers get the same bits")
     output.settings({"samples": recording.folder, "seed": options.seed, **values})
     reports: list[Mapping[str, Any]] = []
     num_reused = 0

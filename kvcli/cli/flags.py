@@ -42,7 +42,7 @@ def signature(
         default = field.get_default(call_default_factory=True)
         if choices := _choices(field.annotation):
             text += f" ({', '.join(map(str, choices[:-1]))} or {choices[-1]})"
-        if default not in (None, [], ""):
+        if default not in (None, [], (), ""):
             text += f"; default: {_shown(default)}"
         complete = _completion(choices or tuple(_COMPLETED.get(name, ())))
         metavar = "PATH" if is_path(field.annotation) else None
@@ -99,6 +99,8 @@ def _plain_type(annotation: Any) -> Any:
         return list[str] if get_origin(annotation) is list else str
     if choices := _choices(annotation):
         return type(choices[0])
+    if get_origin(annotation) is tuple:
+        return list[get_args(annotation)[0]]  # type: ignore[misc]
     if get_origin(annotation) in (Union, UnionType):
         return _plain_type(next(kind for kind in get_args(annotation) if kind is not type(None)))
     return annotation

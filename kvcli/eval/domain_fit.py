@@ -34,6 +34,7 @@ class DomainSettings:
         tokens: calibration tokens of a fit.
         fit_seq_len: tokens per calibration sequence.
         query_tokens: calibration tokens whose queries are recorded too.
+        fisher_tokens: calibration tokens whose gradients tell what errors cost.
         num_sequences: sequences that a cell is measured on.
         seq_len: tokens per measured sequence.
         batch_size: sequences per forward pass.
@@ -46,6 +47,7 @@ class DomainSettings:
     tokens: int
     fit_seq_len: int
     query_tokens: int
+    fisher_tokens: int
     num_sequences: int
     seq_len: int
     batch_size: int
@@ -114,14 +116,13 @@ def fit_on(
             return artifact
     except ArtifactError:
         pass
-    size = CollectConfig(
-        num_sequences=len(sequences),
-        seq_len=seq_len,
-        query_sequences=min(len(sequences), -(-settings.query_tokens // seq_len)),
+    size = CollectConfig.for_tokens(
+        sequences,
+        query_tokens=settings.query_tokens,
+        fisher_tokens=settings.fisher_tokens,
         batch_size=settings.batch_size,
     )
-    passes = len(size.windows(loaded.spec))
-    with report.progress(f"record {corpus}", sequences.numel() * passes, "tokens") as advance:
+    with report.progress(f"record {corpus}", size.total_tokens(loaded.spec), "tokens") as advance:
         recording = collect(loaded, sequences, size, place / "samples", provenance, advance=advance)
     with report.progress(f"fit {corpus}", loaded.spec.num_layers, "layers") as advance:
         fit_recording(

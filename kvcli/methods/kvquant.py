@@ -31,12 +31,12 @@ from torch import Tensor
 
 from kvcli.errors import ConfigError
 from kvcli.kernels.constants import FP16_MAX, TINY
+from kvcli.layer_samples import LayerSamples
 from kvcli.methods.base import Codec, Codes, KeyCodec, LayerCodec, Space, ValueCodec
 from kvcli.methods.config import CacheConfig
 from kvcli.methods.method import FitReport, Method
 from kvcli.packing import pack_bits, packed_size, unpack_bits
 from kvcli.rope import from_pairs, to_pairs
-from kvcli.samples import LayerSamples
 from kvcli.spec import ModelSpec
 
 Bits = Literal[2, 3, 4]

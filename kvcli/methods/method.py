@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from kvcli.layer_samples import LayerFisher, LayerSamples
 from kvcli.methods.base import LayerCodec
 from kvcli.methods.config import CacheConfig
 from kvcli.methods.schedule import Schedule, sliding_window
-from kvcli.samples import LayerSamples
 from kvcli.spec import ModelSpec
 
 
@@ -49,6 +49,8 @@ class Method:
         paper_settings: the papers' configurations, settings by name with bits such as `kivi-2`.
         schedules: when keys and when values are encoded.
         fit: fits a layer; None for methods without calibration.
+        allocate: settings for fitting, from settings and what errors of each layer cost (None if that was not
+            recorded); default: the settings as they are.
         fit_metrics: what `fit` measures, by name in `FitReport.metrics` (a list with one number per head or one for
             all heads): a label for model cards and progress lines.
         needs_artifact: whether nothing works without fitting.
@@ -71,9 +73,10 @@ class Method:
     paper_settings: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     schedules: Callable[[Any], tuple[Schedule, Schedule]] = sliding_window
     fit: FitLayer | None = None
+    allocate: Callable[[ModelSpec, Any, Sequence[LayerFisher] | None], Any] | None = None
     fit_metrics: Mapping[str, str] = dataclasses.field(default_factory=dict)
     needs_artifact: bool = False
-    for_bits: Callable[[int], dict[str, Any]] | None = None
+    for_bits: Callable[[float], dict[str, Any]] | None = None
     attend_kernels: str | None = None
     example_settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     bench: tuple[str, ...] = ()

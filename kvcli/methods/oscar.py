@@ -37,12 +37,12 @@ from torch import Tensor
 
 from kvcli.errors import ConfigError
 from kvcli.kernels.constants import FP16_MAX, TINY
+from kvcli.layer_samples import LayerSamples
 from kvcli.methods.base import KeyCodec, LayerCodec, ValueCodec
 from kvcli.methods.config import CacheConfig, ScalarBits
 from kvcli.methods.method import FitReport, Method
 from kvcli.methods.scalar.per_token import PerTokenCodec, PerTokenCodes
 from kvcli.rope import Rotation
-from kvcli.samples import LayerSamples
 from kvcli.spec import ModelSpec
 
 _QUERY_BLOCK = 512

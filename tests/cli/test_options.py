@@ -17,7 +17,7 @@ from console import invoke
     ("arguments", "code", "said"),
     [
         (("train-codebook", "--bits", "3", "--samples", "x"), 2, ""),
-        (("train-codebook", "x", "--bits", "3"), 2, "--bits"),
+        (("train-codebook", "x", "--bits", "9"), 2, "--bits"),
         (("train-codebook", "nowhere"), 1, "kvcli calibrate"),
         (("train-codebook",), 1, "kvcli calibrate"),
         (("export",), 1, "kvcli fit"),

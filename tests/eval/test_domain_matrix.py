@@ -25,6 +25,7 @@ SETTINGS = DomainSettings(
     tokens=256,
     fit_seq_len=64,
     query_tokens=128,
+    fisher_tokens=64,
     num_sequences=2,
     seq_len=48,
     batch_size=2,

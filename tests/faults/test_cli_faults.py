@@ -125,7 +125,7 @@ def test_methods_lists_every_setting_of_one() -> None:
     settings = json.loads(invoke("methods", "commvq-1", "--json").stdout)["settings"]
     assert {setting["name"] for setting in settings} == set(get_method("commvq").config_cls.model_fields)
     by_name = {setting["name"]: setting for setting in settings}
-    assert (by_name["bits"]["default"], by_name["bits"]["range"]) == (1, "1 or 2")
+    assert (by_name["bits"]["default"], by_name["bits"]["range"]) == (1, "from 0.25 to 4")
     assert by_name["codebook_size"]["range"] == "from 2 to 256"
     assert all(setting["meaning"] for setting in settings)
 

@@ -62,7 +62,7 @@ def test_the_demo_refuses_an_empty_prompt() -> None:
         ("generate --temperature inf", "--temperature: Input should be a finite number"),
         ("generate --repetition-penalty inf", "--repetition-penalty: Input should be a finite number"),
         ("generate --max-new-tokens 99999999999999999999", "--max-new-tokens: Input should be less than"),
-        ("methods commvq-3", "commvq-3: bits: Input should be 1 or 2"),
+        ("methods commvq-9", "commvq-9: bits: Input should be less than or equal to 4"),
         ("methods --contexts 5", "--contexts goes with --bits"),
         ("methods kivi --contexts 5", "--contexts goes with --bits"),
         ("methods --bits llama-3.1-8b --contexts 99999999999999999999", "--contexts takes lengths from 1 to"),

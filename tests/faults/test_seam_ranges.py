@@ -109,7 +109,7 @@ def test_commvq_refuses_what_is_far_beyond_its_calibration(dtype: torch.dtype, f
         part.pair_weight.mul_(30)  # as if calibrated on keys of a thirtieth
     else:
         part = layer.value
-        part.channel_scale.fill_(0.01)
+        part.metric_root.mul_(100)
     seen = ranges.Ranges()
     note = seen.of("layer 3: numbers", part)
     x = keys.unsqueeze(0).to(dtype)

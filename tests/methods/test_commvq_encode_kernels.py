@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvcli.methods.commvq.codebook import times_i
 from kvcli.methods.commvq.config import CommVQConfig
-from kvcli.methods.commvq.fit_values import fit_values_fast, fit_values_paper
+from kvcli.methods.commvq.fit_values import fit_values_fast, fit_values_paper, set_metric
 from kvcli.methods.commvq.values import CommVQValueCodec
 from kvcli.rope import from_pairs
 
@@ -191,14 +191,18 @@ def values(heads: int, time: int, head_dim: int, *, batch: int = 1, structured: 
     return x.transpose(1, 2)
 
 
-def commvq_values(head_dim: int, *, structured: bool = True, **changes: Any) -> CommVQValueCodec:
+def commvq_values(head_dim: int, *, structured: bool = True, metric: bool = False, **changes: Any) -> CommVQValueCodec:
     spec = make_spec(head_dim)
     codec = CommVQValueCodec(spec, CommVQConfig(**{"bits": 2, "value_iterations": 3, **changes}).resolve(spec))
+    samples = values(2, 1500, head_dim, structured=structured)[0]
+    mixed = torch.randn(2, head_dim, head_dim, generator=torch.Generator().manual_seed(1)) + 3 * torch.eye(head_dim)
+    mixed /= samples.abs().mean(1).unsqueeze(-1)
     with torch.no_grad():
+        set_metric(codec, samples, mixed @ mixed.mT if metric else None)
         if codec.config.value_trainer == "fast":
-            fit_values_fast(codec, values(2, 1500, head_dim, structured=structured)[0], 3)
+            fit_values_fast(codec, samples, 3)
         else:
-            fit_values_paper(codec, values(2, 1500, head_dim, structured=structured)[0], 3, torch.Generator())
+            fit_values_paper(codec, samples, 3, torch.Generator())
     return codec
 
 
@@ -210,7 +214,7 @@ def check_values(codec: CommVQValueCodec, x: Tensor, atol: float = 0) -> None:
     bits = [codec.unpack(codes).flatten(0, 1) for codes in (reference, ours)]
     assert (bits[0] == bits[1]).float().mean() >= 0.99
     rows = codec.normalise(x)[0]
-    decoded = [(b @ codec.codebook.float() + codec.offset.float()) / codec.channel_scale for b in bits]
+    decoded = [codec.in_metric(b @ codec.codebook.float() + codec.offset.float()) for b in bits]
     expected, error = (relative_error(y, rows) for y in decoded)
     assert error < expected * (1 + 1e-3)
     same = (bits[0] == bits[1]).all(1)
@@ -230,7 +234,14 @@ def wide_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("wide_tiles")
 @pytest.mark.parametrize("structured", [False, True])
 @pytest.mark.parametrize(
-    ("head_dim", "changes"), [(64, {}), (80, {"bits": 1}), (96, {"value_code_bits": 150}), (16, {"value_sweeps": 0})]
+    ("head_dim", "changes"),
+    [
+        (64, {}),
+        (80, {"bits": 1}),
+        (80, {"bits": 1, "metric": True}),
+        (96, {"value_code_bits": 150}),
+        (16, {"value_sweeps": 0, "metric": True}),
+    ],
 )
 def test_commvq_values(head_dim: int, changes: dict[str, Any], structured: bool) -> None:
     codec = commvq_values(head_dim, structured=structured, **changes)
@@ -251,7 +262,7 @@ def test_commvq_values_of_orthogonal_rows() -> None:
     codec = commvq_values(16, value_code_bits=24)
     with torch.no_grad():
         codec.codebook.copy_(torch.linalg.qr(torch.randn(32, 24, generator=torch.Generator().manual_seed(0)))[0].T)
-        codec.channel_scale.fill_(1)
+        codec.metric_root.copy_(torch.eye(16).expand(2, -1, -1))
         codec.offset.zero_()
     check_values(codec, values(2, 40, 16, structured=False, seed=3).to(DEVICE))
 

@@ -6,14 +6,14 @@ import itertools
 
 import pytest
 import torch
-from factories import clustered, fitted_keys, make_spec
+from factories import clustered, fitted_keys, make_spec, nmse
 from torch import Tensor
 
+from kvcli.layer_samples import LayerSamples
 from kvcli.methods.commvq import codebook as cb
 from kvcli.methods.commvq import em
 from kvcli.methods.commvq.config import CommVQConfig
-from kvcli.methods.commvq.fit import nmse
-from kvcli.methods.commvq.fit_keys import query_pair_weight
+from kvcli.methods.commvq.fit_keys import set_pair_weight
 from kvcli.methods.commvq.keys import CommVQKeyCodec
 from kvcli.rope import Rotation, to_pairs
 
@@ -171,7 +171,9 @@ def test_query_weights_follow_the_queries() -> None:
     q = torch.ones(4, 10, 16)
     q[..., 3] = q[..., 11] = 5  # pair 3
     keys = torch.randn(2, 50, 16, generator=torch.Generator().manual_seed(0))
-    weight = query_pair_weight(q, keys, 16)
+    codec = CommVQKeyCodec(make_spec(), CommVQConfig().resolve(make_spec()))
+    set_pair_weight(codec, keys, LayerSamples(q, keys, keys, torch.arange(50)), "queries")
+    weight = codec.pair_weight
     assert weight.shape == (2, 8)
     assert weight.argmax(-1).tolist() == [3, 3]
     weighted = to_pairs(keys, 16) * weight.unsqueeze(1).unsqueeze(-1)

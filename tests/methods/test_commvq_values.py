@@ -6,12 +6,17 @@ import itertools
 
 import pytest
 import torch
-from factories import clustered, make_spec
+from factories import clustered, make_spec, nmse
 from torch import Tensor
 
 from kvcli.methods.commvq.config import CommVQConfig
-from kvcli.methods.commvq.fit import nmse
-from kvcli.methods.commvq.fit_values import fit_values_fast, fit_values_paper, least_squares_codebook, principal_bits
+from kvcli.methods.commvq.fit_values import (
+    fit_values_fast,
+    fit_values_paper,
+    least_squares_codebook,
+    principal_bits,
+    set_metric,
+)
 from kvcli.methods.commvq.tables import SWEEP_BITS
 from kvcli.methods.commvq.values import CommVQValueCodec, sweep
 
@@ -25,6 +30,7 @@ def fitted(**changes: object) -> CommVQValueCodec:
     spec = make_spec()
     codec = CommVQValueCodec(spec, CommVQConfig(**{"bits": 2, "value_iterations": 6, **changes}).resolve(spec))
     with torch.no_grad():
+        set_metric(codec, data(), None)
         if codec.config.value_trainer == "fast":
             fit_values_fast(codec, data(), codec.config.value_iterations)
         else:
@@ -85,6 +91,34 @@ def test_sweeps_lower_the_encoding_error() -> None:
     assert errors[0] > errors[1] > errors[2]
 
 
+def metric_error(values: Tensor, fisher: Tensor, metric: Tensor | None) -> float:
+    """What coding errors of values cost, with codes fitted in some metric."""
+    codec = CommVQValueCodec(make_spec(), CommVQConfig(bits=1, value_iterations=6).resolve(make_spec()))
+    with torch.no_grad():
+        set_metric(codec, values, metric)
+        fit_values_fast(codec, values, codec.config.value_iterations)
+        error = (codec.decode(codec.encode(values[None])) - values[None])[0]
+    return float(torch.einsum("htd,hde,hte->", error, fisher, error))
+
+
+def test_values_are_coded_so_that_errors_cost_least() -> None:
+    values = data()
+    mixing = torch.randn(2, 16, 16, generator=torch.Generator().manual_seed(3)) + torch.eye(16)
+    mixing = mixing / values.std(1).unsqueeze(-1)
+    fisher = mixing @ torch.diag(torch.logspace(-2, 2, 16)) @ mixing.mT
+    assert metric_error(values, fisher, fisher) < 0.6 * metric_error(values, fisher, None)
+
+
+def test_mixing_values_as_the_output_projection_undoes_changes_no_cost() -> None:
+    values = data() * torch.logspace(2, -2, 16)  # channels that float16 can hold after mixing
+    fisher = torch.diag_embed(torch.logspace(-2, 2, 16).expand(2, -1))
+    mixing = torch.randn(2, 16, 16, generator=torch.Generator().manual_seed(0)) + 4 * torch.eye(16)
+    inverse = torch.linalg.inv(mixing)
+    mixed_fisher = inverse @ fisher @ inverse.mT
+    expected = metric_error(values, fisher, fisher)
+    assert metric_error(values @ mixing, mixed_fisher, mixed_fisher) == pytest.approx(expected, rel=0.05)
+
+
 def test_paper_trainer_learns() -> None:
     untrained = fitted(value_trainer="paper", value_steps=1, value_hidden=64)
     trained = fitted(value_trainer="paper", value_steps=400, value_hidden=64)
@@ -93,7 +127,8 @@ def test_paper_trainer_learns() -> None:
     codes = trained.encode(data()[None, :, :50])
     values = trained.decode(codes)
     norms = [
-        (x.transpose(1, 2).flatten(2) / trained.channel_scale).norm(dim=-1) for x in (values, data()[None, :, :50])
+        trained.in_metric(x.transpose(1, 2).flatten(2).flatten(0, 1)).norm(dim=-1)
+        for x in (values, data()[None, :, :50])
     ]
     assert torch.allclose(*norms, rtol=2e-3)  # the paper's decoding restores each token's norm
 

@@ -9,10 +9,10 @@ import torch
 from factories import make_spec
 
 from kvcli.errors import ConfigError
+from kvcli.layer_samples import LayerSamples
 from kvcli.methods.base import LayerCodec
 from kvcli.methods.kvquant import KVQuantConfig, flat, query_energy, weighted_levels
 from kvcli.registry import get_method
-from kvcli.samples import LayerSamples
 
 WIDTH, TOKENS = 32, 2000
 

@@ -10,11 +10,11 @@ from factories import make_spec
 from parts import DEVICE
 
 from kvcli.errors import ConfigError
+from kvcli.layer_samples import LayerSamples
 from kvcli.methods.base import LayerCodec
 from kvcli.methods.oscar import OSCARConfig, bit_reversal, hadamard, oscar_rotation, output_covariance, rotated_keys
 from kvcli.registry import get_method
 from kvcli.rope import Rotation
-from kvcli.samples import LayerSamples
 
 WIDTH, SEQ_LEN, SINKS = 16, 40, 3
 

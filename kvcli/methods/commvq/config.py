@@ -14,7 +14,7 @@ from kvcli.spec import ModelSpec
 class CommVQConfig(CacheConfig):
     """Settings of CommVQ; those that are 0 follow from `bits` and the model's shapes (see `resolve`)."""
 
-    bits: Literal[1, 2] = Field(default=2, description="nominal bits per value of K and V")
+    bits: float = Field(default=2.0, ge=0.25, le=4, description="bits per value of K and V, the mean of all layers")
     codebook_size: int = Field(default=64, ge=2, le=256, description="rows N of a key codebook")
     pairs_per_group: int = Field(
         default=0, ge=0, le=1024, description="channel pairs g that share a key code; 0: a whole head"
@@ -25,6 +25,16 @@ class CommVQConfig(CacheConfig):
     )
     value_code_bits: int = Field(
         default=0, ge=0, le=2**16, description="code bits N_c per token for the values of all kv heads; 0: from bits"
+    )
+
+    allocation: Literal["fisher", "uniform"] = Field(
+        default="fisher", description="how layers share the bits: so that their errors cost least, or equally"
+    )
+    layer_residuals: tuple[int, ...] = Field(
+        default=(), description="residual stages of each layer's keys, one number per layer; default: from allocation"
+    )
+    layer_value_bits: tuple[int, ...] = Field(
+        default=(), description="code bits per token of each layer's values; default: from allocation"
     )
 
     key_assignment: Literal["hard", "annealed"] = Field(
@@ -38,11 +48,15 @@ class CommVQConfig(CacheConfig):
         description="constant per channel that is not coded: none, the key projection's bias, the mean key, or the one "
         "of them with the smallest held-out score error",
     )
-    key_query_weighting: bool = Field(
-        default=True, description="weight channel pairs by the magnitude of their queries"
+    key_weighting: Literal["fisher", "queries", "none"] = Field(
+        default="fisher",
+        description="weight of channel pairs: what their errors cost, the magnitude of their queries, or none",
     )
     value_trainer: Literal["fast", "paper"] = Field(
         default="fast", description="alternating least squares, or the paper's Gumbel-softmax training"
+    )
+    value_metric: Literal["fisher", "scale"] = Field(
+        default="fisher", description="errors of values in terms of what they cost, or of each channel's magnitude"
     )
     value_iterations: int = Field(default=8, ge=1, le=1000, description="rounds of the fast value trainer")
     value_steps: int = Field(default=2500, ge=1, le=10**7, description="optimizer steps of the paper's value trainer")
@@ -65,11 +79,21 @@ class CommVQConfig(CacheConfig):
         """Bits of one code (a, b): 2 log2 N."""
         return 2 * int(math.log2(self.codebook_size))
 
+    def for_layer(self, layer_idx: int) -> Self:
+        """The settings of one layer: its own R and N_c."""
+        if not self.layer_residuals:
+            return self
+        own = {"num_residuals": self.layer_residuals[layer_idx], "value_code_bits": self.layer_value_bits[layer_idx]}
+        return self.model_copy(update={**own, "layer_residuals": (), "layer_value_bits": ()})
+
     def resolve(self, spec: ModelSpec) -> Self:
         """Fills in what is 0: g = head_dim/2, R the nearest to `bits` * g / log2 N (Eq. 21), N_c = `bits` * D (Eq. 10).
 
+        N_c of broken `bits` is rounded to a multiple of 16.
+
         Raises:
-            ValueError: g does not divide head_dim/2, or N_c exceeds 16 bits per value.
+            ValueError: g does not divide head_dim/2, N_c exceeds 16 bits per value, or per-layer settings are not one
+                for each layer.
         """
         pairs = spec.head_dim // 2
         group = self.pairs_per_group or pairs
@@ -77,11 +101,19 @@ class CommVQConfig(CacheConfig):
             raise ValueError(f"pairs_per_group {group} does not divide the {pairs} channel pairs of a head")
         if self.value_code_bits > 16 * spec.kv_dim:
             raise ValueError(f"value_code_bits {self.value_code_bits} exceeds 16 bits for each of {spec.kv_dim} values")
+        counts = {len(self.layer_residuals), len(self.layer_value_bits)}
+        if counts not in ({0}, {spec.num_layers}):
+            layers = f"{spec.num_layers} layers"
+            raise ValueError(f"layer_residuals and layer_value_bits take one number for each of {layers}")
+        if any(x < 1 for x in (*self.layer_residuals, *self.layer_value_bits)):
+            raise ValueError("layer_residuals and layer_value_bits are at least 1")
         nearest = round(self.bits * group / math.log2(self.codebook_size))
+        value_bits = self.bits * spec.kv_dim
         return self.model_copy(
             update={
                 "pairs_per_group": group,
                 "num_residuals": self.num_residuals or max(1, nearest),
-                "value_code_bits": self.value_code_bits or self.bits * spec.kv_dim,
+                "value_code_bits": self.value_code_bits
+                or (int(value_bits) if float(self.bits).is_integer() else max(16, 16 * round(value_bits / 16))),
             }
         )

@@ -29,44 +29,67 @@ from kvcli.methods.commvq.tables import BLOCK_BITS, DescentTables
 from kvcli.packing import packed_size
 
 _ENCODE_TOKENS = 16384
+_ROWS_TILE = 32
 _SWEEP_TILE = {"BLOCK_T": 64, "BLOCK_O": BLOCK_BITS, "BLOCK_K": 64, "num_warps": 4, "num_stages": 4}
+
+
+@triton.jit
+def _in_metric(p_x, metric_root, m_t, o_n, WIDTH: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK: tl.constexpr):
+    """Columns o_n of x metric_root for rows of one head at p_x [BLOCK_T]: float32 [BLOCK_T, BLOCK]."""
+    total = tl.zeros((BLOCK_T, BLOCK), tl.float32)
+    for start in range(0, WIDTH, BLOCK):
+        o_k = start + tl.arange(0, BLOCK)
+        m_x = m_t[:, None] & (o_k < WIDTH)[None, :]
+        b_x = tl.load(p_x[:, None] + o_k[None, :], mask=m_x, other=0.0).to(tl.float32)
+        m_r = (o_k < WIDTH)[:, None] & (o_n < WIDTH)[None, :]
+        b_r = tl.load(metric_root + o_k[:, None] * WIDTH + o_n[None, :], mask=m_r, other=0.0)
+        total = tl.dot(b_x, b_r, total, input_precision="tf32x3")
+    return total
 
 
 @triton.jit(do_not_specialize=["tokens", "time"])
 def _unit_rows_kernel(
-    x, inverse, rows, rms, stride_b, stride_h, stride_t, tokens, time,
-    WIDTH: tl.constexpr, D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+    x, metric_root, rows, rms, stride_b, stride_h, stride_t, tokens, time,
+    WIDTH: tl.constexpr, HEADS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """rows = x * inverse / rms with rms = sqrt(mean((x * inverse)^2)) over all heads; grid (ceil(tokens / BLOCK_T),).
+    """rows = x metric_root / rms, head by head, with rms over all heads; grid (ceil(tokens / BLOCK_T),).
 
-    x [batch, heads, time, WIDTH] any float, strides of all but the last axis, tokens = batch * time; inverse float32
-    [D], 1 / channel scale; rows float16 [tokens, D]; rms float32 [tokens]. D = heads * WIDTH, BLOCK_D = D as a power of
-    two.
+    x [batch, HEADS, time, WIDTH] any float, strides of all but the last axis, tokens = batch * time; metric_root
+    float32 [HEADS, WIDTH, WIDTH]; rows float16 [tokens, HEADS * WIDTH]; rms float32 [tokens]. BLOCK channels at a time.
     """
     o_t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    o_d = tl.arange(0, BLOCK_D)
-    mask = (o_t < tokens)[:, None] & (o_d < D)[None, :]
-    p_x = x + ((o_t // time) * stride_b + (o_t % time) * stride_t)[:, None]
-    p_x += ((o_d // WIDTH).to(tl.int64) * stride_h + o_d % WIDTH)[None, :]
-    b_x = tl.load(p_x, mask=mask, other=0.0).to(tl.float32)
-    b_x *= tl.load(inverse + o_d, mask=o_d < D, other=0.0)[None, :]
-    b_rms = tl.sqrt_rn(tl.sum(b_x * b_x, axis=1) / D)
-    b_x = tl.where(b_rms[:, None] > 1e-12, b_x / tl.maximum(b_rms, 1e-30)[:, None], 0.0)
-    tl.store(rows + o_t[:, None] * D + o_d[None, :], b_x.to(tl.float16), mask=mask)
-    tl.store(rms + o_t, b_rms, mask=o_t < tokens)
+    m_t = o_t < tokens
+    p_x = x + (o_t // time) * stride_b + (o_t % time) * stride_t
+    energy = tl.zeros((BLOCK_T,), tl.float32)
+    for head in range(HEADS):
+        for first in range(0, WIDTH, BLOCK):
+            o_n = first + tl.arange(0, BLOCK)
+            p_r = metric_root + head * WIDTH * WIDTH
+            part = _in_metric(p_x + head * stride_h, p_r, m_t, o_n, WIDTH, BLOCK_T, BLOCK)
+            energy += tl.sum(part * part, axis=1)
+    b_rms = tl.sqrt_rn(energy / (HEADS * WIDTH))
+    factor = tl.where(b_rms > 1e-12, 1 / tl.maximum(b_rms, 1e-30), 0.0)
+    for head in range(HEADS):
+        for first in range(0, WIDTH, BLOCK):
+            o_n = first + tl.arange(0, BLOCK)
+            p_r = metric_root + head * WIDTH * WIDTH
+            part = _in_metric(p_x + head * stride_h, p_r, m_t, o_n, WIDTH, BLOCK_T, BLOCK)
+            p_o = rows + o_t[:, None] * (HEADS * WIDTH) + head * WIDTH + o_n[None, :]
+            tl.store(p_o, (part * factor[:, None]).to(tl.float16), mask=m_t[:, None] & (o_n < WIDTH)[None, :])
+    tl.store(rms + o_t, b_rms, mask=m_t)
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def _project_kernel(
-    rows, matrix, inverse, shift, out, tokens, count,
+    rows, matrix, shift, out, tokens, count,
     D: tl.constexpr, N: tl.constexpr, BITS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """BITS: out = (rows matrix^T + shift > 0); else out = rows (matrix * inverse)^T - shift.
+    """BITS: out = (rows matrix^T + shift > 0); else out = rows matrix^T - shift.
 
-    Grid (ceil(tokens / BLOCK_T), N / BLOCK_N). rows float16 [tokens, D]; matrix float16 [count, D]; inverse float32
-    [D]; shift float32 [count]; out [tokens, N], float16 zeros and ones (BITS) or float32, 0 in columns from `count` on.
-    BLOCK_K channels at a time.
+    Grid (ceil(tokens / BLOCK_T), N / BLOCK_N). rows float16 [tokens, D]; matrix float16 [count, D]; shift float32
+    [count]; out [tokens, N], float16 zeros and ones (BITS) or float32, 0 in columns from `count` on. BLOCK_K channels
+    at a time.
     """
     o_t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     o_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -76,8 +99,6 @@ def _project_kernel(
         m_r, m_m = (o_t < tokens)[:, None] & (o_k < D)[None, :], (o_n < count)[None, :] & (o_k < D)[:, None]
         b_r = tl.load(rows + o_t[:, None] * D + o_k[None, :], mask=m_r, other=0.0)
         b_m = tl.load(matrix + o_n.to(tl.int64)[None, :] * D + o_k[:, None], mask=m_m, other=0.0)
-        if not BITS:
-            b_m = (b_m * tl.load(inverse + o_k, mask=o_k < D, other=0.0)[:, None]).to(tl.float16)
         total = tl.dot(b_r, b_m, total)
     b_s = tl.load(shift + o_n, mask=o_n < count, other=0.0)[None, :]
     p_o = out + o_t[:, None] * N + o_n[None, :]
@@ -182,15 +203,15 @@ def _sweep_kernel(
 
 @triton.jit(do_not_specialize=["tokens"])
 def _finish_kernel(
-    rows, rms, codebook, inverse, offset, bits, packed, scales, tokens, count,
+    rows, rms, codebook, offset, bits, packed, scales, tokens, count,
     D: tl.constexpr, N: tl.constexpr, BYTES: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Packs the bits; scales = rms <row, decoded> / |decoded|^2, decoded = bits (codebook * inverse) + offset.
+    """Packs the bits; scales = rms <row, decoded> / |decoded|^2, decoded = bits codebook + offset.
 
-    Grid (ceil(tokens / BLOCK_T),). rows float16 [tokens, D]; rms float32 [tokens]; codebook float16 [count, D]; inverse
-    float32 [D]; offset float32 [D] in units of the channel scale; bits float16 [tokens, N]; packed uint8
-    [tokens, BYTES]; scales float16 [tokens]. BLOCK_D channels and BLOCK_K bits at a time.
+    Grid (ceil(tokens / BLOCK_T),). rows float16 [tokens, D]; rms float32 [tokens]; codebook float16 [count, D]; offset
+    float32 [D]; bits float16 [tokens, N]; packed uint8 [tokens, BYTES]; scales float16 [tokens]. BLOCK_D channels and
+    BLOCK_K bits at a time.
     """
     o_t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     m_t = (o_t < tokens)[:, None]
@@ -204,7 +225,6 @@ def _finish_kernel(
             b_s = tl.load(bits + o_t[:, None] * N + o_k[None, :], mask=m_t, other=0.0)
             p_c = codebook + o_k.to(tl.int64)[:, None] * D + o_d[None, :]
             total = tl.dot(b_s, tl.load(p_c, mask=(o_k < count)[:, None] & m_d, other=0.0), total)
-        total *= tl.load(inverse + o_d, mask=o_d < D, other=0.0)[None, :]
         total += tl.load(offset + o_d, mask=o_d < D, other=0.0)[None, :]
         b_r = tl.load(rows + o_t[:, None] * D + o_d[None, :], mask=m_t & m_d, other=0.0).to(tl.float32)
         product += tl.sum(b_r * total, axis=1)
@@ -222,14 +242,11 @@ def _finish_kernel(
         tl.store(packed + o_t[:, None] * BYTES + o_y[None, :], byte.to(tl.uint8), mask=m_y)
 
 
-def encode_values(
-    x: Tensor, codebook: Tensor, encoder: Tensor, tables: DescentTables, sweeps: int
-) -> tuple[Tensor, Tensor]:
+def encode_values(x: Tensor, encoder: Tensor, tables: DescentTables, sweeps: int) -> tuple[Tensor, Tensor]:
     """Packed bits and scales of values, the fields of `CommVQValueCodes`, with the linear encoder.
 
     Args:
         x: [batch, num_kv_heads, time, head_dim].
-        codebook: float16 [N_c, D].
         encoder: float16 [N_c, D], the encoder's weight.
         tables: of the fitted codec.
         sweeps: coordinate-descent sweeps after the encoder.
@@ -238,7 +255,7 @@ def encode_values(
         uint8 [batch, 1, time, ceil(N_c / 8)] and float16 [batch, 1, time, 1].
     """
     batch, _, time, _ = x.shape
-    width = packed_size(codebook.shape[0], 1)
+    width = packed_size(encoder.shape[0], 1)
     packed = torch.empty(batch, 1, time, width, dtype=torch.uint8, device=x.device)
     scale = torch.empty(batch, 1, time, 1, dtype=torch.float16, device=x.device)
     rows, rms = _unit_rows(x, tables)
@@ -247,7 +264,7 @@ def encode_values(
     parts, tile = max(1, cdiv(batch * time, _ENCODE_TOKENS)), int(_SWEEP_TILE["BLOCK_T"])
     size = tile * max(1, cdiv(batch * time, parts * tile))
     for part in zip(*(tensor.split(size) for tensor in flat), strict=True):
-        _encode_part(codebook, encoder, tables, sweeps, *part)
+        _encode_part(encoder, tables, sweeps, *part)
     return packed, scale
 
 
@@ -258,18 +275,15 @@ def _unit_rows(x: Tensor, tables: DescentTables) -> tuple[Tensor, Tensor]:
     tokens, channels = batch * time, heads * width
     rows = torch.empty(tokens, channels, dtype=torch.float16, device=x.device)
     rms = torch.empty(tokens, dtype=torch.float32, device=x.device)
-    block_d = power_of_two(channels)
-    block_t = max(1, 4096 // block_d)
     if tokens:
-        _unit_rows_kernel[(cdiv(tokens, block_t),)](
-            x, tables.inverse, rows, rms, *x.stride()[:3], tokens, time,
-            WIDTH=width, D=channels, BLOCK_T=block_t, BLOCK_D=block_d, num_warps=4,
+        _unit_rows_kernel[(cdiv(tokens, _ROWS_TILE),)](
+            x, tables.metric_root, rows, rms, *x.stride()[:3], tokens, time,
+            WIDTH=width, HEADS=heads, BLOCK_T=_ROWS_TILE, BLOCK=min(64, max(16, power_of_two(width))), num_warps=4,
         )  # fmt: skip
     return rows, rms
 
 
 def _encode_part(
-    codebook: Tensor,
     encoder: Tensor,
     tables: DescentTables,
     sweeps: int,
@@ -281,18 +295,18 @@ def _encode_part(
     """Encodes unit rows [tokens, D] into packed [tokens, bytes] and scales [tokens]."""
     if not rows.shape[0]:
         return
-    (tokens, width), count, padded = rows.shape, codebook.shape[0], tables.gram.shape[0]
+    (tokens, width), count, padded = rows.shape, encoder.shape[0], tables.gram.shape[0]
     bits = torch.empty(tokens, padded, dtype=torch.float16, device=rows.device)
     tile: dict[str, Any] = {"D": width, "N": padded, "BLOCK_K": 64, "num_warps": 4}
     block = 128 if tokens > 256 else 16
     grid = (cdiv(tokens, block), padded // 128)
     _project_kernel[grid](
-        rows, encoder, tables.inverse, tables.bias, bits, tokens, count, BITS=True, BLOCK_T=block, BLOCK_N=128, **tile
+        rows, encoder, tables.bias, bits, tokens, count, BITS=True, BLOCK_T=block, BLOCK_N=128, **tile
     )
     if sweeps:
         correlations = torch.empty(tokens, padded, dtype=torch.float32, device=rows.device)
         _project_kernel[grid](
-            rows, codebook, tables.inverse, tables.shift, correlations, tokens, count,
+            rows, tables.codebook, tables.shift, correlations, tokens, count,
             BITS=False, BLOCK_T=block, BLOCK_N=128, **tile,
         )  # fmt: skip
         _sweep_kernel[(cdiv(tokens, _SWEEP_TILE["BLOCK_T"]),)](
@@ -301,6 +315,6 @@ def _encode_part(
         )  # fmt: skip
     block = 64 if tokens > 256 else 16
     _finish_kernel[(cdiv(tokens, block),)](
-        rows, rms, codebook, tables.inverse, tables.offset, bits, packed, scales, tokens, count,
+        rows, rms, tables.codebook, tables.offset, bits, packed, scales, tokens, count,
         BYTES=packed.shape[1], BLOCK_T=block, BLOCK_D=128, **tile, num_stages=4,
     )  # fmt: skip

@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvcli.layer_samples import LayerSamples
 from kvcli.methods.base import Codec
 from kvcli.methods.commvq.config import CommVQConfig
-from kvcli.methods.commvq.fit_keys import fit_keys
-from kvcli.methods.commvq.fit_values import fit_values_fast, fit_values_paper
+from kvcli.methods.commvq.fit_keys import fit_keys, set_pair_weight
+from kvcli.methods.commvq.fit_values import fit_values_fast, fit_values_paper, set_metric
 from kvcli.methods.commvq.keys import CommVQKeyCodec
 from kvcli.methods.commvq.layer import CommVQLayer
 from kvcli.methods.commvq.offset import choose_offset
 from kvcli.methods.method import FitReport
-from kvcli.samples import LayerSamples
 
 _ERROR_TOKENS = 8192
 _MAX_SCALAR_BITS = 8
@@ -40,52 +40,56 @@ def fit_layer(
         generator: CPU generator of every random choice.
 
     Returns:
-        `key_nmse` and `value_nmse`, the held-out squared error of each head, for keys of weighted ones as a share of
-        their variance, for values as a share of their energy; `dead_key_rows`, dead rows of the key codebooks;
-        `key_offset`, which constant is not coded.
+        `key_bits` and `value_bits`, of the codes per value; `key_nmse` and `value_nmse`, the held-out squared error of
+        each head in the metric of the codes, for keys as a share of their variance, for values of their energy;
+        `dead_key_rows`, dead rows of the key codebooks; `key_offset`, which constant is not coded.
         Warnings name heads whose error exceeds that of a scalar code of as many bits, or whose codewords are too large.
     """
+    config = codec.key.config  # with this layer's bits
     name, offset = choose_offset(codec.key, train, heldout, config, generator)
     codec.key_offset = offset.clone()
     offset = offset.unsqueeze(1)
-    dead = fit_keys(codec.key, train.k - offset, train.q, config, generator)
+    set_pair_weight(codec.key, train.k - offset, train, config.key_weighting)
+    dead = fit_keys(codec.key, train.k - offset, config, generator)
+    fisher = train.fisher if config.value_metric == "fisher" else None
+    set_metric(codec.value, train.v, None if fisher is None else fisher.value)
     if config.value_trainer == "fast":
         fit_values_fast(codec.value, train.v, config.value_iterations)
     else:
         fit_values_paper(codec.value, train.v, config.value_steps, generator)
+    key_bits = config.num_residuals * config.bits_per_code / 2 / config.pairs_per_group
+    value_bits = config.value_code_bits / codec.value.spec.kv_dim
     # errors are those of scores: of weighted keys, less what is the same for all tokens
-    weight = codec.key.channel_weight()
     mean = train.k.mean(1, keepdim=True)
+    train_keys, heldout_keys = ((x.k[:, :_ERROR_TOKENS] - mean) * codec.key.channel_weight() for x in (train, heldout))
+    train_values, heldout_values = (x.v[:, :_ERROR_TOKENS] for x in (train, heldout))
+    key_error = coding_error(codec.key, heldout.k[:, :_ERROR_TOKENS] - offset) * codec.key.channel_weight()
+    value_error = coding_error(codec.value, heldout_values) @ codec.value.metric_root
+    train_values, heldout_values = (x @ codec.value.metric_root for x in (train_values, heldout_values))
     metrics: dict[str, Any] = {
-        "key_nmse": nmse(codec.key, heldout.k - offset, weight, mean - offset),
-        "value_nmse": nmse(codec.value, heldout.v),
+        "key_bits": key_bits,
+        "value_bits": value_bits,
+        "key_nmse": shares(key_error, heldout_keys),
+        "value_nmse": shares(value_error, heldout_values),
         "dead_key_rows": dead,
         "key_offset": name,
     }
-    train_keys, heldout_keys = ((x.k[:, :_ERROR_TOKENS] - mean) * weight for x in (train, heldout))
-    key_bits = config.num_residuals * config.bits_per_code / 2 / config.pairs_per_group
-    value_bits = config.value_code_bits / codec.value.spec.kv_dim
     warnings = [
         *compare_with_scalar("keys", metrics["key_nmse"], train_keys, heldout_keys, key_bits),
-        *compare_with_scalar("values", metrics["value_nmse"], train.v, heldout.v, value_bits),
+        *compare_with_scalar("values", metrics["value_nmse"], train_values, heldout_values, value_bits),
         *oversized_books(codec.key),
     ]
     return FitReport(metrics, tuple(warnings))
 
 
-def nmse(codec: Codec[Any], x: Tensor, weight: Tensor | float = 1.0, mean: Tensor | float = 0.0) -> list[float]:
-    """Normalised squared error sum |w (x - x_hat)|^2 / sum |w (x - mean)|^2 of each head.
+def coding_error(codec: Codec[Any], x: Tensor) -> Tensor:
+    """The error of coding x [heads, tokens, head_dim], shaped like it."""
+    return codec.decode(codec.encode(x.unsqueeze(0), None), None)[0] - x
 
-    Args:
-        codec: what codes x.
-        x: [heads, tokens, head_dim].
-        weight: of each channel, [heads, 1, head_dim].
-        mean: of each channel, [heads, 1, head_dim].
-    """
-    x = x[:, :_ERROR_TOKENS]
-    x_hat = codec.decode(codec.encode(x.unsqueeze(0), None), None)[0]
-    error, energy = (((x - y) * weight).square().sum((1, 2)) for y in (x_hat, mean))
-    return [float(e) for e in error / energy.clamp_min(1e-30)]
+
+def shares(error: Tensor, x: Tensor) -> list[float]:
+    """Squared error of each head as a share of the energy of x, [heads, tokens, head_dim] both."""
+    return [float(y) for y in error.square().sum((1, 2)) / x.square().sum((1, 2)).clamp_min(1e-30)]
 
 
 def compare_with_scalar(what: str, errors: list[float], train: Tensor, heldout: Tensor, bits: float) -> list[str]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvcli.layer_samples import LayerSamples
+from kvcli.methods.commvq.allocate import pair_fisher
 from kvcli.methods.commvq.codebook import centres, nearest
 from kvcli.methods.commvq.config import CommVQConfig
 from kvcli.methods.commvq.em import fit_annealed, fit_hard
@@ -15,23 +17,18 @@ _MIN_SHARE = 1e-6
 _TINY = 1e-30
 
 
-def fit_keys(
-    codec: CommVQKeyCodec, keys: Tensor, queries: Tensor, config: CommVQConfig, generator: torch.Generator
-) -> int:
+def fit_keys(codec: CommVQKeyCodec, keys: Tensor, config: CommVQConfig, generator: torch.Generator) -> int:
     """Fits the residual stages one after another, each on the residual of the greedy encoding so far.
 
     Args:
-        codec: fitted in place.
+        codec: fitted in place; its weights of channel pairs are used.
         keys: [num_kv_heads, tokens, head_dim], pre-RoPE, less the offset.
-        queries: [num_heads, query_tokens, head_dim], pre-RoPE, for the weights of channel pairs.
         config: resolved settings.
         generator: CPU generator of every random choice.
 
     Returns:
         Dead codebook rows: those that no training vector uses in the end, over all stages and heads.
     """
-    if config.key_query_weighting and queries.shape[1]:
-        codec.pair_weight.copy_(query_pair_weight(queries, keys, codec.spec.rope.rotary_dim))
     weights = codec.group_weight()
     residual = codec.problems(codec.normalise(keys.unsqueeze(0))[0])
     books, dead = [], 0
@@ -56,26 +53,44 @@ def fit_keys(
     return dead
 
 
-def query_pair_weight(queries: Tensor, keys: Tensor, rotary_dim: int) -> Tensor:
-    """sqrt(E|q_j|^2) of each channel pair, over a kv head's query heads: the weight of an error in k_j in a score.
+def set_pair_weight(codec: CommVQKeyCodec, keys: Tensor, samples: LayerSamples, weighting: str) -> None:
+    """Sets the weights of channel pairs.
 
     A real factor per pair commutes with RoPE, so it can weight the distance without breaking the codebook's structure.
     Scaling a pair of the keys and its queries by the inverse, which changes no score, does not change weighted keys.
 
     Args:
-        queries: [num_heads, query_tokens, head_dim], pre-RoPE.
+        codec: changed in place; the weighted keys of each head have mean square 1.
+        keys: [num_kv_heads, tokens, head_dim], pre-RoPE, less the offset.
+        samples: queries, and what errors cost.
+        weighting: `fisher`, the root of what an error of a pair costs (of queries, where that was not recorded),
+            `queries`, sqrt(E|q_j|^2) over a kv head's query heads, or `none`.
+    """
+    rotary_dim = codec.spec.rope.rotary_dim
+    if weighting == "fisher" and samples.fisher is not None:
+        codec.pair_weight.copy_(pair_weight(pair_fisher(samples.fisher.key, rotary_dim), keys, rotary_dim))
+    elif weighting != "none" and samples.q.shape[1]:
+        queries = to_pairs(samples.q, rotary_dim).double().square().sum(-1).mean(1)
+        queries = queries.unflatten(0, (keys.shape[0], -1)).mean(1)
+        codec.pair_weight.copy_(pair_weight(queries, keys, rotary_dim))
+
+
+def pair_weight(costs: Tensor, keys: Tensor, rotary_dim: int) -> Tensor:
+    """Roots of what a squared error of each channel pair costs, in units that give a head's keys mean square 1.
+
+    Args:
+        costs: [num_kv_heads, head_dim/2], in any unit.
         keys: [num_kv_heads, tokens, head_dim], pre-RoPE, less the offset.
         rotary_dim: rotated channels.
 
     Returns:
-        [num_kv_heads, head_dim/2]; the weighted keys of each head have mean square 1.
+        float32 [num_kv_heads, head_dim/2].
     """
-    of_queries = to_pairs(queries, rotary_dim).double().square().sum(-1).mean(1)
-    of_queries = of_queries.unflatten(0, (keys.shape[0], -1)).mean(1)
+    costs = costs.double()
     of_keys = to_pairs(keys, rotary_dim).double().square().sum(-1).mean(1)
-    scores = (of_queries * of_keys).mean(-1, keepdim=True)
-    # pairs without queries, or without keys, keep a small weight: what is stored there must stay finite
-    energy = of_queries.clamp_min(_TINY) + _MIN_SHARE * scores / of_keys.clamp_min(_TINY)
+    total = (costs * of_keys).mean(-1, keepdim=True)
+    # pairs that cost nothing, or without keys, keep a small weight: what is stored there must stay finite
+    energy = costs.clamp_min(_TINY) + _MIN_SHARE * total / of_keys.clamp_min(_TINY)
     energy = torch.where(of_keys > 0, energy, energy.amin(-1, keepdim=True))
     mean_square = (energy * of_keys).mean(-1, keepdim=True) / 2
     scale = torch.where(mean_square > 0, 1 / mean_square.clamp_min(_TINY), 1.0)

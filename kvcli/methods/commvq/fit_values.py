@@ -5,23 +5,60 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from kvcli.methods.commvq.allocate import square_root
+from kvcli.methods.commvq.tables import in_metric
 from kvcli.methods.commvq.values import CommVQValueCodec, sweep
 
 _RIDGE = 1e-4
+_LEAST_COST = 0.01
+_SHRINKAGE = 1e-4
 _BLOCK_TOKENS = 16384
 _PAPER_BATCH = 2048
 _PAPER_LEARNING_RATE = 1e-3
+
+
+def set_metric(codec: CommVQValueCodec, values: Tensor, fisher: Tensor | None) -> None:
+    """Sets the metric of errors, in units in which values have mean square 1.
+
+    Args:
+        codec: changed in place.
+        values: [num_kv_heads, tokens, head_dim].
+        fisher: float32 [num_kv_heads, head_dim, head_dim], what errors cost; None: errors of each channel count in
+            units of its mean magnitude.
+    """
+    if fisher is None:
+        scale = values.abs().mean(1)
+        root = torch.diag_embed(1 / torch.where(scale > 0, scale, 1.0))
+    else:
+        # directions that cost nothing keep a small share of the cost: what is stored there must stay finite
+        covariance, inverse = regular_covariance(values)
+        mean_cost = torch.einsum("hde,hed->", fisher.double(), covariance) / fisher.shape[:2].numel()
+        root = square_root(fisher.double() + _LEAST_COST * mean_cost.clamp_min(1e-30) * inverse)
+    size = torch.einsum("htd,hde->hte", values.to(root.dtype), root).square().mean().sqrt()
+    codec.metric_root.copy_(root / torch.where(size > 0, size, 1.0))
+
+
+def regular_covariance(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Covariance of values [heads, tokens, d] and its inverse, float64 [heads, d, d]; correlations are shrunk."""
+    centred = values.double() - values.double().mean(1, keepdim=True)
+    deviation = centred.square().mean(1).sqrt()
+    deviation = torch.where(deviation > 0, deviation, 1.0)
+    unit = centred / deviation.unsqueeze(1)
+    eye = torch.eye(values.shape[-1], dtype=torch.float64, device=values.device)
+    correlation = unit.mT @ unit / unit.shape[1] + _SHRINKAGE * eye
+    outer = deviation.unsqueeze(-1) * deviation.unsqueeze(-2)
+    return correlation * outer, torch.linalg.inv(correlation) / outer
 
 
 def fit_values_fast(codec: CommVQValueCodec, values: Tensor, iterations: int) -> None:
     """Alternates coordinate descent on the bits with least squares for the codebook, then fits a linear encoder.
 
     Args:
-        codec: fitted in place.
+        codec: fitted in place; its metric is used.
         values: [num_kv_heads, tokens, head_dim].
         iterations: rounds.
     """
-    rows = _prepare(codec, values)
+    rows = codec.normalise(values.unsqueeze(0))[0]
     codebook, offset, bits = principal_bits(rows, codec.config.value_code_bits)
     for _ in range(iterations):
         codebook, offset = least_squares_codebook(rows, bits)
@@ -86,12 +123,12 @@ def fit_values_paper(codec: CommVQValueCodec, values: Tensor, steps: int, genera
     attention output.
 
     Args:
-        codec: fitted in place.
+        codec: fitted in place; its metric is used.
         values: [num_kv_heads, tokens, head_dim].
         steps: optimiser steps of 2048 tokens.
         generator: CPU generator of batches, noise and initial weights.
     """
-    rows = _prepare(codec, values)
+    rows = codec.normalise(values.unsqueeze(0))[0]
     config, width, device = codec.config, rows.shape[1], rows.device
 
     def normal(*shape: int) -> Tensor:
@@ -123,18 +160,11 @@ def fit_values_paper(codec: CommVQValueCodec, values: Tensor, steps: int, genera
             codec.get_buffer(f"encoder_bias_{layer}").copy_(bias)
 
 
-def _prepare(codec: CommVQValueCodec, values: Tensor) -> Tensor:
-    """Sets the channel scale from the data; returns unit rows [T, D]."""
-    batch = values.unsqueeze(0)
-    scale = values.abs().mean(1).flatten()
-    codec.channel_scale.copy_(torch.where(scale > 0, scale, 1.0))
-    return codec.normalise(batch)[0]
-
-
 def _store(codec: CommVQValueCodec, codebook: Tensor, offset: Tensor) -> None:
-    """Keeps codebook and offset with the channel scale folded in."""
-    codec.codebook.copy_(codebook * codec.channel_scale)
-    codec.offset.copy_(offset * codec.channel_scale)
+    """Keeps codebook [N_c, D] and offset [D], which are in the coordinates of the metric, in those of values."""
+    inverse = torch.linalg.inv(codec.metric_root.double()).float()
+    codec.codebook.copy_(in_metric(codebook, inverse))
+    codec.offset.copy_(in_metric(offset.unsqueeze(0), inverse).squeeze(0))
 
 
 def _ridge_solve(inputs: Tensor, targets: Tensor) -> Tensor:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from statistics import fmean
+
 import torch
 
 from kvcli.methods.base import LayerCodec
+from kvcli.methods.commvq.allocate import allocate
 from kvcli.methods.commvq.config import CommVQConfig
 from kvcli.methods.commvq.fit import fit_layer
 from kvcli.methods.commvq.keys import CommVQKeyCodec
@@ -15,7 +18,7 @@ from kvcli.spec import ModelSpec
 
 
 def _build(spec: ModelSpec, config: CommVQConfig, layer_idx: int) -> CommVQLayer:
-    resolved = config.resolve(spec)
+    resolved = config.resolve(spec).for_layer(layer_idx)
     key_offset = torch.zeros(spec.num_kv_heads, spec.head_dim)
     return LayerCodec(CommVQKeyCodec(spec, resolved), CommVQValueCodec(spec, resolved), key_offset)
 
@@ -23,8 +26,9 @@ def _build(spec: ModelSpec, config: CommVQConfig, layer_idx: int) -> CommVQLayer
 def _nominal_bits(spec: ModelSpec, config: CommVQConfig) -> tuple[float, float]:
     """CommVQ Eq. 21 for keys, Eq. 10 for values."""
     resolved = config.resolve(spec)
-    keys = resolved.num_residuals * resolved.bits_per_code / 2 / resolved.pairs_per_group
-    return keys, resolved.value_code_bits / spec.kv_dim
+    residuals = fmean(resolved.layer_residuals or [resolved.num_residuals])
+    value_bits = fmean(resolved.layer_value_bits or [resolved.value_code_bits])
+    return residuals * resolved.bits_per_code / 2 / resolved.pairs_per_group, value_bits / spec.kv_dim
 
 
 METHOD = Method(
@@ -38,9 +42,12 @@ METHOD = Method(
     nominal_bits=_nominal_bits,
     paper_settings={f"commvq-{bits}": {"sink_length": 0, "residual_length": 128} for bits in (2, 1)},
     fit=fit_layer,
+    allocate=allocate,
     fit_metrics={
-        "key_nmse": "held-out error of query-weighted keys (share of their variance)",
-        "value_nmse": "held-out error of values (share of the squared norm)",
+        "key_bits": "bits per value of key codes",
+        "value_bits": "bits per value of value codes",
+        "key_nmse": "held-out error of weighted keys (share of their variance)",
+        "value_nmse": "held-out error of weighted values (share of their square)",
         "dead_key_rows": "key codebook rows that no training vector uses",
     },
     needs_artifact=True,

@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvcli.layer_samples import LayerSamples
 from kvcli.methods.commvq.config import CommVQConfig
-from kvcli.methods.commvq.fit_keys import fit_keys
+from kvcli.methods.commvq.fit_keys import fit_keys, set_pair_weight
 from kvcli.methods.commvq.keys import CommVQKeyCodec
 from kvcli.rope import to_pairs
-from kvcli.samples import LayerSamples
 
 _PILOT_TOKENS = 2048
 _PILOT_ITERATIONS = 2
@@ -55,7 +55,9 @@ def choose_offset(
     errors = {}
     for name, offset in choices.items():
         trial = CommVQKeyCodec(codec.spec, pilot).to(train.k.device)
-        fit_keys(trial, some.k - offset.unsqueeze(1), some.q, pilot, torch.Generator().manual_seed(seed))
+        keys = some.k - offset.unsqueeze(1)
+        set_pair_weight(trial, keys, some, pilot.key_weighting)
+        fit_keys(trial, keys, pilot, torch.Generator().manual_seed(seed))
         errors[name] = score_error(trial, heldout, offset)
     best = min(errors, key=lambda name: errors[name] * (1 - _LEAST_GAIN if name == "none" else 1))
     return best, choices[best]

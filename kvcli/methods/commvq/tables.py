@@ -91,8 +91,9 @@ class DescentTables:
     """Tables of the value descent; N is the number of bits N_c, rounded up to whole blocks.
 
     Attributes:
-        inverse: float32 [D], 1 / channel scale.
-        offset: float32 [D], in units of the channel scale.
+        metric_root: float32 [num_kv_heads, d, d], of the codec.
+        codebook: float16 [N_c, D], in the coordinates of the metric.
+        offset: float32 [D], in the same coordinates.
         bias: float32 [N_c], the encoder's.
         shift: float32 [N_c], products of codebook rows and offset.
         gram: float16 [N, N], products of codebook rows divided by `unit`, 0 within a group.
@@ -102,7 +103,8 @@ class DescentTables:
             groups around it, divided by `unit`.
     """
 
-    inverse: Tensor
+    metric_root: Tensor
+    codebook: Tensor
     offset: Tensor
     bias: Tensor
     shift: Tensor
@@ -112,17 +114,16 @@ class DescentTables:
     effects: Tensor
 
 
-def descent_tables(channel_scale: Tensor, codebook: Tensor, offset: Tensor, bias: Tensor) -> DescentTables:
+def descent_tables(metric_root: Tensor, codebook: Tensor, offset: Tensor, bias: Tensor) -> DescentTables:
     """Derives the tables of the value descent.
 
     Args:
-        channel_scale: float32 [D].
+        metric_root: float32 [num_kv_heads, d, d].
         codebook: float16 [N_c, D].
         offset: float16 [D].
         bias: float16 [N_c] of the linear encoder.
     """
-    inverse = 1 / channel_scale
-    rows, scaled_offset = codebook.float() * inverse, offset.float() * inverse
+    rows, in_metric_offset = in_metric(codebook, metric_root), in_metric(offset.unsqueeze(0), metric_root).squeeze(0)
     padded = torch.nn.functional.pad(rows, (0, 0, 0, -rows.shape[0] % BLOCK_BITS))
     gram = padded @ padded.T
     group = torch.arange(SWEEP_BITS, device=rows.device)
@@ -133,8 +134,15 @@ def descent_tables(channel_scale: Tensor, codebook: Tensor, offset: Tensor, bias
     gram = (torch.where(groups.unsqueeze(0) == groups.unsqueeze(1), 0.0, gram) / unit).half()
     near = gram.float().unflatten(0, (-1, 16)).unflatten(2, (-1, 16)).diagonal(dim1=0, dim2=2).movedim(2, 0)
     effects = -2 * (near.unflatten(2, (-1, SWEEP_BITS)) @ settings).flatten(2).flatten(0, 1)
-    shift = rows @ scaled_offset
-    return DescentTables(inverse, scaled_offset, bias.float(), shift, gram, unit, energies / unit, effects.half())
+    shift = rows @ in_metric_offset
+    stored = rows.half(), in_metric_offset
+    return DescentTables(metric_root, *stored, bias.float(), shift, gram, unit, energies / unit, effects.half())
+
+
+def in_metric(rows: Tensor, metric_root: Tensor) -> Tensor:
+    """Rows [n, heads * d] times [heads, d, d], head by head, in float32."""
+    split = rows.float().unflatten(-1, metric_root.shape[:2])
+    return torch.einsum("nhd,hde->nhe", split, metric_root).flatten(1)
 
 
 def pack_codebook(codebook: Tensor) -> Tensor:

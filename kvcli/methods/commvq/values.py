@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from kvcli.kernels.cached import CachedFromBuffers
 from kvcli.methods.base import Codes, ValueCodec
 from kvcli.methods.commvq.config import CommVQConfig
-from kvcli.methods.commvq.tables import SWEEP_BITS, DescentTables, descent_tables
+from kvcli.methods.commvq.tables import SWEEP_BITS, DescentTables, descent_tables, in_metric
 from kvcli.packing import pack_bits, packed_size, unpack_bits
 from kvcli.spec import ModelSpec
 
@@ -37,7 +37,8 @@ class CommVQValueCodec(ValueCodec[CommVQValueCodes]):
     (`value_trainer` paper). The encoder is deterministic: no noise is drawn outside training.
 
     Buffers:
-        channel_scale: float32 [D], mean magnitude of each channel; codes are chosen in units of it.
+        metric_root: float32 [num_kv_heads, d, d], symmetric square root T of the metric of errors: the bits are those
+            of the smallest |T (v - v_hat)|^2.
         codebook: float16 [N_c, D].
         offset: float16 [D].
         encoder_*: float16 weights of the encoder: linear (fast), or linear, GELU, linear (paper).
@@ -49,10 +50,10 @@ class CommVQValueCodec(ValueCodec[CommVQValueCodes]):
         super().__init__()
         self.spec, self.config = spec, config
         width, bits = spec.kv_dim, config.value_code_bits
-        self.channel_scale: Tensor
+        self.metric_root: Tensor
         self.codebook: Tensor
         self.offset: Tensor
-        self.register_buffer("channel_scale", torch.ones(width))
+        self.register_buffer("metric_root", torch.eye(spec.head_dim).repeat(spec.num_kv_heads, 1, 1))
         self.register_buffer("codebook", torch.zeros(bits, width, dtype=torch.float16))
         self.register_buffer("offset", torch.zeros(width, dtype=torch.float16))
         widths = [width, bits] if config.value_trainer == "fast" else [width, config.value_hidden, bits]
@@ -69,17 +70,21 @@ class CommVQValueCodec(ValueCodec[CommVQValueCodes]):
 
     def descent_tables(self) -> DescentTables:
         """Tables of the encode kernels, recomputed when a buffer changes."""
-        buffers = self.channel_scale, self.codebook, self.offset, self.get_buffer("encoder_bias_0")
+        buffers = self.metric_root, self.codebook, self.offset, self.get_buffer("encoder_bias_0")
         return self._descent_tables.get(lambda: descent_tables(*buffers), *buffers)
 
+    def in_metric(self, rows: Tensor) -> Tensor:
+        """Rows [n, D] of all heads times `metric_root`, float32: plain distances are those of the metric."""
+        return in_metric(rows, self.metric_root)
+
     def normalise(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Values [batch, heads, time, d] as unit rows in units of the channel scale.
+        """Values [batch, heads, time, d] as unit rows in the coordinates of the metric.
 
         Returns:
             Rows [batch * time, D] of root mean square 1 (0 for a zero value), and their float32 norms
             [batch * time, 1] before division, in the same units.
         """
-        rows = values.transpose(1, 2).flatten(2).flatten(0, 1).float() / self.channel_scale
+        rows = self.in_metric(values.transpose(1, 2).flatten(2).flatten(0, 1))
         rms = rows.square().mean(-1, keepdim=True).sqrt()
         return torch.where(rms > 1e-12, rows / rms.clamp_min(1e-30), 0.0), rms
 
@@ -92,11 +97,10 @@ class CommVQValueCodec(ValueCodec[CommVQValueCodes]):
             from kvcli.methods.commvq.encode_values_kernels import encode_values
 
             encoder, tables = self.get_buffer("encoder_weight_0"), self.descent_tables()
-            return CommVQValueCodes(*encode_values(x, self.codebook, encoder, tables, self.config.value_sweeps))
+            return CommVQValueCodes(*encode_values(x, encoder, tables, self.config.value_sweeps))
         batch, _, time, _ = x.shape
         rows, rms = self.normalise(x)
-        codebook = self.codebook.float() / self.channel_scale
-        offset = self.offset.float() / self.channel_scale
+        codebook, offset = self.in_metric(self.codebook), self.in_metric(self.offset.unsqueeze(0))
         bits = (self.logits(rows) > 0).float()
         if self.config.value_trainer == "fast":
             target = rows - offset

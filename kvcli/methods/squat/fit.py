@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 from kvcli.errors import ConfigError
+from kvcli.layer_samples import LayerSamples
 from kvcli.methods.base import LayerCodec
 from kvcli.methods.method import FitReport
 from kvcli.methods.scalar.per_token import PerTokenValue
 from kvcli.methods.squat.codec import SQuatKey
 from kvcli.methods.squat.config import SQuatConfig
 from kvcli.methods.squat.subspace import leading_factor, query_gram
-from kvcli.samples import LayerSamples
 
 
 def fit_subspace(

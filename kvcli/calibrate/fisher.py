@@ -1,0 +1,202 @@
+"""Fisher information of keys and values: what their errors cost in KL divergence.
+
+To second order, small errors d_t of the keys of a layer (or of its values) make the next-token distributions differ by
+sum_t E[(g_t . d_t)^2] / 2 nats, with g_t the gradient of log p(y) by key t, where each y is drawn from the model's own
+distribution. Only what a compressed cache would read from codes counts: gradients through attention to sinks and to
+the last tokens before a query are left out.
+
+Codes make larger errors where keys are larger, so the outer products g g^T are averaged with the squared distance of
+key t from the mean key as weight. This module does not know how anything is coded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from kvcli.errors import SamplesError
+from kvcli.layer_samples import LayerFisher
+from kvcli.models import LoadedModel
+from kvcli.rope import Rotation
+from kvcli.seam.patch import RotaryOutput, Seam, layer_index
+
+SEQ_LEN = 1024
+"""Longest sequence that gradients pass through; attention holds the scores of one layer in memory."""
+
+_SINKS, _WINDOW = 4, 32
+_LOGIT_TOKENS = 256
+_REMEDY = "leave them out with --fisher-tokens 0"
+
+
+def collect_fisher(
+    loaded: LoadedModel, sequences: Tensor, seed: int, advance: Callable[[int], None] = lambda tokens: None
+) -> list[LayerFisher]:
+    """Fisher information and covariance of all layers' keys and values, on the CPU.
+
+    Args:
+        loaded: the model; its parameters get no gradients.
+        sequences: int64 [num_sequences, seq_len] token ids.
+        seed: of the tokens that are drawn from the model.
+        advance: called with the number of tokens after each sequence.
+
+    Raises:
+        SamplesError: logits or gradients that are not finite, or a model that is not differentiable.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    sums: dict[int, list[_Moments]] = {}
+    with _frozen(loaded.model):
+        for sequence in sequences:
+            for layer_idx, pair in _backward(loaded.model, sequence, generator).items():
+                moments = sums.setdefault(layer_idx, [_Moments(), _Moments()])
+                for moment, x, kind in zip(moments, pair, ("keys", "values"), strict=True):
+                    if x.grad is None or not bool(x.grad.isfinite().all()):
+                        raise SamplesError(f"gradients of the {kind} of layer {layer_idx} are not finite; {_REMEDY}")
+                    moment.add(x.detach()[0, :, _SINKS:], x.grad[0, :, _SINKS:])
+            advance(sequence.numel())
+    return [
+        LayerFisher(*(x for moment in moments for x in (moment.fisher(), moment.covariance())))
+        for _, moments in sorted(sums.items())
+    ]
+
+
+def _backward(model: Any, sequence: Tensor, generator: torch.Generator) -> dict[int, tuple[Tensor, Tensor]]:
+    """Keys and values of each layer with their gradients, for one sequence [time].
+
+    Raises:
+        SamplesError: a model that is not differentiable, such as one with quantized weights of some kinds.
+    """
+    recorder = _Gradients()
+    with Seam(model, recorder), torch.inference_mode(False), torch.enable_grad():
+        states = model.base_model(input_ids=sequence.unsqueeze(0).to(model.device), use_cache=False).last_hidden_state
+        gradient = _gradient_of_sampled(model, states.detach(), generator)
+        try:
+            states.backward(gradient)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, NotImplementedError) as error:
+            reason = " ".join(str(error).split())
+            raise SamplesError(f"the model's gradients cannot be computed ({reason}); {_REMEDY}") from error
+    return recorder.tensors
+
+
+class _Moments:
+    """Sums over tokens of one layer's keys or values, in float64."""
+
+    def __init__(self) -> None:
+        self.parts: list[tuple[Tensor, ...]] = []
+
+    def add(self, x: Tensor, grad: Tensor) -> None:
+        """Adds keys x and their gradients, [num_kv_heads, tokens, head_dim] each."""
+        x, grad = x.double(), grad.double()
+        centred = x - x.mean(1, keepdim=True)
+        weight = centred.square().sum((0, 2))
+        fisher = torch.einsum("htd,hte,t->hde", grad, grad, weight)
+        square = torch.einsum("htd,hte->hde", x, x)
+        self.parts.append(tuple(y.cpu() for y in (fisher, weight.sum(), square, x.sum(1), torch.tensor(x.shape[1]))))
+
+    def fisher(self) -> Tensor:
+        """Weighted mean of g g^T, float32 [num_kv_heads, head_dim, head_dim]."""
+        fisher, weight, *_ = (torch.stack(x).sum(0) for x in zip(*self.parts, strict=True))
+        return (fisher / weight.clamp_min(1e-300)).float()
+
+    def covariance(self) -> Tensor:
+        """Covariance of x, float32 [num_kv_heads, head_dim, head_dim]."""
+        _, _, square, total, count = (torch.stack(x).sum(0) for x in zip(*self.parts, strict=True))
+        mean = total / count
+        return (square / count - mean.unsqueeze(-1) * mean.unsqueeze(-2)).float()
+
+
+class _Gradients:
+    """Attention that keeps pre-RoPE keys and values through which later tokens would read codes."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        scaling: float,
+        rotary: RotaryOutput,
+    ) -> Tensor:
+        coded = key.clone(), value.clone()
+        for x in coded:
+            x.retain_grad() if x.requires_grad else x.requires_grad_()
+        self.tensors[layer_index(module)] = coded
+        arguments = query, key, value, *coded, mask, scaling, rotary.rotation
+        output: Tensor = checkpoint(_attend, *arguments, use_reentrant=False)
+        return output
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    coded_key: Tensor,
+    coded_value: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    rotation: Rotation,
+) -> Tensor:
+    """Attention of one sequence whose tokens beyond sinks and window are other tensors of the same values.
+
+    Args:
+        query: [1, num_heads, time, head_dim], before RoPE like all others.
+        key: [1, num_kv_heads, time, head_dim].
+        value: like key.
+        coded_key: key, for queries that would read codes.
+        coded_value: value, for the same queries.
+        mask: None, or boolean [1, 1, time, time], True where a query sees a key.
+        scaling: factor of the scores.
+        rotation: of all positions.
+
+    Returns:
+        [1, time, num_heads, head_dim].
+    """
+    time = query.shape[2]
+    at = torch.arange(time, device=query.device)
+    distance = at.unsqueeze(1) - at
+    visible = distance >= 0 if mask is None else mask[0, 0]
+    coded = (distance >= _WINDOW) & (at >= _SINKS)
+    rows = (rotation.apply(query) * scaling).unflatten(1, (key.shape[1], -1))
+    scores = [torch.einsum("bhgqd,bhkd->bhgqk", rows, rotation.apply(x)) for x in (coded_key, key)]
+    seen = torch.where(coded, scores[0], scores[1]).float().masked_fill(~visible, -math.inf)
+    weights = seen.softmax(-1).to(value.dtype)
+    output = torch.einsum("bhgqk,bhkd->bqhgd", weights * coded, coded_value)
+    output = output + torch.einsum("bhgqk,bhkd->bqhgd", weights * ~coded, value)
+    return output.flatten(2, 3)
+
+
+def _gradient_of_sampled(model: Any, states: Tensor, generator: torch.Generator) -> Tensor:
+    """Gradient of the log-probability of one token drawn at each position, by the last hidden states [1, time, D]."""
+    head, made = model.get_output_embeddings(), []
+    for part in states.split(_LOGIT_TOKENS, dim=1):
+        leaf = part.requires_grad_()
+        log_probs = head(leaf).float().log_softmax(-1)[0]
+        if not bool(log_probs.isfinite().all()):
+            raise SamplesError(f"the model's logits are not finite; {_REMEDY}")
+        drawn = torch.multinomial(log_probs.detach().exp().cpu(), 1, generator=generator).to(states.device)
+        made += torch.autograd.grad(log_probs.gather(1, drawn).sum(), leaf)
+    return torch.cat(made, dim=1)
+
+
+@contextmanager
+def _frozen(model: nn.Module) -> Iterator[None]:
+    """Parameters without gradients for the block."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        for parameter in trained:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)

@@ -1,0 +1,105 @@
+"""`kvcli reproduce`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+from pydantic import Field
+
+from kvcli.cli.command import command
+from kvcli.cli.options import ModelOptions
+from kvcli.cli.output import Output
+from kvcli.cli.paths import newest_samples
+from kvcli.cli.tables import DataTable
+from kvcli.errors import UsageError
+from kvcli.registry import PAPER_TABLES, get_paper_table
+
+if TYPE_CHECKING:
+    from kvcli.methods.paper_tables import PaperTable, Row
+
+
+class ReproduceOptions(ModelOptions):
+    """Options of `kvcli reproduce`."""
+
+    table: str | None = Field(default=None, description=f"table or figure of a paper: {', '.join(PAPER_TABLES)}")
+    samples: Path | None = Field(
+        default=None, description="coding errors: folder of recorded samples; default: the newest below runs/"
+    )
+    layer: int = Field(default=0, ge=0, description="coding errors: layer that is fitted; the papers' is the first")
+    corpus: str = Field(default="builtin:docs", description="quality: built-in text, folder or file to measure on")
+    num_sequences: int = Field(default=2, ge=1, description="quality: sequences")
+    seq_len: int = Field(default=1024, ge=2, description="quality: tokens per sequence")
+    batch_size: int = Field(default=2, ge=1, description="quality: sequences per forward pass")
+    chunk: int = Field(default=32, ge=1, description="quality: tokens fed at once")
+
+
+def run(options: ReproduceOptions, output: Output) -> None:
+    """Make a table of one of the papers again, on your model and text, beside the paper's own figures."""
+    import torch
+
+    if options.table is None:
+        raise UsageError(f"name a table: {', '.join(PAPER_TABLES)}")
+    table = get_paper_table(options.table)
+    output.settings(options.model_dump(mode="json"))
+    with torch.inference_mode():
+        made = _errors(table, options) if table.errors is not None else _quality(table, options, output)
+        rows: list[dict[str, Any]] = []
+        try:
+            rows.extend(_with_progress(made, output))
+        finally:  # what was measured is shown, also when a later row fails
+            if rows:
+                cells = [[_shown(cell) for cell in row.values()] for row in rows]
+                shown = DataTable(f"{table.title}; paper: {table.paper}", tuple(rows[0]), cells)
+                output.result({"table": options.table, "paper": table.paper, "rows": rows}, shown)
+
+
+def _with_progress(rows: Iterator[dict[str, Any]], output: Output) -> Iterator[dict[str, Any]]:
+    for count, row in enumerate(rows, 1):
+        output.say(f"row {count} is measured")
+        yield row
+
+
+def _errors(table: PaperTable, options: ReproduceOptions) -> Iterator[Row]:
+    from kvcli.fit import split_samples
+    from kvcli.methods.paper_tables import LayerInputs
+    from kvcli.samples import Recording
+
+    recording = Recording(options.samples or newest_samples())
+    if options.layer not in recording.layers:
+        raise UsageError(f"--layer {options.layer}: layers {recording.layers[0]}-{recording.layers[-1]} were recorded")
+    train, heldout = split_samples(recording, options.layer, 0, options.torch_device())
+    assert table.errors is not None
+    return table.errors(LayerInputs(recording.spec, train, heldout, options.seed))
+
+
+def _quality(table: PaperTable, options: ReproduceOptions, output: Output) -> Iterator[Row]:
+    from kvcli.calibrate.corpus import split_documents, token_sequences
+    from kvcli.eval.quality import reference_states
+    from kvcli.eval.reproduce import TextInputs, measured_rows
+
+    loaded = options.load(output)
+    documents = split_documents(options.corpus, "heldout", options.seed)
+    sequences = token_sequences(documents, loaded.tokenizer, options.num_sequences, options.seq_len)
+    states = [
+        reference_states(loaded.model, batch.to(loaded.model.device)).cpu()
+        for batch in sequences.split(options.batch_size)
+    ]
+    assert table.measurements is not None
+    inputs = TextInputs(loaded, sequences, states, options.batch_size, options.chunk)
+    return measured_rows(inputs, table.measurements(loaded.spec))
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command."""
+    memory = "lower --batch-size, --seq-len or --num-sequences"
+    example = f"kvcli reproduce {next(iter(PAPER_TABLES))}"
+    command(app, "reproduce", ReproduceOptions, example, ("table",), saves_memory=memory)(run)

@@ -1,0 +1,122 @@
+"""What errors of keys and values cost, from gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from factories import load, make_model
+from torch import Tensor
+
+from kvcli.calibrate import fisher
+from kvcli.calibrate.collect import CollectConfig, collect
+from kvcli.errors import SamplesError
+from kvcli.samples import FISHER, Recording
+from kvcli.seam.patch import Seam, layer_index
+
+TIME = 80
+SEQUENCES = torch.randint(3, 97, (3, TIME), generator=torch.Generator().manual_seed(0))
+
+
+def gradients(model: Any, sequence: Tensor, seed: int = 0) -> dict[int, tuple[Tensor, Tensor]]:
+    with fisher._frozen(model):
+        return fisher._backward(model, sequence, torch.Generator().manual_seed(seed))
+
+
+class Disturbed:
+    """Attention that reads other keys or values of one layer, where a cache would read codes."""
+
+    def __init__(self, layer: int, errors: tuple[Tensor, Tensor]) -> None:
+        self.layer, self.errors = layer, errors
+
+    def __call__(self, module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, rotary: Any) -> Tensor:
+        coded = (k, v)
+        if layer_index(module) == self.layer:
+            coded = (k + self.errors[0], v + self.errors[1])
+        return fisher._attend(q, k, v, *coded, mask, scaling, rotary.rotation)
+
+
+def log_probs(model: Any, sequence: Tensor, layer: int, errors: tuple[Tensor, Tensor]) -> Tensor:
+    with torch.no_grad(), Seam(model, Disturbed(layer, errors)):
+        states = model.base_model(input_ids=sequence[None], use_cache=False).last_hidden_state
+        return model.get_output_embeddings()(states)[0].double().log_softmax(-1)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
+def test_attention_is_that_of_the_model(family: str) -> None:
+    model = make_model(family)
+    zero = torch.zeros(()), torch.zeros(())
+    with torch.no_grad():
+        expected = model(SEQUENCES[:1]).logits[0].double().log_softmax(-1)
+    assert torch.allclose(log_probs(model, SEQUENCES[0], 0, zero), expected, atol=1e-4)
+
+
+def test_sinks_and_tokens_that_only_the_window_shows_have_no_gradient() -> None:
+    for key, value in gradients(make_model("llama"), SEQUENCES[0]).values():
+        for x in (key, value):
+            assert x.grad is not None
+            coded = x.grad.abs().amax((0, 1, 3)) > 0
+            assert coded.tolist() == [4 <= t < TIME - 32 for t in range(TIME)]
+
+
+@pytest.mark.parametrize("side", ["key", "value"])
+def test_gradients_predict_the_divergence_of_small_errors(side: str) -> None:
+    model, layer = make_model("llama"), 1
+    # sharper distributions than those of small random weights
+    model.lm_head.weight.data.mul_(20)
+    index = ("key", "value").index(side)
+    x = gradients(model, SEQUENCES[0])[layer][index].detach()
+    error = 0.02 * x.std() * torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
+    zero = torch.zeros_like(error)
+    errors = (error, zero) if side == "key" else (zero, error)
+    exact, ours = (log_probs(model, SEQUENCES[0], layer, e) for e in ((zero, zero), errors))
+    divergence = float((exact.exp() * (exact - ours)).sum())
+    predicted = []
+    for seed in range(150):
+        grad = gradients(model, SEQUENCES[0], seed)[layer][index].grad
+        assert grad is not None
+        predicted.append(float((grad * error).sum()) ** 2 / 2)
+    assert sum(predicted) / len(predicted) == pytest.approx(divergence, rel=0.35)
+
+
+def test_recordings_keep_it(tmp_path: Any) -> None:
+    model = make_model("qwen2")
+    before = [p.requires_grad for p in model.parameters()]
+    recording = collect(load(model), SEQUENCES, CollectConfig(3, TIME, 1, 2, fisher_sequences=2), tmp_path, {})
+    assert [p.requires_grad for p in model.parameters()] == before
+    assert all(p.grad is None for p in model.parameters())
+    assert recording.fisher is not None
+    samples = recording.load(0)
+    keys = torch.cat([samples.k[:, i * TIME + 4 : (i + 1) * TIME] for i in (0, 2)], dim=1)
+    assert samples.fisher is not None
+    covariance = torch.stack([torch.cov(x.T, correction=0) for x in keys])
+    assert torch.allclose(samples.fisher.key_covariance, covariance, atol=1e-3)
+    for layer in recording.fisher:
+        for x in (layer.key, layer.value):
+            assert torch.linalg.eigvalsh(x.double()).amin() > -1e-6 * float(x.abs().max())
+            assert float(x.diagonal(dim1=1, dim2=2).min()) > 0
+
+
+def test_it_is_written_once_and_a_damaged_file_is_refused(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, config = make_model("llama"), CollectConfig(3, TIME, 1, 2, fisher_sequences=1)
+    collect(load(model), SEQUENCES, config, tmp_path, {})
+    said: list[str] = []
+    monkeypatch.setattr("kvcli.calibrate.collect.collect_fisher", None)
+    collect(load(model), SEQUENCES, config, tmp_path, {}, say=said.append)
+    assert said == ["3 of 3 parts were recorded already and are reused"]
+    data = bytearray((tmp_path / FISHER).read_bytes())
+    data[-1] ^= 1
+    (tmp_path / FISHER).write_bytes(bytes(data))
+    with pytest.raises(SamplesError, match="damaged"):
+        Recording(tmp_path).load(0)
+    (tmp_path / FISHER).unlink()
+    with pytest.raises(SamplesError, match="missing"):
+        Recording(tmp_path).load(0)
+
+
+def test_gradients_that_are_not_finite_are_refused() -> None:
+    model = make_model("llama")
+    model.lm_head.weight.data[5] = torch.nan
+    with pytest.raises(SamplesError, match="not finite"):
+        fisher.collect_fisher(load(model), SEQUENCES, 0)
