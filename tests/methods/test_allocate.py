@@ -109,5 +109,9 @@ def test_square_root() -> None:
 def test_per_layer_settings_are_checked() -> None:
     with pytest.raises(ValueError, match="one number for each of 6 layers"):
         CommVQConfig(layer_residuals=(1, 2), layer_value_bits=(16, 16)).resolve(SPEC)
-    with pytest.raises(ValueError, match="at least 1"):
+    with pytest.raises(ValueError, match="layer_residuals are from 1 to 256"):
         CommVQConfig(layer_residuals=(0,) * 6, layer_value_bits=(16,) * 6).resolve(SPEC)
+    with pytest.raises(ValueError, match="layer_value_bits are from 1 to 512"):
+        CommVQConfig(layer_residuals=(1,) * 6, layer_value_bits=(10**12,) * 6).resolve(SPEC)
+    with pytest.raises(ValueError, match="one number for each of 6 layers"):
+        CommVQConfig(layer_residuals=(1,) * 6).resolve(SPEC)

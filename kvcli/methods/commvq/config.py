@@ -10,6 +10,8 @@ from pydantic import Field, model_validator
 from kvcli.methods.config import CacheConfig
 from kvcli.spec import ModelSpec
 
+_MOST_RESIDUALS = 256
+
 
 class CommVQConfig(CacheConfig):
     """Settings of CommVQ; those that are 0 follow from `bits` and the model's shapes (see `resolve`)."""
@@ -19,7 +21,9 @@ class CommVQConfig(CacheConfig):
     pairs_per_group: int = Field(
         default=0, ge=0, le=1024, description="channel pairs g that share a key code; 0: a whole head"
     )
-    num_residuals: int = Field(default=0, ge=0, le=256, description="residual stages R of the keys; 0: from bits")
+    num_residuals: int = Field(
+        default=0, ge=0, le=_MOST_RESIDUALS, description="residual stages R of the keys; 0: from bits"
+    )
     key_norm: Literal["joint", "per_head"] = Field(
         default="joint", description="one norm per token for all kv heads, or one per head"
     )
@@ -105,8 +109,9 @@ class CommVQConfig(CacheConfig):
         if counts not in ({0}, {spec.num_layers}):
             layers = f"{spec.num_layers} layers"
             raise ValueError(f"layer_residuals and layer_value_bits take one number for each of {layers}")
-        if any(x < 1 for x in (*self.layer_residuals, *self.layer_value_bits)):
-            raise ValueError("layer_residuals and layer_value_bits are at least 1")
+        for name, most in (("layer_residuals", _MOST_RESIDUALS), ("layer_value_bits", 16 * spec.kv_dim)):
+            if not all(1 <= count <= most for count in getattr(self, name)):
+                raise ValueError(f"{name} are from 1 to {most}")
         nearest = round(self.bits * group / math.log2(self.codebook_size))
         value_bits = self.bits * spec.kv_dim
         return self.model_copy(
