@@ -55,7 +55,9 @@ def collect_fisher(
             for layer_idx, pair in _backward(loaded.model, sequence, generator).items():
                 moments = sums.setdefault(layer_idx, [_Moments(), _Moments()])
                 for moment, x, kind in zip(moments, pair, ("keys", "values"), strict=True):
-                    if x.grad is None or not bool(x.grad.isfinite().all()):
+                    if x.grad is None:
+                        raise SamplesError(f"the {kind} of layer {layer_idx} have no gradients; {_REMEDY}")
+                    if not bool(x.grad.isfinite().all()):
                         raise SamplesError(f"gradients of the {kind} of layer {layer_idx} are not finite; {_REMEDY}")
                     moment.add(x.detach()[0, :, _SINKS:], x.grad[0, :, _SINKS:])
             advance(sequence.numel())
@@ -74,9 +76,8 @@ def _backward(model: Any, sequence: Tensor, generator: torch.Generator) -> dict[
     recorder = _Gradients()
     with Seam(model, recorder), torch.inference_mode(False), torch.enable_grad():
         states = model.base_model(input_ids=sequence.unsqueeze(0).to(model.device), use_cache=False).last_hidden_state
-        gradient = _gradient_of_sampled(model, states.detach(), generator)
         try:
-            states.backward(gradient)
+            states.backward(_gradient_of_sampled(model, states.detach(), generator))
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, NotImplementedError) as error:

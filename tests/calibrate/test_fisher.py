@@ -115,6 +115,17 @@ def test_it_is_written_once_and_a_damaged_file_is_refused(tmp_path: Any, monkeyp
         Recording(tmp_path).load(0)
 
 
+def test_models_without_gradients_are_refused_by_name() -> None:
+    model = make_model("llama")
+    model.lm_head.register_forward_hook(lambda module, inputs, output: output.detach())
+    with pytest.raises(SamplesError, match=r"cannot be computed \(.*\); leave them out with --fisher-tokens 0"):
+        fisher.collect_fisher(load(model), SEQUENCES, 0)
+    model = make_model("llama")
+    model.model.layers[1].self_attn.o_proj.register_forward_hook(lambda module, inputs, output: output.detach())
+    with pytest.raises(SamplesError, match="the keys of layer 1 have no gradients"):
+        fisher.collect_fisher(load(model), SEQUENCES, 0)
+
+
 def test_gradients_that_are_not_finite_are_refused() -> None:
     model = make_model("llama")
     model.lm_head.weight.data[5] = torch.nan
