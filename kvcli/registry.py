@@ -108,7 +108,7 @@ def get_paper_table(name: str) -> PaperTable:
     """
     if name not in PAPER_TABLES:
         hint = suggestion(name, PAPER_TABLES)
-        raise UsageError(f"unknown table '{name}'{hint}; choose one of {', '.join(PAPER_TABLES)}")
+        raise UsageError(f"unknown table '{name}'; the tables are {', '.join(PAPER_TABLES)}{hint}")
     table: PaperTable = _import(PAPER_TABLES[name])[name]
     return table
 

@@ -52,6 +52,7 @@ def run(options: DomainsOptions, output: Output) -> None:
     """Fit on each kind of text and measure KL on every other; resumes where it stopped."""
     from kvcli.attention.session import make_config
     from kvcli.calibrate.builtin_text import BUILTIN, domains
+    from kvcli.calibrate.corpus import split_documents
     from kvcli.eval.domain_fit import DomainSettings, Report
     from kvcli.eval.domains import run_matrix
 
@@ -60,6 +61,9 @@ def run(options: DomainsOptions, output: Output) -> None:
     columns = options.text or [f"{BUILTIN}:{name}" for name in domains()]
     rows = choose_rows(options, list(dict.fromkeys(fit_on)))
     output.settings(options.model_dump(mode="json"))
+    for names, split in ((fit_on, "calibration"), (columns, "heldout")):
+        for name in names:  # a name that cannot be read is refused before hours of fitting
+            next(split_documents(name, split, options.seed))
     loaded = options.load(output)
     settings = DomainSettings(**{name: getattr(options, name) for name in DomainSettings.__dataclass_fields__})
     window = {"sink_length": options.sink_length, "residual_length": options.residual_length}

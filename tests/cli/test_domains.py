@@ -40,3 +40,10 @@ def test_a_method_that_is_not_fitted_is_refused(tiny: Any) -> None:
     result = invoke("domains", "--method", "kivi-2", *SIZES)
     assert result.exit_code == 2
     assert "has nothing to fit" in result.stderr
+
+
+def test_a_text_that_cannot_be_read_is_refused_before_anything_is_fitted() -> None:
+    result = invoke("domains", "--text", "builtin:essay")
+    assert result.exit_code == 1
+    assert "did you mean 'essays'" in result.stderr
+    assert "record" not in result.stderr
