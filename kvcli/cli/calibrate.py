@@ -119,6 +119,6 @@ def corpus_config(options: CalibrateOptions) -> CorpusConfig:
 
 def register(app: typer.Typer) -> None:
     """Adds the command."""
-    memory = "lower --batch-size, --seq-len or --query-tokens"
+    memory = "lower --batch-size, --seq-len or --query-tokens, or leave gradients out with --fisher-tokens 0"
     example = "kvcli calibrate --tokens 32768"
     command(app, "calibrate", CalibrateOptions, example, ("model",), resumes=True, saves_memory=memory)(run)
