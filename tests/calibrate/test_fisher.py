@@ -131,3 +131,18 @@ def test_gradients_that_are_not_finite_are_refused() -> None:
     model.lm_head.weight.data[5] = torch.nan
     with pytest.raises(SamplesError, match="not finite"):
         fisher.collect_fisher(load(model), SEQUENCES, 0)
+
+
+def test_larger_keys_count_more() -> None:
+    """The mean of g g^T has the squared distance from the mean key as weight."""
+    model, sequence = make_model("llama"), SEQUENCES[0]
+    layers = fisher.collect_fisher(load(model), sequence[None], seed=3)
+    for layer_idx, pair in gradients(model, sequence, seed=3).items():
+        for x, found in zip(pair, (layers[layer_idx].key, layers[layer_idx].value), strict=True):
+            assert x.grad is not None
+            kept, grad = x.detach()[0, :, 4:].double(), x.grad[0, :, 4:].double()
+            weight = (kept - kept.mean(1, keepdim=True)).square().sum((0, 2))
+            expected = sum(
+                w * torch.einsum("hd,he->hde", g, g) for w, g in zip(weight, grad.transpose(0, 1), strict=True)
+            )
+            assert torch.allclose(found.double(), expected / weight.sum(), rtol=1e-4)
