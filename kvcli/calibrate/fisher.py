@@ -76,11 +76,11 @@ def _backward(model: Any, sequence: Tensor, generator: torch.Generator) -> dict[
     recorder = _Gradients()
     with Seam(model, recorder), torch.inference_mode(False), torch.enable_grad():
         states = model.base_model(input_ids=sequence.unsqueeze(0).to(model.device), use_cache=False).last_hidden_state
+        if not states.requires_grad:
+            raise SamplesError(f"the model's layers let no gradients through; {_REMEDY}")
         try:
             states.backward(_gradient_of_sampled(model, states.detach(), generator))
-        except torch.OutOfMemoryError:
-            raise
-        except (RuntimeError, NotImplementedError) as error:
+        except NotImplementedError as error:
             reason = " ".join(str(error).split())
             raise SamplesError(f"the model's gradients cannot be computed ({reason}); {_REMEDY}") from error
     return recorder.tensors
@@ -185,6 +185,8 @@ def _gradient_of_sampled(model: Any, states: Tensor, generator: torch.Generator)
         log_probs = head(leaf).float().log_softmax(-1)[0]
         if not bool(log_probs.isfinite().all()):
             raise SamplesError(f"the model's logits are not finite; {_REMEDY}")
+        if not log_probs.requires_grad:
+            raise SamplesError(f"the model's output layer lets no gradients through; {_REMEDY}")
         drawn = torch.multinomial(log_probs.detach().exp().cpu(), 1, generator=generator).to(states.device)
         made += torch.autograd.grad(log_probs.gather(1, drawn).sum(), leaf)
     return torch.cat(made, dim=1)

@@ -118,7 +118,13 @@ def test_it_is_written_once_and_a_damaged_file_is_refused(tmp_path: Any, monkeyp
 def test_models_without_gradients_are_refused_by_name() -> None:
     model = make_model("llama")
     model.lm_head.register_forward_hook(lambda module, inputs, output: output.detach())
-    with pytest.raises(SamplesError, match=r"cannot be computed \(.*\); leave them out with --fisher-tokens 0"):
+    with pytest.raises(
+        SamplesError, match="output layer lets no gradients through; leave them out with --fisher-token"
+    ):
+        fisher.collect_fisher(load(model), SEQUENCES, 0)
+    model = make_model("llama")
+    model.model.norm.register_forward_hook(lambda module, inputs, output: output.detach())
+    with pytest.raises(SamplesError, match="layers let no gradients through"):
         fisher.collect_fisher(load(model), SEQUENCES, 0)
     model = make_model("llama")
     model.model.layers[1].self_attn.o_proj.register_forward_hook(lambda module, inputs, output: output.detach())
