@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from kvcli.cache.memory import MemoryReport
@@ -49,20 +50,26 @@ def make_prompts(loaded: LoadedModel, texts: Sequence[str], config: RecallConfig
     """The prompts of all distances; a passage and the text after it are of different documents.
 
     Raises:
-        CorpusError: fewer than two documents that are long enough.
+        CorpusError: no document that is long enough, or too few words in the others.
     """
     words, length = [text.split() for text in texts], CUE_WORDS + config.passage_words
+    sources = [document for document in words if len(document) >= length]
+    if not sources:
+        raise CorpusError(f"no document of the corpus has the {length} words of a passage; choose another --corpus")
+    most = sum(map(len, words)) - max(map(len, sources))
+    if most < max(config.distances):
+        raise CorpusError(
+            f"the corpus has {most} words beside its longest document, fewer than the distance of "
+            f"{max(config.distances)}; choose a larger --corpus or shorter --distances"
+        )
     made = []
     for distance in config.distances:
-        long = [document for document in words if len(document) >= max(length, distance)]
-        if len(long) < 2:
-            raise CorpusError(
-                f"the corpus has {len(long)} documents of {max(length, distance)} words, fewer than the two of a "
-                "prompt; choose another --corpus or shorter --distances"
-            )
         for index in range(config.num_prompts):
             chosen = random.Random(f"{config.seed} {distance} {index}")
-            source, other = chosen.sample(long, 2)
+            source = chosen.choice(sources)
+            others = [document for document in words if document is not source]
+            chosen.shuffle(others)
+            other = list(chain.from_iterable(others))
             start, begin = (chosen.randint(0, len(x) - n) for x, n in ((source, length), (other, distance)))
             passage, filler = source[start : start + length], other[begin : begin + distance]
             text = f"Passage: {' '.join(passage)}\n\nOther text: {' '.join(filler)}"

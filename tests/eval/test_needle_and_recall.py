@@ -92,8 +92,15 @@ def test_passages_come_before_other_text_and_the_answer_has_their_first_words(
         assert question.endswith("Passage: " + " ".join(passage.split()[:CUE_WORDS]))
         source = {word for word in passage.split() if word.isdecimal()}
         assert source
-    with pytest.raises(CorpusError, match="0 documents of 5000 words"):
-        recall.make_prompts(loaded, texts, replace(config, distances=(5000,)))
+    total = sum(len(text.split()) for text in texts)
+    far = total - max(len(text.split()) for text in texts)
+    for prompt in recall.make_prompts(loaded, texts, replace(config, distances=(far,))):
+        other = loaded.tokenizer.decode(prompt.pieces[0]).split("\n\nOther text: ")[1]
+        assert len(other.split()) == far
+    with pytest.raises(CorpusError, match="fewer than the distance of"):
+        recall.make_prompts(loaded, texts, replace(config, distances=(far + 1,)))
+    with pytest.raises(CorpusError, match=r"no document of the corpus has the \d+ words of a passage"):
+        recall.make_prompts(loaded, texts, replace(config, passage_words=total))
 
 
 def answering(monkeypatch: pytest.MonkeyPatch, module: Any, loaded: LoadedModel, change: Any) -> None:
