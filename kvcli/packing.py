@@ -1,6 +1,13 @@
-"""Packing of small unsigned integers into bytes along the last axis: as one little-endian bit stream, or in planes."""
+"""Packing of small unsigned integers into bytes along the last axis: as one little-endian bit stream, or in planes.
+
+Products with packed codes need no particular order of the codes: `byte_fields` takes all codes out of their bytes as
+they lie there, and `planes_to_fields` or `stream_to_fields` bring the other factor into the same order.
+"""
 
 from __future__ import annotations
+
+import math
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -45,14 +52,26 @@ def unpack_bits(packed: Tensor, n_bits: int, count: int) -> Tensor:
         int32 [..., count].
     """
     _check(n_bits)
-    offsets = torch.arange(count, device=packed.device) * n_bits
-    first = offsets // 8
-    last = packed.shape[-1] - 1
-    word = packed[..., first].to(torch.int32)
-    for byte in range(1, (n_bits + 14) // 8):  # a code that starts at bit 7 spans this many bytes
-        # the byte past the end holds no bit of any code, and what is read instead is masked off
-        word |= packed[..., (first + byte).clamp(max=last)].to(torch.int32) << (8 * byte)
-    return (word >> (offsets % 8).to(torch.int32)) & ((1 << n_bits) - 1)
+    if n_bits in (1, 2, 4):
+        looked_up = torch.nn.functional.embedding(packed.int(), _codes_of_bytes(n_bits, packed.device))
+        return looked_up.flatten(-2)[..., :count]
+    period = math.lcm(n_bits, 8)
+    padded = torch.nn.functional.pad(packed, (0, -packed.shape[-1] % (period // 8)))
+    parts = padded.unflatten(-1, (-1, period // 8)).int().unbind(-1)
+    codes = []
+    for start in range(0, period, n_bits):  # each code of a period lies in the same bits of one to three bytes
+        spanned = range(start // 8, (start + n_bits + 7) // 8)
+        word = sum((parts[byte] << (8 * i) for i, byte in enumerate(spanned)), torch.zeros_like(parts[0]))
+        codes.append((word >> (start % 8)) & ((1 << n_bits) - 1))
+    return torch.stack(codes, dim=-1).flatten(-2)[..., :count]
+
+
+@cache
+def _codes_of_bytes(n_bits: int, device: torch.device) -> Tensor:
+    """The codes of each byte, int32 [256, 8 / n_bits]."""
+    shifts = torch.arange(0, 8, n_bits, device=device, dtype=torch.int32)
+    with torch.inference_mode(False):
+        return (torch.arange(256, device=device, dtype=torch.int32).unsqueeze(1) >> shifts) & ((1 << n_bits) - 1)
 
 
 def planes_size(count: int, n_bits: int) -> int:
@@ -80,9 +99,42 @@ def pack_planes(codes: Tensor, n_bits: int) -> Tensor:
 
 def unpack_planes(packed: Tensor, n_bits: int, count: int) -> Tensor:
     """Inverse of `pack_planes`: uint8 [..., planes_size(count, n_bits)] to int32 [..., count]."""
-    words = packed.shape[-1] // 2
-    codes = unpack_bits(packed, n_bits, words * (16 // n_bits))
-    return codes.unflatten(-1, (words, -1)).transpose(-1, -2).flatten(-2)[..., :count]
+    words = packed.view(torch.int16).int()
+    planes = [(words >> shift) & ((1 << n_bits) - 1) for shift in range(0, 16, n_bits)]
+    return torch.cat(planes, dim=-1)[..., :count]
+
+
+def byte_fields(packed: Tensor, n_bits: int) -> Tensor:
+    """The codes as they lie in the bytes: uint8 [..., bytes] to float32 [8 / n_bits, ..., bytes].
+
+    Args:
+        packed: bytes of codes.
+        n_bits: bits per code, a divisor of 8.
+    """
+    fields = torch.empty(8 // n_bits, *packed.shape, device=packed.device)
+    for field, shift in zip(fields, range(0, 8, n_bits), strict=True):
+        field.copy_((packed >> shift) & ((1 << n_bits) - 1))
+    return fields
+
+
+def stream_to_fields(x: Tensor, n_bits: int) -> Tensor:
+    """Numbers [..., count], one for each code of `pack_bits`, in the order of `byte_fields`: 0 where no code is."""
+    fields = 8 // n_bits
+    padded = torch.nn.functional.pad(x, (0, -x.shape[-1] % fields))
+    return padded.unflatten(-1, (-1, fields)).movedim(-1, 0)
+
+
+def planes_to_fields(x: Tensor, n_bits: int) -> Tensor:
+    """Numbers [..., count], one for each code of `pack_planes`, in the order of `byte_fields`: 0 where no code is."""
+    words = planes_size(x.shape[-1], n_bits) // 2
+    padded = torch.nn.functional.pad(x, (0, words * (16 // n_bits) - x.shape[-1]))
+    # a code is a field of the low or of the high byte of a word
+    return padded.unflatten(-1, (2, 8 // n_bits, words)).movedim(-2, 0).transpose(-1, -2).flatten(-2)
+
+
+def fields_to_planes(x: Tensor, n_bits: int, count: int) -> Tensor:
+    """Inverse of `planes_to_fields`: [8 / n_bits, ..., bytes] to [..., count]."""
+    return x.unflatten(-1, (-1, 2)).transpose(-1, -2).movedim(0, -2).flatten(-3)[..., :count]
 
 
 def _check(n_bits: int) -> None:

@@ -90,6 +90,19 @@ class CodecContract:
             codes = coder.encode(sample(64))
             assert torch.allclose(coder.decode(codes.slice(32, 64)), coder.decode(codes)[:, :, 32:], atol=1e-6)
 
+    @pytest.mark.parametrize("rows", [1, 6])
+    def test_products_with_codes_are_products_with_decoded_tokens(self, codec: LayerCodec, rows: int) -> None:
+        key, value = coders(codec)
+        angles = torch.randn(2, 1, 32, 8)
+        rotation = Rotation(angles.cos(), angles.sin()) if codec.key.space == "pre_rope" else None
+        query, weights = torch.randn(2, 2, rows, 16), torch.rand(2, 2, rows, 32)
+        codes = [coder.encode(sample(64)).slice(32, 64) for coder in (key, value)]
+        decoded = key.decode(codes[0])
+        expected = query @ (decoded if rotation is None else rotation.apply(decoded)).transpose(-1, -2)
+        assert torch.allclose(key.scores(query, codes[0], key.state, rotation), expected, atol=1e-4, rtol=1e-4)
+        sums = value.weighted_sum(weights, codes[1])
+        assert torch.allclose(sums, weights @ value.decode(codes[1]), atol=1e-4, rtol=1e-4)
+
     def test_state_dict_restores_the_codec_bit_for_bit(self, codec: LayerCodec) -> None:
         state = {name: x.clone() for name, x in codec.state_dict().items()}
         codes = [coder.encode(sample(24)) for coder in coders(codec)]

@@ -1,4 +1,4 @@
-"""Attention over window and codes in float32, for any codec: what the kernels are tested against.
+"""Attention over window and codes in float32 and in PyTorch, for any codec: what the kernels are tested against.
 
 Attention over a set of keys is kept as (out, lse), its output and the log-sum-exp of its scores, so that sets can be
 attended to one after another and merged exactly.
@@ -6,6 +6,7 @@ attended to one after another and merged exactly.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import reduce
 
 import torch
@@ -18,6 +19,8 @@ from kvcli.rope import Rotation
 
 _BLOCK_TOKENS = 4096
 _SCORE_ELEMENTS = 2**26
+_FEW_ROWS = 32
+"""Queries of a kv head up to which codes are multiplied as they are stored; more share the work of decoding them."""
 
 
 def partial_attention(
@@ -40,21 +43,36 @@ def partial_attention(
     kv_heads = key.shape[1]
     block = max(1, _SCORE_ELEMENTS // max(1, batch * num_heads * key.shape[2]))
     key, value = key.float().transpose(-1, -2), value.float()
-    outs, lses = [], []
+    parts = []
     for start in range(0, query_len, block):
         # the query heads of a kv head are rows of one product: neither keys nor values are repeated
         rows = query[:, :, start : start + block].float().unflatten(1, (kv_heads, -1))
         scores = (rows.flatten(2, 3) @ key).unflatten(2, rows.shape[2:4]) * scaling
-        if visible is not None:
-            shown = visible if visible.shape[1] == 1 else visible[:, start : start + block]
-            scores = scores.masked_fill(~shown[:, None, None], float("-inf"))
-        lse = scores.logsumexp(-1)
-        weights = torch.exp(scores - torch.where(lse.isneginf(), 0.0, lse).unsqueeze(-1))
-        outs.append((weights.flatten(2, 3) @ value).unflatten(2, rows.shape[2:4]).flatten(1, 2))
-        lses.append(lse.flatten(1, 2))
-    if len(outs) == 1:
-        return outs[0], lses[0]
+        shown = visible if visible is None or visible.shape[1] == 1 else visible[:, start : start + block]
+        parts.append(_softmax_sum(scores, shown, lambda weights: weights @ value))
+    if len(parts) == 1:
+        return parts[0]
+    outs, lses = zip(*parts, strict=True)
     return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
+
+
+def _softmax_sum(scores: Tensor, visible: Tensor | None, weighted_sum: Callable[[Tensor], Tensor]) -> PartialAttention:
+    """Softmax of scores [batch, num_kv_heads, group, query_len, kv_len], and the sum of values with these weights.
+
+    Args:
+        scores: scaled; overwritten.
+        visible: as in `partial_attention`.
+        weighted_sum: of [batch, num_kv_heads, rows, kv_len] to [batch, num_kv_heads, rows, head_dim].
+
+    Returns:
+        As `partial_attention`.
+    """
+    if visible is not None:
+        scores.masked_fill_(~visible[:, None, None], float("-inf"))
+    lse = scores.logsumexp(-1)
+    weights = scores.sub_(torch.where(lse.isneginf(), 0.0, lse).unsqueeze(-1)).exp_()
+    out = weighted_sum(weights.flatten(2, 3)).unflatten(2, scores.shape[2:4])
+    return out.flatten(1, 2), lse.flatten(1, 2)
 
 
 def merge_state(first: PartialAttention, second: PartialAttention) -> PartialAttention:
@@ -126,7 +144,7 @@ def attend_window(
 
 
 def attend_codes(codec: LayerCodec, query: Tensor, encoded: EncodedTokens, scaling: float) -> PartialAttention:
-    """Decodes the tokens block by block, rotates the keys where the codec works before RoPE, and attends.
+    """Attends to the tokens block by block: a few queries to codes as they are stored, more to decoded tokens.
 
     Args:
         codec: the layer's codecs.
@@ -144,9 +162,15 @@ def attend_codes(codec: LayerCodec, query: Tensor, encoded: EncodedTokens, scali
 def _attend_block(
     codec: LayerCodec, query: Tensor, encoded: EncodedTokens, scaling: float, start: int, stop: int
 ) -> PartialAttention:
-    """Attention over the decoded tokens [start, stop)."""
+    """Attention over the tokens [start, stop)."""
     rotation = None if encoded.rotations is None else encoded.rotations.tokens(start, stop)
-    key = codec.decode_keys(encoded.key_codes.slice(start, stop), encoded.key_state, rotation, torch.float32)
-    value = codec.value.decode(encoded.value_codes.slice(start, stop), None)
+    key_codes, value_codes = encoded.key_codes.slice(start, stop), encoded.value_codes.slice(start, stop)
     visible = encoded.visible(start, stop)
-    return partial_attention(query, key, value, None if visible is None else visible[:, None], scaling)
+    visible = None if visible is None else visible[:, None]
+    rows = query.float().unflatten(1, (codec.key.spec.num_kv_heads, -1))
+    if rows.shape[2] * rows.shape[3] > _FEW_ROWS:
+        key = codec.decode_keys(key_codes, encoded.key_state, rotation, torch.float32)
+        return partial_attention(query, key, codec.value.decode(value_codes, None), visible, scaling)
+    scores = codec.scores(rows.flatten(2, 3) * scaling, key_codes, encoded.key_state, rotation)
+    scores = scores.unflatten(2, rows.shape[2:4])
+    return _softmax_sum(scores, visible, lambda weights: codec.value.weighted_sum(weights, value_codes))

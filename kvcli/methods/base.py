@@ -18,6 +18,7 @@ from typing_extensions import TypeVar
 from kvcli.kernels.cached import CachedFromBuffers
 from kvcli.kernels.constants import FP16_MAX
 from kvcli.rope import Rotation, Unrotate
+from kvcli.spec import ModelSpec
 
 Space = Literal["pre_rope", "post_rope"]
 
@@ -81,7 +82,12 @@ class Codec(nn.Module, ABC, Generic[CodesT, StateT]):
     """Encodes the keys or the values of one layer; fitted state is in its buffers.
 
     `StateT` is the type of what it keeps of each sequence, None for most codecs.
+
+    Attributes:
+        spec: the model's shapes.
     """
+
+    spec: ModelSpec
 
     tokens_per_group: int = 1
     """Tokens that are encoded together; `encode` takes whole groups."""
@@ -215,6 +221,21 @@ class KeyCodec(Codec[CodesT, StateT]):
             counts: float32 [batch], new tokens of each sequence, 0 in finalized ones.
         """
 
+    def scores(self, query: Tensor, codes: CodesT, state: StateT, rotation: Rotation | None) -> Tensor:
+        """Products of a few queries with the keys; a codec overrides it where it need not decode for that.
+
+        Args:
+            query: float32 [batch, num_kv_heads, rows, head_dim], rotated; rows are all queries of a kv head.
+            codes: of the tokens.
+            state: of their sequences; None for codecs without one.
+            rotation: RoPE of the tokens, float32; None if `space` is `post_rope`.
+
+        Returns:
+            float32 [batch, num_kv_heads, rows, time].
+        """
+        keys = self.decode(codes, state)
+        return query @ (keys if rotation is None else rotation.apply(keys)).transpose(-1, -2)
+
     def finalize_state(self, state: StateT, rows: list[int]) -> None:
         """Computes, in place, what encoding needs from what was observed.
 
@@ -239,6 +260,18 @@ class KeyCodec(Codec[CodesT, StateT]):
 
 class ValueCodec(Codec[CodesT, Any]):
     """A codec of values; it keeps no state, so `state` is None."""
+
+    def weighted_sum(self, weights: Tensor, codes: CodesT) -> Tensor:
+        """Weighted sums of the values; a codec overrides it where it need not decode for that.
+
+        Args:
+            weights: float32 [batch, num_kv_heads, rows, time]; rows are all queries of a kv head, a few.
+            codes: of the tokens.
+
+        Returns:
+            float32 [batch, num_kv_heads, rows, head_dim].
+        """
+        return weights @ self.decode(codes, None)
 
 
 KeyT = TypeVar("KeyT", bound=KeyCodec[Any], default=KeyCodec[Any])
@@ -312,6 +345,20 @@ class LayerCodec(nn.Module, Generic[KeyT, ValueT]):
         elif self.offset is not None:
             keys = keys + self._rotated(self.offset, rotation)
         return (keys.clamp(-FP16_MAX, FP16_MAX) if dtype == torch.float16 else keys).to(dtype)
+
+    def scores(self, query: Tensor, codes: Codes, state: Any, rotation: Rotation | None) -> Tensor:
+        """Products of a few queries with the keys, offset included, as `KeyCodec.scores`.
+
+        Args:
+            query: float32 [batch, num_kv_heads, rows, head_dim], rotated.
+            codes: of the tokens.
+            state: of their sequences; None for codecs without one.
+            rotation: RoPE of the tokens, float32, if `needs_rotations`.
+        """
+        scores = self.key.scores(query, codes, state, rotation if self.key.space == "pre_rope" else None)
+        if self.offset is None or rotation is None:
+            return scores
+        return scores + query @ self._rotated(self.offset, rotation).transpose(-1, -2)
 
     @staticmethod
     def _rotated(offset: Tensor, rotation: Rotation) -> Tensor:

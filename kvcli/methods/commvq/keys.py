@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvcli.kernels.cached import CachedFromBuffers
 from kvcli.kernels.constants import FP16_MAX, norm_unit
 from kvcli.methods.base import Codes, KeyCodec, Space
-from kvcli.methods.commvq.codebook import centres, nearest
+from kvcli.methods.commvq.codebook import centres, nearest, times_i
 from kvcli.methods.commvq.config import CommVQConfig
 from kvcli.methods.commvq.tables import SearchTables, search_tables
 from kvcli.packing import pack_bits, packed_size, unpack_bits
-from kvcli.rope import from_pairs, to_pairs
+from kvcli.rope import Rotation, from_pairs, to_pairs
 from kvcli.spec import ModelSpec
 
 _ENCODE_TOKENS = 8192
@@ -170,20 +170,38 @@ class CommVQKeyCodec(KeyCodec[CommVQKeyCodes, None]):
 
     def unpack(self, codes: CommVQKeyCodes) -> tuple[Tensor, Tensor]:
         """Indices a and b, each int64 [heads * groups, batch, time, R]."""
-        flat = unpack_bits(codes.packed.squeeze(1), self.config.bits_per_code, self.num_codes).long()
-        split = flat.unflatten(-1, (-1, self.config.num_residuals)).permute(2, 0, 1, 3)
-        return split // self.config.codebook_size, split % self.config.codebook_size
+        flat = unpack_bits(codes.packed.squeeze(1), self.config.bits_per_code, self.num_codes)
+        code = flat.long().unflatten(-1, (-1, self.config.num_residuals)).permute(2, 0, 1, 3)
+        bits = self.config.bits_per_code // 2
+        return code >> bits, code & (self.config.codebook_size - 1)
 
     def decode(self, codes: CommVQKeyCodes, state: None = None) -> Tensor:
+        return from_pairs(self.unit_pairs(codes), self.spec.rope.rotary_dim) * self.gain(codes)
+
+    def unit_pairs(self, codes: CommVQKeyCodes) -> Tensor:
+        """Decoded keys without their norms: float32 [batch, num_kv_heads, time, head_dim/2, 2], (re, im) last."""
         batch, time = codes.packed.shape[0], codes.packed.shape[2]
-        first, second = self.unpack(codes)
-        books = self.books()
-        total = books.new_zeros(books.shape[0], batch * time, books.shape[-1])
-        for stage, book in enumerate(books.unbind(1)):
-            total += centres(book, first[..., stage].flatten(1), second[..., stage].flatten(1))
-        pairs = total.view(self.spec.num_kv_heads, self.num_groups, batch, time, -1, 2)
-        pairs = pairs.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)
-        return from_pairs(pairs, self.spec.rope.rotary_dim) * self.gain(codes)
+        table = self.books().flatten(0, 2)
+        start = torch.arange(0, len(table), self.config.codebook_size, device=table.device)
+        start = start.view(-1, 1, 1, self.config.num_residuals)
+        # the sum over stages of u_a + i * u_b
+        first, second = (
+            nn.functional.embedding_bag((rows + start).flatten(0, 2), table, mode="sum") for rows in self.unpack(codes)
+        )
+        keys = (first + times_i(second)).view(self.spec.num_kv_heads, self.num_groups, batch, time, -1, 2)
+        return keys.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)
+
+    def scores(self, query: Tensor, codes: CommVQKeyCodes, state: None, rotation: Rotation | None) -> Tensor:
+        pairs, rotary_dim = self.unit_pairs(codes), self.spec.rope.rotary_dim
+        if rotation is not None:
+            turn = torch.complex(rotation.cos, rotation.sin)
+            turned = torch.view_as_complex(pairs[..., : rotary_dim // 2, :].contiguous()) * turn
+            rest = pairs[..., rotary_dim // 2 :, :]
+            pairs = torch.view_as_real(turned)
+            if rest.shape[3]:
+                pairs = torch.cat((pairs, rest), dim=3)
+        products = to_pairs(query, rotary_dim).flatten(-2) @ pairs.flatten(-2).transpose(-1, -2)
+        return products * self.gain(codes).transpose(-1, -2)
 
     def gain(self, codes: CommVQKeyCodes) -> Tensor:
         """The factor of the codebook's unit keys: float32 [batch, 1 or heads, time, 1]."""

@@ -12,7 +12,7 @@ from kvcli.kernels.cached import CachedFromBuffers
 from kvcli.methods.base import Codes, ValueCodec
 from kvcli.methods.commvq.config import CommVQConfig
 from kvcli.methods.commvq.tables import SWEEP_BITS, DescentTables, descent_tables, in_metric
-from kvcli.packing import pack_bits, packed_size, unpack_bits
+from kvcli.packing import byte_fields, pack_bits, packed_size, stream_to_fields, unpack_bits
 from kvcli.spec import ModelSpec
 
 
@@ -136,6 +136,19 @@ class CommVQValueCodec(ValueCodec[CommVQValueCodes]):
         rows = self.unpack(codes) @ self.codebook.float() + self.offset.float()
         rows = rows * codes.scale.squeeze(1).float()
         return rows.unflatten(-1, (self.spec.num_kv_heads, self.spec.head_dim)).transpose(1, 2)
+
+    def weighted_sum(self, weights: Tensor, codes: CommVQValueCodes) -> Tensor:
+        spec = self.spec
+        if weights.shape[1] * weights.shape[2] >= spec.kv_dim:  # then all bits of a token cost more than its values
+            return super().weighted_sum(weights, codes)
+        # sum of w * scale * (bits @ codebook + offset) = (sum of w * scale * bits) @ codebook + sum(w * scale) * offset
+        scaled = weights * codes.scale.float().transpose(-1, -2)
+        sums = scaled.flatten(1, 2) @ byte_fields(codes.packed.squeeze(1), 1)
+        rows = stream_to_fields(self.codebook.float().T, 1).transpose(-1, -2)
+        rows = rows.unflatten(-1, (spec.num_kv_heads, spec.head_dim)).transpose(1, 2).unsqueeze(1)
+        out = (sums.unflatten(2, weights.shape[1:3]) @ rows).sum(0)
+        offset = self.offset.float().view(spec.num_kv_heads, 1, spec.head_dim)
+        return out + scaled.sum(-1, keepdim=True) * offset
 
 
 def sweep(target: Tensor, codebook: Tensor, bits: Tensor) -> Tensor:

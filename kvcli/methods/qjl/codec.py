@@ -15,7 +15,8 @@ from torch import Tensor
 from kvcli.kernels.constants import FP16_MAX, norm_unit
 from kvcli.methods.base import Codes, KeyCodec, State
 from kvcli.methods.qjl.config import QJLConfig
-from kvcli.packing import pack_bits, packed_size, unpack_bits
+from kvcli.packing import byte_fields, pack_bits, packed_size, stream_to_fields, unpack_bits
+from kvcli.rope import Rotation
 from kvcli.spec import ModelSpec
 
 
@@ -123,6 +124,20 @@ class QJLKey(KeyCodec[QJLCodes, QJLState]):
         if not self.config.num_outliers:
             return inliers
         return inliers + self._estimate(codes.outlier_signs, codes.outlier_norm, self.outlier_sketch) * outlier
+
+    def scores(self, query: Tensor, codes: QJLCodes, state: QJLState, rotation: Rotation | None) -> Tensor:
+        outlier = state.channels.unsqueeze(2)
+        inliers = self._scores(query * (1 - outlier), codes.signs, codes.norm, self.sketch)
+        if not self.config.num_outliers:
+            return inliers
+        return inliers + self._scores(query * outlier, codes.outlier_signs, codes.outlier_norm, self.outlier_sketch)
+
+    def _scores(self, query: Tensor, signs: Tensor, norm: Tensor, sketch: Tensor) -> Tensor:
+        """sqrt(pi/2)/m * |k| * (S q) . sign(S k), [batch, heads, rows, time], without decoding the key."""
+        sketched = query @ sketch.T
+        bits = byte_fields(signs, 1).transpose(-1, -2)
+        products = 2 * (stream_to_fields(sketched, 1) @ bits).sum(0) - sketched.sum(-1, keepdim=True)
+        return products * norm.float().transpose(-1, -2) * (self.norm_factor / len(sketch))
 
     def _estimate(self, signs: Tensor, norm: Tensor, sketch: Tensor) -> Tensor:
         """sqrt(pi/2)/m * |k| * S^T sign(S k), [batch, heads, time, head_dim]."""

@@ -10,7 +10,8 @@ from torch import Tensor
 from kvcli.methods.base import Codes, KeyCodec, StateT
 from kvcli.methods.config import ScalarBits
 from kvcli.methods.scalar.affine import dequantize, max_magnitude, quantize
-from kvcli.packing import pack_planes, planes_size, unpack_planes
+from kvcli.packing import byte_fields, pack_planes, planes_size, planes_to_fields, unpack_planes
+from kvcli.rope import Rotation
 from kvcli.spec import ModelSpec
 
 
@@ -72,6 +73,16 @@ class PerChannelCodec(KeyCodec[PerChannelCodes, StateT]):
     def decode(self, codes: PerChannelCodes, state: StateT | None = None) -> Tensor:
         unpacked = unpack_planes(codes.packed, self.n_bits, self.spec.head_dim)
         return self.dequantize_channels(unpacked, codes.scale, codes.zero)
+
+    def scores(self, query: Tensor, codes: PerChannelCodes, state: StateT, rotation: Rotation | None) -> Tensor:
+        if rotation is not None:
+            return super().scores(query, codes, state, rotation)
+        # q . (code * scale + zero) = (q * scale) . code + q . zero, with a scaled query per group of tokens
+        scaled = query.unsqueeze(2) * codes.scale.float().unsqueeze(3)
+        fields = byte_fields(codes.packed, self.n_bits).unflatten(3, (-1, self.tokens_per_group))
+        products = (planes_to_fields(scaled, self.n_bits) @ fields.transpose(-1, -2)).sum(0)
+        zeros = query @ codes.zero.float().transpose(-1, -2)
+        return (products.transpose(2, 3) + zeros.unsqueeze(-1)).flatten(3)
 
     def decode_to(self, codes: PerChannelCodes, state: StateT, dtype: torch.dtype) -> Tensor:
         if not self.fused:

@@ -10,7 +10,15 @@ from torch import Tensor
 from kvcli.methods.base import Codec, Codes, KeyCodec, ValueCodec
 from kvcli.methods.config import ScalarBits
 from kvcli.methods.scalar.affine import dequantize, max_magnitude, quantize
-from kvcli.packing import pack_planes, planes_size, unpack_planes
+from kvcli.packing import (
+    byte_fields,
+    fields_to_planes,
+    pack_planes,
+    planes_size,
+    planes_to_fields,
+    unpack_planes,
+)
+from kvcli.rope import Rotation
 from kvcli.spec import ModelSpec
 
 
@@ -80,10 +88,32 @@ class PerTokenCodec(Codec[PerTokenCodes, None]):
 
         return dequantize_planes(codes, self.n_bits, self.spec.head_dim, 1, self.group_size, dtype)
 
+    def group_mask(self) -> Tensor:
+        """1 where a channel is in a group, else 0: float32 [head_dim / group_size, head_dim]."""
+        groups = torch.arange(self.spec.head_dim // self.group_size).unsqueeze(1)
+        return (torch.arange(self.spec.head_dim) // self.group_size == groups).float()
+
 
 class PerTokenKey(PerTokenCodec, KeyCodec[PerTokenCodes, None]):
     """Post-RoPE keys, quantized per token."""
 
+    def scores(self, query: Tensor, codes: PerTokenCodes, state: None, rotation: Rotation | None) -> Tensor:
+        # q . (code * scale + zero) = sum over groups of (q in the group . code) * scale + sum(q in the group) * zero
+        parts = query.unsqueeze(2) * self.group_mask().to(query.device).unsqueeze(1)
+        fields = byte_fields(codes.packed, self.n_bits).transpose(-1, -2)
+        products = (planes_to_fields(parts.flatten(2, 3), self.n_bits) @ fields).sum(0).unflatten(2, parts.shape[2:4])
+        scale, zero = (x.float().transpose(-1, -2).unsqueeze(3) for x in (codes.scale, codes.zero))
+        return (products * scale + parts.sum(-1, keepdim=True) * zero).sum(2)
+
 
 class PerTokenValue(PerTokenCodec, ValueCodec[PerTokenCodes]):
     """Values, quantized per token."""
+
+    def weighted_sum(self, weights: Tensor, codes: PerTokenCodes) -> Tensor:
+        # sum of w * (code * scale + zero): weights times scales for each group, of whose sum its channels are taken
+        scaled = weights.unsqueeze(2) * codes.scale.float().transpose(-1, -2).unsqueeze(3)
+        sums = scaled.flatten(2, 3) @ byte_fields(codes.packed, self.n_bits)
+        sums = fields_to_planes(sums, self.n_bits, self.spec.head_dim).unflatten(2, scaled.shape[2:4])
+        mask = self.group_mask().to(weights.device)
+        zeros = weights @ codes.zero.float()
+        return (sums * mask.unsqueeze(1)).sum(2) + zeros @ mask
