@@ -99,42 +99,51 @@ def pack_planes(codes: Tensor, n_bits: int) -> Tensor:
 
 def unpack_planes(packed: Tensor, n_bits: int, count: int) -> Tensor:
     """Inverse of `pack_planes`: uint8 [..., planes_size(count, n_bits)] to int32 [..., count]."""
-    words = packed.view(torch.int16).int()
-    planes = [(words >> shift) & ((1 << n_bits) - 1) for shift in range(0, 16, n_bits)]
-    return torch.cat(planes, dim=-1)[..., :count]
+    words = packed.view(torch.int16).int().unsqueeze(-2)
+    shifts = torch.arange(0, 16, n_bits, device=packed.device, dtype=torch.int32).unsqueeze(1)
+    return ((words >> shifts) & (2**n_bits - 1)).flatten(-2)[..., :count]
 
 
 def byte_fields(packed: Tensor, n_bits: int) -> Tensor:
-    """The codes as they lie in the bytes: uint8 [..., bytes] to float32 [8 / n_bits, ..., bytes].
+    """The codes where they lie in the bytes, which costs much less than to bring them into order.
 
     Args:
-        packed: bytes of codes.
+        packed: uint8 [..., bytes].
         n_bits: bits per code, a divisor of 8.
+
+    Returns:
+        float32 [..., 8 / n_bits * bytes]: for field f of a byte, a code times 2^(f * n_bits), first all fields 0.
     """
-    fields = torch.empty(8 // n_bits, *packed.shape, device=packed.device)
-    for field, shift in zip(fields, range(0, 8, n_bits), strict=True):
-        field.copy_((packed >> shift) & ((1 << n_bits) - 1))
-    return fields
+    return torch.cat([packed & (2**n_bits - 1 << shift) for shift in range(0, 8, n_bits)], dim=-1).float()
 
 
 def stream_to_fields(x: Tensor, n_bits: int) -> Tensor:
-    """Numbers [..., count], one for each code of `pack_bits`, in the order of `byte_fields`: 0 where no code is."""
-    fields = 8 // n_bits
-    padded = torch.nn.functional.pad(x, (0, -x.shape[-1] % fields))
-    return padded.unflatten(-1, (-1, fields)).movedim(-1, 0)
+    """What products of x [..., count] with the codes of `pack_bits` take in place of x, given their `byte_fields`."""
+    padded = torch.nn.functional.pad(x, (0, -x.shape[-1] % (8 // n_bits)))
+    ordered = padded.unflatten(-1, (-1, 8 // n_bits)).transpose(-1, -2)
+    return (ordered * _field_units(n_bits, x.device)).flatten(-2)
 
 
 def planes_to_fields(x: Tensor, n_bits: int) -> Tensor:
-    """Numbers [..., count], one for each code of `pack_planes`, in the order of `byte_fields`: 0 where no code is."""
+    """What products of x [..., count] with the codes of `pack_planes` take in place of x, given their `byte_fields`."""
     words = planes_size(x.shape[-1], n_bits) // 2
     padded = torch.nn.functional.pad(x, (0, words * (16 // n_bits) - x.shape[-1]))
     # a code is a field of the low or of the high byte of a word
-    return padded.unflatten(-1, (2, 8 // n_bits, words)).movedim(-2, 0).transpose(-1, -2).flatten(-2)
+    ordered = padded.unflatten(-1, (2, 8 // n_bits, words)).movedim(-3, -1).flatten(-2)
+    return (ordered * _field_units(n_bits, x.device)).flatten(-2)
 
 
-def fields_to_planes(x: Tensor, n_bits: int, count: int) -> Tensor:
-    """Inverse of `planes_to_fields`: [8 / n_bits, ..., bytes] to [..., count]."""
-    return x.unflatten(-1, (-1, 2)).transpose(-1, -2).movedim(0, -2).flatten(-3)[..., :count]
+def fields_to_planes(sums: Tensor, n_bits: int, count: int) -> Tensor:
+    """Sums of the `byte_fields` of `pack_planes` [..., fields], as sums of the codes in their order [..., count]."""
+    ordered = sums.unflatten(-1, (8 // n_bits, -1)) * _field_units(n_bits, sums.device)
+    return ordered.unflatten(-1, (-1, 2)).movedim(-1, -3).flatten(-3)[..., :count]
+
+
+@cache
+def _field_units(n_bits: int, device: torch.device) -> Tensor:
+    """2^-(f * n_bits) for each field f of a byte: float32 [8 / n_bits, 1]."""
+    with torch.inference_mode(False):
+        return torch.exp2(-torch.arange(0.0, 8.0, n_bits, device=device)).unsqueeze(1)
 
 
 def _check(n_bits: int) -> None:

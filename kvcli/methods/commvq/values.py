@@ -144,9 +144,8 @@ class CommVQValueCodec(ValueCodec[CommVQValueCodes]):
         # sum of w * scale * (bits @ codebook + offset) = (sum of w * scale * bits) @ codebook + sum(w * scale) * offset
         scaled = weights * codes.scale.float().transpose(-1, -2)
         sums = scaled.flatten(1, 2) @ byte_fields(codes.packed.squeeze(1), 1)
-        rows = stream_to_fields(self.codebook.float().T, 1).transpose(-1, -2)
-        rows = rows.unflatten(-1, (spec.num_kv_heads, spec.head_dim)).transpose(1, 2).unsqueeze(1)
-        out = (sums.unflatten(2, weights.shape[1:3]) @ rows).sum(0)
+        rows = stream_to_fields(self.codebook.float().T, 1).T.unflatten(-1, (spec.num_kv_heads, spec.head_dim))
+        out = sums.unflatten(1, weights.shape[1:3]) @ rows.transpose(0, 1)
         offset = self.offset.float().view(spec.num_kv_heads, 1, spec.head_dim)
         return out + scaled.sum(-1, keepdim=True) * offset
 

@@ -136,7 +136,7 @@ class QJLKey(KeyCodec[QJLCodes, QJLState]):
         """sqrt(pi/2)/m * |k| * (S q) . sign(S k), [batch, heads, rows, time], without decoding the key."""
         sketched = query @ sketch.T
         bits = byte_fields(signs, 1).transpose(-1, -2)
-        products = 2 * (stream_to_fields(sketched, 1) @ bits).sum(0) - sketched.sum(-1, keepdim=True)
+        products = 2 * (stream_to_fields(sketched, 1) @ bits) - sketched.sum(-1, keepdim=True)
         return products * norm.float().transpose(-1, -2) * (self.norm_factor / len(sketch))
 
     def _estimate(self, signs: Tensor, norm: Tensor, sketch: Tensor) -> Tensor:

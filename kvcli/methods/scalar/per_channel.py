@@ -79,8 +79,8 @@ class PerChannelCodec(KeyCodec[PerChannelCodes, StateT]):
             return super().scores(query, codes, state, rotation)
         # q . (code * scale + zero) = (q * scale) . code + q . zero, with a scaled query per group of tokens
         scaled = query.unsqueeze(2) * codes.scale.float().unsqueeze(3)
-        fields = byte_fields(codes.packed, self.n_bits).unflatten(3, (-1, self.tokens_per_group))
-        products = (planes_to_fields(scaled, self.n_bits) @ fields.transpose(-1, -2)).sum(0)
+        fields = byte_fields(codes.packed, self.n_bits).unflatten(2, (-1, self.tokens_per_group))
+        products = planes_to_fields(scaled, self.n_bits) @ fields.transpose(-1, -2)
         zeros = query @ codes.zero.float().transpose(-1, -2)
         return (products.transpose(2, 3) + zeros.unsqueeze(-1)).flatten(3)
 

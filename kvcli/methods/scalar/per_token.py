@@ -101,7 +101,7 @@ class PerTokenKey(PerTokenCodec, KeyCodec[PerTokenCodes, None]):
         # q . (code * scale + zero) = sum over groups of (q in the group . code) * scale + sum(q in the group) * zero
         parts = query.unsqueeze(2) * self.group_mask().to(query.device).unsqueeze(1)
         fields = byte_fields(codes.packed, self.n_bits).transpose(-1, -2)
-        products = (planes_to_fields(parts.flatten(2, 3), self.n_bits) @ fields).sum(0).unflatten(2, parts.shape[2:4])
+        products = (planes_to_fields(parts.flatten(2, 3), self.n_bits) @ fields).unflatten(2, parts.shape[2:4])
         scale, zero = (x.float().transpose(-1, -2).unsqueeze(3) for x in (codes.scale, codes.zero))
         return (products * scale + parts.sum(-1, keepdim=True) * zero).sum(2)
 
