@@ -79,7 +79,7 @@ def test_values_by_the_encoder_alone_are_told() -> None:
     torch.manual_seed(0)
     values = torch.randn(2, 2000, 16)
     report = report_of(clustered(2, 2000, 16), values, CONFIG.model_copy(update={"value_sweeps": 0}))
-    assert any(warning.startswith("values of head 0") for warning in report.warnings)
+    assert any(warning.startswith("values: held-out error") for warning in report.warnings)
 
 
 def test_the_scalar_code_is_that_of_its_bits() -> None:

@@ -150,3 +150,15 @@ def test_zero_values_decode_to_zero() -> None:
     assert not decoded.any()
     huge = codec.decode(codec.encode(torch.full((1, 2, 3, 16), 1e9)))
     assert huge.isfinite().all()
+
+
+@pytest.mark.parametrize("bits", [1, 2])
+def test_more_rounds_never_encode_worse(bits: int) -> None:
+    spec, values = make_spec(head_dim=16), clustered(2, 3000, 16)
+    errors = []
+    for rounds in (1, 2, 6):
+        codec = CommVQValueCodec(spec, CommVQConfig(bits=bits).resolve(spec))
+        set_metric(codec, values, None)
+        fit_values_fast(codec, values, rounds)
+        errors.append(codec.unit_error(codec.normalise(values.unsqueeze(0))[0]))
+    assert errors[2] <= errors[1] * (1 + 1e-6) <= errors[0] * (1 + 1e-5)

@@ -58,18 +58,13 @@ def nearest(x: Tensor, codebook: Tensor) -> tuple[Tensor, Tensor]:
     size = codebook.shape[-2]
     table = pair_table(codebook)
     directions = torch.cat((codebook, times_i(codebook)), dim=-2).transpose(-1, -2) * -2
-    block = max(1, _BLOCK_ELEMENTS.get(x.device.type, 2**20) // (x.shape[0] * size * size))
-    indices = [_nearest_block(part @ directions, table) for part in x.split(block, dim=1)]
-    return torch.cat([a for a, _ in indices], dim=1), torch.cat([b for _, b in indices], dim=1)
-
-
-def _nearest_block(dots: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-    """argmin over (a, b) of dots_a + dots_b + table_ab, for dots [P, T, 2N] and table [P, N, N]."""
-    size = table.shape[-1]
-    along_a, along_b = dots.split(size, dim=-1)
+    along_a, along_b = (x @ directions).split(size, dim=-1)
     # amin over b is several times faster than argmin; the index is needed for one a only
-    best_over_b = (table.unsqueeze(1) + along_b.unsqueeze(-2)).amin(-1)
-    first = (best_over_b + along_a).argmin(-1)
+    best_over_b = torch.empty_like(along_a)
+    block = max(1, _BLOCK_ELEMENTS.get(x.device.type, 2**20) // (x.shape[0] * size * size))
+    for part, best in zip(along_b.split(block, dim=1), best_over_b.split(block, dim=1), strict=True):
+        torch.amin(table.unsqueeze(1) + part.unsqueeze(-2), dim=-1, out=best)
+    first = best_over_b.add_(along_a).argmin(-1)
     return first, (_rows(table, first) + along_b).argmin(-1)
 
 

@@ -62,7 +62,7 @@ class CommVQConfig(CacheConfig):
     value_metric: Literal["fisher", "scale"] = Field(
         default="fisher", description="errors of values in terms of what they cost, or of each channel's magnitude"
     )
-    value_iterations: int = Field(default=8, ge=1, le=1000, description="rounds of the fast value trainer")
+    value_iterations: int = Field(default=8, ge=1, le=1000, description="most rounds of the fast value trainer")
     value_steps: int = Field(default=2500, ge=1, le=10**7, description="optimizer steps of the paper's value trainer")
     value_hidden: int = Field(default=512, ge=1, le=2**16, description="hidden width of the paper's value encoder")
     value_sweeps: int = Field(

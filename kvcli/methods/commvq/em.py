@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvcli.methods.commvq.codebook import centres, nearest, pair_table, solve, times_i, update
 
-_SUBSET = 8192
+_SUBSET, _MOST_SUBSET = 4096, 8192
 _SOFT_BLOCK_ELEMENTS = 2**24
 _ANNEAL_STEPS = 100
 _ANNEAL_FROM, _ANNEAL_TO = 1e-3, 1e-5
@@ -37,7 +37,7 @@ def initial_codebook(x: Tensor, size: int, generator: torch.Generator) -> Tensor
 
 
 def fit_hard(x: Tensor, size: int, iterations: int, generator: torch.Generator) -> Tensor:
-    """EM with hard assignment; the first half of the iterations runs on a random subset.
+    """EM with hard assignment; the first half of the iterations runs on a random quarter, 4096 to 8192 vectors.
 
     Args:
         x: [P, T, 2g] data.
@@ -49,30 +49,35 @@ def fit_hard(x: Tensor, size: int, iterations: int, generator: torch.Generator) 
         The codebook [P, N, 2g].
     """
     codebook = initial_codebook(x, size, generator)
-    subset = torch.randperm(x.shape[1], generator=generator)[:_SUBSET].to(x.device)
-    early = iterations // 2 if x.shape[1] > 2 * _SUBSET else 0
+    count = min(max(_SUBSET, x.shape[1] // 4), _MOST_SUBSET)
+    subset = torch.randperm(x.shape[1], generator=generator)[:count].to(x.device)
+    early = iterations // 2 if x.shape[1] > 2 * count else 0
     for data, count in ((x[:, subset], early), (x, iterations - early)):
         for _ in range(count):
-            codebook = step(data, codebook)[0]
+            codebook = step(data, codebook)
     return codebook
 
 
-def step(x: Tensor, codebook: Tensor) -> tuple[Tensor, Tensor]:
+def step(x: Tensor, codebook: Tensor) -> Tensor:
     """One hard EM iteration; dead rows are replaced by the vectors of largest error.
 
+    Args:
+        x: [P, T, 2g] data.
+        codebook: [P, N, 2g].
+
     Returns:
-        The new codebook [P, N, 2g], and the squared error [P, T] of the old one.
+        The new codebook.
     """
     first, second = nearest(x, codebook)
-    error = (x - centres(codebook, first, second)).square().sum(-1)
     updated, dead = update(x, first, second, codebook)
     if bool(dead.any()):
         # a row that no vector uses can take any value without raising the error, so the next E-step can only lower it
+        error = (x - centres(codebook, first, second)).square().sum(-1)
         worst = error.topk(min(codebook.shape[1], x.shape[1]), dim=1).indices
         rank = (dead.cumsum(-1) - 1).clamp(0, worst.shape[1] - 1)
         candidates = x.gather(1, worst.gather(1, rank).unsqueeze(-1).expand_as(codebook))
         updated = torch.where(dead.unsqueeze(-1), candidates, updated)
-    return updated, error
+    return updated
 
 
 def fit_annealed(x: Tensor, size: int, stage: int, generator: torch.Generator) -> Tensor:

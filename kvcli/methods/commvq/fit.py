@@ -43,7 +43,8 @@ def fit_layer(
         `key_bits` and `value_bits`, of the codes per value; `key_nmse` and `value_nmse`, the held-out squared error of
         each head in the metric of the codes, for keys as a share of their variance, for values of their energy;
         `dead_key_rows`, dead rows of the key codebooks; `key_offset`, which constant is not coded.
-        Warnings name heads whose error exceeds that of a scalar code of as many bits, or whose codewords are too large.
+        Warnings name heads whose keys, and layers whose values, have a larger error than a scalar code of as many bits,
+        and heads whose codewords are too large.
     """
     config = codec.key.config  # with this layer's bits
     name, offset = choose_offset(codec.key, train, heldout, config, generator)
@@ -76,10 +77,22 @@ def fit_layer(
     }
     warnings = [
         *compare_with_scalar("keys", metrics["key_nmse"], train_keys, heldout_keys, key_bits),
-        *compare_with_scalar("values", metrics["value_nmse"], train_values, heldout_values, value_bits),
+        # a token's values are coded jointly, on purpose worse in heads whose errors cost less
+        *compare_with_scalar(
+            "values",
+            shares(*map(_joined, (value_error, heldout_values))),
+            _joined(train_values),
+            _joined(heldout_values),
+            value_bits,
+        ),
         *oversized_books(codec.key),
     ]
     return FitReport(metrics, tuple(warnings))
+
+
+def _joined(x: Tensor) -> Tensor:
+    """The heads of x [heads, tokens, head_dim] as one, [1, tokens, heads * head_dim]."""
+    return x.transpose(0, 1).flatten(1).unsqueeze(0)
 
 
 def coding_error(codec: Codec[Any], x: Tensor) -> Tensor:
@@ -93,7 +106,7 @@ def shares(error: Tensor, x: Tensor) -> list[float]:
 
 
 def compare_with_scalar(what: str, errors: list[float], train: Tensor, heldout: Tensor, bits: float) -> list[str]:
-    """A warning for each head whose held-out error exceeds that of a scalar code of as many bits.
+    """A warning for each head, or one joint code, whose held-out error exceeds that of a scalar code of as many bits.
 
     Args:
         what: keys or values.
@@ -103,10 +116,11 @@ def compare_with_scalar(what: str, errors: list[float], train: Tensor, heldout: 
         bits: per value; the scalar code has as many whole bits.
     """
     limits = scalar_nmse(train, heldout, min(int(bits), _MAX_SCALAR_BITS))
+    heads = [f"{what} of head {head}" for head in range(len(errors))] if len(errors) > 1 else [what]
     return [
-        f"{what} of head {head}: held-out error {error:.3g}, more than the {limit:.3g} of a scalar code of {int(bits)} "
-        "bits; calibrate on more varied text"
-        for head, (error, limit) in enumerate(zip(errors, limits, strict=True))
+        f"{which}: held-out error {error:.3g}, more than the {limit:.3g} of a scalar code of {int(bits)} bits; "
+        "calibrate on more varied text"
+        for which, error, limit in zip(heads, errors, limits, strict=True)
         if not error <= max(limit, _NEGLIGIBLE)
     ]
 

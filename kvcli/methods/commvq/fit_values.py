@@ -13,6 +13,8 @@ _RIDGE = 1e-4
 _LEAST_COST = 0.01
 _SHRINKAGE = 1e-4
 _BLOCK_TOKENS = 16384
+_JUDGED_ROWS = 8192
+_PATIENCE = 2
 _PAPER_BATCH = 2048
 _PAPER_LEARNING_RATE = 1e-3
 
@@ -51,26 +53,44 @@ def regular_covariance(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def fit_values_fast(codec: CommVQValueCodec, values: Tensor, iterations: int) -> None:
-    """Alternates coordinate descent on the bits with least squares for the codebook, then fits a linear encoder.
+    """Alternates coordinate descent on the bits with least squares for codebook and linear encoder, and keeps the best.
+
+    Encoding begins with the encoder's bits instead of those of the round before, and finds worse bits than the descent
+    does over many rounds. Codebooks are therefore judged by encoding, once as solved for the bits of the descent and
+    once for those that encoding finds, and rounds end when two in a row are worse than the best.
 
     Args:
         codec: fitted in place; its metric is used.
         values: [num_kv_heads, tokens, head_dim].
-        iterations: rounds.
+        iterations: most rounds.
     """
     rows = codec.normalise(values.unsqueeze(0))[0]
-    codebook, offset, bits = principal_bits(rows, codec.config.value_code_bits)
+    judged = rows[torch.linspace(0, len(rows) - 1, min(len(rows), _JUDGED_ROWS)).long().to(rows.device)]
+    _, _, bits = principal_bits(rows, codec.config.value_code_bits)
+    encoded = torch.empty_like(bits)
+    best, best_error, worse = codec.state_dict(), float("inf"), 0
     for _ in range(iterations):
         codebook, offset = least_squares_codebook(rows, bits)
+        _store(codec, codebook, offset)
+        # the encoder predicts the signs 2s - 1 of the bits; its bias absorbs the -1
+        encoder = 2 * _ridge_solve(rows, bits)
+        codec.get_buffer("encoder_weight_0").copy_(encoder[:-1].T)
+        codec.get_buffer("encoder_bias_0").copy_(encoder[-1] - 1)
+        worse += 1
+        for solved_for_encoded in (False, True):
+            if solved_for_encoded:
+                for part, part_bits in zip(rows.split(_BLOCK_TOKENS), encoded.split(_BLOCK_TOKENS), strict=True):
+                    part_bits.copy_(codec.assign(part)[0])
+                _store(codec, *least_squares_codebook(rows, encoded))
+            if (error := codec.unit_error(judged)) < best_error:
+                best, best_error, worse = {name: x.clone() for name, x in codec.state_dict().items()}, error, 0
+        if worse == _PATIENCE:
+            break
         for part, part_bits in zip(rows.split(_BLOCK_TOKENS), bits.split(_BLOCK_TOKENS), strict=True):
             current = part_bits.to(rows.dtype)
             sweep(part - offset, codebook, current)
             part_bits.copy_(current)
-    _store(codec, *least_squares_codebook(rows, bits))
-    # the encoder predicts the signs 2s - 1 of the bits; its bias absorbs the -1
-    encoder = 2 * _ridge_solve(rows, bits)
-    codec.get_buffer("encoder_weight_0").copy_(encoder[:-1].T)
-    codec.get_buffer("encoder_bias_0").copy_(encoder[-1] - 1)
+    codec.load_state_dict(best)
 
 
 def principal_bits(rows: Tensor, num_bits: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -100,17 +100,30 @@ class CommVQValueCodec(ValueCodec[CommVQValueCodes]):
             return CommVQValueCodes(*encode_values(x, encoder, tables, self.config.value_sweeps))
         batch, _, time, _ = x.shape
         rows, rms = self.normalise(x)
+        bits, decoded = self.assign(rows)
+        scale = rms * self._unit_gain(rows, decoded)
+        limit = torch.finfo(torch.float16).max
+        packed = pack_bits(bits.view(batch, 1, time, bits.shape[-1]), 1)
+        return CommVQValueCodes(packed, scale.clamp(-limit, limit).half().view(batch, 1, time, 1))
+
+    def assign(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The bits of unit rows [T, D] in the coordinates of the metric, and what they decode to there.
+
+        Returns:
+            float32 zeros and ones [T, N_c]; float32 [T, D], before the factor of each row.
+        """
         codebook, offset = self.in_metric(self.codebook), self.in_metric(self.offset.unsqueeze(0))
         bits = (self.logits(rows) > 0).float()
         if self.config.value_trainer == "fast":
             target = rows - offset
             for _ in range(self.config.value_sweeps):
                 sweep(target, codebook, bits)
-        decoded = bits @ codebook + offset
-        scale = rms * self._unit_gain(rows, decoded)
-        limit = torch.finfo(torch.float16).max
-        packed = pack_bits(bits.view(batch, 1, time, bits.shape[-1]), 1)
-        return CommVQValueCodes(packed, scale.clamp(-limit, limit).half().view(batch, 1, time, 1))
+        return bits, bits @ codebook + offset
+
+    def unit_error(self, rows: Tensor) -> float:
+        """Squared error of coding unit rows [T, D] as a share of their energy."""
+        _, decoded = self.assign(rows)
+        return float((decoded * self._unit_gain(rows, decoded) - rows).square().sum() / rows.square().sum())
 
     def _unit_gain(self, rows: Tensor, decoded: Tensor) -> Tensor:
         """The factor of decoded rows: least squares, or the one that restores the norm of rows [T, D]."""
