@@ -60,7 +60,7 @@ def _softmax_sum(scores: Tensor, visible: Tensor | None, weighted_sum: Callable[
     """Softmax of scores [batch, num_kv_heads, group, query_len, kv_len], and the sum of values with these weights.
 
     Args:
-        scores: scaled; overwritten.
+        scores: scaled.
         visible: as in `partial_attention`.
         weighted_sum: of [batch, num_kv_heads, rows, kv_len] to [batch, num_kv_heads, rows, head_dim].
 
@@ -68,9 +68,9 @@ def _softmax_sum(scores: Tensor, visible: Tensor | None, weighted_sum: Callable[
         As `partial_attention`.
     """
     if visible is not None:
-        scores.masked_fill_(~visible[:, None, None], float("-inf"))
+        scores = scores.masked_fill(~visible[:, None, None], float("-inf"))
     lse = scores.logsumexp(-1)
-    weights = scores.sub_(torch.where(lse.isneginf(), 0.0, lse).unsqueeze(-1)).exp_()
+    weights = (scores - torch.where(lse.isneginf(), 0.0, lse).unsqueeze(-1)).exp_()
     out = weighted_sum(weights.flatten(2, 3)).unflatten(2, scores.shape[2:4])
     return out.flatten(1, 2), lse.flatten(1, 2)
 
