@@ -65,7 +65,8 @@ def fit_values_fast(codec: CommVQValueCodec, values: Tensor, iterations: int) ->
         iterations: most rounds.
     """
     rows = codec.normalise(values.unsqueeze(0))[0]
-    judged = rows[torch.linspace(0, len(rows) - 1, min(len(rows), _JUDGED_ROWS)).long().to(rows.device)]
+    count = min(len(rows), _JUDGED_ROWS)
+    judged = rows[torch.arange(count, device=rows.device) * len(rows) // count]
     _, _, bits = principal_bits(rows, codec.config.value_code_bits)
     encoded = torch.empty_like(bits)
     best, best_error, worse = codec.state_dict(), float("inf"), 0
