@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 from dataclasses import replace
 from typing import Any
@@ -90,8 +91,9 @@ def test_passages_come_before_other_text_and_the_answer_has_their_first_words(
         assert len(other.split()) == prompt.place["distance"]
         assert passage.split()[CUE_WORDS:] == prompt.expected.split()
         assert question.endswith("Passage: " + " ".join(passage.split()[:CUE_WORDS]))
-        source = {word for word in passage.split() if word.isdecimal()}
-        assert source
+        documents = [set(re.findall(r"of text (\d)", part)) for part in (passage, other)]
+        assert len(documents[0]) == 1
+        assert not documents[0] & documents[1]
     total = sum(len(text.split()) for text in texts)
     far = total - max(len(text.split()) for text in texts)
     for prompt in recall.make_prompts(loaded, texts, replace(config, distances=(far,))):
