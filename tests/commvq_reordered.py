@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvcli.methods.base import LayerCodec
 from kvcli.methods.commvq.keys import CommVQKeyCodec
 from kvcli.methods.commvq.values import CommVQValueCodec
 from kvcli.methods.encoded import EncodedTokens, PartialAttention
+from kvcli.methods.layer_codec import LayerCodec
 from kvcli.rope import Rotation, to_pairs
 
 

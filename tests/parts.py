@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from kvcli.attention.session import make_config
 from kvcli.kernels.constants import norm_unit
-from kvcli.methods.base import LayerCodec
 from kvcli.methods.commvq.keys import CommVQKeyCodes
 from kvcli.methods.commvq.values import CommVQValueCodes
 from kvcli.methods.encoded import EncodedTokens, PartialAttention
+from kvcli.methods.layer_codec import LayerCodec
 from kvcli.packing import pack_bits
 from kvcli.registry import parse_method
 from kvcli.rope import Rope, TokenRotations

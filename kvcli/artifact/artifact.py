@@ -17,8 +17,8 @@ from kvcli.artifact.reading import read_folder
 from kvcli.artifact.writing import folder_of_its_own, write_folder
 from kvcli.errors import ArtifactError, ConfigError, explain
 from kvcli.fingerprint import differs
-from kvcli.methods.base import LayerCodec
 from kvcli.methods.config import CacheConfig
+from kvcli.methods.layer_codec import LayerCodec
 from kvcli.registry import get_method
 from kvcli.spec import ModelSpec
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from kvcli.errors import ArtifactError
-from kvcli.methods.base import LayerCodec
 from kvcli.methods.config import CacheConfig
+from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import Method
 from kvcli.spec import ModelSpec
 

@@ -16,8 +16,8 @@ from kvcli.cache.counts import FlushPlan
 from kvcli.cache.forward import Forward
 from kvcli.cache.store import LayerStore
 from kvcli.cache.window import WindowTokens
-from kvcli.methods.base import LayerCodec
 from kvcli.methods.encoded import EncodedTokens
+from kvcli.methods.layer_codec import LayerCodec
 from kvcli.seam.patch import RotaryOutput
 from kvcli.seam.sdpa import sdpa
 

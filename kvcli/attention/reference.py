@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from kvcli.cache.window import WindowTokens
-from kvcli.methods.base import LayerCodec
 from kvcli.methods.encoded import EncodedTokens, PartialAttention
+from kvcli.methods.layer_codec import LayerCodec
 from kvcli.rope import Rotation
 
 _BLOCK_TOKENS = 4096

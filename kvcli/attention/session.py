@@ -18,8 +18,8 @@ from kvcli.attention.layer import attend_layer
 from kvcli.cache.compressed import CompressedCache, NewTokens
 from kvcli.errors import CacheError, ConfigError, UnsupportedModelError, UsageError, explain
 from kvcli.fingerprint import fingerprint
-from kvcli.methods.base import LayerCodec
 from kvcli.methods.config import BiasOffsetConfig, CacheConfig
+from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import Method
 from kvcli.models import LoadedModel
 from kvcli.registry import BASELINE, get_method, parse_method

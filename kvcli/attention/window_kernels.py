@@ -19,8 +19,8 @@ from kvcli.cache.window import WindowTokens
 from kvcli.kernels.constants import FP16_MAX
 from kvcli.kernels.launch import cdiv, power_of_two, row_major
 from kvcli.kernels.pdl import pdl_launch_options, pdl_wait
-from kvcli.methods.base import LayerCodec
 from kvcli.methods.encoded import EncodedTokens, PartialAttention
+from kvcli.methods.layer_codec import LayerCodec
 
 _BLOCK_TOKENS = 8192
 """Tokens of all sequences that are decoded at once."""

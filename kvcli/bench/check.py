@@ -14,8 +14,8 @@ import torch
 from kvcli.attention.backend import choose_backend
 from kvcli.attention.reference import attend_codes as reference_attend
 from kvcli.bench.layer import EncodedLayer
-from kvcli.methods.base import LayerCodec
 from kvcli.methods.encoded import AttendCodes
+from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import Method
 
 TOLERANCE = {torch.float32: 1e-4}

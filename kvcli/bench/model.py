@@ -21,8 +21,8 @@ from kvcli.attention.session import Session
 from kvcli.bench.layer import MethodCase, randomize_
 from kvcli.bench.shapes import shape_config
 from kvcli.cache.compressed import CompressedCache, NewTokens
-from kvcli.methods.base import LayerCodec
 from kvcli.methods.encoded import EncodedTokens, PartialAttention
+from kvcli.methods.layer_codec import LayerCodec
 from kvcli.seam.patch import RotaryOutput
 from kvcli.spec import ModelSpec
 

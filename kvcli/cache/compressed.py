@@ -15,8 +15,8 @@ from kvcli.cache.memory import MemoryReport
 from kvcli.cache.sequences import Sequences
 from kvcli.cache.store import LayerStore
 from kvcli.errors import CacheError
-from kvcli.methods.base import LayerCodec
 from kvcli.methods.config import CacheConfig
+from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import Method
 from kvcli.seam.patch import Seam
 from kvcli.seam.untraced import untraced

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvcli.methods.base import Codec, Codes, KeyCodec, LayerCodec, ValueCodec
+from kvcli.methods.base import Codec, Codes, KeyCodec, ValueCodec
 from kvcli.methods.config import CacheConfig
+from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import Method
 from kvcli.spec import ModelSpec
 

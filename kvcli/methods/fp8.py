@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels.constants import FP16_MAX, TINY
-from kvcli.methods.base import Codec, Codes, KeyCodec, LayerCodec, ValueCodec
+from kvcli.methods.base import Codec, Codes, KeyCodec, ValueCodec
 from kvcli.methods.config import BiasOffsetConfig
+from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import Method
 from kvcli.spec import ModelSpec
 

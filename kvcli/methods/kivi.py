@@ -5,7 +5,7 @@ Liu et al., "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache", ICM
 
 from __future__ import annotations
 
-from kvcli.methods.base import LayerCodec
+from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import Method
 from kvcli.methods.scalar.config import KIVIConfig
 from kvcli.methods.scalar.per_channel import PerChannelKey

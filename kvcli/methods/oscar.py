@@ -38,8 +38,9 @@ from torch import Tensor
 from kvcli.errors import ConfigError
 from kvcli.kernels.constants import FP16_MAX, TINY
 from kvcli.layer_samples import LayerSamples
-from kvcli.methods.base import KeyCodec, LayerCodec, ValueCodec
+from kvcli.methods.base import KeyCodec, ValueCodec
 from kvcli.methods.config import CacheConfig, ScalarBits
+from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import FitReport, Method
 from kvcli.methods.scalar.per_token import PerTokenCodec, PerTokenCodes
 from kvcli.rope import Rotation

@@ -6,7 +6,7 @@ https://arxiv.org/abs/2402.02750
 
 from __future__ import annotations
 
-from kvcli.methods.base import LayerCodec
+from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import Method
 from kvcli.methods.scalar.config import RTNConfig
 from kvcli.methods.scalar.per_token import PerTokenKey, PerTokenValue

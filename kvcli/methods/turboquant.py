@@ -22,8 +22,9 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from kvcli.kernels.constants import FP16_MAX, TINY, norm_unit
-from kvcli.methods.base import Codec, Codes, KeyCodec, LayerCodec, ValueCodec
+from kvcli.methods.base import Codec, Codes, KeyCodec, ValueCodec
 from kvcli.methods.config import CacheConfig
+from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import Method
 from kvcli.packing import pack_bits, packed_size, unpack_bits
 from kvcli.spec import ModelSpec

@@ -9,7 +9,7 @@ from parts import DEVICE, Rotary, assert_same, make_codec, make_part
 from kvcli.attention import reference, rope_kernels, window_kernels
 from kvcli.cache.window import WindowTokens
 from kvcli.errors import CacheError
-from kvcli.methods.base import LayerCodec
+from kvcli.methods.layer_codec import LayerCodec
 from kvcli.rope import Rope, Rotation, TokenRotations
 
 

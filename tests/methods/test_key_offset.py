@@ -12,11 +12,11 @@ from parts import DEVICE, FIRST_POSITION, Rotary, assert_same, make_codec, make_
 from kvcli.attention import reference
 from kvcli.attention.session import attach, make_config
 from kvcli.layer_samples import LayerSamples
-from kvcli.methods.base import LayerCodec
 from kvcli.methods.commvq.config import CommVQConfig
 from kvcli.methods.commvq.fit import fit_layer
 from kvcli.methods.commvq.method import METHOD
 from kvcli.methods.encoded import EncodedTokens
+from kvcli.methods.layer_codec import LayerCodec
 from kvcli.registry import METHODS, get_method
 from kvcli.rope import Rope, Rotation, TokenRotations
 

@@ -10,8 +10,8 @@ from factories import make_spec
 
 from kvcli.errors import ConfigError
 from kvcli.layer_samples import LayerSamples
-from kvcli.methods.base import LayerCodec
 from kvcli.methods.kvquant import KVQuantConfig, flat, query_energy, weighted_levels
+from kvcli.methods.layer_codec import LayerCodec
 from kvcli.registry import get_method
 
 WIDTH, TOKENS = 32, 2000

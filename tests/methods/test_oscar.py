@@ -11,7 +11,7 @@ from parts import DEVICE
 
 from kvcli.errors import ConfigError
 from kvcli.layer_samples import LayerSamples
-from kvcli.methods.base import LayerCodec
+from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.oscar import OSCARConfig, bit_reversal, hadamard, oscar_rotation, output_covariance, rotated_keys
 from kvcli.registry import get_method
 from kvcli.rope import Rotation

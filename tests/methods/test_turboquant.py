@@ -9,7 +9,7 @@ import torch
 from factories import make_spec
 from pydantic import ValidationError
 
-from kvcli.methods.base import LayerCodec
+from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.turboquant import TurboQuantConfig, lloyd_max, random_rotation
 from kvcli.registry import get_method
 

@@ -6,13 +6,13 @@ from statistics import fmean
 
 import torch
 
-from kvcli.methods.base import LayerCodec
 from kvcli.methods.commvq.allocate import allocate
 from kvcli.methods.commvq.config import CommVQConfig
 from kvcli.methods.commvq.fit import fit_layer
 from kvcli.methods.commvq.keys import CommVQKeyCodec
 from kvcli.methods.commvq.layer import CommVQLayer
 from kvcli.methods.commvq.values import CommVQValueCodec
+from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import Method
 from kvcli.spec import ModelSpec
 

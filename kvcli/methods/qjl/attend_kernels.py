@@ -18,8 +18,8 @@ from kvcli.kernels.offset import offset_scores
 from kvcli.kernels.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wait
 from kvcli.kernels.splits import LOG2E, SplitScores
 from kvcli.kernels.words import EVICT_FIRST, FIELD_SCALE, field_dot, query_fields, query_in_units
-from kvcli.methods.base import LayerCodec
 from kvcli.methods.encoded import EncodedTokens, PartialAttention
+from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.qjl.codec import QJLKey, QJLState
 from kvcli.methods.scalar.per_token import PerTokenValue
 from kvcli.methods.scalar.value_kernels import unsupported_values, value_sum

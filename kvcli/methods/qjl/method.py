@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvcli.methods.base import LayerCodec
+from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import Method
 from kvcli.methods.qjl.codec import QJLKey
 from kvcli.methods.qjl.config import QJLConfig

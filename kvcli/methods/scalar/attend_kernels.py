@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels.launch import unsupported_shape
-from kvcli.methods.base import LayerCodec
 from kvcli.methods.encoded import EncodedTokens, PartialAttention
+from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.scalar.per_channel import PerChannelCodec
 from kvcli.methods.scalar.per_token import PerTokenValue
 from kvcli.methods.scalar.score_kernels import key_scores, unsupported_keys

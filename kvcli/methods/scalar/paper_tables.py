@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from kvcli.methods.base import LayerCodec, ValueCodec
+from kvcli.methods.base import ValueCodec
+from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import Method
 from kvcli.methods.paper_tables import Measurement, PaperTable
 from kvcli.methods.rtn import METHOD

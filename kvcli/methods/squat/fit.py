@@ -6,7 +6,7 @@ import torch
 
 from kvcli.errors import ConfigError
 from kvcli.layer_samples import LayerSamples
-from kvcli.methods.base import LayerCodec
+from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import FitReport
 from kvcli.methods.scalar.per_token import PerTokenValue
 from kvcli.methods.squat.codec import SQuatKey

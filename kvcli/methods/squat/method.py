@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 
-from kvcli.methods.base import LayerCodec, Space
+from kvcli.methods.base import Space
 from kvcli.methods.kivi import kivi_schedules
+from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import Method
 from kvcli.methods.scalar.per_token import PerTokenValue
 from kvcli.methods.squat.codec import SQuatKey

@@ -1,0 +1,126 @@
+"""The codecs of one layer: keys and values, and the constant part of keys that no codec sees."""
+
+from __future__ import annotations
+
+from typing import Any, Generic
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import TypeVar
+
+from kvcli.kernels.cached import CachedFromBuffers
+from kvcli.kernels.constants import FP16_MAX
+from kvcli.methods.base import Codes, KeyCodec, ValueCodec
+from kvcli.rope import Rotation, Unrotate
+
+KeyT = TypeVar("KeyT", bound=KeyCodec[Any], default=KeyCodec[Any])
+ValueT = TypeVar("ValueT", bound=ValueCodec[Any], default=ValueCodec[Any])
+
+
+class LayerCodec(nn.Module, Generic[KeyT, ValueT]):
+    """The two codecs of one layer; its `state_dict` is what an artifact stores.
+
+    Attributes:
+        key: codec of the keys, less the offset.
+        value: codec of the values.
+        key_offset: None, or float32 [num_kv_heads, head_dim]: a constant pre-RoPE key b. Only k - b is encoded, as
+            R(m)(k - b) where the codec works after RoPE; R(m) b is added to what is decoded.
+    """
+
+    key: KeyT
+    value: ValueT
+    key_offset: Tensor | None
+
+    def __init__(self, key: KeyT, value: ValueT, key_offset: Tensor | None = None) -> None:
+        super().__init__()
+        self.key = key
+        self.value = value
+        self.register_buffer("key_offset", key_offset)
+        self._offset_in_use: CachedFromBuffers[Tensor | None] = CachedFromBuffers()
+
+    @property
+    def offset(self) -> Tensor | None:
+        """`key_offset` as [1, num_kv_heads, 1, head_dim]; None if all of it is 0."""
+        stored = self.key_offset
+        if stored is None:
+            return None
+        return self._offset_in_use.get(lambda: stored[None, :, None] if stored.any() else None, stored)
+
+    @property
+    def needs_rotations(self) -> bool:
+        """Whether encoding and decoding keys takes the RoPE of their positions."""
+        return self.key.space == "pre_rope" or self.offset is not None
+
+    def encoder_input(self, keys: Tensor, rotation: Rotation, unrotate: Unrotate) -> Tensor:
+        """What `key.encode` takes, from keys of the window.
+
+        Args:
+            keys: after RoPE, [batch, num_kv_heads, time, head_dim].
+            rotation: RoPE of their positions, float32.
+            unrotate: inverse RoPE.
+
+        Returns:
+            Shaped like keys: before RoPE and float32, or after it in the dtype of keys.
+        """
+        if self.key.space == "pre_rope":
+            before = unrotate(rotation, keys)
+            return before if self.offset is None else before - self.offset
+        return keys if self.offset is None else (keys.float() - self._rotated(self.offset, rotation)).to(keys.dtype)
+
+    def decode_keys(self, codes: Codes, state: Any, rotation: Rotation | None, dtype: torch.dtype) -> Tensor:
+        """Keys after RoPE, [batch, num_kv_heads, time, head_dim].
+
+        Args:
+            codes: of the tokens.
+            state: of their sequences; None for codecs without one.
+            rotation: RoPE of their positions, float32, if `needs_rotations`.
+            dtype: of the result; values beyond float16 are clamped to its range.
+        """
+        if rotation is None or not self.needs_rotations:
+            return self.key.decode_to(codes, state, dtype)
+        keys = self.key.decode_to(codes, state, torch.float32)
+        if self.key.space == "pre_rope":
+            keys = rotation.apply(keys if self.offset is None else keys + self.offset)
+        elif self.offset is not None:
+            keys = keys + self._rotated(self.offset, rotation)
+        return (keys.clamp(-FP16_MAX, FP16_MAX) if dtype == torch.float16 else keys).to(dtype)
+
+    def scores(self, query: Tensor, codes: Codes, state: Any, rotation: Rotation | None) -> Tensor:
+        """Products of a few queries with the keys, offset included, as `KeyCodec.scores`.
+
+        Args:
+            query: float32 [batch, num_kv_heads, rows, head_dim], rotated.
+            codes: of the tokens.
+            state: of their sequences; None for codecs without one.
+            rotation: RoPE of the tokens, float32, if `needs_rotations`.
+        """
+        scores = self.key.scores(query, codes, state, rotation if self.key.space == "pre_rope" else None)
+        if self.offset is None or rotation is None:
+            return scores
+        return scores + query @ self._rotated(self.offset, rotation).transpose(-1, -2)
+
+    @staticmethod
+    def _rotated(offset: Tensor, rotation: Rotation) -> Tensor:
+        """R(m) b at each position, [batch or 1, num_kv_heads, time, head_dim]."""
+        batch, _, time, _ = rotation.cos.shape
+        return rotation.apply(offset.expand(batch, -1, time, -1))
+
+    def fitted_bytes(self) -> int:
+        """Bytes that a model holds once: fitted buffers, and tables that kernels derived from them."""
+        offset = 0 if self.key_offset is None else self.key_offset.nbytes
+        return self.key.codebook_bytes() + self.value.codebook_bytes() + offset
+
+    @property
+    def tokens_per_group(self) -> int:
+        """Tokens that are encoded together, keys or values."""
+        return max(self.key.tokens_per_group, self.value.tokens_per_group)
+
+    def blocks(self, length: int, most: int) -> list[tuple[int, int]]:
+        """Ranges [start, stop) that cover `length` tokens: whole groups, at most `most` tokens or one group each."""
+        group = self.tokens_per_group
+        size = max(1, most // group) * group
+        return [(start, min(start + size, length)) for start in range(0, length, size)]
+
+    def use_kernels(self, fused: bool) -> None:
+        """Sets whether encoding and decoding run in Triton kernels, where the codecs have them."""
+        self.key.fused = self.value.fused = fused
