@@ -51,6 +51,10 @@ class Rotation:
         scale = self.cos * self.cos + self.sin * self.sin
         return Rotation(self.cos / scale, -self.sin / scale).apply(x)
 
+    def last(self, count: int) -> Rotation:
+        """The last `count` tokens, one or more."""
+        return Rotation(self.cos[:, :, -count:], self.sin[:, :, -count:])
+
     def select(self, rows: list[int]) -> Rotation:
         """Some rows of the batch."""
         return Rotation(self.cos[rows], self.sin[rows])

@@ -97,6 +97,8 @@ def test_smollm_shape_fits_in_a_fifth_and_a_half() -> None:
                        hidden_size=576, max_position_embeddings=8192)  # fmt: skip
     spec = ModelSpec.from_config(model.config)
     method, config = get_method("commvq"), CommVQConfig(bits=2).resolve(ModelSpec.from_config(model.config))
+    from kvcli.attention.backend import REFERENCE
+    from kvcli.attention.layer import attend_layer
     from kvcli.cache.compressed import CompressedCache, NewTokens
     from kvcli.rope import Rotation
     from kvcli.seam.patch import RotaryOutput, Seam
@@ -106,15 +108,9 @@ def test_smollm_shape_fits_in_a_fifth_and_a_half() -> None:
     cache = CompressedCache(spec, method, config, [method.build(spec, config, 0)], seam)
     identity = Rotation(torch.ones(1, 1, 4096, 32), torch.zeros(1, 1, 4096, 32))
     tokens = torch.randn(1, 3, 4096, 64, dtype=torch.float16)
-    forward = cache.sequences.forward(RotaryOutput(torch.arange(4096)[None], identity), tokens, None)
+    rotary = RotaryOutput(torch.arange(4096)[None], identity)
     with torch.no_grad():
-        plans = forward.keys, forward.values
-        stores = cache.layers[0].make_stores(NewTokens(cache.layers[0], tokens, tokens), forward)
-        for store, plan in zip(stores, plans, strict=True):
-            store.reserve(plan)
-            store.next_slots(plan, 4096).copy_(tokens)
-            store.encode(plan)
-            store.evict(plan)
+        attend_layer(NewTokens(cache.layers[0], tokens, tokens), tokens, None, rotary, REFERENCE, 1.0)
     memory = cache.memory()
     assert memory.num_tokens - memory.num_encoded == 128 + 4
     assert memory.ratio >= 5.5

@@ -59,7 +59,8 @@ def test_two_streams_encode_long_prompts_as_one_does(method: str, prompt: Any, m
             cache = session.new_cache()
             for piece in pieces:
                 model(**piece, past_key_values=cache)
-            actual.append([s.codes.codes.tensors() for layer in cache.layers for s in layer.stores])
+            stores = [layer.store for layer in cache.layers]
+            actual.append([x.codes.tensors() for s in stores for x in (s.key_codes, s.value_codes)])
     for two_streams, one_stream in zip(*actual, strict=True):
         for name, codes in two_streams.items():
             assert torch.equal(codes, one_stream[name]), name
@@ -72,9 +73,9 @@ def test_offloaded_layers_come_back(prompt: Any) -> None:
         model(**{name: x.cuda() for name, x in prompt(70).items()}, past_key_values=cache)
         layer = cache.layers[0]
         layer.offload()
-        assert layer.stores[0].window.device.type == "cpu"
+        assert layer.store.keys.device.type == layer.store.values.device.type == "cpu"
         layer.prefetch()
-        assert {store.window.device.type for store in layer.stores} == {"cuda"}
+        assert layer.store.keys.device.type == layer.store.values.device.type == "cuda"
 
 
 def test_codes_are_those_of_the_cpu() -> None:

@@ -19,10 +19,10 @@ from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import Method
 from kvcli.rope import Rotation, Unrotate
 
-AttendWindow = Callable[[Tensor, WindowTokens, WindowTokens, Tensor | None, float, PartialAttention | None], Tensor]
+AttendWindow = Callable[[Tensor, Tensor, Tensor, WindowTokens, float, PartialAttention | None], Tensor]
 """Attention over window tokens merged with that over codes, as `kvcli.attention.reference.attend_window`."""
 
-RotateAndAppend = Callable[[Rotation, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+RotateAndAppend = Callable[[Rotation, Tensor, Tensor, Tensor, Tensor, Tensor, WindowTokens], Tensor]
 """Rotates new queries and keys and writes keys and values, as `kvcli.attention.reference.rotate_and_append`."""
 
 

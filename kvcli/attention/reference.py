@@ -32,7 +32,7 @@ def partial_attention(
         query: [batch, num_heads, query_len, head_dim].
         key: [batch, num_kv_heads, kv_len, head_dim], rotated like the query.
         value: like key.
-        visible: None, or boolean [batch, 1 or query_len, kv_len].
+        visible: None, or boolean [batch or 1, 1 or query_len, kv_len].
         scaling: factor of the scores.
 
     Returns:
@@ -84,23 +84,30 @@ def merge_state(first: PartialAttention, second: PartialAttention) -> PartialAtt
 
 
 def rotate_and_append(
-    rotation: Rotation, query: Tensor, key: Tensor, value: Tensor, key_out: Tensor, value_out: Tensor
+    rotation: Rotation,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_window: Tensor,
+    value_window: Tensor,
+    window: WindowTokens,
 ) -> Tensor:
-    """Rotates new queries and keys, and writes keys and values to their slots.
+    """Rotates new queries and keys, and writes keys and values to their slots of the window; padding is left out.
 
     Args:
         rotation: RoPE of the new tokens.
         query: [batch, num_heads, query_len, head_dim].
         key: [batch, num_kv_heads, query_len, head_dim].
         value: like key.
-        key_out: like key, written.
-        value_out: like key, written.
+        key_window: [batch, num_kv_heads, capacity, head_dim], written.
+        value_window: like key_window, written.
+        window: the slots.
 
     Returns:
         The rotated queries, in their dtype.
     """
-    key_out.copy_(rotation.apply(key))
-    value_out.copy_(value)
+    window.write_new(key_window, rotation.apply(key))
+    window.write_new(value_window, value)
     return rotation.apply(query).to(query.dtype)
 
 
@@ -119,27 +126,28 @@ def unrotate(rotation: Rotation, x: Tensor) -> Tensor:
 
 def attend_window(
     query: Tensor,
-    key: WindowTokens,
-    value: WindowTokens,
-    visible: Tensor | None,
+    key: Tensor,
+    value: Tensor,
+    window: WindowTokens,
     scaling: float,
     codes: PartialAttention | None,
 ) -> Tensor:
-    """Attention over window tokens, merged with that over the codes.
+    """Attention of the new tokens over the window up to themselves, merged with that over the codes.
 
     Args:
         query: rotated, [batch, num_heads, query_len, head_dim].
-        key: rotated.
-        value: as many tokens.
-        visible: None, or boolean [batch, 1 or query_len, kv_len].
+        key: window buffer of the rotated keys, [batch, num_kv_heads, capacity, head_dim].
+        value: window buffer of the values, like key.
+        window: which tokens they hold, and which the queries are.
         scaling: factor of the scores.
         codes: (out, lse) over the codes, if there are any.
 
     Returns:
         [batch, query_len, num_heads, head_dim] in the query's dtype; 0 where a query sees nothing.
     """
-    window = partial_attention(query, key.joined(), value.joined(), visible, scaling)
-    out = window[0] if codes is None else merge_state(window, codes)[0]
+    visible = window.visible(query.shape[2], query.device)
+    partial = partial_attention(query, window.read(key), window.read(value), visible, scaling)
+    out = partial[0] if codes is None else merge_state(partial, codes)[0]
     return out.to(query.dtype).transpose(1, 2).contiguous()
 
 

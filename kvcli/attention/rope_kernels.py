@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvcli.attention import reference
+from kvcli.cache.window import WindowTokens
 from kvcli.kernels.launch import cdiv, power_of_two, row_major
 from kvcli.rope import Rotation
 
@@ -31,12 +32,12 @@ def _rotate(x, b_cos, b_sin, out, m, HALF: tl.constexpr):
     tl.store(out + HALF, (b_y * b_cos + b_x * b_sin).to(out.dtype.element_ty), mask=m)
 
 
-@triton.jit(do_not_specialize=["tokens", "length"])
+@triton.jit(do_not_specialize=["index", "sinks", "ring", "tokens", "length"])
 def _rotate_and_append_kernel(
-    query, key, value, cos, sin, query_out, key_out, value_out,
+    query, key, value, cos, sin, query_out, key_out, value_out, index,
     q_batch, q_head, q_time, k_batch, k_head, k_time, v_batch, v_head, v_time, c_batch, c_time,
-    ko_batch, ko_head, ko_time, vo_batch, vo_head, vo_time, tokens, length, heads, kv_heads,
-    HALF: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
+    ko_batch, ko_head, ko_time, vo_batch, vo_head, vo_time, sinks, ring, tokens, length, heads, kv_heads,
+    HALF: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, PER_ROW: tl.constexpr,
 ):  # fmt: skip
     """Tokens of one head: rotates a query head or a key head, or copies a value head.
 
@@ -47,7 +48,8 @@ def _rotate_and_append_kernel(
         query: [batch, heads, length, 2 * HALF] of the model's dtype; key and value with kv_heads.
         cos, sin: [batch or 1, 1, length, HALF] any float.
         query_out: [batch, length, heads, 2 * HALF], written.
-        key_out, value_out: [batch, kv_heads, length, 2 * HALF], slots of the windows, written.
+        key_out, value_out: [batch, kv_heads, sinks + ring, 2 * HALF], the windows, written except for padding.
+        index: token index of the first new token; with PER_ROW of each, int32 [batch, length], -1 at padding.
         q_, k_, v_, c_, ko_, vo_: strides; c_batch is 0 for one row of angles.
         HALF: rotated pairs, half of head_dim; BLOCK_D: HALF padded to a power of two.
     """
@@ -57,6 +59,11 @@ def _rotate_and_append_kernel(
     row, t = (n // length)[:, None], (n % length)[:, None]
     m = (n < tokens)[:, None] & (o_d < HALF)
     p_cos, p_sin = cos + row * c_batch + t * c_time + o_d, sin + row * c_batch + t * c_time + o_d
+    if PER_ROW:
+        token = tl.load(index + n, mask=n < tokens, other=-1)[:, None]
+    else:
+        token = index + t
+    slot = tl.where(token < sinks, token, sinks + (token - sinks) % ring)
     if i_h < heads:
         p_x = query + row * q_batch + i_h * q_head + t * q_time + o_d
         p_out = query_out + ((row * length + t) * heads + i_h) * (2 * HALF) + o_d
@@ -66,33 +73,44 @@ def _rotate_and_append_kernel(
         i_h -= heads
         p_x = key + row * k_batch + i_h * k_head + t * k_time + o_d
         b_cos, b_sin = _angle(p_cos, p_sin, m)
-        _rotate(p_x, b_cos, b_sin, key_out + row * ko_batch + i_h * ko_head + t * ko_time + o_d, m, HALF)
+        p_out = key_out + row * ko_batch + i_h * ko_head + slot * ko_time + o_d
+        _rotate(p_x, b_cos, b_sin, p_out, m & (token >= 0), HALF)
     else:
         i_h -= heads + kv_heads
         p_x = value + row * v_batch + i_h * v_head + t * v_time + o_d
-        p_out = value_out + row * vo_batch + i_h * vo_head + t * vo_time + o_d
+        p_out = value_out + row * vo_batch + i_h * vo_head + slot * vo_time + o_d
+        m &= token >= 0
         tl.store(p_out, tl.load(p_x, mask=m, other=0.0).to(value_out.dtype.element_ty), mask=m)
         tl.store(p_out + HALF, tl.load(p_x + HALF, mask=m, other=0.0).to(value_out.dtype.element_ty), mask=m)
 
 
 def rotate_and_append(
-    rotation: Rotation, query: Tensor, key: Tensor, value: Tensor, key_out: Tensor, value_out: Tensor
+    rotation: Rotation,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_window: Tensor,
+    value_window: Tensor,
+    window: WindowTokens,
 ) -> Tensor:
     """As `kvcli.attention.reference.rotate_and_append` in one launch, rounded once; partial RoPE falls back."""
     batch, heads, length, head_dim = query.shape
     half = rotation.cos.shape[-1]
     if 2 * half != head_dim:
-        return reference.rotate_and_append(rotation, query, key, value, key_out, value_out)
+        return reference.rotate_and_append(rotation, query, key, value, key_window, value_window, window)
     query, key, value = row_major(query), row_major(key), row_major(value)
     # [batch, time, heads, head_dim], so that SDPA's output needs no copy before o_proj
     out = torch.empty(batch, length, heads, head_dim, dtype=query.dtype, device=query.device)
+    index = window.index if isinstance(window.index, int) else window.index.contiguous()
     block = min(16, power_of_two(batch * length))
     _rotate_and_append_kernel[(cdiv(batch * length, block), heads + 2 * key.shape[1])](
-        query, key, value, rotation.cos, rotation.sin, out, key_out, value_out,
+        query, key, value, rotation.cos, rotation.sin, out, key_window, value_window, index,
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
         rotation.cos.stride(0) if rotation.cos.shape[0] > 1 else 0, rotation.cos.stride(2),
-        *key_out.stride()[:3], *value_out.stride()[:3], batch * length, length, heads, key.shape[1],
-        HALF=half, BLOCK_D=power_of_two(half), BLOCK_T=block, num_warps=4 if block > 4 else 1,
+        *key_window.stride()[:3], *value_window.stride()[:3], window.layout.sinks, window.layout.ring,
+        batch * length, length, heads, key.shape[1],
+        HALF=half, BLOCK_D=power_of_two(half), BLOCK_T=block, PER_ROW=not isinstance(index, int),
+        num_warps=4 if block > 4 else 1,
     )  # fmt: skip
     return out.transpose(1, 2)
 

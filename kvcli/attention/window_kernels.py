@@ -32,38 +32,22 @@ MAX_QUERIES = 8
 """Above this query length, blocks of codes are decoded once and attended to by the window kernel."""
 
 
-@triton.jit
-def _tokens(buffer, decoded, time, decoded_time, n, o_d, sinks, gap, extra, mask, DECODED: tl.constexpr):
-    """Tokens n [N] of a head as [N, D]: sinks, `extra` decoded ones, then the window behind a gap."""
-    slot = tl.where(n < sinks, n, n - extra + gap).to(tl.int64)
-    p_x = buffer + slot[:, None] * time + o_d[None, :]
-    if DECODED:
-        between = (n >= sinks) & (n < sinks + extra)
-        p_decoded = decoded + (n - sinks).to(tl.int64)[:, None] * decoded_time + o_d[None, :]
-        p_x = tl.where(between[:, None], p_decoded, p_x)
-    return tl.load(p_x, mask=mask, other=0.0)
-
-
-@triton.jit(
-    do_not_specialize=["query_len", "kv_len", "k_sinks", "k_gap", "k_extra", "v_sinks", "v_gap", "v_extra", "vis_batch"]
-)
+@triton.jit(do_not_specialize=["attended", "index", "i_batch", "i_time", "sinks", "ring", "query_len", "kv_len"])
 def _attend_kernel(
-    query, key, key_decoded, value, value_decoded, visible, codes_out, codes_lse, out, lse,
-    q_batch, q_head, q_time, k_batch, k_head, k_time, kd_batch, kd_head, kd_time, k_sinks, k_gap, k_extra,
-    v_batch, v_head, v_time, vd_batch, vd_head, vd_time, v_sinks, v_gap, v_extra, vis_batch, vis_time,
-    o_batch, o_head, o_time, num_kv_heads, query_len, kv_len, scaling,
+    query, key, value, attended, index, codes_out, codes_lse, out, lse,
+    q_batch, q_head, q_time, k_batch, k_head, k_time, v_batch, v_head, v_time, i_batch, i_time,
+    o_batch, o_head, o_time, sinks, ring, num_kv_heads, query_len, kv_len, scaling,
     GROUPS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    K_DECODED: tl.constexpr, V_DECODED: tl.constexpr, HAS_VISIBLE: tl.constexpr, HAS_CODES: tl.constexpr,
-    HAS_LSE: tl.constexpr,
+    PER_ROW: tl.constexpr, HAS_CODES: tl.constexpr, HAS_LSE: tl.constexpr,
 ):  # fmt: skip
     """softmax(q k^T scaling) v of the query heads of one kv head, merged with (out, lse) of the codes.
 
     Grid (batch * num_kv_heads, ceil(GROUPS * query_len / BLOCK_M)); rows M are GROUPS query heads times query_len.
-    query [batch, GROUPS * num_kv_heads, query_len, D], key and value [batch, num_kv_heads, slots, D] of the model's
-    dtype (sinks, gap, residual window; `*_extra` decoded tokens of `*_decoded` between), visible uint8
-    [batch, 1 or query_len, kv_len], codes_out float32 [batch, heads, query_len, D], codes_lse and lse float32
-    [batch, heads, query_len], out strided like the query. Sums in float32. Tuned on one H200 (torch 2.11, triton
-    3.6).
+    query [batch, GROUPS * num_kv_heads, query_len, D], key and value [batch, num_kv_heads, sinks + ring, D] of the
+    model's dtype, attended and index as in `WindowTokens`: numbers, or with PER_ROW int32 [batch] and
+    [batch, query_len]; codes_out float32 [batch, heads, query_len, D], codes_lse and lse float32
+    [batch, heads, query_len], out strided like the query. kv_len: window tokens of the longest row. Sums in float32.
+    Tuned on one H200 (torch 2.11, triton 3.6).
     """
     i_b = (tl.program_id(0) // num_kv_heads).to(tl.int64)
     i_h = (tl.program_id(0) % num_kv_heads).to(tl.int64)
@@ -76,27 +60,32 @@ def _attend_kernel(
     rows = i_b * q_batch + head * q_head + time * q_time
     # [M, D]
     b_q = tl.load(query + rows[:, None] + o_d[None, :], mask=m_q, other=0.0)
+    if PER_ROW:
+        attended = tl.load(attended + i_b)
+        b_index = tl.load(index + i_b * i_batch + time * i_time, mask=m_m, other=0)
+    else:
+        b_index = index + time
+    # a query sees the tokens up to its own; `attended` of them are not in the window
+    b_seen = tl.where(m_m, tl.minimum(b_index - attended + 1, kv_len), 0).to(tl.int32)
+    stop = tl.max(b_seen, 0)
+    oldest = attended % ring
     b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     b_sum = tl.zeros([BLOCK_M], tl.float32)
     b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     key += i_b * k_batch + i_h * k_head
-    key_decoded += i_b * kd_batch + i_h * kd_head
     value += i_b * v_batch + i_h * v_head
-    value_decoded += i_b * vd_batch + i_h * vd_head
-    for start in range(0, kv_len, BLOCK_N):
+    for start in range(0, stop, BLOCK_N):
         o_n = start + tl.arange(0, BLOCK_N)
-        m_n = o_n < kv_len
-        m_kv = m_n[:, None] & (o_d < D)[None, :]
+        place = oldest + o_n - sinks
+        place = tl.where(place < ring, place, place - ring)
+        slot = tl.where(o_n < sinks, o_n, sinks + place).to(tl.int64)
+        m_kv = (o_n < stop)[:, None] & (o_d < D)[None, :]
         # [N, D]
-        b_k = _tokens(key, key_decoded, k_time, kd_time, o_n, o_d, k_sinks, k_gap, k_extra, m_kv, K_DECODED)
-        b_v = _tokens(value, value_decoded, v_time, vd_time, o_n, o_d, v_sinks, v_gap, v_extra, m_kv, V_DECODED)
-        shown = m_m[:, None] & m_n[None, :]
-        if HAS_VISIBLE:
-            p_visible = visible + i_b * vis_batch + time[:, None] * vis_time + o_n[None, :]
-            shown = shown & (tl.load(p_visible, mask=shown, other=0) != 0)
+        b_k = tl.load(key + slot[:, None] * k_time + o_d[None, :], mask=m_kv, other=0.0)
+        b_v = tl.load(value + slot[:, None] * v_time + o_d[None, :], mask=m_kv, other=0.0)
         # [M, N]
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scaling
-        b_s = tl.where(shown, b_s, float("-inf"))
+        b_s = tl.where(o_n[None, :] < b_seen[:, None], b_s, float("-inf"))
         new_max = tl.maximum(b_max, tl.max(b_s, 1))
         safe = tl.where(new_max == float("-inf"), 0.0, new_max)
         b_p = tl.exp(b_s - safe[:, None])
@@ -124,26 +113,26 @@ def _attend_kernel(
 
 def attend_window(
     query: Tensor,
-    key: WindowTokens,
-    value: WindowTokens,
-    visible: Tensor | None,
+    key: Tensor,
+    value: Tensor,
+    window: WindowTokens,
     scaling: float,
     codes: PartialAttention | None,
 ) -> Tensor:
     """As `kvcli.attention.reference.attend_window`, in one launch."""
     batch, heads, query_len, head_dim = query.shape
     out = torch.empty(batch, query_len, heads, head_dim, dtype=query.dtype, device=query.device)
-    _launch(query, key, value, visible, scaling, out.transpose(1, 2), None, codes)
+    _launch(query, key, value, window, scaling, out.transpose(1, 2), None, codes)
     return out
 
 
 def partial_attention(
-    query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scaling: float
+    query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, scaling: float
 ) -> PartialAttention:
-    """As `kvcli.attention.reference.partial_attention`, in one launch."""
+    """As `kvcli.attention.reference.partial_attention` in one launch; visible are the first `lengths` [batch] keys."""
     out = torch.empty(query.shape, dtype=torch.float32, device=query.device)
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
-    _launch(query, WindowTokens.of(key), WindowTokens.of(value), visible, scaling, out, lse, None)
+    _launch(query, key, value, WindowTokens.whole(key, lengths, query.shape[2]), scaling, out, lse, None)
     return out, lse
 
 
@@ -166,42 +155,35 @@ def _attend_block(
     rotation = None if encoded.rotations is None else encoded.rotations.tokens(start, stop)
     key = codec.decode_keys(encoded.key_codes.slice(start, stop), encoded.key_state, rotation, query.dtype)
     value = codec.value.decode_to(encoded.value_codes.slice(start, stop), None, query.dtype)
-    visible = encoded.visible(start, stop)
-    return partial_attention(query, key, value, None if visible is None else visible[:, None], scaling)
+    lengths = None if encoded.lengths is None else encoded.lengths - start
+    return partial_attention(query, key, value, lengths, scaling)
 
 
 def _launch(
     query: Tensor,
-    key: WindowTokens,
-    value: WindowTokens,
-    visible: Tensor | None,
+    key: Tensor,
+    value: Tensor,
+    window: WindowTokens,
     scaling: float,
     out: Tensor,
     lse: Tensor | None,
     codes: PartialAttention | None,
 ) -> None:
     batch, heads, query_len, head_dim = query.shape
-    kv_heads = key.buffer.shape[1]
+    kv_heads = key.shape[1]
     groups = heads // kv_heads
     block_m = min(64, max(16, power_of_two(groups * query_len)))
-    vis_stride = (0, 0)
-    if visible is not None:
-        visible = visible.contiguous().view(torch.uint8)
-        vis_stride = (visible.stride(0), visible.stride(1) if visible.shape[1] > 1 else 0)
     nothing = query
-    query, k, v = row_major(query), row_major(key.buffer), row_major(value.buffer)
-    k_decoded, v_decoded = (
-        buffer if x.decoded is None else row_major(x.decoded) for x, buffer in ((key, k), (value, v))
-    )
+    query, key, value = row_major(query), row_major(key), row_major(value)
+    index = window.index
     _attend_kernel[(batch * kv_heads, cdiv(groups * query_len, block_m))](
-        query, k, k_decoded, v, v_decoded, nothing if visible is None else visible,
+        query, key, value, window.attended, index,
         nothing if codes is None else codes[0].contiguous(), nothing if codes is None else codes[1].contiguous(),
         out, nothing if lse is None else lse,
-        *query.stride()[:3], *k.stride()[:3], *k_decoded.stride()[:3], key.sinks, key.gap, key.num_decoded,
-        *v.stride()[:3], *v_decoded.stride()[:3], value.sinks, value.gap, value.num_decoded, *vis_stride,
-        *out.stride()[:3], kv_heads, query_len, key.length, scaling,
+        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
+        *((0, 0) if isinstance(index, int) else index.stride()), *out.stride()[:3],
+        window.layout.sinks, window.layout.ring, kv_heads, query_len, window.length, scaling,
         GROUPS=groups, D=head_dim, BLOCK_D=max(16, power_of_two(head_dim)), BLOCK_M=block_m, BLOCK_N=64,
-        K_DECODED=key.decoded is not None, V_DECODED=value.decoded is not None, HAS_VISIBLE=visible is not None,
-        HAS_CODES=codes is not None, HAS_LSE=lse is not None, num_warps=4,
+        PER_ROW=not isinstance(index, int), HAS_CODES=codes is not None, HAS_LSE=lse is not None, num_warps=4,
         **({} if codes is None else pdl_launch_options()),
     )  # fmt: skip

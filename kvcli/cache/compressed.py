@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from kvcli.cache.counts import TokenCounts
+from kvcli.cache.counts import Counts, TokenCounts
 from kvcli.cache.forward import Forward, ordinary_tensors
 from kvcli.cache.memory import MemoryReport
 from kvcli.cache.sequences import Sequences
@@ -41,7 +41,7 @@ class NewTokens(NamedTuple):
 
 
 class CompressedLayer(CacheLayerMixin):
-    """Keys and values of one layer, one store each."""
+    """Keys and values of one layer."""
 
     is_sliding = False
     supports_early_init = False
@@ -49,7 +49,7 @@ class CompressedLayer(CacheLayerMixin):
     def __init__(self, codec: LayerCodec, config: CacheConfig, sequences: Sequences, seam: Seam) -> None:
         super().__init__()
         self.codec, self.config, self.sequences, self.seam = codec, config, sequences, seam
-        self.stores: tuple[LayerStore, LayerStore] | tuple[()] = ()
+        self.store: LayerStore | None = None
         self._device_before_offload: torch.device | None = None
 
     @untraced
@@ -67,14 +67,10 @@ class CompressedLayer(CacheLayerMixin):
         return NewTokens(self, key_states, value_states), value_states
 
     @ordinary_tensors
-    def make_stores(self, new: NewTokens, forward: Forward) -> tuple[LayerStore, LayerStore]:
-        """The stores of keys and values, made for the first tokens."""
-        sinks = self.config.sink_length
-        self.stores = (
-            LayerStore(self.codec.key, sinks, new.key, forward.keys),
-            LayerStore(self.codec.value, sinks, new.value, forward.values),
-        )
-        return self.stores
+    def make_store(self, new: NewTokens, forward: Forward) -> LayerStore:
+        """The store, made for the first tokens."""
+        self.store = LayerStore(self.codec, new.key, new.value, forward.plan.layout)
+        return self.store
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: buffers are made by the first tokens."""
@@ -96,24 +92,24 @@ class CompressedLayer(CacheLayerMixin):
 
     def select(self, rows: Tensor) -> None:
         """Keeps, repeats or reorders rows."""
-        for store in self.stores:
-            store.select(rows)
+        if self.store is not None:
+            self.store.select(rows)
 
     def restart(self, rows: list[int]) -> None:
         """Empties the codec's state of rows that hold no token any more."""
-        for store in self.stores:
-            store.restart(rows)
+        if self.store is not None:
+            self.store.restart(rows)
 
     def offload(self) -> None:
         """Moves the layer's tensors to the CPU."""
-        for store in self.stores:
-            self._device_before_offload = self._device_before_offload or store.window.device
-            store.to("cpu")
+        if self.store is not None:
+            self._device_before_offload = self._device_before_offload or self.store.keys.device
+            self.store.to("cpu")
 
     def prefetch(self) -> None:
         """Moves the layer's tensors back to where they were."""
-        for store in self.stores:
-            store.to(self._device_before_offload or store.window.device)
+        if self.store is not None:
+            self.store.to(self._device_before_offload or self.store.keys.device)
         self._device_before_offload = None
 
 
@@ -179,12 +175,9 @@ class CompressedCache(Cache):
             max(codec.key.tokens_per_group for codec in self._codecs),
             max(codec.value.tokens_per_group for codec in self._codecs),
         )
-        keys, values = (
-            TokenCounts(schedule, self.config.sink_length, group)
-            for schedule, group in zip(self.method.schedules(self.config), groups, strict=True)
-        )
+        counts = TokenCounts(self.method.schedules(self.config), self.config.sink_length, groups)
         stateful = any(codec.key.new_state(1, torch.device("cpu")) is not None for codec in self._codecs)
-        return Sequences(self._seam.rope, keys, values, len(self._codecs), stateful)
+        return Sequences(self._seam.rope, counts, len(self._codecs), stateful)
 
     def _new_layers(self) -> list[Any]:
         return [CompressedLayer(codec, self.config, self.sequences, self._seam) for codec in self._codecs]
@@ -243,34 +236,29 @@ class CompressedCache(Cache):
 
     def memory(self) -> MemoryReport:
         """Measures the cache from its live tensors."""
-        counts = {"key": self.sequences.keys, "value": self.sequences.values}
-        used = dict.fromkeys(counts, 0)
-        window = allocated = state = 0
-        for layer in self.layers:
-            for (kind, count), store in zip(counts.items(), layer.stores, strict=False):
-                in_use, reserved = store.codes.nbytes(count.coded)
-                used[kind] += in_use
-                state += store.state.nbytes if store.state is not None else 0
-                window += sum(count.window) * store.window[0, :, 0].nbytes
-                allocated += reserved + store.window.nbytes
-        encoded = {kind: sum(count.coded) * len(self.layers) for kind, count in counts.items()}
+        counts, stores = self.sequences.counts, [layer.store for layer in self.layers if layer.store is not None]
+        keys = sum(store.key_codes.nbytes(counts.keys.coded) for store in stores)
+        values = sum(store.value_codes.nbytes(counts.values.coded) for store in stores)
+        window = sum(sum(counts.window) * x[0, :, 0].nbytes for store in stores for x in (store.keys, store.values))
+        buffers = [x for s in stores for x in (s.keys, s.values, s.key_codes.codes, s.value_codes.codes)]
+        state = sum(store.state.nbytes for store in stores if store.state is not None)
 
-        def bits(kind: str) -> float:
-            return 8 * used[kind] / (encoded[kind] * self.spec.kv_dim) if encoded[kind] else 0.0
+        def bits(used: int, coded: Counts) -> float:
+            return 8 * used / (sum(coded) * len(stores) * self.spec.kv_dim) if any(coded) else 0.0
 
         num_tokens = sum(self.sequences.lengths)
         return MemoryReport(
             num_tokens=num_tokens,
-            num_encoded=sum(self.sequences.keys.coded),
-            code_bytes=used["key"] + used["value"],
+            num_encoded=sum(counts.keys.coded),
+            code_bytes=keys + values,
             window_bytes=window,
             position_bytes=self.sequences.nbytes,
             state_bytes=state,
-            allocated_bytes=allocated + state + self.sequences.nbytes,
+            allocated_bytes=sum(x.nbytes for x in buffers) + state + self.sequences.nbytes,
             artifact_bytes=sum(codec.fitted_bytes() for codec in self._codecs),
             fp16_bytes=num_tokens * self.spec.fp16_bytes_per_token(),
-            key_bits=bits("key"),
-            value_bits=bits("value"),
+            key_bits=bits(keys, counts.keys.coded),
+            value_bits=bits(values, counts.values.coded),
             nominal_bits=self._nominal_bits(),
         )
 

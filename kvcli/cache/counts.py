@@ -1,7 +1,8 @@
-"""How many tokens of each row are in the window and how many are codes, and where the window lies in its buffer.
+"""How many tokens each row holds, how many of its keys and of its values are codes, and which tokens are in the window.
 
-All layers encode the same tokens at the same time, so this is counted once per forward pass: for the keys of all
-layers, and for their values. This module does not know about tensors.
+All layers encode the same tokens at the same time, so this is counted once per forward pass. The window holds the sinks
+and all tokens that attention does not read as codes: those from the first group on of which a key or a value is not
+encoded. This module does not know about tensors.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from kvcli.cache.window import ALL_ROWS, Rows, WindowLayout
 from kvcli.errors import CacheError
 from kvcli.methods.schedule import Schedule
 
@@ -17,155 +19,202 @@ Counts = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class WindowLayout:
-    """Slots of a window buffer: the sinks, `gap` unused slots, the residual window.
+class Encoding:
+    """Rows that encode the keys, or the values, of their tokens [start, start + count), counted after the sinks.
 
     Attributes:
-        capacity: slots.
-        gap: unused slots between sinks and residual window, left by tokens that were encoded.
+        rows: of the batch.
+        whole: whether these are all rows.
+        start: first of the tokens.
+        count: how many.
+        kept: the last of them that stay in the window, as what their codes decode to.
     """
 
-    capacity: int
-    gap: int = 0
-
-
-@dataclass(frozen=True)
-class Eviction:
-    """Rows that encode their `count` oldest tokens after the sinks, as codes [start, start + count)."""
-
     rows: list[int]
-    count: int
+    whole: bool
     start: int
+    count: int
+    kept: int
+
+    @property
+    def index(self) -> Rows:
+        """The rows, as an index that gives views where it can."""
+        return ALL_ROWS if self.whole else self.rows
+
+    @property
+    def stop(self) -> int:
+        """The token after the last."""
+        return self.start + self.count
 
 
 @dataclass(frozen=True)
 class FlushPlan:
-    """What one forward pass does to the keys of all layers, or to the values: append, then encode the oldest tokens.
+    """What one forward pass does in all layers: append, attend, then encode the oldest tokens.
 
     Attributes:
-        window_before: window tokens of each row, sinks included, before the new tokens.
-        window: with the new tokens.
-        coded: encoded tokens of each row, before the flush.
-        layout: of the window buffer from the append to the flush.
-        evictions: the flush; every row is in one of them, if only with a count of 0.
-        window_after: window tokens of each row after the flush.
-        layout_after: of the window buffer after the flush.
+        before: tokens of each row, before the new ones.
+        lengths: with the new ones.
+        coded_keys: encoded keys of each row, before the flush.
+        attended: tokens of each row, after its sinks, that are attended to as codes: not those that are encoded now.
+        layout: of the window buffers from the append to the flush.
+        keys: the keys that are encoded.
+        values: the values that are encoded.
+        attended_after: of the next pass.
+        layout_after: of the window buffers after the flush.
     """
 
-    window_before: Counts
-    window: Counts
-    coded: Counts
+    before: Counts
+    lengths: Counts
+    coded_keys: Counts
+    attended: Counts
     layout: WindowLayout
-    evictions: tuple[Eviction, ...]
-    window_after: Counts
+    keys: tuple[Encoding, ...]
+    values: tuple[Encoding, ...]
+    attended_after: Counts
     layout_after: WindowLayout
 
     @cached_property
     def longest(self) -> int:
-        """Window tokens of the row that has most, before the flush."""
-        return max(self.window)
+        """Window tokens of the row that has most, with the new ones."""
+        return max(_subtract(self.lengths, self.attended))
 
     @cached_property
     def flushes(self) -> bool:
-        """Whether any token is encoded, or the window buffer changes."""
-        return self.layout_after != self.layout or any(eviction.count for eviction in self.evictions)
-
-    @cached_property
-    def max_coded_after(self) -> int:
-        """Codes of the row that has most after the flush."""
-        return max(eviction.start + eviction.count for eviction in self.evictions)
+        """Whether any token is encoded, or the window buffers change."""
+        return bool(self.keys or self.values) or self.layout_after != self.layout
 
 
-class TokenCounts:
-    """The counts of keys, or of values.
+class CodedCounts:
+    """Of the keys, or of the values: how many tokens of each row, after its sinks, are encoded.
 
     Args:
         schedule: when tokens are encoded.
-        sink_length: first tokens of a row, which are never encoded.
         tokens_per_group: tokens that are encoded together.
 
     Attributes:
-        window: window tokens of each row, sinks included; empty before the first token.
-        coded: encoded tokens of each row.
-        layout: of the window buffer.
+        coded: one count per row; empty before the first token.
     """
 
-    def __init__(self, schedule: Schedule, sink_length: int, tokens_per_group: int = 1) -> None:
-        self.schedule, self.sink_length, self.tokens_per_group = schedule, sink_length, tokens_per_group
-        self.window: Counts = ()
+    def __init__(self, schedule: Schedule, tokens_per_group: int) -> None:
+        self.schedule, self.tokens_per_group = schedule, tokens_per_group
         self.coded: Counts = ()
-        # slack of a quarter window: a window that advances by one token is moved once per that many steps
-        self._min_capacity = sink_length + schedule.keep + max(schedule.block, schedule.keep // 4)
-        self.layout = WindowLayout(self._min_capacity)
 
-    def append(self, counts: Counts) -> FlushPlan:
-        """Adds `counts` new tokens to each row and flushes what the schedule says."""
-        before = self.window or (0,) * len(counts)
-        coded = self.coded or (0,) * len(counts)
-        window = _add(before, counts)
-        layout = self._layout_for(before, window)
-        evict = tuple(self.schedule.evict(length - self.sink_length) for length in window)
-        self.window = tuple(length - count for length, count in zip(window, evict, strict=True))
-        self.coded = _add(coded, evict)
-        self.layout = self._layout_after(layout, set(evict))
-        return FlushPlan(before, window, coded, layout, _evictions(evict, coded), self.window, self.layout)
+    def encode(self, tokens: Counts) -> Counts:
+        """Encodes what the schedule says of rows of so many `tokens` after their sinks; returns how many of each."""
+        counts = tuple(self.schedule.encoded_now(count) for count in _subtract(tokens, self.coded))
+        self.coded = _add(self.coded, counts)
+        return counts
 
-    def select(self, rows: list[int]) -> None:
-        """Keeps, repeats or reorders rows."""
-        self.window = tuple(self.window[row] for row in rows)
-        self.coded = tuple(self.coded[row] for row in rows)
-
-    def truncate(self, removed: list[int]) -> None:
-        """Removes the last `removed` tokens of each row, after `coded_among_last` accepted them."""
-        coded = self.coded_among_last(removed)
-        self.window = tuple(n - (count - code) for n, count, code in zip(self.window, removed, coded, strict=True))
-        self.coded = tuple(n - code for n, code in zip(self.coded, coded, strict=True))
-
-    def coded_among_last(self, removed: list[int]) -> list[int]:
-        """How many of the last tokens of each row are codes: the residual window goes first, the sinks last.
+    def truncated(self, tokens: Counts, removed: list[int]) -> Counts:
+        """What `coded` becomes when rows keep so many `tokens` after their sinks.
 
         Raises:
             CacheError: a group of tokens that were encoded together would be cut apart.
         """
-        coded = []
-        for count, window, codes in zip(removed, self.window, self.coded, strict=True):
-            from_codes = min(codes, max(0, count - (window - self.sink_length))) if codes else 0
+        kept = tuple(min(pair) for pair in zip(self.coded, tokens, strict=True))
+        for count, from_codes in zip(removed, _subtract(self.coded, kept), strict=True):
             if from_codes % self.tokens_per_group:
                 raise CacheError(
                     f"cannot remove {count} tokens: {from_codes} of them are part of a group of "
                     f"{self.tokens_per_group} tokens that were encoded together; speculative decoding needs a method "
                     "that encodes each token by itself"
                 )
-            coded.append(from_codes)
-        return coded
+        return kept
 
-    def _layout_for(self, before: Counts, window: Counts) -> WindowLayout:
-        """The layout that the new tokens are appended to: the present one, or without its gap, or larger."""
-        longest, held = max(window), self.layout
-        if longest + held.gap <= held.capacity and min(before) >= self.sink_length:
-            return held
-        return WindowLayout(max(longest, held.capacity))
 
-    def _layout_after(self, layout: WindowLayout, counts: set[int]) -> WindowLayout:
-        """If all rows flushed equally, the gap grows by that count, else windows are compacted.
+class TokenCounts:
+    """The counts of a batch, and the layout of its windows.
 
-        A buffer that a long prompt needed shrinks again.
+    Args:
+        schedules: when keys and when values are encoded.
+        sink_length: first tokens of a row, which are never encoded.
+        groups: keys, and values, that are encoded together.
+
+    Attributes:
+        lengths: tokens of each row; empty before the first.
+        keys: encoded keys.
+        values: encoded values.
+        tokens_per_group: tokens that are attended to together as codes.
+        layout: of the window buffers.
+    """
+
+    def __init__(
+        self, schedules: tuple[Schedule, Schedule], sink_length: int, groups: tuple[int, int] = (1, 1)
+    ) -> None:
+        self.sink_length, self.tokens_per_group = sink_length, max(groups)
+        self.keys, self.values = (CodedCounts(*pair) for pair in zip(schedules, groups, strict=True))
+        self.lengths: Counts = ()
+        pairs = zip(schedules, groups, strict=True)
+        self._min_ring = max(schedule.longest + self.tokens_per_group - group for schedule, group in pairs)
+        self.layout = WindowLayout(sink_length, self._min_ring)
+
+    @property
+    def attended(self) -> Counts:
+        """Tokens of each row, after its sinks, whose keys and values are both codes, in whole groups."""
+        group = self.tokens_per_group
+        return tuple(min(pair) // group * group for pair in zip(self.keys.coded, self.values.coded, strict=True))
+
+    @property
+    def window(self) -> Counts:
+        """Window tokens of each row, sinks included."""
+        return _subtract(self.lengths, self.attended)
+
+    def append(self, counts: Counts) -> FlushPlan:
+        """Adds `counts` new tokens to each row and encodes what the schedules say."""
+        if not self.lengths:
+            self.lengths = self.keys.coded = self.values.coded = (0,) * len(counts)
+        before, attended = self.lengths, self.attended
+        starts = self.keys.coded, self.values.coded
+        self.lengths = _add(before, counts)
+        self.layout = layout = WindowLayout(self.sink_length, max(self.layout.ring, self._needed_ring))
+        tokens = self._after_sinks(self.lengths)
+        encoded = self.keys.encode(tokens), self.values.encode(tokens)
+        needed = WindowLayout(self.sink_length, max(self._min_ring, self._needed_ring))
+        if layout.capacity > 2 * needed.capacity:  # a long prompt needed it
+            self.layout = needed
+        keys, values = (_encodings(*pair, self.attended) for pair in zip(starts, encoded, strict=True))
+        return FlushPlan(before, self.lengths, starts[0], attended, layout, keys, values, self.attended, self.layout)
+
+    def select(self, rows: list[int]) -> None:
+        """Keeps, repeats or reorders rows."""
+        self.lengths, self.keys.coded, self.values.coded = (
+            tuple(counts[row] for row in rows) for counts in (self.lengths, self.keys.coded, self.values.coded)
+        )
+
+    def truncate(self, removed: list[int]) -> None:
+        """Removes the last `removed` tokens of each row, after `coded_without` accepted them."""
+        self.keys.coded, self.values.coded = self.coded_without(removed)
+        self.lengths = _subtract(self.lengths, tuple(removed))
+
+    def coded_without(self, removed: list[int]) -> tuple[Counts, Counts]:
+        """Encoded keys and values of rows without their last `removed` tokens, the latest first, the sinks last.
+
+        Raises:
+            CacheError: a group of tokens that were encoded together would be cut apart.
         """
-        capacity = max(*self.window, self._min_capacity)
-        if layout.capacity > 2 * capacity:
-            return WindowLayout(capacity)
-        if len(counts) > 1 or max(self.window) <= self.sink_length:
-            return WindowLayout(layout.capacity)
-        return WindowLayout(layout.capacity, layout.gap + counts.pop())
+        tokens = self._after_sinks(_subtract(self.lengths, tuple(removed)))
+        return self.keys.truncated(tokens, removed), self.values.truncated(tokens, removed)
+
+    @property
+    def _needed_ring(self) -> int:
+        return max(_subtract(self._after_sinks(self.lengths), self.attended))
+
+    def _after_sinks(self, lengths: Counts) -> Counts:
+        return tuple(max(0, length - self.sink_length) for length in lengths)
 
 
 def _add(first: Counts, second: Counts) -> Counts:
     return tuple(a + b for a, b in zip(first, second, strict=True))
 
 
-def _evictions(counts: Counts, starts: Counts) -> tuple[Eviction, ...]:
-    """One eviction per set of rows with equal count and start."""
-    rows: dict[tuple[int, int], list[int]] = {}
-    for row, key in enumerate(zip(counts, starts, strict=True)):
-        rows.setdefault(key, []).append(row)
-    return tuple(Eviction(members, count, start) for (count, start), members in rows.items())
+def _subtract(first: Counts, second: Counts) -> Counts:
+    return tuple(a - b for a, b in zip(first, second, strict=True))
+
+
+def _encodings(starts: Counts, counts: Counts, attended: Counts) -> tuple[Encoding, ...]:
+    """One encoding per set of rows that encode the same tokens and keep as many of them in the window."""
+    rows: dict[tuple[int, int, int], list[int]] = {}
+    for row, (start, count, left) in enumerate(zip(starts, counts, attended, strict=True)):
+        if count:
+            rows.setdefault((start, count, min(count, start + count - left)), []).append(row)
+    return tuple(Encoding(members, len(members) == len(starts), *tokens) for tokens, members in rows.items())

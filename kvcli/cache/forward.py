@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvcli.cache.counts import Counts, FlushPlan
+from kvcli.cache.counts import Counts, Encoding, FlushPlan
 from kvcli.cache.ranges import Ranges
+from kvcli.cache.window import WindowTokens
 from kvcli.rope import Rotation, TokenRotations
 
 if TYPE_CHECKING:
@@ -24,104 +25,81 @@ class Forward:
     Attributes:
         sequences: all tokens of the cache, with the new ones.
         rotation: RoPE of the new slots, in the model's dtype.
-        before: tokens each row held before.
         counts: new real tokens of each row.
         real: None when no new slot is padding, else boolean [batch, query_len].
-        index: int64 [batch, query_len], token index of each new slot, -1 for padding.
-        keys: what the pass does to the keys of all layers.
-        values: what it does to their values.
+        plan: what the pass does in all layers.
+        device: of all tensors.
         ranges: the largest numbers that are encoded.
     """
 
     sequences: Sequences
     rotation: Rotation
-    before: Counts
     counts: Counts
     real: Tensor | None
-    index: Tensor
-    keys: FlushPlan
-    values: FlushPlan
+    plan: FlushPlan
+    device: torch.device
     ranges: Ranges = field(default_factory=Ranges)
 
     @cached_property
     def is_first(self) -> bool:
         """Whether no row held a token before."""
-        return not any(self.before)
+        return not any(self.plan.before)
 
     @cached_property
-    def ragged(self) -> bool:
-        """Whether rows append their new tokens at different slots of the window buffers."""
-        plans = (self.keys, self.values)
-        return self.real is not None or any(min(p.window_before) != max(p.window_before) for p in plans)
+    def window(self) -> WindowTokens:
+        """The tokens of the windows, from the append to the flush."""
+        plan = self.plan
+        if self.real is None and len(set(plan.before)) == len(set(plan.attended)) == 1:
+            return WindowTokens(plan.layout, plan.longest, plan.attended[0], plan.before[0])
+        start = row_values(plan.before, self.device).unsqueeze(1)
+        if self.real is None:
+            index = start + torch.arange(self.counts[0], device=self.device)
+        else:
+            index = (start + self.real.cumsum(1) - 1).masked_fill(~self.real, -1)
+        attended = row_values(plan.attended, self.device, torch.int32)
+        return WindowTokens(plan.layout, plan.longest, attended, index.int())
 
     @cached_property
-    def uniform(self) -> bool:
-        """Whether all rows hold as many tokens, and as many of them as codes."""
-        return all(min(n) == max(n) for n in (self.sequences.lengths, self.keys.coded, self.values.coded))
+    def held_before(self) -> Tensor:
+        """Tokens of the windows before the append, int64 [batch, length of the longest]."""
+        return self._held(self.plan.before, self.plan.attended)
 
     @cached_property
-    def flushes(self) -> bool:
-        """Whether keys or values are encoded."""
-        return self.keys.flushes or self.values.flushes
+    def held_after(self) -> Tensor:
+        """Tokens of the windows after the flush, int64 [batch, length of the longest]."""
+        return self._held(self.plan.lengths, self.plan.attended_after)
 
-    @cached_property
-    def attended_codes(self) -> Counts:
-        """Tokens of each row, after its sinks, that are attended to as codes: whole groups of keys and values."""
-        keys, values = self.sequences.keys, self.sequences.values
-        group = max(keys.tokens_per_group, values.tokens_per_group)
-        pairs = zip(self.keys.coded, self.values.coded, strict=True)
-        return tuple(min(pair) // group * group for pair in pairs)
+    def _held(self, lengths: Counts, attended: Counts) -> Tensor:
+        longest = max(length - codes for length, codes in zip(lengths, attended, strict=True))
+        return self.plan.layout.held(row_values(attended, self.device), longest)
 
     @cached_property
     def max_codes(self) -> int:
-        """The largest of `attended_codes`."""
-        return max(self.attended_codes)
+        """Tokens that are attended to as codes, of the row that has most."""
+        return max(self.plan.attended)
 
     @cached_property
     def code_lengths(self) -> Tensor | None:
-        """`attended_codes` as int32 [batch]; None when all are equal."""
-        if min(self.attended_codes) == max(self.attended_codes):
+        """Tokens of each row that are attended to as codes, int32 [batch]; None when all have as many."""
+        attended = self.plan.attended
+        if min(attended) == max(attended):
             return None
-        return row_values(self.attended_codes, self.index.device, torch.int32)
+        return row_values(attended, self.device, torch.int32)
 
     @cached_property
     def code_rotations(self) -> TokenRotations:
         """RoPE of the tokens that are attended to as codes."""
-        return self.sequences.code_rotations(self.attended_codes, self.code_lengths)
+        return self.sequences.code_rotations(self.plan.attended, self.code_lengths)
 
     @cached_property
-    def flush_rotations(self) -> list[Rotation]:
-        """RoPE of the keys of each eviction, float32, for codecs that work before RoPE."""
-        rotations = []
-        for eviction in self.keys.evictions:
-            start = self.sequences.keys.sink_length + eviction.start
-            rotation = self.sequences.rotation(start, start + eviction.count)
-            rotations.append(rotation if len(eviction.rows) == len(self.before) else rotation.select(eviction.rows))
-        return rotations
+    def key_rotations(self) -> list[Rotation]:
+        """RoPE of the keys that are encoded, float32, for codecs that work before RoPE."""
+        return [self._rotation(encoding) for encoding in self.plan.keys]
 
-    @cached_property
-    def decoded_rotation(self) -> Rotation:
-        """RoPE of encoded tokens [min(attended_codes), max(coded)), which are decoded into the window."""
-        sinks = self.sequences.keys.sink_length
-        return self.sequences.rotation(sinks + min(self.attended_codes), sinks + max(self.keys.coded))
-
-    @cached_property
-    def visible_window(self) -> Tensor | None:
-        """Which window tokens each new slot sees: boolean [batch, query_len, longest]; None when all see all."""
-        if self.uniform and self.index.shape[1] == 1:
-            return None
-        lengths, device = self.sequences.lengths, self.index.device
-        longest = max(length - codes for length, codes in zip(lengths, self.attended_codes, strict=True))
-        place = torch.arange(longest, device=device)
-        codes = row_values(self.attended_codes, device).unsqueeze(1)
-        token = torch.where(place < self.sequences.keys.sink_length, place, place + codes)
-        beyond = token >= row_values(tuple(lengths), device).unsqueeze(1)
-        token = token.masked_fill(beyond, torch.iinfo(torch.int64).max)
-        return token.unsqueeze(1) <= self.index.unsqueeze(-1)
-
-    def new_tokens(self, x: Tensor, row: int) -> Tensor:
-        """The new real tokens of one row of x [batch, heads, query_len, dim]: [heads, count, dim]."""
-        return x[row] if self.real is None else x[row][:, self.real[row]]
+    def _rotation(self, encoding: Encoding) -> Rotation:
+        sinks = self.plan.layout.sinks
+        rotation = self.sequences.rotation(sinks + encoding.start, sinks + encoding.stop)
+        return rotation if encoding.whole else rotation.select(encoding.rows)
 
 
 ordinary_tensors = torch.inference_mode(False)

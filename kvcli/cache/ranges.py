@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcli.cache.counts import Eviction
+from kvcli.cache.counts import Encoding
 from kvcli.errors import CacheError
 from kvcli.methods.base import Codec
 
 _MIN_TOKENS = 64
 """Tokens encoded at once from which a pass on a GPU is looked at, also where it is not a row's first."""
 
-Note = Callable[[Eviction, Tensor], None]
+Note = Callable[[Encoding, Tensor], None]
 """Given tokens [rows, num_kv_heads, count, head_dim] that are about to be encoded, and which they are."""
 
 
@@ -40,11 +40,11 @@ class Ranges:
         """
         return partial(self._note, what, codec)
 
-    def _note(self, what: str, codec: Codec[Any], eviction: Eviction, tokens: Tensor) -> None:
+    def _note(self, what: str, codec: Codec[Any], encoding: Encoding, tokens: Tensor) -> None:
         limit = codec.max_magnitude
         if limit == float("inf") or (tokens.dtype == torch.float16 and not codec.calibrated_range):
             return
-        if tokens.is_cuda and eviction.start and eviction.count < _MIN_TOKENS:
+        if tokens.is_cuda and encoding.start and encoding.count < _MIN_TOKENS:
             return
         what += " relative to those calibrated" if codec.calibrated_range else ""
         self._peaks.append((what, limit, codec.peak(tokens)))

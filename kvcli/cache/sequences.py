@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvcli.cache.counts import Counts, TokenCounts
-from kvcli.cache.forward import Forward, ordinary_tensors, row_values
+from kvcli.cache.forward import Forward, ordinary_tensors
 from kvcli.errors import CacheError
 from kvcli.rope import Rope, Rotation, TokenRotations
 from kvcli.seam.patch import RotaryOutput
@@ -24,27 +24,27 @@ class Sequences:
 
     Args:
         rope: the model's rotary embedding.
-        keys: counts of the keys.
-        values: counts of the values.
+        counts: of its tokens and codes.
         num_layers: layers that take part in every forward pass.
         stateful: whether the key codec keeps a state, computed from all tokens up to a row's first encoded one.
 
     Attributes:
-        lengths: tokens of each row; empty before the first token.
         valid: boolean [batch, slots], False at padding.
     """
 
-    def __init__(
-        self, rope: Rope, keys: TokenCounts, values: TokenCounts, num_layers: int, stateful: bool = False
-    ) -> None:
-        self.rope, self.keys, self.values, self.num_layers, self.stateful = rope, keys, values, num_layers, stateful
-        self.lengths: list[int] = []
+    def __init__(self, rope: Rope, counts: TokenCounts, num_layers: int, stateful: bool = False) -> None:
+        self.rope, self.counts, self.num_layers, self.stateful = rope, counts, num_layers, stateful
         self._observed: list[int] = []
         self.valid = torch.ones(0, 0, dtype=torch.bool)
         self._positions = torch.zeros(0, 0, dtype=torch.int32)
         self._code_rotations: tuple[Counts, TokenRotations] | None = None
         self._forward: Forward | None = None
         self._layers_left = 0
+
+    @property
+    def lengths(self) -> Counts:
+        """Tokens of each row; empty before the first token."""
+        return self.counts.lengths
 
     @property
     def slots(self) -> int:
@@ -108,7 +108,7 @@ class Sequences:
             Tables that kernels and the reference ask for.
         """
         if self._code_rotations is None or self._code_rotations[0] != counts:
-            first = self.keys.sink_length
+            first = self.counts.sink_length
             positions = self._positions[:, first : first + max(counts)]
             self._code_rotations = (counts, TokenRotations(self.rope, positions, lengths))
         return self._code_rotations[1]
@@ -122,10 +122,8 @@ class Sequences:
         rows = rows.to(self.valid.device)
         self.valid, self._positions = self.valid[rows], self._positions[rows]
         order = rows.tolist()
-        self.lengths = [self.lengths[row] for row in order]
         self._observed = [self._observed[row] for row in order]
-        for counts in (self.keys, self.values):
-            counts.select(order)
+        self.counts.select(order)
 
     def tokens_in_last(self, slots: int) -> list[int]:
         """How many tokens of each row are in the last slots."""
@@ -134,7 +132,7 @@ class Sequences:
 
     def check_rollback(self) -> None:
         """Raises CacheError where `crop` could not remove tokens of the passes to come."""
-        group = max(self.keys.tokens_per_group, self.values.tokens_per_group)
+        group = self.counts.tokens_per_group
         if group > 1:
             raise CacheError(
                 f"speculative decoding needs a method that encodes each token by itself, not {group} tokens together"
@@ -157,19 +155,16 @@ class Sequences:
         """
         self._check_all_layers_done()
         lengths = [length - count for length, count in zip(self.lengths, removed, strict=True)]
-        for counts in (self.keys, self.values):
-            counts.coded_among_last(removed)
+        self.counts.coded_without(removed)
         if any(0 < length < observed for length, observed in zip(lengths, self._observed, strict=True)):
             raise CacheError(
                 f"cannot remove {max(removed)} tokens: the method's per-sequence state was computed from some of them; "
                 "remove all tokens, or make a new cache"
             )
-        for counts in (self.keys, self.values):
-            counts.truncate(removed)
+        self.counts.truncate(removed)
         self._code_rotations = None
         self.valid = self.valid[:, : self.slots - slots].clone()
         self._observed = [min(pair) for pair in zip(lengths, self._observed, strict=True)]
-        self.lengths = lengths
         return [row for row, length in enumerate(lengths) if not length]
 
     def _begin(self, rotary: RotaryOutput, batch: int, query_len: int, mask: Tensor | None) -> Forward:
@@ -177,11 +172,10 @@ class Sequences:
         if self.lengths and batch != len(self.lengths):
             raise CacheError(f"the cache holds {len(self.lengths)} sequences, but a batch of {batch} came in")
         device = rotary.positions.device
-        before = tuple(self.lengths or [0] * batch)
         past = self.valid if self.lengths else torch.ones(batch, 0, dtype=torch.bool, device=device)
         real = torch.ones(batch, query_len, dtype=torch.bool, device=device)
         counts = (query_len,) * batch
-        if mask is None and sum(before) < past.numel():
+        if mask is None and sum(self.lengths) < past.numel():
             raise CacheError(_MASK_FORGOTTEN)
         if mask is not None:
             real = mask[:, 0, -1, -query_len:].expand(batch, -1)
@@ -189,18 +183,15 @@ class Sequences:
         valid = torch.cat((past, real), dim=1)
         if mask is not None:
             _check_mask(mask, valid, query_len)
-        start = row_values(before, device).unsqueeze(1)
-        index = (start + real.cumsum(1) - 1).masked_fill(~real, -1)
         padded = sum(counts) < batch * query_len
         self.valid = valid
-        self.lengths = [a + b for a, b in zip(before, counts, strict=True)]
-        plans = self.keys.append(counts), self.values.append(counts)
+        plan = self.counts.append(counts)
         if not self._observed:
             self._observed = [0] * batch
-        if self.stateful and not all(plans[0].coded):
-            rows = zip(self.lengths, self._observed, plans[0].coded, strict=True)
+        if self.stateful and not all(plan.coded_keys):
+            rows = zip(self.lengths, self._observed, plan.coded_keys, strict=True)
             self._observed = [observed if coded else length for length, observed, coded in rows]
-        forward = Forward(self, rotary.rotation, before, counts, real if padded else None, index, *plans)
+        forward = Forward(self, rotary.rotation, counts, real if padded else None, plan, device)
         self._layers_left = self.num_layers
         self._keep_positions(rotary.positions.expand(batch, -1), forward)
         return forward
@@ -223,12 +214,12 @@ class Sequences:
             grown[:, : held.shape[1]] = held
             held = grown
         self._positions = held
-        if forward.real is None and len(set(forward.before)) == 1:
-            held[:, forward.before[0] : self.lengths[0]] = positions
-            return
-        for row, start in enumerate(forward.before):
-            new = positions[row] if forward.real is None else positions[row][forward.real[row]]
-            held[row, start : start + new.shape[0]] = new
+        index = forward.window.index
+        if isinstance(index, int):
+            held[:, index : index + positions.shape[1]] = positions
+        else:
+            rows, columns = (index >= 0).nonzero(as_tuple=True)
+            held[rows, index[rows, columns]] = positions[rows, columns].int()
 
 
 def _check_mask(mask: Tensor, valid: Tensor, query_len: int) -> None:

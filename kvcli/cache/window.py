@@ -1,46 +1,160 @@
-"""Full-precision tokens of a cache as attention reads them."""
+"""Where the window lies in its buffers: tokens in full precision, each in a slot of its own until it leaves.
+
+The window of a row holds its sinks and its last tokens. Token t of a row, counted from its first, lies in slot t if it
+is a sink, else in slot `sinks + (t - sinks) % ring`: new tokens overwrite those that have left, and nothing is moved.
+Keys and values lie in two buffers [batch, num_kv_heads, sinks + ring, head_dim] of the same layout.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+Rows = list[int] | slice
+"""Rows of a batch, as an index of a tensor."""
+
+ALL_ROWS = slice(None)
+
+
+@dataclass(frozen=True)
+class WindowLayout:
+    """Slots of a window buffer.
+
+    Attributes:
+        sinks: slots of the sinks.
+        ring: slots of the tokens after them.
+    """
+
+    sinks: int
+    ring: int
+
+    @property
+    def capacity(self) -> int:
+        """All slots."""
+        return self.sinks + self.ring
+
+    def slots(self, tokens: Tensor) -> Tensor:
+        """The slots of tokens, integers of any shape."""
+        return torch.where(tokens < self.sinks, tokens, self.sinks + (tokens - self.sinks) % self.ring)
+
+    def runs(self, start: int, stop: int) -> list[slice]:
+        """The slots of tokens [start, stop) in order, as few slices as there are."""
+        runs = []
+        while start < stop:
+            first = start if start < self.sinks else self.sinks + (start - self.sinks) % self.ring
+            count = min(stop - start, self.capacity - first)
+            runs.append(slice(first, first + count))
+            start += count
+        return runs
+
+    def take(self, buffer: Tensor, start: int, stop: int, rows: Rows = ALL_ROWS) -> Tensor:
+        """Tokens [start, stop) of some rows, [rows, num_kv_heads, stop - start, head_dim]; a view if it can be."""
+        return _taken(buffer, self.runs(start, stop), rows)
+
+    def put(self, buffer: Tensor, start: int, tokens: Tensor, rows: Rows = ALL_ROWS) -> None:
+        """Writes tokens [rows, num_kv_heads, count, head_dim], of which the first is token `start` of its row."""
+        runs = self.runs(start, start + tokens.shape[2])
+        for run, part in zip(runs, tokens.split([run.stop - run.start for run in runs], dim=2), strict=True):
+            buffer[rows, :, run] = part.to(buffer.dtype)
+
+    def held(self, attended: Tensor, length: int) -> Tensor:
+        """Tokens of windows in order, [batch, length]: the sinks, then those after `attended` others [batch]."""
+        place = torch.arange(length, device=attended.device)
+        return torch.where(place < self.sinks, place, place + attended.unsqueeze(1))
+
+    def moved(self, buffer: Tensor, held: Tensor, layout: WindowLayout) -> Tensor:
+        """A buffer of another layout with the same tokens `held` [batch, count]."""
+        moved = buffer.new_zeros(*buffer.shape[:2], layout.capacity, buffer.shape[3])
+        return moved.scatter_(2, _index(layout.slots(held), buffer), _taken(buffer, self.slots(held)))
+
 
 @dataclass(frozen=True)
 class WindowTokens:
-    """Keys, rotated, or values of each row in order: its sinks, decoded tokens, its residual window.
+    """The tokens of all windows in one forward pass, its new tokens included.
+
+    `attended` and `index` are both numbers, where all rows agree and no new slot is padding, or both tensors.
 
     Attributes:
-        buffer: [batch, num_kv_heads, capacity, head_dim]: sinks, `gap` unused slots, residual window.
-        length: tokens of the row that has most.
-        sinks: tokens before the gap.
-        gap: unused slots.
-        decoded: [batch, num_kv_heads, count, head_dim], between sinks and residual window; None when there are none.
+        layout: of the buffers.
+        length: window tokens of the row that has most.
+        attended: tokens of each row, after its sinks, that attention reads as codes and not here: int32 [batch].
+        index: token index of each new slot, -1 at padding: int32 [batch, query_len]; as a number, of the first one.
     """
 
-    buffer: Tensor
+    layout: WindowLayout
     length: int
-    sinks: int = 0
-    gap: int = 0
-    decoded: Tensor | None = None
+    attended: int | Tensor
+    index: int | Tensor
 
     @classmethod
-    def of(cls, x: Tensor) -> WindowTokens:
-        """Contiguous tokens [batch, num_kv_heads, length, head_dim]."""
-        return cls(x, x.shape[2])
+    def whole(cls, buffer: Tensor, lengths: Tensor | None, query_len: int) -> WindowTokens:
+        """All tokens of a buffer, or the first `lengths` of each row, int32 [batch]; every query sees all of them."""
+        length = buffer.shape[2]
+        layout = WindowLayout(0, length)
+        if lengths is None:
+            return cls(layout, length, 0, length - 1)
+        return cls(layout, length, torch.zeros_like(lengths), (lengths - 1).unsqueeze(1).expand(-1, query_len))
 
-    @property
-    def num_decoded(self) -> int:
-        """Tokens of `decoded`."""
-        return 0 if self.decoded is None else self.decoded.shape[2]
+    def read(self, buffer: Tensor) -> Tensor:
+        """The tokens in order, [batch, num_kv_heads, length, head_dim]; anything at the end of rows that hold fewer."""
+        return _taken(buffer, self._slots)
 
-    def joined(self) -> Tensor:
-        """One tensor [batch, num_kv_heads, length, head_dim]; a view where the tokens are adjacent."""
-        if self.decoded is None and not self.gap:
-            return self.buffer[:, :, : self.length]
-        first = self.sinks + self.gap
-        window = self.buffer[:, :, first : self.length - self.num_decoded + self.gap]
-        between = [] if self.decoded is None else [self.decoded]
-        return torch.cat((self.buffer[:, :, : self.sinks], *between, window), dim=2)
+    def read_new(self, buffer: Tensor, query_len: int) -> Tensor:
+        """The new slots' tokens, [batch, num_kv_heads, query_len, head_dim]; anything at padding."""
+        if isinstance(self.index, int):
+            return self.layout.take(buffer, self.index, self.index + query_len)
+        return _taken(buffer, self.layout.slots(self.index.long().clamp(min=0)))
+
+    def write_new(self, buffer: Tensor, tokens: Tensor) -> None:
+        """Writes the new slots' tokens [batch, num_kv_heads, query_len, head_dim], without padding."""
+        if isinstance(self.index, int):
+            self.layout.put(buffer, self.index, tokens)
+            return
+        rows, columns = (self.index >= 0).nonzero(as_tuple=True)
+        slots = self.layout.slots(self.index[rows, columns])
+        buffer[rows, :, slots] = tokens[rows, :, columns].to(buffer.dtype)
+
+    def visible(self, query_len: int, device: torch.device) -> Tensor | None:
+        """Which tokens of `read` each query sees, boolean [batch or 1, query_len, length]; None: all.
+
+        A query sees the tokens up to its own; of these, `attended` are not in the window.
+        """
+        if isinstance(self.index, Tensor) and isinstance(self.attended, Tensor):
+            seen = self.index - self.attended.unsqueeze(1) + 1
+        elif query_len == 1:
+            return None
+        else:
+            seen = torch.arange(query_len, device=device).unsqueeze(0) + (self.index - self.attended + 1)
+        return torch.arange(self.length, device=device) < seen.unsqueeze(-1)
+
+    @cached_property
+    def _slots(self) -> Tensor | list[slice]:
+        """Slots of the tokens in order."""
+        if isinstance(self.attended, Tensor):
+            return self.layout.slots(self.layout.held(self.attended, self.length))
+        runs, sinks = self.layout.runs, self.layout.sinks
+        if not self.attended:
+            return runs(0, self.length)
+        return runs(0, sinks) + runs(sinks + self.attended, self.length + self.attended)
+
+
+def _taken(buffer: Tensor, slots: Tensor | list[slice], rows: Rows = ALL_ROWS) -> Tensor:
+    """The tokens in some slots, [batch or rows, num_kv_heads, count, head_dim].
+
+    Args:
+        buffer: [batch, num_kv_heads, capacity, head_dim].
+        slots: int64 [batch, count], or runs of slots; one run of all rows gives a view.
+        rows: of the batch, with runs.
+    """
+    if isinstance(slots, Tensor):
+        return buffer.gather(2, _index(slots, buffer))
+    parts = [buffer[rows, :, run] for run in slots]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+
+def _index(slots: Tensor, buffer: Tensor) -> Tensor:
+    """Slots [batch, count] as `gather` and `scatter_` take them, [batch, num_kv_heads, count, head_dim]."""
+    return slots[:, None, :, None].expand(-1, buffer.shape[1], -1, buffer.shape[3])

@@ -27,12 +27,13 @@ def stored_bits(name: str, settings: dict[str, Any], spec: ModelSpec, contexts: 
     codecs = [method.build(spec, config, layer_idx) for layer_idx in range(spec.num_layers)]
     key = sum(codec.key.bits_per_token() for codec in codecs) / len(codecs)
     value = sum(codec.value.bits_per_token() for codec in codecs) / len(codecs)
+    group = max(codec.tokens_per_group for codec in codecs)
     effective = []
     for context in contexts:
-        total = 0.0
-        for schedule, bits in zip(method.schedules(config), (key, value), strict=True):
-            encoded = schedule.evict(max(0, context - config.sink_length))
-            total += encoded * bits + (context - encoded) * 16 * spec.kv_dim
+        tokens = max(0, context - config.sink_length)
+        coded_keys, coded_values = (schedule.encoded_now(tokens) for schedule in method.schedules(config))
+        window = context - min(coded_keys, coded_values) // group * group
+        total = coded_keys * key + coded_values * value + 2 * window * 16 * spec.kv_dim
         positions = context * (32 + 8) / spec.num_layers
         effective.append((total + positions) / (2 * context * spec.kv_dim))
     return {

@@ -1,4 +1,4 @@
-"""When tokens leave the full-precision window and become codes. This module does not know about tensors."""
+"""When tokens become codes. This module does not know about tensors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvcli.methods.config import CacheConfig
 
 @dataclass(frozen=True)
 class Schedule:
-    """When window tokens are encoded: once `block` or more exceed the last `keep`, in multiples of `multiple_of`.
+    """When tokens are encoded: once `block` or more exceed the last `keep`, in multiples of `multiple_of`.
 
     Attributes:
         keep: tokens that stay in full precision.
@@ -21,9 +21,14 @@ class Schedule:
     block: int
     multiple_of: int = 1
 
-    def evict(self, window_length: int) -> int:
-        """How many of the oldest of `window_length` window tokens (without sinks) are encoded now."""
-        surplus = window_length - self.keep
+    @property
+    def longest(self) -> int:
+        """Tokens that are not encoded (without sinks), at most, where each forward pass brings one."""
+        return self.keep + max(self.block, self.multiple_of)
+
+    def encoded_now(self, num_tokens: int) -> int:
+        """How many of the oldest of `num_tokens` tokens that are not encoded (without sinks) are encoded now."""
+        surplus = num_tokens - self.keep
         return 0 if surplus < self.block else surplus - surplus % self.multiple_of
 
 

@@ -7,7 +7,7 @@ import torch
 from parts import DEVICE, Rotary, assert_same, make_codec, make_part
 
 from kvcli.attention import reference, rope_kernels, window_kernels
-from kvcli.cache.window import WindowTokens
+from kvcli.cache.window import WindowLayout, WindowTokens
 from kvcli.errors import CacheError
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.rope import Rope, Rotation, TokenRotations
@@ -64,53 +64,131 @@ def test_blocks_cover_all_tokens(length: int, most: int, size: int) -> None:
     assert all(stop - start == size for start, stop in blocks)
 
 
-def scattered(length: int, gap: int, sinks: int, decoded: int) -> WindowTokens:
-    """Random tokens of 2 rows and 2 heads of 80 channels, as a cache holds them; NaN where nothing may be read."""
-    buffer = torch.randn(2, 2, length - decoded + gap + 3, 80, device=DEVICE)
-    buffer[:, :, sinks : sinks + gap] = float("nan")
-    between = torch.randn(2, 2, decoded, 80, device=DEVICE) if decoded else None
-    return WindowTokens(buffer, length, sinks, gap, between)
+def window_of(lengths: list[int], attended: list[int], sinks: int, ring: int, index: list[list[int]]) -> WindowTokens:
+    """Windows of rows that hold so many tokens; each with the token index of its new slots, -1 at padding."""
+    longest = max(length - codes for length, codes in zip(lengths, attended, strict=True))
+    rows = torch.tensor(attended, dtype=torch.int32, device=DEVICE)
+    new = torch.tensor(index, dtype=torch.int32, device=DEVICE)
+    return WindowTokens(WindowLayout(sinks, ring), longest, rows, new)
 
 
-@pytest.mark.parametrize(("masked", "joined", "queries"), [(False, True, 1), (True, True, 5), (True, False, 40)])
+def buffers(window: WindowTokens, lengths: list[int], heads: int, dim: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Window buffers of random keys and values; NaN where no token is."""
+    made = torch.full((2, len(lengths), heads, window.layout.capacity, dim), float("nan"), dtype=dtype, device=DEVICE)
+    attended = (
+        window.attended.tolist() if isinstance(window.attended, torch.Tensor) else [window.attended] * len(lengths)
+    )
+    for row, (length, codes) in enumerate(zip(lengths, attended, strict=True)):
+        tokens = [t for t in range(length) if t < window.layout.sinks or t >= window.layout.sinks + codes]
+        slots = window.layout.slots(torch.tensor(tokens, device=DEVICE))
+        made[:, row, :, slots] = torch.randn(2, heads, len(tokens), dim, device=DEVICE).to(dtype)
+    return list(made)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("joined", [False, True])
+@pytest.mark.parametrize(("heads", "head_dim"), [(2, 64), (6, 80), (8, 128)])
 @pytest.mark.parametrize(
-    ("gaps", "sinks", "decoded"), [((0, 0), 0, (0, 0)), ((5, 0), 4, (0, 9)), ((0, 70), 3, (66, 1))]
+    ("length", "attended", "sinks", "ring", "queries"),
+    [
+        (1, 0, 0, 8, 1),
+        (70, 0, 4, 66, 1),
+        (70, 9, 4, 61, 5),
+        (200, 133, 3, 64, 1),
+        (200, 131, 0, 80, 40),
+        (5, 1, 4, 1, 1),
+    ],
 )
-def test_window_tokens_in_one_launch(
-    masked: bool, joined: bool, queries: int, gaps: tuple[int, int], sinks: int, decoded: tuple[int, int]
-) -> None:
+def test_windows_of_equal_rows(
+    length: int, attended: int, sinks: int, ring: int, queries: int, heads: int, head_dim: int, joined: bool,
+    dtype: torch.dtype,
+) -> None:  # fmt: skip
+    """Numbers give bit for bit what one number per row gives, and what the reference gives."""
     torch.manual_seed(0)
-    query = torch.randn(2, 6, queries, 80, device=DEVICE)
-    key, value = (scattered(70, gap, sinks, count) for gap, count in zip(gaps, decoded, strict=True))
-    visible = torch.rand(2, queries, 70, device=DEVICE) > 0.3 if masked else None
-    if visible is not None:
-        visible[0, 0] = False  # a query that sees nothing
-    encoded = (torch.randn(2, 6, queries, 80, device=DEVICE), torch.randn(2, 6, queries, device=DEVICE))
-    arguments = (query, key, value, visible, 0.1)
-    actual = window_kernels.attend_window(*arguments, encoded if joined else None)
-    assert torch.allclose(actual, reference.attend_window(*arguments, encoded if joined else None), atol=1e-5)
-    plain = (query, key.joined(), value.joined(), visible, 0.1)
-    assert_same(window_kernels.partial_attention(*plain), reference.partial_attention(*plain), torch.float32)
+    first = length - queries
+    window = WindowTokens(WindowLayout(sinks, ring), length - attended, attended, first)
+    per_row = window_of([length] * 2, [attended] * 2, sinks, ring, [list(range(first, length))] * 2)
+    query = torch.randn(2, heads, queries, head_dim, device=DEVICE).to(dtype)
+    key, value = buffers(window, [length] * 2, 2, head_dim, dtype)
+    codes = (torch.randn(query.shape, device=DEVICE), torch.randn(query.shape[:3], device=DEVICE)) if joined else None
+    actual = window_kernels.attend_window(query, key, value, window, 0.1, codes)
+    assert torch.equal(actual, window_kernels.attend_window(query, key, value, per_row, 0.1, codes))
+    expected = reference.attend_window(query, key, value, window, 0.1, codes)
+    assert torch.equal(expected, reference.attend_window(query, key, value, per_row, 0.1, codes))
+    assert actual.isfinite().all()
+    assert torch.allclose(actual, expected, atol=1e-5 if dtype == torch.float32 else 5e-3)
+
+
+@pytest.mark.parametrize("queries", [1, 5])
+@pytest.mark.parametrize(("sinks", "ring"), [(0, 67), (4, 63), (4, 64), (3, 130)])
+def test_windows_of_ragged_rows(sinks: int, ring: int, queries: int) -> None:
+    """Each row's tokens up to each query, none of what another token left behind; padding sees nothing."""
+    torch.manual_seed(0)
+    lengths, attended = [sinks + ring, 2, 300], [0, 0, 300 - sinks - min(ring, 65)]
+    index = [[max(-1, length - queries + i) for i in range(queries)] for length in lengths]
+    index[1][0] = -1
+    window = window_of(lengths, attended, sinks, ring, index)
+    query = torch.randn(3, 6, queries, 80, device=DEVICE)
+    key, value = buffers(window, lengths, 2, 80, torch.float32)
+    actual = window_kernels.attend_window(query, key, value, window, 0.1, None)
+    assert actual[1, 0].eq(0).all()
+    for row, (length, codes) in enumerate(zip(lengths, attended, strict=True)):
+        for i, token in enumerate(index[row]):
+            seen = [t for t in range(token + 1) if t < sinks or t >= sinks + codes]
+            slots = [t if t < sinks else sinks + (t - sinks) % ring for t in seen]
+            parts = (x[row : row + 1] for x in (query[:, :, i : i + 1], key[:, :, slots], value[:, :, slots]))
+            expected = reference.partial_attention(*parts, None, 0.1)[0]
+            assert torch.allclose(actual[row, i], expected[0, :, 0], atol=1e-5), (row, i, length)
+    plain = reference.attend_window(query, key.nan_to_num(0.0), value.nan_to_num(0.0), window, 0.1, None)
+    assert torch.allclose(actual, plain, atol=1e-5)
+
+
+@pytest.mark.parametrize("lengths", [None, [70, 1, 64], [69, 0, 200]])
+@pytest.mark.parametrize("queries", [1, 40])
+def test_all_tokens_of_a_block(lengths: list[int] | None, queries: int) -> None:
+    """Queries of decoded codes see a row's tokens whatever their order; a longer row goes on in the next block."""
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(3, heads, n, 80, device=DEVICE) for heads, n in ((6, queries), (2, 70), (2, 70)))
+    rows = None if lengths is None else torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    visible = None if rows is None else (torch.arange(70, device=DEVICE) < rows.unsqueeze(1)).unsqueeze(1)
+    assert_same(
+        window_kernels.partial_attention(query, key, value, rows, 0.1),
+        reference.partial_attention(query, key, value, visible, 0.1),
+        torch.float32,
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("batch", "length", "head_dim"), [(1, 1, 64), (3, 33, 80), (2, 65, 128), (20, 1, 64)])
-def test_new_tokens_are_rotated_and_appended(batch: int, length: int, head_dim: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("sinks", "first", "padded"), [(0, 0, False), (4, 2, False), (4, 150, False), (3, 150, True)])
+def test_new_tokens_are_rotated_and_appended(
+    batch: int, length: int, head_dim: int, dtype: torch.dtype, sinks: int, first: int, padded: bool
+) -> None:
     torch.manual_seed(0)
     positions = torch.randint(0, 500, (batch, length), device=DEVICE)
     rotation = Rope(Rotary(head_dim)).rotation(positions, dtype)
     query, key, value = (
         torch.randn(batch, length, heads, head_dim, device=DEVICE).to(dtype).transpose(1, 2) for heads in (6, 2, 2)
     )
-    actual, expected = torch.zeros(2, 2, batch, 2, length + 9, head_dim, dtype=dtype, device=DEVICE)
-    places = [[x[:, :, 4 : 4 + length] for x in both] for both in (actual, expected)]
-    ours = rope_kernels.rotate_and_append(rotation, query, key, value, *places[0])
+    window = WindowTokens(WindowLayout(sinks, 67), 1, 0, first)
+    if padded:
+        index = first + 7 * torch.arange(batch).unsqueeze(1) + torch.arange(length)
+        index[0, : length // 2 + 1] = -1
+        rows = torch.zeros(batch, dtype=torch.int32, device=DEVICE)
+        window = WindowTokens(window.layout, 1, rows, index.int().to(DEVICE))
+    actual, expected = torch.zeros(2, 2, batch, 2, sinks + 67, head_dim, dtype=dtype, device=DEVICE)
+    ours = rope_kernels.rotate_and_append(rotation, query, key, value, *actual, window)
     float32 = Rotation(rotation.cos.float(), rotation.sin.float())
-    theirs = reference.rotate_and_append(float32, query, key, value, *places[1])
+    theirs = reference.rotate_and_append(float32, query, key, value, *expected, window)
     tolerance = {"atol": 1e-6, "rtol": 1e-2 if dtype == torch.bfloat16 else 1e-5}
     assert torch.allclose(ours, theirs, **tolerance)
     assert torch.allclose(actual, expected, **tolerance)
     assert ours.transpose(1, 2).is_contiguous()  # as SDPA then lays out its output, which is not copied again
+    for row in range(batch):
+        tokens = window.index[row].tolist() if padded else range(first, first + length)
+        for column, token in list(enumerate(tokens))[-67:]:
+            slot = token if token < sinks else sinks + (token - sinks) % 67
+            assert token < 0 or torch.equal(expected[1][row, :, slot], value[row, :, column])
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,8 @@ def test_an_empty_set_changes_nothing() -> None:
 def test_the_window_kernel_merges_codes(shift: float) -> None:
     query, key, value = (x.to(DEVICE) for x in tensors(shift))
     codes = reference.partial_attention(query, key[:, :, :9], value[:, :, :9], None, 1.0)
-    window = [WindowTokens.of(x[:, :, 9:].contiguous()) for x in (key, value)]
-    actual = window_kernels.attend_window(query, *window, None, 1.0, codes)
+    key_window, value_window = key[:, :, 9:].contiguous(), value[:, :, 9:].contiguous()
+    window = WindowTokens.whole(key_window, None, 1)
+    actual = window_kernels.attend_window(query, key_window, value_window, window, 1.0, codes)
     expected = reference.partial_attention(query, key, value, None, 1.0)[0].transpose(1, 2)
     assert torch.allclose(actual, expected, rtol=1e-4, atol=1e-4)

@@ -229,7 +229,7 @@ def test_codebooks_of_the_bench_are_random_and_seeded(model: Any) -> None:
         with attached(model, case, "auto", seed) as new_cache, torch.inference_mode():
             cache = new_cache()
             prefill(model, cache, prompt(model, 1, 64), None)
-            return cache.layers[0].stores[0].codes.codes.packed
+            return cache.layers[0].store.key_codes.codes.packed
 
     assert torch.equal(codes(0), codes(0))
     assert not torch.equal(codes(0), codes(1))

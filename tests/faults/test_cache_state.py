@@ -28,8 +28,8 @@ def kept(cache: Any) -> list[torch.Tensor]:
     """States and codes of all keys."""
     found = []
     for layer in cache.layers:
-        keys, coded = layer.stores[0], cache.sequences.keys.coded[0]
-        found += [*keys.state.tensors().values(), *keys.codes.codes.slice(0, coded).tensors().values()]
+        codes = layer.store.key_codes.codes.slice(0, cache.sequences.counts.keys.coded[0])
+        found += [*layer.store.state.tensors().values(), *codes.tensors().values()]
     return found
 
 
@@ -76,10 +76,10 @@ def test_rejected_drafts_leave_no_trace(tiny_model: Any) -> None:
             feed(tiny_model, c, ids(40))
         feed(tiny_model, cache, ids(6, 7))
         cache.crop(-6)
-        states = [layer.stores[0].state.tensors() for layer in cache.layers]
+        states = [layer.store.state.tensors() for layer in cache.layers]
         feed(tiny_model, cache, ids(20, 1))
         feed(tiny_model, plain, ids(20, 1))
-        expected = [layer.stores[0].state.tensors() for layer in plain.layers]
+        expected = [layer.store.state.tensors() for layer in plain.layers]
         for found, want in zip(states, expected, strict=True):
             assert all(torch.equal(found[name], want[name]) for name in want)
 

@@ -107,8 +107,9 @@ def test_no_backward_through_a_cache(tiny_model: Any) -> None:
             logits = tiny_model(ids(30, step), past_key_values=cache).logits
         with pytest.raises(CacheError, match="no gradient"):
             logits.sum().backward()
-        stores = [store for layer in cache.layers for store in layer.stores]
-        kept = [x for store in stores for x in (store.window, *store.codes.codes.tensors().values())]
+        stores = [layer.store for layer in cache.layers]
+        codes = [x for s in stores for codes in (s.key_codes, s.value_codes) for x in codes.codes.tensors().values()]
+        kept = [*codes, *(x for store in stores for x in (store.keys, store.values))]
         assert not any(x.requires_grad for x in kept)
 
 

@@ -11,7 +11,7 @@ from test_cache_copies import attach, ids
 
 import kvcli
 from kvcli.cache import ranges
-from kvcli.cache.counts import Eviction
+from kvcli.cache.counts import Encoding
 from kvcli.errors import CacheError
 from kvcli.methods.commvq.config import CommVQConfig
 from kvcli.methods.commvq.method import METHOD
@@ -90,7 +90,7 @@ def test_single_tokens_on_a_gpu_are_not_waited_for(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.linalg, "vector_norm", lambda *args, **kwargs: noted.append(args) or torch.zeros(()))
     note = ranges.Ranges().of("layer 0: keys", fp8_keys())
     for start, count in ((0, 1), (128, 1), (128, 63), (128, 64)):
-        note(Eviction([0], count, start), OnGpu())  # type: ignore[arg-type]
+        note(Encoding([0], True, start, count, 0), OnGpu())  # type: ignore[arg-type]
     assert len(noted) == 2
 
 
@@ -113,8 +113,8 @@ def test_commvq_refuses_what_is_far_beyond_its_calibration(dtype: torch.dtype, f
     seen = ranges.Ranges()
     note = seen.of("layer 3: numbers", part)
     x = keys.unsqueeze(0).to(dtype)
-    note(Eviction([0], x.shape[2], 0), x)
+    note(Encoding([0], True, 0, x.shape[2], 0), x)
     seen.check()
-    note(Eviction([0], x.shape[2], 0), (x.float() * factor).to(dtype))
+    note(Encoding([0], True, 0, x.shape[2], 0), (x.float() * factor).to(dtype))
     with pytest.raises(CacheError, match="layer 3: numbers relative to those calibrated reach"):
         seen.check()

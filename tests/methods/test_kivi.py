@@ -66,8 +66,8 @@ def lengths_after(model: Any, prompt_len: int, steps: int, residual: int) -> lis
         cache = session.new_cache()
         for ids in (torch.randint(3, 97, (1, prompt_len)), *[torch.tensor([[5]])] * steps):
             model(ids, past_key_values=cache)
-            keys, values = cache.sequences.keys, cache.sequences.values
-            seen.append((cache.get_seq_length(), keys.coded[0], values.coded[0]))
+            counts = cache.sequences.counts
+            seen.append((cache.get_seq_length(), counts.keys.coded[0], counts.values.coded[0]))
     return seen
 
 
@@ -124,10 +124,10 @@ def test_cropping_into_a_group_is_refused_and_changes_nothing(tiny_model: Any) -
         with pytest.raises(CacheError, match="group of 4 tokens that were encoded"):
             cache.crop(-3)  # two exact keys, and one of a group
         assert cache.get_seq_length() == 18
-        assert cache.sequences.keys.window == (2,)
+        assert cache.sequences.counts.keys.coded == (16,)
         cache.crop(-6)
         assert cache.get_seq_length() == 12
-        assert cache.sequences.keys.coded == (12,)
+        assert cache.sequences.counts.keys.coded == (12,)
         assert tiny_model(torch.tensor([[5]]), past_key_values=cache).logits.isfinite().all()
 
 

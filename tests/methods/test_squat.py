@@ -108,11 +108,11 @@ def test_the_subspace_is_fixed_by_the_prompt(tiny_model: Any, method: str) -> No
     with kvcli.attach(tiny_model, method, group_size=4, residual_length=4) as session, torch.no_grad():
         cache = session.new_cache()
         tiny_model(torch.randint(3, 97, (1, 20)), past_key_values=cache)
-        before = cache.layers[0].stores[0].state.matrix.clone()
+        before = cache.layers[0].store.state.matrix.clone()
         for _ in range(9):
             tiny_model(torch.tensor([[5]]), past_key_values=cache)
-        assert torch.equal(cache.layers[0].stores[0].state.matrix, before)
-        assert cache.sequences.keys.coded[0] == 24
+        assert torch.equal(cache.layers[0].store.state.matrix, before)
+        assert cache.sequences.counts.keys.coded[0] == 24
         assert cache.memory().state_bytes == 3 * (2 * 16 * 16 * 4 + 4)
 
 

@@ -1,0 +1,91 @@
+"""The codes of the keys, or of the values, of one layer, in tensors that grow by a part of their size.
+
+A token costs no concatenation. This module does not know when tokens are encoded.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from kvcli.cache.counts import Counts, Encoding
+from kvcli.cache.forward import ordinary_tensors
+from kvcli.methods.base import Codec, Codes
+
+_HEADROOM = 128
+"""Fewest tokens by which a buffer grows after its first allocation."""
+
+
+class CodeBuffer:
+    """Preallocated codes of the keys, or of the values, of one layer, written at each row's own end.
+
+    Args:
+        codec: what encodes the tokens.
+        like: window buffer [batch, num_kv_heads, capacity, head_dim] of the tokens.
+
+    Attributes:
+        codec: as given.
+        codes: zeros where nothing was written.
+        capacity: tokens that a row can hold without growing.
+    """
+
+    def __init__(self, codec: Codec[Any], like: Tensor) -> None:
+        self.codec = codec
+        group = codec.encoded_group(like)
+        tokens = codec.tokens_per_group
+        self._tokens_per_entry = {name: tokens // x.shape[2] for name, x in group.tensors().items()}
+        self.codes: Codes = group.map(lambda x: x.new_empty(like.shape[0], x.shape[1], 0, *x.shape[3:]))
+        self.capacity = 0
+
+    def reserve(self, num_tokens: int) -> None:
+        """Makes room for this many tokens per row; grows by an eighth, at least 128 tokens, after the first."""
+        if num_tokens > self.capacity:
+            self._grow(num_tokens)
+
+    @ordinary_tensors
+    def _grow(self, num_tokens: int) -> None:
+        headroom = max(_HEADROOM, num_tokens // 8) if self.capacity else 0
+        unit = max(self._tokens_per_entry.values())
+        capacity = -(-(num_tokens + headroom) // unit) * unit
+        grown = {}
+        for name, x in self.codes.tensors().items():
+            grown[name] = x.new_zeros(*x.shape[:2], capacity // self._tokens_per_entry[name], *x.shape[3:])
+            grown[name][:, :, : x.shape[2]] = x
+        self.codes, self.capacity = type(self.codes)(**grown), capacity
+
+    def write(self, tokens: Tensor, state: Any, encoding: Encoding) -> None:
+        """Encodes tokens [rows, num_kv_heads, count, head_dim], where `reserve` made room; keeps no allocation.
+
+        Args:
+            tokens: what the codec takes.
+            state: of their rows.
+            encoding: which rows and tokens they are.
+        """
+        target = self._view(encoding.start, encoding.count)
+        if encoding.whole:
+            self.codec.encode_into(tokens, state, target)
+            return
+        for name, x in self.codec.encode(tokens, state).tensors().items():
+            getattr(target, name)[encoding.rows] = x
+
+    def kept(self, encoding: Encoding) -> Codes:
+        """Codes of the tokens of an encoding that stay in the window."""
+        codes = self.codes.slice(encoding.stop - encoding.kept, encoding.stop)
+        return codes if encoding.whole else codes.select(encoding.rows)
+
+    def nbytes(self, lengths: Counts) -> int:
+        """Bytes in use for rows of these lengths."""
+        used = 0
+        for name, x in self.codes.tensors().items():
+            entry = x.shape[1] * x.shape[3:].numel() * x.element_size()
+            used += sum(-(-length // self._tokens_per_entry[name]) * entry for length in lengths)
+        return used
+
+    def _view(self, start: int, count: int) -> Codes:
+        """Views of the entries of tokens [start, start + count), which share no entry with earlier tokens."""
+        views = {}
+        for name, x in self.codes.tensors().items():
+            tokens = self._tokens_per_entry[name]
+            views[name] = x[:, :, start // tokens : start // tokens - (-count // tokens)]
+        return type(self.codes)(**views)
