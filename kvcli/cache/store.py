@@ -151,7 +151,7 @@ class LayerStore:
         Args:
             plan: names rows and tokens.
             encoder_input: None where the codec takes window tokens as they are.
-            note: called with what is about to be encoded.
+            note: called with what was encoded.
         """
         for i, eviction in enumerate(plan.evictions):
             if not eviction.count:
@@ -159,9 +159,9 @@ class LayerStore:
             tokens = self._evicted(eviction)
             if encoder_input is not None:
                 tokens = encoder_input(i, tokens)
+            codes = self._encode(eviction, tokens)
             if note is not None:
-                note(eviction, tokens)
-            self._encode(eviction, tokens)
+                note(eviction, tokens, codes)
 
     def evict(self, plan: FlushPlan) -> None:
         """Removes the encoded tokens from the window, and gives back the memory that a long prompt took."""
@@ -211,7 +211,7 @@ class LayerStore:
         rows = slice(None) if len(eviction.rows) == self.window.shape[0] else eviction.rows
         return self.window[rows, :, first : first + eviction.count]
 
-    def _encode(self, eviction: Eviction, tokens: Tensor) -> None:
+    def _encode(self, eviction: Eviction, tokens: Tensor) -> Codes:
         rows, state = eviction.rows, self.state
         whole = len(rows) == self.window.shape[0]
         if state is not None:
@@ -221,9 +221,11 @@ class LayerStore:
         target = self.codes.view(eviction.start, eviction.count)
         if whole:
             self.codec.encode_into(tokens, state, target)
-            return
-        for name, x in self.codec.encode(tokens, state).tensors().items():
+            return target
+        codes: Codes = self.codec.encode(tokens, state)
+        for name, x in codes.tensors().items():
             getattr(target, name)[rows] = x
+        return codes
 
     @ordinary_tensors
     def _arrange(self, layout: WindowLayout, length: int) -> None:

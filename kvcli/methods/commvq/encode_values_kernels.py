@@ -233,7 +233,8 @@ def _finish_kernel(
         product += tl.sum(b_r * total, axis=1)
         energy += tl.sum(total * total, axis=1)
     scale = tl.load(rms + o_t, mask=o_t < tokens, other=0.0) * product / tl.maximum(energy, 1e-12)
-    scale = tl.minimum(tl.maximum(scale, -65504.0), 65504.0)
+    scale = tl.maximum(scale, -65504.0, propagate_nan=tl.PropagateNan.ALL)
+    scale = tl.minimum(scale, 65504.0, propagate_nan=tl.PropagateNan.ALL)
     tl.store(scales + o_t, scale.to(tl.float16), mask=o_t < tokens)
     o_8 = tl.arange(0, 8)[None, None, :]
     for start in range(0, BYTES, 16):
