@@ -54,20 +54,25 @@ class CodeBuffer:
             grown[name][:, :, : x.shape[2]] = x
         self.codes, self.capacity = type(self.codes)(**grown), capacity
 
-    def write(self, tokens: Tensor, state: Any, encoding: Encoding) -> None:
+    def write(self, tokens: Tensor, state: Any, encoding: Encoding) -> Codes:
         """Encodes tokens [rows, num_kv_heads, count, head_dim], where `reserve` made room; keeps no allocation.
 
         Args:
             tokens: what the codec takes.
             state: of their rows.
             encoding: which rows and tokens they are.
+
+        Returns:
+            Their codes.
         """
         target = self._view(encoding.start, encoding.count)
         if encoding.whole:
             self.codec.encode_into(tokens, state, target)
-            return
-        for name, x in self.codec.encode(tokens, state).tensors().items():
+            return target
+        codes: Codes = self.codec.encode(tokens, state)
+        for name, x in codes.tensors().items():
             getattr(target, name)[encoding.rows] = x
+        return codes
 
     def kept(self, encoding: Encoding) -> Codes:
         """Codes of the tokens of an encoding that stay in the window."""

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from kvcli.cache.counts import Encoding
 from kvcli.errors import CacheError
-from kvcli.methods.base import Codec
+from kvcli.methods.base import Codec, Codes
 
 _MIN_TOKENS = 64
 """Tokens encoded at once from which a pass on a GPU is looked at, also where it is not a row's first."""
 
-Note = Callable[[Encoding, Tensor], None]
-"""Given tokens [rows, num_kv_heads, count, head_dim] that are about to be encoded, and which they are."""
+Note = Callable[[Encoding, Tensor, Codes], None]
+"""Given which tokens were encoded, the tokens [rows, num_kv_heads, count, head_dim] and their codes."""
 
 
 class Ranges:
@@ -40,14 +40,14 @@ class Ranges:
         """
         return partial(self._note, what, codec)
 
-    def _note(self, what: str, codec: Codec[Any], encoding: Encoding, tokens: Tensor) -> None:
+    def _note(self, what: str, codec: Codec[Any], encoding: Encoding, tokens: Tensor, codes: Codes) -> None:
         limit = codec.max_magnitude
         if limit == float("inf") or (tokens.dtype == torch.float16 and not codec.calibrated_range):
             return
         if tokens.is_cuda and encoding.start and encoding.count < _MIN_TOKENS:
             return
         what += " relative to those calibrated" if codec.calibrated_range else ""
-        self._peaks.append((what, limit, codec.peak(tokens)))
+        self._peaks.append((what, limit, codec.peak(tokens, codes)))
 
     def check(self) -> None:
         """Checks what was noted, once for all layers.

@@ -80,20 +80,19 @@ class LayerStore:
         Args:
             forward: names rows and tokens.
             unrotate: inverse RoPE.
-            note: called with what is about to be encoded.
+            note: called with what was encoded.
         """
         for i, encoding in enumerate(forward.plan.keys):
             rotation = forward.key_rotations[i] if self.codec.needs_rotations else None
             keys = self._take(self.keys, encoding)
             if rotation is not None:
                 keys = self.codec.encoder_input(keys, rotation, unrotate)
-            note(encoding, keys)
             state = self.state
             if state is not None:
                 if not encoding.start:
                     self.codec.key.finalize_state(state, encoding.rows)
                 state = state if encoding.whole else state.select(encoding.rows)
-            self.key_codes.write(keys, state, encoding)
+            note(encoding, keys, self.key_codes.write(keys, state, encoding))
             if encoding.kept:
                 kept = None if rotation is None else rotation.last(encoding.kept)
                 decoded = self.codec.decode_keys(self.key_codes.kept(encoding), state, kept, self.keys.dtype)
@@ -103,8 +102,7 @@ class LayerStore:
         """As `encode_keys`, for values."""
         for encoding in forward.plan.values:
             values = self._take(self.values, encoding)
-            note(encoding, values)
-            self.value_codes.write(values, None, encoding)
+            note(encoding, values, self.value_codes.write(values, None, encoding))
             if encoding.kept:
                 decoded = self.codec.value.decode_to(self.value_codes.kept(encoding), None, self.values.dtype)
                 self._replace(self.values, encoding, decoded)

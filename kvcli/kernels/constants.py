@@ -5,6 +5,9 @@ import math
 FP16_MAX = 65504.0
 """The largest finite float16."""
 
+FP16_BELOW_MAX = 65472.0
+"""The float16 before it: a stored number above this one may have been clamped to `FP16_MAX`."""
+
 TINY = 1e-30
 """Lower bound of divisors that may be 0, so that 0 / 0 is 0 instead of NaN."""
 

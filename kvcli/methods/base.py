@@ -128,8 +128,13 @@ class Codec(nn.Module, ABC, Generic[CodesT, StateT]):
         for name, x_codes in self.encode(x, state).tensors().items():
             getattr(codes, name).copy_(x_codes)
 
-    def peak(self, x: Tensor) -> Tensor:
-        """What `max_magnitude` limits, float32 []: the largest magnitude of x [batch, num_kv_heads, time, head_dim]."""
+    def peak(self, x: Tensor, codes: CodesT) -> Tensor:
+        """What `max_magnitude` limits, float32 []: the largest magnitude of x [batch, num_kv_heads, time, head_dim].
+
+        Args:
+            x: tokens that were encoded.
+            codes: what they were encoded to, which a codec may look at instead.
+        """
         return torch.linalg.vector_norm(x, float("inf"), dtype=torch.float32)
 
     @abstractmethod

@@ -95,8 +95,8 @@ class _OSCAR(PerTokenCodec):
         """Channels of a group that are not clipped."""
         return max(1, math.ceil(share * self.group_size))
 
-    def peak(self, x: Tensor) -> Tensor:
-        return super().peak(x.float() @ self.rotation)
+    def peak(self, x: Tensor, codes: PerTokenCodes) -> Tensor:
+        return super().peak(x.float() @ self.rotation, codes)
 
     def encode(self, x: Tensor, state: None = None) -> PerTokenCodes:
         return super().encode(self._clipped(x))

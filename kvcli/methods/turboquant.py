@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kvcli.kernels.constants import FP16_MAX, TINY, norm_unit
 from kvcli.methods.base import Codec, Codes, KeyCodec, ValueCodec
-from kvcli.methods.config import CacheConfig
+from kvcli.methods.config import BiasOffsetConfig
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import Method
 from kvcli.packing import pack_bits, packed_size, unpack_bits
@@ -36,7 +36,7 @@ _TOLERANCE = 1e-9
 _MAX_ROUNDS = 20_000
 
 
-class TurboQuantConfig(CacheConfig):
+class TurboQuantConfig(BiasOffsetConfig):
     """Settings of TurboQuant."""
 
     k_bits: Bits = Field(default=3, description="bits per key coordinate, the residual's sign included")

@@ -90,7 +90,7 @@ def test_single_tokens_on_a_gpu_are_not_waited_for(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.linalg, "vector_norm", lambda *args, **kwargs: noted.append(args) or torch.zeros(()))
     note = ranges.Ranges().of("layer 0: keys", fp8_keys())
     for start, count in ((0, 1), (128, 1), (128, 63), (128, 64)):
-        note(Encoding([0], True, start, count, 0), OnGpu())  # type: ignore[arg-type]
+        note(Encoding([0], True, start, count, 0), OnGpu(), None)  # type: ignore[arg-type]
     assert len(noted) == 2
 
 
@@ -109,12 +109,16 @@ def test_commvq_refuses_what_is_far_beyond_its_calibration(dtype: torch.dtype, f
         part.pair_weight.mul_(30)  # as if calibrated on keys of a thirtieth
     else:
         part = layer.value
-        part.metric_root.mul_(100)
+        part.randomize_(torch.Generator().manual_seed(0))
+        part.codebook.mul_(0.001)  # as if calibrated on values of a thousandth
+        part.offset.zero_()
     seen = ranges.Ranges()
     note = seen.of("layer 3: numbers", part)
     x = keys.unsqueeze(0).to(dtype)
-    note(Encoding([0], True, 0, x.shape[2], 0), x)
-    seen.check()
-    note(Encoding([0], True, 0, x.shape[2], 0), (x.float() * factor).to(dtype))
+    for tokens in (x, x * float("nan")):  # what is not a number shows in the logits
+        note(Encoding([0], True, 0, x.shape[2], 0), tokens, part.encode(tokens))
+        seen.check()
+    large = (x.float() * factor).to(dtype)
+    note(Encoding([0], True, 0, x.shape[2], 0), large, part.encode(large))
     with pytest.raises(CacheError, match="layer 3: numbers relative to those calibrated reach"):
         seen.check()

@@ -101,7 +101,7 @@ def test_offset_scores_of_partly_rotated_keys_and_scaled_rope(rotary_dim: int, s
     assert not scores[..., 140:].any()
 
 
-@pytest.mark.parametrize("name", ["fp8", "rtn-4", "qjl"])
+@pytest.mark.parametrize("name", ["fp8", "rtn-4", "qjl", "turboquant-4"])
 def test_methods_that_are_not_fitted_take_the_bias_of_the_projection(name: str) -> None:
     model = make_model("qwen2")
     layer = model.model.layers[0].self_attn
@@ -111,7 +111,7 @@ def test_methods_that_are_not_fitted_take_the_bias_of_the_projection(name: str) 
         expected = model(ids).logits
         errors = {}
         for key_offset in ("none", "bias"):
-            settings = {"group_size": 8} if name != "fp8" else {}
+            settings = {"group_size": 8} if name in ("rtn-4", "qjl") else {}
             with attach(model, name, residual_length=4, flush_block=1, key_offset=key_offset, **settings) as session:
                 assert (session.codecs[0].offset is not None) == (key_offset == "bias")
                 cache = session.new_cache()

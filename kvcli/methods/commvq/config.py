@@ -66,7 +66,7 @@ class CommVQConfig(CacheConfig):
     value_steps: int = Field(default=2500, ge=1, le=10**7, description="optimizer steps of the paper's value trainer")
     value_hidden: int = Field(default=512, ge=1, le=2**16, description="hidden width of the paper's value encoder")
     value_sweeps: int = Field(
-        default=3,
+        default=2,
         ge=0,
         le=100,
         description="coordinate-descent sweeps over the bits after the fast trainer's encoder; 0 is far worse",

@@ -60,7 +60,7 @@ def _norm_kernel(
         b_x = b_x.to(tl.float32) * b_w[None, :]
         energy += tl.sum(b_x * b_x, axis=1)
     norm = tl.sqrt_rn(energy)
-    half = tl.minimum(norm * per_unit, 65504.0).to(tl.float16)
+    half = tl.minimum(norm * per_unit, 65504.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float16)
     p_n = i_row * time + o_t
     tl.store(stored + p_n, half, mask=o_t < time)
     tl.store(norms + p_n, tl.where(half > 0, norm, 0.0), mask=o_t < time)

@@ -29,53 +29,56 @@ from kvcli.methods.commvq.tables import BLOCK_BITS, DescentTables
 from kvcli.packing import packed_size
 
 _ENCODE_TOKENS = 16384
-_ROWS_TILE = 32
+_METRIC_TILE = 64
+_UNIT_ELEMENTS = 4096
 _SWEEP_TILE = {"BLOCK_T": 64, "BLOCK_O": BLOCK_BITS, "BLOCK_K": 64, "num_warps": 4, "num_stages": 4}
 
 
-@triton.jit
-def _in_metric(p_x, metric_root, m_t, o_n, WIDTH: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK: tl.constexpr):
-    """Columns o_n of x metric_root for rows of one head at p_x [BLOCK_T]: float32 [BLOCK_T, BLOCK]."""
-    total = tl.zeros((BLOCK_T, BLOCK), tl.float32)
-    for start in range(0, WIDTH, BLOCK):
-        o_k = start + tl.arange(0, BLOCK)
-        m_x = m_t[:, None] & (o_k < WIDTH)[None, :]
-        b_x = tl.load(p_x[:, None] + o_k[None, :], mask=m_x, other=0.0).to(tl.float32)
-        m_r = (o_k < WIDTH)[:, None] & (o_n < WIDTH)[None, :]
-        b_r = tl.load(metric_root + o_k[:, None] * WIDTH + o_n[None, :], mask=m_r, other=0.0)
-        total = tl.dot(b_x, b_r, total, input_precision="tf32x3")
-    return total
-
-
-@triton.jit(do_not_specialize=["tokens", "time"])
-def _unit_rows_kernel(
-    x, metric_root, rows, rms, stride_b, stride_h, stride_t, tokens, time,
-    WIDTH: tl.constexpr, HEADS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK: tl.constexpr,
+@triton.jit(do_not_specialize=["first", "tokens", "time"])
+def _metric_kernel(
+    x, metric_root, product, stride_b, stride_h, stride_t, first, tokens, time,
+    WIDTH: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """rows = x metric_root / rms, head by head, with rms over all heads; grid (ceil(tokens / BLOCK_T),).
+    """product = x metric_root of one head, for tokens first to first + tokens - 1, counted over all rows of x.
 
-    x [batch, HEADS, time, WIDTH] any float, strides of all but the last axis, tokens = batch * time; metric_root
-    float32 [HEADS, WIDTH, WIDTH]; rows float16 [tokens, HEADS * WIDTH]; rms float32 [tokens]. BLOCK channels at a time.
+    Grid (ceil(tokens / BLOCK_T), heads). x [batch, heads, time, WIDTH] any float, strides of all but the last axis;
+    metric_root float32 [heads, WIDTH, WIDTH]; product float32 [tokens, heads * WIDTH]. BLOCK channels at a time.
+    """
+    i_t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    i_h = tl.program_id(1).to(tl.int64)
+    o_t = first + i_t
+    m_t = i_t < tokens
+    p_x = x + (o_t // time) * stride_b + i_h * stride_h + (o_t % time) * stride_t
+    p_product = product + i_t * (tl.num_programs(1) * WIDTH) + i_h * WIDTH
+    metric_root += i_h * WIDTH * WIDTH
+    for column in range(0, WIDTH, BLOCK):
+        o_n = column + tl.arange(0, BLOCK)
+        m_n = (o_n < WIDTH)[None, :]
+        total = tl.zeros((BLOCK_T, BLOCK), tl.float32)
+        for start in range(0, WIDTH, BLOCK):
+            o_k = start + tl.arange(0, BLOCK)
+            m_x = m_t[:, None] & (o_k < WIDTH)[None, :]
+            b_x = tl.load(p_x[:, None] + o_k[None, :], mask=m_x, other=0.0).to(tl.float32)
+            p_r = metric_root + o_k[:, None] * WIDTH + o_n[None, :]
+            b_r = tl.load(p_r, mask=(o_k < WIDTH)[:, None] & m_n, other=0.0)
+            total = tl.dot(b_x, b_r, total, input_precision="tf32x3")
+        tl.store(p_product[:, None] + o_n[None, :], total, mask=m_t[:, None] & m_n)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _unit_kernel(product, rows, rms, tokens, D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr):
+    """rows = product / rms with rms over the D channels of a token; grid (ceil(tokens / BLOCK_T),).
+
+    product float32 [tokens, D]; rows float16 [tokens, D]; rms float32 [tokens]. All channels at once.
     """
     o_t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    o_d = tl.arange(0, BLOCK_D)
     m_t = o_t < tokens
-    p_x = x + (o_t // time) * stride_b + (o_t % time) * stride_t
-    energy = tl.zeros((BLOCK_T,), tl.float32)
-    for head in range(HEADS):
-        for first in range(0, WIDTH, BLOCK):
-            o_n = first + tl.arange(0, BLOCK)
-            p_r = metric_root + head * WIDTH * WIDTH
-            part = _in_metric(p_x + head * stride_h, p_r, m_t, o_n, WIDTH, BLOCK_T, BLOCK)
-            energy += tl.sum(part * part, axis=1)
-    b_rms = tl.sqrt_rn(energy / (HEADS * WIDTH))
+    at, m = o_t[:, None] * D + o_d[None, :], m_t[:, None] & (o_d < D)[None, :]
+    b_x = tl.load(product + at, mask=m, other=0.0)
+    b_rms = tl.sqrt_rn(tl.sum(b_x * b_x, axis=1) / D)
     factor = tl.where(b_rms > 1e-12, 1 / tl.maximum(b_rms, 1e-30), 0.0)
-    for head in range(HEADS):
-        for first in range(0, WIDTH, BLOCK):
-            o_n = first + tl.arange(0, BLOCK)
-            p_r = metric_root + head * WIDTH * WIDTH
-            part = _in_metric(p_x + head * stride_h, p_r, m_t, o_n, WIDTH, BLOCK_T, BLOCK)
-            p_o = rows + o_t[:, None] * (HEADS * WIDTH) + head * WIDTH + o_n[None, :]
-            tl.store(p_o, (part * factor[:, None]).to(tl.float16), mask=m_t[:, None] & (o_n < WIDTH)[None, :])
+    tl.store(rows + at, (b_x * factor[:, None]).to(tl.float16), mask=m)
     tl.store(rms + o_t, b_rms, mask=m_t)
 
 
@@ -230,7 +233,8 @@ def _finish_kernel(
         product += tl.sum(b_r * total, axis=1)
         energy += tl.sum(total * total, axis=1)
     scale = tl.load(rms + o_t, mask=o_t < tokens, other=0.0) * product / tl.maximum(energy, 1e-12)
-    scale = tl.minimum(tl.maximum(scale, -65504.0), 65504.0)
+    scale = tl.maximum(scale, -65504.0, propagate_nan=tl.PropagateNan.ALL)
+    scale = tl.minimum(scale, 65504.0, propagate_nan=tl.PropagateNan.ALL)
     tl.store(scales + o_t, scale.to(tl.float16), mask=o_t < tokens)
     o_8 = tl.arange(0, 8)[None, None, :]
     for start in range(0, BYTES, 16):
@@ -258,28 +262,33 @@ def encode_values(x: Tensor, encoder: Tensor, tables: DescentTables, sweeps: int
     width = packed_size(encoder.shape[0], 1)
     packed = torch.empty(batch, 1, time, width, dtype=torch.uint8, device=x.device)
     scale = torch.empty(batch, 1, time, 1, dtype=torch.float16, device=x.device)
-    rows, rms = _unit_rows(x, tables)
-    flat = rows, rms, packed.view(-1, width), scale.view(-1)
+    x = row_major(x)
     # equal parts: bits and correlations take 6 bytes per value bit, and a short last part underfills the GPU
-    parts, tile = max(1, cdiv(batch * time, _ENCODE_TOKENS)), int(_SWEEP_TILE["BLOCK_T"])
-    size = tile * max(1, cdiv(batch * time, parts * tile))
-    for part in zip(*(tensor.split(size) for tensor in flat), strict=True):
-        _encode_part(encoder, tables, sweeps, *part)
+    total, tile = batch * time, int(_SWEEP_TILE["BLOCK_T"])
+    size = tile * max(1, cdiv(total, max(1, cdiv(total, _ENCODE_TOKENS)) * tile))
+    for first in range(0, total, size):
+        tokens = min(size, total - first)
+        rows, rms = _unit_rows(x, tables, first, tokens)
+        part = slice(first, first + tokens)
+        _encode_part(encoder, tables, sweeps, rows, rms, packed.view(-1, width)[part], scale.view(-1)[part])
     return packed, scale
 
 
-def _unit_rows(x: Tensor, tables: DescentTables) -> tuple[Tensor, Tensor]:
-    """Unit rows float16 [batch * time, D] and their root mean squares float32 [batch * time]."""
-    x = row_major(x)
-    batch, heads, time, width = x.shape
-    tokens, channels = batch * time, heads * width
-    rows = torch.empty(tokens, channels, dtype=torch.float16, device=x.device)
+def _unit_rows(x: Tensor, tables: DescentTables, first: int, tokens: int) -> tuple[Tensor, Tensor]:
+    """Unit rows float16 [tokens, D] and their root mean squares float32 [tokens], from token `first` of all rows."""
+    heads, time, width = x.shape[1:]
+    product = torch.empty(tokens, heads * width, dtype=torch.float32, device=x.device)
+    rows = torch.empty_like(product, dtype=torch.float16)
     rms = torch.empty(tokens, dtype=torch.float32, device=x.device)
-    if tokens:
-        _unit_rows_kernel[(cdiv(tokens, _ROWS_TILE),)](
-            x, tables.metric_root, rows, rms, *x.stride()[:3], tokens, time,
-            WIDTH=width, HEADS=heads, BLOCK_T=_ROWS_TILE, BLOCK=min(64, max(16, power_of_two(width))), num_warps=4,
-        )  # fmt: skip
+    _metric_kernel[(cdiv(tokens, _METRIC_TILE), heads)](
+        x, tables.metric_root, product, *x.stride()[:3], first, tokens, time,
+        WIDTH=width, BLOCK_T=_METRIC_TILE, BLOCK=min(64, max(16, power_of_two(width))), num_warps=4,
+    )  # fmt: skip
+    block_d = power_of_two(heads * width)
+    block_t = max(1, _UNIT_ELEMENTS // block_d)
+    _unit_kernel[(cdiv(tokens, block_t),)](
+        product, rows, rms, tokens, D=heads * width, BLOCK_T=block_t, BLOCK_D=block_d, num_warps=4
+    )
     return rows, rms
 
 
@@ -293,8 +302,6 @@ def _encode_part(
     scales: Tensor,
 ) -> None:
     """Encodes unit rows [tokens, D] into packed [tokens, bytes] and scales [tokens]."""
-    if not rows.shape[0]:
-        return
     (tokens, width), count, padded = rows.shape, encoder.shape[0], tables.gram.shape[0]
     bits = torch.empty(tokens, padded, dtype=torch.float16, device=rows.device)
     tile: dict[str, Any] = {"D": width, "N": padded, "BLOCK_K": 64, "num_warps": 4}

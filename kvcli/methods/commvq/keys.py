@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from kvcli.kernels.cached import CachedFromBuffers
-from kvcli.kernels.constants import FP16_MAX, norm_unit
+from kvcli.kernels.constants import FP16_BELOW_MAX, FP16_MAX, norm_unit
 from kvcli.methods.base import Codes, KeyCodec, Space
 from kvcli.methods.commvq.codebook import centres, nearest, times_i
 from kvcli.methods.commvq.config import CommVQConfig
@@ -57,6 +57,7 @@ class CommVQKeyCodec(KeyCodec[CommVQKeyCodes, None]):
 
     space: Space = "pre_rope"
     calibrated_range = True
+    max_magnitude = FP16_BELOW_MAX
 
     def __init__(self, spec: ModelSpec, config: CommVQConfig) -> None:
         super().__init__()
@@ -139,11 +140,9 @@ class CommVQKeyCodec(KeyCodec[CommVQKeyCodes, None]):
 
         return search_note(self.config.codebook_size, self.config.pairs_per_group, device)
 
-    def peak(self, x: Tensor) -> Tensor:
-        """The largest norm of weighted keys as it would be stored."""
-        axes = (1, 3) if self.config.key_norm == "joint" else (3,)
-        norm = (x.float() * self.channel_weight()).square().sum(axes).amax().sqrt()
-        return norm / norm_unit(self.norm_width)
+    def peak(self, x: Tensor, codes: CommVQKeyCodes) -> Tensor:
+        """The largest norm of weighted keys that was stored."""
+        return codes.norm.amax().float()
 
     def encode(self, x: Tensor, state: None = None) -> CommVQKeyCodes:
         if self.fused:

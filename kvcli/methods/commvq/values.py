@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kvcli.kernels.cached import CachedFromBuffers
+from kvcli.kernels.constants import FP16_BELOW_MAX
 from kvcli.methods.base import Codes, ValueCodec
 from kvcli.methods.commvq.config import CommVQConfig
 from kvcli.methods.commvq.tables import SWEEP_BITS, DescentTables, descent_tables, in_metric
@@ -45,6 +46,7 @@ class CommVQValueCodec(ValueCodec[CommVQValueCodes]):
     """
 
     calibrated_range = True
+    max_magnitude = FP16_BELOW_MAX
 
     def __init__(self, spec: ModelSpec, config: CommVQConfig) -> None:
         super().__init__()
@@ -88,9 +90,9 @@ class CommVQValueCodec(ValueCodec[CommVQValueCodes]):
         rms = rows.square().mean(-1, keepdim=True).sqrt()
         return torch.where(rms > 1e-12, rows / rms.clamp_min(1e-30), 0.0), rms
 
-    def peak(self, x: Tensor) -> Tensor:
-        """About the largest factor of a unit value that would be stored."""
-        return 2 * self.normalise(x)[1].amax()
+    def peak(self, x: Tensor, codes: CommVQValueCodes) -> Tensor:
+        """The largest factor of a unit value that was stored."""
+        return codes.scale.abs().amax().float()
 
     def encode(self, x: Tensor, state: None = None) -> CommVQValueCodes:
         if self.fused and self.config.value_trainer == "fast":
