@@ -67,7 +67,7 @@ def attend_layer(
     # flush
     if forward.plan.flushes:
         with _without_autocast(query):
-            _flush(store, forward, backend, query)
+            flush_layer(store, forward, backend, forward.sequences.layer, query.shape[2])
     forward.sequences.layer_done()
     return output
 
@@ -87,12 +87,14 @@ def _attend_codes(
     return attend(store.codec, query, encoded, scaling)
 
 
-def _flush(store: LayerStore, forward: Forward, backend: AttentionBackend, query: Tensor) -> None:
-    """Encodes what the schedules say, keys and values of long prompts on two streams."""
-    layer, codec = f"layer {forward.sequences.layer}", store.codec
+def flush_layer(
+    store: LayerStore, forward: Forward, backend: AttentionBackend, layer_idx: int, new_tokens: int
+) -> None:
+    """Encodes what the plan of a pass of so many new tokens says, keys and values of long prompts on two streams."""
+    layer, codec = f"layer {layer_idx}", store.codec
     note_keys = forward.ranges.of(f"{layer}: keys", codec.key)
     note_values = forward.ranges.of(f"{layer}: values", codec.value)
-    with side_stream(query.device, enabled=query.shape[2] >= _MIN_SIDE_STREAM_TOKENS) as side:
+    with side_stream(store.keys.device, enabled=new_tokens >= _MIN_SIDE_STREAM_TOKENS) as side:
         with side:
             store.encode_values(forward, note_values)
         store.encode_keys(forward, backend.unrotate, note_keys)

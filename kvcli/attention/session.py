@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from kvcli.artifact import Artifact
-from kvcli.attention.backend import choose_backend
+from kvcli.attention.backend import AttentionBackend, choose_backend
+from kvcli.attention.decoder import Decoder, Mode
 from kvcli.attention.layer import attend_layer
+from kvcli.attention.next_token import NextToken, SamplingConfig
 from kvcli.cache.compressed import CompressedCache, NewTokens
 from kvcli.errors import CacheError, ConfigError, UnsupportedModelError, UsageError, explain
 from kvcli.fingerprint import fingerprint
@@ -27,6 +30,27 @@ from kvcli.seam.key_bias import key_biases
 from kvcli.seam.patch import RotaryOutput, Seam, find_decoder, layer_index
 from kvcli.seam.sdpa import sdpa
 from kvcli.spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What `Session.generate` made.
+
+    Attributes:
+        sequences: prompt and new tokens, int64 [batch, time]; padding after the end of a row.
+        new_tokens: how many per row.
+        cache: it holds all tokens but the last.
+        finite: whether all logits were finite numbers; if not, tokens are arbitrary.
+        graph_bytes: memory that captured CUDA graphs took meanwhile.
+        note: why steps were not captured although they could be; None if there is nothing to say.
+    """
+
+    sequences: Tensor
+    new_tokens: int
+    cache: CompressedCache
+    finite: bool
+    graph_bytes: int
+    note: str | None
 
 
 class Session:
@@ -69,6 +93,95 @@ class Session:
         """An empty cache, to be passed to the model or to `generate` as `past_key_values`."""
         return CompressedCache(self.spec, self.method, self.config, self.codecs, self._seam, len(self.layers))
 
+    @torch.inference_mode()
+    def generate(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        sampling: SamplingConfig | None = None,
+        past_key_values: CompressedCache | None = None,
+        eos_token_id: int | Sequence[int] | None = None,
+        pad_token_id: int | None = None,
+        prefill_chunk: int | None = None,
+        on_tokens: Callable[[Tensor], None] = lambda tokens: None,
+        mode: Mode | None = None,
+    ) -> Generated:
+        """Continues prompts; on a GPU with the session's kernels, decode steps are replayed as CUDA graphs.
+
+        transformers' own `generate` works with an attached model, too; it launches every kernel of every step from
+        Python, which takes longer than a GPU needs for a step. Beam search and speculative decoding are only there.
+
+        Args:
+            input_ids: int64 [batch, time].
+            attention_mask: int64 [batch, time], 0 at padding, which stands on the left; None: no padding.
+            sampling: how tokens are chosen, and how many at most; default: greedily, 64.
+            past_key_values: a cache to continue on, whose tokens are the first of `input_ids`; default: a new one.
+            eos_token_id: tokens that end a row; default: those of the model's generation config.
+            pad_token_id: what follows a row's end; default: the generation config's, or the first of `eos_token_id`.
+            prefill_chunk: prompt tokens per forward pass; None: all of them.
+            on_tokens: called with new tokens, int64 [batch, count] on the host, a few steps at a time.
+            mode: `graphs`; `steps`, the same without capturing them; or `passes`, ordinary forward passes. Default: `graphs`
+                on a GPU with the session's kernels, else `passes`.
+
+        Returns:
+            Tokens and what is known of how they were made.
+
+        Raises:
+            UsageError: padding that is not on the left.
+        """
+        sampling = sampling or SamplingConfig()
+        cache = past_key_values or self.new_cache()
+        logits = self._prefill(input_ids, attention_mask, cache, prefill_chunk)
+        stops = self._stop_tokens(eos_token_id)
+        if pad_token_id is None:
+            pad_token_id = self._generation_setting("pad_token_id")
+        if mode is None:
+            mode = "graphs" if input_ids.is_cuda and self.backend.impl == "fused" else "passes"
+        backends = [self._layer_backend(layer_idx) for layer_idx in range(len(self.codecs))]
+        decoder = Decoder(
+            self.model,
+            cache,
+            backends,
+            NextToken(sampling, input_ids, logits.shape[-1]),
+            sampling.max_new_tokens,
+            stops=stops,
+            padding=pad_token_id if pad_token_id is not None else next(iter(stops), 0),
+            mode=mode,
+        )
+        decoder.run(logits, attention_mask, on_tokens)
+        sequences = torch.cat((input_ids, decoder.tokens[:, : decoder.made]), dim=1)
+        return Generated(sequences, decoder.made, cache, bool(decoder.finite), decoder.graph_bytes, decoder.note)
+
+    def _prefill(self, ids: Tensor, mask: Tensor | None, cache: CompressedCache, chunk: int | None) -> Tensor:
+        """Reads a prompt; returns the logits of its last token, [batch, vocab_size]."""
+        held = cache.get_seq_length()
+        if mask is not None and not bool(mask[:, -1].all()):
+            raise UsageError("padding must stand on the left of a prompt")
+        positions = None if mask is None else (mask.cumsum(1) - 1).clamp(min=0)
+        model: Any = self.model
+        for start in range(held, ids.shape[1], chunk or ids.shape[1]):
+            part = slice(start, min(ids.shape[1], start + (chunk or ids.shape[1])))
+            logits: Tensor = model(
+                input_ids=ids[:, part],
+                attention_mask=None if mask is None else mask[:, : part.stop],
+                position_ids=None if positions is None else positions[:, part],
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            ).logits
+        return logits[:, -1]
+
+    def _stop_tokens(self, given: int | Sequence[int] | None) -> Sequence[int]:
+        stops = self._generation_setting("eos_token_id") if given is None else given
+        return [stops] if isinstance(stops, int) else list(stops or ())
+
+    def _generation_setting(self, name: str) -> Any:
+        return getattr(getattr(self.model, "generation_config", None), name, None)
+
+    def _layer_backend(self, layer_idx: int) -> AttentionBackend:
+        return self.backend if layer_idx in self.layers else self._baseline_backend
+
     def detach(self) -> None:
         """Restores the model exactly; detaching twice is harmless."""
         self._seam.close()
@@ -105,7 +218,7 @@ class Session:
         rotary: RotaryOutput,
     ) -> Tensor:
         if isinstance(key, NewTokens):
-            backend = self.backend if layer_index(module) in self.layers else self._baseline_backend
+            backend = self._layer_backend(layer_index(module))
             with _current_device(query):
                 if not torch.is_grad_enabled():
                     return attend_layer(key, query, mask, rotary, backend, scaling)

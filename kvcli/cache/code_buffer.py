@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kvcli.cache.counts import Counts, Encoding
@@ -65,19 +66,18 @@ class CodeBuffer:
         Returns:
             Their codes.
         """
+        if isinstance(encoding.start, Tensor):
+            codes: Codes = self.codec.encode(tokens, state)
+            self._scatter(encoding.start, codes)
+            return codes
         target = self._view(encoding.start, encoding.count)
         if encoding.whole:
             self.codec.encode_into(tokens, state, target)
             return target
-        codes: Codes = self.codec.encode(tokens, state)
+        codes = self.codec.encode(tokens, state)
         for name, x in codes.tensors().items():
             getattr(target, name)[encoding.rows] = x
         return codes
-
-    def kept(self, encoding: Encoding) -> Codes:
-        """Codes of the tokens of an encoding that stay in the window."""
-        codes = self.codes.slice(encoding.stop - encoding.kept, encoding.stop)
-        return codes if encoding.whole else codes.select(encoding.rows)
 
     def nbytes(self, lengths: Counts) -> int:
         """Bytes in use for rows of these lengths."""
@@ -94,3 +94,15 @@ class CodeBuffer:
             tokens = self._tokens_per_entry[name]
             views[name] = x[:, :, start // tokens : start // tokens - (-count // tokens)]
         return type(self.codes)(**views)
+
+    def _scatter(self, start: Tensor, codes: Codes) -> None:
+        """Writes codes of all rows behind the entries of `start` [batch, 1] earlier tokens."""
+        for name, x in codes.tensors().items():
+            first = (start // self._tokens_per_entry[name]).long()
+            entry = first + torch.arange(x.shape[2], device=x.device)
+            index = entry.view(-1, 1, x.shape[2], *(1,) * (x.ndim - 3)).expand(x.shape)
+            buffer: Tensor = getattr(self.codes, name)
+            if x.element_size() == 1:  # indexing knows no 8-bit floats
+                buffer.view(torch.uint8).scatter_(2, index, x.view(torch.uint8))
+            else:
+                buffer.scatter_(2, index, x)

@@ -9,10 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from kvcli.cache.window import ALL_ROWS, Rows, WindowLayout
 from kvcli.errors import CacheError
 from kvcli.methods.schedule import Schedule
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Counts = tuple[int, ...]
 """One number per row of the batch."""
@@ -25,14 +29,14 @@ class Encoding:
     Attributes:
         rows: of the batch.
         whole: whether these are all rows.
-        start: first of the tokens.
+        start: first of the tokens; where rows differ in it, int32 [batch, 1].
         count: how many.
         kept: the last of them that stay in the window, as what their codes decode to.
     """
 
     rows: list[int]
     whole: bool
-    start: int
+    start: int | Tensor
     count: int
     kept: int
 
@@ -42,8 +46,8 @@ class Encoding:
         return ALL_ROWS if self.whole else self.rows
 
     @property
-    def stop(self) -> int:
-        """The token after the last."""
+    def stop(self) -> int | Tensor:
+        """The token after the last, like `start`."""
         return self.start + self.count
 
 
@@ -55,6 +59,7 @@ class FlushPlan:
         before: tokens of each row, before the new ones.
         lengths: with the new ones.
         coded_keys: encoded keys of each row, before the flush.
+        coded_values: encoded values.
         attended: tokens of each row, after its sinks, that are attended to as codes: not those that are encoded now.
         layout: of the window buffers from the append to the flush.
         keys: the keys that are encoded.
@@ -66,6 +71,7 @@ class FlushPlan:
     before: Counts
     lengths: Counts
     coded_keys: Counts
+    coded_values: Counts
     attended: Counts
     layout: WindowLayout
     keys: tuple[Encoding, ...]
@@ -173,7 +179,16 @@ class TokenCounts:
         if layout.capacity > 2 * needed.capacity:  # a long prompt needed it
             self.layout = needed
         keys, values = (_encodings(*pair, self.attended) for pair in zip(starts, encoded, strict=True))
-        return FlushPlan(before, self.lengths, starts[0], attended, layout, keys, values, self.attended, self.layout)
+        return FlushPlan(before, self.lengths, *starts, attended, layout, keys, values, self.attended, self.layout)
+
+    @property
+    def state(self) -> tuple[Counts, Counts, Counts]:
+        """Lengths, encoded keys and encoded values, to return to if passes are taken back that moved no codes."""
+        return self.lengths, self.keys.coded, self.values.coded
+
+    @state.setter
+    def state(self, counts: tuple[Counts, Counts, Counts]) -> None:
+        self.lengths, self.keys.coded, self.values.coded = counts
 
     def select(self, rows: list[int]) -> None:
         """Keeps, repeats or reorders rows."""

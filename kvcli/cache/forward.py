@@ -98,7 +98,7 @@ class Forward:
 
     def _rotation(self, encoding: Encoding) -> Rotation:
         sinks = self.plan.layout.sinks
-        rotation = self.sequences.rotation(sinks + encoding.start, sinks + encoding.stop)
+        rotation = self.sequences.rotation(sinks + int(encoding.start), sinks + int(encoding.stop))
         return rotation if encoding.whole else rotation.select(encoding.rows)
 
 

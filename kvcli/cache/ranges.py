@@ -42,7 +42,11 @@ class Ranges:
 
     def _note(self, what: str, codec: Codec[Any], encoding: Encoding, tokens: Tensor, codes: Codes) -> None:
         limit = codec.max_magnitude
-        if limit == float("inf") or (tokens.dtype == torch.float16 and not codec.calibrated_range):
+        if (
+            isinstance(encoding.start, Tensor)
+            or limit == float("inf")
+            or (tokens.dtype == torch.float16 and not codec.calibrated_range)
+        ):
             return
         if tokens.is_cuda and encoding.start and encoding.count < _MIN_TOKENS:
             return

@@ -7,10 +7,11 @@ padding: token i of a row is its i-th real token, wherever padding stands. Every
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvcli.cache.counts import Counts, TokenCounts
-from kvcli.cache.forward import Forward, ordinary_tensors
+from kvcli.cache.forward import Forward, ordinary_tensors, row_values
+from kvcli.cache.step import Step
 from kvcli.errors import CacheError
 from kvcli.rope import Rope, Rotation, TokenRotations
 from kvcli.seam.patch import RotaryOutput
@@ -30,6 +31,7 @@ class Sequences:
 
     Attributes:
         valid: boolean [batch, slots], False at padding.
+        step: while set, passes are its passes: of one token per row, counted by who set it.
     """
 
     def __init__(self, rope: Rope, counts: TokenCounts, num_layers: int, stateful: bool = False) -> None:
@@ -40,6 +42,7 @@ class Sequences:
         self._code_rotations: tuple[Counts, TokenRotations] | None = None
         self._forward: Forward | None = None
         self._layers_left = 0
+        self.step: Step | None = None
 
     @property
     def lengths(self) -> Counts:
@@ -73,7 +76,11 @@ class Sequences:
                 that did not reach the last layer.
         """
         if self._forward is None or self._forward.rotation is not rotary.rotation:
-            self._forward = self._begin(rotary, query.shape[0], query.shape[2], mask)
+            if self.step is None:
+                self._forward = self._begin(rotary, query.shape[0], query.shape[2], mask)
+            else:
+                self._forward = self.step.forward(rotary.rotation)
+                self._layers_left = self.num_layers
         return self._forward
 
     @property
@@ -112,6 +119,31 @@ class Sequences:
             positions = self._positions[:, first : first + max(counts)]
             self._code_rotations = (counts, TokenRotations(self.rope, positions, lengths))
         return self._code_rotations[1]
+
+    def rotations_of_codes(self, capacity: int) -> TokenRotations:
+        """RoPE of tokens [sinks, sinks + capacity) of every row, also of tokens to come that `extend` announced."""
+        first = self.counts.sink_length
+        return TokenRotations(self.rope, self._positions[:, first : first + capacity])
+
+    @ordinary_tensors
+    def extend(self, count: int) -> Tensor:
+        """Keeps positions for `count` tokens to come: each row's positions go on from its last one.
+
+        Returns:
+            What is added to the index of a token to come to get its position, int64 [batch, 1].
+        """
+        lengths = row_values(self.lengths, self.valid.device).unsqueeze(1)
+        offset = self._positions.gather(1, lengths - 1).long() + 1 - lengths
+        index = torch.arange(max(self.lengths) + count, device=lengths.device)
+        held = nn.functional.pad(self._positions, (0, max(0, len(index) - self._positions.shape[1])))[:, : len(index)]
+        self._positions = torch.where(index < lengths, held, (index + offset).int())
+        return offset
+
+    @ordinary_tensors
+    def end_steps(self, count: int) -> None:
+        """Notes that `count` passes of a step, which `counts` knows of, have added a token to each row."""
+        self.step, self._code_rotations = None, None
+        self.valid = nn.functional.pad(self.valid, (0, count), value=True)
 
     @ordinary_tensors
     def select(self, rows: Tensor) -> None:

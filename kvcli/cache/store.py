@@ -50,7 +50,7 @@ class LayerStore:
         if plan.layout != self.layout:
             self._lay_out(plan.layout, forward.held_before)
         for codes, encodings in ((self.key_codes, plan.keys), (self.value_codes, plan.values)):
-            codes.reserve(max((encoding.stop for encoding in encodings), default=0))
+            codes.reserve(max((encoding.stop for encoding in encodings if isinstance(encoding.stop, int)), default=0))
 
     def observe(self, queries: Tensor, keys: Tensor, forward: Forward) -> None:
         """Passes new tokens of the rows that have no codes yet to the key codec, if it keeps a state.
@@ -89,23 +89,25 @@ class LayerStore:
                 keys = self.codec.encoder_input(keys, rotation, unrotate)
             state = self.state
             if state is not None:
-                if not encoding.start:
+                if isinstance(encoding.start, int) and not encoding.start:
                     self.codec.key.finalize_state(state, encoding.rows)
                 state = state if encoding.whole else state.select(encoding.rows)
-            note(encoding, keys, self.key_codes.write(keys, state, encoding))
+            codes = self.key_codes.write(keys, state, encoding)
+            note(encoding, keys, codes)
             if encoding.kept:
                 kept = None if rotation is None else rotation.last(encoding.kept)
-                decoded = self.codec.decode_keys(self.key_codes.kept(encoding), state, kept, self.keys.dtype)
-                self._replace(self.keys, encoding, decoded)
+                last = codes.slice(encoding.count - encoding.kept, encoding.count)
+                self._replace(self.keys, encoding, self.codec.decode_keys(last, state, kept, self.keys.dtype))
 
     def encode_values(self, forward: Forward, note: Note) -> None:
         """As `encode_keys`, for values."""
         for encoding in forward.plan.values:
             values = self._take(self.values, encoding)
-            note(encoding, values, self.value_codes.write(values, None, encoding))
+            codes = self.value_codes.write(values, None, encoding)
+            note(encoding, values, codes)
             if encoding.kept:
-                decoded = self.codec.value.decode_to(self.value_codes.kept(encoding), None, self.values.dtype)
-                self._replace(self.values, encoding, decoded)
+                last = codes.slice(encoding.count - encoding.kept, encoding.count)
+                self._replace(self.values, encoding, self.codec.value.decode_to(last, None, self.values.dtype))
 
     def shrink(self, forward: Forward) -> None:
         """Gives back the memory of the window that a long prompt took, after the flush."""
@@ -128,12 +130,18 @@ class LayerStore:
 
     def _take(self, window: Tensor, encoding: Encoding) -> Tensor:
         """The tokens of an encoding, [rows, num_kv_heads, count, head_dim]."""
-        sinks = self.layout.sinks
-        return self.layout.take(window, sinks + encoding.start, sinks + encoding.stop, encoding.index)
+        first = self.layout.sinks + encoding.start
+        if isinstance(first, Tensor):
+            return self.layout.gathered(window, first, encoding.count)
+        return self.layout.take(window, first, first + encoding.count, encoding.index)
 
     def _replace(self, window: Tensor, encoding: Encoding, tokens: Tensor) -> None:
         """Overwrites those tokens of an encoding that stay, [rows, num_kv_heads, kept, head_dim]."""
-        self.layout.put(window, self.layout.sinks + encoding.stop - encoding.kept, tokens, encoding.index)
+        first = self.layout.sinks + encoding.stop - encoding.kept
+        if isinstance(first, Tensor):
+            self.layout.scatter(window, first, tokens)
+        else:
+            self.layout.put(window, first, tokens, encoding.index)
 
     @ordinary_tensors
     def _map(self, function: Callable[[Tensor], Tensor]) -> None:

@@ -60,6 +60,18 @@ class WindowLayout:
         for run, part in zip(runs, tokens.split([run.stop - run.start for run in runs], dim=2), strict=True):
             buffer[rows, :, run] = part.to(buffer.dtype)
 
+    def gathered(self, buffer: Tensor, first: Tensor, count: int) -> Tensor:
+        """Tokens `first` [batch, 1] to first + count - 1 of each row, [batch, num_kv_heads, count, head_dim]."""
+        return buffer.gather(2, self._following(first, count, buffer))
+
+    def scatter(self, buffer: Tensor, first: Tensor, tokens: Tensor) -> None:
+        """Writes tokens [batch, num_kv_heads, count, head_dim], of which the first is token `first` [batch, 1]."""
+        buffer.scatter_(2, self._following(first, tokens.shape[2], buffer), tokens.to(buffer.dtype))
+
+    def _following(self, first: Tensor, count: int, buffer: Tensor) -> Tensor:
+        tokens = first.long() + torch.arange(count, device=first.device)
+        return _index(self.slots(tokens), buffer)
+
     def held(self, attended: Tensor, length: int) -> Tensor:
         """Tokens of windows in order, [batch, length]: the sinks, then those after `attended` others [batch]."""
         place = torch.arange(length, device=attended.device)

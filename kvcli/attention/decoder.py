@@ -1,0 +1,230 @@
+"""Decoding token by token with an attached model; on a GPU, whole steps are replayed as CUDA graphs.
+
+A step is embedding, layers, logits and choice of the next token; encoding what leaves the window is a call of its own
+after it. Both read their counts from device tensors (`kvcli.cache.step`), so a graph that was captured once serves all
+steps until the codes outgrow its capacity. Before every row holds codes, steps are ordinary forward passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from kvcli.attention.backend import AttentionBackend
+from kvcli.attention.layer import flush_layer
+from kvcli.attention.next_token import NextToken
+from kvcli.cache.compressed import CompressedCache
+from kvcli.cache.counts import FlushPlan
+from kvcli.cache.forward import Forward
+from kvcli.cache.step import FlushPattern, Step
+from kvcli.rope import Rotation
+
+_POLL_STEPS = 8
+"""Steps between looks at what was chosen."""
+
+_LEAST_STEPS = 16
+"""Steps for which capturing a graph pays."""
+
+_HEADROOM = 1024
+"""Fewest tokens by which the capacity of a captured step exceeds what a row holds."""
+
+
+Mode = Literal["passes", "steps", "graphs"]
+"""How tokens are made: ordinary passes, passes whose counts are on the device, or CUDA graphs of those."""
+
+
+class Decoder:
+    """Makes the tokens after a prompt.
+
+    Args:
+        model: the attached model.
+        cache: of its session; holds the prompt.
+        backends: of each layer.
+        choose: the choice of the next token.
+        max_new_tokens: tokens to make at most.
+        stops: tokens that end a row.
+        padding: token of rows that have ended.
+        mode: how tokens are made, once every row holds codes.
+
+    Attributes:
+        tokens: what was made, int64 [batch, max_new_tokens]; `padding` after the end of a row.
+        made: how many tokens per row.
+        finite: whether all logits were finite numbers, boolean [].
+        note: why steps are not captured; None if they are, or were not asked to be.
+        graph_bytes: memory that captured graphs took.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        cache: CompressedCache,
+        backends: list[AttentionBackend],
+        choose: NextToken,
+        max_new_tokens: int,
+        *,
+        stops: Sequence[int] = (),
+        padding: int = 0,
+        mode: Mode = "passes",
+    ) -> None:
+        device, batch = model.device, len(cache.sequences.lengths)
+        self.model, self.cache, self.backends, self.choose = model, cache, backends, choose
+        self.max_new_tokens, self.padding, self.mode = max_new_tokens, padding, mode
+        self._stops = torch.tensor(list(stops), dtype=torch.int64, device=device)
+        self.tokens = torch.full((batch, max_new_tokens), padding, dtype=torch.int64, device=device)
+        self.finite = torch.ones((), dtype=torch.bool, device=device)
+        self._token = torch.zeros(batch, 1, dtype=torch.int64, device=device)
+        self._count = torch.zeros(1, dtype=torch.int64, device=device)
+        self._ended = torch.zeros(batch, 1, dtype=torch.bool, device=device)
+        self.made = self._seen = 0
+        self._last = torch.full((batch,), -1)
+        self.note: str | None = None
+        self.graph_bytes = 0
+        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        self._step: Step | None = None
+        self._before: list[Any] = []
+        self._steps = 0
+
+    def run(self, logits: Tensor, mask: Tensor | None, on_tokens: Callable[[Tensor], None]) -> None:
+        """Makes tokens until every row has ended, or as many as were asked for.
+
+        Args:
+            logits: of the prompt's last token, [batch, vocab_size].
+            mask: int64 [batch, slots], if the cache holds padding.
+            on_tokens: given new tokens [batch, count] on the host, some steps at a time.
+        """
+        self._accept(logits)
+        self.made = 1
+        try:
+            stop = self._look(on_tokens)
+            while not stop and self.made < self.max_new_tokens:
+                if self._step is not None or self._can_step():
+                    stop = self._by_step(on_tokens)
+                    continue
+                mask = None if mask is None else torch.cat((mask, mask.new_ones(mask.shape[0], 1)), dim=1)
+                positions = None if mask is None else mask.sum(1, keepdim=True) - 1
+                self._accept(self._logits(attention_mask=mask, position_ids=positions))
+                self.made += 1
+                stop = self._look(on_tokens)
+            self._look(on_tokens)
+        finally:
+            self._end_steps()
+
+    def _look(self, on_tokens: Callable[[Tensor], None]) -> bool:
+        """Reads the tokens made since the last look, takes back steps after the last row's end; whether all ended."""
+        new = self.tokens[:, self._seen : self.made].cpu()
+        if not new.shape[1]:
+            return False
+        stops = torch.isin(new, self._stops.cpu())
+        first = torch.where(stops.any(1), self._seen + stops.int().argmax(1), -1)
+        self._last = torch.where(self._last < 0, first, self._last)
+        ended = bool((self._last >= 0).all())
+        if ended:
+            surplus = self.made - 1 - int(self._last.max())
+            if surplus:
+                self.cache.sequences.counts.state = self._before[-surplus]
+                self._steps -= surplus
+                self.made -= surplus
+                new = new[:, :-surplus]
+        self._before.clear()
+        self._seen = self.made
+        on_tokens(new)
+        return ended
+
+    def _accept(self, logits: Tensor) -> None:
+        """Chooses a token of each row from logits [batch, vocab_size] and notes it."""
+        self.finite.logical_and_(logits.isfinite().all())
+        token = torch.where(self._ended, self.padding, self.choose(logits))
+        self._ended.logical_or_(torch.isin(token, self._stops))
+        self.tokens.index_copy_(1, self._count, token)
+        self._token.copy_(token)
+        self._count.add_(1)
+
+    def _logits(self, **positions: Any) -> Tensor:
+        """Logits [batch, vocab_size] after the token that was chosen last."""
+        output = self.model(input_ids=self._token, past_key_values=self.cache, use_cache=True, **positions)
+        logits: Tensor = output.logits[:, -1]
+        return logits
+
+    def _can_step(self) -> bool:
+        """Whether passes can have their counts on the device: every row holds codes, and enough tokens are left."""
+        counts = self.cache.sequences.counts
+        left = self.max_new_tokens - self.made
+        return self.mode != "passes" and left >= _LEAST_STEPS and min(*counts.attended, *counts.keys.coded) > 0
+
+    def _by_step(self, on_tokens: Callable[[Tensor], None]) -> bool:
+        """One more token per row; returns whether all rows have ended."""
+        counts = self.cache.sequences.counts
+        if self._step is None or max(counts.attended) > self._step.capacity:
+            self._new_step()
+        step: Any = self._step
+        self._before.append(counts.state)
+        plan = counts.append((1,) * len(counts.lengths))
+        step.load(plan)
+        self._call("step", lambda: self._accept(self._logits(position_ids=step.positions())))
+        self.made += 1
+        self._steps += 1
+        made, stop = self.made, False
+        # encoding cannot be taken back: first see whether a row's last token came before this step
+        if len(self._before) >= _POLL_STEPS or (plan.flushes and len(self._stops)):
+            stop = self._look(on_tokens)
+        if plan.flushes and self.made == made:
+            self._encode(step, plan)
+        return stop
+
+    def _encode(self, step: Step, plan: FlushPlan) -> None:
+        """Encodes what a plan says: by counts on the device where all rows encode as many tokens, else row by row."""
+        pattern = FlushPattern.of(plan)
+        nothing = Rotation(step.index, step.index)  # no token is new
+        if pattern is not None:
+            self._call(pattern, lambda: self._encode_layers(step.forward(nothing, pattern)))
+            return
+        forward = Forward(self.cache.sequences, nothing, (0,) * len(plan.lengths), None, plan, step.device)
+        self._encode_layers(forward)
+        forward.ranges.check()
+
+    def _encode_layers(self, forward: Forward) -> None:
+        for layer_idx, (layer, backend) in enumerate(zip(self.cache.layers, self.backends, strict=True)):
+            flush_layer(layer.store, forward, backend, layer_idx, 1)
+
+    def _new_step(self) -> None:
+        """Makes room in all buffers, and counts of that capacity on the device."""
+        sequences = self.cache.sequences
+        counts, longest = sequences.counts, max(sequences.counts.attended)
+        left, group = self.max_new_tokens - self.made, counts.tokens_per_group
+        capacity = -(-(longest + min(left, max(_HEADROOM, longest // 8))) // group) * group
+        offset = sequences.extend(left + counts.layout.ring)
+        for layer in self.cache.layers:
+            for codes in (layer.store.key_codes, layer.store.value_codes):
+                codes.reserve(capacity + counts.layout.ring)  # tokens can be encoded before they leave the window
+        self._graphs.clear()
+        sequences.step = self._step = Step(sequences, capacity, offset)
+
+    def _call(self, key: Hashable, function: Callable[[], None]) -> None:
+        """Calls a function of tensors on the device: as it is the first time, afterwards as a graph captured then."""
+        graph = self._graphs.get(key)
+        if graph is not None:
+            graph.replay()
+            return
+        function()
+        if self.mode != "graphs":
+            return
+        before = torch.cuda.memory_reserved(self.tokens.device)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                function()
+        except RuntimeError as error:
+            self.mode, self.note = "steps", f"steps are not captured as CUDA graphs: {str(error).splitlines()[0]}"
+            return
+        self._graphs[key] = graph
+        self.graph_bytes += torch.cuda.memory_reserved(self.tokens.device) - before
+
+    def _end_steps(self) -> None:
+        """Hands the cache back to ordinary passes."""
+        if self._step is not None:
+            self.cache.sequences.end_steps(self._steps)
+            self._graphs.clear()
+            self._step = None

@@ -1,0 +1,188 @@
+"""Passes whose counts are on the device make the tokens of ordinary passes, and leave the same cache behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import interpret  # noqa: F401
+import pytest
+import torch
+from factories import make_model
+
+from kvcli.attention import decoder
+from kvcli.attention.next_token import NextToken, SamplingConfig
+from kvcli.attention.session import Session, make_config
+from kvcli.bench.layer import randomize_
+from kvcli.registry import METHODS, get_method
+from kvcli.spec import ModelSpec
+
+MODEL = make_model("llama", num_hidden_layers=2)
+SPEC = ModelSpec.from_config(MODEL.config)
+
+
+@contextmanager
+def attached(name: str, impl: str = "reference", **changes: Any) -> Iterator[Session]:
+    """A session with random codebooks."""
+    method = get_method(name)
+    fields = method.config_cls.model_fields
+    settings = {"residual_length": 8, **method.example_settings, **changes}
+    config = make_config(method, {key: value for key, value in settings.items() if key in fields}).resolve(SPEC)
+    codecs = [method.build(SPEC, config, layer_idx).eval() for layer_idx in range(SPEC.num_layers)]
+    for codec in codecs:
+        randomize_(codec, torch.Generator().manual_seed(0))
+    with Session(MODEL, SPEC, method, config, codecs, impl) as session:
+        yield session
+
+
+def prompts(batch: int, length: int, padded: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ids = torch.randint(3, 97, (batch, length), generator=torch.Generator().manual_seed(length))
+    if not padded:
+        return ids, None
+    mask = (torch.arange(length) >= torch.tensor([0, 5, 11])[:batch, None]).long()
+    return ids.masked_fill(mask == 0, 0), mask
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Capacities of the steps that were made; small, so that rows outgrow them."""
+    made: list[int] = []
+    real = decoder.Step
+
+    def step(sequences: Any, capacity: int, first_position: Any) -> Any:
+        made.append(capacity)
+        return real(sequences, capacity, first_position)
+
+    monkeypatch.setattr(decoder, "Step", step)
+    monkeypatch.setattr(decoder, "_HEADROOM", 16)
+    return made
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", METHODS)
+def test_steps_make_the_tokens_of_transformers(name: str, padded: bool, steps: list[int]) -> None:
+    ids, mask = prompts(3, 40, padded)
+    with attached(name) as session:
+        expected_cache = session.new_cache()
+        options = {"max_new_tokens": 60, "do_sample": False, "pad_token_id": 0}
+        expected = MODEL.generate(ids, attention_mask=mask, past_key_values=expected_cache, **options)
+        made = session.generate(ids, mask, sampling=SamplingConfig(60), mode="steps")
+        assert len(steps) >= 2
+        assert torch.equal(made.sequences, expected)
+        assert made.cache.memory().num_tokens == expected_cache.memory().num_tokens
+        assert made.cache.memory().code_bytes == expected_cache.memory().code_bytes
+        # and ordinary passes go on from there
+        if mask is not None:
+            mask = torch.nn.functional.pad(mask, (0, 65), value=1)
+        positions = None if mask is None else (mask.cumsum(1) - 1)[:, -6:]
+        chunk = torch.cat((expected[:, -1:], torch.randint(3, 97, (3, 5))), dim=1)
+        logits = [
+            MODEL(chunk, attention_mask=mask, position_ids=positions, past_key_values=cache).logits
+            for cache in (made.cache, expected_cache)
+        ]
+    assert torch.allclose(*logits, atol=1e-3)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", ["kivi", "squat-pre", "qjl", "commvq", "fp8"])
+def test_steps_of_kernels(name: str, padded: bool, steps: list[int]) -> None:
+    ids, mask = prompts(2, 40, padded)
+    changes = {"group_size": 16, "residual_length": 16} if name in ("kivi", "squat-pre") else {}
+    with attached(name, "fused", **changes) as session:
+        made = [session.generate(ids, mask, sampling=SamplingConfig(40), mode=mode) for mode in ("passes", "steps")]
+    assert steps
+    assert torch.equal(made[0].sequences, made[1].sequences)
+
+
+@pytest.mark.parametrize("name", ["kivi", "rtn"])
+def test_what_follows_the_last_stop_is_taken_back(name: str, steps: list[int]) -> None:
+    ids, _ = prompts(2, 40, padded=False)
+    with attached(name) as session:
+        free = session.generate(ids, sampling=SamplingConfig(60), mode="passes").sequences[:, 40:]
+        for place in range(20, 40):
+            stops = [int(free[0, place]), int(free[1, place - 7])]
+            options = {"max_new_tokens": 60, "do_sample": False, "pad_token_id": 0, "eos_token_id": stops}
+            cache = session.new_cache()
+            expected = MODEL.generate(ids, past_key_values=cache, **options)
+            seen: list[torch.Tensor] = []
+            made = session.generate(
+                ids,
+                sampling=SamplingConfig(60),
+                mode="steps",
+                eos_token_id=stops,
+                pad_token_id=0,
+                on_tokens=seen.append,
+            )
+            assert torch.equal(made.sequences, expected)
+            assert torch.equal(torch.cat(seen, dim=1), expected[:, 40:])
+            for figure in ("num_tokens", "num_encoded", "code_bytes", "window_bytes"):
+                assert getattr(made.cache.memory(), figure) == getattr(cache.memory(), figure)
+            follow = torch.cat((expected[:, -1:], ids[:, :9]), dim=1)
+            logits = [MODEL(follow, past_key_values=held).logits for held in (made.cache, cache)]
+            assert torch.allclose(*logits, atol=1e-3)
+
+
+def test_short_prompts_are_passes_until_every_row_holds_codes(steps: list[int]) -> None:
+    ids, mask = prompts(2, 7, padded=True)
+    with attached("kivi") as session:
+        expected = MODEL.generate(
+            ids,
+            attention_mask=mask,
+            past_key_values=session.new_cache(),
+            max_new_tokens=70,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        assert torch.equal(session.generate(ids, mask, sampling=SamplingConfig(70), mode="steps").sequences, expected)
+    assert steps
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1.7])
+def test_sampling_has_the_distribution_of_transformers(penalty: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits, ids = 3 * torch.randn(1, 20, generator=generator), torch.tensor([[3, 4, 5, 4]])
+    sampling = SamplingConfig(temperature=0.8, top_k=9, top_p=0.9, repetition_penalty=penalty)
+    from transformers import (
+        LogitsProcessorList,
+        RepetitionPenaltyLogitsProcessor,
+        TemperatureLogitsWarper,
+        TopKLogitsWarper,
+        TopPLogitsWarper,
+    )
+
+    steps = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(penalty)] if penalty != 1 else [])
+    steps.extend([TemperatureLogitsWarper(0.8), TopKLogitsWarper(9), TopPLogitsWarper(0.9)])
+    expected = steps(ids, logits.clone()).softmax(-1)[0]
+    torch.manual_seed(0)
+    counts = torch.zeros(20)
+    for _ in range(400):
+        batch = NextToken(sampling, ids.expand(50, -1), 20)(logits.expand(50, -1))
+        counts += torch.bincount(batch[:, 0], minlength=20)
+    assert torch.allclose(counts / counts.sum(), expected, atol=0.015)
+    assert not counts[expected == 0].any()
+
+
+def test_seen_tokens_are_penalized_as_by_transformers() -> None:
+    ids, _ = prompts(2, 20, padded=False)
+    options = {"max_new_tokens": 30, "do_sample": False, "repetition_penalty": 1.3, "pad_token_id": 0}
+    with attached("rtn") as session:
+        expected = MODEL.generate(ids, past_key_values=session.new_cache(), **options)
+        made = session.generate(ids, sampling=SamplingConfig(30, repetition_penalty=1.3), mode="steps")
+    assert torch.equal(made.sequences, expected)
+
+
+def test_an_error_ends_the_steps(monkeypatch: pytest.MonkeyPatch, steps: list[int]) -> None:
+    ids, _ = prompts(1, 40, padded=False)
+    with attached("kivi") as session:
+        cache, seen = session.new_cache(), []
+
+        def interrupt(tokens: torch.Tensor) -> None:
+            seen.append(tokens)
+            if len(seen) == 4:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            session.generate(ids, sampling=SamplingConfig(60), past_key_values=cache, mode="steps", on_tokens=interrupt)
+        assert cache.sequences.step is None
+        MODEL(ids[:, :1], past_key_values=cache)
