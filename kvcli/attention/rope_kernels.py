@@ -1,7 +1,7 @@
 """RoPE in single launches.
 
-Append: RoPE of queries, RoPE of keys into their slots of the window, a copy of values. Flush: inverse RoPE of evicted
-keys, for codecs that work before RoPE.
+Append: RoPE of queries, RoPE of keys into their slots of the window, a copy of values. Flush: inverse RoPE of
+keys that are encoded, for codecs that work before RoPE.
 """
 
 from __future__ import annotations

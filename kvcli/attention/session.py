@@ -121,8 +121,8 @@ class Session:
             pad_token_id: what follows a row's end; default: the generation config's, or the first of `eos_token_id`.
             prefill_chunk: prompt tokens per forward pass; None: all of them.
             on_tokens: called with new tokens, int64 [batch, count] on the host, a few steps at a time.
-            mode: `graphs`; `steps`, the same without capturing them; or `passes`, ordinary forward passes. Default: `graphs`
-                on a GPU with the session's kernels, else `passes`.
+            mode: `graphs`; `steps`, the same without capturing them; or `passes`, ordinary forward passes; default:
+                `graphs` on a GPU with the session's kernels, else `passes`.
 
         Returns:
             Tokens and what is known of how they were made.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from operator import add, sub
 from typing import TYPE_CHECKING
 
 from kvcli.cache.window import ALL_ROWS, Rows, WindowLayout
@@ -107,7 +108,7 @@ class CodedCounts:
 
     def encode(self, tokens: Counts) -> Counts:
         """Encodes what the schedule says of rows of so many `tokens` after their sinks; returns how many of each."""
-        counts = tuple(self.schedule.encoded_now(count) for count in _subtract(tokens, self.coded))
+        counts = tuple(map(self.schedule.encoded_now, _subtract(tokens, self.coded)))
         self.coded = _add(self.coded, counts)
         return counts
 
@@ -117,7 +118,7 @@ class CodedCounts:
         Raises:
             CacheError: a group of tokens that were encoded together would be cut apart.
         """
-        kept = tuple(min(pair) for pair in zip(self.coded, tokens, strict=True))
+        kept = tuple(map(min, self.coded, tokens))
         for count, from_codes in zip(removed, _subtract(self.coded, kept), strict=True):
             if from_codes % self.tokens_per_group:
                 raise CacheError(
@@ -141,6 +142,7 @@ class TokenCounts:
         keys: encoded keys.
         values: encoded values.
         tokens_per_group: tokens that are attended to together as codes.
+        attended: tokens of each row, after its sinks, whose keys and values are both codes, in whole groups.
         layout: of the window buffers.
     """
 
@@ -150,15 +152,11 @@ class TokenCounts:
         self.sink_length, self.tokens_per_group = sink_length, max(groups)
         self.keys, self.values = (CodedCounts(*pair) for pair in zip(schedules, groups, strict=True))
         self.lengths: Counts = ()
+        self.attended: Counts = ()
+        # what a window needs where each pass brings one token: no such pass moves it
         pairs = zip(schedules, groups, strict=True)
         self._min_ring = max(schedule.longest + self.tokens_per_group - group for schedule, group in pairs)
         self.layout = WindowLayout(sink_length, self._min_ring)
-
-    @property
-    def attended(self) -> Counts:
-        """Tokens of each row, after its sinks, whose keys and values are both codes, in whole groups."""
-        group = self.tokens_per_group
-        return tuple(min(pair) // group * group for pair in zip(self.keys.coded, self.values.coded, strict=True))
 
     @property
     def window(self) -> Counts:
@@ -168,38 +166,39 @@ class TokenCounts:
     def append(self, counts: Counts) -> FlushPlan:
         """Adds `counts` new tokens to each row and encodes what the schedules say."""
         if not self.lengths:
-            self.lengths = self.keys.coded = self.values.coded = (0,) * len(counts)
-        before, attended = self.lengths, self.attended
-        starts = self.keys.coded, self.values.coded
+            self.lengths = self.attended = self.keys.coded = self.values.coded = (0,) * len(counts)
+        before, attended, coded = self.lengths, self.attended, (self.keys.coded, self.values.coded)
         self.lengths = _add(before, counts)
-        self.layout = layout = WindowLayout(self.sink_length, max(self.layout.ring, self._needed_ring))
         tokens = self._after_sinks(self.lengths)
+        layout = WindowLayout(self.sink_length, max(self.layout.ring, *_subtract(tokens, attended)))
         encoded = self.keys.encode(tokens), self.values.encode(tokens)
-        needed = WindowLayout(self.sink_length, max(self._min_ring, self._needed_ring))
-        if layout.capacity > 2 * needed.capacity:  # a long prompt needed it
-            self.layout = needed
-        keys, values = (_encodings(*pair, self.attended) for pair in zip(starts, encoded, strict=True))
-        return FlushPlan(before, self.lengths, *starts, attended, layout, keys, values, self.attended, self.layout)
+        self.attended = self._attended()
+        needed = WindowLayout(self.sink_length, max(self._min_ring, *_subtract(tokens, self.attended)))
+        # gives back what a long prompt needed
+        self.layout = needed if layout.capacity > 2 * needed.capacity else layout
+        keys, values = (_encodings(*pair, self.attended) for pair in zip(coded, encoded, strict=True))
+        return FlushPlan(before, self.lengths, *coded, attended, layout, keys, values, self.attended, self.layout)
 
     @property
-    def state(self) -> tuple[Counts, Counts, Counts]:
-        """Lengths, encoded keys and encoded values, to return to if passes are taken back that moved no codes."""
-        return self.lengths, self.keys.coded, self.values.coded
+    def state(self) -> tuple[Counts, Counts, Counts, Counts]:
+        """All counts, to return to if passes are taken back that moved no codes."""
+        return self.lengths, self.keys.coded, self.values.coded, self.attended
 
     @state.setter
-    def state(self, counts: tuple[Counts, Counts, Counts]) -> None:
-        self.lengths, self.keys.coded, self.values.coded = counts
+    def state(self, counts: tuple[Counts, Counts, Counts, Counts]) -> None:
+        self.lengths, self.keys.coded, self.values.coded, self.attended = counts
 
     def select(self, rows: list[int]) -> None:
         """Keeps, repeats or reorders rows."""
-        self.lengths, self.keys.coded, self.values.coded = (
-            tuple(counts[row] for row in rows) for counts in (self.lengths, self.keys.coded, self.values.coded)
+        self.lengths, self.attended, self.keys.coded, self.values.coded = (
+            tuple(counts[row] for row in rows)
+            for counts in (self.lengths, self.attended, self.keys.coded, self.values.coded)
         )
 
     def truncate(self, removed: list[int]) -> None:
         """Removes the last `removed` tokens of each row, after `coded_without` accepted them."""
         self.keys.coded, self.values.coded = self.coded_without(removed)
-        self.lengths = _subtract(self.lengths, tuple(removed))
+        self.lengths, self.attended = _subtract(self.lengths, tuple(removed)), self._attended()
 
     def coded_without(self, removed: list[int]) -> tuple[Counts, Counts]:
         """Encoded keys and values of rows without their last `removed` tokens, the latest first, the sinks last.
@@ -210,20 +209,21 @@ class TokenCounts:
         tokens = self._after_sinks(_subtract(self.lengths, tuple(removed)))
         return self.keys.truncated(tokens, removed), self.values.truncated(tokens, removed)
 
-    @property
-    def _needed_ring(self) -> int:
-        return max(_subtract(self._after_sinks(self.lengths), self.attended))
+    def _attended(self) -> Counts:
+        group = self.tokens_per_group
+        fewer = map(min, self.keys.coded, self.values.coded)
+        return tuple(count - count % group for count in fewer)
 
     def _after_sinks(self, lengths: Counts) -> Counts:
         return tuple(max(0, length - self.sink_length) for length in lengths)
 
 
 def _add(first: Counts, second: Counts) -> Counts:
-    return tuple(a + b for a, b in zip(first, second, strict=True))
+    return tuple(map(add, first, second))
 
 
 def _subtract(first: Counts, second: Counts) -> Counts:
-    return tuple(a - b for a, b in zip(first, second, strict=True))
+    return tuple(map(sub, first, second))
 
 
 def _encodings(starts: Counts, counts: Counts, attended: Counts) -> tuple[Encoding, ...]:

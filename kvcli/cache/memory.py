@@ -14,7 +14,7 @@ class MemoryReport:
         num_tokens: tokens held, summed over the sequences.
         num_encoded: tokens of them whose keys are codes.
         code_bytes: codes with their scales and norms, as far as they are in use.
-        window_bytes: sinks and residual window in full precision, as far as they are in use.
+        window_bytes: sinks and residual window, as far as they are in use; with tokens that are codes too (KIVI).
         position_bytes: positions, padding marks and cached RoPE tables of encoded tokens.
         state_bytes: what codecs keep per sequence, such as a subspace; it does not grow with the context.
         allocated_bytes: all tensors of the cache with the headroom of their buffers.

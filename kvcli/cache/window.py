@@ -62,15 +62,15 @@ class WindowLayout:
 
     def gathered(self, buffer: Tensor, first: Tensor, count: int) -> Tensor:
         """Tokens `first` [batch, 1] to first + count - 1 of each row, [batch, num_kv_heads, count, head_dim]."""
-        return buffer.gather(2, self._following(first, count, buffer))
+        return _taken(buffer, self._following(first, count))
 
     def scatter(self, buffer: Tensor, first: Tensor, tokens: Tensor) -> None:
         """Writes tokens [batch, num_kv_heads, count, head_dim], of which the first is token `first` [batch, 1]."""
-        buffer.scatter_(2, self._following(first, tokens.shape[2], buffer), tokens.to(buffer.dtype))
+        vectors = _vectors(buffer, self._following(first, tokens.shape[2]))
+        buffer.flatten(0, 2)[vectors] = tokens.flatten(0, 2).to(buffer.dtype)
 
-    def _following(self, first: Tensor, count: int, buffer: Tensor) -> Tensor:
-        tokens = first.long() + torch.arange(count, device=first.device)
-        return _index(self.slots(tokens), buffer)
+    def _following(self, first: Tensor, count: int) -> Tensor:
+        return self.slots(first.long() + torch.arange(count, device=first.device))
 
     def held(self, attended: Tensor, length: int) -> Tensor:
         """Tokens of windows in order, [batch, length]: the sinks, then those after `attended` others [batch]."""
@@ -80,7 +80,8 @@ class WindowLayout:
     def moved(self, buffer: Tensor, held: Tensor, layout: WindowLayout) -> Tensor:
         """A buffer of another layout with the same tokens `held` [batch, count]."""
         moved = buffer.new_zeros(*buffer.shape[:2], layout.capacity, buffer.shape[3])
-        return moved.scatter_(2, _index(layout.slots(held), buffer), _taken(buffer, self.slots(held)))
+        moved.flatten(0, 2)[_vectors(moved, layout.slots(held))] = _taken(buffer, self.slots(held)).flatten(0, 2)
+        return moved
 
 
 @dataclass(frozen=True)
@@ -125,8 +126,7 @@ class WindowTokens:
         if isinstance(self.index, int):
             self.layout.put(buffer, self.index, tokens)
             return
-        rows, columns = (self.index >= 0).nonzero(as_tuple=True)
-        slots = self.layout.slots(self.index[rows, columns])
+        rows, columns, slots = self._new_slots
         buffer[rows, :, slots] = tokens[rows, :, columns].to(buffer.dtype)
 
     def visible(self, query_len: int, device: torch.device) -> Tensor | None:
@@ -152,6 +152,13 @@ class WindowTokens:
             return runs(0, self.length)
         return runs(0, sinks) + runs(sinks + self.attended, self.length + self.attended)
 
+    @cached_property
+    def _new_slots(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Row, column and slot of each new token, without padding, where `index` is a tensor."""
+        index = torch.as_tensor(self.index)
+        rows, columns = (index >= 0).nonzero(as_tuple=True)
+        return rows, columns, self.layout.slots(index[rows, columns])
+
 
 def _taken(buffer: Tensor, slots: Tensor | list[slice], rows: Rows = ALL_ROWS) -> Tensor:
     """The tokens in some slots, [batch or rows, num_kv_heads, count, head_dim].
@@ -162,11 +169,17 @@ def _taken(buffer: Tensor, slots: Tensor | list[slice], rows: Rows = ALL_ROWS) -
         rows: of the batch, with runs.
     """
     if isinstance(slots, Tensor):
-        return buffer.gather(2, _index(slots, buffer))
+        vectors = buffer.flatten(0, 2).index_select(0, _vectors(buffer, slots))
+        return vectors.view(*buffer.shape[:2], slots.shape[1], buffer.shape[3])
     parts = [buffer[rows, :, run] for run in slots]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
-def _index(slots: Tensor, buffer: Tensor) -> Tensor:
-    """Slots [batch, count] as `gather` and `scatter_` take them, [batch, num_kv_heads, count, head_dim]."""
-    return slots[:, None, :, None].expand(-1, buffer.shape[1], -1, buffer.shape[3])
+def _vectors(buffer: Tensor, slots: Tensor) -> Tensor:
+    """Which of all vectors of a buffer lie in slots [batch, count]: int64 [batch * num_kv_heads * count].
+
+    On a CPU, indexing whole vectors is several times faster than `gather`, which indexes single numbers.
+    """
+    batch, heads, capacity, _ = buffer.shape
+    first = torch.arange(0, batch * heads * capacity, capacity, device=buffer.device)
+    return (first.view(batch, heads, 1) + slots.unsqueeze(1)).flatten()

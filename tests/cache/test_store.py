@@ -139,6 +139,24 @@ def test_a_window_is_no_larger_than_decoding_needs(schedules: tuple[Schedule, ..
     assert longest == 4 + ring
 
 
+def test_nothing_is_decoded_where_keys_and_values_leave_together() -> None:
+    counts = TokenCounts((Schedule(8, 4), Schedule(8, 4)), 2)
+    for new in ((50, 9, 1), *[(1, 1, 1)] * 20, (30, 2, 7)):
+        plan = counts.append(new)
+        assert not any(encoding.kept for encoding in (*plan.keys, *plan.values))
+
+
+def test_every_encoded_token_of_kivi_is_decoded_once_unless_it_leaves_at_once() -> None:
+    counts = TokenCounts(KIVI, 0, (4, 1))
+    plan = counts.append((50,))  # 48 keys and 42 values are codes, of which 40 leave
+    assert [(encoding.count, encoding.kept) for encoding in (*plan.keys, *plan.values)] == [(48, 8), (42, 2)]
+    kept = []
+    for _ in range(8):
+        plan = counts.append((1,))
+        kept.append([encoding.kept for encoding in (*plan.keys, *plan.values)])
+    assert kept == [[1], [0], [1], [1], [1], [8, 0], [1], [1]]
+
+
 def test_rows_that_end_up_equal_keep_apart_what_they_encoded() -> None:
     feeder = Feeder(Schedule(4, 4), batch=2)
     for counts in ([9, 2], [1, 8], [1, 1], [1, 1]):
