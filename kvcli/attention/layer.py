@@ -66,7 +66,7 @@ def attend_layer(
         new_mask = None if mask is None else mask[..., -query.shape[2] :]  # earlier slots are padding
         output = sdpa(rotated, key, value, new_mask, scaling)
     else:
-        output = _attend_window_and_codes(codec, keys, values, rotated, forward, backend, scaling)
+        output = _attend_window_and_codes(codec, keys, values, (rotated, key, value), forward, backend, scaling)
     if forward.real is not None:
         output = output.masked_fill(~forward.real[:, :, None, None], 0)
     # flush
@@ -81,7 +81,7 @@ def _attend_window_and_codes(
     codec: LayerCodec,
     keys: LayerStore,
     values: LayerStore,
-    query: Tensor,
+    new: tuple[Tensor, Tensor, Tensor],
     forward: Forward,
     backend: AttentionBackend,
     scaling: float,
@@ -89,15 +89,18 @@ def _attend_window_and_codes(
     """Merges attention over the window with that over the codes.
 
     The codes are those of whole groups whose keys and values are both encoded. Other encoded tokens (KIVI encodes keys
-    and values at different times) are decoded and join the window.
+    and values at different times) are decoded and join the window. `new` are query, key and value of the new tokens,
+    rotated; many of them attend to each other apart from the older tokens of the window, which all of them see.
     """
+    query, new_key, new_value = new
+    attend_new = backend.attend_new if query.shape[2] > backend.max_queries and forward.new_tokens_last else None
     key, value = keys.window_tokens(forward.keys), values.window_tokens(forward.values)
     if forward.keys.coded != forward.attended_codes:
         key = _with_decoded(codec, keys, key, forward.keys, forward)
     if forward.values.coded != forward.attended_codes:
         value = _with_decoded(codec, values, value, forward.values, forward)
     # before attend_codes: no other kernel may come between it and attend_window, which ends its PDL chain
-    visible = forward.visible_window
+    visible = forward.visible_window if attend_new is None else None
     codes = None
     if forward.max_codes:
         encoded = EncodedTokens(
@@ -109,6 +112,9 @@ def _attend_window_and_codes(
         )
         attend = backend.attend_codes if query.shape[2] <= backend.max_queries else backend.attend_decoded
         codes = attend(codec, query, encoded, scaling)
+    if attend_new is not None:
+        codes = attend_new(query, new_key, new_value, scaling, codes)
+        key, value = (replace(window, length=window.length - query.shape[2]) for window in (key, value))
     return backend.attend_window(query, key, value, visible, scaling, codes)
 
 

@@ -1,4 +1,4 @@
-"""Triton attention over window tokens, and over decoded blocks of codes.
+"""Triton attention over window tokens.
 
 One program takes the queries of one kv head (all its query heads times a block of query positions, so that a key is
 read once for all of them) and walks over the tokens with an online softmax. Its epilogue merges (out, lse) of the
@@ -7,29 +7,18 @@ codes; it is the last kernel of their PDL chain.
 
 from __future__ import annotations
 
-from functools import reduce
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvcli.attention.reference import merge_state
 from kvcli.cache.window import WindowTokens
-from kvcli.kernels.constants import FP16_MAX
 from kvcli.kernels.launch import cdiv, power_of_two, row_major
 from kvcli.kernels.pdl import pdl_launch_options, pdl_wait
-from kvcli.methods.encoded import EncodedTokens, PartialAttention
-from kvcli.methods.layer_codec import LayerCodec
-
-_BLOCK_TOKENS = 8192
-"""Tokens of all sequences that are decoded at once."""
-
-_MIN_BLOCK_TOKENS = 1024
-"""Tokens of a sequence that are decoded at once even in a large batch: merging has a fixed launch cost per block."""
+from kvcli.methods.encoded import PartialAttention
 
 MAX_QUERIES = 8
-"""Above this query length, blocks of codes are decoded once and attended to by the window kernel."""
+"""Above this query length, blocks of codes are decoded once for all queries (`kvcli.attention.decoded`)."""
 
 
 @triton.jit
@@ -145,29 +134,6 @@ def partial_attention(
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
     _launch(query, WindowTokens.of(key), WindowTokens.of(value), visible, scaling, out, lse, None)
     return out, lse
-
-
-def attend_decoded(codec: LayerCodec, query: Tensor, encoded: EncodedTokens, scaling: float) -> PartialAttention:
-    """As `kvcli.attention.reference.attend_codes`, with blocks of tokens decoded to 16 bits, or 32 for float32 queries.
-
-    bfloat16 would round decoded tokens to 8 bits; float16, which holds every decoded token, rounds them to 11.
-    """
-    if query.dtype == torch.bfloat16:
-        query = query.float().clamp(-FP16_MAX, FP16_MAX).half()
-    size = max(_MIN_BLOCK_TOKENS, _BLOCK_TOKENS // query.shape[0])
-    blocks = (_attend_block(codec, query, encoded, scaling, *block) for block in codec.blocks(encoded.length, size))
-    return reduce(merge_state, blocks)
-
-
-def _attend_block(
-    codec: LayerCodec, query: Tensor, encoded: EncodedTokens, scaling: float, start: int, stop: int
-) -> PartialAttention:
-    """Attention over the decoded tokens [start, stop)."""
-    rotation = None if encoded.rotations is None else encoded.rotations.tokens(start, stop)
-    key = codec.decode_keys(encoded.key_codes.slice(start, stop), encoded.key_state, rotation, query.dtype)
-    value = codec.value.decode_to(encoded.value_codes.slice(start, stop), None, query.dtype)
-    visible = encoded.visible(start, stop)
-    return partial_attention(query, key, value, None if visible is None else visible[:, None], scaling)
 
 
 def _launch(

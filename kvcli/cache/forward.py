@@ -60,6 +60,12 @@ class Forward:
         return all(min(n) == max(n) for n in (self.sequences.lengths, self.keys.coded, self.values.coded))
 
     @cached_property
+    def new_tokens_last(self) -> bool:
+        """Whether all query slots are new tokens, which are the last window tokens of every row, at equal places."""
+        only_window = self.keys.coded == self.values.coded == self.attended_codes
+        return not self.ragged and (self.uniform or only_window)
+
+    @cached_property
     def flushes(self) -> bool:
         """Whether keys or values are encoded."""
         return self.keys.flushes or self.values.flushes
