@@ -189,7 +189,8 @@ def extend(
 def _tile(rows: int, width: int, query: Tensor) -> dict[str, int]:
     """Tile sizes for query rows per kv head and padded channels; not tuned yet."""
     if query.element_size() == 4 or rows <= 64:
-        block_m = min(64, max(16, power_of_two(rows)))
+        # float32 products are made without tensor cores, and larger tiles of them do not fit in registers
+        block_m = 16 if query.element_size() == 4 else max(16, power_of_two(rows))
         return {"BLOCK_M": block_m, "BLOCK_N": 32 if width > 128 else 64, "num_warps": 4, "num_stages": 2}
     tile = {"BLOCK_M": 128, "BLOCK_N": 128 if width <= 128 else 64, "num_warps": 8, "num_stages": 2}
     operands = (tile["BLOCK_M"] + 2 * tile["num_stages"] * tile["BLOCK_N"]) * width * query.element_size()

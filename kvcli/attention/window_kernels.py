@@ -37,20 +37,19 @@ def _tokens(buffer, decoded, time, decoded_time, n, o_d, sinks, gap, extra, mask
     do_not_specialize=["query_len", "kv_len", "k_sinks", "k_gap", "k_extra", "v_sinks", "v_gap", "v_extra", "vis_batch"]
 )
 def _attend_kernel(
-    query, key, key_decoded, value, value_decoded, visible, codes_out, codes_lse, out, lse,
+    query, key, key_decoded, value, value_decoded, visible, codes_out, codes_lse, out,
     q_batch, q_head, q_time, k_batch, k_head, k_time, kd_batch, kd_head, kd_time, k_sinks, k_gap, k_extra,
     v_batch, v_head, v_time, vd_batch, vd_head, vd_time, v_sinks, v_gap, v_extra, vis_batch, vis_time,
     o_batch, o_head, o_time, num_kv_heads, query_len, kv_len, scaling,
     GROUPS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     K_DECODED: tl.constexpr, V_DECODED: tl.constexpr, HAS_VISIBLE: tl.constexpr, HAS_CODES: tl.constexpr,
-    HAS_LSE: tl.constexpr,
 ):  # fmt: skip
     """softmax(q k^T scaling) v of the query heads of one kv head, merged with (out, lse) of the codes.
 
     Grid (batch * num_kv_heads, ceil(GROUPS * query_len / BLOCK_M)); rows M are GROUPS query heads times query_len.
     query [batch, GROUPS * num_kv_heads, query_len, D], key and value [batch, num_kv_heads, slots, D] of the model's
     dtype (sinks, gap, residual window; `*_extra` decoded tokens of `*_decoded` between), visible uint8
-    [batch, 1 or query_len, kv_len], codes_out float32 [batch, heads, query_len, D], codes_lse and lse float32
+    [batch, 1 or query_len, kv_len], codes_out float32 [batch, heads, query_len, D], codes_lse float32
     [batch, heads, query_len], out strided like the query. Sums in float32. Tuned on one H200 (torch 2.11, triton
     3.6).
     """
@@ -107,8 +106,6 @@ def _attend_kernel(
         b_out = (b_out * w_window[:, None] + b_codes_out * w_codes[:, None]) / total[:, None]
     p_out = out + i_b * o_batch + head[:, None] * o_head + time[:, None] * o_time + o_d[None, :]
     tl.store(p_out, b_out.to(out.dtype.element_ty), mask=m_q)
-    if HAS_LSE:
-        tl.store(lse + flat, b_lse, mask=m_m)
 
 
 def attend_window(
@@ -122,18 +119,8 @@ def attend_window(
     """As `kvcli.attention.reference.attend_window`, in one launch."""
     batch, heads, query_len, head_dim = query.shape
     out = torch.empty(batch, query_len, heads, head_dim, dtype=query.dtype, device=query.device)
-    _launch(query, key, value, visible, scaling, out.transpose(1, 2), None, codes)
+    _launch(query, key, value, visible, scaling, out.transpose(1, 2), codes)
     return out
-
-
-def partial_attention(
-    query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scaling: float
-) -> PartialAttention:
-    """As `kvcli.attention.reference.partial_attention`, in one launch."""
-    out = torch.empty(query.shape, dtype=torch.float32, device=query.device)
-    lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
-    _launch(query, WindowTokens.of(key), WindowTokens.of(value), visible, scaling, out, lse, None)
-    return out, lse
 
 
 def _launch(
@@ -143,7 +130,6 @@ def _launch(
     visible: Tensor | None,
     scaling: float,
     out: Tensor,
-    lse: Tensor | None,
     codes: PartialAttention | None,
 ) -> None:
     batch, heads, query_len, head_dim = query.shape
@@ -162,12 +148,12 @@ def _launch(
     _attend_kernel[(batch * kv_heads, cdiv(groups * query_len, block_m))](
         query, k, k_decoded, v, v_decoded, nothing if visible is None else visible,
         nothing if codes is None else codes[0].contiguous(), nothing if codes is None else codes[1].contiguous(),
-        out, nothing if lse is None else lse,
+        out,
         *query.stride()[:3], *k.stride()[:3], *k_decoded.stride()[:3], key.sinks, key.gap, key.num_decoded,
         *v.stride()[:3], *v_decoded.stride()[:3], value.sinks, value.gap, value.num_decoded, *vis_stride,
         *out.stride()[:3], kv_heads, query_len, key.length, scaling,
         GROUPS=groups, D=head_dim, BLOCK_D=max(16, power_of_two(head_dim)), BLOCK_M=block_m, BLOCK_N=64,
         K_DECODED=key.decoded is not None, V_DECODED=value.decoded is not None, HAS_VISIBLE=visible is not None,
-        HAS_CODES=codes is not None, HAS_LSE=lse is not None, num_warps=4,
+        HAS_CODES=codes is not None, num_warps=4,
         **({} if codes is None else pdl_launch_options()),
     )  # fmt: skip

@@ -15,6 +15,7 @@ from kvcli.methods.qjl.codec import QJLCodes, QJLKey, QJLState
 
 _TILE = {"BLOCK_T": 64, "BLOCK_Y": 16, "num_warps": 4, "num_stages": 2}
 """Not tuned yet."""
+_TILE_FP32 = {**_TILE, "BLOCK_T": 16}
 
 
 @triton.jit
@@ -91,11 +92,11 @@ def decode_keys(key: QJLKey, codes: QJLCodes, state: QJLState, dtype: torch.dtyp
     out = torch.empty(batch, kv_heads, length, head_dim, dtype=dtype, device=codes.signs.device)
     if not out.numel():
         return out
-    product = torch.float32 if dtype == torch.float32 else torch.float16
+    product, tile = (torch.float32, _TILE_FP32) if dtype == torch.float32 else (torch.float16, _TILE)
     sketch, outlier_sketch = key.sketch.to(product), key.outlier_sketch.to(product)
     outliers = len(outlier_sketch)
     outlier_norm = codes.outlier_norm if outliers else codes.norm
-    _decode_kernel[(cdiv(length, _TILE["BLOCK_T"]), batch * kv_heads)](
+    _decode_kernel[(cdiv(length, tile["BLOCK_T"]), batch * kv_heads)](
         codes.signs, codes.norm, sketch, sketch.float().sum(0),
         codes.outlier_signs, outlier_norm, outlier_sketch, outlier_sketch.float().sum(0),
         state.channels.contiguous(), out,
@@ -103,6 +104,6 @@ def decode_keys(key: QJLKey, codes: QJLCodes, state: QJLState, dtype: torch.dtyp
         *outlier_norm.stride()[:3], kv_heads, length,
         key.norm_factor / len(sketch), key.norm_factor / max(1, outliers),
         M=len(sketch), M_OUT=outliers, BYTES=width, BYTES_OUT=codes.outlier_signs.shape[-1], D=head_dim,
-        BLOCK_D=max(16, power_of_two(head_dim)), **_TILE,
+        BLOCK_D=max(16, power_of_two(head_dim)), **tile,
     )  # fmt: skip
     return out
