@@ -68,11 +68,11 @@ def test_commvq_keys_that_are_rotated_in_part() -> None:
     torch.manual_seed(0)
     _, codec = make_codec("commvq-1", 2, 1, 64)
     codec.key.spec = codec.key.spec.__class__(
-        **{**vars(codec.key.spec), "rope": codec.key.spec.rope.__class__("default", 1e4, 32)}
+        **{**vars(codec.key.spec), "rope": codec.key.spec.rope.__class__("default", 1e4, 16)}
     )
     keys, _ = random_codes(codec, 1, 20)
     codec.key_offset.normal_()
-    assert_decoded(*decoded_keys(codec, keys, None, rotation_at(1, 20, 32), torch.float32), torch.float32)
+    assert_decoded(*decoded_keys(codec, keys, None, rotation_at(1, 20, 16), torch.float32), torch.float32)
 
 
 def test_commvq_keys_of_odd_groups_are_decoded_without_the_kernel() -> None:
