@@ -46,6 +46,11 @@ class Rotation:
         rotated = (first * self.cos - second * self.sin, second * self.cos + first * self.sin)
         return torch.cat((*rotated, rest), dim=-1)
 
+    def at_each_position(self, x: Tensor) -> Tensor:
+        """One vector [1, heads, 1, head_dim] rotated to each position: [batch or 1, heads, time, head_dim]."""
+        batch, _, time, _ = self.cos.shape
+        return self.apply(x.expand(batch, -1, time, -1))
+
     def unapply(self, x: Tensor) -> Tensor:
         """Inverse of `apply` on x [batch, heads, time, head_dim]; also divides out the attention scaling."""
         scale = self.cos * self.cos + self.sin * self.sin

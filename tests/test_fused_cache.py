@@ -10,7 +10,7 @@ from factories import WINDOW, make_model, prompt_and_steps, record
 
 import kvcli
 from kvcli.artifact import Artifact
-from kvcli.attention import window_kernels
+from kvcli.attention import decoded
 from kvcli.attention.backend import choose_backend
 from kvcli.attention.session import build_codecs, make_config
 from kvcli.errors import UsageError
@@ -102,7 +102,7 @@ def test_shapes_that_a_kernel_refuses_are_known_at_attach(method: str) -> None:
     codecs = build_codecs(record, ModelSpec.from_config(model.config), make_config(record, {**from_bits, **settings}))
     backend = choose_backend(record, codecs, "auto", torch.device("cuda"))
     assert backend.impl == "fused"
-    assert backend.attend_codes is window_kernels.attend_decoded
+    assert backend.attend_codes is decoded.attend_decoded
     assert backend.note is not None
     assert "does not support" in backend.note
 

@@ -22,6 +22,9 @@ from kvcli.rope import Rotation, Unrotate
 AttendWindow = Callable[[Tensor, Tensor, Tensor, WindowTokens, float, PartialAttention | None], Tensor]
 """Attention over window tokens merged with that over codes, as `kvcli.attention.reference.attend_window`."""
 
+AttendNew = Callable[[Tensor, Tensor, Tensor, float, PartialAttention | None], PartialAttention]
+"""Causal attention over new tokens merged with that over codes, as `kvcli.attention.decoded.attend_new`."""
+
 RotateAndAppend = Callable[[Rotation, Tensor, Tensor, Tensor, Tensor, Tensor, WindowTokens], Tensor]
 """Rotates new queries and keys and writes keys and values, as `kvcli.attention.reference.rotate_and_append`."""
 
@@ -35,6 +38,8 @@ class AttentionBackend:
         attend_codes: attention over codes, for at most `max_queries` queries per row.
         attend_decoded: the same for more queries: blocks of tokens are decoded once for all of them.
         attend_window: attention over the window.
+        attend_new: attention of more than `max_queries` new tokens over each other, so that the window is only what is
+            older; None where `attend_window` takes it all.
         rotate_and_append: RoPE of new tokens into the window.
         unrotate: inverse RoPE of window keys, for codecs that work before RoPE.
         max_queries: see `attend_codes`.
@@ -47,6 +52,7 @@ class AttentionBackend:
     attend_window: AttendWindow
     rotate_and_append: RotateAndAppend
     unrotate: Unrotate
+    attend_new: AttendNew | None = None
     max_queries: int = sys.maxsize
     note: str | None = None
 
@@ -83,9 +89,9 @@ def choose_backend(method: Method, codecs: Sequence[LayerCodec], impl: str, devi
     if impl == "reference" or (impl == "auto" and not (device.type == "cuda" and has_triton())):
         return REFERENCE
     check_device(device)
-    from kvcli.attention import rope_kernels, window_kernels
+    from kvcli.attention import decoded, rope_kernels, window_kernels
 
-    attend_codes: AttendCodes = window_kernels.attend_decoded
+    attend_codes: AttendCodes = decoded.attend_decoded
     note: str | None = f"{method.name} has no attention kernel: blocks of codes are decoded and attended to"
     if method.attend_kernels is not None:
         kernels = import_module(method.attend_kernels)
@@ -103,10 +109,11 @@ def choose_backend(method: Method, codecs: Sequence[LayerCodec], impl: str, devi
     return AttentionBackend(
         impl="fused",
         attend_codes=attend_codes,
-        attend_decoded=window_kernels.attend_decoded,
+        attend_decoded=decoded.attend_decoded,
         attend_window=window_kernels.attend_window,
         rotate_and_append=rope_kernels.rotate_and_append,
         unrotate=rope_kernels.unrotate,
+        attend_new=decoded.attend_new,
         max_queries=window_kernels.MAX_QUERIES,
         note=note,
     )

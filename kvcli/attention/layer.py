@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from kvcli.attention.side_stream import side_stream
 from kvcli.cache.compressed import NewTokens
 from kvcli.cache.forward import Forward
 from kvcli.cache.store import LayerStore
-from kvcli.methods.encoded import EncodedTokens, PartialAttention
+from kvcli.methods.encoded import EncodedTokens
 from kvcli.seam.patch import RotaryOutput
 from kvcli.seam.sdpa import sdpa
 
@@ -60,8 +61,7 @@ def attend_layer(
         new_mask = None if mask is None else mask[..., -query.shape[2] :]  # earlier slots are padding
         output = sdpa(rotated, key, value, new_mask, scaling)
     else:
-        codes = _attend_codes(store, rotated, forward, backend, scaling) if forward.max_codes else None
-        output = backend.attend_window(rotated, store.keys, store.values, forward.window, scaling, codes)
+        output = _attend_window_and_codes(store, rotated, forward, backend, scaling)
     if forward.real is not None:
         output = output.masked_fill(~forward.real[:, :, None, None], 0)
     # flush
@@ -72,19 +72,30 @@ def attend_layer(
     return output
 
 
-def _attend_codes(
+def _attend_window_and_codes(
     store: LayerStore, query: Tensor, forward: Forward, backend: AttentionBackend, scaling: float
-) -> PartialAttention:
-    """Attention over the codes of whole groups whose keys and values are both encoded."""
-    encoded = EncodedTokens(
-        key_codes=store.key_codes.codes.slice(0, forward.max_codes),
-        key_state=store.state,
-        value_codes=store.value_codes.codes.slice(0, forward.max_codes),
-        rotations=forward.code_rotations if store.codec.needs_rotations else None,
-        lengths=forward.code_lengths,
-    )
-    attend = backend.attend_codes if query.shape[2] <= backend.max_queries else backend.attend_decoded
-    return attend(store.codec, query, encoded, scaling)
+) -> Tensor:
+    """Merges attention over the window with that over the codes of whole groups, keys and values both encoded.
+
+    Many new tokens attend to each other apart from the older tokens of the window, which all of them see.
+    """
+    count, window = query.shape[2], forward.window
+    codes = None
+    if forward.max_codes:
+        encoded = EncodedTokens(
+            key_codes=store.key_codes.codes.slice(0, forward.max_codes),
+            key_state=store.state,
+            value_codes=store.value_codes.codes.slice(0, forward.max_codes),
+            rotations=forward.code_rotations if store.codec.needs_rotations else None,
+            lengths=forward.code_lengths,
+        )
+        attend = backend.attend_codes if count <= backend.max_queries else backend.attend_decoded
+        codes = attend(store.codec, query, encoded, scaling)
+    if count > backend.max_queries and backend.attend_new is not None and isinstance(window.index, int):
+        key, value = (window.read_new(x, count) for x in (store.keys, store.values))
+        codes = backend.attend_new(query, key, value, scaling, codes)
+        window = replace(window, length=window.length - count, index=window.index - 1)
+    return backend.attend_window(query, store.keys, store.values, window, scaling, codes)
 
 
 def flush_layer(

@@ -1,4 +1,4 @@
-"""Triton attention over window tokens, and over decoded blocks of codes.
+"""Triton attention over window tokens.
 
 One program takes the queries of one kv head (all its query heads times a block of query positions, so that a key is
 read once for all of them) and walks over the tokens with an online softmax. Its epilogue merges (out, lse) of the
@@ -7,45 +7,34 @@ codes; it is the last kernel of their PDL chain.
 
 from __future__ import annotations
 
-from functools import reduce
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvcli.attention.reference import merge_state
 from kvcli.cache.window import WindowTokens
-from kvcli.kernels.constants import FP16_MAX
 from kvcli.kernels.launch import cdiv, power_of_two, row_major
 from kvcli.kernels.pdl import pdl_launch_options, pdl_wait
-from kvcli.methods.encoded import EncodedTokens, PartialAttention
-from kvcli.methods.layer_codec import LayerCodec
-
-_BLOCK_TOKENS = 8192
-"""Tokens of all sequences that are decoded at once."""
-
-_MIN_BLOCK_TOKENS = 1024
-"""Tokens of a sequence that are decoded at once even in a large batch: merging has a fixed launch cost per block."""
+from kvcli.methods.encoded import PartialAttention
 
 MAX_QUERIES = 8
-"""Above this query length, blocks of codes are decoded once and attended to by the window kernel."""
+"""Above this query length, blocks of codes are decoded once for all queries (`kvcli.attention.decoded`)."""
 
 
 @triton.jit(do_not_specialize=["attended", "index", "i_batch", "i_time", "sinks", "ring", "query_len", "kv_len"])
 def _attend_kernel(
-    query, key, value, attended, index, codes_out, codes_lse, out, lse,
+    query, key, value, attended, index, codes_out, codes_lse, out,
     q_batch, q_head, q_time, k_batch, k_head, k_time, v_batch, v_head, v_time, i_batch, i_time,
     o_batch, o_head, o_time, sinks, ring, num_kv_heads, query_len, kv_len, scaling,
     GROUPS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    PER_ROW: tl.constexpr, HAS_CODES: tl.constexpr, HAS_LSE: tl.constexpr,
+    PER_ROW: tl.constexpr, HAS_CODES: tl.constexpr,
 ):  # fmt: skip
     """softmax(q k^T scaling) v of the query heads of one kv head, merged with (out, lse) of the codes.
 
     Grid (batch * num_kv_heads, ceil(GROUPS * query_len / BLOCK_M)); rows M are GROUPS query heads times query_len.
     query [batch, GROUPS * num_kv_heads, query_len, D], key and value [batch, num_kv_heads, sinks + ring, D] of the
     model's dtype, attended and index as in `WindowTokens`: numbers, or with PER_ROW int32 [batch] and
-    [batch, query_len]; codes_out float32 [batch, heads, query_len, D], codes_lse and lse float32
+    [batch, query_len]; codes_out float32 [batch, heads, query_len, D], codes_lse float32
     [batch, heads, query_len], out strided like the query. kv_len: window tokens of the longest row. Sums in float32.
     Tuned on one H200 (torch 2.11, triton 3.6).
     """
@@ -107,8 +96,6 @@ def _attend_kernel(
         b_out = (b_out * w_window[:, None] + b_codes_out * w_codes[:, None]) / total[:, None]
     p_out = out + i_b * o_batch + head[:, None] * o_head + time[:, None] * o_time + o_d[None, :]
     tl.store(p_out, b_out.to(out.dtype.element_ty), mask=m_q)
-    if HAS_LSE:
-        tl.store(lse + flat, b_lse, mask=m_m)
 
 
 def attend_window(
@@ -122,41 +109,8 @@ def attend_window(
     """As `kvcli.attention.reference.attend_window`, in one launch."""
     batch, heads, query_len, head_dim = query.shape
     out = torch.empty(batch, query_len, heads, head_dim, dtype=query.dtype, device=query.device)
-    _launch(query, key, value, window, scaling, out.transpose(1, 2), None, codes)
+    _launch(query, key, value, window, scaling, out.transpose(1, 2), codes)
     return out
-
-
-def partial_attention(
-    query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, scaling: float
-) -> PartialAttention:
-    """As `kvcli.attention.reference.partial_attention` in one launch; visible are the first `lengths` [batch] keys."""
-    out = torch.empty(query.shape, dtype=torch.float32, device=query.device)
-    lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
-    _launch(query, key, value, WindowTokens.whole(key, lengths, query.shape[2]), scaling, out, lse, None)
-    return out, lse
-
-
-def attend_decoded(codec: LayerCodec, query: Tensor, encoded: EncodedTokens, scaling: float) -> PartialAttention:
-    """As `kvcli.attention.reference.attend_codes`, with blocks of tokens decoded to 16 bits, or 32 for float32 queries.
-
-    bfloat16 would round decoded tokens to 8 bits; float16, which holds every decoded token, rounds them to 11.
-    """
-    if query.dtype == torch.bfloat16:
-        query = query.float().clamp(-FP16_MAX, FP16_MAX).half()
-    size = max(_MIN_BLOCK_TOKENS, _BLOCK_TOKENS // query.shape[0])
-    blocks = (_attend_block(codec, query, encoded, scaling, *block) for block in codec.blocks(encoded.length, size))
-    return reduce(merge_state, blocks)
-
-
-def _attend_block(
-    codec: LayerCodec, query: Tensor, encoded: EncodedTokens, scaling: float, start: int, stop: int
-) -> PartialAttention:
-    """Attention over the decoded tokens [start, stop)."""
-    rotation = None if encoded.rotations is None else encoded.rotations.tokens(start, stop)
-    key = codec.decode_keys(encoded.key_codes.slice(start, stop), encoded.key_state, rotation, query.dtype)
-    value = codec.value.decode_to(encoded.value_codes.slice(start, stop), None, query.dtype)
-    lengths = None if encoded.lengths is None else encoded.lengths - start
-    return partial_attention(query, key, value, lengths, scaling)
 
 
 def _launch(
@@ -166,7 +120,6 @@ def _launch(
     window: WindowTokens,
     scaling: float,
     out: Tensor,
-    lse: Tensor | None,
     codes: PartialAttention | None,
 ) -> None:
     batch, heads, query_len, head_dim = query.shape
@@ -179,11 +132,11 @@ def _launch(
     _attend_kernel[(batch * kv_heads, cdiv(groups * query_len, block_m))](
         query, key, value, window.attended, index,
         nothing if codes is None else codes[0].contiguous(), nothing if codes is None else codes[1].contiguous(),
-        out, nothing if lse is None else lse,
+        out,
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
         *((0, 0) if isinstance(index, int) else index.stride()), *out.stride()[:3],
         window.layout.sinks, window.layout.ring, kv_heads, query_len, window.length, scaling,
         GROUPS=groups, D=head_dim, BLOCK_D=max(16, power_of_two(head_dim)), BLOCK_M=block_m, BLOCK_N=64,
-        PER_ROW=not isinstance(index, int), HAS_CODES=codes is not None, HAS_LSE=lse is not None, num_warps=4,
+        PER_ROW=not isinstance(index, int), HAS_CODES=codes is not None, num_warps=4,
         **({} if codes is None else pdl_launch_options()),
     )  # fmt: skip

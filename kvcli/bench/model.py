@@ -214,6 +214,7 @@ def _fill_compressed(cache: CompressedCache, key: Tensor, value: Tensor, spec: M
         attend_codes=_no_codes,
         attend_decoded=_no_codes,
         attend_window=lambda query, *window: query.transpose(1, 2),
+        attend_new=None,
     )
     for layer in cache.layers:
         attend_layer(NewTokens(layer, key, value), query, None, rotary, backend, 1.0)

@@ -102,15 +102,6 @@ class WindowTokens:
     attended: int | Tensor
     index: int | Tensor
 
-    @classmethod
-    def whole(cls, buffer: Tensor, lengths: Tensor | None, query_len: int) -> WindowTokens:
-        """All tokens of a buffer, or the first `lengths` of each row, int32 [batch]; every query sees all of them."""
-        length = buffer.shape[2]
-        layout = WindowLayout(0, length)
-        if lengths is None:
-            return cls(layout, length, 0, length - 1)
-        return cls(layout, length, torch.zeros_like(lengths), (lengths - 1).unsqueeze(1).expand(-1, query_len))
-
     def read(self, buffer: Tensor) -> Tensor:
         """The tokens in order, [batch, num_kv_heads, length, head_dim]; anything at the end of rows that hold fewer."""
         return _taken(buffer, self._slots)

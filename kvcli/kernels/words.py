@@ -138,6 +138,14 @@ def odd_bytes(words):
 
 
 @triton.jit
+def as_decoded(x, out):
+    """float32 x in the dtype that `out` points to, clamped to the range of float16 if it is that; NaN stays."""
+    if out.dtype.element_ty == tl.float16:
+        x = tl.where(x > FP16_MAX, FP16_MAX, tl.where(x < -FP16_MAX, -FP16_MAX, x))
+    return x.to(out.dtype.element_ty)
+
+
+@triton.jit
 def layout_barrier(x):
     """Identity on float32 that stops Triton's layout propagation.
 

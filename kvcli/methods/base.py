@@ -146,8 +146,7 @@ class Codec(nn.Module, ABC, Generic[CodesT, StateT]):
 
         Decoded values can lie a little beyond the encoded ones, so they are clamped to the range of float16.
         """
-        decoded = self.decode(codes, state)
-        return (decoded.clamp(-FP16_MAX, FP16_MAX) if dtype == torch.float16 else decoded).to(dtype)
+        return _in_range(self.decode(codes, state), dtype)
 
     def new_state(self, batch: int, device: torch.device) -> StateT | None:
         """An empty state of `batch` sequences; None for codecs that keep nothing of a sequence."""
@@ -241,6 +240,28 @@ class KeyCodec(Codec[CodesT, StateT]):
         keys = self.decode(codes, state)
         return query @ (keys if rotation is None else rotation.apply(keys)).transpose(-1, -2)
 
+    def decode_rotated(
+        self, codes: CodesT, state: StateT, rotation: Rotation, offset: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        """Keys after RoPE with the layer's offset; a codec overrides it where a kernel does all of it.
+
+        Args:
+            codes: of the tokens.
+            state: of their sequences; None for codecs without one.
+            rotation: RoPE of the tokens, float32.
+            offset: None, or float32 [1, num_kv_heads, 1, head_dim], the constant pre-RoPE key that is not coded.
+            dtype: of the result; values beyond float16 are clamped to its range.
+
+        Returns:
+            [batch, num_kv_heads, time, head_dim].
+        """
+        keys = self.decode_to(codes, state, torch.float32)
+        if self.space == "pre_rope":
+            keys = rotation.apply(keys if offset is None else keys + offset)
+        elif offset is not None:
+            keys = keys + rotation.at_each_position(offset)
+        return _in_range(keys, dtype)
+
     def finalize_state(self, state: StateT, rows: list[int]) -> None:
         """Computes, in place, what encoding needs from what was observed.
 
@@ -277,3 +298,8 @@ class ValueCodec(Codec[CodesT, Any]):
             float32 [batch, num_kv_heads, rows, head_dim].
         """
         return weights @ self.decode(codes, None)
+
+
+def _in_range(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x in another dtype, clamped to the range of float16 if it is that."""
+    return (x.clamp(-FP16_MAX, FP16_MAX) if dtype == torch.float16 else x).to(dtype)

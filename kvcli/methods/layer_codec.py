@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from typing_extensions import TypeVar
 
 from kvcli.kernels.cached import CachedFromBuffers
-from kvcli.kernels.constants import FP16_MAX
 from kvcli.methods.base import Codes, KeyCodec, ValueCodec
 from kvcli.rope import Rotation, Unrotate
 
@@ -65,7 +64,7 @@ class LayerCodec(nn.Module, Generic[KeyT, ValueT]):
         if self.key.space == "pre_rope":
             before = unrotate(rotation, keys)
             return before if self.offset is None else before - self.offset
-        return keys if self.offset is None else (keys.float() - self._rotated(self.offset, rotation)).to(keys.dtype)
+        return keys if self.offset is None else (keys.float() - rotation.at_each_position(self.offset)).to(keys.dtype)
 
     def decode_keys(self, codes: Codes, state: Any, rotation: Rotation | None, dtype: torch.dtype) -> Tensor:
         """Keys after RoPE, [batch, num_kv_heads, time, head_dim].
@@ -78,12 +77,7 @@ class LayerCodec(nn.Module, Generic[KeyT, ValueT]):
         """
         if rotation is None or not self.needs_rotations:
             return self.key.decode_to(codes, state, dtype)
-        keys = self.key.decode_to(codes, state, torch.float32)
-        if self.key.space == "pre_rope":
-            keys = rotation.apply(keys if self.offset is None else keys + self.offset)
-        elif self.offset is not None:
-            keys = keys + self._rotated(self.offset, rotation)
-        return (keys.clamp(-FP16_MAX, FP16_MAX) if dtype == torch.float16 else keys).to(dtype)
+        return self.key.decode_rotated(codes, state, rotation, self.offset, dtype)
 
     def scores(self, query: Tensor, codes: Codes, state: Any, rotation: Rotation | None) -> Tensor:
         """Products of a few queries with the keys, offset included, as `KeyCodec.scores`.
@@ -97,13 +91,7 @@ class LayerCodec(nn.Module, Generic[KeyT, ValueT]):
         scores = self.key.scores(query, codes, state, rotation if self.key.space == "pre_rope" else None)
         if self.offset is None or rotation is None:
             return scores
-        return scores + query @ self._rotated(self.offset, rotation).transpose(-1, -2)
-
-    @staticmethod
-    def _rotated(offset: Tensor, rotation: Rotation) -> Tensor:
-        """R(m) b at each position, [batch or 1, num_kv_heads, time, head_dim]."""
-        batch, _, time, _ = rotation.cos.shape
-        return rotation.apply(offset.expand(batch, -1, time, -1))
+        return scores + query @ rotation.at_each_position(self.offset).transpose(-1, -2)
 
     def fitted_bytes(self) -> int:
         """Bytes that a model holds once: fitted buffers, and tables that kernels derived from them."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 from parts import DEVICE, Rotary, assert_same, make_codec, make_part
 
-from kvcli.attention import reference, rope_kernels, window_kernels
+from kvcli.attention import decoded, reference, rope_kernels, window_kernels
 from kvcli.cache.window import WindowLayout, WindowTokens
 from kvcli.errors import CacheError
 from kvcli.methods.layer_codec import LayerCodec
@@ -20,7 +20,7 @@ def test_many_queries_are_attended_by_decoding(name: str) -> None:
     part = make_part(codec, 4, 2, 64, [64, 32])
     query = torch.randn(2, 4, 20, 64, device=DEVICE)
     assert_same(
-        window_kernels.attend_decoded(codec, query, part, 0.125),
+        decoded.attend_decoded(codec, query, part, 0.125),
         reference.attend_codes(codec, query, part, 0.125),
         torch.float32,
     )
@@ -39,20 +39,20 @@ def test_blocks_hold_whole_groups(name: str, group: int, monkeypatch: pytest.Mon
     expected = reference.attend_codes(codec, query, part, 0.125)
     monkeypatch.setattr("kvcli.attention.reference._BLOCK_TOKENS", 100)
     assert_same(reference.attend_codes(codec, query, part, 0.125), expected, torch.float32)
-    monkeypatch.setattr("kvcli.attention.window_kernels._BLOCK_TOKENS", 100)
-    monkeypatch.setattr("kvcli.attention.window_kernels._MIN_BLOCK_TOKENS", 40)
-    assert_same(window_kernels.attend_decoded(codec, query, part, 0.125), expected, torch.float32)
+    monkeypatch.setattr("kvcli.attention.decoded._block_tokens", lambda codec, query: 50)
+    assert_same(decoded.attend_decoded(codec, query, part, 0.125), expected, torch.float32)
 
 
-@pytest.mark.parametrize(("batch", "most"), [(1, 8192), (2, 4096), (7, 1170), (8, 1024), (900, 1024)])
-def test_blocks_of_a_batch(batch: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("batch", "queries", "most"), [(1, 1, 2**18), (2, 63, 2**17), (1, 64, 2**20), (2**9, 64, 2048), (2**11, 64, 1024)]
+)
+def test_blocks_of_a_batch(batch: int, queries: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is decoded at once does not grow with the batch, until blocks would be too small."""
     asked: list[int] = []
     _, codec = make_codec("kivi-2", 1, 1, 32)
-    monkeypatch.setattr(LayerCodec, "blocks", lambda self, length, most: asked.append(most) or [(0, length)])
-    window_kernels.attend_decoded(
-        codec, torch.randn(batch, 1, 1, 32, device=DEVICE), make_part(codec, 1, batch, 32, None), 1.0
-    )
+    monkeypatch.setattr(LayerCodec, "blocks", lambda self, length, most: asked.append(most) or [])
+    query = torch.empty(batch, 1, queries, 32, device=DEVICE, dtype=torch.float16)
+    decoded.attend_decoded(codec, query, make_part(codec, 1, 1, 32, None), 1.0)
     assert asked == [most]
 
 
@@ -141,21 +141,6 @@ def test_windows_of_ragged_rows(sinks: int, ring: int, queries: int) -> None:
             assert torch.allclose(actual[row, i], expected[0, :, 0], atol=1e-5), (row, i, length)
     plain = reference.attend_window(query, key.nan_to_num(0.0), value.nan_to_num(0.0), window, 0.1, None)
     assert torch.allclose(actual, plain, atol=1e-5)
-
-
-@pytest.mark.parametrize("lengths", [None, [70, 1, 64], [69, 0, 200]])
-@pytest.mark.parametrize("queries", [1, 40])
-def test_all_tokens_of_a_block(lengths: list[int] | None, queries: int) -> None:
-    """Queries of decoded codes see a row's tokens whatever their order; a longer row goes on in the next block."""
-    torch.manual_seed(0)
-    query, key, value = (torch.randn(3, heads, n, 80, device=DEVICE) for heads, n in ((6, queries), (2, 70), (2, 70)))
-    rows = None if lengths is None else torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
-    visible = None if rows is None else (torch.arange(70, device=DEVICE) < rows.unsqueeze(1)).unsqueeze(1)
-    assert_same(
-        window_kernels.partial_attention(query, key, value, rows, 0.1),
-        reference.partial_attention(query, key, value, visible, 0.1),
-        torch.float32,
-    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -7,7 +7,7 @@ import torch
 from parts import DEVICE
 
 from kvcli.attention import reference, window_kernels
-from kvcli.cache.window import WindowTokens
+from kvcli.cache.window import WindowLayout, WindowTokens
 
 SHIFTS = [1.0, 300.0, -300.0]  # exp overflows in float32 beyond 88
 
@@ -50,7 +50,7 @@ def test_the_window_kernel_merges_codes(shift: float) -> None:
     query, key, value = (x.to(DEVICE) for x in tensors(shift))
     codes = reference.partial_attention(query, key[:, :, :9], value[:, :, :9], None, 1.0)
     key_window, value_window = key[:, :, 9:].contiguous(), value[:, :, 9:].contiguous()
-    window = WindowTokens.whole(key_window, None, 1)
+    window = WindowTokens(WindowLayout(0, key_window.shape[2]), key_window.shape[2], 0, key_window.shape[2] - 1)
     actual = window_kernels.attend_window(query, key_window, value_window, window, 1.0, codes)
     expected = reference.partial_attention(query, key, value, None, 1.0)[0].transpose(1, 2)
     assert torch.allclose(actual, expected, rtol=1e-4, atol=1e-4)

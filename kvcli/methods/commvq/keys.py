@@ -177,6 +177,16 @@ class CommVQKeyCodec(KeyCodec[CommVQKeyCodes, None]):
     def decode(self, codes: CommVQKeyCodes, state: None = None) -> Tensor:
         return from_pairs(self.unit_pairs(codes), self.spec.rope.rotary_dim) * self.gain(codes)
 
+    def decode_rotated(
+        self, codes: CommVQKeyCodes, state: None, rotation: Rotation, offset: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        if self.fused:
+            from kvcli.methods.commvq.decode_kernels import decode_keys, supports_keys
+
+            if supports_keys(self):
+                return decode_keys(self, codes, rotation, offset, dtype)
+        return super().decode_rotated(codes, state, rotation, offset, dtype)
+
     def unit_pairs(self, codes: CommVQKeyCodes) -> Tensor:
         """Decoded keys without their norms: float32 [batch, num_kv_heads, time, head_dim/2, 2], (re, im) last."""
         batch, time = codes.packed.shape[0], codes.packed.shape[2]

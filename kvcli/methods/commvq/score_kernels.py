@@ -1,9 +1,8 @@
 """Triton kernel of the scores of CommVQ's key codes (arXiv 2506.18879, Eq. 18-20).
 
 A token's codewords are summed once per kv head, those of u_a and those of u_b apart, so that one table serves both;
-then u_a + i u_b is formed once. Codebook entries are bytes, four per word, so two integer sums do for R words: one of
-the words and one of their odd bytes, from which the even ones follow exactly. The rotation is split as in
-`TokenRotations.tiles`: the position of a tile goes into the query, the offset within the tile is one small table.
+then u_a + i u_b is formed once (`codeword_kernels.py`). The rotation is split as in `TokenRotations.tiles`: the
+position of a tile goes into the query, the offset within the tile is one small table.
 
 Tuned on one H200, torch 2.11, triton 3.6.
 """
@@ -18,7 +17,8 @@ from torch import Tensor
 from kvcli.kernels.launch import cdiv, row_major
 from kvcli.kernels.offset import offset_scores
 from kvcli.kernels.splits import LOG2E
-from kvcli.kernels.words import layout_barrier_fp16, odd_bytes
+from kvcli.kernels.words import layout_barrier_fp16
+from kvcli.methods.commvq.codeword_kernels import MAX_STAGES, code_words, codeword_sums, half_of_sums
 from kvcli.methods.commvq.config import CommVQConfig
 from kvcli.methods.commvq.keys import CommVQKeyCodec
 from kvcli.methods.commvq.layer import CommVQLayer
@@ -30,32 +30,6 @@ _TOKENS = 16
 _WARPS = 4
 _TABLE_BYTES = 11 * 2**14
 """Bytes of codebook tables per pass (176 KiB), which must fit in L1."""
-_MAX_STAGES = 128
-"""Most stages whose sum of two bytes each fits 16 bits."""
-
-
-@triton.jit
-def _code_word(packed, at, first, i: tl.constexpr, m_n, PITCH: tl.constexpr, ALIGNED: tl.constexpr):
-    """Word `first` + i of each token's code stream: uint32 [G, T], for first [G] and byte offsets at [T]."""
-    if ALIGNED:
-        mask = (first + i < PITCH // 4)[:, None] & m_n[None, :]
-        word = tl.load(packed + at[None, :] + (first + i)[:, None], mask=mask, other=0)
-        return word.to(tl.uint32, bitcast=True)
-    word = tl.zeros([first.shape[0], at.shape[0]], tl.uint32)
-    for k in tl.static_range(4):
-        byte = 4 * (first + i) + k
-        mask = (byte < PITCH)[:, None] & m_n[None, :]
-        word |= tl.load(packed + at[None, :] + byte[:, None], mask=mask, other=0).to(tl.uint32) << (8 * k)
-    return word
-
-
-@triton.jit
-def _code_words(packed, t, p_time, first, count, PITCH: tl.constexpr, ALIGNED: tl.constexpr, WORDS: tl.constexpr):
-    """WORDS + 1 words of the code streams of tokens t, from word `first` on: uint32 [G, T] each."""
-    words = ()
-    for i in tl.static_range(WORDS + 1):
-        words = words + (_code_word(packed, t * p_time, first, i, t < count, PITCH, ALIGNED),)
-    return words
 
 
 @triton.jit(do_not_specialize=["length"])
@@ -90,8 +64,6 @@ def _key_scores_kernel(
     PAIRS: tl.constexpr = D // 2
     WIDTH: tl.constexpr = D // 4
     PART: tl.constexpr = WIDTH // GROUPS
-    MASK: tl.constexpr = (1 << CODE_BITS) - 1
-    MAX_SUM: tl.constexpr = R * 255
     o_w = tl.arange(0, WIDTH)
     # word w of a group holds its pairs w and w + PART
     low = (o_w // PART) * (2 * PART) + o_w % PART
@@ -127,41 +99,20 @@ def _key_scores_kernel(
     count = tl.minimum(length - i_t * TILE, TILE)
     p_table = table + i_h * (GROUPS * STAGES * N * PART) + o_g[:, None, None] * (STAGES * N * PART)
     p_table += FIRST * N * PART + tl.arange(0, PART)[None, None, :]
-    raws = _code_words(p_codes, o_t, p_time, first, count, PITCH, ALIGNED, WORDS)
+    raws = code_words(p_codes, o_t, p_time, first, count, PITCH, ALIGNED, WORDS)
     for sub in range(0, count, BLOCK_T):
         t = sub + o_t
         m_t = t < count
-        # the group's codes, aligned to its first bit: WORDS tensors [G, T]
-        b_words = ()
-        for i in tl.static_range(WORDS):
-            b_words = b_words + ((raws[i] >> shift) | ((raws[i + 1] << 1) << (31 - shift)),)
-        raws = _code_words(p_codes, t + BLOCK_T, p_time, first, count, PITCH, ALIGNED, WORDS)
-
-        # sums of codewords, [G, T, PART] words of four bytes: of whole words and of their odd bytes
-        all_a = tl.zeros([GROUPS, BLOCK_T, PART], tl.int32)
-        odd_a, all_b, odd_b = all_a, all_a, all_a
-        for r in tl.static_range(R):
-            code = b_words[(r * CODE_BITS) // 32] >> ((r * CODE_BITS) % 32)
-            if (r * CODE_BITS) % 32 + CODE_BITS > 32:
-                code |= b_words[(r * CODE_BITS) // 32 + 1] << (32 - (r * CODE_BITS) % 32)
-            code = (code & MASK).to(tl.int32)
-            a = tl.load(p_table + ((code // N) * PART + r * N * PART)[:, :, None])
-            b = tl.load(p_table + ((code % N) * PART + r * N * PART)[:, :, None])
-            all_a += a
-            odd_a += odd_bytes(a)
-            all_b += b
-            odd_b += odd_bytes(b)
-        # (re, im) of u_a + i u_b, two pairs per word; MAX_SUM keeps the low half from borrowing from the high one
-        real = all_a - (odd_a << 8) - odd_b + MAX_SUM * 0x10001
-        imag = all_b - (odd_b << 8) + odd_a
+        following = code_words(p_codes, t + BLOCK_T, p_time, first, count, PITCH, ALIGNED, WORDS)
+        real, imag = codeword_sums(raws, shift, p_table, PART, R, N, CODE_BITS, WORDS)
+        raws = following
         real = tl.reshape(tl.permute(real, (1, 0, 2)), [BLOCK_T, WIDTH])
         imag = tl.reshape(tl.permute(imag, (1, 0, 2)), [BLOCK_T, WIDTH])
 
         b_s = tl.zeros([BLOCK_T, BLOCK_M], tl.float32)
         for half in tl.static_range(2):
             # [T, W]: the summed codeword of each token, rotated by its offset
-            b_re = (((real >> (16 * half)) & 0xFFFF) - MAX_SUM).to(tl.float32)
-            b_im = (((imag >> (16 * half)) & 0xFFFF) - 2 * R * 128).to(tl.float32)
+            b_re, b_im = half_of_sums(real, imag, half, R)
             offs_token = t[:, None] * PAIRS + (low + half * PART)[None, :]
             b_oc = tl.load(offset_cos + offs_token).to(tl.float32)
             b_os = tl.load(offset_sin + offs_token).to(tl.float32)
@@ -186,7 +137,7 @@ def stage_ranges(config: CommVQConfig, head_dim: int) -> list[tuple[int, int]]:
 
     The tables of a pass, N * head_dim bytes per stage and head, fit into the L1 of a multiprocessor.
     """
-    limit = max(1, min(_MAX_STAGES, _TABLE_BYTES // (config.codebook_size * head_dim)))
+    limit = max(1, min(MAX_STAGES, _TABLE_BYTES // (config.codebook_size * head_dim)))
     passes = -(-config.num_residuals // limit)
     each = -(-config.num_residuals // passes)
     return [(first, min(each, config.num_residuals - first)) for first in range(0, config.num_residuals, each)]

@@ -152,6 +152,13 @@ class CommVQValueCodec(ValueCodec[CommVQValueCodes]):
         rows = rows * codes.scale.squeeze(1).float()
         return rows.unflatten(-1, (self.spec.num_kv_heads, self.spec.head_dim)).transpose(1, 2)
 
+    def decode_to(self, codes: CommVQValueCodes, state: None, dtype: torch.dtype) -> Tensor:
+        if not self.fused:
+            return super().decode_to(codes, state, dtype)
+        from kvcli.methods.commvq.decode_kernels import decode_values
+
+        return decode_values(self, codes, dtype)
+
     def weighted_sum(self, weights: Tensor, codes: CommVQValueCodes) -> Tensor:
         spec = self.spec
         if weights.shape[1] * weights.shape[2] >= spec.kv_dim:  # then all bits of a token cost more than its values

@@ -125,6 +125,13 @@ class QJLKey(KeyCodec[QJLCodes, QJLState]):
             return inliers
         return inliers + self._estimate(codes.outlier_signs, codes.outlier_norm, self.outlier_sketch) * outlier
 
+    def decode_to(self, codes: QJLCodes, state: QJLState, dtype: torch.dtype) -> Tensor:
+        if not self.fused:
+            return super().decode_to(codes, state, dtype)
+        from kvcli.methods.qjl.decode_kernels import decode_keys
+
+        return decode_keys(self, codes, state, dtype)
+
     def scores(self, query: Tensor, codes: QJLCodes, state: QJLState, rotation: Rotation | None) -> Tensor:
         outlier = state.channels.unsqueeze(2)
         inliers = self._scores(query * (1 - outlier), codes.signs, codes.norm, self.sketch)

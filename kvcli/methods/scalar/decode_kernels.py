@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvcli.kernels.grid import batch_and_head
 from kvcli.kernels.launch import cdiv, power_of_two
-from kvcli.kernels.words import FP16_MAX, field_fp32
+from kvcli.kernels.words import as_decoded, field_fp32
 from kvcli.methods.config import ScalarBits
 
 # tuned on one H200, torch 2.11, triton 3.6
@@ -50,10 +50,8 @@ def _decode_kernel(
         b_c = tl.load(scale + o_c, mask=m_x, other=0.0).to(tl.float32)
         b_z = tl.load(zero + o_c, mask=m_x, other=0.0).to(tl.float32)
         b_x = field_fp32(words, f, B) * b_c + b_z
-        if out.dtype.element_ty == tl.float16:
-            b_x = tl.where(b_x > FP16_MAX, FP16_MAX, tl.where(b_x < -FP16_MAX, -FP16_MAX, b_x))
         p_out = out + (i_bh * length + n)[:, None] * D + channel[None, :]
-        tl.store(p_out, b_x.to(out.dtype.element_ty), mask=m_x)
+        tl.store(p_out, as_decoded(b_x, out), mask=m_x)
 
 
 def dequantize_planes(

@@ -1,0 +1,214 @@
+"""Triton attention of many queries: it extends (out, lse) over some keys by more of them.
+
+A running (out, lse) goes in and comes out, so blocks of decoded tokens and a prompt's own new tokens follow each other
+without a merge. What PyTorch's fused attention computes (`kvcli.attention.fused_sdpa`) is merged in one launch.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvcli.kernels.grid import batch_and_head
+from kvcli.kernels.launch import cdiv, power_of_two, row_major, shared_memory_limit
+from kvcli.kernels.splits import LOG2E
+from kvcli.methods.encoded import PartialAttention
+
+_MERGE_ROWS = 16
+
+
+@triton.jit
+def _load_rows(p_x, m_n, o_d, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr):
+    """Rows at pointers [N, 1], channels o_d [1, D]: 0 beyond D, and where m_n is False if MASKED."""
+    if MASKED:
+        x = tl.load(p_x + o_d, mask=m_n[:, None] & (o_d < D), other=0.0)
+    elif D == BLOCK_D:
+        x = tl.load(p_x + o_d)
+    else:
+        x = tl.load(p_x + o_d, mask=o_d < D, other=0.0)
+    return x
+
+
+@triton.jit
+def _attend_tile(
+    b_q, b_max, b_sum, b_acc, key, value, k_time, v_time, n, count, last, scaling,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """One step of the online softmax over tokens n [N]; if MASKED, those before `count` and up to each row's `last`."""
+    o_d = tl.arange(0, BLOCK_D)[None, :]
+    m_n = n < count
+    at = n.to(tl.int64)[:, None]
+    b_k = _load_rows(key + at * k_time, m_n, o_d, D, BLOCK_D, MASKED)
+    # [M, N]
+    b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scaling
+    if MASKED:
+        b_s = tl.where(m_n[None, :] & (n[None, :] <= last[:, None]), b_s, float("-inf"))
+    new_max = tl.maximum(b_max, tl.max(b_s, 1))
+    safe = tl.where(new_max == float("-inf"), 0.0, new_max)
+    b_p = tl.exp2(b_s - safe[:, None])
+    shrink = tl.exp2(b_max - safe)
+    b_v = _load_rows(value + at * v_time, m_n, o_d, D, BLOCK_D, MASKED)
+    b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * shrink[:, None], input_precision="ieee")
+    return new_max, b_sum * shrink + tl.sum(b_p, 1), b_acc
+
+
+@triton.jit(do_not_specialize=["query_len", "kv_len", "first"])
+def _extend_kernel(
+    query, key, value, lengths, out, lse,
+    q_batch, q_head, q_time, k_batch, k_head, k_time, v_batch, v_head, v_time, num_kv_heads, query_len, kv_len, first,
+    scaling, GROUPS: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, HAS_LENGTHS: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """(out, lse) over keys seen before becomes (out, lse) over these and `kv_len` more.
+
+    Grid (ceil(GROUPS * query_len / BLOCK_M), batch * num_kv_heads); row m is query m // GROUPS of head m % GROUPS of
+    the kv head's group, so that the rows of a tile are neighbours in time.
+
+    Args:
+        query: [batch, num_kv_heads * GROUPS, query_len, D] of any float dtype, strides q_*.
+        key, value: [batch, num_kv_heads, kv_len, D] of the same dtype, strides k_* and v_*.
+        lengths: int32 [batch], tokens of each sequence, of which these are numbers `first` and up; if HAS_LENGTHS.
+        out: float32 [batch, num_kv_heads * GROUPS, query_len, D], contiguous, read and written.
+        lse: float32 [batch, num_kv_heads * GROUPS, query_len], natural log, -inf where nothing was seen; likewise.
+        scaling: factor of the scores times log2(e).
+
+    Constexprs: CAUSAL: query i sees keys up to i; BLOCK_D, D padded.
+    """
+    _, i_b, i_h = batch_and_head(1, num_kv_heads)
+    o_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    o_n = tl.arange(0, BLOCK_N)
+    o_d = tl.arange(0, BLOCK_D)[None, :]
+    m_m = o_m < GROUPS * query_len
+    time = o_m // GROUPS
+    head = i_h * GROUPS + o_m % GROUPS
+    p_query = query + i_b * q_batch + head * q_head + time.to(tl.int64) * q_time
+    b_q = _load_rows(p_query[:, None], m_m, o_d, D, BLOCK_D, True)
+    row = (i_b * num_kv_heads * GROUPS + head) * query_len + time
+    m_out = m_m[:, None] & (o_d < D)
+    # a normalised state is one key of weight 1
+    b_max = tl.load(lse + row, mask=m_m, other=float("-inf")) * 1.4426950408889634
+    b_sum = tl.where(b_max == float("-inf"), 0.0, 1.0)
+    b_acc = tl.load(out + row[:, None] * D + o_d, mask=m_out, other=0.0)
+    key += i_b * k_batch + i_h * k_head
+    value += i_b * v_batch + i_h * v_head
+    count = kv_len
+    if HAS_LENGTHS:
+        count = tl.minimum(count, tl.load(lengths + i_b) - first)
+    last = time
+    whole = count
+    if CAUSAL:
+        # keys that all rows of the tile see, and those that any of them sees
+        whole = tl.minimum(count, tl.program_id(0) * BLOCK_M // GROUPS + 1)
+        count = tl.minimum(count, (tl.program_id(0) * BLOCK_M + BLOCK_M - 1) // GROUPS + 1)
+    else:
+        last = tl.full([BLOCK_M], 2147483647, tl.int32)
+    whole = tl.maximum(whole, 0) // BLOCK_N * BLOCK_N
+    for start in range(0, whole, BLOCK_N):
+        b_max, b_sum, b_acc = _attend_tile(
+            b_q, b_max, b_sum, b_acc, key, value, k_time, v_time, start + o_n, count, last, scaling, D, BLOCK_D, False
+        )
+    for start in range(whole, count, BLOCK_N):
+        b_max, b_sum, b_acc = _attend_tile(
+            b_q, b_max, b_sum, b_acc, key, value, k_time, v_time, start + o_n, count, last, scaling, D, BLOCK_D, True
+        )
+    safe_sum = tl.where(b_sum > 0, b_sum, 1.0)
+    b_lse = tl.where(b_sum > 0, (b_max + tl.log2(safe_sum)) * 0.6931471805599453, float("-inf"))
+    tl.store(lse + row, b_lse, mask=m_m)
+    tl.store(out + row[:, None] * D + o_d, b_acc / safe_sum[:, None], mask=m_out)
+
+
+@triton.jit(do_not_specialize=["rows", "heads", "query_len"])
+def _merge_kernel(
+    part_out, part_lse, out, lse, p_batch, p_head, p_time, heads, query_len, rows,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """(out, lse) merged with (part_out, part_lse) of other keys, in place; grid (ceil(rows / BLOCK_R),).
+
+    Args:
+        part_out: [batch, heads, query_len, D] of any float dtype, strides p_*.
+        part_lse: float32 [batch, heads, query_len], contiguous, natural log.
+        out, lse: float32, the same shapes, contiguous, read and written.
+        rows: batch * heads * query_len.
+    """
+    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    o_d = tl.arange(0, BLOCK_D)[None, :]
+    m_r = row < rows
+    m_x = m_r[:, None] & (o_d < D)
+    time, head, batch = row % query_len, row // query_len % heads, row // query_len // heads
+    p_part = part_out + (batch * p_batch + head * p_head + time * p_time)[:, None] + o_d
+    b_lse = tl.load(lse + row, mask=m_r, other=float("-inf"))
+    b_part_lse = tl.load(part_lse + row, mask=m_r, other=float("-inf"))
+    top = tl.maximum(b_lse, b_part_lse)
+    safe = tl.where(top == float("-inf"), 0.0, top)
+    weight, part_weight = tl.exp(b_lse - safe), tl.exp(b_part_lse - safe)
+    total = weight + part_weight
+    divisor = tl.where(total > 0, total, 1.0)
+    p_out = out + row[:, None] * D + o_d
+    b_out = tl.load(p_out, mask=m_x, other=0.0) * weight[:, None]
+    b_out += tl.load(p_part, mask=m_x, other=0.0).to(tl.float32) * part_weight[:, None]
+    tl.store(p_out, b_out / divisor[:, None], mask=m_x)
+    tl.store(lse + row, tl.where(total > 0, safe + tl.log(divisor), float("-inf")), mask=m_r)
+
+
+def extend(
+    state: PartialAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float,
+    *,
+    causal: bool = False,
+    lengths: Tensor | None = None,
+    first: int = 0,
+) -> None:
+    """Adds keys to a state, in place.
+
+    Args:
+        state: (out, lse) over other keys, contiguous; see `PartialAttention`.
+        query: [batch, num_heads, query_len, head_dim].
+        key: [batch, num_kv_heads, kv_len, head_dim], rotated like the query and of its dtype.
+        value: like key.
+        scaling: factor of the scores.
+        causal: whether query i sees keys 0 to i only.
+        lengths: tokens of each sequence, int32 [batch]; None when all keys are visible.
+        first: which token of a sequence the first key is, for `lengths`.
+    """
+    batch, heads, query_len, head_dim = query.shape
+    kv_heads, groups = key.shape[1], heads // key.shape[1]
+    query, key, value = row_major(query), row_major(key), row_major(value)
+    tile = _tile(groups * query_len, max(16, power_of_two(head_dim)), query)
+    _extend_kernel[(cdiv(groups * query_len, tile["BLOCK_M"]), batch * kv_heads)](
+        query, key, value, query if lengths is None else lengths, *state,
+        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], kv_heads, query_len, key.shape[2], first,
+        scaling * LOG2E, GROUPS=groups, D=head_dim, CAUSAL=causal, HAS_LENGTHS=lengths is not None,
+        BLOCK_D=max(16, power_of_two(head_dim)), **tile,
+    )  # fmt: skip
+
+
+def _tile(rows: int, width: int, query: Tensor) -> dict[str, int]:
+    """Tile sizes for query rows per kv head and padded channels; not tuned yet."""
+    if query.element_size() == 4 or rows <= 64:
+        # float32 products are made without tensor cores, and larger tiles of them do not fit in registers
+        block_m = 16 if query.element_size() == 4 else max(16, power_of_two(rows))
+        return {"BLOCK_M": block_m, "BLOCK_N": 32 if width > 128 else 64, "num_warps": 4, "num_stages": 2}
+    tile = {"BLOCK_M": 128, "BLOCK_N": 128 if width <= 128 else 64, "num_warps": 8, "num_stages": 2}
+    operands = (tile["BLOCK_M"] + 2 * tile["num_stages"] * tile["BLOCK_N"]) * width * query.element_size()
+    if operands > shared_memory_limit(query.device):
+        tile.update(BLOCK_N=tile["BLOCK_N"] // 2, num_stages=1)
+    return tile
+
+
+def merge(state: PartialAttention, part: PartialAttention) -> None:
+    """Adds attention over other keys to a state, in place.
+
+    Args:
+        state: (out, lse), contiguous; see `PartialAttention`.
+        part: the same of other keys; out in any float dtype and with any strides.
+    """
+    (out, lse), (part_out, part_lse) = state, (row_major(part[0]), part[1].contiguous())
+    _, heads, query_len, head_dim = out.shape
+    _merge_kernel[(cdiv(lse.numel(), _MERGE_ROWS),)](
+        part_out, part_lse, out, lse, *part_out.stride()[:3], heads, query_len, lse.numel(),
+        D=head_dim, BLOCK_D=power_of_two(head_dim), BLOCK_R=_MERGE_ROWS, num_warps=4,
+    )  # fmt: skip

@@ -1,0 +1,84 @@
+"""Attention of long queries: over blocks of codes, which are decoded once for all queries, and over new tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvcli.attention import chunk_kernels
+from kvcli.attention.fused_sdpa import fused_sdpa
+from kvcli.kernels.constants import FP16_MAX
+from kvcli.methods.encoded import EncodedTokens, PartialAttention
+from kvcli.methods.layer_codec import LayerCodec
+
+_BLOCK_BYTES = 2**27
+"""Decoded keys and values of all sequences that are attended to at once, in bytes."""
+
+_MIN_BLOCK_TOKENS = 1024
+"""Tokens of a sequence that are decoded at once even in a large batch: launches have a fixed cost per block."""
+
+_FEW_BLOCK_BYTES = 2**25
+"""`_BLOCK_BYTES` of few queries, which take little time per block."""
+
+_MANY_QUERIES = 64
+"""From this query length on, attention takes longer than the memory traffic around it."""
+
+
+def attend_decoded(codec: LayerCodec, query: Tensor, encoded: EncodedTokens, scaling: float) -> PartialAttention:
+    """As `kvcli.attention.reference.attend_codes`, with blocks of tokens decoded to 16 bits, or 32 for float32 queries.
+
+    bfloat16 would round decoded tokens to 8 bits; float16, which holds every decoded token, rounds them to 11.
+    """
+    if query.dtype == torch.bfloat16:
+        query = query.float().clamp(-FP16_MAX, FP16_MAX).half()
+    state = _nothing_seen(query)
+    for start, stop in codec.blocks(encoded.length, _block_tokens(codec, query)):
+        rotation = None if encoded.rotations is None else encoded.rotations.tokens(start, stop)
+        key = codec.decode_keys(encoded.key_codes.slice(start, stop), encoded.key_state, rotation, query.dtype)
+        value = codec.value.decode_to(encoded.value_codes.slice(start, stop), None, query.dtype)
+        if encoded.lengths is None:
+            _extend(state, query, key, value, scaling, causal=False)
+        else:
+            chunk_kernels.extend(state, query, key, value, scaling, lengths=encoded.lengths, first=start)
+    return state
+
+
+def attend_new(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float, codes: PartialAttention | None
+) -> PartialAttention:
+    """Causal attention of new tokens over each other, merged with that over the codes.
+
+    Args:
+        query: rotated, [batch, num_heads, query_len, head_dim].
+        key: rotated keys of the same tokens, [batch, num_kv_heads, query_len, head_dim].
+        value: like key.
+        scaling: factor of the scores.
+        codes: (out, lse) over the codes, if there are any; overwritten.
+    """
+    state = _nothing_seen(query) if codes is None else codes
+    _extend(state, query, key, value, scaling, causal=True)
+    return state
+
+
+def _extend(
+    state: PartialAttention, query: Tensor, key: Tensor, value: Tensor, scaling: float, *, causal: bool
+) -> None:
+    """Adds keys that all sequences have to a state, in place."""
+    part = fused_sdpa(query, key, value, scaling, causal=causal) if query.shape[2] >= _MANY_QUERIES else None
+    if part is None:
+        chunk_kernels.extend(state, query, key, value, scaling, causal=causal)
+    else:
+        chunk_kernels.merge(state, part)
+
+
+def _nothing_seen(query: Tensor) -> PartialAttention:
+    """(out, lse) over no keys."""
+    out = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
+    return out, torch.full(query.shape[:3], float("-inf"), device=query.device)
+
+
+def _block_tokens(codec: LayerCodec, query: Tensor) -> int:
+    """Tokens of a sequence that are decoded at once."""
+    budget = _BLOCK_BYTES if query.shape[2] >= _MANY_QUERIES else _FEW_BLOCK_BYTES
+    per_token = 2 * codec.key.spec.kv_dim * query.element_size()
+    return max(_MIN_BLOCK_TOKENS, budget // (query.shape[0] * per_token))
