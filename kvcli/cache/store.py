@@ -102,6 +102,8 @@ class LayerStore:
     def encode_values(self, forward: Forward, note: Note) -> None:
         """As `encode_keys`, for values."""
         for encoding in forward.plan.values:
+            if encoding.kept and self._round_in_place(encoding):
+                continue
             values = self._take(self.values, encoding)
             codes = self.value_codes.write(values, None, encoding)
             note(encoding, values, codes)
@@ -127,6 +129,13 @@ class LayerStore:
     def to(self, device: torch.device | str) -> None:
         """Moves all tensors."""
         self._map(lambda x: x.to(device, non_blocking=True))
+
+    def _round_in_place(self, encoding: Encoding) -> bool:
+        """Encodes values that stay in the window by one kernel, if there is one and the device knows which they are."""
+        if not isinstance(encoding.start, Tensor):
+            return False
+        value, codes = self.codec.value, self.value_codes.codes
+        return value.round_in_place(self.values, self.layout.sinks, encoding.start, encoding.count, codes)
 
     def _take(self, window: Tensor, encoding: Encoding) -> Tensor:
         """The tokens of an encoding, [rows, num_kv_heads, count, head_dim]."""

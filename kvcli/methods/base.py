@@ -128,6 +128,21 @@ class Codec(nn.Module, ABC, Generic[CodesT, StateT]):
         for name, x_codes in self.encode(x, state).tensors().items():
             getattr(codes, name).copy_(x_codes)
 
+    def round_in_place(self, window: Tensor, sinks: int, first: Tensor, count: int, codes: CodesT) -> bool:
+        """Encodes tokens of a ring window and overwrites them there with what their codes decode to, in one kernel.
+
+        Args:
+            window: [batch, num_kv_heads, sinks + ring, head_dim]; token t after the sinks is in slot sinks + t % ring.
+            sinks: slots before the ring.
+            first: first token of each row, counted after the sinks, int32 [batch, 1].
+            count: tokens per row.
+            codes: of all tokens of each row from its first on; written at each row's own place.
+
+        Returns:
+            False where there is no such kernel; nothing has changed then.
+        """
+        return False
+
     def peak(self, x: Tensor, codes: CodesT) -> Tensor:
         """What `max_magnitude` limits, float32 []: the largest magnitude of x [batch, num_kv_heads, time, head_dim].
 

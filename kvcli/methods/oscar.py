@@ -29,6 +29,7 @@ Deviations, from the paper and its released code:
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -39,7 +40,7 @@ from kvcli.errors import ConfigError
 from kvcli.kernels.constants import FP16_MAX, TINY
 from kvcli.layer_samples import LayerSamples
 from kvcli.methods.base import KeyCodec, ValueCodec
-from kvcli.methods.config import CacheConfig, ScalarBits
+from kvcli.methods.config import BiasOffsetConfig, ScalarBits
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import FitReport, Method
 from kvcli.methods.scalar.per_token import PerTokenCodec, PerTokenCodes
@@ -52,7 +53,7 @@ _CLIP_TOKENS = 2048
 _CLIP_SHARES = (1.0, 0.98, 0.96, 0.94, 0.92, 0.9, 0.87, 0.84, 0.8)
 
 
-class OSCARConfig(CacheConfig):
+class OSCARConfig(BiasOffsetConfig):
     """Settings of OSCAR; the paper keeps 64 sinks and the last 256 tokens in full precision."""
 
     k_bits: ScalarBits = Field(default=2, description="bits of a key code")
@@ -176,12 +177,19 @@ def _fit(
         shared = covariance.mean(0, keepdim=True) if config.rotation_scope == "layer" else covariance
         coder.rotation.copy_(oscar_rotation(shared))
     if not config.k_clip:
-        fit_clipping(key, rotated_keys(train)[0], of_keys)
+        fit_clipping(key, rotated_keys(_coded(train, config))[0], of_keys)
     if not config.v_clip:
         fit_clipping(value, train.v, of_values)
-    keys, _ = rotated_keys(heldout)
+    keys, _ = rotated_keys(_coded(heldout, config))
     unweighted = torch.eye(key.spec.head_dim, device=keys.device).expand_as(of_keys)
     return FitReport({"key_error": _error(key, keys, of_keys), "value_error": _error(value, heldout.v, unweighted)})
+
+
+def _coded(samples: LayerSamples, config: OSCARConfig) -> LayerSamples:
+    """Samples with the keys that are coded: less the projection's bias, unless the settings say otherwise."""
+    if samples.key_bias is None or config.key_offset == "none":
+        return samples
+    return replace(samples, k=samples.k - samples.key_bias.unsqueeze(1).to(samples.k.dtype))
 
 
 def fit_clipping(codec: _OSCAR, x: Tensor, weight: Tensor) -> None:

@@ -51,7 +51,7 @@ class IdentityFactor(Tensor):
 
 def identity_factors(like: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines of 1 and sines of 0, shaped like a rotary embedding's [batch, time, rotary_dim]."""
-    if like.shape[:-1].numel() <= _MAX_PLAIN_TOKENS:
+    if like.device.type == "cpu" and like.shape[:-1].numel() <= _MAX_PLAIN_TOKENS:
         return torch.ones_like(like), torch.zeros_like(like)
     return IdentityFactor.of(1, like), IdentityFactor.of(0, like)
 

@@ -10,11 +10,13 @@ import interpret  # noqa: F401
 import pytest
 import torch
 from factories import make_model
+from parts import DEVICE
 
 from kvcli.attention import decoder
 from kvcli.attention.next_token import NextToken, SamplingConfig
 from kvcli.attention.session import Session, make_config
 from kvcli.bench.layer import randomize_
+from kvcli.cache.window import WindowLayout
 from kvcli.registry import METHODS, get_method
 from kvcli.spec import ModelSpec
 
@@ -23,16 +25,17 @@ SPEC = ModelSpec.from_config(MODEL.config)
 
 
 @contextmanager
-def attached(name: str, impl: str = "reference", **changes: Any) -> Iterator[Session]:
+def attached(name: str, impl: str = "reference", model: Any = MODEL, **changes: Any) -> Iterator[Session]:
     """A session with random codebooks."""
     method = get_method(name)
     fields = method.config_cls.model_fields
     settings = {"residual_length": 8, **method.example_settings, **changes}
     config = make_config(method, {key: value for key, value in settings.items() if key in fields}).resolve(SPEC)
-    codecs = [method.build(SPEC, config, layer_idx).eval() for layer_idx in range(SPEC.num_layers)]
+    codecs = [method.build(SPEC, config, layer_idx).eval() for layer_idx in range(model.config.num_hidden_layers)]
     for codec in codecs:
         randomize_(codec, torch.Generator().manual_seed(0))
-    with Session(MODEL, SPEC, method, config, codecs, impl) as session:
+        codec.to(model.device)
+    with Session(model, ModelSpec.from_config(model.config), method, config, codecs, impl) as session:
         yield session
 
 
@@ -84,15 +87,56 @@ def test_steps_make_the_tokens_of_transformers(name: str, padded: bool, steps: l
     assert torch.allclose(*logits, atol=1e-3)
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("name", ["kivi", "squat-pre", "qjl", "commvq", "fp8"])
-def test_steps_of_kernels(name: str, padded: bool, steps: list[int]) -> None:
-    ids, mask = prompts(2, 40, padded)
-    changes = {"group_size": 16, "residual_length": 16} if name in ("kivi", "squat-pre") else {}
-    with attached(name, "fused", **changes) as session:
-        made = [session.generate(ids, mask, sampling=SamplingConfig(40), mode=mode) for mode in ("passes", "steps")]
+@pytest.mark.kernels
+def test_steps_of_kernels(steps: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoder, "_LEAST_STEPS", 1)
+    ids, mask = prompts(2, 40, padded=True)
+    with attached("kivi", "fused", group_size=16, residual_length=16) as session:
+        made = [session.generate(ids, mask, sampling=SamplingConfig(5), mode=mode) for mode in ("passes", "steps")]
     assert steps
     assert torch.equal(made[0].sequences, made[1].sequences)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", METHODS)
+def test_graphs_make_the_tokens_of_passes(name: str, padded: bool, steps: list[int]) -> None:
+    ids, mask = prompts(3, 90, padded)
+    ids, mask = ids.cuda(), None if mask is None else mask.cuda()
+    changes = {"group_size": 16, "residual_length": 32}
+    with attached(name, "auto", make_model("llama", num_hidden_layers=2).cuda(), **changes) as session:
+        expected, uncaptured, captured = (
+            session.generate(ids, mask, sampling=SamplingConfig(150), mode=mode)
+            for mode in ("passes", "steps", "graphs")
+        )
+        again = session.generate(ids, mask, sampling=SamplingConfig(150))
+    assert len(steps) >= 4
+    assert captured.note is None
+    assert torch.equal(captured.sequences, uncaptured.sequences)
+    assert torch.equal(captured.sequences, again.sequences)
+    assert torch.equal(captured.sequences, expected.sequences)
+    assert captured.cache.memory().code_bytes == expected.cache.memory().code_bytes
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_graphs_stop_and_sample() -> None:
+    ids = prompts(2, 90, padded=False)[0].cuda()
+    with attached("kivi", "auto", make_model("llama").cuda(), group_size=16, residual_length=32) as session:
+        free = session.generate(ids, sampling=SamplingConfig(60), mode="passes").sequences[:, 90:]
+        stops = [int(free[0, 30]), int(free[1, 37])]
+        made = [
+            session.generate(ids, sampling=SamplingConfig(60), mode=mode, eos_token_id=stops).sequences
+            for mode in ("passes", "graphs")
+        ]
+        sampled = []
+        for _ in range(2):
+            torch.manual_seed(3)
+            sampled.append(session.generate(ids, sampling=SamplingConfig(60, temperature=1.0, top_p=0.95)).sequences)
+    assert torch.equal(*made)
+    assert torch.equal(*sampled)
+    assert len(sampled[0][0, 90:].unique()) > 10
 
 
 @pytest.mark.parametrize("name", ["kivi", "rtn"])
@@ -186,3 +230,29 @@ def test_an_error_ends_the_steps(monkeypatch: pytest.MonkeyPatch, steps: list[in
             session.generate(ids, sampling=SamplingConfig(60), past_key_values=cache, mode="steps", on_tokens=interrupt)
         assert cache.sequences.step is None
         MODEL(ids[:, :1], past_key_values=cache)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_one_kernel_rounds_values_in_the_window(dtype: torch.dtype) -> None:
+    """Window and codes are bit for bit what encoding, writing and decoding apart give."""
+    method = get_method("kivi")
+    config = make_config(method, {"residual_length": 16, "group_size": 16})
+    value: Any = method.build(SPEC, config, 0).to(DEVICE).value
+    value.fused = True
+    layout, first, count = WindowLayout(3, 21), torch.tensor([[0], [19], [40]], dtype=torch.int32, device=DEVICE), 3
+    window = torch.randn(3, 2, layout.capacity, 16, generator=torch.Generator().manual_seed(0)).to(DEVICE, dtype)
+    before = window.clone()
+    buffers = value.encode(torch.zeros(3, 2, 50, 16, device=DEVICE)).map(torch.zeros_like)
+    assert value.round_in_place(window, layout.sinks, first, count, buffers)
+    for row, start in enumerate(first[:, 0].tolist()):
+        slots = layout.slots(torch.arange(3 + start, 3 + start + count, device=DEVICE))
+        codes = value.encode(before[row : row + 1, :, slots])
+        for name, x in codes.tensors().items():
+            written = getattr(buffers, name)[row : row + 1]
+            assert torch.equal(written[:, :, start : start + count], x)
+            written[:, :, start : start + count] = 0
+            assert not written.any()
+        assert torch.equal(window[row, :, slots], value.decode_to(codes, None, dtype)[0])
+        before[row, :, slots] = window[row, :, slots]
+    assert torch.equal(window, before)

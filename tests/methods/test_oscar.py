@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -164,6 +165,24 @@ def test_bits_with_groups_of_128() -> None:
     fixed = get_method("oscar").build(make_spec(64), OSCARConfig(k_clip=0.96, v_clip=0.92), 0)
     assert fixed.key.kept.tolist() == [62, 62]  # 96 % of 64
     assert fixed.value.kept.tolist() == [59, 59]
+
+
+def test_a_large_key_bias_is_not_coded() -> None:
+    data = samples()
+    bias = torch.zeros(2, WIDTH)
+    bias[:, 3] = 300
+    data = replace(data, k=data.k + bias.unsqueeze(1), key_bias=bias)
+    errors = {offset: fitted(data, key_offset=offset) for offset in ("bias", "none")}
+    clean = fitted(samples())[0]
+    assert torch.equal(errors["bias"][0].key.kept, clean.key.kept)
+    assert errors["bias"][0].key.rotation.isfinite().all()
+    x = rotated_keys(samples())[0].unsqueeze(0)
+    whole = rotated_keys(data)[0].unsqueeze(0)
+
+    def lost(codec: LayerCodec, keys: torch.Tensor) -> float:
+        return float((codec.key.decode(codec.key.encode(keys)) - keys).norm())
+
+    assert lost(errors["bias"][0], x) < 0.2 * lost(errors["none"][0], whole)
 
 
 def test_the_range_is_that_of_rotated_values() -> None:

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvcli.kernels.launch import cdiv, power_of_two, row_major
-from kvcli.kernels.words import FP16_MAX, TINY
+from kvcli.kernels.words import FP16_MAX, TINY, as_decoded
 from kvcli.methods.config import ScalarBits
 from kvcli.packing import planes_size
 
@@ -84,11 +84,12 @@ def _per_channel_kernel(
     tl.store(packed + p_w, words.to(tl.int16), mask=(o_t < G) & (o_w < WORDS))
 
 
-@triton.jit(do_not_specialize=["tokens", "length"])
+@triton.jit(do_not_specialize=["tokens", "length", "sinks", "ring"])
 def _per_token_kernel(
-    x, packed, scales, zeros, x_batch, x_head, x_time, p_batch, p_head, s_batch, s_head, heads, length, tokens,
+    x, packed, scales, zeros, first, x_batch, x_head, x_time, p_batch, p_head, s_batch, s_head,
+    heads, length, tokens, sinks, ring,
     BITS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, WORDS: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_W: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_W: tl.constexpr, IN_PLACE: tl.constexpr,
 ):  # fmt: skip
     """Codes, scales and zeros of BLOCK_T tokens in groups of G channels; grid (ceil(tokens / BLOCK_T),).
 
@@ -98,6 +99,9 @@ def _per_token_kernel(
         x: [batch, heads, length, D] float, strides x_*.
         packed: int16 [batch, heads, length, WORDS], strides p_*, written.
         scales, zeros: float16 [batch, heads, length, D / G], strides s_*, written.
+        first: with IN_PLACE, int32 [batch]: tokens `first` to first + length - 1 of each row, counted after the sinks,
+            are read from a ring window x [batch, heads, sinks + ring, D], where what their codes decode to replaces
+            them; packed, scales and zeros hold the codes of a row's tokens from its first on.
 
     Constexprs: BITS per code; BLOCK_W, WORDS padded. Tuned on one H200, torch 2.11, triton 3.6.
     """
@@ -111,7 +115,12 @@ def _per_token_kernel(
     m_t = o_n < tokens
     m_c = (o_w < WORDS) & (o_c < D)
     m_x = m_t & m_c
-    b_x = clamp_to_fp16(tl.load(x + i_b * x_batch + i_h * x_head + o_t * x_time + o_c, mask=m_x, other=0.0))
+    slot = o_t
+    if IN_PLACE:
+        o_t += tl.load(first + i_b, mask=m_t, other=0)
+        slot = sinks + o_t % ring
+    p_x = x + i_b * x_batch + i_h * x_head + slot * x_time + o_c
+    b_x = clamp_to_fp16(tl.load(p_x, mask=m_x, other=0.0))
     p_s = i_b * s_batch + i_h * s_head + o_t * GROUPS
     b_scale, b_zero = tl.zeros(b_x.shape, tl.float16), tl.zeros(b_x.shape, tl.float16)
     for group in tl.static_range(GROUPS):
@@ -122,7 +131,10 @@ def _per_token_kernel(
         tl.store(scales + p_s + group, scale, mask=m_t)
         tl.store(zeros + p_s + group, zero, mask=m_t)
         b_scale, b_zero = tl.where(m_g, scale, b_scale), tl.where(m_g, zero, b_zero)
-    codes = tl.where(m_x, affine_codes(b_x, b_scale, b_zero, LEVELS), 0.0).to(tl.int32)
+    numbers = tl.where(m_x, affine_codes(b_x, b_scale, b_zero, LEVELS), 0.0)
+    if IN_PLACE:
+        tl.store(p_x, as_decoded(numbers * b_scale.to(tl.float32) + b_zero.to(tl.float32), x), mask=m_x)
+    codes = numbers.to(tl.int32)
     words = tl.sum(codes << (o_f * BITS), axis=1, keep_dims=True)
     p_w = packed + i_b * p_batch + i_h * p_head + o_t * WORDS + o_w
     tl.store(p_w, words.to(tl.int16), mask=m_t & (o_w < WORDS))
@@ -178,17 +190,55 @@ def quantize_per_token(
         scale = torch.empty(batch, heads, time, channels // group_size, dtype=torch.float16, device=x.device)
         packed = torch.empty(batch, heads, time, 2 * words, dtype=torch.uint8, device=x.device)
         out = packed, scale, torch.empty_like(scale)
-    if x.numel():
-        width = power_of_two(channels)
-        tokens = batch * heads * time
-        block = min(max(1, _TILE // width), power_of_two(tokens))
-        target = out[0].view(torch.int16)
-        _per_token_kernel[(cdiv(tokens, block),)](
-            x, target, out[1], out[2], *x.stride()[:3], *target.stride()[:2], *out[1].stride()[:2],
-            heads, time, tokens, BITS=n_bits, G=group_size, D=channels, WORDS=words, BLOCK_T=block,
-            BLOCK_W=power_of_two(words), num_warps=tile_warps(block * width),
-        )  # fmt: skip
+    _launch_per_token(x, time, n_bits, group_size, out)
     return out
+
+
+def round_per_token(
+    window: Tensor,
+    sinks: int,
+    first: Tensor,
+    count: int,
+    n_bits: ScalarBits,
+    group_size: int,
+    out: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    """Quantizes and packs tokens of a ring window, and overwrites them there with what their codes decode to.
+
+    Args:
+        window: [batch, heads, slots, channels]; token t after the sinks lies in slot sinks + t % (slots - sinks).
+        sinks: slots before the ring.
+        first: first of the tokens of each row, counted after the sinks, int32 [batch, 1].
+        count: tokens per row.
+        n_bits: bits per code.
+        group_size: channels per group, a divisor of channels.
+        out: packed, scale and zero of all tokens of each row from its first on, as `quantize_per_token` returns them;
+            written at each row's own place.
+    """
+    _launch_per_token(window, count, n_bits, group_size, out, (first, sinks, window.shape[2] - sinks))
+
+
+def _launch_per_token(
+    x: Tensor,
+    time: int,
+    n_bits: ScalarBits,
+    group_size: int,
+    out: tuple[Tensor, Tensor, Tensor],
+    place: tuple[Tensor, int, int] | None = None,
+) -> None:
+    """Launches the kernel for `time` tokens per row; `place` is (first, sinks, ring) where it works in place."""
+    batch, heads, _, channels = x.shape
+    width, tokens = power_of_two(channels), batch * heads * time
+    if not tokens:
+        return
+    block = min(max(1, _TILE // width), power_of_two(tokens))
+    target = out[0].view(torch.int16)
+    _per_token_kernel[(cdiv(tokens, block),)](
+        x, target, out[1], out[2], x if place is None else place[0], *x.stride()[:3], *target.stride()[:2],
+        *out[1].stride()[:2], heads, time, tokens, *((0, 1) if place is None else place[1:]),
+        BITS=n_bits, G=group_size, D=channels, WORDS=target.shape[-1], BLOCK_T=block,
+        BLOCK_W=power_of_two(target.shape[-1]), IN_PLACE=place is not None, num_warps=tile_warps(block * width),
+    )  # fmt: skip
 
 
 def tile_warps(elements: int) -> int:
