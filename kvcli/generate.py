@@ -3,45 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import TextStreamer
 
+from kvcli.attention.decoder import Mode
+from kvcli.attention.next_token import SamplingConfig
 from kvcli.attention.session import Session
 from kvcli.cache.compressed import CompressedCache
 from kvcli.cache.memory import MemoryReport
 from kvcli.checkpoint import quiet_transformers
 from kvcli.errors import ModelError, UsageError
-from kvcli.models import LoadedModel, not_finite
-
-
-@dataclass(frozen=True)
-class SamplingConfig:
-    """How the next token is chosen: greedily at temperature 0, else by sampling."""
-
-    max_new_tokens: int = 64
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    repetition_penalty: float = 1.0
-    seed: int = 0
-
-    def to_generate(self) -> dict[str, Any]:
-        """Arguments of transformers' `generate`."""
-        chosen: dict[str, Any] = {
-            "max_new_tokens": self.max_new_tokens,
-            "do_sample": self.temperature > 0,
-            "repetition_penalty": self.repetition_penalty,
-        }
-        if self.temperature > 0:
-            chosen.update(temperature=self.temperature, top_p=self.top_p, top_k=self.top_k)
-        return chosen
+from kvcli.models import LoadedModel
 
 
 @dataclass(frozen=True)
@@ -55,6 +32,8 @@ class Generation:
         ttft_s: seconds until the first token was chosen, prefill and encoding included.
         tokens_per_s: rate after the first token; 0 when there was one token only.
         memory: of the cache at the end.
+        graph_bytes: memory that captured CUDA graphs took while tokens were made.
+        note: why steps were not captured although they could be; None if there is nothing to say.
     """
 
     text: str
@@ -63,6 +42,8 @@ class Generation:
     ttft_s: float
     tokens_per_s: float
     memory: MemoryReport
+    graph_bytes: int = 0
+    note: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """All figures as plain JSON values."""
@@ -82,6 +63,11 @@ class _Stream(TextStreamer):
         if not (self.skip_prompt and self.next_tokens_are_prompt):
             self.times.append(time.perf_counter())
         super().put(value)
+
+    def put_all(self, tokens: Tensor) -> None:
+        """Takes tokens [count] one by one, as the base class wants them."""
+        for token in tokens:
+            self.put(token.unsqueeze(0))
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         self.pieces.append(text)
@@ -139,8 +125,9 @@ def generate_text(
     *,
     write: Callable[[str], None] = lambda text: None,
     cache: CompressedCache | None = None,
+    mode: Mode | None = None,
 ) -> Generation:
-    """Continues a prompt with transformers' own `generate`, also beyond the context that the model was trained on.
+    """Continues a prompt, also beyond the context that the model was trained on.
 
     Args:
         loaded: the model, attached by the session.
@@ -149,54 +136,29 @@ def generate_text(
         sampling: how tokens are chosen.
         write: given pieces of text as they are finished.
         cache: a cache to continue on; default a new one.
+        mode: how tokens are made, see `Session.generate`.
 
     Raises:
         ModelError: logits that are not finite.
     """
-    cache = cache or session.new_cache()
     stream = _Stream(loaded.tokenizer, write)
-    model: Any = loaded.model
     torch.manual_seed(sampling.seed)
     started = time.perf_counter()
-    with torch.inference_mode(), quiet_transformers(), _finite_logits(loaded.model, session, ids):
-        output = model.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            past_key_values=cache,
-            streamer=stream,
-            pad_token_id=loaded.tokenizer.pad_token_id,
-            **sampling.to_generate(),
+    with quiet_transformers():
+        stream.put(ids[0].cpu())
+        made = session.generate(
+            ids, sampling=sampling, past_key_values=cache, mode=mode, on_tokens=lambda new: stream.put_all(new[0])
         )
+        stream.end()
     times = stream.times
     spread = times[-1] - times[0]
     return Generation(
         text="".join(stream.pieces),
         prompt_tokens=ids.shape[1],
-        new_tokens=output.shape[1] - ids.shape[1],
+        new_tokens=made.new_tokens,
         ttft_s=times[0] - started,
         tokens_per_s=(len(times) - 1) / spread if spread > 0 else 0.0,
-        memory=cache.memory(),
+        memory=made.cache.memory(),
+        graph_bytes=made.graph_bytes,
+        note=made.note,
     )
-
-
-class _NotFinite(Exception):
-    """Ends a generation whose logits are NaN or infinite."""
-
-
-@contextmanager
-def _finite_logits(model: Any, session: Session, ids: Tensor) -> Iterator[None]:
-    """Refuses logits that are not finite: the next token would be arbitrary."""
-
-    def check(head: Any, inputs: Any, logits: Tensor) -> None:
-        if not logits.isfinite().all():
-            raise _NotFinite
-
-    hook = model.get_output_embeddings().register_forward_hook(check)
-    try:
-        yield
-    except _NotFinite:
-        cache = session.new_cache()
-        again = partial(model.base_model, input_ids=ids, past_key_values=cache, use_cache=True)
-        raise not_finite(model, f"method '{session.method.name}'", again) from None
-    finally:
-        hook.remove()

@@ -36,6 +36,10 @@ Mode = Literal["passes", "steps", "graphs"]
 """How tokens are made: ordinary passes, passes whose counts are on the device, or CUDA graphs of those."""
 
 
+class LogitsNotFinite(Exception):
+    """Logits are NaN or infinite."""
+
+
 class Decoder:
     """Makes the tokens after a prompt.
 
@@ -52,7 +56,6 @@ class Decoder:
     Attributes:
         tokens: what was made, int64 [batch, max_new_tokens]; `padding` after the end of a row.
         made: how many tokens per row.
-        finite: whether all logits were finite numbers, boolean [].
         note: why steps are not captured; None if they are, or were not asked to be.
         graph_bytes: memory that captured graphs took.
     """
@@ -74,7 +77,7 @@ class Decoder:
         self.max_new_tokens, self.padding, self.mode = max_new_tokens, padding, mode
         self._stops = torch.tensor(list(stops), dtype=torch.int64, device=device)
         self.tokens = torch.full((batch, max_new_tokens), padding, dtype=torch.int64, device=device)
-        self.finite = torch.ones((), dtype=torch.bool, device=device)
+        self._finite = torch.ones((), dtype=torch.bool, device=device)
         self._token = torch.zeros(batch, 1, dtype=torch.int64, device=device)
         self._count = torch.zeros(1, dtype=torch.int64, device=device)
         self._ended = torch.zeros(batch, 1, dtype=torch.bool, device=device)
@@ -83,6 +86,7 @@ class Decoder:
         self.note: str | None = None
         self.graph_bytes = 0
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        self._pool = torch.cuda.graph_pool_handle() if mode == "graphs" else None
         self._step: Step | None = None
         self._before: list[Any] = []
         self._steps = 0
@@ -94,6 +98,9 @@ class Decoder:
             logits: of the prompt's last token, [batch, vocab_size].
             mask: int64 [batch, slots], if the cache holds padding.
             on_tokens: given new tokens [batch, count] on the host, some steps at a time.
+
+        Raises:
+            LogitsNotFinite: the next token would be arbitrary.
         """
         self._accept(logits)
         self.made = 1
@@ -114,6 +121,8 @@ class Decoder:
 
     def _look(self, on_tokens: Callable[[Tensor], None]) -> bool:
         """Reads the tokens made since the last look, takes back steps after the last row's end; whether all ended."""
+        if not bool(self._finite):
+            raise LogitsNotFinite
         new = self.tokens[:, self._seen : self.made].cpu()
         if not new.shape[1]:
             return False
@@ -135,7 +144,7 @@ class Decoder:
 
     def _accept(self, logits: Tensor) -> None:
         """Chooses a token of each row from logits [batch, vocab_size] and notes it."""
-        self.finite.logical_and_(logits.isfinite().all())
+        self._finite.logical_and_(logits.isfinite().all())
         token = torch.where(self._ended, self.padding, self.choose(logits))
         self._ended.logical_or_(torch.isin(token, self._stops))
         self.tokens.index_copy_(1, self._count, token)
@@ -211,10 +220,12 @@ class Decoder:
         function()
         if self.mode != "graphs":
             return
+        torch.cuda.empty_cache()  # capturing does so, too: what it gives back is not what the graph takes
         before = torch.cuda.memory_reserved(self.tokens.device)
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph):
+            # graphs run one after another and leave nothing in their own memory, so they share it
+            with torch.cuda.graph(graph, pool=self._pool):
                 function()
         except RuntimeError as error:
             self.mode, self.note = "steps", f"steps are not captured as CUDA graphs: {str(error).splitlines()[0]}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from kvcli.artifact import Artifact
 from kvcli.attention.backend import AttentionBackend, choose_backend
-from kvcli.attention.decoder import Decoder, Mode
+from kvcli.attention.decoder import Decoder, LogitsNotFinite, Mode
+from kvcli.attention.generation import Generated, prefill, stop_tokens
 from kvcli.attention.layer import attend_layer
 from kvcli.attention.next_token import NextToken, SamplingConfig
 from kvcli.cache.compressed import CompressedCache, NewTokens
@@ -24,33 +25,12 @@ from kvcli.fingerprint import fingerprint
 from kvcli.methods.config import BiasOffsetConfig, CacheConfig
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import Method
-from kvcli.models import LoadedModel
+from kvcli.models import LoadedModel, not_finite
 from kvcli.registry import BASELINE, get_method, parse_method
 from kvcli.seam.key_bias import key_biases
 from kvcli.seam.patch import RotaryOutput, Seam, find_decoder, layer_index
 from kvcli.seam.sdpa import sdpa
 from kvcli.spec import ModelSpec
-
-
-@dataclass(frozen=True)
-class Generated:
-    """What `Session.generate` made.
-
-    Attributes:
-        sequences: prompt and new tokens, int64 [batch, time]; padding after the end of a row.
-        new_tokens: how many per row.
-        cache: it holds all tokens but the last.
-        finite: whether all logits were finite numbers; if not, tokens are arbitrary.
-        graph_bytes: memory that captured CUDA graphs took meanwhile.
-        note: why steps were not captured although they could be; None if there is nothing to say.
-    """
-
-    sequences: Tensor
-    new_tokens: int
-    cache: CompressedCache
-    finite: bool
-    graph_bytes: int
-    note: str | None
 
 
 class Session:
@@ -129,13 +109,12 @@ class Session:
 
         Raises:
             UsageError: padding that is not on the left.
+            ModelError: logits that are not finite.
         """
         sampling = sampling or SamplingConfig()
         cache = past_key_values or self.new_cache()
-        logits = self._prefill(input_ids, attention_mask, cache, prefill_chunk)
-        stops = self._stop_tokens(eos_token_id)
-        if pad_token_id is None:
-            pad_token_id = self._generation_setting("pad_token_id")
+        logits = prefill(self.model, cache, input_ids, attention_mask, prefill_chunk)
+        stops, padding = stop_tokens(self.model, eos_token_id, pad_token_id)
         if mode is None:
             mode = "graphs" if input_ids.is_cuda and self.backend.impl == "fused" else "passes"
         backends = [self._layer_backend(layer_idx) for layer_idx in range(len(self.codecs))]
@@ -146,38 +125,17 @@ class Session:
             NextToken(sampling, input_ids, logits.shape[-1]),
             sampling.max_new_tokens,
             stops=stops,
-            padding=pad_token_id if pad_token_id is not None else next(iter(stops), 0),
+            padding=padding,
             mode=mode,
         )
-        decoder.run(logits, attention_mask, on_tokens)
+        try:
+            decoder.run(logits, attention_mask, on_tokens)
+        except LogitsNotFinite:
+            base: Any = self.model.base_model
+            again = partial(base, input_ids=input_ids, past_key_values=self.new_cache(), use_cache=True)
+            raise not_finite(self.model, f"method '{self.method.name}'", again) from None
         sequences = torch.cat((input_ids, decoder.tokens[:, : decoder.made]), dim=1)
-        return Generated(sequences, decoder.made, cache, bool(decoder.finite), decoder.graph_bytes, decoder.note)
-
-    def _prefill(self, ids: Tensor, mask: Tensor | None, cache: CompressedCache, chunk: int | None) -> Tensor:
-        """Reads a prompt; returns the logits of its last token, [batch, vocab_size]."""
-        held = cache.get_seq_length()
-        if mask is not None and not bool(mask[:, -1].all()):
-            raise UsageError("padding must stand on the left of a prompt")
-        positions = None if mask is None else (mask.cumsum(1) - 1).clamp(min=0)
-        model: Any = self.model
-        for start in range(held, ids.shape[1], chunk or ids.shape[1]):
-            part = slice(start, min(ids.shape[1], start + (chunk or ids.shape[1])))
-            logits: Tensor = model(
-                input_ids=ids[:, part],
-                attention_mask=None if mask is None else mask[:, : part.stop],
-                position_ids=None if positions is None else positions[:, part],
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=1,
-            ).logits
-        return logits[:, -1]
-
-    def _stop_tokens(self, given: int | Sequence[int] | None) -> Sequence[int]:
-        stops = self._generation_setting("eos_token_id") if given is None else given
-        return [stops] if isinstance(stops, int) else list(stops or ())
-
-    def _generation_setting(self, name: str) -> Any:
-        return getattr(getattr(self.model, "generation_config", None), name, None)
+        return Generated(sequences, decoder.made, cache, decoder.graph_bytes, decoder.note)
 
     def _layer_backend(self, layer_idx: int) -> AttentionBackend:
         return self.backend if layer_idx in self.layers else self._baseline_backend

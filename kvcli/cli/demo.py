@@ -35,8 +35,9 @@ class DemoOptions(ComputeOptions):
 
 def run(options: DemoOptions, output: Output) -> None:
     """Run the whole pipeline on the small built-in model: calibrate, fit, export, generate, measure."""
+    from kvcli.attention.next_token import SamplingConfig
     from kvcli.attention.session import attach
-    from kvcli.generate import SamplingConfig, generate_text, prompt_ids
+    from kvcli.generate import generate_text, prompt_ids
     from kvcli.models import load_model
 
     if options.prompt == "":

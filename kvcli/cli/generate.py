@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 from pydantic import Field
@@ -58,13 +58,19 @@ class GenerateOptions(ModelOptions):
     )
     setting: list[str] = Field(default=[], description="setting of the method, NAME=VALUE; repeatable")
     impl: str = Field(default="auto", description=IMPL_HELP)
+    decode: Literal["auto", "graphs", "steps", "passes"] = Field(
+        default="auto",
+        description="how tokens are made: steps captured as CUDA graphs, the same steps without capturing, or ordinary "
+        "forward passes; auto: graphs on a GPU",
+    )
     stats: bool = Field(default=False, description="print time, rate and cache memory")
 
 
 def run(options: GenerateOptions, output: Output) -> None:
     """Generate text, streamed; --method compresses the KV cache."""
+    from kvcli.attention.next_token import SamplingConfig
     from kvcli.attention.session import attach
-    from kvcli.generate import SamplingConfig, generate_text, prompt_ids
+    from kvcli.generate import generate_text, prompt_ids
 
     prompt = read_prompt(options, output)
     if not prompt and options.prompt != "":
@@ -91,9 +97,14 @@ def run(options: GenerateOptions, output: Output) -> None:
             output.warn(f"warning: {length} tokens are more than the {limit} that {options.model} was trained on")
         if not options.chat:
             output.write(prompt)
-        made = generate_text(loaded, session, ids, sampling, write=output.write)
+        mode = None if options.decode == "auto" else options.decode
+        if mode == "graphs" and not ids.is_cuda:
+            raise UsageError("--decode graphs needs a GPU")
+        made = generate_text(loaded, session, ids, sampling, write=output.write, mode=mode)
         starts_at = compression_starts(session)
     output.write("\n")
+    if made.note is not None:
+        output.warn(f"warning: {made.note}")
     if options.stats:
         output.warn(describe(made, starts_at))
     output.result(
@@ -183,9 +194,10 @@ def describe(made: Generation, starts_at: int | None) -> str:
         starts_at: tokens from which on a cache holds codes; None for a method that compresses nothing.
     """
     memory = made.memory
+    graphs = f", steps as CUDA graphs of {size(made.graph_bytes)}" if made.graph_bytes else ""
     time = (
         f"prompt {made.prompt_tokens} tokens, {made.new_tokens} new; first token after {made.ttft_s:.2f} s, "
-        f"then {made.tokens_per_s:.1f} tokens/s\n"
+        f"then {made.tokens_per_s:.1f} tokens/s{graphs}\n"
     )
     if starts_at is None:
         return f"{time}KV cache {size(memory.cache_bytes)} for {memory.num_tokens} tokens, not compressed"

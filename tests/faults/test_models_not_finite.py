@@ -11,9 +11,10 @@ import torch
 from factories import load, make_model
 
 import kvcli
+from kvcli.attention.next_token import SamplingConfig
 from kvcli.errors import ModelError, UsageError
 from kvcli.eval.quality import _exp, measure, reference_states
-from kvcli.generate import SamplingConfig, generate_text, prompt_ids
+from kvcli.generate import generate_text, prompt_ids
 from kvcli.models import LoadedModel
 
 
