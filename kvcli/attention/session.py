@@ -108,10 +108,12 @@ class Session:
             Tokens and what is known of how they were made.
 
         Raises:
-            UsageError: padding that is not on the left.
+            UsageError: padding that is not on the left, a cache that holds the whole prompt, or no token to make.
             ModelError: logits that are not finite.
         """
         sampling = sampling or SamplingConfig()
+        if sampling.max_new_tokens < 1:
+            raise UsageError(f"max_new_tokens must be 1 or more, not {sampling.max_new_tokens}")
         cache = past_key_values or self.new_cache()
         logits = prefill(self.model, cache, input_ids, attention_mask, prefill_chunk)
         stops, padding = stop_tokens(self.model, eos_token_id, pad_token_id)

@@ -17,6 +17,7 @@ from kvcli.attention.next_token import NextToken, SamplingConfig
 from kvcli.attention.session import Session, make_config
 from kvcli.bench.layer import randomize_
 from kvcli.cache.window import WindowLayout
+from kvcli.errors import UsageError
 from kvcli.registry import METHODS, get_method
 from kvcli.spec import ModelSpec
 
@@ -256,3 +257,29 @@ def test_one_kernel_rounds_values_in_the_window(dtype: torch.dtype) -> None:
         assert torch.equal(window[row, :, slots], value.decode_to(codes, None, dtype)[0])
         before[row, :, slots] = window[row, :, slots]
     assert torch.equal(window, before)
+
+
+def test_what_cannot_be_generated_is_refused() -> None:
+    ids, _ = prompts(2, 12, padded=False)
+    right = torch.ones_like(ids)
+    right[0, -2:] = 0
+    with attached("rtn") as session:
+        with pytest.raises(UsageError, match="left"):
+            session.generate(ids, right)
+        with pytest.raises(UsageError, match="max_new_tokens"):
+            session.generate(ids, sampling=SamplingConfig(0))
+        made = session.generate(ids, sampling=SamplingConfig(3))
+        with pytest.raises(UsageError, match="nothing is left"):
+            session.generate(made.sequences[:, :-1], past_key_values=made.cache)
+        again = session.generate(made.sequences, sampling=SamplingConfig(3), past_key_values=made.cache)
+        assert torch.equal(again.sequences, session.generate(ids, sampling=SamplingConfig(6)).sequences)
+
+
+def test_prompts_in_chunks_make_the_tokens_of_whole_prompts(steps: list[int]) -> None:
+    ids, mask = prompts(3, 40, padded=True)
+    with attached("fp16") as session:
+        made = [
+            session.generate(ids, mask, sampling=SamplingConfig(30), mode="steps", prefill_chunk=chunk).sequences
+            for chunk in (None, 7)
+        ]
+    assert torch.equal(*made)

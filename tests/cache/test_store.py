@@ -51,8 +51,8 @@ class Feeder:
         assert torch.equal(new_again.transpose(2, 3)[:, real], new.transpose(2, 3)[:, real])
         self.history = [torch.cat((h, new[:, row][:, :, real[row]]), dim=2) for row, h in enumerate(self.history)]
         self.check(plan.attended, forward)
-        self.store.encode_keys(forward, unrotate, lambda encoding, x: None)
-        self.store.encode_values(forward, lambda encoding, x: None)
+        self.store.encode_keys(forward, unrotate, lambda encoding, x, codes: None)
+        self.store.encode_values(forward, lambda encoding, x, codes: None)
         self.store.shrink(forward)
         self.check(self.counts.attended)
 
