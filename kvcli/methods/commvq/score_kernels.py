@@ -34,13 +34,13 @@ _TABLE_BYTES = 11 * 2**14
 
 @triton.jit(do_not_specialize=["length"])
 def _key_scores_kernel(
-    query, packed, norm, table, pair_scale, tile_cos, tile_sin, offset_cos, offset_sin, scores,
+    query, packed, norm, table, pair_scale, tile_cos, tile_sin, offset_cos, offset_sin, lengths, scores,
     q_batch, q_head, q_time, p_batch, p_time, n_batch, n_head, n_time, t_batch, s_head, s_row,
     num_kv_heads, query_len, length, scaling,
     HEADS: tl.constexpr, STAGES: tl.constexpr, FIRST: tl.constexpr, R: tl.constexpr, N: tl.constexpr,
     CODE_BITS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, PITCH: tl.constexpr, ALIGNED: tl.constexpr,
     WORDS: tl.constexpr, TILE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr, FP32_DOT: tl.constexpr,
-    ADD: tl.constexpr,
+    ADD: tl.constexpr, HAS_LENGTHS: tl.constexpr,
 ):  # fmt: skip
     """scores = scaling * norm * Re<q, R_t sum_r (u_a + i u_b)> over stages FIRST..FIRST + R - 1; added to what is in
     scores if ADD.
@@ -50,7 +50,8 @@ def _key_scores_kernel(
     ALIGNED, else uint8; norm float16 [batch, 1 or num_kv_heads, time, 1]; table int32 [num_kv_heads, GROUPS, STAGES, N,
     g/2] of `pack_codebook`; pair_scale float32 [num_kv_heads, D/2]; tile_cos and tile_sin float32 [batch or 1, tiles,
     D/2], rotation of each tile's first position; offset_cos and offset_sin [TILE, D/2] float16, or float32 if FP32_DOT;
-    scores float32 [batch, num_kv_heads, rows, >= length], written, base-2 (`scaling` includes log2(e)).
+    lengths int32 [batch], tokens of each sequence, if HAS_LENGTHS; scores float32 [batch, num_kv_heads, rows, >=
+    length], written up to a sequence's end, base-2 (`scaling` includes log2(e)).
     q_, p_, n_, t_, s_ are strides; `length` tokens. STAGES: all stages; CODE_BITS per code; WORDS: 32-bit words that
     hold R codes; BLOCK_T tokens and BLOCK_M rows at a time; FP32_DOT: float32 products instead of float16.
     """
@@ -96,6 +97,8 @@ def _key_scores_kernel(
     p_codes = packed + i_b * p_batch + start * p_time
     norm += i_b * n_batch + i_h * n_head + start * n_time
     p_scores = scores + (i_b * num_kv_heads + i_h) * s_head + o_m.to(tl.int64)[None, :] * s_row + start
+    if HAS_LENGTHS:
+        length = tl.load(lengths + i_b)
     count = tl.minimum(length - i_t * TILE, TILE)
     p_table = table + i_h * (GROUPS * STAGES * N * PART) + o_g[:, None, None] * (STAGES * N * PART)
     p_table += FIRST * N * PART + tl.arange(0, PART)[None, None, :]
@@ -181,7 +184,7 @@ def key_scores(codec: CommVQLayer, query: Tensor, encoded: EncodedTokens, scalin
         packed = packed.view(torch.int32)
     table = key.packed_codebook.get(lambda: pack_codebook(key.codebook), key.codebook)
     scores = torch.empty(batch, spec.num_kv_heads, rows, -(-encoded.length // 128) * 128, device=query.device)
-    query, offset = row_major(query), codec.offset
+    query, offset, lengths = row_major(query), codec.offset, encoded.lengths
     if offset is not None:
         offset_scores(query, offset, encoded.rotations, scores, scaling * LOG2E)
     block_m = 16 if fp32_dot else 8
@@ -189,7 +192,7 @@ def key_scores(codec: CommVQLayer, query: Tensor, encoded: EncodedTokens, scalin
     for first, count in stage_ranges(config, head_dim):
         _key_scores_kernel[grid](
             query, packed, codes.norm, table, key.codebook_scale,
-            tiles.cos, tiles.sin, offsets.cos, offsets.sin, scores,
+            tiles.cos, tiles.sin, offsets.cos, offsets.sin, scores if lengths is None else lengths, scores,
             *query.stride()[:3], packed.stride(0), packed.stride(2),
             codes.norm.stride(0), codes.norm.stride(1) if codes.norm.shape[1] > 1 else 0, codes.norm.stride(2),
             tiles.cos.stride(0) if tiles.cos.shape[0] > 1 else 0, scores.stride(1), scores.stride(2),
@@ -197,6 +200,7 @@ def key_scores(codec: CommVQLayer, query: Tensor, encoded: EncodedTokens, scalin
             HEADS=heads_per_kv, STAGES=config.num_residuals, FIRST=first, R=count, N=config.codebook_size,
             CODE_BITS=config.bits_per_code, GROUPS=key.num_groups, D=head_dim, PITCH=pitch, ALIGNED=aligned,
             WORDS=cdiv(count * config.bits_per_code, 32), TILE=_TILE, BLOCK_T=_TOKENS, BLOCK_M=block_m,
-            FP32_DOT=fp32_dot, ADD=first > 0 or offset is not None, num_warps=_WARPS, num_stages=1,
+            FP32_DOT=fp32_dot, ADD=first > 0 or offset is not None, HAS_LENGTHS=lengths is not None,
+            num_warps=_WARPS, num_stages=1,
         )  # fmt: skip
     return scores

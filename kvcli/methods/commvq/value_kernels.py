@@ -98,15 +98,16 @@ def _weights_kernel(
 
 @triton.jit(do_not_specialize=["length"])
 def _bits_kernel(
-    weights, packed, factor, part_out, w_batch, w_row, p_batch, p_time, length, per_split, rows, words,
+    weights, packed, lengths, factor, part_out, w_batch, w_row, p_batch, p_time, length, per_split, rows, words,
     CHANNELS: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    PLANES: tl.constexpr, FP32_DOT: tl.constexpr,
+    PLANES: tl.constexpr, FP32_DOT: tl.constexpr, HAS_LENGTHS: tl.constexpr,
 ):  # fmt: skip
     """part_out[.., bit] = factor * sum over a split's tokens of weights * bit, for PLANES bits of BLOCK_W words.
 
     Grid (num_splits, ceil(words / BLOCK_W) * (16 / PLANES), batch * ceil(rows / BLOCK_M)).
-    weights float16 (float32 if FP32_DOT) [batch, rows, >= length]; packed int16 [batch, 1, time, words]; factor float32
-    [batch, num_splits, rows]; part_out float32 [batch, num_splits, rows, CHANNELS], CHANNELS = 16 * words + 16.
+    weights float16 (float32 if FP32_DOT) [batch, rows, >= length]; packed int16 [batch, 1, time, words]; lengths int32
+    [batch] if HAS_LENGTHS; factor float32 [batch, num_splits, rows]; part_out float32 [batch, num_splits, rows,
+    CHANNELS], CHANNELS = 16 * words + 16.
     w_ and p_ are strides. BLOCK_N tokens at a time; FP32_DOT: float32 products.
     """
     BLOCKS: tl.constexpr = 16 // PLANES
@@ -119,6 +120,8 @@ def _bits_kernel(
     m_m = o_m < rows
     m_w = o_w < words
     first = tl.program_id(0).to(tl.int64) * per_split
+    if HAS_LENGTHS:
+        length = tl.load(lengths + i_b)
     count = tl.minimum(length - tl.program_id(0) * per_split, per_split)
     p_weights = weights + i_b * w_batch + o_m.to(tl.int64)[None, :] * w_row + first
     packed += i_b * p_batch + first * p_time
@@ -231,10 +234,11 @@ def bit_sums(scores: Tensor, encoded: EncodedTokens, fp32_dot: bool) -> tuple[Te
         CHANNELS=channels, BLOCK_M=row_block, BLOCK_N=256, HAS_LENGTHS=encoded.lengths is not None, num_warps=4,
     )  # fmt: skip
     _bits_kernel[(num_splits, blocks_w, batch * blocks_m)](
-        weights, words, factor, part_out, weights.stride(0), padded, words.stride(0), words.stride(2),
+        weights, words, scores if encoded.lengths is None else encoded.lengths, factor, part_out,
+        weights.stride(0), padded, words.stride(0), words.stride(2),
         encoded.length, per_split, rows, count,
         CHANNELS=channels, BLOCK_W=block_w, BLOCK_M=block_m, BLOCK_N=_TOKENS, PLANES=_PLANES, FP32_DOT=fp32_dot,
-        num_warps=_WARPS, num_stages=_STAGES,
+        HAS_LENGTHS=encoded.lengths is not None, num_warps=_WARPS, num_stages=_STAGES,
     )  # fmt: skip
     if num_splits == 1:
         return part_out, part_lse * math.log(2)
