@@ -1,24 +1,31 @@
 """One run of a whole model with a method's cache: prompt in chunks, greedy decoding, times and peak memory.
 
-The fp16 baseline is the model as transformers runs it: SDPA and `DynamicCache`, nothing attached.
+The fp16 baseline is the model as transformers runs it: SDPA and `DynamicCache`, nothing attached;
+`kvcli.bench.fixed_length` has a faster way of decoding with it.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, LlamaForCausalLM
 
-from kvcli.attention.backend import choose_backend
 from kvcli.attention.layer import attend_layer
 from kvcli.attention.session import Session
+from kvcli.bench.decode import (
+    DecodeMode,
+    cache_backend,
+    decode_compressed,
+    decode_uncompressed,
+    synchronized_time,
+)
 from kvcli.bench.layer import MethodCase, randomize_
+from kvcli.bench.run import Run, cache_bytes, used_bytes
 from kvcli.bench.shapes import shape_config
 from kvcli.cache.compressed import CompressedCache, NewTokens
 from kvcli.methods.encoded import EncodedTokens, PartialAttention
@@ -93,29 +100,15 @@ def attached(model: Any, case: MethodCase, impl: str, seed: int) -> Iterator[New
         yield session.new_cache
 
 
-@dataclass(frozen=True)
-class Run:
-    """One run of a model.
-
-    Attributes:
-        prefill_s: seconds of the prompt, encoding included.
-        ttft_s: seconds until the first token was chosen.
-        decode_s: seconds of all tokens after the first.
-        cache_bytes: bytes allocated by the cache at the end.
-        peak_bytes: peak of bytes allocated by torch, weights included; None on a CPU.
-        reserved_bytes: peak of bytes reserved by torch, which is what a limit counts; None on a CPU.
-    """
-
-    prefill_s: float
-    ttft_s: float
-    decode_s: float
-    cache_bytes: int
-    peak_bytes: int | None
-    reserved_bytes: int | None
-
-
 def run_model(
-    model: Any, new_cache: NewCache, ids: Tensor, new_tokens: int, chunk: int | None, *, fill_middle: bool = False
+    model: Any,
+    new_cache: NewCache,
+    ids: Tensor,
+    new_tokens: int,
+    chunk: int | None,
+    *,
+    fill_middle: bool = False,
+    decode: DecodeMode = "auto",
 ) -> Run:
     """Reads a prompt and continues it greedily.
 
@@ -127,14 +120,15 @@ def run_model(
         chunk: tokens of the whole batch per forward pass of the prompt; None: all.
         fill_middle: whether the model computes only the first and the last chunk of the prompt, where the peak is, and
             the cache is filled with random keys and values between them.
+        decode: how tokens are made with a compressed cache.
 
     Returns:
-        Times and memory. With `fill_middle`, only the memory figures are meaningful.
+        Times and memory. With `fill_middle`, the times of the prompt and of the first token mean nothing.
     """
     reset_peak_memory(ids.device)
     with torch.inference_mode():
         cache = new_cache()
-        started = _synchronized_time(ids.device)
+        started = synchronized_time(ids.device)
         length = chunk_length(chunk, *ids.shape)
         middle = max(0, ids.shape[1] - 2 * length) if fill_middle else 0
         if middle:
@@ -142,18 +136,21 @@ def run_model(
             fill(model, cache, ids.shape[0], middle, chunk)
             ids = ids[:, length + middle :]
         logits = prefill(model, cache, ids, chunk)
-        prefilled = _synchronized_time(ids.device)
-        token = logits.argmax(-1)
-        first = _synchronized_time(ids.device)
-        for _ in range(new_tokens - 1):
-            token = step(model, cache, token)
-        ended = _synchronized_time(ids.device)
+        prefilled = synchronized_time(ids.device)
+        if isinstance(cache, CompressedCache) and new_tokens:
+            decoded = decode_compressed(model, cache, ids, logits, new_tokens, decode)
+        else:
+            decoded = decode_uncompressed(model, cache, logits, new_tokens)
     return Run(
         prefilled - started,
-        first - started,
-        ended - first,
+        decoded.first - started,
+        decoded.ended - decoded.first,
         cache_bytes(cache),
         *peak_memory(ids.device),
+        used_bytes(cache),
+        decoded.how,
+        decoded.steady,
+        decoded.note,
     )
 
 
@@ -162,12 +159,6 @@ def prefill(model: Any, cache: Any, ids: Tensor, chunk: int | None) -> Tensor:
     for part in ids.split(chunk_length(chunk, *ids.shape), dim=1):
         logits: Tensor = model(input_ids=part, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
     return logits
-
-
-def step(model: Any, cache: Any, token: Tensor) -> Tensor:
-    """The most probable next token; both [batch, 1]."""
-    logits: Tensor = model(input_ids=token, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-    return logits.argmax(-1)
 
 
 def chunk_length(chunk: int | None, batch: int, length: int) -> int:
@@ -208,9 +199,8 @@ def _fill_compressed(cache: CompressedCache, key: Tensor, value: Tensor, spec: M
     positions = torch.arange(sequences.slots, sequences.slots + new, device=key.device).unsqueeze(0)
     rotary = RotaryOutput(positions, sequences.rope.rotation(positions, key.dtype))
     query = key.new_zeros(batch, spec.num_heads, new, head_dim)
-    impl = "fused" if cache.layers[0].codec.key.fused else "reference"
     backend = replace(
-        choose_backend(cache.method, (), impl, key.device),
+        cache_backend(cache, key.device),
         attend_codes=_no_codes,
         attend_decoded=_no_codes,
         attend_window=lambda query, *window: query.transpose(1, 2),
@@ -223,13 +213,6 @@ def _fill_compressed(cache: CompressedCache, key: Tensor, value: Tensor, spec: M
 def _no_codes(codec: LayerCodec, query: Tensor, encoded: EncodedTokens, scaling: float) -> PartialAttention:
     """Stands in for attention over codes while a cache is filled."""
     return query, query[..., 0]
-
-
-def cache_bytes(cache: Any) -> int:
-    """Bytes allocated by a cache."""
-    if isinstance(cache, CompressedCache):
-        return cache.memory().allocated_bytes
-    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers if layer.keys is not None)
 
 
 def reset_peak_memory(device: torch.device) -> None:
@@ -249,10 +232,3 @@ def random_prompt(spec: ModelSpec, batch: int, length: int, device: torch.device
     """Random token ids, int64 [batch, length]."""
     generator = torch.Generator(device).manual_seed(seed)
     return torch.randint(3, spec.vocab_size, (batch, length), device=device, generator=generator)
-
-
-def _synchronized_time(device: torch.device) -> float:
-    """Seconds, read after the device has finished its work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()

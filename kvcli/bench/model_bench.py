@@ -19,16 +19,21 @@ import torch
 from kvcli.attention.reference import attend_codes as reference_attend
 from kvcli.bench.budget import attempt, check_budget, largest_by_peak, memory_limit, need_gpu, release_gpu_memory
 from kvcli.bench.check import Agreement, choose_attend, compare, encoding_gap
+from kvcli.bench.decode import DecodeMode, round_tokens
+from kvcli.bench.fixed_length import with_fixed_length
 from kvcli.bench.layer import MethodCase, encoded_layer
-from kvcli.bench.model import NewCache, Run, attached, random_prompt, run_model
+from kvcli.bench.model import NewCache, attached, random_prompt, run_model
 from kvcli.bench.model_row import ModelRow, Question
 from kvcli.bench.rows import run_row
+from kvcli.bench.run import Run, step_weights_bytes
+from kvcli.bench.timing import copy_bandwidth
+from kvcli.errors import UsageError
 from kvcli.methods.encoded import AttendCodes
 from kvcli.seam.patch import find_rope
 from kvcli.spec import ModelSpec
 
 _WARM_TOKENS = 40
-"""New tokens of the warm-up run: enough that decoding encodes tokens, so that all kernels are compiled."""
+"""New tokens of the warm-up run beyond a round of encoding, so that all kernels are compiled."""
 
 _WARM_SECONDS = {"cuda": 10.0}
 """Warm-up before the fp16 baseline, by type of device; it otherwise runs first, at a higher boost clock."""
@@ -53,9 +58,10 @@ class ModelBench:
         seed: of prompts and codebooks.
         memory_budget: bytes that torch may reserve, weights included; None: all there are.
         prefill_chunk: tokens of the whole batch per forward pass of the prompt; None: all.
+        decode: how tokens are made with a compressed cache.
 
     Raises:
-        UsageError: no such implementation, or a budget without a GPU or larger than it.
+        UsageError: no such implementation, graphs without a GPU, or a budget without a GPU or larger than it.
     """
 
     def __init__(
@@ -67,10 +73,13 @@ class ModelBench:
         seed: int,
         memory_budget: int | None = None,
         prefill_chunk: int | None = None,
+        decode: DecodeMode = "auto",
     ) -> None:
         self.model, self.cases, self.impl, self.seed = model, cases, impl, seed
-        self.memory_budget, self.prefill_chunk = memory_budget, prefill_chunk
+        self.memory_budget, self.prefill_chunk, self.decode = memory_budget, prefill_chunk, decode
         self.device: torch.device = model.device
+        if decode == "graphs" and self.device.type != "cuda":
+            raise UsageError("CUDA graphs need a GPU; use --decode steps or passes")
         if memory_budget is not None:
             check_budget(memory_budget, self.device)
         self.spec, self.rope = ModelSpec.from_config(model.config), find_rope(model)
@@ -84,7 +93,13 @@ class ModelBench:
         self._agreements: dict[tuple[str, int, int], Agreement | None] = {}
 
     def generate(
-        self, contexts: list[int], batches: list[int] | None, *, new_tokens: int, repeats: int
+        self,
+        contexts: list[int],
+        batches: list[int] | None,
+        *,
+        new_tokens: int,
+        repeats: int,
+        fill_prompt: bool = False,
     ) -> Iterator[ModelRow]:
         """Times every method at every prompt length and batch, fp16 first.
 
@@ -93,6 +108,7 @@ class ModelBench:
             batches: sequences; None: the largest batch that fits, for each method its own.
             new_tokens: tokens chosen after the prompt; 0 reads the prompt only.
             repeats: runs timed.
+            fill_prompt: whether only the first and the last chunk of a prompt are computed; its times are then None.
 
         Yields:
             A row per method, length and batch.
@@ -102,11 +118,16 @@ class ModelBench:
         """
         if batches is None:
             need_gpu(self.device)
+        copy_gb_s = None
+        if self.device.type == "cuda":
+            copy_gb_s = copy_bandwidth(self.device, 10)
+            release_gpu_memory()
         for context in contexts:
-            for batch in _sizes(batches):
+            for batch in [None] if batches is None else batches:
                 baseline: ModelRow | None = None
                 for case in self.cases:
-                    row = self._run_row(partial(self._times, case, repeats), case, context, batch, new_tokens)
+                    measure = partial(self._times, case, repeats, fill_prompt, copy_gb_s)
+                    row = self._run_row(measure, case, context, batch, new_tokens)
                     baseline = baseline or row
                     yield row.with_ratios(baseline)
 
@@ -131,7 +152,7 @@ class ModelBench:
         for case in self.cases:
             measure = partial(self._memory, case, full_prefill)
             for context in contexts:
-                for batch in _sizes(batches):
+                for batch in [None] if batches is None else batches:
                     yield self._run_row(measure, case, context, batch, 2)
             if longest:
                 yield self._run_row(measure, case, None, 1, 2)
@@ -152,28 +173,34 @@ class ModelBench:
         release_gpu_memory()
         return row
 
-    def _times(self, case: MethodCase, repeats: int, row: ModelRow) -> ModelRow:
+    def _times(
+        self, case: MethodCase, repeats: int, fill_prompt: bool, copy_gb_s: float | None, row: ModelRow
+    ) -> ModelRow:
         """Finds the batch if none is given, checks the kernels at this shape, and times runs."""
         bounded = self.memory_budget is not None or not row.batch
         if not row.batch:
-            row, _ = self._search(case, row)
+            row, _ = self._search(case, row, fill_middle=fill_prompt)
         if row.status == "ok":
             row = self._checked(case, row, max(_CHECKED_TOKENS, row.context + row.new_tokens), row.batch)
         if row.status != "ok":
             return row
         with self._attached(case) as new_cache:
-            run = partial(self._run, new_cache, row.batch, row.context)
+            run = partial(self._run, new_cache, row.batch, row.context, fill_middle=fill_prompt)
             if case.is_baseline:
                 end = time.perf_counter() + _WARM_SECONDS.get(self.device.type, 0.0)
                 while time.perf_counter() < end:
                     run(0)
-            run(min(row.new_tokens, _WARM_TOKENS))
+            run(min(row.new_tokens, _WARM_TOKENS + round_tokens(case.method, case.config)))
             runs = []
             for _ in range(repeats):
                 if bounded:
                     release_gpu_memory()  # a run that fitted in the search began with no memory reserved
                 runs.append(run(row.new_tokens))
-        return row.with_memory(runs).with_times(runs)
+            row = row.with_memory(runs)
+            if case.is_baseline:
+                runs = with_fixed_length(self.model, runs, row.batch, row.context, row.new_tokens)
+        row = row.with_times(runs, filled=fill_prompt)
+        return row.with_ceiling(step_weights_bytes(self.model) + runs[-1].used_bytes, copy_gb_s) if copy_gb_s else row
 
     def _memory(self, case: MethodCase, full_prefill: bool, row: ModelRow) -> ModelRow:
         """Checks the kernels, once per method, and answers the question."""
@@ -218,7 +245,9 @@ class ModelBench:
 
     def _run(self, new_cache: NewCache, batch: int, context: int, new_tokens: int, *, fill_middle: bool = False) -> Run:
         ids = random_prompt(self.spec, batch, context, self.device, self.seed)
-        return run_model(self.model, new_cache, ids, new_tokens, self.prefill_chunk, fill_middle=fill_middle)
+        return run_model(
+            self.model, new_cache, ids, new_tokens, self.prefill_chunk, fill_middle=fill_middle, decode=self.decode
+        )
 
     @contextmanager
     def _attached(self, case: MethodCase) -> Iterator[NewCache]:
@@ -268,8 +297,3 @@ class ModelBench:
         with torch.inference_mode():
             agreement = compare(layer, attend_codes)
             return replace(agreement, encoding_gap=encoding_gap(layer)) if impl == "fused" else agreement
-
-
-def _sizes(batches: list[int] | None) -> list[int | None]:
-    """Batches to measure; [None] for the largest one."""
-    return [None] if batches is None else [*batches]

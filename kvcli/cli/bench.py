@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 MEMORY_SHAPE = "llama-3.1-8b"
 MEMORY_BUDGET = "24GiB"
+FILLED_CHUNK = 4096
+PREFILL = {True: "computed", False: "ends computed, middle filled"}
+"""How prompts were read, by whether all of a prompt was computed."""
 
 
 class Row(Protocol):
@@ -88,6 +91,7 @@ def run_generate(options: BenchOptions, output: Output) -> None:
         check_budget(budget, device)
     if batches is None:
         need_gpu(device)
+    chunk = options.prefill_chunk or (FILLED_CHUNK if options.fill_prompt else None)
     model, shared = load(options, options.random_weights, output)
     bench = ModelBench(
         model,
@@ -95,12 +99,14 @@ def run_generate(options: BenchOptions, output: Output) -> None:
         impl=options.impl,
         seed=options.seed,
         memory_budget=budget,
-        prefill_chunk=options.prefill_chunk,
+        prefill_chunk=chunk,
+        decode=options.decode,
     )
     contexts = options.prompt_tokens or ([512] if gpu else [256])
-    new_tokens = options.max_new_tokens if options.max_new_tokens is not None else 64 if gpu else 8
-    rows = bench.generate(contexts, batches, new_tokens=new_tokens, repeats=options.repeats or 3)
-    shared = {**shared, "memory_budget": budget, "prefill_chunk": options.prefill_chunk}
+    new_tokens = options.max_new_tokens if options.max_new_tokens is not None else 513 if gpu else 8
+    filled = options.fill_prompt
+    rows = bench.generate(contexts, batches, new_tokens=new_tokens, repeats=options.repeats or 3, fill_prompt=filled)
+    shared = {**shared, "memory_budget": budget, "prefill_chunk": chunk, "prefill": PREFILL[not filled]}
     report_rows(options, output, rows, len(contexts) * len(batches or [0]) * len(cases), shared, generate_table)
 
 
@@ -116,14 +122,13 @@ def run_memory(options: BenchOptions, output: Output) -> None:
     check_budget(budget, torch.device(options.torch_device()))
     cases = method_cases(options, default_methods(), baseline=True)
     contexts, batches = options.contexts or [32768], parse_batches(options.batches or ["auto"])
-    chunk, full = options.prefill_chunk or 4096, options.full_prefill
+    chunk, full = options.prefill_chunk or FILLED_CHUNK, options.full_prefill
     shape = options.random_weights or (MEMORY_SHAPE if options.model == DEFAULT_MODEL else None)
     model, shared = load(options, shape, output)
     bench = ModelBench(model, cases, impl=options.impl, seed=options.seed, memory_budget=budget, prefill_chunk=chunk)
     rows = bench.memory(contexts, batches, longest=options.longest, full_prefill=full)
     total = len(cases) * (len(contexts) * len(batches or [0]) + options.longest)
-    prefill = "computed" if full else "ends computed, middle filled"
-    shared = {**shared, "memory_budget": budget, "prefill_chunk": chunk, "prefill": prefill}
+    shared = {**shared, "memory_budget": budget, "prefill_chunk": chunk, "prefill": PREFILL[full]}
     report_rows(options, output, rows, total, shared, memory_table)
 
 

@@ -22,6 +22,8 @@ SUITES_OF_OPTION = {
     "layers": ("generate", "memory"),
     "prompt_tokens": ("generate",),
     "max_new_tokens": ("generate",),
+    "decode": ("generate",),
+    "fill_prompt": ("generate",),
     "memory_budget": ("generate", "memory"),
     "prefill_chunk": ("generate", "memory"),
     "full_prefill": ("memory",),
@@ -72,7 +74,20 @@ class BenchOptions(ModelOptions):
         default=[], description="generate: prompt lengths; repeatable; default: 512 (CPU: 256)"
     )
     max_new_tokens: int | None = Field(
-        default=None, ge=0, description="generate: tokens after the prompt; default: 64 (CPU: 8)"
+        default=None,
+        ge=0,
+        description="generate: tokens after the prompt; timed are whole rounds of encoding after the first two, or all "
+        "tokens if there are none; default: 513, four rounds of 128 (CPU: 8)",
+    )
+    decode: Literal["auto", "graphs", "steps", "passes"] = Field(
+        default="auto",
+        description="generate: how compressed rows make tokens: steps captured as CUDA graphs, the same not captured, "
+        "or one forward pass each; auto: graphs on a GPU with kernels, else passes",
+    )
+    fill_prompt: bool = Field(
+        default=False,
+        description="generate: fill the cache between the prompt's first and last chunk with random keys and values; "
+        "the prompt's times are then left out",
     )
     memory_budget: str | None = Field(
         default=None, description="generate, memory: limit of torch, such as 24GiB; default: none (memory: 24GiB)"
@@ -80,7 +95,8 @@ class BenchOptions(ModelOptions):
     prefill_chunk: int | None = Field(
         default=None,
         ge=1,
-        description="tokens of the whole batch per forward pass; default: the whole prompt (memory: 4096)",
+        description="tokens of the whole batch per forward pass; default: the whole prompt "
+        "(memory, --fill-prompt: 4096)",
     )
     full_prefill: bool = Field(
         default=False, description="memory: compute the whole prompt, instead of filling the cache between its ends"

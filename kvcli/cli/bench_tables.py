@@ -50,6 +50,8 @@ def generate_table(records: list[dict[str, Any]]) -> DataTable:
         "prefill / fp16",
         "cache",
         "tok/s",
+        "% of ceiling",
+        "decode",
         "prefill ms",
         "p20-p80",
         "ttft ms",
@@ -61,10 +63,9 @@ def generate_table(records: list[dict[str, Any]]) -> DataTable:
     for record in records:
         shown = [record["method"], f"{record['prompt_tokens']}+{record['new_tokens']}", f"{record['batch'] or '-'}"]
         if record["status"] != "ok":
-            rows.append([*shown, *["-"] * 9, _error(record), _status(record)])
+            rows.append([*shown, *["-"] * 11, _error(record), _status(record)])
             continue
-        low, middle, high = record["prefill_ms"]
-        rate = record["tokens_per_s"]
+        rate, prefill, share = record["tokens_per_s"], record["prefill_ms"], record["ceiling_share"]
         rows.append(
             [
                 *shown,
@@ -73,9 +74,11 @@ def generate_table(records: list[dict[str, Any]]) -> DataTable:
                 _number(record["prefill_ratio"], ".3f"),
                 "-" if record["cache_ratio"] is None else f"1/{record['cache_ratio']:.2f}",
                 _number(rate and rate[1], ".1f"),
-                f"{middle:.1f}",
-                f"{low:.1f}-{high:.1f}",
-                f"{record['ttft_ms']:.1f}",
+                _number(share and 100 * share, ".0f"),
+                _decode(record),
+                _number(prefill and prefill[1], ".1f"),
+                f"{prefill[0]:.1f}-{prefill[2]:.1f}" if prefill else "-",
+                _number(record["ttft_ms"], ".1f"),
                 "-" if record["peak_bytes"] is None else size(record["peak_bytes"]),
                 _error(record),
                 record["impl"],
@@ -84,13 +87,27 @@ def generate_table(records: list[dict[str, Any]]) -> DataTable:
     budget = "" if first["memory_budget"] is None else f", budget {size(first['memory_budget'])}"
     title = (
         f"{first['model']}, {first['weights']} weights, {first['num_layers']} layers, {first['dtype']}{budget}; "
-        "x: over fp16, which is transformers' own cache and SDPA; tok/s: of all sequences, after the first token"
+        f"prompts: {first['prefill']}; x: over fp16, which is transformers' model and SDPA, the faster of its own "
+        "cache and, on a GPU, a captured step whose cache does not grow; tok/s: of all sequences, in steady steps (*: "
+        "of all tokens after the first)"
     )
     return DataTable(
         title,
         columns,
         rows,
-        optional=("p20-p80", "ttft ms", "x total", "error", "prefill ms", "peak", "impl", "cache", "tok/s"),
+        optional=(
+            "p20-p80",
+            "ttft ms",
+            "x total",
+            "error",
+            "prefill ms",
+            "peak",
+            "impl",
+            "cache",
+            "decode",
+            "tok/s",
+            "% of ceiling",
+        ),
     )
 
 
@@ -118,6 +135,13 @@ def memory_table(records: list[dict[str, Any]]) -> DataTable:
 def _status(record: dict[str, Any]) -> str:
     status = record["status"].upper() if record["status"] in ("mismatch", "failed") else record["status"]
     return f"{record['impl']}: {status}"
+
+
+def _decode(record: dict[str, Any]) -> str:
+    """How tokens were made; a star where they are not steady steps."""
+    if record["decode"] is None:
+        return "-"
+    return f"{record['decode']}{'' if record['steady_tokens'] else ' *'}"
 
 
 def _number(value: float | None, format_spec: str) -> str:

@@ -15,20 +15,12 @@ from transformers import DynamicCache, LlamaForCausalLM
 from kvcli.attention.reference import attend_codes as reference_attend
 from kvcli.bench import model_bench
 from kvcli.bench.budget import largest_by_peak
+from kvcli.bench.decode import step
 from kvcli.bench.layer import MethodCase
-from kvcli.bench.model import (
-    Run,
-    attached,
-    cache_bytes,
-    chunk_length,
-    prefill,
-    random_model,
-    random_prompt,
-    run_model,
-    step,
-)
+from kvcli.bench.model import attached, chunk_length, prefill, random_model, random_prompt, run_model
 from kvcli.bench.model_bench import ModelBench
 from kvcli.bench.model_row import ModelRow
+from kvcli.bench.run import Run, cache_bytes
 from kvcli.bench.shapes import shape_config, shape_rope
 from kvcli.errors import UsageError
 from kvcli.registry import get_method

@@ -15,10 +15,12 @@ from kvcli.attention.backend import choose_backend
 from kvcli.bench import model as bench_model
 from kvcli.bench import model_bench
 from kvcli.bench.check import Agreement
+from kvcli.bench.decode import step
 from kvcli.bench.layer import MethodCase
-from kvcli.bench.model import Run, attached, cache_bytes, fill, prefill, random_model, random_prompt, run_model, step
+from kvcli.bench.model import attached, fill, prefill, random_model, random_prompt, run_model
 from kvcli.bench.model_bench import ModelBench
 from kvcli.bench.model_row import ModelRow
+from kvcli.bench.run import Run, cache_bytes
 from kvcli.errors import UsageError
 from kvcli.spec import ModelSpec
 
@@ -101,8 +103,8 @@ def test_kernels_fill_a_cache_where_they_encode(shallow_model: Any, name: str, m
         used.append(impl)
         return choose_backend(method, codecs, impl, device)
 
-    monkeypatch.setattr("kvcli.bench.model.choose_backend", spy)
-    case = MethodCase.parse(name, {**SMALL, "subspace_dim": 2})
+    monkeypatch.setattr("kvcli.bench.decode.choose_backend", spy)
+    case = MethodCase.parse(name, {**SMALL, "group_size": 16, "residual_length": 16, "subspace_dim": 2})
     with attached(shallow_model, case, "auto", 0) as new_cache:
         caches = [new_cache(), new_cache()]
         for fused, cache in zip((False, True), caches, strict=True):
@@ -134,7 +136,7 @@ def test_rows_fill_the_middle_unless_the_whole_prompt_is_asked_for(
 ) -> None:
     given: list[tuple[int, int, bool]] = []
 
-    def run(model: Any, new_cache: Any, ids: Any, new_tokens: int, chunk: int, *, fill_middle: bool) -> Run:
+    def run(model: Any, new_cache: Any, ids: Any, new_tokens: int, chunk: int, *, fill_middle: bool, **_: Any) -> Run:
         given.append((new_tokens, chunk, fill_middle))
         return Run(1.0, 1.0, 1.0, 100, 200, 300)
 

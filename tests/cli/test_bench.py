@@ -204,6 +204,23 @@ def test_the_table_of_generate_puts_ratios_first() -> None:
     assert len(row.strip("│").split("│")) == len(names)
 
 
+def test_filled_prompts_have_no_times() -> None:
+    options = ("--random-weights", "tiny", "--methods", "kivi-2", "--fill-prompt", "--prefill-chunk", "16")
+    steps = ("--prompt-tokens", "40", "--max-new-tokens", "41", "--decode", "steps", "--json")
+    result = invoke("bench", "--suite", "generate", *GROUPS, "--repeats", "1", *options, *steps)
+    assert result.exit_code == 0, result.stderr
+    fp16, kivi = json.loads(result.stdout)["rows"]
+    assert (fp16["decode"], kivi["decode"]) == ("eager", "steps")
+    assert kivi["steady_tokens"] == 24  # after two rounds of 8
+    assert {row["prefill"] for row in (fp16, kivi)} == {"ends computed, middle filled"}
+    for row in (fp16, kivi):
+        assert row["prefill_ms"] is row["ttft_ms"] is row["total_tokens_per_s"] is row["prefill_ratio"] is None
+        assert row["rate_ratio"] > 0
+        assert row["ceiling_share"] is None
+    table = invoke(*GENERATE, *options).stdout
+    assert "ends computed, middle filled" in " ".join(table.split())
+
+
 def test_the_table_of_memory_says_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     def rows(self: ModelBench, contexts: list[int], batches: Any, *, longest: bool, full_prefill: bool) -> Any:
         assert (self.memory_budget, self.prefill_chunk) == (40 * 2**30, 4096)
@@ -299,6 +316,9 @@ def test_memory_takes_a_model_if_one_is_named(
         (("--batches", "99999999999999999999999"), "numbers from 1 to 2147483647"),
         (("--memory-budget", "1GiB"), "--memory-budget goes with --suite generate or memory"),
         (("--suite", "generate", "--contexts", "64"), "--contexts goes with --suite attention or memory"),
+        (("--suite", "generate", "--random-weights", "tiny", "--decode", "graphs"), "CUDA graphs need a GPU"),
+        (("--suite", "memory", "--decode", "steps"), "--decode goes with --suite generate"),
+        (("--fill-prompt",), "--fill-prompt goes with --suite generate"),
         (("--suite", "generate", "--no-longest"), "--longest goes with --suite memory"),
         (("--methods", "kivi-2", "--settings", "group_size=48"), "kivi: settings: residual_length 128 must be"),
         (("some-model",), "runs no model"),

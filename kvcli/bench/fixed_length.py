@@ -1,0 +1,131 @@
+"""The fastest fp16 decoding to compare with: one step of transformers' model, captured as a CUDA graph at one length.
+
+Eager decoding with `DynamicCache` waits for Python and copies the cache at every step; a `StaticCache` needs a mask,
+with which SDPA is slower. Here nothing grows, so SDPA reads exactly the tokens that are there, without a mask: a bound
+on what decoding with this model, an uncompressed cache and this SDPA can reach.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from kvcli.bench.budget import attempt
+from kvcli.bench.decode import synchronized_time
+from kvcli.bench.run import Run
+from kvcli.bench.timing import percentiles, record_graph
+from kvcli.spec import ModelSpec
+
+FIXED_LENGTH = "graph of one length"
+
+
+class FixedLengthLayer(CacheLayerMixin):
+    """Keys and values of one layer whose last token is overwritten by every new one.
+
+    Args:
+        keys: [batch, num_kv_heads, length + 1, head_dim], `length` tokens and room for the new one.
+        values: like keys.
+    """
+
+    is_sliding = False
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        super().__init__()
+        self.keys, self.values = keys, values
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: the buffers are given."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Writes one token [batch, num_kv_heads, 1, head_dim] to the last place; returns all keys and values."""
+        self.keys[:, :, -1:] = key_states
+        self.values[:, :, -1:] = value_states
+        return self.keys, self.values
+
+    def get_seq_length(self) -> int:
+        """Tokens before the new one, always."""
+        return int(self.keys.shape[2]) - 1
+
+    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
+        """Length and offset of the mask, for one new token."""
+        return self.get_max_length(), 0
+
+    def get_max_length(self) -> int:
+        """Tokens with the new one."""
+        return int(self.keys.shape[2])
+
+    get_max_cache_shape = get_max_length  # its name before transformers 5.17
+
+
+def with_fixed_length(model: Any, runs: list[Run], batch: int, context: int, new_tokens: int) -> list[Run]:
+    """The runs of the fp16 baseline, their decoding replaced by replays of a captured step if those are faster.
+
+    Args:
+        model: a causal language model, not attached.
+        runs: of the model with `DynamicCache`.
+        batch: sequences.
+        context: tokens of the prompt.
+        new_tokens: tokens chosen after it.
+
+    Returns:
+        As many runs. Where no step could be captured they are the given ones; their note says why.
+    """
+    steps = new_tokens - 1
+    if model.device.type != "cuda" or steps < 1:
+        return runs
+    replays: list[Replays] = []
+    fits = attempt(lambda: replays.append(replay_step(model, batch, context, steps, len(runs))))
+    if not fits:
+        return [replace(run, note="a cache of fixed length does not fit beside the model") for run in runs]
+    seconds, cache_bytes, note = replays[0]
+    if not seconds or percentiles([run.decode_s for run in runs])[1] <= percentiles(seconds)[1]:
+        return [replace(run, note=note) for run in runs]
+    return [
+        replace(run, decode_s=taken, how=FIXED_LENGTH, steady=(steps, taken), used_bytes=cache_bytes)
+        for run, taken in zip(runs, seconds, strict=True)
+    ]
+
+
+Replays = tuple[list[float], int, str | None]
+"""Seconds of each series of replays, bytes of the cache, and why there are none."""
+
+
+@torch.inference_mode()
+def replay_step(model: Any, batch: int, context: int, steps: int, repeats: int) -> Replays:
+    """Captures a greedy step with random keys and values of `context` tokens and replays it.
+
+    Args:
+        model: a causal language model, not attached.
+        batch: sequences.
+        context: tokens before the new one.
+        steps: replays per series.
+        repeats: series.
+    """
+    spec = ModelSpec.from_config(model.config)
+    shape = (batch, spec.num_kv_heads, context + 1, spec.head_dim)
+
+    def random() -> Tensor:
+        return torch.randn(shape, device=model.device, dtype=model.dtype)
+
+    cache = Cache(layers=[FixedLengthLayer(random(), random()) for _ in range(spec.num_layers)])
+    token = torch.zeros(batch, 1, dtype=torch.int64, device=model.device)
+    positions = torch.full_like(token, context)
+    graph, note = record_graph(lambda: fixed_length_step(model, cache, token, positions))
+    seconds = []
+    for _ in range(repeats if graph is not None else 0):
+        started = synchronized_time(model.device)
+        for _ in range(steps):
+            graph.replay()  # type: ignore[union-attr]
+        seconds.append(synchronized_time(model.device) - started)
+    return seconds, sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers), note
+
+
+def fixed_length_step(model: Any, cache: Cache, token: Tensor, positions: Tensor) -> None:
+    """Overwrites `token` [batch, 1] by the most probable next one; `positions` [batch, 1] stay as they are."""
+    output = model(input_ids=token, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    token.copy_(output.logits.argmax(-1))

@@ -1,0 +1,59 @@
+"""What one run of a model gave, and what a decode step of it has to read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kvcli.cache.compressed import CompressedCache
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a model.
+
+    Attributes:
+        prefill_s: seconds of the prompt, encoding included.
+        ttft_s: seconds until the first token was chosen.
+        decode_s: seconds of all tokens after the first, capturing CUDA graphs included.
+        cache_bytes: bytes allocated by the cache at the end.
+        peak_bytes: peak of bytes allocated by torch, weights included; None on a CPU.
+        reserved_bytes: peak of bytes reserved by torch, which is what a limit counts; None on a CPU.
+        used_bytes: bytes of the keys and values in the cache at the end, which a step reads.
+        how: how the tokens after the first were made.
+        steady: number and seconds of steady steps; None: their rate is that of `decode_s`.
+        note: why the tokens were not made faster.
+    """
+
+    prefill_s: float
+    ttft_s: float
+    decode_s: float
+    cache_bytes: int
+    peak_bytes: int | None
+    reserved_bytes: int | None
+    used_bytes: int = 0
+    how: str = "eager"
+    steady: tuple[int, float] | None = None
+    note: str | None = None
+
+
+def cache_bytes(cache: Any) -> int:
+    """Bytes allocated by a cache."""
+    if isinstance(cache, CompressedCache):
+        return cache.memory().allocated_bytes
+    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers if layer.keys is not None)
+
+
+def used_bytes(cache: Any) -> int:
+    """Bytes of the keys and values in a cache, coded or not: no headroom, nor positions, which all layers share."""
+    if isinstance(cache, CompressedCache):
+        memory = cache.memory()
+        return memory.code_bytes + memory.window_bytes + memory.state_bytes
+    return cache_bytes(cache)
+
+
+def step_weights_bytes(model: Any) -> int:
+    """Bytes of the weights that a decode step reads: all but the input embedding, unless it is the output layer too."""
+    read = sum(weight.nbytes for weight in model.parameters())
+    embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    return read if output is embedding else read - embedding.nbytes

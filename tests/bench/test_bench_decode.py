@@ -1,0 +1,285 @@
+"""Decoding as it is timed: the tokens of generate, steady steps, the fp16 step of fixed length, the ceiling."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from parts import DEVICE
+from torch.nn import functional
+from transformers import DynamicCache
+from transformers.cache_utils import Cache
+
+from kvcli.attention.decoder import Decoder
+from kvcli.attention.next_token import SamplingConfig
+from kvcli.bench import decode, fixed_length
+from kvcli.bench.decode import StepClock, decode_uncompressed, round_tokens, steady_span
+from kvcli.bench.fixed_length import (
+    FIXED_LENGTH,
+    FixedLengthLayer,
+    fixed_length_step,
+    replay_step,
+    with_fixed_length,
+)
+from kvcli.bench.layer import MethodCase
+from kvcli.bench.model import attached, prefill, random_model, random_prompt, run_model
+from kvcli.bench.model_bench import ModelBench
+from kvcli.bench.model_row import ModelRow
+from kvcli.bench.run import Run, step_weights_bytes, used_bytes
+from kvcli.spec import ModelSpec
+
+CPU = torch.device("cpu")
+SMALL = {"group_size": 8, "residual_length": 8, "codebook_size": 8, "sink_length": 2}
+RUNS = [Run(1.0, 1.1, seconds, 100, None, None) for seconds in (2.0, 4.0, 6.0)]
+ON_GPU: Any = SimpleNamespace(device=torch.device("cuda"))
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return random_model("tiny", None, CPU, torch.float32, 0)
+
+
+def prompt(model: Any, batch: int, length: int) -> torch.Tensor:
+    return random_prompt(ModelSpec.from_config(model.config), batch, length, model.device, 0)
+
+
+@pytest.mark.parametrize("mode", ["passes", "steps"])
+@pytest.mark.parametrize("name", ["fp8", "kivi-2", "squat-pre-2", "commvq-1"])
+def test_what_is_timed_are_the_tokens_of_generate(
+    model: Any, name: str, mode: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Decoder] = []
+
+    class Kept(Decoder):
+        def run(self, *arguments: Any) -> None:
+            made.append(self)
+            super().run(*arguments)
+
+    monkeypatch.setattr(decode, "Decoder", Kept)
+    ids = prompt(model, 2, 40)
+    with attached(model, MethodCase.parse(name, SMALL), "auto", 0) as new_cache:
+        run = run_model(model, new_cache, ids, 41, None, decode=mode)
+        session: Any = new_cache.__self__  # type: ignore[attr-defined]
+        expected = session.generate(ids, sampling=SamplingConfig(41), mode="passes")
+    assert torch.equal(made[0].tokens, expected.sequences[:, 40:])
+    assert (run.how, run.note) == (mode, None)
+    assert run.steady is not None
+    assert 0 < run.steady[1] < run.decode_s
+    assert run.used_bytes == used_bytes(expected.cache) < run.cache_bytes
+    # two rounds of 8 or of 2 tokens are left out; steps are looked at after every 8 tokens
+    expected_tokens = {("kivi-2", "passes"): 24, ("kivi-2", "steps"): 24, ("fp8", "passes"): 36, ("fp8", "steps"): 32}
+    assert run.steady[0] == expected_tokens.get((name, mode), run.steady[0])
+
+
+def test_auto_is_passes_where_there_is_no_gpu(model: Any) -> None:
+    with attached(model, MethodCase.parse("kivi-2", SMALL), "auto", 0) as new_cache:
+        run = run_model(model, new_cache, prompt(model, 1, 40), 4, None)
+        none = run_model(model, new_cache, prompt(model, 1, 40), 0, None)
+    assert (run.how, run.steady) == ("passes", None)
+    assert none.decode_s < run.decode_s
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("kivi-2", 8), ("squat-2", 8), ("fp8", 2), ("qjl", 2), ("commvq-1", 2), ("squat-pre-2", 8)]
+)
+def test_rounds_are_the_longer_interval(name: str, expected: int) -> None:
+    case = MethodCase.parse(name, SMALL)
+    assert round_tokens(case.method, case.config) == expected
+
+
+@pytest.mark.parametrize(
+    ("counts", "interval", "expected"),
+    [
+        ([1, 9, 17, 25, 33, 41], 8, (24, 2.4)),  # from 17 on
+        ([1, 9, 17, 25, 33, 41], 16, (0, 0.0)),  # from 33 on there is no whole round
+        ([1, 9, 17, 25, 33, 41, 49, 57], 16, (16, 1.6)),  # 33 to 49; 8 more are no round
+        ([1, 9, 17, 25, 33, 41, 49, 57], 12, (32, 3.2)),  # ends between marks: the next ones, 25, 41, 57
+        ([50, 58, 66, 74], 8, (8, 0.8)),
+        ([1], 8, (0, 0.0)),
+        ([], 8, (0, 0.0)),
+    ],
+)
+def test_whole_rounds_after_two(counts: list[int], interval: int, expected: tuple[int, float]) -> None:
+    assert steady_span([(count, 5.0 + count / 10) for count in counts], interval) == pytest.approx(expected)
+
+
+def test_tokens_around_a_capture_are_not_steady(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two passes, then steps of 1 s; the first look after each capture comes 100 s later."""
+    cache: Any = SimpleNamespace(sequences=SimpleNamespace(step=None))
+    now = [0.0]
+    monkeypatch.setattr(decode.time, "perf_counter", lambda: now[0])
+    steps, passes = StepClock(cache, 8, steps=True), StepClock(cache, 8, steps=False)
+
+    def look(count: int, seconds: float, step: object) -> None:
+        now[0] += seconds
+        cache.sequences.step = step
+        for clock in (steps, passes):
+            clock(torch.zeros(1, count))
+
+    first, second = object(), object()
+    for _ in range(40):
+        look(1, 0.5, None)
+    look(8, 108.0, first)
+    for _ in range(4):
+        look(8, 8.0, first)
+    assert steps.steady() == (24, 24.0)
+    look(8, 108.0, second)
+    assert steps.steady() == (24, 24.0)
+    for _ in range(3):
+        look(8, 8.0, second)
+    assert steps.steady() == (40, 40.0)
+    assert steps.first == 0.5
+    assert steps.stepped
+    assert passes.steady() == (16, 8.0)
+
+
+def test_rates_are_of_steady_steps_and_totals_of_all(model: Any) -> None:
+    runs = [replace(run, steady=(4, 0.5), how="graphs", note="slow") for run in RUNS]
+    row = ModelRow("x", "given", 10, 11, 3, "fused").with_memory(runs)
+    timed = row.with_times(runs)
+    assert timed.tokens_per_s == pytest.approx((24.0, 24.0, 24.0))
+    assert timed.total_tokens_per_s == pytest.approx(33 / 5.1)
+    assert (timed.decode, timed.steady_tokens, timed.note) == ("graphs", 4, "slow")
+    filled = row.with_times(runs, filled=True)
+    assert filled.tokens_per_s == timed.tokens_per_s
+    assert filled.prefill_ms is filled.ttft_ms is filled.total_tokens_per_s is None
+    assert filled.with_ratios(filled).rate_ratio == 1
+    assert filled.with_ratios(filled).prefill_ratio is None
+
+
+def test_a_ceiling_is_what_a_step_reads_at_the_rate_of_a_copy() -> None:
+    row = ModelRow("x", "given", 10, 11, 3, "fused").with_times(RUNS).with_ceiling(2 * 10**9, 1000.0)
+    assert row.ceiling_tokens_per_s == pytest.approx(1500.0)
+    assert row.tokens_per_s is not None
+    assert row.ceiling_share == pytest.approx(row.tokens_per_s[1] / 1500)
+    assert (row.read_bytes, row.copy_gb_s) == (2 * 10**9, 1000.0)
+
+
+def test_a_step_reads_no_table_of_input_embeddings(model: Any) -> None:
+    weights = sum(x.nbytes for x in model.parameters())
+    assert step_weights_bytes(model) == weights - 97 * 64 * 4
+    tied = random_model("smollm2-135m", 1, CPU, torch.bfloat16, 0)
+    assert step_weights_bytes(tied) == sum(x.nbytes for x in tied.parameters())
+
+
+def test_bytes_in_use_are_without_headroom(model: Any) -> None:
+    with attached(model, MethodCase.parse("kivi-2", SMALL), "auto", 0) as new_cache, torch.inference_mode():
+        cache = new_cache()
+        prefill(model, cache, prompt(model, 2, 101), None)
+        memory = cache.memory()
+    assert used_bytes(cache) == memory.cache_bytes - memory.position_bytes < memory.allocated_bytes
+
+
+@torch.inference_mode()
+def test_a_step_of_fixed_length_is_that_of_a_growing_cache(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    grown = DynamicCache(config=model.config)
+    token = prefill(model, grown, prompt(model, 2, 20), None).argmax(-1)
+    room = torch.full((2, 2, 1, 16), float("nan"))
+    layers = [FixedLengthLayer(torch.cat((x.keys, room), 2), torch.cat((x.values, room), 2)) for x in grown.layers]
+    cache, fixed = Cache(layers=layers), token.clone()
+    asked: list[tuple[Any, Any, int]] = []
+    sdpa = functional.scaled_dot_product_attention
+
+    def spy(query: Any, key: Any, value: Any, attn_mask: Any = None, **options: Any) -> Any:
+        asked.append((attn_mask, options.get("is_causal"), key.shape[1:3]))
+        return sdpa(query, key, value, attn_mask=attn_mask, **options)
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", spy)
+    for _ in range(2):  # a second step overwrites what the first wrote
+        fixed.copy_(token)
+        fixed_length_step(model, cache, fixed, torch.full_like(token, 20))
+        assert cache.get_seq_length() == 20
+    assert asked == [(None, False, (2, 21))] * 6  # keys are not repeated per query head
+    monkeypatch.undo()
+    assert torch.equal(fixed, decode.step(model, grown, token))
+    for ours, theirs in zip(cache.layers, grown.layers, strict=True):
+        assert torch.allclose(ours.keys, theirs.keys, atol=1e-6)
+        assert torch.allclose(ours.values, theirs.values, atol=1e-6)
+        assert ours.get_max_cache_shape() == ours.get_max_length() == 21
+
+
+def test_a_captured_step_is_replayed_as_often_as_tokens_are_made(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[int] = []
+
+    def record(call: Any) -> Any:
+        call()
+        return SimpleNamespace(replay=lambda: called.append(1)), None
+
+    monkeypatch.setattr(fixed_length, "record_graph", record)
+    seconds, held, note = replay_step(model, 2, 20, 7, 3)
+    assert (len(seconds), len(called), note) == (3, 21, None)
+    assert held == 2 * 3 * 2 * 2 * 21 * 16 * 4
+    monkeypatch.setattr(fixed_length, "record_graph", lambda call: (None, "no CUDA graph: no"))
+    assert replay_step(model, 2, 20, 7, 3)[::2] == ([], "no CUDA graph: no")
+
+
+def test_the_baseline_is_the_faster_of_two(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer: list[Any] = [([1.0, 1.5, 3.0], 77, None)]
+    monkeypatch.setattr(fixed_length, "replay_step", lambda *_: answer[-1])
+    faster = with_fixed_length(ON_GPU, RUNS, 2, 20, 11)
+    assert [(run.how, run.decode_s, run.steady) for run in faster] == [
+        (FIXED_LENGTH, seconds, (10, seconds)) for seconds in (1.0, 1.5, 3.0)
+    ]
+    assert {run.used_bytes for run in faster} == {77}
+    assert [run.prefill_s for run in faster] == [1.0] * 3
+    answer.append(([4.0, 4.5, 9.0], 77, None))
+    assert with_fixed_length(ON_GPU, RUNS, 2, 20, 11) == RUNS
+    answer.append(([], 77, "no CUDA graph: no"))
+    assert with_fixed_length(ON_GPU, RUNS, 2, 20, 11) == [replace(run, note="no CUDA graph: no") for run in RUNS]
+
+
+def test_a_baseline_without_room_stays_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    def replay(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(fixed_length, "replay_step", replay)
+    assert {run.note for run in with_fixed_length(ON_GPU, RUNS, 2, 20, 11)} == {
+        "a cache of fixed length does not fit beside the model"
+    }
+    assert with_fixed_length(ON_GPU, RUNS, 2, 20, 1) is RUNS
+
+
+def test_without_a_gpu_the_baseline_is_eager(model: Any) -> None:
+    assert with_fixed_length(model, RUNS, 2, 20, 11) is RUNS
+    with torch.inference_mode():
+        cache = DynamicCache(config=model.config)
+        logits = prefill(model, cache, prompt(model, 1, 20), None)
+        assert decode_uncompressed(model, cache, logits, 3).how == "eager"
+    bench = ModelBench(model, [MethodCase.parse("fp16", {})], impl="auto", seed=0)
+    (row,) = bench.generate([20], [1], new_tokens=3, repeats=1)
+    assert (row.decode, row.steady_tokens, row.note) == ("eager", None, None)
+    assert row.read_bytes is row.copy_gb_s is row.ceiling_tokens_per_s is row.ceiling_share is None
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("mode", ["auto", "graphs", "steps", "passes"])
+def test_rows_on_a_gpu(mode: Any) -> None:
+    model = random_model("smollm2-135m", 2, torch.device(DEVICE), torch.bfloat16, 0)
+    settings = {"group_size": 32, "residual_length": 32}
+    cases = [MethodCase.parse(name, settings) for name in ("fp16", "kivi-2", "commvq-1")]
+    bench = ModelBench(model, cases, impl="auto", seed=0, prefill_chunk=128, decode=mode)
+    rows = list(bench.generate([1024], [2], new_tokens=129, repeats=2, fill_prompt=True))
+    assert [row.status for row in rows] == ["ok"] * 3
+    assert [row.note for row in rows] == [None] * 3
+    assert [row.decode for row in rows] == [FIXED_LENGTH, *["graphs" if mode == "auto" else mode] * 2]
+    assert (rows[0].steady_tokens, rows[1].steady_tokens) == (128, 64)
+    for row in rows:
+        assert row.ceiling_share is not None
+        assert 0 < row.ceiling_share < 1
+        assert row.read_bytes is not None
+        assert row.read_bytes > step_weights_bytes(model)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_step_of_fixed_length_is_captured() -> None:
+    model = random_model("smollm2-135m", 2, torch.device(DEVICE), torch.bfloat16, 0)
+    seconds, held, note = replay_step(model, 2, 512, 20, 3)
+    assert note is None
+    assert len(seconds) == 3
+    assert held == 2 * 2 * 2 * 3 * 513 * 64 * 2
