@@ -7,12 +7,16 @@ on what decoding with this model, an uncompressed cache and this SDPA can reach.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kvcli.bench.budget import attempt
 from kvcli.bench.decode import synchronized_time
@@ -21,6 +25,7 @@ from kvcli.bench.timing import percentiles, record_graph
 from kvcli.spec import ModelSpec
 
 FIXED_LENGTH = "graph of one length"
+_WITHOUT_MASK = "sdpa_without_mask"
 
 
 class FixedLengthLayer(CacheLayerMixin):
@@ -115,7 +120,8 @@ def replay_step(model: Any, batch: int, context: int, steps: int, repeats: int) 
     cache = Cache(layers=[FixedLengthLayer(random(), random()) for _ in range(spec.num_layers)])
     token = torch.zeros(batch, 1, dtype=torch.int64, device=model.device)
     positions = torch.full_like(token, context)
-    graph, note = record_graph(lambda: fixed_length_step(model, cache, token, positions))
+    with without_mask(model):
+        graph, note = record_graph(lambda: fixed_length_step(model, cache, token, positions))
     seconds = []
     for _ in range(repeats if graph is not None else 0):
         started = synchronized_time(model.device)
@@ -123,6 +129,27 @@ def replay_step(model: Any, batch: int, context: int, steps: int, repeats: int) 
             graph.replay()  # type: ignore[union-attr]
         seconds.append(synchronized_time(model.device) - started)
     return seconds, sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers), note
+
+
+@contextmanager
+def without_mask(model: Any) -> Iterator[None]:
+    """Lets a model attend with SDPA and without a mask, inside the block.
+
+    While a CUDA graph is captured, transformers 5.17 makes a mask even where SDPA needs none, and with a mask it
+    repeats keys and values for every query head.
+    """
+    former = model.config._attn_implementation
+    AttentionInterface.register(_WITHOUT_MASK, sdpa_attention_forward)
+    AttentionMaskInterface.register(_WITHOUT_MASK, _no_mask)
+    model.set_attn_implementation(_WITHOUT_MASK)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(former)
+
+
+def _no_mask(*args: Any, **kwargs: Any) -> None:
+    """Every token is seen."""
 
 
 def fixed_length_step(model: Any, cache: Cache, token: Tensor, positions: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from kvcli.bench.fixed_length import (
     fixed_length_step,
     replay_step,
     with_fixed_length,
+    without_mask,
 )
 from kvcli.bench.layer import MethodCase
 from kvcli.bench.model import attached, prefill, random_model, random_prompt, run_model
@@ -193,7 +195,22 @@ def test_a_step_of_fixed_length_is_that_of_a_growing_cache(model: Any, monkeypat
         fixed.copy_(token)
         fixed_length_step(model, cache, fixed, torch.full_like(token, 20))
         assert cache.get_seq_length() == 20
+    fixed_keys = [(x.keys.clone(), x.values.clone()) for x in layers]
     assert asked == [(None, False, (2, 21))] * 6  # keys are not repeated per query head
+    # not even where transformers would make a mask, as it does during a capture
+    padding = torch.ones(2, 21, dtype=torch.int64)
+    padding[0, 0] = 0
+    former, step = model.config._attn_implementation, {"input_ids": token, "attention_mask": padding}
+    for context in (nullcontext(), without_mask(model)):
+        asked.clear()
+        with context:
+            model(**step, past_key_values=Cache(layers=layers))
+        masked = isinstance(context, nullcontext)
+        assert [mask is not None for mask, *_ in asked] == [masked] * 3
+    assert model.config._attn_implementation == former
+    for ours, theirs in zip(cache.layers, fixed_keys, strict=True):
+        ours.keys.copy_(theirs[0])
+        ours.values.copy_(theirs[1])
     monkeypatch.undo()
     assert torch.equal(fixed, decode.step(model, grown, token))
     for ours, theirs in zip(cache.layers, grown.layers, strict=True):
