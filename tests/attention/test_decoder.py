@@ -106,7 +106,8 @@ def test_graphs_make_the_tokens_of_passes(name: str, padded: bool, steps: list[i
     ids, mask = prompts(3, 90, padded)
     ids, mask = ids.cuda(), None if mask is None else mask.cuda()
     changes = {"group_size": 16, "residual_length": 32}
-    with attached(name, "auto", make_model("llama", num_hidden_layers=2).cuda(), **changes) as session:
+    model = make_model("llama", num_hidden_layers=2).cuda()
+    with attached(name, "auto", model, **changes) as session:
         expected, uncaptured, captured = (
             session.generate(ids, mask, sampling=SamplingConfig(150), mode=mode)
             for mode in ("passes", "steps", "graphs")
@@ -116,8 +117,30 @@ def test_graphs_make_the_tokens_of_passes(name: str, padded: bool, steps: list[i
     assert captured.note is None
     assert torch.equal(captured.sequences, uncaptured.sequences)
     assert torch.equal(captured.sequences, again.sequences)
-    assert torch.equal(captured.sequences, expected.sequences)
     assert captured.cache.memory().code_bytes == expected.cache.memory().code_bytes
+    differ = (captured.sequences != expected.sequences).any(0).nonzero()
+    if len(differ):  # passes sum over other splits of the tokens: a near-tie may turn out differently
+        place = int(differ[0])
+        with attached(name, "auto", model, **changes) as session:
+            logits = logits_of_passes(session, expected.sequences[:, :place], 90, mask)
+        wrong = captured.sequences[:, place] != expected.sequences[:, place]
+        best, second = logits[wrong].topk(2).values.unbind(-1)
+        assert (best - second < 1e-3).all()
+
+
+@torch.inference_mode()
+def logits_of_passes(session: Session, ids: torch.Tensor, prompt: int, mask: torch.Tensor | None) -> torch.Tensor:
+    """Logits after the last of some tokens, read one by one after a prompt of so many."""
+    cache: Any = session.new_cache()
+    model: Any = session.model
+    for stop in range(prompt, ids.shape[1] + 1):
+        start = 0 if stop == prompt else stop - 1
+        seen = None if mask is None else torch.nn.functional.pad(mask, (0, stop - prompt), value=1)
+        positions = None if seen is None else (seen.cumsum(1) - 1).clamp(min=0)[:, start:]
+        logits = model(
+            ids[:, start:stop], attention_mask=seen, position_ids=positions, past_key_values=cache, use_cache=True
+        ).logits[:, -1]
+    return logits
 
 
 @pytest.mark.gpu
