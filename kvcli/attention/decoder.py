@@ -83,6 +83,8 @@ class Decoder:
         self._ended = torch.zeros(batch, 1, dtype=torch.bool, device=device)
         self.made = self._seen = 0
         self._last = torch.full((batch,), -1)
+        self._all_ended = False
+        self._unseen: list[Tensor] = []
         self.note: str | None = None
         self.graph_bytes = 0
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
@@ -105,42 +107,52 @@ class Decoder:
         self._accept(logits)
         self.made = 1
         try:
-            stop = self._look(on_tokens)
-            while not stop and self.made < self.max_new_tokens:
+            while not self._look_if_due() and self.made < self.max_new_tokens:
+                self._show(on_tokens)
                 if self._step is not None or self._can_step():
-                    stop = self._by_step(on_tokens)
+                    self._by_step()
                     continue
                 mask = None if mask is None else torch.cat((mask, mask.new_ones(mask.shape[0], 1)), dim=1)
                 positions = None if mask is None else mask.sum(1, keepdim=True) - 1
                 self._accept(self._logits(attention_mask=mask, position_ids=positions))
                 self.made += 1
-                stop = self._look(on_tokens)
-            self._look(on_tokens)
+            self._look()
+            self._show(on_tokens)
         finally:
             self._end_steps()
 
-    def _look(self, on_tokens: Callable[[Tensor], None]) -> bool:
-        """Reads the tokens made since the last look, takes back steps after the last row's end; whether all ended."""
+    def _show(self, on_tokens: Callable[[Tensor], None]) -> None:
+        """Hands on what was read; whatever `on_tokens` raises, the cache is whole."""
+        new, self._unseen = self._unseen, []
+        if new:
+            on_tokens(torch.cat(new, dim=1))
+
+    def _look_if_due(self) -> bool:
+        """Whether all rows have ended, as far as it is known."""
+        if not self._before or len(self._before) >= _POLL_STEPS:
+            self._look()
+        return self._all_ended
+
+    def _look(self) -> None:
+        """Reads the tokens made since the last look; takes back the steps after the last row's end."""
+        if self._seen == self.made:
+            return
         if not bool(self._finite):
             raise LogitsNotFinite
         new = self.tokens[:, self._seen : self.made].cpu()
-        if not new.shape[1]:
-            return False
         stops = torch.isin(new, self._stops.cpu())
         first = torch.where(stops.any(1), self._seen + stops.int().argmax(1), -1)
         self._last = torch.where(self._last < 0, first, self._last)
-        ended = bool((self._last >= 0).all())
-        if ended:
-            surplus = self.made - 1 - int(self._last.max())
-            if surplus:
-                self.cache.sequences.counts.state = self._before[-surplus]
-                self._steps -= surplus
-                self.made -= surplus
-                new = new[:, :-surplus]
+        self._all_ended = bool((self._last >= 0).all())
+        surplus = self.made - 1 - int(self._last.max()) if self._all_ended else 0
+        if surplus:
+            self.cache.sequences.counts.state = self._before[-surplus]
+            self._steps -= surplus
+            self.made -= surplus
+            new = new[:, :-surplus]
         self._before.clear()
         self._seen = self.made
-        on_tokens(new)
-        return ended
+        self._unseen.append(new)
 
     def _accept(self, logits: Tensor) -> None:
         """Chooses a token of each row from logits [batch, vocab_size] and notes it."""
@@ -163,25 +175,25 @@ class Decoder:
         left = self.max_new_tokens - self.made
         return self.mode != "passes" and left >= _LEAST_STEPS and min(*counts.attended, *counts.keys.coded) > 0
 
-    def _by_step(self, on_tokens: Callable[[Tensor], None]) -> bool:
-        """One more token per row; returns whether all rows have ended."""
-        counts = self.cache.sequences.counts
+    def _by_step(self) -> None:
+        """One more token per row."""
+        sequences, counts = self.cache.sequences, self.cache.sequences.counts
         if self._step is None or max(counts.attended) > self._step.capacity:
             self._new_step()
         step: Any = self._step
         self._before.append(counts.state)
-        plan = counts.append((1,) * len(counts.lengths))
-        step.load(plan)
-        self._call("step", lambda: self._accept(self._logits(position_ids=step.positions())))
-        self.made += 1
-        self._steps += 1
-        made, stop = self.made, False
-        # encoding cannot be taken back: first see whether a row's last token came before this step
-        if len(self._before) >= _POLL_STEPS or (plan.flushes and len(self._stops)):
-            stop = self._look(on_tokens)
-        if plan.flushes and self.made == made:
-            self._encode(step, plan)
-        return stop
+        with sequences.whole_or_refused():
+            plan = counts.append((1,) * len(counts.lengths))
+            step.load(plan)
+            self._call("step", lambda: self._accept(self._logits(position_ids=step.positions())))
+            self.made += 1
+            self._steps += 1
+            made = self.made
+            # encoding cannot be taken back: first see whether a row's last token came before this step
+            if plan.flushes and len(self._stops):
+                self._look()
+            if plan.flushes and self.made == made:
+                self._encode(step, plan)
 
     def _encode(self, step: Step, plan: FlushPlan) -> None:
         """Encodes what a plan says: by counts on the device where all rows encode as many tokens, else row by row."""

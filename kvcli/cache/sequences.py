@@ -6,6 +6,9 @@ padding: token i of a row is its i-th real token, wherever padding stands. Every
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor, nn
 
@@ -138,6 +141,15 @@ class Sequences:
         held = nn.functional.pad(self._positions, (0, max(0, len(index) - self._positions.shape[1])))[:, : len(index)]
         self._positions = torch.where(index < lengths, held, (index + offset).int())
         return offset
+
+    @contextmanager
+    def whole_or_refused(self) -> Iterator[None]:
+        """A pass of a step and what it encodes, inside the block: if it breaks off, the cache refuses to go on."""
+        try:
+            yield
+        except BaseException:
+            self._layers_left = max(1, self._layers_left)
+            raise
 
     @ordinary_tensors
     def end_steps(self, count: int) -> None:

@@ -17,7 +17,7 @@ from kvcli.attention.next_token import NextToken, SamplingConfig
 from kvcli.attention.session import Session, make_config
 from kvcli.bench.layer import randomize_
 from kvcli.cache.window import WindowLayout
-from kvcli.errors import UsageError
+from kvcli.errors import CacheError, UsageError
 from kvcli.registry import METHODS, get_method
 from kvcli.spec import ModelSpec
 
@@ -240,20 +240,51 @@ def test_seen_tokens_are_penalized_as_by_transformers() -> None:
     assert torch.equal(made.sequences, expected)
 
 
-def test_an_error_ends_the_steps(monkeypatch: pytest.MonkeyPatch, steps: list[int]) -> None:
+@pytest.mark.parametrize("stops", [[], [96]])
+@pytest.mark.parametrize("name", ["kivi", "rtn"])
+def test_a_cache_is_whole_whenever_its_user_breaks_off(name: str, stops: list[int], steps: list[int]) -> None:
+    ids, _ = prompts(1, 40, padded=False)
+    with attached(name) as session:
+        for calls in range(1, 8):
+            seen: list[torch.Tensor] = []
+
+            def interrupt(tokens: torch.Tensor, seen: list[torch.Tensor] = seen, calls: int = calls) -> None:
+                seen.append(tokens)
+                if len(seen) == calls:
+                    raise KeyboardInterrupt
+
+            cache, expected = session.new_cache(), session.new_cache()
+            options: Any = {"sampling": SamplingConfig(60), "mode": "steps", "eos_token_id": stops}
+            with pytest.raises(KeyboardInterrupt):
+                session.generate(ids, past_key_values=cache, on_tokens=interrupt, **options)
+            assert cache.sequences.step is None
+            made = torch.cat(seen, dim=1)
+            assert cache.get_seq_length() == 40 + made.shape[1] - 1
+            MODEL(ids, past_key_values=expected)
+            for place in range(made.shape[1] - 1):
+                MODEL(made[:, place : place + 1], past_key_values=expected)
+            logits = [MODEL(made[:, -1:], past_key_values=held).logits for held in (cache, expected)]
+            assert torch.allclose(*logits, atol=1e-4)
+    assert steps
+
+
+def test_a_cache_refuses_to_go_on_when_a_step_broke_off(monkeypatch: pytest.MonkeyPatch, steps: list[int]) -> None:
     ids, _ = prompts(1, 40, padded=False)
     with attached("kivi") as session:
-        cache, seen = session.new_cache(), []
+        cache, encoded = session.new_cache(), []
+        real = decoder.flush_layer
 
-        def interrupt(tokens: torch.Tensor) -> None:
-            seen.append(tokens)
-            if len(seen) == 4:
+        def interrupted(*args: Any) -> None:
+            encoded.append(1)
+            if len(encoded) == 9:
                 raise KeyboardInterrupt
+            real(*args)
 
+        monkeypatch.setattr(decoder, "flush_layer", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            session.generate(ids, sampling=SamplingConfig(60), past_key_values=cache, mode="steps", on_tokens=interrupt)
-        assert cache.sequences.step is None
-        MODEL(ids[:, :1], past_key_values=cache)
+            session.generate(ids, sampling=SamplingConfig(60), past_key_values=cache, mode="steps")
+        with pytest.raises(CacheError, match="reset"):
+            MODEL(ids[:, :1], past_key_values=cache)
 
 
 @pytest.mark.kernels
