@@ -2,9 +2,8 @@
 
 import kvcli
 with kvcli.attach(model, "commvq", artifact="runs/smollm2-135m/commvq-2bit") as session:
-    cache = session.new_cache()
-    model.generate(**inputs, past_key_values=cache)
-    print(cache.memory())
+    made = session.generate(**inputs, sampling=kvcli.SamplingConfig(max_new_tokens=256))
+    print(made.sequences, made.cache.memory())
 """
 
 from __future__ import annotations
@@ -15,15 +14,19 @@ from kvcli._version import __version__
 
 if TYPE_CHECKING:
     from kvcli.artifact import Artifact
+    from kvcli.attention.generation import Generated
+    from kvcli.attention.next_token import SamplingConfig
     from kvcli.attention.session import Session, attach
     from kvcli.cache.memory import MemoryReport
     from kvcli.models import load_model
 
-__all__ = ["Artifact", "MemoryReport", "Session", "__version__", "attach", "load_model"]
+__all__ = ["Artifact", "Generated", "MemoryReport", "SamplingConfig", "Session", "__version__", "attach", "load_model"]
 
 _MODULES = {
     "Artifact": "kvcli.artifact",
+    "Generated": "kvcli.attention.generation",
     "MemoryReport": "kvcli.cache.memory",
+    "SamplingConfig": "kvcli.attention.next_token",
     "Session": "kvcli.attention.session",
     "attach": "kvcli.attention.session",
     "load_model": "kvcli.models",

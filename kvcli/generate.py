@@ -123,6 +123,7 @@ def generate_text(
     ids: Tensor,
     sampling: SamplingConfig,
     *,
+    seed: int = 0,
     write: Callable[[str], None] = lambda text: None,
     cache: CompressedCache | None = None,
     mode: Mode | None = None,
@@ -134,6 +135,7 @@ def generate_text(
         session: made by `kvcli.attach`.
         ids: prompt, int64 [1, time].
         sampling: how tokens are chosen.
+        seed: of the random numbers.
         write: given pieces of text as they are finished.
         cache: a cache to continue on; default a new one.
         mode: how tokens are made, see `Session.generate`.
@@ -142,7 +144,7 @@ def generate_text(
         ModelError: logits that are not finite.
     """
     stream = _Stream(loaded.tokenizer, write)
-    torch.manual_seed(sampling.seed)
+    torch.manual_seed(seed)
     started = time.perf_counter()
     with quiet_transformers():
         stream.put(ids[0].cpu())

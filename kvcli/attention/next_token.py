@@ -11,14 +11,21 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """How the next token is chosen: greedily at temperature 0, else by sampling."""
+    """How the next token is chosen: greedily at temperature 0, else by sampling with torch's random numbers.
+
+    Attributes:
+        max_new_tokens: tokens to make at most.
+        temperature: logits are divided by it; 0: the most probable token.
+        top_p: sample from the most probable tokens that have this mass together.
+        top_k: sample from so many tokens; 0: from all.
+        repetition_penalty: factor by which tokens that occurred lose (arXiv 1909.05858); 1: none.
+    """
 
     max_new_tokens: int = 64
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
     repetition_penalty: float = 1.0
-    seed: int = 0
 
 
 class NextToken:

@@ -72,7 +72,7 @@ def run(options: DemoOptions, output: Output) -> None:
         )
     with _timed(seconds, "export"):
         export.run(export.ExportOptions(runs=[folders["training"]], out=folders["artifact"]), quiet)
-    sampling = SamplingConfig(max_new_tokens=options.max_new_tokens, repetition_penalty=1.1, seed=options.seed)
+    sampling = SamplingConfig(max_new_tokens=options.max_new_tokens, repetition_penalty=1.1)
     prompt = heldout_prompt() if options.prompt is None else options.prompt
     ids = prompt_ids(loaded, prompt, chat=False)
     made = {}
@@ -82,7 +82,7 @@ def run(options: DemoOptions, output: Output) -> None:
             _timed(seconds, f"generate {name}"),
             attach(loaded, name, artifact=artifact, residual_length=32) as session,
         ):
-            made[name] = generate_text(loaded, session, ids, sampling)
+            made[name] = generate_text(loaded, session, ids, sampling, seed=options.seed)
     with _timed(seconds, "measure"):
         evaluate.run(
             evaluate.EvalOptions(

@@ -86,7 +86,6 @@ def run(options: GenerateOptions, output: Output) -> None:
         options.top_p,
         options.top_k,
         options.repetition_penalty,
-        options.seed,
     )
     with attach(loaded, method, artifact=artifact, impl=options.impl, **settings) as session:
         if session.backend.note is not None:
@@ -100,7 +99,7 @@ def run(options: GenerateOptions, output: Output) -> None:
         mode = None if options.decode == "auto" else options.decode
         if mode == "graphs" and not ids.is_cuda:
             raise UsageError("--decode graphs needs a GPU")
-        made = generate_text(loaded, session, ids, sampling, write=output.write, mode=mode)
+        made = generate_text(loaded, session, ids, sampling, seed=options.seed, write=output.write, mode=mode)
         starts_at = compression_starts(session)
     output.write("\n")
     if made.note is not None:
