@@ -108,13 +108,16 @@ class Session:
             Tokens and what is known of how they were made.
 
         Raises:
-            UsageError: padding that is not on the left, a cache that holds the whole prompt, or no token to make.
+            UsageError: padding that is not on the left, a cache that holds the whole prompt, no token to make, or
+                `graphs` without a GPU.
             ModelError: logits that are not finite.
         """
         sampling = sampling or SamplingConfig()
         if sampling.max_new_tokens < 1:
             raise UsageError(f"max_new_tokens must be 1 or more, not {sampling.max_new_tokens}")
-        cache = past_key_values or self.new_cache()
+        if mode == "graphs" and not input_ids.is_cuda:
+            raise UsageError("CUDA graphs need a GPU; choose steps or passes")
+        cache = self.new_cache() if past_key_values is None else past_key_values
         logits = prefill(self.model, cache, input_ids, attention_mask, prefill_chunk)
         stops, padding = stop_tokens(self.model, eos_token_id, pad_token_id)
         if mode is None:

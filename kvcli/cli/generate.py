@@ -97,8 +97,6 @@ def run(options: GenerateOptions, output: Output) -> None:
         if not options.chat:
             output.write(prompt)
         mode = None if options.decode == "auto" else options.decode
-        if mode == "graphs" and not ids.is_cuda:
-            raise UsageError("--decode graphs needs a GPU")
         made = generate_text(loaded, session, ids, sampling, seed=options.seed, write=output.write, mode=mode)
         starts_at = compression_starts(session)
     output.write("\n")

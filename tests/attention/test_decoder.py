@@ -320,6 +320,8 @@ def test_what_cannot_be_generated_is_refused() -> None:
     with attached("rtn") as session:
         with pytest.raises(UsageError, match="left"):
             session.generate(ids, right)
+        with pytest.raises(UsageError, match="GPU"):
+            session.generate(ids, mode="graphs")
         with pytest.raises(UsageError, match="max_new_tokens"):
             session.generate(ids, sampling=SamplingConfig(0))
         made = session.generate(ids, sampling=SamplingConfig(3))
