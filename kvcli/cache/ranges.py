@@ -24,9 +24,9 @@ class Ranges:
     """The largest numbers of one forward pass, and the limits of what encodes them.
 
     On the CPU every pass is looked at. On a GPU, where reading a number waits for all work before it, it is a row's
-    first encoded tokens and passes that encode 64 tokens or more: prompts and their chunks, not steps whose counts are on
-    the device (`kvcli.cache.step`). Tensors in float16 are in
-    the range of every format that is not relative to a calibration.
+    first encoded tokens and passes that encode 64 tokens or more: prompts and their chunks. Steps whose counts are on
+    the device (`kvcli.cache.step`) are not looked at. Tensors in float16 are in the range of every format that is not
+    relative to a calibration.
     """
 
     def __init__(self) -> None:

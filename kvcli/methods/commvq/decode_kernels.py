@@ -17,7 +17,7 @@ from kvcli.methods.commvq.values import CommVQValueCodec, CommVQValueCodes
 from kvcli.rope import Rotation
 
 _KEY_TILE = {"BLOCK_T": 8, "num_warps": 2}
-"""The fastest of five on one H200 (torch 2.11, triton 3.6): 32K tokens, 8 heads of 128 channels, R = 11."""
+"""The fastest of six on one H200 (torch 2.11, triton 3.6): 32K tokens, 8 heads of 128 channels, R = 11."""
 _VALUE_TILE = {"BLOCK_T": 128, "BLOCK_C": 128, "BLOCK_Y": 16, "num_warps": 8, "num_stages": 3}
 """The fastest of six on one H200 (torch 2.11, triton 3.6): 32K tokens, 8 heads of 128 channels, 1 bit."""
 
