@@ -80,6 +80,8 @@ def run(options: GenerateOptions, output: Output) -> None:
     loaded = options.load(output)
     if options.chat and not loaded.tokenizer.chat_template:
         raise UsageError(f"{options.model} has no chat template; omit --chat")
+    if options.decode == "graphs" and loaded.model.device.type != "cuda":
+        raise UsageError("--decode graphs needs a GPU")  # before the prompt is written
     sampling = SamplingConfig(
         options.max_new_tokens,
         options.temperature,
