@@ -88,7 +88,7 @@ class Decoder:
         self.note: str | None = None
         self.graph_bytes = 0
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
-        self._pool = torch.cuda.graph_pool_handle() if mode == "graphs" else None
+        self._pool: Any = None
         self._step: Step | None = None
         self._before: list[Any] = []
         self._steps = 0
@@ -221,6 +221,8 @@ class Decoder:
             for codes in (layer.store.key_codes, layer.store.value_codes):
                 codes.reserve(capacity + counts.layout.ring)  # tokens can be encoded before they leave the window
         self._graphs.clear()
+        # a pool ends with the last of its graphs and cannot be used again
+        self._pool = torch.cuda.graph_pool_handle() if self.mode == "graphs" else None
         sequences.step = self._step = Step(sequences, capacity, offset)
 
     def _call(self, key: Hashable, function: Callable[[], None]) -> None:

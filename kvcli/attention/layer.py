@@ -48,7 +48,7 @@ def attend_layer(
     rotated = backend.rotate_and_append(
         forward.rotation, query, new.key, new.value, store.keys, store.values, forward.window
     )
-    if store.state is not None:
+    if store.observes(forward):
         with _without_autocast(query):
             if codec.offset is None:
                 observed = forward.window.read_new(store.keys, query.shape[2])

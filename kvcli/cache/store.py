@@ -52,17 +52,20 @@ class LayerStore:
         for codes, encodings in ((self.key_codes, plan.keys), (self.value_codes, plan.values)):
             codes.reserve(max((encoding.stop for encoding in encodings if isinstance(encoding.stop, int)), default=0))
 
+    def observes(self, forward: Forward) -> bool:
+        """Whether `observe` has something to pass on: the key codec keeps a state, and a row has no codes yet."""
+        return self.state is not None and not all(forward.plan.coded_keys)
+
     def observe(self, queries: Tensor, keys: Tensor, forward: Forward) -> None:
-        """Passes new tokens of the rows that have no codes yet to the key codec, if it keeps a state.
+        """Passes new tokens of the rows that have no codes yet to the key codec, where `observes` says so.
 
         Args:
             queries: [batch, num_heads, query_len, head_dim] in the codec's query space.
             keys: [batch, num_kv_heads, query_len, head_dim] after RoPE.
             forward: the pass.
         """
+        assert self.state is not None
         coded = forward.plan.coded_keys
-        if self.state is None or all(coded):
-            return
         if forward.real is None and not any(coded):
             counts = torch.full((keys.shape[0],), float(keys.shape[2]), device=keys.device)
             self.codec.key.observe(self.state, queries, keys, counts)
