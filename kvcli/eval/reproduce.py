@@ -52,4 +52,4 @@ def _attach(loaded: LoadedModel, one: Measurement) -> Session:
     """A session with a method that need not be in the registry."""
     config = make_config(one.method, dict(one.settings))
     codecs = [codec.to(loaded.model.device) for codec in build_codecs(one.method, loaded.spec, config)]
-    return Session(loaded.model, loaded.spec, one.method, config, codecs, "reference")
+    return Session(loaded.model, loaded.spec, one.method, config, codecs, "auto")
