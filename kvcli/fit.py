@@ -27,7 +27,7 @@ from kvcli.registry import METHODS, get_method
 from kvcli.samples import Recording, checked_spec, model_identity
 
 RUN = "run.json"
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 _HELDOUT_FRACTION = 0.1
 _STALE = ("layer-[0-9]*.safetensors", "layer-[0-9]*.json")
 _REMEDY = "run the same fit again, with --overwrite"

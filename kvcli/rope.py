@@ -132,14 +132,21 @@ class TokenRotations:
 
         return self._once(("tiles", size, 0), make)
 
-    def offsets(self, count: int, dtype: torch.dtype = torch.float32) -> Rotation:
-        """Rotation by 0 to count - 1 positions, [1, 1, count, rotary_dim/2], without the attention scaling."""
+    def offsets(self, count: int, dtype: torch.dtype = torch.float32, num_groups: int = 1) -> Rotation:
+        """Rotation by 0 to count - 1 positions, [1, 1, count, rotary_dim/2], without the attention scaling.
+
+        Args:
+            count: positions.
+            dtype: of the table.
+            num_groups: pair j is in group j % num_groups, and the last axis is group after group.
+        """
 
         def make() -> Rotation:
-            angle = torch.arange(count, device=self.positions.device).unsqueeze(1) * self.rope.inv_freq
+            frequencies = self.rope.inv_freq.unflatten(0, (-1, num_groups)).T.flatten()
+            angle = torch.arange(count, device=self.positions.device).unsqueeze(1) * frequencies
             return Rotation(angle.cos()[None, None].to(dtype), angle.sin()[None, None].to(dtype))
 
-        return self._once((f"offsets {dtype}", count, 0), make)
+        return self._once((f"offsets {dtype}", count, num_groups), make)
 
     @property
     def nbytes(self) -> int:

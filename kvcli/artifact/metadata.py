@@ -13,7 +13,7 @@ from kvcli.methods.config import CacheConfig
 from kvcli.registry import get_method
 from kvcli.samples import checked_spec
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 METADATA = "kvcli.json"
 WEIGHTS = "codec.safetensors"
 PREVIOUS = f"{WEIGHTS}.previous"

@@ -13,7 +13,7 @@ from kvcli.layer_samples import LayerSamples
 from kvcli.methods.commvq import codebook as cb
 from kvcli.methods.commvq import em
 from kvcli.methods.commvq.config import CommVQConfig
-from kvcli.methods.commvq.fit_keys import set_pair_weight
+from kvcli.methods.commvq.fit_keys import fit_keys, set_pair_weight
 from kvcli.methods.commvq.keys import CommVQKeyCodec
 from kvcli.rope import Rotation, to_pairs
 
@@ -104,17 +104,22 @@ def test_annealed_em_equals_its_definition_and_converges() -> None:
 
 
 @pytest.mark.parametrize(
-    ("bits", "head_dim", "residuals"), [(1, 128, 11), (2, 128, 21), (1, 64, 5), (2, 64, 11), (1, 8, 1)]
+    ("bits", "head_dim", "group", "residuals"),
+    [(1, 128, 64, 11), (2, 128, 64, 21), (1, 128, 0, 5), (2, 128, 0, 11), (1, 64, 64, 5), (2, 64, 0, 11), (1, 8, 0, 1)],
 )
-def test_stages_follow_from_bits(bits: int, head_dim: int, residuals: int) -> None:
-    config = CommVQConfig(bits=bits).resolve(make_spec(head_dim))
+def test_stages_follow_from_bits(bits: int, head_dim: int, group: int, residuals: int) -> None:
+    config = CommVQConfig(bits=bits, pairs_per_group=group).resolve(make_spec(head_dim))
     assert config.num_residuals == residuals
-    assert config.pairs_per_group == head_dim // 2
+    assert config.pairs_per_group == min(head_dim // 2, group or 32)
+
+
+def test_heads_that_are_no_multiple_of_a_group_are_one_group() -> None:
+    assert CommVQConfig().resolve(make_spec(96)).pairs_per_group == 48
 
 
 def test_paper_configuration_costs_what_the_paper_says() -> None:
     spec = make_spec(128, 8)
-    codec = CommVQKeyCodec(spec, CommVQConfig(bits=1).resolve(spec))
+    codec = CommVQKeyCodec(spec, CommVQConfig(bits=1, pairs_per_group=64).resolve(spec))
     assert codec.config.num_residuals * 6 / codec.config.pairs_per_group == 1.03125  # Eq. 21
     assert codec.bits_per_token() == 1.03125 * 1024 + 16
 
@@ -179,3 +184,34 @@ def test_query_weights_follow_the_queries() -> None:
     weighted = to_pairs(keys, 16) * weight.unsqueeze(1).unsqueeze(-1)
     assert torch.allclose(weighted.square().mean((1, 2, 3)), torch.ones(2))
     assert torch.allclose(weight[:, 3] / weight[:, 0], torch.full((2,), 5.0))
+
+
+def test_groups_have_pairs_of_all_frequencies() -> None:
+    """Pair j is coded by group j % groups: a change of it changes no other group's codes."""
+    spec = make_spec(head_dim=32, num_kv_heads=1)
+    config = CommVQConfig(pairs_per_group=4, codebook_size=16, num_residuals=2, key_norm="per_head").resolve(spec)
+    codec = CommVQKeyCodec(spec, config)
+    codec.randomize_(torch.Generator().manual_seed(0))
+    keys = torch.randn(1, 1, 64, 32, generator=torch.Generator().manual_seed(1))
+    before = codec.unpack(codec.encode(keys))[0]
+    for pair in range(16):
+        turned = keys.clone()
+        turned[..., [pair, pair + 16]] *= -1  # the norm stays
+        after = codec.unpack(codec.encode(turned))[0]
+        differs = (after != before).flatten(1).any(1)
+        assert differs.nonzero().flatten().tolist() == [pair % 4]
+
+
+def test_groups_share_what_matters() -> None:
+    """Where errors of few neighbouring pairs matter, all groups spend bits on them."""
+    spec = make_spec(head_dim=32, num_kv_heads=1)
+    keys = torch.randn(1, 1500, 32, generator=torch.Generator().manual_seed(0))
+    keys[..., 12:16] *= 8
+    keys[..., 28:32] *= 8
+    errors = []
+    for pairs in (16, 4):
+        config = CommVQConfig(bits=2, pairs_per_group=pairs, codebook_size=16, key_iterations=6).resolve(spec)
+        codec = CommVQKeyCodec(spec, config)
+        fit_keys(codec, keys, config, torch.Generator().manual_seed(0))
+        errors.append(nmse(codec, keys)[0])
+    assert errors[1] < 1.5 * errors[0]

@@ -15,6 +15,20 @@ _SUM_ROWS = 8192
 _BLOCK_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}
 
 
+def by_group(x: Tensor, num_groups: int, dim: int) -> Tensor:
+    """Splits an axis of channel pairs into two, [groups, g]: pair j is in group j % groups.
+
+    So every group has pairs of all frequencies of RoPE: low and high ones differ much in what their errors cost, and
+    groups of neighbours would get the same bits for very different shares.
+
+    Args:
+        x: any shape, channel pairs on axis `dim`.
+        num_groups: divides their number.
+        dim: axis, not negative.
+    """
+    return x.unflatten(dim, (-1, num_groups)).transpose(dim, dim + 1)
+
+
 def times_i(x: Tensor) -> Tensor:
     """Multiplies interleaved complex vectors [..., 2g] by the imaginary unit."""
     re, im = x.unflatten(-1, (-1, 2)).unbind(-1)

@@ -12,6 +12,9 @@ from kvcli.spec import ModelSpec
 
 _MOST_RESIDUALS = 256
 
+_PAIRS_PER_GROUP = 32
+"""Channel pairs per key code by default: fewer gathers than with a whole head of 128 channels, and the same KL."""
+
 
 class CommVQConfig(CacheConfig):
     """Settings of CommVQ; those that are 0 follow from `bits` and the model's shapes (see `resolve`)."""
@@ -19,7 +22,7 @@ class CommVQConfig(CacheConfig):
     bits: float = Field(default=2.0, ge=0.25, le=4, description="bits per value of K and V, the mean of all layers")
     codebook_size: int = Field(default=64, ge=2, le=256, description="rows N of a key codebook")
     pairs_per_group: int = Field(
-        default=0, ge=0, le=1024, description="channel pairs g that share a key code; 0: a whole head"
+        default=0, ge=0, le=1024, description="channel pairs g that share a key code, at most a whole head; 0: 32"
     )
     num_residuals: int = Field(
         default=0, ge=0, le=_MOST_RESIDUALS, description="residual stages R of the keys; 0: from bits"
@@ -91,7 +94,8 @@ class CommVQConfig(CacheConfig):
         return self.model_copy(update={**own, "layer_residuals": (), "layer_value_bits": ()})
 
     def resolve(self, spec: ModelSpec) -> Self:
-        """Fills in what is 0: g = head_dim/2, R the nearest to `bits` * g / log2 N (Eq. 21), N_c = `bits` * D (Eq. 10).
+        """Fills in what is 0: g = 32, or head_dim/2 if that is no multiple, R the nearest to `bits` * g / log2 N
+        (Eq. 21), N_c = `bits` * D (Eq. 10).
 
         N_c of broken `bits` is rounded to a multiple of 16.
 
@@ -100,7 +104,7 @@ class CommVQConfig(CacheConfig):
                 for each layer.
         """
         pairs = spec.head_dim // 2
-        group = self.pairs_per_group or pairs
+        group = min(pairs, self.pairs_per_group or (pairs if pairs % _PAIRS_PER_GROUP else _PAIRS_PER_GROUP))
         if pairs % group:
             raise ValueError(f"pairs_per_group {group} does not divide the {pairs} channel pairs of a head")
         if self.value_code_bits > 16 * spec.kv_dim:

@@ -28,52 +28,54 @@ def _decode_keys_kernel(
     p_batch, p_time, n_batch, n_head, n_time, c_batch, c_time, batch, num_kv_heads, length, norm_factor,
     R: tl.constexpr, N: tl.constexpr, CODE_BITS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr,
     HALF: tl.constexpr, PITCH: tl.constexpr, ALIGNED: tl.constexpr, WORDS: tl.constexpr, HAS_OFFSET: tl.constexpr,
-    BLOCK_W: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """out = R_t (norm * sum_r (u_a + i u_b) + offset), for BLOCK_T tokens and one group of pairs of one kv head.
+    """out = R_t (norm * sum_r (u_a + i u_b) + offset), for BLOCK_T tokens of one kv head.
 
-    Grid (ceil(length / BLOCK_T), num_kv_heads * GROUPS * batch): programs that run at the same time share a codebook.
+    Grid (ceil(length / BLOCK_T), num_kv_heads * batch): programs that run at the same time share a codebook.
 
     Args:
         packed: [batch, 1, length, PITCH bytes], int32 words if ALIGNED, else uint8, strides p_*.
         norm: float16 [batch, 1 or num_kv_heads, length, 1], strides n_*.
         table: int32 [num_kv_heads, GROUPS, R, N, g/2] of `pack_codebook`.
-        pair_scale: float32 [num_kv_heads, D/2].
+        pair_scale: float32 [num_kv_heads, GROUPS, g].
         offset: float32 [num_kv_heads, D], read if HAS_OFFSET.
         cos, sin: float32 [batch or 1, 1, length, HALF], strides c_*; channels beyond 2 * HALF are not rotated.
         out: [batch, num_kv_heads, length, D] float, written; clamped to the range of float16 if it is that.
 
-    Constexprs: CODE_BITS per code; WORDS: 32-bit words that hold R codes; BLOCK_W, g/2 padded.
+    Constexprs: CODE_BITS per code; WORDS: 32-bit words that hold R codes; BLOCK_K and BLOCK_W, GROUPS and g/2 padded.
     """
     i_b = (tl.program_id(1) % batch).to(tl.int64)
-    i_g = (tl.program_id(1) // batch % GROUPS).to(tl.int64)
-    i_h = (tl.program_id(1) // batch // GROUPS).to(tl.int64)
+    i_h = (tl.program_id(1) // batch).to(tl.int64)
     PAIRS: tl.constexpr = D // 2
     PART: tl.constexpr = PAIRS // GROUPS // 2
-    o_w = tl.arange(0, BLOCK_W)
+    o_k, o_w = tl.minimum(tl.arange(0, BLOCK_K), GROUPS - 1), tl.minimum(tl.arange(0, BLOCK_W), PART - 1)
     t = tl.arange(0, BLOCK_T)
     start = tl.program_id(0).to(tl.int64) * BLOCK_T
     count = tl.minimum(length - tl.program_id(0) * BLOCK_T, BLOCK_T)
     m_t = t < count
 
-    bit = (i_h * GROUPS + i_g).to(tl.int32) * (R * CODE_BITS) + tl.zeros([1], tl.int32)
+    bit = (i_h.to(tl.int32) * GROUPS + o_k) * (R * CODE_BITS)
     shift = (bit % 32).to(tl.uint32)[:, None]
-    raws = code_words(packed + i_b * p_batch + start * p_time, t, p_time, bit // 32, count, PITCH, ALIGNED, WORDS)
-    p_table = table + (i_h * GROUPS + i_g) * (R * N * PART) + tl.minimum(o_w, PART - 1)[None, None, :]
+    first = (bit // 32)[:, None]
+    raws = code_words(packed + i_b * p_batch + start * p_time, t[None, :], p_time, first, count, PITCH, ALIGNED, WORDS)
+    p_table = table + (i_h * GROUPS + o_k)[:, None, None] * (R * N * PART) + o_w[None, None, :]
     real, imag = codeword_sums(raws, shift, p_table, PART, R, N, CODE_BITS, WORDS)
-    real = tl.reshape(real, [BLOCK_T, BLOCK_W])
-    imag = tl.reshape(imag, [BLOCK_T, BLOCK_W])
+    real = tl.reshape(tl.permute(real, (1, 2, 0)), [BLOCK_T, BLOCK_W * BLOCK_K])
+    imag = tl.reshape(tl.permute(imag, (1, 2, 0)), [BLOCK_T, BLOCK_W * BLOCK_K])
 
     b_norm = tl.load(norm + i_b * n_batch + i_h * n_head + (start + t) * n_time, mask=m_t, other=0.0).to(tl.float32)
     b_norm = (b_norm * norm_factor)[:, None]
     p_angle = i_b * c_batch + (start + t)[:, None] * c_time
     p_out = out + ((i_b * num_kv_heads + i_h) * length + start + t)[:, None] * D
-    # word w of a group holds its pairs w and w + PART
+    # word w of group k holds the group's pairs w and w + PART
+    i_w, i_k = tl.arange(0, BLOCK_W * BLOCK_K) // BLOCK_K, tl.arange(0, BLOCK_W * BLOCK_K) % BLOCK_K
+    m_w = (i_w < PART) & (i_k < GROUPS)
     for half in tl.static_range(2):
         b_re, b_im = half_of_sums(real, imag, half, R)
-        pair = i_g.to(tl.int32) * (2 * PART) + half * PART + o_w
-        m_w = o_w < PART
-        b_scale = tl.load(pair_scale + i_h * PAIRS + pair, mask=m_w, other=0.0)[None, :]
+        place = i_w + half * PART
+        pair = place * GROUPS + i_k
+        b_scale = tl.load(pair_scale + i_h * PAIRS + i_k * (2 * PART) + place, mask=m_w, other=0.0)[None, :]
         b_x, b_y = b_re * b_scale * b_norm, b_im * b_scale * b_norm
         # pair j of the rotated ones is channels j and j + HALF, and likewise among the rest
         first = tl.where(pair < HALF, pair, pair + HALF)
@@ -119,7 +121,7 @@ def decode_keys(
     packed = codes.packed.view(torch.int32) if aligned else codes.packed
     table = key.packed_codebook.get(lambda: pack_codebook(key.codebook), key.codebook)
     part, cos, sin = config.pairs_per_group // 2, row_major(rotation.cos), row_major(rotation.sin)
-    rows = spec.num_kv_heads * key.num_groups * batch
+    rows = spec.num_kv_heads * batch
     _decode_keys_kernel[(cdiv(length, _KEY_TILE["BLOCK_T"]), rows)](
         packed, codes.norm, table, key.codebook_scale, out if offset is None else offset.contiguous(),
         cos, sin, out, packed.stride(0), packed.stride(2),
@@ -129,7 +131,7 @@ def decode_keys(
         R=config.num_residuals, N=config.codebook_size, CODE_BITS=config.bits_per_code, GROUPS=key.num_groups,
         D=spec.head_dim, HALF=cos.shape[-1], PITCH=pitch, ALIGNED=aligned,
         WORDS=cdiv(config.num_residuals * config.bits_per_code, 32), HAS_OFFSET=offset is not None,
-        BLOCK_W=power_of_two(part), **_KEY_TILE,
+        BLOCK_K=power_of_two(key.num_groups), BLOCK_W=power_of_two(part), **_KEY_TILE,
     )  # fmt: skip
     return out
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kvcli.kernels.constants import TINY, norm_unit
 from kvcli.kernels.launch import cdiv, power_of_two, row_major, shared_memory_limit
-from kvcli.methods.commvq.codebook import centres, nearest
+from kvcli.methods.commvq.codebook import by_group, centres, nearest
 from kvcli.methods.commvq.tables import NO_CENTRE, SearchTables
 from kvcli.packing import packed_size
 from kvcli.rope import to_pairs
@@ -149,7 +149,7 @@ def _search_kernel(
     p_n = norms + i_b * time + i_t if JOINT else norms + (i_b * heads + i_head) * time + i_t
     norm = tl.load(p_n, mask=m_t, other=0.0)[:, None]
     p_x = x + i_head * stride_h + (i_b * stride_b + i_t * stride_t)[:, None]
-    o_x = i_group * G + o_g
+    o_x = o_g * GROUPS + i_group
     o_c = o_x + is_y * (ROTARY // 2)
     if ROTARY < D:
         # pairs beyond the rotated ones are paired among themselves
@@ -304,7 +304,7 @@ def _search_in_torch(x: Tensor, norms: Tensor, tables: SearchTables, joint: bool
     problems, pairs = tables.weights.shape
     unit = torch.where(norms.unsqueeze(-1) > 0, x.float() / norms.unsqueeze(-1).clamp_min(TINY), 0.0)
     unit = to_pairs(unit * (heads * width if joint else width) ** 0.5, rotary_dim)
-    rows = unit.unflatten(-2, (problems // heads, pairs)).permute(1, 3, 0, 2, 4, 5).flatten(0, 1).flatten(1, 2)
+    rows = by_group(unit, problems // heads, 3).permute(1, 3, 0, 2, 4, 5).flatten(0, 1).flatten(1, 2)
     residual = (rows * tables.weights[:, None, :, None]).flatten(-2)
     planes = tables.books[:, :, : tables.codebook_size].float().unflatten(-1, (2, -1))[..., :pairs]
     books = (planes * tables.units[:, None, None, None, :]).transpose(-1, -2).flatten(-2)

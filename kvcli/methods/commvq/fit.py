@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvcli.layer_samples import LayerSamples
 from kvcli.methods.base import Codec
+from kvcli.methods.commvq.codebook import by_group
 from kvcli.methods.commvq.config import CommVQConfig
 from kvcli.methods.commvq.fit_keys import fit_keys, set_pair_weight
 from kvcli.methods.commvq.fit_values import fit_values_fast, fit_values_paper, set_metric
@@ -147,7 +148,7 @@ def scalar_nmse(train: Tensor, heldout: Tensor, bits: int) -> list[float]:
 def oversized_books(key: CommVQKeyCodec) -> list[str]:
     """A warning for each head with codewords far larger than any key: the int8 codebook is coarse then."""
     limit = _OVERSIZE * key.norm_width**0.5
-    weight = key.pair_weight.unflatten(1, (key.num_groups, -1))
+    weight = by_group(key.pair_weight, key.num_groups, 1)
     largest = (key.codebook_scale * weight * 127).amax((1, 2)).tolist()
     return [
         f"keys of head {head}: codewords reach {size:.3g} where normalised keys are {key.norm_width**0.5:.3g} at most; "

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from kvcli.kernels.cached import CachedFromBuffers
 from kvcli.kernels.constants import FP16_BELOW_MAX, FP16_MAX, norm_unit
 from kvcli.methods.base import Codes, KeyCodec, Space
-from kvcli.methods.commvq.codebook import centres, nearest, times_i
+from kvcli.methods.commvq.codebook import by_group, centres, nearest, times_i
 from kvcli.methods.commvq.config import CommVQConfig
 from kvcli.methods.commvq.tables import SearchTables, search_tables
 from kvcli.packing import pack_bits, packed_size, unpack_bits
@@ -42,10 +42,11 @@ class CommVQKeyCodec(KeyCodec[CommVQKeyCodes, None]):
     with RoPE. Weights that undo any scaling of a model's channel pairs make codes independent of it.
 
     Deviations: the codebook is stored in int8 with a float32 scale per channel pair; the paper stores float16. The
-    paper weights no channels.
+    paper weights no channels, and codes all pairs of a head together, `pairs_per_group` head_dim/2.
 
     Buffers:
-        codebook: int8 [num_kv_heads, groups, R, N, 2g], (re, im) interleaved, in units of `codebook_scale`.
+        codebook: int8 [num_kv_heads, groups, R, N, 2g], (re, im) interleaved, in units of `codebook_scale`; channel
+            pairs are split as by `codebook.by_group`.
         codebook_scale: float32 [num_kv_heads, groups, g], for keys of weighted norm sqrt(D); a factor of a pair
             commutes with rotation, and -127..127 is closed under multiplication by i.
         pair_weight: float32 [num_kv_heads, head_dim/2].
@@ -124,12 +125,12 @@ class CommVQKeyCodec(KeyCodec[CommVQKeyCodes, None]):
 
     def problems(self, unit: Tensor) -> Tensor:
         """Normalised keys [batch, heads, time, d] as coding problems [heads * groups, batch * time, 2g]."""
-        pairs = to_pairs(unit, self.spec.rope.rotary_dim).unflatten(-2, (self.num_groups, -1)).flatten(-2)
+        pairs = by_group(to_pairs(unit, self.spec.rope.rotary_dim), self.num_groups, 3).flatten(-2)
         return pairs.permute(1, 3, 0, 2, 4).flatten(0, 1).flatten(1, 2)
 
     def group_weight(self) -> Tensor:
         """`pair_weight` for each problem and real channel: [heads * groups, 1, 2g]."""
-        return self.pair_weight.unflatten(1, (self.num_groups, 1, -1)).flatten(0, 1).repeat_interleave(2, -1)
+        return by_group(self.pair_weight, self.num_groups, 1).flatten(0, 1).unsqueeze(1).repeat_interleave(2, -1)
 
     def books(self) -> Tensor:
         """The codebooks of all problems and stages: float32 [heads * groups, R, N, 2g]."""
@@ -198,7 +199,7 @@ class CommVQKeyCodec(KeyCodec[CommVQKeyCodes, None]):
             nn.functional.embedding_bag((rows + start).flatten(0, 2), table, mode="sum") for rows in self.unpack(codes)
         )
         keys = (first + times_i(second)).view(self.spec.num_kv_heads, self.num_groups, batch, time, -1, 2)
-        return keys.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)
+        return keys.permute(2, 0, 3, 4, 1, 5).flatten(3, 4)
 
     def scores(self, query: Tensor, codes: CommVQKeyCodes, state: None, rotation: Rotation | None) -> Tensor:
         pairs, rotary_dim = self.unit_pairs(codes), self.spec.rope.rotary_dim

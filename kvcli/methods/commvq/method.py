@@ -40,7 +40,9 @@ METHOD = Method(
     config_cls=CommVQConfig,
     build=_build,
     nominal_bits=_nominal_bits,
-    paper_settings={f"commvq-{bits}": {"sink_length": 0, "residual_length": 128} for bits in (2, 1)},
+    paper_settings={
+        f"commvq-{bits}": {"sink_length": 0, "residual_length": 128, "pairs_per_group": 64} for bits in (2, 1)
+    },
     fit=fit_layer,
     allocate=allocate,
     fit_metrics={

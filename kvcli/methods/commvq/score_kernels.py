@@ -26,10 +26,30 @@ from kvcli.methods.commvq.tables import pack_codebook
 from kvcli.methods.encoded import EncodedTokens
 
 _TILE = 64
-_TOKENS = 16
 _WARPS = 4
+_WORDS_AT_A_TIME = 512
+"""Words of a table row times tokens, four for each thread: one gather of 16 bytes."""
+
+_LEAST_PAIRS = 8
+"""Channel pairs of a group that fill the least depth of a product, 16."""
+
 _TABLE_BYTES = 11 * 2**14
 """Bytes of codebook tables per pass (176 KiB), which must fit in L1."""
+
+
+@triton.jit
+def _rotated(real, imag, p_cos, p_sin, half: tl.constexpr, R: tl.constexpr):
+    """Number `half` of each word of `codeword_sums` times cos + i sin, x and y, in the dtype of cos: [T, W, 2]."""
+    b_re, b_im = half_of_sums(real, imag, half, R)
+    b_cos, b_sin = tl.load(p_cos), tl.load(p_sin)
+    b_re, b_im = b_re.to(b_cos.dtype), b_im.to(b_cos.dtype)
+    return tl.join(b_re * b_cos - b_im * b_sin, b_im * b_cos + b_re * b_sin)
+
+
+@triton.jit
+def _interleaved(first, second):
+    """[T, W, 2] of both halves as [T, 4 W], column 4 w + 2 c + half."""
+    return tl.reshape(tl.join(first, second), [first.shape[0], 4 * first.shape[1]])
 
 
 @triton.jit(do_not_specialize=["length"])
@@ -43,15 +63,15 @@ def _key_scores_kernel(
     ADD: tl.constexpr, HAS_LENGTHS: tl.constexpr,
 ):  # fmt: skip
     """scores = scaling * norm * Re<q, R_t sum_r (u_a + i u_b)> over stages FIRST..FIRST + R - 1; added to what is in
-    scores if ADD.
+    scores if ADD. One group of pairs after the other: gathers of several groups at once would change layout each.
 
     Grid (ceil(length / TILE), batch, num_kv_heads * ceil(rows / BLOCK_M)), rows = HEADS * query_len per kv head.
     query [batch, num_kv_heads * HEADS, query_len, D] any float; packed [batch, 1, time, PITCH bytes], int32 words if
     ALIGNED, else uint8; norm float16 [batch, 1 or num_kv_heads, time, 1]; table int32 [num_kv_heads, GROUPS, STAGES, N,
-    g/2] of `pack_codebook`; pair_scale float32 [num_kv_heads, D/2]; tile_cos and tile_sin float32 [batch or 1, tiles,
-    D/2], rotation of each tile's first position; offset_cos and offset_sin [TILE, D/2] float16, or float32 if FP32_DOT;
-    lengths int32 [batch], tokens of each sequence, if HAS_LENGTHS; scores float32 [batch, num_kv_heads, rows, >=
-    length], written up to a sequence's end, base-2 (`scaling` includes log2(e)).
+    g/2] of `pack_codebook`; pair_scale float32 [num_kv_heads, GROUPS, g]; tile_cos and tile_sin float32 [batch or 1,
+    tiles, D/2], rotation of each tile's first position; offset_cos and offset_sin [TILE, D/2], pairs in the order of
+    groups, float16, or float32 if FP32_DOT; lengths int32 [batch], tokens of each sequence, if HAS_LENGTHS; scores
+    float32 [batch, num_kv_heads, rows, >= length], written up to a sequence's end, base-2 (`scaling` includes log2(e)).
     q_, p_, n_, t_, s_ are strides; `length` tokens. STAGES: all stages; CODE_BITS per code; WORDS: 32-bit words that
     hold R codes; BLOCK_T tokens and BLOCK_M rows at a time; FP32_DOT: float32 products instead of float16.
     """
@@ -60,39 +80,33 @@ def _key_scores_kernel(
     i_b = tl.program_id(1).to(tl.int64)
     i_h = (tl.program_id(2) % num_kv_heads).to(tl.int64)
     o_m = tl.program_id(2) // num_kv_heads * BLOCK_M + tl.arange(0, BLOCK_M)
-    o_g = tl.arange(0, GROUPS)
     o_t = tl.arange(0, BLOCK_T)
     PAIRS: tl.constexpr = D // 2
-    WIDTH: tl.constexpr = D // 4
-    PART: tl.constexpr = WIDTH // GROUPS
-    o_w = tl.arange(0, WIDTH)
-    # word w of a group holds its pairs w and w + PART
-    low = (o_w // PART) * (2 * PART) + o_w % PART
+    PART: tl.constexpr = PAIRS // GROUPS // 2
+    o_w = tl.arange(0, PART)
 
-    # [W, M], two halves: the queries of this kv head, rotated back by the tile's position, in units of the codebook
+    # [4 PART, M] per group: the queries of this kv head, rotated back by the tile's position, in units of the codebook;
+    # row 4 w + 2 c + h is channel c (x or y) of the group's pair w + h PART, in the order of `_interleaved`
+    o_k = tl.arange(0, 4 * PART)
+    place = o_k // 4 + o_k % 2 * PART
+    is_y = (o_k // 2 % 2) == 1
     m_m = o_m < HEADS * query_len
     head = i_h * HEADS + o_m // query_len
     p_query = (query + i_b * q_batch + head * q_head + (o_m % query_len).to(tl.int64) * q_time)[None, :]
     offs_tile = i_b * t_batch + i_t.to(tl.int64) * PAIRS
-    b_xs = ()
-    b_ys = ()
-    for half in tl.static_range(2):
-        pair = low + half * PART
-        b_x = tl.load(p_query + pair[:, None], mask=m_m[None, :], other=0.0).to(tl.float32)
-        b_y = tl.load(p_query + (PAIRS + pair)[:, None], mask=m_m[None, :], other=0.0).to(tl.float32)
-        b_unit = tl.load(pair_scale + i_h * PAIRS + pair)
+    b_qs = ()
+    for k in tl.static_range(GROUPS):
+        pair = place * GROUPS + k
+        own, other = pair + tl.where(is_y, PAIRS, 0), pair + tl.where(is_y, 0, PAIRS)
+        b_own = tl.load(p_query + own[:, None], mask=m_m[None, :], other=0.0).to(tl.float32)
+        b_other = tl.load(p_query + other[:, None], mask=m_m[None, :], other=0.0).to(tl.float32)
+        b_unit = tl.load(pair_scale + i_h * PAIRS + k * (2 * PART) + place)
         b_tc = tl.load(tile_cos + offs_tile + pair) * b_unit
-        b_ts = tl.load(tile_sin + offs_tile + pair) * b_unit
-        b_qx = b_x * b_tc[:, None] + b_y * b_ts[:, None]
-        b_qy = b_y * b_tc[:, None] - b_x * b_ts[:, None]
-        if not FP32_DOT:
-            b_qx, b_qy = b_qx.to(tl.float16), b_qy.to(tl.float16)
-        b_xs = b_xs + (b_qx,)
-        b_ys = b_ys + (b_qy,)
+        b_ts = tl.load(tile_sin + offs_tile + pair) * tl.where(is_y, -b_unit, b_unit)
+        b_q = b_own * b_tc[:, None] + b_other * b_ts[:, None]
+        b_qs = b_qs + (b_q if FP32_DOT else b_q.to(tl.float16),)
 
-    bit = (i_h.to(tl.int32) * GROUPS + o_g) * (STAGES * CODE_BITS) + FIRST * CODE_BITS
-    first = bit // 32
-    shift = (bit % 32).to(tl.uint32)[:, None]
+    bit = i_h.to(tl.int32) * (GROUPS * STAGES * CODE_BITS) + FIRST * CODE_BITS
     start = i_t.to(tl.int64) * TILE
     p_codes = packed + i_b * p_batch + start * p_time
     norm += i_b * n_batch + i_h * n_head + start * n_time
@@ -100,33 +114,26 @@ def _key_scores_kernel(
     if HAS_LENGTHS:
         length = tl.load(lengths + i_b)
     count = tl.minimum(length - i_t * TILE, TILE)
-    p_table = table + i_h * (GROUPS * STAGES * N * PART) + o_g[:, None, None] * (STAGES * N * PART)
-    p_table += FIRST * N * PART + tl.arange(0, PART)[None, None, :]
-    raws = code_words(p_codes, o_t, p_time, first, count, PITCH, ALIGNED, WORDS)
+    p_table = table + (i_h * (GROUPS * STAGES) + FIRST) * (N * PART) + o_w[None, :]
     for sub in range(0, count, BLOCK_T):
         t = sub + o_t
         m_t = t < count
-        following = code_words(p_codes, t + BLOCK_T, p_time, first, count, PITCH, ALIGNED, WORDS)
-        real, imag = codeword_sums(raws, shift, p_table, PART, R, N, CODE_BITS, WORDS)
-        raws = following
-        real = tl.reshape(tl.permute(real, (1, 0, 2)), [BLOCK_T, WIDTH])
-        imag = tl.reshape(tl.permute(imag, (1, 0, 2)), [BLOCK_T, WIDTH])
-
         b_s = tl.zeros([BLOCK_T, BLOCK_M], tl.float32)
-        for half in tl.static_range(2):
+        for k in tl.static_range(GROUPS):
+            at = bit + k * STAGES * CODE_BITS
+            raws = code_words(p_codes, t, p_time, at // 32, count, PITCH, ALIGNED, WORDS)
+            p_rows = p_table + k * (STAGES * N * PART)
+            real, imag = codeword_sums(raws, (at % 32).to(tl.uint32), p_rows, PART, R, N, CODE_BITS, WORDS)
             # [T, W]: the summed codeword of each token, rotated by its offset
-            b_re, b_im = half_of_sums(real, imag, half, R)
-            offs_token = t[:, None] * PAIRS + (low + half * PART)[None, :]
-            b_oc = tl.load(offset_cos + offs_token).to(tl.float32)
-            b_os = tl.load(offset_sin + offs_token).to(tl.float32)
-            b_kx = b_re * b_oc - b_im * b_os
-            b_ky = b_im * b_oc + b_re * b_os
+            offs_token = t[:, None] * PAIRS + (k * (2 * PART) + o_w)[None, :]
+            b_k = _interleaved(
+                _rotated(real, imag, offset_cos + offs_token, offset_sin + offs_token, 0, R),
+                _rotated(real, imag, offset_cos + offs_token + PART, offset_sin + offs_token + PART, 1, R),
+            )
             if FP32_DOT:
-                b_s = tl.dot(b_kx, b_xs[half], b_s, input_precision="ieee")
-                b_s = tl.dot(b_ky, b_ys[half], b_s, input_precision="ieee")
+                b_s = tl.dot(b_k, b_qs[k], b_s, input_precision="ieee")
             else:
-                b_s = tl.dot(layout_barrier_fp16(b_kx.to(tl.float16)), b_xs[half], b_s)
-                b_s = tl.dot(layout_barrier_fp16(b_ky.to(tl.float16)), b_ys[half], b_s)
+                b_s = tl.dot(layout_barrier_fp16(b_k), b_qs[k], b_s)
         b_norm = tl.load(norm + t * n_time, mask=m_t, other=0.0).to(tl.float32) * scaling
         b_s = b_s * b_norm[:, None]
         m_s = m_t[:, None] & m_m[None, :]
@@ -151,7 +158,7 @@ def unsupported(key: CommVQKeyCodec) -> str | None:
     head_dim, pairs = key.spec.head_dim, key.config.pairs_per_group
     if key.spec.rope.rotary_dim != head_dim:
         return "keys that are rotated in part of their channels"
-    if head_dim & (head_dim - 1) or head_dim < 64 or pairs < 2:
+    if head_dim & (head_dim - 1) or head_dim < 64 or pairs < _LEAST_PAIRS:
         return f"CommVQ keys of head_dim {head_dim} in groups of {pairs} pairs"
     return None
 
@@ -177,7 +184,7 @@ def key_scores(codec: CommVQLayer, query: Tensor, encoded: EncodedTokens, scalin
     heads_per_kv = heads // spec.num_kv_heads
     rows = heads_per_kv * query_len
     tiles = encoded.rotations.tiles(_TILE)
-    offsets = encoded.rotations.offsets(_TILE, torch.float32 if fp32_dot else torch.float16)
+    offsets = encoded.rotations.offsets(_TILE, torch.float32 if fp32_dot else torch.float16, key.num_groups)
     packed, pitch = codes.packed, codes.packed.shape[-1]
     aligned = pitch % 4 == 0
     if aligned:
@@ -188,6 +195,7 @@ def key_scores(codec: CommVQLayer, query: Tensor, encoded: EncodedTokens, scalin
     if offset is not None:
         offset_scores(query, offset, encoded.rotations, scores, scaling * LOG2E)
     block_m = 16 if fp32_dot else 8
+    block_t = min(_TILE, max(16, _WORDS_AT_A_TIME // (config.pairs_per_group // 2)))
     grid = (cdiv(encoded.length, _TILE), batch, spec.num_kv_heads * cdiv(rows, block_m))
     for first, count in stage_ranges(config, head_dim):
         _key_scores_kernel[grid](
@@ -199,7 +207,7 @@ def key_scores(codec: CommVQLayer, query: Tensor, encoded: EncodedTokens, scalin
             spec.num_kv_heads, query_len, encoded.length, scaling * LOG2E * key.norm_factor,
             HEADS=heads_per_kv, STAGES=config.num_residuals, FIRST=first, R=count, N=config.codebook_size,
             CODE_BITS=config.bits_per_code, GROUPS=key.num_groups, D=head_dim, PITCH=pitch, ALIGNED=aligned,
-            WORDS=cdiv(count * config.bits_per_code, 32), TILE=_TILE, BLOCK_T=_TOKENS, BLOCK_M=block_m,
+            WORDS=cdiv(count * config.bits_per_code, 32), TILE=_TILE, BLOCK_T=block_t, BLOCK_M=block_m,
             FP32_DOT=fp32_dot, ADD=first > 0 or offset is not None, HAS_LENGTHS=lengths is not None,
             num_warps=_WARPS, num_stages=1,
         )  # fmt: skip

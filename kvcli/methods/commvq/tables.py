@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels.launch import power_of_two
-from kvcli.methods.commvq.codebook import pair_table
+from kvcli.methods.commvq.codebook import by_group, pair_table
 from kvcli.rope import from_pairs
 
 SWEEP_BITS = 4
@@ -64,7 +64,7 @@ def search_tables(
     """
     groups, size, pairs = codebook.shape[1], codebook.shape[3], codebook.shape[4] // 2
     pad_n, pad_g = max(16, power_of_two(size)) - size, max(16, power_of_two(pairs)) - pairs
-    weights = pair_weight.unflatten(1, (groups, -1)).flatten(0, 1).contiguous()
+    weights = by_group(pair_weight, groups, 1).flatten(0, 1).contiguous()
     units = weights * codebook_scale.flatten(0, 1)
     pow2_scales = torch.exp2(-units.amax(-1).clamp(1e-30, 1e30).log2().ceil())
     real_scale = codebook_scale.repeat_interleave(2, -1)[:, :, None, None]
