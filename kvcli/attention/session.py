@@ -19,7 +19,8 @@ from kvcli.attention.decoder import Decoder, LogitsNotFinite, Mode
 from kvcli.attention.generation import Generated, prefill, stop_tokens
 from kvcli.attention.layer import attend_layer
 from kvcli.attention.next_token import NextToken, SamplingConfig
-from kvcli.cache.compressed import CompressedCache, NewTokens
+from kvcli.cache.compressed import CompressedCache
+from kvcli.cache.layer import NewTokens
 from kvcli.errors import CacheError, ConfigError, UnsupportedModelError, UsageError, explain
 from kvcli.fingerprint import fingerprint
 from kvcli.methods.config import BiasOffsetConfig, CacheConfig
