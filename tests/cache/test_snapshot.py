@@ -192,6 +192,8 @@ def test_equal_content_has_equal_bytes(tiny_model: Any, attach: Any) -> None:
         for name, x in snapshot.tensors.items():
             for row, count in enumerate(snapshot.counts.used(name) or ()):
                 assert not x[row, :, count:].any(), name
+        assert snapshot.counts.lengths == (30, 10)
+        assert not snapshot.tensors["positions"][1, 10:].any()
         assert_equal(restored(session, snapshot).snapshot(), snapshot)
 
 
