@@ -36,7 +36,7 @@ def replacing(path: Path) -> Iterator[Path]:
     Raises:
         OSError: the disk is full and the like; it names the file.
     """
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = temporary_path(path)
     try:
         try:
             yield temporary
@@ -51,6 +51,11 @@ def replacing(path: Path) -> Iterator[Path]:
             flush_to_disk(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def temporary_path(path: Path) -> Path:
+    """What a file is called until it is complete."""
+    return path.with_name(path.name + ".tmp")
 
 
 def flush_to_disk(path: Path) -> None:

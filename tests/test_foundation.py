@@ -129,7 +129,7 @@ def test_unsupported_models_are_refused_by_name(family: str, changes: dict[str, 
 
 ROOMS = [
     ("_version", "errors", "files", "packing", "progress"),
-    ("builtin_models", "machine", "registry"),
+    ("builtin_models", "file_lock", "machine", "registry"),
     ("spec", "wheels"),
     ("fingerprint", "rope"),
     ("layer_samples",),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -10,8 +12,10 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from kvcli.cache.content import put, take
+from kvcli.cache.context import Context
 from kvcli.cache.counts import Counts, TokenCounts
 from kvcli.cache.forward import ordinary_tensors
+from kvcli.cache.identity import CacheIdentity
 from kvcli.cache.layer import DETACHED, OTHER_MODEL, CompressedLayer
 from kvcli.cache.memory import MemoryReport
 from kvcli.cache.sequences import Sequences
@@ -34,6 +38,7 @@ class CompressedCache(Cache):
         codecs: one fitted codec per layer.
         seam: the patch on the model that the cache is for.
         compressed_layers: how many of the codecs are the method's, the others being full precision; default all.
+        identity: gives what stored tokens depend on; None: the cache cannot be saved.
 
     Attributes:
         sequences: lengths, positions and counts, shared by all layers.
@@ -47,9 +52,10 @@ class CompressedCache(Cache):
         codecs: list[LayerCodec],
         seam: Seam,
         compressed_layers: int | None = None,
+        identity: Callable[[], CacheIdentity] | None = None,
     ) -> None:
         self.spec, self.method, self.config = spec, method, config
-        self._codecs, self._seam = codecs, seam
+        self._codecs, self._seam, self._identity = codecs, seam, identity
         self._compressed_layers = len(codecs) if compressed_layers is None else compressed_layers
         self.sequences = self._new_sequences()
         super().__init__(layers=self._new_layers(self.sequences))
@@ -66,7 +72,7 @@ class CompressedCache(Cache):
     @ordinary_tensors
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A cache with the same tokens for the same session: tensors and counts are copied, nothing of the model."""
-        shared = [self.spec, self.method, self.config, self._seam, self.sequences.rope]
+        shared = [self.spec, self.method, self.config, self._seam, self.sequences.rope, self._identity]
         for codec in self._codecs:
             shared += [codec, codec.key, codec.value]
         memo.update({id(x): x for x in shared})
@@ -78,7 +84,8 @@ class CompressedCache(Cache):
     def __reduce__(self) -> Any:
         """Raises CacheError: a cache is of use only with the model that its session has attached."""
         raise CacheError(
-            "a compressed cache cannot be pickled, because it belongs to an attached model; copy it with copy.deepcopy"
+            "a compressed cache cannot be pickled, because it belongs to an attached model; copy it with "
+            "copy.deepcopy, or write it to a file with cache.save"
         )
 
     def _new_sequences(self) -> Sequences:
@@ -173,6 +180,33 @@ class CompressedCache(Cache):
         self.sequences, self.layers = sequences, self._new_layers(sequences)
         for layer, store in zip(self.layers, stores, strict=True):
             layer.store, layer.is_initialized = store, True
+
+    def context(self, input_ids: Tensor | None = None, notes: Mapping[str, Any] | None = None) -> Context:
+        """A copy of the content with what it depends on, to be saved.
+
+        Args:
+            input_ids: the tokens that the cache holds, int64 [batch, slots]; a cache does not know them.
+            notes: plain JSON values to keep with them.
+
+        Raises:
+            CacheError: the cache is empty, a pass over it broke off, or no session made it.
+        """
+        if self._identity is None:
+            raise CacheError("this cache was not made by a session, so it cannot be told what it depends on")
+        return Context(self.snapshot(), self._identity(), input_ids, notes or {})
+
+    def save(self, path: str | Path, input_ids: Tensor | None = None) -> None:
+        """Writes the cache to one safetensors file, from which `Session.load_cache` goes on.
+
+        Args:
+            path: the file; it is complete when it has this name, and replaces one that was there.
+            input_ids: as for `context`; `Context.load(path).input_ids` are these.
+
+        Raises:
+            CacheError: as `context` and `Context.save`.
+            OSError: the file cannot be written.
+        """
+        self.context(input_ids).save(path)
 
     def memory(self) -> MemoryReport:
         """Measures the cache from its live tensors."""

@@ -8,64 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from contract import asked_for
 from factories import make_model
 from parts import DEVICE
+from passes import assert_equal, go_on, ids, mask_of, read
 from torch import Tensor
 
 import kvcli
-from kvcli.artifact import Artifact
 from kvcli.attention.next_token import SamplingConfig
 from kvcli.cache.snapshot import Snapshot, SnapshotCounts
 from kvcli.errors import CacheError
-from kvcli.methods.config import CacheConfig
-from kvcli.registry import METHODS, get_method
-
-ROUNDS = (1, 5, 1, 17, 1)
-"""Tokens of the passes after a restored cache took over."""
-
-
-@pytest.fixture
-def attach(tiny_artifact: Callable[[Any], Artifact]) -> Callable[..., Any]:
-    """Attaches a method with its example settings."""
-
-    def make(model: Any, name: str, **changes: Any) -> Any:
-        method = get_method(name)
-        artifact = tiny_artifact(method) if method.needs_artifact else None
-        known = CacheConfig.model_fields if artifact else method.config_cls.model_fields
-        settings = {key: value for key, value in method.example_settings.items() if key in known}
-        asked = name if artifact else asked_for(method)
-        return kvcli.attach(model, asked, artifact=artifact, **{"sink_length": 2, **settings, **changes})
-
-    return make
-
-
-def ids(batch: int, count: int, seed: int = 0) -> Tensor:
-    return torch.randint(3, 97, (batch, count), generator=torch.Generator().manual_seed(seed))
-
-
-def mask_of(*lengths: int) -> Tensor:
-    width = max(lengths)
-    return (torch.arange(width) >= width - torch.tensor(lengths).unsqueeze(1)).long()
-
-
-@torch.no_grad()
-def go_on(model: Any, cache: Any, mask: Tensor, rounds: tuple[int, ...] = ROUNDS) -> list[Tensor]:
-    """Logits of passes over a cache whose slots are marked by `mask`."""
-    outputs = []
-    for seed, count in enumerate(rounds):
-        mask = torch.cat((mask, mask.new_ones(len(mask), count)), dim=1)
-        position = (mask.cumsum(1) - 1).clamp(min=0)[:, -count:]
-        tokens = ids(len(mask), count, seed + 100)
-        out = model(tokens, attention_mask=mask, position_ids=position, past_key_values=cache)
-        outputs.append(out.logits)
-    return outputs
-
-
-@torch.no_grad()
-def read(model: Any, cache: Any, mask: Tensor) -> None:
-    position = (mask.cumsum(1) - 1).clamp(min=0)
-    model(ids(*mask.shape), attention_mask=mask, position_ids=position, past_key_values=cache)
+from kvcli.registry import METHODS
 
 
 def through_json(snapshot: Snapshot) -> Snapshot:
@@ -78,15 +30,6 @@ def restored(session: Any, snapshot: Snapshot) -> Any:
     cache = session.new_cache()
     cache.restore(through_json(snapshot))
     return cache
-
-
-def assert_equal(first: Snapshot, second: Snapshot) -> None:
-    assert first.counts == second.counts
-    assert first.tensors.keys() == second.tensors.keys()
-    for name, x in first.tensors.items():
-        y = second.tensors[name]
-        assert (x.dtype, x.shape) == (y.dtype, y.shape), name
-        assert torch.equal(x, y), name
 
 
 def assert_goes_on(model: Any, session: Any, cache: Any, mask: Tensor) -> None:
