@@ -96,8 +96,8 @@ class Session:
             CacheError: a file that is missing or damaged, or of another model, RoPE, dtype, method, artifact or
                 setting.
         """
-        context, what = (source, "this context") if isinstance(source, Context) else (Context.load(source), str(source))
-        context.check(self.identity(), what)
+        context = source if isinstance(source, Context) else Context.load(source)
+        context.check(self.identity())
         cache = self.new_cache()
         cache.restore(context.snapshot)
         return cache

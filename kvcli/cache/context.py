@@ -41,25 +41,26 @@ class Context:
         identity: what it depends on.
         input_ids: its tokens, int64 [batch, slots], anything at padding; None if they were not given.
         notes: plain JSON values of whoever saved it.
+        name: for messages.
     """
 
     snapshot: Snapshot
     identity: CacheIdentity
     input_ids: Tensor | None = None
     notes: Mapping[str, Any] = field(default_factory=dict)
+    name: str = field(default="this context", compare=False)
 
-    def check(self, ours: CacheIdentity, what: str = "this context") -> None:
+    def check(self, ours: CacheIdentity) -> None:
         """Checks that a cache can go on from it.
 
         Args:
             ours: of the cache.
-            what: the context's name, for the message.
 
         Raises:
             CacheError: it cannot; the message says what differs.
         """
         if (reason := ours.difference(self.identity)) is not None:
-            raise CacheError(f"{what} was made {reason}")
+            raise CacheError(f"{self.name} was made {reason}")
 
     def save(self, path: str | Path) -> int:
         """Writes the file; it appears under its name when it is complete, and replaces what was there.
@@ -133,7 +134,7 @@ class Context:
         except (ValueError, TypeError, KeyError, OverflowError) as error:
             reason = " ".join(str(error).split())
             raise CacheError(f"{path} holds no context that this kvcli reads ({reason}); {_REMEDY}") from error
-        return cls(Snapshot(counts, tensors), identity, input_ids, fields["notes"])
+        return cls(Snapshot(counts, tensors), identity, input_ids, fields["notes"], str(path))
 
 
 def _sealed_fields(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
