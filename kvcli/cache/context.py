@@ -1,7 +1,8 @@
 """A context: what a cache holds, what it depends on and which tokens it is, in one file.
 
-The file is of safetensors. Its metadata has two entries: `kvcli`, a JSON object with the format version, the identity,
-the counts of the snapshot and the sha256 of every tensor; and `sha256`, that of this text.
+The file is of safetensors. Its metadata has one entry, `kvcli`, so that equal contexts make equal files: the sha256 of
+what follows, a space, and a JSON object with the format version, the identity, the counts of the snapshot, notes and the
+sha256 of every tensor.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from kvcli._version import __version__
+from kvcli.cache.digests import tensor_digests
 from kvcli.cache.identity import CacheIdentity
 from kvcli.cache.snapshot import VALID, Snapshot, SnapshotCounts
 from kvcli.errors import CacheError
 from kvcli.file_lock import sole_writer
-from kvcli.files import SEAL, replacing
+from kvcli.files import replacing
 
 FORMAT_VERSION = 1
 INPUT_IDS = "input_ids"
@@ -91,12 +92,12 @@ class Context:
             "identity": self.identity.to_dict(),
             "counts": self.snapshot.counts.to_dict(),
             "notes": dict(self.notes),
-            "tensors": _digests(tensors),
+            "tensors": tensor_digests(tensors),
         }
         text = json.dumps(fields)
         path.parent.mkdir(parents=True, exist_ok=True)
         with sole_writer(path, CacheError), replacing(path) as temporary:
-            save_file(tensors, temporary, metadata={_ENTRY: text, SEAL: _text_sha256(text)})
+            save_file(tensors, temporary, metadata={_ENTRY: f"{_text_sha256(text)} {text}"})
             return temporary.stat().st_size
 
     @classmethod
@@ -120,7 +121,7 @@ class Context:
             reason = " ".join(str(error).split())
             raise CacheError(f"{path} is no file that can be read, or it is damaged ({reason}); {_REMEDY}") from error
         fields = _sealed_fields(path, metadata)
-        if fields["tensors"] != _digests(tensors):
+        if fields["tensors"] != tensor_digests(tensors):
             raise CacheError(f"{path} is damaged: the sha256 of its content differs; {_REMEDY}")
         input_ids = tensors.pop(INPUT_IDS, None)
         try:
@@ -143,10 +144,10 @@ def _sealed_fields(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
     Raises:
         CacheError: there is none, it is of another format version, or it was changed.
     """
-    text = metadata.get(_ENTRY)
-    if text is None:
+    if _ENTRY not in metadata:
         raise CacheError(f"{path} is no context: kvcli did not write it")
-    if metadata.get(SEAL) != _text_sha256(text):
+    seal, _, text = metadata[_ENTRY].partition(" ")
+    if seal != _text_sha256(text):
         raise CacheError(f"{path} is damaged: its metadata was changed after it was written; {_REMEDY}")
     try:
         fields = json.loads(text)
@@ -162,15 +163,3 @@ def _sealed_fields(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
 
 def _text_sha256(text: str) -> str:
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
-
-
-def _digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """sha256 of each tensor with its dtype and shape, several at a time."""
-    with ThreadPoolExecutor() as pool:
-        return dict(zip(tensors, pool.map(_digest, tensors.values()), strict=True))
-
-
-def _digest(x: Tensor) -> str:
-    digest = hashlib.sha256(f"{x.dtype} {list(x.shape)} ".encode())
-    digest.update(x.flatten().view(torch.uint8).numpy().data)
-    return digest.hexdigest()

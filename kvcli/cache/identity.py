@@ -5,7 +5,6 @@ This module does not know how a cache is stored.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -14,7 +13,9 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
+from kvcli.cache.digests import tensor_digests
 from kvcli.errors import UsageError
+from kvcli.files import json_sha256
 from kvcli.fingerprint import differs
 from kvcli.methods.config import CacheConfig
 from kvcli.methods.layer_codec import LayerCodec
@@ -140,14 +141,10 @@ def codecs_identity(codecs: Sequence[LayerCodec], fitted: bool) -> dict[str, Any
     Returns:
         The field `codecs` of an identity.
     """
-    buffers = [(f"{i}.{name}", x) for i, codec in enumerate(codecs) for name, x in sorted(codec.state_dict().items())]
-    if not fitted:
-        return {"sample": [number for _, x in buffers if x.numel() for number in _sample(x)]}
-    digest = hashlib.sha256()
-    for name, x in buffers:
-        digest.update(f"{name} {x.dtype} {list(x.shape)}".encode())
-        digest.update(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    return {"fitted": digest.hexdigest()}
+    buffers = {f"{i}.{name}": x for i, codec in enumerate(codecs) for name, x in sorted(codec.state_dict().items())}
+    if fitted:
+        return {"fitted": json_sha256(tensor_digests(buffers))}
+    return {"sample": [number for x in buffers.values() if x.numel() for number in _sample(x)]}
 
 
 def _sample(x: Tensor) -> list[float]:

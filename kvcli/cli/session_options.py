@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, get_args
 
 from pydantic import Field
 
@@ -12,6 +12,7 @@ from kvcli.cli.options import IMPL_HELP, ModelOptions
 from kvcli.cli.output import Output
 from kvcli.cli.paths import newest_artifact
 from kvcli.cli.values import parse_settings
+from kvcli.errors import CacheError
 from kvcli.methods.config import CacheConfig
 from kvcli.registry import BASELINE, DEFAULT_METHOD, parse_method
 
@@ -48,11 +49,17 @@ class SessionOptions(ModelOptions):
     impl: str = Field(default="auto", description=IMPL_HELP)
 
     def for_context(self, context: Context | None) -> Self:
-        """The same options; what was not given of model and dtype is the context's."""
+        """The same options; what was not given of model and dtype is the context's.
+
+        Raises:
+            CacheError: a dtype that no model of kvcli is loaded in.
+        """
         if context is None:
             return self
-        given = {"model": context.identity.model, "dtype": context.identity.dtype}
-        taken = {name: x for name, x in given.items() if name not in self.model_fields_set and x}
+        theirs = {"model": context.identity.model, "dtype": context.identity.dtype}
+        if theirs["dtype"] not in get_args(ModelOptions.model_fields["dtype"].annotation):
+            raise CacheError(f"{context.name} was made with a model in {theirs['dtype']}, in which kvcli loads none")
+        taken = {name: x for name, x in theirs.items() if name not in self.model_fields_set and x}
         return self.model_copy(update=taken)
 
     def settings(self) -> dict[str, Any]:

@@ -20,7 +20,8 @@ from safetensors.torch import save_file
 
 import kvcli
 from kvcli.attention.next_token import SamplingConfig
-from kvcli.cache.context import Context, _digests
+from kvcli.cache.context import Context
+from kvcli.cache.digests import tensor_digests
 from kvcli.errors import CacheError
 from kvcli.file_lock import sole_writer
 from kvcli.registry import METHODS, get_method
@@ -158,16 +159,16 @@ def test_truncated_files_are_refused(tiny_model: Any, attach: Any, saved: Path) 
 def rewritten(path: Path, change: Callable[[dict[str, Any], dict[str, Any]], None]) -> None:
     """Changes tensors and metadata of a file, whose checksums are made to agree."""
     with safe_open(path, framework="pt") as handle:
-        fields = json.loads(handle.metadata()["kvcli"])
+        fields = json.loads(handle.metadata()["kvcli"].partition(" ")[2])
         tensors = {name: handle.get_tensor(name).clone() for name in handle.keys()}  # noqa: SIM118
     change(fields, tensors)
     if "tensors" in fields:
-        fields["tensors"] = _digests(tensors)
+        fields["tensors"] = tensor_digests(tensors)
     save_file(tensors, path, metadata=sealed(json.dumps(fields)))
 
 
 def sealed(text: str) -> dict[str, str]:
-    return {"kvcli": text, "sha256": hashlib.sha256(text.encode()).hexdigest()}
+    return {"kvcli": f"{hashlib.sha256(text.encode()).hexdigest()} {text}"}
 
 
 @pytest.mark.parametrize(
