@@ -1,8 +1,8 @@
 """A context: what a cache holds, what it depends on and which tokens it is, in one file.
 
 The file is of safetensors. Its metadata has one entry, `kvcli`, so that equal contexts make equal files: the sha256 of
-what follows, a space, and a JSON object with the format version, the identity, the counts of the snapshot, notes and the
-sha256 of every tensor.
+what follows, a space, and a JSON object with the format version, the identity, the counts of the snapshot, notes and
+the sha256 of every tensor.
 """
 
 from __future__ import annotations
