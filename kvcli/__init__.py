@@ -17,13 +17,25 @@ if TYPE_CHECKING:
     from kvcli.attention.generation import Generated
     from kvcli.attention.next_token import SamplingConfig
     from kvcli.attention.session import Session, attach
+    from kvcli.cache.context import Context
     from kvcli.cache.memory import MemoryReport
     from kvcli.models import load_model
 
-__all__ = ["Artifact", "Generated", "MemoryReport", "SamplingConfig", "Session", "__version__", "attach", "load_model"]
+__all__ = [
+    "Artifact",
+    "Context",
+    "Generated",
+    "MemoryReport",
+    "SamplingConfig",
+    "Session",
+    "__version__",
+    "attach",
+    "load_model",
+]
 
 _MODULES = {
     "Artifact": "kvcli.artifact",
+    "Context": "kvcli.cache.context",
     "Generated": "kvcli.attention.generation",
     "MemoryReport": "kvcli.cache.memory",
     "SamplingConfig": "kvcli.attention.next_token",

@@ -81,6 +81,25 @@ def differs(first: str, second: str) -> str | None:
     return f"{what}: other weights, or an adapter that was merged into them"
 
 
+def text_identity(tokenizer: Any) -> dict[str, str]:
+    """What token ids mean: checksums of a tokenizer's vocabulary and of its chat template.
+
+    Args:
+        tokenizer: of transformers.
+
+    Returns:
+        `tokenizer` and `chat_template`; the latter is empty without a template.
+    """
+    vocabulary = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else {}
+    words = "\n".join(f"{i} {word}" for word, i in sorted(vocabulary.items(), key=lambda pair: pair[1]))
+    template = getattr(tokenizer, "chat_template", None)
+    return {"tokenizer": _sha256(words), "chat_template": _sha256(str(template)) if template else ""}
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
+
+
 def same_model(first: str, second: str) -> bool:
     """Whether two fingerprints are of the same model, as `differs` says."""
     return differs(first, second) is None

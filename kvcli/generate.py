@@ -12,12 +12,12 @@ from torch import Tensor
 from transformers import TextStreamer
 
 from kvcli.attention.decoder import Mode
+from kvcli.attention.generation import Generated
 from kvcli.attention.next_token import SamplingConfig
 from kvcli.attention.session import Session
 from kvcli.cache.compressed import CompressedCache
 from kvcli.cache.memory import MemoryReport
 from kvcli.checkpoint import quiet_transformers
-from kvcli.errors import ModelError, UsageError
 from kvcli.models import LoadedModel
 
 
@@ -32,6 +32,7 @@ class Generation:
         ttft_s: seconds until the first token was chosen, prefill and encoding included.
         tokens_per_s: rate after the first token; 0 when there was one token only.
         memory: of the cache at the end.
+        reused_tokens: prompt tokens that the cache held already.
         graph_bytes: memory that captured CUDA graphs took while tokens were made.
         note: why steps were not captured although they could be; None if there is nothing to say.
     """
@@ -42,6 +43,7 @@ class Generation:
     ttft_s: float
     tokens_per_s: float
     memory: MemoryReport
+    reused_tokens: int = 0
     graph_bytes: int = 0
     note: str | None = None
 
@@ -74,49 +76,6 @@ class _Stream(TextStreamer):
         self.write(text)
 
 
-def prompt_ids(loaded: LoadedModel, prompt: str, chat: bool, say: Callable[[str], None] = lambda line: None) -> Tensor:
-    """Token ids [1, time] of a prompt; with `chat`, of a conversation whose only message it is.
-
-    An empty prompt becomes the beginning-of-text token.
-
-    Args:
-        loaded: the model, with its tokenizer.
-        prompt: the text.
-        chat: whether to put it into the tokenizer's chat template.
-        say: called with a line if the prompt is empty.
-
-    Raises:
-        UsageError: an empty prompt, where the tokenizer has no beginning-of-text token.
-        ModelError: a chat template that fails, or token ids that the model has no embedding for.
-    """
-    tokenizer: Any = loaded.tokenizer
-    if chat:
-        ids = tokenizer(_in_chat(loaded, prompt), add_special_tokens=False)["input_ids"]
-    else:
-        ids = tokenizer(prompt)["input_ids"]
-    if not prompt:
-        say("the prompt is empty: the model starts from its first token alone")
-    if not ids:
-        ids = [tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id]
-    if ids[0] is None:
-        raise UsageError("the prompt is empty, and the tokenizer has no beginning-of-text token to start from")
-    if max(ids) >= loaded.spec.vocab_size:
-        raise ModelError(
-            f"the tokenizer makes token {max(ids)}, but {loaded.name} has {loaded.spec.vocab_size} embeddings; "
-            "use the tokenizer and the weights of one model"
-        )
-    return torch.tensor([ids], device=loaded.model.device)
-
-
-def _in_chat(loaded: LoadedModel, prompt: str) -> str:
-    message = [{"role": "user", "content": prompt}]
-    try:
-        text: Any = loaded.tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
-    except Exception as error:  # a template is a program of the model's author, run by jinja in its sandbox
-        raise ModelError(f"the chat template of {loaded.name} fails: {' '.join(str(error).split())}") from error
-    return str(text)
-
-
 def generate_text(
     loaded: LoadedModel,
     session: Session,
@@ -127,7 +86,26 @@ def generate_text(
     write: Callable[[str], None] = lambda text: None,
     cache: CompressedCache | None = None,
     mode: Mode | None = None,
+    prefill_chunk: int | None = None,
 ) -> Generation:
+    """Continues a prompt, also beyond the context that the model was trained on; see `continue_ids`."""
+    return continue_ids(
+        loaded, session, ids, sampling, seed=seed, write=write, cache=cache, mode=mode, prefill_chunk=prefill_chunk
+    )[0]
+
+
+def continue_ids(
+    loaded: LoadedModel,
+    session: Session,
+    ids: Tensor,
+    sampling: SamplingConfig,
+    *,
+    seed: int = 0,
+    write: Callable[[str], None] = lambda text: None,
+    cache: CompressedCache | None = None,
+    mode: Mode | None = None,
+    prefill_chunk: int | None = None,
+) -> tuple[Generation, Generated]:
     """Continues a prompt, also beyond the context that the model was trained on.
 
     Args:
@@ -137,26 +115,37 @@ def generate_text(
         sampling: how tokens are chosen.
         seed: of the random numbers.
         write: given pieces of text as they are finished.
-        cache: a cache to continue on; default a new one.
+        cache: a cache to continue on, whose tokens are the first of the prompt; default a new one.
         mode: how tokens are made, see `Session.generate`.
+        prefill_chunk: prompt tokens per forward pass; None: all.
+
+    Returns:
+        Text and measurements, and what `Session.generate` returned.
 
     Raises:
         ModelError: logits that are not finite.
     """
     stream = _Stream(loaded.tokenizer, write)
     torch.manual_seed(seed)
+    reused = 0 if cache is None else cache.get_seq_length()
     started = time.perf_counter()
     with quiet_transformers():
         stream.put(ids[0].cpu())
         made = session.generate(
-            ids, sampling=sampling, past_key_values=cache, mode=mode, on_tokens=lambda new: stream.put_all(new[0])
+            ids,
+            sampling=sampling,
+            past_key_values=cache,
+            prefill_chunk=prefill_chunk,
+            mode=mode,
+            on_tokens=lambda new: stream.put_all(new[0]),
         )
         stream.end()
     times = stream.times
     spread = times[-1] - times[0]
-    return Generation(
+    generation = Generation(
         text="".join(stream.pieces),
         prompt_tokens=ids.shape[1],
+        reused_tokens=reused,
         new_tokens=made.new_tokens,
         ttft_s=times[0] - started,
         tokens_per_s=(len(times) - 1) / spread if spread > 0 else 0.0,
@@ -164,3 +153,4 @@ def generate_text(
         graph_bytes=made.graph_bytes,
         note=made.note,
     )
+    return generation, made

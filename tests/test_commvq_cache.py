@@ -99,7 +99,8 @@ def test_smollm_shape_fits_in_a_fifth_and_a_half() -> None:
     method, config = get_method("commvq"), CommVQConfig(bits=2).resolve(ModelSpec.from_config(model.config))
     from kvcli.attention.backend import REFERENCE
     from kvcli.attention.layer import attend_layer
-    from kvcli.cache.compressed import CompressedCache, NewTokens
+    from kvcli.cache.compressed import CompressedCache
+    from kvcli.cache.layer import NewTokens
     from kvcli.rope import Rotation
     from kvcli.seam.patch import RotaryOutput, Seam
     from kvcli.seam.sdpa import sdpa

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvcli.cache.compressed import CompressedCache
 from kvcli.errors import UsageError
+from kvcli.progress import Advance
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,14 @@ class Generated:
     note: str | None
 
 
-def prefill(model: Any, cache: CompressedCache, ids: Tensor, mask: Tensor | None, chunk: int | None) -> Tensor:
+def prefill(
+    model: Any,
+    cache: CompressedCache,
+    ids: Tensor,
+    mask: Tensor | None,
+    chunk: int | None,
+    advance: Advance = lambda count: None,
+) -> Tensor:
     """Reads what a cache does not hold yet of prompts.
 
     Args:
@@ -40,6 +48,7 @@ def prefill(model: Any, cache: CompressedCache, ids: Tensor, mask: Tensor | None
         ids: int64 [batch, time].
         mask: int64 [batch, time], 0 at padding; None: no padding.
         chunk: tokens per forward pass; None: all.
+        advance: told how many tokens were read.
 
     Returns:
         Logits of the last token, [batch, vocab_size].
@@ -63,6 +72,7 @@ def prefill(model: Any, cache: CompressedCache, ids: Tensor, mask: Tensor | None
             use_cache=True,
             logits_to_keep=1,
         ).logits
+        advance(stop - start)
     return logits[:, -1]
 
 

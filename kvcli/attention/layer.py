@@ -11,8 +11,8 @@ from torch import Tensor
 
 from kvcli.attention.backend import AttentionBackend
 from kvcli.attention.side_stream import side_stream
-from kvcli.cache.compressed import NewTokens
 from kvcli.cache.forward import Forward
+from kvcli.cache.layer import NewTokens
 from kvcli.cache.store import LayerStore
 from kvcli.methods.encoded import EncodedTokens
 from kvcli.seam.patch import RotaryOutput

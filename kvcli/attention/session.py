@@ -19,7 +19,10 @@ from kvcli.attention.decoder import Decoder, LogitsNotFinite, Mode
 from kvcli.attention.generation import Generated, prefill, stop_tokens
 from kvcli.attention.layer import attend_layer
 from kvcli.attention.next_token import NextToken, SamplingConfig
-from kvcli.cache.compressed import CompressedCache, NewTokens
+from kvcli.cache.compressed import CompressedCache
+from kvcli.cache.context import Context
+from kvcli.cache.identity import CacheIdentity, codecs_identity
+from kvcli.cache.layer import NewTokens
 from kvcli.errors import CacheError, ConfigError, UnsupportedModelError, UsageError, explain
 from kvcli.fingerprint import fingerprint
 from kvcli.methods.config import BiasOffsetConfig, CacheConfig
@@ -44,6 +47,8 @@ class Session:
         codecs: one per layer; those of layers that are not compressed are the baseline's.
         impl: `auto`, `fused` or `reference`.
         layers: indices of the layers that the method compresses; default all.
+        fitted: whether the codecs' state comes from an artifact.
+        model_name: for people.
 
     Attributes:
         backend: what attention runs on; its `note` says why a method's own kernels are not used.
@@ -58,20 +63,59 @@ class Session:
         codecs: list[LayerCodec],
         impl: str,
         layers: Collection[int] | None = None,
+        *,
+        fitted: bool = False,
+        model_name: str = "",
     ) -> None:
-        self.model, self.spec, self.method, self.config, self.codecs = model, spec, method, config, codecs
+        self.model: Any = model
+        self.spec, self.method, self.config, self.codecs = spec, method, config, codecs
         self.layers = frozenset(range(len(codecs)) if layers is None else layers)
+        self._fitted, self._model_name = fitted, model_name or type(model).__name__
         device = _device_of_layers(model)
         self.backend = choose_backend(method, [codecs[layer_idx] for layer_idx in sorted(self.layers)], impl, device)
         self._baseline_backend = choose_backend(get_method(BASELINE), (), impl, device)
         for codec in codecs:
             codec.use_kernels(self.backend.impl == "fused")
         self._seam = Seam(model, self._attend, self._check_call, self._check_drafts)
+        self._known: CacheIdentity | None = None
         self._seam.open()
 
     def new_cache(self) -> CompressedCache:
         """An empty cache, to be passed to the model or to `generate` as `past_key_values`."""
-        return CompressedCache(self.spec, self.method, self.config, self.codecs, self._seam, len(self.layers))
+        return CompressedCache(
+            self.spec, self.method, self.config, self.codecs, self._seam, len(self.layers), self.identity
+        )
+
+    def load_cache(self, source: str | Path | Context) -> CompressedCache:
+        """A cache that goes on from a saved one, with the very numbers that it would have given.
+
+        Args:
+            source: what `CompressedCache.save` wrote, or what `Context.load` read of it.
+
+        Raises:
+            CacheError: a file that is missing or damaged, or of another model, RoPE, dtype, method, artifact or
+                setting.
+        """
+        context = source if isinstance(source, Context) else Context.load(source)
+        context.check(self.identity())
+        cache = self.new_cache()
+        cache.restore(context.snapshot)
+        return cache
+
+    def identity(self) -> CacheIdentity:
+        """What the content of this session's caches depends on."""
+        if self._known is None:
+            self._known = CacheIdentity(
+                model=self._model_name,
+                fingerprint=fingerprint(self.model, self.spec),
+                dtype=str(self.model.dtype).removeprefix("torch."),
+                rope=self._seam.rope.frequencies(),
+                method=self.method.name,
+                config=self.config.model_dump(mode="json"),
+                layers=sorted(self.layers),
+                codecs=codecs_identity(self.codecs, self._fitted),
+            )
+        return self._known
 
     @torch.inference_mode()
     def generate(
@@ -272,7 +316,8 @@ def attach(
         codecs = _only_layers(codecs, layers, spec)
     for codec in codecs:
         codec.to(device).eval()
-    return Session(module, spec, record, settings, codecs, impl, layers)
+    name = loaded.name if loaded is not None else str(getattr(module.config, "name_or_path", ""))
+    return Session(module, spec, record, settings, codecs, impl, layers, fitted=artifact is not None, model_name=name)
 
 
 def build_codecs(method: Method, spec: ModelSpec, config: CacheConfig) -> list[LayerCodec]:

@@ -27,7 +27,8 @@ from kvcli.bench.decode import (
 from kvcli.bench.layer import MethodCase, randomize_
 from kvcli.bench.run import Run, cache_bytes, used_bytes
 from kvcli.bench.shapes import shape_config
-from kvcli.cache.compressed import CompressedCache, NewTokens
+from kvcli.cache.compressed import CompressedCache
+from kvcli.cache.layer import NewTokens
 from kvcli.methods.encoded import EncodedTokens, PartialAttention
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.seam.patch import RotaryOutput

@@ -29,13 +29,14 @@ class CodeBuffer:
         codec: as given.
         codes: zeros where nothing was written.
         capacity: tokens that a row can hold without growing.
+        tokens_per_entry: tokens that share an entry of a field, by its name.
     """
 
     def __init__(self, codec: Codec[Any], like: Tensor) -> None:
         self.codec = codec
         group = codec.encoded_group(like)
         tokens = codec.tokens_per_group
-        self._tokens_per_entry = {name: tokens // x.shape[2] for name, x in group.tensors().items()}
+        self.tokens_per_entry = {name: tokens // x.shape[2] for name, x in group.tensors().items()}
         self.codes: Codes = group.map(lambda x: x.new_empty(like.shape[0], x.shape[1], 0, *x.shape[3:]))
         self.capacity = 0
 
@@ -47,11 +48,11 @@ class CodeBuffer:
     @ordinary_tensors
     def _grow(self, num_tokens: int) -> None:
         headroom = max(_HEADROOM, num_tokens // 8) if self.capacity else 0
-        unit = max(self._tokens_per_entry.values())
+        unit = max(self.tokens_per_entry.values())
         capacity = -(-(num_tokens + headroom) // unit) * unit
         grown = {}
         for name, x in self.codes.tensors().items():
-            grown[name] = x.new_zeros(*x.shape[:2], capacity // self._tokens_per_entry[name], *x.shape[3:])
+            grown[name] = x.new_zeros(*x.shape[:2], capacity // self.tokens_per_entry[name], *x.shape[3:])
             grown[name][:, :, : x.shape[2]] = x
         self.codes, self.capacity = type(self.codes)(**grown), capacity
 
@@ -84,21 +85,21 @@ class CodeBuffer:
         used = 0
         for name, x in self.codes.tensors().items():
             entry = x.shape[1] * x.shape[3:].numel() * x.element_size()
-            used += sum(-(-length // self._tokens_per_entry[name]) * entry for length in lengths)
+            used += sum(-(-length // self.tokens_per_entry[name]) * entry for length in lengths)
         return used
 
     def _view(self, start: int, count: int) -> Codes:
         """Views of the entries of tokens [start, start + count), which share no entry with earlier tokens."""
         views = {}
         for name, x in self.codes.tensors().items():
-            tokens = self._tokens_per_entry[name]
+            tokens = self.tokens_per_entry[name]
             views[name] = x[:, :, start // tokens : start // tokens - (-count // tokens)]
         return type(self.codes)(**views)
 
     def _scatter(self, start: Tensor, codes: Codes) -> None:
         """Writes codes of all rows behind the entries of `start` [batch, 1] earlier tokens."""
         for name, x in codes.tensors().items():
-            first = (start // self._tokens_per_entry[name]).long()
+            first = (start // self.tokens_per_entry[name]).long()
             entry = first + torch.arange(x.shape[2], device=x.device)
             index = entry.view(-1, 1, x.shape[2], *(1,) * (x.ndim - 3)).expand(x.shape)
             buffer: Tensor = getattr(self.codes, name)

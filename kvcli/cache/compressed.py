@@ -3,114 +3,29 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, NamedTuple, Self
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Self
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
+from kvcli.cache.content import put, take
+from kvcli.cache.context import Context
 from kvcli.cache.counts import Counts, TokenCounts
-from kvcli.cache.forward import Forward, ordinary_tensors
+from kvcli.cache.forward import ordinary_tensors
+from kvcli.cache.identity import CacheIdentity
+from kvcli.cache.layer import DETACHED, OTHER_MODEL, CompressedLayer
 from kvcli.cache.memory import MemoryReport
 from kvcli.cache.sequences import Sequences
-from kvcli.cache.store import LayerStore
+from kvcli.cache.snapshot import Snapshot
 from kvcli.errors import CacheError
 from kvcli.methods.config import CacheConfig
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import Method
 from kvcli.seam.patch import Seam
-from kvcli.seam.untraced import untraced
 from kvcli.spec import ModelSpec
-
-_DETACHED = "this cache's session was detached; attach the method again and make a new cache"
-_OTHER_MODEL = "this cache belongs to another model or session; pass a cache made by this session's new_cache()"
-
-
-class NewTokens(NamedTuple):
-    """What `CompressedLayer.update` returns in place of the keys: the new tokens and the layer that is to store them.
-
-    Attributes:
-        layer: of the cache.
-        key: before RoPE, [batch, num_kv_heads, query_len, head_dim].
-        value: like key.
-    """
-
-    layer: CompressedLayer
-    key: Tensor
-    value: Tensor
-
-
-class CompressedLayer(CacheLayerMixin):
-    """Keys and values of one layer."""
-
-    is_sliding = False
-    supports_early_init = False
-
-    def __init__(self, codec: LayerCodec, config: CacheConfig, sequences: Sequences, seam: Seam) -> None:
-        super().__init__()
-        self.codec, self.config, self.sequences, self.seam = codec, config, sequences, seam
-        self.store: LayerStore | None = None
-        self._device_before_offload: torch.device | None = None
-
-    @untraced
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Hands new pre-RoPE keys and values, [batch, num_kv_heads, query_len, head_dim] each, to the attention.
-
-        Raises:
-            CacheError: the session of this cache was detached, or this is not a forward pass of its model.
-        """
-        if not self.seam.is_open:
-            raise CacheError(_DETACHED)
-        if self.seam.current.output is None:
-            raise CacheError(_OTHER_MODEL)
-        self.is_initialized = True
-        return NewTokens(self, key_states, value_states), value_states
-
-    @ordinary_tensors
-    def make_store(self, new: NewTokens, forward: Forward) -> LayerStore:
-        """The store, made for the first tokens."""
-        self.store = LayerStore(self.codec, new.key, new.value, forward.plan.layout)
-        return self.store
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: buffers are made by the first tokens."""
-
-    def get_seq_length(self) -> int:
-        """Slots seen so far, padding included."""
-        return self.sequences.slots
-
-    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
-        """Length and offset of the mask; before transformers 5.4 the argument was a tensor of positions."""
-        new = query_length if isinstance(query_length, int) else query_length.shape[0]
-        return self.sequences.slots + new, 0
-
-    def get_max_length(self) -> int:
-        """No limit."""
-        return -1
-
-    get_max_cache_shape = get_max_length  # its name before transformers 5.17
-
-    def select(self, rows: Tensor) -> None:
-        """Keeps, repeats or reorders rows."""
-        if self.store is not None:
-            self.store.select(rows)
-
-    def restart(self, rows: list[int]) -> None:
-        """Empties the codec's state of rows that hold no token any more."""
-        if self.store is not None:
-            self.store.restart(rows)
-
-    def offload(self) -> None:
-        """Moves the layer's tensors to the CPU."""
-        if self.store is not None:
-            self._device_before_offload = self._device_before_offload or self.store.keys.device
-            self.store.to("cpu")
-
-    def prefetch(self) -> None:
-        """Moves the layer's tensors back to where they were."""
-        if self.store is not None:
-            self.store.to(self._device_before_offload or self.store.keys.device)
-        self._device_before_offload = None
 
 
 class CompressedCache(Cache):
@@ -123,6 +38,7 @@ class CompressedCache(Cache):
         codecs: one fitted codec per layer.
         seam: the patch on the model that the cache is for.
         compressed_layers: how many of the codecs are the method's, the others being full precision; default all.
+        identity: gives what stored tokens depend on; None: the cache cannot be saved.
 
     Attributes:
         sequences: lengths, positions and counts, shared by all layers.
@@ -136,12 +52,13 @@ class CompressedCache(Cache):
         codecs: list[LayerCodec],
         seam: Seam,
         compressed_layers: int | None = None,
+        identity: Callable[[], CacheIdentity] | None = None,
     ) -> None:
         self.spec, self.method, self.config = spec, method, config
-        self._codecs, self._seam = codecs, seam
+        self._codecs, self._seam, self._identity = codecs, seam, identity
         self._compressed_layers = len(codecs) if compressed_layers is None else compressed_layers
         self.sequences = self._new_sequences()
-        super().__init__(layers=self._new_layers())
+        super().__init__(layers=self._new_layers(self.sequences))
 
     def check_session(self, seam: Seam) -> None:
         """Checks which session's model is given this cache.
@@ -150,12 +67,12 @@ class CompressedCache(Cache):
             CacheError: not that of the session that made it.
         """
         if self._seam is not seam:
-            raise CacheError(_OTHER_MODEL if self._seam.is_open else _DETACHED)
+            raise CacheError(OTHER_MODEL if self._seam.is_open else DETACHED)
 
     @ordinary_tensors
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A cache with the same tokens for the same session: tensors and counts are copied, nothing of the model."""
-        shared = [self.spec, self.method, self.config, self._seam, self.sequences.rope]
+        shared = [self.spec, self.method, self.config, self._seam, self.sequences.rope, self._identity]
         for codec in self._codecs:
             shared += [codec, codec.key, codec.value]
         memo.update({id(x): x for x in shared})
@@ -167,7 +84,8 @@ class CompressedCache(Cache):
     def __reduce__(self) -> Any:
         """Raises CacheError: a cache is of use only with the model that its session has attached."""
         raise CacheError(
-            "a compressed cache cannot be pickled, because it belongs to an attached model; copy it with copy.deepcopy"
+            "a compressed cache cannot be pickled, because it belongs to an attached model; copy it with "
+            "copy.deepcopy, or write it to a file with cache.save"
         )
 
     def _new_sequences(self) -> Sequences:
@@ -179,13 +97,13 @@ class CompressedCache(Cache):
         stateful = any(codec.key.new_state(1, torch.device("cpu")) is not None for codec in self._codecs)
         return Sequences(self._seam.rope, counts, len(self._codecs), stateful)
 
-    def _new_layers(self) -> list[Any]:
-        return [CompressedLayer(codec, self.config, self.sequences, self._seam) for codec in self._codecs]
+    def _new_layers(self, sequences: Sequences) -> list[Any]:
+        return [CompressedLayer(codec, self.config, sequences, self._seam) for codec in self._codecs]
 
     def reset(self) -> None:
         """Forgets all tokens."""
         self.sequences = self._new_sequences()
-        self.layers = self._new_layers()
+        self.layers = self._new_layers(self.sequences)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorders the rows for beam search, [batch] indices."""
@@ -233,6 +151,62 @@ class CompressedCache(Cache):
         emptied = self.sequences.crop(slots, self.sequences.tokens_in_last(slots))
         for layer in self.layers:
             layer.restart(emptied)
+
+    def snapshot(self, device: torch.device | str = "cpu") -> Snapshot:
+        """A copy of the content, which does not change with the cache.
+
+        Args:
+            device: of the copy.
+
+        Raises:
+            CacheError: the cache is empty, or a pass over it broke off.
+        """
+        self.sequences.check_at_rest()
+        return take(self.sequences, [layer.store for layer in self.layers], device)
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Fills this cache, which is empty, with what another one held; it goes on as that one would.
+
+        Args:
+            snapshot: of a cache of the same model, method, settings and codecs, which is not checked here.
+
+        Raises:
+            CacheError: the cache is not empty, or its codecs cannot have made the snapshot; nothing has changed then.
+        """
+        if self.sequences.lengths:
+            raise CacheError(f"the cache holds {self.sequences.slots} tokens; restore into a new one")
+        sequences = self._new_sequences()
+        stores = put(snapshot, sequences, self._codecs, self._seam.rope.inv_freq.device)
+        self.sequences, self.layers = sequences, self._new_layers(sequences)
+        for layer, store in zip(self.layers, stores, strict=True):
+            layer.store, layer.is_initialized = store, True
+
+    def context(self, input_ids: Tensor | None = None, notes: Mapping[str, Any] | None = None) -> Context:
+        """A copy of the content with what it depends on, to be saved.
+
+        Args:
+            input_ids: the tokens that the cache holds, int64 [batch, slots]; a cache does not know them.
+            notes: plain JSON values to keep with them.
+
+        Raises:
+            CacheError: the cache is empty, a pass over it broke off, or no session made it.
+        """
+        if self._identity is None:
+            raise CacheError("this cache was not made by a session, so it cannot be told what it depends on")
+        return Context(self.snapshot(), self._identity(), input_ids, notes or {})
+
+    def save(self, path: str | Path, input_ids: Tensor | None = None) -> None:
+        """Writes the cache to one safetensors file, from which `Session.load_cache` goes on.
+
+        Args:
+            path: the file; it is complete when it has this name, and replaces one that was there.
+            input_ids: as for `context`; `Context.load(path).input_ids` are these.
+
+        Raises:
+            CacheError: as `context` and `Context.save`.
+            OSError: the file cannot be written.
+        """
+        self.context(input_ids).save(path)
 
     def memory(self) -> MemoryReport:
         """Measures the cache from its live tensors."""

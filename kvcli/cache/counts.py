@@ -118,15 +118,7 @@ class CodedCounts:
         Raises:
             CacheError: a group of tokens that were encoded together would be cut apart.
         """
-        kept = tuple(map(min, self.coded, tokens))
-        for count, from_codes in zip(removed, _subtract(self.coded, kept), strict=True):
-            if from_codes % self.tokens_per_group:
-                raise CacheError(
-                    f"cannot remove {count} tokens: {from_codes} of them are part of a group of "
-                    f"{self.tokens_per_group} tokens that were encoded together; speculative decoding needs a method "
-                    "that encodes each token by itself"
-                )
-        return kept
+        return coded_within(self.coded, tokens, removed, self.tokens_per_group)
 
 
 class TokenCounts:
@@ -210,12 +202,37 @@ class TokenCounts:
         return self.keys.truncated(tokens, removed), self.values.truncated(tokens, removed)
 
     def _attended(self) -> Counts:
-        group = self.tokens_per_group
-        fewer = map(min, self.keys.coded, self.values.coded)
-        return tuple(count - count % group for count in fewer)
+        return attended_tokens(self.keys.coded, self.values.coded, self.tokens_per_group)
 
     def _after_sinks(self, lengths: Counts) -> Counts:
         return tuple(max(0, length - self.sink_length) for length in lengths)
+
+
+def coded_within(coded: Counts, tokens: Counts, removed: list[int], tokens_per_group: int) -> Counts:
+    """How many of the `coded` tokens of each row are left when it keeps so many `tokens` after its sinks.
+
+    Args:
+        coded: tokens of each row that are codes.
+        tokens: those it keeps.
+        removed: those it loses, for the message.
+        tokens_per_group: tokens that were encoded together.
+
+    Raises:
+        CacheError: a group of tokens that were encoded together would be cut apart.
+    """
+    kept = tuple(map(min, coded, tokens))
+    for count, from_codes in zip(removed, _subtract(coded, kept), strict=True):
+        if from_codes % tokens_per_group:
+            raise CacheError(
+                f"cannot remove {count} tokens: {from_codes} of them are part of a group of {tokens_per_group} tokens "
+                "that were encoded together; speculative decoding needs a method that encodes each token by itself"
+            )
+    return kept
+
+
+def attended_tokens(coded_keys: Counts, coded_values: Counts, group: int) -> Counts:
+    """Tokens of each row, after its sinks, whose keys and values are both codes, in whole groups."""
+    return tuple(count - count % group for count in map(min, coded_keys, coded_values))
 
 
 def _add(first: Counts, second: Counts) -> Counts:

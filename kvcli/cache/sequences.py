@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from kvcli.cache.counts import Counts, TokenCounts
 from kvcli.cache.forward import Forward, ordinary_tensors, row_values
+from kvcli.cache.mask import check_mask
 from kvcli.cache.step import Step
 from kvcli.errors import CacheError
 from kvcli.rope import Rope, Rotation, TokenRotations
 from kvcli.seam.patch import RotaryOutput
 
-_MASK_BLOCK = 512
 _MASK_FORGOTTEN = "the cache holds padding: pass attention_mask, for earlier and new tokens, with every forward pass"
 
 
@@ -34,14 +34,16 @@ class Sequences:
 
     Attributes:
         valid: boolean [batch, slots], False at padding.
+        positions: RoPE positions of the tokens of each row, int32 [batch, capacity].
+        observed: tokens of each row that the key codec's state was computed from.
         step: while set, passes are its passes: of one token per row, counted by who set it.
     """
 
     def __init__(self, rope: Rope, counts: TokenCounts, num_layers: int, stateful: bool = False) -> None:
         self.rope, self.counts, self.num_layers, self.stateful = rope, counts, num_layers, stateful
-        self._observed: list[int] = []
+        self.observed: list[int] = []
         self.valid = torch.ones(0, 0, dtype=torch.bool)
-        self._positions = torch.zeros(0, 0, dtype=torch.int32)
+        self.positions = torch.zeros(0, 0, dtype=torch.int32)
         self._code_rotations: tuple[Counts, TokenRotations] | None = None
         self._forward: Forward | None = None
         self._layers_left = 0
@@ -61,7 +63,7 @@ class Sequences:
     def nbytes(self) -> int:
         """Bytes of positions, padding marks and cached rotations of encoded tokens."""
         rotations = self._code_rotations[1].nbytes if self._code_rotations is not None else 0
-        return rotations + self.valid.nbytes + self._positions.nbytes
+        return rotations + self.valid.nbytes + self.positions.nbytes
 
     def forward(self, rotary: RotaryOutput, query: Tensor, mask: Tensor | None) -> Forward:
         """The forward pass of the model that `rotary` belongs to; the first layer that asks begins it.
@@ -105,7 +107,7 @@ class Sequences:
 
     def rotation(self, start: int, stop: int) -> Rotation:
         """RoPE of tokens [start, stop) of every row, float32; rows that are shorter get position 0 there."""
-        return self.rope.rotation(self._positions[:, start:stop].long(), torch.float32)
+        return self.rope.rotation(self.positions[:, start:stop].long(), torch.float32)
 
     def code_rotations(self, counts: Counts, lengths: Tensor | None) -> TokenRotations:
         """RoPE of the first `counts` tokens of each row after its sinks, kept until the counts change.
@@ -119,14 +121,14 @@ class Sequences:
         """
         if self._code_rotations is None or self._code_rotations[0] != counts:
             first = self.counts.sink_length
-            positions = self._positions[:, first : first + max(counts)]
+            positions = self.positions[:, first : first + max(counts)]
             self._code_rotations = (counts, TokenRotations(self.rope, positions, lengths))
         return self._code_rotations[1]
 
     def rotations_of_codes(self, capacity: int) -> TokenRotations:
         """RoPE of tokens [sinks, sinks + capacity) of every row, also of tokens to come that `extend` announced."""
         first = self.counts.sink_length
-        return TokenRotations(self.rope, self._positions[:, first : first + capacity])
+        return TokenRotations(self.rope, self.positions[:, first : first + capacity])
 
     @ordinary_tensors
     def extend(self, count: int) -> Tensor:
@@ -136,10 +138,10 @@ class Sequences:
             What is added to the index of a token to come to get its position, int64 [batch, 1].
         """
         lengths = row_values(self.lengths, self.valid.device).unsqueeze(1)
-        offset = self._positions.gather(1, lengths - 1).long() + 1 - lengths
+        offset = self.positions.gather(1, lengths - 1).long() + 1 - lengths
         index = torch.arange(max(self.lengths) + count, device=lengths.device)
-        held = nn.functional.pad(self._positions, (0, max(0, len(index) - self._positions.shape[1])))[:, : len(index)]
-        self._positions = torch.where(index < lengths, held, (index + offset).int())
+        held = nn.functional.pad(self.positions, (0, max(0, len(index) - self.positions.shape[1])))[:, : len(index)]
+        self.positions = torch.where(index < lengths, held, (index + offset).int())
         return offset
 
     @contextmanager
@@ -164,10 +166,18 @@ class Sequences:
         if not self.lengths:
             return
         rows = rows.to(self.valid.device)
-        self.valid, self._positions = self.valid[rows], self._positions[rows]
+        self.valid, self.positions = self.valid[rows], self.positions[rows]
         order = rows.tolist()
-        self._observed = [self._observed[row] for row in order]
+        self.observed = [self.observed[row] for row in order]
         self.counts.select(order)
+
+    def check_at_rest(self) -> None:
+        """Raises CacheError unless all layers hold the same tokens, one or more, and none are being made."""
+        if not self.lengths:
+            raise CacheError("the cache holds no token")
+        if self.step is not None:
+            raise CacheError("tokens are being made on this cache; wait until they are")
+        self._check_all_layers_done()
 
     def tokens_in_last(self, slots: int) -> list[int]:
         """How many tokens of each row are in the last slots."""
@@ -200,7 +210,7 @@ class Sequences:
         self._check_all_layers_done()
         lengths = [length - count for length, count in zip(self.lengths, removed, strict=True)]
         self.counts.coded_without(removed)
-        if any(0 < length < observed for length, observed in zip(lengths, self._observed, strict=True)):
+        if any(0 < length < observed for length, observed in zip(lengths, self.observed, strict=True)):
             raise CacheError(
                 f"cannot remove {max(removed)} tokens: the method's per-sequence state was computed from some of them; "
                 "remove all tokens, or make a new cache"
@@ -208,7 +218,7 @@ class Sequences:
         self.counts.truncate(removed)
         self._code_rotations = None
         self.valid = self.valid[:, : self.slots - slots].clone()
-        self._observed = [min(pair) for pair in zip(lengths, self._observed, strict=True)]
+        self.observed = [min(pair) for pair in zip(lengths, self.observed, strict=True)]
         return [row for row, length in enumerate(lengths) if not length]
 
     def _begin(self, rotary: RotaryOutput, batch: int, query_len: int, mask: Tensor | None) -> Forward:
@@ -226,15 +236,15 @@ class Sequences:
             counts = tuple(real.sum(1).tolist())
         valid = torch.cat((past, real), dim=1)
         if mask is not None:
-            _check_mask(mask, valid, query_len)
+            check_mask(mask, valid, query_len)
         padded = sum(counts) < batch * query_len
         self.valid = valid
         plan = self.counts.append(counts)
-        if not self._observed:
-            self._observed = [0] * batch
+        if not self.observed:
+            self.observed = [0] * batch
         if self.stateful and not all(plan.coded_keys):
-            rows = zip(self.lengths, self._observed, plan.coded_keys, strict=True)
-            self._observed = [observed if coded else length for length, observed, coded in rows]
+            rows = zip(self.lengths, self.observed, plan.coded_keys, strict=True)
+            self.observed = [observed if coded else length for length, observed, coded in rows]
         forward = Forward(self, rotary.rotation, counts, real if padded else None, plan, device)
         self._layers_left = self.num_layers
         self._keep_positions(rotary.positions.expand(batch, -1), forward)
@@ -249,7 +259,7 @@ class Sequences:
 
     @ordinary_tensors
     def _keep_positions(self, positions: Tensor, forward: Forward) -> None:
-        held, needed = self._positions, max(self.lengths)
+        held, needed = self.positions, max(self.lengths)
         if held.shape[0] != positions.shape[0]:
             held = positions.new_zeros(positions.shape[0], 0, dtype=torch.int32)
         if needed > held.shape[1]:
@@ -257,37 +267,10 @@ class Sequences:
             grown = torch.zeros(positions.shape[0], capacity, dtype=torch.int32, device=positions.device)
             grown[:, : held.shape[1]] = held
             held = grown
-        self._positions = held
+        self.positions = held
         index = forward.window.index
         if isinstance(index, int):
             held[:, index : index + positions.shape[1]] = positions
         else:
             rows, columns = (index >= 0).nonzero(as_tuple=True)
             held[rows, index[rows, columns]] = positions[rows, columns].int()
-
-
-def _check_mask(mask: Tensor, valid: Tensor, query_len: int) -> None:
-    """Raises unless every real query sees exactly the real keys up to itself.
-
-    Args:
-        mask: boolean [batch or 1, 1, query_len, slots].
-        valid: boolean [batch, slots], False at padding; the last `query_len` slots are the queries'.
-        query_len: new slots.
-    """
-    if mask.dtype != torch.bool or mask.shape[1] != 1 or mask.shape[-1] != valid.shape[1]:
-        raise CacheError("the attention mask must be causal with padding; masks of another kind are not supported")
-    first, key = valid.shape[1] - query_len, valid.unsqueeze(1)
-    wrong = torch.zeros((), dtype=torch.bool, device=mask.device)
-    # block by block of queries: only the keys among the block itself need a triangle
-    for start in range(0, query_len, _MASK_BLOCK):
-        stop = min(start + _MASK_BLOCK, query_len)
-        rows, begin, end = mask[:, 0, start:stop], first + start, first + stop
-        triangle = torch.ones(stop - start, stop - start, dtype=torch.bool, device=mask.device).tril()
-        differs = (rows[..., begin:end] != (key[..., begin:end] & triangle)).any(-1)
-        differs = differs | (rows[..., :begin] != key[..., :begin]).any(-1) | rows[..., end:].any(-1)
-        wrong = wrong | (differs & valid[:, begin:end]).any()
-    if bool(wrong):
-        raise CacheError(
-            "the attention mask must be causal with padding; this one hides or shows other tokens; after a padded "
-            "prompt, pass attention_mask with every forward pass"
-        )

@@ -80,8 +80,16 @@ class WindowLayout:
     def moved(self, buffer: Tensor, held: Tensor, layout: WindowLayout) -> Tensor:
         """A buffer of another layout with the same tokens `held` [batch, count]."""
         moved = buffer.new_zeros(*buffer.shape[:2], layout.capacity, buffer.shape[3])
-        moved.flatten(0, 2)[_vectors(moved, layout.slots(held))] = _taken(buffer, self.slots(held)).flatten(0, 2)
+        layout.write(moved, held, self.read(buffer, held))
         return moved
+
+    def read(self, buffer: Tensor, held: Tensor) -> Tensor:
+        """Tokens `held` [batch, count] of each row, [batch, num_kv_heads, count, head_dim]."""
+        return _taken(buffer, self.slots(held))
+
+    def write(self, buffer: Tensor, held: Tensor, tokens: Tensor) -> None:
+        """Writes tokens [batch, num_kv_heads, count, head_dim], which are those `held` [batch, count] of each row."""
+        buffer.flatten(0, 2)[_vectors(buffer, self.slots(held))] = tokens.flatten(0, 2)
 
 
 @dataclass(frozen=True)

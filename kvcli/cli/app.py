@@ -8,7 +8,22 @@ import sys
 import typer
 
 from kvcli._version import __version__
-from kvcli.cli import bench, calibrate, demo, domains, env, evaluate, export, fit, generate, methods, reproduce
+from kvcli.cli import (
+    bench,
+    calibrate,
+    chat,
+    compress,
+    contexts,
+    demo,
+    domains,
+    env,
+    evaluate,
+    export,
+    fit,
+    generate,
+    methods,
+    reproduce,
+)
 from kvcli.cli.output import write_stdout
 
 app = typer.Typer(
@@ -36,7 +51,22 @@ def _main(
     pass
 
 
-for module in (demo, calibrate, fit, export, generate, evaluate, domains, reproduce, bench, methods, env):
+for module in (
+    demo,
+    calibrate,
+    fit,
+    export,
+    generate,
+    compress,
+    contexts,
+    chat,
+    evaluate,
+    domains,
+    reproduce,
+    bench,
+    methods,
+    env,
+):
     module.register(app)
 
 

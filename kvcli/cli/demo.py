@@ -37,8 +37,9 @@ def run(options: DemoOptions, output: Output) -> None:
     """Run the whole pipeline on the small built-in model: calibrate, fit, export, generate, measure."""
     from kvcli.attention.next_token import SamplingConfig
     from kvcli.attention.session import attach
-    from kvcli.generate import generate_text, prompt_ids
+    from kvcli.generate import generate_text
     from kvcli.models import load_model
+    from kvcli.prompts import prompt_ids
 
     if options.prompt == "":
         raise UsageError("the prompt is empty; give --prompt a text, or leave it out")

@@ -2,62 +2,45 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import typer
 from pydantic import Field
 
 from kvcli.cli.command import command
-from kvcli.cli.options import IMPL_HELP, ModelOptions
 from kvcli.cli.output import Output, size
-from kvcli.cli.paths import newest_artifact
-from kvcli.cli.values import parse_settings
+from kvcli.cli.prompt_sources import read_prompt
+from kvcli.cli.session_options import SamplingOptions, choose_method
+from kvcli.cli.store_options import STORE_HELP, open_store
 from kvcli.errors import UsageError
 from kvcli.registry import BASELINE, DEFAULT_METHOD
 
 if TYPE_CHECKING:
-    from kvcli.artifact import Artifact
     from kvcli.attention.session import Session
     from kvcli.generate import Generation
 
-DEFAULT_PROMPT = "The water cycle is"
 
-
-class GenerateOptions(ModelOptions):
+class GenerateOptions(SamplingOptions):
     """Options of `kvcli generate`."""
 
-    method: str | None = Field(
+    context: Path | None = Field(
         default=None,
-        description=f"compression method, with or without bits ({DEFAULT_METHOD}, {DEFAULT_METHOD}-1); "
-        f"see 'kvcli methods'; default: the artifact's, else {BASELINE}",
+        description="context that 'kvcli compress' or 'kvcli chat --save' wrote, a file or a name in the store, to go "
+        "on from without reading it again; it names model, method and settings",
     )
-    artifact: Path | None = Field(
-        default=None, description="artifact folder, which names its method; default: the newest for model and method"
+    reuse: bool = Field(
+        default=False, description="go on from the stored context that the prompt begins like, and read only the rest"
     )
+    store: Path | None = Field(default=None, description=STORE_HELP)
     prompt: str | None = Field(default=None, description="text to continue; '-' reads standard input")
     prompt_file: Path | None = Field(
         default=None, description="file with the text to continue; '-' reads standard input"
     )
     chat: bool = Field(default=False, description="treat the prompt as a message of a user to a chat model")
-    max_new_tokens: int = Field(default=64, ge=1, lt=2**31, description="tokens to generate at most")
-    temperature: float = Field(
-        default=0.0, ge=0, allow_inf_nan=False, description="sampling temperature; 0: the most probable token"
+    prefill_chunk: int | None = Field(
+        default=None, ge=1, description="tokens of the prompt per forward pass; default: all"
     )
-    top_p: float = Field(default=1.0, gt=0, le=1, description="sample from the most probable tokens of this mass")
-    top_k: int = Field(default=0, ge=0, description="sample from this many tokens; 0: all")
-    repetition_penalty: float = Field(
-        default=1.0, gt=0, allow_inf_nan=False, description="penalty of tokens that occurred; 1: none"
-    )
-    sink_length: int | None = Field(
-        default=None, ge=0, description="first tokens in full precision; default: the method's or the artifact's"
-    )
-    residual_length: int | None = Field(
-        default=None, ge=0, description="last tokens in full precision; default: the method's or the artifact's"
-    )
-    setting: list[str] = Field(default=[], description="setting of the method, NAME=VALUE; repeatable")
-    impl: str = Field(default="auto", description=IMPL_HELP)
     decode: Literal["auto", "graphs", "steps", "passes"] = Field(
         default="auto",
         description="how tokens are made: steps captured as CUDA graphs, the same steps without capturing, or ordinary "
@@ -68,74 +51,67 @@ class GenerateOptions(ModelOptions):
 
 def run(options: GenerateOptions, output: Output) -> None:
     """Generate text, streamed; --method compresses the KV cache."""
-    from kvcli.attention.next_token import SamplingConfig
-    from kvcli.attention.session import attach
-    from kvcli.generate import generate_text, prompt_ids
+    from kvcli.cli.context_input import begin, load_context
+    from kvcli.generate import generate_text
 
-    prompt = read_prompt(options, output)
+    if options.context is not None and options.prompt is None and options.prompt_file is None:
+        raise UsageError("--context needs a text that goes on from it; give it with --prompt or --prompt-file")
+    if options.context is not None and options.reuse:
+        raise UsageError("--context names what is gone on from, --reuse looks for it; give one of them")
+    prompt = read_prompt(options.prompt, options.prompt_file, output)
     if not prompt and options.prompt != "":
         raise UsageError("the prompt is empty; give a text with --prompt or --prompt-file")
-    method, artifact = choose_method(options, output)
-    settings = {**parse_settings(options.setting), **cache_settings(options)}
+    context = None if options.context is None else load_context(options.context, options.model, options.store)
+    options = options.for_context(context)
+    chosen = choose_method(options, output, context)
     loaded = options.load(output)
     if options.chat and not loaded.tokenizer.chat_template:
         raise UsageError(f"{options.model} has no chat template; omit --chat")
     if options.decode == "graphs" and loaded.model.device.type != "cuda":
         raise UsageError("--decode graphs needs a GPU")  # before the prompt is written
-    sampling = SamplingConfig(
-        options.max_new_tokens,
-        options.temperature,
-        options.top_p,
-        options.top_k,
-        options.repetition_penalty,
-    )
-    with attach(loaded, method, artifact=artifact, impl=options.impl, **settings) as session:
-        if session.backend.note is not None:
-            output.say(f"{session.backend.impl} backend: {session.backend.note}")
-        ids = prompt_ids(loaded, prompt, options.chat, output.say)
-        limit, length = loaded.spec.max_position_embeddings, ids.shape[1] + options.max_new_tokens
+    with chosen.attach(loaded, options.impl, output) as session:
+        store = open_store(options.store, options.model, must_exist=False) if options.reuse else None
+        start = begin(loaded, session, prompt, options.chat, context, store, output)
+        limit, length = loaded.spec.max_position_embeddings, start.ids.shape[1] + options.max_new_tokens
         if length > limit:
             output.warn(f"warning: {length} tokens are more than the {limit} that {options.model} was trained on")
         if not options.chat:
             output.write(prompt)
-        mode = None if options.decode == "auto" else options.decode
-        made = generate_text(loaded, session, ids, sampling, seed=options.seed, write=output.write, mode=mode)
+        made = generate_text(
+            loaded,
+            session,
+            start.ids,
+            options.sampling(),
+            seed=options.seed,
+            write=output.write,
+            cache=start.cache,
+            mode=None if options.decode == "auto" else options.decode,
+            prefill_chunk=options.prefill_chunk,
+        )
         starts_at = compression_starts(session)
     output.write("\n")
     if made.note is not None:
         output.warn(f"warning: {made.note}")
+    if start.source is not None:
+        output.say(
+            f"{made.reused_tokens} of {made.prompt_tokens} tokens reused from {start.source}, loaded in "
+            f"{start.load_s:.2f} s; first token after {made.ttft_s:.2f} s"
+        )
+    elif options.reuse:
+        output.say(f"no tokens reused; first token after {made.ttft_s:.2f} s")
     if options.stats:
         output.warn(describe(made, starts_at))
     output.result(
         {
             "model": options.model,
-            "method": method,
+            "method": chosen.name,
             "prompt": prompt,
+            "reused_from": start.source,
+            "load_s": start.load_s,
             "compression_starts_at": starts_at,
             **made.to_dict(),
         }
     )
-
-
-def choose_method(options: GenerateOptions, output: Output) -> tuple[str, Artifact | None]:
-    """The method's name and the artifact, where it uses one; an artifact given alone names the method.
-
-    Raises:
-        UsageError: no such method.
-        ArtifactError: an artifact that is missing or damaged.
-    """
-    from kvcli.artifact import Artifact
-    from kvcli.registry import parse_method
-
-    folder = options.artifact
-    if folder is None:
-        method = BASELINE if options.method is None else options.method
-        if not parse_method(method)[0].needs_artifact:
-            return method, None
-        folder = newest_artifact(options.model, method)
-        output.say(f"using {folder}")
-    artifact = Artifact.load(folder)
-    return artifact.method if options.method is None else options.method, artifact
 
 
 def compression_starts(session: Session) -> int | None:
@@ -149,42 +125,6 @@ def compression_starts(session: Session) -> int | None:
     return min(starts)
 
 
-def cache_settings(options: GenerateOptions) -> dict[str, Any]:
-    """The lengths of sinks and residual window, as far as they were given."""
-    given = {"sink_length": options.sink_length, "residual_length": options.residual_length}
-    return {name: value for name, value in given.items() if value is not None}
-
-
-def read_prompt(options: GenerateOptions, output: Output) -> str:
-    """The prompt from a flag, a file or standard input.
-
-    Raises:
-        UsageError: both a flag and a file, a file that cannot be read, or text that is not UTF-8.
-    """
-    if options.prompt is not None and options.prompt_file is not None:
-        raise UsageError("--prompt and --prompt-file exclude each other")
-    if options.prompt == "-" or options.prompt_file == Path("-"):
-        try:
-            return sys.stdin.read().rstrip("\n")
-        except UnicodeDecodeError as error:
-            raise UsageError("standard input is not UTF-8 text") from error
-    if options.prompt_file is not None:
-        try:
-            return options.prompt_file.read_text().rstrip("\n")
-        except UnicodeDecodeError as error:
-            raise UsageError(f"{options.prompt_file} is not UTF-8 text") from error
-        except OSError as error:
-            raise UsageError(f"cannot read {options.prompt_file}: {error.strerror}") from error
-    if options.prompt is None:
-        output.say(f"no --prompt given: continuing '{DEFAULT_PROMPT}'")
-        return DEFAULT_PROMPT
-    try:
-        options.prompt.encode()
-    except UnicodeEncodeError as error:
-        raise UsageError("--prompt is not UTF-8 text") from error
-    return options.prompt
-
-
 def describe(made: Generation, starts_at: int | None) -> str:
     """Time, rate and memory on two lines.
 
@@ -194,8 +134,9 @@ def describe(made: Generation, starts_at: int | None) -> str:
     """
     memory = made.memory
     graphs = f", steps as CUDA graphs of {size(made.graph_bytes)}" if made.graph_bytes else ""
+    reused = f" ({made.reused_tokens} reused)" if made.reused_tokens else ""
     time = (
-        f"prompt {made.prompt_tokens} tokens, {made.new_tokens} new; first token after {made.ttft_s:.2f} s, "
+        f"prompt {made.prompt_tokens} tokens{reused}, {made.new_tokens} new; first token after {made.ttft_s:.2f} s, "
         f"then {made.tokens_per_s:.1f} tokens/s{graphs}\n"
     )
     if starts_at is None:

@@ -12,6 +12,7 @@ from kvcli.builtin_models import DEFAULT_MODEL
 from kvcli.registry import BASELINE, DEFAULT_METHOD, FIT_COMMANDS, METHODS, parse_method
 
 PROMPT = "Photosynthesis is"
+FOLLOW_UP = "In short,"
 
 
 def next_command(name: str, options: Mapping[str, Any], record: Mapping[str, Any]) -> str:
@@ -33,6 +34,13 @@ def next_command(name: str, options: Mapping[str, Any], record: Mapping[str, Any
         words = ["kvcli", "generate", *model, "--artifact", record["artifact"], "--prompt", PROMPT, "--stats"]
     elif name == "generate":
         words = ["kvcli", "eval", *_unless_default(options["model"]), *_what(options["artifact"], record["method"])]
+    elif name == "compress":
+        where = _unless_default(options["model"]) if record["store"] else []
+        store = ["--store", options["store"]] if options["store"] else []
+        context = record["contexts"][0]["context"]
+        words = ["kvcli", "generate", *where, "--context", context, *store, "--prompt", FOLLOW_UP]
+    elif name == "chat":
+        words = ["kvcli", "chat", "--resume", record["saved"]] if record["saved"] else []
     elif name == "eval":
         words = ["kvcli", "bench", "--method", _last_method(record["rows"])]
     elif name == "bench":

@@ -33,6 +33,11 @@ def artifact_folder(model: str, name: str) -> Path:
     return RUNS / short_name(model) / name
 
 
+def contexts_folder(model: str) -> Path:
+    """Default store of a model's contexts."""
+    return RUNS / short_name(model) / "contexts"
+
+
 def newest_samples() -> Path:
     """The recording that was written last.
 
@@ -57,12 +62,13 @@ def newest_training() -> Path:
     return folder
 
 
-def newest_artifact(model: str, method: str) -> Path:
+def newest_artifact(model: str, method: str, settings: Mapping[str, Any] | None = None) -> Path:
     """The artifact of a method for a model that was exported last.
 
     Args:
         model: the model's name.
         method: name of the method, with or without bits.
+        settings: that it was fitted with; default: those that the bits stand for.
 
     Raises:
         ArtifactError: there is none.
@@ -72,7 +78,7 @@ def newest_artifact(model: str, method: str) -> Path:
     folder = _newest(
         path
         for path in (RUNS / short_name(model)).glob("*/kvcli.json")
-        if _is_artifact_of(path, record.name, from_bits)
+        if _is_artifact_of(path, record.name, from_bits if settings is None else settings)
     )
     if folder is None:
         raise ArtifactError(

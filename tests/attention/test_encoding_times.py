@@ -13,7 +13,8 @@ from torch.nn.functional import pad
 from kvcli.attention import reference
 from kvcli.attention.backend import REFERENCE, AttentionBackend
 from kvcli.attention.layer import attend_layer
-from kvcli.cache.compressed import CompressedCache, NewTokens
+from kvcli.cache.compressed import CompressedCache
+from kvcli.cache.layer import NewTokens
 from kvcli.cache.window import WindowLayout, WindowTokens
 from kvcli.methods.encoded import EncodedTokens
 from kvcli.methods.kivi import METHOD

@@ -21,6 +21,8 @@ COMMANDS = (
     "fit-subspace",
     "export",
     "generate",
+    "compress",
+    "chat",
     "eval",
     "domains",
     "bench",

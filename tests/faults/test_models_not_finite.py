@@ -14,8 +14,9 @@ import kvcli
 from kvcli.attention.next_token import SamplingConfig
 from kvcli.errors import ModelError, UsageError
 from kvcli.eval.quality import _exp, measure, reference_states
-from kvcli.generate import generate_text, prompt_ids
+from kvcli.generate import generate_text
 from kvcli.models import LoadedModel
+from kvcli.prompts import prompt_ids
 
 
 class Words:
@@ -23,6 +24,7 @@ class Words:
 
     eos_token_id = pad_token_id = 0
     bos_token_id: int | None = 1
+    chat_template = "x"
 
     def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
         return {"input_ids": [ord(c) for c in text]}

@@ -1,0 +1,234 @@
+"""Taking a snapshot of a cache's sequences and stores, and filling empty ones from it.
+
+This module knows where tensors lie in a cache; `snapshot` knows what a snapshot holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from kvcli.cache.code_buffer import CodeBuffer
+from kvcli.cache.counts import Counts, TokenCounts
+from kvcli.cache.forward import ordinary_tensors, row_values
+from kvcli.cache.sequences import Sequences
+from kvcli.cache.snapshot import CODES, POSITIONS, VALID, WINDOWS, Snapshot, SnapshotCounts
+from kvcli.cache.store import LayerStore
+from kvcli.cache.window import WindowLayout
+from kvcli.errors import CacheError
+from kvcli.methods.layer_codec import LayerCodec
+
+
+@torch.no_grad()
+@ordinary_tensors
+def take(sequences: Sequences, stores: Sequence[LayerStore], device: torch.device | str) -> Snapshot:
+    """Copies the content of a cache.
+
+    Args:
+        sequences: of the cache.
+        stores: of its layers.
+        device: of the copies.
+
+    Raises:
+        CacheError: the cache is empty, or a pass over it broke off or is under way.
+    """
+    sequences.check_at_rest()
+    counts = _counts_of(sequences, stores)
+    tensors = {}
+    for i, store in enumerate(stores):
+        for name, x in _parts(store, counts):
+            full_name = f"layers.{i}.{name}"
+            tensors[full_name] = _copied(x, counts.used(full_name), device)
+    tensors[VALID] = _copied(sequences.valid, None, device)
+    lengths = row_values(counts.lengths, sequences.positions.device)
+    positions = sequences.positions[:, : max(counts.lengths)]
+    real = torch.arange(positions.shape[1], device=lengths.device) < lengths.unsqueeze(1)
+    tensors[POSITIONS] = _copied(positions * real, None, device)
+    return Snapshot(counts, tensors)
+
+
+@torch.no_grad()
+@ordinary_tensors
+def put(
+    snapshot: Snapshot, sequences: Sequences, codecs: Sequence[LayerCodec], device: torch.device
+) -> list[LayerStore]:
+    """Fills empty sequences, and stores that are made here.
+
+    Args:
+        snapshot: what `take` gave; its tensors are checked, and copied one by one.
+        sequences: of an empty cache.
+        codecs: of its layers.
+        device: of the model.
+
+    Returns:
+        One store per layer.
+
+    Raises:
+        CacheError: a snapshot that these codecs cannot have made.
+    """
+    _check_shared(snapshot)
+    layout = _layout(snapshot.counts, sequences.counts)
+    contents = [_LayerContent(snapshot.tensors, layer_idx) for layer_idx in range(len(codecs))]
+    for name in sorted({*snapshot.tensors} - {VALID, POSITIONS}):
+        if not any(content.has(name) for content in contents):
+            raise CacheError(f"the snapshot has a tensor {name}, which this model has no place for")
+    stores = [
+        _made_store(content, codec, snapshot.counts, layout, device)
+        for content, codec in zip(contents, codecs, strict=True)
+    ]
+    _put_sequences(snapshot, sequences, layout, device)
+    return stores
+
+
+def _counts_of(sequences: Sequences, stores: Sequence[LayerStore]) -> SnapshotCounts:
+    counts = sequences.counts
+    return SnapshotCounts(
+        lengths=counts.lengths,
+        coded_keys=counts.keys.coded,
+        coded_values=counts.values.coded,
+        observed=tuple(sequences.observed),
+        sinks=counts.sink_length,
+        ring=counts.layout.ring,
+        key_group=counts.keys.tokens_per_group,
+        value_group=counts.values.tokens_per_group,
+        tokens_per_entry={
+            f"layers.{i}.{kind}.{field}": tokens
+            for i, store in enumerate(stores)
+            for kind in CODES
+            for field, tokens in getattr(store, kind).tokens_per_entry.items()
+        },
+    )
+
+
+def _parts(store: LayerStore, counts: SnapshotCounts) -> Iterator[tuple[str, Tensor]]:
+    """Names and views or copies of what a store holds, each as long as the longest row's."""
+    for kind in CODES:
+        buffer: CodeBuffer = getattr(store, kind)
+        coded = max(counts.coded_keys if kind == CODES[0] else counts.coded_values)
+        for field, x in buffer.codes.tensors().items():
+            yield f"{kind}.{field}", x[:, :, : -(-coded // buffer.tokens_per_entry[field])]
+    held = store.layout.held(row_values(counts.attended, store.keys.device), max(counts.window))
+    for kind in WINDOWS:
+        yield kind, store.layout.read(getattr(store, kind), held)
+    if store.state is not None:
+        for field, x in store.state.tensors().items():
+            yield f"state.{field}", x
+
+
+def _copied(x: Tensor, used: Counts | None, device: torch.device | str) -> Tensor:
+    """A contiguous copy; 0 where rows do not use it."""
+    made = torch.empty(x.shape, dtype=x.dtype, device=device)
+    made.copy_(x)
+    for row, count in enumerate(used or ()):
+        if count < x.shape[2]:
+            made[row, :, count:].zero_()
+    return made
+
+
+def _layout(counts: SnapshotCounts, ours: TokenCounts) -> WindowLayout:
+    """The layout of the windows, as it was where it is not larger than a cache would keep.
+
+    Raises:
+        CacheError: sinks or groups of other sizes.
+    """
+    if counts.sinks != ours.sink_length:
+        raise CacheError(f"the snapshot was made with sink_length {counts.sinks}, this cache has {ours.sink_length}")
+    theirs = (counts.key_group, counts.value_group)
+    if theirs != (mine := (ours.keys.tokens_per_group, ours.values.tokens_per_group)):
+        raise CacheError(
+            f"the snapshot's keys and values were encoded in groups of {theirs}, this cache's are in {mine}"
+        )
+    tokens = max(window - counts.sinks for window in counts.window)
+    needed = WindowLayout(counts.sinks, max(ours.layout.ring, tokens))
+    stored = WindowLayout(counts.sinks, max(counts.ring, needed.ring))
+    return needed if stored.capacity > 2 * needed.capacity else stored
+
+
+def _made_store(
+    content: _LayerContent, codec: LayerCodec, counts: SnapshotCounts, layout: WindowLayout, device: torch.device
+) -> LayerStore:
+    """A layer's store with the content of a snapshot; nothing of its size is allocated before it is checked."""
+    spec, batch = codec.key.spec, len(counts.lengths)
+    window = (batch, spec.num_kv_heads, max(counts.window), spec.head_dim)
+    dtype = content.dtype(WINDOWS[0])
+    tokens = {name: content.pop(name, window, dtype) for name in WINDOWS}
+    like = torch.empty(*window[:2], 0, spec.head_dim, dtype=dtype, device=device)
+    store = LayerStore(codec, like, like, layout)
+    held = layout.held(row_values(counts.attended, device), window[2])
+    for name, x in tokens.items():
+        layout.write(getattr(store, name), held, x.to(device))
+    for kind, coded in zip(CODES, (max(counts.coded_keys), max(counts.coded_values)), strict=True):
+        _fill_codes(getattr(store, kind), kind, coded, content)
+    if store.state is not None:
+        for field, x in store.state.tensors().items():
+            x.copy_(content.pop(f"state.{field}", tuple(x.shape), x.dtype))
+    content.check_empty()
+    return store
+
+
+def _fill_codes(buffer: CodeBuffer, kind: str, coded: int, content: _LayerContent) -> None:
+    """Copies the codes of `coded` tokens into a buffer, which gets room for them."""
+    stored = {}
+    for field, x in buffer.codes.tensors().items():
+        entries = -(-coded // buffer.tokens_per_entry[field])
+        stored[field] = content.pop(f"{kind}.{field}", (*x.shape[:2], entries, *x.shape[3:]), x.dtype)
+    if coded:
+        buffer.reserve(coded)
+    for field, x in stored.items():
+        getattr(buffer.codes, field)[:, :, : x.shape[2]].copy_(x)
+
+
+class _LayerContent:
+    """The tensors of one layer, each to be asked for by its name, shape and dtype."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], layer_idx: int) -> None:
+        self._prefix = f"layers.{layer_idx}."
+        self._tensors = {name.removeprefix(self._prefix): x for name, x in tensors.items() if self.has(name)}
+
+    def has(self, name: str) -> bool:
+        """Whether a name is of this layer."""
+        return name.startswith(self._prefix)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The floating-point dtype of a tensor, if it has one."""
+        x = self._tensors.get(name)
+        return x.dtype if x is not None and x.is_floating_point() else torch.float32
+
+    def pop(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Takes a tensor out.
+
+        Raises:
+            CacheError: it is missing, or of another shape or dtype.
+        """
+        x = self._tensors.pop(name, None)
+        if x is None or x.shape != shape or x.dtype != dtype:
+            found = "is missing" if x is None else f"is {x.dtype} {list(x.shape)}"
+            raise CacheError(f"the snapshot's tensor {self._prefix}{name} {found}; it must be {dtype} {list(shape)}")
+        return x
+
+    def check_empty(self) -> None:
+        """Raises CacheError for a tensor that was not asked for."""
+        if self._tensors:
+            name = min(self._tensors)
+            raise CacheError(f"the snapshot has a tensor {self._prefix}{name}, which this method does not keep")
+
+
+def _check_shared(snapshot: Snapshot) -> None:
+    """Raises CacheError where padding marks or positions do not agree with the counts."""
+    counts, valid, positions = snapshot.counts, snapshot.tensors.get(VALID), snapshot.tensors.get(POSITIONS)
+    if valid is None or valid.dtype != torch.bool or valid.ndim != 2 or valid.sum(1).tolist() != [*counts.lengths]:
+        raise CacheError("the snapshot's padding marks do not agree with its numbers of tokens")
+    shape = (len(counts.lengths), max(counts.lengths))
+    if positions is None or positions.dtype != torch.int32 or positions.shape != shape:
+        raise CacheError("the snapshot's positions do not agree with its numbers of tokens")
+
+
+def _put_sequences(snapshot: Snapshot, sequences: Sequences, layout: WindowLayout, device: torch.device) -> None:
+    held, counts = snapshot.counts, sequences.counts
+    counts.state = held.lengths, held.coded_keys, held.coded_values, held.attended
+    counts.layout = layout
+    sequences.observed = [*held.observed]
+    shared = (snapshot.tensors[name].to(device, copy=True) for name in (VALID, POSITIONS))
+    sequences.valid, sequences.positions = shared

@@ -1,0 +1,165 @@
+"""A context: what a cache holds, what it depends on and which tokens it is, in one file.
+
+The file is of safetensors. Its metadata has one entry, `kvcli`, so that equal contexts make equal files: the sha256 of
+what follows, a space, and a JSON object with the format version, the identity, the counts of the snapshot, notes and
+the sha256 of every tensor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from kvcli._version import __version__
+from kvcli.cache.digests import tensor_digests
+from kvcli.cache.identity import CacheIdentity
+from kvcli.cache.snapshot import VALID, Snapshot, SnapshotCounts
+from kvcli.errors import CacheError
+from kvcli.file_lock import sole_writer
+from kvcli.files import replacing
+
+FORMAT_VERSION = 1
+INPUT_IDS = "input_ids"
+_ENTRY = "kvcli"
+_REMEDY = "make it again with 'kvcli compress'"
+
+
+@dataclass(frozen=True)
+class Context:
+    """A compressed context in memory.
+
+    Attributes:
+        snapshot: what the cache held.
+        identity: what it depends on.
+        input_ids: its tokens, int64 [batch, slots], anything at padding; None if they were not given.
+        notes: plain JSON values of whoever saved it.
+        name: for messages.
+    """
+
+    snapshot: Snapshot
+    identity: CacheIdentity
+    input_ids: Tensor | None = None
+    notes: Mapping[str, Any] = field(default_factory=dict)
+    name: str = field(default="this context", compare=False)
+
+    def check(self, ours: CacheIdentity) -> None:
+        """Checks that a cache can go on from it.
+
+        Args:
+            ours: of the cache.
+
+        Raises:
+            CacheError: it cannot; the message says what differs.
+        """
+        if (reason := ours.difference(self.identity)) is not None:
+            raise CacheError(f"{self.name} was made {reason}")
+
+    def save(self, path: str | Path) -> int:
+        """Writes the file; it appears under its name when it is complete, and replaces what was there.
+
+        Args:
+            path: where to.
+
+        Returns:
+            Bytes of the file.
+
+        Raises:
+            CacheError: another process writes it, or `input_ids` are not of the snapshot's slots.
+            OSError: it cannot be written.
+        """
+        path, tensors = Path(path), dict(self.snapshot.tensors)
+        if self.input_ids is not None:
+            shape = tuple(tensors[VALID].shape)
+            if self.input_ids.shape != shape:
+                raise CacheError(
+                    f"input_ids are {list(self.input_ids.shape)}, but the cache holds {list(shape)}: give those that "
+                    "it holds, such as sequences[:, :-1] of what was generated"
+                )
+            tensors[INPUT_IDS] = self.input_ids.to("cpu", torch.int64)
+        tensors = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
+        fields = {
+            "format_version": FORMAT_VERSION,
+            "kvcli_version": __version__,
+            "identity": self.identity.to_dict(),
+            "counts": self.snapshot.counts.to_dict(),
+            "notes": dict(self.notes),
+            "tensors": tensor_digests(tensors),
+        }
+        text = json.dumps(fields)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with sole_writer(path, CacheError), replacing(path) as temporary:
+            save_file(tensors, temporary, metadata={_ENTRY: f"{_text_sha256(text)} {text}"})
+            return temporary.stat().st_size
+
+    @classmethod
+    def load(cls, path: str | Path) -> Context:
+        """Reads and verifies a file; its tensors stay in the file, which is mapped, until they are copied.
+
+        Args:
+            path: what `save` wrote.
+
+        Raises:
+            CacheError: missing, of another format version, truncated or damaged.
+        """
+        path = Path(path)
+        if not path.is_file():
+            raise CacheError(f"no context in {path}: there is no such file; make one with 'kvcli compress'")
+        try:
+            with safe_open(path, framework="pt") as handle:
+                metadata = handle.metadata() or {}
+                tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError, RuntimeError, ValueError, TypeError, KeyError, AttributeError) as error:
+            reason = " ".join(str(error).split())
+            raise CacheError(f"{path} is no file that can be read, or it is damaged ({reason}); {_REMEDY}") from error
+        fields = _sealed_fields(path, metadata)
+        if fields["tensors"] != tensor_digests(tensors):
+            raise CacheError(f"{path} is damaged: the sha256 of its content differs; {_REMEDY}")
+        input_ids = tensors.pop(INPUT_IDS, None)
+        try:
+            identity = CacheIdentity.from_dict(fields["identity"])
+            counts = SnapshotCounts.from_dict(fields["counts"])
+            if not isinstance(fields["notes"], dict) or (
+                input_ids is not None
+                and (input_ids.dtype != torch.int64 or VALID not in tensors or input_ids.shape != tensors[VALID].shape)
+            ):
+                raise ValueError("notes or tokens of another form")
+        except (ValueError, TypeError, KeyError, OverflowError) as error:
+            reason = " ".join(str(error).split())
+            raise CacheError(f"{path} holds no context that this kvcli reads ({reason}); {_REMEDY}") from error
+        return cls(Snapshot(counts, tensors), identity, input_ids, fields["notes"], str(path))
+
+
+def _sealed_fields(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
+    """The JSON object in a file's metadata.
+
+    Raises:
+        CacheError: there is none, it is of another format version, or it was changed.
+    """
+    if _ENTRY not in metadata:
+        raise CacheError(f"{path} is no context: kvcli did not write it")
+    seal, _, text = metadata[_ENTRY].partition(" ")
+    if seal != _text_sha256(text):
+        raise CacheError(f"{path} is damaged: its metadata was changed after it was written; {_REMEDY}")
+    try:
+        fields = json.loads(text)
+        version = fields.get("format_version")
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise CacheError(f"{path} is damaged: its metadata cannot be read; {_REMEDY}") from error
+    if version != FORMAT_VERSION:
+        raise CacheError(f"{path} has format version {version}; this kvcli reads version {FORMAT_VERSION}; {_REMEDY}")
+    if missing := {"identity", "counts", "notes", "tensors"} - fields.keys():
+        raise CacheError(f"{path} is damaged: its metadata has no {min(missing)}; {_REMEDY}")
+    return dict(fields)
+
+
+def _text_sha256(text: str) -> str:
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()

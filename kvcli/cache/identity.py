@@ -1,0 +1,172 @@
+"""What the content of a cache depends on, so that a stored one is only gone on with where it means the same.
+
+This module does not know how a cache is stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from kvcli.cache.digests import tensor_digests
+from kvcli.errors import UsageError
+from kvcli.files import json_sha256
+from kvcli.fingerprint import differs
+from kvcli.methods.config import CacheConfig
+from kvcli.methods.layer_codec import LayerCodec
+from kvcli.registry import get_method
+
+_ROUNDING = (1e-4, 0.0)
+"""By how much RoPE frequencies may differ between machines: relative, absolute."""
+
+_BUFFER_ROUNDING = (1e-3, 1e-4)
+"""By how much buffers that are computed and not fitted may."""
+
+
+@dataclass(frozen=True)
+class CacheIdentity:
+    """Model, method, settings and codecs of a cache, as plain JSON values.
+
+    Attributes:
+        model: name of the model, for people; it is not compared.
+        fingerprint: of the model, see `kvcli.fingerprint`.
+        dtype: of the model, such as `bfloat16`.
+        rope: what `Rope.frequencies` gives.
+        method: name of the method.
+        config: its settings, those of the cache included.
+        layers: indices of the layers that the method compresses.
+        codecs: `fitted`, the sha256 of the codecs' buffers, where they come from an artifact; else `sample`, two
+            numbers of each buffer.
+    """
+
+    model: str
+    fingerprint: str
+    dtype: str
+    rope: Mapping[str, Any]
+    method: str
+    config: Mapping[str, Any]
+    layers: Sequence[int]
+    codecs: Mapping[str, Any]
+
+    def difference(self, other: CacheIdentity) -> str | None:
+        """Why what another cache holds means something else here.
+
+        Args:
+            other: of the other cache.
+
+        Returns:
+            A clause that goes on from "it was made"; None if there is no difference.
+
+        Raises:
+            ValueError: an identity that cannot be read.
+        """
+        reason = differs(self.fingerprint, other.fingerprint)
+        if reason is not None:
+            return f"with another model, {other.model}: {reason}"
+        if self.dtype != other.dtype:
+            return f"with the model in {other.dtype}, which is in {self.dtype} here"
+        if not _close(_numbers(self.rope), _numbers(other.rope), _ROUNDING):
+            return "with other RoPE frequencies"
+        if self.method != other.method:
+            return f"with method '{other.method}', not '{self.method}'"
+        ours, theirs = self._settings(), other._settings()
+        for name, value in ours.items():
+            if value != theirs[name]:
+                return f"with {name} {theirs[name]}, which is {value} here"
+        if list(self.layers) != list(other.layers):
+            return f"with layers {_ranges(other.layers)} compressed, not {_ranges(self.layers)}"
+        if self.codecs.keys() != other.codecs.keys():
+            return f"{'with' if 'fitted' in other.codecs else 'without'} an artifact"
+        if self.codecs.get("fitted") != other.codecs.get("fitted"):
+            return "with another artifact"
+        if not _close(self.codecs.get("sample", []), other.codecs.get("sample", []), _BUFFER_ROUNDING):
+            return "with codecs of other projections or tables"
+        return None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> CacheIdentity:
+        """From what `to_dict` gave, also if it went through JSON.
+
+        Raises:
+            ValueError: values of other names or types; an unknown method or setting.
+        """
+        kinds: dict[str, Any] = {"rope": dict, "config": dict, "codecs": dict, "layers": (list, tuple)}
+        names = {name: kinds.get(name, str) for name in cls.__dataclass_fields__}
+        if not isinstance(values, Mapping) or values.keys() != names.keys():
+            raise ValueError("the identity of a cache has other fields")
+        if wrong := [name for name, kind in names.items() if not isinstance(values[name], kind)]:
+            raise ValueError(f"{wrong[0]} in the identity of a cache is of another type")
+        identity = cls(**values)
+        identity.settings()
+        if not _is_numbers(_numbers(identity.rope)) or not _is_numbers(identity.codecs.get("sample", [])):
+            raise ValueError("RoPE frequencies or samples of codecs are not numbers")
+        if identity.difference(identity) is not None:
+            raise ValueError("the identity of a cache is not its own")
+        return identity
+
+    def settings(self) -> CacheConfig:
+        """The method's settings.
+
+        Raises:
+            ValueError: this kvcli does not know the method, or a setting.
+        """
+        try:
+            return get_method(self.method).config_cls(**self.config)
+        except UsageError as error:
+            raise ValueError(str(error)) from error
+        except ValidationError as error:
+            raise ValueError(f"settings of method '{self.method}' that this kvcli does not know") from error
+
+    def _settings(self) -> dict[str, Any]:
+        """All settings as plain values; those that are newer than the file have their defaults."""
+        return self.settings().model_dump(mode="json")
+
+
+def codecs_identity(codecs: Sequence[LayerCodec], fitted: bool) -> dict[str, Any]:
+    """What identifies the codecs of all layers.
+
+    Args:
+        codecs: one per layer.
+        fitted: whether their buffers come from an artifact, and are thus the same bit for bit everywhere.
+
+    Returns:
+        The field `codecs` of an identity.
+    """
+    buffers = {f"{i}.{name}": x for i, codec in enumerate(codecs) for name, x in sorted(codec.state_dict().items())}
+    if fitted:
+        return {"fitted": json_sha256(tensor_digests(buffers))}
+    return {"sample": [number for x in buffers.values() if x.numel() for number in _sample(x)]}
+
+
+def _sample(x: Tensor) -> list[float]:
+    """Two numbers of a buffer."""
+    return x.detach().flatten()[[0, x.numel() // 2]].float().tolist()
+
+
+def _numbers(rope: Mapping[str, Any]) -> list[Any]:
+    return [*rope.get("inv_freq", ()), rope.get("scaling")]
+
+
+def _is_numbers(values: Any) -> bool:
+    return isinstance(values, Sequence) and all(type(value) in (int, float) for value in values)
+
+
+def _close(first: Sequence[float], second: Sequence[float], rounding: tuple[float, float]) -> bool:
+    """Whether numbers agree up to rounding."""
+    if len(first) != len(second):
+        return False
+    a, b = (torch.tensor(x, dtype=torch.float64) for x in (first, second))
+    return torch.allclose(a, b, *rounding)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers)) if len(numbers) <= 8 else f"{len(numbers)} of them"

@@ -1,0 +1,198 @@
+"""The content of a cache apart from how it lies in memory: tokens in order, no ring, no headroom.
+
+A snapshot is what files hold and what a new cache is filled from. This module does not know about caches or files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from operator import sub
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcli.cache.counts import Counts, attended_tokens, coded_within
+from kvcli.errors import CacheError
+
+VALID, POSITIONS = "valid", "positions"
+"""Names of the tensors that all layers share."""
+
+WINDOWS = ("keys", "values")
+"""Names of a layer's window tensors, as of the attributes of `LayerStore`."""
+
+CODES = ("key_codes", "value_codes")
+"""Names of a layer's code records, likewise."""
+
+_FEWEST = {"sinks": 0, "ring": 1, "key_group": 1, "value_group": 1}
+_MOST = 2**40
+
+
+@dataclass(frozen=True)
+class SnapshotCounts:
+    """How many tokens a snapshot holds, and in what form.
+
+    Attributes:
+        lengths: tokens of each row.
+        coded_keys: encoded keys of each row, counted after its sinks.
+        coded_values: encoded values, likewise.
+        observed: tokens of each row that the key codec's state was computed from; 0 for codecs without a state.
+        sinks: first tokens of a row, which are never encoded.
+        ring: slots of the window buffers after the sinks.
+        key_group: keys that are encoded together.
+        value_group: values that are encoded together.
+        tokens_per_entry: tokens that share an entry, by name of a code tensor.
+    """
+
+    lengths: Counts
+    coded_keys: Counts
+    coded_values: Counts
+    observed: Counts
+    sinks: int
+    ring: int
+    key_group: int
+    value_group: int
+    tokens_per_entry: Mapping[str, int]
+
+    @property
+    def group(self) -> int:
+        """Tokens that are attended to together as codes; a prefix that ends among codes is a multiple of it long."""
+        return max(self.key_group, self.value_group)
+
+    @property
+    def attended(self) -> Counts:
+        """Tokens of each row, after its sinks, that attention reads as codes."""
+        return attended_tokens(self.coded_keys, self.coded_values, self.group)
+
+    @property
+    def window(self) -> Counts:
+        """Window tokens of each row: its sinks, then those after `attended` others."""
+        return tuple(map(sub, self.lengths, self.attended))
+
+    def entries(self, name: str) -> Counts:
+        """Entries of each row in a code tensor."""
+        coded = self.coded_keys if f".{CODES[0]}." in name else self.coded_values
+        return tuple(-(-count // self.tokens_per_entry[name]) for count in coded)
+
+    def used(self, name: str) -> Counts | None:
+        """How much of axis 2 each row uses of a tensor; None for tensors that are not cut by time."""
+        if name in self.tokens_per_entry:
+            return self.entries(name)
+        return self.window if name.rpartition(".")[2] in WINDOWS and ".state." not in name else None
+
+    def without(self, removed: int) -> SnapshotCounts:
+        """The counts of one row without its last tokens, as `CompressedCache.crop` leaves them.
+
+        Raises:
+            CacheError: tokens that were encoded together would be cut apart, or a codec's state was computed from some
+                of those removed.
+        """
+        length = self.lengths[0] - removed
+        if length < self.observed[0]:
+            raise CacheError(
+                f"cannot cut to {length} tokens: the method's per-sequence state was computed from {self.observed[0]}"
+            )
+        tokens = (max(0, length - self.sinks),)
+        keys, values = (
+            coded_within(coded, tokens, [removed], group)
+            for coded, group in ((self.coded_keys, self.key_group), (self.coded_values, self.value_group))
+        )
+        return replace(self, lengths=(length,), coded_keys=keys, coded_values=values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> SnapshotCounts:
+        """From what `to_dict` gave, also if it went through JSON.
+
+        Raises:
+            ValueError, TypeError: counts that no cache has.
+        """
+        if set(values) != set(cls.__dataclass_fields__):
+            raise ValueError("counts of a snapshot have other names")
+        numbers: dict[str, Any] = {name: values[name] for name in _FEWEST}
+        rows: dict[str, Any] = {
+            name: tuple(values[name]) for name in ("lengths", "coded_keys", "coded_values", "observed")
+        }
+        entries = dict(values["tokens_per_entry"])
+        flat = [*numbers.values(), *entries.values(), *(count for counts in rows.values() for count in counts)]
+        if not all(type(number) is int and 0 <= number <= _MOST for number in flat):
+            raise ValueError("counts of a snapshot are not numbers of tokens")
+        counts = cls(**rows, **numbers, tokens_per_entry=entries)
+        counts.check()
+        return counts
+
+    def check(self) -> None:
+        """Raises ValueError for counts that contradict each other."""
+        numbers = {name: getattr(self, name) for name in _FEWEST}
+        if any(numbers[name] < fewest for name, fewest in _FEWEST.items()) or 0 in self.tokens_per_entry.values():
+            raise ValueError("counts of a snapshot are too small")
+        if not self.lengths or len({*map(len, (self.lengths, self.coded_keys, self.coded_values, self.observed))}) > 1:
+            raise ValueError("counts of a snapshot are of different numbers of rows, or of none")
+        for coded, group in ((self.coded_keys, self.key_group), (self.coded_values, self.value_group)):
+            for length, count in zip(self.lengths, coded, strict=True):
+                if count > max(0, length - self.sinks) or count % group:
+                    raise ValueError("more codes than tokens, or parts of groups, in the counts of a snapshot")
+        if any(observed > length for observed, length in zip(self.observed, self.lengths, strict=True)):
+            raise ValueError("a state computed from more tokens than a snapshot has")
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The tokens of a cache. What a row does not use is 0, so that equal content has equal bytes.
+
+    Attributes:
+        counts: of tokens and codes.
+        tensors: by name, for each layer L:
+            layers.L.keys, layers.L.values: window, [batch, num_kv_heads, longest window, head_dim], in order: the
+                sinks, then the tokens after `counts.attended` others; keys after RoPE.
+            layers.L.key_codes.FIELD, layers.L.value_codes.FIELD: [batch, heads, entries, ...], in the field's dtype.
+            layers.L.state.FIELD: what the key codec keeps of each row, if anything, [batch, ...].
+          And for all layers: `valid`, boolean [batch, slots], False at padding; `positions`, int32
+          [batch, tokens of the longest row], RoPE positions.
+    """
+
+    counts: SnapshotCounts
+    tensors: Mapping[str, Tensor]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all rows."""
+        return sum(self.counts.lengths)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(x.nbytes for x in self.tensors.values())
+
+    def to(self, device: torch.device | str) -> Snapshot:
+        """The same with its tensors on a device."""
+        return Snapshot(self.counts, {name: x.to(device) for name, x in self.tensors.items()})
+
+    def prefix(self, num_tokens: int) -> Snapshot:
+        """The first tokens of the only row, as `CompressedCache.crop` to this length leaves them; views.
+
+        What is cut off in the middle of the codes stays codes: such a prefix has no window but the sinks. A state of
+        the key codec is kept, because it was computed from tokens of the prefix only.
+
+        Args:
+            num_tokens: tokens to keep, 1 to the row's length.
+
+        Raises:
+            CacheError: more than one row, no such length, tokens that were encoded together would be cut apart, or the
+                codec's state was computed from tokens that are not in the prefix.
+        """
+        if len(self.counts.lengths) != 1:
+            raise CacheError(f"a prefix is of one sequence; this snapshot has {len(self.counts.lengths)}")
+        removed = self.counts.lengths[0] - num_tokens
+        if num_tokens < 1 or removed < 0:
+            raise CacheError(f"a snapshot of {self.counts.lengths[0]} tokens has no prefix of {num_tokens}")
+        counts = self.counts.without(removed)
+        cut = {name: x if (n := counts.used(name)) is None else x[:, :, : n[0]] for name, x in self.tensors.items()}
+        seen = self.tensors[VALID].cumsum(1)
+        slots = int((seen < num_tokens).sum()) + 1 if removed else seen.shape[1]
+        cut[VALID], cut[POSITIONS] = self.tensors[VALID][:, :slots], self.tensors[POSITIONS][:, :num_tokens]
+        return Snapshot(counts, cut)

@@ -1,0 +1,139 @@
+"""A conversation on one compressed cache: only what is new of each turn is read.
+
+This module does not know about files or the command line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from kvcli.attention.generation import stop_tokens
+from kvcli.attention.next_token import SamplingConfig
+from kvcli.attention.session import Session
+from kvcli.cache.context import Context
+from kvcli.errors import CacheError
+from kvcli.fingerprint import text_identity
+from kvcli.generate import Generation, continue_ids
+from kvcli.models import LoadedModel
+from kvcli.progress import Say, say_nothing
+from kvcli.prompts import Message, common_length
+from kvcli.rendered import Rendered
+
+_BROKEN_OFF = -1
+"""In place of the number of tokens that the cache holds."""
+
+
+class Conversation:
+    """Messages of a user and a model, and the cache that holds their tokens.
+
+    Args:
+        loaded: the model, attached by the session; its tokenizer has a chat template.
+        session: made by `kvcli.attach`.
+        sampling: how tokens are chosen, and how many per reply at most.
+        messages: that come before the first one, such as the system's.
+        seed: of the random numbers of each reply.
+        prefill_chunk: prompt tokens per forward pass; None: all.
+        say: called with a line where the cache had to be cut or made anew.
+
+    Attributes:
+        cache: of the session; holds the first tokens of the conversation.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        session: Session,
+        sampling: SamplingConfig,
+        *,
+        messages: Sequence[Message] = (),
+        seed: int = 0,
+        prefill_chunk: int | None = None,
+        say: Say = say_nothing,
+    ) -> None:
+        self.loaded, self.session, self.sampling, self.seed = loaded, session, sampling, seed
+        self.prefill_chunk, self.say = prefill_chunk, say
+        self.cache = session.new_cache()
+        self._rendered = Rendered(tuple(messages), "", torch.zeros(1, 0, dtype=torch.int64))
+        self._held = 0
+
+    @property
+    def messages(self) -> list[Message]:
+        """The conversation so far."""
+        return list(self._rendered.messages)
+
+    def resume(self, context: Context) -> None:
+        """Goes on from a conversation that `context` saved.
+
+        Args:
+            context: with its messages among the notes.
+
+        Raises:
+            UsageError: it holds no conversation.
+            CacheError: it is of another model, method or settings.
+        """
+        held = torch.as_tensor(context.input_ids).clone()
+        rendered = Rendered.from_notes(context.notes, held, context.name)
+        self.cache = self.session.load_cache(context)
+        self._rendered, self._held = rendered, held.shape[1]
+
+    def reply(self, text: str, write: Callable[[str], None] = lambda piece: None) -> Generation:
+        """Adds a user's message and generates the model's.
+
+        Args:
+            text: the user's message.
+            write: given pieces of the reply as they are finished.
+
+        Returns:
+            The reply with its measurements; `reused_tokens` were in the cache already.
+
+        Raises:
+            ModelError: a chat template that fails, or logits that are not finite.
+        """
+        rendered = self._rendered.followed_by(self.loaded, {"role": "user", "content": text})
+        self._keep(rendered.ids)
+        self._held = _BROKEN_OFF
+        made, generated = continue_ids(
+            self.loaded,
+            self.session,
+            rendered.ids,
+            self.sampling,
+            seed=self.seed,
+            write=write,
+            cache=self.cache,
+            prefill_chunk=self.prefill_chunk,
+        )
+        sequences, stops = generated.sequences.cpu(), stop_tokens(self.session.model, None, None)[0]
+        ended = int(sequences[0, -1]) in stops  # the template ends a reply itself
+        self._rendered = rendered.replied(made.text, sequences[:, : sequences.shape[1] - ended])
+        self._held = self.cache.get_seq_length()
+        return made
+
+    def context(self) -> Context:
+        """A copy of the cache with the conversation, to be saved.
+
+        Raises:
+            CacheError: nothing was said yet, or a reply was broken off.
+        """
+        self._check_whole()
+        notes = {**text_identity(self.loaded.tokenizer), **self._rendered.notes(self._held)}
+        return self.cache.context(self._rendered.ids[:, : self._held], notes)
+
+    def _check_whole(self) -> None:
+        """Raises CacheError where nobody knows which tokens the cache holds."""
+        if self._held == _BROKEN_OFF:
+            raise CacheError("the last reply was broken off")
+
+    def _keep(self, ids: Tensor) -> None:
+        """Removes from the cache what the conversation, of tokens [1, time] now, does not begin with."""
+        try:
+            self._check_whole()
+            kept = min(common_length(self._rendered.ids[:, : self._held], ids), ids.shape[1] - 1)
+            if kept < self._held:
+                self.cache.crop(kept - self._held)
+                self.say(f"earlier turns are rendered differently now: {self._held - kept} tokens are read again")
+        except CacheError as error:
+            self.cache = self.session.new_cache()
+            self.say(f"the conversation is read again from its start: {error}")

@@ -1,0 +1,156 @@
+"""`kvcli chat`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+from pydantic import Field
+
+from kvcli.cli.command import command
+from kvcli.cli.generate import compression_starts, describe
+from kvcli.cli.output import Output, size
+from kvcli.cli.session_options import PREFILL_CHUNK, SamplingOptions, choose_method
+from kvcli.cli.store_options import STORE_HELP
+from kvcli.errors import UsageError
+from kvcli.registry import DEFAULT_METHOD
+
+if TYPE_CHECKING:
+    from kvcli.chat import Conversation
+    from kvcli.generate import Generation
+
+HELP = "/exit ends the conversation, /stats shows the cache, /save [FILE] writes it"
+
+
+class ChatOptions(SamplingOptions):
+    """Options of `kvcli chat`."""
+
+    max_new_tokens: int = Field(default=256, ge=1, lt=2**31, description="tokens of a reply at most")
+    system: str | None = Field(default=None, description="message of the system, before the first one")
+    save: Path | None = Field(default=None, description="file for the conversation, written when it ends")
+    resume: Path | None = Field(
+        default=None,
+        description="conversation to go on from, a file or a name in the store; it names model, method and settings",
+    )
+    store: Path | None = Field(default=None, description=STORE_HELP)
+    overwrite: bool = Field(default=False, description="let --save replace a file that exists")
+    prefill_chunk: int = Field(default=PREFILL_CHUNK, ge=1, description="tokens per forward pass of what is read")
+
+
+def run(options: ChatOptions, output: Output) -> None:
+    """Talk to a model on one compressed cache; only what is new of each turn is read, and the cache can be saved."""
+    from kvcli.chat import Conversation
+    from kvcli.cli.context_input import check_tokenizer, load_context
+
+    if options.system is not None and options.resume is not None:
+        raise UsageError("--system goes before the first message; the conversation of --resume has begun")
+    check_target(options.save, options)
+    context = None if options.resume is None else load_context(options.resume, options.model, options.store)
+    options = options.for_context(context)
+    chosen = choose_method(options, output, context)
+    loaded = options.load(output)
+    if not loaded.tokenizer.chat_template:
+        raise UsageError(f"{options.model} has no chat template")
+    system = [] if options.system is None else [{"role": "system", "content": options.system}]
+    with chosen.attach(loaded, options.impl, output) as session:
+        conversation = Conversation(
+            loaded,
+            session,
+            options.sampling(),
+            messages=system,
+            seed=options.seed,
+            prefill_chunk=options.prefill_chunk,
+            say=output.say,
+        )
+        if context is not None:
+            check_tokenizer(loaded, context)
+            conversation.resume(context)
+            held = conversation.cache.get_seq_length()
+            output.say(f"{held} tokens reused from {options.resume}: {len(conversation.messages)} messages")
+        output.say(HELP)
+        turns = talk(conversation, options, output)
+        saved = options.save is not None and save(conversation, options.save, output)
+    output.result(
+        {
+            "model": options.model,
+            "method": chosen.name,
+            "messages": [dict(message) for message in conversation.messages],
+            "turns": [turn.to_dict() for turn in turns],
+            "saved": str(options.save) if saved else None,
+        }
+    )
+
+
+def talk(conversation: Conversation, options: ChatOptions, output: Output) -> list[Generation]:
+    """Replies to every line until the input or the conversation ends; lines that begin with / are commands."""
+    turns: list[Generation] = []
+    for line in read_lines():
+        word, _, rest = line.partition(" ")
+        if word == "/exit":
+            break
+        if word == "/stats":
+            starts_at = compression_starts(conversation.session)
+            output.say(describe(turns[-1], starts_at) if turns else "nothing was said yet")
+        elif word == "/save":
+            target = Path(rest.strip()).expanduser() if rest.strip() else options.save
+            try:
+                if target is None:
+                    raise UsageError("say where: /save FILE")
+                if target != options.save:
+                    check_target(target, options)
+                save(conversation, target, output)
+            except (UsageError, OSError) as error:  # the conversation goes on
+                output.warn(str(error))
+        elif word.startswith("/"):
+            output.say(f"{word} is no command; {HELP}")
+        else:
+            turns.append(conversation.reply(line, output.write))
+            output.write("\n")
+    return turns
+
+
+def read_lines() -> Iterator[str]:
+    """Lines of standard input that are not empty; a terminal is asked for each.
+
+    Raises:
+        UsageError: they are not UTF-8 text.
+    """
+    asks = sys.stdin.isatty()
+    while True:
+        if asks:
+            sys.stderr.write("> ")
+            sys.stderr.flush()
+        try:
+            line = sys.stdin.readline()
+        except UnicodeDecodeError as error:
+            raise UsageError("standard input is not UTF-8 text") from error
+        if not line:
+            return
+        if line.strip():
+            yield line.strip()
+
+
+def check_target(target: Path | None, options: ChatOptions) -> None:
+    """Raises UsageError where a conversation would replace a file that is not its own."""
+    if target is not None and target.exists() and target != options.resume and not options.overwrite:
+        raise UsageError(f"{target} exists already; use --overwrite to replace it")
+
+
+def save(conversation: Conversation, target: Path, output: Output) -> bool:
+    """Writes the conversation; returns whether anything was said that could be written."""
+    if not conversation.cache.get_seq_length():
+        output.say(f"nothing was said, so {target} is not written")
+        return False
+    num_bytes = conversation.context().save(target)
+    output.say(f"{target}: {conversation.cache.get_seq_length()} tokens in {size(num_bytes)}")
+    return True
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command."""
+    example = f"kvcli chat --method {DEFAULT_METHOD} --save talk.safetensors"
+    memory = "choose a --method with fewer bits, or begin a new conversation"
+    command(app, "chat", ChatOptions, example, ("model",), saves_memory=memory)(run)

@@ -1,0 +1,166 @@
+"""Options of commands that attach a method to a model, and what they mean when a context is gone on from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, get_args
+
+from pydantic import Field
+
+from kvcli.cli.options import IMPL_HELP, ModelOptions
+from kvcli.cli.output import Output
+from kvcli.cli.paths import newest_artifact
+from kvcli.cli.values import parse_settings
+from kvcli.errors import CacheError
+from kvcli.methods.config import CacheConfig
+from kvcli.registry import BASELINE, DEFAULT_METHOD, parse_method
+
+if TYPE_CHECKING:
+    from kvcli.artifact import Artifact
+    from kvcli.attention.next_token import SamplingConfig
+    from kvcli.attention.session import Session
+    from kvcli.cache.context import Context
+    from kvcli.models import LoadedModel
+
+
+PREFILL_CHUNK = 4096
+"""Tokens per forward pass of what is kept for later, where nothing else is asked for."""
+
+
+class SessionOptions(ModelOptions):
+    """Model, method, artifact and settings."""
+
+    method: str | None = Field(
+        default=None,
+        description=f"compression method, with or without bits ({DEFAULT_METHOD}, {DEFAULT_METHOD}-1); "
+        f"see 'kvcli methods'; default: the artifact's, else {BASELINE}",
+    )
+    artifact: Path | None = Field(
+        default=None, description="artifact folder, which names its method; default: the newest for model and method"
+    )
+    sink_length: int | None = Field(
+        default=None, ge=0, description="first tokens in full precision; default: the method's or the artifact's"
+    )
+    residual_length: int | None = Field(
+        default=None, ge=0, description="last tokens in full precision; default: the method's or the artifact's"
+    )
+    setting: list[str] = Field(default=[], description="setting of the method, NAME=VALUE; repeatable")
+    impl: str = Field(default="auto", description=IMPL_HELP)
+
+    def for_context(self, context: Context | None) -> Self:
+        """The same options; what was not given of model and dtype is the context's.
+
+        Raises:
+            CacheError: a dtype that no model of kvcli is loaded in.
+        """
+        if context is None:
+            return self
+        theirs = {"model": context.identity.model, "dtype": context.identity.dtype}
+        if theirs["dtype"] not in get_args(ModelOptions.model_fields["dtype"].annotation):
+            raise CacheError(f"{context.name} was made with a model in {theirs['dtype']}, in which kvcli loads none")
+        taken = {name: x for name, x in theirs.items() if name not in self.model_fields_set and x}
+        return self.model_copy(update=taken)
+
+    def settings(self) -> dict[str, Any]:
+        """The settings that were given.
+
+        Raises:
+            ConfigError: one that is not NAME=VALUE.
+        """
+        lengths = {"sink_length": self.sink_length, "residual_length": self.residual_length}
+        return {**parse_settings(self.setting), **{name: x for name, x in lengths.items() if x is not None}}
+
+
+class SamplingOptions(SessionOptions):
+    """And how tokens are chosen."""
+
+    max_new_tokens: int = Field(default=64, ge=1, lt=2**31, description="tokens to generate at most")
+    temperature: float = Field(
+        default=0.0, ge=0, allow_inf_nan=False, description="sampling temperature; 0: the most probable token"
+    )
+    top_p: float = Field(default=1.0, gt=0, le=1, description="sample from the most probable tokens of this mass")
+    top_k: int = Field(default=0, ge=0, description="sample from this many tokens; 0: all")
+    repetition_penalty: float = Field(
+        default=1.0, gt=0, allow_inf_nan=False, description="penalty of tokens that occurred; 1: none"
+    )
+
+    def sampling(self) -> SamplingConfig:
+        """How tokens are chosen."""
+        from kvcli.attention.next_token import SamplingConfig
+
+        return SamplingConfig(self.max_new_tokens, self.temperature, self.top_p, self.top_k, self.repetition_penalty)
+
+
+@dataclass(frozen=True)
+class ChosenMethod:
+    """What is attached to the model.
+
+    Attributes:
+        name: of the method, with or without bits.
+        artifact: where it uses one.
+        settings: of the method, those that are not its defaults or the artifact's.
+        layers: that are compressed; None: all.
+    """
+
+    name: str
+    artifact: Artifact | None
+    settings: dict[str, Any] = field(default_factory=dict)
+    layers: list[int] | None = None
+
+    def attach(self, loaded: LoadedModel, impl: str, output: Output) -> Session:
+        """Attaches the method and says what its attention runs on, if that is not its kernels."""
+        from kvcli.attention.session import attach
+
+        session = attach(loaded, self.name, artifact=self.artifact, impl=impl, layers=self.layers, **self.settings)
+        if session.backend.note is not None:
+            output.say(f"{session.backend.impl} backend: {session.backend.note}")
+        return session
+
+
+def choose_method(
+    options: SessionOptions, output: Output, context: Context | None = None, default: str = BASELINE
+) -> ChosenMethod:
+    """The method: the one given, the artifact's, the context's or the default, in this order.
+
+    Args:
+        options: of the command.
+        output: says which artifact is used, if none was given.
+        context: what is gone on from; what was not given is as it was made with.
+        default: name of the method where nothing says which.
+
+    Raises:
+        UsageError: no such method.
+        ConfigError: a setting that is not NAME=VALUE.
+        ArtifactError: an artifact that is missing or damaged.
+    """
+    from kvcli.artifact import Artifact
+
+    given = options.settings()
+    if context is not None and options.method is None:
+        return _of_context(options, output, context, given)
+    folder, name = options.artifact, options.method
+    if folder is None:
+        name = default if name is None else name
+        if not parse_method(name)[0].needs_artifact:
+            return ChosenMethod(name, None, given)
+        folder = newest_artifact(options.model, name)
+        output.say(f"using {folder}")
+    artifact = Artifact.load(folder)
+    return ChosenMethod(artifact.method if name is None else name, artifact, given)
+
+
+def _of_context(options: SessionOptions, output: Output, context: Context, given: dict[str, Any]) -> ChosenMethod:
+    """The method that a context was made with; settings that were given are compared when it is loaded."""
+    from kvcli.artifact import Artifact
+
+    identity, artifact, known = context.identity, None, dict(context.identity.config)
+    if "fitted" in identity.codecs:
+        fitted = {name: x for name, x in known.items() if name not in CacheConfig.model_fields}
+        folder = options.artifact or newest_artifact(options.model, identity.method, fitted)
+        output.say(f"using {folder}")
+        artifact = Artifact.load(folder)
+        known = {name: x for name, x in known.items() if name in CacheConfig.model_fields}
+    layers = list(identity.layers)
+    everything = layers == list(range(len(layers)))
+    return ChosenMethod(identity.method, artifact, {**known, **given}, None if everything else layers)

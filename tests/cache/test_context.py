@@ -1,0 +1,338 @@
+"""A cache in a file: exact in another process, and refused where it would mean something else or is damaged."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from factories import make_model
+from passes import assert_equal, go_on, ids, mask_of, read
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+import kvcli
+from kvcli.attention.next_token import SamplingConfig
+from kvcli.cache.context import Context
+from kvcli.cache.digests import tensor_digests
+from kvcli.errors import CacheError
+from kvcli.file_lock import sole_writer
+from kvcli.registry import METHODS, get_method
+
+
+@pytest.fixture
+def saved(tiny_model: Any, attach: Any, tmp_path: Path) -> Path:
+    """A file of 40 tokens of rtn-2."""
+    path = tmp_path / "c.safetensors"
+    with attach(tiny_model, "rtn") as session:
+        cache = session.new_cache()
+        read(tiny_model, cache, mask_of(40))
+        cache.save(path, ids(1, 40))
+    return path
+
+
+@pytest.mark.parametrize("lengths", [(3,), (40, 17, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_file_holds_a_cache_bit_for_bit(
+    tiny_model: Any, attach: Any, tmp_path: Path, method: str, dtype: torch.dtype, lengths: tuple[int, ...]
+) -> None:
+    path, mask = tmp_path / "new" / "c.safetensors", mask_of(*lengths)
+    tiny_model.to(dtype)
+    with attach(tiny_model, method) as session:
+        cache = session.new_cache()
+        read(tiny_model, cache, mask)
+        cache.save(path, ids(*mask.shape))
+        expected = go_on(tiny_model, cache, mask)
+    with attach(tiny_model, method) as session:
+        assert_equal(Context.load(path).snapshot, session.load_cache(path).snapshot())
+        again = session.load_cache(path)
+        assert all(map(torch.equal, go_on(tiny_model, again, mask), expected))
+        assert_equal(again.snapshot(), cache.snapshot())
+    input_ids = Context.load(path).input_ids
+    assert input_ids is not None
+    assert torch.equal(input_ids, ids(*mask.shape))
+    assert [x.name for x in path.parent.iterdir()] == ["c.safetensors"]
+
+
+IN_ANOTHER_PROCESS = """
+import json, sys, torch
+sys.path.insert(0, sys.argv[1])
+import interpret
+from factories import make_model
+import kvcli
+torch.set_num_threads(1)
+made = {}
+for folder, method, artifact, settings in json.loads(sys.argv[2]):
+    with kvcli.attach(make_model("llama"), method, artifact=artifact, **settings) as session:
+        context = kvcli.Context.load(folder + "/c.safetensors")
+        more = torch.cat((context.input_ids, torch.arange(5, 12)[None]), dim=1)
+        sampling = kvcli.SamplingConfig(max_new_tokens=20)
+        sequences = session.generate(more, past_key_values=session.load_cache(context), sampling=sampling).sequences
+        made[method] = sequences.tolist()
+print(json.dumps(made))
+"""
+
+
+def test_another_process_makes_the_very_tokens(
+    tiny_model: Any, tiny_artifact: Callable[[Any], Any], tmp_path: Path, repo_root: Path
+) -> None:
+    jobs, expected = [], {}
+    for method in ("kivi-2", "squat-2", "qjl", "commvq"):
+        grouped = {"group_size": 8} if method in ("kivi-2", "squat-2") else {}
+        settings = {"sink_length": 2, "residual_length": 8, **grouped}
+        folder, artifact = tmp_path / method, None
+        if method == "commvq":
+            artifact = str(tmp_path / "artifact")
+            tiny_artifact(get_method(method)).save(artifact)
+        with kvcli.attach(tiny_model, method, artifact=artifact, **settings) as session, torch.no_grad():
+            cache = session.new_cache()
+            for piece in ids(1, 40).split(15, dim=1):
+                tiny_model(piece, past_key_values=cache)
+            cache.save(folder / "c.safetensors", ids(1, 40))
+            more = torch.cat((ids(1, 40), torch.arange(5, 12)[None]), dim=1)
+            made = session.generate(more, past_key_values=cache, sampling=SamplingConfig(max_new_tokens=20))
+        jobs.append((str(folder), method, artifact, settings))
+        expected[method] = made.sequences.tolist()
+    done = subprocess.run(
+        [sys.executable, "-c", IN_ANOTHER_PROCESS, str(repo_root / "tests"), json.dumps(jobs)],
+        check=False,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(repo_root), "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == expected
+
+
+def test_what_is_loaded_does_not_need_the_file_any_more(tiny_model: Any, attach: Any, saved: Path) -> None:
+    with attach(tiny_model, "rtn") as session:
+        cache = session.load_cache(saved)
+        expected = cache.snapshot()
+        with saved.open("r+b") as handle:
+            handle.truncate(0)
+        assert_equal(cache.snapshot(), expected)
+        go_on(tiny_model, cache, mask_of(40))
+
+
+def refused(session: Any, path: Path) -> str:
+    with pytest.raises(CacheError) as caught:
+        session.load_cache(path)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_flipped_bytes_are_seen_wherever_they_are(tiny_model: Any, attach: Any, saved: Path) -> None:
+    content = saved.read_bytes()
+    header = 8 + int.from_bytes(content[:8], "little")
+    generator = torch.Generator().manual_seed(0)
+    anywhere = torch.randint(0, len(content), (150,), generator=generator).tolist()
+    in_header = torch.randint(0, header, (150,), generator=generator).tolist()
+    with attach(tiny_model, "rtn") as session:
+        for place in [*range(9), header - 1, header, len(content) - 1, *in_header, *anywhere]:
+            for bit in (1, 0x20, 0x80):
+                changed = bytearray(content)
+                changed[place] ^= bit
+                saved.write_bytes(changed)
+                assert "damaged" in refused(session, saved) or place < header, f"byte {place}"
+        saved.write_bytes(content)
+        session.load_cache(saved)
+
+
+def test_truncated_files_are_refused(tiny_model: Any, attach: Any, saved: Path) -> None:
+    content = saved.read_bytes()
+    with attach(tiny_model, "rtn") as session:
+        for length in (0, 1, 8, 9, 100, len(content) // 2, len(content) - 1):
+            saved.write_bytes(content[:length])
+            assert "damaged" in refused(session, saved)
+        saved.write_bytes(content + b"\0")
+        assert "damaged" in refused(session, saved)
+
+
+def rewritten(path: Path, change: Callable[[dict[str, Any], dict[str, Any]], None]) -> None:
+    """Changes tensors and metadata of a file, whose checksums are made to agree."""
+    with safe_open(path, framework="pt") as handle:
+        fields = json.loads(handle.metadata()["kvcli"].partition(" ")[2])
+        tensors = {name: handle.get_tensor(name).clone() for name in handle.keys()}  # noqa: SIM118
+    change(fields, tensors)
+    if "tensors" in fields:
+        fields["tensors"] = tensor_digests(tensors)
+    save_file(tensors, path, metadata=sealed(json.dumps(fields)))
+
+
+def sealed(text: str) -> dict[str, str]:
+    return {"kvcli": f"{hashlib.sha256(text.encode()).hexdigest()} {text}"}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda fields, x: fields.update(format_version=2), "has format version 2; this kvcli reads version 1"),
+        (lambda fields, x: fields.pop("counts"), "its metadata has no counts"),
+        (lambda fields, x: fields["counts"].update(lengths=[39]), "do not agree with its numbers of tokens"),
+        (lambda fields, x: fields["counts"].update(lengths=[2**41]), "holds no context that this kvcli reads"),
+        (lambda fields, x: fields["counts"].update(lengths="x"), "holds no context that this kvcli reads"),
+        (lambda fields, x: fields["counts"].update(ring=2**39), ""),
+        (lambda fields, x: fields["identity"].update(method="other"), "unknown method 'other'"),
+        (lambda fields, x: fields["identity"].update(method=3), "method in the identity of a cache is of another type"),
+        (lambda fields, x: fields["identity"].pop("rope"), "has other fields"),
+        (lambda fields, x: fields["identity"].update(rope={}), "holds no context that this kvcli reads"),
+        (lambda fields, x: fields["identity"]["rope"].update(inv_freq="x"), "holds no context that this kvcli reads"),
+        (lambda fields, x: fields["identity"].update(fingerprint="x"), "holds no context that this kvcli reads"),
+        (lambda fields, x: fields["identity"]["config"].update(colour=1), "that this kvcli does not know"),
+        (lambda fields, x: fields["identity"].update(codecs={"sample": ["x"]}), "holds no context"),
+        (lambda fields, x: fields.update(identity=[]), "holds no context"),
+        (lambda fields, x: fields.update(notes=3), "holds no context"),
+        (lambda fields, x: x.update(input_ids=x["input_ids"][:, 1:].contiguous()), "notes or tokens of another form"),
+        (lambda fields, x: x.pop("valid"), "notes or tokens of another form"),
+        (lambda fields, x: x.pop("positions"), "positions do not agree"),
+        (lambda fields, x: x.update(more=x["positions"].clone()), "a tensor more, which this model has no place for"),
+    ],
+)
+def test_contents_that_contradict_themselves(tiny_model: Any, attach: Any, saved: Path, change: Any, said: str) -> None:
+    rewritten(saved, change)
+    with attach(tiny_model, "rtn") as session:
+        if not said:
+            session.load_cache(saved)
+            return
+        assert said in refused(session, saved)
+
+
+def test_files_of_others(tiny_model: Any, attach: Any, tmp_path: Path) -> None:
+    with attach(tiny_model, "rtn") as session:
+        assert "there is no such file" in refused(session, tmp_path / "none")
+        assert "there is no such file" in refused(session, tmp_path)
+        (tmp_path / "text").write_text("hello")
+        assert "damaged" in refused(session, tmp_path / "text")
+        save_file({"x": torch.zeros(3)}, tmp_path / "other")
+        assert "is no context: kvcli did not write it" in refused(session, tmp_path / "other")
+        save_file({"x": torch.zeros(3)}, tmp_path / "other", metadata=sealed("["))
+        assert "its metadata cannot be read" in refused(session, tmp_path / "other")
+
+
+def other_model(**changes: Any) -> Any:
+    return make_model("llama", **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"residual_length": 16}, "was made with residual_length 8, which is 16 here"),
+        ({"sink_length": 0}, "was made with sink_length 2, which is 0 here"),
+        ({"flush_block": 3}, "was made with flush_block 1, which is 3 here"),
+        ({"v_bits": 4}, "was made with v_bits 2, which is 4 here"),
+        ({"layers": [0, 1]}, "was made with layers 0, 1, 2 compressed, not 0, 1"),
+    ],
+)
+def test_other_settings_are_refused(tiny_model: Any, attach: Any, saved: Path, changes: Any, said: str) -> None:
+    with attach(tiny_model, "rtn", residual_length=8) as session:
+        cache = session.new_cache()
+        read(tiny_model, cache, mask_of(40))
+        cache.save(saved)
+    with attach(tiny_model, "rtn", **{"residual_length": 8, **changes}) as session:
+        assert said in refused(session, saved)
+
+
+def test_another_method_model_dtype_or_rope_is_refused(tiny_model: Any, attach: Any, saved: Path) -> None:
+    with attach(tiny_model, "fp8") as session:
+        assert "was made with method 'rtn', not 'fp8'" in refused(session, saved)
+    with attach(make_model("llama", num_hidden_layers=2), "rtn") as session:
+        assert "was made with another model, LlamaForCausalLM: the shapes differ" in refused(session, saved)
+    other = make_model("llama")
+    other.model.layers[1].self_attn.k_proj.weight.data += 0.1
+    with attach(other, "rtn") as session:
+        assert "was made with another model" in refused(session, saved)
+    with attach(make_model("llama", rope_parameters={"rope_type": "default", "rope_theta": 5e4}), "rtn") as session:
+        assert "was made with another model" in refused(session, saved)
+    other = make_model("llama")
+    other.model.rotary_emb.inv_freq *= 1.01
+    with attach(other, "rtn") as session:
+        assert "was made with other RoPE frequencies" in refused(session, saved)
+    with attach(make_model("llama").bfloat16(), "rtn") as session:
+        assert "was made with the model in float32, which is in bfloat16 here" in refused(session, saved)
+    other = make_model("llama")
+    other.model.rotary_emb.inv_freq *= 1 + 1e-6
+    with attach(other, "rtn") as session:
+        session.load_cache(saved)
+
+
+def test_another_artifact_is_refused(tiny_model: Any, tiny_artifact: Callable[[Any], Any], tmp_path: Path) -> None:
+    artifact = tiny_artifact(get_method("commvq"))
+    with kvcli.attach(tiny_model, "commvq", artifact=artifact) as session:
+        cache = session.new_cache()
+        read(tiny_model, cache, mask_of(40))
+        cache.save(tmp_path / "c")
+    tensors = {name: x.clone() for name, x in artifact.tensors.items()}
+    tensors["layers.2.key.codebook"].view(-1)[-1] += 1
+    changed = kvcli.Artifact(artifact.metadata, tensors)
+    with kvcli.attach(tiny_model, "commvq", artifact=changed) as session:
+        assert "was made with another artifact" in refused(session, tmp_path / "c")
+    with kvcli.attach(tiny_model, "commvq", artifact=artifact) as session:
+        session.load_cache(tmp_path / "c")
+
+
+def test_codecs_of_other_projections_are_refused(tiny_model: Any, attach: Any, tmp_path: Path) -> None:
+    with attach(tiny_model, "qjl") as session:
+        cache = session.new_cache()
+        read(tiny_model, cache, mask_of(40))
+        cache.save(tmp_path / "c")
+    with attach(tiny_model, "qjl") as session:
+        session.codecs[1].key.sketch.neg_()
+        assert "codecs of other projections or tables" in refused(session, tmp_path / "c")
+    with attach(tiny_model, "qjl") as session:
+        session.codecs[1].key.sketch.mul_(1 + 1e-6)  # another machine's rounding
+        session.load_cache(tmp_path / "c")
+
+
+def test_what_cannot_be_saved(tiny_model: Any, attach: Any, tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    with attach(tiny_model, "rtn") as session:
+        cache = session.new_cache()
+        with pytest.raises(CacheError, match="holds no token"):
+            cache.save(path)
+        read(tiny_model, cache, mask_of(40))
+        with pytest.raises(CacheError, match=r"input_ids are \[1, 41\], but the cache holds \[1, 40\]"):
+            cache.save(path, ids(1, 41))
+        hook = tiny_model.model.layers[1].register_forward_pre_hook(lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            read(tiny_model, cache, mask_of(1))
+        hook.remove()
+        with pytest.raises(CacheError, match="did not reach the last layer"):
+            cache.save(path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(
+    tiny_model: Any, attach: Any, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = saved.read_bytes()
+    with attach(tiny_model, "rtn") as session:
+        cache = session.load_cache(saved)
+        go_on(tiny_model, cache, mask_of(40))
+        monkeypatch.setattr("kvcli.cache.context.save_file", lambda *args, **kwargs: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            cache.save(saved)
+        assert saved.read_bytes() == before
+        monkeypatch.undo()
+        with sole_writer(saved, CacheError), pytest.raises(CacheError, match="another kvcli process writes"):
+            cache.save(saved)
+        assert saved.read_bytes() == before
+        cache.save(saved)
+        assert saved.read_bytes() != before
+        assert session.load_cache(saved).get_seq_length() == 65
+
+
+def test_equal_caches_make_equal_files(tiny_model: Any, attach: Any, tmp_path: Path) -> None:
+    with attach(tiny_model, "kivi") as session:
+        for name in ("a", "b"):
+            cache = session.new_cache()
+            read(tiny_model, cache, mask_of(40, 17))
+            cache.save(tmp_path / name)
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()

@@ -1,0 +1,320 @@
+"""Snapshots of a cache: what is taken out and put into an empty one goes on with the very same numbers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from factories import make_model
+from parts import DEVICE
+from passes import assert_equal, go_on, ids, mask_of, read
+from torch import Tensor
+
+import kvcli
+from kvcli.attention.next_token import SamplingConfig
+from kvcli.cache.snapshot import Snapshot, SnapshotCounts
+from kvcli.errors import CacheError
+from kvcli.registry import METHODS
+
+
+def through_json(snapshot: Snapshot) -> Snapshot:
+    """A copy, its counts as a file has them."""
+    counts = SnapshotCounts.from_dict(json.loads(json.dumps(snapshot.counts.to_dict())))
+    return Snapshot(counts, {name: x.clone() for name, x in snapshot.tensors.items()})
+
+
+def restored(session: Any, snapshot: Snapshot) -> Any:
+    cache = session.new_cache()
+    cache.restore(through_json(snapshot))
+    return cache
+
+
+def assert_goes_on(model: Any, session: Any, cache: Any, mask: Tensor) -> None:
+    """A cache restored from a snapshot holds and gives what the first one does, bit for bit."""
+    snapshot = cache.snapshot()
+    again = restored(session, snapshot)
+    assert_equal(again.snapshot(), snapshot)
+    held = [getattr(cache.memory(), name) for name in ("num_tokens", "code_bytes", "window_bytes", "state_bytes")]
+    assert held == [
+        getattr(again.memory(), name) for name in ("num_tokens", "code_bytes", "window_bytes", "state_bytes")
+    ]
+    expected = go_on(model, cache, mask)
+    for ours, theirs in zip(go_on(model, again, mask), expected, strict=True):
+        assert torch.equal(ours, theirs)
+    assert_equal(again.snapshot(), cache.snapshot())
+
+
+@pytest.mark.parametrize("lengths", [(40,), (3,), (40, 17, 9, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_restored_cache_goes_on_exactly(
+    tiny_model: Any, attach: Any, method: str, dtype: torch.dtype, lengths: tuple[int, ...]
+) -> None:
+    tiny_model.to(dtype)
+    with attach(tiny_model, method) as session:
+        cache, mask = session.new_cache(), mask_of(*lengths)
+        read(tiny_model, cache, mask)
+        assert_goes_on(tiny_model, session, cache, mask)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 9, 10, 11, 17, 18, 19, 25, 26, 27, 66])
+@pytest.mark.parametrize("sinks", [0, 2])
+@pytest.mark.parametrize("method", ["fp16", "kivi", "squat-pre"])
+def test_windows_that_are_empty_short_full_and_at_the_borders_of_groups(
+    tiny_model: Any, attach: Any, method: str, sinks: int, tokens: int
+) -> None:
+    with attach(tiny_model, method, sink_length=sinks) as session:
+        cache, mask = session.new_cache(), mask_of(tokens)
+        read(tiny_model, cache, mask)
+        assert_goes_on(tiny_model, session, cache, mask)
+
+
+@pytest.mark.parametrize("residual", [0, 1, 64])
+@pytest.mark.parametrize("method", ["fp16", "rtn", "qjl", "commvq"])
+def test_windows_of_several_sizes(tiny_model: Any, attach: Any, method: str, residual: int) -> None:
+    with attach(tiny_model, method, residual_length=residual) as session:
+        cache, mask = session.new_cache(), mask_of(41, 30)
+        read(tiny_model, cache, mask)
+        assert_goes_on(tiny_model, session, cache, mask)
+
+
+@pytest.mark.parametrize("method", ["kivi", "qjl", "fp8", "squat"])
+def test_a_ring_that_went_round_reordered_and_cropped_rows(tiny_model: Any, attach: Any, method: str) -> None:
+    with attach(tiny_model, method) as session:
+        cache, mask = session.new_cache(), mask_of(40, 20)
+        read(tiny_model, cache, mask)
+        go_on(tiny_model, cache, mask, rounds=(1,) * 13)
+        mask = torch.cat((mask, mask.new_ones(2, 13)), dim=1)
+        cache.reorder_cache(torch.tensor([1, 0, 1]))
+        cache.crop(-3)
+        assert_goes_on(tiny_model, session, cache, mask[[1, 0, 1], :-3])
+
+
+@pytest.mark.parametrize("method", ["rtn", "kivi", "qjl", "commvq"])
+def test_after_steps_whose_counts_are_on_the_device(tiny_model: Any, attach: Any, method: str) -> None:
+    """Positions of tokens to come were noted; they are no content."""
+    greedy = SamplingConfig(max_new_tokens=25)
+    with attach(tiny_model, method) as session:
+        made = session.generate(ids(2, 60), sampling=greedy, mode="steps")
+        snapshot = made.cache.snapshot()
+        assert snapshot.tensors["positions"].shape == (2, 84)
+        again, more = restored(session, snapshot), torch.cat((made.sequences, ids(2, 5)), dim=1)
+        assert_equal(again.snapshot(), snapshot)
+        first = session.generate(more, sampling=greedy, past_key_values=made.cache, mode="steps")
+        second = session.generate(more, sampling=greedy, past_key_values=again, mode="steps")
+        assert torch.equal(first.sequences, second.sequences)
+        assert_equal(first.cache.snapshot(), second.cache.snapshot())
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("method", ["kivi-2", "qjl", "rtn-2"])
+def test_with_kernels(method: str) -> None:
+    wide = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64, "num_hidden_layers": 2}
+    model = make_model("llama", **wide).to(DEVICE)
+    with kvcli.attach(model, method, impl="fused", sink_length=2, residual_length=32) as session, torch.no_grad():
+        cache = session.new_cache()
+        model(ids(1, 70).to(DEVICE), past_key_values=cache)
+        again = restored(session, cache.snapshot())
+        for seed, count in enumerate((1, 5)):
+            tokens = ids(1, count, seed).to(DEVICE)
+            expected, actual = (model(tokens, past_key_values=x).logits for x in (cache, again))
+            assert torch.equal(expected, actual)
+        assert_equal(again.snapshot(), cache.snapshot())
+
+
+def test_equal_content_has_equal_bytes(tiny_model: Any, attach: Any) -> None:
+    """What earlier, longer content left behind in buffers is not part of a snapshot."""
+    with attach(tiny_model, "rtn") as session:
+        cache = session.new_cache()
+        read(tiny_model, cache, mask_of(40, 20))
+        cache.crop(-10)
+        snapshot = cache.snapshot()
+        for name, x in snapshot.tensors.items():
+            for row, count in enumerate(snapshot.counts.used(name) or ()):
+                assert not x[row, :, count:].any(), name
+        assert snapshot.counts.lengths == (30, 10)
+        assert not snapshot.tensors["positions"][1, 10:].any()
+        assert_equal(restored(session, snapshot).snapshot(), snapshot)
+
+
+def test_a_snapshot_is_a_copy(tiny_model: Any, attach: Any) -> None:
+    with attach(tiny_model, "kivi") as session:
+        cache, mask = session.new_cache(), mask_of(40)
+        read(tiny_model, cache, mask)
+        snapshot = cache.snapshot()
+        before = through_json(snapshot)
+        again = session.new_cache()
+        again.restore(snapshot)
+        go_on(tiny_model, cache, mask)
+        go_on(tiny_model, again, mask)
+        assert_equal(snapshot, before)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_prefix_is_what_crop_leaves(tiny_model: Any, attach: Any, method: str) -> None:
+    """Every length: the same content, or refused by both."""
+    refused = 0
+    with attach(tiny_model, method) as session:
+        mask = mask_of(45)
+        first = session.new_cache()
+        read(tiny_model, first, mask[:, :30])
+        go_on(tiny_model, first, mask[:, :30], rounds=(7, 8))
+        snapshot = first.snapshot()
+        for length in range(1, 46):
+            cropped = restored(session, snapshot)
+            try:
+                cropped.crop(length - 45)
+            except CacheError:
+                refused += 1
+                with pytest.raises(CacheError, match="cannot"):
+                    snapshot.prefix(length)
+                continue
+            prefix = snapshot.prefix(length)
+            cropped, again = cropped.snapshot(), restored(session, prefix)
+            assert_equal(Snapshot(prefix.counts, {name: x.contiguous() for name, x in prefix.tensors.items()}), cropped)
+            if length % 8 == 2:
+                assert torch.equal(
+                    *(go_on(tiny_model, x, mask[:, :length])[-1] for x in (again, restored(session, cropped)))
+                )
+        group = snapshot.counts.group
+        stateful = any(snapshot.counts.observed)
+        assert (refused > 0) == (group > 1 or stateful)
+
+
+def test_a_prefix_keeps_padding_before_it(tiny_model: Any, attach: Any) -> None:
+    with attach(tiny_model, "rtn") as session:
+        cache, mask = session.new_cache(), mask_of(40, 20)
+        read(tiny_model, cache, mask)
+        cache.batch_select_indices(torch.tensor([1]))
+        prefix = cache.snapshot().prefix(15)
+        assert prefix.tensors["valid"].tolist() == [[False] * 20 + [True] * 15]
+        assert restored(session, prefix).get_seq_length() == 35
+
+
+@pytest.mark.parametrize("length", [0, -1, 41])
+def test_prefixes_of_no_length(tiny_model: Any, attach: Any, length: int) -> None:
+    with attach(tiny_model, "rtn") as session:
+        cache = session.new_cache()
+        read(tiny_model, cache, mask_of(40))
+        with pytest.raises(CacheError, match=f"a snapshot of 40 tokens has no prefix of {length}"):
+            cache.snapshot().prefix(length)
+
+
+def test_what_has_no_snapshot(tiny_model: Any, attach: Any) -> None:
+    with attach(tiny_model, "rtn") as session:
+        cache = session.new_cache()
+        with pytest.raises(CacheError, match="holds no token"):
+            cache.snapshot()
+        read(tiny_model, cache, mask_of(10, 5))
+        with pytest.raises(CacheError, match="prefix is of one sequence"):
+            cache.snapshot().prefix(3)
+        with pytest.raises(CacheError, match="holds 10 tokens; restore into a new one"):
+            cache.restore(cache.snapshot())
+        hook = tiny_model.model.layers[1].register_forward_pre_hook(lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            read(tiny_model, cache, mask_of(11, 6))
+        hook.remove()
+        with pytest.raises(CacheError, match="did not reach the last layer"):
+            cache.snapshot()
+
+
+def test_while_tokens_are_made(tiny_model: Any, attach: Any) -> None:
+    said = []
+
+    def look(cache: Any) -> None:
+        with pytest.raises(CacheError, match="tokens are being made"):
+            cache.snapshot()
+        said.append(True)
+
+    with attach(tiny_model, "rtn") as session:
+        cache = session.new_cache()
+        session.generate(
+            ids(1, 40),
+            sampling=SamplingConfig(max_new_tokens=40),
+            past_key_values=cache,
+            mode="steps",
+            on_tokens=lambda new: look(cache) if cache.sequences.step is not None else None,
+        )
+        assert said
+        assert cache.snapshot().num_tokens == 79
+
+
+CHANGES: list[tuple[Callable[[dict[str, Tensor]], Any], str]] = [
+    (lambda x: x.pop("layers.1.keys"), "layers.1.keys is missing"),
+    (lambda x: x.pop("layers.2.value_codes.scale"), "layers.2.value_codes.scale is missing"),
+    (lambda x: x.update({"layers.1.keys": x["layers.1.keys"][:, :, 1:]}), "layers.1.keys is torch.float32"),
+    (lambda x: x.update({"layers.0.keys": x["layers.0.keys"].half()}), "layers.0.values is torch.float32"),
+    (lambda x: x.update({"layers.0.keys": x["layers.0.keys"].int()}), "layers.0.keys is torch.int32"),
+    (lambda x: x.update({"layers.0.other": x["valid"]}), "layers.0.other, which this method does not keep"),
+    (lambda x: x.update({"layers.3.keys": x["valid"]}), "layers.3.keys, which this model has no place for"),
+    (lambda x: x.update({"valid": ~x["valid"]}), "padding marks do not agree"),
+    (lambda x: x.update({"valid": x["valid"].int()}), "padding marks do not agree"),
+    (lambda x: x.pop("valid"), "padding marks do not agree"),
+    (lambda x: x.pop("positions"), "positions do not agree"),
+    (lambda x: x.update({"positions": x["positions"].long()}), "positions do not agree"),
+]
+
+
+@pytest.mark.parametrize(("change", "said"), CHANGES)
+def test_tensors_that_do_not_fit_are_refused(tiny_model: Any, attach: Any, change: Any, said: str) -> None:
+    with attach(tiny_model, "rtn") as session:
+        cache = session.new_cache()
+        read(tiny_model, cache, mask_of(40))
+        snapshot = cache.snapshot()
+        tensors = dict(snapshot.tensors)
+        change(tensors)
+        empty = session.new_cache()
+        with pytest.raises(CacheError, match=said):
+            empty.restore(Snapshot(snapshot.counts, tensors))
+        assert empty.get_seq_length() == 0
+        empty.restore(snapshot)
+
+
+@pytest.mark.parametrize(
+    ("method", "changes", "said"),
+    [
+        ("rtn", {"sink_length": 3}, "made with sink_length 2, this cache has 3"),
+        ("kivi", {"group_size": 16, "residual_length": 16}, "encoded in groups of"),
+        ("rtn", {"v_bits": 4}, "layers.0.value_codes.packed is"),
+    ],
+)
+def test_other_settings_are_refused(tiny_model: Any, attach: Any, method: str, changes: Any, said: str) -> None:
+    with attach(tiny_model, method) as session:
+        cache = session.new_cache()
+        read(tiny_model, cache, mask_of(40))
+        snapshot = cache.snapshot()
+    with attach(tiny_model, method, **changes) as session, pytest.raises(CacheError, match=said):
+        session.new_cache().restore(snapshot)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"lengths": []},
+        {"lengths": [40, 40]},
+        {"lengths": [40.0]},
+        {"lengths": [-1]},
+        {"lengths": [True]},
+        {"lengths": [2**50]},
+        {"lengths": 40},
+        {"lengths": [3]},
+        {"coded_keys": [39]},
+        {"observed": [41]},
+        {"ring": 0},
+        {"key_group": 0},
+        {"key_group": 64},
+        {"tokens_per_entry": {"layers.0.key_codes.packed": 0}},
+        {"tokens_per_entry": 3},
+        {"more": 1},
+    ],
+)
+def test_counts_that_no_cache_has_are_refused(tiny_model: Any, attach: Any, change: dict[str, Any]) -> None:
+    with attach(tiny_model, "rtn") as session:
+        cache = session.new_cache()
+        read(tiny_model, cache, mask_of(40))
+        values = {**cache.snapshot().counts.to_dict(), **change}
+    with pytest.raises((ValueError, TypeError)):
+        SnapshotCounts.from_dict(values)

@@ -1,0 +1,50 @@
+"""Passes over a cache, with padding on the left, and the comparison of what two caches hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcli.cache.snapshot import Snapshot
+
+ROUNDS = (1, 5, 1, 17, 1)
+"""Tokens of the passes after a restored cache took over."""
+
+
+def ids(batch: int, count: int, seed: int = 0) -> Tensor:
+    return torch.randint(3, 97, (batch, count), generator=torch.Generator().manual_seed(seed))
+
+
+def mask_of(*lengths: int) -> Tensor:
+    width = max(lengths)
+    return (torch.arange(width) >= width - torch.tensor(lengths).unsqueeze(1)).long()
+
+
+@torch.no_grad()
+def go_on(model: Any, cache: Any, mask: Tensor, rounds: tuple[int, ...] = ROUNDS) -> list[Tensor]:
+    """Logits of passes over a cache whose slots are marked by `mask`."""
+    outputs = []
+    for seed, count in enumerate(rounds):
+        mask = torch.cat((mask, mask.new_ones(len(mask), count)), dim=1)
+        position = (mask.cumsum(1) - 1).clamp(min=0)[:, -count:]
+        tokens = ids(len(mask), count, seed + 100)
+        out = model(tokens, attention_mask=mask, position_ids=position, past_key_values=cache)
+        outputs.append(out.logits)
+    return outputs
+
+
+@torch.no_grad()
+def read(model: Any, cache: Any, mask: Tensor) -> None:
+    position = (mask.cumsum(1) - 1).clamp(min=0)
+    model(ids(*mask.shape), attention_mask=mask, position_ids=position, past_key_values=cache)
+
+
+def assert_equal(first: Snapshot, second: Snapshot) -> None:
+    assert first.counts == second.counts
+    assert first.tensors.keys() == second.tensors.keys()
+    for name, x in first.tensors.items():
+        y = second.tensors[name]
+        assert (x.dtype, x.shape) == (y.dtype, y.shape), name
+        assert torch.equal(x, y), name

@@ -1,0 +1,104 @@
+"""Reading prompts into a cache, and tokens of conversations."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from eval.byte_tokenizer import CHAT, byte_tokenizer
+from factories import load, make_model
+from passes import assert_equal, ids
+
+import kvcli
+from kvcli.compress import compress
+from kvcli.errors import ModelError, UsageError
+from kvcli.fingerprint import text_identity
+from kvcli.prompts import chat_ids, checked_messages, common_length
+from kvcli.rendered import Rendered
+
+SETTINGS = {"residual_length": 8, "sink_length": 2, "group_size": 8}
+
+
+def test_chunks_are_those_of_passes_and_are_counted(tiny_model: Any) -> None:
+    told = []
+
+    @contextmanager
+    def progress(label: str, total: int, unit: str) -> Any:
+        told.append(total)
+        yield told.append
+
+    with kvcli.attach(tiny_model, "kivi-2", **SETTINGS) as session, torch.no_grad():
+        expected = session.new_cache()
+        for piece in ids(1, 50).split(16, dim=1):
+            tiny_model(piece, past_key_values=expected)
+        cache = compress(session, ids(1, 50), prefill_chunk=16, progress=progress)
+        assert_equal(cache.snapshot(), expected.snapshot())
+        assert told == [50, 16, 16, 16, 2]
+        first = compress(session, ids(1, 50)[:, :32], prefill_chunk=16)
+        went_on = compress(session, ids(1, 50), prefill_chunk=16, past_key_values=first, progress=progress)
+        assert_equal(went_on.snapshot(), expected.snapshot())
+        assert told[5:] == [18, 16, 2]
+        with pytest.raises(UsageError, match="nothing is left to read"):
+            compress(session, ids(1, 50), past_key_values=cache)
+
+
+def test_a_model_whose_values_are_not_finite_compresses_nothing(tiny_model: Any) -> None:
+    tiny_model.lm_head.weight.data[0, 0] = float("nan")
+    with kvcli.attach(tiny_model, "kivi-2", **SETTINGS) as session, pytest.raises(ModelError, match="in the logits"):
+        compress(session, ids(1, 50))
+
+
+@pytest.fixture
+def loaded() -> Any:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = CHAT
+    return replace(load(make_model("llama", vocab_size=300)), tokenizer=tokenizer)
+
+
+def test_a_reply_keeps_the_tokens_that_the_model_made(loaded: Any) -> None:
+    """Three bytes that are no text are shown as one character, which has other tokens."""
+    conversation = Rendered((), "", torch.zeros(1, 0, dtype=torch.int64))
+    first = conversation.followed_by(loaded, {"role": "user", "content": "Hello"})
+    assert torch.equal(first.ids, chat_ids(loaded, first.messages))
+    made = torch.tensor([[200, 201, 202]])
+    second = first.replied("\ufffd", torch.cat((first.ids, made), dim=1))
+    third = second.followed_by(loaded, {"role": "user", "content": "Go on"})
+    assert torch.equal(third.ids[:, : second.ids.shape[1]], second.ids)
+    assert not torch.equal(third.ids, chat_ids(loaded, third.messages))
+    again = Rendered.from_notes(second.notes(7), second.ids[:, :7], "c")
+    assert (again.messages, again.text) == (second.messages, second.text)
+    assert torch.equal(again.ids, second.ids)
+    loaded.tokenizer.chat_template = "Other: " + CHAT
+    fourth = second.followed_by(loaded, {"role": "user", "content": "Go on"})
+    assert torch.equal(fourth.ids, chat_ids(loaded, fourth.messages))
+
+
+@pytest.mark.parametrize("notes", [{}, {"messages": []}, {"messages": [{"role": "user", "content": "x"}]}])
+def test_notes_that_hold_no_conversation(notes: Any) -> None:
+    with pytest.raises(UsageError):
+        Rendered.from_notes(notes, torch.zeros(1, 3, dtype=torch.int64), "c")
+
+
+@pytest.mark.parametrize("values", [None, {}, [], "x", [1], [{"role": "user"}], [{"role": "user", "content": 3}]])
+def test_values_that_are_no_conversation(values: Any) -> None:
+    with pytest.raises(UsageError, match="m: "):
+        checked_messages(values, "m")
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "count"), [([], [1], 0), ([1, 2], [1, 2], 2), ([1, 2], [1, 2, 3], 2), ([1, 2, 3], [1, 3, 3], 1)]
+)
+def test_common_length(first: list[int], second: list[int], count: int) -> None:
+    a, b = (torch.tensor([x], dtype=torch.int64) for x in (first, second))
+    assert common_length(a, b) == common_length(b, a) == count
+
+
+def test_tokenizers_and_templates_are_told_apart(loaded: Any) -> None:
+    mine = text_identity(loaded.tokenizer)
+    other = byte_tokenizer()
+    assert text_identity(other) == {"tokenizer": mine["tokenizer"], "chat_template": ""}
+    other.add_tokens(["more"])
+    assert text_identity(other)["tokenizer"] != mine["tokenizer"]
