@@ -22,9 +22,11 @@ from kvcli.errors import ArtifactError, UsageError
 from kvcli.files import file_record, is_intact, json_sha256, locked, open_run, read_sealed, replacing, write_sealed
 from kvcli.layer_samples import LayerSamples
 from kvcli.methods.config import CacheConfig
+from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import FitLayer, Method
 from kvcli.registry import METHODS, get_method
 from kvcli.samples import Recording, checked_spec, model_identity
+from kvcli.token_blocks import BLOCK_TOKENS
 
 RUN = "run.json"
 FORMAT_VERSION = 4
@@ -46,6 +48,7 @@ def fit_recording(
     device: torch.device | str = "cpu",
     seed: int = 0,
     overwrite: bool = False,
+    block_tokens: int = BLOCK_TOKENS,
     done: LayerDone = lambda layer_idx, metrics, reused: None,
 ) -> None:
     """Fits the layers that the run folder does not hold yet.
@@ -59,6 +62,8 @@ def fit_recording(
         device: where fitting computes.
         seed: of every random choice; each layer draws from its own generator.
         overwrite: discard a run that is in the folder, also the same one.
+        block_tokens: tokens of a layer in memory at once; a recording of more is read again in every pass, and what
+            is derived from it is in temporary files in the run folder.
         done: called after each layer.
 
     Raises:
@@ -75,33 +80,31 @@ def fit_recording(
         raise UsageError(f"sink_length {config.sink_length} leaves nothing to fit of sequences of {seq_len} tokens")
     if method.allocate is not None:
         config = method.allocate(recording.spec, config, recording.fisher)
-    run = _run_description(recording, method, config, seed)
+    run = _run_description(recording, method, config, seed, block_tokens)
     with locked(folder, ArtifactError):
         run = open_run(folder, RUN, run, kind="run", stale=_STALE, error=ArtifactError, overwrite=overwrite)
         for layer_idx in wanted:
             report, reused = _finished(folder, layer_idx, run), True
             if report is None:
-                report, reused = _fit_layer(recording, method, fit_layer, config, layer_idx, device, seed), False
-                report = _write_layer(folder, layer_idx, run, report)
+                codec = method.build(recording.spec, config, layer_idx).to(device)
+                train, heldout = split_samples(recording, layer_idx, config.sink_length, device, block_tokens, folder)
+                fitted = _fit_layer(fit_layer, codec, train, heldout, config, seed * 100_003 + layer_idx)
+                report, reused = _write_layer(folder, layer_idx, run, fitted), False
             done(layer_idx, {**report["metrics"], "seconds": report["seconds"]}, reused)
 
 
 def _fit_layer(
-    recording: Recording,
-    method: Method,
     fit_layer: FitLayer,
+    codec: LayerCodec[Any, Any],
+    train: LayerSamples,
+    heldout: LayerSamples,
     config: CacheConfig,
-    layer_idx: int,
-    device: torch.device | str,
     seed: int,
 ) -> dict[str, Any]:
     """Fits one layer: its tensors, metrics and seconds."""
     started = time.perf_counter()
-    codec = method.build(recording.spec, config, layer_idx).to(device)
-    train, heldout = split_samples(recording, layer_idx, config.sink_length, device)
-    generator = torch.Generator().manual_seed(seed * 100_003 + layer_idx)
     with torch.no_grad():
-        report = fit_layer(codec, train, heldout, config, generator)
+        report = fit_layer(codec, train, heldout, config, torch.Generator().manual_seed(seed))
     metrics = {**report.metrics, **({"warnings": list(report.warnings)} if report.warnings else {})}
     tensors = {name: x.cpu().contiguous() for name, x in codec.state_dict().items()}
     return {"metrics": metrics, "seconds": round(time.perf_counter() - started, 2), "tensors": tensors}
@@ -198,7 +201,9 @@ def _read_run(folder: Path) -> dict[str, Any]:
     return read_sealed(folder / RUN, FORMAT_VERSION, _REMEDY, ArtifactError)
 
 
-def _run_description(recording: Recording, method: Method, config: CacheConfig, seed: int) -> dict[str, Any]:
+def _run_description(
+    recording: Recording, method: Method, config: CacheConfig, seed: int, block_tokens: int
+) -> dict[str, Any]:
     """What a run is bound to."""
     manifest = recording.manifest
     return {
@@ -208,21 +213,37 @@ def _run_description(recording: Recording, method: Method, config: CacheConfig, 
         **recording.identity,
         "provenance": {**manifest["provenance"], "num_tokens": recording.num_tokens, "seed": seed},
         "recording_sha256": json_sha256(manifest),
+        "block_tokens": block_tokens,
     }
 
 
 def split_samples(
-    recording: Recording, layer_idx: int, sink_length: int, device: torch.device | str
+    recording: Recording,
+    layer_idx: int,
+    sink_length: int,
+    device: torch.device | str,
+    block_tokens: int = BLOCK_TOKENS,
+    scratch: Path | None = None,
 ) -> tuple[LayerSamples, LayerSamples]:
-    """Training and held-out samples of a layer, without the tokens that the cache keeps as sinks."""
-    samples = recording.load(layer_idx, device)
+    """Training and held-out samples of a layer, without the tokens that the cache keeps as sinks.
+
+    Args:
+        recording: calibration samples.
+        layer_idx: the layer.
+        sink_length: sinks at the beginning of each sequence.
+        device: where tensors are.
+        block_tokens: tokens that are read at once.
+        scratch: see `Recording.load_sequences`.
+    """
     seq_len = int(recording.manifest["seq_len"])
     num_sequences = recording.num_tokens // seq_len
     heldout = max(1, round(num_sequences * _HELDOUT_FRACTION)) if num_sequences > 1 else 0
-    border = (num_sequences - heldout) * seq_len
-    kept = torch.arange(recording.num_tokens, device=samples.k.device)[samples.positions >= sink_length]
-    train = samples.select(kept[kept < border])
-    return train, samples.select(kept[kept >= border]) if heldout else train
+    border = num_sequences - heldout
+    ranges = [range(border), range(border, num_sequences)] if heldout else [range(num_sequences)]
+    samples = recording.load_sequences(
+        layer_idx, ranges, device, skip=sink_length, block_tokens=block_tokens, scratch=scratch
+    )
+    return samples[0], samples[-1]
 
 
 def _finished(folder: Path, layer_idx: int, run: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -22,18 +22,8 @@ from kvcli.calibrate.fisher import SEQ_LEN, collect_fisher
 from kvcli.errors import SamplesError
 from kvcli.files import locked, open_run, write_sealed
 from kvcli.models import LoadedModel
-from kvcli.samples import (
-    FISHER,
-    FORMAT_VERSION,
-    MANIFEST,
-    PARTS,
-    Recording,
-    finished_parts,
-    part_name,
-    part_records,
-    write_fisher,
-    write_part,
-)
+from kvcli.sample_parts import FISHER, PARTS, finished_parts, part_name, part_records, write_fisher, write_part
+from kvcli.samples import FORMAT_VERSION, MANIFEST, Recording
 from kvcli.seam.key_bias import key_biases
 from kvcli.seam.patch import RotaryOutput, Seam, find_rope, layer_index
 from kvcli.seam.sdpa import sdpa
