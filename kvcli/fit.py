@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,10 @@ from kvcli.layer_samples import LayerSamples
 from kvcli.methods.config import CacheConfig
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import FitLayer, Method
+from kvcli.ranks import ALONE, Ranks, packed
 from kvcli.registry import METHODS, get_method
 from kvcli.samples import Recording, checked_spec, model_identity
+from kvcli.spec import ModelSpec
 from kvcli.token_blocks import BLOCK_TOKENS
 
 RUN = "run.json"
@@ -33,6 +36,7 @@ FORMAT_VERSION = 4
 _HELDOUT_FRACTION = 0.1
 _STALE = ("layer-[0-9]*.safetensors", "layer-[0-9]*.json")
 _REMEDY = "run the same fit again, with --overwrite"
+_SHARED = "ranks need a folder that all of them see"
 
 LayerDone = Callable[[int, Mapping[str, Any], bool], None]
 """Called with the layer's index, its metrics, and whether it was finished before this run."""
@@ -49,6 +53,7 @@ def fit_recording(
     seed: int = 0,
     overwrite: bool = False,
     block_tokens: int = BLOCK_TOKENS,
+    ranks: Ranks = ALONE,
     done: LayerDone = lambda layer_idx, metrics, reused: None,
 ) -> None:
     """Fits the layers that the run folder does not hold yet.
@@ -64,13 +69,15 @@ def fit_recording(
         overwrite: discard a run that is in the folder, also the same one.
         block_tokens: tokens of a layer in memory at once; a recording of more is read again in every pass, and what
             is derived from it is in temporary files in the run folder.
-        done: called after each layer.
+        ranks: the processes that share the layers, all called with the same arguments, and with files in common.
+        done: called after each layer; in rank 0, also with the layers of the others when they have ended.
 
     Raises:
         UsageError: a method that is not fitted, layers that were not recorded, or sequences that are all sinks.
         ArtifactError: the folder holds another run and `overwrite` is off (the message names what differs), or is used
             by another process.
         SamplesError: samples that are missing or damaged.
+        RankError: another rank has ended.
     """
     fit_layer = check_fitted(method)
     wanted = list(recording.layers if layers is None else layers)
@@ -81,16 +88,40 @@ def fit_recording(
     if method.allocate is not None:
         config = method.allocate(recording.spec, config, recording.fisher)
     run = _run_description(recording, method, config, seed, block_tokens)
-    with locked(folder, ArtifactError):
-        run = open_run(folder, RUN, run, kind="run", stale=_STALE, error=ArtifactError, overwrite=overwrite)
-        for layer_idx in wanted:
+    own = _share(method, recording.spec, config, wanted, ranks)
+    with locked(folder, ArtifactError) if ranks.rank == 0 else nullcontext():
+        if ranks.rank == 0:
+            open_run(folder, RUN, run, kind="run", stale=_STALE, error=ArtifactError, overwrite=overwrite)
+        ranks.wait()
+        run = _read_run(folder)
+        for layer_idx in own:
             report, reused = _finished(folder, layer_idx, run), True
             if report is None:
                 codec = method.build(recording.spec, config, layer_idx).to(device)
                 train, heldout = split_samples(recording, layer_idx, config.sink_length, device, block_tokens, folder)
                 fitted = _fit_layer(fit_layer, codec, train, heldout, config, seed * 100_003 + layer_idx)
                 report, reused = _write_layer(folder, layer_idx, run, fitted), False
-            done(layer_idx, {**report["metrics"], "seconds": report["seconds"]}, reused)
+            done(layer_idx, _measured(report), reused)
+        ranks.wait()
+        for layer_idx in sorted(set(wanted) - set(own)) if ranks.rank == 0 else ():
+            report = _finished(folder, layer_idx, run)
+            if report is None:
+                raise ArtifactError(f"layer {layer_idx}, which another rank fitted, is not in {folder}; {_SHARED}")
+            done(layer_idx, _measured(report), False)
+
+
+def _share(method: Method, spec: ModelSpec, config: CacheConfig, layers: Sequence[int], ranks: Ranks) -> list[int]:
+    """The layers of this rank: a layer takes about as long as its codes have bits."""
+    if ranks.count == 1:
+        return list(layers)
+    with torch.device("meta"):
+        codecs = [method.build(spec, config, layer_idx) for layer_idx in layers]
+    costs = [codec.key.bits_per_token() + codec.value.bits_per_token() for codec in codecs]
+    return [layers[index] for index in packed(costs, ranks.count)[ranks.rank]]
+
+
+def _measured(report: Mapping[str, Any]) -> dict[str, Any]:
+    return {**report["metrics"], "seconds": report["seconds"]}
 
 
 def _fit_layer(

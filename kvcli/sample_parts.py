@@ -29,6 +29,10 @@ from kvcli.token_blocks import BLOCK_TOKENS, TokenBlocks
 
 PARTS = "samples.parts.jsonl"
 FISHER = "fisher.safetensors"
+SUMS = "fisher-[0-9]*.safetensors"
+STALE = ("window-[0-9]*-part-[0-9]*.safetensors", SUMS, FISHER, PARTS)
+"""Patterns of the files of a recording beside its manifest."""
+
 RECORD_AGAIN = "record again with 'kvcli calibrate --overwrite'"
 RESUME = "record it again with the same 'kvcli calibrate'"
 
@@ -189,29 +193,29 @@ def part_name(window: int, part: int) -> str:
     return f"window-{window:03d}-part-{part:05d}.safetensors"
 
 
-def write_part(folder: Path, window: int, part: int, tensors: Mapping[str, Tensor]) -> None:
-    """Writes one part, which appears under its name only when complete, and then its size and sha256 to `PARTS`.
+def sums_name(sequence: int) -> str:
+    """File name of what one sequence adds to the Fisher information."""
+    return f"fisher-{sequence:05d}.safetensors"
+
+
+def write_part(folder: Path, name: str, tensors: Mapping[str, Tensor]) -> None:
+    """Writes one file, which appears under its name only when complete, and then its size and sha256 to `PARTS`.
 
     Args:
         folder: the recording.
-        window: index of the layer window.
-        part: index of the forward pass.
-        tensors: as this module's docstring says.
+        name: the file's name.
+        tensors: what it holds.
     """
-    path = folder / part_name(window, part)
-    with replacing(path) as temporary:
+    with replacing(folder / name) as temporary:
         save_file(dict(tensors), temporary)
         record = file_record(temporary)
-    append_record(folder / PARTS, {"part": path.name, **record})
+    append_record(folder / PARTS, {"part": name, **record})
 
 
 def write_fisher(folder: Path, layers: Sequence[LayerFisher]) -> None:
-    """Writes what errors cost; size and sha256 are written as those of a part."""
+    """Writes what errors of all layers cost."""
     tensors = {f"layers.{i}.{name}": x for i, layer in enumerate(layers) for name, x in vars(layer).items()}
-    with replacing(folder / FISHER) as temporary:
-        save_file(tensors, temporary)
-        record = file_record(temporary)
-    append_record(folder / PARTS, {"part": FISHER, **record})
+    write_part(folder, FISHER, tensors)
 
 
 def part_records(folder: Path, manifest: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -116,6 +116,8 @@ class Recording:
         if not path.exists():
             raise SamplesError(f"no recorded samples in {folder}; run 'kvcli calibrate' first")
         self.manifest = read_sealed(path, FORMAT_VERSION, RECORD_AGAIN, SamplesError)
+        if (shard := self.manifest.get("shard")) is not None:
+            raise SamplesError(f"{folder} holds shard {shard} of a recording; put all together with 'kvcli merge'")
         try:
             checked = _Manifest(**self.manifest)
             self.spec = checked_spec(self.manifest["spec"])

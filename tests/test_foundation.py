@@ -129,7 +129,7 @@ def test_unsupported_models_are_refused_by_name(family: str, changes: dict[str, 
 
 ROOMS = [
     ("_version", "errors", "files", "packing", "progress", "token_blocks"),
-    ("builtin_models", "machine", "registry"),
+    ("builtin_models", "machine", "ranks", "registry"),
     ("spec", "wheels"),
     ("fingerprint", "rope"),
     ("layer_samples",),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -50,7 +49,7 @@ def test_what_is_stored_changes_block_by_block(tmp_path: Path) -> None:
 def test_files_have_no_name(tmp_path: Path) -> None:
     """A killed process leaves nothing behind."""
     stored = blocks_of(tensor(1, 130), 64, folder=tmp_path).stored()
-    assert os.listdir(tmp_path) == []
+    assert not list(tmp_path.iterdir())
     assert stored.whole().shape[1] == 130
 
 
