@@ -115,7 +115,8 @@ def local_device() -> int:
     """The GPU of this process: each process of a machine has its own, as far as there are enough."""
     import torch
 
-    return int(os.environ.get("LOCAL_RANK", "0")) % max(1, torch.cuda.device_count())
+    index = os.environ.get("LOCAL_RANK", "0")
+    return int(index) % max(1, torch.cuda.device_count()) if index.isdecimal() else 0
 
 
 def packed(costs: Sequence[float], count: int) -> list[list[int]]:

@@ -155,6 +155,29 @@ def test_what_cannot_be_merged_is_refused(copy: Path, tmp_path: Path, damage: Ca
         Recording(tmp_path / "merged")
 
 
+@pytest.mark.parametrize("moment", [1, 4, 12])
+def test_a_merge_that_was_cut_off_goes_on(
+    whole: Path, three: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: int
+) -> None:
+    link, linked = shards._link, []
+
+    def cut(source: Path, target: Path) -> None:
+        linked.append(target.name)
+        if len(linked) == moment:
+            target.write_bytes(b"half a file")
+            raise KeyboardInterrupt
+        link(source, target)
+
+    monkeypatch.setattr(shards, "_link", cut)
+    with pytest.raises(KeyboardInterrupt):
+        merge(list(three.iterdir()), tmp_path / "merged")
+    monkeypatch.setattr(shards, "_link", link)
+    with pytest.raises(SamplesError, match="not finished"):
+        Recording(tmp_path / "merged")
+    merge(list(three.iterdir()), tmp_path / "merged")
+    assert contents(tmp_path / "merged") == contents(whole)
+
+
 def test_shards_of_different_recordings_are_refused(copy: Path, whole: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     collect_shard(load(make_model("qwen2")), SEQUENCES, CONFIG, Shard(2, 3), other, {"seed": 2})
