@@ -46,6 +46,10 @@ class SamplesError(KvcliError):
     """Recorded calibration samples that are missing, incomplete or belong to another run."""
 
 
+class RankError(KvcliError):
+    """Another process of the same run has ended, or cannot be reached."""
+
+
 class ArtifactError(KvcliError):
     """An artifact that is missing, corrupt, of another format version or made for another model."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +23,20 @@ from kvcli.errors import ArtifactError, UsageError
 from kvcli.files import file_record, is_intact, json_sha256, locked, open_run, read_sealed, replacing, write_sealed
 from kvcli.layer_samples import LayerSamples
 from kvcli.methods.config import CacheConfig
+from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import FitLayer, Method
+from kvcli.ranks import ALONE, Ranks, packed
 from kvcli.registry import METHODS, get_method
 from kvcli.samples import Recording, checked_spec, model_identity
+from kvcli.spec import ModelSpec
+from kvcli.token_blocks import BLOCK_TOKENS
 
 RUN = "run.json"
 FORMAT_VERSION = 5
 _HELDOUT_FRACTION = 0.1
 _STALE = ("layer-[0-9]*.safetensors", "layer-[0-9]*.json")
 _REMEDY = "run the same fit again, with --overwrite"
+_SHARED = "ranks need a folder that all of them see"
 
 LayerDone = Callable[[int, Mapping[str, Any], bool], None]
 """Called with the layer's index, its metrics, and whether it was finished before this run."""
@@ -46,6 +52,8 @@ def fit_recording(
     device: torch.device | str = "cpu",
     seed: int = 0,
     overwrite: bool = False,
+    block_tokens: int = BLOCK_TOKENS,
+    ranks: Ranks = ALONE,
     done: LayerDone = lambda layer_idx, metrics, reused: None,
 ) -> None:
     """Fits the layers that the run folder does not hold yet.
@@ -59,13 +67,17 @@ def fit_recording(
         device: where fitting computes.
         seed: of every random choice; each layer draws from its own generator.
         overwrite: discard a run that is in the folder, also the same one.
-        done: called after each layer.
+        block_tokens: tokens of a layer in memory at once; a recording of more is read again in every pass, and what
+            is derived from it is in temporary files in the run folder.
+        ranks: the processes that share the layers, all called with the same arguments, and with files in common.
+        done: called after each layer; in rank 0, also with the layers of the others when they have ended.
 
     Raises:
         UsageError: a method that is not fitted, layers that were not recorded, or sequences that are all sinks.
         ArtifactError: the folder holds another run and `overwrite` is off (the message names what differs), or is used
             by another process.
         SamplesError: samples that are missing or damaged.
+        RankError: another rank has ended.
     """
     fit_layer = check_fitted(method)
     wanted = list(recording.layers if layers is None else layers)
@@ -75,33 +87,55 @@ def fit_recording(
         raise UsageError(f"sink_length {config.sink_length} leaves nothing to fit of sequences of {seq_len} tokens")
     if method.allocate is not None:
         config = method.allocate(recording.spec, config, recording.fisher)
-    run = _run_description(recording, method, config, seed)
-    with locked(folder, ArtifactError):
-        run = open_run(folder, RUN, run, kind="run", stale=_STALE, error=ArtifactError, overwrite=overwrite)
-        for layer_idx in wanted:
+    run = _run_description(recording, method, config, seed, block_tokens)
+    own = _share(method, recording.spec, config, wanted, ranks)
+    with locked(folder, ArtifactError) if ranks.rank == 0 else nullcontext():
+        if ranks.rank == 0:
+            open_run(folder, RUN, run, kind="run", stale=_STALE, error=ArtifactError, overwrite=overwrite)
+        ranks.wait()
+        run = _read_run(folder)
+        for layer_idx in own:
             report, reused = _finished(folder, layer_idx, run), True
             if report is None:
-                report, reused = _fit_layer(recording, method, fit_layer, config, layer_idx, device, seed), False
-                report = _write_layer(folder, layer_idx, run, report)
-            done(layer_idx, {**report["metrics"], "seconds": report["seconds"]}, reused)
+                codec = method.build(recording.spec, config, layer_idx).to(device)
+                train, heldout = split_samples(recording, layer_idx, config.sink_length, device, block_tokens, folder)
+                fitted = _fit_layer(fit_layer, codec, train, heldout, config, seed * 100_003 + layer_idx)
+                report, reused = _write_layer(folder, layer_idx, run, fitted), False
+            done(layer_idx, _measured(report), reused)
+        ranks.wait()
+        for layer_idx in sorted(set(wanted) - set(own)) if ranks.rank == 0 else ():
+            report = _finished(folder, layer_idx, run)
+            if report is None:
+                raise ArtifactError(f"layer {layer_idx}, which another rank fitted, is not in {folder}; {_SHARED}")
+            done(layer_idx, _measured(report), False)
+
+
+def _share(method: Method, spec: ModelSpec, config: CacheConfig, layers: Sequence[int], ranks: Ranks) -> list[int]:
+    """The layers of this rank: a layer takes about as long as its codes have bits."""
+    if ranks.count == 1:
+        return list(layers)
+    with torch.device("meta"):
+        codecs = [method.build(spec, config, layer_idx) for layer_idx in layers]
+    costs = [codec.key.bits_per_token() + codec.value.bits_per_token() for codec in codecs]
+    return [layers[index] for index in packed(costs, ranks.count)[ranks.rank]]
+
+
+def _measured(report: Mapping[str, Any]) -> dict[str, Any]:
+    return {**report["metrics"], "seconds": report["seconds"]}
 
 
 def _fit_layer(
-    recording: Recording,
-    method: Method,
     fit_layer: FitLayer,
+    codec: LayerCodec[Any, Any],
+    train: LayerSamples,
+    heldout: LayerSamples,
     config: CacheConfig,
-    layer_idx: int,
-    device: torch.device | str,
     seed: int,
 ) -> dict[str, Any]:
     """Fits one layer: its tensors, metrics and seconds."""
     started = time.perf_counter()
-    codec = method.build(recording.spec, config, layer_idx).to(device)
-    train, heldout = split_samples(recording, layer_idx, config.sink_length, device)
-    generator = torch.Generator().manual_seed(seed * 100_003 + layer_idx)
     with torch.no_grad():
-        report = fit_layer(codec, train, heldout, config, generator)
+        report = fit_layer(codec, train, heldout, config, torch.Generator().manual_seed(seed))
     metrics = {**report.metrics, **({"warnings": list(report.warnings)} if report.warnings else {})}
     tensors = {name: x.cpu().contiguous() for name, x in codec.state_dict().items()}
     return {"metrics": metrics, "seconds": round(time.perf_counter() - started, 2), "tensors": tensors}
@@ -198,7 +232,9 @@ def _read_run(folder: Path) -> dict[str, Any]:
     return read_sealed(folder / RUN, FORMAT_VERSION, _REMEDY, ArtifactError)
 
 
-def _run_description(recording: Recording, method: Method, config: CacheConfig, seed: int) -> dict[str, Any]:
+def _run_description(
+    recording: Recording, method: Method, config: CacheConfig, seed: int, block_tokens: int
+) -> dict[str, Any]:
     """What a run is bound to."""
     manifest = recording.manifest
     return {
@@ -208,21 +244,37 @@ def _run_description(recording: Recording, method: Method, config: CacheConfig, 
         **recording.identity,
         "provenance": {**manifest["provenance"], "num_tokens": recording.num_tokens, "seed": seed},
         "recording_sha256": json_sha256(manifest),
+        "block_tokens": block_tokens,
     }
 
 
 def split_samples(
-    recording: Recording, layer_idx: int, sink_length: int, device: torch.device | str
+    recording: Recording,
+    layer_idx: int,
+    sink_length: int,
+    device: torch.device | str,
+    block_tokens: int = BLOCK_TOKENS,
+    scratch: Path | None = None,
 ) -> tuple[LayerSamples, LayerSamples]:
-    """Training and held-out samples of a layer, without the tokens that the cache keeps as sinks."""
-    samples = recording.load(layer_idx, device)
+    """Training and held-out samples of a layer, without the tokens that the cache keeps as sinks.
+
+    Args:
+        recording: calibration samples.
+        layer_idx: the layer.
+        sink_length: sinks at the beginning of each sequence.
+        device: where tensors are.
+        block_tokens: tokens that are read at once.
+        scratch: see `Recording.load_sequences`.
+    """
     seq_len = int(recording.manifest["seq_len"])
     num_sequences = recording.num_tokens // seq_len
     heldout = max(1, round(num_sequences * _HELDOUT_FRACTION)) if num_sequences > 1 else 0
-    border = (num_sequences - heldout) * seq_len
-    kept = torch.arange(recording.num_tokens, device=samples.k.device)[samples.positions >= sink_length]
-    train = samples.select(kept[kept < border])
-    return train, samples.select(kept[kept >= border]) if heldout else train
+    border = num_sequences - heldout
+    ranges = [range(border), range(border, num_sequences)] if heldout else [range(num_sequences)]
+    samples = recording.load_sequences(
+        layer_idx, ranges, device, skip=sink_length, block_tokens=block_tokens, scratch=scratch
+    )
+    return samples[0], samples[-1]
 
 
 def _finished(folder: Path, layer_idx: int, run: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from kvcli.rope import Rotation
+from kvcli.token_blocks import TokenBlocks
 
 
 @dataclass(frozen=True)
@@ -29,31 +30,64 @@ class LayerFisher:
     value_covariance: Tensor
 
 
-@dataclass(frozen=True)
 class LayerSamples:
     """What one attention layer saw, pre-RoPE.
 
-    Attributes:
+    Keys and values may be more than memory holds. `keys` and `values` are read block by block; `k` and `v` read all of
+    them into memory.
+
+    Args:
         q: [num_heads, query_tokens, head_dim], the first query_tokens tokens of the recording.
         k: [num_kv_heads, tokens, head_dim], with the bias.
-        v: [num_kv_heads, tokens, head_dim].
+        v: [num_kv_heads, tokens, head_dim], in the same blocks.
         positions: [tokens] int64, position of each token in its sequence.
         query_rotation: rotation of the recorded queries, [1, 1, query_tokens, rotary_dim/2].
         key_bias: [num_kv_heads, head_dim], bias of the model's key projection; None where it has none.
         fisher: what errors cost; None if it was not recorded.
     """
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    positions: Tensor
-    query_rotation: Rotation | None = None
-    key_bias: Tensor | None = None
-    fisher: LayerFisher | None = None
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor | TokenBlocks,
+        v: Tensor | TokenBlocks,
+        positions: Tensor,
+        query_rotation: Rotation | None = None,
+        key_bias: Tensor | None = None,
+        fisher: LayerFisher | None = None,
+    ) -> None:
+        self.q, self.positions, self.query_rotation = q, positions, query_rotation
+        self.key_bias, self.fisher = key_bias, fisher
+        self.keys = TokenBlocks.of(k) if isinstance(k, Tensor) else k
+        self.values = TokenBlocks.of(v) if isinstance(v, Tensor) else v
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens whose keys and values were recorded."""
+        return self.keys.num_tokens
+
+    @property
+    def k(self) -> Tensor:
+        """All keys in memory, [num_kv_heads, tokens, head_dim]."""
+        return self.keys.whole()
+
+    @property
+    def v(self) -> Tensor:
+        """All values in memory, [num_kv_heads, tokens, head_dim]."""
+        return self.values.whole()
 
     def select(self, tokens: Tensor) -> LayerSamples:
-        """Keys and values of some tokens, [count] indices; queries stay."""
-        return replace(self, k=self.k[:, tokens], v=self.v[:, tokens], positions=self.positions[tokens])
+        """Keys and values of some tokens, [count] indices, in memory; queries stay."""
+        at = tokens.cpu()
+        return LayerSamples(
+            self.q,
+            self.keys.at(at),
+            self.values.at(at),
+            self.positions[tokens],
+            self.query_rotation,
+            self.key_bias,
+            self.fisher,
+        )
 
     def rotated_queries(self) -> Tensor:
         """The queries after RoPE, [num_heads, query_tokens, head_dim]."""

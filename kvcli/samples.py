@@ -1,12 +1,8 @@
 """Recorded attention inputs on disk: what calibration writes and fitting reads.
 
-A recording is a folder of safetensors parts. Part p of layer window w holds, for every layer of the window,
-`layers.L.k` and `layers.L.v` [num_kv_heads, tokens, head_dim] and `layers.L.q` [num_heads, query_tokens, head_dim], all
-pre-RoPE and 16 bits. Tokens are whole sequences of `seq_len` tokens, one after another. Where the model's key
-projection has a bias, `layers.L.key_bias`, float32 [num_kv_heads, head_dim], is the bias, and `layers.L.k` is without
-it: a bias can be so much larger than what varies that 16 bits would lose the latter.
-
-`fisher.safetensors`, which a recording can lack, holds `layers.L.NAME` for the fields of `LayerFisher`.
+A recording is a folder of safetensors parts, whose tensors `sample_parts` describes: `window-WWW-part-PPPPP` with the
+samples of a window of layers in one forward pass after another. `fisher.safetensors`, which a recording can lack, holds
+`layers.L.NAME` for the fields of `LayerFisher`.
 
 The manifest `samples.json` has size and sha256 of each of these files, and a sha256 of its own fields. While a
 recording is not finished, `samples.parts.jsonl` has them instead, a line per file. This module does not know where
@@ -25,22 +21,19 @@ from typing import Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 
 from kvcli.errors import SamplesError, explain
-from kvcli.files import append_record, file_record, is_intact, read_records, read_sealed, replacing
+from kvcli.files import is_intact, read_sealed
 from kvcli.layer_samples import LayerFisher, LayerSamples
 from kvcli.rope import Rotation
+from kvcli.sample_parts import FISHER, RECORD_AGAIN, RESUME, LayerParts, part_name, sample_blocks
 from kvcli.spec import FAMILIES, STATIC_ROPE_TYPES, ModelSpec
+from kvcli.token_blocks import BLOCK_TOKENS
 
 MANIFEST = "samples.json"
-PARTS = "samples.parts.jsonl"
-FISHER = "fisher.safetensors"
 FORMAT_VERSION = 4
-_REMEDY = "record again with 'kvcli calibrate --overwrite'"
-_PART_REMEDY = "record it again with the same 'kvcli calibrate'"
 _MAX_SIZE = 2**40
 _SPEC_LIMITS = {
     "num_layers": 4096,
@@ -122,17 +115,19 @@ class Recording:
         path = folder / MANIFEST
         if not path.exists():
             raise SamplesError(f"no recorded samples in {folder}; run 'kvcli calibrate' first")
-        self.manifest = read_sealed(path, FORMAT_VERSION, _REMEDY, SamplesError)
+        self.manifest = read_sealed(path, FORMAT_VERSION, RECORD_AGAIN, SamplesError)
+        if (shard := self.manifest.get("shard")) is not None:
+            raise SamplesError(f"{folder} holds shard {shard} of a recording; put all together with 'kvcli merge'")
         try:
             checked = _Manifest(**self.manifest)
             self.spec = checked_spec(self.manifest["spec"])
             wrong = checked.inconsistency(self.spec)
         except ValidationError as error:
-            raise SamplesError(f"{path} is damaged ({explain(error, ())}); {_REMEDY}") from error
+            raise SamplesError(f"{path} is damaged ({explain(error, ())}); {RECORD_AGAIN}") from error
         except (ValueError, TypeError) as error:
-            raise SamplesError(f"{path} is damaged ({' '.join(str(error).split())}); {_REMEDY}") from error
+            raise SamplesError(f"{path} is damaged ({' '.join(str(error).split())}); {RECORD_AGAIN}") from error
         if wrong is not None:
-            raise SamplesError(f"{path} is damaged ({wrong} does not agree with the other fields); {_REMEDY}")
+            raise SamplesError(f"{path} is damaged ({wrong} does not agree with the other fields); {RECORD_AGAIN}")
         if not checked.complete:
             raise SamplesError(f"the recording in {folder} is not finished; run the same 'kvcli calibrate' again")
         self._verified: set[str] = set()
@@ -149,16 +144,16 @@ class Recording:
         path, spec = self.folder / FISHER, self.spec
         if not is_intact(path, self.manifest["parts"].get(FISHER)):
             state = "damaged: its size or sha256 is not that of its recording" if path.is_file() else "missing"
-            raise SamplesError(f"{path} is {state}; {_PART_REMEDY}")
+            raise SamplesError(f"{path} is {state}; {RESUME}")
         try:
             tensors = load_file(path)
             names = [field.name for field in fields(LayerFisher)]
             layers = [[tensors[f"layers.{i}.{name}"] for name in names] for i in range(spec.num_layers)]
         except (OSError, SafetensorError, KeyError) as error:
-            raise SamplesError(f"{path} cannot be read ({error}); {_PART_REMEDY}") from error
+            raise SamplesError(f"{path} cannot be read ({error}); {RESUME}") from error
         shape = (spec.num_kv_heads, spec.head_dim, spec.head_dim)
         if any(x.shape != shape or x.dtype != torch.float32 or not x.isfinite().all() for x in chain(*layers)):
-            raise SamplesError(f"{path} has tensors of another shape or dtype, or not finite ones; {_REMEDY}")
+            raise SamplesError(f"{path} has tensors of another shape or dtype, or not finite ones; {RECORD_AGAIN}")
         return [LayerFisher(*layer) for layer in layers]
 
     @property
@@ -177,69 +172,74 @@ class Recording:
         return [layer for start, stop in self.manifest["windows"] for layer in range(start, stop)]
 
     def load(self, layer_idx: int, device: torch.device | str = "cpu") -> LayerSamples:
-        """Reads one layer as float32; the first layer of a part verifies the part's sha256.
+        """One layer of all sequences, as `load_sequences` gives it."""
+        return self.load_sequences(layer_idx, [range(int(self.manifest["num_sequences"]))], device)[0]
+
+    def load_sequences(
+        self,
+        layer_idx: int,
+        sequences: Sequence[range],
+        device: torch.device | str = "cpu",
+        *,
+        skip: int = 0,
+        block_tokens: int = BLOCK_TOKENS,
+        scratch: Path | None = None,
+    ) -> list[LayerSamples]:
+        """One layer as float32: queries in memory, keys and values of some sequences to be read block by block.
+
+        The first layer of a part verifies the part's sha256. Keys and values that are a single block stay in memory
+        once they were read.
+
+        Args:
+            layer_idx: the layer.
+            sequences: ranges of sequences.
+            device: where the tensors are.
+            skip: tokens at the beginning of each sequence that are left out.
+            block_tokens: tokens of a block.
+            scratch: folder for what is derived from the samples and exceeds a block; None: that of the system.
+
+        Returns:
+            Samples for each of the ranges; their queries are the same tensor.
 
         Raises:
-            SamplesError: the layer was not recorded, no queries were, or a part is missing or damaged.
+            SamplesError: the layer was not recorded, no queries were, or a part is missing or damaged; reading keys or
+                values raises it if they are not finite.
         """
         window = next((i for i, (a, b) in enumerate(self.manifest["windows"]) if a <= layer_idx < b), None)
         if window is None:
             raise SamplesError(f"layer {layer_idx} was not recorded in {self.folder}")
         if not self.manifest["query_sequences"]:
-            raise SamplesError(f"{self.folder} has no queries; {_REMEDY} and a --query-tokens above 0")
-        parts: dict[str, list[Tensor]] = {"q": [], "k": [], "v": [], "key_bias": []}
+            raise SamplesError(f"{self.folder} has no queries; {RECORD_AGAIN} and a --query-tokens above 0")
         for part in range(self.manifest["num_parts"]):
-            for kind, x in self._read_part(window, part, layer_idx).items():
-                parts[kind].append(x)
-        biases = parts.pop("key_bias")
-        q, k, v = (torch.cat(tensors, dim=1).to(device).float() for tensors in parts.values())
-        key_bias = biases[0].to(device) if biases else None
-        if key_bias is not None:
-            k = k + key_bias.unsqueeze(1)
-        if not all(bool(x.isfinite().all()) for x in (q, k, v)):
-            raise SamplesError(f"layer {layer_idx} in {self.folder} has samples that are not finite; {_REMEDY}")
-        positions = torch.arange(k.shape[1], device=device) % int(self.manifest["seq_len"])
-        rope = self.manifest["rope"]
-        angle = positions[: q.shape[1], None].float() * torch.tensor(rope["inv_freq"], device=device)
+            self._verify(part_name(window, part))
+        parts, seq_len = LayerParts(self.folder, self.manifest, self.spec, window, layer_idx), self.manifest["seq_len"]
+        q = torch.cat(list(parts.read("q", 0, parts.tokens["q"])), dim=1).to(device).float()
+        rope, positions = self.manifest["rope"], torch.arange(q.shape[1], device=device) % seq_len
+        angle = positions[:, None].float() * torch.tensor(rope["inv_freq"], device=device)
         rotation = Rotation(angle.cos()[None, None] * rope["scaling"], angle.sin()[None, None] * rope["scaling"])
         fisher = None
         if self.fisher is not None:
             fisher = LayerFisher(*(x.to(device) for x in vars(self.fisher[layer_idx]).values()))
-        return LayerSamples(q, k, v, positions, rotation, key_bias, fisher)
+        key_bias = None if parts.key_bias is None else parts.key_bias.to(device)
+        loaded = []
+        for chosen in sequences:
+            k, v = (
+                sample_blocks(parts, kind, chosen, skip=skip, block_tokens=block_tokens, device=device, scratch=scratch)
+                for kind in ("k", "v")
+            )
+            at = torch.arange(skip, seq_len, device=device).repeat(len(chosen))
+            loaded.append(LayerSamples(q, k, v, at, rotation, key_bias, fisher))
+        return loaded
 
-    def _read_part(self, window: int, part: int, layer_idx: int) -> dict[str, Tensor]:
-        """q, k, v and key_bias of a layer in one part, as far as they were recorded."""
-        name, manifest, spec = part_name(window, part), self.manifest, self.spec
-        path, first = self.folder / name, part * manifest["batch_size"]
-        sequences, query_sequences = (
-            max(0, min(manifest["batch_size"], manifest[count] - first))
-            for count in ("num_sequences", "query_sequences")
-        )
-        heads = {"k": spec.num_kv_heads, "v": spec.num_kv_heads, **({"q": spec.num_heads} if query_sequences else {})}
-        tensors = {}
-        try:
-            if name not in self._verified and not is_intact(path, manifest["parts"].get(name)):
-                state = "damaged: its size or sha256 is not that of its recording" if path.is_file() else "missing"
-                raise SamplesError(f"{path} is {state}; {_PART_REMEDY}")
-            self._verified.add(name)
-            with safe_open(path, framework="pt") as handle:
-                for kind, count in heads.items():
-                    tokens = (query_sequences if kind == "q" else sequences) * manifest["seq_len"]
-                    shape = [count, tokens, spec.head_dim]
-                    if handle.get_slice(f"layers.{layer_idx}.{kind}").get_shape() != shape:
-                        raise SamplesError(f"{path} has {kind} of another shape than {shape}; {_REMEDY}")
-                    tensors[kind] = handle.get_tensor(f"layers.{layer_idx}.{kind}")
-                bias = f"layers.{layer_idx}.key_bias"
-                key_bias = handle.get_tensor(bias) if bias in handle.keys() else None  # noqa: SIM118
-        except (OSError, SafetensorError) as error:
-            raise SamplesError(f"{path} cannot be read ({error}); {_PART_REMEDY}") from error
-        if any(x.dtype not in (torch.float16, torch.bfloat16) for x in tensors.values()):
-            raise SamplesError(f"{path} has samples that are neither float16 nor bfloat16; {_REMEDY}")
-        if key_bias is not None:
-            if key_bias.shape != (spec.num_kv_heads, spec.head_dim) or key_bias.dtype != torch.float32:
-                raise SamplesError(f"{path} has a key bias of another shape or dtype; {_REMEDY}")
-            tensors["key_bias"] = key_bias
-        return tensors
+    def _verify(self, name: str) -> None:
+        """Compares a part with its recorded size and sha256, once."""
+        if name in self._verified:
+            return
+        path = self.folder / name
+        if not is_intact(path, self.manifest["parts"].get(name)):
+            state = "damaged: its size or sha256 is not that of its recording" if path.is_file() else "missing"
+            raise SamplesError(f"{path} is {state}; {RESUME}")
+        self._verified.add(name)
 
 
 def checked_spec(values: Any) -> ModelSpec:
@@ -272,48 +272,3 @@ def checked_spec(values: Any) -> ModelSpec:
 def model_identity(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a manifest that say which model it is about, as `LoadedModel.identity` made them."""
     return {name: manifest[name] for name in ("model", "fingerprint", "spec")}
-
-
-def part_name(window: int, part: int) -> str:
-    """File name of a part."""
-    return f"window-{window:03d}-part-{part:05d}.safetensors"
-
-
-def write_part(folder: Path, window: int, part: int, tensors: Mapping[str, Tensor]) -> None:
-    """Writes one part, which appears under its name only when complete, and then its size and sha256 to `PARTS`.
-
-    Args:
-        folder: the recording.
-        window: index of the layer window.
-        part: index of the forward pass.
-        tensors: as this module's docstring says.
-    """
-    path = folder / part_name(window, part)
-    with replacing(path) as temporary:
-        save_file(dict(tensors), temporary)
-        record = file_record(temporary)
-    append_record(folder / PARTS, {"part": path.name, **record})
-
-
-def write_fisher(folder: Path, layers: Sequence[LayerFisher]) -> None:
-    """Writes what errors cost; size and sha256 are written as those of a part."""
-    tensors = {f"layers.{i}.{name}": x for i, layer in enumerate(layers) for name, x in vars(layer).items()}
-    with replacing(folder / FISHER) as temporary:
-        save_file(tensors, temporary)
-        record = file_record(temporary)
-    append_record(folder / PARTS, {"part": FISHER, **record})
-
-
-def part_records(folder: Path, manifest: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Size and sha256 of the parts that were written to a folder, by file name, finished or not."""
-    parts = manifest.get("parts")
-    known = dict(parts) if isinstance(parts, Mapping) else {}
-    for record in read_records(folder / PARTS):
-        known[str(record.pop("part", ""))] = record
-    return known
-
-
-def finished_parts(folder: Path, manifest: Mapping[str, Any], names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Size and sha256 of the parts of some file names that are in a folder as they were written."""
-    known = part_records(folder, manifest)
-    return {name: known[name] for name in names if is_intact(folder / name, known.get(name))}

@@ -84,8 +84,8 @@ def fitted_keys(
     queries = torch.randn(spec.num_heads, 64, spec.head_dim, generator=generator)
     samples = LayerSamples(queries, keys, keys, torch.arange(tokens))
     with torch.no_grad():
-        set_pair_weight(codec, keys, samples, codec.config.key_weighting)
-        fit_keys(codec, keys, codec.config, torch.Generator().manual_seed(seed))
+        set_pair_weight(codec, samples.keys, samples, codec.config.key_weighting)
+        fit_keys(codec, samples.keys, codec.config, torch.Generator().manual_seed(seed))
     return codec, keys
 
 

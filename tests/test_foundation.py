@@ -128,11 +128,12 @@ def test_unsupported_models_are_refused_by_name(family: str, changes: dict[str, 
 
 
 ROOMS = [
-    ("_version", "errors", "files", "packing", "progress"),
-    ("builtin_models", "file_lock", "machine", "registry"),
+    ("_version", "errors", "files", "packing", "progress", "token_blocks"),
+    ("builtin_models", "file_lock", "machine", "ranks", "registry"),
     ("spec", "wheels"),
     ("fingerprint", "rope"),
     ("layer_samples",),
+    ("sample_parts",),
     ("samples",),
     ("checkpoint", "hub"),
     ("builtin_copy",),

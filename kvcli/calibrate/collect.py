@@ -8,41 +8,29 @@ come from.
 
 from __future__ import annotations
 
-import hashlib
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from kvcli.calibrate.fisher import SEQ_LEN, collect_fisher
+from kvcli.calibrate.collection import Collection
+from kvcli.calibrate.fisher import SEQ_LEN
+from kvcli.calibrate.shards import Shard, merge_into
 from kvcli.errors import SamplesError
-from kvcli.files import locked, open_run, write_sealed
+from kvcli.files import locked, open_run, read_sealed
 from kvcli.models import LoadedModel
-from kvcli.samples import (
-    FISHER,
-    FORMAT_VERSION,
-    MANIFEST,
-    PARTS,
-    Recording,
-    finished_parts,
-    part_name,
-    part_records,
-    write_fisher,
-    write_part,
-)
-from kvcli.seam.key_bias import key_biases
-from kvcli.seam.patch import RotaryOutput, Seam, find_rope, layer_index
-from kvcli.seam.sdpa import sdpa
+from kvcli.ranks import Ranks
+from kvcli.sample_parts import RECORD_AGAIN, STALE
+from kvcli.samples import FORMAT_VERSION, MANIFEST, Recording
 from kvcli.spec import ModelSpec
 
 _PART_BYTES = 512 * 2**20
-_STALE = ("window-[0-9]*-part-[0-9]*.safetensors", FISHER, PARTS)
-_FISHER_SEED = 0
-_KINDS = {"q": "queries", "k": "keys", "v": "values"}
+_RANK_FOLDERS = "rank-[0-9]*-of-[0-9]*"
 
 
 @dataclass(frozen=True)
@@ -91,14 +79,30 @@ class CollectConfig:
         """Tokens whose gradients are computed."""
         return self.fisher_sequences * min(self.seq_len, SEQ_LEN)
 
-    def total_tokens(self, spec: ModelSpec) -> int:
+    @property
+    def fisher_rows(self) -> list[int]:
+        """Sequences whose gradients are computed, over the whole recording: neighbours can be of one document."""
+        return torch.linspace(0, self.num_sequences - 1, self.fisher_sequences).round().long().tolist()
+
+    def total_tokens(self, spec: ModelSpec, shard: Shard | None = None) -> int:
         """Tokens of all passes, those with gradients included: what `collect` advances by in all."""
-        return self.num_sequences * self.seq_len * len(self.windows(spec)) + self.fisher_tokens
+        sequences = self.sequences(shard)
+        fisher = sum(row in sequences for row in self.fisher_rows) * min(self.seq_len, SEQ_LEN)
+        return len(sequences) * self.seq_len * len(self.windows(spec)) + fisher
 
     @property
     def num_parts(self) -> int:
         """Parts of each window: one per forward pass."""
         return -(-self.num_sequences // self.batch_size)
+
+    def parts(self, shard: Shard | None = None) -> range:
+        """The parts of each window that a shard records; None: all."""
+        return range(self.num_parts) if shard is None else shard.parts(self.num_parts)
+
+    def sequences(self, shard: Shard | None = None) -> range:
+        """The sequences that a shard records; None: all."""
+        parts = self.parts(shard)
+        return range(parts.start * self.batch_size, min(self.num_sequences, parts.stop * self.batch_size))
 
     def windows(self, spec: ModelSpec) -> list[tuple[int, int]]:
         """Half-open ranges of layers, one per pass."""
@@ -106,68 +110,14 @@ class CollectConfig:
         size = self.layer_window or max(1, _PART_BYTES // per_layer)
         return [(a, min(a + size, spec.num_layers)) for a in range(0, spec.num_layers, size)]
 
-    def disk_bytes(self, spec: ModelSpec) -> int:
+    def disk_bytes(self, spec: ModelSpec, shard: Shard | None = None) -> int:
         """Bytes of samples on disk, 16 bits per value."""
-        kv_values = 2 * spec.kv_dim * self.num_sequences
-        q_values = spec.num_heads * spec.head_dim * self.query_sequences
+        sequences = self.sequences(shard)
+        kv_values = 2 * spec.kv_dim * len(sequences)
+        q_values = (
+            spec.num_heads * spec.head_dim * len(range(sequences.start, min(sequences.stop, self.query_sequences)))
+        )
         return 2 * spec.num_layers * self.seq_len * (kv_values + q_values)
-
-
-class _WindowDone(Exception):
-    """Ends a forward pass once the last layer of the window is recorded."""
-
-
-class _Recorder:
-    """Runs SDPA in full precision and records q, k and v of the window's layers."""
-
-    def __init__(self, dtype: torch.dtype, key_biases: Sequence[Tensor | None]) -> None:
-        self.dtype, self.key_biases = dtype, key_biases
-        self.start, self.stop, self.query_sequences = 0, 0, 0
-        self.tensors: dict[str, Tensor] = {}
-
-    def __call__(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        scaling: float,
-        rotary: RotaryOutput,
-    ) -> Tensor:
-        layer_idx = layer_index(module)
-        if layer_idx >= self.start:
-            bias = self.key_biases[layer_idx]
-            if bias is None:
-                self._keep(layer_idx, "k", key)
-            else:
-                self._keep(layer_idx, "k", key.float() - bias.to(key.device).unsqueeze(1))
-                self.tensors[f"layers.{layer_idx}.key_bias"] = bias.cpu()
-            self._keep(layer_idx, "v", value)
-            if self.query_sequences:
-                self._keep(layer_idx, "q", query[: self.query_sequences])
-        if layer_idx == self.stop - 1:
-            raise _WindowDone
-        rotate = rotary.rotation.apply
-        return sdpa(rotate(query), rotate(key), value, mask, scaling)
-
-    def _keep(self, layer_idx: int, kind: str, x: Tensor) -> None:
-        """Stores x [batch, heads, time, head_dim] as [heads, batch * time, head_dim].
-
-        Raises:
-            SamplesError: values that are not finite, or not in the recording's dtype.
-        """
-        kept = x.transpose(0, 1).flatten(1, 2).to("cpu", self.dtype).contiguous()
-        if not bool(kept.isfinite().all()):
-            where = f"the {_KINDS[kind]} of layer {layer_idx}"
-            if not bool(x.isfinite().all()):
-                raise SamplesError(
-                    f"{where} are not finite; the model's weights may be damaged, or its dtype too narrow"
-                )
-            raise SamplesError(
-                f"{where} reach {float(x.abs().max()):.3g}, more than {self.dtype} holds; use --dtype bfloat16"
-            )
-        self.tensors[f"layers.{layer_idx}.{kind}"] = kept
 
 
 def collect(
@@ -201,83 +151,93 @@ def collect(
             used by another process or has too little disk; samples that are not finite.
     """
     with locked(folder, SamplesError):
-        return _collect(loaded, sequences, config, folder, provenance, overwrite, advance, say)
+        Collection(loaded, sequences, config, folder).run(provenance, overwrite, advance, say)
+    return Recording(folder)
 
 
-def _collect(
+def collect_shard(
+    loaded: LoadedModel,
+    sequences: Tensor,
+    config: CollectConfig,
+    shard: Shard,
+    folder: Path,
+    provenance: Mapping[str, Any],
+    *,
+    overwrite: bool = False,
+    advance: Callable[[int], None] = lambda tokens: None,
+    say: Callable[[str], None] = lambda line: None,
+) -> None:
+    """Records one share of what `collect` records; `shards.merge` puts all shares together.
+
+    Args:
+        loaded: the model.
+        sequences: of the whole recording.
+        config: of the whole recording.
+        shard: which share.
+        folder: of this share alone.
+        provenance: as in `collect`.
+        overwrite: as in `collect`.
+        advance: as in `collect`.
+        say: as in `collect`.
+
+    Raises:
+        SamplesError: as `collect`.
+        UsageError: more shares than forward passes.
+    """
+    with locked(folder, SamplesError):
+        Collection(loaded, sequences, config, folder, shard).run(provenance, overwrite, advance, say)
+
+
+def collect_together(
     loaded: LoadedModel,
     sequences: Tensor,
     config: CollectConfig,
     folder: Path,
     provenance: Mapping[str, Any],
-    overwrite: bool,
-    advance: Callable[[int], None],
-    say: Callable[[str], None],
+    ranks: Ranks,
+    *,
+    overwrite: bool = False,
+    advance: Callable[[int], None] = lambda tokens: None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> Recording:
-    """`collect` in a folder that is locked."""
-    windows = config.windows(loaded.spec)
-    manifest = {
-        "format_version": FORMAT_VERSION,
-        **loaded.identity(),
-        "rope": find_rope(loaded.model).frequencies(),
-        "provenance": dict(provenance),
-        "token_ids_sha256": hashlib.sha256(sequences.to("cpu", torch.int64).contiguous().numpy().tobytes()).hexdigest(),
-        **asdict(config),
-        "num_tokens": config.num_sequences * config.seq_len,
-        "num_parts": config.num_parts,
-        "windows": [list(window) for window in windows],
-    }
-    stored = open_run(
-        folder, MANIFEST, manifest, kind="recording", stale=_STALE, error=SamplesError, overwrite=overwrite
-    )
-    names = [part_name(window, part) for window in range(len(windows)) for part in range(config.num_parts)]
-    if config.fisher_sequences:
-        names.append(FISHER)
-    finished = finished_parts(folder, stored, names)
-    if finished:
-        say(f"{len(finished)} of {len(names)} parts were recorded already and are reused")
-    _check_free_space(folder, config.disk_bytes(loaded.spec) - sum(record["bytes"] for record in finished.values()))
-    dtype = torch.bfloat16 if loaded.model.dtype == torch.bfloat16 else torch.float16
-    recorder = _Recorder(dtype, key_biases(loaded.model, loaded.spec))
-    with Seam(loaded.model, recorder), torch.inference_mode():
-        for window_idx, window in enumerate(windows):
-            for part in range(config.num_parts):
-                batch = sequences[part * config.batch_size : (part + 1) * config.batch_size]
-                if part_name(window_idx, part) not in finished:
-                    recorder.start, recorder.stop = window
-                    recorder.query_sequences = max(0, config.query_sequences - part * config.batch_size)
-                    _run(loaded.model, batch)
-                    write_part(folder, window_idx, part, recorder.tensors)
-                    recorder.tensors = {}
-                advance(batch.numel())
-    if config.fisher_sequences:
-        if FISHER not in finished:
-            # spread over the recording: sequences that follow each other can be of one document
-            rows = torch.linspace(0, config.num_sequences - 1, config.fisher_sequences).round().long()
-            write_fisher(folder, collect_fisher(loaded, sequences[rows, :SEQ_LEN], _FISHER_SEED, advance))
-        else:
-            advance(config.fisher_tokens)
-    if len(finished) < len(names) or not stored.get("complete"):
-        records = part_records(folder, stored)
-        parts = {name: records[name] for name in names}
-        write_sealed(folder / MANIFEST, {**manifest, "complete": True, "parts": parts})
-    (folder / PARTS).unlink(missing_ok=True)
+    """Records what `collect` records, each rank its share of the sequences; all ranks call it with the same arguments.
+
+    The shares are in folders below the recording's until rank 0 has put them together.
+
+    Args:
+        loaded: the model.
+        sequences: as in `collect`.
+        config: as in `collect`.
+        folder: as in `collect`; all ranks see the same files there.
+        provenance: as in `collect`.
+        ranks: the processes.
+        overwrite: as in `collect`.
+        advance: as in `collect`, of this rank's share.
+        say: as in `collect`.
+
+    Raises:
+        SamplesError: as `collect`.
+        UsageError: more ranks than forward passes.
+        RankError: another rank has ended.
+    """
+    places = [folder / f"rank-{rank}-of-{ranks.count}" for rank in range(ranks.count)]
+    whole, first = Collection(loaded, sequences, config, folder), ranks.rank == 0
+    manifest = whole.description(provenance)
+    with locked(folder, SamplesError) if first else nullcontext():
+        if first:
+            open_run(folder, MANIFEST, manifest, kind="recording", stale=STALE, error=SamplesError, overwrite=overwrite)
+        ranks.wait()
+        if not read_sealed(folder / MANIFEST, FORMAT_VERSION, RECORD_AGAIN, SamplesError).get("complete"):
+            shard, place = Shard(ranks.rank + 1, ranks.count), places[ranks.rank]
+            collect_shard(
+                loaded, sequences, config, shard, place, provenance, overwrite=overwrite, advance=advance, say=say
+            )
+            ranks.wait()
+            if first:
+                merge_into(places, folder)
+        elif first:
+            whole.run(provenance, False, advance, say)
+        for place in folder.glob(_RANK_FOLDERS) if first else ():
+            shutil.rmtree(place)
+        ranks.wait()
     return Recording(folder)
-
-
-def _check_free_space(folder: Path, needed: int) -> None:
-    """Raises when the disk cannot take that many bytes."""
-    free = shutil.disk_usage(folder).free
-    if needed > free:
-        raise SamplesError(
-            f"the recording needs {-(-needed // 2**20)} MiB, but {folder} has {free // 2**20} MiB free; lower "
-            "--tokens or --query-tokens, or choose another --out"
-        )
-
-
-def _run(model: Any, batch: Tensor) -> None:
-    """One forward pass of the decoder alone: no logits are computed."""
-    try:
-        model.base_model(input_ids=batch.to(model.device), use_cache=False)
-    except _WindowDone:
-        return

@@ -12,7 +12,7 @@ key t from the mean key as weight. This module does not know how anything is cod
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,39 +32,82 @@ SEQ_LEN = 1024
 _SINKS, _WINDOW = 4, 32
 _LOGIT_TOKENS = 256
 _REMEDY = "leave them out with --fisher-tokens 0"
+_KINDS = ("key", "value")
+_SUMS = ("fisher", "weight", "squares", "sum", "count")
+
+Sums = dict[str, Tensor]
+"""Sums over tokens by name, `layers.L.key.NAME` and `layers.L.value.NAME`, float64."""
 
 
-def collect_fisher(
-    loaded: LoadedModel, sequences: Tensor, seed: int, advance: Callable[[int], None] = lambda tokens: None
-) -> list[LayerFisher]:
-    """Fisher information and covariance of all layers' keys and values, on the CPU.
+def sequence_sums(
+    loaded: LoadedModel,
+    sequences: Tensor,
+    seed: int,
+    wanted: Collection[int],
+    advance: Callable[[int], None] = lambda tokens: None,
+) -> Iterator[tuple[int, Sums]]:
+    """What single sequences add to the Fisher information and covariance of all layers' keys and values.
+
+    Which tokens are drawn from the model for a sequence does not depend on which others are wanted.
 
     Args:
         loaded: the model; its parameters get no gradients.
         sequences: int64 [num_sequences, seq_len] token ids.
         seed: of the tokens that are drawn from the model.
+        wanted: indices of sequences.
         advance: called with the number of tokens after each sequence.
+
+    Yields:
+        The index of a sequence, ascending, and its sums on the CPU.
 
     Raises:
         SamplesError: logits or gradients that are not finite, or a model that is not differentiable.
     """
     generator = torch.Generator().manual_seed(seed)
-    sums: dict[int, list[_Moments]] = {}
-    with _frozen(loaded.model):
-        for sequence in sequences:
-            for layer_idx, pair in _backward(loaded.model, sequence, generator).items():
-                moments = sums.setdefault(layer_idx, [_Moments(), _Moments()])
-                for moment, x, kind in zip(moments, pair, ("keys", "values"), strict=True):
-                    if x.grad is None:
-                        raise SamplesError(f"the {kind} of layer {layer_idx} have no gradients; {_REMEDY}")
-                    if not bool(x.grad.isfinite().all()):
-                        raise SamplesError(f"gradients of the {kind} of layer {layer_idx} are not finite; {_REMEDY}")
-                    moment.add(x.detach()[0, :, _SINKS:], x.grad[0, :, _SINKS:])
-            advance(sequence.numel())
-    return [
-        LayerFisher(*(x for moment in moments for x in (moment.fisher(), moment.covariance())))
-        for _, moments in sorted(sums.items())
-    ]
+    for index, sequence in enumerate(sequences[: max(wanted, default=-1) + 1]):
+        if index not in wanted:
+            _skip_draws(loaded, len(sequence), generator)
+            continue
+        with _frozen(loaded.model):
+            layers = _backward(loaded.model, sequence, generator)
+        sums: Sums = {}
+        for layer_idx, pair in layers.items():
+            for x, kind in zip(pair, _KINDS, strict=True):
+                if x.grad is None:
+                    raise SamplesError(f"the {kind}s of layer {layer_idx} have no gradients; {_REMEDY}")
+                if not bool(x.grad.isfinite().all()):
+                    raise SamplesError(f"gradients of the {kind}s of layer {layer_idx} are not finite; {_REMEDY}")
+                added = _token_sums(x.detach()[0, :, _SINKS:], x.grad[0, :, _SINKS:])
+                sums.update({f"layers.{layer_idx}.{kind}.{name}": y.cpu() for name, y in added.items()})
+        advance(sequence.numel())
+        yield index, sums
+
+
+def layer_fisher(sums: Iterable[Sums], num_layers: int) -> list[LayerFisher]:
+    """Fisher information and covariance of all layers from the sums of sequences, which are added in their order."""
+    total: Sums = {}
+    for added in sums:
+        for name, x in added.items():
+            total[name] = total[name].add_(x) if name in total else x.clone()
+    layers = []
+    for layer_idx in range(num_layers):
+        found = []
+        for kind in _KINDS:
+            fisher, weight, squares, x, count = (total[f"layers.{layer_idx}.{kind}.{name}"] for name in _SUMS)
+            mean = x / count
+            found.append((fisher / weight.clamp_min(1e-300)).float())
+            found.append((squares / count - mean.unsqueeze(-1) * mean.unsqueeze(-2)).float())
+        layers.append(LayerFisher(*found))
+    return layers
+
+
+def _token_sums(x: Tensor, grad: Tensor) -> Sums:
+    """float64 sums over tokens of keys x and their gradients, [num_kv_heads, tokens, head_dim] each, by `_SUMS`."""
+    x, grad = x.double(), grad.double()
+    weight = (x - x.mean(1, keepdim=True)).square().sum((0, 2))
+    fisher = torch.einsum("htd,hte,t->hde", grad, grad, weight)
+    squares = torch.einsum("htd,hte->hde", x, x)
+    return dict(zip(_SUMS, (fisher, weight.sum(), squares, x.sum(1), torch.tensor(x.shape[1])), strict=True))
 
 
 def _backward(model: Any, sequence: Tensor, generator: torch.Generator) -> dict[int, tuple[Tensor, Tensor]]:
@@ -84,33 +127,6 @@ def _backward(model: Any, sequence: Tensor, generator: torch.Generator) -> dict[
             reason = " ".join(str(error).split())
             raise SamplesError(f"the model's gradients cannot be computed ({reason}); {_REMEDY}") from error
     return recorder.tensors
-
-
-class _Moments:
-    """Sums over tokens of one layer's keys or values, in float64."""
-
-    def __init__(self) -> None:
-        self.parts: list[tuple[Tensor, ...]] = []
-
-    def add(self, x: Tensor, grad: Tensor) -> None:
-        """Adds keys x and their gradients, [num_kv_heads, tokens, head_dim] each."""
-        x, grad = x.double(), grad.double()
-        centred = x - x.mean(1, keepdim=True)
-        weight = centred.square().sum((0, 2))
-        fisher = torch.einsum("htd,hte,t->hde", grad, grad, weight)
-        square = torch.einsum("htd,hte->hde", x, x)
-        self.parts.append(tuple(y.cpu() for y in (fisher, weight.sum(), square, x.sum(1), torch.tensor(x.shape[1]))))
-
-    def fisher(self) -> Tensor:
-        """Weighted mean of g g^T, float32 [num_kv_heads, head_dim, head_dim]."""
-        fisher, weight, *_ = (torch.stack(x).sum(0) for x in zip(*self.parts, strict=True))
-        return (fisher / weight.clamp_min(1e-300)).float()
-
-    def covariance(self) -> Tensor:
-        """Covariance of x, float32 [num_kv_heads, head_dim, head_dim]."""
-        _, _, square, total, count = (torch.stack(x).sum(0) for x in zip(*self.parts, strict=True))
-        mean = total / count
-        return (square / count - mean.unsqueeze(-1) * mean.unsqueeze(-2)).float()
 
 
 class _Gradients:
@@ -187,9 +203,23 @@ def _gradient_of_sampled(model: Any, states: Tensor, generator: torch.Generator)
             raise SamplesError(f"the model's logits are not finite; {_REMEDY}")
         if not log_probs.requires_grad:
             raise SamplesError(f"the model's output layer lets no gradients through; {_REMEDY}")
-        drawn = torch.multinomial(log_probs.detach().exp().cpu(), 1, generator=generator).to(states.device)
+        drawn = _draw(log_probs.detach().exp().cpu(), generator).to(states.device)
         made += torch.autograd.grad(log_probs.gather(1, drawn).sum(), leaf)
     return torch.cat(made, dim=1)
+
+
+def _draw(probabilities: Tensor, generator: torch.Generator) -> Tensor:
+    """One token for each row of probabilities [time, vocabulary]: [time, 1]."""
+    return torch.multinomial(probabilities, 1, generator=generator)
+
+
+def _skip_draws(loaded: LoadedModel, time: int, generator: torch.Generator) -> None:
+    """Leaves a generator as if the tokens of a sequence of that length had been drawn."""
+    model = loaded.model
+    with torch.no_grad():
+        size = model.get_output_embeddings()(torch.zeros(1, loaded.spec.hidden_size).to(model.device, model.dtype))
+    for start in range(0, time, _LOGIT_TOKENS):
+        _draw(torch.ones(min(_LOGIT_TOKENS, time - start), size.shape[-1]), generator)
 
 
 @contextmanager

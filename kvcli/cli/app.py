@@ -21,6 +21,7 @@ from kvcli.cli import (
     export,
     fit,
     generate,
+    merge,
     methods,
     reproduce,
 )
@@ -54,6 +55,7 @@ def _main(
 for module in (
     demo,
     calibrate,
+    merge,
     fit,
     export,
     generate,

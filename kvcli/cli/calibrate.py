@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 from pydantic import Field
@@ -12,7 +12,8 @@ from pydantic import Field
 from kvcli.cli.command import command
 from kvcli.cli.options import ModelOptions
 from kvcli.cli.output import Output, size
-from kvcli.cli.paths import samples_folder
+from kvcli.cli.paths import samples_folder, shard_folder
+from kvcli.errors import UsageError
 
 if TYPE_CHECKING:
     from kvcli.calibrate.corpus import CorpusConfig
@@ -41,55 +42,76 @@ class CalibrateOptions(ModelOptions):
     layer_window: int = Field(
         default=0, ge=0, description="layers per pass; 0: as many as keep a file below half a GiB"
     )
-    out: Path | None = Field(default=None, description="output folder; default: runs/MODEL/samples")
+    shard: str | None = Field(
+        default=None, description="share of the work, such as 1/4 to 4/4 in four processes; then 'kvcli merge'"
+    )
+    out: Path | None = Field(
+        default=None, description="output folder; default: runs/MODEL/samples, or runs/MODEL/shards/1-of-4"
+    )
     overwrite: bool = Field(default=False, description="discard a recording in the output folder and start again")
 
 
 def run(options: CalibrateOptions, output: Output) -> None:
-    """Record pre-RoPE queries, keys and values of every layer over a calibration corpus."""
-    from kvcli.calibrate.collect import CollectConfig, collect
-    from kvcli.calibrate.corpus import check_source, documents, token_sequences
+    """Record pre-RoPE queries, keys and values of every layer over a calibration corpus.
 
-    folder = options.out or samples_folder(options.model)
+    Started by torchrun, processes share the sequences.
+    """
+    from kvcli.calibrate.collect import CollectConfig, collect, collect_shard, collect_together
+    from kvcli.calibrate.corpus import check_source, documents, token_sequences
+    from kvcli.calibrate.shards import Shard
+    from kvcli.ranks import joined
+
+    shard = None if options.shard is None else Shard.parse(options.shard)
     corpus = corpus_config(options)
     output.settings(options.model_dump(mode="json"))
     check_source(corpus)
-    loaded = options.load(output)
-    seq_len = min(options.seq_len, options.tokens, loaded.spec.max_position_embeddings)
-    wanted = max(1, options.tokens // seq_len)
-    output.say(f"reading {corpus.source}")
-    sequences = token_sequences(documents(corpus), loaded.tokenizer, wanted, seq_len)
-    if len(sequences) < wanted:
-        output.say(f"the corpus is smaller than --tokens: {sequences.numel()} of {options.tokens} tokens")
-    config = CollectConfig.for_tokens(
-        sequences,
-        query_tokens=options.query_tokens,
-        fisher_tokens=options.fisher_tokens,
-        batch_size=options.batch_size,
-        layer_window=options.layer_window,
-    )
-    windows = config.windows(loaded.spec)
-    needed = config.disk_bytes(loaded.spec)
-    folder.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(folder).free
-    output.say(
-        f"{sequences.numel()} tokens, {len(windows)} layer window(s): {size(needed)} of disk ({size(free)} free)"
-    )
-    with output.progress("calibrate", config.total_tokens(loaded.spec), "tokens") as advance:
-        recording = collect(
-            loaded,
+    with joined() as ranks:
+        if shard is not None and ranks.count > 1:
+            raise UsageError("torchrun shares the work by itself; leave out --shard")
+        if ranks.count > 1 and options.corpus == "-":
+            raise UsageError("standard input can be read by one process only; pass a file to --corpus")
+        default = samples_folder(options.model)
+        if shard is not None:
+            default = shard_folder(options.model, shard.index, shard.count)
+        folder = options.out or default
+        loaded = options.load(output)
+        seq_len = min(options.seq_len, options.tokens, loaded.spec.max_position_embeddings)
+        wanted = max(1, options.tokens // seq_len)
+        output.say(f"reading {corpus.source}")
+        sequences = token_sequences(documents(corpus), loaded.tokenizer, wanted, seq_len)
+        if len(sequences) < wanted:
+            output.say(f"the corpus is smaller than --tokens: {sequences.numel()} of {options.tokens} tokens")
+        config = CollectConfig.for_tokens(
             sequences,
-            config,
-            folder,
-            {"corpus": corpus.provenance()},
-            overwrite=options.overwrite,
-            advance=advance,
-            say=output.say,
+            query_tokens=options.query_tokens,
+            fisher_tokens=options.fisher_tokens,
+            batch_size=options.batch_size,
+            layer_window=options.layer_window,
         )
+        own = Shard(ranks.rank + 1, ranks.count) if ranks.count > 1 else shard
+        needed = config.disk_bytes(loaded.spec, shard)
+        folder.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(folder).free
+        output.say(
+            f"{sequences.numel()} tokens, {len(config.windows(loaded.spec))} layer window(s): {size(needed)} of disk "
+            f"({size(free)} free)"
+        )
+        label = "calibrate" if ranks.count == 1 else f"calibrate (rank 0 of {ranks.count})"
+        with output.progress(label, config.total_tokens(loaded.spec, own), "tokens") as advance:
+            provenance = {"corpus": corpus.provenance()}
+            shared: Any = {"overwrite": options.overwrite, "advance": advance, "say": output.say}
+            if shard is not None:
+                collect_shard(loaded, sequences, config, shard, folder, provenance, **shared)
+            elif ranks.count > 1:
+                collect_together(loaded, sequences, config, folder, provenance, ranks, **shared)
+            else:
+                collect(loaded, sequences, config, folder, provenance, **shared)
+    if shard is not None:
+        output.say(f"shard {shard} is complete; when all are, put them together with 'kvcli merge'")
     record = {
         "samples": str(folder),
-        "num_tokens": recording.num_tokens,
-        "layers": len(recording.layers),
+        "num_tokens": len(config.sequences(shard)) * config.seq_len,
+        "layers": loaded.spec.num_layers,
         "bytes": needed,
     }
     output.result(record, str(folder))

@@ -18,6 +18,7 @@ from kvcli.cli.output import Output, describe_error, duration
 from kvcli.cli.start import stop_reason
 from kvcli.cli.values import OptionsT, resolve
 from kvcli.errors import OutputError, UsageError
+from kvcli.ranks import environment
 
 
 def command(
@@ -49,6 +50,8 @@ def command(
         def invoke(**given: Any) -> None:
             shared = {name: given.pop(name) for name in SHARED_FLAGS}
             output = Output(shared["as_json"], shared["quiet"], shared["verbose"])
+            with suppress(UsageError):  # told by the commands that several processes can share
+                output.set_ranks(environment())
             try:
                 _run(run, f"{group} {name}".strip(), options, given, shared, output, arguments)
             except (typer.Exit, BrokenPipeError):
@@ -110,7 +113,7 @@ def _run(
 
 def _report(error: BaseException, output: Output, resumes: bool, saves_memory: str) -> int:
     """Says an error in one line; returns the exit code."""
-    code, line = describe_error(error, resumes, saves_memory)
+    code, line = describe_error(error, resumes, saves_memory, output.ranks.count > 1)
     if output.as_json and output.record is None:
         with suppress(OutputError):  # the line on standard error is all that can be said
             output.result({"error": line, "exit_code": code})

@@ -28,6 +28,9 @@ class FitOptions(ComputeOptions):
         default=None, description="folder of recorded samples; default: the newest below runs/"
     )
     layers: str | None = Field(default=None, description="layers A-B only (inclusive), to share the work")
+    block_tokens: int = Field(
+        default=65536, ge=1024, description="tokens of a layer in memory at once; more tokens are read again and again"
+    )
     out: Path | None = Field(default=None, description="run folder; default: one below runs/MODEL/training/")
     overwrite: bool = Field(default=False, description="discard a run in the output folder and start again")
 
@@ -40,7 +43,10 @@ class FitMethodOptions(FitOptions):
 
 
 def run(options: FitMethodOptions, output: Output) -> None:
-    """Fit a method to the recorded samples, layer by layer; resumes where it stopped."""
+    """Fit a method to the recorded samples, layer by layer; resumes where it stopped.
+
+    Started by torchrun, processes share the layers.
+    """
     method, from_bits = parse_method(options.method)
     own = fit_command(method.name)
     defaults = {} if own is None else own.defaults
@@ -98,6 +104,7 @@ def fit(
     """
     from kvcli.attention.session import make_config
     from kvcli.fit import check_fitted, fit_recording
+    from kvcli.ranks import joined
     from kvcli.samples import Recording
 
     check_fitted(method)
@@ -115,7 +122,7 @@ def fit(
     output.settings({"samples": recording.folder, "seed": options.seed, **values})
     reports: list[Mapping[str, Any]] = []
     num_reused = 0
-    with output.progress(label, len(layers), "layers") as advance:
+    with joined() as ranks, output.progress(label, len(layers), "layers") as advance:
 
         def done(layer_idx: int, metrics: Mapping[str, Any], reused: bool) -> None:
             nonlocal num_reused
@@ -132,8 +139,11 @@ def fit(
             device=options.torch_device(),
             seed=options.seed,
             overwrite=options.overwrite,
+            block_tokens=options.block_tokens,
+            ranks=ranks,
             done=done,
         )
+    reports.sort(key=lambda report: int(report["layer"]))
     if num_reused:
         output.say(f"{num_reused} of {len(layers)} layers were fitted already and are reused")
     for line in summary(method, reports):

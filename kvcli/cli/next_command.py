@@ -24,8 +24,9 @@ def next_command(name: str, options: Mapping[str, Any], record: Mapping[str, Any
         record: its result.
     """
     words: list[Any] = []
-    if name == "calibrate":
-        words = ["kvcli", "fit", record["samples"]]
+    if name in ("calibrate", "merge"):
+        # a share of a recording cannot be fitted
+        words = ["kvcli", "fit", record["samples"]] if options.get("shard") is None else []
     elif name in ("fit", *FIT_COMMANDS):
         # a part of the layers makes no artifact yet
         words = ["kvcli", "export", record["run"]] if options["layers"] is None else []

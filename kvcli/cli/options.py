@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args, get_origin
 
@@ -10,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 from kvcli.builtin_models import DEFAULT_MODEL
 from kvcli.cli.output import Output
 from kvcli.errors import UsageError
+from kvcli.ranks import local_device
 
 if TYPE_CHECKING:
     from kvcli.models import LoadedModel
@@ -54,8 +56,10 @@ class ComputeOptions(Options):
         """
         import torch
 
+        if self.device is None and not torch.cuda.is_available():
+            return "cpu"
         if self.device is None:
-            return "cuda" if torch.cuda.is_available() else "cpu"
+            return "cuda" if "LOCAL_RANK" not in os.environ else f"cuda:{local_device()}"
         try:
             if torch.empty(0, device=self.device).is_meta:
                 raise UsageError("device 'meta' holds no numbers; try --device cpu")

@@ -30,6 +30,7 @@ from kvcli.cli.tables import DataTable
 from kvcli.errors import KvcliError, OutputError, Terminated, UsageError
 from kvcli.files import to_json
 from kvcli.progress import Advance
+from kvcli.ranks import ALONE, Ranks
 
 _PLAIN_SECONDS = 10.0
 
@@ -43,13 +44,21 @@ class Output:
         verbose: also print details.
 
     Attributes:
+        ranks: which of the processes that share a run this is; all but the first print their errors only.
         record: the result, once there is one.
     """
 
     def __init__(self, as_json: bool = False, quiet: bool = False, verbose: bool = False) -> None:
         self.as_json, self.quiet, self.verbose = as_json, quiet, verbose
+        self.ranks = ALONE
         self.console = Console(stderr=True, highlight=False)
         self.record: Mapping[str, Any] | None = None
+
+    def set_ranks(self, ranks: Ranks) -> None:
+        """Says which process this is."""
+        self.ranks = ranks
+        if ranks.rank:
+            self.quiet, self.verbose = True, False
 
     def say(self, line: str) -> None:
         """Prints a message, unless --quiet was given."""
@@ -58,13 +67,15 @@ class Output:
 
     def warn(self, line: str) -> None:
         """Prints a warning."""
+        if self.ranks.rank:
+            return
         self.console.print(line, markup=False, soft_wrap=True)
 
     def error(self, line: str) -> None:
         """Prints what ended the command, past the console: an interrupt may have come while that was printing."""
         stream = sys.stderr
         if stream is not None:
-            stream.write(f"error: {line}\n")
+            stream.write(f"{f'rank {self.ranks.rank}: ' if self.ranks.rank else ''}error: {line}\n")
             stream.flush()
 
     def detail(self, line: str) -> None:
@@ -84,7 +95,7 @@ class Output:
         Raises:
             OutputError: standard output cannot be written.
         """
-        if not self.as_json:
+        if not self.as_json and not self.ranks.rank:
             write_stdout(text)
 
     def result(self, record: Mapping[str, Any], human: str | DataTable | RenderableType | None = None) -> None:
@@ -94,6 +105,8 @@ class Output:
             OutputError: standard output cannot be written.
         """
         self.record = record
+        if self.ranks.rank:
+            return
         if self.as_json:
             write_stdout(to_json(record) + "\n")
         elif isinstance(human, str):
@@ -240,13 +253,16 @@ def _one_line(value: Any) -> str:
     return text if text.isprintable() else repr(text)
 
 
-def describe_error(error: BaseException, resumes: bool = True, saves_memory: str = "") -> tuple[int, str]:
+def describe_error(
+    error: BaseException, resumes: bool = True, saves_memory: str = "", ranks: bool = False
+) -> tuple[int, str]:
     """The exit code and the message of an error, one line.
 
     Args:
         error: any error.
         resumes: whether the command keeps what was finished when it is interrupted.
         saves_memory: what to do when memory does not suffice.
+        ranks: whether several processes share the run.
     """
     text = " ".join(str(error).split())
     if isinstance(error, KvcliError):
@@ -254,7 +270,10 @@ def describe_error(error: BaseException, resumes: bool = True, saves_memory: str
     if isinstance(error, KeyboardInterrupt):
         what = "terminated" if isinstance(error, Terminated) else "interrupted"
         advice = "run the same command again to resume" if resumes else "run the same command again to start over"
-        return getattr(error, "exit_code", 130), f"{what}; {advice}"
+        shared = (
+            ", as torchrun does with all ranks when one has ended" if isinstance(error, Terminated) and ranks else ""
+        )
+        return getattr(error, "exit_code", 130), f"{what}{shared}; {advice}"
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         where = f" ({error.filename})" if error.filename else ""
         return 1, f"the disk is full{where}; what was finished is kept: free some space and run the same command again"

@@ -23,6 +23,23 @@ def samples_folder(model: str) -> Path:
     return RUNS / short_name(model) / "samples"
 
 
+def shard_folder(model: str, index: int, count: int) -> Path:
+    """Default output of `calibrate --shard`."""
+    return RUNS / short_name(model) / "shards" / f"{index}-of-{count}"
+
+
+def newest_shards() -> list[Path]:
+    """All shards of the model whose shard was written last, in alphabetical order.
+
+    Raises:
+        SamplesError: there is none.
+    """
+    folder = _newest(RUNS.glob("*/shards/*/samples.json"))
+    if folder is None:
+        raise SamplesError(f"no shards below {RUNS}/; run 'kvcli calibrate --shard' first")
+    return sorted(path.parent for path in folder.parent.glob("*/samples.json"))
+
+
 def training_folder(model: str, name: str) -> Path:
     """Default output of a fit."""
     return RUNS / short_name(model) / "training" / name

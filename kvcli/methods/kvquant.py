@@ -236,8 +236,8 @@ def _fit(
         raise ConfigError("sensitivities come from recorded queries; calibrate with --query-tokens above 0")
     key, value = codec.key, codec.value
     sensitivity = query_energy(train.q, key.spec)
-    step = -(-train.k.shape[1] // _FIT_TOKENS)
-    keys, values = (flat(x[None, :, ::step])[0, 0] for x in (train.k, train.v))
+    some = torch.arange(0, train.num_tokens, -(-train.num_tokens // _FIT_TOKENS))
+    keys, values = (flat(x.at(some)[None])[0, 0] for x in (train.keys, train.values))
     ordered = keys.sort(0).values
     cut = round(config.outlier_fraction / 2 * (len(keys) - 1))
     low, high = ordered[cut], ordered[-1 - cut]
@@ -252,7 +252,8 @@ def _fit(
     weight = span[..., 1:].float().square().expand_as(unit)
     value.levels.copy_(weighted_levels(unit[inside], weight[inside], len(value.levels)))
     one = torch.ones_like(sensitivity)
-    return FitReport({"key_error": _error(key, heldout.k, sensitivity), "value_error": _error(value, heldout.v, one)})
+    keys, values = (x.first(_ERROR_TOKENS) for x in (heldout.keys, heldout.values))
+    return FitReport({"key_error": _error(key, keys, sensitivity), "value_error": _error(value, values, one)})
 
 
 def query_energy(queries: Tensor, spec: ModelSpec) -> Tensor:

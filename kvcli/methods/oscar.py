@@ -29,7 +29,6 @@ Deviations, from the paper and its released code:
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -177,19 +176,28 @@ def _fit(
         shared = covariance.mean(0, keepdim=True) if config.rotation_scope == "layer" else covariance
         coder.rotation.copy_(oscar_rotation(shared))
     if not config.k_clip:
-        fit_clipping(key, rotated_keys(_coded(train, config))[0], of_keys)
+        some = _thinned(rotated_tokens(train))
+        fit_clipping(key, rotated_keys(_coded(train, config), some), of_keys)
     if not config.v_clip:
-        fit_clipping(value, train.v, of_values)
-    keys, _ = rotated_keys(_coded(heldout, config))
+        fit_clipping(value, train.values.at(_thinned(torch.arange(train.num_tokens))), of_values)
+    keys = rotated_keys(_coded(heldout, config), rotated_tokens(heldout)[:_ERROR_TOKENS])
+    values = heldout.values.first(_ERROR_TOKENS)
     unweighted = torch.eye(key.spec.head_dim, device=keys.device).expand_as(of_keys)
-    return FitReport({"key_error": _error(key, keys, of_keys), "value_error": _error(value, heldout.v, unweighted)})
+    return FitReport({"key_error": _error(key, keys, of_keys), "value_error": _error(value, values, unweighted)})
 
 
 def _coded(samples: LayerSamples, config: OSCARConfig) -> LayerSamples:
     """Samples with the keys that are coded: less the projection's bias, unless the settings say otherwise."""
     if samples.key_bias is None or config.key_offset == "none":
         return samples
-    return replace(samples, k=samples.k - samples.key_bias.unsqueeze(1).to(samples.k.dtype))
+    bias = samples.key_bias.unsqueeze(1)
+    keys = samples.keys.map(lambda block: block - bias.to(block.dtype))
+    return LayerSamples(samples.q, keys, samples.values, samples.positions, samples.query_rotation, samples.key_bias)
+
+
+def _thinned(tokens: Tensor) -> Tensor:
+    """`_CLIP_TOKENS` of the tokens at most, evenly spaced."""
+    return tokens[:: -(-len(tokens) // _CLIP_TOKENS)]
 
 
 def fit_clipping(codec: _OSCAR, x: Tensor, weight: Tensor) -> None:
@@ -200,7 +208,6 @@ def fit_clipping(codec: _OSCAR, x: Tensor, weight: Tensor) -> None:
         x: [num_kv_heads, tokens, head_dim], what the codec encodes.
         weight: float32 [num_kv_heads, head_dim, head_dim], the covariance.
     """
-    x = x[:, :: -(-x.shape[1] // _CLIP_TOKENS)]
     counts = sorted({codec.count_kept(share) for share in _CLIP_SHARES})
     errors = []
     for count in counts:
@@ -209,19 +216,21 @@ def fit_clipping(codec: _OSCAR, x: Tensor, weight: Tensor) -> None:
     codec.kept.copy_(torch.tensor(counts)[torch.tensor(errors).argmin(0)])
 
 
-def rotated_keys(samples: LayerSamples) -> tuple[Tensor, Tensor]:
-    """Keys after RoPE, of those tokens whose position is one of a recorded query.
-
-    Returns:
-        float32 [num_kv_heads, count, head_dim], and the indices of these tokens, [count].
-    """
+def rotated_tokens(samples: LayerSamples) -> Tensor:
+    """The tokens whose position is one of a recorded query, [count] indices on the CPU."""
     rotation = samples.query_rotation
     assert rotation is not None
     # queries are those of the first sequences, so the first of them have the positions 0, 1, 2, ...
-    tokens = (samples.positions < rotation.cos.shape[2]).nonzero()[:, 0]
-    positions = samples.positions[tokens]
+    return (samples.positions < rotation.cos.shape[2]).nonzero()[:, 0].cpu()
+
+
+def rotated_keys(samples: LayerSamples, tokens: Tensor) -> Tensor:
+    """Keys of some of the tokens of `rotated_tokens` after RoPE, float32 [num_kv_heads, count, head_dim]."""
+    rotation = samples.query_rotation
+    assert rotation is not None
+    positions = samples.positions[tokens.to(samples.positions.device)]
     at = Rotation(rotation.cos[:, :, positions], rotation.sin[:, :, positions])
-    return at.apply(samples.k[:, tokens].float().unsqueeze(0))[0], tokens
+    return at.apply(samples.keys.at(tokens).float().unsqueeze(0))[0]
 
 
 def output_covariance(queries: Tensor, samples: LayerSamples) -> Tensor:
@@ -234,10 +243,13 @@ def output_covariance(queries: Tensor, samples: LayerSamples) -> Tensor:
     Returns:
         float32 [num_kv_heads, head_dim, head_dim].
     """
-    keys, tokens = rotated_keys(samples)
-    values, positions = samples.v[:, tokens].float(), samples.positions[tokens]
+    tokens = rotated_tokens(samples)
+    positions = samples.positions[tokens.to(samples.positions.device)]
     seq_len = int(samples.positions.max()) + 1
     sequence = torch.cat((positions.new_zeros(1), (positions.diff() < 0).cumsum(0)))
+    with_queries = sequence <= (queries.shape[2] - 1) // seq_len
+    sequence, positions, tokens = sequence[with_queries], positions[with_queries], tokens[with_queries.cpu()]
+    keys, values = rotated_keys(samples, tokens), samples.values.at(tokens).float()
     covariance = torch.zeros_like(queries[:, 0, 0, :, None] * queries[:, 0, 0, None, :])
     for start in range(0, queries.shape[2], _QUERY_BLOCK):
         block = queries[:, :, start : start + _QUERY_BLOCK]

@@ -60,7 +60,7 @@ def test_disk_is_predicted(tmp_path: Path) -> None:
 
 
 def test_recording_resumes_and_changes_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import kvcli.calibrate.collect as module
+    import kvcli.calibrate.collection as module
 
     model, config = make_model("llama"), CollectConfig(5, 12, 2, 2, 2)
     calls = []

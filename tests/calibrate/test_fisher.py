@@ -12,7 +12,8 @@ from torch import Tensor
 from kvcli.calibrate import fisher
 from kvcli.calibrate.collect import CollectConfig, collect
 from kvcli.errors import SamplesError
-from kvcli.samples import FISHER, Recording
+from kvcli.sample_parts import FISHER
+from kvcli.samples import Recording
 from kvcli.seam.patch import Seam, layer_index
 
 TIME = 80
@@ -102,7 +103,7 @@ def test_it_is_written_once_and_a_damaged_file_is_refused(tmp_path: Any, monkeyp
     model, config = make_model("llama"), CollectConfig(3, TIME, 1, 2, fisher_sequences=1)
     collect(load(model), SEQUENCES, config, tmp_path, {})
     said: list[str] = []
-    monkeypatch.setattr("kvcli.calibrate.collect.collect_fisher", None)
+    monkeypatch.setattr("kvcli.calibrate.collection.sequence_sums", None)
     collect(load(model), SEQUENCES, config, tmp_path, {}, say=said.append)
     assert said == ["3 of 3 parts were recorded already and are reused"]
     data = bytearray((tmp_path / FISHER).read_bytes())
@@ -121,28 +122,29 @@ def test_models_without_gradients_are_refused_by_name() -> None:
     with pytest.raises(
         SamplesError, match="output layer lets no gradients through; leave them out with --fisher-token"
     ):
-        fisher.collect_fisher(load(model), SEQUENCES, 0)
+        list(fisher.sequence_sums(load(model), SEQUENCES, 0, range(3)))
     model = make_model("llama")
     model.model.norm.register_forward_hook(lambda module, inputs, output: output.detach())
     with pytest.raises(SamplesError, match="layers let no gradients through"):
-        fisher.collect_fisher(load(model), SEQUENCES, 0)
+        list(fisher.sequence_sums(load(model), SEQUENCES, 0, range(3)))
     model = make_model("llama")
     model.model.layers[1].self_attn.o_proj.register_forward_hook(lambda module, inputs, output: output.detach())
     with pytest.raises(SamplesError, match="the keys of layer 1 have no gradients"):
-        fisher.collect_fisher(load(model), SEQUENCES, 0)
+        list(fisher.sequence_sums(load(model), SEQUENCES, 0, range(3)))
 
 
 def test_gradients_that_are_not_finite_are_refused() -> None:
     model = make_model("llama")
     model.lm_head.weight.data[5] = torch.nan
     with pytest.raises(SamplesError, match="not finite"):
-        fisher.collect_fisher(load(model), SEQUENCES, 0)
+        list(fisher.sequence_sums(load(model), SEQUENCES, 0, range(3)))
 
 
 def test_larger_keys_count_more() -> None:
     """The mean of g g^T has the squared distance from the mean key as weight."""
     model, sequence = make_model("llama"), SEQUENCES[0]
-    layers = fisher.collect_fisher(load(model), sequence[None], seed=3)
+    sums = fisher.sequence_sums(load(model), sequence[None], 3, [0])
+    layers = fisher.layer_fisher((added for _, added in sums), 3)
     for layer_idx, pair in gradients(model, sequence, seed=3).items():
         for x, found in zip(pair, (layers[layer_idx].key, layers[layer_idx].value), strict=True):
             assert x.grad is not None

@@ -65,7 +65,7 @@ def test_subspace_is_fitted_exported_and_used(tiny: Any, tmp_path: Path, method:
 
 
 def test_full_disk_is_named_and_what_was_finished_is_kept(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    import kvcli.calibrate.collect as module
+    import kvcli.calibrate.collection as module
 
     write, calls = module.write_part, []
 
@@ -76,7 +76,7 @@ def test_full_disk_is_named_and_what_was_finished_is_kept(tiny: Any, monkeypatch
         write(*arguments)
 
     monkeypatch.setattr(module, "write_part", full)
-    arguments = ("calibrate", "--tokens", "256", "--seq-len", "32", "--batch-size", "2")
+    arguments = ("calibrate", "--tokens", "256", "--seq-len", "32", "--batch-size", "2", "--fisher-tokens", "0")
     result = invoke(*arguments)
     assert result.exit_code == 1
     assert "the disk is full" in result.stderr

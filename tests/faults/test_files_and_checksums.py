@@ -16,7 +16,7 @@ from folders import SEQUENCES, SETTINGS, SIZES, bytes_of, edit, fitted, flip, ma
 from safetensors.torch import load_file, save_file
 
 from kvcli.artifact import Artifact
-from kvcli.calibrate import collect as collecting
+from kvcli.calibrate import collection as collecting
 from kvcli.calibrate.collect import CollectConfig, collect
 from kvcli.cli.export import ExportOptions, run
 from kvcli.cli.fit import parse_layers

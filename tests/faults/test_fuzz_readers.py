@@ -18,7 +18,8 @@ from kvcli.artifact import Artifact
 from kvcli.errors import ArtifactError, KvcliError
 from kvcli.files import file_record, json_sha256, open_run, read_sealed
 from kvcli.fit import assemble
-from kvcli.samples import Recording, finished_parts, part_name
+from kvcli.sample_parts import finished_parts, part_name
+from kvcli.samples import Recording
 
 PART = part_name(0, 1)
 ODD_VALUES: tuple[Any, ...] = (
@@ -30,7 +31,8 @@ ODD_VALUES: tuple[Any, ...] = (
 def read_samples(folder: Path) -> None:
     recording = Recording(folder / "samples")
     for layer_idx in (0, 2):
-        recording.load(layer_idx)
+        samples = recording.load(layer_idx)
+        samples.keys.whole(), samples.values.whole()
 
 
 def read_parts(folder: Path) -> None:

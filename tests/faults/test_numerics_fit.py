@@ -20,6 +20,7 @@ from kvcli.methods.commvq.fit import fit_layer, scalar_nmse
 from kvcli.methods.commvq.method import METHOD
 from kvcli.methods.method import FitReport
 from kvcli.registry import get_method
+from kvcli.token_blocks import TokenBlocks
 
 CONFIG = CommVQConfig(codebook_size=16, num_residuals=2, key_iterations=8, value_iterations=2)
 
@@ -50,10 +51,10 @@ def test_few_distinct_keys_give_a_small_codebook(count: int) -> None:
 
 def test_updates_are_bounded_where_the_data_determine_nothing() -> None:
     x = few_distinct(5)
-    book = initial_codebook(x, 16, torch.Generator().manual_seed(0))
+    book = initial_codebook(TokenBlocks.of(x), 16, torch.Generator().manual_seed(0))
     assert book.abs().max() < 10 * x.abs().max()
     for _ in range(8):
-        book = soft_step(x, book, 1e-3)
+        book = soft_step(TokenBlocks.of(x), book, 1e-3)
     assert book.abs().max() < 10 * x.abs().max()
     indices = torch.zeros(2, x.shape[1], dtype=torch.long)
     assert update(x, indices, indices, book)[0].abs().max() < 10 * x.abs().max()

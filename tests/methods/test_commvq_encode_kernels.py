@@ -23,6 +23,7 @@ import triton.language as tl
 
 from kvcli.methods.commvq.encode_keys_kernels import _argmin, _norms, _search, search_tile
 from kvcli.methods.commvq.encode_values_kernels import _SWEEP_TILE, _sweep_kernel
+from kvcli.token_blocks import TokenBlocks
 
 
 def relative_error(x: Tensor, expected: Tensor) -> float:
@@ -198,11 +199,12 @@ def commvq_values(head_dim: int, *, structured: bool = True, metric: bool = Fals
     mixed = torch.randn(2, head_dim, head_dim, generator=torch.Generator().manual_seed(1)) + 3 * torch.eye(head_dim)
     mixed /= samples.abs().mean(1).unsqueeze(-1)
     with torch.no_grad():
-        set_metric(codec, samples, mixed @ mixed.mT if metric else None)
+        blocks = TokenBlocks.of(samples)
+        set_metric(codec, blocks, mixed @ mixed.mT if metric else None)
         if codec.config.value_trainer == "fast":
-            fit_values_fast(codec, samples, 3)
+            fit_values_fast(codec, blocks, 3)
         else:
-            fit_values_paper(codec, samples, 3, torch.Generator())
+            fit_values_paper(codec, blocks, 3, torch.Generator())
     return codec
 
 

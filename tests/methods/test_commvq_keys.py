@@ -16,6 +16,7 @@ from kvcli.methods.commvq.config import CommVQConfig
 from kvcli.methods.commvq.fit_keys import fit_keys, set_pair_weight
 from kvcli.methods.commvq.keys import CommVQKeyCodec
 from kvcli.rope import Rotation, to_pairs
+from kvcli.token_blocks import TokenBlocks
 
 
 def as_complex(x: Tensor) -> Tensor:
@@ -75,8 +76,8 @@ def test_hard_em_never_raises_the_error() -> None:
     book[:, 8:] = 1e3  # rows that nothing will use: they have to be revived
     errors = []
     for _ in range(15):
-        errors.append(em.hard_error(x, book))
-        book = em.step(x, book)
+        errors.append(em.hard_error(TokenBlocks.of(x), book))
+        book = em.step(TokenBlocks.of(x), book)
     assert all(later <= earlier * (1 + 1e-6) for earlier, later in itertools.pairwise(errors))
     assert errors[-1] < 0.5 * errors[0]
     assert not cb.update(x, *cb.nearest(x, book), book)[1].any()  # all rows live
@@ -95,11 +96,11 @@ def test_annealed_em_equals_its_definition_and_converges() -> None:
     s = weights.sum(1)[0]
     m = weights[0].T.to(torch.complex64) @ as_complex(x)[0]
     expected = torch.linalg.solve(z.conj().T @ (s[:, None] * z), z.conj().T @ m)  # Eq. 33
-    assert torch.allclose(as_complex(em.soft_step(x, book, 0.5))[0], expected, atol=1e-3)
+    assert torch.allclose(as_complex(em.soft_step(TokenBlocks.of(x), book, 0.5))[0], expected, atol=1e-3)
     generator = torch.Generator().manual_seed(0)
-    annealed = em.fit_annealed(clustered(1, 400, 8), 8, 0, generator)
-    hard = em.fit_hard(clustered(1, 400, 8), 8, 20, torch.Generator().manual_seed(0))
-    data = clustered(1, 400, 8)
+    data = TokenBlocks.of(clustered(1, 400, 8))
+    annealed = em.fit_annealed(data, 8, 0, generator)
+    hard = em.fit_hard(data, 8, 20, torch.Generator().manual_seed(0))
     assert em.hard_error(data, annealed) < 1.3 * em.hard_error(data, hard)
 
 
@@ -177,7 +178,8 @@ def test_query_weights_follow_the_queries() -> None:
     q[..., 3] = q[..., 11] = 5  # pair 3
     keys = torch.randn(2, 50, 16, generator=torch.Generator().manual_seed(0))
     codec = CommVQKeyCodec(make_spec(), CommVQConfig().resolve(make_spec()))
-    set_pair_weight(codec, keys, LayerSamples(q, keys, keys, torch.arange(50)), "queries")
+    samples = LayerSamples(q, keys, keys, torch.arange(50))
+    set_pair_weight(codec, samples.keys, samples, "queries")
     weight = codec.pair_weight
     assert weight.shape == (2, 8)
     assert weight.argmax(-1).tolist() == [3, 3]

@@ -19,6 +19,7 @@ from kvcli.methods.commvq.fit_values import (
 )
 from kvcli.methods.commvq.tables import SWEEP_BITS
 from kvcli.methods.commvq.values import CommVQValueCodec, sweep
+from kvcli.token_blocks import TokenBlocks
 
 
 def data(seed: int = 0) -> Tensor:
@@ -30,11 +31,11 @@ def fitted(**changes: object) -> CommVQValueCodec:
     spec = make_spec()
     codec = CommVQValueCodec(spec, CommVQConfig(**{"bits": 2, "value_iterations": 6, **changes}).resolve(spec))
     with torch.no_grad():
-        set_metric(codec, data(), None)
+        set_metric(codec, TokenBlocks.of(data()), None)
         if codec.config.value_trainer == "fast":
-            fit_values_fast(codec, data(), codec.config.value_iterations)
+            fit_values_fast(codec, TokenBlocks.of(data()), codec.config.value_iterations)
         else:
-            fit_values_paper(codec, data(), codec.config.value_steps, torch.Generator().manual_seed(0))
+            fit_values_paper(codec, TokenBlocks.of(data()), codec.config.value_steps, torch.Generator().manual_seed(0))
     return codec
 
 
@@ -58,7 +59,7 @@ def test_sweep_never_raises_the_error_and_finds_joint_optima() -> None:
 def test_codebook_is_the_least_squares_solution() -> None:
     torch.manual_seed(0)
     rows, bits = torch.randn(400, 5), torch.randint(0, 2, (400, 7)).float()
-    book, offset = least_squares_codebook(rows, bits)
+    book, offset = least_squares_codebook([(bits, rows)])
     expected = torch.linalg.lstsq(torch.cat((bits, torch.ones(400, 1)), dim=1), rows).solution
     assert torch.allclose(torch.cat((book, offset[None])), expected, atol=1e-3)
 
@@ -66,7 +67,8 @@ def test_codebook_is_the_least_squares_solution() -> None:
 def test_initial_bits_are_a_quantizer_of_the_principal_components() -> None:
     rows = data().transpose(0, 1).flatten(1)
     rows = rows / rows.std(0)
-    book, offset, bits = principal_bits(rows, 64)
+    book, offset, blocks = principal_bits(TokenBlocks.of(rows, axis=0), 64)
+    bits = blocks.whole()
     assert book.shape == (64, 32)
     assert bits.shape == (3000, 64)
     assert set(bits.unique().tolist()) == {0, 1}
@@ -95,8 +97,8 @@ def metric_error(values: Tensor, fisher: Tensor, metric: Tensor | None) -> float
     """What coding errors of values cost, with codes fitted in some metric."""
     codec = CommVQValueCodec(make_spec(), CommVQConfig(bits=1, value_iterations=6).resolve(make_spec()))
     with torch.no_grad():
-        set_metric(codec, values, metric)
-        fit_values_fast(codec, values, codec.config.value_iterations)
+        set_metric(codec, TokenBlocks.of(values), metric)
+        fit_values_fast(codec, TokenBlocks.of(values), codec.config.value_iterations)
         error = (codec.decode(codec.encode(values[None])) - values[None])[0]
     return float(torch.einsum("htd,hde,hte->", error, fisher, error))
 
@@ -158,7 +160,7 @@ def test_more_rounds_never_encode_worse(bits: int) -> None:
     errors = []
     for rounds in (1, 2, 6):
         codec = CommVQValueCodec(spec, CommVQConfig(bits=bits).resolve(spec))
-        set_metric(codec, values, None)
-        fit_values_fast(codec, values, rounds)
+        set_metric(codec, TokenBlocks.of(values), None)
+        fit_values_fast(codec, TokenBlocks.of(values), rounds)
         errors.append(codec.unit_error(codec.normalise(values.unsqueeze(0))[0]))
     assert errors[2] <= errors[1] * (1 + 1e-6) <= errors[0] * (1 + 1e-5)

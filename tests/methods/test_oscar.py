@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +12,15 @@ from parts import DEVICE
 from kvcli.errors import ConfigError
 from kvcli.layer_samples import LayerSamples
 from kvcli.methods.layer_codec import LayerCodec
-from kvcli.methods.oscar import OSCARConfig, bit_reversal, hadamard, oscar_rotation, output_covariance, rotated_keys
+from kvcli.methods.oscar import (
+    OSCARConfig,
+    bit_reversal,
+    hadamard,
+    oscar_rotation,
+    output_covariance,
+    rotated_keys,
+    rotated_tokens,
+)
 from kvcli.registry import get_method
 from kvcli.rope import Rotation
 
@@ -108,7 +115,7 @@ def test_the_fit_reports_the_error_of_scores_and_of_values() -> None:
     data = samples()
     codec, metrics = fitted(data)
     queries = data.rotated_queries().unflatten(0, (2, -1)).flatten(1, 2)
-    keys = rotated_keys(data)[0]
+    keys = rotated_keys(data, rotated_tokens(data))
     for x, weight, coder, name in (
         (keys, queries, codec.key, "key_error"),
         (data.v, torch.eye(WIDTH).expand(2, -1, -1), codec.value, "value_error"),
@@ -171,13 +178,13 @@ def test_a_large_key_bias_is_not_coded() -> None:
     data = samples()
     bias = torch.zeros(2, WIDTH)
     bias[:, 3] = 300
-    data = replace(data, k=data.k + bias.unsqueeze(1), key_bias=bias)
+    data = LayerSamples(data.q, data.k + bias.unsqueeze(1), data.v, data.positions, data.query_rotation, bias)
     errors = {offset: fitted(data, key_offset=offset) for offset in ("bias", "none")}
     clean = fitted(samples())[0]
     assert torch.equal(errors["bias"][0].key.kept, clean.key.kept)
     assert errors["bias"][0].key.rotation.isfinite().all()
-    x = rotated_keys(samples())[0].unsqueeze(0)
-    whole = rotated_keys(data)[0].unsqueeze(0)
+    x = rotated_keys(samples(), rotated_tokens(samples())).unsqueeze(0)
+    whole = rotated_keys(data, rotated_tokens(data)).unsqueeze(0)
 
     def lost(codec: LayerCodec, keys: torch.Tensor) -> float:
         return float((codec.key.decode(codec.key.encode(keys)) - keys).norm())

@@ -97,12 +97,33 @@ def update(x: Tensor, first: Tensor, second: Tensor, codebook: Tensor) -> tuple[
     Returns:
         The updated codebook [P, N, 2g], and a mask [P, N] of dead rows.
     """
-    size = codebook.shape[-2]
-    counts = x.new_zeros(x.shape[0], size * size, dtype=torch.float64)
-    counts.scatter_add_(1, first * size + second, torch.ones_like(first, dtype=torch.float64))
-    sums_a = _group_sums(x, first, size)
-    sums_b = _group_sums(x, second, size)
-    return solve(counts.view(-1, size, size), sums_a, sums_b, codebook)
+    sums = Sums(codebook)
+    sums.add(x, first, second)
+    return sums.solve(codebook)
+
+
+class Sums:
+    """The sufficient statistics of `update`: N^2 counts and 2N sums per problem, in float64, however many vectors.
+
+    Args:
+        codebook: [P, N, 2g], any of the same shape, on the same device.
+    """
+
+    def __init__(self, codebook: Tensor) -> None:
+        problems, self.size, width = codebook.shape
+        self.counts = codebook.new_zeros(problems, self.size * self.size, dtype=torch.float64)
+        self.first = codebook.new_zeros(problems, self.size, width, dtype=torch.float64)
+        self.second = torch.zeros_like(self.first)
+
+    def add(self, x: Tensor, first: Tensor, second: Tensor) -> None:
+        """Adds vectors x [P, T, 2g] that are assigned to the centres of indices [P, T]."""
+        self.counts.scatter_add_(1, first * self.size + second, torch.ones_like(first, dtype=torch.float64))
+        _add_groups(self.first, x, first)
+        _add_groups(self.second, x, second)
+
+    def solve(self, codebook: Tensor) -> tuple[Tensor, Tensor]:
+        """The best codebook for what was added, and its dead rows, as `update` returns them."""
+        return solve(self.counts.unflatten(1, (self.size, self.size)), self.first, self.second, codebook)
 
 
 def solve(counts: Tensor, sums_a: Tensor, sums_b: Tensor, codebook: Tensor) -> tuple[Tensor, Tensor]:
@@ -138,9 +159,7 @@ def _rows(table: Tensor, index: Tensor) -> Tensor:
     return table.gather(1, index.unsqueeze(-1).expand(-1, -1, table.shape[-1]))
 
 
-def _group_sums(x: Tensor, index: Tensor, size: int) -> Tensor:
-    """float64 sums [P, N, C] of the rows of x [P, T, C] by index, one block of rows after the other."""
-    sums = x.new_zeros(x.shape[0], size, x.shape[-1], dtype=torch.float64)
+def _add_groups(sums: Tensor, x: Tensor, index: Tensor) -> None:
+    """Adds the rows of x [P, T, C] to float64 sums [P, N, C] by index, one block of rows after the other."""
     for part, part_index in zip(x.split(_SUM_ROWS, dim=1), index.split(_SUM_ROWS, dim=1), strict=True):
         sums.scatter_add_(1, part_index.unsqueeze(-1).expand_as(part), part.double())
-    return sums

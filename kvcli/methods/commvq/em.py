@@ -3,6 +3,8 @@
 CommVQ (arXiv 2506.18879) appendix A.2. Hard: E-step by `nearest`, M-step by `update`; the mean squared error never
 rises. Annealed: weights softmax(-D/T_k) over all N^2 centres with D the Euclidean distance (Eq. 34-35) and T_k falling
 exponentially; the codebook with the lowest hard-assignment error is kept.
+
+An iteration keeps the sums of a pass over blocks of the data, [P, T, 2g] in all, so its memory does not depend on T.
 """
 
 from __future__ import annotations
@@ -10,7 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvcli.methods.commvq.codebook import centres, nearest, pair_table, solve, times_i, update
+from kvcli.methods.commvq.codebook import Sums, centres, nearest, pair_table, solve, times_i, update
+from kvcli.token_blocks import TokenBlocks
 
 _SUBSET, _MOST_SUBSET = 4096, 8192
 _SOFT_BLOCK_ELEMENTS = 2**24
@@ -18,7 +21,7 @@ _ANNEAL_STEPS = 100
 _ANNEAL_FROM, _ANNEAL_TO = 1e-3, 1e-5
 
 
-def initial_codebook(x: Tensor, size: int, generator: torch.Generator) -> Tensor:
+def initial_codebook(x: TokenBlocks, size: int, generator: torch.Generator) -> Tensor:
     """Least squares fit of the structured centres to N^2 random data vectors, each taken as one centre.
 
     Args:
@@ -30,13 +33,14 @@ def initial_codebook(x: Tensor, size: int, generator: torch.Generator) -> Tensor
         [P, N, 2g].
     """
     count = size * size
-    draw = torch.randperm(max(count, x.shape[1]), generator=generator)[:count] % x.shape[1]
-    cells = torch.arange(count, device=x.device).expand(x.shape[0], -1)
-    start = x.new_zeros(x.shape[0], size, x.shape[-1])
-    return update(x[:, draw.to(x.device)], cells // size, cells % size, start)[0]
+    draw = torch.randperm(max(count, x.num_tokens), generator=generator)[:count] % x.num_tokens
+    drawn = x.at(draw)
+    cells = torch.arange(count, device=drawn.device).expand(drawn.shape[0], -1)
+    start = drawn.new_zeros(drawn.shape[0], size, drawn.shape[-1])
+    return update(drawn, cells // size, cells % size, start)[0]
 
 
-def fit_hard(x: Tensor, size: int, iterations: int, generator: torch.Generator) -> Tensor:
+def fit_hard(x: TokenBlocks, size: int, iterations: int, generator: torch.Generator) -> Tensor:
     """EM with hard assignment; the first half of the iterations runs on a random quarter, 4096 to 8192 vectors.
 
     Args:
@@ -49,16 +53,19 @@ def fit_hard(x: Tensor, size: int, iterations: int, generator: torch.Generator) 
         The codebook [P, N, 2g].
     """
     codebook = initial_codebook(x, size, generator)
-    count = min(max(_SUBSET, x.shape[1] // 4), _MOST_SUBSET)
-    subset = torch.randperm(x.shape[1], generator=generator)[:count].to(x.device)
-    early = iterations // 2 if x.shape[1] > 2 * count else 0
-    for data, count in ((x[:, subset], early), (x, iterations - early)):
-        for _ in range(count):
-            codebook = step(data, codebook)
+    count = min(max(_SUBSET, x.num_tokens // 4), _MOST_SUBSET)
+    subset = torch.randperm(x.num_tokens, generator=generator)[:count]
+    early = iterations // 2 if x.num_tokens > 2 * count else 0
+    if early:
+        some = TokenBlocks.of(x.at(subset))
+        for _ in range(early):
+            codebook = step(some, codebook)
+    for _ in range(iterations - early):
+        codebook = step(x, codebook)
     return codebook
 
 
-def step(x: Tensor, codebook: Tensor) -> Tensor:
+def step(x: TokenBlocks, codebook: Tensor) -> Tensor:
     """One hard EM iteration; dead rows are replaced by the vectors of largest error.
 
     Args:
@@ -68,19 +75,39 @@ def step(x: Tensor, codebook: Tensor) -> Tensor:
     Returns:
         The new codebook.
     """
-    first, second = nearest(x, codebook)
-    updated, dead = update(x, first, second, codebook)
+    sums = Sums(codebook)
+    for block in x:
+        sums.add(block, *nearest(block, codebook))
+    updated, dead = sums.solve(codebook)
     if bool(dead.any()):
         # a row that no vector uses can take any value without raising the error, so the next E-step can only lower it
-        error = (x - centres(codebook, first, second)).square().sum(-1)
-        worst = error.topk(min(codebook.shape[1], x.shape[1]), dim=1).indices
+        worst = worst_vectors(x, codebook)
         rank = (dead.cumsum(-1) - 1).clamp(0, worst.shape[1] - 1)
-        candidates = x.gather(1, worst.gather(1, rank).unsqueeze(-1).expand_as(codebook))
+        candidates = worst.gather(1, rank.unsqueeze(-1).expand_as(codebook))
         updated = torch.where(dead.unsqueeze(-1), candidates, updated)
     return updated
 
 
-def fit_annealed(x: Tensor, size: int, stage: int, generator: torch.Generator) -> Tensor:
+def worst_vectors(x: TokenBlocks, codebook: Tensor) -> Tensor:
+    """The N vectors of each problem with the largest error under a codebook [P, N, 2g], the largest first."""
+    kept: tuple[Tensor, Tensor] | None = None
+    for block in x:
+        error = (block - centres(codebook, *nearest(block, codebook))).square().sum(-1)
+        found = _largest(error, block, codebook.shape[1])
+        if kept is not None:
+            found = _largest(torch.cat((kept[0], found[0]), 1), torch.cat((kept[1], found[1]), 1), codebook.shape[1])
+        kept = found
+    assert kept is not None
+    return kept[1]
+
+
+def _largest(errors: Tensor, vectors: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The largest errors [P, T] in descending order, `count` at most, and their vectors [P, T, 2g]."""
+    top = errors.topk(min(count, errors.shape[1]), dim=1)
+    return top.values, vectors.gather(1, top.indices.unsqueeze(-1).expand(-1, -1, vectors.shape[-1]))
+
+
+def fit_annealed(x: TokenBlocks, size: int, stage: int, generator: torch.Generator) -> Tensor:
     """EM with the paper's annealed soft assignment.
 
     The schedule is the released code's: one E-step at T = 1, then 100 steps from 1e-3 * s to 1e-5 * s, s divided by 10
@@ -97,7 +124,8 @@ def fit_annealed(x: Tensor, size: int, stage: int, generator: torch.Generator) -
     """
     scale = 0.1 ** ((stage + 3) // 4)
     decay = torch.logspace(0, 1, _ANNEAL_STEPS, base=_ANNEAL_TO / _ANNEAL_FROM).tolist()
-    unit = x * x.shape[-1] ** -0.5  # rows arrive with unit root mean square
+    width = x.first(1).shape[-1]
+    unit = x.map(lambda block: block * width**-0.5)  # rows arrive with unit root mean square
     codebook = initial_codebook(unit, size, generator)
     best, best_error = codebook, float("inf")
     for temperature in [1.0, *(_ANNEAL_FROM * scale * factor for factor in decay)]:
@@ -105,15 +133,19 @@ def fit_annealed(x: Tensor, size: int, stage: int, generator: torch.Generator) -
         error = hard_error(unit, codebook)
         if error < best_error:
             best, best_error = codebook, error
-    return best * x.shape[-1] ** 0.5
+    return best * width**0.5
 
 
-def hard_error(x: Tensor, codebook: Tensor) -> float:
+def hard_error(x: TokenBlocks, codebook: Tensor) -> float:
     """Mean squared error per channel of x [P, T, 2g] under hard assignment to a codebook [P, N, 2g]."""
-    return float((x - centres(codebook, *nearest(x, codebook))).square().mean())
+
+    def of_block(block: Tensor) -> Tensor:
+        return (block - centres(codebook, *nearest(block, codebook))).square().mean()
+
+    return float(x.mean(of_block))
 
 
-def soft_step(x: Tensor, codebook: Tensor, temperature: float) -> Tensor:
+def soft_step(x: TokenBlocks, codebook: Tensor, temperature: float) -> Tensor:
     """One EM iteration with weights softmax(-D/T) over all centres (CommVQ Eq. 34-35).
 
     Args:
@@ -124,13 +156,13 @@ def soft_step(x: Tensor, codebook: Tensor, temperature: float) -> Tensor:
     Returns:
         The updated codebook [P, N, 2g].
     """
-    problems, size = x.shape[0], codebook.shape[1]
+    problems, size, _ = codebook.shape
     table = pair_table(codebook).flatten(1).unsqueeze(1)
     directions = torch.cat((codebook, times_i(codebook)), dim=1).transpose(1, 2) * -2
-    counts = x.new_zeros(problems, size, size, dtype=torch.float64)
+    counts = codebook.new_zeros(problems, size, size, dtype=torch.float64)
     sums_a, sums_b = torch.zeros_like(codebook, dtype=torch.float64), torch.zeros_like(codebook, dtype=torch.float64)
     block = max(1, _SOFT_BLOCK_ELEMENTS // (problems * size * size))
-    for part in x.split(block, dim=1):
+    for part in (part for data in x for part in data.split(block, dim=1)):
         along_a, along_b = (part @ directions).split(size, dim=-1)
         cross = (along_a.unsqueeze(-1) + along_b.unsqueeze(-2)).flatten(2)
         distance = (part.square().sum(-1, keepdim=True) + cross + table).clamp_min(0).sqrt()

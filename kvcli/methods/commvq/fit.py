@@ -51,21 +51,25 @@ def fit_layer(
     name, offset = choose_offset(codec.key, train, heldout, config, generator)
     codec.key_offset = offset.clone()
     offset = offset.unsqueeze(1)
-    set_pair_weight(codec.key, train.k - offset, train, config.key_weighting)
-    dead = fit_keys(codec.key, train.k - offset, config, generator)
+    keys = train.keys.map(lambda block: block - offset)
+    set_pair_weight(codec.key, keys, train, config.key_weighting)
+    dead = fit_keys(codec.key, keys, config, generator)
     fisher = train.fisher if config.value_metric == "fisher" else None
-    set_metric(codec.value, train.v, None if fisher is None else fisher.value)
+    set_metric(codec.value, train.values, None if fisher is None else fisher.value)
     if config.value_trainer == "fast":
-        fit_values_fast(codec.value, train.v, config.value_iterations)
+        fit_values_fast(codec.value, train.values, config.value_iterations)
     else:
-        fit_values_paper(codec.value, train.v, config.value_steps, generator)
+        fit_values_paper(codec.value, train.values, config.value_steps, generator)
     key_bits = config.num_residuals * config.bits_per_code / 2 / config.pairs_per_group
     value_bits = config.value_code_bits / codec.value.spec.kv_dim
     # errors are those of scores: of weighted keys, less what is the same for all tokens
-    mean = train.k.mean(1, keepdim=True)
-    train_keys, heldout_keys = ((x.k[:, :_ERROR_TOKENS] - mean) * codec.key.channel_weight() for x in (train, heldout))
-    train_values, heldout_values = (x.v[:, :_ERROR_TOKENS] for x in (train, heldout))
-    key_error = coding_error(codec.key, heldout.k[:, :_ERROR_TOKENS] - offset) * codec.key.channel_weight()
+    mean = train.keys.mean(lambda block: block.mean(1, keepdim=True))
+    heldout_keys, heldout_values = heldout.keys.first(_ERROR_TOKENS), heldout.values.first(_ERROR_TOKENS)
+    key_error = coding_error(codec.key, heldout_keys - offset) * codec.key.channel_weight()
+    train_keys, heldout_keys = (
+        (x - mean) * codec.key.channel_weight() for x in (train.keys.first(_ERROR_TOKENS), heldout_keys)
+    )
+    train_values = train.values.first(_ERROR_TOKENS)
     value_error = coding_error(codec.value, heldout_values) @ codec.value.metric_root
     train_values, heldout_values = (x @ codec.value.metric_root for x in (train_values, heldout_values))
     metrics: dict[str, Any] = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -12,12 +14,13 @@ from kvcli.methods.commvq.config import CommVQConfig
 from kvcli.methods.commvq.em import fit_annealed, fit_hard
 from kvcli.methods.commvq.keys import CommVQKeyCodec
 from kvcli.rope import to_pairs
+from kvcli.token_blocks import TokenBlocks
 
 _MIN_SHARE = 1e-6
 _TINY = 1e-30
 
 
-def fit_keys(codec: CommVQKeyCodec, keys: Tensor, config: CommVQConfig, generator: torch.Generator) -> int:
+def fit_keys(codec: CommVQKeyCodec, keys: TokenBlocks, config: CommVQConfig, generator: torch.Generator) -> int:
     """Fits the residual stages one after another, each on the residual of the greedy encoding so far.
 
     Args:
@@ -30,7 +33,7 @@ def fit_keys(codec: CommVQKeyCodec, keys: Tensor, config: CommVQConfig, generato
         Dead codebook rows: those that no training vector uses in the end, over all stages and heads.
     """
     weights = codec.group_weight()
-    residual = codec.problems(codec.normalise(keys.unsqueeze(0))[0])
+    residual = keys.map(lambda block: codec.problems(codec.normalise(block.unsqueeze(0))[0])).stored()
     books, dead = [], 0
     for stage in range(config.num_residuals):
         if config.key_assignment == "hard":
@@ -43,17 +46,22 @@ def fit_keys(codec: CommVQKeyCodec, keys: Tensor, config: CommVQConfig, generato
         unit = codec.codebook_scale.flatten(0, 1).repeat_interleave(2, -1).unsqueeze(1)
         stored = (book / weights / unit).round().clamp(-127, 127)
         rounded = stored * unit * weights
-        first, second = nearest(residual, rounded)
-        residual = residual - centres(rounded, first, second)
         used = torch.zeros(book.shape[:2], device=book.device)
-        used.scatter_(1, first, 1.0).scatter_(1, second, 1.0)
+        residual.update(partial(_left_over, book=rounded, used=used))
         dead += int((used == 0).sum())
         books.append(stored.to(torch.int8))
     codec.codebook.copy_(torch.stack(books, dim=1).view_as(codec.codebook))
     return dead
 
 
-def set_pair_weight(codec: CommVQKeyCodec, keys: Tensor, samples: LayerSamples, weighting: str) -> None:
+def _left_over(residual: Tensor, book: Tensor, used: Tensor) -> Tensor:
+    """What one more stage leaves of a residual [P, T, 2g]; the rows that it uses are marked in `used` [P, N]."""
+    first, second = nearest(residual, book)
+    used.scatter_(1, first, 1.0).scatter_(1, second, 1.0)
+    return residual - centres(book, first, second)
+
+
+def set_pair_weight(codec: CommVQKeyCodec, keys: TokenBlocks, samples: LayerSamples, weighting: str) -> None:
     """Sets the weights of channel pairs.
 
     A real factor per pair commutes with RoPE, so it can weight the distance without breaking the codebook's structure.
@@ -71,11 +79,11 @@ def set_pair_weight(codec: CommVQKeyCodec, keys: Tensor, samples: LayerSamples, 
         codec.pair_weight.copy_(pair_weight(pair_fisher(samples.fisher.key, rotary_dim), keys, rotary_dim))
     elif weighting != "none" and samples.q.shape[1]:
         queries = to_pairs(samples.q, rotary_dim).double().square().sum(-1).mean(1)
-        queries = queries.unflatten(0, (keys.shape[0], -1)).mean(1)
+        queries = queries.unflatten(0, (codec.spec.num_kv_heads, -1)).mean(1)
         codec.pair_weight.copy_(pair_weight(queries, keys, rotary_dim))
 
 
-def pair_weight(costs: Tensor, keys: Tensor, rotary_dim: int) -> Tensor:
+def pair_weight(costs: Tensor, keys: TokenBlocks, rotary_dim: int) -> Tensor:
     """Roots of what a squared error of each channel pair costs, in units that give a head's keys mean square 1.
 
     Args:
@@ -87,7 +95,7 @@ def pair_weight(costs: Tensor, keys: Tensor, rotary_dim: int) -> Tensor:
         float32 [num_kv_heads, head_dim/2].
     """
     costs = costs.double()
-    of_keys = to_pairs(keys, rotary_dim).double().square().sum(-1).mean(1)
+    of_keys = keys.mean(lambda block: to_pairs(block, rotary_dim).double().square().sum(-1).mean(1))
     total = (costs * of_keys).mean(-1, keepdim=True)
     # pairs that cost nothing, or without keys, keep a small weight: what is stored there must stay finite
     energy = costs.clamp_min(_TINY) + _MIN_SHARE * total / of_keys.clamp_min(_TINY)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
 from kvcli.methods.commvq.allocate import square_root
 from kvcli.methods.commvq.tables import in_metric
 from kvcli.methods.commvq.values import CommVQValueCodec, sweep
+from kvcli.token_blocks import StoredBlocks, TokenBlocks
 
 _RIDGE = 1e-4
 _LEAST_COST = 0.01
@@ -19,7 +23,7 @@ _PAPER_BATCH = 2048
 _PAPER_LEARNING_RATE = 1e-3
 
 
-def set_metric(codec: CommVQValueCodec, values: Tensor, fisher: Tensor | None) -> None:
+def set_metric(codec: CommVQValueCodec, values: TokenBlocks, fisher: Tensor | None) -> None:
     """Sets the metric of errors, in units in which values have mean square 1.
 
     Args:
@@ -29,30 +33,38 @@ def set_metric(codec: CommVQValueCodec, values: Tensor, fisher: Tensor | None) -
             units of its mean magnitude.
     """
     if fisher is None:
-        scale = values.abs().mean(1)
+        scale = values.mean(lambda block: block.abs().mean(1))
         root = torch.diag_embed(1 / torch.where(scale > 0, scale, 1.0))
     else:
         # directions that cost nothing keep a small share of the cost: what is stored there must stay finite
         covariance, inverse = regular_covariance(values)
         mean_cost = torch.einsum("hde,hed->", fisher.double(), covariance) / fisher.shape[:2].numel()
         root = square_root(fisher.double() + _LEAST_COST * mean_cost.clamp_min(1e-30) * inverse)
-    size = torch.einsum("htd,hde->hte", values.to(root.dtype), root).square().mean().sqrt()
+
+    def mean_square(block: Tensor) -> Tensor:
+        return torch.einsum("htd,hde->hte", block.to(root.dtype), root).square().mean()
+
+    size = values.mean(mean_square).sqrt()
     codec.metric_root.copy_(root / torch.where(size > 0, size, 1.0))
 
 
-def regular_covariance(values: Tensor) -> tuple[Tensor, Tensor]:
+def regular_covariance(values: TokenBlocks) -> tuple[Tensor, Tensor]:
     """Covariance of values [heads, tokens, d] and its inverse, float64 [heads, d, d]; correlations are shrunk."""
-    centred = values.double() - values.double().mean(1, keepdim=True)
-    deviation = centred.square().mean(1).sqrt()
+    mean = values.mean(lambda block: block.double().mean(1, keepdim=True))
+    deviation = values.mean(lambda block: (block.double() - mean).square().mean(1)).sqrt()
     deviation = torch.where(deviation > 0, deviation, 1.0)
-    unit = centred / deviation.unsqueeze(1)
-    eye = torch.eye(values.shape[-1], dtype=torch.float64, device=values.device)
-    correlation = unit.mT @ unit / unit.shape[1] + _SHRINKAGE * eye
+
+    def products(block: Tensor) -> Tensor:
+        unit = (block.double() - mean) / deviation.unsqueeze(1)
+        return unit.mT @ unit / unit.shape[1]
+
+    correlation = values.mean(products)
+    correlation = correlation + _SHRINKAGE * torch.eye(correlation.shape[-1], dtype=torch.float64, device=mean.device)
     outer = deviation.unsqueeze(-1) * deviation.unsqueeze(-2)
     return correlation * outer, torch.linalg.inv(correlation) / outer
 
 
-def fit_values_fast(codec: CommVQValueCodec, values: Tensor, iterations: int) -> None:
+def fit_values_fast(codec: CommVQValueCodec, values: TokenBlocks, iterations: int) -> None:
     """Alternates coordinate descent on the bits with least squares for codebook and linear encoder, and keeps the best.
 
     Encoding begins with the encoder's bits instead of those of the round before, and finds worse bits than the descent
@@ -64,37 +76,52 @@ def fit_values_fast(codec: CommVQValueCodec, values: Tensor, iterations: int) ->
         values: [num_kv_heads, tokens, head_dim].
         iterations: most rounds.
     """
-    rows = codec.normalise(values.unsqueeze(0))[0]
-    count = min(len(rows), _JUDGED_ROWS)
-    judged = rows[torch.arange(count, device=rows.device) * len(rows) // count]
+    rows = _unit_rows(codec, values)
+    count = min(rows.num_tokens, _JUDGED_ROWS)
+    judged = rows.at(torch.arange(count) * rows.num_tokens // count)
     _, _, bits = principal_bits(rows, codec.config.value_code_bits)
-    encoded = torch.empty_like(bits)
     best, best_error, worse = codec.state_dict(), float("inf"), 0
     for _ in range(iterations):
-        codebook, offset = least_squares_codebook(rows, bits)
+        codebook, offset = least_squares_codebook(zip(bits, rows, strict=True))
         _store(codec, codebook, offset)
         # the encoder predicts the signs 2s - 1 of the bits; its bias absorbs the -1
-        encoder = 2 * _ridge_solve(rows, bits)
+        encoder = 2 * _ridge_solve(zip(rows, bits, strict=True))
         codec.get_buffer("encoder_weight_0").copy_(encoder[:-1].T)
         codec.get_buffer("encoder_bias_0").copy_(encoder[-1] - 1)
         worse += 1
         for solved_for_encoded in (False, True):
             if solved_for_encoded:
-                for part, part_bits in zip(rows.split(_BLOCK_TOKENS), encoded.split(_BLOCK_TOKENS), strict=True):
-                    part_bits.copy_(codec.assign(part)[0])
-                _store(codec, *least_squares_codebook(rows, encoded))
+                _store(codec, *least_squares_codebook(_encoded(codec, rows)))
             if (error := codec.unit_error(judged)) < best_error:
                 best, best_error, worse = {name: x.clone() for name, x in codec.state_dict().items()}, error, 0
         if worse == _PATIENCE:
             break
-        for part, part_bits in zip(rows.split(_BLOCK_TOKENS), bits.split(_BLOCK_TOKENS), strict=True):
-            current = part_bits.to(rows.dtype)
-            sweep(part - offset, codebook, current)
-            part_bits.copy_(current)
+        bits.update(partial(_swept, codebook=codebook, offset=offset), rows)
     codec.load_state_dict(best)
 
 
-def principal_bits(rows: Tensor, num_bits: int) -> tuple[Tensor, Tensor, Tensor]:
+def _unit_rows(codec: CommVQValueCodec, values: TokenBlocks) -> StoredBlocks:
+    """Values [num_kv_heads, tokens, head_dim] as the codec normalises them: [tokens, D]."""
+    return values.map(lambda block: codec.normalise(block.unsqueeze(0))[0], axis=0).stored()
+
+
+def _encoded(codec: CommVQValueCodec, rows: TokenBlocks) -> Iterator[tuple[Tensor, Tensor]]:
+    """The bits that encoding finds for rows [T, D], and the rows, block by block."""
+    for block in rows:
+        for part in block.split(_BLOCK_TOKENS):
+            yield codec.assign(part)[0], part
+
+
+def _swept(bits: Tensor, rows: Tensor, codebook: Tensor, offset: Tensor) -> Tensor:
+    """uint8 bits [T, N_c] of rows [T, D] after one sweep, in place."""
+    for part, part_bits in zip(rows.split(_BLOCK_TOKENS), bits.split(_BLOCK_TOKENS), strict=True):
+        current = part_bits.to(rows.dtype)
+        sweep(part - offset, codebook, current)
+        part_bits.copy_(current)
+    return bits
+
+
+def principal_bits(rows: TokenBlocks, num_bits: int) -> tuple[Tensor, Tensor, StoredBlocks]:
     """Initial binary codebook: principal components, quantized uniformly, each bit given where most variance remains.
 
     Component i with b_i bits and step t_i is the sum of b_i binary rows t_i * 2^j * (its direction), plus an offset.
@@ -106,37 +133,58 @@ def principal_bits(rows: Tensor, num_bits: int) -> tuple[Tensor, Tensor, Tensor]
     Returns:
         Codebook [N_c, D], offset [D] and bits uint8 [T, N_c], grouped so that a sweep chooses neighbouring components.
     """
-    mean = rows.mean(0)
-    variance, directions = torch.linalg.eigh(torch.cov(rows.T).double())
+    mean = rows.mean(lambda block: block.mean(0))
+    variance, directions = torch.linalg.eigh(_covariance(rows, mean))
     variance, directions = variance.float().clamp_min(1e-12), directions.float()
     remaining, allotted = variance.tolist(), [0] * len(variance)
     for _ in range(num_bits):
         best = max(range(len(remaining)), key=remaining.__getitem__)
         allotted[best] += 1
         remaining[best] /= 3.5  # about what one more bit reduces a Gaussian's variance by
-    scores = (rows - mean) @ directions
-    book, bits, offset = [], [], mean.clone()
+    book, offset, ranges = [], mean.clone(), []
     for component, count in enumerate(allotted):
         if not count:
             continue
         levels = 2**count
         step = variance[component].sqrt() * 2 * (1.6 + 0.45 * (count - 1)) / levels
         low = -step * (levels - 1) / 2
-        index = ((scores[:, component] - low) / step).round().clamp(0, levels - 1).long()
         offset += low * directions[:, component]
-        for bit in range(count):
-            book.append(step * 2**bit * directions[:, component])
-            bits.append((index >> bit & 1).to(torch.uint8))
-    return torch.stack(book), offset, torch.stack(bits, dim=1)
+        book += [step * 2**bit * directions[:, component] for bit in range(count)]
+        ranges.append((component, count, low, step))
+
+    def bits_of(block: Tensor) -> Tensor:
+        scores, bits = (block - mean) @ directions, []
+        for component, count, low, step in ranges:
+            index = ((scores[:, component] - low) / step).round().clamp(0, 2**count - 1).long()
+            bits += [(index >> bit & 1).to(torch.uint8) for bit in range(count)]
+        return torch.stack(bits, dim=1)
+
+    return torch.stack(book), offset, rows.map(bits_of).stored()
 
 
-def least_squares_codebook(rows: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
-    """Codebook [N_c, D] and offset [D] that minimise |rows - bits C - offset|^2, with a small ridge."""
-    solution = _ridge_solve(bits, rows)
+def _covariance(rows: TokenBlocks, mean: Tensor) -> Tensor:
+    """Covariance of rows [T, D] with mean [D], float64 [D, D]: that within blocks and that of the blocks' means."""
+    total = torch.zeros(len(mean), len(mean), dtype=torch.float64, device=mean.device)
+    freedom = max(1, rows.num_tokens - 1)
+    for block in rows:
+        apart = (block.mean(0) - mean).double()
+        total += apart.outer(apart) * (len(block) / freedom)
+        if len(block) > 1:
+            total += torch.cov(block.T).double() * ((len(block) - 1) / freedom)
+    return total
+
+
+def least_squares_codebook(pairs: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Codebook [N_c, D] and offset [D] that minimise |rows - bits C - offset|^2, with a small ridge.
+
+    Args:
+        pairs: bits [t, N_c] and rows [t, D], block by block.
+    """
+    solution = _ridge_solve(pairs)
     return solution[:-1], solution[-1]
 
 
-def fit_values_paper(codec: CommVQValueCodec, values: Tensor, steps: int, generator: torch.Generator) -> None:
+def fit_values_paper(codec: CommVQValueCodec, values: TokenBlocks, steps: int, generator: torch.Generator) -> None:
     """The paper's recipe: encoder and codebook by gradient descent on the squared error, through Gumbel-softmax.
 
     Two classes per bit, so the difference of two Gumbel variables is one logistic variable; straight-through, tau = 1;
@@ -149,8 +197,8 @@ def fit_values_paper(codec: CommVQValueCodec, values: Tensor, steps: int, genera
         steps: optimiser steps of 2048 tokens.
         generator: CPU generator of batches, noise and initial weights.
     """
-    rows = codec.normalise(values.unsqueeze(0))[0]
-    config, width, device = codec.config, rows.shape[1], rows.device
+    rows = _unit_rows(codec, values)
+    config, width, device = codec.config, codec.spec.kv_dim, codec.codebook.device
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(device)
@@ -163,7 +211,7 @@ def fit_values_paper(codec: CommVQValueCodec, values: Tensor, steps: int, genera
         offset = nn.Parameter(torch.zeros(width, device=device))
         optimiser = torch.optim.AdamW([*weights, *biases, codebook, offset], lr=_PAPER_LEARNING_RATE)
         for _ in range(steps):
-            batch = rows[torch.randint(rows.shape[0], (_PAPER_BATCH,), generator=generator).to(device)]
+            batch = rows.at(torch.randint(rows.num_tokens, (_PAPER_BATCH,), generator=generator))
             hidden = nn.functional.gelu(nn.functional.linear(batch, weights[0], biases[0]))
             logits = nn.functional.linear(hidden, weights[1], biases[1])
             uniform = torch.rand(logits.shape, generator=generator).clamp(1e-6, 1 - 1e-6).to(device)
@@ -188,17 +236,21 @@ def _store(codec: CommVQValueCodec, codebook: Tensor, offset: Tensor) -> None:
     codec.offset.copy_(in_metric(offset.unsqueeze(0), inverse).squeeze(0))
 
 
-def _ridge_solve(inputs: Tensor, targets: Tensor) -> Tensor:
+def _ridge_solve(pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
     """Least squares of targets [T, M] on inputs [T, K] and a constant: [K + 1, M], the constant's row last.
 
     The normal equations are accumulated block by block, so that neither side is converted to float32 as a whole.
+
+    Args:
+        pairs: inputs and targets, block by block.
     """
-    width = inputs.shape[1] + 1
-    gram = torch.zeros(width, width, dtype=torch.float64, device=inputs.device)
-    cross = torch.zeros(width, targets.shape[1], dtype=torch.float64, device=inputs.device)
-    for part, target in zip(inputs.split(_BLOCK_TOKENS), targets.split(_BLOCK_TOKENS), strict=True):
-        design = nn.functional.pad(part.float(), (0, 1), value=1.0)
-        gram += design.T @ design
-        cross += design.T @ target.float()
+    total: Tensor | None = None
+    for inputs, targets in pairs:
+        for part, target in zip(inputs.split(_BLOCK_TOKENS), targets.split(_BLOCK_TOKENS), strict=True):
+            design = nn.functional.pad(part.float(), (0, 1), value=1.0)
+            products = torch.cat((design.T @ design, design.T @ target.float()), dim=1).double()
+            total = products if total is None else total.add_(products)
+    assert total is not None
+    gram, cross = total[:, : len(total)], total[:, len(total) :]
     gram.diagonal().add_(_RIDGE * gram.diagonal().mean())
     return torch.linalg.solve(gram, cross).float()

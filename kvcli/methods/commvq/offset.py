@@ -14,6 +14,7 @@ from kvcli.methods.commvq.config import CommVQConfig
 from kvcli.methods.commvq.fit_keys import fit_keys, set_pair_weight
 from kvcli.methods.commvq.keys import CommVQKeyCodec
 from kvcli.rope import to_pairs
+from kvcli.token_blocks import TokenBlocks
 
 _PILOT_TOKENS = 2048
 _PILOT_ITERATIONS = 2
@@ -23,10 +24,11 @@ _LEAST_GAIN = 0.05
 
 def offsets(samples: LayerSamples) -> dict[str, Tensor]:
     """The constants to choose from by name, [num_kv_heads, head_dim] each; no bias where the model has none."""
-    found = {"none": torch.zeros_like(samples.k[:, 0])}
+    mean = samples.keys.mean(lambda block: block.mean(1))
+    found = {"none": torch.zeros_like(mean)}
     if samples.key_bias is not None and samples.key_bias.any():
         found["bias"] = samples.key_bias
-    found["mean"] = samples.k.mean(1)
+    found["mean"] = mean
     return found
 
 
@@ -49,14 +51,14 @@ def choose_offset(
     if config.key_offset != "auto":
         return config.key_offset, choices.get(config.key_offset, choices["none"])
     pilot = config.model_copy(update={"key_iterations": _PILOT_ITERATIONS, "key_assignment": "hard"})
-    tokens = torch.randperm(train.k.shape[1], generator=generator)[:_PILOT_TOKENS].to(train.k.device)
+    tokens = torch.randperm(train.num_tokens, generator=generator)[:_PILOT_TOKENS]
     seed = int(torch.randint(2**31, (), generator=generator))
-    some = train.select(tokens)
+    some = train.keys.at(tokens)
     errors = {}
     for name, offset in choices.items():
-        trial = CommVQKeyCodec(codec.spec, pilot).to(train.k.device)
-        keys = some.k - offset.unsqueeze(1)
-        set_pair_weight(trial, keys, some, pilot.key_weighting)
+        trial = CommVQKeyCodec(codec.spec, pilot).to(some.device)
+        keys = TokenBlocks.of(some - offset.unsqueeze(1))
+        set_pair_weight(trial, keys, train, pilot.key_weighting)
         fit_keys(trial, keys, pilot, torch.Generator().manual_seed(seed))
         errors[name] = score_error(trial, heldout, offset)
     best = min(errors, key=lambda name: errors[name] * (1 - _LEAST_GAIN if name == "none" else 1))
@@ -66,7 +68,7 @@ def choose_offset(
 def score_error(codec: CommVQKeyCodec, heldout: LayerSamples, offset: Tensor) -> float:
     """Mean squared error of a score q.k before scaling, over all heads, for queries at random distances."""
     rotary_dim = codec.spec.rope.rotary_dim
-    keys = (heldout.k[:, :_PILOT_TOKENS] - offset.unsqueeze(1)).unsqueeze(0)
+    keys = (heldout.keys.first(_PILOT_TOKENS) - offset.unsqueeze(1)).unsqueeze(0)
     error = to_pairs((codec.decode(codec.encode(keys)) - keys)[0], rotary_dim).square().sum(-1).mean(1)
     queries = to_pairs(heldout.q, rotary_dim).square().sum(-1).mean(1).unflatten(0, (len(error), -1)).mean(1)
     return float((error * queries).sum(-1).mean()) / 2

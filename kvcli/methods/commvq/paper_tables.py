@@ -49,8 +49,8 @@ def key_rows(inputs: LayerInputs, shapes: Sequence[tuple[int, int, int, float | 
 
 def _fitted_keys(inputs: LayerInputs, pairs: int, size: int, stages: int) -> CommVQKeyCodec:
     config = CommVQConfig(pairs_per_group=pairs, codebook_size=size, num_residuals=stages).resolve(inputs.spec)
-    codec = CommVQKeyCodec(inputs.spec, config).to(inputs.train.k.device)
-    fit_keys(codec, inputs.train.k, config, torch.Generator().manual_seed(inputs.seed))
+    codec = CommVQKeyCodec(inputs.spec, config).to(inputs.train.positions.device)
+    fit_keys(codec, inputs.train.keys, config, torch.Generator().manual_seed(inputs.seed))
     return codec
 
 
@@ -72,8 +72,8 @@ def value_rows(inputs: LayerInputs) -> Iterator[Row]:
         codec: Codec[Any]
         if name == "commvq":
             codec = fitted = CommVQValueCodec(spec, CommVQConfig(bits=bits).resolve(spec)).to(values.device)
-            set_metric(fitted, inputs.train.v, None)
-            fit_values_fast(fitted, inputs.train.v, fitted.config.value_iterations)
+            set_metric(fitted, inputs.train.values, None)
+            fit_values_fast(fitted, inputs.train.values, fitted.config.value_iterations)
         else:
             codec = PerTokenValue(spec, 2 if bits == 2 else 1, _GROUP)
         error = coding_error(codec, values).square().mean()

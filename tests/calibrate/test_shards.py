@@ -1,0 +1,201 @@
+"""Shares of a recording: put together, they are what one process records, to the last bit."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from factories import load, make_model
+
+from kvcli.calibrate import shards
+from kvcli.calibrate.collect import CollectConfig, collect, collect_shard
+from kvcli.calibrate.shards import Shard, merge
+from kvcli.errors import SamplesError, UsageError
+from kvcli.fit import assemble, fit_recording
+from kvcli.registry import get_method
+from kvcli.samples import Recording
+
+SEQUENCES = torch.randint(3, 97, (11, 24), generator=torch.Generator().manual_seed(0))
+CONFIG = CollectConfig(11, 24, 5, 2, 2, 7)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def record_shards(folder: Path, count: int) -> list[Path]:
+    model = load(make_model("qwen2"))
+    places = [folder / f"{index}-of-{count}" for index in range(1, count + 1)]
+    for index, place in enumerate(places, 1):
+        collect_shard(model, SEQUENCES, CONFIG, Shard(index, count), place, {"seed": 1})
+    return places
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
+    collect(load(make_model("qwen2")), SEQUENCES, CONFIG, folder, {"seed": 1})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("three")
+    record_shards(folder, 3)
+    return folder
+
+
+@pytest.fixture
+def copy(three: Path, tmp_path: Path) -> Path:
+    shutil.copytree(three, tmp_path / "shards")
+    return tmp_path / "shards"
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 6])
+def test_merged_shards_are_the_recording_of_one_process(whole: Path, tmp_path: Path, count: int) -> None:
+    places = record_shards(tmp_path / "shards", count)
+    done: list[int] = []
+    merge(places[::-1], tmp_path / "merged", advance=done.append)
+    assert contents(tmp_path / "merged") == contents(whole)
+    assert sum(done) == 2 * 6 + 7
+    before = contents(places[0])
+    merge(places, tmp_path / "merged")  # again, over what is there
+    assert contents(tmp_path / "merged") == contents(whole)
+    assert contents(places[0]) == before
+
+
+def test_fits_of_merged_shards_are_equal_to_the_last_bit(whole: Path, three: Path, tmp_path: Path) -> None:
+    merge(list(three.iterdir()), tmp_path / "merged")
+    settings = {"codebook_size": 4, "num_residuals": 2, "key_iterations": 2, "value_iterations": 1}
+    for name, folder in (("one", whole), ("three", tmp_path / "merged")):
+        recording, method = Recording(folder), get_method("commvq")
+        fit_recording(recording, method, method.config_cls(**settings).resolve(recording.spec), tmp_path / name)
+        assemble([tmp_path / name]).save(tmp_path / f"artifact-{name}")
+    tensors = [tmp_path / f"artifact-{name}" / "codec.safetensors" for name in ("one", "three")]
+    assert tensors[0].read_bytes() == tensors[1].read_bytes()
+
+
+def test_shards_share_all_passes_and_rows() -> None:
+    for count in range(1, 7):
+        parts = [part for index in range(count) for part in CONFIG.parts(Shard(index + 1, count))]
+        rows = [row for index in range(count) for row in CONFIG.sequences(Shard(index + 1, count))]
+        assert parts == list(range(6))
+        assert rows == list(range(11))
+    spec = load(make_model("qwen2")).spec
+    for size in (CollectConfig.disk_bytes, CollectConfig.total_tokens):
+        assert sum(size(CONFIG, spec, Shard(index, 4)) for index in range(1, 5)) == size(CONFIG, spec)
+    with pytest.raises(UsageError, match="6 forward passes cannot be shared among 7"):
+        CONFIG.parts(Shard(1, 7))
+
+
+@pytest.mark.parametrize("text", ["0/4", "5/4", "1", "1/", "a/b", "-1/2", "1/2/3", "1.0/2"])
+def test_what_is_no_shard_is_refused(text: str) -> None:
+    assert Shard.parse(" 2/4 ") == Shard(2, 4)
+    with pytest.raises(UsageError, match="--shard takes an index"):
+        Shard.parse(text)
+
+
+def test_a_shard_resumes(tmp_path: Path, three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import kvcli.calibrate.collection as module
+
+    write, written = module.write_part, []
+
+    def cut(folder: Path, name: str, tensors: Any) -> None:
+        written.append(name)
+        if len(written) in (3, 7):
+            raise KeyboardInterrupt
+        write(folder, name, tensors)
+
+    monkeypatch.setattr(module, "write_part", cut)
+    model = load(make_model("qwen2"))
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            collect_shard(model, SEQUENCES, CONFIG, Shard(2, 3), tmp_path, {"seed": 1})
+    collect_shard(model, SEQUENCES, CONFIG, Shard(2, 3), tmp_path, {"seed": 1})
+    assert contents(tmp_path) == contents(three / "2-of-3")
+    assert len(written) == len(set(written)) + 2
+
+
+def test_a_shard_is_no_recording(three: Path) -> None:
+    with pytest.raises(SamplesError, match=r"holds shard .* put all together with 'kvcli merge'"):
+        Recording(three / "1-of-3")
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(bytes(data))
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda x: shutil.rmtree(x / "2-of-3"), "shard 2/3 is missing"),
+        (lambda x: shutil.copytree(x / "2-of-3", x / "again"), "both hold shard 2/3"),
+        (lambda x: (x / "3-of-3" / "samples.json").unlink(), "no shard of a recording in"),
+        (lambda x: flip(x / "3-of-3" / "samples.json"), "damaged"),
+        (
+            lambda x: flip(x / "2-of-3" / "window-001-part-00002.safetensors"),
+            "window-001-part-00002.*missing or damaged",
+        ),
+        (lambda x: (x / "1-of-3" / "fisher-00000.safetensors").unlink(), "fisher-00000.*missing or damaged"),
+        (shutil.rmtree, "no shards to merge"),
+    ],
+)
+def test_what_cannot_be_merged_is_refused(copy: Path, tmp_path: Path, damage: Callable[[Path], Any], said: str) -> None:
+    damage(copy)
+    folders = sorted(copy.iterdir()) if copy.exists() else []
+    with pytest.raises(SamplesError, match=said):
+        merge(folders, tmp_path / "merged")
+    with pytest.raises(SamplesError, match=r"no recorded samples|not finished"):
+        Recording(tmp_path / "merged")
+
+
+@pytest.mark.parametrize("moment", [1, 4, 12])
+def test_a_merge_that_was_cut_off_goes_on(
+    whole: Path, three: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: int
+) -> None:
+    link, linked = shards._link, []
+
+    def cut(source: Path, target: Path) -> None:
+        linked.append(target.name)
+        if len(linked) == moment:
+            target.write_bytes(b"half a file")
+            raise KeyboardInterrupt
+        link(source, target)
+
+    monkeypatch.setattr(shards, "_link", cut)
+    with pytest.raises(KeyboardInterrupt):
+        merge(list(three.iterdir()), tmp_path / "merged")
+    monkeypatch.setattr(shards, "_link", link)
+    with pytest.raises(SamplesError, match="not finished"):
+        Recording(tmp_path / "merged")
+    merge(list(three.iterdir()), tmp_path / "merged")
+    assert contents(tmp_path / "merged") == contents(whole)
+
+
+def test_shards_of_different_recordings_are_refused(copy: Path, whole: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    collect_shard(load(make_model("qwen2")), SEQUENCES, CONFIG, Shard(2, 3), other, {"seed": 2})
+    folders = [copy / "1-of-3", other, copy / "3-of-3"]
+    with pytest.raises(SamplesError, match="different recordings: provenance differs"):
+        merge(folders, tmp_path / "merged")
+    with pytest.raises(SamplesError, match="whole recording"):
+        merge([whole], tmp_path / "merged")
+    with pytest.raises(SamplesError, match="holds another recording"):
+        merge(sorted(copy.iterdir()), other)
+
+
+def test_files_are_copied_where_they_cannot_be_linked(
+    whole: Path, three: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(source: Path, target: Path) -> None:
+        raise OSError(18, "Invalid cross-device link")
+
+    monkeypatch.setattr(shards.os, "link", refuse)
+    merge(list(three.iterdir()), tmp_path / "merged")
+    assert contents(tmp_path / "merged") == contents(whole)
