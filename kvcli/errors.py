@@ -54,6 +54,10 @@ class CacheError(KvcliError):
     """An operation the compressed cache cannot do, such as cropping into encoded tokens."""
 
 
+class ChunkError(KvcliError):
+    """A chunk of LMCache that cannot be stored as codes, or stored bytes that are not the codes asked for."""
+
+
 class QualityGateError(KvcliError):
     """Measured quality is below what was asked for; the measurement itself succeeded."""
 
