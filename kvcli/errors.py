@@ -62,6 +62,10 @@ class ContextError(KvcliError):
     """A stored context that is missing, damaged or of another model, method or artifact."""
 
 
+class ChunkError(KvcliError):
+    """A chunk of LMCache that cannot be stored as codes, or stored bytes that are not the codes asked for."""
+
+
 class QualityGateError(KvcliError):
     """Measured quality is below what was asked for; the measurement itself succeeded."""
 

@@ -152,6 +152,7 @@ ROOMS = [
     ("chat",),
     ("eval",),
     ("bench",),
+    ("lmcache",),
     ("cli",),
     ("__init__", "__main__"),
 ]
@@ -190,7 +191,8 @@ def test_no_room_without_a_name(repo_root: Path) -> None:
 
 @pytest.mark.parametrize("statement", ["import kvcli", "import kvcli.cli.app", "import kvcli.registry"])
 def test_nothing_heavy_is_imported(statement: str) -> None:
-    code = f"import sys; {statement}; print([m for m in ('torch', 'transformers', 'datasets') if m in sys.modules])"
+    heavy = ("torch", "transformers", "datasets", "lmcache")
+    code = f"import sys; {statement}; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
