@@ -63,6 +63,7 @@ def output_files(options: CompressOptions, sources: list[Source]) -> list[Path]:
 
     Raises:
         UsageError: no place, one file for several texts, or a file that exists.
+        OSError: the folder cannot be made.
     """
     out = options.out
     if out is None:
@@ -76,6 +77,7 @@ def output_files(options: CompressOptions, sources: list[Source]) -> list[Path]:
     existing = [target for target in targets if target.exists()]
     if existing and not options.overwrite:
         raise UsageError(f"{existing[0]} exists already; use --overwrite to replace it")
+    targets[0].parent.mkdir(parents=True, exist_ok=True)  # what cannot be made is said before the texts are read
     return targets
 
 
