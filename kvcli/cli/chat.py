@@ -134,9 +134,19 @@ def read_lines() -> Iterator[str]:
 
 
 def check_target(target: Path | None, options: ChatOptions) -> None:
-    """Raises UsageError where a conversation would replace a file that is not its own."""
-    if target is not None and target.exists() and target != options.resume and not options.overwrite:
+    """Makes the folder that a conversation is written to.
+
+    Raises:
+        UsageError: a file there is not the conversation's own, or the target is a folder.
+        OSError: the folder cannot be made.
+    """
+    if target is None:
+        return
+    if target.is_dir():
+        raise UsageError(f"{target} is a folder; name a file")
+    if target.exists() and target != options.resume and not options.overwrite:
         raise UsageError(f"{target} exists already; use --overwrite to replace it")
+    target.parent.mkdir(parents=True, exist_ok=True)
 
 
 def save(conversation: Conversation, target: Path, output: Output) -> bool:

@@ -31,6 +31,7 @@ class FileTarget:
 
     Raises:
         UsageError: one file for several texts, or a file that exists.
+        OSError: a folder cannot be made.
     """
 
     store: str | None = None
@@ -45,6 +46,8 @@ class FileTarget:
         existing = [path for path in self.paths.values() if path.exists()]
         if existing and not overwrite:
             raise UsageError(f"{existing[0]} exists already; use --overwrite to replace it")
+        for path in self.paths.values():
+            path.parent.mkdir(parents=True, exist_ok=True)  # what cannot be made is said before the texts are read
         self.prefill_chunk = prefill_chunk
 
     def save(

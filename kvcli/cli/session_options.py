@@ -161,6 +161,4 @@ def _of_context(options: SessionOptions, output: Output, context: Context, given
         output.say(f"using {folder}")
         artifact = Artifact.load(folder)
         known = {name: x for name, x in known.items() if name in CacheConfig.model_fields}
-    layers = list(identity.layers)
-    everything = layers == list(range(len(layers)))
-    return ChosenMethod(identity.method, artifact, {**known, **given}, None if everything else layers)
+    return ChosenMethod(identity.method, artifact, {**known, **given}, list(identity.layers))

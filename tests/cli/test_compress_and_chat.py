@@ -210,6 +210,26 @@ def test_what_cannot_be_compressed(chatty: Any, arguments: tuple[str, ...], said
     assert not Path("c.safetensors").exists()
 
 
+@pytest.mark.parametrize("command", [("compress", "--prompt-file", "a.txt", "--out"), ("chat", "--save")])
+def test_a_folder_that_cannot_be_made_is_said_before_anything_is_read(chatty: Any, command: tuple[str, ...]) -> None:
+    Path("a.txt").write_text("a")
+    done = CliRunner().invoke(app, [*command, "a.txt/c.safetensors", "--method", "fp8"], input="Hello\n")
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert "a.txt" in done.stderr
+    assert "tokens" not in done.stderr
+
+
+def test_only_some_layers(chatty: Any) -> None:
+    import kvcli
+    from kvcli.compress import compress
+    from kvcli.prompts import prompt_ids
+
+    with kvcli.attach(chatty, "rtn-2", layers=[0, 1], group_size=8, residual_length=8) as session:
+        ids = prompt_ids(chatty, TEXT, chat=False)
+        compress(session, ids).save("c.safetensors", ids)
+    assert result("generate", "--context", "c.safetensors", "--prompt", "x", *SHORT)["reused_tokens"] == len(TEXT)
+
+
 def test_more_tokens_than_the_model_knows_are_announced(chatty: Any) -> None:
     Path("long.txt").write_text("x" * 600)
     done = result("compress", "--prompt-file", "long.txt", "--method", "fp8", "--out", "c.safetensors")
