@@ -54,6 +54,10 @@ class ChunkCodec:
         Raises:
             ChunkError: a layout that cannot be stored, or keys or values that are not finite or beyond what codes hold.
         """
+        with self.served.on_device():
+            return self._encode(chunk)
+
+    def _encode(self, chunk: Tensor) -> Tensor:
         served = self.served
         layout = ChunkLayout.read([chunk.shape], [chunk.dtype], served.spec)
         codecs = served.codecs(layout)
@@ -67,13 +71,9 @@ class ChunkCodec:
             start = find_start(keys, codecs, served.rope, served.spec.max_position_embeddings)
             rotation = self._rotation(start, layout)
         for layer_idx, codec in enumerate(codecs):
-            layer_keys = keys[layer_idx : layer_idx + 1]
-            if rotation is not None:
-                layer_keys = codec.encoder_input(layer_keys, rotation, unrotate)
-            for what, part, x in (
-                ("keys", codec.key, layer_keys),
-                ("values", codec.value, values[layer_idx : layer_idx + 1]),
-            ):
+            layer = slice(layer_idx, layer_idx + 1)
+            codec_keys = keys[layer] if rotation is None else codec.encoder_input(keys[layer], rotation, unrotate)
+            for what, part, x in (("keys", codec.key, codec_keys), ("values", codec.value, values[layer])):
                 codes = part.encode(x, None)
                 _check_range(f"{what} of layer {layer_idx}", part, x, codes)
                 parts += [_as_bytes(field) for field in codes.tensors().values()]
@@ -96,6 +96,10 @@ class ChunkCodec:
         Raises:
             ChunkError: bytes that are damaged, or of another model, method, artifact or layout; the chunk is unchanged.
         """
+        with self.served.on_device():
+            return self._decode(stored, chunk)
+
+    def _decode(self, stored: Tensor, chunk: Tensor) -> Header:
         served = self.served
         stored = stored.flatten().cpu()
         header = Header.unpack(stored.numpy().data)

@@ -6,6 +6,7 @@ import copy
 import hashlib
 import json
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,10 @@ class Served:
                 raise UsageError(f"method '{settings.method}' needs an artifact; name its folder as \"artifact\"")
             config, fitted, source = make_config(method, {**from_bits, **settings.settings}), None, None
         return cls(spec, rope, method, config, fitted, source, settings.exact_tokens, settings.device)
+
+    def on_device(self) -> AbstractContextManager[Any]:
+        """Makes the device the current one, where kernels are launched."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def codecs(self, layout: ChunkLayout) -> list[LayerCodec]:
         """The codecs of a chunk's layers.

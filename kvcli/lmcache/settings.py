@@ -16,7 +16,7 @@ class SerdeSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     model: str = Field(description="served model, for its config: a folder, a built-in name or OWNER/MODEL on the hub")
-    method: str = Field(default="", description="method that needs no artifact, with bits such as kivi-2")
+    method: str = Field(default="", description="method that needs no artifact, with its bits")
     artifact: str = Field(default="", description="folder of an artifact, which says its method")
     settings: dict[str, Any] = Field(default_factory=dict, description="settings of a method without an artifact")
     exact_tokens: int = Field(
@@ -28,7 +28,7 @@ class SerdeSettings(BaseModel):
     @model_validator(mode="after")
     def _method_or_artifact(self) -> Self:
         if bool(self.method) == bool(self.artifact):
-            raise ValueError("name either a method, such as kivi-2, or the folder of an artifact")
+            raise ValueError("name either a method that needs no artifact, or the folder of an artifact")
         if self.artifact and self.settings:
             raise ValueError("an artifact has its own settings; settings belong to a method")
         return self

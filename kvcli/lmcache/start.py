@@ -15,8 +15,8 @@ from kvcli.attention.reference import unrotate
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.rope import Rope
 
-_FEW_TOKENS, _FEW_LAYERS = 2, 2
-_MORE_TOKENS, _MORE_LAYERS = 8, 6
+_FEW_TOKENS, _FEW_LAYERS = 1, 2
+_MORE_TOKENS, _MORE_LAYERS = 8, 4
 _KEPT = 16
 _BATCH = 64
 
@@ -24,7 +24,7 @@ _BATCH = 64
 def find_start(keys: Tensor, codecs: list[LayerCodec], rope: Rope, max_positions: int) -> int:
     """The start, a multiple of the chunk's length, at which the keys are coded with the least error.
 
-    All starts are tried on two tokens of two layers, the 16 best of them on eight tokens of six layers.
+    All starts are tried on one token of two layers, the 16 best of them on eight tokens of four layers.
 
     Args:
         keys: after RoPE, [layers, num_kv_heads, tokens, head_dim].

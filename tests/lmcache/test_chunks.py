@@ -332,3 +332,24 @@ def test_an_artifact_of_another_model_is_refused(tiny_artifact: Callable[[Method
     make_model("llama", num_hidden_layers=2).config.save_pretrained(tmp_path / "model")
     with pytest.raises(KvcliError, match="num_layers 3 instead of 2"):
         Served.load(SerdeSettings(model=str(tmp_path / "model"), artifact=str(tmp_path / "artifact")))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("method", ["kivi-2", "commvq"])
+def test_a_gpu_and_a_cpu_read_what_the_other_wrote(
+    method: str, tiny_artifact: Callable[[Method], Artifact], tiny_model: Any, model_folder: Path, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {"model": str(model_folder), "method": method}
+    if parse_method(method)[0].needs_artifact:
+        tiny_artifact(get_method(method)).save(tmp_path / "artifact")
+        settings = {"model": str(model_folder), "artifact": str(tmp_path / "artifact")}
+    codecs = [ChunkCodec(Served.load(SerdeSettings(**settings, device=device))) for device in ("cpu", "cuda")]
+    chunk = real_chunks(tiny_model, 64)[3].bfloat16()
+    energy = chunk.float().square().sum()
+    errors = []
+    for writer in codecs:
+        read = [decoded(reader, writer.encode(chunk), chunk).float() for reader in codecs]
+        assert (read[0] - read[1]).square().sum() / energy < 1e-4
+        errors.append(float((read[0] - chunk.float()).square().sum() / energy))
+    assert errors[0] == pytest.approx(errors[1], rel=0.02)

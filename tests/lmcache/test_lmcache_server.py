@@ -22,9 +22,13 @@ import pytest
 import torch
 from factories import make_model
 from torch import Tensor
+from transformers import DynamicCache
 
+from kvcli.artifact import Artifact
 from kvcli.lmcache.header import SIZE, Header
 from kvcli.lmcache.layout import ChunkLayout
+from kvcli.methods.method import Method
+from kvcli.registry import get_method
 from kvcli.spec import ModelSpec
 
 os.environ["LMCACHE_TRACK_USAGE"] = "false"
@@ -128,7 +132,7 @@ def some_chunks(count: int, dtype: torch.dtype) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_stored_on_disk_and_loaded_by_another_process_that_starts_anew(
+def test_chunks_are_stored_on_disk_and_loaded_after_a_restart(
     dtype: torch.dtype, model_folder: Path, tmp_path: Path
 ) -> None:
     spec = adapter_json(tmp_path / "chunks", model_folder)
@@ -147,6 +151,25 @@ def test_stored_on_disk_and_loaded_by_another_process_that_starts_anew(
         assert torch.equal(copy[:, :, 0], chunk[:, :, 0])
         assert (copy - chunk).float().square().mean() < 0.2
     assert (loaded[3] == 7).all()
+
+
+def test_an_artifact_codes_what_lmcache_holds(
+    tiny_artifact: Callable[[Method], Artifact], model_folder: Path, tmp_path: Path
+) -> None:
+    tiny_artifact(get_method("commvq")).save(tmp_path / "artifact")
+    spec = adapter_json(tmp_path / "chunks", model_folder, artifact=str(tmp_path / "artifact"))
+    del spec["serde"]["method"]
+    cache = DynamicCache()
+    with torch.inference_mode():
+        make_model("llama")(torch.arange(3, 67).unsqueeze(0), past_key_values=cache)
+    layers = [torch.cat((x.keys, x.values)).transpose(1, 2).flatten(2) for x in cache.layers]
+    chunk = torch.stack(layers, dim=1).clone()
+    with opened(spec) as store:
+        assert store.save([object_key(0)], [chunk])
+    with opened(spec) as store:
+        found, (loaded,) = store.load([object_key(0)], chunk.dtype)
+    assert found == [True]
+    assert (loaded - chunk).square().sum() / chunk.square().sum() < 0.5
 
 
 def test_damaged_files_and_those_of_other_settings_are_not_loaded(model_folder: Path, tmp_path: Path) -> None:
