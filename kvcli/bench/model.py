@@ -92,13 +92,18 @@ def attached(model: Any, case: MethodCase, impl: str, seed: int) -> Iterator[New
     if case.is_baseline:
         yield lambda: DynamicCache(config=model.config)
         return
+    with open_session(model, case, impl, seed) as session:
+        yield session.new_cache
+
+
+def open_session(model: Any, case: MethodCase, impl: str, seed: int) -> Session:
+    """Attaches a method with random codebooks to a model, the baseline too; as `attached` otherwise."""
     spec = ModelSpec.from_config(model.config)
     generator = torch.Generator(model.device).manual_seed(seed)
     codecs = [case.build(spec, layer_idx).to(model.device) for layer_idx in range(spec.num_layers)]
     for codec in codecs:
         randomize_(codec, generator)
-    with Session(model, spec, case.method, case.config, codecs, impl) as session:
-        yield session.new_cache
+    return Session(model, spec, case.method, case.config, codecs, impl)
 
 
 def run_model(

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from kvcli.cli.bench_options import DEFAULT_MODEL, BenchOptions, check, parse_batches
-from kvcli.cli.bench_tables import attention_table, generate_table, memory_table
+from kvcli.cli.bench_report import records_path, report_rows
+from kvcli.cli.bench_tables import attention_table, contexts_table, generate_table, memory_table
 from kvcli.cli.command import command
 from kvcli.cli.output import Output, parse_size
-from kvcli.cli.start import stop_reason
 from kvcli.cli.values import parse_settings
-from kvcli.errors import Terminated, UsageError
+from kvcli.errors import UsageError
 from kvcli.registry import BASELINE, DEFAULT_METHOD, METHODS, get_method
 
 if TYPE_CHECKING:
@@ -29,22 +27,17 @@ PREFILL = {True: "computed", False: "ends computed, middle filled"}
 """How prompts were read, by whether all of a prompt was computed."""
 
 
-class Row(Protocol):
-    """One line of a suite's table."""
-
-    @property
-    def status(self) -> str:
-        """`ok`, or why there are no figures."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """All figures as plain JSON values."""
-
-
 def run(options: BenchOptions, output: Output) -> None:
     """Measure speed and memory of several methods; kernels are checked against the reference first."""
     check(options)
     records_path(options).open("a").close()  # fails before the measurement, not after it
-    {"attention": run_attention, "generate": run_generate, "memory": run_memory}[options.suite](options, output)
+    suites = {
+        "attention": run_attention,
+        "generate": run_generate,
+        "memory": run_memory,
+        "contexts": run_contexts,
+    }
+    suites[options.suite](options, output)
 
 
 def run_attention(options: BenchOptions, output: Output) -> None:
@@ -132,6 +125,33 @@ def run_memory(options: BenchOptions, output: Output) -> None:
     report_rows(options, output, rows, total, shared, memory_table)
 
 
+def run_contexts(options: BenchOptions, output: Output) -> None:
+    """The suite that loads contexts from files."""
+    import torch
+
+    from kvcli.bench.contexts import ContextBench, break_even
+
+    gpu = torch.device(options.torch_device()).type == "cuda"
+    cases = method_cases(options, default_methods(kinds_only=True), baseline=True)
+    contexts = options.prompt_tokens or ([2048, 8192, 32768] if gpu else [256, 1024])
+    if options.context_folder is not None:
+        options.context_folder.mkdir(parents=True, exist_ok=True)
+    model, shared = load(options, options.random_weights, output)
+    bench = ContextBench(
+        model,
+        cases,
+        impl=options.impl,
+        seed=options.seed,
+        prefill_chunk=options.prefill_chunk,
+        folder=options.context_folder,
+    )
+    shared = {**shared, "prefill_chunk": options.prefill_chunk}
+    rows, total = bench.rows(contexts, options.repeats or 3), len(contexts) * len(cases)
+    report_rows(
+        options, output, rows, total, shared, contexts_table, lambda records: {"faster_from": break_even(records)}
+    )
+
+
 def load(options: BenchOptions, shape: str | None, output: Output) -> tuple[Any, dict[str, Any]]:
     """Loads the model, or makes one of a shape with random weights.
 
@@ -166,17 +186,19 @@ def load(options: BenchOptions, shape: str | None, output: Output) -> tuple[Any,
     }
 
 
-def default_methods(few: bool = False) -> list[str]:
+def default_methods(few: bool = False, kinds_only: bool = False) -> list[str]:
     """What is measured unless --method is given: what the methods' records name.
 
     Args:
-        few: one method that needs no artifact and one that needs one, for runs that are slow.
+        few: one method that needs no artifact and one that needs one, the first number of bits of each, for runs that
+            are slow.
+        kinds_only: the same two methods with all their numbers of bits.
     """
     methods = [method for method in map(get_method, METHODS) if method.bench]
-    if few:
+    if few or kinds_only:
         first = {method.needs_artifact: method for method in reversed(methods)}
-        return [method.bench[0] for method in methods if first[method.needs_artifact] is method]
-    return [name for method in methods for name in method.bench]
+        methods = [method for method in methods if first[method.needs_artifact] is method]
+    return [name for method in methods for name in (method.bench[:1] if few else method.bench)]
 
 
 def method_cases(options: BenchOptions, default: list[str], baseline: bool = False) -> list[MethodCase]:
@@ -205,69 +227,6 @@ def warn_without_gpu(device: torch.device, output: Output) -> None:
             f"no GPU: what is measured is {what} on the CPU (the reference, unless --impl says otherwise), "
             "which tells nothing about the speed of the kernels"
         )
-
-
-def records_path(options: BenchOptions) -> Path:
-    """Where records are appended; makes the folder."""
-    path = options.out or Path("runs") / "bench" / f"{options.suite}.jsonl"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return path
-
-
-def report_rows(
-    options: BenchOptions,
-    output: Output,
-    rows: Iterable[Row],
-    total: int,
-    shared: dict[str, Any],
-    make_table: Callable[[list[dict[str, Any]]], Any],
-) -> None:
-    """Appends a record per row as it is measured, then shows the table; after an interruption, of the rows so far.
-
-    The command ends with code 1 after a mismatch or a failure, and if every method was refused.
-
-    Args:
-        options: of the command.
-        output: where the table goes.
-        rows: measured while they are iterated over.
-        total: number of rows.
-        shared: fields of all records besides the row's own.
-        make_table: makes the table of the records.
-    """
-    from kvcli.bench.rows import ERRORS
-    from kvcli.files import append_record
-    from kvcli.kernels.launch import interpreted
-    from kvcli.machine import environment_info
-
-    path = records_path(options)
-    stopped: KeyboardInterrupt | None = None
-    shared = {**shared, "device": options.torch_device(), "interpreted": interpreted(), "seed": options.seed}
-    machine, records = environment_info(), []
-    with output.progress(options.suite, total, "rows") as advance:
-        try:
-            for row in rows:
-                records.append({"suite": options.suite, **row.to_dict(), **shared})
-                append_record(path, {**records[-1], "options": options.model_dump(mode="json"), "machine": machine})
-                advance(1)
-        except KeyboardInterrupt as error:
-            stopped = stop_reason() or error
-    code = getattr(stopped, "exit_code", 130)
-    if stopped:
-        what = "terminated" if isinstance(stopped, Terminated) else "interrupted"
-        output.error(f"{what} after {len(records)} of {total} rows")
-        if not records:
-            raise typer.Exit(code)
-    output.result({"suite": options.suite, "rows": records, "machine": machine}, make_table(records))
-    output.say(f"records: {path}")
-    for record in records:
-        if record["status"] in (*ERRORS, "refused"):
-            where = f"{record['method']}, {record['context']} tokens, batch {record['batch']}"
-            output.warn(f"{'error' if record['status'] in ERRORS else 'refused'}: {where}: {record['note']}")
-    if stopped:
-        raise typer.Exit(code)
-    statuses = [record["status"] for record in records if record["method"] != BASELINE]
-    if any(record["status"] in ERRORS for record in records) or (statuses and set(statuses) == {"refused"}):
-        raise typer.Exit(1)
 
 
 def register(app: typer.Typer) -> None:

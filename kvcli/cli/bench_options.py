@@ -14,20 +14,22 @@ from kvcli.registry import DEFAULT_METHOD
 DEFAULT_MODEL = ModelOptions.model_fields["model"].get_default()
 MAX_LENGTH = 2**31 - 1
 SUITES_OF_OPTION = {
-    "repeats": ("attention", "generate"),
+    "batches": ("attention", "generate", "memory"),
+    "repeats": ("attention", "generate", "contexts"),
     "contexts": ("attention", "memory"),
     "shape": ("attention",),
     "layer": ("attention",),
-    "random_weights": ("generate", "memory"),
-    "layers": ("generate", "memory"),
-    "prompt_tokens": ("generate",),
+    "random_weights": ("generate", "memory", "contexts"),
+    "layers": ("generate", "memory", "contexts"),
+    "prompt_tokens": ("generate", "contexts"),
     "max_new_tokens": ("generate",),
     "decode": ("generate",),
     "fill_prompt": ("generate",),
     "memory_budget": ("generate", "memory"),
-    "prefill_chunk": ("generate", "memory"),
+    "prefill_chunk": ("generate", "memory", "contexts"),
     "full_prefill": ("memory",),
     "longest": ("memory",),
+    "context_folder": ("contexts",),
 }
 """Options that only some suites have."""
 
@@ -41,14 +43,15 @@ class BenchOptions(ModelOptions):
         "new_tokens": "max_new_tokens",
     }
 
-    suite: Literal["attention", "generate", "memory"] = Field(
+    suite: Literal["attention", "generate", "memory", "contexts"] = Field(
         default="attention",
-        description="one layer and one query token against fp16 SDPA; a model end to end; what fits into a budget",
+        description="one layer and one query token against fp16 SDPA; a model end to end; what fits into a budget; "
+        "loading contexts from files against reading them again",
     )
     method: list[str] = Field(
         default=[],
         description=f"method, such as {DEFAULT_METHOD}-2; repeatable; default: every compared method and number of "
-        "bits (generate on a CPU: one method without an artifact and one with)",
+        "bits (generate on a CPU, contexts: one method without an artifact and one with)",
     )
     setting: list[str] = Field(default=[], description="setting of every method that has it, NAME=VALUE; repeatable")
     batches: list[str] = Field(
@@ -56,7 +59,9 @@ class BenchOptions(ModelOptions):
         description="sequences, or 'auto' for the largest batch that fits; repeatable; default: 1 (memory: auto)",
     )
     impl: str = Field(default="auto", description=IMPL_HELP)
-    repeats: int | None = Field(default=None, ge=1, description="calls or runs timed; default: 50 (generate: 3)")
+    repeats: int | None = Field(
+        default=None, ge=1, description="calls or runs timed; default: 50 (generate, contexts: 3)"
+    )
     contexts: list[int] = Field(
         default=[],
         description="attention, memory: context lengths; repeatable; default: 1024 to 131072 (CPU: 256 and 1024; "
@@ -67,11 +72,14 @@ class BenchOptions(ModelOptions):
         default=None, ge=0, description="attention: its index, for methods whose layers differ; default: the last"
     )
     random_weights: str | None = Field(
-        default=None, description="generate, memory: random weights of a shape instead of a model; memory: llama-3.1-8b"
+        default=None,
+        description="generate, memory, contexts: random weights of a shape instead of a model; memory: llama-3.1-8b",
     )
     layers: int | None = Field(default=None, ge=1, description="layers of the random model; default: all")
     prompt_tokens: list[int] = Field(
-        default=[], description="generate: prompt lengths; repeatable; default: 512 (CPU: 256)"
+        default=[],
+        description="generate, contexts: prompt lengths; repeatable; default: 512 (CPU: 256; contexts: 2048, 8192 and "
+        "32768, on a CPU 256 and 1024)",
     )
     max_new_tokens: int | None = Field(
         default=None,
@@ -102,6 +110,10 @@ class BenchOptions(ModelOptions):
         default=False, description="memory: compute the whole prompt, instead of filling the cache between its ends"
     )
     longest: bool = Field(default=True, description="memory: also find the longest context of one sequence")
+    context_folder: Path | None = Field(
+        default=None,
+        description="contexts: where files are written, for a time; default: the system's temporary folder",
+    )
     out: Path | None = Field(default=None, description="append records here; default: runs/bench/SUITE.jsonl")
 
 
@@ -112,7 +124,8 @@ def check(options: BenchOptions) -> None:
             raise UsageError(f"--{name.replace('_', '-')} takes lengths from 1 to {MAX_LENGTH}")
     for name, suites in SUITES_OF_OPTION.items():
         if options.suite not in suites and getattr(options, name) != BenchOptions.model_fields[name].get_default():
-            raise UsageError(f"--{name.replace('_', '-')} goes with --suite {' or '.join(suites)}")
+            listed = " or ".join([*([", ".join(suites[:-1])] if len(suites) > 1 else []), suites[-1]])
+            raise UsageError(f"--{name.replace('_', '-')} goes with --suite {listed}")
     if options.model != DEFAULT_MODEL:
         if options.suite == "attention":
             raise UsageError(f"--suite attention runs no model; give --shape instead of '{options.model}'")

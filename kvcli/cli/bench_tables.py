@@ -132,6 +132,54 @@ def memory_table(records: list[dict[str, Any]]) -> DataTable:
     return DataTable(title, columns, rows, optional=("reserved", "error", "impl", "peak"))
 
 
+def contexts_table(records: list[dict[str, Any]]) -> DataTable:
+    """Loading a context compared with reading it."""
+    from kvcli.bench.contexts import break_even
+
+    first, faster_from = records[0], break_even(records)
+    columns = (
+        "method",
+        "context",
+        "file",
+        "file / 16 bits",
+        "prefill+token ms",
+        "load+token ms",
+        "times faster",
+        "load ms",
+        "write ms",
+        "bits",
+        "faster from",
+        "error",
+        "impl",
+    )
+    rows = []
+    for record in records:
+        shown = [record["method"], f"{record['context']}"]
+        if record["status"] != "ok":
+            rows.append([*shown, *["-"] * 9, _error(record), _status(record)])
+            continue
+        rows.append(
+            [
+                *shown,
+                size(record["file_bytes"]),
+                f"1/{record['file_ratio']:.2f}",
+                *(f"{record[name][1]:.1f}" for name in ("prefill_token_ms", "load_token_ms")),
+                f"{record['speedup']:.1f}",
+                *(f"{record[name][1]:.1f}" for name in ("load_ms", "write_ms")),
+                f"{record['file_bits']:.2f}",
+                "-" if faster_from[record["method"]] is None else f"{faster_from[record['method']]}",
+                _error(record),
+                record["impl"],
+            ]
+        )
+    title = (
+        f"{first['model']}, {first['weights']} weights, {first['num_layers']} layers, {first['dtype']}, one sequence; "
+        "medians; files in the page cache; bits: of the whole file per key or value; faster from: the shortest "
+        "measured context from which on loading was faster"
+    )
+    return DataTable(title, columns, rows, optional=("error", "bits", "impl", "write ms", "faster from", "load ms"))
+
+
 def _status(record: dict[str, Any]) -> str:
     status = record["status"].upper() if record["status"] in ("mismatch", "failed") else record["status"]
     return f"{record['impl']}: {status}"

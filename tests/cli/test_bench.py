@@ -12,9 +12,11 @@ from commvq_reordered import reordered_attend
 from console import invoke
 
 from kvcli.bench import budget, model_bench
+from kvcli.bench.contexts import ContextRow
 from kvcli.bench.model_bench import ModelBench
 from kvcli.bench.model_row import ModelRow
 from kvcli.cli.bench import default_methods
+from kvcli.cli.bench_tables import contexts_table
 from kvcli.cli.output import parse_size
 from kvcli.errors import UsageError
 from kvcli.methods.encoded import AttendCodes
@@ -43,6 +45,7 @@ def test_records_name_the_default_methods() -> None:
         "commvq-2",
     ]
     assert default_methods(few=True) == ["kivi-2", "commvq-1"]
+    assert default_methods(kinds_only=True) == ["kivi-2", "kivi-4", "commvq-1", "commvq-2"]
 
 
 def test_attention_gives_a_table_and_a_record_per_row() -> None:
@@ -253,6 +256,40 @@ def test_the_table_of_memory_says_what_fits(monkeypatch: pytest.MonkeyPatch) -> 
     )
 
 
+def test_contexts_compares_loading_with_reading() -> None:
+    lengths = ("--prompt-tokens", "40", "--prompt-tokens", "80", "--repeats", "1", "--context-folder", "files/here")
+    options = ("--random-weights", "tiny", "--methods", "kivi-2", *GROUPS, *lengths)
+    result = invoke("bench", "--suite", "contexts", *options, "--json")
+    assert result.exit_code == 0, result.stderr
+    made = json.loads(result.stdout)
+    assert [(row["method"], row["prompt_tokens"]) for row in made["rows"]] == [
+        ("fp16", 40),
+        ("kivi-2", 40),
+        ("fp16", 80),
+        ("kivi-2", 80),
+    ]
+    assert made["faster_from"].keys() == {"fp16", "kivi-2"}
+    for row in made["rows"]:
+        assert (row["model"], row["weights"], row["codebooks"], row["repeats"]) == ("tiny", "random", "random", 1)
+    records = [json.loads(line) for line in Path("runs/bench/contexts.jsonl").read_text().splitlines()]
+    assert [record["file_bytes"] for record in records] == [row["file_bytes"] for row in made["rows"]]
+    assert records[0]["machine"]["cpu_count"]
+    assert not [*Path("files/here").iterdir()]
+    table = " ".join(contexts_table(records).columns)
+    assert "times faster" in table
+    cells = contexts_table(records).rows[1]
+    assert cells[:2] == ["kivi-2", "40"]
+    assert cells[3] == f"1/{records[1]['file_ratio']:.2f}"
+
+
+def test_the_table_of_contexts_shows_rows_without_figures() -> None:
+    row = ContextRow("kivi-2", 40, 1, "fused", "failed", "no space").to_dict()
+    shared = {"model": "tiny", "weights": "random", "num_layers": 3, "dtype": "float32"}
+    table = contexts_table([{**row, **shared}])
+    assert [len(cells) for cells in table.rows] == [len(table.columns)]
+    assert table.rows[0][-1] == "fused: FAILED"
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -318,6 +355,8 @@ def test_memory_takes_a_model_if_one_is_named(
         (("--suite", "generate", "--contexts", "64"), "--contexts goes with --suite attention or memory"),
         (("--suite", "generate", "--random-weights", "tiny", "--decode", "graphs"), "CUDA graphs need a GPU"),
         (("--suite", "memory", "--decode", "steps"), "--decode goes with --suite generate"),
+        (("--suite", "contexts", "--batches", "2"), "--batches goes with --suite attention, generate or memory"),
+        (("--context-folder", "x"), "--context-folder goes with --suite contexts"),
         (("--fill-prompt",), "--fill-prompt goes with --suite generate"),
         (("--suite", "generate", "--no-longest"), "--longest goes with --suite memory"),
         (("--methods", "kivi-2", "--settings", "group_size=48"), "kivi: settings: residual_length 128 must be"),
