@@ -19,8 +19,10 @@ from kvcli.fit import assemble, fit_recording
 from kvcli.registry import get_method
 from kvcli.samples import Recording
 
-SEQUENCES = torch.randint(3, 97, (11, 24), generator=torch.Generator().manual_seed(0))
-CONFIG = CollectConfig(11, 24, 5, 2, 2, 7)
+SEQUENCES = torch.randint(3, 97, (11, 48), generator=torch.Generator().manual_seed(0))
+"""Longer than the window that sees keys in full precision: shorter ones have no gradients."""
+
+CONFIG = CollectConfig(11, 48, 5, 2, 2, 7)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -61,6 +63,9 @@ def test_merged_shards_are_the_recording_of_one_process(whole: Path, tmp_path: P
     done: list[int] = []
     merge(places[::-1], tmp_path / "merged", advance=done.append)
     assert contents(tmp_path / "merged") == contents(whole)
+    fisher = Recording(whole).fisher
+    assert fisher is not None
+    assert all(layer.key.count_nonzero() for layer in fisher)
     assert sum(done) == 2 * 6 + 7
     before = contents(places[0])
     merge(places, tmp_path / "merged")  # again, over what is there
