@@ -32,7 +32,7 @@ def next_command(name: str, options: Mapping[str, Any], record: Mapping[str, Any
     elif name in ("export", "demo"):
         model = _model_of(record["artifact"])
         words = ["kvcli", "generate", *model, "--artifact", record["artifact"], "--prompt", PROMPT, "--stats"]
-    elif name == "generate":
+    elif name == "generate" and options.get("context") is None:
         words = ["kvcli", "eval", *_unless_default(options["model"]), *_what(options["artifact"], record["method"])]
     elif name == "compress":
         words = ["kvcli", "generate", "--context", record["contexts"][0]["context"], "--prompt", FOLLOW_UP]

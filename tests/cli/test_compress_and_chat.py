@@ -347,6 +347,26 @@ def test_a_model_without_a_template(tiny: Any) -> None:
     assert "has no chat template" in done.stderr
 
 
+def test_the_token_that_ends_a_reply_is_the_templates(chatty: Any) -> None:
+    """A reply that was cut off has a last token that the cache does not hold yet; one that ended has not."""
+    import kvcli
+    from kvcli.attention.next_token import SamplingConfig
+    from kvcli.chat import Conversation
+
+    with kvcli.attach(chatty, "rtn-2", group_size=8, residual_length=8, sink_length=2) as session:
+        talk = Conversation(chatty, session, SamplingConfig(12))
+        made = talk.reply("Hello there, who are you?")
+        cut = talk.context()
+        assert cut.input_ids is not None
+        assert len(cut.notes["pending"]) == 1
+        chatty.model.generation_config.eos_token_id = int(cut.input_ids[0, made.prompt_tokens + 4])
+        talk = Conversation(chatty, session, SamplingConfig(12))
+        made = talk.reply("Hello there, who are you?")
+        assert 1 <= made.new_tokens <= 5
+        assert talk.context().notes["pending"] == []
+        assert talk.reply("And now?").reused_tokens == made.prompt_tokens + made.new_tokens - 1
+
+
 def test_a_reply_that_broke_off_is_not_taken_for_a_whole_one(chatty: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     import kvcli
     from kvcli.attention.next_token import SamplingConfig
