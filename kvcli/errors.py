@@ -54,6 +54,10 @@ class CacheError(KvcliError):
     """An operation the compressed cache cannot do, such as cropping into encoded tokens."""
 
 
+class ContextError(KvcliError):
+    """A stored context that is missing, damaged or of another model, method or artifact."""
+
+
 class QualityGateError(KvcliError):
     """Measured quality is below what was asked for; the measurement itself succeeded."""
 

@@ -28,15 +28,19 @@ _MISSING = "nothing"
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path, suffix: str = ".tmp") -> Iterator[Path]:
     """Yields a temporary path to write to, which takes the name `path` when the block ends without an error.
 
     The content is on the disk before the name is, so that no power loss leaves an empty file under the name.
 
+    Args:
+        path: the file.
+        suffix: what is added to its name; processes that write the same file at once need different ones.
+
     Raises:
         OSError: the disk is full and the like; it names the file.
     """
-    temporary = temporary_path(path)
+    temporary = temporary_path(path, suffix)
     try:
         try:
             yield temporary
@@ -53,9 +57,9 @@ def replacing(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
-def temporary_path(path: Path) -> Path:
+def temporary_path(path: Path, suffix: str = ".tmp") -> Path:
     """What a file is called until it is complete."""
-    return path.with_name(path.name + ".tmp")
+    return path.with_name(path.name + suffix)
 
 
 def flush_to_disk(path: Path) -> None:

@@ -146,6 +146,7 @@ ROOMS = [
     ("fit",),
     ("cache",),
     ("attention",),
+    ("contexts",),
     ("compress", "generate"),
     ("chat",),
     ("eval",),

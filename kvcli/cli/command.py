@@ -29,6 +29,7 @@ def command(
     settings: Collection[str] = (),
     resumes: bool = False,
     saves_memory: str = "",
+    group: str = "",
 ) -> Callable[[Callable[[OptionsT, Output], None]], Callable[[OptionsT, Output], None]]:
     """Registers a command whose flags are the fields of an options model.
 
@@ -41,6 +42,7 @@ def command(
         settings: fields that are settings of a method, which the help shows apart.
         resumes: whether the same command goes on where it was interrupted.
         saves_memory: what to do when memory does not suffice, such as `lower --batch-size`.
+        group: the command that this one is a part of, such as `contexts`.
     """
 
     def register(run: Callable[[OptionsT, Output], None]) -> Callable[[OptionsT, Output], None]:
@@ -48,7 +50,7 @@ def command(
             shared = {name: given.pop(name) for name in SHARED_FLAGS}
             output = Output(shared["as_json"], shared["quiet"], shared["verbose"])
             try:
-                _run(run, name, options, given, shared, output, arguments)
+                _run(run, f"{group} {name}".strip(), options, given, shared, output, arguments)
             except (typer.Exit, BrokenPipeError):
                 raise
             except (Exception, KeyboardInterrupt) as error:

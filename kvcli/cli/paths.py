@@ -33,6 +33,11 @@ def artifact_folder(model: str, name: str) -> Path:
     return RUNS / short_name(model) / name
 
 
+def contexts_folder(model: str) -> Path:
+    """Default store of a model's contexts."""
+    return RUNS / short_name(model) / "contexts"
+
+
 def newest_samples() -> Path:
     """The recording that was written last.
 

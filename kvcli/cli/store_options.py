@@ -1,0 +1,52 @@
+"""Options of commands that use a store of contexts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from kvcli.builtin_models import DEFAULT_MODEL
+from kvcli.cli.options import Options
+from kvcli.cli.paths import contexts_folder
+from kvcli.errors import UsageError
+
+if TYPE_CHECKING:
+    from kvcli.contexts import ContextStore
+
+
+class StoreOptions(Options):
+    """Options of commands that read or change a store."""
+
+    model: str = Field(default=DEFAULT_MODEL, description="model whose contexts are meant")
+    store: Path | None = Field(
+        default=None, description="folder of the store of contexts; default: runs/MODEL/contexts"
+    )
+
+    def open(self, must_exist: bool = True) -> ContextStore:
+        """The store.
+
+        Args:
+            must_exist: refuse a folder that is not there.
+
+        Raises:
+            UsageError: there is no such folder.
+        """
+        return open_store(self.store, self.model, must_exist)
+
+
+def open_store(folder: Path | None, model: str, must_exist: bool = True) -> ContextStore:
+    """A store by its folder, or else that of a model.
+
+    Raises:
+        UsageError: there is no such folder, and it must exist.
+    """
+    from kvcli.contexts import ContextStore
+
+    folder = folder or contexts_folder(model)
+    if must_exist and not folder.is_dir():
+        raise UsageError(
+            f"there is no store of contexts in {folder}; 'kvcli compress' makes one, --store names another"
+        )
+    return ContextStore(folder)

@@ -1,0 +1,191 @@
+"""The manifest of a stored context: one JSON file that names its content, with a checksum of its own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvcli._version import __version__
+from kvcli.cache.snapshot import SnapshotCounts
+from kvcli.contexts.layout import num_blocks, whole_groups
+from kvcli.contexts.tensor_files import TensorFile
+from kvcli.errors import ContextError, UsageError
+from kvcli.files import read_sealed, write_sealed
+
+FORMAT_VERSION = 1
+SUFFIX = ".json"
+OPENING_TOKENS = 16
+"""Tokens that a manifest repeats, so that most contexts are told from a prompt without another file."""
+
+_SIZES = ("key_code_bytes", "value_code_bytes", "window_bytes", "values_per_token")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a store knows of a context.
+
+    Attributes:
+        name: in its store.
+        created: when it was stored, ISO 8601 in UTC.
+        source: what it was made from, for people.
+        identity: of the model, the method and the artifact, as `kvcli.contexts.identity` gives it.
+        counts: of tokens and codes, one row.
+        block_tokens: tokens of a block.
+        opening: its first 16 tokens.
+        key_code_bytes: bytes of the codes of its keys.
+        value_code_bytes: of its values.
+        window_bytes: of its tokens in full precision.
+        values_per_token: numbers in the keys and values of one token, all layers.
+        tokens: file of all token ids.
+        first: file of what precedes the codes.
+        blocks: files of the whole blocks of codes.
+        last: file of the rest.
+    """
+
+    name: str
+    created: str
+    source: str
+    identity: Mapping[str, Any]
+    counts: SnapshotCounts
+    block_tokens: int
+    opening: tuple[int, ...]
+    key_code_bytes: int
+    value_code_bytes: int
+    window_bytes: int
+    values_per_token: int
+    tokens: TensorFile
+    first: TensorFile
+    blocks: tuple[TensorFile, ...]
+    last: TensorFile
+
+    @property
+    def num_tokens(self) -> int:
+        """Its length."""
+        return self.counts.lengths[0]
+
+    @property
+    def files(self) -> list[TensorFile]:
+        """All files with its content."""
+        return [self.tokens, self.first, *self.blocks, self.last]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of these files, shared ones included; a file that it names twice counts once."""
+        return sum({file.sha256: file.bytes for file in self.files}.values())
+
+    @property
+    def fp16_bytes(self) -> int:
+        """Bytes of its tokens uncompressed in 16 bits."""
+        return 2 * self.num_tokens * self.values_per_token
+
+    @property
+    def bits(self) -> tuple[float, float]:
+        """Stored bits per key and per value that is a code, scales and norms included; 0 without codes."""
+        counts, half = self.counts, max(1, self.values_per_token // 2)
+        keys, values = (max(1, coded[0]) * half for coded in (counts.coded_keys, counts.coded_values))
+        return 8 * self.key_code_bytes / keys, 8 * self.value_code_bytes / values
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "format_version": FORMAT_VERSION,
+            "kvcli_version": __version__,
+            "created": self.created,
+            "source": self.source,
+            "identity": dict(self.identity),
+            "counts": self.counts.to_dict(),
+            "block_tokens": self.block_tokens,
+            "opening": list(self.opening),
+            **{name: getattr(self, name) for name in _SIZES},
+            "tokens": self.tokens.to_dict(),
+            "first": self.first.to_dict(),
+            "blocks": [file.to_dict() for file in self.blocks],
+            "last": self.last.to_dict(),
+        }
+
+
+def check_name(name: str) -> None:
+    """Raises UsageError unless a name is fit for a context."""
+    if not _NAME.fullmatch(name):
+        raise UsageError(
+            f"'{name}' is no name of a context: letters, digits, dots, underscores and hyphens, at most 100, "
+            "the first a letter or a digit"
+        )
+
+
+def no_context(folder: Path, name: str) -> ContextError:
+    """The error that says that there is no context of this name."""
+    return ContextError(f"there is no context '{name}' in {folder}; 'kvcli contexts list' shows those that are there")
+
+
+def manifest_path(folder: Path, name: str) -> Path:
+    """Where the manifest of a context is."""
+    return folder / f"{name}{SUFFIX}"
+
+
+def manifest_names(folder: Path) -> list[str]:
+    """Names of the contexts of a folder, also of damaged ones."""
+    names = (path.name.removesuffix(SUFFIX) for path in folder.glob(f"*{SUFFIX}"))
+    return sorted(name for name in names if _NAME.fullmatch(name))
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Makes a context known, after its files were written."""
+    write_sealed(manifest_path(folder, manifest.name), manifest.to_dict())
+
+
+def read_manifest(folder: Path, name: str) -> Manifest:
+    """Reads the manifest of a context and checks types and numbers.
+
+    Raises:
+        UsageError: no name of a context.
+        ContextError: no such context, a damaged manifest, or one of another format version.
+    """
+    check_name(name)
+    path = manifest_path(folder, name)
+    if not path.is_file():
+        raise no_context(folder, name)
+    remedy = f"remove it with 'kvcli contexts rm {name}'"
+    values = read_sealed(path, FORMAT_VERSION, remedy, ContextError)
+    try:
+        manifest = _checked(name, values)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ContextError(f"{path} is damaged ({' '.join(str(error).split())}); {remedy}") from error
+    return manifest
+
+
+def _checked(name: str, values: Mapping[str, Any]) -> Manifest:
+    counts = SnapshotCounts.from_dict(values["counts"])
+    if len(counts.lengths) != 1:
+        raise ValueError("more than one sequence")
+    identity, blocks = values["identity"], tuple(map(TensorFile.from_dict, values["blocks"]))
+    (block_tokens,) = _numbers([values["block_tokens"]])
+    if not block_tokens or whole_groups(counts, block_tokens) != block_tokens:
+        raise ValueError("blocks that cut groups of tokens apart")
+    if not isinstance(identity, dict) or len(blocks) != num_blocks(counts, block_tokens):
+        raise ValueError("its identity or its blocks are not those of its counts")
+    sizes = _numbers([values[name] for name in _SIZES])
+    return Manifest(
+        name=name,
+        created=str(values["created"]),
+        source=str(values["source"]),
+        identity=identity,
+        counts=counts,
+        block_tokens=block_tokens,
+        opening=_numbers(values["opening"]),
+        **dict(zip(_SIZES, sizes, strict=True)),
+        tokens=TensorFile.from_dict(values["tokens"]),
+        first=TensorFile.from_dict(values["first"]),
+        blocks=blocks,
+        last=TensorFile.from_dict(values["last"]),
+    )
+
+
+def _numbers(values: Any) -> tuple[int, ...]:
+    if not all(type(value) is int and value >= 0 for value in values):
+        raise ValueError("a number that is none")
+    return tuple(values)

@@ -1,0 +1,344 @@
+"""A folder of contexts: found by the tokens that they begin with, equal parts stored once, within a size.
+
+    NAME.json                     the manifest of a context; a context is there when its manifest is
+    blocks/SHA256.safetensors     parts of contexts, named by the sha256 of their bytes
+
+Files are written before the manifest that names them and removed after it, so whatever a kill leaves is a whole store
+with files that nobody names, which `prune` removes. Who reads or writes holds the folder's lock with others; who
+removes holds it alone. How often a file is used is counted from the manifests each time.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kvcli.cache.context import Context
+from kvcli.contexts.content import as_tokens, common_tokens, default_name, read_snapshot, read_tokens, write_content
+from kvcli.contexts.identity import ContextIdentity
+from kvcli.contexts.layout import BLOCK_TOKENS, check_storable, usable_length
+from kvcli.contexts.lock import lock
+from kvcli.contexts.manifest import (
+    OPENING_TOKENS,
+    Manifest,
+    check_name,
+    manifest_names,
+    manifest_path,
+    no_context,
+    read_manifest,
+    write_manifest,
+)
+from kvcli.contexts.records import Match, Pruned, Stored
+from kvcli.contexts.tensor_files import TensorFile, TensorFiles
+from kvcli.contexts.usage import Usage
+from kvcli.errors import ContextError
+from kvcli.progress import Progress, Say, no_progress, say_nothing
+
+
+class ContextStore:
+    """The contexts of a folder.
+
+    Args:
+        folder: made by the first `put`.
+        block_tokens: tokens of a block of codes, rounded up to whole groups of the method; what two contexts have in
+            common is found and stored once block by block.
+    """
+
+    def __init__(self, folder: str | Path, block_tokens: int = BLOCK_TOKENS) -> None:
+        self.folder, self.block_tokens = Path(folder), block_tokens
+        self._files = TensorFiles(self.folder / "blocks")
+
+    def names(self) -> list[str]:
+        """Names of all contexts, also of damaged ones."""
+        return manifest_names(self.folder)
+
+    def get(self, name: str) -> Manifest:
+        """One context, by name.
+
+        Raises:
+            UsageError: no name of a context.
+            ContextError: no such context, or a damaged manifest.
+        """
+        return read_manifest(self.folder, name)
+
+    def manifests(self, say: Say = say_nothing) -> Iterator[Manifest]:
+        """All contexts whose manifests can be read, the most recently used first.
+
+        Args:
+            say: called with a line about every other one.
+        """
+        for name in sorted(self.names(), key=self.last_used, reverse=True):
+            try:
+                yield self.get(name)
+            except ContextError as error:
+                if manifest_path(self.folder, name).exists():  # not removed meanwhile
+                    say(str(error))
+
+    def last_used(self, name: str) -> float:
+        """When a context was stored or loaded last, seconds since the epoch; 0 if there is none."""
+        try:
+            return manifest_path(self.folder, name).stat().st_mtime
+        except OSError:
+            return 0.0
+
+    def find(
+        self, token_ids: Sequence[int] | Tensor, identity: ContextIdentity, say: Say = say_nothing
+    ) -> Match | None:
+        """The stored context that has most in common with the beginning of a prompt, compared token by token.
+
+        Args:
+            token_ids: of the prompt, one row. A cache needs a token that it does not hold to go on from: leave out the
+                prompt's last.
+            identity: of the model, the method and the artifact; contexts of another identity are passed over.
+            say: called with a line about every damaged context, which is passed over.
+
+        Returns:
+            None if no context is of use. One is if all of its tokens are the prompt's first, or so many of them that
+            they end where a block ends or in its window; fewer than 16 are not.
+
+        Raises:
+            ContextError: token ids of several rows.
+        """
+        wanted, best = as_tokens(token_ids), None
+        if not self.folder.is_dir():
+            return None
+        opening = tuple(wanted[:OPENING_TOKENS].tolist())
+        with lock(self.folder, alone=False):
+            for manifest in self.manifests(say):
+                shorter = min(len(opening), len(manifest.opening))
+                if manifest.opening[:shorter] != opening[:shorter] or (best and best.num_tokens >= manifest.num_tokens):
+                    continue
+                if identity.difference(manifest.identity) is not None:
+                    continue
+                try:
+                    common = common_tokens(read_tokens(self._files, manifest), wanted)
+                except ContextError as error:
+                    say(f"context '{manifest.name}' is passed over: {error}")
+                    continue
+                length = usable_length(manifest.counts, manifest.block_tokens, common)
+                if length > (best.num_tokens if best else 0):
+                    best = Match(manifest, length)
+        return best
+
+    def fetch(
+        self,
+        token_ids: Sequence[int] | Tensor,
+        identity: ContextIdentity,
+        device: torch.device | str = "cpu",
+        say: Say = say_nothing,
+    ) -> tuple[Match, Context] | None:
+        """`find` and `load`, between which no other process can remove what was found.
+
+        Raises:
+            ContextError: token ids of several rows, or a damaged file of what was found.
+        """
+        if not self.folder.is_dir():
+            return None
+        with lock(self.folder, alone=False):
+            match = self.find(token_ids, identity, say)
+            return None if match is None else (match, self.load(match, device))
+
+    def whole(self, name: str, identity: ContextIdentity | None = None) -> Match:
+        """All of a context, by name.
+
+        Args:
+            name: of the context.
+            identity: of the model, the method and the artifact that are to go on from it; None: not compared.
+
+        Raises:
+            UsageError: no name of a context.
+            ContextError: no such context, a damaged manifest, or another identity; the message says what differs.
+        """
+        manifest = self.get(name)
+        if identity is not None and (reason := identity.difference(manifest.identity)) is not None:
+            raise ContextError(f"context '{name}' cannot be used here: it was made {reason}")
+        return Match(manifest, manifest.num_tokens)
+
+    def load(self, match: Match, device: torch.device | str = "cpu") -> Context:
+        """Reads what `find` or `whole` found, after a check of its files, and notes that the context was used.
+
+        Args:
+            match: what to read; of a part, only the files that hold it are read.
+            device: of the tensors, to which the mapped files are copied.
+
+        Returns:
+            What `Session.load_cache` goes on from, with its token ids, int64 [1, tokens].
+
+        Raises:
+            ContextError: a file is missing, truncated or damaged, or of another version of kvcli.
+        """
+        manifest = match.manifest
+        with self._reading(manifest.name):
+            tokens = read_tokens(self._files, manifest)[: match.num_tokens]
+            snapshot = read_snapshot(self._files, match, device)
+            with suppress(OSError):  # a store of somebody else
+                os.utime(manifest_path(self.folder, manifest.name))
+            try:
+                identity = ContextIdentity.from_dict(manifest.identity)
+            except (ValueError, TypeError, KeyError) as error:
+                raise ContextError(f"its identity cannot be read ({' '.join(str(error).split())})") from error
+        notes = {**identity.text, "source": manifest.source}
+        return Context(snapshot, identity.cache, tokens.unsqueeze(0), notes)
+
+    def put(
+        self, context: Context, *, name: str | None = None, overwrite: bool = False, max_bytes: int | None = None
+    ) -> Stored:
+        """Stores a context; only what is not there is written, and the context appears when all of it is.
+
+        Args:
+            context: of one row, with its token ids; of its notes, `tokenizer` and `chat_template` are compared by
+                `find` (`kvcli.contexts.text_identity` gives them), and `source` says what it was made from.
+            name: default: from a checksum of tokens and identity, so that the same context gets the same name.
+            overwrite: replace a context of this name that has other tokens or another identity, or is damaged.
+            max_bytes: of the whole store; contexts that were not used for longest are removed to keep it.
+
+        Raises:
+            UsageError: no name of a context.
+            ContextError: padding or several rows, a context without token ids, a name that is taken, or a context that
+                alone is larger than `max_bytes`; nothing was written then.
+        """
+        if context.input_ids is None:
+            raise ContextError("a context without its token ids cannot be found again; it can be used as a file only")
+        snapshot, tokens = context.snapshot, as_tokens(context.input_ids)
+        check_storable(snapshot)
+        if len(tokens) != snapshot.num_tokens:
+            raise ContextError(f"{len(tokens)} token ids were given for a context of {snapshot.num_tokens} tokens")
+        if max_bytes is not None and snapshot.nbytes > max_bytes:
+            raise ContextError(f"the context has {snapshot.nbytes} bytes, more than the {max_bytes} of the whole store")
+        identity = ContextIdentity.of(context)
+        name = default_name(tokens, identity.to_dict()) if name is None else name
+        check_name(name)
+        self._files.folder.mkdir(parents=True, exist_ok=True)
+        with lock(self.folder, alone=False):
+            if not overwrite:
+                self._check_name_is_free(name, tokens, identity)
+            stored = write_content(
+                self._files,
+                snapshot,
+                tokens,
+                identity.to_dict(),
+                name=name,
+                source=str(context.notes.get("source", "")),
+                block_tokens=self.block_tokens,
+            )
+            with lock(self._files.folder, alone=True):  # of those who store, one at a time
+                if not overwrite:
+                    self._check_name_is_free(name, tokens, identity)
+                replaces = manifest_path(self.folder, name).exists()
+                write_manifest(self.folder, stored.manifest)
+        if max_bytes is None and not replaces:
+            return stored
+        evicted = self.prune(max_bytes, keep=(name,)).evicted
+        return Stored(stored.manifest, stored.new_bytes, stored.shared_bytes, evicted)
+
+    def remove(self, name: str) -> int:
+        """Removes a context, also a damaged one, and its files that no other context names.
+
+        Returns:
+            The bytes that were freed.
+
+        Raises:
+            UsageError: no name of a context.
+            ContextError: no such context.
+        """
+        check_name(name)
+        if not self.folder.is_dir():
+            raise no_context(self.folder, name)
+        with lock(self.folder, alone=True):
+            usage = Usage(self.folder, self._files)
+            if name not in usage.named:
+                raise no_context(self.folder, name)
+            return self._drop(name, usage)
+
+    def prune(self, max_bytes: int | None = None, keep: Collection[str] = ()) -> Pruned:
+        """Removes files that no context names, then contexts until the store is small enough.
+
+        Args:
+            max_bytes: of the whole store; None: no context is removed.
+            keep: names of contexts that stay.
+
+        Raises:
+            ContextError: other processes used the store all the time.
+        """
+        if not self.folder.is_dir():
+            return Pruned((), 0)
+        with lock(self.folder, alone=True):
+            freed = sum(map(_unlink, [*self.folder.glob("*.tmp"), *self._files.folder.glob("*.tmp")]))
+            usage, evicted = Usage(self.folder, self._files), []
+            freed += self._files.remove(usage.unused)
+            for name in sorted(usage.named, key=self.last_used):
+                if max_bytes is None or usage.nbytes <= max_bytes:
+                    break
+                if name not in keep:
+                    freed += self._drop(name, usage)
+                    evicted.append(name)
+        return Pruned(tuple(evicted), freed)
+
+    def usage(self) -> Usage:
+        """Which contexts name which files, now."""
+        if not self.folder.is_dir():
+            return Usage(self.folder, self._files)
+        with lock(self.folder, alone=False):
+            return Usage(self.folder, self._files)
+
+    def damages(self, names: Sequence[str], progress: Progress = no_progress) -> dict[str, str]:
+        """What is wrong with those contexts that are not whole; all of their files are read, shared ones once.
+
+        Args:
+            names: of contexts.
+            progress: shows how many were read.
+        """
+        damages: dict[str, str] = {}
+        whole: set[TensorFile] = set()
+        with progress("verify", len(names), "contexts") as advance:
+            for name in names:
+                try:
+                    manifest = self.get(name)
+                    with self._reading(name):
+                        self._files.verify([file for file in manifest.files if file not in whole])
+                        read_tokens(self._files, manifest)
+                    whole.update(manifest.files)
+                except ContextError as error:
+                    damages[name] = str(error)
+                advance(1)
+        return damages
+
+    def _drop(self, name: str, usage: Usage) -> int:
+        """Removes a manifest, then the files that no other names; returns the bytes."""
+        return _unlink(manifest_path(self.folder, name)) + self._files.remove(usage.forget(name))
+
+    def _check_name_is_free(self, name: str, tokens: Tensor, identity: ContextIdentity) -> None:
+        """Raises ContextError where a name belongs to a context of other tokens or another identity."""
+        if not manifest_path(self.folder, name).exists():
+            return
+        manifest = self.get(name)
+        if identity.difference(manifest.identity) or not torch.equal(read_tokens(self._files, manifest), tokens):
+            raise ContextError(
+                f"there is a context '{name}' of other tokens or another model already; choose another name, or "
+                "replace it with --overwrite"
+            )
+
+    @contextmanager
+    def _reading(self, name: str) -> Iterator[None]:
+        """Holds the lock; an error inside the block says which context it is of, and what to do."""
+        with lock(self.folder, alone=False):
+            try:
+                yield
+            except ContextError as error:
+                if not manifest_path(self.folder, name).exists():
+                    raise ContextError(f"context '{name}' was removed by another process") from error
+                raise ContextError(
+                    f"context '{name}' is damaged: {error}; remove it with 'kvcli contexts rm {name}' and make it again"
+                ) from error
+
+
+def _unlink(path: Path) -> int:
+    """Removes a file; returns its bytes."""
+    size = path.stat().st_size
+    path.unlink()
+    return size

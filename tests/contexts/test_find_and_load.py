@@ -1,0 +1,181 @@
+"""What is found of a stored context, and that going on from it equals going on from a cropped cache."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from contexts_made import Maker, tokens
+from torch import Tensor
+
+from kvcli.cache.snapshot import Snapshot
+from kvcli.contexts import ContextStore
+from kvcli.contexts.layout import usable_length
+from kvcli.errors import CacheError, ContextError
+from kvcli.registry import METHODS
+
+LENGTH = 90
+
+
+def assert_equal(first: Snapshot, second: Snapshot) -> None:
+    assert first.counts == second.counts
+    assert first.tensors.keys() == second.tensors.keys()
+    for name, x in first.tensors.items():
+        y = second.tensors[name]
+        assert (x.dtype, x.shape) == (y.dtype, y.shape), name
+        assert torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8)), name
+
+
+def branch(ids: Tensor, common: int, count: int = 20) -> Tensor:
+    """A text with the first `common` tokens of another, then others."""
+    other = tokens(count, seed=9)
+    other[0] = ids[common] % 90 + 4 if common < len(ids) else other[0]
+    return torch.cat((ids[:common], other))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_whole_context_goes_on_exactly(maker: Any, store: ContextStore, method: str) -> None:
+    made: Maker = maker(method)
+    ids = tokens(LENGTH)
+    cache = made.read(ids)
+    store.put(made.context(ids, cache), name="a")
+    prompt = branch(ids, LENGTH)
+    match = store.find(prompt[:-1], made.identity)
+    assert match is not None
+    assert match.is_whole
+    loaded = store.load(match)
+    assert_equal(loaded.snapshot, cache.snapshot())
+    assert made.greedy(made.session.load_cache(loaded), prompt) == made.greedy(cache, prompt)
+
+
+@pytest.mark.parametrize("common", [1, 2, 17, 18, 19, 33, 34, 35, 50, 65, 66, 81, 82, 83, 84, 88, 89, 90])
+@pytest.mark.parametrize("method", ["fp16", "kivi", "commvq", "qjl"])
+def test_a_part_goes_on_as_the_cropped_cache(maker: Any, store: ContextStore, method: str, common: int) -> None:
+    made: Maker = maker(method)
+    ids = tokens(LENGTH)
+    cache = made.read(ids)
+    store.put(made.context(ids, cache))
+    prompt = branch(ids, common)
+    match = store.find(prompt[:-1], made.identity)
+    counts = cache.snapshot().counts
+    assert (0 if match is None else match.num_tokens) == usable_length(counts, 16, common)
+    if match is None:
+        assert 2 + (common - 2) // 16 * 16 < max(18, counts.observed[0])
+        return
+    cache.crop(match.num_tokens - LENGTH)
+    assert cache.get_seq_length() == match.num_tokens
+    loaded = store.load(match)
+    assert_equal(loaded.snapshot, cache.snapshot())
+    assert made.greedy(made.session.load_cache(loaded), prompt) == made.greedy(cache, prompt)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_length_that_is_of_use_is_one_to_which_a_cache_can_be_cropped(maker: Any, method: str) -> None:
+    made: Maker = maker(method)
+    for length in (1, 2, 3, 18, 19, 30, 90):
+        counts = made.snapshot(tokens(length)).counts
+        coded = max(*counts.coded_keys, *counts.coded_values)
+        for common in range(length + 1):
+            usable = usable_length(counts, 16, common)
+            assert usable <= common
+            if usable == 0:
+                continue
+            counts.without(length - usable)
+            after_sinks = max(0, usable - counts.sinks)
+            assert after_sinks >= coded or after_sinks % 16 == 0
+        assert usable_length(counts, 16, length) == length
+
+
+def test_blocks_and_whole_windows_are_used(maker: Any) -> None:
+    made: Maker = maker("fp16", residual_length=6, flush_block=1)
+    counts = made.snapshot(tokens(90)).counts
+    assert counts.coded_keys == (82,)
+    lengths = [usable_length(counts, 16, common) for common in (0, 1, 17, 18, 33, 34, 66, 82, 83, 84, 85, 89, 90)]
+    assert lengths == [0, 0, 0, 18, 18, 34, 66, 82, 82, 84, 85, 89, 90]
+
+
+def test_a_state_of_later_tokens_is_not_used_for_earlier_ones(maker: Any, store: ContextStore) -> None:
+    """SQuat's and QJL's state is computed from all tokens of the passes up to the first that encoded some."""
+    for method in ("squat", "qjl"):
+        made: Maker = maker(method)
+        ids = tokens(90)
+        cache = made.read(ids, chunk=40)
+        snapshot = cache.snapshot()
+        observed = snapshot.counts.observed[0]
+        assert observed >= 40
+        store.put(made.context(ids, cache))
+        assert store.find(branch(ids, observed - 1), made.identity) is None
+        match = store.find(branch(ids, 70), made.identity)
+        assert match is not None
+        assert match.num_tokens == 66
+        with pytest.raises(CacheError):
+            snapshot.prefix(34)
+
+
+def test_the_longest_is_found_among_many(maker: Any, store: ContextStore) -> None:
+    made: Maker = maker("fp16", residual_length=6, flush_block=1)
+    ids = tokens(90)
+    for length in (20, 40, 60, 90):
+        store.put(made.context(ids[:length]), name=f"of-{length}")
+    store.put(made.context(tokens(80, seed=5)), name="other")
+
+    def found(ids: Tensor) -> tuple[str, int] | None:
+        match = store.find(ids, made.identity)
+        return None if match is None else (match.manifest.name, match.num_tokens)
+
+    assert found(branch(ids, 90)) == ("of-90", 90)
+    assert found(branch(ids, 89)) == ("of-90", 89)
+    assert found(branch(ids, 61)) == ("of-60", 60)
+    assert found(ids[:60]) == ("of-60", 60)
+    assert found(ids[:59]) == ("of-60", 59)
+    assert found(branch(ids, 41)) == ("of-40", 40)
+    assert found(branch(ids, 39)) == ("of-40", 39)
+    assert found(branch(ids, 24)) == ("of-20", 20)
+    assert found(branch(ids, 16)) == ("of-20", 16)
+    assert found(branch(ids, 15)) is None
+    assert found(branch(ids, 5)) is None
+    assert found(ids[:0]) is None
+    assert found(tokens(90, seed=7)) is None
+
+
+def test_a_context_that_begins_alike_but_differs_later_is_told(maker: Any, store: ContextStore) -> None:
+    """Beyond the tokens that the manifest repeats, the file with all of them is read."""
+    made: Maker = maker("fp16", residual_length=6, flush_block=1)
+    first, second = tokens(90), branch(tokens(90), 50, 40)
+    for name, ids in (("first", first), ("second", second)):
+        store.put(made.context(ids), name=name)
+    for name, ids in (("first", first), ("second", second)):
+        match = store.find(torch.cat((ids, ids[:3])), made.identity)
+        assert match is not None
+        assert (match.manifest.name, match.num_tokens) == (name, 90)
+
+
+def test_another_identity_is_passed_over_and_refused_by_name(maker: Any, store: ContextStore) -> None:
+    made: Maker = maker("rtn")
+    ids = tokens(40)
+    store.put(made.context(ids), name="a")
+    cache = made.identity.cache
+    weights = cache.fingerprint[:17] + "3c00" * ((len(cache.fingerprint) - 17) // 4)
+    others = [
+        (replace(made.identity, cache=replace(cache, **{name: value})), said)
+        for name, value, said in (
+            ("fingerprint", weights, "another model, tiny: weights"),
+            ("rope", {**cache.rope, "scaling": 2.0}, "RoPE"),
+            ("dtype", "float16", "the model in float32, which is in float16 here"),
+            ("method", "fp8", "method 'rtn', not 'fp8'"),
+            ("config", {**cache.config, "residual_length": 7}, "residual_length"),
+            ("layers", [0], "layers"),
+            ("codecs", {"fitted": "0"}, "without an artifact"),
+        )
+    ]
+    others.append((replace(made.identity, tokenizer="0"), "another tokenizer"))
+    others.append((replace(made.identity, chat_template="0"), "another chat template"))
+    for other, said in others:
+        assert store.find(ids, other) is None, said
+        with pytest.raises(ContextError, match=said):
+            store.whole("a", other)
+    renamed = replace(made.identity, cache=replace(cache, model="./a/copy"))
+    assert store.find(ids, renamed) is not None
+    assert store.whole("a", renamed).num_tokens == 40

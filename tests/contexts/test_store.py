@@ -1,0 +1,278 @@
+"""What a store holds: equal parts once, within a size, and nothing that nobody names."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from contexts_made import Maker, tokens
+from torch import Tensor
+
+from kvcli.cache.context import Context
+from kvcli.contexts import ContextStore
+from kvcli.contexts.stacking import stack_layers, unstack_layers
+from kvcli.contexts.tensor_files import TensorFiles
+from kvcli.errors import ContextError, UsageError
+from kvcli.files import flush_to_disk
+
+WINDOW = {"residual_length": 6, "flush_block": 1}
+
+
+def files_of(store: ContextStore) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(store.folder)): path.read_bytes() for path in store.folder.rglob("*") if path.is_file()
+    }
+
+
+def use(store: ContextStore, name: str, at: float) -> None:
+    os.utime(store.folder / f"{name}.json", (at, at))
+
+
+def test_layers_of_equal_shape_are_one_tensor() -> None:
+    made = {f"layers.{i}.keys": torch.full((1, 2, 3 if i == 2 else 4), float(i)) for i in range(12)}
+    made |= {f"layers.{i}.state.x": torch.full((1,), i, dtype=torch.int16) for i in (0, 5)}
+    made |= {f"layers.{i}.codes": torch.full((1, 2), i).to(torch.float8_e4m3fn) for i in range(2)}
+    made["token_ids"] = torch.arange(3)
+    stacked = stack_layers(made)
+    assert set(stacked) == {
+        "layers.0-1,3-11.keys",
+        "layers.2.keys",
+        "layers.0,5.state.x",
+        "layers.0-1.codes",
+        "token_ids",
+    }
+    again = unstack_layers(stacked)
+    assert again.keys() == made.keys()
+    assert all(torch.equal(again[name].float(), x.float()) and again[name].dtype == x.dtype for name, x in made.items())
+    for name in ("layers.0-9999.keys", "layers.0-1.keys", "layers.3-1.keys"):
+        with pytest.raises(ValueError, match=r"zip\(\)"):
+            unstack_layers({name: stacked["layers.2.keys"]})
+
+
+def test_equal_tensors_are_equal_bytes_in_every_process_and_order(tmp_path: Path) -> None:
+    code = (
+        "import sys, torch; from pathlib import Path; from kvcli.contexts.tensor_files import TensorFiles;"
+        "x = {f'layers.{i}.keys': torch.arange(6).half() + i for i in (3, 1, 2)} | {'a': torch.ones(2)};"
+        "assert TensorFiles(Path(sys.argv[1])).add(x)[1]"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
+    tensors = {"a": torch.ones(2)} | {f"layers.{i}.keys": torch.arange(6).half() + i for i in (1, 2, 3)}
+    assert TensorFiles(tmp_path).add(tensors)[1] is False
+
+
+def test_documents_that_share_a_beginning_store_it_once(maker: Any, store: ContextStore) -> None:
+    """A hundred documents: each reads the beginning from the store, and the beginning is there once."""
+    made: Maker = maker("rtn", **WINDOW)
+    beginning, reused = tokens(2 + 4 * 16), []
+    for i in range(100):
+        ids = torch.cat((beginning, tokens(40, seed=100 + i)))
+        found = store.fetch(ids[:-1], made.identity)
+        cache = None if found is None else made.session.load_cache(found[1])
+        reused.append(0 if found is None else found[0].num_tokens)
+        store.put(made.context(ids, made.read(ids, cache)), name=f"document-{i}")
+    assert reused == [0] + [66] * 99
+    usage = store.usage()
+    manifests = [store.get(f"document-{i}") for i in range(100)]
+    assert {len(manifest.blocks) for manifest in manifests} == {6}
+    assert len({manifest.blocks[:4] for manifest in manifests}) == 1
+    assert [usage.count[file.sha256] for file in manifests[0].blocks] == [100] * 4 + [1] * 2
+    assert usage.count[manifests[0].first.sha256] == 100
+    blocks = sum(file.bytes for file in manifests[0].blocks)
+    assert len(usage.held) == 1 + 4 + 100 * 4
+    assert usage.shared_bytes("document-0") == manifests[0].first.bytes + blocks * 4 // 6
+    assert store.prune().freed_bytes == 0
+    assert store.damages(store.names()) == {}
+
+
+def test_documents_computed_apart_share_what_is_equal(maker: Any, store: ContextStore) -> None:
+    made: Maker = maker("kivi")
+    for i in range(3):
+        ids = torch.cat((tokens(64), tokens(40, seed=100 + i)))
+        stored = store.put(made.context(ids), name=f"document-{i}")
+        assert (stored.shared_bytes > 0) == (i > 0)
+    assert len({store.get(f"document-{i}").blocks[:3] for i in range(3)}) == 1
+
+
+def test_a_context_stored_again_writes_nothing_new(maker: Any, store: ContextStore) -> None:
+    made: Maker = maker("fp16", **WINDOW)
+    ids = tokens(60)
+    first = store.put(made.context(ids))
+    before = files_of(store)
+    again = store.put(made.context(ids))
+    assert (again.new_bytes, again.shared_bytes) == (0, first.new_bytes)
+    assert again.manifest.name == first.manifest.name
+    assert {name: data for name, data in files_of(store).items() if "json" not in name} == {
+        name: data for name, data in before.items() if "json" not in name
+    }
+
+
+def test_a_name_belongs_to_one_context(maker: Any, store: ContextStore) -> None:
+    made: Maker = maker("fp16", **WINDOW)
+    first, second = tokens(60), tokens(60, seed=1)
+    store.put(made.context(first), name="a")
+    with pytest.raises(ContextError, match="other tokens or another model already"):
+        store.put(made.context(second), name="a")
+    assert torch.equal(store.load(store.whole("a")).input_ids[0], first)  # type: ignore[index]
+    stored = store.put(made.context(second), name="a", overwrite=True)
+    assert torch.equal(store.load(store.whole("a")).input_ids[0], second)  # type: ignore[index]
+    assert set(store.usage().held) == {file.sha256 for file in stored.manifest.files}
+    for name in ("", "../a", ".a", "a/b", "a b", "x" * 101, "é"):
+        with pytest.raises(UsageError, match="no name of a context"):
+            store.put(made.context(second), name=name)
+        with pytest.raises(UsageError, match="no name of a context"):
+            store.remove(name)
+
+
+def test_what_cannot_be_found_again_is_refused(maker: Any, store: ContextStore) -> None:
+    made: Maker = maker("fp16", **WINDOW)
+    cache = made.read(tokens(20))
+    with pytest.raises(ContextError, match="without its token ids"):
+        store.put(cache.context())
+    two = made.session.new_cache()
+    made.loaded.model(tokens(40).view(2, 20), past_key_values=two, use_cache=True)
+    with pytest.raises(ContextError, match="one sequence of token ids"):
+        store.put(two.context(tokens(40).view(2, 20)))
+    padded, mask = made.session.new_cache(), torch.ones(1, 20, dtype=torch.long)
+    mask[0, :5] = 0
+    made.loaded.model(tokens(20)[None], attention_mask=mask, past_key_values=padded, use_cache=True)
+    with pytest.raises(ContextError, match="no padding"):
+        store.put(padded.context(tokens(20)[None]))
+    shifted = made.session.new_cache()
+    made.loaded.model(tokens(20)[None], position_ids=torch.arange(3, 23)[None], past_key_values=shifted, use_cache=True)
+    with pytest.raises(ContextError, match="positions are 0, 1, 2"):
+        store.put(shifted.context(tokens(20)[None]))
+    assert not store.folder.exists() or not files_of(store)
+
+
+def test_the_least_recently_used_go_first(maker: Any, store: ContextStore) -> None:
+    made: Maker = maker("rtn", **WINDOW)
+    for i, name in enumerate("abcd"):
+        ids = tokens(60, seed=i)
+        store.put(made.context(ids), name=name)
+        use(store, name, 1000 + i)
+    assert [manifest.name for manifest in store.manifests()] == ["d", "c", "b", "a"]
+    store.load(store.whole("a"))
+    assert [manifest.name for manifest in store.manifests()] == ["a", "d", "c", "b"]
+    each = store.usage().nbytes // 4
+    done = store.prune(3 * each + each // 2)
+    assert (done.evicted, store.names()) == (("b",), ["a", "c", "d"])
+    assert abs(done.freed_bytes - each) < 200
+    stored = store.put(made.context(tokens(60, seed=9)), name="e", max_bytes=2 * each + each // 2)
+    assert (stored.evicted, store.names()) == (("c", "d"), ["a", "e"])
+    assert store.usage().nbytes <= 2 * each + each // 2
+    assert not store.usage().unused
+    with pytest.raises(ContextError, match="more than the 1000 of the whole store"):
+        store.put(made.context(tokens(60, seed=8)), name="f", max_bytes=1000)
+    assert store.names() == ["a", "e"]
+    assert store.damages(["a", "e"]) == {}
+
+
+def test_what_contexts_share_stays_until_the_last_one_goes(maker: Any, store: ContextStore) -> None:
+    made: Maker = maker("rtn", **WINDOW)
+    for i in range(3):
+        ids = torch.cat((tokens(66), tokens(20, seed=i + 5)))
+        store.put(made.context(ids), name=f"c{i}")
+    for i in range(3):
+        store.remove(f"c{i}")
+        assert store.damages(store.names()) == {}
+        assert not store.usage().unused
+    assert files_of(store) == {}
+    with pytest.raises(ContextError, match="no context 'c0'"):
+        store.remove("c0")
+
+
+def test_a_chat_that_grows_keeps_one_copy(maker: Any, store: ContextStore) -> None:
+    """Saved after every turn under one name: old tails go, blocks stay."""
+    made: Maker = maker("commvq")
+    ids, cache = tokens(150), None
+    for length in (40, 70, 110, 150):
+        cache = made.read(ids[:length], cache)
+        store.put(made.context(ids[:length], cache), name="chat", overwrite=True)
+        assert not store.usage().unused
+    match = store.whole("chat", made.identity)
+    assert made.greedy(
+        made.session.load_cache(store.load(match)), ids[:150].new_tensor([*ids.tolist(), 5])
+    ) == made.greedy(cache, ids.new_tensor([*ids.tolist(), 5]))
+
+
+def test_exported_and_imported_it_is_the_same(maker: Any, store: ContextStore, tmp_path: Path) -> None:
+    made: Maker = maker("squat")
+    ids = tokens(70)
+    context = made.context(ids, source="a.txt")
+    store.put(context, name="a")
+    store.load(store.whole("a")).save(tmp_path / "a.safetensors")
+    other = ContextStore(tmp_path / "other", block_tokens=16)
+    again = Context.load(tmp_path / "a.safetensors")
+    stored = other.put(again, name="b")
+    ours, theirs = store.get("a").to_dict(), stored.manifest.to_dict()
+    assert {**ours, "created": 0} == {**theirs, "created": 0}
+    assert other.find(ids, made.identity) is not None
+    assert set(files_of(store)) - {"a.json"} == set(files_of(other)) - {"b.json"}
+
+
+def test_an_empty_or_missing_store(maker: Any, tmp_path: Path) -> None:
+    made: Maker = maker("fp16")
+    store = ContextStore(tmp_path / "none")
+    assert store.find(tokens(20), made.identity) is None
+    assert store.fetch(tokens(20), made.identity) is None
+    assert (store.names(), list(store.manifests()), store.usage().nbytes) == ([], [], 0)
+    assert store.prune().freed_bytes == 0
+    with pytest.raises(ContextError, match="no context 'a'"):
+        store.get("a")
+    with pytest.raises(ContextError, match="no context 'a'"):
+        store.remove("a")
+    assert not store.folder.exists()
+
+
+def test_other_files_of_the_folder_are_left_alone(maker: Any, store: ContextStore) -> None:
+    made: Maker = maker("fp16", **WINDOW)
+    store.put(made.context(tokens(60)), name="a")
+    (store.folder / "notes.txt").write_text("mine")
+    (store.folder / "blocks" / "notes.safetensors").write_text("mine")
+    store.prune(0)
+    assert sorted(files_of(store)) == ["blocks/notes.safetensors", "notes.txt"]
+
+
+def test_numbers_of_a_manifest(maker: Any, store: ContextStore) -> None:
+    made: Maker = maker("kivi")
+    ids = tokens(90)
+    cache = made.read(ids)
+    memory = cache.memory()
+    manifest = store.put(made.context(ids, cache), name="a").manifest
+    assert manifest.fp16_bytes == memory.fp16_bytes
+    assert manifest.bits == (memory.key_bits, memory.value_bits)
+    assert manifest.key_code_bytes + manifest.value_code_bytes == memory.code_bytes
+    assert manifest.window_bytes == memory.window_bytes
+    assert store.get("a") == manifest
+    assert manifest.nbytes == sum(path.stat().st_size for path in store.folder.glob("blocks/*"))
+
+
+def test_content_is_on_the_disk_before_the_manifest(maker: Any, store: ContextStore, monkeypatch: Any) -> None:
+    made: Maker = maker("fp16", **WINDOW)
+    flushed: list[Path] = []
+
+    def flush(path: Path) -> None:
+        flushed.append(path)
+        flush_to_disk(path)
+
+    monkeypatch.setattr("kvcli.files.flush_to_disk", flush)
+    store.put(made.context(tokens(60)), name="a")
+    order = [path.name for path in flushed if path.name.endswith(".tmp")]
+    assert len(order) == len(store.usage().held) + 1
+    assert order[-1] == "a.json.tmp"
+
+
+def test_a_manifest_is_plain_json(maker: Any, store: ContextStore) -> None:
+    made: Maker = maker("rtn")
+    ids: Tensor = tokens(60)
+    store.put(made.context(ids, source="report.txt"), name="a")
+    values = json.loads((store.folder / "a.json").read_text())
+    assert values["source"] == "report.txt"
+    assert values["opening"] == ids[:16].tolist()
+    assert values["identity"]["method"] == "rtn"

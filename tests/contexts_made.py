@@ -1,0 +1,89 @@
+"""Contexts made with one attached model, and the fixtures for that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from contract import asked_for
+from factories import load, make_model
+from torch import Tensor
+
+import kvcli
+from kvcli.artifact import Artifact
+from kvcli.attention.next_token import SamplingConfig
+from kvcli.attention.session import Session
+from kvcli.cache.compressed import CompressedCache
+from kvcli.cache.context import Context
+from kvcli.cache.snapshot import Snapshot
+from kvcli.contexts import ContextStore, identity_of
+from kvcli.methods.config import CacheConfig
+from kvcli.models import LoadedModel
+from kvcli.registry import get_method
+
+
+def tokens(count: int, seed: int = 0) -> Tensor:
+    """Random token ids [count]; those of one seed are a prefix of longer ones."""
+    return torch.randint(3, 97, (4096,), generator=torch.Generator().manual_seed(seed))[:count]
+
+
+class Maker:
+    """Reads and continues texts in one session."""
+
+    def __init__(self, loaded: LoadedModel, session: Session) -> None:
+        self.loaded, self.session = loaded, session
+        self.identity = identity_of(session, loaded.tokenizer)
+
+    @torch.no_grad()
+    def read(self, ids: Tensor, cache: CompressedCache | None = None, chunk: int = 32) -> CompressedCache:
+        """A cache with these tokens [count], read in chunks; `cache` holds the first of them."""
+        cache = self.session.new_cache() if cache is None else cache
+        for start in range(cache.get_seq_length(), len(ids), chunk):
+            self.loaded.model(ids[None, start : start + chunk], past_key_values=cache, use_cache=True)
+        return cache
+
+    def snapshot(self, ids: Tensor, chunk: int = 32) -> Snapshot:
+        return self.read(ids, chunk=chunk).snapshot()
+
+    def context(self, ids: Tensor, cache: CompressedCache | None = None, source: str = "") -> Context:
+        """What is stored of a text."""
+        cache = self.read(ids) if cache is None else cache
+        return cache.context(ids[None], {**self.identity.text, "source": source})
+
+    def greedy(self, cache: CompressedCache, prompt: Tensor, count: int = 12) -> list[int]:
+        """Tokens that follow a prompt [count], of which the cache holds the first."""
+        made = self.session.generate(
+            prompt[None], sampling=SamplingConfig(count), past_key_values=cache, eos_token_id=[]
+        )
+        return made.sequences[0, len(prompt) :].tolist()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ContextStore:
+    return ContextStore(tmp_path / "contexts", block_tokens=16)
+
+
+@pytest.fixture
+def maker(tiny_artifact: Callable[[Any], Artifact]) -> Iterator[Callable[..., Maker]]:
+    """Attaches methods with their example settings to one tiny model, and detaches them at the end."""
+    loaded = load(make_model("llama"))
+    sessions = []
+
+    def make(name: str, **changes: Any) -> Maker:
+        for session in sessions:
+            session.detach()
+        method = get_method(name)
+        artifact = tiny_artifact(method) if method.needs_artifact else None
+        known = CacheConfig.model_fields if artifact else method.config_cls.model_fields
+        settings = {key: value for key, value in method.example_settings.items() if key in known}
+        asked = name if artifact else asked_for(method)
+        session = kvcli.attach(loaded, asked, artifact=artifact, **{"sink_length": 2, **settings, **changes})
+        sessions.append(session)
+        return Maker(loaded, session)
+
+    yield make
+    for session in sessions:
+        session.detach()

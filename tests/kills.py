@@ -1,0 +1,65 @@
+"""Kills a call at a chosen moment, in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+MOMENTS = 20
+FILE_EVENTS = ("open", "os.rename", "os.remove", "os.link", "os.mkdir", "os.rmdir", "os.chmod")
+
+
+def run_and_kill(work: Callable[[], Any], folder: Path, moment: int) -> int:
+    """Runs a call in a forked process that is killed before a file operation, sometimes with a file half written.
+
+    Args:
+        work: the call.
+        folder: where its file operations are counted.
+        moment: the operation that is not done any more.
+
+    Returns:
+        File operations that were done.
+    """
+    counter = folder.parent / "counter"
+    counter.write_bytes(b"")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # from Python 3.12 on: a fork of a process with threads
+        child = os.fork()
+    if not child:
+        count = 0
+        log = os.open(counter, os.O_WRONLY | os.O_APPEND)
+
+        def count_and_kill(event: str, arguments: tuple[Any, ...]) -> None:
+            nonlocal count
+            if event not in FILE_EVENTS or not str(arguments[0]).startswith(str(folder)):
+                return
+            count += 1
+            if count == moment:
+                for half in folder.rglob("*.tmp") if moment % 2 else ():
+                    os.truncate(half, half.stat().st_size // 2)
+                os.kill(os.getpid(), signal.SIGKILL)
+            os.write(log, b".")
+
+        sys.addaudithook(count_and_kill)
+        try:
+            work()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert status in (0, signal.SIGKILL)
+    return counter.stat().st_size
+
+
+def moments(work: Callable[[], Any], folder: Path) -> list[int]:
+    """Moments spread over all file operations of a call."""
+    count = run_and_kill(work, folder, -1)
+    assert count > MOMENTS
+    return sorted({1 + i * (count - 1) // (MOMENTS - 1) for i in range(MOMENTS)})
