@@ -43,13 +43,6 @@ def default_name(tokens: Tensor, identity: Mapping[str, Any]) -> str:
     return hashlib.sha256(text + tokens.numpy().tobytes()).hexdigest()[:_NAME_DIGITS]
 
 
-def common_tokens(first: Tensor, second: Tensor) -> int:
-    """How many tokens two sequences [tokens] begin with alike."""
-    shorter = min(len(first), len(second))
-    different = (first[:shorter] != second[:shorter]).nonzero()
-    return int(different[0]) if len(different) else shorter
-
-
 def write_content(
     files: TensorFiles,
     snapshot: Snapshot,

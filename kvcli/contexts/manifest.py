@@ -127,6 +127,14 @@ def manifest_path(folder: Path, name: str) -> Path:
     return folder / f"{name}{SUFFIX}"
 
 
+def last_used(folder: Path, name: str) -> float:
+    """When a context was stored or loaded last, seconds since the epoch; 0 if there is none."""
+    try:
+        return manifest_path(folder, name).stat().st_mtime
+    except OSError:
+        return 0.0
+
+
 def manifest_names(folder: Path) -> list[str]:
     """Names of the contexts of a folder, also of damaged ones."""
     names = (path.name.removesuffix(SUFFIX) for path in folder.glob(f"*{SUFFIX}"))

@@ -19,21 +19,23 @@ import torch
 from torch import Tensor
 
 from kvcli.cache.context import Context
-from kvcli.contexts.content import as_tokens, common_tokens, default_name, read_snapshot, read_tokens, write_content
+from kvcli.contexts.content import as_tokens, default_name, read_snapshot, read_tokens, write_content
 from kvcli.contexts.identity import ContextIdentity
-from kvcli.contexts.layout import BLOCK_TOKENS, check_storable, usable_length
+from kvcli.contexts.layout import BLOCK_TOKENS, check_storable
 from kvcli.contexts.lock import lock
 from kvcli.contexts.manifest import (
-    OPENING_TOKENS,
     Manifest,
     check_name,
+    last_used,
     manifest_names,
     manifest_path,
     no_context,
     read_manifest,
     write_manifest,
 )
+from kvcli.contexts.pruning import drop, prune
 from kvcli.contexts.records import Match, Pruned, Stored
+from kvcli.contexts.search import longest
 from kvcli.contexts.tensor_files import TensorFile, TensorFiles
 from kvcli.contexts.usage import Usage
 from kvcli.errors import ContextError
@@ -81,10 +83,7 @@ class ContextStore:
 
     def last_used(self, name: str) -> float:
         """When a context was stored or loaded last, seconds since the epoch; 0 if there is none."""
-        try:
-            return manifest_path(self.folder, name).stat().st_mtime
-        except OSError:
-            return 0.0
+        return last_used(self.folder, name)
 
     def find(
         self, token_ids: Sequence[int] | Tensor, identity: ContextIdentity, say: Say = say_nothing
@@ -104,26 +103,11 @@ class ContextStore:
         Raises:
             ContextError: token ids of several rows.
         """
-        wanted, best = as_tokens(token_ids), None
+        wanted = as_tokens(token_ids)
         if not self.folder.is_dir():
             return None
-        opening = tuple(wanted[:OPENING_TOKENS].tolist())
         with lock(self.folder, alone=False):
-            for manifest in self.manifests(say):
-                shorter = min(len(opening), len(manifest.opening))
-                if manifest.opening[:shorter] != opening[:shorter] or (best and best.num_tokens >= manifest.num_tokens):
-                    continue
-                if identity.difference(manifest.identity) is not None:
-                    continue
-                try:
-                    common = common_tokens(read_tokens(self._files, manifest), wanted)
-                except ContextError as error:
-                    say(f"context '{manifest.name}' is passed over: {error}")
-                    continue
-                length = usable_length(manifest.counts, manifest.block_tokens, common)
-                if length > (best.num_tokens if best else 0):
-                    best = Match(manifest, length)
-        return best
+            return longest(self.manifests(say), self._files, wanted, identity, say)
 
     def fetch(
         self,
@@ -158,6 +142,15 @@ class ContextStore:
         if identity is not None and (reason := identity.difference(manifest.identity)) is not None:
             raise ContextError(f"context '{name}' cannot be used here: it was made {reason}")
         return Match(manifest, manifest.num_tokens)
+
+    def token_ids(self, manifest: Manifest) -> Tensor:
+        """All token ids of a context, int64 [tokens].
+
+        Raises:
+            ContextError: their file is missing or damaged.
+        """
+        with self._reading(manifest.name):
+            return read_tokens(self._files, manifest)
 
     def load(self, match: Match, device: torch.device | str = "cpu") -> Context:
         """Reads what `find` or `whole` found, after a check of its files, and notes that the context was used.
@@ -253,7 +246,7 @@ class ContextStore:
             usage = Usage(self.folder, self._files)
             if name not in usage.named:
                 raise no_context(self.folder, name)
-            return self._drop(name, usage)
+            return drop(self.folder, self._files, name, usage)
 
     def prune(self, max_bytes: int | None = None, keep: Collection[str] = ()) -> Pruned:
         """Removes files that no context names, then contexts until the store is small enough.
@@ -268,16 +261,7 @@ class ContextStore:
         if not self.folder.is_dir():
             return Pruned((), 0)
         with lock(self.folder, alone=True):
-            freed = sum(map(_unlink, [*self.folder.glob("*.tmp"), *self._files.folder.glob("*.tmp")]))
-            usage, evicted = Usage(self.folder, self._files), []
-            freed += self._files.remove(usage.unused)
-            for name in sorted(usage.named, key=self.last_used):
-                if max_bytes is None or usage.nbytes <= max_bytes:
-                    break
-                if name not in keep:
-                    freed += self._drop(name, usage)
-                    evicted.append(name)
-        return Pruned(tuple(evicted), freed)
+            return prune(self.folder, self._files, max_bytes, keep)
 
     def usage(self) -> Usage:
         """Which contexts name which files, now."""
@@ -308,10 +292,6 @@ class ContextStore:
                 advance(1)
         return damages
 
-    def _drop(self, name: str, usage: Usage) -> int:
-        """Removes a manifest, then the files that no other names; returns the bytes."""
-        return _unlink(manifest_path(self.folder, name)) + self._files.remove(usage.forget(name))
-
     def _check_name_is_free(self, name: str, tokens: Tensor, identity: ContextIdentity) -> None:
         """Raises ContextError where a name belongs to a context of other tokens or another identity."""
         if not manifest_path(self.folder, name).exists():
@@ -335,10 +315,3 @@ class ContextStore:
                 raise ContextError(
                     f"context '{name}' is damaged: {error}; remove it with 'kvcli contexts rm {name}' and make it again"
                 ) from error
-
-
-def _unlink(path: Path) -> int:
-    """Removes a file; returns its bytes."""
-    size = path.stat().st_size
-    path.unlink()
-    return size

@@ -129,7 +129,8 @@ def token_scores(logits: Tensor, reference: Tensor, targets: Tensor) -> TokenSco
     )
 
 
-def _joined(parts: list[TokenScores], dim: int) -> TokenScores:
+def joined(parts: list[TokenScores], dim: int) -> TokenScores:
+    """Scores of more tokens (dim 1) or of more sequences (dim 0)."""
     return TokenScores(**{name: torch.cat([getattr(x, name) for x in parts], dim) for name in vars(parts[0])})
 
 
@@ -197,5 +198,5 @@ def measure(
                         again = partial(model.base_model, tokens[:, :stop], past_key_values=session.new_cache())
                         raise not_finite(model, f"method '{session.method.name}'", again)
                 advance(part.numel())
-            batches.append(_joined(parts, dim=1))
-        return _joined(batches, dim=0).report(cache.memory())
+            batches.append(joined(parts, dim=1))
+        return joined(batches, dim=0).report(cache.memory())
