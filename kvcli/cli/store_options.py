@@ -16,13 +16,15 @@ if TYPE_CHECKING:
     from kvcli.contexts import ContextStore
 
 
+STORE_HELP = "folder of the store of contexts; default: runs/MODEL/contexts"
+"""Help of every `--store`."""
+
+
 class StoreOptions(Options):
     """Options of commands that read or change a store."""
 
     model: str = Field(default=DEFAULT_MODEL, description="model whose contexts are meant")
-    store: Path | None = Field(
-        default=None, description="folder of the store of contexts; default: runs/MODEL/contexts"
-    )
+    store: Path | None = Field(default=None, description=STORE_HELP)
 
     def open(self, must_exist: bool = True) -> ContextStore:
         """The store.

@@ -48,8 +48,8 @@ class Usage:
         return set(self.held) - set(self.count)
 
     def shared_bytes(self, name: str) -> int:
-        """Bytes of a context's files that other contexts name, too."""
-        return sum(self.held[file] for file in self.named[name] if self.count[file] > 1)
+        """Bytes of a context's files that other contexts name, too; 0 for one that was stored later."""
+        return sum(self.held[file] for file in self.named.get(name, ()) if self.count[file] > 1)
 
     def forget(self, name: str) -> set[str]:
         """Leaves a context out of account; returns its files that no other context names."""

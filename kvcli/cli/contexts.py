@@ -1,0 +1,213 @@
+"""`kvcli contexts`: what is in a store of contexts, and what is to stay there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+from pydantic import Field
+
+from kvcli.cli import contexts_show as show
+from kvcli.cli.command import command
+from kvcli.cli.output import Output, parse_size, size
+from kvcli.cli.store_options import StoreOptions
+from kvcli.cli.tables import DataTable
+from kvcli.errors import ContextError, UsageError, suggestion
+
+if TYPE_CHECKING:
+    from kvcli.contexts import ContextStore, Stored
+
+
+class ListOptions(StoreOptions):
+    """Options of `kvcli contexts list`."""
+
+
+class VerifyOptions(StoreOptions):
+    """Options of `kvcli contexts verify`."""
+
+    names: list[str] = Field(default=[], description="contexts to read in full; default: all")
+
+
+class PruneOptions(StoreOptions):
+    """Options of `kvcli contexts prune`."""
+
+    max_bytes: str | None = Field(
+        default=None,
+        description="remove the least recently used contexts until the store has this size, such as 20GiB",
+    )
+
+
+class RemoveOptions(StoreOptions):
+    """Options of `kvcli contexts rm`."""
+
+    names: list[str] = Field(default=[], description="contexts to remove, also damaged ones")
+
+
+class ExportOptions(StoreOptions):
+    """Options of `kvcli contexts export`."""
+
+    name: str | None = Field(default=None, description="the context")
+    out: Path | None = Field(default=None, description="the file; default: NAME.safetensors")
+
+
+class ImportOptions(StoreOptions):
+    """Options of `kvcli contexts import`."""
+
+    files: list[Path] = Field(default=[], description="files of 'kvcli compress --out' or 'kvcli contexts export'")
+    name: str | None = Field(default=None, description="name in the store; default: that of the file")
+    overwrite: bool = Field(default=False, description="replace a context of this name")
+    max_bytes: str | None = Field(
+        default=None, description="size that the store may have, such as 20GiB; the least recently used contexts go"
+    )
+
+
+def list_contexts(options: ListOptions, output: Output) -> None:
+    """List the contexts of a store, the most recently used first."""
+    store = options.open()
+    usage = store.usage()
+    records = [show.describe(store, manifest, usage) for manifest in store.manifests(output.warn)]
+    columns = ("name", "tokens", "method", "bits K / V", "size", "smaller", "shared", "last used", "source")
+    rows = [
+        [
+            record["name"],
+            str(record["tokens"]),
+            record["method"],
+            show.bits(record),
+            size(record["bytes"]),
+            f"{record['ratio']:.1f}x",
+            size(record["shared_bytes"]),
+            record["last_used"].replace("T", " ")[:16],
+            record["source"],
+        ]
+        for record in records
+    ]
+    unused = sum(usage.held[file] for file in usage.unused)
+    title = f"{store.folder}: {_contexts(len(usage.named))}, {size(usage.nbytes)}"
+    if unused:
+        title += f"; {size(unused)} that no context uses, see 'kvcli contexts prune'"
+    optional = ("source", "bits K / V", "shared", "smaller", "last used")
+    table = DataTable(title, columns, rows, optional=optional)
+    output.result({"store": str(store.folder), "bytes": usage.nbytes, "unused_bytes": unused, "rows": records}, table)
+
+
+def verify(options: VerifyOptions, output: Output) -> None:
+    """Read contexts in full and compare every checksum; exit code 1 if one is damaged."""
+    store = options.open()
+    check_names(store, options.names)
+    names = options.names or store.names()
+    damages = store.damages(names, output.progress)
+    for reason in damages.values():
+        output.warn(reason)
+    output.result(
+        {"contexts": len(names), "damaged": damages}, None if damages else f"{_contexts(len(names))}, all whole"
+    )
+    if damages:
+        raise ContextError(f"{len(damages)} of {_contexts(len(names))} damaged: {', '.join(damages)}")
+
+
+def prune(options: PruneOptions, output: Output) -> None:
+    """Remove files that no context uses, and contexts beyond a size, the least recently used first."""
+    store = options.open()
+    done = store.prune(parse_size(options.max_bytes))
+    for name in done.evicted:
+        output.say(f"removed {name}")
+    record: dict[str, Any] = {
+        "evicted": list(done.evicted),
+        "freed_bytes": done.freed_bytes,
+        "bytes": store.usage().nbytes,
+    }
+    output.result(record, f"freed {size(done.freed_bytes)}; the store has {size(record['bytes'])}")
+
+
+def remove(options: RemoveOptions, output: Output) -> None:
+    """Remove contexts, and what no other context uses of them."""
+    store = options.open()
+    if not options.names:
+        raise UsageError("name one or more contexts; 'kvcli contexts list' shows those that are there")
+    check_names(store, options.names)
+    freed = sum(map(store.remove, dict.fromkeys(options.names)))
+    output.result({"removed": options.names, "freed_bytes": freed}, f"freed {size(freed)}")
+
+
+def check_names(store: ContextStore, names: list[str]) -> None:
+    """Raises ContextError unless all names are of contexts of a store."""
+    known = store.names()
+    for name in names:
+        if name not in known:
+            raise ContextError(f"there is no context '{name}' in {store.folder}{suggestion(name, known)}")
+
+
+def export(options: ExportOptions, output: Output) -> None:
+    """Write a context to one file, which 'kvcli generate --context' and 'kvcli contexts import' read."""
+    if options.name is None:
+        raise UsageError("name a context; 'kvcli contexts list' shows those that are there")
+    store = options.open()
+    path = options.out or Path(f"{options.name}.safetensors")
+    written = store.load(store.whole(options.name)).save(path)
+    output.result({"file": str(path), "bytes": written}, str(path))
+
+
+def import_files(options: ImportOptions, output: Output) -> None:
+    """Put contexts from files into a store."""
+    from kvcli.cache.context import Context
+
+    if not options.files:
+        raise UsageError("name one or more files of contexts")
+    if options.name is not None and len(options.files) > 1:
+        raise UsageError("--name goes with one file")
+    store, records = options.open(must_exist=False), []
+    for path in options.files:
+        stored = store.put(
+            Context.load(path),
+            name=options.name or path.stem,
+            overwrite=options.overwrite,
+            max_bytes=parse_size(options.max_bytes),
+        )
+        records.append(stored_record(stored))
+    output.result({"store": str(store.folder), "rows": records}, "\n".join(stored_line(row) for row in records))
+
+
+def stored_record(stored: Stored) -> dict[str, Any]:
+    """What storing a context did, as plain JSON values."""
+    return {
+        "name": stored.manifest.name,
+        "tokens": stored.manifest.num_tokens,
+        "new_bytes": stored.new_bytes,
+        "shared_bytes": stored.shared_bytes,
+        "evicted": list(stored.evicted),
+    }
+
+
+def stored_line(record: dict[str, Any]) -> str:
+    """The same on a line."""
+    evicted = f"; removed {', '.join(record['evicted'])}" if record["evicted"] else ""
+    return (
+        f"{record['name']}: {record['tokens']} tokens, {size(record['new_bytes'])} written, "
+        f"{size(record['shared_bytes'])} shared with other contexts{evicted}"
+    )
+
+
+def _contexts(count: int) -> str:
+    return f"{count} context{'' if count == 1 else 's'}"
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the commands."""
+    contexts = typer.Typer(
+        name=show.GROUP,
+        help="Contexts on disk: what is stored, what it takes, whether it is whole.",
+        no_args_is_help=True,
+        rich_markup_mode="rich",
+        epilog="Example: kvcli contexts list",
+    )
+    command(contexts, "list", ListOptions, "kvcli contexts list", group=show.GROUP)(list_contexts)
+    show.register(contexts)
+    command(contexts, "verify", VerifyOptions, "kvcli contexts verify", ("names",), group=show.GROUP)(verify)
+    command(contexts, "prune", PruneOptions, "kvcli contexts prune --max-bytes 20GiB", group=show.GROUP)(prune)
+    command(contexts, "rm", RemoveOptions, "kvcli contexts rm report", ("names",), group=show.GROUP)(remove)
+    example = "kvcli contexts export report --out report.safetensors"
+    command(contexts, "export", ExportOptions, example, ("name",), group=show.GROUP)(export)
+    example = "kvcli contexts import report.safetensors"
+    command(contexts, "import", ImportOptions, example, ("files",), group=show.GROUP)(import_files)
+    app.add_typer(contexts)

@@ -1,0 +1,151 @@
+"""`kvcli contexts`: what is listed, measured, removed, exported and imported."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from console import invoke
+from contexts_made import Maker, flip_a_byte, tokens
+
+import kvcli
+from kvcli.contexts import ContextStore
+
+STORE = Path("runs/smollm2-135m/contexts")
+SETTINGS = {"residual_length": 16, "group_size": 8, "k_bits": 2, "v_bits": 2}
+
+
+@pytest.fixture
+def made(tiny: Any) -> Maker:
+    """Contexts `first` and `second` of 600 tokens in the default store, which begin alike."""
+    store = ContextStore(STORE)
+    with kvcli.attach(tiny, "kivi", **SETTINGS) as session:
+        maker = Maker(tiny, session)
+        for name, seed in (("first", 1), ("second", 2)):
+            ids = torch.cat((tokens(300), tokens(300, seed)))
+            store.put(maker.context(ids, maker.read(ids, chunk=100), source=f"{name}.txt"), name=name)
+    return maker
+
+
+def rows(*arguments: str) -> Any:
+    result = invoke("contexts", *arguments, "--json")
+    assert result.exit_code == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def test_list_and_show(made: Maker) -> None:
+    listed = rows("list")
+    assert [row["name"] for row in listed["rows"]] == ["second", "first"]
+    assert listed["unused_bytes"] == 0
+    shown = rows("show", "first")
+    assert shown == next(row for row in listed["rows"] if row["name"] == "first")
+    assert (shown["tokens"], shown["blocks"], shown["shared_blocks"], shown["method"]) == (600, 2, 1, "kivi")
+    assert shown["source"] == "first.txt"
+    assert 0 < shown["shared_bytes"] < shown["bytes"] < shown["fp16_bytes"]
+    table = invoke("contexts", "list").stdout
+    assert "first.txt" in table
+    assert "2 contexts" in table
+    text = invoke("contexts", "show", "first").stdout
+    assert "600 tokens of first.txt, tiny in float32, method kivi" in text
+    assert "2 blocks of 256 tokens, 1 of them shared" in text
+    assert "KL" not in text
+
+
+def test_show_measures_what_the_copy_loses(made: Maker) -> None:
+    kl = rows("show", "first", "--kl", "--kl-tokens", "50")["kl"]
+    assert kl["num_tokens"] == 50
+    assert 0 < kl["kl_mean"] < 1
+    text = invoke("contexts", "show", "first", "--kl", "--kl-tokens", "50").stdout
+    assert "over the last 50 tokens: KL 0.0" in text
+    short = invoke("contexts", "show", "first", "--kl", "--kl-tokens", "590")
+    assert short.exit_code == 2
+    assert "no block of 256 codes" in short.stderr
+
+
+def test_show_refuses_another_model(made: Maker, monkeypatch: Any) -> None:
+    from dataclasses import replace
+
+    from factories import load, make_model
+
+    from kvcli import models
+
+    other = replace(load(make_model("qwen2")), tokenizer=made.loaded.tokenizer)
+    monkeypatch.setattr(models, "load_model", lambda name, **_: other)
+    result = invoke("contexts", "show", "first", "--kl", "--kl-tokens", "50")
+    assert result.exit_code == 1
+    assert "context 'first' cannot be used here: it was made with another model, tiny" in result.stderr
+
+
+def test_verify_says_what_is_damaged(made: Maker) -> None:
+    assert "2 contexts, all whole" in invoke("contexts", "verify").stdout
+    flip_a_byte(STORE, "first", "last")
+    result = invoke("contexts", "verify")
+    assert result.exit_code == 1
+    assert "error: 1 of 2 contexts damaged: first" in result.stderr
+    assert "kvcli contexts rm first" in result.stderr
+    record = json.loads(invoke("contexts", "verify", "--json").stdout)
+    assert list(record["damaged"]) == ["first"]
+    assert invoke("contexts", "verify", "second").exit_code == 0
+    unknown = invoke("contexts", "verify", "secnd")
+    assert unknown.exit_code == 1
+    assert "did you mean 'second'?" in unknown.stderr
+
+
+def test_rm_and_prune(made: Maker) -> None:
+    nobody = invoke("contexts", "rm", "first", "third")
+    assert nobody.exit_code == 1
+    assert len(rows("list")["rows"]) == 2
+    assert invoke("contexts", "rm").exit_code == 2
+    (STORE / "blocks" / ("0" * 64 + ".safetensors")).write_bytes(b"abc")
+    (STORE / "blocks" / "x.tmp").write_bytes(b"abcd")
+    assert rows("list")["unused_bytes"] == 3
+    assert "3 B that no context uses" in invoke("contexts", "list").stdout
+    assert rows("prune")["freed_bytes"] == 7
+    bytes_of_both = rows("list")["bytes"]
+    pruned = rows("prune", "--max-bytes", str(bytes_of_both - 1))
+    assert pruned["evicted"] == ["first"]
+    assert pruned["bytes"] + pruned["freed_bytes"] == bytes_of_both
+    assert rows("rm", "second")["removed"] == ["second"]
+    assert rows("list") == {"store": str(STORE), "bytes": 0, "unused_bytes": 0, "rows": []}
+    assert invoke("contexts", "prune", "--max-bytes", "much").exit_code == 2
+
+
+def test_export_and_import(made: Maker, tmp_path: Path) -> None:
+    exported = rows("export", "first", "--out", "a.safetensors")
+    assert Path("a.safetensors").stat().st_size == exported["bytes"]
+    assert invoke("contexts", "export", "second").stdout == "second.safetensors\n"
+    imported = rows("import", "a.safetensors", "second.safetensors", "--store", "other")
+    assert [row["name"] for row in imported["rows"]] == ["a", "second"]
+    assert imported["rows"][1]["shared_bytes"] > 0
+    assert invoke("contexts", "verify", "--store", "other").exit_code == 0
+    again = invoke("contexts", "import", "second.safetensors", "--store", "other", "--name", "a")
+    assert again.exit_code == 1
+    assert "replace it with --overwrite" in again.stderr
+    replaced = invoke("contexts", "import", "second.safetensors", "--store", "other", "--name", "a", "--overwrite")
+    assert "a: 600 tokens" in replaced.stdout
+    assert invoke("contexts", "import", "a.safetensors", "second.safetensors", "--name", "x").exit_code == 2
+    Path("bad.safetensors").write_bytes(b"abc")
+    assert invoke("contexts", "import", "bad.safetensors", "--store", "other").exit_code == 1
+    assert invoke("contexts", "import", "none.safetensors", "--store", "other").exit_code == 1
+    assert invoke("contexts", "export", "third").exit_code == 1
+
+
+def test_a_store_that_is_not_there(tiny: Any) -> None:
+    for arguments in (("list",), ("verify",), ("prune",), ("show", "a"), ("rm", "a"), ("export", "a")):
+        result = invoke("contexts", *arguments)
+        assert result.exit_code == 2
+        assert "there is no store of contexts in runs/smollm2-135m/contexts" in result.stderr
+    for command in ("show", "export"):
+        STORE.mkdir(parents=True, exist_ok=True)
+        assert invoke("contexts", command).exit_code == 2
+
+
+def test_help_of_every_command() -> None:
+    assert invoke("contexts", "--help").exit_code == 0
+    for name in ("list", "show", "verify", "prune", "rm", "export", "import"):
+        result = invoke("contexts", name, "--help")
+        assert result.exit_code == 0
+        assert f"Example: kvcli contexts {name}" in " ".join(result.stdout.split())
