@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvcli.cache.snapshot import CODES, WINDOWS, Snapshot
 from kvcli.contexts.layout import join, num_blocks, split, whole_groups
-from kvcli.contexts.manifest import OPENING_TOKENS, Manifest
+from kvcli.contexts.manifest import Manifest, opening_of
 from kvcli.contexts.records import Match, Stored
 from kvcli.contexts.stacking import stack_layers, unstack_layers
 from kvcli.contexts.tensor_files import TensorFiles
@@ -69,7 +69,7 @@ def write_content(
         identity=identity,
         counts=snapshot.counts,
         block_tokens=block_tokens,
-        opening=tuple(tokens[:OPENING_TOKENS].tolist()),
+        opening=opening_of(tokens.tolist()),
         key_code_bytes=_nbytes(snapshot, f"{CODES[0]}."),
         value_code_bytes=_nbytes(snapshot, f"{CODES[1]}."),
         window_bytes=sum(_nbytes(snapshot, kind) for kind in WINDOWS),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from kvcli.files import read_sealed, write_sealed
 FORMAT_VERSION = 1
 SUFFIX = ".json"
 OPENING_TOKENS = 16
-"""Tokens that a manifest repeats, so that most contexts are told from a prompt without another file."""
+"""First tokens of which a manifest has a checksum, so that it need not be parsed for prompts that begin otherwise."""
 
 _SIZES = ("key_code_bytes", "value_code_bytes", "window_bytes", "values_per_token")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", re.ASCII)
@@ -35,7 +36,7 @@ class Manifest:
         identity: of the model, the method and the artifact, as `kvcli.contexts.identity` gives it.
         counts: of tokens and codes, one row.
         block_tokens: tokens of a block.
-        opening: its first 16 tokens.
+        opening: checksum of its first 16 tokens, see `opening_of`.
         key_code_bytes: bytes of the codes of its keys.
         value_code_bytes: of its values.
         window_bytes: of its tokens in full precision.
@@ -52,7 +53,7 @@ class Manifest:
     identity: Mapping[str, Any]
     counts: SnapshotCounts
     block_tokens: int
-    opening: tuple[int, ...]
+    opening: str
     key_code_bytes: int
     value_code_bytes: int
     window_bytes: int
@@ -99,13 +100,18 @@ class Manifest:
             "identity": dict(self.identity),
             "counts": self.counts.to_dict(),
             "block_tokens": self.block_tokens,
-            "opening": list(self.opening),
+            "opening": self.opening,
             **{name: getattr(self, name) for name in _SIZES},
             "tokens": self.tokens.to_dict(),
             "first": self.first.to_dict(),
             "blocks": [file.to_dict() for file in self.blocks],
             "last": self.last.to_dict(),
         }
+
+
+def opening_of(tokens: Sequence[int]) -> str:
+    """Checksum of the first 16 tokens, or of all if there are fewer."""
+    return hashlib.sha256(" ".join(map(str, tokens[:OPENING_TOKENS])).encode()).hexdigest()
 
 
 def check_name(name: str) -> None:
@@ -184,7 +190,7 @@ def _checked(name: str, values: Mapping[str, Any]) -> Manifest:
         identity=identity,
         counts=counts,
         block_tokens=block_tokens,
-        opening=_numbers(values["opening"]),
+        opening=str(values["opening"]),
         **dict(zip(_SIZES, sizes, strict=True)),
         tokens=TensorFile.from_dict(values["tokens"]),
         first=TensorFile.from_dict(values["first"]),

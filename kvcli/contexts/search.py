@@ -2,26 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import partial
+from pathlib import Path
 
 from torch import Tensor
 
 from kvcli.contexts.content import read_tokens
 from kvcli.contexts.identity import ContextIdentity
 from kvcli.contexts.layout import usable_length
-from kvcli.contexts.manifest import OPENING_TOKENS, Manifest
+from kvcli.contexts.manifest import OPENING_TOKENS, Manifest, last_used, manifest_names, manifest_path, opening_of
 from kvcli.contexts.records import Match
 from kvcli.contexts.tensor_files import TensorFiles
 from kvcli.errors import ContextError
 from kvcli.progress import Say
 
 
+def names_to_read(folder: Path, wanted: Tensor) -> list[str]:
+    """Names of contexts that may begin as a prompt does; the most recently used first.
+
+    Their manifests have the checksum of the same first 16 tokens, or of fewer if that is all they have. Of a prompt of
+    fewer tokens, nothing is known.
+
+    Args:
+        folder: of the manifests.
+        wanted: token ids of the prompt, int64 [tokens].
+    """
+    names = sorted(manifest_names(folder), key=partial(last_used, folder), reverse=True)
+    if len(wanted) < OPENING_TOKENS:
+        return names
+    first = wanted[:OPENING_TOKENS].tolist()
+    openings = [opening_of(first[:count]).encode() for count in range(1, OPENING_TOKENS + 1)]
+    return [name for name in names if _has_any(manifest_path(folder, name), openings)]
+
+
 def longest(
     manifests: Iterable[Manifest], files: TensorFiles, wanted: Tensor, identity: ContextIdentity, say: Say
 ) -> Match | None:
     """The context of which most is of use, the first of several; tokens are compared one by one.
-
-    A manifest repeats its first tokens; the file with all of them is read only where these are the prompt's.
 
     Args:
         manifests: of the contexts to choose from.
@@ -30,10 +48,9 @@ def longest(
         identity: of model, method and artifact.
         say: called with a line about every context whose token ids cannot be read.
     """
-    opening, best = tuple(wanted[:OPENING_TOKENS].tolist()), None
+    best: Match | None = None
     for manifest in manifests:
-        shorter = min(len(opening), len(manifest.opening))
-        if manifest.opening[:shorter] != opening[:shorter] or (best and best.num_tokens >= manifest.num_tokens):
+        if best is not None and best.num_tokens >= manifest.num_tokens:
             continue
         if identity.difference(manifest.identity) is not None:
             continue
@@ -53,3 +70,12 @@ def common_tokens(first: Tensor, second: Tensor) -> int:
     shorter = min(len(first), len(second))
     different = (first[:shorter] != second[:shorter]).nonzero()
     return int(different[0]) if len(different) else shorter
+
+
+def _has_any(path: Path, digests: Sequence[bytes]) -> bool:
+    """Whether a file, if it is there, has one of some texts."""
+    try:
+        text = path.read_bytes()
+    except OSError:
+        return False
+    return any(digest in text for digest in digests)

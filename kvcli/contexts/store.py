@@ -35,7 +35,7 @@ from kvcli.contexts.manifest import (
 )
 from kvcli.contexts.pruning import drop, prune
 from kvcli.contexts.records import Match, Pruned, Stored
-from kvcli.contexts.search import longest
+from kvcli.contexts.search import longest, names_to_read
 from kvcli.contexts.tensor_files import TensorFile, TensorFiles
 from kvcli.contexts.usage import Usage
 from kvcli.errors import ContextError
@@ -68,13 +68,14 @@ class ContextStore:
         """
         return read_manifest(self.folder, name)
 
-    def manifests(self, say: Say = say_nothing) -> Iterator[Manifest]:
-        """All contexts whose manifests can be read, the most recently used first.
+    def manifests(self, say: Say = say_nothing, names: Sequence[str] | None = None) -> Iterator[Manifest]:
+        """The contexts whose manifests can be read.
 
         Args:
             say: called with a line about every other one.
+            names: of contexts; default: all, the most recently used first.
         """
-        for name in sorted(self.names(), key=self.last_used, reverse=True):
+        for name in sorted(self.names(), key=self.last_used, reverse=True) if names is None else names:
             try:
                 yield self.get(name)
             except ContextError as error:
@@ -94,11 +95,11 @@ class ContextStore:
             token_ids: of the prompt, one row. A cache needs a token that it does not hold to go on from: leave out the
                 prompt's last.
             identity: of the model, the method and the artifact; contexts of another identity are passed over.
-            say: called with a line about every damaged context, which is passed over.
+            say: called with a line about every damaged context that begins alike, which is passed over.
 
         Returns:
             None if no context is of use. One is if all of its tokens are the prompt's first, or so many of them that
-            they end where a block ends or in its window; fewer than 16 are not.
+            they end where a block ends or in its window; fewer than 16 are not, unless the prompt has no more.
 
         Raises:
             ContextError: token ids of several rows.
@@ -107,7 +108,8 @@ class ContextStore:
         if not self.folder.is_dir():
             return None
         with lock(self.folder, alone=False):
-            return longest(self.manifests(say), self._files, wanted, identity, say)
+            manifests = self.manifests(say, names_to_read(self.folder, wanted))
+            return longest(manifests, self._files, wanted, identity, say)
 
     def fetch(
         self,

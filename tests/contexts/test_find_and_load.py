@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,9 @@ from torch import Tensor
 from kvcli.cache.snapshot import Snapshot
 from kvcli.contexts import ContextStore
 from kvcli.contexts.layout import usable_length
+from kvcli.contexts.manifest import opening_of
 from kvcli.errors import CacheError, ContextError
+from kvcli.files import write_sealed
 from kvcli.registry import METHODS
 
 LENGTH = 90
@@ -141,7 +144,7 @@ def test_the_longest_is_found_among_many(maker: Any, store: ContextStore) -> Non
 
 
 def test_a_context_that_begins_alike_but_differs_later_is_told(maker: Any, store: ContextStore) -> None:
-    """Beyond the tokens that the manifest repeats, the file with all of them is read."""
+    """Beyond the tokens of which the manifest has a checksum, the file with all of them is read."""
     made: Maker = maker("fp16", residual_length=6, flush_block=1)
     first, second = tokens(90), branch(tokens(90), 50, 40)
     for name, ids in (("first", first), ("second", second)):
@@ -179,3 +182,28 @@ def test_another_identity_is_passed_over_and_refused_by_name(maker: Any, store: 
     renamed = replace(made.identity, cache=replace(cache, model="./a/copy"))
     assert store.find(ids, renamed) is not None
     assert store.whole("a", renamed).num_tokens == 40
+
+
+def test_contexts_and_prompts_of_a_few_tokens(maker: Any, store: ContextStore) -> None:
+    made: Maker = maker("rtn")
+    ids = tokens(60)
+    for length in (3, 15, 16, 17):
+        store.put(made.context(ids[:length]), name=f"of-{length}")
+    for length in (60, 17, 16, 15, 14, 3, 2, 1):
+        match = store.find(ids[:length], made.identity)
+        assert match is not None
+        assert match.num_tokens == min(length, 17)
+    match = store.find(branch(ids, 9), made.identity)
+    assert match is not None
+    assert (match.manifest.name, match.num_tokens) == ("of-3", 3)
+
+
+def test_a_manifest_with_the_checksum_of_other_tokens_is_not_believed(maker: Any, store: ContextStore) -> None:
+    made: Maker = maker("rtn")
+    ids, other = tokens(60), tokens(60, seed=3)
+    store.put(made.context(ids), name="a")
+    path = store.folder / "a.json"
+    values = json.loads(path.read_text())
+    del values["sha256"]
+    write_sealed(path, {**values, "opening": opening_of(other.tolist())})
+    assert store.find(other, made.identity) is None

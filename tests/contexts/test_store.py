@@ -274,5 +274,4 @@ def test_a_manifest_is_plain_json(maker: Any, store: ContextStore) -> None:
     store.put(made.context(ids, source="report.txt"), name="a")
     values = json.loads((store.folder / "a.json").read_text())
     assert values["source"] == "report.txt"
-    assert values["opening"] == ids[:16].tolist()
     assert values["identity"]["method"] == "rtn"
