@@ -20,6 +20,7 @@ from kvcli.cache.compressed import CompressedCache
 from kvcli.cache.context import Context
 from kvcli.cache.snapshot import Snapshot
 from kvcli.contexts import ContextStore, identity_of
+from kvcli.fingerprint import text_identity
 from kvcli.methods.config import CacheConfig
 from kvcli.models import LoadedModel
 from kvcli.registry import get_method
@@ -51,7 +52,7 @@ class Maker:
     def context(self, ids: Tensor, cache: CompressedCache | None = None, source: str = "") -> Context:
         """What is stored of a text."""
         cache = self.read(ids) if cache is None else cache
-        return cache.context(ids[None], {**self.identity.text, "source": source})
+        return cache.context(ids[None], {**text_identity(self.loaded.tokenizer), "source": source})
 
     def greedy(self, cache: CompressedCache, prompt: Tensor, count: int = 12) -> list[int]:
         """Tokens that follow a prompt [count], of which the cache holds the first."""

@@ -14,6 +14,7 @@ from kvcli.cli.command import command
 from kvcli.cli.generate import compression_starts, describe
 from kvcli.cli.output import Output, size
 from kvcli.cli.session_options import PREFILL_CHUNK, SamplingOptions, choose_method
+from kvcli.cli.store_options import STORE_HELP
 from kvcli.errors import UsageError
 from kvcli.registry import DEFAULT_METHOD
 
@@ -31,8 +32,10 @@ class ChatOptions(SamplingOptions):
     system: str | None = Field(default=None, description="message of the system, before the first one")
     save: Path | None = Field(default=None, description="file for the conversation, written when it ends")
     resume: Path | None = Field(
-        default=None, description="conversation to go on from; it names model, method and settings"
+        default=None,
+        description="conversation to go on from, a file or a name in the store; it names model, method and settings",
     )
+    store: Path | None = Field(default=None, description=STORE_HELP)
     overwrite: bool = Field(default=False, description="let --save replace a file that exists")
     prefill_chunk: int = Field(default=PREFILL_CHUNK, ge=1, description="tokens per forward pass of what is read")
 
@@ -45,7 +48,7 @@ def run(options: ChatOptions, output: Output) -> None:
     if options.system is not None and options.resume is not None:
         raise UsageError("--system goes before the first message; the conversation of --resume has begun")
     check_target(options.save, options)
-    context = None if options.resume is None else load_context(options.resume)
+    context = None if options.resume is None else load_context(options.resume, options.model, options.store)
     options = options.for_context(context)
     chosen = choose_method(options, output, context)
     loaded = options.load(output)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,17 +9,18 @@ import typer
 from pydantic import Field
 
 from kvcli.cli.command import command
-from kvcli.cli.output import Output, size
+from kvcli.cli.compress_targets import FileTarget, StoreTarget
+from kvcli.cli.output import Output, parse_size, size
 from kvcli.cli.prompt_sources import Source, parse_messages, read_sources
 from kvcli.cli.session_options import PREFILL_CHUNK, SessionOptions, choose_method
+from kvcli.cli.store_options import MAX_BYTES_HELP, STORE_HELP, open_store
 from kvcli.errors import UsageError
 from kvcli.registry import DEFAULT_METHOD
 
 if TYPE_CHECKING:
-    from kvcli.attention.session import Session
-    from kvcli.models import LoadedModel
+    from torch import Tensor
 
-SUFFIX = ".safetensors"
+    from kvcli.models import LoadedModel
 
 
 class CompressOptions(SessionOptions):
@@ -38,99 +38,86 @@ class CompressOptions(SessionOptions):
         default=None,
         description="conversation to compress, a JSON list of objects with role and content; '-' reads standard input",
     )
-    out: Path | None = Field(default=None, description="file to write, or a folder for several texts")
-    overwrite: bool = Field(default=False, description="replace files that exist")
+    out: Path | None = Field(
+        default=None, description="file to write, or a folder for several texts; default: the store of contexts"
+    )
+    store: Path | None = Field(default=None, description=STORE_HELP)
+    name: str | None = Field(default=None, description="name in the store; default: that of the file")
+    reuse: bool = Field(
+        default=True, description="go on from the stored context that a text begins like, and read only the rest"
+    )
+    max_bytes: str | None = Field(default=None, description=MAX_BYTES_HELP)
+    overwrite: bool = Field(default=False, description="replace files, or contexts of the store, that exist")
     prefill_chunk: int = Field(default=PREFILL_CHUNK, ge=1, description="tokens per forward pass; part of the result")
 
 
 def run(options: CompressOptions, output: Output) -> None:
     """Read texts once and write their compressed caches, to be gone on from at once and as often as wanted."""
     sources = read_sources(options.prompt_file, options.messages)
-    targets = output_files(options, sources)
+    target = target_of(options, sources)
     chosen = choose_method(options, output, default=DEFAULT_METHOD)
     loaded = options.load(output)
     records = []
     with chosen.attach(loaded, options.impl, output) as session:
-        for source, target in zip(sources, targets, strict=True):
-            records.append(compress_source(loaded, session, source, target, options, output))
+        for source in sources:
+            ids, notes = tokens_of(loaded, source)
+            if ids.shape[1] > (limit := loaded.spec.max_position_embeddings):
+                output.warn(
+                    f"warning: {ids.shape[1]} tokens are more than the {limit} that {options.model} was trained on"
+                )
+            records.append({"source": source.name, **target.save(session, source, ids, notes, output)})
             output.say(describe(records[-1]))
     human = "\n".join(record["context"] for record in records)
-    output.result({"model": options.model, "method": chosen.name, "contexts": records}, human)
+    output.result({"model": options.model, "method": chosen.name, "store": target.store, "contexts": records}, human)
 
 
-def output_files(options: CompressOptions, sources: list[Source]) -> list[Path]:
-    """Where each context is written.
+def target_of(options: CompressOptions, sources: list[Source]) -> FileTarget | StoreTarget:
+    """Where contexts go.
 
     Raises:
-        UsageError: no place, one file for several texts, or a file that exists.
+        UsageError: options that exclude each other, one name for several texts, or a file that exists.
         OSError: the folder cannot be made.
     """
-    out = options.out
-    if out is None:
-        raise UsageError(f"give a file with --out NAME{SUFFIX}, or a folder for several texts")
-    if out.is_dir() or len(sources) > 1:
-        if out.suffix == SUFFIX and not out.is_dir():
-            raise UsageError(f"--out {out} is one file, but there are {len(sources)} texts; name a folder")
-        targets = [out / f"{source.name}{SUFFIX}" for source in sources]
-    else:
-        targets = [out]
-    existing = [target for target in targets if target.exists()]
-    if existing and not options.overwrite:
-        raise UsageError(f"{existing[0]} exists already; use --overwrite to replace it")
-    targets[0].parent.mkdir(parents=True, exist_ok=True)  # what cannot be made is said before the texts are read
-    return targets
+    if options.out is None:
+        store = open_store(options.store, options.model, must_exist=False)
+        max_bytes = parse_size(options.max_bytes)
+        return StoreTarget(
+            store, sources, options.prefill_chunk, options.name, options.reuse, options.overwrite, max_bytes
+        )
+    if given := [name for name in ("store", "name", "max_bytes") if getattr(options, name) is not None]:
+        raise UsageError(f"--{given[0].replace('_', '-')} is of the store, and --out writes a file; give one of them")
+    return FileTarget(options.out, sources, options.prefill_chunk, options.overwrite)
 
 
-def compress_source(
-    loaded: LoadedModel, session: Session, source: Source, target: Path, options: CompressOptions, output: Output
-) -> dict[str, Any]:
-    """Reads one text into a cache and writes it; returns what was measured."""
-    from kvcli.compress import compress
+def tokens_of(loaded: LoadedModel, source: Source) -> tuple[Tensor, dict[str, Any]]:
+    """Token ids [1, time] of a text or a conversation, and what is noted of it."""
     from kvcli.fingerprint import text_identity
     from kvcli.prompts import checked_messages, prompt_ids
     from kvcli.rendered import Rendered
 
-    notes = {**text_identity(loaded.tokenizer), "source": source.name}
-    if source.is_conversation:
-        messages = checked_messages(parse_messages(source), source.name)
-        conversation = Rendered.of(loaded, messages, to_reply=False)
-        ids, notes = conversation.ids, {**notes, **conversation.notes(conversation.ids.shape[1])}
-    else:
-        ids = prompt_ids(loaded, source.text, chat=False)
-    limit = loaded.spec.max_position_embeddings
-    if ids.shape[1] > limit:
-        output.warn(f"warning: {ids.shape[1]} tokens are more than the {limit} that {options.model} was trained on")
-    started = time.perf_counter()
-    cache = compress(session, ids, prefill_chunk=options.prefill_chunk, progress=output.progress)
-    read = time.perf_counter()
-    num_bytes = cache.context(ids.cpu(), notes).save(target)
-    memory = cache.memory()
-    return {
-        "context": str(target),
-        "source": source.name,
-        "tokens": memory.num_tokens,
-        "file_bytes": num_bytes,
-        "fp16_bytes": memory.fp16_bytes,
-        "file_bits": 16 * num_bytes / memory.fp16_bytes,
-        "true_bits": memory.true_bits,
-        "read_s": read - started,
-        "write_s": time.perf_counter() - read,
-        "memory": memory.to_dict(),
-    }
+    notes: dict[str, Any] = {**text_identity(loaded.tokenizer), "source": source.name}
+    if not source.is_conversation:
+        return prompt_ids(loaded, source.text, chat=False), notes
+    messages = checked_messages(parse_messages(source), source.name)
+    conversation = Rendered.of(loaded, messages, to_reply=False)
+    return conversation.ids, {**notes, **conversation.notes(conversation.ids.shape[1])}
 
 
 def describe(record: dict[str, Any]) -> str:
     """What was measured, on one line."""
+    reused = f", {record['reused_tokens']} of them from '{record['reused_from']}'" if record["reused_tokens"] else ""
     codes = f", codes at {record['true_bits']:.2f} bits" if record["true_bits"] else ", all in the window"
+    shared = f" ({size(record['shared_bytes'])} of it stored before)" if record["shared_bytes"] else ""
+    evicted = f"; removed {', '.join(record['evicted'])}" if record["evicted"] else ""
     return (
-        f"{record['context']}: {record['tokens']} tokens in {size(record['file_bytes'])}, in fp16 "
+        f"{record['context']}: {record['tokens']} tokens{reused} in {size(record['file_bytes'])}{shared}, in fp16 "
         f"{size(record['fp16_bytes'])}; {record['file_bits']:.2f} bits per value{codes}; read and compressed in "
-        f"{record['read_s']:.1f} s, written in {record['write_s']:.2f} s"
+        f"{record['read_s']:.1f} s, written in {record['write_s']:.2f} s{evicted}"
     )
 
 
 def register(app: typer.Typer) -> None:
     """Adds the command."""
-    example = f"kvcli compress --prompt-file book.txt --method {DEFAULT_METHOD}-1 --out book{SUFFIX}"
+    example = f"kvcli compress --prompt-file book.txt --method {DEFAULT_METHOD}-1"
     memory = "lower --prefill-chunk, shorten the text, or choose a --method with fewer bits"
     command(app, "compress", CompressOptions, example, ("model",), saves_memory=memory)(run)

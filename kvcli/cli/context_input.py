@@ -2,26 +2,42 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvcli.cli.output import Output
+from kvcli.cli.store_options import open_store
 from kvcli.errors import CacheError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kvcli.attention.session import Session
+    from kvcli.cache.compressed import CompressedCache
     from kvcli.cache.context import Context
+    from kvcli.contexts import ContextStore
     from kvcli.models import LoadedModel
 
 
-def load_context(source: Path) -> Context:
+def load_context(source: Path, model: str, store: Path | None = None) -> Context:
     """Reads and verifies a context, the one place where a command does it.
 
+    Args:
+        source: a file, or the name of a context in the store.
+        model: whose store is meant, where `store` is None.
+        store: folder of the store.
+
     Raises:
-        CacheError: missing or damaged, of several sequences, with padding, or without its token ids.
+        CacheError: a file that is missing or damaged, of several sequences, with padding, or without its token ids.
+        ContextError: a context of the store that is damaged.
     """
     from kvcli.cache.context import Context
 
+    contexts = open_store(store, model, must_exist=False)
+    if not source.is_file() and str(source) in contexts.names():
+        return contexts.load(contexts.whole(str(source)))
     context = Context.load(source)
     rows = len(context.snapshot.counts.lengths)
     if context.input_ids is None:
@@ -30,6 +46,70 @@ def load_context(source: Path) -> Context:
         what = f"{rows} sequences" if rows > 1 else "padding"
         raise CacheError(f"{source} holds {what}: it can be gone on from in Python only")
     return context
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a prompt is continued from.
+
+    Attributes:
+        ids: of all of the prompt, int64 [1, time].
+        cache: holds the first of them; None: nothing was reused.
+        source: what they were reused from.
+        load_s: seconds until the cache held them.
+    """
+
+    ids: Tensor
+    cache: CompressedCache | None = None
+    source: str | None = None
+    load_s: float = 0.0
+
+
+def begin(
+    loaded: LoadedModel,
+    session: Session,
+    prompt: str,
+    chat: bool,
+    context: Context | None,
+    store: ContextStore | None,
+    output: Output,
+) -> Start:
+    """A prompt, after a context or with what a store has of it.
+
+    Args:
+        loaded: the model.
+        session: that it is attached by.
+        prompt: the text.
+        chat: whether it is a user's message.
+        context: that the prompt follows.
+        store: where the prompt's beginning is looked for.
+        output: hears of an empty prompt and of damaged contexts.
+
+    Raises:
+        UsageError: an empty prompt, or with `chat` a context of a text.
+        CacheError: a context of another model, method, artifact, setting or tokenizer.
+        ContextError: a damaged file of what was found.
+        ModelError: token ids that the model has no embedding for.
+    """
+    from kvcli.prompts import prompt_ids
+
+    if context is not None:
+        started = time.perf_counter()
+        cache = session.load_cache(context)
+        return Start(ids_after(loaded, context, prompt, chat), cache, context.name, time.perf_counter() - started)
+    ids = prompt_ids(loaded, prompt, chat, output.say)
+    if store is None:
+        return Start(ids)
+    from kvcli.contexts import identity_of
+
+    identity = identity_of(session, loaded.tokenizer)
+    started = time.perf_counter()
+    found = store.fetch(ids[:, :-1], identity, loaded.model.device, output.warn)
+    if found is None:
+        output.say(f"no context of this model, method and settings in {store.folder} begins like the prompt")
+        return Start(ids)
+    cache = session.load_cache(found[1])
+    return Start(ids, cache, found[1].name, time.perf_counter() - started)
 
 
 def check_tokenizer(loaded: LoadedModel, context: Context) -> None:

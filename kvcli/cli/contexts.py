@@ -11,7 +11,7 @@ from pydantic import Field
 from kvcli.cli import contexts_show as show
 from kvcli.cli.command import command
 from kvcli.cli.output import Output, parse_size, size
-from kvcli.cli.store_options import StoreOptions
+from kvcli.cli.store_options import MAX_BYTES_HELP, StoreOptions
 from kvcli.cli.tables import DataTable
 from kvcli.errors import ContextError, UsageError, suggestion
 
@@ -57,9 +57,7 @@ class ImportOptions(StoreOptions):
     files: list[Path] = Field(default=[], description="files of 'kvcli compress --out' or 'kvcli contexts export'")
     name: str | None = Field(default=None, description="name in the store; default: that of the file")
     overwrite: bool = Field(default=False, description="replace a context of this name")
-    max_bytes: str | None = Field(
-        default=None, description="size that the store may have, such as 20GiB; the least recently used contexts go"
-    )
+    max_bytes: str | None = Field(default=None, description=MAX_BYTES_HELP)
 
 
 def list_contexts(options: ListOptions, output: Output) -> None:

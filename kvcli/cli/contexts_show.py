@@ -12,17 +12,15 @@ from pydantic import Field
 from kvcli.cli.command import command
 from kvcli.cli.options import IMPL_HELP, ModelOptions
 from kvcli.cli.output import Output, size
-from kvcli.cli.paths import newest_artifact
+from kvcli.cli.session_options import SessionOptions, choose_method
 from kvcli.cli.store_options import STORE_HELP, open_store
 from kvcli.errors import UsageError
 
 if TYPE_CHECKING:
-    from kvcli.attention.session import Session
     from kvcli.contexts import ContextStore
     from kvcli.contexts.manifest import Manifest
     from kvcli.contexts.usage import Usage
     from kvcli.eval.quality import QualityReport
-    from kvcli.models import LoadedModel
 
 GROUP = "contexts"
 
@@ -81,7 +79,7 @@ def describe(store: ContextStore, manifest: Manifest, usage: Usage) -> dict[str,
         "shared_bytes": usage.shared_bytes(manifest.name),
         "created": manifest.created,
         "last_used": datetime.fromtimestamp(store.last_used(manifest.name), UTC).isoformat(timespec="seconds"),
-        "source": manifest.source,
+        "source": str(manifest.notes.get("source", "")),
     }
 
 
@@ -123,30 +121,14 @@ def measured(options: ShowOptions, store: ContextStore, manifest: Manifest, outp
     from kvcli.eval.stored_context import copied_tokens, stored_quality
 
     copied_tokens(manifest, options.kl_tokens)
-    dtype = manifest.identity.get("dtype") if options.dtype == "auto" else options.dtype
-    loaded = options.model_copy(update={"dtype": dtype}).load(output)
-    with attached_as(manifest, loaded, options, output) as session:
+    context = store.load(store.whole(manifest.name))
+    given = options.model_dump(include={*ModelOptions.model_fields, "artifact", "impl"}, exclude_unset=True)
+    session_options = SessionOptions(**given).for_context(context)
+    chosen = choose_method(session_options, output, context)
+    loaded = session_options.load(output)
+    with chosen.attach(loaded, options.impl, output) as session:
         store.whole(manifest.name, identity_of(session, loaded.tokenizer))
         return stored_quality(session, store, manifest, options.kl_tokens)
-
-
-def attached_as(manifest: Manifest, loaded: LoadedModel, options: ShowOptions, output: Output) -> Session:
-    """The model with the method and settings that a context was made with."""
-    from kvcli.attention.session import attach
-    from kvcli.registry import get_method
-
-    identity, artifact = manifest.identity, options.artifact
-    if artifact is None and get_method(identity["method"]).needs_artifact:
-        artifact = newest_artifact(options.model, identity["method"])
-        output.say(f"using {artifact}")
-    return attach(
-        loaded,
-        identity["method"],
-        artifact=artifact,
-        impl=options.impl,
-        layers=identity["layers"],
-        **identity["config"],
-    )
 
 
 def register(app: typer.Typer) -> None:

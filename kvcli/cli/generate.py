@@ -12,6 +12,7 @@ from kvcli.cli.command import command
 from kvcli.cli.output import Output, size
 from kvcli.cli.prompt_sources import read_prompt
 from kvcli.cli.session_options import SamplingOptions, choose_method
+from kvcli.cli.store_options import STORE_HELP, open_store
 from kvcli.errors import UsageError
 from kvcli.registry import BASELINE, DEFAULT_METHOD
 
@@ -25,9 +26,13 @@ class GenerateOptions(SamplingOptions):
 
     context: Path | None = Field(
         default=None,
-        description="context that 'kvcli compress' or 'kvcli chat --save' wrote, to go on from without reading it "
-        "again; it names model, method and settings",
+        description="context that 'kvcli compress' or 'kvcli chat --save' wrote, a file or a name in the store, to go "
+        "on from without reading it again; it names model, method and settings",
     )
+    reuse: bool = Field(
+        default=False, description="go on from the stored context that the prompt begins like, and read only the rest"
+    )
+    store: Path | None = Field(default=None, description=STORE_HELP)
     prompt: str | None = Field(default=None, description="text to continue; '-' reads standard input")
     prompt_file: Path | None = Field(
         default=None, description="file with the text to continue; '-' reads standard input"
@@ -46,16 +51,17 @@ class GenerateOptions(SamplingOptions):
 
 def run(options: GenerateOptions, output: Output) -> None:
     """Generate text, streamed; --method compresses the KV cache."""
-    from kvcli.cli.context_input import ids_after, load_context
+    from kvcli.cli.context_input import begin, load_context
     from kvcli.generate import generate_text
-    from kvcli.prompts import prompt_ids
 
     if options.context is not None and options.prompt is None and options.prompt_file is None:
         raise UsageError("--context needs a text that goes on from it; give it with --prompt or --prompt-file")
+    if options.context is not None and options.reuse:
+        raise UsageError("--context names what is gone on from, --reuse looks for it; give one of them")
     prompt = read_prompt(options.prompt, options.prompt_file, output)
     if not prompt and options.prompt != "":
         raise UsageError("the prompt is empty; give a text with --prompt or --prompt-file")
-    context = None if options.context is None else load_context(options.context)
+    context = None if options.context is None else load_context(options.context, options.model, options.store)
     options = options.for_context(context)
     chosen = choose_method(options, output, context)
     loaded = options.load(output)
@@ -64,12 +70,9 @@ def run(options: GenerateOptions, output: Output) -> None:
     if options.decode == "graphs" and loaded.model.device.type != "cuda":
         raise UsageError("--decode graphs needs a GPU")  # before the prompt is written
     with chosen.attach(loaded, options.impl, output) as session:
-        if context is None:
-            cache, ids = None, prompt_ids(loaded, prompt, options.chat, output.say)
-        else:
-            cache = session.load_cache(context)
-            ids = ids_after(loaded, context, prompt, options.chat)
-        limit, length = loaded.spec.max_position_embeddings, ids.shape[1] + options.max_new_tokens
+        store = open_store(options.store, options.model, must_exist=False) if options.reuse else None
+        start = begin(loaded, session, prompt, options.chat, context, store, output)
+        limit, length = loaded.spec.max_position_embeddings, start.ids.shape[1] + options.max_new_tokens
         if length > limit:
             output.warn(f"warning: {length} tokens are more than the {limit} that {options.model} was trained on")
         if not options.chat:
@@ -77,11 +80,11 @@ def run(options: GenerateOptions, output: Output) -> None:
         made = generate_text(
             loaded,
             session,
-            ids,
+            start.ids,
             options.sampling(),
             seed=options.seed,
             write=output.write,
-            cache=cache,
+            cache=start.cache,
             mode=None if options.decode == "auto" else options.decode,
             prefill_chunk=options.prefill_chunk,
         )
@@ -89,8 +92,13 @@ def run(options: GenerateOptions, output: Output) -> None:
     output.write("\n")
     if made.note is not None:
         output.warn(f"warning: {made.note}")
-    if context is not None:
-        output.say(f"{made.reused_tokens} tokens reused from {context.name}; first token after {made.ttft_s:.2f} s")
+    if start.source is not None:
+        output.say(
+            f"{made.reused_tokens} of {made.prompt_tokens} tokens reused from {start.source}, loaded in "
+            f"{start.load_s:.2f} s; first token after {made.ttft_s:.2f} s"
+        )
+    elif options.reuse:
+        output.say(f"no tokens reused; first token after {made.ttft_s:.2f} s")
     if options.stats:
         output.warn(describe(made, starts_at))
     output.result(
@@ -98,6 +106,8 @@ def run(options: GenerateOptions, output: Output) -> None:
             "model": options.model,
             "method": chosen.name,
             "prompt": prompt,
+            "reused_from": start.source,
+            "load_s": start.load_s,
             "compression_starts_at": starts_at,
             **made.to_dict(),
         }

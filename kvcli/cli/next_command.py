@@ -35,7 +35,10 @@ def next_command(name: str, options: Mapping[str, Any], record: Mapping[str, Any
     elif name == "generate" and options.get("context") is None:
         words = ["kvcli", "eval", *_unless_default(options["model"]), *_what(options["artifact"], record["method"])]
     elif name == "compress":
-        words = ["kvcli", "generate", "--context", record["contexts"][0]["context"], "--prompt", FOLLOW_UP]
+        where = _unless_default(options["model"]) if record["store"] else []
+        store = ["--store", options["store"]] if options["store"] else []
+        context = record["contexts"][0]["context"]
+        words = ["kvcli", "generate", *where, "--context", context, *store, "--prompt", FOLLOW_UP]
     elif name == "chat":
         words = ["kvcli", "chat", "--resume", record["saved"]] if record["saved"] else []
     elif name == "eval":

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 STORE_HELP = "folder of the store of contexts; default: runs/MODEL/contexts"
 """Help of every `--store`."""
 
+MAX_BYTES_HELP = "size that the store may have, such as 20GiB; the least recently used contexts go"
+"""Help of every `--max-bytes` of what is stored."""
+
 
 class StoreOptions(Options):
     """Options of commands that read or change a store."""

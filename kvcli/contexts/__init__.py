@@ -5,8 +5,8 @@ manifest    what a context is; content, layout, stacking: its tensors as files; 
 tensor_files, lock, usage: files named by their checksum, who may touch them, who needs them
 """
 
-from kvcli.contexts.identity import ContextIdentity, identity_of, text_identity
+from kvcli.contexts.identity import ContextIdentity, identity_of
 from kvcli.contexts.records import Match, Pruned, Stored
 from kvcli.contexts.store import ContextStore
 
-__all__ = ["ContextIdentity", "ContextStore", "Match", "Pruned", "Stored", "identity_of", "text_identity"]
+__all__ = ["ContextIdentity", "ContextStore", "Match", "Pruned", "Stored", "identity_of"]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvcli.cache.context import Context
 from kvcli.cache.snapshot import CODES, WINDOWS, Snapshot
 from kvcli.contexts.layout import join, num_blocks, split, whole_groups
 from kvcli.contexts.manifest import Manifest, opening_of
@@ -43,21 +44,13 @@ def default_name(tokens: Tensor, identity: Mapping[str, Any]) -> str:
     return hashlib.sha256(text + tokens.numpy().tobytes()).hexdigest()[:_NAME_DIGITS]
 
 
-def write_content(
-    files: TensorFiles,
-    snapshot: Snapshot,
-    tokens: Tensor,
-    identity: Mapping[str, Any],
-    *,
-    name: str,
-    source: str,
-    block_tokens: int,
-) -> Stored:
+def write_content(files: TensorFiles, context: Context, tokens: Tensor, name: str, block_tokens: int) -> Stored:
     """Writes the files of a context, as far as they are not there.
 
     Returns:
         What its manifest is to say, and the bytes written.
     """
+    snapshot = context.snapshot
     block_tokens = whole_groups(snapshot.counts, block_tokens)
     first, blocks, last = split(snapshot, block_tokens)
     made = [files.add({_TOKENS: tokens.int()}), *(files.add(stack_layers(part)) for part in (first, *blocks, last))]
@@ -65,8 +58,8 @@ def write_content(
     manifest = Manifest(
         name=name,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        source=source,
-        identity=identity,
+        identity=context.identity.to_dict(),
+        notes=dict(context.notes),
         counts=snapshot.counts,
         block_tokens=block_tokens,
         opening=opening_of(tokens.tolist()),

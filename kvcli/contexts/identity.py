@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Self
 
 from kvcli.attention.session import Session
 from kvcli.cache.context import Context
 from kvcli.cache.identity import CacheIdentity
-
-_TEXT = ("tokenizer", "chat_template")
-"""Fields that say what token ids mean."""
+from kvcli.fingerprint import text_identity
 
 
 @dataclass(frozen=True)
@@ -29,51 +28,37 @@ class ContextIdentity:
     tokenizer: str | None
     chat_template: str | None
 
-    @property
-    def text(self) -> dict[str, str | None]:
-        """What token ids mean, as plain JSON values."""
-        return {"tokenizer": self.tokenizer, "chat_template": self.chat_template}
-
-    def difference(self, stored: Mapping[str, Any]) -> str | None:
+    def difference(self, stored: Mapping[str, Any], notes: Mapping[str, Any]) -> str | None:
         """Why a stored context is of no use here.
 
         Args:
-            stored: its identity, as `to_dict` gave it.
+            stored: what its cache depends on, as `CacheIdentity.to_dict` gave it.
+            notes: of the context, with `tokenizer` and `chat_template` if they are known.
 
         Returns:
             A clause that goes on from "it was made"; None if it is of use.
         """
-        if stored == self.to_dict():
-            return None
-        try:
-            theirs = self.from_dict(stored)
-            if reason := self.cache.difference(theirs.cache):
+        if stored != self._plain:
+            try:
+                reason = self.cache.difference(CacheIdentity.from_dict(stored))
+            except (ValueError, TypeError, KeyError) as error:
+                return f"with something that this kvcli does not know: {' '.join(str(error).split())}"
+            if reason is not None:
                 return reason
-        except (ValueError, TypeError, KeyError) as error:
-            return f"with something that this kvcli does not know: {' '.join(str(error).split())}"
-        if _differ(self.tokenizer, theirs.tokenizer):
-            return "with another tokenizer"
-        return "with another chat template" if _differ(self.chat_template, theirs.chat_template) else None
+        for name in ("tokenizer", "chat_template"):
+            if _differ(getattr(self, name), notes.get(name)):
+                return f"with another {name.replace('_', ' ')}"
+        return None
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return {**self.cache.to_dict(), **self.text}
+    @cached_property
+    def _plain(self) -> dict[str, Any]:
+        plain: dict[str, Any] = json.loads(json.dumps(self.cache.to_dict()))
+        return plain
 
     @classmethod
     def of(cls, context: Context) -> Self:
         """The identity of a context in memory, what its token ids mean as far as its notes say it."""
-        text = {name: context.notes.get(name) for name in _TEXT}
-        return cls(context.identity, **{name: x if isinstance(x, str) else None for name, x in text.items()})
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """From what `to_dict` gave, also if it went through JSON.
-
-        Raises:
-            ValueError: values of other names or types; an unknown method or setting.
-        """
-        cache = CacheIdentity.from_dict({name: value for name, value in values.items() if name not in _TEXT})
-        return cls(cache, *(values[name] for name in _TEXT))
+        return cls(context.identity, context.notes.get("tokenizer"), context.notes.get("chat_template"))
 
 
 def identity_of(session: Session, tokenizer: Any) -> ContextIdentity:
@@ -86,25 +71,6 @@ def identity_of(session: Session, tokenizer: Any) -> ContextIdentity:
     return ContextIdentity(session.identity(), **text_identity(tokenizer))
 
 
-def text_identity(tokenizer: Any) -> dict[str, str | None]:
-    """Checksums of a tokenizer's vocabulary, which says what token ids mean, and of its chat template.
-
-    Args:
-        tokenizer: of transformers.
-
-    Returns:
-        `tokenizer` and `chat_template`, for the notes of a context that is saved to a file.
-    """
-    vocabulary = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else {}
-    words = "\n".join(f"{i} {word}" for word, i in sorted(vocabulary.items(), key=lambda pair: pair[1]))
-    template = getattr(tokenizer, "chat_template", None)
-    return {"tokenizer": _sha256(words), "chat_template": _sha256(str(template)) if template else ""}
-
-
-def _differ(first: str | None, second: str | None) -> bool:
+def _differ(first: Any, second: Any) -> bool:
     """Whether both are known and not the same."""
     return first is not None and second is not None and first != second
-
-
-def _sha256(text: str) -> str:
-    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()

@@ -22,7 +22,8 @@ OPENING_TOKENS = 16
 """First tokens of which a manifest has a checksum, so that it need not be parsed for prompts that begin otherwise."""
 
 _SIZES = ("key_code_bytes", "value_code_bytes", "window_bytes", "values_per_token")
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", re.ASCII)
+_LONGEST = 100
+_NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{_LONGEST - 1}}}", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,8 @@ class Manifest:
     Attributes:
         name: in its store.
         created: when it was stored, ISO 8601 in UTC.
-        source: what it was made from, for people.
-        identity: of the model, the method and the artifact, as `kvcli.contexts.identity` gives it.
+        identity: what its cache depends on, as `CacheIdentity.to_dict` gave it.
+        notes: of whoever made it: `tokenizer` and `chat_template`, checksums; `source`, what it was made from; others.
         counts: of tokens and codes, one row.
         block_tokens: tokens of a block.
         opening: checksum of its first 16 tokens, see `opening_of`.
@@ -49,8 +50,8 @@ class Manifest:
 
     name: str
     created: str
-    source: str
     identity: Mapping[str, Any]
+    notes: Mapping[str, Any]
     counts: SnapshotCounts
     block_tokens: int
     opening: str
@@ -96,8 +97,8 @@ class Manifest:
             "format_version": FORMAT_VERSION,
             "kvcli_version": __version__,
             "created": self.created,
-            "source": self.source,
             "identity": dict(self.identity),
+            "notes": dict(self.notes),
             "counts": self.counts.to_dict(),
             "block_tokens": self.block_tokens,
             "opening": self.opening,
@@ -121,6 +122,12 @@ def check_name(name: str) -> None:
             f"'{name}' is no name of a context: letters, digits, dots, underscores and hyphens, at most 100, "
             "the first a letter or a digit"
         )
+
+
+def name_from(text: str) -> str:
+    """A name of a context that resembles a text, such as the name of a file."""
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-._")[:_LONGEST]
+    return name or "context"
 
 
 def no_context(folder: Path, name: str) -> ContextError:
@@ -176,18 +183,18 @@ def _checked(name: str, values: Mapping[str, Any]) -> Manifest:
     counts = SnapshotCounts.from_dict(values["counts"])
     if len(counts.lengths) != 1:
         raise ValueError("more than one sequence")
-    identity, blocks = values["identity"], tuple(map(TensorFile.from_dict, values["blocks"]))
+    identity, notes, blocks = values["identity"], values["notes"], tuple(map(TensorFile.from_dict, values["blocks"]))
     (block_tokens,) = _numbers([values["block_tokens"]])
     if not block_tokens or whole_groups(counts, block_tokens) != block_tokens:
         raise ValueError("blocks that cut groups of tokens apart")
-    if not isinstance(identity, dict) or len(blocks) != num_blocks(counts, block_tokens):
-        raise ValueError("its identity or its blocks are not those of its counts")
+    if not isinstance(identity, dict) or not isinstance(notes, dict) or len(blocks) != num_blocks(counts, block_tokens):
+        raise ValueError("its identity, notes or blocks are of another kind or number")
     sizes = _numbers([values[name] for name in _SIZES])
     return Manifest(
         name=name,
         created=str(values["created"]),
-        source=str(values["source"]),
         identity=identity,
+        notes=notes,
         counts=counts,
         block_tokens=block_tokens,
         opening=str(values["opening"]),

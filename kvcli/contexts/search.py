@@ -52,7 +52,7 @@ def longest(
     for manifest in manifests:
         if best is not None and best.num_tokens >= manifest.num_tokens:
             continue
-        if identity.difference(manifest.identity) is not None:
+        if identity.difference(manifest.identity, manifest.notes) is not None:
             continue
         try:
             common = common_tokens(read_tokens(files, manifest), wanted)

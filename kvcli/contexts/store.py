@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from kvcli.cache.context import Context
+from kvcli.cache.identity import CacheIdentity
 from kvcli.contexts.content import as_tokens, default_name, read_snapshot, read_tokens, write_content
 from kvcli.contexts.identity import ContextIdentity
 from kvcli.contexts.layout import BLOCK_TOKENS, check_storable
@@ -40,6 +41,8 @@ from kvcli.contexts.tensor_files import TensorFile, TensorFiles
 from kvcli.contexts.usage import Usage
 from kvcli.errors import ContextError
 from kvcli.progress import Progress, Say, no_progress, say_nothing
+
+_NOTES_OF_PARTS = ("tokenizer", "chat_template", "source")
 
 
 class ContextStore:
@@ -141,7 +144,7 @@ class ContextStore:
             ContextError: no such context, a damaged manifest, or another identity; the message says what differs.
         """
         manifest = self.get(name)
-        if identity is not None and (reason := identity.difference(manifest.identity)) is not None:
+        if identity is not None and (reason := identity.difference(manifest.identity, manifest.notes)) is not None:
             raise ContextError(f"context '{name}' cannot be used here: it was made {reason}")
         return Match(manifest, manifest.num_tokens)
 
@@ -174,11 +177,12 @@ class ContextStore:
             with suppress(OSError):  # a store of somebody else
                 os.utime(manifest_path(self.folder, manifest.name))
             try:
-                identity = ContextIdentity.from_dict(manifest.identity)
+                identity = CacheIdentity.from_dict(manifest.identity)
             except (ValueError, TypeError, KeyError) as error:
                 raise ContextError(f"its identity cannot be read ({' '.join(str(error).split())})") from error
-        notes = {**identity.text, "source": manifest.source}
-        return Context(snapshot, identity.cache, tokens.unsqueeze(0), notes)
+        # what else was noted, such as a conversation, is of all tokens
+        notes = {x: y for x, y in manifest.notes.items() if match.is_whole or x in _NOTES_OF_PARTS}
+        return Context(snapshot, identity, tokens.unsqueeze(0), notes, f"context '{manifest.name}'")
 
     def put(
         self, context: Context, *, name: str | None = None, overwrite: bool = False, max_bytes: int | None = None
@@ -187,7 +191,7 @@ class ContextStore:
 
         Args:
             context: of one row, with its token ids; of its notes, `tokenizer` and `chat_template` are compared by
-                `find` (`kvcli.contexts.text_identity` gives them), and `source` says what it was made from.
+                `find` (`kvcli.fingerprint.text_identity` gives them), and `source` says what it was made from.
             name: default: from a checksum of tokens and identity, so that the same context gets the same name.
             overwrite: replace a context of this name that has other tokens or another identity, or is damaged.
             max_bytes: of the whole store; contexts that were not used for longest are removed to keep it.
@@ -206,30 +210,45 @@ class ContextStore:
         if max_bytes is not None and snapshot.nbytes > max_bytes:
             raise ContextError(f"the context has {snapshot.nbytes} bytes, more than the {max_bytes} of the whole store")
         identity = ContextIdentity.of(context)
-        name = default_name(tokens, identity.to_dict()) if name is None else name
+        name = default_name(tokens, context.identity.to_dict()) if name is None else name
         check_name(name)
         self._files.folder.mkdir(parents=True, exist_ok=True)
         with lock(self.folder, alone=False):
             if not overwrite:
-                self._check_name_is_free(name, tokens, identity)
-            stored = write_content(
-                self._files,
-                snapshot,
-                tokens,
-                identity.to_dict(),
-                name=name,
-                source=str(context.notes.get("source", "")),
-                block_tokens=self.block_tokens,
-            )
+                self.check_free(name, tokens, identity)
+            stored = write_content(self._files, context, tokens, name, self.block_tokens)
             with lock(self._files.folder, alone=True):  # of those who store, one at a time
                 if not overwrite:
-                    self._check_name_is_free(name, tokens, identity)
+                    self.check_free(name, tokens, identity)
                 replaces = manifest_path(self.folder, name).exists()
                 write_manifest(self.folder, stored.manifest)
         if max_bytes is None and not replaces:
             return stored
         evicted = self.prune(max_bytes, keep=(name,)).evicted
         return Stored(stored.manifest, stored.new_bytes, stored.shared_bytes, evicted)
+
+    def check_free(self, name: str, token_ids: Sequence[int] | Tensor, identity: ContextIdentity) -> None:
+        """Checks that a context of this name is the same one, or that there is none.
+
+        Args:
+            name: of a context.
+            token_ids: of the one that is to be stored, one row.
+            identity: likewise.
+
+        Raises:
+            UsageError: no name of a context.
+            ContextError: the name belongs to a context of other tokens or another identity, or to a damaged one.
+        """
+        check_name(name)
+        if not manifest_path(self.folder, name).exists():
+            return
+        manifest = self.get(name)
+        same = identity.difference(manifest.identity, manifest.notes) is None
+        if not same or not torch.equal(self.token_ids(manifest), as_tokens(token_ids)):
+            raise ContextError(
+                f"there is a context '{name}' of other tokens or another model already; choose another name, or "
+                "replace it with --overwrite"
+            )
 
     def remove(self, name: str) -> int:
         """Removes a context, also a damaged one, and its files that no other context names.
@@ -293,17 +312,6 @@ class ContextStore:
                     damages[name] = str(error)
                 advance(1)
         return damages
-
-    def _check_name_is_free(self, name: str, tokens: Tensor, identity: ContextIdentity) -> None:
-        """Raises ContextError where a name belongs to a context of other tokens or another identity."""
-        if not manifest_path(self.folder, name).exists():
-            return
-        manifest = self.get(name)
-        if identity.difference(manifest.identity) or not torch.equal(read_tokens(self._files, manifest), tokens):
-            raise ContextError(
-                f"there is a context '{name}' of other tokens or another model already; choose another name, or "
-                "replace it with --overwrite"
-            )
 
     @contextmanager
     def _reading(self, name: str) -> Iterator[None]:

@@ -273,5 +273,5 @@ def test_a_manifest_is_plain_json(maker: Any, store: ContextStore) -> None:
     ids: Tensor = tokens(60)
     store.put(made.context(ids, source="report.txt"), name="a")
     values = json.loads((store.folder / "a.json").read_text())
-    assert values["source"] == "report.txt"
+    assert values["notes"]["source"] == "report.txt"
     assert values["identity"]["method"] == "rtn"
