@@ -65,18 +65,18 @@ def list_contexts(options: ListOptions, output: Output) -> None:
     store = options.open()
     usage = store.usage()
     records = [show.describe(store, manifest, usage) for manifest in store.manifests(output.warn)]
-    columns = ("name", "tokens", "method", "bits K / V", "size", "smaller", "shared", "last used", "source")
+    columns = ("name", "source", "method", "tokens", "bits K / V", "size", "smaller", "shared", "last used")
     rows = [
         [
             record["name"],
-            str(record["tokens"]),
+            record["source"],
             record["method"],
+            str(record["tokens"]),
             show.bits(record),
             size(record["bytes"]),
             f"{record['ratio']:.1f}x",
             size(record["shared_bytes"]),
             record["last_used"].replace("T", " ")[:16],
-            record["source"],
         ]
         for record in records
     ]
@@ -85,7 +85,7 @@ def list_contexts(options: ListOptions, output: Output) -> None:
     if unused:
         title += f"; {size(unused)} that no context uses, see 'kvcli contexts prune'"
     optional = ("source", "bits K / V", "shared", "smaller", "last used")
-    table = DataTable(title, columns, rows, optional=optional)
+    table = DataTable(title, columns, rows, text_columns=3, optional=optional)
     output.result({"store": str(store.folder), "bytes": usage.nbytes, "unused_bytes": unused, "rows": records}, table)
 
 

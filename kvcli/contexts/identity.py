@@ -13,6 +13,9 @@ from kvcli.cache.context import Context
 from kvcli.cache.identity import CacheIdentity
 from kvcli.fingerprint import text_identity
 
+UNREADABLE = (ValueError, TypeError, KeyError, OverflowError, AttributeError, RuntimeError)
+"""What reading an identity raises on values that nobody's kvcli wrote."""
+
 
 @dataclass(frozen=True)
 class ContextIdentity:
@@ -41,7 +44,7 @@ class ContextIdentity:
         if stored != self._plain:
             try:
                 reason = self.cache.difference(CacheIdentity.from_dict(stored))
-            except (ValueError, TypeError, KeyError) as error:
+            except UNREADABLE as error:
                 return f"with something that this kvcli does not know: {' '.join(str(error).split())}"
             if reason is not None:
                 return reason

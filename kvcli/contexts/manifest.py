@@ -174,7 +174,7 @@ def read_manifest(folder: Path, name: str) -> Manifest:
     values = read_sealed(path, FORMAT_VERSION, remedy, ContextError)
     try:
         manifest = _checked(name, values)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
         raise ContextError(f"{path} is damaged ({' '.join(str(error).split())}); {remedy}") from error
     return manifest
 

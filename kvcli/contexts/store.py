@@ -21,7 +21,7 @@ from torch import Tensor
 from kvcli.cache.context import Context
 from kvcli.cache.identity import CacheIdentity
 from kvcli.contexts.content import as_tokens, default_name, read_snapshot, read_tokens, write_content
-from kvcli.contexts.identity import ContextIdentity
+from kvcli.contexts.identity import UNREADABLE, ContextIdentity
 from kvcli.contexts.layout import BLOCK_TOKENS, check_storable
 from kvcli.contexts.lock import lock
 from kvcli.contexts.manifest import (
@@ -178,7 +178,7 @@ class ContextStore:
                 os.utime(manifest_path(self.folder, manifest.name))
             try:
                 identity = CacheIdentity.from_dict(manifest.identity)
-            except (ValueError, TypeError, KeyError) as error:
+            except UNREADABLE as error:
                 raise ContextError(f"its identity cannot be read ({' '.join(str(error).split())})") from error
         # what else was noted, such as a conversation, is of all tokens
         notes = {x: y for x, y in manifest.notes.items() if match.is_whole or x in _NOTES_OF_PARTS}

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
+import random
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +20,8 @@ from kills import moments, run_and_kill
 from kvcli.cache.context import Context
 from kvcli.contexts import ContextStore
 from kvcli.contexts.lock import lock
-from kvcli.errors import ContextError
+from kvcli.errors import ContextError, KvcliError
+from kvcli.files import write_sealed
 
 WINDOW = {"residual_length": 6, "flush_block": 1}
 
@@ -285,3 +289,40 @@ def test_who_removes_waits_for_who_reads(tmp_path: Path) -> None:
         refused(alone=True)
     with lock(tmp_path, alone=True):
         pass
+
+
+ODD_VALUES: tuple[Any, ...] = (
+    None, True, -1, 0, 1, 2, 3, 10**6, 2**31, 2**63, 10**400, 0.5, 1e308, float("nan"), float("inf"), "", "x",
+    "0" * 64, "../../etc/passwd", "\x00", "\ud800", [], [[]], [1, 2], {}, {"x": {}},
+)  # fmt: skip
+
+
+def places(values: Any) -> list[tuple[Any, Any]]:
+    """Every list or object inside of plain values with each of its indices."""
+    keys = list(values) if isinstance(values, dict) else list(range(len(values))) if isinstance(values, list) else []
+    return [(values, key) for key in keys] + [place for key in keys for place in places(values[key])]
+
+
+def test_manifests_with_odd_values_are_read_or_refused(two: Maker, store: ContextStore) -> None:
+    """Whatever a sealed manifest says: an error of kvcli in one line, or a context that the session takes."""
+    path, chance, refused = store.folder / "a.json", random.Random(0), 0
+    good = path.read_text()
+    ids = torch.cat((tokens(50), tokens(40, 5)))
+    for _ in range(300):
+        values = json.loads(good)
+        holder, key = chance.choice(places(values))
+        holder[key] = chance.choice(ODD_VALUES)
+        del values["sha256"]
+        write_sealed(path, values)
+        started = time.monotonic()
+        try:
+            store.find(ids, two.identity)
+            two.session.load_cache(store.load(store.whole("a", two.identity)))
+        except KvcliError as error:
+            refused += 1
+            assert "\n" not in str(error)  # noqa: PT017
+        assert time.monotonic() - started < 5
+        store.usage()
+    assert refused > 200
+    path.write_text(good)
+    assert store.damages(["a", "b"]) == {}
