@@ -87,6 +87,7 @@ class StoreTarget:
 
     Raises:
         UsageError: one name for several texts, or no name.
+        OSError: the folder cannot be made.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class StoreTarget:
         self.names = {source.name: name or name_from(source.name) for source in sources}
         for chosen in self.names.values():
             check_name(chosen)
+        store.make_folder()  # what cannot be made is said before the texts are read
         self.contexts, self.store = store, str(store.folder)
         self.prefill_chunk, self.reuse, self.overwrite, self.max_bytes = prefill_chunk, reuse, overwrite, max_bytes
 

@@ -58,6 +58,14 @@ class ContextStore:
         self.folder, self.block_tokens = Path(folder), block_tokens
         self._files = TensorFiles(self.folder / "blocks")
 
+    def make_folder(self) -> None:
+        """Makes the folder, which stays empty until something is stored.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        self._files.folder.mkdir(parents=True, exist_ok=True)
+
     def names(self) -> list[str]:
         """Names of all contexts, also of damaged ones."""
         return manifest_names(self.folder)
@@ -212,7 +220,7 @@ class ContextStore:
         identity = ContextIdentity.of(context)
         name = default_name(tokens, context.identity.to_dict()) if name is None else name
         check_name(name)
-        self._files.folder.mkdir(parents=True, exist_ok=True)
+        self.make_folder()
         with lock(self.folder, alone=False):
             if not overwrite:
                 self.check_free(name, tokens, identity)
