@@ -260,6 +260,22 @@ def chat(*arguments: str, lines: str, exit_code: int = 0) -> Any:
     return json.loads(done.stdout)
 
 
+def test_a_conversation_in_the_store(chatty: Any) -> None:
+    """What was noted of it is in its manifest, and goes with it into a file and back."""
+    Path("m.json").write_text(json.dumps([{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "I."}]))
+    result("compress", "--messages", "m.json", "--out", "c.safetensors", *METHOD)
+    result("compress", "--messages", "m.json", "--store", "s", "--name", "talk", *METHOD)
+    result("contexts", "export", "talk", "--store", "s", "--out", "d.safetensors")
+    replies = [
+        result("generate", "--context", name, *store, "--prompt", "And you?", "--chat", *SHORT)["text"]
+        for name, store in (("c.safetensors", ()), ("d.safetensors", ()), ("talk", ("--store", "s")))
+    ]
+    assert len(set(replies)) == 1
+    talked = CliRunner().invoke(app, ["chat", "--resume", "talk", "--store", "s", "--json"], input="And you?\n")
+    assert talked.exit_code == 0, talked.stderr
+    assert [message["content"] for message in json.loads(talked.stdout)["messages"]][:3] == ["Who?", "I.", "And you?"]
+
+
 def test_a_conversation_is_saved_resumed_and_the_same_as_unbroken(chatty: Any) -> None:
     whole = chat(*METHOD, lines="Hello there, who are you?\nWhat do you know?\nAnd what else is there?\n")
     assert len(whole["messages"]) == 6

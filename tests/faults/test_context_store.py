@@ -20,7 +20,7 @@ from kills import moments, run_and_kill
 
 from kvcli.cache.context import Context
 from kvcli.contexts import ContextStore
-from kvcli.contexts.content import read_snapshot, write_content
+from kvcli.contexts.content import read_context, write_content
 from kvcli.contexts.lock import lock
 from kvcli.contexts.manifest import Manifest, write_manifest
 from kvcli.errors import ContextError, KvcliError
@@ -356,9 +356,9 @@ def test_removing_waits_for_a_context_that_is_being_loaded(two: Maker, store: Co
         threads[0].start()
         threads[0].join(0.3)
         assert threads[0].is_alive()
-        return read_snapshot(*arguments)
+        return read_context(*arguments)
 
-    monkeypatch.setattr("kvcli.contexts.store.read_snapshot", read)
+    monkeypatch.setattr("kvcli.contexts.store.read_context", read)
     assert store.load(store.whole("a")).snapshot.num_tokens == 90
     threads[0].join()
     assert store.names() == ["b"]
