@@ -76,6 +76,7 @@ def target_of(options: CompressOptions, sources: list[Source]) -> FileTarget | S
 
     Raises:
         UsageError: options that exclude each other, one name for several texts, or a file that exists.
+        OSError: the folder cannot be made.
     """
     if options.out is None:
         store = open_store(options.store, options.model, must_exist=False)

@@ -31,7 +31,7 @@ class FileTarget:
 
     Raises:
         UsageError: one file for several texts, or a file that exists.
-        OSError: a folder cannot be made.
+        OSError: the folder cannot be made.
     """
 
     store: str | None = None
@@ -46,8 +46,8 @@ class FileTarget:
         existing = [path for path in self.paths.values() if path.exists()]
         if existing and not overwrite:
             raise UsageError(f"{existing[0]} exists already; use --overwrite to replace it")
-        for path in self.paths.values():
-            path.parent.mkdir(parents=True, exist_ok=True)  # what cannot be made is said before the texts are read
+        # what cannot be made is said before the texts are read
+        next(iter(self.paths.values())).parent.mkdir(parents=True, exist_ok=True)
         self.prefill_chunk = prefill_chunk
 
     def save(
@@ -87,6 +87,7 @@ class StoreTarget:
 
     Raises:
         UsageError: one name for several texts, or no name.
+        OSError: the folder cannot be made.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class StoreTarget:
         self.names = {source.name: name or name_from(source.name) for source in sources}
         for chosen in self.names.values():
             check_name(chosen)
+        store.make_folder()  # what cannot be made is said before the texts are read
         self.contexts, self.store = store, str(store.folder)
         self.prefill_chunk, self.reuse, self.overwrite, self.max_bytes = prefill_chunk, reuse, overwrite, max_bytes
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -61,7 +62,9 @@ def run(options: GenerateOptions, output: Output) -> None:
     prompt = read_prompt(options.prompt, options.prompt_file, output)
     if not prompt and options.prompt != "":
         raise UsageError("the prompt is empty; give a text with --prompt or --prompt-file")
+    started = time.perf_counter()
     context = None if options.context is None else load_context(options.context, options.model, options.store)
+    read_s = time.perf_counter() - started
     options = options.for_context(context)
     chosen = choose_method(options, output, context)
     loaded = options.load(output)
@@ -95,7 +98,7 @@ def run(options: GenerateOptions, output: Output) -> None:
     if start.source is not None:
         output.say(
             f"{made.reused_tokens} of {made.prompt_tokens} tokens reused from {start.source}, loaded in "
-            f"{start.load_s:.2f} s; first token after {made.ttft_s:.2f} s"
+            f"{read_s + start.load_s:.2f} s; first token after {made.ttft_s:.2f} s"
         )
     elif options.reuse:
         output.say(f"no tokens reused; first token after {made.ttft_s:.2f} s")
@@ -107,7 +110,7 @@ def run(options: GenerateOptions, output: Output) -> None:
             "method": chosen.name,
             "prompt": prompt,
             "reused_from": start.source,
-            "load_s": start.load_s,
+            "load_s": read_s + start.load_s,
             "compression_starts_at": starts_at,
             **made.to_dict(),
         }

@@ -33,7 +33,7 @@ def next_command(name: str, options: Mapping[str, Any], record: Mapping[str, Any
     elif name in ("export", "demo"):
         model = _model_of(record["artifact"])
         words = ["kvcli", "generate", *model, "--artifact", record["artifact"], "--prompt", PROMPT, "--stats"]
-    elif name == "generate":
+    elif name == "generate" and options.get("context") is None:
         words = ["kvcli", "eval", *_unless_default(options["model"]), *_what(options["artifact"], record["method"])]
     elif name == "compress":
         where = _unless_default(options["model"]) if record["store"] else []

@@ -12,16 +12,19 @@ import torch
 from torch import Tensor
 
 from kvcli.cache.context import Context
+from kvcli.cache.identity import CacheIdentity
 from kvcli.cache.snapshot import CODES, WINDOWS, Snapshot
+from kvcli.contexts.identity import UNREADABLE
 from kvcli.contexts.layout import join, num_blocks, split, whole_groups
 from kvcli.contexts.manifest import Manifest, opening_of
 from kvcli.contexts.records import Match, Stored
 from kvcli.contexts.stacking import stack_layers, unstack_layers
-from kvcli.contexts.tensor_files import TensorFiles
+from kvcli.contexts.tensor_files import TensorFile, TensorFiles
 from kvcli.errors import ContextError
 
 _TOKENS = "token_ids"
 _NAME_DIGITS = 12
+_NOTES_OF_PARTS = ("tokenizer", "chat_template", "source")
 
 
 def as_tokens(token_ids: Sequence[int] | Tensor) -> Tensor:
@@ -88,6 +91,41 @@ def read_tokens(files: TensorFiles, manifest: Manifest) -> Tensor:
     if tokens is None or tokens.dtype != torch.int32 or tokens.shape != (manifest.num_tokens,):
         raise ContextError(f"{files.path(manifest.tokens)} does not hold the token ids of {manifest.num_tokens} tokens")
     return tokens.long()
+
+
+def check_content(files: TensorFiles, manifest: Manifest, whole: set[TensorFile]) -> None:
+    """Reads all files of a context.
+
+    Args:
+        files: of the store.
+        manifest: of the context.
+        whole: files that were read already; those of this context are added.
+
+    Raises:
+        ContextError: one is missing, truncated or damaged.
+    """
+    files.verify([file for file in manifest.files if file not in whole])
+    read_tokens(files, manifest)
+    whole.update(manifest.files)
+
+
+def read_context(files: TensorFiles, match: Match, device: torch.device | str) -> Context:
+    """What a match has in common with a prompt, with its token ids.
+
+    Raises:
+        ContextError: a file is missing, truncated or damaged, they do not belong together, or the context was made by
+            another version of kvcli.
+    """
+    manifest = match.manifest
+    tokens = read_tokens(files, manifest)[: match.num_tokens]
+    snapshot = read_snapshot(files, match, device)
+    try:
+        identity = CacheIdentity.from_dict(manifest.identity)
+    except UNREADABLE as error:
+        raise ContextError(f"its identity cannot be read ({' '.join(str(error).split())})") from error
+    # what else was noted, such as a conversation, is of all tokens
+    notes = {x: y for x, y in manifest.notes.items() if match.is_whole or x in _NOTES_OF_PARTS}
+    return Context(snapshot, identity, tokens.unsqueeze(0), notes, f"context '{manifest.name}'")
 
 
 def read_snapshot(files: TensorFiles, match: Match, device: torch.device | str) -> Snapshot:

@@ -19,9 +19,15 @@ import torch
 from torch import Tensor
 
 from kvcli.cache.context import Context
-from kvcli.cache.identity import CacheIdentity
-from kvcli.contexts.content import as_tokens, default_name, read_snapshot, read_tokens, write_content
-from kvcli.contexts.identity import UNREADABLE, ContextIdentity
+from kvcli.contexts.content import (
+    as_tokens,
+    check_content,
+    default_name,
+    read_context,
+    read_tokens,
+    write_content,
+)
+from kvcli.contexts.identity import ContextIdentity
 from kvcli.contexts.layout import BLOCK_TOKENS, check_storable
 from kvcli.contexts.lock import lock
 from kvcli.contexts.manifest import (
@@ -42,8 +48,6 @@ from kvcli.contexts.usage import Usage
 from kvcli.errors import ContextError
 from kvcli.progress import Progress, Say, no_progress, say_nothing
 
-_NOTES_OF_PARTS = ("tokenizer", "chat_template", "source")
-
 
 class ContextStore:
     """The contexts of a folder.
@@ -57,6 +61,14 @@ class ContextStore:
     def __init__(self, folder: str | Path, block_tokens: int = BLOCK_TOKENS) -> None:
         self.folder, self.block_tokens = Path(folder), block_tokens
         self._files = TensorFiles(self.folder / "blocks")
+
+    def make_folder(self) -> None:
+        """Makes the folder, which stays empty until something is stored.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        self._files.folder.mkdir(parents=True, exist_ok=True)
 
     def names(self) -> list[str]:
         """Names of all contexts, also of damaged ones."""
@@ -172,17 +184,10 @@ class ContextStore:
         """
         manifest = match.manifest
         with self._reading(manifest.name):
-            tokens = read_tokens(self._files, manifest)[: match.num_tokens]
-            snapshot = read_snapshot(self._files, match, device)
+            context = read_context(self._files, match, device)
             with suppress(OSError):  # a store of somebody else
                 os.utime(manifest_path(self.folder, manifest.name))
-            try:
-                identity = CacheIdentity.from_dict(manifest.identity)
-            except UNREADABLE as error:
-                raise ContextError(f"its identity cannot be read ({' '.join(str(error).split())})") from error
-        # what else was noted, such as a conversation, is of all tokens
-        notes = {x: y for x, y in manifest.notes.items() if match.is_whole or x in _NOTES_OF_PARTS}
-        return Context(snapshot, identity, tokens.unsqueeze(0), notes, f"context '{manifest.name}'")
+        return context
 
     def put(
         self, context: Context, *, name: str | None = None, overwrite: bool = False, max_bytes: int | None = None
@@ -212,7 +217,7 @@ class ContextStore:
         identity = ContextIdentity.of(context)
         name = default_name(tokens, context.identity.to_dict()) if name is None else name
         check_name(name)
-        self._files.folder.mkdir(parents=True, exist_ok=True)
+        self.make_folder()
         with lock(self.folder, alone=False):
             if not overwrite:
                 self.check_free(name, tokens, identity)
@@ -305,9 +310,7 @@ class ContextStore:
                 try:
                     manifest = self.get(name)
                     with self._reading(name):
-                        self._files.verify([file for file in manifest.files if file not in whole])
-                        read_tokens(self._files, manifest)
-                    whole.update(manifest.files)
+                        check_content(self._files, manifest, whole)
                 except ContextError as error:
                     damages[name] = str(error)
                 advance(1)

@@ -260,6 +260,22 @@ def chat(*arguments: str, lines: str, exit_code: int = 0) -> Any:
     return json.loads(done.stdout)
 
 
+def test_a_conversation_in_the_store(chatty: Any) -> None:
+    """What was noted of it is in its manifest, and goes with it into a file and back."""
+    Path("m.json").write_text(json.dumps([{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "I."}]))
+    result("compress", "--messages", "m.json", "--out", "c.safetensors", *METHOD)
+    result("compress", "--messages", "m.json", "--store", "s", "--name", "talk", *METHOD)
+    result("contexts", "export", "talk", "--store", "s", "--out", "d.safetensors")
+    replies = [
+        result("generate", "--context", name, *store, "--prompt", "And you?", "--chat", *SHORT)["text"]
+        for name, store in (("c.safetensors", ()), ("d.safetensors", ()), ("talk", ("--store", "s")))
+    ]
+    assert len(set(replies)) == 1
+    talked = CliRunner().invoke(app, ["chat", "--resume", "talk", "--store", "s", "--json"], input="And you?\n")
+    assert talked.exit_code == 0, talked.stderr
+    assert [message["content"] for message in json.loads(talked.stdout)["messages"]][:3] == ["Who?", "I.", "And you?"]
+
+
 def test_a_conversation_is_saved_resumed_and_the_same_as_unbroken(chatty: Any) -> None:
     whole = chat(*METHOD, lines="Hello there, who are you?\nWhat do you know?\nAnd what else is there?\n")
     assert len(whole["messages"]) == 6
@@ -344,6 +360,26 @@ def test_a_model_without_a_template(tiny: Any) -> None:
     done = CliRunner().invoke(app, ["chat"], input="Hello\n")
     assert done.exit_code == 2
     assert "has no chat template" in done.stderr
+
+
+def test_the_token_that_ends_a_reply_is_the_templates(chatty: Any) -> None:
+    """A reply that was cut off has a last token that the cache does not hold yet; one that ended has not."""
+    import kvcli
+    from kvcli.attention.next_token import SamplingConfig
+    from kvcli.chat import Conversation
+
+    with kvcli.attach(chatty, "rtn-2", group_size=8, residual_length=8, sink_length=2) as session:
+        talk = Conversation(chatty, session, SamplingConfig(12))
+        made = talk.reply("Hello there, who are you?")
+        cut = talk.context()
+        assert cut.input_ids is not None
+        assert len(cut.notes["pending"]) == 1
+        chatty.model.generation_config.eos_token_id = int(cut.input_ids[0, made.prompt_tokens + 4])
+        talk = Conversation(chatty, session, SamplingConfig(12))
+        made = talk.reply("Hello there, who are you?")
+        assert 1 <= made.new_tokens <= 5
+        assert talk.context().notes["pending"] == []
+        assert talk.reply("And now?").reused_tokens == made.prompt_tokens + made.new_tokens - 1
 
 
 def test_a_reply_that_broke_off_is_not_taken_for_a_whole_one(chatty: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -142,6 +142,11 @@ def test_names_and_sizes(texts: None) -> None:
         ("--name", "one", "--prompt-file", "c.txt"),
     ):
         assert invoke("compress", "--prompt-file", "a.txt", *METHOD, *options).exit_code == 2
+    text("file", "x")
+    nowhere = invoke("compress", "--prompt-file", "a.txt", *METHOD, "--store", "file.txt/s")
+    assert nowhere.exit_code == 1
+    assert "file.txt/s" in nowhere.stderr
+    assert "read and compressed" not in nowhere.stderr
     both = invoke("generate", "--context", "a", "--reuse", "--prompt", "x")
     assert both.exit_code == 2
 

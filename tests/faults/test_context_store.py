@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import random
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -19,7 +20,9 @@ from kills import moments, run_and_kill
 
 from kvcli.cache.context import Context
 from kvcli.contexts import ContextStore
+from kvcli.contexts.content import read_context, write_content
 from kvcli.contexts.lock import lock
+from kvcli.contexts.manifest import Manifest, write_manifest
 from kvcli.errors import ContextError, KvcliError
 from kvcli.files import write_sealed
 
@@ -326,3 +329,52 @@ def test_manifests_with_odd_values_are_read_or_refused(two: Maker, store: Contex
     assert refused > 200
     path.write_text(good)
     assert store.damages(["a", "b"]) == {}
+
+
+def test_pruning_waits_for_a_context_that_is_being_stored(two: Maker, store: ContextStore, monkeypatch: Any) -> None:
+    """Its files are there, and no manifest names them yet."""
+    threads = []
+
+    def write(folder: Path, manifest: Manifest) -> None:
+        threads.append(threading.Thread(target=ContextStore(folder).prune))
+        threads[0].start()
+        threads[0].join(0.3)
+        assert threads[0].is_alive()
+        write_manifest(folder, manifest)
+
+    monkeypatch.setattr("kvcli.contexts.store.write_manifest", write)
+    store.put(two.context(tokens(60, 30)), name="new")
+    threads[0].join()
+    assert store.damages(["a", "b", "new"]) == {}
+
+
+def test_removing_waits_for_a_context_that_is_being_loaded(two: Maker, store: ContextStore, monkeypatch: Any) -> None:
+    threads = []
+
+    def read(*arguments: Any) -> Any:
+        threads.append(threading.Thread(target=store.remove, args=("a",)))
+        threads[0].start()
+        threads[0].join(0.3)
+        assert threads[0].is_alive()
+        return read_context(*arguments)
+
+    monkeypatch.setattr("kvcli.contexts.store.read_context", read)
+    assert store.load(store.whole("a")).snapshot.num_tokens == 90
+    threads[0].join()
+    assert store.names() == ["b"]
+
+
+def test_two_names_given_at_once_are_one_after_the_other(two: Maker, store: ContextStore, monkeypatch: Any) -> None:
+    """Two contexts that want the same name: the second is refused, however late it finds out."""
+    first, second = two.context(tokens(60, 30)), two.context(tokens(60, 31))
+    other = ContextStore(store.folder, block_tokens=16)
+
+    def write(*arguments: Any) -> Any:
+        monkeypatch.undo()
+        other.put(first, name="new")
+        return write_content(*arguments)
+
+    monkeypatch.setattr("kvcli.contexts.store.write_content", write)
+    with pytest.raises(ContextError, match="of other tokens or another model already"):
+        store.put(second, name="new")
+    assert torch.equal(store.token_ids(store.get("new")), tokens(60, 30))
