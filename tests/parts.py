@@ -84,6 +84,20 @@ def make_part(codec: LayerCodec, heads: int, batch: int, length: int, lengths: l
     return EncodedTokens(key_codes, state, value_codes, rotations, counts)
 
 
+def exact_attend(codec: LayerCodec, query: Tensor, part: EncodedTokens, scaling: float) -> PartialAttention:
+    """Attention of one query token over decoded codes in float64."""
+    spec, length = codec.key.spec, part.length
+    rotation = None if part.rotations is None else part.rotations.tokens(0, length)
+    keys = codec.decode_keys(part.key_codes, part.key_state, rotation, torch.float32).double()
+    values = codec.value.decode(part.value_codes, None).double()
+    scores = query.double().unflatten(1, (spec.num_kv_heads, -1)).squeeze(3) @ keys.transpose(-1, -2) * scaling
+    if part.lengths is not None:
+        held = torch.arange(length, device=scores.device) < part.lengths.view(-1, 1, 1, 1)
+        scores = scores.masked_fill(~held, float("-inf"))
+    out = scores.softmax(-1).nan_to_num() @ values
+    return out.view(query.shape).float(), scores.logsumexp(-1).view(query.shape[:3]).float()
+
+
 def assert_same(ours: PartialAttention, expected: PartialAttention, dtype: torch.dtype) -> None:
     assert ours[0].isfinite().all()
     error = (ours[0] - expected[0]).norm() / expected[0].norm()

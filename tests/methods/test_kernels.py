@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from parts import DEVICE, assert_same, make_codec, make_part
+from parts import DEVICE, assert_same, exact_attend, make_codec, make_part
 
 from kvcli.attention.reference import attend_codes as reference_attend
 from kvcli.attention.session import make_config
@@ -98,7 +98,8 @@ def test_fused_attention_over_many_splits(name: str, dtype: torch.dtype, batch: 
     part = make_part(codec, 32, batch, length, None if batch == 1 else [length, 512, 0])
     query = torch.randn(batch, 32, 1, 128, device=DEVICE).to(dtype)
     fused = attend_kernels(method).fused_attend(codec, query, part, 128**-0.5)
-    assert_same(fused, reference_attend(codec, query.float(), part, 128**-0.5), dtype)
+    # not the reference: it takes codes and zeros of values apart, and over many tokens their sums cancel
+    assert_same(fused, exact_attend(codec, query, part, 128**-0.5), dtype)
 
 
 @pytest.mark.parametrize("name", ["kivi-2", "commvq-1"])
