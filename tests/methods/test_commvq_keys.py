@@ -214,6 +214,6 @@ def test_groups_share_what_matters() -> None:
     for pairs in (16, 4):
         config = CommVQConfig(bits=2, pairs_per_group=pairs, codebook_size=16, key_iterations=6).resolve(spec)
         codec = CommVQKeyCodec(spec, config)
-        fit_keys(codec, keys, config, torch.Generator().manual_seed(0))
+        fit_keys(codec, TokenBlocks.of(keys), config, torch.Generator().manual_seed(0))
         errors.append(nmse(codec, keys)[0])
     assert errors[1] < 1.5 * errors[0]

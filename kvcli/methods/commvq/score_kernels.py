@@ -17,7 +17,7 @@ from torch import Tensor
 from kvcli.kernels.launch import cdiv, row_major
 from kvcli.kernels.offset import offset_scores
 from kvcli.kernels.splits import LOG2E
-from kvcli.kernels.words import layout_barrier_fp16
+from kvcli.kernels.words import fma2, layout_barrier_fp16
 from kvcli.methods.commvq.codeword_kernels import MAX_STAGES, code_words, codeword_sums, half_of_sums
 from kvcli.methods.commvq.config import CommVQConfig
 from kvcli.methods.commvq.keys import CommVQKeyCodec
@@ -43,6 +43,8 @@ def _rotated(real, imag, p_cos, p_sin, half: tl.constexpr, R: tl.constexpr):
     b_re, b_im = half_of_sums(real, imag, half, R)
     b_cos, b_sin = tl.load(p_cos), tl.load(p_sin)
     b_re, b_im = b_re.to(b_cos.dtype), b_im.to(b_cos.dtype)
+    if b_cos.dtype == tl.float16:
+        return tl.join(fma2(b_re, b_cos, -(b_im * b_sin)), fma2(b_im, b_cos, b_re * b_sin))
     return tl.join(b_re * b_cos - b_im * b_sin, b_im * b_cos + b_re * b_sin)
 
 
