@@ -15,10 +15,14 @@ from torch import Tensor
 from kvcli.cache.window import WindowTokens
 from kvcli.kernels.launch import cdiv, power_of_two, row_major
 from kvcli.kernels.pdl import pdl_launch_options, pdl_wait
+from kvcli.kernels.tiles import Tiles
 from kvcli.methods.encoded import PartialAttention
 
 MAX_QUERIES = 8
 """Above this query length, blocks of codes are decoded once for all queries (`kvcli.attention.decoded`)."""
+
+_TILES = Tiles(hopper={"BLOCK_M": 64, "BLOCK_N": 64}, smaller={"BLOCK_M": 64, "BLOCK_N": 32})
+_TILES_FP32 = Tiles(hopper={"BLOCK_M": 64, "BLOCK_N": 64}, smaller={"BLOCK_M": 16, "BLOCK_N": 32})
 
 
 @triton.jit(do_not_specialize=["attended", "index", "i_batch", "i_time", "sinks", "ring", "query_len", "kv_len"])
@@ -125,18 +129,19 @@ def _launch(
     batch, heads, query_len, head_dim = query.shape
     kv_heads = key.shape[1]
     groups = heads // kv_heads
-    block_m = min(64, max(16, power_of_two(groups * query_len)))
+    tile = (_TILES_FP32 if query.element_size() == 4 else _TILES).on(query.device)
+    tile["BLOCK_M"] = min(tile["BLOCK_M"], max(16, power_of_two(groups * query_len)))
     nothing = query
     query, key, value = row_major(query), row_major(key), row_major(value)
     index = window.index
-    _attend_kernel[(batch * kv_heads, cdiv(groups * query_len, block_m))](
+    _attend_kernel[(batch * kv_heads, cdiv(groups * query_len, tile["BLOCK_M"]))](
         query, key, value, window.attended, index,
         nothing if codes is None else codes[0].contiguous(), nothing if codes is None else codes[1].contiguous(),
         out,
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
         *((0, 0) if isinstance(index, int) else index.stride()), *out.stride()[:3],
         window.layout.sinks, window.layout.ring, kv_heads, query_len, window.length, scaling,
-        GROUPS=groups, D=head_dim, BLOCK_D=max(16, power_of_two(head_dim)), BLOCK_M=block_m, BLOCK_N=64,
+        GROUPS=groups, D=head_dim, BLOCK_D=max(16, power_of_two(head_dim)), **tile,
         PER_ROW=not isinstance(index, int), HAS_CODES=codes is not None, num_warps=4,
         **({} if codes is None else pdl_launch_options()),
     )  # fmt: skip

@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from factories import clustered, fitted_keys, make_spec
+from factories import clustered, fitted_keys, make_model, make_spec, prompt_and_steps
 
 import kvcli
-from kvcli.kernels import launch
+from kvcli.kernels import launch, tiles
 from kvcli.methods.base import Codec
 from kvcli.methods.commvq import encode_keys_kernels
 from kvcli.methods.commvq.config import CommVQConfig
+from kvcli.methods.commvq.values import CommVQValueCodec
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL_LIMIT, LARGE_LIMIT = 64 * 1024, 99 * 1024
 """Bytes of shared memory per block of GPUs of compute capability 7.5 and 8.6."""
 
@@ -76,3 +78,34 @@ def test_a_session_says_what_is_encoded_without_kernels(tiny_model: Any, monkeyp
         assert str(session.backend.note).endswith("encoded in PyTorch on cpu")
     with kvcli.attach(tiny_model, "kivi-2", impl="reference") as session:
         assert session.backend.note is None
+
+
+@pytest.mark.kernels
+def test_smaller_tiles_give_the_same_logits(prompt: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt, steps, and a chunk whose query rows fill more than one smaller tile."""
+    model = make_model("llama", num_attention_heads=4, num_key_value_heads=1, head_dim=64, num_hidden_layers=1)
+    model = model.to(DEVICE)
+    pieces = [*prompt_and_steps(prompt, 90, 70), prompt_and_steps(prompt, 105, 85)[0]]
+    pieces[-1]["input_ids"] = pieces[-1]["input_ids"][:, -12:]
+    pieces = [{name: x.to(DEVICE) for name, x in piece.items()} for piece in pieces]
+
+    def logits(hopper: bool) -> torch.Tensor:
+        monkeypatch.setattr(tiles, "has_hopper_shared_memory", lambda device: hopper)
+        with kvcli.attach(model, "qjl", impl="fused", residual_length=32) as session, torch.no_grad():
+            cache = session.new_cache()
+            return torch.stack([model(**piece, past_key_values=cache).logits[:, -1] for piece in pieces])
+
+    assert torch.allclose(logits(False), logits(True), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.kernels
+def test_smaller_tiles_encode_the_same_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = CommVQConfig(bits=2, codebook_size=8)
+    codec = CommVQValueCodec(make_spec(64), config.resolve(make_spec(64)))
+    codec.randomize_(torch.Generator().manual_seed(0))
+    codec = codec.to(DEVICE)
+    codec.fused = True
+    x = torch.randn(1, 2, 40, 64, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(1))
+    whole = codec.decode(codec.encode(x))
+    monkeypatch.setattr(tiles, "has_hopper_shared_memory", lambda device: False)
+    assert (codec.decode(codec.encode(x)) - whole).norm() < 1e-2 * whole.norm()

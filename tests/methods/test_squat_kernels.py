@@ -79,6 +79,15 @@ def test_leading_factor(width: int, rank: int, some: list[int]) -> None:
     assert (norms[:, :-1] >= norms[:, 1:]).all()
 
 
+@pytest.mark.parametrize(("width", "rank", "some"), SIZES if GPU else [(32, 5, [1, 4, 8]), (24, 8, [0]), (128, 5, [4])])
+def test_leading_factor_of_matrices_too_large_for_shared_memory(
+    width: int, rank: int, some: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gram = spectra(width)[some]
+    monkeypatch.setattr(kernels, "shared_memory_limit", lambda device: 0)
+    assert relative_error(kernels.leading_factor(gram, rank), leading_factor(gram, rank, "svd")).max() < 1e-4
+
+
 @pytest.mark.parametrize(("width", "rank"), [(128, 5), (80, 8), (64, 1), (32, 20), (16, 5)])
 def test_power_iteration_is_the_svd(width: int, rank: int) -> None:
     """For any spectrum, also where the start of the iteration could be orthogonal to what leads."""

@@ -25,11 +25,14 @@ import triton.language as tl
 from torch import Tensor
 
 from kvcli.kernels.launch import cdiv, power_of_two, row_major
+from kvcli.kernels.tiles import Tiles
 from kvcli.methods.commvq.tables import BLOCK_BITS, DescentTables
 from kvcli.packing import packed_size
 
 _ENCODE_TOKENS = 16384
-_METRIC_TILE = 64
+_METRIC_TOKENS = 64
+_METRIC_TILES = Tiles(hopper={"BLOCK": 64}, smaller={"BLOCK": 32})
+_PRODUCT_TILES = Tiles(hopper={"BLOCK_K": 64, "num_warps": 4}, smaller={"BLOCK_K": 64, "num_warps": 8})
 _UNIT_ELEMENTS = 4096
 _SWEEP_TILE = {"BLOCK_T": 64, "BLOCK_O": BLOCK_BITS, "BLOCK_K": 64, "num_warps": 4, "num_stages": 4}
 
@@ -280,9 +283,10 @@ def _unit_rows(x: Tensor, tables: DescentTables, first: int, tokens: int) -> tup
     product = torch.empty(tokens, heads * width, dtype=torch.float32, device=x.device)
     rows = torch.empty_like(product, dtype=torch.float16)
     rms = torch.empty(tokens, dtype=torch.float32, device=x.device)
-    _metric_kernel[(cdiv(tokens, _METRIC_TILE), heads)](
+    widest = _METRIC_TILES.on(x.device)["BLOCK"]
+    _metric_kernel[(cdiv(tokens, _METRIC_TOKENS), heads)](
         x, tables.metric_root, product, *x.stride()[:3], first, tokens, time,
-        WIDTH=width, BLOCK_T=_METRIC_TILE, BLOCK=min(64, max(16, power_of_two(width))), num_warps=4,
+        WIDTH=width, BLOCK_T=_METRIC_TOKENS, BLOCK=min(widest, max(16, power_of_two(width))), num_warps=4,
     )  # fmt: skip
     block_d = power_of_two(heads * width)
     block_t = max(1, _UNIT_ELEMENTS // block_d)
@@ -304,7 +308,7 @@ def _encode_part(
     """Encodes unit rows [tokens, D] into packed [tokens, bytes] and scales [tokens]."""
     (tokens, width), count, padded = rows.shape, encoder.shape[0], tables.gram.shape[0]
     bits = torch.empty(tokens, padded, dtype=torch.float16, device=rows.device)
-    tile: dict[str, Any] = {"D": width, "N": padded, "BLOCK_K": 64, "num_warps": 4}
+    tile: dict[str, Any] = {"D": width, "N": padded, **_PRODUCT_TILES.on(rows.device)}
     block = 128 if tokens > 256 else 16
     grid = (cdiv(tokens, block), padded // 128)
     _project_kernel[grid](

@@ -17,6 +17,7 @@ from kvcli.kernels.launch import cdiv, power_of_two, row_major, unsupported_shap
 from kvcli.kernels.offset import offset_scores
 from kvcli.kernels.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wait
 from kvcli.kernels.splits import LOG2E, SplitScores
+from kvcli.kernels.tiles import Tiles
 from kvcli.kernels.words import EVICT_FIRST, FIELD_SCALE, field_dot, query_fields, query_in_units
 from kvcli.methods.encoded import EncodedTokens, PartialAttention
 from kvcli.methods.layer_codec import LayerCodec
@@ -29,8 +30,7 @@ _BLOCK_N = 128
 _WARPS = 1
 _WARPS_FP32 = 4
 _STAGES = 1
-_SKETCH_ROWS = 64
-_SKETCH_WARPS = 4
+_SKETCH_TILES = Tiles(hopper={"BLOCK_K": 64, "num_warps": 4}, smaller={"BLOCK_K": 32, "num_warps": 4})
 
 
 @triton.jit
@@ -216,11 +216,12 @@ def _sketch_query(key: QJLKey, query: Tensor, state: QJLState) -> Tensor:
     inliers, outliers = len(key.sketch), len(key.outlier_sketch)
     query = row_major(query)
     sketched = torch.empty(batch, kv_heads, rows, inliers + outliers, device=query.device)
-    _sketch_query_kernel[(batch * kv_heads, cdiv(inliers + outliers, _SKETCH_ROWS), cdiv(rows, 16))](
+    tile = _SKETCH_TILES.on(query.device)
+    _sketch_query_kernel[(batch * kv_heads, cdiv(inliers + outliers, tile["BLOCK_K"]), cdiv(rows, 16))](
         query, state.channels if outliers else torch.zeros_like(state.channels), key.sketch, key.outlier_sketch,
         sketched, *query.stride()[:3], kv_heads, query_len,
         HEADS=heads // kv_heads, D=head_dim, M=inliers, M_OUT=outliers, BLOCK_D=max(16, power_of_two(head_dim)),
-        BLOCK_K=_SKETCH_ROWS, num_warps=_SKETCH_WARPS,
+        **tile,
     )  # fmt: skip
     return sketched
 

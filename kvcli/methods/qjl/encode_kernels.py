@@ -9,8 +9,15 @@ from torch import Tensor
 
 from kvcli.kernels.constants import norm_unit
 from kvcli.kernels.launch import cdiv, power_of_two, row_major
+from kvcli.kernels.tiles import Tiles
 from kvcli.kernels.words import FP16_MAX
 from kvcli.packing import packed_size
+
+_FEW_TOKENS = {"BLOCK_T": 16, "BLOCK_R": 64, "num_warps": 4, "num_stages": 2}
+_TILES = Tiles(
+    hopper={"BLOCK_T": 64, "BLOCK_R": 32, "num_warps": 4, "num_stages": 1},
+    smaller={"BLOCK_T": 64, "BLOCK_R": 16, "num_warps": 4, "num_stages": 1},
+)
 
 
 @triton.jit
@@ -77,11 +84,9 @@ def _encode_kernel(
         _store_signs(outlier_x, outlier_sketch, outlier_signs, i_t, m_t, o_d, OUTLIER_ROWS, D, OUTLIER_BYTES, BLOCK_R)
 
 
-def sketch_tile(time: int) -> dict[str, int]:
+def sketch_tile(time: int, device: torch.device) -> dict[str, int]:
     """Tile, warps and stages for a number of tokens; tuned on one H200, torch 2.11, triton 3.6."""
-    if time <= 64:
-        return {"BLOCK_T": 16, "BLOCK_R": 64, "num_warps": 4, "num_stages": 2}
-    return {"BLOCK_T": 64, "BLOCK_R": 32, "num_warps": 4, "num_stages": 1}
+    return _FEW_TOKENS if time <= 64 else _TILES.on(device)
 
 
 def encode_keys(
@@ -103,7 +108,7 @@ def encode_keys(
     batch, heads, time, width = x.shape
     signs, norm = _empty_codes(x, len(sketch))
     outlier_signs, outlier_norm = _empty_codes(x, len(outlier_sketch))
-    tile = sketch_tile(time)
+    tile = sketch_tile(time, x.device)
     if x.numel():
         _encode_kernel[(cdiv(time, tile["BLOCK_T"]), batch * heads)](
             x, outliers.contiguous(), sketch, outlier_sketch, signs, norm, outlier_signs, outlier_norm,

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvcli.kernels.launch import cdiv, power_of_two, row_major
+from kvcli.kernels.launch import cdiv, power_of_two, row_major, shared_memory_limit
 from kvcli.kernels.words import INTERPRETED
 
 _ITERATIONS = 24
@@ -26,7 +26,7 @@ _SWEEPS = 4
 _OVERSAMPLING = 3
 _MAX_COLUMNS = 32
 _MAX_SPLITS = 32
-_MAX_CHANNELS = 128  # a matrix has to fit into shared memory twice, as the two parts of a float32 product
+_MAX_CHANNELS = 128  # a matrix, or half of it, has to fit into shared memory twice: the two parts of a float32 product
 
 
 @triton.jit(do_not_specialize=["tokens", "chunk"])
@@ -100,30 +100,54 @@ def _jacobi_rotation(b, i_round, K: tl.constexpr):
 
 
 @triton.jit
+def _gram_product(b_g, gram, scale, v, D: tl.constexpr, BLOCK_D: tl.constexpr, K: tl.constexpr, HALVES: tl.constexpr):
+    """b_g v for b_g [D, D], v [D, K]; if HALVES, gram * scale is read for it, half of the columns at once."""
+    if HALVES:
+        HALF: tl.constexpr = BLOCK_D // 2
+        o_d, o_h = tl.arange(0, BLOCK_D)[:, None], tl.arange(0, HALF)[None, :]
+        top, bottom = tl.split(tl.permute(tl.reshape(v, (2, HALF, K)), (1, 2, 0)))
+        p_g, m_d = gram + o_d * D + o_h, o_d < D
+        # volatile: a load that leaves the loop keeps both halves in shared memory
+        left = tl.load(p_g, mask=m_d & (o_h < D), other=0.0, volatile=True) * scale
+        product = tl.dot(left, top, input_precision="tf32x3")
+        right = tl.load(p_g + HALF, mask=m_d & (o_h + HALF < D), other=0.0, volatile=True) * scale
+        product = tl.dot(right, bottom, product, input_precision="tf32x3")
+    else:
+        product = tl.dot(b_g, v, input_precision="tf32x3")
+    return product
+
+
+@triton.jit
 def _leading_kernel(
     gram, factor,
     D: tl.constexpr, RANK: tl.constexpr, BLOCK_D: tl.constexpr, K: tl.constexpr,
-    ITERATIONS: tl.constexpr, SWEEPS: tl.constexpr,
+    ITERATIONS: tl.constexpr, SWEEPS: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
     """factor = diag(S[:RANK]) Vh[:RANK], the strongest direction first, with gram = V S^2 V^T; grid (matrices,).
 
     gram float32 [matrices, D, D]; factor float32 [matrices, RANK, D]. K >= RANK columns are iterated, ITERATIONS
-    times, then SWEEPS Jacobi sweeps; BLOCK_D = D as a power of two.
+    times, then SWEEPS Jacobi sweeps; BLOCK_D = D as a power of two. HALVES: see `_gram_product`.
     """
     i_m = tl.program_id(0).to(tl.int64)
     o_d, o_k = tl.arange(0, BLOCK_D), tl.arange(0, K)
     m_d = o_d < D
-    p_g = gram + i_m * D * D + o_d[:, None] * D + o_d[None, :]
-    b_g = tl.load(p_g, mask=m_d[:, None] & m_d[None, :], other=0.0)
-    trace = tl.sum(tl.sum(tl.where(o_d[:, None] == o_d[None, :], b_g, 0.0), axis=1), axis=0)
-    b_g = b_g * tl.where(trace > 0, 1.0 / tl.maximum(trace, 1e-36), 0.0)
+    gram += i_m * D * D
+    if HALVES:
+        b_g = tl.load(gram + o_d * (D + 1), mask=m_d, other=0.0)
+        trace = tl.sum(b_g, axis=0)
+    else:
+        b_g = tl.load(gram + o_d[:, None] * D + o_d[None, :], mask=m_d[:, None] & m_d[None, :], other=0.0)
+        trace = tl.sum(tl.sum(tl.where(o_d[:, None] == o_d[None, :], b_g, 0.0), axis=1), axis=0)
+    scale = tl.where(trace > 0, 1.0 / tl.maximum(trace, 1e-36), 0.0)
+    b_g = b_g * scale
     # random columns are not orthogonal to any eigenvector
     b_v = tl.rand(0, o_d[:, None] * K + o_k[None, :]) - 0.5
     for _ in range(ITERATIONS):
-        b_v = _orthonormal(tl.dot(b_g, b_v, input_precision="tf32x3"), o_k, 4e-12, K)
+        b_v = _orthonormal(_gram_product(b_g, gram, scale, b_v, D, BLOCK_D, K, HALVES), o_k, 4e-12, K)
     # columns that hold only rounding errors are not orthogonal yet: set them to 0
     b_v = _orthonormal(b_v, o_k, 0.25, K)
-    b_small = tl.dot(tl.trans(b_v), tl.dot(b_g, b_v, input_precision="tf32x3"), input_precision="tf32x3")
+    b_small = _gram_product(b_g, gram, scale, b_v, D, BLOCK_D, K, HALVES)
+    b_small = tl.dot(tl.trans(b_v), b_small, input_precision="tf32x3")
     eigvec = tl.where(o_k[:, None] == o_k[None, :], 1.0, 0.0)
     for step in range(SWEEPS * (K - 1)):
         b_small = 0.5 * (b_small + tl.trans(b_small))
@@ -234,7 +258,8 @@ def leading_factor(gram: Tensor, rank: int) -> Tensor:
         _leading_kernel[(gram.numel() // width**2,)](
             gram, factor, D=width, RANK=rank, BLOCK_D=block,
             K=max(16, power_of_two(rank + _OVERSAMPLING)),
-            ITERATIONS=_ITERATIONS, SWEEPS=_SWEEPS, num_warps=_warps(block),
+            ITERATIONS=_ITERATIONS, SWEEPS=_SWEEPS, HALVES=8 * block**2 > shared_memory_limit(gram.device),
+            num_warps=_warps(block),
         )  # fmt: skip
     return factor
 

@@ -1,0 +1,56 @@
+"""Kernels are compiled for GPUs with less shared memory than those that they are tuned on."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from kvcli.kernels import tiles
+from kvcli.kernels.tiles import Tiles
+
+pytest.importorskip("triton")
+
+HEAVY = "window_kernels|_extend_kernel|_leading_kernel|_project_kernel|_decode_values_kernel|_sketch|qjl.encode"
+"""Kernels that take the most shared memory, or that are launched in other ways than on Hopper."""
+
+
+def compile_kernels(capability: int, *options: str) -> str:
+    variables = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "tests/compiled_kernels.py", str(capability), *options],
+        env={**variables, "PYTHONPATH": "."}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, "\n".join((done.stdout, done.stderr[-2000:]))
+    return done.stdout
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_largest_tiles_fit_99_kib(dtype: str) -> None:
+    methods = ("squat-2", "qjl", "commvq-1") if dtype == "bfloat16" else ("kivi-2",)
+    printed = compile_kernels(86, "--methods", *methods, "--dtype", dtype, "--kernels", HEAVY)
+    assert "_extend_kernel" in printed
+    assert "window_kernels" in printed
+
+
+@pytest.mark.kernels
+@pytest.mark.slow
+@pytest.mark.skipif("KVCLI_COMPILE_ALL" not in os.environ, reason="takes half an hour; set KVCLI_COMPILE_ALL")
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("capability", [80, 86, 89, 90])
+@pytest.mark.parametrize(("head_dim", "dtype"), [(128, "bfloat16"), (64, "bfloat16"), (128, "float32")])
+def test_all_kernels_fit(capability: int, head_dim: int, dtype: str) -> None:
+    compile_kernels(capability, "--head-dim", str(head_dim), "--dtype", dtype)
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(227, 64), (163, 32), (99, 32)])
+def test_tiles_follow_the_shared_memory(limit: int, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles, "shared_memory_limit", lambda device: limit * 1024)
+    tiles.has_hopper_shared_memory.cache_clear()
+    found = Tiles(hopper={"BLOCK": 64}, smaller={"BLOCK": 32}).on(torch.device("cpu"))
+    tiles.has_hopper_shared_memory.cache_clear()
+    assert found == {"BLOCK": expected}
