@@ -147,6 +147,7 @@ ROOMS = [
     ("generate",),
     ("eval",),
     ("bench",),
+    ("plan",),
     ("cli",),
     ("__init__", "__main__"),
 ]

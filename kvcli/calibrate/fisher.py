@@ -52,7 +52,7 @@ def collect_fisher(
     sums: dict[int, list[_Moments]] = {}
     with _frozen(loaded.model):
         for sequence in sequences:
-            for layer_idx, pair in _backward(loaded.model, sequence, generator).items():
+            for layer_idx, pair in backward(loaded.model, sequence, generator).items():
                 moments = sums.setdefault(layer_idx, [_Moments(), _Moments()])
                 for moment, x, kind in zip(moments, pair, ("keys", "values"), strict=True):
                     if x.grad is None:
@@ -67,7 +67,7 @@ def collect_fisher(
     ]
 
 
-def _backward(model: Any, sequence: Tensor, generator: torch.Generator) -> dict[int, tuple[Tensor, Tensor]]:
+def backward(model: Any, sequence: Tensor, generator: torch.Generator) -> dict[int, tuple[Tensor, Tensor]]:
     """Keys and values of each layer with their gradients, for one sequence [time].
 
     Raises:

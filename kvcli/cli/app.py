@@ -8,7 +8,7 @@ import sys
 import typer
 
 from kvcli._version import __version__
-from kvcli.cli import bench, calibrate, demo, domains, env, evaluate, export, fit, generate, methods, reproduce
+from kvcli.cli import bench, calibrate, demo, domains, env, evaluate, export, fit, generate, methods, plan, reproduce
 from kvcli.cli.output import write_stdout
 
 app = typer.Typer(
@@ -36,7 +36,7 @@ def _main(
     pass
 
 
-for module in (demo, calibrate, fit, export, generate, evaluate, domains, reproduce, bench, methods, env):
+for module in (demo, plan, calibrate, fit, export, generate, evaluate, domains, reproduce, bench, methods, env):
     module.register(app)
 
 

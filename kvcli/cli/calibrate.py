@@ -10,6 +10,7 @@ import typer
 from pydantic import Field
 
 from kvcli.cli.command import command
+from kvcli.cli.dry_run import DRY_RUN, dry_calibrate
 from kvcli.cli.options import ModelOptions
 from kvcli.cli.output import Output, size
 from kvcli.cli.paths import samples_folder
@@ -43,6 +44,7 @@ class CalibrateOptions(ModelOptions):
     )
     out: Path | None = Field(default=None, description="output folder; default: runs/MODEL/samples")
     overwrite: bool = Field(default=False, description="discard a recording in the output folder and start again")
+    dry_run: bool = Field(default=False, description=DRY_RUN)
 
 
 def run(options: CalibrateOptions, output: Output) -> None:
@@ -50,6 +52,9 @@ def run(options: CalibrateOptions, output: Output) -> None:
     from kvcli.calibrate.collect import CollectConfig, collect
     from kvcli.calibrate.corpus import check_source, documents, token_sequences
 
+    if options.dry_run:
+        dry_calibrate(options, output)
+        return
     folder = options.out or samples_folder(options.model)
     corpus = corpus_config(options)
     output.settings(options.model_dump(mode="json"))

@@ -10,6 +10,7 @@ import typer
 from pydantic import Field
 
 from kvcli.cli.command import command
+from kvcli.cli.dry_run import DRY_RUN, dry_generate
 from kvcli.cli.options import IMPL_HELP, ModelOptions
 from kvcli.cli.output import Output, size
 from kvcli.cli.paths import newest_artifact
@@ -64,6 +65,7 @@ class GenerateOptions(ModelOptions):
         "forward passes; auto: graphs on a GPU",
     )
     stats: bool = Field(default=False, description="print time, rate and cache memory")
+    dry_run: bool = Field(default=False, description=DRY_RUN)
 
 
 def run(options: GenerateOptions, output: Output) -> None:
@@ -75,6 +77,9 @@ def run(options: GenerateOptions, output: Output) -> None:
     prompt = read_prompt(options, output)
     if not prompt and options.prompt != "":
         raise UsageError("the prompt is empty; give a text with --prompt or --prompt-file")
+    if options.dry_run:
+        dry_generate(options, prompt, output)
+        return
     method, artifact = choose_method(options, output)
     settings = {**parse_settings(options.setting), **cache_settings(options)}
     loaded = options.load(output)
