@@ -69,15 +69,18 @@ def method_plan(
         ConfigError: settings that do not exist or do not fit the model's shapes.
         ArtifactError: an artifact that was named and is none.
     """
+    from kvcli.attention.session import make_config
     from kvcli.machine import resident_bytes
     from kvcli.plan.stages import MethodPlan
     from kvcli.registry import parse_method
 
     method, from_bits = parse_method(name)
-    fitted = artifact_settings(planned.name, name, method, artifact)
-    config = resolved(method, {**fitted, **from_bits, **settings}, planned)
+    stored = artifact_settings(planned.name, name, method, artifact)
+    config = make_config(method, {**from_bits, **settings})
+    resolved(config, planned)
+    fitted = resolved(make_config(method, {**stored, **settings}), planned) if stored else None
     fused = impl == "fused" or (impl == "auto" and planned.device.type == "cuda")
-    return MethodPlan(planned, name, method, config, fused=fused, program_bytes=resident_bytes())
+    return MethodPlan(planned, name, method, config, fitted=fitted, fused=fused, program_bytes=resident_bytes())
 
 
 def artifact_settings(model: str, name: str, method: Method, artifact: Path | None) -> dict[str, Any]:
@@ -101,16 +104,12 @@ def artifact_settings(model: str, name: str, method: Method, artifact: Path | No
         return {}
 
 
-def resolved(method: Method, settings: Mapping[str, Any], planned: PlannedModel) -> CacheConfig:
-    """A method's settings for a model's shapes.
+def resolved(config: CacheConfig, planned: PlannedModel) -> CacheConfig:
+    """Settings for a model's shapes.
 
     Raises:
         UsageError: settings that do not fit the shapes.
-        ConfigError: settings that do not exist or are out of range.
     """
-    from kvcli.attention.session import make_config
-
-    config = make_config(method, dict(settings))
     try:
         return config.resolve(planned.spec)
     except ValueError as error:

@@ -64,7 +64,8 @@ class MethodPlan:
         planned: the model.
         name: the method as the user asked for it.
         method: its record.
-        config: its settings; those of an artifact know the bits of each layer.
+        config: its settings; what follows from the model's shapes may be open.
+        fitted: settings of an artifact, resolved, which know the bits of each layer; None: none is there.
         fused: whether kernels attend to codes.
         program_bytes: memory of the process before a model is loaded.
 
@@ -79,15 +80,16 @@ class MethodPlan:
         method: Method,
         config: CacheConfig,
         *,
+        fitted: CacheConfig | None = None,
         fused: bool = False,
         program_bytes: int = 0,
     ) -> None:
         self.planned, self.name, self.method = planned, name, method
-        self.config, self.program_bytes = config, program_bytes
+        self.config, self.program_bytes = fitted or config.resolve(planned.spec), program_bytes
         self.on_cpu = planned.device.type == "cpu"
-        codecs = build_codecs(method, planned.spec, config)
+        codecs = build_codecs(method, planned.spec, self.config)
         self.cache = CachePlan.of_codecs(
-            planned.spec, method, config, codecs, planned.dtype, key_bias=planned.key_bias, fused=fused
+            planned.spec, method, self.config, codecs, planned.dtype, key_bias=planned.key_bias, fused=fused
         )
         self.artifact_bytes = artifact_bytes(codecs) if method.needs_artifact else 0
         self.prompt = PromptBytes(planned, method, config)

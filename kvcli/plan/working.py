@@ -8,6 +8,7 @@ the reference, which is traced for both; where they need less, a layer's MLP nee
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from kvcli.attention.layer import attend_layer
 from kvcli.cache.compressed import CompressedCache
 from kvcli.calibrate.collect import CollectConfig
 from kvcli.calibrate.fisher import SEQ_LEN, backward
+from kvcli.methods.base import Codec
 from kvcli.methods.config import CacheConfig
 from kvcli.methods.method import Method
 from kvcli.plan.live_bytes import META, Peak, peak_bytes
@@ -46,10 +48,13 @@ _TRACED_LAYERS = 2
 class PromptBytes:
     """Bytes beside weights and caches that a forward pass over prompts takes, one layer's window included.
 
+    The model is traced with the baseline's codecs, which take as much while they encode as the method's do: those are
+    traced alone, with one kv head, because their memory grows by as much with each.
+
     Args:
         planned: the model.
         method: attached to it.
-        config: its settings, resolved.
+        config: its settings; what follows from the model's shapes may be open.
     """
 
     def __init__(self, planned: PlannedModel, method: Method, config: CacheConfig) -> None:
@@ -64,15 +69,39 @@ class PromptBytes:
         """`of`, rounded up to the next of few numbers of tokens, of a model with one layer."""
         tokens = -(-tokens // _ROUNDED_TOKENS) * _ROUNDED_TOKENS
         if tokens not in self._traced:
-            planned = self.planned
+            planned, baseline = self.planned, get_method(BASELINE)
+            config = baseline.config_cls()
             model: Any = planned.empty(1)
-            codec = self.method.build(planned.spec, self.config, planned.spec.num_layers - 1).to(META)
+            codec = baseline.build(planned.spec, config, 0)
+            one_head = replace(planned.spec, num_heads=planned.spec.num_kv_groups, num_kv_heads=1)
+            real = self.method.build(one_head, self.config.resolve(one_head), planned.spec.num_layers - 1).to(META)
+            codec.key.space = real.key.space
+            for coder, theirs in ((codec.key, real.key), (codec.value, real.value)):
+                _take_as_much(coder, self._encoding(theirs, tokens) * planned.spec.num_kv_heads)
             ids = torch.zeros(1, tokens, dtype=torch.int64, device=META)
             with torch.no_grad(), Seam(model, _attend) as seam:
-                cache = CompressedCache(planned.spec, self.method, self.config, [codec], seam)
+                cache = CompressedCache(planned.spec, baseline, config, [codec], seam)
                 run = partial(model, input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
                 self._traced[tokens] = peak_bytes(run).total - cache.memory().allocated_bytes
         return self._traced[tokens]
+
+    def _encoding(self, codec: Codec[Any], tokens: int) -> int:
+        """Bytes that encoding so many tokens of one head takes."""
+        dtype = torch.float32 if getattr(codec, "space", "") == "pre_rope" else self.planned.dtype
+        x = torch.zeros(1, 1, tokens // codec.tokens_per_group * codec.tokens_per_group, codec.spec.head_dim)
+        with torch.no_grad():
+            return peak_bytes(partial(codec.encode, x.to(META, dtype), codec.new_state(1, META))).total
+
+
+def _take_as_much(codec: Codec[Any], count: int) -> None:
+    """Lets a codec allocate so many bytes while it encodes."""
+    encode = codec.encode
+
+    def wrapped(x: Tensor, state: Any = None) -> Any:
+        torch.empty(count, dtype=torch.uint8, device=x.device)
+        return encode(x, state)
+
+    codec.encode = wrapped  # type: ignore[method-assign]
 
 
 def _attend(

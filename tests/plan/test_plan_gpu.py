@@ -51,8 +51,8 @@ def test_the_memory_of_generating(
     model: Any, planned: PlannedModel, name: str, tokens: int, batch: int, chunk: int | None
 ) -> None:
     method, from_bits = parse_method(name)
-    config = make_config(method, from_bits).resolve(planned.spec)
-    plan = MethodPlan(planned, name, method, config, fused=True)
+    plan = MethodPlan(planned, name, method, make_config(method, from_bits), fused=True)
+    config = plan.config
     codecs = build_codecs(method, planned.spec, config)
     for codec in codecs:
         codec.cuda()

@@ -109,7 +109,7 @@ def planned_method(name: str, **changes: Any) -> MethodPlan:
     planned = PlannedModel("tiny", model.config, torch.float32, torch.device("cpu"))
     assert planned.weights_bytes == sum(x.nbytes for x in model.parameters())
     method = get_method(name)
-    config = method.config_cls(**method.example_settings).resolve(planned.spec)
+    config = method.config_cls(**method.example_settings)
     return MethodPlan(planned, name, method, config)
 
 
