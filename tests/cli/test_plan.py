@@ -141,3 +141,10 @@ def test_the_dry_run_of_compressing(saved_model: str, capsys: pytest.CaptureFixt
     assert two["disk_bytes"] == 2 * one["disk_bytes"]
     assert two["peak_bytes"] == pytest.approx(one["peak_bytes"], rel=0.05)
     assert one["in_fp16"] == 300 * 3 * 2 * 32 * 2
+
+
+def test_a_probe_tells_times(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvcli.plan.probe._SECONDS", 0.01)
+    made = plan("--method", "rtn-4", "--setting", "group_size=8", "--probe")
+    assert 0 < made["prompt_seconds"] < 60
+    assert 0 < made["calibrate"]["seconds"] < 60
