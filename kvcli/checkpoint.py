@@ -38,9 +38,14 @@ def load_checkpoint(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, 
     """
     config = read_config(folder)
     _check_weight_files(folder)
-    if not any((folder / name).is_file() for name in _TOKENIZERS):
+    if not has_tokenizer(folder):
         raise cannot_load(folder, "it has no tokenizer.json; copy the tokenizer's files from the original model")
     return _load(folder, folder, dtype, config)
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder has the files of a tokenizer."""
+    return any((folder / name).is_file() for name in _TOKENIZERS)
 
 
 def load_gguf(
@@ -86,6 +91,21 @@ def read_config(folder: Path) -> Any:
     with _explained(folder, "its config.json cannot be used"):
         config = AutoConfig.from_pretrained(folder, **_LOCAL)
     config._attn_implementation = "sdpa"  # a config may name a repository of kernels, which would be downloaded and run
+    ModelSpec.from_config(config)
+    return config
+
+
+def read_gguf_config(path: Path) -> Any:
+    """The transformers config of a GGUF file; of its tensors, only names and shapes are read.
+
+    Raises:
+        ModelError: a damaged file.
+        UnsupportedModelError: an architecture that kvcli does not compress.
+    """
+    from transformers import AutoConfig
+
+    with _explained(path, "its config cannot be read"):
+        config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name, **_LOCAL)
     ModelSpec.from_config(config)
     return config
 
@@ -137,7 +157,7 @@ def _load(
     source: Path, folder: Path, dtype: torch.dtype, config: Any, **gguf: str
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Loads with transformers and checks that every weight came from the file."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     options: dict[str, Any] = {**_LOCAL, **gguf}
     with quiet_transformers():
@@ -152,9 +172,29 @@ def _load(
                 **({} if config is None else {"config": config}),
             )
         _check_keys(source, info)
-        with _explained(source, "its tokenizer cannot be read; copy the tokenizer's files from the original model"):
-            tokenizer = AutoTokenizer.from_pretrained(folder, **options)
-    return model, tokenizer
+    return model, load_tokenizer(source, folder, **gguf)
+
+
+def load_tokenizer(source: Path, folder: Path, **gguf: str) -> PreTrainedTokenizerBase:
+    """Reads the tokenizer of a model's folder or GGUF file.
+
+    Args:
+        source: what the user named, for messages.
+        folder: where the files are.
+        gguf: `gguf_file`, a name in the folder.
+
+    Raises:
+        ModelError: no tokenizer there, or a damaged one.
+    """
+    from transformers import AutoTokenizer
+
+    options: dict[str, Any] = {**_LOCAL, **gguf}
+    with (
+        quiet_transformers(),
+        _explained(source, "its tokenizer cannot be read; copy the tokenizer's files from the original model"),
+    ):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, **options)
+    return tokenizer
 
 
 @contextmanager

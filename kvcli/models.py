@@ -16,8 +16,16 @@ import torch
 from torch import Tensor
 
 from kvcli.builtin_copy import fetch_builtin
-from kvcli.builtin_models import BUILTIN_MODELS, DEFAULT_MODEL
-from kvcli.checkpoint import cannot_load, load_checkpoint, load_gguf, read_config
+from kvcli.builtin_models import BUILTIN_MODELS, DEFAULT_MODEL, copy_folder
+from kvcli.checkpoint import (
+    cannot_load,
+    has_tokenizer,
+    load_checkpoint,
+    load_gguf,
+    load_tokenizer,
+    read_config,
+    read_gguf_config,
+)
 from kvcli.errors import ModelError, UsageError, suggestion
 from kvcli.fingerprint import fingerprint
 from kvcli.hub import download_config, download_model
@@ -105,6 +113,44 @@ def load_model(
     model.to(chosen).eval()
     check_finite(model)
     return LoadedModel(name, model, tokenizer, spec, fingerprint(model, spec))
+
+
+def find_config(name: str, *, base_config: str | None = None, revision: str | None = None) -> Any:
+    """The transformers config of a model that `load_model` would load; no weights are downloaded or read.
+
+    Args:
+        name: as for `load_model`; a built-in model must have been fetched.
+        base_config: for GGUF files, a hub name or folder whose config is used.
+        revision: branch, tag or commit of a model on the hub.
+
+    Raises:
+        ModelError: no such model, or its config cannot be read.
+        UnsupportedModelError: an architecture kvcli does not compress.
+    """
+    if name in BUILTIN_MODELS:
+        return read_config(copy_folder(BUILTIN_MODELS[name]))
+    if not name.endswith(".gguf"):
+        return read_config(_local_folder(name) or download_config(name, revision))
+    path = Path(name).expanduser()
+    if not _is_file(path):
+        raise ModelError(f"no such GGUF file: {path}")
+    if base_config is None:
+        return read_gguf_config(path)
+    return read_config(_local_folder(base_config) or download_config(base_config))
+
+
+def find_tokenizer(name: str) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of a model whose files are here; None for other models.
+
+    Raises:
+        ModelError: files that cannot be read.
+    """
+    path = Path(name).expanduser()
+    if name in BUILTIN_MODELS:
+        path = copy_folder(BUILTIN_MODELS[name])
+    if name.endswith(".gguf") and _is_file(path):
+        return load_tokenizer(path, path.parent, gguf_file=path.name)
+    return load_tokenizer(path, path) if has_tokenizer(path) else None
 
 
 def check_finite(model: torch.nn.Module) -> None:

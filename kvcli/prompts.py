@@ -75,13 +75,28 @@ def chat_text(loaded: LoadedModel, messages: Sequence[Message], to_reply: bool =
         UsageError: a tokenizer without a chat template.
         ModelError: a chat template that fails.
     """
-    tokenizer: Any = loaded.tokenizer
+    return template_text(loaded.tokenizer, loaded.name, messages, to_reply)
+
+
+def template_text(tokenizer: Any, model: str, messages: Sequence[Message], to_reply: bool = True) -> str:
+    """`chat_text` where no model is loaded.
+
+    Args:
+        tokenizer: of the model.
+        model: its name, for messages.
+        messages: of the conversation.
+        to_reply: whether the beginning of the model's reply follows.
+
+    Raises:
+        UsageError: a tokenizer without a chat template.
+        ModelError: a chat template that fails.
+    """
     if not getattr(tokenizer, "chat_template", None):
-        raise UsageError(f"{loaded.name} has no chat template")
+        raise UsageError(f"{model} has no chat template")
     try:
         return str(tokenizer.apply_chat_template(list(messages), add_generation_prompt=to_reply, tokenize=False))
     except Exception as error:  # a template is a program of the model's author, run by jinja in its sandbox
-        raise ModelError(f"the chat template of {loaded.name} fails: {' '.join(str(error).split())}") from error
+        raise ModelError(f"the chat template of {model} fails: {' '.join(str(error).split())}") from error
 
 
 def checked_messages(values: Any, what: str) -> list[dict[str, str]]:

@@ -9,7 +9,7 @@ import torch
 from factories import make_model
 
 from kvcli.attention.session import Session, build_codecs, make_config
-from kvcli.eval.bits import stored_bits
+from kvcli.plan.bits import stored_bits
 from kvcli.registry import parse_method
 from kvcli.spec import ModelSpec
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from eval.byte_tokenizer import CHAT, byte_tokenizer
+from byte_tokenizer import CHAT, byte_tokenizer
 from factories import load, make_model
 from passes import assert_equal, ids
 

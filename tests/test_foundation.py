@@ -152,6 +152,7 @@ ROOMS = [
     ("chat",),
     ("eval",),
     ("bench",),
+    ("plan",),
     ("lmcache",),
     ("cli",),
     ("__init__", "__main__"),

@@ -17,7 +17,7 @@ from kvcli.attention.backend import AttentionBackend
 from kvcli.attention.layer import flush_layer
 from kvcli.attention.next_token import NextToken
 from kvcli.cache.compressed import CompressedCache
-from kvcli.cache.counts import FlushPlan
+from kvcli.cache.counts import FlushPlan, TokenCounts
 from kvcli.cache.forward import Forward
 from kvcli.cache.step import FlushPattern, Step
 from kvcli.rope import Rotation
@@ -34,6 +34,17 @@ _HEADROOM = 1024
 
 Mode = Literal["passes", "steps", "graphs"]
 """How tokens are made: ordinary passes, passes whose counts are on the device, or CUDA graphs of those."""
+
+
+def can_step(counts: TokenCounts, left: int) -> bool:
+    """Whether steps can follow: every row holds codes, and so many tokens that are left are enough to prepare for."""
+    return left >= _LEAST_STEPS and min(*counts.attended, *counts.keys.coded) > 0
+
+
+def step_capacity(counts: TokenCounts, left: int) -> int:
+    """Tokens of a row that steps can attend to as codes, where `left` are to come."""
+    longest, group = max(counts.attended), counts.tokens_per_group
+    return -(-(longest + min(left, max(_HEADROOM, longest // 8))) // group) * group
 
 
 class LogitsNotFinite(Exception):
@@ -171,9 +182,8 @@ class Decoder:
 
     def _can_step(self) -> bool:
         """Whether passes can have their counts on the device: every row holds codes, and enough tokens are left."""
-        counts = self.cache.sequences.counts
         left = self.max_new_tokens - self.made
-        return self.mode != "passes" and left >= _LEAST_STEPS and min(*counts.attended, *counts.keys.coded) > 0
+        return self.mode != "passes" and can_step(self.cache.sequences.counts, left)
 
     def _by_step(self) -> None:
         """One more token per row."""
@@ -213,9 +223,8 @@ class Decoder:
     def _new_step(self) -> None:
         """Makes room in all buffers, and counts of that capacity on the device."""
         sequences = self.cache.sequences
-        counts, longest = sequences.counts, max(sequences.counts.attended)
-        left, group = self.max_new_tokens - self.made, counts.tokens_per_group
-        capacity = -(-(longest + min(left, max(_HEADROOM, longest // 8))) // group) * group
+        counts, left = sequences.counts, self.max_new_tokens - self.made
+        capacity = step_capacity(counts, left)
         offset = sequences.extend(left + counts.layout.ring)
         for layer in self.cache.layers:
             for codes in (layer.store.key_codes, layer.store.value_codes):

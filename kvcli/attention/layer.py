@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from kvcli.attention.backend import AttentionBackend
@@ -14,6 +11,7 @@ from kvcli.attention.side_stream import side_stream
 from kvcli.cache.forward import Forward
 from kvcli.cache.layer import NewTokens
 from kvcli.cache.store import LayerStore
+from kvcli.methods.base import without_autocast
 from kvcli.methods.encoded import EncodedTokens
 from kvcli.seam.patch import RotaryOutput
 from kvcli.seam.sdpa import sdpa
@@ -49,7 +47,7 @@ def attend_layer(
         forward.rotation, query, new.key, new.value, store.keys, store.values, forward.window
     )
     if store.observes(forward):
-        with _without_autocast(query):
+        with without_autocast(query):
             if codec.offset is None:
                 observed = forward.window.read_new(store.keys, query.shape[2])
             else:
@@ -66,7 +64,7 @@ def attend_layer(
         output = output.masked_fill(~forward.real[:, :, None, None], 0)
     # flush
     if forward.plan.flushes:
-        with _without_autocast(query):
+        with without_autocast(query):
             flush_layer(store, forward, backend, forward.sequences.layer, query.shape[2])
     forward.sequences.layer_done()
     return output
@@ -110,11 +108,3 @@ def flush_layer(
             store.encode_values(forward, note_values)
         store.encode_keys(forward, backend.unrotate, note_keys)
     store.shrink(forward)
-
-
-def _without_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    """Disables autocast, so that codes and subspaces do not depend on it."""
-    device_type = x.device.type
-    if torch.is_autocast_enabled(device_type):
-        return torch.autocast(device_type, enabled=False)
-    return nullcontext()

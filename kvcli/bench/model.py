@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from kvcli.attention.layer import attend_layer
 from kvcli.attention.session import Session
@@ -57,7 +57,7 @@ def random_model(shape: str, num_layers: int | None, device: torch.device, dtype
     config = shape_config(shape, num_layers)
     config._attn_implementation = "sdpa"
     with torch.device("meta"):
-        model: Any = LlamaForCausalLM(config).to(dtype)
+        model: Any = AutoModelForCausalLM.from_config(config).to(dtype)
     model.to_empty(device=device)
     model.tie_weights()
     # the rotary buffers were created on the meta device, without values

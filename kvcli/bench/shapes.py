@@ -14,6 +14,21 @@ from kvcli.spec import ModelSpec
 if TYPE_CHECKING:
     import torch
 
+_LLAMA_3_1: dict[str, Any] = {
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+}
+
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": {
         "vocab_size": 128256,
@@ -21,18 +36,36 @@ SHAPES: dict[str, dict[str, Any]] = {
         "intermediate_size": 14336,
         "num_hidden_layers": 32,
         "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "rope_parameters": {
-            "rope_type": "llama3",
-            "rope_theta": 500000.0,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
+        **_LLAMA_3_1,
+    },
+    "llama-3.1-70b": {
+        "vocab_size": 128256,
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        **_LLAMA_3_1,
+    },
+    "llama-3.1-405b": {
+        "vocab_size": 128256,
+        "hidden_size": 16384,
+        "intermediate_size": 53248,
+        "num_hidden_layers": 126,
+        "num_attention_heads": 128,
+        **_LLAMA_3_1,
+    },
+    "qwen2.5-coder-1.5b": {
+        "model_type": "qwen2",
+        "vocab_size": 151936,
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+        "tie_word_embeddings": True,
     },
     "smollm2-135m": {
         "vocab_size": 49152,
@@ -59,7 +92,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     },
 }
-"""Settings of transformers' `LlamaConfig`."""
+"""Settings of a transformers config, of a Llama model unless `model_type` says otherwise."""
 
 
 def shape_config(name: str, num_layers: int | None = None) -> Any:
@@ -72,11 +105,12 @@ def shape_config(name: str, num_layers: int | None = None) -> Any:
     Raises:
         UsageError: no such shape.
     """
-    from transformers import LlamaConfig
+    from transformers import AutoConfig
 
     if name not in SHAPES:
         raise UsageError(f"unknown shape '{name}'; choose one of {', '.join(SHAPES)}")
-    config = LlamaConfig(**SHAPES[name], bos_token_id=1, eos_token_id=None, pad_token_id=None)
+    values = {"model_type": "llama", "bos_token_id": 1, "eos_token_id": None, "pad_token_id": None, **SHAPES[name]}
+    config = AutoConfig.for_model(**values)
     if num_layers is not None:
         config.num_hidden_layers = num_layers
     return config

@@ -47,9 +47,7 @@ class CodeBuffer:
 
     @ordinary_tensors
     def _grow(self, num_tokens: int) -> None:
-        headroom = max(_HEADROOM, num_tokens // 8) if self.capacity else 0
-        unit = max(self.tokens_per_entry.values())
-        capacity = -(-(num_tokens + headroom) // unit) * unit
+        capacity = grown_capacity(self.capacity, num_tokens, max(self.tokens_per_entry.values()))
         grown = {}
         for name, x in self.codes.tensors().items():
             grown[name] = x.new_zeros(*x.shape[:2], capacity // self.tokens_per_entry[name], *x.shape[3:])
@@ -107,3 +105,11 @@ class CodeBuffer:
                 buffer.view(torch.uint8).scatter_(2, index, x.view(torch.uint8))
             else:
                 buffer.scatter_(2, index, x)
+
+
+def grown_capacity(capacity: int, num_tokens: int, unit: int) -> int:
+    """Tokens that a buffer has room for once it has to hold `num_tokens`, a multiple of `unit` if it grows."""
+    if num_tokens <= capacity:
+        return capacity
+    headroom = max(_HEADROOM, num_tokens // 8) if capacity else 0
+    return -(-(num_tokens + headroom) // unit) * unit

@@ -263,7 +263,7 @@ class Sequences:
         if held.shape[0] != positions.shape[0]:
             held = positions.new_zeros(positions.shape[0], 0, dtype=torch.int32)
         if needed > held.shape[1]:
-            capacity = max(needed, held.shape[1] + held.shape[1] // 2, 256)
+            capacity = positions_capacity(held.shape[1], needed)
             grown = torch.zeros(positions.shape[0], capacity, dtype=torch.int32, device=positions.device)
             grown[:, : held.shape[1]] = held
             held = grown
@@ -274,3 +274,8 @@ class Sequences:
         else:
             rows, columns = (index >= 0).nonzero(as_tuple=True)
             held[rows, index[rows, columns]] = positions[rows, columns].int()
+
+
+def positions_capacity(capacity: int, num_tokens: int) -> int:
+    """Tokens that the buffer of positions has room for once it has to hold `num_tokens`."""
+    return capacity if num_tokens <= capacity else max(num_tokens, capacity + capacity // 2, 256)

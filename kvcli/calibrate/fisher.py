@@ -69,7 +69,7 @@ def sequence_sums(
             _skip_draws(loaded, len(sequence), generator)
             continue
         with _frozen(loaded.model):
-            layers = _backward(loaded.model, sequence, generator)
+            layers = backward(loaded.model, sequence, generator)
         sums: Sums = {}
         for layer_idx, pair in layers.items():
             for x, kind in zip(pair, _KINDS, strict=True):
@@ -110,7 +110,7 @@ def _token_sums(x: Tensor, grad: Tensor) -> Sums:
     return dict(zip(_SUMS, (fisher, weight.sum(), squares, x.sum(1), torch.tensor(x.shape[1])), strict=True))
 
 
-def _backward(model: Any, sequence: Tensor, generator: torch.Generator) -> dict[int, tuple[Tensor, Tensor]]:
+def backward(model: Any, sequence: Tensor, generator: torch.Generator) -> dict[int, tuple[Tensor, Tensor]]:
     """Keys and values of each layer with their gradients, for one sequence [time].
 
     Raises:

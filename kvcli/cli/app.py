@@ -23,6 +23,7 @@ from kvcli.cli import (
     generate,
     merge,
     methods,
+    plan,
     reproduce,
 )
 from kvcli.cli.output import write_stdout
@@ -54,6 +55,7 @@ def _main(
 
 for module in (
     demo,
+    plan,
     calibrate,
     merge,
     fit,

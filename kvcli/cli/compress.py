@@ -10,6 +10,7 @@ from pydantic import Field
 
 from kvcli.cli.command import command
 from kvcli.cli.compress_targets import FileTarget, StoreTarget
+from kvcli.cli.dry_run import DRY_RUN, dry_compress
 from kvcli.cli.output import Output, parse_size, size
 from kvcli.cli.prompt_sources import Source, parse_messages, read_sources
 from kvcli.cli.session_options import PREFILL_CHUNK, SessionOptions, choose_method
@@ -49,11 +50,15 @@ class CompressOptions(SessionOptions):
     max_bytes: str | None = Field(default=None, description=MAX_BYTES_HELP)
     overwrite: bool = Field(default=False, description="replace files, or contexts of the store, that exist")
     prefill_chunk: int = Field(default=PREFILL_CHUNK, ge=1, description="tokens per forward pass; part of the result")
+    dry_run: bool = Field(default=False, description=DRY_RUN)
 
 
 def run(options: CompressOptions, output: Output) -> None:
     """Read texts once and write their compressed caches, to be gone on from at once and as often as wanted."""
     sources = read_sources(options.prompt_file, options.messages)
+    if options.dry_run:
+        dry_compress(options, sources, output)
+        return
     target = target_of(options, sources)
     chosen = choose_method(options, output, default=DEFAULT_METHOD)
     loaded = options.load(output)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvcli.builtin_models import DEFAULT_MODEL
+from kvcli.builtin_models import BUILTIN_MODELS, DEFAULT_MODEL
 from kvcli.registry import BASELINE, DEFAULT_METHOD, FIT_COMMANDS, METHODS, parse_method
 
 PROMPT = "Photosynthesis is"
@@ -24,7 +24,9 @@ def next_command(name: str, options: Mapping[str, Any], record: Mapping[str, Any
         record: its result.
     """
     words: list[Any] = []
-    if name in ("calibrate", "merge"):
+    if options.get("dry_run"):
+        words = []
+    elif name in ("calibrate", "merge"):
         # a share of a recording cannot be fitted
         words = ["kvcli", "fit", record["samples"]] if options.get("shard") is None else []
     elif name in ("fit", *FIT_COMMANDS):
@@ -48,6 +50,9 @@ def next_command(name: str, options: Mapping[str, Any], record: Mapping[str, Any
         words = _try(_last_method(record["rows"]), "eval")
     elif name == "methods":
         words = _try(options["name"], "generate") if options["name"] else ["kvcli", "methods", DEFAULT_METHOD]
+    elif name == "plan":
+        model = options["model"]  # or a shape, of which there is nothing to calibrate
+        words = ["kvcli", "calibrate", *_unless_default(model)] if model in BUILTIN_MODELS or "/" in model else []
     elif name == "env":
         words = ["kvcli", "demo"]
     return shlex.join(str(word) for word in words)

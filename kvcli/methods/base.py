@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, Self
 
@@ -185,7 +186,7 @@ class Codec(nn.Module, ABC, Generic[CodesT, StateT]):
             if state is not None and isinstance(reference, KeyCodec):
                 reference.finalize_state(state, [0])
             group = like.new_zeros(1, like.shape[1], self.tokens_per_group, like.shape[3])
-            with torch.autocast(like.device.type, enabled=False):
+            with without_autocast(like):
                 self._encoded_groups.setdefault(key, reference.encode(group, state))
         return self._encoded_groups[key]
 
@@ -196,6 +197,9 @@ class Codec(nn.Module, ABC, Generic[CodesT, StateT]):
             device: where tokens will be encoded.
         """
         return None
+
+    def make_kernel_tables(self) -> None:
+        """Derives from the buffers what kernels read beside them, as the first call of a kernel would."""
 
     def randomize_(self, generator: torch.Generator) -> None:
         """Fills the buffers that a fit would fill with random values, in place, for measuring speed and memory.
@@ -318,3 +322,11 @@ class ValueCodec(Codec[CodesT, Any]):
 def _in_range(x: Tensor, dtype: torch.dtype) -> Tensor:
     """x in another dtype, clamped to the range of float16 if it is that."""
     return (x.clamp(-FP16_MAX, FP16_MAX) if dtype == torch.float16 else x).to(dtype)
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """Disables autocast on a tensor's device, so that codes and subspaces do not depend on it."""
+    device_type = x.device.type
+    if not x.is_meta and torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()

@@ -298,6 +298,7 @@ METHOD = Method(
     paper_settings={f"kvquant-{bits}": {"sink_length": 1, "residual_length": 0} for bits in (4, 3, 2)},
     fit=_fit,
     fit_metrics={"key_error": "held-out key error in scores", "value_error": "held-out value error"},
+    fit_floats=10.0,
     needs_artifact=True,
     for_bits=lambda bits: {"k_bits": bits, "v_bits": bits},
     example_settings={"residual_length": 6, "flush_block": 1},

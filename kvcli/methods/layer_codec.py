@@ -112,3 +112,8 @@ class LayerCodec(nn.Module, Generic[KeyT, ValueT]):
     def use_kernels(self, fused: bool) -> None:
         """Sets whether encoding and decoding run in Triton kernels, where the codecs have them."""
         self.key.fused = self.value.fused = fused
+
+    def make_kernel_tables(self) -> None:
+        """Derives from the buffers what kernels read beside them, so that `fitted_bytes` counts it."""
+        self.key.make_kernel_tables()
+        self.value.make_kernel_tables()

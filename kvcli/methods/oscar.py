@@ -291,6 +291,7 @@ METHOD = Method(
     paper_settings={"oscar-2": {"sink_length": 64, "residual_length": 256, "rotation_scope": "layer"}},
     fit=_fit,
     fit_metrics={"key_error": "held-out key error in scores", "value_error": "held-out value error"},
+    fit_floats=4.5,
     needs_artifact=True,
     for_bits=lambda bits: {"k_bits": bits, "v_bits": bits},
     example_settings={"residual_length": 6, "flush_block": 1, "group_size": 8},

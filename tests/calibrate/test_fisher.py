@@ -22,7 +22,7 @@ SEQUENCES = torch.randint(3, 97, (3, TIME), generator=torch.Generator().manual_s
 
 def gradients(model: Any, sequence: Tensor, seed: int = 0) -> dict[int, tuple[Tensor, Tensor]]:
     with fisher._frozen(model):
-        return fisher._backward(model, sequence, torch.Generator().manual_seed(seed))
+        return fisher.backward(model, sequence, torch.Generator().manual_seed(seed))
 
 
 class Disturbed:

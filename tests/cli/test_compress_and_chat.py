@@ -25,7 +25,7 @@ TEXT = "It was the best of times, it was the worst of times, it was the age of w
 @pytest.fixture
 def chatty(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A tiny model whose tokenizer decodes what it encodes and has a chat template."""
-    from eval.byte_tokenizer import CHAT, byte_tokenizer
+    from byte_tokenizer import CHAT, byte_tokenizer
 
     from kvcli import models
 

@@ -12,7 +12,6 @@ from kvcli.kernels.launch import cdiv, power_of_two, row_major
 from kvcli.kernels.words import as_decoded
 from kvcli.methods.commvq.codeword_kernels import MAX_STAGES, code_words, codeword_sums, half_of_sums
 from kvcli.methods.commvq.keys import CommVQKeyCodec, CommVQKeyCodes
-from kvcli.methods.commvq.tables import pack_codebook
 from kvcli.methods.commvq.values import CommVQValueCodec, CommVQValueCodes
 from kvcli.rope import Rotation
 
@@ -119,7 +118,7 @@ def decode_keys(
         return out
     aligned = pitch % 4 == 0
     packed = codes.packed.view(torch.int32) if aligned else codes.packed
-    table = key.packed_codebook.get(lambda: pack_codebook(key.codebook), key.codebook)
+    table = key.kernel_codebook()
     part, cos, sin = config.pairs_per_group // 2, row_major(rotation.cos), row_major(rotation.sin)
     rows = spec.num_kv_heads * batch
     _decode_keys_kernel[(cdiv(length, _KEY_TILE["BLOCK_T"]), rows)](

@@ -12,7 +12,7 @@ from kvcli.kernels.constants import FP16_BELOW_MAX, FP16_MAX, norm_unit
 from kvcli.methods.base import Codes, KeyCodec, Space
 from kvcli.methods.commvq.codebook import by_group, centres, nearest, times_i
 from kvcli.methods.commvq.config import CommVQConfig
-from kvcli.methods.commvq.tables import SearchTables, search_tables
+from kvcli.methods.commvq.tables import SearchTables, pack_codebook, search_tables
 from kvcli.packing import pack_bits, packed_size, unpack_bits
 from kvcli.rope import Rotation, from_pairs, to_pairs
 from kvcli.spec import ModelSpec
@@ -73,7 +73,7 @@ class CommVQKeyCodec(KeyCodec[CommVQKeyCodes, None]):
         self.register_buffer("codebook_scale", scales)
         self.register_buffer("pair_weight", torch.ones(spec.num_kv_heads, spec.head_dim // 2))
         self._search_tables: CachedFromBuffers[SearchTables] = CachedFromBuffers()
-        self.packed_codebook: CachedFromBuffers[Tensor] = CachedFromBuffers()
+        self._packed_codebook: CachedFromBuffers[Tensor] = CachedFromBuffers()
 
     @property
     def num_codes(self) -> int:
@@ -99,6 +99,14 @@ class CommVQKeyCodec(KeyCodec[CommVQKeyCodes, None]):
         buffers = self.codebook, self.codebook_scale, self.pair_weight
         norm, rotary_dim = self.norm_width**0.5, self.spec.rope.rotary_dim
         return self._search_tables.get(lambda: search_tables(*buffers, norm, rotary_dim), *buffers)
+
+    def kernel_codebook(self) -> Tensor:
+        """The codebook as attention kernels read it, see `pack_codebook`; recomputed when it changes."""
+        return self._packed_codebook.get(lambda: pack_codebook(self.codebook), self.codebook)
+
+    def make_kernel_tables(self) -> None:
+        self.search_tables()
+        self.kernel_codebook()
 
     def randomize_(self, generator: torch.Generator) -> None:
         """Random codebooks, scaled so that a decoded key has entries of about unit size."""

@@ -22,7 +22,6 @@ from kvcli.methods.commvq.codeword_kernels import MAX_STAGES, code_words, codewo
 from kvcli.methods.commvq.config import CommVQConfig
 from kvcli.methods.commvq.keys import CommVQKeyCodec
 from kvcli.methods.commvq.layer import CommVQLayer
-from kvcli.methods.commvq.tables import pack_codebook
 from kvcli.methods.encoded import EncodedTokens
 
 _TILE = 64
@@ -191,7 +190,7 @@ def key_scores(codec: CommVQLayer, query: Tensor, encoded: EncodedTokens, scalin
     aligned = pitch % 4 == 0
     if aligned:
         packed = packed.view(torch.int32)
-    table = key.packed_codebook.get(lambda: pack_codebook(key.codebook), key.codebook)
+    table = key.kernel_codebook()
     scores = torch.empty(batch, spec.num_kv_heads, rows, -(-encoded.length // 128) * 128, device=query.device)
     query, offset, lengths = row_major(query), codec.offset, encoded.lengths
     if offset is not None:

@@ -75,6 +75,10 @@ class CommVQValueCodec(ValueCodec[CommVQValueCodes]):
         buffers = self.metric_root, self.codebook, self.offset, self.get_buffer("encoder_bias_0")
         return self._descent_tables.get(lambda: descent_tables(*buffers), *buffers)
 
+    def make_kernel_tables(self) -> None:
+        if self.config.value_trainer == "fast":  # the kernels encode with a linear encoder alone
+            self.descent_tables()
+
     def in_metric(self, rows: Tensor) -> Tensor:
         """Rows [n, D] of all heads times `metric_root`, float32: plain distances are those of the metric."""
         return in_metric(rows, self.metric_root)

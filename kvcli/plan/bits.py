@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvcli.attention.session import make_config
+import torch
+
+from kvcli.attention.session import build_codecs, make_config
+from kvcli.plan.cache import CachePlan
 from kvcli.registry import parse_method
 from kvcli.spec import ModelSpec
 
@@ -24,18 +27,15 @@ def stored_bits(name: str, settings: dict[str, Any], spec: ModelSpec, contexts: 
     """
     method, from_bits = parse_method(name)
     config = make_config(method, {**from_bits, **settings})
-    codecs = [method.build(spec, config, layer_idx) for layer_idx in range(spec.num_layers)]
-    key = sum(codec.key.bits_per_token() for codec in codecs) / len(codecs)
-    value = sum(codec.value.bits_per_token() for codec in codecs) / len(codecs)
-    group = max(codec.tokens_per_group for codec in codecs)
+    plan = CachePlan.of_codecs(spec, method, config, build_codecs(method, spec, config), torch.float16)
+    key = sum(8 * layer.key_group / layer.key_tokens for layer in plan.layers) / len(plan.layers)
+    value = sum(8 * layer.value_group / layer.value_tokens for layer in plan.layers) / len(plan.layers)
     effective = []
     for context in contexts:
-        tokens = max(0, context - config.sink_length)
-        coded_keys, coded_values = (schedule.encoded_now(tokens) for schedule in method.schedules(config))
-        window = context - min(coded_keys, coded_values) // group * group
-        total = coded_keys * key + coded_values * value + 2 * window * 16 * spec.kv_dim
-        positions = context * (32 + 8) / spec.num_layers
-        effective.append((total + positions) / (2 * context * spec.kv_dim))
+        memory = plan.memory(context)
+        positions = context * (32 + 8)
+        held = 8 * (memory.code_bytes + memory.window_bytes) + positions
+        effective.append(held / (2 * context * spec.kv_dim * spec.num_layers))
     return {
         "method": name,
         "settings": settings,

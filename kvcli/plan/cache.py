@@ -1,0 +1,234 @@
+"""The bytes of a cache before there is one: what `CompressedCache.memory` will report, from counts and codecs alone.
+
+Counts are those of `TokenCounts`, so the window, the schedules and the headroom of buffers are what a cache has. Rows
+are taken to be equally long and without padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvcli.attention.decoder import can_step, step_capacity
+from kvcli.cache.code_buffer import grown_capacity
+from kvcli.cache.counts import Counts, FlushPlan, TokenCounts
+from kvcli.cache.memory import MemoryReport
+from kvcli.cache.sequences import positions_capacity
+from kvcli.methods.config import BiasOffsetConfig, CacheConfig
+from kvcli.methods.layer_codec import LayerCodec
+from kvcli.methods.method import Method
+from kvcli.spec import ModelSpec
+
+_TILE = 64
+"""Tokens for which kernels read one rotation; some read one for half as many."""
+
+
+@dataclass(frozen=True)
+class LayerBytes:
+    """Bytes of one layer's codes, per group of tokens that are encoded together, and of what it keeps once.
+
+    Attributes:
+        key_group: bytes of a group of keys of one sequence.
+        value_group: bytes of a group of values.
+        key_tokens: tokens of a group of keys.
+        value_tokens: tokens of a group of values.
+        state: bytes that the key codec keeps of a sequence.
+        fitted: bytes that a model holds once.
+        rotated: whether the reference keeps RoPE tables of encoded tokens for it.
+    """
+
+    key_group: int
+    value_group: int
+    key_tokens: int
+    value_tokens: int
+    state: int
+    fitted: int
+    rotated: bool
+
+    @classmethod
+    def of(cls, codec: LayerCodec, config: CacheConfig, dtype: torch.dtype, key_bias: bool = False) -> LayerBytes:
+        """The bytes of a codec on the CPU.
+
+        Args:
+            codec: of a layer, fitted or not.
+            config: the method's settings.
+            dtype: of the model.
+            key_bias: whether the model's key projection has a bias, which some methods keep apart.
+        """
+        spec = codec.key.spec
+        like = torch.zeros(1, spec.num_kv_heads, 1, spec.head_dim, dtype=dtype)
+        state = codec.key.new_state(1, like.device)
+        kept_apart = key_bias and isinstance(config, BiasOffsetConfig) and config.key_offset == "bias"
+        bias = 4 * spec.kv_dim if kept_apart and codec.key_offset is None else 0
+        return cls(
+            key_group=codec.key.encoded_group(like).nbytes,
+            value_group=codec.value.encoded_group(like).nbytes,
+            key_tokens=codec.key.tokens_per_group,
+            value_tokens=codec.value.tokens_per_group,
+            state=0 if state is None else state.nbytes,
+            fitted=codec.fitted_bytes() + bias,
+            rotated=codec.needs_rotations or kept_apart,
+        )
+
+
+@dataclass(frozen=True)
+class CachePlan:
+    """The caches of a method on a model's shapes.
+
+    Attributes:
+        spec: the model's shapes.
+        method: how keys and values are coded.
+        config: its settings.
+        layers: bytes of each layer.
+        dtype: of the model.
+        fused: whether kernels attend to codes; the reference keeps a rotation of each, where it needs them.
+    """
+
+    spec: ModelSpec
+    method: Method
+    config: CacheConfig
+    layers: tuple[LayerBytes, ...]
+    dtype: torch.dtype
+    fused: bool = False
+
+    @classmethod
+    def of_codecs(
+        cls,
+        spec: ModelSpec,
+        method: Method,
+        config: CacheConfig,
+        codecs: Iterable[LayerCodec],
+        dtype: torch.dtype,
+        *,
+        key_bias: bool = False,
+        fused: bool = False,
+    ) -> CachePlan:
+        """From codecs, fitted or not; they are used one after the other, so they need not exist at once.
+
+        Args:
+            spec: the model's shapes.
+            method: of the codecs.
+            config: its settings.
+            codecs: one per layer.
+            dtype: of the model.
+            key_bias: whether the model's key projection has a bias.
+            fused: whether kernels attend to codes.
+        """
+        known: dict[Any, LayerBytes] = {}
+        layers = []
+        for codec in codecs:
+            buffers = tuple((name, x.shape, x.dtype) for name, x in codec.state_dict().items())
+            key = buffers, codec.key.bits_per_token(), codec.value.bits_per_token()
+            if key not in known:
+                if fused:
+                    codec.make_kernel_tables()
+                known[key] = LayerBytes.of(codec, config, dtype, key_bias)
+            layers.append(known[key])
+        return cls(spec, method, config, tuple(layers), dtype, fused)
+
+    def new_counts(self) -> TokenCounts:
+        """The counts of an empty cache."""
+        groups = max(x.key_tokens for x in self.layers), max(x.value_tokens for x in self.layers)
+        return TokenCounts(self.method.schedules(self.config), self.config.sink_length, groups)
+
+    def memory(
+        self, prompt_tokens: int, passes: int = 0, batch: int = 1, *, chunk: int | None = None, steps: bool = False
+    ) -> MemoryReport:
+        """What a cache reports after a prompt and so many passes of one token.
+
+        Args:
+            prompt_tokens: per sequence.
+            passes: forward passes after the prompt, each of one token per sequence; `Session.generate` runs one less
+                than it makes tokens.
+            batch: sequences.
+            chunk: prompt tokens per forward pass; None: all.
+            steps: whether passes are steps whose counts are on the device, or CUDA graphs of them.
+        """
+        counts, buffers = self.new_counts(), _Buffers()
+        size = chunk or max(1, prompt_tokens)
+        plan, ready = None, 0
+        for count in [min(size, prompt_tokens - start) for start in range(0, prompt_tokens, size)] + [1] * passes:
+            left = prompt_tokens + passes - sum(counts.lengths)
+            if steps and left <= passes and (ready or can_step(counts, left)) and max(counts.attended) >= ready:
+                ready = step_capacity(counts, left)
+                buffers.reserve(counts, ready + counts.layout.ring)
+                buffers.positions = sum(counts.lengths) + left + counts.layout.ring
+            plan = counts.append((count,))
+            buffers.grow(counts, plan)
+        return self._report(counts, buffers, None if ready else plan, batch)
+
+    def _report(self, counts: TokenCounts, buffers: _Buffers, plan: FlushPlan | None, batch: int) -> MemoryReport:
+        spec, size = self.spec, self.dtype.itemsize
+        tokens, window, coded = _only(counts.lengths), _only(counts.window), _only(counts.keys.coded)
+        keys = sum(_group_bytes(coded, x.key_group, x.key_tokens) for x in self.layers)
+        coded_values = _only(counts.values.coded)
+        values = sum(_group_bytes(coded_values, x.value_group, x.value_tokens) for x in self.layers)
+        token_bytes = 2 * spec.kv_dim * size * len(self.layers)
+        state = sum(x.state for x in self.layers) if tokens else 0
+        positions = tokens + 4 * buffers.positions
+        attended = 0 if plan is None else _only(plan.attended)
+        if attended and any(x.rotated for x in self.layers):
+            positions += (-(-attended // _TILE) if self.fused else attended) * spec.rope.rotary_dim * 4
+        allocated = (
+            sum(
+                _group_bytes(buffers.keys, x.key_group, x.key_tokens)
+                + _group_bytes(buffers.values, x.value_group, x.value_tokens)
+                for x in self.layers
+            )
+            + (counts.layout.capacity * token_bytes if tokens else 0)
+            + state
+            + positions
+        )
+
+        def bits(used: int, of: int) -> float:
+            return 8 * used / (of * len(self.layers) * spec.kv_dim) if of else 0.0
+
+        return MemoryReport(
+            num_tokens=batch * tokens,
+            num_encoded=batch * coded,
+            code_bytes=batch * (keys + values),
+            window_bytes=batch * window * token_bytes,
+            position_bytes=batch * positions,
+            state_bytes=batch * state,
+            allocated_bytes=batch * allocated,
+            artifact_bytes=sum(x.fitted for x in self.layers),
+            fp16_bytes=batch * tokens * spec.fp16_bytes_per_token(),
+            key_bits=bits(keys, coded),
+            value_bits=bits(values, coded_values),
+            nominal_bits=self.method.nominal_bits(spec, self.config),
+        )
+
+
+@dataclass
+class _Buffers:
+    """Capacities, in tokens of a sequence, of the buffers that grow."""
+
+    keys: int = 0
+    values: int = 0
+    positions: int = 0
+
+    def grow(self, counts: TokenCounts, plan: FlushPlan) -> None:
+        """Makes the room that a pass needs."""
+        self.keys = grown_capacity(self.keys, _last(plan.keys), counts.keys.tokens_per_group)
+        self.values = grown_capacity(self.values, _last(plan.values), counts.values.tokens_per_group)
+        self.positions = positions_capacity(self.positions, _only(plan.lengths))
+
+    def reserve(self, counts: TokenCounts, num_tokens: int) -> None:
+        """Makes room for so many codes."""
+        self.keys = grown_capacity(self.keys, num_tokens, counts.keys.tokens_per_group)
+        self.values = grown_capacity(self.values, num_tokens, counts.values.tokens_per_group)
+
+
+def _last(encodings: Sequence[Any]) -> int:
+    return max((int(encoding.stop) for encoding in encodings), default=0)
+
+
+def _only(counts: Counts) -> int:
+    return counts[0] if counts else 0
+
+
+def _group_bytes(tokens: int, group_bytes: int, group_tokens: int) -> int:
+    return tokens * group_bytes // group_tokens

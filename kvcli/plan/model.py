@@ -1,0 +1,94 @@
+"""What planning needs of a model: its config, found by name without weights, and the bytes that weights will take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from kvcli.bench.shapes import SHAPES, shape_config
+from kvcli.builtin_models import BUILTIN_MODELS, copy_folder
+from kvcli.errors import ModelError
+from kvcli.models import find_config
+from kvcli.plan.live_bytes import META
+from kvcli.seam.patch import find_decoder
+from kvcli.spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """A model that is not loaded.
+
+    Attributes:
+        name: what the user asked for.
+        config: of transformers.
+        dtype: that its weights will have.
+        device: that it will be on.
+    """
+
+    name: str
+    config: Any
+    dtype: torch.dtype
+    device: torch.device
+
+    @cached_property
+    def spec(self) -> ModelSpec:
+        """Shapes of its attention."""
+        return ModelSpec.from_config(self.config)
+
+    @cached_property
+    def key_bias(self) -> bool:
+        """Whether its key projections have a bias."""
+        decoder: Any = find_decoder(self.empty(1))
+        return decoder.layers[0].self_attn.k_proj.bias is not None
+
+    @cached_property
+    def weights_bytes(self) -> int:
+        """Bytes of all weights, one that two layers share counted once."""
+        one, two = (sum(weight.nbytes for weight in self.empty(layers).parameters()) for layers in (1, 2))
+        return one + (self.spec.num_layers - 1) * (two - one)
+
+    @cached_property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of the weights' files, which are mapped while they are read; of other dtypes, 16 bits are assumed."""
+        stored = getattr(self.config, "dtype", None)
+        itemsize = stored.itemsize if isinstance(stored, torch.dtype) else 2
+        return self.weights_bytes * itemsize // self.dtype.itemsize
+
+    def empty(self, num_layers: int) -> nn.Module:
+        """The model with so many layers on the `meta` device: shapes without numbers."""
+        from transformers import AutoModelForCausalLM
+
+        values = self.config.to_dict()
+        values["num_hidden_layers"] = num_layers
+        if values.get("layer_types"):
+            values["layer_types"] = values["layer_types"][:1] * num_layers
+        values.pop("quantization_config", None)
+        config = type(self.config).from_dict(values)
+        with META:
+            model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=self.dtype, attn_implementation="sdpa")
+        return model.eval()
+
+
+def model_config(name: str, base_config: str | None = None, revision: str | None = None) -> Any:
+    """The transformers config of a model: named shapes need no file, other models their config.json only.
+
+    Args:
+        name: a shape of `kvcli bench`, a built-in model, a hub name, a folder or a .gguf file.
+        base_config: for GGUF files, a hub name or folder whose config is used.
+        revision: branch, tag or commit of a model on the hub.
+
+    Raises:
+        ModelError: no such model, or its config cannot be read.
+        UnsupportedModelError: an architecture that kvcli does not compress.
+    """
+    builtin = BUILTIN_MODELS.get(name)
+    if name in SHAPES and not (builtin and (copy_folder(builtin) / "config.json").is_file()):
+        return shape_config(name)
+    try:
+        return find_config(name, base_config=base_config, revision=revision)
+    except ModelError as error:
+        raise type(error)(f"{error}; shapes that need no model: {', '.join(SHAPES)}") from error

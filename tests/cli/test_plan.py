@@ -1,0 +1,152 @@
+"""`kvcli plan` and `--dry-run`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from console import invoke
+from factories import make_model, record
+
+from kvcli.cli.compress import CompressOptions
+from kvcli.cli.dry_run import dry_compress
+from kvcli.cli.output import Output
+from kvcli.cli.prompt_sources import Source
+from kvcli.registry import parse_method
+
+SMALL = ("--prompt-tokens", "600", "--max-new-tokens", "9", "--tokens", "512", "--seq-len", "128", "--batch-size", "2")
+
+
+def plan(*words: str) -> dict[str, Any]:
+    done = invoke("plan", "tiny", "--device", "cpu", *SMALL, *words, "--json")
+    assert done.exit_code == 0, done.stderr
+    return dict(json.loads(done.stdout))
+
+
+def test_every_compared_method_by_default() -> None:
+    made = plan("--setting", "group_size=8")
+    rows = {row["method"]: row for row in made["methods"]}
+    assert next(iter(rows)) == "fp16"
+    assert all(parse_method(name) for name in rows)
+    assert {"kivi-2", "commvq-1"} <= set(rows)
+    for row in rows.values():
+        needs = parse_method(row["method"])[0].needs_artifact
+        assert (row["fit"] is not None) == needs == bool(row["artifact_bytes"]) == bool(row["break_even"])
+        assert row["generate"]["peak_bytes"] > row["memory"]["allocated_bytes"] >= row["memory"]["cache_bytes"]
+        assert row["memory"]["num_tokens"] == 600 + 9 - 1
+        assert row["fits"] is None
+    assert made["calibrate"]["seconds"] is None
+    assert made["calibrate"]["tokens"] == 512
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_fits_is_the_most_that_fits(device: str) -> None:
+    words = ("--method", "kivi-2", "--setting", "group_size=8", "--device", device)
+    budget = 2 * plan(*words)["methods"][1]["generate"]["peak_bytes"]
+    row = plan(*words, "--memory", str(budget))["methods"][1]
+    for option, found in (("--prompt-tokens", row["fits"]["context"]), ("--batch", row["fits"]["batch"])):
+        most, more = (
+            plan(*words, option, str(count))["methods"][1]["generate"]["peak_bytes"]
+            for count in (found, found + found // 50 + 9)
+        )
+        assert most <= budget * 1.02  # the program itself is measured anew
+        assert more > budget * 0.98
+
+
+def test_an_artifact_pays_from_where_it_is_said_to() -> None:
+    words = ("--method", "commvq-2", "--method", "kivi-4", "--setting", "group_size=8")
+    against = {pays["against"]: pays for pays in plan(*words)["methods"][1]["break_even"]}
+    assert set(against) == {"fp16", "kivi-4"}
+    context = against["fp16"]["context"]
+    for tokens, pays in ((context, True), (context - 1, False)):
+        rows = plan(*words, "--prompt-tokens", str(tokens), "--max-new-tokens", "1")["methods"]
+        theirs, ours = (row["memory"] for row in rows[:2])
+        assert (ours["artifact_bytes"] + ours["cache_bytes"] < theirs["cache_bytes"]) == pays
+    assert against["kivi-4"]["context"] > context
+    few = plan(*words, "--prompt-tokens", str(context - 20))["methods"][1]["break_even"][0]
+    assert few["contexts"] > 1
+
+
+def test_the_table() -> None:
+    words = ("--method", "commvq-1", "--method", "rtn-4", "--setting", "group_size=8", "--memory", "1GiB")
+    done = invoke("plan", "tiny", "--device", "cpu", *SMALL, *words)
+    assert done.exit_code == 0, done.stderr
+    assert "pays from: tokens, against fp16 / " in done.stdout
+    assert all(column in done.stdout for column in ("method", "cache", "peak", "longest", "batch"))
+    assert "calibrate 512 tokens: disk" in done.stderr
+    assert "time unknown" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "named", "code"),
+    [
+        (("no-such-model",), "llama-3.1-8b", 1),
+        (("tiny", "--memory", "much"), "'much' is not a size", 2),
+        (("tiny", "--device", "mps"), "cpu and cuda", 2),
+        (("tiny", "--device", "gpu9000"), "gpu9000", 2),
+        (("tiny", "--setting", "colour=red"), "colour", 2),
+        (("tiny", "--method", "zip"), "unknown method 'zip'", 2),
+        (("tiny", "--method", "kivi-2", "--setting", "group_size=7"), "group_size", 2),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_in_a_line(words: tuple[str, ...], named: str, code: int) -> None:
+    done = invoke("plan", *words)
+    assert done.exit_code == code
+    assert named in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not done.stdout
+
+
+@pytest.fixture
+def saved_model(tmp_path: Path) -> str:
+    """A model's folder that has a config and no weights."""
+    make_model("llama").config.save_pretrained(tmp_path / "model")
+    return str(tmp_path / "model")
+
+
+def test_dry_runs_need_no_weights_and_write_nothing(saved_model: str, tmp_path: Path) -> None:
+    before = sorted(tmp_path.rglob("*"))
+    calibrated = invoke("calibrate", saved_model, "--tokens", "512", "--dry-run", "--json")
+    assert calibrated.exit_code == 0, calibrated.stderr
+    assert json.loads(calibrated.stdout)["disk_bytes"] > 512 * 2 * 2 * 32 * 2
+    words = ("generate", saved_model, "--method", "kivi", "--setting", "group_size=8", "--prompt", "x" * 4000)
+    generated = invoke(*words, "--dry-run")
+    assert generated.exit_code == 0, generated.stderr
+    assert generated.stdout.startswith("generate: 1064 tokens, peak memory of the process ")
+    assert "a token is taken to have 4 characters" in generated.stderr
+    assert "next:" not in generated.stderr
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_the_dry_run_of_a_fit(tiny: Any, tmp_path: Path) -> None:
+    record(tiny.model, tmp_path / "recorded")
+    small = ("--setting", "codebook_size=8", "--setting", "key_iterations=2", "--setting", "value_iterations=2")
+    planned = invoke("fit", "recorded", *small, "--dry-run", "--json")
+    assert planned.exit_code == 0, planned.stderr
+    assert not (tmp_path / "runs").exists()
+    assert invoke("fit", "recorded", *small).exit_code == 0
+    folder = invoke("export").stdout.strip()
+    written = (tmp_path / folder / "codec.safetensors").stat().st_size
+    assert json.loads(planned.stdout)["artifact_bytes"] == pytest.approx(written, rel=0.02)
+
+
+def test_the_dry_run_of_compressing(saved_model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = CompressOptions(model=saved_model, device="cpu", method="kivi-2", setting=["group_size=8"])
+    text = Source("text", 4 * 300 * "x")
+    sizes = []
+    for sources in ([text], [text, text]):
+        dry_compress(options, sources, Output(as_json=True))
+        sizes.append(json.loads(capsys.readouterr().out))
+    one, two = sizes
+    assert two["disk_bytes"] == 2 * one["disk_bytes"]
+    assert two["peak_bytes"] == pytest.approx(one["peak_bytes"], rel=0.05)
+    assert one["in_fp16"] == 300 * 3 * 2 * 32 * 2
+
+
+def test_a_probe_tells_times(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvcli.plan.probe._SECONDS", 0.01)
+    made = plan("--method", "rtn-4", "--setting", "group_size=8", "--probe")
+    assert 0 < made["prompt_seconds"] < 60
+    assert 0 < made["calibrate"]["seconds"] < 60

@@ -1,0 +1,80 @@
+"""Planned memory of a GPU against what torch allocates there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from kvcli.attention.next_token import SamplingConfig
+from kvcli.attention.session import Session, build_codecs, make_config
+from kvcli.bench.layer import randomize_
+from kvcli.bench.model import random_model
+from kvcli.bench.shapes import shape_config
+from kvcli.calibrate.collect import CollectConfig, collect
+from kvcli.fingerprint import fingerprint
+from kvcli.models import LoadedModel
+from kvcli.plan.model import PlannedModel
+from kvcli.plan.stages import MethodPlan, calibrate
+from kvcli.registry import parse_method
+from kvcli.spec import ModelSpec
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.slow,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+SHAPE, LAYERS = "llama-3.1-8b", 4
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return random_model(SHAPE, LAYERS, torch.device("cuda"), torch.bfloat16, 0)
+
+
+@pytest.fixture
+def planned() -> PlannedModel:
+    return PlannedModel(SHAPE, shape_config(SHAPE, LAYERS), torch.bfloat16, torch.device("cuda"))
+
+
+def check(planned_bytes: int) -> None:
+    peak = torch.cuda.max_memory_allocated()
+    print(f"planned {planned_bytes / 2**20:.0f} MiB, was {peak / 2**20:.0f} MiB")
+    assert planned_bytes == pytest.approx(peak, rel=0.2)
+
+
+@pytest.mark.parametrize("name", ["fp16", "kivi-2", "squat-pre-2", "qjl", "commvq-1", "commvq-2"])
+@pytest.mark.parametrize(("tokens", "batch", "chunk"), [(16384, 1, None), (4096, 8, None), (65536, 1, 4096)])
+def test_the_memory_of_generating(
+    model: Any, planned: PlannedModel, name: str, tokens: int, batch: int, chunk: int | None
+) -> None:
+    method, from_bits = parse_method(name)
+    plan = MethodPlan(planned, name, method, make_config(method, from_bits), fused=True)
+    config = plan.config
+    codecs = build_codecs(method, planned.spec, config)
+    for codec in codecs:
+        codec.cuda()
+        randomize_(codec, torch.Generator("cuda").manual_seed(0))
+    ids = torch.randint(3, 1000, (batch, tokens), device="cuda")
+    with Session(model, planned.spec, method, config, codecs, "fused") as session:
+        session.generate(ids[:, :512], sampling=SamplingConfig(2), prefill_chunk=chunk)  # kernels are compiled
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        made = session.generate(ids, sampling=SamplingConfig(40), prefill_chunk=chunk)
+    check(plan.generate(tokens, 40, batch, chunk=chunk).peak_bytes)
+    live, expected = made.cache.memory(), plan.memory(tokens, 40, batch, chunk=chunk)
+    assert expected.allocated_bytes == pytest.approx(live.allocated_bytes, rel=0.01)
+    assert expected.artifact_bytes == live.artifact_bytes
+    assert (expected.code_bytes, expected.window_bytes) == (live.code_bytes, live.window_bytes)
+
+
+@pytest.mark.parametrize("fisher_sequences", [0, 2])
+def test_the_memory_of_calibrating(model: Any, planned: PlannedModel, fisher_sequences: int, tmp_path: Any) -> None:
+    spec = ModelSpec.from_config(model.config)
+    loaded = LoadedModel("random", model, None, spec, fingerprint(model, spec))  # type: ignore[arg-type]
+    config = CollectConfig(8, 2048, 4, 4, 0, fisher_sequences)
+    torch.cuda.reset_peak_memory_stats()
+    collect(loaded, torch.randint(3, 1000, (8, 2048)), config, tmp_path / "samples", {"corpus": {"source": "random"}})
+    check(calibrate(planned, config).peak_bytes)
