@@ -178,11 +178,13 @@ def fit(
     """
     queries = query_tokens * spec.num_heads * spec.head_dim
     keys = min(tokens, block_tokens) * spec.kv_dim
-    read = 2 * (2 * keys + queries) + 4 * (2 * keys + queries) + 4 * keys  # 16 bits, float32, and what is converted
-    split = 4 * (2 * 2 * keys + queries)
-    fitting = 4 * (2 * keys + queries) + int(4 * method.fit_floats * keys)
+    drawn = min(tokens, block_tokens if method.fit_tokens is None else method.fit_tokens) * spec.kv_dim
+    # float32, and what is converted to it in 16 bits; keys and values stay unless tokens are drawn from several blocks
+    stays = 4 * 2 * keys if tokens <= block_tokens or method.fit_tokens is None else 0
+    reading = 6 * queries + max(6 * keys, stays + 2 * keys)
+    fitting = 4 * queries + stays + int(4 * method.fit_floats * drawn)
     artifact = artifact_bytes(build_codecs(method, spec, config))
-    return Stage("fit", tokens, 2 * artifact, program_bytes + max(read, split, fitting))
+    return Stage("fit", tokens, 2 * artifact, program_bytes + max(reading, fitting))
 
 
 def calibrate(

@@ -11,10 +11,12 @@ from console import invoke
 from factories import make_model, record
 
 from kvcli.cli.compress import CompressOptions
-from kvcli.cli.dry_run import dry_compress
+from kvcli.cli.dry_run import dry_compress, planned_model
+from kvcli.cli.options import ModelOptions
 from kvcli.cli.output import Output
 from kvcli.cli.prompt_sources import Source
-from kvcli.registry import parse_method
+from kvcli.plan.stages import fit
+from kvcli.registry import get_method, parse_method
 
 SMALL = ("--prompt-tokens", "600", "--max-new-tokens", "9", "--tokens", "512", "--seq-len", "128", "--batch-size", "2")
 
@@ -143,6 +145,57 @@ def test_the_dry_run_of_compressing(saved_model: str, capsys: pytest.CaptureFixt
     assert two["disk_bytes"] == 2 * one["disk_bytes"]
     assert two["peak_bytes"] == pytest.approx(one["peak_bytes"], rel=0.05)
     assert one["in_fp16"] == 300 * 3 * 2 * 32 * 2
+
+
+@pytest.mark.parametrize("method", ["fp16", "kivi-2", "qjl"])
+def test_the_planned_size_of_a_context_is_that_of_its_file(saved_model: str, tiny: Any, method: str) -> None:
+    Path("text.txt").write_text("word " * 1200)
+    words = ("compress", "--prompt-file", "text.txt", "--method", method, "--sink-length", "2", "--json")
+    words += ("--residual-length", "64", *(("--setting", "group_size=8") if method == "kivi-2" else ()))
+    made = invoke(*words, "tiny", "--out", "c.safetensors")
+    assert made.exit_code == 0, made.stderr
+    written, tokens = Path("c.safetensors").stat().st_size, json.loads(made.stdout)["contexts"][0]["tokens"]
+    Path("text.txt").write_text(4 * tokens * "x")
+    planned = invoke(*words, saved_model, "--dry-run")
+    assert planned.exit_code == 0, planned.stderr
+    record = json.loads(planned.stdout)
+    assert record["tokens"] == tokens
+    assert record["disk_bytes"] == pytest.approx(written, rel=0.1)
+
+
+def test_the_dry_run_of_going_on_from_a_context(saved_model: str, tiny: Any) -> None:
+    Path("text.txt").write_text("word " * 400)
+    words = ("--method", "kivi-2", "--setting", "group_size=8", "--residual-length", "64")
+    made = invoke("compress", "tiny", *words, "--prompt-file", "text.txt", "--out", "c.safetensors", "--json")
+    assert made.exit_code == 0, made.stderr
+    held = json.loads(made.stdout)["contexts"][0]["tokens"]
+    options = ("--prompt", 40 * "x", "--max-new-tokens", "5", "--dry-run", "--json")
+    record = json.loads(invoke("generate", saved_model, "--context", "c.safetensors", *options).stdout)
+    assert record["tokens"] == held + 10 + 5
+    assert record["cache_bytes"] > 0
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_dry_run_of_a_shard_is_of_its_share(saved_model: str, count: int) -> None:
+    words = ("calibrate", saved_model, "--tokens", "512", "--seq-len", "64", "--batch-size", "2", "--dry-run", "--json")
+    whole = json.loads(invoke(*words).stdout)
+    shares = [json.loads(invoke(*words, "--shard", f"{i + 1}/{count}").stdout) for i in range(count)]
+    assert sum(share["tokens"] for share in shares) == whole["tokens"]
+    refused = invoke(*words, "--shard", "1/9")
+    assert refused.exit_code == 2
+    assert "cannot be shared among 9" in json.loads(refused.stdout)["error"]
+
+
+def test_a_fit_in_blocks_needs_no_more_for_more_tokens(saved_model: str) -> None:
+    model = planned_model(ModelOptions(model=saved_model, device="cpu"))
+    for name in ("commvq", "kvquant", "oscar"):
+        method = get_method(name)
+        config = method.config_cls(**method.example_settings).resolve(model.spec)
+        few, many, one = (
+            fit(model.spec, method, config, tokens=tokens, query_tokens=512, block_tokens=block).peak_bytes
+            for tokens, block in ((2**17, 2**14), (2**20, 2**14), (2**20, 2**20))
+        )
+        assert few == many < one
 
 
 def test_a_probe_tells_times(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
