@@ -149,7 +149,7 @@ def test_the_dry_run_of_compressing(saved_model: str, capsys: pytest.CaptureFixt
 
 @pytest.mark.parametrize("method", ["fp16", "kivi-2", "qjl"])
 def test_the_planned_size_of_a_context_is_that_of_its_file(saved_model: str, tiny: Any, method: str) -> None:
-    Path("text.txt").write_text("word " * 1200)
+    Path("text.txt").write_text("word " * 300)
     words = ("compress", "--prompt-file", "text.txt", "--method", method, "--sink-length", "2", "--json")
     words += ("--residual-length", "64", *(("--setting", "group_size=8") if method == "kivi-2" else ()))
     made = invoke(*words, "tiny", "--out", "c.safetensors")
