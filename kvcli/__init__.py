@@ -14,9 +14,10 @@ from kvcli._version import __version__
 
 if TYPE_CHECKING:
     from kvcli.artifact import Artifact
+    from kvcli.attention.attach import attach
     from kvcli.attention.generation import Generated
     from kvcli.attention.next_token import SamplingConfig
-    from kvcli.attention.session import Session, attach
+    from kvcli.attention.session import Session
     from kvcli.cache.context import Context
     from kvcli.cache.memory import MemoryReport
     from kvcli.models import load_model
@@ -40,7 +41,7 @@ _MODULES = {
     "MemoryReport": "kvcli.cache.memory",
     "SamplingConfig": "kvcli.attention.next_token",
     "Session": "kvcli.attention.session",
-    "attach": "kvcli.attention.session",
+    "attach": "kvcli.attention.attach",
     "load_model": "kvcli.models",
 }
 

@@ -16,7 +16,7 @@ from kvcli.attention.session import Session
 from kvcli.cache.context import Context
 from kvcli.errors import CacheError
 from kvcli.fingerprint import text_identity
-from kvcli.generate import Generation, continue_ids
+from kvcli.generate import Generation, generate_text
 from kvcli.models import LoadedModel
 from kvcli.progress import Say, say_nothing
 from kvcli.prompts import Message, common_length
@@ -95,7 +95,7 @@ class Conversation:
         rendered = self._rendered.followed_by(self.loaded, {"role": "user", "content": text})
         self._keep(rendered.ids)
         self._held = _BROKEN_OFF
-        made, generated = continue_ids(
+        made, generated = generate_text(
             self.loaded,
             self.session,
             rendered.ids,

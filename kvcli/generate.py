@@ -87,24 +87,6 @@ def generate_text(
     cache: CompressedCache | None = None,
     mode: Mode | None = None,
     prefill_chunk: int | None = None,
-) -> Generation:
-    """Continues a prompt, also beyond the context that the model was trained on; see `continue_ids`."""
-    return continue_ids(
-        loaded, session, ids, sampling, seed=seed, write=write, cache=cache, mode=mode, prefill_chunk=prefill_chunk
-    )[0]
-
-
-def continue_ids(
-    loaded: LoadedModel,
-    session: Session,
-    ids: Tensor,
-    sampling: SamplingConfig,
-    *,
-    seed: int = 0,
-    write: Callable[[str], None] = lambda text: None,
-    cache: CompressedCache | None = None,
-    mode: Mode | None = None,
-    prefill_chunk: int | None = None,
 ) -> tuple[Generation, Generated]:
     """Continues a prompt, also beyond the context that the model was trained on.
 

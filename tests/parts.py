@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvcli.attention.session import make_config
+from kvcli.attention.attach import make_config
 from kvcli.kernels.constants import norm_unit
 from kvcli.methods.commvq.keys import CommVQKeyCodes
 from kvcli.methods.commvq.values import CommVQValueCodes

@@ -8,7 +8,8 @@ import pytest
 import torch
 from factories import make_model
 
-from kvcli.attention.session import Session, build_codecs, make_config
+from kvcli.attention.attach import build_codecs, make_config
+from kvcli.attention.session import Session
 from kvcli.plan.bits import stored_bits
 from kvcli.registry import parse_method
 from kvcli.spec import ModelSpec

@@ -11,8 +11,8 @@ from factories import WINDOW, make_model, prompt_and_steps, record
 import kvcli
 from kvcli.artifact import Artifact
 from kvcli.attention import decoded
+from kvcli.attention.attach import build_codecs, make_config
 from kvcli.attention.backend import choose_backend
-from kvcli.attention.session import build_codecs, make_config
 from kvcli.errors import UsageError
 from kvcli.fit import assemble, fit_recording
 from kvcli.methods.commvq.config import CommVQConfig

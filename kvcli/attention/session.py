@@ -1,4 +1,4 @@
-"""Attaching a method to a model: the session that makes caches and attends over them."""
+"""A model with a method attached: the session that makes caches and attends over them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 from torch import Tensor, nn
 
-from kvcli.artifact import Artifact
 from kvcli.attention.backend import AttentionBackend, choose_backend
 from kvcli.attention.decoder import Decoder, LogitsNotFinite, Mode
 from kvcli.attention.generation import Generated, prefill, stop_tokens
@@ -23,14 +21,13 @@ from kvcli.cache.compressed import CompressedCache
 from kvcli.cache.context import Context
 from kvcli.cache.identity import CacheIdentity, codecs_identity
 from kvcli.cache.layer import NewTokens
-from kvcli.errors import CacheError, ConfigError, UnsupportedModelError, UsageError, explain
+from kvcli.errors import CacheError, UnsupportedModelError, UsageError
 from kvcli.fingerprint import fingerprint
-from kvcli.methods.config import BiasOffsetConfig, CacheConfig
+from kvcli.methods.config import CacheConfig
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import Method
-from kvcli.models import LoadedModel, not_finite
-from kvcli.registry import BASELINE, get_method, parse_method
-from kvcli.seam.key_bias import key_biases
+from kvcli.models import not_finite
+from kvcli.registry import BASELINE, get_method
 from kvcli.seam.patch import RotaryOutput, Seam, find_decoder, layer_index
 from kvcli.seam.sdpa import sdpa
 from kvcli.spec import ModelSpec
@@ -71,7 +68,7 @@ class Session:
         self.spec, self.method, self.config, self.codecs = spec, method, config, codecs
         self.layers = frozenset(range(len(codecs)) if layers is None else layers)
         self._fitted, self._model_name = fitted, model_name or type(model).__name__
-        device = _device_of_layers(model)
+        device = device_of_layers(model)
         self.backend = choose_backend(method, [codecs[layer_idx] for layer_idx in sorted(self.layers)], impl, device)
         self._baseline_backend = choose_backend(get_method(BASELINE), (), impl, device)
         for codec in codecs:
@@ -251,113 +248,6 @@ class _RefuseBackward(torch.autograd.Function):
         raise CacheError("no gradient passes through a compressed cache; train with use_cache=False")
 
 
-def attach(
-    model: nn.Module | LoadedModel,
-    method: str,
-    *,
-    artifact: str | Path | Artifact | None = None,
-    impl: str = "auto",
-    layers: Collection[int] | None = None,
-    **config: Any,
-) -> Session:
-    """Attaches a compression method to a transformers model.
-
-    Args:
-        model: a causal language model of a supported family, or what `kvcli.load_model` returned.
-        method: name of a method, with or without bits (`kivi`, `kivi-2`); see `kvcli methods`.
-        artifact: for methods that are fitted, the artifact or its folder.
-        impl: `reference` (PyTorch, float32), `fused` (Triton kernels), or `auto`: fused on a GPU, else reference.
-        layers: indices of the layers to compress; the others keep their keys and values in full precision. Default all.
-        config: settings of the method; with an artifact, only those of the cache (`sink_length`, `residual_length`,
-            `flush_block`) may differ from the artifact's.
-
-    Returns:
-        A session; use it as a context manager or call `detach`.
-
-    Raises:
-        UsageError: unknown method or implementation, shapes that `fused` does not support, layers that the model does
-            not have, or a missing artifact.
-        ConfigError: settings that do not exist or do not fit.
-        ArtifactError: an artifact that cannot be used with this model.
-        UnsupportedModelError: an architecture kvcli does not compress, layers on several devices, or offloaded ones.
-        ModelError: the model, or another one with the same config object, is attached already.
-
-    Example:
-        >>> with kvcli.attach(model, "kivi-2", residual_length=128) as session:
-        ...     cache = session.new_cache()
-        ...     model.generate(**inputs, past_key_values=cache)
-    """
-    loaded = model if isinstance(model, LoadedModel) else None
-    module: Any = model.model if isinstance(model, LoadedModel) else model
-    if not isinstance(module, nn.Module) or not hasattr(module, "config"):
-        raise UnsupportedModelError(f"'{type(module).__name__}' is not a model of transformers; attach takes one")
-    record, from_bits = parse_method(method)
-    config = {**from_bits, **config}
-    spec = loaded.spec if loaded is not None else ModelSpec.from_config(module.config)
-    device = _device_of_layers(module)
-    if isinstance(artifact, (str, Path)):
-        artifact = Artifact.load(artifact)
-    if record.needs_artifact and artifact is None:
-        raise UsageError(
-            f"method '{method}' needs an artifact; make one with 'kvcli fit --method {method}' and 'kvcli export'"
-        )
-    if artifact is None:
-        settings = make_config(record, config)
-        codecs = build_codecs(record, spec, settings)
-    else:
-        digest = loaded.fingerprint if loaded is not None else fingerprint(module, spec)
-        artifact.check_model(spec, digest, record.name)
-        settings = artifact.config_with(config)
-        codecs = artifact.build_codecs(settings)
-    if isinstance(settings, BiasOffsetConfig) and settings.key_offset == "bias":
-        for codec, bias in zip(codecs, key_biases(module, spec), strict=True):
-            codec.key_offset = bias
-    if layers is not None:
-        codecs = _only_layers(codecs, layers, spec)
-    for codec in codecs:
-        codec.to(device).eval()
-    name = loaded.name if loaded is not None else str(getattr(module.config, "name_or_path", ""))
-    return Session(module, spec, record, settings, codecs, impl, layers, fitted=artifact is not None, model_name=name)
-
-
-def build_codecs(method: Method, spec: ModelSpec, config: CacheConfig) -> list[LayerCodec]:
-    """The codecs of all layers of a method that is not fitted.
-
-    Raises:
-        ConfigError: settings that do not fit the model's shapes.
-    """
-    try:
-        return [method.build(spec, config, layer_idx) for layer_idx in range(spec.num_layers)]
-    except ValueError as error:
-        raise ConfigError(f"{method.name}: {error}") from error
-
-
-def _only_layers(codecs: list[LayerCodec], layers: Collection[int], spec: ModelSpec) -> list[LayerCodec]:
-    """The codecs of some layers; those of the others store full precision.
-
-    Raises:
-        UsageError: no layer, or one that the model does not have.
-    """
-    unknown = sorted(set(layers) - set(range(spec.num_layers)))
-    if unknown or not layers:
-        raise UsageError(f"layers to compress are some of 0 to {spec.num_layers - 1}, not {unknown or 'none'}")
-    baseline = get_method(BASELINE)
-    plain = build_codecs(baseline, spec, make_config(baseline, {}))
-    return [codec if layer_idx in layers else plain[layer_idx] for layer_idx, codec in enumerate(codecs)]
-
-
-def make_config(method: Method, values: dict[str, Any]) -> CacheConfig:
-    """A method's settings from plain values.
-
-    Raises:
-        ConfigError: unknown names or values out of range.
-    """
-    try:
-        return method.config_cls(**values)
-    except ValidationError as error:
-        raise ConfigError(f"{method.name}: {explain(error, method.config_cls.model_fields)}") from error
-
-
 def _current_device(x: Tensor) -> AbstractContextManager[Any]:
     """Makes a tensor's GPU the current one: Triton launches there, whatever its arguments are on."""
     if x.is_cuda and x.device.index != torch.cuda.current_device():
@@ -365,7 +255,7 @@ def _current_device(x: Tensor) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-def _device_of_layers(model: nn.Module) -> torch.device:
+def device_of_layers(model: nn.Module) -> torch.device:
     """The device that all layers' keys are made on.
 
     Raises:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcli.attention.session import make_config
+from kvcli.attention.attach import make_config
 from kvcli.errors import ConfigError
 from kvcli.methods.base import Codec, Codes, State
 from kvcli.methods.config import CacheConfig

@@ -35,8 +35,8 @@ class DemoOptions(ComputeOptions):
 
 def run(options: DemoOptions, output: Output) -> None:
     """Run the whole pipeline on the small built-in model: calibrate, fit, export, generate, measure."""
+    from kvcli.attention.attach import attach
     from kvcli.attention.next_token import SamplingConfig
-    from kvcli.attention.session import attach
     from kvcli.generate import generate_text
     from kvcli.models import load_model
     from kvcli.prompts import prompt_ids
@@ -83,7 +83,7 @@ def run(options: DemoOptions, output: Output) -> None:
             _timed(seconds, f"generate {name}"),
             attach(loaded, name, artifact=artifact, residual_length=32) as session,
         ):
-            made[name] = generate_text(loaded, session, ids, sampling, seed=options.seed)
+            made[name], _ = generate_text(loaded, session, ids, sampling, seed=options.seed)
     with _timed(seconds, "measure"):
         evaluate.run(
             evaluate.EvalOptions(

@@ -50,7 +50,7 @@ class DomainsOptions(ModelOptions):
 
 def run(options: DomainsOptions, output: Output) -> None:
     """Fit on each kind of text and measure KL on every other; resumes where it stopped."""
-    from kvcli.attention.session import make_config
+    from kvcli.attention.attach import make_config
     from kvcli.calibrate.builtin_text import BUILTIN, domains
     from kvcli.calibrate.corpus import split_documents
     from kvcli.eval.domain_fit import DomainSettings, Report

@@ -75,7 +75,7 @@ def method_plan(
         ConfigError: settings that do not exist or do not fit the model's shapes.
         ArtifactError: an artifact that was named and is none.
     """
-    from kvcli.attention.session import make_config
+    from kvcli.attention.attach import make_config
     from kvcli.machine import resident_bytes
     from kvcli.plan.stages import MethodPlan
     from kvcli.registry import parse_method

@@ -77,7 +77,7 @@ def make_cases(options: EvalOptions) -> list[Case]:
         ArtifactError: an artifact that is missing.
         ConfigError: a setting that no method has, or a value out of range.
     """
-    from kvcli.attention.session import make_config
+    from kvcli.attention.attach import make_config
     from kvcli.eval.case import Case
 
     given, cases, unknown = parse_settings(options.setting), [], set(parse_settings(options.setting))

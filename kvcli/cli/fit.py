@@ -104,7 +104,7 @@ def fit(
         UsageError: a method that is not fitted, or settings that do not fit the model's shapes.
         ConfigError: settings that do not exist or are out of range.
     """
-    from kvcli.attention.session import make_config
+    from kvcli.attention.attach import make_config
     from kvcli.fit import check_fitted, fit_recording
     from kvcli.ranks import joined
     from kvcli.samples import Recording

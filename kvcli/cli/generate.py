@@ -85,7 +85,7 @@ def run(options: GenerateOptions, output: Output) -> None:
             output.warn(f"warning: {length} tokens are more than the {limit} that {options.model} was trained on")
         if not options.chat:
             output.write(prompt)
-        made = generate_text(
+        made, _ = generate_text(
             loaded,
             session,
             start.ids,

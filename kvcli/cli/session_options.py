@@ -110,7 +110,7 @@ class ChosenMethod:
 
     def attach(self, loaded: LoadedModel, impl: str, output: Output) -> Session:
         """Attaches the method and says what its attention runs on, if that is not its kernels."""
-        from kvcli.attention.session import attach
+        from kvcli.attention.attach import attach
 
         session = attach(loaded, self.name, artifact=self.artifact, impl=impl, layers=self.layers, **self.settings)
         if session.backend.note is not None:

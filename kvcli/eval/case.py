@@ -10,7 +10,8 @@ from typing import Any
 
 from transformers import DynamicCache
 
-from kvcli.attention.session import Session, attach
+from kvcli.attention.attach import attach
+from kvcli.attention.session import Session
 from kvcli.models import LoadedModel
 from kvcli.registry import BASELINE
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kvcli.artifact import Artifact
-from kvcli.attention.session import attach, make_config
+from kvcli.attention.attach import attach, make_config
 from kvcli.calibrate.corpus import split_documents, token_sequences
 from kvcli.errors import ArtifactError, ConfigError
 from kvcli.eval.domain_fit import DomainSettings, Report, file_name, fit_on, token_digest

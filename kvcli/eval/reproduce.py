@@ -8,7 +8,8 @@ from functools import partial
 
 from torch import Tensor
 
-from kvcli.attention.session import Session, build_codecs, make_config
+from kvcli.attention.attach import build_codecs, make_config
+from kvcli.attention.session import Session
 from kvcli.eval.quality import measure
 from kvcli.methods.paper_tables import Measurement, Row
 from kvcli.models import LoadedModel

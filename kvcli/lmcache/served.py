@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from kvcli.artifact import Artifact
-from kvcli.attention.session import build_codecs, make_config
+from kvcli.attention.attach import build_codecs, make_config
 from kvcli.builtin_copy import fetch_builtin
 from kvcli.builtin_models import BUILTIN_MODELS
 from kvcli.checkpoint import read_config

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from kvcli.attention.session import build_codecs, make_config
+from kvcli.attention.attach import build_codecs, make_config
 from kvcli.plan.cache import CachePlan
 from kvcli.registry import parse_method
 from kvcli.spec import ModelSpec

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from functools import cache
 from typing import Any
 
-from kvcli.attention.session import build_codecs
+from kvcli.attention.attach import build_codecs
 from kvcli.cache.memory import MemoryReport
 from kvcli.calibrate.collect import CollectConfig
 from kvcli.calibrate.shards import Shard

@@ -13,8 +13,9 @@ from factories import make_model
 from parts import DEVICE
 
 from kvcli.attention import decoder
+from kvcli.attention.attach import make_config
 from kvcli.attention.next_token import NextToken, SamplingConfig
-from kvcli.attention.session import Session, make_config
+from kvcli.attention.session import Session
 from kvcli.bench.layer import randomize_
 from kvcli.cache.counts import TokenCounts
 from kvcli.cache.window import WindowLayout

@@ -12,7 +12,7 @@ import torch
 from factories import CONFIG, load, make_model
 
 from kvcli.artifact import Artifact
-from kvcli.attention.session import attach
+from kvcli.attention.attach import attach
 from kvcli.calibrate.corpus import split_documents, token_sequences
 from kvcli.errors import ArtifactError, CorpusError
 from kvcli.eval import domains

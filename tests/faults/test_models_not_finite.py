@@ -117,7 +117,7 @@ def test_beyond_the_context_transformers_does_not_repeat_the_warning() -> None:
     logger.addHandler(handler)
     try:
         with kvcli.attach(loaded, "fp16") as session:
-            made = generate_text(loaded, session, torch.randint(3, 97, (1, 20)), SamplingConfig(3))
+            made, _ = generate_text(loaded, session, torch.randint(3, 97, (1, 20)), SamplingConfig(3))
     finally:
         logger.removeHandler(handler)
     assert made.new_tokens == 3

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from kvcli.artifact import Artifact
-from kvcli.attention.session import make_config
+from kvcli.attention.attach import make_config
 from kvcli.errors import ChunkError, ConfigError, KvcliError, UsageError
 from kvcli.lmcache.chunk import ChunkCodec
 from kvcli.lmcache.header import SIZE

@@ -9,8 +9,8 @@ import pytest
 import torch
 from parts import DEVICE, assert_same, exact_attend, make_codec, make_part
 
+from kvcli.attention.attach import make_config
 from kvcli.attention.reference import attend_codes as reference_attend
-from kvcli.attention.session import make_config
 from kvcli.errors import UsageError
 from kvcli.kernels.splits import SplitScores
 from kvcli.methods.commvq.score_kernels import stage_ranges

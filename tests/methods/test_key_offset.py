@@ -10,7 +10,7 @@ from factories import clustered, make_model, make_spec
 from parts import DEVICE, FIRST_POSITION, Rotary, assert_same, make_codec, make_part
 
 from kvcli.attention import reference
-from kvcli.attention.session import attach, make_config
+from kvcli.attention.attach import attach, make_config
 from kvcli.layer_samples import LayerSamples
 from kvcli.methods.commvq.config import CommVQConfig
 from kvcli.methods.commvq.fit import fit_layer

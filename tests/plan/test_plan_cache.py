@@ -8,8 +8,9 @@ import pytest
 import torch
 from factories import make_model
 
+from kvcli.attention.attach import build_codecs, make_config
 from kvcli.attention.next_token import SamplingConfig
-from kvcli.attention.session import Session, build_codecs, make_config
+from kvcli.attention.session import Session
 from kvcli.plan.cache import CachePlan
 from kvcli.registry import METHODS, get_method
 from kvcli.seam.key_bias import key_biases

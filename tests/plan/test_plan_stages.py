@@ -16,7 +16,7 @@ from byte_tokenizer import byte_tokenizer
 from factories import make_model
 
 from kvcli.artifact import Artifact
-from kvcli.attention.session import make_config
+from kvcli.attention.attach import make_config
 from kvcli.methods.method import Method
 from kvcli.plan.model import PlannedModel
 from kvcli.plan.stages import MethodPlan, artifact_bytes

@@ -1,0 +1,129 @@
+"""Attaching a method to a model: settings and codecs from plain values or an artifact, and the session with them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from torch import nn
+
+from kvcli.artifact import Artifact
+from kvcli.attention.session import Session, device_of_layers
+from kvcli.errors import ConfigError, UnsupportedModelError, UsageError, explain
+from kvcli.fingerprint import fingerprint
+from kvcli.methods.config import BiasOffsetConfig, CacheConfig
+from kvcli.methods.layer_codec import LayerCodec
+from kvcli.methods.method import Method
+from kvcli.models import LoadedModel
+from kvcli.registry import BASELINE, get_method, parse_method
+from kvcli.seam.key_bias import key_biases
+from kvcli.spec import ModelSpec
+
+
+def attach(
+    model: nn.Module | LoadedModel,
+    method: str,
+    *,
+    artifact: str | Path | Artifact | None = None,
+    impl: str = "auto",
+    layers: Collection[int] | None = None,
+    **config: Any,
+) -> Session:
+    """Attaches a compression method to a transformers model.
+
+    Args:
+        model: a causal language model of a supported family, or what `kvcli.load_model` returned.
+        method: name of a method, with or without bits (`kivi`, `kivi-2`); see `kvcli methods`.
+        artifact: for methods that are fitted, the artifact or its folder.
+        impl: `reference` (PyTorch, float32), `fused` (Triton kernels), or `auto`: fused on a GPU, else reference.
+        layers: indices of the layers to compress; the others keep their keys and values in full precision. Default all.
+        config: settings of the method; with an artifact, only those of the cache (`sink_length`, `residual_length`,
+            `flush_block`) may differ from the artifact's.
+
+    Returns:
+        A session; use it as a context manager or call `detach`.
+
+    Raises:
+        UsageError: unknown method or implementation, shapes that `fused` does not support, layers that the model does
+            not have, or a missing artifact.
+        ConfigError: settings that do not exist or do not fit.
+        ArtifactError: an artifact that cannot be used with this model.
+        UnsupportedModelError: an architecture kvcli does not compress, layers on several devices, or offloaded ones.
+        ModelError: the model, or another one with the same config object, is attached already.
+
+    Example:
+        >>> with kvcli.attach(model, "kivi-2", residual_length=128) as session:
+        ...     cache = session.new_cache()
+        ...     model.generate(**inputs, past_key_values=cache)
+    """
+    loaded = model if isinstance(model, LoadedModel) else None
+    module: Any = model.model if isinstance(model, LoadedModel) else model
+    if not isinstance(module, nn.Module) or not hasattr(module, "config"):
+        raise UnsupportedModelError(f"'{type(module).__name__}' is not a model of transformers; attach takes one")
+    record, from_bits = parse_method(method)
+    config = {**from_bits, **config}
+    spec = loaded.spec if loaded is not None else ModelSpec.from_config(module.config)
+    device = device_of_layers(module)
+    if isinstance(artifact, (str, Path)):
+        artifact = Artifact.load(artifact)
+    if record.needs_artifact and artifact is None:
+        raise UsageError(
+            f"method '{method}' needs an artifact; make one with 'kvcli fit --method {method}' and 'kvcli export'"
+        )
+    if artifact is None:
+        settings = make_config(record, config)
+        codecs = build_codecs(record, spec, settings)
+    else:
+        digest = loaded.fingerprint if loaded is not None else fingerprint(module, spec)
+        artifact.check_model(spec, digest, record.name)
+        settings = artifact.config_with(config)
+        codecs = artifact.build_codecs(settings)
+    if isinstance(settings, BiasOffsetConfig) and settings.key_offset == "bias":
+        for codec, bias in zip(codecs, key_biases(module, spec), strict=True):
+            codec.key_offset = bias
+    if layers is not None:
+        codecs = _only_layers(codecs, layers, spec)
+    for codec in codecs:
+        codec.to(device).eval()
+    name = loaded.name if loaded is not None else str(getattr(module.config, "name_or_path", ""))
+    return Session(module, spec, record, settings, codecs, impl, layers, fitted=artifact is not None, model_name=name)
+
+
+def build_codecs(method: Method, spec: ModelSpec, config: CacheConfig) -> list[LayerCodec]:
+    """The codecs of all layers of a method that is not fitted.
+
+    Raises:
+        ConfigError: settings that do not fit the model's shapes.
+    """
+    try:
+        return [method.build(spec, config, layer_idx) for layer_idx in range(spec.num_layers)]
+    except ValueError as error:
+        raise ConfigError(f"{method.name}: {error}") from error
+
+
+def _only_layers(codecs: list[LayerCodec], layers: Collection[int], spec: ModelSpec) -> list[LayerCodec]:
+    """The codecs of some layers; those of the others store full precision.
+
+    Raises:
+        UsageError: no layer, or one that the model does not have.
+    """
+    unknown = sorted(set(layers) - set(range(spec.num_layers)))
+    if unknown or not layers:
+        raise UsageError(f"layers to compress are some of 0 to {spec.num_layers - 1}, not {unknown or 'none'}")
+    baseline = get_method(BASELINE)
+    plain = build_codecs(baseline, spec, make_config(baseline, {}))
+    return [codec if layer_idx in layers else plain[layer_idx] for layer_idx, codec in enumerate(codecs)]
+
+
+def make_config(method: Method, values: dict[str, Any]) -> CacheConfig:
+    """A method's settings from plain values.
+
+    Raises:
+        ConfigError: unknown names or values out of range.
+    """
+    try:
+        return method.config_cls(**values)
+    except ValidationError as error:
+        raise ConfigError(f"{method.name}: {explain(error, method.config_cls.model_fields)}") from error
