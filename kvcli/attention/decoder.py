@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvcli.attention.backend import AttentionBackend
+from kvcli.attention.compiled import CompiledLayers, CompileError
 from kvcli.attention.layer import flush_layer
 from kvcli.attention.next_token import NextToken
 from kvcli.cache.compressed import CompressedCache
@@ -63,12 +64,14 @@ class Decoder:
         stops: tokens that end a row.
         padding: token of rows that have ended.
         mode: how tokens are made, once every row holds codes.
+        compiled: the model's layers, which run compiled in steps; None: as they are.
 
     Attributes:
         tokens: what was made, int64 [batch, max_new_tokens]; `padding` after the end of a row.
         made: how many tokens per row.
-        note: why steps are not captured; None if they are, or were not asked to be.
+        note: why steps are not captured, or not compiled; None if they are, or were not asked to be.
         graph_bytes: memory that captured graphs took.
+        compiled: as given; None once compiling failed.
     """
 
     def __init__(
@@ -82,15 +85,18 @@ class Decoder:
         stops: Sequence[int] = (),
         padding: int = 0,
         mode: Mode = "passes",
+        compiled: CompiledLayers | None = None,
     ) -> None:
         device, batch = model.device, len(cache.sequences.lengths)
         self.model, self.cache, self.backends, self.choose = model, cache, backends, choose
         self.max_new_tokens, self.padding, self.mode = max_new_tokens, padding, mode
+        self.compiled = compiled
         self._stops = torch.tensor(list(stops), dtype=torch.int64, device=device)
         self.tokens = torch.full((batch, max_new_tokens), padding, dtype=torch.int64, device=device)
         self._finite = torch.ones((), dtype=torch.bool, device=device)
         self._token = torch.zeros(batch, 1, dtype=torch.int64, device=device)
         self._count = torch.zeros(1, dtype=torch.int64, device=device)
+        self._mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
         self._ended = torch.zeros(batch, 1, dtype=torch.bool, device=device)
         self.made = self._seen = 0
         self._last = torch.full((batch,), -1)
@@ -180,6 +186,19 @@ class Decoder:
         logits: Tensor = output.logits[:, -1]
         return logits
 
+    def _step_logits(self, step: Step) -> Tensor:
+        """The same in a step, whose counts say what is attended to."""
+        # transformers takes a mask of four axes as it is; without one it makes one, and only while a graph is captured
+        inputs = {"position_ids": step.positions(), "attention_mask": self._mask}
+        if self.compiled is not None:
+            try:
+                with self.compiled.active():
+                    return self._logits(**inputs)
+            except CompileError as error:
+                self.compiled, self.note = None, str(error)
+        # a pass of a step that broke off is repeated: it writes the same tokens to the same slots
+        return self._logits(**inputs)
+
     def _can_step(self) -> bool:
         """Whether passes can have their counts on the device: every row holds codes, and enough tokens are left."""
         left = self.max_new_tokens - self.made
@@ -195,7 +214,7 @@ class Decoder:
         with sequences.whole_or_refused():
             plan = counts.append((1,) * len(counts.lengths))
             step.load(plan)
-            self._call("step", lambda: self._accept(self._logits(position_ids=step.positions())))
+            self._call("step", lambda: self._accept(self._step_logits(step)))
             self.made += 1
             self._steps += 1
             made = self.made
@@ -251,7 +270,8 @@ class Decoder:
             with torch.cuda.graph(graph, pool=self._pool):
                 function()
         except RuntimeError as error:
-            self.mode, self.note = "steps", f"steps are not captured as CUDA graphs: {str(error).splitlines()[0]}"
+            note = f"steps are not captured as CUDA graphs: {str(error).splitlines()[0]}"
+            self.mode, self.note = "steps", "; ".join(filter(None, (self.note, note)))
             return
         self._graphs[key] = graph
         self.graph_bytes += torch.cuda.memory_reserved(self.tokens.device) - before
