@@ -98,7 +98,7 @@ class Decoder:
         self._count = torch.zeros(1, dtype=torch.int64, device=device)
         self._mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
         self._ended = torch.zeros(batch, 1, dtype=torch.bool, device=device)
-        self.made = self._seen = 0
+        self.made = self._seen = self._checked = 0
         self._last = torch.full((batch,), -1)
         self._all_ended = False
         self._unseen: list[Tensor] = []
@@ -156,6 +156,8 @@ class Decoder:
             return
         if not bool(self._finite):
             raise LogitsNotFinite
+        if self._step is not None and self.made - self._checked >= _POLL_STEPS:
+            self._check_ranges()
         new = self.tokens[:, self._seen : self.made].cpu()
         stops = torch.isin(new, self._stops.cpu())
         first = torch.where(stops.any(1), self._seen + stops.int().argmax(1), -1)
@@ -170,6 +172,12 @@ class Decoder:
         self._before.clear()
         self._seen = self.made
         self._unseen.append(new)
+
+    def _check_ranges(self) -> None:
+        """Raises CacheError where what was encoded in steps is beyond what codes hold; the cache refuses to go on."""
+        self._checked = self.made
+        with self.cache.sequences.whole_or_refused():
+            self._step.ranges.check()  # type: ignore[union-attr]
 
     def _accept(self, logits: Tensor) -> None:
         """Chooses a token of each row from logits [batch, vocab_size] and notes it."""
@@ -231,9 +239,8 @@ class Decoder:
         if pattern is not None:
             self._call(pattern, lambda: self._encode_layers(step.forward(nothing, pattern)))
             return
-        forward = Forward(self.cache.sequences, nothing, (0,) * len(plan.lengths), None, plan, step.device)
-        self._encode_layers(forward)
-        forward.ranges.check()
+        sequences, counts = self.cache.sequences, (0,) * len(plan.lengths)
+        self._encode_layers(Forward(sequences, nothing, counts, None, plan, step.device, step.ranges))
 
     def _encode_layers(self, forward: Forward) -> None:
         for layer_idx, (layer, backend) in enumerate(zip(self.cache.layers, self.backends, strict=True)):
@@ -242,6 +249,8 @@ class Decoder:
     def _new_step(self) -> None:
         """Makes room in all buffers, and counts of that capacity on the device."""
         sequences = self.cache.sequences
+        if self._step is not None:
+            self._check_ranges()
         counts, left = sequences.counts, self.max_new_tokens - self.made
         capacity = step_capacity(counts, left)
         offset = sequences.extend(left + counts.layout.ring)
@@ -278,7 +287,11 @@ class Decoder:
 
     def _end_steps(self) -> None:
         """Hands the cache back to ordinary passes."""
-        if self._step is not None:
-            self.cache.sequences.end_steps(self._steps)
-            self._graphs.clear()
+        if self._step is None:
+            return
+        self.cache.sequences.end_steps(self._steps)
+        self._graphs.clear()
+        try:
+            self._check_ranges()
+        finally:
             self._step = None

@@ -146,8 +146,8 @@ class Session:
             on_tokens: called with new tokens, int64 [batch, count] on the host, a few steps at a time.
             mode: `graphs`; `steps`, the same without capturing them; or `passes`, ordinary forward passes; default:
                 `graphs` on a GPU with the session's kernels, else `passes`, or `steps` with `compile_layers`.
-            compile_layers: whether the model's layers, around their attention, are compiled by `torch.compile` in graphs
-                and steps; or the name of the backend that compiles them.
+            compile_layers: whether the model's layers, around their attention, are compiled by `torch.compile` in
+                graphs and steps; or the name of the backend that compiles them.
 
         Returns:
             Tokens and what is known of how they were made.
