@@ -34,7 +34,7 @@ class Generation:
         memory: of the cache at the end.
         reused_tokens: prompt tokens that the cache held already.
         graph_bytes: memory that captured CUDA graphs took while tokens were made.
-        note: why steps were not captured although they could be; None if there is nothing to say.
+        note: why steps were not captured or not compiled; None if there is nothing to say.
     """
 
     text: str
@@ -87,6 +87,7 @@ def generate_text(
     cache: CompressedCache | None = None,
     mode: Mode | None = None,
     prefill_chunk: int | None = None,
+    compile_layers: bool | str = False,
 ) -> tuple[Generation, Generated]:
     """Continues a prompt, also beyond the context that the model was trained on.
 
@@ -100,6 +101,7 @@ def generate_text(
         cache: a cache to continue on, whose tokens are the first of the prompt; default a new one.
         mode: how tokens are made, see `Session.generate`.
         prefill_chunk: prompt tokens per forward pass; None: all.
+        compile_layers: whether layers are compiled for decode steps, see `Session.generate`.
 
     Returns:
         Text and measurements, and what `Session.generate` returned.
@@ -119,6 +121,7 @@ def generate_text(
             past_key_values=cache,
             prefill_chunk=prefill_chunk,
             mode=mode,
+            compile_layers=compile_layers,
             on_tokens=lambda new: stream.put_all(new[0]),
         )
         stream.end()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvcli.attention.backend import AttentionBackend
+from kvcli.attention.compiled import CompiledLayers, CompileError
 from kvcli.attention.layer import flush_layer
 from kvcli.attention.next_token import NextToken
 from kvcli.cache.compressed import CompressedCache
@@ -63,12 +64,14 @@ class Decoder:
         stops: tokens that end a row.
         padding: token of rows that have ended.
         mode: how tokens are made, once every row holds codes.
+        compiled: the model's layers, which run compiled in steps; None: as they are.
 
     Attributes:
         tokens: what was made, int64 [batch, max_new_tokens]; `padding` after the end of a row.
         made: how many tokens per row.
-        note: why steps are not captured; None if they are, or were not asked to be.
+        note: why steps are not captured, or not compiled; None if they are, or were not asked to be.
         graph_bytes: memory that captured graphs took.
+        compiled: as given; None once compiling failed.
     """
 
     def __init__(
@@ -82,17 +85,20 @@ class Decoder:
         stops: Sequence[int] = (),
         padding: int = 0,
         mode: Mode = "passes",
+        compiled: CompiledLayers | None = None,
     ) -> None:
         device, batch = model.device, len(cache.sequences.lengths)
         self.model, self.cache, self.backends, self.choose = model, cache, backends, choose
         self.max_new_tokens, self.padding, self.mode = max_new_tokens, padding, mode
+        self.compiled = compiled
         self._stops = torch.tensor(list(stops), dtype=torch.int64, device=device)
         self.tokens = torch.full((batch, max_new_tokens), padding, dtype=torch.int64, device=device)
         self._finite = torch.ones((), dtype=torch.bool, device=device)
         self._token = torch.zeros(batch, 1, dtype=torch.int64, device=device)
         self._count = torch.zeros(1, dtype=torch.int64, device=device)
+        self._mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
         self._ended = torch.zeros(batch, 1, dtype=torch.bool, device=device)
-        self.made = self._seen = 0
+        self.made = self._seen = self._checked = 0
         self._last = torch.full((batch,), -1)
         self._all_ended = False
         self._unseen: list[Tensor] = []
@@ -150,6 +156,8 @@ class Decoder:
             return
         if not bool(self._finite):
             raise LogitsNotFinite
+        if self._step is not None and self.made - self._checked >= _POLL_STEPS:
+            self._check_ranges()
         new = self.tokens[:, self._seen : self.made].cpu()
         stops = torch.isin(new, self._stops.cpu())
         first = torch.where(stops.any(1), self._seen + stops.int().argmax(1), -1)
@@ -164,6 +172,12 @@ class Decoder:
         self._before.clear()
         self._seen = self.made
         self._unseen.append(new)
+
+    def _check_ranges(self) -> None:
+        """Raises CacheError where what was encoded in steps is beyond what codes hold; the cache refuses to go on."""
+        self._checked = self.made
+        with self.cache.sequences.whole_or_refused():
+            self._step.ranges.check()  # type: ignore[union-attr]
 
     def _accept(self, logits: Tensor) -> None:
         """Chooses a token of each row from logits [batch, vocab_size] and notes it."""
@@ -180,6 +194,19 @@ class Decoder:
         logits: Tensor = output.logits[:, -1]
         return logits
 
+    def _step_logits(self, step: Step) -> Tensor:
+        """The same in a step, whose counts say what is attended to."""
+        # transformers takes a mask of four axes as it is; without one it makes one, and only while a graph is captured
+        inputs = {"position_ids": step.positions(), "attention_mask": self._mask}
+        if self.compiled is not None:
+            try:
+                with self.compiled.active():
+                    return self._logits(**inputs)
+            except CompileError as error:
+                self.compiled, self.note = None, str(error)
+        # a pass of a step that broke off is repeated: it writes the same tokens to the same slots
+        return self._logits(**inputs)
+
     def _can_step(self) -> bool:
         """Whether passes can have their counts on the device: every row holds codes, and enough tokens are left."""
         left = self.max_new_tokens - self.made
@@ -195,7 +222,7 @@ class Decoder:
         with sequences.whole_or_refused():
             plan = counts.append((1,) * len(counts.lengths))
             step.load(plan)
-            self._call("step", lambda: self._accept(self._logits(position_ids=step.positions())))
+            self._call("step", lambda: self._accept(self._step_logits(step)))
             self.made += 1
             self._steps += 1
             made = self.made
@@ -212,9 +239,8 @@ class Decoder:
         if pattern is not None:
             self._call(pattern, lambda: self._encode_layers(step.forward(nothing, pattern)))
             return
-        forward = Forward(self.cache.sequences, nothing, (0,) * len(plan.lengths), None, plan, step.device)
-        self._encode_layers(forward)
-        forward.ranges.check()
+        sequences, counts = self.cache.sequences, (0,) * len(plan.lengths)
+        self._encode_layers(Forward(sequences, nothing, counts, None, plan, step.device, step.ranges))
 
     def _encode_layers(self, forward: Forward) -> None:
         for layer_idx, (layer, backend) in enumerate(zip(self.cache.compressed, self.backends, strict=True)):
@@ -223,6 +249,8 @@ class Decoder:
     def _new_step(self) -> None:
         """Makes room in all buffers, and counts of that capacity on the device."""
         sequences = self.cache.sequences
+        if self._step is not None:
+            self._check_ranges()
         counts, left = sequences.counts, self.max_new_tokens - self.made
         capacity = step_capacity(counts, left)
         offset = sequences.extend(left + counts.layout.ring)
@@ -251,14 +279,19 @@ class Decoder:
             with torch.cuda.graph(graph, pool=self._pool):
                 function()
         except RuntimeError as error:
-            self.mode, self.note = "steps", f"steps are not captured as CUDA graphs: {str(error).splitlines()[0]}"
+            note = f"steps are not captured as CUDA graphs: {str(error).splitlines()[0]}"
+            self.mode, self.note = "steps", "; ".join(filter(None, (self.note, note)))
             return
         self._graphs[key] = graph
         self.graph_bytes += torch.cuda.memory_reserved(self.tokens.device) - before
 
     def _end_steps(self) -> None:
         """Hands the cache back to ordinary passes."""
-        if self._step is not None:
-            self.cache.sequences.end_steps(self._steps)
-            self._graphs.clear()
+        if self._step is None:
+            return
+        self.cache.sequences.end_steps(self._steps)
+        self._graphs.clear()
+        try:
+            self._check_ranges()
+        finally:
             self._step = None

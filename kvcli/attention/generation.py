@@ -22,7 +22,7 @@ class Generated:
         new_tokens: how many per row.
         cache: it holds all tokens but the last.
         graph_bytes: memory that captured CUDA graphs took meanwhile.
-        note: why steps were not captured although they could be; None if there is nothing to say.
+        note: why steps were not captured or not compiled; None if there is nothing to say.
     """
 
     sequences: Tensor

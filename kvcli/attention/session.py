@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from kvcli.attention.backend import choose_backend
+from kvcli.attention.compiled import BACKEND, CompiledLayers
 from kvcli.attention.decoder import Decoder, LogitsNotFinite, Mode
 from kvcli.attention.generation import Generated, prefill, stop_tokens
 from kvcli.attention.layer import attend_layer
@@ -134,6 +135,7 @@ class Session:
         prefill_chunk: int | None = None,
         on_tokens: Callable[[Tensor], None] = lambda tokens: None,
         mode: Mode | None = None,
+        compile_layers: bool | str = False,
     ) -> Generated:
         """Continues prompts; on a GPU with the session's kernels, decode steps are replayed as CUDA graphs.
 
@@ -150,14 +152,16 @@ class Session:
             prefill_chunk: prompt tokens per forward pass; None: all of them.
             on_tokens: called with new tokens, int64 [batch, count] on the host, a few steps at a time.
             mode: `graphs`; `steps`, the same without capturing them; or `passes`, ordinary forward passes; default:
-                `graphs` on a GPU with the session's kernels, else `passes`.
+                `graphs` on a GPU with the session's kernels, else `passes`, or `steps` with `compile_layers`.
+            compile_layers: whether the model's layers, around their attention, are compiled by `torch.compile` in
+                graphs and steps; or the name of the backend that compiles them.
 
         Returns:
             Tokens and what is known of how they were made.
 
         Raises:
             UsageError: padding that is not on the left, a cache that holds the whole prompt, no token to make, or
-                `graphs` without a GPU.
+                `graphs` without a GPU, or `compile_layers` with `passes`.
             ModelError: logits that are not finite.
         """
         sampling = sampling or SamplingConfig()
@@ -165,14 +169,20 @@ class Session:
             raise UsageError(f"max_new_tokens must be 1 or more, not {sampling.max_new_tokens}")
         if mode == "graphs" and not input_ids.is_cuda:
             raise UsageError("CUDA graphs need a GPU; choose steps or passes")
+        if mode == "passes" and compile_layers:
+            raise UsageError("layers are compiled for decode steps: choose graphs or steps, not passes")
         cache = self.new_cache() if past_key_values is None else past_key_values
         logits = prefill(self.model, cache, input_ids, attention_mask, prefill_chunk)
         stops, padding = stop_tokens(self.model, eos_token_id, pad_token_id)
         if mode is None:
-            graphs = input_ids.is_cuda and self.backend.impl == "fused" and not self.spec.other_layers
-            mode = "graphs" if graphs else "passes"
-        if self.spec.other_layers and mode != "passes":
+            graphs = input_ids.is_cuda and self.backend.impl == "fused"
+            mode = "graphs" if graphs else "steps" if compile_layers else "passes"
+            if self.spec.other_layers:
+                mode = "passes"
+        if self.spec.other_layers and (mode != "passes" or compile_layers):
             raise UsageError("layers that keep transformers' own cache cannot take part in steps; choose passes")
+        backend = BACKEND if compile_layers is True else compile_layers
+        compiled = CompiledLayers(self.model, backend) if backend else None
         decoder = Decoder(
             self.model,
             cache,
@@ -182,6 +192,7 @@ class Session:
             stops=stops,
             padding=padding,
             mode=mode,
+            compiled=compiled,
         )
         try:
             decoder.run(logits, attention_mask, on_tokens)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvcli.attention.backend import AttentionBackend, choose_backend
+from kvcli.attention.compiled import CompiledLayers
 from kvcli.attention.decoder import Decoder, Mode
 from kvcli.attention.next_token import NextToken, SamplingConfig
 from kvcli.cache.compressed import CompressedCache
@@ -22,6 +23,9 @@ from kvcli.methods.method import Method
 
 DecodeMode = Literal["auto", "graphs", "steps", "passes"]
 """How tokens are made with a compressed cache; auto: as `Session.generate` does."""
+
+COMPILED = ", compiled"
+"""Said of how tokens were made where layers were compiled."""
 
 _WARM_ROUNDS = 2
 """Rounds of encoding after which every graph was captured: each occurs in the first one."""
@@ -66,7 +70,13 @@ def decode_uncompressed(model: Any, cache: Any, logits: Tensor, new_tokens: int)
 
 
 def decode_compressed(
-    model: Any, cache: CompressedCache, ids: Tensor, logits: Tensor, new_tokens: int, decode: DecodeMode
+    model: Any,
+    cache: CompressedCache,
+    ids: Tensor,
+    logits: Tensor,
+    new_tokens: int,
+    decode: DecodeMode,
+    backend: str | None = None,
 ) -> Decoded:
     """Continues greedily as `Session.generate` does, without tokens that end a row.
 
@@ -77,17 +87,20 @@ def decode_compressed(
         logits: of its last token, [batch, 1, vocab_size].
         new_tokens: tokens chosen, the first included; at least 1.
         decode: how tokens are made.
+        backend: of `torch.compile`, which compiles the model's layers for steps; None: they run as they are.
     """
-    backend, last = cache_backend(cache, logits.device), logits[:, -1]
+    attention, last = cache_backend(cache, logits.device), logits[:, -1]
     if decode == "auto":
-        mode: Mode = "graphs" if logits.is_cuda and backend.impl == "fused" else "passes"
+        mode: Mode = "graphs" if logits.is_cuda and attention.impl == "fused" else "steps" if backend else "passes"
     else:
         mode = decode
     clock = StepClock(cache, round_tokens(cache.method, cache.config), steps=mode != "passes")
     choose = NextToken(SamplingConfig(new_tokens), ids, last.shape[-1])
-    decoder = Decoder(model, cache, [backend] * len(cache.layers), choose, new_tokens, mode=mode)
+    compiled = None if backend is None else CompiledLayers(model, backend)
+    backends = [attention] * len(cache.layers)
+    decoder = Decoder(model, cache, backends, choose, new_tokens, mode=mode, compiled=compiled)
     decoder.run(last, None, clock)
-    how = decoder.mode if clock.stepped else "passes"
+    how = decoder.mode + COMPILED * (decoder.compiled is not None) if clock.stepped else "passes"
     return Decoded(clock.first, synchronized_time(logits.device), how, clock.steady(), decoder.note)
 
 

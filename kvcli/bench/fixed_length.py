@@ -8,8 +8,9 @@ on what decoding with this model, an uncompressed cache and this SDPA can reach.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,10 +19,12 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from kvcli.attention.compiled import CompiledLayers, CompileError
 from kvcli.bench.budget import attempt
-from kvcli.bench.decode import synchronized_time
+from kvcli.bench.decode import COMPILED, synchronized_time
 from kvcli.bench.run import Run
 from kvcli.bench.timing import percentiles, record_graph
+from kvcli.seam.untraced import untraced
 from kvcli.spec import ModelSpec
 
 FIXED_LENGTH = "graph of one length"
@@ -67,7 +70,19 @@ class FixedLengthLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length  # its name before transformers 5.17
 
 
-def with_fixed_length(model: Any, runs: list[Run], batch: int, context: int, new_tokens: int) -> list[Run]:
+class FixedLengthCache(Cache):
+    """Layers of fixed length; layers that are compiled call them as they are."""
+
+    @untraced
+    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """What `FixedLengthLayer.update` returns."""
+        keys, values = super().update(*args, **kwargs)
+        return keys, values
+
+
+def with_fixed_length(
+    model: Any, runs: list[Run], batch: int, context: int, new_tokens: int, backend: str | None = None
+) -> list[Run]:
     """The runs of the fp16 baseline, their decoding replaced by replays of a captured step if those are faster.
 
     Args:
@@ -76,6 +91,7 @@ def with_fixed_length(model: Any, runs: list[Run], batch: int, context: int, new
         batch: sequences.
         context: tokens of the prompt.
         new_tokens: tokens chosen after it.
+        backend: of `torch.compile`: the step is tried with compiled layers, too, and the fastest counts.
 
     Returns:
         As many runs. Where no step could be captured they are the given ones; their note says why.
@@ -83,17 +99,25 @@ def with_fixed_length(model: Any, runs: list[Run], batch: int, context: int, new
     steps = new_tokens - 1
     if model.device.type != "cuda" or steps < 1:
         return runs
-    replays: list[Replays] = []
-    fits = attempt(lambda: replays.append(replay_step(model, batch, context, steps, len(runs))))
-    if not fits:
-        return [replace(run, note="a cache of fixed length does not fit beside the model") for run in runs]
-    seconds, cache_bytes, note = replays[0]
-    if not seconds or percentiles([run.decode_s for run in runs])[1] <= percentiles(seconds)[1]:
-        return [replace(run, note=note) for run in runs]
-    return [
-        replace(run, decode_s=taken, how=FIXED_LENGTH, steady=(steps, taken), used_bytes=cache_bytes)
-        for run, taken in zip(runs, seconds, strict=True)
-    ]
+    for compiler in (None, backend) if backend else (None,):
+        replays: list[Replays] = []
+        fits = attempt(partial(_append_replays, replays, model, batch, context, steps, len(runs), compiler))
+        if not fits:
+            return [replace(run, note="a cache of fixed length does not fit beside the model") for run in runs]
+        seconds, cache_bytes, note = replays[0]
+        if not seconds or percentiles([run.decode_s for run in runs])[1] <= percentiles(seconds)[1]:
+            runs = [replace(run, note=note) for run in runs]
+            continue
+        how = FIXED_LENGTH + COMPILED * (compiler is not None)
+        runs = [
+            replace(run, decode_s=taken, how=how, steady=(steps, taken), used_bytes=cache_bytes)
+            for run, taken in zip(runs, seconds, strict=True)
+        ]
+    return runs
+
+
+def _append_replays(replays: list[Replays], *arguments: Any) -> None:
+    replays.append(replay_step(*arguments))
 
 
 Replays = tuple[list[float], int, str | None]
@@ -101,7 +125,7 @@ Replays = tuple[list[float], int, str | None]
 
 
 @torch.inference_mode()
-def replay_step(model: Any, batch: int, context: int, steps: int, repeats: int) -> Replays:
+def replay_step(model: Any, batch: int, context: int, steps: int, repeats: int, backend: str | None = None) -> Replays:
     """Captures a greedy step with random keys and values of `context` tokens and replays it.
 
     Args:
@@ -110,6 +134,7 @@ def replay_step(model: Any, batch: int, context: int, steps: int, repeats: int) 
         context: tokens before the new one.
         steps: replays per series.
         repeats: series.
+        backend: of `torch.compile`, which compiles the layers; None: they run as they are.
     """
     spec = ModelSpec.from_config(model.config)
     shape = (batch, spec.num_kv_heads, context + 1, spec.head_dim)
@@ -117,16 +142,22 @@ def replay_step(model: Any, batch: int, context: int, steps: int, repeats: int) 
     def random() -> Tensor:
         return torch.randn(shape, device=model.device, dtype=model.dtype)
 
-    cache = Cache(layers=[FixedLengthLayer(random(), random()) for _ in range(spec.num_layers)])
+    cache = FixedLengthCache(layers=[FixedLengthLayer(random(), random()) for _ in range(spec.num_layers)])
     token = torch.zeros(batch, 1, dtype=torch.int64, device=model.device)
     positions = torch.full_like(token, context)
-    with without_mask(model):
-        graph, note = record_graph(lambda: fixed_length_step(model, cache, token, positions))
+    layers = nullcontext() if backend is None else CompiledLayers(model, backend).active()
+    graph: Any = None
+    note: str | None = None
+    try:
+        with without_mask(model), layers:
+            graph, note = record_graph(lambda: fixed_length_step(model, cache, token, positions))
+    except CompileError as error:
+        note = str(error)
     seconds = []
     for _ in range(repeats if graph is not None else 0):
         started = synchronized_time(model.device)
         for _ in range(steps):
-            graph.replay()  # type: ignore[union-attr]
+            graph.replay()
         seconds.append(synchronized_time(model.device) - started)
     return seconds, sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers), note
 
@@ -139,7 +170,7 @@ def without_mask(model: Any) -> Iterator[None]:
     repeats keys and values for every query head.
     """
     former = model.config._attn_implementation
-    AttentionInterface.register(_WITHOUT_MASK, sdpa_attention_forward)
+    AttentionInterface.register(_WITHOUT_MASK, untraced(sdpa_attention_forward))
     AttentionMaskInterface.register(_WITHOUT_MASK, _no_mask)
     model.set_attn_implementation(_WITHOUT_MASK)
     try:

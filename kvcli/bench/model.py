@@ -115,6 +115,7 @@ def run_model(
     *,
     fill_middle: bool = False,
     decode: DecodeMode = "auto",
+    backend: str | None = None,
 ) -> Run:
     """Reads a prompt and continues it greedily.
 
@@ -127,6 +128,7 @@ def run_model(
         fill_middle: whether the model computes only the first and the last chunk of the prompt, where the peak is, and
             the cache is filled with random keys and values between them.
         decode: how tokens are made with a compressed cache.
+        backend: of `torch.compile`, which compiles the layers for its steps; None: they run as they are.
 
     Returns:
         Times and memory. With `fill_middle`, the times of the prompt and of the first token mean nothing.
@@ -144,7 +146,7 @@ def run_model(
         logits = prefill(model, cache, ids, chunk)
         prefilled = synchronized_time(ids.device)
         if isinstance(cache, CompressedCache) and new_tokens:
-            decoded = decode_compressed(model, cache, ids, logits, new_tokens, decode)
+            decoded = decode_compressed(model, cache, ids, logits, new_tokens, decode, backend)
         else:
             decoded = decode_uncompressed(model, cache, logits, new_tokens)
     return Run(

@@ -58,9 +58,11 @@ class ModelBench:
         memory_budget: bytes that torch may reserve, weights included; None: all there are.
         prefill_chunk: tokens of the whole batch per forward pass of the prompt; None: all.
         decode: how tokens are made with a compressed cache.
+        backend: of `torch.compile`, which compiles the layers for decode steps, fp16's too; None: they run as they are.
 
     Raises:
-        UsageError: no such implementation, graphs without a GPU, or a budget without a GPU or larger than it.
+        UsageError: no such implementation, compiled passes, graphs without a GPU, or a budget without a GPU or larger
+            than it.
     """
 
     def __init__(
@@ -73,12 +75,16 @@ class ModelBench:
         memory_budget: int | None = None,
         prefill_chunk: int | None = None,
         decode: DecodeMode = "auto",
+        backend: str | None = None,
     ) -> None:
         self.model, self.cases, self.impl, self.seed = model, cases, impl, seed
-        self.memory_budget, self.prefill_chunk, self.decode = memory_budget, prefill_chunk, decode
+        self.memory_budget, self.prefill_chunk = memory_budget, prefill_chunk
+        self.decode, self.backend = decode, backend
         self.device: torch.device = model.device
         if decode == "graphs" and self.device.type != "cuda":
             raise UsageError("CUDA graphs need a GPU; use --decode steps or passes")
+        if decode == "passes" and backend is not None:
+            raise UsageError("layers are compiled for decode steps: use --decode graphs or steps with --compile")
         if memory_budget is not None:
             check_budget(memory_budget, self.device)
         attention = probe(model)
@@ -198,7 +204,7 @@ class ModelBench:
                 runs.append(run(row.new_tokens))
             row = row.with_memory(runs)
             if case.is_baseline:
-                runs = with_fixed_length(self.model, runs, row.batch, row.context, row.new_tokens)
+                runs = with_fixed_length(self.model, runs, row.batch, row.context, row.new_tokens, self.backend)
         row = row.with_times(runs, filled=fill_prompt)
         return row.with_ceiling(step_weights_bytes(self.model) + runs[-1].used_bytes, copy_gb_s) if copy_gb_s else row
 
@@ -246,7 +252,14 @@ class ModelBench:
     def _run(self, new_cache: NewCache, batch: int, context: int, new_tokens: int, *, fill_middle: bool = False) -> Run:
         ids = random_prompt(self.spec, batch, context, self.device, self.seed)
         return run_model(
-            self.model, new_cache, ids, new_tokens, self.prefill_chunk, fill_middle=fill_middle, decode=self.decode
+            self.model,
+            new_cache,
+            ids,
+            new_tokens,
+            self.prefill_chunk,
+            fill_middle=fill_middle,
+            decode=self.decode,
+            backend=self.backend,
         )
 
     @contextmanager

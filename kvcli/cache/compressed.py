@@ -25,6 +25,7 @@ from kvcli.methods.config import CacheConfig
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import Method
 from kvcli.seam.patch import Seam
+from kvcli.seam.untraced import untraced
 from kvcli.spec import ModelSpec
 
 
@@ -123,6 +124,11 @@ class CompressedCache(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Slots seen so far, padding included."""
         return self.sequences.slots
+
+    @untraced
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """What `CompressedLayer.update` returns; a compiled model calls it as it is, whichever the layer is."""
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def reset(self) -> None:
         """Forgets all tokens."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,43 +15,59 @@ from kvcli.methods.base import Codec, Codes
 _MIN_TOKENS = 64
 """Tokens encoded at once from which a pass on a GPU is looked at, also where it is not a row's first."""
 
-Note = Callable[[Encoding, Tensor, Codes], None]
-"""Given which tokens were encoded, the tokens [rows, num_kv_heads, count, head_dim] and their codes."""
+
+@dataclass(frozen=True)
+class Note:
+    """Notes the numbers of a layer's keys or values.
+
+    Attributes:
+        ranges: where.
+        what: which they are, for the message.
+        codec: what encodes them.
+    """
+
+    ranges: Ranges
+    what: str
+    codec: Codec[Any]
+
+    def __call__(self, encoding: Encoding, tokens: Tensor, codes: Codes) -> None:
+        """Notes tokens [rows, num_kv_heads, count, head_dim] that were encoded to `codes`."""
+        if self._can_exceed(tokens.dtype):
+            self.ranges.note(self.what, self.codec, encoding, tokens, codes)
+
+    def peak(self, dtype: torch.dtype) -> Tensor | None:
+        """Where a kernel notes the largest magnitude of tokens, float32 []; None if all of a dtype are in the range."""
+        return self.ranges.peak(self.what, self.codec) if self._can_exceed(dtype) else None
+
+    def _can_exceed(self, dtype: torch.dtype) -> bool:
+        codec = self.codec
+        return codec.max_magnitude < float("inf") and (dtype != torch.float16 or codec.calibrated_range)
 
 
 class Ranges:
     """The largest numbers of one forward pass, and the limits of what encodes them.
 
     On the CPU every pass is looked at. On a GPU, where reading a number waits for all work before it, it is a row's
-    first encoded tokens and passes that encode 64 tokens or more: prompts and their chunks. Steps whose counts are on
-    the device (`kvcli.cache.step`) are not looked at. Tensors in float16 are in the range of every format that is not
-    relative to a calibration.
+    first encoded tokens and passes that encode 64 tokens or more: prompts and their chunks. Tensors in float16 are in
+    the range of every format that is not relative to a calibration.
     """
 
     def __init__(self) -> None:
-        self._peaks: list[tuple[str, float, Tensor]] = []
+        self._peaks: list[tuple[str, Codec[Any], Tensor]] = []
 
     def of(self, what: str, codec: Codec[Any]) -> Note:
-        """What notes the numbers of a layer's keys or values.
+        """What notes the numbers of a layer's keys or values."""
+        return Note(self, what, codec)
 
-        Args:
-            what: which they are, for the message.
-            codec: what encodes them.
-        """
-        return partial(self._note, what, codec)
-
-    def _note(self, what: str, codec: Codec[Any], encoding: Encoding, tokens: Tensor, codes: Codes) -> None:
-        limit = codec.max_magnitude
-        if (
-            isinstance(encoding.start, Tensor)
-            or limit == float("inf")
-            or (tokens.dtype == torch.float16 and not codec.calibrated_range)
-        ):
-            return
+    def note(self, what: str, codec: Codec[Any], encoding: Encoding, tokens: Tensor, codes: Codes) -> None:
+        """Notes the largest of the tokens, where they are looked at."""
         if tokens.is_cuda and encoding.start and encoding.count < _MIN_TOKENS:
             return
-        what += " relative to those calibrated" if codec.calibrated_range else ""
-        self._peaks.append((what, limit, codec.peak(tokens, codes)))
+        self._peaks.append((what, codec, codec.peak(tokens, codes)))
+
+    def peak(self, what: str, codec: Codec[Any]) -> Tensor | None:
+        """Where a kernel that encodes in place notes the largest magnitude, float32 []; None: nowhere."""
+        return None
 
     def check(self) -> None:
         """Checks what was noted, once for all layers.
@@ -60,11 +75,47 @@ class Ranges:
         Raises:
             CacheError: finite keys or values beyond their limit; the message names the first.
         """
-        if not self._peaks:
-            return
-        for (what, limit, _), peak in zip(self._peaks, torch.stack([x for *_, x in self._peaks]).tolist(), strict=True):
-            if limit < peak < float("inf"):  # what is not finite shows in the logits
-                raise CacheError(
-                    f"{what} reach {peak:.3g}, but codes of this method hold numbers up to {limit:.0f}; "
-                    "use method fp16 with this model"
-                )
+        if self._peaks:
+            _check(self._peaks, torch.stack([x for *_, x in self._peaks]))
+
+
+class StepRanges(Ranges):
+    """The largest numbers since the last check, in a tensor on the device that captured steps go on writing to.
+
+    Args:
+        count: kinds of numbers at most.
+        device: of the cache.
+    """
+
+    def __init__(self, count: int, device: torch.device) -> None:
+        super().__init__()
+        self._slots = torch.zeros(count, dtype=torch.float32, device=device)
+
+    def note(self, what: str, codec: Codec[Any], encoding: Encoding, tokens: Tensor, codes: Codes) -> None:
+        """Notes the largest of the tokens."""
+        slot = self.peak(what, codec)
+        torch.maximum(slot, codec.peak(tokens, codes), out=slot)
+
+    def peak(self, what: str, codec: Codec[Any]) -> Tensor:
+        """Where the largest magnitude is noted, float32 []."""
+        known = next((slot for name, _, slot in self._peaks if name == what), None)
+        if known is None:
+            known = self._slots[len(self._peaks)]
+            self._peaks.append((what, codec, known))
+        return known
+
+    def check(self) -> None:
+        """As that of `Ranges`; then forgets."""
+        peaks = self._slots.clone()
+        self._slots.zero_()
+        _check(self._peaks, peaks)
+
+
+def _check(kinds: list[tuple[str, Codec[Any], Tensor]], peaks: Tensor) -> None:
+    for (what, codec, _), peak in zip(kinds, peaks.tolist(), strict=False):
+        if codec.max_magnitude < peak < float("inf"):  # what is not finite shows in the logits
+            relative = " relative to those calibrated" if codec.calibrated_range else ""
+            raise CacheError(
+                f"{what}{relative} reach {peak:.3g}, but codes of this method hold numbers up to "
+                f"{codec.max_magnitude:.0f}; use method fp16 with this model"
+            )

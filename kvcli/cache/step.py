@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvcli.cache.counts import Encoding, FlushPlan
 from kvcli.cache.forward import Forward, ordinary_tensors
+from kvcli.cache.ranges import StepRanges
 from kvcli.cache.window import WindowTokens
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.rope import Rotation, TokenRotations
@@ -75,6 +76,7 @@ class Step:
         attended: tokens attended to as codes, int32 [batch].
         coded_keys: encoded keys of each row, int32 [batch].
         coded_values: encoded values.
+        ranges: the largest numbers that were encoded since they were checked.
     """
 
     @ordinary_tensors
@@ -92,6 +94,7 @@ class Step:
         self._next = 0
         self.first_position = first_position
         self.rotations = {rotated: sequences.rotations_of_codes(capacity, rotated) for rotated in (True, False)}
+        self.ranges = StepRanges(2 * sequences.num_layers, device)
 
     def load(self, plan: FlushPlan) -> None:
         """Writes the counts of a pass to the device, in the order of the stream."""
@@ -128,7 +131,7 @@ class Step:
             kept = pattern.values * pattern.values_kept
             values = (Encoding(rows, True, self.coded_values.unsqueeze(1), pattern.values, kept),)
         plan = FlushPlan(*(ones,) * 5, self._layout, keys, values, ones, self._layout)
-        return StepForward(self.sequences, rotation, ones, None, plan, self.device, step=self)
+        return StepForward(self.sequences, rotation, ones, None, plan, self.device, self.ranges, step=self)
 
 
 @dataclass

@@ -105,7 +105,7 @@ class LayerStore:
     def encode_values(self, forward: Forward, note: Note) -> None:
         """As `encode_keys`, for values."""
         for encoding in forward.plan.values:
-            if encoding.kept and self._round_in_place(encoding):
+            if encoding.kept and self._round_in_place(encoding, note):
                 continue
             values = self._take(self.values, encoding)
             codes = self.value_codes.write(values, None, encoding)
@@ -133,12 +133,13 @@ class LayerStore:
         """Moves all tensors."""
         self._map(lambda x: x.to(device, non_blocking=True))
 
-    def _round_in_place(self, encoding: Encoding) -> bool:
+    def _round_in_place(self, encoding: Encoding, note: Note) -> bool:
         """Encodes values that stay in the window by one kernel, if there is one and the device knows which they are."""
         if not isinstance(encoding.start, Tensor):
             return False
         value, codes = self.codec.value, self.value_codes.codes
-        return value.round_in_place(self.values, self.layout.sinks, encoding.start, encoding.count, codes)
+        peak = note.peak(self.values.dtype)
+        return value.round_in_place(self.values, self.layout.sinks, encoding.start, encoding.count, codes, peak)
 
     def _take(self, window: Tensor, encoding: Encoding) -> Tensor:
         """The tokens of an encoding, [rows, num_kv_heads, count, head_dim]."""

@@ -73,6 +73,7 @@ def run_generate(options: BenchOptions, output: Output) -> None:
     """The suite that runs a model end to end."""
     import torch
 
+    from kvcli.attention.compiled import BACKEND
     from kvcli.bench.budget import check_budget, need_gpu
     from kvcli.bench.model_bench import ModelBench
 
@@ -94,6 +95,7 @@ def run_generate(options: BenchOptions, output: Output) -> None:
         memory_budget=budget,
         prefill_chunk=chunk,
         decode=options.decode,
+        backend=BACKEND if options.compile else None,
     )
     contexts = options.prompt_tokens or ([512] if gpu else [256])
     new_tokens = options.max_new_tokens if options.max_new_tokens is not None else 513 if gpu else 8

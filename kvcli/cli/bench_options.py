@@ -24,6 +24,7 @@ SUITES_OF_OPTION = {
     "prompt_tokens": ("generate", "contexts"),
     "max_new_tokens": ("generate",),
     "decode": ("generate",),
+    "compile": ("generate",),
     "fill_prompt": ("generate",),
     "memory_budget": ("generate", "memory"),
     "prefill_chunk": ("generate", "memory", "contexts"),
@@ -91,6 +92,11 @@ class BenchOptions(ModelOptions):
         default="auto",
         description="generate: how compressed rows make tokens: steps captured as CUDA graphs, the same not captured, "
         "or one forward pass each; auto: graphs on a GPU with kernels, else passes",
+    )
+    compile: bool = Field(
+        default=False,
+        description="generate: compile the model's layers around their attention with torch.compile for decode steps, "
+        "those of fp16 too where that is faster",
     )
     fill_prompt: bool = Field(
         default=False,

@@ -48,6 +48,11 @@ class GenerateOptions(SamplingOptions):
         description="how tokens are made: steps captured as CUDA graphs, the same steps without capturing, or ordinary "
         "forward passes; auto: graphs on a GPU",
     )
+    compile: bool = Field(
+        default=False,
+        description="compile the model's layers around their attention with torch.compile for decode steps; takes "
+        "about a minute at first, and pays for long answers",
+    )
     stats: bool = Field(default=False, description="print time, rate and cache memory")
     dry_run: bool = Field(default=False, description=DRY_RUN)
 
@@ -57,10 +62,7 @@ def run(options: GenerateOptions, output: Output) -> None:
     from kvcli.cli.context_input import begin, load_context
     from kvcli.generate import generate_text
 
-    if options.context is not None and options.prompt is None and options.prompt_file is None:
-        raise UsageError("--context needs a text that goes on from it; give it with --prompt or --prompt-file")
-    if options.context is not None and options.reuse:
-        raise UsageError("--context names what is gone on from, --reuse looks for it; give one of them")
+    check(options)
     prompt = read_prompt(options.prompt, options.prompt_file, output)
     if not prompt and options.prompt != "":
         raise UsageError("the prompt is empty; give a text with --prompt or --prompt-file")
@@ -95,6 +97,7 @@ def run(options: GenerateOptions, output: Output) -> None:
             cache=start.cache,
             mode=None if options.decode == "auto" else options.decode,
             prefill_chunk=options.prefill_chunk,
+            compile_layers=options.compile,
         )
         starts_at = compression_starts(session)
     output.write("\n")
@@ -120,6 +123,16 @@ def run(options: GenerateOptions, output: Output) -> None:
             **made.to_dict(),
         }
     )
+
+
+def check(options: GenerateOptions) -> None:
+    """Raises UsageError for options that do not go together."""
+    if options.context is not None and options.prompt is None and options.prompt_file is None:
+        raise UsageError("--context needs a text that goes on from it; give it with --prompt or --prompt-file")
+    if options.context is not None and options.reuse:
+        raise UsageError("--context names what is gone on from, --reuse looks for it; give one of them")
+    if options.compile and options.decode == "passes":
+        raise UsageError("layers are compiled for decode steps: use --decode graphs or steps with --compile")
 
 
 def compression_starts(session: Session) -> int | None:

@@ -129,7 +129,9 @@ class Codec(nn.Module, ABC, Generic[CodesT, StateT]):
         for name, x_codes in self.encode(x, state).tensors().items():
             getattr(codes, name).copy_(x_codes)
 
-    def round_in_place(self, window: Tensor, sinks: int, first: Tensor, count: int, codes: CodesT) -> bool:
+    def round_in_place(
+        self, window: Tensor, sinks: int, first: Tensor, count: int, codes: CodesT, peak: Tensor | None = None
+    ) -> bool:
         """Encodes tokens of a ring window and overwrites them there with what their codes decode to, in one kernel.
 
         Args:
@@ -138,6 +140,7 @@ class Codec(nn.Module, ABC, Generic[CodesT, StateT]):
             first: first token of each row, counted after the sinks, int32 [batch, 1].
             count: tokens per row.
             codes: of all tokens of each row from its first on; written at each row's own place.
+            peak: float32 [], grows to the tokens' largest magnitude if that is beyond a limit of codes.
 
         Returns:
             False where there is no such kernel; nothing has changed then.

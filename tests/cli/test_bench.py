@@ -354,6 +354,8 @@ def test_memory_takes_a_model_if_one_is_named(
         (("--memory-budget", "1GiB"), "--memory-budget goes with --suite generate or memory"),
         (("--suite", "generate", "--contexts", "64"), "--contexts goes with --suite attention or memory"),
         (("--suite", "generate", "--random-weights", "tiny", "--decode", "graphs"), "CUDA graphs need a GPU"),
+        (("--suite", "memory", "--compile"), "--compile goes with --suite generate"),
+        (("--suite", "generate", "--random-weights", "tiny", "--decode", "passes", "--compile"), "graphs or steps"),
         (("--suite", "memory", "--decode", "steps"), "--decode goes with --suite generate"),
         (("--suite", "contexts", "--batches", "2"), "--batches goes with --suite attention, generate or memory"),
         (("--context-folder", "x"), "--context-folder goes with --suite contexts"),

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import interpret  # noqa: F401
 import pytest
 import torch
 from factories import fitted_keys, make_spec
+from parts import DEVICE
 from test_cache_copies import attach, ids
 
 import kvcli
+from kvcli.attention.next_token import SamplingConfig
 from kvcli.cache import ranges
 from kvcli.cache.counts import Encoding
 from kvcli.errors import CacheError
@@ -60,6 +63,52 @@ def test_numbers_of_later_tokens_are_refused_too(tiny_model: Any) -> None:
             tiny_model(ids(1), past_key_values=cache)
         with pytest.raises(CacheError, match="layer 2: values reach"):
             tiny_model(ids(2), past_key_values=cache)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("lengths", [(40, 40), (40, 31)])
+@pytest.mark.parametrize(
+    ("method", "impl"), [("rtn-2", "reference"), ("kivi-2", "reference"), ("squat-pre-2", "reference")]
+)
+@pytest.mark.parametrize(("projection", "named"), [("k_proj", "keys"), ("v_proj", "values")])
+def test_numbers_of_steps_are_refused_too(
+    tiny_model: Any, method: str, impl: str, projection: str, named: str, lengths: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """Rows that encode together are looked at every few steps and at the end; rows apart as well."""
+    mask = (torch.arange(40) >= 40 - torch.tensor(lengths)[:, None]).long()
+    with attach(tiny_model.to(dtype), method) as session:
+        cache = session.new_cache()
+        known = ids(40).expand(2, -1)
+        session.generate(known, mask, sampling=SamplingConfig(2), past_key_values=cache, mode="steps")
+        known = torch.cat((known, ids(2).expand(2, -1)), dim=1)
+        mask = torch.cat((mask, torch.ones(2, 2, dtype=torch.int64)), dim=1)
+        enlarge(tiny_model, projection, 1, 4e5)
+        with pytest.raises(
+            CacheError, match=f"layer 1: {named} reach .*e\\+05, but codes .* up to 65504; use method fp16"
+        ):
+            session.generate(known, mask, sampling=SamplingConfig(60), past_key_values=cache, mode="steps")
+        with pytest.raises(CacheError, match="reset"):
+            tiny_model(ids(1).expand(2, -1), past_key_values=cache)
+
+
+@pytest.mark.kernels
+def test_kernels_that_encode_in_place_note_numbers() -> None:
+    method: Any = get_method("kivi")
+    value = method.build(make_spec(), method.config_cls(residual_length=32, group_size=16), 0).to(DEVICE).value
+    value.fused = True
+    window = torch.randn(2, 2, 40, 16, dtype=torch.bfloat16).to(DEVICE)
+    window[1, 0, 9, 3], window[0, 1, 30, 0] = -3e5, 4e5  # the latter is not encoded
+    codes = value.encode(torch.zeros(2, 2, 64, 16, device=DEVICE)).map(torch.zeros_like)
+    first = torch.tensor([[4], [4]], dtype=torch.int32, device=DEVICE)
+    seen = ranges.StepRanges(2, torch.device(DEVICE))
+    note = seen.of("layer 0: values", value)
+    assert note.peak(torch.float16) is None
+    assert value.round_in_place(window.clone(), 2, first, 1, codes, note.peak(window.dtype))
+    seen.check()
+    assert value.round_in_place(window, 2, first, 4, codes, note.peak(window.dtype))
+    with pytest.raises(CacheError, match=r"layer 0: values reach 2\.99e\+05"):
+        seen.check()
+    seen.check()
 
 
 def test_one_bit_codes_hold_half_the_range(tiny_model: Any) -> None:

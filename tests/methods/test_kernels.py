@@ -34,6 +34,7 @@ CASES = [
     ("qjl", 4, 1, 128, 1, 65, 1, None, {}),
     ("qjl", 8, 1, 64, 2, 63, 1, [63, 1], {"num_outliers": 0}),
     ("qjl", 3, 1, 96, 1, 1, 2, None, {"sketch_dim": 48, "initial_sketch_dim": 48, "outlier_sketch_dim": 16}),
+    ("qjl", 8, 4, 64, 3, 33, 22, [33, 20, 1], {}),  # programs that sketch queries of several heads and sequences
     ("commvq-1", 4, 1, 128, 1, 65, 1, None, {}),
     ("commvq-2", 6, 2, 64, 2, 63, 2, [63, 20], {}),
     ("commvq-1", 3, 3, 64, 1, 1, 1, None, {}),

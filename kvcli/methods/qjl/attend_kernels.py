@@ -17,7 +17,6 @@ from kvcli.kernels.launch import cdiv, power_of_two, row_major, unsupported_shap
 from kvcli.kernels.offset import offset_scores
 from kvcli.kernels.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wait
 from kvcli.kernels.splits import LOG2E, SplitScores
-from kvcli.kernels.tiles import Tiles
 from kvcli.kernels.words import EVICT_FIRST, FIELD_SCALE, field_dot, query_fields, query_in_units
 from kvcli.methods.encoded import EncodedTokens, PartialAttention
 from kvcli.methods.layer_codec import LayerCodec
@@ -30,19 +29,21 @@ _BLOCK_N = 128
 _WARPS = 1
 _WARPS_FP32 = 4
 _STAGES = 1
-_SKETCH_TILES = Tiles(hopper={"BLOCK_K": 64, "num_warps": 4}, smaller={"BLOCK_K": 32, "num_warps": 4})
+_SKETCH_BLOCK = 16  # divides the rows of every sketch that `unsupported` lets pass
+_FEW_ROWS = 512  # of queries, up to which a step of one sequence would leave most of the GPU idle
+_FEW_SKETCH_ROWS, _MANY_SKETCH_ROWS = 16, 64
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total"])
 def _sketch_query_kernel(
-    query, channels, sketch, outlier_sketch, sketched, q_batch, q_head, q_time, num_kv_heads, query_len,
+    query, channels, sketch, outlier_sketch, sketched, q_batch, q_head, q_time, num_kv_heads, query_len, total,
     HEADS: tl.constexpr, D: tl.constexpr, M: tl.constexpr, M_OUT: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """S q of the inlier channels, then S_out q of the outlier channels, in float32.
 
-    Grid (batch * num_kv_heads, ceil((M + M_OUT) / BLOCK_K), ceil(rows / 16)), rows = HEADS * query_len. One program: 16
-    query rows of one kv head and BLOCK_K rows of the sketches.
+    Grid (ceil(total / BLOCK_M), (M + M_OUT) / BLOCK_K), total = batch * num_kv_heads * HEADS * query_len. One program:
+    BLOCK_M query rows, of whichever sequences and heads, which all share the sketch, and BLOCK_K rows of one sketch.
 
     Args:
         query: [batch, num_heads, query_len, D] float, strides q_*.
@@ -50,29 +51,31 @@ def _sketch_query_kernel(
         sketch, outlier_sketch: float32 [M, D] and [M_OUT, D].
         sketched: float32 [batch, num_kv_heads, rows, M + M_OUT], written.
 
-    Constexprs: HEADS query heads per kv head; BLOCK_D, D padded. Tuned on one H200, torch 2.11, triton 3.6.
+    Constexprs: HEADS query heads per kv head; BLOCK_K divides M and M_OUT; BLOCK_D channels at a time, because each
+    thread keeps its operands of a float32 product in registers.
     """
     pdl_launch_dependents()
-    i_bh, i_b, i_h = batch_and_head(0, num_kv_heads)
-    o_m = tl.program_id(2) * 16 + tl.arange(0, 16)
-    o_d = tl.arange(0, BLOCK_D)
+    o_r = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     o_k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
-    m_m = o_m < HEADS * query_len
-    m_d = o_d < D
-    p_query = query_rows(query, i_b, i_h, o_m, q_batch, q_head, q_time, query_len, HEADS)
-    b_q = tl.load(p_query[:, None] + o_d[None, :], mask=m_m[:, None] & m_d[None, :], other=0.0).to(tl.float32)
-    b_out = tl.load(channels + i_bh * D + o_d, mask=m_d, other=0.0)
-    inlier = o_k < M
-    b_s = tl.load(sketch + o_k[:, None] * D + o_d[None, :], mask=inlier[:, None] & m_d[None, :], other=0.0)
-    b_s = b_s * (1.0 - b_out)[None, :]
+    m_r = o_r < total
+    i_bh, o_m = o_r // (HEADS * query_len), o_r % (HEADS * query_len)
+    p_query = query_rows(
+        query, i_bh // num_kv_heads, i_bh % num_kv_heads, o_m, q_batch, q_head, q_time, query_len, HEADS
+    )
+    outlier = tl.program_id(1) * BLOCK_K >= M
+    p_sketch = sketch + o_k * D
     if M_OUT > 0:
-        outlier = (o_k >= M) & (o_k < M + M_OUT)
-        p_outlier = outlier_sketch + (o_k - M)[:, None] * D + o_d[None, :]
-        b_s += tl.load(p_outlier, mask=outlier[:, None] & m_d[None, :], other=0.0) * b_out[None, :]
-    b_sq = tl.dot(b_q, tl.trans(b_s), input_precision="ieee")
-    row = i_bh * HEADS * query_len + o_m
-    p_sketched = sketched + row[:, None] * (M + M_OUT) + o_k[None, :]
-    tl.store(p_sketched, b_sq, mask=m_m[:, None] & (o_k < M + M_OUT)[None, :])
+        p_sketch = tl.where(outlier, outlier_sketch + (o_k - M) * D, p_sketch)
+    b_sq = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
+    for start in range(0, D, BLOCK_D):
+        o_d = start + tl.arange(0, BLOCK_D)
+        mask = m_r[:, None] & (o_d < D)[None, :]
+        b_q = tl.load(p_query[:, None] + o_d[None, :], mask=mask, other=0.0).to(tl.float32)
+        b_out = tl.load(channels + i_bh[:, None] * D + o_d[None, :], mask=mask, other=0.0)
+        b_q *= tl.where(outlier, b_out, 1.0 - b_out)
+        b_s = tl.load(p_sketch[:, None] + o_d[None, :], mask=(o_d < D)[None, :], other=0.0)
+        b_sq = tl.dot(b_q, tl.trans(b_s), b_sq, input_precision="ieee")
+    tl.store(sketched + o_r[:, None] * (M + M_OUT) + o_k[None, :], b_sq, mask=m_r[:, None])
 
 
 @triton.jit
@@ -216,12 +219,13 @@ def _sketch_query(key: QJLKey, query: Tensor, state: QJLState) -> Tensor:
     inliers, outliers = len(key.sketch), len(key.outlier_sketch)
     query = row_major(query)
     sketched = torch.empty(batch, kv_heads, rows, inliers + outliers, device=query.device)
-    tile = _SKETCH_TILES.on(query.device)
-    _sketch_query_kernel[(batch * kv_heads, cdiv(inliers + outliers, tile["BLOCK_K"]), cdiv(rows, 16))](
+    total = batch * kv_heads * rows
+    block_m = _FEW_SKETCH_ROWS if total <= _FEW_ROWS else _MANY_SKETCH_ROWS
+    _sketch_query_kernel[(cdiv(total, block_m), (inliers + outliers) // _SKETCH_BLOCK)](
         query, state.channels if outliers else torch.zeros_like(state.channels), key.sketch, key.outlier_sketch,
-        sketched, *query.stride()[:3], kv_heads, query_len,
-        HEADS=heads // kv_heads, D=head_dim, M=inliers, M_OUT=outliers, BLOCK_D=max(16, power_of_two(head_dim)),
-        **tile,
+        sketched, *query.stride()[:3], kv_heads, query_len, total,
+        HEADS=heads // kv_heads, D=head_dim, M=inliers, M_OUT=outliers,
+        BLOCK_M=block_m, BLOCK_K=_SKETCH_BLOCK, BLOCK_D=32, num_warps=4, num_stages=2,
     )  # fmt: skip
     return sketched
 

@@ -86,10 +86,10 @@ def _per_channel_kernel(
 
 @triton.jit(do_not_specialize=["tokens", "length", "sinks", "ring"])
 def _per_token_kernel(
-    x, packed, scales, zeros, first, x_batch, x_head, x_time, p_batch, p_head, s_batch, s_head,
+    x, packed, scales, zeros, first, peak, x_batch, x_head, x_time, p_batch, p_head, s_batch, s_head,
     heads, length, tokens, sinks, ring,
     BITS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, WORDS: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_W: tl.constexpr, IN_PLACE: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_W: tl.constexpr, IN_PLACE: tl.constexpr, NOTE: tl.constexpr,
 ):  # fmt: skip
     """Codes, scales and zeros of BLOCK_T tokens in groups of G channels; grid (ceil(tokens / BLOCK_T),).
 
@@ -102,6 +102,7 @@ def _per_token_kernel(
         first: with IN_PLACE, int32 [batch]: tokens `first` to first + length - 1 of each row, counted after the sinks,
             are read from a ring window x [batch, heads, sinks + ring, D], where what their codes decode to replaces
             them; packed, scales and zeros hold the codes of a row's tokens from its first on.
+        peak: with NOTE, float32 []: grows to the largest magnitude of x, if that is beyond what 1-bit codes hold.
 
     Constexprs: BITS per code; BLOCK_W, WORDS padded. Tuned on one H200, torch 2.11, triton 3.6.
     """
@@ -120,7 +121,11 @@ def _per_token_kernel(
         o_t += tl.load(first + i_b, mask=m_t, other=0)
         slot = sinks + o_t % ring
     p_x = x + i_b * x_batch + i_h * x_head + slot * x_time + o_c
-    b_x = clamp_to_fp16(tl.load(p_x, mask=m_x, other=0.0))
+    b_x = tl.load(p_x, mask=m_x, other=0.0)
+    if NOTE:
+        largest = tl.max(tl.max(tl.max(tl.abs(b_x.to(tl.float32)), axis=2), axis=1), axis=0)
+        tl.atomic_max(peak, largest, mask=largest > FP16_MAX / 2)
+    b_x = clamp_to_fp16(b_x)
     p_s = i_b * s_batch + i_h * s_head + o_t * GROUPS
     b_scale, b_zero = tl.zeros(b_x.shape, tl.float16), tl.zeros(b_x.shape, tl.float16)
     for group in tl.static_range(GROUPS):
@@ -202,6 +207,7 @@ def round_per_token(
     n_bits: ScalarBits,
     group_size: int,
     out: tuple[Tensor, Tensor, Tensor],
+    peak: Tensor | None = None,
 ) -> None:
     """Quantizes and packs tokens of a ring window, and overwrites them there with what their codes decode to.
 
@@ -214,8 +220,9 @@ def round_per_token(
         group_size: channels per group, a divisor of channels.
         out: packed, scale and zero of all tokens of each row from its first on, as `quantize_per_token` returns them;
             written at each row's own place.
+        peak: float32 [], grows to the tokens' largest magnitude, if that is beyond what 1-bit codes hold.
     """
-    _launch_per_token(window, count, n_bits, group_size, out, (first, sinks, window.shape[2] - sinks))
+    _launch_per_token(window, count, n_bits, group_size, out, (first, sinks, window.shape[2] - sinks), peak)
 
 
 def _launch_per_token(
@@ -225,6 +232,7 @@ def _launch_per_token(
     group_size: int,
     out: tuple[Tensor, Tensor, Tensor],
     place: tuple[Tensor, int, int] | None = None,
+    peak: Tensor | None = None,
 ) -> None:
     """Launches the kernel for `time` tokens per row; `place` is (first, sinks, ring) where it works in place."""
     batch, heads, _, channels = x.shape
@@ -234,10 +242,12 @@ def _launch_per_token(
     block = min(max(1, _TILE // width), power_of_two(tokens))
     target = out[0].view(torch.int16)
     _per_token_kernel[(cdiv(tokens, block),)](
-        x, target, out[1], out[2], x if place is None else place[0], *x.stride()[:3], *target.stride()[:2],
+        x, target, out[1], out[2], x if place is None else place[0], x if peak is None else peak,
+        *x.stride()[:3], *target.stride()[:2],
         *out[1].stride()[:2], heads, time, tokens, *((0, 1) if place is None else place[1:]),
         BITS=n_bits, G=group_size, D=channels, WORDS=target.shape[-1], BLOCK_T=block,
-        BLOCK_W=power_of_two(target.shape[-1]), IN_PLACE=place is not None, num_warps=tile_warps(block * width),
+        BLOCK_W=power_of_two(target.shape[-1]), IN_PLACE=place is not None, NOTE=peak is not None,
+        num_warps=tile_warps(block * width),
     )  # fmt: skip
 
 

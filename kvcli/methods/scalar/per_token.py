@@ -109,13 +109,15 @@ class PerTokenKey(PerTokenCodec, KeyCodec[PerTokenCodes, None]):
 class PerTokenValue(PerTokenCodec, ValueCodec[PerTokenCodes]):
     """Values, quantized per token."""
 
-    def round_in_place(self, window: Tensor, sinks: int, first: Tensor, count: int, codes: PerTokenCodes) -> bool:
+    def round_in_place(
+        self, window: Tensor, sinks: int, first: Tensor, count: int, codes: PerTokenCodes, peak: Tensor | None = None
+    ) -> bool:
         if not self.fused:
             return False
         from kvcli.methods.scalar.encode_kernels import round_per_token
 
         out = codes.packed, codes.scale, codes.zero
-        round_per_token(window, sinks, first, count, self.n_bits, self.group_size, out)
+        round_per_token(window, sinks, first, count, self.n_bits, self.group_size, out, peak)
         return True
 
     def weighted_sum(self, weights: Tensor, codes: PerTokenCodes) -> Tensor:
