@@ -1,4 +1,4 @@
-"""`kvcli compress` is killed at many moments: the store is whole, keeps what it had, and takes the context afterwards."""
+"""`kvcli compress` is killed at many moments: the store is whole, keeps what it had, and goes on."""
 
 from __future__ import annotations
 
