@@ -116,7 +116,7 @@ def test_unsupported_models_are_refused_by_name(family: str, changes: dict[str, 
 
 
 ROOMS = [
-    ("_version", "errors", "files", "packing", "progress", "token_blocks"),
+    ("_version", "errors", "files", "packing", "progress", "safetensors_header", "token_blocks", "verified_reads"),
     ("builtin_models", "file_lock", "machine", "ranks", "registry"),
     ("spec", "wheels"),
     ("fingerprint", "rope"),

@@ -101,7 +101,7 @@ class Session:
             CacheError: a file that is missing or damaged, or of another model, RoPE, dtype, method, artifact or
                 setting.
         """
-        context = source if isinstance(source, Context) else Context.load(source)
+        context = source if isinstance(source, Context) else Context.load(source, self.model.device)
         context.check(self.identity())
         cache = self.new_cache()
         cache.restore(context.snapshot)

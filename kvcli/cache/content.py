@@ -74,8 +74,9 @@ def put(
     for name in sorted({*snapshot.tensors} - {VALID, POSITIONS}):
         if not any(content.has(name) for content in contents):
             raise CacheError(f"the snapshot has a tensor {name}, which this model has no place for")
+    held = layout.held(row_values(snapshot.counts.attended, device), max(snapshot.counts.window))
     stores = [
-        _made_store(content, codec, snapshot.counts, layout, device)
+        _made_store(content, codec, snapshot.counts, layout, held)
         for content, codec in zip(contents, codecs, strict=True)
     ]
     _put_sequences(snapshot, sequences, layout, device)
@@ -147,18 +148,28 @@ def _layout(counts: SnapshotCounts, ours: TokenCounts) -> WindowLayout:
 
 
 def _made_store(
-    content: _LayerContent, codec: LayerCodec, counts: SnapshotCounts, layout: WindowLayout, device: torch.device
+    content: _LayerContent, codec: LayerCodec, counts: SnapshotCounts, layout: WindowLayout, held: Tensor
 ) -> LayerStore:
-    """A layer's store with the content of a snapshot; nothing of its size is allocated before it is checked."""
+    """A layer's store with the content of a snapshot; nothing of its size is allocated before it is checked.
+
+    Args:
+        content: of the layer.
+        codec: of the layer.
+        counts: of the snapshot.
+        layout: of the windows.
+        held: the tokens of the windows in order, [batch, longest window], on the model's device.
+
+    Raises:
+        CacheError: the codec cannot have made the content.
+    """
     spec, batch = codec.key.spec, len(counts.lengths)
     window = (batch, spec.num_kv_heads, max(counts.window), spec.head_dim)
     dtype = content.dtype(WINDOWS[0])
     tokens = {name: content.pop(name, window, dtype) for name in WINDOWS}
-    like = torch.empty(*window[:2], 0, spec.head_dim, dtype=dtype, device=device)
+    like = torch.empty(*window[:2], 0, spec.head_dim, dtype=dtype, device=held.device)
     store = LayerStore(codec, like, like, layout)
-    held = layout.held(row_values(counts.attended, device), window[2])
     for name, x in tokens.items():
-        layout.write(getattr(store, name), held, x.to(device))
+        layout.write(getattr(store, name), held, x.to(held.device))
     for kind, coded in zip(CODES, (max(counts.coded_keys), max(counts.coded_values)), strict=True):
         _fill_codes(getattr(store, kind), kind, coded, content)
     if store.state is not None:

@@ -11,23 +11,25 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from kvcli._version import __version__
-from kvcli.cache.digests import tensor_digests
+from kvcli.cache.digests import combined, pieces_of, tensor_digests
 from kvcli.cache.identity import CacheIdentity
 from kvcli.cache.snapshot import VALID, Snapshot, SnapshotCounts
 from kvcli.errors import CacheError
 from kvcli.file_lock import sole_writer
 from kvcli.files import replacing
+from kvcli.safetensors_header import Header
+from kvcli.verified_reads import Part, memory_for, read_parts
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 INPUT_IDS = "input_ids"
 _ENTRY = "kvcli"
 _REMEDY = "make it again with 'kvcli compress'"
@@ -101,11 +103,12 @@ class Context:
             return temporary.stat().st_size
 
     @classmethod
-    def load(cls, path: str | Path) -> Context:
-        """Reads and verifies a file; its tensors stay in the file, which is mapped, until they are copied.
+    def load(cls, path: str | Path, device: torch.device | str = "cpu") -> Context:
+        """Reads and verifies a file.
 
         Args:
             path: what `save` wrote.
+            device: of the snapshot's tensors, to which they are copied while the rest is read.
 
         Raises:
             CacheError: missing, of another format version, truncated or damaged.
@@ -114,16 +117,15 @@ class Context:
         if not path.is_file():
             raise CacheError(f"no context in {path}: there is no such file; make one with 'kvcli compress'")
         try:
-            with safe_open(path, framework="pt") as handle:
-                metadata = handle.metadata() or {}
-                tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError, RuntimeError, ValueError, TypeError, KeyError, AttributeError) as error:
+            header = Header.read(path)
+            fields = _sealed_fields(path, header.metadata)
+            tensors, digests = _read_tensors(path, header, torch.device(device))
+        except (OSError, ValueError) as error:
             reason = " ".join(str(error).split())
             raise CacheError(f"{path} is no file that can be read, or it is damaged ({reason}); {_REMEDY}") from error
-        fields = _sealed_fields(path, metadata)
-        if fields["tensors"] != tensor_digests(tensors):
+        if fields["tensors"] != digests:
             raise CacheError(f"{path} is damaged: the sha256 of its content differs; {_REMEDY}")
-        input_ids = tensors.pop(INPUT_IDS, None)
+        input_ids = None if (found := tensors.pop(INPUT_IDS, None)) is None else found.cpu()
         try:
             identity = CacheIdentity.from_dict(fields["identity"])
             counts = SnapshotCounts.from_dict(fields["counts"])
@@ -136,6 +138,28 @@ class Context:
             reason = " ".join(str(error).split())
             raise CacheError(f"{path} holds no context that this kvcli reads ({reason}); {_REMEDY}") from error
         return cls(Snapshot(counts, tensors), identity, input_ids, fields["notes"], str(path))
+
+
+def _read_tensors(path: Path, header: Header, device: torch.device) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors of a file, by name, and what `tensor_digests` says of them.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: its header is damaged.
+    """
+    data = memory_for(path, header.nbytes + header.data_bytes, device)[header.nbytes :]
+    tensors, parts, counts = header.views(data), [], []
+    for entry in header.entries.values():
+        pieces = pieces_of(data[entry.start : entry.stop])
+        # the memory begins where the file does
+        parts += [Part(path, int(piece.storage_offset()), piece) for piece in pieces]
+        counts.append(len(pieces))
+    read = iter(read_parts(parts))
+    digests = {
+        name: combined(entry.dtype, entry.shape, list(islice(read, count)))
+        for (name, entry), count in zip(header.entries.items(), counts, strict=True)
+    }
+    return tensors, digests
 
 
 def _sealed_fields(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:

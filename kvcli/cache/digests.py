@@ -3,24 +3,38 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
 
+from kvcli.verified_reads import PIECE_BYTES
+
 
 def tensor_digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """sha256 of each tensor's dtype, shape and bytes, by its name.
+    """sha256 of each tensor's dtype, shape and content, by its name.
 
     Args:
         tensors: on any device, of any shape.
     """
+    hosted = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
+    pieces = {name: pieces_of(x.flatten().view(torch.uint8)) for name, x in hosted.items()}
     with ThreadPoolExecutor() as pool:
-        return dict(zip(tensors, pool.map(_digest, tensors.values()), strict=True))
+        # all pieces are begun before the first is waited for
+        running = {name: pool.map(_piece_sha256, parts) for name, parts in pieces.items()}
+        return {name: combined(x.dtype, x.shape, list(running[name])) for name, x in hosted.items()}
 
 
-def _digest(x: Tensor) -> str:
-    digest = hashlib.sha256(f"{x.dtype} {list(x.shape)} ".encode())
-    digest.update(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+def pieces_of(data: Tensor) -> tuple[Tensor, ...]:
+    """The bytes of a tensor, uint8 [bytes], as the pieces that have a checksum each."""
+    return data.split(PIECE_BYTES)
+
+
+def combined(dtype: torch.dtype, shape: Sequence[int], pieces: Sequence[str]) -> str:
+    """sha256 of a tensor, from those of its pieces."""
+    return hashlib.sha256(f"{dtype} {list(shape)} {' '.join(pieces)}".encode()).hexdigest()
+
+
+def _piece_sha256(piece: Tensor) -> str:
+    return hashlib.sha256(piece.numpy().data).hexdigest()

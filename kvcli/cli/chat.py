@@ -11,18 +11,19 @@ import typer
 from pydantic import Field
 
 from kvcli.cli.command import command
+from kvcli.cli.compress_targets import SUFFIX
 from kvcli.cli.generate import compression_starts, describe
 from kvcli.cli.output import Output, size
 from kvcli.cli.session_options import PREFILL_CHUNK, SamplingOptions, choose_method
-from kvcli.cli.store_options import STORE_HELP
-from kvcli.errors import UsageError
+from kvcli.cli.store_options import STORE_HELP, open_store
+from kvcli.errors import KvcliError, UsageError
 from kvcli.registry import DEFAULT_METHOD
 
 if TYPE_CHECKING:
     from kvcli.chat import Conversation
     from kvcli.generate import Generation
 
-HELP = "/exit ends the conversation, /stats shows the cache, /save [FILE] writes it"
+HELP = "/exit ends the conversation, /stats shows the cache, /save [FILE or NAME] writes it"
 
 
 class ChatOptions(SamplingOptions):
@@ -30,13 +31,17 @@ class ChatOptions(SamplingOptions):
 
     max_new_tokens: int = Field(default=256, ge=1, lt=2**31, description="tokens of a reply at most")
     system: str | None = Field(default=None, description="message of the system, before the first one")
-    save: Path | None = Field(default=None, description="file for the conversation, written when it ends")
+    save: Path | None = Field(
+        default=None,
+        description="what the conversation is written to when it ends: a file (NAME.safetensors, or a path with a "
+        "folder), or else a name in the store",
+    )
     resume: Path | None = Field(
         default=None,
         description="conversation to go on from, a file or a name in the store; it names model, method and settings",
     )
     store: Path | None = Field(default=None, description=STORE_HELP)
-    overwrite: bool = Field(default=False, description="let --save replace a file that exists")
+    overwrite: bool = Field(default=False, description="let --save replace a file or a context that exists")
     prefill_chunk: int = Field(default=PREFILL_CHUNK, ge=1, description="tokens per forward pass of what is read")
 
 
@@ -47,9 +52,10 @@ def run(options: ChatOptions, output: Output) -> None:
 
     if options.system is not None and options.resume is not None:
         raise UsageError("--system goes before the first message; the conversation of --resume has begun")
-    check_target(options.save, options)
     context = None if options.resume is None else load_context(options.resume, options.model, options.store)
     options = options.for_context(context)
+    if options.save is not None:
+        check_target(options.save, options)
     chosen = choose_method(options, output, context)
     loaded = options.load(output)
     if not loaded.tokenizer.chat_template:
@@ -72,7 +78,7 @@ def run(options: ChatOptions, output: Output) -> None:
             output.say(f"{held} tokens reused from {options.resume}: {len(conversation.messages)} messages")
         output.say(HELP)
         turns = talk(conversation, options, output)
-        saved = options.save is not None and save(conversation, options.save, output)
+        saved = options.save is not None and save(conversation, options.save, options, output)
     output.result(
         {
             "model": options.model,
@@ -98,11 +104,11 @@ def talk(conversation: Conversation, options: ChatOptions, output: Output) -> li
             target = Path(rest.strip()).expanduser() if rest.strip() else options.save
             try:
                 if target is None:
-                    raise UsageError("say where: /save FILE")
+                    raise UsageError("say where: /save FILE, or /save NAME for the store")
                 if target != options.save:
                     check_target(target, options)
-                save(conversation, target, output)
-            except (UsageError, OSError) as error:  # the conversation goes on
+                save(conversation, target, options, output)
+            except (KvcliError, OSError) as error:  # the conversation goes on
                 output.warn(str(error))
         elif word.startswith("/"):
             output.say(f"{word} is no command; {HELP}")
@@ -133,29 +139,54 @@ def read_lines() -> Iterator[str]:
             yield line.strip()
 
 
-def check_target(target: Path | None, options: ChatOptions) -> None:
-    """Makes the folder that a conversation is written to.
+def is_file(target: Path) -> bool:
+    """Whether a conversation is written to a file; otherwise, the target is a name in the store."""
+    return target.suffix == SUFFIX or target != Path(target.name)
+
+
+def check_target(target: Path, options: ChatOptions) -> None:
+    """Checks that a conversation can be written, and makes the folder.
 
     Raises:
-        UsageError: a file there is not the conversation's own, or the target is a folder.
+        UsageError: what is there is not the conversation's own, the target is a folder, or no name of a context.
         OSError: the folder cannot be made.
     """
-    if target is None:
-        return
-    if target.is_dir():
+    from kvcli.contexts.manifest import check_name
+
+    if target.is_dir() and is_file(target):
         raise UsageError(f"{target} is a folder; name a file")
-    if target.exists() and target != options.resume and not options.overwrite:
+    if is_file(target):
+        taken, own = target.exists(), target == options.resume
+        folder = target.parent
+    else:
+        check_name(str(target))
+        store = open_store(options.store, options.model, must_exist=False)
+        taken, own = str(target) in store.names(), target == options.resume and not target.is_file()
+        folder = store.folder
+    if taken and not own and not options.overwrite:
         raise UsageError(f"{target} exists already; use --overwrite to replace it")
-    target.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
 
 
-def save(conversation: Conversation, target: Path, output: Output) -> bool:
-    """Writes the conversation; returns whether anything was said that could be written."""
-    if not conversation.cache.get_seq_length():
+def save(conversation: Conversation, target: Path, options: ChatOptions, output: Output) -> bool:
+    """Writes the conversation to what `check_target` let pass; returns whether anything was said that could be written.
+
+    Raises:
+        CacheError: a reply was broken off, or another process writes the file.
+        OSError: it cannot be written.
+    """
+    held = conversation.cache.get_seq_length()
+    if not held:
         output.say(f"nothing was said, so {target} is not written")
         return False
-    num_bytes = conversation.context().save(target)
-    output.say(f"{target}: {conversation.cache.get_seq_length()} tokens in {size(num_bytes)}")
+    context = conversation.context()
+    if is_file(target):
+        num_bytes, where = context.save(target), ""
+    else:
+        store = open_store(options.store, options.model, must_exist=False)
+        num_bytes = store.put(context, name=str(target), overwrite=True).manifest.nbytes
+        where = f" in {store.folder}"
+    output.say(f"{target}{where}: {held} tokens in {size(num_bytes)}")
     return True
 
 

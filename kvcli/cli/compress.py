@@ -56,10 +56,11 @@ class CompressOptions(SessionOptions):
 def run(options: CompressOptions, output: Output) -> None:
     """Read texts once and write their compressed caches, to be gone on from at once and as often as wanted."""
     sources = read_sources(options.prompt_file, options.messages)
+    target = target_of(options, sources)
     if options.dry_run:
         dry_compress(options, sources, output)
         return
-    target = target_of(options, sources)
+    target.make_folder()  # what cannot be made is said before the texts are read
     chosen = choose_method(options, output, default=DEFAULT_METHOD)
     loaded = options.load(output)
     records = []
@@ -81,7 +82,6 @@ def target_of(options: CompressOptions, sources: list[Source]) -> FileTarget | S
 
     Raises:
         UsageError: options that exclude each other, one name for several texts, or a file that exists.
-        OSError: the folder cannot be made.
     """
     if options.out is None:
         store = open_store(options.store, options.model, must_exist=False)

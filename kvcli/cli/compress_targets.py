@@ -31,7 +31,6 @@ class FileTarget:
 
     Raises:
         UsageError: one file for several texts, or a file that exists.
-        OSError: the folder cannot be made.
     """
 
     store: str | None = None
@@ -46,9 +45,15 @@ class FileTarget:
         existing = [path for path in self.paths.values() if path.exists()]
         if existing and not overwrite:
             raise UsageError(f"{existing[0]} exists already; use --overwrite to replace it")
-        # what cannot be made is said before the texts are read
-        next(iter(self.paths.values())).parent.mkdir(parents=True, exist_ok=True)
         self.prefill_chunk = prefill_chunk
+
+    def make_folder(self) -> None:
+        """Makes the folder of the files.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        next(iter(self.paths.values())).parent.mkdir(parents=True, exist_ok=True)
 
     def save(
         self, session: Session, source: Source, ids: Tensor, notes: dict[str, Any], output: Output
@@ -87,7 +92,6 @@ class StoreTarget:
 
     Raises:
         UsageError: one name for several texts, or no name.
-        OSError: the folder cannot be made.
     """
 
     def __init__(
@@ -107,9 +111,16 @@ class StoreTarget:
         self.names = {source.name: name or name_from(source.name) for source in sources}
         for chosen in self.names.values():
             check_name(chosen)
-        store.make_folder()  # what cannot be made is said before the texts are read
         self.contexts, self.store = store, str(store.folder)
         self.prefill_chunk, self.reuse, self.overwrite, self.max_bytes = prefill_chunk, reuse, overwrite, max_bytes
+
+    def make_folder(self) -> None:
+        """Makes the folder of the store.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        self.contexts.make_folder()
 
     def save(
         self, session: Session, source: Source, ids: Tensor, notes: dict[str, Any], output: Output

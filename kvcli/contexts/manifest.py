@@ -16,7 +16,7 @@ from kvcli.contexts.tensor_files import TensorFile
 from kvcli.errors import ContextError, UsageError
 from kvcli.files import read_sealed, write_sealed
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 SUFFIX = ".json"
 OPENING_TOKENS = 16
 """First tokens of which a manifest has a checksum, so that it need not be parsed for prompts that begin otherwise."""

@@ -10,22 +10,21 @@ import os
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
 from kvcli.errors import ContextError
 from kvcli.files import is_intact, replacing
+from kvcli.safetensors_header import Header
+from kvcli.verified_reads import Part, memory_for, read_parts
 
 _SUFFIX = ".safetensors"
 _DIGEST = re.compile(rb"[0-9a-f]{64}")
-_MAX_THREADS = 8
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,11 @@ class TensorFiles:
         return file, True
 
     def read(self, files: Sequence[TensorFile], device: torch.device | str = "cpu") -> list[dict[str, Tensor]]:
-        """Reads files that were verified; they are mapped, and copied from there to the device.
+        """Reads and verifies files, several at once.
+
+        Args:
+            files: to read.
+            device: of the tensors.
 
         Returns:
             The tensors of each file. On the CPU they are the mapped file itself: copy them before they are kept.
@@ -104,8 +107,11 @@ class TensorFiles:
         Raises:
             ContextError: a file is missing, truncated or damaged.
         """
-        self.verify(files)
-        return [self._read(file, str(device)) for file in files]
+        memory = self._verified(files, torch.device(device))
+        try:
+            return [_tensors_in(data) for data in memory]
+        except ValueError as error:
+            raise ContextError(f"a file in {self.folder} is none of tensors ({error})") from error
 
     def verify(self, files: Sequence[TensorFile]) -> None:
         """Compares size and sha256 of files, several at once.
@@ -113,20 +119,34 @@ class TensorFiles:
         Raises:
             ContextError: the first that is missing, truncated or damaged.
         """
-        with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as threads:
-            damages = list(threads.map(self.damage, files))
-        for file, damage in zip(files, damages, strict=True):
-            if damage is not None:
-                raise ContextError(f"{self.path(file)} is {damage}")
+        self._verified(files, torch.device("cpu"))
 
-    def damage(self, file: TensorFile) -> str | None:
-        """What is wrong with a file: `missing`, or `truncated or damaged (its size differs)`; None if it is whole."""
+    def _verified(self, files: Sequence[TensorFile], device: torch.device) -> list[Tensor]:
+        """The bytes of files, uint8 [bytes] each.
+
+        Raises:
+            ContextError: the first that is missing, truncated or damaged.
+        """
+        for file in files:
+            if (damage := self._damage(file)) is not None:
+                raise ContextError(f"{self.path(file)} is {damage}")
+        try:
+            memory = [memory_for(self.path(file), file.bytes, device) for file in files]
+            digests = read_parts([Part(self.path(file), 0, data) for file, data in zip(files, memory, strict=True)])
+        except OSError as error:
+            raise ContextError(f"a file in {self.folder} cannot be read ({' '.join(str(error).split())})") from error
+        for file, digest in zip(files, digests, strict=True):
+            if digest != file.sha256:
+                raise ContextError(f"{self.path(file)} is damaged (its sha256 differs)")
+        return memory
+
+    def _damage(self, file: TensorFile) -> str | None:
+        """What can be seen without reading a file: `missing`, or that it has another size; None if nothing is wrong."""
         path = self.path(file)
         if not path.is_file():
             return "missing"
-        if path.stat().st_size != file.bytes:
-            return "truncated or damaged (its size differs)"
-        return None if is_intact(path, file.to_dict()) else "damaged (its sha256 differs)"
+        same = path.stat().st_size == file.bytes > 0
+        return None if same else "truncated or damaged (its size differs)"
 
     def held(self) -> dict[str, int]:
         """Names (sha256) and bytes of the files that are there."""
@@ -145,10 +165,16 @@ class TensorFiles:
             path.unlink()
         return freed
 
-    def _read(self, file: TensorFile, device: str) -> dict[str, Tensor]:
-        try:
-            with safe_open(self.path(file), framework="pt", device=device) as handle:
-                return {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError, RuntimeError, ValueError, TypeError, KeyError, AttributeError) as error:
-            reason = " ".join(str(error).split())
-            raise ContextError(f"{self.path(file)} cannot be read ({reason})") from error
+
+def _tensors_in(data: Tensor) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, as views of its bytes, uint8 [bytes] on any device.
+
+    Raises:
+        ValueError: it is none.
+    """
+    length = int.from_bytes(bytes(data[:8].tolist()), "little")
+    header = Header.parse(bytes(data[8 : 8 + min(length, len(data))].cpu().numpy()))
+    rest = data[header.nbytes :]
+    if len(rest) != header.data_bytes:
+        raise ValueError("its size differs from what its header says")
+    return header.views(rest)

@@ -12,8 +12,11 @@ from console import invoke
 from factories import load, make_model
 from typer.testing import CliRunner
 
+from kvcli.builtin_models import DEFAULT_MODEL
 from kvcli.cache.context import Context
 from kvcli.cli.app import app
+from kvcli.cli.paths import contexts_folder
+from kvcli.contexts import ContextStore
 from kvcli.errors import CacheError
 
 WINDOW = ("--residual-length", "8", "--sink-length", "2")
@@ -291,13 +294,51 @@ def test_a_conversation_is_saved_resumed_and_the_same_as_unbroken(chatty: Any) -
     assert Context.load("talk.safetensors").notes["messages"] == whole["messages"]
 
 
+def test_a_conversation_is_saved_into_the_store(chatty: Any) -> None:
+    """As into a file; what a later save shares with an earlier one is held once."""
+    whole = chat(*METHOD, lines="Hello there, who are you?\nWhat do you know?\nAnd what else is there?\n")
+    store = ("--store", "s")
+    chat(*METHOD, *store, "--save", "talk", lines="Hello there, who are you?\n/save half\nWhat do you know?\n")
+    assert result("contexts", "verify", *store).exit_code == 0
+    resumed = chat("--resume", "talk", "--save", "talk", *store, lines="And what else is there?\n")
+    assert resumed["messages"] == whole["messages"]
+    assert resumed["turns"][0]["reused_tokens"] == whole["turns"][2]["reused_tokens"]
+    assert resumed["saved"] == "talk"
+    stored = ContextStore("s")
+    assert stored.names() == ["half", "talk"]
+    assert stored.get("talk").notes["messages"] == whole["messages"]
+    assert stored.get("half").notes["messages"] == whole["messages"][:2]
+    assert not Path("talk").exists()
+    chat(*METHOD, "--save", "talk", lines="Hello there!\n")
+    assert ContextStore(contexts_folder(DEFAULT_MODEL)).names() == ["talk"]
+
+
+def test_a_context_of_the_store_is_not_replaced_by_a_conversation(chatty: Any) -> None:
+    compressed(*METHOD)
+    result("contexts", "import", "c.safetensors", "--store", "s")
+    before = ContextStore("s").get("c")
+    done = CliRunner().invoke(app, ["chat", "--store", "s", "--save", "c"], input="Hello\n")
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert "c exists already; use --overwrite to replace it" in done.stderr
+    done = CliRunner().invoke(app, ["chat", "--store", "s", "--save", "a b"], input="Hello\n")
+    assert done.exit_code == 2
+    assert "'a b' is no name of a context" in done.stderr
+    done = CliRunner().invoke(app, ["chat", *METHOD, "--store", "s", *SHORT], input="Hello\n/save c\n/save ?\n")
+    assert done.exit_code == 0
+    assert "c exists already" in done.stderr
+    assert "'?' is no name of a context" in done.stderr
+    assert ContextStore("s").get("c") == before
+    chat(*METHOD, "--store", "s", "--save", "c", "--overwrite", lines="Hello\n")
+    assert "messages" in ContextStore("s").get("c").notes
+
+
 def test_commands_of_a_conversation(chatty: Any) -> None:
     lines = "/stats\n\n/save\n/nothing\nHello!\n/stats\n/save a.safetensors\n/save a.safetensors\n/exit\nNever read\n"
     done = CliRunner().invoke(app, ["chat", *METHOD, "--max-new-tokens", "5", "--system", "Be short."], input=lines)
     assert done.exit_code == 0, done.stderr
     for said in (
         "nothing was said yet",
-        "say where: /save FILE",
+        "say where: /save FILE, or /save NAME",
         "/nothing is no command; /exit ends",
         "KV cache",
         "a.safetensors: ",

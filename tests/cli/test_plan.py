@@ -147,6 +147,29 @@ def test_the_dry_run_of_compressing(saved_model: str, capsys: pytest.CaptureFixt
     assert one["in_fp16"] == 300 * 3 * 2 * 32 * 2
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--out", "c.safetensors", "--store", "s"), "--store is of the store, and --out writes a file"),
+        (("--out", "c.safetensors", "--max-bytes", "1GiB"), "--max-bytes is of the store, and --out writes a file"),
+        (("--out", "there.safetensors"), "there.safetensors exists already; use --overwrite"),
+        (("--name", "a", "--prompt-file", "there.safetensors"), "--name is one name, but there are 2 texts"),
+        (("--name", "a b"), "'a b' is no name of a context"),
+        (("--max-bytes", "much"), "much"),
+    ],
+)
+def test_a_dry_run_refuses_what_the_run_refuses(arguments: tuple[str, ...], said: str) -> None:
+    Path("text.txt").write_text("word")
+    Path("there.safetensors").write_text("word")
+    before = sorted(Path().iterdir())
+    for dry in ((), ("--dry-run",)):
+        done = invoke("compress", "--prompt-file", "text.txt", *arguments, *dry)
+        assert done.exit_code == 2, done.output
+        assert said in done.stderr
+        assert "Traceback" not in done.stderr
+    assert sorted(Path().iterdir()) == before
+
+
 @pytest.mark.parametrize("method", ["fp16", "kivi-2", "qjl"])
 def test_the_planned_size_of_a_context_is_that_of_its_file(saved_model: str, tiny: Any, method: str) -> None:
     Path("text.txt").write_text("word " * 300)
