@@ -149,10 +149,10 @@ def test_a_cache_whose_layers_differ_says_so(monkeypatch: pytest.MonkeyPatch) ->
         cache = session.new_cache()
         MODEL(ids, past_key_values=cache)
 
-        def fails_in_the_last_layer(new: Any, *arguments: Any) -> torch.Tensor:
-            if new.layer is cache.layers[-1]:
+        def fails_in_the_last_layer(call: Any, backend: Any) -> torch.Tensor:
+            if call.key.layer is cache.layers[-1]:
                 raise RuntimeError("out of memory")
-            return attend(new, *arguments)
+            return attend(call, backend)
 
         monkeypatch.setattr(session_module, "attend_layer", fails_in_the_last_layer)
         with pytest.raises(RuntimeError, match="out of memory"):

@@ -104,7 +104,7 @@ def test_spec_reads_every_family(any_model: Any) -> None:
 @pytest.mark.parametrize(
     ("family", "changes", "named"),
     [
-        ("mamba", {}, "num_attention_heads"),
+        ("mamba", {}, "linear_attention in layers 0, 1"),
         ("mistral", {"sliding_window": 64}, "sliding_attention in layers 0, 1"),
         ("qwen2", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0}, "sliding_attention"),
     ],

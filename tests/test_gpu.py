@@ -125,12 +125,13 @@ def test_memory_of_a_million_tokens_stays_bounded() -> None:
 def fitted_on_cuda(spec: Any, tokens: int) -> Any:
     from kvcli.methods.commvq.fit_keys import fit_keys
     from kvcli.methods.commvq.keys import CommVQKeyCodec
-    from kvcli.token_blocks import TokenBlocks
+    from kvcli.token_blocks import BLOCK_TOKENS, TokenBlocks
 
     config = CommVQConfig(bits=1, key_iterations=2).resolve(spec)
     codec = CommVQKeyCodec(spec, config).cuda()
     keys = clustered(1, 10_000, 64).cuda().repeat(1, tokens // 10_000, 1)
     keys = keys + 0.1 * torch.randn_like(keys)
+    blocks = TokenBlocks(tokens, lambda: keys.split(BLOCK_TOKENS, dim=1))
     with torch.no_grad():
-        fit_keys(codec, TokenBlocks.of(keys), config, torch.Generator().manual_seed(0))
+        fit_keys(codec, blocks, config, torch.Generator().manual_seed(0))
     return codec, keys

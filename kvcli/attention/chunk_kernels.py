@@ -43,7 +43,7 @@ def _attend_tile(
     b_k = _load_rows(key + at * k_time, m_n, o_d, D, BLOCK_D, MASKED)
     # [M, N]
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scaling
-    if SOFT_CAP:
+    if SOFT_CAP > 0:
         b_s = capped(b_s, SOFT_CAP)
     if MASKED:
         b_s = tl.where(m_n[None, :] & (n[None, :] <= last[:, None]), b_s, float("-inf"))

@@ -80,7 +80,7 @@ def _attend_kernel(
         b_v = tl.load(value + slot[:, None] * v_time + o_d[None, :], mask=m_kv, other=0.0)
         # [M, N]
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scaling
-        if SOFT_CAP:
+        if SOFT_CAP > 0:
             b_s = capped(b_s, SOFT_CAP)
         b_s = tl.where(o_n[None, :] < b_seen[:, None], b_s, float("-inf"))
         new_max = tl.maximum(b_max, tl.max(b_s, 1))

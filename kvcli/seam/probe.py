@@ -8,6 +8,7 @@ attention that follows from this equals the model's own up to rounding, the laye
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -62,8 +63,10 @@ def probe(model: nn.Module) -> ModelAttention:
             raise ModelError(SHARED_CONFIG)
         return found
     if found is None or found.implementation != _implementation(model) or not _still_there(found, model):
-        found = _Probe(model).run()
-        _known[model] = found
+        probing = _Probe(model)
+        found = probing.run()
+        if probing.is_finite:  # with NaN in the weights, nothing was found out
+            _known[model] = found
     return found
 
 
@@ -166,6 +169,7 @@ class _Probe:
         self.again: Callable[[_Call], Tensor] | None = None
         self.sources: dict[tuple[int, tuple[Any, ...]], RotarySource | None] = {}
         self.found: dict[nn.Module, _Found] = {}
+        self.is_finite = True
 
     def run(self) -> ModelAttention:
         """Returns what was found out."""
@@ -242,7 +246,7 @@ class _Probe:
                 raise self._refusal(f"{_name(self.model, module)} attends {modules.count(module)} times in one pass")
 
     def _check_same(self, own: Tensor, recorded: Tensor) -> None:
-        error = _relative(recorded, own)
+        error = self._difference(recorded, own)
         if not error <= _tolerance(own):
             raise self._refusal(f"its logits change by {100 * error:.2g} % when its attention is called through us")
 
@@ -358,7 +362,7 @@ class _Probe:
             if len(held) != before + 1:
                 raise _NotUnderstood("it attends to keys that do not come from its cache")
             ours, theirs = (x[0] if isinstance(x, tuple) else x for x in (again, output))
-            error = _relative(ours, theirs)
+            error = self._difference(ours, theirs)
             if not error <= _tolerance(theirs):
                 raise _NotUnderstood(f"its attention differs from ours by {100 * error:.2g} %")
         except _NotUnderstood:
@@ -387,7 +391,7 @@ class _Probe:
             query, key = self._rotated(rotary, query, key)
         # rounding apart, the model's own rotated queries and keys are these
         for x, theirs in ((query, own.query), (key, own.key)):
-            if x.shape != theirs.shape or not _relative(x, layer.in_order(theirs)) <= _tolerance(theirs):
+            if not self._difference(x, layer.in_order(theirs)) <= _tolerance(theirs):
                 raise _NotUnderstood("its rotation of queries and keys is not understood")
         sinks = call.options.get("s_aux")
         return plain_attention(query, key, call.key.value, None, call.scaling, layer.soft_cap, sinks)
@@ -459,19 +463,23 @@ class _Probe:
             notes.append(f"{themselves} layers rotate keys in a way of their own: these are compressed after RoPE")
         return tuple(notes)
 
+    def _difference(self, x: Tensor, reference: Tensor) -> float:
+        """The largest difference relative to the largest number of the reference, where that is finite."""
+        if x.shape != reference.shape:
+            return math.inf
+        x, reference = x.float(), reference.float()
+        finite = reference.isfinite()
+        if not bool(finite.all()):
+            self.is_finite = False
+            x, reference = x.where(finite, 0), reference.where(finite, 0)
+        return float((x - reference).abs().max() / reference.abs().max().clamp_min(1e-30))
+
     def _refusal(self, reason: str) -> UnsupportedModelError:
         return UnsupportedModelError(f"model type '{self.config.model_type}' cannot be compressed: {reason}")
 
 
 def _tolerance(x: Tensor) -> float:
     return _TOLERANCE.get(x.dtype, 0.05)
-
-
-def _relative(x: Tensor, reference: Tensor) -> float:
-    """The largest difference relative to the largest number of the reference."""
-    if x.shape != reference.shape:
-        return float("inf")
-    return float((x.float() - reference.float()).abs().max() / reference.float().abs().max().clamp_min(1e-30))
 
 
 def _name(model: nn.Module, module: nn.Module) -> str:

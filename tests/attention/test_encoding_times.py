@@ -48,7 +48,7 @@ class Layer:
         self.backend, self.dtype, self.generator = backend, dtype, torch.Generator().manual_seed(0)
         spec, built = make_spec(head_dim=32), METHOD.build(make_spec(head_dim=32), CONFIG, 0)
         self.codec = LayerCodec(built.key, built.value, self.random(2, 32).float() if offset else None)
-        seam = Seam(make_model("llama", head_dim=32), sdpa)  # type: ignore[arg-type]
+        seam = Seam(make_model("llama", head_dim=32, num_hidden_layers=1), sdpa)  # type: ignore[arg-type]
         self.cache, self.rope = CompressedCache(spec, METHOD, CONFIG, [self.codec], seam), seam.rope
         self.valid = torch.zeros(batch, 0, dtype=torch.bool)
         self.tokens = [torch.zeros(2, 2, 0, 32, dtype=dtype) for _ in range(batch)]
