@@ -53,6 +53,10 @@ class Rotation:
         """The rotation by 0 of as many tokens and pairs."""
         return cls(torch.ones_like(like.cos), torch.zeros_like(like.sin))
 
+    def to(self, device: torch.device) -> Rotation:
+        """The same on a device."""
+        return self if self.cos.device == device else Rotation(self.cos.to(device), self.sin.to(device))
+
     def contiguous(self) -> Rotation:
         """A contiguous copy, for tables that are kept."""
         return Rotation(self.cos.contiguous(), self.sin.contiguous())
@@ -133,7 +137,7 @@ class Rope:
         """
         probe = torch.empty(0, dtype=dtype, device=positions.device)
         rotation = Rotation.from_model(self.module(probe, positions, *self.arguments), self.layout)
-        return Rotation(rotation.cos.to(dtype), rotation.sin.to(dtype)).contiguous()
+        return Rotation(rotation.cos.to(dtype), rotation.sin.to(dtype)).to(positions.device).contiguous()
 
 
 class NoRope(Rope):
@@ -203,7 +207,7 @@ class TokenRotations:
         """
 
         def make() -> Rotation:
-            frequencies = self.rope.inv_freq.unflatten(0, (-1, num_groups)).T.flatten()
+            frequencies = self.rope.inv_freq.to(self.positions.device).unflatten(0, (-1, num_groups)).T.flatten()
             angle = torch.arange(count, device=self.positions.device).unsqueeze(1) * frequencies
             return Rotation(angle.cos()[None, None].to(dtype), angle.sin()[None, None].to(dtype))
 

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from torch import nn
 
 from kvcli.artifact import Artifact
-from kvcli.attention.session import Session, device_of_layers
+from kvcli.attention.session import Session, devices_of_layers
 from kvcli.errors import ConfigError, UnsupportedModelError, UsageError, explain
 from kvcli.fingerprint import fingerprint
 from kvcli.methods.config import BiasOffsetConfig, CacheConfig
@@ -51,7 +51,7 @@ def attach(
             not have, or a missing artifact.
         ConfigError: settings that do not exist or do not fit.
         ArtifactError: an artifact that cannot be used with this model.
-        UnsupportedModelError: an architecture kvcli does not compress, layers on several devices, or offloaded ones.
+        UnsupportedModelError: attention that is not understood, or layers that are offloaded.
         ModelError: the model, or another one with the same config object, is attached already.
 
     Example:
@@ -65,7 +65,7 @@ def attach(
         raise UnsupportedModelError(f"'{type(module).__name__}' is not a model of transformers; attach takes one")
     record, from_bits = parse_method(method)
     config = {**from_bits, **config}
-    device = device_of_layers(module)
+    devices = devices_of_layers(module)
     spec = loaded.spec if loaded is not None else probe(module).spec
     if isinstance(artifact, (str, Path)):
         artifact = Artifact.load(artifact)
@@ -86,8 +86,8 @@ def attach(
             codec.key_offset = bias
     if layers is not None:
         codecs = _only_layers(codecs, layers, spec)
-    for codec in codecs:
-        codec.to(device).eval()
+    for layer_idx, codec in enumerate(codecs):
+        codec.to(devices[spec.in_model(layer_idx)]).eval()
     name = loaded.name if loaded is not None else str(getattr(module.config, "name_or_path", ""))
     return Session(module, spec, record, settings, codecs, impl, layers, fitted=artifact is not None, model_name=name)
 

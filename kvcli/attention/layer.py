@@ -37,7 +37,7 @@ def attend_layer(call: AttentionCall, backend: AttentionBackend) -> Tensor:
     """
     new: NewTokens = call.key
     query, mask = call.query, call.mask
-    codec, forward = new.layer.codec, new.layer.sequences.forward(call.rotary, query, mask)
+    codec, forward = new.layer.codec, new.layer.sequences.forward(call.rotary, query, mask).on(query.device)
     rotation = forward.rotation_of(codec)
     store = new.layer.store or new.layer.make_store(new, forward)
     store.reserve(forward)

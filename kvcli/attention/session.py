@@ -70,7 +70,8 @@ class Session:
         self.spec, self.method, self.config, self.codecs = spec, method, config, codecs
         self.layers = frozenset(range(len(codecs)) if layers is None else layers)
         self._fitted, self._model_name = fitted, model_name or type(model).__name__
-        device = device_of_layers(model)
+        devices = devices_of_layers(model)
+        self._several_devices, device = len(set(devices)) > 1, devices[0]
         self._seam = Seam(model, self._attend, self._check_call, self._check_drafts)
         impl = _possible(impl, spec)
         self.backend = choose_backend(method, [codecs[layer_idx] for layer_idx in sorted(self.layers)], impl, device)
@@ -177,10 +178,13 @@ class Session:
         if mode is None:
             graphs = input_ids.is_cuda and self.backend.impl == "fused"
             mode = "graphs" if graphs else "steps" if compile_layers else "passes"
-            if self.spec.other_layers:
+            if self.spec.other_layers or self._several_devices:
                 mode = "passes"
-        if self.spec.other_layers and (mode != "passes" or compile_layers):
-            raise UsageError("layers that keep transformers' own cache cannot take part in steps; choose passes")
+        if (self.spec.other_layers or self._several_devices) and (mode != "passes" or compile_layers):
+            reason = (
+                "layers on several devices" if self._several_devices else "layers of other kinds than full attention"
+            )
+            raise UsageError(f"{reason} cannot take part in steps; choose passes")
         backend = BACKEND if compile_layers is True else compile_layers
         compiled = CompiledLayers(self.model, backend) if backend else None
         decoder = Decoder(
@@ -278,22 +282,26 @@ def _possible(impl: str, spec: ModelSpec) -> str:
     return "reference"
 
 
-def device_of_layers(model: nn.Module) -> torch.device:
-    """The device that all layers' keys are made on.
+def devices_of_layers(model: nn.Module) -> list[torch.device]:
+    """The device of each decoder layer.
 
     Raises:
-        UnsupportedModelError: several devices, or weights that are not in memory.
+        UnsupportedModelError: layers that are partly on one device, partly on another, on devices of different types,
+            or not in memory.
     """
-    devices = set()
-    for layer in decoder_layers(model):
+    devices: list[torch.device] = []
+    for layer_idx, layer in enumerate(decoder_layers(model)):
         # adapters and quantized projections keep their weights under names, and in buffers, of their own
-        devices |= {x.device for x in chain(layer.parameters(), layer.buffers())}
-    if len(devices) > 1:
-        names = ", ".join(sorted(map(str, devices)))
-        raise UnsupportedModelError(f"the model's layers are on several devices ({names}); kvcli needs them on one")
-    device = devices.pop()
-    if device.type == "meta":
-        raise UnsupportedModelError(
-            "the model's layers are offloaded or not loaded (device meta); kvcli needs their weights on one device"
-        )
-    return device
+        found = {x.device for x in chain(layer.parameters(), layer.buffers())}
+        if any(device.type == "meta" for device in found):
+            raise UnsupportedModelError(
+                f"layer {layer_idx} is offloaded or not loaded (device meta); kvcli needs its weights on its device"
+            )
+        if len(found) != 1:
+            names = ", ".join(sorted(map(str, found))) or "none"
+            raise UnsupportedModelError(f"the weights of layer {layer_idx} are on several devices ({names})")
+        devices += found
+    if len({device.type for device in devices}) > 1:
+        names = ", ".join(sorted({str(device) for device in devices}))
+        raise UnsupportedModelError(f"the model's layers are on devices of different types ({names})")
+    return devices

@@ -197,6 +197,7 @@ class CompressedCache(Cache):
             CacheError: the cache is empty, or a pass over it broke off.
         """
         self._check_only_full_attention("the cache cannot be saved")
+        self._check_one_device("saved")
         self.sequences.check_at_rest()
         return take(self.sequences, [layer.store for layer in self.compressed], device)
 
@@ -209,6 +210,8 @@ class CompressedCache(Cache):
         Raises:
             CacheError: the cache is not empty, or its codecs cannot have made the snapshot; nothing has changed then.
         """
+        self._check_only_full_attention("nothing can be restored into the cache")
+        self._check_one_device("restored")
         if self.sequences.lengths:
             raise CacheError(f"the cache holds {self.sequences.slots} tokens; restore into a new one")
         sequences = self._new_sequences()
@@ -252,6 +255,13 @@ class CompressedCache(Cache):
             raise CacheError(
                 f"{refused}: {count} layers of the model keep transformers' own cache, which has no such form"
             )
+
+    def _check_one_device(self, done: str) -> None:
+        """Raises CacheError if layers are on several devices."""
+        devices = self._seam.devices
+        if len(devices) > 1:
+            names = ", ".join(sorted(map(str, devices)))
+            raise CacheError(f"a cache of layers on several devices ({names}) cannot be {done}")
 
     def memory(self) -> MemoryReport:
         """Measures the cache from its live tensors."""

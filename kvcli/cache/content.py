@@ -163,11 +163,13 @@ def _made_store(
         CacheError: the codec cannot have made the content.
     """
     spec, batch = codec.key.spec, len(counts.lengths)
-    window = (batch, spec.num_kv_heads, max(counts.window), spec.head_dim)
-    dtype = content.dtype(WINDOWS[0])
-    tokens = {name: content.pop(name, window, dtype) for name in WINDOWS}
-    like = torch.empty(*window[:2], 0, spec.head_dim, dtype=dtype, device=held.device)
-    store = LayerStore(codec, like, like, layout)
+    widths, dtype = (spec.head_dim, codec.value.spec.head_dim), content.dtype(WINDOWS[0])
+    tokens = {
+        name: content.pop(name, (batch, spec.num_kv_heads, max(counts.window), width), dtype)
+        for name, width in zip(WINDOWS, widths, strict=True)
+    }
+    key, value = (torch.empty(batch, spec.num_kv_heads, 0, width, dtype=dtype, device=held.device) for width in widths)
+    store = LayerStore(codec, key, value, layout)
     for name, x in tokens.items():
         layout.write(getattr(store, name), held, x.to(held.device))
     for kind, coded in zip(CODES, (max(counts.coded_keys), max(counts.coded_values)), strict=True):

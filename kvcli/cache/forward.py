@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -40,6 +40,16 @@ class Forward:
     plan: FlushPlan
     device: torch.device
     ranges: Ranges = field(default_factory=Ranges)
+    _elsewhere: dict[torch.device, Forward] = field(default_factory=dict, init=False)
+
+    def on(self, device: torch.device) -> Forward:
+        """The same pass for layers on a device, one object for all of them."""
+        if device == self.device:
+            return self
+        if device not in self._elsewhere:
+            real = None if self.real is None else self.real.to(device)
+            self._elsewhere[device] = replace(self, rotation=self.rotation.to(device), real=real, device=device)
+        return self._elsewhere[device]
 
     @cached_property
     def is_first(self) -> bool:
@@ -93,7 +103,7 @@ class Forward:
 
     def code_rotations(self, codec: LayerCodec) -> TokenRotations:
         """RoPE of the tokens that a layer attends to as codes."""
-        return self.sequences.code_rotations(self.plan.attended, self.code_lengths, codec.rotated)
+        return self.sequences.code_rotations(self.plan.attended, self.code_lengths, codec.rotated, self.device)
 
     def key_rotations(self, codec: LayerCodec) -> list[Rotation]:
         """RoPE of the keys that are encoded, float32, for codecs that work before RoPE."""
@@ -109,7 +119,7 @@ class Forward:
 
     def _rotation(self, encoding: Encoding) -> Rotation:
         sinks = self.plan.layout.sinks
-        rotation = self.sequences.rotation(sinks + int(encoding.start), sinks + int(encoding.stop))
+        rotation = self.sequences.rotation(sinks + int(encoding.start), sinks + int(encoding.stop)).to(self.device)
         return rotation if encoding.whole else rotation.select(encoding.rows)
 
 

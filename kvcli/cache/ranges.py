@@ -76,7 +76,8 @@ class Ranges:
             CacheError: finite keys or values beyond their limit; the message names the first.
         """
         if self._peaks:
-            _check(self._peaks, torch.stack([x for *_, x in self._peaks]))
+            device = self._peaks[0][2].device
+            _check(self._peaks, torch.stack([x.to(device) for *_, x in self._peaks]))
 
 
 class StepRanges(Ranges):

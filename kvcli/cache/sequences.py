@@ -44,7 +44,7 @@ class Sequences:
         self.observed: list[int] = []
         self.valid = torch.ones(0, 0, dtype=torch.bool)
         self.positions = torch.zeros(0, 0, dtype=torch.int32)
-        self._code_rotations: dict[bool, TokenRotations] = {}
+        self._code_rotations: dict[tuple[bool, torch.device], TokenRotations] = {}
         self._counts_of_rotations: Counts = ()
         self._forward: Forward | None = None
         self._layers_left = 0
@@ -100,7 +100,7 @@ class Sequences:
         Raises:
             CacheError: numbers beyond what codes hold were encoded; the cache refuses to go on until it is reset.
         """
-        if self._layers_left == 1 and self._forward is not None:
+        if self._layers_left == 1 and self._forward is not None and self.step is None:  # a step is not waited for
             self._forward.ranges.check()
         self._layers_left -= 1
         if not self._layers_left:
@@ -110,24 +110,27 @@ class Sequences:
         """RoPE of tokens [start, stop) of every row, float32; rows that are shorter get position 0 there."""
         return self.rope.rotation(self.positions[:, start:stop].long(), torch.float32)
 
-    def code_rotations(self, counts: Counts, lengths: Tensor | None, rotated: bool = True) -> TokenRotations:
+    def code_rotations(
+        self, counts: Counts, lengths: Tensor | None, rotated: bool, device: torch.device
+    ) -> TokenRotations:
         """RoPE of the first `counts` tokens of each row after its sinks, kept until the counts change.
 
         Args:
             counts: tokens of each row.
             lengths: the same as int32 [batch]; None when all are equal.
             rotated: of layers that rotate, or the rotation by 0 of those that do not.
+            device: of the layers, and of `lengths`.
 
         Returns:
             Tables that kernels and the reference ask for.
         """
         if self._counts_of_rotations != counts:
             self._code_rotations, self._counts_of_rotations = {}, counts
-        if rotated not in self._code_rotations:
+        if (rotated, device) not in self._code_rotations:
             first = self.counts.sink_length
-            positions = self.positions[:, first : first + max(counts)]
-            self._code_rotations[rotated] = TokenRotations(self._rope(rotated), positions, lengths)
-        return self._code_rotations[rotated]
+            positions = self.positions[:, first : first + max(counts)].to(device)
+            self._code_rotations[rotated, device] = TokenRotations(self._rope(rotated), positions, lengths)
+        return self._code_rotations[rotated, device]
 
     def rotations_of_codes(self, capacity: int, rotated: bool = True) -> TokenRotations:
         """RoPE of tokens [sinks, sinks + capacity) of every row, also of tokens to come that `extend` announced."""
@@ -244,6 +247,7 @@ class Sequences:
         if mask is None and sum(self.lengths) < past.numel():
             raise CacheError(_MASK_FORGOTTEN)
         if mask is not None:
+            mask = mask.to(device)
             real = mask[:, 0, -1, -query_len:].expand(batch, -1)
             counts = tuple(real.sum(1).tolist())
         valid = torch.cat((past, real), dim=1)

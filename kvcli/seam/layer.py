@@ -94,14 +94,14 @@ class AttentionCall:
     @property
     def rotation(self) -> Rotation:
         """RoPE of the new tokens, by 0 where the layer does not rotate."""
-        rotation = self.rotary.rotation
+        rotation = self.rotary.rotation.to(self.query.device)
         return rotation if self.layer.rotated else Rotation.none(rotation)
 
     def exact(self) -> Tensor:
         """Full-precision attention without a cache, [batch, query_len, num_heads, value_dim]."""
         query, key = self.query, self.key
         if self.layer.rotated:
-            query, key = (self.rotary.rotation.apply(x).to(x.dtype) for x in (query, key))
+            query, key = (self.rotation.apply(x).to(x.dtype) for x in (query, key))
         if self.layer.is_plain:
             return sdpa(query, key, self.value, self.mask, self.scaling)
         return plain_attention(query, key, self.value, self.mask, self.scaling, self.layer.soft_cap, self.sinks)

@@ -92,6 +92,11 @@ class Seam:
         self._implementation: str | None = None
 
     @property
+    def devices(self) -> set[torch.device]:
+        """Of the model's layers."""
+        return {x.device for x in self._decoder.parameters()}
+
+    @property
     def rope(self) -> Rope:
         """The rotation of the layers' keys: the model's own rotary embedding, or none."""
         return self.attention.rope
@@ -108,6 +113,8 @@ class Seam:
         AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
         self._implementation = self.model.config._attn_implementation
         attention = self.attention
+        if attention.rotating_themselves and len(self.devices) > 1:
+            raise ModelError("layers on several devices of which some rotate by themselves are not supported")
         if attention.source is not None:
             self._rotary = PreRopeRotary(attention.source, self._on_rotary)
             _replace(self.model, attention.source.module, self._rotary)

@@ -28,7 +28,7 @@ from kvcli.seam.decoder import find_decoder
 from kvcli.seam.layer import ChannelOrder, LayerAttention
 from kvcli.seam.model import ATTENTION_NAME, SHARED_CONFIG, ModelAttention
 from kvcli.seam.own_attention import own_attention
-from kvcli.seam.rotary import RotaryCall, RotarySource, nothing_turned, passes_on
+from kvcli.seam.rotary import RotaryCall, RotarySource, moved, nothing_turned, passes_on
 from kvcli.seam.sdpa import causal_mask, plain_attention
 from kvcli.spec import ModelSpec, general_fields, no_rope, rope_spec
 
@@ -311,7 +311,7 @@ class _Probe:
         """The rotary module's call whose output is among the arguments of an attention module."""
         for value in (*args, *kwargs.values()):
             for call in self.rotary_calls:
-                if passes_on(value, call.output):
+                if passes_on(value, call.output) or moved(value, call.output):
                     return call
         return None
 
@@ -351,9 +351,10 @@ class _Probe:
         def swapped(x: Any) -> Any:
             if x is self.own_cache:
                 return self.cache
-            return nothing if rotary is not None and passes_on(x, rotary.output) else x
+            if rotary is not None and (passes_on(x, rotary.output) or moved(x, rotary.output)):
+                return nothing_turned(x)
+            return x
 
-        nothing = None if rotary is None else nothing_turned(rotary.output)
         held: list[Any] = self.cache.layers[layer.module.layer_idx].tokens
         before = len(held)
         self.again = lambda call: self._attend(layer, rotary, call, own)
@@ -403,9 +404,9 @@ class _Probe:
         assert source is not None
         query_len = query.shape[2]
         positions = torch.arange(key.shape[2], device=query.device).unsqueeze(0)
-        if not torch.equal(rotary.positions, positions[:, -query_len:].to(rotary.positions.dtype)):
+        if not torch.equal(rotary.positions.to(positions), positions[:, -query_len:]):
             raise _NotUnderstood("its positions do not count tokens")
-        rotation = source.rope.rotation(positions, torch.float32)
+        rotation = source.rope.rotation(positions, torch.float32).to(query.device)
         turned = rotation.last(query_len).apply(query.float()), rotation.apply(key.float())
         return turned[0].to(query.dtype), turned[1].to(key.dtype)
 

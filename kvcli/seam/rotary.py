@@ -80,6 +80,16 @@ def passes_on(value: Any, output: Any) -> bool:
     return isinstance(value, tuple | list) and isinstance(output, tuple) and len(value) == 2 and value[0] is output[0]
 
 
+def moved(value: Any, output: Any) -> bool:
+    """Whether an argument is what a rotary module returned, copied to another device."""
+    pairs = [(value, output)] if isinstance(value, Tensor) and isinstance(output, Tensor) else []
+    if isinstance(value, tuple | list) and isinstance(output, tuple) and len(value) == len(output):
+        pairs = list(zip(value, output, strict=True))
+    return bool(pairs) and all(
+        isinstance(x, Tensor) and x.device != y.device and torch.equal(x.to(y.device), y) for x, y in pairs
+    )
+
+
 class PreRopeRotary(nn.Module):
     """Replaces a rotary module: returns (1, 0), so that queries and keys stay as they are before RoPE.
 
