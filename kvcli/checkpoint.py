@@ -16,7 +16,7 @@ import torch
 
 from kvcli.errors import KvcliError, ModelError, UnsupportedModelError
 from kvcli.progress import Progress, no_progress
-from kvcli.spec import FAMILIES, ModelSpec
+from kvcli.spec import ModelSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -74,7 +74,9 @@ def read_config(folder: Path) -> Any:
         ModelError: no config, or one that cannot be used.
         UnsupportedModelError: an architecture that kvcli does not compress, or that needs code of its repository.
     """
+    import transformers
     from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     path = folder / "config.json"
     if (folder / "adapter_config.json").is_file():
@@ -83,10 +85,10 @@ def read_config(folder: Path) -> Any:
         raise cannot_load(folder, "it has no config.json, so it is not a folder of a model")
     values = _read_json(folder, path.name)
     family = values.get("model_type")
-    if family not in FAMILIES:
+    if family not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         code = "; it needs Python code of its repository, which kvcli never runs" if "auto_map" in values else ""
         raise UnsupportedModelError(
-            f"model type '{family}' is not supported{code}; kvcli compresses {', '.join(FAMILIES)}"
+            f"model type '{family}' is no causal language model of transformers {transformers.__version__}{code}"
         )
     with _explained(folder, "its config.json cannot be used"):
         config = AutoConfig.from_pretrained(folder, **_LOCAL)

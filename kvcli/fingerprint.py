@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from itertools import islice
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from kvcli.errors import ModelError
 from kvcli.spec import ModelSpec
 
 _PROJECTIONS = ("k_proj", "v_proj")
+_MAX_MATRICES = 64
 _QUANTIZED = "quantized"
 _MAX_RELATIVE_ERROR = 0.25
 """Largest RMS difference of quantized weights, relative to their RMS: beyond that of 4 bits, far below another's."""
@@ -27,7 +29,7 @@ def fingerprint(model: nn.Module, spec: ModelSpec) -> str:
     """Identifies a model by its shapes and a sample of its key and value projections, without their adapters.
 
     Args:
-        model: a causal language model of a supported family; its weights are in memory.
+        model: a causal language model; its weights are in memory.
         spec: its shapes.
 
     Returns:
@@ -40,8 +42,9 @@ def fingerprint(model: nn.Module, spec: ModelSpec) -> str:
     """
     shapes = hashlib.sha256(json.dumps(spec.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
     found = {name: module for name, module in model.named_modules() if name.rpartition(".")[2] in _PROJECTIONS}
+    found = found or _first_matrices(model)
     if not found:
-        raise ModelError(f"{type(model).__name__} has no modules named {' or '.join(_PROJECTIONS)}; it cannot be told")
+        raise ModelError(f"{type(model).__name__} has no projections whose weights tell it from others")
     sample, quantized = [], False
     for name, module in sorted(found.items()):
         base = _without_adapters(module)
@@ -53,6 +56,13 @@ def fingerprint(model: nn.Module, spec: ModelSpec) -> str:
             sample.append(weight.detach().flatten()[[0, weight.numel() // 2]].to("cpu", torch.float16))
     digits = b"".join(x.numpy().tobytes() for x in sample).hex()
     return f"{shapes}:{digits}" + (f":{_QUANTIZED}" if quantized else "")
+
+
+def _first_matrices(model: nn.Module) -> dict[str, nn.Module]:
+    """The first modules with a matrix of weights, of models whose keys and values come from one projection."""
+    matrices = ((name, x) for name, x in model.named_modules() if getattr(getattr(x, "weight", None), "ndim", 0) == 2)
+    layers = ((name, x) for name, x in matrices if not isinstance(x, nn.Embedding))
+    return dict(islice(layers, _MAX_MATRICES))
 
 
 def differs(first: str, second: str) -> str | None:

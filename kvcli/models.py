@@ -30,6 +30,7 @@ from kvcli.errors import ModelError, UsageError, suggestion
 from kvcli.fingerprint import fingerprint
 from kvcli.hub import download_config, download_model
 from kvcli.progress import Progress, Say, no_progress, say_nothing
+from kvcli.seam.probe import probe
 from kvcli.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -107,11 +108,11 @@ def load_model(
     else:
         folder = _local_folder(name) or download_model(name, revision, say, read_config)
         model, tokenizer = load_checkpoint(folder, dtype)
-    spec = ModelSpec.from_config(model.config)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     model.to(chosen).eval()
     check_finite(model)
+    spec = probe(model).spec
     return LoadedModel(name, model, tokenizer, spec, fingerprint(model, spec))
 
 

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from kvcli.errors import CacheError
+
+Layout = Literal["halves", "pairs", "neighbours", "complex"]
+"""Channels of a rotary module's output: each pair twice, half by half, or once, or twice side by side; or complex."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +33,25 @@ class Rotation:
     sin: Tensor
 
     @classmethod
-    def from_model(cls, cos: Tensor, sin: Tensor) -> Rotation:
-        """From what a model's rotary module returns, [batch or 1, time, rotary_dim] with both halves equal."""
+    def from_model(cls, output: Any, layout: Layout = "halves") -> Rotation:
+        """From what a model's rotary module returns.
+
+        Args:
+            output: (cos, sin), or for `complex` one tensor cos + i sin, [batch or 1, time, channels].
+            layout: how its channels are those of pairs.
+        """
+        if layout == "complex":
+            return cls(output.real.unsqueeze(1), output.imag.unsqueeze(1))
+        cos, sin = (x.unsqueeze(1) for x in output)
         half = cos.shape[-1] // 2
-        return cls(cos[..., :half].unsqueeze(1), sin[..., :half].unsqueeze(1))
+        if layout == "halves":
+            return cls(cos[..., :half], sin[..., :half])
+        return cls(cos, sin) if layout == "pairs" else cls(cos[..., ::2], sin[..., ::2])
+
+    @classmethod
+    def none(cls, like: Rotation) -> Rotation:
+        """The rotation by 0 of as many tokens and pairs."""
+        return cls(torch.ones_like(like.cos), torch.zeros_like(like.sin))
 
     def contiguous(self) -> Rotation:
         """A contiguous copy, for tables that are kept."""
@@ -70,21 +88,38 @@ Unrotate = Callable[[Rotation, Tensor], Tensor]
 
 
 class Rope:
-    """A model's own rotary module, asked for rotations, so that every RoPE type gives the model's angles."""
+    """A model's own rotary module, asked for rotations, so that every RoPE type gives the model's angles.
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
+    Args:
+        module: of the model, called with a tensor that tells the dtype, positions and `arguments`.
+        layout: of what it returns.
+        arguments: more arguments, such as the type of the layers that the angles are for.
+    """
+
+    def __init__(self, module: nn.Module, layout: Layout = "halves", arguments: tuple[Any, ...] = ()) -> None:
+        self.module, self.layout, self.arguments = module, layout, arguments
 
     def frequencies(self) -> dict[str, Any]:
         """Angle per position of each pair, in radians, and the factor of cos and sin, as plain JSON values."""
         module: Any = self.module
-        return {"inv_freq": self.inv_freq.tolist(), "scaling": float(module.attention_scaling)}
+        scaling = getattr(module, "attention_scaling", None)
+        if scaling is None:
+            at_zero = self.rotation(torch.zeros(1, 1, dtype=torch.int64, device=self._device), torch.float32)
+            scaling = at_zero.cos.flatten()[0]
+        return {"inv_freq": self.inv_freq.tolist(), "scaling": float(scaling)}
 
     @property
     def inv_freq(self) -> Tensor:
         """Angle per position of each pair, in radians: float32 [rotary_dim/2]."""
-        module: Any = self.module
-        return module.inv_freq.float()
+        stored: Tensor | None = getattr(self.module, "inv_freq", None)
+        if stored is not None:
+            return stored.float()
+        at_one = self.rotation(torch.ones(1, 1, dtype=torch.int64, device=self._device), torch.float32)
+        return torch.atan2(at_one.sin, at_one.cos).flatten()
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self.module.buffers())).device
 
     def rotation(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
         """The rotation at given positions.
@@ -97,7 +132,33 @@ class Rope:
             cos and sin [batch, 1, time, rotary_dim/2].
         """
         probe = torch.empty(0, dtype=dtype, device=positions.device)
-        return Rotation.from_model(*self.module(probe, positions)).contiguous()
+        rotation = Rotation.from_model(self.module(probe, positions, *self.arguments), self.layout)
+        return Rotation(rotation.cos.to(dtype), rotation.sin.to(dtype)).contiguous()
+
+
+class NoRope(Rope):
+    """The rotation by 0 at every position, of layers whose queries and keys are not rotated.
+
+    Args:
+        rotary_dim: channels that are paired all the same.
+        device: of the angles.
+    """
+
+    def __init__(self, rotary_dim: int, device: torch.device) -> None:
+        self.angles = torch.zeros(rotary_dim // 2, device=device)
+
+    def frequencies(self) -> dict[str, Any]:
+        return {"inv_freq": self.angles.tolist(), "scaling": 1.0}
+
+    @property
+    def inv_freq(self) -> Tensor:
+        return self.angles
+
+    def rotation(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
+        sin = torch.zeros(
+            positions.shape[0], 1, positions.shape[1], len(self.angles), dtype=dtype, device=positions.device
+        )
+        return Rotation(torch.ones_like(sin), sin)
 
 
 class TokenRotations:

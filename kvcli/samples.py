@@ -29,7 +29,7 @@ from kvcli.files import is_intact, read_sealed
 from kvcli.layer_samples import LayerFisher, LayerSamples
 from kvcli.rope import Rotation
 from kvcli.sample_parts import FISHER, RECORD_AGAIN, RESUME, LayerParts, part_name, sample_blocks
-from kvcli.spec import FAMILIES, STATIC_ROPE_TYPES, ModelSpec
+from kvcli.spec import NO_ROPE, STATIC_ROPE_TYPES, ModelSpec
 from kvcli.token_blocks import BLOCK_TOKENS
 
 MANIFEST = "samples.json"
@@ -217,6 +217,8 @@ class Recording:
         rope, positions = self.manifest["rope"], torch.arange(q.shape[1], device=device) % seq_len
         angle = positions[:, None].float() * torch.tensor(rope["inv_freq"], device=device)
         rotation = Rotation(angle.cos()[None, None] * rope["scaling"], angle.sin()[None, None] * rope["scaling"])
+        if layer_idx in self.spec.unrotated:
+            rotation = Rotation.none(rotation)
         fisher = None
         if self.fisher is not None:
             fisher = LayerFisher(*(x.to(device) for x in vars(self.fisher[layer_idx]).values()))
@@ -255,8 +257,8 @@ def checked_spec(values: Any) -> ModelSpec:
     rope = values["rope"]
     if not isinstance(rope, Mapping) or set(rope) != {"rope_type", "theta", "rotary_dim"}:
         raise ValueError("spec.rope must have the fields rope_type, theta and rotary_dim")
-    if values["family"] not in FAMILIES or rope["rope_type"] not in STATIC_ROPE_TYPES:
-        raise ValueError(f"spec: unknown family {values['family']!r} or RoPE type {rope['rope_type']!r}")
+    if type(values["family"]) is not str or rope["rope_type"] not in (*STATIC_ROPE_TYPES, NO_ROPE):
+        raise ValueError(f"spec: family {values['family']!r} is no name, or unknown RoPE type {rope['rope_type']!r}")
     for name, most in _SPEC_LIMITS.items():
         value = rope[name] if name in rope else values[name]
         if type(value) is not int or not 1 <= value <= most:

@@ -5,17 +5,23 @@ Only this module derives shapes from a transformers config. It does not load wei
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from kvcli.errors import UnsupportedModelError
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""`model_type` values whose attention kvcli knows."""
-
-STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
 """RoPE types whose angles depend on the position alone, so that a key's rotation can be recomputed."""
+
+NO_ROPE = "none"
+"""The RoPE type of a model whose keys are stored as they reach attention: it rotates none, or in a way of its own."""
+
+_WHOLE_HEAD = ("llama", "mistral", "qwen2", "qwen3")
+"""Families whose default RoPE rotates all channels, whatever `partial_rotary_factor` says."""
+
+_UNLIMITED_POSITIONS = 2**20
+"""What a model whose config names no largest position is taken to have."""
 
 _LIMITS = {
     "num_layers": 10**4,
@@ -31,7 +37,10 @@ _LIMITS = {
 
 @dataclass(frozen=True)
 class RopeSpec:
-    """Rotary position embedding of a model: type, base and the number of rotated channels."""
+    """Rotary position embedding of a model: type, base and the number of rotated channels.
+
+    Of the type `none` they are the channels that methods pair all the same.
+    """
 
     rope_type: str
     theta: float
@@ -41,6 +50,15 @@ class RopeSpec:
 @dataclass(frozen=True)
 class ModelSpec:
     """Shapes of a decoder-only transformer's attention, as far as its KV cache is concerned.
+
+    Layers are those of full attention, counted from 0 in the order of the model.
+
+    Attributes:
+        num_layers: layers of full attention, whose keys and values can be compressed.
+        value_head_dim: channels of a value; None: as many as of a key.
+        layer_indices: what the model calls the layers; (): all of its layers are of full attention.
+        other_layers: layers of other kinds (sliding window, linear attention, convolution), which keep their own cache.
+        unrotated: layers whose queries and keys are not rotated, in a model that rotates others.
 
     Raises:
         ValueError: a shape that no such model has.
@@ -55,14 +73,22 @@ class ModelSpec:
     max_position_embeddings: int
     vocab_size: int
     rope: RopeSpec
+    value_head_dim: int | None = None
+    layer_indices: tuple[int, ...] = ()
+    other_layers: int = 0
+    unrotated: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for name, limit in _LIMITS.items():
-            value = getattr(self, name)
-            if type(value) is not int or not 0 < value <= limit:
-                raise ValueError(f"{name} is {value!r}; it must be an integer between 1 and {limit}")
+        for name in _LIMITS:
+            _check_size(name, getattr(self, name))
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"{self.num_heads} query heads cannot share {self.num_kv_heads} key heads evenly")
+        if self.value_head_dim is not None and not 0 < self.value_head_dim <= _LIMITS["head_dim"]:
+            raise ValueError(f"value_head_dim is {self.value_head_dim!r}")
+        if self.layer_indices and len(self.layer_indices) != self.num_layers:
+            raise ValueError(f"{len(self.layer_indices)} layer indices of {self.num_layers} layers")
+        if not all(0 <= layer_idx < self.num_layers for layer_idx in self.unrotated):
+            raise ValueError(f"unrotated layers {self.unrotated} of {self.num_layers}")
         rotary_dim = self.rope.rotary_dim
         if rotary_dim % 2 or not 0 < rotary_dim <= self.head_dim:
             raise ValueError(
@@ -79,9 +105,28 @@ class ModelSpec:
         """Channels of all kv heads together, D = num_kv_heads * head_dim."""
         return self.num_kv_heads * self.head_dim
 
+    @property
+    def value_dim(self) -> int:
+        """Channels of a value of one kv head."""
+        return self.head_dim if self.value_head_dim is None else self.value_head_dim
+
+    @property
+    def model_layers(self) -> int:
+        """Layers of the model, of every kind."""
+        return self.num_layers + self.other_layers
+
+    def in_model(self, layer_idx: int) -> int:
+        """What the model calls a layer."""
+        return self.layer_indices[layer_idx] if self.layer_indices else layer_idx
+
+    def for_values(self) -> ModelSpec:
+        """The same with the width of values in place of that of keys, for codecs of values."""
+        rope = replace(self.rope, rotary_dim=self.value_dim - self.value_dim % 2)
+        return replace(self, head_dim=self.value_dim, value_head_dim=None, rope=rope)
+
     def fp16_bytes_per_token(self) -> int:
-        """Bytes that keys and values of one token take in 16 bits, over all layers."""
-        return self.num_layers * 2 * self.kv_dim * 2
+        """Bytes that keys and values of one token take in 16 bits, over all layers of full attention."""
+        return self.num_layers * self.num_kv_heads * (self.head_dim + self.value_dim) * 2
 
     def to_dict(self) -> dict[str, Any]:
         """The specification as plain JSON values."""
@@ -94,70 +139,101 @@ class ModelSpec:
         Raises:
             ValueError, TypeError, KeyError: values that are no specification.
         """
-        return cls(**{**values, "rope": RopeSpec(**values["rope"])})
+        tuples = {name: tuple(values[name]) for name in ("layer_indices", "unrotated")}
+        return cls(**{**values, **tuples, "rope": RopeSpec(**values["rope"])})
 
     @classmethod
     def from_config(cls, config: Any) -> ModelSpec:
-        """Reads a transformers config.
+        """What a transformers config says; `kvcli.seam.probe` finds out how the model itself attends.
 
         Args:
-            config: a `PreTrainedConfig` of one of `FAMILIES`.
+            config: a `PreTrainedConfig`.
 
         Raises:
-            UnsupportedModelError: another family, a layer that is not full attention, a RoPE type whose angles change
-                with the context length, or shapes that no model has; the message names them.
+            UnsupportedModelError: a model without a layer of full attention, or shapes that no model has; the message
+                names them.
         """
-        family = config.model_type
-        if family not in FAMILIES:
-            raise UnsupportedModelError(
-                f"model type '{family}' is not supported; kvcli compresses {', '.join(FAMILIES)}"
-            )
-        _refuse_partial_attention(config)
+        config = config.get_text_config(decoder=True)
         try:
-            return cls._from_fields(config)
-        except (ValueError, TypeError, ZeroDivisionError) as error:
+            _check_size("num_layers", config.num_hidden_layers)
+            kinds = layer_kinds(config)
+            full = tuple(layer_idx for layer_idx, kind in enumerate(kinds) if kind == _FULL)
+            if not full:
+                raise UnsupportedModelError(f"no layer attends to the whole context: this model has {listed(kinds)}")
+            num_heads = config.num_attention_heads
+            head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+            return cls(
+                **general_fields(config),
+                num_layers=len(full),
+                num_heads=num_heads,
+                num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
+                head_dim=head_dim,
+                rope=rope_spec(config, head_dim),
+                layer_indices=full if len(full) < len(kinds) else (),
+                other_layers=len(kinds) - len(full),
+            )
+        except (ValueError, TypeError, AttributeError, ZeroDivisionError) as error:
             raise UnsupportedModelError(f"the model's config cannot be used: {error}") from error
 
-    @classmethod
-    def _from_fields(cls, config: Any) -> ModelSpec:
-        num_heads = config.num_attention_heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
-        return cls(
-            family=config.model_type,
-            num_layers=config.num_hidden_layers,
-            hidden_size=config.hidden_size,
-            num_heads=num_heads,
-            num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
-            head_dim=head_dim,
-            max_position_embeddings=config.max_position_embeddings,
-            vocab_size=config.vocab_size,
-            rope=_rope_spec(config, head_dim),
-        )
+
+_FULL = "full_attention"
 
 
-def _refuse_partial_attention(config: Any) -> None:
-    """Raises when some layer attends to a part of the context only."""
+def _check_size(name: str, value: Any) -> None:
+    """Raises ValueError for a size that no model has."""
+    if type(value) is not int or not 0 < value <= _LIMITS[name]:
+        raise ValueError(f"{name} is {value!r}; it must be an integer between 1 and {_LIMITS[name]}")
+
+
+def general_fields(config: Any) -> dict[str, Any]:
+    """The fields of a `ModelSpec` that have nothing to do with attention."""
+    return {
+        "family": config.model_type,
+        "hidden_size": config.hidden_size,
+        "max_position_embeddings": getattr(config, "max_position_embeddings", None) or _UNLIMITED_POSITIONS,
+        "vocab_size": config.vocab_size,
+    }
+
+
+def layer_kinds(config: Any) -> list[str]:
+    """What a config calls the attention of each layer, `full_attention` where it sees the whole context."""
     kinds = list(getattr(config, "layer_types", None) or [])
-    if not kinds and getattr(config, "sliding_window", None) is not None:
-        kinds = ["sliding_attention"] * config.num_hidden_layers
-    unsupported: dict[str, list[int]] = {}
+    if kinds:
+        return kinds
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    return [_FULL if window is None else "sliding_attention"] * config.num_hidden_layers
+
+
+def listed(kinds: Sequence[str]) -> str:
+    """Kinds of layers with the layers that have them."""
+    where: dict[str, list[str]] = {}
     for layer_idx, kind in enumerate(kinds):
-        if kind != "full_attention":
-            unsupported.setdefault(kind, []).append(layer_idx)
-    if unsupported:
-        listed = "; ".join(f"{kind} in layers {', '.join(map(str, where))}" for kind, where in unsupported.items())
-        raise UnsupportedModelError(f"only full-attention layers can be compressed, but this model has {listed}")
+        where.setdefault(kind, []).append(str(layer_idx))
+    return "; ".join(f"{kind} in layers {', '.join(layers)}" for kind, layers in where.items())
 
 
-def _rope_spec(config: Any, head_dim: int) -> RopeSpec:
-    parameters = dict(getattr(config, "rope_parameters", None) or {})
+def rope_spec(config: Any, head_dim: int) -> RopeSpec:
+    """RoPE of the layers of full attention, as a config describes it.
+
+    Raises:
+        UnsupportedModelError: a combination that the families which it is for cannot run.
+    """
+    parameters = getattr(config, "rope_parameters", None) or {}
+    if isinstance(parameters.get(_FULL), Mapping):
+        parameters = parameters[_FULL]
     rope_type = parameters.get("rope_type", "default")
-    if rope_type not in STATIC_ROPE_TYPES:
-        raise UnsupportedModelError(
-            f"RoPE type '{rope_type}' is not supported: its angles change with the context length, so the rotation "
-            f"of a cached key is not a function of its position; supported are {', '.join(STATIC_ROPE_TYPES)}"
-        )
+    if not parameters or rope_type not in STATIC_ROPE_TYPES:
+        return no_rope(head_dim)
     fraction = parameters.get("partial_rotary_factor") or 1.0
-    if fraction != 1.0 and rope_type != "default":  # 'default' of these families rotates all channels whatever it says
-        raise UnsupportedModelError(f"RoPE type '{rope_type}' with partial_rotary_factor {fraction} is not supported")
-    return RopeSpec(rope_type, float(parameters.get("rope_theta", 10000.0)), head_dim)
+    if config.model_type in _WHOLE_HEAD or rope_type == "proportional":
+        if fraction != 1.0 and rope_type not in ("default", "proportional"):
+            raise UnsupportedModelError(
+                f"RoPE type '{rope_type}' with partial_rotary_factor {fraction} is not supported"
+            )
+        fraction = 1.0
+    return RopeSpec(rope_type, float(parameters.get("rope_theta", 10000.0)), int(head_dim * fraction))
+
+
+def no_rope(head_dim: int) -> RopeSpec:
+    """That of keys that are stored as they reach attention."""
+    return RopeSpec(NO_ROPE, 1.0, head_dim - head_dim % 2)

@@ -17,6 +17,7 @@ from kvcli.methods.commvq.fit_keys import fit_keys, set_pair_weight
 from kvcli.methods.commvq.keys import CommVQKeyCodec
 from kvcli.models import LoadedModel
 from kvcli.samples import Recording
+from kvcli.seam.probe import probe
 from kvcli.spec import ModelSpec, RopeSpec
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -90,7 +91,7 @@ def fitted_keys(
 
 
 def load(model: Any) -> LoadedModel:
-    spec = ModelSpec.from_config(model.config)
+    spec = probe(model).spec
     return LoadedModel("tiny", model, None, spec, fingerprint(model, spec))  # type: ignore[arg-type]
 
 

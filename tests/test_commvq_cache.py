@@ -102,7 +102,8 @@ def test_smollm_shape_fits_in_a_fifth_and_a_half() -> None:
     from kvcli.cache.compressed import CompressedCache
     from kvcli.cache.layer import NewTokens
     from kvcli.rope import Rotation
-    from kvcli.seam.patch import RotaryOutput, Seam
+    from kvcli.seam.layer import AttentionCall, RotaryOutput
+    from kvcli.seam.patch import Seam
     from kvcli.seam.sdpa import sdpa
 
     seam = Seam(model, sdpa)  # type: ignore[arg-type]
@@ -111,7 +112,9 @@ def test_smollm_shape_fits_in_a_fifth_and_a_half() -> None:
     tokens = torch.randn(1, 3, 4096, 64, dtype=torch.float16)
     rotary = RotaryOutput(torch.arange(4096)[None], identity)
     with torch.no_grad():
-        attend_layer(NewTokens(cache.layers[0], tokens, tokens), tokens, None, rotary, REFERENCE, 1.0)
+        layer = cache.compressed[0]
+        new = NewTokens(layer, tokens, tokens)
+        attend_layer(AttentionCall(layer.attention, tokens, new, tokens, None, 1.0, rotary), REFERENCE)
     memory = cache.memory()
     assert memory.num_tokens - memory.num_encoded == 128 + 4
     assert memory.ratio >= 5.5

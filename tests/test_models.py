@@ -65,11 +65,11 @@ def test_pip_failures_are_one_line(pip: FakePip) -> None:
 
 
 def test_local_folders_load_and_other_families_are_refused(tmp_path: Path) -> None:
-    from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers import T5Config
 
-    GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=11)).save_pretrained(tmp_path / "gpt2")
-    with pytest.raises(UnsupportedModelError, match="gpt2"):
-        load_model(str(tmp_path / "gpt2"))
+    T5Config().save_pretrained(tmp_path / "t5")
+    with pytest.raises(UnsupportedModelError, match="'t5' is no causal language model"):
+        load_model(str(tmp_path / "t5"))
     make_model("llama").save_pretrained(tmp_path / "no-tokenizer")
     with pytest.raises(ModelError, match="cannot load model"):
         load_model(str(tmp_path / "no-tokenizer"))

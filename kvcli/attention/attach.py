@@ -19,6 +19,7 @@ from kvcli.methods.method import Method
 from kvcli.models import LoadedModel
 from kvcli.registry import BASELINE, get_method, parse_method
 from kvcli.seam.key_bias import key_biases
+from kvcli.seam.probe import probe
 from kvcli.spec import ModelSpec
 
 
@@ -34,7 +35,7 @@ def attach(
     """Attaches a compression method to a transformers model.
 
     Args:
-        model: a causal language model of a supported family, or what `kvcli.load_model` returned.
+        model: a causal language model of transformers, or what `kvcli.load_model` returned.
         method: name of a method, with or without bits (`kivi`, `kivi-2`); see `kvcli methods`.
         artifact: for methods that are fitted, the artifact or its folder.
         impl: `reference` (PyTorch, float32), `fused` (Triton kernels), or `auto`: fused on a GPU, else reference.
@@ -64,8 +65,8 @@ def attach(
         raise UnsupportedModelError(f"'{type(module).__name__}' is not a model of transformers; attach takes one")
     record, from_bits = parse_method(method)
     config = {**from_bits, **config}
-    spec = loaded.spec if loaded is not None else ModelSpec.from_config(module.config)
     device = device_of_layers(module)
+    spec = loaded.spec if loaded is not None else probe(module).spec
     if isinstance(artifact, (str, Path)):
         artifact = Artifact.load(artifact)
     if record.needs_artifact and artifact is None:
@@ -98,7 +99,12 @@ def build_codecs(method: Method, spec: ModelSpec, config: CacheConfig) -> list[L
         ConfigError: settings that do not fit the model's shapes.
     """
     try:
-        return [method.build(spec, config, layer_idx) for layer_idx in range(spec.num_layers)]
+        codecs = [method.build(spec, config, layer_idx) for layer_idx in range(spec.num_layers)]
+        if spec.value_dim != spec.head_dim:
+            values = spec.for_values()
+            for layer_idx, codec in enumerate(codecs):
+                codec.value = method.build(values, config, layer_idx).value
+        return codecs
     except ValueError as error:
         raise ConfigError(f"{method.name}: {error}") from error
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 
 import torch
@@ -19,10 +20,10 @@ from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import Method
 from kvcli.rope import Rotation, Unrotate
 
-AttendWindow = Callable[[Tensor, Tensor, Tensor, WindowTokens, float, PartialAttention | None], Tensor]
+AttendWindow = Callable[..., Tensor]
 """Attention over window tokens merged with that over codes, as `kvcli.attention.reference.attend_window`."""
 
-AttendNew = Callable[[Tensor, Tensor, Tensor, float, PartialAttention | None], PartialAttention]
+AttendNew = Callable[..., PartialAttention]
 """Causal attention over new tokens merged with that over codes, as `kvcli.attention.decoded.attend_new`."""
 
 RotateAndAppend = Callable[[Rotation, Tensor, Tensor, Tensor, Tensor, Tensor, WindowTokens], Tensor]
@@ -48,13 +49,25 @@ class AttentionBackend:
 
     impl: str
     attend_codes: AttendCodes
-    attend_decoded: AttendCodes
+    attend_decoded: Callable[..., PartialAttention]
     attend_window: AttendWindow
     rotate_and_append: RotateAndAppend
     unrotate: Unrotate
     attend_new: AttendNew | None = None
     max_queries: int = sys.maxsize
     note: str | None = None
+
+    def with_soft_cap(self, soft_cap: float | None) -> AttentionBackend:
+        """The same for scores s that become soft_cap * tanh(s / soft_cap); blocks of codes are decoded for it."""
+        if soft_cap is None:
+            return self
+        return replace(
+            self,
+            attend_codes=partial(self.attend_decoded, soft_cap=soft_cap),
+            attend_decoded=partial(self.attend_decoded, soft_cap=soft_cap),
+            attend_window=partial(self.attend_window, soft_cap=soft_cap),
+            attend_new=None if self.attend_new is None else partial(self.attend_new, soft_cap=soft_cap),
+        )
 
 
 REFERENCE = AttentionBackend(

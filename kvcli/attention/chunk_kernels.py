@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvcli.kernels.grid import batch_and_head
 from kvcli.kernels.launch import cdiv, power_of_two, row_major, shared_memory_limit
+from kvcli.kernels.soft_cap import capped
 from kvcli.kernels.splits import LOG2E
 from kvcli.methods.encoded import PartialAttention
 
@@ -33,7 +34,7 @@ def _load_rows(p_x, m_n, o_d, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl
 @triton.jit
 def _attend_tile(
     b_q, b_max, b_sum, b_acc, key, value, k_time, v_time, n, count, last, scaling,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, SOFT_CAP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One step of the online softmax over tokens n [N]; if MASKED, those before `count` and up to each row's `last`."""
     o_d = tl.arange(0, BLOCK_D)[None, :]
@@ -42,6 +43,8 @@ def _attend_tile(
     b_k = _load_rows(key + at * k_time, m_n, o_d, D, BLOCK_D, MASKED)
     # [M, N]
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scaling
+    if SOFT_CAP:
+        b_s = capped(b_s, SOFT_CAP)
     if MASKED:
         b_s = tl.where(m_n[None, :] & (n[None, :] <= last[:, None]), b_s, float("-inf"))
     new_max = tl.maximum(b_max, tl.max(b_s, 1))
@@ -58,7 +61,7 @@ def _extend_kernel(
     query, key, value, lengths, out, lse,
     q_batch, q_head, q_time, k_batch, k_head, k_time, v_batch, v_head, v_time, num_kv_heads, query_len, kv_len, first,
     scaling, GROUPS: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, HAS_LENGTHS: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SOFT_CAP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """(out, lse) over keys seen before becomes (out, lse) over these and `kv_len` more.
 
@@ -73,7 +76,7 @@ def _extend_kernel(
         lse: float32 [batch, num_kv_heads * GROUPS, query_len], natural log, -inf where nothing was seen; likewise.
         scaling: factor of the scores times log2(e).
 
-    Constexprs: CAUSAL: query i sees keys up to i; BLOCK_D, D padded.
+    Constexprs: CAUSAL: query i sees keys up to i; SOFT_CAP: of the scores times log2(e), 0 for none; BLOCK_D, D padded.
     """
     _, i_b, i_h = batch_and_head(1, num_kv_heads)
     o_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -106,11 +109,41 @@ def _extend_kernel(
     whole = tl.maximum(whole, 0) // BLOCK_N * BLOCK_N
     for start in range(0, whole, BLOCK_N):
         b_max, b_sum, b_acc = _attend_tile(
-            b_q, b_max, b_sum, b_acc, key, value, k_time, v_time, start + o_n, count, last, scaling, D, BLOCK_D, False
+            b_q,
+            b_max,
+            b_sum,
+            b_acc,
+            key,
+            value,
+            k_time,
+            v_time,
+            start + o_n,
+            count,
+            last,
+            scaling,
+            D,
+            BLOCK_D,
+            SOFT_CAP,
+            False,
         )
     for start in range(whole, count, BLOCK_N):
         b_max, b_sum, b_acc = _attend_tile(
-            b_q, b_max, b_sum, b_acc, key, value, k_time, v_time, start + o_n, count, last, scaling, D, BLOCK_D, True
+            b_q,
+            b_max,
+            b_sum,
+            b_acc,
+            key,
+            value,
+            k_time,
+            v_time,
+            start + o_n,
+            count,
+            last,
+            scaling,
+            D,
+            BLOCK_D,
+            SOFT_CAP,
+            True,
         )
     safe_sum = tl.where(b_sum > 0, b_sum, 1.0)
     b_lse = tl.where(b_sum > 0, (b_max + tl.log2(safe_sum)) * 0.6931471805599453, float("-inf"))
@@ -161,6 +194,7 @@ def extend(
     causal: bool = False,
     lengths: Tensor | None = None,
     first: int = 0,
+    soft_cap: float | None = None,
 ) -> None:
     """Adds keys to a state, in place.
 
@@ -173,6 +207,7 @@ def extend(
         causal: whether query i sees keys 0 to i only.
         lengths: tokens of each sequence, int32 [batch]; None when all keys are visible.
         first: which token of a sequence the first key is, for `lengths`.
+        soft_cap: scores s become soft_cap * tanh(s / soft_cap).
     """
     batch, heads, query_len, head_dim = query.shape
     kv_heads, groups = key.shape[1], heads // key.shape[1]
@@ -182,7 +217,7 @@ def extend(
         query, key, value, query if lengths is None else lengths, *state,
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], kv_heads, query_len, key.shape[2], first,
         scaling * LOG2E, GROUPS=groups, D=head_dim, CAUSAL=causal, HAS_LENGTHS=lengths is not None,
-        BLOCK_D=max(16, power_of_two(head_dim)), **tile,
+        SOFT_CAP=(soft_cap or 0.0) * LOG2E, BLOCK_D=max(16, power_of_two(head_dim)), **tile,
     )  # fmt: skip
 
 

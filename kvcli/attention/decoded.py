@@ -24,7 +24,9 @@ _MANY_QUERIES = 64
 """From this query length on, attention takes longer than the memory traffic around it."""
 
 
-def attend_decoded(codec: LayerCodec, query: Tensor, encoded: EncodedTokens, scaling: float) -> PartialAttention:
+def attend_decoded(
+    codec: LayerCodec, query: Tensor, encoded: EncodedTokens, scaling: float, soft_cap: float | None = None
+) -> PartialAttention:
     """As `kvcli.attention.reference.attend_codes`, with blocks of tokens decoded to 16 bits, or 32 for float32 queries.
 
     bfloat16 would round decoded tokens to 8 bits; float16, which holds every decoded token, rounds them to 11.
@@ -37,14 +39,21 @@ def attend_decoded(codec: LayerCodec, query: Tensor, encoded: EncodedTokens, sca
         key = codec.decode_keys(encoded.key_codes.slice(start, stop), encoded.key_state, rotation, query.dtype)
         value = codec.value.decode_to(encoded.value_codes.slice(start, stop), None, query.dtype)
         if encoded.lengths is None:
-            _extend(state, query, key, value, scaling, causal=False)
+            _extend(state, query, key, value, scaling, soft_cap, causal=False)
         else:
-            chunk_kernels.extend(state, query, key, value, scaling, lengths=encoded.lengths, first=start)
+            chunk_kernels.extend(
+                state, query, key, value, scaling, lengths=encoded.lengths, first=start, soft_cap=soft_cap
+            )
     return state
 
 
 def attend_new(
-    query: Tensor, key: Tensor, value: Tensor, scaling: float, codes: PartialAttention | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float,
+    codes: PartialAttention | None,
+    soft_cap: float | None = None,
 ) -> PartialAttention:
     """Causal attention of new tokens over each other, merged with that over the codes.
 
@@ -54,19 +63,29 @@ def attend_new(
         value: like key.
         scaling: factor of the scores.
         codes: (out, lse) over the codes, if there are any; overwritten.
+        soft_cap: scores s become soft_cap * tanh(s / soft_cap).
     """
     state = _nothing_seen(query) if codes is None else codes
-    _extend(state, query, key, value, scaling, causal=True)
+    _extend(state, query, key, value, scaling, soft_cap, causal=True)
     return state
 
 
 def _extend(
-    state: PartialAttention, query: Tensor, key: Tensor, value: Tensor, scaling: float, *, causal: bool
+    state: PartialAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float,
+    soft_cap: float | None,
+    *,
+    causal: bool,
 ) -> None:
     """Adds keys that all sequences have to a state, in place."""
-    part = fused_sdpa(query, key, value, scaling, causal=causal) if query.shape[2] >= _MANY_QUERIES else None
+    part = None
+    if query.shape[2] >= _MANY_QUERIES and soft_cap is None:
+        part = fused_sdpa(query, key, value, scaling, causal=causal)
     if part is None:
-        chunk_kernels.extend(state, query, key, value, scaling, causal=causal)
+        chunk_kernels.extend(state, query, key, value, scaling, causal=causal, soft_cap=soft_cap)
     else:
         chunk_kernels.merge(state, part)
 

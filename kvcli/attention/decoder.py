@@ -217,7 +217,7 @@ class Decoder:
         forward.ranges.check()
 
     def _encode_layers(self, forward: Forward) -> None:
-        for layer_idx, (layer, backend) in enumerate(zip(self.cache.layers, self.backends, strict=True)):
+        for layer_idx, (layer, backend) in enumerate(zip(self.cache.compressed, self.backends, strict=True)):
             flush_layer(layer.store, forward, backend, layer_idx, 1)
 
     def _new_step(self) -> None:
@@ -226,7 +226,7 @@ class Decoder:
         counts, left = sequences.counts, self.max_new_tokens - self.made
         capacity = step_capacity(counts, left)
         offset = sequences.extend(left + counts.layout.ring)
-        for layer in self.cache.layers:
+        for layer in self.cache.compressed:
             for codes in (layer.store.key_codes, layer.store.value_codes):
                 codes.reserve(capacity + counts.layout.ring)  # tokens can be encoded before they leave the window
         self._graphs.clear()

@@ -4,62 +4,59 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from kvcli.attention.backend import AttentionBackend
+from kvcli.attention.reference import merge_state
 from kvcli.attention.side_stream import side_stream
 from kvcli.cache.forward import Forward
 from kvcli.cache.layer import NewTokens
 from kvcli.cache.store import LayerStore
 from kvcli.methods.base import without_autocast
-from kvcli.methods.encoded import EncodedTokens
-from kvcli.seam.patch import RotaryOutput
+from kvcli.methods.encoded import EncodedTokens, PartialAttention
+from kvcli.seam.layer import AttentionCall
 from kvcli.seam.sdpa import sdpa
 
 _MIN_SIDE_STREAM_TOKENS = 512
 """Prompt length from which keys and values are encoded on two CUDA streams."""
 
 
-def attend_layer(
-    new: NewTokens, query: Tensor, mask: Tensor | None, rotary: RotaryOutput, backend: AttentionBackend, scaling: float
-) -> Tensor:
+def attend_layer(call: AttentionCall, backend: AttentionBackend) -> Tensor:
     """Appends the new keys and values and attends to everything the layer holds.
 
     The first forward pass attends to its uncompressed keys and values; they are encoded afterwards. Later tokens see
     the codes of older tokens and, in full precision, the sinks, the residual window and each other.
 
     Args:
-        new: pre-RoPE keys and values, and the cache's layer.
-        query: pre-RoPE, [batch, num_heads, query_len, head_dim].
-        mask: None, or boolean [batch or 1, 1, query_len, slots], made by transformers.
-        rotary: positions and RoPE of the new tokens.
+        call: its key is `NewTokens`, its mask made by transformers.
         backend: how attention is computed.
-        scaling: factor of the scores.
 
     Returns:
-        [batch, query_len, num_heads, head_dim] in the query's dtype; 0 at padding.
+        [batch, query_len, num_heads, value_dim] in the query's dtype; 0 at padding.
     """
-    codec, forward = new.layer.codec, new.layer.sequences.forward(rotary, query, mask)
+    new: NewTokens = call.key
+    query, mask = call.query, call.mask
+    codec, forward = new.layer.codec, new.layer.sequences.forward(call.rotary, query, mask)
+    rotation = forward.rotation_of(codec)
     store = new.layer.store or new.layer.make_store(new, forward)
     store.reserve(forward)
     # append
-    rotated = backend.rotate_and_append(
-        forward.rotation, query, new.key, new.value, store.keys, store.values, forward.window
-    )
+    rotated = backend.rotate_and_append(rotation, query, new.key, new.value, store.keys, store.values, forward.window)
     if store.observes(forward):
         with without_autocast(query):
             if codec.offset is None:
                 observed = forward.window.read_new(store.keys, query.shape[2])
             else:
-                observed = forward.rotation.apply(new.key - codec.offset)
+                observed = rotation.apply(new.key - codec.offset)
             store.observe(query if codec.key.query_space == "pre_rope" else rotated, observed, forward)
     # attend
-    if forward.is_first:
+    if forward.is_first and call.layer.is_plain:
         key, value = (forward.window.read_new(x, query.shape[2]) for x in (store.keys, store.values))
         new_mask = None if mask is None else mask[..., -query.shape[2] :]  # earlier slots are padding
-        output = sdpa(rotated, key, value, new_mask, scaling)
+        output = sdpa(rotated, key, value, new_mask, call.scaling)
     else:
-        output = _attend_window_and_codes(store, rotated, forward, backend, scaling)
+        output = _attend_window_and_codes(store, rotated, forward, backend, call)
     if forward.real is not None:
         output = output.masked_fill(~forward.real[:, :, None, None], 0)
     # flush
@@ -71,29 +68,38 @@ def attend_layer(
 
 
 def _attend_window_and_codes(
-    store: LayerStore, query: Tensor, forward: Forward, backend: AttentionBackend, scaling: float
+    store: LayerStore, query: Tensor, forward: Forward, backend: AttentionBackend, call: AttentionCall
 ) -> Tensor:
     """Merges attention over the window with that over the codes of whole groups, keys and values both encoded.
 
     Many new tokens attend to each other apart from the older tokens of the window, which all of them see.
     """
-    count, window = query.shape[2], forward.window
+    count, window, scaling = query.shape[2], forward.window, call.scaling
     codes = None
     if forward.max_codes:
         encoded = EncodedTokens(
             key_codes=store.key_codes.codes.slice(0, forward.max_codes),
             key_state=store.state,
             value_codes=store.value_codes.codes.slice(0, forward.max_codes),
-            rotations=forward.code_rotations if store.codec.needs_rotations else None,
+            rotations=forward.code_rotations(store.codec) if store.codec.needs_rotations else None,
             lengths=forward.code_lengths,
         )
         attend = backend.attend_codes if count <= backend.max_queries else backend.attend_decoded
         codes = attend(store.codec, query, encoded, scaling)
+    if call.sinks is not None:
+        codes = _with_sinks(codes, call.sinks, query, store.values.shape[3])
     if count > backend.max_queries and backend.attend_new is not None and isinstance(window.index, int):
         key, value = (window.read_new(x, count) for x in (store.keys, store.values))
         codes = backend.attend_new(query, key, value, scaling, codes)
         window = replace(window, length=window.length - count, index=window.index - 1)
     return backend.attend_window(query, store.keys, store.values, window, scaling, codes)
+
+
+def _with_sinks(codes: PartialAttention | None, sinks: Tensor, query: Tensor, value_dim: int) -> PartialAttention:
+    """(out, lse) over the codes and over sinks, which are keys of given logits [num_heads] whose values are 0."""
+    lse = sinks.float().view(1, -1, 1).expand(query.shape[:3]).clone(memory_format=torch.contiguous_format)
+    state = torch.zeros(*query.shape[:3], value_dim, device=query.device), lse
+    return state if codes is None else merge_state(codes, state)
 
 
 def flush_layer(

@@ -24,7 +24,7 @@ _FEW_ROWS = 32
 
 
 def partial_attention(
-    query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scaling: float
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scaling: float, soft_cap: float | None = None
 ) -> PartialAttention:
     """softmax(q k^T * scaling) v with its log-sum-exp.
 
@@ -34,6 +34,7 @@ def partial_attention(
         value: like key.
         visible: None, or boolean [batch or 1, 1 or query_len, kv_len].
         scaling: factor of the scores.
+        soft_cap: scores s become soft_cap * tanh(s / soft_cap).
 
     Returns:
         out: float32 [batch, num_heads, query_len, head_dim]; 0 where a query sees no key.
@@ -47,13 +48,17 @@ def partial_attention(
     for start in range(0, query_len, block):
         # the query heads of a kv head are rows of one product: neither keys nor values are repeated
         rows = query[:, :, start : start + block].float().unflatten(1, (kv_heads, -1))
-        scores = (rows.flatten(2, 3) @ key).unflatten(2, rows.shape[2:4]) * scaling
+        scores = _capped((rows.flatten(2, 3) @ key).unflatten(2, rows.shape[2:4]) * scaling, soft_cap)
         shown = visible if visible is None or visible.shape[1] == 1 else visible[:, start : start + block]
         parts.append(_softmax_sum(scores, shown, lambda weights: weights @ value))
     if len(parts) == 1:
         return parts[0]
     outs, lses = zip(*parts, strict=True)
     return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
+
+
+def _capped(scores: Tensor, soft_cap: float | None) -> Tensor:
+    return scores if soft_cap is None else torch.tanh(scores / soft_cap) * soft_cap
 
 
 def _softmax_sum(scores: Tensor, visible: Tensor | None, weighted_sum: Callable[[Tensor], Tensor]) -> PartialAttention:
@@ -131,6 +136,7 @@ def attend_window(
     window: WindowTokens,
     scaling: float,
     codes: PartialAttention | None,
+    soft_cap: float | None = None,
 ) -> Tensor:
     """Attention of the new tokens over the window up to themselves, merged with that over the codes.
 
@@ -141,17 +147,20 @@ def attend_window(
         window: which tokens they hold, and which the queries are.
         scaling: factor of the scores.
         codes: (out, lse) over the codes, if there are any.
+        soft_cap: as for `partial_attention`.
 
     Returns:
         [batch, query_len, num_heads, head_dim] in the query's dtype; 0 where a query sees nothing.
     """
     visible = window.visible(query.shape[2], query.device)
-    partial = partial_attention(query, window.read(key), window.read(value), visible, scaling)
+    partial = partial_attention(query, window.read(key), window.read(value), visible, scaling, soft_cap)
     out = partial[0] if codes is None else merge_state(partial, codes)[0]
     return out.to(query.dtype).transpose(1, 2).contiguous()
 
 
-def attend_codes(codec: LayerCodec, query: Tensor, encoded: EncodedTokens, scaling: float) -> PartialAttention:
+def attend_codes(
+    codec: LayerCodec, query: Tensor, encoded: EncodedTokens, scaling: float, soft_cap: float | None = None
+) -> PartialAttention:
     """Attends to the tokens block by block: a few queries to codes as they are stored, more to decoded tokens.
 
     Args:
@@ -159,16 +168,23 @@ def attend_codes(codec: LayerCodec, query: Tensor, encoded: EncodedTokens, scali
         query: rotated, [batch, num_heads, query_len, head_dim].
         encoded: at least one token.
         scaling: factor of the scores.
+        soft_cap: as for `partial_attention`.
 
     Returns:
         (out, lse), float32 [batch, num_heads, query_len, head_dim] and [batch, num_heads, query_len].
     """
     blocks = codec.blocks(encoded.length, _BLOCK_TOKENS)
-    return reduce(merge_state, (_attend_block(codec, query, encoded, scaling, *block) for block in blocks))
+    return reduce(merge_state, (_attend_block(codec, query, encoded, scaling, soft_cap, *block) for block in blocks))
 
 
 def _attend_block(
-    codec: LayerCodec, query: Tensor, encoded: EncodedTokens, scaling: float, start: int, stop: int
+    codec: LayerCodec,
+    query: Tensor,
+    encoded: EncodedTokens,
+    scaling: float,
+    soft_cap: float | None,
+    start: int,
+    stop: int,
 ) -> PartialAttention:
     """Attention over the tokens [start, stop)."""
     rotation = None if encoded.rotations is None else encoded.rotations.tokens(start, stop)
@@ -178,7 +194,7 @@ def _attend_block(
     rows = query.float().unflatten(1, (codec.key.spec.num_kv_heads, -1))
     if rows.shape[2] * rows.shape[3] > _FEW_ROWS:
         key = codec.decode_keys(key_codes, encoded.key_state, rotation, torch.float32)
-        return partial_attention(query, key, codec.value.decode(value_codes, None), visible, scaling)
+        return partial_attention(query, key, codec.value.decode(value_codes, None), visible, scaling, soft_cap)
     scores = codec.scores(rows.flatten(2, 3) * scaling, key_codes, encoded.key_state, rotation)
-    scores = scores.unflatten(2, rows.shape[2:4])
+    scores = _capped(scores.unflatten(2, rows.shape[2:4]), soft_cap)
     return _softmax_sum(scores, visible, lambda weights: codec.value.weighted_sum(weights, value_codes))

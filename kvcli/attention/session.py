@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvcli.attention.backend import AttentionBackend, choose_backend
+from kvcli.attention.backend import choose_backend
 from kvcli.attention.decoder import Decoder, LogitsNotFinite, Mode
 from kvcli.attention.generation import Generated, prefill, stop_tokens
 from kvcli.attention.layer import attend_layer
@@ -28,8 +28,9 @@ from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import Method
 from kvcli.models import not_finite
 from kvcli.registry import BASELINE, get_method
-from kvcli.seam.patch import RotaryOutput, Seam, find_decoder, layer_index
-from kvcli.seam.sdpa import sdpa
+from kvcli.seam.decoder import decoder_layers
+from kvcli.seam.layer import AttentionCall
+from kvcli.seam.patch import Seam
 from kvcli.spec import ModelSpec
 
 
@@ -69,11 +70,17 @@ class Session:
         self.layers = frozenset(range(len(codecs)) if layers is None else layers)
         self._fitted, self._model_name = fitted, model_name or type(model).__name__
         device = device_of_layers(model)
-        self.backend = choose_backend(method, [codecs[layer_idx] for layer_idx in sorted(self.layers)], impl, device)
-        self._baseline_backend = choose_backend(get_method(BASELINE), (), impl, device)
-        for codec in codecs:
-            codec.use_kernels(self.backend.impl == "fused")
         self._seam = Seam(model, self._attend, self._check_call, self._check_drafts)
+        impl = _possible(impl, spec)
+        self.backend = choose_backend(method, [codecs[layer_idx] for layer_idx in sorted(self.layers)], impl, device)
+        baseline = choose_backend(get_method(BASELINE), (), impl, device)
+        self._backends = [
+            (self.backend if layer.layer_idx in self.layers else baseline).with_soft_cap(layer.soft_cap)
+            for layer in self._seam.attention.layers
+        ]
+        for layer_idx, codec in enumerate(codecs):
+            codec.rotated = layer_idx not in spec.unrotated
+            codec.use_kernels(self.backend.impl == "fused")
         self._known: CacheIdentity | None = None
         self._seam.open()
 
@@ -162,12 +169,14 @@ class Session:
         logits = prefill(self.model, cache, input_ids, attention_mask, prefill_chunk)
         stops, padding = stop_tokens(self.model, eos_token_id, pad_token_id)
         if mode is None:
-            mode = "graphs" if input_ids.is_cuda and self.backend.impl == "fused" else "passes"
-        backends = [self._layer_backend(layer_idx) for layer_idx in range(len(self.codecs))]
+            graphs = input_ids.is_cuda and self.backend.impl == "fused" and not self.spec.other_layers
+            mode = "graphs" if graphs else "passes"
+        if self.spec.other_layers and mode != "passes":
+            raise UsageError("layers that keep transformers' own cache cannot take part in steps; choose passes")
         decoder = Decoder(
             self.model,
             cache,
-            backends,
+            self._backends,
             NextToken(sampling, input_ids, logits.shape[-1]),
             sampling.max_new_tokens,
             stops=stops,
@@ -182,9 +191,6 @@ class Session:
             raise not_finite(self.model, f"method '{self.method.name}'", again) from None
         sequences = torch.cat((input_ids, decoder.tokens[:, : decoder.made]), dim=1)
         return Generated(sequences, decoder.made, cache, decoder.graph_bytes, decoder.note)
-
-    def _layer_backend(self, layer_idx: int) -> AttentionBackend:
-        return self.backend if layer_idx in self.layers else self._baseline_backend
 
     def detach(self) -> None:
         """Restores the model exactly; detaching twice is harmless."""
@@ -211,27 +217,18 @@ class Session:
         if isinstance(cache, CompressedCache):
             cache.sequences.check_rollback()
 
-    def _attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Any,
-        value: Any,
-        mask: Tensor | None,
-        scaling: float,
-        rotary: RotaryOutput,
-    ) -> Tensor:
-        if isinstance(key, NewTokens):
-            backend = self._layer_backend(layer_index(module))
-            with _current_device(query):
-                if not torch.is_grad_enabled():
-                    return attend_layer(key, query, mask, rotary, backend, scaling)
-                with torch.no_grad():
-                    output = attend_layer(key, query, mask, rotary, backend, scaling)
-                refused: Tensor = _RefuseBackward.apply(output, query, key.key, key.value)  # type: ignore[no-untyped-call]
-                return refused
-        rotate = rotary.rotation.apply
-        return sdpa(rotate(query), rotate(key), value, mask, scaling)
+    def _attend(self, call: AttentionCall) -> Tensor:
+        if not isinstance(call.key, NewTokens):
+            return call.exact()
+        backend = self._backends[call.layer.layer_idx]
+        with _current_device(call.query):
+            if not torch.is_grad_enabled():
+                return attend_layer(call, backend)
+            with torch.no_grad():
+                output = attend_layer(call, backend)
+            new = call.key
+            refused: Tensor = _RefuseBackward.apply(output, call.query, new.key, new.value)  # type: ignore[no-untyped-call]
+            return refused
 
 
 class _RefuseBackward(torch.autograd.Function):
@@ -255,6 +252,21 @@ def _current_device(x: Tensor) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
+def _possible(impl: str, spec: ModelSpec) -> str:
+    """The implementation that serves a model's shapes.
+
+    Raises:
+        UsageError: kernels were asked for, and do not serve them.
+    """
+    if spec.value_dim == spec.head_dim or impl == "reference":
+        return impl
+    if impl == "fused":
+        raise UsageError(
+            f"the kernels need values as wide as keys, not {spec.value_dim} channels beside {spec.head_dim}"
+        )
+    return "reference"
+
+
 def device_of_layers(model: nn.Module) -> torch.device:
     """The device that all layers' keys are made on.
 
@@ -262,13 +274,9 @@ def device_of_layers(model: nn.Module) -> torch.device:
         UnsupportedModelError: several devices, or weights that are not in memory.
     """
     devices = set()
-    for layer in find_decoder(model).layers:  # type: ignore[union-attr]
+    for layer in decoder_layers(model):
         # adapters and quantized projections keep their weights under names, and in buffers, of their own
-        for module in (layer.self_attn, layer):
-            tensors = {x.device for x in chain(module.parameters(), module.buffers())}
-            if tensors:
-                devices |= tensors
-                break
+        devices |= {x.device for x in chain(layer.parameters(), layer.buffers())}
     if len(devices) > 1:
         names = ", ".join(sorted(map(str, devices)))
         raise UnsupportedModelError(f"the model's layers are on several devices ({names}); kvcli needs them on one")

@@ -15,6 +15,7 @@ from torch import Tensor
 from kvcli.cache.window import WindowTokens
 from kvcli.kernels.launch import cdiv, power_of_two, row_major
 from kvcli.kernels.pdl import pdl_launch_options, pdl_wait
+from kvcli.kernels.soft_cap import capped
 from kvcli.kernels.tiles import Tiles
 from kvcli.methods.encoded import PartialAttention
 
@@ -31,7 +32,7 @@ def _attend_kernel(
     q_batch, q_head, q_time, k_batch, k_head, k_time, v_batch, v_head, v_time, i_batch, i_time,
     o_batch, o_head, o_time, sinks, ring, num_kv_heads, query_len, kv_len, scaling,
     GROUPS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    PER_ROW: tl.constexpr, HAS_CODES: tl.constexpr,
+    SOFT_CAP: tl.constexpr, PER_ROW: tl.constexpr, HAS_CODES: tl.constexpr,
 ):  # fmt: skip
     """softmax(q k^T scaling) v of the query heads of one kv head, merged with (out, lse) of the codes.
 
@@ -39,7 +40,8 @@ def _attend_kernel(
     query [batch, GROUPS * num_kv_heads, query_len, D], key and value [batch, num_kv_heads, sinks + ring, D] of the
     model's dtype, attended and index as in `WindowTokens`: numbers, or with PER_ROW int32 [batch] and
     [batch, query_len]; codes_out float32 [batch, heads, query_len, D], codes_lse float32
-    [batch, heads, query_len], out strided like the query. kv_len: window tokens of the longest row. Sums in float32.
+    [batch, heads, query_len], out strided like the query.
+    SOFT_CAP: of the scores, 0 for none. kv_len: window tokens of the longest row. Sums in float32.
     Tuned on one H200 (torch 2.11, triton 3.6).
     """
     i_b = (tl.program_id(0) // num_kv_heads).to(tl.int64)
@@ -78,6 +80,8 @@ def _attend_kernel(
         b_v = tl.load(value + slot[:, None] * v_time + o_d[None, :], mask=m_kv, other=0.0)
         # [M, N]
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scaling
+        if SOFT_CAP:
+            b_s = capped(b_s, SOFT_CAP)
         b_s = tl.where(o_n[None, :] < b_seen[:, None], b_s, float("-inf"))
         new_max = tl.maximum(b_max, tl.max(b_s, 1))
         safe = tl.where(new_max == float("-inf"), 0.0, new_max)
@@ -109,11 +113,12 @@ def attend_window(
     window: WindowTokens,
     scaling: float,
     codes: PartialAttention | None,
+    soft_cap: float | None = None,
 ) -> Tensor:
     """As `kvcli.attention.reference.attend_window`, in one launch."""
     batch, heads, query_len, head_dim = query.shape
     out = torch.empty(batch, query_len, heads, head_dim, dtype=query.dtype, device=query.device)
-    _launch(query, key, value, window, scaling, out.transpose(1, 2), codes)
+    _launch(query, key, value, window, scaling, out.transpose(1, 2), codes, soft_cap)
     return out
 
 
@@ -125,6 +130,7 @@ def _launch(
     scaling: float,
     out: Tensor,
     codes: PartialAttention | None,
+    soft_cap: float | None,
 ) -> None:
     batch, heads, query_len, head_dim = query.shape
     kv_heads = key.shape[1]
@@ -142,6 +148,7 @@ def _launch(
         *((0, 0) if isinstance(index, int) else index.stride()), *out.stride()[:3],
         window.layout.sinks, window.layout.ring, kv_heads, query_len, window.length, scaling,
         GROUPS=groups, D=head_dim, BLOCK_D=max(16, power_of_two(head_dim)), **tile,
+        SOFT_CAP=soft_cap or 0.0,
         PER_ROW=not isinstance(index, int), HAS_CODES=codes is not None, num_warps=4,
         **({} if codes is None else pdl_launch_options()),
     )  # fmt: skip

@@ -31,7 +31,7 @@ from kvcli.cache.compressed import CompressedCache
 from kvcli.cache.layer import NewTokens
 from kvcli.methods.encoded import EncodedTokens, PartialAttention
 from kvcli.methods.layer_codec import LayerCodec
-from kvcli.seam.patch import RotaryOutput
+from kvcli.seam.layer import AttentionCall, RotaryOutput
 from kvcli.spec import ModelSpec
 
 NewCache = Callable[[], Any]
@@ -212,8 +212,10 @@ def _fill_compressed(cache: CompressedCache, key: Tensor, value: Tensor, spec: M
         attend_window=lambda query, *window: query.transpose(1, 2),
         attend_new=None,
     )
-    for layer in cache.layers:
-        attend_layer(NewTokens(layer, key, value), query, None, rotary, backend, 1.0)
+    for layer in cache.compressed:
+        attend_layer(
+            AttentionCall(layer.attention, query, NewTokens(layer, key, value), value, None, 1.0, rotary), backend
+        )
 
 
 def _no_codes(codec: LayerCodec, query: Tensor, encoded: EncodedTokens, scaling: float) -> PartialAttention:

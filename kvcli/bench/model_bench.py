@@ -29,8 +29,7 @@ from kvcli.bench.run import Run, step_weights_bytes
 from kvcli.bench.timing import copy_bandwidth
 from kvcli.errors import UsageError
 from kvcli.methods.encoded import AttendCodes
-from kvcli.seam.patch import find_rope
-from kvcli.spec import ModelSpec
+from kvcli.seam.probe import probe
 
 _WARM_TOKENS = 40
 """New tokens of the warm-up run beyond a round of encoding, so that all kernels are compiled."""
@@ -82,7 +81,8 @@ class ModelBench:
             raise UsageError("CUDA graphs need a GPU; use --decode steps or passes")
         if memory_budget is not None:
             check_budget(memory_budget, self.device)
-        self.spec, self.rope = ModelSpec.from_config(model.config), find_rope(model)
+        attention = probe(model)
+        self.spec, self.rope = attention.spec, attention.rope
         self.weights_bytes = sum(weight.nbytes for weight in model.parameters())
         self.attends: dict[str, tuple[str, AttendCodes]] = {
             case.name: ("sdpa", reference_attend)

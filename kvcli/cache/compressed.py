@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicCache
 
 from kvcli.cache.content import put, take
 from kvcli.cache.context import Context
@@ -58,7 +58,8 @@ class CompressedCache(Cache):
         self._codecs, self._seam, self._identity = codecs, seam, identity
         self._compressed_layers = len(codecs) if compressed_layers is None else compressed_layers
         self.sequences = self._new_sequences()
-        super().__init__(layers=self._new_layers(self.sequences))
+        self.compressed = self._new_layers(self.sequences)
+        super().__init__(layers=self._all_layers())
 
     def check_session(self, seam: Seam) -> None:
         """Checks which session's model is given this cache.
@@ -98,18 +99,44 @@ class CompressedCache(Cache):
         return Sequences(self._seam.rope, counts, len(self._codecs), stateful)
 
     def _new_layers(self, sequences: Sequences) -> list[Any]:
-        return [CompressedLayer(codec, self.config, sequences, self._seam) for codec in self._codecs]
+        attention = self._seam.attention.layers
+        return [
+            CompressedLayer(codec, self.config, sequences, self._seam, layer)
+            for codec, layer in zip(self._codecs, attention, strict=True)
+        ]
+
+    def _all_layers(self) -> list[Any]:
+        """The compressed layers, and transformers' own for the others of the model."""
+        if not self.spec.other_layers:
+            return self.compressed
+        layers: list[Any] = DynamicCache(config=self._seam.model.config).layers
+        for layer_idx, layer in enumerate(self.compressed):
+            layers[self.spec.in_model(layer_idx)] = layer
+        return layers
+
+    @property
+    def other_layers(self) -> list[Any]:
+        """The layers of transformers' own, of sliding windows, linear attention and the like."""
+        ours = {id(layer) for layer in self.compressed}
+        return [layer for layer in self.layers if id(layer) not in ours]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Slots seen so far, padding included."""
+        return self.sequences.slots
 
     def reset(self) -> None:
         """Forgets all tokens."""
         self.sequences = self._new_sequences()
-        self.layers = self._new_layers(self.sequences)
+        self.compressed = self._new_layers(self.sequences)
+        self.layers = self._all_layers()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorders the rows for beam search, [batch] indices."""
         self.sequences.select(beam_idx)
-        for layer in self.layers:
+        for layer in self.compressed:
             layer.select(beam_idx)
+        for layer in self.other_layers:
+            layer.reorder_cache(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps some rows: indices, or a boolean [batch]."""
@@ -126,6 +153,7 @@ class CompressedCache(Cache):
         Raises:
             CacheError: drafts could not be removed; the message says why.
         """
+        self._check_only_full_attention("drafted tokens cannot be removed again")
         self.sequences.check_rollback()
 
     @property
@@ -148,8 +176,9 @@ class CompressedCache(Cache):
             return
         if slots > self.sequences.slots:
             raise CacheError(f"cannot remove {slots} tokens from a cache of {self.sequences.slots}")
+        self._check_only_full_attention("tokens cannot be removed")
         emptied = self.sequences.crop(slots, self.sequences.tokens_in_last(slots))
-        for layer in self.layers:
+        for layer in self.compressed:
             layer.restart(emptied)
 
     def snapshot(self, device: torch.device | str = "cpu") -> Snapshot:
@@ -161,8 +190,9 @@ class CompressedCache(Cache):
         Raises:
             CacheError: the cache is empty, or a pass over it broke off.
         """
+        self._check_only_full_attention("the cache cannot be saved")
         self.sequences.check_at_rest()
-        return take(self.sequences, [layer.store for layer in self.layers], device)
+        return take(self.sequences, [layer.store for layer in self.compressed], device)
 
     def restore(self, snapshot: Snapshot) -> None:
         """Fills this cache, which is empty, with what another one held; it goes on as that one would.
@@ -177,8 +207,9 @@ class CompressedCache(Cache):
             raise CacheError(f"the cache holds {self.sequences.slots} tokens; restore into a new one")
         sequences = self._new_sequences()
         stores = put(snapshot, sequences, self._codecs, self._seam.rope.inv_freq.device)
-        self.sequences, self.layers = sequences, self._new_layers(sequences)
-        for layer, store in zip(self.layers, stores, strict=True):
+        self.sequences, self.compressed = sequences, self._new_layers(sequences)
+        self.layers = self._all_layers()
+        for layer, store in zip(self.compressed, stores, strict=True):
             layer.store, layer.is_initialized = store, True
 
     def context(self, input_ids: Tensor | None = None, notes: Mapping[str, Any] | None = None) -> Context:
@@ -208,9 +239,17 @@ class CompressedCache(Cache):
         """
         self.context(input_ids).save(path)
 
+    def _check_only_full_attention(self, refused: str) -> None:
+        """Raises CacheError if layers of other kinds keep a state that we cannot cut or copy."""
+        if self.spec.other_layers:
+            count = self.spec.other_layers
+            raise CacheError(
+                f"{refused}: {count} layers of the model keep transformers' own cache, which has no such form"
+            )
+
     def memory(self) -> MemoryReport:
         """Measures the cache from its live tensors."""
-        counts, stores = self.sequences.counts, [layer.store for layer in self.layers if layer.store is not None]
+        counts, stores = self.sequences.counts, [layer.store for layer in self.compressed if layer.store is not None]
         keys = sum(store.key_codes.nbytes(counts.keys.coded) for store in stores)
         values = sum(store.value_codes.nbytes(counts.values.coded) for store in stores)
         window = sum(sum(counts.window) * x[0, :, 0].nbytes for store in stores for x in (store.keys, store.values))

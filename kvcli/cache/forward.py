@@ -12,6 +12,7 @@ from torch import Tensor
 from kvcli.cache.counts import Counts, Encoding, FlushPlan
 from kvcli.cache.ranges import Ranges
 from kvcli.cache.window import WindowTokens
+from kvcli.methods.layer_codec import LayerCodec
 from kvcli.rope import Rotation, TokenRotations
 
 if TYPE_CHECKING:
@@ -86,14 +87,24 @@ class Forward:
             return None
         return row_values(attended, self.device, torch.int32)
 
-    @cached_property
-    def code_rotations(self) -> TokenRotations:
-        """RoPE of the tokens that are attended to as codes."""
-        return self.sequences.code_rotations(self.plan.attended, self.code_lengths)
+    def rotation_of(self, codec: LayerCodec) -> Rotation:
+        """RoPE of the new slots in a layer, in the model's dtype."""
+        return self.rotation if codec.rotated else self._no_rotation
+
+    def code_rotations(self, codec: LayerCodec) -> TokenRotations:
+        """RoPE of the tokens that a layer attends to as codes."""
+        return self.sequences.code_rotations(self.plan.attended, self.code_lengths, codec.rotated)
+
+    def key_rotations(self, codec: LayerCodec) -> list[Rotation]:
+        """RoPE of the keys that are encoded, float32, for codecs that work before RoPE."""
+        return self._key_rotations if codec.rotated else [Rotation.none(x) for x in self._key_rotations]
 
     @cached_property
-    def key_rotations(self) -> list[Rotation]:
-        """RoPE of the keys that are encoded, float32, for codecs that work before RoPE."""
+    def _no_rotation(self) -> Rotation:
+        return Rotation.none(self.rotation)
+
+    @cached_property
+    def _key_rotations(self) -> list[Rotation]:
         return [self._rotation(encoding) for encoding in self.plan.keys]
 
     def _rotation(self, encoding: Encoding) -> Rotation:

@@ -14,6 +14,7 @@ from kvcli.cache.store import LayerStore
 from kvcli.errors import CacheError
 from kvcli.methods.config import CacheConfig
 from kvcli.methods.layer_codec import LayerCodec
+from kvcli.seam.layer import LayerAttention
 from kvcli.seam.patch import Seam
 from kvcli.seam.untraced import untraced
 
@@ -36,13 +37,16 @@ class NewTokens(NamedTuple):
 
 
 class CompressedLayer(CacheLayerMixin):
-    """Keys and values of one layer."""
+    """Keys and values of one layer of full attention."""
 
     is_sliding = False
     supports_early_init = False
 
-    def __init__(self, codec: LayerCodec, config: CacheConfig, sequences: Sequences, seam: Seam) -> None:
+    def __init__(
+        self, codec: LayerCodec, config: CacheConfig, sequences: Sequences, seam: Seam, attention: LayerAttention
+    ) -> None:
         super().__init__()
+        self.attention = attention
         self.codec, self.config, self.sequences, self.seam = codec, config, sequences, seam
         self.store: LayerStore | None = None
         self._device_before_offload: torch.device | None = None
@@ -56,10 +60,10 @@ class CompressedLayer(CacheLayerMixin):
         """
         if not self.seam.is_open:
             raise CacheError(DETACHED)
-        if self.seam.current.output is None:
+        if not self.seam.current.is_running:
             raise CacheError(OTHER_MODEL)
         self.is_initialized = True
-        return NewTokens(self, key_states, value_states), value_states
+        return NewTokens(self, self.attention.in_order(key_states), value_states), value_states
 
     @ordinary_tensors
     def make_store(self, new: NewTokens, forward: Forward) -> LayerStore:

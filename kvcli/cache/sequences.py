@@ -17,8 +17,8 @@ from kvcli.cache.forward import Forward, ordinary_tensors, row_values
 from kvcli.cache.mask import check_mask
 from kvcli.cache.step import Step
 from kvcli.errors import CacheError
-from kvcli.rope import Rope, Rotation, TokenRotations
-from kvcli.seam.patch import RotaryOutput
+from kvcli.rope import NoRope, Rope, Rotation, TokenRotations
+from kvcli.seam.layer import RotaryOutput
 
 _MASK_FORGOTTEN = "the cache holds padding: pass attention_mask, for earlier and new tokens, with every forward pass"
 
@@ -44,7 +44,8 @@ class Sequences:
         self.observed: list[int] = []
         self.valid = torch.ones(0, 0, dtype=torch.bool)
         self.positions = torch.zeros(0, 0, dtype=torch.int32)
-        self._code_rotations: tuple[Counts, TokenRotations] | None = None
+        self._code_rotations: dict[bool, TokenRotations] = {}
+        self._counts_of_rotations: Counts = ()
         self._forward: Forward | None = None
         self._layers_left = 0
         self.step: Step | None = None
@@ -62,7 +63,7 @@ class Sequences:
     @property
     def nbytes(self) -> int:
         """Bytes of positions, padding marks and cached rotations of encoded tokens."""
-        rotations = self._code_rotations[1].nbytes if self._code_rotations is not None else 0
+        rotations = sum(x.nbytes for x in self._code_rotations.values())
         return rotations + self.valid.nbytes + self.positions.nbytes
 
     def forward(self, rotary: RotaryOutput, query: Tensor, mask: Tensor | None) -> Forward:
@@ -109,26 +110,36 @@ class Sequences:
         """RoPE of tokens [start, stop) of every row, float32; rows that are shorter get position 0 there."""
         return self.rope.rotation(self.positions[:, start:stop].long(), torch.float32)
 
-    def code_rotations(self, counts: Counts, lengths: Tensor | None) -> TokenRotations:
+    def code_rotations(self, counts: Counts, lengths: Tensor | None, rotated: bool = True) -> TokenRotations:
         """RoPE of the first `counts` tokens of each row after its sinks, kept until the counts change.
 
         Args:
             counts: tokens of each row.
             lengths: the same as int32 [batch]; None when all are equal.
+            rotated: of layers that rotate, or the rotation by 0 of those that do not.
 
         Returns:
             Tables that kernels and the reference ask for.
         """
-        if self._code_rotations is None or self._code_rotations[0] != counts:
+        if self._counts_of_rotations != counts:
+            self._code_rotations, self._counts_of_rotations = {}, counts
+        if rotated not in self._code_rotations:
             first = self.counts.sink_length
             positions = self.positions[:, first : first + max(counts)]
-            self._code_rotations = (counts, TokenRotations(self.rope, positions, lengths))
-        return self._code_rotations[1]
+            self._code_rotations[rotated] = TokenRotations(self._rope(rotated), positions, lengths)
+        return self._code_rotations[rotated]
 
-    def rotations_of_codes(self, capacity: int) -> TokenRotations:
+    def rotations_of_codes(self, capacity: int, rotated: bool = True) -> TokenRotations:
         """RoPE of tokens [sinks, sinks + capacity) of every row, also of tokens to come that `extend` announced."""
         first = self.counts.sink_length
-        return TokenRotations(self.rope, self.positions[:, first : first + capacity])
+        return TokenRotations(self._rope(rotated), self.positions[:, first : first + capacity])
+
+    def _rope(self, rotated: bool) -> Rope:
+        inv_freq = self.rope.inv_freq
+        return self.rope if rotated else NoRope(2 * len(inv_freq), inv_freq.device)
+
+    def _forget_rotations(self) -> None:
+        self._code_rotations, self._counts_of_rotations = {}, ()
 
     @ordinary_tensors
     def extend(self, count: int) -> Tensor:
@@ -156,13 +167,14 @@ class Sequences:
     @ordinary_tensors
     def end_steps(self, count: int) -> None:
         """Notes that `count` passes of a step, which `counts` knows of, have added a token to each row."""
-        self.step, self._code_rotations = None, None
+        self.step = None
+        self._forget_rotations()
         self.valid = nn.functional.pad(self.valid, (0, count), value=True)
 
     @ordinary_tensors
     def select(self, rows: Tensor) -> None:
         """Keeps, repeats or reorders rows, [count] indices."""
-        self._code_rotations = None
+        self._forget_rotations()
         if not self.lengths:
             return
         rows = rows.to(self.valid.device)
@@ -216,7 +228,7 @@ class Sequences:
                 "remove all tokens, or make a new cache"
             )
         self.counts.truncate(removed)
-        self._code_rotations = None
+        self._forget_rotations()
         self.valid = self.valid[:, : self.slots - slots].clone()
         self.observed = [min(pair) for pair in zip(lengths, self.observed, strict=True)]
         return [row for row, length in enumerate(lengths) if not length]

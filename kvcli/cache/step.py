@@ -16,6 +16,7 @@ from torch import Tensor
 from kvcli.cache.counts import Encoding, FlushPlan
 from kvcli.cache.forward import Forward, ordinary_tensors
 from kvcli.cache.window import WindowTokens
+from kvcli.methods.layer_codec import LayerCodec
 from kvcli.rope import Rotation, TokenRotations
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ class Step:
         self._copied: list[torch.cuda.Event | None] = [None] * count
         self._next = 0
         self.first_position = first_position
-        self.rotations = sequences.rotations_of_codes(capacity)
+        self.rotations = {rotated: sequences.rotations_of_codes(capacity, rotated) for rotated in (True, False)}
 
     def load(self, plan: FlushPlan) -> None:
         """Writes the counts of a pass to the device, in the order of the stream."""
@@ -153,9 +154,8 @@ class StepForward(Forward):
     def code_lengths(self) -> Tensor | None:
         return self.step.attended
 
-    @cached_property
-    def code_rotations(self) -> TokenRotations:
-        return self.step.rotations
+    def code_rotations(self, codec: LayerCodec) -> TokenRotations:
+        return self.step.rotations[codec.rotated]
 
     def _rotation(self, encoding: Encoding) -> Rotation:
         tokens = self.plan.layout.sinks + encoding.start + torch.arange(encoding.count, device=self.device)

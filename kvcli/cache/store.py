@@ -86,7 +86,7 @@ class LayerStore:
             note: called with what was encoded.
         """
         for i, encoding in enumerate(forward.plan.keys):
-            rotation = forward.key_rotations[i] if self.codec.needs_rotations else None
+            rotation = forward.key_rotations(self.codec)[i] if self.codec.needs_rotations else None
             keys = self._take(self.keys, encoding)
             if rotation is not None:
                 keys = self.codec.encoder_input(keys, rotation, unrotate)

@@ -35,7 +35,8 @@ from kvcli.sample_parts import (
 )
 from kvcli.samples import FORMAT_VERSION, MANIFEST
 from kvcli.seam.key_bias import key_biases
-from kvcli.seam.patch import Seam, find_rope
+from kvcli.seam.patch import Seam
+from kvcli.seam.probe import find_rope
 
 if TYPE_CHECKING:
     from kvcli.calibrate.collect import CollectConfig

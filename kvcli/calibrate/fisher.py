@@ -23,8 +23,8 @@ from torch.utils.checkpoint import checkpoint
 from kvcli.errors import SamplesError
 from kvcli.layer_samples import LayerFisher
 from kvcli.models import LoadedModel
-from kvcli.rope import Rotation
-from kvcli.seam.patch import RotaryOutput, Seam, layer_index
+from kvcli.seam.layer import AttentionCall
+from kvcli.seam.patch import Seam
 
 SEQ_LEN = 1024
 """Longest sequence that gradients pass through; attention holds the scores of one layer in memory."""
@@ -135,21 +135,12 @@ class _Gradients:
     def __init__(self) -> None:
         self.tensors: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def __call__(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        scaling: float,
-        rotary: RotaryOutput,
-    ) -> Tensor:
-        coded = key.clone(), value.clone()
+    def __call__(self, call: AttentionCall) -> Tensor:
+        coded = call.key.clone(), call.value.clone()
         for x in coded:
             x.retain_grad() if x.requires_grad else x.requires_grad_()
-        self.tensors[layer_index(module)] = coded
-        arguments = query, key, value, *coded, mask, scaling, rotary.rotation
+        self.tensors[call.layer.layer_idx] = coded
+        arguments = call.query, call.key, call.value, *coded, call
         output: Tensor = checkpoint(_attend, *arguments, use_reentrant=False)
         return output
 
@@ -160,9 +151,7 @@ def _attend(
     value: Tensor,
     coded_key: Tensor,
     coded_value: Tensor,
-    mask: Tensor | None,
-    scaling: float,
-    rotation: Rotation,
+    call: AttentionCall,
 ) -> Tensor:
     """Attention of one sequence whose tokens beyond sinks and window are other tensors of the same values.
 
@@ -172,9 +161,7 @@ def _attend(
         value: like key.
         coded_key: key, for queries that would read codes.
         coded_value: value, for the same queries.
-        mask: None, or boolean [1, 1, time, time], True where a query sees a key.
-        scaling: factor of the scores.
-        rotation: of all positions.
+        call: its mask, scaling, rotation, soft cap and sinks.
 
     Returns:
         [1, time, num_heads, head_dim].
@@ -182,12 +169,19 @@ def _attend(
     time = query.shape[2]
     at = torch.arange(time, device=query.device)
     distance = at.unsqueeze(1) - at
-    visible = distance >= 0 if mask is None else mask[0, 0]
+    visible = distance >= 0 if call.mask is None else call.mask[0, 0]
     coded = (distance >= _WINDOW) & (at >= _SINKS)
-    rows = (rotation.apply(query) * scaling).unflatten(1, (key.shape[1], -1))
+    rotation = call.rotation
+    rows = (rotation.apply(query) * call.scaling).unflatten(1, (key.shape[1], -1))
     scores = [torch.einsum("bhgqd,bhkd->bhgqk", rows, rotation.apply(x)) for x in (coded_key, key)]
-    seen = torch.where(coded, scores[0], scores[1]).float().masked_fill(~visible, -math.inf)
-    weights = seen.softmax(-1).to(value.dtype)
+    seen = torch.where(coded, scores[0], scores[1]).float()
+    if (cap := call.layer.soft_cap) is not None:
+        seen = cap * torch.tanh(seen / cap)
+    seen = seen.masked_fill(~visible, -math.inf)
+    if call.sinks is not None:
+        logits = call.sinks.float().view(1, key.shape[1], -1, 1, 1).expand(*seen.shape[:-1], 1)
+        seen = torch.cat((seen, logits), dim=-1)
+    weights = seen.softmax(-1)[..., :time].to(value.dtype)
     output = torch.einsum("bhgqk,bhkd->bqhgd", weights * coded, coded_value)
     output = output + torch.einsum("bhgqk,bhkd->bqhgd", weights * ~coded, value)
     return output.flatten(2, 3)

@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kvcli.errors import SamplesError
-from kvcli.seam.patch import RotaryOutput, layer_index
-from kvcli.seam.sdpa import sdpa
+from kvcli.seam.layer import AttentionCall
 
 _KINDS = {"q": "queries", "k": "keys", "v": "values"}
 
@@ -29,17 +28,8 @@ class Recorder:
         self.start, self.stop, self.query_sequences = 0, 0, 0
         self.tensors: dict[str, Tensor] = {}
 
-    def __call__(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        scaling: float,
-        rotary: RotaryOutput,
-    ) -> Tensor:
-        layer_idx = layer_index(module)
+    def __call__(self, call: AttentionCall) -> Tensor:
+        layer_idx, query, key, value = call.layer.layer_idx, call.query, call.key, call.value
         if layer_idx >= self.start:
             bias = self.key_biases[layer_idx]
             if bias is None:
@@ -52,8 +42,7 @@ class Recorder:
                 self._keep(layer_idx, "q", query[: self.query_sequences])
         if layer_idx == self.stop - 1:
             raise WindowDone
-        rotate = rotary.rotation.apply
-        return sdpa(rotate(query), rotate(key), value, mask, scaling)
+        return call.exact()
 
     def _keep(self, layer_idx: int, kind: str, x: Tensor) -> None:
         """Stores x [batch, heads, time, head_dim] as [heads, batch * time, head_dim].

@@ -18,7 +18,7 @@ from kvcli.attention.attach import build_codecs, make_config
 from kvcli.builtin_copy import fetch_builtin
 from kvcli.builtin_models import BUILTIN_MODELS
 from kvcli.checkpoint import read_config
-from kvcli.errors import ChunkError, ConfigError, UsageError
+from kvcli.errors import ChunkError, ConfigError, UnsupportedModelError, UsageError
 from kvcli.hub import download_config
 from kvcli.lmcache.layout import ChunkLayout
 from kvcli.lmcache.settings import SerdeSettings
@@ -28,8 +28,10 @@ from kvcli.methods.method import Method
 from kvcli.progress import no_progress, say_nothing
 from kvcli.registry import get_method, parse_method
 from kvcli.rope import Rope
-from kvcli.seam.patch import find_decoder
+from kvcli.seam.decoder import find_decoder
 from kvcli.spec import ModelSpec
+
+_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 class Served:
@@ -170,12 +172,18 @@ def _rope(config: Any) -> Rope:
     """The rotary embedding of a model with this config."""
     from transformers import AutoModelForCausalLM
 
+    if config.model_type not in _FAMILIES:
+        # chunks hold keys after RoPE in the model's own order of channels, and there is no model here to ask for it
+        raise UnsupportedModelError(
+            f"chunks of model type '{config.model_type}' are not supported; {', '.join(_FAMILIES)} are"
+        )
     smallest = copy.deepcopy(config)
     smallest.num_hidden_layers = 1
     if getattr(smallest, "layer_types", None):
         smallest.layer_types = smallest.layer_types[:1]
     with torch.device("meta"):
-        rotary: Any = find_decoder(AutoModelForCausalLM.from_config(smallest)).rotary_emb
+        model = AutoModelForCausalLM.from_config(smallest)
+        rotary: Any = find_decoder(model).rotary_emb
     return Rope(type(rotary)(config))
 
 

@@ -22,6 +22,7 @@ class LayerCodec(nn.Module, Generic[KeyT, ValueT]):
     Attributes:
         key: codec of the keys, less the offset.
         value: codec of the values.
+        rotated: whether the model rotates queries and keys of the layer; else the rotations that it is given are by 0.
         key_offset: None, or float32 [num_kv_heads, head_dim]: a constant pre-RoPE key b. Only k - b is encoded, as
             R(m)(k - b) where the codec works after RoPE; R(m) b is added to what is decoded.
     """
@@ -34,6 +35,7 @@ class LayerCodec(nn.Module, Generic[KeyT, ValueT]):
         super().__init__()
         self.key = key
         self.value = value
+        self.rotated = True
         self.register_buffer("key_offset", key_offset)
         self._offset_in_use: CachedFromBuffers[Tensor | None] = CachedFromBuffers()
 

@@ -14,7 +14,6 @@ from kvcli.builtin_models import BUILTIN_MODELS, copy_folder
 from kvcli.errors import ModelError
 from kvcli.models import find_config
 from kvcli.plan.live_bytes import META
-from kvcli.seam.patch import find_decoder
 from kvcli.spec import ModelSpec
 
 
@@ -42,14 +41,18 @@ class PlannedModel:
     @cached_property
     def key_bias(self) -> bool:
         """Whether its key projections have a bias."""
-        decoder: Any = find_decoder(self.empty(1))
-        return decoder.layers[0].self_attn.k_proj.bias is not None
+        projections = (x for name, x in self._whole.named_modules() if name.rpartition(".")[2] == "k_proj")
+        return any(getattr(x, "bias", None) is not None for x in projections)
 
     @cached_property
     def weights_bytes(self) -> int:
         """Bytes of all weights, one that two layers share counted once."""
-        one, two = (sum(weight.nbytes for weight in self.empty(layers).parameters()) for layers in (1, 2))
-        return one + (self.spec.num_layers - 1) * (two - one)
+        return sum(weight.nbytes for weight in self._whole.parameters())
+
+    @cached_property
+    def _whole(self) -> nn.Module:
+        """The model without numbers."""
+        return self.empty()
 
     @cached_property
     def checkpoint_bytes(self) -> int:
@@ -58,14 +61,19 @@ class PlannedModel:
         itemsize = stored.itemsize if isinstance(stored, torch.dtype) else 2
         return self.weights_bytes * itemsize // self.dtype.itemsize
 
-    def empty(self, num_layers: int) -> nn.Module:
-        """The model with so many layers on the `meta` device: shapes without numbers."""
+    def empty(self, num_layers: int | None = None) -> nn.Module:
+        """The model on the `meta` device: shapes without numbers.
+
+        Args:
+            num_layers: as many layers of full attention; None: all layers of the model.
+        """
         from transformers import AutoModelForCausalLM
 
         values = self.config.to_dict()
-        values["num_hidden_layers"] = num_layers
-        if values.get("layer_types"):
-            values["layer_types"] = values["layer_types"][:1] * num_layers
+        if num_layers is not None:
+            values["num_hidden_layers"] = num_layers
+            if values.get("layer_types"):
+                values["layer_types"] = ["full_attention"] * num_layers
         values.pop("quantization_config", None)
         config = type(self.config).from_dict(values)
         with META:

@@ -26,8 +26,8 @@ from kvcli.methods.method import Method
 from kvcli.plan.live_bytes import META, Peak, peak_bytes
 from kvcli.plan.model import PlannedModel
 from kvcli.registry import BASELINE, get_method
-from kvcli.seam.patch import RotaryOutput, Seam
-from kvcli.seam.sdpa import sdpa
+from kvcli.seam.layer import AttentionCall
+from kvcli.seam.patch import Seam
 
 _TRACED_TOKENS = 512
 """Longer prompts than twice that are not traced: memory grows by as much per token."""
@@ -80,7 +80,7 @@ class PromptBytes:
                 _take_as_much(coder, self._encoding(theirs, tokens) * planned.spec.num_kv_heads)
             ids = torch.zeros(1, tokens, dtype=torch.int64, device=META)
             with torch.no_grad(), Seam(model, _attend) as seam:
-                cache = CompressedCache(planned.spec, baseline, config, [codec], seam)
+                cache = CompressedCache(seam.attention.spec, baseline, config, [codec], seam)
                 run = partial(model, input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
                 self._traced[tokens] = peak_bytes(run).total - cache.memory().allocated_bytes
         return self._traced[tokens]
@@ -104,10 +104,8 @@ def _take_as_much(codec: Codec[Any], count: int) -> None:
     codec.encode = wrapped  # type: ignore[method-assign]
 
 
-def _attend(
-    module: Any, query: Tensor, key: Any, value: Any, mask: Tensor | None, scaling: float, rotary: RotaryOutput
-) -> Tensor:
-    return attend_layer(key, query, mask, rotary, REFERENCE, scaling)
+def _attend(call: AttentionCall) -> Tensor:
+    return attend_layer(call, REFERENCE)
 
 
 def _extrapolated(trace: Callable[[int], int], count: int, unit: int) -> int:
@@ -136,7 +134,8 @@ def chunk_bytes(prompt: PromptBytes, tokens: int, batch: int, *, fused: bool) ->
     model: Any = planned.empty(1)
     ids = [torch.zeros(batch, count, dtype=torch.int64, device=META) for count in (_EARLIER_TOKENS, tokens)]
     with torch.no_grad(), Seam(model, _attend) as seam:
-        cache = CompressedCache(planned.spec, method, config, [method.build(planned.spec, config, 0)], seam)
+        codec = method.build(planned.spec, config, 0)
+        cache = CompressedCache(seam.attention.spec, method, config, [codec], seam)
         run = partial(model, past_key_values=cache, use_cache=True, logits_to_keep=1)
         peak_bytes(partial(run, input_ids=ids[0]))
         held = cache.memory().allocated_bytes
@@ -156,10 +155,9 @@ def recording_bytes(planned: PlannedModel, config: CollectConfig) -> Peak:
     dtype = torch.bfloat16 if planned.dtype == torch.bfloat16 else torch.float16
     kept: list[Tensor] = []
 
-    def record(module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, rotary: RotaryOutput) -> Any:
-        kept.extend(x.transpose(0, 1).flatten(1, 2).to("cpu", dtype) for x in (key, value, query))
-        rotate = rotary.rotation.apply
-        return sdpa(rotate(query), rotate(key), value, mask, scaling)
+    def record(call: AttentionCall) -> Tensor:
+        kept.extend(x.transpose(0, 1).flatten(1, 2).to("cpu", dtype) for x in (call.key, call.value, call.query))
+        return call.exact()
 
     batch = min(config.batch_size, config.num_sequences)
     ids = torch.zeros(batch, config.seq_len, dtype=torch.int64, device=META)

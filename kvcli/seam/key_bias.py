@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from kvcli.seam.patch import find_decoder
+from kvcli.seam.layer import LayerAttention
+from kvcli.seam.probe import probe
 from kvcli.spec import ModelSpec
 
 
@@ -17,14 +18,16 @@ def key_biases(model: nn.Module, spec: ModelSpec) -> list[Tensor | None]:
         spec: its shapes.
 
     Returns:
-        float32 [num_kv_heads, head_dim] for each layer; None where there is no bias, or where the keys are normalized
-        after the projection, so that it is no constant.
+        float32 [num_kv_heads, head_dim] for each layer, its channels in the order of `kvcli.rope`; None where there is
+        no bias of a projection of keys alone, or where the keys are normalized after it, so that it is no constant.
     """
-    return [_key_bias(layer.self_attn, spec) for layer in find_decoder(model).layers]  # type: ignore[union-attr]
+    return [_key_bias(layer, spec) for layer in probe(model).layers]
 
 
-def _key_bias(attention: nn.Module, spec: ModelSpec) -> Tensor | None:
-    bias = getattr(getattr(attention, "k_proj", None), "bias", None)
-    if bias is None or getattr(attention, "k_norm", None) is not None or bias.numel() != spec.kv_dim:
+def _key_bias(layer: LayerAttention, spec: ModelSpec) -> Tensor | None:
+    bias = getattr(getattr(layer.module, "k_proj", None), "bias", None)
+    normalized = any("norm" in name for name, _ in layer.module.named_modules())
+    if bias is None or normalized or bias.numel() != spec.num_kv_heads * spec.head_dim:
         return None
-    return bias.detach().to(torch.float32, copy=True).view(spec.num_kv_heads, spec.head_dim)
+    heads = bias.detach().to(torch.float32, copy=True).view(spec.num_kv_heads, spec.head_dim)
+    return layer.in_order(heads)

@@ -10,70 +10,41 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from threading import local
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, Cache, GenerationMixin
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from kvcli.errors import ModelError
-from kvcli.rope import Rope, Rotation
-from kvcli.seam.identity import identity_factors
+from kvcli.rope import Rope
+from kvcli.seam.decoder import find_decoder
+from kvcli.seam.layer import AttendFunction, AttentionCall, RotaryOutput
+from kvcli.seam.model import ATTENTION_NAME, SHARED_CONFIG, ModelAttention
+from kvcli.seam.own_attention import own_attention
+from kvcli.seam.probe import probe
+from kvcli.seam.rotary import PreRopeRotary, passes_on
 from kvcli.seam.untraced import untraced
 
-_ATTENTION_NAME = "kvcli"
 _ATTRIBUTE = "kvcli_seam"
-_SHARED_CONFIG = "another model that has the same config object is attached; detach it, or load a copy of the config"
-
-
-class RotaryOutput(NamedTuple):
-    """What the model's rotary module computed for one forward pass.
-
-    Attributes:
-        positions: [batch or 1, query_len] RoPE positions of the new tokens.
-        rotation: their RoPE, in the model's dtype.
-    """
-
-    positions: Tensor
-    rotation: Rotation
-
-
-class AttendFunction(Protocol):
-    """Attention of one layer, given pre-RoPE queries and whatever the cache's `update` returned as key and value."""
-
-    def __call__(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Any,
-        value: Any,
-        mask: Tensor | None,
-        scaling: float,
-        rotary: RotaryOutput,
-    ) -> Tensor:
-        """Returns the attention output, [batch, query_len, num_heads, head_dim]."""
-        ...
+_ATTACHED = "the model is attached already; detach the first session before attaching another"
 
 
 class _CurrentPass(local):
-    """What the rotary module computed for the forward pass that is running in this thread; None between passes."""
+    """The forward pass that is running in this thread.
 
+    Attributes:
+        is_running: whether one is.
+        output: what the rotary module computed for it; None before that, and after the last layer.
+        own: what the rotary module returned.
+        handed: what was handed out instead.
+    """
+
+    is_running = False
     output: RotaryOutput | None = None
-
-
-class _PreRopeRotary(nn.Module):
-    """Replaces the model's rotary module: keeps (cos, sin) of this forward pass, returns (1, 0)."""
-
-    def __init__(self, inner: nn.Module, seam: Seam) -> None:
-        super().__init__()
-        self.inner = inner
-        self.seam = seam
-
-    @untraced
-    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        cos, sin = self.inner(x, position_ids=position_ids)
-        self.seam.current.output = RotaryOutput(position_ids, Rotation.from_model(cos, sin))
-        return identity_factors(cos)
+    own: Any = None
+    handed: Any = None
 
 
 def _accept(anything: Any) -> None:
@@ -92,8 +63,9 @@ class Seam:
             only by versions of transformers that do not ask the cache themselves (before `activate_past_recording`).
 
     Attributes:
+        attention: how the model's layers attend.
         is_open: whether the model is patched.
-        current: its `output` belongs to the forward pass that is running in this thread.
+        current: the forward pass that is running in this thread.
     """
 
     def __init__(
@@ -110,18 +82,19 @@ class Seam:
         self.is_open = False
         self.current = _CurrentPass()
         self._decoder = find_decoder(model)
-        self._last_layer = len(self._decoder.layers) - 1  # type: ignore[arg-type]
         self._parameters = tuple(inspect.signature(self._decoder.forward).parameters)
-        self._rotary: _PreRopeRotary | None = None
+        if getattr(model.config, "_attn_implementation", None) == ATTENTION_NAME:
+            raise ModelError(_ATTACHED if self._is_attached() else SHARED_CONFIG)
+        self.attention: ModelAttention = probe(model)
+        self._rotary: PreRopeRotary | None = None
         self._hooks: list[Any] = []
         self._generator: Any = None
         self._implementation: str | None = None
 
     @property
     def rope(self) -> Rope:
-        """The model's own rotary embedding."""
-        rotary = self._decoder.rotary_emb
-        return Rope(rotary.inner if isinstance(rotary, _PreRopeRotary) else rotary)  # type: ignore[arg-type]
+        """The rotation of the layers' keys: the model's own rotary embedding, or none."""
+        return self.attention.rope
 
     def open(self) -> None:
         """Patches the model.
@@ -129,21 +102,25 @@ class Seam:
         Raises:
             ModelError: the model is patched already, or another model with the same config object.
         """
-        if isinstance(self._decoder.rotary_emb, _PreRopeRotary):
-            raise ModelError("the model is attached already; detach the first session before attaching another")
-        if self.model.config._attn_implementation == _ATTENTION_NAME:
-            raise ModelError(_SHARED_CONFIG)
-        AttentionInterface.register(_ATTENTION_NAME, _attention)
-        AttentionMaskInterface.register(_ATTENTION_NAME, sdpa_mask)
+        if self.model.config._attn_implementation == ATTENTION_NAME:
+            raise ModelError(_ATTACHED if self._is_attached() else SHARED_CONFIG)
+        AttentionInterface.register(ATTENTION_NAME, _attention)
+        AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
         self._implementation = self.model.config._attn_implementation
-        self._rotary = _PreRopeRotary(self._decoder.rotary_emb, self)  # type: ignore[arg-type]
-        self._decoder.rotary_emb = self._rotary
-        for layer in self._decoder.layers:  # type: ignore[union-attr]
-            setattr(layer.self_attn, _ATTRIBUTE, self)
-        self.model.set_attn_implementation(_ATTENTION_NAME)
+        attention = self.attention
+        if attention.source is not None:
+            self._rotary = PreRopeRotary(attention.source, self._on_rotary)
+            _replace(self.model, attention.source.module, self._rotary)
+        for module in attention.modules:
+            setattr(module, _ATTRIBUTE, self)
+        self.model.set_attn_implementation(ATTENTION_NAME)
         self._hooks = [
             self._decoder.register_forward_pre_hook(self._before_pass, with_kwargs=True),
             self._decoder.register_forward_hook(self._after_pass, always_call=True),
+            *(
+                module.register_forward_pre_hook(self._give_own_rotation, with_kwargs=True)
+                for module in attention.rotating_themselves
+            ),
         ]
         if not hasattr(Cache, "activate_past_recording"):
             self._check_drafts_first()
@@ -151,16 +128,17 @@ class Seam:
 
     def close(self) -> None:
         """Restores the model; closing twice is harmless."""
-        if self._rotary is None:
+        if not self.is_open:
             return
         for hook in self._hooks:
             hook.remove()
         if self._generator is not None:
             del self._generator._get_candidate_generator
             self._generator = None
-        self._decoder.rotary_emb = self._rotary.inner
-        for layer in self._decoder.layers:  # type: ignore[union-attr]
-            delattr(layer.self_attn, _ATTRIBUTE)
+        if self._rotary is not None:
+            _replace(self.model, self._rotary, self._rotary.inner)
+        for module in self.attention.modules:
+            delattr(module, _ATTRIBUTE)
         self.model.set_attn_implementation(self._implementation)
         self._rotary, self.is_open = None, False
 
@@ -175,24 +153,45 @@ class Seam:
             ModelError: the attention module was called without positions, outside a forward pass.
         """
         output = self.current.output
-        if output is None or (positions is not None and positions is not output.positions):
+        if output is None or (positions is not None and positions is not output.positions and self._rotary is not None):
             # gradient checkpointing calls a layer again after the pass, on CUDA in another thread
-            if positions is None:
+            if positions is None and self._rotary is not None:
                 raise ModelError("the attention was called outside a forward pass of the model")
+            if positions is None or self._rotary is None:
+                # nothing rotates, so that any positions will do
+                positions = torch.arange(query.shape[2], device=query.device).unsqueeze(0)
             output = RotaryOutput(positions, self.rope.rotation(positions, query.dtype))
             self.current.output = output
         return output
 
     def layer_done(self, module: nn.Module) -> None:
         """Notes that an attention module is done; after the last one nothing of the pass is kept."""
-        if module.layer_idx == self._last_layer:
-            self.current.output = None
+        if module is self.attention.modules[-1]:
+            self._forget_pass()
+
+    def _is_attached(self) -> bool:
+        return any(hasattr(module, _ATTRIBUTE) for module in self.model.modules())
+
+    def _on_rotary(self, output: RotaryOutput, own: Any, handed: Any) -> None:
+        self.current.output, self.current.own, self.current.handed = output, own, handed
+
+    def _forget_pass(self) -> None:
+        self.current.output = self.current.own = self.current.handed = None
+
+    @untraced
+    def _give_own_rotation(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Gives an attention module that rotates by itself what the rotary module returned."""
+        own, handed = self.current.own, self.current.handed
+        if handed is None:
+            return None
+        args = tuple(own if passes_on(x, handed) else x for x in args)
+        return args, {name: own if passes_on(x, handed) else x for name, x in kwargs.items()}
 
     @untraced
     def _before_pass(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Refuses arguments and settings that this attention would ignore."""
         call, config = {**dict(zip(self._parameters, args, strict=False)), **kwargs}, self.model.config
-        if config._attn_implementation != _ATTENTION_NAME:
+        if config._attn_implementation != ATTENTION_NAME:
             raise ModelError(
                 f"the attention implementation was set to '{config._attn_implementation}' while the model is attached; "
                 "detach first"
@@ -205,11 +204,13 @@ class Seam:
         if decoder.training and getattr(decoder, "gradient_checkpointing", False):
             call["use_cache"] = False  # as transformers does
         self.check_call(call)
+        self.current.is_running = True
 
     @untraced
     def _after_pass(self, *args: Any) -> None:
         """Forgets the pass, also one that died between two layers."""
-        self.current.output = None
+        self.current.is_running = False
+        self._forget_pass()
 
     def _check_drafts_first(self) -> None:
         """Makes `generate` call `check_drafts` before it drafts tokens that it may remove from the cache again."""
@@ -248,36 +249,37 @@ def _attention(
     is_causal: bool | None = None,
     position_ids: Tensor | None = None,
     **kwargs: Any,
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, Tensor | None]:
     """Registered with transformers; finds the seam of the module's model."""
     seam: Seam | None = getattr(module, _ATTRIBUTE, None)
     if seam is None:
-        raise ModelError(_SHARED_CONFIG)
+        raise ModelError(SHARED_CONFIG)
     if is_causal is False:
         raise ModelError("is_causal=False is not supported while a model is attached: its attention is causal")
     if dropout:
         raise ModelError("attention dropout is not applied while a model is attached; call model.eval()")
+    layer = seam.attention.layer_of(module)
+    if layer is None:
+        kwargs.update(scaling=scaling, dropout=dropout, position_ids=position_ids)
+        output: tuple[Tensor, Tensor | None] = own_attention(
+            module, seam.attention.implementation, query, key, value, attention_mask, **kwargs
+        )
+        seam.layer_done(module)
+        return output
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     rotary = seam.rotary_output(query, position_ids)
-    output = seam.attend(module, query, key, value, attention_mask, scaling, rotary)
+    if isinstance(key, Tensor):
+        key = layer.in_order(key)
+    sinks = kwargs.get("s_aux") if layer.has_sinks else None
+    call = AttentionCall(layer, layer.in_order(query), key, value, attention_mask, scaling, rotary, sinks)
+    attended = seam.attend(call)
     seam.layer_done(module)
-    return output, None
+    return attended, None
 
 
-def find_rope(model: nn.Module) -> Rope:
-    """The rotary embedding of a model that is not attached."""
-    return Rope(find_decoder(model).rotary_emb)  # type: ignore[arg-type]
-
-
-def layer_index(module: nn.Module) -> int:
-    """The index of the decoder layer that an attention module belongs to."""
-    index: int = module.layer_idx  # type: ignore[assignment]
-    return index
-
-
-def find_decoder(model: nn.Module) -> nn.Module:
-    """The module that owns `rotary_emb` and `layers`."""
-    for module in model.modules():
-        if hasattr(module, "rotary_emb") and hasattr(module, "layers"):
-            return module
-    raise ModelError(f"{type(model).__name__} has no rotary embedding shared by its layers; it cannot be attached")
+def _replace(model: nn.Module, module: nn.Module, by: nn.Module) -> None:
+    """Puts another module in the place of one."""
+    for parent in model.modules():
+        for name, child in parent.named_children():
+            if child is module and parent is not by:
+                setattr(parent, name, by)

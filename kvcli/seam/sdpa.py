@@ -1,12 +1,13 @@
-"""Full-precision attention by PyTorch's SDPA."""
+"""Full-precision attention over plain tensors that are rotated already."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 
 def sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
-    """Causal attention over plain tensors that are rotated already.
+    """Causal attention by PyTorch's SDPA.
 
     Args:
         query: [batch, num_heads, query_len, head_dim].
@@ -33,3 +34,45 @@ def sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling
         enable_gqa=groups > 1,
     )
     return output.transpose(1, 2).contiguous()
+
+
+def plain_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    soft_cap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """As `sdpa`, for scores that are capped or compete with logits of sinks, in float32.
+
+    Args:
+        query: [batch, num_heads, query_len, head_dim].
+        key: [batch, num_kv_heads, kv_len, head_dim]; the queries are the last of its tokens.
+        value: [batch, num_kv_heads, kv_len, value_dim].
+        mask: as for `sdpa`.
+        scaling: factor of the scores.
+        soft_cap: scores s become cap * tanh(s / cap).
+        sinks: [num_heads], logits that take their share of every softmax and add nothing.
+
+    Returns:
+        [batch, query_len, num_heads, value_dim] in the query's dtype.
+    """
+    rows = query.float().unflatten(1, (key.shape[1], -1))
+    scores = torch.einsum("bhgqd,bhkd->bhgqk", rows, key.float()) * scaling
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    visible = causal_mask(query.shape[2], key.shape[2], query.device) if mask is None else mask.unsqueeze(1)
+    scores = scores.masked_fill(~visible, float("-inf"))
+    if sinks is not None:
+        logits = sinks.float().view(1, key.shape[1], -1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat((scores, logits), dim=-1)
+    weights = scores.softmax(-1)[..., : key.shape[2]].nan_to_num()
+    output = torch.einsum("bhgqk,bhkd->bhgqd", weights, value.float()).flatten(1, 2)
+    return output.to(query.dtype).transpose(1, 2).contiguous()
+
+
+def causal_mask(query_len: int, kv_len: int, device: torch.device) -> Tensor:
+    """Boolean [query_len, kv_len]: the last tokens see what is before them and themselves."""
+    return torch.ones(query_len, kv_len, dtype=torch.bool, device=device).tril(kv_len - query_len)

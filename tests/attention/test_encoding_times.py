@@ -21,7 +21,8 @@ from kvcli.methods.kivi import METHOD
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.scalar.config import KIVIConfig
 from kvcli.rope import TokenRotations
-from kvcli.seam.patch import RotaryOutput, Seam
+from kvcli.seam.layer import AttentionCall, RotaryOutput
+from kvcli.seam.patch import Seam
 from kvcli.seam.sdpa import sdpa
 
 R, GROUP, SINKS = 8, 4, 3
@@ -71,7 +72,9 @@ class Layer:
         rotated = self.backend.rotate_and_append(rotary.rotation, query, key, value, *new, straight)
         self.tokens = [torch.cat((old, new[:, row][:, :, real[row]]), 2) for row, old in enumerate(self.tokens)]
         expected = self.expected(rotated, real)
-        actual = attend_layer(NewTokens(self.cache.layers[0], key, value), query, mask, rotary, self.backend, 0.3)
+        layer = self.cache.compressed[0]
+        new = NewTokens(layer, key, value)
+        actual = attend_layer(AttentionCall(layer.attention, query, new, value, mask, 0.3, rotary), self.backend)
         after_sinks = [max(0, tokens.shape[2] - SINKS) for tokens in self.tokens]
         self.coded = [(count // R * R, max(0, count - R)) for count in after_sinks]  # KIVI section 3.3
         return actual, [x.masked_fill(~real[:, :, None, None], 0) for x in expected]

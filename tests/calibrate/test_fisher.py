@@ -14,7 +14,8 @@ from kvcli.calibrate.collect import CollectConfig, collect
 from kvcli.errors import SamplesError
 from kvcli.sample_parts import FISHER
 from kvcli.samples import Recording
-from kvcli.seam.patch import Seam, layer_index
+from kvcli.seam.layer import AttentionCall
+from kvcli.seam.patch import Seam
 
 TIME = 80
 SEQUENCES = torch.randint(3, 97, (3, TIME), generator=torch.Generator().manual_seed(0))
@@ -31,11 +32,11 @@ class Disturbed:
     def __init__(self, layer: int, errors: tuple[Tensor, Tensor]) -> None:
         self.layer, self.errors = layer, errors
 
-    def __call__(self, module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, rotary: Any) -> Tensor:
-        coded = (k, v)
-        if layer_index(module) == self.layer:
-            coded = (k + self.errors[0], v + self.errors[1])
-        return fisher._attend(q, k, v, *coded, mask, scaling, rotary.rotation)
+    def __call__(self, call: AttentionCall) -> Tensor:
+        coded = call.key, call.value
+        if call.layer.layer_idx == self.layer:
+            coded = call.key + self.errors[0], call.value + self.errors[1]
+        return fisher._attend(call.query, call.key, call.value, *coded, call)
 
 
 def log_probs(model: Any, sequence: Tensor, layer: int, errors: tuple[Tensor, Tensor]) -> Tensor:

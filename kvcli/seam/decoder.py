@@ -1,0 +1,36 @@
+"""Where the layers of a model are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from kvcli.errors import ModelError
+
+
+def find_decoder(model: nn.Module) -> nn.Module:
+    """The module that owns the list of all decoder layers.
+
+    Raises:
+        ModelError: no module owns a list of as many layers as the config says.
+    """
+    config: Any = model.config
+    count = config.get_text_config(decoder=True).num_hidden_layers
+    for module in model.modules():
+        if _layers(module, count) is not None:
+            return module
+    raise ModelError(f"{type(model).__name__} has no list of its {count} layers; it cannot be attached")
+
+
+def decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """The decoder layers of a model, in their order."""
+    config: Any = model.config
+    layers = _layers(find_decoder(model), config.get_text_config(decoder=True).num_hidden_layers)
+    assert layers is not None
+    return layers
+
+
+def _layers(module: nn.Module, count: int) -> nn.ModuleList | None:
+    lists = (child for child in module.children() if isinstance(child, nn.ModuleList))
+    return next((found for found in lists if len(found) == count), None)

@@ -1,0 +1,115 @@
+"""How a layer attends, and one call of its attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from kvcli.rope import Rotation
+from kvcli.seam.sdpa import plain_attention, sdpa
+
+ChannelOrder = Literal["halves", "neighbours", "last halves", "last neighbours"]
+"""Which channels of a head form a pair j: j and j + rotary_dim/2, or 2j and 2j + 1, of the first or last rotary_dim."""
+
+
+@dataclass(frozen=True)
+class LayerAttention:
+    """How one layer of full attention attends, as `kvcli.seam.probe` found it.
+
+    Attributes:
+        layer_idx: counted among such layers.
+        module: the attention module.
+        rotated: whether queries and keys reach us before RoPE; else they are attended to as they are.
+        channels: order of the channels in the model.
+        rotary_dim: channels that RoPE rotates.
+        own_rotation: whether the model rotates by itself, in a way that is not understood.
+        soft_cap: of the scores, if they are capped.
+        has_sinks: whether logits of sinks take their share of every softmax.
+    """
+
+    layer_idx: int
+    module: nn.Module
+    rotated: bool = True
+    channels: ChannelOrder = "halves"
+    rotary_dim: int = 0
+    own_rotation: bool = False
+    soft_cap: float | None = None
+    has_sinks: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether scores are products of queries and keys, and nothing else."""
+        return self.soft_cap is None and not self.has_sinks
+
+    def in_order(self, x: Tensor) -> Tensor:
+        """Queries or keys [..., head_dim] with their channels in the order of `kvcli.rope`."""
+        if self.channels == "halves":
+            return x
+        rotated, rest = x[..., : self.rotary_dim], x[..., self.rotary_dim :]
+        if self.channels.startswith("last"):
+            rest, rotated = x.split((x.shape[-1] - self.rotary_dim, self.rotary_dim), dim=-1)
+        pairs = (rotated[..., ::2], rotated[..., 1::2]) if self.channels.endswith("neighbours") else (rotated,)
+        return torch.cat((*pairs, rest), dim=-1)
+
+
+class RotaryOutput(NamedTuple):
+    """What the model's rotary module computed for one forward pass.
+
+    Attributes:
+        positions: [batch or 1, query_len] RoPE positions of the new tokens.
+        rotation: their RoPE, in the model's dtype.
+    """
+
+    positions: Tensor
+    rotation: Rotation
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One call of a layer's attention.
+
+    Attributes:
+        layer: how it attends.
+        query: before RoPE, in the order of `kvcli.rope`, [batch, num_heads, query_len, head_dim].
+        key: what the cache's `update` returned; without a cache [batch, num_kv_heads, query_len, head_dim].
+        value: likewise.
+        mask: None, or boolean [batch or 1, 1, query_len, slots].
+        scaling: factor of the scores.
+        rotary: of the forward pass.
+        sinks: their logits [num_heads], where the layer has them.
+    """
+
+    layer: LayerAttention
+    query: Tensor
+    key: Any
+    value: Any
+    mask: Tensor | None
+    scaling: float
+    rotary: RotaryOutput
+    sinks: Tensor | None = None
+
+    @property
+    def rotation(self) -> Rotation:
+        """RoPE of the new tokens, by 0 where the layer does not rotate."""
+        rotation = self.rotary.rotation
+        return rotation if self.layer.rotated else Rotation.none(rotation)
+
+    def exact(self) -> Tensor:
+        """Full-precision attention without a cache, [batch, query_len, num_heads, value_dim]."""
+        query, key = self.query, self.key
+        if self.layer.rotated:
+            query, key = (self.rotary.rotation.apply(x).to(x.dtype) for x in (query, key))
+        if self.layer.is_plain:
+            return sdpa(query, key, self.value, self.mask, self.scaling)
+        return plain_attention(query, key, self.value, self.mask, self.scaling, self.layer.soft_cap, self.sinks)
+
+
+class AttendFunction(Protocol):
+    """Attention of one layer, given pre-RoPE queries and whatever the cache's `update` returned as key and value."""
+
+    def __call__(self, call: AttentionCall) -> Tensor:
+        """Returns the attention output, [batch, query_len, num_heads, value_dim]."""
+        ...

@@ -1,0 +1,148 @@
+"""The model's rotary module: where it is, what it returns, and the wrapper that keeps its rotation to us."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvcli.rope import Layout, Rope, Rotation
+from kvcli.seam.identity import identity_factors
+from kvcli.seam.layer import RotaryOutput
+from kvcli.seam.untraced import untraced
+
+
+@dataclass
+class RotarySource:
+    """A rotary module as the model calls it for some of its layers.
+
+    Attributes:
+        module: the model's own.
+        arguments: what it is called with besides a tensor and positions, such as the type of the layers.
+        layout: of what it returns.
+    """
+
+    module: nn.Module
+    arguments: tuple[Any, ...] = ()
+    layout: Layout = "halves"
+    rope: Rope = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rope = Rope(self.module, self.layout, self.arguments)
+
+
+@dataclass(frozen=True)
+class RotaryCall:
+    """One call of a rotary module.
+
+    Attributes:
+        module: the model's own.
+        positions: int64 [batch or 1, time].
+        arguments: other arguments than a tensor and positions.
+        output: what it returned.
+    """
+
+    module: nn.Module
+    positions: Tensor
+    arguments: tuple[Any, ...]
+    output: Any
+
+    @classmethod
+    def of(cls, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> RotaryCall | None:
+        """From the arguments of a call; None if they are not those of a rotary module."""
+        rest = [*args[1:], *(value for name, value in kwargs.items() if name not in ("x", "hidden_states"))]
+        if "position_ids" in kwargs:
+            rest.insert(0, rest.pop(next(i for i, x in enumerate(rest) if x is kwargs["position_ids"])))
+        if not rest or not isinstance(rest[0], Tensor) or not _is_rotation(output):
+            return None
+        return cls(module, rest[0], tuple(rest[1:]), output)
+
+    def source(self) -> RotarySource | None:
+        """The source, if its angles depend on the positions alone and it says them again when asked."""
+        layout = _layout(self.output)
+        if layout is None or self.positions.dim() != 2 or not _is_static(self):
+            return None
+        source = RotarySource(self.module, self.arguments, layout)
+        again = source.rope.rotation(self.positions, _first(self.output).real.dtype)
+        told = Rotation.from_model(self.output, layout)
+        same = torch.equal(again.cos, told.cos) and torch.equal(again.sin, told.sin)
+        return source if same else None
+
+
+def passes_on(value: Any, output: Any) -> bool:
+    """Whether an argument of an attention module is what a rotary module returned, or its tensors put together anew."""
+    if value is output:
+        return True
+    return isinstance(value, tuple | list) and isinstance(output, tuple) and len(value) == 2 and value[0] is output[0]
+
+
+class PreRopeRotary(nn.Module):
+    """Replaces a rotary module: returns (1, 0), so that queries and keys stay as they are before RoPE.
+
+    Args:
+        source: what is replaced; calls with other arguments pass through.
+        on_call: given positions and rotation of a pass, what the module returned and what is handed out instead.
+    """
+
+    def __init__(self, source: RotarySource, on_call: Callable[[RotaryOutput, Any, Any], None]) -> None:
+        super().__init__()
+        self.inner = source.module
+        self.source, self.on_call = source, on_call
+
+    @untraced
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = self.inner(*args, **kwargs)
+        call = RotaryCall.of(self.inner, args, kwargs, output)
+        if call is None or call.arguments != self.source.arguments:
+            return output
+        rotation = Rotation.from_model(output, self.source.layout)
+        if isinstance(output, Tensor):
+            rotation = Rotation(*(x.to(args[0].dtype) for x in (rotation.cos, rotation.sin)))
+        handed = nothing_turned(output)
+        self.on_call(RotaryOutput(call.positions, rotation), output, handed)
+        return handed
+
+
+def nothing_turned(output: Any) -> Any:
+    """The rotation by 0 in the form of what a rotary module returned."""
+    return torch.ones_like(output) if isinstance(output, Tensor) else identity_factors(output[0])
+
+
+def _is_rotation(output: Any) -> bool:
+    if isinstance(output, Tensor):
+        return output.is_complex() and output.dim() == 3
+    pair = isinstance(output, tuple) and len(output) == 2 and all(isinstance(x, Tensor) for x in output)
+    return pair and output[0].dim() == 3 and output[0].shape == output[1].shape
+
+
+def _first(output: Any) -> Tensor:
+    first: Tensor = output if isinstance(output, Tensor) else output[0]
+    return first
+
+
+def _layout(output: Any) -> Layout | None:
+    """How the channels of a rotary module's output are those of pairs; None if there are none."""
+    if isinstance(output, Tensor):
+        return "complex"
+    channels = output[0].shape[-1]
+    half = channels // 2
+    if channels % 2 == 0 and all(torch.equal(x[..., :half], x[..., half:]) for x in output):
+        return "halves"
+    if channels % 2 == 0 and all(torch.equal(x[..., ::2], x[..., 1::2]) for x in output):
+        return "neighbours"
+    return "pairs"
+
+
+def _is_static(call: RotaryCall) -> bool:
+    """Whether angles stay as they are when a context grows; asked of a copy, which may remember the longest one."""
+    module, like = copy.deepcopy(call.module), torch.empty(0, device=call.positions.device)
+    before = module(like, call.positions, *call.arguments)
+    far = torch.full_like(call.positions[:, :1], 2**22)
+    after = module(like, torch.cat((call.positions, far), dim=1), *call.arguments)
+    count = call.positions.shape[1]
+    pairs = [(before, after)] if isinstance(before, Tensor) else zip(before, after, strict=True)
+    return all(torch.equal(x, y[:, :count]) for x, y in pairs)
