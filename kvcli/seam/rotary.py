@@ -93,6 +93,13 @@ class PreRopeRotary(nn.Module):
         self.inner = source.module
         self.source, self.on_call = source, on_call
 
+    def __getattr__(self, name: str) -> Any:
+        """What a model reads of its rotary module, such as its config."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
     @untraced
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         output = self.inner(*args, **kwargs)
