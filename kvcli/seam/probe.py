@@ -186,6 +186,8 @@ class _Probe:
     def _run(self, tokens: Tensor, **arguments: Any) -> Tensor:
         try:
             output = self.model(input_ids=tokens, **arguments)
+        except _NotUnderstood as error:
+            raise self._refusal(str(error)) from error
         except (
             RuntimeError,
             TypeError,
@@ -259,16 +261,10 @@ class _Probe:
             for part in (tokens[:, :_FIRST], tokens[:, _FIRST:]):
                 self.calls.clear()
                 self.rotary_calls.clear()
-                self._run_layers(part)
+                self._run(part, past_key_values=self.own_cache, use_cache=True)
         finally:
             for hook in hooks:
                 hook.remove()
-
-    def _run_layers(self, tokens: Tensor) -> None:
-        try:
-            self._run(tokens, past_key_values=self.own_cache, use_cache=True)
-        except _NotUnderstood as error:
-            raise self._refusal(str(error)) from error
 
     def _note_rotary(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         call = RotaryCall.of(module, args, kwargs, output)
