@@ -228,9 +228,14 @@ class _Probe:
             return self.again(call), None
         if attention_mask is not None and attention_mask.dtype != torch.bool:
             raise _NotUnderstood(f"{_name(self.model, module)} adds a bias to its scores")
+        for name, option in options.items():
+            # flags, such as use_cache, are passed on from the model's arguments
+            if name not in _UNDERSTOOD and isinstance(option, Tensor | int | float) and not isinstance(option, bool):
+                raise _NotUnderstood(f"{_name(self.model, module)} passes '{name}', which is not understood")
         if isinstance(scaling, Tensor):
             raise _NotUnderstood(f"{_name(self.model, module)} scales its scores by a tensor")
-        if attention_mask is None and _is_bidirectional(module, options):
+        # models that know only eager attention are always given a mask
+        if attention_mask is None and self.implementation != "eager" and _is_bidirectional(module, options):
             raise _NotUnderstood(f"{_name(self.model, module)} is not causal")
         call.output = own_attention(module, self.implementation, query, key, value, attention_mask, **options)
         self.calls.append(call)
@@ -337,10 +342,7 @@ class _Probe:
         return self.sources[key]
 
     def _special(self, own: _Call) -> dict[str, Any]:
-        """Soft-capping and sinks; refuses what else a module passes that could change its attention."""
-        for name, value in own.options.items():
-            if name not in _UNDERSTOOD and isinstance(value, Tensor):
-                raise _NotUnderstood(f"{_name(self.model, own.module)} passes '{name}', which is not understood")
+        """Soft-capping and sinks."""
         sinks, heads = own.options.get("s_aux"), own.query.shape[1]
         if sinks is not None and sinks.shape != (heads,):
             raise _NotUnderstood(f"{_name(self.model, own.module)} has sinks of shape {list(sinks.shape)}")
