@@ -107,6 +107,8 @@ def make(model_type: str, **changes: Any) -> Any:
     for name, weight in model.named_parameters():
         if weight.dim() > 1 and any(part in _ATTENTION for part in name.split(".")):
             weight.data *= 4
-        elif weight.dim() == 1 and any(part in name for part in ("norm", "bias", "sinks")):
+        elif weight.dim() == 1 and any(part in name for part in ("norm", "bias")):
             weight.data += 0.2 * torch.randn_like(weight)
+        elif name.endswith("sinks"):
+            weight.data.normal_()
     return model

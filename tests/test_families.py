@@ -48,11 +48,20 @@ def inputs() -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def generate(model: Any, cache: Any, **settings: Any) -> Tensor:
+def generate(model: Any, cache: Any, **settings: Any) -> tuple[Tensor, Tensor]:
+    """Tokens, and the logits that they were chosen by."""
     with torch.no_grad():
-        return model.generate(
-            **inputs(), past_key_values=cache, max_new_tokens=12, do_sample=False, pad_token_id=0, **settings
+        made = model.generate(
+            **inputs(),
+            past_key_values=cache,
+            max_new_tokens=12,
+            do_sample=False,
+            pad_token_id=0,
+            return_dict_in_generate=True,
+            output_logits=True,
+            **settings,
         )
+    return made.sequences, torch.stack(made.logits)
 
 
 @pytest.mark.parametrize(
@@ -62,12 +71,14 @@ def generate(model: Any, cache: Any, **settings: Any) -> Tensor:
 def test_tokens_are_those_of_stock(family: str, settings: dict[str, Any]) -> None:
     model = model_of(family)
     try:
-        expected = generate(model, DynamicCache(config=model.config), **settings)
+        expected, logits = generate(model, DynamicCache(config=model.config), **settings)
     except (ValueError, RuntimeError, NotImplementedError) as error:
         pytest.skip(f"transformers cannot generate so: {error}")
     with kvcli.attach(model, "fp16", **WINDOW) as session:
         cache = session.new_cache()
-        assert torch.equal(generate(model, cache, **settings), expected)
+        tokens, ours = generate(model, cache, **settings)
+    assert torch.equal(tokens, expected)
+    assert (ours - logits).abs().max() < 1e-4 * logits.abs().max()
     assert cache.memory().num_encoded > 0
 
 

@@ -15,6 +15,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, eager
 
 import kvcli
 from kvcli.errors import KvcliError
+from kvcli.seam.probe import probe
 
 STEPS = 3
 
@@ -377,3 +378,9 @@ def test_refused(name: str) -> None:
     with pytest.raises(KvcliError, match=reason) as refusal, kvcli.attach(model, "fp16", **WINDOW) as session:
         logits(model, session.new_cache(), parts)
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("kind", [ShiftedPositions, LengthDependent, LateSwitch])
+def test_only_rotations_in_proportion_to_positions_are_ours(kind: type[ShiftedPositions]) -> None:
+    assert not any(layer.own_rotation for layer in probe(make_model("llama")).layers)
+    assert all(layer.own_rotation for layer in probe(with_rotary(kind)()).layers)
