@@ -181,8 +181,7 @@ class _Probe:
                 recorded = self._run(tokens, use_cache=False)
                 modules = [call.module for call in self.calls]
                 self._check_calls(modules)
-                if self.implementation in ("sdpa", "eager"):
-                    self._check_same(own, recorded)
+                self._check_same(own, recorded)
                 self._check_layers(modules, tokens)
         return self._result(modules)
 
@@ -389,6 +388,8 @@ class _Probe:
         if call.query.shape[1] % call.key.key.shape[1]:
             raise _NotUnderstood(f"{call.query.shape[1]} query heads cannot share {call.key.key.shape[1]} key heads")
         kv_len, query_len = call.key.key.shape[2], call.query.shape[2]
+        if call.value.shape[2] != query_len:
+            raise _NotUnderstood(f"it caches {call.value.shape[2]} keys for {query_len} tokens")
         causal = causal_mask(query_len, kv_len, call.query.device)
         if call.mask is not None and not torch.equal(call.mask.expand(1, 1, -1, -1)[0, 0], causal):
             raise _NotUnderstood("its mask is not causal")
