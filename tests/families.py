@@ -58,6 +58,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "index_head_dim": 16,
         "index_n_heads": 2,
     },
+    "gemma2": {"attn_logit_softcapping": 0.5},  # small scores are capped, too
     "minimax": {"layer_types": _HYBRID, "sliding_window": None},
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
