@@ -138,9 +138,9 @@ def _without_adapters(module: nn.Module) -> nn.Module:
 
 
 def _plain_weight(module: nn.Module) -> Tensor | None:
-    """The weight of an ordinary linear layer; None where it is in a quantized format."""
+    """The matrix of weights of an ordinary layer; None where it is in a quantized format."""
     weight: Any = getattr(module, "weight", None)
-    plain = isinstance(module, nn.Linear) and type(getattr(weight, "data", None)) is Tensor
+    plain = type(getattr(weight, "data", None)) is Tensor and weight.ndim == 2
     return weight if plain and weight.is_floating_point() and weight.itemsize > 1 else None
 
 

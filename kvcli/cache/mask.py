@@ -7,6 +7,8 @@ from torch import Tensor
 
 from kvcli.errors import CacheError
 
+MASK_FORGOTTEN = "the cache holds padding: pass attention_mask, for earlier and new tokens, with every forward pass"
+
 _BLOCK = 512
 
 
@@ -35,3 +37,30 @@ def check_mask(mask: Tensor, valid: Tensor, query_len: int) -> None:
             "the attention mask must be causal with padding; this one hides or shows other tokens; after a padded "
             "prompt, pass attention_mask with every forward pass"
         )
+
+
+def check_mask_of_layer(
+    layer_idx: int, mask: Tensor | None, first: Tensor | None, valid: Tensor | None, query_len: int
+) -> None:
+    """Raises unless a layer hides what the first layer of the pass did.
+
+    Args:
+        layer_idx: of the layer.
+        mask: its mask, another object than the first layer's, as `check_mask` takes it; None: it is causal.
+        first: the first layer's.
+        valid: as `check_mask` takes it; None: nothing may be read from the device.
+        query_len: new slots.
+    """
+    if valid is None:
+        moved = mask is not None and first is not None and mask.device != first.device
+        if not moved:
+            raise CacheError(f"layer {layer_idx} attends with a mask of its own, which is not supported")
+        return
+    if mask is None:
+        if not bool(valid.all()):
+            raise CacheError(MASK_FORGOTTEN)
+        return
+    try:
+        check_mask(mask, valid.to(mask.device), query_len)
+    except CacheError as error:
+        raise CacheError(f"layer {layer_idx}: {error}") from error

@@ -14,13 +14,11 @@ from torch import Tensor, nn
 
 from kvcli.cache.counts import Counts, TokenCounts
 from kvcli.cache.forward import Forward, ordinary_tensors, row_values
-from kvcli.cache.mask import check_mask
+from kvcli.cache.mask import MASK_FORGOTTEN, check_mask, check_mask_of_layer
 from kvcli.cache.step import Step
 from kvcli.errors import CacheError
 from kvcli.rope import NoRope, Rope, Rotation, TokenRotations
 from kvcli.seam.layer import RotaryOutput
-
-_MASK_FORGOTTEN = "the cache holds padding: pass attention_mask, for earlier and new tokens, with every forward pass"
 
 
 class Sequences:
@@ -47,6 +45,7 @@ class Sequences:
         self._code_rotations: dict[tuple[bool, torch.device], TokenRotations] = {}
         self._counts_of_rotations: Counts = ()
         self._forward: Forward | None = None
+        self._mask: Tensor | None = None
         self._layers_left = 0
         self.step: Step | None = None
 
@@ -78,8 +77,8 @@ class Sequences:
             One object for all layers of the pass.
 
         Raises:
-            CacheError: another batch size than before, a mask that is not causal with padding, or an earlier pass
-                that did not reach the last layer.
+            CacheError: another batch size than before, a mask that is not causal with padding, in any layer, or an
+                earlier pass that did not reach the last layer.
         """
         if self._forward is None or self._forward.rotation is not rotary.rotation:
             if self.step is None:
@@ -87,6 +86,9 @@ class Sequences:
             else:
                 self._forward = self.step.forward(rotary.rotation)
                 self._layers_left = self.num_layers
+            self._mask = mask
+        elif mask is not self._mask:
+            check_mask_of_layer(self.layer, mask, self._mask, None if self.step else self.valid, query.shape[2])
         return self._forward
 
     @property
@@ -104,7 +106,7 @@ class Sequences:
             self._forward.ranges.check()
         self._layers_left -= 1
         if not self._layers_left:
-            self._forward = None
+            self._forward = self._mask = None
 
     def rotation(self, start: int, stop: int) -> Rotation:
         """RoPE of tokens [start, stop) of every row, float32; rows that are shorter get position 0 there."""
@@ -245,7 +247,7 @@ class Sequences:
         real = torch.ones(batch, query_len, dtype=torch.bool, device=device)
         counts = (query_len,) * batch
         if mask is None and sum(self.lengths) < past.numel():
-            raise CacheError(_MASK_FORGOTTEN)
+            raise CacheError(MASK_FORGOTTEN)
         if mask is not None:
             mask = mask.to(device)
             real = mask[:, 0, -1, -query_len:].expand(batch, -1)

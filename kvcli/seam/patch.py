@@ -88,6 +88,7 @@ class Seam:
         self.attention: ModelAttention = probe(model)
         self._rotary: PreRopeRotary | None = None
         self._hooks: list[Any] = []
+        self._asks_for_others = False  # whether the rotary module is asked for other positions than layers are told
         self._generator: Any = None
         self._implementation: str | None = None
 
@@ -160,15 +161,18 @@ class Seam:
             ModelError: the attention module was called without positions, outside a forward pass.
         """
         output = self.current.output
-        if output is None or (positions is not None and positions is not output.positions and self._rotary is not None):
-            # gradient checkpointing calls a layer again after the pass, on CUDA in another thread
-            if positions is None and self._rotary is not None:
-                raise ModelError("the attention was called outside a forward pass of the model")
-            if positions is None or self._rotary is None:
-                # nothing rotates, so that any positions will do
-                positions = torch.arange(query.shape[2], device=query.device).unsqueeze(0)
-            output = RotaryOutput(positions, self.rope.rotation(positions, query.dtype))
-            self.current.output = output
+        if output is not None and (self.current.is_running or positions is None or positions is output.positions):
+            given = self._rotary is None or positions is None or positions is output.positions
+            self._asks_for_others = self._asks_for_others or not given
+            return output
+        # gradient checkpointing calls a layer again after the pass, on CUDA in another thread
+        if self._rotary is not None and (positions is None or self._asks_for_others):
+            raise ModelError("the attention was called outside a forward pass of the model")
+        if positions is None or self._rotary is None:
+            # nothing rotates, so that any positions will do
+            positions = torch.arange(query.shape[2], device=query.device).unsqueeze(0)
+        output = RotaryOutput(positions, self.rope.rotation(positions, query.dtype))
+        self.current.output = output
         return output
 
     def layer_done(self, module: nn.Module) -> None:

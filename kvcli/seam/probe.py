@@ -8,6 +8,7 @@ attention that follows from this equals the model's own up to rounding, the laye
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -144,6 +145,7 @@ class _Found:
     layer: LayerAttention
     source: RotarySource | None
     shape: tuple[int, int, int, int]
+    scaling: float
 
 
 class _NotUnderstood(Exception):
@@ -164,6 +166,7 @@ class _Probe:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise self._refusal(f"transformers has no cache for it ({_one_line(error)})") from error
         self.cache = Cache(layers=[_Layer() for _ in self.own_cache.layers])
+        self.takes_positions = "position_ids" in inspect.signature(self.model.forward).parameters
         self.calls: list[_Call] = []
         self.rotary_calls: list[RotaryCall] = []
         self.again: Callable[[_Call], Tensor] | None = None
@@ -182,23 +185,18 @@ class _Probe:
                 recorded = self._run(tokens, use_cache=False)
                 modules = [call.module for call in self.calls]
                 self._check_calls(modules)
-                if self.implementation in ("sdpa", "eager"):
-                    self._check_same(own, recorded)
+                self._check_same(own, recorded)
                 self._check_layers(modules, tokens)
         return self._result(modules)
 
     def _run(self, tokens: Tensor, **arguments: Any) -> Tensor:
         try:
             output = self.model(input_ids=tokens, **arguments)
-        except (
-            RuntimeError,
-            TypeError,
-            ValueError,
-            AttributeError,
-            KeyError,
-            IndexError,
-            NotImplementedError,
-        ) as error:
+        except _NotUnderstood as error:
+            raise self._refusal(str(error)) from error
+        except (*_FAILURES, NotImplementedError) as error:
+            if _NewTokens.__name__ in str(error):
+                raise self._refusal("a layer attends to what another one caches") from error
             raise self._refusal(f"it cannot run on a few tokens of text ({_one_line(error)})") from error
         return output.logits
 
@@ -233,6 +231,15 @@ class _Probe:
             return self.again(call), None
         if attention_mask is not None and attention_mask.dtype != torch.bool:
             raise _NotUnderstood(f"{_name(self.model, module)} adds a bias to its scores")
+        for name, option in options.items():
+            # flags, such as use_cache, are passed on from the model's arguments
+            if name not in _UNDERSTOOD and isinstance(option, Tensor | int | float) and not isinstance(option, bool):
+                raise _NotUnderstood(f"{_name(self.model, module)} passes '{name}', which is not understood")
+        if isinstance(scaling, Tensor):
+            raise _NotUnderstood(f"{_name(self.model, module)} scales its scores by a tensor")
+        # models that know only eager attention are always given a mask
+        if attention_mask is None and self.implementation != "eager" and _is_bidirectional(module, options):
+            raise _NotUnderstood(f"{_name(self.model, module)} is not causal")
         call.output = own_attention(module, self.implementation, query, key, value, attention_mask, **options)
         self.calls.append(call)
         output: tuple[Tensor, Any] = call.output
@@ -240,7 +247,7 @@ class _Probe:
 
     def _check_calls(self, modules: list[nn.Module]) -> None:
         if not modules:
-            raise self._refusal("its attention does not go through transformers' attention interface")
+            raise self._refusal("no attention in it goes through transformers' attention interface")
         for module in modules:
             if modules.count(module) > 1:
                 raise self._refusal(f"{_name(self.model, module)} attends {modules.count(module)} times in one pass")
@@ -254,25 +261,26 @@ class _Probe:
         """Calls every layer of full attention again, in two passes over transformers' own cache."""
         full = [module for module in modules if self._is_full(module)]
         if not full:
-            raise self._refusal("no layer attends to the whole context")
+            kinds = sorted({type(layer).__name__ for layer in self.own_cache.layers})
+            raise self._refusal(
+                "no layer attends to the whole context and caches keys and values alone: "
+                f"it has a window, or its cache is of {', '.join(kinds)}"
+            )
         inside = {id(x) for module in modules for x in module.modules()}
-        outside = [x for x in self.decoder.modules() if id(x) not in inside and not list(x.children())]
+        outside = [x for x in self.decoder.modules() if not inside & {id(part) for part in x.modules()}]
         hooks: list[Any] = [module.register_forward_hook(self._again, with_kwargs=True) for module in full]
         hooks += [module.register_forward_hook(self._note_rotary, with_kwargs=True) for module in outside]
         try:
-            for part in (tokens[:, :_FIRST], tokens[:, _FIRST:]):
+            for part in (range(_FIRST), range(_FIRST, _TOKENS)):
                 self.calls.clear()
                 self.rotary_calls.clear()
-                self._run_layers(part)
+                # some models count from 0 in every pass where positions are not given
+                positions = torch.tensor([part], device=tokens.device)
+                given = {"position_ids": positions} if self.takes_positions else {}
+                self._run(tokens[:, positions[0]], past_key_values=self.own_cache, use_cache=True, **given)
         finally:
             for hook in hooks:
                 hook.remove()
-
-    def _run_layers(self, tokens: Tensor) -> None:
-        try:
-            self._run(tokens, past_key_values=self.own_cache, use_cache=True)
-        except _NotUnderstood as error:
-            raise self._refusal(str(error)) from error
 
     def _note_rotary(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         call = RotaryCall.of(module, args, kwargs, output)
@@ -292,6 +300,8 @@ class _Probe:
         if own.module is not module:
             raise _NotUnderstood(f"{name} did not attend")
         call, known = self._rotary_of(args, kwargs), self.found.get(module)
+        if known is not None and known.scaling != own.scaling:
+            raise _NotUnderstood(f"{name} scales its scores by other factors as a context grows")
         tried = iter([known.layer]) if known is not None else self._candidates(module, own, call)
         reasons = []
         for layer in tried:
@@ -303,14 +313,16 @@ class _Probe:
             else:
                 source = self._source(call) if call is not None and layer.rotated else None
                 heads, _, head_dim = own.query.shape[1:]
-                self.found[module] = _Found(layer, source, (heads, own.key.shape[1], head_dim, own.value.shape[3]))
+                shape = (heads, own.key.shape[1], head_dim, own.value.shape[3])
+                self.found[module] = _Found(layer, source, shape, own.scaling)
                 return
         raise _NotUnderstood(f"{name}: {reasons[-1]}")
 
     def _rotary_of(self, args: Any, kwargs: Any) -> RotaryCall | None:
         """The rotary module's call whose output is among the arguments of an attention module."""
         for value in (*args, *kwargs.values()):
-            for call in self.rotary_calls:
+            # of modules in each other, the outermost one ends last
+            for call in reversed(self.rotary_calls):
                 if passes_on(value, call.output) or moved(value, call.output):
                     return call
         return None
@@ -333,10 +345,7 @@ class _Probe:
         return self.sources[key]
 
     def _special(self, own: _Call) -> dict[str, Any]:
-        """Soft-capping and sinks; refuses what else a module passes that could change its attention."""
-        for name, value in own.options.items():
-            if name not in _UNDERSTOOD and isinstance(value, Tensor):
-                raise _NotUnderstood(f"{_name(self.model, own.module)} passes '{name}', which is not understood")
+        """Soft-capping and sinks."""
         sinks, heads = own.options.get("s_aux"), own.query.shape[1]
         if sinks is not None and sinks.shape != (heads,):
             raise _NotUnderstood(f"{_name(self.model, own.module)} has sinks of shape {list(sinks.shape)}")
@@ -384,6 +393,8 @@ class _Probe:
         if call.query.shape[1] % call.key.key.shape[1]:
             raise _NotUnderstood(f"{call.query.shape[1]} query heads cannot share {call.key.key.shape[1]} key heads")
         kv_len, query_len = call.key.key.shape[2], call.query.shape[2]
+        if call.value.shape[2] != query_len:
+            raise _NotUnderstood(f"it caches {call.value.shape[2]} keys for {query_len} tokens")
         causal = causal_mask(query_len, kv_len, call.query.device)
         if call.mask is not None and not torch.equal(call.mask.expand(1, 1, -1, -1)[0, 0], causal):
             raise _NotUnderstood("its mask is not causal")
@@ -477,6 +488,12 @@ class _Probe:
 
     def _refusal(self, reason: str) -> UnsupportedModelError:
         return UnsupportedModelError(f"model type '{self.config.model_type}' cannot be compressed: {reason}")
+
+
+def _is_bidirectional(module: nn.Module, options: dict[str, Any]) -> bool:
+    """Whether a module that passes no mask wants none."""
+    is_causal = options.get("is_causal")
+    return not (getattr(module, "is_causal", True) if is_causal is None else is_causal)
 
 
 def _tolerance(x: Tensor) -> float:

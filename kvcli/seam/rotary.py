@@ -15,6 +15,9 @@ from kvcli.seam.identity import identity_factors
 from kvcli.seam.layer import RotaryOutput
 from kvcli.seam.untraced import untraced
 
+_ANGLE_TOLERANCE = 5e-3
+"""Of cos and sin: at position 4096 angles have this rounding in float32."""
+
 
 @dataclass
 class RotarySource:
@@ -64,13 +67,14 @@ class RotaryCall:
     def source(self) -> RotarySource | None:
         """The source, if its angles depend on the positions alone and it says them again when asked."""
         layout = _layout(self.output)
-        if layout is None or self.positions.dim() != 2 or not _is_static(self):
+        whole = self.positions.dim() == 2 and not self.positions.is_floating_point()
+        if layout is None or not whole or not _is_static(self):
             return None
         source = RotarySource(self.module, self.arguments, layout)
         again = source.rope.rotation(self.positions, _first(self.output).real.dtype)
         told = Rotation.from_model(self.output, layout)
         same = torch.equal(again.cos, told.cos) and torch.equal(again.sin, told.sin)
-        return source if same else None
+        return source if same and _is_steady(source.rope, self.positions.device) else None
 
 
 def passes_on(value: Any, output: Any) -> bool:
@@ -102,6 +106,13 @@ class PreRopeRotary(nn.Module):
         super().__init__()
         self.inner = source.module
         self.source, self.on_call = source, on_call
+
+    def __getattr__(self, name: str) -> Any:
+        """What a model reads of its rotary module, such as its config."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
 
     @untraced
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -156,3 +167,13 @@ def _is_static(call: RotaryCall) -> bool:
     count = call.positions.shape[1]
     pairs = [(before, after)] if isinstance(before, Tensor) else zip(before, after, strict=True)
     return all(torch.equal(x, y[:, :count]) for x, y in pairs)
+
+
+def _is_steady(rope: Rope, device: torch.device) -> bool:
+    """Whether angles grow in proportion to positions, which makes rotations products of each other."""
+    positions = torch.tensor([[*range(64), *(2**n for n in range(6, 13))]], device=device)
+    rotation = rope.rotation(positions, torch.float32)
+    angles = positions[:, None, :, None] * rope.inv_freq
+    scale = (rotation.cos[:, :, :1] ** 2 + rotation.sin[:, :, :1] ** 2).sqrt()
+    pairs = ((angles.cos() * scale, rotation.cos), (angles.sin() * scale, rotation.sin))
+    return all(torch.allclose(x, y, atol=_ANGLE_TOLERANCE) for x, y in pairs)

@@ -1,0 +1,115 @@
+"""Tiny random causal language models of every type that transformers has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+WINDOW = 8
+"""Tokens that a layer of a sliding window sees."""
+
+_SIZES = {
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "embedding_size", "lru_width"), 64),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner", "moe_d_ff"), 96),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"), 32),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers"), 4),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"), 4),
+    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "n_shared_experts_per_tok"), 2),
+    **dict.fromkeys(("head_dim", "kv_channels", "global_head_dim", "attention_head_dim"), 16),
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 97),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length"), 512),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k"), 2),
+    **dict.fromkeys(("n_group", "topk_group", "n_shared_experts"), 1),
+    **dict.fromkeys(("q_lora_rank",), 24),
+    **dict.fromkeys(("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 16),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "hidden_size_per_layer_input"), 16),
+    **dict.fromkeys(("linear_num_key_heads",), 2),
+    **dict.fromkeys(("linear_num_value_heads",), 4),
+    **dict.fromkeys(("sliding_window", "attention_window_size", "local_window_size", "attention_chunk_size"), WINDOW),
+    **dict.fromkeys(("mamba_d_state", "ssm_state_size", "mamba_d_head", "mamba_head_dim"), 16),
+    **dict.fromkeys(("mamba_n_heads", "n_mamba_heads", "mamba_num_heads"), 8),
+    **dict.fromkeys(("mamba_chunk_size", "chunk_size"), 16),
+    **dict.fromkeys(("pad_token_id",), 0),
+    **dict.fromkeys(("bos_token_id",), 1),
+    **dict.fromkeys(("eos_token_id",), 2),
+}
+"""Fields of configs by their names in all types."""
+
+_HYBRID = ["linear_attention", "full_attention"] * 2
+_LATENT: dict[str, Any] = {"num_key_value_heads": 4}
+_ALTERNATE: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"] * 2}
+_NO_WINDOW: dict[str, Any] = {"sliding_window": None}
+_ROTARY: dict[str, Any] = {"rotary_dim": 8}
+
+CHANGES: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("mistral", "ministral3", "mixtral", "starcoder2", "phi3", "phimoe"), _NO_WINDOW),
+    **dict.fromkeys(("ministral", "gemma3_text", "kolibri1", "laguna", "mellum"), _ALTERNATE),
+    **dict.fromkeys(("axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite"), _LATENT),
+    **dict.fromkeys(("glm_moe_dsa", "minicpm3", "youtu", "hy_v4", "dots3_note_text", "longcat_flash"), _LATENT),
+    **dict.fromkeys(("codegen", "gptj"), _ROTARY),
+    "minimax_m3_vl_text": {
+        "layer_types": ["minimax_m3_sparse", "full_attention"] * 2,
+        "index_block_size": 4,
+        "index_topk_blocks": 2,
+        "index_head_dim": 16,
+        "index_n_heads": 2,
+    },
+    "gemma2": {"attn_logit_softcapping": 0.5},  # small scores are capped, too
+    "minimax": {"layer_types": _HYBRID, "sliding_window": None},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": 96, "hidden_size": 64},
+    },
+    "bamba": {"attn_layer_indices": [1, 3]},
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}},
+    },
+    "falcon_h1": {"mamba_d_ssm": 128},
+    "granitemoehybrid": {"layer_types": _HYBRID},
+    "gemma3n_text": {"num_kv_shared_layers": 0, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": WINDOW},
+    "hrm_text": {"num_layers_per_stack": 2, "L_cycles": 1, "H_cycles": 1, "num_hidden_layers": 4},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "mamba2": {"num_heads": 8},
+    "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"]},
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "mamba_headdim": 16, "mamba_ngroups": 1},
+    "zamba": {"layers_block_type": ["mamba", "hybrid"] * 2},
+    "kimi_linear": {**_LATENT, "layer_types": _HYBRID},
+    "bailing_hybrid": {**_LATENT, "layer_types": _HYBRID},
+    "zaya": {"num_experts_per_tok": 1},
+}
+"""What single types need besides: fields that fit each other, and layers of full attention."""
+
+_ATTENTION = ("q_proj", "k_proj", "qkv", "query_key_value", "Wqkv", "c_attn", "q_b_proj", "kv_b_proj", "query", "key")
+
+
+def tiny_config(model_type: str, **changes: Any) -> Any:
+    """A small config of a type; hybrids have a layer of full attention."""
+    config_class = CONFIG_MAPPING[model_type]
+    usual = vars(config_class())
+    values = {name: value for name, value in _SIZES.items() if name in {*usual, *config_class.attribute_map}}
+    if "layer_types" in usual:
+        values["layer_types"] = None
+    return config_class(**{**values, **CHANGES.get(model_type, {}), **changes})
+
+
+def make(model_type: str, **changes: Any) -> Any:
+    """A random causal language model, its weights such that every error of attention shows."""
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(tiny_config(model_type, **changes)).eval()
+    model.generation_config.eos_token_id = None
+    for name, weight in model.named_parameters():
+        if weight.dim() > 1 and any(part in _ATTENTION for part in name.split(".")):
+            weight.data *= 4
+        elif weight.dim() == 1 and any(part in name for part in ("norm", "bias")):
+            weight.data += 0.2 * torch.randn_like(weight)
+        elif name.endswith("sinks"):
+            weight.data.normal_()
+    return model

@@ -1,0 +1,150 @@
+"""What becomes of every type of causal language model in the installed transformers, as tables for docs/models.md.
+
+`python tests/model_table.py` writes them anew.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from families import CHANGES, make, tiny_config
+from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.cache_utils import DynamicLayer
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+import kvcli
+from kvcli.errors import KvcliError
+
+BEGIN, END = "<!-- tests/model_table.py: begin -->", "<!-- tests/model_table.py: end -->"
+MAX_PARAMETERS = 3 * 10**7
+_WINDOW = {"residual_length": 6, "sink_length": 2, "flush_block": 1}
+_PROMPT, _STEPS = 31, 3
+_TOLERANCE = 1e-3
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a tiny model of one type.
+
+    Attributes:
+        result: `works`, `partly`, `refused`, `not built`, or `wrong`.
+        reason: why it is refused, not built or wrong; or what is not as usual.
+    """
+
+    model_type: str
+    result: str
+    reason: str = ""
+
+
+def outcomes() -> Iterator[Outcome]:
+    """Of every type that transformers maps to a causal language model, in the order of the alphabet."""
+    for model_type in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        yield outcome(model_type)
+
+
+def outcome(model_type: str) -> Outcome:
+    """Attaches to a tiny model of one type and compares its logits with stock's."""
+    if hasattr(CONFIG_MAPPING[model_type], "sub_configs") and "text_config" in CONFIG_MAPPING[model_type].sub_configs:
+        return Outcome(model_type, "not built", "has parts beside its text model")
+    try:
+        with torch.device("meta"):
+            config = tiny_config(model_type)
+            size = sum(x.numel() for x in AutoModelForCausalLM.from_config(config).parameters())
+        if size > MAX_PARAMETERS:
+            return Outcome(model_type, "not built", "is large, whatever its config says")
+        model = make(model_type)
+    # a config that does not fit is refused in as many ways as there are types
+    except Exception:
+        return Outcome(model_type, "not built", "needs more in its config than sizes")
+    try:
+        session = kvcli.attach(model, "fp16", **_WINDOW)
+    except KvcliError as error:
+        return Outcome(model_type, "refused", _reason(str(error)))
+    spec = session.spec
+    with session:
+        ours = _logits(model, session.new_cache())
+    error = (ours - (theirs := _logits(model, DynamicCache(config=model.config)))).abs().max() / theirs.abs().max()
+    if not error <= _TOLERANCE:
+        return Outcome(model_type, "wrong", f"its logits differ by {100 * error:.2g} %")
+    own = sum(layer.own_rotation for layer in session._seam.attention.layers)
+    notes = [share] if (share := _share(model_type)) else []
+    if spec.other_layers and not share:
+        notes.append("some layers")
+    if CHANGES.get(model_type, {}).get("sliding_window", 0) is None:
+        notes.append("if its config has no `sliding_window`")
+    if own:
+        notes.append("keys are compressed after RoPE")
+    return Outcome(model_type, "partly" if spec.other_layers or own else "works", "; ".join(notes))
+
+
+def tables(found: list[Outcome]) -> str:
+    """Markdown of what was found."""
+    of = {result: [x for x in found if x.result == result] for result in ("works", "partly", "refused", "not built")}
+    lines = [f"Found with transformers {transformers.__version__}: {len(found)} types, of which"]
+    lines[0] += f" {len(of['works'])} work, {len(of['partly'])} work in part, {len(of['refused'])} are refused and"
+    lines += [f"{len(of['not built'])} were not tried.", "", "All layers are compressed:", ""]
+    lines += [_wrapped([f"`{x.model_type}`" + (f" ({x.reason})" if x.reason else "") for x in of["works"]]), ""]
+    lines += ["Some layers are compressed, or keys after RoPE only:", "", "| type | what is compressed |", "|---|---|"]
+    lines += [f"| `{x.model_type}` | {x.reason} |" for x in of["partly"]]
+    lines += ["", "Refused:", "", "| why | types |", "|---|---|", *_by_reason(of["refused"])]
+    lines += ["", "Not tried, because a tiny model of this type", "", "| why | types |", "|---|---|"]
+    return "\n".join([*lines, *_by_reason(of["not built"])])
+
+
+def _by_reason(found: list[Outcome]) -> list[str]:
+    reasons = sorted({x.reason for x in found}, key=lambda reason: (-sum(x.reason == reason for x in found), reason))
+    return [f"| {r} | {', '.join(f'`{x.model_type}`' for x in found if x.reason == r)} |" for r in reasons]
+
+
+def _wrapped(words: list[str]) -> str:
+    lines = [""]
+    for word in words:
+        if len(lines[-1]) + len(word) > 116:
+            lines.append("")
+        lines[-1] += f"{word}, " if word is not words[-1] else f"{word}."
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _share(model_type: str) -> str:
+    """Layers of full attention in the config that transformers makes if nothing is said, unless these are all."""
+    try:
+        layers = DynamicCache(config=CONFIG_MAPPING[model_type]()).layers
+    # likewise
+    except Exception:
+        return ""
+    full = sum(type(layer) is DynamicLayer for layer in layers)
+    return f"{full} of {len(layers)} layers" if 0 < full < len(layers) else ""
+
+
+def _reason(text: str) -> str:
+    text = re.sub(r"^model type '[^']*' cannot be compressed: ", "", text)
+    text = re.sub(r" by [\d.e+]+ %", "", text)  # differs between machines
+    text = re.sub(r"<class '([\w.]*)'>", r"\1", text)
+    text = re.sub(r"^[\w.]*\.\d+\.[\w.]*:? ", "", text)
+    return re.sub(r"^\w+ has no list of its \d+ layers.*", "its layers are in no single list", text)
+
+
+def _logits(model: Any, cache: Any) -> torch.Tensor:
+    """Of a prompt and of tokens after it, one by one."""
+    tokens = torch.randint(3, 90, (1, _PROMPT + _STEPS), generator=torch.Generator().manual_seed(0))
+    parts = [tokens[:, :_PROMPT], *tokens[:, _PROMPT:].split(1, dim=1)]
+    with torch.no_grad():
+        return torch.cat([model(input_ids=x, past_key_values=cache, use_cache=True).logits for x in parts], dim=1)
+
+
+def replaced(page: str, new: str) -> str:
+    """A page with new tables between the markers."""
+    before, _, rest = page.partition(BEGIN)
+    return f"{before}{BEGIN}\n\n{new}\n\n{END}{rest.partition(END)[2]}"
+
+
+if __name__ == "__main__":
+    page = Path(__file__).resolve().parent.parent / "docs" / "models.md"
+    page.write_text(replaced(page.read_text(), tables(list(outcomes()))))

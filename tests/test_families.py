@@ -1,0 +1,151 @@
+"""Every family of models through the cache: the tokens of stock, the keys of its attention, and all methods."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from factories import WINDOW, record
+from families import make
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+import kvcli
+from kvcli.errors import CacheError
+from kvcli.fit import assemble, fit_recording
+from kvcli.registry import get_method
+from kvcli.seam.layer import AttentionCall
+from kvcli.seam.patch import Seam
+
+FULL = (
+    "llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral", "olmo", "olmo2", "granite", "granitemoe",
+    "phi", "phi3", "starcoder2", "stablelm", "smollm3", "glm", "glm4", "cohere", "nemotron", "gemma", "helium",
+    "ernie4_5", "seed_oss", "hunyuan_v1_dense", "nanochat", "gpt2",
+)  # fmt: skip
+HYBRID = (
+    "gemma2", "gemma3_text", "gpt_oss", "qwen3_next", "olmo3", "olmo_hybrid", "cohere2", "exaone4", "lfm2", "jamba",
+    "bamba", "granitemoehybrid", "nemotron_h", "ministral", "llama4_text", "qwen3_5_text",
+)  # fmt: skip
+ALL = [x for x in FULL + HYBRID if x in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
+METHODS = ("commvq-2", "kivi-2", "squat-2", "squat-pre-2", "qjl")
+
+
+@cache
+def model_of(family: str) -> Any:
+    return make(family)
+
+
+def inputs() -> dict[str, Tensor]:
+    """Two prompts of 30 and 19 tokens, padded on the left."""
+    ids = torch.randint(3, 97, (2, 30), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    ids[1, :11] = mask[1, :11] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def generate(model: Any, cache: Any, **settings: Any) -> tuple[Tensor, Tensor]:
+    """Tokens, and the logits that they were chosen by."""
+    with torch.no_grad():
+        made = model.generate(
+            **inputs(),
+            past_key_values=cache,
+            max_new_tokens=12,
+            do_sample=False,
+            pad_token_id=0,
+            return_dict_in_generate=True,
+            output_logits=True,
+            **settings,
+        )
+    return made.sequences, torch.stack(made.logits)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"num_beams": 3}, {"prefill_chunk_size": 7}], ids=["greedy", "beams", "chunks"]
+)
+@pytest.mark.parametrize("family", ALL)
+def test_tokens_are_those_of_stock(family: str, settings: dict[str, Any]) -> None:
+    model = model_of(family)
+    try:
+        expected, logits = generate(model, DynamicCache(config=model.config), **settings)
+    except (ValueError, RuntimeError, NotImplementedError) as error:
+        pytest.skip(f"transformers cannot generate so: {error}")
+    with kvcli.attach(model, "fp16", **WINDOW) as session:
+        cache = session.new_cache()
+        tokens, ours = generate(model, cache, **settings)
+    assert torch.equal(tokens, expected)
+    assert (ours - logits).abs().max() < 1e-4 * logits.abs().max()
+    assert cache.memory().num_encoded > 0
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_rotated_keys_are_those_of_stock(family: str) -> None:
+    model, ids, calls = model_of(family), inputs()["input_ids"][:1], {}
+
+    def attend(call: AttentionCall) -> Tensor:
+        calls[call.layer.layer_idx] = call
+        return call.exact()
+
+    stock = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(input_ids=ids, past_key_values=stock, use_cache=True)
+        with Seam(model, attend) as seam:
+            model(input_ids=ids, use_cache=False)
+    spec = seam.attention.spec
+    assert len(calls) == spec.num_layers
+    for layer_idx, call in calls.items():
+        theirs = call.layer.in_order(stock.layers[spec.in_model(layer_idx)].keys)
+        ours = call.rotation.apply(call.key) if call.layer.rotated else call.key
+        assert torch.allclose(ours, theirs, atol=1e-4 * float(theirs.abs().max()))
+        # layers that rotate and are understood give us keys that do not depend on positions
+        assert call.layer.own_rotation or torch.equal(call.key, ours) != call.layer.rotated
+
+
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    @cache
+    def of(family: str) -> Any:
+        return record(model_of(family), tmp_path_factory.mktemp(family))
+
+    return of
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("family", ALL)
+def test_methods_fit_and_generate(family: str, name: str, recording: Callable[[str], Any], tmp_path: Path) -> None:
+    model, method = model_of(family), get_method(name.removesuffix("-2"))
+    settings = dict(method.example_settings)
+    if "subspace_source" in method.config_cls.model_fields:
+        settings["subspace_source"] = "calibration"
+    artifact = None
+    if method.fit is not None:
+        samples = recording(family)
+        fit_recording(samples, method, method.config_cls(**settings).resolve(samples.spec), tmp_path)
+        artifact, settings = assemble([tmp_path]), {}
+    with kvcli.attach(model, method.name, artifact=artifact, **settings) as session:
+        compressed = session.new_cache()
+        tokens = torch.randint(3, 97, (2, 44), generator=torch.Generator().manual_seed(0))
+        with torch.no_grad():
+            for part in tokens.split((40, 1, 1, 1, 1), dim=1):
+                logits = model(input_ids=part, past_key_values=compressed, use_cache=True).logits
+                assert logits.isfinite().all()
+    assert compressed.memory().num_encoded > 0
+
+
+@pytest.mark.parametrize("family", [x for x in ALL if x in HYBRID])
+def test_hybrids_compress_their_layers_of_full_attention(family: str, tmp_path: Path) -> None:
+    model = model_of(family)
+    with kvcli.attach(model, "fp16", **WINDOW) as session:
+        compressed = session.new_cache()
+        generate(model, compressed)
+        assert 0 < session.spec.num_layers < session.spec.model_layers == len(compressed.layers)
+        memory = compressed.memory()
+        assert memory.num_tokens == 30 + 19 + 2 * 11
+        assert memory.fp16_bytes == memory.num_tokens * session.spec.fp16_bytes_per_token()
+        for refused in (lambda: compressed.crop(-1), lambda: compressed.save(tmp_path / "context")):
+            with pytest.raises(CacheError, match="layers of the model keep transformers' own cache"):
+                refused()
