@@ -45,7 +45,7 @@ def other_bytes(model: Any) -> int:
     return torch.cuda.memory_allocated() - sum(weight.nbytes for weight in model.parameters())
 
 
-def check(planned_bytes: int, others: int) -> None:
+def check(planned_bytes: int, others: int = 0) -> None:
     peak = torch.cuda.max_memory_allocated() - others
     print(f"planned {planned_bytes / 2**20:.0f} MiB, was {peak / 2**20:.0f} MiB")
     assert planned_bytes == pytest.approx(peak, rel=0.2)
