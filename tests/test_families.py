@@ -136,6 +136,12 @@ def test_methods_fit_and_generate(family: str, name: str, recording: Callable[[s
     assert compressed.memory().num_encoded > 0
 
 
+def tensors(values: list[Any]) -> list[torch.Tensor]:
+    parts = [x for value in values if isinstance(value, list) for x in value]
+    parts += [x for value in values if isinstance(value, dict) for x in value.values()]
+    return [x for x in (*values, *parts) if isinstance(x, torch.Tensor)]
+
+
 @pytest.mark.parametrize("family", [x for x in ALL if x in HYBRID])
 def test_hybrids_compress_their_layers_of_full_attention(family: str, tmp_path: Path) -> None:
     model = model_of(family)
@@ -146,6 +152,10 @@ def test_hybrids_compress_their_layers_of_full_attention(family: str, tmp_path: 
         memory = compressed.memory()
         assert memory.num_tokens == 30 + 19 + 2 * 11
         assert memory.fp16_bytes == memory.num_tokens * session.spec.fp16_bytes_per_token()
+        others = [x for layer in compressed.other_layers for x in tensors(list(vars(layer).values()))]
+        assert memory.other_bytes == sum(x.nbytes for x in others) > 0
+        assert (memory.layers, memory.other_layers) == (session.spec.num_layers, len(compressed.other_layers))
+        assert memory.share == memory.fp16_bytes / (memory.fp16_bytes + memory.other_bytes)
         for refused in (lambda: compressed.crop(-1), lambda: compressed.save(tmp_path / "context")):
             with pytest.raises(CacheError, match="layers of the model keep transformers' own cache"):
                 refused()

@@ -272,8 +272,8 @@ class CompressedCache(Cache):
         buffers = [x for s in stores for x in (s.keys, s.values, s.key_codes.codes, s.value_codes.codes)]
         state = sum(store.state.nbytes for store in stores if store.state is not None)
 
-        def bits(used: int, coded: Counts) -> float:
-            return 8 * used / (sum(coded) * len(stores) * self.spec.kv_dim) if any(coded) else 0.0
+        def bits(used: int, coded: Counts, width: int) -> float:
+            return 8 * used / (sum(coded) * len(stores) * self.spec.num_kv_heads * width) if any(coded) else 0.0
 
         num_tokens = sum(self.sequences.lengths)
         return MemoryReport(
@@ -286,9 +286,12 @@ class CompressedCache(Cache):
             allocated_bytes=sum(x.nbytes for x in buffers) + state + self.sequences.nbytes,
             artifact_bytes=sum(codec.fitted_bytes() for codec in self._codecs),
             fp16_bytes=num_tokens * self.spec.fp16_bytes_per_token(),
-            key_bits=bits(keys, counts.keys.coded),
-            value_bits=bits(values, counts.values.coded),
+            key_bits=bits(keys, counts.keys.coded, self.spec.head_dim),
+            value_bits=bits(values, counts.values.coded, self.spec.value_dim),
             nominal_bits=self._nominal_bits(),
+            layers=self._compressed_layers,
+            other_layers=self.spec.other_layers,
+            other_bytes=sum(_tensor_bytes(vars(layer)) for layer in self.other_layers),
         )
 
     def _nominal_bits(self) -> tuple[float, float]:
@@ -296,3 +299,12 @@ class CompressedCache(Cache):
         share = self._compressed_layers / len(self._codecs)
         key, value = self.method.nominal_bits(self.spec, self.config)
         return key * share + 16 * (1 - share), value * share + 16 * (1 - share)
+
+
+def _tensor_bytes(value: Any) -> int:
+    """Bytes of all tensors in the attributes of a layer of transformers."""
+    if isinstance(value, Tensor):
+        return value.nbytes
+    if isinstance(value, Mapping):
+        return sum(map(_tensor_bytes, value.values()))
+    return sum(map(_tensor_bytes, value)) if isinstance(value, list | tuple) else 0

@@ -24,6 +24,10 @@ class MemoryReport:
         key_bits: true stored bits per key value of encoded tokens, scales and norms included; 0 without encoded tokens.
         value_bits: the same for values.
         nominal_bits: the paper's bits for K and V.
+        layers: how many layers are compressed.
+        other_layers: how many layers keep transformers' own cache (sliding windows, linear attention and the like);
+            all other figures are of the layers that attend to the whole context.
+        other_bytes: what the caches of these hold.
     """
 
     num_tokens: int
@@ -38,6 +42,9 @@ class MemoryReport:
     key_bits: float
     value_bits: float
     nominal_bits: tuple[float, float]
+    layers: int = 0
+    other_layers: int = 0
+    other_bytes: int = 0
 
     @property
     def cache_bytes(self) -> int:
@@ -48,6 +55,12 @@ class MemoryReport:
     def ratio(self) -> float:
         """fp16 bytes over cache bytes."""
         return self.fp16_bytes / self.cache_bytes if self.cache_bytes else 1.0
+
+    @property
+    def share(self) -> float:
+        """What share of the model's whole cache, uncompressed in 16 bits, the layers of full attention have."""
+        whole = self.fp16_bytes + self.other_bytes
+        return self.fp16_bytes / whole if whole else 1.0
 
     @property
     def true_bits(self) -> float:
@@ -61,5 +74,5 @@ class MemoryReport:
 
     def to_dict(self) -> dict[str, Any]:
         """All figures as plain JSON values."""
-        derived = ("cache_bytes", "ratio", "true_bits", "effective_bits")
+        derived = ("cache_bytes", "ratio", "share", "true_bits", "effective_bits")
         return {**asdict(self), **{name: getattr(self, name) for name in derived}}

@@ -154,6 +154,12 @@ def describe(made: Generation, starts_at: int | None) -> str:
         starts_at: tokens from which on a cache holds codes; None for a method that compresses nothing.
     """
     memory = made.memory
+    others = ""
+    if memory.other_layers:
+        others = (
+            f"; {memory.other_layers} of {memory.layers + memory.other_layers} layers keep transformers' own cache of "
+            f"{size(memory.other_bytes)}: the others have {100 * memory.share:.0f} % of the whole in fp16"
+        )
     graphs = f", steps as CUDA graphs of {size(made.graph_bytes)}" if made.graph_bytes else ""
     reused = f" ({made.reused_tokens} reused)" if made.reused_tokens else ""
     time = (
@@ -161,17 +167,17 @@ def describe(made: Generation, starts_at: int | None) -> str:
         f"then {made.tokens_per_s:.1f} tokens/s{graphs}\n"
     )
     if starts_at is None:
-        return f"{time}KV cache {size(memory.cache_bytes)} for {memory.num_tokens} tokens, not compressed"
+        return f"{time}KV cache {size(memory.cache_bytes)} for {memory.num_tokens} tokens, not compressed{others}"
     if memory.num_encoded == 0 and memory.code_bytes == 0:
         return (
             f"{time}KV cache {size(memory.cache_bytes)}: all {memory.num_tokens} tokens are inside the full-precision "
-            f"window; compression starts at {starts_at} tokens (a lower --residual-length starts earlier)"
+            f"window; compression starts at {starts_at} tokens (a lower --residual-length starts earlier){others}"
         )
     return (
         f"{time}KV cache {size(memory.cache_bytes)}, in fp16 {size(memory.fp16_bytes)} ({memory.ratio:.2f}x): "
         f"{memory.num_encoded} of {memory.num_tokens} tokens as codes at {memory.key_bits:.2f} (K) / "
         f"{memory.value_bits:.2f} (V) bits, {size(memory.window_bytes)} in full precision; "
-        f"codebooks and encoders {size(memory.artifact_bytes)} per model"
+        f"codebooks and encoders {size(memory.artifact_bytes)} per model{others}"
     )
 
 

@@ -199,6 +199,8 @@ class CachePlan:
             key_bits=bits(keys, coded),
             value_bits=bits(values, coded_values),
             nominal_bits=self.method.nominal_bits(spec, self.config),
+            layers=spec.num_layers,
+            other_layers=spec.other_layers,
         )
 
 
