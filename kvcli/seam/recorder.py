@@ -1,0 +1,155 @@
+"""What a probed model does: the calls of its attention function and of its rotary modules, and the cache it fills."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import CacheLayerMixin
+
+from kvcli.seam.own_attention import own_attention
+from kvcli.seam.rotary import RotaryCall, moved, passes_on
+
+_UNDERSTOOD = ("scaling", "dropout", "is_causal", "position_ids", "softcap", "s_aux", "sliding_window")
+FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError, AssertionError)
+"""What a model may raise where it does not expect our attention function or cache."""
+
+
+class NotUnderstood(Exception):
+    """The attention of a layer is not what we would compute; the text says why."""
+
+
+@dataclass
+class AttentionCall:
+    """One call of the attention function."""
+
+    module: nn.Module
+    query: Tensor
+    key: Any
+    value: Any
+    mask: Tensor | None
+    scaling: float
+    options: dict[str, Any]
+    output: Any = None
+
+
+class NewTokens:
+    """What the probe's cache returns in place of the keys: those of all tokens so far."""
+
+    def __init__(self, key: Tensor, value: Tensor, new_value: Tensor) -> None:
+        self.key, self.value, self.new_value = key, value, new_value
+
+
+class ProbeLayer(CacheLayerMixin):
+    """Keeps keys and values and hands them out as our cache does."""
+
+    is_sliding = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens: list[tuple[Tensor, Tensor]] = []
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        self.tokens.append((key_states, value_states))
+        key, value = (torch.cat(x, dim=2) for x in zip(*self.tokens, strict=True))
+        return NewTokens(key, value, value_states), value_states
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do."""
+
+    def get_seq_length(self) -> int:
+        return sum(key.shape[2] for key, _ in self.tokens)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    get_max_cache_shape = get_max_length
+
+
+class Recorder:
+    """Records the calls of a model's attention function and of its rotary modules.
+
+    Args:
+        model: the one that is probed.
+        implementation: the name of its own attention function.
+
+    Attributes:
+        calls: of the attention function, in order.
+        rotary_calls: of the rotary modules, in order.
+        again: where set, it attends in place of the model's own function, and nothing is recorded.
+    """
+
+    def __init__(self, model: nn.Module, implementation: str | None) -> None:
+        self.model, self.implementation = model, implementation
+        self.calls: list[AttentionCall] = []
+        self.rotary_calls: list[RotaryCall] = []
+        self.again: Callable[[AttentionCall], Tensor] | None = None
+
+    def attention(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Any,
+        value: Any,
+        attention_mask: Any = None,
+        *args: Any,
+        **options: Any,
+    ) -> tuple[Tensor, Any]:
+        """The attention function: the model's own, after a check that its arguments are understood."""
+        scaling = options.get("scaling")
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        call = AttentionCall(module, query, key, value, attention_mask, scaling, options)
+        if self.again is not None:
+            return self.again(call), None
+        if attention_mask is not None and attention_mask.dtype != torch.bool:
+            raise NotUnderstood(f"{module_name(self.model, module)} adds a bias to its scores")
+        for name, option in options.items():
+            # flags, such as use_cache, are passed on from the model's arguments
+            if name not in _UNDERSTOOD and isinstance(option, Tensor | int | float) and not isinstance(option, bool):
+                raise NotUnderstood(f"{module_name(self.model, module)} passes '{name}', which is not understood")
+        if isinstance(scaling, Tensor):
+            raise NotUnderstood(f"{module_name(self.model, module)} scales its scores by a tensor")
+        # models that know only eager attention are always given a mask
+        if attention_mask is None and self.implementation != "eager" and _is_bidirectional(module, options):
+            raise NotUnderstood(f"{module_name(self.model, module)} is not causal")
+        call.output = own_attention(module, self.implementation, query, key, value, attention_mask, **options)
+        self.calls.append(call)
+        output: tuple[Tensor, Any] = call.output
+        return output
+
+    def note_rotary(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """A forward hook; modules that are not rotary ones are passed over."""
+        call = RotaryCall.of(module, args, kwargs, output)
+        if call is not None:
+            self.rotary_calls.append(call)
+
+    def rotary_of(self, args: Any, kwargs: Any) -> RotaryCall | None:
+        """The rotary module's call whose output is among the arguments of an attention module."""
+        for value in (*args, *kwargs.values()):
+            # of modules in each other, the outermost one ends last
+            for call in reversed(self.rotary_calls):
+                if passes_on(value, call.output) or moved(value, call.output):
+                    return call
+        return None
+
+
+def _is_bidirectional(module: nn.Module, options: dict[str, Any]) -> bool:
+    """Whether a module that passes no mask wants none."""
+    is_causal = options.get("is_causal")
+    return not (getattr(module, "is_causal", True) if is_causal is None else is_causal)
+
+
+def module_name(model: nn.Module, module: nn.Module) -> str:
+    """What a model calls one of its modules."""
+    return next(name for name, x in model.named_modules() if x is module)
+
+
+def one_line(error: BaseException) -> str:
+    """Class and text of an error, at most 200 characters."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]

@@ -1,0 +1,197 @@
+"""One layer called again, as it will be called with our cache, and compared with what the model computed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, get_args
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from kvcli.seam.layer import ChannelOrder, LayerAttention
+from kvcli.seam.recorder import (
+    FAILURES,
+    AttentionCall,
+    NewTokens,
+    NotUnderstood,
+    ProbeLayer,
+    Recorder,
+    module_name,
+    one_line,
+)
+from kvcli.seam.rotary import RotaryCall, RotarySource, moved, nothing_turned, passes_on
+from kvcli.seam.sdpa import causal_mask, plain_attention
+
+_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+"""Largest difference from the model's own attention, relative to its largest output."""
+
+
+@dataclass(frozen=True)
+class FoundLayer:
+    """A layer that is understood, with what rotates it and its shape."""
+
+    layer: LayerAttention
+    source: RotarySource | None
+    shape: tuple[int, int, int, int]
+    scaling: float
+
+
+class Trial:
+    """Finds out of each layer how it attends, by calling it again in every way that it may.
+
+    Args:
+        recorder: of the model.
+        own_cache: what the model runs with while its layers are called again.
+
+    Attributes:
+        found: the layers that are understood, in the order of their calls.
+        is_finite: whether everything compared so far was.
+    """
+
+    def __init__(self, recorder: Recorder, own_cache: Cache) -> None:
+        self.recorder, self.own_cache = recorder, own_cache
+        self.cache = Cache(layers=[ProbeLayer() for _ in own_cache.layers])
+        self.sources: dict[tuple[int, tuple[Any, ...]], RotarySource | None] = {}
+        self.found: dict[nn.Module, FoundLayer] = {}
+        self.is_finite = True
+
+    def again(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Calls an attention module with the input that it just had, as it will be called with our cache."""
+        name, own = module_name(self.recorder.model, module), self.recorder.calls[-1]
+        if own.module is not module:
+            raise NotUnderstood(f"{name} did not attend")
+        call, known = self.recorder.rotary_of(args, kwargs), self.found.get(module)
+        if known is not None and known.scaling != own.scaling:
+            raise NotUnderstood(f"{name} scales its scores by other factors as a context grows")
+        tried = iter([known.layer]) if known is not None else self._candidates(module, own, call)
+        reasons = []
+        for layer in tried:
+            rotary = None if layer.own_rotation else call
+            try:
+                self._try(layer, rotary, own, args, kwargs, output)
+            except NotUnderstood as error:
+                reasons.append(str(error))
+            else:
+                source = self._source(call) if call is not None and layer.rotated else None
+                heads, _, head_dim = own.query.shape[1:]
+                shape = (heads, own.key.shape[1], head_dim, own.value.shape[3])
+                self.found[module] = FoundLayer(layer, source, shape, own.scaling)
+                return
+        raise NotUnderstood(f"{name}: {reasons[-1]}")
+
+    def _candidates(self, module: nn.Module, own: AttentionCall, call: RotaryCall | None) -> Iterator[LayerAttention]:
+        """How a layer may attend, the most useful first."""
+        layer = LayerAttention(len(self.found), module, rotated=False, **self._special(own))
+        source = None if call is None else self._source(call)
+        if source is not None:
+            dim = 2 * len(source.rope.inv_freq)
+            for order in get_args(ChannelOrder) if dim <= own.query.shape[3] else ():
+                yield replace(layer, rotated=True, channels=order, rotary_dim=dim)
+            yield layer
+        yield replace(layer, own_rotation=call is not None)
+
+    def _source(self, call: RotaryCall) -> RotarySource | None:
+        key = (id(call.module), call.arguments)
+        if key not in self.sources:
+            self.sources[key] = call.source()
+        return self.sources[key]
+
+    def _special(self, own: AttentionCall) -> dict[str, Any]:
+        """Soft-capping and sinks."""
+        sinks, heads = own.options.get("s_aux"), own.query.shape[1]
+        if sinks is not None and sinks.shape != (heads,):
+            raise NotUnderstood(
+                f"{module_name(self.recorder.model, own.module)} has sinks of shape {list(sinks.shape)}"
+            )
+        cap = own.options.get("softcap")
+        return {"soft_cap": None if cap is None else float(cap), "has_sinks": sinks is not None}
+
+    def _try(
+        self, layer: LayerAttention, rotary: RotaryCall | None, own: AttentionCall, args: Any, kwargs: Any, output: Any
+    ) -> None:
+        """Calls a layer as one of its candidates; raises NotUnderstood if that is not what the model computes."""
+
+        def swapped(x: Any) -> Any:
+            if x is self.own_cache:
+                return self.cache
+            if rotary is not None and (passes_on(x, rotary.output) or moved(x, rotary.output)):
+                return nothing_turned(x)
+            return x
+
+        held: list[Any] = self.cache.layers[layer.module.layer_idx].tokens
+        before = len(held)
+        self.recorder.again = lambda call: self._attend(layer, rotary, call, own)
+        try:
+            again = layer.module.forward(*map(swapped, args), **{name: swapped(x) for name, x in kwargs.items()})
+            if len(held) != before + 1:
+                raise NotUnderstood("it attends to keys that do not come from its cache")
+            ours, theirs = (x[0] if isinstance(x, tuple) else x for x in (again, output))
+            error = self.difference(ours, theirs)
+            if not error <= tolerance(theirs):
+                raise NotUnderstood(f"its attention differs from ours by {100 * error:.2g} %")
+        except NotUnderstood:
+            del held[before:]
+            raise
+        except FAILURES as error:
+            del held[before:]
+            if NewTokens.__name__ in str(error):
+                raise NotUnderstood("it computes keys from what it caches, as latent attention (MLA) does") from error
+            raise NotUnderstood(f"its keys and values cannot be taken from a cache ({one_line(error)})") from error
+        finally:
+            self.recorder.again = None
+
+    def _attend(
+        self, layer: LayerAttention, rotary: RotaryCall | None, call: AttentionCall, own: AttentionCall
+    ) -> Tensor:
+        """Attention as we compute it, over what the probe's cache holds."""
+        if not isinstance(call.key, NewTokens) or call.value is not call.key.new_value:
+            raise NotUnderstood("it changes keys or values between the cache and attention")
+        if call.query.shape[1] % call.key.key.shape[1]:
+            raise NotUnderstood(f"{call.query.shape[1]} query heads cannot share {call.key.key.shape[1]} key heads")
+        kv_len, query_len = call.key.key.shape[2], call.query.shape[2]
+        if call.value.shape[2] != query_len:
+            raise NotUnderstood(f"it caches {call.value.shape[2]} keys for {query_len} tokens")
+        causal = causal_mask(query_len, kv_len, call.query.device)
+        if call.mask is not None and not torch.equal(call.mask.expand(1, 1, -1, -1)[0, 0], causal):
+            raise NotUnderstood("its mask is not causal")
+        query, key = layer.in_order(call.query), layer.in_order(call.key.key)
+        if layer.rotated:
+            query, key = self._rotated(rotary, query, key)
+        # rounding apart, the model's own rotated queries and keys are these
+        for x, theirs in ((query, own.query), (key, own.key)):
+            if not self.difference(x, layer.in_order(theirs)) <= tolerance(theirs):
+                raise NotUnderstood("its rotation of queries and keys is not understood")
+        sinks = call.options.get("s_aux")
+        return plain_attention(query, key, call.key.value, None, call.scaling, layer.soft_cap, sinks)
+
+    def _rotated(self, rotary: RotaryCall | None, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries of the last tokens and keys of all tokens, after RoPE."""
+        source = None if rotary is None else self._source(rotary)
+        assert rotary is not None
+        assert source is not None
+        query_len = query.shape[2]
+        positions = torch.arange(key.shape[2], device=query.device).unsqueeze(0)
+        if not torch.equal(rotary.positions.to(positions), positions[:, -query_len:]):
+            raise NotUnderstood("its positions do not count tokens")
+        rotation = source.rope.rotation(positions, torch.float32).to(query.device)
+        turned = rotation.last(query_len).apply(query.float()), rotation.apply(key.float())
+        return turned[0].to(query.dtype), turned[1].to(key.dtype)
+
+    def difference(self, x: Tensor, reference: Tensor) -> float:
+        """The largest difference relative to the largest number of the reference, where that is finite."""
+        if x.shape != reference.shape:
+            return math.inf
+        x, reference = x.float(), reference.float()
+        finite = reference.isfinite()
+        if not bool(finite.all()):
+            self.is_finite = False
+            x, reference = x.where(finite, 0), reference.where(finite, 0)
+        return float((x - reference).abs().max() / reference.abs().max().clamp_min(1e-30))
+
+
+def tolerance(x: Tensor) -> float:
+    """The largest difference that rounding explains, for numbers of the type of `x`."""
+    return _TOLERANCE.get(x.dtype, 0.05)
