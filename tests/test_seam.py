@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -178,3 +180,13 @@ def test_layers_that_are_not_in_memory_are_refused() -> None:
     model.model.layers[1].mlp.to("meta")
     with pytest.raises(UnsupportedModelError, match=r"layer 1 is offloaded or not loaded \(device meta\)"):
         kvcli.attach(model, "kivi-2")
+
+
+def test_a_probed_model_is_not_kept() -> None:
+    model = make_model("llama")
+    with kvcli.attach(model, "kivi-2"):
+        pass
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None

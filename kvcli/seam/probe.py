@@ -26,7 +26,7 @@ from kvcli.rope import NoRope, Rope
 from kvcli.seam.assumed import assume
 from kvcli.seam.decoder import find_decoder
 from kvcli.seam.model import ATTENTION_NAME, SHARED_CONFIG, ModelAttention
-from kvcli.seam.recorder import FAILURES, NewTokens, NotUnderstood, Recorder, module_name, one_line
+from kvcli.seam.recorder import FAILURES, NewTokens, NotUnderstood, Recorder, module_name, one_line, record
 from kvcli.seam.trial import FoundLayer, Trial, tolerance
 from kvcli.spec import ModelSpec, general_fields, no_rope, rope_spec
 
@@ -126,14 +126,15 @@ class _Probe:
     @contextmanager
     def _recording(self) -> Iterator[None]:
         """Makes the model's attention function record its calls."""
-        AttentionInterface.register(_NAME, self.recorder.attention)
+        AttentionInterface.register(_NAME, record)
         AttentionMaskInterface.register(_NAME, sdpa_mask)
         try:
             self.model.set_attn_implementation(_NAME)
         except (ValueError, AttributeError) as error:
             raise self._refusal(f"its attention cannot be replaced ({one_line(error)})") from error
         try:
-            yield
+            with self.recorder.recording():
+                yield
         finally:
             self.model.set_attn_implementation(self.implementation)
 

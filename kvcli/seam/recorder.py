@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import local
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
+from kvcli.errors import ModelError
 from kvcli.seam.own_attention import own_attention
 from kvcli.seam.rotary import RotaryCall, moved, passes_on
 
@@ -123,6 +126,15 @@ class Recorder:
         output: tuple[Tensor, Any] = call.output
         return output
 
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Makes `record` record here, inside the block and in this thread."""
+        _running.recorder = self
+        try:
+            yield
+        finally:
+            _running.recorder = None
+
     def note_rotary(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """A forward hook; modules that are not rotary ones are passed over."""
         call = RotaryCall.of(module, args, kwargs, output)
@@ -137,6 +149,22 @@ class Recorder:
                 if passes_on(value, call.output) or moved(value, call.output):
                     return call
         return None
+
+
+class _Running(local):
+    """The recorder of this thread."""
+
+    recorder: Recorder | None = None
+
+
+_running = _Running()
+
+
+def record(module: nn.Module, *args: Any, **options: Any) -> tuple[Tensor, Any]:
+    """The attention function that transformers calls while a model is probed."""
+    if _running.recorder is None:
+        raise ModelError("the model is being probed in another thread; attach it before threads share it")
+    return _running.recorder.attention(module, *args, **options)
 
 
 def _is_bidirectional(module: nn.Module, options: dict[str, Any]) -> bool:
