@@ -21,6 +21,7 @@ from kvcli.fit import assemble, fit_recording
 from kvcli.registry import get_method
 from kvcli.seam.layer import AttentionCall
 from kvcli.seam.patch import Seam
+from kvcli.seam.probe import probe
 
 FULL = (
     "llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral", "olmo", "olmo2", "granite", "granitemoe",
@@ -159,3 +160,16 @@ def test_hybrids_compress_their_layers_of_full_attention(family: str, tmp_path: 
         for refused in (lambda: compressed.crop(-1), lambda: compressed.save(tmp_path / "context")):
             with pytest.raises(CacheError, match="layers of the model keep transformers' own cache"):
                 refused()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", ALL)
+def test_what_is_found_out_does_not_depend_on_the_dtype(family: str, dtype: torch.dtype) -> None:
+    found, wide = probe(make(family).to(dtype)), probe(model_of(family))
+    assert found.spec == wide.spec
+    for ours, theirs in zip(found.layers, wide.layers, strict=True):
+        assert (ours.rotated, ours.channels, ours.own_rotation) == (
+            theirs.rotated,
+            theirs.channels,
+            theirs.own_rotation,
+        )
