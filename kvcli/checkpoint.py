@@ -92,7 +92,7 @@ def read_config(folder: Path) -> Any:
         )
     with _explained(folder, "its config.json cannot be used"):
         config = AutoConfig.from_pretrained(folder, **_LOCAL)
-    config._attn_implementation = "sdpa"  # a config may name a repository of kernels, which would be downloaded and run
+    config._attn_implementation = plain_attention(config)  # a config may name kernels to be downloaded and run
     ModelSpec.from_config(config)
     return config
 
@@ -110,6 +110,19 @@ def read_gguf_config(path: Path) -> Any:
         config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name, **_LOCAL)
     ModelSpec.from_config(config)
     return config
+
+
+def plain_attention(config: Any) -> str:
+    """What a model attends with before kvcli does: SDPA, or `eager` where its class has no SDPA.
+
+    Args:
+        config: of a causal language model of transformers.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    classes = found if isinstance(found, tuple) else (found,)
+    return "sdpa" if all(x._supports_sdpa for x in classes) else "eager"
 
 
 def cannot_load(source: Path | str, reason: str) -> ModelError:

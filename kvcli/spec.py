@@ -162,17 +162,20 @@ class ModelSpec:
                 raise UnsupportedModelError(f"no layer attends to the whole context: this model has {listed(kinds)}")
             num_heads = config.num_attention_heads
             head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+            unrotated = _unrotated(config, full)
+            rotates = len(unrotated) < len(full)
             return cls(
                 **general_fields(config),
                 num_layers=len(full),
                 num_heads=num_heads,
                 num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
                 head_dim=head_dim,
-                rope=rope_spec(config, head_dim),
+                rope=rope_spec(config, head_dim) if rotates else no_rope(head_dim),
                 layer_indices=full if len(full) < len(kinds) else (),
                 other_layers=len(kinds) - len(full),
+                unrotated=unrotated if rotates else (),
             )
-        except (ValueError, TypeError, AttributeError, ZeroDivisionError) as error:
+        except (ValueError, TypeError, AttributeError, IndexError, ZeroDivisionError) as error:
             raise UnsupportedModelError(f"the model's config cannot be used: {error}") from error
 
 
@@ -202,6 +205,15 @@ def layer_kinds(config: Any) -> list[str]:
         return kinds
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     return [_FULL if window is None else "sliding_attention"] * config.num_hidden_layers
+
+
+def _unrotated(config: Any, full: Sequence[int]) -> tuple[int, ...]:
+    """Those of the layers of full attention, counted among themselves, that a config says not to rotate."""
+    declared = hasattr(type(config), "position_embedding_type")  # files of other types may say it without effect
+    if declared and config.position_embedding_type != "rope":
+        return tuple(range(len(full)))
+    rotated = getattr(config, "no_rope_layers", None)  # 1 where a layer is rotated, against the name
+    return tuple(i for i, layer_idx in enumerate(full) if rotated and not rotated[layer_idx])
 
 
 def listed(kinds: Sequence[str]) -> str:

@@ -97,7 +97,7 @@ def decode_compressed(
     clock = StepClock(cache, round_tokens(cache.method, cache.config), steps=mode != "passes")
     choose = NextToken(SamplingConfig(new_tokens), ids, last.shape[-1])
     compiled = None if backend is None else CompiledLayers(model, backend)
-    backends = [attention] * len(cache.layers)
+    backends = [attention] * len(cache.compressed)
     decoder = Decoder(model, cache, backends, choose, new_tokens, mode=mode, compiled=compiled)
     decoder.run(last, None, clock)
     how = decoder.mode + COMPILED * (decoder.compiled is not None) if clock.stepped else "passes"
@@ -106,7 +106,7 @@ def decode_compressed(
 
 def cache_backend(cache: CompressedCache, device: torch.device) -> AttentionBackend:
     """The backend of a cache's session."""
-    codecs = [layer.codec for layer in cache.layers]
+    codecs = [layer.codec for layer in cache.compressed]
     if not codecs[0].key.fused:
         return choose_backend(cache.method, codecs, "reference", device)
     # on a GPU the session may have been asked for `auto`, which unlike `fused` refuses no shapes and else is the same

@@ -29,9 +29,11 @@ from kvcli.bench.run import Run, cache_bytes, used_bytes
 from kvcli.bench.shapes import shape_config
 from kvcli.cache.compressed import CompressedCache
 from kvcli.cache.layer import NewTokens
+from kvcli.errors import UnsupportedModelError
 from kvcli.methods.encoded import EncodedTokens, PartialAttention
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.seam.layer import AttentionCall, RotaryOutput
+from kvcli.seam.probe import probe
 from kvcli.spec import ModelSpec
 
 NewCache = Callable[[], Any]
@@ -98,7 +100,7 @@ def attached(model: Any, case: MethodCase, impl: str, seed: int) -> Iterator[New
 
 def open_session(model: Any, case: MethodCase, impl: str, seed: int) -> Session:
     """Attaches a method with random codebooks to a model, the baseline too; as `attached` otherwise."""
-    spec = ModelSpec.from_config(model.config)
+    spec = probe(model).spec
     generator = torch.Generator(model.device).manual_seed(seed)
     codecs = [case.build(spec, layer_idx).to(model.device) for layer_idx in range(spec.num_layers)]
     for codec in codecs:
@@ -185,14 +187,24 @@ def fill(model: Any, cache: Any, batch: int, count: int, chunk: int | None) -> N
         batch: sequences.
         count: tokens to append per sequence.
         chunk: tokens of the whole batch that are appended at once; None: all.
+
+    Raises:
+        UnsupportedModelError: layers of other kinds, whose own caches cannot be filled.
     """
-    spec = ModelSpec.from_config(model.config)
+    spec = probe(model).spec
+    if spec.other_layers:
+        raise UnsupportedModelError(
+            f"{spec.other_layers} of {spec.model_layers} layers keep transformers' own cache, which cannot be "
+            "filled with random keys and values; let the prompt be computed"
+        )
     length = chunk_length(chunk, batch, count)
     with torch.inference_mode():
         for start in range(0, count, length):
             new = min(length, count - start)
-            shape = (batch, spec.num_kv_heads, new, spec.head_dim)
-            key, value = (torch.randn(shape, device=model.device, dtype=model.dtype) for _ in range(2))
+            key, value = (
+                torch.randn(batch, spec.num_kv_heads, new, width, device=model.device, dtype=model.dtype)
+                for width in (spec.head_dim, spec.value_dim)
+            )
             if isinstance(cache, CompressedCache):
                 _fill_compressed(cache, key, value, spec)
                 continue

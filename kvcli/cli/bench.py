@@ -10,6 +10,7 @@ from kvcli.cli.bench_options import DEFAULT_MODEL, BenchOptions, check, parse_ba
 from kvcli.cli.bench_report import records_path, report_rows
 from kvcli.cli.bench_tables import attention_table, contexts_table, generate_table, memory_table
 from kvcli.cli.command import command
+from kvcli.cli.context_input import check_storable
 from kvcli.cli.output import Output, parse_size
 from kvcli.cli.values import parse_settings
 from kvcli.errors import UsageError
@@ -132,6 +133,7 @@ def run_contexts(options: BenchOptions, output: Output) -> None:
     import torch
 
     from kvcli.bench.contexts import ContextBench, break_even
+    from kvcli.seam.probe import probe
 
     gpu = torch.device(options.torch_device()).type == "cuda"
     cases = method_cases(options, default_methods(kinds_only=True), baseline=True)
@@ -139,6 +141,7 @@ def run_contexts(options: BenchOptions, output: Output) -> None:
     if options.context_folder is not None:
         options.context_folder.mkdir(parents=True, exist_ok=True)
     model, shared = load(options, options.random_weights, output)
+    check_storable(shared["model"], probe(model).spec)
     bench = ContextBench(
         model,
         cases,

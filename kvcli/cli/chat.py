@@ -48,7 +48,7 @@ class ChatOptions(SamplingOptions):
 def run(options: ChatOptions, output: Output) -> None:
     """Talk to a model on one compressed cache; only what is new of each turn is read, and the cache can be saved."""
     from kvcli.chat import Conversation
-    from kvcli.cli.context_input import check_tokenizer, load_context
+    from kvcli.cli.context_input import check_storable, check_tokenizer, load_context
 
     if options.system is not None and options.resume is not None:
         raise UsageError("--system goes before the first message; the conversation of --resume has begun")
@@ -60,6 +60,8 @@ def run(options: ChatOptions, output: Output) -> None:
     loaded = options.load(output)
     if not loaded.tokenizer.chat_template:
         raise UsageError(f"{options.model} has no chat template")
+    if options.save is not None:
+        check_storable(options.model, loaded.spec)
     system = [] if options.system is None else [{"role": "system", "content": options.system}]
     with chosen.attach(loaded, options.impl, output) as session:
         conversation = Conversation(

@@ -10,6 +10,7 @@ from pydantic import Field
 
 from kvcli.cli.command import command
 from kvcli.cli.compress_targets import FileTarget, StoreTarget
+from kvcli.cli.context_input import check_storable
 from kvcli.cli.dry_run import DRY_RUN, dry_compress
 from kvcli.cli.output import Output, parse_size, size
 from kvcli.cli.prompt_sources import Source, parse_messages, read_sources
@@ -63,6 +64,7 @@ def run(options: CompressOptions, output: Output) -> None:
     target.make_folder()  # what cannot be made is said before the texts are read
     chosen = choose_method(options, output, default=DEFAULT_METHOD)
     loaded = options.load(output)
+    check_storable(options.model, loaded.spec)
     records = []
     with chosen.attach(loaded, options.impl, output) as session:
         for source in sources:

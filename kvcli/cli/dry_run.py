@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvcli.cli.context_input import check_storable
 from kvcli.cli.options import ModelOptions
 from kvcli.cli.output import Output, duration, size
 from kvcli.cli.paths import newest_artifact
@@ -150,8 +151,9 @@ def dry_compress(options: CompressOptions, sources: Sequence[Source], output: Ou
     """
     from dataclasses import replace
 
-    name = named_method(options, DEFAULT_METHOD)
-    plan = method_plan(planned_model(options), name, options.settings(), options.artifact, options.impl)
+    name, planned = named_method(options, DEFAULT_METHOD), planned_model(options)
+    check_storable(options.model, planned.spec)
+    plan = method_plan(planned, name, options.settings(), options.artifact, options.impl)
     counter = TokenCounter(options.model, output)
     stages = [plan.compress(counter.source(source), options.prefill_chunk) for source in sources]
     largest = max(stages, key=lambda stage: stage.peak_bytes)

@@ -88,6 +88,8 @@ def run(options: PlanOptions, output: Output) -> None:
         "model": planned.name,
         "device": planned.device.type,
         "dtype": str(planned.dtype).removeprefix("torch."),
+        "num_layers": planned.spec.num_layers,
+        "other_layers": planned.spec.other_layers,
         "weights_bytes": planned.weights_bytes,
         "program_bytes": program if planned.device.type == "cpu" else None,
         "memory_bytes": memory,
@@ -185,6 +187,11 @@ def lines(record: Mapping[str, Any]) -> list[str]:
         f"calibrate {stage['tokens']} tokens: disk {size(stage['disk_bytes'])}, peak memory {size(stage['peak_bytes'])}"
         f", {time}",
     ]
+    if others := record["other_layers"]:
+        made.append(
+            f"caches are those of the {record['num_layers']} layers that attend to the whole context; {others} others "
+            "keep transformers' own cache, which is not counted"
+        )
     if fits:
         most = max(fits, key=lambda fit: fit["peak_bytes"])
         made.append(f"fit: peak memory up to {size(most['peak_bytes'])}")

@@ -11,6 +11,7 @@ from torch import nn
 
 from kvcli.bench.shapes import SHAPES, shape_config
 from kvcli.builtin_models import BUILTIN_MODELS, copy_folder
+from kvcli.checkpoint import plain_attention
 from kvcli.errors import ModelError
 from kvcli.models import find_config
 from kvcli.plan.live_bytes import META
@@ -76,8 +77,9 @@ class PlannedModel:
                 values["layer_types"] = ["full_attention"] * num_layers
         values.pop("quantization_config", None)
         config = type(self.config).from_dict(values)
+        attention = plain_attention(config)
         with META:
-            model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=self.dtype, attn_implementation="sdpa")
+            model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=self.dtype, attn_implementation=attention)
         return model.eval()
 
 
