@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from torch import nn
 
+from kvcli.errors import UnsupportedModelError
 from kvcli.rope import NoRope, Rope
 from kvcli.seam.decoder import decoder_layers, find_decoder
 from kvcli.seam.layer import LayerAttention
@@ -26,17 +28,28 @@ def assume(model: nn.Module) -> ModelAttention:
     config: Any = model.config
     spec = ModelSpec.from_config(config)
     kinds = layer_kinds(config.get_text_config(decoder=True))
-    modules: list[nn.Module] = [
-        layer.self_attn  # type: ignore[misc]
-        for layer, kind in zip(decoder_layers(model), kinds, strict=True)
-        if kind == "full_attention"
+    modules = [
+        _attention(layer) for layer, kind in zip(decoder_layers(model), kinds, strict=True) if kind == "full_attention"
     ]
     rotary, source = getattr(find_decoder(model), "rotary_emb", None), None
     if rotary is not None and spec.rope.rope_type != NO_ROPE:
-        source = RotarySource(rotary)
+        by_layers = "layer_type" in inspect.signature(rotary.forward).parameters
+        source = RotarySource(rotary, ("full_attention",) if by_layers else ())
     rope: Rope = NoRope(spec.rope.rotary_dim, model.device) if source is None else source.rope  # type: ignore[arg-type]
     layers = tuple(
         LayerAttention(layer_idx, module, rotated=source is not None, rotary_dim=spec.rope.rotary_dim)
         for layer_idx, module in enumerate(modules)
     )
     return ModelAttention(layers, tuple(modules), source, rope, spec, config._attn_implementation)
+
+
+def _attention(layer: nn.Module) -> nn.Module:
+    """The attention module of a decoder layer.
+
+    Raises:
+        UnsupportedModelError: none of its parts knows its place in a cache.
+    """
+    for part in layer.children():
+        if isinstance(getattr(part, "layer_idx", None), int):
+            return part
+    raise UnsupportedModelError(f"no part of {type(layer).__name__} is known to attend; it cannot be planned")

@@ -11,7 +11,7 @@ from kvcli.plan.model import PlannedModel
 from kvcli.plan.stages import MethodPlan
 from kvcli.registry import get_method
 
-FAMILIES = ["qwen3_moe", "glm4", "smollm3", "phi3", "cohere2"]
+FAMILIES = ["gemma3_text", "gpt_oss", "gpt2", "qwen3_moe", "glm4", "smollm3", "phi3", "cohere2"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
