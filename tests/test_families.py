@@ -22,16 +22,8 @@ from kvcli.registry import get_method
 from kvcli.seam.layer import AttentionCall
 from kvcli.seam.patch import Seam
 from kvcli.seam.probe import probe
+from kvcli.seam.tested import FULL, HYBRID
 
-FULL = (
-    "llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral", "olmo", "olmo2", "granite", "granitemoe",
-    "phi", "phi3", "starcoder2", "stablelm", "smollm3", "glm", "glm4", "cohere", "nemotron", "gemma", "helium",
-    "ernie4_5", "seed_oss", "hunyuan_v1_dense", "nanochat", "gpt2",
-)  # fmt: skip
-HYBRID = (
-    "gemma2", "gemma3_text", "gpt_oss", "qwen3_next", "olmo3", "olmo_hybrid", "cohere2", "exaone4", "lfm2", "jamba",
-    "bamba", "granitemoehybrid", "nemotron_h", "ministral", "llama4_text", "qwen3_5_text",
-)  # fmt: skip
 ALL = [x for x in FULL + HYBRID if x in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
 METHODS = ("commvq-2", "kivi-2", "squat-2", "squat-pre-2", "qjl")
 
@@ -169,3 +161,9 @@ def test_what_is_found_out_does_not_depend_on_the_dtype(family: str, dtype: torc
     assert found.spec == wide.spec
     kinds = [[(x.rotated, x.channels, x.own_rotation) for x in attention.layers] for attention in (found, wide)]
     assert kinds[0] == kinds[1]
+
+
+def test_a_family_that_no_test_runs_is_named() -> None:
+    (note,) = probe(make("apertus")).notes
+    assert note.startswith("model type 'apertus' is not among the families that kvcli is tested with")
+    assert not probe(model_of("llama")).notes

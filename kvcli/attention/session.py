@@ -51,6 +51,7 @@ class Session:
 
     Attributes:
         backend: what attention runs on; its `note` says why a method's own kernels are not used.
+        notes: a line each about what is unusual in how the model attends.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Session:
         devices = devices_of_layers(model)
         self._several_devices, device = len(set(devices)) > 1, devices[0]
         self._seam = Seam(model, self._attend, self._check_call, self._check_drafts)
+        self.notes = self._seam.attention.notes
         impl = _possible(impl, spec)
         self.backend = choose_backend(method, [codecs[layer_idx] for layer_idx in sorted(self.layers)], impl, device)
         baseline = choose_backend(get_method(BASELINE), (), impl, device)

@@ -113,6 +113,8 @@ class ChosenMethod:
         from kvcli.attention.attach import attach
 
         session = attach(loaded, self.name, artifact=self.artifact, impl=impl, layers=self.layers, **self.settings)
+        for note in session.notes:
+            output.say(note)
         if session.backend.note is not None:
             output.say(f"{session.backend.impl} backend: {session.backend.note}")
         return session

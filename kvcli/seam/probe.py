@@ -27,6 +27,7 @@ from kvcli.seam.assumed import assume
 from kvcli.seam.decoder import find_decoder
 from kvcli.seam.model import ATTENTION_NAME, SHARED_CONFIG, ModelAttention
 from kvcli.seam.recorder import FAILURES, NewTokens, NotUnderstood, Recorder, module_name, one_line, record
+from kvcli.seam.tested import FULL, HYBRID
 from kvcli.seam.trial import FoundLayer, Trial, tolerance
 from kvcli.spec import ModelSpec, general_fields, no_rope, rope_spec
 
@@ -231,6 +232,11 @@ class _Probe:
     def _notes(self, found: list[FoundLayer]) -> tuple[str, ...]:
         """One line each about what is not as in most models."""
         notes, total = [], len(self.own_cache.layers)
+        if self.config.model_type not in FULL + HYBRID:
+            notes.append(
+                f"model type '{self.config.model_type}' is not among the families that kvcli is tested with; on a few "
+                "tokens, its attention is what kvcli computes"
+            )
         if len(found) < total:
             notes.append(f"{len(found)} of {total} layers attend to the whole context and are compressed")
         themselves = sum(x.layer.own_rotation for x in found)

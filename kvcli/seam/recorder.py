@@ -26,7 +26,7 @@ class NotUnderstood(Exception):
 
 
 @dataclass
-class AttentionCall:
+class RecordedCall:
     """One call of the attention function."""
 
     module: nn.Module
@@ -90,9 +90,9 @@ class Recorder:
 
     def __init__(self, model: nn.Module, implementation: str | None) -> None:
         self.model, self.implementation = model, implementation
-        self.calls: list[AttentionCall] = []
+        self.calls: list[RecordedCall] = []
         self.rotary_calls: list[RotaryCall] = []
-        self.again: Callable[[AttentionCall], Tensor] | None = None
+        self.again: Callable[[RecordedCall], Tensor] | None = None
 
     def attention(
         self,
@@ -107,7 +107,7 @@ class Recorder:
         """The attention function: the model's own, after a check that its arguments are understood."""
         scaling = options.get("scaling")
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-        call = AttentionCall(module, query, key, value, attention_mask, scaling, options)
+        call = RecordedCall(module, query, key, value, attention_mask, scaling, options)
         if self.again is not None:
             return self.again(call), None
         if attention_mask is not None and attention_mask.dtype != torch.bool:

@@ -14,10 +14,10 @@ from transformers.cache_utils import Cache
 from kvcli.seam.layer import ChannelOrder, LayerAttention
 from kvcli.seam.recorder import (
     FAILURES,
-    AttentionCall,
     NewTokens,
     NotUnderstood,
     ProbeLayer,
+    RecordedCall,
     Recorder,
     module_name,
     one_line,
@@ -82,7 +82,7 @@ class Trial:
                 return
         raise NotUnderstood(f"{name}: {reasons[-1]}")
 
-    def _candidates(self, module: nn.Module, own: AttentionCall, call: RotaryCall | None) -> Iterator[LayerAttention]:
+    def _candidates(self, module: nn.Module, own: RecordedCall, call: RotaryCall | None) -> Iterator[LayerAttention]:
         """How a layer may attend, the most useful first."""
         layer = LayerAttention(len(self.found), module, rotated=False, **self._special(own))
         source = None if call is None else self._source(call)
@@ -99,7 +99,7 @@ class Trial:
             self.sources[key] = call.source()
         return self.sources[key]
 
-    def _special(self, own: AttentionCall) -> dict[str, Any]:
+    def _special(self, own: RecordedCall) -> dict[str, Any]:
         """Soft-capping and sinks."""
         sinks, heads = own.options.get("s_aux"), own.query.shape[1]
         if sinks is not None and sinks.shape != (heads,):
@@ -110,7 +110,7 @@ class Trial:
         return {"soft_cap": None if cap is None else float(cap), "has_sinks": sinks is not None}
 
     def _try(
-        self, layer: LayerAttention, rotary: RotaryCall | None, own: AttentionCall, args: Any, kwargs: Any, output: Any
+        self, layer: LayerAttention, rotary: RotaryCall | None, own: RecordedCall, args: Any, kwargs: Any, output: Any
     ) -> None:
         """Calls a layer as one of its candidates; raises NotUnderstood if that is not what the model computes."""
 
@@ -144,7 +144,7 @@ class Trial:
             self.recorder.again = None
 
     def _attend(
-        self, layer: LayerAttention, rotary: RotaryCall | None, call: AttentionCall, own: AttentionCall
+        self, layer: LayerAttention, rotary: RotaryCall | None, call: RecordedCall, own: RecordedCall
     ) -> Tensor:
         """Attention as we compute it, over what the probe's cache holds."""
         if not isinstance(call.key, NewTokens) or call.value is not call.key.new_value:
