@@ -167,3 +167,37 @@ def test_a_family_that_no_test_runs_is_named() -> None:
     (note,) = probe(make("apertus")).notes
     assert note.startswith("model type 'apertus' is not among the families that kvcli is tested with")
     assert not probe(model_of("llama")).notes
+
+
+@pytest.mark.parametrize("method", ["fp16", "kivi-2", "rtn-4"])
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "glm4", "smollm3"])
+def test_kernels_cap_scores_and_share_them_with_sinks(family: str, method: str) -> None:
+    """A padded prompt in two chunks, the second too long for one tile, then single tokens."""
+    pytest.importorskip("triton")
+    model, tokens = model_of(family), torch.randint(3, 97, (2, 60), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(tokens)
+    mask[1, :9] = 0
+    settings = {"group_size": 16, "residual_length": 16, "sink_length": 2} if method == "kivi-2" else WINDOW
+
+    def logits(cache: Any) -> list[Tensor]:
+        made, start = [], 0
+        for part in tokens.split((25, 30, 1, 4), dim=1):
+            stop = start + part.shape[1]
+            positions = (mask[:, :stop].cumsum(1) - 1).clamp(min=0)[:, start:]
+            with torch.no_grad():
+                output = model(
+                    part, attention_mask=mask[:, :stop], position_ids=positions, past_key_values=cache, use_cache=True
+                )
+            made.append(output.logits[:, -1])
+            start = stop
+        return made
+
+    made = []
+    for impl in ("fused", "reference"):
+        with kvcli.attach(model, method, impl=impl, **settings) as session:
+            made.append(logits(session.new_cache()))
+    if method == "fp16":
+        made.append(logits(DynamicCache(config=model.config)))
+    for fused, *others in zip(*made, strict=True):
+        for other in others:
+            assert (fused - other).abs().max() <= 2e-3 * other.abs().max()
