@@ -13,6 +13,7 @@ from transformers import DynamicCache
 
 import kvcli
 from kvcli.errors import CacheError, ModelError, UnsupportedModelError
+from kvcli.seam.probe import probe
 
 SHORT_WINDOW = {"residual_length": 8, "sink_length": 2, "flush_block": 1}
 
@@ -190,3 +191,20 @@ def test_a_probed_model_is_not_kept() -> None:
     del model
     gc.collect()
     assert gone() is None
+
+
+@pytest.mark.parametrize("rope_type", ["default", "dynamic"])
+def test_a_probe_copies_no_weights(rope_type: str) -> None:
+    model = make_model("llama", rope_parameters={"rope_type": rope_type, "rope_theta": 1e4, "factor": 2.0})
+
+    def count() -> int:
+        return sum(type(x) is torch.nn.Parameter for x in gc.get_objects())
+
+    gc.collect()
+    gc.disable()
+    try:
+        before = count()
+        probe(model)
+        assert count() == before
+    finally:
+        gc.enable()

@@ -158,9 +158,15 @@ def _layout(output: Any) -> Layout | None:
     return "pairs"
 
 
+def _copied(module: nn.Module) -> nn.Module:
+    """A copy without hooks: what these refer to, such as the whole model, would be copied, too."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks)
+    return copy.deepcopy(module, {id(x): type(x)() for x in hooks})
+
+
 def _is_static(call: RotaryCall) -> bool:
     """Whether angles stay as they are when a context grows; asked of a copy, which may remember the longest one."""
-    module, like = copy.deepcopy(call.module), torch.empty(0, device=call.positions.device)
+    module, like = _copied(call.module), torch.empty(0, device=call.positions.device)
     before = module(like, call.positions, *call.arguments)
     far = torch.full_like(call.positions[:, :1], 2**22)
     after = module(like, torch.cat((call.positions, far), dim=1), *call.arguments)
