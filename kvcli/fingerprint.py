@@ -162,6 +162,6 @@ def _computed_weights(name: str, module: nn.Module, model: nn.Module, spec: Mode
         with torch.no_grad():
             output = module(inputs)[0].float()
         return (output[0] - output[1])[[0, output.shape[-1] // 2]].to("cpu", torch.float16)
-    except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError) as error:
+    except (RuntimeError, TypeError, ValueError, AttributeError) as error:
         reason = " ".join(str(error).split())
         raise ModelError(f"weights of {name} ({type(module).__name__}) cannot be sampled: {reason}") from error

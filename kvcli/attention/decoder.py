@@ -21,6 +21,7 @@ from kvcli.cache.compressed import CompressedCache
 from kvcli.cache.counts import FlushPlan, TokenCounts
 from kvcli.cache.forward import Forward
 from kvcli.cache.step import FlushPattern, Step
+from kvcli.errors import UsageError
 from kvcli.rope import Rotation
 
 _POLL_STEPS = 8
@@ -35,6 +36,20 @@ _HEADROOM = 1024
 
 Mode = Literal["passes", "steps", "graphs"]
 """How tokens are made: ordinary passes, passes whose counts are on the device, or CUDA graphs of those."""
+
+
+def default_mode(cache: CompressedCache, device: torch.device, *, fused: bool, compiled: bool) -> Mode:
+    """How tokens are made unless it is said: as fast as the device, the session's kernels and the model's layers allow.
+
+    Args:
+        cache: that is continued.
+        device: of the model.
+        fused: whether the session's kernels are used.
+        compiled: whether layers are compiled, which passes of changing shapes would undo.
+    """
+    if cache.step_obstacle is not None:
+        return "passes"
+    return "graphs" if device.type == "cuda" and fused else "steps" if compiled else "passes"
 
 
 def can_step(counts: TokenCounts, left: int) -> bool:
@@ -66,6 +81,9 @@ class Decoder:
         mode: how tokens are made, once every row holds codes.
         compiled: the model's layers, which run compiled in steps; None: as they are.
 
+    Raises:
+        UsageError: steps or compiled layers for a cache that they cannot serve.
+
     Attributes:
         tokens: what was made, int64 [batch, max_new_tokens]; `padding` after the end of a row.
         made: how many tokens per row.
@@ -87,6 +105,8 @@ class Decoder:
         mode: Mode = "passes",
         compiled: CompiledLayers | None = None,
     ) -> None:
+        if (mode != "passes" or compiled is not None) and cache.step_obstacle is not None:
+            raise UsageError(cache.step_obstacle)
         device, batch = model.device, len(cache.sequences.lengths)
         self.model, self.cache, self.backends, self.choose = model, cache, backends, choose
         self.max_new_tokens, self.padding, self.mode = max_new_tokens, padding, mode

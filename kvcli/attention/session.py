@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from kvcli.attention.backend import choose_backend
 from kvcli.attention.compiled import BACKEND, CompiledLayers
-from kvcli.attention.decoder import Decoder, LogitsNotFinite, Mode
+from kvcli.attention.decoder import Decoder, LogitsNotFinite, Mode, default_mode
 from kvcli.attention.generation import Generated, prefill, stop_tokens
 from kvcli.attention.layer import attend_layer
 from kvcli.attention.next_token import NextToken, SamplingConfig
@@ -72,7 +72,7 @@ class Session:
         self.layers = frozenset(range(len(codecs)) if layers is None else layers)
         self._fitted, self._model_name = fitted, model_name or type(model).__name__
         devices = devices_of_layers(model)
-        self._several_devices, device = len(set(devices)) > 1, devices[0]
+        device = devices[0]
         self._seam = Seam(model, self._attend, self._check_call, self._check_drafts)
         self.notes = self._seam.attention.notes
         impl = _possible(impl, spec)
@@ -178,15 +178,8 @@ class Session:
         logits = prefill(self.model, cache, input_ids, attention_mask, prefill_chunk)
         stops, padding = stop_tokens(self.model, eos_token_id, pad_token_id)
         if mode is None:
-            graphs = input_ids.is_cuda and self.backend.impl == "fused"
-            mode = "graphs" if graphs else "steps" if compile_layers else "passes"
-            if self.spec.other_layers or self._several_devices:
-                mode = "passes"
-        if (self.spec.other_layers or self._several_devices) and (mode != "passes" or compile_layers):
-            reason = (
-                "layers on several devices" if self._several_devices else "layers of other kinds than full attention"
-            )
-            raise UsageError(f"{reason} cannot take part in steps; choose passes")
+            fused, compiling = self.backend.impl == "fused", bool(compile_layers)
+            mode = default_mode(cache, input_ids.device, fused=fused, compiled=compiling)
         backend = BACKEND if compile_layers is True else compile_layers
         compiled = CompiledLayers(self.model, backend) if backend else None
         decoder = Decoder(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvcli.attention.backend import AttentionBackend, choose_backend
 from kvcli.attention.compiled import CompiledLayers
-from kvcli.attention.decoder import Decoder, Mode
+from kvcli.attention.decoder import Decoder, default_mode
 from kvcli.attention.next_token import NextToken, SamplingConfig
 from kvcli.cache.compressed import CompressedCache
 from kvcli.methods.config import CacheConfig
@@ -90,10 +90,8 @@ def decode_compressed(
         backend: of `torch.compile`, which compiles the model's layers for steps; None: they run as they are.
     """
     attention, last = cache_backend(cache, logits.device), logits[:, -1]
-    if decode == "auto":
-        mode: Mode = "graphs" if logits.is_cuda and attention.impl == "fused" else "steps" if backend else "passes"
-    else:
-        mode = decode
+    fused, compiling = attention.impl == "fused", backend is not None
+    mode = default_mode(cache, logits.device, fused=fused, compiled=compiling) if decode == "auto" else decode
     clock = StepClock(cache, round_tokens(cache.method, cache.config), steps=mode != "passes")
     choose = NextToken(SamplingConfig(new_tokens), ids, last.shape[-1])
     compiled = None if backend is None else CompiledLayers(model, backend)

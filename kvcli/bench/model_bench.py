@@ -203,7 +203,9 @@ class ModelBench:
                     release_gpu_memory()  # a run that fitted in the search began with no memory reserved
                 runs.append(run(row.new_tokens))
             row = row.with_memory(runs)
-            if case.is_baseline:
+            if (
+                case.is_baseline and not self.spec.other_layers
+            ):  # the cache of fixed length has no other kinds of layers
                 runs = with_fixed_length(self.model, runs, row.batch, row.context, row.new_tokens, self.backend)
         row = row.with_times(runs, filled=fill_prompt)
         return row.with_ceiling(step_weights_bytes(self.model) + runs[-1].used_bytes, copy_gb_s) if copy_gb_s else row

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
-
 from kvcli.cache.compressed import CompressedCache
+from kvcli.cache.memory import own_bytes
 
 
 @dataclass(frozen=True)
@@ -44,28 +41,17 @@ class Run:
 def cache_bytes(cache: Any) -> int:
     """Bytes allocated by a cache."""
     if isinstance(cache, CompressedCache):
-        return cache.memory().allocated_bytes + _other_bytes(cache)
-    return _own_bytes(cache.layers)
+        memory = cache.memory()
+        return memory.allocated_bytes + memory.other_bytes
+    return own_bytes(cache.layers)
 
 
 def used_bytes(cache: Any) -> int:
     """Bytes of the keys and values in a cache, coded or not: no headroom, nor positions, which all layers share."""
     if isinstance(cache, CompressedCache):
         memory = cache.memory()
-        return memory.code_bytes + memory.window_bytes + memory.state_bytes + _other_bytes(cache)
+        return memory.code_bytes + memory.window_bytes + memory.state_bytes + memory.other_bytes
     return cache_bytes(cache)
-
-
-def _other_bytes(cache: CompressedCache) -> int:
-    """Bytes of layers that are not compressed, so that caches of hybrids are compared as a whole."""
-    compressed = {id(layer) for layer in cache.compressed}
-    return _own_bytes(layer for layer in cache.layers if id(layer) not in compressed)
-
-
-def _own_bytes(layers: Iterable[Any]) -> int:
-    """Bytes of the keys, values and states that transformers' own layers of a cache hold."""
-    tensors = (x for layer in layers for x in tree_leaves(vars(layer)) if isinstance(x, Tensor))
-    return sum(x.nbytes for x in tensors if x.is_floating_point())
 
 
 def step_weights_bytes(model: Any) -> int:

@@ -17,7 +17,7 @@ from kvcli.cache.counts import Counts, TokenCounts
 from kvcli.cache.forward import ordinary_tensors
 from kvcli.cache.identity import CacheIdentity
 from kvcli.cache.layer import DETACHED, OTHER_MODEL, CompressedLayer
-from kvcli.cache.memory import MemoryReport
+from kvcli.cache.memory import MemoryReport, own_bytes
 from kvcli.cache.sequences import Sequences
 from kvcli.cache.snapshot import Snapshot
 from kvcli.errors import CacheError
@@ -120,6 +120,15 @@ class CompressedCache(Cache):
         """The layers of transformers' own, of sliding windows, linear attention and the like."""
         ours = {id(layer) for layer in self.compressed}
         return [layer for layer in self.layers if id(layer) not in ours]
+
+    @property
+    def step_obstacle(self) -> str | None:
+        """Why decoding cannot keep its counts on the device (`kvcli.cache.step`); None if it can."""
+        if self.spec.other_layers:
+            return "layers of other kinds than full attention cannot take part in steps; choose passes"
+        if len(self._seam.devices) > 1:
+            return "layers on several devices cannot take part in steps; choose passes"
+        return None
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Slots seen so far, padding included."""
@@ -291,7 +300,7 @@ class CompressedCache(Cache):
             nominal_bits=self._nominal_bits(),
             layers=self._compressed_layers,
             other_layers=self.spec.other_layers,
-            other_bytes=sum(_tensor_bytes(vars(layer)) for layer in self.other_layers),
+            other_bytes=own_bytes(self.other_layers),
         )
 
     def _nominal_bits(self) -> tuple[float, float]:
@@ -299,12 +308,3 @@ class CompressedCache(Cache):
         share = self._compressed_layers / len(self._codecs)
         key, value = self.method.nominal_bits(self.spec, self.config)
         return key * share + 16 * (1 - share), value * share + 16 * (1 - share)
-
-
-def _tensor_bytes(value: Any) -> int:
-    """Bytes of all tensors in the attributes of a layer of transformers."""
-    if isinstance(value, Tensor):
-        return value.nbytes
-    if isinstance(value, Mapping):
-        return sum(map(_tensor_bytes, value.values()))
-    return sum(map(_tensor_bytes, value)) if isinstance(value, list | tuple) else 0

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 
 @dataclass(frozen=True)
@@ -76,3 +80,9 @@ class MemoryReport:
         """All figures as plain JSON values."""
         derived = ("cache_bytes", "ratio", "share", "true_bits", "effective_bits")
         return {**asdict(self), **{name: getattr(self, name) for name in derived}}
+
+
+def own_bytes(layers: Iterable[Any]) -> int:
+    """Bytes of the keys, values and states that transformers' own layers of a cache hold."""
+    tensors = (x for layer in layers for x in tree_leaves(vars(layer)) if isinstance(x, Tensor))
+    return sum(x.nbytes for x in tensors if x.is_floating_point())

@@ -118,7 +118,9 @@ class _Probe:
             output = self.model(input_ids=tokens, **arguments)
         except NotUnderstood as error:
             raise self._refusal(str(error)) from error
-        except (*FAILURES, NotImplementedError) as error:
+        except torch.OutOfMemoryError:
+            raise
+        except FAILURES as error:
             if NewTokens.__name__ in str(error):
                 raise self._refusal("a layer attends to what another one caches") from error
             raise self._refusal(f"it cannot run on a few tokens of text ({one_line(error)})") from error

@@ -135,6 +135,8 @@ class Trial:
         except NotUnderstood:
             del held[before:]
             raise
+        except torch.OutOfMemoryError:
+            raise
         except FAILURES as error:
             del held[before:]
             if NewTokens.__name__ in str(error):
