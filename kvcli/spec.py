@@ -234,7 +234,7 @@ def rope_spec(config: Any, head_dim: int) -> RopeSpec:
     if isinstance(parameters.get(_FULL), Mapping):
         parameters = parameters[_FULL]
     rope_type = parameters.get("rope_type", "default")
-    if not parameters or rope_type not in STATIC_ROPE_TYPES:
+    if not parameters or rope_type not in STATIC_ROPE_TYPES or "mrope_section" in parameters:
         return no_rope(head_dim)
     fraction = parameters.get("partial_rotary_factor") or 1.0
     if config.model_type in _WHOLE_HEAD or rope_type == "proportional":

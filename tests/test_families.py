@@ -145,7 +145,7 @@ def test_hybrids_compress_their_layers_of_full_attention(family: str, tmp_path: 
         others = [x for layer in compressed.other_layers for x in tensors(list(vars(layer).values()))]
         assert memory.other_bytes == sum(x.nbytes for x in others) > 0
         assert (memory.layers, memory.other_layers) == (session.spec.num_layers, len(compressed.other_layers))
-        assert memory.share == memory.fp16_bytes / (memory.fp16_bytes + memory.other_bytes)
+        assert memory.share == memory.uncompressed_bytes / (memory.uncompressed_bytes + memory.other_bytes)
         for refused in (lambda: compressed.crop(-1), lambda: compressed.save(tmp_path / "context")):
             with pytest.raises(CacheError, match="layers of the model keep transformers' own cache"):
                 refused()

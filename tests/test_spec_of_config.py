@@ -40,3 +40,8 @@ def test_layers_that_a_config_says_not_to_rotate_are_counted_among_those_of_full
 def test_a_field_that_a_type_does_not_have_says_nothing_about_its_rotation() -> None:
     spec = ModelSpec.from_config(tiny_config("llama", position_embedding_type="absolute"))
     assert spec.rope.rope_type == "default"
+
+
+def test_positions_in_three_parts_are_not_rotated_by_us() -> None:
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 0]}
+    assert ModelSpec.from_config(tiny_config("qwen3_5_text", rope_parameters=rope)).rope.rope_type == NO_ROPE

@@ -25,7 +25,7 @@ from kvcli.bench.decode import (
     synchronized_time,
 )
 from kvcli.bench.layer import MethodCase, randomize_
-from kvcli.bench.run import Run, cache_bytes, used_bytes
+from kvcli.bench.run import Run, cache_bytes, other_bytes, used_bytes
 from kvcli.bench.shapes import shape_config
 from kvcli.cache.compressed import CompressedCache
 from kvcli.cache.layer import NewTokens
@@ -158,6 +158,7 @@ def run_model(
         cache_bytes(cache),
         *peak_memory(ids.device),
         used_bytes(cache),
+        other_bytes(cache),
         decoded.how,
         decoded.steady,
         decoded.note,

@@ -203,9 +203,7 @@ class ModelBench:
                     release_gpu_memory()  # a run that fitted in the search began with no memory reserved
                 runs.append(run(row.new_tokens))
             row = row.with_memory(runs)
-            if (
-                case.is_baseline and not self.spec.other_layers
-            ):  # the cache of fixed length has no other kinds of layers
+            if case.is_baseline and not self.spec.other_layers:  # a cache of fixed length has full attention only
                 runs = with_fixed_length(self.model, runs, row.batch, row.context, row.new_tokens, self.backend)
         row = row.with_times(runs, filled=fill_prompt)
         return row.with_ceiling(step_weights_bytes(self.model) + runs[-1].used_bytes, copy_gb_s) if copy_gb_s else row
@@ -219,7 +217,7 @@ class ModelBench:
         if run is None:
             return row
         fp16_bytes = row.batch * (row.context + 1) * self.spec.fp16_bytes_per_token()
-        return replace(row.with_memory([run]), cache_ratio=fp16_bytes / run.cache_bytes)
+        return replace(row.with_memory([run]), cache_ratio=(fp16_bytes + run.other_bytes) / run.cache_bytes)
 
     def _search(self, case: MethodCase, row: ModelRow, *, fill_middle: bool = False) -> tuple[ModelRow, Run | None]:
         """Tries sizes until the row's question is answered.

@@ -30,6 +30,7 @@ class ModelRow:
         encoding_gap: relative difference of the encoding errors of kernels and reference.
         weights_bytes: of the model.
         cache_bytes: bytes allocated by the cache at the end.
+        other_bytes: bytes of them in layers that do not attend to the whole context, which no method compresses.
         peak_bytes: peak of bytes allocated by torch, weights included.
         reserved_bytes: peak of bytes reserved by torch, which is what a budget limits.
         prefill_ms: 20th, 50th and 80th percentile of the time of the prompt, encoding included.
@@ -62,6 +63,7 @@ class ModelRow:
     encoding_gap: float | None = None
     weights_bytes: int | None = None
     cache_bytes: int | None = None
+    other_bytes: int | None = None
     peak_bytes: int | None = None
     reserved_bytes: int | None = None
     prefill_ms: tuple[float, float, float] | None = None
@@ -89,6 +91,7 @@ class ModelRow:
         return replace(
             self,
             cache_bytes=runs[-1].cache_bytes,
+            other_bytes=runs[-1].other_bytes,
             peak_bytes=max((run.peak_bytes for run in runs if run.peak_bytes is not None), default=None),
             reserved_bytes=max((run.reserved_bytes for run in runs if run.reserved_bytes is not None), default=None),
         )

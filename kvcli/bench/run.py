@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from transformers.cache_utils import DynamicLayer
+
 from kvcli.cache.compressed import CompressedCache
 from kvcli.cache.memory import own_bytes
 
@@ -21,6 +23,7 @@ class Run:
         peak_bytes: peak of bytes allocated by torch, weights included; None on a CPU.
         reserved_bytes: peak of bytes reserved by torch, which is what a limit counts; None on a CPU.
         used_bytes: bytes of the keys and values in the cache at the end, which a step reads.
+        other_bytes: bytes of them in layers that do not attend to the whole context, which no method compresses.
         how: how the tokens after the first were made.
         steady: number and seconds of steady steps; None: their rate is that of `decode_s`.
         note: why the tokens were not made faster.
@@ -33,6 +36,7 @@ class Run:
     peak_bytes: int | None
     reserved_bytes: int | None
     used_bytes: int = 0
+    other_bytes: int = 0
     how: str = "eager"
     steady: tuple[int, float] | None = None
     note: str | None = None
@@ -52,6 +56,13 @@ def used_bytes(cache: Any) -> int:
         memory = cache.memory()
         return memory.code_bytes + memory.window_bytes + memory.state_bytes + memory.other_bytes
     return cache_bytes(cache)
+
+
+def other_bytes(cache: Any) -> int:
+    """Bytes in the layers of a cache that do not attend to the whole context."""
+    if isinstance(cache, CompressedCache):
+        return cache.memory().other_bytes
+    return own_bytes(layer for layer in cache.layers if type(layer) is not DynamicLayer)
 
 
 def step_weights_bytes(model: Any) -> int:

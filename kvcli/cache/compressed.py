@@ -285,6 +285,7 @@ class CompressedCache(Cache):
             return 8 * used / (sum(coded) * len(stores) * self.spec.num_kv_heads * width) if any(coded) else 0.0
 
         num_tokens = sum(self.sequences.lengths)
+        fp16_bytes = num_tokens * self.spec.fp16_bytes_per_token()
         return MemoryReport(
             num_tokens=num_tokens,
             num_encoded=sum(counts.keys.coded),
@@ -294,7 +295,8 @@ class CompressedCache(Cache):
             state_bytes=state,
             allocated_bytes=sum(x.nbytes for x in buffers) + state + self.sequences.nbytes,
             artifact_bytes=sum(codec.fitted_bytes() for codec in self._codecs),
-            fp16_bytes=num_tokens * self.spec.fp16_bytes_per_token(),
+            fp16_bytes=fp16_bytes,
+            uncompressed_bytes=fp16_bytes * self._seam.model.dtype.itemsize // 2,
             key_bits=bits(keys, counts.keys.coded, self.spec.head_dim),
             value_bits=bits(values, counts.values.coded, self.spec.value_dim),
             nominal_bits=self._nominal_bits(),

@@ -25,6 +25,7 @@ class MemoryReport:
         artifact_bytes: codec buffers (codebooks, encoders, projections) and kernel tables derived from them, held once
             per model however many caches there are.
         fp16_bytes: the same tokens uncompressed in 16 bits.
+        uncompressed_bytes: the same tokens uncompressed in the model's dtype.
         key_bits: true stored bits per key value of encoded tokens, scales and norms included; 0 without encoded tokens.
         value_bits: the same for values.
         nominal_bits: the paper's bits for K and V.
@@ -43,6 +44,7 @@ class MemoryReport:
     allocated_bytes: int
     artifact_bytes: int
     fp16_bytes: int
+    uncompressed_bytes: int
     key_bits: float
     value_bits: float
     nominal_bits: tuple[float, float]
@@ -62,9 +64,9 @@ class MemoryReport:
 
     @property
     def share(self) -> float:
-        """What share of the model's whole cache, uncompressed in 16 bits, the layers of full attention have."""
-        whole = self.fp16_bytes + self.other_bytes
-        return self.fp16_bytes / whole if whole else 1.0
+        """What share of the model's whole cache, uncompressed, the layers of full attention have."""
+        whole = self.uncompressed_bytes + self.other_bytes
+        return self.uncompressed_bytes / whole if whole else 1.0
 
     @property
     def true_bits(self) -> float:

@@ -168,6 +168,8 @@ def load(options: BenchOptions, shape: str | None, output: Output) -> tuple[Any,
     """
     import torch
 
+    from kvcli.seam.probe import probe
+
     device = torch.device(options.torch_device())
     warn_without_gpu(device, output)
     if shape is None:
@@ -182,11 +184,13 @@ def load(options: BenchOptions, shape: str | None, output: Output) -> tuple[Any,
         dtype = options.dtype if options.dtype != "auto" else "bfloat16" if device.type == "cuda" else "float32"
         output.say(f"making a model of the shape {shape} with random weights")
         model = random_model(shape, options.layers, device, getattr(torch, dtype), options.seed)
+    spec = probe(model).spec
     return model, {
         "model": shape or options.model,
         "weights": "random" if shape else "model",
         "codebooks": "random",
-        "num_layers": model.config.num_hidden_layers,
+        "num_layers": spec.num_layers,
+        "other_layers": spec.other_layers,
         "dtype": str(model.dtype).removeprefix("torch."),
     }
 

@@ -86,7 +86,7 @@ def generate_table(records: list[dict[str, Any]]) -> DataTable:
         )
     budget = "" if first["memory_budget"] is None else f", budget {size(first['memory_budget'])}"
     title = (
-        f"{first['model']}, {first['weights']} weights, {first['num_layers']} layers, {first['dtype']}{budget}; "
+        f"{first['model']}, {first['weights']} weights, {_layers(records)}, {first['dtype']}{budget}; "
         f"prompts: {first['prefill']}; x: over fp16, which is transformers' model and SDPA, the faster of its own "
         "cache and, on a GPU, a captured step whose cache does not grow; tok/s: of all sequences, in steady steps (*: "
         "of all tokens after the first)"
@@ -124,10 +124,10 @@ def memory_table(records: list[dict[str, Any]]) -> DataTable:
             continue
         sizes = [size(record[name]) for name in ("cache_bytes", "peak_bytes", "reserved_bytes")]
         rows.append([*shown, sizes[0], f"1/{record['cache_ratio']:.2f}", *sizes[1:], _error(record), record["impl"]])
+    weights = f"{first['weights']} weights ({size(first['weights_bytes'])})"
     title = (
-        f"{first['model']}, {first['weights']} weights ({size(first['weights_bytes'])}), {first['dtype']}, budget "
-        f"{size(first['memory_budget'])}; prompts in chunks of {first['prefill_chunk']} tokens, {first['prefill']}; "
-        "one decode step"
+        f"{first['model']}, {weights}, {_layers(records)}, {first['dtype']}, budget {size(first['memory_budget'])}; "
+        f"prompts in chunks of {first['prefill_chunk']} tokens, {first['prefill']}; one decode step"
     )
     return DataTable(title, columns, rows, optional=("reserved", "error", "impl", "peak"))
 
@@ -178,6 +178,18 @@ def contexts_table(records: list[dict[str, Any]]) -> DataTable:
         "measured context from which on loading was faster"
     )
     return DataTable(title, columns, rows, optional=("error", "bits", "impl", "write ms", "faster from", "load ms"))
+
+
+def _layers(records: list[dict[str, Any]]) -> str:
+    """How many layers are compressed, and their share of fp16's cache where there are others."""
+    count, others = records[0]["num_layers"], records[0]["other_layers"]
+    if not others:
+        return f"{count} layers"
+    text = f"{count} of {count + others} layers compressed"
+    held = next(
+        ((x["other_bytes"], x["cache_bytes"]) for x in records if x["impl"] == "sdpa" and x["cache_bytes"]), None
+    )
+    return text if held is None else f"{text} ({100 * (1 - held[0] / held[1]):.0f} % of fp16's cache)"
 
 
 def _status(record: dict[str, Any]) -> str:

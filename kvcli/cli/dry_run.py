@@ -271,4 +271,5 @@ def dry_generate(options: GenerateOptions, prompt: str, context: Context | None,
         chunk = min(new, chunk or new)  # what the context holds is not read
     stage = plan.generate(tokens, options.max_new_tokens, chunk=chunk)
     memory = plan.memory(tokens, options.max_new_tokens, chunk=chunk)
-    say_stage(stage, output, cache_bytes=memory.allocated_bytes)
+    others = {"other_layers_bytes": memory.other_bytes} if memory.other_layers else {}
+    say_stage(stage, output, cache_bytes=memory.allocated_bytes, **others)

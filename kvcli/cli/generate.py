@@ -158,7 +158,7 @@ def describe(made: Generation, starts_at: int | None) -> str:
     if memory.other_layers:
         others = (
             f"; {memory.other_layers} of {memory.layers + memory.other_layers} layers keep transformers' own cache of "
-            f"{size(memory.other_bytes)}: the others have {100 * memory.share:.0f} % of the whole in fp16"
+            f"{size(memory.other_bytes)}: the others have {100 * memory.share:.0f} % of an uncompressed one"
         )
     graphs = f", steps as CUDA graphs of {size(made.graph_bytes)}" if made.graph_bytes else ""
     reused = f" ({made.reused_tokens} reused)" if made.reused_tokens else ""

@@ -145,14 +145,14 @@ def method_row(plan: MethodPlan, plans: list[MethodPlan], options: PlanOptions, 
     lengths, chunk = (options.prompt_tokens, options.max_new_tokens), options.prefill_chunk
     held = plan.memory(*lengths, batch, chunk=chunk)
     stage = plan.generate(*lengths, batch, chunk=chunk)
-    context = plan.compress(options.prompt_tokens, chunk)
+    context = None if spec.other_layers else plan.compress(options.prompt_tokens, chunk)
     row: dict[str, Any] = {
         "method": plan.name,
         "memory": held.to_dict(),
         "artifact_bytes": plan.artifact_bytes,
-        "context_bytes": context.disk_bytes,
+        "context_bytes": context and context.disk_bytes,
         "generate": stage.to_dict(),
-        "compress": context.to_dict(),
+        "compress": context and context.to_dict(),
         "fit": None,
         "fits": None,
         "break_even": [],
@@ -188,9 +188,11 @@ def lines(record: Mapping[str, Any]) -> list[str]:
         f", {time}",
     ]
     if others := record["other_layers"]:
+        held = record["methods"][0]["memory"]
         made.append(
-            f"caches are those of the {record['num_layers']} layers that attend to the whole context; {others} others "
-            "keep transformers' own cache, which is not counted"
+            f"compressed are the {record['num_layers']} layers that attend to the whole context, with "
+            f"{100 * held['share']:.0f} % of an uncompressed cache; {others} others keep transformers' own cache of "
+            f"{size(held['other_bytes'])}, which counts in peaks only"
         )
     if fits:
         most = max(fits, key=lambda fit: fit["peak_bytes"])
@@ -212,7 +214,7 @@ def table(record: Mapping[str, Any]) -> DataTable:
             "bits": f"{memory['effective_bits']:.2f}",
             "cache": size(memory["allocated_bytes"]),
             "of fp16": f"1/{memory['ratio']:.1f}",
-            "on disk": size(row["context_bytes"]),
+            "on disk": "-" if row["context_bytes"] is None else size(row["context_bytes"]),
             "artifact": size(row["artifact_bytes"]) if row["artifact_bytes"] else "-",
             "peak": size(row["generate"]["peak_bytes"]),
             "longest": count(fits.get("context")),

@@ -20,6 +20,7 @@ from kvcli.cache.sequences import positions_capacity
 from kvcli.methods.config import BiasOffsetConfig, CacheConfig
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import Method
+from kvcli.plan.other_layers import NO_OTHERS, OtherLayers
 from kvcli.spec import ModelSpec
 
 _TILE = 64
@@ -59,13 +60,15 @@ class LayerBytes:
             key_bias: whether the model's key projection has a bias, which some methods keep apart.
         """
         spec = codec.key.spec
-        like = torch.zeros(1, spec.num_kv_heads, 1, spec.head_dim, dtype=dtype)
-        state = codec.key.new_state(1, like.device)
+        keys, values = (
+            torch.zeros(1, x.spec.num_kv_heads, 1, x.spec.head_dim, dtype=dtype) for x in (codec.key, codec.value)
+        )
+        state = codec.key.new_state(1, keys.device)
         kept_apart = key_bias and isinstance(config, BiasOffsetConfig) and config.key_offset == "bias"
         bias = 4 * spec.kv_dim if kept_apart and codec.key_offset is None else 0
         return cls(
-            key_group=codec.key.encoded_group(like).nbytes,
-            value_group=codec.value.encoded_group(like).nbytes,
+            key_group=codec.key.encoded_group(keys).nbytes,
+            value_group=codec.value.encoded_group(values).nbytes,
             key_tokens=codec.key.tokens_per_group,
             value_tokens=codec.value.tokens_per_group,
             state=0 if state is None else state.nbytes,
@@ -85,6 +88,7 @@ class CachePlan:
         layers: bytes of each layer.
         dtype: of the model.
         fused: whether kernels attend to codes; the reference keeps a rotation of each, where it needs them.
+        others: the caches of layers that do not attend to the whole context.
     """
 
     spec: ModelSpec
@@ -93,6 +97,7 @@ class CachePlan:
     layers: tuple[LayerBytes, ...]
     dtype: torch.dtype
     fused: bool = False
+    others: OtherLayers = NO_OTHERS
 
     @classmethod
     def of_codecs(
@@ -105,6 +110,7 @@ class CachePlan:
         *,
         key_bias: bool = False,
         fused: bool = False,
+        others: OtherLayers = NO_OTHERS,
     ) -> CachePlan:
         """From codecs, fitted or not; they are used one after the other, so they need not exist at once.
 
@@ -116,6 +122,7 @@ class CachePlan:
             dtype: of the model.
             key_bias: whether the model's key projection has a bias.
             fused: whether kernels attend to codes.
+            others: the caches of layers that do not attend to the whole context.
         """
         known: dict[Any, LayerBytes] = {}
         layers = []
@@ -127,7 +134,7 @@ class CachePlan:
                     codec.make_kernel_tables()
                 known[key] = LayerBytes.of(codec, config, dtype, key_bias)
             layers.append(known[key])
-        return cls(spec, method, config, tuple(layers), dtype, fused)
+        return cls(spec, method, config, tuple(layers), dtype, fused, others)
 
     def new_counts(self) -> TokenCounts:
         """The counts of an empty cache."""
@@ -166,7 +173,8 @@ class CachePlan:
         keys = sum(_group_bytes(coded, x.key_group, x.key_tokens) for x in self.layers)
         coded_values = _only(counts.values.coded)
         values = sum(_group_bytes(coded_values, x.value_group, x.value_tokens) for x in self.layers)
-        token_bytes = 2 * spec.kv_dim * size * len(self.layers)
+        key_dim, value_dim = spec.kv_dim, spec.num_kv_heads * spec.value_dim
+        token_bytes = (key_dim + value_dim) * size * len(self.layers)
         state = sum(x.state for x in self.layers) if tokens else 0
         positions = tokens + 4 * buffers.positions
         attended = 0 if plan is None else _only(plan.attended)
@@ -183,8 +191,8 @@ class CachePlan:
             + positions
         )
 
-        def bits(used: int, of: int) -> float:
-            return 8 * used / (of * len(self.layers) * spec.kv_dim) if of else 0.0
+        def bits(used: int, of: int, dim: int) -> float:
+            return 8 * used / (of * len(self.layers) * dim) if of else 0.0
 
         return MemoryReport(
             num_tokens=batch * tokens,
@@ -196,11 +204,13 @@ class CachePlan:
             allocated_bytes=batch * allocated,
             artifact_bytes=sum(x.fitted for x in self.layers),
             fp16_bytes=batch * tokens * spec.fp16_bytes_per_token(),
-            key_bits=bits(keys, coded),
-            value_bits=bits(values, coded_values),
+            uncompressed_bytes=batch * tokens * spec.fp16_bytes_per_token() * size // 2,
+            key_bits=bits(keys, coded, key_dim),
+            value_bits=bits(values, coded_values, value_dim),
             nominal_bits=self.method.nominal_bits(spec, self.config),
             layers=spec.num_layers,
             other_layers=spec.other_layers,
+            other_bytes=batch * self.others.held(tokens),
         )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,9 +14,9 @@ from torch import nn
 from kvcli.bench.shapes import SHAPES, shape_config
 from kvcli.builtin_models import BUILTIN_MODELS, copy_folder
 from kvcli.checkpoint import plain_attention
-from kvcli.errors import ModelError
+from kvcli.errors import KvcliError, ModelError, UnsupportedModelError
 from kvcli.models import find_config
-from kvcli.plan.live_bytes import META
+from kvcli.plan.live_bytes import META, Peak, peak_bytes
 from kvcli.spec import ModelSpec
 
 
@@ -66,21 +68,52 @@ class PlannedModel:
         """The model on the `meta` device: shapes without numbers.
 
         Args:
-            num_layers: as many layers of full attention; None: all layers of the model.
+            num_layers: as many layers of full attention, with the others before them; None: all layers of the model.
+
+        Raises:
+            UnsupportedModelError: a model that cannot be made with fewer layers.
         """
         from transformers import AutoModelForCausalLM
 
-        values = self.config.to_dict()
-        if num_layers is not None:
-            values["num_hidden_layers"] = num_layers
-            if values.get("layer_types"):
-                values["layer_types"] = ["full_attention"] * num_layers
-        values.pop("quantization_config", None)
-        config = type(self.config).from_dict(values)
+        config = copy.deepcopy(self.config) if num_layers is None else self._shortened(num_layers)
         attention = plain_attention(config)
         with META:
             model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=self.dtype, attn_implementation=attention)
         return model.eval()
+
+    def _shortened(self, num_layers: int) -> Any:
+        """The config of the model up to a layer of full attention, this one included."""
+        config = self.config.get_text_config(decoder=True)
+        values, depth, kept = config.to_dict(), config.num_hidden_layers, self.spec.in_model(num_layers - 1) + 1
+        if kept < depth:
+            values = {
+                name: value[:kept] if isinstance(value, list) and len(value) == depth else value
+                for name, value in values.items()
+            }
+            values["num_hidden_layers"] = kept
+        try:
+            return type(config).from_dict(values)
+        except Exception as error:  # configs are checked by code of each type, which raises what it likes
+            raise self._untraceable(error) from error
+
+    def peak_bytes(self, run: Callable[[], object]) -> Peak:
+        """As `kvcli.plan.live_bytes.peak_bytes`, of passes of `empty` models.
+
+        Raises:
+            UnsupportedModelError: a model that does not run without numbers.
+        """
+        try:
+            return peak_bytes(run)
+        except KvcliError:
+            raise
+        except Exception as error:  # code of all types of models, on a device that it was not written for
+            raise self._untraceable(error) from error
+
+    def _untraceable(self, error: Exception) -> UnsupportedModelError:
+        reason = " ".join(str(error).split())
+        return UnsupportedModelError(
+            f"models of the type {self.config.model_type} cannot be planned, and perhaps not be compressed: {reason}"
+        )
 
 
 def model_config(name: str, base_config: str | None = None, revision: str | None = None) -> Any:

@@ -21,14 +21,15 @@ from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import Method
 from kvcli.plan.cache import CachePlan
 from kvcli.plan.model import PlannedModel
-from kvcli.plan.working import PromptBytes, chunk_bytes, gradient_bytes, recording_bytes
+from kvcli.plan.other_layers import OtherLayers
+from kvcli.plan.working import PromptBytes, chunk_bytes, earlier_tokens, gradient_bytes, recording_bytes
 from kvcli.spec import ModelSpec
 from kvcli.token_blocks import BLOCK_TOKENS
 
 _HEAP_TENSOR = 2**25
 """Largest tensors that the C library takes from its heap, where what is freed stays with the process, in bytes."""
 
-_LEFT_OVER = 96 * 2**20
+LEFT_OVER = 96 * 2**20
 """What loading a model and libraries' own buffers leave with a process, beside the program; measured: 60 to 140 MiB."""
 
 _KEPT_SUMS = 2
@@ -94,11 +95,18 @@ class MethodPlan:
         self.on_cpu = planned.device.type == "cpu"
         codecs = build_codecs(method, planned.spec, self.config)
         self.cache = CachePlan.of_codecs(
-            planned.spec, method, self.config, codecs, planned.dtype, key_bias=planned.key_bias, fused=fused
+            planned.spec,
+            method,
+            self.config,
+            codecs,
+            planned.dtype,
+            key_bias=planned.key_bias,
+            fused=fused,
+            others=OtherLayers.of(planned),
         )
         self.artifact_bytes = artifact_bytes(codecs) if method.needs_artifact else 0
         self.prompt = PromptBytes(planned, method, config)
-        self._chunk = cache(lambda tokens, batch: chunk_bytes(self.prompt, tokens, batch, fused=fused))
+        self._chunk = cache(lambda *counts: chunk_bytes(self.prompt, *counts, fused=fused))
 
     def generate(self, prompt_tokens: int, new_tokens: int, batch: int = 1, *, chunk: int | None = None) -> Stage:
         """Generating after prompts, as `Session.generate` does.
@@ -130,8 +138,9 @@ class MethodPlan:
         memory, size = self.cache.memory(tokens, 0, batch, chunk=chunk), min(chunk or tokens, tokens)
         working = self.prompt.of(size * batch)
         if size < tokens:
-            working = max(working, self._chunk(size, batch))
-        return self._held(memory, size * batch) + working
+            working = max(working, self._chunk(size, earlier_tokens(tokens - size), batch))
+        cut = batch * self.cache.others.held(tokens, size) - memory.other_bytes
+        return self._held(memory, size * batch) + cut + working
 
     def memory(self, prompt_tokens: int, new_tokens: int, batch: int = 1, *, chunk: int | None = None) -> MemoryReport:
         """The cache after generating, see `generate`; the last token is not in it."""
@@ -142,14 +151,15 @@ class MethodPlan:
         """Bytes of a cache as the process holds them, after windows of so many tokens."""
         window = window_tokens * self.planned.spec.kv_dim * self.planned.dtype.itemsize
         stays = self.on_cpu and window < _HEAP_TENSOR
-        return max(memory.allocated_bytes, 2 * window * self.planned.spec.num_layers * stays) + memory.artifact_bytes
+        held = max(memory.allocated_bytes, 2 * window * self.planned.spec.num_layers * stays)
+        return held + memory.other_bytes + memory.artifact_bytes
 
     def _with_weights(self, others: int) -> int:
         """Peak of a stage that needs so many bytes beside the weights."""
         weights = self.planned.weights_bytes
         if not self.on_cpu:
             return weights + others
-        return self.program_bytes + weights + max(others + _LEFT_OVER, self.planned.checkpoint_bytes)
+        return self.program_bytes + weights + max(others + LEFT_OVER, self.planned.checkpoint_bytes)
 
     def _host(self) -> int | None:
         return None if self.on_cpu else self.planned.weights_bytes + self.planned.checkpoint_bytes
@@ -214,7 +224,7 @@ def calibrate(
         host = weights + max(planned.checkpoint_bytes, recording.host, kept)
         return Stage("calibrate", tokens, disk, weights + max(recording.device, gradients), host)
     # copies that were written stay with the process: the C library takes tensors of this size from its heap
-    others = max(recording.total, gradients + kept) + recording.host + _LEFT_OVER
+    others = max(recording.total, gradients + kept) + recording.host + LEFT_OVER
     others = max(others, planned.checkpoint_bytes)
     return Stage("calibrate", tokens, disk, program_bytes + weights + others)
 

@@ -23,7 +23,7 @@ from kvcli.calibrate.fisher import SEQ_LEN, backward
 from kvcli.methods.base import Codec
 from kvcli.methods.config import CacheConfig
 from kvcli.methods.method import Method
-from kvcli.plan.live_bytes import META, Peak, peak_bytes
+from kvcli.plan.live_bytes import META, Peak
 from kvcli.plan.model import PlannedModel
 from kvcli.registry import BASELINE, get_method
 from kvcli.seam.layer import AttentionCall
@@ -38,8 +38,8 @@ _ROUNDED_TOKENS = 256
 _DECODED_BYTES = 2**27
 """Keys, and values, that the kernels decode at once for chunks of prompts."""
 
-_EARLIER_TOKENS = 4352
-"""Tokens before a chunk that is traced: more than the reference attends to at once."""
+_EARLIER_TOKENS = 4608
+"""Most tokens before a chunk that is traced: more than the reference attends to at once."""
 
 _TRACED_LAYERS = 2
 """Layers of the model whose gradients are traced; with each one more, as much is kept again."""
@@ -82,7 +82,7 @@ class PromptBytes:
             with torch.no_grad(), Seam(model, _attend) as seam:
                 cache = CompressedCache(seam.attention.spec, baseline, config, [codec], seam)
                 run = partial(model, input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-                self._traced[tokens] = peak_bytes(run).total - cache.memory().allocated_bytes
+                self._traced[tokens] = planned.peak_bytes(run).total - _held(cache)
         return self._traced[tokens]
 
     def _encoding(self, codec: Codec[Any], tokens: int) -> int:
@@ -90,7 +90,7 @@ class PromptBytes:
         dtype = torch.float32 if getattr(codec, "space", "") == "pre_rope" else self.planned.dtype
         x = torch.zeros(1, 1, tokens // codec.tokens_per_group * codec.tokens_per_group, codec.spec.head_dim)
         with torch.no_grad():
-            return peak_bytes(partial(codec.encode, x.to(META, dtype), codec.new_state(1, META))).total
+            return self.planned.peak_bytes(partial(codec.encode, x.to(META, dtype), codec.new_state(1, META))).total
 
 
 def _take_as_much(codec: Codec[Any], count: int) -> None:
@@ -116,12 +116,18 @@ def _extrapolated(trace: Callable[[int], int], count: int, unit: int) -> int:
     return longer + (longer - short) * (count - 2 * unit) // unit
 
 
-def chunk_bytes(prompt: PromptBytes, tokens: int, batch: int, *, fused: bool) -> int:
+def earlier_tokens(tokens: int) -> int:
+    """Tokens before a chunk for which to trace it: one of few numbers, at least as many as there are, or enough."""
+    return min(_EARLIER_TOKENS, -(-tokens // _TRACED_TOKENS) * _TRACED_TOKENS)
+
+
+def chunk_bytes(prompt: PromptBytes, tokens: int, earlier: int, batch: int, *, fused: bool) -> int:
     """Bytes beside weights and caches of a pass over later chunks of prompts, which attends to codes.
 
     Args:
         prompt: of the model and the method.
         tokens: of a chunk of one sequence.
+        earlier: tokens before it; see `earlier_tokens`.
         batch: sequences.
         fused: whether kernels attend to codes: they keep no scores.
     """
@@ -132,15 +138,21 @@ def chunk_bytes(prompt: PromptBytes, tokens: int, batch: int, *, fused: bool) ->
     method = get_method(BASELINE)
     config = method.config_cls()
     model: Any = planned.empty(1)
-    ids = [torch.zeros(batch, count, dtype=torch.int64, device=META) for count in (_EARLIER_TOKENS, tokens)]
+    ids = [torch.zeros(batch, count, dtype=torch.int64, device=META) for count in (earlier, tokens)]
     with torch.no_grad(), Seam(model, _attend) as seam:
         codec = method.build(planned.spec, config, 0)
         cache = CompressedCache(seam.attention.spec, method, config, [codec], seam)
         run = partial(model, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        peak_bytes(partial(run, input_ids=ids[0]))
-        held = cache.memory().allocated_bytes
-        peak = peak_bytes(partial(run, input_ids=ids[1]))
-        return max(0, peak.total - (cache.memory().allocated_bytes - held))
+        planned.peak_bytes(partial(run, input_ids=ids[0]))
+        held = _held(cache)
+        peak = planned.peak_bytes(partial(run, input_ids=ids[1]))
+        return max(0, peak.total - (_held(cache) - held))
+
+
+def _held(cache: CompressedCache) -> int:
+    """Bytes of a cache, with those of the layers that keep transformers' own."""
+    memory = cache.memory()
+    return memory.allocated_bytes + memory.other_bytes
 
 
 def recording_bytes(planned: PlannedModel, config: CollectConfig) -> Peak:
@@ -162,7 +174,7 @@ def recording_bytes(planned: PlannedModel, config: CollectConfig) -> Peak:
     batch = min(config.batch_size, config.num_sequences)
     ids = torch.zeros(batch, config.seq_len, dtype=torch.int64, device=META)
     with torch.no_grad(), Seam(model, record):
-        return peak_bytes(lambda: model.base_model(input_ids=ids, use_cache=False))
+        return planned.peak_bytes(lambda: model.base_model(input_ids=ids, use_cache=False))
 
 
 def gradient_bytes(planned: PlannedModel, seq_len: int) -> int:
@@ -176,6 +188,6 @@ def gradient_bytes(planned: PlannedModel, seq_len: int) -> int:
 
     def trace(num_layers: int) -> int:
         model: nn.Module = planned.empty(num_layers).requires_grad_(False)
-        return peak_bytes(lambda: backward(model, ids, torch.Generator())).total
+        return planned.peak_bytes(lambda: backward(model, ids, torch.Generator())).total
 
     return _extrapolated(trace, planned.spec.num_layers, _TRACED_LAYERS // 2)

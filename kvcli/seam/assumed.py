@@ -15,6 +15,9 @@ from kvcli.seam.model import ModelAttention
 from kvcli.seam.rotary import RotarySource
 from kvcli.spec import NO_ROPE, ModelSpec, layer_kinds
 
+_WINDOWED = ("sliding_attention", "chunked_attention")
+"""Kinds of layers that call the attention function, too, and keep transformers' own cache."""
+
 
 def assume(model: nn.Module) -> ModelAttention:
     """What a model's config says, without a look at what the model computes; see `kvcli.seam.probe`.
@@ -28,9 +31,12 @@ def assume(model: nn.Module) -> ModelAttention:
     config: Any = model.config
     spec = ModelSpec.from_config(config)
     kinds = layer_kinds(config.get_text_config(decoder=True))
-    modules = [
-        _attention(layer) for layer, kind in zip(decoder_layers(model), kinds, strict=True) if kind == "full_attention"
+    attending = [
+        (_attention(layer), kind)
+        for layer, kind in zip(decoder_layers(model), kinds, strict=True)
+        if kind in ("full_attention", *_WINDOWED)
     ]
+    full = [module for module, kind in attending if kind not in _WINDOWED]
     rotary, source = getattr(find_decoder(model), "rotary_emb", None), None
     if rotary is not None and spec.rope.rope_type != NO_ROPE:
         by_layers = "layer_type" in inspect.signature(rotary.forward).parameters
@@ -38,9 +44,10 @@ def assume(model: nn.Module) -> ModelAttention:
     rope: Rope = NoRope(spec.rope.rotary_dim, model.device) if source is None else source.rope  # type: ignore[arg-type]
     layers = tuple(
         LayerAttention(layer_idx, module, rotated=source is not None, rotary_dim=spec.rope.rotary_dim)
-        for layer_idx, module in enumerate(modules)
+        for layer_idx, module in enumerate(full)
     )
-    return ModelAttention(layers, tuple(modules), source, rope, spec, config._attn_implementation)
+    modules = tuple(module for module, _ in attending)
+    return ModelAttention(layers, modules, source, rope, spec, config._attn_implementation)
 
 
 def _attention(layer: nn.Module) -> nn.Module:

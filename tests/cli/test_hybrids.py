@@ -44,6 +44,7 @@ def test_bench_runs_a_hybrid_and_counts_the_caches_of_all_its_layers(hybrid: Pat
     # 19 tokens in 2 layers and 7 in 2 with a window of 8; keys and values, 2 heads, 16 channels, float32
     whole, windows = (2 * 19 * 2 * 2 * 16 * 4, 2 * 7 * 2 * 2 * 16 * 4)
     assert stock["cache_bytes"] == whole + windows
+    assert stock["other_bytes"] == ours["other_bytes"] == windows
     assert ours["cache_bytes"] > whole + windows  # all is in the window, with headroom and positions
 
 
@@ -67,8 +68,31 @@ def test_chat_and_bench_refuse_to_store_a_hybrid_before_they_start(hybrid: Path)
         assert "2 of its 4 layers keep transformers' own cache" in result.stderr
 
 
+def test_bench_says_what_share_of_the_cache_is_compressed(hybrid: Path) -> None:
+    result = invoke(
+        *("bench", str(hybrid), "--suite", "generate", "--method", "kivi-2", "--repeats", "1"),
+        *("--prompt-tokens", "16", "--max-new-tokens", "4"),
+    )
+    assert result.exit_code == 0, result.output
+    assert "2 of 4 layers compressed (73 % of fp16's cache)" in " ".join(result.stdout.split())  # 19 of 19 + 7 tokens
+
+
+@pytest.mark.parametrize("command", ["plan", "generate"])
+def test_plans_count_what_other_layers_keep(hybrid: Path, command: str) -> None:
+    prompt = ["--prompt", "words " * 20, "--dry-run"] if command == "generate" else ["--prompt-tokens", "120"]
+    result = invoke(
+        *(command, str(hybrid), "--method", "kivi-2", "--device", "cpu", "--json", "--max-new-tokens", "4"), *prompt
+    )
+    assert result.exit_code == 0, result.output
+    record = json.loads(result.stdout)
+    held = record["other_layers_bytes"] if command == "generate" else record["methods"][1]["memory"]["other_bytes"]
+    assert held == 2 * 7 * 2 * 2 * 16 * 4
+
+
 def test_plan_says_how_many_layers_its_caches_are_of(tmp_path: Path) -> None:
     tiny_config("cohere2").save_pretrained(tmp_path / "model")
     result = invoke("plan", str(tmp_path / "model"), "--method", "kivi-2", "--device", "cpu", "--fisher-tokens", "0")
     assert result.exit_code == 0, result.output
-    assert "caches are those of the 1 layers that attend to the whole context; 3 others" in result.stderr
+    assert (
+        "the 1 layers that attend to the whole context, with 100 % of an uncompressed cache; 3 others" in result.stderr
+    )

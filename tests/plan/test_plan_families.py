@@ -2,27 +2,69 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from families import tiny_config
+from families import make, tiny_config
 
+from kvcli import attach
+from kvcli.attention.attach import build_codecs
+from kvcli.attention.backend import REFERENCE
+from kvcli.attention.layer import attend_layer
+from kvcli.cache.compressed import CompressedCache
 from kvcli.plan.live_bytes import META, peak_bytes
 from kvcli.plan.model import PlannedModel
-from kvcli.plan.stages import MethodPlan
+from kvcli.plan.stages import LEFT_OVER, MethodPlan
 from kvcli.registry import get_method
+from kvcli.seam.patch import Seam
 
 FAMILIES = ["gemma3_text", "gpt_oss", "gpt2", "qwen3_moe", "glm4", "smollm3", "phi3", "cohere2"]
+HYBRIDS = ["gemma3_text", "olmo3", "llama4_text", "qwen3_next", "olmo_hybrid", "lfm2", "jamba", "bamba", "nemotron_h"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_can_be_planned(family: str, dtype: torch.dtype) -> None:
-    planned = PlannedModel(family, tiny_config(family), dtype, torch.device("cpu"))
-    method = get_method("kivi")
-    plan = MethodPlan(planned, "kivi-2", method, method.config_cls())
+    plan = planned_kivi(family, dtype)
+    planned = plan.planned
     assert plan.generate(300, 8).peak_bytes > planned.weights_bytes
     short, longer = (plan.cache.memory(count).fp16_bytes for count in (300, 600))
     assert longer == 2 * short == 600 * planned.spec.num_layers * planned.spec.num_kv_heads * 16 * 2 * 2
+
+
+def planned_kivi(family: str, dtype: torch.dtype = torch.float32) -> MethodPlan:
+    method = get_method("kivi")
+    planned = PlannedModel(family, tiny_config(family), dtype, torch.device("cpu"))
+    return MethodPlan(planned, "kivi-2", method, method.config_cls())
+
+
+@pytest.mark.parametrize("tokens", [3, 40])
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_caches_of_other_layers_are_those_of_a_run(family: str, tokens: int) -> None:
+    plan, model = planned_kivi(family), make(family)
+    with attach(model, "kivi-2") as session, torch.no_grad():
+        cache = session.new_cache()
+        ids = torch.randint(3, model.config.vocab_size, (2, tokens))
+        model(ids, past_key_values=cache, use_cache=True)
+        model(ids[:, :1], past_key_values=cache, use_cache=True)
+        held = cache.memory()
+    told = plan.memory(tokens, 2, batch=2)
+    assert held.other_bytes == told.other_bytes > 0
+    assert held.share == told.share
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "olmo3", "lfm2", "nemotron_h"])
+def test_the_peak_of_reading_with_a_hybrid(family: str) -> None:
+    tokens, plan = 2048, planned_kivi(family)
+    model: Any = plan.planned.empty()
+    ids = torch.zeros(1, tokens, dtype=torch.int64, device=META)
+    codecs = [codec.to(META) for codec in build_codecs(plan.method, plan.planned.spec, plan.config)]
+    with torch.no_grad(), Seam(model, lambda call: attend_layer(call, REFERENCE)) as seam:
+        cache = CompressedCache(seam.attention.spec, plan.method, plan.config, codecs, seam)
+        measured = peak_bytes(lambda: model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)).total
+    told = plan.generate(tokens, 1).peak_bytes - plan.planned.weights_bytes - LEFT_OVER
+    assert told == pytest.approx(measured, rel=0.2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
