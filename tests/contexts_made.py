@@ -93,7 +93,7 @@ def maker(tiny_artifact: Callable[[Any], Artifact]) -> Iterator[Callable[..., Ma
 def flip_a_byte(folder: Path, name: str, part: str) -> None:
     """Damages a file of a stored context: its tokens, first or last."""
     file = getattr(ContextStore(folder).get(name), part)
-    path = folder / "blocks" / f"{file.sha256}.safetensors"
+    path = folder / "blocks" / f"{file.digest}.safetensors"
     data = bytearray(path.read_bytes())
     data[-5] ^= 1
     path.write_bytes(data)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from blake3 import blake3
 from torch import Tensor
 
 from kvcli import verified_reads
-from kvcli.verified_reads import PIECE_BYTES, Part, memory_for, read_parts
+from kvcli.verified_reads import PIECE_BYTES, Part, _neighbours, memory_for, read_parts
 
 SIZES = [0, 1, 9, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 2 * PIECE_BYTES + 7]
 CPU = torch.device("cpu")
@@ -33,7 +33,7 @@ def parts_of(path: Path, memory: Tensor) -> list[Part]:
 
 def expected(content: bytes) -> list[str]:
     pieces = torch.frombuffer(bytearray(content), dtype=torch.uint8).split(SIZES)
-    return [hashlib.sha256(piece.numpy().tobytes()).hexdigest() for piece in pieces]
+    return [blake3(piece.numpy().tobytes()).hexdigest() for piece in pieces]
 
 
 @pytest.mark.parametrize("inference", [False, True])
@@ -43,6 +43,19 @@ def test_parts_on_the_host_are_the_file(tmp_path: Path, content: bytes, inferenc
         assert read_parts(parts_of(tmp_path / "file", memory)) == expected(content)
     assert memory.numpy().tobytes() == content
     assert not memory.is_inference()
+
+
+def test_only_neighbours_in_file_and_memory_are_read_together(tmp_path: Path) -> None:
+    memory, path, other = torch.zeros(40, dtype=torch.uint8), tmp_path / "file", tmp_path / "other"
+    first = Part(path, 0, memory[:10])
+    for part, count in (
+        (Part(path, 10, memory[10:20]), 1),
+        (Part(path, 10, memory[11:20]), 2),
+        (Part(path, 11, memory[10:20]), 2),
+        (Part(other, 10, memory[10:20]), 2),
+        (Part(path, 10, torch.zeros(40, dtype=torch.uint8)[10:20]), 2),
+    ):
+        assert len(_neighbours([first, part])) == count
 
 
 def test_no_parts() -> None:
@@ -77,8 +90,7 @@ def test_a_gpu_gets_every_byte(tmp_path: Path, content: bytes, monkeypatch: pyte
     events, memory = copy_events(monkeypatch), torch.zeros(len(content), dtype=torch.uint8)
     assert read_parts(parts_of(tmp_path / "file", memory)) == expected(content)
     assert memory.numpy().tobytes() == content
-    pieces = sum(-(-size // PIECE_BYTES) or 1 for size in SIZES)  # an empty part is one piece, too
-    assert events.count("synchronize") == pieces
+    assert events.count("synchronize") == 1 + 1 + 1 + 2 + 3  # the first three parts are read as one piece
     assert "ordinary" not in events
     assert events.count("pinned") == events.count("wait")
 

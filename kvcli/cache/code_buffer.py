@@ -14,7 +14,7 @@ from kvcli.cache.counts import Counts, Encoding
 from kvcli.cache.forward import ordinary_tensors
 from kvcli.methods.base import Codec, Codes
 
-_HEADROOM = 128
+HEADROOM = 128
 """Fewest tokens by which a buffer grows after its first allocation."""
 
 
@@ -111,5 +111,5 @@ def grown_capacity(capacity: int, num_tokens: int, unit: int) -> int:
     """Tokens that a buffer has room for once it has to hold `num_tokens`, a multiple of `unit` if it grows."""
     if num_tokens <= capacity:
         return capacity
-    headroom = max(_HEADROOM, num_tokens // 8) if capacity else 0
+    headroom = max(HEADROOM, num_tokens // 8) if capacity else 0
     return -(-(num_tokens + headroom) // unit) * unit

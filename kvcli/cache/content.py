@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from kvcli.cache.code_buffer import CodeBuffer
+from kvcli.cache.code_buffer import HEADROOM, CodeBuffer
 from kvcli.cache.counts import Counts, TokenCounts
 from kvcli.cache.forward import ordinary_tensors, row_values
 from kvcli.cache.sequences import Sequences
@@ -70,13 +70,11 @@ def put(
     """
     _check_shared(snapshot)
     layout = _layout(snapshot.counts, sequences.counts)
-    contents = [_LayerContent(snapshot.tensors, layer_idx) for layer_idx in range(len(codecs))]
-    for name in sorted({*snapshot.tensors} - {VALID, POSITIONS}):
-        if not any(content.has(name) for content in contents):
-            raise CacheError(f"the snapshot has a tensor {name}, which this model has no place for")
+    contents = _layer_contents(snapshot.tensors, len(codecs))
     held = layout.held(row_values(snapshot.counts.attended, device), max(snapshot.counts.window))
+    slots = layout.slots(held)
     stores = [
-        _made_store(content, codec, snapshot.counts, layout, held)
+        _made_store(content, codec, snapshot.counts, layout, slots)
         for content, codec in zip(contents, codecs, strict=True)
     ]
     _put_sequences(snapshot, sequences, layout, device)
@@ -148,7 +146,7 @@ def _layout(counts: SnapshotCounts, ours: TokenCounts) -> WindowLayout:
 
 
 def _made_store(
-    content: _LayerContent, codec: LayerCodec, counts: SnapshotCounts, layout: WindowLayout, held: Tensor
+    content: _LayerContent, codec: LayerCodec, counts: SnapshotCounts, layout: WindowLayout, slots: Tensor
 ) -> LayerStore:
     """A layer's store with the content of a snapshot; nothing of its size is allocated before it is checked.
 
@@ -157,7 +155,7 @@ def _made_store(
         codec: of the layer.
         counts: of the snapshot.
         layout: of the windows.
-        held: the tokens of the windows in order, [batch, longest window], on the model's device.
+        slots: of the windows' tokens in order, [batch, longest window], on the model's device.
 
     Raises:
         CacheError: the codec cannot have made the content.
@@ -168,10 +166,10 @@ def _made_store(
         name: content.pop(name, (batch, spec.num_kv_heads, max(counts.window), width), dtype)
         for name, width in zip(WINDOWS, widths, strict=True)
     }
-    key, value = (torch.empty(batch, spec.num_kv_heads, 0, width, dtype=dtype, device=held.device) for width in widths)
+    key, value = (torch.empty(batch, spec.num_kv_heads, 0, width, dtype=dtype, device=slots.device) for width in widths)
     store = LayerStore(codec, key, value, layout)
     for name, x in tokens.items():
-        layout.write(getattr(store, name), held, x.to(held.device))
+        layout.write(getattr(store, name), slots, x.to(slots.device))
     for kind, coded in zip(CODES, (max(counts.coded_keys), max(counts.coded_values)), strict=True):
         _fill_codes(getattr(store, kind), kind, coded, content)
     if store.state is not None:
@@ -182,27 +180,46 @@ def _made_store(
 
 
 def _fill_codes(buffer: CodeBuffer, kind: str, coded: int, content: _LayerContent) -> None:
-    """Copies the codes of `coded` tokens into a buffer, which gets room for them."""
+    """Copies the codes of `coded` tokens into a buffer, which gets room for them and for some more."""
     stored = {}
     for field, x in buffer.codes.tensors().items():
         entries = -(-coded // buffer.tokens_per_entry[field])
         stored[field] = content.pop(f"{kind}.{field}", (*x.shape[:2], entries, *x.shape[3:]), x.dtype)
     if coded:
-        buffer.reserve(coded)
+        buffer.reserve(coded + HEADROOM)
     for field, x in stored.items():
         getattr(buffer.codes, field)[:, :, : x.shape[2]].copy_(x)
 
 
+def _layer_contents(tensors: Mapping[str, Tensor], num_layers: int) -> list[_LayerContent]:
+    """The tensors of each layer.
+
+    Raises:
+        CacheError: a tensor of no layer.
+    """
+    contents = {f"layers.{layer_idx}": _LayerContent(f"layers.{layer_idx}.") for layer_idx in range(num_layers)}
+    for name in sorted({*tensors} - {VALID, POSITIONS}):
+        *layer, field = name.split(".", 2)
+        if (content := contents.get(".".join(layer))) is None:
+            raise CacheError(f"the snapshot has a tensor {name}, which this model has no place for")
+        content.add(field, tensors[name])
+    return list(contents.values())
+
+
 class _LayerContent:
-    """The tensors of one layer, each to be asked for by its name, shape and dtype."""
+    """The tensors of one layer, each to be asked for by its name, shape and dtype.
 
-    def __init__(self, tensors: Mapping[str, Tensor], layer_idx: int) -> None:
-        self._prefix = f"layers.{layer_idx}."
-        self._tensors = {name.removeprefix(self._prefix): x for name, x in tensors.items() if self.has(name)}
+    Args:
+        prefix: of their names in the snapshot.
+    """
 
-    def has(self, name: str) -> bool:
-        """Whether a name is of this layer."""
-        return name.startswith(self._prefix)
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+        self._tensors: dict[str, Tensor] = {}
+
+    def add(self, name: str, x: Tensor) -> None:
+        """Puts a tensor in."""
+        self._tensors[name] = x
 
     def dtype(self, name: str) -> torch.dtype:
         """The floating-point dtype of a tensor, if it has one."""

@@ -2,7 +2,7 @@
 
 The file is of safetensors. Its metadata has one entry, `kvcli`, so that equal contexts make equal files: the sha256 of
 what follows, a space, and a JSON object with the format version, the identity, the counts of the snapshot, notes and
-the sha256 of every tensor.
+the BLAKE3 of every tensor.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvcli.files import replacing
 from kvcli.safetensors_header import Header
 from kvcli.verified_reads import Part, memory_for, read_parts
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 INPUT_IDS = "input_ids"
 _ENTRY = "kvcli"
 _REMEDY = "make it again with 'kvcli compress'"
@@ -124,7 +124,7 @@ class Context:
             reason = " ".join(str(error).split())
             raise CacheError(f"{path} is no file that can be read, or it is damaged ({reason}); {_REMEDY}") from error
         if fields["tensors"] != digests:
-            raise CacheError(f"{path} is damaged: the sha256 of its content differs; {_REMEDY}")
+            raise CacheError(f"{path} is damaged: the BLAKE3 of its content differs; {_REMEDY}")
         input_ids = None if (found := tensors.pop(INPUT_IDS, None)) is None else found.cpu()
         try:
             identity = CacheIdentity.from_dict(fields["identity"])

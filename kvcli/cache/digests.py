@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
+from blake3 import blake3
 from torch import Tensor
 
 from kvcli.verified_reads import PIECE_BYTES
 
 
 def tensor_digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """sha256 of each tensor's dtype, shape and content, by its name.
+    """BLAKE3 of each tensor's dtype, shape and content, by its name.
 
     Args:
         tensors: on any device, of any shape.
@@ -22,7 +22,7 @@ def tensor_digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     pieces = {name: pieces_of(x.flatten().view(torch.uint8)) for name, x in hosted.items()}
     with ThreadPoolExecutor() as pool:
         # all pieces are begun before the first is waited for
-        running = {name: pool.map(_piece_sha256, parts) for name, parts in pieces.items()}
+        running = {name: pool.map(_piece_digest, parts) for name, parts in pieces.items()}
         return {name: combined(x.dtype, x.shape, list(running[name])) for name, x in hosted.items()}
 
 
@@ -32,9 +32,9 @@ def pieces_of(data: Tensor) -> tuple[Tensor, ...]:
 
 
 def combined(dtype: torch.dtype, shape: Sequence[int], pieces: Sequence[str]) -> str:
-    """sha256 of a tensor, from those of its pieces."""
-    return hashlib.sha256(f"{dtype} {list(shape)} {' '.join(pieces)}".encode()).hexdigest()
+    """BLAKE3 of a tensor, from those of its pieces."""
+    return blake3(f"{dtype} {list(shape)} {' '.join(pieces)}".encode()).hexdigest()
 
 
-def _piece_sha256(piece: Tensor) -> str:
-    return hashlib.sha256(piece.numpy().data).hexdigest()
+def _piece_digest(piece: Tensor) -> str:
+    return blake3(piece.numpy().data).hexdigest()

@@ -40,7 +40,7 @@ class CacheIdentity:
         method: name of the method.
         config: its settings, those of the cache included.
         layers: indices of the layers that the method compresses.
-        codecs: `fitted`, the sha256 of the codecs' buffers, where they come from an artifact; else `sample`, two
+        codecs: `fitted`, a checksum of the codecs' buffers, where they come from an artifact; else `sample`, two
             numbers of each buffer.
     """
 

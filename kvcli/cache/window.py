@@ -80,16 +80,16 @@ class WindowLayout:
     def moved(self, buffer: Tensor, held: Tensor, layout: WindowLayout) -> Tensor:
         """A buffer of another layout with the same tokens `held` [batch, count]."""
         moved = buffer.new_zeros(*buffer.shape[:2], layout.capacity, buffer.shape[3])
-        layout.write(moved, held, self.read(buffer, held))
+        layout.write(moved, layout.slots(held), self.read(buffer, held))
         return moved
 
     def read(self, buffer: Tensor, held: Tensor) -> Tensor:
         """Tokens `held` [batch, count] of each row, [batch, num_kv_heads, count, head_dim]."""
         return _taken(buffer, self.slots(held))
 
-    def write(self, buffer: Tensor, held: Tensor, tokens: Tensor) -> None:
-        """Writes tokens [batch, num_kv_heads, count, head_dim], which are those `held` [batch, count] of each row."""
-        buffer.flatten(0, 2)[_vectors(buffer, self.slots(held))] = tokens.flatten(0, 2)
+    def write(self, buffer: Tensor, slots: Tensor, tokens: Tensor) -> None:
+        """Writes tokens [batch, num_kv_heads, count, head_dim] to slots [batch, count] of each row."""
+        buffer.flatten(0, 2)[_vectors(buffer, slots)] = tokens.flatten(0, 2)
 
 
 @dataclass(frozen=True)

@@ -75,8 +75,8 @@ def write_content(files: TensorFiles, context: Context, tokens: Tensor, name: st
         blocks=tuple(named[2:-1]),
         last=named[-1],
     )
-    new = {file.sha256: file.bytes for file, is_new in made if is_new}
-    shared = {file.sha256: file.bytes for file, is_new in made if file.sha256 not in new}
+    new = {file.digest: file.bytes for file, is_new in made if is_new}
+    shared = {file.digest: file.bytes for file, is_new in made if file.digest not in new}
     return Stored(manifest, sum(new.values()), sum(shared.values()))
 
 

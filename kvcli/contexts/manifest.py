@@ -16,7 +16,7 @@ from kvcli.contexts.tensor_files import TensorFile
 from kvcli.errors import ContextError, UsageError
 from kvcli.files import read_sealed, write_sealed
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 SUFFIX = ".json"
 OPENING_TOKENS = 16
 """First tokens of which a manifest has a checksum, so that it need not be parsed for prompts that begin otherwise."""
@@ -77,7 +77,7 @@ class Manifest:
     @property
     def nbytes(self) -> int:
         """Bytes of these files, shared ones included; a file that it names twice counts once."""
-        return sum({file.sha256: file.bytes for file in self.files}.values())
+        return sum({file.digest: file.bytes for file in self.files}.values())
 
     @property
     def fp16_bytes(self) -> int:

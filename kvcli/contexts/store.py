@@ -1,7 +1,7 @@
 """A folder of contexts: found by the tokens that they begin with, equal parts stored once, within a size.
 
     NAME.json                     the manifest of a context; a context is there when its manifest is
-    blocks/SHA256.safetensors     parts of contexts, named by the sha256 of their bytes
+    blocks/BLAKE3.safetensors     parts of contexts, named by the BLAKE3 of their bytes
 
 Files are written before the manifest that names them and removed after it, so whatever a kill leaves is a whole store
 with files that nobody names, which `prune` removes. Who reads or writes holds the folder's lock with others; who

@@ -1,11 +1,10 @@
-"""Safetensors files that are named by the sha256 of their bytes: what is equal is stored once.
+"""Safetensors files that are named by the BLAKE3 of their bytes: what is equal is stored once.
 
 A file with the right name and a wrong content is damaged, and is written again when the same tensors are added.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import secrets
@@ -15,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from blake3 import blake3
 from safetensors.torch import save
 from torch import Tensor
 
 from kvcli.errors import ContextError
-from kvcli.files import is_intact, replacing
+from kvcli.files import replacing
 from kvcli.safetensors_header import Header
 from kvcli.verified_reads import Part, memory_for, read_parts
 
@@ -32,11 +32,11 @@ class TensorFile:
     """A file of a folder of `TensorFiles`.
 
     Attributes:
-        sha256: of its bytes, and its name.
+        digest: BLAKE3 of its bytes, and its name.
         bytes: its size.
     """
 
-    sha256: str
+    digest: str
     bytes: int
 
     @classmethod
@@ -46,10 +46,10 @@ class TensorFile:
         Raises:
             ValueError: it is none.
         """
-        sha256, size = values.get("sha256"), values.get("bytes")
-        if not isinstance(sha256, str) or not _DIGEST.fullmatch(sha256.encode()) or not isinstance(size, int):
-            raise ValueError("a file without sha256 or size")
-        return cls(sha256, size)
+        digest, size = values.get("digest"), values.get("bytes")
+        if not isinstance(digest, str) or not _DIGEST.fullmatch(digest.encode()) or not isinstance(size, int):
+            raise ValueError("a file without digest or size")
+        return cls(digest, size)
 
     def to_dict(self) -> dict[str, Any]:
         """The record as plain JSON values."""
@@ -73,7 +73,7 @@ class TensorFiles:
 
     def path(self, file: TensorFile) -> Path:
         """Where a file is."""
-        return self.folder / f"{file.sha256}{_SUFFIX}"
+        return self.folder / f"{file.digest}{_SUFFIX}"
 
     def add(self, tensors: Mapping[str, Tensor]) -> tuple[TensorFile, bool]:
         """Writes tensors, unless they are there.
@@ -85,14 +85,21 @@ class TensorFiles:
             Their file, and whether it was written now.
         """
         data = save({name: x.detach().to("cpu", copy=True).contiguous() for name, x in tensors.items()})
-        file = TensorFile(hashlib.sha256(data).hexdigest(), len(data))
-        if is_intact(self.path(file), file.to_dict()):
+        file = TensorFile(blake3(data).hexdigest(), len(data))
+        if self._is_intact(file):
             return file, False
         self.folder.mkdir(parents=True, exist_ok=True)
         # a name of its own: another process may be writing the same file
         with replacing(self.path(file), f".{os.getpid()}-{secrets.token_hex(4)}.tmp") as temporary:
             temporary.write_bytes(data)
         return file, True
+
+    def _is_intact(self, file: TensorFile) -> bool:
+        try:
+            self.verify([file])
+        except ContextError:
+            return False
+        return True
 
     def read(self, files: Sequence[TensorFile], device: torch.device | str = "cpu") -> list[dict[str, Tensor]]:
         """Reads and verifies files, several at once.
@@ -114,7 +121,7 @@ class TensorFiles:
             raise ContextError(f"a file in {self.folder} is none of tensors ({error})") from error
 
     def verify(self, files: Sequence[TensorFile]) -> None:
-        """Compares size and sha256 of files, several at once.
+        """Compares size and BLAKE3 of files, several at once.
 
         Raises:
             ContextError: the first that is missing, truncated or damaged.
@@ -136,8 +143,8 @@ class TensorFiles:
         except OSError as error:
             raise ContextError(f"a file in {self.folder} cannot be read ({' '.join(str(error).split())})") from error
         for file, digest in zip(files, digests, strict=True):
-            if digest != file.sha256:
-                raise ContextError(f"{self.path(file)} is damaged (its sha256 differs)")
+            if digest != file.digest:
+                raise ContextError(f"{self.path(file)} is damaged (its BLAKE3 differs)")
         return memory
 
     def _damage(self, file: TensorFile) -> str | None:
@@ -149,7 +156,7 @@ class TensorFiles:
         return None if same else "truncated or damaged (its size differs)"
 
     def held(self) -> dict[str, int]:
-        """Names (sha256) and bytes of the files that are there."""
+        """Names (BLAKE3) and bytes of the files that are there."""
         found = {}
         for path in self.folder.glob(f"*{_SUFFIX}"):
             if _DIGEST.fullmatch(path.stem.encode()):
@@ -157,7 +164,7 @@ class TensorFiles:
         return found
 
     def remove(self, names: set[str]) -> int:
-        """Removes files by sha256; returns the bytes that they took."""
+        """Removes files by name; returns the bytes that they took."""
         freed = 0
         for name in sorted(names):
             path = self.folder / f"{name}{_SUFFIX}"

@@ -20,7 +20,7 @@ class Usage:
         files: of the store.
 
     Attributes:
-        held: bytes of every file, by sha256.
+        held: bytes of every file, by name.
         named: files that are there, by the name of the context that names them.
         count: how many contexts name a file.
         manifest_bytes: of every manifest.

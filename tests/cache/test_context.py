@@ -174,7 +174,7 @@ def sealed(text: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda fields, x: fields.update(format_version=1), "has format version 1; this kvcli reads version 2"),
+        (lambda fields, x: fields.update(format_version=1), "has format version 1; this kvcli reads version 3"),
         (lambda fields, x: fields.pop("counts"), "its metadata has no counts"),
         (lambda fields, x: fields["counts"].update(lengths=[39]), "do not agree with its numbers of tokens"),
         (lambda fields, x: fields["counts"].update(lengths=[2**41]), "holds no context that this kvcli reads"),

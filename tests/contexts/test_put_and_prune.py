@@ -81,8 +81,8 @@ def test_documents_that_share_a_beginning_store_it_once(maker: Any, store: Conte
     manifests = [store.get(f"document-{i}") for i in range(100)]
     assert {len(manifest.blocks) for manifest in manifests} == {6}
     assert len({manifest.blocks[:4] for manifest in manifests}) == 1
-    assert [usage.count[file.sha256] for file in manifests[0].blocks] == [100] * 4 + [1] * 2
-    assert usage.count[manifests[0].first.sha256] == 100
+    assert [usage.count[file.digest] for file in manifests[0].blocks] == [100] * 4 + [1] * 2
+    assert usage.count[manifests[0].first.digest] == 100
     blocks = sum(file.bytes for file in manifests[0].blocks)
     assert len(usage.held) == 1 + 4 + 100 * 4
     assert usage.shared_bytes("document-0") == manifests[0].first.bytes + blocks * 4 // 6
@@ -121,7 +121,7 @@ def test_a_name_belongs_to_one_context(maker: Any, store: ContextStore) -> None:
     assert torch.equal(store.load(store.whole("a")).input_ids[0], first)  # type: ignore[index]
     stored = store.put(made.context(second), name="a", overwrite=True)
     assert torch.equal(store.load(store.whole("a")).input_ids[0], second)  # type: ignore[index]
-    assert set(store.usage().held) == {file.sha256 for file in stored.manifest.files}
+    assert set(store.usage().held) == {file.digest for file in stored.manifest.files}
     for name in ("", "../a", ".a", "a/b", "a b", "x" * 101, "é"):
         with pytest.raises(UsageError, match="no name of a context"):
             store.put(made.context(second), name=name)

@@ -64,7 +64,7 @@ def test_a_damaged_file_is_one_line_and_other_contexts_stay(
     manifest = store.get("a")
     file = manifest.blocks[-1] if part == "block" else getattr(manifest, part)
     shared = part == "first"
-    path = store.folder / "blocks" / f"{file.sha256}.safetensors"
+    path = store.folder / "blocks" / f"{file.digest}.safetensors"
     good = path.read_bytes()
     harm, said = DAMAGES[damage]
     harm(path)
@@ -91,7 +91,7 @@ def test_a_part_is_loaded_without_files_of_the_rest(two: Maker, store: ContextSt
     assert match.num_tokens == 50
     manifest = match.manifest
     for file in (manifest.blocks[-1], manifest.last):
-        (store.folder / "blocks" / f"{file.sha256}.safetensors").unlink()
+        (store.folder / "blocks" / f"{file.digest}.safetensors").unlink()
     assert store.load(match).snapshot.num_tokens == 50
 
 
@@ -123,7 +123,7 @@ def test_a_damaged_manifest_is_passed_over_and_keeps_its_files(two: Maker, store
     store.remove("a")
     store.prune()
     assert store.names() == ["b"]
-    assert set(store.usage().held) == {file.sha256 for file in store.get("b").files}
+    assert set(store.usage().held) == {file.digest for file in store.get("b").files}
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_a_damaged_manifest_is_passed_over_and_keeps_its_files(two: Maker, store
         lambda values: values.update(block_tokens=0),
         lambda values: values.update(block_tokens="16"),
         lambda values: values.update(blocks=values["blocks"][:-1]),
-        lambda values: values["blocks"].append({"sha256": "../../x", "bytes": 3}),
+        lambda values: values["blocks"].append({"digest": "../../x", "bytes": 3}),
         lambda values: values["blocks"][0].update(bytes=None),
         lambda values: values.update(identity=[]),
         lambda values: values.pop("tokens"),
@@ -203,7 +203,7 @@ def test_kills_while_storing(two: Maker, store: ContextStore, tmp_path: Path) ->
         made.prune()
         assert made.damages(["a", "b", "new"]) == {}
         assert not list(made.folder.rglob("*.tmp"))
-        assert set(made.usage().held) == {file.sha256 for name in made.names() for file in made.get(name).files}
+        assert set(made.usage().held) == {file.digest for name in made.names() for file in made.get(name).files}
         loaded = made.load(made.whole("new", two.identity))
         assert torch.equal(loaded.input_ids[0], ids)  # type: ignore[index]
     assert False in seen
