@@ -13,9 +13,9 @@ from blake3 import blake3
 from torch import Tensor
 
 from kvcli import verified_reads
-from kvcli.verified_reads import PIECE_BYTES, Part, _neighbours, memory_for, read_parts
+from kvcli.verified_reads import READ_BYTES, Part, _neighbours, memory_for, read_parts
 
-SIZES = [0, 1, 9, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 2 * PIECE_BYTES + 7]
+SIZES = [0, 1, 9, READ_BYTES - 1, READ_BYTES, READ_BYTES + 1, 2 * READ_BYTES + 7]
 CPU = torch.device("cpu")
 
 

@@ -9,7 +9,8 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-from kvcli.verified_reads import PIECE_BYTES
+_PIECE_BYTES = 4 * 2**20
+"""Bytes of a tensor that have a checksum of their own, so that several threads can compute them."""
 
 
 def tensor_digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
@@ -28,7 +29,7 @@ def tensor_digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 def pieces_of(data: Tensor) -> tuple[Tensor, ...]:
     """The bytes of a tensor, uint8 [bytes], as the pieces that have a checksum each."""
-    return data.split(PIECE_BYTES)
+    return data.split(_PIECE_BYTES)
 
 
 def combined(dtype: torch.dtype, shape: Sequence[int], pieces: Sequence[str]) -> str:
