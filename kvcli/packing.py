@@ -93,15 +93,25 @@ def pack_planes(codes: Tensor, n_bits: int) -> Tensor:
         uint8 [..., planes_size(count, n_bits)], words little-endian; unused fields are 0.
     """
     words = planes_size(codes.shape[-1], n_bits) // 2
-    padded = torch.nn.functional.pad(codes, (0, words * (16 // n_bits) - codes.shape[-1]))
-    return pack_bits(padded.unflatten(-1, (-1, words)).transpose(-1, -2).flatten(-2), n_bits)
+    if codes.shape[-1] % words:
+        codes = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % words))
+    planes = codes.int().unflatten(-1, (-1, words))
+    fields = planes << _plane_shifts(n_bits, planes.shape[-2], codes.device)
+    return fields.sum(-2, dtype=torch.int32).to(torch.int16).view(torch.uint8)
 
 
 def unpack_planes(packed: Tensor, n_bits: int, count: int) -> Tensor:
     """Inverse of `pack_planes`: uint8 [..., planes_size(count, n_bits)] to int32 [..., count]."""
     words = packed.view(torch.int16).int().unsqueeze(-2)
-    shifts = torch.arange(0, 16, n_bits, device=packed.device, dtype=torch.int32).unsqueeze(1)
-    return ((words >> shifts) & (2**n_bits - 1)).flatten(-2)[..., :count]
+    codes = (words >> _plane_shifts(n_bits, 16 // n_bits, packed.device)) & (2**n_bits - 1)
+    return codes.flatten(-2)[..., :count]
+
+
+@cache
+def _plane_shifts(n_bits: int, count: int, device: torch.device) -> Tensor:
+    """Where the codes of the first planes lie in their words, int32 [count, 1]."""
+    with torch.inference_mode(False):
+        return n_bits * torch.arange(count, device=device, dtype=torch.int32).unsqueeze(1)
 
 
 def byte_fields(packed: Tensor, n_bits: int) -> Tensor:
@@ -112,38 +122,74 @@ def byte_fields(packed: Tensor, n_bits: int) -> Tensor:
         n_bits: bits per code, a divisor of 8.
 
     Returns:
-        float32 [..., 8 / n_bits * bytes]: for field f of a byte, a code times 2^(f * n_bits), first all fields 0.
+        float32 [..., 8 / n_bits * bytes]: for field f of a byte, a code times 2^(f * n_bits), byte after byte.
     """
-    return torch.cat([packed & (2**n_bits - 1 << shift) for shift in range(0, 8, n_bits)], dim=-1).float()
+    if n_bits == 8:
+        return packed.float()
+    # as many copies of a byte as it has fields, then one mask for all of them; integers wrap around
+    wide, copies, mask = _COPIES[n_bits]
+    return packed.to(wide).mul_(copies).bitwise_and_(mask).view(torch.uint8).float()
+
+
+_COPIES = {
+    1: (torch.int64, 0x0101010101010101, 0x8040201008040201 - 2**64),
+    2: (torch.int32, 0x01010101, 0xC0300C03 - 2**32),
+    4: (torch.int16, 0x0101, 0xF00F - 2**16),
+}
+"""By bits of a code: an integer with a byte for each field of a byte, what copies the byte into all, the fields."""
 
 
 def stream_to_fields(x: Tensor, n_bits: int) -> Tensor:
     """What products of x [..., count] with the codes of `pack_bits` take in place of x, given their `byte_fields`."""
-    padded = torch.nn.functional.pad(x, (0, -x.shape[-1] % (8 // n_bits)))
-    ordered = padded.unflatten(-1, (-1, 8 // n_bits)).transpose(-1, -2)
-    return (ordered * _field_units(n_bits, x.device)).flatten(-2)
+    fields = 8 // n_bits
+    padded = torch.nn.functional.pad(x, (0, -x.shape[-1] % fields)) if x.shape[-1] % fields else x
+    return (padded.unflatten(-1, (-1, fields)) * _field_units(n_bits, x.device)).flatten(-2)
+
+
+def planes_in_fields(x: Tensor, n_bits: int) -> Tensor:
+    """Numbers x [..., count] of the codes of `pack_planes` in the order of their `byte_fields`, any where none is."""
+    return x.index_select(-1, _codes_in_fields(n_bits, x.shape[-1], x.device)[0])
 
 
 def planes_to_fields(x: Tensor, n_bits: int) -> Tensor:
     """What products of x [..., count] with the codes of `pack_planes` take in place of x, given their `byte_fields`."""
-    words = planes_size(x.shape[-1], n_bits) // 2
-    padded = torch.nn.functional.pad(x, (0, words * (16 // n_bits) - x.shape[-1]))
-    # a code is a field of the low or of the high byte of a word
-    ordered = padded.unflatten(-1, (2, 8 // n_bits, words)).movedim(-3, -1).flatten(-2)
-    return (ordered * _field_units(n_bits, x.device)).flatten(-2)
+    return planes_in_fields(x, n_bits) * _codes_in_fields(n_bits, x.shape[-1], x.device)[1]
 
 
 def fields_to_planes(sums: Tensor, n_bits: int, count: int) -> Tensor:
     """Sums of the `byte_fields` of `pack_planes` [..., fields], as sums of the codes in their order [..., count]."""
-    ordered = sums.unflatten(-1, (8 // n_bits, -1)) * _field_units(n_bits, sums.device)
-    return ordered.unflatten(-1, (-1, 2)).movedim(-1, -3).flatten(-3)[..., :count]
+    index, units = _fields_of_codes(n_bits, count, sums.device)
+    return sums.index_select(-1, index) * units
+
+
+@cache
+def _codes_in_fields(n_bits: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The code in each field of the bytes of `pack_planes`, and its unit, 0 where none is: int64, float32 [fields]."""
+    with torch.inference_mode(False):
+        # a byte is the low or the high half of a word
+        sizes = planes_size(count, n_bits) // 2, 2, 8 // n_bits
+        place = torch.cartesian_prod(*(torch.arange(size, device=device) for size in sizes))
+        word, half, field = place.unbind(-1)
+        code = (half * sizes[2] + field) * sizes[0] + word
+        units = _field_units(n_bits, device)[field].masked_fill(code >= count, 0.0)
+        return code.clamp(max=count - 1), units
+
+
+@cache
+def _fields_of_codes(n_bits: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The field of each code of `pack_planes`, and its unit: int64, float32 [count]."""
+    code, units = _codes_in_fields(n_bits, count, device)
+    with torch.inference_mode(False):
+        fields = units.nonzero().squeeze(-1)
+        fields = fields[code[fields].argsort()]
+        return fields, units[fields]
 
 
 @cache
 def _field_units(n_bits: int, device: torch.device) -> Tensor:
-    """2^-(f * n_bits) for each field f of a byte: float32 [8 / n_bits, 1]."""
+    """2^-(f * n_bits) for each field f of a byte: float32 [8 / n_bits]."""
     with torch.inference_mode(False):
-        return torch.exp2(-torch.arange(0.0, 8.0, n_bits, device=device)).unsqueeze(1)
+        return torch.exp2(-torch.arange(0.0, 8.0, n_bits, device=device))
 
 
 def _check(n_bits: int) -> None:

@@ -74,18 +74,25 @@ def _softmax_sum(scores: Tensor, visible: Tensor | None, weighted_sum: Callable[
     """
     if visible is not None:
         scores = scores.masked_fill(~visible[:, None, None], float("-inf"))
-    lse = scores.logsumexp(-1)
-    weights = (scores - torch.where(lse.isneginf(), 0.0, lse).unsqueeze(-1)).exp_()
-    out = weighted_sum(weights.flatten(2, 3)).unflatten(2, scores.shape[2:4])
+    scores = scores.float()  # under autocast they are not
+    highest = scores.amax(-1, keepdim=True) if scores.shape[-1] else scores.sum(-1, keepdim=True)
+    highest = highest.clamp_min(torch.finfo(torch.float32).min)  # of -inf, where nothing is visible
+    weights = (scores - highest).exp_()
+    total = weights.sum(-1, keepdim=True)  # 1 or more, but 0 where nothing is visible
+    out = weighted_sum(weights.flatten(2, 3)).unflatten(2, scores.shape[2:4]) / total.clamp_min(1.0)
+    lse = (total.log_() + highest).squeeze(-1)
     return out.flatten(1, 2), lse.flatten(1, 2)
 
 
 def merge_state(first: PartialAttention, second: PartialAttention) -> PartialAttention:
     """Attention over the union of two disjoint sets of keys."""
-    lse = torch.logaddexp(first[1], second[1])
-    safe = torch.where(lse.isneginf(), 0.0, lse)
-    shares = [torch.exp(part - safe).unsqueeze(-1) for _, part in (first, second)]
-    return torch.addcmul(first[0] * shares[0], second[0], shares[1]), lse
+    return _merged(first, second), torch.logaddexp(first[1], second[1])
+
+
+def _merged(first: PartialAttention, second: PartialAttention) -> Tensor:
+    """The output of `merge_state`; the share of the first is NaN, and made 0, where neither has a visible key."""
+    share = torch.sigmoid(first[1] - second[1]).nan_to_num_(0.0)
+    return torch.lerp(second[0], first[0], share.unsqueeze(-1))
 
 
 def rotate_and_append(
@@ -154,7 +161,7 @@ def attend_window(
     """
     visible = window.visible(query.shape[2], query.device)
     partial = partial_attention(query, window.read(key), window.read(value), visible, scaling, soft_cap)
-    out = partial[0] if codes is None else merge_state(partial, codes)[0]
+    out = partial[0] if codes is None else _merged(partial, codes)
     return out.to(query.dtype).transpose(1, 2).contiguous()
 
 

@@ -57,6 +57,9 @@ class WindowLayout:
     def put(self, buffer: Tensor, start: int, tokens: Tensor, rows: Rows = ALL_ROWS) -> None:
         """Writes tokens [rows, num_kv_heads, count, head_dim], of which the first is token `start` of its row."""
         runs = self.runs(start, start + tokens.shape[2])
+        if len(runs) == 1:
+            buffer[rows, :, runs[0]] = tokens.to(buffer.dtype)
+            return
         for run, part in zip(runs, tokens.split([run.stop - run.start for run in runs], dim=2), strict=True):
             buffer[rows, :, run] = part.to(buffer.dtype)
 

@@ -9,6 +9,7 @@ from factories import make_spec
 from torch import Tensor
 
 from kvcli.methods.layer_codec import LayerCodec
+from kvcli.methods.scalar.affine import quantize
 from kvcli.packing import byte_fields, fields_to_planes, pack_bits, pack_planes, planes_to_fields, stream_to_fields
 from kvcli.registry import get_method
 from kvcli.rope import Rotation
@@ -90,3 +91,24 @@ def test_fields_of_bytes_are_the_codes(n_bits: int, count: int) -> None:
         fields = byte_fields(pack(codes, n_bits), n_bits)
         assert torch.allclose((fields * arrange(x, n_bits)).sum(-1), expected, atol=1e-4)
     assert torch.equal(fields_to_planes(fields, n_bits, count), codes.float())
+
+
+@pytest.mark.parametrize("n_bits", [1, 2, 4, 8])
+def test_fields_of_every_byte(n_bits: int) -> None:
+    every = torch.arange(256).view(2, 1, 128)
+    shifts = torch.arange(0, 8, n_bits)
+    expected = (every.unsqueeze(-1) & (2**n_bits - 1 << shifts)).flatten(-2).float()
+    packed = every.to(torch.uint8)
+    assert torch.equal(byte_fields(packed, n_bits), expected)
+    cut = torch.nn.functional.pad(packed, (0, 3, 1, 2))[:, 1:2, :128]
+    assert torch.equal(byte_fields(cut, n_bits), expected)
+
+
+@pytest.mark.parametrize("n_bits", [1, 2, 8])
+def test_groups_without_a_range(n_bits: int) -> None:
+    """Their codes are 0: equal numbers, a range too small for float16, and numbers that are not finite."""
+    groups = torch.tensor([[3.3, 3.3, 3.3], [1e-9, 0.0, 2e-9], [float("nan"), 1.0, 2.0], [1e6, 2e6, 3e6]])
+    codes, scale, zero = quantize(groups, n_bits)
+    assert not codes.any()
+    assert scale[[0, 1, 3]].eq(0).all()
+    assert torch.equal(zero[[0, 1, 3], 0], torch.tensor([3.3, 0.0, 65504.0]).half())

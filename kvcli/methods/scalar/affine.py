@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvcli.kernels.constants import FP16_MAX, TINY
+from kvcli.kernels.constants import FP16_MAX
 
 
 def max_magnitude(n_bits: int) -> float:
@@ -39,11 +39,10 @@ def quantize(groups: Tensor, n_bits: int) -> tuple[Tensor, Tensor, Tensor]:
         low, high = low + excess, high - excess
     zero = low.half()
     # divided by a tensor: CUDA multiplies by the rounded inverse of a number, and codes would differ from the CPU's
-    scale = ((high - low) / torch.full_like(low, levels)).clamp(max=FP16_MAX).half()
-    step = scale.float()
-    # a range too small for float16 is stored as scale 0: all codes are 0 then
-    codes = torch.where(step > 0, (groups - zero.float()) / step.clamp_min(TINY), 0.0)
-    return codes.round().clamp(0, levels).int(), scale, zero
+    scale = ((high - low) / torch.full_like(low, levels)).half()
+    # a range too small for float16 is stored as scale 0: the quotients are infinite or 0 / 0, and all codes are 0 then
+    codes = ((groups - zero.float()) / scale.float()).nan_to_num_(0.0, 0.0, 0.0)
+    return codes.round_().clamp_(0, levels).int(), scale, zero
 
 
 def dequantize(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from kvcli.methods.base import Codes, KeyCodec, StateT
 from kvcli.methods.config import ScalarBits
 from kvcli.methods.scalar.affine import dequantize, max_magnitude, quantize
-from kvcli.packing import byte_fields, pack_planes, planes_size, planes_to_fields, unpack_planes
+from kvcli.packing import byte_fields, pack_planes, planes_in_fields, planes_size, planes_to_fields, unpack_planes
 from kvcli.rope import Rotation
 from kvcli.spec import ModelSpec
 
@@ -78,11 +78,12 @@ class PerChannelCodec(KeyCodec[PerChannelCodes, StateT]):
         if rotation is not None:
             return super().scores(query, codes, state, rotation)
         # q . (code * scale + zero) = (q * scale) . code + q . zero, with a scaled query per group of tokens
-        scaled = query.unsqueeze(2) * codes.scale.float().unsqueeze(3)
+        scale = planes_in_fields(codes.scale, self.n_bits).float()
+        scaled = planes_to_fields(query, self.n_bits).unsqueeze(2) * scale.unsqueeze(3)
         fields = byte_fields(codes.packed, self.n_bits).unflatten(2, (-1, self.tokens_per_group))
-        products = planes_to_fields(scaled, self.n_bits) @ fields.transpose(-1, -2)
+        products = scaled @ fields.transpose(-1, -2)
         zeros = query @ codes.zero.float().transpose(-1, -2)
-        return (products.transpose(2, 3) + zeros.unsqueeze(-1)).flatten(3)
+        return products.add_(zeros.transpose(-1, -2).unsqueeze(-1)).transpose(2, 3).flatten(3)
 
     def decode_to(self, codes: PerChannelCodes, state: StateT, dtype: torch.dtype) -> Tensor:
         if not self.fused:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -88,22 +89,17 @@ class PerTokenCodec(Codec[PerTokenCodes, None]):
 
         return dequantize_planes(codes, self.n_bits, self.spec.head_dim, 1, self.group_size, dtype)
 
-    def group_mask(self) -> Tensor:
-        """1 where a channel is in a group, else 0: float32 [head_dim / group_size, head_dim]."""
-        groups = torch.arange(self.spec.head_dim // self.group_size).unsqueeze(1)
-        return (torch.arange(self.spec.head_dim) // self.group_size == groups).float()
-
 
 class PerTokenKey(PerTokenCodec, KeyCodec[PerTokenCodes, None]):
     """Post-RoPE keys, quantized per token."""
 
     def scores(self, query: Tensor, codes: PerTokenCodes, state: None, rotation: Rotation | None) -> Tensor:
         # q . (code * scale + zero) = sum over groups of (q in the group . code) * scale + sum(q in the group) * zero
-        parts = query.unsqueeze(2) * self.group_mask().to(query.device).unsqueeze(1)
+        parts = query.unsqueeze(2) * _group_mask(self.spec.head_dim, self.group_size, query.device).unsqueeze(1)
         fields = byte_fields(codes.packed, self.n_bits).transpose(-1, -2)
         products = (planes_to_fields(parts.flatten(2, 3), self.n_bits) @ fields).unflatten(2, parts.shape[2:4])
-        scale, zero = (x.float().transpose(-1, -2).unsqueeze(3) for x in (codes.scale, codes.zero))
-        return (products * scale + parts.sum(-1, keepdim=True) * zero).sum(2)
+        zeros = query.unflatten(-1, (-1, self.group_size)).sum(-1) @ _by_group(codes.zero)
+        return (products * _by_group(codes.scale).unsqueeze(3)).sum(2) + zeros
 
 
 class PerTokenValue(PerTokenCodec, ValueCodec[PerTokenCodes]):
@@ -122,9 +118,22 @@ class PerTokenValue(PerTokenCodec, ValueCodec[PerTokenCodes]):
 
     def weighted_sum(self, weights: Tensor, codes: PerTokenCodes) -> Tensor:
         # sum of w * (code * scale + zero): weights times scales for each group, of whose sum its channels are taken
-        scaled = weights.unsqueeze(2) * codes.scale.float().transpose(-1, -2).unsqueeze(3)
+        scaled = weights.unsqueeze(2) * _by_group(codes.scale).unsqueeze(3)
         sums = scaled.flatten(2, 3) @ byte_fields(codes.packed, self.n_bits)
-        sums = fields_to_planes(sums, self.n_bits, self.spec.head_dim).unflatten(2, scaled.shape[2:4])
-        mask = self.group_mask().to(weights.device)
-        zeros = weights @ codes.zero.float()
-        return (sums * mask.unsqueeze(1)).sum(2) + zeros @ mask
+        sums = fields_to_planes(sums, self.n_bits, self.spec.head_dim).unflatten(-1, (-1, self.group_size))
+        of_groups = sums.unflatten(2, scaled.shape[2:4]).diagonal(dim1=2, dim2=4).transpose(-1, -2)
+        zeros = weights @ _by_group(codes.zero).transpose(-1, -2)
+        return (of_groups + zeros.unsqueeze(-1)).flatten(-2)
+
+
+def _by_group(x: Tensor) -> Tensor:
+    """Scales or zeros [batch, num_kv_heads, time, groups] as contiguous float32 [batch, num_kv_heads, groups, time]."""
+    return x.transpose(-1, -2).contiguous().float()
+
+
+@cache
+def _group_mask(head_dim: int, group_size: int, device: torch.device) -> Tensor:
+    """1 where a channel is in a group, else 0: float32 [head_dim / group_size, head_dim]."""
+    with torch.inference_mode(False):
+        groups = torch.arange(head_dim // group_size, device=device).unsqueeze(1)
+        return (torch.arange(head_dim, device=device) // group_size == groups).float()
