@@ -158,7 +158,7 @@ def check_finite(model: torch.nn.Module) -> None:
     """Refuses a model with NaN or infinite weights; reads every weight once and keeps no copy.
 
     Args:
-        model: on any device; weights on `meta` and weights in integer or 8-bit formats are not looked at.
+        model: on any device; weights on `meta` and weights in quantized formats are not looked at.
 
     Raises:
         ModelError: the first such weight, with its layer and name.
@@ -166,7 +166,8 @@ def check_finite(model: torch.nn.Module) -> None:
     weights = {
         name: torch.stack(torch.aminmax(weight.detach()))
         for name, weight in model.named_parameters()
-        if weight.is_floating_point() and weight.itemsize > 1 and weight.numel() and not weight.is_meta
+        if type(weight.data) is Tensor and weight.is_floating_point() and weight.itemsize > 1
+        if weight.numel() and not weight.is_meta
     }
     finite = {name: extremes.isfinite().all() for name, extremes in weights.items()}
     bad = [name for name, is_finite in finite.items() if not is_finite]
