@@ -19,7 +19,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from kvcli.errors import ModelError
 from kvcli.rope import Rope
-from kvcli.seam.decoder import find_decoder
+from kvcli.seam.decoder import decoder_layers, find_decoder
 from kvcli.seam.layer import AttendFunction, AttentionCall, RotaryOutput
 from kvcli.seam.model import ATTENTION_NAME, SHARED_CONFIG, ModelAttention
 from kvcli.seam.own_attention import own_attention
@@ -94,7 +94,7 @@ class Seam:
 
     @property
     def devices(self) -> set[torch.device]:
-        """Of the model's layers."""
+        """Of the model's layers and embeddings."""
         return {x.device for x in self._decoder.parameters()}
 
     @property
@@ -114,7 +114,8 @@ class Seam:
         AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
         self._implementation = self.model.config._attn_implementation
         attention = self.attention
-        if attention.rotating_themselves and len(self.devices) > 1:
+        in_layers = {x.device for layer in decoder_layers(self.model) for x in layer.parameters()}
+        if attention.rotating_themselves and len(in_layers) > 1:
             raise ModelError("layers on several devices of which some rotate by themselves are not supported")
         if attention.source is not None:
             self._rotary = PreRopeRotary(attention.source, self._on_rotary)
