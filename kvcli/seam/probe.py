@@ -24,7 +24,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from kvcli.errors import ModelError, UnsupportedModelError
 from kvcli.rope import NoRope, Rope
 from kvcli.seam.assumed import assume
-from kvcli.seam.decoder import find_decoder
+from kvcli.seam.decoder import find_decoder, text_model
 from kvcli.seam.model import ATTENTION_NAME, SHARED_CONFIG, ModelAttention
 from kvcli.seam.recorder import FAILURES, NewTokens, NotUnderstood, Recorder, module_name, one_line, record
 from kvcli.seam.tested import FULL, HYBRID
@@ -76,8 +76,7 @@ def _still_there(found: ModelAttention, model: nn.Module) -> bool:
 
 
 def _implementation(model: nn.Module) -> str | None:
-    config: Any = model.config
-    implementation: str | None = config._attn_implementation
+    implementation: str | None = text_model(model).config._attn_implementation
     return implementation
 
 
@@ -137,14 +136,14 @@ class _Probe:
         AttentionInterface.register(_NAME, record)
         AttentionMaskInterface.register(_NAME, sdpa_mask)
         try:
-            self.model.set_attn_implementation(_NAME)
+            text_model(self.model).set_attn_implementation(_NAME)
         except (ValueError, AttributeError) as error:
             raise self._refusal(f"its attention cannot be replaced ({one_line(error)})") from error
         try:
             with self.recorder.recording():
                 yield
         finally:
-            self.model.set_attn_implementation(self.implementation)
+            text_model(self.model).set_attn_implementation(self.implementation)
 
     def _check_calls(self, modules: list[nn.Module]) -> None:
         if not modules:
