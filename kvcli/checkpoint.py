@@ -29,8 +29,15 @@ _LOCAL = {"trust_remote_code": False, "local_files_only": True}
 """Arguments of every `from_pretrained`: no code of a model's folder runs, nothing is asked and nothing is fetched."""
 
 
-def load_checkpoint(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_checkpoint(
+    folder: Path, dtype: torch.dtype, device_map: str | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Reads a model and its tokenizer from a folder of safetensors or pickled weights.
+
+    Args:
+        folder: of the model.
+        dtype: the weights' dtype.
+        device_map: as for `from_pretrained` of transformers; default: everything on the CPU.
 
     Raises:
         ModelError: a file is missing or damaged, or weights and config do not belong together; the message names them.
@@ -40,7 +47,7 @@ def load_checkpoint(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, 
     _check_weight_files(folder)
     if not has_tokenizer(folder):
         raise cannot_load(folder, "it has no tokenizer.json; copy the tokenizer's files from the original model")
-    return _load(folder, folder, dtype, config)
+    return _load(folder, folder, dtype, config, **({} if device_map is None else {"device_map": device_map}))
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -169,12 +176,13 @@ def _tensor_progress(label: str, progress: Progress) -> Iterator[None]:
 
 
 def _load(
-    source: Path, folder: Path, dtype: torch.dtype, config: Any, **gguf: str
+    source: Path, folder: Path, dtype: torch.dtype, config: Any, gguf_file: str | None = None, **placing: str
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Loads with transformers and checks that every weight came from the file."""
     from transformers import AutoModelForCausalLM
 
-    options: dict[str, Any] = {**_LOCAL, **gguf}
+    gguf = {} if gguf_file is None else {"gguf_file": gguf_file}
+    options: dict[str, Any] = {**_LOCAL, **gguf, **placing}
     with quiet_transformers():
         with _explained(source, "its weights cannot be read"):
             model, info = AutoModelForCausalLM.from_pretrained(

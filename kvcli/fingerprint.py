@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -34,8 +34,8 @@ def fingerprint(model: nn.Module, spec: ModelSpec) -> str:
 
     Returns:
         16 hexadecimal digits of the shapes' sha256, a colon, and two weights per projection as float16 in hexadecimal;
-        `:quantized` follows where a projection has no plain weight. To be compared with `differs`, because a model
-        loaded in another dtype has its weights rounded.
+        `:quantized` follows where a projection has no plain weight, or one that was decompressed. To be compared with
+        `differs`, because a model loaded in another dtype has its weights rounded.
 
     Raises:
         ModelError: no projections are found, or one cannot be read.
@@ -49,8 +49,8 @@ def fingerprint(model: nn.Module, spec: ModelSpec) -> str:
     for name, module in sorted(found.items()):
         base = _without_adapters(module)
         weight = _plain_weight(base)
+        quantized = quantized or weight is None or _was_quantized(base)
         if weight is None:
-            quantized = True
             sample.append(_computed_weights(name, base, model, spec))
         else:
             sample.append(weight.detach().flatten()[[0, weight.numel() // 2]].to("cpu", torch.float16))
@@ -60,9 +60,20 @@ def fingerprint(model: nn.Module, spec: ModelSpec) -> str:
 
 def _first_matrices(model: nn.Module) -> dict[str, nn.Module]:
     """The first modules with a matrix of weights, of models whose keys and values come from one projection."""
-    matrices = ((name, x) for name, x in model.named_modules() if getattr(getattr(x, "weight", None), "ndim", 0) == 2)
-    layers = ((name, x) for name, x in matrices if not isinstance(x, nn.Embedding))
+    layers = ((name, x) for name, x in model.named_modules() if _has_matrix(x) and not isinstance(x, nn.Embedding))
     return dict(islice(layers, _MAX_MATRICES))
+
+
+def _has_matrix(module: nn.Module) -> bool:
+    """Whether a module's weight is a matrix, or its quantized weight, under whatever name, is kept in one."""
+    weight = getattr(module, "weight", None)
+    kept = _own_tensors(module).values() if weight is None else (weight,)
+    return any(getattr(x, "ndim", 0) == 2 for x in kept)
+
+
+def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers of a module without those of its parts."""
+    return dict(chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False)))
 
 
 def differs(first: str, second: str) -> str | None:
@@ -144,6 +155,11 @@ def _plain_weight(module: nn.Module) -> Tensor | None:
     return weight if plain and weight.is_floating_point() and weight.itemsize > 1 else None
 
 
+def _was_quantized(module: nn.Module) -> bool:
+    """Whether a layer keeps more than weight and bias, such as the scales that its weight was decompressed with."""
+    return bool(_own_tensors(module).keys() - {"weight", "bias"})
+
+
 def _computed_weights(name: str, module: nn.Module, model: nn.Module, spec: ModelSpec) -> Tensor:
     """The two sampled weights of a projection of any class, as float16 [2] on the CPU.
 
@@ -156,7 +172,8 @@ def _computed_weights(name: str, module: nn.Module, model: nn.Module, spec: Mode
     if tensors[0].is_meta:
         raise ModelError(f"{name} is offloaded or not loaded (device meta); its weights are needed in memory")
     dtype = getattr(model, "dtype", torch.float32)
-    inputs = torch.zeros(1, 2, spec.hidden_size, dtype=dtype, device=tensors[0].device)
+    width = getattr(module, "in_features", spec.hidden_size)
+    inputs = torch.zeros(1, 2, width, dtype=dtype, device=tensors[0].device)
     inputs[0, 0, 0] = 1
     try:
         with torch.no_grad():

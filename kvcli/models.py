@@ -37,6 +37,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
+AUTO = "auto"
+"""The device that means all GPUs."""
+
+
 @dataclass(frozen=True)
 class LoadedModel:
     """A model ready to run, with its tokenizer and specification.
@@ -78,7 +82,8 @@ def load_model(
     Args:
         name: `smollm2-135m`, `qwen2.5-coder-1.5b` (which downloads 1.1 GB), `org/model`, a folder, or a path that
             ends in .gguf.
-        device: torch device; default CUDA when there is one, else CPU.
+        device: torch device; default CUDA when there is one, else CPU. `auto`: layers are spread over all GPUs, as
+            transformers' `device_map="auto"` does; with one GPU or none, as by default.
         dtype: default bfloat16 on CUDA, float32 on CPU.
         base_config: for GGUF files, a hub name or folder whose config (RoPE scaling above all) is used.
         revision: branch, tag or commit of a model on the hub.
@@ -91,9 +96,11 @@ def load_model(
     Raises:
         ModelError: the model cannot be found, downloaded or read, or its weights are incomplete or not finite.
         UnsupportedModelError: an architecture kvcli does not compress.
-        UsageError: a device that holds no data, or a revision of a model that has none.
+        UsageError: a device that holds no data, a GGUF file for several GPUs, or a revision where there is none.
     """
-    chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    spread = device == AUTO and torch.cuda.device_count() > 1
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    chosen = torch.device(default if device in (None, AUTO) else device)
     if chosen.type == "meta":
         raise UsageError("device 'meta' holds no data; choose another, such as cpu or cuda")
     dtype = dtype or (torch.bfloat16 if chosen.type == "cuda" else torch.float32)
@@ -102,15 +109,21 @@ def load_model(
         raise UsageError(f"'{name}' is no model on the hub, so it has no revision '{revision}'")
     if name in BUILTIN_MODELS:
         folder = fetch_builtin(BUILTIN_MODELS[name], say, progress)
-        model, tokenizer = load_checkpoint(folder, dtype)
+        model, tokenizer = load_checkpoint(folder, dtype, AUTO if spread else None)
     elif name.endswith(".gguf"):
+        if spread:
+            raise UsageError("a GGUF file is not spread over several GPUs; name one, such as --device cuda:0")
         model, tokenizer = _load_gguf(path, dtype, base_config, progress)
     else:
         folder = _local_folder(name) or download_model(name, revision, say, read_config)
-        model, tokenizer = load_checkpoint(folder, dtype)
+        model, tokenizer = load_checkpoint(folder, dtype, AUTO if spread else None)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    model.to(chosen).eval()
+    if spread:
+        _check_in_memory(model)
+    else:
+        model.to(chosen)
+    model.eval()
     check_finite(model)
     spec = probe(model).spec
     return LoadedModel(name, model, tokenizer, spec, fingerprint(model, spec))
@@ -154,11 +167,21 @@ def find_tokenizer(name: str) -> PreTrainedTokenizerBase | None:
     return load_tokenizer(path, path) if has_tokenizer(path) else None
 
 
+def _check_in_memory(model: torch.nn.Module) -> None:
+    """Raises ModelError if accelerate keeps parts of a model on the CPU or on disk, because the GPUs are too small."""
+    away = [name for name, weight in model.named_parameters() if weight.device.type in ("meta", "cpu")]
+    if away:
+        where = f"{torch.cuda.device_count()} GPUs ({away[0]} would be on the CPU or on disk)"
+        raise ModelError(
+            f"the model does not fit into the memory of {where}; choose a smaller --dtype or a quantized copy"
+        )
+
+
 def check_finite(model: torch.nn.Module) -> None:
     """Refuses a model with NaN or infinite weights; reads every weight once and keeps no copy.
 
     Args:
-        model: on any device; weights on `meta` and weights in integer or 8-bit formats are not looked at.
+        model: on any device; weights on `meta` and weights in quantized formats are not looked at.
 
     Raises:
         ModelError: the first such weight, with its layer and name.
@@ -166,7 +189,8 @@ def check_finite(model: torch.nn.Module) -> None:
     weights = {
         name: torch.stack(torch.aminmax(weight.detach()))
         for name, weight in model.named_parameters()
-        if weight.is_floating_point() and weight.itemsize > 1 and weight.numel() and not weight.is_meta
+        if type(weight.data) is Tensor and weight.is_floating_point() and weight.itemsize > 1
+        if weight.numel() and not weight.is_meta
     }
     finite = {name: extremes.isfinite().all() for name, extremes in weights.items()}
     bad = [name for name, is_finite in finite.items() if not is_finite]

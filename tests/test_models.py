@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import gguf
 import numpy as np
@@ -14,7 +16,7 @@ from fake_pip import FakePip
 
 from kvcli import models
 from kvcli.builtin_copy import fetch_builtin
-from kvcli.errors import ModelError, UnsupportedModelError
+from kvcli.errors import ModelError, UnsupportedModelError, UsageError
 from kvcli.fingerprint import fingerprint, same_model
 from kvcli.models import load_model
 from kvcli.spec import ModelSpec
@@ -46,6 +48,34 @@ def test_gguf_guard_looks_at_the_tensor_only(tmp_path: Path) -> None:
     (tmp_path / "junk.gguf").write_bytes(b"not a gguf file at all" * 10)
     with pytest.raises(ModelError, match="not a readable GGUF"):
         load_model(str(tmp_path / "junk.gguf"))
+
+
+@pytest.mark.parametrize("gpus", [0, 1, 2])
+def test_auto_spreads_a_model_over_several_gpus(gpus: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    maps: list[Any] = []
+
+    def load(folder: Path, dtype: torch.dtype, device_map: str | None = None) -> Any:
+        maps.append((dtype, device_map))
+        model = make_model("llama")
+        monkeypatch.setattr(model, "to", lambda device: maps.append(device.type) or model)
+        return model, SimpleNamespace(pad_token_id=0)
+
+    monkeypatch.setattr(models, "load_checkpoint", load)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    if gpus < 2:
+        assert load_model(str(tmp_path), device="auto").spec.num_layers == 3
+        default = (torch.bfloat16, "cuda") if gpus else (torch.float32, "cpu")
+        assert maps == [(default[0], None), default[1]]
+        return
+    # the tiny model is on the CPU, where accelerate would keep what does not fit
+    with pytest.raises(ModelError, match=r"does not fit into the memory of 2 GPUs \(model\.embed_tokens"):
+        load_model(str(tmp_path), device="auto")
+    assert maps == [(torch.bfloat16, "auto")]
+    monkeypatch.setattr(models, "_check_in_memory", lambda model: None)
+    assert load_model(str(tmp_path), device="auto").spec.num_layers == 3
+    with pytest.raises(UsageError, match="GGUF file is not spread"):
+        load_model("some.gguf", device="auto")
 
 
 def test_a_download_with_another_digest_is_not_used(pip: FakePip, tmp_path: Path) -> None:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from byte_tokenizer import byte_tokenizer
 from factories import WINDOW, make_model
 from torch import nn
-from transformers import DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache
 
 import kvcli
+from kvcli.attention.next_token import SamplingConfig
+from kvcli.calibrate.collect import CollectConfig, collect
 from kvcli.errors import CacheError
+from kvcli.fingerprint import differs
+from kvcli.models import load_model
 from kvcli.registry import METHODS, get_method
 
 pytestmark = [
@@ -60,6 +66,48 @@ def test_tokens_equal_stock(impl: str) -> None:
         assert {layer.store.keys.device.index for layer in cache.compressed} == {0, 1}
         with pytest.raises(CacheError, match=r"several devices \(cuda:0, cuda:1\)"):
             cache.snapshot()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model on disk whose layers accelerate can tell apart in size."""
+    made = tmp_path_factory.mktemp("model")
+    make_model("llama", vocab_size=259, num_hidden_layers=4).save_pretrained(made, max_shard_size="100KB")
+    byte_tokenizer().save_pretrained(made)
+    return made
+
+
+@pytest.mark.parametrize("name", ["fp16", "kivi-2"])
+def test_a_device_map_of_two_gpus_makes_the_tokens_of_one(name: str, folder: Path) -> None:
+    whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().cuda()
+    room = {0: 450_000, 1: 2**30}  # of 626 kB of weights; accelerate leaves room for one layer of 123 kB
+    split = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, device_map="auto", max_memory=room).eval()
+    assert {x.device.index for x in split.model.layers.parameters()} == {0, 1}
+    settings = WINDOW if name == "fp16" else {"group_size": 16, "residual_length": 16}
+    inputs, made = prompts(40, 23), []
+    for model in (whole, split):
+        with kvcli.attach(model, name, **settings) as session:
+            cache = session.new_cache()
+            stock = {"max_new_tokens": 30, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+            made.append(model.generate(**inputs, past_key_values=cache, **stock).cpu())
+            made.append(
+                session.generate(**inputs, mode="passes", sampling=SamplingConfig(max_new_tokens=30)).sequences.cpu()
+            )
+            assert cache.memory().num_encoded
+    assert torch.equal(made[0], made[2])
+    assert torch.equal(made[1], made[3])
+
+
+def test_a_model_is_spread_over_all_gpus(folder: Path, tmp_path: Path) -> None:
+    loaded, whole = load_model(str(folder), device="auto"), load_model(str(folder), device="cuda:0")
+    assert len({x.device for x in loaded.model.parameters()}) > 1
+    assert differs(loaded.fingerprint, whole.fingerprint) is None
+    sequences = torch.randint(3, 97, (4, 64), generator=torch.Generator().manual_seed(0))
+    config = CollectConfig(4, 64, 2, 2, fisher_sequences=1)
+    samples = [collect(x, sequences, config, tmp_path / str(i), {}) for i, x in enumerate((loaded, whole))]
+    for layer_idx in range(4):
+        ours, theirs = (x.load(layer_idx) for x in samples)
+        assert torch.allclose(ours.k.float(), theirs.k.float(), atol=1e-2 * float(theirs.k.abs().max()))
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if not get_method(name).needs_artifact])

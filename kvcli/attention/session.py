@@ -290,7 +290,8 @@ def devices_of_layers(model: nn.Module) -> list[torch.device]:
         found = {x.device for x in chain(layer.parameters(), layer.buffers())}
         if any(device.type == "meta" for device in found):
             raise UnsupportedModelError(
-                f"layer {layer_idx} is offloaded or not loaded (device meta); kvcli needs its weights on its device"
+                f"layer {layer_idx} is offloaded or not loaded (device meta); kvcli needs its weights on its device: "
+                "load the model without offloading, over more GPUs or with quantized weights"
             )
         if len(found) != 1:
             names = ", ".join(sorted(map(str, found))) or "none"

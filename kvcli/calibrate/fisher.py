@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from kvcli.calibrate.gradients import passing_gradients
 from kvcli.errors import SamplesError
 from kvcli.layer_samples import LayerFisher
 from kvcli.models import LoadedModel
@@ -117,15 +118,18 @@ def backward(model: Any, sequence: Tensor, generator: torch.Generator) -> dict[i
     Raises:
         SamplesError: a model that is not differentiable, such as one with quantized weights of some kinds.
     """
-    recorder = _Gradients()
+    recorder, ids = _Gradients(), sequence.unsqueeze(0).to(model.device)
     with Seam(model, recorder), torch.inference_mode(False), torch.enable_grad():
-        states = model.base_model(input_ids=sequence.unsqueeze(0).to(model.device), use_cache=False).last_hidden_state
-        if not states.requires_grad:
-            raise SamplesError(f"the model's layers let no gradients through; {_REMEDY}")
         try:
+            with passing_gradients(find_decoder(model), _REMEDY):
+                states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+            if not states.requires_grad:
+                raise SamplesError(f"the model's layers let no gradients through; {_REMEDY}")
             states.backward(_gradient_of_sampled(model, states.detach(), generator))
-        except NotImplementedError as error:
-            reason = " ".join(str(error).split())
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            reason = " ".join(str(error).split())[:200]
             raise SamplesError(f"the model's gradients cannot be computed ({reason}); {_REMEDY}") from error
     return recorder.tensors
 

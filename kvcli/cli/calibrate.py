@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import typer
 from pydantic import Field
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 class CalibrateOptions(ModelOptions):
     """Options of `kvcli calibrate`."""
+
+    takes_several_gpus: ClassVar[bool] = True
 
     corpus: str | None = Field(
         default=None,

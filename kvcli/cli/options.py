@@ -46,7 +46,10 @@ class ComputeOptions(Options):
     """Options of commands that compute with torch."""
 
     seed: int = Field(default=0, ge=0, lt=2**32, description="seed of every random choice")
-    device: str | None = Field(default=None, description="torch device; default: a GPU if there is one")
+    device: str | None = Field(
+        default=None,
+        description="torch device; auto: all GPUs (generate, chat, calibrate); default: a GPU if there is one",
+    )
 
     def torch_device(self) -> str:
         """The device asked for, or a GPU if there is one.
@@ -69,7 +72,13 @@ class ComputeOptions(Options):
 
 
 class ModelOptions(ComputeOptions):
-    """Options of commands that load a model."""
+    """Options of commands that load a model.
+
+    Attributes:
+        takes_several_gpus: whether the command runs models whose layers are on several GPUs.
+    """
+
+    takes_several_gpus: ClassVar[bool] = False
 
     model: str = Field(default=DEFAULT_MODEL, description="built-in name, hub name, folder or .gguf file")
     model_revision: str | None = Field(default=None, description="commit, tag or branch of a model on a hub")
@@ -88,18 +97,20 @@ class ModelOptions(ComputeOptions):
         """Loads the model.
 
         Raises:
-            UsageError: no such device.
+            UsageError: no such device, or several where the command takes one.
             ModelError: the model cannot be found, verified or loaded.
         """
         import torch
 
         from kvcli import models
 
+        if self.device == models.AUTO and not (self.takes_several_gpus and "LOCAL_RANK" not in os.environ):
+            raise UsageError("this command runs a model on one device, so '--device auto' is not for it; name one")
         dtype = None if self.dtype == "auto" else getattr(torch, self.dtype)
         revision = {} if self.model_revision is None else {"revision": self.model_revision}
         return models.load_model(
             self.model,
-            device=self.torch_device(),
+            device=models.AUTO if self.device == models.AUTO else self.torch_device(),
             dtype=dtype,
             base_config=self.base_config,
             say=output.say,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Self, get_args
 
 from pydantic import Field
 
@@ -74,6 +74,8 @@ class SessionOptions(ModelOptions):
 
 class SamplingOptions(SessionOptions):
     """And how tokens are chosen."""
+
+    takes_several_gpus: ClassVar[bool] = True
 
     max_new_tokens: int = Field(default=64, ge=1, lt=2**31, description="tokens to generate at most")
     temperature: float = Field(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -17,10 +18,23 @@ def find_decoder(model: nn.Module) -> nn.Module:
     """
     config: Any = model.config
     count = config.get_text_config(decoder=True).num_hidden_layers
-    for module in model.modules():
+    get_decoder: Any = getattr(model, "get_decoder", None)
+    # a tower for images may have as many layers
+    first = () if get_decoder is None else get_decoder().modules()
+    for module in chain(first, model.modules()):
         if _layers(module, count) is not None:
             return module
     raise ModelError(f"{type(model).__name__} has no list of its {count} layers; it cannot be attached")
+
+
+def text_model(model: nn.Module) -> Any:
+    """The part of a model that has the attention implementation of its decoder layers.
+
+    That is the model itself, unless it has parts for images or sound: their attention stays as it is.
+    """
+    decoder: Any = find_decoder(model)
+    alone = getattr(decoder, "config", model.config) is model.config or not hasattr(decoder, "set_attn_implementation")
+    return model if alone else decoder
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:

@@ -19,7 +19,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from kvcli.errors import ModelError
 from kvcli.rope import Rope
-from kvcli.seam.decoder import find_decoder
+from kvcli.seam.decoder import decoder_layers, find_decoder, text_model
 from kvcli.seam.layer import AttendFunction, AttentionCall, RotaryOutput
 from kvcli.seam.model import ATTENTION_NAME, SHARED_CONFIG, ModelAttention
 from kvcli.seam.own_attention import own_attention
@@ -83,7 +83,8 @@ class Seam:
         self.current = _CurrentPass()
         self._decoder = find_decoder(model)
         self._parameters = tuple(inspect.signature(self._decoder.forward).parameters)
-        if getattr(model.config, "_attn_implementation", None) == ATTENTION_NAME:
+        self._text: Any = text_model(model)
+        if getattr(self._text.config, "_attn_implementation", None) == ATTENTION_NAME:
             raise ModelError(_ATTACHED if self._is_attached() else SHARED_CONFIG)
         self.attention: ModelAttention = probe(model)
         self._rotary: PreRopeRotary | None = None
@@ -94,7 +95,7 @@ class Seam:
 
     @property
     def devices(self) -> set[torch.device]:
-        """Of the model's layers."""
+        """Of the model's layers and embeddings."""
         return {x.device for x in self._decoder.parameters()}
 
     @property
@@ -108,20 +109,21 @@ class Seam:
         Raises:
             ModelError: the model is patched already, or another model with the same config object.
         """
-        if self.model.config._attn_implementation == ATTENTION_NAME:
+        if self._text.config._attn_implementation == ATTENTION_NAME:
             raise ModelError(_ATTACHED if self._is_attached() else SHARED_CONFIG)
         AttentionInterface.register(ATTENTION_NAME, _attention)
         AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
-        self._implementation = self.model.config._attn_implementation
+        self._implementation = self._text.config._attn_implementation
         attention = self.attention
-        if attention.rotating_themselves and len(self.devices) > 1:
+        in_layers = {x.device for layer in decoder_layers(self.model) for x in layer.parameters()}
+        if attention.rotating_themselves and len(in_layers) > 1:
             raise ModelError("layers on several devices of which some rotate by themselves are not supported")
         if attention.source is not None:
             self._rotary = PreRopeRotary(attention.source, self._on_rotary)
             _replace(self.model, attention.source.module, self._rotary)
         for module in attention.modules:
             setattr(module, _ATTRIBUTE, self)
-        self.model.set_attn_implementation(ATTENTION_NAME)
+        self._text.set_attn_implementation(ATTENTION_NAME)
         self._hooks = [
             self._decoder.register_forward_pre_hook(self._before_pass, with_kwargs=True),
             self._decoder.register_forward_hook(self._after_pass, always_call=True),
@@ -147,7 +149,7 @@ class Seam:
             _replace(self.model, self._rotary, self._rotary.inner)
         for module in self.attention.modules:
             delattr(module, _ATTRIBUTE)
-        self.model.set_attn_implementation(self._implementation)
+        self._text.set_attn_implementation(self._implementation)
         self._rotary, self.is_open = None, False
 
     def rotary_output(self, query: Tensor, positions: Tensor | None) -> RotaryOutput:
@@ -201,7 +203,7 @@ class Seam:
     @untraced
     def _before_pass(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Refuses arguments and settings that this attention would ignore."""
-        call, config = {**dict(zip(self._parameters, args, strict=False)), **kwargs}, self.model.config
+        call, config = {**dict(zip(self._parameters, args, strict=False)), **kwargs}, self._text.config
         if config._attn_implementation != ATTENTION_NAME:
             raise ModelError(
                 f"the attention implementation was set to '{config._attn_implementation}' while the model is attached; "

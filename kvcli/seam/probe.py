@@ -24,7 +24,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from kvcli.errors import ModelError, UnsupportedModelError
 from kvcli.rope import NoRope, Rope
 from kvcli.seam.assumed import assume
-from kvcli.seam.decoder import find_decoder
+from kvcli.seam.decoder import find_decoder, text_model
 from kvcli.seam.model import ATTENTION_NAME, SHARED_CONFIG, ModelAttention
 from kvcli.seam.recorder import FAILURES, NewTokens, NotUnderstood, Recorder, module_name, one_line, record
 from kvcli.seam.tested import FULL, HYBRID
@@ -49,7 +49,7 @@ def probe(model: nn.Module) -> ModelAttention:
             the layer and the property.
         ModelError: another model with the same config object is attached.
     """
-    if next(iter(model.parameters())).is_meta:
+    if all(weight.is_meta for weight in model.parameters()):
         return assume(model)
     found = _known.get(model)
     if _implementation(model) == ATTENTION_NAME:
@@ -76,9 +76,13 @@ def _still_there(found: ModelAttention, model: nn.Module) -> bool:
 
 
 def _implementation(model: nn.Module) -> str | None:
-    config: Any = model.config
-    implementation: str | None = config._attn_implementation
+    implementation: str | None = text_model(model).config._attn_implementation
     return implementation
+
+
+def _device(model: nn.Module) -> torch.device:
+    """That of the first weights which are in memory; embeddings may be offloaded."""
+    return next(weight.device for weight in model.parameters() if not weight.is_meta)
 
 
 class _Probe:
@@ -102,7 +106,7 @@ class _Probe:
         """Returns what was found out."""
         vocabulary = self.config.vocab_size
         tokens = (torch.arange(_TOKENS) * 7919 + 11) % max(1, vocabulary - 3) + min(3, vocabulary - 1)
-        tokens = tokens.unsqueeze(0).to(self.model.device)
+        tokens = tokens.unsqueeze(0).to(_device(self.model))
         with _quiet(self.model):
             own = self._run(tokens, use_cache=False)
             with self._recording():
@@ -132,14 +136,14 @@ class _Probe:
         AttentionInterface.register(_NAME, record)
         AttentionMaskInterface.register(_NAME, sdpa_mask)
         try:
-            self.model.set_attn_implementation(_NAME)
+            text_model(self.model).set_attn_implementation(_NAME)
         except (ValueError, AttributeError) as error:
             raise self._refusal(f"its attention cannot be replaced ({one_line(error)})") from error
         try:
             with self.recorder.recording():
                 yield
         finally:
-            self.model.set_attn_implementation(self.implementation)
+            text_model(self.model).set_attn_implementation(self.implementation)
 
     def _check_calls(self, modules: list[nn.Module]) -> None:
         if not modules:
@@ -204,7 +208,7 @@ class _Probe:
             raise self._refusal("its layers of full attention are rotated in different ways")
         source = next(iter(sources.values()), None)
         spec = self._spec(found, indices)
-        rope: Rope = NoRope(spec.rope.rotary_dim, self.model.device) if source is None else source.rope
+        rope: Rope = NoRope(spec.rope.rotary_dim, _device(self.model)) if source is None else source.rope
         return ModelAttention(
             tuple(x.layer for x in found), tuple(modules), source, rope, spec, self.implementation, self._notes(found)
         )
@@ -255,9 +259,12 @@ def _quiet(model: nn.Module) -> Iterator[None]:
     """Runs a model without gradients, dropout, autocast and compilation, and puts it back as it was."""
     training = [module for module in model.modules() if module.training]
     model.eval()
-    device = next(iter(model.parameters())).device.type
     try:
-        with torch.no_grad(), torch.autocast(device, enabled=False), torch.compiler.set_stance("force_eager"):
+        with (
+            torch.no_grad(),
+            torch.autocast(_device(model).type, enabled=False),
+            torch.compiler.set_stance("force_eager"),
+        ):
             yield
     finally:
         for module in training:

@@ -131,7 +131,7 @@ class Trial:
             ours, theirs = (x[0] if isinstance(x, tuple) else x for x in (again, output))
             error = self.difference(ours, theirs)
             if not error <= tolerance(theirs):
-                raise NotUnderstood(f"its attention differs from ours by {100 * error:.2g} %")
+                raise NotUnderstood(f"its output differs by {100 * error:.2g} % when it is called with our cache")
         except NotUnderstood:
             del held[before:]
             raise
@@ -148,7 +148,7 @@ class Trial:
     def _attend(
         self, layer: LayerAttention, rotary: RotaryCall | None, call: RecordedCall, own: RecordedCall
     ) -> Tensor:
-        """Attention as we compute it, over what the probe's cache holds."""
+        """The model's own attention, if it is what we compute over what the probe's cache holds."""
         if not isinstance(call.key, NewTokens) or call.value is not call.key.new_value:
             raise NotUnderstood("it changes keys or values between the cache and attention")
         if call.query.shape[1] % call.key.key.shape[1]:
@@ -167,7 +167,12 @@ class Trial:
             if not self.difference(x, layer.in_order(theirs)) <= tolerance(theirs):
                 raise NotUnderstood("its rotation of queries and keys is not understood")
         sinks = call.options.get("s_aux")
-        return plain_attention(query, key, call.key.value, None, call.scaling, layer.soft_cap, sinks)
+        ours = plain_attention(query, key, call.key.value, None, call.scaling, layer.soft_cap, sinks)
+        output: Tensor = own.output[0]
+        if not (error := self.difference(ours, output)) <= tolerance(output):
+            raise NotUnderstood(f"its attention differs from ours by {100 * error:.2g} %")
+        # what follows in the module may quantize it, which makes steps of differences that are rounding
+        return output
 
     def _rotated(self, rotary: RotaryCall | None, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Queries of the last tokens and keys of all tokens, after RoPE."""

@@ -128,11 +128,52 @@ def test_models_without_gradients_are_refused_by_name() -> None:
         list(fisher.sequence_sums(load(model), SEQUENCES, 0, range(3)))
     model = make_model("llama")
     model.model.norm.register_forward_hook(lambda module, inputs, output: output.detach())
-    with pytest.raises(SamplesError, match="layers let no gradients through"):
+    with pytest.raises(SamplesError, match=r"norm \(LlamaRMSNorm\) lets no gradients through; leave them out"):
         list(fisher.sequence_sums(load(model), SEQUENCES, 0, range(3)))
     model = make_model("llama")
-    model.model.layers[1].self_attn.o_proj.register_forward_hook(lambda module, inputs, output: output.detach())
-    with pytest.raises(SamplesError, match="the keys of layer 1 have no gradients"):
+    model.model.register_forward_hook(lambda module, inputs, output: type(output)(output.last_hidden_state.detach()))
+    with pytest.raises(SamplesError, match="layers let no gradients through"):
+        list(fisher.sequence_sums(load(model), SEQUENCES, 0, range(3)))
+
+
+torch.library.define("kvcli_tests::half", "(Tensor x) -> Tensor")
+
+
+@torch.library.impl("kvcli_tests::half", "cpu")
+@torch.no_grad()
+def half(x: Tensor) -> Tensor:
+    """An operation without a derivative: autograd passes nothing on, without an error."""
+    return x / 2
+
+
+class Fails(torch.autograd.Function):
+    """An operation whose derivative fails."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        raise RuntimeError("no kernel for this type")
+
+
+@pytest.mark.parametrize("part", ["self_attn.o_proj", "self_attn.k_proj", "mlp.up_proj"])
+@pytest.mark.parametrize(
+    "way", [Tensor.detach, lambda x: torch.ops.kvcli_tests.half(x) + 0.0], ids=["detached", "no derivative"]
+)
+def test_gradients_that_miss_a_part_are_refused(part: str, way: Any) -> None:
+    """Gradients around the part, through the residual, are finite and wrong."""
+    model = make_model("llama")
+    model.model.layers[1].get_submodule(part).register_forward_hook(lambda module, inputs, output: way(output))
+    with pytest.raises(SamplesError, match=rf"layers\.1\.{part} \(Linear\) lets no gradients through; leave them out"):
+        list(fisher.sequence_sums(load(model), SEQUENCES, 0, range(3)))
+
+
+def test_gradients_that_fail_are_refused() -> None:
+    model = make_model("llama")
+    model.model.layers[1].mlp.up_proj.register_forward_hook(lambda module, inputs, output: Fails.apply(output))
+    with pytest.raises(SamplesError, match=r"cannot be computed \(no kernel for this type\); leave them out"):
         list(fisher.sequence_sums(load(model), SEQUENCES, 0, range(3)))
 
 

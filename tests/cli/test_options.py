@@ -32,6 +32,7 @@ from console import invoke
         (("generate", "--max-new-tokens", "many"), 2, ""),
         (("calibrate", "--tokens", "0"), 2, "--tokens"),
         (("generate", "--device", "toaster"), 2, "--device cpu"),
+        (("eval", "--device", "auto"), 2, "name one"),
         (("generate", "--seed", "99999999999999999999"), 2, "--seed"),
         (("generate", "--prompt-file", "."), 2, "directory"),
         (("methods", "--bits", "llama-3.1-8b", "--contexts", "0"), 2, "--contexts"),

@@ -1,0 +1,148 @@
+"""Models of text and images: their language model through the cache, with and without an image in the prompt."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from factories import WINDOW
+from torch import Tensor
+from transformers import AutoModelForImageTextToText, DynamicCache
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+import kvcli
+from kvcli.errors import CacheError
+from kvcli.seam.decoder import find_decoder
+
+TEXT: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LAYERS = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_hidden_layers": 4}
+"""Of the tower for images: as many as of the language model, so that the two can be taken for each other."""
+QWEN = {"depth": 4, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
+QWEN_WIDTHS = {"hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 64}
+SECTIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
+ALTERNATE = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2, "head_dim": 16}
+IMAGE, IMAGE_TOKENS, BEGIN = 90, 4, 92
+
+PARTS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "llava": (
+        {"model_type": "clip_vision_model", "projection_dim": 32, "image_size": 16, "patch_size": 8, **LAYERS},
+        {"model_type": "llama", "head_dim": 16},
+        {"image_token_index": IMAGE, "image_seq_length": IMAGE_TOKENS},
+    ),
+    "mistral3": (
+        {"model_type": "pixtral", "head_dim": 16, "image_size": 16, "patch_size": 4, **LAYERS},
+        {"model_type": "mistral", "head_dim": 16, "sliding_window": None},
+        {"image_token_index": IMAGE, "spatial_merge_size": 2},
+    ),
+    "internvl": (
+        {"image_size": [16, 16], "patch_size": [4, 4], **LAYERS},
+        {"model_type": "qwen2"},
+        {"image_token_id": IMAGE, "image_seq_length": IMAGE_TOKENS, "downsample_ratio": 0.5},
+    ),
+    "gemma3": (
+        {"model_type": "siglip_vision_model", "image_size": 16, "patch_size": 8, **LAYERS},
+        {"model_type": "gemma3_text", **ALTERNATE},
+        {"image_token_id": IMAGE, "mm_tokens_per_image": IMAGE_TOKENS, "boi_token_index": BEGIN},
+    ),
+    "qwen2_vl": ({"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2, **QWEN}, SECTIONS, {}),
+    "qwen2_5_vl": ({**QWEN_WIDTHS, "window_size": 16, "fullatt_block_indexes": [1], **QWEN}, SECTIONS, {}),
+    "qwen3_vl": (
+        {**QWEN_WIDTHS, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1], **QWEN},
+        {**SECTIONS, "head_dim": 16},
+        {},
+    ),
+}
+"""What configs of the tower for images, the language model and both together need."""
+
+
+@cache
+def model_of(model_type: str) -> Any:
+    torch.manual_seed(1)
+    vision, text, both = PARTS[model_type]
+    if "qwen" in model_type:
+        both = {
+            "image_token_id": IMAGE,
+            "video_token_id": 91,
+            "vision_start_token_id": BEGIN,
+            "vision_end_token_id": 93,
+        }
+    config = CONFIG_MAPPING[model_type](vision_config=vision, text_config={**TEXT, **text}, **both)
+    model = AutoModelForImageTextToText.from_config(config).eval()
+    model.generation_config.eos_token_id = None
+    for name, weight in find_decoder(model).named_parameters():
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            weight.data *= 4
+    return model
+
+
+def prompt(model_type: str, image: bool) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, 80, (1, 30), generator=generator)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if not image:
+        return inputs
+    ids[0, 4], ids[0, 5 : 5 + IMAGE_TOKENS] = BEGIN, IMAGE
+    if "qwen" in model_type:
+        pixels = torch.randn(16, 3 * 2 * 4 * 4, generator=generator)
+        kinds = {"mm_token_type_ids": (ids == IMAGE).int(), "image_grid_thw": torch.tensor([[1, 4, 4]])}
+        return {**inputs, **kinds, "pixel_values": pixels}
+    inputs["pixel_values"] = torch.randn(1, 3, 16, 16, generator=generator)
+    if model_type == "gemma3":
+        inputs["token_type_ids"] = (ids == IMAGE).int()
+    if model_type == "mistral3":
+        inputs["image_sizes"] = torch.tensor([[16, 16]])
+    return inputs
+
+
+def greedy(model: Any, inputs: dict[str, Tensor], past_key_values: Any) -> tuple[Tensor, Tensor]:
+    made = model.generate(
+        **inputs,
+        past_key_values=past_key_values,
+        max_new_tokens=12,
+        do_sample=False,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    return made.sequences, torch.stack(made.logits)
+
+
+@pytest.mark.parametrize("image", [False, True], ids=["text", "image"])
+@pytest.mark.parametrize("model_type", [x for x in PARTS if x in CONFIG_MAPPING])
+def test_tokens_are_those_of_stock(model_type: str, image: bool) -> None:
+    model, inputs = model_of(model_type), prompt(model_type, image)
+    if image and model_type == "gemma3":  # tokens of an image see each other
+        with (
+            kvcli.attach(model, "fp16", **WINDOW) as session,
+            pytest.raises(CacheError, match="mask must be causal"),
+        ):
+            greedy(model, inputs, session.new_cache())
+        return
+    expected, logits = greedy(model, inputs, DynamicCache(config=model.config))
+    if image:  # it is looked at
+        other = greedy(model, {**inputs, "pixel_values": -inputs["pixel_values"]}, DynamicCache(config=model.config))
+        assert not torch.allclose(other[1], logits, atol=1e-3)
+    with kvcli.attach(model, "fp16", **WINDOW) as session:
+        compressed = session.new_cache()
+        tokens, ours = greedy(model, inputs, compressed)
+    assert torch.equal(tokens, expected)
+    assert (ours - logits).abs().max() < 1e-4 * logits.abs().max()
+    assert compressed.memory().num_encoded
+    with kvcli.attach(model, "kivi-2", group_size=16, residual_length=16) as session:
+        compressed = session.new_cache()
+        assert greedy(model, inputs, compressed)[1].isfinite().all()
+        assert compressed.memory().num_encoded
+    assert torch.equal(greedy(model, inputs, DynamicCache(config=model.config))[1], logits)
