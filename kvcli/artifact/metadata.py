@@ -79,8 +79,10 @@ def read_metadata(folder: Path) -> dict[str, Any]:
     """Reads kvcli.json of an artifact and compares its checksum; `check_metadata` looks at what it says.
 
     Raises:
-        ArtifactError: it cannot be read, or is of another format version, or damaged.
+        ArtifactError: it is missing, cannot be read, or is of another format version, or damaged.
     """
+    if not (folder / METADATA).exists():
+        raise ArtifactError(f"no artifact in {folder}: {METADATA} is missing; make one with 'kvcli export'")
     return read_sealed(folder / METADATA, FORMAT_VERSION, REMEDY, ArtifactError)
 
 

@@ -26,12 +26,9 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     Raises:
         ArtifactError: missing, of another format version, corrupt, truncated, empty or not finite.
     """
-    path = folder / METADATA
-    if not path.exists():
-        raise ArtifactError(f"no artifact in {folder}: {METADATA} is missing; make one with 'kvcli export'")
     while True:
         metadata = read_metadata(folder)
-        check_metadata(path, metadata)
+        check_metadata(folder / METADATA, metadata)
         try:
             return metadata, _read_weights(folder, metadata["files"][WEIGHTS])
         except ArtifactError:  # unless another process replaced the artifact in the meantime

@@ -91,6 +91,7 @@ def run(options: PlanOptions, output: Output) -> None:
         "num_layers": planned.spec.num_layers,
         "other_layers": planned.spec.other_layers,
         "weights_bytes": planned.weights_bytes,
+        "quantized": planned.quantized,
         "program_bytes": program if planned.device.type == "cpu" else None,
         "memory_bytes": memory,
         "prompt_tokens": options.prompt_tokens,
@@ -187,6 +188,11 @@ def lines(record: Mapping[str, Any]) -> list[str]:
         f"calibrate {stage['tokens']} tokens: disk {size(stage['disk_bytes'])}, peak memory {size(stage['peak_bytes'])}"
         f", {time}",
     ]
+    if record["quantized"]:
+        made.append(
+            f"the checkpoint is quantized ({record['quantized']}): its weights, and all peaks, are smaller than these, "
+            f"which are of weights in {record['dtype']}"
+        )
     if others := record["other_layers"]:
         held = record["methods"][0]["memory"]
         made.append(

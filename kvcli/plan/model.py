@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -51,6 +51,13 @@ class PlannedModel:
     def weights_bytes(self) -> int:
         """Bytes of all weights, one that two layers share counted once."""
         return sum(weight.nbytes for weight in self._whole.parameters())
+
+    @property
+    def quantized(self) -> str:
+        """How the checkpoint's weights are quantized, which `weights_bytes` does not know; empty if they are not."""
+        settings = getattr(self.config, "quantization_config", None) or {}
+        settings = settings if isinstance(settings, Mapping) else settings.to_dict()
+        return str(settings.get("quant_method", "in some way")) if settings else ""
 
     @cached_property
     def _whole(self) -> nn.Module:

@@ -122,6 +122,22 @@ def test_dry_runs_need_no_weights_and_write_nothing(saved_model: str, tmp_path: 
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_a_dry_run_names_an_artifact_that_is_not_there(saved_model: str) -> None:
+    done = invoke("generate", saved_model, "--artifact", "nowhere", "--prompt", "x", "--dry-run")
+    assert done.exit_code == 1
+    assert "no artifact in nowhere: kvcli.json is missing" in done.stderr
+
+
+def test_a_quantized_checkpoint_is_planned_as_if_it_were_not(saved_model: str) -> None:
+    plain = invoke("plan", saved_model, "--device", "cpu", *SMALL)
+    path = Path(saved_model) / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": {"quant_method": "gptq"}}))
+    quantized = invoke("plan", saved_model, "--device", "cpu", *SMALL)
+    assert quantized.exit_code == 0, quantized.stderr
+    assert "is quantized (gptq): its weights, and all peaks, are smaller than these" in quantized.stderr
+    assert "is quantized" not in plain.stderr
+
+
 def test_the_dry_run_of_a_fit(tiny: Any, tmp_path: Path) -> None:
     record(tiny.model, tmp_path / "recorded")
     small = ("--setting", "codebook_size=8", "--setting", "key_iterations=2", "--setting", "value_iterations=2")
