@@ -224,7 +224,8 @@ class CompressedCache(Cache):
         if self.sequences.lengths:
             raise CacheError(f"the cache holds {self.sequences.slots} tokens; restore into a new one")
         sequences = self._new_sequences()
-        stores = put(snapshot, sequences, self._codecs, self._seam.rope.inv_freq.device)
+        (device,) = self._seam.devices
+        stores = put(snapshot, sequences, self._codecs, device)
         self.sequences, self.compressed = sequences, self._new_layers(sequences)
         self.layers = self._all_layers()
         for layer, store in zip(self.compressed, stores, strict=True):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from itertools import chain
 from threading import local
 from typing import Any
 
@@ -197,6 +198,13 @@ class Seam:
         own, handed = self.current.own, self.current.handed
         if handed is None:
             return None
+        beside = handed if isinstance(handed, Tensor) else handed[0]
+        if any(x.device != beside.device for x in chain(module.parameters(), module.buffers())):
+            # what is handed out was copied on its way, so that it would not be recognised
+            raise ModelError(
+                "a layer that rotates by itself is on another device than what the rotary module returns "
+                f"({beside.device}), which is not supported"
+            )
         args = tuple(own if passes_on(x, handed) else x for x in args)
         return args, {name: own if passes_on(x, handed) else x for name, x in kwargs.items()}
 

@@ -72,9 +72,10 @@ class RotaryCall:
             return None
         source = RotarySource(self.module, self.arguments, layout)
         again = source.rope.rotation(self.positions, _first(self.output).real.dtype)
-        told = Rotation.from_model(self.output, layout)
+        # accelerate moves what a module is given to its device, and leaves what it returns there
+        told = Rotation.from_model(self.output, layout).to(self.positions.device)
         same = torch.equal(again.cos, told.cos) and torch.equal(again.sin, told.sin)
-        return source if same and _is_steady(source.rope, self.positions.device) else None
+        return source if same and _is_steady(source.rope) else None
 
 
 def passes_on(value: Any, output: Any) -> bool:
@@ -124,7 +125,7 @@ class PreRopeRotary(nn.Module):
         if isinstance(output, Tensor):
             rotation = Rotation(*(x.to(args[0].dtype) for x in (rotation.cos, rotation.sin)))
         handed = nothing_turned(output)
-        self.on_call(RotaryOutput(call.positions, rotation), output, handed)
+        self.on_call(RotaryOutput(call.positions, rotation.to(call.positions.device)), output, handed)
         return handed
 
 
@@ -175,11 +176,12 @@ def _is_static(call: RotaryCall) -> bool:
     return all(torch.equal(x, y[:, :count]) for x, y in pairs)
 
 
-def _is_steady(rope: Rope, device: torch.device) -> bool:
+def _is_steady(rope: Rope) -> bool:
     """Whether angles grow in proportion to positions, which makes rotations products of each other."""
-    positions = torch.tensor([[*range(64), *(2**n for n in range(6, 13))]], device=device)
+    frequencies = rope.inv_freq
+    positions = torch.tensor([[*range(64), *(2**n for n in range(6, 13))]], device=frequencies.device)
     rotation = rope.rotation(positions, torch.float32)
-    angles = positions[:, None, :, None] * rope.inv_freq
+    angles = positions[:, None, :, None] * frequencies
     scale = (rotation.cos[:, :, :1] ** 2 + rotation.sin[:, :, :1] ** 2).sqrt()
     pairs = ((angles.cos() * scale, rotation.cos), (angles.sin() * scale, rotation.sin))
     return all(torch.allclose(x, y, atol=_ANGLE_TOLERANCE) for x, y in pairs)
