@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +13,7 @@ from kvcli.cache.compressed import CompressedCache
 from kvcli.checkpoint import quiet_transformers
 from kvcli.models import not_finite
 from kvcli.progress import Progress, no_progress
+from kvcli.seam.decoder import backbone
 
 
 @torch.inference_mode()
@@ -49,7 +49,6 @@ def compress(
     with quiet_transformers(), progress("read and compressed", left, "tokens") as advance:
         logits = prefill(session.model, cache, ids, None, prefill_chunk, advance)
     if not bool(logits.isfinite().all()):
-        base: Any = session.model.base_model
-        again = partial(base, input_ids=ids, past_key_values=session.new_cache(), use_cache=True)
+        again = partial(backbone(session.model), input_ids=ids, past_key_values=session.new_cache(), use_cache=True)
         raise not_finite(session.model, f"method '{session.method.name}'", again)
     return cache

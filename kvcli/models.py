@@ -30,6 +30,7 @@ from kvcli.errors import ModelError, UsageError, suggestion
 from kvcli.fingerprint import fingerprint
 from kvcli.hub import download_config, download_model
 from kvcli.progress import Progress, Say, no_progress, say_nothing
+from kvcli.seam.decoder import decoder_layers
 from kvcli.seam.probe import probe
 from kvcli.spec import ModelSpec
 
@@ -218,7 +219,7 @@ def not_finite(model: Any, using: str, again: Callable[[], object]) -> ModelErro
         if not (output if isinstance(output, Tensor) else output[0]).isfinite().all():
             bad.append(layer_idx)
 
-    hooks = [x.register_forward_hook(partial(watch, i)) for i, x in enumerate(model.base_model.layers)]
+    hooks = [x.register_forward_hook(partial(watch, i)) for i, x in enumerate(decoder_layers(model))]
     try:
         with torch.inference_mode():
             again()

@@ -29,7 +29,7 @@ from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import Method
 from kvcli.models import not_finite
 from kvcli.registry import BASELINE, get_method
-from kvcli.seam.decoder import decoder_layers
+from kvcli.seam.decoder import backbone, decoder_layers
 from kvcli.seam.layer import AttentionCall
 from kvcli.seam.patch import Seam
 from kvcli.spec import ModelSpec
@@ -196,8 +196,7 @@ class Session:
         try:
             decoder.run(logits, attention_mask, on_tokens)
         except LogitsNotFinite:
-            base: Any = self.model.base_model
-            again = partial(base, input_ids=input_ids, past_key_values=self.new_cache(), use_cache=True)
+            again = partial(backbone(self.model), input_ids=input_ids, past_key_values=self.new_cache(), use_cache=True)
             raise not_finite(self.model, f"method '{self.method.name}'", again) from None
         sequences = torch.cat((input_ids, decoder.tokens[:, : decoder.made]), dim=1)
         return Generated(sequences, decoder.made, cache, decoder.graph_bytes, decoder.note)

@@ -34,6 +34,7 @@ from kvcli.sample_parts import (
     write_part,
 )
 from kvcli.samples import FORMAT_VERSION, MANIFEST
+from kvcli.seam.decoder import backbone
 from kvcli.seam.key_bias import key_biases
 from kvcli.seam.patch import Seam
 from kvcli.seam.probe import find_rope
@@ -165,6 +166,6 @@ def _check_free_space(folder: Path, needed: int) -> None:
 def _run(model: Any, batch: Tensor) -> None:
     """One forward pass of the decoder alone: no logits are computed."""
     try:
-        model.base_model(input_ids=batch.to(model.device), use_cache=False)
+        backbone(model)(input_ids=batch.to(model.device), use_cache=False)
     except WindowDone:
         return

@@ -24,8 +24,9 @@ from kvcli.calibrate.gradients import passing_gradients
 from kvcli.errors import SamplesError
 from kvcli.layer_samples import LayerFisher
 from kvcli.models import LoadedModel
-from kvcli.seam.decoder import find_decoder
+from kvcli.seam.decoder import backbone, find_decoder
 from kvcli.seam.layer import AttentionCall
+from kvcli.seam.logits import logits_of
 from kvcli.seam.patch import Seam
 
 SEQ_LEN = 1024
@@ -122,7 +123,7 @@ def backward(model: Any, sequence: Tensor, generator: torch.Generator) -> dict[i
     with Seam(model, recorder), torch.inference_mode(False), torch.enable_grad():
         try:
             with passing_gradients(find_decoder(model), _REMEDY):
-                states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+                states = backbone(model)(input_ids=ids, use_cache=False).last_hidden_state
             if not states.requires_grad:
                 raise SamplesError(f"the model's layers let no gradients through; {_REMEDY}")
             states.backward(_gradient_of_sampled(model, states.detach(), generator))
@@ -197,7 +198,7 @@ def _gradient_of_sampled(model: Any, states: Tensor, generator: torch.Generator)
     made = []
     for part in states.split(_LOGIT_TOKENS, dim=1):
         leaf = part.requires_grad_()
-        log_probs = _logits(model, leaf).float().log_softmax(-1)[0]
+        log_probs = logits_of(model, leaf).float().log_softmax(-1)[0]
         if not bool(log_probs.isfinite().all()):
             raise SamplesError(f"the model's logits are not finite; {_REMEDY}")
         if not log_probs.requires_grad:
@@ -205,35 +206,6 @@ def _gradient_of_sampled(model: Any, states: Tensor, generator: torch.Generator)
         drawn = _draw(log_probs.detach().exp().cpu(), generator).to(states.device)
         made += torch.autograd.grad(log_probs.gather(1, drawn).sum(), leaf)
     return torch.cat(made, dim=1)
-
-
-def _logits(model: Any, states: Tensor) -> Tensor:
-    """Logits of last hidden states [1, time, D] by the model's own code, with its soft cap or scale if it has one."""
-    decoder: Any = find_decoder(model)
-    former = vars(decoder).get("forward")
-    decoder.forward = lambda *args, **kwargs: _DecoderOutput(states)
-    try:
-        ids = torch.zeros(states.shape[:2], dtype=torch.int64, device=states.device)
-        logits: Tensor = model(input_ids=ids, use_cache=False).logits
-        return logits
-    finally:
-        if former is None:
-            del decoder.forward
-        else:
-            decoder.forward = former
-
-
-class _DecoderOutput:
-    """What a decoder returns: the last hidden states, and None for everything else."""
-
-    def __init__(self, states: Tensor) -> None:
-        self.last_hidden_state = states
-
-    def __getattr__(self, name: str) -> None:
-        return None
-
-    def __getitem__(self, index: Any) -> Any:
-        return (self.last_hidden_state,)[index]
 
 
 def _draw(probabilities: Tensor, generator: torch.Generator) -> Tensor:

@@ -12,6 +12,8 @@ from torch import Tensor
 from kvcli.errors import ModelError
 from kvcli.eval.case import NewCache
 from kvcli.models import LoadedModel, not_finite
+from kvcli.seam.decoder import backbone
+from kvcli.seam.logits import logits_of
 
 
 def read(model: Any, cache: Any, ids: Sequence[int], chunk: int | None = None) -> Tensor:
@@ -28,7 +30,7 @@ def read(model: Any, cache: Any, ids: Sequence[int], chunk: int | None = None) -
     """
     tokens = torch.tensor([list(ids)], device=model.device)
     states = [
-        model.base_model(input_ids=part, past_key_values=cache, use_cache=True).last_hidden_state
+        backbone(model)(input_ids=part, past_key_values=cache, use_cache=True).last_hidden_state
         for part in tokens.split(chunk or len(ids), dim=1)
     ]
     return torch.cat(states, dim=1)
@@ -71,7 +73,7 @@ def greedy(
             read(model, cache, piece, chunk)
         following: Sequence[int] = pieces[-1]
         while True:
-            logits = model.get_output_embeddings()(read(model, cache, following, chunk)[:, -1])
+            logits = logits_of(model, read(model, cache, following, chunk)[:, -1:])[:, -1]
             if not logits.isfinite().all():
                 raise not_finite_logits(model, new_cache, [*(x for piece in pieces for x in piece), *tokens])
             token = int(logits.argmax(-1))

@@ -20,6 +20,8 @@ from torch import Tensor
 from kvcli.attention.session import Session
 from kvcli.cache.memory import MemoryReport
 from kvcli.models import not_finite
+from kvcli.seam.decoder import backbone
+from kvcli.seam.logits import logits_of
 
 BLOCK_TOKENS = 256
 """Tokens of a block; KL of tokens this far apart is uncorrelated (docs/quality.md, "How quality is measured")."""
@@ -145,7 +147,7 @@ def reference_states(model: Any, batch: Tensor) -> Tensor:
     Raises:
         ModelError: states that are not finite; the message names the layer.
     """
-    run = partial(model.base_model, input_ids=batch, use_cache=False)
+    run = partial(backbone(model), input_ids=batch, use_cache=False)
     with torch.inference_mode():
         states: Tensor = run().last_hidden_state
     if not states.isfinite().all():
@@ -181,21 +183,20 @@ def measure(
         ModelError: logits that are not finite; the message names the method and the layer.
     """
     batches = []
-    head = model.get_output_embeddings()
     with open_session() as session, torch.inference_mode():
         for batch, reference in zip(sequences.split(batch_size), states, strict=True):
             tokens = batch.to(model.device)
             cache, parts = session.new_cache(), []
             for start in range(0, tokens.shape[1], chunk):
                 part = tokens[:, start : start + chunk]
-                hidden = model.base_model(input_ids=part, past_key_values=cache, use_cache=True).last_hidden_state
+                hidden = backbone(model)(input_ids=part, past_key_values=cache, use_cache=True).last_hidden_state
                 for first in range(0, part.shape[1], _LOGIT_TOKENS):
                     at, stop = start + first, min(start + first + _LOGIT_TOKENS, start + part.shape[1])
-                    ours = head(hidden[:, first : stop - start])
-                    theirs = head(reference[:, at:stop].to(model.device))
+                    ours = logits_of(model, hidden[:, first : stop - start])
+                    theirs = logits_of(model, reference[:, at:stop].to(model.device))
                     parts.append(token_scores(ours, theirs, tokens[:, at + 1 : stop + 1]))
                     if not parts[-1].kl.isfinite().all():
-                        again = partial(model.base_model, tokens[:, :stop], past_key_values=session.new_cache())
+                        again = partial(backbone(model), tokens[:, :stop], past_key_values=session.new_cache())
                         raise not_finite(model, f"method '{session.method.name}'", again)
                 advance(part.numel())
             batches.append(joined(parts, dim=1))

@@ -14,6 +14,8 @@ from kvcli.contexts.layout import num_blocks
 from kvcli.contexts.manifest import Manifest
 from kvcli.errors import UsageError
 from kvcli.eval.quality import QualityReport, joined, reference_states, token_scores
+from kvcli.seam.decoder import backbone
+from kvcli.seam.logits import logits_of
 
 SCORED_TOKENS = 256
 """Last tokens of a context whose predictions are compared, by default."""
@@ -63,10 +65,10 @@ def stored_quality(
     ids = store.token_ids(manifest).unsqueeze(0).to(model.device)
     reference = reference_states(model, ids)
     cache = session.load_cache(store.load(Match(manifest, copied), model.device))
-    states = model.base_model(input_ids=ids[:, copied:], past_key_values=cache, use_cache=True).last_hidden_state
-    head, targets = model.get_output_embeddings(), ids[:, -scored:]
+    states = backbone(model)(input_ids=ids[:, copied:], past_key_values=cache, use_cache=True).last_hidden_state
+    targets = ids[:, -scored:]
     parts = []
     for first in range(0, scored, _LOGIT_TOKENS):
-        ours, theirs = (x[:, -scored:][:, first : first + _LOGIT_TOKENS] for x in (states, reference))
-        parts.append(token_scores(head(ours), head(theirs), targets[:, first + 1 : first + 1 + ours.shape[1]]))
+        ours, theirs = (logits_of(model, x[:, -scored:][:, first : first + _LOGIT_TOKENS]) for x in (states, reference))
+        parts.append(token_scores(ours, theirs, targets[:, first + 1 : first + 1 + ours.shape[1]]))
     return joined(parts, dim=1).report(cache.memory())

@@ -37,6 +37,7 @@ from kvcli.eval.case import Case, NewCache
 from kvcli.eval.greedy import end_tokens, greedy, not_finite_logits, read
 from kvcli.eval.records import TaskDocument
 from kvcli.models import LoadedModel
+from kvcli.seam.logits import logits_of
 
 _MAX_NEW_TOKENS = 256
 """Length of a continuation where a task names none, as in lm-eval."""
@@ -184,7 +185,7 @@ class CachedModel(TemplateLM):
         with torch.inference_mode():
             cache = self._cache_of(tuple(context[:-1]))
             states = read(model, cache, [context[-1], *continuation[:-1]], self.chunk)
-            log_probs = model.get_output_embeddings()(states)[0].float().log_softmax(-1)
+            log_probs = logits_of(model, states)[0].float().log_softmax(-1)
         if not log_probs.isfinite().all():
             raise not_finite_logits(model, self.new_cache, [*context, *continuation])
         targets = torch.tensor(list(continuation), device=log_probs.device)

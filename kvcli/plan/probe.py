@@ -9,6 +9,7 @@ import torch
 
 from kvcli.calibrate.collect import CollectConfig
 from kvcli.models import LoadedModel
+from kvcli.seam.decoder import backbone
 
 _SECONDS = 3.0
 _PROBED_TOKENS = 1024
@@ -52,7 +53,7 @@ def probe_model(loaded: LoadedModel, seq_len: int) -> Probe:
 
     def pass_seconds() -> float:
         started = time.perf_counter()
-        loaded.model.base_model(input_ids=ids, use_cache=False)
+        backbone(loaded.model)(input_ids=ids, use_cache=False)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         return time.perf_counter() - started

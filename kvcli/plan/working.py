@@ -26,6 +26,7 @@ from kvcli.methods.method import Method
 from kvcli.plan.live_bytes import META, Peak
 from kvcli.plan.model import PlannedModel
 from kvcli.registry import BASELINE, get_method
+from kvcli.seam.decoder import backbone
 from kvcli.seam.layer import AttentionCall
 from kvcli.seam.patch import Seam
 
@@ -174,7 +175,7 @@ def recording_bytes(planned: PlannedModel, config: CollectConfig) -> Peak:
     batch = min(config.batch_size, config.num_sequences)
     ids = torch.zeros(batch, config.seq_len, dtype=torch.int64, device=META)
     with torch.no_grad(), Seam(model, record):
-        return planned.peak_bytes(lambda: model.base_model(input_ids=ids, use_cache=False))
+        return planned.peak_bytes(lambda: backbone(model)(input_ids=ids, use_cache=False))
 
 
 def gradient_bytes(planned: PlannedModel, seq_len: int) -> int:

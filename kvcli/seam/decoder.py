@@ -27,6 +27,20 @@ def find_decoder(model: nn.Module) -> nn.Module:
     raise ModelError(f"{type(model).__name__} has no list of its {count} layers; it cannot be attached")
 
 
+def backbone(model: Any) -> Any:
+    """The model without its output layer; called with token ids, it returns the last hidden states."""
+    base = model.base_model
+    return find_decoder(model) if base is model else base
+
+
+def replace_module(model: nn.Module, module: nn.Module, by: nn.Module) -> None:
+    """Puts another module in the place of one."""
+    for parent in model.modules():
+        for name, child in parent.named_children():
+            if child is module and parent is not by:
+                setattr(parent, name, by)
+
+
 def text_model(model: nn.Module) -> Any:
     """The part of a model that has the attention implementation of its decoder layers.
 

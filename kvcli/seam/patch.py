@@ -20,7 +20,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from kvcli.errors import ModelError
 from kvcli.rope import Rope
-from kvcli.seam.decoder import decoder_layers, find_decoder, text_model
+from kvcli.seam.decoder import decoder_layers, find_decoder, replace_module, text_model
 from kvcli.seam.layer import AttendFunction, AttentionCall, RotaryOutput
 from kvcli.seam.model import ATTENTION_NAME, SHARED_CONFIG, ModelAttention
 from kvcli.seam.own_attention import own_attention
@@ -121,7 +121,7 @@ class Seam:
             raise ModelError("layers on several devices of which some rotate by themselves are not supported")
         if attention.source is not None:
             self._rotary = PreRopeRotary(attention.source, self._on_rotary)
-            _replace(self.model, attention.source.module, self._rotary)
+            replace_module(self.model, attention.source.module, self._rotary)
         for module in attention.modules:
             setattr(module, _ATTRIBUTE, self)
         self._text.set_attn_implementation(ATTENTION_NAME)
@@ -147,7 +147,7 @@ class Seam:
             del self._generator._get_candidate_generator
             self._generator = None
         if self._rotary is not None:
-            _replace(self.model, self._rotary, self._rotary.inner)
+            replace_module(self.model, self._rotary, self._rotary.inner)
         for module in self.attention.modules:
             delattr(module, _ATTRIBUTE)
         self._text.set_attn_implementation(self._implementation)
@@ -296,11 +296,3 @@ def _attention(
     attended = seam.attend(call)
     seam.layer_done(module)
     return attended, None
-
-
-def _replace(model: nn.Module, module: nn.Module, by: nn.Module) -> None:
-    """Puts another module in the place of one."""
-    for parent in model.modules():
-        for name, child in parent.named_children():
-            if child is module and parent is not by:
-                setattr(parent, name, by)

@@ -1,0 +1,69 @@
+"""Logits of hidden states that were computed before, by the model's own code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from families import make
+
+import kvcli
+from kvcli.eval.quality import measure, reference_states
+from kvcli.seam.decoder import backbone
+from kvcli.seam.logits import logits_of
+
+FAMILIES = {
+    "llama": {},
+    "granite": {"logits_scaling": 4.0},
+    "cohere": {"logit_scale": 0.25},
+    "gemma2": {"final_logit_softcapping": 2.0},
+    "llama4_text": {},
+    "gpt2": {},
+}
+
+
+def made(family: str) -> tuple[Any, torch.Tensor]:
+    model = make(family, **FAMILIES[family])
+    return model, torch.randint(3, model.config.vocab_size, (2, 70), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_they_are_those_of_a_whole_pass(family: str) -> None:
+    model, ids = made(family)
+    with torch.no_grad():
+        expected = model(ids).logits
+        states = backbone(model)(ids).last_hidden_state
+        assert torch.equal(logits_of(model, states), expected)
+        assert torch.equal(logits_of(model, states[:, 3:5]), logits_of(model, states)[:, 3:5])
+        assert torch.equal(model(ids).logits, expected)
+        with kvcli.attach(model, "fp16"):
+            assert torch.equal(logits_of(model, states), expected)
+            assert torch.allclose(model(ids, use_cache=False).logits, expected, atol=1e-5)
+
+
+def test_a_model_is_whole_after_an_error() -> None:
+    model, ids = made("llama")
+    with torch.no_grad(), pytest.raises(RuntimeError):
+        logits_of(model, torch.zeros(1, 1, 7))
+    assert model(ids).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("family", ["granite", "cohere", "gemma2", "llama4_text"])
+def test_quality_is_of_the_models_own_logits(family: str) -> None:
+    model, ids = made(family)
+    settings = {"group_size": 16, "residual_length": 16}
+
+    def session() -> Any:
+        return kvcli.attach(model, "kivi-2", **settings)
+
+    report = measure(model, session, ids, [reference_states(model, ids)], chunk=16, batch_size=2)
+    with torch.no_grad():
+        theirs = model(ids).logits.log_softmax(-1)
+        with session() as attached:
+            cache = attached.new_cache()
+            parts = [model(x, past_key_values=cache, use_cache=True).logits for x in ids.split(16, dim=1)]
+        ours = torch.cat(parts, dim=1).log_softmax(-1)
+    expected = (theirs.exp() * (theirs - ours)).sum(-1).mean()
+    assert report.kl_mean == pytest.approx(float(expected), rel=1e-2)
+    assert report.kl_mean > 0
