@@ -230,8 +230,10 @@ def test_the_table_of_memory_says_what_fits(monkeypatch: pytest.MonkeyPatch) -> 
         assert (contexts, batches, longest, full_prefill) == ([32768], None, True, False)
         assert [case.name for case in self.cases] == ["fp16", "commvq-1"]
         sizes = {"cache_bytes": 3 * 2**29, "peak_bytes": 2**34, "reserved_bytes": 2**34, "weights_bytes": 2**20}
-        yield ModelRow("fp16", "largest batch", 32768, 2, 7, "sdpa", cache_ratio=1.0, **sizes)
-        yield ModelRow("commvq-1", "longest context", 0, 2, 1, "fused", "out of memory", weights_bytes=2**20)
+        yield ModelRow("fp16", 32768, 7, "sdpa", question="largest batch", new_tokens=2, cache_ratio=1.0, **sizes)
+        yield ModelRow(
+            "commvq-1", 0, 1, "fused", "out of memory", question="longest context", new_tokens=2, weights_bytes=2**20
+        )
 
     monkeypatch.setattr(ModelBench, "memory", rows)
     monkeypatch.setattr(budget, "check_budget", lambda budget, device: None)
