@@ -97,3 +97,13 @@ def flip_a_byte(folder: Path, name: str, part: str) -> None:
     data = bytearray(path.read_bytes())
     data[-5] ^= 1
     path.write_bytes(data)
+
+
+@pytest.fixture
+def two(maker: Any, store: ContextStore) -> Maker:
+    """Two contexts in the store: `a` and `b`, which begin alike."""
+    made: Maker = maker("rtn", residual_length=6, flush_block=1)
+    for name, seed in (("a", 5), ("b", 6)):
+        ids = torch.cat((tokens(50), tokens(40, seed)))
+        store.put(made.context(ids), name=name)
+    return made

@@ -72,6 +72,8 @@ def test_auto_spreads_a_model_over_several_gpus(gpus: int, monkeypatch: pytest.M
     with pytest.raises(ModelError, match=r"does not fit into the memory of 2 GPUs \(model\.embed_tokens"):
         load_model(str(tmp_path), device="auto")
     assert maps == [(torch.bfloat16, "auto")]
+    with pytest.raises(ModelError, match=r"does not fit into the memory of 2 GPUs \(weight would be on the CPU or on"):
+        models._check_in_memory(torch.nn.Linear(2, 2, device="meta"))
     monkeypatch.setattr(models, "_check_in_memory", lambda model: None)
     assert load_model(str(tmp_path), device="auto").spec.num_layers == 3
     with pytest.raises(UsageError, match="GGUF file is not spread"):

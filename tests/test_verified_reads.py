@@ -58,6 +58,13 @@ def test_only_neighbours_in_file_and_memory_are_read_together(tmp_path: Path) ->
         assert len(_neighbours([first, part])) == count
 
 
+def test_parts_are_read_together_up_to_a_whole_piece(tmp_path: Path) -> None:
+    memory, half = torch.zeros(READ_BYTES + 1, dtype=torch.uint8), READ_BYTES // 2
+    for count, groups in ((half, 1), (half + 1, 2)):
+        parts = [Part(tmp_path / "file", 0, memory[:half]), Part(tmp_path / "file", half, memory[half : half + count])]
+        assert len(_neighbours(parts)) == groups
+
+
 def test_no_parts() -> None:
     assert read_parts([]) == []
 

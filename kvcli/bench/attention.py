@@ -6,7 +6,7 @@ Kernels that differ from the reference on the same codes are not timed.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.nn import functional
 from kvcli.attention.reference import attend_codes as reference_attend
 from kvcli.bench.check import choose_attend, compare
 from kvcli.bench.layer import MethodCase, encoded_layer
-from kvcli.bench.rows import Status, run_row
+from kvcli.bench.rows import Row, run_row
 from kvcli.bench.shapes import shape_rope, shape_spec
 from kvcli.bench.timing import Timing, copy_bandwidth, time_call
 from kvcli.errors import UsageError
@@ -25,20 +25,13 @@ from kvcli.registry import BASELINE
 
 
 @dataclass(frozen=True)
-class AttentionRow:
-    """One line of the table; times are None unless the status is `ok`.
+class AttentionRow(Row):
+    """A row of `Row`'s fields and these; `fp16` is SDPA over uncompressed keys and values.
 
     Attributes:
-        method: its name; `fp16` is SDPA over uncompressed keys and values.
-        context: tokens per sequence.
-        encoded: tokens per sequence that are codes, whole groups; all for `fp16`.
-        batch: sequences.
-        impl: what ran: sdpa, fused or reference.
-        status: `ok`, or why there are no times.
-        note: what went wrong, or why there was no CUDA graph.
-        out_error: |out - reference| / |reference|; None where the reference itself ran.
         lse_error: largest absolute difference of a log-sum-exp.
         timing: times of the call.
+        encoded: tokens per sequence that are codes, whole groups; all for `fp16`.
         sdpa_us: median of SDPA on the same shape.
         speedup: SDPA's median over this one's.
         stored_bytes: keys and values of this layer, as stored.
@@ -47,13 +40,6 @@ class AttentionRow:
         copy_gb_s: a device copy, bytes read plus bytes written.
     """
 
-    method: str
-    context: int
-    batch: int
-    impl: str
-    status: Status = "ok"
-    note: str | None = None
-    out_error: float | None = None
     lse_error: float | None = None
     timing: Timing | None = None
     encoded: int | None = None
@@ -66,7 +52,7 @@ class AttentionRow:
 
     def to_dict(self) -> dict[str, Any]:
         """All figures as plain JSON values, those of the timing included."""
-        values = asdict(self)
+        values = super().to_dict()
         timing = values.pop("timing") or dict.fromkeys(Timing.__dataclass_fields__)
         note = "; ".join(text for text in (values["note"], timing.pop("note")) if text) or None
         return {**values, **timing, "note": note}
@@ -161,10 +147,9 @@ class AttentionBench:
         is_reference = attend_codes is reference_attend
         with torch.inference_mode():
             if not is_reference:
-                agreement = compare(layer, attend_codes)
-                row = replace(row, out_error=agreement.out_error, lse_error=agreement.lse_error)
-                if not agreement.holds:
-                    return replace(row, status="mismatch", note=agreement.describe())
+                row = row.checked(compare(layer, attend_codes))
+                if row.status != "ok":
+                    return row
             encoded = layer.encoded_tokens()
             timing = time_call(
                 lambda: layer.attend(attend_codes, encoded), self.device, self.repeats, graph=not is_reference

@@ -7,16 +7,18 @@ errors are compared instead of codes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from kvcli.attention.backend import choose_backend
 from kvcli.attention.reference import attend_codes as reference_attend
-from kvcli.bench.layer import EncodedLayer
+from kvcli.bench.layer import EncodedLayer, MethodCase, encoded_layer
 from kvcli.methods.encoded import AttendCodes
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import Method
+from kvcli.seam.probe import probe
 
 TOLERANCE = {torch.float32: 1e-4}
 """Largest allowed `out_error` by dtype of the query."""
@@ -104,3 +106,59 @@ def encoding_gap(layer: EncodedLayer, seed: int = 0) -> float:
         codec.fused = False
         gaps.append((errors[1] - errors[0]).abs() / errors[0].clamp_min(1e-30))
     return float(torch.stack(gaps).amax())
+
+
+class KernelCheck:
+    """Kernels of several methods, those that encode included, against the reference on the last layer of a model.
+
+    Args:
+        model: a causal language model, detached; only the shapes, the position encoding, dtype and device matter.
+        cases: the methods.
+        impl: attention over codes, as in `kvcli.attach`.
+        seed: of codes and queries.
+
+    Raises:
+        UsageError: no such implementation.
+    """
+
+    def __init__(self, model: Any, cases: Sequence[MethodCase], impl: str, seed: int) -> None:
+        attention = probe(model)
+        self.spec, self.rope, self.seed = attention.spec, attention.rope, seed
+        self.device, self.dtype = model.device, model.dtype
+        self.attends: dict[str, tuple[str, AttendCodes]] = {
+            case.name: ("sdpa", reference_attend)
+            if case.is_baseline
+            else choose_attend(case.method, [case.build(self.spec, self.spec.num_layers - 1)], impl, self.device)
+            for case in cases
+        }
+        self._agreements: dict[tuple[str, int, int], Agreement | None] = {}
+
+    def agreement(self, case: MethodCase, context: int, batch: int) -> Agreement | None:
+        """How a method's kernels compare with the reference; every shape is checked once.
+
+        Returns:
+            None where no kernel runs.
+        """
+        key = case.name, context, batch
+        if key not in self._agreements:
+            self._agreements[key] = self._compare(case, context, batch)
+        return self._agreements[key]
+
+    def _compare(self, case: MethodCase, context: int, batch: int) -> Agreement | None:
+        impl, attend_codes = self.attends[case.name]
+        if attend_codes is reference_attend:
+            return None
+        layer = encoded_layer(
+            case,
+            self.spec,
+            self.rope,
+            layer_idx=self.spec.num_layers - 1,
+            context=context,
+            batch=batch,
+            device=self.device,
+            dtype=self.dtype,
+            seed=self.seed,
+        )
+        with torch.inference_mode():
+            agreement = compare(layer, attend_codes)
+            return replace(agreement, encoding_gap=encoding_gap(layer)) if impl == "fused" else agreement

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,11 @@ from torch import Tensor
 
 from kvcli.attention.session import Session
 from kvcli.bench.budget import release_gpu_memory
-from kvcli.bench.check import TOLERANCE
+from kvcli.bench.check import TOLERANCE, KernelCheck
 from kvcli.bench.decode import synchronized_time
 from kvcli.bench.layer import MethodCase
 from kvcli.bench.model import open_session, prefill, random_prompt
-from kvcli.bench.model_bench import ModelBench
-from kvcli.bench.rows import Status, run_row
+from kvcli.bench.rows import Row, run_row
 from kvcli.bench.timing import percentiles
 from kvcli.cache.compressed import CompressedCache
 
@@ -39,17 +38,10 @@ _TOLERANCE_16 = 3e-2
 
 
 @dataclass(frozen=True)
-class ContextRow:
-    """One line of the table; figures are None unless the status is `ok`.
+class ContextRow(Row):
+    """A row of `Row`'s fields and these; the batch is always 1, and `fp16` is kvcli's cache, too.
 
     Attributes:
-        method: its name; fp16 is kvcli's cache, too.
-        context: tokens in the file.
-        batch: sequences, always 1.
-        impl: what ran, fused or reference.
-        status: `ok`, or why there are no figures.
-        note: what went wrong.
-        out_error: |out - reference| / |reference| of one layer; None where the reference itself ran.
         logits_error: |logits - those of the cache that was saved| / |those| after loading.
         file_bytes: of the file, with positions, token ids and metadata.
         file_bits: bits of the file per key or value.
@@ -62,13 +54,6 @@ class ContextRow:
         repeats: runs timed.
     """
 
-    method: str
-    context: int
-    batch: int
-    impl: str
-    status: Status = "ok"
-    note: str | None = None
-    out_error: float | None = None
     logits_error: float | None = None
     file_bytes: int | None = None
     file_bits: float | None = None
@@ -82,7 +67,7 @@ class ContextRow:
 
     def to_dict(self) -> dict[str, Any]:
         """All figures as plain JSON values; the context is also called `prompt_tokens`."""
-        return {**asdict(self), "prompt_tokens": self.context}
+        return {**super().to_dict(), "prompt_tokens": self.context}
 
 
 class ContextBench:
@@ -110,8 +95,9 @@ class ContextBench:
         prefill_chunk: int | None = None,
         folder: Path | None = None,
     ) -> None:
-        self.model, self.cases, self.folder = model, cases, folder
-        self._bench = ModelBench(model, cases, impl=impl, seed=seed, prefill_chunk=prefill_chunk)
+        self.model, self.cases, self.impl, self.seed = model, cases, impl, seed
+        self.prefill_chunk, self.folder = prefill_chunk, folder
+        self.check = KernelCheck(model, cases, impl, seed)
 
     def rows(self, contexts: list[int], repeats: int) -> Iterator[ContextRow]:
         """Times every method at every length.
@@ -125,21 +111,18 @@ class ContextBench:
         """
         for context in contexts:
             for case in self.cases:
-                empty = ContextRow(case.name, context, 1, self._bench.attends[case.name][0])
+                empty = ContextRow(case.name, context, 1, self.check.attends[case.name][0])
                 yield run_row(partial(self._measure, case, repeats, empty), empty)
                 release_gpu_memory()
 
     def _measure(self, case: MethodCase, repeats: int, row: ContextRow) -> ContextRow:
-        agreement = self._bench.agreement(case, max(_CHECKED_TOKENS, row.context), 1)
-        if agreement is not None:
-            row = replace(row, out_error=agreement.out_error)
-            if not agreement.holds:
-                return replace(row, status="mismatch", note=agreement.describe())
-        bench = self._bench
-        ids = random_prompt(bench.spec, 1, row.context + 1, bench.device, bench.seed)
+        row = row.checked(self.check.agreement(case, max(_CHECKED_TOKENS, row.context), 1))
+        if row.status != "ok":
+            return row
+        ids = random_prompt(self.check.spec, 1, row.context + 1, self.model.device, self.seed)
         with (
             tempfile.TemporaryDirectory(prefix="kvcli-bench-", dir=self.folder) as folder,
-            open_session(self.model, case, bench.impl, bench.seed) as session,
+            open_session(self.model, case, self.impl, self.seed) as session,
             torch.inference_mode(),
         ):
             row = replace(row, impl=session.backend.impl)
@@ -147,7 +130,7 @@ class ContextBench:
 
     def _timed(self, session: Session, path: Path, ids: Tensor, repeats: int, row: ContextRow) -> ContextRow:
         """Writes a file, then reads the prompt and the file again."""
-        bench, device = self._bench, ids.device
+        device = ids.device
         context, last = ids[:, :-1], ids[:, -1:]
 
         def write(cache: CompressedCache) -> tuple[float, ...]:
@@ -158,7 +141,7 @@ class ContextBench:
 
         def read_prompt() -> tuple[float, ...]:
             started = synchronized_time(device)
-            prefill(self.model, session.new_cache(), ids, bench.prefill_chunk).argmax(-1)
+            prefill(self.model, session.new_cache(), ids, self.prefill_chunk).argmax(-1)
             return (synchronized_time(device) - started,)
 
         def load() -> tuple[float, ...]:
@@ -169,7 +152,7 @@ class ContextBench:
             return loaded - started, synchronized_time(device) - started
 
         cache = session.new_cache()
-        prefill(self.model, cache, context, bench.prefill_chunk)
+        prefill(self.model, cache, context, self.prefill_chunk)
         (write_ms,) = _percentiles_ms(partial(write, cache), repeats)
         expected = prefill(self.model, cache, last, None).float()
         del cache
@@ -180,7 +163,7 @@ class ContextBench:
             return replace(row, status="mismatch", note=note)
         (prefill_ms,) = _percentiles_ms(read_prompt, repeats)
         load_ms, load_token_ms = _percentiles_ms(load, repeats)
-        file_bytes, fp16_bytes = path.stat().st_size, row.context * bench.spec.fp16_bytes_per_token()
+        file_bytes, fp16_bytes = path.stat().st_size, row.context * self.check.spec.fp16_bytes_per_token()
         return replace(
             row,
             file_bytes=file_bytes,

@@ -16,20 +16,17 @@ from typing import Any
 
 import torch
 
-from kvcli.attention.reference import attend_codes as reference_attend
 from kvcli.bench.budget import attempt, check_budget, largest_by_peak, memory_limit, need_gpu, release_gpu_memory
-from kvcli.bench.check import Agreement, choose_attend, compare, encoding_gap
+from kvcli.bench.check import KernelCheck
 from kvcli.bench.decode import DecodeMode, round_tokens
 from kvcli.bench.fixed_length import with_fixed_length
-from kvcli.bench.layer import MethodCase, encoded_layer
+from kvcli.bench.layer import MethodCase
 from kvcli.bench.model import NewCache, attached, random_prompt, run_model
 from kvcli.bench.model_row import ModelRow, Question
 from kvcli.bench.rows import run_row
 from kvcli.bench.run import Run, step_weights_bytes
 from kvcli.bench.timing import copy_bandwidth
 from kvcli.errors import UsageError
-from kvcli.methods.encoded import AttendCodes
-from kvcli.seam.probe import probe
 
 _WARM_TOKENS = 40
 """New tokens of the warm-up run beyond a round of encoding, so that all kernels are compiled."""
@@ -87,16 +84,9 @@ class ModelBench:
             raise UsageError("layers are compiled for decode steps: use --decode graphs or steps with --compile")
         if memory_budget is not None:
             check_budget(memory_budget, self.device)
-        attention = probe(model)
-        self.spec, self.rope = attention.spec, attention.rope
+        self.check = KernelCheck(model, cases, impl, seed)
+        self.spec = self.check.spec
         self.weights_bytes = sum(weight.nbytes for weight in model.parameters())
-        self.attends: dict[str, tuple[str, AttendCodes]] = {
-            case.name: ("sdpa", reference_attend)
-            if case.is_baseline
-            else choose_attend(case.method, [case.build(self.spec, self.spec.num_layers - 1)], impl, self.device)
-            for case in cases
-        }
-        self._agreements: dict[tuple[str, int, int], Agreement | None] = {}
 
     def generate(
         self,
@@ -173,8 +163,15 @@ class ModelBench:
     ) -> ModelRow:
         """A measured row; None for the size that is searched for."""
         question: Question = "longest context" if context is None else "largest batch" if batch is None else "given"
-        impl, weights = self.attends[case.name][0], self.weights_bytes
-        empty = ModelRow(case.name, question, context or 0, new_tokens, batch or 0, impl, weights_bytes=weights)
+        empty = ModelRow(
+            case.name,
+            context or 0,
+            batch or 0,
+            self.check.attends[case.name][0],
+            question=question,
+            new_tokens=new_tokens,
+            weights_bytes=self.weights_bytes,
+        )
         row = run_row(partial(measure, empty), empty)
         release_gpu_memory()
         return row
@@ -187,7 +184,8 @@ class ModelBench:
         if not row.batch:
             row, _ = self._search(case, row, fill_middle=fill_prompt)
         if row.status == "ok":
-            row = self._checked(case, row, max(_CHECKED_TOKENS, row.context + row.new_tokens), row.batch)
+            tokens = max(_CHECKED_TOKENS, row.context + row.new_tokens)
+            row = row.checked(self.check.agreement(case, tokens, row.batch))
         if row.status != "ok":
             return row
         with self._attached(case) as new_cache:
@@ -210,7 +208,7 @@ class ModelBench:
 
     def _memory(self, case: MethodCase, full_prefill: bool, row: ModelRow) -> ModelRow:
         """Checks the kernels, once per method, and answers the question."""
-        row = self._checked(case, row, _CHECKED_CONTEXT, 1)
+        row = row.checked(self.check.agreement(case, _CHECKED_CONTEXT, 1))
         if row.status != "ok":
             return row
         row, run = self._search(case, row, fill_middle=not full_prefill)
@@ -270,43 +268,3 @@ class ModelBench:
             attached(self.model, case, self.impl, self.seed) as new_cache,
         ):
             yield new_cache
-
-    def _checked(self, case: MethodCase, row: ModelRow, context: int, batch: int) -> ModelRow:
-        """The row with the errors of the method's kernels at a shape, and its status."""
-        key = case.name, context, batch
-        if key not in self._agreements:
-            self._agreements[key] = self.agreement(case, context, batch)
-        agreement = self._agreements[key]
-        if agreement is None:
-            return row
-        row = replace(
-            row,
-            out_error=agreement.out_error,
-            lse_error=agreement.lse_error,
-            encoding_gap=agreement.encoding_gap,
-        )
-        return row if agreement.holds else replace(row, status="mismatch", note=agreement.describe())
-
-    def agreement(self, case: MethodCase, context: int, batch: int) -> Agreement | None:
-        """How a method's kernels, those that encode included, compare with the reference on the last layer.
-
-        Returns:
-            None where no kernel runs.
-        """
-        impl, attend_codes = self.attends[case.name]
-        if attend_codes is reference_attend:
-            return None
-        layer = encoded_layer(
-            case,
-            self.spec,
-            self.rope,
-            layer_idx=self.spec.num_layers - 1,
-            context=context,
-            batch=batch,
-            device=self.device,
-            dtype=self.model.dtype,
-            seed=self.seed,
-        )
-        with torch.inference_mode():
-            agreement = compare(layer, attend_codes)
-            return replace(agreement, encoding_gap=encoding_gap(layer)) if impl == "fused" else agreement

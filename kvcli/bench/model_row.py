@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from kvcli.bench.rows import Status
+from kvcli.bench.rows import Row
 from kvcli.bench.run import Run
 from kvcli.bench.timing import percentiles
 
@@ -13,19 +13,15 @@ Question = Literal["given", "largest batch", "longest context"]
 
 
 @dataclass(frozen=True)
-class ModelRow:
-    """One line of a table; figures are None unless the status is `ok`, and those of time in the suite `memory`.
+class ModelRow(Row):
+    """A row of `Row`'s fields and these; figures of time are None in the suite `memory`.
+
+    `fp16` is the model without kvcli. The context is that of the prompt. A context or batch that was searched for is 0
+    if not even the smallest one fits.
 
     Attributes:
-        method: its name; `fp16` is the model without kvcli.
         question: whether batch and context were given, or which of them was searched for.
-        context: tokens of the prompt; 0 if not even the shortest one fits.
-        new_tokens: tokens chosen after it.
-        batch: sequences; 0 if not even one fits.
-        impl: attention that ran: sdpa, fused or reference.
-        status: `ok`, or why there are no figures.
-        note: what went wrong, or why tokens were not made faster.
-        out_error: |out - reference| / |reference| of one layer; None where the reference itself ran.
+        new_tokens: tokens chosen after the prompt.
         lse_error: largest absolute difference of a log-sum-exp.
         encoding_gap: relative difference of the encoding errors of kernels and reference.
         weights_bytes: of the model.
@@ -50,15 +46,8 @@ class ModelRow:
         cache_ratio: bytes of fp16's cache per sequence over this one's.
     """
 
-    method: str
-    question: Question
-    context: int
-    new_tokens: int
-    batch: int
-    impl: str
-    status: Status = "ok"
-    note: str | None = None
-    out_error: float | None = None
+    question: Question = field(kw_only=True)
+    new_tokens: int = field(kw_only=True)
     lse_error: float | None = None
     encoding_gap: float | None = None
     weights_bytes: int | None = None
@@ -84,7 +73,7 @@ class ModelRow:
 
     def to_dict(self) -> dict[str, Any]:
         """All figures as plain JSON values; the context is also called `prompt_tokens`."""
-        return {**asdict(self), "prompt_tokens": self.context}
+        return {**super().to_dict(), "prompt_tokens": self.context}
 
     def with_memory(self, runs: list[Run]) -> ModelRow:
         """The row with the memory of its runs."""

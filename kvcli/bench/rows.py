@@ -1,25 +1,60 @@
-"""Per-row error handling: a failing method is recorded in its row and the run goes on."""
+"""What the rows of all suites share; a failing method is recorded in its row and the run goes on."""
 
 from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from kvcli.bench.budget import is_out_of_memory, release_gpu_memory
 from kvcli.errors import UsageError
 
 if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
+    from kvcli.bench.check import Agreement
 
 Status = Literal["ok", "mismatch", "out of memory", "refused", "failed"]
 """A mismatch with the reference and a failure are errors; out of memory and refused are results."""
 
 ERRORS = ("mismatch", "failed")
 
-RowT = TypeVar("RowT", bound="DataclassInstance")
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a suite's table; figures are None unless the status is `ok`.
+
+    Attributes:
+        method: its name.
+        context: tokens per sequence.
+        batch: sequences.
+        impl: attention that ran: sdpa, fused or reference.
+        status: `ok`, or why there are no figures.
+        note: what went wrong, or why it was not faster.
+        out_error: |out - reference| / |reference| of one layer; None where the reference itself ran.
+    """
+
+    method: str
+    context: int
+    batch: int
+    impl: str
+    status: Status = "ok"
+    note: str | None = None
+    out_error: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """All figures as plain JSON values."""
+        return asdict(self)
+
+    def checked(self, agreement: Agreement | None) -> Self:
+        """The row with those errors of its kernels that it has fields for, and its status; None: no kernel runs."""
+        if agreement is None:
+            return self
+        row = replace(self, **{name: error for name, error in asdict(agreement).items() if hasattr(self, name)})
+        return row if agreement.holds else replace(row, status="mismatch", note=agreement.describe())
+
+
+RowT = TypeVar("RowT", bound=Row)
 
 
 def run_row(measure: Callable[[], RowT], empty: RowT) -> RowT:
@@ -27,7 +62,7 @@ def run_row(measure: Callable[[], RowT], empty: RowT) -> RowT:
 
     Args:
         measure: returns the row with its figures.
-        empty: the row without figures, with fields `status` and `note`.
+        empty: the row without figures.
 
     Returns:
         The measured row, or after an error the empty one with status and note.

@@ -46,8 +46,8 @@ class BenchOptions(ModelOptions):
 
     suite: Literal["attention", "generate", "memory", "contexts"] = Field(
         default="attention",
-        description="one layer and one query token against fp16 SDPA; a model end to end; what fits into a budget; "
-        "loading contexts from files against reading them again",
+        description="attention: one layer and one query token against fp16 SDPA; generate: a model end to end; "
+        "memory: what fits into a budget; contexts: loading contexts from files against reading them again",
     )
     method: list[str] = Field(
         default=[],
@@ -85,8 +85,8 @@ class BenchOptions(ModelOptions):
     max_new_tokens: int | None = Field(
         default=None,
         ge=0,
-        description="generate: tokens after the prompt; timed are whole rounds of encoding after the first two, or all "
-        "tokens if there are none; default: 513, four rounds of 128 (CPU: 8)",
+        description="generate: tokens after the prompt; times are of whole rounds of encoding after the first two, or "
+        "of all tokens if there are none; default: 513, four rounds of 128 (CPU: 8)",
     )
     decode: Literal["auto", "graphs", "steps", "passes"] = Field(
         default="auto",
@@ -118,7 +118,7 @@ class BenchOptions(ModelOptions):
     longest: bool = Field(default=True, description="memory: also find the longest context of one sequence")
     context_folder: Path | None = Field(
         default=None,
-        description="contexts: where files are written, for a time; default: the system's temporary folder",
+        description="contexts: folder for files, which are deleted afterwards; default: the system's temporary folder",
     )
     out: Path | None = Field(default=None, description="append records here; default: runs/bench/SUITE.jsonl")
 

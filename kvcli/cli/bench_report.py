@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -14,16 +14,8 @@ from kvcli.cli.start import stop_reason
 from kvcli.errors import Terminated
 from kvcli.registry import BASELINE
 
-
-class Row(Protocol):
-    """One line of a suite's table."""
-
-    @property
-    def status(self) -> str:
-        """`ok`, or why there are no figures."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """All figures as plain JSON values."""
+if TYPE_CHECKING:
+    from kvcli.bench.rows import Row
 
 
 def records_path(options: BenchOptions) -> Path:

@@ -30,7 +30,7 @@ class ChatOptions(SamplingOptions):
     """Options of `kvcli chat`."""
 
     max_new_tokens: int = Field(default=256, ge=1, lt=2**31, description="tokens of a reply at most")
-    system: str | None = Field(default=None, description="message of the system, before the first one")
+    system: str | None = Field(default=None, description="system message, before the first message of the user")
     save: Path | None = Field(
         default=None,
         description="what the conversation is written to when it ends: a file (NAME.safetensors, or a path with a "

@@ -55,7 +55,7 @@ class CompressOptions(SessionOptions):
 
 
 def run(options: CompressOptions, output: Output) -> None:
-    """Read texts once and write their compressed caches, to be gone on from at once and as often as wanted."""
+    """Read texts once and write their compressed caches, from which 'kvcli generate' and 'kvcli chat' go on."""
     sources = read_sources(options.prompt_file, options.messages)
     target = target_of(options, sources)
     if options.dry_run:

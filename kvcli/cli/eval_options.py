@@ -40,8 +40,8 @@ class EvalOptions(ModelOptions):
 
     suite: Literal["kl", "needle", "recall", "drift", "layers", "tasks"] = Field(
         default="kl",
-        description="KL to the uncompressed model; a value found in a long text; a passage quoted word for word; "
-        "drift of long generation; KL per compressed layer; lm-eval tasks",
+        description="kl: KL to the uncompressed model; needle: a value found in a long text; recall: a passage quoted "
+        "word for word; drift: of long generation; layers: KL per compressed layer; tasks: lm-eval tasks",
     )
     method: list[str] = Field(
         default=[],

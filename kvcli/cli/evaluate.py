@@ -33,7 +33,7 @@ _WITH_REFERENCE = ("needle", "recall", "tasks")
 
 
 def run(options: EvalOptions, output: Output) -> None:
-    """Measure quality through the real cache, next to the uncompressed model; --suite says which."""
+    """Measure quality through the real cache, next to the uncompressed model; --suite says what is measured."""
     from kvcli.eval.gates import check_labels
     from kvcli.eval.records import read_rows, to_plain
     from kvcli.files import append_record

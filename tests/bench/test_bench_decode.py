@@ -141,7 +141,7 @@ def test_tokens_around_a_capture_are_not_steady(monkeypatch: pytest.MonkeyPatch)
 
 def test_rates_are_of_steady_steps_and_totals_of_all(model: Any) -> None:
     runs = [replace(run, steady=(4, 0.5), how="graphs", note="slow") for run in RUNS]
-    row = ModelRow("x", "given", 10, 11, 3, "fused").with_memory(runs)
+    row = ModelRow("x", 10, 3, "fused", question="given", new_tokens=11).with_memory(runs)
     timed = row.with_times(runs)
     assert timed.tokens_per_s == pytest.approx((24.0, 24.0, 24.0))
     assert timed.total_tokens_per_s == pytest.approx(33 / 5.1)
@@ -154,7 +154,8 @@ def test_rates_are_of_steady_steps_and_totals_of_all(model: Any) -> None:
 
 
 def test_a_ceiling_is_what_a_step_reads_at_the_rate_of_a_copy() -> None:
-    row = ModelRow("x", "given", 10, 11, 3, "fused").with_times(RUNS).with_ceiling(2 * 10**9, 1000.0)
+    row = ModelRow("x", 10, 3, "fused", question="given", new_tokens=11)
+    row = row.with_times(RUNS).with_ceiling(2 * 10**9, 1000.0)
     assert row.ceiling_tokens_per_s == pytest.approx(1500.0)
     assert row.tokens_per_s is not None
     assert row.ceiling_share == pytest.approx(row.tokens_per_s[1] / 1500)

@@ -13,7 +13,7 @@ from commvq_reordered import reordered_attend
 from transformers import DynamicCache, LlamaForCausalLM
 
 from kvcli.attention.reference import attend_codes as reference_attend
-from kvcli.bench import model_bench
+from kvcli.bench import check, model_bench
 from kvcli.bench.budget import largest_by_peak
 from kvcli.bench.decode import step
 from kvcli.bench.layer import MethodCase
@@ -64,7 +64,8 @@ def make_run(prefill_s: float, decode_s: float, cache: int = 100) -> Run:
 
 
 def make_row(runs: list[Run], batch: int, new_tokens: int) -> ModelRow:
-    return ModelRow("x", "given", 10, new_tokens, batch, "sdpa").with_memory(runs).with_times(runs)
+    row = ModelRow("x", 10, batch, "sdpa", question="given", new_tokens=new_tokens)
+    return row.with_memory(runs).with_times(runs)
 
 
 def prompt(model: Any, batch: int, length: int) -> torch.Tensor:
@@ -232,7 +233,7 @@ def test_a_method_with_wrong_kernels_is_not_run(model: Any, monkeypatch: pytest.
         out, lse = reordered_attend(*arguments)
         return out, lse + 0.1
 
-    monkeypatch.setattr(model_bench, "choose_attend", lambda *_: ("fake", attend))
+    monkeypatch.setattr(check, "choose_attend", lambda *_: ("fake", attend))
     monkeypatch.setattr(model_bench, "run_model", lambda *_, **options: make_run(1.0, 1.0))
     fp16, commvq = (row.to_dict() for row in generate(model, "commvq-2"))
     assert (fp16["status"], fp16["impl"]) == ("ok", "sdpa")
@@ -253,7 +254,7 @@ def test_kernels_that_encode_worse_are_a_mismatch(
         return encode(self, x * factor if self.fused else x, state)
 
     monkeypatch.setattr(codec, "encode", encode_in_a_kernel)
-    monkeypatch.setattr(model_bench, "choose_attend", lambda *_: ("fused", partial(reference_attend)))
+    monkeypatch.setattr(check, "choose_attend", lambda *_: ("fused", partial(reference_attend)))
     row = list(generate(model, "fp8", repeats=1))[1]
     assert row.status == status
     assert row.encoding_gap is not None

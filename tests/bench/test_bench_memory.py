@@ -14,7 +14,7 @@ from transformers import DynamicCache
 from kvcli.attention.backend import choose_backend
 from kvcli.bench import model as bench_model
 from kvcli.bench import model_bench
-from kvcli.bench.check import Agreement
+from kvcli.bench.check import Agreement, KernelCheck
 from kvcli.bench.decode import step
 from kvcli.bench.layer import MethodCase
 from kvcli.bench.model import attached, fill, prefill, random_model, random_prompt, run_model
@@ -198,7 +198,7 @@ def test_a_method_with_wrong_kernels_is_not_run(
         checked.append(case.name)
         return None if case.is_baseline else Agreement(0.5, 0.0, 5e-3)
 
-    monkeypatch.setattr(ModelBench, "agreement", wrong)
+    monkeypatch.setattr(KernelCheck, "_compare", wrong)
     rows = list(memory(model, "kivi-2", batches=[1], longest=True))
     assert [row.status for row in rows[2:]] == ["mismatch"] * 2
     assert rows[2].out_error == 0.5

@@ -250,6 +250,12 @@ CHANGES: list[tuple[Callable[[dict[str, Tensor]], Any], str]] = [
     (lambda x: x.update({"layers.0.keys": x["layers.0.keys"].int()}), "layers.0.keys is torch.int32"),
     (lambda x: x.update({"layers.0.other": x["valid"]}), "layers.0.other, which this method does not keep"),
     (lambda x: x.update({"layers.3.keys": x["valid"]}), "layers.3.keys, which this model has no place for"),
+    (lambda x: x.update({"layers.00.keys": x["layers.0.keys"]}), "layers.00.keys, which this model has no place for"),
+    (
+        lambda x: x.update({"layers.00.keys": x.pop("layers.0.keys")}),
+        "layers.00.keys, which this model has no place for",
+    ),
+    (lambda x: x.update({"layers.0": x["layers.0.keys"]}), "layers.0, which this model has no place for"),
     (lambda x: x.update({"valid": ~x["valid"]}), "padding marks do not agree"),
     (lambda x: x.update({"valid": x["valid"].int()}), "padding marks do not agree"),
     (lambda x: x.pop("valid"), "padding marks do not agree"),

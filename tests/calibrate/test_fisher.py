@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvcli.calibrate import fisher
 from kvcli.calibrate.collect import CollectConfig, collect
+from kvcli.calibrate.gradients import _leads_to
 from kvcli.errors import SamplesError
 from kvcli.sample_parts import FISHER
 from kvcli.samples import Recording
@@ -208,3 +209,12 @@ def test_logits_are_those_of_the_model(model_type: str) -> None:
         states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
         assert torch.equal(fisher._logits(model, states), model(input_ids=ids, use_cache=False).logits)
         assert "forward" not in vars(find_decoder(model))
+
+
+def test_what_a_gradient_reaches() -> None:
+    leaf, other = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
+    between = leaf * 2
+    for output, wanted in ((leaf, leaf), (between, leaf), (between, between), (between.exp() + other, leaf)):
+        assert _leads_to(output, wanted)
+    for output, wanted in ((between, other), (between.detach(), leaf), (other * between.detach(), between)):
+        assert not _leads_to(output, wanted)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,6 @@ class Words:
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Lets every command load a tiny model instead of a real one."""
-    from dataclasses import replace
-
     from kvcli import models
 
     made = replace(load(make_model("llama")), tokenizer=Words())
@@ -51,3 +50,17 @@ def artifact(tiny: Any, tmp_path: Path) -> Path:
     folder = tmp_path / "runs" / "smollm2-135m" / "commvq-2bit"
     assemble([tmp_path / "fitted"]).save(folder)
     return folder
+
+
+@pytest.fixture
+def chatty(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A tiny model whose tokenizer decodes what it encodes and has a chat template."""
+    from byte_tokenizer import CHAT, byte_tokenizer
+
+    from kvcli import models
+
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = CHAT
+    made = replace(load(make_model("llama", vocab_size=300, eos_token_id=2)), tokenizer=tokenizer)
+    monkeypatch.setattr(models, "load_model", lambda name="tiny", **_: replace(made, name=name))
+    return made

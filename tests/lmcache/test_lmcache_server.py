@@ -51,13 +51,6 @@ with warnings.catch_warnings():
 SHAPE = torch.Size([2, 3, 64, 32])
 
 
-@pytest.fixture
-def model_folder(tmp_path: Path) -> Path:
-    """A folder with the config of a model of 3 layers and 2 kv heads of 16 channels, and nothing else."""
-    make_model("llama").config.save_pretrained(tmp_path / "model")
-    return tmp_path / "model"
-
-
 def adapter_json(chunks: Path, model_folder: Path, **serde: Any) -> dict[str, Any]:
     """The adapter as `lmcache server --l2-adapter` takes it."""
     return {

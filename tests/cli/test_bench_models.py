@@ -1,0 +1,137 @@
+"""The suites of `kvcli bench` that run whole models: tables and records."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from console import invoke
+
+from kvcli.bench import budget, model_bench
+from kvcli.bench.contexts import ContextRow
+from kvcli.bench.model_bench import ModelBench
+from kvcli.bench.model_row import ModelRow
+from kvcli.cli.bench_tables import contexts_table
+
+GROUPS = ("--settings", "group_size=8", "--settings", "residual_length=8")
+GENERATE = ("bench", "--suite", "generate", "--new-tokens", "3", "--prompt-tokens", "40", "--repeats", "1", *GROUPS)
+
+
+def test_generate_runs_random_weights_and_real_models(tiny: Any) -> None:
+    options = ("--methods", "kivi-2", "--methods", "fp16")
+    for source, expected in (
+        (("--random-weights", "tiny", "--layers", "2"), ("tiny", "random", 2)),
+        ((), ("smollm2-135m", "model", 3)),
+    ):
+        result = invoke(*GENERATE, *source, *options, "--batches", "1", "--batches", "2", "--json")
+        assert result.exit_code == 0, result.stderr
+        rows = json.loads(result.stdout)["rows"]
+        assert [(row["method"], row["batch"]) for row in rows] == [
+            ("fp16", 1),
+            ("kivi-2", 1),
+            ("fp16", 2),
+            ("kivi-2", 2),
+        ]
+        for row in rows:
+            assert (row["model"], row["weights"], row["num_layers"]) == expected
+            assert row["tokens_per_s"][1] > 0
+            assert (row["codebooks"], row["dtype"], row["memory_budget"]) == ("random", "float32", None)
+    lines = Path("runs/bench/generate.jsonl").read_text().splitlines()
+    assert len(lines) == 8
+    assert json.loads(lines[0])["machine"]["packages"]["transformers"]
+
+
+def test_the_table_of_generate_puts_ratios_first() -> None:
+    result = invoke(*GENERATE, "--random-weights", "tiny", "--methods", "kivi-2")
+    heading = next(line for line in result.stdout.splitlines() if "x tok/s" in line)
+    names = [name.strip() for name in heading.strip("┃").split("┃")]
+    assert names[3:7] == ["x tok/s", "x total", "prefill / fp16", "cache"]
+    (row,) = [line for line in result.stdout.splitlines() if "kivi-2" in line]
+    assert len(row.strip("│").split("│")) == len(names)
+
+
+def test_filled_prompts_have_no_times() -> None:
+    options = ("--random-weights", "tiny", "--methods", "kivi-2", "--fill-prompt", "--prefill-chunk", "16")
+    steps = ("--prompt-tokens", "40", "--max-new-tokens", "41", "--decode", "steps", "--json")
+    result = invoke("bench", "--suite", "generate", *GROUPS, "--repeats", "1", *options, *steps)
+    assert result.exit_code == 0, result.stderr
+    fp16, kivi = json.loads(result.stdout)["rows"]
+    assert (fp16["decode"], kivi["decode"]) == ("eager", "steps")
+    assert kivi["steady_tokens"] == 24  # after two rounds of 8
+    assert {row["prefill"] for row in (fp16, kivi)} == {"ends computed, middle filled"}
+    for row in (fp16, kivi):
+        assert row["prefill_ms"] is row["ttft_ms"] is row["total_tokens_per_s"] is row["prefill_ratio"] is None
+        assert row["rate_ratio"] > 0
+        assert row["ceiling_share"] is None
+    table = invoke(*GENERATE, *options).stdout
+    assert "ends computed, middle filled" in " ".join(table.split())
+
+
+def test_the_table_of_memory_says_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rows(self: ModelBench, contexts: list[int], batches: Any, *, longest: bool, full_prefill: bool) -> Any:
+        assert (self.memory_budget, self.prefill_chunk) == (40 * 2**30, 4096)
+        assert (contexts, batches, longest, full_prefill) == ([32768], None, True, False)
+        assert [case.name for case in self.cases] == ["fp16", "commvq-1"]
+        sizes = {"cache_bytes": 3 * 2**29, "peak_bytes": 2**34, "reserved_bytes": 2**34, "weights_bytes": 2**20}
+        yield ModelRow("fp16", 32768, 7, "sdpa", question="largest batch", new_tokens=2, cache_ratio=1.0, **sizes)
+        yield ModelRow(
+            "commvq-1", 0, 1, "fused", "out of memory", question="longest context", new_tokens=2, weights_bytes=2**20
+        )
+
+    monkeypatch.setattr(ModelBench, "memory", rows)
+    monkeypatch.setattr(budget, "check_budget", lambda budget, device: None)
+    monkeypatch.setattr(model_bench, "check_budget", lambda budget, device: None)
+    options = ("--random-weights", "tiny", "--memory-budget", "40GiB", "--methods", "commvq-1")
+    result = invoke("bench", "--suite", "memory", *options)
+    assert result.exit_code == 0, result.stderr
+    lines = {
+        line.split("│")[1].strip(): [cell.strip() for cell in line.split("│")]
+        for line in result.stdout.splitlines()
+        if "│" in line
+    }
+    assert lines["fp16"][2:9] == ["largest batch", "32768", "7", "1.50 GiB", "1/1.00", "16.00 GiB", "16.00 GiB"]
+    assert lines["commvq-1"][2:6] == ["longest context", "-", "1", "-"]
+    assert lines["commvq-1"][-2] == "fused: out of memory"
+    assert "budget 40.00 GiB" in " ".join(result.stdout.split())
+    records = [json.loads(line) for line in Path("runs/bench/memory.jsonl").read_text().splitlines()]
+    assert (records[0]["context"], records[0]["batch"], records[0]["prefill"]) == (
+        32768,
+        7,
+        "ends computed, middle filled",
+    )
+
+
+def test_contexts_compares_loading_with_reading() -> None:
+    lengths = ("--prompt-tokens", "40", "--prompt-tokens", "80", "--repeats", "1", "--context-folder", "files/here")
+    options = ("--random-weights", "tiny", "--methods", "kivi-2", *GROUPS, *lengths)
+    result = invoke("bench", "--suite", "contexts", *options, "--json")
+    assert result.exit_code == 0, result.stderr
+    made = json.loads(result.stdout)
+    assert [(row["method"], row["prompt_tokens"]) for row in made["rows"]] == [
+        ("fp16", 40),
+        ("kivi-2", 40),
+        ("fp16", 80),
+        ("kivi-2", 80),
+    ]
+    assert made["faster_from"].keys() == {"fp16", "kivi-2"}
+    for row in made["rows"]:
+        assert (row["model"], row["weights"], row["codebooks"], row["repeats"]) == ("tiny", "random", "random", 1)
+    records = [json.loads(line) for line in Path("runs/bench/contexts.jsonl").read_text().splitlines()]
+    assert [record["file_bytes"] for record in records] == [row["file_bytes"] for row in made["rows"]]
+    assert records[0]["machine"]["cpu_count"]
+    assert not [*Path("files/here").iterdir()]
+    table = " ".join(contexts_table(records).columns)
+    assert "times faster" in table
+    cells = contexts_table(records).rows[1]
+    assert cells[:2] == ["kivi-2", "40"]
+    assert cells[3] == f"1/{records[1]['file_ratio']:.2f}"
+
+
+def test_the_table_of_contexts_shows_rows_without_figures() -> None:
+    row = ContextRow("kivi-2", 40, 1, "fused", "failed", "no space").to_dict()
+    shared = {"model": "tiny", "weights": "random", "num_layers": 3, "dtype": "float32"}
+    table = contexts_table([{**row, **shared}])
+    assert [len(cells) for cells in table.rows] == [len(table.columns)]
+    assert table.rows[0][-1] == "fused: FAILED"

@@ -1,0 +1,95 @@
+"""Options of `kvcli bench`: what they mean, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from console import invoke
+
+from kvcli.bench import budget
+from kvcli.cli.output import parse_size
+from kvcli.errors import UsageError
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("24GiB", 24 * 2**30),
+        ("1.5 GiB", 3 * 2**29),
+        ("500MB", 5 * 10**8),
+        ("64kib", 65536),
+        ("1000", 1000),
+        (None, None),
+    ],
+)
+def test_sizes_are_read(text: str | None, expected: int | None) -> None:
+    assert parse_size(text) == expected
+
+
+@pytest.mark.parametrize("text", ["much", "-1GiB", "24GiBB", "0", "", "24 G iB", "GiB"])
+def test_other_sizes_are_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="24GiB"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [((), "llama-3.1-8b"), (("--random-weights", "tiny"), "tiny"), (("a-model",), None)],
+)
+def test_memory_takes_a_model_if_one_is_named(
+    monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], expected: str | None
+) -> None:
+    def load(options: Any, shape: str | None, output: Any) -> Any:
+        raise UsageError(f"asked for {shape}")
+
+    monkeypatch.setattr(budget, "check_budget", lambda budget, device: None)
+    monkeypatch.setattr("kvcli.cli.bench.load", load)
+    assert f"asked for {expected}" in invoke("bench", "--suite", "memory", *arguments).stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--methods", "magic"), "choose one of fp16"),
+        (("--methods", "fp16-3"), "takes no bits"),
+        (("--shape", "gpt-9"), "llama-3.1-8b"),
+        (("--contexts", "0"), "--contexts"),
+        (("--batches", "-1"), "--batches"),
+        (("--layer", "3", "--shape", "tiny"), "layers 0 to 2"),
+        (("--settings", "colour=3"), "colour"),
+        (("--settings", "k_bits=3"), "k_bits"),
+        (("--impl", "magic"), "magic"),
+        (("--suite", "magic"), "--suite"),
+        (("--repeats", "0"), "--repeats"),
+        (("--batches", "auto"), "--suite generate"),
+        (("--batches", "auto", "--batches", "2", "--suite", "generate"), "--batches"),
+        (("--suite", "generate", "--random-weights", "gpt-9"), "llama-3.1-8b"),
+        (("--suite", "generate", "--random-weights", "tiny", "--batches", "auto"), "needs a GPU"),
+        (("--suite", "generate", "--random-weights", "tiny", "--memory-budget", "1GiB"), "needs a GPU"),
+        (("--suite", "generate", "--memory-budget", "much"), "24GiB"),
+        (("--suite", "generate", "--layers", "2"), "--random-weights"),
+        (("--suite", "generate", "--prompt-tokens", "0"), "--prompt-tokens"),
+        (("--suite", "memory"), "needs a GPU"),
+        (("--contexts", "99999999999999999999999"), "lengths from 1 to 2147483647"),
+        (("--batches", "99999999999999999999999"), "numbers from 1 to 2147483647"),
+        (("--memory-budget", "1GiB"), "--memory-budget goes with --suite generate or memory"),
+        (("--suite", "generate", "--contexts", "64"), "--contexts goes with --suite attention or memory"),
+        (("--suite", "generate", "--random-weights", "tiny", "--decode", "graphs"), "CUDA graphs need a GPU"),
+        (("--suite", "memory", "--compile"), "--compile goes with --suite generate"),
+        (("--suite", "generate", "--random-weights", "tiny", "--decode", "passes", "--compile"), "graphs or steps"),
+        (("--suite", "memory", "--decode", "steps"), "--decode goes with --suite generate"),
+        (("--suite", "contexts", "--batches", "2"), "--batches goes with --suite attention, generate or memory"),
+        (("--context-folder", "x"), "--context-folder goes with --suite contexts"),
+        (("--fill-prompt",), "--fill-prompt goes with --suite generate"),
+        (("--suite", "generate", "--no-longest"), "--longest goes with --suite memory"),
+        (("--methods", "kivi-2", "--settings", "group_size=48"), "kivi: settings: residual_length 128 must be"),
+        (("some-model",), "runs no model"),
+        (("some-model", "--suite", "generate", "--random-weights", "tiny"), "not both"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: tuple[str, ...], said: str) -> None:
+    result = invoke("bench", *arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    (error,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert said in error

@@ -1,0 +1,202 @@
+"""`kvcli compress`, and `kvcli generate --context` after it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from compressing import GROUPED, SHORT, TEXT, WINDOW, compressed, result
+from console import invoke
+from typer.testing import CliRunner
+
+from kvcli.cache.context import Context
+from kvcli.cli.app import app
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        ("--method", "fp16", *WINDOW),
+        ("--method", "kivi-2", *GROUPED),
+        ("--method", "squat-pre-2", *GROUPED),
+        ("--method", "qjl", *WINDOW),
+        ("--method", "rtn-4", *GROUPED),
+    ],
+)
+def test_a_context_goes_on_as_if_it_had_been_read_now(chatty: Any, method: tuple[str, ...]) -> None:
+    """The chunks are the same: the text's first 64 bytes two at a time, then 16 of the text and the question."""
+    expected = result("generate", "--prompt", TEXT[:64] + " And then?", "--prefill-chunk", "32", *SHORT, *method)
+    record = compressed(*method, text=TEXT[:64])
+    assert (record["contexts"][0]["tokens"], record["contexts"][0]["file_bytes"]) == (
+        64,
+        Path("c.safetensors").stat().st_size,
+    )
+    actual = result("generate", "--context", "c.safetensors", "--prompt", " And then?", *SHORT)
+    assert actual["text"] == expected["text"]
+    assert (actual["reused_tokens"], actual["prompt_tokens"]) == (64, 74)
+    assert actual["method"] == method[1].split("-2")[0].split("-4")[0]
+    assert actual["memory"]["num_tokens"] == expected["memory"]["num_tokens"]
+    again = result("generate", "--context", "c.safetensors", "--prompt", " And then?", *SHORT)
+    assert again["text"] == expected["text"]
+
+
+def test_an_artifact_is_found_again(artifact: Path) -> None:
+    method = ("--method", "commvq", *WINDOW)
+    expected = result("generate", "--prompt", TEXT[:64] + "more", "--prefill-chunk", "32", *SHORT, *method)
+    compressed(*method, text=TEXT[:64])
+    assert result("generate", "--context", "c.safetensors", "--prompt", "more", *SHORT)["text"] == expected["text"]
+    assert Context.load("c.safetensors").identity.codecs.keys() == {"fitted"}
+    default = compressed("--overwrite")
+    assert default["method"] == "commvq"
+    artifact.rename(artifact.with_name("elsewhere"))
+    named = ("--artifact", str(artifact.with_name("elsewhere")))
+    assert result("generate", "--context", "c.safetensors", "--prompt", "more", *SHORT, *named)["reused_tokens"] > 0
+
+
+def test_what_is_said(chatty: Any) -> None:
+    Path("text.txt").write_text(TEXT)
+    options = ("--method", "kivi-2", *GROUPED, "--prompt-file", "text.txt", "--out", "c.safetensors")
+    done = result("compress", *options)
+    assert done.stdout == "c.safetensors\n"
+    assert f"{len(TEXT)} tokens in" in done.stderr
+    assert "bits per value, codes at" in done.stderr
+    assert "next: kvcli generate --context c.safetensors --prompt 'In short,'" in done.stderr
+    assert "77/77 tokens" in done.stderr
+    went_on = result("generate", "--context", "c.safetensors", "--prompt", "In short,", "--stats")
+    assert went_on.stdout.startswith("In short,")
+    assert f"{len(TEXT)} of 86 tokens reused from c.safetensors, loaded in" in went_on.stderr
+    assert f"({len(TEXT)} reused)" in went_on.stderr
+
+
+def test_options_that_were_not_given_are_the_contexts(chatty: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvcli import models
+
+    asked = []
+
+    def loaded(name: str, **options: Any) -> Any:
+        asked.append((name, options["dtype"]))
+        return replace(chatty, name=name)
+
+    monkeypatch.setattr(models, "load_model", loaded)
+    compressed("other/model", "--method", "rtn-2", *GROUPED)
+    assert result("generate", "--context", "c.safetensors", "--prompt", "x", *SHORT)["model"] == "other/model"
+    assert [(name, str(dtype)) for name, dtype in asked] == [("other/model", "None"), ("other/model", "torch.float32")]
+    given = ("generate", "third", "--context", "c.safetensors", "--prompt", "x", *SHORT)
+    assert result(*given)["model"] == "third"  # which has the same weights here
+
+
+@pytest.mark.parametrize(
+    ("changes", "said", "code"),
+    [
+        (("--method", "qjl"), "c.safetensors was made with method 'kivi', not 'qjl'", 1),
+        (("--method", "kivi-4", *GROUPED), "was made with k_bits 2, which is 4 here", 1),
+        (("--residual-length", "16"), "was made with residual_length 8, which is 16 here", 1),
+        (("--setting", "group_size=4"), "was made with group_size 8, which is 4 here", 1),
+        (("--chat",), "c.safetensors holds a text and no conversation", 2),
+    ],
+)
+def test_a_context_is_refused_where_it_means_something_else(
+    chatty: Any, changes: tuple[str, ...], said: str, code: int
+) -> None:
+    compressed("--method", "kivi-2", *GROUPED)
+    refused = invoke("generate", "--context", "c.safetensors", "--prompt", "x", *changes)
+    assert (refused.exit_code, refused.stdout) == (code, "")
+    assert said in refused.stderr
+    assert refused.stderr.count("\n") == 1
+
+
+def test_contexts_that_cannot_be_gone_on_from(chatty: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    compressed("--method", "kivi-2", *GROUPED)
+    missing = invoke("generate", "--context", "c.safetensors")
+    assert (missing.exit_code, "--context needs a text" in missing.stderr) == (2, True)
+    empty = invoke("generate", "--context", "c.safetensors", "--prompt", "")
+    assert (empty.exit_code, "with one token or more" in empty.stderr) == (2, True)
+    none = invoke("generate", "--context", "none", "--prompt", "x")
+    assert (none.exit_code, "no context in none" in none.stderr) == (1, True)
+    context = Context.load("c.safetensors")
+    replace(context, notes={**context.notes, "tokenizer": "x"}).save("other.safetensors")
+    other = invoke("generate", "--context", "other.safetensors", "--prompt", "x")
+    assert (other.exit_code, "was made with another tokenizer" in other.stderr) == (1, True)
+    replace(context, input_ids=None).save("other.safetensors")
+    other = invoke("generate", "--context", "other.safetensors", "--prompt", "x")
+    assert (other.exit_code, "has no token ids" in other.stderr) == (1, True)
+    replace(context, identity=replace(context.identity, dtype="load")).save("other.safetensors")
+    other = invoke("generate", "--context", "other.safetensors", "--prompt", "x")
+    assert (other.exit_code, "with a model in load, in which kvcli loads none" in other.stderr) == (1, True)
+    content = Path("c.safetensors").read_bytes()
+    Path("c.safetensors").write_bytes(content[:-100])
+    damaged = invoke("generate", "--context", "c.safetensors", "--prompt", "x")
+    assert (damaged.exit_code, damaged.stdout, "damaged" in damaged.stderr) == (1, "", True)
+
+
+def test_several_texts_a_folder_and_standard_input(chatty: Any) -> None:
+    Path("texts").mkdir()
+    for name in ("b.txt", "a.md", ".hidden"):
+        (Path("texts") / name).write_text(f"{name} {TEXT}")
+    options = ("--method", "rtn-2", *GROUPED)
+    made = result(
+        "compress", "--prompt-file", "texts", "--prompt-file", "texts/.hidden", "--out", "o", *options, "--json"
+    )
+    assert [record["context"] for record in made["contexts"]] == [f"o/{x}.safetensors" for x in ("a", "b", ".hidden")]
+    piped = CliRunner().invoke(app, ["compress", "--prompt-file", "-", "--out", "o", *options], input=TEXT)
+    assert piped.stdout == "o/stdin.safetensors\n"
+    assert Context.load("o/stdin.safetensors").snapshot.num_tokens == len(TEXT)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "give what is to be compressed with --prompt-file"),
+        (("--prompt-file", "a.txt", "--messages", "m.json"), "give what is to be compressed"),
+        (("--prompt-file", "none.txt", "--out", "c.safetensors"), "cannot read none.txt"),
+        (("--prompt-file", "empty.txt", "--out", "c.safetensors"), "empty.txt is empty"),
+        (("--prompt-file", "binary", "--out", "c.safetensors"), "binary is not UTF-8 text"),
+        (("--prompt-file", "hollow", "--out", "c.safetensors"), "hollow has no files"),
+        (("--prompt-file", "a.txt", "--prompt-file", "b.txt", "--out", "c.safetensors"), "name a folder"),
+        (("--prompt-file", "a.txt", "--prompt-file", "two/a.txt", "--out", "o"), "two files are named a"),
+        (("--prompt-file", "a.txt", "--out", "there.safetensors"), "exists already; use --overwrite"),
+        (("--messages", "a.txt", "--out", "c.safetensors"), "a: the conversation is not JSON"),
+        (("--messages", "bad.json", "--out", "c.safetensors"), "message 0 is no object with the texts role and"),
+        (("--messages", "none.json", "--out", "c.safetensors"), "messages are a JSON list of objects"),
+    ],
+)
+def test_what_cannot_be_compressed(chatty: Any, arguments: tuple[str, ...], said: str) -> None:
+    for folder in ("hollow", "two"):
+        Path(folder).mkdir()
+    files = {"a.txt": "a", "b.txt": "b", "two/a.txt": "c", "empty.txt": "\n", "there.safetensors": "x"}
+    for name, text in {**files, "bad.json": '[{"role": 3}]', "none.json": "[]", "m.json": "[]"}.items():
+        Path(name).write_text(text)
+    Path("binary").write_bytes(b"\xff\xfe\x00")
+    refused = invoke("compress", "--method", "rtn-2", *arguments)
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert said in refused.stderr
+    assert Path("there.safetensors").read_text() == "x"
+    assert not Path("c.safetensors").exists()
+
+
+@pytest.mark.parametrize("command", [("compress", "--prompt-file", "a.txt", "--out"), ("chat", "--save")])
+def test_a_folder_that_cannot_be_made_is_said_before_anything_is_read(chatty: Any, command: tuple[str, ...]) -> None:
+    Path("a.txt").write_text("a")
+    done = CliRunner().invoke(app, [*command, "a.txt/c.safetensors", "--method", "fp8"], input="Hello\n")
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert "a.txt" in done.stderr
+    assert "tokens" not in done.stderr
+
+
+def test_only_some_layers(chatty: Any) -> None:
+    import kvcli
+    from kvcli.compress import compress
+    from kvcli.prompts import prompt_ids
+
+    with kvcli.attach(chatty, "rtn-2", layers=[0, 1], group_size=8, residual_length=8) as session:
+        ids = prompt_ids(chatty, TEXT, chat=False)
+        compress(session, ids).save("c.safetensors", ids)
+    assert result("generate", "--context", "c.safetensors", "--prompt", "x", *SHORT)["reused_tokens"] == len(TEXT)
+
+
+def test_more_tokens_than_the_model_knows_are_announced(chatty: Any) -> None:
+    Path("long.txt").write_text("x" * 600)
+    done = result("compress", "--prompt-file", "long.txt", "--method", "fp8", "--out", "c.safetensors")
+    assert "warning: 600 tokens are more than the 512" in done.stderr

@@ -1,0 +1,141 @@
+"""Artifacts: what is damaged, edited or of another format is said, never used."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from folders import bytes_of, edit, fitted, flip
+from safetensors.torch import load_file, save_file
+
+from kvcli.artifact import Artifact
+from kvcli.cli.export import ExportOptions, run
+from kvcli.cli.output import Output
+from kvcli.errors import ArtifactError, KvcliError
+from kvcli.fit import assemble
+from kvcli.samples import Recording
+
+
+@pytest.mark.parametrize("field", ["config", "spec", "layers", "provenance", "fingerprint", "files", "kvcli_version"])
+def test_an_edited_kvcli_json_is_refused(copy: Path, field: str) -> None:
+    edit(copy / "artifact" / "kvcli.json", lambda values: values.update({field: None}))
+    with pytest.raises(ArtifactError, match="changed after it was written"):
+        Artifact.load(copy / "artifact")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda values: values["spec"].update(num_kv_heads=-1),
+        lambda values: values["spec"].update(head_dim=2**63),
+        lambda values: values["spec"].update(num_layers=4000),
+        lambda values: values.update(layers=[1, 2, 3]),
+        lambda values: values["files"].update({"codec.safetensors": None}),
+        lambda values: values.update(method=["squat"]),
+    ],
+)
+def test_metadata_of_wrong_types_or_ranges_is_refused(copy: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    edit(copy / "artifact" / "kvcli.json", change, seal=True)
+    with pytest.raises(ArtifactError, match=r"damaged|corrupt"):
+        Artifact.load(copy / "artifact")
+
+
+def test_metadata_is_compared_with_the_tensors_before_anything_is_allocated(copy: Path) -> None:
+    def enlarge(values: dict[str, Any]) -> None:
+        values["spec"].update(num_heads=4096, num_kv_heads=4096, head_dim=4096, hidden_size=10**6)  # 256 GiB a layer
+
+    edit(copy / "artifact" / "kvcli.json", enlarge, seal=True)
+    artifact = Artifact.load(copy / "artifact")
+    with pytest.raises(ArtifactError, match=r"tensor key.gram is torch.float32 \[2, 16, 16\] instead of"):
+        artifact.build_codecs(artifact.config)
+
+
+def test_a_fingerprint_that_cannot_be_read_is_refused(copy: Path) -> None:
+    artifact = Artifact.load(copy / "artifact")
+    for fingerprint in ("x" * len(artifact.metadata["fingerprint"]), ""):
+        odd = Artifact({**artifact.metadata, "fingerprint": fingerprint}, artifact.tensors)
+        with pytest.raises(ArtifactError):
+            odd.check_model(odd.spec, artifact.metadata["fingerprint"], "squat")
+
+
+def test_float8_tensors_are_read(copy: Path) -> None:
+    weights = copy / "artifact" / "codec.safetensors"
+    tensors = load_file(weights)
+    artifact = Artifact.load(copy / "artifact")
+    tensors["layers.0.key.gram"] = tensors["layers.0.key.gram"].to(torch.float8_e4m3fn)
+    with pytest.raises(ArtifactError, match="float8"):
+        Artifact(artifact.metadata, tensors).save(copy / "float8")
+    assert not (copy / "float8").exists()
+    save_file(tensors, weights)
+    with pytest.raises(ArtifactError, match="corrupt"):
+        Artifact.load(copy / "artifact")
+
+
+def test_two_exports_are_equal_byte_for_byte(copy: Path) -> None:
+    fitted(copy / "again", Recording(copy / "samples"))
+    assemble([copy / "again"]).save(copy / "second")
+    assert bytes_of(copy / "second") == bytes_of(copy / "artifact")
+    assert "seconds" not in (copy / "second" / "kvcli.json").read_text()
+
+
+def test_an_empty_folder_and_a_link_are_exported_into_and_files_of_others_stay(copy: Path) -> None:
+    artifact, target, link = assemble([copy / "run"]), copy / "empty", copy / "link"
+    target.mkdir()
+    link.symlink_to(target)
+    artifact.save(link)
+    (target / "notes.txt").write_text("mine")
+    artifact.save(link, overwrite=True)
+    assert link.is_symlink()
+    assert Artifact.load(link).same_content(artifact)
+    assert set(bytes_of(target)) == {"kvcli.json", "codec.safetensors", "README.md", "notes.txt"}
+
+
+def test_a_damaged_artifact_at_the_target_is_replaced_with_overwrite(copy: Path) -> None:
+    artifact = assemble([copy / "run"])
+    flip(copy / "artifact" / "codec.safetensors")
+    with pytest.raises(ArtifactError, match="--overwrite"):
+        Artifact.load(copy / "artifact")
+    artifact.save(copy / "artifact", overwrite=True)
+    assert Artifact.load(copy / "artifact").same_content(artifact)
+
+
+def test_older_formats_are_refused_in_one_line(copy: Path) -> None:
+    for path, read in (
+        (copy / "samples" / "samples.json", lambda: Recording(copy / "samples")),
+        (copy / "run" / "run.json", lambda: assemble([copy / "run"])),
+        (copy / "artifact" / "kvcli.json", lambda: Artifact.load(copy / "artifact")),
+    ):
+        edit(path, lambda values: (values.pop("sha256"), values.update(format_version=1)))
+        with pytest.raises(KvcliError, match=r"has format version 1; this kvcli reads version .*--overwrite") as caught:
+            read()
+        assert "\n" not in str(caught.value)
+
+
+def test_tensors_do_not_need_their_file_any_more(copy: Path) -> None:
+    """Mapped memory of a file that is truncated would end the process (SIGBUS)."""
+    loaded, assembled = Artifact.load(copy / "artifact"), assemble([copy / "run"])
+    for path in (copy / "artifact" / "codec.safetensors", *(copy / "run").glob("*.safetensors")):
+        os.truncate(path, 10)
+    assert loaded.same_content(assembled)
+
+
+def test_the_export_command_says_what_it_verified_and_how_to_replace_what_is_damaged(
+    copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def export(**options: Any) -> str:
+        run(ExportOptions(runs=[copy / "run"], out=copy / "artifact", **options), Output())
+        return capsys.readouterr().err
+
+    assert "holds this artifact already" in export()
+    flip(copy / "artifact" / "codec.safetensors")
+    with pytest.raises(ArtifactError, match="kvcli export --overwrite"):
+        export()
+    assert "verified: 6 tensors" in export(overwrite=True)
+    flip(copy / "run" / "layer-001.safetensors")
+    with pytest.raises(ArtifactError, match="lacks layers 1"):
+        export(overwrite=True)
+    assert "verified" not in capsys.readouterr().err

@@ -1,0 +1,179 @@
+"""Recordings and runs: what is damaged, changed or too large is said, never used."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from factories import load, make_model
+from folders import SEQUENCES, SETTINGS, SIZES, bytes_of, edit, fitted, flip, recorded, swap
+
+from kvcli.calibrate import collection as collecting
+from kvcli.calibrate.collect import CollectConfig, collect
+from kvcli.cli.fit import parse_layers
+from kvcli.errors import ArtifactError, SamplesError, UsageError
+from kvcli.fit import assemble, fit_recording
+from kvcli.registry import get_method
+from kvcli.samples import Recording
+
+PART = "window-000-part-00001.safetensors"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda folder: flip(folder / PART),
+        lambda folder: (folder / PART).write_bytes(b""),
+        lambda folder: (folder / PART).unlink(),
+        lambda folder: swap(folder / PART, folder / PART.replace("part-00001", "part-00000")),
+    ],
+)
+def test_a_damaged_part_is_named_and_recorded_again(copy: Path, damage: Callable[[Path], Any]) -> None:
+    before = bytes_of(copy / "samples")
+    damage(copy / "samples")
+    with pytest.raises(SamplesError, match=r"part-0000.\.safetensors is (damaged|missing).*; record it again"):
+        [Recording(copy / "samples").load(layer) for layer in (0, 1)]
+    recorded(copy / "samples")
+    assert bytes_of(copy / "samples") == before
+
+
+@pytest.mark.parametrize("name", ["seq_len", "windows", "spec", "num_parts", "rope", "token_ids_sha256"])
+def test_an_edited_manifest_is_refused(copy: Path, name: str) -> None:
+    edit(copy / "samples" / "samples.json", lambda values: values.update({name: 1}))
+    with pytest.raises(SamplesError, match="changed after it was written"):
+        Recording(copy / "samples")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda values: values["windows"][0].__setitem__(1, 10**18),
+        lambda values: values.update(num_parts=10**15),
+        lambda values: values["spec"].update(num_layers=10**9),
+        lambda values: values["rope"].update(inv_freq=[0.0] * 3),
+        lambda values: values.update(spec=None),
+        lambda values: values.update(parts=[]),
+    ],
+)
+def test_a_manifest_that_contradicts_itself_is_refused(copy: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    edit(copy / "samples" / "samples.json", change, seal=True)
+    with pytest.raises(SamplesError, match=r"samples.json is damaged \("):
+        Recording(copy / "samples")
+
+
+def test_another_text_is_refused_also_by_a_recording_that_was_cut_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, run = [], collecting._run
+
+    def cut_off(*arguments: Any) -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        run(*arguments)
+
+    monkeypatch.setattr(collecting, "_run", cut_off)
+    with pytest.raises(KeyboardInterrupt):
+        recorded(tmp_path)
+    other = SEQUENCES.clone()
+    other[-1, -1] += 1
+    with pytest.raises(SamplesError, match=r"differs in token_ids_sha256: .*--overwrite"):
+        recorded(tmp_path, other)
+    recorded(tmp_path)
+    with pytest.raises(SamplesError, match="token_ids_sha256"):
+        recorded(tmp_path, other)
+
+
+def test_overwrite_records_again_with_equal_settings(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, run = [], collecting._run
+    monkeypatch.setattr(collecting, "_run", lambda *arguments: (calls.append(1), run(*arguments)))
+    (copy / "samples" / "notes.txt").write_text("mine")
+    recorded(copy / "samples")
+    assert not calls
+    recorded(copy / "samples", overwrite=True)
+    assert len(calls) == 6
+    assert (copy / "samples" / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [(float("nan"), "layer 1 are not finite"), (1e5, r"layer 1 reach .*more than torch.float16 holds.*bfloat16")],
+)
+def test_values_that_cannot_be_recorded_are_refused(tmp_path: Path, value: float, said: str) -> None:
+    model = make_model("llama")
+    model.model.layers[1].self_attn.v_proj.weight.data.fill_(value)
+    with pytest.raises(SamplesError, match=f"the values of {said}"):
+        collect(load(model), SEQUENCES, SIZES, tmp_path, {})
+
+
+def test_free_space_is_compared_before_recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collecting.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(2**30, 2**30, 2**10))
+    with pytest.raises(SamplesError, match=r"needs 1 MiB, but .* has 0 MiB free"):
+        recorded(tmp_path)
+    assert not list(tmp_path.glob("*.safetensors"))
+
+
+def test_a_recording_without_queries_says_so(tmp_path: Path) -> None:
+    recording = collect(load(make_model("llama")), SEQUENCES, CollectConfig(6, 24, 0, 2), tmp_path, {})
+    with pytest.raises(SamplesError, match="no queries"):
+        recording.load(0)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda run: flip(run / "layer-001.safetensors"),
+        lambda run: (run / "layer-001.safetensors").write_bytes(b""),
+        lambda run: shutil.copy(run / "layer-002.safetensors", run / "layer-001.safetensors"),
+        lambda run: [shutil.copy(run / f"layer-002.{x}", run / f"layer-001.{x}") for x in ("safetensors", "json")],
+        lambda run: (run / "layer-001.json").write_text("{}"),
+        lambda run: (run / "layer-001.json").write_text("[]"),
+        lambda run: edit(run / "layer-001.json", lambda values: values["metrics"].update(subspace_energy=[1.0])),
+    ],
+)
+def test_a_damaged_layer_is_named_and_fitted_again(copy: Path, damage: Callable[[Path], Any]) -> None:
+    whole = assemble([copy / "run"])
+    damage(copy / "run")
+    with pytest.raises(ArtifactError, match=r"lacks layers 1 \(missing or damaged\)"):
+        assemble([copy / "run"])
+    seen = []
+    fitted(copy / "run", Recording(copy / "samples"), done=lambda layer, _, reused: seen.append((layer, reused)))
+    assert seen == [(0, True), (1, False), (2, True)]
+    assert assemble([copy / "run"]).same_content(whole)
+
+
+def test_a_layer_of_another_run_is_not_reused(copy: Path) -> None:
+    recording, seen = Recording(copy / "samples"), []
+    fitted(copy / "other", recording, seed=1)
+    for suffix in ("json", "safetensors"):
+        shutil.copy(copy / "other" / f"layer-001.{suffix}", copy / "run")
+    fitted(copy / "run", recording, done=lambda _, __, reused: seen.append(reused))
+    assert seen == [True, False, True]
+
+
+def test_overwrite_fits_again_with_equal_settings(copy: Path) -> None:
+    seen: list[bool] = []
+    (copy / "run" / "layer-notes.json").write_text("mine")
+    fitted(copy / "run", Recording(copy / "samples"), overwrite=True, done=lambda _, __, reused: seen.append(reused))
+    assert seen == [False, False, False]
+    assert (copy / "run" / "layer-notes.json").read_text() == "mine"
+
+
+def test_an_edited_run_is_refused(copy: Path) -> None:
+    edit(copy / "run" / "run.json", lambda values: values["config"].update(group_size=16))
+    with pytest.raises(ArtifactError, match="changed after it was written"):
+        assemble([copy / "run"])
+
+
+def test_only_recorded_layers_are_fitted_and_some_tokens_must_be_no_sinks(copy: Path) -> None:
+    assert parse_layers("1-2", [0, 1, 2]) == [1, 2]
+    for text in ("0-99999999999", "7"):
+        with pytest.raises(UsageError, match="only layers 0-2 were recorded"):
+            parse_layers(text, [0, 1, 2])
+    recording, method = Recording(copy / "samples"), get_method("squat")
+    config = method.config_cls(**{**method.example_settings, **SETTINGS, "sink_length": 24}).resolve(recording.spec)
+    with pytest.raises(UsageError, match="sink_length 24 leaves nothing"):
+        fit_recording(recording, method, config, copy / "sinks")
