@@ -162,6 +162,7 @@ class ModelSpec:
                 raise UnsupportedModelError(f"no layer attends to the whole context: this model has {listed(kinds)}")
             num_heads = config.num_attention_heads
             head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+            value_head_dim = getattr(config, "v_head_dim", None) or head_dim
             unrotated = _unrotated(config, full)
             rotates = len(unrotated) < len(full)
             return cls(
@@ -171,6 +172,7 @@ class ModelSpec:
                 num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
                 head_dim=head_dim,
                 rope=rope_spec(config, head_dim) if rotates else no_rope(head_dim),
+                value_head_dim=None if value_head_dim == head_dim else value_head_dim,
                 layer_indices=full if len(full) < len(kinds) else (),
                 other_layers=len(kinds) - len(full),
                 unrotated=unrotated if rotates else (),
@@ -243,7 +245,8 @@ def rope_spec(config: Any, head_dim: int) -> RopeSpec:
                 f"RoPE type '{rope_type}' with partial_rotary_factor {fraction} is not supported"
             )
         fraction = 1.0
-    return RopeSpec(rope_type, float(parameters.get("rope_theta", 10000.0)), int(head_dim * fraction))
+    rotary_dim = int(head_dim * fraction)
+    return RopeSpec(rope_type, float(parameters.get("rope_theta", 10000.0)), rotary_dim + rotary_dim % 2)
 
 
 def no_rope(head_dim: int) -> RopeSpec:

@@ -29,6 +29,13 @@ def test_a_config_tells_what_the_probe_finds(family: str) -> None:
     assert told == found
 
 
+def test_a_config_tells_the_width_of_values() -> None:
+    model = make("mimo_v2_flash", v_head_dim=8)
+    told = ModelSpec.from_config(model.config)
+    assert told == probe(model).spec
+    assert (told.head_dim, told.value_dim, told.rope.rotary_dim) == (16, 8, 6)
+
+
 def test_layers_that_a_config_says_not_to_rotate_are_counted_among_those_of_full_attention() -> None:
     spec = ModelSpec.from_config(tiny_config("smollm3", no_rope_layers=[0, 1, 1, 0]))
     assert spec.unrotated == (0, 3)

@@ -33,9 +33,9 @@ def test_every_family_can_be_planned(family: str, dtype: torch.dtype) -> None:
     assert longer == 2 * short == 600 * planned.spec.num_layers * planned.spec.num_kv_heads * 16 * 2 * 2
 
 
-def planned_kivi(family: str, dtype: torch.dtype = torch.float32) -> MethodPlan:
+def planned_kivi(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> MethodPlan:
     method = get_method("kivi")
-    planned = PlannedModel(family, tiny_config(family), dtype, torch.device("cpu"))
+    planned = PlannedModel(family, tiny_config(family, **changes), dtype, torch.device("cpu"))
     return MethodPlan(planned, "kivi-2", method, method.config_cls())
 
 
@@ -52,6 +52,15 @@ def test_caches_of_other_layers_are_those_of_a_run(family: str, tokens: int) -> 
     told = plan.memory(tokens, 2, batch=2)
     assert held.other_bytes == told.other_bytes > 0
     assert held.share == told.share
+
+
+def test_values_of_another_width_than_keys() -> None:
+    narrow = {"v_head_dim": 8}
+    plan, model = planned_kivi("mimo_v2_flash", **narrow), make("mimo_v2_flash", **narrow)
+    with attach(model, "kivi-2") as session, torch.no_grad():
+        cache = session.new_cache()
+        model(torch.randint(3, model.config.vocab_size, (2, 200)), past_key_values=cache, use_cache=True)
+        assert cache.memory() == plan.memory(200, 1, batch=2)
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "olmo3", "lfm2", "nemotron_h"])
