@@ -20,6 +20,8 @@ FAMILIES = {
     "gemma2": {"final_logit_softcapping": 2.0},
     "llama4_text": {},
     "gpt2": {},
+    "opt": {},
+    "qwen3_moe": {},
 }
 
 

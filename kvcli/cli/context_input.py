@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvcli.cli.output import Output
 from kvcli.cli.store_options import open_store
-from kvcli.errors import CacheError, UsageError
+from kvcli.errors import CacheError, UsageError, suggestion
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,7 +50,12 @@ def load_context(source: Path, model: str, store: Path | None = None) -> Context
     from kvcli.cache.context import Context
 
     contexts = open_store(store, model, must_exist=False)
-    if not source.is_file() and str(source) in contexts.names():
+    if not source.exists():
+        if str(source) not in contexts.names():
+            raise CacheError(
+                f"there is no file {source} and no context '{source}' in {contexts.folder}"
+                f"{suggestion(str(source), contexts.names())}; 'kvcli contexts list' shows those that are there"
+            )
         return contexts.load(contexts.whole(str(source)))
     context = Context.load(source)
     rows = len(context.snapshot.counts.lengths)

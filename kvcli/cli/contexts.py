@@ -48,7 +48,8 @@ class ExportOptions(StoreOptions):
     """Options of `kvcli contexts export`."""
 
     name: str | None = Field(default=None, description="the context")
-    out: Path | None = Field(default=None, description="the file; default: NAME.safetensors")
+    out: Path | None = Field(default=None, description="the file, or a folder for it; default: NAME.safetensors")
+    overwrite: bool = Field(default=False, description="replace a file that exists")
 
 
 class ImportOptions(StoreOptions):
@@ -141,7 +142,11 @@ def export(options: ExportOptions, output: Output) -> None:
     if options.name is None:
         raise UsageError("name a context; 'kvcli contexts list' shows those that are there")
     store = options.open()
-    path = options.out or Path(f"{options.name}.safetensors")
+    path = options.out or Path()
+    if path.is_dir():
+        path /= f"{options.name}.safetensors"
+    if path.exists() and not options.overwrite:
+        raise UsageError(f"{path} exists already; use --overwrite to replace it")
     written = store.load(store.whole(options.name)).save(path)
     output.result({"file": str(path), "bytes": written}, str(path))
 

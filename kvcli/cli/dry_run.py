@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvcli.cli.context_input import check_storable
-from kvcli.cli.options import ModelOptions
+from kvcli.cli.options import AUTO_DEVICE, ModelOptions
 from kvcli.cli.output import Output, duration, size
 from kvcli.cli.paths import newest_artifact
 from kvcli.cli.token_counts import TokenCounter
@@ -46,7 +46,8 @@ def planned_model(options: ModelOptions) -> PlannedModel:
 
     from kvcli.plan.model import PlannedModel, model_config
 
-    name = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    asked = None if options.device == AUTO_DEVICE else options.device
+    name = asked or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
     except RuntimeError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +40,18 @@ def next_command(name: str, options: Mapping[str, Any], record: Mapping[str, Any
     elif name == "compress":
         where = _unless_default(options["model"]) if record["store"] else []
         store = ["--store", options["store"]] if options["store"] else []
-        context = record["contexts"][0]["context"]
-        words = ["kvcli", "generate", *where, "--context", context, *store, "--prompt", FOLLOW_UP]
+        removed = {name for made in record["contexts"] for name in made["evicted"]}
+        kept = [made["context"] for made in record["contexts"] if made["context"] not in removed]
+        words = ["kvcli", "generate", *where, "--context", *kept[:1], *store, "--prompt", FOLLOW_UP] if kept else []
     elif name == "chat":
-        words = ["kvcli", "chat", "--resume", record["saved"]] if record["saved"] else []
+        where = [*_unless_default(options["model"]), *(["--store", options["store"]] if options["store"] else [])]
+        words = ["kvcli", "chat", *where, "--resume", record["saved"]] if record["saved"] else []
     elif name == "eval":
         words = ["kvcli", "bench", "--method", _last_method(record["rows"])]
     elif name == "bench":
-        words = _try(_last_method(record["rows"]), "eval")
+        # the other suites, and random weights, are of shapes
+        own = options["suite"] in ("generate", "contexts") and options["random_weights"] is None
+        words = _try(_last_method(record["rows"]), "eval", _unless_default(options["model"]) if own else [])
     elif name == "methods":
         words = _try(options["name"], "generate") if options["name"] else ["kvcli", "methods", DEFAULT_METHOD]
     elif name == "plan":
@@ -77,11 +81,11 @@ def _what(artifact: Path | None, method: str) -> list[Any]:
     return [] if method == BASELINE else ["--method", method]
 
 
-def _try(method: str, command: str) -> list[Any]:
+def _try(method: str, command: str, model: Sequence[str] = ()) -> list[Any]:
     """A command with a method, or the first step towards the artifact that the method needs."""
     if parse_method(method)[0].needs_artifact:
-        return ["kvcli", "calibrate"]
-    return ["kvcli", command, "--method", method]
+        return ["kvcli", "calibrate", *model]
+    return ["kvcli", command, *model, "--method", method]
 
 
 def _last_method(rows: list[Mapping[str, Any]]) -> str:

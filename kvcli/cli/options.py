@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 IMPL_HELP = "attention and encoding: auto (Triton kernels on a GPU, PyTorch elsewhere), fused or reference"
 """Help of every `--impl`."""
 
+AUTO_DEVICE = "auto"
+"""All GPUs, for commands that run models whose layers are on several."""
+
 
 class Options(BaseModel):
     """Base of the options of every command.
@@ -55,10 +58,12 @@ class ComputeOptions(Options):
         """The device asked for, or a GPU if there is one.
 
         Raises:
-            UsageError: no such device.
+            UsageError: no such device, or all of them.
         """
         import torch
 
+        if self.device == AUTO_DEVICE:
+            raise UsageError("this command runs a model on one device, so '--device auto' is not for it; name one")
         if self.device is None and not torch.cuda.is_available():
             return "cpu"
         if self.device is None:
@@ -104,13 +109,12 @@ class ModelOptions(ComputeOptions):
 
         from kvcli import models
 
-        if self.device == models.AUTO and not (self.takes_several_gpus and "LOCAL_RANK" not in os.environ):
-            raise UsageError("this command runs a model on one device, so '--device auto' is not for it; name one")
+        several = self.device == AUTO_DEVICE and self.takes_several_gpus and "LOCAL_RANK" not in os.environ
         dtype = None if self.dtype == "auto" else getattr(torch, self.dtype)
         revision = {} if self.model_revision is None else {"revision": self.model_revision}
         return models.load_model(
             self.model,
-            device=models.AUTO if self.device == models.AUTO else self.torch_device(),
+            device=AUTO_DEVICE if several else self.torch_device(),
             dtype=dtype,
             base_config=self.base_config,
             say=output.say,

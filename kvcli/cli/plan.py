@@ -194,10 +194,10 @@ def lines(record: Mapping[str, Any]) -> list[str]:
             f"which are of weights in {record['dtype']}"
         )
     if others := record["other_layers"]:
-        held = record["methods"][0]["memory"]
+        held, count = record["methods"][0]["memory"], record["num_layers"]
         made.append(
-            f"compressed are the {record['num_layers']} layers that attend to the whole context, with "
-            f"{100 * held['share']:.0f} % of an uncompressed cache; {others} others keep transformers' own cache of "
+            f"{count} of {count + others} layers compressed, those that attend to the whole context, with "
+            f"{100 * held['share']:.0f} % of an uncompressed cache; the others keep transformers' own cache of "
             f"{size(held['other_bytes'])}, which counts in peaks only"
         )
     if fits:

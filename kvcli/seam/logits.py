@@ -20,7 +20,8 @@ def logits_of(model: Any, states: Tensor) -> Tensor:
     Returns:
         [batch, time, vocab_size].
     """
-    whole, given = backbone(model), _Given(states)
+    whole = backbone(model)
+    given = _Given(whole, states)
     replace_module(model, whole, given)
     try:
         ids = torch.zeros(states.shape[:2], dtype=torch.int64, device=states.device)
@@ -31,14 +32,19 @@ def logits_of(model: Any, states: Tensor) -> Tensor:
 
 
 class _Given(nn.Module):
-    """Stands in for the layers of a model and returns what they computed."""
+    """Stands in for the layers of a model, and for every part of them, and returns what they computed."""
 
-    def __init__(self, states: Tensor) -> None:
+    def __init__(self, whole: nn.Module, states: Tensor) -> None:
         super().__init__()
-        self.states = states
+        self._whole, self.states = [whole], states  # in a list: not a part of this module
 
     def forward(self, *args: Any, **kwargs: Any) -> _Output:
         return _Output(self.states)
+
+    def __getattr__(self, name: str) -> Any:
+        """OPT calls a part of its base model; others read a field of it."""
+        found = getattr(self._whole[0], name)
+        return self if isinstance(found, nn.Module) else found
 
 
 class _Output:

@@ -162,7 +162,7 @@ def test_a_template_that_changes_the_last_turn_costs_its_tokens_only(chatty: Any
     ("arguments", "said", "code"),
     [
         (("--resume", "c.safetensors"), "c.safetensors holds a text and no conversation", 2),
-        (("--resume", "none"), "no context in none", 1),
+        (("--resume", "none"), "no context 'none' in", 1),
         (("--resume", "c.safetensors", "--system", "x"), "--system goes before the first message", 2),
         (("--save", "c.safetensors"), "exists already; use --overwrite", 2),
     ],

@@ -114,7 +114,7 @@ def test_contexts_that_cannot_be_gone_on_from(chatty: Any, monkeypatch: pytest.M
     empty = invoke("generate", "--context", "c.safetensors", "--prompt", "")
     assert (empty.exit_code, "with one token or more" in empty.stderr) == (2, True)
     none = invoke("generate", "--context", "none", "--prompt", "x")
-    assert (none.exit_code, "no context in none" in none.stderr) == (1, True)
+    assert (none.exit_code, "no context 'none' in" in none.stderr) == (1, True)
     context = Context.load("c.safetensors")
     replace(context, notes={**context.notes, "tokenizer": "x"}).save("other.safetensors")
     other = invoke("generate", "--context", "other.safetensors", "--prompt", "x")

@@ -113,7 +113,7 @@ def test_a_context_by_name(texts: None) -> None:
     assert (made["method"], made["reused_tokens"]) == ("kivi", len(BEGINNING + END))
     missing = invoke("generate", "--context", "bok", "--store", "s", "--prompt", "x", *SHORT)
     assert missing.exit_code == 1
-    assert "no context in bok" in missing.stderr
+    assert "no context 'bok' in s; did you mean 'book'?" in missing.stderr
     other = invoke("generate", "--context", "book", "--store", "s", "--prompt", "x", "--residual-length", "24", *SHORT)
     assert other.exit_code == 1
     assert "context 'book' was made with residual_length 16, which is 24 here" in other.stderr

@@ -149,3 +149,26 @@ def test_help_of_every_command() -> None:
         result = invoke("contexts", name, "--help")
         assert result.exit_code == 0
         assert f"Example: kvcli contexts {name}" in " ".join(result.stdout.split())
+
+
+def test_export_replaces_nothing_unasked(made: Maker, tmp_path: Path) -> None:
+    kept = tmp_path / "kept.txt"
+    kept.write_text("mine")
+    refused = invoke("contexts", "export", "first", "--out", str(kept))
+    assert refused.exit_code == 2
+    assert "exists already; use --overwrite" in refused.stderr
+    assert kept.read_text() == "mine"
+    assert invoke("contexts", "export", "first", "--out", str(kept), "--overwrite").exit_code == 0
+    assert kvcli.Context.load(kept).snapshot.num_tokens == 600
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    assert invoke("contexts", "export", "first", "--out", str(folder)).exit_code == 0
+    assert (folder / "first.safetensors").is_file()
+    assert invoke("contexts", "export", "first", "--out", str(folder)).exit_code == 2
+
+
+def test_a_context_that_is_nowhere_is_named_with_its_store(made: Maker) -> None:
+    missing = invoke("generate", "--context", "fist", "--prompt", "x")
+    assert missing.exit_code == 1
+    assert f"there is no file fist and no context 'fist' in {STORE}" in missing.stderr
+    assert "first" in missing.stderr

@@ -85,3 +85,11 @@ def test_misused_flags_are_one_line_too(arguments: list[str]) -> None:
     assert done.stderr.count("\n") == 1
     done = subprocess.run([*command, "--json"], capture_output=True, text=True, check=False)
     assert json.loads(done.stdout)["exit_code"] == 2
+
+
+def test_all_gpus_are_for_commands_that_can_run_on_several() -> None:
+    refused = invoke("bench", "tiny", "--suite", "generate", "--device", "auto")
+    assert refused.exit_code == 2
+    assert "'--device auto' is not for it" in refused.stderr
+    planned = invoke("plan", "tiny", "--device", "auto", "--method", "fp16")
+    assert planned.exit_code == 0, planned.stderr
