@@ -48,3 +48,9 @@ def assert_equal(first: Snapshot, second: Snapshot) -> None:
         y = second.tensors[name]
         assert (x.dtype, x.shape) == (y.dtype, y.shape), name
         assert torch.equal(x, y), name
+
+
+def greedy(model: Any, cache: Any = None) -> Tensor:
+    """A prompt of 30 tokens and 12 more, by the model's own `generate`."""
+    ids = torch.randint(3, 97, (1, 30), generator=torch.Generator().manual_seed(0))
+    return model.generate(ids, past_key_values=cache, max_new_tokens=12, do_sample=False)

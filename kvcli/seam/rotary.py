@@ -161,8 +161,10 @@ def _layout(output: Any) -> Layout | None:
 
 def _copied(module: nn.Module) -> nn.Module:
     """A copy without hooks: what these refer to, such as the whole model, would be copied, too."""
-    hooks = (module._forward_hooks, module._forward_pre_hooks)
-    return copy.deepcopy(module, {id(x): type(x)() for x in hooks})
+    memo: dict[int, Any] = {id(x): type(x)() for x in (module._forward_hooks, module._forward_pre_hooks)}
+    if (placing := getattr(module, "_hf_hook", None)) is not None:  # accelerate's, which may know tied weights
+        memo[id(placing)] = placing
+    return copy.deepcopy(module, memo)
 
 
 def _is_static(call: RotaryCall) -> bool:

@@ -1,4 +1,4 @@
-"""Models whose projections are wrapped, quantized or offloaded."""
+"""Models whose projections are wrapped or quantized."""
 
 from __future__ import annotations
 
@@ -9,13 +9,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import accelerate
 import peft
 import pytest
 import torch
 from factories import load, make_model, record
 from families import make as make_family
-from torch import Tensor, nn
+from passes import greedy
+from quantized_layers import (
+    Adapter,
+    AwqLinear,
+    Compressed,
+    Int4Linear,
+    Int8Linear,
+    Packed,
+    RoundedInputs,
+    replace_linears,
+    replace_projections,
+)
+from torch import nn
 from torchao.quantization import (
     Float8WeightOnlyConfig,
     Int8DynamicActivationInt8WeightConfig,
@@ -24,7 +35,6 @@ from torchao.quantization import (
     PerGroup,
     quantize_,
 )
-from transformers import AutoModelForCausalLM
 
 import kvcli
 from kvcli.artifact import Artifact
@@ -41,130 +51,6 @@ pytestmark = [
 ]
 
 
-class Adapter(nn.Module):
-    """A projection with a low-rank update, its modules named as peft names them."""
-
-    def __init__(self, base_layer: nn.Linear) -> None:
-        super().__init__()
-        self.base_layer = base_layer
-        self.lora_A = nn.Linear(base_layer.in_features, 2, bias=False)
-        self.lora_B = nn.Linear(2, base_layer.out_features, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base_layer(x) + self.lora_B(self.lora_A(x))
-
-
-class Int8Linear(nn.Module):
-    """A projection whose weight is int8 in buffers, as quantizers keep it; no parameter is left."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        weight = linear.weight.data
-        scale = weight.abs().amax(1, keepdim=True) / 127
-        self.register_buffer("qweight", (weight / scale).round().to(torch.int8))
-        self.register_buffer("scales", scale)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ (self.qweight * self.scales).T
-
-
-class Int4Linear(nn.Module):
-    """A projection with 4-bit codes in int32 words, its buffers as GPTQ lays them out; no parameter is left.
-
-    Codes of 8 input channels share a word of `qweight` [in / 8, out]; codes of zeros of 8 output channels share one of
-    `qzeros` [groups, out / 8]. AWQ differs: there words of `qweight` [in, out / 8] hold output channels, and there is
-    no `g_idx`.
-    """
-
-    group_size, keeps_order, packed_dim = 16, True, 0
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        groups = linear.weight.data.T.unflatten(0, (-1, self.group_size))
-        low, high = groups.amin(1), groups.amax(1)
-        scales = (high - low) / 15
-        zeros = (-low / scales).round().clamp(0, 15)
-        codes = (groups / scales.unsqueeze(1) + zeros.unsqueeze(1)).round().clamp(0, 15).flatten(0, 1)
-        self.register_buffer("qweight", packed(codes, self.packed_dim))
-        self.register_buffer("qzeros", packed(zeros, 1))
-        self.register_buffer("scales", scales)
-        if self.keeps_order:
-            self.register_buffer("g_idx", torch.arange(self.in_features, dtype=torch.int32) // self.group_size)
-        self.register_buffer("bias", None if linear.bias is None else linear.bias.data)
-
-    def forward(self, x: Tensor) -> Tensor:
-        group = self.g_idx.long() if self.keeps_order else torch.arange(self.in_features) // self.group_size
-        codes, zeros = unpacked(self.qweight, self.packed_dim), unpacked(self.qzeros, 1)
-        y = x @ ((codes - zeros[group]) * self.scales[group]).to(x.dtype)
-        return y if self.bias is None else y + self.bias.to(x.dtype)
-
-
-class AwqLinear(Int4Linear):
-    keeps_order, packed_dim = False, 1
-
-
-def packed(codes: Tensor, dim: int) -> Tensor:
-    """int32 words of 8 codes that are neighbours along a dimension."""
-    words = (codes.to(torch.int64).unflatten(dim, (-1, 8)).movedim(dim + 1, -1) << torch.arange(0, 32, 4)).sum(-1)
-    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
-
-
-def unpacked(words: Tensor, dim: int) -> Tensor:
-    codes = (words.unsqueeze(-1) >> torch.arange(0, 32, 4)) & 15
-    return codes.movedim(-1, dim + 1).flatten(dim, dim + 1)
-
-
-class Compressed(nn.Module):
-    """A projection whose weight is decompressed at its first call, after which its scale is still there."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        weight = linear.weight.data
-        self.register_buffer("weight_scale", weight.abs().amax(1, keepdim=True) / 7)
-        self.register_buffer("weight_packed", packed((weight / self.weight_scale).round() + 8, 1))
-        self.bias = linear.bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        if hasattr(self, "weight_packed"):
-            self.weight = nn.Parameter((unpacked(self.weight_packed, 1) - 8) * self.weight_scale)
-            del self.weight_packed
-        return nn.functional.linear(x, self.weight, self.bias)
-
-
-class Packed(nn.Module):
-    """A projection without any tensor that torch knows of."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.weight = [linear.weight.data]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight[0].T
-
-
-def replace_projections(model: Any, make: Any) -> Any:
-    for layer in model.model.layers:
-        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-            setattr(layer.self_attn, name, make(getattr(layer.self_attn, name)))
-    return model
-
-
-def replace_linears(model: Any, make: Any) -> Any:
-    """Of all layers, as quantizers do."""
-    for layer in model.model.layers:
-        for name, module in list(layer.named_modules()):
-            if isinstance(module, nn.Linear):
-                parent, _, last = name.rpartition(".")
-                setattr(layer.get_submodule(parent), last, make(module))
-    return model
-
-
-def greedy(model: Any, cache: Any = None) -> Tensor:
-    ids = torch.randint(3, 97, (1, 30), generator=torch.Generator().manual_seed(0))
-    return model.generate(ids, past_key_values=cache, max_new_tokens=12, do_sample=False)
-
-
 @pytest.mark.parametrize("make", [Adapter, Int8Linear, Packed])
 def test_wrapped_and_quantized_projections(tiny_model: Any, make: Any) -> None:
     model = replace_projections(tiny_model, make)
@@ -173,18 +59,6 @@ def test_wrapped_and_quantized_projections(tiny_model: Any, make: Any) -> None:
         cache = session.new_cache()
         assert torch.equal(greedy(model, cache), expected)
         assert cache.memory().num_encoded
-
-
-class RoundedInputs(nn.Module):
-    """A projection that rounds its inputs to FP8, as dynamic quantization of activations does."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.linear = linear
-
-    def forward(self, x: Tensor) -> Tensor:
-        scale = x.abs().amax(-1, keepdim=True).float().clamp_min(1e-12) / 448
-        return self.linear(((x / scale).to(torch.float8_e4m3fn).float() * scale).to(x.dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -349,67 +223,3 @@ def test_commands_are_silent_about_an_installed_torchao(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.stderr.count("\n") == 1, done.stderr
     assert "config.json" in done.stderr
-
-
-PARTS = ("model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head", *(f"model.layers.{i}" for i in range(3)))
-
-
-def placed(model: Any, folder: Path, **places: str) -> Any:
-    """A model that accelerate runs on the CPU, with parts of it on disk."""
-    device_map = {**dict.fromkeys(PARTS, "cpu"), **places}
-    return accelerate.dispatch_model(model, device_map, "cpu", offload_dir=str(folder), force_hooks=True)
-
-
-@pytest.mark.parametrize("part", [None, "lm_head", "model.embed_tokens", "model.norm"])
-@pytest.mark.parametrize("family", ["llama", "gemma2"])  # what caps gemma2's scores is found out by the probe alone
-def test_placed_models_give_the_tokens_of_stock(family: str, part: str | None, tmp_path: Path) -> None:
-    expected = greedy(make_family(family, num_hidden_layers=3))
-    untied = make_family(family, num_hidden_layers=3, tie_word_embeddings=False)
-    untied.lm_head.weight.data.copy_(untied.model.embed_tokens.weight)
-    if family == "llama":
-        expected = greedy(untied)
-    model = placed(untied, tmp_path, **({} if part is None else {part: "disk"}))
-    with kvcli.attach(model, "fp16", residual_length=8, sink_length=2, flush_block=1) as session:
-        cache = session.new_cache()
-        assert torch.equal(greedy(model, cache), expected)
-        assert cache.memory().num_encoded
-    with kvcli.attach(model, "kivi-2", group_size=16, residual_length=16) as session:
-        assert greedy(model, session.new_cache()).shape == (1, 42)
-
-
-@pytest.mark.parametrize("device_map", [{"": "cpu"}, "auto"])
-def test_models_loaded_with_a_device_map(device_map: Any, tiny_model: Any, tmp_path: Path) -> None:
-    tiny_model.save_pretrained(tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, device_map=device_map).eval()
-    with kvcli.attach(model, "fp16", residual_length=8, sink_length=2, flush_block=1) as session:
-        assert torch.equal(greedy(model, session.new_cache()), greedy(tiny_model.to(model.device)))
-
-
-REMEDY = "load the model without offloading, over more GPUs or with quantized weights"
-
-
-@pytest.mark.parametrize("part", ["model.layers.1", "model.layers.1.mlp"])
-def test_layers_on_disk_are_refused(part: str, tiny_model: Any, tmp_path: Path) -> None:
-    places = {part: "disk"}
-    if part.endswith("mlp"):
-        places |= dict.fromkeys([f"model.layers.1.{x}" for x in ("self_attn", "input_layernorm")], "cpu")
-        places["model.layers.1.post_attention_layernorm"] = "cpu"
-    model = placed(tiny_model, tmp_path, **places)
-    with pytest.raises(UnsupportedModelError, match=f"layer 1 is offloaded or not loaded .*{REMEDY}"):
-        kvcli.attach(model, "kivi-2")
-
-
-def test_a_device_map_that_needs_the_disk_is_refused(tiny_model: Any, tmp_path: Path) -> None:
-    tiny_model.save_pretrained(tmp_path, max_shard_size="50KB")
-    placing = {"device_map": "auto", "max_memory": {"cpu": "120KB"}, "offload_folder": tmp_path / "disk"}
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, **placing)
-    with pytest.raises(UnsupportedModelError, match=REMEDY):
-        kvcli.attach(model, "kivi-2")
-
-
-def test_offloaded_layers_are_refused(tiny_model: Any, tiny_artifact: Callable[[Any], Artifact]) -> None:
-    accelerate.cpu_offload(tiny_model, execution_device=torch.device("cpu"))
-    with pytest.raises(UnsupportedModelError, match="offloaded"):
-        kvcli.attach(tiny_model, "qjl")
-    with pytest.raises(UnsupportedModelError, match="offloaded"):
-        kvcli.attach(tiny_model, "commvq", artifact=tiny_artifact(get_method("commvq")))
