@@ -54,3 +54,19 @@ def greedy(model: Any, cache: Any = None) -> Tensor:
     """A prompt of 30 tokens and 12 more, by the model's own `generate`."""
     ids = torch.randint(3, 97, (1, 30), generator=torch.Generator().manual_seed(0))
     return model.generate(ids, past_key_values=cache, max_new_tokens=12, do_sample=False)
+
+
+def generated(model: Any, inputs: dict[str, Tensor], cache: Any, **settings: Any) -> tuple[Tensor, Tensor]:
+    """Twelve more tokens by the model's own `generate`, and the logits that they were chosen by."""
+    with torch.no_grad():
+        made = model.generate(
+            **inputs,
+            past_key_values=cache,
+            max_new_tokens=12,
+            do_sample=False,
+            pad_token_id=0,
+            return_dict_in_generate=True,
+            output_logits=True,
+            **settings,
+        )
+    return made.sequences, torch.stack(made.logits)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from factories import WINDOW, record
 from families import make
+from passes import generated
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -41,32 +42,16 @@ def inputs() -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def generate(model: Any, cache: Any, **settings: Any) -> tuple[Tensor, Tensor]:
-    """Tokens, and the logits that they were chosen by."""
-    with torch.no_grad():
-        made = model.generate(
-            **inputs(),
-            past_key_values=cache,
-            max_new_tokens=12,
-            do_sample=False,
-            pad_token_id=0,
-            return_dict_in_generate=True,
-            output_logits=True,
-            **settings,
-        )
-    return made.sequences, torch.stack(made.logits)
-
-
 @pytest.mark.parametrize(
     "settings", [{}, {"num_beams": 3}, {"prefill_chunk_size": 7}], ids=["greedy", "beams", "chunks"]
 )
 @pytest.mark.parametrize("family", ALL)
 def test_tokens_are_those_of_stock(family: str, settings: dict[str, Any]) -> None:
     model = model_of(family)
-    expected, logits = generate(model, DynamicCache(config=model.config), **settings)
+    expected, logits = generated(model, inputs(), DynamicCache(config=model.config), **settings)
     with kvcli.attach(model, "fp16", **WINDOW) as session:
         cache = session.new_cache()
-        tokens, ours = generate(model, cache, **settings)
+        tokens, ours = generated(model, inputs(), cache, **settings)
     assert torch.equal(tokens, expected)
     assert (ours - logits).abs().max() < 1e-4 * logits.abs().max()
     assert cache.memory().num_encoded > 0
@@ -137,7 +122,7 @@ def test_hybrids_compress_their_layers_of_full_attention(family: str, tmp_path: 
     model = model_of(family)
     with kvcli.attach(model, "fp16", **WINDOW) as session:
         compressed = session.new_cache()
-        generate(model, compressed)
+        generated(model, inputs(), compressed)
         assert 0 < session.spec.num_layers < session.spec.model_layers == len(compressed.layers)
         memory = compressed.memory()
         assert memory.num_tokens == 30 + 19 + 2 * 11

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from factories import WINDOW
+from passes import generated
 from torch import Tensor
 from transformers import AutoModelForImageTextToText, DynamicCache
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -107,19 +108,6 @@ def prompt(model_type: str, image: bool) -> dict[str, Tensor]:
     return inputs
 
 
-def greedy(model: Any, inputs: dict[str, Tensor], past_key_values: Any) -> tuple[Tensor, Tensor]:
-    made = model.generate(
-        **inputs,
-        past_key_values=past_key_values,
-        max_new_tokens=12,
-        do_sample=False,
-        pad_token_id=0,
-        return_dict_in_generate=True,
-        output_logits=True,
-    )
-    return made.sequences, torch.stack(made.logits)
-
-
 @pytest.mark.parametrize("image", [False, True], ids=["text", "image"])
 @pytest.mark.parametrize("model_type", [x for x in PARTS if x in CONFIG_MAPPING])
 def test_tokens_are_those_of_stock(model_type: str, image: bool) -> None:
@@ -129,20 +117,20 @@ def test_tokens_are_those_of_stock(model_type: str, image: bool) -> None:
             kvcli.attach(model, "fp16", **WINDOW) as session,
             pytest.raises(CacheError, match="mask must be causal"),
         ):
-            greedy(model, inputs, session.new_cache())
+            generated(model, inputs, session.new_cache())
         return
-    expected, logits = greedy(model, inputs, DynamicCache(config=model.config))
+    expected, logits = generated(model, inputs, DynamicCache(config=model.config))
     if image:  # it is looked at
-        other = greedy(model, {**inputs, "pixel_values": -inputs["pixel_values"]}, DynamicCache(config=model.config))
+        other = generated(model, {**inputs, "pixel_values": -inputs["pixel_values"]}, DynamicCache(config=model.config))
         assert not torch.allclose(other[1], logits, atol=1e-3)
     with kvcli.attach(model, "fp16", **WINDOW) as session:
         compressed = session.new_cache()
-        tokens, ours = greedy(model, inputs, compressed)
+        tokens, ours = generated(model, inputs, compressed)
     assert torch.equal(tokens, expected)
     assert (ours - logits).abs().max() < 1e-4 * logits.abs().max()
     assert compressed.memory().num_encoded
     with kvcli.attach(model, "kivi-2", group_size=16, residual_length=16) as session:
         compressed = session.new_cache()
-        assert greedy(model, inputs, compressed)[1].isfinite().all()
+        assert generated(model, inputs, compressed)[1].isfinite().all()
         assert compressed.memory().num_encoded
-    assert torch.equal(greedy(model, inputs, DynamicCache(config=model.config))[1], logits)
+    assert torch.equal(generated(model, inputs, DynamicCache(config=model.config))[1], logits)

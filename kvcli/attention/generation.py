@@ -55,8 +55,11 @@ def prefill(
 
     Raises:
         UsageError: padding that is not on the left, or no token that the cache does not hold.
+        CacheError: a pass over the cache broke off.
     """
     held = cache.get_seq_length()
+    if held:
+        cache.sequences.check_at_rest()
     if held >= ids.shape[1]:
         raise UsageError(f"the prompt has {ids.shape[1]} tokens, and the cache holds {held}: nothing is left to read")
     if mask is not None and bool((mask.diff(dim=1) < 0).any() | (mask[:, -1] == 0).any()):

@@ -86,5 +86,10 @@ class MemoryReport:
 
 def own_bytes(layers: Iterable[Any]) -> int:
     """Bytes of the keys, values and states that transformers' own layers of a cache hold."""
+    return sum(x.nbytes for x in own_tensors(layers))
+
+
+def own_tensors(layers: Iterable[Any]) -> list[Tensor]:
+    """The keys, values and states that transformers' own layers of a cache hold."""
     tensors = (x for layer in layers for x in tree_leaves(vars(layer)) if isinstance(x, Tensor))
-    return sum(x.nbytes for x in tensors if x.is_floating_point())
+    return [x for x in tensors if x.is_floating_point()]

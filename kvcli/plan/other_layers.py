@@ -25,6 +25,11 @@ class OtherLayers:
     state: int = 0
     windows: tuple[tuple[int, int], ...] = ()
 
+    @property
+    def longest_window(self) -> int | None:
+        """Most tokens that a layer keeps; None without windows."""
+        return max((most for _, most in self.windows), default=None)
+
     def held(self, tokens: int, new_tokens: int = 1) -> int:
         """Bytes after so many tokens.
 

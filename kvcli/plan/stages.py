@@ -105,7 +105,7 @@ class MethodPlan:
             others=OtherLayers.of(planned),
         )
         self.artifact_bytes = artifact_bytes(codecs) if method.needs_artifact else 0
-        self.prompt = PromptBytes(planned, method, config)
+        self.prompt = PromptBytes(planned, method, config, window=self.cache.others.longest_window)
         self._chunk = cache(lambda *counts: chunk_bytes(self.prompt, *counts, fused=fused))
 
     def generate(self, prompt_tokens: int, new_tokens: int, batch: int = 1, *, chunk: int | None = None) -> Stage:
@@ -136,7 +136,7 @@ class MethodPlan:
     def _reading(self, tokens: int, batch: int, chunk: int | None) -> int:
         """Bytes beside the weights while prompts are read, the cache included."""
         memory, size = self.cache.memory(tokens, 0, batch, chunk=chunk), min(chunk or tokens, tokens)
-        working = self.prompt.of(size * batch)
+        working = self.prompt.of(size, batch)
         if size < tokens:
             working = max(working, self._chunk(size, earlier_tokens(tokens - size), batch))
         cut = batch * self.cache.others.held(tokens, size) - memory.other_bytes

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from kvcli.attention.backend import REFERENCE
 from kvcli.attention.layer import attend_layer
 from kvcli.cache.compressed import CompressedCache
+from kvcli.cache.memory import own_tensors
 from kvcli.calibrate.collect import CollectConfig
 from kvcli.calibrate.fisher import SEQ_LEN, backward
 from kvcli.methods.base import Codec
@@ -32,6 +33,9 @@ from kvcli.seam.patch import Seam
 
 _TRACED_TOKENS = 512
 """Longer prompts than twice that are not traced: memory grows by as much per token."""
+
+_TRACED_PAIRS = 1024
+"""The same where memory grows with pairs of tokens, for prompts that are longer than a window."""
 
 _ROUNDED_TOKENS = 256
 """Lengths of prompts that are traced are multiples of this."""
@@ -56,15 +60,22 @@ class PromptBytes:
         planned: the model.
         method: attached to it.
         config: its settings; what follows from the model's shapes may be open.
+        window: most tokens that a layer's sliding window holds; for longer prompts, transformers makes a mask of all
+            pairs of tokens. None: there is no such layer.
     """
 
-    def __init__(self, planned: PlannedModel, method: Method, config: CacheConfig) -> None:
-        self.planned, self.method, self.config = planned, method, config
+    def __init__(
+        self, planned: PlannedModel, method: Method, config: CacheConfig, *, window: int | None = None
+    ) -> None:
+        self.planned, self.method, self.config, self.window = planned, method, config, window
         self._traced: dict[int, int] = {}
 
-    def of(self, tokens: int) -> int:
-        """Bytes for so many tokens of all sequences together."""
-        return _extrapolated(self._trace, max(1, tokens), _TRACED_TOKENS)
+    def of(self, tokens: int, batch: int = 1) -> int:
+        """Bytes for so many tokens of each sequence."""
+        if self.window is not None:
+            start = (2 + self.window // _TRACED_PAIRS) * _TRACED_PAIRS
+            return batch * _extrapolated_twice(self._trace, max(1, tokens), start, _TRACED_PAIRS)
+        return _extrapolated(self._trace, max(1, batch * tokens), _TRACED_TOKENS)
 
     def _trace(self, tokens: int) -> int:
         """`of`, rounded up to the next of few numbers of tokens, of a model with one layer."""
@@ -117,6 +128,16 @@ def _extrapolated(trace: Callable[[int], int], count: int, unit: int) -> int:
     return longer + (longer - short) * (count - 2 * unit) // unit
 
 
+def _extrapolated_twice(trace: Callable[[int], int], count: int, start: int, unit: int) -> int:
+    """What a trace finds, beyond `start` and two units by the growth of the second one and by how this grows."""
+    beyond = count - start - 2 * unit
+    if beyond <= 0:
+        return trace(count)
+    first, second, third = (trace(start + times * unit) for times in range(3))
+    growth, change = third - second, third - 2 * second + first
+    return third + growth * beyond // unit + change * beyond * (beyond + unit) // (2 * unit**2)
+
+
 def earlier_tokens(tokens: int) -> int:
     """Tokens before a chunk for which to trace it: one of few numbers, at least as many as there are, or enough."""
     return min(_EARLIER_TOKENS, -(-tokens // _TRACED_TOKENS) * _TRACED_TOKENS)
@@ -135,7 +156,7 @@ def chunk_bytes(prompt: PromptBytes, tokens: int, earlier: int, batch: int, *, f
     planned = prompt.planned
     if fused:
         query = batch * tokens * planned.spec.num_heads * planned.spec.head_dim
-        return prompt.of(batch * tokens) + 2 * _DECODED_BYTES + 3 * 4 * query
+        return prompt.of(tokens, batch) + 2 * _DECODED_BYTES + 3 * 4 * query
     method = get_method(BASELINE)
     config = method.config_cls()
     model: Any = planned.empty(1)
@@ -151,9 +172,9 @@ def chunk_bytes(prompt: PromptBytes, tokens: int, earlier: int, batch: int, *, f
 
 
 def _held(cache: CompressedCache) -> int:
-    """Bytes of a cache, with those of the layers that keep transformers' own."""
-    memory = cache.memory()
-    return memory.allocated_bytes + memory.other_bytes
+    """Bytes of a cache, with all that the windows of transformers' own layers were cut from."""
+    others = sum(x.untyped_storage().nbytes() for x in own_tensors(cache.other_layers))
+    return cache.memory().allocated_bytes + others
 
 
 def recording_bytes(planned: PlannedModel, config: CollectConfig) -> Peak:

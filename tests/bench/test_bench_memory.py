@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from families import make
 from transformers import DynamicCache
 
 from kvcli.attention.backend import choose_backend
@@ -209,3 +210,14 @@ def test_a_method_with_wrong_kernels_is_not_run(
 def test_it_needs_a_gpu(model: Any) -> None:
     with pytest.raises(UsageError, match="needs a GPU"):
         list(memory(model))
+
+
+def test_the_ratio_of_a_hybrid_counts_the_caches_of_all_layers(limited: list[tuple[int, int]]) -> None:
+    hybrid = make("gemma3_text")
+    cases = [MethodCase.parse("fp16", {}), MethodCase.parse("kivi-2", SMALL)]
+    bench = ModelBench(hybrid, cases, impl="auto", seed=0, memory_budget=2**20)
+    for row in bench.memory([40], [1], longest=False, full_prefill=True):
+        assert row.status == "ok"
+        # 2 layers with 41 tokens in 16 bits, 2 with 7 in float32; 2 heads of 16 channels
+        uncompressed = 2 * 41 * 2 * 2 * 16 * 2 + 2 * 7 * 2 * 2 * 16 * 4
+        assert row.cache_ratio == uncompressed / row.cache_bytes

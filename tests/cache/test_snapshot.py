@@ -47,6 +47,18 @@ def assert_goes_on(model: Any, session: Any, cache: Any, mask: Tensor) -> None:
     assert_equal(again.snapshot(), cache.snapshot())
 
 
+def test_the_next_tokens_need_no_larger_buffers(tiny_model: Any, attach: Any) -> None:
+    with attach(tiny_model, "kivi") as session:
+        cache, mask = session.new_cache(), mask_of(40)
+        read(tiny_model, cache, mask)
+        again = restored(session, cache.snapshot())
+        buffers = [codes for layer in again.compressed for codes in (layer.store.key_codes, layer.store.value_codes)]
+        before = [codes.capacity for codes in buffers]
+        go_on(tiny_model, again, mask)
+        assert [codes.capacity for codes in buffers] == before
+        assert min(before) > 40
+
+
 @pytest.mark.parametrize("lengths", [(40,), (3,), (40, 17, 9, 1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("method", METHODS)

@@ -152,3 +152,20 @@ def test_checking_a_mask_writes_little_more_than_the_mask() -> None:
         mask_rules.check_mask(mask, valid, 512)
     written = sum(event.cpu_memory_usage for event in profile.events() if event.cpu_memory_usage > 0)
     assert written < 2 * mask.nbytes
+
+
+def test_a_prompt_is_not_read_again_after_a_pass_that_broke_off(tiny_model: Any) -> None:
+    ids = torch.randint(3, 97, (1, 40), generator=torch.Generator().manual_seed(0))
+
+    def fail(*args: Any) -> None:
+        raise MemoryError
+
+    with kvcli.attach(tiny_model, "kivi-2", group_size=8, residual_length=8) as session:
+        cache = session.new_cache()
+        hook = tiny_model.model.layers[1].register_forward_hook(fail)
+        with pytest.raises(MemoryError):
+            session.generate(ids, past_key_values=cache)
+        hook.remove()
+        for again in (ids, torch.cat((ids, ids), dim=1)):
+            with pytest.raises(CacheError, match="did not reach the last layer"):
+                session.generate(again, past_key_values=cache)

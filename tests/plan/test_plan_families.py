@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from kvcli.cache.compressed import CompressedCache
 from kvcli.plan.live_bytes import META, peak_bytes
 from kvcli.plan.model import PlannedModel
 from kvcli.plan.stages import LEFT_OVER, MethodPlan
+from kvcli.plan.working import _held
 from kvcli.registry import get_method
 from kvcli.seam.patch import Seam
 
@@ -54,6 +56,20 @@ def test_caches_of_other_layers_are_those_of_a_run(family: str, tokens: int) -> 
     assert held.share == told.share
 
 
+def test_what_other_layers_keep_is_counted_once() -> None:
+    plan, tokens = planned_kivi("gemma3_text"), 512
+    memory = plan.memory(tokens, 1)
+    assert plan._held(memory) - plan._held(replace(memory, other_bytes=0)) == memory.other_bytes > 0
+    model: Any = plan.planned.empty()
+    codecs = [codec.to(META) for codec in build_codecs(plan.method, plan.planned.spec, plan.config)]
+    with torch.no_grad(), Seam(model, lambda call: attend_layer(call, REFERENCE)) as seam:
+        cache = CompressedCache(seam.attention.spec, plan.method, plan.config, codecs, seam)
+        ids = torch.zeros(1, tokens, dtype=torch.int64, device=META)
+        peak_bytes(lambda: model(ids, past_key_values=cache, use_cache=True))
+    # of two layers the window is cut from the whole prompt: keys and values, 2 heads of 16 channels, float32
+    assert _held(cache) - cache.memory().allocated_bytes == 2 * 2 * tokens * 2 * 16 * 4
+
+
 def test_values_of_another_width_than_keys() -> None:
     narrow = {"v_head_dim": 8}
     plan, model = planned_kivi("mimo_v2_flash", **narrow), make("mimo_v2_flash", **narrow)
@@ -63,9 +79,11 @@ def test_values_of_another_width_than_keys() -> None:
         assert cache.memory() == plan.memory(200, 1, batch=2)
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "olmo3", "lfm2", "nemotron_h"])
-def test_the_peak_of_reading_with_a_hybrid(family: str) -> None:
-    tokens, plan = 2048, planned_kivi(family)
+@pytest.mark.parametrize("tokens", [512, 2048, 6000])
+@pytest.mark.parametrize("window", [8, 4096])
+@pytest.mark.parametrize("family", ["gemma3_text", "olmo3", "lfm2"])
+def test_the_peak_of_reading_with_a_hybrid(family: str, window: int, tokens: int) -> None:
+    plan = planned_kivi(family, **({} if family == "lfm2" else {"sliding_window": window}))
     model: Any = plan.planned.empty()
     ids = torch.zeros(1, tokens, dtype=torch.int64, device=META)
     codecs = [codec.to(META) for codec in build_codecs(plan.method, plan.planned.spec, plan.config)]
@@ -73,7 +91,7 @@ def test_the_peak_of_reading_with_a_hybrid(family: str) -> None:
         cache = CompressedCache(seam.attention.spec, plan.method, plan.config, codecs, seam)
         measured = peak_bytes(lambda: model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)).total
     told = plan.generate(tokens, 1).peak_bytes - plan.planned.weights_bytes - LEFT_OVER
-    assert told == pytest.approx(measured, rel=0.2)
+    assert told == pytest.approx(measured, rel=0.15)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
