@@ -21,6 +21,9 @@ from kvcli.spec import ModelSpec
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+AUTO = "auto"
+"""The device that means all GPUs."""
+
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 _SHOWN_NAMES = 3
@@ -30,14 +33,15 @@ _LOCAL = {"trust_remote_code": False, "local_files_only": True}
 
 
 def load_checkpoint(
-    folder: Path, dtype: torch.dtype, device_map: str | None = None
+    folder: Path, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Reads a model and its tokenizer from a folder of safetensors or pickled weights.
 
     Args:
         folder: of the model.
         dtype: the weights' dtype.
-        device_map: as for `from_pretrained` of transformers; default: everything on the CPU.
+        device: where the model will run; `auto` spreads it, as `device_map="auto"` of transformers does. Quantized
+            weights are read onto it, because libraries choose kernels by it; others onto the CPU, unless spread.
 
     Raises:
         ModelError: a file is missing or damaged, or weights and config do not belong together; the message names them.
@@ -47,7 +51,19 @@ def load_checkpoint(
     _check_weight_files(folder)
     if not has_tokenizer(folder):
         raise cannot_load(folder, "it has no tokenizer.json; copy the tokenizer's files from the original model")
-    return _load(folder, folder, dtype, config, **({} if device_map is None else {"device_map": device_map}))
+    return _load(folder, folder, dtype, config, **_placing(config, device))
+
+
+def _placing(config: Any, device: torch.device | str) -> dict[str, Any]:
+    """The `device_map` that `from_pretrained` is given, if any."""
+    if device == AUTO:
+        return {"device_map": AUTO}
+    if not getattr(config, "quantization_config", None):
+        return {}
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return {"device_map": {"": str(device)}}
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -176,7 +192,7 @@ def _tensor_progress(label: str, progress: Progress) -> Iterator[None]:
 
 
 def _load(
-    source: Path, folder: Path, dtype: torch.dtype, config: Any, gguf_file: str | None = None, **placing: str
+    source: Path, folder: Path, dtype: torch.dtype, config: Any, gguf_file: str | None = None, **placing: Any
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Loads with transformers and checks that every weight came from the file."""
     from transformers import AutoModelForCausalLM

@@ -18,6 +18,7 @@ from torch import Tensor
 from kvcli.builtin_copy import fetch_builtin
 from kvcli.builtin_models import BUILTIN_MODELS, DEFAULT_MODEL, copy_folder
 from kvcli.checkpoint import (
+    AUTO,
     cannot_load,
     has_tokenizer,
     load_checkpoint,
@@ -36,10 +37,6 @@ from kvcli.spec import ModelSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-
-AUTO = "auto"
-"""The device that means all GPUs."""
 
 
 @dataclass(frozen=True)
@@ -110,14 +107,14 @@ def load_model(
         raise UsageError(f"'{name}' is no model on the hub, so it has no revision '{revision}'")
     if name in BUILTIN_MODELS:
         folder = fetch_builtin(BUILTIN_MODELS[name], say, progress)
-        model, tokenizer = load_checkpoint(folder, dtype, AUTO if spread else None)
+        model, tokenizer = load_checkpoint(folder, dtype, AUTO if spread else chosen)
     elif name.endswith(".gguf"):
         if spread:
             raise UsageError("a GGUF file is not spread over several GPUs; name one, such as --device cuda:0")
         model, tokenizer = _load_gguf(path, dtype, base_config, progress)
     else:
         folder = _local_folder(name) or download_model(name, revision, say, read_config)
-        model, tokenizer = load_checkpoint(folder, dtype, AUTO if spread else None)
+        model, tokenizer = load_checkpoint(folder, dtype, AUTO if spread else chosen)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     if spread:

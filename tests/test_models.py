@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,11 +12,14 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from byte_tokenizer import byte_tokenizer
 from factories import make_model
 from fake_pip import FakePip
+from transformers import AutoModelForCausalLM
 
 from kvcli import models
 from kvcli.builtin_copy import fetch_builtin
+from kvcli.checkpoint import load_checkpoint
 from kvcli.errors import ModelError, UnsupportedModelError, UsageError
 from kvcli.fingerprint import fingerprint, same_model
 from kvcli.models import load_model
@@ -54,8 +58,8 @@ def test_gguf_guard_looks_at_the_tensor_only(tmp_path: Path) -> None:
 def test_auto_spreads_a_model_over_several_gpus(gpus: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     maps: list[Any] = []
 
-    def load(folder: Path, dtype: torch.dtype, device_map: str | None = None) -> Any:
-        maps.append((dtype, device_map))
+    def load(folder: Path, dtype: torch.dtype, device: torch.device | str) -> Any:
+        maps.append((dtype, str(device)))
         model = make_model("llama")
         monkeypatch.setattr(model, "to", lambda device: maps.append(device.type) or model)
         return model, SimpleNamespace(pad_token_id=0)
@@ -66,7 +70,7 @@ def test_auto_spreads_a_model_over_several_gpus(gpus: int, monkeypatch: pytest.M
     if gpus < 2:
         assert load_model(str(tmp_path), device="auto").spec.num_layers == 3
         default = (torch.bfloat16, "cuda") if gpus else (torch.float32, "cpu")
-        assert maps == [(default[0], None), default[1]]
+        assert maps == [default, default[1]]
         return
     # the tiny model is on the CPU, where accelerate would keep what does not fit
     with pytest.raises(ModelError, match=r"does not fit into the memory of 2 GPUs \(model\.embed_tokens"):
@@ -78,6 +82,38 @@ def test_auto_spreads_a_model_over_several_gpus(gpus: int, monkeypatch: pytest.M
     assert load_model(str(tmp_path), device="auto").spec.num_layers == 3
     with pytest.raises(UsageError, match="GGUF file is not spread"):
         load_model("some.gguf", device="auto")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "cuda:1", "auto"])
+def test_quantized_weights_are_read_onto_their_device(
+    device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Their libraries choose kernels by the device that they are read onto, which may be for that device only."""
+    asked: list[Any] = []
+
+    def read(*_: Any, **options: Any) -> Any:
+        asked.append(options.get("device_map"))
+        raise RuntimeError("no weights")
+
+    make_model("llama").save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", read)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    config = tmp_path / "config.json"
+    ordinary = json.loads(config.read_text())
+    for values in (ordinary, {**ordinary, "quantization_config": {"quant_method": "gptq", "bits": 4}}):
+        config.write_text(json.dumps(values))
+        with pytest.raises(ModelError, match="no weights"):
+            load_checkpoint(tmp_path, torch.float16, device if device == "auto" else torch.device(device))
+    assert (
+        asked
+        == {
+            "cpu": [None, {"": "cpu"}],
+            "cuda": [None, {"": "cuda:3"}],
+            "cuda:1": [None, {"": "cuda:1"}],
+            "auto": ["auto", "auto"],
+        }[device]
+    )
 
 
 def test_a_download_with_another_digest_is_not_used(pip: FakePip, tmp_path: Path) -> None:
