@@ -163,10 +163,11 @@ def _was_quantized(module: nn.Module) -> bool:
 def _computed_weights(name: str, module: nn.Module, model: nn.Module, spec: ModelSpec) -> Tensor:
     """The two sampled weights of a projection of any class, as float16 [2] on the CPU.
 
-    The first input channel is 1 and the others are 0; the output for zeros, the bias, is taken off.
+    The first input channel is 1, then -1, and the others are 0; half the difference is free of the bias. An input of
+    zeros alone would be divided by its largest value where activations are quantized by rows.
 
     Raises:
-        ModelError: the projection cannot be called so.
+        ModelError: the projection cannot be called so, or what it computes is not finite.
     """
     tensors = [*module.parameters(), *module.buffers(), *model.parameters()]
     if tensors[0].is_meta:
@@ -174,11 +175,14 @@ def _computed_weights(name: str, module: nn.Module, model: nn.Module, spec: Mode
     dtype = getattr(model, "dtype", torch.float32)
     width = getattr(module, "in_features", spec.hidden_size)
     inputs = torch.zeros(1, 2, width, dtype=dtype, device=tensors[0].device)
-    inputs[0, 0, 0] = 1
+    inputs[0, :, 0] = torch.tensor([1, -1])
     try:
         with torch.no_grad():
             output = module(inputs)[0].float()
-        return (output[0] - output[1])[[0, output.shape[-1] // 2]].to("cpu", torch.float16)
+        found = ((output[0] - output[1]) / 2)[[0, output.shape[-1] // 2]].to("cpu", torch.float16)
     except (RuntimeError, TypeError, ValueError, AttributeError) as error:
         reason = " ".join(str(error).split())
         raise ModelError(f"weights of {name} ({type(module).__name__}) cannot be sampled: {reason}") from error
+    if not found.isfinite().all():
+        raise ModelError(f"weights of {name} ({type(module).__name__}) cannot be sampled: they are not finite")
+    return found

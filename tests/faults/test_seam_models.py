@@ -23,6 +23,7 @@ from quantized_layers import (
     Int8Linear,
     Packed,
     RoundedInputs,
+    RowScaledInputs,
     replace_linears,
     replace_projections,
 )
@@ -38,7 +39,7 @@ from torchao.quantization import (
 
 import kvcli
 from kvcli.artifact import Artifact
-from kvcli.errors import ArtifactError, UnsupportedModelError
+from kvcli.errors import ArtifactError, ModelError, UnsupportedModelError
 from kvcli.fingerprint import differs, fingerprint
 from kvcli.fit import assemble, fit_recording
 from kvcli.models import check_finite
@@ -68,6 +69,20 @@ def test_rounded_inputs_of_projections_do_not_look_like_other_attention(dtype: t
         model = replace_linears(family_model("qwen2", seed).to(dtype), RoundedInputs)
         with kvcli.attach(model, "kivi-2", group_size=16, residual_length=16) as session:
             assert greedy(model, session.new_cache()).shape == (1, 42)
+
+
+def test_weights_are_sampled_without_inputs_of_zeros() -> None:
+    """Activations that are quantized by rows may be divided by the largest of a row; biases stay out."""
+    model = family_model("qwen2")
+    for name, x in model.named_parameters():
+        if name.endswith("bias"):
+            x.data.normal_()
+    spec = ModelSpec.from_config(model.config)
+    plain = fingerprint(model, spec)
+    assert differs(fingerprint(replace_linears(model, RowScaledInputs), spec), plain) is None
+    model.model.layers[1].self_attn.v_proj.linear.weight.data.fill_(torch.nan)
+    with pytest.raises(ModelError, match=r"layers\.1\.self_attn\.v_proj \(RowScaledInputs\) .* they are not finite"):
+        fingerprint(model, spec)
 
 
 def with_adapter(model: Any, weight: float = 1.0) -> Any:
