@@ -67,6 +67,14 @@ class LogitsNotFinite(Exception):
     """Logits are NaN or infinite."""
 
 
+def _cause(error: RuntimeError) -> str:
+    """The first line of what went wrong while capturing; ending the capture then fails in turn, and hides it."""
+    cause: BaseException = error
+    while isinstance(cause.__context__, RuntimeError):
+        cause = cause.__context__
+    return str(cause).partition("\n")[0]
+
+
 class Decoder:
     """Makes the tokens after a prompt.
 
@@ -299,7 +307,7 @@ class Decoder:
             with torch.cuda.graph(graph, pool=self._pool):
                 function()
         except RuntimeError as error:
-            note = f"steps are not captured as CUDA graphs: {str(error).splitlines()[0]}"
+            note = f"steps are not captured as CUDA graphs: {_cause(error)}"
             self.mode, self.note = "steps", "; ".join(filter(None, (self.note, note)))
             return
         self._graphs[key] = graph

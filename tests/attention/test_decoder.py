@@ -100,6 +100,41 @@ def test_steps_of_kernels(steps: list[int], monkeypatch: pytest.MonkeyPatch) -> 
     assert torch.equal(made[0].sequences, made[1].sequences)
 
 
+def test_layers_that_cannot_be_captured_run_uncaptured_and_the_note_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As quantized layers that copy from the host do: what ends the capture then raises an error of its own."""
+    captures: list[int] = []
+
+    class Capture:
+        def __init__(self, *_: Any, **__: Any) -> None:
+            captures.append(0)
+
+        def __enter__(self) -> None:
+            captures[-1] = 1
+
+        def __exit__(self, *_: Any) -> None:
+            captures[-1] = 0
+            raise RuntimeError("operation failed due to a previous error during capture\nand more")
+
+    def forward(*_: Any) -> None:
+        if captures and captures[-1]:
+            raise RuntimeError("cannot copy between CPU and CUDA tensors\nand more")
+
+    for name in ("graph_pool_handle", "empty_cache", "CUDAGraph"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "graph", Capture)
+    model = make_model("llama", num_hidden_layers=2)
+    model.model.layers[0].register_forward_pre_hook(forward)  # while capturing, a GPU would run nothing before it
+    ids, _ = prompts(2, 40, padded=False)
+    with attached("kivi", model=model) as session:
+        expected = session.generate(ids, sampling=SamplingConfig(30), mode="passes")
+        monkeypatch.setattr("kvcli.attention.session.default_mode", lambda *_, **__: "graphs")
+        made = session.generate(ids, sampling=SamplingConfig(30))
+    assert captures == [0]
+    assert made.note == "steps are not captured as CUDA graphs: cannot copy between CPU and CUDA tensors"
+    assert torch.equal(made.sequences, expected.sequences)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("padded", [False, True])
