@@ -38,6 +38,15 @@ def test_the_largest_tiles_fit_99_kib(dtype: str) -> None:
 
 
 @pytest.mark.kernels
+def test_codes_reach_tensor_cores_without_shared_memory() -> None:
+    """What a thread loads is what its products take; Triton would show an exchange in the shared memory of a launch."""
+    printed = compile_kernels(90, "--methods", "kivi-2", "kivi-4", "--kernels", r"scalar\.value_kernels")
+    launches = [line.split() for line in printed.splitlines() if "_value_kernel" in line]
+    assert len(launches) > 2
+    assert max(int(shared) for shared, *_ in launches) <= 512
+
+
+@pytest.mark.kernels
 @pytest.mark.slow
 @pytest.mark.skipif("KVCLI_COMPILE_ALL" not in os.environ, reason="takes half an hour; set KVCLI_COMPILE_ALL")
 @pytest.mark.timeout(3600)

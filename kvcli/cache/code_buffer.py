@@ -108,8 +108,12 @@ class CodeBuffer:
 
 
 def grown_capacity(capacity: int, num_tokens: int, unit: int) -> int:
-    """Tokens that a buffer has room for once it has to hold `num_tokens`, a multiple of `unit` if it grows."""
+    """Tokens that a buffer has room for once it has to hold `num_tokens`: if it grows, a multiple of `unit` and even.
+
+    Rows of an even number of tokens are aligned so that kernels can read the scales of two tokens at once.
+    """
     if num_tokens <= capacity:
         return capacity
+    unit *= 1 + unit % 2
     headroom = max(HEADROOM, num_tokens // 8) if capacity else 0
     return -(-(num_tokens + headroom) // unit) * unit

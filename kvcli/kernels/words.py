@@ -26,15 +26,15 @@ EVICT_FIRST = tl.constexpr("evict_first")
 
 
 @triton.jit
-def fields_as_fp16(words, MASK: tl.constexpr):
-    """int16 words [A, C] & MASK, read as float16.
+def fields_as_fp16(words, MASK: tl.constexpr, HIGH: tl.constexpr = False):
+    """int16 words [A, C] & MASK, read as float16; HIGH: of their high bytes, with MASK as in the low ones.
 
     On a GPU one instruction serves two words: the compiler would unpack, mask and pack them again.
     """
     if INTERPRETED:
-        return (words & MASK).to(tl.float16, bitcast=True)
+        return ((words >> 8 if HIGH else words) & MASK).to(tl.float16, bitcast=True)
     return tl.inline_asm_elementwise(
-        "and.b32 $0, $1, $2;",
+        "{ .reg .b32 x; shr.b32 x, $1, 8; and.b32 $0, x, $2; }" if HIGH else "and.b32 $0, $1, $2;",
         "=r,r,r",
         [words, tl.full([1, 1], MASK, tl.int16)],
         dtype=tl.float16,
@@ -53,7 +53,7 @@ def field_fp32(words, f: tl.constexpr, B: tl.constexpr):
 def field_fp16(words, f: tl.constexpr, B: tl.constexpr):
     """Field f of int16 words [A, C], masked in its byte: code * 2^(B (f mod 8/B)) / FIELD_SCALE as float16."""
     LOW: tl.constexpr = 8 // B
-    return fields_as_fp16(words if f < LOW else words >> 8, ((1 << B) - 1) << (B * (f % LOW)))
+    return fields_as_fp16(words, ((1 << B) - 1) << (B * (f % LOW)), f >= LOW)
 
 
 @triton.jit
@@ -107,8 +107,19 @@ def query_in_units(b_qs, unit, B: tl.constexpr, FP32_DOT: tl.constexpr):
     """
     b_units = ()
     for f in tl.static_range(16 // B):
-        b_units = b_units + (b_qs[f] if FP32_DOT else b_qs[f] / (unit * (1 << (B * (f % (8 // B)))))[None, :],)
+        b_q = b_qs[f] if FP32_DOT else (b_qs[f] / (unit * (1 << (B * (f % (8 // B)))))[None, :]).to(tl.float16)
+        b_units = b_units + (b_q,)
     return b_units
+
+
+@triton.jit
+def mul2(a, b):
+    """a * b on float16 tensors of one shape, two elements per instruction."""
+    if INTERPRETED:
+        return a * b
+    return tl.inline_asm_elementwise(
+        "mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.float16, is_pure=True, pack=2
+    )
 
 
 @triton.jit

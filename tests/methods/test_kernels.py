@@ -27,6 +27,8 @@ CASES = [
     ("kivi-1", 3, 1, 80, 1, 64, 1, None, {"group_size": 16}),
     ("kivi-8", 2, 1, 64, 1, 128, 1, None, {"group_size": 64}),
     ("kivi-2", 2, 1, 128, 1, 128, 1, None, {"group_size": 128}),
+    ("qjl", 2, 1, 128, 1, 130, 1, None, {"group_size": 8}),  # 16 groups of channels
+    ("qjl", 2, 1, 128, 2, 67, 1, [67, 66], {"group_size": 64}),
     ("squat-2", 4, 1, 64, 1, 64, 1, None, {}),
     ("squat-pre-2", 4, 1, 128, 1, 64, 1, None, {}),
     ("squat-pre-2", 4, 2, 64, 2, 96, 3, [96, 32], {}),
@@ -155,7 +157,8 @@ def test_other_shapes_are_refused_by_name(name: str, settings: dict[str, Any], n
         ("qjl", 64, {}, None),
         ("qjl", 64, {"num_outliers": 0}, None),
         ("qjl", 64, {"outlier_sketch_dim": 24}, "a sketch of 24 rows"),
-        ("qjl", 64, {"group_size": 4}, "16 groups of channels"),
+        ("qjl", 64, {"group_size": 4}, None),
+        ("qjl", 64, {"group_size": 2}, "32 groups of channels"),
     ],
 )
 def test_unsupported_shapes_are_known_before_attention(

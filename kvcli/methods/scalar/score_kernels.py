@@ -15,9 +15,10 @@ from torch import Tensor
 
 from kvcli.kernels.grid import batch_and_head, query_rows, split_range
 from kvcli.kernels.launch import cdiv, power_of_two, row_major
+from kvcli.kernels.operands import words_as_columns, words_as_rows
 from kvcli.kernels.pdl import pdl_launch_dependents
 from kvcli.kernels.splits import LOG2E, SplitScores
-from kvcli.kernels.words import EVICT_FIRST, FIELD_SCALE, field_dot, query_fields, query_in_units
+from kvcli.kernels.words import EVICT_FIRST, FIELD_SCALE, field_dot, mul2, query_fields, query_in_units
 from kvcli.methods.encoded import EncodedTokens
 from kvcli.methods.scalar.per_channel import PerChannelCodec
 from kvcli.methods.scalar.rotated_score_kernels import rotated_scores_kernel
@@ -28,6 +29,35 @@ _WARPS_FP32 = 4
 _STAGES = 1
 _MAX_REGISTERS = 128
 _ROTATED_STAGES = 3
+
+ZERO_GROUPS = tl.constexpr(16)
+"""Groups whose zeros are multiplied with the query in one product."""
+
+
+@triton.jit
+def _zero_sums(
+    zero, b_units, first, count, o_w, c_time, W: tl.constexpr, D: tl.constexpr, B: tl.constexpr,
+    FP32_DOT: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """sum_c q_c zero_c of ZERO_GROUPS groups from `first` on, of `count`, for each query row: [ZERO_GROUPS, C]."""
+    LOW: tl.constexpr = 8 // B
+    FIELDS: tl.constexpr = 16 // B
+    ALIGNED: tl.constexpr = o_w.shape[0] // 4 if WHOLE else 1
+    o_g = tl.minimum(first + tl.arange(0, ZERO_GROUPS), count - 1)
+    b_zeros = tl.zeros([ZERO_GROUPS, b_units[0].shape[1]], tl.float32)
+    for low in tl.static_range(LOW):
+        # units of fields that lie equally high in their byte are divided by the same power of two
+        b_sum = tl.zeros([ZERO_GROUPS, b_units[0].shape[1]], tl.float32)
+        for f in tl.static_range(low, FIELDS, LOW):
+            at = tl.multiple_of(o_g[:, None] * c_time + (f * W + o_w)[None, :], [ALIGNED, ALIGNED])
+            if WHOLE:
+                b_z = tl.load(zero + at, eviction_policy=EVICT_FIRST)
+            else:
+                b_z = tl.load(zero + at, mask=((o_w < W) & (f * W + o_w < D))[None, :], other=0.0)
+            b_z = words_as_columns(b_z.to(tl.float32) if FP32_DOT else b_z)
+            b_sum = tl.dot(b_z, words_as_rows(b_units[f]), b_sum, input_precision="ieee")
+        b_zeros += b_sum * (1 if FP32_DOT else 1 << (B * low))
+    return b_zeros
 
 
 @triton.jit(do_not_specialize=["groups"])
@@ -66,8 +96,8 @@ def _scores_kernel(
     o_w = tl.arange(0, BLOCK_W)
     o_r = tl.arange(0, BLOCK_N * PACK)
     FIELDS: tl.constexpr = 16 // B
-    LOW: tl.constexpr = FIELDS // 2
     WHOLE: tl.constexpr = W == BLOCK_W and W * FIELDS == D
+    ALIGNED: tl.constexpr = BLOCK_W // 4 if WHOLE else 1
     m_m = o_m < HEADS * query_len
     m_w = o_w < W
     p_query = query_rows(query, i_b, i_h, o_m, q_batch, q_head, q_time, query_len, HEADS)
@@ -87,40 +117,40 @@ def _scores_kernel(
 
     # column c serves the tokens of group c // BLOCK_M alone
     own = (o_r // BLOCK_N)[:, None] == (o_c // BLOCK_M)[None, :]
-    b_own = tl.where(own, 0.0, float("-inf"))
     b_max = tl.full([BLOCK_N * PACK, BLOCK_M * PACK], float("-inf"), tl.float32)
-    for g in range(0, count, PACK):
-        group_of_column = tl.minimum(g + o_c // BLOCK_M, count - 1) * c_time
-        b_zero = tl.zeros([BLOCK_W, BLOCK_M * PACK], tl.float32)
-        b_scaled = ()
-        for f in tl.static_range(FIELDS):
-            at = group_of_column[None, :] + (f * W + o_w)[:, None]
-            if WHOLE:
-                b_c = tl.load(scale + at, eviction_policy=EVICT_FIRST)
-                b_z = tl.load(zero + at, eviction_policy=EVICT_FIRST).to(tl.float32)
-            else:
-                m_c = (m_w & (f * W + o_w < D))[:, None]
-                b_c = tl.load(scale + at, mask=m_c, other=0.0)
-                b_z = tl.load(zero + at, mask=m_c, other=0.0).to(tl.float32)
-            b_zero += b_units[f] * (b_z if FP32_DOT else b_z * (1 << (B * (f % LOW))))
-            b_c = b_units[f] * b_c.to(tl.float32)
-            b_scaled = b_scaled + (b_c if FP32_DOT else b_c.to(tl.float16),)
-        zeros = tl.sum(b_zero, 0) * zero_factor
-        for part in tl.static_range(GROUP // BLOCK_N):
-            group_of_row = tl.minimum(g + o_r // BLOCK_N, count - 1)
-            n = group_of_row * GROUP + part * BLOCK_N + o_r % BLOCK_N
-            if WHOLE:
-                words = tl.load(packed + n[:, None] * W + o_w[None, :], eviction_policy=EVICT_FIRST)
-            else:
-                words = tl.load(packed + n[:, None] * W + o_w[None, :], mask=m_w[None, :], other=0)
-            # [N, C]
-            b_s = tl.zeros([BLOCK_N * PACK, BLOCK_M * PACK], tl.float32)
+    for block in range(0, count, ZERO_GROUPS):
+        b_zeros = _zero_sums(zero, b_units, block, count, o_w, c_time, W, D, B, FP32_DOT, WHOLE) * zero_factor[None, :]
+        for g in range(block, tl.minimum(block + ZERO_GROUPS, count), PACK):
+            last = count - 1 - g
+            group_of_column = tl.minimum(o_c // BLOCK_M, last)
+            p_scale = scale + g * c_time + (group_of_column * c_time)[None, :] + o_w[:, None]
+            b_scaled = ()
             for f in tl.static_range(FIELDS):
-                b_s = field_dot(words, b_scaled[f], b_s, f, B, FP32_DOT)
-            b_s = b_s * dot_factor[None, :] + zeros[None, :]
-            b_max = tl.maximum(b_max, b_s + b_own)
-            m_s = own & (g + o_r // BLOCK_N < count)[:, None] & m_m[None, :]
-            tl.store(p_scores + n[:, None], b_s, mask=m_s)
+                if WHOLE:
+                    b_c = tl.load(p_scale + f * W, eviction_policy=EVICT_FIRST)
+                else:
+                    b_c = tl.load(p_scale + f * W, mask=(m_w & (f * W + o_w < D))[:, None], other=0.0)
+                b_c = b_units[f] * b_c.to(tl.float32) if FP32_DOT else mul2(b_units[f], b_c)
+                b_scaled = b_scaled + (words_as_rows(b_c),)
+            of_group = tl.arange(0, ZERO_GROUPS)[:, None] == (g - block + group_of_column)[None, :]
+            zeros = tl.sum(tl.where(of_group, b_zeros, 0.0), 0)
+            for part in tl.static_range(GROUP // BLOCK_N):
+                n = tl.minimum(o_r // BLOCK_N, last) * GROUP + part * BLOCK_N + o_r % BLOCK_N
+                at = tl.multiple_of(n[:, None] * W + o_w[None, :], [ALIGNED, ALIGNED])
+                if WHOLE:
+                    words = tl.load(packed + g * GROUP * W + at, eviction_policy=EVICT_FIRST)
+                else:
+                    words = tl.load(packed + g * GROUP * W + at, mask=m_w[None, :], other=0)
+                words = words_as_columns(words)
+                # [N, C]
+                b_s = tl.zeros([BLOCK_N * PACK, BLOCK_M * PACK], tl.float32)
+                for f in tl.static_range(FIELDS):
+                    b_s = field_dot(words, b_scaled[f], b_s, f, B, FP32_DOT)
+                b_s = b_s * dot_factor[None, :] + zeros[None, :]
+                b_max = tl.maximum(b_max, b_s)
+                m_s = own & (o_r // BLOCK_N <= last)[:, None] & m_m[None, :]
+                tl.store(p_scores + g * GROUP + n[:, None], b_s, mask=m_s)
+    b_max = tl.where(own, b_max, float("-inf"))
     highest = tl.max(tl.reshape(tl.max(b_max, 0), [PACK, BLOCK_M]), 0)
     o_m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     rows = HEADS * query_len
