@@ -44,6 +44,26 @@ def fields_as_fp16(words, MASK: tl.constexpr, HIGH: tl.constexpr = False):
 
 
 @triton.jit
+def shifted_fields_as_fp16(words, shift, MASK: tl.constexpr):
+    """(int16 words [A, C] >> shift) & MASK, read as float16, for a shift that is not known when the kernel is compiled.
+
+    The mask must let no bit through that is shifted in.
+    """
+    if INTERPRETED:
+        return ((words >> shift.to(tl.int16)) & MASK).to(tl.float16, bitcast=True)
+    masks = tl.full([1, 1], MASK, tl.int16)
+    shifts = tl.full([1, 1], 0, tl.int16) + shift.to(tl.int16)
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 s, x; and.b32 s, $3, 15; shr.b32 x, $1, s; and.b32 $0, x, $2; }",
+        "=r,r,r,r",
+        [words, masks, shifts],
+        dtype=tl.float16,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
 def field_fp32(words, f: tl.constexpr, B: tl.constexpr):
     """Field f of integer words: its code as float32."""
     return ((words >> (B * f)) & ((1 << B) - 1)).to(tl.float32)

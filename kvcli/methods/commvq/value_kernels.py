@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvcli.kernels.launch import cdiv, power_of_two, tokens_per_split
 from kvcli.kernels.splits import merge_splits
-from kvcli.kernels.words import fields_as_fp16, pow2_above
+from kvcli.kernels.words import pow2_above, shifted_fields_as_fp16
 from kvcli.methods.commvq.values import CommVQValueCodec, CommVQValueCodes
 from kvcli.methods.encoded import EncodedTokens
 
@@ -135,14 +135,14 @@ def _bits_kernel(
         b_ps = tl.load(p_weights + n[:, None], mask=m_m[None, :], other=0.0)
         at = tl.minimum(n, count - 1)
         b_words = tl.load(packed + at[:, None] * p_time + o_w[None, :], mask=m_w[None, :], other=0)
-        b_words = tl.trans(b_words) >> plane.to(tl.int16)
+        b_words = tl.trans(b_words)
         new = ()
         for f in tl.static_range(PLANES):
             if FP32_DOT:
-                b_bit = ((b_words >> f) & 1).to(tl.float32)
+                b_bit = ((b_words >> (plane + f).to(tl.int16)) & 1).to(tl.float32)
                 new = new + (tl.dot(b_bit, b_ps, b_sums[f], input_precision="ieee"),)
             else:
-                new = new + (tl.dot(fields_as_fp16(b_words, 1 << f), b_ps, b_sums[f]),)
+                new = new + (tl.dot(shifted_fields_as_fp16(b_words, plane, 1 << f), b_ps, b_sums[f]),)
         b_sums = new
     row = (i_b * tl.num_programs(0) + tl.program_id(0)) * rows + o_m
     b_factor = tl.load(factor + row, mask=m_m, other=0.0)
