@@ -30,6 +30,16 @@ def outputs(model: Any, pieces: list[dict[str, Any]], method: str, impl: str, **
         return [model(**piece, past_key_values=cache).logits[:, -1].float() for piece in pieces]
 
 
+def test_rows_of_codes_begin_where_two_tokens_can_be_read_at_once() -> None:
+    model = make_model("llama", **WIDE)
+    with kvcli.attach(model, "qjl", impl="reference", sink_length=0, residual_length=0) as session, torch.no_grad():
+        cache = session.new_cache()
+        model(torch.full((2, 37), 5), past_key_values=cache)
+        for layer in cache.compressed:
+            scale = layer.store.value_codes.codes.scale
+            assert scale.stride(1) == 38 * scale.shape[-1]
+
+
 @pytest.mark.parametrize("method", ["kivi-2", "squat-2", "squat-pre-2", "qjl"])
 def test_logits_agree_over_padding_decoding_and_a_long_chunk(method: str, prompt: Any) -> None:
     model = make_model("llama", **WIDE).to(DEVICE)

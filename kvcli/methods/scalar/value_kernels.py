@@ -186,7 +186,7 @@ def _value_kernel(
     if HAS_LENGTHS:
         length = tl.load(lengths + i_b)
     first, count = split_range(length, per_split)
-    count = tl.maximum(count, 0)
+    count = tl.maximum(count, 0)  # beyond the end of the sequence
     p_scores = scores + i_bh * s_head + o_m.to(tl.int64) * s_row + first
     packed += i_b * p_batch + i_h * p_head + first * W
     scale += i_b * c_batch + i_h * c_head + first * GROUPS
