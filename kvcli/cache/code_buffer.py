@@ -5,6 +5,7 @@ A token costs no concatenation. This module does not know when tokens are encode
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -114,6 +115,6 @@ def grown_capacity(capacity: int, num_tokens: int, unit: int) -> int:
     """
     if num_tokens <= capacity:
         return capacity
-    unit *= 1 + unit % 2
+    unit = math.lcm(unit, 2)
     headroom = max(HEADROOM, num_tokens // 8) if capacity else 0
     return -(-(num_tokens + headroom) // unit) * unit

@@ -119,6 +119,21 @@ def test_extreme_scales_neither_overflow_nor_vanish(name: str) -> None:
         assert_same(fused, reference_attend(codec, query.float(), changed, 0.125), torch.float16)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_zeros_of_a_large_key_bias_keep_small_queries(dtype: torch.dtype) -> None:
+    """As in Qwen2.5, a few channels of the keys lie around 300; queries are small there and large elsewhere."""
+    torch.manual_seed(0)
+    method, codec = make_codec("kivi-2", 4, 2, 128)
+    part = make_part(codec, 4, 1, 256, None)
+    far = [0, 17, 63, 127]
+    part.key_codes.zero[..., far] = torch.tensor([300.0, -250.0, 310.0, -280.0], device=DEVICE).half()
+    query = 8 * torch.randn(1, 4, 1, 128, device=DEVICE)
+    query[..., far] *= 2.0**-8
+    query = query.to(dtype)
+    fused = attend_kernels(method).fused_attend(codec, query, part, 128**-0.5)
+    assert_same(fused, reference_attend(codec, query.float(), part, 128**-0.5), dtype)
+
+
 def test_the_largest_scale_of_a_split_counts_wherever_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights times scales are kept in the range of float16 by the largest scale, here one of the last."""
     torch.manual_seed(0)

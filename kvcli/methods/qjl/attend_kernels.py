@@ -85,11 +85,7 @@ def _load_sketched(p_sketched, m_m, o_w, W: tl.constexpr, FP32_DOT: tl.constexpr
     b_sum = tl.zeros([o_w.shape[0], p_sketched.shape[0]], tl.float32)
     for f in tl.static_range(16):
         b_sum += b_qs[f]
-    b_units = query_in_units(b_qs, unit, 1, FP32_DOT)
-    b_dots = ()
-    for f in tl.static_range(16):
-        b_dots = b_dots + (b_units[f] if FP32_DOT else b_units[f].to(tl.float16),)
-    return b_dots, unit, tl.sum(b_sum, 0)
+    return query_in_units(b_qs, unit, 1, FP32_DOT), unit, tl.sum(b_sum, 0)
 
 
 @triton.jit
