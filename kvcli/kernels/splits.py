@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvcli.kernels.launch import cdiv, tokens_per_split
+from kvcli.kernels.launch import cdiv, power_of_two, tokens_per_split
 from kvcli.kernels.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wait
 
 LOG2E = 1.4426950408889634
@@ -98,6 +98,15 @@ class SplitScores:
         return cdiv(self.length, self.tokens_per_split)
 
 
+def _block(num_splits: int, channels: int) -> tuple[int, int]:
+    """Channels and splits that a program of the merge reads at a time."""
+    if num_splits <= 8:
+        return min(256, power_of_two(channels)), 8
+    if num_splits <= 32:
+        return min(128, power_of_two(channels)), 32
+    return (32, 256) if channels <= 256 else (128, 128)
+
+
 def merge_splits(split_out: Tensor, split_lse: Tensor, out: Tensor, lse: Tensor) -> None:
     """Merges attention over splits of the tokens; launched by PDL after the kernel that wrote them.
 
@@ -108,7 +117,7 @@ def merge_splits(split_out: Tensor, split_lse: Tensor, out: Tensor, lse: Tensor)
         lse: float32 [batch, heads, rows], written, natural log.
     """
     num_splits, rows, channels = split_out.shape[1:]
-    block_d, block_s = (32, 256) if channels <= 256 else (128, 128)
+    block_d, block_s = _block(num_splits, channels)
     _merge_splits_kernel[(split_out.shape[0] * rows, cdiv(channels, block_d))](
         split_out, split_lse, out, lse, num_splits, rows, D=channels, BLOCK_D=block_d, BLOCK_S=block_s,
         num_warps=_WARPS, **pdl_launch_options(),
