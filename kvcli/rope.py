@@ -197,21 +197,28 @@ class TokenRotations:
 
         return self._once(("tiles", size, 0), make)
 
-    def offsets(self, count: int, dtype: torch.dtype = torch.float32, num_groups: int = 1) -> Rotation:
-        """Rotation by 0 to count - 1 positions, [1, 1, count, rotary_dim/2], without the attention scaling.
+    def offsets(
+        self, count: int, dtype: torch.dtype = torch.float32, num_groups: int = 1, num_parts: int = 1
+    ) -> Rotation:
+        """Rotation by 0 to count - 1 positions, without the attention scaling.
 
         Args:
             count: positions.
             dtype: of the table.
-            num_groups: pair j is in group j % num_groups, and the last axis is group after group.
+            num_groups: pair j is in group j % num_groups.
+            num_parts: into which the pairs of a group are divided.
+
+        Returns:
+            [1, num_groups * num_parts, count, rotary_dim / 2 / num_groups / num_parts], group after group.
         """
 
         def make() -> Rotation:
-            frequencies = self.rope.inv_freq.to(self.positions.device).unflatten(0, (-1, num_groups)).T.flatten()
+            frequencies = self.rope.inv_freq.to(self.positions.device).unflatten(0, (-1, num_groups)).T
+            frequencies = frequencies.reshape(1, num_groups * num_parts, 1, -1)
             angle = torch.arange(count, device=self.positions.device).unsqueeze(1) * frequencies
-            return Rotation(angle.cos()[None, None].to(dtype), angle.sin()[None, None].to(dtype))
+            return Rotation(angle.cos().to(dtype), angle.sin().to(dtype))
 
-        return self._once((f"offsets {dtype}", count, num_groups), make)
+        return self._once((f"offsets {dtype} {num_parts}", count, num_groups), make)
 
     @property
     def nbytes(self) -> int:

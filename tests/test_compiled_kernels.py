@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 
@@ -38,12 +39,21 @@ def test_the_largest_tiles_fit_99_kib(dtype: str) -> None:
 
 
 @pytest.mark.kernels
-def test_codes_reach_tensor_cores_without_shared_memory() -> None:
+@pytest.mark.parametrize(
+    ("methods", "kernels", "limit"),
+    [
+        (["kivi-2", "kivi-4"], r"scalar\.value_kernels\._value_kernel", 512),
+        # queries, and what is stored
+        (["commvq-1"], r"\._(key_scores|bits)_kernel", 4096),
+    ],
+    ids=["scalar", "commvq"],
+)
+def test_codes_reach_tensor_cores_without_shared_memory(methods: list[str], kernels: str, limit: int) -> None:
     """What a thread loads is what its products take; Triton would show an exchange in the shared memory of a launch."""
-    printed = compile_kernels(90, "--methods", "kivi-2", "kivi-4", "--kernels", r"scalar\.value_kernels")
-    launches = [line.split() for line in printed.splitlines() if "_value_kernel" in line]
+    printed = compile_kernels(90, "--methods", *methods, "--kernels", kernels)
+    launches = [line.split() for line in printed.splitlines() if re.search(kernels, line)]
     assert len(launches) > 2
-    assert max(int(shared) for shared, *_ in launches) <= 512
+    assert max(int(shared) for shared, *_ in launches) <= limit
 
 
 @pytest.mark.kernels

@@ -58,6 +58,16 @@ def tokens_as_rows(x):
 
 
 @triton.jit
+def eight_tokens_as_rows(x):
+    """x [N / 32, C, 4, 8] with tokens 32 i + 8 t + 4 a + 2 b + j at [i, :, t, 4 a + 2 b + j] as a second operand.
+
+    The rows of the result, [N, C], are in the order i, b, t, a, j: what a product takes at once is loaded together.
+    """
+    x = tl.reshape(x, [x.shape[0], x.shape[1], 4, 2, 2, 2])
+    return tl.reshape(tl.permute(x, [0, 4, 2, 3, 5, 1]), [x.shape[0] * 32, x.shape[1]])
+
+
+@triton.jit
 def tokens_as_columns(x):
     """x [N / 8, 2, R, 4, V] with tokens 8 i + 2 t + j at [i, j, :, t, :] as a first operand [V R, N]."""
     return tl.reshape(tl.permute(x, [4, 2, 0, 3, 1]), [x.shape[4] * x.shape[2], x.shape[0] * 8])

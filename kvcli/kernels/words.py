@@ -44,23 +44,41 @@ def fields_as_fp16(words, MASK: tl.constexpr, HIGH: tl.constexpr = False):
 
 
 @triton.jit
-def shifted_fields_as_fp16(words, shift, MASK: tl.constexpr):
-    """(int16 words [A, C] >> shift) & MASK, read as float16, for a shift that is not known when the kernel is compiled.
-
-    The mask must let no bit through that is shifted in.
-    """
+def low_halves(a, b):
+    """The low 16 bits of int32 a, and above them those of b."""
     if INTERPRETED:
-        return ((words >> shift.to(tl.int16)) & MASK).to(tl.float16, bitcast=True)
-    masks = tl.full([1, 1], MASK, tl.int16)
-    shifts = tl.full([1, 1], 0, tl.int16) + shift.to(tl.int16)
+        return (a & 0xFFFF) | (b << 16)
     return tl.inline_asm_elementwise(
-        "{ .reg .b32 s, x; and.b32 s, $3, 15; shr.b32 x, $1, s; and.b32 $0, x, $2; }",
-        "=r,r,r,r",
-        [words, masks, shifts],
-        dtype=tl.float16,
-        is_pure=True,
-        pack=2,
+        "prmt.b32 $0, $1, $2, 0x5410;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
     )
+
+
+@triton.jit
+def high_halves(a, b):
+    """The high 16 bits of int32 a, and above them those of b."""
+    if INTERPRETED:
+        return ((a >> 16) & 0xFFFF) | (b & -65536)
+    return tl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, $2, 0x7632;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def masked_pairs(x, MASK: tl.constexpr):
+    """Both halves of int32 x [...], each & MASK, read as float16 [..., 2]."""
+    if INTERPRETED:
+        low = (x & MASK).to(tl.int16).to(tl.float16, bitcast=True)
+        high = ((x >> 16) & MASK).to(tl.int16).to(tl.float16, bitcast=True)
+    else:
+        low, high = tl.inline_asm_elementwise(
+            "{ .reg .b32 x; and.b32 x, $2, $3; mov.b32 {$0, $1}, x; }",
+            "=h,=h,r,r",
+            [x, tl.full([1], MASK * 0x10001, tl.int32)],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=1,
+        )
+    return tl.join(low, high)
 
 
 @triton.jit
@@ -174,22 +192,3 @@ def as_decoded(x, out):
     if out.dtype.element_ty == tl.float16:
         x = tl.where(x > FP16_MAX, FP16_MAX, tl.where(x < -FP16_MAX, -FP16_MAX, x))
     return x.to(out.dtype.element_ty)
-
-
-@triton.jit
-def layout_barrier(x):
-    """Identity on float32 that stops Triton's layout propagation.
-
-    Without it the producer is recomputed once per layout that a consumer needs.
-    """
-    if INTERPRETED:
-        return x
-    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=False, pack=1)
-
-
-@triton.jit
-def layout_barrier_fp16(x):
-    """`layout_barrier` for float16; without it the convert_layout is hoisted above a reduction and paid per term."""
-    if INTERPRETED:
-        return x
-    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.float16, is_pure=False, pack=2)

@@ -13,6 +13,7 @@ from kvcli.attention.attach import make_config
 from kvcli.attention.reference import attend_codes as reference_attend
 from kvcli.errors import UsageError
 from kvcli.kernels.splits import SplitScores
+from kvcli.methods.commvq.codeword_kernels import MAX_STAGES
 from kvcli.methods.commvq.score_kernels import stage_ranges
 from kvcli.methods.encoded import EncodedTokens, PartialAttention
 from kvcli.methods.method import Method
@@ -45,6 +46,11 @@ CASES = [
     ("commvq-2", 2, 2, 64, 3, 33, 1, [0, 33, 5], {"pairs_per_group": 16, "key_norm": "per_head"}),
     ("commvq-2", 4, 4, 128, 1, 34, 1, None, {}),
     ("commvq-1", 16, 2, 64, 2, 33, 3, [33, 20], {}),  # more rows than a program takes
+    ("commvq-1", 4, 1, 128, 1, 70, 1, None, {"pairs_per_group": 8}),
+    ("commvq-1", 5, 1, 128, 1, 130, 2, None, {"pairs_per_group": 64}),
+    ("commvq-1", 4, 2, 128, 1, 200, 1, None, {"value_code_bits": 560}),  # 35 words of value bits per token
+    ("commvq-1", 2, 2, 64, 3, 130, 1, [130, 70, 64], {"value_code_bits": 144}),
+    ("commvq-1", 2, 1, 128, 1, 130, 1, None, {"value_code_bits": 1056}),
 ]
 
 
@@ -64,6 +70,18 @@ def test_fused_attention_equals_the_reference(case: Any, dtype: torch.dtype) -> 
     query = torch.randn(batch, heads, queries, head_dim, device=DEVICE).to(dtype)
     fused = attend_kernels(method).fused_attend(codec, query, part, head_dim**-0.5)
     assert_same(fused, reference_attend(codec, query.float(), part, head_dim**-0.5), dtype)
+
+
+@pytest.mark.parametrize("entries", [(127, -127), (-127, 127), (127, 127), (-127, -127)], ids=str)
+@pytest.mark.parametrize("stages", [26, MAX_STAGES, MAX_STAGES + 1])
+def test_sums_of_the_largest_codewords(stages: int, entries: tuple[int, int]) -> None:
+    """Sums of two bytes per stage come close to what 16 bits hold, with and without a second pass."""
+    method, codec = make_codec("commvq-1", 2, 1, 64, codebook_size=2, num_residuals=stages)
+    codec.key.codebook.unflatten(-1, (-1, 2)).copy_(torch.tensor(entries))
+    part = make_part(codec, 2, 1, 20, None)
+    query = torch.randn(1, 2, 1, 64, device=DEVICE)
+    expected = reference_attend(codec, query, part, 1e-4)
+    assert_same(attend_kernels(method).fused_attend(codec, query, part, 1e-4), expected, torch.float32)
 
 
 @pytest.mark.parametrize("name", ["kivi-2", "squat-pre-2", "qjl"])
@@ -190,7 +208,7 @@ def test_unsupported_shapes_are_known_before_attention(
         (11, 64, [(0, 11)]),
         (21, 64, [(0, 21)]),
         (8, 256, [(0, 4), (4, 4)]),
-        (200, 2, [(0, 100), (100, 100)]),  # sums of bytes must fit 16 bits
+        (200, 2, [(0, 67), (67, 67), (134, 66)]),  # sums of bytes must fit 16 bits
     ],
 )
 def test_passes_hold_their_tables_in_a_cache(stages: int, size: int, expected: list[tuple[int, int]]) -> None:

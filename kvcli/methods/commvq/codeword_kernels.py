@@ -9,10 +9,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvcli.kernels.words import odd_bytes
+from kvcli.kernels.words import INTERPRETED, odd_bytes
 
-MAX_STAGES = 128
-"""Most stages whose sum of two bytes each fits 16 bits."""
+MAX_STAGES = 90
+"""Most stages whose sum of two bytes each, plus 0x4B00, fits 16 bits."""
+
+_MAGIC = tl.constexpr(0x4B000000)
+"""2^23 as float32: the integers up to 2^23 added to its bits are added to its value."""
 
 
 @triton.jit
@@ -44,8 +47,29 @@ def code_words(packed, t, p_time, first, count, PITCH: tl.constexpr, ALIGNED: tl
 
 
 @triton.jit
+def four_per_thread(base, at):
+    """Pointers base + at, uint32 [..., W], of which a thread loads four neighbours, if W is a multiple of four.
+
+    Triton forgets on the way through bytes which are neighbours; it is told of four, though it could find more.
+    """
+    BYTES: tl.constexpr = base.dtype.scalar.element_ty.primitive_bitwidth // 8
+    pointers = (base.to(tl.pointer_type(tl.int8)) + at * BYTES).to(base.dtype.scalar)
+    if len(at.shape) == 2 and at.shape[-1] % 4 == 0:
+        pointers = tl.max_contiguous(tl.multiple_of(pointers, [1, 4 * BYTES]), [1, 4])
+    return pointers
+
+
+@triton.jit
+def _words_of_row(row, o_w, PART: tl.constexpr):
+    """Where words o_w [W] of rows uint32 [...] are, [..., W]."""
+    first = tl.expand_dims(row * PART, -1)
+    # shift, mask and this are two instructions together
+    return first | o_w.to(tl.uint32) if PART & (PART - 1) == 0 else first + o_w.to(tl.uint32)
+
+
+@triton.jit
 def codeword_sums(
-    raws, shift, p_table, PART: tl.constexpr, R: tl.constexpr, N: tl.constexpr, CODE_BITS: tl.constexpr,
+    raws, shift, table, o_w, PART: tl.constexpr, R: tl.constexpr, N: tl.constexpr, CODE_BITS: tl.constexpr,
     WORDS: tl.constexpr,
 ):  # fmt: skip
     """sum_r (u_a + i u_b) of R codes: int32 [..., W] real and imaginary parts, two 16-bit numbers each.
@@ -53,11 +77,11 @@ def codeword_sums(
     Args:
         raws: of `code_words`, [...].
         shift: uint32, a number or [G, 1], bits of the first word before the first code.
-        p_table: pointers [1, W] or [G, 1, W] to words of row 0 of the first stage; PART words per row, N rows per
-            stage.
+        table: pointer, or pointers [G, 1, 1], to row 0 of the first stage; PART words per row, N rows per stage.
+        o_w: words [W] of a row.
 
     Returns:
-        Both with a bias that `half_of_sums` subtracts.
+        Both with a bias that `halves_of_sums` subtracts.
     """
     MASK: tl.constexpr = (1 << CODE_BITS) - 1
     # the group's codes, aligned to its first bit: WORDS tensors [...]
@@ -65,34 +89,47 @@ def codeword_sums(
     for i in tl.static_range(WORDS):
         b_words = b_words + ((raws[i] >> shift) | ((raws[i + 1] << 1) << (31 - shift)),)
     # sums of whole words, and of their odd bytes
-    all_a = tl.expand_dims(raws[0], -1).to(tl.int32) * 0 + tl.zeros([p_table.shape[-1]], tl.int32)
+    all_a = tl.expand_dims(raws[0], -1).to(tl.int32) * 0 + tl.zeros([o_w.shape[-1]], tl.int32)
     odd_a, all_b, odd_b = all_a, all_a, all_a
     for r in tl.static_range(R):
         code = b_words[(r * CODE_BITS) // 32] >> ((r * CODE_BITS) % 32)
         if (r * CODE_BITS) % 32 + CODE_BITS > 32:
             code |= b_words[(r * CODE_BITS) // 32 + 1] << (32 - (r * CODE_BITS) % 32)
-        code = (code & MASK).to(tl.int32)
-        a = tl.load(p_table + tl.expand_dims((code // N) * PART + r * N * PART, -1))
-        b = tl.load(p_table + tl.expand_dims((code % N) * PART + r * N * PART, -1))
+        code = code & MASK
+        stage = table + r * N * PART
+        a = tl.load(four_per_thread(stage, _words_of_row(code // N, o_w, PART)))
+        b = tl.load(four_per_thread(stage, _words_of_row(code % N, o_w, PART)))
         all_a += a
         odd_a += odd_bytes(a)
         all_b += b
         odd_b += odd_bytes(b)
     # two pairs per word; the bias keeps the low half from borrowing from the high one
-    real = all_a - (odd_a << 8) - odd_b + R * 255 * 0x10001
-    imag = all_b - (odd_b << 8) + odd_a
+    real = all_a - (odd_a << 8) - odd_b + R * 255 * 0x10001 + _MAGIC
+    imag = all_b - (odd_b << 8) + odd_a + _MAGIC
     return real, imag
 
 
 @triton.jit
-def half_of_sums(real, imag, half: tl.constexpr, R: tl.constexpr):
-    """Number `half` (0 or 1) of each word of `codeword_sums`, without bias: float32, real and imaginary parts."""
-    b_re = _float_of_16_bits(real >> (16 * half)) - (8388608.0 + R * 255)
-    b_im = _float_of_16_bits(imag >> (16 * half)) - (8388608.0 + 2 * R * 128)
-    return b_re, b_im
+def halves_of_sums(real, imag, R: tl.constexpr):
+    """Both numbers of each word of `codeword_sums`, without bias: float32, each a real and an imaginary part."""
+    low_re, high_re = _floats_of_16_bits(real)
+    low_im, high_im = _floats_of_16_bits(imag)
+    RE: tl.constexpr = 8388608.0 + R * 255
+    IM: tl.constexpr = 8388608.0 + 2 * R * 128
+    return (low_re - RE, low_im - IM), (high_re - RE, high_im - IM)
 
 
 @triton.jit
-def _float_of_16_bits(x):
-    """The low 16 bits of int32 x as a number, plus 2^23: float32, exact, in one instruction instead of a conversion."""
-    return ((x & 0xFFFF) | 0x4B000000).to(tl.float32, bitcast=True)
+def _floats_of_16_bits(x):
+    """The low and the high 16 bits of int32 x - _MAGIC as numbers, plus 2^23: float32, exact.
+
+    One instruction each, of different units, instead of a shift, a mask and a conversion.
+    """
+    high = (x.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True) + (_MAGIC - (_MAGIC >> 16))
+    if INTERPRETED:
+        low = x - (high << 16)
+    else:
+        low = tl.inline_asm_elementwise(
+            "mad.lo.s32 $0, $1, -65536, $2;", "=r,r,r", [high, x], dtype=tl.int32, is_pure=True, pack=1
+        )
+    return low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 from kvcli.kernels.bit_rows import bit_rows
 from kvcli.kernels.launch import cdiv, power_of_two, row_major
 from kvcli.kernels.words import as_decoded
-from kvcli.methods.commvq.codeword_kernels import MAX_STAGES, code_words, codeword_sums, half_of_sums
+from kvcli.methods.commvq.codeword_kernels import MAX_STAGES, code_words, codeword_sums, halves_of_sums
 from kvcli.methods.commvq.keys import CommVQKeyCodec, CommVQKeyCodes
 from kvcli.methods.commvq.values import CommVQValueCodec, CommVQValueCodes
 from kvcli.rope import Rotation
@@ -58,8 +58,8 @@ def _decode_keys_kernel(
     shift = (bit % 32).to(tl.uint32)[:, None]
     first = (bit // 32)[:, None]
     raws = code_words(packed + i_b * p_batch + start * p_time, t[None, :], p_time, first, count, PITCH, ALIGNED, WORDS)
-    p_table = table + (i_h * GROUPS + o_k)[:, None, None] * (R * N * PART) + o_w[None, None, :]
-    real, imag = codeword_sums(raws, shift, p_table, PART, R, N, CODE_BITS, WORDS)
+    p_table = table + (i_h * GROUPS + o_k)[:, None, None] * (R * N * PART)
+    real, imag = codeword_sums(raws, shift, p_table, o_w, PART, R, N, CODE_BITS, WORDS)
     real = tl.reshape(tl.permute(real, (1, 2, 0)), [BLOCK_T, BLOCK_W * BLOCK_K])
     imag = tl.reshape(tl.permute(imag, (1, 2, 0)), [BLOCK_T, BLOCK_W * BLOCK_K])
 
@@ -70,8 +70,9 @@ def _decode_keys_kernel(
     # word w of group k holds the group's pairs w and w + PART
     i_w, i_k = tl.arange(0, BLOCK_W * BLOCK_K) // BLOCK_K, tl.arange(0, BLOCK_W * BLOCK_K) % BLOCK_K
     m_w = (i_w < PART) & (i_k < GROUPS)
+    halves = halves_of_sums(real, imag, R)
     for half in tl.static_range(2):
-        b_re, b_im = half_of_sums(real, imag, half, R)
+        b_re, b_im = halves[half]
         place = i_w + half * PART
         pair = place * GROUPS + i_k
         b_scale = tl.load(pair_scale + i_h * PAIRS + i_k * (2 * PART) + place, mask=m_w, other=0.0)[None, :]

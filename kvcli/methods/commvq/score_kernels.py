@@ -14,11 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvcli.kernels.launch import cdiv, row_major
+from kvcli.kernels.launch import cdiv, power_of_two, row_major
 from kvcli.kernels.offset import offset_scores
 from kvcli.kernels.splits import LOG2E
-from kvcli.kernels.words import fma2, layout_barrier_fp16
-from kvcli.methods.commvq.codeword_kernels import MAX_STAGES, code_words, codeword_sums, half_of_sums
+from kvcli.kernels.words import fma2
+from kvcli.methods.commvq.codeword_kernels import MAX_STAGES, code_words, codeword_sums, four_per_thread, halves_of_sums
 from kvcli.methods.commvq.config import CommVQConfig
 from kvcli.methods.commvq.keys import CommVQKeyCodec
 from kvcli.methods.commvq.layer import CommVQLayer
@@ -26,8 +26,8 @@ from kvcli.methods.encoded import EncodedTokens
 
 _TILE = 64
 _WARPS = 4
-_WORDS_AT_A_TIME = 512
-"""Words of a table row times tokens, four for each thread: one gather of 16 bytes."""
+_WORDS_AT_A_TIME = 1024
+"""Words of a table row times tokens, eight for each thread: two gathers of 16 bytes."""
 
 _LEAST_PAIRS = 8
 """Channel pairs of a group that fill the least depth of a product, 16."""
@@ -37,10 +37,9 @@ _TABLE_BYTES = 11 * 2**14
 
 
 @triton.jit
-def _rotated(real, imag, p_cos, p_sin, half: tl.constexpr, R: tl.constexpr):
-    """Number `half` of each word of `codeword_sums` times cos + i sin, x and y, in the dtype of cos: [T, W, 2]."""
-    b_re, b_im = half_of_sums(real, imag, half, R)
-    b_cos, b_sin = tl.load(p_cos), tl.load(p_sin)
+def _rotated(b_re, b_im, cos, sin, at):
+    """b_re + i b_im [T, W] times cos + i sin of the table, x and y, in its dtype: [T, W, 2]."""
+    b_cos, b_sin = tl.load(four_per_thread(cos, at)), tl.load(four_per_thread(sin, at))
     b_re, b_im = b_re.to(b_cos.dtype), b_im.to(b_cos.dtype)
     if b_cos.dtype == tl.float16:
         return tl.join(fma2(b_re, b_cos, -(b_im * b_sin)), fma2(b_im, b_cos, b_re * b_sin))
@@ -48,9 +47,32 @@ def _rotated(real, imag, p_cos, p_sin, half: tl.constexpr, R: tl.constexpr):
 
 
 @triton.jit
-def _interleaved(first, second):
-    """[T, W, 2] of both halves as [T, 4 W], column 4 w + 2 c + half."""
-    return tl.reshape(tl.join(first, second), [first.shape[0], 4 * first.shape[1]])
+def _as_operand(first, second):
+    """[T, W, 2] of both halves of words, tokens in the order of `_tokens`, as a first operand [T, 4 W].
+
+    Its columns are x and then y of the first and then the second halves. For W = 16 and 16 tokens per warp this moves
+    nothing: four threads hold the words of a token in order, and those of another one 8 rows below, as products do.
+    """
+    T: tl.constexpr = first.shape[0]
+    W: tl.constexpr = first.shape[1]
+    x = tl.reshape(tl.join(first, second), [2, T // 16, 8, W, 2, 2])
+    return tl.reshape(tl.permute(x, [1, 0, 2, 4, 5, 3]), [T, 4 * W])
+
+
+@triton.jit
+def _tokens(T: tl.constexpr):
+    """T tokens, a multiple of 16: eight of each sixteen, then the others."""
+    n = tl.arange(0, T)
+    return n % (T // 2) // 8 * 16 + n // (T // 2) * 8 + n % 8
+
+
+@triton.jit
+def _padded(x, COLUMNS: tl.constexpr):
+    """x [K, M], and zeros on the right: [K, COLUMNS], a multiple of M by a power of two."""
+    if x.shape[1] < COLUMNS:
+        both = tl.permute(tl.join(x, tl.zeros_like(x)), [0, 2, 1])
+        x = _padded(tl.reshape(both, [x.shape[0], 2 * x.shape[1]]), COLUMNS)
+    return x
 
 
 @triton.jit(do_not_specialize=["length"])
@@ -60,37 +82,37 @@ def _key_scores_kernel(
     num_kv_heads, query_len, length, scaling,
     HEADS: tl.constexpr, STAGES: tl.constexpr, FIRST: tl.constexpr, R: tl.constexpr, N: tl.constexpr,
     CODE_BITS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, PITCH: tl.constexpr, ALIGNED: tl.constexpr,
-    WORDS: tl.constexpr, TILE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr, FP32_DOT: tl.constexpr,
-    ADD: tl.constexpr, HAS_LENGTHS: tl.constexpr,
+    WORDS: tl.constexpr, TILE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr,
+    FP32_DOT: tl.constexpr, ADD: tl.constexpr, HAS_LENGTHS: tl.constexpr,
 ):  # fmt: skip
     """scores = scaling * norm * Re<q, R_t sum_r (u_a + i u_b)> over stages FIRST..FIRST + R - 1; added to what is in
     scores if ADD. One group of pairs after the other: gathers of several groups at once would change layout each.
 
-    Grid (ceil(length / TILE), batch, num_kv_heads * ceil(rows / BLOCK_M)), rows = HEADS * query_len per kv head.
+    Grid (ceil(length / TILE), batch * ceil(rows / BLOCK_M), num_kv_heads), rows = HEADS * query_len per kv head.
     query [batch, num_kv_heads * HEADS, query_len, D] any float; packed [batch, 1, time, PITCH bytes], int32 words if
     ALIGNED, else uint8; norm float16 [batch, 1 or num_kv_heads, time, 1]; table int32 [num_kv_heads, GROUPS, STAGES, N,
     g/2] of `pack_codebook`; pair_scale float32 [num_kv_heads, GROUPS, g]; tile_cos and tile_sin float32 [batch or 1,
-    tiles, D/2], rotation of each tile's first position; offset_cos and offset_sin [TILE, D/2], pairs in the order of
-    groups, float16, or float32 if FP32_DOT; lengths int32 [batch], tokens of each sequence, if HAS_LENGTHS; scores
-    float32 [batch, num_kv_heads, rows, >= length], written up to a sequence's end, base-2 (`scaling` includes log2(e)).
-    q_, p_, n_, t_, s_ are strides; `length` tokens. STAGES: all stages; CODE_BITS per code; WORDS: 32-bit words that
-    hold R codes; BLOCK_T tokens and BLOCK_M rows at a time; FP32_DOT: float32 products instead of float16.
+    tiles, D/2], rotation of each tile's first position; offset_cos and offset_sin [2 GROUPS, TILE, g/2], two halves of
+    each group's pairs, float16, or float32 if FP32_DOT; lengths int32 [batch], tokens of each sequence, if HAS_LENGTHS;
+    scores float32 [batch, num_kv_heads, rows, >= length], written up to a sequence's end, base-2 (`scaling` includes
+    log2(e)). q_, p_, n_, t_, s_ are strides; `length` tokens. STAGES: all stages; CODE_BITS per code; WORDS: 32-bit
+    words that hold R codes; BLOCK_T tokens and BLOCK_M rows at a time, which are padded to COLUMNS for products;
+    FP32_DOT: float32 products instead of float16.
     """
     i_t = tl.program_id(0)
     # all sequences of a head, then the next head: programs that run at the same time share a codebook
-    i_b = tl.program_id(1).to(tl.int64)
-    i_h = (tl.program_id(2) % num_kv_heads).to(tl.int64)
-    o_m = tl.program_id(2) // num_kv_heads * BLOCK_M + tl.arange(0, BLOCK_M)
-    o_t = tl.arange(0, BLOCK_T)
+    blocks_m = tl.cdiv(HEADS * query_len, BLOCK_M)
+    i_b = (tl.program_id(1) // blocks_m).to(tl.int64)
+    i_h = tl.program_id(2).to(tl.int64)
+    o_m = tl.program_id(1) % blocks_m * BLOCK_M + tl.arange(0, BLOCK_M)
     PAIRS: tl.constexpr = D // 2
     PART: tl.constexpr = PAIRS // GROUPS // 2
     o_w = tl.arange(0, PART)
 
     # [4 PART, M] per group: the queries of this kv head, rotated back by the tile's position, in units of the codebook;
-    # row 4 w + 2 c + h is channel c (x or y) of the group's pair w + h PART, in the order of `_interleaved`
+    # rows in the order of `_as_operand`
     o_k = tl.arange(0, 4 * PART)
-    place = o_k // 4 + o_k % 2 * PART
-    is_y = (o_k // 2 % 2) == 1
+    place, is_y = o_k % (2 * PART), o_k >= 2 * PART
     m_m = o_m < HEADS * query_len
     head = i_h * HEADS + o_m // query_len
     p_query = (query + i_b * q_batch + head * q_head + (o_m % query_len).to(tl.int64) * q_time)[None, :]
@@ -105,36 +127,41 @@ def _key_scores_kernel(
         b_tc = tl.load(tile_cos + offs_tile + pair) * b_unit
         b_ts = tl.load(tile_sin + offs_tile + pair) * tl.where(is_y, -b_unit, b_unit)
         b_q = b_own * b_tc[:, None] + b_other * b_ts[:, None]
-        b_qs = b_qs + (b_q if FP32_DOT else b_q.to(tl.float16),)
+        b_qs = b_qs + (_padded(b_q if FP32_DOT else b_q.to(tl.float16), COLUMNS),)
 
     bit = i_h.to(tl.int32) * (GROUPS * STAGES * CODE_BITS) + FIRST * CODE_BITS
     start = i_t.to(tl.int64) * TILE
     p_codes = packed + i_b * p_batch + start * p_time
     norm += i_b * n_batch + i_h * n_head + start * n_time
+    o_m = tl.program_id(1) % blocks_m * BLOCK_M + tl.arange(0, COLUMNS)
+    m_m = (tl.arange(0, COLUMNS) < BLOCK_M) & (o_m < HEADS * query_len)
     p_scores = scores + (i_b * num_kv_heads + i_h) * s_head + o_m.to(tl.int64)[None, :] * s_row + start
     if HAS_LENGTHS:
         length = tl.load(lengths + i_b)
     count = tl.minimum(length - i_t * TILE, TILE)
-    p_table = table + (i_h * (GROUPS * STAGES) + FIRST) * (N * PART) + o_w[None, :]
+    table += (i_h * (GROUPS * STAGES) + FIRST) * (N * PART)
     for sub in range(0, count, BLOCK_T):
-        t = sub + o_t
-        m_t = t < count
-        b_s = tl.zeros([BLOCK_T, BLOCK_M], tl.float32)
+        t = sub + _tokens(BLOCK_T)
+        b_s = tl.zeros([BLOCK_T, COLUMNS], tl.float32)
+        b_raws = ()
         for k in tl.static_range(GROUPS):
-            at = bit + k * STAGES * CODE_BITS
-            raws = code_words(p_codes, t, p_time, at // 32, count, PITCH, ALIGNED, WORDS)
-            p_rows = p_table + k * (STAGES * N * PART)
-            real, imag = codeword_sums(raws, (at % 32).to(tl.uint32), p_rows, PART, R, N, CODE_BITS, WORDS)
+            first = (bit + k * STAGES * CODE_BITS) // 32
+            b_raws = b_raws + (code_words(p_codes, t, p_time, first, count, PITCH, ALIGNED, WORDS),)
+        for k in tl.static_range(GROUPS):
+            shift = ((bit + k * STAGES * CODE_BITS) % 32).to(tl.uint32)
+            p_rows = table + k * (STAGES * N * PART)
+            real, imag = codeword_sums(b_raws[k], shift, p_rows, o_w, PART, R, N, CODE_BITS, WORDS)
             # [T, W]: the summed codeword of each token, rotated by its offset
-            offs_token = t[:, None] * PAIRS + (k * (2 * PART) + o_w)[None, :]
-            b_k = _interleaved(
-                _rotated(real, imag, offset_cos + offs_token, offset_sin + offs_token, 0, R),
-                _rotated(real, imag, offset_cos + offs_token + PART, offset_sin + offs_token + PART, 1, R),
-            )
+            low, high = halves_of_sums(real, imag, R)
+            at = (t[:, None] * PART + o_w[None, :] + k * (2 * TILE * PART)).to(tl.uint32)
+            b_first = _rotated(*low, offset_cos, offset_sin, at)
+            b_k = _as_operand(b_first, _rotated(*high, offset_cos, offset_sin, at + TILE * PART))
             if FP32_DOT:
                 b_s = tl.dot(b_k, b_qs[k], b_s, input_precision="ieee")
             else:
-                b_s = tl.dot(layout_barrier_fp16(b_k), b_qs[k], b_s)
+                b_s = tl.dot(b_k, b_qs[k], b_s)
+        t = sub + tl.arange(0, BLOCK_T)
+        m_t = t < count
         b_norm = tl.load(norm + t * n_time, mask=m_t, other=0.0).to(tl.float32) * scaling
         b_s = b_s * b_norm[:, None]
         m_s = m_t[:, None] & m_m[None, :]
@@ -185,7 +212,8 @@ def key_scores(codec: CommVQLayer, query: Tensor, encoded: EncodedTokens, scalin
     heads_per_kv = heads // spec.num_kv_heads
     rows = heads_per_kv * query_len
     tiles = encoded.rotations.tiles(_TILE)
-    offsets = encoded.rotations.offsets(_TILE, torch.float32 if fp32_dot else torch.float16, key.num_groups)
+    dtype = torch.float32 if fp32_dot else torch.float16
+    offsets = encoded.rotations.offsets(_TILE, dtype, key.num_groups, num_parts=2)
     packed, pitch = codes.packed, codes.packed.shape[-1]
     aligned = pitch % 4 == 0
     if aligned:
@@ -195,9 +223,10 @@ def key_scores(codec: CommVQLayer, query: Tensor, encoded: EncodedTokens, scalin
     query, offset, lengths = row_major(query), codec.offset, encoded.lengths
     if offset is not None:
         offset_scores(query, offset, encoded.rotations, scores, scaling * LOG2E)
-    block_m = 16 if fp32_dot else 8
+    columns = 16 if fp32_dot else 8
+    block_m = min(columns, power_of_two(rows))
     block_t = min(_TILE, max(16, _WORDS_AT_A_TIME // (config.pairs_per_group // 2)))
-    grid = (cdiv(encoded.length, _TILE), batch, spec.num_kv_heads * cdiv(rows, block_m))
+    grid = (cdiv(encoded.length, _TILE), batch * cdiv(rows, block_m), spec.num_kv_heads)
     for first, count in stage_ranges(config, head_dim):
         _key_scores_kernel[grid](
             query, packed, codes.norm, table, key.codebook_scale,
@@ -209,7 +238,7 @@ def key_scores(codec: CommVQLayer, query: Tensor, encoded: EncodedTokens, scalin
             HEADS=heads_per_kv, STAGES=config.num_residuals, FIRST=first, R=count, N=config.codebook_size,
             CODE_BITS=config.bits_per_code, GROUPS=key.num_groups, D=head_dim, PITCH=pitch, ALIGNED=aligned,
             WORDS=cdiv(count * config.bits_per_code, 32), TILE=_TILE, BLOCK_T=block_t, BLOCK_M=block_m,
-            FP32_DOT=fp32_dot, ADD=first > 0 or offset is not None, HAS_LENGTHS=lengths is not None,
+            COLUMNS=columns, FP32_DOT=fp32_dot, ADD=first > 0 or offset is not None, HAS_LENGTHS=lengths is not None,
             num_warps=_WARPS, num_stages=1,
         )  # fmt: skip
     return scores

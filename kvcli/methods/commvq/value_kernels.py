@@ -4,6 +4,9 @@ The packed bits of a token are words; one masked bit reads as a float16 power of
 is a product on tensor cores for each of the 16 bits of a word. All query heads of all kv heads share it, because value
 codes are joint. The codebook follows once, after the splits are merged.
 
+Between the kernels, sums of bits are 16 planes, one for each bit of a word, of one place per word. Each 16 words have
+16 places: the words at even places of the token come first, as two words are loaded at once.
+
 Tuned on one H200, torch 2.11, triton 3.6.
 """
 
@@ -17,17 +20,17 @@ import triton.language as tl
 from torch import Tensor
 
 from kvcli.kernels.launch import cdiv, power_of_two, tokens_per_split
+from kvcli.kernels.operands import eight_tokens_as_rows, in_thread_order
 from kvcli.kernels.splits import merge_splits
-from kvcli.kernels.words import pow2_above, shifted_fields_as_fp16
+from kvcli.kernels.words import FIELD_SCALE, high_halves, low_halves, masked_pairs, pow2_above
 from kvcli.methods.commvq.values import CommVQValueCodec, CommVQValueCodes
 from kvcli.methods.encoded import EncodedTokens
 
-_PLANES = 4
-_TOKENS = 128
-_WARPS = 2
-_PER_SM = 2
-_STAGES = 3
-_WORDS = 32
+_PLANES = 8
+_BLOCK_N = 64
+_PER_SM = 8
+_WARPS_FP32 = 4
+_WEIGHTS_TILE = {"BLOCK_M": 4, "BLOCK_N": 256, "num_warps": 4}
 
 
 @triton.jit(do_not_specialize=["length"])
@@ -96,78 +99,141 @@ def _weights_kernel(
     tl.store(part_out + row[:, None] * CHANNELS + (CHANNELS - 16 + o_e)[None, :], b_extra, mask=m_m[:, None])
 
 
+@triton.jit
+def _pointers(base, last, o_n, o_8, o_w, PITCH: tl.constexpr, BYTES: tl.constexpr, WHOLE: tl.constexpr):
+    """Pointers to elements o_w of tokens o_n + o_8, PITCH elements each; not after token `last`, if not WHOLE."""
+    # the sum in this order leaves constant offsets to a thread's loads
+    at = o_8 * PITCH + o_w + o_n * PITCH if WHOLE else tl.minimum(o_n + o_8, last) * PITCH + o_w
+    return in_thread_order(base, at, BYTES)
+
+
+@triton.jit
+def _load_words(packed, last, o_w, j, W: tl.constexpr, N: tl.constexpr, WHOLE: tl.constexpr):
+    """16 words from o_w on, an even number, of tokens 32 i + 8 t + 2 q + j: int32 [4 i + q, 8, t], two words each.
+
+    W words per token, 0 beyond them; tokens after `last` are read as that one.
+    """
+    o_q = tl.arange(0, N // 8)[:, None, None, None]
+    o_n = o_q // 4 * 32 + o_q % 4 * 2 + j
+    o_8 = tl.arange(0, 4)[None, None, :, None] * 8
+    o_w += tl.arange(0, 8)[None, :, None, None] * 2
+    if W % 2 == 0:
+        pointers = _pointers(packed.to(tl.pointer_type(tl.int32)), last, o_n, o_8, o_w // 2, W // 2, 4, WHOLE)
+        words = tl.load(pointers) if W % 16 == 0 else tl.load(pointers, mask=o_w < W, other=0)
+    else:
+        pointers = _pointers(packed, last, o_n, o_8, o_w, W, 2, WHOLE)
+        words = tl.load(pointers, mask=o_w < W, other=0).to(tl.int32) & 0xFFFF
+        words |= tl.load(pointers + 1, mask=o_w + 1 < W, other=0).to(tl.int32) << 16
+    return tl.reshape(words, [N // 8, 8, 4])
+
+
+@triton.jit
+def _as_operand(even, odd):
+    """Fields [N / 8, 8, 4, 2] of words at even and odd places, of tokens 32 i + 8 t + 2 q + j at [4 i + q, :, t, j], as
+    a first operand [16, N]; its columns are in the order of `eight_tokens_as_rows`."""
+    x = tl.join(even, odd)
+    x = tl.reshape(x, [x.shape[0] // 4, 2, 2, 8, 4, 2, 2])
+    return tl.reshape(tl.permute(x, [6, 3, 0, 2, 4, 1, 5]), [16, even.shape[0] * 8])
+
+
+@triton.jit
+def _load_weights(p_weights, m_m, N: tl.constexpr):
+    """Weights of rows p_weights [M] and N tokens as a second operand [N, M]."""
+    n = tl.arange(0, N // 32)[:, None, None, None] * 32 + tl.arange(0, 4)[None, None, :, None] * 8
+    n += tl.arange(0, 8)[None, None, None, :]
+    pointers = in_thread_order(p_weights[None, :, None, None], n, 16)
+    return eight_tokens_as_rows(tl.load(pointers, mask=m_m[None, :, None, None], other=0.0))
+
+
+@triton.jit
+def _load_tile(p_weights, packed, m_m, o_w, start, count, W: tl.constexpr, N: tl.constexpr, WHOLE: tl.constexpr):
+    """Weights and 16 words of N tokens from `start` on, of `count`; WHOLE: there are as many."""
+    # rows of weights are padded with zeros to whole tiles
+    b_ps = _load_weights(p_weights + start, m_m, N)
+    packed += start * W
+    last = count - 1 - start
+    b_first = _load_words(packed, last, o_w, 0, W, N, WHOLE)
+    return b_ps, b_first, _load_words(packed, last, o_w, 1, W, N, WHOLE)
+
+
+@triton.jit
+def _add_bits(b_sums, tile, plane, PLANES: tl.constexpr, FP32_DOT: tl.constexpr):
+    """Adds a tile of `_load_tile` to the sums of PLANES bits, at most those of a byte."""
+    b_ps, b_first, b_second = tile
+    even, odd = low_halves(b_first, b_second) >> plane, high_halves(b_first, b_second) >> plane
+    new = ()
+    for f in tl.static_range(PLANES):
+        b_bits = _as_operand(masked_pairs(even, 1 << f), masked_pairs(odd, 1 << f))
+        if FP32_DOT:
+            new = new + (tl.dot(b_bits.to(tl.float32), b_ps, b_sums[f], input_precision="ieee"),)
+        else:
+            new = new + (tl.dot(b_bits, b_ps, b_sums[f]),)
+    return new
+
+
 @triton.jit(do_not_specialize=["length"])
 def _bits_kernel(
-    weights, packed, lengths, factor, part_out, w_batch, w_row, p_batch, p_time, length, per_split, rows, words,
-    CHANNELS: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    PLANES: tl.constexpr, FP32_DOT: tl.constexpr, HAS_LENGTHS: tl.constexpr,
+    weights, packed, lengths, factor, part_out, w_batch, w_row, p_batch, length, per_split, rows,
+    W: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PLANES: tl.constexpr,
+    FP32_DOT: tl.constexpr, HAS_LENGTHS: tl.constexpr,
 ):  # fmt: skip
-    """part_out[.., bit] = factor * sum over a split's tokens of weights * bit, for PLANES bits of BLOCK_W words.
+    """part_out[.., place] = factor * sum over a split's tokens of weights * bit, for PLANES bits of 16 words.
 
-    Grid (num_splits, ceil(words / BLOCK_W) * (16 / PLANES), batch * ceil(rows / BLOCK_M)).
-    weights float16 (float32 if FP32_DOT) [batch, rows, >= length]; packed int16 [batch, 1, time, words]; lengths int32
-    [batch] if HAS_LENGTHS; factor float32 [batch, num_splits, rows]; part_out float32 [batch, num_splits, rows,
-    CHANNELS], CHANNELS = 16 * words + 16.
-    w_ and p_ are strides. BLOCK_N tokens at a time; FP32_DOT: float32 products.
+    Grid (num_splits, ceil(W / 16) * (16 / PLANES), batch * ceil(rows / BLOCK_M)).
+    weights float16 (float32 if FP32_DOT) [batch, rows, >= length], 0 from a sequence's end to a multiple of BLOCK_N;
+    packed int16 [batch, 1, time, W]; lengths int32 [batch] if HAS_LENGTHS; factor float32 [batch, num_splits, rows];
+    part_out float32 [batch, num_splits, rows, CHANNELS], CHANNELS = 16 * places + 16.
+    w_ and p_ are strides. BLOCK_N tokens at a time, which divides per_split; FP32_DOT: float32 products.
     """
     BLOCKS: tl.constexpr = 16 // PLANES
+    PLACES: tl.constexpr = CHANNELS // 16 - 1
     plane = (tl.program_id(1) % BLOCKS) * PLANES
     blocks_m = tl.cdiv(rows, BLOCK_M)
     i_b = (tl.program_id(2) // blocks_m).to(tl.int64)
     o_m = (tl.program_id(2) % blocks_m) * BLOCK_M + tl.arange(0, BLOCK_M)
-    o_w = (tl.program_id(1) // BLOCKS) * BLOCK_W + tl.arange(0, BLOCK_W)
-    o_n = tl.arange(0, BLOCK_N)
+    o_w = (tl.program_id(1) // BLOCKS) * 16
     m_m = o_m < rows
-    m_w = o_w < words
     first = tl.program_id(0).to(tl.int64) * per_split
     if HAS_LENGTHS:
         length = tl.load(lengths + i_b)
-    count = tl.minimum(length - tl.program_id(0) * per_split, per_split)
-    p_weights = weights + i_b * w_batch + o_m.to(tl.int64)[None, :] * w_row + first
-    packed += i_b * p_batch + first * p_time
+    count = tl.maximum(tl.minimum(length - tl.program_id(0) * per_split, per_split), 0)
+    p_weights = weights + i_b * w_batch + o_m.to(tl.int64) * w_row + first
+    packed += i_b * p_batch + first * W
 
     b_sums = ()
     for f in tl.static_range(PLANES):
-        b_sums = b_sums + (tl.zeros([BLOCK_W, BLOCK_M], tl.float32),)
-    for start in range(0, count, BLOCK_N):
-        n = start + o_n
-        # rows of weights are padded with zeros to whole tiles
-        b_ps = tl.load(p_weights + n[:, None], mask=m_m[None, :], other=0.0)
-        at = tl.minimum(n, count - 1)
-        b_words = tl.load(packed + at[:, None] * p_time + o_w[None, :], mask=m_w[None, :], other=0)
-        b_words = tl.trans(b_words)
-        new = ()
-        for f in tl.static_range(PLANES):
-            if FP32_DOT:
-                b_bit = ((b_words >> (plane + f).to(tl.int16)) & 1).to(tl.float32)
-                new = new + (tl.dot(b_bit, b_ps, b_sums[f], input_precision="ieee"),)
-            else:
-                new = new + (tl.dot(shifted_fields_as_fp16(b_words, plane, 1 << f), b_ps, b_sums[f]),)
-        b_sums = new
+        b_sums = b_sums + (tl.zeros([16, BLOCK_M], tl.float32),)
+    whole = count // BLOCK_N * BLOCK_N
+    if whole > 0:
+        tile = _load_tile(p_weights, packed, m_m, o_w, 0, count, W, BLOCK_N, True)
+        for start in range(0, whole, BLOCK_N):
+            # what is loaded while a tile is added; nothing is left to load beside the last one
+            ahead = tl.minimum(start + BLOCK_N, whole - BLOCK_N)
+            next_tile = _load_tile(p_weights, packed, m_m, o_w, ahead, count, W, BLOCK_N, True)
+            b_sums = _add_bits(b_sums, tile, plane, PLANES, FP32_DOT)
+            tile = next_tile
+    if whole < count:
+        tile = _load_tile(p_weights, packed, m_m, o_w, whole, count, W, BLOCK_N, False)
+        b_sums = _add_bits(b_sums, tile, plane, PLANES, FP32_DOT)
     row = (i_b * tl.num_programs(0) + tl.program_id(0)) * rows + o_m
-    b_factor = tl.load(factor + row, mask=m_m, other=0.0)
-    if not FP32_DOT:
-        b_factor = b_factor * 16777216.0
+    b_factor = tl.load(factor + row, mask=m_m, other=0.0) * FIELD_SCALE
+    p_out = part_out + row[None, :] * CHANNELS + (plane * PLACES + o_w + tl.arange(0, 16))[:, None]
     for f in tl.static_range(PLANES):
-        b_out = b_sums[f] * b_factor[None, :]
-        if not FP32_DOT:
-            b_out = b_out * (1.0 / (1 << f))
-        p_out = part_out + row[None, :] * CHANNELS + (o_w * 16 + plane + f)[:, None]
-        tl.store(p_out, b_out, mask=m_w[:, None] & m_m[None, :])
+        b_out = b_sums[f] * (b_factor * (1.0 / (1 << f)))[None, :]
+        tl.store(p_out + f * PLACES, b_out, mask=m_m[None, :])
 
 
 @triton.jit
 def _codebook_kernel(
     sums, codebook, offset, out, num_kv_heads, rows, width,
-    CHANNELS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
-    FP32_DOT: tl.constexpr,
+    W: tl.constexpr, CHANNELS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr, FP32_DOT: tl.constexpr,
 ):  # fmt: skip
-    """out = sums[.., :N_c] C + sums[.., N_c] * offset, each row in the channels of its kv head.
+    """out = bits C + mass * offset, each row in the channels of its kv head, for sums of bits and then of all weights.
 
     Grid (batch * num_kv_heads, ceil(D / BLOCK_D), ceil(rows / BLOCK_M)); `rows` per kv head.
-    sums float32 [batch * num_kv_heads, rows, CHANNELS = N_c + 16]; codebook float16 [N_c, width]; offset float16
-    [width]; out float32 [batch * num_kv_heads, rows, D]. BLOCK_K bits at a time; FP32_DOT: products in float32, else
-    tf32.
+    sums float32 [batch * num_kv_heads, rows, CHANNELS]; codebook float16 [16 W, width]; offset float16 [width]; out
+    float32 [batch * num_kv_heads, rows, D]. BLOCK_K bits at a time; FP32_DOT: products in float32, else tf32.
     """
     i_bh = tl.program_id(0).to(tl.int64)
     i_h = i_bh % num_kv_heads
@@ -178,12 +244,15 @@ def _codebook_kernel(
     m_d = o_d < D
     row = i_bh * rows + o_m
     BITS: tl.constexpr = CHANNELS - 16
+    PLACES: tl.constexpr = BITS // 16
     b_out = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for start in range(0, BITS, BLOCK_K):
         k = start + o_k
-        m_k = k < BITS
+        place = k % PLACES
+        word = place // 16 * 16 + place % 8 * 2 + place // 8 % 2
+        m_k = (k < BITS) & (word < W)
         b_y = tl.load(sums + row[:, None] * CHANNELS + k[None, :], mask=m_m[:, None] & m_k[None, :], other=0.0)
-        p_book = codebook + k[:, None] * width + (i_h * D + o_d)[None, :]
+        p_book = codebook + (word * 16 + k // PLACES)[:, None] * width + (i_h * D + o_d)[None, :]
         b_c = tl.load(p_book, mask=m_k[:, None] & m_d[None, :], other=0.0).to(tl.float32)
         b_out = tl.dot(b_y, b_c, b_out, input_precision="ieee" if FP32_DOT else "tf32")
     b_mass = tl.load(sums + row * CHANNELS + BITS, mask=m_m, other=0.0)
@@ -207,17 +276,17 @@ def bit_sums(scores: Tensor, encoded: EncodedTokens, fp32_dot: bool) -> tuple[Te
         fp32_dot: float32 products instead of float16.
 
     Returns:
-        float32 [batch, 1, all rows, N_c + 16]: the bits, the sum of all weights, zeros; and lse [batch, 1, all rows].
+        float32 [batch, 1, all rows, N_c rounded up to a multiple of 256 + 16]: the bits in planes, the sum of all
+        weights, zeros; and lse [batch, 1, all rows].
     """
     codes: CommVQValueCodes = encoded.value_codes
     batch, kv_heads, rows, padded = scores.shape
     words = codes.packed.view(torch.int16)
     count, rows = words.shape[-1], rows * kv_heads
-    channels = count * 16 + 16
+    channels = cdiv(count, 16) * 256 + 16
     block_m = min(32, max(16 if fp32_dot else 8, power_of_two(rows)))
-    block_w = min(_WORDS, max(16, power_of_two(count)))
-    blocks_m, blocks_w = cdiv(rows, block_m), cdiv(count, block_w) * (16 // _PLANES)
-    per_split = tokens_per_split(encoded.length, batch * blocks_m * blocks_w, _TOKENS, _PER_SM)
+    blocks_m, blocks_w = cdiv(rows, block_m), cdiv(count, 16) * (16 // _PLANES)
+    per_split = tokens_per_split(encoded.length, batch * blocks_m * blocks_w, _BLOCK_N, _PER_SM)
     num_splits = cdiv(encoded.length, per_split)
     device = scores.device
     weights = torch.empty(scores.shape, dtype=torch.float32 if fp32_dot else torch.float16, device=device)
@@ -226,19 +295,17 @@ def bit_sums(scores: Tensor, encoded: EncodedTokens, fp32_dot: bool) -> tuple[Te
     part_lse = torch.empty(batch, num_splits, rows, device=device)
     sums = torch.empty(batch, 1, rows, channels, device=device)
     lse = torch.empty(batch, 1, rows, device=device)
-    row_block = 4
-    _weights_kernel[(num_splits, cdiv(rows, row_block), batch)](
+    _weights_kernel[(num_splits, cdiv(rows, _WEIGHTS_TILE["BLOCK_M"]), batch)](
         scores, codes.scale, scores if encoded.lengths is None else encoded.lengths,
         weights, factor, part_out, part_lse,
         scores.stride(0), padded, codes.scale.stride(0), codes.scale.stride(2), encoded.length, per_split, rows,
-        CHANNELS=channels, BLOCK_M=row_block, BLOCK_N=256, HAS_LENGTHS=encoded.lengths is not None, num_warps=4,
+        CHANNELS=channels, HAS_LENGTHS=encoded.lengths is not None, **_WEIGHTS_TILE,
     )  # fmt: skip
     _bits_kernel[(num_splits, blocks_w, batch * blocks_m)](
         weights, words, scores if encoded.lengths is None else encoded.lengths, factor, part_out,
-        weights.stride(0), padded, words.stride(0), words.stride(2),
-        encoded.length, per_split, rows, count,
-        CHANNELS=channels, BLOCK_W=block_w, BLOCK_M=block_m, BLOCK_N=_TOKENS, PLANES=_PLANES, FP32_DOT=fp32_dot,
-        HAS_LENGTHS=encoded.lengths is not None, num_warps=_WARPS, num_stages=_STAGES,
+        weights.stride(0), padded, words.stride(0), encoded.length, per_split, rows,
+        W=count, CHANNELS=channels, BLOCK_M=block_m, BLOCK_N=_BLOCK_N, PLANES=_PLANES, FP32_DOT=fp32_dot,
+        HAS_LENGTHS=encoded.lengths is not None, num_warps=_WARPS_FP32 if fp32_dot else 1, num_stages=1,
     )  # fmt: skip
     if num_splits == 1:
         return part_out, part_lse * math.log(2)
@@ -251,7 +318,7 @@ def apply_codebook(value: CommVQValueCodec, sums: Tensor, shape: torch.Size, fp3
 
     Args:
         value: the codec.
-        sums: float32 [batch, 1, all rows, N_c + 16], of `bit_sums`.
+        sums: of `bit_sums`.
         shape: of the query, [batch, num_heads, query_len, head_dim].
         fp32_dot: float32 products instead of tf32.
 
@@ -264,7 +331,7 @@ def apply_codebook(value: CommVQValueCodec, sums: Tensor, shape: torch.Size, fp3
     block_d = 16 if batch * kv_heads < 64 else 64
     _codebook_kernel[(batch * kv_heads, cdiv(head_dim, block_d), cdiv(rows, 16))](
         sums, value.codebook, value.offset, out, kv_heads, rows, value.codebook.shape[1],
-        CHANNELS=sums.shape[-1], D=head_dim, BLOCK_D=block_d, BLOCK_M=16, BLOCK_K=128, FP32_DOT=fp32_dot,
-        num_warps=4, num_stages=3,
+        W=value.codebook.shape[0] // 16, CHANNELS=sums.shape[-1], D=head_dim, BLOCK_D=block_d, BLOCK_M=16, BLOCK_K=128,
+        FP32_DOT=fp32_dot, num_warps=4, num_stages=3,
     )  # fmt: skip
     return out
