@@ -57,7 +57,7 @@ def run(options: DemoOptions, output: Output) -> None:
         loaded = load_model(device=options.torch_device(), say=output.say, progress=output.progress)
     with _timed(seconds, "calibrate"):
         settings = calibrate.CalibrateOptions(
-            tokens=options.tokens, query_tokens=4096, fisher_tokens=2048, out=folders["samples"], **shared
+            tokens=options.tokens, query_tokens=4096, fisher_tokens=2048, batch_size=1, out=folders["samples"], **shared
         )
         calibrate.run(settings, quiet)
     with _timed(seconds, "train"):

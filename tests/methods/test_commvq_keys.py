@@ -100,7 +100,7 @@ def test_annealed_em_equals_its_definition_and_converges() -> None:
     generator = torch.Generator().manual_seed(0)
     data = TokenBlocks.of(clustered(1, 400, 8))
     annealed = em.fit_annealed(data, 8, 0, generator)
-    hard = em.fit_hard(data, 8, 20, torch.Generator().manual_seed(0))
+    hard = em.fit_hard(data, 8, 20, 10, torch.Generator().manual_seed(0))
     assert em.hard_error(data, annealed) < 1.3 * em.hard_error(data, hard)
 
 

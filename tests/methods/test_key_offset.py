@@ -15,6 +15,7 @@ from kvcli.layer_samples import LayerSamples
 from kvcli.methods.commvq.config import CommVQConfig
 from kvcli.methods.commvq.fit import fit_layer
 from kvcli.methods.commvq.method import METHOD
+from kvcli.methods.commvq.offset import choose_offset
 from kvcli.methods.encoded import EncodedTokens
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.registry import METHODS, get_method
@@ -155,6 +156,21 @@ def test_keys_without_a_constant_part_keep_none() -> None:
     keys = clustered(2, 2000, 16)
     keys = torch.cat((keys, -keys), dim=1)
     assert fit(samples(keys))[1]["key_offset"] == "none"
+
+
+@pytest.mark.parametrize(("size", "expected"), [(0.0, {"none"}), (30.0, {"bias", "mean"}), (300.0, {"bias", "mean"})])
+def test_an_offset_is_chosen_by_few_stages_as_by_all(
+    monkeypatch: pytest.MonkeyPatch, size: float, expected: set[str]
+) -> None:
+    keys = clustered(2, 2000, 16)
+    bias = size * torch.randn(2, 16, generator=torch.Generator().manual_seed(3))
+    biased = samples(torch.cat((keys, -keys), dim=1) + bias.unsqueeze(1), bias)
+    config = CONFIG.model_copy(update={"num_residuals": 12})
+    codec, found = METHOD.build(make_spec(), config, 0).key, []
+    for _ in range(2):
+        found.append(choose_offset(codec, biased, biased, config, torch.Generator().manual_seed(0))[0])
+        monkeypatch.setattr("kvcli.methods.commvq.offset._PILOT_STAGES", config.num_residuals)
+    assert set(found) <= expected
 
 
 @pytest.mark.parametrize("seed", [0, 1])

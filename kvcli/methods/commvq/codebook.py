@@ -8,6 +8,8 @@ problems (kv heads times groups). This module knows one stage; residual stages a
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -57,10 +59,7 @@ def pair_table(codebook: Tensor) -> Tensor:
 
 
 def nearest(x: Tensor, codebook: Tensor) -> tuple[Tensor, Tensor]:
-    """The nearest centre of each vector, exactly, by 2N dot products and N^2 additions per vector.
-
-    |x - u_a - i*u_b|^2 = |x|^2 - 2 Re<x, u_a> - 2 Re<x, i*u_b> + |u_a + i*u_b|^2. The N^2 sums exist for a block of
-    vectors at a time.
+    """The nearest centre of each vector, exactly; see `Search.nearest`.
 
     Args:
         x: [P, T, 2g].
@@ -69,17 +68,65 @@ def nearest(x: Tensor, codebook: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         Indices a and b, int64 [P, T] each.
     """
-    size = codebook.shape[-2]
-    table = pair_table(codebook)
-    directions = torch.cat((codebook, times_i(codebook)), dim=-2).transpose(-1, -2) * -2
-    along_a, along_b = (x @ directions).split(size, dim=-1)
-    # amin over b is several times faster than argmin; the index is needed for one a only
-    best_over_b = torch.empty_like(along_a)
-    block = max(1, _BLOCK_ELEMENTS.get(x.device.type, 2**20) // (x.shape[0] * size * size))
-    for part, best in zip(along_b.split(block, dim=1), best_over_b.split(block, dim=1), strict=True):
-        torch.amin(table.unsqueeze(1) + part.unsqueeze(-2), dim=-1, out=best)
-    first = best_over_b.add_(along_a).argmin(-1)
-    return first, (_rows(table, first) + along_b).argmin(-1)
+    return Search.of(codebook).nearest(x)
+
+
+class Search(NamedTuple):
+    """What the search for nearest centres reads, derived from codebooks [..., N, 2g] at once.
+
+    Attributes:
+        codebook: [..., N, 2g].
+        turned: `times_i` of it.
+        directions: [..., 2g, 2N], -2 u_a and -2 i*u_b.
+        table: [..., N, N], squared norms of the centres (a, b).
+        by_second: [..., N, N], the same with b before a.
+    """
+
+    codebook: Tensor
+    turned: Tensor
+    directions: Tensor
+    table: Tensor
+    by_second: Tensor
+
+    @classmethod
+    def of(cls, codebook: Tensor) -> Search:
+        """Derives the terms of codebooks [..., N, 2g]."""
+        turned, table = times_i(codebook), pair_table(codebook)
+        directions = torch.cat((codebook, turned), dim=-2).transpose(-1, -2) * -2
+        return cls(codebook, turned, directions, table, table.transpose(-1, -2).contiguous())
+
+    def unbind(self, dim: int) -> list[Search]:
+        """The searches along a leading axis."""
+        return [Search(*terms) for terms in zip(*(x.unbind(dim) for x in self), strict=True)]
+
+    def nearest(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The nearest centre of each vector, exactly, by 2N dot products and N^2 additions per vector.
+
+        |x - u_a - i*u_b|^2 = |x|^2 - 2 Re<x, u_a> - 2 Re<x, i*u_b> + |u_a + i*u_b|^2. The N^2 sums exist for a block
+        of vectors at a time.
+
+        Args:
+            x: [P, T, 2g]; the codebooks are [P, N, 2g].
+
+        Returns:
+            Indices a and b, int64 [P, T] each.
+        """
+        size = self.table.shape[-1]
+        along_a, along_b = (x @ self.directions).split(size, dim=-1)
+        # amin over b is several times faster than argmin, whose result is needed for one a only; and over another axis
+        # than the last, whose elements are next to each other
+        best_over_b = torch.empty_like(along_a)
+        block = max(1, _BLOCK_ELEMENTS.get(x.device.type, 2**20) // (x.shape[0] * size * size))
+        sums = x.new_empty(x.shape[0], min(block, x.shape[1]), size, size)
+        for part, best in zip(along_b.split(block, dim=1), best_over_b.split(block, dim=1), strict=True):
+            of_part = torch.add(self.by_second.unsqueeze(1), part.unsqueeze(-1), out=sums[:, : part.shape[1]])
+            torch.amin(of_part, dim=-2, out=best)
+        first = best_over_b.add_(along_a).argmin(-1)
+        return first, (_rows(self.table, first) + along_b).argmin(-1)
+
+    def centres(self, first: Tensor, second: Tensor) -> Tensor:
+        """As the function `centres`, of these codebooks."""
+        return _rows(self.codebook, first) + _rows(self.turned, second)
 
 
 def update(x: Tensor, first: Tensor, second: Tensor, codebook: Tensor) -> tuple[Tensor, Tensor]:
@@ -118,8 +165,11 @@ class Sums:
     def add(self, x: Tensor, first: Tensor, second: Tensor) -> None:
         """Adds vectors x [P, T, 2g] that are assigned to the centres of indices [P, T]."""
         self.counts.scatter_add_(1, first * self.size + second, torch.ones_like(first, dtype=torch.float64))
-        _add_groups(self.first, x, first)
-        _add_groups(self.second, x, second)
+        parts = (y.split(_SUM_ROWS, dim=1) for y in (x, first, second))
+        for part, *indices in zip(*parts, strict=True):
+            rows = part.double()
+            for sums, index in zip((self.first, self.second), indices, strict=True):
+                sums.scatter_add_(1, index.unsqueeze(-1).expand_as(rows), rows)
 
     def solve(self, codebook: Tensor) -> tuple[Tensor, Tensor]:
         """The best codebook for what was added, and its dead rows, as `update` returns them."""
@@ -156,10 +206,6 @@ def solve(counts: Tensor, sums_a: Tensor, sums_b: Tensor, codebook: Tensor) -> t
 
 def _rows(table: Tensor, index: Tensor) -> Tensor:
     """Rows table[p, index[p, t]]: [P, N, C] and [P, T] to [P, T, C]."""
-    return table.gather(1, index.unsqueeze(-1).expand(-1, -1, table.shape[-1]))
-
-
-def _add_groups(sums: Tensor, x: Tensor, index: Tensor) -> None:
-    """Adds the rows of x [P, T, C] to float64 sums [P, N, C] by index, one block of rows after the other."""
-    for part, part_index in zip(x.split(_SUM_ROWS, dim=1), index.split(_SUM_ROWS, dim=1), strict=True):
-        sums.scatter_add_(1, part_index.unsqueeze(-1).expand_as(part), part.double())
+    starts = torch.arange(0, table.shape[0] * table.shape[1], table.shape[1], device=table.device)
+    rows: Tensor = table.reshape(-1, table.shape[-1]).index_select(0, (index + starts.unsqueeze(1)).flatten())
+    return rows.view(*index.shape, -1)

@@ -47,8 +47,9 @@ class CommVQConfig(CacheConfig):
     key_assignment: Literal["hard", "annealed"] = Field(
         default="hard", description="EM with hard assignment, or the paper's annealed soft assignment"
     )
-    key_iterations: int = Field(
-        default=12, ge=1, le=1000, description="EM iterations per stage with hard assignment; half of them on a subset"
+    key_iterations: int = Field(default=12, ge=1, le=1000, description="EM iterations per stage with hard assignment")
+    key_full_iterations: int = Field(
+        default=6, ge=1, le=1000, description="the last EM iterations, on all vectors; those before are on a subset"
     )
     key_offset: Literal["auto", "none", "bias", "mean"] = Field(
         default="auto",
@@ -85,6 +86,11 @@ class CommVQConfig(CacheConfig):
     def bits_per_code(self) -> int:
         """Bits of one code (a, b): 2 log2 N."""
         return 2 * int(math.log2(self.codebook_size))
+
+    @property
+    def key_subset_iterations(self) -> int:
+        """EM iterations per stage on a subset of the vectors, before those on all."""
+        return max(0, self.key_iterations - self.key_full_iterations)
 
     def for_layer(self, layer_idx: int) -> Self:
         """The settings of one layer: its own R and N_c."""

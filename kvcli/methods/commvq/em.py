@@ -40,13 +40,14 @@ def initial_codebook(x: TokenBlocks, size: int, generator: torch.Generator) -> T
     return update(drawn, cells // size, cells % size, start)[0]
 
 
-def fit_hard(x: TokenBlocks, size: int, iterations: int, generator: torch.Generator) -> Tensor:
-    """EM with hard assignment; the first half of the iterations runs on a random quarter, 4096 to 8192 vectors.
+def fit_hard(x: TokenBlocks, size: int, iterations: int, early: int, generator: torch.Generator) -> Tensor:
+    """EM with hard assignment; its first iterations run on a random quarter, 4096 to 8192 vectors.
 
     Args:
         x: [P, T, 2g] data.
         size: rows N.
         iterations: EM iterations in all.
+        early: how many of them run on the subset; all vectors are taken where it would be half of them or more.
         generator: CPU generator of the initial centres and the subset.
 
     Returns:
@@ -55,7 +56,7 @@ def fit_hard(x: TokenBlocks, size: int, iterations: int, generator: torch.Genera
     codebook = initial_codebook(x, size, generator)
     count = min(max(_SUBSET, x.num_tokens // 4), _MOST_SUBSET)
     subset = torch.randperm(x.num_tokens, generator=generator)[:count]
-    early = iterations // 2 if x.num_tokens > 2 * count else 0
+    early = early if x.num_tokens > 2 * count else 0
     if early:
         some = TokenBlocks.of(x.at(subset))
         for _ in range(early):

@@ -37,7 +37,8 @@ def fit_keys(codec: CommVQKeyCodec, keys: TokenBlocks, config: CommVQConfig, gen
     books, dead = [], 0
     for stage in range(config.num_residuals):
         if config.key_assignment == "hard":
-            book = fit_hard(residual, config.codebook_size, config.key_iterations, generator)
+            iterations = config.key_iterations, config.key_subset_iterations
+            book = fit_hard(residual, config.codebook_size, *iterations, generator)
         else:
             book = fit_annealed(residual, config.codebook_size, stage, generator)
         if stage == 0:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import partial
 
 import torch
@@ -78,23 +78,25 @@ def fit_values_fast(codec: CommVQValueCodec, values: TokenBlocks, iterations: in
     """
     rows = _unit_rows(codec, values)
     count = min(rows.num_tokens, _JUDGED_ROWS)
-    judged = rows.at(torch.arange(count) * rows.num_tokens // count)
+    places = torch.arange(count) * rows.num_tokens // count
+    judged = rows.at(places)
     _, _, bits = principal_bits(rows, codec.config.value_code_bits)
     best, best_error, worse = codec.state_dict(), float("inf"), 0
-    for _ in range(iterations):
+    for round_number in range(1, iterations + 1):
         codebook, offset = least_squares_codebook(zip(bits, rows, strict=True))
         _store(codec, codebook, offset)
         # the encoder predicts the signs 2s - 1 of the bits; its bias absorbs the -1
         encoder = 2 * _ridge_solve(zip(rows, bits, strict=True))
         codec.get_buffer("encoder_weight_0").copy_(encoder[:-1].T)
         codec.get_buffer("encoder_bias_0").copy_(encoder[-1] - 1)
+        encoded = rows.map(partial(_encoded, codec)).stored()
         worse += 1
-        for solved_for_encoded in (False, True):
-            if solved_for_encoded:
-                _store(codec, *least_squares_codebook(_encoded(codec, rows)))
-            if (error := codec.unit_error(judged)) < best_error:
+        for found in (encoded.at(places), None):
+            if found is None:
+                _store(codec, *least_squares_codebook(zip(encoded, rows, strict=True)))
+            if (error := codec.unit_error(judged, found)) < best_error:
                 best, best_error, worse = {name: x.clone() for name, x in codec.state_dict().items()}, error, 0
-        if worse == _PATIENCE:
+        if worse == _PATIENCE or round_number == iterations:
             break
         bits.update(partial(_swept, codebook=codebook, offset=offset), rows)
     codec.load_state_dict(best)
@@ -105,11 +107,9 @@ def _unit_rows(codec: CommVQValueCodec, values: TokenBlocks) -> StoredBlocks:
     return values.map(lambda block: codec.normalise(block.unsqueeze(0))[0], axis=0).stored()
 
 
-def _encoded(codec: CommVQValueCodec, rows: TokenBlocks) -> Iterator[tuple[Tensor, Tensor]]:
-    """The bits that encoding finds for rows [T, D], and the rows, block by block."""
-    for block in rows:
-        for part in block.split(_BLOCK_TOKENS):
-            yield codec.assign(part)[0], part
+def _encoded(codec: CommVQValueCodec, rows: Tensor) -> Tensor:
+    """The bits that encoding finds for rows [T, D]: uint8 [T, N_c]."""
+    return torch.cat([codec.assign(part).to(torch.uint8) for part in rows.split(_BLOCK_TOKENS)])
 
 
 def _swept(bits: Tensor, rows: Tensor, codebook: Tensor, offset: Tensor) -> Tensor:

@@ -18,6 +18,9 @@ from kvcli.token_blocks import TokenBlocks
 
 _PILOT_TOKENS = 2048
 _PILOT_ITERATIONS = 2
+_PILOT_STAGES = 4
+"""Residual stages of a trial: later ones hardly change the order of the errors."""
+
 _LEAST_GAIN = 0.05
 """Share by which an offset must lower the held-out error: without one, decoding is a little faster."""
 
@@ -35,7 +38,7 @@ def offsets(samples: LayerSamples) -> dict[str, Tensor]:
 def choose_offset(
     codec: CommVQKeyCodec, train: LayerSamples, heldout: LayerSamples, config: CommVQConfig, generator: torch.Generator
 ) -> tuple[str, Tensor]:
-    """The offset with the smallest held-out score error, each tried by a short fit to some thousand tokens.
+    """The offset with the smallest held-out score error, each tried by a short fit of a few stages.
 
     Args:
         codec: of the layer, not changed.
@@ -50,7 +53,10 @@ def choose_offset(
     choices = offsets(train)
     if config.key_offset != "auto":
         return config.key_offset, choices.get(config.key_offset, choices["none"])
-    pilot = config.model_copy(update={"key_iterations": _PILOT_ITERATIONS, "key_assignment": "hard"})
+    stages = min(_PILOT_STAGES, config.num_residuals)
+    pilot = config.model_copy(
+        update={"num_residuals": stages, "key_iterations": _PILOT_ITERATIONS, "key_assignment": "hard"}
+    )
     tokens = torch.randperm(train.num_tokens, generator=generator)[:_PILOT_TOKENS]
     seed = int(torch.randint(2**31, (), generator=generator))
     some = train.keys.at(tokens)

@@ -16,6 +16,9 @@ from kvcli.methods.commvq.tables import SWEEP_BITS, DescentTables, descent_table
 from kvcli.packing import byte_fields, pack_bits, packed_size, stream_to_fields, unpack_bits
 from kvcli.spec import ModelSpec
 
+_BLOCK_BITS = 64
+"""Value bits for which a sweep reads and writes the residual once."""
+
 
 @dataclass(frozen=True)
 class CommVQValueCodes(Codes):
@@ -106,30 +109,34 @@ class CommVQValueCodec(ValueCodec[CommVQValueCodes]):
             return CommVQValueCodes(*encode_values(x, encoder, tables, self.config.value_sweeps))
         batch, _, time, _ = x.shape
         rows, rms = self.normalise(x)
-        bits, decoded = self.assign(rows)
-        scale = rms * self._unit_gain(rows, decoded)
+        bits = self.assign(rows)
+        scale = rms * self._unit_gain(rows, self._decode_unit(bits))
         limit = torch.finfo(torch.float16).max
         packed = pack_bits(bits.view(batch, 1, time, bits.shape[-1]), 1)
         return CommVQValueCodes(packed, scale.clamp(-limit, limit).half().view(batch, 1, time, 1))
 
-    def assign(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """The bits of unit rows [T, D] in the coordinates of the metric, and what they decode to there.
-
-        Returns:
-            float32 zeros and ones [T, N_c]; float32 [T, D], before the factor of each row.
-        """
-        codebook, offset = self.in_metric(self.codebook), self.in_metric(self.offset.unsqueeze(0))
+    def assign(self, rows: Tensor) -> Tensor:
+        """The bits of unit rows [T, D] in the coordinates of the metric: float32 zeros and ones [T, N_c]."""
         bits = (self.logits(rows) > 0).float()
         if self.config.value_trainer == "fast":
-            target = rows - offset
+            codebook, target = self.in_metric(self.codebook), rows - self.in_metric(self.offset.unsqueeze(0))
             for _ in range(self.config.value_sweeps):
                 sweep(target, codebook, bits)
-        return bits, bits @ codebook + offset
+        return bits
 
-    def unit_error(self, rows: Tensor) -> float:
-        """Squared error of coding unit rows [T, D] as a share of their energy."""
-        _, decoded = self.assign(rows)
+    def unit_error(self, rows: Tensor, bits: Tensor | None = None) -> float:
+        """Squared error of coding unit rows [T, D] as a share of their energy.
+
+        Args:
+            rows: in the coordinates of the metric.
+            bits: [T, N_c] that encoding finds for them; None: they are not known yet.
+        """
+        decoded = self._decode_unit((self.assign(rows) if bits is None else bits).float())
         return float((decoded * self._unit_gain(rows, decoded) - rows).square().sum() / rows.square().sum())
+
+    def _decode_unit(self, bits: Tensor) -> Tensor:
+        """What bits [T, N_c] decode to in the coordinates of the metric, [T, D], before the factor of each row."""
+        return bits @ self.in_metric(self.codebook) + self.in_metric(self.offset.unsqueeze(0))
 
     def _unit_gain(self, rows: Tensor, decoded: Tensor) -> Tensor:
         """The factor of decoded rows: least squares, or the one that restores the norm of rows [T, D]."""
@@ -179,6 +186,9 @@ class CommVQValueCodec(ValueCodec[CommVQValueCodes]):
 def sweep(target: Tensor, codebook: Tensor, bits: Tensor) -> Tensor:
     """One coordinate-descent sweep: each group of `SWEEP_BITS` bits takes its best joint setting given all others.
 
+    The residual, which is wide, is read and written once per block of bits; within a block its products with the rows
+    are kept up to date instead.
+
     Args:
         target: [T, D] rows to approximate by bits @ codebook.
         codebook: [N_c, D].
@@ -188,15 +198,34 @@ def sweep(target: Tensor, codebook: Tensor, bits: Tensor) -> Tensor:
         The residual target - bits @ codebook, [T, D].
     """
     residual = target - bits @ codebook
-    for start in range(0, codebook.shape[0], SWEEP_BITS):
-        rows = codebook[start : start + SWEEP_BITS]
-        width = rows.shape[0]
-        settings = torch.arange(2**width, device=bits.device).unsqueeze(-1) >> torch.arange(width, device=bits.device)
-        settings = (settings & 1).to(bits.dtype)
-        current = bits[:, start : start + width]
-        residual.addmm_(current, rows)
-        energy = (settings @ rows).square().sum(-1)
-        best = (energy - 2 * (residual @ rows.T) @ settings.T).argmin(-1)
-        current.copy_(settings[best])
-        residual.addmm_(current, rows, alpha=-1)
+    places = torch.arange(SWEEP_BITS, device=bits.device)
+    settings = (torch.arange(2**SWEEP_BITS, device=bits.device).unsqueeze(-1) >> places & 1).to(bits.dtype)
+    for rows, current in zip(codebook.split(_BLOCK_BITS), bits.split(_BLOCK_BITS, dim=1), strict=True):
+        before = current.clone()
+        _descend(residual @ rows.T, rows, current, settings)
+        residual.addmm_(before.sub_(current), rows)
     return residual
+
+
+def _descend(products: Tensor, rows: Tensor, bits: Tensor, settings: Tensor) -> None:
+    """The part of a sweep that changes one block of bits.
+
+    Args:
+        products: [T, B] of the residual and the block's rows, overwritten.
+        rows: [B, D] of the codebook.
+        bits: [T, B], changed in place.
+        settings: all [2**SWEEP_BITS, SWEEP_BITS] settings of a group.
+    """
+    gram, group = rows @ rows.T, torch.arange(len(rows), device=rows.device) // SWEEP_BITS
+    # products with what a group's own bits leave of the residual do not depend on them
+    products.addmm_(bits, torch.where(group.unsqueeze(1) == group, gram, 0.0))
+    whole_groups = nn.functional.pad(rows, (0, 0, 0, -len(rows) % SWEEP_BITS)).unflatten(0, (-1, SWEEP_BITS))
+    energies = (settings @ whole_groups).square().sum(-1)
+    for energy, start in zip(energies, range(0, len(rows), SWEEP_BITS), strict=True):
+        stop = min(start + SWEEP_BITS, len(rows))
+        choices, current = settings[: 2 ** (stop - start), : stop - start], bits[:, start:stop]
+        scores = torch.addmm(energy[: len(choices)], products[:, start:stop], choices.T, alpha=-2)
+        chosen = choices.index_select(0, scores.argmin(-1))
+        if stop < len(rows):
+            products[:, stop:].addmm_(current - chosen, gram[start:stop, stop:])
+        current.copy_(chosen)
