@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels.launch import unsupported_shape
-from kvcli.methods.commvq import score_kernels, value_kernels
+from kvcli.methods.commvq import score_kernels, value_codebook_kernels, value_kernels
 from kvcli.methods.commvq.layer import CommVQLayer
 from kvcli.methods.encoded import EncodedTokens, PartialAttention
 
@@ -27,5 +27,5 @@ def fused_attend(codec: CommVQLayer, query: Tensor, encoded: EncodedTokens, scal
     fp32_dot = query.dtype == torch.float32
     scores = score_kernels.key_scores(codec, query, encoded, scaling, fp32_dot)
     sums, lse = value_kernels.bit_sums(scores, encoded, fp32_dot)
-    out = value_kernels.apply_codebook(codec.value, sums, query.shape, fp32_dot)
+    out = value_codebook_kernels.apply_codebook(codec.value, sums, query.shape, fp32_dot)
     return out, lse.view(query.shape[:3])
