@@ -13,6 +13,7 @@ from kvcli.attention.attach import make_config
 from kvcli.attention.reference import attend_codes as reference_attend
 from kvcli.errors import UsageError
 from kvcli.kernels.splits import SplitScores
+from kvcli.methods.commvq import value_kernels as commvq_values
 from kvcli.methods.commvq.codeword_kernels import MAX_STAGES
 from kvcli.methods.commvq.score_kernels import stage_ranges
 from kvcli.methods.encoded import EncodedTokens, PartialAttention
@@ -77,11 +78,22 @@ def test_fused_attention_equals_the_reference(case: Any, dtype: torch.dtype) -> 
 def test_sums_of_the_largest_codewords(stages: int, entries: tuple[int, int]) -> None:
     """Sums of two bytes per stage come close to what 16 bits hold, with and without a second pass."""
     method, codec = make_codec("commvq-1", 2, 1, 64, codebook_size=2, num_residuals=stages)
-    codec.key.codebook.unflatten(-1, (-1, 2)).copy_(torch.tensor(entries))
     part = make_part(codec, 2, 1, 20, None)
+    codec.key.codebook.copy_(torch.tensor(entries).repeat(32))
     query = torch.randn(1, 2, 1, 64, device=DEVICE)
     expected = reference_attend(codec, query, part, 1e-4)
     assert_same(attend_kernels(method).fused_attend(codec, query, part, 1e-4), expected, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_value_bits_of_several_tiles(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A split of several tiles, of which the last is partly filled, filled, or the only one."""
+    monkeypatch.setattr(commvq_values, "_PER_SM", 0)
+    method, codec = make_codec("commvq-1", 2, 1, 64)
+    part = make_part(codec, 2, 3, 200, [200, 192, 3])
+    query = torch.randn(3, 2, 1, 64, device=DEVICE).to(dtype)
+    fused = attend_kernels(method).fused_attend(codec, query, part, 0.125)
+    assert_same(fused, reference_attend(codec, query.float(), part, 0.125), dtype)
 
 
 @pytest.mark.parametrize("name", ["kivi-2", "squat-pre-2", "qjl"])
