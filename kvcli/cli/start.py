@@ -11,8 +11,8 @@ from typing import Any
 
 from kvcli.errors import OutputError, Terminated
 
-_LONG = {"calibrate", "demo", "fit", "fit-subspace", "train-codebook"}
-"""Commands that compute for minutes, in operations with much to do on one thread between them."""
+_LONG = ("calibrate", "demo", "fit", "train")
+"""How commands begin that compute for minutes, in operations with much to do on one thread between them."""
 
 _SPINS = "1000"
 """Turns for which a thread of theirs spins: some tens of microseconds."""
@@ -124,7 +124,7 @@ def _limit_spinning(arguments: list[str]) -> None:
     By default they spin for milliseconds. Where two cores are threads of one, that slows what they wait for. Decoding
     has more to lose from waking them than to gain.
     """
-    if _LONG & set(arguments[:1]) and "OMP_WAIT_POLICY" not in os.environ:
+    if arguments and arguments[0].startswith(_LONG) and "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
 
 
