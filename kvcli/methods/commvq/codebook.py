@@ -208,4 +208,4 @@ def _rows(table: Tensor, index: Tensor) -> Tensor:
     """Rows table[p, index[p, t]]: [P, N, C] and [P, T] to [P, T, C]."""
     starts = torch.arange(0, table.shape[0] * table.shape[1], table.shape[1], device=table.device)
     rows: Tensor = table.reshape(-1, table.shape[-1]).index_select(0, (index + starts.unsqueeze(1)).flatten())
-    return rows.view(*index.shape, -1)
+    return rows.view(*index.shape, table.shape[-1])
