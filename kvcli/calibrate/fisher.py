@@ -33,10 +33,7 @@ SEQ_LEN = 1024
 """Longest sequence that gradients pass through; attention holds the scores of one layer in memory."""
 
 _SINKS, _WINDOW = 4, 32
-_LOGIT_TOKENS = 128
-_QUERY_BLOCK = 256
-"""Queries whose scores exist at once: the system would zero a matrix of all anew for each operation."""
-
+_LOGIT_TOKENS = 256
 _REMEDY = "leave them out with --fisher-tokens 0"
 _KINDS = ("key", "value")
 _SUMS = ("fisher", "weight", "squares", "sum", "count")
@@ -175,32 +172,25 @@ def _attend(
     Returns:
         [1, time, num_heads, head_dim].
     """
-    time, heads = query.shape[2], (key.shape[1], query.shape[1] // key.shape[1])
+    time = query.shape[2]
     at = torch.arange(time, device=query.device)
-    rotated = [call.rotation.apply(x) for x in (coded_key, key)]
-    rows = (call.rotation.apply(query) * call.scaling).unflatten(1, heads)
-    parts = []
-    for start in range(0, time, _QUERY_BLOCK):
-        queries = slice(start, min(start + _QUERY_BLOCK, time))
-        seen = slice(0, queries.stop if call.mask is None else time)
-        distance = at[queries].unsqueeze(1) - at[seen]
-        visible = distance >= 0 if call.mask is None else call.mask[0, 0, queries]
-        coded = (distance >= _WINDOW) & (at[seen] >= _SINKS)
-        # the query heads of a kv head are rows of one product
-        block = rows[..., queries, :].flatten(2, 3)
-        of_codes, exact = ((block @ x[:, :, seen].mT).unflatten(2, (heads[1], -1)) for x in rotated)
-        scores = torch.where(coded, of_codes, exact).float()
-        if (cap := call.layer.soft_cap) is not None:
-            scores = cap * torch.tanh(scores / cap)
-        scores = scores.masked_fill(~visible, -math.inf)
-        if call.sinks is not None:
-            logits = call.sinks.float().view(1, *heads, 1, 1).expand(*scores.shape[:-1], 1)
-            scores = torch.cat((scores, logits), dim=-1)
-        weights = scores.softmax(-1)[..., : len(at[seen])].to(value.dtype)
-        output = (weights * coded).flatten(2, 3) @ coded_value[:, :, seen]
-        output = output + (weights * ~coded).flatten(2, 3) @ value[:, :, seen]
-        parts.append(output.unflatten(2, (heads[1], -1)))
-    return torch.cat(parts, dim=3).flatten(1, 2).transpose(1, 2)
+    distance = at.unsqueeze(1) - at
+    visible = distance >= 0 if call.mask is None else call.mask[0, 0]
+    coded = (distance >= _WINDOW) & (at >= _SINKS)
+    rotation = call.rotation
+    rows = (rotation.apply(query) * call.scaling).unflatten(1, (key.shape[1], -1))
+    scores = [torch.einsum("bhgqd,bhkd->bhgqk", rows, rotation.apply(x)) for x in (coded_key, key)]
+    seen = torch.where(coded, scores[0], scores[1]).float()
+    if (cap := call.layer.soft_cap) is not None:
+        seen = cap * torch.tanh(seen / cap)
+    seen = seen.masked_fill(~visible, -math.inf)
+    if call.sinks is not None:
+        logits = call.sinks.float().view(1, key.shape[1], -1, 1, 1).expand(*seen.shape[:-1], 1)
+        seen = torch.cat((seen, logits), dim=-1)
+    weights = seen.softmax(-1)[..., :time].to(value.dtype)
+    output = torch.einsum("bhgqk,bhkd->bqhgd", weights * coded, coded_value)
+    output = output + torch.einsum("bhgqk,bhkd->bqhgd", weights * ~coded, value)
+    return output.flatten(2, 3)
 
 
 def _gradient_of_sampled(model: Any, states: Tensor, generator: torch.Generator) -> Tensor:
