@@ -3,7 +3,7 @@
 A centre is c_ab = u_a + i*u_b with one complex codebook u of N rows (Eq. 13-18: [[x, y], [-y, x]] is the complex number
 x + i*y), so that N rows stand for N^2 centres, and a rotation e^{i*m*theta} commutes with decoding.
 Complex vectors of g pairs are stored as 2g reals, (re, im) interleaved. A leading axis P runs over independent
-problems (kv heads times groups). This module knows one stage; residual stages are `keys.py`.
+problems (kv heads times groups).
 """
 
 from __future__ import annotations
@@ -37,38 +37,11 @@ def times_i(x: Tensor) -> Tensor:
     return torch.stack((-im, re), dim=-1).flatten(-2)
 
 
-def centres(codebook: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """The centres u_a + i*u_b.
-
-    Args:
-        codebook: [P, N, 2g].
-        first: [P, T] indices a.
-        second: [P, T] indices b.
-
-    Returns:
-        [P, T, 2g].
-    """
-    return _rows(codebook, first) + _rows(times_i(codebook), second)
-
-
 def pair_table(codebook: Tensor) -> Tensor:
     """Squared norms of all centres, |u_a + i*u_b|^2: [P, N, 2g] to [P, N, N]."""
     norms = codebook.square().sum(-1)
     cross = codebook @ times_i(codebook).transpose(-1, -2)
     return norms.unsqueeze(-1) + norms.unsqueeze(-2) + 2 * cross
-
-
-def nearest(x: Tensor, codebook: Tensor) -> tuple[Tensor, Tensor]:
-    """The nearest centre of each vector, exactly; see `Search.nearest`.
-
-    Args:
-        x: [P, T, 2g].
-        codebook: [P, N, 2g].
-
-    Returns:
-        Indices a and b, int64 [P, T] each.
-    """
-    return Search.of(codebook).nearest(x)
 
 
 class Search(NamedTuple):
@@ -125,8 +98,26 @@ class Search(NamedTuple):
         return first, (_rows(self.table, first) + along_b).argmin(-1)
 
     def centres(self, first: Tensor, second: Tensor) -> Tensor:
-        """As the function `centres`, of these codebooks."""
+        """The centres u_a + i*u_b of indices a and b [P, T] each: [P, T, 2g]."""
         return _rows(self.codebook, first) + _rows(self.turned, second)
+
+
+def greedy_codes(x: Tensor, codebooks: Tensor) -> Tensor:
+    """Codes a N + b of residual stages, each of which takes the centre nearest to what those before it leave.
+
+    Args:
+        x: [P, T, 2g].
+        codebooks: [P, R, N, 2g].
+
+    Returns:
+        int64 [P, T, R].
+    """
+    codes = []
+    for stage in Search.of(codebooks).unbind(1):
+        first, second = stage.nearest(x)
+        x = x - stage.centres(first, second)
+        codes.append(first * codebooks.shape[2] + second)
+    return torch.stack(codes, dim=-1)
 
 
 def update(x: Tensor, first: Tensor, second: Tensor, codebook: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """Expectation-maximisation for one stage of the key codebook, with hard or annealed soft assignment.
 
-CommVQ (arXiv 2506.18879) appendix A.2. Hard: E-step by `nearest`, M-step by `update`; the mean squared error never
-rises. Annealed: weights softmax(-D/T_k) over all N^2 centres with D the Euclidean distance (Eq. 34-35) and T_k falling
+CommVQ (arXiv 2506.18879) appendix A.2. Hard: E-step by `Search.nearest`, M-step by `update`; the mean squared error
+never rises. Annealed: weights softmax(-D/T_k) over all N^2 centres with D the Euclidean distance (Eq. 34-35) and T_k falling
 exponentially; the codebook with the lowest hard-assignment error is kept.
 
 An iteration keeps the sums of a pass over blocks of the data, [P, T, 2g] in all, so its memory does not depend on T.
@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvcli.methods.commvq.codebook import Sums, centres, nearest, pair_table, solve, times_i, update
+from kvcli.methods.commvq.codebook import Search, Sums, pair_table, solve, times_i, update
 from kvcli.token_blocks import TokenBlocks
 
 _SUBSET, _MOST_SUBSET = 4096, 8192
@@ -76,9 +76,9 @@ def step(x: TokenBlocks, codebook: Tensor) -> Tensor:
     Returns:
         The new codebook.
     """
-    sums = Sums(codebook)
+    sums, search = Sums(codebook), Search.of(codebook)
     for block in x:
-        sums.add(block, *nearest(block, codebook))
+        sums.add(block, *search.nearest(block))
     updated, dead = sums.solve(codebook)
     if bool(dead.any()):
         # a row that no vector uses can take any value without raising the error, so the next E-step can only lower it
@@ -92,8 +92,9 @@ def step(x: TokenBlocks, codebook: Tensor) -> Tensor:
 def worst_vectors(x: TokenBlocks, codebook: Tensor) -> Tensor:
     """The N vectors of each problem with the largest error under a codebook [P, N, 2g], the largest first."""
     kept: tuple[Tensor, Tensor] | None = None
+    search = Search.of(codebook)
     for block in x:
-        error = (block - centres(codebook, *nearest(block, codebook))).square().sum(-1)
+        error = (block - search.centres(*search.nearest(block))).square().sum(-1)
         found = _largest(error, block, codebook.shape[1])
         if kept is not None:
             found = _largest(torch.cat((kept[0], found[0]), 1), torch.cat((kept[1], found[1]), 1), codebook.shape[1])
@@ -139,9 +140,10 @@ def fit_annealed(x: TokenBlocks, size: int, stage: int, generator: torch.Generat
 
 def hard_error(x: TokenBlocks, codebook: Tensor) -> float:
     """Mean squared error per channel of x [P, T, 2g] under hard assignment to a codebook [P, N, 2g]."""
+    search = Search.of(codebook)
 
     def of_block(block: Tensor) -> Tensor:
-        return (block - centres(codebook, *nearest(block, codebook))).square().mean()
+        return (block - search.centres(*search.nearest(block))).square().mean()
 
     return float(x.mean(of_block))
 

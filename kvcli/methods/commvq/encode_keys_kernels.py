@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kvcli.kernels.constants import TINY, norm_unit
 from kvcli.kernels.launch import cdiv, power_of_two, row_major, shared_memory_limit
-from kvcli.methods.commvq.codebook import by_group, centres, nearest
+from kvcli.methods.commvq.codebook import by_group, greedy_codes
 from kvcli.methods.commvq.tables import NO_CENTRE, SearchTables
 from kvcli.packing import packed_size
 from kvcli.rope import to_pairs
@@ -308,12 +308,7 @@ def _search_in_torch(x: Tensor, norms: Tensor, tables: SearchTables, joint: bool
     residual = (rows * tables.weights[:, None, :, None]).flatten(-2)
     planes = tables.books[:, :, : tables.codebook_size].float().unflatten(-1, (2, -1))[..., :pairs]
     books = (planes * tables.units[:, None, None, None, :]).transpose(-1, -2).flatten(-2)
-    stages = []
-    for book in books.unbind(1):
-        first, second = nearest(residual, book)
-        residual = residual - centres(book, first, second)
-        stages.append(first * tables.codebook_size + second)
-    return torch.stack(stages, dim=-1).permute(1, 0, 2).flatten(1).int()
+    return greedy_codes(residual, books).permute(1, 0, 2).flatten(1).int()
 
 
 def _pack(codes: Tensor, n_bits: int) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvcli.layer_samples import LayerSamples
 from kvcli.methods.commvq.allocate import pair_fisher
-from kvcli.methods.commvq.codebook import centres, nearest
+from kvcli.methods.commvq.codebook import Search
 from kvcli.methods.commvq.config import CommVQConfig
 from kvcli.methods.commvq.em import fit_annealed, fit_hard
 from kvcli.methods.commvq.keys import CommVQKeyCodec
@@ -48,18 +48,18 @@ def fit_keys(codec: CommVQKeyCodec, keys: TokenBlocks, config: CommVQConfig, gen
         stored = (book / weights / unit).round().clamp(-127, 127)
         rounded = stored * unit * weights
         used = torch.zeros(book.shape[:2], device=book.device)
-        residual.update(partial(_left_over, book=rounded, used=used))
+        residual.update(partial(_left_over, search=Search.of(rounded), used=used))
         dead += int((used == 0).sum())
         books.append(stored.to(torch.int8))
     codec.codebook.copy_(torch.stack(books, dim=1).view_as(codec.codebook))
     return dead
 
 
-def _left_over(residual: Tensor, book: Tensor, used: Tensor) -> Tensor:
+def _left_over(residual: Tensor, search: Search, used: Tensor) -> Tensor:
     """What one more stage leaves of a residual [P, T, 2g]; the rows that it uses are marked in `used` [P, N]."""
-    first, second = nearest(residual, book)
+    first, second = search.nearest(residual)
     used.scatter_(1, first, 1.0).scatter_(1, second, 1.0)
-    return residual - centres(book, first, second)
+    return residual - search.centres(first, second)
 
 
 def set_pair_weight(codec: CommVQKeyCodec, keys: TokenBlocks, samples: LayerSamples, weighting: str) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from kvcli.kernels.cached import CachedFromBuffers
 from kvcli.kernels.constants import FP16_BELOW_MAX, FP16_MAX, norm_unit
 from kvcli.methods.base import Codes, KeyCodec, Space
-from kvcli.methods.commvq.codebook import Search, by_group, times_i
+from kvcli.methods.commvq.codebook import by_group, greedy_codes, times_i
 from kvcli.methods.commvq.config import CommVQConfig
 from kvcli.methods.commvq.tables import SearchTables, pack_codebook, search_tables
 from kvcli.packing import pack_bits, packed_size, unpack_bits
@@ -160,21 +160,12 @@ class CommVQKeyCodec(KeyCodec[CommVQKeyCodes, None]):
             joint = self.config.key_norm == "joint"
             return CommVQKeyCodes(*encode_keys(x, self.search_tables(), joint, self.spec.rope.rotary_dim))
         batch, heads, time, _ = x.shape
-        stages = Search.of(self.books() * self.group_weight().unsqueeze(1)).unbind(1)
+        books = self.books() * self.group_weight().unsqueeze(1)
         unit, norm = self.normalise(x)
         rows = self.problems(unit)
-        codes = torch.cat([self._encode_rows(part, stages) for part in rows.split(_ENCODE_TOKENS, dim=1)], dim=1)
+        codes = torch.cat([greedy_codes(part, books) for part in rows.split(_ENCODE_TOKENS, dim=1)], dim=1)
         codes = codes.unflatten(1, (batch, time)).unflatten(0, (heads, -1)).permute(2, 3, 0, 1, 4).flatten(2)
         return CommVQKeyCodes(pack_bits(codes, self.config.bits_per_code).unsqueeze(1), norm)
-
-    def _encode_rows(self, residual: Tensor, stages: list[Search]) -> Tensor:
-        """Greedy codes of weighted rows [P, T, 2g], stage by stage: [P, T, R]."""
-        codes = []
-        for stage in stages:
-            first, second = stage.nearest(residual)
-            residual = residual - stage.centres(first, second)
-            codes.append(first * self.config.codebook_size + second)
-        return torch.stack(codes, dim=-1)
 
     def unpack(self, codes: CommVQKeyCodes) -> tuple[Tensor, Tensor]:
         """Indices a and b, each int64 [heads * groups, batch, time, R]."""

@@ -129,8 +129,10 @@ def _load_words(packed, last, o_w, j, W: tl.constexpr, N: tl.constexpr, WHOLE: t
 
 @triton.jit
 def _as_operand(even, odd):
-    """Fields [N / 8, 8, 4, 2] of words at even and odd places, of tokens 32 i + 8 t + 2 q + j at [4 i + q, :, t, j], as
-    a first operand [16, N]; its columns are in the order of `eight_tokens_as_rows`."""
+    """Fields [N / 8, 8, 4, 2] of words at even and at odd places as a first operand [16, N].
+
+    Tokens 32 i + 8 t + 2 q + j are at [4 i + q, :, t, j]; the columns are in the order of `eight_tokens_as_rows`.
+    """
     x = tl.join(even, odd)
     x = tl.reshape(x, [x.shape[0] // 4, 2, 2, 8, 4, 2, 2])
     return tl.reshape(tl.permute(x, [6, 3, 0, 2, 4, 1, 5]), [16, even.shape[0] * 8])
