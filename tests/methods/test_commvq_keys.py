@@ -30,7 +30,7 @@ def test_nearest_is_the_true_nearest_of_all_centres(size: int, width: int, count
     u = as_complex(book)
     every = u.unsqueeze(2) + 1j * u.unsqueeze(1)  # [P, N, N, g]
     distance = (as_complex(x)[:, :, None, None] - every.unsqueeze(1)).abs().square().sum(-1)
-    first, second = cb.nearest(x, book)
+    first, second = cb.Search.of(book).nearest(x)
     chosen = distance.flatten(2).gather(2, (first * size + second).unsqueeze(-1)).squeeze(-1)
     assert torch.allclose(chosen, distance.flatten(2).amin(-1), atol=1e-5)
     assert torch.allclose(cb.pair_table(book), every.abs().square().sum(-1), atol=1e-4)
@@ -39,9 +39,9 @@ def test_nearest_is_the_true_nearest_of_all_centres(size: int, width: int, count
 def test_nearest_does_not_depend_on_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     x, book = torch.randn(2, 100, 8), torch.randn(2, 8, 8)
-    whole = cb.nearest(x, book)
+    whole = cb.Search.of(book).nearest(x)
     monkeypatch.setitem(cb._BLOCK_ELEMENTS, "cpu", 1)
-    one_by_one = cb.nearest(x, book)
+    one_by_one = cb.Search.of(book).nearest(x)
     assert all(torch.equal(a, b) for a, b in zip(whole, one_by_one, strict=True))
 
 
@@ -61,13 +61,13 @@ def test_update_is_the_least_squares_solution() -> None:
 
 def test_update_survives_dead_rows_and_few_vectors() -> None:
     x, book = torch.randn(1, 2, 4), torch.randn(1, 16, 4)
-    first, second = cb.nearest(x, book)
+    first, second = cb.Search.of(book).nearest(x)
     updated, dead = cb.update(x, first, second, book)
     assert updated.isfinite().all()
     assert dead.sum() >= 12
     assert torch.equal(updated[dead], book[dead])
-    before = (x - cb.centres(book, first, second)).square().sum()
-    assert (x - cb.centres(updated, first, second)).square().sum() <= before
+    before = (x - cb.Search.of(book).centres(first, second)).square().sum()
+    assert (x - cb.Search.of(updated).centres(first, second)).square().sum() <= before
 
 
 def test_hard_em_never_raises_the_error() -> None:
@@ -80,7 +80,7 @@ def test_hard_em_never_raises_the_error() -> None:
         book = em.step(TokenBlocks.of(x), book)
     assert all(later <= earlier * (1 + 1e-6) for earlier, later in itertools.pairwise(errors))
     assert errors[-1] < 0.5 * errors[0]
-    assert not cb.update(x, *cb.nearest(x, book), book)[1].any()  # all rows live
+    assert not cb.update(x, *cb.Search.of(book).nearest(x), book)[1].any()  # all rows live
 
 
 def test_annealed_em_equals_its_definition_and_converges() -> None:

@@ -1,8 +1,8 @@
 """Expectation-maximisation for one stage of the key codebook, with hard or annealed soft assignment.
 
 CommVQ (arXiv 2506.18879) appendix A.2. Hard: E-step by `Search.nearest`, M-step by `update`; the mean squared error
-never rises. Annealed: weights softmax(-D/T_k) over all N^2 centres with D the Euclidean distance (Eq. 34-35) and T_k falling
-exponentially; the codebook with the lowest hard-assignment error is kept.
+never rises. Annealed: weights softmax(-D/T_k) over all N^2 centres with D the Euclidean distance (Eq. 34-35) and T_k
+falling exponentially; the codebook with the lowest hard-assignment error is kept.
 
 An iteration keeps the sums of a pass over blocks of the data, [P, T, 2g] in all, so its memory does not depend on T.
 """
