@@ -93,9 +93,9 @@ def pretend(capability: int) -> None:
     launches_of_kvcli.check_device = lambda device: None
     launches_of_kvcli.shared_memory_limit = lambda device: SHARED_MEMORY[capability]
     driver.set_active(SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", capability, 32)))
-    from kvcli.kernels import pdl
+    from kvcli.kernels import pdl, words
 
-    pdl.PDL_SUPPORTED = tl.constexpr(capability >= 90)
+    pdl.PDL_SUPPORTED = words.PACKED_MINIMUM = tl.constexpr(capability >= 90)
 
 
 @contextmanager

@@ -25,6 +25,13 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
+def all_gpus_have(capability: tuple[int, int]) -> bool:
+    """Whether there are NVIDIA GPUs, all of at least this compute capability, and kernels run on them."""
+    if interpreted() or torch.version.hip is not None or not torch.cuda.is_available():
+        return False
+    return all(torch.cuda.get_device_capability(index) >= capability for index in range(torch.cuda.device_count()))
+
+
 def check_device(device: torch.device) -> None:
     """Checks that kernels can run on a device.
 

@@ -11,24 +11,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-from kvcli.kernels.launch import interpreted
+from kvcli.kernels.launch import all_gpus_have
 
-
-def _pdl_supported() -> bool:
-    """Whether Triton and every GPU of this machine support PDL."""
-    if interpreted() or torch.version.hip is not None or not torch.cuda.is_available():
-        return False
-    if not hasattr(cuda, "gdc_wait"):
-        return False
-    return all(torch.cuda.get_device_capability(index) >= (9, 0) for index in range(torch.cuda.device_count()))
-
-
-PDL_SUPPORTED = tl.constexpr(_pdl_supported())
+PDL_SUPPORTED = tl.constexpr(hasattr(cuda, "gdc_wait") and all_gpus_have((9, 0)))
+"""Whether Triton and every GPU of this machine support PDL."""
 
 
 @triton.jit

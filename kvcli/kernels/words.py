@@ -11,9 +11,12 @@ import triton
 import triton.language as tl
 
 from kvcli.kernels import constants
-from kvcli.kernels.launch import interpreted
+from kvcli.kernels.launch import all_gpus_have, interpreted
 
 INTERPRETED = tl.constexpr(interpreted())
+
+PACKED_MINIMUM = tl.constexpr(all_gpus_have((9, 0)))
+"""Whether GPUs take minima of two 16-bit numbers in one instruction."""
 
 FP16_MAX = tl.constexpr(constants.FP16_MAX)
 TINY = tl.constexpr(constants.TINY)
@@ -61,6 +64,23 @@ def high_halves(a, b):
     return tl.inline_asm_elementwise(
         "prmt.b32 $0, $1, $2, 0x7632;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
     )
+
+
+@triton.jit
+def min_sum_of_halves(a, b, c):
+    """min(a, b + c) of the low and of the high 16 bits of int32 tensors, as unsigned numbers; no sum may overflow."""
+    if PACKED_MINIMUM:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 x; add.u16x2 x, $2, $3; min.u16x2 $0, $1, x; }",
+            "=r,r,r,r",
+            [a, b, c],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    x = b + c
+    high = tl.minimum(a.to(tl.uint32, bitcast=True), x.to(tl.uint32, bitcast=True)).to(tl.int32, bitcast=True)
+    return (high & -65536) | tl.minimum(a & 0xFFFF, x & 0xFFFF)
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from factories import clustered, fitted_keys, make_model, make_spec, prompt_and_
 import kvcli
 from kvcli.kernels import launch, tiles
 from kvcli.methods.base import Codec
-from kvcli.methods.commvq import encode_keys_kernels
+from kvcli.methods.commvq import encode_keys_kernels, search_kernels
 from kvcli.methods.commvq.config import CommVQConfig
 from kvcli.methods.commvq.values import CommVQValueCodec
 
@@ -25,21 +25,22 @@ def limited(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
     properties = SimpleNamespace(shared_memory_per_block=48 * 1024, shared_memory_per_block_optin=limit)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     cuda = launch.shared_memory_limit
-    monkeypatch.setattr(encode_keys_kernels, "shared_memory_limit", lambda device: cuda(torch.device("cuda")))
+    monkeypatch.setattr(search_kernels, "shared_memory_limit", lambda device: cuda(torch.device("cuda")))
 
 
 def test_the_search_of_256_codewords_asks_for_what_the_gpu_has(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
-    assert encode_keys_kernels.search_note(256, 64, cpu) is None
+    assert search_kernels.search_note(256, 64, cpu) is None
     limited(monkeypatch, LARGE_LIMIT)
-    assert encode_keys_kernels.search_note(256, 64, cpu) is None
-    limited(monkeypatch, SMALL_LIMIT)
-    note = encode_keys_kernels.search_note(256, 64, cpu)
+    assert search_kernels.search_note(256, 32, cpu) is None
+    note = search_kernels.search_note(256, 64, cpu)
     assert note == (
-        "keys are encoded in PyTorch: the search of 256 codewords needs 81920 bytes of shared memory, "
-        "and the GPU has 65536 per block"
+        "keys are encoded in PyTorch: the search of 256 codewords needs 147968 bytes of shared memory, "
+        "and the GPU has 101376 per block"
     )
-    assert encode_keys_kernels.search_note(64, 64, cpu) is None
+    limited(monkeypatch, SMALL_LIMIT)
+    assert search_kernels.search_note(256, 32, cpu) is not None
+    assert search_kernels.search_note(64, 64, cpu) is None
 
 
 @pytest.mark.parametrize("key_norm", ["joint", "per_head"])
@@ -49,7 +50,7 @@ def test_without_the_kernel_codes_are_the_same(monkeypatch: pytest.MonkeyPatch, 
     x = clustered(4, 40, 32, seed=1).view(2, 2, 40, 32)
     expected = codec.encode(x)
     limited(monkeypatch, 1024)
-    monkeypatch.setattr(encode_keys_kernels, "_search_kernel", None)
+    monkeypatch.setattr(search_kernels, "_search_kernel", None)
     codec.fused = True
     found = codec.encode(x)
     assert torch.equal(found.packed, expected.packed)
@@ -65,11 +66,11 @@ def test_a_tile_that_does_not_fit_gives_way_to_a_smaller_one(monkeypatch: pytest
         def __getitem__(self, grid: Any) -> Any:
             return lambda *args, **sizes: launched.append(sizes)
 
-    monkeypatch.setattr(encode_keys_kernels, "_search_kernel", Kernel())
-    for limit in (LARGE_LIMIT, 21 * 1024):
+    monkeypatch.setattr(search_kernels, "_search_kernel", Kernel())
+    for limit in (LARGE_LIMIT, 9 * 1024):
         limited(monkeypatch, limit)
         encode_keys_kernels.encode_keys(torch.randn(1, 2, 600, 16), codec.search_tables(), True, 16)
-    assert [sizes["LANES"] for sizes in launched] == [32, 16]
+    assert [sizes["BLOCK_T"] for sizes in launched] == [64, 16]
 
 
 def test_a_session_says_what_is_encoded_without_kernels(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,8 +97,7 @@ class CommVQKeyCodec(KeyCodec[CommVQKeyCodes, None]):
     def search_tables(self) -> SearchTables:
         """Tables of the encode kernels, recomputed when a buffer changes."""
         buffers = self.codebook, self.codebook_scale, self.pair_weight
-        norm, rotary_dim = self.norm_width**0.5, self.spec.rope.rotary_dim
-        return self._search_tables.get(lambda: search_tables(*buffers, norm, rotary_dim), *buffers)
+        return self._search_tables.get(lambda: search_tables(*buffers, self.spec.rope.rotary_dim), *buffers)
 
     def kernel_codebook(self) -> Tensor:
         """The codebook as attention kernels read it, see `pack_codebook`; recomputed when it changes."""
@@ -145,7 +144,7 @@ class CommVQKeyCodec(KeyCodec[CommVQKeyCodes, None]):
         return (self.codebook * self.codebook_scale.repeat_interleave(2, -1)[:, :, None, None]).flatten(0, 1)
 
     def kernel_note(self, device: torch.device) -> str | None:
-        from kvcli.methods.commvq.encode_keys_kernels import search_note
+        from kvcli.methods.commvq.search_kernels import search_note
 
         return search_note(self.config.codebook_size, self.config.pairs_per_group, device)
 

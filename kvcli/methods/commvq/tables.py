@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvcli.kernels.constants import TINY
 from kvcli.kernels.launch import power_of_two
-from kvcli.methods.commvq.codebook import by_group, pair_table
+from kvcli.methods.commvq.codebook import by_group, times_i
 from kvcli.rope import from_pairs
 
 SWEEP_BITS = 4
@@ -17,26 +18,29 @@ SWEEP_BITS = 4
 BLOCK_BITS = 128
 """Value bits per block of the descent kernel; tables are padded to whole blocks."""
 
-NO_CENTRE = 2**30
-"""Entry of `SearchTables.tables` for padding, above every sum that the search compares."""
+TERM_MAX = 32767
+"""Largest term of the sums that the search compares, two of which fit 16 bits."""
 
-_FIXED_POINT_MAX = 2.0**28
+_CENTRING_ROUNDS = 4
 
 
 @dataclass(frozen=True)
 class SearchTables:
     """Tables of the key search; P problems (kv head and group), N and g padded to powers of two, at least 16.
 
-    The search compares fixed-point int32 numbers, see `encode_keys_kernels.py`.
+    Padding repeats the last codeword. The search compares terms that are multiplied by `pow2_scales`, see
+    `search_kernels.py`: <u_a, i*u_b> is row term a + column term b + entry (a, b) of a table whose range is small.
 
     Attributes:
         channel_weights: float32 [num_kv_heads, head_dim], weight of each channel.
         weights: float32 [P, g] (not padded), weight of each channel pair.
         units: float32 [P, g] (not padded), weight times codebook scale.
         pow2_scales: float32 [P], powers of two that bring `units` to 1 or below.
-        fixed_point_scales: float32 [P, R], fixed-point scale of each stage, divided by `pow2_scales`.
         books: float16 [P, R, N, 2g], codebook entries (integers), real parts before imaginary ones.
-        tables: int32 [P, R, N, N], |u_a + i*u_b|^2 / 2 in the fixed point of its stage; `NO_CENTRE` at padding.
+        terms: float32 [P, R, 3, N], |u|^2 / 2 with row terms and with column terms added, and alone.
+        tables: int32 [P, R, N, N], the table above its least entry in units of `steps`, 0 to `TERM_MAX`; twice, in the
+            low and the high half of each word.
+        steps: float32 [P, R].
         codebook_size: N without padding.
     """
 
@@ -44,22 +48,20 @@ class SearchTables:
     weights: Tensor
     units: Tensor
     pow2_scales: Tensor
-    fixed_point_scales: Tensor
     books: Tensor
+    terms: Tensor
     tables: Tensor
+    steps: Tensor
     codebook_size: int
 
 
-def search_tables(
-    codebook: Tensor, codebook_scale: Tensor, pair_weight: Tensor, norm: float, rotary_dim: int
-) -> SearchTables:
+def search_tables(codebook: Tensor, codebook_scale: Tensor, pair_weight: Tensor, rotary_dim: int) -> SearchTables:
     """Derives the tables of the key search.
 
     Args:
         codebook: int8 [num_kv_heads, groups, R, N, 2g], (re, im) interleaved.
         codebook_scale: float32 [num_kv_heads, groups, g].
         pair_weight: float32 [num_kv_heads, head_dim/2].
-        norm: weighted L2 norm of the largest normalised key of a head.
         rotary_dim: channels that RoPE rotates.
     """
     groups, size, pairs = codebook.shape[1], codebook.shape[3], codebook.shape[4] // 2
@@ -67,23 +69,40 @@ def search_tables(
     weights = by_group(pair_weight, groups, 1).flatten(0, 1).contiguous()
     units = weights * codebook_scale.flatten(0, 1)
     pow2_scales = torch.exp2(-units.amax(-1).clamp(1e-30, 1e30).log2().ceil())
-    real_scale = codebook_scale.repeat_interleave(2, -1)[:, :, None, None]
-    weighted = (codebook * real_scale).flatten(0, 1) * weights.repeat_interleave(2, -1)[:, None, None]
-    halves = torch.stack([pair_table(book) for book in weighted.unbind(1)], dim=1) / 2
-    # a stage adds at most its shortest centre to the norm of the residual
-    words = weighted.norm(dim=-1).amax(-1)
-    shortest = (2 * halves.amin((-2, -1))).clamp_min(0).sqrt()
-    longest = norm + shortest.cumsum(-1) - shortest
-    # twice the largest product, and the largest half of a squared norm: a sum of two products and a half fits 30 bits
-    bound = 2 * words * torch.maximum(longest, words)
-    scale = torch.exp2((_FIXED_POINT_MAX / bound.clamp_min(1e-30)).log2().floor())
-    tables = (halves * scale[:, :, None, None]).round().int()
-    tables = torch.nn.functional.pad(tables, (0, pad_n, 0, pad_n), value=NO_CENTRE)
-    planes = codebook.flatten(0, 1).unflatten(-1, (-1, 2)).transpose(-1, -2).half()
-    books = torch.nn.functional.pad(planes, (0, pad_g, 0, 0, 0, pad_n)).flatten(-2).contiguous()
-    channel_weights = from_pairs(pair_weight.unsqueeze(-1).expand(-1, -1, 2), rotary_dim).contiguous()
-    scale = scale / pow2_scales.unsqueeze(1)
-    return SearchTables(channel_weights, weights, units, pow2_scales, scale, books, tables, size)
+    padded = torch.cat((codebook, codebook[:, :, :, -1:].expand(-1, -1, -1, pad_n, -1)), dim=3).flatten(0, 1)
+    words = padded * (units * pow2_scales.sqrt().unsqueeze(-1)).repeat_interleave(2, -1)[:, None, None]
+    half_norms = words.square().sum(-1) / 2
+    row_terms, column_terms, table = _centred(words @ times_i(words).transpose(-1, -2))
+    least = table.amin((-2, -1), keepdim=True)
+    steps = ((table.amax((-2, -1), keepdim=True) - least) / TERM_MAX).clamp_min(TINY)
+    entries = ((table - least) / steps).round().int()
+    planes = padded.unflatten(-1, (-1, 2)).transpose(-1, -2).half()
+    return SearchTables(
+        channel_weights=from_pairs(pair_weight.unsqueeze(-1).expand(-1, -1, 2), rotary_dim).contiguous(),
+        weights=weights,
+        units=units,
+        pow2_scales=pow2_scales,
+        books=torch.nn.functional.pad(planes, (0, pad_g)).flatten(-2).contiguous(),
+        terms=torch.stack((half_norms + row_terms, half_norms + column_terms, half_norms), dim=2),
+        tables=entries | (entries << 16),
+        steps=steps.flatten(1),
+        codebook_size=size,
+    )
+
+
+def _centred(table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows [..., N], columns [..., N] and a table [..., N, N] of small range whose sum is `table`.
+
+    Large codewords of rare tokens, or a mean that all codewords share, would otherwise decide how finely the costs of
+    all tokens are told apart.
+    """
+    rows, columns = table.new_zeros(table.shape[:-1]), table.new_zeros(table.shape[:-1])
+    for _ in range(_CENTRING_ROUNDS):
+        middle = (table.amax(-1) + table.amin(-1)) / 2
+        rows, table = rows + middle, table - middle.unsqueeze(-1)
+        middle = (table.amax(-2) + table.amin(-2)) / 2
+        columns, table = columns + middle, table - middle.unsqueeze(-2)
+    return rows, columns, table
 
 
 @dataclass(frozen=True)
