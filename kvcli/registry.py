@@ -75,7 +75,7 @@ FIT_COMMANDS = {
         "resumes where it stopped.",
         options="--bits 1",
         run_name="{method}-{bits:g}bit",
-        quick={"key_iterations": 5, "key_full_iterations": 1, "value_iterations": 1},
+        quick={"key_iterations": 4, "key_full_iterations": 1, "value_iterations": 1},
     ),
     "fit-subspace": FitCommand(
         methods=("squat", "squat-pre"),

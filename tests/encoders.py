@@ -33,3 +33,8 @@ def assert_same(reference: Codes, ours: Codes) -> None:
         stored = getattr(ours, name)
         assert stored.dtype == expected.dtype, name
         assert torch.equal(stored, expected), name
+
+
+def relative_error(x: Tensor, expected: Tensor) -> float:
+    """Normalised squared error."""
+    return float((x.float() - expected.float()).square().sum() / expected.float().square().sum())

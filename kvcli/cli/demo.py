@@ -29,7 +29,7 @@ class DemoOptions(ComputeOptions):
     bits: Literal[1, 2] = Field(default=2, description="nominal bits per value")
     prompt: str | None = Field(default=None, description="text to continue; default: 1000 tokens of held-out text")
     max_new_tokens: int = Field(default=80, ge=1, description="tokens to generate")
-    tokens: int = Field(default=16384, ge=1, description="calibration tokens")
+    tokens: int = Field(default=12288, ge=1, description="calibration tokens")
     out: Path = Field(default=Path("runs/demo"), description="folder of everything the demo makes")
 
 
@@ -57,7 +57,7 @@ def run(options: DemoOptions, output: Output) -> None:
         loaded = load_model(device=options.torch_device(), say=output.say, progress=output.progress)
     with _timed(seconds, "calibrate"):
         settings = calibrate.CalibrateOptions(
-            tokens=options.tokens, query_tokens=4096, fisher_tokens=2048, batch_size=1, out=folders["samples"], **shared
+            tokens=options.tokens, query_tokens=4096, fisher_tokens=1024, batch_size=1, out=folders["samples"], **shared
         )
         calibrate.run(settings, quiet)
     with _timed(seconds, "train"):

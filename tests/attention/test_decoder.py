@@ -10,15 +10,13 @@ import interpret  # noqa: F401
 import pytest
 import torch
 from factories import make_model
-from parts import DEVICE
 
 from kvcli.attention import decoder
 from kvcli.attention.attach import make_config
-from kvcli.attention.next_token import NextToken, SamplingConfig
+from kvcli.attention.next_token import SamplingConfig
 from kvcli.attention.session import Session
 from kvcli.bench.layer import randomize_
 from kvcli.cache.counts import TokenCounts
-from kvcli.cache.window import WindowLayout
 from kvcli.errors import CacheError, UsageError
 from kvcli.registry import METHODS, get_method
 from kvcli.spec import ModelSpec
@@ -248,31 +246,6 @@ def test_short_prompts_are_passes_until_every_row_holds_codes(steps: list[int]) 
     assert steps
 
 
-@pytest.mark.parametrize("penalty", [1.0, 1.7])
-def test_sampling_has_the_distribution_of_transformers(penalty: float) -> None:
-    generator = torch.Generator().manual_seed(0)
-    logits, ids = 3 * torch.randn(1, 20, generator=generator), torch.tensor([[3, 4, 5, 4]])
-    sampling = SamplingConfig(temperature=0.8, top_k=9, top_p=0.9, repetition_penalty=penalty)
-    from transformers import (
-        LogitsProcessorList,
-        RepetitionPenaltyLogitsProcessor,
-        TemperatureLogitsWarper,
-        TopKLogitsWarper,
-        TopPLogitsWarper,
-    )
-
-    steps = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(penalty)] if penalty != 1 else [])
-    steps.extend([TemperatureLogitsWarper(0.8), TopKLogitsWarper(9), TopPLogitsWarper(0.9)])
-    expected = steps(ids, logits.clone()).softmax(-1)[0]
-    torch.manual_seed(0)
-    counts = torch.zeros(20)
-    for _ in range(400):
-        batch = NextToken(sampling, ids.expand(50, -1), 20)(logits.expand(50, -1))
-        counts += torch.bincount(batch[:, 0], minlength=20)
-    assert torch.allclose(counts / counts.sum(), expected, atol=0.015)
-    assert not counts[expected == 0].any()
-
-
 def test_seen_tokens_are_penalized_as_by_transformers() -> None:
     ids, _ = prompts(2, 20, padded=False)
     options = {"max_new_tokens": 30, "do_sample": False, "repetition_penalty": 1.3, "pad_token_id": 0}
@@ -327,32 +300,6 @@ def test_a_cache_refuses_to_go_on_when_a_step_broke_off(monkeypatch: pytest.Monk
             session.generate(ids, sampling=SamplingConfig(60), past_key_values=cache, mode="steps")
         with pytest.raises(CacheError, match="reset"):
             MODEL(ids[:, :1], past_key_values=cache)
-
-
-@pytest.mark.kernels
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_one_kernel_rounds_values_in_the_window(dtype: torch.dtype) -> None:
-    """Window and codes are bit for bit what encoding, writing and decoding apart give."""
-    method = get_method("kivi")
-    config = make_config(method, {"residual_length": 16, "group_size": 16})
-    value: Any = method.build(SPEC, config, 0).to(DEVICE).value
-    value.fused = True
-    layout, first, count = WindowLayout(3, 21), torch.tensor([[0], [19], [40]], dtype=torch.int32, device=DEVICE), 3
-    window = torch.randn(3, 2, layout.capacity, 16, generator=torch.Generator().manual_seed(0)).to(DEVICE, dtype)
-    before = window.clone()
-    buffers = value.encode(torch.zeros(3, 2, 50, 16, device=DEVICE)).map(torch.zeros_like)
-    assert value.round_in_place(window, layout.sinks, first, count, buffers)
-    for row, start in enumerate(first[:, 0].tolist()):
-        slots = layout.slots(torch.arange(3 + start, 3 + start + count, device=DEVICE))
-        codes = value.encode(before[row : row + 1, :, slots])
-        for name, x in codes.tensors().items():
-            written = getattr(buffers, name)[row : row + 1]
-            assert torch.equal(written[:, :, start : start + count], x)
-            written[:, :, start : start + count] = 0
-            assert not written.any()
-        assert torch.equal(window[row, :, slots], value.decode_to(codes, None, dtype)[0])
-        before[row, :, slots] = window[row, :, slots]
-    assert torch.equal(window, before)
 
 
 def test_what_cannot_be_generated_is_refused() -> None:

@@ -20,13 +20,14 @@ from kvcli.cli import start
         ("generate", {}, None),
     ],
 )
-def test_threads_of_long_commands_do_not_spin_for_long(
+def test_long_commands_are_prepared(
     monkeypatch: pytest.MonkeyPatch, command: str, given: dict[str, str], spins: str | None
 ) -> None:
     environment = dict(given)
     monkeypatch.setattr(os, "environ", environment)
-    start._limit_spinning([command, "--seed", "1"])
+    start._prepare_long([command, "--seed", "1"])
     assert environment.get("GOMP_SPINCOUNT") == spins
+    assert environment.get("THP_MEM_ALLOC_ENABLE") == (None if command == "generate" else "1")
     assert given.items() <= environment.items()
 
 
