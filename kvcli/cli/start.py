@@ -79,11 +79,21 @@ def _stop(number: int, frame: FrameType | None) -> None:
     _stopped_by = number
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_REAL, 0.1, 0.1)
+        if _imports_torch():
+            return  # the timer raises it
     raise _exception()
+
+
+def _imports_torch() -> bool:
+    """Whether PyTorch is being imported: its C++ code aborts the process at an exception."""
+    spec = getattr(sys.modules.get("torch"), "__spec__", None)
+    return bool(getattr(spec, "_initializing", False))
 
 
 def _stop_again(number: int, frame: FrameType | None) -> None:
     """Raises a stop again that a library caught and dropped, as modules do while they are imported."""
+    if _imports_torch():
+        return
     handled = sys.exc_info()[1]
     while handled is not None:  # somebody's except or finally is at work on it
         if isinstance(handled, KeyboardInterrupt):

@@ -65,6 +65,34 @@ def test_a_signal_is_one_line_also_during_imports(number: int, code: int, second
     assert said.count("\n") == 1
 
 
+@pytest.mark.parametrize(("number", "raised"), [(signal.SIGINT, "KeyboardInterrupt"), (signal.SIGTERM, "Terminated")])
+def test_a_signal_waits_for_the_import_of_pytorch(tmp_path: Path, number: int, raised: str) -> None:
+    """Its C++ code aborts the process at an exception."""
+    (tmp_path / "torch.py").write_text(f"""
+import os, time
+try:
+    os.kill(os.getpid(), {int(number)})
+    time.sleep(0.3)
+except BaseException:
+    os.abort()
+""")
+    program = f"""
+import signal, sys, time
+signal.signal({int(number)}, signal.default_int_handler)
+from kvcli.cli import start
+start._catch_signals()
+sys.path.insert(0, {str(tmp_path)!r})
+try:
+    import torch
+    time.sleep(9)
+except BaseException as error:
+    start.stop_reason()
+    print(type(error).__name__)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stdout) == (0, raised + "\n"), done.stderr
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 4)])
 def test_a_signal_that_an_import_drops_is_raised_again(tmp_path: Path, number: int, code: int) -> None:
     drops = f"""
