@@ -180,6 +180,14 @@ def test_commvq_keys_of_a_codebook_that_raises_the_residual() -> None:
     check_keys(codec, -torch.rand(1, 2, 16, 32, generator=torch.Generator().manual_seed(0)).to(DEVICE))
 
 
+def test_a_mean_that_all_codewords_share_does_not_coarsen_the_search() -> None:
+    codec = commvq_keys(32)
+    codec.codebook //= 8
+    steps = codec.search_tables().steps
+    codec.codebook += 100
+    assert (codec.search_tables().steps < 1.2 * steps).all()
+
+
 def test_commvq_keys_without_size() -> None:
     codec = commvq_keys(32)
     x = clustered(2, 4, 32).view(1, 2, 4, 32).to(DEVICE)
