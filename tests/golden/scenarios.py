@@ -1,0 +1,262 @@
+"""What the golden records are of: commands with `--json`, tokens, artifacts and contexts of tiny models, all seeded.
+
+`python tests/golden/scenarios.py` writes the records again; `test_golden.py` compares.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).parents[1])] if __name__ == "__main__" else []
+
+import torch
+from byte_tokenizer import CHAT, byte_tokenizer
+from factories import make_model
+from safetensors import safe_open
+from typer.testing import CliRunner
+
+import kvcli
+from kvcli.cli.app import app
+from kvcli.registry import METHODS, get_method
+
+RECORDS = Path(__file__).parent / "records"
+
+VARIES = {
+    # the machine, the clock and the versions that a record was made with
+    *("machine", "threads", "created", "created_at", "written", "last_used", "used", "version", "versions", "commit"),
+    *("program_bytes", "peak_bytes", "host_bytes", "seconds", "duration_s", "date", "device_copy_gb_s", "gb_s"),
+    *("speedup", "prefill_ratio", "rate_ratio", "total_ratio", "faster_from", "share_of_ceiling"),
+    # digests of what holds any of these
+    *("fingerprint", "digest", "sha256", "seal", "identity", "protocol", "artifact_sha256", "samples_sha256"),
+}
+"""Keys whose values are replaced by their type."""
+
+VARIES_ENDINGS = ("_s", "_ms", "_us", "_per_s", "_seconds", "_gbps")
+"""The same, of keys that end so: measured times and rates."""
+
+SMALL = ("--setting", "codebook_size=8", "--setting", "key_iterations=2", "--setting", "value_iterations=2")
+FIT = {
+    "commvq": ("commvq-2", SMALL),
+    "kvquant": ("kvquant-2", ()),
+    "oscar": ("oscar-2", ("--setting", "group_size=8")),
+    "squat": ("squat-2", ("--setting", "group_size=8")),
+}
+"""Fitted methods, with settings that fit a tiny model in a second."""
+
+TEXT = "".join(f"line {i} of a text that is long enough to be compressed. " for i in range(12))
+QUESTION = "What does line 3 say? "
+SHORT = ("--max-new-tokens", "6")
+GROUPS = ("--setting", "group_size=8", "--residual-length", "16", "--sink-length", "4")
+
+
+def commands() -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Command lines in their order, each with the name of its record; they run in one folder."""
+    calibrate = ("--corpus", "corpus.txt", "--tokens", "1024", "--seq-len", "64", "--batch-size", "4")
+    calibrate += ("--query-tokens", "256", "--fisher-tokens", "256")
+    yield "calibrate", ("calibrate", "model", *calibrate, "--out", "samples")
+    for i in (1, 2):
+        yield f"calibrate_shard_{i}", ("calibrate", "model", *calibrate, "--shard", f"{i}/2", "--out", f"shard{i}")
+    yield "merge", ("merge", "shard1", "shard2", "--out", "merged")
+    for name, (short, settings) in FIT.items():
+        yield f"fit_{name}", ("fit", "samples", "--method", short, *settings, "--out", f"run-{name}")
+        yield f"export_{name}", ("export", f"run-{name}", "--out", f"artifact-{name}")
+    trained = ("--codebook-size", "8", "--num-residuals", "2", "--value-iterations", "2", "--key-iterations", "2")
+    yield "train_codebook", ("train-codebook", "samples", *trained, "--out", "run-trained")
+    yield "fit_subspace", ("fit-subspace", "samples", "--group-size", "8", "--out", "run-subspace")
+    for name in METHODS:
+        method = get_method(name)
+        artifact = ("--artifact", f"artifact-{name}") if method.needs_artifact else ("--method", name)
+        groups = ("--setting", "group_size=8") if "group_size" in method.config_cls.model_fields else ()
+        groups = () if method.needs_artifact else groups
+        window = ("--residual-length", "16", "--sink-length", "4") if name != "fp16" else ()
+        yield f"generate_{name}", ("generate", "model", "--prompt", TEXT, *artifact, *groups, *window, *SHORT)
+    kivi = ("--method", "kivi-2", *GROUPS)
+    sampled = ("--temperature", "0.8", "--seed", "3", "--stats")
+    yield "generate_sampled", ("generate", "model", "--prompt", TEXT, *kivi, *SHORT, *sampled)
+    yield "generate_chat", ("generate", "model", "--prompt", TEXT, "--chat", *kivi, *SHORT)
+    yield "compress_file", ("compress", "model", "--prompt-file", "text.txt", *kivi, "--out", "text.safetensors")
+    yield "generate_file", ("generate", "model", "--context", "text.safetensors", "--prompt", QUESTION, *SHORT)
+    yield "compress_store", ("compress", "model", "--prompt-file", "text.txt", *kivi, "--store", "s", "--name", "t")
+    longer = ("--prompt-file", "longer.txt", "--prefill-chunk", "64", "--store", "s")
+    yield "compress_reuse", ("compress", "model", *longer, *kivi)
+    yield "generate_context", ("generate", "model", "--context", "t", "--store", "s", "--prompt", QUESTION, *SHORT)
+    yield (
+        "generate_reuse",
+        ("generate", "model", "--prompt-file", "longer.txt", *kivi, "--store", "s", "--reuse", *SHORT),
+    )
+    yield "compress_messages", ("compress", "model", "--messages", "talk.json", *kivi, "--store", "s", "--name", "talk")
+    yield "chat", ("chat", "model", "--resume", "talk", "--store", "s", *SHORT)
+    yield "contexts_list", ("contexts", "list", "--store", "s")
+    yield "contexts_show", ("contexts", "show", "t", "--store", "s")
+    yield "contexts_verify", ("contexts", "verify", "--store", "s")
+    yield "contexts_export", ("contexts", "export", "t", "--store", "s", "--out", "exported.safetensors")
+    yield "contexts_import", ("contexts", "import", "exported.safetensors", "--store", "s", "--name", "back")
+    yield "contexts_rm", ("contexts", "rm", "back", "--store", "s")
+    yield "contexts_prune", ("contexts", "prune", "--store", "s")
+    rows = ("--method", "fp16", *kivi[:-4], "--artifact", "artifact-commvq", "--residual-length", "16")
+    corpus = ("--corpus", "corpus.txt", "--corpus-split", "train")
+    size = ("--seq-len", "96", "--num-sequences", "4", "--batch-size", "2")
+    yield "eval_kl", ("eval", "model", "--suite", "kl", *rows, *corpus, *size)
+    yield "eval_layers", ("eval", "model", "--suite", "layers", *kivi[:4], *corpus, *size, "--layers", "0-1")
+    needle = ("--contexts", "128", "--depths", "50", "--num-prompts", "2")
+    yield "eval_needle", ("eval", "model", "--suite", "needle", *kivi[:4], *corpus, *needle)
+    recall = ("--distances", "20", "--passage-words", "12", "--num-prompts", "2")
+    yield "eval_recall", ("eval", "model", "--suite", "recall", *kivi[:4], *recall)
+    drift = ("--prompt-tokens", "64", "--max-new-tokens", "8", "--num-prompts", "2")
+    yield "eval_drift", ("eval", "model", "--suite", "drift", *kivi[:4], *corpus, *drift)
+    bench = ("--method", "kivi-2", "--setting", "group_size=8", "--setting", "residual_length=16", "--repeats", "2")
+    attention = ("--shape", "tiny", "--contexts", "64", "--batches", "2", "--method", "commvq-2")
+    yield "bench_attention", ("bench", "--suite", "attention", *bench, *attention)
+    generate = ("--prompt-tokens", "40", "--max-new-tokens", "3")
+    yield "bench_generate", ("bench", "model", "--suite", "generate", *bench, *generate)
+    yield "bench_contexts", ("bench", "model", "--suite", "contexts", *bench, "--prompt-tokens", "64")
+    planned = ("--prompt-tokens", "400", "--max-new-tokens", "9", "--method", "kivi-2", "--setting", "group_size=8")
+    yield "plan", ("plan", "model", "--device", "cpu", *planned, "--method", "commvq-2")
+    yield "methods", ("methods",)
+    yield "methods_kivi", ("methods", "kivi-2")
+    yield "methods_bits", ("methods", "--bits", "llama-3.1-8b", "--contexts", "8192")
+
+
+def plain(value: Any, key: str = "") -> Any:
+    """A value of a record without what varies."""
+    if key in VARIES or key.endswith(VARIES_ENDINGS):
+        return f"<{type(value).__name__}>"
+    if isinstance(value, dict):
+        return {name: plain(inner, name) for name, inner in sorted(value.items())}
+    if isinstance(value, list):
+        return [plain(inner) for inner in value]
+    return value
+
+
+def prepare(folder: Path) -> None:
+    """A model with a tokenizer that has a chat template, and texts."""
+    model = make_model("llama", vocab_size=300, eos_token_id=2, max_position_embeddings=4096)
+    model.save_pretrained(folder / "model")
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = CHAT
+    tokenizer.save_pretrained(folder / "model")
+    (folder / "corpus.txt").write_text("\n".join(f"{TEXT} Paragraph {i * i}. " * 4 for i in range(8)))
+    (folder / "text.txt").write_text(TEXT)
+    (folder / "longer.txt").write_text(TEXT + "And some more that was not there before. " * 3)
+    turns = [{"role": "user", "content": TEXT}, {"role": "assistant", "content": "I see."}]
+    (folder / "talk.json").write_text(json.dumps(turns))
+
+
+def run_commands(folder: Path) -> dict[str, Any]:
+    """The records of all command lines, run in `folder`."""
+    prepare(folder)
+    records: dict[str, Any] = {}
+    with contextlib.chdir(folder):
+        for name, words in commands():
+            typed = "And line 5?\n" if words[0] == "chat" else None
+            result = CliRunner().invoke(app, [*words, "--json"], input=typed)
+            assert result.exit_code == 0, (name, words, result.stderr[-800:])
+            assert result.stdout.startswith("{"), (name, result.stdout[:300])
+            records[name] = {"command": list(words), "result": plain(json.loads(result.stdout))}
+    return records
+
+
+def tensor_facts(path: Path) -> dict[str, Any]:
+    """Names, dtypes and shapes of a safetensors file, and a sum and a digest of each tensor."""
+    facts = {}
+    with safe_open(path, "pt") as stored:
+        for name in sorted(stored.keys()):
+            x = stored.get_tensor(name)
+            facts[name] = {"dtype": str(x.dtype), "shape": list(x.shape), "sum": float(x.double().sum())}
+            facts[name]["blake"] = hashlib.sha256(x.numpy().tobytes()).hexdigest()[:16]
+    return facts
+
+
+def artifacts(folder: Path) -> dict[str, Any]:
+    """What was fitted by `run_commands`: the metadata and tensors of each artifact, and digests of its files."""
+    records = {}
+    for name in FIT:
+        path = folder / f"artifact-{name}"
+        metadata = json.loads((path / "kvcli.json").read_text())
+        digests = {file: hashlib.sha256((path / file).read_bytes()).hexdigest() for file in ("codec.safetensors",)}
+        records[name] = {
+            "metadata": plain(metadata),
+            "files": sorted(file.name for file in path.iterdir()),
+            "tensors": tensor_facts(path / "codec.safetensors"),
+            "sha256_of_files": {**digests, "kvcli.json, plain": _digest(plain(metadata))},
+        }
+    return records
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def tokens(folder: Path) -> dict[str, Any]:
+    """Tokens of all methods on a ragged batch, by both ways of generating, and through a context file."""
+    records: dict[str, Any] = {}
+    generator = torch.Generator().manual_seed(7)
+    lengths = (60, 37, 51)
+    ids, mask = torch.zeros(3, 60, dtype=torch.long), torch.zeros(3, 60, dtype=torch.long)
+    for row, length in enumerate(lengths):
+        ids[row, 60 - length :] = torch.randint(3, 97, (length,), generator=generator)
+        mask[row, 60 - length :] = 1
+    for family in ("llama", "qwen2"):
+        for name in METHODS:
+            method = get_method(name)
+            if method.needs_artifact:
+                continue
+            model = make_model(family)
+            with kvcli.attach(model, name, **method.example_settings) as session:
+                sampling = kvcli.SamplingConfig(max_new_tokens=12)
+                ours = session.generate(ids, mask, sampling=sampling)
+                cache = session.new_cache()
+                theirs = model.generate(
+                    input_ids=ids, attention_mask=mask, past_key_values=cache, max_new_tokens=12, do_sample=False
+                )
+                assert name == "fp16" or cache.memory().num_encoded > 0
+                cache.save(folder / "tokens.safetensors")
+                loaded = session.load_cache(folder / "tokens.safetensors")
+                more = torch.cat((mask, torch.ones(3, 12, dtype=torch.long)), dim=1)
+                logits = model(theirs[:, -1:], attention_mask=more, past_key_values=loaded).logits
+                records[f"{family} {name}"] = {
+                    "session": ours.sequences.tolist(),
+                    "transformers": theirs[:, 60:].tolist(),
+                    "memory": cache.memory().to_dict(),
+                    "after_loading": logits[:, -1].argmax(-1).tolist(),
+                    "logits": logits[:, -1, :4].tolist(),
+                }
+    return records
+
+
+GROUPS_OF_RECORDS: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "commands": run_commands,
+    "artifacts": artifacts,
+    "tokens": tokens,
+}
+
+
+def platform() -> str:
+    """Where floating-point results are the same to the last bit."""
+    return f"torch {torch.__version__.split('+')[0]}, {torch.backends.cpu.get_cpu_capability()}"
+
+
+def main() -> None:
+    """Writes all records."""
+    torch.set_num_threads(1)
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    with tempfile.TemporaryDirectory() as scratch:
+        for group, run in GROUPS_OF_RECORDS.items():
+            for name, record in run(Path(scratch)).items():
+                path = RECORDS / group / f"{name.replace(' ', '_')}.json"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(json.dumps({"platform": platform(), **record}, indent=1, sort_keys=True) + "\n")
+
+
+if __name__ == "__main__":
+    import interpret  # noqa: F401
+
+    main()
