@@ -16,6 +16,7 @@ from kvcli.attention.backend import REFERENCE
 from kvcli.errors import ConfigError, UsageError
 from kvcli.fit import assemble, fit_recording
 from kvcli.methods.commvq.config import CommVQConfig
+from kvcli.methods.encoded import PartialAttention
 from kvcli.registry import get_method
 from kvcli.spec import ModelSpec
 
@@ -43,11 +44,18 @@ def test_reordered_attention_equals_the_reference(trained: Any, prompt: Any, len
     model, artifact = trained
     inputs = prompt_and_steps(prompt, *lengths)
     expected = logits(model, artifact, inputs)
-    backend = replace(REFERENCE, attend_codes=reordered_attend, attend_decoded=reordered_attend)
+    calls = []
+
+    def attend(*arguments: Any) -> PartialAttention:
+        calls.append(arguments)
+        return reordered_attend(*arguments)
+
+    backend = replace(REFERENCE, attend_codes=attend, attend_decoded=attend)
     with kvcli.attach(model, "commvq", artifact=artifact, **WINDOW) as session, torch.no_grad():
         session.backend, cache = backend, session.new_cache()
         reordered = [model(**piece, past_key_values=cache).logits[:, -1] for piece in inputs][-1]
     assert torch.allclose(expected, reordered, atol=2e-5)
+    assert len(calls) == 3 * len(model.model.layers)  # the prompt attends to itself, three steps to codes
 
 
 def test_a_left_padded_row_equals_the_same_prompt_alone(trained: Any, prompt: Any) -> None:

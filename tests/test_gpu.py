@@ -105,12 +105,19 @@ def test_fit_and_attention_on_the_gpu(tiny_model: Any, prompt: Any, tmp_path: An
     model = tiny_model.cuda()
     inputs = [{name: x.cuda() for name, x in piece.items()} for piece in prompt_and_steps(prompt, 40, 17, 3)]
     outputs = []
-    for attend in (REFERENCE.attend_codes, reordered_attend):
+    calls = []
+
+    def reordered(*arguments: Any) -> Any:
+        calls.append(arguments)
+        return reordered_attend(*arguments)
+
+    for attend in (REFERENCE.attend_codes, reordered):
         with kvcli.attach(model, "commvq", artifact=artifact, impl="reference", **WINDOW) as session, torch.no_grad():
             session.backend = replace(REFERENCE, attend_codes=attend, attend_decoded=attend)
             cache = session.new_cache()
             outputs.append([model(**piece, past_key_values=cache).logits[:, -1] for piece in inputs][-1])
     assert torch.allclose(*outputs, atol=1e-4)
+    assert calls
 
 
 def test_memory_of_a_million_tokens_stays_bounded() -> None:

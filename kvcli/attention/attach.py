@@ -6,6 +6,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+import torch
 from pydantic import ValidationError
 from torch import nn
 
@@ -64,6 +65,10 @@ def attach(
     if not isinstance(module, nn.Module) or not hasattr(module, "config"):
         raise UnsupportedModelError(f"'{type(module).__name__}' is not a model of transformers; attach takes one")
     record, from_bits = parse_method(method)
+    if module.dtype == torch.float64 and record.name != BASELINE:
+        raise UnsupportedModelError(
+            f"method '{method}' does not take a model in float64; load it in float32, bfloat16 or float16"
+        )
     config = {**from_bits, **config}
     devices = devices_of_layers(module)
     spec = loaded.spec if loaded is not None else probe(module).spec

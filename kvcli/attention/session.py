@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvcli.attention.backend import choose_backend
+from kvcli.attention.backend import AttentionBackend, choose_backend
 from kvcli.attention.compiled import BACKEND, CompiledLayers
 from kvcli.attention.decoder import Decoder, LogitsNotFinite, Mode, default_mode
 from kvcli.attention.generation import Generated, prefill, stop_tokens
@@ -76,17 +76,26 @@ class Session:
         self._seam = Seam(model, self._attend, self._check_call, self._check_drafts)
         self.notes = self._seam.attention.notes
         impl = _possible(impl, spec)
+        self._baseline = choose_backend(get_method(BASELINE), (), impl, device)
         self.backend = choose_backend(method, [codecs[layer_idx] for layer_idx in sorted(self.layers)], impl, device)
-        baseline = choose_backend(get_method(BASELINE), (), impl, device)
-        self._backends = [
-            (self.backend if layer.layer_idx in self.layers else baseline).with_soft_cap(layer.soft_cap)
-            for layer in self._seam.attention.layers
-        ]
         for layer_idx, codec in enumerate(codecs):
             codec.rotated = layer_idx not in spec.unrotated
             codec.use_kernels(self.backend.impl == "fused")
         self._known: CacheIdentity | None = None
         self._seam.open()
+
+    @property
+    def backend(self) -> AttentionBackend:
+        """How the compressed layers attend."""
+        return self._backend
+
+    @backend.setter
+    def backend(self, backend: AttentionBackend) -> None:
+        self._backend = backend
+        self._backends = [
+            (backend if layer.layer_idx in self.layers else self._baseline).with_soft_cap(layer.soft_cap)
+            for layer in self._seam.attention.layers
+        ]
 
     def new_cache(self) -> CompressedCache:
         """An empty cache, to be passed to the model or to `generate` as `past_key_values`."""
@@ -231,11 +240,12 @@ class Session:
             return call.exact()
         backend = self._backends[call.layer.layer_idx]
         with _current_device(call.query):
-            if not torch.is_grad_enabled():
-                return attend_layer(call, backend)
-            with torch.no_grad():
+            with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
                 output = attend_layer(call, backend)
             new = call.key
+            self._seam.current.on_failure = new.layer.sequences.break_off
+            if not torch.is_grad_enabled():
+                return output
             refused: Tensor = _RefuseBackward.apply(output, call.query, new.key, new.value)  # type: ignore[no-untyped-call]
             return refused
 

@@ -166,8 +166,12 @@ class Sequences:
         try:
             yield
         except BaseException:
-            self._layers_left = max(1, self._layers_left)
+            self.break_off()
             raise
+
+    def break_off(self) -> None:
+        """Notes that a pass which has added tokens raised: the cache refuses further use until it is reset."""
+        self._layers_left = max(1, self._layers_left)
 
     @ordinary_tensors
     def end_steps(self, count: int) -> None:

@@ -39,6 +39,10 @@ class LayerAttention:
     soft_cap: float | None = None
     has_sinks: bool = False
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> LayerAttention:
+        """The record itself: its module belongs to the model, of which copies of a cache share everything."""
+        return self
+
     @property
     def is_plain(self) -> bool:
         """Whether scores are products of queries and keys, and nothing else."""

@@ -40,12 +40,14 @@ class _CurrentPass(local):
         output: what the rotary module computed for it; None before that, and after the last layer.
         own: what the rotary module returned.
         handed: what was handed out instead.
+        on_failure: called if the pass raises, once it has added tokens to a cache; None before that.
     """
 
     is_running = False
     output: RotaryOutput | None = None
     own: Any = None
     handed: Any = None
+    on_failure: Callable[[], None] | None = None
 
 
 def _accept(anything: Any) -> None:
@@ -224,12 +226,17 @@ class Seam:
             call["use_cache"] = config.use_cache
         if decoder.training and getattr(decoder, "gradient_checkpointing", False):
             call["use_cache"] = False  # as transformers does
+        if self.current.is_running:  # hooks are not called after a KeyboardInterrupt
+            self._after_pass(decoder, args, None)
         self.check_call(call)
         self.current.is_running = True
 
     @untraced
-    def _after_pass(self, *args: Any) -> None:
-        """Forgets the pass, also one that died between two layers."""
+    def _after_pass(self, decoder: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Forgets the pass; one that raised, whose output is None, is reported by `on_failure` of the current pass."""
+        on_failure, self.current.on_failure = self.current.on_failure, None
+        if output is None and on_failure is not None:
+            on_failure()
         self.current.is_running = False
         self._forget_pass()
 

@@ -84,6 +84,18 @@ def test_a_deep_copy_shares_everything_but_its_tokens(tiny_model: Any, method: s
             tiny_model(ids(1), past_key_values=detached)
 
 
+def test_a_deep_copy_holds_no_weight_of_its_own(tiny_model: Any) -> None:
+    """Nor does it hold a copy of any module of the model."""
+    with attach(tiny_model, "kivi-2") as session, torch.no_grad():
+        cache = session.new_cache()
+        tiny_model(ids(60), past_key_values=cache)
+        copied = copy.deepcopy(cache)
+        addresses = {x.data_ptr() for x in tiny_model.parameters()}
+        modules = [vars(layer)["attention"].module for layer in copied.compressed]
+        assert all(x.data_ptr() in addresses for module in modules for x in module.parameters())
+        assert all(any(module is other for other in tiny_model.modules()) for module in modules)
+
+
 def test_an_empty_cache_is_copied_too(tiny_model: Any) -> None:
     with attach(tiny_model, "qjl") as session, torch.no_grad():
         copied = copy.deepcopy(session.new_cache())

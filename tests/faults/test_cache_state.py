@@ -13,7 +13,7 @@ from test_cache_copies import attach, ids
 import kvcli
 from kvcli.artifact import Artifact
 from kvcli.cache import mask as mask_rules
-from kvcli.errors import CacheError
+from kvcli.errors import CacheError, UnsupportedModelError
 from kvcli.registry import get_method
 
 STATEFUL = ("squat-2", "squat-pre-2", "qjl")
@@ -169,3 +169,51 @@ def test_a_prompt_is_not_read_again_after_a_pass_that_broke_off(tiny_model: Any)
         for again in (ids, torch.cat((ids, ids), dim=1)):
             with pytest.raises(CacheError, match="did not reach the last layer"):
                 session.generate(again, past_key_values=cache)
+
+
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+@pytest.mark.parametrize("layer_idx", [0, 1, 2])
+def test_a_pass_that_raises_in_any_layer_leaves_a_cache_that_refuses_to_go_on(
+    tiny_model: Any, layer_idx: int, error: type[BaseException]
+) -> None:
+    """Also after the last layer's attention, when all layers hold the tokens: a retry would add them a second time."""
+    ids = torch.randint(3, 97, (1, 47), generator=torch.Generator().manual_seed(0))
+
+    def fail(*args: Any) -> None:
+        raise error
+
+    with kvcli.attach(tiny_model, "kivi-2", group_size=8, residual_length=8) as session, torch.no_grad():
+        cache = session.new_cache()
+        tiny_model(ids[:, :40], past_key_values=cache)
+        hook = tiny_model.model.layers[layer_idx].mlp.register_forward_pre_hook(fail)
+        with pytest.raises(error):
+            tiny_model(ids[:, 40:], past_key_values=cache)
+        hook.remove()
+        other = session.new_cache()
+        tiny_model(ids, past_key_values=other)
+        with pytest.raises(CacheError, match=r"call cache.reset\(\)"):
+            tiny_model(ids[:, 40:], past_key_values=cache)
+        with pytest.raises(CacheError, match=r"call cache.reset\(\)"):
+            cache.snapshot()
+        cache.reset()
+        logits = tiny_model(ids, past_key_values=cache).logits
+        assert torch.equal(logits, tiny_model(ids, past_key_values=session.new_cache()).logits)
+        assert tiny_model(ids[:, :1], past_key_values=other).logits.isfinite().all()
+
+
+def test_a_call_that_is_refused_leaves_the_cache_as_it_was(tiny_model: Any) -> None:
+    ids = torch.randint(3, 97, (1, 40), generator=torch.Generator().manual_seed(0))
+    with kvcli.attach(tiny_model, "kivi-2", group_size=8, residual_length=8) as session, torch.no_grad():
+        cache, other = session.new_cache(), session.new_cache()
+        for each in (cache, other):
+            tiny_model(ids, past_key_values=each)
+        with pytest.raises(CacheError, match="sequences"):
+            tiny_model(ids.repeat(2, 1), past_key_values=cache)
+        after = [tiny_model(ids[:, :1], past_key_values=each).logits for each in (cache, other)]
+        assert torch.equal(*after)
+
+
+@pytest.mark.parametrize("method", ["kivi-2", "qjl", "squat-2", "turboquant-3"])
+def test_a_model_in_float64_is_refused_when_it_is_attached(tiny_model: Any, method: str) -> None:
+    with pytest.raises(UnsupportedModelError, match="float64; load it in float32"):
+        kvcli.attach(tiny_model.double(), method)

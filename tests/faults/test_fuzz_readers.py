@@ -17,7 +17,7 @@ from folders import SIZES, make
 from kvcli.artifact import Artifact
 from kvcli.errors import ArtifactError, KvcliError
 from kvcli.files import file_record, json_sha256, open_run, read_sealed
-from kvcli.fit import assemble
+from kvcli.fit import FORMAT_VERSION, assemble
 from kvcli.sample_parts import finished_parts, part_name
 from kvcli.samples import Recording
 
@@ -45,13 +45,13 @@ def read_run(folder: Path) -> None:
 
 def reopen_run(folder: Path) -> None:
     """The run's manifest as a resumed fit reads it."""
-    wanted = read_sealed(folder / "run.json", 2, "", ArtifactError)
+    wanted = read_sealed(folder / "run.json", FORMAT_VERSION, "", ArtifactError)
     open_run(folder / "run", "run.json", wanted, kind="run", stale=("layer-*",), error=ArtifactError)
 
 
 def read_artifact(folder: Path) -> None:
     artifact = Artifact.load(folder / "artifact")
-    artifact.check_model(artifact.spec, "0123456789abcdef:00000000", "squat")
+    artifact.check_model(artifact.spec, (folder / "fingerprint").read_text(), "squat")
 
 
 def build_artifact(folder: Path) -> None:
@@ -78,6 +78,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A recording, a run and an artifact, and the log that the recording had before it was finished."""
     folder = tmp_path_factory.mktemp("fuzz")
     make(folder)
+    (folder / "fingerprint").write_text(Artifact.load(folder / "artifact").metadata["fingerprint"])
     (folder / "run.json").write_bytes((folder / "run" / "run.json").read_bytes())
     parts = json.loads((folder / "samples" / "samples.json").read_text())["parts"]
     lines = [json.dumps({"part": name, **record}) for name, record in parts.items()]
@@ -178,6 +179,12 @@ def fuzz(folder: Path, count: int, seed: int) -> None:
     assert refused > count // 2
     assert slowest < 5
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 500 * 2**10  # KiB
+
+
+@pytest.mark.parametrize(("name", "read"), TARGETS)
+def test_what_is_not_damaged_is_read(folder: Path, name: str, read: Callable[[Path], None]) -> None:
+    """Otherwise a target would be refused whatever its mutation is, and its mutations would test nothing."""
+    read(folder)
 
 
 def test_damaged_files_are_refused_with_errors_of_kvcli(folder: Path) -> None:

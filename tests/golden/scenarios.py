@@ -1,6 +1,6 @@
 """What the golden records are of: commands with `--json`, tokens, artifacts and contexts of tiny models, all seeded.
 
-`python tests/golden/scenarios.py` writes the records again; `test_golden.py` compares.
+`PYTHONPATH=tests python -m golden.scenarios` writes the records again; `test_golden.py` compares.
 """
 
 from __future__ import annotations
@@ -9,13 +9,10 @@ import contextlib
 import hashlib
 import json
 import os
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-
-sys.path[:0] = [str(Path(__file__).parents[1])] if __name__ == "__main__" else []
 
 import torch
 from byte_tokenizer import CHAT, byte_tokenizer
