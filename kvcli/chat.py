@@ -5,7 +5,8 @@ This module does not know about files or the command line.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,6 +38,7 @@ class Conversation:
         seed: of the random numbers of each reply.
         prefill_chunk: prompt tokens per forward pass; None: all.
         say: called with a line where the cache had to be cut or made anew.
+        notes: plain JSON values that are kept with a saved conversation.
 
     Attributes:
         cache: of the session; holds the first tokens of the conversation.
@@ -52,9 +54,10 @@ class Conversation:
         seed: int = 0,
         prefill_chunk: int | None = None,
         say: Say = say_nothing,
+        notes: Mapping[str, Any] | None = None,
     ) -> None:
         self.loaded, self.session, self.sampling, self.seed = loaded, session, sampling, seed
-        self.prefill_chunk, self.say = prefill_chunk, say
+        self.prefill_chunk, self.say, self.notes = prefill_chunk, say, dict(notes or {})
         self.cache = session.new_cache()
         self._rendered = Rendered(tuple(messages), "", torch.zeros(1, 0, dtype=torch.int64))
         self._held = 0
@@ -118,7 +121,7 @@ class Conversation:
             CacheError: nothing was said yet, or a reply was broken off.
         """
         self._check_whole()
-        notes = {**text_identity(self.loaded.tokenizer), **self._rendered.notes(self._held)}
+        notes = {**text_identity(self.loaded.tokenizer), **self._rendered.notes(self._held), **self.notes}
         return self.cache.context(self._rendered.ids[:, : self._held], notes)
 
     def _check_whole(self) -> None:

@@ -115,9 +115,22 @@ class Session:
         """
         context = source if isinstance(source, Context) else Context.load(source, self.model.device)
         context.check(self.identity())
+        try:
+            context.snapshot.check(self.model.dtype)
+            if context.input_ids is not None:
+                self._check_ids(context.input_ids)
+        except CacheError as error:
+            raise CacheError(f"{context.name} contradicts itself: {error}") from error
         cache = self.new_cache()
         cache.restore(context.snapshot)
         return cache
+
+    def _check_ids(self, ids: Tensor) -> None:
+        """Raises CacheError for token ids that the model has no embedding for."""
+        known: int = self.model.get_input_embeddings().num_embeddings
+        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < known:
+            lowest, highest = int(ids.min()), int(ids.max())
+            raise CacheError(f"it has token ids {lowest} to {highest}, but the model knows 0 to {known - 1}")
 
     def identity(self) -> CacheIdentity:
         """What the content of this session's caches depends on."""

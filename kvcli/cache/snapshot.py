@@ -158,6 +158,26 @@ class Snapshot:
     counts: SnapshotCounts
     tensors: Mapping[str, Tensor]
 
+    def check(self, dtype: torch.dtype) -> None:
+        """Checks what checksums cannot tell: that the tensors can be those of a cache of a model.
+
+        Args:
+            dtype: of the model.
+
+        Raises:
+            CacheError: window tokens of another dtype, or positions that are negative or fall within a row.
+        """
+        for name, x in self.tensors.items():
+            if name.rpartition(".")[2] in WINDOWS and ".state." not in name and x.dtype != dtype:
+                raise CacheError(f"{name} is {x.dtype}, but the model is {dtype}")
+        positions = self.tensors.get(POSITIONS)
+        if positions is None or positions.shape[0] != len(self.counts.lengths):
+            return  # `CompressedCache.restore` refuses tensors that are missing or of other shapes
+        for row, length in enumerate(self.counts.lengths):
+            steps = positions[row, :length].diff()
+            if bool((positions[row, :length] < 0).any()) or bool((steps < 0).any()):
+                raise CacheError(f"the positions of row {row} are negative or not in order")
+
     @property
     def num_tokens(self) -> int:
         """Tokens of all rows."""

@@ -72,6 +72,7 @@ def run(options: ChatOptions, output: Output) -> None:
             seed=options.seed,
             prefill_chunk=options.prefill_chunk,
             say=output.say,
+            notes=chosen.notes,
         )
         if context is not None:
             check_tokenizer(loaded, context)

@@ -69,6 +69,7 @@ def run(options: CompressOptions, output: Output) -> None:
     with chosen.attach(loaded, options.impl, output) as session:
         for source in sources:
             ids, notes = tokens_of(loaded, source)
+            notes |= chosen.notes
             if ids.shape[1] > (limit := loaded.spec.max_position_embeddings):
                 output.warn(
                     f"warning: {ids.shape[1]} tokens are more than the {limit} that {options.model} was trained on"

@@ -278,7 +278,10 @@ def describe_error(
         where = f" ({error.filename})" if error.filename else ""
         return 1, f"the disk is full{where}; what was finished is kept: free some space and run the same command again"
     if isinstance(error, PermissionError) or (isinstance(error, OSError) and error.errno == errno.EROFS):
-        return 1, f"cannot write to {error.filename}: permission denied; choose another --out"
+        return (
+            1,
+            f"cannot write to {error.filename}: permission denied, or it is read-only; choose another place",
+        )
     if isinstance(error, OSError):
         return 1, f"{error.strerror or text}: {error.filename}; choose another path" if error.filename else text
     if _out_of_memory(error):

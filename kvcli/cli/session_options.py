@@ -103,12 +103,19 @@ class ChosenMethod:
         artifact: where it uses one.
         settings: of the method, those that are not its defaults or the artifact's.
         layers: that are compressed; None: all.
+        folder: of the artifact.
     """
 
     name: str
     artifact: Artifact | None
     settings: dict[str, Any] = field(default_factory=dict)
     layers: list[int] | None = None
+    folder: Path | None = None
+
+    @property
+    def notes(self) -> dict[str, Any]:
+        """What a context notes of it, so that commands find the artifact again; its checksum is in the identity."""
+        return {} if self.folder is None else {"artifact": str(self.folder.resolve())}
 
     def attach(self, loaded: LoadedModel, impl: str, output: Output) -> Session:
         """Attaches the method and says what its attention runs on, if that is not its kernels."""
@@ -151,18 +158,21 @@ def choose_method(
         folder = newest_artifact(options.model, name)
         output.say(f"using {folder}")
     artifact = Artifact.load(folder)
-    return ChosenMethod(artifact.method if name is None else name, artifact, given)
+    return ChosenMethod(artifact.method if name is None else name, artifact, given, folder=folder)
 
 
 def _of_context(options: SessionOptions, output: Output, context: Context, given: dict[str, Any]) -> ChosenMethod:
     """The method that a context was made with; settings that were given are compared when it is loaded."""
     from kvcli.artifact import Artifact
 
-    identity, artifact, known = context.identity, None, dict(context.identity.config)
+    identity, artifact, folder, known = context.identity, None, options.artifact, dict(context.identity.config)
     if "fitted" in identity.codecs:
+        noted = context.notes.get("artifact")
+        if folder is None and isinstance(noted, str) and (Path(noted) / "kvcli.json").is_file():
+            folder = Path(noted)
         fitted = {name: x for name, x in known.items() if name not in CacheConfig.model_fields}
-        folder = options.artifact or newest_artifact(options.model, identity.method, fitted)
+        folder = folder or newest_artifact(options.model, identity.method, fitted)
         output.say(f"using {folder}")
         artifact = Artifact.load(folder)
         known = {name: x for name, x in known.items() if name in CacheConfig.model_fields}
-    return ChosenMethod(identity.method, artifact, {**known, **given}, list(identity.layers))
+    return ChosenMethod(identity.method, artifact, {**known, **given}, list(identity.layers), folder)

@@ -17,7 +17,8 @@ from kvcli.errors import ContextError, UsageError
 from kvcli.files import read_sealed, write_sealed
 
 FORMAT_VERSION = 3
-SUFFIX = ".json"
+SUFFIX = ".context.json"
+_FORMER_SUFFIX = ".json"
 OPENING_TOKENS = 16
 """First tokens of which a manifest has a checksum, so that it need not be parsed for prompts that begin otherwise."""
 
@@ -132,7 +133,23 @@ def name_from(text: str) -> str:
 
 def no_context(folder: Path, name: str) -> ContextError:
     """The error that says that there is no context of this name."""
+    if name in former_names(folder):
+        return ContextError(former_store(folder))
     return ContextError(f"there is no context '{name}' in {folder}; 'kvcli contexts list' shows those that are there")
+
+
+def former_names(folder: Path) -> list[str]:
+    """Names of contexts that an earlier version of kvcli stored, whose manifests were called NAME.json."""
+    paths = [path for path in folder.glob(f"*{_FORMER_SUFFIX}") if not path.name.endswith(SUFFIX) and path.is_file()]
+    return sorted(path.name.removesuffix(_FORMER_SUFFIX) for path in paths if b'"block_tokens"' in path.read_bytes())
+
+
+def former_store(folder: Path) -> str:
+    """What to do with a store of an earlier version."""
+    return (
+        f"{folder} holds contexts of an earlier version of kvcli, whose manifests are called NAME{_FORMER_SUFFIX}; "
+        f"rename each to NAME{SUFFIX}"
+    )
 
 
 def manifest_path(folder: Path, name: str) -> Path:
@@ -149,8 +166,8 @@ def last_used(folder: Path, name: str) -> float:
 
 
 def manifest_names(folder: Path) -> list[str]:
-    """Names of the contexts of a folder, also of damaged ones."""
-    names = (path.name.removesuffix(SUFFIX) for path in folder.glob(f"*{SUFFIX}"))
+    """Names of the contexts of a folder, also of damaged ones; what is no regular file is none of them."""
+    names = (path.name.removesuffix(SUFFIX) for path in folder.glob(f"*{SUFFIX}") if path.is_file())
     return sorted(name for name in names if _NAME.fullmatch(name))
 
 

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 
-from kvcli.contexts.manifest import last_used, manifest_path
+from kvcli.contexts.manifest import SUFFIX, last_used, manifest_path
 from kvcli.contexts.records import Pruned
 from kvcli.contexts.tensor_files import TensorFiles
 from kvcli.contexts.usage import Usage
@@ -36,7 +36,8 @@ def prune(folder: Path, files: TensorFiles, max_bytes: int | None, keep: Collect
         max_bytes: to which the store is to shrink; None: no context is removed.
         keep: names of contexts that stay.
     """
-    freed = sum(map(_unlink, [*folder.glob("*.tmp"), *files.folder.glob("*.tmp")]))
+    left = [path for path in folder.glob(f"*{SUFFIX}.tmp") if path.is_file()]
+    freed = sum(map(_unlink, [*left, *files.unfinished()]))
     usage, evicted = Usage(folder, files), []
     freed += files.remove(usage.unused)
     for name in sorted(usage.named, key=partial(last_used, folder)):

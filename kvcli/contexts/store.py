@@ -1,11 +1,12 @@
 """A folder of contexts: found by the tokens that they begin with, equal parts stored once, within a size.
 
-    NAME.json                     the manifest of a context; a context is there when its manifest is
+    NAME.context.json             the manifest of a context; a context is there when its manifest is
     blocks/BLAKE3.safetensors     parts of contexts, named by the BLAKE3 of their bytes
 
 Files are written before the manifest that names them and removed after it, so whatever a kill leaves is a whole store
-with files that nobody names, which `prune` removes. Who reads or writes holds the folder's lock with others; who
-removes holds it alone. How often a file is used is counted from the manifests each time.
+with files that nobody names, which `prune` removes. Other files of the folder are neither read nor removed. Who reads
+or writes holds the folder's lock with others; who removes holds it alone. How often a file is used is counted from the
+manifests each time.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from kvcli.contexts.lock import lock
 from kvcli.contexts.manifest import (
     Manifest,
     check_name,
+    former_names,
+    former_store,
     last_used,
     manifest_names,
     manifest_path,
@@ -71,8 +74,15 @@ class ContextStore:
         self._files.folder.mkdir(parents=True, exist_ok=True)
 
     def names(self) -> list[str]:
-        """Names of all contexts, also of damaged ones."""
-        return manifest_names(self.folder)
+        """Names of all contexts, also of damaged ones.
+
+        Raises:
+            ContextError: a store that an earlier version of kvcli has written.
+        """
+        names = manifest_names(self.folder)
+        if not names and former_names(self.folder):
+            raise ContextError(former_store(self.folder))
+        return names
 
     def get(self, name: str) -> Manifest:
         """One context, by name.
@@ -166,7 +176,7 @@ class ContextStore:
         Raises:
             ContextError: their file is missing or damaged.
         """
-        with self._reading(manifest.name):
+        with self._reading(manifest.name, manifest):
             return read_tokens(self._files, manifest)
 
     def load(self, match: Match, device: torch.device | str = "cpu") -> Context:
@@ -183,7 +193,7 @@ class ContextStore:
             ContextError: a file is missing, truncated or damaged, or of another version of kvcli.
         """
         manifest = match.manifest
-        with self._reading(manifest.name):
+        with self._reading(manifest.name, manifest):
             context = read_context(self._files, match, device)
             with suppress(OSError):  # a store of somebody else
                 os.utime(manifest_path(self.folder, manifest.name))
@@ -308,23 +318,40 @@ class ContextStore:
         with progress("verify", len(names), "contexts") as advance:
             for name in names:
                 try:
-                    manifest = self.get(name)
                     with self._reading(name):
-                        check_content(self._files, manifest, whole)
+                        check_content(self._files, self.get(name), whole)
                 except ContextError as error:
                     damages[name] = str(error)
                 advance(1)
         return damages
 
     @contextmanager
-    def _reading(self, name: str) -> Iterator[None]:
-        """Holds the lock; an error inside the block says which context it is of, and what to do."""
+    def _reading(self, name: str, manifest: Manifest | None = None) -> Iterator[None]:
+        """Holds the lock; an error inside the block says which context it is of, and what to do.
+
+        Args:
+            name: of the context.
+            manifest: as it was read before the lock was held; None: it is read inside the block.
+        """
         with lock(self.folder, alone=False):
             try:
                 yield
             except ContextError as error:
                 if not manifest_path(self.folder, name).exists():
                     raise ContextError(f"context '{name}' was removed by another process") from error
+                if manifest is not None and self._differs(manifest):
+                    raise ContextError(
+                        f"context '{name}' was replaced by another process; run the same command again"
+                    ) from error
+                if "contexts rm" in str(error):  # a damaged manifest
+                    raise
                 raise ContextError(
                     f"context '{name}' is damaged: {error}; remove it with 'kvcli contexts rm {name}' and make it again"
                 ) from error
+
+    def _differs(self, manifest: Manifest) -> bool:
+        """Whether a context has another manifest now that can be read."""
+        try:
+            return self.get(manifest.name) != manifest
+        except ContextError:
+            return False

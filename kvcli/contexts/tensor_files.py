@@ -157,11 +157,13 @@ class TensorFiles:
 
     def held(self) -> dict[str, int]:
         """Names (BLAKE3) and bytes of the files that are there."""
-        found = {}
-        for path in self.folder.glob(f"*{_SUFFIX}"):
-            if _DIGEST.fullmatch(path.stem.encode()):
-                found[path.stem] = path.stat().st_size
-        return found
+        paths = (path for path in self.folder.glob(f"*{_SUFFIX}") if _DIGEST.fullmatch(path.stem.encode()))
+        return {path.stem: path.stat().st_size for path in paths if path.is_file()}
+
+    def unfinished(self) -> list[Path]:
+        """Files that a killed process was writing."""
+        names = re.compile(rb"%b%b\.\d+-[0-9a-f]+\.tmp" % (_DIGEST.pattern, re.escape(_SUFFIX.encode())))
+        return [path for path in self.folder.glob("*.tmp") if names.fullmatch(path.name.encode()) and path.is_file()]
 
     def remove(self, names: set[str]) -> int:
         """Removes files by name; returns the bytes that they took."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -165,3 +166,23 @@ def test_damage_is_one_line_and_exit_code_1(texts: None) -> None:
     healed = invoke("compress", "--prompt-file", "a.txt", *METHOD, "--no-reuse", "--prefill-chunk", "64")
     assert healed.exit_code == 0
     assert invoke("contexts", "verify").exit_code == 0
+
+
+@pytest.mark.parametrize("target", [("--store", "s", "--name", "c"), ("--out", "c.safetensors")])
+def test_a_context_finds_the_artifact_that_it_was_made_with(tiny: Any, artifact: Path, target: tuple[str, ...]) -> None:
+    """Wherever that is: nothing of it is below runs/. The command that `compress` prints is the one to type."""
+    elsewhere = artifact.rename(Path.cwd() / "elsewhere")
+    text("a", BEGINNING + END)
+    made = invoke("compress", "--prompt-file", "a.txt", "--artifact", str(elsewhere), *target)
+    assert made.exit_code == 0, made.stderr
+    words = shlex.split(made.stderr.splitlines()[-1].removeprefix("next: kvcli "))
+    assert "--context" in words
+    assert "--artifact" not in words
+    followed = invoke(*words, *SHORT)
+    assert followed.exit_code == 0, followed.stderr
+    assert f"using {elsewhere}" in followed.stderr
+    elsewhere.rename("moved")
+    refused = invoke(*words, *SHORT)
+    assert refused.exit_code == 1
+    assert "no commvq artifact" in refused.stderr
+    assert invoke(*words, "--artifact", "moved", *SHORT).stdout == followed.stdout

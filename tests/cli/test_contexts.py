@@ -100,7 +100,7 @@ def test_rm_and_prune(made: Maker) -> None:
     assert len(rows("list")["rows"]) == 2
     assert invoke("contexts", "rm").exit_code == 2
     (STORE / "blocks" / ("0" * 64 + ".safetensors")).write_bytes(b"abc")
-    (STORE / "blocks" / "x.tmp").write_bytes(b"abcd")
+    (STORE / "blocks" / ("0" * 64 + ".safetensors.7-0a1b.tmp")).write_bytes(b"abcd")
     assert rows("list")["unused_bytes"] == 3
     assert "3 B that no context uses" in invoke("contexts", "list").stdout
     assert rows("prune")["freed_bytes"] == 7

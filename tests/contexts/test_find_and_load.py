@@ -202,7 +202,7 @@ def test_a_manifest_with_the_checksum_of_other_tokens_is_not_believed(maker: Any
     made: Maker = maker("rtn")
     ids, other = tokens(60), tokens(60, seed=3)
     store.put(made.context(ids), name="a")
-    path = store.folder / "a.json"
+    path = store.folder / "a.context.json"
     values = json.loads(path.read_text())
     del values["sha256"]
     write_sealed(path, {**values, "opening": opening_of(other.tolist())})

@@ -31,7 +31,7 @@ def files_of(store: ContextStore) -> dict[str, bytes]:
 
 
 def use(store: ContextStore, name: str, at: float) -> None:
-    os.utime(store.folder / f"{name}.json", (at, at))
+    os.utime(store.folder / f"{name}.context.json", (at, at))
 
 
 def test_layers_of_equal_shape_are_one_tensor() -> None:
@@ -213,7 +213,7 @@ def test_exported_and_imported_it_is_the_same(maker: Any, store: ContextStore, t
     ours, theirs = store.get("a").to_dict(), stored.manifest.to_dict()
     assert {**ours, "created": 0} == {**theirs, "created": 0}
     assert other.find(ids, made.identity) is not None
-    assert set(files_of(store)) - {"a.json"} == set(files_of(other)) - {"b.json"}
+    assert set(files_of(store)) - {"a.context.json"} == set(files_of(other)) - {"b.context.json"}
 
 
 def test_an_empty_or_missing_store(maker: Any, tmp_path: Path) -> None:
@@ -265,13 +265,13 @@ def test_content_is_on_the_disk_before_the_manifest(maker: Any, store: ContextSt
     store.put(made.context(tokens(60)), name="a")
     order = [path.name for path in flushed if path.name.endswith(".tmp")]
     assert len(order) == len(store.usage().held) + 1
-    assert order[-1] == "a.json.tmp"
+    assert order[-1] == "a.context.json.tmp"
 
 
 def test_a_manifest_is_plain_json(maker: Any, store: ContextStore) -> None:
     made: Maker = maker("rtn")
     ids: Tensor = tokens(60)
     store.put(made.context(ids, source="report.txt"), name="a")
-    values = json.loads((store.folder / "a.json").read_text())
+    values = json.loads((store.folder / "a.context.json").read_text())
     assert values["notes"]["source"] == "report.txt"
     assert values["identity"]["method"] == "rtn"

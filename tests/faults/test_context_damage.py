@@ -6,6 +6,7 @@ import json
 import random
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ import torch
 from contexts_made import Maker, tokens
 from folders import edit, flip
 
+from kvcli.cache.snapshot import Snapshot
 from kvcli.contexts import ContextStore
-from kvcli.errors import ContextError, KvcliError
+from kvcli.errors import CacheError, ContextError, KvcliError
 from kvcli.files import write_sealed
 
 
@@ -77,7 +79,7 @@ def test_a_part_is_loaded_without_files_of_the_rest(two: Maker, store: ContextSt
 
 @pytest.mark.parametrize("damage", [*DAMAGES, "edited", "version"])
 def test_a_damaged_manifest_is_passed_over_and_keeps_its_files(two: Maker, store: ContextStore, damage: str) -> None:
-    path = store.folder / "a.json"
+    path = store.folder / "a.context.json"
     held = set(store.usage().held)
     if damage == "missing":
         return
@@ -87,7 +89,7 @@ def test_a_damaged_manifest_is_passed_over_and_keeps_its_files(two: Maker, store
         edit(path, lambda values: values.update(format_version=9), seal=True)
     else:
         DAMAGES[damage][0](path)
-    with pytest.raises(ContextError, match=r"a\.json"):
+    with pytest.raises(ContextError, match=r"a\.context\.json"):
         store.get("a")
     said: list[str] = []
     match = store.find(torch.cat((tokens(50), tokens(40, 5))), two.identity, said.append)
@@ -95,7 +97,7 @@ def test_a_damaged_manifest_is_passed_over_and_keeps_its_files(two: Maker, store
     assert (match.manifest.name, match.num_tokens) == ("b", 50)
     if damage != "empty":  # nothing tells how it began
         assert len(said) == 1
-        assert "a.json" in said[0]
+        assert "a.context.json" in said[0]
     assert set(store.damages(store.names())) == {"a"}
     if damage != "empty":
         store.prune()
@@ -124,8 +126,8 @@ def test_a_damaged_manifest_is_passed_over_and_keeps_its_files(two: Maker, store
 def test_a_manifest_that_contradicts_itself_is_refused(
     two: Maker, store: ContextStore, change: Callable[[Any], Any]
 ) -> None:
-    edit(store.folder / "a.json", change, seal=True)
-    with pytest.raises(ContextError, match=r"a\.json is damaged"):
+    edit(store.folder / "a.context.json", change, seal=True)
+    with pytest.raises(ContextError, match=r"a\.context\.json is damaged"):
         store.get("a")
 
 
@@ -145,7 +147,7 @@ def test_files_that_do_not_belong_together_are_refused(
     two: Maker, store: ContextStore, change: Callable[[Any], Any]
 ) -> None:
     """A manifest whose checksum agrees, of somebody who can write it: refused, or other tokens of the right shapes."""
-    edit(store.folder / "a.json", change, seal=True)
+    edit(store.folder / "a.context.json", change, seal=True)
     try:
         context = store.load(store.whole("a"))
         two.session.load_cache(context)
@@ -171,7 +173,7 @@ def places(values: Any) -> list[tuple[Any, Any]]:
 
 def test_manifests_with_odd_values_are_read_or_refused(two: Maker, store: ContextStore) -> None:
     """Whatever a sealed manifest says: an error of kvcli in one line, or a context that the session takes."""
-    path, chance, refused = store.folder / "a.json", random.Random(0), 0
+    path, chance, refused = store.folder / "a.context.json", random.Random(0), 0
     good = path.read_text()
     ids = torch.cat((tokens(50), tokens(40, 5)))
     for _ in range(300):
@@ -192,3 +194,37 @@ def test_manifests_with_odd_values_are_read_or_refused(two: Maker, store: Contex
     assert refused > 200
     path.write_text(good)
     assert store.damages(["a", "b"]) == {}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("dtype", "is torch.float16, but the model is torch.float32"),
+        ("large ids", "the model knows 0 to 96"),
+        ("negative ids", "the model knows 0 to 96"),
+        ("reversed positions", "positions of row 0 are negative or not in order"),
+        ("negative positions", "positions of row 0 are negative or not in order"),
+    ],
+)
+def test_a_context_that_contradicts_itself_is_refused_though_its_checksums_agree(
+    maker: Any, tmp_path: Path, change: str, message: str
+) -> None:
+    made = maker("rtn")
+    ids = tokens(60)
+    context = made.context(ids)
+    tensors, input_ids = dict(context.snapshot.tensors), ids[None].clone()
+    match change:
+        case "dtype":
+            tensors["layers.0.keys"] = tensors["layers.0.keys"].half()
+        case "large ids":
+            input_ids[0, 7] = 10**9
+        case "negative ids":
+            input_ids[0, 7] = -5
+        case "reversed positions":
+            tensors["positions"] = tensors["positions"].flip(1)
+        case _:
+            tensors["positions"] = tensors["positions"] - 2**30
+    forged = replace(context, snapshot=Snapshot(context.snapshot.counts, tensors), input_ids=input_ids)
+    forged.save(tmp_path / "c.safetensors")
+    with pytest.raises(CacheError, match=message):
+        made.session.load_cache(tmp_path / "c.safetensors")
