@@ -5,6 +5,7 @@ Only this module derives shapes from a transformers config. It does not load wei
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -40,11 +41,18 @@ class RopeSpec:
     """Rotary position embedding of a model: type, base and the number of rotated channels.
 
     Of the type `none` they are the channels that methods pair all the same.
+
+    Raises:
+        ValueError: a type whose angles depend on more than the position, or a base that is none.
     """
 
     rope_type: str
     theta: float
     rotary_dim: int
+
+    def __post_init__(self) -> None:
+        if self.rope_type not in (*STATIC_ROPE_TYPES, NO_ROPE) or not 0 < self.theta < math.inf:
+            raise ValueError(f"RoPE of type {self.rope_type!r} with base {self.theta!r} is not supported")
 
 
 @dataclass(frozen=True)

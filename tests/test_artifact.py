@@ -12,12 +12,14 @@ from factories import CONFIG, make_model, record
 from safetensors.torch import load_file, save_file
 
 import kvcli
-from kvcli.artifact import Artifact, writing
+import kvcli.artifact.folder
+from kvcli.artifact import Artifact
+from kvcli.calibrate.recording import Recording
 from kvcli.errors import ArtifactError, UsageError
-from kvcli.files import file_record, write_sealed
 from kvcli.fit import assemble, fit_recording
 from kvcli.registry import get_method
-from kvcli.samples import Recording
+from kvcli.storage.atomic import file_record
+from kvcli.storage.manifest import write_sealed
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +142,9 @@ def test_saving_destroys_nothing(run_folder: Path, folder: Path, tmp_path: Path,
     with pytest.raises(ArtifactError, match="not an artifact"):
         made.save(precious, overwrite=True)
     assert (precious / "thesis.txt").read_text() == "x"
-    monkeypatch.setattr(writing, "save_file", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    monkeypatch.setattr(
+        kvcli.artifact.folder, "save_file", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    )
     with pytest.raises(OSError, match="No space"):
         made.save(folder, overwrite=True)
     assert Artifact.load(folder).same_content(made)

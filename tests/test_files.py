@@ -9,21 +9,22 @@ from typing import Any
 import pytest
 
 from kvcli.errors import ArtifactError
-from kvcli.files import open_run, write_sealed
+from kvcli.storage.manifest import RunManifest, write_sealed
 
-DESCRIPTION = {"seed": 1, "config": {"bits": 2, "size": (1, 2)}, "text": "x" * 100}
+DESCRIPTION = {"format_version": 1, "seed": 1, "config": {"bits": 2, "size": (1, 2)}, "text": "x" * 100}
+
+
+class Run(RunManifest):
+    VERSION = 1
+    ERROR = ArtifactError
+    REMEDY = "run it again"
+    FILE = "run.json"
+    KIND = "run"
+    STALE = ("part-*",)
 
 
 def opened(folder: Path, description: dict[str, Any] | None = None, overwrite: bool = False) -> None:
-    open_run(
-        folder,
-        "run.json",
-        DESCRIPTION if description is None else description,
-        kind="run",
-        stale=("part-*",),
-        error=ArtifactError,
-        overwrite=overwrite,
-    )
+    Run.open(folder, DESCRIPTION if description is None else description, overwrite=overwrite)
 
 
 def test_the_same_run_resumes(tmp_path: Path) -> None:

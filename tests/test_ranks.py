@@ -86,7 +86,7 @@ def test_two_ranks_give_what_one_process_gives(alone: Path, tmp_path: Path) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("dying", [0, 1])
 def test_a_dead_rank_ends_the_others_and_the_run_resumes(alone: Path, tmp_path: Path, dying: int) -> None:
-    place = "kvcli.calibrate.collection:write_part"
+    place = "kvcli.calibrate.collect:write_part"
     codes = two_ranks(tmp_path, CALIBRATE, DYING_RANK=str(dying), DIE_IN=place)
     assert codes[dying][0] == -signal.SIGKILL
     code, out, err = codes[1 - dying]

@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from kvcli.safetensors_header import _DTYPES, Header
+from kvcli.storage.tensors import _DTYPES, SafetensorsHeader
 
 
 @pytest.mark.parametrize("dtype", _DTYPES.values())
@@ -20,7 +20,7 @@ def test_views_are_the_tensors(tmp_path: Path, dtype: torch.dtype, shape: tuple[
     path = tmp_path / "f"
     x = torch.ones(shape).to(dtype)
     save_file({"x": x, "odd": torch.ones(3, dtype=torch.uint8), "": torch.zeros(2)}, path, metadata={"a": "b"})
-    header = Header.read(path)
+    header = SafetensorsHeader.read(path)
     data = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)[header.nbytes :]
     views = header.views(data)
     assert header.metadata == {"a": "b"}
@@ -61,7 +61,7 @@ TENSOR = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 def test_odd_headers_are_refused(tmp_path: Path, values: Any) -> None:
     text = json.dumps(values).encode()
     with pytest.raises(ValueError, match=r"."):
-        Header.parse(text)
+        SafetensorsHeader.parse(text)
     path = tmp_path / "f"
     path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
     with pytest.raises(Exception, match=r"."), safe_open(path, framework="pt") as handle:
@@ -72,11 +72,11 @@ def test_odd_headers_are_refused(tmp_path: Path, values: Any) -> None:
 def test_files_of_others_are_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "f").write_bytes(content)
     with pytest.raises(ValueError, match=r"."):
-        Header.read(tmp_path / "f")
+        SafetensorsHeader.read(tmp_path / "f")
 
 
 def test_numbers_that_begin_anywhere_are_refused() -> None:
     first = {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}
-    header = Header.parse(json.dumps({"a": first, "b": {**TENSOR, "data_offsets": [1, 9]}}).encode())
+    header = SafetensorsHeader.parse(json.dumps({"a": first, "b": {**TENSOR, "data_offsets": [1, 9]}}).encode())
     with pytest.raises(ValueError, match="its header is damaged"):
         header.views(torch.zeros(9, dtype=torch.uint8))

@@ -13,15 +13,16 @@ import torch
 from factories import clustered, load, make_model, make_spec
 from safetensors.torch import load_file
 
-from kvcli.calibrate.collect import CollectConfig, collect
+from kvcli.calibrate.collect import collect
+from kvcli.calibrate.config import CollectConfig
+from kvcli.calibrate.recording import Recording
 from kvcli.fit import fit_recording, split_samples
 from kvcli.methods.commvq import em, fit_values
 from kvcli.methods.commvq.config import CommVQConfig
 from kvcli.methods.commvq.fit_keys import pair_weight
 from kvcli.methods.commvq.values import CommVQValueCodec
+from kvcli.methods.token_blocks import TokenBlocks
 from kvcli.registry import get_method
-from kvcli.samples import Recording
-from kvcli.token_blocks import TokenBlocks
 
 SEQUENCES = torch.randint(3, 97, (20, 64), generator=torch.Generator().manual_seed(0))
 METHODS: dict[str, dict[str, Any]] = {
@@ -130,7 +131,8 @@ import json, resource, sys
 from pathlib import Path
 import torch
 from factories import load, make_model
-from kvcli.calibrate.collect import CollectConfig, collect
+from kvcli.calibrate.collect import collect
+from kvcli.calibrate.config import CollectConfig
 from kvcli.fit import fit_recording
 from kvcli.registry import get_method
 count, folder = int(sys.argv[1]), Path(sys.argv[2])

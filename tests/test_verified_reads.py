@@ -12,8 +12,8 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-from kvcli import verified_reads
-from kvcli.verified_reads import READ_BYTES, Part, _neighbours, memory_for, read_parts
+from kvcli.storage import reads
+from kvcli.storage.reads import READ_BYTES, Part, _neighbours, memory_for, read_parts
 
 SIZES = [0, 1, 9, READ_BYTES - 1, READ_BYTES, READ_BYTES + 1, 2 * READ_BYTES + 7]
 CPU = torch.device("cpu")
@@ -87,8 +87,8 @@ def copy_events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    monkeypatch.setattr(verified_reads._Reader, "__init__", start)
-    monkeypatch.setattr(verified_reads, "_reader", lambda device, nbytes: verified_reads._GpuReader(nbytes, device))
+    monkeypatch.setattr(reads._Reader, "__init__", start)
+    monkeypatch.setattr(reads, "_reader", lambda device, nbytes: reads._GpuReader(nbytes, device))
     return events
 
 
@@ -112,8 +112,8 @@ def test_a_buffer_is_free_before_an_error_goes_on(
             raise OSError("no more")
         return real(x)
 
-    real = verified_reads._bytes
-    monkeypatch.setattr(verified_reads, "_bytes", fail)
+    real = reads._bytes
+    monkeypatch.setattr(reads, "_bytes", fail)
     with pytest.raises(OSError, match="no more"):
         read_parts([Part(tmp_path / "file", 0, memory[:100])])
     assert events[-1] == "synchronize"

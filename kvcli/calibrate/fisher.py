@@ -22,15 +22,12 @@ from torch.utils.checkpoint import checkpoint
 
 from kvcli.calibrate.gradients import passing_gradients
 from kvcli.errors import SamplesError
-from kvcli.layer_samples import LayerFisher
+from kvcli.methods.samples import LayerFisher
 from kvcli.models import LoadedModel
 from kvcli.seam.decoder import backbone, find_decoder
 from kvcli.seam.layer import AttentionCall
 from kvcli.seam.logits import logits_of
 from kvcli.seam.patch import Seam
-
-SEQ_LEN = 1024
-"""Longest sequence that gradients pass through; attention holds the scores of one layer in memory."""
 
 _SINKS, _WINDOW = 4, 32
 _LOGIT_TOKENS = 256

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -29,7 +29,6 @@ from kvcli.contexts.content import (
 )
 from kvcli.contexts.identity import ContextIdentity
 from kvcli.contexts.layout import BLOCK_TOKENS, check_storable
-from kvcli.contexts.lock import lock
 from kvcli.contexts.manifest import (
     Manifest,
     check_name,
@@ -47,6 +46,9 @@ from kvcli.contexts.tensor_files import TensorFile, TensorFiles
 from kvcli.contexts.usage import Usage
 from kvcli.errors import ContextError
 from kvcli.progress import Progress, Say, no_progress, say_nothing
+from kvcli.storage.locks import lock
+
+_MAX_WAIT_S = 600.0
 
 
 class ContextStore:
@@ -122,7 +124,7 @@ class ContextStore:
         wanted = as_tokens(token_ids)
         if not self.folder.is_dir():
             return None
-        with lock(self.folder, alone=False):
+        with _lock(self.folder, alone=False):
             manifests = self.manifests(say, names_to_read(self.folder, wanted))
             return longest(manifests, self._files, wanted, identity, say)
 
@@ -140,7 +142,7 @@ class ContextStore:
         """
         if not self.folder.is_dir():
             return None
-        with lock(self.folder, alone=False):
+        with _lock(self.folder, alone=False):
             match = self.find(token_ids, identity, say)
             return None if match is None else (match, self.load(match, device))
 
@@ -218,11 +220,11 @@ class ContextStore:
         name = default_name(tokens, context.identity.to_dict()) if name is None else name
         check_name(name)
         self.make_folder()
-        with lock(self.folder, alone=False):
+        with _lock(self.folder, alone=False):
             if not overwrite:
                 self.check_free(name, tokens, identity)
             stored = write_content(self._files, context, tokens, name, self.block_tokens)
-            with lock(self._files.folder, alone=True):  # of those who store, one at a time
+            with _lock(self._files.folder, alone=True):  # of those who store, one at a time
                 if not overwrite:
                     self.check_free(name, tokens, identity)
                 replaces = manifest_path(self.folder, name).exists()
@@ -268,7 +270,7 @@ class ContextStore:
         check_name(name)
         if not self.folder.is_dir():
             raise no_context(self.folder, name)
-        with lock(self.folder, alone=True):
+        with _lock(self.folder, alone=True):
             usage = Usage(self.folder, self._files)
             if name not in usage.named:
                 raise no_context(self.folder, name)
@@ -286,14 +288,14 @@ class ContextStore:
         """
         if not self.folder.is_dir():
             return Pruned((), 0)
-        with lock(self.folder, alone=True):
+        with _lock(self.folder, alone=True):
             return prune(self.folder, self._files, max_bytes, keep)
 
     def usage(self) -> Usage:
         """Which contexts name which files, now."""
         if not self.folder.is_dir():
             return Usage(self.folder, self._files)
-        with lock(self.folder, alone=False):
+        with _lock(self.folder, alone=False):
             return Usage(self.folder, self._files)
 
     def damages(self, names: Sequence[str], progress: Progress = no_progress) -> dict[str, str]:
@@ -319,7 +321,7 @@ class ContextStore:
     @contextmanager
     def _reading(self, name: str) -> Iterator[None]:
         """Holds the lock; an error inside the block says which context it is of, and what to do."""
-        with lock(self.folder, alone=False):
+        with _lock(self.folder, alone=False):
             try:
                 yield
             except ContextError as error:
@@ -328,3 +330,9 @@ class ContextStore:
                 raise ContextError(
                     f"context '{name}' is damaged: {error}; remove it with 'kvcli contexts rm {name}' and make it again"
                 ) from error
+
+
+def _lock(folder: Path, *, alone: bool) -> AbstractContextManager[None]:
+    """Holds a folder against those that want it alone, or against all."""
+    busy = ContextError(f"other kvcli processes use {folder}; wait until they have ended")
+    return lock(folder, busy, shared=not alone, wait_s=_MAX_WAIT_S)

@@ -25,7 +25,7 @@ _DTYPES = {
 
 
 class TensorEntry(BaseModel):
-    """A tensor of a file: dtype, shape, and its first byte and the one after its last, counted from the header's end."""
+    """A tensor of a file: dtype, shape, and where its bytes start and stop after the header."""
 
     model_config = ConfigDict(strict=True, frozen=True, arbitrary_types_allowed=True)
 

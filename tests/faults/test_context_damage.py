@@ -16,7 +16,7 @@ from folders import edit, flip
 
 from kvcli.contexts import ContextStore
 from kvcli.errors import ContextError, KvcliError
-from kvcli.files import write_sealed
+from kvcli.storage.manifest import write_sealed
 
 
 def truncate(path: Path) -> None:

@@ -25,8 +25,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from kvcli.artifact import Artifact
-from kvcli.lmcache.header import SIZE, Header
-from kvcli.lmcache.layout import ChunkLayout
+from kvcli.integrations.lmcache.header import SIZE, Header
+from kvcli.integrations.lmcache.layout import ChunkLayout
 from kvcli.methods.method import Method
 from kvcli.registry import get_method
 from kvcli.spec import ModelSpec
@@ -55,7 +55,7 @@ def adapter_json(chunks: Path, model_folder: Path, **serde: Any) -> dict[str, An
     """The adapter as `lmcache server --l2-adapter` takes it."""
     return {
         "type": "plugin",
-        "module_path": "kvcli.lmcache.plugin",
+        "module_path": "kvcli.integrations.lmcache.plugin",
         "class_name": "FileSystemAdapter",
         "adapter_params": {"base_path": str(chunks)},
         "serde": {"type": "kvcli", "model": str(model_folder), "method": "kivi-2", **serde},

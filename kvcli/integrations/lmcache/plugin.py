@@ -1,6 +1,6 @@
 """The module that an adapter of LMCache's server names: importing it registers the serde `kvcli`.
 
-    {"type": "plugin", "module_path": "kvcli.lmcache.plugin", "class_name": "FileSystemAdapter",
+    {"type": "plugin", "module_path": "kvcli.integrations.lmcache.plugin", "class_name": "FileSystemAdapter",
      "adapter_params": {"base_path": "/data/chunks"},
      "serde": {"type": "kvcli", "model": "/models/llama", "method": "kivi-2"}}
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from lmcache.v1.distributed.l2_adapters.fs_l2_adapter import FSL2Adapter, FSL2AdapterConfig
 
-from kvcli.lmcache.serde import register
+from kvcli.integrations.lmcache.serde import register
 
 register()
 

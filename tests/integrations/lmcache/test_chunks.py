@@ -11,10 +11,10 @@ from factories import make_model, make_spec
 
 from kvcli.attention.attach import make_config
 from kvcli.errors import ChunkError, UsageError
-from kvcli.lmcache.chunk import ChunkCodec
-from kvcli.lmcache.header import SIZE
-from kvcli.lmcache.layout import ChunkLayout
-from kvcli.lmcache.served import Served
+from kvcli.integrations.lmcache.chunk import ChunkCodec
+from kvcli.integrations.lmcache.header import SIZE
+from kvcli.integrations.lmcache.layout import ChunkLayout
+from kvcli.integrations.lmcache.served import Served
 from kvcli.registry import METHODS, get_method, parse_method
 from kvcli.rope import Rope
 from kvcli.spec import ModelSpec, RopeSpec

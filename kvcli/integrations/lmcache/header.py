@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from kvcli.errors import ChunkError
-from kvcli.lmcache.layout import DTYPES, ChunkLayout, Form
+from kvcli.integrations.lmcache.layout import DTYPES, ChunkLayout, Form
 
 MAGIC = b"KVCLICHK"
 VERSION = 1

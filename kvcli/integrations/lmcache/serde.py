@@ -18,9 +18,9 @@ from lmcache.v1.memory_management import MemoryObj
 from torch import Tensor
 
 from kvcli.errors import ChunkError
-from kvcli.lmcache.chunk import ChunkCodec
-from kvcli.lmcache.served import Served
-from kvcli.lmcache.settings import SerdeSettings
+from kvcli.integrations.lmcache.chunk import ChunkCodec
+from kvcli.integrations.lmcache.served import Served
+from kvcli.integrations.lmcache.settings import SerdeSettings
 
 SERDE_TYPE = "kvcli"
 """The `type` of the serde in an adapter's JSON."""
@@ -40,7 +40,7 @@ class ChunkSerializer(Serializer):
         """Encodes a chunk.
 
         Args:
-            src: the chunk, in a form of `kvcli.lmcache.layout.ChunkLayout`.
+            src: the chunk, in a form of `kvcli.integrations.lmcache.layout.ChunkLayout`.
             dst: uint8, of `estimate_serialized_size` bytes or more; overwritten.
             key: of the chunk; not needed.
 

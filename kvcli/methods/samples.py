@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from kvcli.methods.token_blocks import TokenBlocks
 from kvcli.rope import Rotation
-from kvcli.token_blocks import TokenBlocks
 
 
 @dataclass(frozen=True)

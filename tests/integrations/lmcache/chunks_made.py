@@ -9,8 +9,8 @@ from factories import make_model, make_spec
 from torch import Tensor
 
 from kvcli.attention.attach import make_config
-from kvcli.lmcache.chunk import ChunkCodec
-from kvcli.lmcache.served import Served
+from kvcli.integrations.lmcache.chunk import ChunkCodec
+from kvcli.integrations.lmcache.served import Served
 from kvcli.registry import parse_method
 from kvcli.rope import Rope
 from kvcli.spec import ModelSpec

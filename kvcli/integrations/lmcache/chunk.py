@@ -11,10 +11,10 @@ from torch import Tensor
 
 from kvcli.attention.reference import unrotate
 from kvcli.errors import ChunkError
-from kvcli.lmcache.header import NO_START, SIZE, Header
-from kvcli.lmcache.layout import ChunkLayout
-from kvcli.lmcache.served import Served
-from kvcli.lmcache.start import find_start
+from kvcli.integrations.lmcache.header import NO_START, SIZE, Header
+from kvcli.integrations.lmcache.layout import ChunkLayout
+from kvcli.integrations.lmcache.served import Served
+from kvcli.integrations.lmcache.start import find_start
 from kvcli.methods.base import Codec, Codes
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.rope import Rotation

@@ -20,8 +20,8 @@ from kvcli.builtin_models import BUILTIN_MODELS
 from kvcli.checkpoint import read_config
 from kvcli.errors import ChunkError, ConfigError, UnsupportedModelError, UsageError
 from kvcli.hub import download_config
-from kvcli.lmcache.layout import ChunkLayout
-from kvcli.lmcache.settings import SerdeSettings
+from kvcli.integrations.lmcache.layout import ChunkLayout
+from kvcli.integrations.lmcache.settings import SerdeSettings
 from kvcli.methods.config import BiasOffsetConfig, CacheConfig
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import Method
