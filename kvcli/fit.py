@@ -49,6 +49,7 @@ class FitManifest(RunManifest):
     REMEDY = _REMEDY
     FILE = "run.json"
     KIND = "run"
+    MISSING = "no run in {folder}; run 'kvcli fit' first"
     STALE = ("layer-[0-9]*.safetensors", "layer-[0-9]*.json")
 
     method: str
@@ -57,17 +58,6 @@ class FitManifest(RunManifest):
     fingerprint: str
     spec: ModelSpec
     provenance: dict[str, Any]
-
-    @classmethod
-    def of(cls, folder: Path) -> Self:
-        """The run in a folder.
-
-        Raises:
-            ArtifactError: there is none, or it is damaged.
-        """
-        if not (folder / cls.FILE).exists():
-            raise ArtifactError(f"no run in {folder}; run 'kvcli fit' first")
-        return cls.read(folder / cls.FILE)
 
 
 class LayerReport(Sealed):
@@ -153,12 +143,17 @@ def fit_recording(
         "recording_sha256": json_sha256(recording.manifest.values),
         "block_tokens": block_tokens,
     }
-    own = _share(method, recording.spec, config, wanted, ranks)
+    own = wanted
+    if ranks.count > 1:  # a layer takes about as long as its codes have bits
+        with torch.device("meta"):
+            codecs = [method.build(recording.spec, config, layer_idx) for layer_idx in wanted]
+        costs = [codec.key.bits_per_token() + codec.value.bits_per_token() for codec in codecs]
+        own = [wanted[index] for index in packed(costs, ranks.count)[ranks.rank]]
     with locked(folder, ArtifactError) if ranks.rank == 0 else nullcontext():
         if ranks.rank == 0:
             FitManifest.open(folder, description, overwrite=overwrite)
         ranks.wait()
-        run = FitManifest.of(folder)
+        run = FitManifest.read(folder / FitManifest.FILE)
         for layer_idx in own:
             report, reused = LayerReport.of(folder, layer_idx, run), True
             if report is None:
@@ -177,16 +172,6 @@ def fit_recording(
             if report is None:
                 raise ArtifactError(f"layer {layer_idx}, which another rank fitted, is not in {folder}; {_SHARED}")
             done(layer_idx, report.measured, False)
-
-
-def _share(method: Method, spec: ModelSpec, config: CacheConfig, layers: Sequence[int], ranks: Ranks) -> list[int]:
-    """The layers of this rank: a layer takes about as long as its codes have bits."""
-    if ranks.count == 1:
-        return list(layers)
-    with torch.device("meta"):
-        codecs = [method.build(spec, config, layer_idx) for layer_idx in layers]
-    costs = [codec.key.bits_per_token() + codec.value.bits_per_token() for codec in codecs]
-    return [layers[index] for index in packed(costs, ranks.count)[ranks.rank]]
 
 
 def _write_layer(
@@ -233,39 +218,35 @@ def assemble(folders: Sequence[Path]) -> Artifact:
     Raises:
         ArtifactError: no run in a folder, folders of different runs, layers that are missing, or damaged files.
     """
-    run = FitManifest.of(folders[0])
-    for folder in folders[1:]:
-        if FitManifest.of(folder).values != run.values:
+    run, *others = [FitManifest.read(folder / FitManifest.FILE) for folder in folders]
+    for folder, other in zip(folders[1:], others, strict=True):
+        if other.values != run.values:
             raise ArtifactError(f"{folder} and {folders[0]} hold different runs")
     try:
         config = get_method(run.method).config_cls(**run.config)
     except (UsageError, ValueError, TypeError) as error:
         reason = " ".join(str(error).split())
         raise ArtifactError(f"{folders[0] / run.FILE} is damaged ({reason}); {_REMEDY}") from error
-    layers = range(run.spec.num_layers)
-    finished = [
-        next(((folder, x) for folder in folders if (x := LayerReport.of(folder, layer_idx, run))), None)
-        for layer_idx in layers
-    ]
-    if missing := [layer_idx for layer_idx in layers if finished[layer_idx] is None]:
-        damaged = any(
-            (folder / _name(layer_idx, "safetensors")).exists() for layer_idx in missing for folder in folders
-        )
-        raise ArtifactError(
-            f"the run in {folders[0]} lacks layers {', '.join(map(str, missing))}"
-            f"{' (missing or damaged)' if damaged else ''}; run the same fit again to resume"
-        )
     tensors: dict[str, Tensor] = {}
     metrics: list[Mapping[str, Any]] = []
-    for layer_idx, layer in enumerate(finished):
-        assert layer is not None
-        folder, report = layer
+    missing, damaged = [], ""
+    for layer_idx in range(run.spec.num_layers):
+        name = _name(layer_idx, "safetensors")
+        finished = ((folder, report) for folder in folders if (report := LayerReport.of(folder, layer_idx, run)))
+        folder, report = next(finished, (folders[0], None))
+        if report is None:
+            missing.append(str(layer_idx))
+            damaged = " (missing or damaged)" if any((folder / name).exists() for folder in folders) else damaged
+            continue
         metrics.append(report.metrics)
         try:
-            state = load_file(folder / _name(layer_idx, "safetensors"))
+            state = load_file(folder / name)
         except (OSError, SafetensorError, ValueError, KeyError) as error:
             raise ArtifactError(f"layer {layer_idx} of the run in {folder} is damaged ({error}); {_REMEDY}") from error
         tensors.update({f"layers.{layer_idx}.{name}": x.clone() for name, x in state.items()})
+    if missing:
+        lacks = f"the run in {folders[0]} lacks layers {', '.join(missing)}{damaged}"
+        raise ArtifactError(f"{lacks}; run the same fit again to resume")
     identity = {name: run.values[name] for name in ("model", "fingerprint", "spec")}
     metadata = new_metadata(
         method=run.method, config=config, identity=identity, provenance=run.provenance, layers=metrics

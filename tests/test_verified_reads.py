@@ -80,15 +80,16 @@ def copy_events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         def synchronize(self) -> None:
             events.append("synchronize")
 
-    def start(reader: Any, nbytes: int, pinned: bool = False) -> None:
-        reader.buffer = torch.zeros(nbytes, dtype=torch.uint8)
-        events.append("pinned" if pinned else "ordinary")
+    def empty(*shape: int, pin_memory: bool = False, **options: Any) -> Tensor:
+        events.append("pinned" if pin_memory else "ordinary")
+        return torch.zeros(*shape, **options)
 
+    reader = reads._Reader
+    monkeypatch.setattr(torch, "empty", empty)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    monkeypatch.setattr(reads._Reader, "__init__", start)
-    monkeypatch.setattr(reads, "_reader", lambda device, nbytes: reads._GpuReader(nbytes, device))
+    monkeypatch.setattr(reads, "_Reader", lambda device, nbytes: reader(torch.device("cuda"), nbytes))
     return events
 
 

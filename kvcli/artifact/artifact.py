@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,8 +12,8 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from kvcli.artifact.folder import folder_of_its_own, read_folder, write_folder
-from kvcli.artifact.metadata import WEIGHTS, Metadata
+from kvcli.artifact.folder import read_folder, write_folder
+from kvcli.artifact.metadata import Metadata
 from kvcli.errors import ArtifactError, ConfigError, explain
 from kvcli.fingerprint import differs
 from kvcli.methods.config import CacheConfig
@@ -22,6 +21,7 @@ from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import Method
 from kvcli.registry import get_method
 from kvcli.spec import ModelSpec
+from kvcli.storage.manifest import json_sha256
 
 _TENSOR_NAME = re.compile(r"layers\.(?P<layer>0|[1-9][0-9]{0,3})\.(?P<buffer>.+)")
 
@@ -104,11 +104,9 @@ class Artifact:
     def same_content(self, other: Artifact) -> bool:
         """Whether another artifact holds the same fitted state, made the same way."""
         mine, theirs = ({name: x for name, x in a.metadata.items() if name != "files"} for a in (self, other))
-        same = (
-            json.loads(json.dumps(mine)) == json.loads(json.dumps(theirs))
-            and self.tensors.keys() == other.tensors.keys()
-        )
-        return same and all(bool((x == other.tensors[name]).all()) for name, x in self.tensors.items())
+        if json_sha256(mine) != json_sha256(theirs) or self.tensors.keys() != other.tensors.keys():
+            return False
+        return all(bool((x == other.tensors[name]).all()) for name, x in self.tensors.items())
 
     def build_codecs(self, config: CacheConfig) -> list[LayerCodec]:
         """The codecs of all layers, with their fitted state, which is checked here.
@@ -167,12 +165,9 @@ class Artifact:
             written = Artifact(metadata, tensors)
             written.build_codecs(written.config)
             if not written.same_content(self):
-                raise ArtifactError(f"{folder / WEIGHTS} was not written as it should be; check the disk")
-
-        with folder_of_its_own(folder, overwrite=overwrite):
-            write_folder(folder, self.metadata, self.tensors, check)
-            if not Artifact.load(folder).same_content(self):
                 raise ArtifactError(f"{folder} was not written as it should be; check the disk")
+
+        write_folder(folder, self.metadata, self.tensors, check, overwrite=overwrite)
 
 
 def _fitted_codec(

@@ -6,8 +6,8 @@ codec.safetensors or, once that is the new file, as codec.safetensors.previous.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +39,11 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         ArtifactError: missing, of another format version, corrupt, truncated, empty or not finite.
     """
     while True:
-        metadata = Metadata.of(folder)
+        metadata = Metadata.read(folder / METADATA)
         try:
             return metadata.values, _read_weights(folder, metadata.files[WEIGHTS])
         except ArtifactError:  # unless another process replaced the artifact in the meantime
-            if Metadata.of(folder).values == metadata.values:
+            if Metadata.read(folder / METADATA).values == metadata.values:
                 raise
 
 
@@ -77,18 +77,26 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
                 raise ArtifactError(f"{path}: tensor {name} is empty or not finite; the artifact must not be used")
     except (OSError, SafetensorError, RuntimeError, ValueError, TypeError, KeyError, AttributeError) as error:
         reason = " ".join(str(error).split())
-        raise ArtifactError(
-            f"{path} is not a safetensors file that can be read ({reason}); {Metadata.REMEDY}"
-        ) from error
+        wrong = f"{path} is not a safetensors file that can be read ({reason})"
+        raise ArtifactError(f"{wrong}; {Metadata.REMEDY}") from error
     return tensors
 
 
-@contextmanager
-def folder_of_its_own(folder: Path, *, overwrite: bool) -> Iterator[None]:
-    """Makes a folder and keeps other processes out of it; if this call created it and it is still empty, removes it.
+def write_folder(
+    folder: Path,
+    metadata: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    check: Callable[[Mapping[str, Any], Mapping[str, Tensor]], None],
+    *,
+    overwrite: bool,
+) -> None:
+    """Writes an artifact; kvcli.json, which makes it one, appears when the rest was read back and checked.
 
     Args:
-        folder: of an artifact; it may be empty.
+        folder: where to; if this call makes it and leaves it empty, it is removed.
+        metadata: without the record of the weights' file, which is added here.
+        tensors: by name.
+        check: given the metadata and the tensors that were read back; raises where they are not what they should be.
         overwrite: whether an artifact may be there.
 
     Raises:
@@ -99,37 +107,21 @@ def folder_of_its_own(folder: Path, *, overwrite: bool) -> Iterator[None]:
     with locked(folder, ArtifactError):
         try:
             _check_replaceable(folder, overwrite)
-            yield
+            with replacing(folder / WEIGHTS) as temporary:
+                save_file({name: x.contiguous() for name, x in tensors.items()}, temporary)
+                metadata = {**metadata, "files": {WEIGHTS: file_record(temporary)}}
+                check(metadata, _read_tensors(temporary))
+                card = model_card(metadata)
+                _keep_previous(folder)
+            write_sealed(folder / METADATA, metadata)
+            (folder / PREVIOUS).unlink(missing_ok=True)
+            with replacing(folder / CARD) as temporary:
+                temporary.write_text(card)
+            check(*read_folder(folder))
         finally:
             if created:
                 with suppress(OSError):  # what is not empty stays
                     folder.rmdir()
-
-
-def write_folder(
-    folder: Path,
-    metadata: Mapping[str, Any],
-    tensors: Mapping[str, Tensor],
-    check: Callable[[Mapping[str, Any], Mapping[str, Tensor]], None],
-) -> None:
-    """Writes an artifact; kvcli.json, which makes it one, appears when the rest was read back and checked.
-
-    Args:
-        folder: where to, as `folder_of_its_own` gives it.
-        metadata: without the record of the weights' file, which is added here.
-        tensors: by name.
-        check: given the metadata and the tensors that were read back; raises where they are not what they should be.
-    """
-    with replacing(folder / WEIGHTS) as temporary:
-        save_file({name: x.contiguous() for name, x in tensors.items()}, temporary)
-        metadata = {**metadata, "files": {WEIGHTS: file_record(temporary)}}
-        check(metadata, _read_tensors(temporary))
-        card = model_card(metadata)
-        _keep_previous(folder)
-    write_sealed(folder / METADATA, metadata)
-    (folder / PREVIOUS).unlink(missing_ok=True)
-    with replacing(folder / CARD) as temporary:
-        temporary.write_text(card)
 
 
 def _check_replaceable(folder: Path, overwrite: bool) -> None:
@@ -149,7 +141,7 @@ def _check_replaceable(folder: Path, overwrite: bool) -> None:
 def _keep_previous(folder: Path) -> None:
     """Gives the weights that kvcli.json names a second name, before the first one goes to their successor."""
     try:
-        record = Metadata.of(folder).files[WEIGHTS]
+        record = Metadata.read(folder / METADATA).files[WEIGHTS]
     except ArtifactError:
         return  # no artifact there that could be read
     if not is_intact(folder / PREVIOUS, record) and is_intact(folder / WEIGHTS, record):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Self
 
 from pydantic import model_validator
@@ -26,6 +25,7 @@ class Metadata(Sealed):
 
     VERSION = 6
     ERROR = ArtifactError
+    MISSING = f"no artifact in {{folder}}: {METADATA} is missing; make one with 'kvcli export'"
     REMEDY = "export it again with 'kvcli export --overwrite'"
 
     method: str
@@ -36,17 +36,6 @@ class Metadata(Sealed):
     provenance: dict[str, Any]
     layers: list[dict[str, Any]]
     files: dict[str, dict[str, Any]]
-
-    @classmethod
-    def of(cls, folder: Path) -> Self:
-        """The metadata of an artifact.
-
-        Raises:
-            ArtifactError: it is missing, cannot be read, or is of another format version, or damaged.
-        """
-        if not (folder / METADATA).exists():
-            raise ArtifactError(f"no artifact in {folder}: {METADATA} is missing; make one with 'kvcli export'")
-        return cls.read(folder / METADATA)
 
     @model_validator(mode="after")
     def _agrees_with_its_method(self) -> Self:

@@ -99,7 +99,7 @@ class Context:
         text = json.dumps(fields)
         path.parent.mkdir(parents=True, exist_ok=True)
         busy = CacheError(f"another kvcli process writes {path}; wait until it has ended")
-        with lock(temporary_path(path), busy), replacing(path) as temporary:
+        with lock(temporary_path(path), busy, make_file=True), replacing(path) as temporary:
             save_file(tensors, temporary, metadata={_ENTRY: f"{_text_sha256(text)} {text}"})
             return temporary.stat().st_size
 

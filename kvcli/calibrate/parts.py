@@ -54,6 +54,7 @@ class SamplesManifest(RunManifest):
     REMEDY = "record again with 'kvcli calibrate --overwrite'"
     FILE = "samples.json"
     KIND = "recording"
+    MISSING = "no recorded samples in {folder}; run 'kvcli calibrate' first"
     STALE = ("window-[0-9]*-part-[0-9]*.safetensors", SUMS, FISHER, PARTS)
 
     model: str

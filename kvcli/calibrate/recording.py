@@ -40,8 +40,6 @@ class Recording:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        if not (folder / SamplesManifest.FILE).exists():
-            raise SamplesError(f"no recorded samples in {folder}; run 'kvcli calibrate' first")
         self.manifest = SamplesManifest.read(folder / SamplesManifest.FILE)
         self.spec = self.manifest.spec
         if (shard := self.manifest.shard) is not None:

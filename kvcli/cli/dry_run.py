@@ -96,12 +96,12 @@ def artifact_settings(model: str, name: str, method: Method, artifact: Path | No
     Raises:
         ArtifactError: an artifact that was named and is none, or of another method.
     """
-    from kvcli.artifact.metadata import Metadata
+    from kvcli.artifact.metadata import METADATA, Metadata
 
     if artifact is None and not method.needs_artifact:
         return {}
     try:
-        metadata = Metadata.of(artifact or newest_artifact(model, name)).values
+        metadata = Metadata.read((artifact or newest_artifact(model, name)) / METADATA).values
         if metadata["method"] != method.name:
             raise ArtifactError(f"{artifact} is an artifact of method '{metadata['method']}', not of '{method.name}'")
         return dict(metadata["config"])
@@ -168,11 +168,11 @@ def named_method(options: SessionOptions, default: str) -> str:
     Raises:
         ArtifactError: an artifact that was named and is none.
     """
-    from kvcli.artifact.metadata import Metadata
+    from kvcli.artifact.metadata import METADATA, Metadata
 
     if options.method is not None:
         return options.method
-    return default if options.artifact is None else Metadata.of(options.artifact).method
+    return default if options.artifact is None else Metadata.read(options.artifact / METADATA).method
 
 
 def dry_calibrate(options: Any, shard: Shard | None, output: Output) -> None:

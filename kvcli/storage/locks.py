@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 try:
@@ -21,6 +21,7 @@ def lock(
     path: Path,
     busy: Exception,
     *,
+    make_file: bool = False,
     shared: bool = False,
     wait_s: float = 0.0,
     on_wait: Callable[[], None] = lambda: None,
@@ -28,9 +29,9 @@ def lock(
     """Holds the lock of a folder or file inside the block; file systems without locks are not locked.
 
     Args:
-        path: an existing folder; or a file, which is made empty if there is none. Whoever has the lock of a file may
-            rename or remove it.
+        path: what is locked. Whoever has the lock may rename or remove it.
         busy: raised if other processes or threads hold the lock.
+        make_file: make an empty file if there is none.
         shared: hold it together with others that want it shared.
         wait_s: seconds to wait for others.
         on_wait: called once before waiting.
@@ -42,13 +43,25 @@ def lock(
         yield
         return
     until, waits = time.monotonic() + wait_s, False
-    while (handle := _locked(path, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)) is None:
-        if time.monotonic() >= until:
-            raise busy
-        if not waits:
-            on_wait()
-        waits = True
-        time.sleep(_POLL_SECONDS)
+    while True:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT if make_file else os.O_RDONLY, 0o644)
+        try:
+            fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(handle)
+            if time.monotonic() >= until:
+                raise busy from None
+            if not waits:
+                on_wait()
+            waits = True
+            time.sleep(_POLL_SECONDS)
+            continue
+        except OSError:
+            break  # a file system without locks
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(handle), path.stat()):
+                break
+        os.close(handle)  # who had the lock has renamed or removed it meanwhile
     try:
         yield
     finally:
@@ -66,19 +79,3 @@ def locked(folder: Path, error: type[Exception]) -> Iterator[None]:
     busy = error(f"another kvcli process writes to {folder}; wait until it has ended or choose another --out")
     with lock(folder, busy):
         yield
-
-
-def _locked(path: Path, mode: int) -> int | None:
-    """A handle with the lock of a folder or file; None if others have it."""
-    while True:
-        handle = os.open(path, os.O_RDONLY) if path.is_dir() else os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(handle, mode | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(handle)
-            return None
-        except OSError:  # a file system without locks
-            return handle
-        if path.exists() and os.path.samestat(os.fstat(handle), path.stat()):
-            return handle
-        os.close(handle)  # who had the lock has renamed or removed the file meanwhile

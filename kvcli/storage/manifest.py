@@ -33,9 +33,8 @@ class Sealed(BaseModel):
 
     VERSION: ClassVar[int]
     ERROR: ClassVar[type[KvcliError]]
-    REMEDY: ClassVar[str]
-    """What to do about a file that cannot be used, an end of a sentence."""
-
+    REMEDY: ClassVar[str]  # what to do about a file that cannot be used, an end of a sentence
+    MISSING: ClassVar[str] = ""  # the error where there is no file, with `{folder}`
     _values: dict[str, Any] = PrivateAttr(default_factory=dict)
 
     @property
@@ -48,9 +47,11 @@ class Sealed(BaseModel):
         """Reads and checks a file.
 
         Raises:
-            KvcliError: `ERROR`, if it is damaged, of another format version, was changed after it was written, or has
-                fields of other types or ranges.
+            KvcliError: `ERROR`, if it is missing, damaged, of another format version, was changed after it was
+                written, or has fields of other types or ranges.
         """
+        if cls.MISSING and not path.exists():
+            raise cls.ERROR(cls.MISSING.format(folder=path.parent))
         values = read_sealed(path, cls.VERSION, cls.REMEDY, cls.ERROR)
         try:
             manifest = cls.model_validate_json(json.dumps(values))  # where lists become tuples, and nothing else
@@ -65,11 +66,8 @@ class RunManifest(Sealed):
     """What a folder of a run is bound to; a finished run may add fields."""
 
     FILE: ClassVar[str]
-    KIND: ClassVar[str]
-    """What the run is called in messages."""
-
-    STALE: ClassVar[tuple[str, ...]]
-    """Patterns of the run's other files."""
+    KIND: ClassVar[str]  # what the run is called in messages
+    STALE: ClassVar[tuple[str, ...]]  # patterns of the run's other files
 
     @classmethod
     def open(cls, folder: Path, description: Mapping[str, Any], *, overwrite: bool = False) -> Self:

@@ -8,9 +8,8 @@ for its checksum, so that a disk that fails is an error. This module does not kn
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -72,10 +71,11 @@ def read_parts(parts: Sequence[Part]) -> list[str]:
     groups = _neighbours(parts)
     if not groups:
         return []
-    count, longest = min(_MAX_THREADS, os.cpu_count() or 1, len(groups)), max(sum(_sizes(group)) for group in groups)
+    count = min(_MAX_THREADS, os.cpu_count() or 1, len(groups))
+    longest = max(sum(len(part.memory) for part in group) for group in groups)
     readers: SimpleQueue[_Reader] = SimpleQueue()
     for _ in range(count):
-        readers.put(_reader(parts[0].memory.device, min(longest, READ_BYTES)))
+        readers.put(_Reader(parts[0].memory.device, min(longest, READ_BYTES)))
 
     def read(group: list[Part]) -> list[str]:
         reader = readers.get()
@@ -92,40 +92,38 @@ def _neighbours(parts: Sequence[Part]) -> list[list[Part]]:
     """The parts in groups: several that follow each other in a file and in memory and can be read together, or one."""
     groups: list[list[Part]] = []
     end: tuple[object, ...] = ()
+    total = 0
     for part in parts:
         size, offset = len(part.memory), int(part.memory.storage_offset())
         file = part.path, part.memory.untyped_storage().data_ptr()
-        if end == (*file, part.start, offset) and sum(_sizes(groups[-1])) + size <= READ_BYTES:
+        if end == (*file, part.start, offset) and total + size <= READ_BYTES:
             groups[-1].append(part)
+            total += size
         else:
             groups.append([part])
+            total = size
         end = *file, part.start + size, offset + size
     return groups
 
 
-def _sizes(group: Sequence[Part]) -> list[int]:
-    return [len(part.memory) for part in group]
-
-
-def _reader(device: torch.device, nbytes: int) -> _Reader:
-    """A reader for a device, of pieces of `nbytes` at most."""
-    return _Reader(nbytes) if device.type == "cpu" else _GpuReader(nbytes, device)
-
-
 class _Reader:
-    """Reads parts of files for their checksums; where they belong they are already, because the files are mapped.
+    """Reads parts of files for their checksums, and copies them to a GPU; on the host they are mapped and thus there.
 
     Args:
+        device: of the memory.
         nbytes: of the longest piece.
-        pinned: read into page-locked memory.
     """
 
-    def __init__(self, nbytes: int, pinned: bool = False) -> None:
-        self.buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+    def __init__(self, device: torch.device, nbytes: int) -> None:
+        on_gpu = device.type != "cpu"
+        self.buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=on_gpu)
+        self.stream = torch.cuda.Stream(device) if on_gpu else None
+        if self.stream is not None:  # kernels that used this memory before may not have run yet
+            self.stream.wait_stream(torch.cuda.current_stream(device))
 
     def read(self, group: Sequence[Part]) -> list[str]:
         """Reads neighbouring parts; returns the BLAKE3 of each."""
-        digests, lengths = [blake3() for _ in group], _sizes(group)
+        digests, lengths = [blake3() for _ in group], [len(part.memory) for part in group]
         memory = group[0].memory.as_strided((sum(lengths),), (1,))
         with group[0].path.open("rb") as file:
             file.seek(group[0].start)
@@ -133,40 +131,17 @@ class _Reader:
                 read = self.buffer[: len(piece)]
                 if file.readinto(_bytes(read)) < len(piece):
                     raise OSError(f"{file.name} is truncated")
-                with self._copied(read, piece):
+                if self.stream is not None:
+                    with torch.cuda.stream(self.stream):
+                        piece.copy_(read, non_blocking=True)
+                try:
                     contents = [read] if len(group) == 1 else read.split(lengths)
                     for digest, content in zip(digests, contents, strict=True):
                         digest.update(_bytes(content))
+                finally:
+                    if self.stream is not None:
+                        self.stream.synchronize()
         return [digest.hexdigest() for digest in digests]
-
-    @contextmanager
-    def _copied(self, read: Tensor, piece: Tensor) -> Iterator[None]:
-        """Copies what was read while the block runs; the buffer is free when it ends."""
-        yield
-
-
-class _GpuReader(_Reader):
-    """Reads parts of files into memory of a GPU.
-
-    Args:
-        nbytes: of the longest piece.
-        device: the GPU.
-    """
-
-    def __init__(self, nbytes: int, device: torch.device) -> None:
-        super().__init__(nbytes, pinned=True)
-        self.stream = torch.cuda.Stream(device)
-        # kernels that used this memory before may not have run yet
-        self.stream.wait_stream(torch.cuda.current_stream(device))
-
-    @contextmanager
-    def _copied(self, read: Tensor, piece: Tensor) -> Iterator[None]:
-        with torch.cuda.stream(self.stream):
-            piece.copy_(read, non_blocking=True)
-        try:
-            yield
-        finally:
-            self.stream.synchronize()
 
 
 def _bytes(x: Tensor) -> memoryview:

@@ -323,7 +323,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(
         assert saved.read_bytes() == before
         monkeypatch.undo()
         with (
-            lock(temporary_path(saved), CacheError("busy")),
+            lock(temporary_path(saved), CacheError("busy"), make_file=True),
             pytest.raises(CacheError, match="another kvcli process writes"),
         ):
             cache.save(saved)
