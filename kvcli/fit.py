@@ -143,18 +143,18 @@ def fit_recording(
         "recording_sha256": json_sha256(recording.manifest.values),
         "block_tokens": block_tokens,
     }
-    own = wanted
+    share = wanted
     if ranks.count > 1:  # a layer takes about as long as its codes have bits
         with torch.device("meta"):
             codecs = [method.build(recording.spec, config, layer_idx) for layer_idx in wanted]
         costs = [codec.key.bits_per_token() + codec.value.bits_per_token() for codec in codecs]
-        own = [wanted[index] for index in packed(costs, ranks.count)[ranks.rank]]
+        share = [wanted[index] for index in packed(costs, ranks.count)[ranks.rank]]
     with locked(folder, ArtifactError) if ranks.rank == 0 else nullcontext():
         if ranks.rank == 0:
             FitManifest.open(folder, description, overwrite=overwrite)
         ranks.wait()
         run = FitManifest.read(folder / FitManifest.FILE)
-        for layer_idx in own:
+        for layer_idx in share:
             report, reused = LayerReport.of(folder, layer_idx, run), True
             if report is None:
                 codec = method.build(recording.spec, config, layer_idx).to(device)
@@ -167,7 +167,7 @@ def fit_recording(
                 report, reused = _write_layer(folder, layer_idx, run, codec, fitted, seconds), False
             done(layer_idx, report.measured, reused)
         ranks.wait()
-        for layer_idx in sorted(set(wanted) - set(own)) if ranks.rank == 0 else ():
+        for layer_idx in sorted(set(wanted) - set(share)) if ranks.rank == 0 else ():
             report = LayerReport.of(folder, layer_idx, run)
             if report is None:
                 raise ArtifactError(f"layer {layer_idx}, which another rank fitted, is not in {folder}; {_SHARED}")

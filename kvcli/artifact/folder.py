@@ -106,7 +106,15 @@ def write_folder(
     created = not folder.exists()
     with locked(folder, ArtifactError):
         try:
-            _check_replaceable(folder, overwrite)
+            if (folder / METADATA).exists():
+                if not overwrite:
+                    raise ArtifactError(f"{folder} exists already; use --overwrite to replace it")
+            elif others := sorted({path.name for path in folder.iterdir()} - set(_UNFINISHED)):
+                wrong = f"{folder} exists already; it is not an artifact: it holds {others[0]}"
+                raise ArtifactError(f"{wrong}; choose another --out")
+            for name in _UNFINISHED:
+                if name.endswith(".tmp"):
+                    (folder / name).unlink(missing_ok=True)
             with replacing(folder / WEIGHTS) as temporary:
                 save_file({name: x.contiguous() for name, x in tensors.items()}, temporary)
                 metadata = {**metadata, "files": {WEIGHTS: file_record(temporary)}}
@@ -122,20 +130,6 @@ def write_folder(
             if created:
                 with suppress(OSError):  # what is not empty stays
                     folder.rmdir()
-
-
-def _check_replaceable(folder: Path, overwrite: bool) -> None:
-    """Raises when a folder is neither empty nor what an unfinished export left nor an artifact to be replaced."""
-    if (folder / METADATA).exists():
-        if not overwrite:
-            raise ArtifactError(f"{folder} exists already; use --overwrite to replace it")
-    elif others := sorted({path.name for path in folder.iterdir()} - set(_UNFINISHED)):
-        raise ArtifactError(
-            f"{folder} exists already; it is not an artifact: it holds {others[0]}; choose another --out"
-        )
-    for name in _UNFINISHED:
-        if name.endswith(".tmp"):
-            (folder / name).unlink(missing_ok=True)
 
 
 def _keep_previous(folder: Path) -> None:

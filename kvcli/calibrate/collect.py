@@ -146,9 +146,9 @@ class _Collection:
         """Records what is not there yet."""
         config, folder, spec = self.config, self.folder, self.loaded.spec
         stored = SamplesManifest.open(folder, self.description(), overwrite=overwrite)
-        shares, own = range(len(config.windows(spec))), config.sequences(self.shard)
-        names = [part_name(window, part) for window in shares for part in config.parts(self.shard)]
-        rows = [index for index, row in enumerate(config.fisher_rows) if row in own]
+        windows, sequences = range(len(config.windows(spec))), config.sequences(self.shard)
+        names = [part_name(window, part) for window in windows for part in config.parts(self.shard)]
+        rows = [index for index, row in enumerate(config.fisher_rows) if row in sequences]
         if self.shard is not None:
             names += [sums_name(index) for index in rows]
         elif rows:
@@ -207,7 +207,7 @@ class _Collection:
                     self.advance(batch.numel())
 
     def _record_fisher(self, rows: Sequence[int], stored: SamplesManifest) -> None:
-        """Records the sums of single sequences; a recording of its own adds them up and keeps that alone."""
+        """Records the sums of single sequences; without a shard, adds them up and keeps that alone."""
         config, folder = self.config, self.folder
         finished = stored.intact_parts(folder, [sums_name(index) for index in rows])
         missing = [index for index in rows if sums_name(index) not in finished]

@@ -6,7 +6,7 @@ from; `parts` describes the files.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from functools import cached_property
 from itertools import chain
@@ -250,36 +250,28 @@ class LayerReader:
             bias: added to every token, [num_kv_heads, head_dim].
         """
         num_tokens = len(sequences) * (self.seq_len - skip)
-        kept: list[Tensor] = []
+        single: list[Tensor] = []
 
-        def finished() -> Iterator[Tensor]:
-            for block in self._blocks(kind, sequences, skip, min(block_tokens, num_tokens), num_tokens):
-                x = block.to(device).float()
-                yield x if bias is None else x + bias.unsqueeze(1)
+        def read() -> Iterator[Tensor]:
+            at, left = sequences.start * self.seq_len, num_tokens
+            block, filled = torch.empty(0), 0
+            for piece in self.read(kind, at, sequences.stop * self.seq_len):
+                position = torch.arange(at, at + piece.shape[1]) % self.seq_len
+                at += piece.shape[1]
+                kept = piece[:, position >= skip]
+                while kept.shape[1]:
+                    if not filled:
+                        block = kept.new_empty(len(kept), min(block_tokens, left), kept.shape[2])
+                    count = min(kept.shape[1], block.shape[1] - filled)
+                    block[:, filled : filled + count] = kept[:, :count]
+                    kept, filled, left = kept[:, count:], filled + count, left - count
+                    if filled == block.shape[1]:
+                        x, filled = block.to(device).float(), 0
+                        yield x if bias is None else x + bias.unsqueeze(1)
 
-        def read() -> Iterable[Tensor]:
-            if num_tokens > block_tokens:
-                return finished()
-            if not kept:
-                kept.extend(finished())
-            return kept
+        def read_once() -> list[Tensor]:
+            if not single:
+                single.extend(read())
+            return single
 
-        return TokenBlocks(num_tokens, read, folder=scratch)
-
-    def _blocks(self, kind: str, sequences: range, skip: int, size: int, left: int) -> Iterator[Tensor]:
-        """The samples of `blocks` in 16 bits, in blocks of a size, the last one of what is left."""
-        at, filled = sequences.start * self.seq_len, 0
-        block: Tensor | None = None
-        for piece in self.read(kind, at, sequences.stop * self.seq_len):
-            position = torch.arange(at, at + piece.shape[1]) % self.seq_len
-            at += piece.shape[1]
-            kept = piece[:, position >= skip]
-            while kept.shape[1]:
-                if block is None:
-                    block, filled = kept.new_empty(len(kept), min(size, left), kept.shape[2]), 0
-                count = min(kept.shape[1], block.shape[1] - filled)
-                block[:, filled : filled + count] = kept[:, :count]
-                kept, filled, left = kept[:, count:], filled + count, left - count
-                if filled == block.shape[1]:
-                    yield block
-                    block = None
+        return TokenBlocks(num_tokens, read if num_tokens > block_tokens else read_once, folder=scratch)

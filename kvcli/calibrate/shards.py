@@ -6,7 +6,7 @@ Fisher information is kept as sums for each sequence and added in the order of t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +52,7 @@ def merge_into(
     """`merge` into a folder that the caller has locked."""
     shares = read_shards(folders)
     first = shares[0][1]
-    own = ("shard", "complete", "parts")
-    description = {name: value for name, value in first.values.items() if name not in own}
+    description = {name: x for name, x in first.values.items() if name not in ("shard", "complete", "parts")}
     manifest = SamplesManifest.open(out, description, overwrite=overwrite)
     records: dict[str, Any] = {}
     for folder, share in shares:
@@ -66,7 +65,11 @@ def merge_into(
             advance(1)
     names = [part_name(window, part) for window in range(len(first.windows)) for part in range(first.num_parts)]
     if first.fisher_sequences:
-        write_fisher(out, layer_fisher(_sums(shares), first.spec.num_layers))
+        where = {name: folder for folder, share in shares for name in share.parts}
+        sums = [sums_name(index) for index in range(first.fisher_sequences)]
+        if missing := [name for name in sums if name not in where]:
+            raise SamplesError(f"the shards lack {missing[0]}; {_REMEDY}")
+        write_fisher(out, layer_fisher((read_sums(where[name] / name) for name in sums), first.spec.num_layers))
         records[FISHER] = part_records(out)[FISHER]
         names.append(FISHER)
     if missing := [name for name in names if name not in records]:
@@ -125,12 +128,3 @@ def read_shards(folders: Sequence[Path]) -> list[tuple[Path, SamplesManifest]]:
     if missing := [f"{index}/{count}" for index in range(1, count + 1) if index not in shares]:
         raise SamplesError(f"shard {', '.join(missing)} is missing")
     return ordered
-
-
-def _sums(shares: Sequence[tuple[Path, SamplesManifest]]) -> Iterator[Sums]:
-    """The sums of all sequences in their order."""
-    where = {name: folder for folder, share in shares for name in share.parts}
-    for index in range(shares[0][1].fisher_sequences):
-        if (name := sums_name(index)) not in where:
-            raise SamplesError(f"the shards lack {name}; {_REMEDY}")
-        yield read_sums(where[name] / name)

@@ -12,7 +12,7 @@ from kvcli.rope import Rotation
 
 @dataclass(frozen=True)
 class LayerFisher:
-    """What errors of one layer's keys and values cost, and how these are spread; see `calibrate.fisher`.
+    """Fisher information and covariance of one layer's keys and values; see `calibrate.fisher`.
 
     All are float32 [num_kv_heads, head_dim, head_dim], pre-RoPE. An error d of one head of every key costs about
     E[d^T key d] / 2 nats per token.
@@ -43,7 +43,7 @@ class LayerSamples:
         positions: [tokens] int64, position of each token in its sequence.
         query_rotation: rotation of the recorded queries, [1, 1, query_tokens, rotary_dim/2].
         key_bias: [num_kv_heads, head_dim], bias of the model's key projection; None where it has none.
-        fisher: what errors cost; None if it was not recorded.
+        fisher: Fisher information; None if it was not recorded.
     """
 
     def __init__(

@@ -7,7 +7,6 @@ are.
 
 from __future__ import annotations
 
-import os
 import tempfile
 import weakref
 from bisect import bisect_right
@@ -99,7 +98,7 @@ class TokenBlocks:
         return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=self.axis)
 
     def stored(self) -> StoredBlocks:
-        """A copy that can be changed: a single block in memory, several in a file without a name."""
+        """A mutable copy: in memory if it is one block, else in an unnamed temporary file."""
         return StoredBlocks(self)
 
 
@@ -180,19 +179,11 @@ class StoredBlocks(TokenBlocks):
         self._file.write(_bytes_of(block.to("cpu", self._dtype).contiguous()))
 
     def _read_into(self, x: Tensor, offset: int) -> None:
-        """Fills a contiguous tensor from an element of the file on.
-
-        Raises:
-            OSError: the file is shorter.
-        """
+        """Fills a contiguous tensor from an element of the file on."""
         assert self._file is not None
-        view = memoryview(_bytes_of(x))
-        self._file.seek(offset * self._dtype.itemsize, os.SEEK_SET)
-        while view.nbytes:
-            count = self._file.readinto(view)  # type: ignore[attr-defined]
-            if not count:
-                raise OSError("a temporary file is shorter than what was written to it")
-            view = view[count:]
+        self._file.seek(offset * self._dtype.itemsize)
+        if self._file.readinto(_bytes_of(x)) < x.nbytes:  # type: ignore[attr-defined]
+            raise OSError("a temporary file is shorter than what was written to it")
 
 
 def _bytes_of(x: Tensor) -> Any:

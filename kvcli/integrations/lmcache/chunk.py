@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvcli.attention.reference import unrotate
 from kvcli.errors import ChunkError
-from kvcli.integrations.lmcache.header import NO_START, SIZE, Header
+from kvcli.integrations.lmcache.header import NO_START, SIZE, ChunkHeader
 from kvcli.integrations.lmcache.layout import ChunkLayout
 from kvcli.integrations.lmcache.served import Served
 from kvcli.integrations.lmcache.start import find_start
@@ -78,12 +78,12 @@ class ChunkCodec:
                 _check_range(f"{what} of layer {layer_idx}", part, x, codes)
                 parts += [_as_bytes(field) for field in codes.tensors().values()]
         payload = torch.cat(parts)
-        header = Header(served.method.name, served.identity, layout, start, payload.numel())
+        header = ChunkHeader(served.method.name, served.identity, layout, start, payload.numel())
         packed = header.pack(payload.numpy().data)
         return torch.cat((torch.frombuffer(bytearray(packed), dtype=torch.uint8), payload))
 
     @torch.inference_mode()
-    def decode(self, stored: Tensor, chunk: Tensor) -> Header:
+    def decode(self, stored: Tensor, chunk: Tensor) -> ChunkHeader:
         """Writes what stored bytes stand for into a chunk.
 
         Args:
@@ -99,10 +99,10 @@ class ChunkCodec:
         with self.served.on_device():
             return self._decode(stored, chunk)
 
-    def _decode(self, stored: Tensor, chunk: Tensor) -> Header:
+    def _decode(self, stored: Tensor, chunk: Tensor) -> ChunkHeader:
         served = self.served
         stored = stored.flatten().cpu()
-        header = Header.unpack(stored.numpy().data)
+        header = ChunkHeader.unpack(stored.numpy().data)
         layout = ChunkLayout.read([chunk.shape], [chunk.dtype], served.spec)
         codecs = served.codecs(layout)
         self._check(header, layout)
@@ -119,7 +119,7 @@ class ChunkCodec:
             x[:, :, : served.exact_tokens] = first.to(x.device)
         return header
 
-    def _check(self, header: Header, layout: ChunkLayout) -> None:
+    def _check(self, header: ChunkHeader, layout: ChunkLayout) -> None:
         served = self.served
         if header.identity != served.identity:
             raise ChunkError(

@@ -23,7 +23,7 @@ SIZE = _FIELDS.size + _CHECKSUM.size
 
 
 @dataclass(frozen=True)
-class Header:
+class ChunkHeader:
     """What the codes of a chunk are.
 
     Attributes:
@@ -60,7 +60,7 @@ class Header:
         return fields + _CHECKSUM.pack(zlib.crc32(payload, zlib.crc32(fields)))
 
     @classmethod
-    def unpack(cls, data: memoryview) -> Header:
+    def unpack(cls, data: memoryview) -> ChunkHeader:
         """The header of stored bytes, whose checksum is verified.
 
         Args:

@@ -119,5 +119,5 @@ def _tensor(memory: MemoryObj) -> Tensor:
         raise ChunkError(f"a chunk of {len(memory.get_shapes())} kinds of layers cannot be stored as codes")
     tensor: Tensor | None = memory.tensor
     if tensor is None:
-        raise ChunkError("LMCache handed over a chunk without memory")
+        raise ChunkError("LMCache passed a chunk without memory")
     return tensor

@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from kvcli.artifact import Artifact
-from kvcli.integrations.lmcache.header import SIZE, Header
+from kvcli.integrations.lmcache.header import SIZE, ChunkHeader
 from kvcli.integrations.lmcache.layout import ChunkLayout
 from kvcli.methods.method import Method
 from kvcli.registry import get_method
@@ -136,7 +136,7 @@ def test_chunks_are_stored_on_disk_and_loaded_after_a_restart(
         expected = store.serde.estimate_serialized_size(MemoryLayoutDesc([SHAPE], [dtype]))
     files = sorted((tmp_path / "chunks").glob("*.data"))
     assert [path.stat().st_size for path in files] == [expected] * 3
-    assert Header.unpack(memoryview(files[0].read_bytes())).method == "kivi"
+    assert ChunkHeader.unpack(memoryview(files[0].read_bytes())).method == "kivi"
     with opened(spec) as store:
         found, loaded = store.load([*keys, object_key(9)], dtype)
     assert found == [True, True, True, False]
