@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from pydantic import ConfigDict
+
 from kvcli.errors import UnsupportedModelError
 
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
@@ -35,6 +37,9 @@ _LIMITS = {
 }
 """Largest values of a specification: beyond every model, and small enough for a product of them to be computed."""
 
+_EXACT_FIELDS = ConfigDict(extra="forbid", strict=True)
+"""For specifications in the fields of pydantic models, such as manifests."""
+
 
 @dataclass(frozen=True)
 class RopeSpec:
@@ -49,6 +54,8 @@ class RopeSpec:
     rope_type: str
     theta: float
     rotary_dim: int
+
+    __pydantic_config__ = _EXACT_FIELDS
 
     def __post_init__(self) -> None:
         if self.rope_type not in (*STATIC_ROPE_TYPES, NO_ROPE) or not 0 < self.theta < math.inf:
@@ -85,6 +92,8 @@ class ModelSpec:
     layer_indices: tuple[int, ...] = ()
     other_layers: int = 0
     unrotated: tuple[int, ...] = ()
+
+    __pydantic_config__ = _EXACT_FIELDS
 
     def __post_init__(self) -> None:
         for name in _LIMITS:
@@ -147,7 +156,7 @@ class ModelSpec:
         Raises:
             ValueError, TypeError, KeyError: values that are no specification.
         """
-        tuples = {name: tuple(values[name]) for name in ("layer_indices", "unrotated")}
+        tuples = {name: tuple(values[name]) for name in ("layer_indices", "unrotated") if name in values}
         return cls(**{**values, **tuples, "rope": RopeSpec(**values["rope"])})
 
     @classmethod
