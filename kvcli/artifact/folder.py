@@ -41,24 +41,15 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     while True:
         metadata = Metadata.read(folder / METADATA)
         try:
-            return metadata.values, _read_weights(folder, metadata.files[WEIGHTS])
+            for name in (WEIGHTS, PREVIOUS):  # an export that was killed may have left them under their second name
+                if is_intact(folder / name, metadata.files[WEIGHTS]):
+                    return metadata.values, _read_tensors(folder / name)
+            there = (folder / WEIGHTS).exists()
+            state = "is corrupt or truncated: its size or sha256 differs" if there else "is missing"
+            raise ArtifactError(f"{folder / WEIGHTS} {state}; {Metadata.REMEDY}")
         except ArtifactError:  # unless another process replaced the artifact in the meantime
             if Metadata.read(folder / METADATA).values == metadata.values:
                 raise
-
-
-def _read_weights(folder: Path, record: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Reads the weights with a size and sha256, which an export that was killed may have left under their second name.
-
-    Raises:
-        ArtifactError: missing, damaged or not finite.
-    """
-    for name in (WEIGHTS, PREVIOUS):
-        if is_intact(folder / name, record):
-            return _read_tensors(folder / name)
-    if not (folder / WEIGHTS).exists():
-        raise ArtifactError(f"{folder / WEIGHTS} is missing; {Metadata.REMEDY}")
-    raise ArtifactError(f"{folder / WEIGHTS} is corrupt or truncated: its size or sha256 differs; {Metadata.REMEDY}")
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:

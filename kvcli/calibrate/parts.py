@@ -34,7 +34,7 @@ SUMS = "fisher-[0-9]*.safetensors"
 RESUME = "record it again with the same 'kvcli calibrate'"
 
 _Size = Annotated[int, Field(ge=1, le=2**40)]
-_SizeOrNone = Annotated[int, Field(ge=0, le=2**40)]
+_Count = Annotated[int, Field(ge=0, le=2**40)]
 
 
 class _Rope(BaseModel):
@@ -64,9 +64,9 @@ class SamplesManifest(RunManifest):
     provenance: dict[str, Any]
     num_sequences: _Size
     seq_len: _Size
-    query_sequences: _SizeOrNone
+    query_sequences: _Count
     batch_size: _Size
-    fisher_sequences: _SizeOrNone
+    fisher_sequences: _Count
     num_tokens: int
     num_parts: int
     windows: list[tuple[int, int]]

@@ -17,9 +17,7 @@ from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError
 from kvcli.errors import KvcliError, explain
 from kvcli.storage.atomic import replacing
 
-SEAL = "sha256"
-"""Field of a sealed JSON object: the sha256 of all its other fields."""
-
+_SEAL = "sha256"
 _MAX_BYTES = 256 * 2**20
 _SHOWN_DIFFERENCES = 3
 _SHOWN_CHARACTERS = 60
@@ -113,7 +111,7 @@ def json_sha256(values: Mapping[str, Any]) -> str:
 def write_sealed(path: Path, values: Mapping[str, Any]) -> None:
     """Writes one JSON object with the sha256 of its fields; it appears under its name only when complete."""
     with replacing(path) as temporary:
-        temporary.write_text(json.dumps({**values, SEAL: json_sha256(values)}, indent=2) + "\n")
+        temporary.write_text(json.dumps({**values, _SEAL: json_sha256(values)}, indent=2) + "\n")
 
 
 def read_sealed(path: Path, version: int, remedy: str, error: type[Exception]) -> dict[str, Any]:
@@ -148,7 +146,7 @@ def _read_object(path: Path) -> tuple[dict[str, Any], bool]:
     values = json.loads(path.read_text())
     if not isinstance(values, dict):
         raise ValueError("not a JSON object")
-    seal = values.pop(SEAL, None)
+    seal = values.pop(_SEAL, None)
     return values, seal == json_sha256(values)
 
 

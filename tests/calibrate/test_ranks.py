@@ -21,7 +21,7 @@ CALIBRATE = (*CALIBRATE, "--query-tokens", "256", "--fisher-tokens", "320", "--l
 FIT = ("fit", "samples", "--method", "commvq", "--setting", "codebook_size=8", "--setting", "value_iterations=2")
 FIT = (*FIT, "--setting", "key_iterations=2", "--out", "run")
 WAIT_S = 300
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 WORKER = str(ROOT / "tests" / "rank_worker.py")
 
 
