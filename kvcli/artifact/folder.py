@@ -111,7 +111,12 @@ def write_folder(
                 metadata = {**metadata, "files": {WEIGHTS: file_record(temporary)}}
                 check(metadata, _read_tensors(temporary))
                 card = model_card(metadata)
-                _keep_previous(folder)
+                try:
+                    record = Metadata.read(folder / METADATA).files[WEIGHTS]
+                except ArtifactError:
+                    record = None  # no artifact there that could be read
+                if is_intact(folder / WEIGHTS, record) and not is_intact(folder / PREVIOUS, record):
+                    link_or_copy(folder / WEIGHTS, folder / PREVIOUS)
             write_sealed(folder / METADATA, metadata)
             (folder / PREVIOUS).unlink(missing_ok=True)
             with replacing(folder / CARD) as temporary:
@@ -121,13 +126,3 @@ def write_folder(
             if created:
                 with suppress(OSError):  # what is not empty stays
                     folder.rmdir()
-
-
-def _keep_previous(folder: Path) -> None:
-    """Gives the weights that kvcli.json names a second name, before the first one goes to their successor."""
-    try:
-        record = Metadata.read(folder / METADATA).files[WEIGHTS]
-    except ArtifactError:
-        return  # no artifact there that could be read
-    if not is_intact(folder / PREVIOUS, record) and is_intact(folder / WEIGHTS, record):
-        link_or_copy(folder / WEIGHTS, folder / PREVIOUS)  # unless an export that was killed did, or they are damaged
