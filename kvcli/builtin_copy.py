@@ -5,10 +5,9 @@ A copy appears under its name only when it is complete, so a kill leaves nothing
 
 from __future__ import annotations
 
-import os
+import math
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +16,17 @@ import torch
 from kvcli.builtin_models import BuiltinModel, copy_folder
 from kvcli.checkpoint import load_gguf, quiet_transformers
 from kvcli.errors import ModelError
-from kvcli.files import file_record, flush_to_disk, read_sealed, write_sealed
 from kvcli.progress import Progress, Say, no_progress, say_nothing
+from kvcli.storage.atomic import file_record, flush_to_disk
+from kvcli.storage.locks import lock
+from kvcli.storage.manifest import read_sealed, write_sealed
 from kvcli.wheels import download_gguf
-
-try:
-    import fcntl
-except ImportError:  # Windows: downloads are not serialized there
-    fcntl = None  # type: ignore[assignment]
 
 CHECKSUMS = "checksums.json"
 """File of a copy that holds size, sha256 and time of its other files."""
 
 _FORMAT_VERSION = 1
+_WAITING = "waiting for another kvcli process that downloads a model"
 _DTYPE = torch.float16
 """Of the copy: closer to the dequantized values than bfloat16, at the same size."""
 
@@ -53,7 +50,8 @@ def fetch_builtin(builtin: BuiltinModel, say: Say = say_nothing, progress: Progr
     if damage(folder) is None:
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with _only_process(folder.parent, say):
+    busy = ModelError(f"another kvcli process writes to {folder.parent}")
+    with lock(folder.parent, busy, wait_s=math.inf, on_wait=lambda: say(_WAITING)):
         if (reason := damage(folder)) is None:  # another process was faster
             return folder
         if folder.exists():
@@ -164,31 +162,6 @@ def _check_space(builtin: BuiltinModel, parts: Path) -> None:
             f"{builtin.name} needs {_decimal(needed)} of disk in {parts.parent}, {_decimal(free)} are free; "
             "free some space, or name another folder with KVCLI_CACHE"
         )
-
-
-@contextmanager
-def _only_process(folder: Path, say: Say) -> Iterator[None]:
-    """Holds a folder's lock, after waiting for the process that has it; the lock ends with its process.
-
-    Args:
-        folder: an existing folder.
-        say: called with a line if there is something to wait for.
-    """
-    if fcntl is None:
-        yield
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            say("waiting for another kvcli process that downloads a model")
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        except OSError:
-            pass  # a file system without locks
-        yield
-    finally:
-        os.close(handle)
 
 
 def _decimal(num_bytes: int) -> str:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError
@@ -19,27 +19,74 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kvcli.artifact import Artifact, new_metadata
+from kvcli.calibrate.recording import Recording
 from kvcli.errors import ArtifactError, UsageError
-from kvcli.files import file_record, is_intact, json_sha256, locked, open_run, read_sealed, replacing, write_sealed
-from kvcli.layer_samples import LayerSamples
 from kvcli.methods.config import CacheConfig
 from kvcli.methods.layer_codec import LayerCodec
-from kvcli.methods.method import FitLayer, Method
+from kvcli.methods.method import FitLayer, FitReport, Method
+from kvcli.methods.samples import LayerSamples
+from kvcli.methods.token_blocks import BLOCK_TOKENS
 from kvcli.ranks import ALONE, Ranks, packed
 from kvcli.registry import METHODS, get_method
-from kvcli.samples import Recording, checked_spec, model_identity
 from kvcli.spec import ModelSpec
-from kvcli.token_blocks import BLOCK_TOKENS
+from kvcli.storage.atomic import file_record, is_intact, replacing
+from kvcli.storage.locks import locked
+from kvcli.storage.manifest import RunManifest, Sealed, json_sha256, write_sealed
 
-RUN = "run.json"
-FORMAT_VERSION = 5
 _HELDOUT_FRACTION = 0.1
-_STALE = ("layer-[0-9]*.safetensors", "layer-[0-9]*.json")
 _REMEDY = "run the same fit again, with --overwrite"
 _SHARED = "ranks need a folder that all of them see"
 
 LayerDone = Callable[[int, Mapping[str, Any], bool], None]
 """Called with the layer's index, its metrics, and whether it was finished before this run."""
+
+
+class FitManifest(RunManifest):
+    """What `run.json` says: what a run is bound to."""
+
+    VERSION = 5
+    ERROR = ArtifactError
+    REMEDY = _REMEDY
+    FILE = "run.json"
+    KIND = "run"
+    MISSING = "no run in {folder}; run 'kvcli fit' first"
+    STALE = ("layer-[0-9]*.safetensors", "layer-[0-9]*.json")
+
+    method: str
+    config: dict[str, Any]
+    model: str
+    fingerprint: str
+    spec: ModelSpec
+    provenance: dict[str, Any]
+
+
+class LayerReport(Sealed):
+    """What `layer-NNN.json` says of a fitted layer."""
+
+    VERSION = 5
+    ERROR = ArtifactError
+    REMEDY = _REMEDY
+
+    layer: int
+    run_sha256: str
+    tensors: dict[str, Any]
+    metrics: dict[str, Any]
+    seconds: float
+
+    @property
+    def measured(self) -> dict[str, Any]:
+        """The metrics, and the seconds that fitting took."""
+        return {**self.metrics, "seconds": self.seconds}
+
+    @classmethod
+    def of(cls, folder: Path, layer_idx: int, run: FitManifest) -> Self | None:
+        """The report of a layer whose files are intact and belong to a run; None if it is not finished."""
+        try:
+            report = cls.read(folder / _name(layer_idx, "json"))
+        except ArtifactError:
+            return None
+        mine = report.layer == layer_idx and report.run_sha256 == json_sha256(run.values)
+        return report if mine and is_intact(folder / _name(layer_idx, "safetensors"), report.tensors) else None
 
 
 def fit_recording(
@@ -83,78 +130,68 @@ def fit_recording(
     wanted = list(recording.layers if layers is None else layers)
     if missing := sorted(set(wanted) - set(recording.layers)):
         raise UsageError(f"layers {', '.join(map(str, missing))} were not recorded")
-    if config.sink_length >= (seq_len := int(recording.manifest["seq_len"])):
+    if config.sink_length >= (seq_len := recording.manifest.seq_len):
         raise UsageError(f"sink_length {config.sink_length} leaves nothing to fit of sequences of {seq_len} tokens")
     if method.allocate is not None:
         config = method.allocate(recording.spec, config, recording.fisher)
-    run = _run_description(recording, method, config, seed, block_tokens)
-    own = _share(method, recording.spec, config, wanted, ranks)
+    description = {
+        "format_version": FitManifest.VERSION,
+        "method": method.name,
+        "config": config.model_dump(),
+        **recording.identity,
+        "provenance": {**recording.manifest.provenance, "num_tokens": recording.num_tokens, "seed": seed},
+        "recording_sha256": json_sha256(recording.manifest.values),
+        "block_tokens": block_tokens,
+    }
+    share = wanted
+    if ranks.count > 1:  # a layer takes about as long as its codes have bits
+        with torch.device("meta"):
+            codecs = [method.build(recording.spec, config, layer_idx) for layer_idx in wanted]
+        costs = [codec.key.bits_per_token() + codec.value.bits_per_token() for codec in codecs]
+        share = [wanted[index] for index in packed(costs, ranks.count)[ranks.rank]]
     with locked(folder, ArtifactError) if ranks.rank == 0 else nullcontext():
         if ranks.rank == 0:
-            open_run(folder, RUN, run, kind="run", stale=_STALE, error=ArtifactError, overwrite=overwrite)
+            FitManifest.open(folder, description, overwrite=overwrite)
         ranks.wait()
-        run = _read_run(folder)
-        for layer_idx in own:
-            report, reused = _finished(folder, layer_idx, run), True
+        run = FitManifest.read(folder / FitManifest.FILE)
+        for layer_idx in share:
+            report, reused = LayerReport.of(folder, layer_idx, run), True
             if report is None:
                 codec = method.build(recording.spec, config, layer_idx).to(device)
                 train, heldout = split_samples(recording, layer_idx, config.sink_length, device, block_tokens, folder)
-                fitted = _fit_layer(fit_layer, codec, train, heldout, config, seed * 100_003 + layer_idx)
-                report, reused = _write_layer(folder, layer_idx, run, fitted), False
-            done(layer_idx, _measured(report), reused)
+                started = time.perf_counter()
+                with torch.no_grad():
+                    generator = torch.Generator().manual_seed(seed * 100_003 + layer_idx)
+                    fitted = fit_layer(codec, train, heldout, config, generator)
+                seconds = round(time.perf_counter() - started, 2)
+                report, reused = _write_layer(folder, layer_idx, run, codec, fitted, seconds), False
+            done(layer_idx, report.measured, reused)
         ranks.wait()
-        for layer_idx in sorted(set(wanted) - set(own)) if ranks.rank == 0 else ():
-            report = _finished(folder, layer_idx, run)
+        for layer_idx in sorted(set(wanted) - set(share)) if ranks.rank == 0 else ():
+            report = LayerReport.of(folder, layer_idx, run)
             if report is None:
                 raise ArtifactError(f"layer {layer_idx}, which another rank fitted, is not in {folder}; {_SHARED}")
-            done(layer_idx, _measured(report), False)
+            done(layer_idx, report.measured, False)
 
 
-def _share(method: Method, spec: ModelSpec, config: CacheConfig, layers: Sequence[int], ranks: Ranks) -> list[int]:
-    """The layers of this rank: a layer takes about as long as its codes have bits."""
-    if ranks.count == 1:
-        return list(layers)
-    with torch.device("meta"):
-        codecs = [method.build(spec, config, layer_idx) for layer_idx in layers]
-    costs = [codec.key.bits_per_token() + codec.value.bits_per_token() for codec in codecs]
-    return [layers[index] for index in packed(costs, ranks.count)[ranks.rank]]
-
-
-def _measured(report: Mapping[str, Any]) -> dict[str, Any]:
-    return {**report["metrics"], "seconds": report["seconds"]}
-
-
-def _fit_layer(
-    fit_layer: FitLayer,
-    codec: LayerCodec[Any, Any],
-    train: LayerSamples,
-    heldout: LayerSamples,
-    config: CacheConfig,
-    seed: int,
-) -> dict[str, Any]:
-    """Fits one layer: its tensors, metrics and seconds."""
-    started = time.perf_counter()
-    with torch.no_grad():
-        report = fit_layer(codec, train, heldout, config, torch.Generator().manual_seed(seed))
-    metrics = {**report.metrics, **({"warnings": list(report.warnings)} if report.warnings else {})}
-    tensors = {name: x.cpu().contiguous() for name, x in codec.state_dict().items()}
-    return {"metrics": metrics, "seconds": round(time.perf_counter() - started, 2), "tensors": tensors}
-
-
-def _write_layer(folder: Path, layer_idx: int, run: Mapping[str, Any], fitted: dict[str, Any]) -> dict[str, Any]:
-    """Writes the tensors of a layer, then its report, which is returned."""
+def _write_layer(
+    folder: Path, layer_idx: int, run: FitManifest, codec: LayerCodec[Any, Any], fitted: FitReport, seconds: float
+) -> LayerReport:
+    """Writes the tensors of a layer, then its report."""
     with replacing(folder / _name(layer_idx, "safetensors")) as path:
-        save_file(fitted.pop("tensors"), path)
+        save_file({name: x.cpu().contiguous() for name, x in codec.state_dict().items()}, path)
         tensors = file_record(path)
+    path = folder / _name(layer_idx, "json")
     report = {
-        "format_version": FORMAT_VERSION,
+        "format_version": LayerReport.VERSION,
         "layer": layer_idx,
-        "run_sha256": json_sha256(run),
+        "run_sha256": json_sha256(run.values),
         "tensors": tensors,
-        **fitted,
+        "metrics": {**fitted.metrics, **({"warnings": list(fitted.warnings)} if fitted.warnings else {})},
+        "seconds": seconds,
     }
-    write_sealed(folder / _name(layer_idx, "json"), report)
-    return report
+    write_sealed(path, report)
+    return LayerReport.read(path)
 
 
 def check_fitted(method: Method) -> FitLayer:
@@ -181,71 +218,40 @@ def assemble(folders: Sequence[Path]) -> Artifact:
     Raises:
         ArtifactError: no run in a folder, folders of different runs, layers that are missing, or damaged files.
     """
-    run = _read_run(folders[0])
-    for folder in folders[1:]:
-        if _read_run(folder) != run:
+    run, *others = [FitManifest.read(folder / FitManifest.FILE) for folder in folders]
+    for folder, other in zip(folders[1:], others, strict=True):
+        if other.values != run.values:
             raise ArtifactError(f"{folder} and {folders[0]} hold different runs")
     try:
-        num_layers = checked_spec(run["spec"]).num_layers
-        config = get_method(run["method"]).config_cls(**run["config"])
-        identity, provenance = model_identity(run), dict(run["provenance"])
-    except (UsageError, ValueError, KeyError, TypeError) as error:
+        config = get_method(run.method).config_cls(**run.config)
+    except (UsageError, ValueError, TypeError) as error:
         reason = " ".join(str(error).split())
-        raise ArtifactError(f"{folders[0] / RUN} is damaged ({reason}); {_REMEDY}") from error
-    finished = [_first_finished(folders, layer_idx, run) for layer_idx in range(num_layers)]
-    if missing := [str(layer_idx) for layer_idx, layer in enumerate(finished) if layer is None]:
-        damaged = any((folder / _name(int(i), "safetensors")).exists() for i in missing for folder in folders)
-        raise ArtifactError(
-            f"the run in {folders[0]} lacks layers {', '.join(missing)}{' (missing or damaged)' if damaged else ''}; "
-            "run the same fit again to resume"
-        )
+        raise ArtifactError(f"{folders[0] / run.FILE} is damaged ({reason}); {_REMEDY}") from error
     tensors: dict[str, Tensor] = {}
     metrics: list[Mapping[str, Any]] = []
-    for layer_idx, layer in enumerate(finished):
-        assert layer is not None
-        folder, report = layer
-        metrics.append(report["metrics"])
+    missing, damaged = [], ""
+    for layer_idx in range(run.spec.num_layers):
+        name = _name(layer_idx, "safetensors")
+        finished = ((folder, report) for folder in folders if (report := LayerReport.of(folder, layer_idx, run)))
+        folder, report = next(finished, (folders[0], None))
+        if report is None:
+            missing.append(str(layer_idx))
+            damaged = " (missing or damaged)" if any((folder / name).exists() for folder in folders) else damaged
+            continue
+        metrics.append(report.metrics)
         try:
-            state = load_file(folder / _name(layer_idx, "safetensors"))
+            state = load_file(folder / name)
         except (OSError, SafetensorError, ValueError, KeyError) as error:
             raise ArtifactError(f"layer {layer_idx} of the run in {folder} is damaged ({error}); {_REMEDY}") from error
         tensors.update({f"layers.{layer_idx}.{name}": x.clone() for name, x in state.items()})
+    if missing:
+        lacks = f"the run in {folders[0]} lacks layers {', '.join(missing)}{damaged}"
+        raise ArtifactError(f"{lacks}; run the same fit again to resume")
+    identity = {name: run.values[name] for name in ("model", "fingerprint", "spec")}
     metadata = new_metadata(
-        method=run["method"], config=config, identity=identity, provenance=provenance, layers=metrics
+        method=run.method, config=config, identity=identity, provenance=run.provenance, layers=metrics
     )
     return Artifact(metadata, tensors)
-
-
-def _first_finished(
-    folders: Sequence[Path], layer_idx: int, run: Mapping[str, Any]
-) -> tuple[Path, dict[str, Any]] | None:
-    """The first folder that holds a finished layer, with the layer's report."""
-    for folder in folders:
-        if (report := _finished(folder, layer_idx, run)) is not None:
-            return folder, report
-    return None
-
-
-def _read_run(folder: Path) -> dict[str, Any]:
-    if not (folder / RUN).exists():
-        raise ArtifactError(f"no run in {folder}; run 'kvcli fit' first")
-    return read_sealed(folder / RUN, FORMAT_VERSION, _REMEDY, ArtifactError)
-
-
-def _run_description(
-    recording: Recording, method: Method, config: CacheConfig, seed: int, block_tokens: int
-) -> dict[str, Any]:
-    """What a run is bound to."""
-    manifest = recording.manifest
-    return {
-        "format_version": FORMAT_VERSION,
-        "method": method.name,
-        "config": config.model_dump(),
-        **recording.identity,
-        "provenance": {**manifest["provenance"], "num_tokens": recording.num_tokens, "seed": seed},
-        "recording_sha256": json_sha256(manifest),
-        "block_tokens": block_tokens,
-    }
 
 
 def split_samples(
@@ -266,7 +272,7 @@ def split_samples(
         block_tokens: tokens that are read at once.
         scratch: see `Recording.load_sequences`.
     """
-    seq_len = int(recording.manifest["seq_len"])
+    seq_len = recording.manifest.seq_len
     num_sequences = recording.num_tokens // seq_len
     heldout = max(1, round(num_sequences * _HELDOUT_FRACTION)) if num_sequences > 1 else 0
     border = num_sequences - heldout
@@ -275,18 +281,6 @@ def split_samples(
         layer_idx, ranges, device, skip=sink_length, block_tokens=block_tokens, scratch=scratch
     )
     return samples[0], samples[-1]
-
-
-def _finished(folder: Path, layer_idx: int, run: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The report of a layer whose files are intact and belong to the run."""
-    try:
-        report = read_sealed(folder / _name(layer_idx, "json"), FORMAT_VERSION, _REMEDY, ArtifactError)
-    except ArtifactError:
-        return None
-    mine = report.get("layer") == layer_idx and report.get("run_sha256") == json_sha256(run)
-    if not mine or not isinstance(report.get("metrics"), dict) or "seconds" not in report:
-        return None
-    return report if is_intact(folder / _name(layer_idx, "safetensors"), report.get("tensors")) else None
 
 
 def _name(layer_idx: int, suffix: str) -> str:

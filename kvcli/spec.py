@@ -5,9 +5,12 @@ Only this module derives shapes from a transformers config. It does not load wei
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
+
+from pydantic import ConfigDict
 
 from kvcli.errors import UnsupportedModelError
 
@@ -34,17 +37,29 @@ _LIMITS = {
 }
 """Largest values of a specification: beyond every model, and small enough for a product of them to be computed."""
 
+_EXACT_FIELDS = ConfigDict(extra="forbid", strict=True)
+"""For specifications in the fields of pydantic models, such as manifests."""
+
 
 @dataclass(frozen=True)
 class RopeSpec:
     """Rotary position embedding of a model: type, base and the number of rotated channels.
 
     Of the type `none` they are the channels that methods pair all the same.
+
+    Raises:
+        ValueError: a type whose angles depend on more than the position, or a base that is none.
     """
 
     rope_type: str
     theta: float
     rotary_dim: int
+
+    __pydantic_config__ = _EXACT_FIELDS
+
+    def __post_init__(self) -> None:
+        if self.rope_type not in (*STATIC_ROPE_TYPES, NO_ROPE) or not 0 < self.theta < math.inf:
+            raise ValueError(f"RoPE of type {self.rope_type!r} with base {self.theta!r} is not supported")
 
 
 @dataclass(frozen=True)
@@ -77,6 +92,8 @@ class ModelSpec:
     layer_indices: tuple[int, ...] = ()
     other_layers: int = 0
     unrotated: tuple[int, ...] = ()
+
+    __pydantic_config__ = _EXACT_FIELDS
 
     def __post_init__(self) -> None:
         for name in _LIMITS:
@@ -139,7 +156,7 @@ class ModelSpec:
         Raises:
             ValueError, TypeError, KeyError: values that are no specification.
         """
-        tuples = {name: tuple(values[name]) for name in ("layer_indices", "unrotated")}
+        tuples = {name: tuple(values[name]) for name in ("layer_indices", "unrotated") if name in values}
         return cls(**{**values, **tuples, "rope": RopeSpec(**values["rope"])})
 
     @classmethod

@@ -19,8 +19,8 @@ from tempfile import TemporaryDirectory
 
 from kvcli.builtin_models import BuiltinModel, Wheel
 from kvcli.errors import ModelError
-from kvcli.files import is_intact, replacing
 from kvcli.progress import Advance, Progress
+from kvcli.storage.atomic import is_intact, replacing
 
 _POLL_SECONDS = 0.2
 _CHUNK_BYTES = 2**20

@@ -16,11 +16,11 @@ from factories import clustered, make_spec, prompt_and_steps
 
 import kvcli
 from kvcli.artifact import Artifact
-from kvcli.layer_samples import LayerSamples
 from kvcli.methods.base import Codes
 from kvcli.methods.config import CacheConfig
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import Method
+from kvcli.methods.samples import LayerSamples
 from kvcli.rope import Rotation
 
 

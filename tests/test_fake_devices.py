@@ -16,7 +16,8 @@ from torch import Tensor
 
 import kvcli
 from kvcli.attention.next_token import SamplingConfig
-from kvcli.calibrate.collect import CollectConfig, collect
+from kvcli.calibrate.collect import collect
+from kvcli.calibrate.config import CollectConfig
 from kvcli.errors import ModelError
 from kvcli.fingerprint import differs
 from kvcli.seam import identity

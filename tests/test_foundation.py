@@ -116,13 +116,10 @@ def test_unsupported_models_are_refused_by_name(family: str, changes: dict[str, 
 
 
 ROOMS = [
-    ("_version", "errors", "files", "packing", "progress", "safetensors_header", "token_blocks", "verified_reads"),
-    ("builtin_models", "file_lock", "machine", "ranks", "registry"),
+    ("_version", "errors", "packing", "progress"),
+    ("builtin_models", "machine", "ranks", "registry", "storage"),
     ("spec", "wheels"),
     ("fingerprint", "rope"),
-    ("layer_samples",),
-    ("sample_parts",),
-    ("samples",),
     ("checkpoint", "hub"),
     ("builtin_copy",),
     ("seam",),
@@ -142,7 +139,7 @@ ROOMS = [
     ("eval",),
     ("bench",),
     ("plan",),
-    ("lmcache",),
+    ("integrations",),
     ("cli",),
     ("__init__", "__main__"),
 ]
@@ -173,6 +170,12 @@ def test_rooms_import_only_to_the_left(repo_root: Path) -> None:
         assert room in order, f"{room} has no place in ROOMS"
         for other in _imports(path) - {room}:
             assert order[other] < order[room], f"{path.relative_to(repo_root)} imports {other}, which is to its right"
+
+
+def test_integrations_are_imported_by_nothing_else(repo_root: Path) -> None:
+    package = repo_root / "kvcli"
+    importing = [path.relative_to(package) for path in package.rglob("*.py") if "integrations" in _imports(path)]
+    assert not [path for path in importing if path.parts[0] != "integrations"]
 
 
 def test_no_room_without_a_name(repo_root: Path) -> None:

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 import kvcli
 from kvcli.attention.next_token import SamplingConfig
-from kvcli.calibrate.collect import CollectConfig, collect
+from kvcli.calibrate.collect import collect
+from kvcli.calibrate.config import CollectConfig
 from kvcli.errors import CacheError
 from kvcli.fingerprint import differs
 from kvcli.models import load_model

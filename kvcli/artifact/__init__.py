@@ -5,8 +5,8 @@
     codec.safetensors   the state of every layer's codecs, `layers.L.key.*` and `layers.L.value.*`
     README.md           a model card, for people only
 
-metadata, card and codecs say what the files hold; reading and writing, how they get there. This package does not know
-how codecs are fitted.
+metadata and card say what the files hold; folder, how they are read and replaced. This package does not know how codecs
+are fitted.
 """
 
 from kvcli.artifact.artifact import Artifact

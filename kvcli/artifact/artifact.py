@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from kvcli.artifact.codecs import fitted_codecs
-from kvcli.artifact.metadata import REMEDY, WEIGHTS
-from kvcli.artifact.reading import read_folder
-from kvcli.artifact.writing import folder_of_its_own, write_folder
+from kvcli.artifact.folder import read_folder, write_folder
+from kvcli.artifact.metadata import Metadata
 from kvcli.errors import ArtifactError, ConfigError, explain
 from kvcli.fingerprint import differs
 from kvcli.methods.config import CacheConfig
 from kvcli.methods.layer_codec import LayerCodec
+from kvcli.methods.method import Method
 from kvcli.registry import get_method
 from kvcli.spec import ModelSpec
+from kvcli.storage.manifest import json_sha256
+
+_TENSOR_NAME = re.compile(r"layers\.(?P<layer>0|[1-9][0-9]{0,3})\.(?P<buffer>.+)")
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,7 @@ class Artifact:
         try:
             reason = differs(fingerprint, self.metadata["fingerprint"])
         except ValueError as error:
-            raise ArtifactError(f"the artifact's fingerprint of its model cannot be read; {REMEDY}") from error
+            raise ArtifactError(f"the artifact's fingerprint of its model cannot be read; {Metadata.REMEDY}") from error
         if reason is not None:
             raise ArtifactError(
                 f"the artifact was made for {self.metadata['model']}, whose weights differ from this model's: {reason}"
@@ -101,11 +104,9 @@ class Artifact:
     def same_content(self, other: Artifact) -> bool:
         """Whether another artifact holds the same fitted state, made the same way."""
         mine, theirs = ({name: x for name, x in a.metadata.items() if name != "files"} for a in (self, other))
-        same = (
-            json.loads(json.dumps(mine)) == json.loads(json.dumps(theirs))
-            and self.tensors.keys() == other.tensors.keys()
-        )
-        return same and all(bool((x == other.tensors[name]).all()) for name, x in self.tensors.items())
+        if json_sha256(mine) != json_sha256(theirs) or self.tensors.keys() != other.tensors.keys():
+            return False
+        return all(bool((x == other.tensors[name]).all()) for name, x in self.tensors.items())
 
     def build_codecs(self, config: CacheConfig) -> list[LayerCodec]:
         """The codecs of all layers, with their fitted state, which is checked here.
@@ -119,7 +120,15 @@ class Artifact:
         Raises:
             ArtifactError: tensors that are missing, unknown or of the wrong shape.
         """
-        return fitted_codecs(get_method(self.method), self.spec, config, self.tensors)
+        spec = self.spec
+        states: list[dict[str, Tensor]] = [{} for _ in range(spec.num_layers)]
+        for name, x in self.tensors.items():
+            match = _TENSOR_NAME.fullmatch(name)
+            if match is None or int(match["layer"]) >= spec.num_layers:
+                raise ArtifactError(f"the artifact has a tensor '{name}', which belongs to no layer")
+            states[int(match["layer"])][match["buffer"]] = x
+        method = get_method(self.method)
+        return [_fitted_codec(method, spec, config, layer_idx, state) for layer_idx, state in enumerate(states)]
 
     @classmethod
     def load(cls, folder: str | Path) -> Artifact:
@@ -156,9 +165,31 @@ class Artifact:
             written = Artifact(metadata, tensors)
             written.build_codecs(written.config)
             if not written.same_content(self):
-                raise ArtifactError(f"{folder / WEIGHTS} was not written as it should be; check the disk")
-
-        with folder_of_its_own(folder, overwrite=overwrite):
-            write_folder(folder, self.metadata, self.tensors, check)
-            if not Artifact.load(folder).same_content(self):
                 raise ArtifactError(f"{folder} was not written as it should be; check the disk")
+
+        write_folder(folder, self.metadata, self.tensors, check, overwrite=overwrite)
+
+
+def _fitted_codec(
+    method: Method, spec: ModelSpec, config: CacheConfig, layer_idx: int, state: dict[str, Tensor]
+) -> LayerCodec[Any, Any]:
+    """A layer's codec with its state; shapes are compared before anything of their size is allocated.
+
+    Raises:
+        ArtifactError: tensors that are not those of the codec.
+    """
+    wrong = f"layer {layer_idx} of the artifact does not fit its settings"
+    try:
+        with torch.device("meta"):
+            expected = method.build(spec, config, layer_idx).state_dict()
+        for name in sorted(expected.keys() | state.keys()):
+            if name not in state or name not in expected:
+                raise ArtifactError(f"{wrong}: tensor {name} is {'missing' if name in expected else 'unknown'}")
+            ours, theirs = ((list(x.shape), x.dtype) for x in (expected[name], state[name]))
+            if ours != theirs:
+                raise ArtifactError(f"{wrong}: tensor {name} is {theirs[1]} {theirs[0]} instead of {ours[1]} {ours[0]}")
+        codec = method.build(spec, config, layer_idx)
+        codec.load_state_dict(state)
+    except (RuntimeError, ValueError, TypeError, OverflowError) as error:
+        raise ArtifactError(f"{wrong}: {' '.join(str(error).split())}") from error
+    return codec

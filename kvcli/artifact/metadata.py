@@ -3,23 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from typing import Any, Self
+
+from pydantic import model_validator
 
 from kvcli._version import __version__
 from kvcli.errors import ArtifactError, UsageError
-from kvcli.files import read_sealed
 from kvcli.methods.config import CacheConfig
 from kvcli.registry import get_method
-from kvcli.samples import checked_spec
+from kvcli.spec import ModelSpec
+from kvcli.storage.manifest import Sealed
 
-FORMAT_VERSION = 6
 METADATA = "kvcli.json"
 WEIGHTS = "codec.safetensors"
 PREVIOUS = f"{WEIGHTS}.previous"
 """Second name of the weights that kvcli.json names, while their successor is written."""
 
-REMEDY = "export it again with 'kvcli export --overwrite'"
+
+class Metadata(Sealed):
+    """What kvcli.json says."""
+
+    VERSION = 6
+    ERROR = ArtifactError
+    MISSING = f"no artifact in {{folder}}: {METADATA} is missing; make one with 'kvcli export'"
+    REMEDY = "export it again with 'kvcli export --overwrite'"
+
+    method: str
+    config: dict[str, Any]
+    model: str
+    fingerprint: str
+    spec: ModelSpec
+    provenance: dict[str, Any]
+    layers: list[dict[str, Any]]
+    files: dict[str, dict[str, Any]]
+
+    @model_validator(mode="after")
+    def _agrees_with_its_method(self) -> Self:
+        try:
+            get_method(self.method).config_cls(**self.config).resolve(self.spec)
+        except (UsageError, TypeError, OverflowError) as error:
+            raise ValueError(str(error)) from error
+        if len(self.layers) != self.spec.num_layers:
+            raise ValueError(f"layers are not the reports of {self.spec.num_layers} layers")
+        if WEIGHTS not in self.files:
+            raise ValueError(f"files has no checksum of {WEIGHTS}")
+        return self
 
 
 def new_metadata(
@@ -43,7 +71,7 @@ def new_metadata(
         Plain JSON values; `save` adds `files`.
     """
     return {
-        "format_version": FORMAT_VERSION,
+        "format_version": Metadata.VERSION,
         "kvcli_version": __version__,
         "method": method,
         "config": config.model_dump(),
@@ -73,36 +101,3 @@ def metric_values(reports: Sequence[Mapping[str, Any]], name: str) -> list[tuple
             if isinstance(value, (int, float))
         ]
     return placed
-
-
-def read_metadata(folder: Path) -> dict[str, Any]:
-    """Reads kvcli.json of an artifact and compares its checksum; `check_metadata` looks at what it says.
-
-    Raises:
-        ArtifactError: it is missing, cannot be read, or is of another format version, or damaged.
-    """
-    if not (folder / METADATA).exists():
-        raise ArtifactError(f"no artifact in {folder}: {METADATA} is missing; make one with 'kvcli export'")
-    return read_sealed(folder / METADATA, FORMAT_VERSION, REMEDY, ArtifactError)
-
-
-def check_metadata(path: Path, metadata: Mapping[str, Any]) -> None:
-    """Checks types and ranges of what kvcli.json says.
-
-    Raises:
-        ArtifactError: they are wrong.
-    """
-    types = {"method": str, "model": str, "fingerprint": str, "config": dict, "provenance": dict, "layers": list}
-    try:
-        for name, kind in types.items():
-            if not isinstance(metadata.get(name), kind):
-                raise TypeError(f"{name} is missing or of the wrong type")
-        spec = checked_spec(metadata.get("spec"))
-        get_method(metadata["method"]).config_cls(**metadata["config"]).resolve(spec)
-        layers = metadata["layers"]
-        if len(layers) != spec.num_layers or not all(isinstance(layer, dict) for layer in layers):
-            raise ValueError(f"layers are not the reports of {spec.num_layers} layers")
-        if not isinstance(metadata.get("files"), dict) or not isinstance(metadata["files"].get(WEIGHTS), dict):
-            raise ValueError(f"files has no checksum of {WEIGHTS}")
-    except (UsageError, ValueError, TypeError, OverflowError) as error:
-        raise ArtifactError(f"{path} is damaged ({' '.join(str(error).split())}); {REMEDY}") from error

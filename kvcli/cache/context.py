@@ -24,10 +24,10 @@ from kvcli.cache.digests import combined, pieces_of, tensor_digests
 from kvcli.cache.identity import CacheIdentity
 from kvcli.cache.snapshot import VALID, Snapshot, SnapshotCounts
 from kvcli.errors import CacheError
-from kvcli.file_lock import sole_writer
-from kvcli.files import replacing
-from kvcli.safetensors_header import Header
-from kvcli.verified_reads import Part, memory_for, read_parts
+from kvcli.storage.atomic import replacing, temporary_path
+from kvcli.storage.locks import lock
+from kvcli.storage.reads import Part, memory_for, read_parts
+from kvcli.storage.tensors import SafetensorsHeader
 
 FORMAT_VERSION = 3
 INPUT_IDS = "input_ids"
@@ -98,7 +98,8 @@ class Context:
         }
         text = json.dumps(fields)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with sole_writer(path, CacheError), replacing(path) as temporary:
+        busy = CacheError(f"another kvcli process writes {path}; wait until it has ended")
+        with lock(temporary_path(path), busy, make_file=True), replacing(path) as temporary:
             save_file(tensors, temporary, metadata={_ENTRY: f"{_text_sha256(text)} {text}"})
             return temporary.stat().st_size
 
@@ -117,7 +118,7 @@ class Context:
         if not path.is_file():
             raise CacheError(f"no context in {path}: there is no such file; make one with 'kvcli compress'")
         try:
-            header = Header.read(path)
+            header = SafetensorsHeader.read(path)
             fields = _sealed_fields(path, header.metadata)
             tensors, digests = _read_tensors(path, header, torch.device(device))
         except (OSError, ValueError) as error:
@@ -140,7 +141,9 @@ class Context:
         return cls(Snapshot(counts, tensors), identity, input_ids, fields["notes"], str(path))
 
 
-def _read_tensors(path: Path, header: Header, device: torch.device) -> tuple[dict[str, Tensor], dict[str, str]]:
+def _read_tensors(
+    path: Path, header: SafetensorsHeader, device: torch.device
+) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The tensors of a file, by name, and what `tensor_digests` says of them.
 
     Raises:
@@ -150,7 +153,7 @@ def _read_tensors(path: Path, header: Header, device: torch.device) -> tuple[dic
     data = memory_for(path, header.nbytes + header.data_bytes, device)[header.nbytes :]
     tensors, parts, counts = header.views(data), [], []
     for entry in header.entries.values():
-        pieces = pieces_of(data[entry.start : entry.stop])
+        pieces = pieces_of(data[slice(*entry.data_offsets)])
         # the memory begins where the file does
         parts += [Part(path, int(piece.storage_offset()), piece) for piece in pieces]
         counts.append(len(pieces))

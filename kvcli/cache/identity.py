@@ -15,11 +15,11 @@ from torch import Tensor
 
 from kvcli.cache.digests import tensor_digests
 from kvcli.errors import UsageError
-from kvcli.files import json_sha256
 from kvcli.fingerprint import differs
 from kvcli.methods.config import CacheConfig
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.registry import get_method
+from kvcli.storage.manifest import json_sha256
 
 _ROUNDING = (1e-4, 0.0)
 """By how much RoPE frequencies may differ between machines: relative, absolute."""

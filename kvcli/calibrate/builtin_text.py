@@ -137,19 +137,14 @@ def _excerpts(files: list[Path], size: int, seed: int) -> Iterator[str]:
     while texts:
         rest = []
         for text in texts:
-            end = _cut(text, size)
+            end = len(text)
+            if end > 1.5 * size:  # a short rest is not left over
+                line = text.rfind("\n", size // 2, size)  # after a line, if one ends in the second half
+                end = line + 1 if line >= 0 else size
             yield text[:end].strip("\n")
             if left := text[end:].strip("\n"):
                 rest.append(left)
         texts = rest
-
-
-def _cut(text: str, size: int) -> int:
-    """Where an excerpt ends: after a line if one ends in its second half; a short rest is not left over."""
-    if len(text) <= 1.5 * size:
-        return len(text)
-    line = text.rfind("\n", size // 2, size)
-    return line + 1 if line >= 0 else size
 
 
 @cache

@@ -8,116 +8,45 @@ come from.
 
 from __future__ import annotations
 
+import hashlib
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvcli.calibrate.collection import Collection
-from kvcli.calibrate.fisher import SEQ_LEN
-from kvcli.calibrate.shards import Shard, merge_into
+from kvcli.calibrate.config import FISHER_SEQ_LEN, CollectConfig, Shard
+from kvcli.calibrate.fisher import layer_fisher, sequence_sums
+from kvcli.calibrate.parts import (
+    FISHER,
+    PARTS,
+    SUMS,
+    SamplesManifest,
+    part_name,
+    part_records,
+    sums_name,
+    write_fisher,
+    write_part,
+)
+from kvcli.calibrate.recorder import SampleRecorder, WindowDone
+from kvcli.calibrate.recording import Recording
+from kvcli.calibrate.shards import merge_into, read_sums
 from kvcli.errors import SamplesError
-from kvcli.files import locked, open_run, read_sealed
 from kvcli.models import LoadedModel
-from kvcli.ranks import Ranks
-from kvcli.sample_parts import RECORD_AGAIN, STALE
-from kvcli.samples import FORMAT_VERSION, MANIFEST, Recording
-from kvcli.spec import ModelSpec
+from kvcli.progress import Advance, Say, say_nothing
+from kvcli.ranks import ALONE, Ranks
+from kvcli.seam.decoder import backbone
+from kvcli.seam.key_bias import key_biases
+from kvcli.seam.patch import Seam
+from kvcli.seam.probe import find_rope
+from kvcli.storage.locks import locked
 
-_PART_BYTES = 512 * 2**20
+_FISHER_SEED = 0
 _RANK_FOLDERS = "rank-[0-9]*-of-[0-9]*"
-
-
-@dataclass(frozen=True)
-class CollectConfig:
-    """What is recorded.
-
-    Attributes:
-        num_sequences: sequences recorded.
-        seq_len: tokens per sequence.
-        query_sequences: sequences whose queries are recorded too; keys and values are recorded for all.
-        batch_size: sequences per forward pass.
-        layer_window: layers per pass; 0: as many as keep a part below half a GiB.
-        fisher_sequences: sequences whose gradients are computed, their first 1024 tokens, to know what errors cost.
-    """
-
-    num_sequences: int
-    seq_len: int
-    query_sequences: int
-    batch_size: int
-    layer_window: int = 0
-    fisher_sequences: int = 0
-
-    @classmethod
-    def for_tokens(
-        cls,
-        sequences: Tensor,
-        *,
-        query_tokens: int,
-        fisher_tokens: int,
-        batch_size: int,
-        layer_window: int = 0,
-    ) -> CollectConfig:
-        """For [num_sequences, seq_len] token ids and numbers of tokens, which are rounded up to whole sequences."""
-        count, seq_len = sequences.shape
-        return cls(
-            num_sequences=count,
-            seq_len=seq_len,
-            query_sequences=min(count, -(-query_tokens // seq_len)),
-            batch_size=batch_size,
-            fisher_sequences=min(count, -(-fisher_tokens // min(seq_len, SEQ_LEN))),
-            layer_window=layer_window,
-        )
-
-    @property
-    def fisher_tokens(self) -> int:
-        """Tokens whose gradients are computed."""
-        return self.fisher_sequences * min(self.seq_len, SEQ_LEN)
-
-    @property
-    def fisher_rows(self) -> list[int]:
-        """Sequences whose gradients are computed, over the whole recording: neighbours can be of one document."""
-        return torch.linspace(0, self.num_sequences - 1, self.fisher_sequences).round().long().tolist()
-
-    def total_tokens(self, spec: ModelSpec, shard: Shard | None = None) -> int:
-        """Tokens of all passes, those with gradients included: what `collect` advances by in all."""
-        sequences = self.sequences(shard)
-        fisher = sum(row in sequences for row in self.fisher_rows) * min(self.seq_len, SEQ_LEN)
-        return len(sequences) * self.seq_len * len(self.windows(spec)) + fisher
-
-    @property
-    def num_parts(self) -> int:
-        """Parts of each window: one per forward pass."""
-        return -(-self.num_sequences // self.batch_size)
-
-    def parts(self, shard: Shard | None = None) -> range:
-        """The parts of each window that a shard records; None: all."""
-        return range(self.num_parts) if shard is None else shard.parts(self.num_parts)
-
-    def sequences(self, shard: Shard | None = None) -> range:
-        """The sequences that a shard records; None: all."""
-        parts = self.parts(shard)
-        return range(parts.start * self.batch_size, min(self.num_sequences, parts.stop * self.batch_size))
-
-    def windows(self, spec: ModelSpec) -> list[tuple[int, int]]:
-        """Half-open ranges of layers, one per pass."""
-        per_layer = self.batch_size * self.seq_len * 2 * (2 * spec.kv_dim + spec.num_heads * spec.head_dim)
-        size = self.layer_window or max(1, _PART_BYTES // per_layer)
-        return [(a, min(a + size, spec.num_layers)) for a in range(0, spec.num_layers, size)]
-
-    def disk_bytes(self, spec: ModelSpec, shard: Shard | None = None) -> int:
-        """Bytes of samples on disk, 16 bits per value."""
-        sequences = self.sequences(shard)
-        kv_values = 2 * spec.kv_dim * len(sequences)
-        q_values = (
-            spec.num_heads * spec.head_dim * len(range(sequences.start, min(sequences.stop, self.query_sequences)))
-        )
-        return 2 * spec.num_layers * self.seq_len * (kv_values + q_values)
 
 
 def collect(
@@ -127,9 +56,10 @@ def collect(
     folder: Path,
     provenance: Mapping[str, Any],
     *,
+    ranks: Ranks = ALONE,
     overwrite: bool = False,
-    advance: Callable[[int], None] = lambda tokens: None,
-    say: Callable[[str], None] = lambda line: None,
+    advance: Advance = lambda tokens: None,
+    say: Say = say_nothing,
 ) -> Recording:
     """Records the model's attention inputs over the sequences.
 
@@ -139,8 +69,10 @@ def collect(
         config: what to record.
         folder: where the parts and the manifest go.
         provenance: kept in the manifest: corpus, revision, seed and the like.
+        ranks: processes that share the work, all called with the same arguments, and with files in common; their
+            shares are in folders below the recording's until rank 0 has put them together.
         overwrite: discard a recording that is in the folder, also the same one.
-        advance: called with the number of tokens of each pass, recorded now or before.
+        advance: called with the number of tokens of each pass of this rank, recorded now or before.
         say: called with a line about what is reused.
 
     Returns:
@@ -149,9 +81,31 @@ def collect(
     Raises:
         SamplesError: the folder holds another recording and `overwrite` is off (the message names what differs), is
             used by another process or has too little disk; samples that are not finite.
+        UsageError: more ranks than forward passes.
+        RankError: another rank has ended.
     """
-    with locked(folder, SamplesError):
-        Collection(loaded, sequences, config, folder).run(provenance, overwrite, advance, say)
+    first = ranks.rank == 0
+    collection = _Collection(loaded, sequences, config, folder, provenance, advance, say)
+    with locked(folder, SamplesError) if first else nullcontext():
+        if ranks.count == 1:
+            collection.record(overwrite)
+        else:
+            if first:
+                SamplesManifest.open(folder, collection.description(), overwrite=overwrite)
+            ranks.wait()
+            if not SamplesManifest.read(folder / SamplesManifest.FILE).complete:
+                places = [folder / f"rank-{rank}-of-{ranks.count}" for rank in range(ranks.count)]
+                place, shard = places[ranks.rank], Shard(ranks.rank + 1, ranks.count)
+                with locked(place, SamplesError):
+                    replace(collection, folder=place, shard=shard).record(overwrite)
+                ranks.wait()
+                if first:
+                    merge_into(places, folder)
+            elif first:
+                collection.record(overwrite=False)
+            for place in folder.glob(_RANK_FOLDERS) if first else ():
+                shutil.rmtree(place)
+            ranks.wait()
     return Recording(folder)
 
 
@@ -164,80 +118,111 @@ def collect_shard(
     provenance: Mapping[str, Any],
     *,
     overwrite: bool = False,
-    advance: Callable[[int], None] = lambda tokens: None,
-    say: Callable[[str], None] = lambda line: None,
+    advance: Advance = lambda tokens: None,
+    say: Say = say_nothing,
 ) -> None:
-    """Records one share of what `collect` records; `shards.merge` puts all shares together.
+    """Records one share of what `collect` records, in a folder of its own; `shards.merge` puts all shares together.
 
-    Args:
-        loaded: the model.
-        sequences: of the whole recording.
-        config: of the whole recording.
-        shard: which share.
-        folder: of this share alone.
-        provenance: as in `collect`.
-        overwrite: as in `collect`.
-        advance: as in `collect`.
-        say: as in `collect`.
-
-    Raises:
-        SamplesError: as `collect`.
-        UsageError: more shares than forward passes.
+    Arguments and errors are those of `collect`; sequences and config are of the whole recording.
     """
     with locked(folder, SamplesError):
-        Collection(loaded, sequences, config, folder, shard).run(provenance, overwrite, advance, say)
+        _Collection(loaded, sequences, config, folder, provenance, advance, say, shard).record(overwrite)
 
 
-def collect_together(
-    loaded: LoadedModel,
-    sequences: Tensor,
-    config: CollectConfig,
-    folder: Path,
-    provenance: Mapping[str, Any],
-    ranks: Ranks,
-    *,
-    overwrite: bool = False,
-    advance: Callable[[int], None] = lambda tokens: None,
-    say: Callable[[str], None] = lambda line: None,
-) -> Recording:
-    """Records what `collect` records, each rank its share of the sequences; all ranks call it with the same arguments.
+@dataclass(frozen=True)
+class _Collection:
+    """A recording, or a share of it, in a folder that no other process writes to."""
 
-    The shares are in folders below the recording's until rank 0 has put them together.
+    loaded: LoadedModel
+    sequences: Tensor
+    config: CollectConfig
+    folder: Path
+    provenance: Mapping[str, Any]
+    advance: Callable[[int], None]
+    say: Callable[[str], None]
+    shard: Shard | None = None
 
-    Args:
-        loaded: the model.
-        sequences: as in `collect`.
-        config: as in `collect`.
-        folder: as in `collect`; all ranks see the same files there.
-        provenance: as in `collect`.
-        ranks: the processes.
-        overwrite: as in `collect`.
-        advance: as in `collect`, of this rank's share.
-        say: as in `collect`.
-
-    Raises:
-        SamplesError: as `collect`.
-        UsageError: more ranks than forward passes.
-        RankError: another rank has ended.
-    """
-    places = [folder / f"rank-{rank}-of-{ranks.count}" for rank in range(ranks.count)]
-    whole, first = Collection(loaded, sequences, config, folder), ranks.rank == 0
-    manifest = whole.description(provenance)
-    with locked(folder, SamplesError) if first else nullcontext():
-        if first:
-            open_run(folder, MANIFEST, manifest, kind="recording", stale=STALE, error=SamplesError, overwrite=overwrite)
-        ranks.wait()
-        if not read_sealed(folder / MANIFEST, FORMAT_VERSION, RECORD_AGAIN, SamplesError).get("complete"):
-            shard, place = Shard(ranks.rank + 1, ranks.count), places[ranks.rank]
-            collect_shard(
-                loaded, sequences, config, shard, place, provenance, overwrite=overwrite, advance=advance, say=say
+    def record(self, overwrite: bool) -> None:
+        """Records what is not there yet."""
+        config, folder, spec = self.config, self.folder, self.loaded.spec
+        stored = SamplesManifest.open(folder, self.description(), overwrite=overwrite)
+        windows, sequences = range(len(config.windows(spec))), config.sequences(self.shard)
+        names = [part_name(window, part) for window in windows for part in config.parts(self.shard)]
+        rows = [index for index, row in enumerate(config.fisher_rows) if row in sequences]
+        if self.shard is not None:
+            names += [sums_name(index) for index in rows]
+        elif rows:
+            names.append(FISHER)
+        finished = stored.intact_parts(folder, names)
+        if finished:
+            self.say(f"{len(finished)} of {len(names)} parts were recorded already and are reused")
+        needed = config.disk_bytes(spec, self.shard) - sum(record["bytes"] for record in finished.values())
+        if needed > (free := shutil.disk_usage(folder).free):
+            raise SamplesError(
+                f"the recording needs {-(-needed // 2**20)} MiB, but {folder} has {free // 2**20} MiB free; lower "
+                "--tokens or --query-tokens, or choose another --out"
             )
-            ranks.wait()
-            if first:
-                merge_into(places, folder)
-        elif first:
-            whole.run(provenance, False, advance, say)
-        for place in folder.glob(_RANK_FOLDERS) if first else ():
-            shutil.rmtree(place)
-        ranks.wait()
-    return Recording(folder)
+        self._record_samples(finished)
+        if FISHER in finished:
+            self.advance(config.fisher_tokens)
+        elif rows:
+            self._record_fisher(rows, stored)
+        if len(finished) < len(names) or not stored.complete:
+            records = stored.parts | part_records(folder)
+            stored.finish(folder, {name: records[name] for name in names})
+        for path in (folder / PARTS, *(folder.glob(SUMS) if self.shard is None else ())):
+            path.unlink(missing_ok=True)
+
+    def description(self) -> dict[str, Any]:
+        """What the recording, or the share of it, is bound to: plain JSON values."""
+        config, tokens = self.config, self.sequences.to("cpu", torch.int64).contiguous()
+        return {
+            "format_version": SamplesManifest.VERSION,
+            **self.loaded.identity(),
+            "rope": find_rope(self.loaded.model).frequencies(),
+            "provenance": dict(self.provenance),
+            "token_ids_sha256": hashlib.sha256(tokens.numpy().data).hexdigest(),
+            **asdict(config),
+            "num_tokens": config.num_sequences * config.seq_len,
+            "num_parts": config.num_parts,
+            "windows": config.windows(self.loaded.spec),
+            **({} if self.shard is None else {"shard": [self.shard.index, self.shard.count]}),
+        }
+
+    def _record_samples(self, finished: Mapping[str, Any]) -> None:
+        """Records queries, keys and values, window of layers by window."""
+        model, config = self.loaded.model, self.config
+        dtype = torch.bfloat16 if model.dtype == torch.bfloat16 else torch.float16
+        recorder = SampleRecorder(dtype, key_biases(model, self.loaded.spec))
+        with Seam(model, recorder), torch.inference_mode():
+            for window_idx, window in enumerate(config.windows(self.loaded.spec)):
+                for part in config.parts(self.shard):
+                    batch = self.sequences[part * config.batch_size : (part + 1) * config.batch_size]
+                    if (name := part_name(window_idx, part)) not in finished:
+                        recorder.start, recorder.stop = window
+                        recorder.query_sequences = max(0, config.query_sequences - part * config.batch_size)
+                        _run(model, batch)
+                        write_part(self.folder, name, recorder.tensors)
+                        recorder.tensors = {}
+                    self.advance(batch.numel())
+
+    def _record_fisher(self, rows: Sequence[int], stored: SamplesManifest) -> None:
+        """Records the sums of single sequences; without a shard, adds them up and keeps that alone."""
+        config, folder = self.config, self.folder
+        finished = stored.intact_parts(folder, [sums_name(index) for index in rows])
+        missing = [index for index in rows if sums_name(index) not in finished]
+        self.advance((len(rows) - len(missing)) * min(config.seq_len, FISHER_SEQ_LEN))
+        sequences = self.sequences[config.fisher_rows, :FISHER_SEQ_LEN]
+        for index, sums in sequence_sums(self.loaded, sequences, _FISHER_SEED, missing, self.advance):
+            write_part(folder, sums_name(index), sums)
+        if self.shard is None:
+            all_sums = (read_sums(folder / sums_name(index)) for index in rows)
+            write_fisher(folder, layer_fisher(all_sums, self.loaded.spec.num_layers))
+
+
+def _run(model: Any, batch: Tensor) -> None:
+    """One forward pass of the decoder alone: no logits are computed."""
+    try:
+        backbone(model)(input_ids=batch.to(model.device), use_cache=False)
+    except WindowDone:
+        return

@@ -157,8 +157,10 @@ def _shuffled(config: CorpusConfig) -> Iterable[dict[str, Any]]:
     try:
         if files:
             kind = _format(files[0])
-            if kind == "json":
-                _check_json(files)
+            for file in files if kind == "json" else ():
+                with gzip.open(file) if file.suffix.lower() == _COMPRESSED else file.open("rb") as stream:
+                    if re.match(rb"[\s\[]*null\b", stream.read(4096)):  # it ends pyarrow's reader with a crash
+                        raise CorpusError(f"the corpus '{file}' begins with null instead of a record")
             options = {"sample_by": "document"} if kind == "text" else {}
             data = datasets.load_dataset(
                 kind, data_files=[str(file) for file in files], split="train", streaming=True, **options
@@ -207,19 +209,6 @@ def _format(path: Path) -> str | None:
     name = path.with_suffix("") if path.suffix.lower() == _COMPRESSED else path
     kind = _FORMATS.get(name.suffix.lower())
     return None if kind == "parquet" and name != path else kind
-
-
-def _check_json(files: Iterable[Path]) -> None:
-    """Refuses a file whose first record is null, which ends pyarrow's reader with a segmentation fault.
-
-    Raises:
-        CorpusError: such a file.
-        OSError: a file that cannot be read.
-    """
-    for file in files:
-        with gzip.open(file) if file.suffix.lower() == _COMPRESSED else file.open("rb") as stream:
-            if re.match(rb"[\s\[]*null\b", stream.read(4096)):
-                raise CorpusError(f"the corpus '{file}' begins with null instead of a record")
 
 
 def _check_local(config: CorpusConfig) -> None:

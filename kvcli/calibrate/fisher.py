@@ -22,15 +22,12 @@ from torch.utils.checkpoint import checkpoint
 
 from kvcli.calibrate.gradients import passing_gradients
 from kvcli.errors import SamplesError
-from kvcli.layer_samples import LayerFisher
+from kvcli.methods.samples import LayerFisher
 from kvcli.models import LoadedModel
 from kvcli.seam.decoder import backbone, find_decoder
 from kvcli.seam.layer import AttentionCall
 from kvcli.seam.logits import logits_of
 from kvcli.seam.patch import Seam
-
-SEQ_LEN = 1024
-"""Longest sequence that gradients pass through; attention holds the scores of one layer in memory."""
 
 _SINKS, _WINDOW = 4, 32
 _LOGIT_TOKENS = 256
@@ -66,13 +63,17 @@ def sequence_sums(
     Raises:
         SamplesError: logits or gradients that are not finite, or a model that is not differentiable.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator, model = torch.Generator().manual_seed(seed), loaded.model
     for index, sequence in enumerate(sequences[: max(wanted, default=-1) + 1]):
-        if index not in wanted:
-            _skip_draws(loaded, len(sequence), generator)
+        if index not in wanted:  # the generator is left as if its tokens had been drawn
+            with torch.no_grad():
+                state = torch.zeros(1, loaded.spec.hidden_size).to(model.device, model.dtype)
+                vocabulary = model.get_output_embeddings()(state).shape[-1]
+            for part in sequence.split(_LOGIT_TOKENS):
+                torch.multinomial(torch.ones(len(part), vocabulary), 1, generator=generator)
             continue
-        with _frozen(loaded.model):
-            layers = backward(loaded.model, sequence, generator)
+        with _frozen(model):
+            layers = backward(model, sequence, generator)
         sums: Sums = {}
         for layer_idx, pair in layers.items():
             for x, kind in zip(pair, _KINDS, strict=True):
@@ -80,8 +81,12 @@ def sequence_sums(
                     raise SamplesError(f"the {kind}s of layer {layer_idx} have no gradients; {_REMEDY}")
                 if not bool(x.grad.isfinite().all()):
                     raise SamplesError(f"gradients of the {kind}s of layer {layer_idx} are not finite; {_REMEDY}")
-                added = _token_sums(x.detach()[0, :, _SINKS:], x.grad[0, :, _SINKS:])
-                sums.update({f"layers.{layer_idx}.{kind}.{name}": y.cpu() for name, y in added.items()})
+                y, grad = (z.detach()[0, :, _SINKS:].double() for z in (x, x.grad))
+                weight = (y - y.mean(1, keepdim=True)).square().sum((0, 2))
+                fisher = torch.einsum("htd,hte,t->hde", grad, grad, weight)
+                squares, count = torch.einsum("htd,hte->hde", y, y), torch.tensor(y.shape[1])
+                added = zip(_SUMS, (fisher, weight.sum(), squares, y.sum(1), count), strict=True)
+                sums.update({f"layers.{layer_idx}.{kind}.{name}": z.cpu() for name, z in added})
         advance(sequence.numel())
         yield index, sums
 
@@ -94,23 +99,14 @@ def layer_fisher(sums: Iterable[Sums], num_layers: int) -> list[LayerFisher]:
             total[name] = total[name].add_(x) if name in total else x.clone()
     layers = []
     for layer_idx in range(num_layers):
-        found = []
+        tensors = []
         for kind in _KINDS:
             fisher, weight, squares, x, count = (total[f"layers.{layer_idx}.{kind}.{name}"] for name in _SUMS)
             mean = x / count
-            found.append((fisher / weight.clamp_min(1e-300)).float())
-            found.append((squares / count - mean.unsqueeze(-1) * mean.unsqueeze(-2)).float())
-        layers.append(LayerFisher(*found))
+            tensors.append((fisher / weight.clamp_min(1e-300)).float())
+            tensors.append((squares / count - mean.unsqueeze(-1) * mean.unsqueeze(-2)).float())
+        layers.append(LayerFisher(*tensors))
     return layers
-
-
-def _token_sums(x: Tensor, grad: Tensor) -> Sums:
-    """float64 sums over tokens of keys x and their gradients, [num_kv_heads, tokens, head_dim] each, by `_SUMS`."""
-    x, grad = x.double(), grad.double()
-    weight = (x - x.mean(1, keepdim=True)).square().sum((0, 2))
-    fisher = torch.einsum("htd,hte,t->hde", grad, grad, weight)
-    squares = torch.einsum("htd,hte->hde", x, x)
-    return dict(zip(_SUMS, (fisher, weight.sum(), squares, x.sum(1), torch.tensor(x.shape[1])), strict=True))
 
 
 def backward(model: Any, sequence: Tensor, generator: torch.Generator) -> dict[int, tuple[Tensor, Tensor]]:
@@ -195,7 +191,7 @@ def _attend(
 
 def _gradient_of_sampled(model: Any, states: Tensor, generator: torch.Generator) -> Tensor:
     """Gradient of the log-probability of one token drawn at each position, by the last hidden states [1, time, D]."""
-    made = []
+    gradients: list[Tensor] = []
     for part in states.split(_LOGIT_TOKENS, dim=1):
         leaf = part.requires_grad_()
         log_probs = logits_of(model, leaf).float().log_softmax(-1)[0]
@@ -203,23 +199,9 @@ def _gradient_of_sampled(model: Any, states: Tensor, generator: torch.Generator)
             raise SamplesError(f"the model's logits are not finite; {_REMEDY}")
         if not log_probs.requires_grad:
             raise SamplesError(f"the model's output layer lets no gradients through; {_REMEDY}")
-        drawn = _draw(log_probs.detach().exp().cpu(), generator).to(states.device)
-        made += torch.autograd.grad(log_probs.gather(1, drawn).sum(), leaf)
-    return torch.cat(made, dim=1)
-
-
-def _draw(probabilities: Tensor, generator: torch.Generator) -> Tensor:
-    """One token for each row of probabilities [time, vocabulary]: [time, 1]."""
-    return torch.multinomial(probabilities, 1, generator=generator)
-
-
-def _skip_draws(loaded: LoadedModel, time: int, generator: torch.Generator) -> None:
-    """Leaves a generator as if the tokens of a sequence of that length had been drawn."""
-    model = loaded.model
-    with torch.no_grad():
-        size = model.get_output_embeddings()(torch.zeros(1, loaded.spec.hidden_size).to(model.device, model.dtype))
-    for start in range(0, time, _LOGIT_TOKENS):
-        _draw(torch.ones(min(_LOGIT_TOKENS, time - start), size.shape[-1]), generator)
+        drawn = torch.multinomial(log_probs.detach().exp().cpu(), 1, generator=generator).to(states.device)
+        gradients += torch.autograd.grad(log_probs.gather(1, drawn).sum(), leaf)
+    return torch.cat(gradients, dim=1)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Whether gradients pass through every part of a model; quantized layers may be unable to, and some say nothing."""
+"""Finds layers that block gradients without an error, as some quantized linear layers do."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def passing_gradients(decoder: nn.Module, remedy: str) -> Iterator[None]:
 
     def check(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         inputs = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.requires_grad]
-        outputs = [x for x in _tensors(output) if x.is_floating_point()]
+        several = output if isinstance(output, tuple | list) else (output,)
+        outputs = [x for x in several if isinstance(x, Tensor) and x.is_floating_point()]
         if not inputs or not outputs or RotaryCall.of(module, args, kwargs, output) is not None:
             return
         if not _leads_to(outputs[0], inputs[0]):
@@ -43,10 +44,6 @@ def passing_gradients(decoder: nn.Module, remedy: str) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _tensors(output: Any) -> list[Tensor]:
-    return [x for x in (output if isinstance(output, tuple | list) else (output,)) if isinstance(x, Tensor)]
 
 
 def _leads_to(output: Tensor, wanted: Tensor) -> bool:

@@ -20,7 +20,7 @@ class WindowDone(Exception):
     """Ends a forward pass once the last layer of the window is recorded."""
 
 
-class Recorder:
+class SampleRecorder:
     """Runs SDPA in full precision and records q, k and v of the window's layers."""
 
     def __init__(self, dtype: torch.dtype, key_biases: Sequence[Tensor | None]) -> None:

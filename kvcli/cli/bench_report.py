@@ -48,9 +48,9 @@ def report_rows(
         summarize: fields of the JSON object that are of all records together.
     """
     from kvcli.bench.rows import ERRORS
-    from kvcli.files import append_record
     from kvcli.kernels.launch import interpreted
     from kvcli.machine import environment_info
+    from kvcli.storage.records import append_record
 
     path = records_path(options)
     stopped: KeyboardInterrupt | None = None

@@ -60,9 +60,9 @@ def run(options: CalibrateOptions, output: Output) -> None:
 
     Started by torchrun, processes share the sequences.
     """
-    from kvcli.calibrate.collect import CollectConfig, collect, collect_shard, collect_together
+    from kvcli.calibrate.collect import collect, collect_shard
+    from kvcli.calibrate.config import CollectConfig, Shard
     from kvcli.calibrate.corpus import check_source, documents, token_sequences
-    from kvcli.calibrate.shards import Shard
     from kvcli.ranks import joined
 
     shard = None if options.shard is None else Shard.parse(options.shard)
@@ -109,10 +109,8 @@ def run(options: CalibrateOptions, output: Output) -> None:
             shared: Any = {"overwrite": options.overwrite, "advance": advance, "say": output.say}
             if shard is not None:
                 collect_shard(loaded, sequences, config, shard, folder, provenance, **shared)
-            elif ranks.count > 1:
-                collect_together(loaded, sequences, config, folder, provenance, ranks, **shared)
             else:
-                collect(loaded, sequences, config, folder, provenance, **shared)
+                collect(loaded, sequences, config, folder, provenance, ranks=ranks, **shared)
     if shard is not None:
         output.say(f"shard {shard} is complete; when all are, put them together with 'kvcli merge'")
     record = {

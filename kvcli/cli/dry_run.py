@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvcli.cache.context import Context
-    from kvcli.calibrate.collect import CollectConfig
-    from kvcli.calibrate.shards import Shard
+    from kvcli.calibrate.config import CollectConfig, Shard
+    from kvcli.calibrate.recording import Recording
     from kvcli.cli.compress import CompressOptions
     from kvcli.cli.fit import FitOptions
     from kvcli.cli.generate import GenerateOptions
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from kvcli.methods.method import Method
     from kvcli.plan.model import PlannedModel
     from kvcli.plan.stages import MethodPlan, Stage
-    from kvcli.samples import Recording
     from kvcli.spec import ModelSpec
 
 DRY_RUN = "say what the run will need, and do nothing"
@@ -97,12 +96,12 @@ def artifact_settings(model: str, name: str, method: Method, artifact: Path | No
     Raises:
         ArtifactError: an artifact that was named and is none, or of another method.
     """
-    from kvcli.artifact.metadata import read_metadata
+    from kvcli.artifact.metadata import METADATA, Metadata
 
     if artifact is None and not method.needs_artifact:
         return {}
     try:
-        metadata = read_metadata(artifact or newest_artifact(model, name))
+        metadata = Metadata.read((artifact or newest_artifact(model, name)) / METADATA).values
         if metadata["method"] != method.name:
             raise ArtifactError(f"{artifact} is an artifact of method '{metadata['method']}', not of '{method.name}'")
         return dict(metadata["config"])
@@ -169,11 +168,11 @@ def named_method(options: SessionOptions, default: str) -> str:
     Raises:
         ArtifactError: an artifact that was named and is none.
     """
-    from kvcli.artifact.metadata import read_metadata
+    from kvcli.artifact.metadata import METADATA, Metadata
 
     if options.method is not None:
         return options.method
-    return default if options.artifact is None else str(read_metadata(options.artifact)["method"])
+    return default if options.artifact is None else Metadata.read(options.artifact / METADATA).method
 
 
 def dry_calibrate(options: Any, shard: Shard | None, output: Output) -> None:
@@ -203,7 +202,7 @@ def calibration(spec: ModelSpec, options: Any) -> CollectConfig:
     """
     import torch
 
-    from kvcli.calibrate.collect import CollectConfig
+    from kvcli.calibrate.config import CollectConfig
 
     seq_len = min(options.seq_len, options.tokens, spec.max_position_embeddings)
     sequences = torch.empty(max(1, options.tokens // seq_len), seq_len, device="meta")
@@ -236,7 +235,7 @@ def dry_fit(method: Method, config: CacheConfig, recording: Recording, options: 
         method,
         config,
         tokens=recording.num_tokens,
-        query_tokens=int(recording.manifest["query_sequences"]) * int(recording.manifest["seq_len"]),
+        query_tokens=recording.manifest.query_sequences * recording.manifest.seq_len,
         block_tokens=options.block_tokens,
         program_bytes=resident_bytes() if options.torch_device() == "cpu" else 0,
     )

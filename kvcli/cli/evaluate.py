@@ -36,8 +36,8 @@ def run(options: EvalOptions, output: Output) -> None:
     """Measure quality through the real cache, next to the uncompressed model; --suite says what is measured."""
     from kvcli.eval.gates import check_labels
     from kvcli.eval.records import read_rows, to_plain
-    from kvcli.files import append_record
     from kvcli.machine import environment_info
+    from kvcli.storage.records import append_record
 
     check(options)
     cases = make_cases(options)
@@ -126,7 +126,7 @@ def make_record(
 
     from kvcli.eval.metrics import metrics_of
     from kvcli.eval.records import record_class
-    from kvcli.files import json_sha256
+    from kvcli.storage.manifest import json_sha256
 
     other = next((record for record in before if record.label == compared), None)
     case, memory = measured.case, measured.memory

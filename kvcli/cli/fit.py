@@ -105,9 +105,9 @@ def fit(
         ConfigError: settings that do not exist or are out of range.
     """
     from kvcli.attention.attach import make_config
+    from kvcli.calibrate.recording import Recording
     from kvcli.fit import check_fitted, fit_recording
     from kvcli.ranks import joined
-    from kvcli.samples import Recording
 
     check_fitted(method)
     config = make_config(method, settings)
@@ -120,7 +120,7 @@ def fit(
         dry_fit(method, config, recording, options, output)
         return
     values = config.model_dump()
-    folder = options.out or training_folder(recording.manifest["model"], run_name.format(method=method.name, **values))
+    folder = options.out or training_folder(recording.manifest.model, run_name.format(method=method.name, **values))
     layers = parse_layers(options.layers, recording.layers)
     if method.allocate is not None and recording.fisher is None:
         output.say("the samples do not tell what errors cost (--fisher-tokens 0): all layers get the same bits")

@@ -30,9 +30,9 @@ def run(options: MergeOptions, output: Output) -> None:
     folders = options.shards or newest_shards()
     shards = read_shards(folders)
     first = shards[0][1]
-    folder = options.out or samples_folder(first["model"])
+    folder = options.out or samples_folder(first.model)
     output.settings({"shards": len(shards), "out": folder})
-    total = sum(len(manifest["parts"]) for _, manifest in shards)
+    total = sum(len(manifest.parts) for _, manifest in shards)
     with output.progress("merge", total, "files") as advance:
         recording = merge(folders, folder, overwrite=options.overwrite, advance=advance)
     record = {

@@ -28,9 +28,9 @@ from rich.text import Text
 
 from kvcli.cli.tables import DataTable
 from kvcli.errors import KvcliError, OutputError, Terminated, UsageError
-from kvcli.files import to_json
 from kvcli.progress import Advance
 from kvcli.ranks import ALONE, Ranks
+from kvcli.storage.records import to_json
 
 _PLAIN_SECONDS = 10.0
 

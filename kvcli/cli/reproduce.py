@@ -63,9 +63,9 @@ def _with_progress(rows: Iterator[dict[str, Any]], output: Output) -> Iterator[d
 
 
 def _errors(table: PaperTable, options: ReproduceOptions) -> Iterator[Row]:
+    from kvcli.calibrate.recording import Recording
     from kvcli.fit import split_samples
     from kvcli.methods.paper_tables import LayerInputs
-    from kvcli.samples import Recording
 
     recording = Recording(options.samples or newest_samples())
     if options.layer not in recording.layers:

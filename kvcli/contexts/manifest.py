@@ -14,7 +14,7 @@ from kvcli.cache.snapshot import SnapshotCounts
 from kvcli.contexts.layout import num_blocks, whole_groups
 from kvcli.contexts.tensor_files import TensorFile
 from kvcli.errors import ContextError, UsageError
-from kvcli.files import read_sealed, write_sealed
+from kvcli.storage.manifest import read_sealed, write_sealed
 
 FORMAT_VERSION = 3
 SUFFIX = ".context.json"

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -30,7 +30,6 @@ from kvcli.contexts.content import (
 )
 from kvcli.contexts.identity import ContextIdentity
 from kvcli.contexts.layout import BLOCK_TOKENS, check_storable
-from kvcli.contexts.lock import lock
 from kvcli.contexts.manifest import (
     Manifest,
     check_name,
@@ -50,6 +49,9 @@ from kvcli.contexts.tensor_files import TensorFile, TensorFiles
 from kvcli.contexts.usage import Usage
 from kvcli.errors import ContextError
 from kvcli.progress import Progress, Say, no_progress, say_nothing
+from kvcli.storage.locks import lock
+
+_MAX_WAIT_S = 600.0
 
 
 class ContextStore:
@@ -132,7 +134,7 @@ class ContextStore:
         wanted = as_tokens(token_ids)
         if not self.folder.is_dir():
             return None
-        with lock(self.folder, alone=False):
+        with _lock(self.folder, alone=False):
             manifests = self.manifests(say, names_to_read(self.folder, wanted))
             return longest(manifests, self._files, wanted, identity, say)
 
@@ -150,7 +152,7 @@ class ContextStore:
         """
         if not self.folder.is_dir():
             return None
-        with lock(self.folder, alone=False):
+        with _lock(self.folder, alone=False):
             match = self.find(token_ids, identity, say)
             return None if match is None else (match, self.load(match, device))
 
@@ -228,11 +230,11 @@ class ContextStore:
         name = default_name(tokens, context.identity.to_dict()) if name is None else name
         check_name(name)
         self.make_folder()
-        with lock(self.folder, alone=False):
+        with _lock(self.folder, alone=False):
             if not overwrite:
                 self.check_free(name, tokens, identity)
             stored = write_content(self._files, context, tokens, name, self.block_tokens)
-            with lock(self._files.folder, alone=True):  # of those who store, one at a time
+            with _lock(self._files.folder, alone=True):  # of those who store, one at a time
                 if not overwrite:
                     self.check_free(name, tokens, identity)
                 replaces = manifest_path(self.folder, name).exists()
@@ -278,7 +280,7 @@ class ContextStore:
         check_name(name)
         if not self.folder.is_dir():
             raise no_context(self.folder, name)
-        with lock(self.folder, alone=True):
+        with _lock(self.folder, alone=True):
             usage = Usage(self.folder, self._files)
             if name not in usage.named:
                 raise no_context(self.folder, name)
@@ -296,14 +298,14 @@ class ContextStore:
         """
         if not self.folder.is_dir():
             return Pruned((), 0)
-        with lock(self.folder, alone=True):
+        with _lock(self.folder, alone=True):
             return prune(self.folder, self._files, max_bytes, keep)
 
     def usage(self) -> Usage:
         """Which contexts name which files, now."""
         if not self.folder.is_dir():
             return Usage(self.folder, self._files)
-        with lock(self.folder, alone=False):
+        with _lock(self.folder, alone=False):
             return Usage(self.folder, self._files)
 
     def damages(self, names: Sequence[str], progress: Progress = no_progress) -> dict[str, str]:
@@ -333,7 +335,7 @@ class ContextStore:
             name: of the context.
             manifest: as it was read before the lock was held; None: it is read inside the block.
         """
-        with lock(self.folder, alone=False):
+        with _lock(self.folder, alone=False):
             try:
                 yield
             except ContextError as error:
@@ -355,3 +357,9 @@ class ContextStore:
             return self.get(manifest.name) != manifest
         except ContextError:
             return False
+
+
+def _lock(folder: Path, *, alone: bool) -> AbstractContextManager[None]:
+    """Holds a folder against those that want it alone, or against all."""
+    busy = ContextError(f"other kvcli processes use {folder}; wait until they have ended")
+    return lock(folder, busy, shared=not alone, wait_s=_MAX_WAIT_S)

@@ -19,9 +19,9 @@ from safetensors.torch import save
 from torch import Tensor
 
 from kvcli.errors import ContextError
-from kvcli.files import replacing
-from kvcli.safetensors_header import Header
-from kvcli.verified_reads import Part, memory_for, read_parts
+from kvcli.storage.atomic import replacing
+from kvcli.storage.reads import Part, memory_for, read_parts
+from kvcli.storage.tensors import SafetensorsHeader
 
 _SUFFIX = ".safetensors"
 _DIGEST = re.compile(rb"[0-9a-f]{64}")
@@ -182,7 +182,7 @@ def _tensors_in(data: Tensor) -> dict[str, Tensor]:
         ValueError: it is none.
     """
     length = int.from_bytes(bytes(data[:8].tolist()), "little")
-    header = Header.parse(bytes(data[8 : 8 + min(length, len(data))].cpu().numpy()))
+    header = SafetensorsHeader.parse(bytes(data[8 : 8 + min(length, len(data))].cpu().numpy()))
     rest = data[header.nbytes :]
     if len(rest) != header.data_bytes:
         raise ValueError("its size differs from what its header says")

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from kvcli.artifact import Artifact
-from kvcli.calibrate.collect import CollectConfig, collect
+from kvcli.calibrate.collect import collect
+from kvcli.calibrate.config import CollectConfig
 from kvcli.calibrate.corpus import CorpusConfig, split_documents, token_sequences
 from kvcli.errors import ArtifactError
 from kvcli.fit import assemble, fit_recording

@@ -23,17 +23,27 @@ from kvcli.calibrate.corpus import split_documents, token_sequences
 from kvcli.errors import ArtifactError, ConfigError
 from kvcli.eval.domain_fit import DomainSettings, Report, file_name, fit_on, token_digest
 from kvcli.eval.quality import measure, reference_states
-from kvcli.files import locked, open_run, read_sealed, write_sealed
 from kvcli.fit import check_fitted
 from kvcli.methods.config import CacheConfig
 from kvcli.methods.method import Method
 from kvcli.models import LoadedModel
 from kvcli.registry import parse_method
+from kvcli.storage.locks import locked
+from kvcli.storage.manifest import RunManifest, read_sealed, write_sealed
 
 FORMAT_VERSION = 1
-_RUN = "domains.json"
-_STALE = ("cells/*.json",)
 _REMEDY = "delete it to measure it again"
+
+
+class _MatrixManifest(RunManifest):
+    """What a work folder is bound to."""
+
+    VERSION = FORMAT_VERSION
+    ERROR = ArtifactError
+    REMEDY = _REMEDY
+    FILE = "domains.json"
+    KIND = "matrix"
+    STALE = ("cells/*.json",)
 
 
 @dataclass(frozen=True)
@@ -96,9 +106,9 @@ def run_matrix(
         **asdict(settings),
     }
     with locked(folder, ArtifactError):
-        if overwrite and (folder / _RUN).is_file():
+        if overwrite and (folder / _MatrixManifest.FILE).is_file():
             shutil.rmtree(folder / "fits", ignore_errors=True)
-        open_run(folder, _RUN, description, kind="matrix", stale=_STALE, error=ArtifactError, overwrite=overwrite)
+        _MatrixManifest.open(folder, description, overwrite=overwrite)
         (folder / "cells").mkdir(exist_ok=True)
         artifacts: dict[Row, Artifact | None] = {}
         for row in rows:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from kvcli.errors import UsageError
-from kvcli.files import read_records, to_json
+from kvcli.storage.records import read_records, to_json
 
 
 class Strict(BaseModel):

@@ -31,11 +31,11 @@ from torch import Tensor
 
 from kvcli.errors import ConfigError
 from kvcli.kernels.constants import FP16_MAX, TINY
-from kvcli.layer_samples import LayerSamples
 from kvcli.methods.base import Codec, Codes, KeyCodec, Space, ValueCodec
 from kvcli.methods.config import CacheConfig
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import FitReport, Method
+from kvcli.methods.samples import LayerSamples
 from kvcli.packing import pack_bits, packed_size, unpack_bits
 from kvcli.rope import from_pairs, to_pairs
 from kvcli.spec import ModelSpec

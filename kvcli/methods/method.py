@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from kvcli.layer_samples import LayerFisher, LayerSamples
 from kvcli.methods.config import CacheConfig
 from kvcli.methods.layer_codec import LayerCodec
+from kvcli.methods.samples import LayerFisher, LayerSamples
 from kvcli.methods.schedule import Schedule, sliding_window
 from kvcli.spec import ModelSpec
 

@@ -37,11 +37,11 @@ from torch import Tensor
 
 from kvcli.errors import ConfigError
 from kvcli.kernels.constants import FP16_MAX, TINY
-from kvcli.layer_samples import LayerSamples
 from kvcli.methods.base import KeyCodec, ValueCodec
 from kvcli.methods.config import BiasOffsetConfig, ScalarBits
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import FitReport, Method
+from kvcli.methods.samples import LayerSamples
 from kvcli.methods.scalar.per_token import PerTokenCodec, PerTokenCodes
 from kvcli.rope import Rotation
 from kvcli.spec import ModelSpec

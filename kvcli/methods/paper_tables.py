@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvcli.layer_samples import LayerSamples
 from kvcli.methods.method import Method
+from kvcli.methods.samples import LayerSamples
 from kvcli.spec import ModelSpec
 
 Row = dict[str, Any]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvcli.calibrate.collect import CollectConfig
+from kvcli.calibrate.config import CollectConfig
 from kvcli.models import LoadedModel
 from kvcli.seam.decoder import backbone
 

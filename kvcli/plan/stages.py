@@ -13,18 +13,17 @@ from typing import Any
 
 from kvcli.attention.attach import build_codecs
 from kvcli.cache.memory import MemoryReport
-from kvcli.calibrate.collect import CollectConfig
-from kvcli.calibrate.shards import Shard
-from kvcli.layer_samples import LayerFisher
+from kvcli.calibrate.config import CollectConfig, Shard
 from kvcli.methods.config import CacheConfig
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import Method
+from kvcli.methods.samples import LayerFisher
+from kvcli.methods.token_blocks import BLOCK_TOKENS
 from kvcli.plan.cache import CachePlan
 from kvcli.plan.model import PlannedModel
 from kvcli.plan.other_layers import OtherLayers
 from kvcli.plan.working import PromptBytes, chunk_bytes, earlier_tokens, gradient_bytes, recording_bytes
 from kvcli.spec import ModelSpec
-from kvcli.token_blocks import BLOCK_TOKENS
 
 _HEAP_TENSOR = 2**25
 """Largest tensors that the C library takes from its heap, where what is freed stays with the process, in bytes."""

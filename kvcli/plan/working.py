@@ -19,8 +19,8 @@ from kvcli.attention.backend import REFERENCE
 from kvcli.attention.layer import attend_layer
 from kvcli.cache.compressed import CompressedCache
 from kvcli.cache.memory import own_tensors
-from kvcli.calibrate.collect import CollectConfig
-from kvcli.calibrate.fisher import SEQ_LEN, backward
+from kvcli.calibrate.config import FISHER_SEQ_LEN, CollectConfig
+from kvcli.calibrate.fisher import backward
 from kvcli.methods.base import Codec
 from kvcli.methods.config import CacheConfig
 from kvcli.methods.method import Method
@@ -206,7 +206,7 @@ def gradient_bytes(planned: PlannedModel, seq_len: int) -> int:
         planned: the model.
         seq_len: tokens of the recording's sequences.
     """
-    ids = torch.zeros(min(seq_len, SEQ_LEN), dtype=torch.int64, device=META)
+    ids = torch.zeros(min(seq_len, FISHER_SEQ_LEN), dtype=torch.int64, device=META)
 
     def trace(num_layers: int) -> int:
         model: nn.Module = planned.empty(num_layers).requires_grad_(False)

@@ -23,8 +23,9 @@ from kvcli.attention.next_token import SamplingConfig
 from kvcli.cache.context import Context
 from kvcli.cache.digests import tensor_digests
 from kvcli.errors import CacheError
-from kvcli.file_lock import sole_writer
 from kvcli.registry import METHODS, get_method
+from kvcli.storage.atomic import temporary_path
+from kvcli.storage.locks import lock
 
 
 @pytest.fixture
@@ -321,7 +322,10 @@ def test_a_file_is_replaced_whole_or_not_at_all(
             cache.save(saved)
         assert saved.read_bytes() == before
         monkeypatch.undo()
-        with sole_writer(saved, CacheError), pytest.raises(CacheError, match="another kvcli process writes"):
+        with (
+            lock(temporary_path(saved), CacheError("busy"), make_file=True),
+            pytest.raises(CacheError, match="another kvcli process writes"),
+        ):
             cache.save(saved)
         assert saved.read_bytes() == before
         cache.save(saved)

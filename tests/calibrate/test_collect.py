@@ -9,9 +9,10 @@ import pytest
 import torch
 from factories import load, make_model
 
-from kvcli.calibrate.collect import CollectConfig, collect
+from kvcli.calibrate.collect import collect
+from kvcli.calibrate.config import CollectConfig
+from kvcli.calibrate.recording import Recording
 from kvcli.errors import SamplesError
-from kvcli.samples import Recording
 
 SEQUENCES = torch.randint(3, 97, (5, 12), generator=torch.Generator().manual_seed(0))
 
@@ -60,7 +61,7 @@ def test_disk_is_predicted(tmp_path: Path) -> None:
 
 
 def test_recording_resumes_and_changes_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import kvcli.calibrate.collection as module
+    import kvcli.calibrate.collect as module
 
     model, config = make_model("llama"), CollectConfig(5, 12, 2, 2, 2)
     calls = []
@@ -95,7 +96,7 @@ def test_another_recording_is_refused_and_kept(tmp_path: Path) -> None:
         collect(load(model), SEQUENCES, CollectConfig(5, 12, 2, 2), tmp_path, {"seed": 2})
     assert sorted(path.name for path in tmp_path.iterdir()) == before
     again = collect(load(model), SEQUENCES, CollectConfig(5, 12, 2, 2), tmp_path, {"seed": 2}, overwrite=True)
-    assert again.manifest["provenance"] == {"seed": 2}
+    assert again.manifest.provenance == {"seed": 2}
 
 
 def test_damaged_parts_are_named(tmp_path: Path) -> None:

@@ -10,11 +10,12 @@ from factories import load, make_model
 from torch import Tensor
 
 from kvcli.calibrate import fisher
-from kvcli.calibrate.collect import CollectConfig, collect
+from kvcli.calibrate.collect import collect
+from kvcli.calibrate.config import CollectConfig
 from kvcli.calibrate.gradients import _leads_to
+from kvcli.calibrate.parts import FISHER
+from kvcli.calibrate.recording import Recording
 from kvcli.errors import SamplesError
-from kvcli.sample_parts import FISHER
-from kvcli.samples import Recording
 from kvcli.seam.layer import AttentionCall
 from kvcli.seam.patch import Seam
 
@@ -105,7 +106,7 @@ def test_it_is_written_once_and_a_damaged_file_is_refused(tmp_path: Any, monkeyp
     model, config = make_model("llama"), CollectConfig(3, TIME, 1, 2, fisher_sequences=1)
     collect(load(model), SEQUENCES, config, tmp_path, {})
     said: list[str] = []
-    monkeypatch.setattr("kvcli.calibrate.collection.sequence_sums", None)
+    monkeypatch.setattr("kvcli.calibrate.collect.sequence_sums", None)
     collect(load(model), SEQUENCES, config, tmp_path, {}, say=said.append)
     assert said == ["3 of 3 parts were recorded already and are reused"]
     data = bytearray((tmp_path / FISHER).read_bytes())

@@ -12,12 +12,13 @@ import torch
 from factories import load, make_model
 
 from kvcli.calibrate import shards
-from kvcli.calibrate.collect import CollectConfig, collect, collect_shard
-from kvcli.calibrate.shards import Shard, merge
+from kvcli.calibrate.collect import collect, collect_shard
+from kvcli.calibrate.config import CollectConfig, Shard
+from kvcli.calibrate.recording import Recording
+from kvcli.calibrate.shards import merge
 from kvcli.errors import SamplesError, UsageError
 from kvcli.fit import assemble, fit_recording
 from kvcli.registry import get_method
-from kvcli.samples import Recording
 
 SEQUENCES = torch.randint(3, 97, (11, 48), generator=torch.Generator().manual_seed(0))
 """Longer than the window that sees keys in full precision: shorter ones have no gradients."""
@@ -105,7 +106,7 @@ def test_what_is_no_shard_is_refused(text: str) -> None:
 
 
 def test_a_shard_resumes(tmp_path: Path, three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import kvcli.calibrate.collection as module
+    import kvcli.calibrate.collect as module
 
     write, written = module.write_part, []
 
@@ -164,7 +165,7 @@ def test_what_cannot_be_merged_is_refused(copy: Path, tmp_path: Path, damage: Ca
 def test_a_merge_that_was_cut_off_goes_on(
     whole: Path, three: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: int
 ) -> None:
-    link, linked = shards._link, []
+    link, linked = shards.link_or_copy, []
 
     def cut(source: Path, target: Path) -> None:
         linked.append(target.name)
@@ -173,10 +174,10 @@ def test_a_merge_that_was_cut_off_goes_on(
             raise KeyboardInterrupt
         link(source, target)
 
-    monkeypatch.setattr(shards, "_link", cut)
+    monkeypatch.setattr(shards, "link_or_copy", cut)
     with pytest.raises(KeyboardInterrupt):
         merge(list(three.iterdir()), tmp_path / "merged")
-    monkeypatch.setattr(shards, "_link", link)
+    monkeypatch.setattr(shards, "link_or_copy", link)
     with pytest.raises(SamplesError, match="not finished"):
         Recording(tmp_path / "merged")
     merge(list(three.iterdir()), tmp_path / "merged")
@@ -201,6 +202,6 @@ def test_files_are_copied_where_they_cannot_be_linked(
     def refuse(source: Path, target: Path) -> None:
         raise OSError(18, "Invalid cross-device link")
 
-    monkeypatch.setattr(shards.os, "link", refuse)
+    monkeypatch.setattr("os.link", refuse)
     merge(list(three.iterdir()), tmp_path / "merged")
     assert contents(tmp_path / "merged") == contents(whole)

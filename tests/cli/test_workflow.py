@@ -65,7 +65,7 @@ def test_subspace_is_fitted_exported_and_used(tiny: Any, tmp_path: Path, method:
 
 
 def test_full_disk_is_named_and_what_was_finished_is_kept(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    import kvcli.calibrate.collection as module
+    import kvcli.calibrate.collect as module
 
     write, calls = module.write_part, []
 

@@ -16,8 +16,8 @@ from kvcli.contexts import ContextStore
 from kvcli.contexts.layout import usable_length
 from kvcli.contexts.manifest import opening_of
 from kvcli.errors import CacheError, ContextError
-from kvcli.files import write_sealed
 from kvcli.registry import METHODS
+from kvcli.storage.manifest import write_sealed
 
 LENGTH = 90
 

@@ -19,7 +19,7 @@ from kvcli.contexts import ContextStore
 from kvcli.contexts.stacking import stack_layers, unstack_layers
 from kvcli.contexts.tensor_files import TensorFiles
 from kvcli.errors import ContextError, UsageError
-from kvcli.files import flush_to_disk
+from kvcli.storage.atomic import flush_to_disk
 
 WINDOW = {"residual_length": 6, "flush_block": 1}
 
@@ -261,7 +261,7 @@ def test_content_is_on_the_disk_before_the_manifest(maker: Any, store: ContextSt
         flushed.append(path)
         flush_to_disk(path)
 
-    monkeypatch.setattr("kvcli.files.flush_to_disk", flush)
+    monkeypatch.setattr("kvcli.storage.atomic.flush_to_disk", flush)
     store.put(made.context(tokens(60)), name="a")
     order = [path.name for path in flushed if path.name.endswith(".tmp")]
     assert len(order) == len(store.usage().held) + 1

@@ -14,7 +14,7 @@ from kvcli.eval.bootstrap import MIN_UNITS
 from kvcli.eval.gates import check_baseline, check_limits
 from kvcli.eval.metrics import metrics_of
 from kvcli.eval.records import DriftPrompt, DriftRecord, KLRecord, TokenBlock, from_plain, read_rows, to_plain
-from kvcli.files import append_record
+from kvcli.storage.records import append_record
 
 FINGERPRINT = "00:003c003c"
 

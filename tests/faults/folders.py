@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from factories import load, make_model
 
-from kvcli.calibrate.collect import CollectConfig, collect
-from kvcli.files import write_sealed
+from kvcli.calibrate.collect import collect
+from kvcli.calibrate.config import CollectConfig
+from kvcli.calibrate.recording import Recording
 from kvcli.fit import assemble, fit_recording
 from kvcli.registry import get_method
-from kvcli.samples import Recording
+from kvcli.storage.manifest import write_sealed
 
 SEQUENCES = torch.randint(3, 97, (6, 24), generator=torch.Generator().manual_seed(0))
 SETTINGS = {"subspace_source": "calibration"}

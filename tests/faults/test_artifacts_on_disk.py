@@ -13,11 +13,11 @@ from folders import bytes_of, edit, fitted, flip
 from safetensors.torch import load_file, save_file
 
 from kvcli.artifact import Artifact
+from kvcli.calibrate.recording import Recording
 from kvcli.cli.export import ExportOptions, run
 from kvcli.cli.output import Output
 from kvcli.errors import ArtifactError, KvcliError
 from kvcli.fit import assemble
-from kvcli.samples import Recording
 
 
 @pytest.mark.parametrize("field", ["config", "spec", "layers", "provenance", "fingerprint", "files", "kvcli_version"])

@@ -18,7 +18,7 @@ from folders import edit, flip
 from kvcli.cache.snapshot import Snapshot
 from kvcli.contexts import ContextStore
 from kvcli.errors import CacheError, ContextError, KvcliError
-from kvcli.files import write_sealed
+from kvcli.storage.manifest import write_sealed
 
 
 def truncate(path: Path) -> None:

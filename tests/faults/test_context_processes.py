@@ -16,9 +16,9 @@ from kills import moments, run_and_kill
 from kvcli.cache.context import Context
 from kvcli.contexts import ContextStore
 from kvcli.contexts.content import read_context, write_content
-from kvcli.contexts.lock import lock
 from kvcli.contexts.manifest import Manifest, write_manifest
 from kvcli.errors import ContextError
+from kvcli.storage.locks import lock
 
 
 def test_kills_while_storing(two: Maker, store: ContextStore, tmp_path: Path) -> None:
@@ -122,19 +122,21 @@ def test_two_processes_that_store_and_prune_at_once_lose_nothing(
 
 
 def test_who_removes_waits_for_who_reads(tmp_path: Path) -> None:
+    busy = ContextError("other kvcli processes use it")
+
     def refused(alone: bool) -> None:
         with (
             pytest.raises(ContextError, match="other kvcli processes use"),
-            lock(tmp_path, alone=alone, max_seconds=0.1),
+            lock(tmp_path, busy, shared=not alone, wait_s=0.1),
         ):
             pass
 
-    with lock(tmp_path, alone=False), lock(tmp_path, alone=False):
+    with lock(tmp_path, busy, shared=True), lock(tmp_path, busy, shared=True):
         refused(alone=True)
-    with lock(tmp_path, alone=True):
+    with lock(tmp_path, busy):
         refused(alone=False)
         refused(alone=True)
-    with lock(tmp_path, alone=True):
+    with lock(tmp_path, busy):
         pass
 
 

@@ -15,11 +15,12 @@ import pytest
 from folders import SIZES, make
 
 from kvcli.artifact import Artifact
-from kvcli.errors import ArtifactError, KvcliError
-from kvcli.files import file_record, json_sha256, open_run, read_sealed
-from kvcli.fit import FORMAT_VERSION, assemble
-from kvcli.sample_parts import finished_parts, part_name
-from kvcli.samples import Recording
+from kvcli.calibrate.parts import SamplesManifest, part_name
+from kvcli.calibrate.recording import Recording
+from kvcli.errors import KvcliError
+from kvcli.fit import FitManifest, assemble
+from kvcli.storage.atomic import file_record
+from kvcli.storage.manifest import json_sha256
 
 PART = part_name(0, 1)
 ODD_VALUES: tuple[Any, ...] = (
@@ -36,7 +37,8 @@ def read_samples(folder: Path) -> None:
 
 
 def read_parts(folder: Path) -> None:
-    finished_parts(folder / "samples", {}, [part_name(0, part) for part in range(SIZES.num_parts)])
+    samples, names = folder / "samples", [part_name(0, part) for part in range(SIZES.num_parts)]
+    SamplesManifest.read(samples / "samples.json").intact_parts(samples, names)
 
 
 def read_run(folder: Path) -> None:
@@ -45,8 +47,7 @@ def read_run(folder: Path) -> None:
 
 def reopen_run(folder: Path) -> None:
     """The run's manifest as a resumed fit reads it."""
-    wanted = read_sealed(folder / "run.json", FORMAT_VERSION, "", ArtifactError)
-    open_run(folder / "run", "run.json", wanted, kind="run", stale=("layer-*",), error=ArtifactError)
+    FitManifest.open(folder / "run", FitManifest.read(folder / "run.json").values)
 
 
 def read_artifact(folder: Path) -> None:

@@ -9,9 +9,9 @@ from folders import SEQUENCES, bytes_of, fitted, make, recorded
 from kills import MOMENTS, moments, run_and_kill
 
 from kvcli.artifact import Artifact
+from kvcli.calibrate.recording import Recording
 from kvcli.errors import ArtifactError, SamplesError
 from kvcli.fit import assemble
-from kvcli.samples import Recording
 
 OTHER_TEXT = SEQUENCES.flip(0)
 

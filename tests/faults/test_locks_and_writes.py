@@ -12,10 +12,13 @@ import torch
 from folders import fitted, recorded
 from safetensors.torch import save_file
 
+from kvcli.calibrate.recording import Recording
 from kvcli.errors import ArtifactError, SamplesError
-from kvcli.files import append_record, locked, read_records, replacing, write_sealed
 from kvcli.fit import assemble
-from kvcli.samples import Recording
+from kvcli.storage.atomic import replacing
+from kvcli.storage.locks import locked
+from kvcli.storage.manifest import write_sealed
+from kvcli.storage.records import append_record, read_records
 
 
 def test_a_folder_has_one_writer(copy: Path) -> None:

@@ -12,15 +12,15 @@ from factories import clustered, make_model, make_spec, record
 
 from kvcli.artifact import Artifact
 from kvcli.fit import assemble, fit_recording
-from kvcli.layer_samples import LayerSamples
 from kvcli.methods.commvq.codebook import update
 from kvcli.methods.commvq.config import CommVQConfig
 from kvcli.methods.commvq.em import initial_codebook, soft_step
 from kvcli.methods.commvq.fit import fit_layer, scalar_nmse
 from kvcli.methods.commvq.method import METHOD
 from kvcli.methods.method import FitReport
+from kvcli.methods.samples import LayerSamples
+from kvcli.methods.token_blocks import TokenBlocks
 from kvcli.registry import get_method
-from kvcli.token_blocks import TokenBlocks
 
 CONFIG = CommVQConfig(codebook_size=16, num_residuals=2, key_iterations=8, value_iterations=2)
 

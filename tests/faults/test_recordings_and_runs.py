@@ -11,13 +11,14 @@ import pytest
 from factories import load, make_model
 from folders import SEQUENCES, SETTINGS, SIZES, bytes_of, edit, fitted, flip, recorded, swap
 
-from kvcli.calibrate import collection as collecting
-from kvcli.calibrate.collect import CollectConfig, collect
+from kvcli.calibrate import collect as collecting
+from kvcli.calibrate.collect import collect
+from kvcli.calibrate.config import CollectConfig
+from kvcli.calibrate.recording import Recording
 from kvcli.cli.fit import parse_layers
 from kvcli.errors import ArtifactError, SamplesError, UsageError
 from kvcli.fit import assemble, fit_recording
 from kvcli.registry import get_method
-from kvcli.samples import Recording
 
 PART = "window-000-part-00001.safetensors"
 

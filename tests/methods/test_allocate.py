@@ -9,10 +9,10 @@ import torch
 from factories import make_spec
 from torch import Tensor
 
-from kvcli.layer_samples import LayerFisher
 from kvcli.methods.commvq.allocate import allocate, distortion, key_spectrum, square_root, value_spectrum
 from kvcli.methods.commvq.config import CommVQConfig
 from kvcli.methods.commvq.method import METHOD
+from kvcli.methods.samples import LayerFisher
 
 LAYERS = 6
 SPEC = dataclasses.replace(make_spec(16), num_layers=LAYERS)

@@ -9,14 +9,14 @@ import torch
 from factories import clustered, fitted_keys, make_spec, nmse
 from torch import Tensor
 
-from kvcli.layer_samples import LayerSamples
 from kvcli.methods.commvq import codebook as cb
 from kvcli.methods.commvq import em
 from kvcli.methods.commvq.config import CommVQConfig
 from kvcli.methods.commvq.fit_keys import fit_keys, set_pair_weight
 from kvcli.methods.commvq.keys import CommVQKeyCodec
+from kvcli.methods.samples import LayerSamples
+from kvcli.methods.token_blocks import TokenBlocks
 from kvcli.rope import Rotation, to_pairs
-from kvcli.token_blocks import TokenBlocks
 
 
 def as_complex(x: Tensor) -> Tensor:

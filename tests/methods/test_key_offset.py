@@ -11,13 +11,13 @@ from parts import DEVICE, FIRST_POSITION, Rotary, assert_same, make_codec, make_
 
 from kvcli.attention import reference
 from kvcli.attention.attach import attach, make_config
-from kvcli.layer_samples import LayerSamples
 from kvcli.methods.commvq.config import CommVQConfig
 from kvcli.methods.commvq.fit import fit_layer
 from kvcli.methods.commvq.method import METHOD
 from kvcli.methods.commvq.offset import choose_offset
 from kvcli.methods.encoded import EncodedTokens
 from kvcli.methods.layer_codec import LayerCodec
+from kvcli.methods.samples import LayerSamples
 from kvcli.registry import METHODS, get_method
 from kvcli.rope import Rope, Rotation, TokenRotations
 

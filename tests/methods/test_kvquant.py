@@ -9,9 +9,9 @@ import torch
 from factories import make_spec
 
 from kvcli.errors import ConfigError
-from kvcli.layer_samples import LayerSamples
 from kvcli.methods.kvquant import KVQuantConfig, flat, query_energy, weighted_levels
 from kvcli.methods.layer_codec import LayerCodec
+from kvcli.methods.samples import LayerSamples
 from kvcli.registry import get_method
 
 WIDTH, TOKENS = 32, 2000

@@ -10,7 +10,6 @@ from factories import make_spec
 from parts import DEVICE
 
 from kvcli.errors import ConfigError
-from kvcli.layer_samples import LayerSamples
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.oscar import (
     OSCARConfig,
@@ -21,6 +20,7 @@ from kvcli.methods.oscar import (
     rotated_keys,
     rotated_tokens,
 )
+from kvcli.methods.samples import LayerSamples
 from kvcli.registry import get_method
 from kvcli.rope import Rotation
 

@@ -13,7 +13,8 @@ from kvcli.attention.session import Session
 from kvcli.bench.layer import randomize_
 from kvcli.bench.model import random_model
 from kvcli.bench.shapes import shape_config
-from kvcli.calibrate.collect import CollectConfig, collect
+from kvcli.calibrate.collect import collect
+from kvcli.calibrate.config import CollectConfig
 from kvcli.fingerprint import fingerprint
 from kvcli.models import LoadedModel
 from kvcli.plan.model import PlannedModel

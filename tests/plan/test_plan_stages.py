@@ -17,11 +17,11 @@ from factories import make_model
 
 from kvcli.artifact import Artifact
 from kvcli.attention.attach import make_config
+from kvcli.calibrate.recording import Recording
 from kvcli.methods.method import Method
 from kvcli.plan.model import PlannedModel
 from kvcli.plan.stages import MethodPlan, artifact_bytes
 from kvcli.registry import METHODS, get_method
-from kvcli.samples import Recording
 from kvcli.spec import ModelSpec
 
 SHAPE = {

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvcli.layer_samples import LayerFisher
 from kvcli.methods.commvq.config import CommVQConfig
+from kvcli.methods.samples import LayerFisher
 from kvcli.rope import from_pairs, to_pairs
 from kvcli.spec import ModelSpec
 

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcli.layer_samples import LayerSamples
 from kvcli.methods.base import Codec
 from kvcli.methods.commvq.codebook import by_group
 from kvcli.methods.commvq.config import CommVQConfig
@@ -17,6 +16,7 @@ from kvcli.methods.commvq.keys import CommVQKeyCodec
 from kvcli.methods.commvq.layer import CommVQLayer
 from kvcli.methods.commvq.offset import choose_offset
 from kvcli.methods.method import FitReport
+from kvcli.methods.samples import LayerSamples
 
 _ERROR_TOKENS = 8192
 _MAX_SCALAR_BITS = 8

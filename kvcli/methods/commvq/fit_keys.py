@@ -7,14 +7,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kvcli.layer_samples import LayerSamples
 from kvcli.methods.commvq.allocate import pair_fisher
 from kvcli.methods.commvq.codebook import Search
 from kvcli.methods.commvq.config import CommVQConfig
 from kvcli.methods.commvq.em import fit_annealed, fit_hard
 from kvcli.methods.commvq.keys import CommVQKeyCodec
+from kvcli.methods.samples import LayerSamples
+from kvcli.methods.token_blocks import TokenBlocks
 from kvcli.rope import to_pairs
-from kvcli.token_blocks import TokenBlocks
 
 _MIN_SHARE = 1e-6
 _TINY = 1e-30

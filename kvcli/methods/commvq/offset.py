@@ -9,12 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvcli.layer_samples import LayerSamples
 from kvcli.methods.commvq.config import CommVQConfig
 from kvcli.methods.commvq.fit_keys import fit_keys, set_pair_weight
 from kvcli.methods.commvq.keys import CommVQKeyCodec
+from kvcli.methods.samples import LayerSamples
+from kvcli.methods.token_blocks import TokenBlocks
 from kvcli.rope import to_pairs
-from kvcli.token_blocks import TokenBlocks
 
 _PILOT_TOKENS = 2048
 _PILOT_ITERATIONS = 2

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from kvcli.errors import ConfigError
-from kvcli.layer_samples import LayerSamples
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import FitReport
+from kvcli.methods.samples import LayerSamples
 from kvcli.methods.scalar.per_token import PerTokenValue
 from kvcli.methods.squat.codec import SQuatKey
 from kvcli.methods.squat.config import SQuatConfig

@@ -1,0 +1,198 @@
+"""Shapes, RoPE and codecs of the served model, from its config and an artifact; no weights are loaded."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvcli.artifact import Artifact
+from kvcli.attention.attach import build_codecs, make_config
+from kvcli.builtin_copy import fetch_builtin
+from kvcli.builtin_models import BUILTIN_MODELS
+from kvcli.checkpoint import read_config
+from kvcli.errors import ChunkError, ConfigError, UnsupportedModelError, UsageError
+from kvcli.hub import download_config
+from kvcli.integrations.lmcache.layout import ChunkLayout
+from kvcli.integrations.lmcache.settings import SerdeSettings
+from kvcli.methods.config import BiasOffsetConfig, CacheConfig
+from kvcli.methods.layer_codec import LayerCodec
+from kvcli.methods.method import Method
+from kvcli.progress import no_progress, say_nothing
+from kvcli.registry import get_method, parse_method
+from kvcli.rope import Rope
+from kvcli.seam.decoder import find_decoder
+from kvcli.spec import ModelSpec
+
+_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+class Served:
+    """The model that a server serves, and the codecs of its chunks.
+
+    Args:
+        spec: the model's shapes.
+        rope: its rotary embedding.
+        method: how keys and values are coded.
+        config: the method's settings.
+        fitted: codecs of all layers with their fitted state; None: the method needs none.
+        source: which artifact the fitted state is from, as plain JSON values.
+        exact_tokens: first tokens of every chunk that are kept as they are.
+        device: where codes are made.
+
+    Attributes:
+        identity: 16 bytes, a digest of everything that codes depend on.
+
+    Raises:
+        KvcliError: a method that needs what a chunk does not hold, or settings that do not fit the model's shapes.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        rope: Rope,
+        method: Method,
+        config: CacheConfig,
+        fitted: list[LayerCodec] | None = None,
+        source: Mapping[str, Any] | None = None,
+        exact_tokens: int = 1,
+        device: str = "cpu",
+    ) -> None:
+        self.spec, self.rope, self.method, self.exact_tokens = spec, rope, method, exact_tokens
+        self.device = _usable(device)
+        rope.module.to(self.device)
+        self._config = config
+        self._fitted = None if fitted is None else self._ready(fitted)
+        self._parts: dict[tuple[int, int], list[LayerCodec]] = {}
+        what = {
+            "method": method.name,
+            "config": config.model_dump(),
+            "spec": spec.to_dict(),
+            "rope": rope.frequencies(),
+            "source": dict(source or {}),
+            "exact_tokens": exact_tokens,
+        }
+        self.identity = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).digest()[:16]
+        self._check()
+
+    @classmethod
+    def load(cls, settings: SerdeSettings) -> Served:
+        """Reads the model's config and the artifact.
+
+        Raises:
+            KvcliError: a model, method, artifact or device that cannot be used, or that do not belong together.
+        """
+        model_config = _read_config(settings.model)
+        spec, rope = ModelSpec.from_config(model_config), _rope(model_config)
+        if settings.artifact:
+            artifact = Artifact.load(settings.artifact)
+            # the weights are not here: what is compared are the shapes
+            artifact.check_model(spec, artifact.metadata["fingerprint"], artifact.method)
+            method, config = get_method(artifact.method), artifact.config
+            fitted, source = artifact.build_codecs(config), artifact.metadata["files"]
+        else:
+            method, from_bits = parse_method(settings.method)
+            if method.needs_artifact:
+                raise UsageError(f"method '{settings.method}' needs an artifact; name its folder as \"artifact\"")
+            config, fitted, source = make_config(method, {**from_bits, **settings.settings}), None, None
+        return cls(spec, rope, method, config, fitted, source, settings.exact_tokens, settings.device)
+
+    def on_device(self) -> AbstractContextManager[Any]:
+        """Makes the device the current one, where kernels are launched."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+
+    def codecs(self, layout: ChunkLayout) -> list[LayerCodec]:
+        """The codecs of a chunk's layers.
+
+        Raises:
+            ChunkError: a part of the model's heads or layers only, with an artifact, whose codecs are of all heads; or
+                tokens that are no whole groups.
+        """
+        if self._fitted is None:
+            codecs = self._codecs_of_part(layout.num_layers, layout.num_kv_heads)
+        elif (layout.num_layers, layout.num_kv_heads) == (self.spec.num_layers, self.spec.num_kv_heads):
+            codecs = self._fitted
+        else:
+            raise ChunkError(
+                f"a chunk has {layout.num_layers} layers and {layout.num_kv_heads} kv heads, but the artifact codes "
+                f"{self.spec.num_layers} layers and {self.spec.num_kv_heads} kv heads together: serve without tensor "
+                "and pipeline parallelism, or with a method that needs no artifact"
+            )
+        group = max(codec.tokens_per_group for codec in codecs)
+        if layout.num_tokens % group or layout.num_tokens <= self.exact_tokens:
+            raise ChunkError(
+                f"a chunk has {layout.num_tokens} tokens; {self.method.name} needs a multiple of {group}, more than "
+                f"the {self.exact_tokens} that are kept as they are"
+            )
+        return codecs
+
+    def _codecs_of_part(self, num_layers: int, num_kv_heads: int) -> list[LayerCodec]:
+        """Codecs of a method that is not fitted, for the layers and heads that a rank has."""
+        if (num_layers, num_kv_heads) not in self._parts:
+            num_heads = num_kv_heads * self.spec.num_kv_groups
+            part = replace(self.spec, num_layers=num_layers, num_kv_heads=num_kv_heads, num_heads=num_heads)
+            self._parts[num_layers, num_kv_heads] = self._ready(build_codecs(self.method, part, self._config))
+        return self._parts[num_layers, num_kv_heads]
+
+    def _ready(self, codecs: list[LayerCodec]) -> list[LayerCodec]:
+        for codec in codecs:
+            codec.to(self.device).eval()
+            codec.use_kernels(self.device.type == "cuda")
+        return codecs
+
+    def _check(self) -> None:
+        """Refuses methods that need what is not in a chunk."""
+        name = self.method.name
+        if isinstance(self._config, BiasOffsetConfig) and self._config.key_offset == "bias":
+            raise ConfigError(
+                f"method '{name}' codes keys less the bias of the model's key projection, which is not in its config; "
+                'say "settings": {"key_offset": "none"}, unless the projection has a bias'
+            )
+        codecs = self._fitted or self._codecs_of_part(self.spec.num_layers, self.spec.num_kv_heads)
+        if any(codec.key.new_state(1, self.device) is not None for codec in codecs):
+            raise UsageError(f"method '{name}' computes a state from the prompt's queries, which are not in a chunk")
+
+
+def _read_config(model: str) -> Any:
+    """The transformers config of a model; only a built-in model is fetched as a whole."""
+    if model in BUILTIN_MODELS:
+        return read_config(fetch_builtin(BUILTIN_MODELS[model], say_nothing, no_progress))
+    folder = Path(model).expanduser()
+    return read_config(folder if folder.is_dir() else download_config(model))
+
+
+def _rope(config: Any) -> Rope:
+    """The rotary embedding of a model with this config."""
+    from transformers import AutoModelForCausalLM
+
+    if config.model_type not in _FAMILIES:
+        # chunks hold keys after RoPE in the model's own order of channels, and there is no model here to ask for it
+        raise UnsupportedModelError(
+            f"chunks of model type '{config.model_type}' are not supported; {', '.join(_FAMILIES)} are"
+        )
+    smallest = copy.deepcopy(config)
+    smallest.num_hidden_layers = 1
+    if getattr(smallest, "layer_types", None):
+        smallest.layer_types = smallest.layer_types[:1]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(smallest)
+        rotary: Any = find_decoder(model).rotary_emb
+    return Rope(type(rotary)(config))
+
+
+def _usable(name: str) -> torch.device:
+    if name == "meta":
+        raise ConfigError("device 'meta' holds no data; choose another, such as cpu or cuda")
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"device '{name}' cannot be used: {' '.join(str(error).split())[:200]}") from error
+    return device

@@ -1,0 +1,81 @@
+"""Locks on folders and files against other processes of kvcli; they end with their process, also if it is killed."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # Windows: nothing is locked there
+    fcntl = None  # type: ignore[assignment]
+
+_POLL_SECONDS = 0.02
+
+
+@contextmanager
+def lock(
+    path: Path,
+    busy: Exception,
+    *,
+    make_file: bool = False,
+    shared: bool = False,
+    wait_s: float = 0.0,
+    on_wait: Callable[[], None] = lambda: None,
+) -> Iterator[None]:
+    """Holds the lock of a folder or file inside the block; file systems without locks are not locked.
+
+    Args:
+        path: what is locked. Whoever has the lock may rename or remove it.
+        busy: raised if other processes or threads hold the lock.
+        make_file: make an empty file if there is none.
+        shared: hold it together with others that want it shared.
+        wait_s: seconds to wait for others.
+        on_wait: called once before waiting.
+
+    Raises:
+        Exception: `busy`.
+    """
+    if fcntl is None:
+        yield
+        return
+    until, waits = time.monotonic() + wait_s, False
+    while True:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT if make_file else os.O_RDONLY, 0o644)
+        try:
+            fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(handle)
+            if time.monotonic() >= until:
+                raise busy from None
+            if not waits:
+                on_wait()
+            waits = True
+            time.sleep(_POLL_SECONDS)
+            continue
+        except OSError:
+            break  # a file system without locks
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(handle), path.stat()):
+                break
+        os.close(handle)  # who had the lock has renamed or removed it meanwhile
+    try:
+        yield
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def locked(folder: Path, error: type[Exception]) -> Iterator[None]:
+    """Makes a folder and keeps other kvcli processes from writing to it.
+
+    Raises:
+        Exception: `error`, if another process does.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    busy = error(f"another kvcli process writes to {folder}; wait until it has ended or choose another --out")
+    with lock(folder, busy):
+        yield

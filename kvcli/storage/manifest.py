@@ -1,0 +1,184 @@
+"""Sealed JSON files: an object with a format version and the sha256 of its own fields, checked when it is read.
+
+`Sealed` is the base of what such files say, as pydantic models; `RunManifest` of those that describe a folder whose
+work resumes after a kill.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError
+
+from kvcli.errors import KvcliError, explain
+from kvcli.storage.atomic import replacing
+
+_SEAL = "sha256"
+_MAX_BYTES = 256 * 2**20
+_SHOWN_DIFFERENCES = 3
+_SHOWN_CHARACTERS = 60
+_MISSING = "nothing"
+
+
+class Sealed(BaseModel):
+    """What a sealed JSON file says: subclasses have its fields, with types and ranges, and a format version."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    VERSION: ClassVar[int]
+    ERROR: ClassVar[type[KvcliError]]
+    REMEDY: ClassVar[str]  # what to do about a file that cannot be used, an end of a sentence
+    MISSING: ClassVar[str] = ""  # the error where there is no file, with `{folder}`
+    _values: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """All fields as plain JSON values, without the checksum."""
+        return self._values
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Reads and checks a file.
+
+        Raises:
+            KvcliError: `ERROR`, if it is missing, damaged, of another format version, was changed after it was
+                written, or has fields of other types or ranges.
+        """
+        if cls.MISSING and not path.exists():
+            raise cls.ERROR(cls.MISSING.format(folder=path.parent))
+        values = read_sealed(path, cls.VERSION, cls.REMEDY, cls.ERROR)
+        try:
+            manifest = cls.model_validate_json(json.dumps(values))  # where lists become tuples, and nothing else
+        except ValidationError as error:
+            reason = " ".join(explain(error, ()).split())
+            raise cls.ERROR(f"{path} is damaged ({reason}); {cls.REMEDY}") from error
+        manifest._values = values
+        return manifest
+
+
+class RunManifest(Sealed):
+    """What a folder of a run is bound to; a finished run may add fields."""
+
+    FILE: ClassVar[str]
+    KIND: ClassVar[str]  # what the run is called in messages
+    STALE: ClassVar[tuple[str, ...]]  # patterns of the run's other files
+
+    @classmethod
+    def open(cls, folder: Path, description: Mapping[str, Any], *, overwrite: bool = False) -> Self:
+        """Makes a run folder, or checks that the run in it is the same one, which then resumes.
+
+        What a killed process left half written is removed. Files of other names stay.
+
+        Args:
+            folder: the run folder.
+            description: what the run is bound to, plain JSON values.
+            overwrite: discard a run that is in the folder, also the same one.
+
+        Returns:
+            The manifest in the folder: the description, and what a finished run added to it.
+
+        Raises:
+            KvcliError: `ERROR`, if the folder holds another run and `overwrite` is off; it names what differs.
+        """
+        path = folder / cls.FILE
+        folder.mkdir(parents=True, exist_ok=True)
+        for pattern in (*cls.STALE, cls.FILE):
+            for temporary in folder.glob(pattern + ".tmp"):
+                temporary.unlink(missing_ok=True)
+        ours = json.loads(json.dumps(description))
+        files = [file for pattern in cls.STALE for file in folder.glob(pattern)]
+        if not overwrite and (path.exists() or files):
+            if reason := _other_run(path, ours):
+                raise cls.ERROR(
+                    f"{folder} holds another {cls.KIND} ({reason}); choose another --out or discard it with --overwrite"
+                )
+            return cls.read(path)
+        for file in files:  # the manifest last: what a kill leaves can be resumed as the run that it was
+            file.unlink(missing_ok=True)
+        write_sealed(path, ours)
+        return cls.read(path)
+
+
+def json_sha256(values: Mapping[str, Any]) -> str:
+    """sha256 of plain JSON values, whatever the order of their names."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def write_sealed(path: Path, values: Mapping[str, Any]) -> None:
+    """Writes one JSON object with the sha256 of its fields; it appears under its name only when complete."""
+    with replacing(path) as temporary:
+        temporary.write_text(json.dumps({**values, _SEAL: json_sha256(values)}, indent=2) + "\n")
+
+
+def read_sealed(path: Path, version: int, remedy: str, error: type[Exception]) -> dict[str, Any]:
+    """The fields that `write_sealed` wrote; types and ranges are not checked.
+
+    Args:
+        path: the file.
+        version: the `format_version` it must have.
+        remedy: what to do about a file that cannot be used, an end of a sentence.
+        error: what to raise.
+
+    Raises:
+        Exception: `error`, if the file is damaged, has another format version or was changed after it was written.
+    """
+    try:
+        values, intact = _read_object(path)
+    except (OSError, ValueError, RecursionError) as reason:
+        raise error(f"{path} is damaged ({_short(' '.join(str(reason).split()))}); {remedy}") from reason
+    if (theirs := values.get("format_version", 1)) != version:
+        raise error(f"{path} has format version {_short(theirs)}; this kvcli reads version {version}; {remedy}")
+    if not intact:
+        raise error(f"{path} is damaged: it was changed after it was written (its sha256 differs); {remedy}")
+    return values
+
+
+def _read_object(path: Path) -> tuple[dict[str, Any], bool]:
+    """A JSON object without its seal, and whether the seal is that of the other fields."""
+    if not path.is_file():
+        raise FileNotFoundError("no such file")
+    if path.stat().st_size > _MAX_BYTES:
+        raise ValueError(f"larger than {_MAX_BYTES // 2**20} MiB")
+    values = json.loads(path.read_text())
+    if not isinstance(values, dict):
+        raise ValueError("not a JSON object")
+    seal = values.pop(_SEAL, None)
+    return values, seal == json_sha256(values)
+
+
+def _other_run(path: Path, ours: Mapping[str, Any]) -> str | None:
+    """Why a folder with this manifest does not hold our run: the first settings that differ, each with both values."""
+    if not path.exists():
+        return f"its {path.name} is missing"
+    try:
+        values, intact = _read_object(path)
+        theirs = {name: values.get(name, _MISSING) for name in ours}
+        there, here = dict(_settings(theirs)), dict(_settings(ours))
+    except (OSError, ValueError, RecursionError):
+        values = {}
+    if not values:
+        return f"its {path.name} is damaged"
+    if theirs == ours:
+        return None if intact else f"its {path.name} is damaged: it was changed after it was written"
+    pairs = [(name, there.get(name, _MISSING), here.get(name, _MISSING)) for name in {**there, **here}]
+    shown = [f"{name}: {_short(a)} there, {_short(b)} here" for name, a, b in pairs if a != b]
+    more = [f"and {len(shown) - _SHOWN_DIFFERENCES} more"] if len(shown) > _SHOWN_DIFFERENCES else []
+    return f"differs in {'; '.join(shown[:_SHOWN_DIFFERENCES] + more)}"
+
+
+def _settings(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Names and values of all settings, also inside of objects, such as `config.bits`."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _settings(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 3]}..."

@@ -1,0 +1,186 @@
+"""Artifacts come back bit for bit, and anything that is wrong with one is said in a line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from factories import CONFIG, make_model, record
+from safetensors.torch import load_file, save_file
+
+import kvcli
+import kvcli.artifact.folder
+from kvcli.artifact import Artifact
+from kvcli.calibrate.recording import Recording
+from kvcli.errors import ArtifactError, UsageError
+from kvcli.fit import assemble, fit_recording
+from kvcli.registry import get_method
+from kvcli.storage.atomic import file_record
+from kvcli.storage.manifest import write_sealed
+
+
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory: pytest.TempPathFactory) -> Recording:
+    return record(make_model("llama"), tmp_path_factory.mktemp("recording"))
+
+
+@pytest.fixture(scope="module")
+def run_folder(recording: Recording, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    fit_recording(recording, get_method("commvq"), CONFIG.resolve(recording.spec), folder)
+    return folder
+
+
+@pytest.fixture
+def folder(run_folder: Path, tmp_path: Path) -> Path:
+    assemble([run_folder]).save(tmp_path / "artifact")
+    return tmp_path / "artifact"
+
+
+def test_round_trip_is_bit_exact(run_folder: Path, folder: Path) -> None:
+    made, actual = assemble([run_folder]), Artifact.load(folder)
+    assert actual.same_content(made)
+    assert actual.method == "commvq"
+    assert actual.metadata["provenance"]["num_tokens"] == 1024
+    assert all(len(layer["key_nmse"]) == 2 for layer in actual.metadata["layers"])
+    assert {path.name for path in folder.iterdir()} == {"kvcli.json", "codec.safetensors", "README.md"}
+    assert "kvcli generate" in (folder / "README.md").read_text()
+
+
+def damage_truncate(folder: Path) -> None:
+    weights = folder / "codec.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+
+
+def damage_flip_a_bit(folder: Path) -> None:
+    weights = folder / "codec.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+
+
+def damage_version(folder: Path) -> None:
+    metadata = json.loads((folder / "kvcli.json").read_text())
+    (folder / "kvcli.json").write_text(json.dumps({**metadata, "format_version": 99}))
+
+
+def rewrite(folder: Path, change: Any) -> None:
+    """Changes tensors and makes the digests agree, as a careless tool would."""
+    tensors = load_file(folder / "codec.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "codec.safetensors")
+    metadata = json.loads((folder / "kvcli.json").read_text())
+    metadata["files"]["codec.safetensors"] = file_record(folder / "codec.safetensors")
+    del metadata["sha256"]
+    write_sealed(folder / "kvcli.json", metadata)
+
+
+def damage_nan(folder: Path) -> None:
+    rewrite(folder, lambda tensors: tensors["layers.1.key.codebook_scale"].view(-1)[:1].fill_(float("nan")))
+
+
+def damage_missing_tensor(folder: Path) -> None:
+    rewrite(folder, lambda tensors: tensors.pop("layers.2.value.offset"))
+
+
+def damage_metadata(folder: Path) -> None:
+    (folder / "kvcli.json").write_text("{")
+
+
+def damage_no_weights(folder: Path) -> None:
+    (folder / "codec.safetensors").unlink()
+
+
+def damage_foreign_tensor(folder: Path) -> None:
+    rewrite(folder, lambda tensors: tensors.update({"layers.3.key.codebook": tensors["layers.2.key.codebook"].clone()}))
+
+
+def damage_shape(folder: Path) -> None:
+    rewrite(folder, lambda tensors: tensors.update({"layers.1.value.offset": torch.zeros(3)}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (damage_truncate, "corrupt or truncated"),
+        (damage_flip_a_bit, "corrupt or truncated"),
+        (damage_version, "format version 99"),
+        (damage_nan, "not finite"),
+        (damage_missing_tensor, "layer 2 of the artifact does not fit"),
+        (damage_foreign_tensor, "belongs to no layer"),
+        (damage_shape, "layer 1 of the artifact does not fit"),
+        (damage_metadata, "damaged"),
+        (damage_no_weights, "missing"),
+    ],
+)
+def test_damage_is_refused_in_one_line(folder: Path, damage: Any, said: str) -> None:
+    damage(folder)
+    with pytest.raises(ArtifactError, match=said) as caught:
+        kvcli.attach(make_model("llama"), "commvq", artifact=folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_another_model_is_refused(folder: Path) -> None:
+    with pytest.raises(ArtifactError, match="num_layers 3 instead of 2"):
+        kvcli.attach(make_model("llama", num_hidden_layers=2), "commvq", artifact=folder)
+    other = make_model("llama")
+    other.model.layers[2].self_attn.v_proj.weight.data[0, 0] += 1
+    with pytest.raises(ArtifactError, match="weights differ"):
+        kvcli.attach(other, "commvq", artifact=folder)
+
+
+def test_saving_destroys_nothing(run_folder: Path, folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    made = assemble([run_folder])
+    with pytest.raises(ArtifactError, match="--overwrite"):
+        made.save(folder)
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "thesis.txt").write_text("x")
+    with pytest.raises(ArtifactError, match="not an artifact"):
+        made.save(precious, overwrite=True)
+    assert (precious / "thesis.txt").read_text() == "x"
+    monkeypatch.setattr(
+        kvcli.artifact.folder, "save_file", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    )
+    with pytest.raises(OSError, match="No space"):
+        made.save(folder, overwrite=True)
+    assert Artifact.load(folder).same_content(made)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["artifact", "precious"]
+
+
+def test_training_resumes_at_the_first_missing_layer(recording: Recording, tmp_path: Path) -> None:
+    method, config = get_method("commvq"), CONFIG.resolve(recording.spec)
+    fit_recording(recording, method, config, tmp_path, layers=[0, 2])
+    with pytest.raises(ArtifactError, match="lacks layers 1"):
+        assemble([tmp_path])
+    stamp = (tmp_path / "layer-002.safetensors").stat().st_mtime_ns
+    (tmp_path / "layer-000.json").unlink()  # cut off between the two files of a layer
+    seen = []
+    fit_recording(recording, method, config, tmp_path, done=lambda layer, metrics, actual: seen.append((layer, actual)))
+    assert seen == [(0, False), (1, False), (2, True)]
+    assert (tmp_path / "layer-002.safetensors").stat().st_mtime_ns == stamp
+    whole = tmp_path / "whole"
+    fit_recording(recording, method, config, whole)
+    first, second = assemble([tmp_path]).tensors, assemble([whole]).tensors
+    assert all(torch.equal(x, second[name]) for name, x in first.items())  # resuming changes no bit
+
+
+def test_layers_may_be_spread_over_folders(recording: Recording, run_folder: Path, tmp_path: Path) -> None:
+    method, config = get_method("commvq"), CONFIG.resolve(recording.spec)
+    fit_recording(recording, method, config, tmp_path / "a", layers=[0, 1])
+    fit_recording(recording, method, config, tmp_path / "b", layers=[2])
+    merged, whole = assemble([tmp_path / "a", tmp_path / "b"]), assemble([run_folder])
+    assert all(torch.equal(x, whole.tensors[name]) for name, x in merged.tensors.items())
+
+
+def test_another_configuration_is_refused(recording: Recording, run_folder: Path) -> None:
+    other = CONFIG.model_copy(update={"key_iterations": 3}).resolve(recording.spec)
+    before = sorted(path.name for path in run_folder.iterdir())
+    with pytest.raises(ArtifactError, match=r"differs in config.key_iterations: 6 there, 3 here\); .*--overwrite"):
+        fit_recording(recording, get_method("commvq"), other, run_folder)
+    assert sorted(path.name for path in run_folder.iterdir()) == before
+    with pytest.raises(UsageError, match="layers 9"):
+        fit_recording(recording, get_method("commvq"), CONFIG.resolve(recording.spec), run_folder, layers=[9])

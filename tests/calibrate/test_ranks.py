@@ -1,0 +1,158 @@
+"""Processes that share a run: the same result as one, and one message when a rank dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvcli import ranks
+from kvcli.errors import RankError, UsageError
+from kvcli.ranks import packed
+
+CALIBRATE = ("calibrate", "--corpus", "builtin", "--tokens", "1280", "--seq-len", "64", "--batch-size", "2")
+CALIBRATE = (*CALIBRATE, "--query-tokens", "256", "--fisher-tokens", "320", "--layer-window", "2", "--out", "samples")
+FIT = ("fit", "samples", "--method", "commvq", "--setting", "codebook_size=8", "--setting", "value_iterations=2")
+FIT = (*FIT, "--setting", "key_iterations=2", "--out", "run")
+WAIT_S = 300
+ROOT = Path(__file__).parent.parent.parent
+WORKER = str(ROOT / "tests" / "rank_worker.py")
+
+
+def start(folder: Path, arguments: tuple[str, ...], **variables: str) -> subprocess.Popen[str]:
+    path = f"{ROOT}:{ROOT / 'tests'}"
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HOME": str(folder)}
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env={**environment, **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=WAIT_S)
+    return process.returncode, out, err
+
+
+def two_ranks(folder: Path, command: tuple[str, ...], **variables: str) -> list[tuple[int, str, str]]:
+    """Exit code, standard output and standard error of two ranks that nothing else watches."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **variables}
+    processes = [start(folder, (WORKER, *command), RANK=str(rank), **shared) for rank in range(2)]
+    return [ended(process) for process in processes]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.suffix == ".safetensors"}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What one process records and fits."""
+    folder = tmp_path_factory.mktemp("alone")
+    for command in (CALIBRATE, FIT):
+        code, _, err = ended(start(folder, (WORKER, *command)))
+        assert code == 0, err
+    return folder
+
+
+@pytest.mark.slow
+def test_two_ranks_give_what_one_process_gives(alone: Path, tmp_path: Path) -> None:
+    """To the last bit: a forward pass and a layer are computed by one rank, on as many threads as alone."""
+    for command, folder in ((CALIBRATE, "samples"), (FIT, "run")):
+        first, second = two_ranks(tmp_path, (*command, "--json"))
+        assert first[0] == second[0] == 0, first[2] + second[2]
+        assert second[1] == second[2] == ""
+        assert contents(tmp_path / folder) == contents(alone / folder)
+        assert not [path for path in (tmp_path / folder).iterdir() if path.is_dir()]
+    assert (tmp_path / "samples" / "samples.json").read_bytes() == (alone / "samples" / "samples.json").read_bytes()
+    assert [report["layer"] for report in json.loads(first[1])["layers"]] == [0, 1, 2, 3]
+    again = two_ranks(tmp_path, CALIBRATE)
+    assert [code for code, _, _ in again] == [0, 0]
+    assert "parts were recorded already" in again[0][2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dying", [0, 1])
+def test_a_dead_rank_ends_the_others_and_the_run_resumes(alone: Path, tmp_path: Path, dying: int) -> None:
+    place = "kvcli.calibrate.collect:write_part"
+    codes = two_ranks(tmp_path, CALIBRATE, DYING_RANK=str(dying), DIE_IN=place)
+    assert codes[dying][0] == -signal.SIGKILL
+    code, out, err = codes[1 - dying]
+    assert (code, out) == (1, "")
+    which = "\nerror: rank 1" if dying else "rank 1: error: rank 0"
+    assert f"{which} has ended before this one; its own message says why; run the same command again" in f"\n{err}"
+    assert "Traceback" not in err
+    assert [code for code, _, _ in two_ranks(tmp_path, CALIBRATE)] == [0, 0]
+    assert contents(tmp_path / "samples") == contents(alone / "samples")
+
+
+@pytest.mark.slow
+def test_torchrun_starts_ranks_and_a_dead_one_ends_the_fit(alone: Path, tmp_path: Path) -> None:
+    (tmp_path / "samples").symlink_to(alone / "samples")
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    command = (*torchrun, WORKER, *FIT)
+    code, _, err = ended(start(tmp_path, command, DYING_RANK="1", DIE_IN="kvcli.fit:_write_layer"))
+    assert code != 0
+    assert "Signal 9 (SIGKILL)" in err  # what torchrun itself says; it may end rank 0 before that has said anything
+    code, out, err = ended(start(tmp_path, command))
+    assert code == 0, err
+    assert out == "run\n"
+    assert contents(tmp_path / "run") == contents(alone / "run")
+
+
+def test_work_is_shared_out_evenly() -> None:
+    assert packed([1.0] * 6, 3) == [[0, 3], [1, 4], [2, 5]]
+    assert packed([5, 1, 1, 1, 1, 1], 2) == [[0], [1, 2, 3, 4, 5]]
+    assert packed([3, 3, 2, 2, 2], 2) == [[0, 2, 4], [1, 3]]  # 7 and 5, where 6 and 6 would be best
+    assert packed([1.0], 3) == [[0], [], []]
+    costs = [(7 * index) % 13 + 1.0 for index in range(80)]
+    shares = packed(costs, 8)
+    assert sorted(index for share in shares for index in share) == list(range(80))
+    loads = [sum(costs[index] for index in share) for share in shares]
+    assert max(loads) < 1.05 * min(loads)
+
+
+def test_a_process_alone_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    with ranks.joined() as alone:
+        assert alone == ranks.ALONE
+        alone.wait()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("RANK", "7")  # some platforms set it for jobs of one process
+    assert ranks.environment() == ranks.ALONE
+
+
+@pytest.mark.parametrize(
+    ("count", "rank"), [("2", None), ("2", "2"), ("2", "-1"), ("x", "0"), ("0", "0"), ("2", "x"), ("-3", "0")]
+)
+def test_variables_that_make_no_sense_are_refused(
+    monkeypatch: pytest.MonkeyPatch, count: str, rank: str | None
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", count)
+    monkeypatch.delenv("RANK", raising=False)
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+    with pytest.raises(UsageError, match=f"WORLD_SIZE={count}: RANK must be from 0"):
+        ranks.environment()
+
+
+def test_ranks_that_cannot_meet_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("WORLD_SIZE", "2"), ("RANK", "1")):
+        monkeypatch.setenv(name, value)
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(RankError, match=r"rank 1 cannot reach the others .*torchrun"), ranks.joined():
+        pass

@@ -1,0 +1,166 @@
+"""Fits that read samples block by block: the same as in memory, up to rounding, and no more memory for more tokens."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from factories import clustered, load, make_model, make_spec
+from safetensors.torch import load_file
+
+from kvcli.calibrate.collect import collect
+from kvcli.calibrate.config import CollectConfig
+from kvcli.calibrate.recording import Recording
+from kvcli.fit import fit_recording, split_samples
+from kvcli.methods.commvq import em, fit_values
+from kvcli.methods.commvq.config import CommVQConfig
+from kvcli.methods.commvq.fit_keys import pair_weight
+from kvcli.methods.commvq.values import CommVQValueCodec
+from kvcli.methods.token_blocks import TokenBlocks
+from kvcli.registry import get_method
+
+SEQUENCES = torch.randint(3, 97, (20, 64), generator=torch.Generator().manual_seed(0))
+METHODS: dict[str, dict[str, Any]] = {
+    "commvq": {"codebook_size": 8, "num_residuals": 3, "key_iterations": 4, "value_iterations": 3},
+    "oscar": {},
+    "kvquant": {},
+    "squat": {"subspace_source": "calibration"},
+}
+
+
+def split(x: torch.Tensor, size: int, axis: int = 1) -> TokenBlocks:
+    return TokenBlocks(x.shape[axis], lambda: x.split(size, dim=axis), axis)
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen2"])
+def recording(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Recording:
+    """20 sequences of 64 tokens in parts of 3; qwen2 has a key bias."""
+    folder = tmp_path_factory.mktemp("samples")
+    return collect(
+        load(make_model(request.param)), SEQUENCES, CollectConfig(20, 64, 4, 3, fisher_sequences=2), folder, {}
+    )
+
+
+@pytest.mark.parametrize("size", [1, 63, 64, 65, 4000])
+def test_blocks_are_the_samples_without_sinks(recording: Recording, size: int) -> None:
+    whole = recording.load(1)
+    train, heldout = split_samples(recording, 1, 5, "cpu", size)
+    kept = torch.arange(20 * 64)[whole.positions >= 5]
+    for part, tokens in ((train, kept[kept < 18 * 64]), (heldout, kept[kept >= 18 * 64])):
+        assert torch.equal(part.k, whole.k[:, tokens])
+        assert torch.equal(part.v, whole.v[:, tokens])
+        assert torch.equal(part.positions, whole.positions[tokens])
+        assert torch.equal(part.q, whole.q)
+        assert {block.shape[1] for block in part.keys} <= {min(size, len(tokens)), len(tokens) % size}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("size", [400, 1000])
+def test_a_fit_in_blocks_is_as_good(recording: Recording, tmp_path: Path, method: str, size: int) -> None:
+    """Sums of blocks round in another way, so codebooks differ a little; the held-out errors do not get worse."""
+    reports: dict[int, list[Any]] = {size: [], 4000: []}
+    config = get_method(method).config_cls(**METHODS[method]).resolve(recording.spec)
+    for block_tokens, found in reports.items():
+        fit_recording(
+            recording,
+            get_method(method),
+            config,
+            tmp_path / str(block_tokens),
+            block_tokens=block_tokens,
+            done=lambda layer_idx, metrics, reused, found=found: found.append(metrics),
+        )
+    for blocks, whole in zip(*reports.values(), strict=True):
+        for name in get_method(method).fit_metrics:
+            a, b = (torch.tensor(x[name]).float() for x in (blocks, whole))
+            assert torch.allclose(a, b, rtol=0.1, atol=2), name
+            if name.endswith(("nmse", "error", "energy")):
+                assert torch.allclose(a.mean(), b.mean(), rtol=0.04, atol=1e-6), name
+
+
+def test_a_fit_repeats_to_the_last_bit(recording: Recording, tmp_path: Path) -> None:
+    config = CommVQConfig(**METHODS["commvq"]).resolve(recording.spec)
+    for run in ("a", "b"):
+        fit_recording(recording, get_method("commvq"), config, tmp_path / run, block_tokens=400, layers=[1])
+    first, second = (load_file(tmp_path / run / "layer-001.safetensors") for run in ("a", "b"))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert not [path for path in (tmp_path / "a").iterdir() if path.name.startswith("tmp")]
+
+
+def test_iterations_of_em_are_those_of_all_vectors_at_once() -> None:
+    x = clustered(2, 700, 8)
+    book = em.initial_codebook(TokenBlocks.of(x), 8, torch.Generator().manual_seed(0))
+    again = em.initial_codebook(split(x, 64).stored(), 8, torch.Generator().manual_seed(0))
+    assert torch.equal(book, again)
+    book[:, 6:] = 1e3  # dead rows, which take the vectors of the largest errors
+    for blocks in (split(x, 64), split(x, 699), split(x, 64).stored()):
+        assert torch.allclose(em.step(blocks, book), em.step(TokenBlocks.of(x), book), rtol=1e-5, atol=1e-6)
+        assert torch.equal(em.worst_vectors(blocks, book), em.worst_vectors(TokenBlocks.of(x), book))
+        assert em.hard_error(blocks, book) == pytest.approx(em.hard_error(TokenBlocks.of(x), book), rel=1e-5)
+        soft = [em.soft_step(some, book[:, :6], 0.5) for some in (blocks, TokenBlocks.of(x))]
+        assert torch.allclose(*soft, rtol=1e-4, atol=1e-5)
+
+
+def test_statistics_of_values_are_those_of_all_tokens_at_once() -> None:
+    x = clustered(2, 700, 16) * torch.linspace(0.5, 3, 16) + 2
+    costs = torch.rand(2, 8)
+    rows = x.transpose(0, 1).flatten(1)
+    codecs = [CommVQValueCodec(make_spec(), CommVQConfig(bits=1).resolve(make_spec())) for _ in range(2)]
+    for size in (64, 699):
+        for mine, whole in zip(
+            (*fit_values.regular_covariance(split(x, size)), pair_weight(costs, split(x, size), 16)),
+            (*fit_values.regular_covariance(TokenBlocks.of(x)), pair_weight(costs, TokenBlocks.of(x), 16)),
+            strict=True,
+        ):
+            assert torch.allclose(mine, whole, rtol=1e-5, atol=1e-9)
+        blocks, one = (fit_values.principal_bits(y, 40) for y in (split(rows, size, 0), TokenBlocks.of(rows, 0)))
+        # principal components have no sign, so what bits stand for is compared
+        decoded = [bits.whole().float() @ book + offset for book, offset, bits in (blocks, one)]
+        assert (decoded[0] - decoded[1]).square().mean() < 0.02 * rows.var()
+        for codec, values in zip(codecs, (split(x, size), TokenBlocks.of(x)), strict=True):
+            fit_values.set_metric(codec, values, torch.eye(16).expand(2, -1, -1))
+        assert torch.allclose(codecs[0].metric_root, codecs[1].metric_root, rtol=1e-4, atol=1e-6)
+
+
+MEASURED = """
+import json, resource, sys
+from pathlib import Path
+import torch
+from factories import load, make_model
+from kvcli.calibrate.collect import collect
+from kvcli.calibrate.config import CollectConfig
+from kvcli.fit import fit_recording
+from kvcli.registry import get_method
+count, folder = int(sys.argv[1]), Path(sys.argv[2])
+torch.set_num_threads(1)
+model = make_model("llama", head_dim=32, num_hidden_layers=1)
+sequences = torch.randint(3, 97, (count, 512), generator=torch.Generator().manual_seed(0))
+recording = collect(load(model), sequences, CollectConfig(count, 512, 4, 8), folder / "samples", {})
+method = get_method("commvq")
+settings = {"codebook_size": 2, "num_residuals": 1, "key_iterations": 2, "value_iterations": 1, "value_sweeps": 1}
+config = method.config_cls(**settings, value_code_bits=16).resolve(recording.spec)
+fit_recording(recording, method, config, folder / "run", block_tokens=int(sys.argv[3]))
+print(json.dumps({"KiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}))
+"""
+
+
+def peak_mib(tokens: int, block_tokens: int, folder: Path, root: Path) -> float:
+    """Peak memory of a process that records and fits tokens."""
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURED, str(tokens // 512), str(folder), str(block_tokens)],
+        env={"PATH": "", "PYTHONPATH": f"{root}:{root / 'tests'}"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return float(json.loads(done.stdout.splitlines()[-1])["KiB"]) / 1024
+
+
+def test_memory_does_not_grow_with_tokens(tmp_path: Path, repo_root: Path) -> None:
+    """90112 and 360448 tokens. In one block, the difference is 69 MiB for keys alone, and there are several copies."""
+    peaks = [peak_mib(tokens, 8192, tmp_path / str(tokens), repo_root) for tokens in (90112, 360448)]
+    assert peaks[1] < peaks[0] + 25

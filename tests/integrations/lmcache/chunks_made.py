@@ -1,0 +1,38 @@
+"""Chunks of random numbers, and what codes and decodes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from factories import make_model, make_spec
+from torch import Tensor
+
+from kvcli.attention.attach import make_config
+from kvcli.integrations.lmcache.chunk import ChunkCodec
+from kvcli.integrations.lmcache.served import Served
+from kvcli.registry import parse_method
+from kvcli.rope import Rope
+from kvcli.spec import ModelSpec
+
+SPEC = make_spec()
+CHUNK = [2, 1, 64, 32]
+"""A chunk of the model of `SPEC`: 1 layer, 64 tokens, 2 kv heads of 16 channels."""
+
+
+def served(spec: ModelSpec = SPEC, method: str = "kivi-2", exact_tokens: int = 1, **settings: Any) -> Served:
+    """A model of these shapes and a method that needs no artifact."""
+    record, from_bits = parse_method(method)
+    config = make_config(record, {**from_bits, **settings})
+    rotary = make_model("llama", head_dim=spec.head_dim).model.rotary_emb
+    return Served(spec, Rope(rotary), record, config, exact_tokens=exact_tokens)
+
+
+def random_chunk(shape: list[int], dtype: torch.dtype = torch.float16, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def decoded(codec: ChunkCodec, stored: Tensor, like: Tensor) -> Tensor:
+    chunk = torch.full_like(like, float("nan"))
+    codec.decode(stored, chunk)
+    return chunk

@@ -1,0 +1,185 @@
+"""Chunks of LMCache as bytes and back, without LMCache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from chunks_made import CHUNK, SPEC, decoded, random_chunk, served
+from factories import make_model, make_spec
+
+from kvcli.attention.attach import make_config
+from kvcli.errors import ChunkError, UsageError
+from kvcli.integrations.lmcache.chunk import ChunkCodec
+from kvcli.integrations.lmcache.header import SIZE
+from kvcli.integrations.lmcache.layout import ChunkLayout
+from kvcli.integrations.lmcache.served import Served
+from kvcli.registry import METHODS, get_method, parse_method
+from kvcli.rope import Rope
+from kvcli.spec import ModelSpec, RopeSpec
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("head_dim", "group_size"), [(16, 32), (64, 32), (80, 16), (96, 32), (128, 64)], ids=str)
+def test_codes_are_those_of_the_method(head_dim: int, group_size: int, dtype: torch.dtype) -> None:
+    spec = make_spec(head_dim, num_kv_heads=4)
+    model = served(spec, "kivi-2", exact_tokens=0, group_size=group_size, residual_length=128)
+    chunk = random_chunk([2, 1, 128, 4 * head_dim], dtype)
+    codec = ChunkCodec(model)
+    out = decoded(codec, codec.encode(chunk), chunk)
+    keys, values = (x.view(1, 128, 4, head_dim).transpose(1, 2) for x in chunk)
+    (layer,) = model.codecs(ChunkLayout.read([chunk.shape], [dtype], spec))
+    for x, part, got in ((keys, layer.key, out[0]), (values, layer.value, out[1])):
+        expected = part.decode_to(part.encode(x, None), None, dtype)
+        assert torch.equal(got.view(1, 128, 4, head_dim).transpose(1, 2), expected)
+
+
+@pytest.mark.parametrize("shape", [[1, 1, 64, 64], [1, 64, 64]])
+def test_fused_chunks_hold_the_same_codes(shape: list[int]) -> None:
+    codec = ChunkCodec(served())
+    split = random_chunk(CHUNK)
+    heads = split.view(2, 1, 64, 2, 16)
+    fused = torch.cat((heads[0], heads[1]), dim=-1).reshape(shape)
+    stored = codec.encode(fused)
+    assert torch.equal(stored[SIZE:], codec.encode(split)[SIZE:])
+    out = decoded(codec, stored, fused).view(1, 64, 2, 2, 16)
+    assert torch.equal(out[..., 0, :], decoded(codec, codec.encode(split), split)[0].view(1, 64, 2, 16))
+    assert torch.equal(out[..., 1, :], decoded(codec, codec.encode(split), split)[1].view(1, 64, 2, 16))
+
+
+@pytest.mark.parametrize(
+    ("shapes", "dtype"),
+    [
+        ([[2, 1, 64, 33]], torch.float16),
+        ([[2, 1, 64, 48]], torch.float16),
+        ([[2, 2, 64, 32]], torch.float16),
+        ([[2, 1, 0, 32]], torch.float16),
+        ([[3, 1, 64, 32]], torch.float16),
+        ([[1, 1, 64, 32 + 16]], torch.float16),
+        ([[64, 64]], torch.float16),
+        ([[2, 1, 64, 2, 16]], torch.float16),
+        ([CHUNK, CHUNK], torch.float16),
+        ([CHUNK], torch.uint8),
+        ([CHUNK], torch.float64),
+    ],
+)
+def test_unknown_layouts_are_refused_by_name(shapes: list[list[int]], dtype: torch.dtype) -> None:
+    with pytest.raises(ChunkError) as refused:
+        ChunkCodec(served()).stored_bytes(shapes, [dtype] * len(shapes))
+    assert str(shapes[0]) in str(refused.value)
+    assert str(dtype) in str(refused.value)
+
+
+@pytest.mark.parametrize("tokens", [1, 31, 33, 63, 65])
+def test_tokens_that_are_no_whole_groups_are_refused(tokens: int) -> None:
+    with pytest.raises(ChunkError, match=f"{tokens} tokens.*multiple of 32"):
+        ChunkCodec(served()).stored_bytes([[2, 1, tokens, 32]], [torch.float16])
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if not get_method(name).needs_artifact])
+def test_every_method_is_stored_or_refused(method: str) -> None:
+    record = get_method(method)
+    settings = {"key_offset": "none"} if "key_offset" in record.config_cls.model_fields else {}
+    config = make_config(record, settings)
+    if record.build(SPEC, config, 0).key.new_state(1, torch.device("cpu")) is not None:
+        with pytest.raises(UsageError, match="state"):
+            served(method=method, **settings)
+        return
+    codec = ChunkCodec(served(method=method, **settings))
+    chunk = random_chunk(CHUNK)
+    stored = codec.encode(chunk)
+    assert stored.numel() == codec.stored_bytes([CHUNK], [chunk.dtype])
+    out = decoded(codec, stored, chunk)
+    error = (out.float() - chunk.float()).square().sum() / chunk.float().square().sum()
+    assert error < 0.35
+    assert torch.equal(decoded(codec, codec.encode(chunk), chunk), out)
+
+
+@pytest.mark.parametrize(("method", "most"), [("kivi-2", 3.1), ("kivi-4", 5.1), ("commvq-2", 2.2), ("commvq-1", 1.2)])
+@pytest.mark.parametrize(("head_dim", "num_kv_heads"), [(128, 8), (64, 3)], ids=["Llama-3.1-8B", "SmolLM2-135M"])
+def test_bits_with_everything_included(method: str, most: float, head_dim: int, num_kv_heads: int) -> None:
+    rope = RopeSpec("default", 1e4, head_dim)
+    spec = ModelSpec("llama", 1, num_kv_heads * head_dim, num_kv_heads, num_kv_heads, head_dim, 8192, 97, rope)
+    record, from_bits = parse_method(method)
+    config = make_config(record, from_bits).resolve(spec)
+    rotary = make_model("llama", head_dim=head_dim).model.rotary_emb
+    codecs = [record.build(spec, config, 0)] if record.needs_artifact else None
+    codec = ChunkCodec(Served(spec, Rope(rotary), record, config, codecs))
+    shape = [2, 1, 256, num_kv_heads * head_dim]
+    stored = codec.stored_bytes([shape], [torch.bfloat16])
+    # a header is for all layers of a model, here for one
+    assert 8 * (stored - SIZE) / torch.Size(shape).numel() < most - 0.005
+    assert SIZE < 100
+
+
+def test_first_tokens_stay_as_they_are_and_cost_the_others_nothing() -> None:
+    chunk = random_chunk(CHUNK, torch.float32)
+    chunk[:, :, :2] *= 1000
+    codec = ChunkCodec(served(exact_tokens=2))
+    out = decoded(codec, codec.encode(chunk), chunk)
+    assert torch.equal(out[:, :, :2], chunk[:, :, :2])
+    plain = ChunkCodec(served(exact_tokens=0))
+    worse = decoded(plain, plain.encode(chunk), chunk)
+    rest = chunk[0, 0, 2:32]
+    assert (out[0, 0, 2:32] - rest).square().mean() < 0.2
+    assert (worse[0, 0, 2:32] - rest).square().mean() > 0.5
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e38])
+@pytest.mark.parametrize("plane", [0, 1])
+def test_what_codes_cannot_hold_is_refused(value: float, plane: int) -> None:
+    chunk = random_chunk(CHUNK, torch.bfloat16)
+    chunk[plane, 0, 40, 3] = value
+    with pytest.raises(ChunkError, match=("keys" if plane == 0 else "values") + " of layer 0"):
+        ChunkCodec(served()).encode(chunk)
+
+
+def test_damaged_bytes_are_refused_and_leave_the_chunk_alone() -> None:
+    codec = ChunkCodec(served())
+    chunk = random_chunk(CHUNK)
+    stored = codec.encode(chunk)
+    target = torch.zeros_like(chunk)
+    for at in [*range(SIZE), *range(SIZE, stored.numel(), 97), stored.numel() - 1]:
+        damaged = stored.clone()
+        damaged[at] ^= 0x10
+        with pytest.raises(ChunkError):
+            codec.decode(damaged, target)
+    for length in (0, 7, SIZE - 1, SIZE, stored.numel() - 1):
+        with pytest.raises(ChunkError):
+            codec.decode(stored[:length], target)
+    assert not target.any()
+    codec.decode(torch.cat((stored, torch.zeros(99, dtype=torch.uint8))), target)
+    assert torch.equal(target, decoded(codec, stored, chunk))
+
+
+@pytest.mark.parametrize(
+    ("other", "named"),
+    [
+        (lambda: served(method="kivi-4"), "another model, artifact or settings"),
+        (lambda: served(exact_tokens=0), "another model, artifact or settings"),
+        (lambda: served(group_size=16), "another model, artifact or settings"),
+        (lambda: served(make_spec(num_kv_heads=4)), "another model, artifact or settings"),
+    ],
+)
+def test_codes_of_other_settings_are_refused(other: Callable[[], Served], named: str) -> None:
+    chunk = random_chunk(CHUNK)
+    stored = ChunkCodec(served()).encode(chunk)
+    with pytest.raises(ChunkError, match=named):
+        ChunkCodec(other()).decode(stored, chunk)
+
+
+def test_codes_of_another_layout_are_refused() -> None:
+    codec = ChunkCodec(served())
+    stored = codec.encode(random_chunk(CHUNK))
+    for other in (random_chunk([2, 1, 32, 32]), random_chunk([1, 1, 64, 64]), random_chunk(CHUNK, torch.bfloat16)):
+        with pytest.raises(ChunkError, match="is asked for"):
+            codec.decode(stored, other)
+
+
+def test_a_rank_has_some_of_the_heads_and_layers() -> None:
+    codec = ChunkCodec(served(ModelSpec.from_dict({**SPEC.to_dict(), "num_layers": 4})))
+    whole = random_chunk([2, 4, 64, 32])
+    out = decoded(codec, codec.encode(whole), whole)
+    part = whole[:, 1:3, :, 16:].contiguous()
+    assert torch.equal(decoded(codec, codec.encode(part), part), out[:, 1:3, :, 16:])

@@ -1,0 +1,159 @@
+"""Models and artifacts that chunks of LMCache are coded for: loaded, refused, and where chunks begin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from chunks_made import decoded
+from factories import FAMILIES, make_model
+from torch import Tensor
+from transformers import DynamicCache
+
+from kvcli.artifact import Artifact
+from kvcli.errors import ChunkError, ConfigError, KvcliError
+from kvcli.integrations.lmcache.chunk import ChunkCodec
+from kvcli.integrations.lmcache.served import Served
+from kvcli.integrations.lmcache.settings import SerdeSettings
+from kvcli.integrations.lmcache.start import find_start
+from kvcli.methods.method import Method
+from kvcli.registry import get_method, parse_method
+from kvcli.rope import Rope
+from kvcli.spec import ModelSpec
+
+
+def real_chunks(model: Any, length: int) -> list[Tensor]:
+    """What a server gets of a model's cache of 512 tokens, in chunks."""
+    cache = DynamicCache()
+    tokens = torch.randint(3, 97, (1, 512), generator=torch.Generator().manual_seed(3))
+    with torch.inference_mode():
+        model(tokens, past_key_values=cache)
+    keys, values = (torch.cat([getattr(x, name) for x in cache.layers]) for name in ("keys", "values"))
+    whole = torch.stack((keys, values)).transpose(2, 3).flatten(3)
+    return [x.contiguous() for x in whole.split(length, dim=2)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_starts_are_found_again(
+    tiny_artifact: Callable[[Method], Artifact], tiny_model: Any, model_folder: Path, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    tiny_artifact(get_method("commvq")).save(tmp_path / "artifact")
+    settings = SerdeSettings(model=str(model_folder), artifact=str(tmp_path / "artifact"))
+    codec = ChunkCodec(Served.load(settings))
+    wrong, errors = 0, []
+    for index, chunk in enumerate(real_chunks(tiny_model, 16)):
+        stored = codec.encode(chunk.to(dtype))
+        assert stored.numel() == codec.stored_bytes([chunk.shape], [dtype])
+        target = torch.empty_like(chunk, dtype=dtype)
+        wrong += codec.decode(stored, target).start != 16 * index
+        errors.append(float((target - chunk)[0].square().sum() / chunk[0].square().sum()))
+    assert wrong <= 2
+    assert max(errors) < 0.5
+
+
+def test_the_best_start_is_found_where_there_are_many(tiny_artifact: Callable[[Method], Artifact]) -> None:
+    """Keys that the codebooks hold exactly, at a start beyond those that are tried closely."""
+    artifact = tiny_artifact(get_method("commvq"))
+    codecs = artifact.build_codecs(artifact.config)
+    rope = Rope(make_model("llama").model.rotary_emb)
+    keys = []
+    for codec in codecs:
+        codes = codec.key.encode(torch.randn(1, 2, 64, 16, generator=torch.Generator().manual_seed(1)), None)
+        rotation = rope.rotation(torch.arange(64 * 37, 64 * 38).unsqueeze(0), torch.float32)
+        keys.append(codec.decode_keys(codes, None, rotation, torch.float32)[0])
+    assert find_start(torch.stack(keys), codecs, rope, 8192) == 64 * 37
+
+
+def test_an_artifact_codes_all_heads_together(
+    tiny_artifact: Callable[[Method], Artifact], model_folder: Path, tmp_path: Path
+) -> None:
+    tiny_artifact(get_method("commvq")).save(tmp_path / "artifact")
+    codec = ChunkCodec(Served.load(SerdeSettings(model=str(model_folder), artifact=str(tmp_path / "artifact"))))
+    for shape in ([2, 3, 64, 16], [2, 2, 64, 32]):
+        with pytest.raises(ChunkError, match="parallelism"):
+            codec.stored_bytes([shape], [torch.float16])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "scaling",
+    [{}, {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}],
+    ids=["default", "llama3"],
+)
+def test_rope_is_read_from_the_config_alone(family: str, scaling: dict[str, Any], tmp_path: Path) -> None:
+    scaling = {**scaling, "original_max_position_embeddings": 64} if scaling else {}
+    parameters = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e4, **scaling}}
+    model = make_model(family, **parameters)
+    model.config.save_pretrained(tmp_path)
+    loaded = Served.load(SerdeSettings(model=str(tmp_path), method="kivi-2"))
+    assert loaded.spec == ModelSpec.from_config(model.config)
+    positions = torch.arange(500).unsqueeze(0)
+    expected = Rope(model.model.rotary_emb).rotation(positions, torch.float32)
+    found = loaded.rope.rotation(positions, torch.float32)
+    assert torch.equal(found.cos, expected.cos)
+    assert torch.equal(found.sin, expected.sin)
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({}, "model: Field required"),
+        ({"model": "m"}, "either a method"),
+        ({"model": "m", "method": "kivi-2", "artifact": "a"}, "either a method"),
+        ({"model": "m", "artifact": "a", "settings": {"group_size": 16}}, "settings belong to a method"),
+        ({"model": "m", "method": "kivi-2", "exact_tokens": -1}, "exact_tokens"),
+        ({"model": "m", "metod": "kivi-2"}, "did you mean 'method'"),
+    ],
+)
+def test_wrong_settings_are_refused(values: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        SerdeSettings.read(values)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"method": "nothing-2"}, "unknown method"),
+        ({"method": "commvq-2"}, "needs an artifact"),
+        ({"method": "squat-2"}, "state"),
+        ({"method": "fp8"}, "key_offset"),
+        ({"method": "kivi-2", "settings": {"group_size": 7}}, "group_size"),
+        ({"method": "kivi-2", "device": "nowhere"}, "device 'nowhere'"),
+        ({"method": "kivi-2", "device": "meta"}, "device 'meta'"),
+        ({"artifact": "/nonexistent"}, "nonexistent"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(model_folder: Path, changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(KvcliError, match=named):
+        Served.load(SerdeSettings.read({"model": str(model_folder), **changes}))
+
+
+def test_an_artifact_of_another_model_is_refused(tiny_artifact: Callable[[Method], Artifact], tmp_path: Path) -> None:
+    tiny_artifact(get_method("commvq")).save(tmp_path / "artifact")
+    make_model("llama", num_hidden_layers=2).config.save_pretrained(tmp_path / "model")
+    with pytest.raises(KvcliError, match="num_layers 3 instead of 2"):
+        Served.load(SerdeSettings(model=str(tmp_path / "model"), artifact=str(tmp_path / "artifact")))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("method", ["kivi-2", "commvq"])
+def test_a_gpu_and_a_cpu_read_what_the_other_wrote(
+    method: str, tiny_artifact: Callable[[Method], Artifact], tiny_model: Any, model_folder: Path, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {"model": str(model_folder), "method": method}
+    if parse_method(method)[0].needs_artifact:
+        tiny_artifact(get_method(method)).save(tmp_path / "artifact")
+        settings = {"model": str(model_folder), "artifact": str(tmp_path / "artifact")}
+    codecs = [ChunkCodec(Served.load(SerdeSettings(**settings, device=device))) for device in ("cpu", "cuda")]
+    chunk = real_chunks(tiny_model, 64)[3].bfloat16()
+    energy = chunk.float().square().sum()
+    errors = []
+    for writer in codecs:
+        read = [decoded(reader, writer.encode(chunk), chunk).float() for reader in codecs]
+        assert (read[0] - read[1]).square().sum() / energy < 1e-4
+        errors.append(float((read[0] - chunk.float()).square().sum() / energy))
+    assert errors[0] == pytest.approx(errors[1], rel=0.02)
