@@ -10,7 +10,7 @@ from factories import make_model
 
 from kvcli.attention.attach import build_codecs, make_config
 from kvcli.attention.session import Session
-from kvcli.plan.bits import stored_bits
+from kvcli.plan.cache import stored_bits
 from kvcli.registry import parse_method
 from kvcli.spec import ModelSpec
 

@@ -10,7 +10,6 @@ import typer
 from pydantic import Field
 
 from kvcli.cli.command import command
-from kvcli.cli.dry_run import DRY_RUN, dry_calibrate
 from kvcli.cli.options import ModelOptions
 from kvcli.cli.output import Output, size
 from kvcli.cli.paths import samples_folder, shard_folder
@@ -52,7 +51,6 @@ class CalibrateOptions(ModelOptions):
         default=None, description="output folder; default: runs/MODEL/samples, or runs/MODEL/shards/1-of-4"
     )
     overwrite: bool = Field(default=False, description="discard a recording in the output folder and start again")
-    dry_run: bool = Field(default=False, description=DRY_RUN)
 
 
 def run(options: CalibrateOptions, output: Output) -> None:
@@ -66,9 +64,6 @@ def run(options: CalibrateOptions, output: Output) -> None:
     from kvcli.ranks import joined
 
     shard = None if options.shard is None else Shard.parse(options.shard)
-    if options.dry_run:
-        dry_calibrate(options, shard, output)
-        return
     corpus = corpus_config(options)
     output.settings(options.model_dump(mode="json"))
     check_source(corpus)

@@ -11,7 +11,6 @@ from pydantic import Field
 from kvcli.cli.command import command
 from kvcli.cli.compress_targets import FileTarget, StoreTarget
 from kvcli.cli.context_input import check_storable
-from kvcli.cli.dry_run import DRY_RUN, dry_compress
 from kvcli.cli.output import Output, parse_size, size
 from kvcli.cli.prompt_sources import Source, parse_messages, read_sources
 from kvcli.cli.session_options import PREFILL_CHUNK, SessionOptions, choose_method
@@ -51,16 +50,12 @@ class CompressOptions(SessionOptions):
     max_bytes: str | None = Field(default=None, description=MAX_BYTES_HELP)
     overwrite: bool = Field(default=False, description="replace files, or contexts of the store, that exist")
     prefill_chunk: int = Field(default=PREFILL_CHUNK, ge=1, description="tokens per forward pass; part of the result")
-    dry_run: bool = Field(default=False, description=DRY_RUN)
 
 
 def run(options: CompressOptions, output: Output) -> None:
     """Read texts once and write their compressed caches, from which 'kvcli generate' and 'kvcli chat' go on."""
     sources = read_sources(options.prompt_file, options.messages)
     target = target_of(options, sources)
-    if options.dry_run:
-        dry_compress(options, sources, output)
-        return
     target.make_folder()  # what cannot be made is said before the texts are read
     chosen = choose_method(options, output, default=DEFAULT_METHOD)
     loaded = options.load(output)

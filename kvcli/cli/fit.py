@@ -10,7 +10,6 @@ import typer
 from pydantic import Field, create_model
 
 from kvcli.cli.command import command
-from kvcli.cli.dry_run import DRY_RUN, dry_fit
 from kvcli.cli.options import ComputeOptions
 from kvcli.cli.output import Output
 from kvcli.cli.paths import newest_samples, training_folder
@@ -34,7 +33,6 @@ class FitOptions(ComputeOptions):
     )
     out: Path | None = Field(default=None, description="run folder; default: one below runs/MODEL/training/")
     overwrite: bool = Field(default=False, description="discard a run in the output folder and start again")
-    dry_run: bool = Field(default=False, description=DRY_RUN)
 
 
 class FitMethodOptions(FitOptions):
@@ -116,9 +114,6 @@ def fit(
         config = config.resolve(recording.spec)
     except ValueError as error:
         raise UsageError(" ".join(str(error).split())) from error
-    if options.dry_run:
-        dry_fit(method, config, recording, options, output)
-        return
     values = config.model_dump()
     folder = options.out or training_folder(recording.manifest.model, run_name.format(method=method.name, **values))
     layers = parse_layers(options.layers, recording.layers)

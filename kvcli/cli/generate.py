@@ -10,7 +10,6 @@ import typer
 from pydantic import Field
 
 from kvcli.cli.command import command
-from kvcli.cli.dry_run import DRY_RUN, dry_generate
 from kvcli.cli.output import Output, size
 from kvcli.cli.prompt_sources import read_prompt
 from kvcli.cli.session_options import SamplingOptions, choose_method
@@ -54,7 +53,6 @@ class GenerateOptions(SamplingOptions):
         "about a minute at first, and pays for long answers",
     )
     stats: bool = Field(default=False, description="print time, rate and cache memory")
-    dry_run: bool = Field(default=False, description=DRY_RUN)
 
 
 def run(options: GenerateOptions, output: Output) -> None:
@@ -70,9 +68,6 @@ def run(options: GenerateOptions, output: Output) -> None:
     context = None if options.context is None else load_context(options.context, options.model, options.store)
     read_s = time.perf_counter() - started
     options = options.for_context(context)
-    if options.dry_run:
-        dry_generate(options, prompt, context, output)
-        return
     chosen = choose_method(options, output, context)
     loaded = options.load(output)
     if options.chat and not loaded.tokenizer.chat_template:

@@ -142,7 +142,7 @@ def print_bits(shape: str, contexts: list[int], output: Output) -> None:
         UsageError: no such shape.
     """
     from kvcli.bench.shapes import shape_spec
-    from kvcli.plan.bits import stored_bits
+    from kvcli.plan.cache import stored_bits
     from kvcli.registry import METHODS, get_method
 
     if not all(1 <= context <= MAX_LENGTH for context in contexts):

@@ -24,9 +24,7 @@ def next_command(name: str, options: Mapping[str, Any], record: Mapping[str, Any
         record: its result.
     """
     words: list[Any] = []
-    if options.get("dry_run"):
-        words = []
-    elif name in ("calibrate", "merge"):
+    if name in ("calibrate", "merge"):
         # a share of a recording cannot be fitted
         words = ["kvcli", "fit", record["samples"]] if options.get("shard") is None else []
     elif name in ("fit", *FIT_COMMANDS):

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import typer
 from pydantic import Field
 
 from kvcli.cli.command import command
-from kvcli.cli.dry_run import calibration, method_plan, planned_model
-from kvcli.cli.options import IMPL_HELP, ModelOptions
-from kvcli.cli.output import Output, duration, parse_size, size
+from kvcli.cli.options import AUTO_DEVICE, IMPL_HELP, ModelOptions
+from kvcli.cli.output import Output, parse_size, size
+from kvcli.cli.paths import newest_artifact
 from kvcli.cli.tables import DataTable
 from kvcli.cli.values import parse_settings
+from kvcli.errors import ArtifactError, UsageError
 from kvcli.registry import BASELINE, DEFAULT_METHOD
 
 if TYPE_CHECKING:
-    from kvcli.plan.stages import MethodPlan
+    from kvcli.plan.memory import MethodPlan, PlannedModel
 
 _COLUMNS = (
     "method",
@@ -58,32 +59,34 @@ class PlanOptions(ModelOptions):
     query_tokens: int = Field(default=8192, ge=0, description="calibration: tokens whose queries are recorded")
     fisher_tokens: int = Field(default=4096, ge=0, description="calibration: tokens whose gradients are computed")
     batch_size: int = Field(default=4, ge=1, description="calibration: sequences per forward pass")
-    probe: bool = Field(
-        default=False, description="load the model and time it for some seconds; without it, times are unknown"
-    )
 
 
 def run(options: PlanOptions, output: Output) -> None:
-    """Say what calibrating, fitting and generating will take, from a model's config alone; no weights are needed."""
-    from kvcli.plan.stages import calibrate
+    """Say what calibrating and generating will take, from a model's config alone; no weights are needed."""
+    import torch
+
+    from kvcli.bench.layer import MethodCase, check_settings
+    from kvcli.calibrate.config import CollectConfig
+    from kvcli.machine import resident_bytes
+    from kvcli.plan.memory import calibration
+    from kvcli.registry import METHODS, get_method
 
     memory = parse_size(options.memory)
     planned = planned_model(options)
-    chosen = names(options)
-    check_settings(options, chosen)
-    plans = [method_plan(planned, name, settings_of(name, options.setting), impl=options.impl) for name in chosen]
-    program = plans[0].program_bytes
-    config = calibration(planned.spec, options)
-    stage = calibrate(planned, config, program)
-    probe = None
-    if options.probe:
-        from kvcli.plan.probe import probe_model
-
-        output.say("timing the model for some seconds")
-        probe = probe_model(options.load(output), config.seq_len)
-        stage = replace(stage, seconds=probe.calibration_seconds(config))
-    rows = [method_row(plan, plans, options, memory) for plan in plans]
-    seconds = None if probe is None else probe.prompt_seconds(options.prompt_tokens * options.batch)
+    chosen = options.method or [name for method in METHODS for name in get_method(method).bench]
+    names = list(dict.fromkeys([BASELINE, *chosen]))
+    settings = parse_settings(options.setting)
+    check_settings([MethodCase.parse(name, {}) for name in names], settings)
+    fused = options.impl == "fused" or (options.impl == "auto" and planned.device.type == "cuda")
+    program = resident_bytes() if planned.device.type == "cpu" else 0
+    plans = [method_plan(planned, name, settings, fused=fused, program_bytes=program) for name in names]
+    seq_len = min(options.seq_len, options.tokens, planned.spec.max_position_embeddings)
+    recording = CollectConfig.for_tokens(
+        torch.empty(max(1, options.tokens // seq_len), seq_len, device="meta"),
+        query_tokens=options.query_tokens,
+        fisher_tokens=options.fisher_tokens,
+        batch_size=options.batch_size,
+    )
     record = {
         "model": planned.name,
         "device": planned.device.type,
@@ -92,42 +95,69 @@ def run(options: PlanOptions, output: Output) -> None:
         "other_layers": planned.spec.other_layers,
         "weights_bytes": planned.weights_bytes,
         "quantized": planned.quantized,
-        "program_bytes": program if planned.device.type == "cpu" else None,
+        "program_bytes": program or None,
         "memory_bytes": memory,
         "prompt_tokens": options.prompt_tokens,
         "new_tokens": options.max_new_tokens,
         "batch": options.batch,
-        "prompt_seconds": seconds,
-        "calibrate": stage.to_dict(),
-        "methods": rows,
+        "calibrate": calibration(planned, recording, program),
+        "methods": [method_row(plan, plans, options, memory) for plan in plans],
     }
-    for line in lines(record):
+    for line in lines(record, len(planned.windows)):
         output.say(line)
     output.result(record, table(record))
 
 
-def names(options: PlanOptions) -> list[str]:
-    """The methods asked for, the baseline first."""
-    from kvcli.registry import METHODS, get_method
+def planned_model(options: ModelOptions) -> PlannedModel:
+    """The model that options name, without its weights; a GPU that is planned for need not be there.
 
-    chosen = options.method or [name for method in METHODS for name in get_method(method).bench]
-    return [BASELINE, *(name for name in dict.fromkeys(chosen) if name != BASELINE)]
+    Raises:
+        ModelError: no such model.
+        UsageError: no such device.
+    """
+    import torch
+
+    from kvcli.plan.memory import PlannedModel, model_config
+
+    asked = None if options.device == AUTO_DEVICE else options.device
+    name = asked or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UsageError(f"device '{name}' is not known; plan for cpu or cuda") from error
+    if device.type not in ("cpu", "cuda"):
+        raise UsageError(f"memory is planned for cpu and cuda, not for '{name}'")
+    default = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = default if options.dtype == "auto" else getattr(torch, options.dtype)
+    config = model_config(options.model, options.base_config, options.model_revision)
+    return PlannedModel(options.model, config, dtype, device)
 
 
-def check_settings(options: PlanOptions, chosen: list[str]) -> None:
-    """Raises ConfigError for a setting that no method has."""
-    from kvcli.bench.layer import MethodCase
-    from kvcli.bench.layer import check_settings as check
+def method_plan(
+    planned: PlannedModel, name: str, settings: Mapping[str, Any], *, fused: bool, program_bytes: int
+) -> MethodPlan:
+    """What a method needs on a model; settings that are not given are those of its newest artifact, if there is one.
 
-    check([MethodCase.parse(name, {}) for name in chosen], parse_settings(options.setting))
-
-
-def settings_of(name: str, texts: list[str]) -> dict[str, Any]:
-    """Those of the given settings that a method has."""
+    Raises:
+        UsageError: no such method, or settings that do not fit the model's shapes.
+        ConfigError: settings that do not exist.
+    """
+    from kvcli.artifact.metadata import METADATA, Metadata
+    from kvcli.attention.attach import make_config
+    from kvcli.plan.memory import MethodPlan
     from kvcli.registry import parse_method
 
-    fields = parse_method(name)[0].config_cls.model_fields
-    return {setting: value for setting, value in parse_settings(texts).items() if setting in fields}
+    method, from_bits = parse_method(name)
+    settings = {key: value for key, value in settings.items() if key in method.config_cls.model_fields}
+    stored = from_bits
+    if method.needs_artifact:
+        with suppress(ArtifactError):
+            stored = Metadata.read(newest_artifact(planned.name, name) / METADATA).config
+    try:
+        config = make_config(method, {**stored, **settings}).resolve(planned.spec)
+    except ValueError as error:
+        raise UsageError(" ".join(str(error).split())) from error
+    return MethodPlan(planned, name, method, config, fused, program_bytes)
 
 
 def method_row(plan: MethodPlan, plans: list[MethodPlan], options: PlanOptions, memory: int | None) -> dict[str, Any]:
@@ -136,76 +166,55 @@ def method_row(plan: MethodPlan, plans: list[MethodPlan], options: PlanOptions, 
     Args:
         plan: of the method.
         plans: of all methods, the baseline first.
-        options: prompt, new tokens, batch and calibration.
+        options: prompt, new tokens and batch.
         memory: bytes that all has to fit into; None: not asked.
     """
-    from kvcli.plan.limits import break_even, limits
-    from kvcli.plan.stages import fit
-
-    spec, batch = plan.planned.spec, options.batch
     lengths, chunk = (options.prompt_tokens, options.max_new_tokens), options.prefill_chunk
-    held = plan.memory(*lengths, batch, chunk=chunk)
-    stage = plan.generate(*lengths, batch, chunk=chunk)
-    context = None if spec.other_layers else plan.compress(options.prompt_tokens, chunk)
-    row: dict[str, Any] = {
-        "method": plan.name,
-        "memory": held.to_dict(),
-        "artifact_bytes": plan.artifact_bytes,
-        "context_bytes": context and context.disk_bytes,
-        "generate": stage.to_dict(),
-        "compress": context and context.to_dict(),
-        "fit": None,
-        "fits": None,
-        "break_even": [],
-    }
+    against: list[MethodPlan] = []
     if plan.method.needs_artifact:
-        config = calibration(spec, options)
-        row["fit"] = fit(
-            spec,
-            plan.method,
-            plan.config,
-            tokens=config.num_sequences * config.seq_len,
-            query_tokens=config.query_sequences * config.seq_len,
-            program_bytes=plan.program_bytes if plan.on_cpu else 0,
-        ).to_dict()
         others = [other for other in plans if not other.method.needs_artifact]
         smallest = min(others, key=lambda other: other.cache.memory(options.prompt_tokens).cache_bytes)
-        row["break_even"] = [
-            asdict(break_even(plan, other, options.prompt_tokens)) for other in dict.fromkeys((plans[0], smallest))
-        ]
-    if memory is not None:
-        row["fits"] = asdict(limits(plan, memory, *lengths, chunk=chunk))
-    return row
+        against = [plans[0]] if smallest is plans[0] else [plans[0], smallest]
+    return {
+        "method": plan.name,
+        "memory": plan.memory(*lengths, options.batch, chunk=chunk).to_dict(),
+        "artifact_bytes": plan.artifact_bytes,
+        "context_bytes": None if plan.planned.spec.other_layers else plan.context_bytes(options.prompt_tokens),
+        "peak_bytes": plan.peak_bytes(*lengths, options.batch, chunk=chunk),
+        "fits": None if memory is None else plan.limits(memory, *lengths, chunk=chunk),
+        "break_even": [plan.break_even(other, options.prompt_tokens) for other in against],
+    }
 
 
-def lines(record: Mapping[str, Any]) -> list[str]:
-    """Model and calibration, a line each."""
-    stage, fits = record["calibrate"], [row["fit"] for row in record["methods"] if row["fit"]]
+def lines(record: Mapping[str, Any], windows: int) -> list[str]:
+    """Model and calibration, a line each.
+
+    Args:
+        record: the result.
+        windows: layers with a sliding window.
+    """
+    stage = record["calibrate"]
     beside = "" if record["program_bytes"] is None else f", program {size(record['program_bytes'])}"
-    time = "time unknown (--probe)" if stage["seconds"] is None else f"about {duration(stage['seconds'])}"
-    made = [
+    texts = [
         f"{record['model']}, {record['dtype']} on {record['device']}: weights {size(record['weights_bytes'])}{beside}",
-        f"calibrate {stage['tokens']} tokens: disk {size(stage['disk_bytes'])}, peak memory {size(stage['peak_bytes'])}"
-        f", {time}",
+        f"calibrate {stage['tokens']} tokens: disk {size(stage['disk_bytes'])}, "
+        f"memory at most {size(stage['peak_bytes'])}",
     ]
     if record["quantized"]:
-        made.append(
+        texts.append(
             f"the checkpoint is quantized ({record['quantized']}): its weights, and all peaks, are smaller than these, "
             f"which are of weights in {record['dtype']}"
         )
     if others := record["other_layers"]:
-        held, count = record["methods"][0]["memory"], record["num_layers"]
-        made.append(
+        memory, count = record["methods"][0]["memory"], record["num_layers"]
+        texts.append(
             f"{count} of {count + others} layers compressed, those that attend to the whole context, with "
-            f"{100 * held['share']:.0f} % of an uncompressed cache; the others keep transformers' own cache of "
-            f"{size(held['other_bytes'])}, which counts in peaks only"
+            f"{100 * memory['share']:.0f} % of an uncompressed cache; {windows} with sliding windows keep "
+            f"transformers' own cache of {size(memory['other_bytes'])}, which counts in peaks only"
         )
-    if fits:
-        most = max(fits, key=lambda fit: fit["peak_bytes"])
-        made.append(f"fit: peak memory up to {size(most['peak_bytes'])}")
-    if record["prompt_seconds"] is not None:
-        made.append(f"the prompt takes about {duration(record['prompt_seconds'])} without compression")
-    return made
+        if others > windows:
+            texts.append(f"states of {others - windows} layers of other kinds are not counted")
+    return texts
 
 
 def table(record: Mapping[str, Any]) -> DataTable:
@@ -222,7 +231,7 @@ def table(record: Mapping[str, Any]) -> DataTable:
             "of fp16": f"1/{memory['ratio']:.1f}",
             "on disk": "-" if row["context_bytes"] is None else size(row["context_bytes"]),
             "artifact": size(row["artifact_bytes"]) if row["artifact_bytes"] else "-",
-            "peak": size(row["generate"]["peak_bytes"]),
+            "peak": size(row["peak_bytes"]),
             "longest": count(fits.get("context")),
             "batch": count(fits.get("batch")),
             "pays from": " / ".join(count(pays["context"]) for pays in row["break_even"]) or "-",

@@ -53,9 +53,6 @@ class Method:
             recorded); default: the settings as they are.
         fit_metrics: what `fit` measures, by name in `FitReport.metrics` (a list with one number per head or one for
             all heads): a label for model cards and progress lines.
-        fit_tokens: tokens that fitting draws from all blocks at most and works on; None: it works on whole blocks.
-        fit_floats: float32 numbers that fitting holds at once beside the samples, per token of `fit_tokens`, else of a
-            block, and channel of its keys.
         needs_artifact: whether nothing works without fitting.
         for_bits: settings for a number of bits asked for as in `kivi-2`.
         attend_kernels: module with Triton attention over this method's codes, or None: blocks of codes are decoded and
@@ -78,8 +75,6 @@ class Method:
     fit: FitLayer | None = None
     allocate: Callable[[ModelSpec, Any, Sequence[LayerFisher] | None], Any] | None = None
     fit_metrics: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    fit_tokens: int | None = None
-    fit_floats: float = 2.0
     needs_artifact: bool = False
     for_bits: Callable[[float], dict[str, Any]] | None = None
     attend_kernels: str | None = None

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from kvcli.attention.attach import build_codecs, make_config
 from kvcli.attention.decoder import can_step, step_capacity
 from kvcli.cache.code_buffer import grown_capacity
 from kvcli.cache.counts import Counts, FlushPlan, TokenCounts
@@ -20,7 +21,7 @@ from kvcli.cache.sequences import positions_capacity
 from kvcli.methods.config import BiasOffsetConfig, CacheConfig
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import Method
-from kvcli.plan.other_layers import NO_OTHERS, OtherLayers
+from kvcli.registry import parse_method
 from kvcli.spec import ModelSpec
 
 _TILE = 64
@@ -88,7 +89,7 @@ class CachePlan:
         layers: bytes of each layer.
         dtype: of the model.
         fused: whether kernels attend to codes; the reference keeps a rotation of each, where it needs them.
-        others: the caches of layers that do not attend to the whole context.
+        windows: most tokens that each layer with a sliding window keeps, in a cache of transformers' own.
     """
 
     spec: ModelSpec
@@ -97,7 +98,7 @@ class CachePlan:
     layers: tuple[LayerBytes, ...]
     dtype: torch.dtype
     fused: bool = False
-    others: OtherLayers = NO_OTHERS
+    windows: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def of_codecs(
@@ -110,7 +111,7 @@ class CachePlan:
         *,
         key_bias: bool = False,
         fused: bool = False,
-        others: OtherLayers = NO_OTHERS,
+        windows: tuple[tuple[int, int], ...] = (),
     ) -> CachePlan:
         """From codecs, fitted or not; they are used one after the other, so they need not exist at once.
 
@@ -122,7 +123,7 @@ class CachePlan:
             dtype: of the model.
             key_bias: whether the model's key projection has a bias.
             fused: whether kernels attend to codes.
-            others: the caches of layers that do not attend to the whole context.
+            windows: most tokens that each layer with a sliding window keeps.
         """
         known: dict[Any, LayerBytes] = {}
         layers = []
@@ -134,7 +135,7 @@ class CachePlan:
                     codec.make_kernel_tables()
                 known[key] = LayerBytes.of(codec, config, dtype, key_bias)
             layers.append(known[key])
-        return cls(spec, method, config, tuple(layers), dtype, fused, others)
+        return cls(spec, method, config, tuple(layers), dtype, fused, windows)
 
     def new_counts(self) -> TokenCounts:
         """The counts of an empty cache."""
@@ -210,8 +211,42 @@ class CachePlan:
             nominal_bits=self.method.nominal_bits(spec, self.config),
             layers=spec.num_layers,
             other_layers=spec.other_layers,
-            other_bytes=batch * self.others.held(tokens),
+            other_bytes=batch * size * sum(width * min(tokens, window) for window, width in self.windows),
         )
+
+
+def stored_bits(name: str, settings: dict[str, Any], spec: ModelSpec, contexts: list[int]) -> dict[str, Any]:
+    """Bits per value of one sequence in a 16-bit model, without the artifact and per-sequence state.
+
+    Args:
+        name: a method with or without bits, such as `kivi-2`.
+        settings: its settings.
+        spec: the model's shapes.
+        contexts: lengths of the prompt, each a cache of its own.
+
+    Returns:
+        Nominal bits; stored bits of encoded keys and of values, scales and norms included; bits over all tokens at each
+        context, window and positions included.
+    """
+    method, from_bits = parse_method(name)
+    config = make_config(method, {**from_bits, **settings})
+    plan = CachePlan.of_codecs(spec, method, config, build_codecs(method, spec, config), torch.float16)
+    key = sum(8 * layer.key_group / layer.key_tokens for layer in plan.layers) / len(plan.layers)
+    value = sum(8 * layer.value_group / layer.value_tokens for layer in plan.layers) / len(plan.layers)
+    effective = []
+    for context in contexts:
+        memory = plan.memory(context)
+        positions = context * (32 + 8)
+        held = 8 * (memory.code_bytes + memory.window_bytes) + positions
+        effective.append(held / (2 * context * spec.kv_dim * spec.num_layers))
+    return {
+        "method": name,
+        "settings": settings,
+        "nominal": [float(bits) for bits in method.nominal_bits(spec, config)],
+        "key_bits": key / spec.kv_dim,
+        "value_bits": value / spec.kv_dim,
+        "effective": effective,
+    }
 
 
 @dataclass

@@ -48,11 +48,10 @@ def test_bench_runs_a_hybrid_and_counts_the_caches_of_all_its_layers(hybrid: Pat
     assert ours["cache_bytes"] > whole + windows  # all is in the window, with headroom and positions
 
 
-@pytest.mark.parametrize("dry", [[], ["--dry-run"]])
-def test_compress_refuses_a_hybrid_before_it_reads(hybrid: Path, dry: list[str]) -> None:
+def test_compress_refuses_a_hybrid_before_it_reads(hybrid: Path) -> None:
     Path("text.txt").write_text("words " * 20)
     result = invoke(
-        *("compress", str(hybrid), "--method", "kivi-2", "--prompt-file", "text.txt", "--out", "made.safetensors"), *dry
+        *("compress", str(hybrid), "--method", "kivi-2", "--prompt-file", "text.txt", "--out", "made.safetensors")
     )
     assert result.exit_code == 2
     assert "2 of its 4 layers keep transformers' own cache" in result.stderr
@@ -77,16 +76,11 @@ def test_bench_says_what_share_of_the_cache_is_compressed(hybrid: Path) -> None:
     assert "2 of 4 layers compressed (73 % of fp16's cache)" in " ".join(result.stdout.split())  # 19 of 19 + 7 tokens
 
 
-@pytest.mark.parametrize("command", ["plan", "generate"])
-def test_plans_count_what_other_layers_keep(hybrid: Path, command: str) -> None:
-    prompt = ["--prompt", "words " * 20, "--dry-run"] if command == "generate" else ["--prompt-tokens", "120"]
-    result = invoke(
-        *(command, str(hybrid), "--method", "kivi-2", "--device", "cpu", "--json", "--max-new-tokens", "4"), *prompt
-    )
+def test_plans_count_what_other_layers_keep(hybrid: Path) -> None:
+    words = ("--method", "kivi-2", "--device", "cpu", "--json", "--max-new-tokens", "4", "--prompt-tokens", "120")
+    result = invoke("plan", str(hybrid), *words)
     assert result.exit_code == 0, result.output
-    record = json.loads(result.stdout)
-    held = record["other_layers_bytes"] if command == "generate" else record["methods"][1]["memory"]["other_bytes"]
-    assert held == 2 * 7 * 2 * 2 * 16 * 4
+    assert json.loads(result.stdout)["methods"][1]["memory"]["other_bytes"] == 2 * 7 * 2 * 2 * 16 * 4
 
 
 def test_plan_says_how_many_layers_its_caches_are_of(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Planned memory of a GPU against what torch allocates there."""
+"""The bound of a GPU's memory against what torch allocates there; caches are planned exactly."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from kvcli.calibrate.collect import collect
 from kvcli.calibrate.config import CollectConfig
 from kvcli.fingerprint import fingerprint
 from kvcli.models import LoadedModel
-from kvcli.plan.model import PlannedModel
-from kvcli.plan.stages import MethodPlan, calibrate
+from kvcli.plan.memory import MethodPlan, PlannedModel, calibration
 from kvcli.registry import parse_method
 from kvcli.spec import ModelSpec
 
@@ -49,7 +48,7 @@ def other_bytes(model: Any) -> int:
 def check(planned_bytes: int, others: int = 0) -> None:
     peak = torch.cuda.max_memory_allocated() - others
     print(f"planned {planned_bytes / 2**20:.0f} MiB, was {peak / 2**20:.0f} MiB")
-    assert planned_bytes == pytest.approx(peak, rel=0.2)
+    assert peak <= planned_bytes <= 1.5 * peak
 
 
 @pytest.mark.parametrize("name", ["fp16", "kivi-2", "squat-pre-2", "qjl", "commvq-1", "commvq-2"])
@@ -58,7 +57,7 @@ def test_the_memory_of_generating(
     model: Any, planned: PlannedModel, name: str, tokens: int, batch: int, chunk: int | None
 ) -> None:
     method, from_bits = parse_method(name)
-    plan = MethodPlan(planned, name, method, make_config(method, from_bits), fused=True)
+    plan = MethodPlan(planned, name, method, make_config(method, from_bits).resolve(planned.spec), fused=True)
     config = plan.config
     codecs = build_codecs(method, planned.spec, config)
     for codec in codecs:
@@ -71,7 +70,7 @@ def test_the_memory_of_generating(
         others = other_bytes(model)
         torch.cuda.reset_peak_memory_stats()
         made = session.generate(ids, sampling=SamplingConfig(40), prefill_chunk=chunk)
-    check(plan.generate(tokens, 40, batch, chunk=chunk).peak_bytes, others)
+    check(plan.peak_bytes(tokens, 40, batch, chunk=chunk), others)
     live, expected = made.cache.memory(), plan.memory(tokens, 40, batch, chunk=chunk)
     assert expected.allocated_bytes == pytest.approx(live.allocated_bytes, rel=0.01)
     assert expected.artifact_bytes == live.artifact_bytes
@@ -85,4 +84,4 @@ def test_the_memory_of_calibrating(model: Any, planned: PlannedModel, fisher_seq
     config = CollectConfig(8, 2048, 4, 4, 0, fisher_sequences)
     torch.cuda.reset_peak_memory_stats()
     collect(loaded, torch.randint(3, 1000, (8, 2048)), config, tmp_path / "samples", {"corpus": {"source": "random"}})
-    check(calibrate(planned, config).peak_bytes)
+    check(calibration(planned, config)["peak_bytes"])

@@ -1,0 +1,357 @@
+"""What a method needs on a model: caches, weights and files exactly, the rest as an upper bound.
+
+Memory is what torch allocates on a GPU; on a CPU it is the resident set of the process, program included. Exact are
+the bytes of weights, caches, artifacts and files. What a forward pass allocates beside them is bounded by `pass_bound`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from kvcli.attention.attach import build_codecs
+from kvcli.bench.budget import largest
+from kvcli.bench.shapes import SHAPES, shape_config
+from kvcli.builtin_models import BUILTIN_MODELS, copy_folder
+from kvcli.cache.memory import MemoryReport
+from kvcli.calibrate.config import FISHER_SEQ_LEN, CollectConfig
+from kvcli.checkpoint import plain_attention
+from kvcli.errors import ModelError
+from kvcli.methods.config import CacheConfig
+from kvcli.methods.layer_codec import LayerCodec
+from kvcli.methods.method import Method
+from kvcli.methods.samples import LayerFisher
+from kvcli.models import find_config
+from kvcli.plan.cache import CachePlan
+from kvcli.spec import ModelSpec
+
+_BLOCK_TOKENS = 4608
+"""Most tokens of a cache that a pass over a chunk of a prompt decodes at once."""
+
+_HEAP_TENSOR = 2**25
+"""Largest tensors that the C library takes from its heap, where what is freed stays with the process, in bytes."""
+
+_LOADING = 160 * 2**20
+"""What loading a model and libraries' own buffers leave with a process on a CPU; measured: 60 to 140 MiB."""
+
+_LONGEST = 2**27
+"""Largest context and batch that are looked for."""
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """A model that is not loaded.
+
+    Attributes:
+        name: what the user asked for.
+        config: of transformers.
+        dtype: that its weights will have.
+        device: that it will be on.
+    """
+
+    name: str
+    config: Any
+    dtype: torch.dtype
+    device: torch.device
+
+    @cached_property
+    def spec(self) -> ModelSpec:
+        """Shapes of its attention."""
+        return ModelSpec.from_config(self.config)
+
+    @cached_property
+    def empty(self) -> nn.Module:
+        """The model on the `meta` device: shapes without numbers."""
+        from transformers import AutoModelForCausalLM
+
+        with torch.device("meta"):
+            model: nn.Module = AutoModelForCausalLM.from_config(
+                self.config, dtype=self.dtype, attn_implementation=plain_attention(self.config)
+            )
+        return model.eval()
+
+    @cached_property
+    def key_bias(self) -> bool:
+        """Whether its key projections have a bias."""
+        projections = (x for name, x in self.empty.named_modules() if name.rpartition(".")[2] == "k_proj")
+        return any(getattr(x, "bias", None) is not None for x in projections)
+
+    @cached_property
+    def weights_bytes(self) -> int:
+        """Bytes of all weights, one that two layers share counted once."""
+        return sum(weight.nbytes for weight in self.empty.parameters())
+
+    @property
+    def quantized(self) -> str:
+        """How the checkpoint's weights are quantized, which `weights_bytes` does not know; empty if they are not."""
+        settings = getattr(self.config, "quantization_config", None) or {}
+        settings = settings if isinstance(settings, Mapping) else settings.to_dict()
+        return str(settings.get("quant_method", "in some way")) if settings else ""
+
+    @cached_property
+    def windows(self) -> list[tuple[int, int]]:
+        """Most tokens that each layer with a sliding window keeps, and the numbers that it keeps per token."""
+        from transformers.cache_utils import DynamicCache
+
+        layers = DynamicCache(config=self.config.get_text_config(decoder=True)).layers
+        widths: dict[str, int] = {}
+        for name, module in self.empty.named_modules():
+            place, _, kind = name.rpartition(".")
+            if kind in ("k_proj", "v_proj"):
+                layer_idx = next((part for part in place.split(".") if part.isdecimal()), "")
+                widths[layer_idx] = widths.get(layer_idx, 0) + module.out_features
+        shared = self.spec.num_kv_heads * (self.spec.head_dim + self.spec.value_dim)  # of projections in one
+        return [
+            (layer.sliding_window - 1, widths.get(str(layer_idx), shared))
+            for layer_idx, layer in enumerate(layers)
+            if getattr(layer, "sliding_window", None)
+        ]
+
+    @cached_property
+    def token_bytes(self) -> int:
+        """Upper bound of what a layer's pass allocates per token: its MLP or experts, or attention and encoding."""
+        config, spec = self.config.get_text_config(decoder=True), self.spec
+        hidden, size = config.hidden_size, self.dtype.itemsize
+        widths = [getattr(config, name, None) for name in ("intermediate_size", "intermediate_size_mlp", "n_inner")]
+        mlp = max((width for width in widths if isinstance(width, int)), default=4 * hidden)
+        experts = getattr(config, "num_experts_per_tok", None) or 0
+        mlp += experts * ((getattr(config, "moe_intermediate_size", None) or mlp) + hidden)
+        heads = (spec.num_heads + 2 * spec.num_kv_heads) * (spec.head_dim + spec.value_dim)
+        encoding = 12 * 4 * spec.num_kv_heads * (spec.head_dim + spec.value_dim)
+        return max(size * (3 * mlp + 4 * hidden), size * (2 * heads + 4 * hidden) + encoding, (2 * size + 12) * hidden)
+
+    @cached_property
+    def keeps_scores(self) -> bool:
+        """Whether its attention has learnt sinks (gpt_oss), with which PyTorch keeps the scores of a prompt."""
+        return any(name.endswith("sinks") for name, _ in self.empty.named_parameters())
+
+
+def model_config(name: str, base_config: str | None = None, revision: str | None = None) -> Any:
+    """The transformers config of a model: named shapes need no file, other models their config.json only.
+
+    Args:
+        name: a shape of `kvcli bench`, a built-in model, a hub name, a folder or a .gguf file.
+        base_config: for GGUF files, a hub name or folder whose config is used.
+        revision: branch, tag or commit of a model on the hub.
+
+    Raises:
+        ModelError: no such model, or its config cannot be read.
+        UnsupportedModelError: an architecture that kvcli does not compress.
+    """
+    builtin = BUILTIN_MODELS.get(name)
+    if name in SHAPES and not (builtin and (copy_folder(builtin) / "config.json").is_file()):
+        return shape_config(name)
+    try:
+        return find_config(name, base_config=base_config, revision=revision)
+    except ModelError as error:
+        raise type(error)(f"{error}; shapes that need no model: {', '.join(SHAPES)}") from error
+
+
+def pass_bound(planned: PlannedModel, tokens: int, context: int, batch: int, *, fused: bool) -> int:
+    """Upper bound of the bytes that a forward pass allocates beside weights and caches.
+
+    One layer's `token_bytes`, logits of one token, masks of layers with windows, and, after the first chunk, what
+    attention decodes at once. Layers of other kinds than attention are not counted.
+
+    Args:
+        planned: the model.
+        tokens: that the pass reads, of each sequence.
+        context: tokens of the cache after it.
+        batch: sequences.
+        fused: whether kernels attend to codes; the reference keeps scores in float32.
+    """
+    spec, size, count = planned.spec, planned.dtype.itemsize, batch * tokens
+    kv_width = spec.num_kv_heads * (spec.head_dim + spec.value_dim)
+    total = count * (planned.token_bytes + 8) + 3 * 4 * batch * spec.vocab_size
+    if planned.windows:  # transformers makes a mask of all pairs of tokens, and cut windows keep their whole storage
+        total += count * context * (2 + size) + count * size * sum(width for _, width in planned.windows)
+    if planned.keeps_scores:
+        total += 4 * size * count * context * spec.num_heads
+    if tokens < context:
+        earlier = min(context, _BLOCK_TOKENS)
+        total += 3 * 4 * batch * earlier * kv_width
+        total += 3 * 4 * count * spec.num_heads * (spec.head_dim if fused else earlier)
+    return total
+
+
+@dataclass(frozen=True)
+class MethodPlan:
+    """What a method needs on a model.
+
+    Attributes:
+        planned: the model.
+        name: the method as the user asked for it.
+        method: its record.
+        config: its settings, resolved for the model's shapes.
+        fused: whether kernels attend to codes.
+        program_bytes: memory of the process before a model is loaded.
+    """
+
+    planned: PlannedModel
+    name: str
+    method: Method
+    config: CacheConfig
+    fused: bool = False
+    program_bytes: int = 0
+
+    @cached_property
+    def codecs(self) -> Sequence[LayerCodec]:
+        """Codecs that are not fitted, whose bytes are those of fitted ones."""
+        return build_codecs(self.method, self.planned.spec, self.config)
+
+    @cached_property
+    def cache(self) -> CachePlan:
+        """Its caches."""
+        planned = self.planned
+        return CachePlan.of_codecs(
+            planned.spec,
+            self.method,
+            self.config,
+            self.codecs,
+            planned.dtype,
+            key_bias=planned.key_bias,
+            fused=self.fused,
+            windows=tuple(planned.windows),
+        )
+
+    @cached_property
+    def artifact_bytes(self) -> int:
+        """Bytes of an artifact's file with the fitted state of all layers, its header included; 0 without one."""
+        if not self.method.needs_artifact:
+            return 0
+        header: dict[str, Any] = {}
+        total = 0
+        for layer_idx, codec in enumerate(self.codecs):
+            for name, x in codec.state_dict().items():
+                record = {"dtype": "F32", "shape": list(x.shape), "data_offsets": [total, total + x.nbytes]}
+                header[f"layers.{layer_idx}.{name}"] = record
+                total += x.nbytes
+        return total + len(json.dumps(header, separators=(",", ":"))) + 8
+
+    def memory(self, prompt_tokens: int, new_tokens: int, batch: int = 1, *, chunk: int | None = None) -> MemoryReport:
+        """The cache after generating as `Session.generate` does; the last token is not in it.
+
+        Args:
+            prompt_tokens: per sequence.
+            new_tokens: per sequence.
+            batch: sequences.
+            chunk: prompt tokens of a sequence per forward pass; None: all.
+        """
+        steps = self.planned.device.type != "cpu" and self.fused
+        return self.cache.memory(prompt_tokens, max(0, new_tokens - 1), batch, chunk=chunk, steps=steps)
+
+    def peak_bytes(self, prompt_tokens: int, new_tokens: int, batch: int = 1, *, chunk: int | None = None) -> int:
+        """Upper bound of the memory while generating: weights, artifact, cache, and what passes allocate.
+
+        Args: those of `memory`.
+        """
+        planned, size = self.planned, min(chunk or prompt_tokens, prompt_tokens)
+        memory = self.memory(prompt_tokens, new_tokens, batch, chunk=chunk)
+        cache, kept = memory.allocated_bytes + memory.other_bytes, 0
+        if planned.device.type == "cpu":
+            window = 2 * size * batch * planned.spec.kv_dim * planned.dtype.itemsize
+            kept = window * planned.spec.num_layers * (window < 2 * _HEAP_TENSOR)
+        passes = pass_bound(planned, size, prompt_tokens, batch, fused=self.fused)
+        passes = max(passes, pass_bound(planned, 1, prompt_tokens + new_tokens, batch, fused=self.fused))
+        others = max(cache, kept) + memory.artifact_bytes + passes
+        return self.with_weights(others)
+
+    def with_weights(self, others: int) -> int:
+        """Bytes of weights and `others`, on a CPU with those of the program and of files that are mapped to load."""
+        planned = self.planned
+        if planned.device.type != "cpu":
+            return planned.weights_bytes + others
+        stored = getattr(planned.config, "dtype", None)
+        itemsize = stored.itemsize if isinstance(stored, torch.dtype) else 2
+        mapped = planned.weights_bytes * itemsize // planned.dtype.itemsize
+        return self.program_bytes + planned.weights_bytes + max(others + _LOADING, mapped)
+
+    def context_bytes(self, tokens: int) -> int:
+        """Bytes of a compressed context on disk: what is in use, positions, padding marks and token ids."""
+        memory = self.cache.memory(tokens)
+        return memory.code_bytes + memory.window_bytes + memory.state_bytes + tokens * (4 + 1 + 8)
+
+    def limits(
+        self, memory_bytes: int, prompt_tokens: int, new_tokens: int, *, chunk: int | None = None
+    ) -> dict[str, int]:
+        """The longest prompt of one sequence (`context`), and the largest `batch` of given prompts, that surely fit.
+
+        Args:
+            memory_bytes: for torch on a GPU, for the process on a CPU.
+            prompt_tokens: of each sequence of a batch.
+            new_tokens: that follow each prompt.
+            chunk: prompt tokens of a sequence per forward pass; None: all.
+        """
+
+        def most(fits: Callable[[int], bool], start: int) -> int:
+            return largest(fits, start=max(1, start), most=_LONGEST, resolution=1 / 256)
+
+        def fits(tokens: int, batch: int) -> bool:
+            return self.peak_bytes(tokens, new_tokens, batch, chunk=chunk) <= memory_bytes
+
+        return {
+            "context": most(lambda tokens: fits(tokens, 1), prompt_tokens),
+            "batch": most(lambda batch: fits(prompt_tokens, batch), 1),
+        }
+
+    def break_even(self, other: MethodPlan, tokens: int) -> dict[str, Any]:
+        """From when on this method, artifact included, takes less memory than another; None: never.
+
+        Args:
+            other: the method to compare with.
+            tokens: of each sequence.
+
+        Returns:
+            `against`, the other's name; `context`, tokens of a single sequence; `contexts`, sequences of `tokens`.
+        """
+
+        def pays(context: int, contexts: int = 1) -> bool:
+            ours, theirs = (plan.cache.memory(context) for plan in (self, other))
+            once = ours.artifact_bytes - theirs.artifact_bytes
+            return once < contexts * (theirs.cache_bytes - ours.cache_bytes)
+
+        def first(holds: Callable[[int], bool]) -> int | None:
+            number = largest(lambda count: not holds(count), start=1, most=_LONGEST) + 1
+            return None if number > _LONGEST else number
+
+        return {
+            "against": other.name,
+            "context": first(pays),
+            "contexts": first(lambda count: pays(tokens, count)),
+        }
+
+
+def calibration(planned: PlannedModel, config: CollectConfig, program_bytes: int = 0) -> dict[str, int]:
+    """Tokens and exact bytes on disk of a recording, and an upper bound of the memory while it is made.
+
+    Args:
+        planned: the model.
+        config: what is recorded.
+        program_bytes: memory of the process before a model is loaded.
+    """
+    spec, sequences = planned.spec, config.sequences(None)
+    fisher = any(row in sequences for row in config.fisher_rows)
+    matrices = len(fields(LayerFisher)) * spec.num_layers * spec.num_kv_heads * spec.head_dim**2
+    kv_width = spec.kv_dim + spec.num_kv_heads * spec.value_dim
+    count, (start, stop) = config.batch_size * config.seq_len, config.windows(spec)[0]
+    recorded = 3 * 2 * (stop - start) * count * (kv_width + spec.num_heads * spec.head_dim)
+    peak = pass_bound(planned, config.seq_len, config.seq_len, config.batch_size, fused=False) + recorded
+    if fisher:
+        length = min(config.seq_len, FISHER_SEQ_LEN)
+        layers = spec.num_layers + spec.other_layers
+        scores = 6 * 4 * spec.num_heads * length**2
+        saved = 3 * layers * length * planned.token_bytes
+        logits = 6 * 4 * min(length, 256) * spec.vocab_size
+        peak = max(peak, saved + scores + logits + 2 * 8 * matrices + 8 * length * kv_width * layers)
+    on_gpu = planned.device.type != "cpu"
+    return {
+        "tokens": len(sequences) * config.seq_len,
+        "disk_bytes": config.disk_bytes(spec, None) + fisher * 4 * matrices,
+        "peak_bytes": planned.weights_bytes + peak + (0 if on_gpu else program_bytes + _LOADING),
+    }
