@@ -15,6 +15,7 @@ from kvcli.cli.options import ModelOptions
 from kvcli.cli.output import Output, size
 from kvcli.cli.paths import samples_folder, shard_folder
 from kvcli.errors import UsageError
+from kvcli.hub import check_model_name
 
 if TYPE_CHECKING:
     from kvcli.calibrate.corpus import CorpusConfig
@@ -60,8 +61,13 @@ def run(options: CalibrateOptions, output: Output) -> None:
 
     Started by torchrun, processes share the sequences.
     """
-    from kvcli.calibrate.collect import CollectConfig, collect, collect_shard, collect_together
     from kvcli.calibrate.corpus import check_source, documents, token_sequences
+
+    check_model_name(options.model)
+    corpus = corpus_config(options)
+    check_source(corpus)
+
+    from kvcli.calibrate.collect import CollectConfig, collect, collect_shard, collect_together
     from kvcli.calibrate.shards import Shard
     from kvcli.ranks import joined
 
@@ -69,9 +75,7 @@ def run(options: CalibrateOptions, output: Output) -> None:
     if options.dry_run:
         dry_calibrate(options, shard, output)
         return
-    corpus = corpus_config(options)
     output.settings(options.model_dump(mode="json"))
-    check_source(corpus)
     with joined() as ranks:
         if shard is not None and ranks.count > 1:
             raise UsageError("torchrun shares the work by itself; leave out --shard")
@@ -121,7 +125,7 @@ def run(options: CalibrateOptions, output: Output) -> None:
         "layers": loaded.spec.num_layers,
         "bytes": needed,
     }
-    output.result(record, str(folder))
+    output.result(record, str(folder), ["kvcli", "fit", folder] if shard is None else ())
 
 
 def corpus_config(options: CalibrateOptions) -> CorpusConfig:

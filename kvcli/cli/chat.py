@@ -13,11 +13,12 @@ from pydantic import Field
 from kvcli.cli.command import command
 from kvcli.cli.compress_targets import SUFFIX
 from kvcli.cli.generate import compression_starts, describe
+from kvcli.cli.next_command import model_argument
 from kvcli.cli.output import Output, size
 from kvcli.cli.session_options import PREFILL_CHUNK, SamplingOptions, choose_method
 from kvcli.cli.store_options import STORE_HELP, open_store
 from kvcli.errors import KvcliError, UsageError
-from kvcli.registry import DEFAULT_METHOD
+from kvcli.registry import DEFAULT_METHOD, method_name
 
 if TYPE_CHECKING:
     from kvcli.chat import Conversation
@@ -47,11 +48,13 @@ class ChatOptions(SamplingOptions):
 
 def run(options: ChatOptions, output: Output) -> None:
     """Talk to a model on one compressed cache; only what is new of each turn is read, and the cache can be saved."""
+    if options.system is not None and options.resume is not None:
+        raise UsageError("--system goes before the first message; the conversation of --resume has begun")
+    options.check(context=options.resume, store=options.store)
+
     from kvcli.chat import Conversation
     from kvcli.cli.context_input import check_storable, check_tokenizer, load_context
 
-    if options.system is not None and options.resume is not None:
-        raise UsageError("--system goes before the first message; the conversation of --resume has begun")
     context = None if options.resume is None else load_context(options.resume, options.model, options.store)
     options = options.for_context(context)
     if options.save is not None:
@@ -79,16 +82,19 @@ def run(options: ChatOptions, output: Output) -> None:
             held = conversation.cache.get_seq_length()
             output.say(f"{held} tokens reused from {options.resume}: {len(conversation.messages)} messages")
         output.say(HELP)
+        method = method_name(session.method.name, dict(session.config))
         turns = talk(conversation, options, output)
         saved = options.save is not None and save(conversation, options.save, options, output)
+    store = ["--store", options.store] if options.store else []
     output.result(
         {
             "model": options.model,
-            "method": chosen.name,
+            "method": method,
             "messages": [dict(message) for message in conversation.messages],
             "turns": [turn.to_dict() for turn in turns],
             "saved": str(options.save) if saved else None,
-        }
+        },
+        following=["kvcli", "chat", *model_argument(options.model), *store, "--resume", options.save] if saved else (),
     )
 
 

@@ -13,11 +13,12 @@ from pydantic import Field
 
 from kvcli.builtin_models import BUILTIN_MODELS, DEFAULT_MODEL
 from kvcli.cli import calibrate, evaluate, export, fit
+from kvcli.cli.bars import duration
 from kvcli.cli.command import command
 from kvcli.cli.options import ComputeOptions
-from kvcli.cli.output import Output, duration, size
+from kvcli.cli.output import Output, size
 from kvcli.errors import UsageError
-from kvcli.registry import BASELINE, DEFAULT_METHOD, fit_command, get_method
+from kvcli.registry import BASELINE, DEFAULT_METHOD, DEMO_SETTINGS, get_config, get_method
 
 _PROMPT_CHARACTERS = 4800
 _SHOWN_CHARACTERS = 320
@@ -43,8 +44,7 @@ def run(options: DemoOptions, output: Output) -> None:
 
     if options.prompt == "":
         raise UsageError("the prompt is empty; give --prompt a text, or leave it out")
-    quick = quick_settings()
-    say_preset(options, quick, output)
+    say_preset(options, output)
     seconds: dict[str, float] = {}
     quiet = _Quiet(output)
     folders = {
@@ -62,9 +62,9 @@ def run(options: DemoOptions, output: Output) -> None:
         calibrate.run(settings, quiet)
     with _timed(seconds, "train"):
         fit.run(
-            fit.FitMethodOptions(
+            fit.FitOptions(
                 method=f"{DEFAULT_METHOD}-{options.bits}",
-                setting=[f"{name}={value}" for name, value in quick.items()],
+                setting=[f"{name}={value}" for name, value in DEMO_SETTINGS.items()],
                 samples=folders["samples"],
                 out=folders["training"],
                 **shared,
@@ -106,20 +106,14 @@ def run(options: DemoOptions, output: Output) -> None:
         "seconds": seconds,
         "artifact": str(folders["artifact"]),
     }
-    output.result(record, _table(record))
+    output.result(record, _table(record), export.generate_with(record["artifact"]))
 
 
-def quick_settings() -> dict[str, Any]:
-    """The method's settings that fit in less time than its defaults."""
-    own = fit_command(DEFAULT_METHOD)
-    return {} if own is None else dict(own.quick)
-
-
-def say_preset(options: DemoOptions, quick: dict[str, Any], output: Output) -> None:
+def say_preset(options: DemoOptions, output: Output) -> None:
     """Says what the quick preset changes, each with the full default."""
-    defaults = get_method(DEFAULT_METHOD).config_cls.model_fields
+    defaults = get_config(DEFAULT_METHOD).model_fields
     tokens = calibrate.CalibrateOptions.model_fields["tokens"].get_default()
-    changes = [f"{name} {value} instead of {defaults[name].get_default()}" for name, value in quick.items()]
+    changes = [f"{name} {value} instead of {defaults[name].get_default()}" for name, value in DEMO_SETTINGS.items()]
     output.say(
         f"quick preset: {', '.join([f'{options.tokens} calibration tokens instead of {tokens}', *changes])}; "
         "'kvcli calibrate' and 'kvcli fit' use the full defaults"
@@ -144,7 +138,7 @@ class _Quiet(Output):
     def settings(self, values: Any) -> None:
         pass
 
-    def result(self, record: Any, human: Any = None) -> None:
+    def result(self, record: Any, human: Any = None, following: Any = ()) -> None:
         self.record = record
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvcli.cli.bars import duration
 from kvcli.cli.context_input import check_storable
 from kvcli.cli.options import AUTO_DEVICE, ModelOptions
-from kvcli.cli.output import Output, duration, size
+from kvcli.cli.output import Output, size
 from kvcli.cli.paths import newest_artifact
 from kvcli.cli.token_counts import TokenCounter
 from kvcli.errors import ArtifactError, UsageError

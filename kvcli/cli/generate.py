@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 from pydantic import Field
 
 from kvcli.cli.command import command
 from kvcli.cli.dry_run import DRY_RUN, dry_generate
+from kvcli.cli.next_command import model_argument
 from kvcli.cli.output import Output, size
 from kvcli.cli.prompt_sources import read_prompt
 from kvcli.cli.session_options import SamplingOptions, choose_method
 from kvcli.cli.store_options import STORE_HELP, open_store
 from kvcli.errors import UsageError
-from kvcli.registry import BASELINE, DEFAULT_METHOD
+from kvcli.registry import BASELINE, DEFAULT_METHOD, method_name
 
 if TYPE_CHECKING:
     from kvcli.attention.session import Session
@@ -59,13 +60,14 @@ class GenerateOptions(SamplingOptions):
 
 def run(options: GenerateOptions, output: Output) -> None:
     """Generate text, streamed; --method compresses the KV cache."""
-    from kvcli.cli.context_input import begin, load_context
-    from kvcli.generate import generate_text
-
     check(options)
+    options.check(context=options.context, store=options.store)
     prompt = read_prompt(options.prompt, options.prompt_file, output)
     if not prompt and options.prompt != "":
         raise UsageError("the prompt is empty; give a text with --prompt or --prompt-file")
+    from kvcli.cli.context_input import begin, load_context
+    from kvcli.generate import generate_text
+
     started = time.perf_counter()
     context = None if options.context is None else load_context(options.context, options.model, options.store)
     read_s = time.perf_counter() - started
@@ -99,7 +101,7 @@ def run(options: GenerateOptions, output: Output) -> None:
             prefill_chunk=options.prefill_chunk,
             compile_layers=options.compile,
         )
-        starts_at = compression_starts(session)
+        starts_at, method = compression_starts(session), method_name(session.method.name, dict(session.config))
     output.write("\n")
     if made.note is not None:
         output.warn(f"warning: {made.note}")
@@ -112,16 +114,21 @@ def run(options: GenerateOptions, output: Output) -> None:
         output.say(f"no tokens reused; first token after {made.ttft_s:.2f} s")
     if options.stats:
         output.warn(describe(made, starts_at))
+    following: list[Any] = []
+    if options.context is None:
+        measured = ["--artifact", options.artifact] if options.artifact else ["--method", method]
+        following = ["kvcli", "eval", *model_argument(options.model), *(measured if method != BASELINE else ())]
     output.result(
         {
             "model": options.model,
-            "method": chosen.name,
+            "method": method,
             "prompt": prompt,
             "reused_from": start.source,
             "load_s": read_s + start.load_s,
             "compression_starts_at": starts_at,
             **made.to_dict(),
-        }
+        },
+        following=following,
     )
 
 

@@ -41,7 +41,7 @@ def run(options: MergeOptions, output: Output) -> None:
         "layers": len(recording.layers),
         "shards": len(shards),
     }
-    output.result(record, str(folder))
+    output.result(record, str(folder), ["kvcli", "fit", folder])
 
 
 def register(app: typer.Typer) -> None:

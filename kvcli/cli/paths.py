@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcli.errors import ArtifactError, SamplesError
-from kvcli.registry import parse_method
+from kvcli.registry import METHODS, parse_name
 
 RUNS = Path("runs")
 
@@ -55,13 +55,15 @@ def contexts_folder(model: str) -> Path:
     return RUNS / short_name(model) / "contexts"
 
 
-def newest_samples() -> Path:
-    """The recording that was written last.
+def newest_samples(folder: Path | None = None) -> Path:
+    """The recording that was written last, or the one that is named.
 
     Raises:
         SamplesError: there is none.
     """
-    folder = _newest(RUNS.glob("*/samples/samples.json"))
+    if folder is not None and not (folder / "samples.json").exists():
+        raise SamplesError(f"no recorded samples in {folder}; run 'kvcli calibrate' first")
+    folder = folder or _newest(RUNS.glob("*/samples/samples.json"))
     if folder is None:
         raise SamplesError(f"no recorded samples below {RUNS}/; run 'kvcli calibrate' first")
     return folder
@@ -91,18 +93,38 @@ def newest_artifact(model: str, method: str, settings: Mapping[str, Any] | None 
         ArtifactError: there is none.
         UsageError: no such method.
     """
-    record, from_bits = parse_method(method)
+    name, from_bits = parse_name(method)
     folder = _newest(
         path
         for path in (RUNS / short_name(model)).glob("*/kvcli.json")
-        if _is_artifact_of(path, record.name, from_bits if settings is None else settings)
+        if _is_artifact_of(path, name, from_bits if settings is None else settings)
     )
     if folder is None:
         raise ArtifactError(
-            f"no {method} artifact for {model} below {RUNS}/; run 'kvcli calibrate', 'kvcli fit --method {method}' and "
-            "'kvcli export' first, or name one with --artifact"
+            f"no {method} artifact for {model} below {RUNS}/; run 'kvcli calibrate' and 'kvcli fit --method "
+            f"{method}' first, or name one with --artifact"
         )
     return folder
+
+
+def artifact_method(folder: Path) -> str | None:
+    """The method of an artifact; None where its metadata cannot be read.
+
+    Raises:
+        ArtifactError: there is no artifact.
+    """
+    if not (folder / "kvcli.json").exists():
+        raise ArtifactError(f"no artifact in {folder}: kvcli.json is missing; make one with 'kvcli fit'")
+    try:
+        name = json.loads((folder / "kvcli.json").read_text())["method"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return name if name in METHODS else None
+
+
+def context_names(folder: Path) -> list[str]:
+    """Names of the contexts of a store."""
+    return sorted(path.stem for path in folder.glob("*.json"))
 
 
 def _is_artifact_of(path: Path, method: str, settings: Mapping[str, Any]) -> bool:

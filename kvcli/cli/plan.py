@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING, Any
 import typer
 from pydantic import Field
 
+from kvcli.builtin_models import BUILTIN_MODELS
+from kvcli.cli.bars import duration
 from kvcli.cli.command import command
 from kvcli.cli.dry_run import calibration, method_plan, planned_model
+from kvcli.cli.next_command import model_argument
 from kvcli.cli.options import IMPL_HELP, ModelOptions
-from kvcli.cli.output import Output, duration, parse_size, size
+from kvcli.cli.output import Output, parse_size, size
 from kvcli.cli.tables import DataTable
 from kvcli.cli.values import parse_settings
 from kvcli.registry import BASELINE, DEFAULT_METHOD
@@ -103,7 +106,9 @@ def run(options: PlanOptions, output: Output) -> None:
     }
     for line in lines(record):
         output.say(line)
-    output.result(record, table(record))
+    model = options.model  # or a shape, of which there is nothing to calibrate
+    known = model in BUILTIN_MODELS or "/" in model
+    output.result(record, table(record), ["kvcli", "calibrate", *model_argument(model)] if known else ())
 
 
 def names(options: PlanOptions) -> list[str]:

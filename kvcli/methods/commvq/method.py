@@ -53,8 +53,6 @@ METHOD = Method(
         "dead_key_rows": "key codebook rows that no training vector uses",
     },
     fit_floats=7.0,
-    needs_artifact=True,
-    for_bits=lambda bits: {"bits": bits},
     attend_kernels="kvcli.methods.commvq.attend_kernels",
     example_settings={
         "residual_length": 6,
