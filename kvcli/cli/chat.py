@@ -50,7 +50,7 @@ def run(options: ChatOptions, output: Output) -> None:
     """Talk to a model on one compressed cache; only what is new of each turn is read, and the cache can be saved."""
     if options.system is not None and options.resume is not None:
         raise UsageError("--system goes before the first message; the conversation of --resume has begun")
-    options.check(context=options.resume, store=options.store)
+    options.check(options.resume, options.store)
 
     from kvcli.chat import Conversation
     from kvcli.cli.context_input import check_storable, check_tokenizer, load_context

@@ -33,7 +33,7 @@ def command(
     settings: type[BaseModel] | None = None,
     resumes: bool = False,
     saves_memory: str = "",
-    group: str = "",
+    summary: str = "",
 ) -> Callable[[Callable[[OptionsT, Output], None]], Callable[[OptionsT, Output], None]]:
     """Registers a command whose flags are the fields of an options model.
 
@@ -46,7 +46,7 @@ def command(
         settings: of a method, which are options too and become entries of `setting`.
         resumes: whether the same command goes on where it was interrupted.
         saves_memory: what to do when memory does not suffice, such as `lower --batch-size`.
-        group: the command that this one is a part of, such as `contexts`.
+        summary: the help; default: the docstring of what is registered.
     """
 
     def register(run: Callable[[OptionsT, Output], None]) -> Callable[[OptionsT, Output], None]:
@@ -68,7 +68,7 @@ def command(
         flags, annotations = signature(options, arguments, settings)
         invoke.__signature__ = flags  # type: ignore[attr-defined]
         invoke.__annotations__ = annotations
-        app.command(name, help=inspect.cleandoc(run.__doc__ or ""), epilog=f"Example: {example}")(invoke)
+        app.command(name, help=summary or inspect.cleandoc(run.__doc__ or ""), epilog=f"Example: {example}")(invoke)
         return run
 
     return register

@@ -58,7 +58,8 @@ class CompressOptions(SessionOptions):
 def run(options: CompressOptions, output: Output) -> None:
     """Read texts once and write their compressed caches, from which 'kvcli generate' and 'kvcli chat' go on."""
     sources = read_sources(options.prompt_file, options.messages)
-    options.check(DEFAULT_METHOD)
+    if options.method is not None or options.artifact is not None:
+        options.check()
     target = target_of(options, sources)
     if options.dry_run:
         dry_compress(options, sources, output)

@@ -164,7 +164,11 @@ def register(app: typer.Typer) -> None:
     example = f"kvcli fit --method {DEFAULT_METHOD}-1"
     command(app, "fit", FitOptions, example, ("samples",), resumes=True, saves_memory=memory)(run)
     for name, method in FIT_NAMES.items():
-        about = f"method to fit, with or without bits; default: {method}"
+        about = "method to fit, with or without bits"
         options = create_model(name, __base__=FitOptions, method=(str, Field(default=method, description=about)))
-        settings = get_config(method)
-        command(app, name, options, f"kvcli {name}", ("samples",), settings, resumes=True, saves_memory=memory)(run)
+        settings, summary = (
+            get_config(method),
+            f"The same as 'kvcli fit --method {method}', with its settings as options.",
+        )
+        register = command(app, name, options, f"kvcli {name}", ("samples",), settings, True, memory, summary=summary)
+        register(run)

@@ -19,8 +19,8 @@ _COMPLETED: dict[str, Collection[str]] = {"method": METHODS, "model": BUILTIN_MO
 
 _SETTINGS = "Settings of the method"
 
-_PANELS = {
-    "What": (
+_PANELS: dict[str, tuple[str, ...]] = {
+    "Options": (
         *("prompt", "prompt_file", "messages", "system", "chat", "context", "resume", "reuse", "corpus"),
         *("corpus_name", "corpus_split", "revision", "text_column", "samples", "layers", "tokens", "seq_len"),
         *("query_tokens", "fisher_tokens", "max_new_tokens"),
@@ -32,7 +32,7 @@ _PANELS = {
     "Machine": ("model_revision", "base_config", "impl", "device", "dtype", "seed"),
     "Output": ("stats", "dry_run"),
 }
-"""Groups of options in the help, in order; those that are not named are in `How`."""
+"""Groups of options in the help, in order; those that are not named are in `How`, and `Options` is typer's own."""
 
 SHARED_FLAGS: dict[str, tuple[Any, Any]] = {
     name: (kind, typer.Option(*names, help=text, rich_help_panel="Output", metavar=metavar))
@@ -67,9 +67,9 @@ def signature(
             default = getattr(settings, "fit_settings", {}).get(name, default)
         if choices := _choices(field.annotation):
             text += f" ({', '.join(map(str, choices[:-1]))} or {choices[-1]})"
-        if default not in (None, [], (), ""):
+        if default is not False and default not in (None, [], (), ""):
             shown = ", ".join(map(str, default)) if isinstance(default, list) else str(default)
-            text += f"; default: {shown.lower() if isinstance(default, bool) else shown}"
+            text += f"; default: {'true' if default is True else shown}"
         complete = _completion(choices or tuple(_COMPLETED.get(name, ())))
         metavar = "PATH" if is_path(field.annotation) else None
         if name in arguments:

@@ -61,7 +61,7 @@ class GenerateOptions(SamplingOptions):
 def run(options: GenerateOptions, output: Output) -> None:
     """Generate text, streamed; --method compresses the KV cache."""
     check(options)
-    options.check(context=options.context, store=options.store)
+    options.check(options.context, options.store)
     prompt = read_prompt(options.prompt, options.prompt_file, output)
     if not prompt and options.prompt != "":
         raise UsageError("the prompt is empty; give a text with --prompt or --prompt-file")

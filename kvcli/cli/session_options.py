@@ -74,11 +74,10 @@ class SessionOptions(ModelOptions):
         lengths = {"sink_length": self.sink_length, "residual_length": self.residual_length}
         return {**parse_settings(self.setting), **{name: x for name, x in lengths.items() if x is not None}}
 
-    def check(self, default: str = BASELINE, context: Path | None = None, store: Path | None = None) -> None:
+    def check(self, context: Path | None = None, store: Path | None = None) -> None:
         """Checks what can be known of model, method, settings, artifact and context before torch is imported.
 
         Args:
-            default: name of the method where nothing says which.
             context: what is gone on from, a file or a name in the store; it names a model and a method.
             store: folder of the store; default: the model's.
 
@@ -102,18 +101,18 @@ class SessionOptions(ModelOptions):
                     f"{suggestion(str(context), names)}; 'kvcli contexts list' shows those that are there"
                 )
         if context is None or self.method is not None:
-            _, folder = self.find_method(default)
+            _, folder = self.find_method(BASELINE)
             artifact = folder and artifact_method(folder)
             if artifact and self.method is not None and artifact != parse_name(self.method)[0]:
                 raise ArtifactError(f"the artifact is for method '{artifact}', not '{self.method}'")
-            name, from_bits = parse_name(self.method or artifact or default)
+            name, from_bits = parse_name(self.method or artifact or BASELINE)
             if folder is not None:  # what fits its settings is known when it is loaded
                 settings = {x: settings[x] for x in settings.keys() - get_config(name).model_fields}
             check_settings(name, {**from_bits, **settings})
         elif self.artifact is not None:
             artifact_method(self.artifact)
 
-    def find_method(self, default: str = BASELINE) -> tuple[str | None, Path | None]:
+    def find_method(self, default: str) -> tuple[str | None, Path | None]:
         """The method, if it was not the artifact that names it, and the artifact's folder, if there is one.
 
         Raises:
