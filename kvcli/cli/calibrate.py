@@ -13,7 +13,7 @@ from kvcli.cli.command import command
 from kvcli.cli.dry_run import DRY_RUN, dry_calibrate
 from kvcli.cli.options import ModelOptions
 from kvcli.cli.output import Output, size
-from kvcli.cli.paths import samples_folder, shard_folder
+from kvcli.cli.paths import model_folder
 from kvcli.errors import UsageError
 from kvcli.hub import check_model_name
 
@@ -81,10 +81,8 @@ def run(options: CalibrateOptions, output: Output) -> None:
             raise UsageError("torchrun shares the work by itself; leave out --shard")
         if ranks.count > 1 and options.corpus == "-":
             raise UsageError("standard input can be read by one process only; pass a file to --corpus")
-        default = samples_folder(options.model)
-        if shard is not None:
-            default = shard_folder(options.model, shard.index, shard.count)
-        folder = options.out or default
+        default = ("samples",) if shard is None else ("shards", f"{shard.index}-of-{shard.count}")
+        folder = options.out or model_folder(options.model, *default)
         loaded = options.load(output)
         seq_len = min(options.seq_len, options.tokens, loaded.spec.max_position_embeddings)
         wanted = max(1, options.tokens // seq_len)

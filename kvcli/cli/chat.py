@@ -79,8 +79,8 @@ def run(options: ChatOptions, output: Output) -> None:
         if context is not None:
             check_tokenizer(loaded, context)
             conversation.resume(context)
-            held = conversation.cache.get_seq_length()
-            output.say(f"{held} tokens reused from {options.resume}: {len(conversation.messages)} messages")
+            tokens = conversation.cache.get_seq_length()
+            output.say(f"{tokens} tokens reused from {options.resume}: {len(conversation.messages)} messages")
         output.say(HELP)
         method = method_name(session.method.name, dict(session.config))
         turns = talk(conversation, options, output)
@@ -164,14 +164,14 @@ def check_target(target: Path, options: ChatOptions) -> None:
     if target.is_dir() and is_file(target):
         raise UsageError(f"{target} is a folder; name a file")
     if is_file(target):
-        taken, own = target.exists(), target == options.resume
+        exists, resumed = target.exists(), target == options.resume
         folder = target.parent
     else:
         check_name(str(target))
         store = open_store(options.store, options.model, must_exist=False)
-        taken, own = str(target) in store.names(), target == options.resume and not target.is_file()
+        exists, resumed = str(target) in store.names(), target == options.resume and not target.is_file()
         folder = store.folder
-    if taken and not own and not options.overwrite:
+    if exists and not resumed and not options.overwrite:
         raise UsageError(f"{target} exists already; use --overwrite to replace it")
     folder.mkdir(parents=True, exist_ok=True)
 
@@ -183,8 +183,8 @@ def save(conversation: Conversation, target: Path, options: ChatOptions, output:
         CacheError: a reply was broken off, or another process writes the file.
         OSError: it cannot be written.
     """
-    held = conversation.cache.get_seq_length()
-    if not held:
+    num_tokens = conversation.cache.get_seq_length()
+    if not num_tokens:
         output.say(f"nothing was said, so {target} is not written")
         return False
     context = conversation.context()
@@ -194,7 +194,7 @@ def save(conversation: Conversation, target: Path, options: ChatOptions, output:
         store = open_store(options.store, options.model, must_exist=False)
         num_bytes = store.put(context, name=str(target), overwrite=True).manifest.nbytes
         where = f" in {store.folder}"
-    output.say(f"{target}{where}: {held} tokens in {size(num_bytes)}")
+    output.say(f"{target}{where}: {num_tokens} tokens in {size(num_bytes)}")
     return True
 
 

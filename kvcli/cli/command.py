@@ -62,7 +62,13 @@ def command(
             except (Exception, KeyboardInterrupt) as error:
                 if shared["debug"]:
                     raise
-                raise typer.Exit(_report(stop_reason() or error, output, resumes, saves_memory)) from None
+                several = output.ranks.count > 1
+                code, line = describe_error(stop_reason() or error, resumes, saves_memory, several)
+                if output.as_json and output.record is None:
+                    with suppress(OutputError):  # the line on standard error is all that can be said
+                        output.result({"error": line, "exit_code": code})
+                output.error(line)
+                raise typer.Exit(code) from None
 
         invoke.__doc__ = run.__doc__
         flags, annotations = signature(options, arguments, settings)
@@ -83,20 +89,7 @@ def _run(
     arguments: Collection[str],
     settings: type[BaseModel] | None,
 ) -> None:
-    """Runs a command and says what to do next.
-
-    Args:
-        run: the command's function.
-        options: its options.
-        given: its flags as typer read them.
-        shared: the flags that all commands have.
-        output: where it talks.
-        arguments: options that are positional.
-        settings: of a method, which are options too.
-
-    Raises:
-        UsageError: both --quiet and --verbose.
-    """
+    """Runs a command and says what to do next."""
     if output.quiet and output.verbose:
         raise UsageError("--quiet and --verbose exclude each other")
     level = "info" if output.verbose else "error"
@@ -109,25 +102,11 @@ def _run(
     chosen = resolve(options, given, shared["config"], arguments, settings)
     output.detail(f"options: {chosen.model_dump(mode='json')}")
     run(chosen, output)
-    output.detail(f"took {duration(time.monotonic() - started)}{_peak_memory()}")
+    took = f"took {duration(time.monotonic() - started)}"
+    with suppress(ImportError):  # not every system has it
+        from resource import RUSAGE_SELF, getrusage
+
+        took += f", peak memory {getrusage(RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB"
+    output.detail(took)
     if not output.as_json and output.following:
         output.say(f"next: {shlex.join(map(str, output.following))}")
-
-
-def _report(error: BaseException, output: Output, resumes: bool, saves_memory: str) -> int:
-    """Says an error in one line; returns the exit code."""
-    code, line = describe_error(error, resumes, saves_memory, output.ranks.count > 1)
-    if output.as_json and output.record is None:
-        with suppress(OutputError):  # the line on standard error is all that can be said
-            output.result({"error": line, "exit_code": code})
-    output.error(line)
-    return code
-
-
-def _peak_memory() -> str:
-    """The most memory that this process held, where the system tells."""
-    try:
-        import resource
-    except ImportError:
-        return ""
-    return f", peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB"

@@ -76,14 +76,14 @@ def run(options: DemoOptions, output: Output) -> None:
     sampling = SamplingConfig(max_new_tokens=options.max_new_tokens, repetition_penalty=1.1)
     prompt = heldout_prompt() if options.prompt is None else options.prompt
     ids = prompt_ids(loaded, prompt, chat=False)
-    made = {}
+    generations = {}
     for name, artifact in ((BASELINE, None), (DEFAULT_METHOD, folders["artifact"])):
         output.say(f"generating with {name}")
         with (
             _timed(seconds, f"generate {name}"),
             attach(loaded, name, artifact=artifact, residual_length=32) as session,
         ):
-            made[name], _ = generate_text(loaded, session, ids, sampling, seed=options.seed)
+            generations[name], _ = generate_text(loaded, session, ids, sampling, seed=options.seed)
     with _timed(seconds, "measure"):
         evaluate.run(
             evaluate.EvalOptions(
@@ -99,7 +99,7 @@ def run(options: DemoOptions, output: Output) -> None:
     quality = quiet.record["rows"][0]
     record = {
         "prompt": prompt,
-        **{name: generation.to_dict() for name, generation in made.items()},
+        **{name: generation.to_dict() for name, generation in generations.items()},
         "kl_mean": quality["kl_mean"],
         "flips": quality["flips"],
         "true_bits": quality["memory"]["true_bits"],

@@ -13,7 +13,7 @@ from kvcli.cli.command import command
 from kvcli.cli.next_command import PROMPT, model_argument
 from kvcli.cli.options import Options
 from kvcli.cli.output import Output, size
-from kvcli.cli.paths import artifact_folder, newest_training
+from kvcli.cli.paths import model_folder, newest_training
 from kvcli.errors import ArtifactError
 
 
@@ -53,7 +53,7 @@ def write_artifact(runs: list[Path], out: Path | None, overwrite: bool, output: 
     from kvcli.fit import assemble
 
     artifact = assemble(runs)
-    folder = out or artifact_folder(artifact.metadata["model"], runs[0].name)
+    folder = out or model_folder(artifact.metadata["model"], runs[0].name)
     reused = (folder / "kvcli.json").exists() and not overwrite and Artifact.load(folder).same_content(artifact)
     if reused:
         output.say(f"{folder} holds this artifact already")

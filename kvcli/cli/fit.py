@@ -14,7 +14,7 @@ from kvcli.cli.dry_run import DRY_RUN, dry_fit
 from kvcli.cli.export import generate_with, write_artifact
 from kvcli.cli.options import ComputeOptions
 from kvcli.cli.output import Output
-from kvcli.cli.paths import newest_samples, training_folder
+from kvcli.cli.paths import model_folder, newest_samples
 from kvcli.cli.values import parse_settings
 from kvcli.errors import ArtifactError, UsageError
 from kvcli.ranks import joined
@@ -77,7 +77,7 @@ def run(options: FitOptions, output: Output) -> None:
         return
     values = config.model_dump()
     run_name = (config_cls.run_name or options.method).format(method=name, **values)
-    folder = options.out or training_folder(recording.manifest["model"], run_name)
+    folder = options.out or model_folder(recording.manifest["model"], "training", run_name)
     layers = parse_layers(options.layers, recording.layers)
     if method.allocate is not None and recording.fisher is None:
         output.say("the samples do not tell what errors cost (--fisher-tokens 0): all layers get the same bits")

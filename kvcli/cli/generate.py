@@ -46,8 +46,8 @@ class GenerateOptions(SamplingOptions):
     )
     decode: Literal["auto", "graphs", "steps", "passes"] = Field(
         default="auto",
-        description="how tokens are made: steps captured as CUDA graphs, the same steps without capturing, or ordinary "
-        "forward passes; auto: graphs on a GPU",
+        description="how tokens are decoded: steps captured as CUDA graphs, the same steps without capturing, or "
+        "ordinary forward passes; auto: graphs on a GPU",
     )
     compile: bool = Field(
         default=False,
@@ -89,7 +89,7 @@ def run(options: GenerateOptions, output: Output) -> None:
             output.warn(f"warning: {length} tokens are more than the {limit} that {options.model} was trained on")
         if not options.chat:
             output.write(prompt)
-        made, _ = generate_text(
+        generation, _ = generate_text(
             loaded,
             session,
             start.ids,
@@ -103,17 +103,17 @@ def run(options: GenerateOptions, output: Output) -> None:
         )
         starts_at, method = compression_starts(session), method_name(session.method.name, dict(session.config))
     output.write("\n")
-    if made.note is not None:
-        output.warn(f"warning: {made.note}")
+    if generation.note is not None:
+        output.warn(f"warning: {generation.note}")
     if start.source is not None:
         output.say(
-            f"{made.reused_tokens} of {made.prompt_tokens} tokens reused from {start.source}, loaded in "
-            f"{read_s + start.load_s:.2f} s; first token after {made.ttft_s:.2f} s"
+            f"{generation.reused_tokens} of {generation.prompt_tokens} tokens reused from {start.source}, loaded in "
+            f"{read_s + start.load_s:.2f} s; first token after {generation.ttft_s:.2f} s"
         )
     elif options.reuse:
-        output.say(f"no tokens reused; first token after {made.ttft_s:.2f} s")
+        output.say(f"no tokens reused; first token after {generation.ttft_s:.2f} s")
     if options.stats:
-        output.warn(describe(made, starts_at))
+        output.warn(describe(generation, starts_at))
     following: list[Any] = []
     if options.context is None:
         measured = ["--artifact", options.artifact] if options.artifact else ["--method", method]
@@ -126,7 +126,7 @@ def run(options: GenerateOptions, output: Output) -> None:
             "reused_from": start.source,
             "load_s": read_s + start.load_s,
             "compression_starts_at": starts_at,
-            **made.to_dict(),
+            **generation.to_dict(),
         },
         following=following,
     )
@@ -153,25 +153,25 @@ def compression_starts(session: Session) -> int | None:
     return min(starts)
 
 
-def describe(made: Generation, starts_at: int | None) -> str:
+def describe(generation: Generation, starts_at: int | None) -> str:
     """Time, rate and memory on two lines.
 
     Args:
-        made: what was generated.
+        generation: what was generated.
         starts_at: tokens from which on a cache holds codes; None for a method that compresses nothing.
     """
-    memory = made.memory
+    memory = generation.memory
     others = ""
     if memory.other_layers:
         others = (
             f"; {memory.other_layers} of {memory.layers + memory.other_layers} layers keep transformers' own cache of "
             f"{size(memory.other_bytes)}: the others have {100 * memory.share:.0f} % of an uncompressed one"
         )
-    graphs = f", steps as CUDA graphs of {size(made.graph_bytes)}" if made.graph_bytes else ""
-    reused = f" ({made.reused_tokens} reused)" if made.reused_tokens else ""
+    graphs = f", steps as CUDA graphs of {size(generation.graph_bytes)}" if generation.graph_bytes else ""
+    reused = f" ({generation.reused_tokens} reused)" if generation.reused_tokens else ""
     time = (
-        f"prompt {made.prompt_tokens} tokens{reused}, {made.new_tokens} new; first token after {made.ttft_s:.2f} s, "
-        f"then {made.tokens_per_s:.1f} tokens/s{graphs}\n"
+        f"prompt {generation.prompt_tokens} tokens{reused}, {generation.new_tokens} new; "
+        f"first token after {generation.ttft_s:.2f} s, then {generation.tokens_per_s:.1f} tokens/s{graphs}\n"
     )
     if starts_at is None:
         return f"{time}KV cache {size(memory.cache_bytes)} for {memory.num_tokens} tokens, not compressed{others}"

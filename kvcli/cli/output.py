@@ -58,7 +58,7 @@ class Output:
         self.console.print(line, markup=False, soft_wrap=True)
 
     def error(self, line: str) -> None:
-        """Prints what ended the command, past the console: an interrupt may have come while that was printing."""
+        """Writes to stderr directly: rich's console may hold its lock when Ctrl-C arrives."""
         stream = sys.stderr
         if stream is not None:
             stream.write(f"{f'rank {self.ranks.rank}: ' if self.ranks.rank else ''}error: {line}\n")

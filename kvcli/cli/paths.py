@@ -18,14 +18,14 @@ def short_name(model: str) -> str:
     return Path(model.rstrip("/")).name.removesuffix(".gguf").lower()
 
 
-def samples_folder(model: str) -> Path:
-    """Default output of `calibrate`."""
-    return RUNS / short_name(model) / "samples"
+def model_folder(model: str, *parts: str) -> Path:
+    """A folder of a model below runs/: `samples`, `shards`, `training`, `contexts`, or an artifact."""
+    return RUNS.joinpath(short_name(model), *parts)
 
 
-def shard_folder(model: str, index: int, count: int) -> Path:
-    """Default output of `calibrate --shard`."""
-    return RUNS / short_name(model) / "shards" / f"{index}-of-{count}"
+def contexts_folder(model: str) -> Path:
+    """Default store of a model's contexts."""
+    return model_folder(model, "contexts")
 
 
 def newest_shards() -> list[Path]:
@@ -34,25 +34,9 @@ def newest_shards() -> list[Path]:
     Raises:
         SamplesError: there is none.
     """
-    folder = _newest(RUNS.glob("*/shards/*/samples.json"))
-    if folder is None:
-        raise SamplesError(f"no shards below {RUNS}/; run 'kvcli calibrate --shard' first")
-    return sorted(path.parent for path in folder.parent.glob("*/samples.json"))
-
-
-def training_folder(model: str, name: str) -> Path:
-    """Default output of a fit."""
-    return RUNS / short_name(model) / "training" / name
-
-
-def artifact_folder(model: str, name: str) -> Path:
-    """Default output of `export`."""
-    return RUNS / short_name(model) / name
-
-
-def contexts_folder(model: str) -> Path:
-    """Default store of a model's contexts."""
-    return RUNS / short_name(model) / "contexts"
+    missing = SamplesError(f"no shards below {RUNS}/; run 'kvcli calibrate --shard' first")
+    newest = _newest(RUNS.glob("*/shards/*/samples.json"), missing)
+    return sorted(path.parent for path in newest.parent.glob("*/samples.json"))
 
 
 def newest_samples(folder: Path | None = None) -> Path:
@@ -63,10 +47,8 @@ def newest_samples(folder: Path | None = None) -> Path:
     """
     if folder is not None and not (folder / "samples.json").exists():
         raise SamplesError(f"no recorded samples in {folder}; run 'kvcli calibrate' first")
-    folder = folder or _newest(RUNS.glob("*/samples/samples.json"))
-    if folder is None:
-        raise SamplesError(f"no recorded samples below {RUNS}/; run 'kvcli calibrate' first")
-    return folder
+    missing = SamplesError(f"no recorded samples below {RUNS}/; run 'kvcli calibrate' first")
+    return folder or _newest(RUNS.glob("*/samples/samples.json"), missing)
 
 
 def newest_training() -> Path:
@@ -75,10 +57,9 @@ def newest_training() -> Path:
     Raises:
         ArtifactError: there is none.
     """
-    folder = _newest(RUNS.glob("*/training/*/run.json"))
-    if folder is None:
-        raise ArtifactError(f"no fitted run below {RUNS}/; run 'kvcli fit' first")
-    return folder
+    return _newest(
+        RUNS.glob("*/training/*/run.json"), ArtifactError(f"no fitted run below {RUNS}/; run 'kvcli fit' first")
+    )
 
 
 def newest_artifact(model: str, method: str, settings: Mapping[str, Any] | None = None) -> Path:
@@ -94,17 +75,13 @@ def newest_artifact(model: str, method: str, settings: Mapping[str, Any] | None 
         UsageError: no such method.
     """
     name, from_bits = parse_name(method)
-    folder = _newest(
-        path
-        for path in (RUNS / short_name(model)).glob("*/kvcli.json")
-        if _is_artifact_of(path, name, from_bits if settings is None else settings)
+    wanted = from_bits if settings is None else settings
+    missing = ArtifactError(
+        f"no {method} artifact for {model} below {RUNS}/; run 'kvcli calibrate' and 'kvcli fit --method "
+        f"{method}' first, or name one with --artifact"
     )
-    if folder is None:
-        raise ArtifactError(
-            f"no {method} artifact for {model} below {RUNS}/; run 'kvcli calibrate' and 'kvcli fit --method "
-            f"{method}' first, or name one with --artifact"
-        )
-    return folder
+    files = model_folder(model).glob("*/kvcli.json")
+    return _newest((path for path in files if _is_artifact_of(path, name, wanted)), missing)
 
 
 def artifact_method(folder: Path) -> str | None:
@@ -115,11 +92,7 @@ def artifact_method(folder: Path) -> str | None:
     """
     if not (folder / "kvcli.json").exists():
         raise ArtifactError(f"no artifact in {folder}: kvcli.json is missing; make one with 'kvcli fit'")
-    try:
-        name = json.loads((folder / "kvcli.json").read_text())["method"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None
-    return name if name in METHODS else None
+    return next((name for name in METHODS if _is_artifact_of(folder / "kvcli.json", name, {})), None)
 
 
 def context_names(folder: Path) -> list[str]:
@@ -136,6 +109,9 @@ def _is_artifact_of(path: Path, method: str, settings: Mapping[str, Any]) -> boo
         return False  # a file of somebody else, or a damaged one
 
 
-def _newest(files: Iterable[Path]) -> Path | None:
+def _newest(files: Iterable[Path], missing: Exception) -> Path:
+    """The folder of the file that was written last; without files, the error is raised."""
     ordered = sorted(filter(Path.is_file, files), key=lambda path: path.stat().st_mtime)
-    return ordered[-1].parent if ordered else None
+    if not ordered:
+        raise missing
+    return ordered[-1].parent

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 
@@ -18,8 +17,6 @@ def main() -> None:
     try:
         catch_signals()
         _open_streams()
-        for name in ("torchao", "torch.utils._pytree"):  # transformers imports torchao, which warns of its kernels
-            logging.getLogger(name).setLevel(logging.ERROR)
         _prepare_long(sys.argv[1:])
         from kvcli.cli.app import main as run
 
