@@ -38,13 +38,20 @@ def run(options: DemoOptions, output: Output) -> None:
     """Run the whole pipeline on the small built-in model: calibrate, fit, export, generate, measure."""
     from kvcli.attention.attach import attach
     from kvcli.attention.next_token import SamplingConfig
+    from kvcli.calibrate.corpus import CorpusConfig, documents
     from kvcli.generate import generate_text
     from kvcli.models import load_model
     from kvcli.prompts import prompt_ids
 
     if options.prompt == "":
         raise UsageError("the prompt is empty; give --prompt a text, or leave it out")
-    say_preset(options, output)
+    defaults = get_config(DEFAULT_METHOD).model_fields
+    tokens = calibrate.CalibrateOptions.model_fields["tokens"].get_default()
+    changes = [f"{name} {value} instead of {defaults[name].get_default()}" for name, value in DEMO_SETTINGS.items()]
+    output.say(
+        f"quick preset: {', '.join([f'{options.tokens} calibration tokens instead of {tokens}', *changes])}; "
+        "'kvcli calibrate' and 'kvcli fit' use the full defaults"
+    )
     seconds: dict[str, float] = {}
     quiet = _Quiet(output)
     folders = {
@@ -74,7 +81,11 @@ def run(options: DemoOptions, output: Output) -> None:
     with _timed(seconds, "export"):
         export.run(export.ExportOptions(runs=[folders["training"]], out=folders["artifact"]), quiet)
     sampling = SamplingConfig(max_new_tokens=options.max_new_tokens, repetition_penalty=1.1)
-    prompt = heldout_prompt() if options.prompt is None else options.prompt
+    prompt = options.prompt
+    if prompt is None:  # the beginning of a text that calibration has not seen, cut after a sentence
+        texts = documents(CorpusConfig("builtin:docs", "heldout"))
+        text = next(text for text in texts if len(text) > _PROMPT_CHARACTERS)
+        prompt = text[: text.rindex(". ", 0, _PROMPT_CHARACTERS) + 1]
     ids = prompt_ids(loaded, prompt, chat=False)
     generations = {}
     for name, artifact in ((BASELINE, None), (DEFAULT_METHOD, folders["artifact"])):
@@ -107,25 +118,6 @@ def run(options: DemoOptions, output: Output) -> None:
         "artifact": str(folders["artifact"]),
     }
     output.result(record, _table(record), export.generate_with(record["artifact"]))
-
-
-def say_preset(options: DemoOptions, output: Output) -> None:
-    """Says what the quick preset changes, each with the full default."""
-    defaults = get_config(DEFAULT_METHOD).model_fields
-    tokens = calibrate.CalibrateOptions.model_fields["tokens"].get_default()
-    changes = [f"{name} {value} instead of {defaults[name].get_default()}" for name, value in DEMO_SETTINGS.items()]
-    output.say(
-        f"quick preset: {', '.join([f'{options.tokens} calibration tokens instead of {tokens}', *changes])}; "
-        "'kvcli calibrate' and 'kvcli fit' use the full defaults"
-    )
-
-
-def heldout_prompt() -> str:
-    """The beginning of a text that calibration has not seen, cut after a sentence."""
-    from kvcli.calibrate.corpus import CorpusConfig, documents
-
-    text = next(text for text in documents(CorpusConfig("builtin:docs", "heldout")) if len(text) > _PROMPT_CHARACTERS)
-    return text[: text.rindex(". ", 0, _PROMPT_CHARACTERS) + 1]
 
 
 class _Quiet(Output):

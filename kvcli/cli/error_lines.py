@@ -35,19 +35,11 @@ def describe_error(
         return 1, f"cannot write to {error.filename}: permission denied; choose another --out"
     if isinstance(error, OSError):
         return 1, f"{error.strerror or text}: {error.filename}; choose another path" if error.filename else text
-    if _out_of_memory(error):
+    of_torch = type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in text  # a GPU's, or a RuntimeError
+    if isinstance(error, MemoryError) or of_torch:
         return 1, f"out of memory; {saves_memory or 'end other programs, or use a machine with more'}"
     if type(error).__name__ == "SafetensorError":
         if "No space left" in text:
             return 1, "the disk is full; what was finished is kept: free some space and run the same command again"
         return 1, text
     return 1, f"unexpected {type(error).__name__}: {text} (run again with --debug for the traceback, and report it)"
-
-
-def _out_of_memory(error: BaseException) -> bool:
-    """Whether memory of a GPU or of the machine did not suffice; torch has no class of its own for the latter."""
-    return (
-        isinstance(error, MemoryError)
-        or type(error).__name__ == "OutOfMemoryError"
-        or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error))
-    )

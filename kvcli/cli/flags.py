@@ -91,7 +91,12 @@ def signature(
     for name, (kind, info) in SHARED_FLAGS.items():
         annotations[name] = Annotated[kind, info]
     parameters = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=_flag_default(name), annotation=annotation)
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=False if name in SHARED_FLAGS and SHARED_FLAGS[name][0] is bool else None,
+            annotation=annotation,
+        )
         for name, annotation in annotations.items()
     ]
     return inspect.Signature(parameters), annotations
@@ -114,10 +119,6 @@ def _place(name: str, options: type[Options], arguments: tuple[str, ...]) -> tup
 def _completion(values: tuple[Any, ...]) -> Callable[[], list[str]] | None:
     """What the shell offers for an option."""
     return (lambda: [str(value) for value in values]) if values else None
-
-
-def _flag_default(name: str) -> Any:
-    return False if name in SHARED_FLAGS and SHARED_FLAGS[name][0] is bool else None
 
 
 def _choices(annotation: Any) -> tuple[Any, ...]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import typer
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from kvcli.cli.command import command
 from kvcli.cli.dry_run import DRY_RUN, dry_generate
@@ -57,10 +57,19 @@ class GenerateOptions(SamplingOptions):
     stats: bool = Field(default=False, description="print time, rate and cache memory")
     dry_run: bool = Field(default=False, description=DRY_RUN)
 
+    @model_validator(mode="after")
+    def _go_together(self) -> Self:
+        if self.context is not None and self.prompt is None and self.prompt_file is None:
+            raise ValueError("--context needs a text that goes on from it; give it with --prompt or --prompt-file")
+        if self.context is not None and self.reuse:
+            raise ValueError("--context names what is gone on from, --reuse looks for it; give one of them")
+        if self.compile and self.decode == "passes":
+            raise ValueError("layers are compiled for decode steps: use --decode graphs or steps with --compile")
+        return self
+
 
 def run(options: GenerateOptions, output: Output) -> None:
     """Generate text, streamed; --method compresses the KV cache."""
-    check(options)
     options.check(options.context, options.store)
     prompt = read_prompt(options.prompt, options.prompt_file, output)
     if not prompt and options.prompt != "":
@@ -130,16 +139,6 @@ def run(options: GenerateOptions, output: Output) -> None:
         },
         following=following,
     )
-
-
-def check(options: GenerateOptions) -> None:
-    """Raises UsageError for options that do not go together."""
-    if options.context is not None and options.prompt is None and options.prompt_file is None:
-        raise UsageError("--context needs a text that goes on from it; give it with --prompt or --prompt-file")
-    if options.context is not None and options.reuse:
-        raise UsageError("--context names what is gone on from, --reuse looks for it; give one of them")
-    if options.compile and options.decode == "passes":
-        raise UsageError("layers are compiled for decode steps: use --decode graphs or steps with --compile")
 
 
 def compression_starts(session: Session) -> int | None:

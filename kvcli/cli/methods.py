@@ -95,12 +95,15 @@ def print_settings(name: str, output: Output) -> None:
         for setting, field in get_config(method).model_fields.items()
     ]
     columns = ("name", "default", "range", "meaning")
-    cells = [
-        [record["name"], _shown(record["default"]), _short(record["range"]), record["meaning"]] for record in records
-    ]
+    cells = []
+    for record in records:
+        default, values = record["default"], record["range"]
+        shown = str(default).lower() if isinstance(default, bool) else str(default)
+        cells.append([record["name"], shown, values.removeprefix("from ") if " to " in values else values])
+        cells[-1].append(record["meaning"])
     title = f"settings of {name}, for --setting NAME=VALUE"
-    shown = DataTable(title, columns, cells, text_columns=len(columns), prose=("range", "meaning"))
-    output.result({"method": method_name(name, {}), "settings": records}, shown, try_method(name, "generate"))
+    table = DataTable(title, columns, cells, text_columns=len(columns), prose=("range", "meaning"))
+    output.result({"method": method_name(name, {}), "settings": records}, table, try_method(name, "generate"))
 
 
 def value_range(field: FieldInfo) -> str:
@@ -112,15 +115,6 @@ def value_range(field: FieldInfo) -> str:
     words = [_COMPARISONS[name].format(bounds[name]) for name in _COMPARISONS if name in bounds]
     kinds: dict[Any, str] = {bool: "true or false", int: "a whole number", float: "a number"}
     return " ".join(words) or kinds.get(field.annotation, "any text")
-
-
-def _shown(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _short(values: str) -> str:
-    """A range with two ends without its first word."""
-    return values.removeprefix("from ") if " to " in values else values
 
 
 def print_bits(shape: str, contexts: list[int], output: Output) -> None:

@@ -72,7 +72,8 @@ class Output:
     def settings(self, values: Mapping[str, Any]) -> None:
         """The settings in effect, on one line."""
         if not self.quiet:
-            shown = ", ".join(f"{name}={_one_line(value)}" for name, value in values.items() if value is not None)
+            texts = {name: str(value) for name, value in values.items() if value is not None}
+            shown = ", ".join(f"{name}={x if x.isprintable() else repr(x)}" for name, x in texts.items())
             self.console.print(f"settings: {shown}", style="dim", markup=False, soft_wrap=True)
 
     def write(self, text: str) -> None:
@@ -170,9 +171,3 @@ def write_stdout(text: str) -> None:
     except (OSError, ValueError) as error:  # ValueError: a closed file
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise OutputError(f"cannot write to standard output: {reason}") from error
-
-
-def _one_line(value: Any) -> str:
-    """A value as text, with line breaks and other control characters escaped."""
-    text = str(value)
-    return text if text.isprintable() else repr(text)
