@@ -117,3 +117,18 @@ for line, expected in {SLIPS!r}.items():
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", ["generate", "chat", "compress", "calibrate", "fit", "train-codebook"])
+def test_options_are_in_groups_and_fit_100_columns(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    shown = invoke(name, "--help").stdout
+    assert max(map(len, shown.splitlines())) <= 100
+    assert "…" not in shown
+    flags = re.findall(r"^│ (--[a-z-]+)", shown, re.MULTILINE)
+    machine = [flag for flag in ("--device", "--dtype", "--seed") if flag in flags]
+    place = flags.index(machine[0])
+    assert flags[place : place + len(machine)] == machine
+    assert flags.index("--out" if "--out" in flags else "--store") < place
+    if "--prompt" in flags:
+        assert flags[0] == "--prompt"
