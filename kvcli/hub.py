@@ -1,4 +1,4 @@
-"""Downloading a model from the Hugging Face hub: data files only, of one commit, into the hub's own cache.
+"""Where a model is: a folder, or the Hugging Face hub, whose data files are downloaded, of one commit, into its cache.
 
 Files with Python code and pickles are never fetched. This module does not know how a model is loaded.
 """
@@ -10,7 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvcli.errors import CorpusError, ModelError
+from kvcli.builtin_models import BUILTIN_MODELS
+from kvcli.errors import CorpusError, ModelError, suggestion
 
 if TYPE_CHECKING:
     from kvcli.progress import Say
@@ -19,6 +20,54 @@ _REACH_SECONDS = 4.0
 _CONFIG = ("config.json",)
 _DATA = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 _NOT_NEEDED = ("*/*", "consolidated*")
+
+
+def check_model_name(name: str) -> None:
+    """Checks without torch what can be known of a model: folders and files are there, or the name is one of the hub's.
+
+    Raises:
+        ModelError: no such model.
+    """
+    if name.endswith(".gguf") and not is_file(Path(name).expanduser()):
+        raise ModelError(f"no such GGUF file: {Path(name).expanduser()}")
+    folder = None if name in BUILTIN_MODELS or name.endswith(".gguf") else local_folder(name)
+    if folder is not None and not any(is_file(folder / file) for file in ("config.json", "adapter_config.json")):
+        raise ModelError(f"cannot load model '{folder}': it has no config.json, so it is not a folder of a model")
+
+
+def local_folder(name: str) -> Path | None:
+    """The folder of that name; None if the name is one of the hub's.
+
+    Raises:
+        ModelError: neither.
+    """
+    path = Path(name).expanduser()
+    if is_folder(path):
+        return path
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
+        built_in = ", ".join(BUILTIN_MODELS)
+        what = "it is a file; name its folder" if is_file(path) else "there is no such folder"
+        raise ModelError(
+            f"cannot load model '{name}': {what}{suggestion(name, BUILTIN_MODELS)} (expected {built_in}, a folder, "
+            "a .gguf file, or OWNER/MODEL on the hub)"
+        )
+    return None
+
+
+def is_folder(path: Path) -> bool:
+    """Whether there is such a folder; a name longer than the file system allows is none."""
+    try:
+        return path.is_dir()
+    except OSError:
+        return False
+
+
+def is_file(path: Path) -> bool:
+    """Whether there is such a file."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
 
 
 def download_model(name: str, revision: str | None, say: Say, check: Callable[[Path], object]) -> Path:

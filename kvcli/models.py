@@ -19,7 +19,6 @@ from kvcli.builtin_copy import fetch_builtin
 from kvcli.builtin_models import BUILTIN_MODELS, DEFAULT_MODEL, copy_folder
 from kvcli.checkpoint import (
     AUTO,
-    cannot_load,
     has_tokenizer,
     load_checkpoint,
     load_gguf,
@@ -27,9 +26,9 @@ from kvcli.checkpoint import (
     read_config,
     read_gguf_config,
 )
-from kvcli.errors import ModelError, UsageError, suggestion
+from kvcli.errors import ModelError, UsageError
 from kvcli.fingerprint import fingerprint
-from kvcli.hub import download_config, download_model
+from kvcli.hub import download_config, download_model, is_file, is_folder, local_folder
 from kvcli.progress import Progress, Say, no_progress, say_nothing
 from kvcli.seam.decoder import decoder_layers
 from kvcli.seam.probe import probe
@@ -103,7 +102,7 @@ def load_model(
         raise UsageError("device 'meta' holds no data; choose another, such as cpu or cuda")
     dtype = dtype or (torch.bfloat16 if chosen.type == "cuda" else torch.float32)
     path = Path(name).expanduser()
-    if revision is not None and (name in BUILTIN_MODELS or name.endswith(".gguf") or _is_folder(path)):
+    if revision is not None and (name in BUILTIN_MODELS or name.endswith(".gguf") or is_folder(path)):
         raise UsageError(f"'{name}' is no model on the hub, so it has no revision '{revision}'")
     if name in BUILTIN_MODELS:
         folder = fetch_builtin(BUILTIN_MODELS[name], say, progress)
@@ -113,7 +112,7 @@ def load_model(
             raise UsageError("a GGUF file is not spread over several GPUs; name one, such as --device cuda:0")
         model, tokenizer = _load_gguf(path, dtype, base_config, progress)
     else:
-        folder = _local_folder(name) or download_model(name, revision, say, read_config)
+        folder = local_folder(name) or download_model(name, revision, say, read_config)
         model, tokenizer = load_checkpoint(folder, dtype, AUTO if spread else chosen)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -142,13 +141,13 @@ def find_config(name: str, *, base_config: str | None = None, revision: str | No
     if name in BUILTIN_MODELS:
         return read_config(copy_folder(BUILTIN_MODELS[name]))
     if not name.endswith(".gguf"):
-        return read_config(_local_folder(name) or download_config(name, revision))
+        return read_config(local_folder(name) or download_config(name, revision))
     path = Path(name).expanduser()
-    if not _is_file(path):
+    if not is_file(path):
         raise ModelError(f"no such GGUF file: {path}")
     if base_config is None:
         return read_gguf_config(path)
-    return read_config(_local_folder(base_config) or download_config(base_config))
+    return read_config(local_folder(base_config) or download_config(base_config))
 
 
 def find_tokenizer(name: str) -> PreTrainedTokenizerBase | None:
@@ -160,7 +159,7 @@ def find_tokenizer(name: str) -> PreTrainedTokenizerBase | None:
     path = Path(name).expanduser()
     if name in BUILTIN_MODELS:
         path = copy_folder(BUILTIN_MODELS[name])
-    if name.endswith(".gguf") and _is_file(path):
+    if name.endswith(".gguf") and is_file(path):
         return load_tokenizer(path, path.parent, gguf_file=path.name)
     return load_tokenizer(path, path) if has_tokenizer(path) else None
 
@@ -227,45 +226,11 @@ def not_finite(model: Any, using: str, again: Callable[[], object]) -> ModelErro
     return ModelError(f"with {using}, the model's values are not finite {where}; try another dtype, such as float32")
 
 
-def _local_folder(name: str) -> Path | None:
-    """The folder of that name; None if the name is one of the hub's.
-
-    Raises:
-        ModelError: neither.
-    """
-    path = Path(name).expanduser()
-    if _is_folder(path):
-        return path
-    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
-        built_in = ", ".join(BUILTIN_MODELS)
-        what = "it is a file; name its folder" if _is_file(path) else "there is no such folder"
-        raise cannot_load(
-            name,
-            f"{what}{suggestion(name, BUILTIN_MODELS)} (expected {built_in}, a folder, a .gguf file, or OWNER/MODEL "
-            "on the hub)",
-        )
-    return None
-
-
-def _is_folder(path: Path) -> bool:
-    try:
-        return path.is_dir()
-    except OSError:  # a name longer than the file system allows
-        return False
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError:
-        return False
-
-
 def _load_gguf(
     path: Path, dtype: torch.dtype, base_config: str | None, progress: Progress
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Loads a GGUF file, unless that would lose the RoPE scaling."""
-    if not _is_file(path):
+    if not is_file(path):
         raise ModelError(f"no such GGUF file: {path}")
     if base_config is None:
         if _has_rope_freqs(path):
@@ -274,7 +239,7 @@ def _load_gguf(
                 "name the original model's config with --base-config"
             )
         return load_gguf(path, dtype, progress=progress)
-    config = read_config(_local_folder(base_config) or download_config(base_config))
+    config = read_config(local_folder(base_config) or download_config(base_config))
     layers = {name.split(".")[1] for name in _tensor_names(path) if name.startswith("blk.")}
     if len(layers) != config.num_hidden_layers:  # layers beyond the config's would be dropped on loading
         raise ModelError(f"{path.name} has {len(layers)} layers, but {base_config} has {config.num_hidden_layers}")

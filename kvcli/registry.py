@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
-from kvcli.errors import UsageError, suggestion
+from pydantic import ValidationError
+
+from kvcli.errors import ConfigError, UsageError, explain, suggestion
 
 if TYPE_CHECKING:
     from kvcli.methods.config import CacheConfig
@@ -16,19 +18,22 @@ if TYPE_CHECKING:
     from kvcli.methods.paper_tables import PaperTable
 
 METHODS = {
-    "fp16": "kvcli.methods.fp16:METHOD",
-    "fp8": "kvcli.methods.fp8:METHOD",
-    "rtn": "kvcli.methods.rtn:METHOD",
-    "kivi": "kvcli.methods.kivi:METHOD",
-    "squat": "kvcli.methods.squat.method:METHOD",
-    "squat-pre": "kvcli.methods.squat.method:METHOD_PRE",
-    "qjl": "kvcli.methods.qjl.method:METHOD",
-    "turboquant": "kvcli.methods.turboquant:METHOD",
-    "oscar": "kvcli.methods.oscar:METHOD",
-    "kvquant": "kvcli.methods.kvquant:METHOD",
-    "commvq": "kvcli.methods.commvq.method:METHOD",
+    "fp16": "kvcli.methods.fp16:METHOD, kvcli.methods.config:CacheConfig",
+    "fp8": "kvcli.methods.fp8:METHOD, kvcli.methods.config:BiasOffsetConfig",
+    "rtn": "kvcli.methods.rtn:METHOD, kvcli.methods.scalar.config:RTNConfig",
+    "kivi": "kvcli.methods.kivi:METHOD, kvcli.methods.scalar.config:KIVIConfig",
+    "squat": "kvcli.methods.squat.method:METHOD, kvcli.methods.squat.config:SQuatConfig",
+    "squat-pre": "kvcli.methods.squat.method:METHOD_PRE, kvcli.methods.squat.config:SQuatConfig",
+    "qjl": "kvcli.methods.qjl.method:METHOD, kvcli.methods.qjl.config:QJLConfig",
+    "turboquant": "kvcli.methods.turboquant:METHOD, kvcli.methods.config:TurboQuantConfig",
+    "oscar": "kvcli.methods.oscar:METHOD, kvcli.methods.config:OSCARConfig",
+    "kvquant": "kvcli.methods.kvquant:METHOD, kvcli.methods.config:KVQuantConfig",
+    "commvq": "kvcli.methods.commvq.method:METHOD, kvcli.methods.commvq.config:CommVQConfig",
 }
-"""Method name to `module:record`."""
+"""Method name to `module:record`; and `module:class` of its settings, if that module does not import torch.
+
+With the latter, the command line checks settings before it imports torch.
+"""
 
 BASELINE = "fp16"
 """The method that compresses nothing, with which others are compared."""
@@ -36,58 +41,11 @@ BASELINE = "fp16"
 DEFAULT_METHOD = "commvq"
 """The method of `kvcli demo`, of `kvcli fit` and of examples."""
 
+DEMO_SETTINGS = {"key_iterations": 4, "key_full_iterations": 1, "value_iterations": 1}
+"""Settings with which `kvcli demo` fits the default method in less time."""
 
-@dataclass(frozen=True)
-class FitCommand:
-    """A command of its own for fitting one method, with the method's settings as typed options.
-
-    `kvcli fit --method NAME` fits every method that can be fitted, with or without such a command.
-
-    Attributes:
-        methods: the methods it fits, which share their settings; the first is the default.
-        config: `module:class` of their settings, in a module that does not import torch.
-        summary: its help, a sentence.
-        options: an example of its options.
-        run_name: template of the run folder's name, from `method` and the settings.
-        defaults: settings whose default differs from the class when the method is fitted.
-        quick: settings that fit in less time, for `kvcli demo`.
-    """
-
-    methods: tuple[str, ...]
-    config: str
-    summary: str
-    options: str
-    run_name: str
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    quick: Mapping[str, Any] = field(default_factory=dict)
-
-    def config_cls(self) -> type[CacheConfig]:
-        """The class of the methods' settings."""
-        config: type[CacheConfig] = _import(self.config)
-        return config
-
-
-FIT_COMMANDS = {
-    "train-codebook": FitCommand(
-        methods=("commvq",),
-        config="kvcli.methods.commvq.config:CommVQConfig",
-        summary="Train CommVQ's key codebooks (EM) and value encoder and codebook, layer by layer; "
-        "resumes where it stopped.",
-        options="--bits 1",
-        run_name="{method}-{bits:g}bit",
-        quick={"key_iterations": 4, "key_full_iterations": 1, "value_iterations": 1},
-    ),
-    "fit-subspace": FitCommand(
-        methods=("squat", "squat-pre"),
-        config="kvcli.methods.squat.config:SQuatConfig",
-        summary="Fit SQuat's query subspace offline on calibration queries; 'kvcli export' makes an artifact of it.",
-        options="--subspace-dim 8",
-        run_name="{method}-subspace",
-        defaults={"subspace_source": "calibration"},
-    ),
-}
-"""Commands that fit one method; optional, a method needs none."""
-
+FIT_NAMES = {"train-codebook": "commvq", "fit-subspace": "squat"}
+"""Other names of `kvcli fit` to the method that they fit by default; its settings are options of the command."""
 
 PAPER_TABLES = {
     "commvq-9": "kvcli.methods.commvq.paper_tables:TABLES",
@@ -119,33 +77,116 @@ def get_method(name: str) -> Method:
     Raises:
         UsageError: no such method; the message lists those that exist.
     """
-    if name not in METHODS:
-        raise UsageError(f"unknown method '{name}'; choose one of {', '.join(METHODS)}")
-    method: Method = _import(METHODS[name])
+    check_name(name)
+    method: Method = _import(METHODS[name].split(",")[0])
     return method
 
 
-def parse_method(text: str) -> tuple[Method, dict[str, Any]]:
-    """Reads a method with optional bits, such as `kivi`, `kivi-2` or `commvq-1.5`.
+def get_config(name: str) -> type[CacheConfig]:
+    """The class of a method's settings; imports torch only where the registry names the method's record alone.
+
+    Raises:
+        UsageError: no such method.
+    """
+    check_name(name)
+    _, _, path = METHODS[name].partition(", ")
+    config: type[CacheConfig] = _import(path) if path else get_method(name).config_cls
+    return config
+
+
+def check_name(name: str, bits: str = "") -> None:
+    """Checks that there is a method.
+
+    Args:
+        name: without bits.
+        bits: those that it was asked for with, such as `-2`; a suggested name has the same, else its default ones.
+
+    Raises:
+        UsageError: no such method; the message suggests the closest one, else lists all.
+    """
+    if name in METHODS:
+        return
+    close = difflib.get_close_matches(name, METHODS, n=1)
+    hint = f"did you mean '{close[0] + bits if bits else method_name(close[0], {})}'?" if close else ""
+    raise UsageError(f"unknown method '{name}{bits}'; {hint or 'choose one of ' + ', '.join(METHODS)}")
+
+
+def parse_name(text: str) -> tuple[str, dict[str, Any]]:
+    """Reads a method with optional bits, such as `kivi`, `kivi-2` or `commvq-1.5`; imports no torch.
 
     Returns:
-        The method's record and the settings that the bits stand for.
+        The method's name and the settings that the bits stand for.
 
     Raises:
         UsageError: no such method, or one that takes no bits.
+        ConfigError: bits that it does not take.
     """
     name, dash, bits = text.rpartition("-")
     if text in METHODS or not dash or not re.fullmatch(r"\d+(\.\d+)?", bits):
-        return get_method(text), {}
-    method = get_method(name)
-    if method.for_bits is None:
+        check_name(text)
+        return text, {}
+    check_name(name, dash + bits)
+    config = get_config(name)
+    if not config.bit_settings():
         raise UsageError(f"method '{name}' takes no bits; say --method {name}")
-    return method, method.for_bits(int(bits) if bits.isdigit() else float(bits))
+    settings = dict.fromkeys(config.bit_settings(), int(bits) if bits.isdigit() else float(bits))
+    try:
+        config(**settings)
+    except ValidationError as error:
+        choices = get_args(config.model_fields[next(iter(settings))].annotation)
+        names = f"; choose {_list([f'{name}-{choice}' for choice in choices])}" if choices else ""
+        raise ConfigError(f"{text}: {explain(error, config.model_fields)}{names}") from error
+    return name, settings
 
 
-def fit_command(method: str) -> FitCommand | None:
-    """The command for fitting a method, if it has one of its own."""
-    return next((command for command in FIT_COMMANDS.values() if method in command.methods), None)
+def check_settings(name: str, settings: Mapping[str, Any]) -> None:
+    """Checks settings of a method, before the model's shapes are known.
+
+    Args:
+        name: the method, without bits.
+        settings: those that are not its defaults.
+
+    Raises:
+        UsageError: no such method.
+        ConfigError: a setting that does not exist or is out of range.
+    """
+    config = get_config(name)
+    try:
+        config(**settings)
+    except ValidationError as error:
+        raise ConfigError(f"{name}: {explain(error, config.model_fields)}") from error
+
+
+def parse_method(text: str) -> tuple[Method, dict[str, Any]]:
+    """The record of a method with optional bits, and the settings that the bits stand for.
+
+    Raises:
+        UsageError: no such method, or one that takes no bits.
+        ConfigError: bits that it does not take.
+    """
+    name, settings = parse_name(text)
+    return get_method(name), settings
+
+
+def method_name(name: str, settings: Mapping[str, Any]) -> str:
+    """A method with its bits, as `--method` takes it and records name it: `kivi-2`, `commvq-1.5`, `fp16`.
+
+    Args:
+        name: the method, with or without bits.
+        settings: its settings; those that are missing are those of the name, else its defaults.
+
+    Returns:
+        The name without bits for a method that takes none, or whose keys and values have different ones.
+    """
+    name, from_bits = parse_name(name)
+    fields = get_config(name).model_fields
+    known = {setting: field.get_default() for setting, field in fields.items()} | from_bits | dict(settings)
+    bits = {known[setting] for setting in get_config(name).bit_settings()}
+    return f"{name}-{bits.pop():g}" if len(bits) == 1 else name
+
+
+def _list(texts: list[str]) -> str:
+    return " or ".join([", ".join(texts[:-1]), texts[-1]] if len(texts) > 1 else texts)
 
 
 def _import(path: str) -> Any:

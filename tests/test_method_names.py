@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from kvcli.registry import BASELINE, FIT_COMMANDS, METHODS
+from kvcli.registry import BASELINE, FIT_NAMES, METHODS
 
-NAMES = "|".join(map(re.escape, sorted({*METHODS, *FIT_COMMANDS} - {BASELINE}, key=len, reverse=True)))
+NAMES = "|".join(map(re.escape, sorted({*METHODS, *FIT_NAMES} - {BASELINE}, key=len, reverse=True)))
 TEXT = re.compile(rf"(?<![a-z])({NAMES})(?![a-z])", re.IGNORECASE)
 IDENTIFIER = re.compile(rf"(?<![a-z])({NAMES.replace('-', '_')})", re.IGNORECASE)
 WORD_START = re.compile(r"(?<=[a-z])(?=[A-Z])")

@@ -18,14 +18,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-import torch
-from torch import Tensor
-
 from kvcli.calibrate.builtin_text import BUILTIN, builtin_files, is_builtin, mixture
 from kvcli.errors import CorpusError
 from kvcli.hub import check_dataset
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
 FINEWEB_EDU = "HuggingFaceFW/fineweb-edu"
@@ -257,6 +255,8 @@ def token_sequences(
     if len(tokens) < seq_len:
         raise CorpusError(f"the corpus has {len(tokens)} tokens, fewer than one sequence of {seq_len}")
     count = min(num_sequences, len(tokens) // seq_len)
+    import torch
+
     return torch.frombuffer(tokens, dtype=torch.int64)[: count * seq_len].view(count, seq_len)
 
 

@@ -95,6 +95,8 @@ def main() -> int:
         line = " ".join(describe().split())
         if not line:  # called without arguments: the help was printed
             return 2
+        if getattr(error, "option_name", None) == "--bits":
+            line = "there is no option --bits: the bits are part of the method's name, --method NAME-2"
         if "--json" in sys.argv:
             write_stdout(json.dumps({"error": line, "exit_code": 2}) + "\n")
         sys.stderr.write(f"error: {line} (see --help)\n")

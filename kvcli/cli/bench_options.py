@@ -104,7 +104,8 @@ class BenchOptions(ModelOptions):
         "the prompt's times are then left out",
     )
     memory_budget: str | None = Field(
-        default=None, description="generate, memory: limit of torch, such as 24GiB; default: none (memory: 24GiB)"
+        default=None,
+        description="generate, memory: limit of torch, as 24GiB or 24G; default: none (memory: 24GiB)",
     )
     prefill_chunk: int | None = Field(
         default=None,

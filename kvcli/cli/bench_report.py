@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from kvcli.cli.bench_options import BenchOptions
+from kvcli.cli.next_command import last_method, model_argument, try_method
 from kvcli.cli.output import Output
-from kvcli.cli.start import stop_reason
+from kvcli.cli.signals import stop_reason
 from kvcli.errors import Terminated
 from kvcli.registry import BASELINE
 
@@ -71,7 +72,10 @@ def report_rows(
         if not records:
             raise typer.Exit(code)
     values = {"suite": options.suite, "rows": records, **summarize(records), "machine": machine}
-    output.result(values, make_table(records))
+    # the other suites, and random weights, are of shapes
+    models = options.suite in ("generate", "contexts") and options.random_weights is None
+    model = model_argument(options.model) if models else ()
+    output.result(values, make_table(records), try_method(last_method(records), "eval", model))
     output.say(f"records: {path}")
     for record in records:
         if record["status"] in (*ERRORS, "refused"):

@@ -12,8 +12,9 @@ from pydantic import Field
 from kvcli.cli.command import command
 from kvcli.cli.options import ModelOptions
 from kvcli.cli.output import Output, size
-from kvcli.cli.paths import samples_folder, shard_folder
+from kvcli.cli.paths import model_folder
 from kvcli.errors import UsageError
+from kvcli.hub import check_model_name
 
 if TYPE_CHECKING:
     from kvcli.calibrate.corpus import CorpusConfig
@@ -58,24 +59,25 @@ def run(options: CalibrateOptions, output: Output) -> None:
 
     Started by torchrun, processes share the sequences.
     """
+    from kvcli.calibrate.corpus import check_source, documents, token_sequences
+
+    check_model_name(options.model)
+    corpus = corpus_config(options)
+    check_source(corpus)
+
     from kvcli.calibrate.collect import collect, collect_shard
     from kvcli.calibrate.config import CollectConfig, Shard
-    from kvcli.calibrate.corpus import check_source, documents, token_sequences
     from kvcli.ranks import joined
 
     shard = None if options.shard is None else Shard.parse(options.shard)
-    corpus = corpus_config(options)
     output.settings(options.model_dump(mode="json"))
-    check_source(corpus)
     with joined() as ranks:
         if shard is not None and ranks.count > 1:
             raise UsageError("torchrun shares the work by itself; leave out --shard")
         if ranks.count > 1 and options.corpus == "-":
             raise UsageError("standard input can be read by one process only; pass a file to --corpus")
-        default = samples_folder(options.model)
-        if shard is not None:
-            default = shard_folder(options.model, shard.index, shard.count)
-        folder = options.out or default
+        default = ("samples",) if shard is None else ("shards", f"{shard.index}-of-{shard.count}")
+        folder = options.out or model_folder(options.model, *default)
         loaded = options.load(output)
         seq_len = min(options.seq_len, options.tokens, loaded.spec.max_position_embeddings)
         wanted = max(1, options.tokens // seq_len)
@@ -114,7 +116,7 @@ def run(options: CalibrateOptions, output: Output) -> None:
         "layers": loaded.spec.num_layers,
         "bytes": needed,
     }
-    output.result(record, str(folder))
+    output.result(record, str(folder), ["kvcli", "fit", folder] if shard is None else ())
 
 
 def corpus_config(options: CalibrateOptions) -> CorpusConfig:

@@ -13,11 +13,12 @@ from pydantic import Field
 from kvcli.cli.command import command
 from kvcli.cli.compress_targets import SUFFIX
 from kvcli.cli.generate import compression_starts, describe
+from kvcli.cli.next_command import model_argument
 from kvcli.cli.output import Output, size
 from kvcli.cli.session_options import PREFILL_CHUNK, SamplingOptions, choose_method
 from kvcli.cli.store_options import STORE_HELP, open_store
 from kvcli.errors import KvcliError, UsageError
-from kvcli.registry import DEFAULT_METHOD
+from kvcli.registry import DEFAULT_METHOD, method_name
 
 if TYPE_CHECKING:
     from kvcli.chat import Conversation
@@ -47,11 +48,13 @@ class ChatOptions(SamplingOptions):
 
 def run(options: ChatOptions, output: Output) -> None:
     """Talk to a model on one compressed cache; only what is new of each turn is read, and the cache can be saved."""
+    if options.system is not None and options.resume is not None:
+        raise UsageError("--system goes before the first message; the conversation of --resume has begun")
+    options.check(options.resume, options.store)
+
     from kvcli.chat import Conversation
     from kvcli.cli.context_input import check_storable, check_tokenizer, load_context
 
-    if options.system is not None and options.resume is not None:
-        raise UsageError("--system goes before the first message; the conversation of --resume has begun")
     context = None if options.resume is None else load_context(options.resume, options.model, options.store)
     options = options.for_context(context)
     if options.save is not None:
@@ -77,19 +80,22 @@ def run(options: ChatOptions, output: Output) -> None:
         if context is not None:
             check_tokenizer(loaded, context)
             conversation.resume(context)
-            held = conversation.cache.get_seq_length()
-            output.say(f"{held} tokens reused from {options.resume}: {len(conversation.messages)} messages")
+            tokens = conversation.cache.get_seq_length()
+            output.say(f"{tokens} tokens reused from {options.resume}: {len(conversation.messages)} messages")
         output.say(HELP)
+        method = method_name(session.method.name, dict(session.config))
         turns = talk(conversation, options, output)
         saved = options.save is not None and save(conversation, options.save, options, output)
+    store = ["--store", options.store] if options.store else []
     output.result(
         {
             "model": options.model,
-            "method": chosen.name,
+            "method": method,
             "messages": [dict(message) for message in conversation.messages],
             "turns": [turn.to_dict() for turn in turns],
             "saved": str(options.save) if saved else None,
-        }
+        },
+        following=["kvcli", "chat", *model_argument(options.model), *store, "--resume", options.save] if saved else (),
     )
 
 
@@ -159,14 +165,14 @@ def check_target(target: Path, options: ChatOptions) -> None:
     if target.is_dir() and is_file(target):
         raise UsageError(f"{target} is a folder; name a file")
     if is_file(target):
-        taken, own = target.exists(), target == options.resume
+        exists, resumed = target.exists(), target == options.resume
         folder = target.parent
     else:
         check_name(str(target))
         store = open_store(options.store, options.model, must_exist=False)
-        taken, own = str(target) in store.names(), target == options.resume and not target.is_file()
+        exists, resumed = str(target) in store.names(), target == options.resume and not target.is_file()
         folder = store.folder
-    if taken and not own and not options.overwrite:
+    if exists and not resumed and not options.overwrite:
         raise UsageError(f"{target} exists already; use --overwrite to replace it")
     folder.mkdir(parents=True, exist_ok=True)
 
@@ -178,8 +184,8 @@ def save(conversation: Conversation, target: Path, options: ChatOptions, output:
         CacheError: a reply was broken off, or another process writes the file.
         OSError: it cannot be written.
     """
-    held = conversation.cache.get_seq_length()
-    if not held:
+    num_tokens = conversation.cache.get_seq_length()
+    if not num_tokens:
         output.say(f"nothing was said, so {target} is not written")
         return False
     context = conversation.context()
@@ -189,7 +195,7 @@ def save(conversation: Conversation, target: Path, options: ChatOptions, output:
         store = open_store(options.store, options.model, must_exist=False)
         num_bytes = store.put(context, name=str(target), overwrite=True).manifest.nbytes
         where = f" in {store.folder}"
-    output.say(f"{target}{where}: {held} tokens in {size(num_bytes)}")
+    output.say(f"{target}{where}: {num_tokens} tokens in {size(num_bytes)}")
     return True
 
 

@@ -5,17 +5,20 @@ from __future__ import annotations
 import inspect
 import logging
 import os
+import shlex
 import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import Any
 
 import typer
+from pydantic import BaseModel
 
+from kvcli.cli.bars import duration
+from kvcli.cli.error_lines import describe_error
 from kvcli.cli.flags import SHARED_FLAGS, signature
-from kvcli.cli.next_command import next_command
-from kvcli.cli.output import Output, describe_error, duration
-from kvcli.cli.start import stop_reason
+from kvcli.cli.output import Output
+from kvcli.cli.signals import stop_reason
 from kvcli.cli.values import OptionsT, resolve
 from kvcli.errors import OutputError, UsageError
 from kvcli.ranks import environment
@@ -27,10 +30,10 @@ def command(
     options: type[OptionsT],
     example: str,
     arguments: tuple[str, ...] = (),
-    settings: Collection[str] = (),
+    settings: type[BaseModel] | None = None,
     resumes: bool = False,
     saves_memory: str = "",
-    group: str = "",
+    summary: str = "",
 ) -> Callable[[Callable[[OptionsT, Output], None]], Callable[[OptionsT, Output], None]]:
     """Registers a command whose flags are the fields of an options model.
 
@@ -40,10 +43,10 @@ def command(
         options: its options; a field's description is its help.
         example: a runnable command line, shown at the end of the help.
         arguments: fields that are positional.
-        settings: fields that are settings of a method, which the help shows apart.
+        settings: of a method, which are options too and become entries of `setting`.
         resumes: whether the same command goes on where it was interrupted.
         saves_memory: what to do when memory does not suffice, such as `lower --batch-size`.
-        group: the command that this one is a part of, such as `contexts`.
+        summary: the help; default: the docstring of what is registered.
     """
 
     def register(run: Callable[[OptionsT, Output], None]) -> Callable[[OptionsT, Output], None]:
@@ -53,19 +56,25 @@ def command(
             with suppress(UsageError):  # told by the commands that several processes can share
                 output.set_ranks(environment())
             try:
-                _run(run, f"{group} {name}".strip(), options, given, shared, output, arguments)
+                _run(run, options, given, shared, output, arguments, settings)
             except (typer.Exit, BrokenPipeError):
                 raise
             except (Exception, KeyboardInterrupt) as error:
                 if shared["debug"]:
                     raise
-                raise typer.Exit(_report(stop_reason() or error, output, resumes, saves_memory)) from None
+                several = output.ranks.count > 1
+                code, line = describe_error(stop_reason() or error, resumes, saves_memory, several)
+                if output.as_json and output.record is None:
+                    with suppress(OutputError):  # the line on standard error is all that can be said
+                        output.result({"error": line, "exit_code": code})
+                output.error(line)
+                raise typer.Exit(code) from None
 
         invoke.__doc__ = run.__doc__
-        made, annotations = signature(options, arguments, settings)
-        invoke.__signature__ = made  # type: ignore[attr-defined]
+        flags, annotations = signature(options, arguments, settings)
+        invoke.__signature__ = flags  # type: ignore[attr-defined]
         invoke.__annotations__ = annotations
-        app.command(name, help=inspect.cleandoc(run.__doc__ or ""), epilog=f"Example: {example}")(invoke)
+        app.command(name, help=summary or inspect.cleandoc(run.__doc__ or ""), epilog=f"Example: {example}")(invoke)
         return run
 
     return register
@@ -73,27 +82,14 @@ def command(
 
 def _run(
     run: Callable[[OptionsT, Output], None],
-    name: str,
     options: type[OptionsT],
     given: dict[str, Any],
     shared: dict[str, Any],
     output: Output,
     arguments: Collection[str],
+    settings: type[BaseModel] | None,
 ) -> None:
-    """Runs a command and says what to do next.
-
-    Args:
-        run: the command's function.
-        name: the command's name.
-        options: its options.
-        given: its flags as typer read them.
-        shared: the flags that all commands have.
-        output: where it talks.
-        arguments: options that are positional.
-
-    Raises:
-        UsageError: both --quiet and --verbose.
-    """
+    """Runs a command and says what to do next."""
     if output.quiet and output.verbose:
         raise UsageError("--quiet and --verbose exclude each other")
     level = "info" if output.verbose else "error"
@@ -103,28 +99,14 @@ def _run(
         for noisy in ("torchao", "torch.utils._pytree"):  # they warn while they are imported
             logging.getLogger(noisy).setLevel(logging.ERROR)
     started = time.monotonic()
-    chosen = resolve(options, given, shared["config"], arguments)
+    chosen = resolve(options, given, shared["config"], arguments, settings)
     output.detail(f"options: {chosen.model_dump(mode='json')}")
     run(chosen, output)
-    output.detail(f"took {duration(time.monotonic() - started)}{_peak_memory()}")
-    if not output.as_json and (following := next_command(name, chosen.model_dump(), output.record or {})):
-        output.say(f"next: {following}")
+    took = f"took {duration(time.monotonic() - started)}"
+    with suppress(ImportError):  # not every system has it
+        from resource import RUSAGE_SELF, getrusage
 
-
-def _report(error: BaseException, output: Output, resumes: bool, saves_memory: str) -> int:
-    """Says an error in one line; returns the exit code."""
-    code, line = describe_error(error, resumes, saves_memory, output.ranks.count > 1)
-    if output.as_json and output.record is None:
-        with suppress(OutputError):  # the line on standard error is all that can be said
-            output.result({"error": line, "exit_code": code})
-    output.error(line)
-    return code
-
-
-def _peak_memory() -> str:
-    """The most memory that this process held, where the system tells."""
-    try:
-        import resource
-    except ImportError:
-        return ""
-    return f", peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB"
+        took += f", peak memory {getrusage(RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB"
+    output.detail(took)
+    if not output.as_json and output.following:
+        output.say(f"next: {shlex.join(map(str, output.following))}")

@@ -11,12 +11,13 @@ from pydantic import Field
 from kvcli.cli.command import command
 from kvcli.cli.compress_targets import FileTarget, StoreTarget
 from kvcli.cli.context_input import check_storable
+from kvcli.cli.next_command import FOLLOW_UP, model_argument
 from kvcli.cli.output import Output, parse_size, size
 from kvcli.cli.prompt_sources import Source, parse_messages, read_sources
 from kvcli.cli.session_options import PREFILL_CHUNK, SessionOptions, choose_method
 from kvcli.cli.store_options import MAX_BYTES_HELP, STORE_HELP, open_store
 from kvcli.errors import UsageError
-from kvcli.registry import DEFAULT_METHOD
+from kvcli.registry import DEFAULT_METHOD, method_name
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,6 +56,8 @@ class CompressOptions(SessionOptions):
 def run(options: CompressOptions, output: Output) -> None:
     """Read texts once and write their compressed caches, from which 'kvcli generate' and 'kvcli chat' go on."""
     sources = read_sources(options.prompt_file, options.messages)
+    if options.method is not None or options.artifact is not None:
+        options.check()
     target = target_of(options, sources)
     target.make_folder()  # what cannot be made is said before the texts are read
     chosen = choose_method(options, output, default=DEFAULT_METHOD)
@@ -62,6 +65,7 @@ def run(options: CompressOptions, output: Output) -> None:
     check_storable(options.model, loaded.spec)
     records = []
     with chosen.attach(loaded, options.impl, output) as session:
+        method = method_name(session.method.name, dict(session.config))
         for source in sources:
             ids, notes = tokens_of(loaded, source)
             notes |= chosen.notes
@@ -72,7 +76,13 @@ def run(options: CompressOptions, output: Output) -> None:
             records.append({"source": source.name, **target.save(session, source, ids, notes, output)})
             output.say(describe(records[-1]))
     human = "\n".join(record["context"] for record in records)
-    output.result({"model": options.model, "method": chosen.name, "store": target.store, "contexts": records}, human)
+    removed = {name for record in records for name in record["evicted"]}
+    kept = [record["context"] for record in records if record["context"] not in removed][:1]
+    model = model_argument(options.model) if target.store else []
+    store = ["--store", options.store] if options.store else []
+    following = ["kvcli", "generate", *model, "--context", *kept, *store, "--prompt", FOLLOW_UP] if kept else ()
+    record = {"model": options.model, "method": method, "store": target.store, "contexts": records}
+    output.result(record, human, following)
 
 
 def target_of(options: CompressOptions, sources: list[Source]) -> FileTarget | StoreTarget:

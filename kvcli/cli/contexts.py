@@ -204,13 +204,13 @@ def register(app: typer.Typer) -> None:
         rich_markup_mode="rich",
         epilog="Example: kvcli contexts list",
     )
-    command(contexts, "list", ListOptions, "kvcli contexts list", group=show.GROUP)(list_contexts)
+    command(contexts, "list", ListOptions, "kvcli contexts list")(list_contexts)
     show.register(contexts)
-    command(contexts, "verify", VerifyOptions, "kvcli contexts verify", ("names",), group=show.GROUP)(verify)
-    command(contexts, "prune", PruneOptions, "kvcli contexts prune --max-bytes 20GiB", group=show.GROUP)(prune)
-    command(contexts, "rm", RemoveOptions, "kvcli contexts rm report", ("names",), group=show.GROUP)(remove)
+    command(contexts, "verify", VerifyOptions, "kvcli contexts verify", ("names",))(verify)
+    command(contexts, "prune", PruneOptions, "kvcli contexts prune --max-bytes 20GiB")(prune)
+    command(contexts, "rm", RemoveOptions, "kvcli contexts rm report", ("names",))(remove)
     example = "kvcli contexts export report --out report.safetensors"
-    command(contexts, "export", ExportOptions, example, ("name",), group=show.GROUP)(export)
+    command(contexts, "export", ExportOptions, example, ("name",))(export)
     example = "kvcli contexts import report.safetensors"
-    command(contexts, "import", ImportOptions, example, ("files",), group=show.GROUP)(import_files)
+    command(contexts, "import", ImportOptions, example, ("files",))(import_files)
     app.add_typer(contexts)

@@ -133,4 +133,4 @@ def measured(options: ShowOptions, store: ContextStore, manifest: Manifest, outp
 
 def register(app: typer.Typer) -> None:
     """Adds the command."""
-    command(app, "show", ShowOptions, "kvcli contexts show report --kl", ("name",), group=GROUP)(run)
+    command(app, "show", ShowOptions, "kvcli contexts show report --kl", ("name",))(run)

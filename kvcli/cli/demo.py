@@ -13,11 +13,12 @@ from pydantic import Field
 
 from kvcli.builtin_models import BUILTIN_MODELS, DEFAULT_MODEL
 from kvcli.cli import calibrate, evaluate, export, fit
+from kvcli.cli.bars import duration
 from kvcli.cli.command import command
 from kvcli.cli.options import ComputeOptions
-from kvcli.cli.output import Output, duration, size
+from kvcli.cli.output import Output, size
 from kvcli.errors import UsageError
-from kvcli.registry import BASELINE, DEFAULT_METHOD, fit_command, get_method
+from kvcli.registry import BASELINE, DEFAULT_METHOD, DEMO_SETTINGS, get_config, get_method
 
 _PROMPT_CHARACTERS = 4800
 _SHOWN_CHARACTERS = 320
@@ -37,14 +38,20 @@ def run(options: DemoOptions, output: Output) -> None:
     """Run the whole pipeline on the small built-in model: calibrate, fit, export, generate, measure."""
     from kvcli.attention.attach import attach
     from kvcli.attention.next_token import SamplingConfig
+    from kvcli.calibrate.corpus import CorpusConfig, documents
     from kvcli.generate import generate_text
     from kvcli.models import load_model
     from kvcli.prompts import prompt_ids
 
     if options.prompt == "":
         raise UsageError("the prompt is empty; give --prompt a text, or leave it out")
-    quick = quick_settings()
-    say_preset(options, quick, output)
+    defaults = get_config(DEFAULT_METHOD).model_fields
+    tokens = calibrate.CalibrateOptions.model_fields["tokens"].get_default()
+    changes = [f"{name} {value} instead of {defaults[name].get_default()}" for name, value in DEMO_SETTINGS.items()]
+    output.say(
+        f"quick preset: {', '.join([f'{options.tokens} calibration tokens instead of {tokens}', *changes])}; "
+        "'kvcli calibrate' and 'kvcli fit' use the full defaults"
+    )
     seconds: dict[str, float] = {}
     quiet = _Quiet(output)
     folders = {
@@ -62,9 +69,9 @@ def run(options: DemoOptions, output: Output) -> None:
         calibrate.run(settings, quiet)
     with _timed(seconds, "train"):
         fit.run(
-            fit.FitMethodOptions(
+            fit.FitOptions(
                 method=f"{DEFAULT_METHOD}-{options.bits}",
-                setting=[f"{name}={value}" for name, value in quick.items()],
+                setting=[f"{name}={value}" for name, value in DEMO_SETTINGS.items()],
                 samples=folders["samples"],
                 out=folders["training"],
                 **shared,
@@ -74,16 +81,20 @@ def run(options: DemoOptions, output: Output) -> None:
     with _timed(seconds, "export"):
         export.run(export.ExportOptions(runs=[folders["training"]], out=folders["artifact"]), quiet)
     sampling = SamplingConfig(max_new_tokens=options.max_new_tokens, repetition_penalty=1.1)
-    prompt = heldout_prompt() if options.prompt is None else options.prompt
+    prompt = options.prompt
+    if prompt is None:  # the beginning of a text that calibration has not seen, cut after a sentence
+        texts = documents(CorpusConfig("builtin:docs", "heldout"))
+        text = next(text for text in texts if len(text) > _PROMPT_CHARACTERS)
+        prompt = text[: text.rindex(". ", 0, _PROMPT_CHARACTERS) + 1]
     ids = prompt_ids(loaded, prompt, chat=False)
-    made = {}
+    generations = {}
     for name, artifact in ((BASELINE, None), (DEFAULT_METHOD, folders["artifact"])):
         output.say(f"generating with {name}")
         with (
             _timed(seconds, f"generate {name}"),
             attach(loaded, name, artifact=artifact, residual_length=32) as session,
         ):
-            made[name], _ = generate_text(loaded, session, ids, sampling, seed=options.seed)
+            generations[name], _ = generate_text(loaded, session, ids, sampling, seed=options.seed)
     with _timed(seconds, "measure"):
         evaluate.run(
             evaluate.EvalOptions(
@@ -99,39 +110,14 @@ def run(options: DemoOptions, output: Output) -> None:
     quality = quiet.record["rows"][0]
     record = {
         "prompt": prompt,
-        **{name: generation.to_dict() for name, generation in made.items()},
+        **{name: generation.to_dict() for name, generation in generations.items()},
         "kl_mean": quality["kl_mean"],
         "flips": quality["flips"],
         "true_bits": quality["memory"]["true_bits"],
         "seconds": seconds,
         "artifact": str(folders["artifact"]),
     }
-    output.result(record, _table(record))
-
-
-def quick_settings() -> dict[str, Any]:
-    """The method's settings that fit in less time than its defaults."""
-    own = fit_command(DEFAULT_METHOD)
-    return {} if own is None else dict(own.quick)
-
-
-def say_preset(options: DemoOptions, quick: dict[str, Any], output: Output) -> None:
-    """Says what the quick preset changes, each with the full default."""
-    defaults = get_method(DEFAULT_METHOD).config_cls.model_fields
-    tokens = calibrate.CalibrateOptions.model_fields["tokens"].get_default()
-    changes = [f"{name} {value} instead of {defaults[name].get_default()}" for name, value in quick.items()]
-    output.say(
-        f"quick preset: {', '.join([f'{options.tokens} calibration tokens instead of {tokens}', *changes])}; "
-        "'kvcli calibrate' and 'kvcli fit' use the full defaults"
-    )
-
-
-def heldout_prompt() -> str:
-    """The beginning of a text that calibration has not seen, cut after a sentence."""
-    from kvcli.calibrate.corpus import CorpusConfig, documents
-
-    text = next(text for text in documents(CorpusConfig("builtin:docs", "heldout")) if len(text) > _PROMPT_CHARACTERS)
-    return text[: text.rindex(". ", 0, _PROMPT_CHARACTERS) + 1]
+    output.result(record, _table(record), export.generate_with(record["artifact"]))
 
 
 class _Quiet(Output):
@@ -144,7 +130,7 @@ class _Quiet(Output):
     def settings(self, values: Any) -> None:
         pass
 
-    def result(self, record: Any, human: Any = None) -> None:
+    def result(self, record: Any, human: Any = None, following: Any = ()) -> None:
         self.record = record
 
 

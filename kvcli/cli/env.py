@@ -31,7 +31,7 @@ def run(options: EnvOptions, output: Output) -> None:
     if options.verify:
         info["models"] = _verified()
         lines += [f"{name}: {state}" for name, state in info["models"].items()]
-    output.result(info, "\n".join(lines))
+    output.result(info, "\n".join(lines), ["kvcli", "demo"])
     if damaged := [name for name, state in info.get("models", {}).items() if state.startswith("damaged")]:
         raise ModelError(f"damaged: {', '.join(damaged)}; the next command that needs it makes it again")
 

@@ -13,6 +13,7 @@ from kvcli.cli.command import command
 from kvcli.cli.eval_options import EvalOptions, check
 from kvcli.cli.eval_suites import Measured, open_suite
 from kvcli.cli.eval_tables import quality_table, table_of
+from kvcli.cli.next_command import last_method
 from kvcli.cli.output import Output
 from kvcli.cli.paths import newest_artifact
 from kvcli.cli.values import parse_settings
@@ -64,7 +65,7 @@ def run(options: EvalOptions, output: Output) -> None:
     finally:  # what was measured is shown, also when the next method fails or the disk is full
         if plain:
             shown = {"suite": options.suite, "rows": plain, "gates": [gate.to_dict() for gate in gates]}
-            output.result(shown, table_of(plain, options))
+            output.result(shown, table_of(plain, options), ["kvcli", "bench", "--method", last_method(plain)])
     if missed := [gate.reason for gate in gates if not gate.passed]:
         raise QualityGateError(f"quality gate missed: {'; '.join(missed)}")
 

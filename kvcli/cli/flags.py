@@ -8,6 +8,7 @@ from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import typer
+from pydantic import BaseModel
 
 from kvcli.builtin_models import BUILTIN_MODELS
 from kvcli.cli.options import Options, is_path
@@ -16,47 +17,70 @@ from kvcli.registry import METHODS
 _COMPLETED: dict[str, Collection[str]] = {"method": METHODS, "model": BUILTIN_MODELS}
 """Values that the shell offers for options whose values are not in their type."""
 
-SHARED_FLAGS: dict[str, tuple[Any, Any]] = {
-    "as_json": (bool, typer.Option("--json", help="print one JSON object on standard output")),
-    "config": (
-        str | None,
-        typer.Option(
-            "--config", metavar="PATH", help="YAML file with options of the command, by the names that are shown here"
-        ),
+_SETTINGS = "Settings of the method"
+
+_PANELS: dict[str, tuple[str, ...]] = {
+    "Options": (
+        *("prompt", "prompt_file", "messages", "system", "chat", "context", "resume", "reuse", "corpus"),
+        *("corpus_name", "corpus_split", "revision", "text_column", "samples", "layers", "tokens", "seq_len"),
+        *("query_tokens", "fisher_tokens", "max_new_tokens"),
     ),
-    "quiet": (bool, typer.Option("--quiet", "-q", help="print results, warnings and errors only")),
-    "verbose": (bool, typer.Option("--verbose", "-v", help="print also what libraries say, time and memory")),
-    "debug": (bool, typer.Option("--debug", help="show the traceback of an error")),
+    "Method": ("method", "artifact", "sink_length", "residual_length", "setting"),
+    _SETTINGS: (),
+    "Where": ("out", "save", "store", "name", "max_bytes", "overwrite"),
+    "How": (),
+    "Machine": ("model_revision", "base_config", "impl", "device", "dtype", "seed"),
+    "Output": ("stats",),
+}
+"""Groups of options in the help, in order; those that are not named are in `How`, and `Options` is typer's own."""
+
+SHARED_FLAGS: dict[str, tuple[Any, Any]] = {
+    name: (kind, typer.Option(*names, help=text, rich_help_panel="Output", metavar=metavar))
+    for name, kind, names, metavar, text in (
+        ("as_json", bool, ("--json",), None, "print one JSON object on standard output"),
+        ("config", str | None, ("--config",), "PATH", "YAML file with options of the command, by the names shown here"),
+        ("quiet", bool, ("--quiet", "-q"), None, "print results, warnings and errors only"),
+        ("verbose", bool, ("--verbose", "-v"), None, "print also what libraries say, time and memory"),
+        ("debug", bool, ("--debug",), None, "show the traceback of an error"),
+    )
 }
 """Flags of every command."""
 
 
 def signature(
-    options: type[Options], arguments: tuple[str, ...], settings: Collection[str]
+    options: type[Options], arguments: tuple[str, ...], settings: type[BaseModel] | None = None
 ) -> tuple[inspect.Signature, dict[str, Any]]:
-    """The function signature that typer reads: all optional, so that an absent flag can be told from a default."""
+    """The function signature that typer reads: all optional, so that an absent flag can be told from a default.
+
+    Args:
+        options: the options of the command.
+        arguments: fields that are positional.
+        settings: of a method, which are options too.
+    """
+    fields = {**options.model_fields, **(settings.model_fields if settings else {})}
     annotations: dict[str, Any] = {}
-    for name in (*arguments, *(name for name in options.model_fields if name not in arguments)):
-        field = options.model_fields[name]
+    for name in sorted(fields, key=lambda name: _place(name, options, arguments)):
+        field = fields[name]
         kind, text = _plain_type(field.annotation), field.description or ""
         default = field.get_default(call_default_factory=True)
+        if settings is not None and name in settings.model_fields:
+            default = getattr(settings, "fit_settings", {}).get(name, default)
         if choices := _choices(field.annotation):
             text += f" ({', '.join(map(str, choices[:-1]))} or {choices[-1]})"
-        if default not in (None, [], (), ""):
-            text += f"; default: {_shown(default)}"
+        if default is not False and default not in (None, [], (), ""):
+            shown = ", ".join(map(str, default)) if isinstance(default, list) else str(default)
+            text += f"; default: {'true' if default is True else shown}"
         complete = _completion(choices or tuple(_COMPLETED.get(name, ())))
         metavar = "PATH" if is_path(field.annotation) else None
         if name in arguments:
             info: Any = typer.Argument(help=text, show_default=False, autocompletion=complete, metavar=metavar)
         else:
             flag = name.replace("_", "-")
-            names = f"--{flag}/--no-{flag}" if kind is bool else f"--{flag}"
-            panel = "Settings of the method" if name in settings else None
             info = typer.Option(
-                names,
+                f"--{flag}/--no-{flag}" if kind is bool else f"--{flag}",
                 help=text,
                 show_default=False,
-                rich_help_panel=panel,
+                rich_help_panel=_panel(name, options),
                 autocompletion=complete,
                 metavar=metavar,
             )
@@ -67,25 +91,34 @@ def signature(
     for name, (kind, info) in SHARED_FLAGS.items():
         annotations[name] = Annotated[kind, info]
     parameters = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=_flag_default(name), annotation=annotation)
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=False if name in SHARED_FLAGS and SHARED_FLAGS[name][0] is bool else None,
+            annotation=annotation,
+        )
         for name, annotation in annotations.items()
     ]
     return inspect.Signature(parameters), annotations
 
 
+def _panel(name: str, options: type[Options]) -> str:
+    if name not in options.model_fields:
+        return _SETTINGS
+    return next((panel for panel, names in _PANELS.items() if name in names), "How")
+
+
+def _place(name: str, options: type[Options], arguments: tuple[str, ...]) -> tuple[int, int]:
+    """Where an option stands in the help: arguments, then panels, each in its order."""
+    if name in arguments:
+        return -1, arguments.index(name)
+    panel = _panel(name, options)
+    return [*_PANELS].index(panel), _PANELS[panel].index(name) if name in _PANELS[panel] else 0
+
+
 def _completion(values: tuple[Any, ...]) -> Callable[[], list[str]] | None:
     """What the shell offers for an option."""
     return (lambda: [str(value) for value in values]) if values else None
-
-
-def _shown(default: Any) -> str:
-    if isinstance(default, list):
-        return ", ".join(map(str, default))
-    return str(default).lower() if isinstance(default, bool) else str(default)
-
-
-def _flag_default(name: str) -> Any:
-    return False if name in SHARED_FLAGS and SHARED_FLAGS[name][0] is bool else None
 
 
 def _choices(annotation: Any) -> tuple[Any, ...]:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import typer
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from kvcli.cli.command import command
+from kvcli.cli.next_command import model_argument
 from kvcli.cli.output import Output, size
 from kvcli.cli.prompt_sources import read_prompt
 from kvcli.cli.session_options import SamplingOptions, choose_method
 from kvcli.cli.store_options import STORE_HELP, open_store
 from kvcli.errors import UsageError
-from kvcli.registry import BASELINE, DEFAULT_METHOD
+from kvcli.registry import BASELINE, DEFAULT_METHOD, method_name
 
 if TYPE_CHECKING:
     from kvcli.attention.session import Session
@@ -44,8 +45,8 @@ class GenerateOptions(SamplingOptions):
     )
     decode: Literal["auto", "graphs", "steps", "passes"] = Field(
         default="auto",
-        description="how tokens are made: steps captured as CUDA graphs, the same steps without capturing, or ordinary "
-        "forward passes; auto: graphs on a GPU",
+        description="how tokens are decoded: steps captured as CUDA graphs, the same steps without capturing, or "
+        "ordinary forward passes; auto: graphs on a GPU",
     )
     compile: bool = Field(
         default=False,
@@ -54,16 +55,26 @@ class GenerateOptions(SamplingOptions):
     )
     stats: bool = Field(default=False, description="print time, rate and cache memory")
 
+    @model_validator(mode="after")
+    def _go_together(self) -> Self:
+        if self.context is not None and self.prompt is None and self.prompt_file is None:
+            raise ValueError("--context needs a text that goes on from it; give it with --prompt or --prompt-file")
+        if self.context is not None and self.reuse:
+            raise ValueError("--context names what is gone on from, --reuse looks for it; give one of them")
+        if self.compile and self.decode == "passes":
+            raise ValueError("layers are compiled for decode steps: use --decode graphs or steps with --compile")
+        return self
+
 
 def run(options: GenerateOptions, output: Output) -> None:
     """Generate text, streamed; --method compresses the KV cache."""
-    from kvcli.cli.context_input import begin, load_context
-    from kvcli.generate import generate_text
-
-    check(options)
+    options.check(options.context, options.store)
     prompt = read_prompt(options.prompt, options.prompt_file, output)
     if not prompt and options.prompt != "":
         raise UsageError("the prompt is empty; give a text with --prompt or --prompt-file")
+    from kvcli.cli.context_input import begin, load_context
+    from kvcli.generate import generate_text
+
     started = time.perf_counter()
     context = None if options.context is None else load_context(options.context, options.model, options.store)
     read_s = time.perf_counter() - started
@@ -82,7 +93,7 @@ def run(options: GenerateOptions, output: Output) -> None:
             output.warn(f"warning: {length} tokens are more than the {limit} that {options.model} was trained on")
         if not options.chat:
             output.write(prompt)
-        made, _ = generate_text(
+        generation, _ = generate_text(
             loaded,
             session,
             start.ids,
@@ -94,40 +105,35 @@ def run(options: GenerateOptions, output: Output) -> None:
             prefill_chunk=options.prefill_chunk,
             compile_layers=options.compile,
         )
-        starts_at = compression_starts(session)
+        starts_at, method = compression_starts(session), method_name(session.method.name, dict(session.config))
     output.write("\n")
-    if made.note is not None:
-        output.warn(f"warning: {made.note}")
+    if generation.note is not None:
+        output.warn(f"warning: {generation.note}")
     if start.source is not None:
         output.say(
-            f"{made.reused_tokens} of {made.prompt_tokens} tokens reused from {start.source}, loaded in "
-            f"{read_s + start.load_s:.2f} s; first token after {made.ttft_s:.2f} s"
+            f"{generation.reused_tokens} of {generation.prompt_tokens} tokens reused from {start.source}, loaded in "
+            f"{read_s + start.load_s:.2f} s; first token after {generation.ttft_s:.2f} s"
         )
     elif options.reuse:
-        output.say(f"no tokens reused; first token after {made.ttft_s:.2f} s")
+        output.say(f"no tokens reused; first token after {generation.ttft_s:.2f} s")
     if options.stats:
-        output.warn(describe(made, starts_at))
+        output.warn(describe(generation, starts_at))
+    following: list[Any] = []
+    if options.context is None:
+        measured = ["--artifact", options.artifact] if options.artifact else ["--method", method]
+        following = ["kvcli", "eval", *model_argument(options.model), *(measured if method != BASELINE else ())]
     output.result(
         {
             "model": options.model,
-            "method": chosen.name,
+            "method": method,
             "prompt": prompt,
             "reused_from": start.source,
             "load_s": read_s + start.load_s,
             "compression_starts_at": starts_at,
-            **made.to_dict(),
-        }
+            **generation.to_dict(),
+        },
+        following=following,
     )
-
-
-def check(options: GenerateOptions) -> None:
-    """Raises UsageError for options that do not go together."""
-    if options.context is not None and options.prompt is None and options.prompt_file is None:
-        raise UsageError("--context needs a text that goes on from it; give it with --prompt or --prompt-file")
-    if options.context is not None and options.reuse:
-        raise UsageError("--context names what is gone on from, --reuse looks for it; give one of them")
-    if options.compile and options.decode == "passes":
-        raise UsageError("layers are compiled for decode steps: use --decode graphs or steps with --compile")
 
 
 def compression_starts(session: Session) -> int | None:
@@ -141,25 +147,25 @@ def compression_starts(session: Session) -> int | None:
     return min(starts)
 
 
-def describe(made: Generation, starts_at: int | None) -> str:
+def describe(generation: Generation, starts_at: int | None) -> str:
     """Time, rate and memory on two lines.
 
     Args:
-        made: what was generated.
+        generation: what was generated.
         starts_at: tokens from which on a cache holds codes; None for a method that compresses nothing.
     """
-    memory = made.memory
+    memory = generation.memory
     others = ""
     if memory.other_layers:
         others = (
             f"; {memory.other_layers} of {memory.layers + memory.other_layers} layers keep transformers' own cache of "
             f"{size(memory.other_bytes)}: the others have {100 * memory.share:.0f} % of an uncompressed one"
         )
-    graphs = f", steps as CUDA graphs of {size(made.graph_bytes)}" if made.graph_bytes else ""
-    reused = f" ({made.reused_tokens} reused)" if made.reused_tokens else ""
+    graphs = f", steps as CUDA graphs of {size(generation.graph_bytes)}" if generation.graph_bytes else ""
+    reused = f" ({generation.reused_tokens} reused)" if generation.reused_tokens else ""
     time = (
-        f"prompt {made.prompt_tokens} tokens{reused}, {made.new_tokens} new; first token after {made.ttft_s:.2f} s, "
-        f"then {made.tokens_per_s:.1f} tokens/s{graphs}\n"
+        f"prompt {generation.prompt_tokens} tokens{reused}, {generation.new_tokens} new; "
+        f"first token after {generation.ttft_s:.2f} s, then {generation.tokens_per_s:.1f} tokens/s{graphs}\n"
     )
     if starts_at is None:
         return f"{time}KV cache {size(memory.cache_bytes)} for {memory.num_tokens} tokens, not compressed{others}"

@@ -10,7 +10,7 @@ from pydantic import Field
 from kvcli.cli.command import command
 from kvcli.cli.options import Options
 from kvcli.cli.output import Output
-from kvcli.cli.paths import newest_shards, samples_folder
+from kvcli.cli.paths import model_folder, newest_shards
 
 
 class MergeOptions(Options):
@@ -30,7 +30,7 @@ def run(options: MergeOptions, output: Output) -> None:
     folders = options.shards or newest_shards()
     shards = read_shards(folders)
     first = shards[0][1]
-    folder = options.out or samples_folder(first.model)
+    folder = options.out or model_folder(first.model, "samples")
     output.settings({"shards": len(shards), "out": folder})
     total = sum(len(manifest.parts) for _, manifest in shards)
     with output.progress("merge", total, "files") as advance:
@@ -41,7 +41,7 @@ def run(options: MergeOptions, output: Output) -> None:
         "layers": len(recording.layers),
         "shards": len(shards),
     }
-    output.result(record, str(folder))
+    output.result(record, str(folder), ["kvcli", "fit", folder])
 
 
 def register(app: typer.Typer) -> None:

@@ -5,15 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 import typer
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from kvcli.cli.bench_options import MAX_LENGTH
 from kvcli.cli.command import command
+from kvcli.cli.next_command import try_method
 from kvcli.cli.options import Options
 from kvcli.cli.output import Output
 from kvcli.cli.tables import DataTable
-from kvcli.errors import UsageError, explain
-from kvcli.registry import DEFAULT_METHOD
+from kvcli.errors import UsageError
+from kvcli.registry import DEFAULT_METHOD, METHODS, get_config, get_method, method_name, parse_name
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
@@ -53,8 +54,6 @@ def run(options: MethodsOptions, output: Output) -> None:
 
 def print_methods(output: Output) -> None:
     """Prints one row per method."""
-    from kvcli.registry import METHODS, get_method
-
     records = []
     for name in METHODS:
         method = get_method(name)
@@ -72,7 +71,7 @@ def print_methods(output: Output) -> None:
     columns = ("name", "bits", "paper", "calibration", "summary")
     cells = [[record[column] for column in columns] for record in records]
     shown = DataTable("methods", columns, cells, text_columns=len(columns), prose=columns[2:])
-    output.result({"methods": records}, shown)
+    output.result({"methods": records}, shown, ["kvcli", "methods", DEFAULT_METHOD])
 
 
 def print_settings(name: str, output: Output) -> None:
@@ -85,13 +84,7 @@ def print_settings(name: str, output: Output) -> None:
     Raises:
         UsageError: no such method, or not with these bits.
     """
-    from kvcli.registry import parse_method
-
-    method, from_bits = parse_method(name)
-    try:
-        method.config_cls(**from_bits)
-    except ValidationError as error:
-        raise UsageError(f"{name}: {explain(error, method.config_cls.model_fields)}") from error
+    method, from_bits = parse_name(name)
     records: list[dict[str, Any]] = [
         {
             "name": setting,
@@ -99,15 +92,18 @@ def print_settings(name: str, output: Output) -> None:
             "range": value_range(field),
             "meaning": field.description or "",
         }
-        for setting, field in method.config_cls.model_fields.items()
+        for setting, field in get_config(method).model_fields.items()
     ]
     columns = ("name", "default", "range", "meaning")
-    cells = [
-        [record["name"], _shown(record["default"]), _short(record["range"]), record["meaning"]] for record in records
-    ]
+    cells = []
+    for record in records:
+        default, values = record["default"], record["range"]
+        shown = str(default).lower() if isinstance(default, bool) else str(default)
+        cells.append([record["name"], shown, values.removeprefix("from ") if " to " in values else values])
+        cells[-1].append(record["meaning"])
     title = f"settings of {name}, for --setting NAME=VALUE"
-    shown = DataTable(title, columns, cells, text_columns=len(columns), prose=("range", "meaning"))
-    output.result({"method": name, "settings": records}, shown)
+    table = DataTable(title, columns, cells, text_columns=len(columns), prose=("range", "meaning"))
+    output.result({"method": method_name(name, {}), "settings": records}, table, try_method(name, "generate"))
 
 
 def value_range(field: FieldInfo) -> str:
@@ -119,15 +115,6 @@ def value_range(field: FieldInfo) -> str:
     words = [_COMPARISONS[name].format(bounds[name]) for name in _COMPARISONS if name in bounds]
     kinds: dict[Any, str] = {bool: "true or false", int: "a whole number", float: "a number"}
     return " ".join(words) or kinds.get(field.annotation, "any text")
-
-
-def _shown(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _short(values: str) -> str:
-    """A range with two ends without its first word."""
-    return values.removeprefix("from ") if " to " in values else values
 
 
 def print_bits(shape: str, contexts: list[int], output: Output) -> None:
@@ -143,7 +130,6 @@ def print_bits(shape: str, contexts: list[int], output: Output) -> None:
     """
     from kvcli.bench.shapes import shape_spec
     from kvcli.plan.cache import stored_bits
-    from kvcli.registry import METHODS, get_method
 
     if not all(1 <= context <= MAX_LENGTH for context in contexts):
         raise UsageError(f"--contexts takes lengths from 1 to {MAX_LENGTH}")
@@ -162,7 +148,7 @@ def print_bits(shape: str, contexts: list[int], output: Output) -> None:
         for record in records
     ]
     shown = DataTable(f"bits per value, {shape}, 16-bit model", columns, cells)
-    output.result({"shape": shape, "rows": records}, shown)
+    output.result({"shape": shape, "rows": records}, shown, ["kvcli", "methods", DEFAULT_METHOD])
 
 
 def register(app: typer.Typer) -> None:

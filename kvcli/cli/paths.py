@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcli.errors import ArtifactError, SamplesError
-from kvcli.registry import parse_method
+from kvcli.registry import METHODS, parse_name
 
 RUNS = Path("runs")
 
@@ -18,14 +18,14 @@ def short_name(model: str) -> str:
     return Path(model.rstrip("/")).name.removesuffix(".gguf").lower()
 
 
-def samples_folder(model: str) -> Path:
-    """Default output of `calibrate`."""
-    return RUNS / short_name(model) / "samples"
+def model_folder(model: str, *parts: str) -> Path:
+    """A folder of a model below runs/: `samples`, `shards`, `training`, `contexts`, or an artifact."""
+    return RUNS.joinpath(short_name(model), *parts)
 
 
-def shard_folder(model: str, index: int, count: int) -> Path:
-    """Default output of `calibrate --shard`."""
-    return RUNS / short_name(model) / "shards" / f"{index}-of-{count}"
+def contexts_folder(model: str) -> Path:
+    """Default store of a model's contexts."""
+    return model_folder(model, "contexts")
 
 
 def newest_shards() -> list[Path]:
@@ -34,37 +34,21 @@ def newest_shards() -> list[Path]:
     Raises:
         SamplesError: there is none.
     """
-    folder = _newest(RUNS.glob("*/shards/*/samples.json"))
-    if folder is None:
-        raise SamplesError(f"no shards below {RUNS}/; run 'kvcli calibrate --shard' first")
-    return sorted(path.parent for path in folder.parent.glob("*/samples.json"))
+    missing = SamplesError(f"no shards below {RUNS}/; run 'kvcli calibrate --shard' first")
+    newest = _newest(RUNS.glob("*/shards/*/samples.json"), missing)
+    return sorted(path.parent for path in newest.parent.glob("*/samples.json"))
 
 
-def training_folder(model: str, name: str) -> Path:
-    """Default output of a fit."""
-    return RUNS / short_name(model) / "training" / name
-
-
-def artifact_folder(model: str, name: str) -> Path:
-    """Default output of `export`."""
-    return RUNS / short_name(model) / name
-
-
-def contexts_folder(model: str) -> Path:
-    """Default store of a model's contexts."""
-    return RUNS / short_name(model) / "contexts"
-
-
-def newest_samples() -> Path:
-    """The recording that was written last.
+def newest_samples(folder: Path | None = None) -> Path:
+    """The recording that was written last, or the one that is named.
 
     Raises:
         SamplesError: there is none.
     """
-    folder = _newest(RUNS.glob("*/samples/samples.json"))
-    if folder is None:
-        raise SamplesError(f"no recorded samples below {RUNS}/; run 'kvcli calibrate' first")
-    return folder
+    if folder is not None and not (folder / "samples.json").exists():
+        raise SamplesError(f"no recorded samples in {folder}; run 'kvcli calibrate' first")
+    missing = SamplesError(f"no recorded samples below {RUNS}/; run 'kvcli calibrate' first")
+    return folder or _newest(RUNS.glob("*/samples/samples.json"), missing)
 
 
 def newest_training() -> Path:
@@ -73,10 +57,9 @@ def newest_training() -> Path:
     Raises:
         ArtifactError: there is none.
     """
-    folder = _newest(RUNS.glob("*/training/*/run.json"))
-    if folder is None:
-        raise ArtifactError(f"no fitted run below {RUNS}/; run 'kvcli fit' first")
-    return folder
+    return _newest(
+        RUNS.glob("*/training/*/run.json"), ArtifactError(f"no fitted run below {RUNS}/; run 'kvcli fit' first")
+    )
 
 
 def newest_artifact(model: str, method: str, settings: Mapping[str, Any] | None = None) -> Path:
@@ -91,18 +74,30 @@ def newest_artifact(model: str, method: str, settings: Mapping[str, Any] | None 
         ArtifactError: there is none.
         UsageError: no such method.
     """
-    record, from_bits = parse_method(method)
-    folder = _newest(
-        path
-        for path in (RUNS / short_name(model)).glob("*/kvcli.json")
-        if _is_artifact_of(path, record.name, from_bits if settings is None else settings)
+    name, from_bits = parse_name(method)
+    wanted = from_bits if settings is None else settings
+    missing = ArtifactError(
+        f"no {method} artifact for {model} below {RUNS}/; run 'kvcli calibrate' and 'kvcli fit --method "
+        f"{method}' first, or name one with --artifact"
     )
-    if folder is None:
-        raise ArtifactError(
-            f"no {method} artifact for {model} below {RUNS}/; run 'kvcli calibrate', 'kvcli fit --method {method}' and "
-            "'kvcli export' first, or name one with --artifact"
-        )
-    return folder
+    files = model_folder(model).glob("*/kvcli.json")
+    return _newest((path for path in files if _is_artifact_of(path, name, wanted)), missing)
+
+
+def artifact_method(folder: Path) -> str | None:
+    """The method of an artifact; None where its metadata cannot be read.
+
+    Raises:
+        ArtifactError: there is no artifact.
+    """
+    if not (folder / "kvcli.json").exists():
+        raise ArtifactError(f"no artifact in {folder}: kvcli.json is missing; make one with 'kvcli fit'")
+    return next((name for name in METHODS if _is_artifact_of(folder / "kvcli.json", name, {})), None)
+
+
+def context_names(folder: Path) -> list[str]:
+    """Names of the contexts of a store, also those that an earlier version has stored, which the store refuses."""
+    return sorted({path.stem.removesuffix(".context") for path in folder.glob("*.json") if path.is_file()})
 
 
 def _is_artifact_of(path: Path, method: str, settings: Mapping[str, Any]) -> bool:
@@ -114,6 +109,9 @@ def _is_artifact_of(path: Path, method: str, settings: Mapping[str, Any]) -> boo
         return False  # a file of somebody else, or a damaged one
 
 
-def _newest(files: Iterable[Path]) -> Path | None:
+def _newest(files: Iterable[Path], missing: Exception) -> Path:
+    """The folder of the file that was written last; without files, the error is raised."""
     ordered = sorted(filter(Path.is_file, files), key=lambda path: path.stat().st_mtime)
-    return ordered[-1].parent if ordered else None
+    if not ordered:
+        raise missing
+    return ordered[-1].parent

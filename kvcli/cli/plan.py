@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 import typer
 from pydantic import Field
 
+from kvcli.builtin_models import BUILTIN_MODELS
 from kvcli.cli.command import command
+from kvcli.cli.next_command import model_argument
 from kvcli.cli.options import AUTO_DEVICE, IMPL_HELP, ModelOptions
 from kvcli.cli.output import Output, parse_size, size
 from kvcli.cli.paths import newest_artifact
@@ -105,7 +107,9 @@ def run(options: PlanOptions, output: Output) -> None:
     }
     for line in lines(record, len(planned.windows)):
         output.say(line)
-    output.result(record, table(record))
+    model = options.model  # or a shape, of which there is nothing to calibrate
+    known = model in BUILTIN_MODELS or "/" in model
+    output.result(record, table(record), ["kvcli", "calibrate", *model_argument(model)] if known else ())
 
 
 def planned_model(options: ModelOptions) -> PlannedModel:

@@ -71,9 +71,9 @@ def read_sources(files: list[Path], messages: Path | None) -> list[Source]:
         raise UsageError("give what is to be compressed with --prompt-file, or a conversation with --messages")
     if messages is not None:
         return [Source(_name(messages), _read(messages), True)]
-    found = [path for file in files for path in (_files_in(file) if file.is_dir() else [file])]
-    sources = [Source(_name(path), _read(path).rstrip("\n")) for path in found]
-    for path, source in zip(found, sources, strict=True):
+    paths = [path for file in files for path in (_files_in(file) if file.is_dir() else [file])]
+    sources = [Source(_name(path), _read(path).rstrip("\n")) for path in paths]
+    for path, source in zip(paths, sources, strict=True):
         if not source.text:
             raise UsageError(f"{_shown(path)} is empty")
     names = [source.name for source in sources]
@@ -95,10 +95,10 @@ def parse_messages(source: Source) -> object:
 
 
 def _files_in(folder: Path) -> list[Path]:
-    found = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
-    if not found:
+    files = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
+    if not files:
         raise UsageError(f"{folder} has no files")
-    return found
+    return files
 
 
 def _read(path: Path) -> str:

@@ -10,11 +10,12 @@ from pydantic import Field
 
 from kvcli.cli.options import IMPL_HELP, ModelOptions
 from kvcli.cli.output import Output
-from kvcli.cli.paths import newest_artifact
+from kvcli.cli.paths import artifact_method, context_names, contexts_folder, newest_artifact
 from kvcli.cli.values import parse_settings
-from kvcli.errors import CacheError
+from kvcli.errors import ArtifactError, CacheError, UsageError, suggestion
+from kvcli.hub import check_model_name
 from kvcli.methods.config import CacheConfig
-from kvcli.registry import BASELINE, DEFAULT_METHOD, parse_method
+from kvcli.registry import BASELINE, DEFAULT_METHOD, check_settings, get_config, parse_name
 
 if TYPE_CHECKING:
     from kvcli.artifact import Artifact
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from kvcli.cache.context import Context
     from kvcli.models import LoadedModel
 
+
+IMPLS = ("auto", "fused", "reference")
 
 PREFILL_CHUNK = 4096
 """Tokens per forward pass of what is kept for later, where nothing else is asked for."""
@@ -70,6 +73,57 @@ class SessionOptions(ModelOptions):
         """
         lengths = {"sink_length": self.sink_length, "residual_length": self.residual_length}
         return {**parse_settings(self.setting), **{name: x for name, x in lengths.items() if x is not None}}
+
+    def check(self, context: Path | None = None, store: Path | None = None) -> None:
+        """Checks what can be known of model, method, settings, artifact and context before torch is imported.
+
+        Args:
+            context: what is gone on from, a file or a name in the store; it names a model and a method.
+            store: folder of the store; default: the model's.
+
+        Raises:
+            ModelError: no such model.
+            UsageError: no such method.
+            ConfigError: a setting that does not exist or is out of range.
+            ArtifactError: an artifact that is missing, or is of another method.
+            CacheError: no such context.
+        """
+        check_model_name(self.model)
+        settings = self.settings()
+        if self.impl not in IMPLS:
+            raise UsageError(f"unknown implementation '{self.impl}'; choose {', '.join(IMPLS[:-1])} or {IMPLS[-1]}")
+        if context is not None and not context.exists():
+            place = store or contexts_folder(self.model)
+            names = context_names(place)
+            if str(context) not in names:
+                raise CacheError(
+                    f"there is no file {context} and no context '{context}' in {place}"
+                    f"{suggestion(str(context), names)}; 'kvcli contexts list' shows those that are there"
+                )
+        if context is None or self.method is not None:
+            _, folder = self.find_method(BASELINE)
+            artifact = folder and artifact_method(folder)
+            if artifact and self.method is not None and artifact != parse_name(self.method)[0]:
+                raise ArtifactError(f"the artifact is for method '{artifact}', not '{self.method}'")
+            name, from_bits = parse_name(self.method or artifact or BASELINE)
+            if folder is not None:  # what fits its settings is known when it is loaded
+                settings = {x: settings[x] for x in settings.keys() - get_config(name).model_fields}
+            check_settings(name, {**from_bits, **settings})
+        elif self.artifact is not None:
+            artifact_method(self.artifact)
+
+    def find_method(self, default: str) -> tuple[str | None, Path | None]:
+        """The method, if it was not the artifact that names it, and the artifact's folder, if there is one.
+
+        Raises:
+            UsageError: no such method.
+            ArtifactError: no artifact of a method that needs one.
+        """
+        if self.artifact is not None:
+            return self.method, self.artifact
+        name = default if self.method is None else self.method
+        needed = get_config(parse_name(name)[0]).needs_artifact
+        return name, newest_artifact(self.model, name) if needed else None
 
 
 class SamplingOptions(SessionOptions):
@@ -150,15 +204,13 @@ def choose_method(
     given = options.settings()
     if context is not None and options.method is None:
         return _of_context(options, output, context, given)
-    folder, name = options.artifact, options.method
+    name, folder = options.find_method(default)
     if folder is None:
-        name = default if name is None else name
-        if not parse_method(name)[0].needs_artifact:
-            return ChosenMethod(name, None, given)
-        folder = newest_artifact(options.model, name)
+        return ChosenMethod(name or default, None, given)
+    if options.artifact is None:
         output.say(f"using {folder}")
     artifact = Artifact.load(folder)
-    return ChosenMethod(artifact.method if name is None else name, artifact, given, folder=folder)
+    return ChosenMethod(name or artifact.method, artifact, given, folder=folder)
 
 
 def _of_context(options: SessionOptions, output: Output, context: Context, given: dict[str, Any]) -> ChosenMethod:

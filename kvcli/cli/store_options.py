@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 STORE_HELP = "folder of the store of contexts; default: runs/MODEL/contexts"
 """Help of every `--store`."""
 
-MAX_BYTES_HELP = "size that the store may have, such as 20GiB; the least recently used contexts are removed"
+MAX_BYTES_HELP = "size that the store may have, as 20GiB or 20G; the least recently used contexts are removed"
 """Help of every `--max-bytes` of what is stored."""
 
 

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from kvcli.cli.flags import SHARED_FLAGS
 from kvcli.cli.options import Options
@@ -16,7 +16,11 @@ OptionsT = TypeVar("OptionsT", bound=Options)
 
 
 def resolve(
-    options: type[OptionsT], given: dict[str, Any], path: str | None, arguments: Collection[str] = ()
+    options: type[OptionsT],
+    given: dict[str, Any],
+    path: str | None,
+    arguments: Collection[str] = (),
+    settings: type[BaseModel] | None = None,
 ) -> OptionsT:
     """Flags over file over defaults.
 
@@ -25,15 +29,20 @@ def resolve(
         given: flags by name; None for those that are absent.
         path: YAML file with options.
         arguments: options that are positional, which errors name without dashes.
+        settings: of a method, which are options too and become entries of `setting`.
 
     Raises:
         ConfigError: a file that cannot be read, unknown keys (with a suggestion), or values that do not fit.
     """
     if path == "":
         raise ConfigError("--config: an empty text")
-    values = {} if path is None else _read_config(Path(path), options)
+    values = {} if path is None else _read_config(Path(path), options, settings)
     values.update(_renamed({name: value for name, value in given.items() if value is not None}, options))
     try:
+        if settings is not None:
+            typed = {name: values.pop(name) for name in [*values] if name in settings.model_fields}
+            settings(**typed)
+            values["setting"] = [*(f"{name}={value}" for name, value in typed.items()), *values.get("setting", ())]
         return options(**values)
     except ValidationError as error:
         first = error.errors()[0]
@@ -78,7 +87,7 @@ def parse_settings(texts: list[str]) -> dict[str, Any]:
     return settings
 
 
-def _read_config(path: Path, options: type[Options]) -> dict[str, Any]:
+def _read_config(path: Path, options: type[Options], settings: type[BaseModel] | None) -> dict[str, Any]:
     import yaml
 
     try:
@@ -100,6 +109,7 @@ def _read_config(path: Path, options: type[Options]) -> dict[str, Any]:
     for key in values:
         if key in SHARED_FLAGS or key == "json":
             raise ConfigError(f"{path}: '{key}' is given on the command line, not in a file")
-        if key not in options.model_fields:
-            raise ConfigError(f"{path}: unknown option '{key}'{suggestion(key, options.model_fields)}")
+        known = [*options.model_fields, *(settings.model_fields if settings else ())]
+        if key not in known:
+            raise ConfigError(f"{path}: unknown option '{key}'{suggestion(key, known)}")
     return values

@@ -37,7 +37,6 @@ METHOD = Method(
     nominal_bits=lambda spec, config: (config.k_bits, config.v_bits),
     paper_settings={f"kivi-{bits}": {"sink_length": 0, "residual_length": 128} for bits in (4, 2)},
     schedules=kivi_schedules,
-    for_bits=lambda bits: {"k_bits": bits, "v_bits": bits},
     attend_kernels="kvcli.methods.scalar.attend_kernels",
     bench=("kivi-2", "kivi-4"),
     example_settings={"residual_length": 8, "group_size": 4},

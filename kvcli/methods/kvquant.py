@@ -23,16 +23,14 @@ Deviations:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from kvcli.errors import ConfigError
 from kvcli.kernels.constants import FP16_MAX, TINY
 from kvcli.methods.base import Codec, Codes, KeyCodec, Space, ValueCodec
-from kvcli.methods.config import CacheConfig
+from kvcli.methods.config import KVQuantConfig
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import FitReport, Method
 from kvcli.methods.samples import LayerSamples
@@ -40,21 +38,10 @@ from kvcli.packing import pack_bits, packed_size, unpack_bits
 from kvcli.rope import from_pairs, to_pairs
 from kvcli.spec import ModelSpec
 
-Bits = Literal[2, 3, 4]
 _FIT_TOKENS = 32768
 _ERROR_TOKENS = 8192
 _KMEANS_ROUNDS = 100
 _MAX_CHANNELS = 2**15
-
-
-class KVQuantConfig(CacheConfig):
-    """Settings of KVQuant; the paper keeps the first token in full precision."""
-
-    k_bits: Bits = Field(default=2, description="bits per key code, outliers not counted")
-    v_bits: Bits = Field(default=2, description="bits per value code, outliers not counted")
-    outlier_fraction: float = Field(
-        default=0.01, ge=0, le=0.1, description="share of a token's keys, and of its values, kept in 16 bits"
-    )
 
 
 @dataclass(frozen=True)
@@ -298,7 +285,5 @@ METHOD = Method(
     paper_settings={f"kvquant-{bits}": {"sink_length": 1, "residual_length": 0} for bits in (4, 3, 2)},
     fit=_fit,
     fit_metrics={"key_error": "held-out key error in scores", "value_error": "held-out value error"},
-    needs_artifact=True,
-    for_bits=lambda bits: {"k_bits": bits, "v_bits": bits},
     example_settings={"residual_length": 6, "flush_block": 1},
 )

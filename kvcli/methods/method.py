@@ -53,8 +53,6 @@ class Method:
             recorded); default: the settings as they are.
         fit_metrics: what `fit` measures, by name in `FitReport.metrics` (a list with one number per head or one for
             all heads): a label for model cards and progress lines.
-        needs_artifact: whether nothing works without fitting.
-        for_bits: settings for a number of bits asked for as in `kivi-2`.
         attend_kernels: module with Triton attention over this method's codes, or None: blocks of codes are decoded and
             attended to by the window kernels. The module has `fused_attend` (an `AttendCodes`) and
             `unsupported(codec) -> str | None`, the reason why the kernels refuse a layer's shapes.
@@ -75,8 +73,17 @@ class Method:
     fit: FitLayer | None = None
     allocate: Callable[[ModelSpec, Any, Sequence[LayerFisher] | None], Any] | None = None
     fit_metrics: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    needs_artifact: bool = False
-    for_bits: Callable[[float], dict[str, Any]] | None = None
     attend_kernels: str | None = None
     example_settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     bench: tuple[str, ...] = ()
+
+    @property
+    def needs_artifact(self) -> bool:
+        """Whether nothing works without fitting."""
+        return self.config_cls.needs_artifact
+
+    @property
+    def for_bits(self) -> Callable[[float], dict[str, Any]] | None:
+        """Settings for a number of bits, as in `kivi-2`; None for a method that takes none."""
+        names = self.config_cls.bit_settings()
+        return (lambda bits: dict.fromkeys(names, bits)) if names else None

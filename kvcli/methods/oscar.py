@@ -29,16 +29,14 @@ Deviations, from the paper and its released code:
 from __future__ import annotations
 
 import math
-from typing import Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from kvcli.errors import ConfigError
 from kvcli.kernels.constants import FP16_MAX, TINY
 from kvcli.methods.base import KeyCodec, ValueCodec
-from kvcli.methods.config import BiasOffsetConfig, ScalarBits
+from kvcli.methods.config import OSCARConfig, ScalarBits
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import FitReport, Method
 from kvcli.methods.samples import LayerSamples
@@ -50,23 +48,6 @@ _QUERY_BLOCK = 512
 _ERROR_TOKENS = 8192
 _CLIP_TOKENS = 2048
 _CLIP_SHARES = (1.0, 0.98, 0.96, 0.94, 0.92, 0.9, 0.87, 0.84, 0.8)
-
-
-class OSCARConfig(BiasOffsetConfig):
-    """Settings of OSCAR; the paper keeps 64 sinks and the last 256 tokens in full precision."""
-
-    k_bits: ScalarBits = Field(default=2, description="bits of a key code")
-    v_bits: ScalarBits = Field(default=2, description="bits of a value code")
-    group_size: int = Field(default=128, ge=1, le=1024, description="channels that share a scale, a head at most")
-    k_clip: float = Field(
-        default=0, ge=0, le=1, description="share of a token's key channels that is not clipped; 0: fitted per head"
-    )
-    v_clip: float = Field(
-        default=0, ge=0, le=1, description="share of a token's value channels that is not clipped; 0: fitted per head"
-    )
-    rotation_scope: Literal["head", "layer"] = Field(
-        default="head", description="a rotation per kv head, or one per layer from averaged covariances (paper)"
-    )
 
 
 class _OSCAR(PerTokenCodec):
@@ -291,7 +272,5 @@ METHOD = Method(
     paper_settings={"oscar-2": {"sink_length": 64, "residual_length": 256, "rotation_scope": "layer"}},
     fit=_fit,
     fit_metrics={"key_error": "held-out key error in scores", "value_error": "held-out value error"},
-    needs_artifact=True,
-    for_bits=lambda bits: {"k_bits": bits, "v_bits": bits},
     example_settings={"residual_length": 6, "flush_block": 1, "group_size": 8},
 )

@@ -28,6 +28,5 @@ METHOD = Method(
     build=_build,
     nominal_bits=lambda spec, config: (config.k_bits, config.v_bits),
     paper_settings={"rtn-2": {"sink_length": 0, "residual_length": 32}},
-    for_bits=lambda bits: {"k_bits": bits, "v_bits": bits},
     example_settings={"residual_length": 6, "flush_block": 1, "group_size": 8},
 )

@@ -15,44 +15,22 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, Self
 
 import torch
-from pydantic import Field, model_validator
 from torch import Tensor
 
 from kvcli.kernels.constants import FP16_MAX, TINY, norm_unit
 from kvcli.methods.base import Codec, Codes, KeyCodec, ValueCodec
-from kvcli.methods.config import BiasOffsetConfig
+from kvcli.methods.config import TurboQuantConfig
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import Method
 from kvcli.packing import pack_bits, packed_size, unpack_bits
 from kvcli.spec import ModelSpec
 
-Bits = Literal[1, 2, 3, 4]
 _GRID = 2**17
 _TAIL = 12.0
 _TOLERANCE = 1e-9
 _MAX_ROUNDS = 20_000
-
-
-class TurboQuantConfig(BiasOffsetConfig):
-    """Settings of TurboQuant."""
-
-    k_bits: Bits = Field(default=3, description="bits per key coordinate, the residual's sign included")
-    v_bits: Bits = Field(default=3, description="bits per value coordinate")
-    key_variant: Literal["mse", "prod"] = Field(
-        default="mse",
-        description="mse: all bits code the key (Algorithm 1); prod: the last bit is the sign of a projection of the "
-        "residual, so that scores have no bias (Algorithm 2)",
-    )
-    rotation_seed: int = Field(default=0, ge=0, lt=2**32, description="seed of the rotations and projections")
-
-    @model_validator(mode="after")
-    def _bits_for_both_stages(self) -> Self:
-        if self.key_variant == "prod" and self.k_bits < 2:
-            raise ValueError("key_variant prod needs k_bits 2 or more: one of them is the residual's sign")
-        return self
 
 
 @dataclass(frozen=True)
@@ -201,6 +179,5 @@ METHOD = Method(
     build=_build,
     nominal_bits=lambda spec, config: (config.k_bits, config.v_bits),
     paper_settings={f"turboquant-{bits}": {"sink_length": 0, "residual_length": 0} for bits in (4, 3, 2)},
-    for_bits=lambda bits: {"k_bits": bits, "v_bits": bits},
     example_settings={"residual_length": 6, "flush_block": 1},
 )

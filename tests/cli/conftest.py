@@ -35,10 +35,11 @@ class Words:
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Lets every command load a tiny model instead of a real one."""
-    from kvcli import models
+    from kvcli import hub, models
 
     made = replace(load(make_model("llama")), tokenizer=Words())
     monkeypatch.setattr(models, "load_model", lambda name="tiny", **_: replace(made, name=name))
+    monkeypatch.setattr(hub, "local_folder", lambda name: None)  # any name will do
     return made
 
 
@@ -57,10 +58,11 @@ def chatty(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A tiny model whose tokenizer decodes what it encodes and has a chat template."""
     from byte_tokenizer import CHAT, byte_tokenizer
 
-    from kvcli import models
+    from kvcli import hub, models
 
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = CHAT
     made = replace(load(make_model("llama", vocab_size=300, eos_token_id=2)), tokenizer=tokenizer)
     monkeypatch.setattr(models, "load_model", lambda name="tiny", **_: replace(made, name=name))
+    monkeypatch.setattr(hub, "local_folder", lambda name: None)  # any name will do
     return made

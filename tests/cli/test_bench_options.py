@@ -16,6 +16,9 @@ from kvcli.errors import UsageError
     ("text", "expected"),
     [
         ("24GiB", 24 * 2**30),
+        ("24G", 24 * 2**30),
+        ("24g", 24 * 2**30),
+        ("24GB", 24 * 10**9),
         ("1.5 GiB", 3 * 2**29),
         ("500MB", 5 * 10**8),
         ("64kib", 65536),
@@ -27,7 +30,7 @@ def test_sizes_are_read(text: str | None, expected: int | None) -> None:
     assert parse_size(text) == expected
 
 
-@pytest.mark.parametrize("text", ["much", "-1GiB", "24GiBB", "0", "", "24 G iB", "GiB"])
+@pytest.mark.parametrize("text", ["much", "5i", "5iB", "-1GiB", "24GiBB", "0", "", "24 G iB", "GiB"])
 def test_other_sizes_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match="24GiB"):
         parse_size(text)

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from kvcli.cache.context import Context
 from kvcli.cli.app import app
+from kvcli.registry import method_name
 
 
 @pytest.mark.parametrize(
@@ -36,7 +37,7 @@ def test_a_context_goes_on_as_if_it_had_been_read_now(chatty: Any, method: tuple
     actual = result("generate", "--context", "c.safetensors", "--prompt", " And then?", *SHORT)
     assert actual["text"] == expected["text"]
     assert (actual["reused_tokens"], actual["prompt_tokens"]) == (64, 74)
-    assert actual["method"] == method[1].split("-2")[0].split("-4")[0]
+    assert actual["method"] == method_name(method[1], {})
     assert actual["memory"]["num_tokens"] == expected["memory"]["num_tokens"]
     again = result("generate", "--context", "c.safetensors", "--prompt", " And then?", *SHORT)
     assert again["text"] == expected["text"]
@@ -49,7 +50,7 @@ def test_an_artifact_is_found_again(artifact: Path) -> None:
     assert result("generate", "--context", "c.safetensors", "--prompt", "more", *SHORT)["text"] == expected["text"]
     assert Context.load("c.safetensors").identity.codecs.keys() == {"fitted"}
     default = compressed("--overwrite")
-    assert default["method"] == "commvq"
+    assert default["method"] == "commvq-2"
     artifact.rename(artifact.with_name("elsewhere"))
     named = ("--artifact", str(artifact.with_name("elsewhere")))
     assert result("generate", "--context", "c.safetensors", "--prompt", "more", *SHORT, *named)["reused_tokens"] > 0
@@ -83,8 +84,8 @@ def test_options_that_were_not_given_are_the_contexts(chatty: Any, monkeypatch: 
     compressed("other/model", "--method", "rtn-2", *GROUPED)
     assert result("generate", "--context", "c.safetensors", "--prompt", "x", *SHORT)["model"] == "other/model"
     assert [(name, str(dtype)) for name, dtype in asked] == [("other/model", "None"), ("other/model", "torch.float32")]
-    given = ("generate", "third", "--context", "c.safetensors", "--prompt", "x", *SHORT)
-    assert result(*given)["model"] == "third"  # which has the same weights here
+    given = ("generate", "the/third", "--context", "c.safetensors", "--prompt", "x", *SHORT)
+    assert result(*given)["model"] == "the/third"  # which has the same weights here
 
 
 @pytest.mark.parametrize(

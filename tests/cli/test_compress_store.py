@@ -111,7 +111,7 @@ def test_generate_says_when_nothing_is_reused(texts: None) -> None:
 def test_a_context_by_name(texts: None) -> None:
     compressed("a", options=("--store", "s", "--name", "book"))
     made = result("generate", "--context", "book", "--store", "s", "--prompt", " And?", *SHORT)
-    assert (made["method"], made["reused_tokens"]) == ("kivi", len(BEGINNING + END))
+    assert (made["method"], made["reused_tokens"]) == ("kivi-2", len(BEGINNING + END))
     missing = invoke("generate", "--context", "bok", "--store", "s", "--prompt", "x", *SHORT)
     assert missing.exit_code == 1
     assert "no context 'bok' in s; did you mean 'book'?" in missing.stderr

@@ -11,11 +11,10 @@ import pytest
 from console import invoke
 from factories import record
 
-from kvcli import registry
-from kvcli.cli.fit import named_command, summary
+from kvcli.cli.fit import summary
 from kvcli.cli.paths import newest_artifact
 from kvcli.errors import ArtifactError
-from kvcli.registry import FIT_COMMANDS, METHODS, get_method
+from kvcli.registry import DEFAULT_METHOD, DEMO_SETTINGS, FIT_NAMES, METHODS, get_config, get_method, method_name
 
 SMALL = {
     "commvq": {"codebook_size": 8, "num_residuals": 2, "value_iterations": 2, "key_iterations": 2},
@@ -32,12 +31,10 @@ def settings(values: dict[str, Any]) -> list[str]:
     return [text for name, value in values.items() for text in ("--setting", f"{name}={value}")]
 
 
-@pytest.mark.parametrize(
-    ("command", "method"), [(name, method) for name, own in FIT_COMMANDS.items() for method in own.methods]
-)
+@pytest.mark.parametrize(("command", "method"), [*FIT_NAMES.items(), ("fit-subspace", "squat-pre")])
 def test_a_named_command_is_fit_with_typed_options(tiny: Any, tmp_path: Path, command: str, method: str) -> None:
     record(tiny.model, tmp_path / "recorded")
-    chosen = ["--method", method] if len(FIT_COMMANDS[command].methods) > 1 else []
+    chosen = ["--method", method] if FIT_NAMES[command] != method else []
     named = invoke(command, "recorded", *chosen, *flags(SMALL[method]))
     assert named.exit_code == 0, named.stderr
     fitted = invoke("fit", "recorded", "--method", method, *settings(SMALL[method]))
@@ -56,13 +53,32 @@ def test_bits_in_the_name_are_settings(tiny: Any, tmp_path: Path) -> None:
     assert json.loads(Path(result["run"], "run.json").read_text())["config"]["bits"] == 1
 
 
-def test_a_method_needs_no_command_of_its_own(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "FIT_COMMANDS", {})
+def test_a_run_is_named_as_the_method_was_asked_for(tiny: Any, tmp_path: Path) -> None:
     record(tiny.model, tmp_path / "recorded")
-    small = {"codebook_size": 8, "num_residuals": 2, "value_iterations": 2, "key_iterations": 2}
-    fitted = invoke("fit", "recorded", "--method", "commvq-2", *settings(small))
-    assert fitted.stdout == "runs/tiny/training/commvq-2\n", fitted.stderr
-    assert invoke("export").stdout == "runs/tiny/commvq-2\n"
+    fitted = invoke("fit", "recorded", "--method", "oscar-2", "--json")
+    assert fitted.exit_code == 0, fitted.stderr
+    result = json.loads(fitted.stdout)
+    assert (result["run"], result["artifact"]) == ("runs/tiny/training/oscar-2", "runs/tiny/oscar-2")
+
+
+def test_an_artifact_is_exported_when_the_last_layer_is_done(tiny: Any, tmp_path: Path) -> None:
+    record(tiny.model, tmp_path / "recorded")
+    shared = ("recorded", *settings(SMALL["commvq"]))
+    parts = [invoke("fit", *shared, "--layers", layers) for layers in ("1-2", "0")]
+    assert [part.exit_code for part in parts] == [0, 0], [part.stderr for part in parts]
+    assert "no artifact: the run in runs/tiny/training/commvq-2bit lacks layers 0" in parts[0].stderr
+    assert "next: " not in parts[0].stderr
+    next_line = "next: kvcli generate tiny --artifact runs/tiny/commvq-2bit --prompt 'Photosynthesis is' --stats\n"
+    assert parts[1].stderr.endswith(next_line)
+    made = Path("runs/tiny/commvq-2bit/codec.safetensors").read_bytes()
+    assert invoke("export", "--out", "other").stdout == "other\n"
+    assert Path("other/codec.safetensors").read_bytes() == made
+    elsewhere = invoke("fit", *shared, "--out", "elsewhere")
+    assert elsewhere.stderr.endswith("next: kvcli export elsewhere\n")
+    assert not Path("runs/tiny/elsewhere").exists()
+    changed = invoke("fit", *shared, "--setting", "key_iterations=3", "--seed", "1", "--overwrite")
+    assert changed.exit_code == 0, changed.stderr
+    assert Path("runs/tiny/commvq-2bit/codec.safetensors").read_bytes() != made
 
 
 def test_a_run_with_other_settings_is_refused_by_name(tiny: Any, tmp_path: Path) -> None:
@@ -75,16 +91,29 @@ def test_a_run_with_other_settings_is_refused_by_name(tiny: Any, tmp_path: Path)
     assert again.exit_code == 0, again.stderr
 
 
-@pytest.mark.parametrize("name", FIT_COMMANDS)
-def test_typed_options_are_all_settings_of_the_methods(name: str) -> None:
-    own = FIT_COMMANDS[name]
-    options, _ = named_command(name)
-    for method in own.methods:
-        assert get_method(method).config_cls is own.config_cls()
-        assert get_method(method).fit is not None
-    config = own.config_cls()(**own.defaults)
-    assert {setting: options.model_fields[setting].get_default() for setting in dict(config)} == dict(config)
-    own.config_cls()(**own.quick)
+def test_settings_that_commands_know_are_those_of_the_methods() -> None:
+    for name in METHODS:
+        assert get_config(name) is get_method(name).config_cls
+        get_config(name)(**get_config(name).fit_settings)
+    assert all(get_method(name).fit is not None for name in FIT_NAMES.values())
+    get_config(DEFAULT_METHOD)(**DEMO_SETTINGS)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "expected"),
+    [
+        ("kivi", {}, "kivi-2"),
+        ("kivi", {"k_bits": 4, "v_bits": 4}, "kivi-4"),
+        ("kivi-4", {"group_size": 64}, "kivi-4"),
+        ("kivi", {"k_bits": 4}, "kivi"),
+        ("commvq", {"bits": 1.5}, "commvq-1.5"),
+        ("commvq", {"bits": 1.0}, "commvq-1"),
+        ("qjl", {}, "qjl"),
+        ("fp16", {}, "fp16"),
+    ],
+)
+def test_records_name_a_method_with_its_bits(name: str, values: dict[str, Any], expected: str) -> None:
+    assert method_name(name, values) == expected
 
 
 def test_summary_names_mean_and_extremes() -> None:

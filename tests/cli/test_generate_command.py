@@ -73,7 +73,7 @@ def test_more_tokens_than_the_model_knows_are_announced(tiny: Any) -> None:
 
 def test_an_artifact_names_its_method(artifact: Path) -> None:
     result = invoke("generate", "--artifact", str(artifact), "--prompt", "x", "--json")
-    assert json.loads(result.stdout)["method"] == "commvq"
+    assert json.loads(result.stdout)["method"] == "commvq-2"
 
 
 def test_a_prompt_inside_the_window_is_said_to_be_there_and_where_compression_starts(tiny: Any) -> None:

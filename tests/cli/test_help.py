@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from console import invoke
@@ -73,3 +74,61 @@ def test_methods_and_env_give_one_json_object() -> None:
     assert env["packages"]["torch"]
     assert env["cpu_count"] >= 1
     assert "commvq" in invoke("methods").stdout
+
+
+SLIPS = {
+    "generate --method kivvi": "did you mean 'kivi-2'?",
+    "generate --method kivi-3": "choose kivi-1, kivi-2, kivi-4 or kivi-8",
+    "generate --method turboquant-7": "choose turboquant-1, turboquant-2",
+    "generate --method kivi-2 --setting k_bit=2": "did you mean 'k_bits'?",
+    "generate --method oscar-2 --artifact missing": "no artifact in missing",
+    "generate --method commvq": "no commvq artifact",
+    "generate --context missing --prompt x": "no context 'missing'",
+    "generate --context x --reuse --prompt x": "give one of them",
+    "generate --prompt-file missing": "cannot read missing",
+    "generate --prompt x --prompt-file y": "exclude each other",
+    "generate no-such-folder": "no such folder",
+    "generate missing.gguf": "no such GGUF file",
+    "generate --impl fussed": "auto, fused or reference",
+    "generate --bits 2": "--method NAME-2",
+    "chat --resume missing": "no context 'missing'",
+    "chat --method kivvi": "did you mean 'kivi-2'?",
+    "compress --prompt-file missing": "cannot read missing",
+    "calibrate --corpus missing.txt": "missing.txt",
+    "fit --method kivvi": "did you mean 'kivi-2'?",
+    "fit missing": "no recorded samples in missing",
+    "train-codebook --codebook-size 1000": "--codebook-size",
+    "export missing": "no run in missing",
+    "methods kivvi": "did you mean 'kivi-2'?",
+}
+
+
+def test_slips_are_told_before_torch_is_imported(tmp_path: Path) -> None:
+    program = f"""
+import contextlib, io, sys
+from kvcli.cli.app import main
+for line, expected in {SLIPS!r}.items():
+    sys.argv = ["kvcli", *line.split()]
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        code = main()
+    assert code in (1, 2) and expected in said.getvalue(), (line, code, said.getvalue())
+    assert not {{"torch", "transformers"}} & sys.modules.keys(), line
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", ["generate", "chat", "compress", "calibrate", "fit", "train-codebook"])
+def test_options_are_in_groups_and_fit_100_columns(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    shown = invoke(name, "--help").stdout
+    assert max(map(len, shown.splitlines())) <= 100
+    assert "…" not in shown
+    flags = re.findall(r"^│ (--[a-z-]+)", shown, re.MULTILINE)
+    machine = [flag for flag in ("--device", "--dtype", "--seed") if flag in flags]
+    place = flags.index(machine[0])
+    assert flags[place : place + len(machine)] == machine
+    assert flags.index("--out" if "--out" in flags else "--store") < place
+    if "--prompt" in flags:
+        assert flags[0] == "--prompt"

@@ -7,7 +7,9 @@ import json
 import pytest
 from console import invoke
 
-from kvcli.cli.output import Output, describe_error, duration, size
+from kvcli.cli.bars import duration
+from kvcli.cli.error_lines import describe_error
+from kvcli.cli.output import Output, size
 from kvcli.errors import KvcliError, UsageError
 
 

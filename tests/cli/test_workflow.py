@@ -1,4 +1,4 @@
-"""Calibrate, train, export, generate and eval, one after another."""
+"""Calibrate, train, export, generate, eval and bench, one after another."""
 
 from __future__ import annotations
 
@@ -24,11 +24,13 @@ def test_calibrate_train_export_generate_eval_in_order_without_arguments(tiny: A
     trained = invoke("train-codebook", *small)
     assert trained.exit_code == 0, trained.stderr
     assert trained.stdout == "runs/smollm2-135m/training/commvq-2bit\n"
+    assert "verified: " in trained.stderr
     assert all(label in trained.stderr for label in get_method("commvq").fit_metrics.values())
     again = invoke("train-codebook", *small)
     assert "3 of 3 layers were fitted already" in again.stderr
     exported = invoke("export")
     assert exported.stdout == "runs/smollm2-135m/commvq-2bit\n"
+    assert "holds this artifact already" in exported.stderr
     assert "holds this artifact already" in invoke("export").stderr
     generated = invoke("generate", "--method", "commvq", "--stats", "--max-new-tokens", "9")
     assert generated.exit_code == 0, generated.stderr
@@ -46,6 +48,21 @@ def test_calibrate_train_export_generate_eval_in_order_without_arguments(tiny: A
         "commvq-2bit",
     ]
     assert rows[1]["memory"]["num_encoded"] == 2 * (128 - 36)
+
+
+def test_the_four_commands_of_the_design_card(tiny: Any, tmp_path: Path) -> None:
+    """Each is typed as it is there, but for sizes that a test has time for."""
+    calibrated = invoke("calibrate", "--tokens", "512", "--seq-len", "64", "--query-tokens", "128")
+    assert calibrated.exit_code == 0, calibrated.stderr
+    small = ("--codebook-size", "8", "--num-residuals", "2", "--value-iterations", "2", "--key-iterations", "2")
+    trained = invoke("train-codebook", "--bits", "1.5", *small)
+    assert trained.exit_code == 0, trained.stderr
+    generated = invoke("generate", "--method", "commvq", "--max-new-tokens", "4", "--json")
+    assert generated.exit_code == 0, generated.stderr
+    assert "using runs/smollm2-135m/commvq-1.5bit\n" in generated.stderr
+    assert json.loads(generated.stdout)["method"] == "commvq-1.5"
+    timed = invoke("bench", "--shape", "tiny", "--contexts", "64", "--repeats", "3", "--methods", "commvq-1")
+    assert timed.exit_code == 0, timed.stderr
 
 
 @pytest.mark.parametrize("method", ["squat", "squat-pre"])

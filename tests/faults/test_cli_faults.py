@@ -79,14 +79,14 @@ except BaseException:
     program = f"""
 import signal, sys, time
 signal.signal({int(number)}, signal.default_int_handler)
-from kvcli.cli import start
-start._catch_signals()
+from kvcli.cli import signals
+signals.catch_signals()
 sys.path.insert(0, {str(tmp_path)!r})
 try:
     import torch
     time.sleep(9)
 except BaseException as error:
-    start.stop_reason()
+    signals.stop_reason()
     print(type(error).__name__)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
@@ -106,10 +106,10 @@ try:  # a cleanup of 0.3 s is not interrupted
 except KeyboardInterrupt:
     time.sleep(0.3)
     print("cleaned")
-time.sleep(10)
 """
     (tmp_path / "drops.py").write_text(drops)
-    program = "import sys; from kvcli.cli import start; start._open_streams = lambda: __import__('drops'); start.main()"
+    work = "(__import__('drops'), __import__('time').sleep(10))"
+    program = f"from kvcli.cli import start; start._open_streams = lambda: {work}; start.main()"
     program = f"import signal; signal.signal({int(number)}, signal.default_int_handler); {program}"
     begun = time.monotonic()
     done = subprocess.run(

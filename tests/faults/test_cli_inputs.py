@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from kvcli.calibrate.corpus import CorpusConfig, documents
 from kvcli.cli import paths
 from kvcli.cli.app import app
-from kvcli.cli.next_command import next_command
+from kvcli.cli.export import generate_with
 from kvcli.errors import ArtifactError, CorpusError
 from kvcli.fingerprint import fingerprint, same_model
 from kvcli.spec import ModelSpec
@@ -148,7 +148,7 @@ def test_a_folder_with_an_odd_kvcli_json_is_no_artifact(tmp_path: Path, text: st
     (folder / "kvcli.json").write_text(text)
     with pytest.raises(ArtifactError, match="no commvq-2 artifact for m"):
         paths.newest_artifact("m", "commvq-2")
-    assert next_command("export", {}, {"artifact": str(folder)}).startswith("kvcli generate --artifact ")
+    assert generate_with(str(folder))[:2] in ([], ["kvcli", "generate"])
 
 
 def test_folders_and_dangling_links_in_the_place_of_files_are_passed_over(tmp_path: Path) -> None:

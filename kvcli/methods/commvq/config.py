@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -18,6 +18,9 @@ _PAIRS_PER_GROUP = 32
 
 class CommVQConfig(CacheConfig):
     """Settings of CommVQ; those that are 0 follow from `bits` and the model's shapes (see `resolve`)."""
+
+    needs_artifact: ClassVar[bool] = True
+    run_name: ClassVar[str] = "{method}-{bits:g}bit"
 
     bits: float = Field(default=2.0, ge=0.25, le=4, description="bits per value of K and V, the mean of all layers")
     codebook_size: int = Field(default=64, ge=2, le=256, description="rows N of a key codebook")

@@ -52,8 +52,6 @@ METHOD = Method(
         "value_nmse": "held-out error of weighted values (share of their square)",
         "dead_key_rows": "key codebook rows that no training vector uses",
     },
-    needs_artifact=True,
-    for_bits=lambda bits: {"bits": bits},
     attend_kernels="kvcli.methods.commvq.attend_kernels",
     example_settings={
         "residual_length": 6,

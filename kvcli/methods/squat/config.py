@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -11,6 +12,9 @@ from kvcli.methods.scalar.config import KIVIConfig
 
 class SQuatConfig(KIVIConfig):
     """Settings of SQuat on top of KIVI's; the paper uses squat_lambda 1e-3, lambda_scaling none, residual_length 32."""
+
+    fit_settings: ClassVar[Mapping[str, Any]] = {"subspace_source": "calibration"}
+    run_name: ClassVar[str] = "{method}-subspace"
 
     residual_length: int = Field(
         default=32, ge=0, le=2**20, description="last tokens in full precision; keys are encoded in blocks of as many"

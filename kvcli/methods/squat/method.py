@@ -33,8 +33,6 @@ def _method(name: str, summary: str, space: Space) -> Method:
         schedules=kivi_schedules,
         fit=fit_subspace,
         fit_metrics={"subspace_energy": "share of the queries' energy in the subspace"},
-        needs_artifact=False,
-        for_bits=lambda bits: {"k_bits": bits, "v_bits": bits},
         attend_kernels="kvcli.methods.scalar.attend_kernels",
         example_settings={"residual_length": 8, "group_size": 4},
         bench=(f"{name}-2",),
