@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +16,8 @@ from kvcli.cli.options import IMPL_HELP, ModelOptions
 from kvcli.cli.output import Output, size
 from kvcli.cli.session_options import SessionOptions, choose_method
 from kvcli.cli.store_options import STORE_HELP, open_store
-from kvcli.errors import UsageError
+from kvcli.errors import KvcliError, UsageError
+from kvcli.registry import method_name
 
 if TYPE_CHECKING:
     from kvcli.contexts import ContextStore
@@ -55,6 +58,13 @@ def run(options: ShowOptions, output: Output) -> None:
     output.result(record, "\n".join(lines(record)))
 
 
+def method_of(identity: Mapping[str, Any]) -> Any:
+    """The method with its bits; as it is recorded where this version of kvcli does not know it or its settings."""
+    with suppress(KvcliError, TypeError, ValueError, KeyError):
+        return method_name(identity["method"], identity["config"])
+    return identity.get("method")
+
+
 def describe(store: ContextStore, manifest: Manifest, usage: Usage) -> dict[str, Any]:
     """What is known of a context, as plain JSON values."""
     key_bits, value_bits = manifest.bits
@@ -62,7 +72,7 @@ def describe(store: ContextStore, manifest: Manifest, usage: Usage) -> dict[str,
         "name": manifest.name,
         "tokens": manifest.num_tokens,
         "model": manifest.identity.get("model"),
-        "method": manifest.identity.get("method"),
+        "method": method_of(manifest.identity),
         "dtype": manifest.identity.get("dtype"),
         "config": manifest.identity.get("config"),
         "coded_tokens": manifest.counts.attended[0],

@@ -18,7 +18,7 @@ from kvcli.cli.output import Output
 from kvcli.cli.paths import newest_artifact
 from kvcli.cli.values import parse_settings
 from kvcli.errors import ArtifactError, ConfigError, QualityGateError, UsageError
-from kvcli.registry import BASELINE, DEFAULT_METHOD, METHODS, get_method, parse_method
+from kvcli.registry import BASELINE, DEFAULT_METHOD, METHODS, get_method, method_name, parse_method
 
 if TYPE_CHECKING:
     from kvcli.eval.case import Case
@@ -125,17 +125,19 @@ def make_record(
     """
     import torch
 
+    from kvcli.artifact.metadata import METADATA, Metadata
     from kvcli.eval.metrics import metrics_of
     from kvcli.eval.records import record_class
     from kvcli.storage.manifest import json_sha256
 
     other = next((record for record in before if record.label == compared), None)
     case, memory = measured.case, measured.memory
+    config = case.settings if case.artifact is None else Metadata.read(case.artifact / METADATA).config
     return record_class(options.suite)(
         label=measured.label,
         model=options.model,
         fingerprint=loaded.fingerprint,
-        method=case.method,
+        method=method_name(case.method, config),
         artifact=None if case.artifact is None else str(case.artifact),
         protocol=json_sha256({"suite": options.suite, **protocol}),
         options=options.model_dump(mode="json"),

@@ -39,5 +39,5 @@ def test_a_method_with_bits_and_its_artifact_give_one_row(tiny: Any, artifact: P
     result = invoke("eval", "--method", "commvq-2", "--artifact", str(elsewhere), *sizes, "--json")
     assert result.exit_code == 0, result.stderr
     (row,) = json.loads(result.stdout)["rows"]
-    assert (row["method"], row["artifact"], row["label"]) == ("commvq", str(elsewhere), "elsewhere")
+    assert (row["method"], row["artifact"], row["label"]) == ("commvq-2", str(elsewhere), "elsewhere")
     assert row["memory"]["num_encoded"] > 0

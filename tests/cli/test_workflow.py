@@ -40,7 +40,7 @@ def test_calibrate_train_export_generate_eval_in_order_without_arguments(tiny: A
     measured = invoke("eval", *options, "--json")
     assert measured.exit_code == 0, measured.stderr
     rows = json.loads(measured.stdout)["rows"]
-    assert [row["method"] for row in rows] == ["fp16", "commvq"]
+    assert [row["method"] for row in rows] == ["fp16", "commvq-2"]
     assert rows[0]["kl_mean"] < 1e-6
     assert rows[1]["kl_mean"] > 10 * rows[0]["kl_mean"]
     assert [json.loads(line)["label"] for line in Path("rows.jsonl").read_text().splitlines()] == [
