@@ -28,8 +28,13 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # commands that tests start: two threads on a busy core wait for ages
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks tests whose name speaks of kernels as `kernels`; slow ones come first, so that no worker ends with one."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks tests whose name speaks of kernels as `kernels`; slow ones come first, so that no worker ends with one.
+
+    All sabotages run only where they are asked for: `-m sabotage`.
+    """
+    if "sabotage" not in config.option.markexpr:
+        items[:] = [item for item in items if item.get_closest_marker("sabotage") is None]
     for item in items:
         if "kernels" in item.nodeid or "fused" in item.nodeid:
             item.add_marker("kernels")

@@ -1,0 +1,67 @@
+"""Some test must turn red when a function is broken; what stays green is not tested.
+
+All sabotages: `pytest -m sabotage tests/sabotage`. Otherwise a few, others every day.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from sabotage.targets import TARGETS
+
+SAMPLE = 4
+CASES = [(target, how) for target in TARGETS for how in ("raises", "differs")]
+TODAY = Random(datetime.now(UTC).date().toordinal()).sample(CASES, SAMPLE)
+
+
+def check(target: str, how: str) -> None:
+    tests = Path(__file__).resolve().parents[1]
+    files = [str(tests / name) for name in TARGETS[target].split()]
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-p",
+            "sabotage.plugin",
+            "-p",
+            "no:cacheprovider",
+            "-x",
+            "-q",
+            "-m",
+            "not slow",
+            *files,
+        ],
+        env={
+            **{name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")},
+            "KVCLI_SABOTAGE": f"{target}={how}",
+            "PYTHONPATH": os.pathsep.join([str(tests), os.environ.get("PYTHONPATH", "")]),
+            "OMP_NUM_THREADS": "1",
+        },
+        cwd=tests.parent,
+        capture_output=True,
+        text=True,
+        timeout=540,
+        check=False,
+    )
+    said = done.stdout[-2000:] + done.stderr[-2000:]
+    assert done.returncode == 1, f"nothing notices that {target} {how}\n{said}"
+    assert " failed" in done.stdout or " error" in done.stdout, said
+
+
+@pytest.mark.parametrize(("target", "how"), TODAY)
+def test_broken_today(target: str, how: str) -> None:
+    check(target, how)
+
+
+@pytest.mark.sabotage
+@pytest.mark.parametrize(("target", "how"), CASES)
+def test_broken(target: str, how: str) -> None:
+    check(target, how)
