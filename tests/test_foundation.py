@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+import kvcli
 from kvcli.errors import UnsupportedModelError
 from kvcli.packing import pack_bits, pack_planes, packed_size, planes_size, unpack_bits, unpack_planes
 from kvcli.rope import Rope, from_pairs, to_pairs
@@ -197,3 +199,32 @@ def test_import_patches_nothing() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "True"
+
+
+def imported_modules(path: Path, modules: Collection[str]) -> set[str]:
+    """Modules of kvcli that a file imports, in functions and for types only too."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("kvcli"):
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                names.add(name if name in modules else node.module)
+    return names & set(modules)
+
+
+def test_no_modules_import_each_other_but_those_of_a_pass() -> None:
+    """Neither directly nor through others; imports in functions and for types count."""
+    package = Path(kvcli.__file__).parent
+    paths = {
+        ".".join(path.relative_to(package.parent).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in package.rglob("*.py")
+    }
+    imports = {name: imported_modules(path, paths) - {name} for name, path in paths.items()}
+    while free := [name for name, others in imports.items() if not others & imports.keys()]:
+        for name in free:
+            del imports[name]
+    importers = {name: {x for x, others in imports.items() if name in others} for name in imports}
+    while free := [name for name, others in importers.items() if not others & importers.keys()]:
+        for name in free:
+            del importers[name]
+    assert sorted(importers) == ["kvcli.cache.forward", "kvcli.cache.sequences", "kvcli.cache.step"]

@@ -9,7 +9,7 @@ import torch
 from parts import DEVICE, FIRST_POSITION, Rotary, make_codec, make_part, random_codes
 from torch import Tensor
 
-from kvcli.methods.commvq.decode_kernels import supports_keys
+from kvcli.methods.commvq.keys import supports_keys
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.rope import Rope, Rotation
 

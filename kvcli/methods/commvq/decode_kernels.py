@@ -10,9 +10,7 @@ from torch import Tensor
 from kvcli.kernels.bit_rows import bit_rows
 from kvcli.kernels.launch import cdiv, power_of_two, row_major
 from kvcli.kernels.words import as_decoded
-from kvcli.methods.commvq.codeword_kernels import MAX_STAGES, code_words, codeword_sums, halves_of_sums
-from kvcli.methods.commvq.keys import CommVQKeyCodec, CommVQKeyCodes
-from kvcli.methods.commvq.values import CommVQValueCodec, CommVQValueCodes
+from kvcli.methods.commvq.codeword_kernels import code_words, codeword_sums, halves_of_sums
 from kvcli.rope import Rotation
 
 _KEY_TILE = {"BLOCK_T": 8, "num_warps": 2}
@@ -92,46 +90,53 @@ def _decode_keys_kernel(
         tl.store(p_out + second[None, :], as_decoded(b_second, out), mask=m_out)
 
 
-def supports_keys(key: CommVQKeyCodec) -> bool:
-    """Whether `decode_keys` supports a codec's shapes."""
-    return key.config.pairs_per_group % 2 == 0 and key.config.num_residuals <= MAX_STAGES
-
-
 def decode_keys(
-    key: CommVQKeyCodec, codes: CommVQKeyCodes, rotation: Rotation, offset: Tensor | None, dtype: torch.dtype
+    packed: Tensor,
+    norm: Tensor,
+    table: Tensor,
+    pair_scale: Tensor,
+    rotation: Rotation,
+    offset: Tensor | None,
+    dtype: torch.dtype,
+    *,
+    code_bits: int,
+    norm_factor: float,
 ) -> Tensor:
     """Keys after RoPE, as `KeyCodec.decode_rotated`.
 
     Args:
-        key: the codec, whose shapes are supported.
-        codes: of the tokens.
-        rotation: RoPE of their positions, float32.
+        packed: codes of the tokens, uint8 [batch, 1, time, bytes].
+        norm: of the tokens, float16 [batch, 1 or num_kv_heads, time, 1].
+        table: int32 [num_kv_heads, groups, R, N, g/2] of `pack_codebook`; g is even, R at most `MAX_STAGES`.
+        pair_scale: float32 [num_kv_heads, groups, g].
+        rotation: RoPE of the tokens' positions, float32.
         offset: None, or float32 [1, num_kv_heads, 1, head_dim], added before RoPE.
         dtype: of the result.
+        code_bits: bits of a stage's code.
+        norm_factor: by which stored norms are multiplied.
 
     Returns:
         [batch, num_kv_heads, time, head_dim].
     """
-    spec, config = key.spec, key.config
-    batch, _, length, pitch = codes.packed.shape
-    out = torch.empty(batch, spec.num_kv_heads, length, spec.head_dim, dtype=dtype, device=codes.packed.device)
+    num_kv_heads, groups, stages, size, part = table.shape
+    batch, _, length, pitch = packed.shape
+    head_dim = 4 * groups * part
+    out = torch.empty(batch, num_kv_heads, length, head_dim, dtype=dtype, device=packed.device)
     if not out.numel():
         return out
     aligned = pitch % 4 == 0
-    packed = codes.packed.view(torch.int32) if aligned else codes.packed
-    table = key.kernel_codebook()
-    part, cos, sin = config.pairs_per_group // 2, row_major(rotation.cos), row_major(rotation.sin)
-    rows = spec.num_kv_heads * batch
-    _decode_keys_kernel[(cdiv(length, _KEY_TILE["BLOCK_T"]), rows)](
-        packed, codes.norm, table, key.codebook_scale, out if offset is None else offset.contiguous(),
+    packed = packed.view(torch.int32) if aligned else packed
+    cos, sin = row_major(rotation.cos), row_major(rotation.sin)
+    _decode_keys_kernel[(cdiv(length, _KEY_TILE["BLOCK_T"]), num_kv_heads * batch)](
+        packed, norm, table, pair_scale, out if offset is None else offset.contiguous(),
         cos, sin, out, packed.stride(0), packed.stride(2),
-        codes.norm.stride(0), codes.norm.stride(1) if codes.norm.shape[1] > 1 else 0, codes.norm.stride(2),
+        norm.stride(0), norm.stride(1) if norm.shape[1] > 1 else 0, norm.stride(2),
         cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(2),
-        batch, spec.num_kv_heads, length, key.norm_factor,
-        R=config.num_residuals, N=config.codebook_size, CODE_BITS=config.bits_per_code, GROUPS=key.num_groups,
-        D=spec.head_dim, HALF=cos.shape[-1], PITCH=pitch, ALIGNED=aligned,
-        WORDS=cdiv(config.num_residuals * config.bits_per_code, 32), HAS_OFFSET=offset is not None,
-        BLOCK_K=power_of_two(key.num_groups), BLOCK_W=power_of_two(part), **_KEY_TILE,
+        batch, num_kv_heads, length, norm_factor,
+        R=stages, N=size, CODE_BITS=code_bits, GROUPS=groups,
+        D=head_dim, HALF=cos.shape[-1], PITCH=pitch, ALIGNED=aligned,
+        WORDS=cdiv(stages * code_bits, 32), HAS_OFFSET=offset is not None,
+        BLOCK_K=power_of_two(groups), BLOCK_W=power_of_two(part), **_KEY_TILE,
     )  # fmt: skip
     return out
 
@@ -167,26 +172,31 @@ def _decode_values_kernel(
     tl.store(p_out, as_decoded(b_x, out), mask=m_n[:, None] & m_c[None, :])
 
 
-def decode_values(value: CommVQValueCodec, codes: CommVQValueCodes, dtype: torch.dtype) -> Tensor:
+def decode_values(
+    packed: Tensor, scale: Tensor, codebook: Tensor, offset: Tensor, head_dim: int, dtype: torch.dtype
+) -> Tensor:
     """As `CommVQValueCodec.decode`; bits and codebook are exact in float16, products are summed in float32.
 
     Args:
-        value: the codec.
-        codes: of the tokens.
+        packed: bits of the tokens, uint8 [batch, 1, time, bytes].
+        scale: of the tokens, float16 [batch, 1, time, 1].
+        codebook: float16 [bits, num_kv_heads * head_dim].
+        offset: float16 [num_kv_heads * head_dim].
+        head_dim: channels of a head.
         dtype: of the result.
 
     Returns:
         [batch, num_kv_heads, time, head_dim].
     """
-    spec, (count, width) = value.spec, value.codebook.shape
-    batch, _, length, size = codes.packed.shape
-    out = torch.empty(batch, spec.num_kv_heads, length, spec.head_dim, dtype=dtype, device=codes.packed.device)
+    count, width = codebook.shape
+    batch, _, length, size = packed.shape
+    out = torch.empty(batch, width // head_dim, length, head_dim, dtype=dtype, device=packed.device)
     if not out.numel():
         return out
     grid = (cdiv(width, _VALUE_TILE["BLOCK_C"]), cdiv(length, _VALUE_TILE["BLOCK_T"]), batch)
     _decode_values_kernel[grid](
-        codes.packed, codes.scale, value.codebook, value.offset, out,
-        codes.packed.stride(0), codes.packed.stride(2), codes.scale.stride(0), codes.scale.stride(2), length,
-        COUNT=count, BYTES=size, WIDTH=width, D=spec.head_dim, **_VALUE_TILE,
+        packed, scale, codebook, offset, out,
+        packed.stride(0), packed.stride(2), scale.stride(0), scale.stride(2), length,
+        COUNT=count, BYTES=size, WIDTH=width, D=head_dim, **_VALUE_TILE,
     )  # fmt: skip
     return out

@@ -179,11 +179,20 @@ class CommVQKeyCodec(KeyCodec[CommVQKeyCodes, None]):
     def decode_rotated(
         self, codes: CommVQKeyCodes, state: None, rotation: Rotation, offset: Tensor | None, dtype: torch.dtype
     ) -> Tensor:
-        if self.fused:
-            from kvcli.methods.commvq.decode_kernels import decode_keys, supports_keys
+        if self.fused and supports_keys(self):
+            from kvcli.methods.commvq.decode_kernels import decode_keys
 
-            if supports_keys(self):
-                return decode_keys(self, codes, rotation, offset, dtype)
+            return decode_keys(
+                codes.packed,
+                codes.norm,
+                self.kernel_codebook(),
+                self.codebook_scale,
+                rotation,
+                offset,
+                dtype,
+                code_bits=self.config.bits_per_code,
+                norm_factor=self.norm_factor,
+            )
         return super().decode_rotated(codes, state, rotation, offset, dtype)
 
     def unit_pairs(self, codes: CommVQKeyCodes) -> Tensor:
@@ -214,3 +223,10 @@ class CommVQKeyCodec(KeyCodec[CommVQKeyCodes, None]):
     def gain(self, codes: CommVQKeyCodes) -> Tensor:
         """The factor of the codebook's unit keys: float32 [batch, 1 or heads, time, 1]."""
         return codes.norm.float() * self.norm_factor
+
+
+def supports_keys(key: CommVQKeyCodec) -> bool:
+    """Whether the kernel that decodes keys supports a codec's shapes."""
+    from kvcli.methods.commvq.codeword_kernels import MAX_STAGES
+
+    return key.config.pairs_per_group % 2 == 0 and key.config.num_residuals <= MAX_STAGES

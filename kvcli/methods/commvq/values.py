@@ -168,7 +168,7 @@ class CommVQValueCodec(ValueCodec[CommVQValueCodes]):
             return super().decode_to(codes, state, dtype)
         from kvcli.methods.commvq.decode_kernels import decode_values
 
-        return decode_values(self, codes, dtype)
+        return decode_values(codes.packed, codes.scale, self.codebook, self.offset, self.spec.head_dim, dtype)
 
     def weighted_sum(self, weights: Tensor, codes: CommVQValueCodes) -> Tensor:
         spec = self.spec

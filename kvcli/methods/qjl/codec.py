@@ -130,7 +130,17 @@ class QJLKey(KeyCodec[QJLCodes, QJLState]):
             return super().decode_to(codes, state, dtype)
         from kvcli.methods.qjl.decode_kernels import decode_keys
 
-        return decode_keys(self, codes, state, dtype)
+        return decode_keys(
+            codes.signs,
+            codes.norm,
+            self.sketch,
+            codes.outlier_signs,
+            codes.outlier_norm,
+            self.outlier_sketch,
+            state.channels,
+            self.norm_factor,
+            dtype,
+        )
 
     def scores(self, query: Tensor, codes: QJLCodes, state: QJLState, rotation: Rotation | None) -> Tensor:
         outlier = state.channels.unsqueeze(2)

@@ -12,7 +12,6 @@ from kvcli.kernels.grid import batch_and_head
 from kvcli.kernels.launch import cdiv, power_of_two
 from kvcli.kernels.tiles import Tiles
 from kvcli.kernels.words import as_decoded
-from kvcli.methods.qjl.codec import QJLCodes, QJLKey, QJLState
 
 _TILES = Tiles(
     hopper={"BLOCK_T": 64, "BLOCK_Y": 16, "num_warps": 4, "num_stages": 2},
@@ -79,36 +78,51 @@ def _decode_kernel(
     tl.store(p_out, as_decoded(b_x, out), mask=m_n[:, None] & m_d[None, :])
 
 
-def decode_keys(key: QJLKey, codes: QJLCodes, state: QJLState, dtype: torch.dtype) -> Tensor:
+def decode_keys(
+    signs: Tensor,
+    norm: Tensor,
+    sketch: Tensor,
+    outlier_signs: Tensor,
+    outlier_norm: Tensor,
+    outlier_sketch: Tensor,
+    channels: Tensor,
+    norm_factor: float,
+    dtype: torch.dtype,
+) -> Tensor:
     """As `QJLKey.decode`, with float16 products unless the result is float32.
 
     Args:
-        key: the codec.
-        codes: of the tokens.
-        state: of their sequences.
+        signs: of the tokens' inliers, uint8 [batch, num_kv_heads, time, bytes].
+        norm: of the same, float16 [batch, num_kv_heads, time, 1].
+        sketch: [m, head_dim].
+        outlier_signs: of the outlier channels, like `signs`.
+        outlier_norm: like `norm`; not read without outliers.
+        outlier_sketch: [m_out, head_dim]; m_out is 0 without outliers.
+        channels: 1 for outlier channels of a sequence, 0 for others, float32 [batch, num_kv_heads, head_dim].
+        norm_factor: sqrt(pi/2), without the bias of orthogonal rows.
         dtype: of the result.
 
     Returns:
         [batch, num_kv_heads, time, head_dim].
     """
-    batch, kv_heads, length, width = codes.signs.shape
-    head_dim = key.spec.head_dim
-    out = torch.empty(batch, kv_heads, length, head_dim, dtype=dtype, device=codes.signs.device)
+    batch, kv_heads, length, width = signs.shape
+    head_dim = sketch.shape[1]
+    out = torch.empty(batch, kv_heads, length, head_dim, dtype=dtype, device=signs.device)
     if not out.numel():
         return out
     product = torch.float32 if dtype == torch.float32 else torch.float16
     tile = _TILE_FP32 if dtype == torch.float32 else _TILES.on(out.device)
-    sketch, outlier_sketch = key.sketch.to(product), key.outlier_sketch.to(product)
+    sketch, outlier_sketch = sketch.to(product), outlier_sketch.to(product)
     outliers = len(outlier_sketch)
-    outlier_norm = codes.outlier_norm if outliers else codes.norm
+    outlier_norm = outlier_norm if outliers else norm
     _decode_kernel[(cdiv(length, tile["BLOCK_T"]), batch * kv_heads)](
-        codes.signs, codes.norm, sketch, sketch.float().sum(0),
-        codes.outlier_signs, outlier_norm, outlier_sketch, outlier_sketch.float().sum(0),
-        state.channels.contiguous(), out,
-        *codes.signs.stride()[:3], *codes.norm.stride()[:3], *codes.outlier_signs.stride()[:3],
+        signs, norm, sketch, sketch.float().sum(0),
+        outlier_signs, outlier_norm, outlier_sketch, outlier_sketch.float().sum(0),
+        channels.contiguous(), out,
+        *signs.stride()[:3], *norm.stride()[:3], *outlier_signs.stride()[:3],
         *outlier_norm.stride()[:3], kv_heads, length,
-        key.norm_factor / len(sketch), key.norm_factor / max(1, outliers),
-        M=len(sketch), M_OUT=outliers, BYTES=width, BYTES_OUT=codes.outlier_signs.shape[-1], D=head_dim,
+        norm_factor / len(sketch), norm_factor / max(1, outliers),
+        M=len(sketch), M_OUT=outliers, BYTES=width, BYTES_OUT=outlier_signs.shape[-1], D=head_dim,
         BLOCK_D=max(16, power_of_two(head_dim)), **tile,
     )  # fmt: skip
     return out
