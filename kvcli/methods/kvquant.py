@@ -12,8 +12,8 @@ https://arxiv.org/abs/2401.18079
 
 Deviations:
 
-- The paper's F is the Fisher information, from gradients. A recording has no gradients: F is the mean squared query of
-  the key's channel pair here, which is what an error of the key costs in scores, and 1 for values.
+- The paper's F is the Fisher information, from gradients. Here F is the mean squared query of the key's channel pair,
+  which is what an error of the key costs in scores, and 1 for values.
 - Keys have a fixed number of outliers per token, those farthest out of their channel's range (the paper's thresholds
   give a varying number, its code offers a cap), so that a token has a fixed size.
 - The number of outliers is even and at least 2: 1 % of 192 channels are 2 of them, 1.04 %.

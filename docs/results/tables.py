@@ -1,0 +1,84 @@
+"""Writes the tables of docs that are made from the records in this folder; `--check` only compares.
+
+A record is a line that `kvcli bench --out` or `kvcli eval --out` appended. A table stands between `<!-- table: NAME -->`
+and `<!-- end -->`; `python docs/results/tables.py` replaces what is between them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).resolve().parent
+PAGES = [*sorted(FOLDER.parent.glob("*.md")), FOLDER.parent.parent / "README.md"]
+_TABLE = re.compile(r"(<!-- table: ([\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def records(name: str) -> list[dict[str, Any]]:
+    """The records of a file, in order."""
+    return [json.loads(line) for line in (FOLDER / f"{name}.jsonl").read_text().splitlines()]
+
+
+def markdown(header: list[str], rows: list[list[str]]) -> str:
+    """A table of Markdown."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def attention(name: str) -> str:
+    """Times of one layer and one query token: microseconds by context, and speed against SDPA at the longest."""
+    rows = records(name)
+    contexts = sorted({row["context"] for row in rows})
+    by_method = {row["method"]: {r["context"]: r for r in rows if r["method"] == row["method"]} for row in rows}
+    header = ["method", "bits", *(f"{c // 1024}K, us" for c in contexts), "SDPA = 1", "GB/s of stored bytes"]
+    cells = []
+    for method, times in by_method.items():
+        last = times[contexts[-1]]
+        us = [f"{times[c]['p50_us']:.3g}" for c in contexts]
+        ratio, rate = f"{last['speedup']:.2f}", f"{last['stored_gb_s']:.0f}"
+        cells.append([method, f"{last['true_bits']:.2f}", *us, ratio, rate])
+    return markdown(header, cells)
+
+
+def generate(name: str) -> str:
+    """Tokens per second of one sequence, and the rate against a captured step of fp16."""
+    rows = records(name)
+    prompts = sorted({row["prompt_tokens"] for row in rows})
+    header = ["method", *(f"{p // 1024}K, tokens/s" for p in prompts), *(f"{p // 1024}K, fp16 = 1" for p in prompts)]
+    cells = []
+    for method in dict.fromkeys(row["method"] for row in rows):
+        by_prompt = {row["prompt_tokens"]: row for row in rows if row["method"] == method}
+        rates = [f"{by_prompt[p]['tokens_per_s'][1]:.1f}" for p in prompts]
+        cells.append([method, *rates, *(f"{by_prompt[p]['rate_ratio']:.2f}" for p in prompts)])
+    return markdown(header, cells)
+
+
+TABLES: dict[str, Callable[[str], str]] = {"attention-h200": attention, "generate-h200": generate}
+
+
+def rendered(page: str) -> str:
+    """A page with the present tables."""
+    return _TABLE.sub(lambda match: f"{match[1]}{TABLES[match[2]](match[2])}{match[3]}", page)
+
+
+def main() -> int:
+    """Writes the pages, or names those that are stale.
+
+    Returns:
+        The exit code.
+    """
+    stale = [page for page in PAGES if rendered(page.read_text()) != page.read_text()]
+    if "--check" in sys.argv:
+        sys.stderr.writelines(f"{page.name} is stale: run python docs/results/tables.py\n" for page in stale)
+        return int(bool(stale))
+    for page in stale:
+        page.write_text(rendered(page.read_text()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
