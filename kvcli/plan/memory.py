@@ -34,6 +34,9 @@ from kvcli.spec import ModelSpec
 _BLOCK_TOKENS = 4608
 """Most tokens of a cache that a pass over a chunk of a prompt decodes at once."""
 
+_DECODED_BYTES = 2**27
+"""Keys, and values, that kernels decode at once for such a pass."""
+
 _HEAP_TENSOR = 2**25
 """Largest tensors that the C library takes from its heap, where what is freed stays with the process, in bytes."""
 
@@ -175,7 +178,7 @@ def pass_bound(planned: PlannedModel, tokens: int, context: int, batch: int, *, 
         total += 4 * size * count * context * spec.num_heads
     if tokens < context:
         earlier = min(context, _BLOCK_TOKENS)
-        total += 3 * 4 * batch * earlier * kv_width
+        total += 2 * _DECODED_BYTES if fused else 3 * 4 * batch * earlier * kv_width
         total += 3 * 4 * count * spec.num_heads * (spec.head_dim if fused else earlier)
     return total
 
@@ -345,9 +348,10 @@ def calibration(planned: PlannedModel, config: CollectConfig, program_bytes: int
     if fisher:
         length = min(config.seq_len, FISHER_SEQ_LEN)
         layers = spec.num_layers + spec.other_layers
-        scores = 6 * 4 * spec.num_heads * length**2
-        saved = 3 * layers * length * planned.token_bytes
-        logits = 6 * 4 * min(length, 256) * spec.vocab_size
+        scores = 4 * 4 * spec.num_heads * length**2
+        saved = 5 * layers * length * planned.token_bytes // 4
+        saved += 2 * len(planned.windows) * spec.num_heads * length**2 * planned.dtype.itemsize
+        logits = 4 * 4 * min(length, 256) * spec.vocab_size
         peak = max(peak, saved + scores + logits + 2 * 8 * matrices + 8 * length * kv_width * layers)
     on_gpu = planned.device.type != "cpu"
     return {

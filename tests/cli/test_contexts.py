@@ -42,7 +42,7 @@ def test_list_and_show(made: Maker) -> None:
     assert listed["unused_bytes"] == 0
     shown = rows("show", "first")
     assert shown == next(row for row in listed["rows"] if row["name"] == "first")
-    assert (shown["tokens"], shown["blocks"], shown["shared_blocks"], shown["method"]) == (600, 2, 1, "kivi")
+    assert (shown["tokens"], shown["blocks"], shown["shared_blocks"], shown["method"]) == (600, 2, 1, "kivi-2")
     assert shown["source"] == "first.txt"
     assert 0 < shown["shared_bytes"] < shown["bytes"] < shown["fp16_bytes"]
     table = invoke("contexts", "list").stdout

@@ -14,7 +14,9 @@ from kvcli.attention.backend import REFERENCE
 from kvcli.attention.layer import attend_layer
 from kvcli.bench.shapes import shape_config
 from kvcli.cache.compressed import CompressedCache
-from kvcli.plan.memory import MethodPlan, PlannedModel, pass_bound
+from kvcli.calibrate.config import CollectConfig
+from kvcli.calibrate.fisher import backward
+from kvcli.plan.memory import MethodPlan, PlannedModel, calibration, pass_bound
 from kvcli.registry import METHODS, get_method
 from kvcli.seam.patch import Seam
 
@@ -98,3 +100,14 @@ def test_experts_of_all_dtypes_are_traced(dtype: torch.dtype) -> None:
     peak = peak_bytes(lambda: results.append(torch.nn.functional.grouped_mm(rows, experts, offs=ends)))
     assert results[0].shape == (6, 16)
     assert peak.total == 6 * 16 * dtype.itemsize
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", ["llama-3.1-8b", "smollm2-135m", "gemma3_text"])
+def test_the_bound_of_gradients_holds(shape: str, dtype: torch.dtype) -> None:
+    config = tiny_config(shape) if shape == "gemma3_text" else shape_config(shape, 4)
+    model = PlannedModel(shape, config, dtype, torch.device("cuda"))
+    network, ids = model.empty.requires_grad_(False), torch.zeros(1024, dtype=torch.int64, device=META)
+    traced = peak_bytes(lambda: backward(network, ids, torch.Generator())).total
+    bound = calibration(model, CollectConfig(1, 1024, 1, 1, 1, 1))["peak_bytes"] - model.weights_bytes
+    assert traced <= bound <= 3 * traced
