@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from pydantic import ValidationError
 
-from kvcli.errors import ConfigError, UsageError, explain, suggestion
+from kvcli.errors import ConfigError, UsageError, explain
 
 if TYPE_CHECKING:
     from kvcli.methods.config import CacheConfig
     from kvcli.methods.method import Method
-    from kvcli.methods.paper_tables import PaperTable
 
 METHODS = {
     "fp16": "kvcli.methods.fp16:METHOD, kvcli.methods.config:CacheConfig",
@@ -46,29 +45,6 @@ DEMO_SETTINGS = {"key_iterations": 4, "key_full_iterations": 1, "value_iteration
 
 FIT_NAMES = {"train-codebook": "commvq", "fit-subspace": "squat"}
 """Other names of `kvcli fit` to the method that they fit by default; its settings are options of the command."""
-
-PAPER_TABLES = {
-    "commvq-9": "kvcli.methods.commvq.paper_tables:TABLES",
-    "commvq-10": "kvcli.methods.commvq.paper_tables:TABLES",
-    "commvq-11": "kvcli.methods.commvq.paper_tables:TABLES",
-    "commvq-figure-4": "kvcli.methods.commvq.paper_tables:TABLES",
-    "kivi-1": "kvcli.methods.scalar.paper_tables:TABLES",
-    "squat-3": "kvcli.methods.squat.paper_tables:TABLES",
-}
-"""Tables of the papers that `kvcli reproduce` makes again: name to `module:mapping`."""
-
-
-def get_paper_table(name: str) -> PaperTable:
-    """Loads one table.
-
-    Raises:
-        UsageError: no such table; the message lists those that exist.
-    """
-    if name not in PAPER_TABLES:
-        hint = suggestion(name, PAPER_TABLES)
-        raise UsageError(f"unknown table '{name}'; the tables are {', '.join(PAPER_TABLES)}{hint}")
-    table: PaperTable = _import(PAPER_TABLES[name])[name]
-    return table
 
 
 def get_method(name: str) -> Method:

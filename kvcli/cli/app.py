@@ -15,7 +15,6 @@ from kvcli.cli import (
     compress,
     contexts,
     demo,
-    domains,
     env,
     evaluate,
     export,
@@ -24,7 +23,6 @@ from kvcli.cli import (
     merge,
     methods,
     plan,
-    reproduce,
 )
 from kvcli.cli.output import write_stdout
 
@@ -65,8 +63,6 @@ for module in (
     contexts,
     chat,
     evaluate,
-    domains,
-    reproduce,
     bench,
     methods,
     env,

@@ -1,4 +1,4 @@
-"""`kvcli domains` on a tiny model."""
+"""`python -m research domains` on a tiny model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from console import invoke
+from research_cli import invoke
 
 SIZES = ("--tokens", "256", "--fit-seq-len", "64", "--query-tokens", "64", "--num-sequences", "1", "--seq-len", "64")
 SETTINGS = ("--setting", "codebook_size=8", "--setting", "num_residuals=2", "--setting", "key_iterations=2")

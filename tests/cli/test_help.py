@@ -25,7 +25,6 @@ COMMANDS = (
     "compress",
     "chat",
     "eval",
-    "domains",
     "bench",
     "methods",
     "env",

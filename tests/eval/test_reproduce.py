@@ -10,11 +10,11 @@ from factories import clustered, load, make_model, make_spec
 
 from kvcli.errors import UsageError
 from kvcli.eval.quality import reference_states
-from kvcli.eval.reproduce import TextInputs, measured_rows
-from kvcli.methods.commvq.paper_tables import key_rows, value_rows
-from kvcli.methods.paper_tables import LayerInputs
 from kvcli.methods.samples import LayerSamples
-from kvcli.registry import PAPER_TABLES, get_paper_table
+from research.commvq_tables import key_rows, value_rows
+from research.measured_tables import TextInputs, measured_rows
+from research.paper_tables import LayerInputs
+from research.reproduce import PAPER_TABLES, get_paper_table
 
 SPEC = dataclasses.replace(make_spec(32), num_layers=1)
 

@@ -1,4 +1,4 @@
-"""`kvcli domains`."""
+"""`python -m research domains`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvcli.registry import DEFAULT_METHOD, parse_method
 
 
 class DomainsOptions(ModelOptions):
-    """Options of `kvcli domains`."""
+    """Options of `python -m research domains`."""
 
     method: str = Field(default=f"{DEFAULT_METHOD}-2", description="method that is fitted, with or without bits")
     setting: list[str] = Field(default=[], description="setting of that method, NAME=VALUE; repeatable")
@@ -53,8 +53,8 @@ def run(options: DomainsOptions, output: Output) -> None:
     from kvcli.attention.attach import make_config
     from kvcli.calibrate.builtin_text import BUILTIN, domains
     from kvcli.calibrate.corpus import split_documents
-    from kvcli.eval.domain_fit import DomainSettings, Report
-    from kvcli.eval.domains import run_matrix
+    from research.domain_fit import DomainSettings, Report
+    from research.domain_matrix import run_matrix
 
     method, from_bits = parse_method(options.method)
     fit_on = options.fit_on or [BUILTIN, *(f"{BUILTIN}:{name}" for name in domains("calibration"))]
@@ -96,7 +96,7 @@ def choose_rows(options: DomainsOptions, fit_on: list[str]) -> list[Any]:
     """
     from kvcli.artifact import Artifact
     from kvcli.errors import UsageError
-    from kvcli.eval.domains import Row
+    from research.domain_matrix import Row
 
     rows = [Row(corpus, options.method, corpus) for corpus in fit_on]
     for name in options.compare:
@@ -120,5 +120,7 @@ def matrix_table(cells: list[dict[str, Any]], title: str) -> DataTable:
 
 def register(app: typer.Typer) -> None:
     """Adds the command."""
-    example = "kvcli domains --fit-on builtin --fit-on builtin:code --text builtin:code --text builtin:essays"
+    example = (
+        "python -m research domains --fit-on builtin --fit-on builtin:code --text builtin:code --text builtin:essays"
+    )
     command(app, "domains", DomainsOptions, example, ("model",), resumes=True)(run)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvcli.methods.paper_tables import Measurement, PaperTable
 from kvcli.methods.squat.method import METHOD
 from kvcli.spec import ModelSpec
+from research.paper_tables import Measurement, PaperTable
 
 _LAMBDAS = (1e-4, 5e-4, 1e-3, 1e-2, 1e-1)
 _ROWS = {

@@ -9,13 +9,13 @@ from typing import Any
 from kvcli.methods.base import ValueCodec
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import Method
-from kvcli.methods.paper_tables import Measurement, PaperTable
 from kvcli.methods.rtn import METHOD
 from kvcli.methods.scalar.config import RTNConfig
 from kvcli.methods.scalar.per_channel import PerChannelCodec, PerChannelCodes, PerChannelKey
 from kvcli.methods.scalar.per_token import PerTokenKey, PerTokenValue
 from kvcli.methods.schedule import Schedule
 from kvcli.spec import ModelSpec
+from research.paper_tables import Measurement, PaperTable
 
 _GROUP = 32
 _ROWS = (

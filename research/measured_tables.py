@@ -11,8 +11,8 @@ from torch import Tensor
 from kvcli.attention.attach import build_codecs, make_config
 from kvcli.attention.session import Session
 from kvcli.eval.quality import measure
-from kvcli.methods.paper_tables import Measurement, Row
 from kvcli.models import LoadedModel
+from research.paper_tables import Measurement, Row
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from kvcli.methods.commvq.fit_keys import fit_keys
 from kvcli.methods.commvq.fit_values import fit_values_fast, set_metric
 from kvcli.methods.commvq.keys import CommVQKeyCodec
 from kvcli.methods.commvq.values import CommVQValueCodec
-from kvcli.methods.paper_tables import LayerInputs, PaperTable, Row
 from kvcli.methods.scalar.per_token import PerTokenValue
+from research.paper_tables import LayerInputs, PaperTable, Row
 
 _PAPER_PAIRS = 64
 _GROUP = 32

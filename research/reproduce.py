@@ -1,8 +1,9 @@
-"""`kvcli reproduce`."""
+"""`python -m research reproduce`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,15 +15,34 @@ from kvcli.cli.options import ModelOptions
 from kvcli.cli.output import Output
 from kvcli.cli.paths import newest_samples
 from kvcli.cli.tables import DataTable
-from kvcli.errors import UsageError
-from kvcli.registry import PAPER_TABLES, get_paper_table
+from kvcli.errors import UsageError, suggestion
 
 if TYPE_CHECKING:
-    from kvcli.methods.paper_tables import PaperTable, Row
+    from research.paper_tables import PaperTable, Row
+
+PAPER_TABLES = {
+    **dict.fromkeys(("commvq-9", "commvq-10", "commvq-11", "commvq-figure-4"), "research.commvq_tables"),
+    "kivi-1": "research.scalar_tables",
+    "squat-3": "research.squat_tables",
+}
+"""Tables of the papers to the modules that have them in `TABLES`."""
+
+
+def get_paper_table(name: str) -> PaperTable:
+    """Loads one table.
+
+    Raises:
+        UsageError: no such table; the message lists those that exist.
+    """
+    if name not in PAPER_TABLES:
+        hint = suggestion(name, PAPER_TABLES)
+        raise UsageError(f"unknown table '{name}'; the tables are {', '.join(PAPER_TABLES)}{hint}")
+    table: PaperTable = import_module(PAPER_TABLES[name]).TABLES[name]
+    return table
 
 
 class ReproduceOptions(ModelOptions):
-    """Options of `kvcli reproduce`."""
+    """Options of `python -m research reproduce`."""
 
     table: str | None = Field(default=None, description=f"table or figure of a paper: {', '.join(PAPER_TABLES)}")
     samples: Path | None = Field(
@@ -65,7 +85,7 @@ def _with_progress(rows: Iterator[dict[str, Any]], output: Output) -> Iterator[d
 def _errors(table: PaperTable, options: ReproduceOptions) -> Iterator[Row]:
     from kvcli.calibrate.recording import Recording
     from kvcli.fit import split_samples
-    from kvcli.methods.paper_tables import LayerInputs
+    from research.paper_tables import LayerInputs
 
     recording = Recording(options.samples or newest_samples())
     if options.layer not in recording.layers:
@@ -78,7 +98,7 @@ def _errors(table: PaperTable, options: ReproduceOptions) -> Iterator[Row]:
 def _quality(table: PaperTable, options: ReproduceOptions, output: Output) -> Iterator[Row]:
     from kvcli.calibrate.corpus import split_documents, token_sequences
     from kvcli.eval.quality import reference_states
-    from kvcli.eval.reproduce import TextInputs, measured_rows
+    from research.measured_tables import TextInputs, measured_rows
 
     loaded = options.load(output)
     documents = split_documents(options.corpus, "heldout", options.seed)
@@ -101,5 +121,5 @@ def _shown(value: Any) -> str:
 def register(app: typer.Typer) -> None:
     """Adds the command."""
     memory = "lower --batch-size, --seq-len or --num-sequences"
-    example = f"kvcli reproduce {next(iter(PAPER_TABLES))}"
+    example = f"python -m research reproduce {next(iter(PAPER_TABLES))}"
     command(app, "reproduce", ReproduceOptions, example, ("table",), saves_memory=memory)(run)
