@@ -113,3 +113,16 @@ TARGETS: dict[str, str] = {
     "kvcli.bench.budget:largest": "bench cli/test_plan.py",
     "kvcli.prompts:prompt_ids": "cli/test_generate_command.py",
 }
+
+SEEN = [
+    ("kvcli.packing:pack_bits", "differs"),
+    ("kvcli.packing:unpack_bits", "differs"),
+    ("kvcli.packing:pack_planes", "differs"),
+    ("kvcli.packing:unpack_planes", "differs"),
+    ("kvcli.methods.scalar.per_token:PerTokenKey.scores", "differs"),
+    ("kvcli.methods.scalar.per_channel:PerChannelCodec.decode", "differs"),
+    ("kvcli.cache.mask:check_mask", "raises"),
+    ("kvcli.cache.counts:TokenCounts.append", "raises"),
+]
+"""Sabotages that a test was seen to notice, of which every run of the tests takes a few; the others wait for
+`-m sabotage` to be run to its end, and for tests where nothing notices."""
