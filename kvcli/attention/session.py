@@ -127,7 +127,7 @@ class Session:
 
     def _check_ids(self, ids: Tensor) -> None:
         """Raises CacheError for token ids that the model has no embedding for."""
-        known: int = self.model.get_input_embeddings().num_embeddings
+        known: int = getattr(self.model.get_input_embeddings(), "num_embeddings", self.spec.vocab_size)
         if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < known:
             lowest, highest = int(ids.min()), int(ids.max())
             raise CacheError(f"it has token ids {lowest} to {highest}, but the model knows 0 to {known - 1}")

@@ -165,10 +165,11 @@ class Snapshot:
             dtype: of the model.
 
         Raises:
-            CacheError: window tokens of another dtype, or positions that are negative or fall within a row.
+            CacheError: window tokens of more than 16 bits in a model of fewer bits, or positions that are negative or
+                fall within a row.
         """
         for name, x in self.tensors.items():
-            if name.rpartition(".")[2] in WINDOWS and ".state." not in name and x.dtype != dtype:
+            if name.rpartition(".")[2] in WINDOWS and ".state." not in name and x.itemsize > max(2, dtype.itemsize):
                 raise CacheError(f"{name} is {x.dtype}, but the model is {dtype}")
         positions = self.tensors.get(POSITIONS)
         if positions is None or positions.shape[0] != len(self.counts.lengths):

@@ -199,7 +199,7 @@ def test_manifests_with_odd_values_are_read_or_refused(two: Maker, store: Contex
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("dtype", "is torch.float16, but the model is torch.float32"),
+        ("dtype", "is torch.float64, but the model is torch.float32"),
         ("large ids", "the model knows 0 to 96"),
         ("negative ids", "the model knows 0 to 96"),
         ("reversed positions", "positions of row 0 are negative or not in order"),
@@ -215,7 +215,7 @@ def test_a_context_that_contradicts_itself_is_refused_though_its_checksums_agree
     tensors, input_ids = dict(context.snapshot.tensors), ids[None].clone()
     match change:
         case "dtype":
-            tensors["layers.0.keys"] = tensors["layers.0.keys"].half()
+            tensors["layers.0.keys"] = tensors["layers.0.keys"].double()
         case "large ids":
             input_ids[0, 7] = 10**9
         case "negative ids":
