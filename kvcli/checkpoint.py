@@ -143,8 +143,8 @@ def plain_attention(config: Any) -> str:
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    classes = found if isinstance(found, tuple) else (found,)
+    names = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    classes = names if isinstance(names, tuple) else (names,)
     return "sdpa" if all(x._supports_sdpa for x in classes) else "eager"
 
 

@@ -38,15 +38,15 @@ def fingerprint(model: nn.Module, spec: ModelSpec) -> str:
         `differs`, because a model loaded in another dtype has its weights rounded.
 
     Raises:
-        ModelError: no projections are found, or one cannot be read.
+        ModelError: the model has no projections, or one cannot be read.
     """
     shapes = hashlib.sha256(json.dumps(spec.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
-    found = {name: module for name, module in model.named_modules() if name.rpartition(".")[2] in _PROJECTIONS}
-    found = found or _first_matrices(model)
-    if not found:
+    projections = {name: module for name, module in model.named_modules() if name.rpartition(".")[2] in _PROJECTIONS}
+    projections = projections or _first_matrices(model)
+    if not projections:
         raise ModelError(f"{type(model).__name__} has no projections whose weights tell it from others")
     sample, quantized = [], False
-    for name, module in sorted(found.items()):
+    for name, module in sorted(projections.items()):
         base = _without_adapters(module)
         weight = _plain_weight(base)
         quantized = quantized or weight is None or _was_quantized(base)
@@ -179,10 +179,10 @@ def _computed_weights(name: str, module: nn.Module, model: nn.Module, spec: Mode
     try:
         with torch.no_grad():
             output = module(inputs)[0].float()
-        found = ((output[0] - output[1]) / 2)[[0, output.shape[-1] // 2]].to("cpu", torch.float16)
+        weights = ((output[0] - output[1]) / 2)[[0, output.shape[-1] // 2]].to("cpu", torch.float16)
     except (RuntimeError, TypeError, ValueError, AttributeError) as error:
         reason = " ".join(str(error).split())
         raise ModelError(f"weights of {name} ({type(module).__name__}) cannot be sampled: {reason}") from error
-    if not found.isfinite().all():
+    if not weights.isfinite().all():
         raise ModelError(f"weights of {name} ({type(module).__name__}) cannot be sampled: they are not finite")
-    return found
+    return weights

@@ -267,5 +267,5 @@ def rope_spec(config: Any, head_dim: int) -> RopeSpec:
 
 
 def no_rope(head_dim: int) -> RopeSpec:
-    """That of keys that are stored as they reach attention."""
+    """The RoPE of a model without RoPE, or with one that is not understood: keys are stored as they reach attention."""
     return RopeSpec(NO_ROPE, 1.0, head_dim - head_dim % 2)

@@ -100,7 +100,7 @@ def documents(config: CorpusConfig, stdin: TextIO | None = None) -> Iterator[str
 
 
 def check_source(config: CorpusConfig) -> None:
-    """Checks a local source by its name, so that a mistake is found before a model is loaded.
+    """Checks a local source by its name, so that it fails before a model is loaded.
 
     Raises:
         CorpusError: there is no such file or folder, none that can be read, or an option of hub datasets was given.

@@ -1,4 +1,4 @@
-"""How a model without numbers is taken to attend: on the `meta` device nothing can be compared."""
+"""The attention of a model on the `meta` device, from its config: without numbers nothing can be compared."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ ChannelOrder = Literal["halves", "neighbours", "last halves", "last neighbours"]
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """How one layer of full attention attends, as `kvcli.seam.probe` found it.
+    """How one layer of full attention attends, as `kvcli.seam.probe` determined it.
 
     Attributes:
         layer_idx: counted among such layers.

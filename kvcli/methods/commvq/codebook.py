@@ -45,7 +45,7 @@ def pair_table(codebook: Tensor) -> Tensor:
 
 
 class Search(NamedTuple):
-    """What the search for nearest centres reads, derived from codebooks [..., N, 2g] at once.
+    """Terms of the search for nearest centres, derived once from codebooks [..., N, 2g].
 
     Attributes:
         codebook: [..., N, 2g].

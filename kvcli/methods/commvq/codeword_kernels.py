@@ -50,7 +50,7 @@ def code_words(packed, t, p_time, first, count, PITCH: tl.constexpr, ALIGNED: tl
 def four_per_thread(base, at):
     """Pointers base + at, uint32 [..., W], of which a thread loads four neighbours, if W is a multiple of four.
 
-    Triton forgets on the way through bytes which are neighbours; it is told of four, though it could find more.
+    The cast of the pointer drops what Triton knows of contiguous elements, so four are declared again.
     """
     BYTES: tl.constexpr = base.dtype.scalar.element_ty.primitive_bitwidth // 8
     pointers = (base.to(tl.pointer_type(tl.int8)) + at * BYTES).to(base.dtype.scalar)

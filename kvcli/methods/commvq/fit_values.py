@@ -29,7 +29,7 @@ def set_metric(codec: CommVQValueCodec, values: TokenBlocks, fisher: Tensor | No
     Args:
         codec: changed in place.
         values: [num_kv_heads, tokens, head_dim].
-        fisher: float32 [num_kv_heads, head_dim, head_dim], what errors cost; None: errors of each channel count in
+        fisher: float32 [num_kv_heads, head_dim, head_dim], Fisher information; None: errors of each channel count in
             units of its mean magnitude.
     """
     if fisher is None:
@@ -91,10 +91,10 @@ def fit_values_fast(codec: CommVQValueCodec, values: TokenBlocks, iterations: in
         codec.get_buffer("encoder_bias_0").copy_(encoder[-1] - 1)
         encoded = rows.map(partial(_encoded, codec)).stored()
         worse += 1
-        for found in (encoded.at(places), None):
-            if found is None:
+        for judged_bits in (encoded.at(places), None):
+            if judged_bits is None:
                 _store(codec, *least_squares_codebook(zip(encoded, rows, strict=True)))
-            if (error := codec.unit_error(judged, found)) < best_error:
+            if (error := codec.unit_error(judged, judged_bits)) < best_error:
                 best, best_error, worse = {name: x.clone() for name, x in codec.state_dict().items()}, error, 0
         if worse == _PATIENCE or round_number == iterations:
             break
