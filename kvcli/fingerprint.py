@@ -67,8 +67,8 @@ def _first_matrices(model: nn.Module) -> dict[str, nn.Module]:
 def _has_matrix(module: nn.Module) -> bool:
     """Whether a module's weight is a matrix, or its quantized weight, under whatever name, is kept in one."""
     weight = getattr(module, "weight", None)
-    kept = _own_tensors(module).values() if weight is None else (weight,)
-    return any(getattr(x, "ndim", 0) == 2 for x in kept)
+    tensors = _own_tensors(module).values() if weight is None else (weight,)
+    return any(getattr(x, "ndim", 0) == 2 for x in tensors)
 
 
 def _own_tensors(module: nn.Module) -> dict[str, Tensor]:

