@@ -136,7 +136,7 @@ def read_gguf_config(path: Path) -> Any:
 
 
 def plain_attention(config: Any) -> str:
-    """What a model attends with before kvcli does: SDPA, or `eager` where its class has no SDPA.
+    """The attention implementation to load a model with: SDPA, or `eager` where its class has no SDPA.
 
     Args:
         config: of a causal language model of transformers.

@@ -1,4 +1,4 @@
-"""Which model an artifact is for: the shapes, and a sample of the weights of the key and value projections.
+"""Identifies the model of an artifact: the shapes, and a sample of the weights of the key and value projections.
 
 Adapters (LoRA) are no part of it: a model with adapters is the model they were put on, whichever of them are active.
 Adapters that were merged into the weights make another model. A quantized projection is sampled by what it computes,
@@ -103,7 +103,7 @@ def differs(first: str, second: str) -> str | None:
 
 
 def text_identity(tokenizer: Any) -> dict[str, str]:
-    """What token ids mean: checksums of a tokenizer's vocabulary and of its chat template.
+    """Identifies a tokenizer: checksums of its vocabulary and of its chat template.
 
     Args:
         tokenizer: of transformers.

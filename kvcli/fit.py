@@ -42,7 +42,7 @@ LayerDone = Callable[[int, Mapping[str, Any], bool], None]
 
 
 class FitManifest(RunManifest):
-    """What `run.json` says: what a run is bound to."""
+    """`run.json`: everything that determines the result of a run."""
 
     VERSION = 5
     ERROR = ArtifactError
@@ -61,7 +61,7 @@ class FitManifest(RunManifest):
 
 
 class LayerReport(Sealed):
-    """What `layer-NNN.json` says of a fitted layer."""
+    """`layer-NNN.json`: the report of a fitted layer."""
 
     VERSION = 5
     ERROR = ArtifactError

@@ -69,7 +69,7 @@ class Rendered:
 
     @classmethod
     def from_notes(cls, notes: Mapping[str, Any], cached: Tensor, name: str) -> Self:
-        """From what `notes` gave.
+        """A conversation from the values of `notes`.
 
         Args:
             notes: of a context.

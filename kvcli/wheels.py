@@ -135,7 +135,7 @@ def _pip_download(requirement: str, scratch: Path, watch: Callable[[int], None])
 
 
 def _errors_at_end(process: subprocess.Popen[str]) -> str | None:
-    """What a process wrote on standard error, once it has ended; None if it still runs after a moment."""
+    """The standard error of a process that has ended; None if it still runs after a moment."""
     try:
         return process.communicate(timeout=_POLL_SECONDS)[1]
     except subprocess.TimeoutExpired:

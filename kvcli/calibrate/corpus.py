@@ -1,4 +1,4 @@
-"""Where calibration and evaluation text comes from, and how it becomes token sequences.
+"""Sources of calibration and evaluation text, and their token sequences.
 
 Every source is a stream of documents: FineWeb-Edu or another dataset on the hub, a local file or folder (parquet,
 jsonl, csv, txt), standard input, or the text that ships with kvcli (`builtin_text`). This module does not know what the
@@ -38,7 +38,7 @@ _PIECE_CHARACTERS = 65536
 
 @dataclass(frozen=True)
 class CorpusConfig:
-    """Which text is read.
+    """The text to read.
 
     Attributes:
         source: `builtin` (a mixture of domains), `builtin:NAME` (a domain or a source), a dataset's hub name, a
@@ -63,7 +63,7 @@ class CorpusConfig:
         return cls(FINEWEB_EDU, "train", "sample-10BT", FINEWEB_EDU_REVISION, seed=seed)
 
     def provenance(self) -> dict[str, Any]:
-        """What an artifact records about its corpus."""
+        """The record of a corpus in artifacts."""
         return asdict(self)
 
 

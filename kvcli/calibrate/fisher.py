@@ -1,4 +1,4 @@
-"""Fisher information of keys and values: what their errors cost in KL divergence.
+"""Fisher information of keys and values, which predicts what their errors cost in KL divergence.
 
 To second order, small errors d_t of the keys of a layer (or of its values) make the next-token distributions differ by
 sum_t E[(g_t . d_t)^2] / 2 nats, with g_t the gradient of log p(y) by key t, where each y is drawn from the model's own
@@ -46,7 +46,7 @@ def sequence_sums(
     indices: Collection[int],
     advance: Callable[[int], None] = lambda tokens: None,
 ) -> Iterator[tuple[int, Sums]]:
-    """What single sequences add to the Fisher information and covariance of all layers' keys and values.
+    """The terms of single sequences in the Fisher information and covariance of all layers' keys and values.
 
     Which tokens are drawn from the model for a sequence does not depend on the others in `indices`.
 

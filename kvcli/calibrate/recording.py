@@ -52,7 +52,7 @@ class Recording:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Which model was recorded: its name, fingerprint and spec, as plain JSON values."""
+        """Name, fingerprint and spec of the recorded model, as plain JSON values."""
         return {name: self.manifest.values[name] for name in ("model", "fingerprint", "spec")}
 
     @property

@@ -150,7 +150,7 @@ class Codec(nn.Module, ABC, Generic[CodesT, StateT]):
         return False
 
     def peak(self, x: Tensor, codes: CodesT) -> Tensor:
-        """What `max_magnitude` limits, float32 []: the largest magnitude of x [batch, num_kv_heads, time, head_dim].
+        """The largest magnitude, float32 [], which `max_magnitude` limits, of x [batch, num_kv_heads, time, head_dim].
 
         Args:
             x: tokens that were encoded.

@@ -1,4 +1,4 @@
-"""Where the layers of a model are."""
+"""Finds the layers of a model."""
 
 from __future__ import annotations
 

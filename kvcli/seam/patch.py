@@ -1,4 +1,4 @@
-"""Where kvcli meets transformers: pre-RoPE queries and keys, and an attention function of our own.
+"""The patch of transformers' models: pre-RoPE queries and keys, and kvcli's attention function.
 
 The model's rotary module is wrapped to keep the rotation and return the identity, so that q and k stay pre-RoPE on
 their way to the cache and to the attention function, which rotates them itself. No modelling code is copied, and

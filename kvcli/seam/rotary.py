@@ -56,7 +56,7 @@ class RotaryCall:
 
     @classmethod
     def of(cls, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> RotaryCall | None:
-        """From the arguments of a call; None if they are not those of a rotary module."""
+        """A record of a call; None if its arguments are not those of a rotary module."""
         rest = [*args[1:], *(value for name, value in kwargs.items() if name not in ("x", "hidden_states"))]
         if "position_ids" in kwargs:
             rest.insert(0, rest.pop(next(i for i, x in enumerate(rest) if x is kwargs["position_ids"])))
@@ -147,7 +147,7 @@ def _first(output: Any) -> Tensor:
 
 
 def _layout(output: Any) -> Layout | None:
-    """How the channels of a rotary module's output are those of pairs; None if there are none."""
+    """The order of pairs in the channels of a rotary module's output."""
     if isinstance(output, Tensor):
         return "complex"
     channels = output[0].shape[-1]

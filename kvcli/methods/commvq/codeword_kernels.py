@@ -1,4 +1,4 @@
-"""What CommVQ's key kernels share: codes out of the bit stream, and the sum of their codewords (arXiv 2506.18879).
+"""Shared by CommVQ's key kernels: codes out of the bit stream, and the sum of their codewords (arXiv 2506.18879).
 
 Codebook entries are bytes, four per word (`pack_codebook`), so two integer sums do for R words: one of the words and
 one of their odd bytes, from which the even ones follow exactly.
@@ -61,7 +61,7 @@ def four_per_thread(base, at):
 
 @triton.jit
 def _words_of_row(row, o_w, PART: tl.constexpr):
-    """Where words o_w [W] of rows uint32 [...] are, [..., W]."""
+    """Offsets of words o_w [W] of rows uint32 [...], [..., W]."""
     first = tl.expand_dims(row * PART, -1)
     # shift, mask and this are two instructions together
     return first | o_w.to(tl.uint32) if PART & (PART - 1) == 0 else first + o_w.to(tl.uint32)

@@ -141,7 +141,7 @@ def _add_tokens(
 
 @triton.jit
 def _words_of_rows(BLOCK_W: tl.constexpr):
-    """Which word each row of `_load_words` is: the low, then the high halves of 32 bits."""
+    """The word in each row of `_load_words`: the low, then the high halves of 32 bits."""
     o_r = tl.arange(0, BLOCK_W)
     return o_r % (BLOCK_W // 2) * 2 + o_r // (BLOCK_W // 2)
 
