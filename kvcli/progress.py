@@ -1,4 +1,4 @@
-"""How the library tells what it does: lines, and counts of work done. It prints nothing; the command line does."""
+"""Callbacks for progress: lines, and counts of finished work. The library prints nothing; the command line does."""
 
 from __future__ import annotations
 
