@@ -10,10 +10,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from blake3 import blake3
 from pydantic import ValidationError
 from torch import Tensor
 
-from kvcli.cache.digests import tensor_digests
 from kvcli.errors import UsageError
 from kvcli.fingerprint import differs
 from kvcli.methods.config import CacheConfig
@@ -42,6 +42,8 @@ class CacheIdentity:
         layers: indices of the layers that the method compresses.
         codecs: `fitted`, a checksum of the codecs' buffers, where they come from an artifact; else `sample`, two
             numbers of each buffer.
+        tokenizer: sha256 of the vocabulary; None where it is not known, which is equal to any.
+        chat_template: sha256 of the chat template, or empty without one; None where it is not known.
     """
 
     model: str
@@ -52,6 +54,8 @@ class CacheIdentity:
     config: Mapping[str, Any]
     layers: Sequence[int]
     codecs: Mapping[str, Any]
+    tokenizer: str | None = None
+    chat_template: str | None = None
 
     def difference(self, other: CacheIdentity) -> str | None:
         """Why what another cache holds means something else here.
@@ -86,6 +90,9 @@ class CacheIdentity:
             return "with another artifact"
         if not _close(self.codecs.get("sample", []), other.codecs.get("sample", []), _BUFFER_ROUNDING):
             return "with codecs of other projections or tables"
+        for name in ("tokenizer", "chat_template"):
+            if len({getattr(self, name), getattr(other, name)} - {None}) > 1:
+                return f"with another {name.replace('_', ' ')}"
         return None
 
     def to_dict(self) -> dict[str, Any]:
@@ -97,20 +104,24 @@ class CacheIdentity:
         """From what `to_dict` gave, also if it went through JSON.
 
         Raises:
-            ValueError: values of other names or types; an unknown method or setting.
+            ValueError: values of other names, types or ranges; an unknown method or setting.
         """
+        text = (str, type(None))
         kinds: dict[str, Any] = {"rope": dict, "config": dict, "codecs": dict, "layers": (list, tuple)}
+        kinds |= {"tokenizer": text, "chat_template": text}
         names = {name: kinds.get(name, str) for name in cls.__dataclass_fields__}
         if not isinstance(values, Mapping) or values.keys() != names.keys():
             raise ValueError("the identity of a cache has other fields")
         if wrong := [name for name, kind in names.items() if not isinstance(values[name], kind)]:
             raise ValueError(f"{wrong[0]} in the identity of a cache is of another type")
         identity = cls(**values)
-        identity.settings()
-        if not _is_numbers(_numbers(identity.rope)) or not _is_numbers(identity.codecs.get("sample", [])):
-            raise ValueError("RoPE frequencies or samples of codecs are not numbers")
-        if identity.difference(identity) is not None:
-            raise ValueError("the identity of a cache is not its own")
+        try:
+            if not _is_numbers(_numbers(identity.rope)) or not _is_numbers(identity.codecs.get("sample", [])):
+                raise ValueError("RoPE frequencies or samples of codecs are not numbers")
+            if identity.difference(identity) is not None:
+                raise ValueError("the identity of a cache is not its own")
+        except (TypeError, KeyError, OverflowError, AttributeError, RuntimeError) as error:
+            raise ValueError(" ".join(str(error).split())) from error
         return identity
 
     def settings(self) -> CacheConfig:
@@ -143,7 +154,11 @@ def codecs_identity(codecs: Sequence[LayerCodec], fitted: bool) -> dict[str, Any
     """
     buffers = {f"{i}.{name}": x for i, codec in enumerate(codecs) for name, x in sorted(codec.state_dict().items())}
     if fitted:
-        return {"fitted": json_sha256(tensor_digests(buffers))}
+        hosted = {name: x.detach().cpu().contiguous() for name, x in buffers.items()}
+        content = {name: x.flatten().view(torch.uint8).numpy().data for name, x in hosted.items()}
+        forms = {name: f"{x.dtype} {list(x.shape)}" for name, x in hosted.items()}
+        digests = {name: blake3(data, max_threads=blake3.AUTO).hexdigest() for name, data in content.items()}
+        return {"fitted": json_sha256({name: f"{forms[name]} {digest}" for name, digest in digests.items()})}
     return {"sample": [number for x in buffers.values() if x.numel() for number in _sample(x)]}
 
 

@@ -13,10 +13,10 @@ from kvcli.cli.command import command
 from kvcli.cli.output import Output, parse_size, size
 from kvcli.cli.store_options import MAX_BYTES_HELP, StoreOptions
 from kvcli.cli.tables import DataTable
-from kvcli.errors import ContextError, UsageError, suggestion
+from kvcli.errors import ContextError, UsageError
 
 if TYPE_CHECKING:
-    from kvcli.contexts import ContextStore, Stored
+    from kvcli.contexts import Stored
 
 
 class ListOptions(StoreOptions):
@@ -64,8 +64,8 @@ class ImportOptions(StoreOptions):
 def list_contexts(options: ListOptions, output: Output) -> None:
     """List the contexts of a store, the most recently used first."""
     store = options.open()
-    usage = store.usage()
-    records = [show.describe(store, manifest, usage) for manifest in store.manifests(output.warn)]
+    shared, (used, unused) = store.shared(), store.sizes()
+    records = [show.describe(context, shared) for context in store.contexts(output.warn)]
     columns = ("name", "source", "method", "tokens", "bits K / V", "size", "smaller", "shared", "last used")
     rows = [
         [
@@ -81,20 +81,20 @@ def list_contexts(options: ListOptions, output: Output) -> None:
         ]
         for record in records
     ]
-    unused = sum(usage.held[file] for file in usage.unused)
-    title = f"{store.folder}: {_contexts(len(usage.named))}, {size(usage.nbytes)}"
+    title = f"{store.folder}: {_contexts(len(store.names()))}, {size(used)}"
     if unused:
         title += f"; {size(unused)} that no context uses, see 'kvcli contexts prune'"
     optional = ("source", "bits K / V", "shared", "smaller", "last used")
     table = DataTable(title, columns, rows, text_columns=3, optional=optional)
-    output.result({"store": str(store.folder), "bytes": usage.nbytes, "unused_bytes": unused, "rows": records}, table)
+    output.result({"store": str(store.folder), "bytes": used, "unused_bytes": unused, "rows": records}, table)
 
 
 def verify(options: VerifyOptions, output: Output) -> None:
     """Read contexts in full and compare every checksum; exit code 1 if one is damaged."""
     store = options.open()
-    check_names(store, options.names)
-    names = options.names or store.names()
+    names, known = options.names or store.names(), store.names()
+    if unknown := [name for name in names if name not in known]:
+        raise store.no_context(unknown[0])
     damages = store.damages(names, output.progress)
     for reason in damages.values():
         output.warn(reason)
@@ -114,7 +114,7 @@ def prune(options: PruneOptions, output: Output) -> None:
     record: dict[str, Any] = {
         "evicted": list(done.evicted),
         "freed_bytes": done.freed_bytes,
-        "bytes": store.usage().nbytes,
+        "bytes": store.sizes()[0],
     }
     output.result(record, f"freed {size(done.freed_bytes)}; the store has {size(record['bytes'])}")
 
@@ -124,17 +124,8 @@ def remove(options: RemoveOptions, output: Output) -> None:
     store = options.open()
     if not options.names:
         raise UsageError("name one or more contexts; 'kvcli contexts list' shows those that are there")
-    check_names(store, options.names)
-    freed = sum(map(store.remove, dict.fromkeys(options.names)))
+    freed = store.remove(*options.names)
     output.result({"removed": options.names, "freed_bytes": freed}, f"freed {size(freed)}")
-
-
-def check_names(store: ContextStore, names: list[str]) -> None:
-    """Raises ContextError unless all names are of contexts of a store."""
-    known = store.names()
-    for name in names:
-        if name not in known:
-            raise ContextError(f"there is no context '{name}' in {store.folder}{suggestion(name, known)}")
 
 
 def export(options: ExportOptions, output: Output) -> None:
@@ -174,8 +165,8 @@ def import_files(options: ImportOptions, output: Output) -> None:
 def stored_record(stored: Stored) -> dict[str, Any]:
     """What storing a context did, as plain JSON values."""
     return {
-        "name": stored.manifest.name,
-        "tokens": stored.manifest.num_tokens,
+        "name": stored.name,
+        "tokens": stored.record.num_tokens,
         "new_bytes": stored.new_bytes,
         "shared_bytes": stored.shared_bytes,
         "evicted": list(stored.evicted),

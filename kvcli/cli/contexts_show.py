@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,9 +20,7 @@ from kvcli.errors import KvcliError, UsageError
 from kvcli.registry import method_name
 
 if TYPE_CHECKING:
-    from kvcli.contexts import ContextStore
-    from kvcli.contexts.manifest import Manifest
-    from kvcli.contexts.usage import Usage
+    from kvcli.contexts import ContextStore, StoredContext
     from kvcli.eval.quality import QualityReport
 
 GROUP = "contexts"
@@ -50,9 +48,9 @@ def run(options: ShowOptions, output: Output) -> None:
     store = open_store(options.store, options.model)
     if options.name is None:
         raise UsageError("name a context; 'kvcli contexts list' shows those that are there")
-    manifest = store.get(options.name)
-    record = describe(store, manifest, store.usage())
-    quality = measured(options, store, manifest, output) if options.kl else None
+    context = store.get(options.name)
+    record = describe(context, store.shared())
+    quality = measured(options, store, context, output) if options.kl else None
     if quality is not None:
         record["kl"] = {name: x for name, x in quality.to_dict().items() if name != "memory"}
     output.result(record, "\n".join(lines(record)))
@@ -65,31 +63,37 @@ def method_of(identity: Mapping[str, Any]) -> Any:
     return identity.get("method")
 
 
-def describe(store: ContextStore, manifest: Manifest, usage: Usage) -> dict[str, Any]:
-    """What is known of a context, as plain JSON values."""
-    key_bits, value_bits = manifest.bits
+def describe(context: StoredContext, shared: Collection[str]) -> dict[str, Any]:
+    """What is known of a context, as plain JSON values.
+
+    Args:
+        context: of a store.
+        shared: digests of the blocks that several contexts of the store need.
+    """
+    stored, identity = context.record, context.record.identity
+    key_bits, value_bits = stored.bits
     return {
-        "name": manifest.name,
-        "tokens": manifest.num_tokens,
-        "model": manifest.identity.get("model"),
-        "method": method_of(manifest.identity),
-        "dtype": manifest.identity.get("dtype"),
-        "config": manifest.identity.get("config"),
-        "coded_tokens": manifest.counts.attended[0],
+        "name": context.name,
+        "tokens": stored.num_tokens,
+        "model": identity.get("model"),
+        "method": method_of(identity),
+        "dtype": identity.get("dtype"),
+        "config": identity.get("config"),
+        "coded_tokens": stored.counts.attended[0],
         "key_bits": key_bits,
         "value_bits": value_bits,
-        "bytes": manifest.nbytes,
-        "fp16_bytes": manifest.fp16_bytes,
-        "ratio": manifest.fp16_bytes / manifest.nbytes,
-        "code_bytes": manifest.key_code_bytes + manifest.value_code_bytes,
-        "window_bytes": manifest.window_bytes,
-        "block_tokens": manifest.block_tokens,
-        "blocks": len(manifest.blocks),
-        "shared_blocks": sum(usage.count[file.digest] > 1 for file in manifest.blocks),
-        "shared_bytes": usage.shared_bytes(manifest.name),
-        "created": manifest.created,
-        "last_used": datetime.fromtimestamp(store.last_used(manifest.name), UTC).isoformat(timespec="seconds"),
-        "source": str(manifest.notes.get("source", "")),
+        "bytes": stored.nbytes,
+        "fp16_bytes": stored.fp16_bytes,
+        "ratio": stored.fp16_bytes / stored.nbytes,
+        "code_bytes": stored.key_code_bytes + stored.value_code_bytes,
+        "window_bytes": stored.window_bytes,
+        "block_tokens": stored.part_tokens,
+        "blocks": len(stored.coded),
+        "shared_blocks": sum(block.digest in shared for block in stored.coded),
+        "shared_bytes": sum(block.bytes for block in stored.blocks if block.digest in shared),
+        "created": context.created,
+        "last_used": datetime.fromtimestamp(context.used, UTC).isoformat(timespec="seconds"),
+        "source": str(stored.notes.get("source", "")),
     }
 
 
@@ -120,7 +124,7 @@ def bits(record: dict[str, Any]) -> str:
     return f"{record['key_bits']:.2f} / {record['value_bits']:.2f}" if record["coded_tokens"] else "-"
 
 
-def measured(options: ShowOptions, store: ContextStore, manifest: Manifest, output: Output) -> QualityReport:
+def measured(options: ShowOptions, store: ContextStore, stored: StoredContext, output: Output) -> QualityReport:
     """What the stored copy loses.
 
     Raises:
@@ -130,15 +134,15 @@ def measured(options: ShowOptions, store: ContextStore, manifest: Manifest, outp
     from kvcli.contexts import identity_of
     from kvcli.eval.stored_context import copied_tokens, stored_quality
 
-    copied_tokens(manifest, options.kl_tokens)
-    context = store.load(store.whole(manifest.name))
+    copied_tokens(stored.record, options.kl_tokens)
+    context = store.load(store.whole(stored.name))
     given = options.model_dump(include={*ModelOptions.model_fields, "artifact", "impl"}, exclude_unset=True)
     session_options = SessionOptions(**given).for_context(context)
     chosen = choose_method(session_options, output, context)
     loaded = session_options.load(output)
     with chosen.attach(loaded, options.impl, output) as session:
-        store.whole(manifest.name, identity_of(session, loaded.tokenizer))
-        return stored_quality(session, store, manifest, options.kl_tokens)
+        store.whole(stored.name, identity_of(session, loaded.tokenizer))
+        return stored_quality(session, store, stored, options.kl_tokens)
 
 
 def register(app: typer.Typer) -> None:
