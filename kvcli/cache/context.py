@@ -8,8 +8,9 @@ up to a multiple of 8, so that what is in it can be read in place. Equal context
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from kvcli.cache.blocks import Block, Place, Tensors, encode, read_blocks
 from kvcli.cache.identity import CacheIdentity
 from kvcli.cache.parts import BLOCK_TOKENS, is_plain, join, num_coded, split, whole_groups
 from kvcli.cache.record import ContextRecord
-from kvcli.cache.snapshot import CODES, VALID, WINDOWS, Snapshot
+from kvcli.cache.snapshot import VALID, WINDOWS, Snapshot
 from kvcli.errors import CacheError
 from kvcli.storage.atomic import replacing, temporary_path
 from kvcli.storage.locks import lock
@@ -76,50 +77,38 @@ class Context:
         Raises:
             CacheError: `input_ids` are not of the snapshot's slots.
         """
-        snapshot, counts, shape = self.snapshot, self.snapshot.counts, tuple(self.snapshot.tensors[VALID].shape)
-        if self.input_ids is not None and self.input_ids.shape != shape:
+        snapshot, shape = self.snapshot, list(self.snapshot.tensors[VALID].shape)
+        if self.input_ids is not None and list(self.input_ids.shape) != shape:
             raise CacheError(
-                f"input_ids are {list(self.input_ids.shape)}, but the cache holds {list(shape)}: give those that it "
+                f"input_ids are {list(self.input_ids.shape)}, but the cache holds {shape}: give those that it "
                 "holds, such as sequences[:, :-1] of what was generated"
             )
-        blocks: dict[Block, Tensors] = {}
-
-        def block_of(tensors: Tensors) -> Block:
-            block, _ = encode(tensors)
-            blocks[block] = tensors
-            return block
-
-        tokens = None if self.input_ids is None else block_of({INPUT_IDS: self.input_ids.int()})
-        size, first, coded, last = 0, dict(snapshot.tensors), list[Tensors](), None
-        if is_plain(snapshot):
-            size = whole_groups(counts, block_tokens)
-            first, coded, last = split(snapshot, size)
-        names = [name.split(".", 2) for name in snapshot.tensors if name.startswith("layers.")]
-        of_kind = {
-            kind: [snapshot.tensors[".".join(name)] for name in names if name[2].partition(".")[0] == kind]
-            for kind in (*CODES, *WINDOWS)
-        }
-        key_codes, value_codes, keys, values = ([x.nbytes for x in of_kind[kind]] for kind in (*CODES, *WINDOWS))
+        plain = is_plain(snapshot)
+        size = whole_groups(snapshot.counts, block_tokens) if plain else 0
+        first, coded, last = split(snapshot, size) if plain else (dict(snapshot.tensors), [], {})
+        tokens: list[Tensors] = [] if self.input_ids is None else [{INPUT_IDS: self.input_ids.int()}]
+        parts = [*tokens, first, *coded, *([last] if plain else [])]
+        blocks, start = [encode(part)[0] for part in parts], len(tokens)
+        bytes_of, values_per_token = Counter[str](), 0
+        for name, x in snapshot.tensors.items():
+            kind = name.split(".")[2] if name.startswith("layers.") else name
+            bytes_of[kind] += x.nbytes
+            values_per_token += x.shape[1] * x.shape[3] if kind in WINDOWS else 0
+        text = {kind: self.notes.get(kind, getattr(self.identity, kind)) for kind in ("tokenizer", "chat_template")}
         record = ContextRecord(
             kvcli_version=__version__,
-            identity=replace(
-                self.identity,
-                tokenizer=self.notes.get("tokenizer", self.identity.tokenizer),
-                chat_template=self.notes.get("chat_template", self.identity.chat_template),
-            ).to_dict(),
+            identity=self.identity.to_dict() | text,
             notes=dict(self.notes),
-            counts=counts,
+            counts=snapshot.counts,
             part_tokens=size,
-            key_code_bytes=sum(key_codes),
-            value_code_bytes=sum(value_codes),
-            window_bytes=sum(keys) + sum(values),
-            values_per_token=sum(x.shape[1] * x.shape[3] for kind in WINDOWS for x in of_kind[kind]),
-            tokens=tokens,
-            first=block_of(first),
-            coded=tuple(map(block_of, coded)),
-            last=None if last is None else block_of(last),
+            bytes_of=bytes_of,
+            values_per_token=values_per_token,
+            tokens=blocks[0] if tokens else None,
+            first=blocks[start],
+            coded=tuple(blocks[start + 1 : start + 1 + len(coded)]),
+            last=blocks[-1] if plain else None,
         )
-        return record, blocks
+        return record, dict(zip(blocks, parts, strict=True))
 
     @classmethod
     def decode(
@@ -153,22 +142,19 @@ class Context:
         input_ids = None if record.tokens is None else tokens_in(parts.pop(0), record)
         if record.last is None:
             snapshot = Snapshot(counts, parts[0])
-        elif last is None:
-            snapshot = join(kept, parts)
         else:
-            snapshot = join(counts, parts)
-            snapshot = snapshot.prefix(record.num_tokens - removed) if removed else snapshot
-        if input_ids is not None and (
-            VALID not in snapshot.tensors or snapshot.tensors[VALID].shape[1] != input_ids.shape[1] - removed
-        ):
-            raise CacheError("it has the token ids of more or fewer tokens")
+            snapshot = join(kept if last is None else counts, parts)
+            snapshot = snapshot.prefix(record.num_tokens - removed) if removed and last is not None else snapshot
+        if input_ids is not None:
+            input_ids = input_ids[:, : input_ids.shape[1] - removed]
+            if VALID not in snapshot.tensors or snapshot.tensors[VALID].shape != input_ids.shape:
+                raise CacheError("it has the token ids of more or fewer tokens")
         try:
             identity = CacheIdentity.from_dict(record.identity)
         except ValueError as error:
             raise CacheError(f"its identity cannot be read ({' '.join(str(error).split())})") from error
         # what else was noted, such as a conversation, is of all tokens
         notes = {x: y for x, y in record.notes.items() if not removed or x in _NOTES_OF_PARTS}
-        input_ids = input_ids if input_ids is None else input_ids[:, : input_ids.shape[1] - removed]
         return cls(snapshot, identity, input_ids, notes, name)
 
     def save(self, path: str | Path) -> int:
@@ -217,18 +203,22 @@ class Context:
         path = Path(path)
         if not path.is_file():
             raise CacheError(f"no context in {path}: there is no such file; make one with 'kvcli compress'")
+        remedy = ContextRecord.REMEDY
         try:
             header = SafetensorsHeader.read(path)
-            record = _record_in(path, header)
+            if _ENTRY not in header.metadata:
+                raise CacheError(f"{path} is no context: kvcli did not write it")
+            if header.metadata[_ENTRY][64:65] == " ":  # after a checksum
+                raise CacheError(f"{path} is of an earlier version of kvcli, which this one does not read; {remedy}")
+            record = ContextRecord.unseal(header.metadata[_ENTRY], str(path))
             places = {place.block: place for place in _places(path, header, record)}
         except (OSError, ValueError) as error:
             reason = " ".join(str(error).split())
-            remedy = ContextRecord.REMEDY
             raise CacheError(f"{path} is no file that can be read, or it is damaged ({reason}); {remedy}") from error
         try:
             return cls.decode(record, places.__getitem__, device, str(path))
         except CacheError as error:
-            raise CacheError(f"{path} is no context that this kvcli reads: {error}; {ContextRecord.REMEDY}") from error
+            raise CacheError(f"{path} is no context that this kvcli reads: {error}; {remedy}") from error
 
 
 def tokens_in(tensors: Tensors, record: ContextRecord) -> Tensor:
@@ -238,25 +228,11 @@ def tokens_in(tensors: Tensors, record: ContextRecord) -> Tensor:
         CacheError: the block holds something else.
     """
     ids = tensors.get(INPUT_IDS)
-    slots = record.num_tokens if record.last is not None else None if ids is None or ids.ndim != 2 else ids.shape[1]
-    if ids is None or ids.dtype != torch.int32 or ids.shape != (len(record.counts.lengths), slots):
+    rows = len(record.counts.lengths)
+    slots = None if ids is None or ids.ndim != 2 else record.num_tokens if record.last is not None else ids.shape[1]
+    if ids is None or ids.dtype != torch.int32 or ids.shape != (rows, slots):
         raise CacheError(f"its block of token ids does not hold those of {record.num_tokens} tokens")
     return ids.long().cpu()
-
-
-def _record_in(path: Path, header: SafetensorsHeader) -> ContextRecord:
-    """The record in a file's metadata.
-
-    Raises:
-        CacheError: there is none, it is of another format version, or it was changed.
-    """
-    if _ENTRY not in header.metadata:
-        raise CacheError(f"{path} is no context: kvcli did not write it")
-    if header.metadata[_ENTRY][64:65] == " ":  # after a checksum, as earlier versions wrote it
-        raise CacheError(
-            f"{path} is of an earlier version of kvcli, which this one does not read; {ContextRecord.REMEDY}"
-        )
-    return ContextRecord.unseal(header.metadata[_ENTRY], str(path))
 
 
 def _places(path: Path, header: SafetensorsHeader, record: ContextRecord) -> Iterator[Place]:
@@ -269,11 +245,8 @@ def _places(path: Path, header: SafetensorsHeader, record: ContextRecord) -> Ite
         raise ValueError("it has other blocks than its metadata says")
     with path.open("rb") as file:
         for block in record.blocks:
-            entry = header.entries[block.digest]
-            start, stop = (header.nbytes + offset for offset in entry.data_offsets)
+            start, stop = (header.nbytes + offset for offset in header.entries[block.digest].data_offsets)
             file.seek(start + block.bytes)
-            if entry.dtype != torch.uint8 or not 0 <= stop - start - block.bytes < _ALIGNMENT:
-                raise ValueError("it has blocks of other sizes than its metadata says")
-            if any(file.read(stop - start - block.bytes)):
-                raise ValueError("its blocks are not followed by zeros")
+            if not 0 <= stop - start - block.bytes < _ALIGNMENT or any(file.read(stop - start - block.bytes)):
+                raise ValueError("its blocks are of other sizes, or not followed by zeros")
             yield Place(block, path, start, header.nbytes + header.data_bytes)

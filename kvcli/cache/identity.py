@@ -78,7 +78,7 @@ class CacheIdentity:
             return "with other RoPE frequencies"
         if self.method != other.method:
             return f"with method '{other.method}', not '{self.method}'"
-        ours, theirs = self._settings(), other._settings()
+        ours, theirs = (identity.settings().model_dump(mode="json") for identity in (self, other))
         for name, value in ours.items():
             if value != theirs[name]:
                 return f"with {name} {theirs[name]}, which is {value} here"
@@ -125,7 +125,7 @@ class CacheIdentity:
         return identity
 
     def settings(self) -> CacheConfig:
-        """The method's settings.
+        """The method's settings; those that are newer than the identity have their defaults.
 
         Raises:
             ValueError: this kvcli does not know the method, or a setting.
@@ -136,10 +136,6 @@ class CacheIdentity:
             raise ValueError(str(error)) from error
         except ValidationError as error:
             raise ValueError(f"settings of method '{self.method}' that this kvcli does not know") from error
-
-    def _settings(self) -> dict[str, Any]:
-        """All settings as plain values; those that are newer than the file have their defaults."""
-        return self.settings().model_dump(mode="json")
 
 
 def codecs_identity(codecs: Sequence[LayerCodec], fitted: bool) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from pydantic import NonNegativeInt, model_validator
 
 from kvcli.cache.blocks import Block
 from kvcli.cache.parts import num_coded, whole_groups
-from kvcli.cache.snapshot import SnapshotCounts
+from kvcli.cache.snapshot import CODES, SnapshotCounts
 from kvcli.errors import CacheError, KvcliError
 from kvcli.storage.manifest import Sealed
 
@@ -22,9 +22,7 @@ class ContextRecord(Sealed):
         notes: of whoever saved it: `source`, what it was made from, and others.
         counts: of tokens and codes.
         part_tokens: tokens of a part of codes; 0 where `first` is all of several rows or of a row with padding.
-        key_code_bytes: bytes of the codes of its keys.
-        value_code_bytes: of its values.
-        window_bytes: of its tokens in full precision.
+        bytes_of: bytes of `key_codes`, `value_codes`, the window's `keys` and `values`, `state` and so on, all layers.
         values_per_token: numbers in the keys and values of one token, all layers.
         tokens: block of all token ids, int32 [rows, slots]; None if they were not given.
         first: block of what precedes the codes.
@@ -41,9 +39,7 @@ class ContextRecord(Sealed):
     notes: dict[str, Any]
     counts: SnapshotCounts
     part_tokens: NonNegativeInt
-    key_code_bytes: NonNegativeInt
-    value_code_bytes: NonNegativeInt
-    window_bytes: NonNegativeInt
+    bytes_of: dict[str, NonNegativeInt]
     values_per_token: NonNegativeInt
     tokens: Block | None
     first: Block
@@ -85,4 +81,5 @@ class ContextRecord(Sealed):
         """Stored bits per key and per value that is a code, scales and norms included; 0 without codes."""
         counts, half = self.counts, max(1, self.values_per_token // 2)
         keys, values = (max(1, sum(coded)) * half for coded in (counts.coded_keys, counts.coded_values))
-        return 8 * self.key_code_bytes / keys, 8 * self.value_code_bytes / values
+        key_bytes, value_bytes = (self.bytes_of.get(kind, 0) for kind in CODES)
+        return 8 * key_bytes / keys, 8 * value_bytes / values

@@ -17,6 +17,7 @@ from kvcli.cli.next_command import model_argument
 from kvcli.cli.output import Output, size
 from kvcli.cli.session_options import PREFILL_CHUNK, SamplingOptions, choose_method
 from kvcli.cli.store_options import STORE_HELP, open_store
+from kvcli.contexts.index import check_name
 from kvcli.errors import KvcliError, UsageError
 from kvcli.registry import DEFAULT_METHOD, method_name
 
@@ -160,8 +161,6 @@ def check_target(target: Path, options: ChatOptions) -> None:
         UsageError: what is there is not the conversation's own, the target is a folder, or no name of a context.
         OSError: the folder cannot be made.
     """
-    from kvcli.contexts.store import check_name
-
     if target.is_dir() and is_file(target):
         raise UsageError(f"{target} is a folder; name a file")
     if is_file(target):

@@ -16,6 +16,7 @@ from kvcli.cli.output import Output, parse_size, size
 from kvcli.cli.prompt_sources import Source, parse_messages, read_sources
 from kvcli.cli.session_options import PREFILL_CHUNK, SessionOptions, choose_method
 from kvcli.cli.store_options import MAX_BYTES_HELP, STORE_HELP, open_store
+from kvcli.contexts.index import check_name, name_from
 from kvcli.errors import UsageError
 from kvcli.registry import DEFAULT_METHOD, method_name
 
@@ -109,8 +110,6 @@ class Target:
         self.options, self.store, out = options, None, options.out
         several = len(sources) > 1
         if out is None:
-            from kvcli.contexts.store import check_name, name_from
-
             if options.name is not None and several:
                 raise UsageError(f"--name is one name, but there are {len(sources)} texts")
             self.names = {source.name: options.name or name_from(source.name) for source in sources}

@@ -1,13 +1,15 @@
 """Contexts on disk: a store that finds the longest prefix of a prompt and holds equal parts once.
 
 store    the folder: find, load, put, remove, prune
-index    which contexts and blocks there are, and the tokens that they begin with; importing it does not load torch
+search   the context that has most in common with a prompt
+index    the SQLite file that says which contexts and blocks there are; importing it does not load torch
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvcli.contexts.store import ContextStore, Match, Pruned, Stored, StoredContext, identity_of
+    from kvcli.contexts.search import Match, StoredContext
+    from kvcli.contexts.store import ContextStore, Pruned, Stored, identity_of
 
 __all__ = ["ContextStore", "Match", "Pruned", "Stored", "StoredContext", "identity_of"]
 

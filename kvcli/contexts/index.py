@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import sqlite3
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
-from kvcli.errors import ContextError
+from kvcli.errors import ContextError, UsageError
 
 UNUSED = "FROM blocks WHERE digest NOT IN (SELECT digest FROM context_blocks)"
 """The blocks that no context needs, after SELECT or DELETE."""
@@ -23,6 +24,8 @@ _APPLICATION = 0x6B76636C
 _VERSION = 4
 _MAX_WAIT_S = 600.0
 _POLL_S = 0.02
+_LONGEST = 100
+_NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{_LONGEST - 1}}}", re.ASCII)
 _SCHEMA = f"""
 -- id: never given twice, which tells a context from one that replaced it
 -- identity: checksum of what it is bound to; tail: token ids from tail_start on, where it can be cut to every length
@@ -38,7 +41,7 @@ CREATE TABLE context_blocks (
 CREATE INDEX blocks_of_context ON context_blocks (context);
 -- checksums of first tokens: up to each length to which a context can be cut, and up to its tail
 CREATE TABLE prefixes (
-    is_tail INTEGER NOT NULL, tokens INTEGER NOT NULL, digest BLOB NOT NULL,
+    is_tail INTEGER NOT NULL, tokens INTEGER NOT NULL, digest INTEGER NOT NULL,
     context INTEGER NOT NULL REFERENCES contexts ON DELETE CASCADE,
     PRIMARY KEY (is_tail, tokens, digest, context)) WITHOUT ROWID;
 CREATE INDEX prefixes_of_context ON prefixes (context);
@@ -58,21 +61,24 @@ class Index:
         self.folder, self.path = folder, folder / "index.sqlite"
 
     @contextmanager
-    def reading(self) -> Iterator[sqlite3.Connection | None]:
-        """One moment of the index, to be read inside the block; None where nothing was stored.
+    def reading(self) -> Iterator[sqlite3.Connection]:
+        """One moment of the index, to be read inside the block; an empty one where nothing was stored.
 
         Raises:
             ContextError: a store of another version of kvcli, a damaged index, or one that others use all the time.
         """
-        if not self._exists():
-            yield None
-            return
-        mode = "mode=rw" if os.access(self.path, os.W_OK) and os.access(self.folder, os.W_OK) else "mode=ro"
-        if mode == "mode=ro" and not self.path.with_name(f"{self.path.name}-wal").exists():
-            mode += "&immutable=1"
-        with self._open(mode) as db:
-            _patiently(db, "BEGIN")
-            yield None if self._is_new(db) else db
+        if self._exists():
+            mode = "mode=rw" if os.access(self.path, os.W_OK) and os.access(self.folder, os.W_OK) else "mode=ro"
+            if mode == "mode=ro" and not self.path.with_name(f"{self.path.name}-wal").exists():
+                mode += "&immutable=1"
+            with self._open(mode) as db:
+                _patiently(db, "BEGIN")
+                if not self._is_new(db):
+                    yield db
+                    return
+        with closing(sqlite3.connect(":memory:")) as empty:
+            empty.executescript(_SCHEMA)
+            yield empty
 
     @contextmanager
     def writing(self) -> Iterator[sqlite3.Connection]:
@@ -169,7 +175,22 @@ def names(folder: Path) -> list[str]:
         ContextError: a store of another version of kvcli, or a damaged index.
     """
     with Index(folder).reading() as db:
-        return [] if db is None else [name for (name,) in db.execute("SELECT name FROM contexts ORDER BY name")]
+        return [name for (name,) in db.execute("SELECT name FROM contexts ORDER BY name")]
+
+
+def check_name(name: str) -> None:
+    """Raises UsageError unless a name is fit for a context."""
+    if not _NAME.fullmatch(name):
+        raise UsageError(
+            f"'{name}' is no name of a context: letters, digits, dots, underscores and hyphens, at most 100, "
+            "the first a letter or a digit"
+        )
+
+
+def name_from(text: str) -> str:
+    """A name of a context that resembles a text, such as the name of a file."""
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-._")[:_LONGEST]
+    return name or "context"
 
 
 def _patiently(db: sqlite3.Connection, statement: str) -> sqlite3.Cursor:

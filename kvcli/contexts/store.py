@@ -14,83 +14,35 @@ import json
 import re
 import sqlite3
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from blake3 import blake3
 from torch import Tensor
 
 from kvcli.attention.session import Session
 from kvcli.cache.blocks import Block, Place, Tensors, encode, read_blocks, verify_blocks
 from kvcli.cache.context import INPUT_IDS, Context, tokens_in
 from kvcli.cache.identity import CacheIdentity
-from kvcli.cache.parts import BLOCK_TOKENS, is_plain, num_coded, tail_start, usable_length
+from kvcli.cache.parts import BLOCK_TOKENS, is_plain
 from kvcli.cache.record import ContextRecord
-from kvcli.contexts.index import UNUSED, Index, names
-from kvcli.errors import CacheError, ContextError, UsageError, suggestion
+from kvcli.contexts.index import UNUSED, Index, check_name, names
+from kvcli.contexts.search import CONTEXTS, Match, StoredContext, index_rows, longest
+from kvcli.errors import CacheError, ContextError, suggestion
 from kvcli.fingerprint import text_identity
 from kvcli.progress import Progress, Say, no_progress, say_nothing
 from kvcli.storage.atomic import replacing, temporary_path
 
-FEWEST_TOKENS = 16
-"""Tokens in common for which a part of a context is of use, unless a prompt has fewer."""
-
 _SUFFIX = ".safetensors"
 _DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
-_LONGEST = 100
-_NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{_LONGEST - 1}}}", re.ASCII)
-_ATTEMPTS = 5
-_ROW = "SELECT id, name, created, used, record FROM contexts JOIN records ON context = id"
-_LENGTHS = """WITH RECURSIVE lengths (n) AS (
-    SELECT min(tokens) FROM prefixes WHERE is_tail = :tail UNION ALL
-    SELECT (SELECT min(tokens) FROM prefixes WHERE is_tail = :tail AND tokens > n) FROM lengths WHERE n < :most)
-    SELECT n FROM lengths WHERE n <= :most"""
 
 
 class ReplacedError(ContextError):
     """A context that another process has removed or replaced since it was looked up."""
-
-
-@dataclass(frozen=True)
-class StoredContext:
-    """A context of a store.
-
-    Attributes:
-        id: in the index; a context that replaces it gets another one.
-        name: in its store.
-        created: when it was stored, ISO 8601 in UTC.
-        used: when it was stored or loaded last, seconds since the epoch.
-        record: what it holds.
-    """
-
-    id: int
-    name: str
-    created: str
-    used: float
-    record: ContextRecord
-
-
-@dataclass(frozen=True)
-class Match:
-    """A stored context, or how much of it a prompt has in common with it.
-
-    Attributes:
-        context: the stored one.
-        num_tokens: its first tokens that are of use.
-    """
-
-    context: StoredContext
-    num_tokens: int
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether all of the context is of use."""
-        return self.num_tokens == self.context.record.num_tokens
 
 
 @dataclass(frozen=True)
@@ -112,14 +64,8 @@ class Stored:
     evicted: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Pruned:
-    """What pruning a store removed.
-
-    Attributes:
-        evicted: names of contexts, the least recently used first.
-        freed_bytes: of all files removed.
-    """
+class Pruned(NamedTuple):
+    """Names of the contexts that were removed, the least recently used first, and the bytes of all files removed."""
 
     evicted: tuple[str, ...]
     freed_bytes: int
@@ -166,10 +112,10 @@ class ContextStore:
         """
         check_name(name)
         with self._index.reading() as db:
-            row = None if db is None else db.execute(f"{_ROW} WHERE name = ?", (name,)).fetchone()
+            row = db.execute(f"{CONTEXTS} WHERE name = ?", (name,)).fetchone()
         if row is None:
             raise self.no_context(name)
-        return _stored(row)
+        return StoredContext.of(row)
 
     def contexts(self, say: Say = say_nothing) -> list[StoredContext]:
         """All contexts whose records can be read, the most recently used first.
@@ -178,11 +124,11 @@ class ContextStore:
             say: called with a line about every other one.
         """
         with self._index.reading() as db:
-            rows = [] if db is None else db.execute(f"{_ROW} ORDER BY used DESC, id DESC").fetchall()
+            rows = db.execute(f"{CONTEXTS} ORDER BY used DESC, id DESC").fetchall()
         contexts = []
         for row in rows:
             try:
-                contexts.append(_stored(row))
+                contexts.append(StoredContext.of(row))
             except ContextError as error:
                 say(str(error))
         return contexts
@@ -207,7 +153,7 @@ class ContextStore:
         wanted, passed_over = _as_tokens(token_ids), set[int]()
         while True:
             with self._index.reading() as db:
-                match = None if db is None else _longest(db, wanted.numpy(), identity, passed_over, say)
+                match = longest(db, wanted.numpy(), identity, passed_over, say)
             if match is None:
                 return None
             name = match.context.name
@@ -233,14 +179,10 @@ class ContextStore:
         Raises:
             ContextError: token ids of several rows, or a damaged block of what was found.
         """
-        for attempt in range(_ATTEMPTS):
+        while True:
             match = self.find(token_ids, identity, say)
-            try:
+            with suppress(ReplacedError):
                 return None if match is None else (match, self.load(match, device))
-            except ReplacedError:
-                if attempt == _ATTEMPTS - 1:
-                    raise
-        return None
 
     def whole(self, name: str, identity: CacheIdentity | None = None) -> Match:
         """All of a context, by name.
@@ -254,7 +196,7 @@ class ContextStore:
             ContextError: no such context, a damaged record, or another identity; the message says what differs.
         """
         context = self.get(name)
-        if identity is not None and (reason := _difference(identity, context.record)) is not None:
+        if identity is not None and (reason := context.difference(identity)) is not None:
             raise ContextError(f"context '{name}' cannot be used here: it was made {reason}")
         return Match(context, context.record.num_tokens)
 
@@ -265,8 +207,9 @@ class ContextStore:
             ContextError: their block is missing or damaged, or the context was removed or replaced.
         """
         try:
-            (tensors,) = read_blocks([self._place(_tokens_of(context.record))])
-            return tokens_in(tensors, context.record)[0]
+            record = context.record
+            (tensors,) = read_blocks([self._place(block) for block in (record.tokens,) if block is not None])
+            return tokens_in(tensors, record)[0]
         except CacheError as error:
             raise self._explained(context, error) from error
 
@@ -320,10 +263,10 @@ class ContextStore:
             raise ContextError(f"the context has {record.nbytes} bytes, more than the {max_bytes} of the whole store")
         seed = json.dumps(record.identity, sort_keys=True).encode() + tokens.numpy().tobytes()
         name = hashlib.sha256(seed).hexdigest()[:12] if name is None else name
-        identity = CacheIdentity.from_dict(record.identity)
-        check_name(name)
-        if not overwrite:
-            self.check_free(name, tokens, identity)
+        if overwrite:
+            check_name(name)
+        else:
+            self.check_free(name, tokens, CacheIdentity.from_dict(record.identity))
         self._blocks.mkdir(parents=True, exist_ok=True)
         missing, replaces, new_bytes = True, False, 0
         while missing:
@@ -335,10 +278,9 @@ class ContextStore:
                 missing = not all(recorded)
                 if missing:  # another process removed what nobody needed in between
                     continue
-                row = db.execute(f"{_ROW} WHERE name = ?", (name,)).fetchone()
-                replaces = row is not None
-                if replaces and not overwrite:
-                    _check_same(_stored(row), record.tokens, identity)
+                replaces = db.execute("SELECT 1 FROM contexts WHERE name = ?", (name,)).fetchone() is not None
+                if replaces and not overwrite:  # by another process, since it was checked
+                    self.check_free(name, tokens, CacheIdentity.from_dict(record.identity))
                 new_bytes = sum(self._write(block, tensors) for block, tensors in blocks.items())
                 db.execute("DELETE FROM contexts WHERE name = ?", (name,))
                 _insert(db, name, record, tokens)
@@ -358,9 +300,14 @@ class ContextStore:
             ContextError: the name belongs to a context of other tokens or another identity, or to a damaged one.
         """
         check_name(name)
-        if name in self.names():
-            block, _ = encode({INPUT_IDS: _as_tokens(token_ids)[None]})
-            _check_same(self.get(name), block, identity)
+        if name not in self.names():
+            return
+        stored, (block, _) = self.get(name), encode({INPUT_IDS: _as_tokens(token_ids)[None]})
+        if stored.record.tokens != block or stored.difference(identity) is not None:
+            raise ContextError(
+                f"there is a context '{name}' of other tokens or another model already; choose another name, or "
+                "replace it with --overwrite"
+            )
 
     def remove(self, *contexts: str) -> int:
         """Removes contexts, also damaged ones, and their blocks that no other context needs.
@@ -408,8 +355,6 @@ class ContextStore:
     def sizes(self) -> tuple[int, int]:
         """Bytes of all blocks that a context needs, and of the files of those that none does."""
         with self._index.reading() as db:
-            if db is None:
-                return 0, 0
             files = [self._path(digest) for (digest,) in db.execute(f"SELECT digest {UNUSED}")]
             return _used_bytes(db), sum(path.stat().st_size for path in files if path.is_file())
 
@@ -417,7 +362,7 @@ class ContextStore:
         """Digests of the blocks that several contexts need."""
         query = "SELECT digest FROM context_blocks GROUP BY digest HAVING count(*) > 1"
         with self._index.reading() as db:
-            return set() if db is None else {digest for (digest,) in db.execute(query)}
+            return {digest for (digest,) in db.execute(query)}
 
     def damages(self, names: Sequence[str], progress: Progress = no_progress) -> dict[str, str]:
         """What is wrong with those contexts that are not whole; all of their blocks are read, shared ones once.
@@ -432,19 +377,16 @@ class ContextStore:
         damages: dict[str, str] = {}
         intact: set[Block] = set()
         with self._index.reading() as db:
-            if db is not None:
-                _check_index(db)
+            _check_index(db)
         with progress("verify", len(names), "contexts") as advance:
             for name in names:
-                for _ in range(_ATTEMPTS):  # one that is replaced meanwhile is read again
-                    try:
-                        self._verify(self.get(name), intact)
-                    except ReplacedError:
-                        continue
-                    except ContextError as error:
-                        if name in self.names():
-                            damages[name] = str(error)
-                    break
+                try:
+                    self._verify(self.get(name), intact)
+                except ReplacedError:  # what replaces it was checked when it was stored
+                    pass
+                except ContextError as error:
+                    if name in self.names():
+                        damages[name] = str(error)
                 advance(1)
         return damages
 
@@ -454,14 +396,14 @@ class ContextStore:
         try:
             verify_blocks([self._place(block) for block in record.blocks if block not in intact])
             tokens = self.token_ids(context)
-            expected = _rows(record, tokens.int().numpy())
+            expected = index_rows(record, tokens.int().numpy())
             queries = (
                 "SELECT identity, tail_start, tail FROM contexts JOIN records ON context = id WHERE id = ?",
                 "SELECT digest FROM context_blocks WHERE context = ?",
                 "SELECT is_tail, tokens, digest FROM prefixes WHERE context = ?",
             )
             with self._index.reading() as db:
-                rows = [[] if db is None else db.execute(query, (context.id,)).fetchall() for query in queries]
+                rows = [db.execute(query, (context.id,)).fetchall() for query in queries]
             if any(sorted(ours) != sorted(theirs) for ours, theirs in zip(rows, expected, strict=True)):
                 raise CacheError("the index says other things of it than its record and its token ids")
         except CacheError as error:
@@ -512,7 +454,7 @@ class ContextStore:
         """Why blocks of a context cannot be read, and what to do."""
         name = context.name
         with self._index.reading() as db:
-            row = None if db is None else db.execute("SELECT id FROM contexts WHERE name = ?", (name,)).fetchone()
+            row = db.execute("SELECT id FROM contexts WHERE name = ?", (name,)).fetchone()
         if row is None:
             return ReplacedError(f"context '{name}' was removed by another process")
         if row[0] != context.id:
@@ -540,96 +482,9 @@ def identity_of(session: Session, tokenizer: Any) -> CacheIdentity:
     return replace(session.identity(), tokenizer=text["tokenizer"], chat_template=text["chat_template"])
 
 
-def check_name(name: str) -> None:
-    """Raises UsageError unless a name is fit for a context."""
-    if not _NAME.fullmatch(name):
-        raise UsageError(
-            f"'{name}' is no name of a context: letters, digits, dots, underscores and hyphens, at most 100, "
-            "the first a letter or a digit"
-        )
-
-
-def name_from(text: str) -> str:
-    """A name of a context that resembles a text, such as the name of a file."""
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-._")[:_LONGEST]
-    return name or "context"
-
-
-def prefix_digests(tokens: np.ndarray[Any, Any], lengths: Iterable[int]) -> dict[int, bytes]:
-    """BLAKE3 of the first tokens of a sequence, for several lengths, in one pass.
-
-    Args:
-        tokens: int32 [tokens].
-        lengths: up to all tokens.
-    """
-    state, read, digests = blake3(), 0, {}
-    for length in sorted(set(lengths)):
-        state.update(tokens[read:length].tobytes())
-        digests[length], read = state.digest(16), length
-    return digests
-
-
-def _longest(
-    db: sqlite3.Connection, wanted: np.ndarray[Any, Any], identity: CacheIdentity, without: set[int], say: Say
-) -> Match | None:
-    """The context of which most is of use: in the tokens after its codes, or up to a border of its blocks.
-
-    Args:
-        db: the index.
-        wanted: token ids of the prompt, int32 [tokens].
-        identity: see `ContextStore.find`.
-        without: ids of contexts that are passed over; damaged ones are added.
-        say: see `ContextStore.find`.
-    """
-    verdicts: dict[str, bool] = {}
-    best: Match | None = None
-    best_rank: tuple[int, float, int] = (0, 0.0, 0)
-
-    def use(context: int, kind: str, used: float, common: int) -> bool:
-        """Whether a context is better than all before it."""
-        nonlocal best, best_rank
-        if context in without or verdicts.get(kind) is False or (common, used, context) <= best_rank:
-            return False
-        try:
-            stored = _stored(db.execute(f"{_ROW} WHERE id = ?", (context,)).fetchone())
-        except ContextError as error:
-            say(f"a context is passed over: {error}")
-            without.add(context)
-            return False
-        if kind not in verdicts:
-            verdicts[kind] = _difference(identity, stored.record) is None
-        length = usable_length(stored.record.counts, stored.record.part_tokens, common)
-        enough = length >= min(FEWEST_TOKENS, len(wanted)) or length == stored.record.num_tokens
-        if not verdicts[kind] or not enough or (length, used, context) <= best_rank:
-            return False
-        best, best_rank = Match(stored, length), (length, used, context)
-        return True
-
-    for is_tail in (1, 0):
-        rows = db.execute(_LENGTHS, {"tail": is_tail, "most": len(wanted)}).fetchall()
-        digests = prefix_digests(wanted, [length for (length,) in rows])
-        tables = "prefixes p JOIN contexts ON id = p.context" + " JOIN records r ON r.context = id" * is_tail
-        columns = f"id, identity, used{', tail_start, tail' * is_tail}"
-        query = f"SELECT {columns} FROM {tables} WHERE is_tail = {is_tail} AND tokens"
-        order = "ORDER BY used DESC, id DESC"
-        for length in sorted(digests, reverse=True):
-            if not is_tail and length < best_rank[0]:
-                break
-            for row in db.execute(f"{query} = ? AND p.digest = ? {order}", (length, digests[length])):
-                if is_tail:
-                    *known, start, tail = row
-                    use(*known, start + _common(tail, wanted[start:]))
-                elif use(*row, length):
-                    break
-        if is_tail and len(wanted) < FEWEST_TOKENS:  # of so few tokens there is no checksum
-            for *known, _, tail in db.execute(f"{query} > ? AND tail_start = 0 {order}", (len(wanted),)):
-                use(*known, _common(tail, wanted))
-    return best
-
-
 def _insert(db: sqlite3.Connection, name: str, record: ContextRecord, tokens: Tensor) -> None:
     """Adds a context to the index, whose blocks are there."""
-    now, (((kind, start, tail),), blocks, prefixes) = time.time(), _rows(record, tokens.numpy())
+    now, (((kind, start, tail),), blocks, prefixes) = time.time(), index_rows(record, tokens.numpy())
     created = datetime.fromtimestamp(now, UTC).isoformat(timespec="seconds")
     context = db.execute(
         "INSERT INTO contexts (name, created, used, identity, tail_start) VALUES (?, ?, ?, ?, ?)",
@@ -638,54 +493,6 @@ def _insert(db: sqlite3.Connection, name: str, record: ContextRecord, tokens: Te
     db.execute("INSERT INTO records VALUES (?, ?, ?)", (context, record.sealed(), tail))
     db.executemany("INSERT INTO context_blocks VALUES (?, ?)", [(*row, context) for row in blocks])
     db.executemany("INSERT INTO prefixes VALUES (?, ?, ?, ?)", [(*row, context) for row in prefixes])
-
-
-def _rows(record: ContextRecord, ids: np.ndarray[Any, Any]) -> tuple[list[Any], list[Any], list[Any]]:
-    """What the index says of a context: identity and tail; digests of blocks; checksums of first tokens.
-
-    Args:
-        record: of the context.
-        ids: its token ids, int32 [tokens].
-    """
-    counts, size = record.counts, record.part_tokens
-    start = tail_start(counts)
-    kind = hashlib.sha256(json.dumps(record.identity, sort_keys=True).encode()).hexdigest()
-    borders = [counts.sinks + (j + 1) * size for j in range(num_coded(counts, size))]
-    borders = [length for length in borders if usable_length(counts, size, length) == length]
-    tail = start or min(FEWEST_TOKENS, len(ids))
-    digests = prefix_digests(ids, [*borders, tail])
-    prefixes = [*((0, length, digests[length]) for length in borders), (1, tail, digests[tail])]
-    return [(kind, start, ids[start:].tobytes())], [(block.digest,) for block in record.blocks], prefixes
-
-
-def _stored(row: tuple[Any, ...]) -> StoredContext:
-    """A context as `_ROW` gives it.
-
-    Raises:
-        ContextError: a damaged record.
-    """
-    context, name, created, used, text = row
-    remedy = f"remove it with 'kvcli contexts rm {name}'"
-    try:
-        record = ContextRecord.unseal(str(text), f"context '{name}'", remedy)
-        _tokens_of(record)
-    except CacheError as error:
-        raise ContextError(str(error)) from error
-    return StoredContext(context, name, str(created), float(used), record)
-
-
-def _tokens_of(record: ContextRecord) -> Block:
-    if record.last is None or record.tokens is None:
-        raise CacheError("it is no single sequence with its token ids")
-    return record.tokens
-
-
-def _check_same(stored: StoredContext, tokens: Block | None, identity: CacheIdentity) -> None:
-    if stored.record.tokens != tokens or _difference(identity, stored.record) is not None:
-        raise ContextError(
-            f"there is a context '{stored.name}' of other tokens or another model already; choose another name, or "
-            "replace it with --overwrite"
-        )
 
 
 def _check_index(db: sqlite3.Connection) -> None:
@@ -713,18 +520,3 @@ def _as_tokens(token_ids: Sequence[int] | Tensor) -> Tensor:
     if tokens.ndim != 1:
         raise ContextError(f"a context is one sequence of token ids, not a tensor of shape {list(tokens.shape)}")
     return tokens
-
-
-def _common(tail: bytes, tokens: np.ndarray[Any, Any]) -> int:
-    """How many token ids, int32, two sequences begin with alike."""
-    ours = np.frombuffer(tail, np.int32)[: len(tokens)]
-    different = np.flatnonzero(ours != tokens[: len(ours)])
-    return int(different[0]) if len(different) else len(ours)
-
-
-def _difference(identity: CacheIdentity, record: ContextRecord) -> str | None:
-    """Why a stored context is of no use here, a clause that goes on from "it was made"; None if it is of use."""
-    try:
-        return identity.difference(CacheIdentity.from_dict(record.identity))
-    except ValueError as error:
-        return f"with something that this kvcli does not know: {' '.join(str(error).split())}"

@@ -211,7 +211,10 @@ def sealed(fields: dict[str, Any]) -> dict[str, str]:
         (lambda fields, x: fields.update(first=fields["last"]), "it must be torch.float32"),
         (lambda fields, x: fields.update(tokens=fields["last"]), "token ids does not hold those of 40 tokens"),
         (lambda fields, x: x["tokens"].update(input_ids=x["tokens"]["input_ids"][:, 1:]), "token ids does not hold"),
-        (lambda fields, x: x["first"].update(more=torch.zeros(3)), "a tensor more, which this model has no place for"),
+        (
+            lambda fields, x: x["first"].update(more=torch.zeros(3)),
+            "a tensor more, which this model and method have no",
+        ),
     ],
 )
 def test_contents_that_contradict_themselves(tiny_model: Any, attach: Any, saved: Path, change: Any, said: str) -> None:

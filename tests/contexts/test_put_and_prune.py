@@ -242,8 +242,8 @@ def test_numbers_of_a_record(maker: Any, store: ContextStore) -> None:
     record = store.put(made.context(ids, cache, source="report.txt"), name="a").record
     assert record.fp16_bytes == memory.fp16_bytes
     assert record.bits == (memory.key_bits, memory.value_bits)
-    assert record.key_code_bytes + record.value_code_bytes == memory.code_bytes
-    assert record.window_bytes == memory.window_bytes
+    assert record.bytes_of["key_codes"] + record.bytes_of["value_codes"] == memory.code_bytes
+    assert record.bytes_of["keys"] + record.bytes_of["values"] == memory.window_bytes
     assert (record.notes["source"], record.identity["method"]) == ("report.txt", "kivi")
     assert store.get("a").record.model_dump() == record.model_dump()
     assert record.nbytes == sum(path.stat().st_size for path in store.folder.glob("blocks/*"))

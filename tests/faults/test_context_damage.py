@@ -113,14 +113,14 @@ def test_a_damaged_record_is_passed_over_and_keeps_its_blocks(two: Maker, store:
         lambda values: values.update(identity=[]),
         lambda values: values.pop("tokens"),
         lambda values: values.update(tokens=None),
-        lambda values: values.update(window_bytes=1.5),
+        lambda values: values.update(bytes_of={"keys": 1.5}),
     ],
 )
 def test_a_record_that_contradicts_itself_is_refused(
     two: Maker, store: ContextStore, change: Callable[[Any], Any]
 ) -> None:
     forge(store, "a", change)
-    with pytest.raises(ContextError, match=r"context 'a' is damaged|it is no single sequence with its token ids"):
+    with pytest.raises(ContextError, match=r"context 'a' is damaged|context 'a' is no single sequence with its token ids"):
         store.get("a")
 
 

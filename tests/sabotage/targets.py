@@ -97,9 +97,9 @@ TARGETS: dict[str, str] = {
     # contexts
     "kvcli.cache.parts:usable_length": "contexts",
     "kvcli.cache.parts:join": "contexts",
-    "kvcli.contexts.store:prefix_digests": "contexts",
-    "kvcli.contexts.store:_common": "contexts",
-    "kvcli.contexts.store:_rows": "contexts",
+    "kvcli.contexts.search:prefix_digests": "contexts",
+    "kvcli.contexts.search:common_tokens": "contexts",
+    "kvcli.contexts.search:index_rows": "contexts",
     "kvcli.contexts.store:ContextStore.prune": "contexts",
     "kvcli.cache.blocks:verify_blocks": "faults/test_context_damage.py contexts",
     # measuring
