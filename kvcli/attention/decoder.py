@@ -18,11 +18,10 @@ from kvcli.attention.compiled import CompiledLayers, CompileError
 from kvcli.attention.layer import flush_layer
 from kvcli.attention.next_token import NextToken
 from kvcli.cache.compressed import CompressedCache
-from kvcli.cache.counts import FlushPlan, TokenCounts
+from kvcli.cache.counts import HostCounts, TokenCounts
 from kvcli.cache.forward import Forward
-from kvcli.cache.step import FlushPattern, Step
+from kvcli.cache.step import DeviceCounts, FlushPattern
 from kvcli.errors import UsageError
-from kvcli.rope import Rotation
 
 _POLL_STEPS = 8
 """Steps between looks at what was chosen."""
@@ -134,7 +133,7 @@ class Decoder:
         self.graph_bytes = 0
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
-        self._step: Step | None = None
+        self._step: DeviceCounts | None = None
         self._before: list[Any] = []
         self._steps = 0
 
@@ -204,7 +203,7 @@ class Decoder:
     def _check_ranges(self) -> None:
         """Raises CacheError where what was encoded in steps is beyond what codes hold; the cache refuses to go on."""
         self._checked = self.made
-        with self.cache.sequences.whole_or_refused():
+        with self.cache.passes.complete_or_refused():
             self._step.ranges.check()  # type: ignore[union-attr]
 
     def _accept(self, logits: Tensor) -> None:
@@ -222,7 +221,7 @@ class Decoder:
         logits: Tensor = output.logits[:, -1]
         return logits
 
-    def _step_logits(self, step: Step) -> Tensor:
+    def _step_logits(self, step: DeviceCounts) -> Tensor:
         """The same in a step, whose counts say what is attended to."""
         # transformers takes a mask of four axes as it is; without one it makes one, and only while a graph is captured
         inputs = {"position_ids": step.positions(), "attention_mask": self._mask}
@@ -242,33 +241,31 @@ class Decoder:
 
     def _by_step(self) -> None:
         """One more token per row."""
-        sequences, counts = self.cache.sequences, self.cache.sequences.counts
-        if self._step is None or max(counts.attended) > self._step.capacity:
+        counts = self.cache.sequences.counts
+        if self._step is None or max(counts.attended) > self._step.max_codes:
             self._new_step()
         step: Any = self._step
         self._before.append(counts.state)
-        with sequences.whole_or_refused():
-            plan = counts.append((1,) * len(counts.lengths))
-            step.load(plan)
+        with self.cache.passes.complete_or_refused():
+            new = counts.append((1,) * len(counts.lengths))
+            step.load(new)
             self._call("step", lambda: self._accept(self._step_logits(step)))
             self.made += 1
             self._steps += 1
             made = self.made
             # encoding cannot be taken back: first see whether a row's last token came before this step
-            if plan.flushes and len(self._stops):
+            if new.flushes and len(self._stops):
                 self._look()
-            if plan.flushes and self.made == made:
-                self._encode(step, plan)
+            if new.flushes and self.made == made:
+                self._encode(step, new)
 
-    def _encode(self, step: Step, plan: FlushPlan) -> None:
-        """Encodes what a plan says: by counts on the device where all rows encode as many tokens, else row by row."""
-        pattern = FlushPattern.of(plan)
-        nothing = Rotation(step.index, step.index)  # no token is new
-        if pattern is not None:
-            self._call(pattern, lambda: self._encode_layers(step.forward(nothing, pattern)))
-            return
-        sequences, counts = self.cache.sequences, (0,) * len(plan.lengths)
-        self._encode_layers(Forward(sequences, nothing, counts, None, plan, step.device, step.ranges))
+    def _encode(self, step: DeviceCounts, counts: HostCounts) -> None:
+        """Encodes after a step: by counts on the device where all rows encode as many tokens, else row by row."""
+        passes, pattern = self.cache.passes, FlushPattern.of(counts)
+        if pattern is None:
+            self._encode_layers(passes.encoding(counts))
+        else:
+            self._call(pattern, lambda: self._encode_layers(passes.encoding(step.encoding(pattern))))
 
     def _encode_layers(self, forward: Forward) -> None:
         for layer_idx, (layer, backend) in enumerate(zip(self.cache.compressed, self.backends, strict=True)):
@@ -281,14 +278,15 @@ class Decoder:
             self._check_ranges()
         counts, left = sequences.counts, self.max_new_tokens - self.made
         capacity = step_capacity(counts, left)
-        offset = sequences.extend(left + counts.layout.ring)
+        sequences.extend(left + counts.layout.ring)
         for layer in self.cache.compressed:
             for codes in (layer.store.key_codes, layer.store.value_codes):
                 codes.reserve(capacity + counts.layout.ring)  # tokens can be encoded before they leave the window
         self._graphs.clear()
         # a pool ends with the last of its graphs and cannot be used again
         self._pool = torch.cuda.graph_pool_handle() if self.mode == "graphs" else None
-        sequences.step = self._step = Step(sequences, capacity, offset)
+        self._step = DeviceCounts(sequences, capacity, len(self.cache.compressed))
+        self.cache.passes.step = self._step
 
     def _call(self, key: Hashable, function: Callable[[], None]) -> None:
         """Calls a function of tensors on the device: as it is the first time, afterwards as a graph captured then."""
@@ -317,7 +315,7 @@ class Decoder:
         """Hands the cache back to ordinary passes."""
         if self._step is None:
             return
-        self.cache.sequences.end_steps(self._steps)
+        self.cache.passes.end_steps(self._steps)
         self._graphs.clear()
         try:
             self._check_ranges()

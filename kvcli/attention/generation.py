@@ -59,7 +59,7 @@ def prefill(
     """
     held = cache.get_seq_length()
     if held:
-        cache.sequences.check_at_rest()
+        cache.passes.check_at_rest()
     if held >= ids.shape[1]:
         raise UsageError(f"the prompt has {ids.shape[1]} tokens, and the cache holds {held}: nothing is left to read")
     if mask is not None and bool((mask.diff(dim=1) < 0).any() | (mask[:, -1] == 0).any()):

@@ -11,8 +11,7 @@ from kvcli.attention.backend import AttentionBackend
 from kvcli.attention.reference import merge_state
 from kvcli.attention.side_stream import side_stream
 from kvcli.cache.forward import Forward
-from kvcli.cache.layer import NewTokens
-from kvcli.cache.store import LayerStore
+from kvcli.cache.layer import LayerStore, NewTokens
 from kvcli.methods.base import without_autocast
 from kvcli.methods.encoded import EncodedTokens, PartialAttention
 from kvcli.seam.layer import AttentionCall
@@ -37,13 +36,14 @@ def attend_layer(call: AttentionCall, backend: AttentionBackend) -> Tensor:
     """
     new: NewTokens = call.key
     query, mask = call.query, call.mask
-    codec, forward = new.layer.codec, new.layer.sequences.forward(call.rotary, query, mask).on(query.device)
-    rotation = forward.rotation_of(codec)
+    codec, passes = new.layer.codec, new.layer.passes
+    forward = passes.forward(call.rotary, query, mask)
+    rotation = forward.rotation if codec.rotated else forward.no_rotation
     store = new.layer.store or new.layer.make_store(new, forward)
     store.reserve(forward)
     # append
     rotated = backend.rotate_and_append(rotation, query, new.key, new.value, store.keys, store.values, forward.window)
-    if store.observes(forward):
+    if store.state is not None and not forward.counts.all_coded:
         with without_autocast(query):
             if codec.offset is None:
                 observed = forward.window.read_new(store.keys, query.shape[2])
@@ -51,7 +51,7 @@ def attend_layer(call: AttentionCall, backend: AttentionBackend) -> Tensor:
                 observed = rotation.apply(new.key - codec.offset)
             store.observe(query if codec.key.query_space == "pre_rope" else rotated, observed, forward)
     # attend
-    if forward.is_first and call.layer.is_plain:
+    if forward.counts.is_first and call.layer.is_plain:
         key, value = (forward.window.read_new(x, query.shape[2]) for x in (store.keys, store.values))
         new_mask = None if mask is None else mask[..., -query.shape[2] :]  # earlier slots are padding
         output = sdpa(rotated, key, value, new_mask, call.scaling)
@@ -60,10 +60,10 @@ def attend_layer(call: AttentionCall, backend: AttentionBackend) -> Tensor:
     if forward.real is not None:
         output = output.masked_fill(~forward.real[:, :, None, None], 0)
     # flush
-    if forward.plan.flushes:
+    if forward.counts.flushes:
         with without_autocast(query):
-            flush_layer(store, forward, backend, forward.sequences.layer, query.shape[2])
-    forward.sequences.layer_done()
+            flush_layer(store, forward, backend, passes.layer, query.shape[2])
+    passes.layer_done()
     return output
 
 
@@ -75,12 +75,12 @@ def _attend_window_and_codes(
     Many new tokens attend to each other apart from the older tokens of the window, which all of them see.
     """
     count, window, scaling = query.shape[2], forward.window, call.scaling
-    codes = None
-    if forward.max_codes:
+    codes, num_codes = None, forward.counts.max_codes
+    if num_codes:
         encoded = EncodedTokens(
-            key_codes=store.key_codes.codes.slice(0, forward.max_codes),
+            key_codes=store.key_codes.codes.slice(0, num_codes),
             key_state=store.state,
-            value_codes=store.value_codes.codes.slice(0, forward.max_codes),
+            value_codes=store.value_codes.codes.slice(0, num_codes),
             rotations=forward.code_rotations(store.codec) if store.codec.needs_rotations else None,
             lengths=forward.code_lengths,
         )
@@ -105,7 +105,7 @@ def _with_sinks(codes: PartialAttention | None, sinks: Tensor, query: Tensor, va
 def flush_layer(
     store: LayerStore, forward: Forward, backend: AttentionBackend, layer_idx: int, new_tokens: int
 ) -> None:
-    """Encodes what the plan of a pass of so many new tokens says, keys and values of long prompts on two streams."""
+    """Encodes what a pass of so many new tokens does, keys and values of long prompts on two streams."""
     layer, codec = f"layer {layer_idx}", store.codec
     note_keys = forward.ranges.of(f"{layer}: keys", codec.key)
     note_values = forward.ranges.of(f"{layer}: values", codec.value)

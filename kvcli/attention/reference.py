@@ -48,30 +48,31 @@ def partial_attention(
     for start in range(0, query_len, block):
         # the query heads of a kv head are rows of one product: neither keys nor values are repeated
         rows = query[:, :, start : start + block].float().unflatten(1, (kv_heads, -1))
-        scores = _capped((rows.flatten(2, 3) @ key).unflatten(2, rows.shape[2:4]) * scaling, soft_cap)
+        scores = (rows.flatten(2, 3) @ key).unflatten(2, rows.shape[2:4]) * scaling
         shown = visible if visible is None or visible.shape[1] == 1 else visible[:, start : start + block]
-        parts.append(_softmax_sum(scores, shown, lambda weights: weights @ value))
+        parts.append(_softmax_sum(scores, shown, soft_cap, lambda weights: weights @ value))
     if len(parts) == 1:
         return parts[0]
     outs, lses = zip(*parts, strict=True)
     return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
 
 
-def _capped(scores: Tensor, soft_cap: float | None) -> Tensor:
-    return scores if soft_cap is None else torch.tanh(scores / soft_cap) * soft_cap
-
-
-def _softmax_sum(scores: Tensor, visible: Tensor | None, weighted_sum: Callable[[Tensor], Tensor]) -> PartialAttention:
+def _softmax_sum(
+    scores: Tensor, visible: Tensor | None, soft_cap: float | None, weighted_sum: Callable[[Tensor], Tensor]
+) -> PartialAttention:
     """Softmax of scores [batch, num_kv_heads, group, query_len, kv_len], and the sum of values with these weights.
 
     Args:
         scores: scaled.
         visible: as in `partial_attention`.
+        soft_cap: likewise.
         weighted_sum: of [batch, num_kv_heads, rows, kv_len] to [batch, num_kv_heads, rows, head_dim].
 
     Returns:
         As `partial_attention`.
     """
+    if soft_cap is not None:
+        scores = torch.tanh(scores / soft_cap) * soft_cap
     if visible is not None:
         scores = scores.masked_fill(~visible[:, None, None], float("-inf"))
     scores = scores.float()  # under autocast they are not
@@ -118,9 +119,10 @@ def rotate_and_append(
     Returns:
         The rotated queries, in their dtype.
     """
+    rotated = rotation.apply(query).to(query.dtype)
     window.write_new(key_window, rotation.apply(key))
     window.write_new(value_window, value)
-    return rotation.apply(query).to(query.dtype)
+    return rotated
 
 
 def unrotate(rotation: Rotation, x: Tensor) -> Tensor:
@@ -180,7 +182,10 @@ def attend_codes(
     Returns:
         (out, lse), float32 [batch, num_heads, query_len, head_dim] and [batch, num_heads, query_len].
     """
-    blocks = codec.blocks(encoded.length, _BLOCK_TOKENS)
+    length = encoded.length
+    if length <= _BLOCK_TOKENS:
+        return _attend_block(codec, query, encoded, scaling, soft_cap, 0, length)
+    blocks = codec.blocks(length, _BLOCK_TOKENS)
     return reduce(merge_state, (_attend_block(codec, query, encoded, scaling, soft_cap, *block) for block in blocks))
 
 
@@ -195,13 +200,15 @@ def _attend_block(
 ) -> PartialAttention:
     """Attention over the tokens [start, stop)."""
     rotation = None if encoded.rotations is None else encoded.rotations.tokens(start, stop)
-    key_codes, value_codes = encoded.key_codes.slice(start, stop), encoded.value_codes.slice(start, stop)
-    visible = encoded.visible(start, stop)
+    key_codes, value_codes = encoded.key_codes, encoded.value_codes
+    if stop - start < encoded.length:
+        key_codes, value_codes = key_codes.slice(start, stop), value_codes.slice(start, stop)
+    visible = None if encoded.lengths is None else encoded.visible(start, stop)
     visible = None if visible is None else visible[:, None]
     rows = query.float().unflatten(1, (codec.key.spec.num_kv_heads, -1))
     if rows.shape[2] * rows.shape[3] > _FEW_ROWS:
         key = codec.decode_keys(key_codes, encoded.key_state, rotation, torch.float32)
         return partial_attention(query, key, codec.value.decode(value_codes, None), visible, scaling, soft_cap)
     scores = codec.scores(rows.flatten(2, 3) * scaling, key_codes, encoded.key_state, rotation)
-    scores = _capped(scores.unflatten(2, rows.shape[2:4]), soft_cap)
-    return _softmax_sum(scores, visible, lambda weights: codec.value.weighted_sum(weights, value_codes))
+    scores = scores.unflatten(2, rows.shape[2:4])
+    return _softmax_sum(scores, visible, soft_cap, lambda weights: codec.value.weighted_sum(weights, value_codes))

@@ -256,7 +256,7 @@ class Session:
             with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
                 output = attend_layer(call, backend)
             new = call.key
-            self._seam.current.on_failure = new.layer.sequences.break_off
+            self._seam.current.on_failure = new.layer.passes.break_off
             if not torch.is_grad_enabled():
                 return output
             refused: Tensor = _RefuseBackward.apply(output, call.query, new.key, new.value)  # type: ignore[no-untyped-call]

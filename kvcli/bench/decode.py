@@ -140,7 +140,7 @@ class StepClock:
     def __call__(self, tokens: Tensor) -> None:
         """Notes the time of new tokens [batch, count], which are on the host."""
         mark = (self._last[0] + tokens.shape[1], time.perf_counter())
-        step = self._cache.sequences.step
+        step = self._cache.passes.step
         if not self._last[0]:
             self.first = mark[1]
             self._stretches.append([])

@@ -14,12 +14,13 @@ from transformers.cache_utils import Cache, DynamicCache
 from kvcli.cache.content import put, take
 from kvcli.cache.context import Context
 from kvcli.cache.counts import Counts, TokenCounts
-from kvcli.cache.forward import ordinary_tensors
+from kvcli.cache.forward import Passes
 from kvcli.cache.identity import CacheIdentity
 from kvcli.cache.layer import DETACHED, OTHER_MODEL, CompressedLayer
 from kvcli.cache.memory import MemoryReport, own_bytes
 from kvcli.cache.sequences import Sequences
 from kvcli.cache.snapshot import Snapshot
+from kvcli.cache.window import ordinary_tensors
 from kvcli.errors import CacheError
 from kvcli.methods.config import CacheConfig
 from kvcli.methods.layer_codec import LayerCodec
@@ -43,6 +44,8 @@ class CompressedCache(Cache):
 
     Attributes:
         sequences: lengths, positions and counts, shared by all layers.
+        passes: the forward passes over them.
+        compressed: the layers of full attention.
     """
 
     def __init__(
@@ -58,8 +61,7 @@ class CompressedCache(Cache):
         self.spec, self.method, self.config = spec, method, config
         self._codecs, self._seam, self._identity = codecs, seam, identity
         self._compressed_layers = len(codecs) if compressed_layers is None else compressed_layers
-        self.sequences = self._new_sequences()
-        self.compressed = self._new_layers(self.sequences)
+        self._hold(self._new_sequences())
         super().__init__(layers=self._all_layers())
 
     def check_session(self, seam: Seam) -> None:
@@ -97,12 +99,14 @@ class CompressedCache(Cache):
         )
         counts = TokenCounts(self.method.schedules(self.config), self.config.sink_length, groups)
         stateful = any(codec.key.new_state(1, torch.device("cpu")) is not None for codec in self._codecs)
-        return Sequences(self._seam.rope, counts, len(self._codecs), stateful)
+        return Sequences(self._seam.rope, counts, stateful)
 
-    def _new_layers(self, sequences: Sequences) -> list[Any]:
+    def _hold(self, sequences: Sequences) -> None:
+        """Takes sequences, and empty layers for them."""
+        self.sequences, self.passes = sequences, Passes(sequences, len(self._codecs))
         attention = self._seam.attention.layers
-        return [
-            CompressedLayer(codec, self.config, sequences, self._seam, layer)
+        self.compressed: list[Any] = [
+            CompressedLayer(codec, self.passes, self._seam, layer)
             for codec, layer in zip(self._codecs, attention, strict=True)
         ]
 
@@ -141,8 +145,7 @@ class CompressedCache(Cache):
 
     def reset(self) -> None:
         """Forgets all tokens."""
-        self.sequences = self._new_sequences()
-        self.compressed = self._new_layers(self.sequences)
+        self._hold(self._new_sequences())
         self.layers = self._all_layers()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -192,7 +195,8 @@ class CompressedCache(Cache):
         if slots > self.sequences.slots:
             raise CacheError(f"cannot remove {slots} tokens from a cache of {self.sequences.slots}")
         self._check_only_full_attention("tokens cannot be removed")
-        emptied = self.sequences.crop(slots, self.sequences.tokens_in_last(slots))
+        self.passes.check_complete()
+        emptied = self.sequences.crop(slots)
         for layer in self.compressed:
             layer.restart(emptied)
 
@@ -207,7 +211,7 @@ class CompressedCache(Cache):
         """
         self._check_only_full_attention("the cache cannot be saved")
         self._check_one_device("saved")
-        self.sequences.check_at_rest()
+        self.passes.check_at_rest()
         return take(self.sequences, [layer.store for layer in self.compressed], device)
 
     def restore(self, snapshot: Snapshot) -> None:
@@ -226,7 +230,7 @@ class CompressedCache(Cache):
         sequences = self._new_sequences()
         (device,) = self._seam.devices
         stores = put(snapshot, sequences, self._codecs, device)
-        self.sequences, self.compressed = sequences, self._new_layers(sequences)
+        self._hold(sequences)
         self.layers = self._all_layers()
         for layer, store in zip(self.compressed, stores, strict=True):
             layer.store, layer.is_initialized = store, True

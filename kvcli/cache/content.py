@@ -11,13 +11,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kvcli.cache.code_buffer import HEADROOM, CodeBuffer
-from kvcli.cache.counts import Counts, TokenCounts
-from kvcli.cache.forward import ordinary_tensors, row_values
+from kvcli.cache.counts import Counts, TokenCounts, row_values
+from kvcli.cache.layer import HEADROOM, CodeBuffer, LayerStore
 from kvcli.cache.sequences import Sequences
 from kvcli.cache.snapshot import CODES, POSITIONS, VALID, WINDOWS, Snapshot, SnapshotCounts
-from kvcli.cache.store import LayerStore
-from kvcli.cache.window import WindowLayout
+from kvcli.cache.window import WindowLayout, ordinary_tensors
 from kvcli.errors import CacheError
 from kvcli.methods.layer_codec import LayerCodec
 
@@ -35,7 +33,6 @@ def take(sequences: Sequences, stores: Sequence[LayerStore], device: torch.devic
     Raises:
         CacheError: the cache is empty, or a pass over it broke off or is under way.
     """
-    sequences.check_at_rest()
     counts = _counts_of(sequences, stores)
     tensors = {}
     for i, store in enumerate(stores):

@@ -2,7 +2,7 @@
 
 All layers encode the same tokens at the same time, so this is counted once per forward pass. The window holds the sinks
 and all tokens that attention does not read as codes: those from the first group on of which a key or a value is not
-encoded. This module does not know about tensors.
+encoded.
 """
 
 from __future__ import annotations
@@ -10,51 +10,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from operator import add, sub
-from typing import TYPE_CHECKING
 
-from kvcli.cache.window import ALL_ROWS, Rows, WindowLayout
+import torch
+from torch import Tensor
+
+from kvcli.cache.encodings import Encoding
+from kvcli.cache.window import WindowLayout, WindowTokens
 from kvcli.errors import CacheError
 from kvcli.methods.schedule import Schedule
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 Counts = tuple[int, ...]
 """One number per row of the batch."""
 
 
 @dataclass(frozen=True)
-class Encoding:
-    """Rows that encode the keys, or the values, of their tokens [start, start + count), counted after the sinks.
-
-    Attributes:
-        rows: of the batch.
-        whole: whether these are all rows.
-        start: first of the tokens; where rows differ in it, int32 [batch, 1].
-        count: how many.
-        kept: the last of them that stay in the window, as what their codes decode to.
-    """
-
-    rows: list[int]
-    whole: bool
-    start: int | Tensor
-    count: int
-    kept: int
-
-    @property
-    def index(self) -> Rows:
-        """The rows, as an index that gives views where it can."""
-        return ALL_ROWS if self.whole else self.rows
-
-    @property
-    def stop(self) -> int | Tensor:
-        """The token after the last, like `start`."""
-        return self.start + self.count
-
-
-@dataclass(frozen=True)
-class FlushPlan:
-    """What one forward pass does in all layers: append, attend, then encode the oldest tokens.
+class HostCounts:
+    """What one forward pass does in all layers: append, attend, then encode the oldest tokens; counted on the host.
 
     Attributes:
         before: tokens of each row, before the new ones.
@@ -81,14 +52,61 @@ class FlushPlan:
     layout_after: WindowLayout
 
     @cached_property
+    def is_first(self) -> bool:
+        """Whether no row held a token before."""
+        return not any(self.before)
+
+    @cached_property
+    def all_coded(self) -> bool:
+        """Whether every row held encoded keys before the flush."""
+        return all(self.coded_keys)
+
+    @cached_property
     def longest(self) -> int:
         """Window tokens of the row that has most, with the new ones."""
         return max(_subtract(self.lengths, self.attended))
 
     @cached_property
+    def max_codes(self) -> int:
+        """Tokens that are attended to as codes, of the row that has most."""
+        return max(self.attended)
+
+    @cached_property
+    def room(self) -> tuple[int, int]:
+        """Encoded keys, and values, after the flush, of the row among those that encode that has most; 0 if none do."""
+        keys, values = (max((x.start + x.count for x in part), default=0) for part in (self.keys, self.values))
+        return keys, values
+
+    @cached_property
     def flushes(self) -> bool:
         """Whether any token is encoded, or the window buffers change."""
         return bool(self.keys or self.values) or self.layout_after != self.layout
+
+    def code_lengths(self, device: torch.device) -> Tensor | None:
+        """Tokens of each row that are attended to as codes, int32 [batch]; None when all have as many."""
+        attended = self.attended
+        return None if min(attended) == max(attended) else row_values(attended, device, torch.int32)
+
+    def window(self, real: Tensor | None, device: torch.device) -> WindowTokens:
+        """The tokens of the windows, from the append to the flush.
+
+        Args:
+            real: None when no new slot is padding, else boolean [batch, query_len].
+            device: of what is made.
+        """
+        if real is None and len(set(self.before)) == len(set(self.attended)) == 1:
+            return WindowTokens(self.layout, self.longest, self.attended[0], self.before[0])
+        start = row_values(self.before, device).unsqueeze(1)
+        if real is None:
+            index = start + torch.arange(self.lengths[0] - self.before[0], device=device)
+        else:
+            index = (start + real.cumsum(1) - 1).masked_fill(~real, -1)
+        return WindowTokens(self.layout, self.longest, row_values(self.attended, device, torch.int32), index.int())
+
+    def window_tokens(self, device: torch.device, *, flushed: bool) -> Tensor:
+        """Tokens of the windows before the append, or after the flush, int64 [batch, length of the longest]."""
+        lengths, attended = (self.lengths, self.attended_after) if flushed else (self.before, self.attended)
+        return self.layout.held(row_values(attended, device), max(_subtract(lengths, attended)))
 
 
 class CodedCounts:
@@ -155,7 +173,7 @@ class TokenCounts:
         """Window tokens of each row, sinks included."""
         return _subtract(self.lengths, self.attended)
 
-    def append(self, counts: Counts) -> FlushPlan:
+    def append(self, counts: Counts) -> HostCounts:
         """Adds `counts` new tokens to each row and encodes what the schedules say."""
         if not self.lengths:
             self.lengths = self.attended = self.keys.coded = self.values.coded = (0,) * len(counts)
@@ -169,7 +187,7 @@ class TokenCounts:
         # gives back what a long prompt needed
         self.layout = needed if layout.capacity > 2 * needed.capacity else layout
         keys, values = (_encodings(*pair, self.attended) for pair in zip(coded, encoded, strict=True))
-        return FlushPlan(before, self.lengths, *coded, attended, layout, keys, values, self.attended, self.layout)
+        return HostCounts(before, self.lengths, *coded, attended, layout, keys, values, self.attended, self.layout)
 
     @property
     def state(self) -> tuple[Counts, Counts, Counts, Counts]:
@@ -233,6 +251,13 @@ def coded_within(coded: Counts, tokens: Counts, removed: list[int], tokens_per_g
 def attended_tokens(coded_keys: Counts, coded_values: Counts, group: int) -> Counts:
     """Tokens of each row, after its sinks, whose keys and values are both codes, in whole groups."""
     return tuple(count - count % group for count in map(min, coded_keys, coded_values))
+
+
+def row_values(values: Counts, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """One number per row as a tensor [batch]; where all are equal, without a copy from the host."""
+    if min(values) == max(values):
+        return torch.full((len(values),), values[0], device=device, dtype=dtype)
+    return torch.tensor(values, device=device, dtype=dtype)
 
 
 def _add(first: Counts, second: Counts) -> Counts:

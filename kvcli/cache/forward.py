@@ -1,22 +1,25 @@
-"""One forward pass over one cache: its new tokens, and what all layers need to know about them, computed once."""
+"""The forward passes over one cache: which one is running, and what all of its layers need to know, computed once."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from kvcli.cache.counts import Counts, Encoding, FlushPlan
+from kvcli.cache.counts import Counts, HostCounts
+from kvcli.cache.mask import MASK_FORGOTTEN, check_mask, check_mask_of_layer
 from kvcli.cache.ranges import Ranges
+from kvcli.cache.sequences import Sequences
+from kvcli.cache.step import DeviceCounts
 from kvcli.cache.window import WindowTokens
+from kvcli.errors import CacheError
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.rope import Rotation, TokenRotations
-
-if TYPE_CHECKING:
-    from kvcli.cache.sequences import Sequences
+from kvcli.seam.layer import RotaryOutput
 
 
 @dataclass
@@ -26,18 +29,18 @@ class Forward:
     Attributes:
         sequences: all tokens of the cache, with the new ones.
         rotation: RoPE of the new slots, in the model's dtype.
-        counts: new real tokens of each row.
+        new: new real tokens of each row.
         real: None when no new slot is padding, else boolean [batch, query_len].
-        plan: what the pass does in all layers.
+        counts: what the pass does in all layers, counted on the host or in tensors of the device.
         device: of all tensors.
         ranges: the largest numbers that are encoded.
     """
 
     sequences: Sequences
     rotation: Rotation
-    counts: Counts
+    new: Counts
     real: Tensor | None
-    plan: FlushPlan
+    counts: HostCounts | DeviceCounts
     device: torch.device
     ranges: Ranges = field(default_factory=Ranges)
     _elsewhere: dict[torch.device, Forward] = field(default_factory=dict, init=False)
@@ -52,83 +55,159 @@ class Forward:
         return self._elsewhere[device]
 
     @cached_property
-    def is_first(self) -> bool:
-        """Whether no row held a token before."""
-        return not any(self.plan.before)
-
-    @cached_property
     def window(self) -> WindowTokens:
         """The tokens of the windows, from the append to the flush."""
-        plan = self.plan
-        if self.real is None and len(set(plan.before)) == len(set(plan.attended)) == 1:
-            return WindowTokens(plan.layout, plan.longest, plan.attended[0], plan.before[0])
-        start = row_values(plan.before, self.device).unsqueeze(1)
-        if self.real is None:
-            index = start + torch.arange(self.counts[0], device=self.device)
-        else:
-            index = (start + self.real.cumsum(1) - 1).masked_fill(~self.real, -1)
-        attended = row_values(plan.attended, self.device, torch.int32)
-        return WindowTokens(plan.layout, plan.longest, attended, index.int())
-
-    @cached_property
-    def held_before(self) -> Tensor:
-        """Tokens of the windows before the append, int64 [batch, length of the longest]."""
-        return self._held(self.plan.before, self.plan.attended)
-
-    @cached_property
-    def held_after(self) -> Tensor:
-        """Tokens of the windows after the flush, int64 [batch, length of the longest]."""
-        return self._held(self.plan.lengths, self.plan.attended_after)
-
-    def _held(self, lengths: Counts, attended: Counts) -> Tensor:
-        longest = max(length - codes for length, codes in zip(lengths, attended, strict=True))
-        return self.plan.layout.held(row_values(attended, self.device), longest)
-
-    @cached_property
-    def max_codes(self) -> int:
-        """Tokens that are attended to as codes, of the row that has most."""
-        return max(self.plan.attended)
+        return self.counts.window(self.real, self.device)
 
     @cached_property
     def code_lengths(self) -> Tensor | None:
         """Tokens of each row that are attended to as codes, int32 [batch]; None when all have as many."""
-        attended = self.plan.attended
-        if min(attended) == max(attended):
-            return None
-        return row_values(attended, self.device, torch.int32)
+        return self.counts.code_lengths(self.device)
 
-    def rotation_of(self, codec: LayerCodec) -> Rotation:
-        """RoPE of the new slots in a layer, in the model's dtype."""
-        return self.rotation if codec.rotated else self._no_rotation
+    @cached_property
+    def no_rotation(self) -> Rotation:
+        """The rotation by 0 of the new slots, of layers that do not rotate."""
+        return Rotation.none(self.rotation)
 
     def code_rotations(self, codec: LayerCodec) -> TokenRotations:
         """RoPE of the tokens that a layer attends to as codes."""
-        return self.sequences.code_rotations(self.plan.attended, self.code_lengths, codec.rotated, self.device)
+        if isinstance(self.counts, DeviceCounts):
+            return self.counts.rotations[codec.rotated]
+        return self.sequences.code_rotations(self.counts.attended, self.code_lengths, codec.rotated, self.device)
 
     def key_rotations(self, codec: LayerCodec) -> list[Rotation]:
         """RoPE of the keys that are encoded, float32, for codecs that work before RoPE."""
         return self._key_rotations if codec.rotated else [Rotation.none(x) for x in self._key_rotations]
 
     @cached_property
-    def _no_rotation(self) -> Rotation:
-        return Rotation.none(self.rotation)
-
-    @cached_property
     def _key_rotations(self) -> list[Rotation]:
-        return [self._rotation(encoding) for encoding in self.plan.keys]
-
-    def _rotation(self, encoding: Encoding) -> Rotation:
-        sinks = self.plan.layout.sinks
-        rotation = self.sequences.rotation(sinks + int(encoding.start), sinks + int(encoding.stop)).to(self.device)
-        return rotation if encoding.whole else rotation.select(encoding.rows)
+        sinks, positions, rope = self.counts.layout.sinks, self.sequences.positions, self.sequences.rope
+        rotations = (rope.rotation(x.positions(positions, sinks).long(), torch.float32) for x in self.counts.keys)
+        return [rotation.to(self.device) for rotation in rotations]
 
 
-ordinary_tensors = torch.inference_mode(False)
-"""Decorates what allocates kept tensors: one made in inference mode could not be written to outside of it."""
+class Passes:
+    """The forward passes over a cache, one after another; each goes through all layers.
 
+    Args:
+        sequences: of the cache.
+        num_layers: layers that take part in every pass.
 
-def row_values(values: Counts, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """One number per row as a tensor [batch]; where all are equal, without a copy from the host."""
-    if min(values) == max(values):
-        return torch.full((len(values),), values[0], device=device, dtype=dtype)
-    return torch.tensor(values, device=device, dtype=dtype)
+    Attributes:
+        step: while set, passes have one token per row and these counts, which who set it keeps.
+    """
+
+    def __init__(self, sequences: Sequences, num_layers: int) -> None:
+        self.sequences, self.num_layers = sequences, num_layers
+        self.step: DeviceCounts | None = None
+        self._forward: Forward | None = None
+        self._mask: Tensor | None = None
+        self._layers_left = 0
+
+    def forward(self, rotary: RotaryOutput, query: Tensor, mask: Tensor | None) -> Forward:
+        """The forward pass of the model that `rotary` belongs to; the first layer that asks begins it.
+
+        Args:
+            rotary: positions [batch or 1, query_len] and RoPE of the new slots, one object per forward pass.
+            query: [batch, num_heads, query_len, head_dim].
+            mask: None, or boolean [batch or 1, 1, query_len, slots + query_len].
+
+        Returns:
+            One object for all layers of the pass on the query's device.
+
+        Raises:
+            CacheError: another batch size than before, a mask that is not causal with padding, in any layer, or an
+                earlier pass that did not reach the last layer.
+        """
+        forward = self._forward
+        if forward is None or forward.rotation is not rotary.rotation:
+            forward = self._forward = self._begin(rotary, query.shape[0], query.shape[2], mask)
+            self._mask = mask
+        elif mask is not self._mask:
+            valid = None if self.step else self.sequences.valid
+            check_mask_of_layer(self.layer, mask, self._mask, valid, query.shape[2])
+        return forward if query.device == forward.device else forward.on(query.device)
+
+    def encoding(self, counts: HostCounts | DeviceCounts) -> Forward:
+        """A pass without new tokens that encodes what counts say, after one of a step."""
+        assert self.step is not None
+        sequences, rotation = self.sequences, Rotation(torch.empty(0), torch.empty(0))
+        new, device = (0,) * len(sequences.lengths), sequences.valid.device
+        return Forward(sequences, rotation, new, None, counts, device, self.step.ranges)
+
+    def _begin(self, rotary: RotaryOutput, batch: int, query_len: int, mask: Tensor | None) -> Forward:
+        sequences, step, device = self.sequences, self.step, rotary.positions.device
+        if step is not None:
+            self._layers_left = self.num_layers
+            return Forward(sequences, rotary.rotation, (1,) * batch, None, step, device, step.ranges)
+        self.check_complete()
+        if sequences.lengths and batch != len(sequences.lengths):
+            raise CacheError(f"the cache holds {len(sequences.lengths)} sequences, but a batch of {batch} came in")
+        past = sequences.valid if sequences.lengths else torch.ones(batch, 0, dtype=torch.bool, device=device)
+        if mask is None and sum(sequences.lengths) < past.numel():
+            raise CacheError(MASK_FORGOTTEN)
+        real = torch.ones(batch, query_len, dtype=torch.bool, device=device)
+        new = (query_len,) * batch
+        if mask is not None:
+            mask = mask.to(device)
+            real = mask[:, 0, -1, -query_len:].expand(batch, -1)
+            new = tuple(real.sum(1).tolist())
+        valid = torch.cat((past, real), dim=1)
+        if mask is not None:
+            check_mask(mask, valid, query_len)
+        padded = sum(new) < batch * query_len
+        counts = sequences.append(new, valid)
+        self._layers_left = self.num_layers
+        forward = Forward(sequences, rotary.rotation, new, real if padded else None, counts, device)
+        sequences.keep_positions(rotary.positions.expand(batch, -1), forward.window.index)
+        return forward
+
+    @property
+    def layer(self) -> int:
+        """The layer whose turn it is in the forward pass."""
+        return self.num_layers - self._layers_left
+
+    def layer_done(self) -> None:
+        """Notes that a layer has taken part in the forward pass; the last one ends it.
+
+        Raises:
+            CacheError: numbers beyond what codes hold were encoded; the cache refuses to go on until it is reset.
+        """
+        if self._layers_left == 1 and self._forward is not None and self.step is None:  # a step is not waited for
+            self._forward.ranges.check()
+        self._layers_left -= 1
+        if not self._layers_left:
+            self._forward = self._mask = None
+
+    def end_steps(self, count: int) -> None:
+        """Notes that `count` passes of a step, which the sequences' counts know of, have added a token to each row."""
+        self.step = None
+        self.sequences.append_slots(count)
+
+    @contextmanager
+    def complete_or_refused(self) -> Iterator[None]:
+        """A pass of a step and what it encodes, inside the block: if it breaks off, the cache refuses to go on."""
+        try:
+            yield
+        except BaseException:
+            self.break_off()
+            raise
+
+    def break_off(self) -> None:
+        """Notes that a pass which has added tokens raised: the cache refuses further use until it is reset."""
+        self._layers_left = max(1, self._layers_left)
+
+    def check_complete(self) -> None:
+        """Raises CacheError when layers hold different tokens."""
+        if self._layers_left > 0:
+            raise CacheError(
+                "a forward pass over this cache did not reach the last layer, or was refused in it; call cache.reset()"
+            )
+
+    def check_at_rest(self) -> None:
+        """Raises CacheError unless all layers hold the same tokens, one or more, and none are being made."""
+        if not self.sequences.lengths:
+            raise CacheError("the cache holds no token")
+        if self.step is not None:
+            raise CacheError("tokens are being made on this cache; wait until they are")
+        self.check_complete()

@@ -1,25 +1,274 @@
-"""One layer of the cache as transformers sees it: it hands its new tokens to the attention function."""
+"""One layer of the cache: window tokens in full precision, all others as codes.
+
+This module moves tensors as a pass's counts say. It does not know about attention, to which `update` hands new tokens.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from kvcli.cache.forward import Forward, ordinary_tensors
-from kvcli.cache.sequences import Sequences
-from kvcli.cache.store import LayerStore
+from kvcli.cache.counts import Counts, HostCounts
+from kvcli.cache.encodings import AnyEncoding, DeviceEncoding, Encoding
+from kvcli.cache.forward import Forward, Passes
+from kvcli.cache.ranges import Note
+from kvcli.cache.window import WindowLayout, ordinary_tensors
 from kvcli.errors import CacheError
-from kvcli.methods.config import CacheConfig
+from kvcli.methods.base import Codec, Codes
 from kvcli.methods.layer_codec import LayerCodec
+from kvcli.rope import Unrotate
 from kvcli.seam.layer import LayerAttention
 from kvcli.seam.patch import Seam
 from kvcli.seam.untraced import untraced
 
+HEADROOM = 128
+"""Fewest tokens by which a buffer grows after its first allocation."""
+
 DETACHED = "this cache's session was detached; attach the method again and make a new cache"
 OTHER_MODEL = "this cache belongs to another model or session; pass a cache made by this session's new_cache()"
+
+
+class CodeBuffer:
+    """Codes of the keys, or of the values, of one layer, in tensors that grow by a part of their size.
+
+    They are written at each row's own end; a token costs no concatenation.
+
+    Args:
+        codec: what encodes the tokens.
+        like: window buffer [batch, num_kv_heads, capacity, head_dim] of the tokens.
+
+    Attributes:
+        codec: as given.
+        codes: zeros where nothing was written.
+        capacity: tokens that a row can hold without growing.
+        tokens_per_entry: tokens that share an entry of a field, by its name.
+    """
+
+    def __init__(self, codec: Codec[Any], like: Tensor) -> None:
+        self.codec = codec
+        group = codec.encoded_group(like)
+        tokens = codec.tokens_per_group
+        self.tokens_per_entry = {name: tokens // x.shape[2] for name, x in group.tensors().items()}
+        self.codes: Codes = group.map(lambda x: x.new_empty(like.shape[0], x.shape[1], 0, *x.shape[3:]))
+        self.capacity = 0
+
+    @ordinary_tensors
+    def reserve(self, num_tokens: int) -> None:
+        """Makes room for this many tokens per row; grows by an eighth, at least 128 tokens, after the first."""
+        if num_tokens <= self.capacity:
+            return
+        capacity = grown_capacity(self.capacity, num_tokens, max(self.tokens_per_entry.values()))
+        grown = {}
+        for name, x in self.codes.tensors().items():
+            grown[name] = x.new_zeros(*x.shape[:2], capacity // self.tokens_per_entry[name], *x.shape[3:])
+            grown[name][:, :, : x.shape[2]] = x
+        self.codes, self.capacity = type(self.codes)(**grown), capacity
+
+    def write(self, tokens: Tensor, state: Any, encoding: AnyEncoding) -> Codes:
+        """Encodes tokens [rows, num_kv_heads, count, head_dim], where `reserve` made room; keeps no allocation.
+
+        Args:
+            tokens: what the codec takes.
+            state: of their rows.
+            encoding: which rows and tokens they are.
+
+        Returns:
+            Their codes.
+        """
+        if isinstance(encoding, DeviceEncoding):
+            codes: Codes = self.codec.encode(tokens, state)
+            self._scatter(encoding.start, codes)
+            return codes
+        target = self._view(encoding.start, encoding.count)
+        if encoding.whole:
+            self.codec.encode_into(tokens, state, target)
+            return target
+        codes = self.codec.encode(tokens, state)
+        for name, x in codes.tensors().items():
+            getattr(target, name)[encoding.rows] = x
+        return codes
+
+    def nbytes(self, lengths: Counts) -> int:
+        """Bytes in use for rows of these lengths."""
+        used = 0
+        for name, x in self.codes.tensors().items():
+            entry = x.shape[1] * x.shape[3:].numel() * x.element_size()
+            used += sum(-(-length // self.tokens_per_entry[name]) * entry for length in lengths)
+        return used
+
+    def _view(self, start: int, count: int) -> Codes:
+        """Views of the entries of tokens [start, start + count), which share no entry with earlier tokens."""
+        views = {}
+        for name, x in self.codes.tensors().items():
+            tokens = self.tokens_per_entry[name]
+            views[name] = x[:, :, start // tokens : start // tokens - (-count // tokens)]
+        return type(self.codes)(**views)
+
+    def _scatter(self, start: Tensor, codes: Codes) -> None:
+        """Writes codes of all rows behind the entries of `start` [batch, 1] earlier tokens."""
+        for name, x in codes.tensors().items():
+            first = (start // self.tokens_per_entry[name]).long()
+            entry = first + torch.arange(x.shape[2], device=x.device)
+            index = entry.view(-1, 1, x.shape[2], *(1,) * (x.ndim - 3)).expand(x.shape)
+            buffer: Tensor = getattr(self.codes, name)
+            if x.element_size() == 1:  # indexing knows no 8-bit floats
+                buffer.view(torch.uint8).scatter_(2, index, x.view(torch.uint8))
+            else:
+                buffer.scatter_(2, index, x)
+
+
+def grown_capacity(capacity: int, num_tokens: int, unit: int) -> int:
+    """Tokens that a buffer has room for once it has to hold `num_tokens`: if it grows, a multiple of `unit` and even.
+
+    Rows of an even number of tokens are aligned so that kernels can read the scales of two tokens at once.
+    """
+    if num_tokens <= capacity:
+        return capacity
+    unit = math.lcm(unit, 2)
+    headroom = max(HEADROOM, num_tokens // 8) if capacity else 0
+    return -(-(num_tokens + headroom) // unit) * unit
+
+
+class LayerStore:
+    """Window and codes of one layer; made with the first tokens.
+
+    Args:
+        codec: encodes keys and values.
+        key: first keys, [batch, num_kv_heads, query_len, head_dim].
+        value: first values, like key.
+        layout: of the window buffers.
+
+    Attributes:
+        keys: window of the keys after RoPE, [batch, num_kv_heads, capacity, head_dim], laid out as `layout` says.
+        values: window of the values, like keys.
+        key_codes: of the encoded keys.
+        value_codes: of the encoded values.
+        state: what the key codec keeps of each row, if anything.
+    """
+
+    def __init__(self, codec: LayerCodec, key: Tensor, value: Tensor, layout: WindowLayout) -> None:
+        self.codec, self.layout = codec, layout
+        self.keys, self.values = (x.new_zeros(*x.shape[:2], layout.capacity, x.shape[3]) for x in (key, value))
+        self.key_codes = CodeBuffer(codec.key, self.keys)
+        self.value_codes = CodeBuffer(codec.value, self.values)
+        self.state = codec.key.new_state(key.shape[0], key.device)
+
+    def reserve(self, forward: Forward) -> None:
+        """Makes room for new tokens in the windows, and for the codes of those that are encoded."""
+        counts = forward.counts
+        if counts.layout is not self.layout and counts.layout != self.layout:
+            self._lay_out(counts.layout, forward, flushed=False)
+        for codes, needed in zip((self.key_codes, self.value_codes), counts.room, strict=True):
+            if needed > codes.capacity:
+                codes.reserve(needed)
+
+    def observe(self, queries: Tensor, keys: Tensor, forward: Forward) -> None:
+        """Passes new tokens of the rows that have no codes yet to the key codec, which keeps a state.
+
+        Args:
+            queries: [batch, num_heads, query_len, head_dim] in the codec's query space.
+            keys: [batch, num_kv_heads, query_len, head_dim] after RoPE.
+            forward: the pass.
+        """
+        assert self.state is not None
+        assert isinstance(forward.counts, HostCounts)  # steps begin when every row has codes
+        coded = forward.counts.coded_keys
+        if forward.real is None and not any(coded):
+            counts = torch.full((keys.shape[0],), float(keys.shape[2]), device=keys.device)
+            self.codec.key.observe(self.state, queries, keys, counts)
+            return
+        open_rows = torch.tensor([not count for count in coded], device=keys.device)
+        shown = open_rows[:, None, None, None]
+        if forward.real is not None:
+            shown = shown & forward.real[:, None, :, None]
+        counts = torch.tensor(forward.new, device=keys.device, dtype=torch.float32) * open_rows
+        self.codec.key.observe(self.state, queries * shown, keys * shown, counts)
+
+    def encode_keys(self, forward: Forward, unrotate: Unrotate, note: Note) -> None:
+        """Encodes keys of the window where `reserve` made room; those that stay there become what they decode to.
+
+        Args:
+            forward: names rows and tokens.
+            unrotate: inverse RoPE.
+            note: called with what was encoded.
+        """
+        encodings: Sequence[AnyEncoding] = forward.counts.keys
+        for i, encoding in enumerate(encodings):
+            rotation = forward.key_rotations(self.codec)[i] if self.codec.needs_rotations else None
+            keys = encoding.take(self.keys, self.layout)
+            if rotation is not None:
+                keys = self.codec.encoder_input(keys, rotation, unrotate)
+            state = self.state
+            if state is not None:
+                if isinstance(encoding, Encoding) and encoding.is_first:
+                    self.codec.key.finalize_state(state, encoding.rows)
+                if isinstance(encoding, Encoding) and not encoding.whole:
+                    state = state.select(encoding.rows)
+            codes = self.key_codes.write(keys, state, encoding)
+            note(encoding, keys, codes)
+            if encoding.kept:
+                kept = None if rotation is None else rotation.last(encoding.kept)
+                last = codes.slice(encoding.count - encoding.kept, encoding.count)
+                tokens = self.codec.decode_keys(last, state, kept, self.keys.dtype)
+                encoding.replace(self.keys, self.layout, tokens)
+
+    def encode_values(self, forward: Forward, note: Note) -> None:
+        """As `encode_keys`, for values."""
+        for encoding in forward.counts.values:
+            if isinstance(encoding, DeviceEncoding) and encoding.kept and self._round_in_place(encoding, note):
+                continue
+            values = encoding.take(self.values, self.layout)
+            codes = self.value_codes.write(values, None, encoding)
+            note(encoding, values, codes)
+            if encoding.kept:
+                last = codes.slice(encoding.count - encoding.kept, encoding.count)
+                encoding.replace(self.values, self.layout, self.codec.value.decode_to(last, None, self.values.dtype))
+
+    def shrink(self, forward: Forward) -> None:
+        """Gives back the memory of the window that a long prompt took, after the flush."""
+        if forward.counts.layout_after != self.layout:
+            self._lay_out(forward.counts.layout_after, forward, flushed=True)
+
+    def restart(self, rows: list[int]) -> None:
+        """Empties the codec's state of some rows."""
+        if self.state is not None:
+            self.codec.key.reset_state(self.state, rows)
+
+    def select(self, rows: Tensor) -> None:
+        """Keeps, repeats or reorders rows, [count] indices."""
+        rows = rows.to(self.keys.device)
+        self._map(lambda x: x.index_select(0, rows))
+
+    def to(self, device: torch.device | str) -> None:
+        """Moves all tensors."""
+        self._map(lambda x: x.to(device, non_blocking=True))
+
+    def _round_in_place(self, encoding: DeviceEncoding, note: Note) -> bool:
+        """Encodes values that stay in the window by one kernel, if there is one."""
+        value, codes = self.codec.value, self.value_codes.codes
+        peak = note.peak(self.values.dtype)
+        return value.round_in_place(self.values, self.layout.sinks, encoding.start, encoding.count, codes, peak)
+
+    @ordinary_tensors
+    def _map(self, function: Callable[[Tensor], Tensor]) -> None:
+        self.keys, self.values = function(self.keys), function(self.values)
+        for codes in (self.key_codes, self.value_codes):
+            codes.codes = codes.codes.map(function)
+        if self.state is not None:
+            self.state = self.state.map(function)
+
+    @ordinary_tensors
+    def _lay_out(self, layout: WindowLayout, forward: Forward, *, flushed: bool) -> None:
+        """Changes the layout of the windows, before the append or after the flush."""
+        assert isinstance(forward.counts, HostCounts)  # no step changes a layout
+        held = forward.counts.window_tokens(self.keys.device, flushed=flushed)
+        self.keys, self.values = (self.layout.moved(x, held, layout) for x in (self.keys, self.values))
+        self.layout = layout
 
 
 class NewTokens(NamedTuple):
@@ -42,12 +291,9 @@ class CompressedLayer(CacheLayerMixin):
     is_sliding = False
     supports_early_init = False
 
-    def __init__(
-        self, codec: LayerCodec, config: CacheConfig, sequences: Sequences, seam: Seam, attention: LayerAttention
-    ) -> None:
+    def __init__(self, codec: LayerCodec, passes: Passes, seam: Seam, attention: LayerAttention) -> None:
         super().__init__()
-        self.attention = attention
-        self.codec, self.config, self.sequences, self.seam = codec, config, sequences, seam
+        self.codec, self.passes, self.seam, self.attention = codec, passes, seam, attention
         self.store: LayerStore | None = None
         self._device_before_offload: torch.device | None = None
 
@@ -63,12 +309,14 @@ class CompressedLayer(CacheLayerMixin):
         if not self.seam.current.is_running:
             raise CacheError(OTHER_MODEL)
         self.is_initialized = True
-        return NewTokens(self, self.attention.in_order(key_states), value_states), value_states
+        if self.attention.channels != "halves":
+            key_states = self.attention.in_order(key_states)
+        return NewTokens(self, key_states, value_states), value_states
 
     @ordinary_tensors
     def make_store(self, new: NewTokens, forward: Forward) -> LayerStore:
         """The store, made for the first tokens."""
-        self.store = LayerStore(self.codec, new.key, new.value, forward.plan.layout)
+        self.store = LayerStore(self.codec, new.key, new.value, forward.counts.layout)
         return self.store
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -76,12 +324,12 @@ class CompressedLayer(CacheLayerMixin):
 
     def get_seq_length(self) -> int:
         """Slots seen so far, padding included."""
-        return self.sequences.slots
+        return self.passes.sequences.slots
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
         """Length and offset of the mask; before transformers 5.4 the argument was a tensor of positions."""
         new = query_length if isinstance(query_length, int) else query_length.shape[0]
-        return self.sequences.slots + new, 0
+        return self.passes.sequences.slots + new, 0
 
     def get_max_length(self) -> int:
         """No limit."""

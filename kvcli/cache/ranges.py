@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcli.cache.counts import Encoding
+from kvcli.cache.encodings import AnyEncoding
 from kvcli.errors import CacheError
 from kvcli.methods.base import Codec, Codes
 
@@ -30,7 +30,7 @@ class Note:
     what: str
     codec: Codec[Any]
 
-    def __call__(self, encoding: Encoding, tokens: Tensor, codes: Codes) -> None:
+    def __call__(self, encoding: AnyEncoding, tokens: Tensor, codes: Codes) -> None:
         """Notes tokens [rows, num_kv_heads, count, head_dim] that were encoded to `codes`."""
         if self._can_exceed(tokens.dtype):
             self.ranges.note(self.what, self.codec, encoding, tokens, codes)
@@ -59,9 +59,9 @@ class Ranges:
         """What notes the numbers of a layer's keys or values."""
         return Note(self, what, codec)
 
-    def note(self, what: str, codec: Codec[Any], encoding: Encoding, tokens: Tensor, codes: Codes) -> None:
+    def note(self, what: str, codec: Codec[Any], encoding: AnyEncoding, tokens: Tensor, codes: Codes) -> None:
         """Notes the largest of the tokens, where they are looked at."""
-        if tokens.is_cuda and encoding.start and encoding.count < _MIN_TOKENS:
+        if tokens.is_cuda and not encoding.is_first and encoding.count < _MIN_TOKENS:
             return
         self._peaks.append((what, codec, codec.peak(tokens, codes)))
 
@@ -92,7 +92,7 @@ class StepRanges(Ranges):
         super().__init__()
         self._slots = torch.zeros(count, dtype=torch.float32, device=device)
 
-    def note(self, what: str, codec: Codec[Any], encoding: Encoding, tokens: Tensor, codes: Codes) -> None:
+    def note(self, what: str, codec: Codec[Any], encoding: AnyEncoding, tokens: Tensor, codes: Codes) -> None:
         """Notes the largest of the tokens."""
         slot = self.peak(what, codec)
         torch.maximum(slot, codec.peak(tokens, codes), out=slot)

@@ -1,27 +1,24 @@
-"""Passes of one token per row whose counts live in device tensors, so that a CUDA graph of one is a graph of all.
+"""Counts of a pass in device tensors, for passes of one token per row: a CUDA graph of one serves as a graph of all.
 
 The host counts, as in every pass, and writes the counts of the next pass into the tensors; kernels read them there.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from kvcli.cache.counts import Encoding, FlushPlan
-from kvcli.cache.forward import Forward, ordinary_tensors
+from kvcli.cache.counts import HostCounts
+from kvcli.cache.encodings import DeviceEncoding, Encoding
 from kvcli.cache.ranges import StepRanges
-from kvcli.cache.window import WindowTokens
-from kvcli.methods.layer_codec import LayerCodec
-from kvcli.rope import Rotation, TokenRotations
-
-if TYPE_CHECKING:
-    from kvcli.cache.sequences import Sequences
+from kvcli.cache.sequences import Sequences
+from kvcli.cache.window import WindowTokens, ordinary_tensors
+from kvcli.rope import TokenRotations
 
 _HOST_BUFFERS = 16
 """Passes whose counts may be on their way to the device."""
@@ -44,13 +41,12 @@ class FlushPattern:
     values_kept: bool
 
     @classmethod
-    def of(cls, plan: FlushPlan) -> FlushPattern | None:
-        """The pattern of a plan; None where rows encode different numbers of tokens."""
-        keys, values = (_common_count(encodings, len(plan.lengths)) for encodings in (plan.keys, plan.values))
+    def of(cls, counts: HostCounts) -> FlushPattern | None:
+        """The pattern of a pass; None where rows encode different numbers of tokens."""
+        keys, values = (_common_count(x, len(counts.lengths)) for x in (counts.keys, counts.values))
         if keys is None or values is None:
             return None
-        kept_keys, kept_values = (any(x.kept for x in encodings) for encodings in (plan.keys, plan.values))
-        return cls(keys, values, kept_keys, kept_values)
+        return cls(keys, values, any(x.kept for x in counts.keys), any(x.kept for x in counts.values))
 
 
 def _common_count(encodings: tuple[Encoding, ...], batch: int) -> int | None:
@@ -60,106 +56,79 @@ def _common_count(encodings: tuple[Encoding, ...], batch: int) -> int | None:
     return counts.pop() if len(counts) == 1 and rows in (0, batch) else None
 
 
-class Step:
-    """The counts of a pass in tensors, for caches in which every row holds codes.
+class DeviceCounts:
+    """What a pass of one token per row does, as `HostCounts` of caches in which every row holds codes.
 
     Tokens that are encoded but leave the window are rounded in place with those that stay: nothing reads them again.
 
     Args:
-        sequences: of the cache.
+        sequences: of the cache; they know the positions of as many tokens as will be made.
         capacity: most tokens of a row that are attended to as codes.
-        first_position: what `Sequences.extend` returned, for as many tokens as will be made.
+        num_layers: of the cache.
 
     Attributes:
-        capacity: as given; what is launched depends on it instead of the counts.
-        index: token index of the new token, int32 [batch, 1].
-        attended: tokens attended to as codes, int32 [batch].
-        coded_keys: encoded keys of each row, int32 [batch].
-        coded_values: encoded values.
+        max_codes: as `capacity`; what is launched depends on it instead of the counts.
+        layout: of the window buffers, which no step changes.
+        keys: the keys that are encoded; none, but in what `encoding` returns.
+        values: likewise.
+        rotations: RoPE of the tokens attended to as codes, of layers that rotate and of those that do not.
         ranges: the largest numbers that were encoded since they were checked.
     """
 
+    is_first = flushes = False
+    all_coded = True
+    room = (0, 0)
+
     @ordinary_tensors
-    def __init__(self, sequences: Sequences, capacity: int, first_position: Tensor) -> None:
-        self.sequences, self.capacity = sequences, capacity
+    def __init__(self, sequences: Sequences, capacity: int, num_layers: int) -> None:
+        self.max_codes = capacity
+        self.layout = self.layout_after = sequences.counts.layout
+        self.keys: tuple[DeviceEncoding, ...] = ()
+        self.values: tuple[DeviceEncoding, ...] = ()
         batch, device = len(sequences.lengths), sequences.valid.device
-        self.device, self._layout = device, sequences.counts.layout
         self._numbers = torch.zeros(4, batch, dtype=torch.int32, device=device)
-        self.index, self.attended = self._numbers[0].unsqueeze(1), self._numbers[1]
-        self.coded_keys, self.coded_values = self._numbers[2], self._numbers[3]
+        self._index, self._attended = self._numbers[0].unsqueeze(1), self._numbers[1]
         on_gpu = device.type == "cuda"
         count = _HOST_BUFFERS if on_gpu else 1
         self._host = [torch.zeros(4, batch, dtype=torch.int32, pin_memory=on_gpu) for _ in range(count)]
         self._copied: list[torch.cuda.Event | None] = [None] * count
         self._next = 0
-        self.first_position = first_position
-        self.rotations = {rotated: sequences.rotations_of_codes(capacity, rotated) for rotated in (True, False)}
-        self.ranges = StepRanges(2 * sequences.num_layers, device)
+        self._positions = sequences.positions
+        codes = self._positions[:, self.layout.sinks : self.layout.sinks + capacity]
+        self.rotations = {rotated: TokenRotations(sequences.rope_of(rotated), codes) for rotated in (True, False)}
+        self.ranges = StepRanges(2 * num_layers, device)
 
-    def load(self, plan: FlushPlan) -> None:
+    def load(self, counts: HostCounts) -> None:
         """Writes the counts of a pass to the device, in the order of the stream."""
         slot, self._next = self._next, (self._next + 1) % len(self._host)
         copied = self._copied[slot]
         if copied is not None:
             copied.synchronize()
         host = self._host[slot]
-        rows: Sequence[Sequence[int]] = (plan.before, plan.attended, plan.coded_keys, plan.coded_values)
+        rows: Sequence[Sequence[int]] = (counts.before, counts.attended, counts.coded_keys, counts.coded_values)
         host.copy_(torch.tensor(rows, dtype=torch.int32))
         self._numbers.copy_(host, non_blocking=True)
-        if self.device.type == "cuda":
-            self._copied[slot] = torch.cuda.Event()
-            self._copied[slot].record()  # type: ignore[union-attr]
+        if self._numbers.is_cuda:
+            event = self._copied[slot] = torch.cuda.Event()
+            event.record()
+
+    def encoding(self, pattern: FlushPattern) -> Self:
+        """The same counts of a pass that encodes."""
+        encoding, (keys, values) = copy.copy(self), self._numbers[2:].unsqueeze(2)
+        if pattern.keys:
+            encoding.keys = (DeviceEncoding(keys, pattern.keys, pattern.keys * pattern.keys_kept),)
+        if pattern.values:
+            encoding.values = (DeviceEncoding(values, pattern.values, pattern.values * pattern.values_kept),)
+        return encoding
 
     def positions(self) -> Tensor:
         """RoPE positions of the new tokens, int64 [batch, 1]."""
-        return self.index + self.first_position
+        return self._positions.gather(1, self._index.long()).long()
 
-    def forward(self, rotation: Rotation, pattern: FlushPattern | None = None) -> Forward:
-        """The pass as layers see it.
+    def code_lengths(self, device: torch.device) -> Tensor:
+        """Tokens of each row that are attended to as codes, int32 [batch]."""
+        return self._attended
 
-        Args:
-            rotation: RoPE of the new tokens.
-            pattern: what is encoded after attention; None: nothing, that is another call.
-        """
-        batch = self.attended.shape[0]
-        ones, rows = (1,) * batch, list(range(batch))
-        keys: tuple[Encoding, ...] = ()
-        values: tuple[Encoding, ...] = ()
-        if pattern is not None and pattern.keys:
-            keys = (Encoding(rows, True, self.coded_keys.unsqueeze(1), pattern.keys, pattern.keys * pattern.keys_kept),)
-        if pattern is not None and pattern.values:
-            kept = pattern.values * pattern.values_kept
-            values = (Encoding(rows, True, self.coded_values.unsqueeze(1), pattern.values, kept),)
-        plan = FlushPlan(*(ones,) * 5, self._layout, keys, values, ones, self._layout)
-        return StepForward(self.sequences, rotation, ones, None, plan, self.device, self.ranges, step=self)
-
-
-@dataclass
-class StepForward(Forward):
-    """A pass of a `Step`: what layers ask for are its tensors; the numbers of the plan mean nothing."""
-
-    step: Step = None  # type: ignore[assignment]
-
-    @cached_property
-    def is_first(self) -> bool:
-        return False
-
-    @cached_property
-    def window(self) -> WindowTokens:
-        layout = self.plan.layout
-        return WindowTokens(layout, layout.capacity, self.step.attended, self.step.index)
-
-    @cached_property
-    def max_codes(self) -> int:
-        return self.step.capacity
-
-    @cached_property
-    def code_lengths(self) -> Tensor | None:
-        return self.step.attended
-
-    def code_rotations(self, codec: LayerCodec) -> TokenRotations:
-        return self.step.rotations[codec.rotated]
-
-    def _rotation(self, encoding: Encoding) -> Rotation:
-        tokens = self.plan.layout.sinks + encoding.start + torch.arange(encoding.count, device=self.device)
-        return self.sequences.rope.rotation(tokens + self.step.first_position, torch.float32)
+    def window(self, real: Tensor | None, device: torch.device) -> WindowTokens:
+        """The tokens of the windows."""
+        return WindowTokens(self.layout, self.layout.capacity, self._attended, self._index)

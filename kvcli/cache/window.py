@@ -18,6 +18,9 @@ Rows = list[int] | slice
 
 ALL_ROWS = slice(None)
 
+ordinary_tensors = torch.inference_mode(False)
+"""Decorates what allocates kept tensors: one made in inference mode could not be written to outside of it."""
+
 
 @dataclass(frozen=True)
 class WindowLayout:
@@ -45,7 +48,7 @@ class WindowLayout:
         runs = []
         while start < stop:
             first = start if start < self.sinks else self.sinks + (start - self.sinks) % self.ring
-            count = min(stop - start, self.capacity - first)
+            count = min(stop - start, self.sinks + self.ring - first)
             runs.append(slice(first, first + count))
             start += count
         return runs
@@ -56,12 +59,10 @@ class WindowLayout:
 
     def put(self, buffer: Tensor, start: int, tokens: Tensor, rows: Rows = ALL_ROWS) -> None:
         """Writes tokens [rows, num_kv_heads, count, head_dim], of which the first is token `start` of its row."""
-        runs = self.runs(start, start + tokens.shape[2])
-        if len(runs) == 1:
-            buffer[rows, :, runs[0]] = tokens.to(buffer.dtype)
-            return
-        for run, part in zip(runs, tokens.split([run.stop - run.start for run in runs], dim=2), strict=True):
-            buffer[rows, :, run] = part.to(buffer.dtype)
+        for run in self.runs(start, start + tokens.shape[2]):
+            count = run.stop - run.start
+            buffer[rows, :, run] = tokens[:, :, :count].to(buffer.dtype)
+            tokens = tokens[:, :, count:]
 
     def gathered(self, buffer: Tensor, first: Tensor, count: int) -> Tensor:
         """Tokens `first` [batch, 1] to first + count - 1 of each row, [batch, num_kv_heads, count, head_dim]."""
@@ -120,7 +121,7 @@ class WindowTokens:
     def read_new(self, buffer: Tensor, query_len: int) -> Tensor:
         """The new slots' tokens, [batch, num_kv_heads, query_len, head_dim]; anything at padding."""
         if isinstance(self.index, int):
-            return self.layout.take(buffer, self.index, self.index + query_len)
+            return _taken(buffer, self.layout.runs(self.index, self.index + query_len))
         return _taken(buffer, self.layout.slots(self.index.long().clamp(min=0)))
 
     def write_new(self, buffer: Tensor, tokens: Tensor) -> None:

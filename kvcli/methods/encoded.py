@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ class EncodedTokens:
     rotations: TokenRotations | None
     lengths: Tensor | None
 
-    @property
+    @cached_property
     def length(self) -> int:
         """Tokens of the longest sequence."""
         return int(self.value_codes.num_tokens)

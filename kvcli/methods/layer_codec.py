@@ -90,10 +90,11 @@ class LayerCodec(nn.Module, Generic[KeyT, ValueT]):
             state: of their sequences; None for codecs without one.
             rotation: RoPE of the tokens, float32, if `needs_rotations`.
         """
+        offset = self.offset
         scores = self.key.scores(query, codes, state, rotation if self.key.space == "pre_rope" else None)
-        if self.offset is None or rotation is None:
+        if offset is None or rotation is None:
             return scores
-        return scores + query @ rotation.at_each_position(self.offset).transpose(-1, -2)
+        return scores + query @ rotation.at_each_position(offset).transpose(-1, -2)
 
     def fitted_bytes(self) -> int:
         """Bytes that a model holds once: fitted buffers, and tables that kernels derived from them."""

@@ -6,7 +6,7 @@ are taken to be equally long and without padding.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +14,8 @@ import torch
 
 from kvcli.attention.attach import build_codecs, make_config
 from kvcli.attention.decoder import can_step, step_capacity
-from kvcli.cache.code_buffer import grown_capacity
-from kvcli.cache.counts import Counts, FlushPlan, TokenCounts
+from kvcli.cache.counts import Counts, HostCounts, TokenCounts
+from kvcli.cache.layer import grown_capacity
 from kvcli.cache.memory import MemoryReport
 from kvcli.cache.sequences import positions_capacity
 from kvcli.methods.config import BiasOffsetConfig, CacheConfig
@@ -168,7 +168,7 @@ class CachePlan:
             buffers.grow(counts, plan)
         return self._report(counts, buffers, None if ready else plan, batch)
 
-    def _report(self, counts: TokenCounts, buffers: _Buffers, plan: FlushPlan | None, batch: int) -> MemoryReport:
+    def _report(self, counts: TokenCounts, buffers: _Buffers, plan: HostCounts | None, batch: int) -> MemoryReport:
         spec, size = self.spec, self.dtype.itemsize
         tokens, window, coded = _only(counts.lengths), _only(counts.window), _only(counts.keys.coded)
         keys = sum(_group_bytes(coded, x.key_group, x.key_tokens) for x in self.layers)
@@ -257,20 +257,17 @@ class _Buffers:
     values: int = 0
     positions: int = 0
 
-    def grow(self, counts: TokenCounts, plan: FlushPlan) -> None:
+    def grow(self, counts: TokenCounts, plan: HostCounts) -> None:
         """Makes the room that a pass needs."""
-        self.keys = grown_capacity(self.keys, _last(plan.keys), counts.keys.tokens_per_group)
-        self.values = grown_capacity(self.values, _last(plan.values), counts.values.tokens_per_group)
+        keys, values = plan.room
+        self.keys = grown_capacity(self.keys, keys, counts.keys.tokens_per_group)
+        self.values = grown_capacity(self.values, values, counts.values.tokens_per_group)
         self.positions = positions_capacity(self.positions, _only(plan.lengths))
 
     def reserve(self, counts: TokenCounts, num_tokens: int) -> None:
         """Makes room for so many codes."""
         self.keys = grown_capacity(self.keys, num_tokens, counts.keys.tokens_per_group)
         self.values = grown_capacity(self.values, num_tokens, counts.values.tokens_per_group)
-
-
-def _last(encodings: Sequence[Any]) -> int:
-    return max((int(encoding.stop) for encoding in encodings), default=0)
 
 
 def _only(counts: Counts) -> int:

@@ -21,7 +21,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from kvcli.errors import ModelError
 from kvcli.rope import Rope
 from kvcli.seam.decoder import decoder_layers, find_decoder, replace_module, text_model
-from kvcli.seam.layer import AttendFunction, AttentionCall, RotaryOutput
+from kvcli.seam.layer import AttendFunction, AttentionCall, LayerAttention, RotaryOutput
 from kvcli.seam.model import ATTENTION_NAME, SHARED_CONFIG, ModelAttention
 from kvcli.seam.own_attention import own_attention
 from kvcli.seam.probe import probe
@@ -125,7 +125,7 @@ class Seam:
             self._rotary = PreRopeRotary(attention.source, self._on_rotary)
             replace_module(self.model, attention.source.module, self._rotary)
         for module in attention.modules:
-            setattr(module, _ATTRIBUTE, self)
+            setattr(module, _ATTRIBUTE, (self, attention.layer_of(module)))
         self._text.set_attn_implementation(ATTENTION_NAME)
         self._hooks = [
             self._decoder.register_forward_pre_hook(self._before_pass, with_kwargs=True),
@@ -279,14 +279,14 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Registered with transformers; finds the seam of the module's model."""
-    seam: Seam | None = getattr(module, _ATTRIBUTE, None)
-    if seam is None:
+    attached: tuple[Seam, LayerAttention | None] | None = getattr(module, _ATTRIBUTE, None)
+    if attached is None:
         raise ModelError(SHARED_CONFIG)
+    seam, layer = attached
     if is_causal is False:
         raise ModelError("is_causal=False is not supported while a model is attached: its attention is causal")
     if dropout:
         raise ModelError("attention dropout is not applied while a model is attached; call model.eval()")
-    layer = seam.attention.layer_of(module)
     if layer is None:
         kwargs.update(scaling=scaling, dropout=dropout, position_ids=position_ids)
         output: tuple[Tensor, Tensor | None] = own_attention(
@@ -296,10 +296,10 @@ def _attention(
         return output
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     rotary = seam.rotary_output(query, position_ids)
-    if isinstance(key, Tensor):
-        key = layer.in_order(key)
+    if layer.channels != "halves":
+        query, key = layer.in_order(query), layer.in_order(key) if isinstance(key, Tensor) else key
     sinks = kwargs.get("s_aux") if layer.has_sinks else None
-    call = AttentionCall(layer, layer.in_order(query), key, value, attention_mask, scaling, rotary, sinks)
+    call = AttentionCall(layer, query, key, value, attention_mask, scaling, rotary, sinks)
     attended = seam.attend(call)
     seam.layer_done(module)
     return attended, None

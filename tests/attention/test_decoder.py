@@ -52,13 +52,13 @@ def prompts(batch: int, length: int, padded: bool) -> tuple[torch.Tensor, torch.
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Capacities of the steps that were made; small, so that rows outgrow them."""
     made: list[int] = []
-    real = decoder.Step
+    real = decoder.DeviceCounts
 
-    def step(sequences: Any, capacity: int, first_position: Any) -> Any:
+    def step(sequences: Any, capacity: int, num_layers: int) -> Any:
         made.append(capacity)
-        return real(sequences, capacity, first_position)
+        return real(sequences, capacity, num_layers)
 
-    monkeypatch.setattr(decoder, "Step", step)
+    monkeypatch.setattr(decoder, "DeviceCounts", step)
     monkeypatch.setattr(decoder, "_HEADROOM", 16)
     return made
 
@@ -272,7 +272,7 @@ def test_a_cache_is_whole_whenever_its_user_breaks_off(name: str, stops: list[in
             options: Any = {"sampling": SamplingConfig(60), "mode": "steps", "eos_token_id": stops}
             with pytest.raises(KeyboardInterrupt):
                 session.generate(ids, past_key_values=cache, on_tokens=interrupt, **options)
-            assert cache.sequences.step is None
+            assert cache.passes.step is None
             made = torch.cat(seen, dim=1)
             assert cache.get_seq_length() == 40 + made.shape[1] - 1
             MODEL(ids, past_key_values=expected)

@@ -111,14 +111,14 @@ def test_whole_rounds_after_two(counts: list[int], interval: int, expected: tupl
 
 def test_tokens_around_a_capture_are_not_steady(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two passes, then steps of 1 s; the first look after each capture comes 100 s later."""
-    cache: Any = SimpleNamespace(sequences=SimpleNamespace(step=None))
+    cache: Any = SimpleNamespace(passes=SimpleNamespace(step=None))
     now = [0.0]
     monkeypatch.setattr(decode.time, "perf_counter", lambda: now[0])
     steps, passes = StepClock(cache, 8, steps=True), StepClock(cache, 8, steps=False)
 
     def look(count: int, seconds: float, step: object) -> None:
         now[0] += seconds
-        cache.sequences.step = step
+        cache.passes.step = step
         for clock in (steps, passes):
             clock(torch.zeros(1, count))
 

@@ -250,7 +250,7 @@ def test_while_tokens_are_made(tiny_model: Any, attach: Any) -> None:
             sampling=SamplingConfig(max_new_tokens=40),
             past_key_values=cache,
             mode="steps",
-            on_tokens=lambda new: look(cache) if cache.sequences.step is not None else None,
+            on_tokens=lambda new: look(cache) if cache.passes.step is not None else None,
         )
         assert said
         assert cache.snapshot().num_tokens == 79

@@ -12,7 +12,7 @@ import kvcli
 from kvcli.attention.reference import unrotate
 from kvcli.cache.counts import Counts, TokenCounts
 from kvcli.cache.forward import Forward
-from kvcli.cache.store import LayerStore
+from kvcli.cache.layer import LayerStore
 from kvcli.methods.fp16 import METHOD as FP16
 from kvcli.methods.schedule import Schedule
 from kvcli.spec import ModelSpec, RopeSpec
