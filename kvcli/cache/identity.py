@@ -5,16 +5,17 @@ This module does not know how a cache is stored.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from blake3 import blake3
-from pydantic import ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from torch import Tensor
 
-from kvcli.errors import UsageError
+from kvcli.errors import UsageError, explain
 from kvcli.fingerprint import differs
 from kvcli.methods.config import CacheConfig
 from kvcli.methods.layer_codec import LayerCodec
@@ -46,14 +47,16 @@ class CacheIdentity:
         chat_template: sha256 of the chat template, or empty without one; None where it is not known.
     """
 
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
     model: str
     fingerprint: str
     dtype: str
-    rope: Mapping[str, Any]
+    rope: Mapping[str, float | list[float]]
     method: str
     config: Mapping[str, Any]
     layers: Sequence[int]
-    codecs: Mapping[str, Any]
+    codecs: Mapping[str, str | list[float]]
     tokenizer: str | None = None
     chat_template: str | None = None
 
@@ -106,18 +109,11 @@ class CacheIdentity:
         Raises:
             ValueError: values of other names, types or ranges; an unknown method or setting.
         """
-        text = (str, type(None))
-        kinds: dict[str, Any] = {"rope": dict, "config": dict, "codecs": dict, "layers": (list, tuple)}
-        kinds |= {"tokenizer": text, "chat_template": text}
-        names = {name: kinds.get(name, str) for name in cls.__dataclass_fields__}
-        if not isinstance(values, Mapping) or values.keys() != names.keys():
-            raise ValueError("the identity of a cache has other fields")
-        if wrong := [name for name, kind in names.items() if not isinstance(values[name], kind)]:
-            raise ValueError(f"{wrong[0]} in the identity of a cache is of another type")
-        identity = cls(**values)
         try:
-            if not _is_numbers(_numbers(identity.rope)) or not _is_numbers(identity.codecs.get("sample", [])):
-                raise ValueError("RoPE frequencies or samples of codecs are not numbers")
+            identity = TypeAdapter(cls).validate_json(json.dumps(values), strict=True)
+        except ValidationError as error:
+            raise ValueError(" ".join(explain(error, cls.__dataclass_fields__).split())) from error
+        try:
             if identity.difference(identity) is not None:
                 raise ValueError("the identity of a cache is not its own")
         except (TypeError, KeyError, OverflowError, AttributeError, RuntimeError) as error:
@@ -163,15 +159,11 @@ def _sample(x: Tensor) -> list[float]:
     return x.detach().flatten()[[0, x.numel() // 2]].float().tolist()
 
 
-def _numbers(rope: Mapping[str, Any]) -> list[Any]:
-    return [*rope.get("inv_freq", ()), rope.get("scaling")]
+def _numbers(rope: Mapping[str, Any]) -> list[float]:
+    return [*rope["inv_freq"], rope["scaling"]]
 
 
-def _is_numbers(values: Any) -> bool:
-    return isinstance(values, Sequence) and all(type(value) in (int, float) for value in values)
-
-
-def _close(first: Sequence[float], second: Sequence[float], rounding: tuple[float, float]) -> bool:
+def _close(first: Any, second: Any, rounding: tuple[float, float]) -> bool:
     """Whether numbers agree up to rounding."""
     if len(first) != len(second):
         return False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import typer
 from pydantic import Field
@@ -11,16 +10,9 @@ from pydantic import Field
 from kvcli.cli import contexts_show as show
 from kvcli.cli.command import command
 from kvcli.cli.output import Output, parse_size, size
-from kvcli.cli.store_options import MAX_BYTES_HELP, StoreOptions
+from kvcli.cli.store_options import MAX_BYTES_HELP, StoreOptions, open_store
 from kvcli.cli.tables import DataTable
 from kvcli.errors import ContextError, UsageError
-
-if TYPE_CHECKING:
-    from kvcli.contexts import Stored
-
-
-class ListOptions(StoreOptions):
-    """Options of `kvcli contexts list`."""
 
 
 class VerifyOptions(StoreOptions):
@@ -61,9 +53,9 @@ class ImportOptions(StoreOptions):
     max_bytes: str | None = Field(default=None, description=MAX_BYTES_HELP)
 
 
-def list_contexts(options: ListOptions, output: Output) -> None:
+def list_contexts(options: StoreOptions, output: Output) -> None:
     """List the contexts of a store, the most recently used first."""
-    store = options.open()
+    store = open_store(options.store, options.model)
     shared, (used, unused) = store.shared(), store.sizes()
     records = [show.describe(context, shared) for context in store.contexts(output.warn)]
     columns = ("name", "source", "method", "tokens", "bits K / V", "size", "smaller", "shared", "last used")
@@ -91,7 +83,7 @@ def list_contexts(options: ListOptions, output: Output) -> None:
 
 def verify(options: VerifyOptions, output: Output) -> None:
     """Read contexts in full and compare every checksum; exit code 1 if one is damaged."""
-    store = options.open()
+    store = open_store(options.store, options.model)
     names, known = options.names or store.names(), store.names()
     if unknown := [name for name in names if name not in known]:
         raise store.no_context(unknown[0])
@@ -107,21 +99,18 @@ def verify(options: VerifyOptions, output: Output) -> None:
 
 def prune(options: PruneOptions, output: Output) -> None:
     """Remove files that no context uses, and contexts beyond a size, the least recently used first."""
-    store = options.open()
+    store = open_store(options.store, options.model)
     done = store.prune(parse_size(options.max_bytes))
     for name in done.evicted:
         output.say(f"removed {name}")
-    record: dict[str, Any] = {
-        "evicted": list(done.evicted),
-        "freed_bytes": done.freed_bytes,
-        "bytes": store.sizes()[0],
-    }
-    output.result(record, f"freed {size(done.freed_bytes)}; the store has {size(record['bytes'])}")
+    left = store.sizes()[0]
+    record = {"evicted": list(done.evicted), "freed_bytes": done.freed_bytes, "bytes": left}
+    output.result(record, f"freed {size(done.freed_bytes)}; the store has {size(left)}")
 
 
 def remove(options: RemoveOptions, output: Output) -> None:
     """Remove contexts, and what no other context uses of them."""
-    store = options.open()
+    store = open_store(options.store, options.model)
     if not options.names:
         raise UsageError("name one or more contexts; 'kvcli contexts list' shows those that are there")
     freed = store.remove(*options.names)
@@ -132,7 +121,7 @@ def export(options: ExportOptions, output: Output) -> None:
     """Write a context to one file, which 'kvcli generate --context' and 'kvcli contexts import' read."""
     if options.name is None:
         raise UsageError("name a context; 'kvcli contexts list' shows those that are there")
-    store = options.open()
+    store = open_store(options.store, options.model)
     path = options.out or Path()
     if path.is_dir():
         path /= f"{options.name}.safetensors"
@@ -150,36 +139,25 @@ def import_files(options: ImportOptions, output: Output) -> None:
         raise UsageError("name one or more files of contexts")
     if options.name is not None and len(options.files) > 1:
         raise UsageError("--name goes with one file")
-    store, records = options.open(must_exist=False), []
+    store = open_store(options.store, options.model, must_exist=False)
+    records, lines = [], []
     for path in options.files:
-        stored = store.put(
-            Context.load(path),
-            name=options.name or path.stem,
-            overwrite=options.overwrite,
-            max_bytes=parse_size(options.max_bytes),
+        name, max_bytes = options.name or path.stem, parse_size(options.max_bytes)
+        stored = store.put(Context.load(path), name=name, overwrite=options.overwrite, max_bytes=max_bytes)
+        record = {
+            "name": stored.name,
+            "tokens": stored.record.num_tokens,
+            "new_bytes": stored.new_bytes,
+            "shared_bytes": stored.shared_bytes,
+            "evicted": list(stored.evicted),
+        }
+        records.append(record)
+        removed = f"; removed {', '.join(stored.evicted)}" if stored.evicted else ""
+        lines.append(
+            f"{stored.name}: {record['tokens']} tokens, {size(stored.new_bytes)} written, "
+            f"{size(stored.shared_bytes)} shared with other contexts{removed}"
         )
-        records.append(stored_record(stored))
-    output.result({"store": str(store.folder), "rows": records}, "\n".join(stored_line(row) for row in records))
-
-
-def stored_record(stored: Stored) -> dict[str, Any]:
-    """What storing a context did, as plain JSON values."""
-    return {
-        "name": stored.name,
-        "tokens": stored.record.num_tokens,
-        "new_bytes": stored.new_bytes,
-        "shared_bytes": stored.shared_bytes,
-        "evicted": list(stored.evicted),
-    }
-
-
-def stored_line(record: dict[str, Any]) -> str:
-    """The same on a line."""
-    evicted = f"; removed {', '.join(record['evicted'])}" if record["evicted"] else ""
-    return (
-        f"{record['name']}: {record['tokens']} tokens, {size(record['new_bytes'])} written, "
-        f"{size(record['shared_bytes'])} shared with other contexts{evicted}"
-    )
+    output.result({"store": str(store.folder), "rows": records}, "\n".join(lines))
 
 
 def _contexts(count: int) -> str:
@@ -195,7 +173,7 @@ def register(app: typer.Typer) -> None:
         rich_markup_mode="rich",
         epilog="Example: kvcli contexts list",
     )
-    command(contexts, "list", ListOptions, "kvcli contexts list")(list_contexts)
+    command(contexts, "list", StoreOptions, "kvcli contexts list")(list_contexts)
     show.register(contexts)
     command(contexts, "verify", VerifyOptions, "kvcli contexts verify", ("names",))(verify)
     command(contexts, "prune", PruneOptions, "kvcli contexts prune --max-bytes 20GiB")(prune)

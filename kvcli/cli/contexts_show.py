@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,7 +21,6 @@ from kvcli.registry import method_name
 
 if TYPE_CHECKING:
     from kvcli.contexts import ContextStore, StoredContext
-    from kvcli.eval.quality import QualityReport
 
 GROUP = "contexts"
 
@@ -48,19 +47,26 @@ def run(options: ShowOptions, output: Output) -> None:
     store = open_store(options.store, options.model)
     if options.name is None:
         raise UsageError("name a context; 'kvcli contexts list' shows those that are there")
-    context = store.get(options.name)
-    record = describe(context, store.shared())
-    quality = measured(options, store, context, output) if options.kl else None
-    if quality is not None:
-        record["kl"] = {name: x for name, x in quality.to_dict().items() if name != "memory"}
-    output.result(record, "\n".join(lines(record)))
-
-
-def method_of(identity: Mapping[str, Any]) -> Any:
-    """The method with its bits; as it is recorded where this version of kvcli does not know it or its settings."""
-    with suppress(KvcliError, TypeError, ValueError, KeyError):
-        return method_name(identity["method"], identity["config"])
-    return identity.get("method")
+    stored = store.get(options.name)
+    record = describe(stored, store.shared())
+    lines = [
+        f"{record['name']}: {record['tokens']} tokens of {record['source'] or 'an unknown source'}, "
+        f"{record['model']} in {record['dtype']}, method {record['method']}",
+        f"{size(record['bytes'])}, in fp16 {size(record['fp16_bytes'])} ({record['ratio']:.2f}x): "
+        f"{record['coded_tokens']} tokens as codes at {bits(record)} (K / V) bits, {size(record['code_bytes'])}; "
+        f"{size(record['window_bytes'])} in full precision",
+        f"{record['blocks']} blocks of {record['block_tokens']} tokens, {record['shared_blocks']} of them shared with "
+        f"other contexts; {size(record['shared_bytes'])} shared in all",
+        f"stored {record['created']}, last used {record['last_used']}",
+    ]
+    if options.kl:
+        kl = record["kl"] = measured(options, store, stored, output)
+        lines.append(
+            f"the copy against the uncompressed model, over the last {kl['num_tokens']} tokens: "
+            f"KL {kl['kl_mean']:.4f} nats per token (p99 {kl['kl_p99']:.4f}), {100 * kl['flips']:.1f} % flips, "
+            f"perplexity {kl['perplexity']:.3f} instead of {kl['reference_perplexity']:.3f}"
+        )
+    output.result(record, "\n".join(lines))
 
 
 def describe(context: StoredContext, shared: Collection[str]) -> dict[str, Any]:
@@ -71,12 +77,14 @@ def describe(context: StoredContext, shared: Collection[str]) -> dict[str, Any]:
         shared: digests of the blocks that several contexts of the store need.
     """
     stored, identity = context.record, context.record.identity
-    key_bits, value_bits = stored.bits
+    method, (key_bits, value_bits) = identity.get("method"), stored.bits
+    with suppress(KvcliError, TypeError, ValueError, KeyError):  # one that this version of kvcli does not know
+        method = method_name(identity["method"], identity["config"])
     return {
         "name": context.name,
         "tokens": stored.num_tokens,
         "model": identity.get("model"),
-        "method": method_of(identity),
+        "method": method,
         "dtype": identity.get("dtype"),
         "config": identity.get("config"),
         "coded_tokens": stored.counts.attended[0],
@@ -97,35 +105,13 @@ def describe(context: StoredContext, shared: Collection[str]) -> dict[str, Any]:
     }
 
 
-def lines(record: dict[str, Any]) -> list[str]:
-    """A context for people."""
-    made = [
-        f"{record['name']}: {record['tokens']} tokens of {record['source'] or 'an unknown source'}, "
-        f"{record['model']} in {record['dtype']}, method {record['method']}",
-        f"{size(record['bytes'])}, in fp16 {size(record['fp16_bytes'])} ({record['ratio']:.2f}x): "
-        f"{record['coded_tokens']} tokens as codes at {bits(record)} (K / V) bits, {size(record['code_bytes'])}; "
-        f"{size(record['window_bytes'])} in full precision",
-        f"{record['blocks']} blocks of {record['block_tokens']} tokens, {record['shared_blocks']} of them shared with "
-        f"other contexts; {size(record['shared_bytes'])} shared in all",
-        f"stored {record['created']}, last used {record['last_used']}",
-    ]
-    if "kl" in record:
-        kl = record["kl"]
-        made.append(
-            f"the copy against the uncompressed model, over the last {kl['num_tokens']} tokens: "
-            f"KL {kl['kl_mean']:.4f} nats per token (p99 {kl['kl_p99']:.4f}), {100 * kl['flips']:.1f} % flips, "
-            f"perplexity {kl['perplexity']:.3f} instead of {kl['reference_perplexity']:.3f}"
-        )
-    return made
-
-
 def bits(record: dict[str, Any]) -> str:
     """Stored bits per key and per value; a hyphen where nothing is a code."""
     return f"{record['key_bits']:.2f} / {record['value_bits']:.2f}" if record["coded_tokens"] else "-"
 
 
-def measured(options: ShowOptions, store: ContextStore, stored: StoredContext, output: Output) -> QualityReport:
-    """What the stored copy loses.
+def measured(options: ShowOptions, store: ContextStore, stored: StoredContext, output: Output) -> dict[str, Any]:
+    """What the stored copy loses, as plain JSON values.
 
     Raises:
         UsageError: a context that is too short.
@@ -142,7 +128,8 @@ def measured(options: ShowOptions, store: ContextStore, stored: StoredContext, o
     loaded = session_options.load(output)
     with chosen.attach(loaded, options.impl, output) as session:
         store.whole(stored.name, identity_of(session, loaded.tokenizer))
-        return stored_quality(session, store, stored, options.kl_tokens)
+        quality = stored_quality(session, store, stored, options.kl_tokens).to_dict()
+    return {name: x for name, x in quality.items() if name != "memory"}
 
 
 def register(app: typer.Typer) -> None:

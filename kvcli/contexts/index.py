@@ -24,8 +24,7 @@ _APPLICATION = 0x6B76636C
 _VERSION = 4
 _MAX_WAIT_S = 600.0
 _POLL_S = 0.02
-_LONGEST = 100
-_NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{_LONGEST - 1}}}", re.ASCII)
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", re.ASCII)
 _SCHEMA = f"""
 -- id: never given twice, which tells a context from one that replaced it
 -- identity: checksum of what it is bound to; tail: token ids from tail_start on, where it can be cut to every length
@@ -189,8 +188,7 @@ def check_name(name: str) -> None:
 
 def name_from(text: str) -> str:
     """A name of a context that resembles a text, such as the name of a file."""
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-._")[:_LONGEST]
-    return name or "context"
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-._")[:100] or "context"
 
 
 def _patiently(db: sqlite3.Connection, statement: str) -> sqlite3.Cursor:

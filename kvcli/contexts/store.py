@@ -11,38 +11,28 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import sqlite3
 import time
 from collections.abc import Collection, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from kvcli.attention.session import Session
-from kvcli.cache.blocks import Block, Place, Tensors, encode, read_blocks, verify_blocks
-from kvcli.cache.context import INPUT_IDS, Context, tokens_in
+from kvcli.cache.blocks import Block, Tensors, encode, verify_blocks
+from kvcli.cache.context import INPUT_IDS, Context
 from kvcli.cache.identity import CacheIdentity
 from kvcli.cache.parts import BLOCK_TOKENS, is_plain
 from kvcli.cache.record import ContextRecord
-from kvcli.contexts.index import UNUSED, Index, check_name, names
-from kvcli.contexts.search import CONTEXTS, Match, StoredContext, index_rows, longest
-from kvcli.errors import CacheError, ContextError, suggestion
+from kvcli.contexts.index import UNUSED, check_name
+from kvcli.contexts.reader import DIGEST, SUFFIX, ContextReader, as_tokens, check_index, used_bytes
+from kvcli.contexts.search import index_rows
+from kvcli.errors import CacheError, ContextError
 from kvcli.fingerprint import text_identity
-from kvcli.progress import Progress, Say, no_progress, say_nothing
 from kvcli.storage.atomic import replacing, temporary_path
-
-_SUFFIX = ".safetensors"
-_DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
-
-
-class ReplacedError(ContextError):
-    """A context that another process has removed or replaced since it was looked up."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +61,7 @@ class Pruned(NamedTuple):
     freed_bytes: int
 
 
-class ContextStore:
+class ContextStore(ContextReader):
     """The contexts of a folder.
 
     Args:
@@ -81,8 +71,8 @@ class ContextStore:
     """
 
     def __init__(self, folder: str | Path, block_tokens: int = BLOCK_TOKENS) -> None:
-        self.folder, self.block_tokens = Path(folder), block_tokens
-        self._index, self._blocks = Index(self.folder), self.folder / "blocks"
+        super().__init__(folder)
+        self.block_tokens = block_tokens
 
     def check_writable(self) -> None:
         """Makes the folder and its index, and checks that something can be stored.
@@ -94,146 +84,6 @@ class ContextStore:
         self._blocks.mkdir(parents=True, exist_ok=True)
         with self._index.writing():
             pass
-
-    def names(self) -> list[str]:
-        """Names of all contexts, also of damaged ones.
-
-        Raises:
-            ContextError: a store of another version of kvcli, or a damaged index.
-        """
-        return names(self.folder)
-
-    def get(self, name: str) -> StoredContext:
-        """One context, by name.
-
-        Raises:
-            UsageError: no name of a context.
-            ContextError: no such context, or a damaged record.
-        """
-        check_name(name)
-        with self._index.reading() as db:
-            row = db.execute(f"{CONTEXTS} WHERE name = ?", (name,)).fetchone()
-        if row is None:
-            raise self.no_context(name)
-        return StoredContext.of(row)
-
-    def contexts(self, say: Say = say_nothing) -> list[StoredContext]:
-        """All contexts whose records can be read, the most recently used first.
-
-        Args:
-            say: called with a line about every other one.
-        """
-        with self._index.reading() as db:
-            rows = db.execute(f"{CONTEXTS} ORDER BY used DESC, id DESC").fetchall()
-        contexts = []
-        for row in rows:
-            try:
-                contexts.append(StoredContext.of(row))
-            except ContextError as error:
-                say(str(error))
-        return contexts
-
-    def find(self, token_ids: Sequence[int] | Tensor, identity: CacheIdentity, say: Say = say_nothing) -> Match | None:
-        """The stored context that has most in common with the beginning of a prompt, compared token by token.
-
-        Args:
-            token_ids: of the prompt, one row. A cache needs a token that it does not hold to go on from: leave out the
-                prompt's last.
-            identity: of the model, the method, the artifact and the tokenizer; other contexts are passed over.
-            say: called with a line about every damaged context that begins alike, which is passed over.
-
-        Returns:
-            None if no context is of use. One is if all of its tokens are the prompt's first, or so many of them that
-            they end where a block ends or in its window; fewer than 16 are not, unless the prompt has no more. Of
-            several with equally many tokens, the last used one.
-
-        Raises:
-            ContextError: token ids of several rows.
-        """
-        wanted, passed_over = _as_tokens(token_ids), set[int]()
-        while True:
-            with self._index.reading() as db:
-                match = longest(db, wanted.numpy(), identity, passed_over, say)
-            if match is None:
-                return None
-            name = match.context.name
-            try:
-                if torch.equal(self.token_ids(match.context)[: match.num_tokens], wanted[: match.num_tokens].long()):
-                    return match
-                say(f"context '{name}' is passed over: its tokens are not those that the index says")
-            except ReplacedError:
-                continue
-            except ContextError as error:
-                say(f"context '{name}' is passed over: {error}")
-            passed_over.add(match.context.id)
-
-    def fetch(
-        self,
-        token_ids: Sequence[int] | Tensor,
-        identity: CacheIdentity,
-        device: torch.device | str = "cpu",
-        say: Say = say_nothing,
-    ) -> tuple[Match, Context] | None:
-        """`find` and `load`, again if another process removes or replaces the context in between.
-
-        Raises:
-            ContextError: token ids of several rows, or a damaged block of what was found.
-        """
-        while True:
-            match = self.find(token_ids, identity, say)
-            with suppress(ReplacedError):
-                return None if match is None else (match, self.load(match, device))
-
-    def whole(self, name: str, identity: CacheIdentity | None = None) -> Match:
-        """All of a context, by name.
-
-        Args:
-            name: of the context.
-            identity: of the model, the method and the artifact that are to go on from it; None: not compared.
-
-        Raises:
-            UsageError: no name of a context.
-            ContextError: no such context, a damaged record, or another identity; the message says what differs.
-        """
-        context = self.get(name)
-        if identity is not None and (reason := context.difference(identity)) is not None:
-            raise ContextError(f"context '{name}' cannot be used here: it was made {reason}")
-        return Match(context, context.record.num_tokens)
-
-    def token_ids(self, context: StoredContext) -> Tensor:
-        """All token ids of a context, int64 [tokens].
-
-        Raises:
-            ContextError: their block is missing or damaged, or the context was removed or replaced.
-        """
-        try:
-            record = context.record
-            (tensors,) = read_blocks([self._place(block) for block in (record.tokens,) if block is not None])
-            return tokens_in(tensors, record)[0]
-        except CacheError as error:
-            raise self._explained(context, error) from error
-
-    def load(self, match: Match, device: torch.device | str = "cpu") -> Context:
-        """Reads what `find` or `whole` found, after a check of its blocks, and notes that the context was used.
-
-        Args:
-            match: what to read; of a part, only the blocks that hold it are read.
-            device: of the tensors, to which the mapped files are copied.
-
-        Returns:
-            What `Session.load_cache` goes on from, with its token ids, int64 [1, tokens].
-
-        Raises:
-            ContextError: a block is missing, truncated or damaged, or the context was removed or replaced.
-        """
-        stored = match.context
-        try:
-            name = f"context '{stored.name}'"
-            context = Context.decode(stored.record, self._place, device, name, match.num_tokens)
-        except CacheError as error:
-            raise self._explained(stored, error) from error
-        self._index.touch(stored.id)
-        return context
 
     def put(
         self, context: Context, *, name: str | None = None, overwrite: bool = False, max_bytes: int | None = None
@@ -255,7 +105,7 @@ class ContextStore:
         """
         if context.input_ids is None:
             raise ContextError("a context without its token ids cannot be found again; it can be used as a file only")
-        tokens = _as_tokens(context.input_ids)
+        tokens = as_tokens(context.input_ids)
         if not is_plain(context.snapshot):
             raise ContextError("a context has no padding, and its positions are 0, 1, 2 and so on")
         record, blocks = context.encode(self.block_tokens)
@@ -302,7 +152,7 @@ class ContextStore:
         check_name(name)
         if name not in self.names():
             return
-        stored, (block, _) = self.get(name), encode({INPUT_IDS: _as_tokens(token_ids)[None]})
+        stored, (block, _) = self.get(name), encode({INPUT_IDS: as_tokens(token_ids)[None]})
         if stored.record.tokens != block or stored.difference(identity) is not None:
             raise ContextError(
                 f"there is a context '{name}' of other tokens or another model already; choose another name, or "
@@ -342,73 +192,15 @@ class ContextStore:
             return Pruned((), 0)
         if max_bytes is not None:
             with self._index.writing() as db:
-                left = _used_bytes(db)
+                left = used_bytes(db)
                 for context, name in db.execute("SELECT id, name FROM contexts ORDER BY used, id").fetchall():
                     if left <= max_bytes:
                         break
                     if name not in keep:
                         db.execute("DELETE FROM contexts WHERE id = ?", (context,))
-                        left = _used_bytes(db)
+                        left = used_bytes(db)
                         evicted.append(name)
         return Pruned(tuple(evicted), self._collect())
-
-    def sizes(self) -> tuple[int, int]:
-        """Bytes of all blocks that a context needs, and of the files of those that none does."""
-        with self._index.reading() as db:
-            files = [self._path(digest) for (digest,) in db.execute(f"SELECT digest {UNUSED}")]
-            return _used_bytes(db), sum(path.stat().st_size for path in files if path.is_file())
-
-    def shared(self) -> set[str]:
-        """Digests of the blocks that several contexts need."""
-        query = "SELECT digest FROM context_blocks GROUP BY digest HAVING count(*) > 1"
-        with self._index.reading() as db:
-            return {digest for (digest,) in db.execute(query)}
-
-    def damages(self, names: Sequence[str], progress: Progress = no_progress) -> dict[str, str]:
-        """What is wrong with those contexts that are not whole; all of their blocks are read, shared ones once.
-
-        Args:
-            names: of contexts; those that are removed meanwhile are left out.
-            progress: shows how many were read.
-
-        Raises:
-            ContextError: a damaged index.
-        """
-        damages: dict[str, str] = {}
-        intact: set[Block] = set()
-        with self._index.reading() as db:
-            _check_index(db)
-        with progress("verify", len(names), "contexts") as advance:
-            for name in names:
-                try:
-                    self._verify(self.get(name), intact)
-                except ReplacedError:  # what replaces it was checked when it was stored
-                    pass
-                except ContextError as error:
-                    if name in self.names():
-                        damages[name] = str(error)
-                advance(1)
-        return damages
-
-    def _verify(self, context: StoredContext, intact: set[Block]) -> None:
-        """Reads all blocks of a context but those that are known to be intact, and adds them there."""
-        record = context.record
-        try:
-            verify_blocks([self._place(block) for block in record.blocks if block not in intact])
-            tokens = self.token_ids(context)
-            expected = index_rows(record, tokens.int().numpy())
-            queries = (
-                "SELECT identity, tail_start, tail FROM contexts JOIN records ON context = id WHERE id = ?",
-                "SELECT digest FROM context_blocks WHERE context = ?",
-                "SELECT is_tail, tokens, digest FROM prefixes WHERE context = ?",
-            )
-            with self._index.reading() as db:
-                rows = [db.execute(query, (context.id,)).fetchall() for query in queries]
-            if any(sorted(ours) != sorted(theirs) for ours, theirs in zip(rows, expected, strict=True)):
-                raise CacheError("the index says other things of it than its record and its token ids")
-        except CacheError as error:
-            raise self._explained(context, error) from error
-        intact.update(record.blocks)
 
     def _collect(self) -> int:
         """Removes the blocks that no context needs, and what a kill left half written; returns the bytes."""
@@ -416,13 +208,14 @@ class ContextStore:
         with self._index.writing() as db:
             unused = {digest for (digest,) in db.execute(f"SELECT digest {UNUSED}")}
             if unused:  # a damaged index is not believed where it says that nobody needs a block
-                _check_index(db)
+                check_index(db)
                 for (record,) in db.execute("SELECT record FROM records"):
-                    unused -= {*_DIGEST.findall(record)}
-            known = {digest for (digest,) in db.execute("SELECT digest FROM blocks")}
-            halves = (path.name.removesuffix(f"{_SUFFIX}.tmp") for path in self._blocks.glob(f"*{_SUFFIX}.tmp"))
+                    unused -= {*DIGEST.findall(record)}
             paths = [self._path(digest) for digest in sorted(unused)]
-            paths += [temporary_path(self._path(digest)) for digest in halves if digest in known]
+            for half in self._blocks.glob(f"*{SUFFIX}.tmp"):
+                digest = half.name.removesuffix(f"{SUFFIX}.tmp")
+                if db.execute("SELECT 1 FROM blocks WHERE digest = ?", (digest,)).fetchone():
+                    paths.append(half)
             for path in paths:
                 if path.is_file():
                     freed += path.stat().st_size
@@ -441,34 +234,6 @@ class ContextStore:
                 temporary.write_bytes(encode(tensors)[1])
             return block.bytes
         return 0
-
-    def _path(self, digest: str) -> Path:
-        if not _DIGEST.fullmatch(digest):
-            raise ContextError(f"{self._index.path} is damaged: it names a block '{digest[:80]}'")
-        return self._blocks / f"{digest}{_SUFFIX}"
-
-    def _place(self, block: Block) -> Place:
-        return Place(block, self._path(block.digest), 0, block.bytes)
-
-    def _explained(self, context: StoredContext, error: CacheError | ContextError) -> ContextError:
-        """Why blocks of a context cannot be read, and what to do."""
-        name = context.name
-        with self._index.reading() as db:
-            row = db.execute("SELECT id FROM contexts WHERE name = ?", (name,)).fetchone()
-        if row is None:
-            return ReplacedError(f"context '{name}' was removed by another process")
-        if row[0] != context.id:
-            return ReplacedError(f"context '{name}' was replaced by another process; run the same command again")
-        return ContextError(
-            f"context '{name}' is damaged: {error}; remove it with 'kvcli contexts rm {name}' and make it again"
-        )
-
-    def no_context(self, name: str) -> ContextError:
-        """The error that says that there is no context of this name."""
-        return ContextError(
-            f"there is no context '{name}' in {self.folder}{suggestion(name, self.names())}; 'kvcli contexts list' "
-            "shows those that are there"
-        )
 
 
 def identity_of(session: Session, tokenizer: Any) -> CacheIdentity:
@@ -493,30 +258,3 @@ def _insert(db: sqlite3.Connection, name: str, record: ContextRecord, tokens: Te
     db.execute("INSERT INTO records VALUES (?, ?, ?)", (context, record.sealed(), tail))
     db.executemany("INSERT INTO context_blocks VALUES (?, ?)", [(*row, context) for row in blocks])
     db.executemany("INSERT INTO prefixes VALUES (?, ?, ?, ?)", [(*row, context) for row in prefixes])
-
-
-def _check_index(db: sqlite3.Connection) -> None:
-    """Raises sqlite3.DatabaseError if tables contradict each other."""
-    said = db.execute("PRAGMA integrity_check(1)").fetchone()[0]
-    if said != "ok":
-        raise sqlite3.DatabaseError(said)
-
-
-def _used_bytes(db: sqlite3.Connection) -> int:
-    """Bytes of all blocks that a context needs."""
-    query = "SELECT total(bytes) FROM blocks WHERE digest IN (SELECT digest FROM context_blocks)"
-    return int(db.execute(query).fetchone()[0])
-
-
-def _as_tokens(token_ids: Sequence[int] | Tensor) -> Tensor:
-    """Token ids of one row as int32 [tokens] on the CPU.
-
-    Raises:
-        ContextError: several rows.
-    """
-    tokens = torch.as_tensor(token_ids).int().cpu()
-    if tokens.ndim == 2 and tokens.shape[0] == 1:
-        tokens = tokens[0]
-    if tokens.ndim != 1:
-        raise ContextError(f"a context is one sequence of token ids, not a tensor of shape {list(tokens.shape)}")
-    return tokens

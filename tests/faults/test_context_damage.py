@@ -120,7 +120,7 @@ def test_a_record_that_contradicts_itself_is_refused(
     two: Maker, store: ContextStore, change: Callable[[Any], Any]
 ) -> None:
     forge(store, "a", change)
-    with pytest.raises(ContextError, match=r"context 'a' is damaged|context 'a' is no single sequence with its token ids"):
+    with pytest.raises(ContextError, match=r"context 'a' is (damaged|no single sequence with its token ids)"):
         store.get("a")
 
 
