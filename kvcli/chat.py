@@ -60,7 +60,7 @@ class Conversation:
         self.prefill_chunk, self.say, self.notes = prefill_chunk, say, dict(notes or {})
         self.cache = session.new_cache()
         self._rendered = Rendered(tuple(messages), "", torch.zeros(1, 0, dtype=torch.int64))
-        self._held = 0
+        self._length = 0
 
     @property
     def messages(self) -> list[Message]:
@@ -77,10 +77,10 @@ class Conversation:
             UsageError: it holds no conversation.
             CacheError: it is of another model, method or settings.
         """
-        held = torch.as_tensor(context.input_ids).clone()
-        rendered = Rendered.from_notes(context.notes, held, context.name)
+        tokens = torch.as_tensor(context.input_ids).clone()
+        rendered = Rendered.from_notes(context.notes, tokens, context.name)
         self.cache = self.session.load_cache(context)
-        self._rendered, self._held = rendered, held.shape[1]
+        self._rendered, self._length = rendered, tokens.shape[1]
 
     def reply(self, text: str, write: Callable[[str], None] = lambda piece: None) -> Generation:
         """Adds a user's message and generates the model's.
@@ -96,9 +96,9 @@ class Conversation:
             ModelError: a chat template that fails, or logits that are not finite.
         """
         rendered = self._rendered.followed_by(self.loaded, {"role": "user", "content": text})
-        self._keep(rendered.ids)
-        self._held = _BROKEN_OFF
-        made, generated = generate_text(
+        self._crop_to(rendered.ids)
+        self._length = _BROKEN_OFF
+        generation, generated = generate_text(
             self.loaded,
             self.session,
             rendered.ids,
@@ -109,10 +109,10 @@ class Conversation:
             prefill_chunk=self.prefill_chunk,
         )
         sequences, stops = generated.sequences.cpu(), stop_tokens(self.session.model, None, None)[0]
-        ended = int(sequences[0, -1]) in stops  # the template ends a reply itself
-        self._rendered = rendered.replied(made.text, sequences[:, : sequences.shape[1] - ended])
-        self._held = self.cache.get_seq_length()
-        return made
+        has_stop = int(sequences[0, -1]) in stops  # the template ends a reply itself
+        self._rendered = rendered.replied(generation.text, sequences[:, : sequences.shape[1] - has_stop])
+        self._length = self.cache.get_seq_length()
+        return generation
 
     def context(self) -> Context:
         """A copy of the cache with the conversation, to be saved.
@@ -120,23 +120,23 @@ class Conversation:
         Raises:
             CacheError: nothing was said yet, or a reply was broken off.
         """
-        self._check_whole()
-        notes = {**text_identity(self.loaded.tokenizer), **self._rendered.notes(self._held), **self.notes}
-        return self.cache.context(self._rendered.ids[:, : self._held], notes)
+        self._check_complete()
+        notes = {**text_identity(self.loaded.tokenizer), **self._rendered.notes(self._length), **self.notes}
+        return self.cache.context(self._rendered.ids[:, : self._length], notes)
 
-    def _check_whole(self) -> None:
-        """Raises CacheError where nobody knows which tokens the cache holds."""
-        if self._held == _BROKEN_OFF:
+    def _check_complete(self) -> None:
+        """Raises CacheError after a reply that was broken off: which tokens the cache holds is unknown."""
+        if self._length == _BROKEN_OFF:
             raise CacheError("the last reply was broken off")
 
-    def _keep(self, ids: Tensor) -> None:
-        """Removes from the cache what the conversation, of tokens [1, time] now, does not begin with."""
+    def _crop_to(self, ids: Tensor) -> None:
+        """Crops the cache to the tokens that it has in common with the conversation, [1, time]."""
         try:
-            self._check_whole()
-            kept = min(common_length(self._rendered.ids[:, : self._held], ids), ids.shape[1] - 1)
-            if kept < self._held:
-                self.cache.crop(kept - self._held)
-                self.say(f"earlier turns are rendered differently now: {self._held - kept} tokens are read again")
+            self._check_complete()
+            common = min(common_length(self._rendered.ids[:, : self._length], ids), ids.shape[1] - 1)
+            if common < self._length:
+                self.cache.crop(common - self._length)
+                self.say(f"earlier turns are rendered differently now: {self._length - common} tokens are read again")
         except CacheError as error:
             self.cache = self.session.new_cache()
             self.say(f"the conversation is read again from its start: {error}")

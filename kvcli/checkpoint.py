@@ -136,15 +136,15 @@ def read_gguf_config(path: Path) -> Any:
 
 
 def plain_attention(config: Any) -> str:
-    """What a model attends with before kvcli does: SDPA, or `eager` where its class has no SDPA.
+    """The attention implementation to load a model with: SDPA, or `eager` where its class has no SDPA.
 
     Args:
         config: of a causal language model of transformers.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    classes = found if isinstance(found, tuple) else (found,)
+    names = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    classes = names if isinstance(names, tuple) else (names,)
     return "sdpa" if all(x._supports_sdpa for x in classes) else "eager"
 
 

@@ -1,4 +1,4 @@
-"""Which model an artifact is for: the shapes, and a sample of the weights of the key and value projections.
+"""Identifies the model of an artifact: the shapes, and a sample of the weights of the key and value projections.
 
 Adapters (LoRA) are no part of it: a model with adapters is the model they were put on, whichever of them are active.
 Adapters that were merged into the weights make another model. A quantized projection is sampled by what it computes,
@@ -38,15 +38,15 @@ def fingerprint(model: nn.Module, spec: ModelSpec) -> str:
         `differs`, because a model loaded in another dtype has its weights rounded.
 
     Raises:
-        ModelError: no projections are found, or one cannot be read.
+        ModelError: the model has no projections, or one cannot be read.
     """
     shapes = hashlib.sha256(json.dumps(spec.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
-    found = {name: module for name, module in model.named_modules() if name.rpartition(".")[2] in _PROJECTIONS}
-    found = found or _first_matrices(model)
-    if not found:
+    projections = {name: module for name, module in model.named_modules() if name.rpartition(".")[2] in _PROJECTIONS}
+    projections = projections or _first_matrices(model)
+    if not projections:
         raise ModelError(f"{type(model).__name__} has no projections whose weights tell it from others")
     sample, quantized = [], False
-    for name, module in sorted(found.items()):
+    for name, module in sorted(projections.items()):
         base = _without_adapters(module)
         weight = _plain_weight(base)
         quantized = quantized or weight is None or _was_quantized(base)
@@ -67,8 +67,8 @@ def _first_matrices(model: nn.Module) -> dict[str, nn.Module]:
 def _has_matrix(module: nn.Module) -> bool:
     """Whether a module's weight is a matrix, or its quantized weight, under whatever name, is kept in one."""
     weight = getattr(module, "weight", None)
-    kept = _own_tensors(module).values() if weight is None else (weight,)
-    return any(getattr(x, "ndim", 0) == 2 for x in kept)
+    tensors = _own_tensors(module).values() if weight is None else (weight,)
+    return any(getattr(x, "ndim", 0) == 2 for x in tensors)
 
 
 def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -103,7 +103,7 @@ def differs(first: str, second: str) -> str | None:
 
 
 def text_identity(tokenizer: Any) -> dict[str, str]:
-    """What token ids mean: checksums of a tokenizer's vocabulary and of its chat template.
+    """Identifies a tokenizer: checksums of its vocabulary and of its chat template.
 
     Args:
         tokenizer: of transformers.
@@ -179,10 +179,10 @@ def _computed_weights(name: str, module: nn.Module, model: nn.Module, spec: Mode
     try:
         with torch.no_grad():
             output = module(inputs)[0].float()
-        found = ((output[0] - output[1]) / 2)[[0, output.shape[-1] // 2]].to("cpu", torch.float16)
+        weights = ((output[0] - output[1]) / 2)[[0, output.shape[-1] // 2]].to("cpu", torch.float16)
     except (RuntimeError, TypeError, ValueError, AttributeError) as error:
         reason = " ".join(str(error).split())
         raise ModelError(f"weights of {name} ({type(module).__name__}) cannot be sampled: {reason}") from error
-    if not found.isfinite().all():
+    if not weights.isfinite().all():
         raise ModelError(f"weights of {name} ({type(module).__name__}) cannot be sampled: they are not finite")
-    return found
+    return weights

@@ -42,7 +42,7 @@ LayerDone = Callable[[int, Mapping[str, Any], bool], None]
 
 
 class FitManifest(RunManifest):
-    """What `run.json` says: what a run is bound to."""
+    """`run.json`: everything that determines the result of a run."""
 
     VERSION = 5
     ERROR = ArtifactError
@@ -61,7 +61,7 @@ class FitManifest(RunManifest):
 
 
 class LayerReport(Sealed):
-    """What `layer-NNN.json` says of a fitted layer."""
+    """`layer-NNN.json`: the report of a fitted layer."""
 
     VERSION = 5
     ERROR = ArtifactError
@@ -85,8 +85,8 @@ class LayerReport(Sealed):
             report = cls.read(folder / _name(layer_idx, "json"))
         except ArtifactError:
             return None
-        mine = report.layer == layer_idx and report.run_sha256 == json_sha256(run.values)
-        return report if mine and is_intact(folder / _name(layer_idx, "safetensors"), report.tensors) else None
+        belongs = report.layer == layer_idx and report.run_sha256 == json_sha256(run.values)
+        return report if belongs and is_intact(folder / _name(layer_idx, "safetensors"), report.tensors) else None
 
 
 def fit_recording(
@@ -127,8 +127,8 @@ def fit_recording(
         RankError: another rank has ended.
     """
     fit_layer = check_fitted(method)
-    wanted = list(recording.layers if layers is None else layers)
-    if missing := sorted(set(wanted) - set(recording.layers)):
+    indices = list(recording.layers if layers is None else layers)
+    if missing := sorted(set(indices) - set(recording.layers)):
         raise UsageError(f"layers {', '.join(map(str, missing))} were not recorded")
     if config.sink_length >= (seq_len := recording.manifest.seq_len):
         raise UsageError(f"sink_length {config.sink_length} leaves nothing to fit of sequences of {seq_len} tokens")
@@ -143,12 +143,12 @@ def fit_recording(
         "recording_sha256": json_sha256(recording.manifest.values),
         "block_tokens": block_tokens,
     }
-    share = wanted
+    share = indices
     if ranks.count > 1:  # a layer takes about as long as its codes have bits
         with torch.device("meta"):
-            codecs = [method.build(recording.spec, config, layer_idx) for layer_idx in wanted]
+            codecs = [method.build(recording.spec, config, layer_idx) for layer_idx in indices]
         costs = [codec.key.bits_per_token() + codec.value.bits_per_token() for codec in codecs]
-        share = [wanted[index] for index in packed(costs, ranks.count)[ranks.rank]]
+        share = [indices[index] for index in packed(costs, ranks.count)[ranks.rank]]
     with locked(folder, ArtifactError) if ranks.rank == 0 else nullcontext():
         if ranks.rank == 0:
             FitManifest.open(folder, description, overwrite=overwrite)
@@ -167,7 +167,7 @@ def fit_recording(
                 report, reused = _write_layer(folder, layer_idx, run, codec, fitted, seconds), False
             done(layer_idx, report.measured, reused)
         ranks.wait()
-        for layer_idx in sorted(set(wanted) - set(share)) if ranks.rank == 0 else ():
+        for layer_idx in sorted(set(indices) - set(share)) if ranks.rank == 0 else ():
             report = LayerReport.of(folder, layer_idx, run)
             if report is None:
                 raise ArtifactError(f"layer {layer_idx}, which another rank fitted, is not in {folder}; {_SHARED}")

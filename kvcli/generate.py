@@ -115,7 +115,7 @@ def generate_text(
     started = time.perf_counter()
     with quiet_transformers():
         stream.put(ids[0].cpu())
-        made = session.generate(
+        generated = session.generate(
             ids,
             sampling=sampling,
             past_key_values=cache,
@@ -131,11 +131,11 @@ def generate_text(
         text="".join(stream.pieces),
         prompt_tokens=ids.shape[1],
         reused_tokens=reused,
-        new_tokens=made.new_tokens,
+        new_tokens=generated.new_tokens,
         ttft_s=times[0] - started,
         tokens_per_s=(len(times) - 1) / spread if spread > 0 else 0.0,
-        memory=made.cache.memory(),
-        graph_bytes=made.graph_bytes,
-        note=made.note,
+        memory=generated.cache.memory(),
+        graph_bytes=generated.graph_bytes,
+        note=generated.note,
     )
-    return generation, made
+    return generation, generated

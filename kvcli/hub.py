@@ -1,4 +1,4 @@
-"""Where a model is: a folder, or the Hugging Face hub, whose data files are downloaded, of one commit, into its cache.
+"""Locates a model: a folder, or the Hugging Face hub, whose data files of one commit are downloaded into its cache.
 
 Files with Python code and pickles are never fetched. This module does not know how a model is loaded.
 """
@@ -203,7 +203,7 @@ def check_dataset(name: str, revision: str | None) -> None:
 
 
 def _answer(question: Callable[[], Any]) -> Any:
-    """What the hub answers; asked in a thread, because a name server that is silent cannot be interrupted.
+    """The hub's answer; a thread asks, because waiting for a silent name server cannot be interrupted.
 
     Raises:
         OSError: no answer in time, or no connection.

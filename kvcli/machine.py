@@ -39,7 +39,7 @@ def environment_info() -> dict[str, Any]:
 
 
 def resident_bytes() -> int:
-    """Memory that this process holds now; the most that it held, where the system tells only that."""
+    """Resident memory of this process, or its peak where the system reports only that."""
     try:
         pages = Path("/proc/self/statm").read_text().split()[1]
         return int(pages) * os.sysconf("SC_PAGE_SIZE")

@@ -57,7 +57,7 @@ class LoadedModel:
     fingerprint: str
 
     def identity(self) -> dict[str, Any]:
-        """Which model it is, as plain JSON values for manifests: `model`, `fingerprint` and `spec`."""
+        """`model`, `fingerprint` and `spec`, which identify the model in manifests, as plain JSON values."""
         return {"model": self.name, "fingerprint": self.fingerprint, "spec": self.spec.to_dict()}
 
 

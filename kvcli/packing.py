@@ -109,7 +109,7 @@ def unpack_planes(packed: Tensor, n_bits: int, count: int) -> Tensor:
 
 @cache
 def _plane_shifts(n_bits: int, count: int, device: torch.device) -> Tensor:
-    """Where the codes of the first planes lie in their words, int32 [count, 1]."""
+    """Bit positions of the codes of the first planes in their words, int32 [count, 1]."""
     with torch.inference_mode(False):
         return n_bits * torch.arange(count, device=device, dtype=torch.int32).unsqueeze(1)
 
@@ -140,7 +140,7 @@ _COPIES = {
 
 
 def stream_to_fields(x: Tensor, n_bits: int) -> Tensor:
-    """What products of x [..., count] with the codes of `pack_bits` take in place of x, given their `byte_fields`."""
+    """x [..., count] rearranged for products with the `byte_fields` of codes of `pack_bits`."""
     fields = 8 // n_bits
     padded = torch.nn.functional.pad(x, (0, -x.shape[-1] % fields)) if x.shape[-1] % fields else x
     return (padded.unflatten(-1, (-1, fields)) * _field_units(n_bits, x.device)).flatten(-2)
@@ -152,7 +152,7 @@ def planes_in_fields(x: Tensor, n_bits: int) -> Tensor:
 
 
 def planes_to_fields(x: Tensor, n_bits: int) -> Tensor:
-    """What products of x [..., count] with the codes of `pack_planes` take in place of x, given their `byte_fields`."""
+    """x [..., count] rearranged for products with the `byte_fields` of codes of `pack_planes`."""
     return planes_in_fields(x, n_bits) * _codes_in_fields(n_bits, x.shape[-1], x.device)[1]
 
 

@@ -1,9 +1,10 @@
-"""How the library tells what it does: lines, and counts of work done. It prints nothing; the command line does."""
+"""Callbacks for progress: lines, and counts of finished work. The library prints nothing; the command line does."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
 
 Say = Callable[[str], None]
 """Takes one line for the user."""
@@ -13,6 +14,19 @@ Advance = Callable[[int], None]
 
 Progress = Callable[[str, int, str], AbstractContextManager[Advance]]
 """Begins a piece of work: label, total and unit (`B` for bytes); what it yields counts the units done."""
+
+
+class Reporter(Protocol):
+    """What a command shows, as `kvcli.cli.output.Output` does."""
+
+    def say(self, line: str) -> None:
+        """Shows a line, unless the user wants results only."""
+
+    def warn(self, line: str) -> None:
+        """Shows a line in any case."""
+
+    def progress(self, label: str, total: int, unit: str) -> AbstractContextManager[Advance]:
+        """A `Progress`."""
 
 
 def say_nothing(line: str) -> None:

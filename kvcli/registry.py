@@ -34,6 +34,16 @@ METHODS = {
 With the latter, the command line checks settings before it imports torch.
 """
 
+EVAL_SUITES = {
+    "kl": "kvcli.eval.kl:SUITE",
+    "needle": "kvcli.eval.needle:SUITE",
+    "recall": "kvcli.eval.recall:SUITE",
+    "drift": "kvcli.eval.drift:SUITE",
+    "layers": "kvcli.eval.layers:SUITE",
+    "tasks": "kvcli.eval.tasks:SUITE",
+}
+"""Suites of `kvcli eval` to `module:suite`; the modules import torch in functions only."""
+
 BASELINE = "fp16"
 """The method that compresses nothing, with which others are compared."""
 
@@ -56,6 +66,11 @@ def get_method(name: str) -> Method:
     check_name(name)
     method: Method = _import(METHODS[name].split(",")[0])
     return method
+
+
+def get_suite(path: str) -> Any:
+    """A suite of `EVAL_SUITES` or `BENCH_SUITES`."""
+    return _import(path)
 
 
 def get_config(name: str) -> type[CacheConfig]:

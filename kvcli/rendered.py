@@ -59,21 +59,21 @@ class Rendered:
         """
         return Rendered((*self.messages, {"role": "assistant", "content": reply}), self.text + reply, ids)
 
-    def notes(self, held: int) -> dict[str, Any]:
-        """The conversation as plain JSON values, beside the first `held` of its tokens."""
+    def notes(self, num_cached: int) -> dict[str, Any]:
+        """The conversation as plain JSON values, without the first `num_cached` of its tokens."""
         return {
             _MESSAGES: [dict(message) for message in self.messages],
             _TEXT: self.text,
-            _PENDING: self.ids[0, held:].tolist(),
+            _PENDING: self.ids[0, num_cached:].tolist(),
         }
 
     @classmethod
-    def from_notes(cls, notes: Mapping[str, Any], held: Tensor, name: str) -> Self:
-        """From what `notes` gave.
+    def from_notes(cls, notes: Mapping[str, Any], cached: Tensor, name: str) -> Self:
+        """A conversation from the values of `notes`.
 
         Args:
             notes: of a context.
-            held: the tokens that it holds, int64 [1, time].
+            cached: the tokens that it holds, int64 [1, time].
             name: of the context, for messages.
 
         Raises:
@@ -85,4 +85,4 @@ class Rendered:
         text, pending = notes.get(_TEXT), notes.get(_PENDING)
         if not isinstance(text, str) or not isinstance(pending, list) or any(type(x) is not int for x in pending):
             raise UsageError(f"{name} holds no conversation that this kvcli reads")
-        return cls(tuple(messages), text, torch.cat((held, torch.tensor([pending], dtype=torch.int64)), dim=1))
+        return cls(tuple(messages), text, torch.cat((cached, torch.tensor([pending], dtype=torch.int64)), dim=1))

@@ -34,7 +34,7 @@ class Rotation:
 
     @classmethod
     def from_model(cls, output: Any, layout: Layout = "halves") -> Rotation:
-        """From what a model's rotary module returns.
+        """A rotation from the output of a model's rotary module.
 
         Args:
             output: (cos, sin), or for `complex` one tensor cos + i sin, [batch or 1, time, channels].

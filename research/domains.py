@@ -9,12 +9,11 @@ import typer
 from pydantic import Field
 
 from kvcli.cli.command import command
-from kvcli.cli.options import ModelOptions
 from kvcli.cli.output import Output
-from kvcli.cli.paths import RUNS, short_name
-from kvcli.cli.tables import DataTable
-from kvcli.cli.values import parse_settings
+from kvcli.options import ModelOptions, parse_settings
+from kvcli.paths import RUNS, short_name
 from kvcli.registry import DEFAULT_METHOD, parse_method
+from kvcli.tables import DataTable
 
 
 class DomainsOptions(ModelOptions):

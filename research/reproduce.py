@@ -11,11 +11,11 @@ import typer
 from pydantic import Field
 
 from kvcli.cli.command import command
-from kvcli.cli.options import ModelOptions
 from kvcli.cli.output import Output
-from kvcli.cli.paths import newest_samples
-from kvcli.cli.tables import DataTable
 from kvcli.errors import UsageError, suggestion
+from kvcli.options import ModelOptions
+from kvcli.paths import newest_samples
+from kvcli.tables import DataTable
 
 if TYPE_CHECKING:
     from research.paper_tables import PaperTable, Row

@@ -1,7 +1,8 @@
-"""Tables of docs are those of the committed records."""
+"""Tables of docs are those of the committed records, links lead somewhere, and docs stay short."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -28,3 +29,26 @@ def test_a_changed_record_makes_a_table_stale(repo_root: Path, tmp_path: Path) -
     done = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "benchmarks.md is stale" in done.stderr
+
+
+def test_links_between_pages_lead_to_a_page_and_a_heading(repo_root: Path) -> None:
+    pages = [path for folder in ("", "docs", "notes") for path in (repo_root / folder).glob("*.md")]
+    for page in pages:
+        for name, anchor in re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", _prose(page)):
+            target = (page.parent / name) if name else page
+            assert target.exists(), f"{page.name}: {name}"
+            assert not anchor or anchor in _anchors(target), f"{page.name}: {name}#{anchor}"
+
+
+def test_docs_stay_short(repo_root: Path) -> None:
+    assert sum(len(page.read_text().split()) for page in (repo_root / "docs").glob("*.md")) <= 26_000
+
+
+def _prose(page: Path) -> str:
+    return re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+
+
+def _anchors(page: Path) -> set[str]:
+    """The headings of a page as GitHub links to them."""
+    headings = re.findall(r"^#+ (.*)$", _prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}

@@ -126,6 +126,8 @@ ROOMS = [
     ("builtin_copy",),
     ("seam",),
     ("models",),
+    ("options", "paths", "tables"),
+    ("suite",),
     ("prompts",),
     ("rendered",),
     ("kernels",),
@@ -227,15 +229,15 @@ def test_no_modules_import_each_other() -> None:
 
 
 BUDGET = {
-    ".": 3650,
+    ".": 4150,
     "artifact": 510,
     "attention": 2250,
     "bench": 2410,
     "cache": 2940,
     "calibrate": 1690,
-    "cli": 5660,
+    "cli": 4640,
     "contexts": 1500,
-    "eval": 1850,
+    "eval": 2660,
     "integrations": 870,
     "kernels": 840,
     "methods": 8600,

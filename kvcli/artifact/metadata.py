@@ -21,7 +21,7 @@ PREVIOUS = f"{WEIGHTS}.previous"
 
 
 class Metadata(Sealed):
-    """What kvcli.json says."""
+    """The content of kvcli.json."""
 
     VERSION = 6
     ERROR = ArtifactError

@@ -116,14 +116,14 @@ def mixture(split: str, seed: int) -> Iterator[dict[str, Any]]:
         )
         for domain in MIXTURE
     }
-    taken = dict.fromkeys(MIXTURE, 0.0)
+    characters = dict.fromkeys(MIXTURE, 0.0)
     while streams:
-        domain = min(streams, key=lambda name: taken[name] / MIXTURE[name])
+        domain = min(streams, key=lambda name: characters[name] / MIXTURE[name])
         text = next(streams[domain], None)
         if text is None:
             del streams[domain]
         else:
-            taken[domain] += len(text)
+            characters[domain] += len(text)
             yield {"text": text, "domain": domain}
 
 
@@ -142,8 +142,8 @@ def _excerpts(files: list[Path], size: int, seed: int) -> Iterator[str]:
                 line = text.rfind("\n", size // 2, size)  # after a line, if one ends in the second half
                 end = line + 1 if line >= 0 else size
             yield text[:end].strip("\n")
-            if left := text[end:].strip("\n"):
-                rest.append(left)
+            if remainder := text[end:].strip("\n"):
+                rest.append(remainder)
         texts = rest
 
 

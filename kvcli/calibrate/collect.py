@@ -174,7 +174,7 @@ class _Collection:
             path.unlink(missing_ok=True)
 
     def description(self) -> dict[str, Any]:
-        """What the recording, or the share of it, is bound to: plain JSON values."""
+        """Everything that determines the recording, or the share of it, as plain JSON values."""
         config, tokens = self.config, self.sequences.to("cpu", torch.int64).contiguous()
         return {
             "format_version": SamplesManifest.VERSION,

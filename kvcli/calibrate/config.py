@@ -1,4 +1,4 @@
-"""What a recording has, and which share of it a process records."""
+"""Settings of a recording, and the share of it that a process records."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _EVERYTHING = Shard(1, 1)
 
 @dataclass(frozen=True)
 class CollectConfig:
-    """What is recorded.
+    """Settings of a recording.
 
     Attributes:
         num_sequences: sequences recorded.

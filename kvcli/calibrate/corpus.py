@@ -1,4 +1,4 @@
-"""Where calibration and evaluation text comes from, and how it becomes token sequences.
+"""Sources of calibration and evaluation text, and their token sequences.
 
 Every source is a stream of documents: FineWeb-Edu or another dataset on the hub, a local file or folder (parquet,
 jsonl, csv, txt), standard input, or the text that ships with kvcli (`builtin_text`). This module does not know what the
@@ -38,7 +38,7 @@ _PIECE_CHARACTERS = 65536
 
 @dataclass(frozen=True)
 class CorpusConfig:
-    """Which text is read.
+    """The text to read.
 
     Attributes:
         source: `builtin` (a mixture of domains), `builtin:NAME` (a domain or a source), a dataset's hub name, a
@@ -63,7 +63,7 @@ class CorpusConfig:
         return cls(FINEWEB_EDU, "train", "sample-10BT", FINEWEB_EDU_REVISION, seed=seed)
 
     def provenance(self) -> dict[str, Any]:
-        """What an artifact records about its corpus."""
+        """The record of a corpus in artifacts."""
         return asdict(self)
 
 
@@ -100,7 +100,7 @@ def documents(config: CorpusConfig, stdin: TextIO | None = None) -> Iterator[str
 
 
 def check_source(config: CorpusConfig) -> None:
-    """Checks a local source by its name, so that a mistake is found before a model is loaded.
+    """Checks a local source by its name, so that it fails before a model is loaded.
 
     Raises:
         CorpusError: there is no such file or folder, none that can be read, or an option of hub datasets was given.
@@ -215,10 +215,10 @@ def _check_local(config: CorpusConfig) -> None:
     Raises:
         CorpusError: a configuration name, a revision or a split.
     """
-    given = {"configuration": config.name, "revision": config.revision}
+    settings = {"configuration": config.name, "revision": config.revision}
     if not is_builtin(config.source) and config.split not in ("train", CorpusConfig.split):
-        given["split"] = config.split
-    for what, value in given.items():
+        settings["split"] = config.split
+    for what, value in settings.items():
         if value is not None:
             raise CorpusError(f"the corpus '{config.source}' is no dataset on the hub: it has no {what} '{value}'")
 
@@ -240,17 +240,17 @@ def token_sequences(
     Raises:
         CorpusError: the texts do not fill a single sequence.
     """
-    wanted = num_sequences * seq_len
+    num_tokens = num_sequences * seq_len
     separator = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     tokens = array("q")  # a list takes five times the memory
     for text in texts:
         for piece in _pieces(text):
             # a piece longer than the model's context is no mistake here: it is cut into sequences
             tokens.extend(tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"])
-            if len(tokens) >= wanted:
+            if len(tokens) >= num_tokens:
                 break
         tokens.extend(separator)
-        if len(tokens) >= wanted:
+        if len(tokens) >= num_tokens:
             break
     if len(tokens) < seq_len:
         raise CorpusError(f"the corpus has {len(tokens)} tokens, fewer than one sequence of {seq_len}")

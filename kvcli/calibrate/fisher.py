@@ -1,4 +1,4 @@
-"""Fisher information of keys and values: what their errors cost in KL divergence.
+"""Fisher information of keys and values, which predicts what their errors cost in KL divergence.
 
 To second order, small errors d_t of the keys of a layer (or of its values) make the next-token distributions differ by
 sum_t E[(g_t . d_t)^2] / 2 nats, with g_t the gradient of log p(y) by key t, where each y is drawn from the model's own
@@ -43,18 +43,18 @@ def sequence_sums(
     loaded: LoadedModel,
     sequences: Tensor,
     seed: int,
-    wanted: Collection[int],
+    indices: Collection[int],
     advance: Callable[[int], None] = lambda tokens: None,
 ) -> Iterator[tuple[int, Sums]]:
-    """What single sequences add to the Fisher information and covariance of all layers' keys and values.
+    """The terms of single sequences in the Fisher information and covariance of all layers' keys and values.
 
-    Which tokens are drawn from the model for a sequence does not depend on which others are wanted.
+    Which tokens are drawn from the model for a sequence does not depend on the others in `indices`.
 
     Args:
         loaded: the model; its parameters get no gradients.
         sequences: int64 [num_sequences, seq_len] token ids.
         seed: of the tokens that are drawn from the model.
-        wanted: indices of sequences.
+        indices: indices of sequences.
         advance: called with the number of tokens after each sequence.
 
     Yields:
@@ -64,8 +64,8 @@ def sequence_sums(
         SamplesError: logits or gradients that are not finite, or a model that is not differentiable.
     """
     generator, model = torch.Generator().manual_seed(seed), loaded.model
-    for index, sequence in enumerate(sequences[: max(wanted, default=-1) + 1]):
-        if index not in wanted:  # the generator is left as if its tokens had been drawn
+    for index, sequence in enumerate(sequences[: max(indices, default=-1) + 1]):
+        if index not in indices:  # the generator is left as if its tokens had been drawn
             with torch.no_grad():
                 state = torch.zeros(1, loaded.spec.hidden_size).to(model.device, model.dtype)
                 vocabulary = model.get_output_embeddings()(state).shape[-1]
@@ -176,14 +176,14 @@ def _attend(
     rotation = call.rotation
     rows = (rotation.apply(query) * call.scaling).unflatten(1, (key.shape[1], -1))
     scores = [torch.einsum("bhgqd,bhkd->bhgqk", rows, rotation.apply(x)) for x in (coded_key, key)]
-    seen = torch.where(coded, scores[0], scores[1]).float()
+    score = torch.where(coded, scores[0], scores[1]).float()
     if (cap := call.layer.soft_cap) is not None:
-        seen = cap * torch.tanh(seen / cap)
-    seen = seen.masked_fill(~visible, -math.inf)
+        score = cap * torch.tanh(score / cap)
+    score = score.masked_fill(~visible, -math.inf)
     if call.sinks is not None:
-        logits = call.sinks.float().view(1, key.shape[1], -1, 1, 1).expand(*seen.shape[:-1], 1)
-        seen = torch.cat((seen, logits), dim=-1)
-    weights = seen.softmax(-1)[..., :time].to(value.dtype)
+        logits = call.sinks.float().view(1, key.shape[1], -1, 1, 1).expand(*score.shape[:-1], 1)
+        score = torch.cat((score, logits), dim=-1)
+    weights = score.softmax(-1)[..., :time].to(value.dtype)
     output = torch.einsum("bhgqk,bhkd->bqhgd", weights * coded, coded_value)
     output = output + torch.einsum("bhgqk,bhkd->bqhgd", weights * ~coded, value)
     return output.flatten(2, 3)

@@ -46,18 +46,18 @@ def passing_gradients(decoder: nn.Module, remedy: str) -> Iterator[None]:
             hook.remove()
 
 
-def _leads_to(output: Tensor, wanted: Tensor) -> bool:
+def _leads_to(output: Tensor, source: Tensor) -> bool:
     """Whether a gradient of the output reaches a tensor that it was computed from."""
-    if output is wanted:
+    if output is source:
         return True
-    seen: set[Any] = set()
+    visited: set[Any] = set()
     nodes = [output.grad_fn]
     while nodes:
         node = nodes.pop()
-        if node is None or node in seen or node.name().rpartition("::")[2] in _NOT_DIFFERENTIABLE:
+        if node is None or node in visited or node.name().rpartition("::")[2] in _NOT_DIFFERENTIABLE:
             continue
-        if node is wanted.grad_fn or getattr(node, "variable", None) is wanted:
+        if node is source.grad_fn or getattr(node, "variable", None) is source:
             return True
-        seen.add(node)
+        visited.add(node)
         nodes += [following for following, _ in node.next_functions]
     return False

@@ -47,7 +47,7 @@ class _Rope(BaseModel):
 
 
 class SamplesManifest(RunManifest):
-    """What `samples.json` says of a recording, or of a shard of one."""
+    """`samples.json`: the manifest of a recording, or of a shard of one."""
 
     VERSION = 4
     ERROR = SamplesError

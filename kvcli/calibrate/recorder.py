@@ -50,8 +50,8 @@ class SampleRecorder:
         Raises:
             SamplesError: values that are not finite, or not in the recording's dtype.
         """
-        kept = x.transpose(0, 1).flatten(1, 2).to("cpu", self.dtype).contiguous()
-        if not bool(kept.isfinite().all()):
+        samples = x.transpose(0, 1).flatten(1, 2).to("cpu", self.dtype).contiguous()
+        if not bool(samples.isfinite().all()):
             where = f"the {_KINDS[kind]} of layer {layer_idx}"
             if not bool(x.isfinite().all()):
                 raise SamplesError(
@@ -60,4 +60,4 @@ class SampleRecorder:
             raise SamplesError(
                 f"{where} reach {float(x.abs().max()):.3g}, more than {self.dtype} holds; use --dtype bfloat16"
             )
-        self.tensors[f"layers.{layer_idx}.{kind}"] = kept
+        self.tensors[f"layers.{layer_idx}.{kind}"] = samples

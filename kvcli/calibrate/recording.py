@@ -52,7 +52,7 @@ class Recording:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Which model was recorded: its name, fingerprint and spec, as plain JSON values."""
+        """Name, fingerprint and spec of the recorded model, as plain JSON values."""
         return {name: self.manifest.values[name] for name in ("model", "fingerprint", "spec")}
 
     @property
@@ -253,18 +253,18 @@ class LayerReader:
         single: list[Tensor] = []
 
         def read() -> Iterator[Tensor]:
-            at, left = sequences.start * self.seq_len, num_tokens
+            at, remaining = sequences.start * self.seq_len, num_tokens
             block, filled = torch.empty(0), 0
             for piece in self.read(kind, at, sequences.stop * self.seq_len):
                 position = torch.arange(at, at + piece.shape[1]) % self.seq_len
                 at += piece.shape[1]
-                kept = piece[:, position >= skip]
-                while kept.shape[1]:
+                rows = piece[:, position >= skip]
+                while rows.shape[1]:
                     if not filled:
-                        block = kept.new_empty(len(kept), min(block_tokens, left), kept.shape[2])
-                    count = min(kept.shape[1], block.shape[1] - filled)
-                    block[:, filled : filled + count] = kept[:, :count]
-                    kept, filled, left = kept[:, count:], filled + count, left - count
+                        block = rows.new_empty(len(rows), min(block_tokens, remaining), rows.shape[2])
+                    count = min(rows.shape[1], block.shape[1] - filled)
+                    block[:, filled : filled + count] = rows[:, :count]
+                    rows, filled, remaining = rows[:, count:], filled + count, remaining - count
                     if filled == block.shape[1]:
                         x, filled = block.to(device).float(), 0
                         yield x if bias is None else x + bias.unsqueeze(1)

@@ -16,13 +16,13 @@ from kvcli.cli import (
     contexts,
     demo,
     env,
-    evaluate,
     export,
     fit,
     generate,
     merge,
     methods,
     plan,
+    suites,
 )
 from kvcli.cli.output import write_stdout
 
@@ -62,7 +62,7 @@ for module in (
     compress,
     contexts,
     chat,
-    evaluate,
+    suites,
     bench,
     methods,
     env,

@@ -12,8 +12,8 @@ from kvcli.cli.bench_tables import attention_table, contexts_table, generate_tab
 from kvcli.cli.command import command
 from kvcli.cli.context_input import check_storable
 from kvcli.cli.output import Output, parse_size
-from kvcli.cli.values import parse_settings
 from kvcli.errors import UsageError
+from kvcli.options import parse_settings
 from kvcli.registry import BASELINE, DEFAULT_METHOD, METHODS, get_method
 
 if TYPE_CHECKING:

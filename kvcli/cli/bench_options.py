@@ -7,8 +7,8 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from kvcli.cli.options import IMPL_HELP, ModelOptions
 from kvcli.errors import UsageError
+from kvcli.options import IMPL_HELP, ModelOptions
 from kvcli.registry import DEFAULT_METHOD
 
 DEFAULT_MODEL = ModelOptions.model_fields["model"].get_default()

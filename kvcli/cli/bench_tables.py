@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvcli.cli.output import size
-from kvcli.cli.tables import DataTable
+from kvcli.tables import DataTable
 
 
 def attention_table(records: list[dict[str, Any]]) -> DataTable:

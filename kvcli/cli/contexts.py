@@ -11,8 +11,8 @@ from kvcli.cli import contexts_show as show
 from kvcli.cli.command import command
 from kvcli.cli.output import Output, parse_size, size
 from kvcli.cli.store_options import MAX_BYTES_HELP, StoreOptions, open_store
-from kvcli.cli.tables import DataTable
 from kvcli.errors import ContextError, UsageError
+from kvcli.tables import DataTable
 
 
 class VerifyOptions(StoreOptions):

@@ -12,12 +12,13 @@ import typer
 from pydantic import Field
 
 from kvcli.builtin_models import BUILTIN_MODELS, DEFAULT_MODEL
-from kvcli.cli import calibrate, evaluate, export, fit
+from kvcli.cli import calibrate, export, fit
 from kvcli.cli.bars import duration
 from kvcli.cli.command import command
-from kvcli.cli.options import ComputeOptions
 from kvcli.cli.output import Output, size
 from kvcli.errors import UsageError
+from kvcli.eval import kl
+from kvcli.options import ComputeOptions
 from kvcli.registry import BASELINE, DEFAULT_METHOD, DEMO_SETTINGS, get_config, get_method
 
 _PROMPT_CHARACTERS = 4800
@@ -96,18 +97,15 @@ def run(options: DemoOptions, output: Output) -> None:
         ):
             generations[name], _ = generate_text(loaded, session, ids, sampling, seed=options.seed)
     with _timed(seconds, "measure"):
-        evaluate.run(
-            evaluate.EvalOptions(
-                method=[DEFAULT_METHOD],
-                artifact=[folders["artifact"]],
-                seq_len=1024,
-                num_sequences=2,
-                batch_size=2,
-                **shared,
-            ),
-            quiet,
+        asked = kl.KLOptions(
+            method=[DEFAULT_METHOD],
+            artifact=[folders["artifact"]],
+            seq_len=1024,
+            num_sequences=2,
+            batch_size=2,
+            **shared,
         )
-    quality = quiet.record["rows"][0]
+        quality = next(kl.SUITE.open(asked).records(quiet))
     record = {
         "prompt": prompt,
         **{name: generation.to_dict() for name, generation in generations.items()},

@@ -11,10 +11,10 @@ from pydantic import Field
 
 from kvcli.cli.command import command
 from kvcli.cli.next_command import PROMPT, model_argument
-from kvcli.cli.options import Options
 from kvcli.cli.output import Output, size
-from kvcli.cli.paths import model_folder, newest_training
 from kvcli.errors import ArtifactError
+from kvcli.options import Options
+from kvcli.paths import model_folder, newest_training
 
 
 class ExportOptions(Options):

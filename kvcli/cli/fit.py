@@ -11,11 +11,10 @@ from pydantic import Field, create_model
 
 from kvcli.cli.command import command
 from kvcli.cli.export import generate_with, write_artifact
-from kvcli.cli.options import ComputeOptions
 from kvcli.cli.output import Output
-from kvcli.cli.paths import model_folder, newest_samples
-from kvcli.cli.values import parse_settings
 from kvcli.errors import ArtifactError, UsageError
+from kvcli.options import ComputeOptions, parse_layers, parse_settings
+from kvcli.paths import model_folder, newest_samples
 from kvcli.ranks import joined
 from kvcli.registry import DEFAULT_METHOD, FIT_NAMES, check_settings, get_config, get_method, parse_name
 
@@ -73,7 +72,7 @@ def run(options: FitOptions, output: Output) -> None:
     values = config.model_dump()
     run_name = (config_cls.run_name or options.method).format(method=name, **values)
     folder = options.out or model_folder(recording.manifest.model, "training", run_name)
-    layers = parse_layers(options.layers, recording.layers)
+    layers = parse_layers(options.layers, recording.layers, "were recorded")
     if method.allocate is not None and recording.fisher is None:
         output.say("the samples do not tell what errors cost (--fisher-tokens 0): all layers get the same bits")
     output.settings({"samples": recording.folder, "seed": options.seed, **values})
@@ -131,26 +130,6 @@ def summary(method: Method, reports: Sequence[Mapping[str, Any]]) -> list[str]:
     return lines + [
         f"warning: layer {report['layer']}: {text}" for report in reports for text in report.get("warnings", ())
     ]
-
-
-def parse_layers(text: str | None, recorded: list[int]) -> list[int]:
-    """Layers of a range such as 4-7 or of a single number; None means all.
-
-    Raises:
-        UsageError: neither a number nor a range, or layers that were not recorded.
-    """
-    if text is None:
-        return recorded
-    first, _, last = text.partition("-")
-    try:
-        start, stop = int(first), int(last or first)
-    except ValueError:
-        start, stop = 0, -1
-    if start > stop:
-        raise UsageError(f"--layers takes a number or a range such as 0-7, not '{text}'")
-    if not {start, stop} <= set(recorded):
-        raise UsageError(f"--layers {text}: only layers {recorded[0]}-{recorded[-1]} were recorded")
-    return list(range(start, stop + 1))
 
 
 def register(app: typer.Typer) -> None:

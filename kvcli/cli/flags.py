@@ -11,7 +11,7 @@ import typer
 from pydantic import BaseModel
 
 from kvcli.builtin_models import BUILTIN_MODELS
-from kvcli.cli.options import Options, is_path
+from kvcli.options import Options, is_path
 from kvcli.registry import METHODS
 
 _COMPLETED: dict[str, Collection[str]] = {"method": METHODS, "model": BUILTIN_MODELS}
@@ -28,11 +28,11 @@ _PANELS: dict[str, tuple[str, ...]] = {
     "Method": ("method", "artifact", "sink_length", "residual_length", "setting"),
     _SETTINGS: (),
     "Where": ("out", "save", "store", "name", "max_bytes", "overwrite"),
-    "How": (),
+    "How": ("compare_with", "baseline", "max_kld", "max_flips", "batch_size", "chunk"),
     "Machine": ("model_revision", "base_config", "impl", "device", "dtype", "seed"),
     "Output": ("stats",),
 }
-"""Groups of options in the help, in order; those that are not named are in `How`, and `Options` is typer's own."""
+"""Groups of options in the help, in order; others are in `Options.other_panel`, and `Options` is typer's own."""
 
 SHARED_FLAGS: dict[str, tuple[Any, Any]] = {
     name: (kind, typer.Option(*names, help=text, rich_help_panel="Output", metavar=metavar))
@@ -105,7 +105,7 @@ def signature(
 def _panel(name: str, options: type[Options]) -> str:
     if name not in options.model_fields:
         return _SETTINGS
-    return next((panel for panel, names in _PANELS.items() if name in names), "How")
+    return next((panel for panel, names in _PANELS.items() if name in names), options.other_panel)
 
 
 def _place(name: str, options: type[Options], arguments: tuple[str, ...]) -> tuple[int, int]:
@@ -132,6 +132,10 @@ def _plain_type(annotation: Any) -> Any:
         return list[str] if get_origin(annotation) is list else str
     if choices := _choices(annotation):
         return type(choices[0])
+    if get_origin(annotation) is Annotated:
+        return _plain_type(get_args(annotation)[0])
+    if get_origin(annotation) is list:
+        return list[_plain_type(get_args(annotation)[0])]  # type: ignore[misc]
     if get_origin(annotation) is tuple:
         return list[get_args(annotation)[0]]  # type: ignore[misc]
     if get_origin(annotation) in (Union, UnionType):

@@ -8,9 +8,9 @@ import typer
 from pydantic import Field
 
 from kvcli.cli.command import command
-from kvcli.cli.options import Options
 from kvcli.cli.output import Output
-from kvcli.cli.paths import model_folder, newest_shards
+from kvcli.options import Options
+from kvcli.paths import model_folder, newest_shards
 
 
 class MergeOptions(Options):

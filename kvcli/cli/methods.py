@@ -10,11 +10,11 @@ from pydantic import Field
 from kvcli.cli.bench_options import MAX_LENGTH
 from kvcli.cli.command import command
 from kvcli.cli.next_command import try_method
-from kvcli.cli.options import Options
 from kvcli.cli.output import Output
-from kvcli.cli.tables import DataTable
 from kvcli.errors import UsageError
+from kvcli.options import Options
 from kvcli.registry import DEFAULT_METHOD, METHODS, get_config, get_method, method_name, parse_name
+from kvcli.tables import DataTable
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo

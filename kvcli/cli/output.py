@@ -12,11 +12,11 @@ from typing import Any
 from rich.console import Console, RenderableType
 
 from kvcli.cli.bars import show_progress
-from kvcli.cli.tables import DataTable
 from kvcli.errors import OutputError, UsageError
 from kvcli.progress import Advance
 from kvcli.ranks import ALONE, Ranks
 from kvcli.storage.records import to_json
+from kvcli.tables import DataTable
 
 
 class Output:

@@ -12,13 +12,12 @@ from pydantic import Field
 from kvcli.builtin_models import BUILTIN_MODELS
 from kvcli.cli.command import command
 from kvcli.cli.next_command import model_argument
-from kvcli.cli.options import AUTO_DEVICE, IMPL_HELP, ModelOptions
 from kvcli.cli.output import Output, parse_size, size
-from kvcli.cli.paths import newest_artifact
-from kvcli.cli.tables import DataTable
-from kvcli.cli.values import parse_settings
 from kvcli.errors import ArtifactError, UsageError
+from kvcli.options import AUTO_DEVICE, IMPL_HELP, ModelOptions, parse_settings
+from kvcli.paths import newest_artifact
 from kvcli.registry import BASELINE, DEFAULT_METHOD
+from kvcli.tables import DataTable
 
 if TYPE_CHECKING:
     from kvcli.plan.memory import MethodPlan, PlannedModel

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, get_args
 
 from pydantic import Field
 
-from kvcli.cli.options import IMPL_HELP, ModelOptions
 from kvcli.cli.output import Output
-from kvcli.cli.paths import artifact_method, contexts_folder, newest_artifact
-from kvcli.cli.values import parse_settings
 from kvcli.contexts import index
 from kvcli.errors import ArtifactError, CacheError, UsageError, suggestion
 from kvcli.hub import check_model_name
 from kvcli.methods.config import CacheConfig
+from kvcli.options import IMPL_HELP, ModelOptions, parse_settings
+from kvcli.paths import artifact_method, contexts_folder, newest_artifact
 from kvcli.registry import BASELINE, DEFAULT_METHOD, check_settings, get_config, parse_name
 
 if TYPE_CHECKING:

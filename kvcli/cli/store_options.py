@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from kvcli.builtin_models import DEFAULT_MODEL
-from kvcli.cli.options import Options
-from kvcli.cli.paths import contexts_folder
 from kvcli.errors import UsageError
+from kvcli.options import Options
+from kvcli.paths import contexts_folder
 
 if TYPE_CHECKING:
     from kvcli.contexts import ContextStore

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from kvcli.cli.flags import SHARED_FLAGS
-from kvcli.cli.options import Options
 from kvcli.errors import ConfigError, suggestion
+from kvcli.options import Options
 
 OptionsT = TypeVar("OptionsT", bound=Options)
 
@@ -67,26 +67,6 @@ def _renamed(values: dict[str, Any], options: type[Options]) -> dict[str, Any]:
     return values
 
 
-def parse_settings(texts: list[str]) -> dict[str, Any]:
-    """Settings of a method given as NAME=VALUE; values are read as YAML, so that 3, 0.1, true and words work.
-
-    Raises:
-        ConfigError: a text without `=`, or a value that is not YAML.
-    """
-    import yaml
-
-    settings = {}
-    for text in texts:
-        name, equals, value = text.partition("=")
-        if not equals or not name:
-            raise ConfigError(f"a setting is given as NAME=VALUE, not '{text}'")
-        try:
-            settings[name.strip().replace("-", "_")] = yaml.safe_load(value)
-        except (yaml.YAMLError, RecursionError) as error:
-            raise ConfigError(f"the value of '{name}' cannot be read") from error
-    return settings
-
-
 def _read_config(path: Path, options: type[Options], settings: type[BaseModel] | None) -> dict[str, Any]:
     import yaml
 
@@ -107,7 +87,7 @@ def _read_config(path: Path, options: type[Options], settings: type[BaseModel] |
         if isinstance(value, dict) and key == "setting":  # NAME=VALUE texts on the command line
             values[key] = [f"{name}={yaml.safe_dump(inner).split(chr(10))[0]}" for name, inner in value.items()]
     for key in values:
-        if key in SHARED_FLAGS or key == "json":
+        if key in SHARED_FLAGS or key in ("json", "suite"):
             raise ConfigError(f"{path}: '{key}' is given on the command line, not in a file")
         known = [*options.model_fields, *(settings.model_fields if settings else ())]
         if key not in known:

@@ -12,11 +12,9 @@ from transformers import DynamicCache
 
 from kvcli.attention.attach import attach
 from kvcli.attention.session import Session
+from kvcli.eval.records import UNCOMPRESSED
 from kvcli.models import LoadedModel
 from kvcli.registry import BASELINE
-
-UNCOMPRESSED = "uncompressed"
-"""Label of the row of the model itself, with transformers' own cache."""
 
 NewCache = Callable[[], Any]
 """Makes an empty cache, to be passed to the model as `past_key_values`."""

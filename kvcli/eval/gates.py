@@ -8,8 +8,7 @@ from typing import Any
 
 from kvcli.errors import UsageError
 from kvcli.eval.bootstrap import MIN_UNITS, Estimate, paired_difference
-from kvcli.eval.metrics import Better, series_of
-from kvcli.eval.records import QualityRecord, Record
+from kvcli.eval.records import Better, EvalRecord, check_labels
 from kvcli.fingerprint import same_model
 
 NEGLIGIBLE_SHARE = 0.01
@@ -46,7 +45,7 @@ class GateResult:
         return asdict(self)
 
 
-def check_limits(records: Sequence[Record], max_kld: float | None, max_flips: float | None) -> list[GateResult]:
+def check_limits(records: Sequence[Any], max_kld: float | None, max_flips: float | None) -> list[GateResult]:
     """Compares measured means with limits.
 
     Args:
@@ -56,8 +55,6 @@ def check_limits(records: Sequence[Record], max_kld: float | None, max_flips: fl
     """
     results = []
     for record in records:
-        if not isinstance(record, QualityRecord):
-            continue
         for gate, metric, value, limit, unit in (
             ("max_kld", "kl_mean", record.kl_mean, max_kld, "nats per token"),
             ("max_flips", "flips", 100 * record.flips, max_flips, "%"),
@@ -69,7 +66,7 @@ def check_limits(records: Sequence[Record], max_kld: float | None, max_flips: fl
     return results
 
 
-def check_baseline(records: Sequence[Record], former: Sequence[Record], seed: int = 0) -> list[GateResult]:
+def check_baseline(records: Sequence[EvalRecord], former: Sequence[EvalRecord], seed: int = 0) -> list[GateResult]:
     """Compares rows with former records of the same labels, unit by unit.
 
     A figure is worse where the 95 % interval of its paired difference is on the bad side of 0, or all units differ
@@ -82,8 +79,8 @@ def check_baseline(records: Sequence[Record], former: Sequence[Record], seed: in
     results = []
     for record in records:
         other = find_former(record, former)
-        theirs = series_of(other.units)
-        for name, ours in series_of(record.units).items():
+        theirs = record.series(other.units)
+        for name, ours in record.series(record.units).items():
             if not ours.gated:
                 continue
             found = paired_difference(ours.values, theirs[name].values, ours.weights, seed)
@@ -98,16 +95,7 @@ def check_baseline(records: Sequence[Record], former: Sequence[Record], seed: in
     return results
 
 
-def check_labels(suite: str, labels: Sequence[str], former: Sequence[Record]) -> None:
-    """Raises UsageError for a row that has no former record; it can be called before anything is measured."""
-    known = list(dict.fromkeys(other.label for other in former if other.suite == suite))
-    for label in labels:
-        if label not in known:
-            have = ", ".join(known) or "none"
-            raise UsageError(f"the baseline has no row '{label}' of suite {suite}; its rows are: {have}")
-
-
-def find_former(record: Record, former: Sequence[Record]) -> Record:
+def find_former(record: EvalRecord, former: Sequence[EvalRecord]) -> EvalRecord:
     """The last former record of a row.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Needle grid: a UUID hidden at some depth of a text of some length, asked for after the text.
+"""Suite `needle`: a UUID hidden at some depth of a text of some length, asked for after the text.
 
 The answer is generated greedily through the real cache; the text is read in one forward pass, the question in a second
 one, which sees the text as the cache has stored it.
@@ -8,63 +8,86 @@ from __future__ import annotations
 
 import random
 import uuid
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, takewhile
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from kvcli.cache.memory import MemoryReport
-from kvcli.eval.case import Case
-from kvcli.eval.greedy import end_tokens, greedy
-from kvcli.eval.prompts import Prompt, in_pieces, sentences
-from kvcli.eval.records import NeedlePrompt
-from kvcli.models import LoadedModel
+from pydantic import Field
+
+from kvcli.eval.records import EvalRecord, Figure, Strict
+from kvcli.eval.suite import STAR, ComparedOptions, CorpusOptions, EvalSuite, Measured, Prepared, difference, mean
+from kvcli.progress import Reporter
+from kvcli.suite import Records
+from kvcli.tables import DataTable
+
+if TYPE_CHECKING:
+    from kvcli.cache.memory import MemoryReport
+    from kvcli.eval.case import Case
+    from kvcli.eval.prompts import Prompt
+    from kvcli.models import LoadedModel
 
 _PLACES = ("lighthouse", "harbour", "museum", "library", "station", "bakery", "theatre", "airport", "castle", "farm")
 _DECORATION = " \n\t`*\"'"
 """What may stand before a value in an answer."""
 
 
-@dataclass(frozen=True)
-class NeedleConfig:
-    """The grid.
+class NeedleOptions(CorpusOptions, ComparedOptions):
+    """Options of `kvcli eval needle`."""
 
-    Attributes:
-        contexts: lengths of the text in tokens, without question and template.
-        depths: where the value stands, in percent of the text.
-        num_prompts: values per cell.
-        chat: whether prompts are put into the chat template.
-        seed: of values and texts.
-    """
-
-    contexts: Sequence[int] = (512, 1024)
-    depths: Sequence[float] = (0, 50, 100)
-    num_prompts: int = 2
-    chat: bool = True
-    seed: int = 0
+    contexts: list[Annotated[int, Field(ge=16, le=2**24)]] = Field(
+        default=[512, 1024], description="lengths of the text in tokens, without question and template; repeatable"
+    )
+    depths: list[Annotated[float, Field(ge=0, le=100)]] = Field(
+        default=[0, 50, 100], description="places of the value, in percent of the text; repeatable"
+    )
+    num_prompts: int = Field(default=2, ge=1, description="prompts per cell")
+    chat: bool | None = Field(default=None, description="use the chat template; default: if there is one")
 
 
-def make_prompts(loaded: LoadedModel, texts: Sequence[str], config: NeedleConfig) -> list[Prompt]:
+class NeedlePrompt(Strict):
+    """A unit: one value hidden in one text."""
+
+    context: int
+    depth: float
+    prompt: int
+    prompt_tokens: int
+    exact: float
+    prefix: float
+    expected: str
+    answer: str
+
+
+class NeedleRecord(EvalRecord):
+    """A row."""
+
+    figures: ClassVar[tuple[Figure, ...]] = (Figure("exact", "exact", "higher"), Figure("prefix", "prefix", "higher"))
+
+    suite: Literal["needle"] = "needle"
+    unit: Literal["prompt"] = "prompt"
+    units: list[NeedlePrompt]
+
+
+def make_prompts(loaded: LoadedModel, texts: Sequence[str], options: NeedleOptions, chat: bool) -> list[Prompt]:
     """The prompts of all cells; the same for the same seed.
 
     Raises:
         CorpusError: texts that are shorter than the longest context.
     """
+    from kvcli.eval.prompts import Prompt, in_pieces, sentences
+
     made = []
-    for context in config.contexts:
-        for index in range(config.num_prompts):
-            chosen = random.Random(f"{config.seed} {context} {index}")
+    for context in options.contexts:
+        for index in range(options.num_prompts):
+            chosen = random.Random(f"{options.seed} {context} {index}")
             text = sentences(loaded, texts, context, chosen.getrandbits(32))
             starts = [0, *accumulate(sentence.tokens for sentence in text)]
-            for depth in config.depths:
+            for depth in options.depths:
                 place, value = chosen.choice(_PLACES), str(uuid.UUID(int=chosen.getrandbits(128), version=4))
                 at = min(range(len(text)), key=lambda i: abs(starts[i] - depth / 100 * starts[-2]))
                 fact = f"The access code of the {place} is"
                 parts = [sentence.text for sentence in text[:-1]]
                 parts.insert(at, f"{fact} {value}.")
-                pieces = in_pieces(
-                    loaded, " ".join(parts), f"What is the access code of the {place}?", fact, config.chat
-                )
+                pieces = in_pieces(loaded, " ".join(parts), f"What is the access code of the {place}?", fact, chat)
                 made.append(Prompt(pieces, value, {"context": context, "depth": depth, "prompt": index}))
     return made
 
@@ -84,6 +107,8 @@ def measure(
     Returns:
         One unit per prompt, and the memory of the last prompt's cache; None for the uncompressed model.
     """
+    from kvcli.eval.greedy import end_tokens, greedy
+
     tokenizer: Any = loaded.tokenizer
     units, cache = [], None
     with case.caches(loaded) as new_cache:
@@ -109,3 +134,59 @@ def measure(
             )
             advance(1)
     return units, cache.memory() if case.compressed and cache is not None else None
+
+
+def prepare(options: NeedleOptions, loaded: LoadedModel, cases: Sequence[Case], reporter: Reporter) -> Prepared:
+    """Rows of the uncompressed model and of methods."""
+    from kvcli.eval.case import REFERENCE
+    from kvcli.eval.prompts import uses_chat
+
+    prompts = make_prompts(loaded, options.documents(), options, uses_chat(loaded, options.chat))
+
+    def rows() -> Iterator[Measured]:
+        for case in (REFERENCE, *cases):
+            with reporter.progress(case.label, len(prompts), "prompts") as advance:
+                yield Measured(case.label, case, *measure(loaded, case, prompts, advance))
+
+    return Prepared({"prompts": prompts}, rows())
+
+
+def table(records: Records, options: NeedleOptions) -> DataTable:
+    """Values that were answered, by length of the text."""
+    contexts, depths = (list(dict.fromkeys(unit[x] for unit in records[0]["units"])) for x in ("context", "depth"))
+    rows = []
+    for record in records:
+        for depth in (*depths, None):
+            units = [unit for unit in record["units"] if depth in (None, unit["depth"])]
+            rows.append(
+                {
+                    "method": record["label"],
+                    "depth %": "all" if depth is None else f"{depth:g}",
+                    **{f"{x} tokens": _exact([unit for unit in units if unit["context"] == x]) for x in contexts},
+                    "all": _exact(units),
+                    "characters": f"{mean(units, 'prefix'):.2f}",
+                    "difference": difference(record, "exact", "{:+.2f}") if depth is None else "",
+                }
+            )
+    title = (
+        f"{records[0]['model']}: values found of those hidden; characters: share before the first wrong one; "
+        f"difference of the share found; {STAR}"
+    )
+    return DataTable.of(title, rows, ("characters", "difference"))
+
+
+def _exact(units: Sequence[dict[str, Any]]) -> str:
+    return f"{sum(unit['exact'] for unit in units):.0f} of {len(units)}"
+
+
+SUITE = EvalSuite(
+    name="needle",
+    help="A value hidden in a long text, asked for after it.",
+    options=NeedleOptions,
+    example="kvcli eval needle --method kivi-2 --contexts 512",
+    saves_memory="lower --contexts",
+    record=NeedleRecord,
+    prepare=prepare,
+    tabulate=table,
+    with_reference=True,
+)

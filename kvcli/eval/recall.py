@@ -1,4 +1,4 @@
-"""Verbatim recall: a passage that is to be quoted word for word after some hundred words of other text.
+"""Suite `recall`: a passage that is to be quoted word for word after some hundred words of other text.
 
 Text that reads well can still have lost its past; a passage that has to be quoted exactly shows it. The answer begins
 with the passage's first words and is continued greedily through the real cache.
@@ -7,18 +7,34 @@ with the passage's first words and is continued greedily through the real cache.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from kvcli.cache.memory import MemoryReport
+from pydantic import Field
+
 from kvcli.errors import CorpusError
-from kvcli.eval.case import Case
-from kvcli.eval.greedy import end_tokens, greedy
-from kvcli.eval.prompts import Prompt, in_pieces
-from kvcli.eval.records import RecallPrompt
-from kvcli.models import LoadedModel
+from kvcli.eval.records import EvalRecord, Figure, Strict
+from kvcli.eval.suite import (
+    STAR,
+    ComparedOptions,
+    CorpusOptions,
+    EvalSuite,
+    Measured,
+    Prepared,
+    difference,
+    interval,
+    mean,
+)
+from kvcli.progress import Reporter
+from kvcli.suite import Records
+from kvcli.tables import DataTable
+
+if TYPE_CHECKING:
+    from kvcli.cache.memory import MemoryReport
+    from kvcli.eval.case import Case
+    from kvcli.eval.prompts import Prompt
+    from kvcli.models import LoadedModel
 
 CUE_WORDS = 8
 """Words of the passage that the answer is given to begin with."""
@@ -27,45 +43,62 @@ _TOKENS_PER_WORD = 6
 _QUESTION = "Quote the passage at the beginning of this text word for word."
 
 
-@dataclass(frozen=True)
-class RecallConfig:
-    """What is to be quoted.
+class RecallOptions(CorpusOptions, ComparedOptions):
+    """Options of `kvcli eval recall`."""
 
-    Attributes:
-        distances: words of other text between passage and question.
-        passage_words: words to be quoted, after those that the answer is given to begin with.
-        num_prompts: passages per distance.
-        chat: whether prompts are put into the chat template.
-        seed: of the passages.
-    """
-
-    distances: Sequence[int] = (100, 300, 600)
-    passage_words: int = 40
-    num_prompts: int = 8
-    chat: bool = True
-    seed: int = 0
+    distances: list[Annotated[int, Field(ge=1, le=2**24)]] = Field(
+        default=[100, 300, 600], description="words of other text between passage and question; repeatable"
+    )
+    passage_words: int = Field(default=40, ge=1, le=1000, description="words to be quoted")
+    num_prompts: int = Field(default=8, ge=1, description="passages per distance")
+    chat: bool | None = Field(default=None, description="use the chat template; default: if there is one")
 
 
-def make_prompts(loaded: LoadedModel, texts: Sequence[str], config: RecallConfig) -> list[Prompt]:
+class RecallPrompt(Strict):
+    """A unit: one passage to be quoted after other text."""
+
+    distance: int
+    prompt: int
+    prompt_tokens: int
+    words: int
+    quoted: int
+    exact: float
+    expected: str
+    answer: str
+
+
+class RecallRecord(EvalRecord):
+    """A row."""
+
+    figures: ClassVar[tuple[Figure, ...]] = (Figure("exact", "exact", "higher"), Figure("quoted", "quoted", "higher"))
+
+    suite: Literal["recall"] = "recall"
+    unit: Literal["prompt"] = "prompt"
+    units: list[RecallPrompt]
+
+
+def make_prompts(loaded: LoadedModel, texts: Sequence[str], options: RecallOptions, chat: bool) -> list[Prompt]:
     """The prompts of all distances; a passage and the text after it are of different documents.
 
     Raises:
         CorpusError: no document that is long enough, or too few words in the others.
     """
-    words, length = [text.split() for text in texts], CUE_WORDS + config.passage_words
+    from kvcli.eval.prompts import Prompt, in_pieces
+
+    words, length = [text.split() for text in texts], CUE_WORDS + options.passage_words
     sources = [document for document in words if len(document) >= length]
     if not sources:
         raise CorpusError(f"no document of the corpus has the {length} words of a passage; choose another --corpus")
     most = sum(map(len, words)) - max(map(len, sources))
-    if most < max(config.distances):
+    if most < max(options.distances):
         raise CorpusError(
             f"the corpus has {most} words beside its longest document, fewer than the distance of "
-            f"{max(config.distances)}; choose a larger --corpus or shorter --distances"
+            f"{max(options.distances)}; choose a larger --corpus or shorter --distances"
         )
     made = []
-    for distance in config.distances:
-        for index in range(config.num_prompts):
-            chosen = random.Random(f"{config.seed} {distance} {index}")
+    for distance in options.distances:
+        for index in range(options.num_prompts):
+            chosen = random.Random(f"{options.seed} {distance} {index}")
             source = chosen.choice(sources)
             others = [document for document in words if document is not source]
             chosen.shuffle(others)
@@ -73,7 +106,7 @@ def make_prompts(loaded: LoadedModel, texts: Sequence[str], config: RecallConfig
             start, begin = (chosen.randint(0, len(x) - n) for x, n in ((source, length), (other, distance)))
             passage, filler = source[start : start + length], other[begin : begin + distance]
             text = f"Passage: {' '.join(passage)}\n\nOther text: {' '.join(filler)}"
-            pieces = in_pieces(loaded, text, _QUESTION, "Passage: " + " ".join(passage[:CUE_WORDS]), config.chat)
+            pieces = in_pieces(loaded, text, _QUESTION, "Passage: " + " ".join(passage[:CUE_WORDS]), chat)
             made.append(Prompt(pieces, " ".join(passage[CUE_WORDS:]), {"distance": distance, "prompt": index}))
     return made
 
@@ -92,6 +125,8 @@ def measure(
     Returns:
         One unit per prompt, and the memory of the last prompt's cache; None for the uncompressed model.
     """
+    from kvcli.eval.greedy import end_tokens, greedy
+
     tokenizer: Any = loaded.tokenizer
     units, cache = [], None
     with case.caches(loaded) as new_cache:
@@ -120,3 +155,54 @@ def measure(
             )
             advance(1)
     return units, cache.memory() if case.compressed and cache is not None else None
+
+
+def prepare(options: RecallOptions, loaded: LoadedModel, cases: Sequence[Case], reporter: Reporter) -> Prepared:
+    """Rows of the uncompressed model and of methods."""
+    from kvcli.eval.case import REFERENCE
+    from kvcli.eval.prompts import uses_chat
+
+    prompts = make_prompts(loaded, options.documents(), options, uses_chat(loaded, options.chat))
+
+    def rows() -> Iterator[Measured]:
+        for case in (REFERENCE, *cases):
+            with reporter.progress(case.label, len(prompts), "prompts") as advance:
+                yield Measured(case.label, case, *measure(loaded, case, prompts, advance))
+
+    return Prepared({"prompts": prompts}, rows())
+
+
+def table(records: Records, options: RecallOptions) -> DataTable:
+    """Words quoted, by distance."""
+    distances = list(dict.fromkeys(unit["distance"] for unit in records[0]["units"]))
+    rows = []
+    for record in records:
+        for distance in (*distances, None) if len(distances) > 1 else (None,):
+            units = [unit for unit in record["units"] if distance in (None, unit["distance"])]
+            of_all = distance is None
+            rows.append(
+                {
+                    "method": record["label"],
+                    "words between": f"{distances[0] if len(distances) == 1 else distance or 'all'}",
+                    "words quoted": f"{mean(units, 'quoted'):.1f}",
+                    "95 % interval": interval(record, "quoted", "{:.1f}") if of_all else "",
+                    "difference": difference(record, "quoted", "{:+.1f}") if of_all else "",
+                    "whole passages": f"{sum(unit['exact'] for unit in units):.0f} of {len(units)}",
+                }
+            )
+    words = records[0]["units"][0]["words"]
+    title = f"{records[0]['model']}: words of {words} quoted before the first wrong one; {STAR}"
+    return DataTable.of(title, rows, ("95 % interval",))
+
+
+SUITE = EvalSuite(
+    name="recall",
+    help="A passage quoted word for word after other text.",
+    options=RecallOptions,
+    example="kvcli eval recall --method kivi-2 --distances 100",
+    saves_memory="lower --distances",
+    record=RecallRecord,
+    prepare=prepare,
+    tabulate=table,
+    with_reference=True,
+)

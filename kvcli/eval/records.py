@@ -1,19 +1,27 @@
 """The records of `kvcli eval`: one schema for all suites, checked when a record is written and when it is read.
 
-docs/records.md describes every field. This module does not know how anything is measured.
+docs/records.md describes every field. A suite adds a class of units and one of records.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from kvcli.errors import UsageError
+from kvcli.registry import EVAL_SUITES, get_suite
 from kvcli.storage.records import read_records, to_json
+
+Better = Literal["lower", "higher"]
+
+UNCOMPRESSED = "uncompressed"
+"""Label of the row of the model itself, with transformers' own cache."""
 
 
 class Strict(BaseModel):
@@ -38,73 +46,51 @@ class Metric(Strict):
     mean: float | None
     low: float | None
     high: float | None
-    better: Literal["lower", "higher"]
+    better: Better
     difference: Difference | None = None
 
 
-class TokenBlock(Strict):
-    """Unit of `kl` and `layers`: consecutive tokens of a sequence, with means over them."""
+class Figure(NamedTuple):
+    """One figure of a kind of unit.
 
-    sequence: int
-    start: int
-    tokens: int
-    predicted: int
-    kl: float
-    flips: float
-    nll: float
-    reference_nll: float
+    Attributes:
+        name: in `EvalRecord.metrics`.
+        field: of the unit.
+        better: which direction is better.
+        weight: field that says what a unit counts; None: all units count the same.
+        gated: whether `--baseline` looks at it.
+    """
 
-
-class NeedlePrompt(Strict):
-    """Unit of `needle`: one value hidden in one text."""
-
-    context: int
-    depth: float
-    prompt: int
-    prompt_tokens: int
-    exact: float
-    prefix: float
-    expected: str
-    answer: str
+    name: str
+    field: str
+    better: Better
+    weight: str | None = None
+    gated: bool = True
 
 
-class RecallPrompt(Strict):
-    """Unit of `recall`: one passage to be quoted after other text."""
+@dataclass(frozen=True)
+class Series:
+    """One figure of every unit, in order."""
 
-    distance: int
-    prompt: int
-    prompt_tokens: int
-    words: int
-    quoted: int
-    exact: float
-    expected: str
-    answer: str
-
-
-class DriftPrompt(Strict):
-    """Unit of `drift`: one prompt continued greedily by both models."""
-
-    prompt: int
-    prompt_tokens: int
-    tokens: int
-    first_divergence: int | None
-    agreed: int
-    equal: float
-
-
-class TaskDocument(Strict):
-    """Unit of `tasks`: one document of one task."""
-
-    task: str
-    document: int
-    metric: str
-    better: Literal["lower", "higher"]
-    value: float
+    values: list[float]
+    weights: list[float]
+    better: Better
+    gated: bool = True
 
 
 class EvalRecord(Strict):
-    """What every suite records of a row: a method with its settings, measured on some units."""
+    """What every suite records of a row: a method with its settings, measured on some units.
 
+    Attributes:
+        figures: of the suite's units.
+    """
+
+    figures: ClassVar[tuple[Figure, ...]] = ()
+
+    if TYPE_CHECKING:  # of every suite's own type, after these fields
+        suite: str
+        unit: str
+        units: Sequence[Any]
     schema_version: Literal[1] = 1
     label: str
     model: str
@@ -120,106 +106,66 @@ class EvalRecord(Strict):
     threads: int
     machine: dict[str, Any]
 
+    @classmethod
+    def series(cls, units: Sequence[Any]) -> dict[str, Series]:
+        """The figures of units, by name."""
+        made = {}
+        for figure in cls.figures:
+            values = [float(getattr(unit, figure.field)) for unit in units]
+            weights = [1.0 if figure.weight is None else float(getattr(unit, figure.weight)) for unit in units]
+            made[figure.name] = Series(values, weights, figure.better, figure.gated)
+        return made
 
-class QualityRecord(EvalRecord):
-    """What `kl` and `layers` record besides: figures over all tokens, as `QualityReport` has them."""
+    @classmethod
+    def metrics_of(cls, units: Sequence[Any], compared: EvalRecord | None, seed: int = 0) -> dict[str, Metric]:
+        """The figures of units, each with its interval and its difference to a row of the same run.
 
-    kl_mean: float
-    kl_p99: float
-    flips: float
-    perplexity: float | None
-    reference_perplexity: float | None
-    num_tokens: int
-    unit: Literal["block of 256 tokens"] = "block of 256 tokens"
-    units: list[TokenBlock]
+        Args:
+            units: of the row.
+            compared: the row to compare with; None for that row itself.
+            seed: of the bootstrap.
+        """
+        from kvcli.eval.bootstrap import estimate, paired_difference
 
+        made = {}
+        others = {} if compared is None else cls.series(compared.units)
+        for name, series in cls.series(units).items():
+            own, versus = estimate(series.values, series.weights, seed), None
+            if compared is not None:
+                x = paired_difference(series.values, others[name].values, series.weights, seed)
+                mean = _finite(x.mean)
+                versus = Difference(to=compared.label, mean=mean, low=x.low, high=x.high, real=x.excludes_zero)
+            mean = _finite(own.mean)
+            made[name] = Metric(mean=mean, low=own.low, high=own.high, better=series.better, difference=versus)
+        return made
 
-class KLRecord(QualityRecord):
-    """A row of `--suite kl`."""
+    def to_plain(self) -> dict[str, Any]:
+        """The record as the plain JSON values that are written; checked by reading them again.
 
-    suite: Literal["kl"] = "kl"
-
-
-class LayerRecord(QualityRecord):
-    """A row of `--suite layers`: a method that compresses one layer alone, or all of them."""
-
-    suite: Literal["layers"] = "layers"
-    layer: int | None
-
-
-class NeedleRecord(EvalRecord):
-    """A row of `--suite needle`."""
-
-    suite: Literal["needle"] = "needle"
-    unit: Literal["prompt"] = "prompt"
-    units: list[NeedlePrompt]
-
-
-class RecallRecord(EvalRecord):
-    """A row of `--suite recall`."""
-
-    suite: Literal["recall"] = "recall"
-    unit: Literal["prompt"] = "prompt"
-    units: list[RecallPrompt]
-
-
-class DriftRecord(EvalRecord):
-    """A row of `--suite drift`."""
-
-    suite: Literal["drift"] = "drift"
-    unit: Literal["prompt"] = "prompt"
-    units: list[DriftPrompt]
+        Raises:
+            ValidationError: a field that the schema does not have, or a value of another type.
+        """
+        plain: dict[str, Any] = json.loads(to_json(self.model_dump(mode="json")))
+        from_plain(plain)
+        return plain
 
 
-class TaskRecord(EvalRecord):
-    """A row of `--suite tasks`."""
-
-    suite: Literal["tasks"] = "tasks"
-    unit: Literal["document"] = "document"
-    versions: dict[str, Any]
-    units: list[TaskDocument]
+class _Named(BaseModel):
+    suite: Literal[tuple(EVAL_SUITES)]  # type: ignore[valid-type]
 
 
-Record = KLRecord | LayerRecord | NeedleRecord | RecallRecord | DriftRecord | TaskRecord
-"""A record of any suite."""
-
-_CLASSES: dict[str, type[Any]] = {
-    "kl": KLRecord,
-    "layers": LayerRecord,
-    "needle": NeedleRecord,
-    "recall": RecallRecord,
-    "drift": DriftRecord,
-    "tasks": TaskRecord,
-}
-_ADAPTER: TypeAdapter[Record] = TypeAdapter(Annotated[Record, Field(discriminator="suite")])
-
-
-def record_class(suite: str) -> type[Any]:
-    """The class of a suite's records."""
-    return _CLASSES[suite]
-
-
-def to_plain(record: Record) -> dict[str, Any]:
-    """A record as the plain JSON values that are written; checked by reading them again.
-
-    Raises:
-        ValidationError: a field that the schema does not have, or a value of another type.
-    """
-    plain: dict[str, Any] = json.loads(to_json(record.model_dump(mode="json")))
-    _ADAPTER.validate_python(plain)
-    return plain
-
-
-def from_plain(values: Mapping[str, Any]) -> Record:
+def from_plain(values: Mapping[str, Any]) -> EvalRecord:
     """The record of plain JSON values.
 
     Raises:
         ValidationError: a field that is missing, unknown or of another type.
     """
-    return _ADAPTER.validate_python(values)
+    suite = _Named.model_validate(values).suite
+    record: EvalRecord = get_suite(EVAL_SUITES[suite]).record.model_validate(values)
+    return record
 
 
-def read_rows(path: Path) -> list[Record]:
+def read_rows(path: Path) -> list[EvalRecord]:
     """The records of a file: lines that `--out` wrote, or the object that `--json` printed.
 
     Raises:
@@ -231,17 +177,30 @@ def read_rows(path: Path) -> list[Record]:
         raise UsageError(f"cannot read {path}: {getattr(error, 'strerror', None) or 'it is not text'}") from error
     try:
         whole = json.loads(text)
-        found = whole.get("rows", [whole]) if isinstance(whole, dict) else []
+        rows = whole.get("rows", [whole]) if isinstance(whole, dict) else []
     except ValueError:
-        found = read_records(path)
-    if not isinstance(found, list) or not found:
+        rows = read_records(path)
+    if not isinstance(rows, list) or not rows:
         raise UsageError(f"{path} holds no records of kvcli eval")
-    rows = []
-    for place, values in enumerate(found):
+    records = []
+    for place, values in enumerate(rows):
         try:
-            rows.append(from_plain(values))
+            records.append(from_plain(values))
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"]))
             raise UsageError(f"{path}: row {place} is no record of kvcli eval ({where}: {first['msg']})") from error
-    return rows
+    return records
+
+
+def check_labels(suite: str, labels: Sequence[str], former: Sequence[EvalRecord]) -> None:
+    """Raises UsageError for a row that has no former record; it can be called before anything is measured."""
+    known = list(dict.fromkeys(other.label for other in former if other.suite == suite))
+    for label in labels:
+        if label not in known:
+            have = ", ".join(known) or "none"
+            raise UsageError(f"the baseline has no row '{label}' of suite {suite}; its rows are: {have}")
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -26,12 +26,12 @@ class CachedFromBuffers(Generic[ValueT]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors held: the value itself, or the tensors among its attributes."""
+        """Bytes of the tensors: the value itself, or the tensors among its attributes."""
         value = self._cached[1] if self._cached is not None else None
-        held = [value] if isinstance(value, Tensor) else vars(value).values() if value is not None else []
-        return sum(x.nbytes for x in held if isinstance(x, Tensor))
+        tensors = [value] if isinstance(value, Tensor) else vars(value).values() if value is not None else []
+        return sum(x.nbytes for x in tensors if isinstance(x, Tensor))
 
 
 def _version(x: Tensor) -> tuple[object, ...]:
-    """What changes when a tensor does; tensors made in inference mode have no version counter."""
+    """A key that changes when a tensor does; tensors made in inference mode have no version counter."""
     return x.data_ptr(), x.device, x.shape, 0 if x.is_inference() else x._version

@@ -1,4 +1,4 @@
-"""Which tiles a kernel takes: those tuned on Hopper, or smaller ones for GPUs with less shared memory.
+"""Tile sizes of kernels: those tuned on Hopper, or smaller ones for GPUs with less shared memory.
 
 Triton makes other code before compute capability 9.0: operands of products stay in registers, and a block of threads
 may ask for 163 KiB of shared memory (8.0) or 99 KiB (8.6, 8.9, 12.0) instead of 227 KiB.

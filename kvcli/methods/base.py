@@ -48,7 +48,7 @@ class Tensors:
 
 @dataclass(frozen=True)
 class State(Tensors):
-    """What a codec keeps of each sequence, such as a subspace of its prompt's queries; axis 0 of each is the batch."""
+    """State of a codec for each sequence, such as a subspace of its prompt's queries; axis 0 is the batch."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class Codec(nn.Module, ABC, Generic[CodesT, StateT]):
         return False
 
     def peak(self, x: Tensor, codes: CodesT) -> Tensor:
-        """What `max_magnitude` limits, float32 []: the largest magnitude of x [batch, num_kv_heads, time, head_dim].
+        """The largest magnitude, float32 [], which `max_magnitude` limits, of x [batch, num_kv_heads, time, head_dim].
 
         Args:
             x: tokens that were encoded.
@@ -196,7 +196,7 @@ class Codec(nn.Module, ABC, Generic[CodesT, StateT]):
         return self._encoded_groups[key]
 
     def kernel_note(self, device: torch.device) -> str | None:
-        """What encoding on a device does without its kernels, and why; None if it uses them or has none.
+        """How and why encoding on a device does without its kernels; None if it uses them or has none.
 
         Args:
             device: where tokens will be encoded.
@@ -204,7 +204,7 @@ class Codec(nn.Module, ABC, Generic[CodesT, StateT]):
         return None
 
     def make_kernel_tables(self) -> None:
-        """Derives from the buffers what kernels read beside them, as the first call of a kernel would."""
+        """Computes the tables that kernels read, from the buffers, as the first call of a kernel would."""
 
     def randomize_(self, generator: torch.Generator) -> None:
         """Fills the buffers that a fit would fill with random values, in place, for measuring speed and memory.
@@ -230,7 +230,7 @@ class Codec(nn.Module, ABC, Generic[CodesT, StateT]):
 
 
 class KeyCodec(Codec[CodesT, StateT]):
-    """A codec of keys, which says whether it wants them before or after RoPE.
+    """A codec of keys; `space` says whether it takes them before or after RoPE.
 
     A codec with a state observes queries and keys of every sequence until the first keys of that sequence are encoded;
     then its state is final.
@@ -287,7 +287,7 @@ class KeyCodec(Codec[CodesT, StateT]):
         return _in_range(keys, dtype)
 
     def finalize_state(self, state: StateT, rows: list[int]) -> None:
-        """Computes, in place, what encoding needs from what was observed.
+        """Computes, in place, from the observed tokens what encoding needs.
 
         Args:
             state: the sequences' state.

@@ -14,7 +14,7 @@ ScalarBits = Literal[1, 2, 4, 8]
 
 
 class CacheConfig(BaseModel):
-    """What stays in full precision; a method's own config adds to it.
+    """Settings of the tokens in full precision; the config of a method adds its own.
 
     Attributes:
         needs_artifact: whether the method does nothing without fitting.
@@ -46,7 +46,7 @@ class CacheConfig(BaseModel):
         return next((pair for pair in names if cls.model_fields.keys() >= {*pair}), ())
 
     def resolve(self, spec: ModelSpec) -> Self:
-        """Settings with everything filled in that follows from the model's shapes.
+        """Settings with all values filled in that follow from the model's shapes.
 
         Raises:
             ValueError: settings that do not fit the shapes.

@@ -1,4 +1,4 @@
-"""What attention over codes is given and returns: the interface between codecs, kernels and attention."""
+"""Arguments and results of attention over codes: the interface between codecs, kernels and attention."""
 
 from __future__ import annotations
 

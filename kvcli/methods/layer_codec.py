@@ -53,7 +53,7 @@ class LayerCodec(nn.Module, Generic[KeyT, ValueT]):
         return self.key.space == "pre_rope" or self.offset is not None
 
     def encoder_input(self, keys: Tensor, rotation: Rotation, unrotate: Unrotate) -> Tensor:
-        """What `key.encode` takes, from keys of the window.
+        """The input of `key.encode`, from keys of the window.
 
         Args:
             keys: after RoPE, [batch, num_kv_heads, time, head_dim].
@@ -117,6 +117,6 @@ class LayerCodec(nn.Module, Generic[KeyT, ValueT]):
         self.key.fused = self.value.fused = fused
 
     def make_kernel_tables(self) -> None:
-        """Derives from the buffers what kernels read beside them, so that `fitted_bytes` counts it."""
+        """Computes the tables that kernels read, from the buffers, so that `fitted_bytes` counts them."""
         self.key.make_kernel_tables()
         self.value.make_kernel_tables()

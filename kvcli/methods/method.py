@@ -18,7 +18,7 @@ from kvcli.spec import ModelSpec
 
 @dataclass(frozen=True)
 class FitReport:
-    """What fitting one layer measured.
+    """The measurements of fitting one layer.
 
     Attributes:
         metrics: plain numbers for the artifact's metadata, by name.

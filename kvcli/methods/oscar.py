@@ -157,17 +157,17 @@ def _fit(
         shared = covariance.mean(0, keepdim=True) if config.rotation_scope == "layer" else covariance
         coder.rotation.copy_(oscar_rotation(shared))
     if not config.k_clip:
-        some = _thinned(rotated_tokens(train))
-        fit_clipping(key, rotated_keys(_coded(train, config), some), of_keys)
+        some = _evenly_spaced(rotated_tokens(train))
+        fit_clipping(key, rotated_keys(_without_bias(train, config), some), of_keys)
     if not config.v_clip:
-        fit_clipping(value, train.values.at(_thinned(torch.arange(train.num_tokens))), of_values)
-    keys = rotated_keys(_coded(heldout, config), rotated_tokens(heldout)[:_ERROR_TOKENS])
+        fit_clipping(value, train.values.at(_evenly_spaced(torch.arange(train.num_tokens))), of_values)
+    keys = rotated_keys(_without_bias(heldout, config), rotated_tokens(heldout)[:_ERROR_TOKENS])
     values = heldout.values.first(_ERROR_TOKENS)
     unweighted = torch.eye(key.spec.head_dim, device=keys.device).expand_as(of_keys)
     return FitReport({"key_error": _error(key, keys, of_keys), "value_error": _error(value, values, unweighted)})
 
 
-def _coded(samples: LayerSamples, config: OSCARConfig) -> LayerSamples:
+def _without_bias(samples: LayerSamples, config: OSCARConfig) -> LayerSamples:
     """Samples with the keys that are coded: less the projection's bias, unless the settings say otherwise."""
     if samples.key_bias is None or config.key_offset == "none":
         return samples
@@ -176,7 +176,7 @@ def _coded(samples: LayerSamples, config: OSCARConfig) -> LayerSamples:
     return LayerSamples(samples.q, keys, samples.values, samples.positions, samples.query_rotation, samples.key_bias)
 
 
-def _thinned(tokens: Tensor) -> Tensor:
+def _evenly_spaced(tokens: Tensor) -> Tensor:
     """`_CLIP_TOKENS` of the tokens at most, evenly spaced."""
     return tokens[:: -(-len(tokens) // _CLIP_TOKENS)]
 
@@ -236,10 +236,10 @@ def output_covariance(queries: Tensor, samples: LayerSamples) -> Tensor:
         block = queries[:, :, start : start + _QUERY_BLOCK]
         at = torch.arange(start, start + block.shape[2], device=block.device)
         near = ((sequence >= at[0] // seq_len) & (sequence <= at[-1] // seq_len)).nonzero()[:, 0]
-        seen = (sequence[near] == at[:, None] // seq_len) & (positions[near] <= at[:, None] % seq_len)
+        visible = (sequence[near] == at[:, None] // seq_len) & (positions[near] <= at[:, None] % seq_len)
         scores = block @ keys[:, None, near].mT / math.sqrt(block.shape[-1])
         # a query that sees no token has no output
-        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num(0.0)
+        weights = scores.masked_fill(~visible, -torch.inf).softmax(-1).nan_to_num(0.0)
         output = (weights @ values[:, None, near]).flatten(1, 2)
         covariance += output.mT @ output
     return covariance

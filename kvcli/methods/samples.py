@@ -1,4 +1,4 @@
-"""What was recorded of one attention layer; this module does not know about files."""
+"""Recorded queries, keys and values of one attention layer; this module does not know about files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class LayerFisher:
 
 
 class LayerSamples:
-    """What one attention layer saw, pre-RoPE.
+    """Queries, keys and values of one attention layer, before RoPE.
 
     Keys and values may be more than memory holds. `keys` and `values` are read block by block; `k` and `v` read all of
     them into memory.

@@ -27,7 +27,7 @@ class Schedule:
         return self.keep + max(self.block, self.multiple_of)
 
     def encoded_now(self, num_tokens: int) -> int:
-        """How many of the oldest of `num_tokens` tokens that are not encoded (without sinks) are encoded now."""
+        """The number of tokens to encode now, the oldest of `num_tokens` that are not encoded (without sinks)."""
         surplus = num_tokens - self.keep
         return 0 if surplus < self.block else surplus - surplus % self.multiple_of
 

@@ -46,7 +46,7 @@ class TokenBlocks:
         return iter(self._read())
 
     def map(self, function: Callable[[Tensor], Tensor], axis: int | None = None) -> TokenBlocks:
-        """What a function makes of each block, computed anew in every pass.
+        """The results of a function on each block, computed anew in every pass.
 
         Args:
             function: keeps the number of tokens.
@@ -57,7 +57,7 @@ class TokenBlocks:
         )
 
     def mean(self, function: Callable[[Tensor], Tensor]) -> Tensor:
-        """The mean over all tokens of something of which `function` gives the mean over a block's tokens."""
+        """The mean over all tokens, from the means over a block's tokens that `function` returns."""
         total: Tensor | None = None
         for block in self:
             part = function(block) * (block.shape[self.axis] / self.num_tokens)
@@ -71,22 +71,22 @@ class TokenBlocks:
         Args:
             tokens: int64 [count] indices, in any order, on the CPU.
         """
-        chosen: Tensor | None = None
+        result: Tensor | None = None
         start, last = 0, int(tokens.max()) if len(tokens) else 0
         for block in self:
             stop = start + block.shape[self.axis]
-            if chosen is None:
+            if result is None:
                 shape = list(block.shape)
                 shape[self.axis] = len(tokens)
-                chosen = block.new_empty(shape)
+                result = block.new_empty(shape)
             here = ((tokens >= start) & (tokens < stop)).nonzero()[:, 0]
             rows = block.index_select(self.axis, (tokens[here] - start).to(block.device))
-            chosen.index_copy_(self.axis, here.to(block.device), rows)
+            result.index_copy_(self.axis, here.to(block.device), rows)
             if last < stop:
                 break
             start = stop
-        assert chosen is not None
-        return chosen
+        assert result is not None
+        return result
 
     def first(self, count: int) -> Tensor:
         """The first tokens, as many as there are up to a count."""
@@ -137,7 +137,7 @@ class StoredBlocks(TokenBlocks):
             yield block.to(self._device)
 
     def update(self, function: Callable[..., Tensor], *others: TokenBlocks) -> None:
-        """Replaces each block by what a function makes of it and of the same block of other tensors.
+        """Replaces each block by a function of it and of the same block of other tensors.
 
         Args:
             function: keeps shape and dtype.

@@ -1,1 +1,1 @@
-"""What a run will need before it is started: bytes, peak memory, time."""
+"""Plans a run before it is started: bytes and an upper bound of memory."""

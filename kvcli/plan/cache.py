@@ -145,7 +145,7 @@ class CachePlan:
     def memory(
         self, prompt_tokens: int, passes: int = 0, batch: int = 1, *, chunk: int | None = None, steps: bool = False
     ) -> MemoryReport:
-        """What a cache reports after a prompt and so many passes of one token.
+        """The report of a cache after a prompt and so many passes of one token.
 
         Args:
             prompt_tokens: per sequence.

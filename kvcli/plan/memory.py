@@ -1,4 +1,4 @@
-"""What a method needs on a model: caches, weights and files exactly, the rest as an upper bound.
+"""Memory and disk of a method on a model: caches, weights and files exactly, the rest as an upper bound.
 
 Memory is what torch allocates on a GPU; on a CPU it is the resident set of the process, program included. Exact are
 the bytes of weights, caches, artifacts and files. What a forward pass allocates beside them is bounded by `pass_bound`.
@@ -185,7 +185,7 @@ def pass_bound(planned: PlannedModel, tokens: int, context: int, batch: int, *, 
 
 @dataclass(frozen=True)
 class MethodPlan:
-    """What a method needs on a model.
+    """Memory and disk of a method on a model.
 
     Attributes:
         planned: the model.
@@ -304,7 +304,7 @@ class MethodPlan:
         }
 
     def break_even(self, other: MethodPlan, tokens: int) -> dict[str, Any]:
-        """From when on this method, artifact included, takes less memory than another; None: never.
+        """The number of tokens from which this method, artifact included, takes less memory than another; None: never.
 
         Args:
             other: the method to compare with.

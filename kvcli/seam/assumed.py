@@ -1,4 +1,4 @@
-"""How a model without numbers is taken to attend: on the `meta` device nothing can be compared."""
+"""The attention of a model on the `meta` device, from its config: without numbers nothing can be compared."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WINDOWED = ("sliding_attention", "chunked_attention")
 
 
 def assume(model: nn.Module) -> ModelAttention:
-    """What a model's config says, without a look at what the model computes; see `kvcli.seam.probe`.
+    """The attention that a model's config describes, not verified by running it; see `kvcli.seam.probe`.
 
     Args:
         model: a causal language model of transformers on the `meta` device.

@@ -1,4 +1,4 @@
-"""Where the layers of a model are."""
+"""Finds the layers of a model."""
 
 from __future__ import annotations
 
@@ -61,4 +61,4 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
 
 def _layers(module: nn.Module, count: int) -> nn.ModuleList | None:
     lists = (child for child in module.children() if isinstance(child, nn.ModuleList))
-    return next((found for found in lists if len(found) == count), None)
+    return next((layers for layers in lists if len(layers) == count), None)

@@ -1,4 +1,4 @@
-"""How a layer attends, and one call of its attention."""
+"""The attention of a layer, and one call of it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ChannelOrder = Literal["halves", "neighbours", "last halves", "last neighbours"]
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """How one layer of full attention attends, as `kvcli.seam.probe` found it.
+    """The attention of one layer of full attention, as `kvcli.seam.probe` determined it.
 
     Attributes:
         layer_idx: counted among such layers.
@@ -60,7 +60,7 @@ class LayerAttention:
 
 
 class RotaryOutput(NamedTuple):
-    """What the model's rotary module computed for one forward pass.
+    """The output of the model's rotary module for one forward pass.
 
     Attributes:
         positions: [batch or 1, query_len] RoPE positions of the new tokens.

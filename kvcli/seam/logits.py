@@ -1,4 +1,4 @@
-"""Logits of last hidden states that were computed before: of a few tokens at a time, where all would be too many."""
+"""Logits from last hidden states, so that a caller can compute those of a few tokens at a time."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ def logits_of(model: Any, states: Tensor) -> Tensor:
     Returns:
         [batch, time, vocab_size].
     """
-    whole = backbone(model)
-    given = _Given(whole, states)
-    replace_module(model, whole, given)
+    base = backbone(model)
+    stand_in = _ComputedStates(base, states)
+    replace_module(model, base, stand_in)
     try:
         ids = torch.zeros(states.shape[:2], dtype=torch.int64, device=states.device)
         logits: Tensor = model(input_ids=ids, use_cache=False).logits
         return logits
     finally:
-        replace_module(model, given, whole)
+        replace_module(model, stand_in, base)
 
 
-class _Given(nn.Module):
-    """Stands in for the layers of a model, and for every part of them, and returns what they computed."""
+class _ComputedStates(nn.Module):
+    """Replaces the layers of a model, and every part of them, and returns given hidden states."""
 
-    def __init__(self, whole: nn.Module, states: Tensor) -> None:
+    def __init__(self, base: nn.Module, states: Tensor) -> None:
         super().__init__()
-        self._whole, self.states = [whole], states  # in a list: not a part of this module
+        self._base, self.states = [base], states  # in a list: not a part of this module
 
     def forward(self, *args: Any, **kwargs: Any) -> _Output:
         return _Output(self.states)
 
     def __getattr__(self, name: str) -> Any:
-        """OPT calls a part of its base model; others read a field of it."""
-        found = getattr(self._whole[0], name)
-        return self if isinstance(found, nn.Module) else found
+        """Attributes of the base model; OPT calls a part of it, others read a field."""
+        attribute = getattr(self._base[0], name)
+        return self if isinstance(attribute, nn.Module) else attribute
 
 
 class _Output:

@@ -1,4 +1,4 @@
-"""How all layers of a model attend."""
+"""The attention of all layers of a model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHARED_CONFIG = "another model that has the same config object is attached; deta
 
 @dataclass(frozen=True)
 class ModelAttention:
-    """How the layers of a model attend.
+    """The attention of the layers of a model.
 
     Attributes:
         layers: those of full attention, in their order.
@@ -40,7 +40,7 @@ class ModelAttention:
     notes: tuple[str, ...] = ()
 
     def layer_of(self, module: nn.Module) -> LayerAttention | None:
-        """How a module attends, if its attention is full."""
+        """The attention of a module, if it is full attention."""
         return self._by_module.get(id(module))
 
     @property

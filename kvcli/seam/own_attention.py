@@ -21,7 +21,7 @@ def own_attention(
     mask: Tensor | None,
     **kwargs: Any,
 ) -> Any:
-    """What an attention module would have called without us: SDPA, or its file's `eager_attention_forward`.
+    """The function that an attention module would call without kvcli: SDPA, or its file's `eager_attention_forward`.
 
     Args:
         module: the attention module.

@@ -1,6 +1,6 @@
-"""Where kvcli meets transformers: pre-RoPE queries and keys, and an attention function of our own.
+"""The patch of transformers' models: pre-RoPE queries and keys, and kvcli's attention function.
 
-The model's rotary module is wrapped to keep the rotation and hand out the identity, so that q and k stay pre-RoPE on
+The model's rotary module is wrapped to keep the rotation and return the identity, so that q and k stay pre-RoPE on
 their way to the cache and to the attention function, which rotates them itself. No modelling code is copied, and
 nothing is patched before `Seam.open`. This module does not know what the attention function does.
 """
@@ -38,20 +38,20 @@ class _CurrentPass(local):
     Attributes:
         is_running: whether one is.
         output: what the rotary module computed for it; None before that, and after the last layer.
-        own: what the rotary module returned.
-        handed: what was handed out instead.
+        original: what the rotary module returned.
+        replacement: what the model got instead.
         on_failure: called if the pass raises, once it has added tokens to a cache; None before that.
     """
 
     is_running = False
     output: RotaryOutput | None = None
-    own: Any = None
-    handed: Any = None
+    original: Any = None
+    replacement: Any = None
     on_failure: Callable[[], None] | None = None
 
 
 def _accept(anything: Any) -> None:
-    """Refuses nothing."""
+    """Accepts every call."""
 
 
 class Seam:
@@ -92,13 +92,13 @@ class Seam:
         self.attention: ModelAttention = probe(model)
         self._rotary: PreRopeRotary | None = None
         self._hooks: list[Any] = []
-        self._asks_for_others = False  # whether the rotary module is asked for other positions than layers are told
+        self._rotary_sees_other_positions = False  # other ones than those that layers are given
         self._generator: Any = None
         self._implementation: str | None = None
 
     @property
     def devices(self) -> set[torch.device]:
-        """Of the model's layers and embeddings."""
+        """The devices of the model's layers and embeddings."""
         return {x.device for x in self._decoder.parameters()}
 
     @property
@@ -167,11 +167,11 @@ class Seam:
         """
         output = self.current.output
         if output is not None and (self.current.is_running or positions is None or positions is output.positions):
-            given = self._rotary is None or positions is None or positions is output.positions
-            self._asks_for_others = self._asks_for_others or not given
+            same = self._rotary is None or positions is None or positions is output.positions
+            self._rotary_sees_other_positions = self._rotary_sees_other_positions or not same
             return output
         # gradient checkpointing calls a layer again after the pass, on CUDA in another thread
-        if self._rotary is not None and (positions is None or self._asks_for_others):
+        if self._rotary is not None and (positions is None or self._rotary_sees_other_positions):
             raise ModelError("the attention was called outside a forward pass of the model")
         if positions is None or self._rotary is None:
             # nothing rotates, so that any positions will do
@@ -188,27 +188,27 @@ class Seam:
     def _is_attached(self) -> bool:
         return any(hasattr(module, _ATTRIBUTE) for module in self.model.modules())
 
-    def _on_rotary(self, output: RotaryOutput, own: Any, handed: Any) -> None:
-        self.current.output, self.current.own, self.current.handed = output, own, handed
+    def _on_rotary(self, output: RotaryOutput, original: Any, replacement: Any) -> None:
+        self.current.output, self.current.original, self.current.replacement = output, original, replacement
 
     def _forget_pass(self) -> None:
-        self.current.output = self.current.own = self.current.handed = None
+        self.current.output = self.current.original = self.current.replacement = None
 
     @untraced
     def _give_own_rotation(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Gives an attention module that rotates by itself what the rotary module returned."""
-        own, handed = self.current.own, self.current.handed
-        if handed is None:
+        original, replacement = self.current.original, self.current.replacement
+        if replacement is None:
             return None
-        beside = handed if isinstance(handed, Tensor) else handed[0]
-        if any(x.device != beside.device for x in chain(module.parameters(), module.buffers())):
+        like = replacement if isinstance(replacement, Tensor) else replacement[0]
+        if any(x.device != like.device for x in chain(module.parameters(), module.buffers())):
             # what is handed out was copied on its way, so that it would not be recognised
             raise ModelError(
                 "a layer that rotates by itself is on another device than what the rotary module returns "
-                f"({beside.device}), which is not supported"
+                f"({like.device}), which is not supported"
             )
-        args = tuple(own if passes_on(x, handed) else x for x in args)
-        return args, {name: own if passes_on(x, handed) else x for name, x in kwargs.items()}
+        args = tuple(original if passes_on(x, replacement) else x for x in args)
+        return args, {name: original if passes_on(x, replacement) else x for name, x in kwargs.items()}
 
     @untraced
     def _before_pass(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -219,8 +219,8 @@ class Seam:
                 f"the attention implementation was set to '{config._attn_implementation}' while the model is attached; "
                 "detach first"
             )
-        wanted = call.get("output_attentions")
-        if config.output_attentions if wanted is None else wanted:
+        weights = call.get("output_attentions")
+        if config.output_attentions if weights is None else weights:
             raise ModelError("attention weights are not computed while a model is attached; drop output_attentions")
         if call.get("use_cache") is None:
             call["use_cache"] = config.use_cache

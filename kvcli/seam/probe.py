@@ -1,4 +1,4 @@
-"""How a model attends, found out by running it on a few tokens.
+"""Determines how a model attends, by running it on a few tokens.
 
 Nothing is known of families. The model runs on twelve tokens with a recorder as its attention function; then eight
 and four of them go through transformers' own cache, and every layer of full attention is called a second time with
@@ -28,7 +28,7 @@ from kvcli.seam.decoder import find_decoder, text_model
 from kvcli.seam.model import ATTENTION_NAME, SHARED_CONFIG, ModelAttention
 from kvcli.seam.recorder import FAILURES, NewTokens, NotUnderstood, Recorder, module_name, one_line, record
 from kvcli.seam.tested import FULL, HYBRID
-from kvcli.seam.trial import FoundLayer, Trial, tolerance
+from kvcli.seam.trial import LayerResult, Trial, tolerance
 from kvcli.spec import ModelSpec, general_fields, no_rope, rope_spec
 
 _NAME = "kvcli_probe"
@@ -38,7 +38,7 @@ _known: WeakKeyDictionary[nn.Module, ModelAttention] = WeakKeyDictionary()
 
 
 def probe(model: nn.Module) -> ModelAttention:
-    """Finds out how a model attends.
+    """Determines how a model attends.
 
     Args:
         model: a causal language model of transformers; it is as before afterwards. Of one on the `meta` device it is
@@ -51,17 +51,17 @@ def probe(model: nn.Module) -> ModelAttention:
     """
     if all(weight.is_meta for weight in model.parameters()):
         return assume(model)
-    found = _known.get(model)
+    attention = _known.get(model)
     if _implementation(model) == ATTENTION_NAME:
-        if found is None:
+        if attention is None:
             raise ModelError(SHARED_CONFIG)
-        return found
-    if found is None or found.implementation != _implementation(model) or not _still_there(found, model):
+        return attention
+    if attention is None or attention.implementation != _implementation(model) or not _has_modules(attention, model):
         probing = _Probe(model)
-        found = probing.run()
-        if probing.trial.is_finite:  # with NaN in the weights, nothing was found out
-            _known[model] = found
-    return found
+        attention = probing.run()
+        if probing.trial.is_finite:  # with NaN in the weights, nothing was compared
+            _known[model] = attention
+    return attention
 
 
 def find_rope(model: nn.Module) -> Rope:
@@ -69,9 +69,9 @@ def find_rope(model: nn.Module) -> Rope:
     return probe(model).rope
 
 
-def _still_there(found: ModelAttention, model: nn.Module) -> bool:
+def _has_modules(attention: ModelAttention, model: nn.Module) -> bool:
     modules = {id(module) for module in model.modules()}
-    needed = [*found.modules, *([] if found.source is None else [found.source.module])]
+    needed = [*attention.modules, *([] if attention.source is None else [attention.source.module])]
     return all(id(module) in modules for module in needed)
 
 
@@ -81,7 +81,7 @@ def _implementation(model: nn.Module) -> str | None:
 
 
 def _device(model: nn.Module) -> torch.device:
-    """That of the first weights which are in memory; embeddings may be offloaded."""
+    """The device of the first weights that are in memory; embeddings may be offloaded."""
     return next(weight.device for weight in model.parameters() if not weight.is_meta)
 
 
@@ -103,17 +103,17 @@ class _Probe:
         self.takes_positions = "position_ids" in inspect.signature(self.model.forward).parameters
 
     def run(self) -> ModelAttention:
-        """Returns what was found out."""
+        """Runs the model and returns how it attends."""
         vocabulary = self.config.vocab_size
         tokens = (torch.arange(_TOKENS) * 7919 + 11) % max(1, vocabulary - 3) + min(3, vocabulary - 1)
         tokens = tokens.unsqueeze(0).to(_device(self.model))
         with _quiet(self.model):
-            own = self._run(tokens, use_cache=False)
+            logits = self._run(tokens, use_cache=False)
             with self._recording():
                 recorded = self._run(tokens, use_cache=False)
                 modules = [call.module for call in self.recorder.calls]
                 self._check_calls(modules)
-                self._check_same(own, recorded)
+                self._check_same(logits, recorded)
                 self._check_layers(modules, tokens)
         return self._result(modules)
 
@@ -154,9 +154,9 @@ class _Probe:
                     f"{module_name(self.model, module)} attends {modules.count(module)} times in one pass"
                 )
 
-    def _check_same(self, own: Tensor, recorded: Tensor) -> None:
-        error = self.trial.difference(recorded, own)
-        if not error <= tolerance(own):
+    def _check_same(self, logits: Tensor, recorded: Tensor) -> None:
+        error = self.trial.difference(recorded, logits)
+        if not error <= tolerance(logits):
             raise self._refusal(f"its logits change by {100 * error:.2g} % when its attention is called through us")
 
     def _check_layers(self, modules: list[nn.Module], tokens: Tensor) -> None:
@@ -178,8 +178,8 @@ class _Probe:
                 self.recorder.rotary_calls.clear()
                 # some models count from 0 in every pass where positions are not given
                 positions = torch.tensor([part], device=tokens.device)
-                given = {"position_ids": positions} if self.takes_positions else {}
-                self._run(tokens[:, positions[0]], past_key_values=self.own_cache, use_cache=True, **given)
+                arguments = {"position_ids": positions} if self.takes_positions else {}
+                self._run(tokens[:, positions[0]], past_key_values=self.own_cache, use_cache=True, **arguments)
         finally:
             for hook in hooks:
                 hook.remove()
@@ -192,62 +192,62 @@ class _Probe:
         return type(self.own_cache.layers[index]) is DynamicLayer and call.options.get("sliding_window") is None
 
     def _result(self, modules: list[nn.Module]) -> ModelAttention:
-        """Puts together what was found of all layers.
+        """The attention of the model from that of its layers.
 
         Raises:
             UnsupportedModelError: layers that differ in what all layers of a cache have in common.
         """
-        found = list(self.trial.found.values())
-        indices = [int(x.layer.module.layer_idx) for x in found]  # type: ignore[arg-type]
+        layers = list(self.trial.layers.values())
+        indices = [int(x.layer.module.layer_idx) for x in layers]  # type: ignore[arg-type]
         if indices != sorted(set(indices)):
             raise self._refusal(f"its layers attend in the order {indices}")
-        if len({x.shape for x in found}) > 1:
+        if len({x.shape for x in layers}) > 1:
             raise self._refusal("its layers of full attention have different shapes")
-        sources = {id(x.source): x.source for x in found if x.source is not None}
-        if len(sources) > 1 or len({x.layer.channels for x in found if x.layer.rotated}) > 1:
+        sources = {id(x.source): x.source for x in layers if x.source is not None}
+        if len(sources) > 1 or len({x.layer.channels for x in layers if x.layer.rotated}) > 1:
             raise self._refusal("its layers of full attention are rotated in different ways")
         source = next(iter(sources.values()), None)
-        spec = self._spec(found, indices)
+        spec = self._spec(layers, indices)
         rope: Rope = NoRope(spec.rope.rotary_dim, _device(self.model)) if source is None else source.rope
         return ModelAttention(
-            tuple(x.layer for x in found), tuple(modules), source, rope, spec, self.implementation, self._notes(found)
+            tuple(x.layer for x in layers), tuple(modules), source, rope, spec, self.implementation, self._notes(layers)
         )
 
-    def _spec(self, found: list[FoundLayer], indices: list[int]) -> ModelSpec:
-        num_heads, num_kv_heads, head_dim, value_dim = found[0].shape
-        total, rotated = len(self.own_cache.layers), [x for x in found if x.layer.rotated]
+    def _spec(self, layers: list[LayerResult], indices: list[int]) -> ModelSpec:
+        num_heads, num_kv_heads, head_dim, value_dim = layers[0].shape
+        total, rotated = len(self.own_cache.layers), [x for x in layers if x.layer.rotated]
         rope = no_rope(head_dim)
         if rotated:
             rope = replace(rope_spec(self.config, head_dim), rotary_dim=rotated[0].layer.rotary_dim)
         try:
             return ModelSpec(
                 **general_fields(self.config),
-                num_layers=len(found),
+                num_layers=len(layers),
                 num_heads=num_heads,
                 num_kv_heads=num_kv_heads,
                 head_dim=head_dim,
                 rope=rope,
                 value_head_dim=None if value_dim == head_dim else value_dim,
                 layer_indices=tuple(indices) if len(indices) < total else (),
-                other_layers=total - len(found),
-                unrotated=tuple(x.layer.layer_idx for x in found if rotated and not x.layer.rotated),
+                other_layers=total - len(layers),
+                unrotated=tuple(x.layer.layer_idx for x in layers if rotated and not x.layer.rotated),
             )
         except (ValueError, AttributeError) as error:
             raise self._refusal(one_line(error)) from error
 
-    def _notes(self, found: list[FoundLayer]) -> tuple[str, ...]:
-        """One line each about what is not as in most models."""
+    def _notes(self, layers: list[LayerResult]) -> tuple[str, ...]:
+        """One line about each property that most models do not have."""
         notes, total = [], len(self.own_cache.layers)
         if self.config.model_type not in FULL + HYBRID:
             notes.append(
                 f"model type '{self.config.model_type}' is not among the families that kvcli is tested with; on a few "
                 "tokens, its attention is what kvcli computes"
             )
-        if len(found) < total:
-            notes.append(f"{len(found)} of {total} layers attend to the whole context and are compressed")
-        themselves = sum(x.layer.own_rotation for x in found)
-        if themselves:
-            notes.append(f"{themselves} layers rotate keys in a way of their own: these are compressed after RoPE")
+        if len(layers) < total:
+            notes.append(f"{len(layers)} of {total} layers attend to the whole context and are compressed")
+        rotating = sum(x.layer.own_rotation for x in layers)
+        if rotating:
+            notes.append(f"{rotating} layers rotate keys in a way of their own: these are compressed after RoPE")
         return tuple(notes)
 
     def _refusal(self, reason: str) -> UnsupportedModelError:

@@ -1,4 +1,4 @@
-"""What a probed model does: the calls of its attention function and of its rotary modules, and the cache it fills."""
+"""Records a probed model: the calls of its attention function and rotary modules, and the cache that it fills."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ class RecordedCall:
 
 
 class NewTokens:
-    """What the probe's cache returns in place of the keys: those of all tokens so far."""
+    """Returned by the probe's cache in place of the keys: keys and values of all tokens so far."""
 
     def __init__(self, key: Tensor, value: Tensor, new_value: Tensor) -> None:
         self.key, self.value, self.new_value = key, value, new_value
 
 
 class ProbeLayer(CacheLayerMixin):
-    """Keeps keys and values and hands them out as our cache does."""
+    """A cache layer that keeps keys and values and returns them as our cache does."""
 
     is_sliding = False
 
@@ -168,13 +168,13 @@ def record(module: nn.Module, *args: Any, **options: Any) -> tuple[Tensor, Any]:
 
 
 def _is_bidirectional(module: nn.Module, options: dict[str, Any]) -> bool:
-    """Whether a module that passes no mask wants none."""
+    """Whether a module that passes no mask attends to later tokens too."""
     is_causal = options.get("is_causal")
     return not (getattr(module, "is_causal", True) if is_causal is None else is_causal)
 
 
 def module_name(model: nn.Module, module: nn.Module) -> str:
-    """What a model calls one of its modules."""
+    """The name of a module in its model."""
     return next(name for name, x in model.named_modules() if x is module)
 
 

@@ -1,4 +1,4 @@
-"""The model's rotary module: where it is, what it returns, and the wrapper that keeps its rotation to us."""
+"""The rotary module of a model: where it is, what it returns, and a wrapper that withholds its rotation."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class RotaryCall:
 
     @classmethod
     def of(cls, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> RotaryCall | None:
-        """From the arguments of a call; None if they are not those of a rotary module."""
+        """A record of a call; None if its arguments are not those of a rotary module."""
         rest = [*args[1:], *(value for name, value in kwargs.items() if name not in ("x", "hidden_states"))]
         if "position_ids" in kwargs:
             rest.insert(0, rest.pop(next(i for i, x in enumerate(rest) if x is kwargs["position_ids"])))
@@ -65,21 +65,21 @@ class RotaryCall:
         return cls(module, rest[0], tuple(rest[1:]), output)
 
     def source(self) -> RotarySource | None:
-        """The source, if its angles depend on the positions alone and it says them again when asked."""
+        """The source, if its angles depend on the positions alone and a second call returns the same."""
         layout = _layout(self.output)
-        whole = self.positions.dim() == 2 and not self.positions.is_floating_point()
-        if layout is None or not whole or not _is_static(self):
+        are_indices = self.positions.dim() == 2 and not self.positions.is_floating_point()
+        if layout is None or not are_indices or not _is_static(self):
             return None
         source = RotarySource(self.module, self.arguments, layout)
         again = source.rope.rotation(self.positions, _first(self.output).real.dtype)
         # accelerate moves what a module is given to its device, and leaves what it returns there
-        told = Rotation.from_model(self.output, layout).to(self.positions.device)
-        same = torch.equal(again.cos, told.cos) and torch.equal(again.sin, told.sin)
+        returned = Rotation.from_model(self.output, layout).to(self.positions.device)
+        same = torch.equal(again.cos, returned.cos) and torch.equal(again.sin, returned.sin)
         return source if same and _is_steady(source.rope) else None
 
 
 def passes_on(value: Any, output: Any) -> bool:
-    """Whether an argument of an attention module is what a rotary module returned, or its tensors put together anew."""
+    """Whether an argument of an attention module is what a rotary module returned, or a new tuple of its tensors."""
     if value is output:
         return True
     return isinstance(value, tuple | list) and isinstance(output, tuple) and len(value) == 2 and value[0] is output[0]
@@ -100,7 +100,7 @@ class PreRopeRotary(nn.Module):
 
     Args:
         source: what is replaced; calls with other arguments pass through.
-        on_call: given positions and rotation of a pass, what the module returned and what is handed out instead.
+        on_call: given positions and rotation of a pass, what the module returned and what the model gets instead.
     """
 
     def __init__(self, source: RotarySource, on_call: Callable[[RotaryOutput, Any, Any], None]) -> None:
@@ -109,7 +109,7 @@ class PreRopeRotary(nn.Module):
         self.source, self.on_call = source, on_call
 
     def __getattr__(self, name: str) -> Any:
-        """What a model reads of its rotary module, such as its config."""
+        """Attributes of the rotary module that a model reads, such as its config."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -124,13 +124,13 @@ class PreRopeRotary(nn.Module):
         rotation = Rotation.from_model(output, self.source.layout)
         if isinstance(output, Tensor):
             rotation = Rotation(*(x.to(args[0].dtype) for x in (rotation.cos, rotation.sin)))
-        handed = nothing_turned(output)
-        self.on_call(RotaryOutput(call.positions, rotation.to(call.positions.device)), output, handed)
-        return handed
+        identity = identity_like(output)
+        self.on_call(RotaryOutput(call.positions, rotation.to(call.positions.device)), output, identity)
+        return identity
 
 
-def nothing_turned(output: Any) -> Any:
-    """The rotation by 0 in the form of what a rotary module returned."""
+def identity_like(output: Any) -> Any:
+    """cos = 1 and sin = 0 in the format of a rotary module's output."""
     return torch.ones_like(output) if isinstance(output, Tensor) else identity_factors(output[0])
 
 
@@ -147,7 +147,7 @@ def _first(output: Any) -> Tensor:
 
 
 def _layout(output: Any) -> Layout | None:
-    """How the channels of a rotary module's output are those of pairs; None if there are none."""
+    """The order of pairs in the channels of a rotary module's output."""
     if isinstance(output, Tensor):
         return "complex"
     channels = output[0].shape[-1]
@@ -168,7 +168,7 @@ def _copied(module: nn.Module) -> nn.Module:
 
 
 def _is_static(call: RotaryCall) -> bool:
-    """Whether angles stay as they are when a context grows; asked of a copy, which may remember the longest one."""
+    """Whether angles stay the same when a context grows; a copy is called, because it may remember the longest one."""
     module, like = _copied(call.module), torch.empty(0, device=call.positions.device)
     before = module(like, call.positions, *call.arguments)
     far = torch.full_like(call.positions[:, :1], 2**22)

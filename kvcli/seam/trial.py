@@ -1,4 +1,4 @@
-"""One layer called again, as it will be called with our cache, and compared with what the model computed."""
+"""Calls a layer again, as it will be called with our cache, and compares that with what the model computed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvcli.seam.recorder import (
     module_name,
     one_line,
 )
-from kvcli.seam.rotary import RotaryCall, RotarySource, moved, nothing_turned, passes_on
+from kvcli.seam.rotary import RotaryCall, RotarySource, identity_like, moved, passes_on
 from kvcli.seam.sdpa import causal_mask, plain_attention
 
 _TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -30,7 +30,7 @@ _TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.float16: 1e-2, tor
 
 
 @dataclass(frozen=True)
-class FoundLayer:
+class LayerResult:
     """A layer that is understood, with what rotates it and its shape."""
 
     layer: LayerAttention
@@ -40,14 +40,14 @@ class FoundLayer:
 
 
 class Trial:
-    """Finds out of each layer how it attends, by calling it again in every way that it may.
+    """Determines how each layer attends, by calling it again as each of its candidates.
 
     Args:
         recorder: of the model.
-        own_cache: what the model runs with while its layers are called again.
+        own_cache: the cache of transformers that the model fills while its layers are called again.
 
     Attributes:
-        found: the layers that are understood, in the order of their calls.
+        layers: those that are understood, in the order of their calls.
         is_finite: whether everything compared so far was.
     """
 
@@ -55,40 +55,40 @@ class Trial:
         self.recorder, self.own_cache = recorder, own_cache
         self.cache = Cache(layers=[ProbeLayer() for _ in own_cache.layers])
         self.sources: dict[tuple[int, tuple[Any, ...]], RotarySource | None] = {}
-        self.found: dict[nn.Module, FoundLayer] = {}
+        self.layers: dict[nn.Module, LayerResult] = {}
         self.is_finite = True
 
     def again(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Calls an attention module with the input that it just had, as it will be called with our cache."""
-        name, own = module_name(self.recorder.model, module), self.recorder.calls[-1]
-        if own.module is not module:
+        name, stock = module_name(self.recorder.model, module), self.recorder.calls[-1]
+        if stock.module is not module:
             raise NotUnderstood(f"{name} did not attend")
-        call, known = self.recorder.rotary_of(args, kwargs), self.found.get(module)
-        if known is not None and known.scaling != own.scaling:
+        call, known = self.recorder.rotary_of(args, kwargs), self.layers.get(module)
+        if known is not None and known.scaling != stock.scaling:
             raise NotUnderstood(f"{name} scales its scores by other factors as a context grows")
-        tried = iter([known.layer]) if known is not None else self._candidates(module, own, call)
+        candidates = iter([known.layer]) if known is not None else self._candidates(module, stock, call)
         reasons = []
-        for layer in tried:
+        for layer in candidates:
             rotary = None if layer.own_rotation else call
             try:
-                self._try(layer, rotary, own, args, kwargs, output)
+                self._try(layer, rotary, stock, args, kwargs, output)
             except NotUnderstood as error:
                 reasons.append(str(error))
             else:
                 source = self._source(call) if call is not None and layer.rotated else None
-                heads, _, head_dim = own.query.shape[1:]
-                shape = (heads, own.key.shape[1], head_dim, own.value.shape[3])
-                self.found[module] = FoundLayer(layer, source, shape, own.scaling)
+                heads, _, head_dim = stock.query.shape[1:]
+                shape = (heads, stock.key.shape[1], head_dim, stock.value.shape[3])
+                self.layers[module] = LayerResult(layer, source, shape, stock.scaling)
                 return
         raise NotUnderstood(f"{name}: {reasons[-1]}")
 
-    def _candidates(self, module: nn.Module, own: RecordedCall, call: RotaryCall | None) -> Iterator[LayerAttention]:
-        """How a layer may attend, the most useful first."""
-        layer = LayerAttention(len(self.found), module, rotated=False, **self._special(own))
+    def _candidates(self, module: nn.Module, stock: RecordedCall, call: RotaryCall | None) -> Iterator[LayerAttention]:
+        """The ways in which a layer may attend, the most useful first."""
+        layer = LayerAttention(len(self.layers), module, rotated=False, **self._special(stock))
         source = None if call is None else self._source(call)
         if source is not None:
             dim = 2 * len(source.rope.inv_freq)
-            for order in get_args(ChannelOrder) if dim <= own.query.shape[3] else ():
+            for order in get_args(ChannelOrder) if dim <= stock.query.shape[3] else ():
                 yield replace(layer, rotated=True, channels=order, rotary_dim=dim)
             yield layer
         yield replace(layer, own_rotation=call is not None)
@@ -99,18 +99,18 @@ class Trial:
             self.sources[key] = call.source()
         return self.sources[key]
 
-    def _special(self, own: RecordedCall) -> dict[str, Any]:
+    def _special(self, stock: RecordedCall) -> dict[str, Any]:
         """Soft-capping and sinks."""
-        sinks, heads = own.options.get("s_aux"), own.query.shape[1]
+        sinks, heads = stock.options.get("s_aux"), stock.query.shape[1]
         if sinks is not None and sinks.shape != (heads,):
             raise NotUnderstood(
-                f"{module_name(self.recorder.model, own.module)} has sinks of shape {list(sinks.shape)}"
+                f"{module_name(self.recorder.model, stock.module)} has sinks of shape {list(sinks.shape)}"
             )
-        cap = own.options.get("softcap")
+        cap = stock.options.get("softcap")
         return {"soft_cap": None if cap is None else float(cap), "has_sinks": sinks is not None}
 
     def _try(
-        self, layer: LayerAttention, rotary: RotaryCall | None, own: RecordedCall, args: Any, kwargs: Any, output: Any
+        self, layer: LayerAttention, rotary: RotaryCall | None, stock: RecordedCall, args: Any, kwargs: Any, output: Any
     ) -> None:
         """Calls a layer as one of its candidates; raises NotUnderstood if that is not what the model computes."""
 
@@ -118,27 +118,27 @@ class Trial:
             if x is self.own_cache:
                 return self.cache
             if rotary is not None and (passes_on(x, rotary.output) or moved(x, rotary.output)):
-                return nothing_turned(x)
+                return identity_like(x)
             return x
 
-        held: list[Any] = self.cache.layers[layer.module.layer_idx].tokens
-        before = len(held)
-        self.recorder.again = lambda call: self._attend(layer, rotary, call, own)
+        cached: list[Any] = self.cache.layers[layer.module.layer_idx].tokens
+        before = len(cached)
+        self.recorder.again = lambda call: self._attend(layer, rotary, call, stock)
         try:
             again = layer.module.forward(*map(swapped, args), **{name: swapped(x) for name, x in kwargs.items()})
-            if len(held) != before + 1:
+            if len(cached) != before + 1:
                 raise NotUnderstood("it attends to keys that do not come from its cache")
             ours, theirs = (x[0] if isinstance(x, tuple) else x for x in (again, output))
             error = self.difference(ours, theirs)
             if not error <= tolerance(theirs):
                 raise NotUnderstood(f"its output differs by {100 * error:.2g} % when it is called with our cache")
         except NotUnderstood:
-            del held[before:]
+            del cached[before:]
             raise
         except torch.OutOfMemoryError:
             raise
         except FAILURES as error:
-            del held[before:]
+            del cached[before:]
             if NewTokens.__name__ in str(error):
                 raise NotUnderstood("it computes keys from what it caches, as latent attention (MLA) does") from error
             raise NotUnderstood(f"its keys and values cannot be taken from a cache ({one_line(error)})") from error
@@ -146,7 +146,7 @@ class Trial:
             self.recorder.again = None
 
     def _attend(
-        self, layer: LayerAttention, rotary: RotaryCall | None, call: RecordedCall, own: RecordedCall
+        self, layer: LayerAttention, rotary: RotaryCall | None, call: RecordedCall, stock: RecordedCall
     ) -> Tensor:
         """The model's own attention, if it is what we compute over what the probe's cache holds."""
         if not isinstance(call.key, NewTokens) or call.value is not call.key.new_value:
@@ -163,12 +163,12 @@ class Trial:
         if layer.rotated:
             query, key = self._rotated(rotary, query, key)
         # rounding apart, the model's own rotated queries and keys are these
-        for x, theirs in ((query, own.query), (key, own.key)):
+        for x, theirs in ((query, stock.query), (key, stock.key)):
             if not self.difference(x, layer.in_order(theirs)) <= tolerance(theirs):
                 raise NotUnderstood("its rotation of queries and keys is not understood")
         sinks = call.options.get("s_aux")
         ours = plain_attention(query, key, call.key.value, None, call.scaling, layer.soft_cap, sinks)
-        output: Tensor = own.output[0]
+        output: Tensor = stock.output[0]
         if not (error := self.difference(ours, output)) <= tolerance(output):
             raise NotUnderstood(f"its attention differs from ours by {100 * error:.2g} %")
         # what follows in the module may quantize it, which makes steps of differences that are rounding
@@ -184,8 +184,8 @@ class Trial:
         if not torch.equal(rotary.positions.to(positions), positions[:, -query_len:]):
             raise NotUnderstood("its positions do not count tokens")
         rotation = source.rope.rotation(positions, torch.float32).to(query.device)
-        turned = rotation.last(query_len).apply(query.float()), rotation.apply(key.float())
-        return turned[0].to(query.dtype), turned[1].to(key.dtype)
+        rotated = rotation.last(query_len).apply(query.float()), rotation.apply(key.float())
+        return rotated[0].to(query.dtype), rotated[1].to(key.dtype)
 
     def difference(self, x: Tensor, reference: Tensor) -> float:
         """The largest difference relative to the largest number of the reference, where that is finite."""

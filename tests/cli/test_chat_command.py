@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 from kvcli.builtin_models import DEFAULT_MODEL
 from kvcli.cache.context import Context
 from kvcli.cli.app import app
-from kvcli.cli.paths import contexts_folder
 from kvcli.contexts import ContextStore
 from kvcli.errors import CacheError
+from kvcli.paths import contexts_folder
 
 MESSAGES = [{"role": "user", "content": "Who are you?"}, {"role": "assistant", "content": "A tiny model."}]
 

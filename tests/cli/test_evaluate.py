@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from console import invoke
 
-from kvcli.cli.evaluate import EvalOptions, choose_cases
 from kvcli.errors import ArtifactError
+from kvcli.eval.suite import EvalOptions, choose_cases
 
 
 @pytest.mark.parametrize("name", ["commvq", "commvq-2"])

@@ -12,8 +12,8 @@ from console import invoke
 from factories import record
 
 from kvcli.cli.fit import summary
-from kvcli.cli.paths import newest_artifact
 from kvcli.errors import ArtifactError
+from kvcli.paths import newest_artifact
 from kvcli.registry import DEFAULT_METHOD, DEMO_SETTINGS, FIT_NAMES, METHODS, get_config, get_method, method_name
 
 SMALL = {

@@ -89,7 +89,7 @@ def test_a_measured_row_is_shown_although_the_disk_is_full(tiny: Any, monkeypatc
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device", "rows.jsonl")
 
-    monkeypatch.setattr("kvcli.storage.records.append_record", full)
+    monkeypatch.setattr("kvcli.cli.suites.append_record", full)
     sizes = ("--seq-len", "64", "--num-sequences", "1", "--out", "rows.jsonl")
     result = invoke("eval", "--method", "fp16", *sizes)
     assert result.exit_code == 1

@@ -72,7 +72,7 @@ def test_flags_win_over_the_file(tiny: Any, tmp_path: Path) -> None:
 
 
 def test_cuda_is_the_default_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvcli.cli.options import ComputeOptions
+    from kvcli.options import ComputeOptions
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert ComputeOptions().torch_device() == "cuda"

@@ -45,7 +45,7 @@ def test_a_question_in_a_pass_of_its_own_reads_codes(loaded: LoadedModel) -> Non
 
 def test_the_fp16_cache_never_drifts(loaded: LoadedModel) -> None:
     prompts = torch.randint(3, 259, (4, 60), generator=torch.Generator().manual_seed(0))
-    references = drift.reference(loaded, prompts, 16, lambda count: None)
+    references, _ = drift.continuations(loaded, REFERENCE, prompts, 16)
     units, memory = drift.measure(
         loaded, Case("fp16", "fp16", None, {"residual_length": 4, "flush_block": 1}), prompts, references
     )

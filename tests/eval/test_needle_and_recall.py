@@ -13,9 +13,9 @@ from byte_tokenizer import CHAT, byte_tokenizer
 from kvcli.errors import CorpusError, ModelError, UsageError
 from kvcli.eval import needle, recall
 from kvcli.eval.case import REFERENCE
-from kvcli.eval.needle import NeedleConfig
+from kvcli.eval.needle import NeedleOptions
 from kvcli.eval.prompts import in_pieces, uses_chat
-from kvcli.eval.recall import CUE_WORDS, RecallConfig
+from kvcli.eval.recall import CUE_WORDS, RecallOptions
 from kvcli.models import LoadedModel
 
 VALUE = str(uuid.UUID(int=2**127 + 12345))
@@ -52,8 +52,8 @@ def test_words_are_quoted_up_to_the_first_wrong_one(answer: str, words: int) -> 
 
 
 def test_every_value_stands_once_at_its_depth(chatty: LoadedModel, texts: list[str]) -> None:
-    config = NeedleConfig(contexts=(400, 900), depths=(0, 25, 100), num_prompts=2, chat=True)
-    prompts = needle.make_prompts(chatty, texts, config)
+    config = NeedleOptions(contexts=[400, 900], depths=[0, 25, 100], num_prompts=2)
+    prompts = needle.make_prompts(chatty, texts, config, True)
     assert [prompt.place for prompt in prompts[:4]] == [
         {"context": 400, "depth": 0, "prompt": 0},
         {"context": 400, "depth": 25, "prompt": 0},
@@ -74,15 +74,15 @@ def test_every_value_stands_once_at_its_depth(chatty: LoadedModel, texts: list[s
         assert length == pytest.approx(prompt.place["context"], abs=110)
         depth = text.index(prompt.expected) / len(text)
         assert depth == pytest.approx(prompt.place["depth"] / 100, abs=0.15)
-    assert prompts == needle.make_prompts(chatty, texts, config)
-    assert prompts != needle.make_prompts(chatty, texts, replace(config, seed=1))
+    assert prompts == needle.make_prompts(chatty, texts, config, True)
+    assert prompts != needle.make_prompts(chatty, texts, config.model_copy(update={"seed": 1}), True)
 
 
 def test_passages_come_before_other_text_and_the_answer_has_their_first_words(
     loaded: LoadedModel, texts: list[str]
 ) -> None:
-    config = RecallConfig(distances=(50, 200), passage_words=20, num_prompts=3, chat=False)
-    prompts = recall.make_prompts(loaded, texts, config)
+    config = RecallOptions(distances=[50, 200], passage_words=20, num_prompts=3)
+    prompts = recall.make_prompts(loaded, texts, config, False)
     assert [prompt.place["distance"] for prompt in prompts] == [50] * 3 + [200] * 3
     for prompt in prompts:
         text, question = (loaded.tokenizer.decode(piece) for piece in prompt.pieces)
@@ -96,13 +96,13 @@ def test_passages_come_before_other_text_and_the_answer_has_their_first_words(
         assert not documents[0] & documents[1]
     total = sum(len(text.split()) for text in texts)
     far = total - max(len(text.split()) for text in texts)
-    for prompt in recall.make_prompts(loaded, texts, replace(config, distances=(far,))):
+    for prompt in recall.make_prompts(loaded, texts, config.model_copy(update={"distances": [far]}), False):
         other = loaded.tokenizer.decode(prompt.pieces[0]).split("\n\nOther text: ")[1]
         assert len(other.split()) == far
     with pytest.raises(CorpusError, match="fewer than the distance of"):
-        recall.make_prompts(loaded, texts, replace(config, distances=(far + 1,)))
+        recall.make_prompts(loaded, texts, config.model_copy(update={"distances": [far + 1]}), False)
     with pytest.raises(CorpusError, match=r"no document of the corpus has the \d+ words of a passage"):
-        recall.make_prompts(loaded, texts, replace(config, passage_words=total))
+        recall.make_prompts(loaded, texts, config.model_copy(update={"passage_words": total}), False)
 
 
 def answering(monkeypatch: pytest.MonkeyPatch, module: Any, loaded: LoadedModel, change: Any) -> None:
@@ -117,7 +117,7 @@ def answering(monkeypatch: pytest.MonkeyPatch, module: Any, loaded: LoadedModel,
                 break
         return tokens, new_cache()
 
-    monkeypatch.setattr(module, "greedy", fake)
+    monkeypatch.setattr("kvcli.eval.greedy.greedy", fake)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def answering(monkeypatch: pytest.MonkeyPatch, module: Any, loaded: LoadedModel,
 def test_needle_answers_are_scored_in_whole(
     chatty: LoadedModel, texts: list[str], monkeypatch: pytest.MonkeyPatch, change: Any, exact: float, prefix: float
 ) -> None:
-    prompts = needle.make_prompts(chatty, texts, NeedleConfig(contexts=(200,), depths=(50,), num_prompts=2))
+    prompts = needle.make_prompts(chatty, texts, NeedleOptions(contexts=[200], depths=[50], num_prompts=2), True)
     monkeypatch.setattr(needle, "asked", prompts, raising=False)
     answering(monkeypatch, needle, chatty, change)
     units, memory = needle.measure(chatty, REFERENCE, prompts)
@@ -151,8 +151,8 @@ def test_needle_answers_are_scored_in_whole(
 def test_recall_answers_are_scored_in_whole(
     loaded: LoadedModel, texts: list[str], monkeypatch: pytest.MonkeyPatch, change: Any, exact: float, quoted: int
 ) -> None:
-    config = RecallConfig(distances=(50,), passage_words=20, num_prompts=2, chat=False)
-    prompts = recall.make_prompts(loaded, texts, config)
+    config = RecallOptions(distances=[50], passage_words=20, num_prompts=2)
+    prompts = recall.make_prompts(loaded, texts, config, False)
     monkeypatch.setattr(recall, "asked", prompts, raising=False)
     answering(monkeypatch, recall, loaded, change)
     units, _ = recall.measure(loaded, REFERENCE, prompts)
@@ -178,4 +178,4 @@ def test_the_chat_template_is_used_where_there_is_one(loaded: LoadedModel, chatt
 
 def test_a_corpus_that_is_too_short_is_refused(loaded: LoadedModel, texts: list[str]) -> None:
     with pytest.raises(CorpusError, match="fewer than the 90000 of a prompt"):
-        needle.make_prompts(loaded, texts, NeedleConfig(contexts=(90000,), chat=False))
+        needle.make_prompts(loaded, texts, NeedleOptions(contexts=[90000]), False)

@@ -11,9 +11,10 @@ from pydantic import ValidationError
 
 from kvcli.errors import UsageError
 from kvcli.eval.bootstrap import MIN_UNITS
+from kvcli.eval.drift import DriftPrompt, DriftRecord
 from kvcli.eval.gates import check_baseline, check_limits
-from kvcli.eval.metrics import metrics_of
-from kvcli.eval.records import DriftPrompt, DriftRecord, KLRecord, TokenBlock, from_plain, read_rows, to_plain
+from kvcli.eval.kl import KLRecord, TokenBlock
+from kvcli.eval.records import from_plain, read_rows
 from kvcli.storage.records import append_record
 
 FINGERPRINT = "00:003c003c"
@@ -33,7 +34,7 @@ def kl_record(values: list[float], label: str = "kivi-2", **changes: Any) -> KLR
         "artifact": None,
         "protocol": "text",
         "options": {"seq_len": 2048},
-        "metrics": metrics_of(units, None),
+        "metrics": KLRecord.metrics_of(units, None),
         "memory": None,
         "dtype": "float32",
         "device": "cpu",
@@ -58,7 +59,7 @@ def drift_record(equal: list[float]) -> DriftRecord:
     shared = kl_record([0.1] * 8).model_dump()
     for name in (*KLRecord.model_fields.keys() - DriftRecord.model_fields.keys(), "suite", "unit", "units", "metrics"):
         del shared[name]
-    return DriftRecord(**shared, units=units, metrics=metrics_of(units, None))
+    return DriftRecord(**shared, units=units, metrics=DriftRecord.metrics_of(units, None))
 
 
 NOISE = [0.1, 0.4, 0.2, 0.9, 0.3, 0.5, 0.2, 0.7, 0.6, 0.1, 0.3, 0.8]
@@ -67,12 +68,12 @@ NOISE = [0.1, 0.4, 0.2, 0.9, 0.3, 0.5, 0.2, 0.7, 0.6, 0.1, 0.3, 0.8]
 def test_a_record_is_the_same_after_writing_and_reading(tmp_path: Path) -> None:
     record = kl_record(NOISE)
     path = tmp_path / "rows.jsonl"
-    append_record(path, to_plain(record))
-    append_record(path, to_plain(drift_record(NOISE)))
+    append_record(path, record.to_plain())
+    append_record(path, drift_record(NOISE).to_plain())
     assert read_rows(path) == [record, drift_record(NOISE)]
-    (tmp_path / "rows.json").write_text(json.dumps({"suite": "kl", "rows": [to_plain(record)], "gates": []}))
+    (tmp_path / "rows.json").write_text(json.dumps({"suite": "kl", "rows": [record.to_plain()], "gates": []}))
     assert read_rows(tmp_path / "rows.json") == [record]
-    infinite = to_plain(kl_record(NOISE, perplexity=float("inf")))
+    infinite = kl_record(NOISE, perplexity=float("inf")).to_plain()
     assert infinite["perplexity"] is None
     assert from_plain(infinite).perplexity is None  # type: ignore[union-attr]
 
@@ -90,7 +91,7 @@ def test_a_record_is_the_same_after_writing_and_reading(tmp_path: Path) -> None:
 )
 def test_what_is_no_record_is_refused_by_field(tmp_path: Path, change: dict[str, Any], named: str) -> None:
     path = tmp_path / "rows.jsonl"
-    plain = {**to_plain(kl_record(NOISE)), **change}
+    plain = {**kl_record(NOISE).to_plain(), **change}
     path.write_text(json.dumps(plain))
     with pytest.raises(ValidationError):
         from_plain(plain)
@@ -101,7 +102,7 @@ def test_what_is_no_record_is_refused_by_field(tmp_path: Path, change: dict[str,
 def test_what_is_written_is_checked() -> None:
     broken = kl_record(NOISE).model_copy(update={"kl_mean": float("nan")})
     with pytest.raises(ValidationError, match="kl_mean"):
-        to_plain(broken)
+        broken.to_plain()
 
 
 @pytest.mark.parametrize("text", ["", "[1, 2]", "no json\n", '{"rows": 3}', '{"rows": []}'])
@@ -182,10 +183,10 @@ def test_the_last_former_record_of_a_row_counts() -> None:
 def test_a_difference_to_another_row_is_recorded_with_its_interval() -> None:
     other = kl_record(NOISE)
     units = kl_record([x + 0.1 + 0.01 * (i % 3) for i, x in enumerate(NOISE)], label="kivi-1").units
-    found = metrics_of(units, other)["kl_mean"].difference
+    found = KLRecord.metrics_of(units, other)["kl_mean"].difference
     assert found is not None
     assert found.to == "kivi-2"
     assert found.mean == pytest.approx(0.11)
     assert found.low < 0.11 < found.high  # type: ignore[operator]
     assert found.real
-    assert metrics_of(other.units, None)["kl_mean"].difference is None
+    assert KLRecord.metrics_of(other.units, None)["kl_mean"].difference is None

@@ -12,10 +12,10 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from kvcli.cli.app import app
-from kvcli.cli.eval_options import SUITES_OF_OPTION, EvalOptions
-from kvcli.cli.eval_tables import table_of
+from kvcli.cli.suites import suite_first
 from kvcli.eval.records import read_rows
 from kvcli.models import LoadedModel
+from kvcli.registry import EVAL_SUITES, get_suite
 
 KIVI = ("--method", "kivi-2", "--setting", "group_size=8", "--residual-length", "8")
 SIZES = {
@@ -33,7 +33,7 @@ def invoke(*arguments: str) -> Any:
 
 @pytest.mark.parametrize("suite", SIZES)
 def test_a_suite_measures_prints_and_records(command_model: LoadedModel, suite: str) -> None:
-    done = invoke("--suite", suite, *KIVI, "--method", "fp16", *SIZES[suite], "--json", "--out", "rows.jsonl")
+    done = invoke(suite, *KIVI, "--method", "fp16", *SIZES[suite], "--json", "--out", "rows.jsonl")
     assert done.exit_code == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["suite"] == suite
@@ -55,10 +55,11 @@ def test_a_suite_measures_prints_and_records(command_model: LoadedModel, suite: 
         assert found["rows"][1]["metrics"][{"kl": "kl_mean", "drift": "equal"}[suite]]["difference"]["to"] == "kivi-2"
     assert [record.label for record in read_rows(Path("rows.jsonl"))] == labels
     assert all(row["memory"]["num_encoded"] > 0 for row in found["rows"] if row["memory"])
-    options = EvalOptions.model_validate(found["rows"][0]["options"])
+    whole = get_suite(EVAL_SUITES[suite])
+    options = whole.options.model_validate(found["rows"][0]["options"])
     for width in (40, 80):
         console = Console(width=width, record=True, file=io.StringIO())
-        console.print(table_of(found["rows"], options).fitted(width))
+        console.print(whole.tabulate(found["rows"], options).fitted(width))
         shown = console.export_text().splitlines()
         assert all(len(line.rstrip()) <= width for line in shown)
         assert not any("…" in line for line in shown)
@@ -113,27 +114,44 @@ def test_gates_end_with_a_code_of_their_own_after_the_table(command_model: Loade
     assert "tokens/s" not in unknown.stderr  # nothing was measured
 
 
-@pytest.mark.parametrize("name", SUITES_OF_OPTION)
-def test_an_option_of_other_suites_is_refused(name: str) -> None:
-    suites = SUITES_OF_OPTION[name]
-    suite = next(suite for suite in (*SIZES, "tasks") if suite not in suites)
-    values = {"seq_len": "64", "corpus": "x", "corpus_name": "x", "corpus_split": "x", "revision": "x"}
-    flag = f"--{name.replace('_', '-')}"
-    given = [flag] if name == "chat" else [flag, values.get(name, "1")]
-    done = invoke("--suite", suite, "--tasks" if suite == "tasks" else "--seed", "1", *given)
-    assert done.exit_code == 2
-    assert f"{flag} goes with --suite {suites[0]}" in done.stderr
+def test_an_option_of_other_suites_is_refused_by_name() -> None:
+    done = invoke("needle", "--max-kld", "1")
+    assert (done.exit_code, "No such option: --max-kld" in done.stderr) == (2, True)
+    assert "No such option: --compare-with" in invoke("layers", "--compare-with", "fp16").stderr
+    assert "--num-prompts" in invoke("needle", "--help").stdout
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("", "kl"),
+        ("smollm2-135m --seed 1", "kl smollm2-135m --seed 1"),
+        ("--seed 1 some/model", "kl --seed 1 some/model"),
+        ("tiny.gguf --suite needle --seed 1", "needle tiny.gguf --seed 1"),
+        ("--suite=drift m/n", "drift m/n"),
+        ("drift --help", "drift --help"),
+        ("--help", "--help"),
+    ],
+)
+def test_the_suite_can_be_named_in_two_ways_or_not_at_all(typed: str, meant: str) -> None:
+    assert suite_first(typed.split(), EVAL_SUITES, "kl") == meant.split()
+
+
+@pytest.mark.parametrize("typed", ["neddle", "--suite neddle", "--suite=neddle"])
+def test_a_suite_that_does_not_exist_is_refused_with_the_one_that_was_meant(typed: str) -> None:
+    done = invoke(*typed.split())
+    assert (done.exit_code, "did you mean 'needle'?" in done.stderr) == (2, True)
 
 
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ("--suite needle --depths 101", "--depths takes numbers from 0 to 100"),
-        ("--suite needle --contexts 3", "--contexts takes numbers from 16"),
+        ("needle --depths 101", "--depths: Input should be less than or equal to 100"),
+        ("needle --contexts 3", "--contexts: Input should be greater than or equal to 16"),
         ("--suite tasks", "needs --tasks"),
-        ("--suite layers --layers 2-1", "layers 0-2"),
+        ("--suite layers --layers 2-1", "a number or a range"),
+        ("layers --layers 1-3", "only layers 0-2 are in the model"),
         ("--suite layers --layers x", "a number or a range"),
-        ("--suite layers --compare-with fp16", "--compare-with does not go with"),
         ("--suite needle --chat", "no chat template"),
         ("--setting groups=3", "none of the methods has a setting 'groups'"),
         ("--residual-length 8", "must be a positive multiple of group_size 32"),
@@ -151,7 +169,7 @@ def test_tasks_without_lm_eval_say_what_to_install(command_model: LoadedModel, m
     import sys
 
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    monkeypatch.delitem(sys.modules, "kvcli.eval.tasks", raising=False)
+    monkeypatch.delitem(sys.modules, "kvcli.eval.lm_tasks", raising=False)
     done = invoke("--suite", "tasks", "--tasks", "x", "--method", "kivi-2")
     assert done.exit_code == 2
     assert "pip install 'kvcli[eval]'" in done.stderr

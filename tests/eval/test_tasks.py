@@ -19,7 +19,7 @@ pytest.importorskip("lm_eval", reason="needs lm-eval, the extra kvcli[eval]")
 
 from lm_eval.tasks import TaskManager
 
-from kvcli.eval.tasks import CachedModel, TasksConfig, documents, find_tasks, measure
+from kvcli.eval.lm_tasks import CachedModel, TasksConfig, documents, find_tasks, measure
 
 YAML = """
 task: {name}
@@ -94,7 +94,7 @@ def test_likelihoods_of_exact_caches_are_the_models_own(loaded: LoadedModel, cas
 def test_a_context_is_read_once_for_all_its_answers_and_is_not_changed_by_them(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvcli.eval import tasks as module
+    from kvcli.eval import lm_tasks as module
 
     lengths, read = [], module.read
 
@@ -147,7 +147,7 @@ def test_what_cannot_be_measured_is_refused(loaded: LoadedModel, tasks: Path, mo
         measure(loaded, REFERENCE, config, find_tasks(config))
     # reading the thousands of tasks of lm-eval takes long
     monkeypatch.setattr(
-        "kvcli.eval.tasks.TaskManager", lambda include_path, **_: TaskManager(None, include_path, False)
+        "kvcli.eval.lm_tasks.TaskManager", lambda include_path, **_: TaskManager(None, include_path, False)
     )
     with pytest.raises(UsageError, match="no task 'chose'; did you mean 'choose'"):
         find_tasks(TasksConfig(["chose"], include_path=tasks))

@@ -16,10 +16,10 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from kvcli.calibrate.corpus import CorpusConfig, documents, token_sequences
-from kvcli.cli import evaluate
 from kvcli.cli.app import app
-from kvcli.cli.tables import DataTable
 from kvcli.errors import CorpusError
+from kvcli.eval import kl
+from kvcli.tables import DataTable
 
 KVCLI = [sys.executable, "-m", "kvcli"]
 
@@ -140,7 +140,7 @@ def test_tables_never_cut_a_cell(width: int) -> None:
     memory = {"key_bits": 2.167, "value_bits": 2.083, "true_bits": 2.125, "ratio": 4.7}
     row = {"memory": memory, "kl_mean": 0.0133, "kl_p99": 0.2, "flips": 0.055, "perplexity": 21.86}
     rows = [{**row, "label": f"commvq-{bits}bit", "num_tokens": 1, "reference_perplexity": 2.0} for bits in (1, 2)]
-    lines = rendered(evaluate.quality_table(rows, evaluate.EvalOptions()), width)
+    lines = rendered(kl.quality_table(rows, kl.KLOptions()), width)
     assert all(len(line) <= width for line in lines)
     assert not any("…" in line for line in lines)
     for text in ("commvq-1bit", "commvq-2bit", "2.167", "0.0133"):
@@ -181,7 +181,7 @@ def test_the_next_command_is_said_to_people_alone() -> None:
 
 def test_output_paths_are_expanded_and_empty_ones_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert evaluate.EvalOptions(out=Path("~/x"), artifact=["~/y"]).out == tmp_path / "x"  # type: ignore[list-item]
+    assert kl.KLOptions(out=Path("~/x"), artifact=["~/y"]).out == tmp_path / "x"  # type: ignore[list-item]
     result = invoke("fit", "--out", "")
     assert result.exit_code == 2
     assert "--out" in result.stderr

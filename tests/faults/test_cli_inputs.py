@@ -13,8 +13,8 @@ import pytest
 from factories import make_model
 from typer.testing import CliRunner
 
+from kvcli import paths
 from kvcli.calibrate.corpus import CorpusConfig, documents
-from kvcli.cli import paths
 from kvcli.cli.app import app
 from kvcli.cli.export import generate_with
 from kvcli.errors import ArtifactError, CorpusError
@@ -124,7 +124,7 @@ def test_out_of_memory_names_the_remedy_of_the_command(
     assert MEMORY[name] in line
     for flag in {word.strip(",") for word in line.split() if word.startswith("--")}:
         owner = "calibrate" if "kvcli calibrate" in line else name
-        assert flag in invoke(owner, "-h").stdout
+        assert flag in invoke(*{"eval": ("eval", "kl")}.get(owner, (owner,)), "-h").stdout
 
 
 ODD_METADATA = [

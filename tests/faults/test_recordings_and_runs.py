@@ -15,9 +15,9 @@ from kvcli.calibrate import collect as collecting
 from kvcli.calibrate.collect import collect
 from kvcli.calibrate.config import CollectConfig
 from kvcli.calibrate.recording import Recording
-from kvcli.cli.fit import parse_layers
 from kvcli.errors import ArtifactError, SamplesError, UsageError
 from kvcli.fit import assemble, fit_recording
+from kvcli.options import parse_layers
 from kvcli.registry import get_method
 
 PART = "window-000-part-00001.safetensors"
@@ -170,10 +170,10 @@ def test_an_edited_run_is_refused(copy: Path) -> None:
 
 
 def test_only_recorded_layers_are_fitted_and_some_tokens_must_be_no_sinks(copy: Path) -> None:
-    assert parse_layers("1-2", [0, 1, 2]) == [1, 2]
+    assert parse_layers("1-2", [0, 1, 2], "were recorded") == [1, 2]
     for text in ("0-99999999999", "7"):
         with pytest.raises(UsageError, match="only layers 0-2 were recorded"):
-            parse_layers(text, [0, 1, 2])
+            parse_layers(text, [0, 1, 2], "were recorded")
     recording, method = Recording(copy / "samples"), get_method("squat")
     config = method.config_cls(**{**method.example_settings, **SETTINGS, "sink_length": 24}).resolve(recording.spec)
     with pytest.raises(UsageError, match="sink_length 24 leaves nothing"):

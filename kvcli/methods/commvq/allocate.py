@@ -49,7 +49,7 @@ def allocate(spec: ModelSpec, config: CommVQConfig, fisher: Sequence[LayerFisher
     budget -= sum(steps)
 
     def gain(index: int) -> float:
-        """What the next step of a layer's keys or values saves per bit."""
+        """The cost that the next step of a layer's keys or values saves, per bit."""
         at = counts[index]
         return float(costs[index][at] - costs[index][at + 1]) / steps[index]
 

@@ -45,18 +45,18 @@ def pair_table(codebook: Tensor) -> Tensor:
 
 
 class Search(NamedTuple):
-    """What the search for nearest centres reads, derived from codebooks [..., N, 2g] at once.
+    """Terms of the search for nearest centres, derived once from codebooks [..., N, 2g].
 
     Attributes:
         codebook: [..., N, 2g].
-        turned: `times_i` of it.
+        codebook_i: `times_i` of it.
         directions: [..., 2g, 2N], -2 u_a and -2 i*u_b.
         table: [..., N, N], squared norms of the centres (a, b).
         by_second: [..., N, N], the same with b before a.
     """
 
     codebook: Tensor
-    turned: Tensor
+    codebook_i: Tensor
     directions: Tensor
     table: Tensor
     by_second: Tensor
@@ -64,9 +64,9 @@ class Search(NamedTuple):
     @classmethod
     def of(cls, codebook: Tensor) -> Search:
         """Derives the terms of codebooks [..., N, 2g]."""
-        turned, table = times_i(codebook), pair_table(codebook)
-        directions = torch.cat((codebook, turned), dim=-2).transpose(-1, -2) * -2
-        return cls(codebook, turned, directions, table, table.transpose(-1, -2).contiguous())
+        codebook_i, table = times_i(codebook), pair_table(codebook)
+        directions = torch.cat((codebook, codebook_i), dim=-2).transpose(-1, -2) * -2
+        return cls(codebook, codebook_i, directions, table, table.transpose(-1, -2).contiguous())
 
     def unbind(self, dim: int) -> list[Search]:
         """The searches along a leading axis."""
@@ -99,7 +99,7 @@ class Search(NamedTuple):
 
     def centres(self, first: Tensor, second: Tensor) -> Tensor:
         """The centres u_a + i*u_b of indices a and b [P, T] each: [P, T, 2g]."""
-        return _rows(self.codebook, first) + _rows(self.turned, second)
+        return _rows(self.codebook, first) + _rows(self.codebook_i, second)
 
 
 def greedy_codes(x: Tensor, codebooks: Tensor) -> Tensor:

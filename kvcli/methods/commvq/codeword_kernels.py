@@ -1,4 +1,4 @@
-"""What CommVQ's key kernels share: codes out of the bit stream, and the sum of their codewords (arXiv 2506.18879).
+"""Shared by CommVQ's key kernels: codes out of the bit stream, and the sum of their codewords (arXiv 2506.18879).
 
 Codebook entries are bytes, four per word (`pack_codebook`), so two integer sums do for R words: one of the words and
 one of their odd bytes, from which the even ones follow exactly.
@@ -50,7 +50,7 @@ def code_words(packed, t, p_time, first, count, PITCH: tl.constexpr, ALIGNED: tl
 def four_per_thread(base, at):
     """Pointers base + at, uint32 [..., W], of which a thread loads four neighbours, if W is a multiple of four.
 
-    Triton forgets on the way through bytes which are neighbours; it is told of four, though it could find more.
+    The cast of the pointer drops what Triton knows of contiguous elements, so four are declared again.
     """
     BYTES: tl.constexpr = base.dtype.scalar.element_ty.primitive_bitwidth // 8
     pointers = (base.to(tl.pointer_type(tl.int8)) + at * BYTES).to(base.dtype.scalar)
@@ -61,7 +61,7 @@ def four_per_thread(base, at):
 
 @triton.jit
 def _words_of_row(row, o_w, PART: tl.constexpr):
-    """Where words o_w [W] of rows uint32 [...] are, [..., W]."""
+    """Offsets of words o_w [W] of rows uint32 [...], [..., W]."""
     first = tl.expand_dims(row * PART, -1)
     # shift, mask and this are two instructions together
     return first | o_w.to(tl.uint32) if PART & (PART - 1) == 0 else first + o_w.to(tl.uint32)

@@ -96,11 +96,11 @@ class CommVQConfig(CacheConfig):
         return max(0, self.key_iterations - self.key_full_iterations)
 
     def for_layer(self, layer_idx: int) -> Self:
-        """The settings of one layer: its own R and N_c."""
+        """The settings of one layer, with its R and N_c."""
         if not self.layer_residuals:
             return self
-        own = {"num_residuals": self.layer_residuals[layer_idx], "value_code_bits": self.layer_value_bits[layer_idx]}
-        return self.model_copy(update={**own, "layer_residuals": (), "layer_value_bits": ()})
+        bits = {"num_residuals": self.layer_residuals[layer_idx], "value_code_bits": self.layer_value_bits[layer_idx]}
+        return self.model_copy(update={**bits, "layer_residuals": (), "layer_value_bits": ()})
 
     def resolve(self, spec: ModelSpec) -> Self:
         """Fills in what is 0: g = 32, or head_dim/2 if that is no multiple, R the nearest to `bits` * g / log2 N

@@ -91,16 +91,16 @@ def step(x: TokenBlocks, codebook: Tensor) -> Tensor:
 
 def worst_vectors(x: TokenBlocks, codebook: Tensor) -> Tensor:
     """The N vectors of each problem with the largest error under a codebook [P, N, 2g], the largest first."""
-    kept: tuple[Tensor, Tensor] | None = None
+    worst: tuple[Tensor, Tensor] | None = None
     search = Search.of(codebook)
     for block in x:
         error = (block - search.centres(*search.nearest(block))).square().sum(-1)
-        found = _largest(error, block, codebook.shape[1])
-        if kept is not None:
-            found = _largest(torch.cat((kept[0], found[0]), 1), torch.cat((kept[1], found[1]), 1), codebook.shape[1])
-        kept = found
-    assert kept is not None
-    return kept[1]
+        top = _largest(error, block, codebook.shape[1])
+        if worst is not None:
+            top = _largest(torch.cat((worst[0], top[0]), 1), torch.cat((worst[1], top[1]), 1), codebook.shape[1])
+        worst = top
+    assert worst is not None
+    return worst[1]
 
 
 def _largest(errors: Tensor, vectors: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -165,9 +165,9 @@ def _sweep_kernel(
     m_t = o_t < tokens
     to_units = 1 / tl.load(unit)
     # column 16 g + s: -2 times setting s of group g, which multiplies the dot products of 16 bits
-    own = (o_16 // 4)[:, None] == (o_64 // 16)[None, :]
+    same_group = (o_16 // 4)[:, None] == (o_64 // 16)[None, :]
     chosen = ((o_64[None, :] >> (o_16 % 4)[:, None]) & 1) == 1
-    settings = tl.where(own & chosen, -2.0, 0.0).to(tl.float16)
+    settings = tl.where(same_group & chosen, -2.0, 0.0).to(tl.float16)
     for step in range(SWEEPS * (N // BLOCK_O)):
         outer = (step % (N // BLOCK_O)) * BLOCK_O
         o_block = outer + o_b

@@ -56,7 +56,7 @@ def fit_keys(codec: CommVQKeyCodec, keys: TokenBlocks, config: CommVQConfig, gen
 
 
 def _left_over(residual: Tensor, search: Search, used: Tensor) -> Tensor:
-    """What one more stage leaves of a residual [P, T, 2g]; the rows that it uses are marked in `used` [P, N]."""
+    """The residual [P, T, 2g] after one more stage; the rows that the stage uses are marked in `used` [P, N]."""
     first, second = search.nearest(residual)
     used.scatter_(1, first, 1.0).scatter_(1, second, 1.0)
     return residual - search.centres(first, second)
@@ -71,7 +71,7 @@ def set_pair_weight(codec: CommVQKeyCodec, keys: TokenBlocks, samples: LayerSamp
     Args:
         codec: changed in place; the weighted keys of each head have mean square 1.
         keys: [num_kv_heads, tokens, head_dim], pre-RoPE, less the offset.
-        samples: queries, and what errors cost.
+        samples: queries and Fisher information.
         weighting: `fisher`, the root of what an error of a pair costs (of queries, where that was not recorded),
             `queries`, sqrt(E|q_j|^2) over a kv head's query heads, or `none`.
     """

@@ -17,7 +17,7 @@ _RIDGE = 1e-4
 _LEAST_COST = 0.01
 _SHRINKAGE = 1e-4
 _BLOCK_TOKENS = 16384
-_JUDGED_ROWS = 8192
+_SAMPLE_ROWS = 8192
 _PATIENCE = 2
 _PAPER_BATCH = 2048
 _PAPER_LEARNING_RATE = 1e-3
@@ -29,7 +29,7 @@ def set_metric(codec: CommVQValueCodec, values: TokenBlocks, fisher: Tensor | No
     Args:
         codec: changed in place.
         values: [num_kv_heads, tokens, head_dim].
-        fisher: float32 [num_kv_heads, head_dim, head_dim], what errors cost; None: errors of each channel count in
+        fisher: float32 [num_kv_heads, head_dim, head_dim], Fisher information; None: errors of each channel count in
             units of its mean magnitude.
     """
     if fisher is None:
@@ -77,9 +77,9 @@ def fit_values_fast(codec: CommVQValueCodec, values: TokenBlocks, iterations: in
         iterations: most rounds.
     """
     rows = _unit_rows(codec, values)
-    count = min(rows.num_tokens, _JUDGED_ROWS)
+    count = min(rows.num_tokens, _SAMPLE_ROWS)
     places = torch.arange(count) * rows.num_tokens // count
-    judged = rows.at(places)
+    sample = rows.at(places)
     _, _, bits = principal_bits(rows, codec.config.value_code_bits)
     best, best_error, worse = codec.state_dict(), float("inf"), 0
     for round_number in range(1, iterations + 1):
@@ -91,10 +91,10 @@ def fit_values_fast(codec: CommVQValueCodec, values: TokenBlocks, iterations: in
         codec.get_buffer("encoder_bias_0").copy_(encoder[-1] - 1)
         encoded = rows.map(partial(_encoded, codec)).stored()
         worse += 1
-        for found in (encoded.at(places), None):
-            if found is None:
+        for sample_bits in (encoded.at(places), None):
+            if sample_bits is None:
                 _store(codec, *least_squares_codebook(zip(encoded, rows, strict=True)))
-            if (error := codec.unit_error(judged, found)) < best_error:
+            if (error := codec.unit_error(sample, sample_bits)) < best_error:
                 best, best_error, worse = {name: x.clone() for name, x in codec.state_dict().items()}, error, 0
         if worse == _PATIENCE or round_number == iterations:
             break

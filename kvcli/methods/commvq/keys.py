@@ -212,9 +212,9 @@ class CommVQKeyCodec(KeyCodec[CommVQKeyCodes, None]):
         pairs, rotary_dim = self.unit_pairs(codes), self.spec.rope.rotary_dim
         if rotation is not None:
             turn = torch.complex(rotation.cos, rotation.sin)
-            turned = torch.view_as_complex(pairs[..., : rotary_dim // 2, :].contiguous()) * turn
+            rotated = torch.view_as_complex(pairs[..., : rotary_dim // 2, :].contiguous()) * turn
             rest = pairs[..., rotary_dim // 2 :, :]
-            pairs = torch.view_as_real(turned)
+            pairs = torch.view_as_real(rotated)
             if rest.shape[3]:
                 pairs = torch.cat((pairs, rest), dim=3)
         products = to_pairs(query, rotary_dim).flatten(-2) @ pairs.flatten(-2).transpose(-1, -2)

@@ -28,11 +28,11 @@ _LEAST_GAIN = 0.05
 def offsets(samples: LayerSamples) -> dict[str, Tensor]:
     """The constants to choose from by name, [num_kv_heads, head_dim] each; no bias where the model has none."""
     mean = samples.keys.mean(lambda block: block.mean(1))
-    found = {"none": torch.zeros_like(mean)}
+    constants = {"none": torch.zeros_like(mean)}
     if samples.key_bias is not None and samples.key_bias.any():
-        found["bias"] = samples.key_bias
-    found["mean"] = mean
-    return found
+        constants["bias"] = samples.key_bias
+    constants["mean"] = mean
+    return constants
 
 
 def choose_offset(

@@ -120,13 +120,13 @@ def _key_scores_kernel(
     b_qs = ()
     for k in tl.static_range(GROUPS):
         pair = place * GROUPS + k
-        own, other = pair + tl.where(is_y, PAIRS, 0), pair + tl.where(is_y, 0, PAIRS)
-        b_own = tl.load(p_query + own[:, None], mask=m_m[None, :], other=0.0).to(tl.float32)
-        b_other = tl.load(p_query + other[:, None], mask=m_m[None, :], other=0.0).to(tl.float32)
+        channel, partner = pair + tl.where(is_y, PAIRS, 0), pair + tl.where(is_y, 0, PAIRS)
+        b_channel = tl.load(p_query + channel[:, None], mask=m_m[None, :], other=0.0).to(tl.float32)
+        b_partner = tl.load(p_query + partner[:, None], mask=m_m[None, :], other=0.0).to(tl.float32)
         b_unit = tl.load(pair_scale + i_h * PAIRS + k * (2 * PART) + place)
         b_tc = tl.load(tile_cos + offs_tile + pair) * b_unit
         b_ts = tl.load(tile_sin + offs_tile + pair) * tl.where(is_y, -b_unit, b_unit)
-        b_q = b_own * b_tc[:, None] + b_other * b_ts[:, None]
+        b_q = b_channel * b_tc[:, None] + b_partner * b_ts[:, None]
         b_qs = b_qs + (_padded(b_q if FP32_DOT else b_q.to(tl.float16), COLUMNS),)
 
     bit = i_h.to(tl.int32) * (GROUPS * STAGES * CODE_BITS) + FIRST * CODE_BITS

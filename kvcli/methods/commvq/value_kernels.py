@@ -205,17 +205,17 @@ def _bits_kernel(
     b_sums = ()
     for f in tl.static_range(PLANES):
         b_sums = b_sums + (tl.zeros([16, BLOCK_M], tl.float32),)
-    whole = count // BLOCK_N * BLOCK_N
-    if whole > 0:
+    in_full_tiles = count // BLOCK_N * BLOCK_N
+    if in_full_tiles > 0:
         tile = _load_tile(p_weights, packed, m_m, o_w, 0, count, W, BLOCK_N, True)
-        for start in range(0, whole, BLOCK_N):
-            # what is loaded while a tile is added; nothing is left to load beside the last one
-            ahead = tl.minimum(start + BLOCK_N, whole - BLOCK_N)
+        for start in range(0, in_full_tiles, BLOCK_N):
+            # the next tile is loaded while one is added; the last one is loaded twice
+            ahead = tl.minimum(start + BLOCK_N, in_full_tiles - BLOCK_N)
             next_tile = _load_tile(p_weights, packed, m_m, o_w, ahead, count, W, BLOCK_N, True)
             b_sums = _add_bits(b_sums, tile, plane, PLANES, FP32_DOT)
             tile = next_tile
-    if whole < count:
-        tile = _load_tile(p_weights, packed, m_m, o_w, whole, count, W, BLOCK_N, False)
+    if in_full_tiles < count:
+        tile = _load_tile(p_weights, packed, m_m, o_w, in_full_tiles, count, W, BLOCK_N, False)
         b_sums = _add_bits(b_sums, tile, plane, PLANES, FP32_DOT)
     row = (i_b * tl.num_programs(0) + tl.program_id(0)) * rows + o_m
     b_factor = tl.load(factor + row, mask=m_m, other=0.0) * FIELD_SCALE

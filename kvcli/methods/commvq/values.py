@@ -135,7 +135,7 @@ class CommVQValueCodec(ValueCodec[CommVQValueCodes]):
         return float((decoded * self._unit_gain(rows, decoded) - rows).square().sum() / rows.square().sum())
 
     def _decode_unit(self, bits: Tensor) -> Tensor:
-        """What bits [T, N_c] decode to in the coordinates of the metric, [T, D], before the factor of each row."""
+        """Decoded bits [T, N_c] in the coordinates of the metric, [T, D], before the factor of each row."""
         return bits @ self.in_metric(self.codebook) + self.in_metric(self.offset.unsqueeze(0))
 
     def _unit_gain(self, rows: Tensor, decoded: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ class QJLCodes(Codes):
 
 @dataclass(frozen=True)
 class QJLState(State):
-    """Which channels of a sequence are outliers.
+    """The outlier channels of each sequence.
 
     Attributes:
         channels: float32 [batch, num_kv_heads, head_dim]; energy of each key channel until a sequence's first keys are

@@ -116,7 +116,7 @@ def _scores_kernel(
     dot_factor = zero_factor if FP32_DOT else zero_factor * FIELD_SCALE
 
     # column c serves the tokens of group c // BLOCK_M alone
-    own = (o_r // BLOCK_N)[:, None] == (o_c // BLOCK_M)[None, :]
+    same_group = (o_r // BLOCK_N)[:, None] == (o_c // BLOCK_M)[None, :]
     b_max = tl.full([BLOCK_N * PACK, BLOCK_M * PACK], float("-inf"), tl.float32)
     for block in range(0, count, ZERO_GROUPS):
         b_zeros = _zero_sums(zero, b_units, block, count, o_w, c_time, W, D, B, FP32_DOT, WHOLE) * zero_factor[None, :]
@@ -148,9 +148,9 @@ def _scores_kernel(
                     b_s = field_dot(words, b_scaled[f], b_s, f, B, FP32_DOT)
                 b_s = b_s * dot_factor[None, :] + zeros[None, :]
                 b_max = tl.maximum(b_max, b_s)
-                m_s = own & (o_r // BLOCK_N <= last)[:, None] & m_m[None, :]
+                m_s = same_group & (o_r // BLOCK_N <= last)[:, None] & m_m[None, :]
                 tl.store(p_scores + g * GROUP + n[:, None], b_s, mask=m_s)
-    b_max = tl.where(own, b_max, float("-inf"))
+    b_max = tl.where(same_group, b_max, float("-inf"))
     highest = tl.max(tl.reshape(tl.max(b_max, 0), [PACK, BLOCK_M]), 0)
     o_m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     rows = HEADS * query_len

@@ -141,7 +141,7 @@ def _add_tokens(
 
 @triton.jit
 def _words_of_rows(BLOCK_W: tl.constexpr):
-    """Which word each row of `_load_words` is: the low, then the high halves of 32 bits."""
+    """The word in each row of `_load_words`: the low, then the high halves of 32 bits."""
     o_r = tl.arange(0, BLOCK_W)
     return o_r % (BLOCK_W // 2) * 2 + o_r // (BLOCK_W // 2)
 
@@ -214,15 +214,15 @@ def _value_kernel(
         b_sums = b_sums + (tl.zeros([BLOCK_W, BLOCK_M], tl.float32),)
     b_zero = tl.zeros([16, BLOCK_M], tl.float32)
     b_total = tl.zeros([16, BLOCK_M], tl.float32)
-    whole = count // BLOCK_N * BLOCK_N
-    for start in range(0, whole, BLOCK_N):
+    in_full_tiles = count // BLOCK_N * BLOCK_N
+    for start in range(0, in_full_tiles, BLOCK_N):
         b_sums, b_zero, b_total = _add_tokens(
             b_sums, b_zero, b_total, p_scores, packed, scale, zero, shift, m_m, start, count,
             B, W, D, GROUPS, PAIRS, BLOCK_W, BLOCK_N, FP32_DOT, True,
         )  # fmt: skip
-    if whole < count:
+    if in_full_tiles < count:
         b_sums, b_zero, b_total = _add_tokens(
-            b_sums, b_zero, b_total, p_scores, packed, scale, zero, shift, m_m, whole, count,
+            b_sums, b_zero, b_total, p_scores, packed, scale, zero, shift, m_m, in_full_tiles, count,
             B, W, D, GROUPS, PAIRS, BLOCK_W, BLOCK_N, FP32_DOT, False,
         )  # fmt: skip
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from kvcli.builtin_models import DEFAULT_MODEL
-from kvcli.cli.output import Output
-from kvcli.errors import UsageError
+from kvcli.errors import ConfigError, UsageError
+from kvcli.progress import Reporter
 from kvcli.ranks import local_device
 
 if TYPE_CHECKING:
@@ -28,10 +29,12 @@ class Options(BaseModel):
 
     Attributes:
         former_names: names that options had, which still work but are not shown.
+        other_panel: the group in the help of options that `kvcli.cli.flags` does not name.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     former_names: ClassVar[dict[str, str]] = {}
+    other_panel: ClassVar[str] = "How"
 
     @field_validator("*", mode="before")
     @classmethod
@@ -98,7 +101,7 @@ class ModelOptions(ComputeOptions):
             raise ValueError(f"--base-config goes with a GGUF file, not with '{self.model}'")
         return self
 
-    def load(self, output: Output) -> LoadedModel:
+    def load(self, output: Reporter) -> LoadedModel:
         """Loads the model.
 
         Raises:
@@ -121,6 +124,48 @@ class ModelOptions(ComputeOptions):
             progress=output.progress,
             **revision,
         )
+
+
+def parse_settings(texts: list[str]) -> dict[str, Any]:
+    """Settings of a method given as NAME=VALUE; values are read as YAML, so that 3, 0.1, true and words work.
+
+    Raises:
+        ConfigError: a text without `=`, or a value that is not YAML.
+    """
+    import yaml
+
+    settings = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not name:
+            raise ConfigError(f"a setting is given as NAME=VALUE, not '{text}'")
+        try:
+            settings[name.strip().replace("-", "_")] = yaml.safe_load(value)
+        except (yaml.YAMLError, RecursionError) as error:
+            raise ConfigError(f"the value of '{name}' cannot be read") from error
+    return settings
+
+
+def parse_layers(text: str | None, layers: Sequence[int], there: str) -> list[int]:
+    """Layers of a range such as 4-7 or of a single number; all without one.
+
+    Args:
+        text: as the option was given.
+        layers: those to choose from.
+        there: what these are, for the message, such as `were recorded`.
+
+    Raises:
+        UsageError: neither a number nor a range, or other layers.
+    """
+    if text is None:
+        return [*layers]
+    first, dash, last = text.partition("-")
+    low, high = (int(x) if x.isdecimal() else -1 for x in (first, last if dash else first))
+    if not 0 <= low <= high:
+        raise UsageError(f"--layers takes a number or a range such as 0-7, not '{text}'")
+    if not {low, high} <= set(layers):
+        raise UsageError(f"--layers {text}: only layers {layers[0]}-{layers[-1]} {there}")
+    return list(range(low, high + 1))
 
 
 def is_path(annotation: Any) -> bool:

@@ -81,7 +81,7 @@ def newest_artifact(model: str, method: str, settings: Mapping[str, Any] | None 
         f"{method}' first, or name one with --artifact"
     )
     files = model_folder(model).glob("*/kvcli.json")
-    return _newest((path for path in files if _is_artifact_of(path, name, wanted)), missing)
+    return _newest((path for path in files if is_artifact_of(path, name, wanted)), missing)
 
 
 def artifact_method(folder: Path) -> str | None:
@@ -92,10 +92,10 @@ def artifact_method(folder: Path) -> str | None:
     """
     if not (folder / "kvcli.json").exists():
         raise ArtifactError(f"no artifact in {folder}: kvcli.json is missing; make one with 'kvcli fit'")
-    return next((name for name in METHODS if _is_artifact_of(folder / "kvcli.json", name, {})), None)
+    return next((name for name in METHODS if is_artifact_of(folder / "kvcli.json", name, {})), None)
 
 
-def _is_artifact_of(path: Path, method: str, settings: Mapping[str, Any]) -> bool:
+def is_artifact_of(path: Path, method: str, settings: Mapping[str, Any]) -> bool:
     """Whether a metadata file is of an artifact of a method with some settings."""
     try:
         metadata = json.loads(path.read_text())

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rich.cells import cell_len
 from rich.console import Group, RenderableType
@@ -33,6 +34,15 @@ class DataTable:
     text_columns: int = 1
     prose: Sequence[str] = ()
     optional: Sequence[str] = ()
+
+    @classmethod
+    def of(
+        cls, title: str, rows: Sequence[Mapping[str, str]], optional: Sequence[str] = (), **options: Any
+    ) -> DataTable:
+        """From one mapping per row, heading to cell; `-` where a row lacks a cell of the others."""
+        columns = list(dict.fromkeys(column for row in rows for column in row))
+        cells = [[row.get(column, "-") for column in columns] for row in rows]
+        return cls(title, columns, cells, optional=[x for x in optional if x in columns], **options)
 
     @property
     def width(self) -> int:

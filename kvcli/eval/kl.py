@@ -1,0 +1,200 @@
+"""Suite `kl`: KL divergence to the uncompressed model, flips and perplexity of methods (see `kvcli.eval.quality`)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from kvcli.eval.records import UNCOMPRESSED, EvalRecord, Figure, Strict
+from kvcli.eval.suite import (
+    STAR,
+    ComparedOptions,
+    CorpusOptions,
+    EvalSuite,
+    Measured,
+    Prepared,
+    difference,
+    interval,
+)
+from kvcli.progress import Reporter
+from kvcli.registry import BASELINE, DEFAULT_METHOD
+from kvcli.suite import Records
+from kvcli.tables import DataTable
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvcli.eval.case import Case
+    from kvcli.models import LoadedModel
+
+SAVES_MEMORY = "lower --batch-size, --chunk, --seq-len or --num-sequences"
+
+
+class TokenOptions(CorpusOptions):
+    """Options of suites that score every token of a text."""
+
+    seq_len: int = Field(default=2048, ge=2, description="tokens per sequence")
+    num_sequences: int = Field(default=8, ge=1, description="sequences")
+    batch_size: int = Field(default=4, ge=1, description="sequences per batch")
+    chunk: int = Field(
+        default=32, ge=1, description="tokens fed at once; attention within a chunk is in full precision"
+    )
+    max_kld: float | None = Field(
+        default=None, ge=0, description="exit with code 3 if the mean KL of a row is higher, nats per token"
+    )
+    max_flips: float | None = Field(
+        default=None, ge=0, description="exit with code 3 if a row has more changed top tokens, in percent"
+    )
+
+
+class KLOptions(TokenOptions, ComparedOptions):
+    """Options of `kvcli eval kl`."""
+
+
+class TokenBlock(Strict):
+    """A unit: consecutive tokens of a sequence, with means over them."""
+
+    sequence: int
+    start: int
+    tokens: int
+    predicted: int
+    kl: float
+    flips: float
+    nll: float
+    reference_nll: float
+
+
+class QualityRecord(EvalRecord):
+    """Figures over all tokens besides, as `kvcli.eval.quality.QualityReport` has them."""
+
+    figures: ClassVar[tuple[Figure, ...]] = (
+        Figure("kl_mean", "kl", "lower", "tokens"),
+        Figure("flips", "flips", "lower", "tokens"),
+        Figure("nll", "nll", "lower", "predicted", gated=False),
+    )
+
+    kl_mean: float
+    kl_p99: float
+    flips: float
+    perplexity: float | None
+    reference_perplexity: float | None
+    num_tokens: int
+    unit: Literal["block of 256 tokens"] = "block of 256 tokens"
+    units: list[TokenBlock]
+
+
+class KLRecord(QualityRecord):
+    """A row."""
+
+    suite: Literal["kl"] = "kl"
+
+
+class Scorer:
+    """Sequences of a text, and the uncompressed model's states after them, with which methods are compared.
+
+    Args:
+        options: of the suite.
+        loaded: the model.
+        reporter: shows the progress.
+    """
+
+    def __init__(self, options: TokenOptions, loaded: LoadedModel, reporter: Reporter) -> None:
+        from kvcli.eval.quality import reference_states
+
+        self.options, self.loaded, self.reporter = options, loaded, reporter
+        self.sequences = options.sequences(loaded, options.num_sequences, options.seq_len, reporter)
+        self._states: list[Tensor] = []
+        with reporter.progress(UNCOMPRESSED, self.sequences.numel(), "tokens") as advance:
+            for batch in self.sequences.split(options.batch_size):
+                self._states.append(reference_states(loaded.model, batch.to(loaded.model.device)).cpu())
+                advance(batch.numel())
+
+    @property
+    def protocol(self) -> dict[str, Any]:
+        """What was asked."""
+        return {"tokens": self.sequences.tolist(), "chunk": self.options.chunk}
+
+    def measure(
+        self, case: Case, label: str, advance: Any, layers: Collection[int] | None = None, **fields: Any
+    ) -> Measured:
+        """Measures a method that compresses some layers, or all."""
+        from kvcli.eval.quality import measure
+
+        report = measure(
+            self.loaded.model,
+            partial(case.attach, self.loaded, layers),
+            self.sequences,
+            self._states,
+            chunk=self.options.chunk,
+            batch_size=self.options.batch_size,
+            advance=advance,
+        )
+        units = [TokenBlock(**block) for block in report.scores.blocks()]
+        figures = {name: value for name, value in report.to_dict().items() if name != "memory"}
+        return Measured(label, case, units, report.memory, {**figures, **fields})
+
+
+def prepare(options: KLOptions, loaded: LoadedModel, cases: Sequence[Case], reporter: Reporter) -> Prepared:
+    """Rows of methods."""
+    scorer = Scorer(options, loaded, reporter)
+
+    def rows() -> Iterator[Measured]:
+        for case in cases:
+            with reporter.progress(case.label, scorer.sequences.numel(), "tokens") as advance:
+                yield scorer.measure(case, case.label, advance)
+
+    return Prepared(scorer.protocol, rows())
+
+
+def text_title(records: Records, options: TokenOptions) -> str:
+    """The text and the window of a run."""
+    return (
+        f"{options.model}: {records[0]['num_tokens']} tokens in sequences of {options.seq_len}, chunk {options.chunk}, "
+        f"residual {options.residual_length}, sinks {options.sink_length}"
+    )
+
+
+def quality_table(records: Records, options: TokenOptions) -> DataTable:
+    """KL, flips, perplexity and bits of methods."""
+    metrics = (metric for record in records for metric in record.get("metrics", {}).values())
+    compared = next((metric["difference"]["to"] for metric in metrics if metric["difference"] is not None), None)
+    rows = []
+    for record in records:
+        memory = record["memory"]
+        rows.append(
+            {
+                "method": record["label"],
+                "bits K": f"{memory['key_bits']:.3f}",
+                "bits V": f"{memory['value_bits']:.3f}",
+                "bits mean": f"{memory['true_bits']:.3f}",
+                "KL mean": f"{record['kl_mean']:.4f}",
+                "95 % interval": interval(record, "kl_mean", "{:.4f}"),
+                **({f"KL - {compared}": difference(record, "kl_mean", "{:+.4f}")} if compared else {}),
+                "KL p99": f"{record['kl_p99']:.3f}",
+                "flips %": f"{100 * record['flips']:.2f}",
+                "perplexity": _perplexity(record["perplexity"]),
+                "cache / fp16": f"1/{memory['ratio']:.2f}",
+            }
+        )
+    reference = _perplexity(records[0]["reference_perplexity"])
+    title = f"{text_title(records, options)}; uncompressed perplexity {reference}{f'; {STAR}' if compared else ''}"
+    return DataTable.of(title, rows, ("KL p99", "bits mean", "perplexity", "cache / fp16", "bits V", "bits K"))
+
+
+def _perplexity(value: float | None) -> str:
+    return "inf" if value is None else f"{value:.2f}"
+
+
+SUITE = EvalSuite(
+    name="kl",
+    help="KL to the uncompressed model, flips and perplexity, teacher-forced through the real cache.",
+    options=KLOptions,
+    example=f"kvcli eval --method {BASELINE} --artifact runs/smollm2-135m/{DEFAULT_METHOD}-2bit --num-sequences 4",
+    saves_memory=SAVES_MEMORY,
+    record=KLRecord,
+    prepare=prepare,
+    tabulate=quality_table,
+)

@@ -1,0 +1,81 @@
+"""What a suite of `kvcli eval` or `kvcli bench` is: its options, its records and its table, in one object.
+
+Modules that define suites import torch in functions only: the command line reads all of them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvcli.errors import KvcliError
+from kvcli.options import ModelOptions
+from kvcli.progress import Reporter
+from kvcli.tables import DataTable
+
+Records = Sequence[Mapping[str, Any]]
+"""Records as plain JSON values."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a suite says after its records.
+
+    Attributes:
+        fields: of the JSON object, beside `suite` and `rows`.
+        notes: lines shown after the table.
+        failure: raised at the end.
+    """
+
+    fields: dict[str, Any] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+    failure: KvcliError | None = None
+
+
+class Run(ABC):
+    """One run of a suite; making it checks what can be checked before torch is imported."""
+
+    out: Path | None
+    """File to which every record is appended as it is measured."""
+
+    @abstractmethod
+    def records(self, reporter: Reporter) -> Iterator[dict[str, Any]]:
+        """Measures; yields each record as plain JSON values."""
+
+    def summary(self, records: Records) -> Summary:
+        """What is said after the records, also of a run that broke off."""
+        return Summary()
+
+    @abstractmethod
+    def table(self, records: Records) -> DataTable:
+        """The records as a table."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suite(ABC):
+    """A suite.
+
+    Attributes:
+        name: on the command line.
+        help: one line.
+        options: its options; `model` is the argument.
+        example: a runnable command line.
+        saves_memory: what to do when memory does not suffice.
+    """
+
+    name: str
+    help: str
+    options: type[ModelOptions]
+    example: str
+    saves_memory: str = ""
+
+    @abstractmethod
+    def open(self, options: Any) -> Run:
+        """A run.
+
+        Raises:
+            KvcliError: options that cannot be served.
+        """
