@@ -95,11 +95,6 @@ def artifact_method(folder: Path) -> str | None:
     return next((name for name in METHODS if is_artifact_of(folder / "kvcli.json", name, {})), None)
 
 
-def context_names(folder: Path) -> list[str]:
-    """Names of the contexts of a store, also those that an earlier version has stored, which the store refuses."""
-    return sorted({path.stem.removesuffix(".context") for path in folder.glob("*.json") if path.is_file()})
-
-
 def is_artifact_of(path: Path, method: str, settings: Mapping[str, Any]) -> bool:
     """Whether a metadata file is of an artifact of a method with some settings."""
     try:

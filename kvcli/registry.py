@@ -58,6 +58,9 @@ BASELINE = "fp16"
 DEFAULT_METHOD = "commvq"
 """The method of `kvcli demo`, of `kvcli fit` and of examples."""
 
+UNFITTED_METHOD = "kivi-2"
+"""The method of examples that run without an artifact."""
+
 DEMO_SETTINGS = {"key_iterations": 4, "key_full_iterations": 1, "value_iterations": 1}
 """Settings with which `kvcli demo` fits the default method in less time."""
 

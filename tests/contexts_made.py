@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import sqlite3
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,7 @@ from kvcli.fingerprint import text_identity
 from kvcli.methods.config import CacheConfig
 from kvcli.models import LoadedModel
 from kvcli.registry import get_method
+from kvcli.storage.manifest import json_sha256
 
 
 def tokens(count: int, seed: int = 0) -> Tensor:
@@ -90,13 +94,49 @@ def maker(tiny_artifact: Callable[[Any], Artifact]) -> Iterator[Callable[..., Ma
         session.detach()
 
 
+def path_of(store: ContextStore, name: str, part: str) -> Path:
+    """The file of a block of a stored context: `tokens`, `first`, `last`, or `coded` for the last of these."""
+    block = getattr(store.get(name).record, part)
+    return store.folder / "blocks" / f"{(block[-1] if part == 'coded' else block).digest}.safetensors"
+
+
 def flip_a_byte(folder: Path, name: str, part: str) -> None:
-    """Damages a file of a stored context: its tokens, first or last."""
-    file = getattr(ContextStore(folder).get(name), part)
-    path = folder / "blocks" / f"{file.digest}.safetensors"
+    """Damages a block of a stored context."""
+    flip(path_of(ContextStore(folder), name, part))
+
+
+def flip(path: Path, at: int = -5) -> None:
     data = bytearray(path.read_bytes())
-    data[-5] ^= 1
+    data[at] ^= 1
     path.write_bytes(data)
+
+
+def execute(store: ContextStore, statement: str, *values: Any) -> list[Any]:
+    """Reads or changes the index behind the store's back."""
+    with closing(sqlite3.connect(store.folder / "index.sqlite", isolation_level=None)) as db:
+        return db.execute(statement, values).fetchall()
+
+
+def forge(store: ContextStore, name: str, change: Callable[[dict[str, Any]], Any], seal: bool = True) -> None:
+    """Changes the record of a stored context, whose checksum is made to agree."""
+    ((context, text),) = execute(
+        store, "SELECT id, record FROM contexts JOIN records ON context = id WHERE name = ?", name
+    )
+    values = json.loads(text)
+    change(values)
+    seal and values.pop("sha256")
+    text = json.dumps({**values, "sha256": json_sha256(values)} if seal else values)
+    execute(store, "UPDATE records SET record = ? WHERE context = ?", text, context)
+
+
+def blocks_of(store: ContextStore) -> set[str]:
+    """Digests of the blocks that have a file."""
+    return {path.stem for path in (store.folder / "blocks").glob("*.safetensors")}
+
+
+def needed_by(store: ContextStore) -> set[str]:
+    """Digests of the blocks that contexts need, by their records."""
+    return {block.digest for context in store.contexts() for block in context.record.blocks}
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sqlite3
 import sys
 import traceback
 import warnings
@@ -16,7 +17,8 @@ FILE_EVENTS = ("open", "os.rename", "os.remove", "os.link", "os.mkdir", "os.rmdi
 
 
 def run_and_kill(work: Callable[[], Any], folder: Path, moment: int) -> int:
-    """Runs a call in a forked process that is killed before a file operation, sometimes with a file half written.
+    """Runs a call in a forked process that is killed before a file operation or a statement of SQL, sometimes with a
+    file half written.
 
     Args:
         work: the call.
@@ -36,9 +38,11 @@ def run_and_kill(work: Callable[[], Any], folder: Path, moment: int) -> int:
         log = os.open(counter, os.O_WRONLY | os.O_APPEND)
 
         def count_and_kill(event: str, arguments: tuple[Any, ...]) -> None:
+            if event in FILE_EVENTS and str(arguments[0]).startswith(str(folder)):
+                next_one()
+
+        def next_one(*_: Any) -> None:
             nonlocal count
-            if event not in FILE_EVENTS or not str(arguments[0]).startswith(str(folder)):
-                return
             count += 1
             if count == moment:
                 for half in folder.rglob("*.tmp") if moment % 2 else ():
@@ -46,6 +50,12 @@ def run_and_kill(work: Callable[[], Any], folder: Path, moment: int) -> int:
                 os.kill(os.getpid(), signal.SIGKILL)
             os.write(log, b".")
 
+        def connect(*arguments: Any, **options: Any) -> sqlite3.Connection:
+            db = connected(*arguments, **options)
+            db.set_trace_callback(next_one)
+            return db
+
+        connected, sqlite3.connect = sqlite3.connect, connect
         sys.addaudithook(count_and_kill)
         try:
             work()

@@ -17,6 +17,7 @@ from kvcli.bench.suite import (
 )
 from kvcli.options import check_storable
 from kvcli.progress import Reporter
+from kvcli.registry import UNFITTED_METHOD
 from kvcli.sizes import size
 from kvcli.suite import Records
 from kvcli.tables import DataTable
@@ -116,7 +117,7 @@ SUITE = BenchSuite(
     name="contexts",
     help="Loading contexts from files against reading them again.",
     options=ContextsOptions,
-    example="kvcli bench contexts --method kivi-2 --prompt-tokens 2048",
+    example=f"kvcli bench contexts --method {UNFITTED_METHOD} --prompt-tokens 2048",
     saves_memory="lower --prompt-tokens or --prefill-chunk",
     prepare=prepare,
     tabulate=table,

@@ -18,6 +18,7 @@ from kvcli.bench.suite import (
     status,
 )
 from kvcli.progress import Reporter
+from kvcli.registry import UNFITTED_METHOD
 from kvcli.sizes import parse_size, size
 from kvcli.suite import Records
 from kvcli.tables import DataTable
@@ -238,7 +239,7 @@ SUITE = BenchSuite(
     name="generate",
     help="A model end to end: prompt, decoding and memory of methods, next to fp16.",
     options=GenerateOptions,
-    example="kvcli bench generate --method kivi-2 --prompt-tokens 1024",
+    example=f"kvcli bench generate --method {UNFITTED_METHOD} --prompt-tokens 1024",
     saves_memory="lower --prompt-tokens, --batches or --prefill-chunk",
     prepare=prepare_generate,
     tabulate=generate_table,
@@ -249,7 +250,7 @@ MEMORY = BenchSuite(
     name="memory",
     help="The largest batch and the longest context that fit into a memory budget.",
     options=MemoryOptions,
-    example="kvcli bench memory --memory-budget 24GiB --method kivi-2",
+    example=f"kvcli bench memory --memory-budget 24GiB --method {UNFITTED_METHOD}",
     saves_memory="lower --contexts, --batches or --prefill-chunk",
     prepare=prepare_memory,
     tabulate=memory_table,

@@ -5,7 +5,8 @@ This module knows where tensors lie in a cache; `snapshot` knows what a snapshot
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -66,15 +67,21 @@ def put(
         CacheError: a snapshot that these codecs cannot have made.
     """
     _check_shared(snapshot)
-    layout = _layout(snapshot.counts, sequences.counts)
-    contents = _layer_contents(snapshot.tensors, len(codecs))
-    held = layout.held(row_values(snapshot.counts.attended, device), max(snapshot.counts.window))
-    slots = layout.slots(held)
+    held, counts = snapshot.counts, sequences.counts
+    layout = _layout(held, counts)
+    slots = layout.slots(layout.held(row_values(held.attended, device), max(held.window)))
+    tensors = {name: x for name, x in snapshot.tensors.items() if name not in (VALID, POSITIONS)}
     stores = [
-        _made_store(content, codec, snapshot.counts, layout, slots)
-        for content, codec in zip(contents, codecs, strict=True)
+        _filled_store(partial(_pop, tensors, f"layers.{i}."), codec, held, layout, slots)
+        for i, codec in enumerate(codecs)
     ]
-    _put_sequences(snapshot, sequences, layout, device)
+    if tensors:
+        raise CacheError(f"the snapshot has a tensor {min(tensors)}, which this model and method have no place for")
+    counts.state = held.lengths, held.coded_keys, held.coded_values, held.attended
+    counts.layout = layout
+    sequences.observed = [*held.observed]
+    shared = (snapshot.tensors[name].to(device, copy=True) for name in (VALID, POSITIONS))
+    sequences.valid, sequences.positions = shared
     return stores
 
 
@@ -142,13 +149,17 @@ def _layout(counts: SnapshotCounts, ours: TokenCounts) -> WindowLayout:
     return needed if stored.capacity > 2 * needed.capacity else stored
 
 
-def _made_store(
-    content: _LayerContent, codec: LayerCodec, counts: SnapshotCounts, layout: WindowLayout, slots: Tensor
+def _filled_store(
+    pop: Callable[[str, tuple[int, ...], torch.dtype | None], Tensor],
+    codec: LayerCodec,
+    counts: SnapshotCounts,
+    layout: WindowLayout,
+    slots: Tensor,
 ) -> LayerStore:
     """A layer's store with the content of a snapshot; nothing of its size is allocated before it is checked.
 
     Args:
-        content: of the layer.
+        pop: `_pop` of the layer's tensors.
         codec: of the layer.
         counts: of the snapshot.
         layout: of the windows.
@@ -158,88 +169,46 @@ def _made_store(
         CacheError: the codec cannot have made the content.
     """
     spec, batch = codec.key.spec, len(counts.lengths)
-    widths, dtype = (spec.head_dim, codec.value.spec.head_dim), content.dtype(WINDOWS[0])
-    tokens = {
-        name: content.pop(name, (batch, spec.num_kv_heads, max(counts.window), width), dtype)
-        for name, width in zip(WINDOWS, widths, strict=True)
-    }
+    widths, dtype = (spec.head_dim, codec.value.spec.head_dim), None
+    tokens = {}
+    for name, width in zip(WINDOWS, widths, strict=True):
+        tokens[name] = pop(name, (batch, spec.num_kv_heads, max(counts.window), width), dtype)
+        dtype = tokens[name].dtype
     key, value = (torch.empty(batch, spec.num_kv_heads, 0, width, dtype=dtype, device=slots.device) for width in widths)
     store = LayerStore(codec, key, value, layout)
     for name, x in tokens.items():
         layout.write(getattr(store, name), slots, x.to(slots.device))
     for kind, coded in zip(CODES, (max(counts.coded_keys), max(counts.coded_values)), strict=True):
-        _fill_codes(getattr(store, kind), kind, coded, content)
+        buffer: CodeBuffer = getattr(store, kind)
+        stored = {}
+        for field, x in buffer.codes.tensors().items():
+            entries = -(-coded // buffer.tokens_per_entry[field])
+            stored[field] = pop(f"{kind}.{field}", (*x.shape[:2], entries, *x.shape[3:]), x.dtype)
+        if coded:
+            buffer.reserve(coded + HEADROOM)
+        for field, x in stored.items():
+            getattr(buffer.codes, field)[:, :, : x.shape[2]].copy_(x)
     if store.state is not None:
         for field, x in store.state.tensors().items():
-            x.copy_(content.pop(f"state.{field}", tuple(x.shape), x.dtype))
-    content.check_empty()
+            x.copy_(pop(f"state.{field}", tuple(x.shape), x.dtype))
     return store
 
 
-def _fill_codes(buffer: CodeBuffer, kind: str, coded: int, content: _LayerContent) -> None:
-    """Copies the codes of `coded` tokens into a buffer, which gets room for them and for some more."""
-    stored = {}
-    for field, x in buffer.codes.tensors().items():
-        entries = -(-coded // buffer.tokens_per_entry[field])
-        stored[field] = content.pop(f"{kind}.{field}", (*x.shape[:2], entries, *x.shape[3:]), x.dtype)
-    if coded:
-        buffer.reserve(coded + HEADROOM)
-    for field, x in stored.items():
-        getattr(buffer.codes, field)[:, :, : x.shape[2]].copy_(x)
-
-
-def _layer_contents(tensors: Mapping[str, Tensor], num_layers: int) -> list[_LayerContent]:
-    """The tensors of each layer.
+def _pop(
+    tensors: dict[str, Tensor], prefix: str, name: str, shape: tuple[int, ...], dtype: torch.dtype | None
+) -> Tensor:
+    """Takes a tensor out, of any floating-point dtype if that is None.
 
     Raises:
-        CacheError: a tensor of no layer.
+        CacheError: it is missing, or of another shape or dtype.
     """
-    contents = {f"layers.{layer_idx}": _LayerContent(f"layers.{layer_idx}.") for layer_idx in range(num_layers)}
-    for name in sorted({*tensors} - {VALID, POSITIONS}):
-        *layer, field = name.split(".", 2)
-        if (content := contents.get(".".join(layer))) is None:
-            raise CacheError(f"the snapshot has a tensor {name}, which this model has no place for")
-        content.add(field, tensors[name])
-    return list(contents.values())
-
-
-class _LayerContent:
-    """The tensors of one layer, each to be asked for by its name, shape and dtype.
-
-    Args:
-        prefix: of their names in the snapshot.
-    """
-
-    def __init__(self, prefix: str) -> None:
-        self._prefix = prefix
-        self._tensors: dict[str, Tensor] = {}
-
-    def add(self, name: str, x: Tensor) -> None:
-        """Puts a tensor in."""
-        self._tensors[name] = x
-
-    def dtype(self, name: str) -> torch.dtype:
-        """The floating-point dtype of a tensor, if it has one."""
-        x = self._tensors.get(name)
-        return x.dtype if x is not None and x.is_floating_point() else torch.float32
-
-    def pop(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Takes a tensor out.
-
-        Raises:
-            CacheError: it is missing, or of another shape or dtype.
-        """
-        x = self._tensors.pop(name, None)
-        if x is None or x.shape != shape or x.dtype != dtype:
-            found = "is missing" if x is None else f"is {x.dtype} {list(x.shape)}"
-            raise CacheError(f"the snapshot's tensor {self._prefix}{name} {found}; it must be {dtype} {list(shape)}")
-        return x
-
-    def check_empty(self) -> None:
-        """Raises CacheError for a tensor that was not asked for."""
-        if self._tensors:
-            name = min(self._tensors)
-            raise CacheError(f"the snapshot has a tensor {self._prefix}{name}, which this method does not keep")
+    x = tensors.pop(prefix + name, None)
+    if dtype is None:
+        dtype = x.dtype if x is not None and x.is_floating_point() else torch.float32
+    if x is None or x.shape != shape or x.dtype != dtype:
+        found = "is missing" if x is None else f"is {x.dtype} {list(x.shape)}"
+        raise CacheError(f"the snapshot's tensor {prefix}{name} {found}; it must be {dtype} {list(shape)}")
+    return x
 
 
 def _check_shared(snapshot: Snapshot) -> None:
@@ -250,12 +219,3 @@ def _check_shared(snapshot: Snapshot) -> None:
     shape = (len(counts.lengths), max(counts.lengths))
     if positions is None or positions.dtype != torch.int32 or positions.shape != shape:
         raise CacheError("the snapshot's positions do not agree with its numbers of tokens")
-
-
-def _put_sequences(snapshot: Snapshot, sequences: Sequences, layout: WindowLayout, device: torch.device) -> None:
-    held, counts = snapshot.counts, sequences.counts
-    counts.state = held.lengths, held.coded_keys, held.coded_values, held.attended
-    counts.layout = layout
-    sequences.observed = [*held.observed]
-    shared = (snapshot.tensors[name].to(device, copy=True) for name in (VALID, POSITIONS))
-    sequences.valid, sequences.positions = shared

@@ -1,38 +1,37 @@
-"""A context: what a cache holds, what it depends on and which tokens it is, in one file.
+"""A context: what a cache holds, what it depends on and which tokens it is, as a sealed record and blocks.
 
-The file is of safetensors. Its metadata has one entry, `kvcli`, so that equal contexts make equal files: the sha256 of
-what follows, a space, and a JSON object with the format version, the identity, the counts of the snapshot, notes and
-the BLAKE3 of every tensor.
+A store keeps record and blocks apart (`kvcli.contexts`). In a file of its own, a context is one safetensors file: its
+metadata has one entry, `kvcli`, the record; each block is a tensor of bytes, named by its digest and followed by zeros
+up to a multiple of 8, so that what is in it can be read in place. Equal contexts make equal files.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from kvcli._version import __version__
-from kvcli.cache.digests import combined, pieces_of, tensor_digests
+from kvcli.cache.blocks import Block, Place, Tensors, encode, read_blocks
 from kvcli.cache.identity import CacheIdentity
-from kvcli.cache.snapshot import VALID, Snapshot, SnapshotCounts
+from kvcli.cache.parts import BLOCK_TOKENS, is_plain, join, num_coded, split, whole_groups
+from kvcli.cache.record import ContextRecord
+from kvcli.cache.snapshot import VALID, WINDOWS, Snapshot
 from kvcli.errors import CacheError
 from kvcli.storage.atomic import replacing, temporary_path
 from kvcli.storage.locks import lock
-from kvcli.storage.reads import Part, memory_for, read_parts
 from kvcli.storage.tensors import SafetensorsHeader
 
-FORMAT_VERSION = 3
 INPUT_IDS = "input_ids"
 _ENTRY = "kvcli"
-_REMEDY = "make it again with 'kvcli compress'"
+_ALIGNMENT = 8
+_NOTES_OF_PARTS = ("tokenizer", "chat_template", "source")
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,8 @@ class Context:
         snapshot: what the cache held.
         identity: what it depends on.
         input_ids: its tokens, int64 [batch, slots], anything at padding; None if they were not given.
-        notes: plain JSON values of whoever saved it.
+        notes: plain JSON values of whoever saved it; `tokenizer` and `chat_template`, as `text_identity` gives them,
+            become part of the identity of what is saved.
         name: for messages.
     """
 
@@ -65,6 +65,98 @@ class Context:
         if (reason := ours.difference(self.identity)) is not None:
             raise CacheError(f"{self.name} was made {reason}")
 
+    def encode(self, block_tokens: int = BLOCK_TOKENS) -> tuple[ContextRecord, dict[Block, Tensors]]:
+        """What is stored of it.
+
+        Args:
+            block_tokens: tokens of a part of codes, rounded up to whole groups of the method.
+
+        Returns:
+            Its record, and the tensors of its blocks, for `kvcli.cache.blocks.encode`.
+
+        Raises:
+            CacheError: `input_ids` are not of the snapshot's slots.
+        """
+        snapshot, shape = self.snapshot, list(self.snapshot.tensors[VALID].shape)
+        if self.input_ids is not None and list(self.input_ids.shape) != shape:
+            raise CacheError(
+                f"input_ids are {list(self.input_ids.shape)}, but the cache holds {shape}: give those that it "
+                "holds, such as sequences[:, :-1] of what was generated"
+            )
+        plain = is_plain(snapshot)
+        size = whole_groups(snapshot.counts, block_tokens) if plain else 0
+        first, coded, last = split(snapshot, size) if plain else (dict(snapshot.tensors), [], {})
+        tokens: list[Tensors] = [] if self.input_ids is None else [{INPUT_IDS: self.input_ids.int()}]
+        parts = [*tokens, first, *coded, *([last] if plain else [])]
+        blocks, start = [encode(part)[0] for part in parts], len(tokens)
+        bytes_of, values_per_token = Counter[str](), 0
+        for name, x in snapshot.tensors.items():
+            kind = name.split(".")[2] if name.startswith("layers.") else name
+            bytes_of[kind] += x.nbytes
+            values_per_token += x.shape[1] * x.shape[3] if kind in WINDOWS else 0
+        text = {kind: self.notes.get(kind, getattr(self.identity, kind)) for kind in ("tokenizer", "chat_template")}
+        record = ContextRecord(
+            kvcli_version=__version__,
+            identity=self.identity.to_dict() | text,
+            notes=dict(self.notes),
+            counts=snapshot.counts,
+            part_tokens=size,
+            bytes_of=bytes_of,
+            values_per_token=values_per_token,
+            tokens=blocks[0] if tokens else None,
+            first=blocks[start],
+            coded=tuple(blocks[start + 1 : start + 1 + len(coded)]),
+            last=blocks[-1] if plain else None,
+        )
+        return record, dict(zip(blocks, parts, strict=True))
+
+    @classmethod
+    def decode(
+        cls,
+        record: ContextRecord,
+        place: Callable[[Block], Place],
+        device: torch.device | str = "cpu",
+        name: str = "this context",
+        num_tokens: int | None = None,
+    ) -> Context:
+        """Reads and verifies what `encode` gave.
+
+        Args:
+            record: of the context.
+            place: says where a block is.
+            device: of the snapshot's tensors, to which they are copied while the rest is read.
+            name: for messages.
+            num_tokens: how many of the first tokens are read, with the blocks that hold them alone; None: all.
+
+        Raises:
+            CacheError: a block is missing, truncated or damaged, they do not belong together, or the context was made
+                by another version of kvcli.
+        """
+        counts, removed = record.counts, 0 if num_tokens is None else record.num_tokens - num_tokens
+        kept = counts.without(removed) if removed else counts
+        # a part that ends where a block ends has nothing of the last one
+        last = record.last if not removed or kept.attended == counts.attended else None
+        coded = record.coded[: num_coded(kept, record.part_tokens)] if record.part_tokens else ()
+        blocks = [block for block in (record.tokens, record.first, *coded, last) if block is not None]
+        parts = read_blocks([place(block) for block in blocks], device)
+        input_ids = None if record.tokens is None else tokens_in(parts.pop(0), record)
+        if record.last is None:
+            snapshot = Snapshot(counts, parts[0])
+        else:
+            snapshot = join(kept if last is None else counts, parts)
+            snapshot = snapshot.prefix(record.num_tokens - removed) if removed and last is not None else snapshot
+        if input_ids is not None:
+            input_ids = input_ids[:, : input_ids.shape[1] - removed]
+            if VALID not in snapshot.tensors or snapshot.tensors[VALID].shape != input_ids.shape:
+                raise CacheError("it has the token ids of more or fewer tokens")
+        try:
+            identity = CacheIdentity.from_dict(record.identity)
+        except ValueError as error:
+            raise CacheError(f"its identity cannot be read ({' '.join(str(error).split())})") from error
+        # what else was noted, such as a conversation, is of all tokens
+        notes = {x: y for x, y in record.notes.items() if not removed or x in _NOTES_OF_PARTS}
+        return cls(snapshot, identity, input_ids, notes, name)
+
     def save(self, path: str | Path) -> int:
         """Writes the file; it appears under its name when it is complete, and replaces what was there.
 
@@ -78,29 +170,23 @@ class Context:
             CacheError: another process writes it, or `input_ids` are not of the snapshot's slots.
             OSError: it cannot be written.
         """
-        path, tensors = Path(path), dict(self.snapshot.tensors)
-        if self.input_ids is not None:
-            shape = tuple(tensors[VALID].shape)
-            if self.input_ids.shape != shape:
-                raise CacheError(
-                    f"input_ids are {list(self.input_ids.shape)}, but the cache holds {list(shape)}: give those that "
-                    "it holds, such as sequences[:, :-1] of what was generated"
-                )
-            tensors[INPUT_IDS] = self.input_ids.to("cpu", torch.int64)
-        tensors = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
-        fields = {
-            "format_version": FORMAT_VERSION,
-            "kvcli_version": __version__,
-            "identity": self.identity.to_dict(),
-            "counts": self.snapshot.counts.to_dict(),
-            "notes": dict(self.notes),
-            "tensors": tensor_digests(tensors),
-        }
-        text = json.dumps(fields)
+        path = Path(path)
+        record, blocks = self.encode()
+        header: dict[str, Any] = {"__metadata__": {_ENTRY: record.sealed()}}
+        stop = 0
+        for block in blocks:
+            start, stop = stop, stop + block.bytes + -block.bytes % _ALIGNMENT
+            header[block.digest] = {"dtype": "U8", "shape": [stop - start], "data_offsets": [start, stop]}
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % _ALIGNMENT)
         path.parent.mkdir(parents=True, exist_ok=True)
         busy = CacheError(f"another kvcli process writes {path}; wait until it has ended")
         with lock(temporary_path(path), busy, make_file=True), replacing(path) as temporary:
-            save_file(tensors, temporary, metadata={_ENTRY: f"{_text_sha256(text)} {text}"})
+            with temporary.open("wb") as file:
+                file.write(len(text).to_bytes(8, "little") + text)
+                for block, tensors in blocks.items():
+                    file.write(encode(tensors)[1])
+                    file.write(bytes(-block.bytes % _ALIGNMENT))
             return temporary.stat().st_size
 
     @classmethod
@@ -117,76 +203,50 @@ class Context:
         path = Path(path)
         if not path.is_file():
             raise CacheError(f"no context in {path}: there is no such file; make one with 'kvcli compress'")
+        remedy = ContextRecord.REMEDY
         try:
             header = SafetensorsHeader.read(path)
-            fields = _sealed_fields(path, header.metadata)
-            tensors, digests = _read_tensors(path, header, torch.device(device))
+            if _ENTRY not in header.metadata:
+                raise CacheError(f"{path} is no context: kvcli did not write it")
+            if header.metadata[_ENTRY][64:65] == " ":  # after a checksum
+                raise CacheError(f"{path} is of an earlier version of kvcli, which this one does not read; {remedy}")
+            record = ContextRecord.unseal(header.metadata[_ENTRY], str(path))
+            places = {place.block: place for place in _places(path, header, record)}
         except (OSError, ValueError) as error:
             reason = " ".join(str(error).split())
-            raise CacheError(f"{path} is no file that can be read, or it is damaged ({reason}); {_REMEDY}") from error
-        if fields["tensors"] != digests:
-            raise CacheError(f"{path} is damaged: the BLAKE3 of its content differs; {_REMEDY}")
-        input_ids = None if (found := tensors.pop(INPUT_IDS, None)) is None else found.cpu()
+            raise CacheError(f"{path} is no file that can be read, or it is damaged ({reason}); {remedy}") from error
         try:
-            identity = CacheIdentity.from_dict(fields["identity"])
-            counts = SnapshotCounts.from_dict(fields["counts"])
-            if not isinstance(fields["notes"], dict) or (
-                input_ids is not None
-                and (input_ids.dtype != torch.int64 or VALID not in tensors or input_ids.shape != tensors[VALID].shape)
-            ):
-                raise ValueError("notes or tokens of another form")
-        except (ValueError, TypeError, KeyError, OverflowError) as error:
-            reason = " ".join(str(error).split())
-            raise CacheError(f"{path} holds no context that this kvcli reads ({reason}); {_REMEDY}") from error
-        return cls(Snapshot(counts, tensors), identity, input_ids, fields["notes"], str(path))
+            return cls.decode(record, places.__getitem__, device, str(path))
+        except CacheError as error:
+            raise CacheError(f"{path} is no context that this kvcli reads: {error}; {remedy}") from error
 
 
-def _read_tensors(
-    path: Path, header: SafetensorsHeader, device: torch.device
-) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors of a file, by name, and what `tensor_digests` says of them.
+def tokens_in(tensors: Tensors, record: ContextRecord) -> Tensor:
+    """The token ids in their block, int64 [rows, slots] on the host.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: its header is damaged.
+        CacheError: the block holds something else.
     """
-    data = memory_for(path, header.nbytes + header.data_bytes, device)[header.nbytes :]
-    tensors, parts, counts = header.views(data), [], []
-    for entry in header.entries.values():
-        pieces = pieces_of(data[slice(*entry.data_offsets)])
-        # the memory begins where the file does
-        parts += [Part(path, int(piece.storage_offset()), piece) for piece in pieces]
-        counts.append(len(pieces))
-    read = iter(read_parts(parts))
-    digests = {
-        name: combined(entry.dtype, entry.shape, list(islice(read, count)))
-        for (name, entry), count in zip(header.entries.items(), counts, strict=True)
-    }
-    return tensors, digests
+    ids = tensors.get(INPUT_IDS)
+    rows = len(record.counts.lengths)
+    slots = None if ids is None or ids.ndim != 2 else record.num_tokens if record.last is not None else ids.shape[1]
+    if ids is None or ids.dtype != torch.int32 or ids.shape != (rows, slots):
+        raise CacheError(f"its block of token ids does not hold those of {record.num_tokens} tokens")
+    return ids.long().cpu()
 
 
-def _sealed_fields(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
-    """The JSON object in a file's metadata.
+def _places(path: Path, header: SafetensorsHeader, record: ContextRecord) -> Iterator[Place]:
+    """Where the blocks of a record are in a file.
 
     Raises:
-        CacheError: there is none, it is of another format version, or it was changed.
+        ValueError: the file has others, or they are not followed by zeros.
     """
-    if _ENTRY not in metadata:
-        raise CacheError(f"{path} is no context: kvcli did not write it")
-    seal, _, text = metadata[_ENTRY].partition(" ")
-    if seal != _text_sha256(text):
-        raise CacheError(f"{path} is damaged: its metadata was changed after it was written; {_REMEDY}")
-    try:
-        fields = json.loads(text)
-        version = fields.get("format_version")
-    except (ValueError, AttributeError, RecursionError) as error:
-        raise CacheError(f"{path} is damaged: its metadata cannot be read; {_REMEDY}") from error
-    if version != FORMAT_VERSION:
-        raise CacheError(f"{path} has format version {version}; this kvcli reads version {FORMAT_VERSION}; {_REMEDY}")
-    if missing := {"identity", "counts", "notes", "tensors"} - fields.keys():
-        raise CacheError(f"{path} is damaged: its metadata has no {min(missing)}; {_REMEDY}")
-    return dict(fields)
-
-
-def _text_sha256(text: str) -> str:
-    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
+    if header.entries.keys() != {block.digest for block in record.blocks}:
+        raise ValueError("it has other blocks than its metadata says")
+    with path.open("rb") as file:
+        for block in record.blocks:
+            start, stop = (header.nbytes + offset for offset in header.entries[block.digest].data_offsets)
+            file.seek(start + block.bytes)
+            if not 0 <= stop - start - block.bytes < _ALIGNMENT or any(file.read(stop - start - block.bytes)):
+                raise ValueError("its blocks are of other sizes, or not followed by zeros")
+            yield Place(block, path, start, header.nbytes + header.data_bytes)

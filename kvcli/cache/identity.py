@@ -5,16 +5,17 @@ This module does not know how a cache is stored.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from pydantic import ValidationError
+from blake3 import blake3
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from torch import Tensor
 
-from kvcli.cache.digests import tensor_digests
-from kvcli.errors import UsageError
+from kvcli.errors import UsageError, explain
 from kvcli.fingerprint import differs
 from kvcli.methods.config import CacheConfig
 from kvcli.methods.layer_codec import LayerCodec
@@ -42,16 +43,22 @@ class CacheIdentity:
         layers: indices of the layers that the method compresses.
         codecs: `fitted`, a checksum of the codecs' buffers, where they come from an artifact; else `sample`, two
             numbers of each buffer.
+        tokenizer: sha256 of the vocabulary; None where it is not known, which is equal to any.
+        chat_template: sha256 of the chat template, or empty without one; None where it is not known.
     """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
 
     model: str
     fingerprint: str
     dtype: str
-    rope: Mapping[str, Any]
+    rope: Mapping[str, float | list[float]]
     method: str
     config: Mapping[str, Any]
     layers: Sequence[int]
-    codecs: Mapping[str, Any]
+    codecs: Mapping[str, str | list[float]]
+    tokenizer: str | None = None
+    chat_template: str | None = None
 
     def difference(self, other: CacheIdentity) -> str | None:
         """Why what another cache holds means something else here.
@@ -74,7 +81,7 @@ class CacheIdentity:
             return "with other RoPE frequencies"
         if self.method != other.method:
             return f"with method '{other.method}', not '{self.method}'"
-        ours, theirs = self._settings(), other._settings()
+        ours, theirs = (identity.settings().model_dump(mode="json") for identity in (self, other))
         for name, value in ours.items():
             if value != theirs[name]:
                 return f"with {name} {theirs[name]}, which is {value} here"
@@ -86,6 +93,9 @@ class CacheIdentity:
             return "with another artifact"
         if not _close(self.codecs.get("sample", []), other.codecs.get("sample", []), _BUFFER_ROUNDING):
             return "with codecs of other projections or tables"
+        for name in ("tokenizer", "chat_template"):
+            if len({getattr(self, name), getattr(other, name)} - {None}) > 1:
+                return f"with another {name.replace('_', ' ')}"
         return None
 
     def to_dict(self) -> dict[str, Any]:
@@ -97,24 +107,21 @@ class CacheIdentity:
         """From what `to_dict` gave, also if it went through JSON.
 
         Raises:
-            ValueError: values of other names or types; an unknown method or setting.
+            ValueError: values of other names, types or ranges; an unknown method or setting.
         """
-        kinds: dict[str, Any] = {"rope": dict, "config": dict, "codecs": dict, "layers": (list, tuple)}
-        names = {name: kinds.get(name, str) for name in cls.__dataclass_fields__}
-        if not isinstance(values, Mapping) or values.keys() != names.keys():
-            raise ValueError("the identity of a cache has other fields")
-        if wrong := [name for name, kind in names.items() if not isinstance(values[name], kind)]:
-            raise ValueError(f"{wrong[0]} in the identity of a cache is of another type")
-        identity = cls(**values)
-        identity.settings()
-        if not _is_numbers(_numbers(identity.rope)) or not _is_numbers(identity.codecs.get("sample", [])):
-            raise ValueError("RoPE frequencies or samples of codecs are not numbers")
-        if identity.difference(identity) is not None:
-            raise ValueError("the identity of a cache is not its own")
+        try:
+            identity = TypeAdapter(cls).validate_json(json.dumps(values), strict=True)
+        except ValidationError as error:
+            raise ValueError(" ".join(explain(error, cls.__dataclass_fields__).split())) from error
+        try:
+            if identity.difference(identity) is not None:
+                raise ValueError("the identity of a cache is not its own")
+        except (TypeError, KeyError, OverflowError, AttributeError, RuntimeError) as error:
+            raise ValueError(" ".join(str(error).split())) from error
         return identity
 
     def settings(self) -> CacheConfig:
-        """The method's settings.
+        """The method's settings; those that are newer than the identity have their defaults.
 
         Raises:
             ValueError: this kvcli does not know the method, or a setting.
@@ -125,10 +132,6 @@ class CacheIdentity:
             raise ValueError(str(error)) from error
         except ValidationError as error:
             raise ValueError(f"settings of method '{self.method}' that this kvcli does not know") from error
-
-    def _settings(self) -> dict[str, Any]:
-        """All settings as plain values; those that are newer than the file have their defaults."""
-        return self.settings().model_dump(mode="json")
 
 
 def codecs_identity(codecs: Sequence[LayerCodec], fitted: bool) -> dict[str, Any]:
@@ -143,7 +146,11 @@ def codecs_identity(codecs: Sequence[LayerCodec], fitted: bool) -> dict[str, Any
     """
     buffers = {f"{i}.{name}": x for i, codec in enumerate(codecs) for name, x in sorted(codec.state_dict().items())}
     if fitted:
-        return {"fitted": json_sha256(tensor_digests(buffers))}
+        hosted = {name: x.detach().cpu().contiguous() for name, x in buffers.items()}
+        content = {name: x.flatten().view(torch.uint8).numpy().data for name, x in hosted.items()}
+        forms = {name: f"{x.dtype} {list(x.shape)}" for name, x in hosted.items()}
+        digests = {name: blake3(data, max_threads=blake3.AUTO).hexdigest() for name, data in content.items()}
+        return {"fitted": json_sha256({name: f"{forms[name]} {digest}" for name, digest in digests.items()})}
     return {"sample": [number for x in buffers.values() if x.numel() for number in _sample(x)]}
 
 
@@ -152,15 +159,11 @@ def _sample(x: Tensor) -> list[float]:
     return x.detach().flatten()[[0, x.numel() // 2]].float().tolist()
 
 
-def _numbers(rope: Mapping[str, Any]) -> list[Any]:
-    return [*rope.get("inv_freq", ()), rope.get("scaling")]
+def _numbers(rope: Mapping[str, Any]) -> list[float]:
+    return [*rope["inv_freq"], rope["scaling"]]
 
 
-def _is_numbers(values: Any) -> bool:
-    return isinstance(values, Sequence) and all(type(value) in (int, float) for value in values)
-
-
-def _close(first: Sequence[float], second: Sequence[float], rounding: tuple[float, float]) -> bool:
+def _close(first: Any, second: Any, rounding: tuple[float, float]) -> bool:
     """Whether numbers agree up to rounding."""
     if len(first) != len(second):
         return False

@@ -6,11 +6,13 @@ A snapshot is what files hold and what a new cache is filled from. This module d
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from operator import sub
-from typing import Any
+from typing import Annotated
 
 import torch
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass as checked_dataclass
 from torch import Tensor
 
 from kvcli.cache.counts import Counts, attended_tokens, coded_within
@@ -25,13 +27,16 @@ WINDOWS = ("keys", "values")
 CODES = ("key_codes", "value_codes")
 """Names of a layer's code records, likewise."""
 
-_FEWEST = {"sinks": 0, "ring": 1, "key_group": 1, "value_group": 1}
-_MOST = 2**40
+Tokens = Annotated[int, Field(ge=0, le=2**40)]
+"""A number of tokens that a cache can hold."""
+
+Group = Annotated[int, Field(ge=1, le=2**40)]
+"""The same, of which there is one at least."""
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
 class SnapshotCounts:
-    """How many tokens a snapshot holds, and in what form.
+    """How many tokens a snapshot holds, and in what form; counts that contradict each other are a ValueError.
 
     Attributes:
         lengths: tokens of each row.
@@ -45,15 +50,26 @@ class SnapshotCounts:
         tokens_per_entry: tokens that share an entry, by name of a code tensor.
     """
 
-    lengths: Counts
-    coded_keys: Counts
-    coded_values: Counts
-    observed: Counts
-    sinks: int
-    ring: int
-    key_group: int
-    value_group: int
-    tokens_per_entry: Mapping[str, int]
+    lengths: tuple[Tokens, ...]
+    coded_keys: tuple[Tokens, ...]
+    coded_values: tuple[Tokens, ...]
+    observed: tuple[Tokens, ...]
+    sinks: Tokens
+    ring: Group
+    key_group: Group
+    value_group: Group
+    tokens_per_entry: dict[str, Group]
+
+    def __post_init__(self) -> None:
+        rows = (self.lengths, self.coded_keys, self.coded_values, self.observed)
+        if not self.lengths or len({*map(len, rows)}) > 1:
+            raise ValueError("counts of a snapshot are of different numbers of rows, or of none")
+        for coded, group in ((self.coded_keys, self.key_group), (self.coded_values, self.value_group)):
+            for length, count in zip(self.lengths, coded, strict=True):
+                if count > max(0, length - self.sinks) or count % group:
+                    raise ValueError("more codes than tokens, or parts of groups, in the counts of a snapshot")
+        if any(observed > length for observed, length in zip(self.observed, self.lengths, strict=True)):
+            raise ValueError("a state computed from more tokens than a snapshot has")
 
     @property
     def group(self) -> int:
@@ -99,45 +115,6 @@ class SnapshotCounts:
             for coded, group in ((self.coded_keys, self.key_group), (self.coded_values, self.value_group))
         )
         return replace(self, lengths=(length,), coded_keys=keys, coded_values=values)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> SnapshotCounts:
-        """From what `to_dict` gave, also if it went through JSON.
-
-        Raises:
-            ValueError, TypeError: counts that no cache has.
-        """
-        if set(values) != set(cls.__dataclass_fields__):
-            raise ValueError("counts of a snapshot have other names")
-        numbers: dict[str, Any] = {name: values[name] for name in _FEWEST}
-        rows: dict[str, Any] = {
-            name: tuple(values[name]) for name in ("lengths", "coded_keys", "coded_values", "observed")
-        }
-        entries = dict(values["tokens_per_entry"])
-        flat = [*numbers.values(), *entries.values(), *(count for counts in rows.values() for count in counts)]
-        if not all(type(number) is int and 0 <= number <= _MOST for number in flat):
-            raise ValueError("counts of a snapshot are not numbers of tokens")
-        counts = cls(**rows, **numbers, tokens_per_entry=entries)
-        counts.check()
-        return counts
-
-    def check(self) -> None:
-        """Raises ValueError for counts that contradict each other."""
-        numbers = {name: getattr(self, name) for name in _FEWEST}
-        if any(numbers[name] < fewest for name, fewest in _FEWEST.items()) or 0 in self.tokens_per_entry.values():
-            raise ValueError("counts of a snapshot are too small")
-        if not self.lengths or len({*map(len, (self.lengths, self.coded_keys, self.coded_values, self.observed))}) > 1:
-            raise ValueError("counts of a snapshot are of different numbers of rows, or of none")
-        for coded, group in ((self.coded_keys, self.key_group), (self.coded_values, self.value_group)):
-            for length, count in zip(self.lengths, coded, strict=True):
-                if count > max(0, length - self.sinks) or count % group:
-                    raise ValueError("more codes than tokens, or parts of groups, in the counts of a snapshot")
-        if any(observed > length for observed, length in zip(self.observed, self.lengths, strict=True)):
-            raise ValueError("a state computed from more tokens than a snapshot has")
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,13 @@ import typer
 from pydantic import Field
 
 from kvcli.cli.command import command
-from kvcli.cli.compress_targets import SUFFIX
+from kvcli.cli.compress import SUFFIX
 from kvcli.cli.generate import compression_starts, describe
 from kvcli.cli.next_command import model_argument
 from kvcli.cli.output import Output
 from kvcli.cli.session_options import PREFILL_CHUNK, SamplingOptions, choose_method
 from kvcli.cli.store_options import STORE_HELP, open_store
+from kvcli.contexts.index import check_name
 from kvcli.errors import KvcliError, UsageError
 from kvcli.registry import DEFAULT_METHOD, method_name
 from kvcli.sizes import size
@@ -162,8 +163,6 @@ def check_target(target: Path, options: ChatOptions) -> None:
         UsageError: what is there is not the conversation's own, the target is a folder, or no name of a context.
         OSError: the folder cannot be made.
     """
-    from kvcli.contexts.manifest import check_name
-
     if target.is_dir() and is_file(target):
         raise UsageError(f"{target} is a folder; name a file")
     if is_file(target):
@@ -195,7 +194,7 @@ def save(conversation: Conversation, target: Path, options: ChatOptions, output:
         num_bytes, where = context.save(target), ""
     else:
         store = open_store(options.store, options.model, must_exist=False)
-        num_bytes = store.put(context, name=str(target), overwrite=True).manifest.nbytes
+        num_bytes = store.put(context, name=str(target), overwrite=True).record.nbytes
         where = f" in {store.folder}"
     output.say(f"{target}{where}: {num_tokens} tokens in {size(num_bytes)}")
     return True

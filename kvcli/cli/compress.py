@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,12 +10,12 @@ import typer
 from pydantic import Field
 
 from kvcli.cli.command import command
-from kvcli.cli.compress_targets import FileTarget, StoreTarget
 from kvcli.cli.next_command import FOLLOW_UP, model_argument
 from kvcli.cli.output import Output
 from kvcli.cli.prompt_sources import Source, parse_messages, read_sources
 from kvcli.cli.session_options import PREFILL_CHUNK, SessionOptions, choose_method
 from kvcli.cli.store_options import MAX_BYTES_HELP, STORE_HELP, open_store
+from kvcli.contexts.index import check_name, name_from
 from kvcli.errors import UsageError
 from kvcli.options import check_storable
 from kvcli.registry import DEFAULT_METHOD, method_name
@@ -23,7 +24,13 @@ from kvcli.sizes import parse_size, size
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kvcli.attention.session import Session
+    from kvcli.cache.compressed import CompressedCache
+    from kvcli.cache.identity import CacheIdentity
+    from kvcli.contexts import Match
     from kvcli.models import LoadedModel
+
+SUFFIX = ".safetensors"
 
 
 class CompressOptions(SessionOptions):
@@ -59,8 +66,7 @@ def run(options: CompressOptions, output: Output) -> None:
     sources = read_sources(options.prompt_file, options.messages)
     if options.method is not None or options.artifact is not None:
         options.check()
-    target = target_of(options, sources)
-    target.make_folder()  # what cannot be made is said before the texts are read
+    target = Target(options, sources)
     chosen = choose_method(options, output, default=DEFAULT_METHOD)
     loaded = options.load(output)
     check_storable(options.model, loaded.spec)
@@ -79,28 +85,116 @@ def run(options: CompressOptions, output: Output) -> None:
     human = "\n".join(record["context"] for record in records)
     removed = {name for record in records for name in record["evicted"]}
     kept = [record["context"] for record in records if record["context"] not in removed][:1]
-    model = model_argument(options.model) if target.store else []
+    model = model_argument(options.model) if target.store is not None else []
     store = ["--store", options.store] if options.store else []
     following = ["kvcli", "generate", *model, "--context", *kept, *store, "--prompt", FOLLOW_UP] if kept else ()
-    record = {"model": options.model, "method": method, "store": target.store, "contexts": records}
+    folder = None if target.store is None else str(target.store.folder)
+    record = {"model": options.model, "method": method, "store": folder, "contexts": records}
     output.result(record, human, following)
 
 
-def target_of(options: CompressOptions, sources: list[Source]) -> FileTarget | StoreTarget:
-    """Where contexts go.
+class Target:
+    """Where contexts go: files, or the store; what cannot be made there is said before the texts are read.
+
+    Args:
+        options: of the command.
+        sources: texts.
 
     Raises:
-        UsageError: options that exclude each other, one name for several texts, or a file that exists.
+        UsageError: options that exclude each other, one name or file for several texts, no name of a context, or a file
+            that exists.
+        OSError: a folder that cannot be made.
+        ContextError: a store that is read-only, or of another version of kvcli.
     """
-    if options.out is None:
-        store = open_store(options.store, options.model, must_exist=False)
-        max_bytes = parse_size(options.max_bytes)
-        return StoreTarget(
-            store, sources, options.prefill_chunk, options.name, options.reuse, options.overwrite, max_bytes
-        )
-    if given := [name for name in ("store", "name", "max_bytes") if getattr(options, name) is not None]:
-        raise UsageError(f"--{given[0].replace('_', '-')} is of the store, and --out writes a file; give one of them")
-    return FileTarget(options.out, sources, options.prefill_chunk, options.overwrite)
+
+    def __init__(self, options: CompressOptions, sources: list[Source]) -> None:
+        self.options, self.store, out = options, None, options.out
+        several = len(sources) > 1
+        if out is None:
+            if options.name is not None and several:
+                raise UsageError(f"--name is one name, but there are {len(sources)} texts")
+            self.names = {source.name: options.name or name_from(source.name) for source in sources}
+            for name in self.names.values():
+                check_name(name)
+            self.max_bytes = parse_size(options.max_bytes)
+            self.store = open_store(options.store, options.model, must_exist=False)
+            self.store.check_writable()
+            return
+        if given := [name for name in ("store", "name", "max_bytes") if getattr(options, name) is not None]:
+            flag = given[0].replace("_", "-")
+            raise UsageError(f"--{flag} is of the store, and --out writes a file; give one of them")
+        if several and out.suffix == SUFFIX and not out.is_dir():
+            raise UsageError(f"--out {out} is one file, but there are {len(sources)} texts; name a folder")
+        in_folder = several or out.is_dir()
+        paths = {source.name: out / f"{source.name}{SUFFIX}" if in_folder else out for source in sources}
+        existing = [path for path in paths.values() if path.exists()]
+        if existing and not options.overwrite:
+            raise UsageError(f"{existing[0]} exists already; use --overwrite to replace it")
+        self.names = {name: str(path) for name, path in paths.items()}
+        (out if in_folder else out.parent).mkdir(parents=True, exist_ok=True)
+
+    def save(
+        self, session: Session, source: Source, ids: Tensor, notes: dict[str, Any], output: Output
+    ) -> dict[str, Any]:
+        """Reads what is new of a text [1, time] and writes all of it; returns what was measured."""
+        from dataclasses import replace
+
+        from kvcli.compress import compress
+
+        options, store, name, started = self.options, self.store, self.names[source.name], time.perf_counter()
+        cache, match = None, None
+        if store is not None:
+            known = session.identity()
+            identity = replace(known, tokenizer=notes["tokenizer"], chat_template=notes["chat_template"])
+            if not options.overwrite:
+                store.check_free(name, ids, identity)
+            if options.reuse:
+                cache, match = self._begun(session, ids, identity, output)
+        if cache is None or cache.get_seq_length() < ids.shape[1]:
+            chunk, progress = options.prefill_chunk, output.progress
+            cache = compress(session, ids, prefill_chunk=chunk, past_key_values=cache, progress=progress)
+        read = time.perf_counter()
+        context = cache.context(ids.cpu(), notes)
+        if store is None:
+            num_bytes = new_bytes = context.save(name)
+            evicted: tuple[str, ...] = ()
+        else:
+            stored = store.put(context, name=name, overwrite=options.overwrite, max_bytes=self.max_bytes)
+            num_bytes, new_bytes, evicted = stored.record.nbytes, stored.new_bytes, stored.evicted
+        memory = cache.memory()
+        return {
+            "context": name,
+            "reused_tokens": match.num_tokens if match else 0,
+            "reused_from": match.context.name if match else None,
+            "new_bytes": new_bytes,
+            "shared_bytes": num_bytes - new_bytes,
+            "evicted": list(evicted),
+            "read_s": read - started,
+            "write_s": time.perf_counter() - read,
+            "tokens": memory.num_tokens,
+            "file_bytes": num_bytes,
+            "fp16_bytes": memory.fp16_bytes,
+            "file_bits": 16 * num_bytes / memory.fp16_bytes,
+            "true_bits": memory.true_bits,
+            "memory": memory.to_dict(),
+        }
+
+    def _begun(
+        self, session: Session, ids: Tensor, identity: CacheIdentity, output: Output
+    ) -> tuple[CompressedCache | None, Match | None]:
+        """A cache with the beginning of a text, from a stored context.
+
+        All of the text, if all of a context is it; else as much as leaves the window to be read, so that the last
+        tokens are in full precision as in any other context.
+        """
+        assert self.store is not None
+        match = self.store.find(ids, identity, output.warn)
+        if match is None or not match.is_whole or match.num_tokens < ids.shape[1]:
+            window = max(1, session.config.residual_length)
+            match = self.store.find(ids[:, : max(0, ids.shape[1] - window)], identity)
+        if match is None:
+            return None, None
+        return session.load_cache(self.store.load(match, session.model.device)), match
 
 
 def tokens_of(loaded: LoadedModel, source: Source) -> tuple[Tensor, dict[str, Any]]:

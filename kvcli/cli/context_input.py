@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvcli.cli.output import Output
 from kvcli.cli.store_options import open_store
-from kvcli.errors import CacheError, suggestion
+from kvcli.errors import CacheError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,13 +35,8 @@ def load_context(source: Path, model: str, store: Path | None = None) -> Context
     """
     from kvcli.cache.context import Context
 
-    contexts = open_store(store, model, must_exist=False)
     if not source.exists():
-        if str(source) not in contexts.names():
-            raise CacheError(
-                f"there is no file {source} and no context '{source}' in {contexts.folder}"
-                f"{suggestion(str(source), contexts.names())}; 'kvcli contexts list' shows those that are there"
-            )
+        contexts = open_store(store, model, must_exist=False)
         return contexts.load(contexts.whole(str(source)))
     context = Context.load(source)
     rows = len(context.snapshot.counts.lengths)
@@ -125,7 +120,7 @@ def check_tokenizer(loaded: LoadedModel, context: Context) -> None:
     """
     from kvcli.fingerprint import text_identity
 
-    stored = context.notes.get("tokenizer")
+    stored = context.identity.tokenizer
     if stored is not None and stored != text_identity(loaded.tokenizer)["tokenizer"]:
         raise CacheError(f"{context.name} was made with another tokenizer")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import typer
 from pydantic import Field
@@ -11,17 +10,10 @@ from pydantic import Field
 from kvcli.cli import contexts_show as show
 from kvcli.cli.command import command
 from kvcli.cli.output import Output
-from kvcli.cli.store_options import MAX_BYTES_HELP, StoreOptions
-from kvcli.errors import ContextError, UsageError, suggestion
+from kvcli.cli.store_options import MAX_BYTES_HELP, StoreOptions, open_store
+from kvcli.errors import ContextError, UsageError
 from kvcli.sizes import parse_size, size
 from kvcli.tables import DataTable
-
-if TYPE_CHECKING:
-    from kvcli.contexts import ContextStore, Stored
-
-
-class ListOptions(StoreOptions):
-    """Options of `kvcli contexts list`."""
 
 
 class VerifyOptions(StoreOptions):
@@ -62,11 +54,11 @@ class ImportOptions(StoreOptions):
     max_bytes: str | None = Field(default=None, description=MAX_BYTES_HELP)
 
 
-def list_contexts(options: ListOptions, output: Output) -> None:
+def list_contexts(options: StoreOptions, output: Output) -> None:
     """List the contexts of a store, the most recently used first."""
-    store = options.open()
-    usage = store.usage()
-    records = [show.describe(store, manifest, usage) for manifest in store.manifests(output.warn)]
+    store = open_store(options.store, options.model)
+    shared, (used, unused) = store.shared(), store.sizes()
+    records = [show.describe(context, shared) for context in store.contexts(output.warn)]
     columns = ("name", "source", "method", "tokens", "bits K / V", "size", "smaller", "shared", "last used")
     rows = [
         [
@@ -82,20 +74,20 @@ def list_contexts(options: ListOptions, output: Output) -> None:
         ]
         for record in records
     ]
-    unused = sum(usage.held[file] for file in usage.unused)
-    title = f"{store.folder}: {_contexts(len(usage.named))}, {size(usage.nbytes)}"
+    title = f"{store.folder}: {_contexts(len(store.names()))}, {size(used)}"
     if unused:
         title += f"; {size(unused)} that no context uses, see 'kvcli contexts prune'"
     optional = ("source", "bits K / V", "shared", "smaller", "last used")
     table = DataTable(title, columns, rows, text_columns=3, optional=optional)
-    output.result({"store": str(store.folder), "bytes": usage.nbytes, "unused_bytes": unused, "rows": records}, table)
+    output.result({"store": str(store.folder), "bytes": used, "unused_bytes": unused, "rows": records}, table)
 
 
 def verify(options: VerifyOptions, output: Output) -> None:
     """Read contexts in full and compare every checksum; exit code 1 if one is damaged."""
-    store = options.open()
-    check_names(store, options.names)
-    names = options.names or store.names()
+    store = open_store(options.store, options.model)
+    names, known = options.names or store.names(), store.names()
+    if unknown := [name for name in names if name not in known]:
+        raise store.no_context(unknown[0])
     damages = store.damages(names, output.progress)
     for reason in damages.values():
         output.warn(reason)
@@ -108,41 +100,29 @@ def verify(options: VerifyOptions, output: Output) -> None:
 
 def prune(options: PruneOptions, output: Output) -> None:
     """Remove files that no context uses, and contexts beyond a size, the least recently used first."""
-    store = options.open()
+    store = open_store(options.store, options.model)
     done = store.prune(parse_size(options.max_bytes))
     for name in done.evicted:
         output.say(f"removed {name}")
-    record: dict[str, Any] = {
-        "evicted": list(done.evicted),
-        "freed_bytes": done.freed_bytes,
-        "bytes": store.usage().nbytes,
-    }
-    output.result(record, f"freed {size(done.freed_bytes)}; the store has {size(record['bytes'])}")
+    left = store.sizes()[0]
+    record = {"evicted": list(done.evicted), "freed_bytes": done.freed_bytes, "bytes": left}
+    output.result(record, f"freed {size(done.freed_bytes)}; the store has {size(left)}")
 
 
 def remove(options: RemoveOptions, output: Output) -> None:
     """Remove contexts, and what no other context uses of them."""
-    store = options.open()
+    store = open_store(options.store, options.model)
     if not options.names:
         raise UsageError("name one or more contexts; 'kvcli contexts list' shows those that are there")
-    check_names(store, options.names)
-    freed = sum(map(store.remove, dict.fromkeys(options.names)))
+    freed = store.remove(*options.names)
     output.result({"removed": options.names, "freed_bytes": freed}, f"freed {size(freed)}")
-
-
-def check_names(store: ContextStore, names: list[str]) -> None:
-    """Raises ContextError unless all names are of contexts of a store."""
-    known = store.names()
-    for name in names:
-        if name not in known:
-            raise ContextError(f"there is no context '{name}' in {store.folder}{suggestion(name, known)}")
 
 
 def export(options: ExportOptions, output: Output) -> None:
     """Write a context to one file, which 'kvcli generate --context' and 'kvcli contexts import' read."""
     if options.name is None:
         raise UsageError("name a context; 'kvcli contexts list' shows those that are there")
-    store = options.open()
+    store = open_store(options.store, options.model)
     path = options.out or Path()
     if path.is_dir():
         path /= f"{options.name}.safetensors"
@@ -160,36 +140,25 @@ def import_files(options: ImportOptions, output: Output) -> None:
         raise UsageError("name one or more files of contexts")
     if options.name is not None and len(options.files) > 1:
         raise UsageError("--name goes with one file")
-    store, records = options.open(must_exist=False), []
+    store = open_store(options.store, options.model, must_exist=False)
+    records, lines = [], []
     for path in options.files:
-        stored = store.put(
-            Context.load(path),
-            name=options.name or path.stem,
-            overwrite=options.overwrite,
-            max_bytes=parse_size(options.max_bytes),
+        name, max_bytes = options.name or path.stem, parse_size(options.max_bytes)
+        stored = store.put(Context.load(path), name=name, overwrite=options.overwrite, max_bytes=max_bytes)
+        record = {
+            "name": stored.name,
+            "tokens": stored.record.num_tokens,
+            "new_bytes": stored.new_bytes,
+            "shared_bytes": stored.shared_bytes,
+            "evicted": list(stored.evicted),
+        }
+        records.append(record)
+        removed = f"; removed {', '.join(stored.evicted)}" if stored.evicted else ""
+        lines.append(
+            f"{stored.name}: {record['tokens']} tokens, {size(stored.new_bytes)} written, "
+            f"{size(stored.shared_bytes)} shared with other contexts{removed}"
         )
-        records.append(stored_record(stored))
-    output.result({"store": str(store.folder), "rows": records}, "\n".join(stored_line(row) for row in records))
-
-
-def stored_record(stored: Stored) -> dict[str, Any]:
-    """What storing a context did, as plain JSON values."""
-    return {
-        "name": stored.manifest.name,
-        "tokens": stored.manifest.num_tokens,
-        "new_bytes": stored.new_bytes,
-        "shared_bytes": stored.shared_bytes,
-        "evicted": list(stored.evicted),
-    }
-
-
-def stored_line(record: dict[str, Any]) -> str:
-    """The same on a line."""
-    evicted = f"; removed {', '.join(record['evicted'])}" if record["evicted"] else ""
-    return (
-        f"{record['name']}: {record['tokens']} tokens, {size(record['new_bytes'])} written, "
-        f"{size(record['shared_bytes'])} shared with other contexts{evicted}"
-    )
+    output.result({"store": str(store.folder), "rows": records}, "\n".join(lines))
 
 
 def _contexts(count: int) -> str:
@@ -205,7 +174,7 @@ def register(app: typer.Typer) -> None:
         rich_markup_mode="rich",
         epilog="Example: kvcli contexts list",
     )
-    command(contexts, "list", ListOptions, "kvcli contexts list")(list_contexts)
+    command(contexts, "list", StoreOptions, "kvcli contexts list")(list_contexts)
     show.register(contexts)
     command(contexts, "verify", VerifyOptions, "kvcli contexts verify", ("names",))(verify)
     command(contexts, "prune", PruneOptions, "kvcli contexts prune --max-bytes 20GiB")(prune)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,10 +21,7 @@ from kvcli.registry import method_name
 from kvcli.sizes import size
 
 if TYPE_CHECKING:
-    from kvcli.contexts import ContextStore
-    from kvcli.contexts.manifest import Manifest
-    from kvcli.contexts.usage import Usage
-    from kvcli.eval.quality import QualityReport
+    from kvcli.contexts import ContextStore, StoredContext
 
 GROUP = "contexts"
 
@@ -51,52 +48,9 @@ def run(options: ShowOptions, output: Output) -> None:
     store = open_store(options.store, options.model)
     if options.name is None:
         raise UsageError("name a context; 'kvcli contexts list' shows those that are there")
-    manifest = store.get(options.name)
-    record = describe(store, manifest, store.usage())
-    quality = measured(options, store, manifest, output) if options.kl else None
-    if quality is not None:
-        record["kl"] = {name: x for name, x in quality.to_dict().items() if name != "memory"}
-    output.result(record, "\n".join(lines(record)))
-
-
-def method_of(identity: Mapping[str, Any]) -> Any:
-    """The method with its bits; as it is recorded where this version of kvcli does not know it or its settings."""
-    with suppress(KvcliError, TypeError, ValueError, KeyError):
-        return method_name(identity["method"], identity["config"])
-    return identity.get("method")
-
-
-def describe(store: ContextStore, manifest: Manifest, usage: Usage) -> dict[str, Any]:
-    """What is known of a context, as plain JSON values."""
-    key_bits, value_bits = manifest.bits
-    return {
-        "name": manifest.name,
-        "tokens": manifest.num_tokens,
-        "model": manifest.identity.get("model"),
-        "method": method_of(manifest.identity),
-        "dtype": manifest.identity.get("dtype"),
-        "config": manifest.identity.get("config"),
-        "coded_tokens": manifest.counts.attended[0],
-        "key_bits": key_bits,
-        "value_bits": value_bits,
-        "bytes": manifest.nbytes,
-        "fp16_bytes": manifest.fp16_bytes,
-        "ratio": manifest.fp16_bytes / manifest.nbytes,
-        "code_bytes": manifest.key_code_bytes + manifest.value_code_bytes,
-        "window_bytes": manifest.window_bytes,
-        "block_tokens": manifest.block_tokens,
-        "blocks": len(manifest.blocks),
-        "shared_blocks": sum(usage.count[file.digest] > 1 for file in manifest.blocks),
-        "shared_bytes": usage.shared_bytes(manifest.name),
-        "created": manifest.created,
-        "last_used": datetime.fromtimestamp(store.last_used(manifest.name), UTC).isoformat(timespec="seconds"),
-        "source": str(manifest.notes.get("source", "")),
-    }
-
-
-def lines(record: dict[str, Any]) -> list[str]:
-    """A context for people."""
-    made = [
+    stored = store.get(options.name)
+    record = describe(stored, store.shared())
+    lines = [
         f"{record['name']}: {record['tokens']} tokens of {record['source'] or 'an unknown source'}, "
         f"{record['model']} in {record['dtype']}, method {record['method']}",
         f"{size(record['bytes'])}, in fp16 {size(record['fp16_bytes'])} ({record['ratio']:.2f}x): "
@@ -106,14 +60,50 @@ def lines(record: dict[str, Any]) -> list[str]:
         f"other contexts; {size(record['shared_bytes'])} shared in all",
         f"stored {record['created']}, last used {record['last_used']}",
     ]
-    if "kl" in record:
-        kl = record["kl"]
-        made.append(
+    if options.kl:
+        kl = record["kl"] = measured(options, store, stored, output)
+        lines.append(
             f"the copy against the uncompressed model, over the last {kl['num_tokens']} tokens: "
             f"KL {kl['kl_mean']:.4f} nats per token (p99 {kl['kl_p99']:.4f}), {100 * kl['flips']:.1f} % flips, "
             f"perplexity {kl['perplexity']:.3f} instead of {kl['reference_perplexity']:.3f}"
         )
-    return made
+    output.result(record, "\n".join(lines))
+
+
+def describe(context: StoredContext, shared: Collection[str]) -> dict[str, Any]:
+    """What is known of a context, as plain JSON values.
+
+    Args:
+        context: of a store.
+        shared: digests of the blocks that several contexts of the store need.
+    """
+    stored, identity = context.record, context.record.identity
+    method, (key_bits, value_bits) = identity.get("method"), stored.bits
+    with suppress(KvcliError, TypeError, ValueError, KeyError):  # one that this version of kvcli does not know
+        method = method_name(identity["method"], identity["config"])
+    return {
+        "name": context.name,
+        "tokens": stored.num_tokens,
+        "model": identity.get("model"),
+        "method": method,
+        "dtype": identity.get("dtype"),
+        "config": identity.get("config"),
+        "coded_tokens": stored.counts.attended[0],
+        "key_bits": key_bits,
+        "value_bits": value_bits,
+        "bytes": stored.nbytes,
+        "fp16_bytes": stored.fp16_bytes,
+        "ratio": stored.fp16_bytes / stored.nbytes,
+        "code_bytes": sum(stored.bytes_of.get(kind, 0) for kind in ("key_codes", "value_codes")),
+        "window_bytes": sum(stored.bytes_of.get(kind, 0) for kind in ("keys", "values")),
+        "block_tokens": stored.part_tokens,
+        "blocks": len(stored.coded),
+        "shared_blocks": sum(block.digest in shared for block in stored.coded),
+        "shared_bytes": sum(block.bytes for block in stored.blocks if block.digest in shared),
+        "created": context.created,
+        "last_used": datetime.fromtimestamp(context.used, UTC).isoformat(timespec="seconds"),
+        "source": str(stored.notes.get("source", "")),
+    }
 
 
 def bits(record: dict[str, Any]) -> str:
@@ -121,8 +111,8 @@ def bits(record: dict[str, Any]) -> str:
     return f"{record['key_bits']:.2f} / {record['value_bits']:.2f}" if record["coded_tokens"] else "-"
 
 
-def measured(options: ShowOptions, store: ContextStore, manifest: Manifest, output: Output) -> QualityReport:
-    """What the stored copy loses.
+def measured(options: ShowOptions, store: ContextStore, stored: StoredContext, output: Output) -> dict[str, Any]:
+    """What the stored copy loses, as plain JSON values.
 
     Raises:
         UsageError: a context that is too short.
@@ -131,15 +121,16 @@ def measured(options: ShowOptions, store: ContextStore, manifest: Manifest, outp
     from kvcli.contexts import identity_of
     from kvcli.eval.stored_context import copied_tokens, stored_quality
 
-    copied_tokens(manifest, options.kl_tokens)
-    context = store.load(store.whole(manifest.name))
+    copied_tokens(stored.record, options.kl_tokens)
+    context = store.load(store.whole(stored.name))
     given = options.model_dump(include={*ModelOptions.model_fields, "artifact", "impl"}, exclude_unset=True)
     session_options = SessionOptions(**given).for_context(context)
     chosen = choose_method(session_options, output, context)
     loaded = session_options.load(output)
     with chosen.attach(loaded, options.impl, output) as session:
-        store.whole(manifest.name, identity_of(session, loaded.tokenizer))
-        return stored_quality(session, store, manifest, options.kl_tokens)
+        store.whole(stored.name, identity_of(session, loaded.tokenizer))
+        quality = stored_quality(session, store, stored, options.kl_tokens).to_dict()
+    return {name: x for name, x in quality.items() if name != "memory"}
 
 
 def register(app: typer.Typer) -> None:

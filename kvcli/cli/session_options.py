@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, get_args
 from pydantic import Field
 
 from kvcli.cli.output import Output
+from kvcli.contexts import index
 from kvcli.errors import ArtifactError, CacheError, UsageError, suggestion
 from kvcli.hub import check_model_name
 from kvcli.methods.config import CacheConfig
 from kvcli.options import IMPL_HELP, ModelOptions, parse_settings
-from kvcli.paths import artifact_method, context_names, contexts_folder, newest_artifact
+from kvcli.paths import artifact_method, contexts_folder, newest_artifact
 from kvcli.registry import BASELINE, DEFAULT_METHOD, check_settings, get_config, parse_name
 
 if TYPE_CHECKING:
@@ -86,6 +87,7 @@ class SessionOptions(ModelOptions):
             ConfigError: a setting that does not exist or is out of range.
             ArtifactError: an artifact that is missing, or is of another method.
             CacheError: no such context.
+            ContextError: a store of another version of kvcli, or a damaged index.
         """
         check_model_name(self.model)
         settings = self.settings()
@@ -93,7 +95,7 @@ class SessionOptions(ModelOptions):
             raise UsageError(f"unknown implementation '{self.impl}'; choose {', '.join(IMPLS[:-1])} or {IMPLS[-1]}")
         if context is not None and not context.exists():
             place = store or contexts_folder(self.model)
-            names = context_names(place)
+            names = index.names(place)
             if str(context) not in names:
                 raise CacheError(
                     f"there is no file {context} and no context '{context}' in {place}"

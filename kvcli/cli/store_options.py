@@ -29,17 +29,6 @@ class StoreOptions(Options):
     model: str = Field(default=DEFAULT_MODEL, description="model whose contexts are meant")
     store: Path | None = Field(default=None, description=STORE_HELP)
 
-    def open(self, must_exist: bool = True) -> ContextStore:
-        """The store.
-
-        Args:
-            must_exist: refuse a folder that is not there.
-
-        Raises:
-            UsageError: there is no such folder.
-        """
-        return open_store(self.store, self.model, must_exist)
-
 
 def open_store(folder: Path | None, model: str, must_exist: bool = True) -> ContextStore:
     """A store by its folder, or else that of a model.

@@ -1,12 +1,24 @@
 """Contexts on disk: a store that finds the longest prefix of a prompt and holds equal parts once.
 
-store       the folder: find, load, put, remove, prune
-manifest    what a context is; content, layout, stacking: its tensors as files; identity: what it is bound to
-tensor_files, lock, usage: files named by their checksum, who may touch them, who needs them
+store    the folder: put, remove, prune
+reader   what can be done without changing it: find, load, verify
+search   the context that has most in common with a prompt
+index    the SQLite file that says which contexts and blocks there are; importing it does not load torch
 """
 
-from kvcli.contexts.identity import ContextIdentity, identity_of
-from kvcli.contexts.records import Match, Pruned, Stored
-from kvcli.contexts.store import ContextStore
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["ContextIdentity", "ContextStore", "Match", "Pruned", "Stored", "identity_of"]
+if TYPE_CHECKING:
+    from kvcli.contexts.search import Match, StoredContext
+    from kvcli.contexts.store import ContextStore, Pruned, Stored, identity_of
+
+__all__ = ["ContextStore", "Match", "Pruned", "Stored", "StoredContext", "identity_of"]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports the public names when they are first asked for."""
+    if name not in __all__:
+        raise AttributeError(f"module 'kvcli.contexts' has no attribute '{name}'")
+    from kvcli.contexts import search, store
+
+    return getattr(store if hasattr(store, name) else search, name)

@@ -1,81 +1,196 @@
-"""The stored context that has most in common with the beginning of a prompt."""
+"""The context of a store that has most in common with the beginning of a prompt, and what the index says for that.
+
+Of each context the index has checksums of its first tokens, up to every length at which a block of codes ends and up to
+its tail, in which it can be cut to every length; the token ids of the tail are there, too.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from functools import partial
-from pathlib import Path
+import hashlib
+import json
+import sqlite3
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
 
-from torch import Tensor
+import numpy as np
+from blake3 import blake3
 
-from kvcli.contexts.content import read_tokens
-from kvcli.contexts.identity import ContextIdentity
-from kvcli.contexts.layout import usable_length
-from kvcli.contexts.manifest import OPENING_TOKENS, Manifest, last_used, manifest_names, manifest_path, opening_of
-from kvcli.contexts.records import Match
-from kvcli.contexts.tensor_files import TensorFiles
-from kvcli.errors import ContextError
+from kvcli.cache.identity import CacheIdentity
+from kvcli.cache.parts import num_coded, tail_start, usable_length
+from kvcli.cache.record import ContextRecord
+from kvcli.errors import CacheError, ContextError
 from kvcli.progress import Say
 
+TokenIds = np.ndarray[Any, np.dtype[np.int32]]
 
-def names_to_read(folder: Path, wanted: Tensor) -> list[str]:
-    """Names of contexts that may begin as a prompt does; the most recently used first.
+FEWEST_TOKENS = 16
+"""Tokens in common for which a part of a context is of use, unless a prompt has fewer."""
 
-    Their manifests have the checksum of the same first 16 tokens, or of fewer if that is all they have. Of a prompt of
-    fewer tokens, nothing is known.
+CONTEXTS = "SELECT id, name, created, used, record FROM contexts JOIN records ON context = id"
+"""Rows for `StoredContext.of`."""
+
+_COMMON = """SELECT CAST(key AS INTEGER) AS length FROM json_each(?) WHERE EXISTS (
+    SELECT 1 FROM prefixes WHERE is_tail = ? AND tokens = length AND digest = value) ORDER BY length DESC"""
+_LENGTHS = """WITH RECURSIVE lengths (n) AS (
+    SELECT min(tokens) FROM prefixes WHERE is_tail = :tail UNION ALL
+    SELECT (SELECT min(tokens) FROM prefixes WHERE is_tail = :tail AND tokens > n) FROM lengths WHERE n < :most)
+    SELECT n FROM lengths WHERE n <= :most"""
+
+
+@dataclass(frozen=True)
+class StoredContext:
+    """A context of a store.
+
+    Attributes:
+        id: in the index; a context that replaces it gets another one.
+        name: in its store.
+        created: when it was stored, ISO 8601 in UTC.
+        used: when it was stored or loaded last, seconds since the epoch.
+        record: what it holds.
+    """
+
+    id: int
+    name: str
+    created: str
+    used: float
+    record: ContextRecord
+
+    @classmethod
+    def of(cls, row: tuple[Any, ...]) -> StoredContext:
+        """A context as `CONTEXTS` gives it.
+
+        Raises:
+            ContextError: a damaged record.
+        """
+        context, name, created, used, text = row
+        remedy = f"remove it with 'kvcli contexts rm {name}'"
+        try:
+            record = ContextRecord.unseal(str(text), f"context '{name}'", remedy)
+        except CacheError as error:
+            raise ContextError(str(error)) from error
+        if record.last is None or record.tokens is None:
+            raise ContextError(f"context '{name}' is no single sequence with its token ids; {remedy}")
+        return cls(context, name, str(created), float(used), record)
+
+    def difference(self, identity: CacheIdentity) -> str | None:
+        """Why it is of no use here, a clause that goes on from "it was made"; None if it is of use."""
+        try:
+            return identity.difference(CacheIdentity.from_dict(self.record.identity))
+        except ValueError as error:
+            return f"with something that this kvcli does not know: {' '.join(str(error).split())}"
+
+
+@dataclass(frozen=True)
+class Match:
+    """A stored context, or how much of it a prompt has in common with it.
+
+    Attributes:
+        context: the stored one.
+        num_tokens: its first tokens that are of use.
+    """
+
+    context: StoredContext
+    num_tokens: int
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of the context is of use."""
+        return self.num_tokens == self.context.record.num_tokens
+
+
+def prefix_digests(tokens: TokenIds, lengths: Iterable[int]) -> dict[int, int]:
+    """64 bits of the BLAKE3 of the first tokens of a sequence, for several lengths, in one pass.
 
     Args:
-        folder: of the manifests.
-        wanted: token ids of the prompt, int64 [tokens].
+        tokens: int32 [tokens].
+        lengths: up to all tokens.
     """
-    names = sorted(manifest_names(folder), key=partial(last_used, folder), reverse=True)
-    if len(wanted) < OPENING_TOKENS:
-        return names
-    first = wanted[:OPENING_TOKENS].tolist()
-    openings = [opening_of(first[:count]).encode() for count in range(1, OPENING_TOKENS + 1)]
-    return [name for name in names if _has_any(manifest_path(folder, name), openings)]
+    state, read, digests = blake3(), 0, {}
+    for length in sorted(set(lengths)):
+        state.update(tokens[read:length].tobytes())
+        digests[length], read = int.from_bytes(state.digest(8), "little", signed=True), length
+    return digests
 
 
 def longest(
-    manifests: Iterable[Manifest], files: TensorFiles, wanted: Tensor, identity: ContextIdentity, say: Say
+    db: sqlite3.Connection, wanted: TokenIds, identity: CacheIdentity, without: set[int], say: Say
 ) -> Match | None:
-    """The context of which most is of use, the first of several; tokens are compared one by one.
+    """The context of which most is of use, of several the last used; by checksums, which are not proof.
 
     Args:
-        manifests: of the contexts to choose from.
-        files: of the store.
-        wanted: token ids of the prompt, int64 [tokens].
-        identity: of model, method and artifact.
-        say: called with a line about every context whose token ids cannot be read.
+        db: the index.
+        wanted: token ids of the prompt, int32 [tokens].
+        identity: see `ContextStore.find`.
+        without: ids of contexts that are passed over; damaged ones are added.
+        say: see `ContextStore.find`.
     """
+    verdicts: dict[str, bool] = {}
     best: Match | None = None
-    for manifest in manifests:
-        if best is not None and best.num_tokens >= manifest.num_tokens:
-            continue
-        if identity.difference(manifest.identity, manifest.notes) is not None:
-            continue
+    best_rank: tuple[int, float, int] = (0, 0.0, 0)
+
+    def use(row: tuple[Any, ...], common: int) -> bool:
+        """Whether a context is better than all before it."""
+        nonlocal best, best_rank
+        context, kind, used, *_ = row
+        if context in without or verdicts.get(kind) is False or (common, used, context) <= best_rank:
+            return False
         try:
-            common = common_tokens(read_tokens(files, manifest), wanted)
+            stored = StoredContext.of(db.execute(f"{CONTEXTS} WHERE id = ?", (context,)).fetchone())
         except ContextError as error:
-            say(f"context '{manifest.name}' is passed over: {error}")
-            continue
-        length = usable_length(manifest.counts, manifest.block_tokens, common)
-        if length > (best.num_tokens if best else 0):
-            best = Match(manifest, length)
+            say(f"a context is passed over: {error}")
+            without.add(context)
+            return False
+        if kind not in verdicts:
+            verdicts[kind] = stored.difference(identity) is None
+        length = usable_length(stored.record.counts, stored.record.part_tokens, common)
+        enough = length >= min(FEWEST_TOKENS, len(wanted)) or length == stored.record.num_tokens
+        if not verdicts[kind] or not enough or (length, used, context) <= best_rank:
+            return False
+        best, best_rank = Match(stored, length), (length, used, context)
+        return True
+
+    for is_tail in (1, 0):
+        rows = db.execute(_LENGTHS, {"tail": is_tail, "most": len(wanted)}).fetchall()
+        digests = prefix_digests(wanted, [length for (length,) in rows])
+        tables = "prefixes p JOIN contexts ON id = p.context" + " JOIN records r ON r.context = id" * is_tail
+        columns = f"id, identity, used{', tail_start, tail' * is_tail}"
+        query = f"SELECT {columns} FROM {tables} WHERE is_tail = {is_tail} AND tokens"
+        order = "ORDER BY used DESC, id DESC"
+        for (length,) in db.execute(_COMMON, (json.dumps(digests), is_tail)).fetchall():
+            if not is_tail and length < best_rank[0]:
+                break
+            for row in db.execute(f"{query} = ? AND p.digest = ? {order}", (length, digests[length])):
+                if is_tail:
+                    use(row, row[3] + common_tokens(row[4], wanted[row[3] :]))
+                elif use(row, length):
+                    break
+        if is_tail and len(wanted) < FEWEST_TOKENS:  # of so few tokens there is no checksum
+            for row in db.execute(f"{query} > ? AND tail_start = 0 {order}", (len(wanted),)):
+                use(row, common_tokens(row[4], wanted))
     return best
 
 
-def common_tokens(first: Tensor, second: Tensor) -> int:
-    """How many tokens two sequences [tokens] begin with alike."""
-    shorter = min(len(first), len(second))
-    different = (first[:shorter] != second[:shorter]).nonzero()
-    return int(different[0]) if len(different) else shorter
+def index_rows(record: ContextRecord, ids: TokenIds) -> tuple[list[Any], list[Any], list[Any]]:
+    """What the index says of a context: identity and tail; digests of blocks; checksums of first tokens.
+
+    Args:
+        record: of the context.
+        ids: its token ids, int32 [tokens].
+    """
+    counts, size = record.counts, record.part_tokens
+    start = tail_start(counts)
+    kind = hashlib.sha256(json.dumps(record.identity, sort_keys=True).encode()).hexdigest()
+    borders = [counts.sinks + (j + 1) * size for j in range(num_coded(counts, size))]
+    borders = [length for length in borders if usable_length(counts, size, length) == length]
+    tail = start or min(FEWEST_TOKENS, len(ids))
+    digests = prefix_digests(ids, [*borders, tail])
+    prefixes = [*((0, length, digests[length]) for length in borders), (1, tail, digests[tail])]
+    return [(kind, start, ids[start:].tobytes())], [(block.digest,) for block in record.blocks], prefixes
 
 
-def _has_any(path: Path, digests: Sequence[bytes]) -> bool:
-    """Whether a file, if it is there, has one of some texts."""
-    try:
-        text = path.read_bytes()
-    except OSError:
-        return False
-    return any(digest in text for digest in digests)
+def common_tokens(tail: bytes, tokens: TokenIds) -> int:
+    """How many token ids, int32, two sequences begin with alike."""
+    ours = np.frombuffer(tail, np.int32)[: len(tokens)]
+    different = np.flatnonzero(ours != tokens[: len(ours)])
+    return int(different[0]) if len(different) else len(ours)

@@ -1,60 +1,67 @@
 """A folder of contexts: found by the tokens that they begin with, equal parts stored once, within a size.
 
-    NAME.context.json             the manifest of a context; a context is there when its manifest is
+    index.sqlite                  which contexts and blocks there are, see `kvcli.contexts.index`
     blocks/BLAKE3.safetensors     parts of contexts, named by the BLAKE3 of their bytes
 
-Files are written before the manifest that names them and removed after it, so whatever a kill leaves is a whole store
-with files that nobody names, which `prune` removes. Other files of the folder are neither read nor removed. Who reads
-or writes holds the folder's lock with others; who removes holds it alone. How often a file is used is counted from the
-manifests each time.
+What the index does not name is not the store's: it is neither read, listed nor removed. A block gets its row before its
+file and loses it after its file, so whatever a kill leaves is in the index.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+import hashlib
+import json
+import sqlite3
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from kvcli.cache.context import Context
-from kvcli.contexts.content import (
-    as_tokens,
-    check_content,
-    default_name,
-    read_context,
-    read_tokens,
-    write_content,
-)
-from kvcli.contexts.identity import ContextIdentity
-from kvcli.contexts.layout import BLOCK_TOKENS, check_storable
-from kvcli.contexts.manifest import (
-    Manifest,
-    check_name,
-    former_names,
-    former_store,
-    last_used,
-    manifest_names,
-    manifest_path,
-    no_context,
-    read_manifest,
-    write_manifest,
-)
-from kvcli.contexts.pruning import drop, prune
-from kvcli.contexts.records import Match, Pruned, Stored
-from kvcli.contexts.search import longest, names_to_read
-from kvcli.contexts.tensor_files import TensorFile, TensorFiles
-from kvcli.contexts.usage import Usage
-from kvcli.errors import ContextError
-from kvcli.progress import Progress, Say, no_progress, say_nothing
-from kvcli.storage.locks import lock
-
-_MAX_WAIT_S = 600.0
+from kvcli.attention.session import Session
+from kvcli.cache.blocks import Block, Tensors, encode, verify_blocks
+from kvcli.cache.context import INPUT_IDS, Context
+from kvcli.cache.identity import CacheIdentity
+from kvcli.cache.parts import BLOCK_TOKENS, is_plain
+from kvcli.cache.record import ContextRecord
+from kvcli.contexts.index import UNUSED, check_name
+from kvcli.contexts.reader import DIGEST, SUFFIX, ContextReader, as_tokens, check_index, used_bytes
+from kvcli.contexts.search import index_rows
+from kvcli.errors import CacheError, ContextError
+from kvcli.fingerprint import text_identity
+from kvcli.storage.atomic import replacing, temporary_path
 
 
-class ContextStore:
+@dataclass(frozen=True)
+class Stored:
+    """What storing a context did.
+
+    Attributes:
+        name: of the context.
+        record: of the context.
+        new_bytes: of blocks that were written.
+        shared_bytes: of blocks that were there.
+        evicted: names of contexts that were removed to keep the store's size.
+    """
+
+    name: str
+    record: ContextRecord
+    new_bytes: int
+    shared_bytes: int
+    evicted: tuple[str, ...] = ()
+
+
+class Pruned(NamedTuple):
+    """Names of the contexts that were removed, the least recently used first, and the bytes of all files removed."""
+
+    evicted: tuple[str, ...]
+    freed_bytes: int
+
+
+class ContextStore(ContextReader):
     """The contexts of a folder.
 
     Args:
@@ -64,142 +71,19 @@ class ContextStore:
     """
 
     def __init__(self, folder: str | Path, block_tokens: int = BLOCK_TOKENS) -> None:
-        self.folder, self.block_tokens = Path(folder), block_tokens
-        self._files = TensorFiles(self.folder / "blocks")
+        super().__init__(folder)
+        self.block_tokens = block_tokens
 
-    def make_folder(self) -> None:
-        """Makes the folder, which stays empty until something is stored.
-
-        Raises:
-            OSError: it cannot be made.
-        """
-        self._files.folder.mkdir(parents=True, exist_ok=True)
-
-    def names(self) -> list[str]:
-        """Names of all contexts, also of damaged ones.
+    def check_writable(self) -> None:
+        """Makes the folder and its index, and checks that something can be stored.
 
         Raises:
-            ContextError: a store that an earlier version of kvcli has written.
+            OSError: the folder cannot be made.
+            ContextError: a store that is read-only, or of another version of kvcli.
         """
-        names = manifest_names(self.folder)
-        if not names and former_names(self.folder):
-            raise ContextError(former_store(self.folder))
-        return names
-
-    def get(self, name: str) -> Manifest:
-        """One context, by name.
-
-        Raises:
-            UsageError: no name of a context.
-            ContextError: no such context, or a damaged manifest.
-        """
-        return read_manifest(self.folder, name)
-
-    def manifests(self, say: Say = say_nothing, names: Sequence[str] | None = None) -> Iterator[Manifest]:
-        """The contexts whose manifests can be read.
-
-        Args:
-            say: called with a line about every other one.
-            names: of contexts; default: all, the most recently used first.
-        """
-        for name in sorted(self.names(), key=self.last_used, reverse=True) if names is None else names:
-            try:
-                yield self.get(name)
-            except ContextError as error:
-                if manifest_path(self.folder, name).exists():  # not removed meanwhile
-                    say(str(error))
-
-    def last_used(self, name: str) -> float:
-        """When a context was stored or loaded last, seconds since the epoch; 0 if there is none."""
-        return last_used(self.folder, name)
-
-    def find(
-        self, token_ids: Sequence[int] | Tensor, identity: ContextIdentity, say: Say = say_nothing
-    ) -> Match | None:
-        """The stored context that has most in common with the beginning of a prompt, compared token by token.
-
-        Args:
-            token_ids: of the prompt, one row. A cache needs a token that it does not hold to go on from: leave out the
-                prompt's last.
-            identity: of the model, the method and the artifact; contexts of another identity are passed over.
-            say: called with a line about every damaged context that begins alike, which is passed over.
-
-        Returns:
-            None if no context is of use. One is if all of its tokens are the prompt's first, or so many of them that
-            they end where a block ends or in its window; fewer than 16 are not, unless the prompt has no more.
-
-        Raises:
-            ContextError: token ids of several rows.
-        """
-        wanted = as_tokens(token_ids)
-        if not self.folder.is_dir():
-            return None
-        with _lock(self.folder, alone=False):
-            manifests = self.manifests(say, names_to_read(self.folder, wanted))
-            return longest(manifests, self._files, wanted, identity, say)
-
-    def fetch(
-        self,
-        token_ids: Sequence[int] | Tensor,
-        identity: ContextIdentity,
-        device: torch.device | str = "cpu",
-        say: Say = say_nothing,
-    ) -> tuple[Match, Context] | None:
-        """`find` and `load`, between which no other process can remove what was found.
-
-        Raises:
-            ContextError: token ids of several rows, or a damaged file of what was found.
-        """
-        if not self.folder.is_dir():
-            return None
-        with _lock(self.folder, alone=False):
-            match = self.find(token_ids, identity, say)
-            return None if match is None else (match, self.load(match, device))
-
-    def whole(self, name: str, identity: ContextIdentity | None = None) -> Match:
-        """All of a context, by name.
-
-        Args:
-            name: of the context.
-            identity: of the model, the method and the artifact that are to go on from it; None: not compared.
-
-        Raises:
-            UsageError: no name of a context.
-            ContextError: no such context, a damaged manifest, or another identity; the message says what differs.
-        """
-        manifest = self.get(name)
-        if identity is not None and (reason := identity.difference(manifest.identity, manifest.notes)) is not None:
-            raise ContextError(f"context '{name}' cannot be used here: it was made {reason}")
-        return Match(manifest, manifest.num_tokens)
-
-    def token_ids(self, manifest: Manifest) -> Tensor:
-        """All token ids of a context, int64 [tokens].
-
-        Raises:
-            ContextError: their file is missing or damaged.
-        """
-        with self._reading(manifest.name, manifest):
-            return read_tokens(self._files, manifest)
-
-    def load(self, match: Match, device: torch.device | str = "cpu") -> Context:
-        """Reads what `find` or `whole` found, after a check of its files, and notes that the context was used.
-
-        Args:
-            match: what to read; of a part, only the files that hold it are read.
-            device: of the tensors, to which the mapped files are copied.
-
-        Returns:
-            What `Session.load_cache` goes on from, with its token ids, int64 [1, tokens].
-
-        Raises:
-            ContextError: a file is missing, truncated or damaged, or of another version of kvcli.
-        """
-        manifest = match.manifest
-        with self._reading(manifest.name, manifest):
-            context = read_context(self._files, match, device)
-            with suppress(OSError):  # a store of somebody else
-                os.utime(manifest_path(self.folder, manifest.name))
-        return context
+        self._blocks.mkdir(parents=True, exist_ok=True)
+        with self._index.writing():
+            pass
 
     def put(
         self, context: Context, *, name: str | None = None, overwrite: bool = False, max_bytes: int | None = None
@@ -211,40 +95,49 @@ class ContextStore:
                 `find` (`kvcli.fingerprint.text_identity` gives them), and `source` says what it was made from.
             name: default: from a checksum of tokens and identity, so that the same context gets the same name.
             overwrite: replace a context of this name that has other tokens or another identity, or is damaged.
-            max_bytes: of the whole store; contexts that were not used for longest are removed to keep it.
+            max_bytes: of the blocks of the whole store; contexts that were not used for longest are removed to keep it.
 
         Raises:
             UsageError: no name of a context.
-            ContextError: padding or several rows, a context without token ids, a name that is taken, or a context that
-                alone is larger than `max_bytes`; nothing was written then.
+            CacheError: token ids of more or fewer tokens.
+            ContextError: padding or several rows, a context without token ids, a name that is taken, a read-only store,
+                or a context that alone is larger than `max_bytes`; nothing was written then.
         """
         if context.input_ids is None:
             raise ContextError("a context without its token ids cannot be found again; it can be used as a file only")
-        snapshot, tokens = context.snapshot, as_tokens(context.input_ids)
-        check_storable(snapshot)
-        if len(tokens) != snapshot.num_tokens:
-            raise ContextError(f"{len(tokens)} token ids were given for a context of {snapshot.num_tokens} tokens")
-        if max_bytes is not None and snapshot.nbytes > max_bytes:
-            raise ContextError(f"the context has {snapshot.nbytes} bytes, more than the {max_bytes} of the whole store")
-        identity = ContextIdentity.of(context)
-        name = default_name(tokens, context.identity.to_dict()) if name is None else name
-        check_name(name)
-        self.make_folder()
-        with _lock(self.folder, alone=False):
-            if not overwrite:
-                self.check_free(name, tokens, identity)
-            stored = write_content(self._files, context, tokens, name, self.block_tokens)
-            with _lock(self._files.folder, alone=True):  # of those who store, one at a time
-                if not overwrite:
-                    self.check_free(name, tokens, identity)
-                replaces = manifest_path(self.folder, name).exists()
-                write_manifest(self.folder, stored.manifest)
-        if max_bytes is None and not replaces:
-            return stored
-        evicted = self.prune(max_bytes, keep=(name,)).evicted
-        return Stored(stored.manifest, stored.new_bytes, stored.shared_bytes, evicted)
+        tokens = as_tokens(context.input_ids)
+        if not is_plain(context.snapshot):
+            raise ContextError("a context has no padding, and its positions are 0, 1, 2 and so on")
+        record, blocks = context.encode(self.block_tokens)
+        if max_bytes is not None and record.nbytes > max_bytes:
+            raise ContextError(f"the context has {record.nbytes} bytes, more than the {max_bytes} of the whole store")
+        seed = json.dumps(record.identity, sort_keys=True).encode() + tokens.numpy().tobytes()
+        name = hashlib.sha256(seed).hexdigest()[:12] if name is None else name
+        if overwrite:
+            check_name(name)
+        else:
+            self.check_free(name, tokens, CacheIdentity.from_dict(record.identity))
+        self._blocks.mkdir(parents=True, exist_ok=True)
+        missing, replaces, new_bytes = True, False, 0
+        while missing:
+            with self._index.writing() as db:
+                rows = [(block.digest, block.bytes) for block in blocks]
+                db.executemany("INSERT OR REPLACE INTO blocks VALUES (?, ?)", rows)
+            with self._index.writing() as db:
+                recorded = (db.execute("SELECT 1 FROM blocks WHERE digest = ?", (x.digest,)).fetchone() for x in blocks)
+                missing = not all(recorded)
+                if missing:  # another process removed what nobody needed in between
+                    continue
+                replaces = db.execute("SELECT 1 FROM contexts WHERE name = ?", (name,)).fetchone() is not None
+                if replaces and not overwrite:  # by another process, since it was checked
+                    self.check_free(name, tokens, CacheIdentity.from_dict(record.identity))
+                new_bytes = sum(self._write(block, tensors) for block, tensors in blocks.items())
+                db.execute("DELETE FROM contexts WHERE name = ?", (name,))
+                _insert(db, name, record, tokens)
+        evicted = self.prune(max_bytes, keep=(name,)).evicted if replaces or max_bytes is not None else ()
+        return Stored(name, record, new_bytes, record.nbytes - new_bytes, evicted)
 
-    def check_free(self, name: str, token_ids: Sequence[int] | Tensor, identity: ContextIdentity) -> None:
+    def check_free(self, name: str, token_ids: Sequence[int] | Tensor, identity: CacheIdentity) -> None:
         """Checks that a context of this name is the same one, or that there is none.
 
         Args:
@@ -257,109 +150,111 @@ class ContextStore:
             ContextError: the name belongs to a context of other tokens or another identity, or to a damaged one.
         """
         check_name(name)
-        if not manifest_path(self.folder, name).exists():
+        if name not in self.names():
             return
-        manifest = self.get(name)
-        same = identity.difference(manifest.identity, manifest.notes) is None
-        if not same or not torch.equal(self.token_ids(manifest), as_tokens(token_ids)):
+        stored, (block, _) = self.get(name), encode({INPUT_IDS: as_tokens(token_ids)[None]})
+        if stored.record.tokens != block or stored.difference(identity) is not None:
             raise ContextError(
                 f"there is a context '{name}' of other tokens or another model already; choose another name, or "
                 "replace it with --overwrite"
             )
 
-    def remove(self, name: str) -> int:
-        """Removes a context, also a damaged one, and its files that no other context names.
+    def remove(self, *contexts: str) -> int:
+        """Removes contexts, also damaged ones, and their blocks that no other context needs.
 
         Returns:
             The bytes that were freed.
 
         Raises:
             UsageError: no name of a context.
-            ContextError: no such context.
+            ContextError: no such context; nothing was removed.
         """
-        check_name(name)
-        if not self.folder.is_dir():
-            raise no_context(self.folder, name)
-        with _lock(self.folder, alone=True):
-            usage = Usage(self.folder, self._files)
-            if name not in usage.named:
-                raise no_context(self.folder, name)
-            return drop(self.folder, self._files, name, usage)
+        for name in contexts:
+            check_name(name)
+            if name not in self.names():
+                raise self.no_context(name)
+        with self._index.writing() as db:
+            db.executemany("DELETE FROM contexts WHERE name = ?", [(name,) for name in contexts])
+        return self._collect()
 
     def prune(self, max_bytes: int | None = None, keep: Collection[str] = ()) -> Pruned:
-        """Removes files that no context names, then contexts until the store is small enough.
+        """Removes blocks that no context needs, after contexts until the store is small enough.
 
         Args:
-            max_bytes: of the whole store; None: no context is removed.
+            max_bytes: of the blocks of the whole store; None: no context is removed.
             keep: names of contexts that stay.
 
         Raises:
-            ContextError: other processes used the store all the time.
+            ContextError: a read-only store, or other processes wrote to the store all the time.
         """
-        if not self.folder.is_dir():
+        evicted: list[str] = []
+        if not self.names() and not self._index.path.exists():
             return Pruned((), 0)
-        with _lock(self.folder, alone=True):
-            return prune(self.folder, self._files, max_bytes, keep)
+        if max_bytes is not None:
+            with self._index.writing() as db:
+                left = used_bytes(db)
+                for context, name in db.execute("SELECT id, name FROM contexts ORDER BY used, id").fetchall():
+                    if left <= max_bytes:
+                        break
+                    if name not in keep:
+                        db.execute("DELETE FROM contexts WHERE id = ?", (context,))
+                        left = used_bytes(db)
+                        evicted.append(name)
+        return Pruned(tuple(evicted), self._collect())
 
-    def usage(self) -> Usage:
-        """Which contexts name which files, now."""
-        if not self.folder.is_dir():
-            return Usage(self.folder, self._files)
-        with _lock(self.folder, alone=False):
-            return Usage(self.folder, self._files)
+    def _collect(self) -> int:
+        """Removes the blocks that no context needs, and what a kill left half written; returns the bytes."""
+        freed = 0
+        with self._index.writing() as db:
+            unused = {digest for (digest,) in db.execute(f"SELECT digest {UNUSED}")}
+            if unused:  # a damaged index is not believed where it says that nobody needs a block
+                check_index(db)
+                for (record,) in db.execute("SELECT record FROM records"):
+                    unused -= {*DIGEST.findall(record)}
+            paths = [self._path(digest) for digest in sorted(unused)]
+            for half in self._blocks.glob(f"*{SUFFIX}.tmp"):
+                digest = half.name.removesuffix(f"{SUFFIX}.tmp")
+                if db.execute("SELECT 1 FROM blocks WHERE digest = ?", (digest,)).fetchone():
+                    paths.append(half)
+            for path in paths:
+                if path.is_file():
+                    freed += path.stat().st_size
+                    path.unlink()
+            db.executemany("DELETE FROM blocks WHERE digest = ?", [(digest,) for digest in unused])
+        return freed
 
-    def damages(self, names: Sequence[str], progress: Progress = no_progress) -> dict[str, str]:
-        """What is wrong with those contexts that are not whole; all of their files are read, shared ones once.
-
-        Args:
-            names: of contexts.
-            progress: shows how many were read.
-        """
-        damages: dict[str, str] = {}
-        whole: set[TensorFile] = set()
-        with progress("verify", len(names), "contexts") as advance:
-            for name in names:
-                try:
-                    with self._reading(name):
-                        check_content(self._files, self.get(name), whole)
-                except ContextError as error:
-                    damages[name] = str(error)
-                advance(1)
-        return damages
-
-    @contextmanager
-    def _reading(self, name: str, manifest: Manifest | None = None) -> Iterator[None]:
-        """Holds the lock; an error inside the block says which context it is of, and what to do.
-
-        Args:
-            name: of the context.
-            manifest: as it was read before the lock was held; None: it is read inside the block.
-        """
-        with _lock(self.folder, alone=False):
-            try:
-                yield
-            except ContextError as error:
-                if not manifest_path(self.folder, name).exists():
-                    raise ContextError(f"context '{name}' was removed by another process") from error
-                if manifest is not None and self._differs(manifest):
-                    raise ContextError(
-                        f"context '{name}' was replaced by another process; run the same command again"
-                    ) from error
-                if "contexts rm" in str(error):  # a damaged manifest
-                    raise
-                raise ContextError(
-                    f"context '{name}' is damaged: {error}; remove it with 'kvcli contexts rm {name}' and make it again"
-                ) from error
-
-    def _differs(self, manifest: Manifest) -> bool:
-        """Whether a context has another manifest now that can be read."""
+    def _write(self, block: Block, tensors: Tensors) -> int:
+        """Writes a block unless it is there; returns the bytes written. The caller alone writes to the store."""
+        place = self._place(block)
         try:
-            return self.get(manifest.name) != manifest
-        except ContextError:
-            return False
+            verify_blocks([place])
+        except CacheError:
+            temporary_path(place.path).unlink(missing_ok=True)  # of whatever kind it is
+            with replacing(place.path) as temporary:
+                temporary.write_bytes(encode(tensors)[1])
+            return block.bytes
+        return 0
 
 
-def _lock(folder: Path, *, alone: bool) -> AbstractContextManager[None]:
-    """Holds a folder against those that want it alone, or against all."""
-    busy = ContextError(f"other kvcli processes use {folder}; wait until they have ended")
-    return lock(folder, busy, shared=not alone, wait_s=_MAX_WAIT_S)
+def identity_of(session: Session, tokenizer: Any) -> CacheIdentity:
+    """What contexts of a session are bound to.
+
+    Args:
+        session: that the model is attached by.
+        tokenizer: of transformers.
+    """
+    text = text_identity(tokenizer)
+    return replace(session.identity(), tokenizer=text["tokenizer"], chat_template=text["chat_template"])
+
+
+def _insert(db: sqlite3.Connection, name: str, record: ContextRecord, tokens: Tensor) -> None:
+    """Adds a context to the index, whose blocks are there."""
+    now, (((kind, start, tail),), blocks, prefixes) = time.time(), index_rows(record, tokens.numpy())
+    created = datetime.fromtimestamp(now, UTC).isoformat(timespec="seconds")
+    context = db.execute(
+        "INSERT INTO contexts (name, created, used, identity, tail_start) VALUES (?, ?, ?, ?, ?)",
+        (name, created, now, kind, start),
+    ).lastrowid
+    db.execute("INSERT INTO records VALUES (?, ?, ?)", (context, record.sealed(), tail))
+    db.executemany("INSERT INTO context_blocks VALUES (?, ?)", [(*row, context) for row in blocks])
+    db.executemany("INSERT INTO prefixes VALUES (?, ?, ?, ?)", [(*row, context) for row in prefixes])

@@ -20,6 +20,7 @@ from kvcli.eval.suite import (
     mean,
 )
 from kvcli.progress import Reporter
+from kvcli.registry import UNFITTED_METHOD
 from kvcli.suite import Records
 from kvcli.tables import DataTable
 
@@ -179,7 +180,7 @@ SUITE = EvalSuite(
     name="drift",
     help="Where long greedy generation first differs from the uncompressed model's.",
     options=DriftOptions,
-    example="kvcli eval drift --method kivi-2 --num-prompts 4",
+    example=f"kvcli eval drift --method {UNFITTED_METHOD} --num-prompts 4",
     saves_memory="lower --prompt-tokens or --max-new-tokens",
     record=DriftRecord,
     prepare=prepare,

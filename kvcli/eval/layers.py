@@ -15,7 +15,7 @@ from kvcli.eval.kl import SAVES_MEMORY, QualityRecord, Scorer, TokenOptions, tex
 from kvcli.eval.suite import EvalSuite, Measured, Prepared, interval
 from kvcli.options import parse_layers
 from kvcli.progress import Reporter
-from kvcli.registry import BASELINE
+from kvcli.registry import BASELINE, UNFITTED_METHOD
 from kvcli.suite import Records
 from kvcli.tables import DataTable
 
@@ -78,7 +78,7 @@ SUITE = EvalSuite(
     name="layers",
     help="KL to the uncompressed model when one layer alone is compressed.",
     options=LayersOptions,
-    example="kvcli eval layers --method kivi-2 --num-sequences 2 --layers 0-7",
+    example=f"kvcli eval layers --method {UNFITTED_METHOD} --num-sequences 2 --layers 0-7",
     saves_memory=SAVES_MEMORY,
     record=LayerRecord,
     prepare=prepare,

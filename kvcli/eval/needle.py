@@ -17,6 +17,7 @@ from pydantic import Field
 from kvcli.eval.records import EvalRecord, Figure, Strict
 from kvcli.eval.suite import STAR, ComparedOptions, CorpusOptions, EvalSuite, Measured, Prepared, difference, mean
 from kvcli.progress import Reporter
+from kvcli.registry import UNFITTED_METHOD
 from kvcli.suite import Records
 from kvcli.tables import DataTable
 
@@ -183,7 +184,7 @@ SUITE = EvalSuite(
     name="needle",
     help="A value hidden in a long text, asked for after it.",
     options=NeedleOptions,
-    example="kvcli eval needle --method kivi-2 --contexts 512",
+    example=f"kvcli eval needle --method {UNFITTED_METHOD} --contexts 512",
     saves_memory="lower --contexts",
     record=NeedleRecord,
     prepare=prepare,

@@ -27,6 +27,7 @@ from kvcli.eval.suite import (
     mean,
 )
 from kvcli.progress import Reporter
+from kvcli.registry import UNFITTED_METHOD
 from kvcli.suite import Records
 from kvcli.tables import DataTable
 
@@ -199,7 +200,7 @@ SUITE = EvalSuite(
     name="recall",
     help="A passage quoted word for word after other text.",
     options=RecallOptions,
-    example="kvcli eval recall --method kivi-2 --distances 100",
+    example=f"kvcli eval recall --method {UNFITTED_METHOD} --distances 100",
     saves_memory="lower --distances",
     record=RecallRecord,
     prepare=prepare,

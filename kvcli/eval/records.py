@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from kvcli.errors import UsageError
 from kvcli.registry import EVAL_SUITES, get_suite
@@ -150,18 +150,15 @@ class EvalRecord(Strict):
         return plain
 
 
-class _Named(BaseModel):
-    suite: Literal[tuple(EVAL_SUITES)]  # type: ignore[valid-type]
-
-
 def from_plain(values: Mapping[str, Any]) -> EvalRecord:
     """The record of plain JSON values.
 
     Raises:
         ValidationError: a field that is missing, unknown or of another type.
     """
-    suite = _Named.model_validate(values).suite
-    record: EvalRecord = get_suite(EVAL_SUITES[suite]).record.model_validate(values)
+    suite = Literal[tuple(EVAL_SUITES)]  # type: ignore[valid-type]
+    name = create_model("Named", suite=(suite, ...)).model_validate(values).suite  # type: ignore[attr-defined]
+    record: EvalRecord = get_suite(EVAL_SUITES[name]).record.model_validate(values)
     return record
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 
 from kvcli.attention.session import Session
-from kvcli.contexts import ContextStore, Match
-from kvcli.contexts.layout import num_blocks
-from kvcli.contexts.manifest import Manifest
+from kvcli.cache.parts import num_coded
+from kvcli.cache.record import ContextRecord
+from kvcli.contexts import ContextStore, Match, StoredContext
 from kvcli.errors import UsageError
 from kvcli.eval.quality import QualityReport, joined, reference_states, token_scores
 from kvcli.seam.decoder import backbone
@@ -23,18 +23,18 @@ SCORED_TOKENS = 256
 _LOGIT_TOKENS = 256
 
 
-def copied_tokens(manifest: Manifest, scored: int = SCORED_TOKENS) -> int:
+def copied_tokens(record: ContextRecord, scored: int = SCORED_TOKENS) -> int:
     """How long the part of a context is that is loaded to predict its last `scored` tokens.
 
     Raises:
         UsageError: no block of codes is left before those tokens.
     """
-    sinks, size = manifest.counts.sinks, manifest.block_tokens
-    blocks = min(num_blocks(manifest.counts, size), max(0, manifest.num_tokens - scored - sinks) // size)
+    sinks, size = record.counts.sinks, record.part_tokens
+    blocks = min(num_coded(record.counts, size), max(0, record.num_tokens - scored - sinks) // size)
     length = sinks + blocks * size
-    if not blocks or length < manifest.counts.observed[0]:
+    if not blocks or length < record.counts.observed[0]:
         raise UsageError(
-            f"of {manifest.num_tokens} tokens, no block of {size} codes that can be loaded by itself comes before the "
+            f"of {record.num_tokens} tokens, no block of {size} codes that can be loaded by itself comes before the "
             f"last {scored}; score fewer, or a longer context"
         )
     return length
@@ -42,14 +42,14 @@ def copied_tokens(manifest: Manifest, scored: int = SCORED_TOKENS) -> int:
 
 @torch.inference_mode()
 def stored_quality(
-    session: Session, store: ContextStore, manifest: Manifest, scored: int = SCORED_TOKENS
+    session: Session, store: ContextStore, stored: StoredContext, scored: int = SCORED_TOKENS
 ) -> QualityReport:
     """Compares the predictions of a context's last tokens.
 
     Args:
         session: of the model, method and artifact that the context is bound to.
         store: that has the context.
-        manifest: of the context.
+        stored: the context.
         scored: how many last tokens.
 
     Returns:
@@ -61,10 +61,10 @@ def stored_quality(
         CacheError: it belongs to another model, method or artifact.
         ModelError: the model's numbers are not finite.
     """
-    copied, model = copied_tokens(manifest, scored), session.model
-    ids = store.token_ids(manifest).unsqueeze(0).to(model.device)
+    copied, model = copied_tokens(stored.record, scored), session.model
+    ids = store.token_ids(stored).unsqueeze(0).to(model.device)
     reference = reference_states(model, ids)
-    cache = session.load_cache(store.load(Match(manifest, copied), model.device))
+    cache = session.load_cache(store.load(Match(stored, copied), model.device))
     states = backbone(model)(input_ids=ids[:, copied:], past_key_values=cache, use_cache=True).last_hidden_state
     targets = ids[:, -scored:]
     parts = []

@@ -12,6 +12,7 @@ from kvcli.errors import UsageError
 from kvcli.eval.records import Better, EvalRecord, Series, Strict
 from kvcli.eval.suite import STAR, ComparedOptions, EvalSuite, Measured, Prepared, difference, interval
 from kvcli.progress import Reporter
+from kvcli.registry import UNFITTED_METHOD
 from kvcli.suite import Records
 from kvcli.tables import DataTable
 
@@ -111,7 +112,7 @@ SUITE = EvalSuite(
     name="tasks",
     help="Tasks of lm-eval, which is an extra to install.",
     options=TasksOptions,
-    example="kvcli eval tasks --tasks arc_easy --limit 50 --method kivi-2",
+    example=f"kvcli eval tasks --tasks arc_easy --limit 50 --method {UNFITTED_METHOD}",
     saves_memory="lower --chunk",
     record=TaskRecord,
     prepare=prepare,

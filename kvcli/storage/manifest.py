@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -50,12 +50,34 @@ class Sealed(BaseModel):
         """
         if cls.MISSING and not path.exists():
             raise cls.ERROR(cls.MISSING.format(folder=path.parent))
-        values = read_sealed(path, cls.VERSION, cls.REMEDY, cls.ERROR)
+        return cls._checked(read_sealed(path, cls.VERSION, cls.REMEDY, cls.ERROR), str(path), cls.REMEDY)
+
+    def sealed(self) -> str:
+        """The fields with the format version and a checksum, as one line of JSON; `unseal` is the inverse."""
+        return _seal({"format_version": self.VERSION, **self.model_dump(mode="json")})
+
+    @classmethod
+    def unseal(cls, text: str, name: str, remedy: str = "") -> Self:
+        """Reads and checks what `sealed` gave.
+
+        Args:
+            text: of one JSON object.
+            name: what it is called in messages.
+            remedy: what to do where it cannot be used; default: the class's.
+
+        Raises:
+            KvcliError: `ERROR`, as for `read`.
+        """
+        remedy = remedy or cls.REMEDY
+        return cls._checked(_unsealed(lambda: text, name, cls.VERSION, remedy, cls.ERROR), name, remedy)
+
+    @classmethod
+    def _checked(cls, values: dict[str, Any], name: str, remedy: str) -> Self:
         try:
             manifest = cls.model_validate_json(json.dumps(values))  # where lists become tuples, and nothing else
         except ValidationError as error:
             reason = " ".join(explain(error, ()).split())
-            raise cls.ERROR(f"{path} is damaged ({reason}); {cls.REMEDY}") from error
+            raise cls.ERROR(f"{name} is damaged ({reason}); {remedy}") from error
         manifest._values = values
         return manifest
 
@@ -111,7 +133,7 @@ def json_sha256(values: Mapping[str, Any]) -> str:
 def write_sealed(path: Path, values: Mapping[str, Any]) -> None:
     """Writes one JSON object with the sha256 of its fields; it appears under its name only when complete."""
     with replacing(path) as temporary:
-        temporary.write_text(json.dumps({**values, _SEAL: json_sha256(values)}, indent=2) + "\n")
+        temporary.write_text(_seal(values, indent=2) + "\n")
 
 
 def read_sealed(path: Path, version: int, remedy: str, error: type[Exception]) -> dict[str, Any]:
@@ -126,24 +148,36 @@ def read_sealed(path: Path, version: int, remedy: str, error: type[Exception]) -
     Raises:
         Exception: `error`, if the file is damaged, has another format version or was changed after it was written.
     """
+    return _unsealed(lambda: _read_text(path), str(path), version, remedy, error)
+
+
+def _unsealed(read: Callable[[], str], name: str, version: int, remedy: str, error: type[Exception]) -> dict[str, Any]:
     try:
-        values, intact = _read_object(path)
+        values, intact = _object(read())
     except (OSError, ValueError, RecursionError) as reason:
-        raise error(f"{path} is damaged ({_short(' '.join(str(reason).split()))}); {remedy}") from reason
+        raise error(f"{name} is damaged ({_short(' '.join(str(reason).split()))}); {remedy}") from reason
     if (theirs := values.get("format_version", 1)) != version:
-        raise error(f"{path} has format version {_short(theirs)}; this kvcli reads version {version}; {remedy}")
+        raise error(f"{name} has format version {_short(theirs)}; this kvcli reads version {version}; {remedy}")
     if not intact:
-        raise error(f"{path} is damaged: it was changed after it was written (its sha256 differs); {remedy}")
+        raise error(f"{name} is damaged: it was changed after it was written (its sha256 differs); {remedy}")
     return values
 
 
-def _read_object(path: Path) -> tuple[dict[str, Any], bool]:
-    """A JSON object without its seal, and whether the seal is that of the other fields."""
+def _seal(values: Mapping[str, Any], indent: int | None = None) -> str:
+    return json.dumps({**values, _SEAL: json_sha256(values)}, indent=indent)
+
+
+def _read_text(path: Path) -> str:
     if not path.is_file():
         raise FileNotFoundError("no such file")
     if path.stat().st_size > _MAX_BYTES:
         raise ValueError(f"larger than {_MAX_BYTES // 2**20} MiB")
-    values = json.loads(path.read_text())
+    return path.read_text()
+
+
+def _object(text: str) -> tuple[dict[str, Any], bool]:
+    """A JSON object without its seal, and whether the seal is that of the other fields."""
+    values = json.loads(text)
     if not isinstance(values, dict):
         raise ValueError("not a JSON object")
     seal = values.pop(_SEAL, None)
@@ -155,7 +189,7 @@ def _other_run(path: Path, ours: Mapping[str, Any]) -> str | None:
     if not path.exists():
         return f"its {path.name} is missing"
     try:
-        values, intact = _read_object(path)
+        values, intact = _object(_read_text(path))
         theirs = {name: values.get(name, _MISSING) for name in ours}
         there, here = dict(_settings(theirs)), dict(_settings(ours))
     except (OSError, ValueError, RecursionError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import subprocess
@@ -16,16 +15,17 @@ import torch
 from factories import make_model
 from passes import assert_equal, go_on, ids, mask_of, read
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load, save_file
 
 import kvcli
 from kvcli.attention.next_token import SamplingConfig
+from kvcli.cache.blocks import encode, unstack_layers
 from kvcli.cache.context import Context
-from kvcli.cache.digests import tensor_digests
 from kvcli.errors import CacheError
 from kvcli.registry import METHODS, get_method
 from kvcli.storage.atomic import temporary_path
 from kvcli.storage.locks import lock
+from kvcli.storage.manifest import json_sha256
 
 
 @pytest.fixture
@@ -158,43 +158,63 @@ def test_truncated_files_are_refused(tiny_model: Any, attach: Any, saved: Path) 
 
 
 def rewritten(path: Path, change: Callable[[dict[str, Any], dict[str, Any]], None]) -> None:
-    """Changes tensors and metadata of a file, whose checksums are made to agree."""
+    """Changes record and tensors of a file, whose checksums are made to agree.
+
+    Args:
+        path: of the file.
+        change: gets the fields of the record, and the tensors of `first`, `last` and so on by these names.
+    """
     with safe_open(path, framework="pt") as handle:
-        fields = json.loads(handle.metadata()["kvcli"].partition(" ")[2])
-        tensors = {name: handle.get_tensor(name).clone() for name in handle.keys()}  # noqa: SIM118
-    change(fields, tensors)
-    if "tensors" in fields:
-        fields["tensors"] = tensor_digests(tensors)
-    save_file(tensors, path, metadata=sealed(json.dumps(fields)))
+        fields = json.loads(handle.metadata()["kvcli"])
+        content = {name: handle.get_tensor(name).numpy().tobytes() for name in handle.keys()}  # noqa: SIM118
+    names = [name for name in ("tokens", "first", "last") if fields[name] is not None]
+    blocks = {name: unstack_layers(load(content[fields[name]["digest"]][: fields[name]["bytes"]])) for name in names}
+    before = dict(fields)
+    change(fields, blocks)
+    for name, tensors in blocks.items():
+        block, data = encode({key: x.clone() for key, x in tensors.items()})
+        content[block.digest] = data
+        if fields.get(name) == before[name]:
+            fields[name] = {"digest": block.digest, "bytes": block.bytes}
+    wanted = [fields.get("tokens"), fields.get("first"), *(fields.get("coded") or ()), fields.get("last")]
+    digests = {x["digest"] for x in wanted if isinstance(x, dict)} & content.keys()
+    tensors = {digest: content[digest] for digest in digests}
+    padded = {digest: bytearray(data) + bytes(-len(data) % 8) for digest, data in tensors.items()}
+    save_file({x: torch.frombuffer(y, dtype=torch.uint8) for x, y in padded.items()}, path, sealed(fields))
 
 
-def sealed(text: str) -> dict[str, str]:
-    return {"kvcli": f"{hashlib.sha256(text.encode()).hexdigest()} {text}"}
+def sealed(fields: dict[str, Any]) -> dict[str, str]:
+    fields.pop("sha256", None)
+    return {"kvcli": json.dumps({**fields, "sha256": json_sha256(fields)})}
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda fields, x: fields.update(format_version=1), "has format version 1; this kvcli reads version 3"),
-        (lambda fields, x: fields.pop("counts"), "its metadata has no counts"),
-        (lambda fields, x: fields["counts"].update(lengths=[39]), "do not agree with its numbers of tokens"),
-        (lambda fields, x: fields["counts"].update(lengths=[2**41]), "holds no context that this kvcli reads"),
-        (lambda fields, x: fields["counts"].update(lengths="x"), "holds no context that this kvcli reads"),
+        (lambda fields, x: fields.update(format_version=1), "has format version 1; this kvcli reads version 4"),
+        (lambda fields, x: fields.pop("counts"), "is damaged (counts: Field required)"),
+        (lambda fields, x: fields["counts"].update(lengths=[39]), "is no context that this kvcli reads"),
+        (lambda fields, x: fields["counts"].update(lengths=[2**41]), "is damaged (counts.lengths.0"),
+        (lambda fields, x: fields["counts"].update(lengths="x"), "is damaged (counts.lengths"),
         (lambda fields, x: fields["counts"].update(ring=2**39), ""),
         (lambda fields, x: fields["identity"].update(method="other"), "unknown method 'other'"),
-        (lambda fields, x: fields["identity"].update(method=3), "method in the identity of a cache is of another type"),
-        (lambda fields, x: fields["identity"].pop("rope"), "has other fields"),
-        (lambda fields, x: fields["identity"].update(rope={}), "holds no context that this kvcli reads"),
-        (lambda fields, x: fields["identity"]["rope"].update(inv_freq="x"), "holds no context that this kvcli reads"),
-        (lambda fields, x: fields["identity"].update(fingerprint="x"), "holds no context that this kvcli reads"),
+        (lambda fields, x: fields["identity"].update(method=3), "method: Input should be a valid string"),
+        (lambda fields, x: fields["identity"].pop("rope"), "rope: Field required"),
+        (lambda fields, x: fields["identity"].update(rope={}), "its identity cannot be read"),
+        (lambda fields, x: fields["identity"]["rope"].update(inv_freq="x"), "its identity cannot be read"),
+        (lambda fields, x: fields["identity"].update(fingerprint="x"), "its identity cannot be read"),
         (lambda fields, x: fields["identity"]["config"].update(colour=1), "that this kvcli does not know"),
-        (lambda fields, x: fields["identity"].update(codecs={"sample": ["x"]}), "holds no context"),
-        (lambda fields, x: fields.update(identity=[]), "holds no context"),
-        (lambda fields, x: fields.update(notes=3), "holds no context"),
-        (lambda fields, x: x.update(input_ids=x["input_ids"][:, 1:].contiguous()), "notes or tokens of another form"),
-        (lambda fields, x: x.pop("valid"), "notes or tokens of another form"),
-        (lambda fields, x: x.pop("positions"), "positions do not agree"),
-        (lambda fields, x: x.update(more=x["positions"].clone()), "a tensor more, which this model has no place for"),
+        (lambda fields, x: fields["identity"].update(codecs={"sample": ["x"]}), "its identity cannot be read"),
+        (lambda fields, x: fields.update(identity=[]), "is damaged (identity"),
+        (lambda fields, x: fields.update(notes=3), "is damaged (notes"),
+        (lambda fields, x: fields.update(last=None), "parts that cut rows or groups of tokens apart"),
+        (lambda fields, x: fields.update(first=fields["last"]), "it must be torch.float32"),
+        (lambda fields, x: fields.update(tokens=fields["last"]), "token ids does not hold those of 40 tokens"),
+        (lambda fields, x: x["tokens"].update(input_ids=x["tokens"]["input_ids"][:, 1:]), "token ids does not hold"),
+        (
+            lambda fields, x: x["first"].update(more=torch.zeros(3)),
+            "a tensor more, which this model and method have no",
+        ),
     ],
 )
 def test_contents_that_contradict_themselves(tiny_model: Any, attach: Any, saved: Path, change: Any, said: str) -> None:
@@ -206,6 +226,30 @@ def test_contents_that_contradict_themselves(tiny_model: Any, attach: Any, saved
         assert said in refused(session, saved)
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda fields, x: x["first"].pop("valid"), "token ids of more or fewer tokens"),
+        (lambda fields, x: x["first"].update(valid=~x["first"]["valid"]), "padding marks do not agree"),
+        (lambda fields, x: x["first"].pop("positions"), "positions do not agree"),
+        (lambda fields, x: x["tokens"].update(input_ids=x["tokens"]["input_ids"][:, 1:]), "token ids of more or fewer"),
+        (lambda fields, x: x["tokens"].update(input_ids=x["tokens"]["input_ids"][:1]), "token ids does not hold"),
+        (lambda fields, x: fields.update(part_tokens=8), "parts that cut rows or groups of tokens apart"),
+        (lambda fields, x: fields.update(coded=[fields["first"]]), "more or fewer blocks than its tokens have"),
+    ],
+)
+def test_several_rows_that_contradict_themselves(
+    tiny_model: Any, attach: Any, saved: Path, change: Any, said: str
+) -> None:
+    with attach(tiny_model, "rtn") as session:
+        cache = session.new_cache()
+        read(tiny_model, cache, mask_of(40, 17))
+        cache.save(saved, ids(2, 40))
+        session.load_cache(saved)
+        rewritten(saved, change)
+        assert said in refused(session, saved)
+
+
 def test_files_of_others(tiny_model: Any, attach: Any, tmp_path: Path) -> None:
     with attach(tiny_model, "rtn") as session:
         assert "there is no such file" in refused(session, tmp_path / "none")
@@ -214,8 +258,13 @@ def test_files_of_others(tiny_model: Any, attach: Any, tmp_path: Path) -> None:
         assert "damaged" in refused(session, tmp_path / "text")
         save_file({"x": torch.zeros(3)}, tmp_path / "other")
         assert "is no context: kvcli did not write it" in refused(session, tmp_path / "other")
-        save_file({"x": torch.zeros(3)}, tmp_path / "other", metadata=sealed("["))
-        assert "its metadata cannot be read" in refused(session, tmp_path / "other")
+        save_file({"x": torch.zeros(3)}, tmp_path / "other", metadata={"kvcli": "["})
+        assert "is damaged" in refused(session, tmp_path / "other")
+        former = {"kvcli": f"{'0' * 64} {{}}"}  # what version 0.1 wrote
+        save_file({"x": torch.zeros(3)}, tmp_path / "other", metadata=former)
+        assert "of an earlier version of kvcli, which this one does not read; make it again with 'kvcli" in refused(
+            session, tmp_path / "other"
+        )
 
 
 def other_model(**changes: Any) -> Any:
@@ -317,7 +366,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(
     with attach(tiny_model, "rtn") as session:
         cache = session.load_cache(saved)
         go_on(tiny_model, cache, mask_of(40))
-        monkeypatch.setattr("kvcli.cache.context.save_file", lambda *args, **kwargs: 1 / 0)
+        monkeypatch.setattr("kvcli.cache.context.replacing", lambda *args, **kwargs: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             cache.save(saved)
         assert saved.read_bytes() == before

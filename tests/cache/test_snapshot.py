@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from factories import make_model
 from parts import DEVICE
 from passes import assert_equal, go_on, ids, mask_of, read
+from pydantic import TypeAdapter
 from torch import Tensor
 
 import kvcli
@@ -22,7 +24,7 @@ from kvcli.registry import METHODS
 
 def through_json(snapshot: Snapshot) -> Snapshot:
     """A copy, its counts as a file has them."""
-    counts = SnapshotCounts.from_dict(json.loads(json.dumps(snapshot.counts.to_dict())))
+    counts = TypeAdapter(SnapshotCounts).validate_json(json.dumps(asdict(snapshot.counts)))
     return Snapshot(counts, {name: x.clone() for name, x in snapshot.tensors.items()})
 
 
@@ -260,14 +262,20 @@ CHANGES: list[tuple[Callable[[dict[str, Tensor]], Any], str]] = [
     (lambda x: x.update({"layers.1.keys": x["layers.1.keys"][:, :, 1:]}), "layers.1.keys is torch.float32"),
     (lambda x: x.update({"layers.0.keys": x["layers.0.keys"].half()}), "layers.0.values is torch.float32"),
     (lambda x: x.update({"layers.0.keys": x["layers.0.keys"].int()}), "layers.0.keys is torch.int32"),
-    (lambda x: x.update({"layers.0.other": x["valid"]}), "layers.0.other, which this method does not keep"),
-    (lambda x: x.update({"layers.3.keys": x["valid"]}), "layers.3.keys, which this model has no place for"),
-    (lambda x: x.update({"layers.00.keys": x["layers.0.keys"]}), "layers.00.keys, which this model has no place for"),
+    (
+        lambda x: x.update({"layers.0.other": x["valid"]}),
+        "layers.0.other, which this model and method have no place for",
+    ),
+    (lambda x: x.update({"layers.3.keys": x["valid"]}), "layers.3.keys, which this model and method have no place for"),
+    (
+        lambda x: x.update({"layers.00.keys": x["layers.0.keys"]}),
+        "layers.00.keys, which this model and method have no place for",
+    ),
     (
         lambda x: x.update({"layers.00.keys": x.pop("layers.0.keys")}),
-        "layers.00.keys, which this model has no place for",
+        "layers.0.keys is missing",
     ),
-    (lambda x: x.update({"layers.0": x["layers.0.keys"]}), "layers.0, which this model has no place for"),
+    (lambda x: x.update({"layers.0": x["layers.0.keys"]}), "layers.0, which this model and method have no place for"),
     (lambda x: x.update({"valid": ~x["valid"]}), "padding marks do not agree"),
     (lambda x: x.update({"valid": x["valid"].int()}), "padding marks do not agree"),
     (lambda x: x.pop("valid"), "padding marks do not agree"),
@@ -318,9 +326,9 @@ def test_other_settings_are_refused(tiny_model: Any, attach: Any, method: str, c
         {"lengths": [True]},
         {"lengths": [2**50]},
         {"lengths": 40},
-        {"lengths": [3]},
-        {"coded_keys": [39]},
-        {"observed": [41]},
+        {"lengths": (3,)},
+        {"coded_keys": (39,)},
+        {"observed": (41,)},
         {"ring": 0},
         {"key_group": 0},
         {"key_group": 64},
@@ -333,6 +341,7 @@ def test_counts_that_no_cache_has_are_refused(tiny_model: Any, attach: Any, chan
     with attach(tiny_model, "rtn") as session:
         cache = session.new_cache()
         read(tiny_model, cache, mask_of(40))
-        values = {**cache.snapshot().counts.to_dict(), **change}
-    with pytest.raises((ValueError, TypeError)):
-        SnapshotCounts.from_dict(values)
+        values = asdict(cache.snapshot().counts)
+    assert SnapshotCounts(**values) == cache.snapshot().counts
+    with pytest.raises(ValueError, match="validation error"):
+        SnapshotCounts(**{**values, **change})

@@ -83,8 +83,8 @@ def test_a_conversation_is_saved_into_the_store(chatty: Any) -> None:
     assert resumed["saved"] == "talk"
     stored = ContextStore("s")
     assert stored.names() == ["half", "talk"]
-    assert stored.get("talk").notes["messages"] == whole["messages"]
-    assert stored.get("half").notes["messages"] == whole["messages"][:2]
+    assert stored.get("talk").record.notes["messages"] == whole["messages"]
+    assert stored.get("half").record.notes["messages"] == whole["messages"][:2]
     assert not Path("talk").exists()
     chat(*METHOD, "--save", "talk", lines="Hello there!\n")
     assert ContextStore(contexts_folder(DEFAULT_MODEL)).names() == ["talk"]
@@ -106,7 +106,7 @@ def test_a_context_of_the_store_is_not_replaced_by_a_conversation(chatty: Any) -
     assert "'?' is no name of a context" in done.stderr
     assert ContextStore("s").get("c") == before
     chat(*METHOD, "--store", "s", "--save", "c", "--overwrite", lines="Hello\n")
-    assert "messages" in ContextStore("s").get("c").notes
+    assert "messages" in ContextStore("s").get("c").record.notes
 
 
 def test_commands_of_a_conversation(chatty: Any) -> None:

@@ -56,7 +56,7 @@ def test_texts_that_begin_alike_are_read_once(texts: None) -> None:
     assert ContextStore(STORE).damages(["a", "b", "c"]) == {}
     said = invoke("compress", "--prompt-file", "b.txt", *METHOD, "--name", "again").stderr
     assert "again: 750 tokens, 750 of them from 'b' in" in said
-    assert ContextStore(STORE).get("again").files == ContextStore(STORE).get("b").files
+    assert ContextStore(STORE).get("again").record.blocks == ContextStore(STORE).get("b").record.blocks
 
 
 def test_the_last_tokens_stay_in_full_precision(texts: None) -> None:
@@ -127,7 +127,7 @@ def test_names_and_sizes(texts: None) -> None:
     assert taken.exit_code == 1
     assert "there is a context 'a' of other tokens or another model already" in taken.stderr
     assert compressed("a", options=("--overwrite",))["contexts"][0]["tokens"] == 400
-    room = ContextStore(STORE).usage().nbytes + 1000
+    room = ContextStore(STORE).sizes()[0] + 1000
     made = compressed("c", options=("--max-bytes", str(room)))
     assert made["contexts"][0]["evicted"] == ["a"]
     tiny_room = invoke("compress", "--prompt-file", "b.txt", *METHOD, "--max-bytes", "10kB")

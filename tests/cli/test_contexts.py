@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from console import invoke
-from contexts_made import Maker, flip_a_byte, tokens
+from contexts_made import Maker, execute, flip_a_byte, tokens
 
 import kvcli
 from kvcli.contexts import ContextStore
@@ -99,8 +99,9 @@ def test_rm_and_prune(made: Maker) -> None:
     assert nobody.exit_code == 1
     assert len(rows("list")["rows"]) == 2
     assert invoke("contexts", "rm").exit_code == 2
+    execute(ContextStore(STORE), "INSERT INTO blocks VALUES (?, 3)", "0" * 64)  # as a kill leaves it
     (STORE / "blocks" / ("0" * 64 + ".safetensors")).write_bytes(b"abc")
-    (STORE / "blocks" / ("0" * 64 + ".safetensors.7-0a1b.tmp")).write_bytes(b"abcd")
+    (STORE / "blocks" / ("0" * 64 + ".safetensors.tmp")).write_bytes(b"abcd")
     assert rows("list")["unused_bytes"] == 3
     assert "3 B that no context uses" in invoke("contexts", "list").stdout
     assert rows("prune")["freed_bytes"] == 7

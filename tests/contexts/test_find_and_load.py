@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import json
+import random
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from contexts_made import Maker, tokens
+from contexts_made import Maker, execute, tokens
 from torch import Tensor
 
+from kvcli.cache.identity import CacheIdentity
+from kvcli.cache.parts import usable_length
 from kvcli.cache.snapshot import Snapshot
 from kvcli.contexts import ContextStore
-from kvcli.contexts.layout import usable_length
-from kvcli.contexts.manifest import opening_of
 from kvcli.errors import CacheError, ContextError
 from kvcli.registry import METHODS
-from kvcli.storage.manifest import write_sealed
 
 LENGTH = 90
 
@@ -126,7 +126,7 @@ def test_the_longest_is_found_among_many(maker: Any, store: ContextStore) -> Non
 
     def found(ids: Tensor) -> tuple[str, int] | None:
         match = store.find(ids, made.identity)
-        return None if match is None else (match.manifest.name, match.num_tokens)
+        return None if match is None else (match.context.name, match.num_tokens)
 
     assert found(branch(ids, 90)) == ("of-90", 90)
     assert found(branch(ids, 89)) == ("of-90", 89)
@@ -152,17 +152,17 @@ def test_a_context_that_begins_alike_but_differs_later_is_told(maker: Any, store
     for name, ids in (("first", first), ("second", second)):
         match = store.find(torch.cat((ids, ids[:3])), made.identity)
         assert match is not None
-        assert (match.manifest.name, match.num_tokens) == (name, 90)
+        assert (match.context.name, match.num_tokens) == (name, 90)
 
 
 def test_another_identity_is_passed_over_and_refused_by_name(maker: Any, store: ContextStore) -> None:
     made: Maker = maker("rtn")
     ids = tokens(40)
     store.put(made.context(ids), name="a")
-    cache = made.identity.cache
+    cache = made.identity
     weights = cache.fingerprint[:17] + "3c00" * ((len(cache.fingerprint) - 17) // 4)
     others = [
-        (replace(made.identity, cache=replace(cache, **{name: value})), said)
+        (replace(cache, **{name: value}), said)
         for name, value, said in (
             ("fingerprint", weights, "another model, tiny: weights"),
             ("rope", {**cache.rope, "scaling": 2.0}, "RoPE"),
@@ -179,7 +179,7 @@ def test_another_identity_is_passed_over_and_refused_by_name(maker: Any, store: 
         assert store.find(ids, other) is None, said
         with pytest.raises(ContextError, match=said):
             store.whole("a", other)
-    renamed = replace(made.identity, cache=replace(cache, model="./a/copy"))
+    renamed = replace(cache, model="./a/copy")
     assert store.find(ids, renamed) is not None
     assert store.whole("a", renamed).num_tokens == 40
 
@@ -195,15 +195,70 @@ def test_contexts_and_prompts_of_a_few_tokens(maker: Any, store: ContextStore) -
         assert match.num_tokens == min(length, 17)
     match = store.find(branch(ids, 9), made.identity)
     assert match is not None
-    assert (match.manifest.name, match.num_tokens) == ("of-3", 3)
+    assert (match.context.name, match.num_tokens) == ("of-3", 3)
 
 
-def test_a_manifest_with_the_checksum_of_other_tokens_is_not_believed(maker: Any, store: ContextStore) -> None:
+def test_an_index_that_names_other_tokens_is_not_believed(maker: Any, store: ContextStore) -> None:
     made: Maker = maker("rtn")
     ids, other = tokens(60), tokens(60, seed=3)
     store.put(made.context(ids), name="a")
-    path = store.folder / "a.context.json"
-    values = json.loads(path.read_text())
-    del values["sha256"]
-    write_sealed(path, {**values, "opening": opening_of(other.tolist())})
-    assert store.find(other, made.identity) is None
+    store.put(made.context(other), name="b")
+    (a,), (b,) = execute(store, "SELECT id FROM contexts ORDER BY name")
+    execute(store, "DELETE FROM prefixes WHERE context = ?", b)
+    execute(store, "UPDATE prefixes SET context = ? WHERE context = ?", b, a)
+    execute(store, "UPDATE records SET tail = (SELECT tail FROM records WHERE context = ?) WHERE context = ?", a, b)
+    said: list[str] = []
+    assert store.find(ids, made.identity, said.append) is None
+    assert "'b' is passed over: its tokens are not those that the index says" in said[0]
+    assert set(store.damages(["a", "b"])) == {"a", "b"}
+
+
+class Oracle:
+    """What is to be found, from the token ids of every context, compared one by one."""
+
+    def __init__(self, store: ContextStore) -> None:
+        contexts = store.contexts()  # the last used first
+        self.known = [(context, store.token_ids(context).tolist()) for context in contexts]
+
+    def find(self, wanted: list[int], identity: CacheIdentity) -> tuple[str, int] | None:
+        best: tuple[str, int] | None = None
+        for context, ids in self.known:
+            if identity.difference(CacheIdentity.from_dict(context.record.identity)) is not None:
+                continue
+            shorter = min(len(ids), len(wanted))
+            common = next((i for i in range(shorter) if ids[i] != wanted[i]), shorter)
+            length = usable_length(context.record.counts, context.record.part_tokens, common)
+            enough = length >= min(16, len(wanted)) or length == len(ids)
+            if length > (best[1] if best else 0) and enough:
+                best = context.name, length
+        return best
+
+
+@pytest.mark.parametrize("names", [("rtn", "fp16"), ("kivi", "squat"), ("qjl", "commvq")])
+def test_what_is_found_is_what_a_comparison_token_by_token_finds(
+    maker: Any, tmp_path: Path, names: tuple[str, str]
+) -> None:
+    """Texts that branch off each other at many lengths, of two methods, with blocks of two sizes."""
+    chance = random.Random(0)
+    texts = [tokens(90), tokens(40, seed=1)]
+    for _ in range(24):
+        text = chance.choice(texts)
+        texts.append(branch(text, chance.randrange(len(text) + 1), chance.randrange(1, 40)))
+    identities, store = [], ContextStore(tmp_path / "s", block_tokens=16)
+    for i, name in enumerate(names):
+        made: Maker = maker(name, **({"residual_length": 6, "flush_block": 1} if name in ("rtn", "fp16") else {}))
+        identities.append(made.identity)
+        for j, text in enumerate(texts[i::2]):
+            writer = ContextStore(store.folder, block_tokens=chance.choice((16, 32)))
+            writer.put(made.context(text, made.read(text, chunk=chance.choice((16, 32, 90)))), name=f"{name}-{j}")
+    for time, (context,) in enumerate(execute(store, "SELECT id FROM contexts ORDER BY random()")):
+        execute(store, "UPDATE contexts SET used = ? WHERE id = ?", time % 5, context)
+    oracle, found = Oracle(store), 0
+    for text in [*texts, *(branch(text, chance.randrange(len(text) + 1)) for text in texts * 4)]:
+        for wanted in (text, text[: chance.randrange(1, 20)]):
+            for identity in identities:
+                match = store.find(wanted, identity)
+                expected = oracle.find(wanted.tolist(), identity)
+                assert (None if match is None else (match.context.name, match.num_tokens)) == expected
+                found += expected is not None
+    assert found > 150

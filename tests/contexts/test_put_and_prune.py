@@ -1,9 +1,7 @@
-"""What a store holds: equal parts once, within a size, and nothing that nobody names."""
+"""What a store holds: equal parts once, within a size, and nothing that no context needs."""
 
 from __future__ import annotations
 
-import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,13 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from contexts_made import Maker, tokens
-from torch import Tensor
+from contexts_made import Maker, blocks_of, execute, needed_by, tokens
 
+from kvcli.cache.blocks import encode, stack_layers, unstack_layers
 from kvcli.cache.context import Context
 from kvcli.contexts import ContextStore
-from kvcli.contexts.stacking import stack_layers, unstack_layers
-from kvcli.contexts.tensor_files import TensorFiles
 from kvcli.errors import ContextError, UsageError
 from kvcli.storage.atomic import flush_to_disk
 
@@ -26,12 +22,14 @@ WINDOW = {"residual_length": 6, "flush_block": 1}
 
 def files_of(store: ContextStore) -> dict[str, bytes]:
     return {
-        str(path.relative_to(store.folder)): path.read_bytes() for path in store.folder.rglob("*") if path.is_file()
+        str(path.relative_to(store.folder)): path.read_bytes()
+        for path in store.folder.rglob("*")
+        if path.is_file() and not path.name.startswith("index.sqlite")
     }
 
 
 def use(store: ContextStore, name: str, at: float) -> None:
-    os.utime(store.folder / f"{name}.context.json", (at, at))
+    execute(store, "UPDATE contexts SET used = ? WHERE name = ?", at, name)
 
 
 def test_layers_of_equal_shape_are_one_tensor() -> None:
@@ -55,15 +53,15 @@ def test_layers_of_equal_shape_are_one_tensor() -> None:
             unstack_layers({name: stacked["layers.2.keys"]})
 
 
-def test_equal_tensors_are_equal_bytes_in_every_process_and_order(tmp_path: Path) -> None:
+def test_equal_tensors_are_equal_bytes_in_every_process_and_order() -> None:
     code = (
-        "import sys, torch; from pathlib import Path; from kvcli.contexts.tensor_files import TensorFiles;"
+        "import torch; from kvcli.cache.blocks import encode;"
         "x = {f'layers.{i}.keys': torch.arange(6).half() + i for i in (3, 1, 2)} | {'a': torch.ones(2)};"
-        "assert TensorFiles(Path(sys.argv[1])).add(x)[1]"
+        "print(encode(x)[0].digest)"
     )
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     tensors = {"a": torch.ones(2)} | {f"layers.{i}.keys": torch.arange(6).half() + i for i in (1, 2, 3)}
-    assert TensorFiles(tmp_path).add(tensors)[1] is False
+    assert encode(tensors)[0].digest == done.stdout.strip()
 
 
 def test_documents_that_share_a_beginning_store_it_once(maker: Any, store: ContextStore) -> None:
@@ -77,15 +75,13 @@ def test_documents_that_share_a_beginning_store_it_once(maker: Any, store: Conte
         reused.append(0 if found is None else found[0].num_tokens)
         store.put(made.context(ids, made.read(ids, cache)), name=f"document-{i}")
     assert reused == [0] + [66] * 99
-    usage = store.usage()
-    manifests = [store.get(f"document-{i}") for i in range(100)]
-    assert {len(manifest.blocks) for manifest in manifests} == {6}
-    assert len({manifest.blocks[:4] for manifest in manifests}) == 1
-    assert [usage.count[file.digest] for file in manifests[0].blocks] == [100] * 4 + [1] * 2
-    assert usage.count[manifests[0].first.digest] == 100
-    blocks = sum(file.bytes for file in manifests[0].blocks)
-    assert len(usage.held) == 1 + 4 + 100 * 4
-    assert usage.shared_bytes("document-0") == manifests[0].first.bytes + blocks * 4 // 6
+    shared, contexts = store.shared(), [store.get(f"document-{i}").record for i in range(100)]
+    assert {len(record.coded) for record in contexts} == {6}
+    assert len({record.coded[:4] for record in contexts}) == 1
+    first = contexts[0]
+    assert shared == {block.digest for block in (first.first, *first.coded[:4])}
+    assert len(blocks_of(store)) == 1 + 4 + 100 * 4
+    assert store.sizes() == (sum(path.stat().st_size for path in store.folder.glob("blocks/*")), 0)
     assert store.prune().freed_bytes == 0
     assert store.damages(store.names()) == {}
 
@@ -96,7 +92,7 @@ def test_documents_computed_apart_share_what_is_equal(maker: Any, store: Context
         ids = torch.cat((tokens(64), tokens(40, seed=100 + i)))
         stored = store.put(made.context(ids), name=f"document-{i}")
         assert (stored.shared_bytes > 0) == (i > 0)
-    assert len({store.get(f"document-{i}").blocks[:3] for i in range(3)}) == 1
+    assert len({store.get(f"document-{i}").record.coded[:3] for i in range(3)}) == 1
 
 
 def test_a_context_stored_again_writes_nothing_new(maker: Any, store: ContextStore) -> None:
@@ -106,10 +102,8 @@ def test_a_context_stored_again_writes_nothing_new(maker: Any, store: ContextSto
     before = files_of(store)
     again = store.put(made.context(ids))
     assert (again.new_bytes, again.shared_bytes) == (0, first.new_bytes)
-    assert again.manifest.name == first.manifest.name
-    assert {name: data for name, data in files_of(store).items() if "json" not in name} == {
-        name: data for name, data in before.items() if "json" not in name
-    }
+    assert again.name == first.name
+    assert files_of(store) == before
 
 
 def test_a_name_belongs_to_one_context(maker: Any, store: ContextStore) -> None:
@@ -121,7 +115,7 @@ def test_a_name_belongs_to_one_context(maker: Any, store: ContextStore) -> None:
     assert torch.equal(store.load(store.whole("a")).input_ids[0], first)  # type: ignore[index]
     stored = store.put(made.context(second), name="a", overwrite=True)
     assert torch.equal(store.load(store.whole("a")).input_ids[0], second)  # type: ignore[index]
-    assert set(store.usage().held) == {file.digest for file in stored.manifest.files}
+    assert blocks_of(store) == {block.digest for block in stored.record.blocks}
     for name in ("", "../a", ".a", "a/b", "a b", "x" * 101, "é"):
         with pytest.raises(UsageError, match="no name of a context"):
             store.put(made.context(second), name=name)
@@ -156,17 +150,17 @@ def test_the_least_recently_used_go_first(maker: Any, store: ContextStore) -> No
         ids = tokens(60, seed=i)
         store.put(made.context(ids), name=name)
         use(store, name, 1000 + i)
-    assert [manifest.name for manifest in store.manifests()] == ["d", "c", "b", "a"]
+    assert [context.name for context in store.contexts()] == ["d", "c", "b", "a"]
     store.load(store.whole("a"))
-    assert [manifest.name for manifest in store.manifests()] == ["a", "d", "c", "b"]
-    each = store.usage().nbytes // 4
+    assert [context.name for context in store.contexts()] == ["a", "d", "c", "b"]
+    each = store.sizes()[0] // 4
     done = store.prune(3 * each + each // 2)
     assert (done.evicted, store.names()) == (("b",), ["a", "c", "d"])
     assert abs(done.freed_bytes - each) < 200
     stored = store.put(made.context(tokens(60, seed=9)), name="e", max_bytes=2 * each + each // 2)
     assert (stored.evicted, store.names()) == (("c", "d"), ["a", "e"])
-    assert store.usage().nbytes <= 2 * each + each // 2
-    assert not store.usage().unused
+    assert store.sizes()[0] <= 2 * each + each // 2
+    assert blocks_of(store) == needed_by(store)
     with pytest.raises(ContextError, match="more than the 1000 of the whole store"):
         store.put(made.context(tokens(60, seed=8)), name="f", max_bytes=1000)
     assert store.names() == ["a", "e"]
@@ -181,7 +175,7 @@ def test_what_contexts_share_stays_until_the_last_one_goes(maker: Any, store: Co
     for i in range(3):
         store.remove(f"c{i}")
         assert store.damages(store.names()) == {}
-        assert not store.usage().unused
+        assert blocks_of(store) == needed_by(store)
     assert files_of(store) == {}
     with pytest.raises(ContextError, match="no context 'c0'"):
         store.remove("c0")
@@ -194,7 +188,7 @@ def test_a_chat_that_grows_keeps_one_copy(maker: Any, store: ContextStore) -> No
     for length in (40, 70, 110, 150):
         cache = made.read(ids[:length], cache)
         store.put(made.context(ids[:length], cache), name="chat", overwrite=True)
-        assert not store.usage().unused
+        assert blocks_of(store) == needed_by(store)
     match = store.whole("chat", made.identity)
     assert made.greedy(
         made.session.load_cache(store.load(match)), ids[:150].new_tensor([*ids.tolist(), 5])
@@ -210,10 +204,11 @@ def test_exported_and_imported_it_is_the_same(maker: Any, store: ContextStore, t
     other = ContextStore(tmp_path / "other", block_tokens=16)
     again = Context.load(tmp_path / "a.safetensors")
     stored = other.put(again, name="b")
-    ours, theirs = store.get("a").to_dict(), stored.manifest.to_dict()
-    assert {**ours, "created": 0} == {**theirs, "created": 0}
+    assert store.get("a").record.model_dump() == stored.record.model_dump()
     assert other.find(ids, made.identity) is not None
-    assert set(files_of(store)) - {"a.context.json"} == set(files_of(other)) - {"b.context.json"}
+    assert files_of(store) == files_of(other)
+    store.load(store.whole("a")).save(tmp_path / "again.safetensors")
+    assert (tmp_path / "again.safetensors").read_bytes() == (tmp_path / "a.safetensors").read_bytes()
 
 
 def test_an_empty_or_missing_store(maker: Any, tmp_path: Path) -> None:
@@ -221,7 +216,7 @@ def test_an_empty_or_missing_store(maker: Any, tmp_path: Path) -> None:
     store = ContextStore(tmp_path / "none")
     assert store.find(tokens(20), made.identity) is None
     assert store.fetch(tokens(20), made.identity) is None
-    assert (store.names(), list(store.manifests()), store.usage().nbytes) == ([], [], 0)
+    assert (store.names(), store.contexts(), store.sizes(), store.shared()) == ([], [], (0, 0), set())
     assert store.prune().freed_bytes == 0
     with pytest.raises(ContextError, match="no context 'a'"):
         store.get("a")
@@ -239,39 +234,31 @@ def test_other_files_of_the_folder_are_left_alone(maker: Any, store: ContextStor
     assert sorted(files_of(store)) == ["blocks/notes.safetensors", "notes.txt"]
 
 
-def test_numbers_of_a_manifest(maker: Any, store: ContextStore) -> None:
+def test_numbers_of_a_record(maker: Any, store: ContextStore) -> None:
     made: Maker = maker("kivi")
     ids = tokens(90)
     cache = made.read(ids)
     memory = cache.memory()
-    manifest = store.put(made.context(ids, cache), name="a").manifest
-    assert manifest.fp16_bytes == memory.fp16_bytes
-    assert manifest.bits == (memory.key_bits, memory.value_bits)
-    assert manifest.key_code_bytes + manifest.value_code_bytes == memory.code_bytes
-    assert manifest.window_bytes == memory.window_bytes
-    assert store.get("a") == manifest
-    assert manifest.nbytes == sum(path.stat().st_size for path in store.folder.glob("blocks/*"))
+    record = store.put(made.context(ids, cache, source="report.txt"), name="a").record
+    assert record.fp16_bytes == memory.fp16_bytes
+    assert record.bits == (memory.key_bits, memory.value_bits)
+    assert record.bytes_of["key_codes"] + record.bytes_of["value_codes"] == memory.code_bytes
+    assert record.bytes_of["keys"] + record.bytes_of["values"] == memory.window_bytes
+    assert (record.notes["source"], record.identity["method"]) == ("report.txt", "kivi")
+    assert store.get("a").record.model_dump() == record.model_dump()
+    assert record.nbytes == sum(path.stat().st_size for path in store.folder.glob("blocks/*"))
 
 
-def test_content_is_on_the_disk_before_the_manifest(maker: Any, store: ContextStore, monkeypatch: Any) -> None:
+def test_content_is_on_the_disk_before_the_index_names_it(maker: Any, store: ContextStore, monkeypatch: Any) -> None:
     made: Maker = maker("fp16", **WINDOW)
     flushed: list[Path] = []
 
     def flush(path: Path) -> None:
         flushed.append(path)
+        assert store.names() == []
         flush_to_disk(path)
 
     monkeypatch.setattr("kvcli.storage.atomic.flush_to_disk", flush)
     store.put(made.context(tokens(60)), name="a")
-    order = [path.name for path in flushed if path.name.endswith(".tmp")]
-    assert len(order) == len(store.usage().held) + 1
-    assert order[-1] == "a.context.json.tmp"
-
-
-def test_a_manifest_is_plain_json(maker: Any, store: ContextStore) -> None:
-    made: Maker = maker("rtn")
-    ids: Tensor = tokens(60)
-    store.put(made.context(ids, source="report.txt"), name="a")
-    values = json.loads((store.folder / "a.context.json").read_text())
-    assert values["notes"]["source"] == "report.txt"
-    assert values["identity"]["method"] == "rtn"
+    flushed_blocks = {path.name.split(".")[0] for path in flushed if path.name.endswith(".tmp")}
+    assert flushed_blocks == needed_by(store) == blocks_of(store)

@@ -15,8 +15,9 @@ from kvcli.eval.stored_context import copied_tokens, stored_quality
 
 def test_a_copy_in_full_precision_loses_nothing(maker: Any, store: ContextStore) -> None:  # noqa: F811
     made: Maker = maker("fp16", residual_length=6, flush_block=1)
-    manifest = store.put(made.context(tokens(90)), name="a").manifest
-    report = stored_quality(made.session, store, manifest, 20)
+    store.put(made.context(tokens(90)), name="a")
+    stored = store.get("a")
+    report = stored_quality(made.session, store, stored, 20)
     assert (report.num_tokens, report.flips) == (20, 0)
     assert report.kl_mean < 1e-6
     assert report.perplexity == pytest.approx(report.reference_perplexity, rel=1e-3)
@@ -27,9 +28,9 @@ def test_kl_is_that_of_the_cropped_cache_going_on(maker: Any, store: ContextStor
     made: Maker = maker(method)
     ids = tokens(90)
     cache = made.read(ids)
-    manifest = store.put(made.context(ids, cache), name="a").manifest
-    assert copied_tokens(manifest, 20) == 66
-    report = stored_quality(made.session, store, manifest, 20)
+    record = store.put(made.context(ids, cache), name="a").record
+    assert copied_tokens(record, 20) == 66
+    report = stored_quality(made.session, store, store.get("a"), 20)
     cache.crop(66 - 90)
     with torch.no_grad():
         ours = made.loaded.model(ids[None, 66:], past_key_values=cache, use_cache=True).logits[0, -20:].log_softmax(-1)
@@ -44,13 +45,13 @@ def test_kl_is_that_of_the_cropped_cache_going_on(maker: Any, store: ContextStor
 
 def test_what_is_too_short_or_has_a_later_state_is_refused(maker: Any, store: ContextStore) -> None:  # noqa: F811
     made: Maker = maker("rtn", residual_length=6, flush_block=1)
-    manifest = store.put(made.context(tokens(60)), name="a").manifest
-    assert [copied_tokens(manifest, scored) for scored in (1, 9, 10, 42)] == [50, 50, 50, 18]
+    record = store.put(made.context(tokens(60)), name="a").record
+    assert [copied_tokens(record, scored) for scored in (1, 9, 10, 42)] == [50, 50, 50, 18]
     for scored in (43, 60, 500):
         with pytest.raises(UsageError, match="no block of 16 codes"):
-            copied_tokens(manifest, scored)
+            copied_tokens(record, scored)
     made = maker("qjl")
     ids = tokens(60)
-    manifest = store.put(made.context(ids, made.read(ids, chunk=60)), name="b").manifest
+    record = store.put(made.context(ids, made.read(ids, chunk=60)), name="b").record
     with pytest.raises(UsageError, match="no block of 16 codes"):
-        copied_tokens(manifest, 10)
+        copied_tokens(record, 10)

@@ -48,8 +48,8 @@ def compress(text: str, store: Path, *arguments: str) -> dict[str, Any]:
 
 
 def content(store: Path, name: str) -> dict[str, Any]:
-    """What a context says of itself, but for when it was stored."""
-    return {**ContextStore(store).get(name).to_dict(), "created": None}
+    """What a context says of itself."""
+    return ContextStore(store).get(name).record.model_dump()
 
 
 def check_whole(store: Path) -> None:

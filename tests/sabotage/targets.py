@@ -95,11 +95,13 @@ TARGETS: dict[str, str] = {
     "kvcli.artifact.artifact:Artifact.check_model": "artifact faults/test_artifacts_on_disk.py",
     "kvcli.artifact.artifact:Artifact.build_codecs": "artifact",
     # contexts
-    "kvcli.contexts.layout:usable_length": "contexts",
-    "kvcli.contexts.layout:join": "contexts",
+    "kvcli.cache.parts:usable_length": "contexts",
+    "kvcli.cache.parts:join": "contexts",
+    "kvcli.contexts.search:prefix_digests": "contexts",
     "kvcli.contexts.search:common_tokens": "contexts",
+    "kvcli.contexts.search:index_rows": "contexts",
     "kvcli.contexts.store:ContextStore.prune": "contexts",
-    "kvcli.contexts.tensor_files:TensorFiles.verify": "faults/test_context_damage.py contexts",
+    "kvcli.cache.blocks:verify_blocks": "faults/test_context_damage.py contexts",
     # measuring
     "kvcli.eval.quality:token_scores": "eval/test_scores.py",
     "kvcli.eval.bootstrap:estimate": "eval/test_bootstrap.py",

@@ -1,0 +1,211 @@
+"""The index of a store: an SQLite file of contexts, of the blocks that they need, and of their first tokens.
+
+It is opened for each use and knows neither tensors nor what a record says; importing it does not load torch. Locks are
+waited for in short polls, so that Ctrl-C is heard.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import sqlite3
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+
+from kvcli.errors import ContextError, UsageError
+
+UNUSED = "FROM blocks WHERE digest NOT IN (SELECT digest FROM context_blocks)"
+"""The blocks that no context needs, after SELECT or DELETE."""
+
+_APPLICATION = 0x6B76636C
+_VERSION = 4
+_MAX_WAIT_S = 600.0
+_POLL_S = 0.02
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", re.ASCII)
+_SCHEMA = f"""
+-- id: never given twice, which tells a context from one that replaced it
+-- identity: checksum of what it is bound to; tail: token ids from tail_start on, where it can be cut to every length
+CREATE TABLE contexts (
+    id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL UNIQUE, created TEXT NOT NULL, used REAL NOT NULL,
+    identity TEXT NOT NULL, tail_start INTEGER NOT NULL);
+CREATE TABLE records (
+    context INTEGER PRIMARY KEY REFERENCES contexts ON DELETE CASCADE, record TEXT NOT NULL, tail BLOB NOT NULL);
+CREATE TABLE blocks (digest TEXT PRIMARY KEY, bytes INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE context_blocks (
+    digest TEXT NOT NULL, context INTEGER NOT NULL REFERENCES contexts ON DELETE CASCADE,
+    PRIMARY KEY (digest, context)) WITHOUT ROWID;
+CREATE INDEX blocks_of_context ON context_blocks (context);
+-- checksums of first tokens: up to each length to which a context can be cut, and up to its tail
+CREATE TABLE prefixes (
+    is_tail INTEGER NOT NULL, tokens INTEGER NOT NULL, digest INTEGER NOT NULL,
+    context INTEGER NOT NULL REFERENCES contexts ON DELETE CASCADE,
+    PRIMARY KEY (is_tail, tokens, digest, context)) WITHOUT ROWID;
+CREATE INDEX prefixes_of_context ON prefixes (context);
+PRAGMA application_id = {_APPLICATION};
+PRAGMA user_version = {_VERSION};
+"""
+
+
+class Index:
+    """The index of one folder.
+
+    Args:
+        folder: of the store.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.path = folder, folder / "index.sqlite"
+
+    @contextmanager
+    def reading(self) -> Iterator[sqlite3.Connection]:
+        """One moment of the index, to be read inside the block; an empty one where nothing was stored.
+
+        Raises:
+            ContextError: a store of another version of kvcli, a damaged index, or one that others use all the time.
+        """
+        if self._exists():
+            mode = "mode=rw" if os.access(self.path, os.W_OK) and os.access(self.folder, os.W_OK) else "mode=ro"
+            if mode == "mode=ro" and not self.path.with_name(f"{self.path.name}-wal").exists():
+                mode += "&immutable=1"
+            with self._open(mode) as db:
+                _patiently(db, "BEGIN")
+                if not self._is_new(db):
+                    yield db
+                    return
+        with closing(sqlite3.connect(":memory:")) as empty:
+            empty.executescript(_SCHEMA)
+            yield empty
+
+    @contextmanager
+    def writing(self) -> Iterator[sqlite3.Connection]:
+        """A transaction that alone writes, undone if the block raises; the index is made if there is none.
+
+        Raises:
+            ContextError: as for `reading`, or a store that is read-only.
+            OSError: the disk is full.
+        """
+        self._exists()
+        with self._open("mode=rwc") as db:
+            self._is_new(db)  # what is not ours is not changed
+            with suppress(sqlite3.OperationalError):  # other processes use it, or its file system has no shared memory
+                db.execute("PRAGMA journal_mode = WAL")
+            _patiently(db, "BEGIN IMMEDIATE")
+            if self._is_new(db):
+                for statement in _SCHEMA.split(";\n"):
+                    db.execute(statement)
+            db.execute("DELETE FROM blocks WHERE digest = ''")  # refused at once where nothing can be written
+            yield db
+            _patiently(db, "COMMIT")
+
+    def touch(self, context: int) -> None:
+        """Notes that a context was used, if the store can be written to and nobody else is writing."""
+        with suppress(ContextError, OSError, sqlite3.Error), closing(self._connect("mode=rw")) as db:
+            db.execute("PRAGMA synchronous = NORMAL")
+            db.execute("UPDATE contexts SET used = ? WHERE id = ?", (time.time(), context))
+
+    def _exists(self) -> bool:
+        """Whether there is an index.
+
+        Raises:
+            ContextError: there is something else in its place, or a store of an earlier version of kvcli.
+        """
+        if self.path.is_file():
+            return True
+        if self.path.exists() or self.path.is_symlink():
+            raise ContextError(f"{self.path} is no file; remove it, or name another folder with --store")
+        if any(map(_is_former_manifest, self.folder.glob("*.json"))):
+            raise ContextError(
+                f"{self.folder} holds contexts of an earlier version of kvcli, which this one does not read; remove "
+                "them and make them again with 'kvcli compress', or name another folder with --store"
+            )
+        return False
+
+    def _connect(self, mode: str) -> sqlite3.Connection:
+        return sqlite3.connect(f"{self.path.absolute().as_uri()}?{mode}", uri=True, timeout=0.1, isolation_level=None)
+
+    @contextmanager
+    def _open(self, mode: str) -> Iterator[sqlite3.Connection]:
+        try:
+            with closing(self._connect(mode)) as db:
+                db.execute("PRAGMA foreign_keys = ON")
+                db.text_factory = lambda text: text.decode(errors="replace")
+                yield db
+        except (sqlite3.Error, UnicodeDecodeError) as error:  # the latter of its own messages
+            code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+            if code == sqlite3.SQLITE_FULL:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path)) from error
+            said = " ".join(str(error).split())
+            reasons = {
+                sqlite3.SQLITE_BUSY: f"other kvcli processes use {self.folder}; wait until they have ended",
+                sqlite3.SQLITE_READONLY: f"the store {self.folder} is read-only: nothing can be stored or removed",
+                sqlite3.SQLITE_CANTOPEN: f"{self.path} cannot be opened; see whether the store is read-only",
+                sqlite3.SQLITE_IOERR: f"{self.path} cannot be read or written ({said})",
+            }
+            damaged = f"{self.path} is damaged ({said}); remove the store, and make its contexts again"
+            raise ContextError(reasons.get(code, damaged)) from error
+
+    def _is_new(self, db: sqlite3.Connection) -> bool:
+        """Whether nothing is in the index yet.
+
+        Raises:
+            ContextError: an SQLite file of somebody else, or of another version of kvcli.
+        """
+        application, version, tables = (
+            _patiently(db, query).fetchone()[0]
+            for query in ("PRAGMA application_id", "PRAGMA user_version", "SELECT count(*) FROM sqlite_schema")
+        )
+        if (application, version) == (_APPLICATION, _VERSION) or (not application and not tables):
+            return not tables
+        if application != _APPLICATION:
+            raise ContextError(f"{self.path} was not written by kvcli; name another folder with --store")
+        raise ContextError(
+            f"{self.path} has format version {version}; this kvcli reads version {_VERSION}; name another folder "
+            "with --store"
+        )
+
+
+def names(folder: Path) -> list[str]:
+    """Names of all contexts of a store, also of damaged ones; none where there is no store.
+
+    Raises:
+        ContextError: a store of another version of kvcli, or a damaged index.
+    """
+    with Index(folder).reading() as db:
+        return [name for (name,) in db.execute("SELECT name FROM contexts ORDER BY name")]
+
+
+def check_name(name: str) -> None:
+    """Raises UsageError unless a name is fit for a context."""
+    if not _NAME.fullmatch(name):
+        raise UsageError(
+            f"'{name}' is no name of a context: letters, digits, dots, underscores and hyphens, at most 100, "
+            "the first a letter or a digit"
+        )
+
+
+def name_from(text: str) -> str:
+    """A name of a context that resembles a text, such as the name of a file."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-._")[:100] or "context"
+
+
+def _patiently(db: sqlite3.Connection, statement: str) -> sqlite3.Cursor:
+    """Executes a statement again until other processes let it."""
+    until = time.monotonic() + _MAX_WAIT_S
+    while True:
+        try:
+            return db.execute(statement)
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > until:
+                raise
+        time.sleep(_POLL_S)
+
+
+def _is_former_manifest(path: Path) -> bool:
+    """Whether a file is what earlier versions wrote for each context: NAME.json, then NAME.context.json."""
+    if path.is_file():
+        with suppress(OSError), path.open("rb") as file:
+            return b'"block_tokens"' in file.read(2**24)
+    return False

@@ -1,0 +1,289 @@
+"""What is in a store: contexts by name and by the tokens that they begin with, read and verified."""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kvcli.cache.blocks import Block, Place, read_blocks, verify_blocks
+from kvcli.cache.context import Context, tokens_in
+from kvcli.cache.identity import CacheIdentity
+from kvcli.contexts.index import UNUSED, Index, check_name, names
+from kvcli.contexts.search import CONTEXTS, Match, StoredContext, index_rows, longest
+from kvcli.errors import CacheError, ContextError, suggestion
+from kvcli.progress import Progress, Say, no_progress, say_nothing
+
+SUFFIX = ".safetensors"
+DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
+
+
+class ReplacedError(ContextError):
+    """A context that another process has removed or replaced since it was looked up."""
+
+
+class ContextReader:
+    """The contexts of a folder.
+
+    Args:
+        folder: that need not be there.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self._index, self._blocks = Index(self.folder), self.folder / "blocks"
+
+    def names(self) -> list[str]:
+        """Names of all contexts, also of damaged ones.
+
+        Raises:
+            ContextError: a store of another version of kvcli, or a damaged index.
+        """
+        return names(self.folder)
+
+    def get(self, name: str) -> StoredContext:
+        """One context, by name.
+
+        Raises:
+            UsageError: no name of a context.
+            ContextError: no such context, or a damaged record.
+        """
+        check_name(name)
+        with self._index.reading() as db:
+            row = db.execute(f"{CONTEXTS} WHERE name = ?", (name,)).fetchone()
+        if row is None:
+            raise self.no_context(name)
+        return StoredContext.of(row)
+
+    def contexts(self, say: Say = say_nothing) -> list[StoredContext]:
+        """All contexts whose records can be read, the most recently used first.
+
+        Args:
+            say: called with a line about every other one.
+        """
+        with self._index.reading() as db:
+            rows = db.execute(f"{CONTEXTS} ORDER BY used DESC, id DESC").fetchall()
+        contexts = []
+        for row in rows:
+            try:
+                contexts.append(StoredContext.of(row))
+            except ContextError as error:
+                say(str(error))
+        return contexts
+
+    def find(self, token_ids: Sequence[int] | Tensor, identity: CacheIdentity, say: Say = say_nothing) -> Match | None:
+        """The stored context that has most in common with the beginning of a prompt, compared token by token.
+
+        Args:
+            token_ids: of the prompt, one row. A cache needs a token that it does not hold to go on from: leave out the
+                prompt's last.
+            identity: of the model, the method, the artifact and the tokenizer; other contexts are passed over.
+            say: called with a line about every damaged context that begins alike, which is passed over.
+
+        Returns:
+            None if no context is of use. One is if all of its tokens are the prompt's first, or so many of them that
+            they end where a block ends or in its window; fewer than 16 are not, unless the prompt has no more. Of
+            several with equally many tokens, the last used one.
+
+        Raises:
+            ContextError: token ids of several rows.
+        """
+        wanted, passed_over = as_tokens(token_ids), set[int]()
+        while True:
+            with self._index.reading() as db:
+                match = longest(db, wanted.numpy(), identity, passed_over, say)
+            if match is None:
+                return None
+            name = match.context.name
+            try:
+                if torch.equal(self.token_ids(match.context)[: match.num_tokens], wanted[: match.num_tokens].long()):
+                    return match
+                say(f"context '{name}' is passed over: its tokens are not those that the index says")
+            except ReplacedError:
+                continue
+            except ContextError as error:
+                say(f"context '{name}' is passed over: {error}")
+            passed_over.add(match.context.id)
+
+    def fetch(
+        self,
+        token_ids: Sequence[int] | Tensor,
+        identity: CacheIdentity,
+        device: torch.device | str = "cpu",
+        say: Say = say_nothing,
+    ) -> tuple[Match, Context] | None:
+        """`find` and `load`, again if another process removes or replaces the context in between.
+
+        Raises:
+            ContextError: token ids of several rows, or a damaged block of what was found.
+        """
+        while True:
+            match = self.find(token_ids, identity, say)
+            with suppress(ReplacedError):
+                return None if match is None else (match, self.load(match, device))
+
+    def whole(self, name: str, identity: CacheIdentity | None = None) -> Match:
+        """All of a context, by name.
+
+        Args:
+            name: of the context.
+            identity: of the model, the method and the artifact that are to go on from it; None: not compared.
+
+        Raises:
+            UsageError: no name of a context.
+            ContextError: no such context, a damaged record, or another identity; the message says what differs.
+        """
+        context = self.get(name)
+        if identity is not None and (reason := context.difference(identity)) is not None:
+            raise ContextError(f"context '{name}' cannot be used here: it was made {reason}")
+        return Match(context, context.record.num_tokens)
+
+    def token_ids(self, context: StoredContext) -> Tensor:
+        """All token ids of a context, int64 [tokens].
+
+        Raises:
+            ContextError: their block is missing or damaged, or the context was removed or replaced.
+        """
+        record = context.record
+        with self._explaining(context):
+            (tensors,) = read_blocks([self._place(block) for block in (record.tokens,) if block is not None])
+            return tokens_in(tensors, record)[0]
+
+    def load(self, match: Match, device: torch.device | str = "cpu") -> Context:
+        """Reads what `find` or `whole` found, after a check of its blocks, and notes that the context was used.
+
+        Args:
+            match: what to read; of a part, only the blocks that hold it are read.
+            device: of the tensors, to which the mapped files are copied.
+
+        Returns:
+            What `Session.load_cache` goes on from, with its token ids, int64 [1, tokens].
+
+        Raises:
+            ContextError: a block is missing, truncated or damaged, or the context was removed or replaced.
+        """
+        stored = match.context
+        with self._explaining(stored):
+            name = f"context '{stored.name}'"
+            context = Context.decode(stored.record, self._place, device, name, match.num_tokens)
+        self._index.touch(stored.id)
+        return context
+
+    def sizes(self) -> tuple[int, int]:
+        """Bytes of all blocks that a context needs, and of the files of those that none does."""
+        with self._index.reading() as db:
+            files = [self._path(digest) for (digest,) in db.execute(f"SELECT digest {UNUSED}")]
+            return used_bytes(db), sum(path.stat().st_size for path in files if path.is_file())
+
+    def shared(self) -> set[str]:
+        """Digests of the blocks that several contexts need."""
+        query = "SELECT digest FROM context_blocks GROUP BY digest HAVING count(*) > 1"
+        with self._index.reading() as db:
+            return {digest for (digest,) in db.execute(query)}
+
+    def damages(self, names: Sequence[str], progress: Progress = no_progress) -> dict[str, str]:
+        """What is wrong with those contexts that are not whole; all of their blocks are read, shared ones once.
+
+        Args:
+            names: of contexts; those that are removed meanwhile are left out.
+            progress: shows how many were read.
+
+        Raises:
+            ContextError: a damaged index.
+        """
+        damages: dict[str, str] = {}
+        intact: set[Block] = set()
+        with self._index.reading() as db:
+            check_index(db)
+        with progress("verify", len(names), "contexts") as advance:
+            for name in names:
+                try:
+                    self._verify(self.get(name), intact)
+                except ReplacedError:  # what replaces it was checked when it was stored
+                    pass
+                except ContextError as error:
+                    if name in self.names():
+                        damages[name] = str(error)
+                advance(1)
+        return damages
+
+    def _verify(self, context: StoredContext, intact: set[Block]) -> None:
+        """Reads all blocks of a context but those that are known to be intact, and adds them there."""
+        queries = (
+            "SELECT identity, tail_start, tail FROM contexts JOIN records ON context = id WHERE id = ?",
+            "SELECT digest FROM context_blocks WHERE context = ?",
+            "SELECT is_tail, tokens, digest FROM prefixes WHERE context = ?",
+        )
+        with self._explaining(context):
+            verify_blocks([self._place(block) for block in context.record.blocks if block not in intact])
+            expected = index_rows(context.record, self.token_ids(context).int().numpy())
+            with self._index.reading() as db:
+                rows = [db.execute(query, (context.id,)).fetchall() for query in queries]
+            if any(sorted(ours) != sorted(theirs) for ours, theirs in zip(rows, expected, strict=True)):
+                raise CacheError("the index says other things of it than its record and its token ids")
+        intact.update(context.record.blocks)
+
+    def _path(self, digest: str) -> Path:
+        if not DIGEST.fullmatch(digest):
+            raise ContextError(f"{self._index.path} is damaged: it names a block '{digest[:80]}'")
+        return self._blocks / f"{digest}{SUFFIX}"
+
+    def _place(self, block: Block) -> Place:
+        return Place(block, self._path(block.digest), 0, block.bytes)
+
+    @contextmanager
+    def _explaining(self, context: StoredContext) -> Iterator[None]:
+        """What is wrong with a context's blocks is said with what became of it, and what to do."""
+        name = context.name
+        try:
+            yield
+        except CacheError as error:
+            with self._index.reading() as db:
+                row = db.execute("SELECT id FROM contexts WHERE name = ?", (name,)).fetchone()
+            if row is None:
+                raise ReplacedError(f"context '{name}' was removed by another process") from error
+            if row[0] != context.id:
+                replaced = f"context '{name}' was replaced by another process; run the same command again"
+                raise ReplacedError(replaced) from error
+            raise ContextError(
+                f"context '{name}' is damaged: {error}; remove it with 'kvcli contexts rm {name}' and make it again"
+            ) from error
+
+    def no_context(self, name: str) -> ContextError:
+        """The error that says that there is no context of this name."""
+        return ContextError(
+            f"there is no context '{name}' in {self.folder}{suggestion(name, self.names())}; 'kvcli contexts list' "
+            "shows those that are there"
+        )
+
+
+def check_index(db: sqlite3.Connection) -> None:
+    """Raises sqlite3.DatabaseError if tables contradict each other."""
+    said = db.execute("PRAGMA integrity_check(1)").fetchone()[0]
+    if said != "ok":
+        raise sqlite3.DatabaseError(said)
+
+
+def used_bytes(db: sqlite3.Connection) -> int:
+    """Bytes of all blocks that a context needs."""
+    query = "SELECT total(bytes) FROM blocks WHERE digest IN (SELECT digest FROM context_blocks)"
+    return int(db.execute(query).fetchone()[0])
+
+
+def as_tokens(token_ids: Sequence[int] | Tensor) -> Tensor:
+    """Token ids of one row as int32 [tokens] on the CPU.
+
+    Raises:
+        ContextError: several rows.
+    """
+    tokens = torch.as_tensor(token_ids).int().cpu()
+    if tokens.ndim == 2 and tokens.shape[0] == 1:
+        tokens = tokens[0]
+    if tokens.ndim != 1:
+        raise ContextError(f"a context is one sequence of token ids, not a tensor of shape {list(tokens.shape)}")
+    return tokens
