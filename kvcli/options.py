@@ -16,6 +16,7 @@ from kvcli.ranks import local_device
 
 if TYPE_CHECKING:
     from kvcli.models import LoadedModel
+    from kvcli.spec import ModelSpec
 
 IMPL_HELP = "attention and encoding: auto (Triton kernels on a GPU, PyTorch elsewhere), fused or reference"
 """Help of every `--impl`."""
@@ -166,6 +167,19 @@ def parse_layers(text: str | None, layers: Sequence[int], there: str) -> list[in
     if not {low, high} <= set(layers):
         raise UsageError(f"--layers {text}: only layers {layers[0]}-{layers[-1]} {there}")
     return list(range(low, high + 1))
+
+
+def check_storable(model: str, spec: ModelSpec) -> None:
+    """Checks before anything is read that a context of a model can be written.
+
+    Raises:
+        UsageError: layers of other kinds keep a cache that has no form in a file.
+    """
+    if spec.other_layers:
+        raise UsageError(
+            f"contexts of {model} cannot be stored: {spec.other_layers} of its {spec.model_layers} layers keep "
+            "transformers' own cache, which has no form in a file"
+        )
 
 
 def is_path(annotation: Any) -> bool:

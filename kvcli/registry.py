@@ -44,6 +44,14 @@ EVAL_SUITES = {
 }
 """Suites of `kvcli eval` to `module:suite`; the modules import torch in functions only."""
 
+BENCH_SUITES = {
+    "attention": "kvcli.bench.attention:SUITE",
+    "generate": "kvcli.bench.generate:SUITE",
+    "memory": "kvcli.bench.generate:MEMORY",
+    "contexts": "kvcli.bench.contexts:SUITE",
+}
+"""Suites of `kvcli bench`, likewise."""
+
 BASELINE = "fp16"
 """The method that compresses nothing, with which others are compared."""
 

@@ -37,10 +37,15 @@ class DataTable:
 
     @classmethod
     def of(
-        cls, title: str, rows: Sequence[Mapping[str, str]], optional: Sequence[str] = (), **options: Any
+        cls,
+        title: str,
+        rows: Sequence[Mapping[str, str]],
+        optional: Sequence[str] = (),
+        columns: Sequence[str] = (),
+        **options: Any,
     ) -> DataTable:
-        """From one mapping per row, heading to cell; `-` where a row lacks a cell of the others."""
-        columns = list(dict.fromkeys(column for row in rows for column in row))
+        """From one mapping per row, heading to cell; `-` where a row lacks a cell of `columns` or of other rows."""
+        columns = columns or list(dict.fromkeys(column for row in rows for column in row))
         cells = [[row.get(column, "-") for column in columns] for row in rows]
         return cls(title, columns, cells, optional=[x for x in optional if x in columns], **options)
 

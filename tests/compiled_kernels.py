@@ -143,11 +143,11 @@ def record(capability: int, methods: list[str], head_dim: int, dtype: torch.dtyp
     model = LlamaForCausalLM(config).eval().to(dtype)
     with recorded(capability) as found:
         for recording in methods:
-            with attached(model, MethodCase.parse(recording, {}), "fused", 0) as new_cache:
+            with attached(model, MethodCase.parse(recording, {}), "fused", 0) as session:
                 for padding, passes in ((0, UNIFORM), (3, RAGGED)):
                     mask = torch.ones(2, sum(passes), dtype=torch.int64)
                     mask[1, :padding] = 0
-                    cache, total = new_cache(), 0
+                    cache, total = session.new_cache(), 0
                     for count in passes:
                         total += count
                         ids = torch.zeros(2, count, dtype=torch.int64)

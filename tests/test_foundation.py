@@ -126,7 +126,7 @@ ROOMS = [
     ("builtin_copy",),
     ("seam",),
     ("models",),
-    ("options", "paths", "tables"),
+    ("options", "paths", "sizes", "tables"),
     ("suite",),
     ("prompts",),
     ("rendered",),
@@ -229,13 +229,13 @@ def test_no_modules_import_each_other() -> None:
 
 
 BUDGET = {
-    ".": 4150,
+    ".": 4220,
     "artifact": 510,
     "attention": 2250,
-    "bench": 2410,
+    "bench": 3120,
     "cache": 3280,
     "calibrate": 1690,
-    "cli": 4410,
+    "cli": 3690,
     "contexts": 990,
     "eval": 2660,
     "integrations": 870,

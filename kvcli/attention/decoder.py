@@ -97,6 +97,7 @@ class Decoder:
         note: why steps are not captured, or not compiled; None if they are, or were not asked to be.
         graph_bytes: memory that captured graphs took.
         compiled: as given; None once compiling failed.
+        stepped: whether there were steps.
     """
 
     def __init__(
@@ -136,6 +137,7 @@ class Decoder:
         self._step: DeviceCounts | None = None
         self._before: list[Any] = []
         self._steps = 0
+        self.stepped = False
 
     def run(self, logits: Tensor, mask: Tensor | None, on_tokens: Callable[[Tensor], None]) -> None:
         """Makes tokens until every row has ended, or as many as were asked for.
@@ -285,6 +287,7 @@ class Decoder:
         self._graphs.clear()
         # a pool ends with the last of its graphs and cannot be used again
         self._pool = torch.cuda.graph_pool_handle() if self.mode == "graphs" else None
+        self.stepped = True
         self._step = DeviceCounts(sequences, capacity, len(self.cache.compressed))
         self.cache.passes.step = self._step
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from kvcli.attention.decoder import Mode
 from kvcli.cache.compressed import CompressedCache
 from kvcli.errors import UsageError
 from kvcli.progress import Advance
@@ -21,6 +22,8 @@ class Generated:
         sequences: prompt and new tokens, int64 [batch, time]; padding after the end of a row.
         new_tokens: how many per row.
         cache: it holds all tokens but the last.
+        mode: how tokens were made at the end: passes, steps or graphs.
+        compiled: whether layers ran compiled.
         graph_bytes: memory that captured CUDA graphs took meanwhile.
         note: why steps were not captured or not compiled; None if there is nothing to say.
     """
@@ -28,6 +31,8 @@ class Generated:
     sequences: Tensor
     new_tokens: int
     cache: CompressedCache
+    mode: Mode
+    compiled: bool
     graph_bytes: int
     note: str | None
 

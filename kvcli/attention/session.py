@@ -28,6 +28,7 @@ from kvcli.methods.config import CacheConfig
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import Method
 from kvcli.models import not_finite
+from kvcli.progress import Advance
 from kvcli.registry import BASELINE, get_method
 from kvcli.seam.decoder import backbone, decoder_layers
 from kvcli.seam.layer import AttentionCall
@@ -159,6 +160,7 @@ class Session:
         pad_token_id: int | None = None,
         prefill_chunk: int | None = None,
         on_tokens: Callable[[Tensor], None] = lambda tokens: None,
+        on_prefill: Advance = lambda count: None,
         mode: Mode | None = None,
         compile_layers: bool | str = False,
     ) -> Generated:
@@ -176,6 +178,7 @@ class Session:
             pad_token_id: what follows a row's end; default: the generation config's, or the first of `eos_token_id`.
             prefill_chunk: prompt tokens per forward pass; None: all of them.
             on_tokens: called with new tokens, int64 [batch, count] on the host, a few steps at a time.
+            on_prefill: called with the number of prompt tokens per row after each forward pass that reads some.
             mode: `graphs`; `steps`, the same without capturing them; or `passes`, ordinary forward passes; default:
                 `graphs` on a GPU with the session's kernels, else `passes`, or `steps` with `compile_layers`.
             compile_layers: whether the model's layers, around their attention, are compiled by `torch.compile` in
@@ -197,7 +200,7 @@ class Session:
         if mode == "passes" and compile_layers:
             raise UsageError("layers are compiled for decode steps: choose graphs or steps, not passes")
         cache = self.new_cache() if past_key_values is None else past_key_values
-        logits = prefill(self.model, cache, input_ids, attention_mask, prefill_chunk)
+        logits = prefill(self.model, cache, input_ids, attention_mask, prefill_chunk, on_prefill)
         stops, padding = stop_tokens(self.model, eos_token_id, pad_token_id)
         if mode is None:
             fused, compiling = self.backend.impl == "fused", bool(compile_layers)
@@ -221,7 +224,9 @@ class Session:
             again = partial(backbone(self.model), input_ids=input_ids, past_key_values=self.new_cache(), use_cache=True)
             raise not_finite(self.model, f"method '{self.method.name}'", again) from None
         sequences = torch.cat((input_ids, decoder.tokens[:, : decoder.made]), dim=1)
-        return Generated(sequences, decoder.made, cache, decoder.graph_bytes, decoder.note)
+        used: Mode = decoder.mode if decoder.stepped else "passes"
+        compiled_steps = decoder.stepped and decoder.compiled is not None
+        return Generated(sequences, decoder.made, cache, used, compiled_steps, decoder.graph_bytes, decoder.note)
 
     def detach(self) -> None:
         """Restores the model exactly; detaching twice is harmless."""

@@ -1,203 +1,125 @@
-"""Contexts in files: reading a prompt again against loading its compressed cache.
-
-The suite `contexts` of `kvcli bench`. It times what users call, `CompressedCache.save` and `Session.load_cache`,
-checksums included, with fp16 as one of the methods. Files are read soon after they were written, so their content comes
-from the system's page cache, not from the disk.
-"""
+"""Suite `contexts`: loading contexts from files, against reading them again."""
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any
 
-import torch
-from torch import Tensor
+from pydantic import Field
 
-from kvcli.attention.session import Session
-from kvcli.bench.budget import release_gpu_memory
-from kvcli.bench.check import TOLERANCE, KernelCheck
-from kvcli.bench.decode import synchronized_time
-from kvcli.bench.layer import MethodCase
-from kvcli.bench.model import open_session, prefill, random_prompt
-from kvcli.bench.rows import Row, run_row
-from kvcli.bench.timing import percentiles
-from kvcli.cache.compressed import CompressedCache
-
-Times = tuple[float, float, float]
-"""20th, 50th and 80th percentile."""
-
-_CHECKED_TOKENS = 256
-"""Fewest tokens on which kernels are checked: a short context may have no codes."""
-
-_TOLERANCE_16 = 3e-2
-"""Largest allowed `logits_error` of a model in 16 bits: sums in another order, rounded in every layer."""
+from kvcli.bench.suite import (
+    BenchSuite,
+    Lengths,
+    Prepared,
+    WholeModelOptions,
+    default_methods,
+    method_cases,
+    status,
+)
+from kvcli.options import check_storable
+from kvcli.progress import Reporter
+from kvcli.sizes import size
+from kvcli.suite import Records
+from kvcli.tables import DataTable
 
 
-@dataclass(frozen=True)
-class ContextRow(Row):
-    """A row of `Row`'s fields and these; the batch is always 1, and `fp16` is kvcli's cache, too.
+class ContextsOptions(WholeModelOptions):
+    """Options of `kvcli bench contexts`."""
 
-    Attributes:
-        logits_error: |logits - those of the cache that was saved| / |those| after loading.
-        file_bytes: of the file, with positions, token ids and metadata.
-        file_bits: bits of the file per key or value.
-        file_ratio: bytes of keys and values in 16 bits over `file_bytes`.
-        prefill_token_ms: from an empty cache to the first token after the context and one more token.
-        write_ms: `save`: copies to the host, checksums, the file, and until it is on the disk.
-        load_ms: `load_cache`: until a new cache on the device holds the context, checksums verified.
-        load_token_ms: the same and the pass over one more token.
-        speedup: median of `prefill_token_ms` over that of `load_token_ms`.
-        repeats: runs timed.
-    """
-
-    logits_error: float | None = None
-    file_bytes: int | None = None
-    file_bits: float | None = None
-    file_ratio: float | None = None
-    prefill_token_ms: Times | None = None
-    write_ms: Times | None = None
-    load_ms: Times | None = None
-    load_token_ms: Times | None = None
-    speedup: float | None = None
-    repeats: int | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """All figures as plain JSON values; the context is also called `prompt_tokens`."""
-        return {**super().to_dict(), "prompt_tokens": self.context}
+    prompt_tokens: Lengths = Field(
+        default=[],
+        description="prompt lengths; repeatable; default: 2048, 8192 and 32768, on a CPU 256 and 1024",
+    )
+    repeats: int = Field(default=3, ge=1, description="runs timed")
+    context_folder: Path | None = Field(
+        default=None,
+        description="folder for files, which are deleted afterwards; default: the system's temporary folder",
+    )
 
 
-class ContextBench:
-    """Measures methods on one model and one sequence.
+def prepare(options: ContextsOptions, reporter: Reporter) -> Prepared:
+    """Rows of fp16 and of methods."""
+    import torch
 
-    Args:
-        model: a causal language model, detached.
-        cases: the methods.
-        impl: attention over codes, as in `kvcli.attach`.
-        seed: of prompts and codebooks.
-        prefill_chunk: tokens per forward pass of the prompt; None: all.
-        folder: where a temporary folder for the files is made; None: the system's.
+    from kvcli.bench.context_bench import ContextBench
+    from kvcli.seam.probe import probe
 
-    Raises:
-        UsageError: no such implementation.
-    """
-
-    def __init__(
-        self,
-        model: Any,
-        cases: list[MethodCase],
-        *,
-        impl: str,
-        seed: int,
-        prefill_chunk: int | None = None,
-        folder: Path | None = None,
-    ) -> None:
-        self.model, self.cases, self.impl, self.seed = model, cases, impl, seed
-        self.prefill_chunk, self.folder = prefill_chunk, folder
-        self.check = KernelCheck(model, cases, impl, seed)
-
-    def rows(self, contexts: list[int], repeats: int) -> Iterator[ContextRow]:
-        """Times every method at every length.
-
-        Args:
-            contexts: tokens of the context.
-            repeats: runs timed, after one that is not.
-
-        Yields:
-            A row per length and method.
-        """
-        for context in contexts:
-            for case in self.cases:
-                empty = ContextRow(case.name, context, 1, self.check.attends[case.name][0])
-                yield run_row(partial(self._measure, case, repeats, empty), empty)
-                release_gpu_memory()
-
-    def _measure(self, case: MethodCase, repeats: int, row: ContextRow) -> ContextRow:
-        row = row.checked(self.check.agreement(case, max(_CHECKED_TOKENS, row.context), 1))
-        if row.status != "ok":
-            return row
-        ids = random_prompt(self.check.spec, 1, row.context + 1, self.model.device, self.seed)
-        with (
-            tempfile.TemporaryDirectory(prefix="kvcli-bench-", dir=self.folder) as folder,
-            open_session(self.model, case, self.impl, self.seed) as session,
-            torch.inference_mode(),
-        ):
-            row = replace(row, impl=session.backend.impl)
-            return self._timed(session, Path(folder) / "context.safetensors", ids, repeats, row)
-
-    def _timed(self, session: Session, path: Path, ids: Tensor, repeats: int, row: ContextRow) -> ContextRow:
-        """Writes a file, then reads the prompt and the file again."""
-        device = ids.device
-        context, last = ids[:, :-1], ids[:, -1:]
-
-        def write(cache: CompressedCache) -> tuple[float, ...]:
-            path.unlink(missing_ok=True)
-            started = synchronized_time(device)
-            cache.save(path, context)
-            return (synchronized_time(device) - started,)
-
-        def read_prompt() -> tuple[float, ...]:
-            started = synchronized_time(device)
-            prefill(self.model, session.new_cache(), ids, self.prefill_chunk).argmax(-1)
-            return (synchronized_time(device) - started,)
-
-        def load() -> tuple[float, ...]:
-            started = synchronized_time(device)
-            cache = session.load_cache(path)
-            loaded = synchronized_time(device)
-            prefill(self.model, cache, last, None).argmax(-1)
-            return loaded - started, synchronized_time(device) - started
-
-        cache = session.new_cache()
-        prefill(self.model, cache, context, self.prefill_chunk)
-        (write_ms,) = _percentiles_ms(partial(write, cache), repeats)
-        expected = prefill(self.model, cache, last, None).float()
-        del cache
-        error = float((prefill(self.model, session.load_cache(path), last, None) - expected).norm() / expected.norm())
-        row = replace(row, logits_error=error)
-        if not error <= TOLERANCE.get(self.model.dtype, _TOLERANCE_16):
-            note = f"logits after loading differ by {error:.1e} from those of the cache that was saved"
-            return replace(row, status="mismatch", note=note)
-        (prefill_ms,) = _percentiles_ms(read_prompt, repeats)
-        load_ms, load_token_ms = _percentiles_ms(load, repeats)
-        file_bytes, fp16_bytes = path.stat().st_size, row.context * self.check.spec.fp16_bytes_per_token()
-        return replace(
-            row,
-            file_bytes=file_bytes,
-            file_bits=16 * file_bytes / fp16_bytes,
-            file_ratio=fp16_bytes / file_bytes,
-            prefill_token_ms=prefill_ms,
-            write_ms=write_ms,
-            load_ms=load_ms,
-            load_token_ms=load_token_ms,
-            speedup=prefill_ms[1] / load_token_ms[1],
-            repeats=repeats,
-        )
+    gpu = torch.device(options.torch_device()).type == "cuda"
+    cases = method_cases(options, default_methods(kinds_only=True), baseline=True)
+    contexts = options.prompt_tokens or ([2048, 8192, 32768] if gpu else [256, 1024])
+    if options.context_folder is not None:
+        options.context_folder.mkdir(parents=True, exist_ok=True)
+    model, shared = options.load_model(options.random_weights, reporter)
+    check_storable(shared["model"], probe(model).spec)
+    bench = ContextBench(
+        model,
+        cases,
+        impl=options.impl,
+        seed=options.seed,
+        prefill_chunk=options.prefill_chunk,
+        folder=options.context_folder,
+    )
+    shared = {**shared, "prefill_chunk": options.prefill_chunk}
+    return Prepared(bench.rows(contexts, options.repeats), len(contexts) * len(cases), shared)
 
 
-def _percentiles_ms(call: Callable[[], tuple[float, ...]], repeats: int) -> list[Times]:
-    """Percentiles in milliseconds of each of the times in seconds that a call gives; its first run is left out."""
-    runs = [call() for _ in range(repeats + 1)][1:]
-    return [percentiles([1e3 * seconds for seconds in times]) for times in zip(*runs, strict=True)]
-
-
-def break_even(records: Sequence[Mapping[str, Any]]) -> dict[str, int | None]:
+def break_even(records: Records) -> dict[str, int | None]:
     """The shortest measured context from which on loading was always faster than reading the prompt.
-
-    Args:
-        records: of rows, as `ContextRow.to_dict` gives them.
 
     Returns:
         Tokens by method; None where loading the longest one was slower, or nothing was measured.
     """
-    found: dict[str, int | None] = {record["method"]: None for record in records}
-    for method in found:
+    shortest: dict[str, int | None] = {record["method"]: None for record in records}
+    for method in shortest:
         measured = [record for record in records if record["method"] == method and record["speedup"] is not None]
         for record in sorted(measured, key=lambda record: -record["context"]):
             if record["speedup"] <= 1:
                 break
-            found[method] = record["context"]
-    return found
+            shortest[method] = record["context"]
+    return shortest
+
+
+def table(records: Records, options: ContextsOptions) -> DataTable:
+    """Loading a context compared with reading it."""
+    columns = (
+        *("method", "context", "file", "file / 16 bits", "prefill+token ms", "load+token ms", "times faster"),
+        *("load ms", "write ms", "bits", "faster from", "error", "impl"),
+    )
+    faster_from, rows = break_even(records), []
+    for record in records:
+        row = {"method": record["method"], "context": f"{record['context']}"}
+        if record["status"] == "ok":
+            times = ("prefill_token_ms", "load_token_ms", "load_ms", "write_ms")
+            prefill, load_token, load, write = (f"{record[name][1]:.1f}" for name in times)
+            row |= {
+                "file": size(record["file_bytes"]),
+                "file / 16 bits": f"1/{record['file_ratio']:.2f}",
+                "prefill+token ms": prefill,
+                "load+token ms": load_token,
+                "times faster": f"{record['speedup']:.1f}",
+                "load ms": load,
+                "write ms": write,
+                "bits": f"{record['file_bits']:.2f}",
+                "faster from": "-" if faster_from[record["method"]] is None else f"{faster_from[record['method']]}",
+            }
+        rows.append(row | status(record))
+    first = records[0]
+    title = (
+        f"{first['model']}, {first['weights']} weights, {first['num_layers']} layers, {first['dtype']}, one sequence; "
+        "medians; files in the page cache; bits: of the whole file per key or value; faster from: the shortest "
+        "measured context from which on loading was faster"
+    )
+    optional = ("error", "bits", "impl", "write ms", "faster from", "load ms")
+    return DataTable.of(title, rows, optional, columns=columns)
+
+
+SUITE = BenchSuite(
+    name="contexts",
+    help="Loading contexts from files against reading them again.",
+    options=ContextsOptions,
+    example="kvcli bench contexts --method kivi-2 --prompt-tokens 2048",
+    saves_memory="lower --prompt-tokens or --prefill-chunk",
+    prepare=prepare,
+    tabulate=table,
+    check=ContextsOptions.check,
+    summarize=lambda records: {"faster_from": break_even(records)},
+)

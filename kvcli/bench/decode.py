@@ -1,4 +1,4 @@
-"""Greedy decoding after a prompt, timed: transformers' own passes, and the `Decoder` that `Session.generate` uses.
+"""Greedy decoding after a prompt, timed: transformers' own passes, and steps of `Session.generate`.
 
 Capturing CUDA graphs takes as long as tens of steps, once in a generation. It is part of the whole time, but not of the
 rate, which is of steady steps: tokens that only replay graphs, over whole rounds of encoding.
@@ -13,10 +13,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from kvcli.attention.backend import AttentionBackend, choose_backend
-from kvcli.attention.compiled import CompiledLayers
-from kvcli.attention.decoder import Decoder, default_mode
-from kvcli.attention.next_token import NextToken, SamplingConfig
 from kvcli.cache.compressed import CompressedCache
 from kvcli.methods.config import CacheConfig
 from kvcli.methods.method import Method
@@ -69,73 +65,28 @@ def decode_uncompressed(model: Any, cache: Any, logits: Tensor, new_tokens: int)
     return Decoded(first, synchronized_time(logits.device), "eager")
 
 
-def decode_compressed(
-    model: Any,
-    cache: CompressedCache,
-    ids: Tensor,
-    logits: Tensor,
-    new_tokens: int,
-    decode: DecodeMode,
-    backend: str | None = None,
-) -> Decoded:
-    """Continues greedily as `Session.generate` does, without tokens that end a row.
-
-    Args:
-        model: the attached model.
-        cache: of its session; holds the prompt.
-        ids: the prompt, int64 [batch, time].
-        logits: of its last token, [batch, 1, vocab_size].
-        new_tokens: tokens chosen, the first included; at least 1.
-        decode: how tokens are made.
-        backend: of `torch.compile`, which compiles the model's layers for steps; None: they run as they are.
-    """
-    attention, last = cache_backend(cache, logits.device), logits[:, -1]
-    fused, compiling = attention.impl == "fused", backend is not None
-    mode = default_mode(cache, logits.device, fused=fused, compiled=compiling) if decode == "auto" else decode
-    clock = StepClock(cache, round_tokens(cache.method, cache.config), steps=mode != "passes")
-    choose = NextToken(SamplingConfig(new_tokens), ids, last.shape[-1])
-    compiled = None if backend is None else CompiledLayers(model, backend)
-    backends = [attention] * len(cache.compressed)
-    decoder = Decoder(model, cache, backends, choose, new_tokens, mode=mode, compiled=compiled)
-    decoder.run(last, None, clock)
-    how = decoder.mode + COMPILED * (decoder.compiled is not None) if clock.stepped else "passes"
-    return Decoded(clock.first, synchronized_time(logits.device), how, clock.steady(), decoder.note)
-
-
-def cache_backend(cache: CompressedCache, device: torch.device) -> AttentionBackend:
-    """The backend of a cache's session."""
-    codecs = [layer.codec for layer in cache.compressed]
-    if not codecs[0].key.fused:
-        return choose_backend(cache.method, codecs, "reference", device)
-    # on a GPU the session may have been asked for `auto`, which unlike `fused` refuses no shapes and else is the same
-    return choose_backend(cache.method, codecs, "auto" if device.type == "cuda" else "fused", device)
-
-
 def round_tokens(method: Method, config: CacheConfig) -> int:
     """Tokens per row between two passes that encode the same: the longer interval of keys and values."""
     return max(max(schedule.block, schedule.multiple_of) for schedule in method.schedules(config))
 
 
 class StepClock:
-    """Notes when tokens were known, as `on_tokens` of a decoder.
+    """Notes when tokens were known, as `on_tokens` of `Session.generate`.
 
     Args:
-        cache: the decoder's.
+        cache: that is continued.
         interval: tokens per round of encoding.
-        steps: whether steps with counts on the device are timed, or ordinary passes.
 
     Attributes:
         first: time of the first token.
-        stepped: whether there were steps with counts on the device.
     """
 
-    def __init__(self, cache: CompressedCache, interval: int, *, steps: bool) -> None:
-        self._cache, self._interval, self._steps = cache, interval, steps
+    def __init__(self, cache: CompressedCache, interval: int) -> None:
+        self._cache, self._interval = cache, interval
         self.first = 0.0
-        self.stepped = False
         self._step: Any = None
         self._last: Mark = (0, 0.0)
-        self._stretches: list[list[Mark]] = []
+        self._stretches: list[dict[bool, list[Mark]]] = []
 
     def __call__(self, tokens: Tensor) -> None:
         """Notes the time of new tokens [batch, count], which are on the host."""
@@ -143,18 +94,16 @@ class StepClock:
         step = self._cache.passes.step
         if not self._last[0]:
             self.first = mark[1]
-            self._stretches.append([])
+            self._stretches.append({True: [], False: []})
         elif step is not self._step:
             # codes had outgrown the graphs, which were captured again after the mark before
-            self._stretches.append([self._last])
+            self._stretches.append({True: [self._last], False: [self._last]})
         self._step, self._last = step, mark
-        self.stepped |= step is not None
-        if (step is not None) == self._steps:
-            self._stretches[-1].append(mark)
+        self._stretches[-1][step is not None].append(mark)
 
-    def steady(self) -> tuple[int, float] | None:
-        """Number and seconds of the steady steps, in whole rounds; None if there are none."""
-        spans = [steady_span(marks, self._interval) for marks in self._stretches]
+    def steady(self, steps: bool) -> tuple[int, float] | None:
+        """Number and seconds of the steady steps, or passes, in whole rounds; None if there are none."""
+        spans = [steady_span(marks[steps], self._interval) for marks in self._stretches]
         tokens = sum(span[0] for span in spans)
         return (tokens, sum(span[1] for span in spans)) if tokens else None
 

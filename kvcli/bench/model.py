@@ -6,7 +6,7 @@ The fp16 baseline is the model as transformers runs it: SDPA and `DynamicCache`,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -15,13 +15,17 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from kvcli.attention.backend import AttentionBackend
 from kvcli.attention.layer import attend_layer
+from kvcli.attention.next_token import SamplingConfig
 from kvcli.attention.session import Session
 from kvcli.bench.decode import (
+    COMPILED,
+    Decoded,
     DecodeMode,
-    cache_backend,
-    decode_compressed,
+    StepClock,
     decode_uncompressed,
+    round_tokens,
     synchronized_time,
 )
 from kvcli.bench.layer import MethodCase, randomize_
@@ -36,7 +40,6 @@ from kvcli.seam.layer import AttentionCall, RotaryOutput
 from kvcli.seam.probe import probe
 from kvcli.spec import ModelSpec
 
-NewCache = Callable[[], Any]
 _SHORTEST_CHUNK = 16
 
 
@@ -75,7 +78,7 @@ def random_model(shape: str, num_layers: int | None, device: torch.device, dtype
 
 
 @contextmanager
-def attached(model: Any, case: MethodCase, impl: str, seed: int) -> Iterator[NewCache]:
+def attached(model: Any, case: MethodCase, impl: str, seed: int) -> Iterator[Session | None]:
     """Attaches a method with random codebooks to a model, inside the block.
 
     Args:
@@ -85,17 +88,17 @@ def attached(model: Any, case: MethodCase, impl: str, seed: int) -> Iterator[New
         seed: of the codebooks.
 
     Yields:
-        A function that makes an empty cache.
+        The session; None for the baseline.
 
     Raises:
         UsageError: an implementation that cannot run.
         ConfigError: settings that do not fit the model.
     """
     if case.is_baseline:
-        yield lambda: DynamicCache(config=model.config)
+        yield None
         return
     with open_session(model, case, impl, seed) as session:
-        yield session.new_cache
+        yield session
 
 
 def open_session(model: Any, case: MethodCase, impl: str, seed: int) -> Session:
@@ -108,9 +111,15 @@ def open_session(model: Any, case: MethodCase, impl: str, seed: int) -> Session:
     return Session(model, spec, case.method, case.config, codecs, impl)
 
 
+def new_cache(model: Any, session: Session | None) -> Any:
+    """An empty cache of a session, or of transformers."""
+    return DynamicCache(config=model.config) if session is None else session.new_cache()
+
+
+@torch.inference_mode()
 def run_model(
     model: Any,
-    new_cache: NewCache,
+    session: Session | None,
     ids: Tensor,
     new_tokens: int,
     chunk: int | None,
@@ -119,11 +128,11 @@ def run_model(
     decode: DecodeMode = "auto",
     backend: str | None = None,
 ) -> Run:
-    """Reads a prompt and continues it greedily.
+    """Reads a prompt and continues it greedily: `Session.generate`, or transformers' own passes.
 
     Args:
-        model: a causal language model, attached or not.
-        new_cache: makes its cache.
+        model: a causal language model.
+        session: of the method that is attached to it; None: the model with `DynamicCache`.
         ids: prompt, int64 [batch, time].
         new_tokens: tokens chosen; 0 reads the prompt only.
         chunk: tokens of the whole batch per forward pass of the prompt; None: all.
@@ -135,34 +144,59 @@ def run_model(
     Returns:
         Times and memory. With `fill_middle`, the times of the prompt and of the first token mean nothing.
     """
-    reset_peak_memory(ids.device)
-    with torch.inference_mode():
-        cache = new_cache()
-        started = synchronized_time(ids.device)
-        length = chunk_length(chunk, *ids.shape)
-        middle = max(0, ids.shape[1] - 2 * length) if fill_middle else 0
-        if middle:
-            prefill(model, cache, ids[:, :length], chunk)
-            fill(model, cache, ids.shape[0], middle, chunk)
-            ids = ids[:, length + middle :]
-        logits = prefill(model, cache, ids, chunk)
-        prefilled = synchronized_time(ids.device)
-        if isinstance(cache, CompressedCache) and new_tokens:
-            decoded = decode_compressed(model, cache, ids, logits, new_tokens, decode, backend)
-        else:
-            decoded = decode_uncompressed(model, cache, logits, new_tokens)
+    device = ids.device
+    reset_peak_memory(device)
+    cache = new_cache(model, session)
+    started = synchronized_time(device)
+    length = chunk_length(chunk, *ids.shape)
+    middle = max(0, ids.shape[1] - 2 * length) if fill_middle else 0
+    if middle:
+        prefill(model, cache, ids[:, :length], chunk)
+        fill(model, cache, session, ids.shape[0], middle, chunk)
+    if session is None or not new_tokens:
+        logits = prefill(model, cache, ids[:, cache.get_seq_length() :], chunk)
+        prefilled = synchronized_time(device)
+        decoded = decode_uncompressed(model, cache, logits, new_tokens)
+    else:
+        prefilled, decoded = _generate(session, cache, ids, new_tokens, length, decode, backend)
     return Run(
         prefilled - started,
         decoded.first - started,
         decoded.ended - decoded.first,
         cache_bytes(cache),
-        *peak_memory(ids.device),
+        *peak_memory(device),
         used_bytes(cache),
         other_bytes(cache),
         decoded.how,
         decoded.steady,
         decoded.note,
     )
+
+
+def _generate(
+    session: Session,
+    cache: CompressedCache,
+    ids: Tensor,
+    new_tokens: int,
+    chunk: int,
+    decode: DecodeMode,
+    backend: str | None,
+) -> tuple[float, Decoded]:
+    """Continues a prompt; returns when it was read, and when tokens were known."""
+    clock, read = StepClock(cache, round_tokens(session.method, session.config)), [0.0]
+    generated = session.generate(
+        ids,
+        sampling=SamplingConfig(new_tokens),
+        past_key_values=cache,
+        eos_token_id=[],
+        prefill_chunk=chunk,
+        on_prefill=lambda count: read.append(synchronized_time(ids.device)),
+        on_tokens=clock,
+        mode=None if decode == "auto" else decode,
+        compile_layers=backend or False,
+    )
+    ended, how = synchronized_time(ids.device), generated.mode + COMPILED * generated.compiled
+    return read[-1], Decoded(clock.first, ended, how, clock.steady(generated.mode != "passes"), generated.note)
 
 
 def prefill(model: Any, cache: Any, ids: Tensor, chunk: int | None) -> Tensor:
@@ -177,7 +211,7 @@ def chunk_length(chunk: int | None, batch: int, length: int) -> int:
     return length if chunk is None else min(length, max(_SHORTEST_CHUNK, chunk // batch))
 
 
-def fill(model: Any, cache: Any, batch: int, count: int, chunk: int | None) -> None:
+def fill(model: Any, cache: Any, session: Session | None, batch: int, count: int, chunk: int | None) -> None:
     """Appends `count` random tokens per sequence to a cache without running the model.
 
     The cache appends, encodes and allocates as it does in a prefill, without the model's layers and attention.
@@ -185,6 +219,7 @@ def fill(model: Any, cache: Any, batch: int, count: int, chunk: int | None) -> N
     Args:
         model: whose cache it is.
         cache: holds the beginning of the prompt.
+        session: of the method that is attached; None: the model as it is.
         batch: sequences.
         count: tokens to append per sequence.
         chunk: tokens of the whole batch that are appended at once; None: all.
@@ -199,21 +234,22 @@ def fill(model: Any, cache: Any, batch: int, count: int, chunk: int | None) -> N
             "filled with random keys and values; let the prompt be computed"
         )
     length = chunk_length(chunk, batch, count)
-    with torch.inference_mode():
-        for start in range(0, count, length):
-            new = min(length, count - start)
-            key, value = (
-                torch.randn(batch, spec.num_kv_heads, new, width, device=model.device, dtype=model.dtype)
-                for width in (spec.head_dim, spec.value_dim)
-            )
-            if isinstance(cache, CompressedCache):
-                _fill_compressed(cache, key, value, spec)
-                continue
-            for layer_idx in range(spec.num_layers):
-                cache.update(key, value, layer_idx)
+    for start in range(0, count, length):
+        new = min(length, count - start)
+        key, value = (
+            torch.randn(batch, spec.num_kv_heads, new, width, device=model.device, dtype=model.dtype)
+            for width in (spec.head_dim, spec.value_dim)
+        )
+        if session is not None:
+            _fill_compressed(cache, session.backend, key, value, spec)
+            continue
+        for layer_idx in range(spec.num_layers):
+            cache.update(key, value, layer_idx)
 
 
-def _fill_compressed(cache: CompressedCache, key: Tensor, value: Tensor, spec: ModelSpec) -> None:
+def _fill_compressed(
+    cache: CompressedCache, backend: AttentionBackend, key: Tensor, value: Tensor, spec: ModelSpec
+) -> None:
     """Appends the same keys and values [batch, num_kv_heads, time, head_dim] to all layers, attention left out."""
     batch, _, new, head_dim = key.shape
     sequences = cache.sequences
@@ -221,7 +257,7 @@ def _fill_compressed(cache: CompressedCache, key: Tensor, value: Tensor, spec: M
     rotary = RotaryOutput(positions, sequences.rope.rotation(positions, key.dtype))
     query = key.new_zeros(batch, spec.num_heads, new, head_dim)
     backend = replace(
-        cache_backend(cache, key.device),
+        backend,
         attend_codes=_no_codes,
         attend_decoded=_no_codes,
         attend_window=lambda query, *window: query.transpose(1, 2),

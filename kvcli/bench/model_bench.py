@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 
+from kvcli.attention.session import Session
 from kvcli.bench.budget import attempt, check_budget, largest_by_peak, memory_limit, need_gpu, release_gpu_memory
 from kvcli.bench.check import KernelCheck
 from kvcli.bench.decode import DecodeMode, round_tokens
 from kvcli.bench.fixed_length import with_fixed_length
 from kvcli.bench.layer import MethodCase
-from kvcli.bench.model import NewCache, attached, random_prompt, run_model
+from kvcli.bench.model import attached, random_prompt, run_model
 from kvcli.bench.model_row import ModelRow, Question
 from kvcli.bench.rows import run_row
 from kvcli.bench.run import Run, step_weights_bytes
@@ -188,8 +189,8 @@ class ModelBench:
             row = row.checked(self.check.agreement(case, tokens, row.batch))
         if row.status != "ok":
             return row
-        with self._attached(case) as new_cache:
-            run = partial(self._run, new_cache, row.batch, row.context, fill_middle=fill_prompt)
+        with self._attached(case) as session:
+            run = partial(self._run, session, row.batch, row.context, fill_middle=fill_prompt)
             if case.is_baseline:
                 end = time.perf_counter() + _WARM_SECONDS.get(self.device.type, 0.0)
                 while time.perf_counter() < end:
@@ -225,14 +226,14 @@ class ModelBench:
         """
         runs: dict[int, Run] = {}
         budget = self.memory_budget or torch.cuda.get_device_properties(self.device).total_memory
-        with self._attached(case) as new_cache:
+        with self._attached(case) as session:
 
             def peak(size: int) -> int | None:
                 """Peak in bytes of a batch, or of a context in units."""
                 batch, context = (size, row.context) if row.context else (1, size * _CONTEXT_UNIT)
                 fits = attempt(
                     lambda: runs.update(
-                        {size: self._run(new_cache, batch, context, row.new_tokens, fill_middle=fill_middle)}
+                        {size: self._run(session, batch, context, row.new_tokens, fill_middle=fill_middle)}
                     )
                 )
                 return (runs[size].peak_bytes or 0) if fits else None
@@ -247,11 +248,13 @@ class ModelBench:
             row = replace(row, context=size * _CONTEXT_UNIT)
         return (row, runs[size]) if size else (replace(row, status="out of memory"), None)
 
-    def _run(self, new_cache: NewCache, batch: int, context: int, new_tokens: int, *, fill_middle: bool = False) -> Run:
+    def _run(
+        self, session: Session | None, batch: int, context: int, new_tokens: int, *, fill_middle: bool = False
+    ) -> Run:
         ids = random_prompt(self.spec, batch, context, self.device, self.seed)
         return run_model(
             self.model,
-            new_cache,
+            session,
             ids,
             new_tokens,
             self.prefill_chunk,
@@ -261,10 +264,10 @@ class ModelBench:
         )
 
     @contextmanager
-    def _attached(self, case: MethodCase) -> Iterator[NewCache]:
+    def _attached(self, case: MethodCase) -> Iterator[Session | None]:
         """Attaches a method within the memory budget, inside the block."""
         with (
             memory_limit(self.memory_budget, self.device),
-            attached(self.model, case, self.impl, self.seed) as new_cache,
+            attached(self.model, case, self.impl, self.seed) as session,
         ):
-            yield new_cache
+            yield session

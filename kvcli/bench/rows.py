@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 Status = Literal["ok", "mismatch", "out of memory", "refused", "failed"]
 """A mismatch with the reference and a failure are errors; out of memory and refused are results."""
 
-ERRORS = ("mismatch", "failed")
-
 
 @dataclass(frozen=True)
 class Row:

@@ -9,7 +9,6 @@ import typer
 
 from kvcli._version import __version__
 from kvcli.cli import (
-    bench,
     calibrate,
     chat,
     compress,
@@ -63,7 +62,6 @@ for module in (
     contexts,
     chat,
     suites,
-    bench,
     methods,
     env,
 ):

@@ -10,11 +10,12 @@ import typer
 from pydantic import Field
 
 from kvcli.cli.command import command
-from kvcli.cli.output import Output, size
+from kvcli.cli.output import Output
 from kvcli.errors import UsageError
 from kvcli.hub import check_model_name
 from kvcli.options import ModelOptions
 from kvcli.paths import model_folder
+from kvcli.sizes import size
 
 if TYPE_CHECKING:
     from kvcli.calibrate.corpus import CorpusConfig

@@ -14,12 +14,13 @@ from kvcli.cli.command import command
 from kvcli.cli.compress import SUFFIX
 from kvcli.cli.generate import compression_starts, describe
 from kvcli.cli.next_command import model_argument
-from kvcli.cli.output import Output, size
+from kvcli.cli.output import Output
 from kvcli.cli.session_options import PREFILL_CHUNK, SamplingOptions, choose_method
 from kvcli.cli.store_options import STORE_HELP, open_store
 from kvcli.contexts.index import check_name
 from kvcli.errors import KvcliError, UsageError
 from kvcli.registry import DEFAULT_METHOD, method_name
+from kvcli.sizes import size
 
 if TYPE_CHECKING:
     from kvcli.chat import Conversation
@@ -54,7 +55,8 @@ def run(options: ChatOptions, output: Output) -> None:
     options.check(options.resume, options.store)
 
     from kvcli.chat import Conversation
-    from kvcli.cli.context_input import check_storable, check_tokenizer, load_context
+    from kvcli.cli.context_input import check_tokenizer, load_context
+    from kvcli.options import check_storable
 
     context = None if options.resume is None else load_context(options.resume, options.model, options.store)
     options = options.for_context(context)

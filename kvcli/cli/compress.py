@@ -10,15 +10,16 @@ import typer
 from pydantic import Field
 
 from kvcli.cli.command import command
-from kvcli.cli.context_input import check_storable
 from kvcli.cli.next_command import FOLLOW_UP, model_argument
-from kvcli.cli.output import Output, parse_size, size
+from kvcli.cli.output import Output
 from kvcli.cli.prompt_sources import Source, parse_messages, read_sources
 from kvcli.cli.session_options import PREFILL_CHUNK, SessionOptions, choose_method
 from kvcli.cli.store_options import MAX_BYTES_HELP, STORE_HELP, open_store
 from kvcli.contexts.index import check_name, name_from
 from kvcli.errors import UsageError
+from kvcli.options import check_storable
 from kvcli.registry import DEFAULT_METHOD, method_name
+from kvcli.sizes import parse_size, size
 
 if TYPE_CHECKING:
     from torch import Tensor

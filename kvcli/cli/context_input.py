@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvcli.cli.output import Output
 from kvcli.cli.store_options import open_store
-from kvcli.errors import CacheError, UsageError
+from kvcli.errors import CacheError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,20 +19,6 @@ if TYPE_CHECKING:
     from kvcli.cache.context import Context
     from kvcli.contexts import ContextStore
     from kvcli.models import LoadedModel
-    from kvcli.spec import ModelSpec
-
-
-def check_storable(model: str, spec: ModelSpec) -> None:
-    """Checks before anything is read that a context of a model can be written.
-
-    Raises:
-        UsageError: layers of other kinds keep a cache that has no form in a file.
-    """
-    if spec.other_layers:
-        raise UsageError(
-            f"contexts of {model} cannot be stored: {spec.other_layers} of its {spec.model_layers} layers keep "
-            "transformers' own cache, which has no form in a file"
-        )
 
 
 def load_context(source: Path, model: str, store: Path | None = None) -> Context:

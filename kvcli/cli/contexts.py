@@ -9,9 +9,10 @@ from pydantic import Field
 
 from kvcli.cli import contexts_show as show
 from kvcli.cli.command import command
-from kvcli.cli.output import Output, parse_size, size
+from kvcli.cli.output import Output
 from kvcli.cli.store_options import MAX_BYTES_HELP, StoreOptions, open_store
 from kvcli.errors import ContextError, UsageError
+from kvcli.sizes import parse_size, size
 from kvcli.tables import DataTable
 
 

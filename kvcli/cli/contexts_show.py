@@ -12,12 +12,13 @@ import typer
 from pydantic import Field
 
 from kvcli.cli.command import command
-from kvcli.cli.output import Output, size
+from kvcli.cli.output import Output
 from kvcli.cli.session_options import SessionOptions, choose_method
 from kvcli.cli.store_options import STORE_HELP, open_store
 from kvcli.errors import KvcliError, UsageError
 from kvcli.options import IMPL_HELP, ModelOptions
 from kvcli.registry import method_name
+from kvcli.sizes import size
 
 if TYPE_CHECKING:
     from kvcli.contexts import ContextStore, StoredContext

@@ -15,11 +15,12 @@ from kvcli.builtin_models import BUILTIN_MODELS, DEFAULT_MODEL
 from kvcli.cli import calibrate, export, fit
 from kvcli.cli.bars import duration
 from kvcli.cli.command import command
-from kvcli.cli.output import Output, size
+from kvcli.cli.output import Output
 from kvcli.errors import UsageError
 from kvcli.eval import kl
 from kvcli.options import ComputeOptions
 from kvcli.registry import BASELINE, DEFAULT_METHOD, DEMO_SETTINGS, get_config, get_method
+from kvcli.sizes import size
 
 _PROMPT_CHARACTERS = 4800
 _SHOWN_CHARACTERS = 320

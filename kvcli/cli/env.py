@@ -7,9 +7,10 @@ from pydantic import Field
 
 from kvcli.builtin_models import BUILTIN_MODELS, copy_folder
 from kvcli.cli.command import command
-from kvcli.cli.output import Output, size
+from kvcli.cli.output import Output
 from kvcli.errors import ModelError
 from kvcli.options import Options
+from kvcli.sizes import size
 
 
 class EnvOptions(Options):

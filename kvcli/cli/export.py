@@ -11,10 +11,11 @@ from pydantic import Field
 
 from kvcli.cli.command import command
 from kvcli.cli.next_command import PROMPT, model_argument
-from kvcli.cli.output import Output, size
+from kvcli.cli.output import Output
 from kvcli.errors import ArtifactError
 from kvcli.options import Options
 from kvcli.paths import model_folder, newest_training
+from kvcli.sizes import size
 
 
 class ExportOptions(Options):

@@ -11,12 +11,13 @@ from pydantic import Field, model_validator
 
 from kvcli.cli.command import command
 from kvcli.cli.next_command import model_argument
-from kvcli.cli.output import Output, size
+from kvcli.cli.output import Output
 from kvcli.cli.prompt_sources import read_prompt
 from kvcli.cli.session_options import SamplingOptions, choose_method
 from kvcli.cli.store_options import STORE_HELP, open_store
 from kvcli.errors import UsageError
 from kvcli.registry import BASELINE, DEFAULT_METHOD, method_name
+from kvcli.sizes import size
 
 if TYPE_CHECKING:
     from kvcli.attention.session import Session

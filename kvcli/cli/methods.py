@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 import typer
 from pydantic import Field
 
-from kvcli.cli.bench_options import MAX_LENGTH
+from kvcli.bench.suite import MAX_LENGTH
 from kvcli.cli.command import command
 from kvcli.cli.next_command import try_method
 from kvcli.cli.output import Output

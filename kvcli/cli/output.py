@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -12,7 +11,7 @@ from typing import Any
 from rich.console import Console, RenderableType
 
 from kvcli.cli.bars import show_progress
-from kvcli.errors import OutputError, UsageError
+from kvcli.errors import OutputError
 from kvcli.progress import Advance
 from kvcli.ranks import ALONE, Ranks
 from kvcli.storage.records import to_json
@@ -126,32 +125,6 @@ class Output:
         if self.quiet:
             return nullcontext(lambda count: None)
         return show_progress(self.console, self.say, label, total, unit)
-
-
-def size(count: float) -> str:
-    """Bytes with a binary unit and two decimals, which `pydantic.ByteSize` does not give."""
-    for unit in ("B", "KiB", "MiB"):
-        if abs(count) < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
-        count /= 1024
-    return f"{count:.2f} GiB"
-
-
-def parse_size(text: str | None) -> int | None:
-    """Bytes from a number with a unit: 24GiB and 24G are 24 * 1024**3, as torch counts; 24GB is 24 * 1000**3.
-
-    `pydantic.ByteSize` ignores what follows a valid beginning: it reads 1,5GiB as one byte.
-
-    Raises:
-        UsageError: anything else.
-    """
-    if text is None:
-        return None
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)(B?)\s*", text, re.IGNORECASE)
-    if match is None or not float(match[1]) or (match[3] and not match[2]):
-        raise UsageError(f"'{text}' is not a size; write it like 24GiB, or 24G")
-    number, prefix, binary, unit = match.groups()
-    return int(float(number) * (1000 if unit and not binary else 1024) ** " KMGT".index((prefix or " ").upper()))
 
 
 def write_stdout(text: str) -> None:

@@ -12,11 +12,12 @@ from pydantic import Field
 from kvcli.builtin_models import BUILTIN_MODELS
 from kvcli.cli.command import command
 from kvcli.cli.next_command import model_argument
-from kvcli.cli.output import Output, parse_size, size
+from kvcli.cli.output import Output
 from kvcli.errors import ArtifactError, UsageError
 from kvcli.options import AUTO_DEVICE, IMPL_HELP, ModelOptions, parse_settings
 from kvcli.paths import newest_artifact
 from kvcli.registry import BASELINE, DEFAULT_METHOD
+from kvcli.sizes import parse_size, size
 from kvcli.tables import DataTable
 
 if TYPE_CHECKING:

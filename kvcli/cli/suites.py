@@ -12,11 +12,11 @@ from typer.core import TyperGroup
 
 from kvcli.builtin_models import BUILTIN_MODELS
 from kvcli.cli.command import command
-from kvcli.cli.next_command import last_method
+from kvcli.cli.next_command import last_method, model_argument, try_method
 from kvcli.cli.output import Output
 from kvcli.errors import suggestion
 from kvcli.options import Options
-from kvcli.registry import EVAL_SUITES, get_suite
+from kvcli.registry import BENCH_SUITES, EVAL_SUITES, get_suite
 from kvcli.storage.records import append_record
 from kvcli.suite import Records, Suite
 
@@ -44,6 +44,9 @@ def run_suite(suite: Suite, following: Following, options: Options, output: Outp
             records.append(record)
             if run.out is not None:
                 append_record(run.out, record)
+    except KeyboardInterrupt:
+        output.warn(f"stopped after {len(records)} row{'s' * (len(records) != 1)}")
+        raise
     finally:  # what was measured is shown, also when the next row fails or the disk is full
         if records:
             summary = run.summary(records)
@@ -135,3 +138,10 @@ def register(app: typer.Typer) -> None:
         "Measure quality through the real cache, next to the uncompressed model.",
         lambda records, options: ["kvcli", "bench", "--method", last_method(records)],
     )
+    register_suites(app, "bench", BENCH_SUITES, "attention", "Measure speed and memory of several methods.", _evaluate)
+
+
+def _evaluate(records: Records, options: Any) -> list[str]:
+    """Evaluates the last method on the model; rows of random weights and of single layers are of none."""
+    model = model_argument(options.model) if records[0]["weights"] == "model" else ()
+    return try_method(last_method(records), "eval", model)

@@ -9,8 +9,8 @@ import torch
 from commvq_reordered import reordered_attend
 
 from kvcli.attention.reference import attend_codes as reference_attend
-from kvcli.bench import attention
-from kvcli.bench.attention import AttentionBench, AttentionRow
+from kvcli.bench import attention_bench
+from kvcli.bench.attention_bench import AttentionBench, AttentionRow
 from kvcli.bench.check import compare
 from kvcli.bench.layer import EncodedLayer, MethodCase, check_settings, encoded_layer, randomize_, tile
 from kvcli.bench.shapes import shape_rope, shape_spec
@@ -45,7 +45,7 @@ def make_bench(*names: str, shape: str = "tiny", **changes: Any) -> AttentionBen
 
 def bench_with(monkeypatch: pytest.MonkeyPatch, attend_codes: AttendCodes) -> AttentionBench:
     """A bench of CommVQ with another function for attention over codes."""
-    monkeypatch.setattr(attention, "choose_attend", lambda *_: ("fake", attend_codes))
+    monkeypatch.setattr(attention_bench, "choose_attend", lambda *_: ("fake", attend_codes))
     return make_bench("commvq-2")
 
 

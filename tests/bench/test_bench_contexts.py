@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from kvcli.attention.session import Session
-from kvcli.bench.contexts import ContextBench, ContextRow, _percentiles_ms, break_even
+from kvcli.bench.context_bench import ContextBench, ContextRow, _percentiles_ms
+from kvcli.bench.contexts import break_even
 from kvcli.bench.layer import MethodCase
 from kvcli.bench.model import random_model
 from kvcli.cache.compressed import CompressedCache

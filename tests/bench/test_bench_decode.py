@@ -14,8 +14,8 @@ from torch.nn import functional
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
-from kvcli.attention.decoder import Decoder
 from kvcli.attention.next_token import SamplingConfig
+from kvcli.attention.session import Session
 from kvcli.bench import decode, fixed_length
 from kvcli.bench.decode import StepClock, decode_uncompressed, round_tokens, steady_span
 from kvcli.bench.fixed_length import (
@@ -54,20 +54,15 @@ def prompt(model: Any, batch: int, length: int) -> torch.Tensor:
 def test_what_is_timed_are_the_tokens_of_generate(
     model: Any, name: str, mode: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[Decoder] = []
-
-    class Kept(Decoder):
-        def run(self, *arguments: Any) -> None:
-            made.append(self)
-            super().run(*arguments)
-
-    monkeypatch.setattr(decode, "Decoder", Kept)
+    made: list[Any] = []
+    generate = Session.generate
+    monkeypatch.setattr(Session, "generate", lambda *x, **y: made.append(generate(*x, **y)) or made[-1])
     ids = prompt(model, 2, 40)
-    with attached(model, MethodCase.parse(name, SMALL), "auto", 0) as new_cache:
-        run = run_model(model, new_cache, ids, 41, None, decode=mode)
-        session: Any = new_cache.__self__  # type: ignore[attr-defined]
+    with attached(model, MethodCase.parse(name, SMALL), "auto", 0) as session:
+        run = run_model(model, session, ids, 41, None, decode=mode)
+        assert session is not None
         expected = session.generate(ids, sampling=SamplingConfig(41), mode="passes")
-    assert torch.equal(made[0].tokens, expected.sequences[:, 40:])
+    assert torch.equal(made[0].sequences, expected.sequences)
     assert (run.how, run.note) == (mode, None)
     assert run.steady is not None
     assert 0 < run.steady[1] < run.decode_s
@@ -78,9 +73,9 @@ def test_what_is_timed_are_the_tokens_of_generate(
 
 
 def test_auto_is_passes_where_there_is_no_gpu(model: Any) -> None:
-    with attached(model, MethodCase.parse("kivi-2", SMALL), "auto", 0) as new_cache:
-        run = run_model(model, new_cache, prompt(model, 1, 40), 4, None)
-        none = run_model(model, new_cache, prompt(model, 1, 40), 0, None)
+    with attached(model, MethodCase.parse("kivi-2", SMALL), "auto", 0) as session:
+        run = run_model(model, session, prompt(model, 1, 40), 4, None)
+        none = run_model(model, session, prompt(model, 1, 40), 0, None)
     assert (run.how, run.steady) == ("passes", None)
     assert none.decode_s < run.decode_s
 
@@ -114,13 +109,12 @@ def test_tokens_around_a_capture_are_not_steady(monkeypatch: pytest.MonkeyPatch)
     cache: Any = SimpleNamespace(passes=SimpleNamespace(step=None))
     now = [0.0]
     monkeypatch.setattr(decode.time, "perf_counter", lambda: now[0])
-    steps, passes = StepClock(cache, 8, steps=True), StepClock(cache, 8, steps=False)
+    clock = StepClock(cache, 8)
 
     def look(count: int, seconds: float, step: object) -> None:
         now[0] += seconds
         cache.passes.step = step
-        for clock in (steps, passes):
-            clock(torch.zeros(1, count))
+        clock(torch.zeros(1, count))
 
     first, second = object(), object()
     for _ in range(40):
@@ -128,15 +122,14 @@ def test_tokens_around_a_capture_are_not_steady(monkeypatch: pytest.MonkeyPatch)
     look(8, 108.0, first)
     for _ in range(4):
         look(8, 8.0, first)
-    assert steps.steady() == (24, 24.0)
+    assert clock.steady(True) == (24, 24.0)
     look(8, 108.0, second)
-    assert steps.steady() == (24, 24.0)
+    assert clock.steady(True) == (24, 24.0)
     for _ in range(3):
         look(8, 8.0, second)
-    assert steps.steady() == (40, 40.0)
-    assert steps.first == 0.5
-    assert steps.stepped
-    assert passes.steady() == (16, 8.0)
+    assert clock.steady(True) == (40, 40.0)
+    assert clock.first == 0.5
+    assert clock.steady(False) == (16, 8.0)
 
 
 def test_rates_are_of_steady_steps_and_totals_of_all(model: Any) -> None:
@@ -170,8 +163,9 @@ def test_a_step_reads_no_table_of_input_embeddings(model: Any) -> None:
 
 
 def test_bytes_in_use_are_without_headroom(model: Any) -> None:
-    with attached(model, MethodCase.parse("kivi-2", SMALL), "auto", 0) as new_cache, torch.inference_mode():
-        cache = new_cache()
+    with attached(model, MethodCase.parse("kivi-2", SMALL), "auto", 0) as session, torch.inference_mode():
+        assert session is not None
+        cache = session.new_cache()
         prefill(model, cache, prompt(model, 2, 101), None)
         memory = cache.memory()
     assert used_bytes(cache) == memory.cache_bytes - memory.position_bytes < memory.allocated_bytes

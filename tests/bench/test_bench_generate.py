@@ -17,7 +17,7 @@ from kvcli.bench import check, model_bench
 from kvcli.bench.budget import largest_by_peak
 from kvcli.bench.decode import step
 from kvcli.bench.layer import MethodCase
-from kvcli.bench.model import attached, chunk_length, prefill, random_model, random_prompt, run_model
+from kvcli.bench.model import attached, chunk_length, new_cache, prefill, random_model, random_prompt, run_model
 from kvcli.bench.model_bench import ModelBench
 from kvcli.bench.model_row import ModelRow
 from kvcli.bench.run import Run, cache_bytes
@@ -123,11 +123,12 @@ def test_greedy_steps_are_those_of_generate(model: Any) -> None:
 def test_what_a_run_asks_of_the_model(model: Any, chunk: int | None, new_tokens: int, lengths: list[int]) -> None:
     seen = []
 
-    def counted(input_ids: torch.Tensor, **arguments: Any) -> Any:
-        seen.append(input_ids.shape[1])
-        return model(input_ids=input_ids, **arguments)
+    def note(model: Any, args: Any, kwargs: Any) -> None:
+        seen.append(kwargs["input_ids"].shape[1])
 
-    run = run_model(counted, lambda: DynamicCache(config=model.config), prompt(model, 2, 40), new_tokens, chunk)
+    hook = model.register_forward_pre_hook(note, with_kwargs=True)
+    run = run_model(model, None, prompt(model, 2, 40), new_tokens, chunk)
+    hook.remove()
     assert seen == lengths
     assert 0 < run.prefill_s <= run.ttft_s
     assert run.cache_bytes == (40 + max(0, new_tokens - 1)) * 2 * 3 * 2 * 2 * 16 * 4
@@ -183,7 +184,7 @@ def test_every_method_is_compared_with_fp16(model: Any) -> None:
 def test_fp16_is_not_timed_on_a_cool_device(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[int] = []
 
-    def run(model: Any, new_cache: Any, ids: Any, new_tokens: int, *rest: Any, **options: Any) -> Run:
+    def run(model: Any, session: Any, ids: Any, new_tokens: int, *rest: Any, **options: Any) -> Run:
         chosen.append(new_tokens)
         return make_run(1.0, 1.0)
 
@@ -219,8 +220,8 @@ def test_codebooks_of_the_bench_are_random_and_seeded(model: Any) -> None:
     case = MethodCase.parse("commvq-1", SMALL)
 
     def codes(seed: int) -> torch.Tensor:
-        with attached(model, case, "auto", seed) as new_cache, torch.inference_mode():
-            cache = new_cache()
+        with attached(model, case, "auto", seed) as session, torch.inference_mode():
+            cache = new_cache(model, session)
             prefill(model, cache, prompt(model, 1, 64), None)
             return cache.layers[0].store.key_codes.codes.packed
 
@@ -269,8 +270,8 @@ def test_kernels_that_encode_worse_are_a_mismatch(
 def test_the_run_goes_on_after_a_failed_method(
     model: Any, monkeypatch: pytest.MonkeyPatch, error: Exception, status: str
 ) -> None:
-    def run(model: Any, new_cache: Any, *rest: Any, **options: Any) -> Run:
-        if not isinstance(new_cache(), DynamicCache) and "KIVI" in str(type(new_cache().config)):
+    def run(model: Any, session: Any, *rest: Any, **options: Any) -> Run:
+        if session is not None and session.method.name == "kivi":
             raise error
         return make_run(1.0, 1.0)
 
@@ -283,8 +284,8 @@ def test_the_run_goes_on_after_a_failed_method(
 def test_the_largest_batch_is_each_methods_own(model: Any, any_budget: None, monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[tuple[str, int]] = []
 
-    def run(model: Any, new_cache: Any, ids: torch.Tensor, *rest: Any, **options: Any) -> Run:
-        full = isinstance(new_cache(), DynamicCache)
+    def run(model: Any, session: Any, ids: torch.Tensor, *rest: Any, **options: Any) -> Run:
+        full = session is None
         tried.append(("fp16" if full else "kivi", len(ids)))
         peak = 16 * GIB + len(ids) * (GIB // (8 if full else 32))
         if peak > 24 * GIB:

@@ -12,13 +12,11 @@ import torch
 from families import make
 from transformers import DynamicCache
 
-from kvcli.attention.backend import choose_backend
-from kvcli.bench import model as bench_model
 from kvcli.bench import model_bench
 from kvcli.bench.check import Agreement, KernelCheck
 from kvcli.bench.decode import step
 from kvcli.bench.layer import MethodCase
-from kvcli.bench.model import attached, fill, prefill, random_model, random_prompt, run_model
+from kvcli.bench.model import attached, fill, new_cache, prefill, random_model, random_prompt, run_model
 from kvcli.bench.model_bench import ModelBench
 from kvcli.bench.model_row import ModelRow
 from kvcli.bench.run import Run, cache_bytes
@@ -60,10 +58,10 @@ def limited(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     tried: list[tuple[int, int]] = []
     budgets: list[int] = []
 
-    def run_within_budget(model: Any, new_cache: Any, ids: torch.Tensor, *rest: Any, **options: Any) -> Run:
+    def run_within_budget(model: Any, session: Any, ids: torch.Tensor, *rest: Any, **options: Any) -> Run:
         batch, context = ids.shape
         tried.append((context, batch))
-        run = run_model(model, new_cache, ids, *rest, **options)
+        run = run_model(model, session, ids, *rest, **options)
         if run.cache_bytes > budgets[-1]:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return replace(run, peak_bytes=run.cache_bytes, reserved_bytes=run.cache_bytes)
@@ -79,11 +77,11 @@ def limited(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("name", ["fp16", "fp8", "kivi-2", "squat-2", "squat-pre-2", "qjl", "commvq-1"])
 def test_a_filled_cache_is_as_large_as_a_computed_one(model: Any, name: str) -> None:
     ids = random_prompt(ModelSpec.from_config(model.config), 2, 101, CPU, 0)
-    with attached(model, MethodCase.parse(name, SMALL), "auto", 0) as new_cache, torch.inference_mode():
-        computed, filled = new_cache(), new_cache()
+    with attached(model, MethodCase.parse(name, SMALL), "auto", 0) as session, torch.inference_mode():
+        computed, filled = new_cache(model, session), new_cache(model, session)
         prefill(model, computed, ids, 40)
         prefill(model, filled, ids[:, :20], 40)
-        fill(model, filled, 2, 60, 40)
+        fill(model, filled, session, 2, 60, 40)
         logits = prefill(model, filled, ids[:, 80:], 40)
         token = step(model, filled, logits.argmax(-1))
         step(model, computed, token)
@@ -96,38 +94,33 @@ def test_a_filled_cache_is_as_large_as_a_computed_one(model: Any, name: str) -> 
 
 
 @pytest.mark.parametrize("name", ["kivi-2", "squat-pre-2"])
-def test_kernels_fill_a_cache_where_they_encode(shallow_model: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_fill_a_cache_where_they_encode(shallow_model: Any, name: str) -> None:
     pytest.importorskip("triton")
-    used: list[str] = []
-
-    def spy(method: Any, codecs: Any, impl: str, device: Any) -> Any:
-        used.append(impl)
-        return choose_backend(method, codecs, impl, device)
-
-    monkeypatch.setattr("kvcli.bench.decode.choose_backend", spy)
+    memories = []
     case = MethodCase.parse(name, {**SMALL, "group_size": 16, "residual_length": 16, "subspace_dim": 2})
-    with attached(shallow_model, case, "auto", 0) as new_cache:
-        caches = [new_cache(), new_cache()]
-        for fused, cache in zip((False, True), caches, strict=True):
-            for layer in cache.layers:
-                layer.codec.use_kernels(fused)
-            fill(shallow_model, cache, 1, 24, None)
-    assert used == ["reference", "fused"]
-    assert caches[0].memory() == caches[1].memory()
+    for impl in ("reference", "fused"):
+        with attached(shallow_model, case, impl, 0) as session, torch.inference_mode():
+            assert session is not None
+            assert session.backend.impl == impl
+            cache = session.new_cache()
+            fill(shallow_model, cache, session, 1, 24, None)
+            memories.append(cache.memory())
+    assert memories[0] == memories[1]
 
 
 @pytest.mark.parametrize("name", ["fp16", "kivi-2", "commvq-1"])
-def test_the_middle_is_computed_only_when_asked_for(model: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_the_middle_is_computed_only_when_asked_for(model: Any, name: str) -> None:
     seen: list[int] = []
-    monkeypatch.setattr(
-        bench_model,
-        "prefill",
-        lambda model, cache, ids, chunk: seen.append(ids.shape[1]) or prefill(model, cache, ids, chunk),
-    )
+
+    def note(model: Any, args: Any, kwargs: Any) -> None:
+        seen.append(kwargs["input_ids"].shape[1])
+
     ids = random_prompt(ModelSpec.from_config(model.config), 2, 256, CPU, 0)
-    with attached(model, MethodCase.parse(name, SMALL), "auto", 0) as new_cache:
-        filled, computed = (run_model(model, new_cache, ids, 2, 64, fill_middle=fill) for fill in (True, False))
-    assert seen == [32, 32, 256]
+    hook = model.register_forward_pre_hook(note, with_kwargs=True)
+    with attached(model, MethodCase.parse(name, SMALL), "auto", 0) as session:
+        filled, computed = (run_model(model, session, ids, 2, 64, fill_middle=fill) for fill in (True, False))
+    hook.remove()
+    assert seen == [32, 32, 1, *[32] * 8, 1]
     assert filled.cache_bytes == computed.cache_bytes
 
 
@@ -137,7 +130,7 @@ def test_rows_fill_the_middle_unless_the_whole_prompt_is_asked_for(
 ) -> None:
     given: list[tuple[int, int, bool]] = []
 
-    def run(model: Any, new_cache: Any, ids: Any, new_tokens: int, chunk: int, *, fill_middle: bool, **_: Any) -> Run:
+    def run(model: Any, session: Any, ids: Any, new_tokens: int, chunk: int, *, fill_middle: bool, **_: Any) -> Run:
         given.append((new_tokens, chunk, fill_middle))
         return Run(1.0, 1.0, 1.0, 100, 200, 300)
 

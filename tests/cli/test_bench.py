@@ -11,7 +11,7 @@ import pytest
 from commvq_reordered import reordered_attend
 from console import invoke
 
-from kvcli.cli.bench import default_methods
+from kvcli.bench.suite import default_methods
 from kvcli.methods.encoded import AttendCodes
 from kvcli.registry import METHODS, get_method
 
@@ -22,7 +22,7 @@ ATTENTION = ("bench", "--shape", "tiny", "--contexts", "64", "--repeats", "3")
 
 def attend_with(monkeypatch: pytest.MonkeyPatch, attend_codes: AttendCodes) -> None:
     """Replaces attention over codes in the suite `attention`."""
-    monkeypatch.setattr("kvcli.bench.attention.choose_attend", lambda *_: ("fake", attend_codes))
+    monkeypatch.setattr("kvcli.bench.attention_bench.choose_attend", lambda *_: ("fake", attend_codes))
 
 
 def test_records_name_the_default_methods() -> None:
@@ -130,7 +130,8 @@ def test_rows_before_an_interruption_are_shown(monkeypatch: pytest.MonkeyPatch) 
     result = invoke(*ATTENTION, *BOOKS, "--methods", "commvq-2")
     assert result.exit_code == 130
     assert "fp16" in result.stdout
-    assert "interrupted after 1 of 2 rows" in result.stderr
+    assert "stopped after 1 row\n" in result.stderr
+    assert result.stderr.endswith("error: interrupted; run the same command again to start over\n")
     assert "resume" not in result.stderr
 
 

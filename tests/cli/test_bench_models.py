@@ -10,10 +10,10 @@ import pytest
 from console import invoke
 
 from kvcli.bench import budget, model_bench
-from kvcli.bench.contexts import ContextRow
+from kvcli.bench.context_bench import ContextRow
+from kvcli.bench.contexts import ContextsOptions, table
 from kvcli.bench.model_bench import ModelBench
 from kvcli.bench.model_row import ModelRow
-from kvcli.cli.bench_tables import contexts_table
 
 GROUPS = ("--settings", "group_size=8", "--settings", "residual_length=8")
 GENERATE = ("bench", "--suite", "generate", "--new-tokens", "3", "--prompt-tokens", "40", "--repeats", "1", *GROUPS)
@@ -122,9 +122,9 @@ def test_contexts_compares_loading_with_reading() -> None:
     assert [record["file_bytes"] for record in records] == [row["file_bytes"] for row in made["rows"]]
     assert records[0]["machine"]["cpu_count"]
     assert not [*Path("files/here").iterdir()]
-    table = " ".join(contexts_table(records).columns)
-    assert "times faster" in table
-    cells = contexts_table(records).rows[1]
+    shown = " ".join(table(records, ContextsOptions()).columns)
+    assert "times faster" in shown
+    cells = table(records, ContextsOptions()).rows[1]
     assert cells[:2] == ["kivi-2", "40"]
     assert cells[3] == f"1/{records[1]['file_ratio']:.2f}"
 
@@ -132,6 +132,6 @@ def test_contexts_compares_loading_with_reading() -> None:
 def test_the_table_of_contexts_shows_rows_without_figures() -> None:
     row = ContextRow("kivi-2", 40, 1, "fused", "failed", "no space").to_dict()
     shared = {"model": "tiny", "weights": "random", "num_layers": 3, "dtype": "float32"}
-    table = contexts_table([{**row, **shared}])
-    assert [len(cells) for cells in table.rows] == [len(table.columns)]
-    assert table.rows[0][-1] == "fused: FAILED"
+    shown = table([{**row, **shared}], ContextsOptions())
+    assert [len(cells) for cells in shown.rows] == [len(shown.columns)]
+    assert shown.rows[0][-1] == "fused: FAILED"

@@ -52,8 +52,8 @@ def test_every_command_ends_its_help_with_an_example(name: str) -> None:
     result = invoke(name, "--help")
     assert result.exit_code == 0
     assert "Example: kvcli" in result.stdout
-    if name == "eval":  # of suites
-        result = invoke(name, "kl", "--help")
+    if suite := {"eval": "kl", "bench": "attention"}.get(name):
+        result = invoke(name, suite, "--help")
     for flag in ("--json", "--config", "--quiet", "--verbose", "--debug"):
         assert flag in result.stdout
     computes = name not in ("export", "methods", "env")

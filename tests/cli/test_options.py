@@ -90,7 +90,7 @@ def test_misused_flags_are_one_line_too(arguments: list[str]) -> None:
 
 
 def test_all_gpus_are_for_commands_that_can_run_on_several() -> None:
-    refused = invoke("bench", "tiny", "--suite", "generate", "--device", "auto")
+    refused = invoke("bench", "--suite", "generate", "--random-weights", "tiny", "--device", "auto")
     assert refused.exit_code == 2
     assert "'--device auto' is not for it" in refused.stderr
     planned = invoke("plan", "tiny", "--device", "auto", "--method", "fp16")

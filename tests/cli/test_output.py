@@ -9,8 +9,9 @@ from console import invoke
 
 from kvcli.cli.bars import duration
 from kvcli.cli.error_lines import describe_error
-from kvcli.cli.output import Output, size
+from kvcli.cli.output import Output
 from kvcli.errors import KvcliError, UsageError
+from kvcli.sizes import size
 
 
 def test_errors_are_json_too() -> None:

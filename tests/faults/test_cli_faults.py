@@ -167,7 +167,7 @@ def test_wrong_options_are_one_short_line(arguments: str) -> None:
 
 @pytest.mark.parametrize("name", ["generate", "calibrate", "bench", "env"])
 def test_every_command_has_short_help_quiet_and_verbose(name: str) -> None:
-    shown = invoke(name, "-h").stdout
+    shown = invoke(name, *(["attention"] if name == "bench" else []), "-h").stdout
     assert "--quiet" in shown
     assert "--verbose" in shown
     assert "--methods" not in shown
@@ -258,26 +258,26 @@ def test_an_interrupted_bench_shows_what_it_has_and_ends_with_its_own_code(tmp_p
     program = f"""
 import atexit, os, signal, sys, time
 signal.signal({int(signal.SIGINT)}, signal.default_int_handler)
-from kvcli.cli import bench, start
+from kvcli.bench import suite
+from kvcli.cli import start
+from kvcli.tables import DataTable
 
-class Row:
-    def to_dict(self):
-        return {{"method": "fp16", "status": "ok"}}
-
-def rows():
-    yield Row()
+def records(self, reporter):
+    self.machine = {{}}
+    yield {{"method": "fp16", "status": "ok", "weights": "random"}}
     os.kill(os.getpid(), {int(signal.SIGINT)})
     time.sleep(5)
 
-def table(records):
+def table(self, records):
     time.sleep(0.4)
-    return "table"
+    return DataTable("table", ["method"], [["fp16"]])
 
-bench.run_attention = lambda options, output: bench.report_rows(options, output, rows(), 2, {{}}, table)
+suite.BenchRun.records, suite.BenchRun.table = records, table
 atexit.register(time.sleep, 0.4)
 sys.argv = ["kvcli", "bench", "--device", "cpu"]
 start.main()
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (130, "table\n"), done.stderr
-    assert "error: interrupted after 1 of 2 rows\n" in done.stderr
+    assert (done.returncode, "fp16" in done.stdout) == (130, True), done.stderr
+    assert "stopped after 1 row\n" in done.stderr
+    assert "error: interrupted; run the same command again to start over\n" in done.stderr

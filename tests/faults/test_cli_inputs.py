@@ -99,7 +99,7 @@ MEMORY = {
     "demo": "--tokens",
     "generate": "--max-new-tokens",
     "eval": "--chunk",
-    "bench": "--prefill-chunk",
+    "bench": "--contexts",
 }
 
 
@@ -124,7 +124,9 @@ def test_out_of_memory_names_the_remedy_of_the_command(
     assert MEMORY[name] in line
     for flag in {word.strip(",") for word in line.split() if word.startswith("--")}:
         owner = "calibrate" if "kvcli calibrate" in line else name
-        assert flag in invoke(*{"eval": ("eval", "kl")}.get(owner, (owner,)), "-h").stdout
+        assert (
+            flag in invoke(*{"eval": ("eval", "kl"), "bench": ("bench", "attention")}.get(owner, (owner,)), "-h").stdout
+        )
 
 
 ODD_METADATA = [

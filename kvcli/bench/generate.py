@@ -1,0 +1,257 @@
+"""Suites `generate` and `memory`: whole models, timed end to end or asked what fits into a memory budget."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from kvcli.bench.suite import (
+    DEFAULT_MODEL,
+    BenchSuite,
+    Lengths,
+    Prepared,
+    WholeModelOptions,
+    default_methods,
+    method_cases,
+    parse_batches,
+    status,
+)
+from kvcli.progress import Reporter
+from kvcli.sizes import parse_size, size
+from kvcli.suite import Records
+from kvcli.tables import DataTable
+
+MEMORY_SHAPE = "llama-3.1-8b"
+FILLED_CHUNK = 4096
+PREFILL = {True: "computed", False: "ends computed, middle filled"}
+"""How prompts were read, by whether all of a prompt was computed."""
+
+
+class GenerateOptions(WholeModelOptions):
+    """Options of `kvcli bench generate`."""
+
+    former_names: ClassVar[dict[str, str]] = {**WholeModelOptions.former_names, "new_tokens": "max_new_tokens"}
+
+    batches: list[str] = Field(
+        default=[], description="sequences, or 'auto' for the largest batch that fits; repeatable; default: 1"
+    )
+    prompt_tokens: Lengths = Field(default=[], description="prompt lengths; repeatable; default: 512 (CPU: 256)")
+    max_new_tokens: int | None = Field(
+        default=None,
+        ge=0,
+        description="tokens after the prompt; times are of whole rounds of encoding after the first two, or of all "
+        "tokens if there are none; default: 513, four rounds of 128 (CPU: 8)",
+    )
+    repeats: int = Field(default=3, ge=1, description="runs timed")
+    decode: Literal["auto", "graphs", "steps", "passes"] = Field(
+        default="auto",
+        description="how compressed rows make tokens: steps captured as CUDA graphs, the same not captured, or one "
+        "forward pass each; auto: graphs on a GPU with kernels, else passes",
+    )
+    compile: bool = Field(
+        default=False,
+        description="compile the model's layers around their attention with torch.compile for decode steps, those of "
+        "fp16 too where that is faster",
+    )
+    fill_prompt: bool = Field(
+        default=False,
+        description="fill the cache between the prompt's first and last chunk with random keys and values; the "
+        "prompt's times are then left out",
+    )
+    memory_budget: str | None = Field(default=None, description="limit of torch, as 24GiB or 24G; default: none")
+
+
+class MemoryOptions(WholeModelOptions):
+    """Options of `kvcli bench memory`."""
+
+    random_weights: str | None = Field(
+        default=None, description=f"random weights of a shape instead of a model; default: {MEMORY_SHAPE}"
+    )
+    batches: list[str] = Field(
+        default=["auto"], description="sequences, or 'auto' for the largest batch that fits; repeatable"
+    )
+    contexts: Lengths = Field(default=[32768], description="context lengths; repeatable")
+    memory_budget: str = Field(default="24GiB", description="limit of torch, as 24GiB or 24G")
+    full_prefill: bool = Field(
+        default=False, description="compute the whole prompt, instead of filling the cache between its ends"
+    )
+    longest: bool = Field(default=True, description="also find the longest context of one sequence")
+
+
+def check(options: GenerateOptions | MemoryOptions) -> None:
+    """Raises UsageError for sizes and batches that are none, and for options that exclude each other."""
+    options.check()
+    parse_batches(options.batches)
+    parse_size(options.memory_budget)
+
+
+def prepare_generate(options: GenerateOptions, reporter: Reporter) -> Prepared:
+    """Rows of fp16 and of methods, timed."""
+    import torch
+
+    from kvcli.attention.compiled import BACKEND
+    from kvcli.bench.budget import check_budget, need_gpu
+    from kvcli.bench.model_bench import ModelBench
+
+    device = torch.device(options.torch_device())
+    gpu = device.type == "cuda"
+    cases = method_cases(options, default_methods(few=not gpu), baseline=True)
+    batches, budget = parse_batches(options.batches), parse_size(options.memory_budget)
+    if budget is not None:
+        check_budget(budget, device)
+    if batches is None:
+        need_gpu(device)
+    filled = options.fill_prompt
+    chunk = options.prefill_chunk or (FILLED_CHUNK if filled else None)
+    model, shared = options.load_model(options.random_weights, reporter)
+    bench = ModelBench(
+        model,
+        cases,
+        impl=options.impl,
+        seed=options.seed,
+        memory_budget=budget,
+        prefill_chunk=chunk,
+        decode=options.decode,
+        backend=BACKEND if options.compile else None,
+    )
+    contexts = options.prompt_tokens or ([512] if gpu else [256])
+    new_tokens = options.max_new_tokens if options.max_new_tokens is not None else 513 if gpu else 8
+    rows = bench.generate(contexts, batches, new_tokens=new_tokens, repeats=options.repeats, fill_prompt=filled)
+    shared = {**shared, "memory_budget": budget, "prefill_chunk": chunk, "prefill": PREFILL[not filled]}
+    return Prepared(rows, len(contexts) * len(batches or [0]) * len(cases), shared)
+
+
+def prepare_memory(options: MemoryOptions, reporter: Reporter) -> Prepared:
+    """Rows of what fits into the budget."""
+    import torch
+
+    from kvcli.bench.budget import check_budget
+    from kvcli.bench.model_bench import ModelBench
+
+    budget = parse_size(options.memory_budget)
+    assert budget is not None
+    check_budget(budget, torch.device(options.torch_device()))
+    cases = method_cases(options, default_methods(), baseline=True)
+    batches, chunk, full = parse_batches(options.batches), options.prefill_chunk or FILLED_CHUNK, options.full_prefill
+    shape = options.random_weights or (MEMORY_SHAPE if options.model == DEFAULT_MODEL else None)
+    model, shared = options.load_model(shape, reporter)
+    bench = ModelBench(model, cases, impl=options.impl, seed=options.seed, memory_budget=budget, prefill_chunk=chunk)
+    rows = bench.memory(options.contexts, batches, longest=options.longest, full_prefill=full)
+    total = len(cases) * (len(options.contexts) * len(batches or [0]) + options.longest)
+    return Prepared(rows, total, {**shared, "memory_budget": budget, "prefill_chunk": chunk, "prefill": PREFILL[full]})
+
+
+def generate_table(records: Records, options: GenerateOptions) -> DataTable:
+    """Rates and memory of whole models, compared with fp16."""
+    columns = (
+        *("method", "prompt+new", "batch", "x tok/s", "x total", "prefill / fp16", "cache", "tok/s", "% of ceiling"),
+        *("decode", "prefill ms", "p20-p80", "ttft ms", "peak", "error", "impl"),
+    )
+    rows = []
+    for record in records:
+        row = {
+            "method": record["method"],
+            "prompt+new": f"{record['prompt_tokens']}+{record['new_tokens']}",
+            "batch": f"{record['batch'] or '-'}",
+        }
+        if record["status"] == "ok":
+            rate, prefill, share = record["tokens_per_s"], record["prefill_ms"], record["ceiling_share"]
+            row |= {
+                "x tok/s": _number(record["rate_ratio"], ".2f"),
+                "x total": _number(record["total_ratio"], ".2f"),
+                "prefill / fp16": _number(record["prefill_ratio"], ".3f"),
+                "cache": "-" if record["cache_ratio"] is None else f"1/{record['cache_ratio']:.2f}",
+                "tok/s": _number(rate and rate[1], ".1f"),
+                "% of ceiling": _number(share and 100 * share, ".0f"),
+                "decode": _decode(record),
+                "prefill ms": _number(prefill and prefill[1], ".1f"),
+                "p20-p80": f"{prefill[0]:.1f}-{prefill[2]:.1f}" if prefill else "-",
+                "ttft ms": _number(record["ttft_ms"], ".1f"),
+                "peak": "-" if record["peak_bytes"] is None else size(record["peak_bytes"]),
+            }
+        rows.append(row | status(record))
+    first = records[0]
+    budget = "" if first["memory_budget"] is None else f", budget {size(first['memory_budget'])}"
+    title = (
+        f"{first['model']}, {first['weights']} weights, {_layers(records)}, {first['dtype']}{budget}; "
+        f"prompts: {first['prefill']}; x: over fp16, which is transformers' model and SDPA, the faster of its own "
+        "cache and, on a GPU, a captured step whose cache does not grow; tok/s: of all sequences, in steady steps (*: "
+        "of all tokens after the first)"
+    )
+    optional = ("p20-p80", "ttft ms", "x total", "error", "prefill ms", "peak", "impl", "cache", "decode", "tok/s")
+    return DataTable.of(title, rows, (*optional, "% of ceiling"), columns=columns)
+
+
+def memory_table(records: Records, options: MemoryOptions) -> DataTable:
+    """What fits into the budget."""
+    columns = ("method", "question", "context", "batch", "cache", "cache / fp16", "peak", "reserved", "error", "impl")
+    rows = []
+    for record in records:
+        row = {
+            "method": record["method"],
+            "question": record["question"],
+            "context": f"{record['context'] or '-'}",
+            "batch": f"{record['batch'] or '-'}",
+        }
+        if record["status"] == "ok":
+            row |= {
+                "cache": size(record["cache_bytes"]),
+                "cache / fp16": f"1/{record['cache_ratio']:.2f}",
+                "peak": size(record["peak_bytes"]),
+                "reserved": size(record["reserved_bytes"]),
+            }
+        rows.append(row | status(record))
+    first = records[0]
+    weights = f"{first['weights']} weights ({size(first['weights_bytes'])})"
+    title = (
+        f"{first['model']}, {weights}, {_layers(records)}, {first['dtype']}, budget {size(first['memory_budget'])}; "
+        f"prompts in chunks of {first['prefill_chunk']} tokens, {first['prefill']}; one decode step"
+    )
+    return DataTable.of(title, rows, ("reserved", "error", "impl", "peak"), columns=columns)
+
+
+def _layers(records: Records) -> str:
+    """How many layers are compressed, and their share of fp16's cache where there are others."""
+    count, others = records[0]["num_layers"], records[0]["other_layers"]
+    if not others:
+        return f"{count} layers"
+    text = f"{count} of {count + others} layers compressed"
+    baseline = next((x for x in records if x["impl"] == "sdpa" and x["cache_bytes"]), None)
+    if baseline is None:
+        return text
+    return f"{text} ({100 * (1 - baseline['other_bytes'] / baseline['cache_bytes']):.0f} % of fp16's cache)"
+
+
+def _decode(record: Any) -> str:
+    """How tokens were made; a star where they are not steady steps."""
+    if record["decode"] is None:
+        return "-"
+    return f"{record['decode']}{'' if record['steady_tokens'] else ' *'}"
+
+
+def _number(value: float | None, format_spec: str) -> str:
+    return "-" if value is None else format(value, format_spec)
+
+
+SUITE = BenchSuite(
+    name="generate",
+    help="A model end to end: prompt, decoding and memory of methods, next to fp16.",
+    options=GenerateOptions,
+    example="kvcli bench generate --method kivi-2 --prompt-tokens 1024",
+    saves_memory="lower --prompt-tokens, --batches or --prefill-chunk",
+    prepare=prepare_generate,
+    tabulate=generate_table,
+    check=check,
+)
+
+MEMORY = BenchSuite(
+    name="memory",
+    help="The largest batch and the longest context that fit into a memory budget.",
+    options=MemoryOptions,
+    example="kvcli bench memory --memory-budget 24GiB --method kivi-2",
+    saves_memory="lower --contexts, --batches or --prefill-chunk",
+    prepare=prepare_memory,
+    tabulate=memory_table,
+    check=check,
+)

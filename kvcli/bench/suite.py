@@ -1,0 +1,258 @@
+"""What all suites of `kvcli bench` share: methods with their settings, models of random weights, records, failures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from pydantic import Field
+
+from kvcli.errors import ConfigError, KvcliError, UsageError
+from kvcli.hub import check_model_name
+from kvcli.options import IMPL_HELP, ModelOptions, parse_settings
+from kvcli.progress import Reporter
+from kvcli.registry import BASELINE, DEFAULT_METHOD, METHODS, check_settings, get_config, get_method, parse_name
+from kvcli.suite import Records, Run, Suite, Summary
+from kvcli.tables import DataTable
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvcli.bench.layer import MethodCase
+    from kvcli.bench.rows import Row
+
+DEFAULT_MODEL = ModelOptions.model_fields["model"].get_default()
+MAX_LENGTH = 2**31 - 1
+ERRORS = ("mismatch", "failed")
+"""Statuses of rows that are errors; `out of memory` and `refused` are results."""
+
+Lengths = list[Annotated[int, Field(ge=1, le=MAX_LENGTH)]]
+
+
+class BenchOptions(ModelOptions):
+    """Options of every suite; lists and lengths that are not given follow from the device."""
+
+    former_names: ClassVar[dict[str, str]] = {"methods": "method", "settings": "setting"}
+
+    method: list[str] = Field(
+        default=[],
+        description=f"method, such as {DEFAULT_METHOD}-2; repeatable; default: every compared method and number of "
+        "bits (generate on a CPU, contexts: one method without an artifact and one with)",
+    )
+    setting: list[str] = Field(default=[], description="setting of every method that has it, NAME=VALUE; repeatable")
+    impl: str = Field(default="auto", description=IMPL_HELP)
+    out: Path | None = Field(default=None, description="append records here; default: runs/bench/SUITE.jsonl")
+
+
+class WholeModelOptions(BenchOptions):
+    """And of suites that run whole models."""
+
+    random_weights: str | None = Field(default=None, description="random weights of a shape instead of a model")
+    layers: int | None = Field(default=None, ge=1, description="layers of the random model; default: all")
+    prefill_chunk: int | None = Field(
+        default=None,
+        ge=1,
+        description="tokens of the whole batch per forward pass; default: the whole prompt (memory, --fill-prompt: "
+        "4096)",
+    )
+
+    def check(self) -> None:
+        """Raises UsageError for a model beside random weights, or layers without them."""
+        if self.model != DEFAULT_MODEL and self.random_weights is not None:
+            raise UsageError(f"'{self.model}' or --random-weights, not both")
+        if self.random_weights is None and self.layers is not None:
+            raise UsageError("--layers goes with --random-weights")
+        if self.random_weights is None:
+            check_model_name(self.model)
+
+    def load_model(self, shape: str | None, reporter: Reporter) -> tuple[Any, dict[str, Any]]:
+        """Loads the model, or makes one of a shape with random weights.
+
+        Returns:
+            The model, and the fields of all records that describe it.
+        """
+        import torch
+
+        from kvcli.bench.model import random_model
+        from kvcli.bench.shapes import shape_spec
+        from kvcli.seam.probe import probe
+
+        device = torch.device(self.torch_device())
+        warn_without_gpu(device, reporter)
+        if shape is None:
+            model: Any = self.load(reporter).model
+        else:
+            shape_spec(shape)  # raises for an unknown shape before anything is said
+            dtype = self.dtype if self.dtype != "auto" else "bfloat16" if device.type == "cuda" else "float32"
+            reporter.say(f"making a model of the shape {shape} with random weights")
+            model = random_model(shape, self.layers, device, getattr(torch, dtype), self.seed)
+        spec = probe(model).spec
+        return model, {
+            "model": shape or self.model,
+            "weights": "random" if shape else "model",
+            "codebooks": "random",
+            "num_layers": spec.num_layers,
+            "other_layers": spec.other_layers,
+            "dtype": str(model.dtype).removeprefix("torch."),
+        }
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A suite that is ready to be measured.
+
+    Attributes:
+        rows: measured while they are iterated over.
+        total: how many.
+        shared: fields of all records besides the row's own.
+    """
+
+    rows: Iterator[Row]
+    total: int
+    shared: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchSuite(Suite):
+    """A suite of `kvcli bench`.
+
+    Attributes:
+        prepare: (options, reporter) to the rows.
+        tabulate: (records, options) to the table.
+        check: checks options before torch is imported.
+        summarize: records to fields of the JSON object that are of all records together.
+    """
+
+    prepare: Callable[[Any, Reporter], Prepared]
+    tabulate: Callable[[Records, Any], DataTable]
+    check: Callable[[Any], None] = lambda options: None
+    summarize: Callable[[Records], dict[str, Any]] = lambda records: {}
+
+    def open(self, options: Any) -> BenchRun:
+        """A run; methods and settings are checked.
+
+        Raises:
+            UsageError: no such method, or options that exclude each other.
+            ConfigError: a setting that no method has, or a value out of range.
+        """
+        return BenchRun(self, options)
+
+
+class BenchRun(Run):
+    """A run of a suite of `kvcli bench`."""
+
+    def __init__(self, suite: BenchSuite, options: BenchOptions) -> None:
+        self.suite, self.options = suite, options
+        self.out = options.out or Path("runs") / "bench" / f"{suite.name}.jsonl"
+        suite.check(options)
+        given = parse_settings(options.setting)
+        unknown = set(given) if options.method else set()
+        for text in options.method:
+            name, from_bits = parse_name(text)
+            fields = get_config(name).model_fields.keys()
+            unknown -= fields
+            check_settings(name, {**from_bits, **{x: given[x] for x in given.keys() & fields}})
+        if unknown:
+            raise ConfigError(f"none of the methods has a setting '{min(unknown)}'")
+
+    def records(self, reporter: Reporter) -> Iterator[dict[str, Any]]:
+        """Measures rows, one after another."""
+        from kvcli.kernels.launch import interpreted
+        from kvcli.machine import environment_info
+
+        options, prepared, self.machine = self.options, self.suite.prepare(self.options, reporter), environment_info()
+        shared = {"device": options.torch_device(), "interpreted": interpreted(), "seed": options.seed}
+        with reporter.progress(self.suite.name, prepared.total, "rows") as advance:
+            for row in prepared.rows:
+                record = {"suite": self.suite.name, **row.to_dict(), **prepared.shared, **shared}
+                yield {**record, "options": options.model_dump(mode="json"), "machine": self.machine}
+                advance(1)
+
+    def summary(self, records: Records) -> Summary:
+        """Rows that are errors or refused; a failure after an error, and if every method was refused."""
+        rows = [{x: record[x] for x in record if x not in ("options", "machine")} for record in records]
+        fields = {"rows": rows, **self.suite.summarize(records), "machine": self.machine}
+        notes = [f"records: {self.out}"]
+        for record in records:
+            if record["status"] in (*ERRORS, "refused"):
+                what = "error" if record["status"] in ERRORS else "refused"
+                where = f"{record['method']}, {record['context']} tokens, batch {record['batch']}"
+                notes.append(f"{what}: {where}: {record['note']}")
+        statuses = [record["status"] for record in records if record["method"] != BASELINE]
+        failure = None
+        if any(record["status"] in ERRORS for record in records):
+            failure = KvcliError("kernels or methods failed: see above")
+        elif statuses and set(statuses) == {"refused"}:
+            failure = KvcliError("every method was refused: see above")
+        return Summary(fields, notes, failure)
+
+    def table(self, records: Records) -> DataTable:
+        """As the suite says."""
+        return self.suite.tabulate(records, self.options)
+
+
+def default_methods(few: bool = False, kinds_only: bool = False) -> list[str]:
+    """What is measured unless --method is given: what the methods' records name.
+
+    Args:
+        few: one method that needs no artifact and one that needs one, the first number of bits of each, for runs that
+            are slow.
+        kinds_only: the same two methods with all their numbers of bits.
+    """
+    methods = [method for method in map(get_method, METHODS) if method.bench]
+    if few or kinds_only:
+        first = {method.needs_artifact: method for method in reversed(methods)}
+        methods = [method for method in methods if first[method.needs_artifact] is method]
+    return [name for method in methods for name in (method.bench[:1] if few else method.bench)]
+
+
+def method_cases(options: BenchOptions, default: list[str], baseline: bool = False) -> list[MethodCase]:
+    """The methods with their settings; with `baseline`, fp16 first.
+
+    Raises:
+        UsageError: a method that does not exist.
+        ConfigError: a setting that no method has, or a value out of range.
+    """
+    from kvcli.bench.layer import MethodCase, check_settings
+
+    settings = parse_settings(options.setting)
+    names = list(dict.fromkeys([*([BASELINE] if baseline else []), *(options.method or default)]))
+    cases = [MethodCase.parse(name, settings) for name in names]
+    check_settings(cases, settings)
+    return cases
+
+
+def parse_batches(texts: list[str]) -> list[int] | None:
+    """Numbers of sequences; None for `auto`.
+
+    Raises:
+        UsageError: neither numbers nor `auto` alone.
+    """
+    if texts == ["auto"]:
+        return None
+    if not all(text.isdecimal() and 1 <= int(text) <= MAX_LENGTH for text in texts):
+        raise UsageError(f"--batches takes numbers from 1 to {MAX_LENGTH} or 'auto' alone, not {' '.join(texts)}")
+    return [int(text) for text in texts] or [1]
+
+
+def warn_without_gpu(device: torch.device, reporter: Reporter) -> None:
+    """Says what is measured where there is no GPU."""
+    from kvcli.kernels.launch import interpreted
+
+    if device.type != "cuda":
+        what = "Triton's interpreter and PyTorch" if interpreted() else "PyTorch"
+        reporter.say(
+            f"no GPU: what is measured is {what} on the CPU (the reference, unless --impl says otherwise), "
+            "which tells nothing about the speed of the kernels"
+        )
+
+
+def status(record: Any) -> dict[str, str]:
+    """The last two cells of a row: the error of its kernels, and what ran or why there are no figures."""
+    error = "-" if record["out_error"] is None else f"{record['out_error']:.1e}"
+    if record["status"] == "ok":
+        return {"error": error, "impl": record["impl"]}
+    named = record["status"].upper() if record["status"] in ERRORS else record["status"]
+    return {"error": error, "impl": f"{record['impl']}: {named}"}

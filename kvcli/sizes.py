@@ -1,0 +1,33 @@
+"""Bytes as text, and text as bytes."""
+
+from __future__ import annotations
+
+import re
+
+from kvcli.errors import UsageError
+
+
+def size(count: float) -> str:
+    """Bytes with a binary unit and two decimals, which `pydantic.ByteSize` does not give."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
+        count /= 1024
+    return f"{count:.2f} GiB"
+
+
+def parse_size(text: str | None) -> int | None:
+    """Bytes from a number with a unit: 24GiB and 24G are 24 * 1024**3, as torch counts; 24GB is 24 * 1000**3.
+
+    `pydantic.ByteSize` ignores what follows a valid beginning: it reads 1,5GiB as one byte.
+
+    Raises:
+        UsageError: anything else.
+    """
+    if text is None:
+        return None
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)(B?)\s*", text, re.IGNORECASE)
+    if match is None or not float(match[1]) or (match[3] and not match[2]):
+        raise UsageError(f"'{text}' is not a size; write it like 24GiB, or 24G")
+    number, prefix, binary, unit = match.groups()
+    return int(float(number) * (1000 if unit and not binary else 1024) ** " KMGT".index((prefix or " ").upper()))
