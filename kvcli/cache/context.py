@@ -104,7 +104,7 @@ class Context:
             notes=dict(self.notes),
             counts=snapshot.counts,
             part_tokens=size,
-            bytes_of=bytes_of,
+            bytes_of=dict(sorted(bytes_of.items())),
             values_per_token=values_per_token,
             tokens=blocks[0] if tokens else None,
             first=blocks[start],
