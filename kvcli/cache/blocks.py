@@ -60,7 +60,7 @@ class Place:
 
 def encode(tensors: Mapping[str, Tensor]) -> tuple[Block, bytes]:
     """A block of tensors, on any device, by name; those of equal tensors are equal."""
-    data = save({name: x.detach().to("cpu", copy=True).contiguous() for name, x in stack_layers(tensors).items()})
+    data = save({name: x.detach().cpu().contiguous() for name, x in stack_layers(tensors).items()})
     return Block(blake3(data).hexdigest(), len(data)), data
 
 

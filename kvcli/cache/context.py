@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -65,14 +66,14 @@ class Context:
         if (reason := ours.difference(self.identity)) is not None:
             raise CacheError(f"{self.name} was made {reason}")
 
-    def encode(self, block_tokens: int = BLOCK_TOKENS) -> tuple[ContextRecord, dict[Block, Tensors]]:
+    def encode(self, block_tokens: int = BLOCK_TOKENS) -> tuple[ContextRecord, dict[Block, bytes]]:
         """What is stored of it.
 
         Args:
             block_tokens: tokens of a part of codes, rounded up to whole groups of the method.
 
         Returns:
-            Its record, and the tensors of its blocks, for `kvcli.cache.blocks.encode`.
+            Its record, and the bytes of its blocks.
 
         Raises:
             CacheError: `input_ids` are not of the snapshot's slots.
@@ -88,7 +89,9 @@ class Context:
         first, coded, last = split(snapshot, size) if plain else (dict(snapshot.tensors), [], {})
         tokens: list[Tensors] = [] if self.input_ids is None else [{INPUT_IDS: self.input_ids.int()}]
         parts = [*tokens, first, *coded, *([last] if plain else [])]
-        blocks, start = [encode(part)[0] for part in parts], len(tokens)
+        with ThreadPoolExecutor() as threads:
+            encoded = list(threads.map(encode, parts))
+        blocks, start = [block for block, _ in encoded], len(tokens)
         bytes_of, values_per_token = Counter[str](), 0
         for name, x in snapshot.tensors.items():
             kind = name.split(".")[2] if name.startswith("layers.") else name
@@ -101,14 +104,14 @@ class Context:
             notes=dict(self.notes),
             counts=snapshot.counts,
             part_tokens=size,
-            bytes_of=bytes_of,
+            bytes_of=dict(sorted(bytes_of.items())),
             values_per_token=values_per_token,
             tokens=blocks[0] if tokens else None,
             first=blocks[start],
             coded=tuple(blocks[start + 1 : start + 1 + len(coded)]),
             last=blocks[-1] if plain else None,
         )
-        return record, dict(zip(blocks, parts, strict=True))
+        return record, dict(encoded)
 
     @classmethod
     def decode(
@@ -184,8 +187,8 @@ class Context:
         with lock(temporary_path(path), busy, make_file=True), replacing(path) as temporary:
             with temporary.open("wb") as file:
                 file.write(len(text).to_bytes(8, "little") + text)
-                for block, tensors in blocks.items():
-                    file.write(encode(tensors)[1])
+                for block, data in blocks.items():
+                    file.write(data)
                     file.write(bytes(-block.bytes % _ALIGNMENT))
             return temporary.stat().st_size
 

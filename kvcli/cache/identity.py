@@ -5,14 +5,14 @@ This module does not know how a cache is stored.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from blake3 import blake3
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, ValidationError
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from kvcli.errors import UsageError, explain
@@ -29,7 +29,7 @@ _BUFFER_ROUNDING = (1e-3, 1e-4)
 """By how much buffers that are computed and not fitted may."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
 class CacheIdentity:
     """Model, method, settings and codecs of a cache, as plain JSON values.
 
@@ -46,8 +46,6 @@ class CacheIdentity:
         tokenizer: sha256 of the vocabulary; None where it is not known, which is equal to any.
         chat_template: sha256 of the chat template, or empty without one; None where it is not known.
     """
-
-    __pydantic_config__ = ConfigDict(extra="forbid")
 
     model: str
     fingerprint: str
@@ -110,12 +108,11 @@ class CacheIdentity:
             ValueError: values of other names, types or ranges; an unknown method or setting.
         """
         try:
-            identity = TypeAdapter(cls).validate_json(json.dumps(values), strict=True)
-        except ValidationError as error:
-            raise ValueError(" ".join(explain(error, cls.__dataclass_fields__).split())) from error
-        try:
+            identity = cls(**values)
             if identity.difference(identity) is not None:
                 raise ValueError("the identity of a cache is not its own")
+        except ValidationError as error:
+            raise ValueError(" ".join(explain(error, cls.__dataclass_fields__).split())) from error
         except (TypeError, KeyError, OverflowError, AttributeError, RuntimeError) as error:
             raise ValueError(" ".join(str(error).split())) from error
         return identity

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from kvcli.attention.session import Session
-from kvcli.cache.blocks import Block, Tensors, encode, verify_blocks
+from kvcli.cache.blocks import Block, encode, verify_blocks
 from kvcli.cache.context import INPUT_IDS, Context
 from kvcli.cache.identity import CacheIdentity
 from kvcli.cache.parts import BLOCK_TOKENS, is_plain
@@ -131,7 +131,7 @@ class ContextStore(ContextReader):
                 replaces = db.execute("SELECT 1 FROM contexts WHERE name = ?", (name,)).fetchone() is not None
                 if replaces and not overwrite:  # by another process, since it was checked
                     self.check_free(name, tokens, CacheIdentity.from_dict(record.identity))
-                new_bytes = sum(self._write(block, tensors) for block, tensors in blocks.items())
+                new_bytes = sum(self._write(block, data) for block, data in blocks.items())
                 db.execute("DELETE FROM contexts WHERE name = ?", (name,))
                 _insert(db, name, record, tokens)
         evicted = self.prune(max_bytes, keep=(name,)).evicted if replaces or max_bytes is not None else ()
@@ -223,7 +223,7 @@ class ContextStore(ContextReader):
             db.executemany("DELETE FROM blocks WHERE digest = ?", [(digest,) for digest in unused])
         return freed
 
-    def _write(self, block: Block, tensors: Tensors) -> int:
+    def _write(self, block: Block, data: bytes) -> int:
         """Writes a block unless it is there; returns the bytes written. The caller alone writes to the store."""
         place = self._place(block)
         try:
@@ -231,7 +231,7 @@ class ContextStore(ContextReader):
         except CacheError:
             temporary_path(place.path).unlink(missing_ok=True)  # of whatever kind it is
             with replacing(place.path) as temporary:
-                temporary.write_bytes(encode(tensors)[1])
+                temporary.write_bytes(data)
             return block.bytes
         return 0
 

@@ -389,3 +389,5 @@ def test_equal_caches_make_equal_files(tiny_model: Any, attach: Any, tmp_path: P
             read(tiny_model, cache, mask_of(40, 17))
             cache.save(tmp_path / name)
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+    assert Context.load(tmp_path / "a").save(tmp_path / "c") == (tmp_path / "c").stat().st_size
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "c").read_bytes()

@@ -32,7 +32,7 @@ IDENTITY = CacheIdentity(
     rope={"inv_freq": [1 / 10_000 ** (i / 64) for i in range(64)], "scaling": 1.0},
     method="kivi",
     config={"k_bits": 2, "v_bits": 2, "residual_length": WINDOW, "sink_length": SINKS, "group_size": 32},
-    layers=range(32),
+    layers=[*range(32)],
     codecs={"sample": []},
 )
 
@@ -57,7 +57,7 @@ def filled(folder: Path, count: int, block_tokens: int) -> ContextStore:
             blocks = [Block(f"{number:032x}{j:032x}", 2**20) for j in range(2 + num_coded(counts, block_tokens))]
             record = ContextRecord(
                 kvcli_version="0",
-                identity=IDENTITY.to_dict() | {"layers": [*IDENTITY.layers]},
+                identity=IDENTITY.to_dict(),
                 notes={},
                 counts=counts,
                 part_tokens=block_tokens,

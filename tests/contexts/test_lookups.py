@@ -4,8 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
+from blake3 import blake3
 from lookups import LENGTH, SHARED, filled, measure
+
+from kvcli.contexts.search import prefix_digests
+
+
+def test_checksums_of_first_tokens_are_those_of_each_prefix_alone() -> None:
+    ids = np.arange(300, dtype=np.int32)
+    digests = {length: blake3(ids[:length].tobytes()).digest(8) for length in (0, 1, 16, 17, 256, 300)}
+    expected = {length: int.from_bytes(digest, "little", signed=True) for length, digest in digests.items()}
+    assert prefix_digests(ids, [300, 17, 16, 256, 1, 0, 17]) == expected
 
 
 @pytest.mark.parametrize(("count", "limit_ms"), [(200, 100.0), pytest.param(10_000, 30.0, marks=pytest.mark.slow)])
