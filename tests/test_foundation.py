@@ -235,7 +235,7 @@ BUDGET = {
     "bench": 3120,
     "cache": 3280,
     "calibrate": 1690,
-    "cli": 3690,
+    "cli": 3700,
     "contexts": 990,
     "eval": 2660,
     "integrations": 870,

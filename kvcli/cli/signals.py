@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from importlib.machinery import ExtensionFileLoader, ModuleSpec, PathFinder, SourceFileLoader
 from types import FrameType, ModuleType
@@ -37,6 +38,7 @@ def catch_signals() -> None:
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, _stop)
     sys.meta_path.insert(0, _Imports())
+    sys.unraisablehook = _send_again
 
 
 def release_signals() -> None:
@@ -70,6 +72,18 @@ def _stop(number: int, frame: FrameType | None) -> None:
         return
     _State.stopped_by = number
     raise _exception() or KeyboardInterrupt
+
+
+def _send_again(dropped: sys.UnraisableHookArgs) -> None:
+    """Sends a signal again whose exception Python cannot raise, as in destructors and callbacks of C code."""
+    number = _State.stopped_by
+    if number is None or not isinstance(dropped.exc_value, KeyboardInterrupt):
+        sys.__unraisablehook__(dropped)
+        return
+    _State.stopped_by = None
+    timer = threading.Timer(0.05, os.kill, (os.getpid(), number))
+    timer.daemon = True
+    timer.start()
 
 
 class _Imports:

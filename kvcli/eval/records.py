@@ -157,7 +157,7 @@ def from_plain(values: Mapping[str, Any]) -> EvalRecord:
         ValidationError: a field that is missing, unknown or of another type.
     """
     suite = Literal[tuple(EVAL_SUITES)]  # type: ignore[valid-type]
-    name = create_model("Named", suite=(suite, ...)).model_validate(values).suite  # type: ignore[attr-defined]
+    name = create_model("Named", suite=(suite, ...)).model_validate(values).suite  # type: ignore[arg-type,attr-defined]
     record: EvalRecord = get_suite(EVAL_SUITES[name]).record.model_validate(values)
     return record
 

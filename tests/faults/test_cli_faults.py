@@ -93,6 +93,29 @@ except BaseException as error:
     assert (done.returncode, done.stdout) == (0, raised + "\n"), done.stderr
 
 
+@pytest.mark.parametrize(("number", "raised"), [(signal.SIGINT, "KeyboardInterrupt"), (signal.SIGTERM, "Terminated")])
+def test_a_signal_is_sent_again_after_a_destructor_that_drops_its_exception(number: int, raised: str) -> None:
+    program = f"""
+import signal, time
+signal.signal({int(number)}, signal.default_int_handler)
+from kvcli.cli import signals
+
+class Dropping:
+    def __del__(self):
+        signal.raise_signal({int(number)})
+
+signals.catch_signals()
+try:
+    Dropping()
+    time.sleep(9)
+except BaseException as error:
+    signals.stop_reason()
+    print(type(error).__name__)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, raised + "\n", "")
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 4)])
 def test_a_signal_that_an_import_drops_is_raised_again(tmp_path: Path, number: int, code: int) -> None:
     drops = f"""
