@@ -33,6 +33,8 @@ def check(target: str, how: str) -> None:
             "sabotage.plugin",
             "-p",
             "no:cacheprovider",
+            "-p",
+            "no:benchmark",
             "-x",
             "-q",
             "-m",
