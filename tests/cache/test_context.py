@@ -103,7 +103,7 @@ def test_another_process_makes_the_very_tokens(
         jobs.append((str(folder), method, artifact, settings))
         expected[method] = made.sequences.tolist()
     done = subprocess.run(
-        [sys.executable, "-c", IN_ANOTHER_PROCESS, str(repo_root / "tests"), json.dumps(jobs)],
+        [sys.executable, "-c", IN_ANOTHER_PROCESS, str(repo_root / "tests" / "support"), json.dumps(jobs)],
         check=False,
         capture_output=True,
         text=True,

@@ -22,11 +22,11 @@ FIT = ("fit", "samples", "--method", "commvq", "--setting", "codebook_size=8", "
 FIT = (*FIT, "--setting", "key_iterations=2", "--out", "run")
 WAIT_S = 300
 ROOT = Path(__file__).parent.parent.parent
-WORKER = str(ROOT / "tests" / "rank_worker.py")
+WORKER = str(Path(__file__).with_name("rank_worker.py"))
 
 
 def start(folder: Path, arguments: tuple[str, ...], **variables: str) -> subprocess.Popen[str]:
-    path = f"{ROOT}:{ROOT / 'tests'}"
+    path = f"{ROOT}:{ROOT / 'tests' / 'support'}"
     environment = {"PATH": os.environ["PATH"], "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HOME": str(folder)}
     return subprocess.Popen(
         [sys.executable, *arguments],

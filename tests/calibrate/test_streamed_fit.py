@@ -152,7 +152,7 @@ def peak_mib(tokens: int, block_tokens: int, folder: Path, root: Path) -> float:
     """Peak memory of a process that records and fits tokens."""
     done = subprocess.run(
         [sys.executable, "-c", MEASURED, str(tokens // 512), str(folder), str(block_tokens)],
-        env={"PATH": "", "PYTHONPATH": f"{root}:{root / 'tests'}"},
+        env={"PATH": "", "PYTHONPATH": f"{root}:{root / 'tests' / 'support'}"},
         capture_output=True,
         text=True,
         check=True,

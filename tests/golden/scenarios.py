@@ -1,6 +1,6 @@
 """What the golden records are of: commands with `--json`, tokens, artifacts and contexts of tiny models, all seeded.
 
-`PYTHONPATH=tests python -m golden.scenarios` writes the records again; `test_golden.py` compares.
+`PYTHONPATH=tests:tests/support python -m golden.scenarios` writes the records again; `test_golden.py` compares.
 """
 
 from __future__ import annotations

@@ -6,22 +6,22 @@ A name that no longer exists fails the check: move its line with the code.
 from __future__ import annotations
 
 CODECS = "methods/test_contract.py"
-CACHE = "test_methods_cache.py"
+CACHE = "cache/test_methods_cache.py"
 
 TARGETS: dict[str, str] = {
     # kvcli's foundation
-    "kvcli.packing:pack_bits": "test_foundation.py",
-    "kvcli.packing:unpack_bits": "test_foundation.py",
-    "kvcli.packing:pack_planes": "test_foundation.py",
-    "kvcli.packing:unpack_planes": "test_foundation.py",
-    "kvcli.rope:Rotation.apply": "test_foundation.py",
-    "kvcli.rope:Rotation.unapply": "test_foundation.py",
-    "kvcli.rope:Rope.rotation": "test_foundation.py",
+    "kvcli.packing:pack_bits": "foundation/test_packing.py",
+    "kvcli.packing:unpack_bits": "foundation/test_packing.py",
+    "kvcli.packing:pack_planes": "foundation/test_packing.py",
+    "kvcli.packing:unpack_planes": "foundation/test_packing.py",
+    "kvcli.rope:Rotation.apply": "foundation/test_rope_and_spec.py",
+    "kvcli.rope:Rotation.unapply": "foundation/test_rope_and_spec.py",
+    "kvcli.rope:Rope.rotation": "foundation/test_rope_and_spec.py",
     "kvcli.rope:to_pairs": "methods/test_commvq_keys.py",
-    "kvcli.spec:ModelSpec.from_config": "test_spec_of_config.py",
-    "kvcli.registry:parse_name": "test_method_names.py",
+    "kvcli.spec:ModelSpec.from_config": "seam/test_spec_of_config.py",
+    "kvcli.registry:parse_name": "foundation/test_method_names.py",
     "kvcli.registry:method_name": "cli/test_compress_command.py",
-    "kvcli.fingerprint:fingerprint": "test_identity.py faults/test_cli_inputs.py",
+    "kvcli.fingerprint:fingerprint": "models/test_models.py faults/test_cli_inputs.py",
     "kvcli.fingerprint:differs": "faults/test_cli_inputs.py",
     # storage
     "kvcli.storage.atomic:replacing": "faults/test_locks_and_writes.py storage",
@@ -57,7 +57,7 @@ TARGETS: dict[str, str] = {
     "kvcli.methods.kvquant:weighted_levels": "methods/test_kvquant.py",
     "kvcli.methods.commvq.keys:CommVQKeyCodec.encode": "methods/test_commvq_keys.py",
     "kvcli.methods.commvq.keys:CommVQKeyCodec.decode": "methods/test_commvq_keys.py",
-    "kvcli.methods.commvq.keys:CommVQKeyCodec.scores": "methods/test_products_with_codes.py test_commvq_cache.py",
+    "kvcli.methods.commvq.keys:CommVQKeyCodec.scores": "methods/test_products_with_codes.py cache/test_commvq_cache.py",
     "kvcli.methods.commvq.values:CommVQValueCodec.encode": "methods/test_commvq_values.py",
     "kvcli.methods.commvq.values:CommVQValueCodec.weighted_sum": "methods/test_products_with_codes.py",
     "kvcli.methods.commvq.fit_keys:fit_keys": "methods/test_commvq_keys.py",
@@ -82,9 +82,9 @@ TARGETS: dict[str, str] = {
     "kvcli.attention.layer:flush_layer": CACHE,
     "kvcli.attention.generation:prefill": "attention/test_decoder.py",
     "kvcli.attention.session:Session.load_cache": "cache/test_context.py",
-    "kvcli.seam.probe:probe": "test_seam.py",
-    "kvcli.seam.logits:logits_of": "test_logits.py",
-    "kvcli.seam.patch:Seam.close": "test_seam.py",
+    "kvcli.seam.probe:probe": "seam/test_seam.py",
+    "kvcli.seam.logits:logits_of": "seam/test_logits.py",
+    "kvcli.seam.patch:Seam.close": "seam/test_seam.py",
     # calibrate to artifact
     "kvcli.calibrate.config:CollectConfig.disk_bytes": "plan/test_plan_stages.py calibrate",
     "kvcli.calibrate.fisher:layer_fisher": "calibrate/test_fisher.py",

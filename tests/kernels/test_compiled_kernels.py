@@ -22,7 +22,7 @@ HEAVY = "window_kernels|_extend_kernel|_leading_kernel|_project_kernel|_decode_v
 def compile_kernels(capability: int, *options: str) -> str:
     variables = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "tests/compiled_kernels.py", str(capability), *options],
+        [sys.executable, "tests/kernels/compiled_kernels.py", str(capability), *options],
         env={**variables, "PYTHONPATH": "."}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, "\n".join((done.stdout, done.stderr[-2000:]))

@@ -3,8 +3,8 @@
 A model of one layer is attached to each method, and launches are recorded instead of made. What they leave unwritten
 does not matter, because launches depend on shapes and dtypes alone. Then the recorded kernels are compiled.
 
-    python tests/compiled_kernels.py 86                      all launches on compute capability 8.6, a line each
-    python tests/compiled_kernels.py 80 --head-dim 64 --dtype float32 --methods kivi-2 qjl
+    python tests/kernels/compiled_kernels.py 86                      all launches on compute capability 8.6, a line each
+    python tests/kernels/compiled_kernels.py 80 --head-dim 64 --dtype float32 --methods kivi-2 qjl
 
 Exit code 1 if a kernel does not fit. Run it without TRITON_INTERPRET; it needs Triton's compiler, and no GPU.
 """

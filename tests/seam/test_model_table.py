@@ -30,7 +30,7 @@ def test_tables_of_models_are_fresh(found: list[Outcome], repo_root: Path) -> No
     pinned = re.search(r"^transformers==(.*)$", (repo_root / ".ci" / "constraints.txt").read_text(), re.MULTILINE)
     assert version is not None
     assert pinned is not None
-    assert version[1] == pinned[1], "run python tests/model_table.py"
+    assert version[1] == pinned[1], "run python tests/support/model_table.py"
     if transformers.__version__ != version[1]:
         pytest.skip(f"the tables are of transformers {version[1]}, not {transformers.__version__}")
-    assert written == tables(found), "run python tests/model_table.py"
+    assert written == tables(found), "run python tests/support/model_table.py"

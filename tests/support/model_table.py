@@ -1,6 +1,6 @@
 """What becomes of every type of causal language model in the installed transformers, as tables for docs/models.md.
 
-`python tests/model_table.py` writes them anew.
+`python tests/support/model_table.py` writes them anew.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 import kvcli
 from kvcli.errors import KvcliError
 
-BEGIN, END = "<!-- tests/model_table.py: begin -->", "<!-- tests/model_table.py: end -->"
+BEGIN, END = "<!-- tests/support/model_table.py: begin -->", "<!-- tests/support/model_table.py: end -->"
 MAX_PARAMETERS = 3 * 10**7
 _WINDOW = {"residual_length": 6, "sink_length": 2, "flush_block": 1}
 _PROMPT, _STEPS = 31, 3
@@ -141,5 +141,5 @@ def replaced(page: str, new: str) -> str:
 
 
 if __name__ == "__main__":
-    page = Path(__file__).resolve().parent.parent / "docs" / "models.md"
+    page = Path(__file__).resolve().parents[2] / "docs" / "models.md"
     page.write_text(replaced(page.read_text(), tables(list(outcomes()))))

@@ -1,0 +1,73 @@
+"""Rotations, and what a config says of a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from factories import make_model
+from transformers import AutoConfig
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from kvcli.errors import UnsupportedModelError
+from kvcli.rope import Rope, from_pairs, to_pairs
+from kvcli.spec import ModelSpec
+
+
+def test_rotation_equals_transformers_bit_for_bit() -> None:
+    model = make_model("llama")
+    x, positions = torch.randn(2, 4, 9, 16), torch.randint(0, 500, (2, 9))
+    cos, sin = model.model.rotary_emb(x, positions)
+    expected, _ = apply_rotary_pos_emb(x, x, cos, sin)
+    rotation = Rope(model.model.rotary_emb).rotation(positions, torch.float32)
+    assert torch.equal(rotation.apply(x), expected)
+    assert torch.allclose(rotation.unapply(rotation.apply(x)), x, atol=1e-5)
+
+
+def test_unapply_undoes_yarn_scaling() -> None:
+    model = make_model(
+        "llama",
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 8.0,
+            "original_max_position_embeddings": 64,
+        },
+    )
+    rotation = Rope(model.model.rotary_emb).rotation(torch.arange(300)[None], torch.float32)
+    assert not torch.allclose(rotation.cos**2 + rotation.sin**2, torch.ones(()))
+    x = torch.randn(1, 2, 300, 16)
+    assert torch.allclose(rotation.unapply(rotation.apply(x)), x, atol=1e-4)
+
+
+@pytest.mark.parametrize("rotary_dim", [16, 8])
+def test_pairs_are_what_rope_rotates(rotary_dim: int) -> None:
+    x = torch.randn(3, 16)
+    pairs = to_pairs(x, rotary_dim)
+    assert torch.equal(from_pairs(pairs, rotary_dim), x)
+    assert torch.equal(pairs[:, 1, 0], x[:, 1])
+    assert torch.equal(pairs[:, 1, 1], x[:, 1 + rotary_dim // 2])
+
+
+def test_spec_reads_every_family(any_model: Any) -> None:
+    spec = ModelSpec.from_config(any_model.config)
+    assert (spec.num_layers, spec.num_heads, spec.num_kv_heads, spec.head_dim) == (3, 4, 2, 16)
+    assert spec.kv_dim == 32
+    assert spec.num_kv_groups == 2
+    assert spec.fp16_bytes_per_token() == 3 * 2 * 32 * 2
+    assert ModelSpec.from_dict(spec.to_dict()) == spec
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "named"),
+    [
+        ("mamba", {}, "linear_attention in layers 0, 1"),
+        ("mistral", {"sliding_window": 64}, "sliding_attention in layers 0, 1"),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0}, "sliding_attention"),
+    ],
+)
+def test_unsupported_models_are_refused_by_name(family: str, changes: dict[str, Any], named: str) -> None:
+    config = AutoConfig.for_model(family, num_hidden_layers=2, **changes)
+    with pytest.raises(UnsupportedModelError, match=named):
+        ModelSpec.from_config(config)
