@@ -57,7 +57,27 @@ def generate(name: str) -> str:
     return markdown(header, cells)
 
 
-TABLES: dict[str, Callable[[str], str]] = {"attention-h200": attention, "generate-h200": generate}
+def quality(name: str) -> str:
+    """KL, flips and perplexity by method, best first; and the KL without sinks where that was measured."""
+    rows = records(name)
+    without = {row["method"]: row["kl_mean"] for row in rows if row["options"]["sink_length"] == 0}
+    header = ["method", "bits K / V", "KL", "95 % interval", "flips %", "perplexity", "KL without sinks"]
+    cells = []
+    for row in sorted(rows, key=lambda row: row["kl_mean"]):
+        method, memory, kl = row["method"], row["memory"], row["metrics"]["kl_mean"]
+        if row["options"]["sink_length"] != 0:
+            interval = f"{kl['low']:.4f}-{kl['high']:.4f}" if kl["low"] is not None else ""
+            bits = f"{memory['key_bits']:.2f} / {memory['value_bits']:.2f}"
+            figures = [f"{kl['mean']:.4f}", interval, f"{100 * row['flips']:.1f}", f"{row['perplexity']:.2f}"]
+            cells.append([method, bits, *figures, f"{without[method]:.4f}" if method in without else ""])
+    return markdown(header, cells)
+
+
+TABLES: dict[str, Callable[[str], str]] = {
+    "attention-h200": attention,
+    "generate-h200": generate,
+    "quality-smollm2-135m": quality,
+}
 
 
 def rendered(page: str) -> str:

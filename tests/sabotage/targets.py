@@ -19,10 +19,10 @@ TARGETS: dict[str, str] = {
     "kvcli.rope:Rope.rotation": "foundation/test_rope_and_spec.py",
     "kvcli.rope:to_pairs": "methods/test_commvq_keys.py",
     "kvcli.spec:ModelSpec.from_config": "seam/test_spec_of_config.py",
-    "kvcli.registry:parse_name": "foundation/test_method_names.py",
+    "kvcli.registry:parse_name": "foundation/test_names_and_fingerprints.py",
     "kvcli.registry:method_name": "cli/test_compress_command.py",
-    "kvcli.fingerprint:fingerprint": "models/test_models.py faults/test_cli_inputs.py",
-    "kvcli.fingerprint:differs": "faults/test_cli_inputs.py",
+    "kvcli.fingerprint:fingerprint": "foundation/test_names_and_fingerprints.py",
+    "kvcli.fingerprint:differs": "foundation/test_names_and_fingerprints.py",
     # storage
     "kvcli.storage.atomic:replacing": "faults/test_locks_and_writes.py storage",
     "kvcli.storage.locks:lock": "faults/test_locks_and_writes.py",

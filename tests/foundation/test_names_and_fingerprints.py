@@ -1,0 +1,64 @@
+"""Names of methods with their bits, and what identifies a model, against values written out."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import pytest
+import torch
+from factories import make_model
+
+from kvcli.errors import ConfigError, UsageError
+from kvcli.fingerprint import differs, fingerprint
+from kvcli.registry import method_name, parse_name
+from kvcli.spec import ModelSpec
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "settings"),
+    [
+        ("kivi-2", "kivi", {"k_bits": 2, "v_bits": 2}),
+        ("squat-pre-4", "squat-pre", {"k_bits": 4, "v_bits": 4}),
+        ("fp8", "fp8", {}),
+    ],
+)
+def test_a_name_is_a_method_and_the_settings_of_its_bits(text: str, name: str, settings: dict[str, Any]) -> None:
+    assert parse_name(text) == (name, settings)
+    assert method_name(name, settings) == text
+
+
+def test_a_name_without_bits_has_no_settings() -> None:
+    assert parse_name("kivi") == ("kivi", {})
+    assert method_name("kivi", {}) == "kivi-2"
+
+
+@pytest.mark.parametrize(("text", "error"), [("fp8-2", UsageError), ("kivi-9", ConfigError), ("kivvi-2", UsageError)])
+def test_a_name_that_is_none_is_refused(text: str, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        parse_name(text)
+
+
+def test_a_fingerprint_is_the_shapes_checksum_and_two_weights_per_projection() -> None:
+    model = make_model("llama")
+    spec = ModelSpec.from_config(model.config)
+    shapes = hashlib.sha256(json.dumps(spec.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
+    weights = [
+        getattr(model.model.layers[layer].self_attn, name).weight.flatten()
+        for layer in range(3)
+        for name in ("k_proj", "v_proj")
+    ]
+    sample = torch.stack([x[i] for x in weights for i in (0, x.numel() // 2)]).to(torch.float16)
+    assert fingerprint(model, spec) == f"{shapes}:{sample.detach().numpy().tobytes().hex()}"
+
+
+def test_fingerprints_differ_by_shapes_and_by_weights() -> None:
+    first = "0123456789abcdef:003c0040"  # 1 and 2 as float16
+    assert differs(first, first) is None
+    assert differs(first, "0123456789abcdef:003c0140") is None  # rounded: 2.002
+    assert differs(first, "1123456789abcdef:003c0040") == "the shapes differ"
+    assert str(differs(first, "0123456789abcdef:00400040")).startswith("weights of the key and value projections")
+    assert differs(f"{first}:quantized", "0123456789abcdef:003c0140") is None
+    with pytest.raises(ValueError, match="fingerprint"):
+        differs(first, "")
