@@ -145,12 +145,7 @@ def _fetch(name: str, revision: str | None, offline: bool, patterns: tuple[str, 
 
 def _refusal(error: BaseException) -> str | None:
     """Why the hub gives no model, where it says so; None where it could not be asked."""
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HFValidationError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 
     if isinstance(error, HFValidationError):
         return "this is neither a folder here nor a name of the form OWNER/MODEL"

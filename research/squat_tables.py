@@ -31,8 +31,6 @@ def _measurements(spec: ModelSpec) -> Sequence[Measurement]:
 
 TABLES = {
     "squat-3": PaperTable(
-        "SQuat, Table 3: lambda and subspace dimension",
-        "GSM8K of Llama-3.1-8B, percent",
-        measurements=_measurements,
+        "SQuat, Table 3: lambda and subspace dimension", "GSM8K of Llama-3.1-8B, percent", measurements=_measurements
     )
 }

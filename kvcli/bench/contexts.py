@@ -6,15 +6,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from kvcli.bench.suite import (
-    BenchSuite,
-    Lengths,
-    Prepared,
-    WholeModelOptions,
-    default_methods,
-    method_cases,
-    status,
-)
+from kvcli.bench.suite import BenchSuite, Lengths, Prepared, WholeModelOptions, default_methods, method_cases, status
 from kvcli.options import check_storable
 from kvcli.progress import Reporter
 from kvcli.registry import UNFITTED_METHOD
@@ -27,8 +19,7 @@ class ContextsOptions(WholeModelOptions):
     """Options of `kvcli bench contexts`."""
 
     prompt_tokens: Lengths = Field(
-        default=[],
-        description="prompt lengths; repeatable; default: 2048, 8192 and 32768, on a CPU 256 and 1024",
+        default=[], description="prompt lengths; repeatable; default: 2048, 8192 and 32768, on a CPU 256 and 1024"
     )
     repeats: int = Field(default=3, ge=1, description="runs timed")
     context_folder: Path | None = Field(

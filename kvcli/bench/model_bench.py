@@ -266,8 +266,5 @@ class ModelBench:
     @contextmanager
     def _attached(self, case: MethodCase) -> Iterator[Session | None]:
         """Attaches a method within the memory budget, inside the block."""
-        with (
-            memory_limit(self.memory_budget, self.device),
-            attached(self.model, case, self.impl, self.seed) as session,
-        ):
+        with memory_limit(self.memory_budget, self.device), attached(self.model, case, self.impl, self.seed) as session:
             yield session

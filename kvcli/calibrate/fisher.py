@@ -148,12 +148,7 @@ class _Gradients:
 
 
 def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    coded_key: Tensor,
-    coded_value: Tensor,
-    call: AttentionCall,
+    query: Tensor, key: Tensor, value: Tensor, coded_key: Tensor, coded_value: Tensor, call: AttentionCall
 ) -> Tensor:
     """Attention of one sequence whose tokens beyond sinks and window are other tensors of the same values.
 

@@ -50,21 +50,7 @@ def _main(
     pass
 
 
-for module in (
-    demo,
-    plan,
-    calibrate,
-    merge,
-    fit,
-    export,
-    generate,
-    compress,
-    contexts,
-    chat,
-    suites,
-    methods,
-    env,
-):
+for module in (demo, plan, calibrate, merge, fit, export, generate, compress, contexts, chat, suites, methods, env):
     module.register(app)
 
 

@@ -26,8 +26,7 @@ class PruneOptions(StoreOptions):
     """Options of `kvcli contexts prune`."""
 
     max_bytes: str | None = Field(
-        default=None,
-        description="remove the least recently used contexts until the store has this size, such as 20GiB",
+        default=None, description="remove the least recently used contexts until the store has this size, such as 20GiB"
     )
 
 

@@ -23,18 +23,7 @@ from kvcli.tables import DataTable
 if TYPE_CHECKING:
     from kvcli.plan.memory import MethodPlan, PlannedModel
 
-_COLUMNS = (
-    "method",
-    "bits",
-    "cache",
-    "of fp16",
-    "on disk",
-    "artifact",
-    "peak",
-    "longest",
-    "batch",
-    "pays from",
-)
+_COLUMNS = ("method", "bits", "cache", "of fp16", "on disk", "artifact", "peak", "longest", "batch", "pays from")
 _OPTIONAL = ("on disk", "bits", "artifact")
 
 

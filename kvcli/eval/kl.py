@@ -9,16 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field
 
 from kvcli.eval.records import UNCOMPRESSED, EvalRecord, Figure, Strict
-from kvcli.eval.suite import (
-    STAR,
-    ComparedOptions,
-    CorpusOptions,
-    EvalSuite,
-    Measured,
-    Prepared,
-    difference,
-    interval,
-)
+from kvcli.eval.suite import STAR, ComparedOptions, CorpusOptions, EvalSuite, Measured, Prepared, difference, interval
 from kvcli.progress import Reporter
 from kvcli.registry import BASELINE, DEFAULT_METHOD
 from kvcli.suite import Records

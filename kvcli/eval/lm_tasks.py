@@ -233,11 +233,7 @@ def find_tasks(config: TasksConfig) -> TaskManager:
 
 
 def measure(
-    loaded: LoadedModel,
-    case: Case,
-    config: TasksConfig,
-    manager: TaskManager,
-    advance: Advance = lambda requests: None,
+    loaded: LoadedModel, case: Case, config: TasksConfig, manager: TaskManager, advance: Advance = lambda requests: None
 ) -> tuple[list[Document], dict[str, Any], MemoryReport | None]:
     """Runs tasks.
 

@@ -323,11 +323,7 @@ class MethodPlan:
             number = largest(lambda count: not holds(count), start=1, most=_LONGEST) + 1
             return None if number > _LONGEST else number
 
-        return {
-            "against": other.name,
-            "context": first(pays),
-            "contexts": first(lambda count: pays(tokens, count)),
-        }
+        return {"against": other.name, "context": first(pays), "contexts": first(lambda count: pays(tokens, count))}
 
 
 def calibration(planned: PlannedModel, config: CollectConfig, program_bytes: int = 0) -> dict[str, int]:

@@ -93,8 +93,4 @@ def _sum(x: Any, y: Any) -> Tensor | None:
     return x if _broadcasts_into(x, y) and y.number == 0 else None
 
 
-_RULES: dict[Any, Callable[..., Tensor | None]] = {
-    Tensor.unsqueeze: _unsqueeze,
-    Tensor.mul: _product,
-    Tensor.add: _sum,
-}
+_RULES: dict[Any, Callable[..., Tensor | None]] = {Tensor.unsqueeze: _unsqueeze, Tensor.mul: _product, Tensor.add: _sum}

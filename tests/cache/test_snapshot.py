@@ -271,10 +271,7 @@ CHANGES: list[tuple[Callable[[dict[str, Tensor]], Any], str]] = [
         lambda x: x.update({"layers.00.keys": x["layers.0.keys"]}),
         "layers.00.keys, which this model and method have no place for",
     ),
-    (
-        lambda x: x.update({"layers.00.keys": x.pop("layers.0.keys")}),
-        "layers.0.keys is missing",
-    ),
+    (lambda x: x.update({"layers.00.keys": x.pop("layers.0.keys")}), "layers.0.keys is missing"),
     (lambda x: x.update({"layers.0": x["layers.0.keys"]}), "layers.0, which this model and method have no place for"),
     (lambda x: x.update({"valid": ~x["valid"]}), "padding marks do not agree"),
     (lambda x: x.update({"valid": x["valid"].int()}), "padding marks do not agree"),

@@ -37,8 +37,7 @@ def test_other_sizes_are_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [((), "llama-3.1-8b"), (("--random-weights", "tiny"), "tiny"), (("a-model",), None)],
+    ("arguments", "expected"), [((), "llama-3.1-8b"), (("--random-weights", "tiny"), "tiny"), (("a-model",), None)]
 )
 def test_memory_takes_a_model_if_one_is_named(
     monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], expected: str | None

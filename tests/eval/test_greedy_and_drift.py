@@ -58,8 +58,7 @@ def test_the_fp16_cache_never_drifts(loaded: LoadedModel) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "expected"),
-    [([1, 2, 3, 4], (None, 4, 1.0)), ([9, 2, 3, 4], (0, 0, 0.75)), ([1, 2, 9, 9], (2, 2, 0.5))],
+    ("tokens", "expected"), [([1, 2, 3, 4], (None, 4, 1.0)), ([9, 2, 3, 4], (0, 0, 0.75)), ([1, 2, 9, 9], (2, 2, 0.5))]
 )
 def test_drift_is_counted_from_the_first_new_token(tokens: list[int], expected: tuple[Any, ...]) -> None:
     assert drift.compare(tokens, [1, 2, 3, 4]) == expected

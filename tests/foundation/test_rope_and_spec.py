@@ -28,12 +28,7 @@ def test_rotation_equals_transformers_bit_for_bit() -> None:
 def test_unapply_undoes_yarn_scaling() -> None:
     model = make_model(
         "llama",
-        rope_parameters={
-            "rope_type": "yarn",
-            "rope_theta": 1e4,
-            "factor": 8.0,
-            "original_max_position_embeddings": 64,
-        },
+        rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 64},
     )
     rotation = Rope(model.model.rotary_emb).rotation(torch.arange(300)[None], torch.float32)
     assert not torch.allclose(rotation.cos**2 + rotation.sin**2, torch.ones(()))

@@ -113,10 +113,7 @@ def prompt(model_type: str, image: bool) -> dict[str, Tensor]:
 def test_tokens_are_those_of_stock(model_type: str, image: bool) -> None:
     model, inputs = model_of(model_type), prompt(model_type, image)
     if image and model_type == "gemma3":  # tokens of an image see each other
-        with (
-            kvcli.attach(model, "fp16", **WINDOW) as session,
-            pytest.raises(CacheError, match="mask must be causal"),
-        ):
+        with kvcli.attach(model, "fp16", **WINDOW) as session, pytest.raises(CacheError, match="mask must be causal"):
             generated(model, inputs, session.new_cache())
         return
     expected, logits = generated(model, inputs, DynamicCache(config=model.config))

@@ -21,10 +21,7 @@ from kvcli.fingerprint import differs
 from kvcli.models import load_model
 from kvcli.registry import METHODS, get_method
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")]
 
 
 def moved(x: Any, device: str) -> Any:

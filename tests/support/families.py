@@ -65,9 +65,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "ffn_config": {"ffn_hidden_size": 96, "hidden_size": 64},
     },
     "bamba": {"attn_layer_indices": [1, 3]},
-    "cohere_compass_text": {
-        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}},
-    },
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
     "falcon_h1": {"mamba_d_ssm": 128},
     "granitemoehybrid": {"layer_types": _HYBRID},
     "gemma3n_text": {"num_kv_shared_layers": 0, "layer_types": ["sliding_attention", "full_attention"] * 2},

@@ -297,13 +297,7 @@ def _unit_rows(x: Tensor, tables: DescentTables, first: int, tokens: int) -> tup
 
 
 def _encode_part(
-    encoder: Tensor,
-    tables: DescentTables,
-    sweeps: int,
-    rows: Tensor,
-    rms: Tensor,
-    packed: Tensor,
-    scales: Tensor,
+    encoder: Tensor, tables: DescentTables, sweeps: int, rows: Tensor, rms: Tensor, packed: Tensor, scales: Tensor
 ) -> None:
     """Encodes unit rows [tokens, D] into packed [tokens, bytes] and scales [tokens]."""
     (tokens, width), count, padded = rows.shape, encoder.shape[0], tables.gram.shape[0]

@@ -25,11 +25,7 @@ _OVERSIZE = 4
 
 
 def fit_layer(
-    codec: CommVQLayer,
-    train: LayerSamples,
-    heldout: LayerSamples,
-    config: CommVQConfig,
-    generator: torch.Generator,
+    codec: CommVQLayer, train: LayerSamples, heldout: LayerSamples, config: CommVQConfig, generator: torch.Generator
 ) -> FitReport:
     """Fits key codebooks, then value encoder and codebook, in place.
 

@@ -11,14 +11,7 @@ from torch import Tensor
 from kvcli.methods.base import Codec, Codes, KeyCodec, ValueCodec
 from kvcli.methods.config import ScalarBits
 from kvcli.methods.scalar.affine import dequantize, max_magnitude, quantize
-from kvcli.packing import (
-    byte_fields,
-    fields_to_planes,
-    pack_planes,
-    planes_size,
-    planes_to_fields,
-    unpack_planes,
-)
+from kvcli.packing import byte_fields, fields_to_planes, pack_planes, planes_size, planes_to_fields, unpack_planes
 from kvcli.rope import Rotation
 from kvcli.spec import ModelSpec
 
