@@ -24,8 +24,7 @@ from kvcli.errors import ArtifactError, UsageError
 from kvcli.methods.config import CacheConfig
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import FitLayer, FitReport, Method
-from kvcli.methods.samples import LayerSamples
-from kvcli.methods.token_blocks import BLOCK_TOKENS
+from kvcli.methods.samples import BLOCK_TOKENS, LayerSamples
 from kvcli.ranks import ALONE, Ranks, packed
 from kvcli.registry import METHODS, get_method
 from kvcli.spec import ModelSpec

@@ -14,7 +14,7 @@ from kvcli.methods.commvq.fit_keys import fit_keys
 from kvcli.methods.commvq.fit_values import fit_values_fast, set_metric
 from kvcli.methods.commvq.keys import CommVQKeyCodec
 from kvcli.methods.commvq.values import CommVQValueCodec
-from kvcli.methods.scalar.per_token import PerTokenValue
+from kvcli.methods.scalar.codec import PerTokenValue
 from research.paper_tables import LayerInputs, PaperTable, Row
 
 _PAPER_PAIRS = 64

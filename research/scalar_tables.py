@@ -7,13 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvcli.methods.base import ValueCodec
+from kvcli.methods.config import RTNConfig
 from kvcli.methods.layer_codec import LayerCodec
-from kvcli.methods.method import Method
+from kvcli.methods.method import Method, Schedule
 from kvcli.methods.rtn import METHOD
-from kvcli.methods.scalar.config import RTNConfig
-from kvcli.methods.scalar.per_channel import PerChannelCodec, PerChannelCodes, PerChannelKey
-from kvcli.methods.scalar.per_token import PerTokenKey, PerTokenValue
-from kvcli.methods.schedule import Schedule
+from kvcli.methods.scalar.codec import PerChannelCodec, PerChannelCodes, PerChannelKey, PerTokenKey, PerTokenValue
 from kvcli.spec import ModelSpec
 from research.paper_tables import Measurement, PaperTable
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvcli.methods.squat.method import METHOD
+from kvcli.methods.squat.codec import METHOD
 from kvcli.spec import ModelSpec
 from research.paper_tables import Measurement, PaperTable
 

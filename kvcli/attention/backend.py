@@ -15,8 +15,7 @@ from kvcli.attention import reference
 from kvcli.cache.window import WindowTokens
 from kvcli.errors import UsageError
 from kvcli.kernels.launch import check_device, has_triton
-from kvcli.methods.encoded import AttendCodes, PartialAttention
-from kvcli.methods.layer_codec import LayerCodec
+from kvcli.methods.layer_codec import AttendCodes, LayerCodec, PartialAttention
 from kvcli.methods.method import Method
 from kvcli.rope import Rotation, Unrotate
 

@@ -10,11 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvcli.kernels.grid import batch_and_head
 from kvcli.kernels.launch import cdiv, power_of_two, row_major, shared_memory_limit
-from kvcli.kernels.soft_cap import capped
-from kvcli.kernels.splits import LOG2E
-from kvcli.methods.encoded import PartialAttention
+from kvcli.kernels.splits import LOG2E, batch_and_head, capped
+from kvcli.methods.layer_codec import PartialAttention
 
 _MERGE_ROWS = 16
 

@@ -7,9 +7,8 @@ from torch import Tensor
 
 from kvcli.attention import chunk_kernels
 from kvcli.attention.fused_sdpa import fused_sdpa
-from kvcli.kernels.constants import FP16_MAX
-from kvcli.methods.encoded import EncodedTokens, PartialAttention
-from kvcli.methods.layer_codec import LayerCodec
+from kvcli.kernels.launch import FP16_MAX
+from kvcli.methods.layer_codec import EncodedTokens, LayerCodec, PartialAttention
 
 _BLOCK_BYTES = 2**27
 """Decoded keys and values of all sequences that are attended to at once, in bytes."""

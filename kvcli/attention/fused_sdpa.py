@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from kvcli.methods.encoded import PartialAttention
+from kvcli.methods.layer_codec import PartialAttention
 
 
 def fused_sdpa(query: Tensor, key: Tensor, value: Tensor, scaling: float, *, causal: bool) -> PartialAttention | None:

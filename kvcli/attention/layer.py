@@ -13,7 +13,7 @@ from kvcli.attention.side_stream import side_stream
 from kvcli.cache.forward import Forward
 from kvcli.cache.layer import LayerStore, NewTokens
 from kvcli.methods.base import without_autocast
-from kvcli.methods.encoded import EncodedTokens, PartialAttention
+from kvcli.methods.layer_codec import EncodedTokens, PartialAttention
 from kvcli.seam.layer import AttentionCall
 from kvcli.seam.sdpa import sdpa
 

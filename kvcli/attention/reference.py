@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from kvcli.cache.window import WindowTokens
-from kvcli.methods.encoded import EncodedTokens, PartialAttention
-from kvcli.methods.layer_codec import LayerCodec
+from kvcli.methods.layer_codec import EncodedTokens, LayerCodec, PartialAttention
 from kvcli.rope import Rotation
 
 _BLOCK_TOKENS = 4096

@@ -13,11 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from kvcli.cache.window import WindowTokens
-from kvcli.kernels.launch import cdiv, power_of_two, row_major
+from kvcli.kernels.launch import Tiles, cdiv, power_of_two, row_major
 from kvcli.kernels.pdl import pdl_launch_options, pdl_wait
-from kvcli.kernels.soft_cap import capped
-from kvcli.kernels.tiles import Tiles
-from kvcli.methods.encoded import PartialAttention
+from kvcli.kernels.splits import capped
+from kvcli.methods.layer_codec import PartialAttention
 
 MAX_QUERIES = 8
 """Above this query length, blocks of codes are decoded once for all queries (`kvcli.attention.decoded`)."""

@@ -15,8 +15,7 @@ import torch
 from kvcli.attention.backend import choose_backend
 from kvcli.attention.reference import attend_codes as reference_attend
 from kvcli.bench.layer import EncodedLayer, MethodCase, encoded_layer
-from kvcli.methods.encoded import AttendCodes
-from kvcli.methods.layer_codec import LayerCodec
+from kvcli.methods.layer_codec import AttendCodes, LayerCodec
 from kvcli.methods.method import Method
 from kvcli.seam.probe import probe
 

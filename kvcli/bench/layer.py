@@ -17,8 +17,7 @@ from kvcli.attention.attach import make_config
 from kvcli.errors import ConfigError
 from kvcli.methods.base import Codec, Codes, State
 from kvcli.methods.config import CacheConfig
-from kvcli.methods.encoded import AttendCodes, EncodedTokens, PartialAttention
-from kvcli.methods.layer_codec import LayerCodec
+from kvcli.methods.layer_codec import AttendCodes, EncodedTokens, LayerCodec, PartialAttention
 from kvcli.methods.method import Method
 from kvcli.registry import BASELINE, parse_method
 from kvcli.rope import Rope, TokenRotations

@@ -34,8 +34,7 @@ from kvcli.bench.shapes import shape_config
 from kvcli.cache.compressed import CompressedCache
 from kvcli.cache.layer import NewTokens
 from kvcli.errors import UnsupportedModelError
-from kvcli.methods.encoded import EncodedTokens, PartialAttention
-from kvcli.methods.layer_codec import LayerCodec
+from kvcli.methods.layer_codec import EncodedTokens, LayerCodec, PartialAttention
 from kvcli.seam.layer import AttentionCall, RotaryOutput
 from kvcli.seam.probe import probe
 from kvcli.spec import ModelSpec

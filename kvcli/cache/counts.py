@@ -17,7 +17,7 @@ from torch import Tensor
 from kvcli.cache.encodings import Encoding
 from kvcli.cache.window import WindowLayout, WindowTokens
 from kvcli.errors import CacheError
-from kvcli.methods.schedule import Schedule
+from kvcli.methods.method import Schedule
 
 Counts = tuple[int, ...]
 """One number per row of the batch."""

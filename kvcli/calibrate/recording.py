@@ -20,8 +20,7 @@ from torch import Tensor
 
 from kvcli.calibrate.parts import FISHER, RESUME, SamplesManifest, part_name
 from kvcli.errors import SamplesError
-from kvcli.methods.samples import LayerFisher, LayerSamples
-from kvcli.methods.token_blocks import BLOCK_TOKENS, TokenBlocks
+from kvcli.methods.samples import BLOCK_TOKENS, LayerFisher, LayerSamples, TokenBlocks
 from kvcli.rope import Rotation
 from kvcli.storage.atomic import is_intact
 

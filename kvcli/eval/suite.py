@@ -242,7 +242,7 @@ class EvalRun(Run):
         All have the same window; tokens leave it one by one where the method has no schedule of its own.
         """
         from kvcli.eval.case import Case
-        from kvcli.methods.schedule import sliding_window
+        from kvcli.methods.method import sliding_window
 
         options, given, cases = self.options, parse_settings(self.options.setting), []
         for name, artifact in self._chosen:

@@ -1,8 +1,15 @@
-"""Whether kernels can run here, and how launches are cut. This module imports Triton only when asked to."""
+"""What kernels and their references share on the host: numbers, whether kernels can run here, how launches are cut.
+
+This module imports Triton only when asked to.
+"""
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -86,3 +93,48 @@ def tokens_per_split(length: int, programs_per_split: int, multiple_of: int, pro
     """
     num_splits = max(1, _NUM_SMS * programs_per_sm // programs_per_split)
     return max(1, cdiv(cdiv(length, multiple_of), num_splits)) * multiple_of
+
+
+HOPPER_SHARED_MEMORY = 227 * 1024
+"""Bytes of shared memory that a block of threads may ask for on the H100 and H200."""
+
+
+@cache
+def has_hopper_shared_memory(device: torch.device) -> bool:
+    """Whether a GPU has the shared memory that tiles are tuned for; so does a machine without a GPU."""
+    return shared_memory_limit(device) >= HOPPER_SHARED_MEMORY
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Tile sizes, warps and stages of one kernel, as its launch takes them.
+
+    Attributes:
+        hopper: tuned on one H100 or H200.
+        smaller: fits 99 KiB of shared memory; compiled for 8.0, 8.6 and 8.9, and not timed.
+    """
+
+    hopper: Mapping[str, int]
+    smaller: Mapping[str, int]
+
+    def on(self, device: torch.device) -> dict[str, int]:
+        """The tile for a device."""
+        return dict(self.hopper if has_hopper_shared_memory(device) else self.smaller)
+
+
+FP16_MAX = 65504.0
+"""The largest finite float16."""
+
+FP16_BELOW_MAX = 65472.0
+"""The float16 before it: a stored number above this one may have been clamped to `FP16_MAX`."""
+
+TINY = 1e-30
+"""Lower bound of divisors that may be 0, so that 0 / 0 is 0 instead of NaN."""
+
+
+def norm_unit(width: int) -> float:
+    """The unit of stored L2 norms of `width` channels: a power of two, sqrt(width) or more.
+
+    A norm of numbers that float16 holds is then in the range of float16, too.
+    """
+    return 2.0 ** math.ceil(math.log2(width) / 2)

@@ -1,4 +1,4 @@
-"""Settings that every method has, and those of methods of one file. Imports no torch: the command line reads it."""
+"""Settings that every method has, and those of all methods but CommVQ. Imports no torch: the command line reads it."""
 
 from __future__ import annotations
 
@@ -111,3 +111,99 @@ class KVQuantConfig(CacheConfig):
     outlier_fraction: float = Field(
         default=0.01, ge=0, le=0.1, description="share of a token's keys, and of its values, kept in 16 bits"
     )
+
+
+class ScalarConfig(CacheConfig):
+    """Bits of the codes, and how many of them share a scale and a zero."""
+
+    k_bits: ScalarBits = Field(default=2, description="bits of a key code")
+    v_bits: ScalarBits = Field(default=2, description="bits of a value code")
+    group_size: int = Field(
+        default=32, ge=1, le=1024, description="tokens (keys) or channels (values) that share a scale"
+    )
+
+
+class RTNConfig(ScalarConfig, BiasOffsetConfig):
+    """Settings of round-to-nearest."""
+
+    k_bits: ScalarBits = Field(default=4, description="bits of a key code")
+    v_bits: ScalarBits = Field(default=4, description="bits of a value code")
+    group_size: int = Field(default=32, ge=1, le=1024, description="channels that share a scale")
+
+
+class KIVIConfig(ScalarConfig):
+    """Settings of KIVI; `residual_length` is the paper's R, and keys leave full precision in blocks of R tokens."""
+
+    @model_validator(mode="after")
+    def _whole_groups(self) -> Self:
+        if self.flush_block:
+            raise ValueError("flush_block has no effect here: keys are encoded in blocks of residual_length tokens")
+        if self.residual_length % self.group_size or not self.residual_length:
+            raise ValueError(
+                f"residual_length {self.residual_length} must be a positive multiple of group_size {self.group_size}"
+            )
+        return self
+
+
+class SQuatConfig(KIVIConfig):
+    """Settings of SQuat on top of KIVI's; the paper uses squat_lambda 1e-3, lambda_scaling none, residual_length 32."""
+
+    fit_settings: ClassVar[Mapping[str, Any]] = {"subspace_source": "calibration"}
+    run_name: ClassVar[str] = "{method}-subspace"
+
+    residual_length: int = Field(
+        default=32, ge=0, le=2**20, description="last tokens in full precision; keys are encoded in blocks of as many"
+    )
+    subspace_dim: int = Field(default=5, ge=1, le=1024, description="dimensions r of the query subspace")
+    squat_lambda: float = Field(
+        default=0.1, ge=0, le=1e9, description="weight lambda of errors inside the subspace; 0 gives KIVI's codes"
+    )
+    lambda_scaling: Literal["per_token", "none"] = Field(
+        default="per_token",
+        description="per_token divides lambda by the number of queries, because singular values grow with the prompt",
+    )
+    block_size: int = Field(default=0, ge=0, le=4096, description="channels g quantized at a time; 0: head_dim / 2")
+    subspace_solver: Literal["svd", "power"] = Field(
+        default="svd", description="full eigendecomposition, or block power iteration"
+    )
+    query_space: Literal["auto", "pre_rope", "post_rope"] = Field(
+        default="auto", description="queries that span the subspace; auto: those of the keys' own space"
+    )
+    share_batch: bool = Field(default=False, description="one subspace per batch, from its first sequence (paper)")
+    subspace_source: Literal["prompt", "calibration"] = Field(
+        default="prompt", description="queries of the prompt, or a subspace fitted offline with 'kvcli fit-subspace'"
+    )
+
+
+class QJLConfig(BiasOffsetConfig):
+    """Settings of QJL; dimensions that are 0 follow from the model's head_dim."""
+
+    sketch_dim: int = Field(default=0, ge=0, le=16384, description="sign bits m per key; 0: 2 * head_dim")
+    initial_sketch_dim: int = Field(
+        default=0, ge=0, le=16384, description="sign bits m per key in the first layers; 0: 4 * head_dim"
+    )
+    initial_layers: int = Field(
+        default=-1, ge=-1, le=4096, description="number of first layers that use initial_sketch_dim; -1: 15/32 of all"
+    )
+    sketch: Literal["orthogonal", "gaussian"] = Field(default="orthogonal", description="kind of random projection")
+    num_outliers: int = Field(
+        default=4,
+        ge=0,
+        le=1024,
+        description="channels of largest energy in the prompt, which get a sketch of their own",
+    )
+    outlier_sketch_dim: int = Field(
+        default=0, ge=0, le=16384, description="sign bits per key for the outlier channels; 0: head_dim"
+    )
+    v_bits: ScalarBits = Field(default=2, description="bits of a value code")
+    group_size: int = Field(default=32, ge=1, le=1024, description="channels of a value that share a scale")
+    sketch_seed: int = Field(default=0, ge=0, lt=2**32, description="seed of the projections")
+
+    def sketch_dims(self, spec: ModelSpec, layer_idx: int) -> tuple[int, int]:
+        """Sign bits of the inliers and of the outliers in a layer."""
+        initial = self.initial_layers if self.initial_layers >= 0 else round(spec.num_layers * 15 / 32)
+        if layer_idx < initial:
+            inliers = self.initial_sketch_dim or 4 * spec.head_dim
+        else:
+            inliers = self.sketch_dim or 2 * spec.head_dim
+        return inliers, (self.outlier_sketch_dim or spec.head_dim) if self.num_outliers else 0

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvcli.kernels.constants import FP16_MAX, TINY
+from kvcli.kernels.launch import FP16_MAX, TINY
 from kvcli.methods.base import Codec, Codes, KeyCodec, ValueCodec
 from kvcli.methods.config import BiasOffsetConfig
 from kvcli.methods.layer_codec import LayerCodec

@@ -5,12 +5,10 @@ Liu et al., "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache", ICM
 
 from __future__ import annotations
 
+from kvcli.methods.config import KIVIConfig
 from kvcli.methods.layer_codec import LayerCodec
-from kvcli.methods.method import Method
-from kvcli.methods.scalar.config import KIVIConfig
-from kvcli.methods.scalar.per_channel import PerChannelKey
-from kvcli.methods.scalar.per_token import PerTokenValue
-from kvcli.methods.schedule import Schedule
+from kvcli.methods.method import Method, Schedule
+from kvcli.methods.scalar.codec import PerChannelKey, PerTokenValue
 from kvcli.spec import ModelSpec
 
 

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from kvcli.errors import ConfigError
-from kvcli.kernels.constants import FP16_MAX, TINY
+from kvcli.kernels.launch import FP16_MAX, TINY
 from kvcli.methods.base import Codec, Codes, KeyCodec, Space, ValueCodec
 from kvcli.methods.config import KVQuantConfig
 from kvcli.methods.layer_codec import LayerCodec

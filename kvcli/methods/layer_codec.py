@@ -1,16 +1,18 @@
-"""The codecs of one layer: keys and values, and the constant part of keys that no codec sees."""
+"""The codecs of one layer, with the constant part of keys that no codec sees, and attention over what they encoded."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Generic
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import TypeVar
 
-from kvcli.kernels.cached import CachedFromBuffers
-from kvcli.methods.base import Codes, KeyCodec, ValueCodec
-from kvcli.rope import Rotation, Unrotate
+from kvcli.methods.base import CachedFromBuffers, Codes, KeyCodec, ValueCodec
+from kvcli.rope import Rotation, TokenRotations, Unrotate
 
 KeyT = TypeVar("KeyT", bound=KeyCodec[Any], default=KeyCodec[Any])
 ValueT = TypeVar("ValueT", bound=ValueCodec[Any], default=ValueCodec[Any])
@@ -120,3 +122,41 @@ class LayerCodec(nn.Module, Generic[KeyT, ValueT]):
         """Computes the tables that kernels read, from the buffers, so that `fitted_bytes` counts them."""
         self.key.make_kernel_tables()
         self.value.make_kernel_tables()
+
+
+@dataclass(frozen=True)
+class EncodedTokens:
+    """The encoded tokens of one layer as attention over codes sees them.
+
+    Attributes:
+        key_codes: codes of the keys of `length` tokens, in the key codec's own type of `Codes`.
+        key_state: the sequences' state in the key codec's own type of `State`; None for codecs without one.
+        value_codes: codes of the values of the same tokens.
+        rotations: rotations of these tokens, if `LayerCodec.needs_rotations`; else None.
+        lengths: tokens of each sequence, int32 [batch]; None when all have `length`.
+    """
+
+    key_codes: Any
+    key_state: Any
+    value_codes: Any
+    rotations: TokenRotations | None
+    lengths: Tensor | None
+
+    @cached_property
+    def length(self) -> int:
+        """Tokens of the longest sequence."""
+        return int(self.value_codes.num_tokens)
+
+    def visible(self, start: int, stop: int) -> Tensor | None:
+        """Boolean [batch, stop - start], False beyond the end of a shorter sequence; None when nothing is hidden."""
+        if self.lengths is None:
+            return None
+        return torch.arange(start, stop, device=self.lengths.device) < self.lengths.unsqueeze(1)
+
+
+PartialAttention = tuple[Tensor, Tensor]
+"""(out, lse): float32 [batch, num_heads, query_len, head_dim], normalized, and [batch, num_heads, query_len], natural
+log; out is 0 and lse -inf where a sequence has no encoded token."""
+
+AttendCodes = Callable[[LayerCodec, Tensor, EncodedTokens, float], PartialAttention]
+"""Attention over encoded tokens: (codec, rotated query [batch, num_heads, query_len, head_dim], encoded, scaling)."""

@@ -34,13 +34,13 @@ import torch
 from torch import Tensor
 
 from kvcli.errors import ConfigError
-from kvcli.kernels.constants import FP16_MAX, TINY
+from kvcli.kernels.launch import FP16_MAX, TINY
 from kvcli.methods.base import KeyCodec, ValueCodec
 from kvcli.methods.config import OSCARConfig, ScalarBits
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import FitReport, Method
 from kvcli.methods.samples import LayerSamples
-from kvcli.methods.scalar.per_token import PerTokenCodec, PerTokenCodes
+from kvcli.methods.scalar.codec import PerTokenCodec, PerTokenCodes
 from kvcli.rope import Rotation
 from kvcli.spec import ModelSpec
 

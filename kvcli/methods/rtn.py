@@ -6,10 +6,10 @@ https://arxiv.org/abs/2402.02750
 
 from __future__ import annotations
 
+from kvcli.methods.config import RTNConfig
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import Method
-from kvcli.methods.scalar.config import RTNConfig
-from kvcli.methods.scalar.per_token import PerTokenKey, PerTokenValue
+from kvcli.methods.scalar.codec import PerTokenKey, PerTokenValue
 from kvcli.spec import ModelSpec
 
 

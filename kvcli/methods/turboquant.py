@@ -19,7 +19,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from kvcli.kernels.constants import FP16_MAX, TINY, norm_unit
+from kvcli.kernels.launch import FP16_MAX, TINY, norm_unit
 from kvcli.methods.base import Codec, Codes, KeyCodec, ValueCodec
 from kvcli.methods.config import TurboQuantConfig
 from kvcli.methods.layer_codec import LayerCodec

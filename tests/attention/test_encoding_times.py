@@ -16,10 +16,9 @@ from kvcli.attention.layer import attend_layer
 from kvcli.cache.compressed import CompressedCache
 from kvcli.cache.layer import NewTokens
 from kvcli.cache.window import WindowLayout, WindowTokens
-from kvcli.methods.encoded import EncodedTokens
+from kvcli.methods.config import KIVIConfig
 from kvcli.methods.kivi import METHOD
-from kvcli.methods.layer_codec import LayerCodec
-from kvcli.methods.scalar.config import KIVIConfig
+from kvcli.methods.layer_codec import EncodedTokens, LayerCodec
 from kvcli.rope import TokenRotations
 from kvcli.seam.layer import AttentionCall, RotaryOutput
 from kvcli.seam.patch import Seam

@@ -129,7 +129,7 @@ def test_memory_of_a_million_tokens_stays_bounded() -> None:
 def fitted_on_cuda(spec: Any, tokens: int) -> Any:
     from kvcli.methods.commvq.fit_keys import fit_keys
     from kvcli.methods.commvq.keys import CommVQKeyCodec
-    from kvcli.methods.token_blocks import BLOCK_TOKENS, TokenBlocks
+    from kvcli.methods.samples import BLOCK_TOKENS, TokenBlocks
 
     config = CommVQConfig(bits=1, key_iterations=2).resolve(spec)
     codec = CommVQKeyCodec(spec, config).cuda()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import kvcli
 from kvcli.attention import chunk_kernels, decoded, reference
-from kvcli.methods.encoded import PartialAttention
+from kvcli.methods.layer_codec import PartialAttention
 
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])]
 """Triton's interpreter cannot multiply bfloat16."""

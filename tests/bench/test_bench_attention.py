@@ -15,8 +15,8 @@ from kvcli.bench.check import compare
 from kvcli.bench.layer import EncodedLayer, MethodCase, check_settings, encoded_layer, randomize_, tile
 from kvcli.bench.shapes import shape_rope, shape_spec
 from kvcli.errors import ConfigError, UsageError
-from kvcli.methods.encoded import AttendCodes
-from kvcli.methods.scalar.per_channel import PerChannelCodes
+from kvcli.methods.layer_codec import AttendCodes
+from kvcli.methods.scalar.codec import PerChannelCodes
 
 CPU = torch.device("cpu")
 SMALL = {"group_size": 8, "residual_length": 8, "codebook_size": 8}

@@ -16,7 +16,7 @@ from kvcli.attention.backend import REFERENCE
 from kvcli.errors import ConfigError, UsageError
 from kvcli.fit import assemble, fit_recording
 from kvcli.methods.commvq.config import CommVQConfig
-from kvcli.methods.encoded import PartialAttention
+from kvcli.methods.layer_codec import PartialAttention
 from kvcli.registry import get_method
 from kvcli.spec import ModelSpec
 

@@ -14,7 +14,7 @@ from kvcli.cache.counts import Counts, TokenCounts
 from kvcli.cache.forward import Forward
 from kvcli.cache.layer import LayerStore
 from kvcli.methods.fp16 import METHOD as FP16
-from kvcli.methods.schedule import Schedule
+from kvcli.methods.method import Schedule
 from kvcli.spec import ModelSpec, RopeSpec
 
 SPEC = ModelSpec("llama", 1, 64, 4, 2, 16, 512, 97, RopeSpec("default", 1e4, 16))

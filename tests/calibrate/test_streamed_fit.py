@@ -21,7 +21,7 @@ from kvcli.methods.commvq import em, fit_values
 from kvcli.methods.commvq.config import CommVQConfig
 from kvcli.methods.commvq.fit_keys import pair_weight
 from kvcli.methods.commvq.values import CommVQValueCodec
-from kvcli.methods.token_blocks import TokenBlocks
+from kvcli.methods.samples import TokenBlocks
 from kvcli.registry import get_method
 
 SEQUENCES = torch.randint(3, 97, (20, 64), generator=torch.Generator().manual_seed(0))

@@ -12,7 +12,7 @@ from commvq_reordered import reordered_attend
 from console import invoke
 
 from kvcli.bench.suite import default_methods
-from kvcli.methods.encoded import AttendCodes
+from kvcli.methods.layer_codec import AttendCodes
 from kvcli.registry import METHODS, get_method
 
 GROUPS = ("--settings", "group_size=8", "--settings", "residual_length=8")

@@ -18,8 +18,7 @@ from kvcli.methods.commvq.em import initial_codebook, soft_step
 from kvcli.methods.commvq.fit import fit_layer, scalar_nmse
 from kvcli.methods.commvq.method import METHOD
 from kvcli.methods.method import FitReport
-from kvcli.methods.samples import LayerSamples
-from kvcli.methods.token_blocks import TokenBlocks
+from kvcli.methods.samples import LayerSamples, TokenBlocks
 from kvcli.registry import get_method
 
 CONFIG = CommVQConfig(codebook_size=16, num_residuals=2, key_iterations=8, value_iterations=2)

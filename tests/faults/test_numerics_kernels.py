@@ -12,8 +12,8 @@ from parts import DEVICE, FIRST_POSITION, Rotary, assert_same, make_codec, make_
 from torch import Tensor
 
 from kvcli.attention.reference import attend_codes as reference_attend
-from kvcli.methods.encoded import EncodedTokens
-from kvcli.methods.scalar.affine import dequantize, quantize
+from kvcli.methods.layer_codec import EncodedTokens
+from kvcli.methods.scalar.codec import dequantize, quantize
 from kvcli.rope import Rope, TokenRotations
 
 FP16_MAX = 65504.0

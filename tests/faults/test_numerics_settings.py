@@ -7,7 +7,7 @@ from factories import make_spec
 from pydantic import ValidationError
 
 from kvcli.methods.commvq.config import CommVQConfig
-from kvcli.methods.qjl.config import QJLConfig
+from kvcli.methods.config import QJLConfig
 from kvcli.registry import METHODS, get_method
 
 

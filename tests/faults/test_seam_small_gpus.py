@@ -10,7 +10,7 @@ import torch
 from factories import clustered, fitted_keys, make_model, make_spec, prompt_and_steps
 
 import kvcli
-from kvcli.kernels import launch, tiles
+from kvcli.kernels import launch
 from kvcli.methods.base import Codec
 from kvcli.methods.commvq import encode_keys_kernels, search_kernels
 from kvcli.methods.commvq.config import CommVQConfig
@@ -91,7 +91,7 @@ def test_smaller_tiles_give_the_same_logits(prompt: Any, monkeypatch: pytest.Mon
     pieces = [{name: x.to(DEVICE) for name, x in piece.items()} for piece in pieces]
 
     def logits(hopper: bool) -> torch.Tensor:
-        monkeypatch.setattr(tiles, "has_hopper_shared_memory", lambda device: hopper)
+        monkeypatch.setattr(launch, "has_hopper_shared_memory", lambda device: hopper)
         with kvcli.attach(model, "qjl", impl="fused", residual_length=32) as session, torch.no_grad():
             cache = session.new_cache()
             return torch.stack([model(**piece, past_key_values=cache).logits[:, -1] for piece in pieces])
@@ -108,5 +108,5 @@ def test_smaller_tiles_encode_the_same_values(monkeypatch: pytest.MonkeyPatch) -
     codec.fused = True
     x = torch.randn(1, 2, 40, 64, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(1))
     whole = codec.decode(codec.encode(x))
-    monkeypatch.setattr(tiles, "has_hopper_shared_memory", lambda device: False)
+    monkeypatch.setattr(launch, "has_hopper_shared_memory", lambda device: False)
     assert (codec.decode(codec.encode(x)) - whole).norm() < 1e-2 * whole.norm()

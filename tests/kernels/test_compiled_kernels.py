@@ -10,8 +10,8 @@ import sys
 import pytest
 import torch
 
-from kvcli.kernels import tiles
-from kvcli.kernels.tiles import Tiles
+from kvcli.kernels import launch
+from kvcli.kernels.launch import Tiles
 
 pytest.importorskip("triton")
 
@@ -68,8 +68,8 @@ def test_all_kernels_fit(capability: int, head_dim: int, dtype: str) -> None:
 
 @pytest.mark.parametrize(("limit", "expected"), [(227, 64), (163, 32), (99, 32)])
 def test_tiles_follow_the_shared_memory(limit: int, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiles, "shared_memory_limit", lambda device: limit * 1024)
-    tiles.has_hopper_shared_memory.cache_clear()
+    monkeypatch.setattr(launch, "shared_memory_limit", lambda device: limit * 1024)
+    launch.has_hopper_shared_memory.cache_clear()
     found = Tiles(hopper={"BLOCK": 64}, smaller={"BLOCK": 32}).on(torch.device("cpu"))
-    tiles.has_hopper_shared_memory.cache_clear()
+    launch.has_hopper_shared_memory.cache_clear()
     assert found == {"BLOCK": expected}

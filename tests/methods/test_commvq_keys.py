@@ -14,8 +14,7 @@ from kvcli.methods.commvq import em
 from kvcli.methods.commvq.config import CommVQConfig
 from kvcli.methods.commvq.fit_keys import fit_keys, set_pair_weight
 from kvcli.methods.commvq.keys import CommVQKeyCodec
-from kvcli.methods.samples import LayerSamples
-from kvcli.methods.token_blocks import TokenBlocks
+from kvcli.methods.samples import LayerSamples, TokenBlocks
 from kvcli.rope import Rotation, to_pairs
 
 

@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 
 
 from kvcli.methods.commvq.encode_values_kernels import _SWEEP_TILE, _sweep_kernel
-from kvcli.methods.token_blocks import TokenBlocks
+from kvcli.methods.samples import TokenBlocks
 
 
 def values(heads: int, time: int, head_dim: int, *, batch: int = 1, structured: bool, seed: int = 0) -> Tensor:

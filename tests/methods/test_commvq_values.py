@@ -19,7 +19,7 @@ from kvcli.methods.commvq.fit_values import (
 )
 from kvcli.methods.commvq.tables import SWEEP_BITS
 from kvcli.methods.commvq.values import CommVQValueCodec, sweep
-from kvcli.methods.token_blocks import TokenBlocks
+from kvcli.methods.samples import TokenBlocks
 
 
 def data(seed: int = 0) -> Tensor:

@@ -10,13 +10,10 @@ from encoders import DEVICE, assert_same, both, many
 from factories import make_spec
 from torch import Tensor
 
-from kvcli.methods.config import ScalarBits
+from kvcli.methods.config import QJLConfig, ScalarBits, SQuatConfig
 from kvcli.methods.qjl.codec import QJLKey, QJLState
-from kvcli.methods.qjl.config import QJLConfig
-from kvcli.methods.scalar.per_channel import PerChannelKey
-from kvcli.methods.scalar.per_token import PerTokenValue
+from kvcli.methods.scalar.codec import PerChannelKey, PerTokenValue
 from kvcli.methods.squat.codec import SQuatKey
-from kvcli.methods.squat.config import SQuatConfig
 from kvcli.packing import unpack_bits
 
 pytest.importorskip("triton")

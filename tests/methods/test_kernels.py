@@ -14,9 +14,9 @@ from kvcli.attention.reference import attend_codes as reference_attend
 from kvcli.errors import UsageError
 from kvcli.kernels.splits import SplitScores
 from kvcli.methods.commvq import value_kernels as commvq_values
+from kvcli.methods.commvq.attend_kernels import stage_ranges
 from kvcli.methods.commvq.codeword_kernels import MAX_STAGES
-from kvcli.methods.commvq.score_kernels import stage_ranges
-from kvcli.methods.encoded import EncodedTokens, PartialAttention
+from kvcli.methods.layer_codec import EncodedTokens, PartialAttention
 from kvcli.methods.method import Method
 from kvcli.methods.scalar import value_kernels
 from kvcli.registry import parse_method

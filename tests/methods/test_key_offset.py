@@ -15,8 +15,7 @@ from kvcli.methods.commvq.config import CommVQConfig
 from kvcli.methods.commvq.fit import fit_layer
 from kvcli.methods.commvq.method import METHOD
 from kvcli.methods.commvq.offset import choose_offset
-from kvcli.methods.encoded import EncodedTokens
-from kvcli.methods.layer_codec import LayerCodec
+from kvcli.methods.layer_codec import EncodedTokens, LayerCodec
 from kvcli.methods.samples import LayerSamples
 from kvcli.registry import METHODS, get_method
 from kvcli.rope import Rope, Rotation, TokenRotations

@@ -14,9 +14,7 @@ from transformers import DynamicCache
 import kvcli
 from kvcli.errors import CacheError, ConfigError
 from kvcli.methods.config import ScalarBits
-from kvcli.methods.scalar.affine import dequantize, quantize
-from kvcli.methods.scalar.per_channel import PerChannelKey
-from kvcli.methods.scalar.per_token import PerTokenValue
+from kvcli.methods.scalar.codec import PerChannelKey, PerTokenValue, dequantize, quantize
 
 
 @settings(max_examples=60, deadline=None)

@@ -8,9 +8,9 @@ import pytest
 import torch
 from factories import make_spec
 
-from kvcli.kernels.constants import norm_unit
+from kvcli.kernels.launch import norm_unit
+from kvcli.methods.config import QJLConfig
 from kvcli.methods.qjl.codec import QJLKey, QJLState, random_sketch, sketch_bias
-from kvcli.methods.qjl.config import QJLConfig
 
 
 def make(config: QJLConfig, outliers: torch.Tensor | None = None, head_dim: int = 16) -> tuple[QJLKey, QJLState]:

@@ -12,9 +12,9 @@ from factories import make_spec, record
 import kvcli
 from kvcli.errors import ConfigError
 from kvcli.fit import fit_recording
-from kvcli.methods.scalar.per_channel import PerChannelKey
+from kvcli.methods.config import SQuatConfig
+from kvcli.methods.scalar.codec import PerChannelKey
 from kvcli.methods.squat.codec import SQuatKey, SQuatState
-from kvcli.methods.squat.config import SQuatConfig
 from kvcli.methods.squat.subspace import correction, leading_factor, query_gram
 from kvcli.registry import get_method
 

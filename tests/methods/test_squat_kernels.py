@@ -13,8 +13,8 @@ from factories import make_spec
 from torch import Tensor
 
 from kvcli.errors import ConfigError
+from kvcli.methods.config import SQuatConfig
 from kvcli.methods.squat.codec import SQuatKey, SQuatState
-from kvcli.methods.squat.config import SQuatConfig
 from kvcli.methods.squat.subspace import corrections, leading_factor, query_gram
 
 pytest.importorskip("triton")

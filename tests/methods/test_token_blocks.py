@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcli.methods.token_blocks import TokenBlocks
+from kvcli.methods.samples import TokenBlocks
 
 
 def blocks_of(x: Tensor, size: int, axis: int = 1, folder: Path | None = None) -> TokenBlocks:

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from kvcli.methods.commvq.keys import CommVQKeyCodec
 from kvcli.methods.commvq.values import CommVQValueCodec
-from kvcli.methods.encoded import EncodedTokens, PartialAttention
-from kvcli.methods.layer_codec import LayerCodec
+from kvcli.methods.layer_codec import EncodedTokens, LayerCodec, PartialAttention
 from kvcli.rope import Rotation, to_pairs
 
 
@@ -28,7 +27,7 @@ def reordered_attend(
         scaling: factor of the scores.
 
     Returns:
-        (out, lse) as `kvcli.methods.encoded.PartialAttention`.
+        (out, lse) as `kvcli.methods.layer_codec.PartialAttention`.
     """
     assert encoded.rotations is not None
     rotation = encoded.rotations.tokens(0, encoded.length)

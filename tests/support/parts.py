@@ -8,11 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from kvcli.attention.attach import make_config
-from kvcli.kernels.constants import norm_unit
+from kvcli.kernels.launch import norm_unit
 from kvcli.methods.commvq.keys import CommVQKeyCodes
 from kvcli.methods.commvq.values import CommVQValueCodes
-from kvcli.methods.encoded import EncodedTokens, PartialAttention
-from kvcli.methods.layer_codec import LayerCodec
+from kvcli.methods.layer_codec import EncodedTokens, LayerCodec, PartialAttention
 from kvcli.packing import pack_bits
 from kvcli.registry import parse_method
 from kvcli.rope import Rope, TokenRotations

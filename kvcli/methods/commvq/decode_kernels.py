@@ -7,9 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvcli.kernels.bit_rows import bit_rows
 from kvcli.kernels.launch import cdiv, power_of_two, row_major
-from kvcli.kernels.words import as_decoded
+from kvcli.kernels.words import as_decoded, bit_rows
 from kvcli.methods.commvq.codeword_kernels import code_words, codeword_sums, halves_of_sums
 from kvcli.rope import Rotation
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvcli.methods.commvq.codebook import Search, Sums, pair_table, solve, times_i, update
-from kvcli.methods.token_blocks import TokenBlocks
+from kvcli.methods.samples import TokenBlocks
 
 _SUBSET, _MOST_SUBSET = 4096, 8192
 _SOFT_BLOCK_ELEMENTS = 2**24

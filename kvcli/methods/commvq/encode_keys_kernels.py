@@ -7,8 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvcli.kernels.constants import norm_unit
-from kvcli.kernels.launch import cdiv, power_of_two, row_major
+from kvcli.kernels.launch import cdiv, norm_unit, power_of_two, row_major
 from kvcli.methods.commvq.search_kernels import search
 from kvcli.methods.commvq.tables import SearchTables
 from kvcli.packing import packed_size

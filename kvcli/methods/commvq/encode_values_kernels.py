@@ -24,8 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvcli.kernels.launch import cdiv, power_of_two, row_major
-from kvcli.kernels.tiles import Tiles
+from kvcli.kernels.launch import Tiles, cdiv, power_of_two, row_major
 from kvcli.methods.commvq.tables import BLOCK_BITS, DescentTables
 from kvcli.packing import packed_size
 

@@ -13,8 +13,9 @@ from kvcli.methods.commvq.config import CommVQConfig
 from kvcli.methods.commvq.fit_keys import fit_keys, set_pair_weight
 from kvcli.methods.commvq.fit_values import fit_values_fast, fit_values_paper, set_metric
 from kvcli.methods.commvq.keys import CommVQKeyCodec
-from kvcli.methods.commvq.layer import CommVQLayer
 from kvcli.methods.commvq.offset import choose_offset
+from kvcli.methods.commvq.values import CommVQValueCodec
+from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import FitReport
 from kvcli.methods.samples import LayerSamples
 
@@ -25,7 +26,11 @@ _OVERSIZE = 4
 
 
 def fit_layer(
-    codec: CommVQLayer, train: LayerSamples, heldout: LayerSamples, config: CommVQConfig, generator: torch.Generator
+    codec: LayerCodec[CommVQKeyCodec, CommVQValueCodec],
+    train: LayerSamples,
+    heldout: LayerSamples,
+    config: CommVQConfig,
+    generator: torch.Generator,
 ) -> FitReport:
     """Fits key codebooks, then value encoder and codebook, in place.
 

@@ -12,8 +12,7 @@ from kvcli.methods.commvq.codebook import Search
 from kvcli.methods.commvq.config import CommVQConfig
 from kvcli.methods.commvq.em import fit_annealed, fit_hard
 from kvcli.methods.commvq.keys import CommVQKeyCodec
-from kvcli.methods.samples import LayerSamples
-from kvcli.methods.token_blocks import TokenBlocks
+from kvcli.methods.samples import LayerSamples, TokenBlocks
 from kvcli.rope import to_pairs
 
 _MIN_SHARE = 1e-6

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from kvcli.methods.commvq.allocate import square_root
 from kvcli.methods.commvq.tables import in_metric
 from kvcli.methods.commvq.values import CommVQValueCodec, sweep
-from kvcli.methods.token_blocks import StoredBlocks, TokenBlocks
+from kvcli.methods.samples import StoredBlocks, TokenBlocks
 
 _RIDGE = 1e-4
 _LEAST_COST = 0.01

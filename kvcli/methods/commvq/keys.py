@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from kvcli.kernels.cached import CachedFromBuffers
-from kvcli.kernels.constants import FP16_BELOW_MAX, FP16_MAX, norm_unit
-from kvcli.methods.base import Codes, KeyCodec, Space
+from kvcli.kernels.launch import FP16_BELOW_MAX, FP16_MAX, norm_unit
+from kvcli.methods.base import CachedFromBuffers, Codes, KeyCodec, Space
 from kvcli.methods.commvq.codebook import by_group, greedy_codes, times_i
 from kvcli.methods.commvq.config import CommVQConfig
 from kvcli.methods.commvq.tables import SearchTables, pack_codebook, search_tables

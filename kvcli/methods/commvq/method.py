@@ -10,14 +10,13 @@ from kvcli.methods.commvq.allocate import allocate
 from kvcli.methods.commvq.config import CommVQConfig
 from kvcli.methods.commvq.fit import fit_layer
 from kvcli.methods.commvq.keys import CommVQKeyCodec
-from kvcli.methods.commvq.layer import CommVQLayer
 from kvcli.methods.commvq.values import CommVQValueCodec
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import Method
 from kvcli.spec import ModelSpec
 
 
-def _build(spec: ModelSpec, config: CommVQConfig, layer_idx: int) -> CommVQLayer:
+def _build(spec: ModelSpec, config: CommVQConfig, layer_idx: int) -> LayerCodec[CommVQKeyCodec, CommVQValueCodec]:
     resolved = config.resolve(spec).for_layer(layer_idx)
     key_offset = torch.zeros(spec.num_kv_heads, spec.head_dim)
     return LayerCodec(CommVQKeyCodec(spec, resolved), CommVQValueCodec(spec, resolved), key_offset)

@@ -12,8 +12,7 @@ from torch import Tensor
 from kvcli.methods.commvq.config import CommVQConfig
 from kvcli.methods.commvq.fit_keys import fit_keys, set_pair_weight
 from kvcli.methods.commvq.keys import CommVQKeyCodec
-from kvcli.methods.samples import LayerSamples
-from kvcli.methods.token_blocks import TokenBlocks
+from kvcli.methods.samples import LayerSamples, TokenBlocks
 from kvcli.rope import to_pairs
 
 _PILOT_TOKENS = 2048

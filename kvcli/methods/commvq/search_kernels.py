@@ -21,9 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvcli.kernels.constants import TINY
-from kvcli.kernels.launch import cdiv, power_of_two, shared_memory_limit
-from kvcli.kernels.tiles import Tiles
+from kvcli.kernels.launch import TINY, Tiles, cdiv, power_of_two, shared_memory_limit
 from kvcli.kernels.words import low_halves, min_sum_of_halves
 from kvcli.methods.commvq.codebook import by_group, greedy_codes
 from kvcli.methods.commvq.tables import TERM_MAX, SearchTables

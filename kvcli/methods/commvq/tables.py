@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvcli.kernels.constants import TINY
-from kvcli.kernels.launch import power_of_two
+from kvcli.kernels.launch import TINY, power_of_two
 from kvcli.methods.commvq.codebook import by_group, times_i
 from kvcli.rope import from_pairs
 

@@ -8,9 +8,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from kvcli.kernels.cached import CachedFromBuffers
-from kvcli.kernels.constants import FP16_BELOW_MAX
-from kvcli.methods.base import Codes, ValueCodec
+from kvcli.kernels.launch import FP16_BELOW_MAX
+from kvcli.methods.base import CachedFromBuffers, Codes, ValueCodec
 from kvcli.methods.commvq.config import CommVQConfig
 from kvcli.methods.commvq.tables import SWEEP_BITS, DescentTables, descent_tables, in_metric
 from kvcli.packing import byte_fields, pack_bits, packed_size, stream_to_fields, unpack_bits

@@ -12,16 +12,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvcli.kernels.grid import batch_and_head, query_rows, split_range
 from kvcli.kernels.launch import cdiv, power_of_two, row_major, unsupported_shape
 from kvcli.kernels.offset import offset_scores
 from kvcli.kernels.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wait
-from kvcli.kernels.splits import LOG2E, SplitScores
+from kvcli.kernels.splits import LOG2E, SplitScores, batch_and_head, query_rows, split_range
 from kvcli.kernels.words import EVICT_FIRST, FIELD_SCALE, field_dot, query_fields, query_in_units
-from kvcli.methods.encoded import EncodedTokens, PartialAttention
-from kvcli.methods.layer_codec import LayerCodec
+from kvcli.methods.layer_codec import EncodedTokens, LayerCodec, PartialAttention
 from kvcli.methods.qjl.codec import QJLKey, QJLState
-from kvcli.methods.scalar.per_token import PerTokenValue
+from kvcli.methods.scalar.codec import PerTokenValue
 from kvcli.methods.scalar.value_kernels import unsupported_values, value_sum
 
 # tuned on one H200, torch 2.11, triton 3.6

@@ -12,9 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvcli.kernels.constants import FP16_MAX, norm_unit
+from kvcli.kernels.launch import FP16_MAX, norm_unit
 from kvcli.methods.base import Codes, KeyCodec, State
-from kvcli.methods.qjl.config import QJLConfig
+from kvcli.methods.config import QJLConfig
+from kvcli.methods.layer_codec import LayerCodec
+from kvcli.methods.method import Method
+from kvcli.methods.scalar.codec import PerTokenValue
 from kvcli.packing import byte_fields, pack_bits, packed_size, stream_to_fields, unpack_bits
 from kvcli.rope import Rotation
 from kvcli.spec import ModelSpec
@@ -184,3 +187,29 @@ def sketch_bias(head_dim: int) -> float:
     """Factor of the estimate from rows of norm sqrt(d): sqrt(d/2) Gamma(d/2) / Gamma((d+1)/2)."""
     half = head_dim / 2
     return math.sqrt(half) * math.exp(math.lgamma(half) - math.lgamma(half + 0.5))
+
+
+def _build(spec: ModelSpec, config: QJLConfig, layer_idx: int) -> LayerCodec[QJLKey, PerTokenValue]:
+    return LayerCodec(QJLKey(spec, config, layer_idx), PerTokenValue(spec, config.v_bits, config.group_size))
+
+
+def _nominal_bits(spec: ModelSpec, config: QJLConfig) -> tuple[float, float]:
+    """Sign bits per key value, averaged over the layers, without norms as in the paper; and bits per value code."""
+    dims = [sum(config.sketch_dims(spec, layer_idx)) for layer_idx in range(spec.num_layers)]
+    return sum(dims) / len(dims) / spec.head_dim, config.v_bits
+
+
+METHOD = Method(
+    name="qjl",
+    summary="signs of a random projection for keys, per-token values",
+    bits="about 3",
+    paper="QJL, 2024",
+    arxiv="2406.03482",
+    config_cls=QJLConfig,
+    build=_build,
+    nominal_bits=_nominal_bits,
+    paper_settings={"qjl": {"sink_length": 0, "residual_length": 128}},
+    attend_kernels="kvcli.methods.qjl.attend_kernels",
+    bench=("qjl",),
+    example_settings={"residual_length": 6, "flush_block": 1, "num_outliers": 2, "group_size": 8},
+)

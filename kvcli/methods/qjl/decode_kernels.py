@@ -7,11 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvcli.kernels.bit_rows import bit_rows
-from kvcli.kernels.grid import batch_and_head
-from kvcli.kernels.launch import cdiv, power_of_two
-from kvcli.kernels.tiles import Tiles
-from kvcli.kernels.words import as_decoded
+from kvcli.kernels.launch import Tiles, cdiv, power_of_two
+from kvcli.kernels.splits import batch_and_head
+from kvcli.kernels.words import as_decoded, bit_rows
 
 _TILES = Tiles(
     hopper={"BLOCK_T": 64, "BLOCK_Y": 16, "num_warps": 4, "num_stages": 2},

@@ -7,9 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvcli.kernels.constants import norm_unit
-from kvcli.kernels.launch import cdiv, power_of_two, row_major
-from kvcli.kernels.tiles import Tiles
+from kvcli.kernels.launch import Tiles, cdiv, norm_unit, power_of_two, row_major
 from kvcli.kernels.words import FP16_MAX
 from kvcli.packing import packed_size
 

@@ -1,4 +1,1 @@
-"""The scalar format: asymmetric scalar quantization with 16-bit scale and zero. KIVI, SQuat, RTN, and QJL's values.
-
-Reference: affine, per_token, per_channel. Kernels: encode, decode, and attend (score, rotated_score, value).
-"""
+"""The scalar format: asymmetric scalar quantization with 16-bit scale and zero. KIVI, SQuat, RTN, and QJL's values."""

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvcli.kernels.grid import batch_and_head
 from kvcli.kernels.launch import cdiv, power_of_two
+from kvcli.kernels.splits import batch_and_head
 from kvcli.kernels.words import as_decoded, field_fp32
 from kvcli.methods.config import ScalarBits
 

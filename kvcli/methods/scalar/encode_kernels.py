@@ -1,6 +1,6 @@
 """Encode kernels of the scalar format: minimum, maximum, codes and packing in one pass over the tokens.
 
-They give the bits of `kvcli.methods.scalar.affine.quantize` and `kvcli.packing.pack_planes` exactly. A tile is laid out
+They give the bits of `kvcli.methods.scalar.codec.quantize` and `kvcli.packing.pack_planes` exactly. A tile is laid out
 as [tokens, fields, words], channel = field * words + word, so that packing is a sum over the fields of a word.
 """
 

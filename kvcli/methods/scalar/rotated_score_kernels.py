@@ -13,8 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvcli.kernels.grid import batch_and_head, query_rows, split_range
 from kvcli.kernels.pdl import pdl_launch_dependents
+from kvcli.kernels.splits import batch_and_head, query_rows, split_range
 from kvcli.kernels.words import EVICT_FIRST, TINY, field_fp16, field_fp32, fma2, pow2_above, query_fields
 
 SCAN_GROUPS = tl.constexpr(4)

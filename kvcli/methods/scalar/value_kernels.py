@@ -14,14 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvcli.kernels.grid import batch_and_head, split_range
 from kvcli.kernels.launch import cdiv, power_of_two
 from kvcli.kernels.operands import in_thread_order, tokens_as_columns, tokens_as_rows
 from kvcli.kernels.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wait
-from kvcli.kernels.splits import SplitScores, merge_splits
+from kvcli.kernels.splits import SplitScores, batch_and_head, merge_splits, split_range
 from kvcli.kernels.words import EVICT_FIRST, FIELD_SCALE, TINY, field_dot, field_fp32, mul2, pow2_above
-from kvcli.methods.encoded import EncodedTokens
-from kvcli.methods.scalar.per_token import PerTokenCodec
+from kvcli.methods.layer_codec import EncodedTokens
+from kvcli.methods.scalar.codec import PerTokenCodec
 
 # tuned on one H200, torch 2.11, triton 3.6
 _BLOCK_N = 64

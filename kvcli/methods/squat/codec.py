@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from kvcli.errors import ConfigError
 from kvcli.methods.base import Space, State
-from kvcli.methods.scalar.per_channel import PerChannelCodec, PerChannelCodes
-from kvcli.methods.squat.config import SQuatConfig
+from kvcli.methods.config import SQuatConfig
+from kvcli.methods.kivi import kivi_schedules
+from kvcli.methods.layer_codec import LayerCodec
+from kvcli.methods.method import FitReport, Method
+from kvcli.methods.samples import LayerSamples
+from kvcli.methods.scalar.codec import PerChannelCodec, PerChannelCodes, PerTokenValue
 from kvcli.methods.squat.subspace import corrections, leading_factor, query_gram
 from kvcli.spec import ModelSpec
 
@@ -132,7 +137,7 @@ class SQuatKey(PerChannelCodec[SQuatState]):
     def _encode_fused(self, x: Tensor, state: SQuatState) -> PerChannelCodes:
         """Corrects all channels, then quantizes them in one launch: corrections change only later blocks."""
         from kvcli.methods.scalar.encode_kernels import quantize_per_channel
-        from kvcli.methods.squat.encode_kernels import per_channel_error
+        from kvcli.methods.squat.kernels import per_channel_error
 
         keys = x.float()
         for start in range(0, self.spec.head_dim - self.block_size, self.block_size):
@@ -145,3 +150,59 @@ class SQuatKey(PerChannelCodec[SQuatState]):
         """Moves the channels from `stop` on, given the error of the block that ends there."""
         correction = state.matrix[..., stop - error.shape[-1] : stop, stop:]
         return torch.cat((keys[..., :stop], keys[..., stop:] - error @ correction), dim=-1)
+
+
+def fit_subspace(
+    codec: LayerCodec[SQuatKey, PerTokenValue],
+    train: LayerSamples,
+    heldout: LayerSamples,
+    config: SQuatConfig,
+    generator: torch.Generator,
+) -> FitReport:
+    """Keeps the Gram matrix of the recorded queries, in the space that the codec asks for.
+
+    Returns:
+        `subspace_energy`: for each kv head, the share of the queries' squared norm that the leading `subspace_dim`
+        directions hold (sum of the leading squared singular values / sum of all).
+
+    Raises:
+        ConfigError: settings whose subspace comes from the prompt.
+    """
+    if config.subspace_source != "calibration":
+        raise ConfigError("only a subspace from calibration can be fitted; set subspace_source=calibration")
+    key = codec.key
+    queries = train.q if key.query_space == "pre_rope" else train.rotated_queries()
+    gram = query_gram(queries.unsqueeze(0), key.spec.num_kv_heads)[0]
+    key.gram.copy_(gram)
+    key.gram_count.fill_(queries.shape[1] * key.spec.num_kv_groups)
+    q_hat = leading_factor(gram, config.subspace_dim, config.subspace_solver)
+    energy = q_hat.square().sum((-2, -1)) / gram.diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(1e-30)
+    return FitReport({"subspace_energy": [float(x) for x in energy]})
+
+
+def _build(space: Space, spec: ModelSpec, config: SQuatConfig, layer_idx: int) -> LayerCodec[SQuatKey, PerTokenValue]:
+    return LayerCodec(SQuatKey(spec, config, space), PerTokenValue(spec, config.v_bits, config.group_size))
+
+
+def _method(name: str, summary: str, space: Space) -> Method:
+    return Method(
+        name=name,
+        summary=summary,
+        bits="1, 2, 4, 8",
+        paper="SQuat, 2025",
+        arxiv="2503.24358",
+        config_cls=SQuatConfig,
+        build=partial(_build, space),
+        nominal_bits=lambda spec, config: (config.k_bits, config.v_bits),
+        paper_settings={f"{name}-2": {"sink_length": 0, "residual_length": 32}},
+        schedules=kivi_schedules,
+        fit=fit_subspace,
+        fit_metrics={"subspace_energy": "share of the queries' energy in the subspace"},
+        attend_kernels="kvcli.methods.scalar.attend_kernels",
+        example_settings={"residual_length": 8, "group_size": 4},
+        bench=(f"{name}-2",),
+    )
+
+
+METHOD = _method("squat", "KIVI's format, key errors orthogonal to the query subspace", "post_rope")
+METHOD_PRE = _method("squat-pre", "SQuat before RoPE, which is applied after dequantization", "pre_rope")
