@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from golden.scenarios import GROUPS_OF_RECORDS, RECORDS, platform
+from golden.scenarios import GROUPS_OF_RECORDS, RECORDS, WRITE, platform
 
 NAMES = sorted((path.parent.name, path.stem) for path in RECORDS.glob("*/*.json"))
+AGAIN = f"if the change is meant, write the records again with `{WRITE}`, and say in the commit message why"
 
 
 @pytest.fixture(scope="module")
@@ -31,12 +32,12 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_as_recorded(group: str, name: str, results: Any) -> None:
     expected = json.loads((RECORDS / group / f"{name}.json").read_text())
     same_arithmetic = expected.pop("platform") == platform()
-    compare(json.loads(json.dumps(results(group)[name])), expected, name, same_arithmetic)
+    compare(json.loads(json.dumps(results(group)[name])), expected, f"{AGAIN}: {name}", same_arithmetic)
 
 
 @pytest.mark.parametrize("group", GROUPS_OF_RECORDS)
 def test_everything_is_recorded(group: str, results: Any) -> None:
-    assert sorted(results(group)) == sorted(name for kind, name in NAMES if kind == group)
+    assert sorted(results(group)) == sorted(name for kind, name in NAMES if kind == group), AGAIN
 
 
 def compare(actual: Any, expected: Any, path: str, exactly: bool) -> None:
