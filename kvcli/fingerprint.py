@@ -42,36 +42,37 @@ def fingerprint(model: nn.Module, spec: ModelSpec) -> str:
     """
     shapes = hashlib.sha256(json.dumps(spec.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
     projections = {name: module for name, module in model.named_modules() if name.rpartition(".")[2] in _PROJECTIONS}
-    projections = projections or _first_matrices(model)
+    if not projections:  # keys and values come from one projection: the first modules with a matrix of weights
+        layers = ((name, x) for name, x in model.named_modules() if _has_matrix(x) and not isinstance(x, nn.Embedding))
+        projections = dict(islice(layers, _MAX_MATRICES))
     if not projections:
         raise ModelError(f"{type(model).__name__} has no projections whose weights tell it from others")
     sample, quantized = [], False
-    for name, module in sorted(projections.items()):
-        base = _without_adapters(module)
-        weight = _plain_weight(base)
-        quantized = quantized or weight is None or _was_quantized(base)
-        if weight is None:
-            sample.append(_computed_weights(name, base, model, spec))
-        else:
+    for name, projection in sorted(projections.items()):
+        module = projection
+        while isinstance(base := getattr(module, "base_layer", None), nn.Module):  # where peft put an adapter on it
+            module = base
+        weight: Any = getattr(module, "weight", None)
+        plain = type(getattr(weight, "data", None)) is Tensor and weight.ndim == 2
+        if plain and weight.is_floating_point() and weight.itemsize > 1:
+            # scales and the like beside a plain weight are what it was decompressed with
+            quantized = quantized or bool(_tensors_of(module).keys() - {"weight", "bias"})
             sample.append(weight.detach().flatten()[[0, weight.numel() // 2]].to("cpu", torch.float16))
+        else:
+            quantized = True
+            sample.append(_computed_weights(name, module, model, spec))
     digits = b"".join(x.numpy().tobytes() for x in sample).hex()
     return f"{shapes}:{digits}" + (f":{_QUANTIZED}" if quantized else "")
-
-
-def _first_matrices(model: nn.Module) -> dict[str, nn.Module]:
-    """The first modules with a matrix of weights, of models whose keys and values come from one projection."""
-    layers = ((name, x) for name, x in model.named_modules() if _has_matrix(x) and not isinstance(x, nn.Embedding))
-    return dict(islice(layers, _MAX_MATRICES))
 
 
 def _has_matrix(module: nn.Module) -> bool:
     """Whether a module's weight is a matrix, or its quantized weight, under whatever name, is kept in one."""
     weight = getattr(module, "weight", None)
-    tensors = _own_tensors(module).values() if weight is None else (weight,)
+    tensors = _tensors_of(module).values() if weight is None else (weight,)
     return any(getattr(x, "ndim", 0) == 2 for x in tensors)
 
 
-def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
+def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers of a module without those of its parts."""
     return dict(chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False)))
 
@@ -81,10 +82,10 @@ def differs(first: str, second: str) -> str | None:
 
     Args:
         first: as `fingerprint` returns it.
-        second: likewise.
+        second: same.
 
     Returns:
-        A clause that names what differs; None if it is the same model.
+        A clause; None if it is the same model.
 
     Raises:
         ValueError: one of them is no fingerprint.
@@ -103,14 +104,7 @@ def differs(first: str, second: str) -> str | None:
 
 
 def text_identity(tokenizer: Any) -> dict[str, str]:
-    """Identifies a tokenizer: checksums of its vocabulary and of its chat template.
-
-    Args:
-        tokenizer: of transformers.
-
-    Returns:
-        `tokenizer` and `chat_template`; the latter is empty without a template.
-    """
+    """Checksums of a tokenizer's vocabulary, `tokenizer`, and of its `chat_template`, empty without a template."""
     vocabulary = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else {}
     words = "\n".join(f"{i} {word}" for word, i in sorted(vocabulary.items(), key=lambda pair: pair[1]))
     template = getattr(tokenizer, "chat_template", None)
@@ -119,11 +113,6 @@ def text_identity(tokenizer: Any) -> dict[str, str]:
 
 def _sha256(text: str) -> str:
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
-
-
-def same_model(first: str, second: str) -> bool:
-    """Whether two fingerprints are of the same model, as `differs` says."""
-    return differs(first, second) is None
 
 
 def _parts(text: str) -> tuple[str, Tensor, bool]:
@@ -139,25 +128,6 @@ def _parts(text: str) -> tuple[str, Tensor, bool]:
     if not weights.isfinite().all():
         raise ValueError("weights that are not finite")
     return shapes, weights, len(rest) == 2
-
-
-def _without_adapters(module: nn.Module) -> nn.Module:
-    """The projection that adapters were put on; peft keeps it as `base_layer`."""
-    while isinstance(base := getattr(module, "base_layer", None), nn.Module):
-        module = base
-    return module
-
-
-def _plain_weight(module: nn.Module) -> Tensor | None:
-    """The matrix of weights of an ordinary layer; None where it is in a quantized format."""
-    weight: Any = getattr(module, "weight", None)
-    plain = type(getattr(weight, "data", None)) is Tensor and weight.ndim == 2
-    return weight if plain and weight.is_floating_point() and weight.itemsize > 1 else None
-
-
-def _was_quantized(module: nn.Module) -> bool:
-    """Whether a layer keeps more than weight and bias, such as the scales that its weight was decompressed with."""
-    return bool(_own_tensors(module).keys() - {"weight", "bias"})
 
 
 def _computed_weights(name: str, module: nn.Module, model: nn.Module, spec: ModelSpec) -> Tensor:

@@ -72,11 +72,6 @@ class LayerReport(Sealed):
     metrics: dict[str, Any]
     seconds: float
 
-    @property
-    def measured(self) -> dict[str, Any]:
-        """The metrics, and the seconds that fitting took."""
-        return {**self.metrics, "seconds": self.seconds}
-
     @classmethod
     def of(cls, folder: Path, layer_idx: int, run: FitManifest) -> Self | None:
         """The report of a layer whose files are intact and belong to a run; None if it is not finished."""
@@ -164,13 +159,13 @@ def fit_recording(
                     fitted = fit_layer(codec, train, heldout, config, generator)
                 seconds = round(time.perf_counter() - started, 2)
                 report, reused = _write_layer(folder, layer_idx, run, codec, fitted, seconds), False
-            done(layer_idx, report.measured, reused)
+            done(layer_idx, {**report.metrics, "seconds": report.seconds}, reused)
         ranks.wait()
         for layer_idx in sorted(set(indices) - set(share)) if ranks.rank == 0 else ():
             report = LayerReport.of(folder, layer_idx, run)
             if report is None:
                 raise ArtifactError(f"layer {layer_idx}, which another rank fitted, is not in {folder}; {_SHARED}")
-            done(layer_idx, report.measured, False)
+            done(layer_idx, {**report.metrics, "seconds": report.seconds}, False)
 
 
 def _write_layer(
@@ -215,7 +210,7 @@ def assemble(folders: Sequence[Path]) -> Artifact:
         The artifact; nothing is written.
 
     Raises:
-        ArtifactError: no run in a folder, folders of different runs, layers that are missing, or damaged files.
+        ArtifactError: no run in a folder, different runs, missing layers, or damaged files.
     """
     run, *others = [FitManifest.read(folder / FitManifest.FILE) for folder in folders]
     for folder, other in zip(folders[1:], others, strict=True):
@@ -261,15 +256,9 @@ def split_samples(
     block_tokens: int = BLOCK_TOKENS,
     scratch: Path | None = None,
 ) -> tuple[LayerSamples, LayerSamples]:
-    """Training and held-out samples of a layer, without the tokens that the cache keeps as sinks.
+    """Training and held-out samples of a layer, without the first `sink_length` tokens of each sequence.
 
-    Args:
-        recording: calibration samples.
-        layer_idx: the layer.
-        sink_length: sinks at the beginning of each sequence.
-        device: where tensors are.
-        block_tokens: tokens that are read at once.
-        scratch: see `Recording.load_sequences`.
+    Other arguments are those of `Recording.load_sequences`.
     """
     seq_len = recording.manifest.seq_len
     num_sequences = recording.num_tokens // seq_len

@@ -1,12 +1,14 @@
 """Locates a model: a folder, or the Hugging Face hub, whose data files of one commit are downloaded into its cache.
 
-Files with Python code and pickles are never fetched. This module does not know how a model is loaded.
+Files with Python code and pickles are never fetched.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,22 +58,20 @@ def local_folder(name: str) -> Path | None:
 
 def is_folder(path: Path) -> bool:
     """Whether there is such a folder; a name longer than the file system allows is none."""
-    try:
+    with suppress(OSError):
         return path.is_dir()
-    except OSError:
-        return False
+    return False
 
 
 def is_file(path: Path) -> bool:
-    """Whether there is such a file."""
-    try:
+    """Whether there is such a file; a name longer than the file system allows is none."""
+    with suppress(OSError):
         return path.is_file()
-    except OSError:
-        return False
+    return False
 
 
 def download_model(name: str, revision: str | None, say: Say, check: Callable[[Path], object]) -> Path:
-    """Downloads a model, or finds it in the hub's cache.
+    """Downloads a model, or finds it in the hub's cache, and returns its folder.
 
     Without a connection, a copy in the cache is used; where there is none, the error comes within seconds.
 
@@ -81,9 +81,6 @@ def download_model(name: str, revision: str | None, say: Say, check: Callable[[P
         say: called with a line before weights are downloaded.
         check: called with a folder that holds the config alone, so that a model can be refused before its weights are
             downloaded.
-
-    Returns:
-        The folder with the model's files.
 
     Raises:
         ModelError: no such model or revision, no access to it, or no connection and no copy in the cache.
@@ -96,10 +93,7 @@ def download_model(name: str, revision: str | None, say: Say, check: Callable[[P
 
 
 def download_config(name: str, revision: str | None = None) -> Path:
-    """Downloads a model's config alone, or finds it in the hub's cache.
-
-    Returns:
-        The folder of its config.json.
+    """The folder of a model's config.json, which alone is downloaded, or is in the hub's cache.
 
     Raises:
         ModelError: as for `download_model`.
@@ -108,12 +102,23 @@ def download_config(name: str, revision: str | None = None) -> Path:
 
 
 def _reach(name: str, revision: str | None) -> tuple[str | None, bool]:
-    """The commit of a revision, and whether the hub's cache has to do."""
+    """The commit of a revision, and whether the hub's cache has to do, because the hub does not answer."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
+
+    refusals: dict[type[Exception], str] = {
+        HFValidationError: "this is neither a folder here nor a name of the form OWNER/MODEL",
+        GatedRepoError: "access is restricted; ask for it on the model's page and log in with 'hf auth login'",
+        RevisionNotFoundError: "it has no such revision",
+        RepositoryNotFoundError: "there is no such model, or it is private; check the name, or log in with "
+        "'hf auth login'",
+    }
     try:
-        return _commit(name, revision), False
+        return str(_answer(lambda: HfApi().model_info(name, revision=revision, timeout=_REACH_SECONDS)).sha), False
     except Exception as error:
-        if reason := _refusal(error):
-            raise ModelError(f"cannot load model '{name}' from the hub: {reason}") from error
+        for kind, reason in refusals.items():
+            if isinstance(error, kind):
+                raise ModelError(f"cannot load model '{name}' from the hub: {reason}") from error
         return revision, True
 
 
@@ -141,33 +146,6 @@ def _fetch(name: str, revision: str | None, offline: bool, patterns: tuple[str, 
             "run the same command again to resume"
         ) from error
     return Path(folder)
-
-
-def _refusal(error: BaseException) -> str | None:
-    """Why the hub gives no model, where it says so; None where it could not be asked."""
-    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
-
-    if isinstance(error, HFValidationError):
-        return "this is neither a folder here nor a name of the form OWNER/MODEL"
-    if isinstance(error, GatedRepoError):
-        return "access is restricted; ask for it on the model's page and log in with 'hf auth login'"
-    if isinstance(error, RevisionNotFoundError):
-        return "it has no such revision"
-    if isinstance(error, RepositoryNotFoundError):
-        return "there is no such model, or it is private; check the name, or log in with 'hf auth login'"
-    return None
-
-
-def _commit(name: str, revision: str | None) -> str | None:
-    """The commit of a revision.
-
-    Raises:
-        OSError: no answer in time, or no connection.
-        Exception: what the hub's client raises.
-    """
-    from huggingface_hub import HfApi
-
-    return str(_answer(lambda: HfApi().model_info(name, revision=revision, timeout=_REACH_SECONDS).sha))
 
 
 def check_dataset(name: str, revision: str | None) -> None:
@@ -201,22 +179,16 @@ def _answer(question: Callable[[], Any]) -> Any:
     """The hub's answer; a thread asks, because waiting for a silent name server cannot be interrupted.
 
     Raises:
-        OSError: no answer in time, or no connection.
+        OSError: no answer in time (TimeoutError), or no connection.
         Exception: what the hub's client raises.
     """
-    answer: list[Any] = []
+    answer: Future[Any] = Future()
 
     def ask() -> None:
         try:
-            answer.append(question())
+            answer.set_result(question())
         except Exception as error:
-            answer.append(error)
+            answer.set_exception(error)
 
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(_REACH_SECONDS)
-    if not answer:
-        raise TimeoutError("the hub does not answer")
-    if isinstance(answer[0], Exception):
-        raise answer[0]
-    return answer[0]
+    threading.Thread(target=ask, daemon=True).start()
+    return answer.result(_REACH_SECONDS)

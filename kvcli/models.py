@@ -1,7 +1,4 @@
-"""Loading models and tokenizers: the built-in model, names on a hub, local folders and GGUF files.
-
-This module does not know what is done with a model once it is loaded, nor how files are downloaded or read.
-"""
+"""Loading models and tokenizers: built-in models, names on a hub, local folders and GGUF files."""
 
 from __future__ import annotations
 
@@ -15,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvcli.builtin_copy import fetch_builtin
-from kvcli.builtin_models import BUILTIN_MODELS, DEFAULT_MODEL, copy_folder
+from kvcli.builtin_models import BUILTIN_MODELS, DEFAULT_MODEL, copy_folder, fetch_builtin
 from kvcli.checkpoint import (
     AUTO,
     has_tokenizer,
@@ -45,8 +41,7 @@ class LoadedModel:
     Attributes:
         name: what the user asked for.
         model: in eval mode, on its device.
-        tokenizer: its tokenizer, with a padding token.
-        spec: shapes of its attention.
+        tokenizer: with a padding token.
         fingerprint: of its shapes and weights; an artifact is bound to it.
     """
 
@@ -86,9 +81,6 @@ def load_model(
         revision: branch, tag or commit of a model on the hub.
         say: called with a line about what takes time.
         progress: shows the download and conversion of a built-in model and the reading of a GGUF file.
-
-    Returns:
-        The model in eval mode on its device, with its tokenizer, spec and fingerprint.
 
     Raises:
         ModelError: the model cannot be found, downloaded or read, or its weights are incomplete or not finite.
@@ -141,13 +133,16 @@ def find_config(name: str, *, base_config: str | None = None, revision: str | No
     if name in BUILTIN_MODELS:
         return read_config(copy_folder(BUILTIN_MODELS[name]))
     if not name.endswith(".gguf"):
-        return read_config(local_folder(name) or download_config(name, revision))
+        return _config_of(name, revision)
     path = Path(name).expanduser()
     if not is_file(path):
         raise ModelError(f"no such GGUF file: {path}")
-    if base_config is None:
-        return read_gguf_config(path)
-    return read_config(local_folder(base_config) or download_config(base_config))
+    return read_gguf_config(path) if base_config is None else _config_of(base_config)
+
+
+def _config_of(name: str, revision: str | None = None) -> Any:
+    """The config of a folder or of a model on the hub."""
+    return read_config(local_folder(name) or download_config(name, revision))
 
 
 def find_tokenizer(name: str) -> PreTrainedTokenizerBase | None:
@@ -166,11 +161,10 @@ def find_tokenizer(name: str) -> PreTrainedTokenizerBase | None:
 
 def _check_in_memory(model: torch.nn.Module) -> None:
     """Raises ModelError if accelerate keeps parts of a model on the CPU or on disk, because the GPUs are too small."""
-    away = [name for name, weight in model.named_parameters() if weight.device.type in ("meta", "cpu")]
-    if away:
-        where = f"{torch.cuda.device_count()} GPUs ({away[0]} would be on the CPU or on disk)"
+    if away := [name for name, weight in model.named_parameters() if weight.device.type in ("meta", "cpu")]:
         raise ModelError(
-            f"the model does not fit into the memory of {where}; choose a smaller --dtype or a quantized copy"
+            f"the model does not fit into the memory of {torch.cuda.device_count()} GPUs ({away[0]} would be on the "
+            "CPU or on disk); choose a smaller --dtype or a quantized copy"
         )
 
 
@@ -190,8 +184,7 @@ def check_finite(model: torch.nn.Module) -> None:
         if weight.numel() and not weight.is_meta
     }
     finite = {name: extremes.isfinite().all() for name, extremes in weights.items()}
-    bad = [name for name, is_finite in finite.items() if not is_finite]
-    if bad:
+    if bad := [name for name, is_finite in finite.items() if not is_finite]:
         layer = re.search(r"\.layers\.(\d+)\.", f".{bad[0]}")
         where = f"layer {layer[1]}, {bad[0]}" if layer else bad[0]
         more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
@@ -199,15 +192,12 @@ def check_finite(model: torch.nn.Module) -> None:
 
 
 def not_finite(model: Any, using: str, again: Callable[[], object]) -> ModelError:
-    """The error that says where a model's values stop to be finite.
+    """The error that names the first layer of a model whose output is not finite.
 
     Args:
         model: a transformers causal language model.
         using: what attention is computed with, for the message.
         again: repeats the forward pass that gave NaN or infinite values; its layers are watched.
-
-    Returns:
-        An error with the first layer whose output is not finite.
     """
     bad: list[int] = []
 
@@ -229,32 +219,22 @@ def not_finite(model: Any, using: str, again: Callable[[], object]) -> ModelErro
 def _load_gguf(
     path: Path, dtype: torch.dtype, base_config: str | None, progress: Progress
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Loads a GGUF file, unless that would lose the RoPE scaling."""
-    if not is_file(path):
-        raise ModelError(f"no such GGUF file: {path}")
-    if base_config is None:
-        if _has_rope_freqs(path):
-            raise ModelError(
-                f"{path.name} keeps its RoPE scaling in a rope_freqs tensor, which would be dropped on loading; "
-                "name the original model's config with --base-config"
-            )
-        return load_gguf(path, dtype, progress=progress)
-    config = read_config(local_folder(base_config) or download_config(base_config))
-    layers = {name.split(".")[1] for name in _tensor_names(path) if name.startswith("blk.")}
-    if len(layers) != config.num_hidden_layers:  # layers beyond the config's would be dropped on loading
-        raise ModelError(f"{path.name} has {len(layers)} layers, but {base_config} has {config.num_hidden_layers}")
-    return load_gguf(path, dtype, config, progress)
-
-
-def _has_rope_freqs(path: Path) -> bool:
-    return any(name.startswith("rope_freqs") for name in _tensor_names(path))
-
-
-def _tensor_names(path: Path) -> list[str]:
-    """Names of a GGUF file's tensors; reads the whole file's structure, so a damaged one is refused here."""
+    """Loads a GGUF file, unless that would lose the RoPE scaling or layers."""
     from gguf import GGUFReader
 
+    if not is_file(path):
+        raise ModelError(f"no such GGUF file: {path}")
+    config = None if base_config is None else _config_of(base_config)
     try:
-        return [tensor.name for tensor in GGUFReader(path).tensors]
+        tensors = [tensor.name for tensor in GGUFReader(path).tensors]
     except Exception as error:  # the reader checks little: a damaged file ends in any error
         raise ModelError(f"{path} is not a readable GGUF file: {error}; copy or download it again") from error
+    if config is None and any(name.startswith("rope_freqs") for name in tensors):
+        raise ModelError(
+            f"{path.name} keeps its RoPE scaling in a rope_freqs tensor, which would be dropped on loading; "
+            "name the original model's config with --base-config"
+        )
+    layers = {name.split(".")[1] for name in tensors if name.startswith("blk.")}
+    if config is not None and len(layers) != config.num_hidden_layers:  # more layers would be dropped on loading
+        raise ModelError(f"{path.name} has {len(layers)} layers, but {base_config} has {config.num_hidden_layers}")
+    return load_gguf(path, dtype, config, progress)

@@ -130,7 +130,7 @@ class Rope:
 
         Args:
             positions: [batch, time] integers.
-            dtype: dtype of cos and sin, computed in float32 and rounded once.
+            dtype: of cos and sin, computed in float32 and rounded once.
 
         Returns:
             cos and sin [batch, 1, time, rotary_dim/2].
@@ -192,7 +192,14 @@ class TokenRotations:
         """
 
         def make() -> Rotation:
-            self._check_consecutive()
+            consecutive = self.positions.diff(dim=1) == 1
+            if self._lengths is not None:
+                place = torch.arange(1, self.positions.shape[1], device=self.positions.device)
+                consecutive |= place >= self._lengths.unsqueeze(1)
+            if not bool(consecutive.all()):
+                raise CacheError(
+                    "a row's position_ids are not consecutive, which this kernel needs; use impl='reference'"
+                )
             return self._at(self.positions[:, ::size])
 
         return self._once(("tiles", size, 0), make)
@@ -233,14 +240,6 @@ class TokenRotations:
         if name not in self._tables:
             self._tables[name] = make()
         return self._tables[name]
-
-    def _check_consecutive(self) -> None:
-        consecutive = self.positions.diff(dim=1) == 1
-        if self._lengths is not None:
-            place = torch.arange(1, self.positions.shape[1], device=self.positions.device)
-            consecutive |= place >= self._lengths.unsqueeze(1)
-        if not bool(consecutive.all()):
-            raise CacheError("a row's position_ids are not consecutive, which this kernel needs; use impl='reference'")
 
 
 def to_pairs(x: Tensor, rotary_dim: int) -> Tensor:

@@ -14,11 +14,11 @@ import kvcli
 
 ROOMS = [
     ("_version", "errors", "packing", "progress"),
-    ("builtin_models", "machine", "ranks", "registry", "storage"),
-    ("spec", "wheels"),
-    ("fingerprint", "rope"),
-    ("checkpoint", "hub"),
-    ("builtin_copy",),
+    ("machine", "ranks", "registry", "storage"),
+    ("spec",),
+    ("checkpoint", "fingerprint", "rope"),
+    ("builtin_models",),
+    ("hub",),
     ("seam",),
     ("models",),
     ("options", "paths", "sizes", "tables"),

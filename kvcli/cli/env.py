@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 from pydantic import Field
 
-from kvcli.builtin_models import BUILTIN_MODELS, copy_folder
+from kvcli.builtin_models import BUILTIN_MODELS, CHECKSUMS, copy_folder, damage
 from kvcli.cli.command import command
 from kvcli.cli.output import Output
 from kvcli.errors import ModelError
@@ -39,8 +39,6 @@ def run(options: EnvOptions, output: Output) -> None:
 
 def _verified() -> dict[str, str]:
     """The state of every built-in model's copy; a damaged one will be made again."""
-    from kvcli.builtin_copy import damage, forget
-
     states = {}
     for name, builtin in BUILTIN_MODELS.items():
         folder = copy_folder(builtin)
@@ -48,7 +46,7 @@ def _verified() -> dict[str, str]:
             states[name] = "not downloaded"
         elif reason := damage(folder, thorough=True):
             states[name] = f"damaged: {reason}"
-            forget(folder)
+            (folder / CHECKSUMS).unlink(missing_ok=True)
         else:
             states[name] = f"whole, in {folder}"
     return states

@@ -9,7 +9,7 @@ from typing import Any
 from kvcli.errors import UsageError
 from kvcli.eval.bootstrap import MIN_UNITS, Estimate, paired_difference
 from kvcli.eval.records import Better, EvalRecord, check_labels
-from kvcli.fingerprint import same_model
+from kvcli.fingerprint import differs
 
 NEGLIGIBLE_SHARE = 0.01
 """A difference below this share of the former value passes: other hardware rounds differently."""
@@ -103,7 +103,7 @@ def find_former(record: EvalRecord, former: Sequence[EvalRecord]) -> EvalRecord:
     """
     check_labels(record.suite, [record.label], former)
     other = [other for other in former if (other.suite, other.label) == (record.suite, record.label)][-1]
-    if not same_model(record.fingerprint, other.fingerprint):
+    if differs(record.fingerprint, other.fingerprint):
         raise UsageError(f"the baseline's row '{other.label}' is of another model ({other.model})")
     if record.protocol != other.protocol or len(record.units) != len(other.units):
         pairs = [(name, other.options.get(name), record.options.get(name)) for name in _COMPARED_OPTIONS]

@@ -18,7 +18,7 @@ from kvcli.calibrate.corpus import CorpusConfig, documents
 from kvcli.cli.app import app
 from kvcli.cli.export import generate_with
 from kvcli.errors import ArtifactError, CorpusError
-from kvcli.fingerprint import fingerprint, same_model
+from kvcli.fingerprint import differs, fingerprint
 from kvcli.spec import ModelSpec
 
 
@@ -174,16 +174,16 @@ def test_fingerprints_that_cannot_be_read() -> None:
         assert not _same(mine, other)
     for unreadable in ("z" * len(values), "\u0660" * len(values)):
         with pytest.raises(ValueError, match=r"hex|buffer|empty|length|no fingerprint"):
-            same_model(mine, f"{shapes}:{unreadable}")
+            differs(mine, f"{shapes}:{unreadable}")
     for nothing in ("", ":", ":0", ":000"):
         with pytest.raises(ValueError, match=r"hex|buffer|empty|length|no fingerprint"):
-            same_model(nothing, nothing)
+            differs(nothing, nothing)
     assert not _same(mine, f"{shapes}:{'ff' * (len(values) // 2)}")  # not a number
 
 
 def _same(first: str, second: str) -> bool:
     try:
-        return same_model(first, second)
+        return differs(first, second) is None
     except ValueError:
         return False
 

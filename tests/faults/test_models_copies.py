@@ -16,9 +16,8 @@ from fake_pip import Bars, FakePip
 from test_models_gguf import write
 from typer.testing import CliRunner
 
-from kvcli import builtin_copy
-from kvcli.builtin_copy import CHECKSUMS, damage, fetch_builtin
-from kvcli.builtin_models import BUILTIN_MODELS, BuiltinModel
+from kvcli import builtin_models
+from kvcli.builtin_models import BUILTIN_MODELS, CHECKSUMS, BuiltinModel, damage, fetch_builtin
 from kvcli.cli.app import app
 from kvcli.errors import ModelError
 from kvcli.models import load_model
@@ -35,7 +34,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         return write(folder / f"{builtin.name}.gguf", make_model("llama"))
 
     monkeypatch.setenv("KVCLI_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(builtin_copy, "download_gguf", download)
+    monkeypatch.setattr(builtin_models, "download_gguf", download)
     return tmp_path / "cache" / "models"
 
 
@@ -60,7 +59,7 @@ def keep_time(change: Callable[[Path], None], path: Path) -> None:
 
 
 def test_a_whole_copy_is_used_as_it_is(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(builtin_copy, "download_gguf", None)
+    monkeypatch.setattr(builtin_models, "download_gguf", None)
     said: list[str] = []
     assert fetch_builtin(SMOL, said.append) == copy
     assert said == []
@@ -96,17 +95,17 @@ def test_a_damaged_copy_stays_until_there_is_a_new_one(copy: Path, monkeypatch: 
         raise ModelError("no network")
 
     flip(copy / WEIGHTS)
-    monkeypatch.setattr(builtin_copy, "download_gguf", offline)
+    monkeypatch.setattr(builtin_models, "download_gguf", offline)
     with pytest.raises(ModelError, match="no network"):
         fetch_builtin(SMOL)
     assert [path.name for path in copy.parent.iterdir()] == ["smollm2-135m"]
 
 
 def test_large_files_are_read_in_full_when_their_time_changed(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(builtin_copy, "_ALWAYS_HASHED_BYTES", 100_000)
+    monkeypatch.setattr(builtin_models, "_ALWAYS_HASHED_BYTES", 100_000)
     read: list[str] = []
-    file_record = builtin_copy.file_record
-    monkeypatch.setattr(builtin_copy, "file_record", lambda path: read.append(path.name) or file_record(path))
+    file_record = builtin_models.file_record
+    monkeypatch.setattr(builtin_models, "file_record", lambda path: read.append(path.name) or file_record(path))
     assert damage(copy) is None
     assert WEIGHTS not in read
     os.utime(copy / WEIGHTS)
@@ -125,7 +124,7 @@ def test_env_verifies_copies_and_lets_a_damaged_one_be_made_again(copy: Path, mo
     shown = CliRunner().invoke(app, ["env", "--verify"])
     assert f"smollm2-135m: whole, in {copy}\nqwen2.5-coder-1.5b: not downloaded\n" in shown.stdout
     assert shown.exit_code == 0
-    monkeypatch.setattr(builtin_copy, "_ALWAYS_HASHED_BYTES", 100_000)
+    monkeypatch.setattr(builtin_models, "_ALWAYS_HASHED_BYTES", 100_000)
     keep_time(flip, copy / WEIGHTS)
     shown = CliRunner().invoke(app, ["env", "--verify"])
     assert f"smollm2-135m: damaged: {WEIGHTS} has another sha256" in shown.stdout
@@ -170,8 +169,7 @@ def test_a_second_process_waits_and_deletes_nothing(cache: Path) -> None:
 _CONVERTS_FOREVER = """
 import sys, time
 from pathlib import Path
-from kvcli import builtin_copy
-from kvcli.builtin_models import BUILTIN_MODELS
+from kvcli import builtin_models
 
 def convert(gguf, folder, progress):
     folder.mkdir()
@@ -180,9 +178,9 @@ def convert(gguf, folder, progress):
     print("converting", flush=True)
     time.sleep(120)
 
-builtin_copy.download_gguf = lambda builtin, folder, progress: folder / "model.gguf"
-builtin_copy._convert = convert
-builtin_copy.fetch_builtin(BUILTIN_MODELS["smollm2-135m"])
+builtin_models.download_gguf = lambda builtin, folder, progress: folder / "model.gguf"
+builtin_models._convert = convert
+builtin_models.fetch_builtin(builtin_models.BUILTIN_MODELS["smollm2-135m"])
 """
 
 
@@ -206,20 +204,17 @@ def test_whoever_waits_for_a_process_that_is_killed_makes_the_copy(cache: Path) 
     assert load_model("smollm2-135m", device="cpu").spec.num_layers == 3
 
 
-def test_only_our_bars_are_shown(cache: Path, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("name", ["smollm2-135m", "tiny"])
+def test_only_our_bars_are_shown(name: str, cache: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     bars = Bars()
-    fetch_builtin(SMOL, progress=bars)
+    if name == "tiny":
+        load_model(str(write(tmp_path / "tiny.gguf", make_model("llama"))), device="cpu", progress=bars)
+    else:
+        fetch_builtin(SMOL, progress=bars)
     assert capfd.readouterr() == ("", "")
-    total, unit = bars.totals["read smollm2-135m.gguf"]
+    total, unit = bars.totals[f"read {name}.gguf"]
     assert unit == "tensors"
-    assert sum(bars.counts["read smollm2-135m.gguf"]) == total > 20
-
-
-def test_a_gguf_file_of_the_user_shows_our_bar(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    bars = Bars()
-    load_model(str(write(tmp_path / "tiny.gguf", make_model("llama"))), device="cpu", progress=bars)
-    assert capfd.readouterr() == ("", "")
-    assert sum(bars.counts["read tiny.gguf"]) == bars.totals["read tiny.gguf"][0]
+    assert sum(bars.counts[f"read {name}.gguf"]) == total > 20
 
 
 def test_the_download_is_announced_with_size_licence_and_place(pip: FakePip) -> None:

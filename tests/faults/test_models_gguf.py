@@ -63,30 +63,30 @@ def test_missing_tensors_are_named_and_not_replaced(tmp_path: Path) -> None:
     assert "weights are missing: model.layers.1.self_attn.o_proj.weight;" in refusal(path)
 
 
-def test_rope_freqs_are_not_a_weight_too_many_where_the_config_is_given(tmp_path: Path) -> None:
+def test_rope_freqs_need_the_config_and_are_not_a_weight_too_many(tmp_path: Path) -> None:
     model = make_model("llama")
     model.save_pretrained(tmp_path / "base")
     path = write(tmp_path / "tiny.gguf", model, rope_freqs=True)
+    assert "in a rope_freqs tensor, which would be dropped" in (message := refusal(path))
+    assert message.endswith("--base-config")
     assert load_model(str(path), device="cpu", base_config=str(tmp_path / "base")).spec.num_layers == 3
 
 
-@pytest.mark.parametrize("layers", [2, 4])
-def test_a_config_with_another_number_of_layers_is_refused(tmp_path: Path, layers: int) -> None:
-    make_model("llama", num_hidden_layers=layers).save_pretrained(tmp_path / "base")
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_hidden_layers": 2}, "tiny.gguf has 3 layers, but {base} has 2"),
+        ({"num_hidden_layers": 4}, "tiny.gguf has 3 layers, but {base} has 4"),
+        ({"intermediate_size": 80}, "down_proj.weight [64, 96] instead of [64, 80]"),
+        (None, "there is no such folder"),
+    ],
+)
+def test_a_config_of_another_model_is_refused(tmp_path: Path, changes: dict[str, int] | None, said: str) -> None:
+    base = tmp_path / "base"
+    if changes is not None:
+        make_model("llama", **changes).save_pretrained(base)
     path = write(tmp_path / "tiny.gguf", make_model("llama"))
-    message = refusal(path, base_config=str(tmp_path / "base"))
-    assert f"tiny.gguf has 3 layers, but {tmp_path / 'base'} has {layers}" in message
-
-
-def test_a_config_with_other_shapes_is_refused(tmp_path: Path) -> None:
-    make_model("llama", intermediate_size=80).save_pretrained(tmp_path / "base")
-    path = write(tmp_path / "tiny.gguf", make_model("llama"))
-    assert "down_proj.weight [64, 96] instead of [64, 80]" in refusal(path, base_config=str(tmp_path / "base"))
-
-
-def test_a_config_that_does_not_exist_is_refused(tmp_path: Path) -> None:
-    path = write(tmp_path / "tiny.gguf", make_model("llama"))
-    assert "there is no such folder" in refusal(path, base_config="/nonexistent/x")
+    assert said.format(base=base) in refusal(path, base_config=str(base))
 
 
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.01, 0.5, 0.999])

