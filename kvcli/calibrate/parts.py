@@ -24,9 +24,8 @@ from torch import Tensor
 from kvcli.errors import SamplesError
 from kvcli.methods.samples import LayerFisher
 from kvcli.spec import ModelSpec
-from kvcli.storage.atomic import file_record, is_intact, replacing
+from kvcli.storage.atomic import append_record, file_record, is_intact, read_records, replacing
 from kvcli.storage.manifest import RunManifest, write_sealed
-from kvcli.storage.records import append_record, read_records
 
 PARTS = "samples.parts.jsonl"
 FISHER = "fisher.safetensors"

@@ -14,7 +14,7 @@ from kvcli.cli.bars import show_progress
 from kvcli.errors import OutputError
 from kvcli.progress import Advance
 from kvcli.ranks import ALONE, Ranks
-from kvcli.storage.records import to_json
+from kvcli.storage.atomic import to_json
 from kvcli.tables import DataTable
 
 

@@ -17,7 +17,7 @@ from kvcli.cli.output import Output
 from kvcli.errors import suggestion
 from kvcli.options import Options
 from kvcli.registry import BENCH_SUITES, EVAL_SUITES, get_suite
-from kvcli.storage.records import append_record
+from kvcli.storage.atomic import append_record
 from kvcli.suite import Records, Suite
 
 Following = Callable[[Records, Any], Sequence[Any]]

@@ -1,9 +1,7 @@
-"""Contexts on disk: a store that finds the longest prefix of a prompt and holds equal parts once.
+"""Contexts on disk: a store that finds the longest prefix of a prompt and has equal parts once.
 
-store    the folder: put, remove, prune
-reader   what can be done without changing it: find, load, verify
-search   the context that has most in common with a prompt
-index    the SQLite file that says which contexts and blocks there are; importing it does not load torch
+`store` puts, removes and prunes; `reader` finds, loads and verifies; `search` finds the context with most in common
+with a prompt; `index` is the SQLite file of all contexts and blocks, and does not import torch.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,7 +1,7 @@
 """The index of a store: an SQLite file of contexts, of the blocks that they need, and of their first tokens.
 
-It is opened for each use and knows neither tensors nor what a record says; importing it does not load torch. Locks are
-waited for in short polls, so that Ctrl-C is heard.
+It is opened for each use, knows neither tensors nor records, and does not import torch. Locks are waited for in short
+polls, so that Ctrl-C works.
 """
 
 from __future__ import annotations
@@ -50,18 +50,14 @@ PRAGMA user_version = {_VERSION};
 
 
 class Index:
-    """The index of one folder.
-
-    Args:
-        folder: of the store.
-    """
+    """The index of a store's folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.path = folder, folder / "index.sqlite"
 
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
-        """One moment of the index, to be read inside the block; an empty one where nothing was stored.
+        """One moment of the index inside the block; an empty one where nothing was stored.
 
         Raises:
             ContextError: a store of another version of kvcli, a damaged index, or one that others use all the time.
@@ -81,7 +77,7 @@ class Index:
 
     @contextmanager
     def writing(self) -> Iterator[sqlite3.Connection]:
-        """A transaction that alone writes, undone if the block raises; the index is made if there is none.
+        """A transaction that alone writes, undone if the block raises; makes the index if there is none.
 
         Raises:
             ContextError: as for `reading`, or a store that is read-only.
@@ -102,34 +98,30 @@ class Index:
 
     def touch(self, context: int) -> None:
         """Notes that a context was used, if the store can be written to and nobody else is writing."""
-        with suppress(ContextError, OSError, sqlite3.Error), closing(self._connect("mode=rw")) as db:
+        with suppress(ContextError, OSError), self._open("mode=rw") as db:
             db.execute("PRAGMA synchronous = NORMAL")
             db.execute("UPDATE contexts SET used = ? WHERE id = ?", (time.time(), context))
 
     def _exists(self) -> bool:
-        """Whether there is an index.
-
-        Raises:
-            ContextError: there is something else in its place, or a store of an earlier version of kvcli.
-        """
+        """Whether there is an index; ContextError if something else is in its place, or an earlier version's store."""
         if self.path.is_file():
             return True
         if self.path.exists() or self.path.is_symlink():
             raise ContextError(f"{self.path} is no file; remove it, or name another folder with --store")
-        if any(map(_is_former_manifest, self.folder.glob("*.json"))):
-            raise ContextError(
-                f"{self.folder} holds contexts of an earlier version of kvcli, which this one does not read; remove "
-                "them and make them again with 'kvcli compress', or name another folder with --store"
-            )
+        for path in filter(Path.is_file, self.folder.glob("*.json")):  # NAME.json, later NAME.context.json
+            with suppress(OSError), path.open("rb") as file:
+                if b'"block_tokens"' in file.read(2**24):
+                    raise ContextError(
+                        f"{self.folder} holds contexts of an earlier version of kvcli, which this one does not read; "
+                        "remove them and make them again with 'kvcli compress', or name another folder with --store"
+                    )
         return False
-
-    def _connect(self, mode: str) -> sqlite3.Connection:
-        return sqlite3.connect(f"{self.path.absolute().as_uri()}?{mode}", uri=True, timeout=0.1, isolation_level=None)
 
     @contextmanager
     def _open(self, mode: str) -> Iterator[sqlite3.Connection]:
+        address = f"{self.path.absolute().as_uri()}?{mode}"
         try:
-            with closing(self._connect(mode)) as db:
+            with closing(sqlite3.connect(address, uri=True, timeout=0.1, isolation_level=None)) as db:
                 db.execute("PRAGMA foreign_keys = ON")
                 db.text_factory = lambda text: text.decode(errors="replace")
                 yield db
@@ -148,11 +140,7 @@ class Index:
             raise ContextError(reasons.get(code, damaged)) from error
 
     def _is_new(self, db: sqlite3.Connection) -> bool:
-        """Whether nothing is in the index yet.
-
-        Raises:
-            ContextError: an SQLite file of somebody else, or of another version of kvcli.
-        """
+        """Whether the index has no tables yet; ContextError if it is not kvcli's, or another version's."""
         application, version, tables = (
             _patiently(db, query).fetchone()[0]
             for query in ("PRAGMA application_id", "PRAGMA user_version", "SELECT count(*) FROM sqlite_schema")
@@ -168,11 +156,7 @@ class Index:
 
 
 def names(folder: Path) -> list[str]:
-    """Names of all contexts of a store, also of damaged ones; none where there is no store.
-
-    Raises:
-        ContextError: a store of another version of kvcli, or a damaged index.
-    """
+    """Names of all contexts of a store, also of damaged ones; none without a store. Raises as `Index.reading` does."""
     with Index(folder).reading() as db:
         return [name for (name,) in db.execute("SELECT name FROM contexts ORDER BY name")]
 
@@ -201,11 +185,3 @@ def _patiently(db: sqlite3.Connection, statement: str) -> sqlite3.Cursor:
             if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > until:
                 raise
         time.sleep(_POLL_S)
-
-
-def _is_former_manifest(path: Path) -> bool:
-    """Whether a file is what earlier versions wrote for each context: NAME.json, then NAME.context.json."""
-    if path.is_file():
-        with suppress(OSError), path.open("rb") as file:
-            return b'"block_tokens"' in file.read(2**24)
-    return False

@@ -1,4 +1,4 @@
-"""What is in a store: contexts by name and by the tokens that they begin with, read and verified."""
+"""Contexts of a store by name and by their first tokens, read and verified."""
 
 from __future__ import annotations
 
@@ -28,22 +28,14 @@ class ReplacedError(ContextError):
 
 
 class ContextReader:
-    """The contexts of a folder.
-
-    Args:
-        folder: that need not be there.
-    """
+    """The contexts of a folder, which need not be there."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self._index, self._blocks = Index(self.folder), self.folder / "blocks"
 
     def names(self) -> list[str]:
-        """Names of all contexts, also of damaged ones.
-
-        Raises:
-            ContextError: a store of another version of kvcli, or a damaged index.
-        """
+        """Names of all contexts, also of damaged ones; ContextError for an index that cannot be read."""
         return names(self.folder)
 
     def get(self, name: str) -> StoredContext:
@@ -61,11 +53,7 @@ class ContextReader:
         return StoredContext.of(row)
 
     def contexts(self, say: Say = say_nothing) -> list[StoredContext]:
-        """All contexts whose records can be read, the most recently used first.
-
-        Args:
-            say: called with a line about every other one.
-        """
+        """All contexts whose records can be read, the most recently used first; `say` gets a line about the others."""
         with self._index.reading() as db:
             rows = db.execute(f"{CONTEXTS} ORDER BY used DESC, id DESC").fetchall()
         contexts = []
@@ -83,7 +71,7 @@ class ContextReader:
             token_ids: of the prompt, one row. A cache needs a token that it does not hold to go on from: leave out the
                 prompt's last.
             identity: of the model, the method, the artifact and the tokenizer; other contexts are passed over.
-            say: called with a line about every damaged context that begins alike, which is passed over.
+            say: gets a line about every damaged context that begins alike, which is passed over.
 
         Returns:
             None if no context is of use. One is if all of its tokens are the prompt's first, or so many of them that
@@ -130,13 +118,10 @@ class ContextReader:
     def whole(self, name: str, identity: CacheIdentity | None = None) -> Match:
         """All of a context, by name.
 
-        Args:
-            name: of the context.
-            identity: of the model, the method and the artifact that are to go on from it; None: not compared.
-
         Raises:
             UsageError: no name of a context.
-            ContextError: no such context, a damaged record, or another identity; the message says what differs.
+            ContextError: no such context, a damaged record, or another identity than the given one; the message says
+                what differs.
         """
         context = self.get(name)
         if identity is not None and (reason := context.difference(identity)) is not None:
@@ -144,25 +129,17 @@ class ContextReader:
         return Match(context, context.record.num_tokens)
 
     def token_ids(self, context: StoredContext) -> Tensor:
-        """All token ids of a context, int64 [tokens].
-
-        Raises:
-            ContextError: their block is missing or damaged, or the context was removed or replaced.
-        """
+        """All token ids of a context, int64 [tokens]; raises as `load` does."""
         record = context.record
         with self._explaining(context):
             (tensors,) = read_blocks([self._place(block) for block in (record.tokens,) if block is not None])
             return tokens_in(tensors, record)[0]
 
     def load(self, match: Match, device: torch.device | str = "cpu") -> Context:
-        """Reads what `find` or `whole` found, after a check of its blocks, and notes that the context was used.
-
-        Args:
-            match: what to read; of a part, only the blocks that hold it are read.
-            device: of the tensors, to which the mapped files are copied.
+        """Reads the blocks of a match, verifies them, and notes that the context was used.
 
         Returns:
-            What `Session.load_cache` goes on from, with its token ids, int64 [1, tokens].
+            On this device, for `Session.load_cache`, with its token ids, int64 [1, tokens].
 
         Raises:
             ContextError: a block is missing, truncated or damaged, or the context was removed or replaced.
@@ -175,23 +152,21 @@ class ContextReader:
         return context
 
     def sizes(self) -> tuple[int, int]:
-        """Bytes of all blocks that a context needs, and of the files of those that none does."""
+        """Bytes of all blocks that a context needs, and of the files of the others."""
         with self._index.reading() as db:
             files = [self._path(digest) for (digest,) in db.execute(f"SELECT digest {UNUSED}")]
             return used_bytes(db), sum(path.stat().st_size for path in files if path.is_file())
 
     def shared(self) -> set[str]:
         """Digests of the blocks that several contexts need."""
-        query = "SELECT digest FROM context_blocks GROUP BY digest HAVING count(*) > 1"
         with self._index.reading() as db:
-            return {digest for (digest,) in db.execute(query)}
+            rows = db.execute("SELECT digest FROM context_blocks GROUP BY digest HAVING count(*) > 1")
+            return {digest for (digest,) in rows}
 
     def damages(self, names: Sequence[str], progress: Progress = no_progress) -> dict[str, str]:
-        """What is wrong with those contexts that are not whole; all of their blocks are read, shared ones once.
+        """Reads all blocks of contexts, shared ones once; returns the defect of each damaged context by its name.
 
-        Args:
-            names: of contexts; those that are removed meanwhile are left out.
-            progress: shows how many were read.
+        Contexts that are removed meanwhile are left out.
 
         Raises:
             ContextError: a damaged index.
@@ -213,7 +188,7 @@ class ContextReader:
         return damages
 
     def _verify(self, context: StoredContext, intact: set[Block]) -> None:
-        """Reads all blocks of a context but those that are known to be intact, and adds them there."""
+        """Reads all blocks of a context but the intact ones, and adds them there."""
         queries = (
             "SELECT identity, tail_start, tail FROM contexts JOIN records ON context = id WHERE id = ?",
             "SELECT digest FROM context_blocks WHERE context = ?",
@@ -223,8 +198,8 @@ class ContextReader:
             verify_blocks([self._place(block) for block in context.record.blocks if block not in intact])
             expected = index_rows(context.record, self.token_ids(context).int().numpy())
             with self._index.reading() as db:
-                rows = [db.execute(query, (context.id,)).fetchall() for query in queries]
-            if any(sorted(ours) != sorted(theirs) for ours, theirs in zip(rows, expected, strict=True)):
+                rows = [sorted(db.execute(query, (context.id,))) for query in queries]
+            if rows != [*map(sorted, expected)]:
                 raise CacheError("the index says other things of it than its record and its token ids")
         intact.update(context.record.blocks)
 
@@ -238,7 +213,7 @@ class ContextReader:
 
     @contextmanager
     def _explaining(self, context: StoredContext) -> Iterator[None]:
-        """What is wrong with a context's blocks is said with what became of it, and what to do."""
+        """A CacheError in the block becomes a ContextError that says what happened to the context, and what to do."""
         name = context.name
         try:
             yield
@@ -247,15 +222,15 @@ class ContextReader:
                 row = db.execute("SELECT id FROM contexts WHERE name = ?", (name,)).fetchone()
             if row is None:
                 raise ReplacedError(f"context '{name}' was removed by another process") from error
-            if row[0] != context.id:
-                replaced = f"context '{name}' was replaced by another process; run the same command again"
-                raise ReplacedError(replaced) from error
+            if row != (context.id,):
+                reason = "was replaced by another process; run the same command again"
+                raise ReplacedError(f"context '{name}' {reason}") from error
             raise ContextError(
                 f"context '{name}' is damaged: {error}; remove it with 'kvcli contexts rm {name}' and make it again"
             ) from error
 
     def no_context(self, name: str) -> ContextError:
-        """The error that says that there is no context of this name."""
+        """The error that there is no context of this name."""
         return ContextError(
             f"there is no context '{name}' in {self.folder}{suggestion(name, self.names())}; 'kvcli contexts list' "
             "shows those that are there"
@@ -276,11 +251,7 @@ def used_bytes(db: sqlite3.Connection) -> int:
 
 
 def as_tokens(token_ids: Sequence[int] | Tensor) -> Tensor:
-    """Token ids of one row as int32 [tokens] on the CPU.
-
-    Raises:
-        ContextError: several rows.
-    """
+    """Token ids of one row as int32 [tokens] on the CPU; ContextError for several rows."""
     tokens = torch.as_tensor(token_ids).int().cpu()
     if tokens.ndim == 2 and tokens.shape[0] == 1:
         tokens = tokens[0]

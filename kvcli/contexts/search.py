@@ -1,7 +1,7 @@
-"""The context of a store that has most in common with the beginning of a prompt, and what the index says for that.
+"""The context of a store with most in common with the beginning of a prompt.
 
 Of each context the index has checksums of its first tokens, up to every length at which a block of codes ends and up to
-its tail, in which it can be cut to every length; the token ids of the tail are there, too.
+its tail, in which it can be cut to every length; and the token ids of the tail.
 """
 
 from __future__ import annotations
@@ -40,29 +40,17 @@ _LENGTHS = """WITH RECURSIVE lengths (n) AS (
 
 @dataclass(frozen=True)
 class StoredContext:
-    """A context of a store.
+    """A context of a store."""
 
-    Attributes:
-        id: in the index; a context that replaces it gets another one.
-        name: in its store.
-        created: when it was stored, ISO 8601 in UTC.
-        used: when it was stored or loaded last, seconds since the epoch.
-        record: what it holds.
-    """
-
-    id: int
+    id: int  # in the index; a context that replaces it gets another one
     name: str
-    created: str
-    used: float
+    created: str  # ISO 8601 in UTC
+    used: float  # when it was stored or loaded last, seconds since the epoch
     record: ContextRecord
 
     @classmethod
     def of(cls, row: tuple[Any, ...]) -> StoredContext:
-        """A context as `CONTEXTS` gives it.
-
-        Raises:
-            ContextError: a damaged record.
-        """
+        """A context from a row of `CONTEXTS`; ContextError for a damaged record."""
         context, name, created, used, text = row
         remedy = f"remove it with 'kvcli contexts rm {name}'"
         try:
@@ -83,12 +71,7 @@ class StoredContext:
 
 @dataclass(frozen=True)
 class Match:
-    """A stored context, or how much of it a prompt has in common with it.
-
-    Attributes:
-        context: the stored one.
-        num_tokens: its first tokens that are of use.
-    """
+    """A stored context, of which the first `num_tokens` tokens are of use."""
 
     context: StoredContext
     num_tokens: int
@@ -100,12 +83,7 @@ class Match:
 
 
 def prefix_digests(tokens: TokenIds, lengths: Iterable[int]) -> dict[int, int]:
-    """64 bits of the BLAKE3 of the first tokens of a sequence, for several lengths, in one pass.
-
-    Args:
-        tokens: int32 [tokens].
-        lengths: up to all tokens.
-    """
+    """64 bits of the BLAKE3 of the first tokens of a sequence, int32 [tokens], by length, in one pass."""
     state, read, digests = blake3(), 0, {}
     for length in sorted(set(lengths)):
         state.update(tokens[read:length].tobytes())
@@ -118,12 +96,8 @@ def longest(
 ) -> Match | None:
     """The context of which most is of use, of several the last used; by checksums, which are not proof.
 
-    Args:
-        db: the index.
-        wanted: token ids of the prompt, int32 [tokens].
-        identity: see `ContextStore.find`.
-        without: ids of contexts that are passed over; damaged ones are added.
-        say: see `ContextStore.find`.
+    `wanted` are the prompt's token ids, int32 [tokens]; `without` are ids of contexts that are passed over, and gets
+    those of damaged ones.
     """
     verdicts: dict[str, bool] = {}
     best: Match | None = None
@@ -172,12 +146,7 @@ def longest(
 
 
 def index_rows(record: ContextRecord, ids: TokenIds) -> tuple[list[Any], list[Any], list[Any]]:
-    """What the index says of a context: identity and tail; digests of blocks; checksums of first tokens.
-
-    Args:
-        record: of the context.
-        ids: its token ids, int32 [tokens].
-    """
+    """Rows of a context with token ids int32 [tokens]: identity and tail; digests of blocks; checksums of tokens."""
     counts, size = record.counts, record.part_tokens
     start = tail_start(counts)
     kind = hashlib.sha256(json.dumps(record.identity, sort_keys=True).encode()).hexdigest()

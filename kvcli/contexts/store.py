@@ -1,10 +1,7 @@
-"""A folder of contexts: found by the tokens that they begin with, equal parts stored once, within a size.
+"""A folder of contexts: index.sqlite (`kvcli.contexts.index`), and blocks/BLAKE3.safetensors, their parts.
 
-    index.sqlite                  which contexts and blocks there are, see `kvcli.contexts.index`
-    blocks/BLAKE3.safetensors     parts of contexts, named by the BLAKE3 of their bytes
-
-What the index does not name is not the store's: it is neither read, listed nor removed. A block gets its row before its
-file and loses it after its file, so whatever a kill leaves is in the index.
+Files that the index does not name are not the store's: they are neither read, listed nor removed. A block gets its row
+before its file and loses it after its file, so whatever a kill leaves is in the index.
 """
 
 from __future__ import annotations
@@ -14,7 +11,7 @@ import json
 import sqlite3
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,23 +32,14 @@ from kvcli.fingerprint import text_identity
 from kvcli.storage.atomic import replacing, temporary_path
 
 
-@dataclass(frozen=True)
-class Stored:
-    """What storing a context did.
-
-    Attributes:
-        name: of the context.
-        record: of the context.
-        new_bytes: of blocks that were written.
-        shared_bytes: of blocks that were there.
-        evicted: names of contexts that were removed to keep the store's size.
-    """
+class Stored(NamedTuple):
+    """A context that was put: bytes of its blocks that were written and that were there; names of removed contexts."""
 
     name: str
     record: ContextRecord
     new_bytes: int
     shared_bytes: int
-    evicted: tuple[str, ...] = ()
+    evicted: tuple[str, ...]
 
 
 class Pruned(NamedTuple):
@@ -75,12 +63,7 @@ class ContextStore(ContextReader):
         self.block_tokens = block_tokens
 
     def check_writable(self) -> None:
-        """Makes the folder and its index, and checks that something can be stored.
-
-        Raises:
-            OSError: the folder cannot be made.
-            ContextError: a store that is read-only, or of another version of kvcli.
-        """
+        """Makes the folder and its index; raises OSError or ContextError if nothing can be stored there."""
         self._blocks.mkdir(parents=True, exist_ok=True)
         with self._index.writing():
             pass
@@ -118,36 +101,29 @@ class ContextStore(ContextReader):
         else:
             self.check_free(name, tokens, CacheIdentity.from_dict(record.identity))
         self._blocks.mkdir(parents=True, exist_ok=True)
-        missing, replaces, new_bytes = True, False, 0
-        while missing:
+        rows, query = [(block.digest, block.bytes) for block in blocks], "SELECT 1 FROM blocks WHERE digest = ?"
+        while True:
             with self._index.writing() as db:
-                rows = [(block.digest, block.bytes) for block in blocks]
                 db.executemany("INSERT OR REPLACE INTO blocks VALUES (?, ?)", rows)
             with self._index.writing() as db:
-                recorded = (db.execute("SELECT 1 FROM blocks WHERE digest = ?", (x.digest,)).fetchone() for x in blocks)
-                missing = not all(recorded)
-                if missing:  # another process removed what nobody needed in between
-                    continue
+                if not all(db.execute(query, (digest,)).fetchone() for digest, _ in rows):
+                    continue  # another process removed what nobody needed in between
                 replaces = db.execute("SELECT 1 FROM contexts WHERE name = ?", (name,)).fetchone() is not None
                 if replaces and not overwrite:  # by another process, since it was checked
                     self.check_free(name, tokens, CacheIdentity.from_dict(record.identity))
                 new_bytes = sum(self._write(block, data) for block, data in blocks.items())
                 db.execute("DELETE FROM contexts WHERE name = ?", (name,))
                 _insert(db, name, record, tokens)
+                break
         evicted = self.prune(max_bytes, keep=(name,)).evicted if replaces or max_bytes is not None else ()
         return Stored(name, record, new_bytes, record.nbytes - new_bytes, evicted)
 
     def check_free(self, name: str, token_ids: Sequence[int] | Tensor, identity: CacheIdentity) -> None:
-        """Checks that a context of this name is the same one, or that there is none.
-
-        Args:
-            name: of a context.
-            token_ids: of the one that is to be stored, one row.
-            identity: likewise.
+        """Checks that there is no context of this name, or that it has these token ids, one row, and this identity.
 
         Raises:
             UsageError: no name of a context.
-            ContextError: the name belongs to a context of other tokens or another identity, or to a damaged one.
+            ContextError: another context has the name, or a damaged one.
         """
         check_name(name)
         if name not in self.names():
@@ -160,10 +136,7 @@ class ContextStore(ContextReader):
             )
 
     def remove(self, *contexts: str) -> int:
-        """Removes contexts, also damaged ones, and their blocks that no other context needs.
-
-        Returns:
-            The bytes that were freed.
+        """Removes contexts, also damaged ones, and their blocks that no other context needs; returns the bytes freed.
 
         Raises:
             UsageError: no name of a context.
@@ -178,10 +151,10 @@ class ContextStore(ContextReader):
         return self._collect()
 
     def prune(self, max_bytes: int | None = None, keep: Collection[str] = ()) -> Pruned:
-        """Removes blocks that no context needs, after contexts until the store is small enough.
+        """Removes contexts, the least recently used first, and then blocks that no context needs.
 
         Args:
-            max_bytes: of the blocks of the whole store; None: no context is removed.
+            max_bytes: of all blocks, until which contexts are removed; None: none is.
             keep: names of contexts that stay.
 
         Raises:
@@ -237,18 +210,13 @@ class ContextStore(ContextReader):
 
 
 def identity_of(session: Session, tokenizer: Any) -> CacheIdentity:
-    """What contexts of a session are bound to.
-
-    Args:
-        session: that the model is attached by.
-        tokenizer: of transformers.
-    """
+    """The identity of contexts of a session, with that of a tokenizer of transformers."""
     text = text_identity(tokenizer)
     return replace(session.identity(), tokenizer=text["tokenizer"], chat_template=text["chat_template"])
 
 
 def _insert(db: sqlite3.Connection, name: str, record: ContextRecord, tokens: Tensor) -> None:
-    """Adds a context to the index, whose blocks are there."""
+    """Adds a context, whose blocks are there, to the index."""
     now, (((kind, start, tail),), blocks, prefixes) = time.time(), index_rows(record, tokens.numpy())
     created = datetime.fromtimestamp(now, UTC).isoformat(timespec="seconds")
     context = db.execute(

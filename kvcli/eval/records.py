@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from kvcli.errors import UsageError
 from kvcli.registry import EVAL_SUITES, get_suite
-from kvcli.storage.records import read_records, to_json
+from kvcli.storage.atomic import read_records, to_json
 
 Better = Literal["lower", "higher"]
 

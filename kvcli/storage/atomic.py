@@ -1,9 +1,10 @@
-"""Files that appear under their name only when they are complete, and their checksums."""
+"""Files that appear under their name only when they are complete, their checksums, and records as lines of JSON."""
 
 from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -15,21 +16,17 @@ _WRITE_ERRORS = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO)
 
 
 @contextmanager
-def replacing(path: Path, suffix: str = ".tmp") -> Iterator[Path]:
+def replacing(path: Path) -> Iterator[Path]:
     """Yields a temporary path to write to, which takes the name `path` when the block ends without an error.
 
     The content is on the disk before the name is, so that no power loss leaves an empty file under the name.
 
-    Args:
-        path: the file.
-        suffix: what is added to its name; processes that write the same file at once need different ones.
-
     Raises:
         OSError: the disk is full and the like; it names the file.
     """
-    temporary = temporary_path(path, suffix)
+    temporary = temporary_path(path)
     try:
-        with write_errors_name(path):
+        with _write_errors_name(path):
             yield temporary
             flush_to_disk(temporary)
         temporary.chmod(0o644)  # some writers leave files that only their owner may read
@@ -40,13 +37,13 @@ def replacing(path: Path, suffix: str = ".tmp") -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
-def temporary_path(path: Path, suffix: str = ".tmp") -> Path:
-    """What a file is called until it is complete."""
-    return path.with_name(path.name + suffix)
+def temporary_path(path: Path) -> Path:
+    """The name of a file until it is complete."""
+    return path.with_name(path.name + ".tmp")
 
 
 @contextmanager
-def write_errors_name(path: Path) -> Iterator[None]:
+def _write_errors_name(path: Path) -> Iterator[None]:
     """Failed writes in the block raise an OSError that names the file, also those that safetensors reports as text."""
     try:
         yield
@@ -55,9 +52,8 @@ def write_errors_name(path: Path) -> Iterator[None]:
             raise
         raise OSError(error.errno, error.strerror, str(path)) from error
     except Exception as error:
-        by_text = type(error).__name__ == "SafetensorError"
-        for code in _WRITE_ERRORS:
-            if by_text and os.strerror(code) in str(error):
+        for code in _WRITE_ERRORS if type(error).__name__ == "SafetensorError" else ():
+            if os.strerror(code) in str(error):
                 raise OSError(code, os.strerror(code), str(path)) from error
         raise
 
@@ -99,7 +95,34 @@ def file_record(path: Path) -> dict[str, Any]:
 
 
 def is_intact(path: Path, record: Any) -> bool:
-    """Whether a file is there with the size and checksum that `file_record` gave when it was written."""
+    """Whether a file has the size and checksum that `file_record` gave when it was written."""
     if not isinstance(record, Mapping) or not path.is_file() or path.stat().st_size != record.get("bytes"):
         return False
     return file_record(path)["sha256"] == record.get("sha256")
+
+
+def append_record(path: Path, record: Mapping[str, Any]) -> None:
+    """Adds one JSON line to a file, on a line of its own also after a write that was cut off."""
+    torn = False
+    if path.is_file() and path.stat().st_size:
+        with path.open("rb") as handle:
+            handle.seek(-1, os.SEEK_END)
+            torn = handle.read(1) != b"\n"
+    with _write_errors_name(path), path.open("a") as handle:
+        handle.write(("\n" if torn else "") + to_json(record) + "\n")
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The JSON objects of a file that `append_record` wrote; lines that a kill cut off are skipped."""
+    records = []
+    if path.is_file():
+        with path.open(errors="replace") as handle:
+            for line in handle:
+                with suppress(ValueError, RecursionError):
+                    records.append(json.loads(line))
+    return [record for record in records if isinstance(record, dict)]
+
+
+def to_json(value: Any) -> str:
+    """JSON that every parser reads: NaN and infinities, which JSON does not have, are null."""
+    return json.dumps(json.loads(json.dumps(value), parse_constant=lambda _: None))

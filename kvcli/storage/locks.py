@@ -22,22 +22,17 @@ def lock(
     busy: Exception,
     *,
     make_file: bool = False,
-    shared: bool = False,
     wait_s: float = 0.0,
     on_wait: Callable[[], None] = lambda: None,
 ) -> Iterator[None]:
-    """Holds the lock of a folder or file inside the block; file systems without locks are not locked.
+    """Locks a folder or file inside the block, which may rename or remove it; some file systems have no locks.
 
     Args:
-        path: what is locked. Whoever has the lock may rename or remove it.
-        busy: raised if other processes or threads hold the lock.
+        path: of the folder or file.
+        busy: raised if other processes or threads have the lock.
         make_file: make an empty file if there is none.
-        shared: hold it together with others that want it shared.
         wait_s: seconds to wait for others.
         on_wait: called once before waiting.
-
-    Raises:
-        Exception: `busy`.
     """
     if fcntl is None:
         yield
@@ -46,7 +41,7 @@ def lock(
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT if make_file else os.O_RDONLY, 0o644)
         try:
-            fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(handle)
             if time.monotonic() >= until:
@@ -70,11 +65,7 @@ def lock(
 
 @contextmanager
 def locked(folder: Path, error: type[Exception]) -> Iterator[None]:
-    """Makes a folder and keeps other kvcli processes from writing to it.
-
-    Raises:
-        Exception: `error`, if another process does.
-    """
+    """Makes a folder and keeps other kvcli processes from writing to it; raises `error` if one does."""
     folder.mkdir(parents=True, exist_ok=True)
     busy = error(f"another kvcli process writes to {folder}; wait until it has ended or choose another --out")
     with lock(folder, busy):

@@ -1,14 +1,10 @@
-"""Sealed JSON files: an object with a format version and the sha256 of its own fields, checked when it is read.
-
-`Sealed` is the base of what such files say, as pydantic models; `RunManifest` of those that describe a folder whose
-work resumes after a kill.
-"""
+"""Sealed JSON files: an object with a format version and the sha256 of its own fields, checked when it is read."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -25,7 +21,7 @@ _MISSING = "nothing"
 
 
 class Sealed(BaseModel):
-    """What a sealed JSON file says: subclasses have its fields, with types and ranges, and a format version."""
+    """The content of a sealed JSON file: subclasses have its fields, with types and ranges, and a format version."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
@@ -37,7 +33,7 @@ class Sealed(BaseModel):
 
     @property
     def values(self) -> dict[str, Any]:
-        """All fields as plain JSON values, without the checksum."""
+        """All fields as plain JSON values, also those that the class does not have, without the checksum."""
         return self._values
 
     @classmethod
@@ -45,34 +41,26 @@ class Sealed(BaseModel):
         """Reads and checks a file.
 
         Raises:
-            KvcliError: `ERROR`, if it is missing, damaged, of another format version, was changed after it was
-                written, or has fields of other types or ranges.
+            KvcliError: `ERROR`: missing, damaged, of another format version, changed after it was written, or with
+                fields of other types or ranges.
         """
         if cls.MISSING and not path.exists():
             raise cls.ERROR(cls.MISSING.format(folder=path.parent))
-        return cls._checked(read_sealed(path, cls.VERSION, cls.REMEDY, cls.ERROR), str(path), cls.REMEDY)
+        return cls.unseal(path, str(path))
 
     def sealed(self) -> str:
         """The fields with the format version and a checksum, as one line of JSON; `unseal` is the inverse."""
-        return _seal({"format_version": self.VERSION, **self.model_dump(mode="json")})
+        return _sealed({"format_version": self.VERSION, **self.model_dump(mode="json")})
 
     @classmethod
-    def unseal(cls, text: str, name: str, remedy: str = "") -> Self:
-        """Reads and checks what `sealed` gave.
-
-        Args:
-            text: of one JSON object.
-            name: what it is called in messages.
-            remedy: what to do where it cannot be used; default: the class's.
+    def unseal(cls, source: str | Path, name: str, remedy: str = "") -> Self:
+        """Reads and checks a JSON object of `sealed`, or a file with it, which messages call `name`.
 
         Raises:
-            KvcliError: `ERROR`, as for `read`.
+            KvcliError: `ERROR` with the remedy, by default the class's; as for `read`.
         """
         remedy = remedy or cls.REMEDY
-        return cls._checked(_unsealed(lambda: text, name, cls.VERSION, remedy, cls.ERROR), name, remedy)
-
-    @classmethod
-    def _checked(cls, values: dict[str, Any], name: str, remedy: str) -> Self:
+        values = read_sealed(source, cls.VERSION, remedy, cls.ERROR, name)
         try:
             manifest = cls.model_validate_json(json.dumps(values))  # where lists become tuples, and nothing else
         except ValidationError as error:
@@ -83,7 +71,7 @@ class Sealed(BaseModel):
 
 
 class RunManifest(Sealed):
-    """What a folder of a run is bound to; a finished run may add fields."""
+    """The settings of a run folder, whose work resumes after a kill; a finished run may add fields."""
 
     FILE: ClassVar[str]
     KIND: ClassVar[str]  # what the run is called in messages
@@ -93,18 +81,18 @@ class RunManifest(Sealed):
     def open(cls, folder: Path, description: Mapping[str, Any], *, overwrite: bool = False) -> Self:
         """Makes a run folder, or checks that the run in it is the same one, which then resumes.
 
-        What a killed process left half written is removed. Files of other names stay.
+        Half-written files of a killed process are removed. Files of other names stay.
 
         Args:
-            folder: the run folder.
-            description: what the run is bound to, plain JSON values.
+            folder: of the run.
+            description: its settings, plain JSON values.
             overwrite: discard a run that is in the folder, also the same one.
 
         Returns:
-            The manifest in the folder: the description, and what a finished run added to it.
+            The description, and what a finished run added to it.
 
         Raises:
-            KvcliError: `ERROR`, if the folder holds another run and `overwrite` is off; it names what differs.
+            KvcliError: `ERROR`, if the folder has another run and `overwrite` is off; it names what differs.
         """
         path = folder / cls.FILE
         folder.mkdir(parents=True, exist_ok=True)
@@ -133,27 +121,24 @@ def json_sha256(values: Mapping[str, Any]) -> str:
 def write_sealed(path: Path, values: Mapping[str, Any]) -> None:
     """Writes one JSON object with the sha256 of its fields; it appears under its name only when complete."""
     with replacing(path) as temporary:
-        temporary.write_text(_seal(values, indent=2) + "\n")
+        temporary.write_text(_sealed(values, indent=2) + "\n")
 
 
-def read_sealed(path: Path, version: int, remedy: str, error: type[Exception]) -> dict[str, Any]:
-    """The fields that `write_sealed` wrote; types and ranges are not checked.
+def read_sealed(
+    source: str | Path, version: int, remedy: str, error: type[Exception], name: str = ""
+) -> dict[str, Any]:
+    """The fields that `write_sealed` wrote, of any types and ranges.
 
     Args:
-        path: the file.
+        source: one JSON object, or a file with it.
         version: the `format_version` it must have.
-        remedy: what to do about a file that cannot be used, an end of a sentence.
-        error: what to raise.
-
-    Raises:
-        Exception: `error`, if the file is damaged, has another format version or was changed after it was written.
+        remedy: what to do where it cannot be used, an end of a sentence.
+        error: raised if it is damaged, has another format version or was changed after it was written.
+        name: of it in messages; default: the file's path.
     """
-    return _unsealed(lambda: _read_text(path), str(path), version, remedy, error)
-
-
-def _unsealed(read: Callable[[], str], name: str, version: int, remedy: str, error: type[Exception]) -> dict[str, Any]:
+    name = name or str(source)
     try:
-        values, intact = _object(read())
+        values, intact = _unsealed(source)
     except (OSError, ValueError, RecursionError) as reason:
         raise error(f"{name} is damaged ({_short(' '.join(str(reason).split()))}); {remedy}") from reason
     if (theirs := values.get("format_version", 1)) != version:
@@ -163,21 +148,19 @@ def _unsealed(read: Callable[[], str], name: str, version: int, remedy: str, err
     return values
 
 
-def _seal(values: Mapping[str, Any], indent: int | None = None) -> str:
+def _sealed(values: Mapping[str, Any], indent: int | None = None) -> str:
     return json.dumps({**values, _SEAL: json_sha256(values)}, indent=indent)
 
 
-def _read_text(path: Path) -> str:
-    if not path.is_file():
-        raise FileNotFoundError("no such file")
-    if path.stat().st_size > _MAX_BYTES:
-        raise ValueError(f"larger than {_MAX_BYTES // 2**20} MiB")
-    return path.read_text()
-
-
-def _object(text: str) -> tuple[dict[str, Any], bool]:
+def _unsealed(source: str | Path) -> tuple[dict[str, Any], bool]:
     """A JSON object without its seal, and whether the seal is that of the other fields."""
-    values = json.loads(text)
+    if isinstance(source, Path):
+        if not source.is_file():
+            raise FileNotFoundError("no such file")
+        if source.stat().st_size > _MAX_BYTES:
+            raise ValueError(f"larger than {_MAX_BYTES // 2**20} MiB")
+        source = source.read_text()
+    values = json.loads(source)
     if not isinstance(values, dict):
         raise ValueError("not a JSON object")
     seal = values.pop(_SEAL, None)
@@ -185,11 +168,11 @@ def _object(text: str) -> tuple[dict[str, Any], bool]:
 
 
 def _other_run(path: Path, ours: Mapping[str, Any]) -> str | None:
-    """Why a folder with this manifest does not hold our run: the first settings that differ, each with both values."""
+    """Why a folder with this manifest does not have our run: the first settings that differ, each with both values."""
     if not path.exists():
         return f"its {path.name} is missing"
     try:
-        values, intact = _object(_read_text(path))
+        values, intact = _unsealed(path)
         theirs = {name: values.get(name, _MISSING) for name in ours}
         there, here = dict(_settings(theirs)), dict(_settings(ours))
     except (OSError, ValueError, RecursionError):
@@ -200,8 +183,9 @@ def _other_run(path: Path, ours: Mapping[str, Any]) -> str | None:
         return None if intact else f"its {path.name} is damaged: it was changed after it was written"
     pairs = [(name, there.get(name, _MISSING), here.get(name, _MISSING)) for name in {**there, **here}]
     shown = [f"{name}: {_short(a)} there, {_short(b)} here" for name, a, b in pairs if a != b]
-    more = [f"and {len(shown) - _SHOWN_DIFFERENCES} more"] if len(shown) > _SHOWN_DIFFERENCES else []
-    return f"differs in {'; '.join(shown[:_SHOWN_DIFFERENCES] + more)}"
+    if len(shown) > _SHOWN_DIFFERENCES:
+        shown[_SHOWN_DIFFERENCES:] = [f"and {len(shown) - _SHOWN_DIFFERENCES} more"]
+    return f"differs in {'; '.join(shown)}"
 
 
 def _settings(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

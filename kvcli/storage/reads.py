@@ -28,13 +28,7 @@ _MAX_THREADS = 12
 
 @dataclass(frozen=True)
 class Part:
-    """Bytes of a file.
-
-    Attributes:
-        path: of the file.
-        start: of the first byte in the file.
-        memory: uint8 [bytes], these bytes of what `memory_for` gave.
-    """
+    """Bytes of a file from `start` on, and where they belong: a part of what `memory_for` gave, uint8 [bytes]."""
 
     path: Path
     start: int
@@ -60,7 +54,7 @@ def read_parts(parts: Sequence[Part]) -> list[str]:
     """Reads parts of files to where they belong; nothing there may be used before the checksums were compared.
 
     Args:
-        parts: all on one device. Those that follow each other in a file and in memory are best given in this order.
+        parts: all on one device. Those that follow each other in a file and in memory are read together in this order.
 
     Returns:
         BLAKE3 of each part.
@@ -68,9 +62,9 @@ def read_parts(parts: Sequence[Part]) -> list[str]:
     Raises:
         OSError: a file cannot be read, or it ends before a part does.
     """
-    groups = _neighbours(parts)
-    if not groups:
+    if not parts:
         return []
+    groups = _neighbours(parts)
     count = min(_MAX_THREADS, os.cpu_count() or 1, len(groups))
     longest = max(sum(len(part.memory) for part in group) for group in groups)
     readers: SimpleQueue[_Reader] = SimpleQueue()
@@ -89,7 +83,7 @@ def read_parts(parts: Sequence[Part]) -> list[str]:
 
 
 def _neighbours(parts: Sequence[Part]) -> list[list[Part]]:
-    """The parts in groups: several that follow each other in a file and in memory and can be read together, or one."""
+    """The parts in groups of those that follow each other in a file and in memory, up to `READ_BYTES` together."""
     groups: list[list[Part]] = []
     end: tuple[object, ...] = ()
     total = 0
@@ -107,11 +101,9 @@ def _neighbours(parts: Sequence[Part]) -> list[list[Part]]:
 
 
 class _Reader:
-    """Reads parts of files for their checksums, and copies them to a GPU; on the host they are mapped and thus there.
+    """Reads parts of files for their checksums, in pieces of at most `nbytes`, and copies them to a GPU.
 
-    Args:
-        device: of the memory.
-        nbytes: of the longest piece.
+    On the host they are in memory already.
     """
 
     def __init__(self, device: torch.device, nbytes: int) -> None:
@@ -145,6 +137,5 @@ class _Reader:
 
 
 def _bytes(x: Tensor) -> memoryview:
-    """The memory of a tensor on the host."""
     memory: memoryview = x.numpy().data
     return memory

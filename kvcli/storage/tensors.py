@@ -52,13 +52,7 @@ class _Fields(BaseModel):
 
 @dataclass(frozen=True)
 class SafetensorsHeader:
-    """What a safetensors file says of itself.
-
-    Attributes:
-        nbytes: of the header; the tensors follow it.
-        metadata: texts by name.
-        entries: tensors by name, in the order of their bytes, which they fill without a gap.
-    """
+    """The header of a safetensors file: its length, texts, and tensors in the order of their bytes, without gaps."""
 
     nbytes: int
     metadata: Mapping[str, str]
@@ -71,12 +65,7 @@ class SafetensorsHeader:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Reads the header of a file, and compares the file's size with it.
-
-        Raises:
-            OSError: the file cannot be read.
-            ValueError: it is no safetensors file, or it is truncated or too long.
-        """
+        """Reads a file's header; OSError and ValueError say why not, also of a file that is truncated or too long."""
         size = path.stat().st_size
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -89,11 +78,7 @@ class SafetensorsHeader:
 
     @classmethod
     def parse(cls, text: bytes) -> Self:
-        """From the JSON object after the first 8 bytes of a file.
-
-        Raises:
-            ValueError: it is no header.
-        """
+        """Checks the JSON object after the first 8 bytes of a file; a ValueError says why it is no header."""
         try:
             fields = _Fields.model_validate_json(text)
         except ValidationError as error:
@@ -105,11 +90,7 @@ class SafetensorsHeader:
         return cls(8 + len(text), fields.metadata, entries)
 
     def views(self, data: Tensor) -> dict[str, Tensor]:
-        """The tensors in what follows the header, uint8 [bytes].
-
-        Raises:
-            ValueError: one does not begin where a number of its dtype can.
-        """
+        """The tensors in what follows the header, uint8 [bytes]; ValueError if one begins where its dtype cannot."""
         try:
             views = {name: data[slice(*x.data_offsets)].view(x.dtype) for name, x in self.entries.items()}
             return {name: x.view(self.entries[name].shape) for name, x in views.items()}

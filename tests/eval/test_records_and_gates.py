@@ -15,7 +15,7 @@ from kvcli.eval.drift import DriftPrompt, DriftRecord
 from kvcli.eval.gates import check_baseline, check_limits
 from kvcli.eval.kl import KLRecord, TokenBlock
 from kvcli.eval.records import from_plain, read_rows
-from kvcli.storage.records import append_record
+from kvcli.storage.atomic import append_record
 
 FINGERPRINT = "00:003c003c"
 

@@ -15,10 +15,9 @@ from safetensors.torch import save_file
 from kvcli.calibrate.recording import Recording
 from kvcli.errors import ArtifactError, SamplesError
 from kvcli.fit import assemble
-from kvcli.storage.atomic import replacing
+from kvcli.storage.atomic import append_record, read_records, replacing
 from kvcli.storage.locks import locked
 from kvcli.storage.manifest import write_sealed
-from kvcli.storage.records import append_record, read_records
 
 
 def test_a_folder_has_one_writer(copy: Path) -> None:

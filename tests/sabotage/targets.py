@@ -27,7 +27,7 @@ TARGETS: dict[str, str] = {
     "kvcli.storage.atomic:replacing": "faults/test_locks_and_writes.py storage",
     "kvcli.storage.locks:lock": "faults/test_locks_and_writes.py",
     "kvcli.storage.manifest:Sealed.read": "storage artifact",
-    "kvcli.storage.records:to_json": "cli/test_output.py storage",
+    "kvcli.storage.atomic:to_json": "cli/test_output.py storage",
     "kvcli.storage.reads:read_parts": "storage",
     "kvcli.storage.tensors:SafetensorsHeader.parse": "storage",
     # methods
