@@ -11,13 +11,36 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvcli.errors import KvcliError
+from kvcli.errors import ConfigError, KvcliError
 from kvcli.options import ModelOptions
 from kvcli.progress import Reporter
+from kvcli.registry import check_settings, get_config, parse_name
 from kvcli.tables import DataTable
 
 Records = Sequence[Mapping[str, Any]]
 """Records as plain JSON values."""
+
+
+def check_methods(methods: Sequence[tuple[str, Mapping[str, Any] | None]], given: Mapping[str, Any]) -> None:
+    """Checks names and settings of methods, without torch.
+
+    Args:
+        methods: names with or without bits, each with further settings; None instead: its artifact has the settings.
+        given: settings of every method that has them.
+
+    Raises:
+        UsageError: no such method.
+        ConfigError: a setting that no method has, or a value out of range.
+    """
+    unknown = set(given)
+    for text, further in methods:
+        name, from_bits = parse_name(text)
+        fields = get_config(name).model_fields.keys()
+        unknown -= fields
+        if further is not None:
+            check_settings(name, {**from_bits, **further, **{x: given[x] for x in given.keys() & fields}})
+    if unknown:
+        raise ConfigError(f"none of the methods has a setting '{min(unknown)}'")
 
 
 @dataclass(frozen=True)

@@ -1,26 +1,30 @@
-"""Suite `attention`: one layer and one query token over its codes, against fp16 SDPA in the same run."""
+"""Suite `attention`: one query token over the codes of one layer, against fp16 SDPA in the same run.
+
+Kernels that differ from the reference on the same codes are not timed.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
 from pydantic import Field
 
-from kvcli.bench.suite import (
-    DEFAULT_MODEL,
-    BenchOptions,
-    BenchSuite,
-    Lengths,
-    Prepared,
-    default_methods,
-    method_cases,
-    parse_batches,
-    status,
-    warn_without_gpu,
-)
+from kvcli.bench.suite import BenchOptions, BenchSuite, Lengths, Prepared, Row, parse_batches, run_row, status
+from kvcli.builtin_models import DEFAULT_MODEL
 from kvcli.errors import UsageError
 from kvcli.progress import Reporter
-from kvcli.registry import DEFAULT_METHOD
+from kvcli.registry import BASELINE, DEFAULT_METHOD
 from kvcli.suite import Records
 from kvcli.tables import DataTable
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvcli.bench.layer import MethodCase
+    from kvcli.bench.timing import Timing
 
 
 class AttentionOptions(BenchOptions):
@@ -37,6 +41,49 @@ class AttentionOptions(BenchOptions):
     repeats: int = Field(default=50, ge=1, description="calls timed")
 
 
+@dataclass(frozen=True)
+class AttentionRow(Row):
+    """A row of `Row`'s fields, these and those of `kvcli.bench.timing.Timing`; `fp16` is SDPA.
+
+    Attributes:
+        lse_error: largest absolute difference of a log-sum-exp.
+        encoded: tokens per sequence that are codes, whole groups; all for `fp16`.
+        sdpa_us: median of SDPA on the same shape.
+        speedup: SDPA's median over this one's.
+        stored_bytes: keys and values of this layer, as stored.
+        true_bits: stored bits per value.
+        stored_gb_s: stored bytes over the median.
+        copy_gb_s: a device copy, bytes read plus bytes written.
+    """
+
+    lse_error: float | None = None
+    encoded: int | None = None
+    sdpa_us: float | None = None
+    speedup: float | None = None
+    stored_bytes: int | None = None
+    true_bits: float | None = None
+    stored_gb_s: float | None = None
+    copy_gb_s: float | None = None
+    p20_us: float | None = None
+    p50_us: float | None = None
+    p80_us: float | None = None
+    eager_us: float | None = None
+    how: str | None = None
+    repeats: int | None = None
+
+    def timed(self, timing: Timing, stored_bytes: int, tokens: int, kv_dim: int) -> AttentionRow:
+        """The row with its times and the figures that follow from them."""
+        return replace(
+            self,
+            encoded=tokens,
+            speedup=None if self.sdpa_us is None else self.sdpa_us / timing.p50_us,
+            stored_bytes=stored_bytes,
+            true_bits=8 * stored_bytes / (self.batch * tokens * 2 * kv_dim),
+            stored_gb_s=stored_bytes / timing.p50_us / 1e3,
+            **vars(timing),
+        )
+
+
 def check(options: AttentionOptions) -> None:
     """Raises UsageError for a model, or batches that are no numbers."""
     if options.model != DEFAULT_MODEL:
@@ -48,27 +95,80 @@ def check(options: AttentionOptions) -> None:
 def prepare(options: AttentionOptions, reporter: Reporter) -> Prepared:
     """Rows of SDPA and of methods."""
     import torch
+    from torch.nn.functional import scaled_dot_product_attention
 
-    from kvcli.bench.attention_bench import AttentionBench
+    from kvcli.attention.backend import choose_backend
+    from kvcli.attention.reference import attend_codes as reference_attend
+    from kvcli.bench.layer import compare, encoded_layer
+    from kvcli.bench.shapes import shape_rope, shape_spec
+    from kvcli.bench.timing import copy_bandwidth, time_call
 
-    device = torch.device(options.torch_device())
+    device, seed = torch.device(options.torch_device()), options.seed
     gpu = device.type == "cuda"
-    dtype = options.dtype if options.dtype != "auto" else "float16" if gpu else "float32"
+    name = options.dtype if options.dtype != "auto" else "float16" if gpu else "float32"
+    dtype: torch.dtype = getattr(torch, name)
     contexts = options.contexts or ([1024, 8192, 32768, 131072] if gpu else [256, 1024])
     batches = parse_batches(options.batches) or [1]
-    bench = AttentionBench(
-        options.shape,
-        [case for case in method_cases(options, default_methods()) if not case.is_baseline],
-        impl=options.impl,
-        repeats=options.repeats,
-        device=device,
-        dtype=getattr(torch, dtype),
-        seed=options.seed,
-        layer_idx=options.layer,
-    )
-    warn_without_gpu(device, reporter)
-    shared = {"shape": options.shape, "layer": bench.layer_idx, "dtype": dtype, "weights": "random"}
-    return Prepared(bench.rows(contexts, batches), len(contexts) * len(batches) * (1 + len(bench.cases)), shared)
+    cases = [case for case in options.method_cases() if not case.is_baseline]
+    spec = shape_spec(options.shape)
+    layer_idx = spec.num_layers - 1 if options.layer is None else options.layer
+    if layer_idx >= spec.num_layers:
+        raise UsageError(f"shape {options.shape} has layers 0 to {spec.num_layers - 1}, not {layer_idx}")
+    impls = {case.name: choose_backend(case.method, [], options.impl, device).impl for case in cases}
+    rope = shape_rope(options.shape, device)
+
+    def measure_sdpa(row: AttentionRow) -> AttentionRow:
+        generator = torch.Generator(device).manual_seed(seed)
+
+        def normal(heads: int, tokens: int) -> Tensor:
+            shape = (row.batch, heads, tokens, spec.head_dim)
+            return torch.randn(shape, device=device, dtype=dtype, generator=generator)
+
+        query = normal(spec.num_heads, 1)
+        key, value = (normal(spec.num_kv_heads, row.context) for _ in range(2))
+        attend = partial(scaled_dot_product_attention, query, key, value, enable_gqa=spec.num_kv_groups > 1)
+        timing = time_call(attend, device, options.repeats)
+        row = replace(row, sdpa_us=timing.p50_us)
+        return row.timed(timing, key.nbytes + value.nbytes, row.context, spec.kv_dim)
+
+    def measure_method(case: MethodCase, row: AttentionRow) -> AttentionRow:
+        """Checks a method's kernels, and times them if they are right."""
+        layer = encoded_layer(
+            case,
+            spec,
+            rope,
+            layer_idx=layer_idx,
+            context=row.context,
+            batch=row.batch,
+            device=device,
+            dtype=dtype,
+            seed=seed,
+        )
+        backend = choose_backend(case.method, [layer.codec], options.impl, device)
+        attend_codes = backend.attend_codes
+        layer.codec.use_kernels(backend.impl == "fused")
+        row = replace(row, impl=backend.impl)
+        graph = attend_codes is not reference_attend
+        with torch.inference_mode():
+            row = row.checked(compare(layer, attend_codes) if graph else None)
+            if row.status != "ok":
+                return row
+            encoded = layer.encoded_tokens()
+            timing = time_call(lambda: layer.attend(attend_codes, encoded), device, options.repeats, graph=graph)
+        return row.timed(timing, layer.stored_bytes, layer.num_tokens, spec.kv_dim)
+
+    def rows() -> Iterator[AttentionRow]:
+        copy_gb_s = copy_bandwidth(device, min(options.repeats, 10))
+        for batch in batches:
+            for context in contexts:
+                sdpa = run_row(measure_sdpa, AttentionRow(BASELINE, context, batch, "sdpa", copy_gb_s=copy_gb_s))
+                yield sdpa
+                for case in cases:
+                    row = AttentionRow(case.name, context, batch, impls[case.name], copy_gb_s=copy_gb_s)
+                    yield run_row(partial(measure_method, case), replace(row, sdpa_us=sdpa.sdpa_us))
+
+    shared = {"shape": options.shape, "layer": layer_idx, "dtype": name, "weights": "random"}
+    return Prepared(rows(), len(contexts) * len(batches) * (1 + len(cases)), shared)
 
 
 def table(records: Records, options: AttentionOptions) -> DataTable:
@@ -77,6 +177,7 @@ def table(records: Records, options: AttentionOptions) -> DataTable:
     rows = []
     for record in records:
         row = {"method": record["method"], "context": f"{record['context']}", "batch": f"{record['batch']}"}
+        row |= status(record)
         if record["status"] == "ok":
             row |= {
                 "x SDPA": "-" if record["speedup"] is None else f"{record['speedup']:.2f}",
@@ -85,10 +186,8 @@ def table(records: Records, options: AttentionOptions) -> DataTable:
                 "eager us": f"{record['eager_us']:.1f}",
                 "GB/s": f"{record['stored_gb_s']:.0f}",
                 "bits": f"{record['true_bits']:.2f}",
+                "impl": record["impl"] + " (no graph)" * bool(record["note"]),
             }
-        row |= status(record)
-        if record["status"] == "ok" and record["note"]:
-            row["impl"] += " (no graph)"
         rows.append(row)
     first = records[0]
     title = (

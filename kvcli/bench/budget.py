@@ -9,10 +9,15 @@ import gc
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 
 from kvcli.errors import UsageError
+
+T = TypeVar("T")
+_SMALL, _LARGER = 1, 9
+_GROWTH, _RESOLUTION = 1.25, 1 / 32
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -47,15 +52,10 @@ def check_budget(budget: int, device: torch.device) -> None:
 
 @contextmanager
 def memory_limit(budget: int | None, device: torch.device) -> Iterator[None]:
-    """Limits what torch may allocate on a GPU to `budget` bytes, inside the block; None is no limit.
-
-    Raises:
-        UsageError: more than the GPU has, or no GPU.
-    """
+    """Limits what torch may allocate on a GPU to `budget` bytes, inside the block; None is no limit."""
     if budget is None:
         yield
         return
-    check_budget(budget, device)
     release_gpu_memory()
     torch.cuda.set_per_process_memory_fraction(budget / torch.cuda.get_device_properties(device).total_memory, device)
     try:
@@ -64,21 +64,16 @@ def memory_limit(budget: int | None, device: torch.device) -> Iterator[None]:
         torch.cuda.set_per_process_memory_fraction(1.0, device)
 
 
-def attempt(run: Callable[[], None]) -> bool:
-    """Whether something that may need too much memory ran to its end."""
-    fits = True
+def attempt(call: Callable[[], T]) -> T | None:
+    """What a call returned; None if it ran out of memory."""
+    result = None
     try:
-        run()
+        result = call()
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        fits = False
     release_gpu_memory()  # outside the handler: there the error still holds the failed run's tensors
-    return fits
-
-
-_SMALL, _LARGER = 1, 9
-_GROWTH, _RESOLUTION = 1.25, 1 / 32
+    return result
 
 
 def largest(
@@ -100,29 +95,25 @@ def largest(
         growth: factor of growing and shrinking; a good guess deserves a small one.
         resolution: share of the answer that it may fall short of the largest.
     """
-    good, bad = _bracket(fits, start, most, growth)
+    size = start if most is None else min(start, most)
+    good, bad = 0, size
+    if fits(size):
+        good, bad = size, size + 1
+        while good != most:
+            bad = max(good + 1, int(good * growth))
+            bad = bad if most is None else min(bad, most)
+            if not fits(bad):
+                break
+            good, bad = bad, bad + 1
+    else:
+        while bad > 1:
+            good = min(bad - 1, max(1, int(bad / growth)))
+            if fits(good):
+                break
+            good, bad = 0, good
     step = max(1, int(resolution * good))
     sizes = range(good + step, bad, step)
     return good + step * bisect_left(sizes, True, key=lambda size: not fits(size))
-
-
-def _bracket(fits: Callable[[int], bool], start: int, most: int | None, growth: float) -> tuple[int, int]:
-    """A size that fits, or 0, and a larger one that does not, or most + 1."""
-    size = start if most is None else min(start, most)
-    if fits(size):
-        while size != most:
-            larger = max(size + 1, int(size * growth))
-            larger = larger if most is None else min(larger, most)
-            if not fits(larger):
-                return size, larger
-            size = larger
-        return size, size + 1
-    while size > 1:
-        smaller = min(size - 1, max(1, int(size / growth)))
-        if fits(smaller):
-            return smaller, size
-        size = smaller
-    return 0, size
 
 
 def largest_by_peak(peak: Callable[[int], int | None], budget: int) -> int:

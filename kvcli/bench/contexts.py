@@ -1,18 +1,43 @@
-"""Suite `contexts`: loading contexts from files, against reading them again."""
+"""Suite `contexts`: loading a context's compressed cache from a file, against reading its prompt again.
+
+It times what users call, `CompressedCache.save` and `Session.load_cache`, checksums included, with fp16 as one of the
+methods. Files are read soon after they were written, from the system's page cache, not from the disk.
+"""
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from kvcli.bench.suite import BenchSuite, Lengths, Prepared, WholeModelOptions, default_methods, method_cases, status
+from kvcli.bench.suite import BenchSuite, Lengths, Prepared, Row, WholeModelOptions, run_row, status
 from kvcli.options import check_storable
 from kvcli.progress import Reporter
 from kvcli.registry import UNFITTED_METHOD
 from kvcli.sizes import size
 from kvcli.suite import Records
 from kvcli.tables import DataTable
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvcli.attention.session import Session
+    from kvcli.bench.layer import MethodCase
+    from kvcli.cache.compressed import CompressedCache
+
+Times = tuple[float, float, float]
+"""20th, 50th and 80th percentile."""
+
+_CHECKED_TOKENS = 256
+"""Fewest tokens on which kernels are checked: a short context may have no codes."""
+
+_TOLERANCE, _TOLERANCE_16 = 1e-4, 3e-2
+"""Largest allowed `logits_error` of a model in float32, and in 16 bits: sums in another order, rounded per layer."""
 
 
 class ContextsOptions(WholeModelOptions):
@@ -28,30 +53,141 @@ class ContextsOptions(WholeModelOptions):
     )
 
 
+@dataclass(frozen=True)
+class ContextRow(Row):
+    """A row of `Row`'s fields and these; the batch is always 1, and `fp16` is kvcli's cache, too.
+
+    Attributes:
+        logits_error: |logits - those of the cache that was saved| / |those| after loading.
+        file_bytes: of the file, with positions, token ids and metadata.
+        file_bits: bits of the file per key or value.
+        file_ratio: bytes of keys and values in 16 bits over `file_bytes`.
+        prefill_token_ms: from an empty cache to the first token after the context and one more token.
+        write_ms: `save`: copies to the host, checksums, the file, and until it is on the disk.
+        load_ms: `load_cache`: until a new cache on the device holds the context, checksums verified.
+        load_token_ms: the same and the pass over one more token.
+        speedup: median of `prefill_token_ms` over that of `load_token_ms`.
+        repeats: runs timed.
+    """
+
+    logits_error: float | None = None
+    file_bytes: int | None = None
+    file_bits: float | None = None
+    file_ratio: float | None = None
+    prefill_token_ms: Times | None = None
+    write_ms: Times | None = None
+    load_ms: Times | None = None
+    load_token_ms: Times | None = None
+    speedup: float | None = None
+    repeats: int | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """All figures as plain JSON values; the context is also called `prompt_tokens`."""
+        return {**super().to_dict(), "prompt_tokens": self.context}
+
+
 def prepare(options: ContextsOptions, reporter: Reporter) -> Prepared:
     """Rows of fp16 and of methods."""
     import torch
 
-    from kvcli.bench.context_bench import ContextBench
+    from kvcli.bench.budget import release_gpu_memory
+    from kvcli.bench.layer import KernelCheck
+    from kvcli.bench.model import open_session, random_prompt
     from kvcli.seam.probe import probe
 
     gpu = torch.device(options.torch_device()).type == "cuda"
-    cases = method_cases(options, default_methods(kinds_only=True), baseline=True)
+    cases = options.method_cases(kinds_only=True)
     contexts = options.prompt_tokens or ([2048, 8192, 32768] if gpu else [256, 1024])
     if options.context_folder is not None:
         options.context_folder.mkdir(parents=True, exist_ok=True)
     model, shared = options.load_model(options.random_weights, reporter)
     check_storable(shared["model"], probe(model).spec)
-    bench = ContextBench(
-        model,
-        cases,
-        impl=options.impl,
-        seed=options.seed,
-        prefill_chunk=options.prefill_chunk,
-        folder=options.context_folder,
-    )
+    check = KernelCheck(model, cases, options.impl, options.seed)
+
+    def measure(case: MethodCase, row: ContextRow) -> ContextRow:
+        row = row.checked(check.agreement(case, max(_CHECKED_TOKENS, row.context), 1))
+        if row.status != "ok":
+            return row
+        ids = random_prompt(check.spec, 1, row.context + 1, model.device, options.seed)
+        with (
+            tempfile.TemporaryDirectory(prefix="kvcli-bench-", dir=options.context_folder) as folder,
+            open_session(model, case, options.impl, options.seed) as session,
+            torch.inference_mode(),
+        ):
+            path = Path(folder) / "context.safetensors"
+            return timed(session, path, ids, options, replace(row, impl=session.backend.impl))
+
+    def rows() -> Iterator[ContextRow]:
+        for context in contexts:
+            for case in cases:
+                yield run_row(partial(measure, case), ContextRow(case.name, context, 1, check.impl(case)))
+                release_gpu_memory()
+
     shared = {**shared, "prefill_chunk": options.prefill_chunk}
-    return Prepared(bench.rows(contexts, options.repeats), len(contexts) * len(cases), shared)
+    return Prepared(rows(), len(contexts) * len(cases), shared)
+
+
+def timed(session: Session, path: Path, ids: Tensor, options: ContextsOptions, row: ContextRow) -> ContextRow:
+    """Writes the cache of all but the last token of `ids` [1, time] to a file, then reads the prompt and the file."""
+    import torch
+
+    from kvcli.bench.model import prefill
+    from kvcli.bench.timing import synchronized_time
+
+    model, device, chunk = session.model, ids.device, options.prefill_chunk
+    context, last = ids[:, :-1], ids[:, -1:]
+    cache = session.new_cache()
+    prefill(model, cache, context, chunk)
+
+    def write(cache: CompressedCache) -> tuple[float, ...]:
+        path.unlink(missing_ok=True)
+        started = synchronized_time(device)
+        cache.save(path, context)
+        return (synchronized_time(device) - started,)
+
+    def read_prompt() -> tuple[float, ...]:
+        started = synchronized_time(device)
+        prefill(model, session.new_cache(), ids, chunk).argmax(-1)
+        return (synchronized_time(device) - started,)
+
+    def load() -> tuple[float, ...]:
+        started = synchronized_time(device)
+        cache = session.load_cache(path)
+        loaded = synchronized_time(device)
+        prefill(model, cache, last, None).argmax(-1)
+        return loaded - started, synchronized_time(device) - started
+
+    (write_ms,) = percentiles_ms(partial(write, cache), options.repeats)
+    expected = prefill(model, cache, last, None).float()
+    del cache
+    error = float((prefill(model, session.load_cache(path), last, None) - expected).norm() / expected.norm())
+    row = replace(row, logits_error=error)
+    if not error <= (_TOLERANCE if model.dtype == torch.float32 else _TOLERANCE_16):
+        note = f"logits after loading differ by {error:.1e} from those of the cache that was saved"
+        return replace(row, status="mismatch", note=note)
+    (prefill_ms,) = percentiles_ms(read_prompt, options.repeats)
+    load_ms, load_token_ms = percentiles_ms(load, options.repeats)
+    file_bytes, fp16_bytes = path.stat().st_size, row.context * session.spec.fp16_bytes_per_token()
+    return replace(
+        row,
+        file_bytes=file_bytes,
+        file_bits=16 * file_bytes / fp16_bytes,
+        file_ratio=fp16_bytes / file_bytes,
+        prefill_token_ms=prefill_ms,
+        write_ms=write_ms,
+        load_ms=load_ms,
+        load_token_ms=load_token_ms,
+        speedup=prefill_ms[1] / load_token_ms[1],
+        repeats=options.repeats,
+    )
+
+
+def percentiles_ms(call: Callable[[], tuple[float, ...]], repeats: int) -> list[Times]:
+    """Percentiles in milliseconds of each of the times in seconds that a call gives; its first run is left out."""
+    from kvcli.bench.timing import percentiles
+
+    runs = [call() for _ in range(repeats + 1)][1:]
+    return [percentiles([1e3 * seconds for seconds in times]) for times in zip(*runs, strict=True)]
 
 
 def break_even(records: Records) -> dict[str, int | None]:
@@ -78,22 +214,20 @@ def table(records: Records, options: ContextsOptions) -> DataTable:
     )
     faster_from, rows = break_even(records), []
     for record in records:
-        row = {"method": record["method"], "context": f"{record['context']}"}
+        row = {"method": record["method"], "context": f"{record['context']}", **status(record)}
         if record["status"] == "ok":
-            times = ("prefill_token_ms", "load_token_ms", "load_ms", "write_ms")
-            prefill, load_token, load, write = (f"{record[name][1]:.1f}" for name in times)
             row |= {
                 "file": size(record["file_bytes"]),
                 "file / 16 bits": f"1/{record['file_ratio']:.2f}",
-                "prefill+token ms": prefill,
-                "load+token ms": load_token,
+                "prefill+token ms": f"{record['prefill_token_ms'][1]:.1f}",
+                "load+token ms": f"{record['load_token_ms'][1]:.1f}",
                 "times faster": f"{record['speedup']:.1f}",
-                "load ms": load,
-                "write ms": write,
+                "load ms": f"{record['load_ms'][1]:.1f}",
+                "write ms": f"{record['write_ms'][1]:.1f}",
                 "bits": f"{record['file_bits']:.2f}",
-                "faster from": "-" if faster_from[record["method"]] is None else f"{faster_from[record['method']]}",
+                "faster from": f"{faster_from[record['method']] or '-'}",
             }
-        rows.append(row | status(record))
+        rows.append(row)
     first = records[0]
     title = (
         f"{first['model']}, {first['weights']} weights, {first['num_layers']} layers, {first['dtype']}, one sequence; "

@@ -21,9 +21,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kvcli.attention.compiled import CompiledLayers, CompileError
 from kvcli.bench.budget import attempt
-from kvcli.bench.decode import COMPILED, synchronized_time
-from kvcli.bench.run import Run
-from kvcli.bench.timing import percentiles, record_graph
+from kvcli.bench.model import COMPILED, Run
+from kvcli.bench.timing import percentiles, record_graph, synchronized_time
 from kvcli.seam.untraced import untraced
 from kvcli.spec import ModelSpec
 
@@ -47,7 +46,7 @@ class FixedLengthLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: the buffers are given."""
+        """The buffers are given."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Writes one token [batch, num_kv_heads, 1, head_dim] to the last place; returns all keys and values."""
@@ -100,11 +99,10 @@ def with_fixed_length(
     if model.device.type != "cuda" or steps < 1:
         return runs
     for compiler in (None, backend) if backend else (None,):
-        replays: list[Replays] = []
-        fits = attempt(partial(_append_replays, replays, model, batch, context, steps, len(runs), compiler))
-        if not fits:
+        replays = attempt(partial(replay_step, model, batch, context, steps, len(runs), compiler))
+        if replays is None:
             return [replace(run, note="a cache of fixed length does not fit beside the model") for run in runs]
-        seconds, cache_bytes, note = replays[0]
+        seconds, cache_bytes, note = replays
         if not seconds or percentiles([run.decode_s for run in runs])[1] <= percentiles(seconds)[1]:
             runs = [replace(run, note=note) for run in runs]
             continue
@@ -116,16 +114,10 @@ def with_fixed_length(
     return runs
 
 
-def _append_replays(replays: list[Replays], *arguments: Any) -> None:
-    replays.append(replay_step(*arguments))
-
-
-Replays = tuple[list[float], int, str | None]
-"""Seconds of each series of replays, bytes of the cache, and why there are none."""
-
-
 @torch.inference_mode()
-def replay_step(model: Any, batch: int, context: int, steps: int, repeats: int, backend: str | None = None) -> Replays:
+def replay_step(
+    model: Any, batch: int, context: int, steps: int, repeats: int, backend: str | None = None
+) -> tuple[list[float], int, str | None]:
     """Captures a greedy step with random keys and values of `context` tokens and replays it.
 
     Args:
@@ -135,6 +127,9 @@ def replay_step(model: Any, batch: int, context: int, steps: int, repeats: int, 
         steps: replays per series.
         repeats: series.
         backend: of `torch.compile`, which compiles the layers; None: they run as they are.
+
+    Returns:
+        Seconds of each series, bytes of the cache, and why there are no series.
     """
     spec = ModelSpec.from_config(model.config)
     shape = (batch, spec.num_kv_heads, context + 1, spec.head_dim)
@@ -171,16 +166,12 @@ def without_mask(model: Any) -> Iterator[None]:
     """
     former = model.config._attn_implementation
     AttentionInterface.register(_WITHOUT_MASK, untraced(sdpa_attention_forward))
-    AttentionMaskInterface.register(_WITHOUT_MASK, _no_mask)
+    AttentionMaskInterface.register(_WITHOUT_MASK, lambda *args, **kwargs: None)  # every token is seen
     model.set_attn_implementation(_WITHOUT_MASK)
     try:
         yield
     finally:
         model.set_attn_implementation(former)
-
-
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """Every token is seen."""
 
 
 def fixed_length_step(model: Any, cache: Cache, token: Tensor, positions: Tensor) -> None:

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from kvcli.bench.suite import (
-    DEFAULT_MODEL,
-    BenchSuite,
-    Lengths,
-    Prepared,
-    WholeModelOptions,
-    default_methods,
-    method_cases,
-    parse_batches,
-    status,
-)
+from kvcli.bench.suite import BenchSuite, Lengths, Prepared, WholeModelOptions, parse_batches, status
+from kvcli.builtin_models import DEFAULT_MODEL
+from kvcli.errors import UsageError
 from kvcli.progress import Reporter
 from kvcli.registry import UNFITTED_METHOD
 from kvcli.sizes import parse_size, size
@@ -85,6 +77,8 @@ def check(options: GenerateOptions | MemoryOptions) -> None:
     options.check()
     parse_batches(options.batches)
     parse_size(options.memory_budget)
+    if isinstance(options, GenerateOptions) and options.decode == "passes" and options.compile:
+        raise UsageError("layers are compiled for decode steps: use --decode graphs or steps with --compile")
 
 
 def prepare_generate(options: GenerateOptions, reporter: Reporter) -> Prepared:
@@ -97,12 +91,14 @@ def prepare_generate(options: GenerateOptions, reporter: Reporter) -> Prepared:
 
     device = torch.device(options.torch_device())
     gpu = device.type == "cuda"
-    cases = method_cases(options, default_methods(few=not gpu), baseline=True)
+    cases = options.method_cases(few=not gpu)
     batches, budget = parse_batches(options.batches), parse_size(options.memory_budget)
     if budget is not None:
         check_budget(budget, device)
     if batches is None:
         need_gpu(device)
+    if options.decode == "graphs" and not gpu:
+        raise UsageError("CUDA graphs need a GPU; use --decode steps or passes")
     filled = options.fill_prompt
     chunk = options.prefill_chunk or (FILLED_CHUNK if filled else None)
     model, shared = options.load_model(options.random_weights, reporter)
@@ -113,7 +109,7 @@ def prepare_generate(options: GenerateOptions, reporter: Reporter) -> Prepared:
         seed=options.seed,
         memory_budget=budget,
         prefill_chunk=chunk,
-        decode=options.decode,
+        mode=None if options.decode == "auto" else options.decode,
         backend=BACKEND if options.compile else None,
     )
     contexts = options.prompt_tokens or ([512] if gpu else [256])
@@ -133,7 +129,7 @@ def prepare_memory(options: MemoryOptions, reporter: Reporter) -> Prepared:
     budget = parse_size(options.memory_budget)
     assert budget is not None
     check_budget(budget, torch.device(options.torch_device()))
-    cases = method_cases(options, default_methods(), baseline=True)
+    cases = options.method_cases()
     batches, chunk, full = parse_batches(options.batches), options.prefill_chunk or FILLED_CHUNK, options.full_prefill
     shape = options.random_weights or (MEMORY_SHAPE if options.model == DEFAULT_MODEL else None)
     model, shared = options.load_model(shape, reporter)
@@ -149,29 +145,34 @@ def generate_table(records: Records, options: GenerateOptions) -> DataTable:
         *("method", "prompt+new", "batch", "x tok/s", "x total", "prefill / fp16", "cache", "tok/s", "% of ceiling"),
         *("decode", "prefill ms", "p20-p80", "ttft ms", "peak", "error", "impl"),
     )
+
+    def number(value: float | None, format_spec: str) -> str:
+        return "-" if value is None else format(value, format_spec)
+
     rows = []
     for record in records:
         row = {
             "method": record["method"],
             "prompt+new": f"{record['prompt_tokens']}+{record['new_tokens']}",
             "batch": f"{record['batch'] or '-'}",
+            **status(record),
         }
         if record["status"] == "ok":
             rate, prefill, share = record["tokens_per_s"], record["prefill_ms"], record["ceiling_share"]
             row |= {
-                "x tok/s": _number(record["rate_ratio"], ".2f"),
-                "x total": _number(record["total_ratio"], ".2f"),
-                "prefill / fp16": _number(record["prefill_ratio"], ".3f"),
+                "x tok/s": number(record["rate_ratio"], ".2f"),
+                "x total": number(record["total_ratio"], ".2f"),
+                "prefill / fp16": number(record["prefill_ratio"], ".3f"),
                 "cache": "-" if record["cache_ratio"] is None else f"1/{record['cache_ratio']:.2f}",
-                "tok/s": _number(rate and rate[1], ".1f"),
-                "% of ceiling": _number(share and 100 * share, ".0f"),
-                "decode": _decode(record),
-                "prefill ms": _number(prefill and prefill[1], ".1f"),
+                "tok/s": number(rate and rate[1], ".1f"),
+                "% of ceiling": number(share and 100 * share, ".0f"),
+                "decode": (record["decode"] or "-") + " *" * bool(record["decode"] and not record["steady_tokens"]),
+                "prefill ms": number(prefill and prefill[1], ".1f"),
                 "p20-p80": f"{prefill[0]:.1f}-{prefill[2]:.1f}" if prefill else "-",
-                "ttft ms": _number(record["ttft_ms"], ".1f"),
+                "ttft ms": number(record["ttft_ms"], ".1f"),
                 "peak": "-" if record["peak_bytes"] is None else size(record["peak_bytes"]),
             }
-        rows.append(row | status(record))
+        rows.append(row)
     first = records[0]
     budget = "" if first["memory_budget"] is None else f", budget {size(first['memory_budget'])}"
     title = (
@@ -194,6 +195,7 @@ def memory_table(records: Records, options: MemoryOptions) -> DataTable:
             "question": record["question"],
             "context": f"{record['context'] or '-'}",
             "batch": f"{record['batch'] or '-'}",
+            **status(record),
         }
         if record["status"] == "ok":
             row |= {
@@ -202,12 +204,12 @@ def memory_table(records: Records, options: MemoryOptions) -> DataTable:
                 "peak": size(record["peak_bytes"]),
                 "reserved": size(record["reserved_bytes"]),
             }
-        rows.append(row | status(record))
+        rows.append(row)
     first = records[0]
     weights = f"{first['weights']} weights ({size(first['weights_bytes'])})"
     title = (
-        f"{first['model']}, {weights}, {_layers(records)}, {first['dtype']}, budget {size(first['memory_budget'])}; "
-        f"prompts in chunks of {first['prefill_chunk']} tokens, {first['prefill']}; one decode step"
+        f"{first['model']}, {weights}, {_layers(records)}, {first['dtype']}, budget {size(first['memory_budget'])};"
+        f" prompts in chunks of {first['prefill_chunk']} tokens, {first['prefill']}; one decode step"
     )
     return DataTable.of(title, rows, ("reserved", "error", "impl", "peak"), columns=columns)
 
@@ -222,17 +224,6 @@ def _layers(records: Records) -> str:
     if baseline is None:
         return text
     return f"{text} ({100 * (1 - baseline['other_bytes'] / baseline['cache_bytes']):.0f} % of fp16's cache)"
-
-
-def _decode(record: Any) -> str:
-    """How tokens were made; a star where they are not steady steps."""
-    if record["decode"] is None:
-        return "-"
-    return f"{record['decode']}{'' if record['steady_tokens'] else ' *'}"
-
-
-def _number(value: float | None, format_spec: str) -> str:
-    return "-" if value is None else format(value, format_spec)
 
 
 SUITE = BenchSuite(

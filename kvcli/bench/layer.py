@@ -1,12 +1,14 @@
-"""One encoded layer of a shape, filled with random codes.
+"""One encoded layer of a shape, filled with random codes, and kernels checked on it before anything is timed.
 
 Speed does not depend on the values of codebooks and codes, so nothing is fitted and only a few blocks of tokens are
-encoded, then repeated.
+encoded, then repeated. Attention is compared with the reference on the same codes. Encoding kernels may break ties
+differently from the reference, so encoding errors are compared instead of codes.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -14,6 +16,8 @@ import torch
 from torch import Tensor
 
 from kvcli.attention.attach import make_config
+from kvcli.attention.backend import choose_backend
+from kvcli.attention.reference import attend_codes as reference_attend
 from kvcli.errors import ConfigError
 from kvcli.methods.base import Codec, Codes, State
 from kvcli.methods.config import CacheConfig
@@ -21,8 +25,16 @@ from kvcli.methods.layer_codec import AttendCodes, EncodedTokens, LayerCodec, Pa
 from kvcli.methods.method import Method
 from kvcli.registry import BASELINE, parse_method
 from kvcli.rope import Rope, TokenRotations
+from kvcli.seam.probe import probe
 from kvcli.spec import ModelSpec
 
+TOLERANCE, TOLERANCE_16 = 1e-4, 5e-3
+"""Largest allowed `out_error` of queries in float32, and in 16 bits."""
+
+LSE_TOLERANCE = 1e-2
+ENCODING_TOLERANCE = 1e-2
+
+_ENCODED_TOKENS = 256
 _BLOCK_TOKENS = 2048
 _BLOCKS = 4
 _OBSERVED_TOKENS = 64
@@ -32,13 +44,7 @@ _QUERY_SCALE = 2.0
 
 @dataclass(frozen=True)
 class MethodCase:
-    """A method with its settings, as measured.
-
-    Attributes:
-        name: with bits, such as kivi-2.
-        method: its record.
-        config: its settings.
-    """
+    """A method with its settings, as measured; its name has the bits, such as kivi-2."""
 
     name: str
     method: Method
@@ -68,18 +74,9 @@ class MethodCase:
             ConfigError: settings that do not fit the shape.
         """
         try:
-            codec = self.method.build(spec, self.config, layer_idx)
+            return self.method.build(spec, self.config, layer_idx).eval()
         except ValueError as error:
             raise ConfigError(f"{self.name}: {error}") from error
-        return codec.eval()
-
-
-def check_settings(cases: list[MethodCase], settings: dict[str, Any]) -> None:
-    """Raises ConfigError for a setting that no method has."""
-    known = {name for case in cases for name in type(case.config).model_fields}
-    for name in settings:
-        if name not in known:
-            raise ConfigError(f"none of the methods has a setting '{name}'")
 
 
 def randomize_(codec: LayerCodec, generator: torch.Generator) -> None:
@@ -127,8 +124,7 @@ class EncodedLayer:
         rotations = None
         if self.codec.key.space == "pre_rope":
             positions = torch.arange(self.first, self.first + self.num_tokens, device=self.query.device)
-            positions = positions.int().repeat(self.query.shape[0], 1)
-            rotations = TokenRotations(self.rope, positions)
+            rotations = TokenRotations(self.rope, positions.int().repeat(self.query.shape[0], 1))
         return EncodedTokens(self.key_codes, self.key_state, self.value_codes, rotations, None)
 
     def attend(self, attend_codes: AttendCodes, encoded: EncodedTokens) -> PartialAttention:
@@ -150,21 +146,8 @@ def encoded_layer(
 ) -> EncodedLayer:
     """A layer that holds `context` tokens per sequence, rounded down to whole groups, all of them encoded.
 
-    A few blocks of random keys and values are encoded; each sequence repeats them in a different order.
-
-    Args:
-        case: the method.
-        spec: shapes of the model.
-        rope: its rotary embedding.
-        layer_idx: the layer, for methods that treat layers differently.
-        context: tokens per sequence.
-        batch: sequences.
-        device: where.
-        dtype: of the query.
-        seed: of codebooks, codes and query.
-
-    Returns:
-        The layer and a query.
+    A few blocks of random keys and values are encoded; each sequence repeats them in a different order. The query is of
+    `dtype`; the seed is of codebooks, codes and query.
 
     Raises:
         ConfigError: settings that do not fit the shape, or a context shorter than a group.
@@ -211,3 +194,116 @@ def tile(blocks: list[Codes], batch: int, length: int) -> Codes:
         return out
 
     return type(blocks[0])(**{name: tiled(name, like) for name, like in blocks[0].tensors().items()}).slice(0, length)
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How kernels compare with the reference.
+
+    Attributes:
+        out_error: |out - reference| / |reference| of attention over the same codes.
+        lse_error: largest absolute difference of a log-sum-exp.
+        tolerance: largest allowed `out_error`.
+        encoding_gap: relative difference of the encoding errors of kernels and reference; None if no kernels encode.
+    """
+
+    out_error: float
+    lse_error: float
+    tolerance: float
+    encoding_gap: float | None = None
+
+    @property
+    def holds(self) -> bool:
+        """Whether the kernels agree with the reference; NaN does not."""
+        encodes = self.encoding_gap is None or self.encoding_gap <= ENCODING_TOLERANCE
+        return self.out_error <= self.tolerance and self.lse_error <= LSE_TOLERANCE and encodes
+
+    def describe(self) -> str:
+        """The mismatch in words."""
+        encoding = "" if self.encoding_gap is None else f", encoding error by a relative {self.encoding_gap:.1e}"
+        return (
+            f"differs from the reference: output by {self.out_error:.1e} (allowed {self.tolerance:.0e}), "
+            f"log-sum-exp by {self.lse_error:.1e} (allowed {LSE_TOLERANCE:.0e}){encoding}"
+        )
+
+
+def compare(layer: EncodedLayer, attend_codes: AttendCodes) -> Agreement:
+    """Compares attention over the codes of a layer with the reference."""
+    expected, expected_lse = layer.attend(reference_attend, layer.encoded_tokens())
+    out, lse = layer.attend(attend_codes, layer.encoded_tokens())
+    error = float((out.float() - expected).norm() / expected.norm())
+    lse_error = float((lse.float() - expected_lse).abs().max())
+    return Agreement(error, lse_error, TOLERANCE if layer.query.dtype == torch.float32 else TOLERANCE_16)
+
+
+def encoding_gap(layer: EncodedLayer) -> float:
+    """|error of the kernels - error of the reference| / error of the reference, the larger of keys and values."""
+    generator = torch.Generator(layer.query.device).manual_seed(0)
+    state = None if layer.key_state is None else layer.key_state.select([0])
+    gaps = []
+    for codec, codec_state in ((layer.codec.key, state), (layer.codec.value, None)):
+        tokens = -(-_ENCODED_TOKENS // codec.tokens_per_group) * codec.tokens_per_group
+        shape = (1, layer.spec.num_kv_heads, tokens, layer.spec.head_dim)
+        x = torch.randn(shape, device=layer.query.device, generator=generator).to(layer.query.dtype)
+        errors = []
+        for fused in (False, True):
+            codec.fused = fused
+            errors.append((codec.decode(codec.encode(x, codec_state), codec_state) - x.float()).norm())
+        codec.fused = False
+        gaps.append((errors[1] - errors[0]).abs() / errors[0].clamp_min(1e-30))
+    return float(torch.stack(gaps).amax())
+
+
+class KernelCheck:
+    """Kernels of several methods, those that encode included, against the reference on the last layer of a model.
+
+    Args:
+        model: a causal language model, detached; only the shapes, the position encoding, dtype and device matter.
+        cases: the methods.
+        impl: attention over codes, as in `kvcli.attach`.
+        seed: of codes and queries.
+
+    Raises:
+        UsageError: no such implementation.
+    """
+
+    def __init__(self, model: Any, cases: Sequence[MethodCase], impl: str, seed: int) -> None:
+        attention = probe(model)
+        self.spec, self.rope, self.seed = attention.spec, attention.rope, seed
+        self.device, self.dtype = model.device, model.dtype
+        self._backends = {
+            case.name: choose_backend(case.method, [case.build(self.spec, self.spec.num_layers - 1)], impl, self.device)
+            for case in cases
+            if not case.is_baseline
+        }
+        self._agreements: dict[tuple[str, int, int], Agreement | None] = {}
+
+    def impl(self, case: MethodCase) -> str:
+        """The attention that runs: `reference`, `fused`, or `sdpa` for the model as it is."""
+        return "sdpa" if case.is_baseline else self._backends[case.name].impl
+
+    def agreement(self, case: MethodCase, context: int, batch: int) -> Agreement | None:
+        """How a method's kernels compare with the reference, None where none runs; a shape is checked once."""
+        key = case.name, context, batch
+        if key not in self._agreements:
+            self._agreements[key] = self._compare(case, context, batch)
+        return self._agreements[key]
+
+    def _compare(self, case: MethodCase, context: int, batch: int) -> Agreement | None:
+        backend = self._backends.get(case.name)
+        if backend is None or backend.attend_codes is reference_attend:
+            return None
+        layer = encoded_layer(
+            case,
+            self.spec,
+            self.rope,
+            layer_idx=self.spec.num_layers - 1,
+            context=context,
+            batch=batch,
+            device=self.device,
+            dtype=self.dtype,
+            seed=self.seed,
+        )
+        with torch.inference_mode():
+            agreement = compare(layer, backend.attend_codes)
+            return replace(agreement, encoding_gap=encoding_gap(layer)) if backend.impl == "fused" else agreement

@@ -1,49 +1,82 @@
-"""One run of a whole model with a method's cache: prompt in chunks, greedy decoding, times and peak memory.
+"""One run of a whole model with a method's cache: prompt in chunks, greedy decoding, times and memory.
 
 The fp16 baseline is the model as transformers runs it: SDPA and `DynamicCache`, nothing attached;
-`kvcli.bench.fixed_length` has a faster way of decoding with it.
+`kvcli.bench.fixed_length` has a faster way of decoding with it. Methods are timed in `Session.generate`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+import time
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.cache_utils import DynamicLayer
 
-from kvcli.attention.backend import AttentionBackend
+from kvcli.attention.decoder import Mode
 from kvcli.attention.layer import attend_layer
 from kvcli.attention.next_token import SamplingConfig
 from kvcli.attention.session import Session
-from kvcli.bench.decode import (
-    COMPILED,
-    Decoded,
-    DecodeMode,
-    StepClock,
-    decode_uncompressed,
-    round_tokens,
-    synchronized_time,
-)
 from kvcli.bench.layer import MethodCase, randomize_
-from kvcli.bench.run import Run, cache_bytes, other_bytes, used_bytes
 from kvcli.bench.shapes import shape_config
+from kvcli.bench.timing import synchronized_time
 from kvcli.cache.compressed import CompressedCache
 from kvcli.cache.layer import NewTokens
+from kvcli.cache.memory import own_bytes
 from kvcli.errors import UnsupportedModelError
 from kvcli.methods.layer_codec import EncodedTokens, LayerCodec, PartialAttention
 from kvcli.seam.layer import AttentionCall, RotaryOutput
 from kvcli.seam.probe import probe
 from kvcli.spec import ModelSpec
 
+COMPILED = ", compiled"
+"""Said of how tokens were made where layers were compiled."""
+
 _SHORTEST_CHUNK = 16
+_WARM_ROUNDS = 2
+"""Rounds of encoding after which every graph was captured: each occurs in the first one."""
+
+Mark = tuple[int, float]
+"""Number of tokens made, and the time at which they were known."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a model.
+
+    Attributes:
+        prefill_s: seconds of the prompt, encoding included.
+        ttft_s: seconds until the first token was chosen.
+        decode_s: seconds of all tokens after the first, capturing CUDA graphs included.
+        cache_bytes: bytes allocated by the cache at the end.
+        peak_bytes: peak of bytes allocated by torch, weights included; None on a CPU.
+        reserved_bytes: peak of bytes reserved by torch, which is what a limit counts; None on a CPU.
+        used_bytes: bytes of the keys and values in the cache at the end, which a step reads: no headroom, nor
+            positions, which all layers share.
+        other_bytes: bytes of them in layers that do not attend to the whole context, which no method compresses.
+        how: how the tokens after the first were made.
+        steady: number and seconds of steady steps; None: their rate is that of `decode_s`.
+        note: why the tokens were not made faster.
+    """
+
+    prefill_s: float
+    ttft_s: float
+    decode_s: float
+    cache_bytes: int
+    peak_bytes: int | None
+    reserved_bytes: int | None
+    used_bytes: int = 0
+    other_bytes: int = 0
+    how: str = "eager"
+    steady: tuple[int, float] | None = None
+    note: str | None = None
 
 
 def random_model(shape: str, num_layers: int | None, device: torch.device, dtype: torch.dtype, seed: int) -> Any:
-    """A model of a shape with random weights, allocated on its device.
+    """A transformers causal language model of a shape with random weights, allocated on its device.
 
     Args:
         shape: one of `kvcli.bench.shapes.SHAPES`.
@@ -51,9 +84,6 @@ def random_model(shape: str, num_layers: int | None, device: torch.device, dtype
         device: where.
         dtype: of the weights.
         seed: of the weights.
-
-    Returns:
-        A transformers causal language model in eval mode.
 
     Raises:
         UsageError: no such shape.
@@ -76,43 +106,30 @@ def random_model(shape: str, num_layers: int | None, device: torch.device, dtype
     return model.eval()
 
 
-@contextmanager
-def attached(model: Any, case: MethodCase, impl: str, seed: int) -> Iterator[Session | None]:
-    """Attaches a method with random codebooks to a model, inside the block.
+def attached(model: Any, case: MethodCase, impl: str, seed: int) -> AbstractContextManager[Session | None]:
+    """`open_session`, inside a block; the baseline leaves the model as it is, without a session."""
+    return nullcontext() if case.is_baseline else open_session(model, case, impl, seed)
+
+
+def open_session(model: Any, case: MethodCase, impl: str, seed: int) -> Session:
+    """Attaches a method with random codebooks to a model, the baseline too.
 
     Args:
         model: a causal language model, detached.
-        case: the method; the baseline leaves the model as it is.
+        case: the method.
         impl: as in `kvcli.attach`.
         seed: of the codebooks.
-
-    Yields:
-        The session; None for the baseline.
 
     Raises:
         UsageError: an implementation that cannot run.
         ConfigError: settings that do not fit the model.
     """
-    if case.is_baseline:
-        yield None
-        return
-    with open_session(model, case, impl, seed) as session:
-        yield session
-
-
-def open_session(model: Any, case: MethodCase, impl: str, seed: int) -> Session:
-    """Attaches a method with random codebooks to a model, the baseline too; as `attached` otherwise."""
     spec = probe(model).spec
     generator = torch.Generator(model.device).manual_seed(seed)
     codecs = [case.build(spec, layer_idx).to(model.device) for layer_idx in range(spec.num_layers)]
     for codec in codecs:
         randomize_(codec, generator)
     return Session(model, spec, case.method, case.config, codecs, impl)
-
-
-def new_cache(model: Any, session: Session | None) -> Any:
-    """An empty cache of a session, or of transformers."""
-    return DynamicCache(config=model.config) if session is None else session.new_cache()
 
 
 @torch.inference_mode()
@@ -124,7 +141,7 @@ def run_model(
     chunk: int | None,
     *,
     fill_middle: bool = False,
-    decode: DecodeMode = "auto",
+    mode: Mode | None = None,
     backend: str | None = None,
 ) -> Run:
     """Reads a prompt and continues it greedily: `Session.generate`, or transformers' own passes.
@@ -136,70 +153,64 @@ def run_model(
         new_tokens: tokens chosen; 0 reads the prompt only.
         chunk: tokens of the whole batch per forward pass of the prompt; None: all.
         fill_middle: whether the model computes only the first and the last chunk of the prompt, where the peak is, and
-            the cache is filled with random keys and values between them.
-        decode: how tokens are made with a compressed cache.
+            the cache is filled with random keys and values between them; the times of the prompt and of the first
+            token then mean nothing.
+        mode: how tokens are made with a compressed cache; None: as `Session.generate` does.
         backend: of `torch.compile`, which compiles the layers for its steps; None: they run as they are.
-
-    Returns:
-        Times and memory. With `fill_middle`, the times of the prompt and of the first token mean nothing.
     """
     device = ids.device
-    reset_peak_memory(device)
-    cache = new_cache(model, session)
+    gpu = device.type == "cuda"
+    if gpu:
+        torch.cuda.reset_peak_memory_stats(device)
+    cache = DynamicCache(config=model.config) if session is None else session.new_cache()
     started = synchronized_time(device)
     length = chunk_length(chunk, *ids.shape)
     middle = max(0, ids.shape[1] - 2 * length) if fill_middle else 0
     if middle:
         prefill(model, cache, ids[:, :length], chunk)
         fill(model, cache, session, ids.shape[0], middle, chunk)
+    how = "eager"
+    steady: tuple[int, float] | None = None
+    note: str | None = None
     if session is None or not new_tokens:
         logits = prefill(model, cache, ids[:, cache.get_seq_length() :], chunk)
         prefilled = synchronized_time(device)
-        decoded = decode_uncompressed(model, cache, logits, new_tokens)
+        token = logits.argmax(-1)
+        first = synchronized_time(device)
+        for _ in range(new_tokens - 1):
+            token = prefill(model, cache, token, None).argmax(-1)
+        ended = synchronized_time(device)
     else:
-        prefilled, decoded = _generate(session, cache, ids, new_tokens, length, decode, backend)
+        clock, read = StepClock(cache, round_tokens(session)), [0.0]
+        generated = session.generate(
+            ids,
+            sampling=SamplingConfig(new_tokens),
+            past_key_values=cache,
+            eos_token_id=[],
+            prefill_chunk=length,
+            on_prefill=lambda count: read.append(synchronized_time(device)),
+            on_tokens=clock,
+            mode=mode,
+            compile_layers=backend or False,
+        )
+        ended, prefilled, first = synchronized_time(device), read[-1], clock.first
+        how, note = generated.mode + COMPILED * generated.compiled, generated.note
+        steady = clock.steady(generated.mode != "passes")
     return Run(
-        prefilled - started,
-        decoded.first - started,
-        decoded.ended - decoded.first,
-        cache_bytes(cache),
-        *peak_memory(device),
-        used_bytes(cache),
-        other_bytes(cache),
-        decoded.how,
-        decoded.steady,
-        decoded.note,
+        prefill_s=prefilled - started,
+        ttft_s=first - started,
+        decode_s=ended - first,
+        peak_bytes=torch.cuda.max_memory_allocated(device) if gpu else None,
+        reserved_bytes=torch.cuda.max_memory_reserved(device) if gpu else None,
+        **cache_sizes(cache),
+        how=how,
+        steady=steady,
+        note=note,
     )
-
-
-def _generate(
-    session: Session,
-    cache: CompressedCache,
-    ids: Tensor,
-    new_tokens: int,
-    chunk: int,
-    decode: DecodeMode,
-    backend: str | None,
-) -> tuple[float, Decoded]:
-    """Continues a prompt; returns when it was read, and when tokens were known."""
-    clock, read = StepClock(cache, round_tokens(session.method, session.config)), [0.0]
-    generated = session.generate(
-        ids,
-        sampling=SamplingConfig(new_tokens),
-        past_key_values=cache,
-        eos_token_id=[],
-        prefill_chunk=chunk,
-        on_prefill=lambda count: read.append(synchronized_time(ids.device)),
-        on_tokens=clock,
-        mode=None if decode == "auto" else decode,
-        compile_layers=backend or False,
-    )
-    ended, how = synchronized_time(ids.device), generated.mode + COMPILED * generated.compiled
-    return read[-1], Decoded(clock.first, ended, how, clock.steady(generated.mode != "passes"), generated.note)
 
 
 def prefill(model: Any, cache: Any, ids: Tensor, chunk: int | None) -> Tensor:
-    """Reads a prompt [batch, time] in chunks; returns the logits of its last token, [batch, 1, vocab_size]."""
+    """Reads tokens [batch, time] in chunks; returns the logits of the last one, [batch, 1, vocab_size]."""
     for part in ids.split(chunk_length(chunk, *ids.shape), dim=1):
         logits: Tensor = model(input_ids=part, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
     return logits
@@ -208,6 +219,91 @@ def prefill(model: Any, cache: Any, ids: Tensor, chunk: int | None) -> Tensor:
 def chunk_length(chunk: int | None, batch: int, length: int) -> int:
     """Tokens per sequence in a forward pass of the prompt."""
     return length if chunk is None else min(length, max(_SHORTEST_CHUNK, chunk // batch))
+
+
+def cache_sizes(cache: Any) -> dict[str, int]:
+    """`cache_bytes`, `used_bytes` and `other_bytes` of a `Run`."""
+    if isinstance(cache, CompressedCache):
+        memory = cache.memory()
+        used, other = memory.code_bytes + memory.window_bytes + memory.state_bytes, memory.other_bytes
+        return {"cache_bytes": memory.allocated_bytes + other, "used_bytes": used + other, "other_bytes": other}
+    total = own_bytes(cache.layers)
+    other = own_bytes(layer for layer in cache.layers if type(layer) is not DynamicLayer)
+    return {"cache_bytes": total, "used_bytes": total, "other_bytes": other}
+
+
+def step_weights_bytes(model: Any) -> int:
+    """Bytes of the weights that a decode step reads: all but the input embedding, unless it is the output layer too."""
+    read = sum(weight.nbytes for weight in model.parameters())
+    embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    return read if output is embedding else read - embedding.nbytes
+
+
+def random_prompt(spec: ModelSpec, batch: int, length: int, device: torch.device, seed: int) -> Tensor:
+    """Random token ids, int64 [batch, length]."""
+    generator = torch.Generator(device).manual_seed(seed)
+    return torch.randint(3, spec.vocab_size, (batch, length), device=device, generator=generator)
+
+
+def round_tokens(of: Session | MethodCase) -> int:
+    """Tokens per row between two passes that encode the same: the longer interval of keys and values."""
+    return max(max(schedule.block, schedule.multiple_of) for schedule in of.method.schedules(of.config))
+
+
+class StepClock:
+    """Notes when tokens were known, as `on_tokens` of `Session.generate`.
+
+    Capturing CUDA graphs takes as long as tens of steps, once in a generation. It is part of the whole time, but not of
+    the rate, which is of steady steps: tokens that only replay graphs, over whole rounds of encoding.
+
+    Args:
+        cache: that is continued.
+        interval: tokens per round of encoding.
+
+    Attributes:
+        first: time of the first token.
+    """
+
+    def __init__(self, cache: CompressedCache, interval: int) -> None:
+        self._cache, self._interval = cache, interval
+        self.first = 0.0
+        self._step: Any = None
+        self._last: Mark = (0, 0.0)
+        self._stretches: list[dict[bool, list[Mark]]] = []
+
+    def __call__(self, tokens: Tensor) -> None:
+        """Notes the time of new tokens [batch, count], which are on the host."""
+        mark = (self._last[0] + tokens.shape[1], time.perf_counter())
+        step = self._cache.passes.step
+        if not self._last[0]:
+            self.first = mark[1]
+            self._stretches.append({True: [], False: []})
+        elif step is not self._step:
+            # codes had outgrown the graphs, which were captured again after the mark before
+            self._stretches.append({True: [self._last], False: [self._last]})
+        self._step, self._last = step, mark
+        self._stretches[-1][step is not None].append(mark)
+
+    def steady(self, steps: bool) -> tuple[int, float] | None:
+        """Number and seconds of the steady steps, or passes, in whole rounds; None if there are none."""
+        spans = [steady_span(marks[steps], self._interval) for marks in self._stretches]
+        tokens = sum(span[0] for span in spans)
+        return (tokens, sum(span[1] for span in spans)) if tokens else None
+
+
+def steady_span(marks: list[Mark], interval: int) -> Mark:
+    """Number and seconds of the tokens after the first two rounds, as far as they are whole rounds; (0, 0.0): none.
+
+    Args:
+        marks: in the order of time.
+        interval: tokens per round; where no mark is at its end, it ends with the next mark.
+    """
+    after = [mark for mark in marks if mark[0] - marks[0][0] >= _WARM_ROUNDS * interval]
+    ends = after[:1]
+    for mark in after[1:]:
+        if mark[0] - ends[-1][0] >= interval:
+            ends.append(mark)
+    return (ends[-1][0] - ends[0][0], ends[-1][1] - ends[0][1]) if ends else (0, 0.0)
 
 
 def fill(model: Any, cache: Any, session: Session | None, batch: int, count: int, chunk: int | None) -> None:
@@ -240,25 +336,27 @@ def fill(model: Any, cache: Any, session: Session | None, batch: int, count: int
             for width in (spec.head_dim, spec.value_dim)
         )
         if session is not None:
-            _fill_compressed(cache, session.backend, key, value, spec)
+            _fill_compressed(cache, session, key, value)
             continue
         for layer_idx in range(spec.num_layers):
             cache.update(key, value, layer_idx)
 
 
-def _fill_compressed(
-    cache: CompressedCache, backend: AttentionBackend, key: Tensor, value: Tensor, spec: ModelSpec
-) -> None:
+def _fill_compressed(cache: CompressedCache, session: Session, key: Tensor, value: Tensor) -> None:
     """Appends the same keys and values [batch, num_kv_heads, time, head_dim] to all layers, attention left out."""
     batch, _, new, head_dim = key.shape
     sequences = cache.sequences
     positions = torch.arange(sequences.slots, sequences.slots + new, device=key.device).unsqueeze(0)
     rotary = RotaryOutput(positions, sequences.rope.rotation(positions, key.dtype))
-    query = key.new_zeros(batch, spec.num_heads, new, head_dim)
+    query = key.new_zeros(batch, session.spec.num_heads, new, head_dim)
+
+    def no_codes(codec: LayerCodec, query: Tensor, encoded: EncodedTokens, scaling: float) -> PartialAttention:
+        return query, query[..., 0]
+
     backend = replace(
-        backend,
-        attend_codes=_no_codes,
-        attend_decoded=_no_codes,
+        session.backend,
+        attend_codes=no_codes,
+        attend_decoded=no_codes,
         attend_window=lambda query, *window: query.transpose(1, 2),
         attend_new=None,
     )
@@ -266,27 +364,3 @@ def _fill_compressed(
         attend_layer(
             AttentionCall(layer.attention, query, NewTokens(layer, key, value), value, None, 1.0, rotary), backend
         )
-
-
-def _no_codes(codec: LayerCodec, query: Tensor, encoded: EncodedTokens, scaling: float) -> PartialAttention:
-    """Stands in for attention over codes while a cache is filled."""
-    return query, query[..., 0]
-
-
-def reset_peak_memory(device: torch.device) -> None:
-    """Resets the counters that `peak_memory` reads."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-
-
-def peak_memory(device: torch.device) -> tuple[int | None, int | None]:
-    """Peaks of the bytes that torch allocated and reserved on a GPU; None on a CPU."""
-    if device.type != "cuda":
-        return None, None
-    return torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
-
-
-def random_prompt(spec: ModelSpec, batch: int, length: int, device: torch.device, seed: int) -> Tensor:
-    """Random token ids, int64 [batch, length]."""
-    generator = torch.Generator(device).manual_seed(seed)
-    return torch.randint(3, spec.vocab_size, (batch, length), device=device, generator=generator)

@@ -1,8 +1,7 @@
 """Whole models with each method's cache: speed of given prompts, and what fits into a memory budget.
 
-The suites `generate` and `memory` of `kvcli bench`. Both read a prompt and decode after it; `generate` times that, and
-`memory` asks for the largest batch at a context or the longest context of one sequence, found by allocating. Before a
-method is run, its kernels are checked against the reference on one layer of the model's shape.
+The suites `generate` and `memory` of `kvcli bench`. Before a method is run, its kernels are checked against the
+reference on one layer of the model's shape.
 """
 
 from __future__ import annotations
@@ -10,24 +9,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
+from kvcli.attention.decoder import Mode
 from kvcli.attention.session import Session
-from kvcli.bench.budget import attempt, check_budget, largest_by_peak, memory_limit, need_gpu, release_gpu_memory
-from kvcli.bench.check import KernelCheck
-from kvcli.bench.decode import DecodeMode, round_tokens
+from kvcli.bench.budget import attempt, largest_by_peak, memory_limit, release_gpu_memory
 from kvcli.bench.fixed_length import with_fixed_length
-from kvcli.bench.layer import MethodCase
-from kvcli.bench.model import attached, random_prompt, run_model
-from kvcli.bench.model_row import ModelRow, Question
-from kvcli.bench.rows import run_row
-from kvcli.bench.run import Run, step_weights_bytes
-from kvcli.bench.timing import copy_bandwidth
-from kvcli.errors import UsageError
+from kvcli.bench.layer import KernelCheck, MethodCase
+from kvcli.bench.model import Run, attached, random_prompt, round_tokens, run_model, step_weights_bytes
+from kvcli.bench.suite import Row, run_row
+from kvcli.bench.timing import copy_bandwidth, percentiles
 
 _WARM_TOKENS = 40
 """New tokens of the warm-up run beyond a round of encoding, so that all kernels are compiled."""
@@ -45,6 +40,128 @@ _CONTEXT_UNIT = 4096
 """Contexts are searched in multiples of this."""
 
 
+@dataclass(frozen=True)
+class ModelRow(Row):
+    """A row of `Row`'s fields and these; figures of time are None in the suite `memory`.
+
+    `fp16` is the model without kvcli. The context is that of the prompt. A context or batch that was searched for is 0
+    if not even the smallest one fits.
+
+    Attributes:
+        question: whether batch and context were given, or which of them was searched for.
+        new_tokens: tokens chosen after the prompt.
+        lse_error: largest absolute difference of a log-sum-exp.
+        encoding_gap: relative difference of the encoding errors of kernels and reference.
+        weights_bytes: of the model.
+        cache_bytes: bytes allocated by the cache at the end.
+        other_bytes: bytes of them in layers that do not attend to the whole context, which no method compresses.
+        peak_bytes: peak of bytes allocated by torch, weights included.
+        reserved_bytes: peak of bytes reserved by torch, which is what a budget limits.
+        prefill_ms: 20th, 50th and 80th percentile of the time of the prompt, encoding included.
+        ttft_ms: median time to the first token.
+        decode: how the tokens after the first were made: graphs, steps or passes; fp16: eager or graph of one length.
+        steady_tokens: tokens per sequence that `tokens_per_s` is of; None: all after the first, captures included.
+        tokens_per_s: percentiles of the rate of steady steps, all sequences together; None without a second token.
+        total_tokens_per_s: median of all new tokens over the whole time, prefill and captures included.
+        repeats: runs timed.
+        read_bytes: weights that a decode step reads, and the bytes of keys and values at the end; None on a CPU.
+        copy_gb_s: a device copy, bytes read plus bytes written; None on a CPU.
+        ceiling_tokens_per_s: rate of steps that take as long as `read_bytes` at `copy_gb_s`.
+        ceiling_share: median of `tokens_per_s` over `ceiling_tokens_per_s`.
+        rate_ratio: `tokens_per_s` over fp16's.
+        total_ratio: `total_tokens_per_s` over fp16's.
+        prefill_ratio: prefill time per sequence over fp16's.
+        cache_ratio: bytes of fp16's cache per sequence over this one's.
+    """
+
+    question: Literal["given", "largest batch", "longest context"] = field(kw_only=True)
+    new_tokens: int = field(kw_only=True)
+    lse_error: float | None = None
+    encoding_gap: float | None = None
+    weights_bytes: int | None = None
+    cache_bytes: int | None = None
+    other_bytes: int | None = None
+    peak_bytes: int | None = None
+    reserved_bytes: int | None = None
+    prefill_ms: tuple[float, float, float] | None = None
+    ttft_ms: float | None = None
+    decode: str | None = None
+    steady_tokens: int | None = None
+    tokens_per_s: tuple[float, float, float] | None = None
+    total_tokens_per_s: float | None = None
+    repeats: int | None = None
+    read_bytes: int | None = None
+    copy_gb_s: float | None = None
+    ceiling_tokens_per_s: float | None = None
+    ceiling_share: float | None = None
+    rate_ratio: float | None = None
+    total_ratio: float | None = None
+    prefill_ratio: float | None = None
+    cache_ratio: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """All figures as plain JSON values; the context is also called `prompt_tokens`."""
+        return {**super().to_dict(), "prompt_tokens": self.context}
+
+    def with_memory(self, runs: list[Run]) -> ModelRow:
+        """The row with the memory of its runs."""
+        return replace(
+            self,
+            cache_bytes=runs[-1].cache_bytes,
+            other_bytes=runs[-1].other_bytes,
+            peak_bytes=max((run.peak_bytes for run in runs if run.peak_bytes is not None), default=None),
+            reserved_bytes=max((run.reserved_bytes for run in runs if run.reserved_bytes is not None), default=None),
+        )
+
+    def with_times(self, runs: list[Run], *, filled: bool = False) -> ModelRow:
+        """The row with the times of its runs; only those of decoding if the prompt was `filled` with random tokens."""
+        batch, new = self.batch, self.new_tokens
+        # of the steady steps; without them, of all tokens after the first
+        steps = [run.steady or (new - 1, run.decode_s) for run in runs]
+        row = replace(
+            self,
+            note=next((run.note for run in runs if run.note), self.note),
+            decode=runs[-1].how if new > 1 else None,
+            steady_tokens=runs[-1].steady and runs[-1].steady[0],
+            tokens_per_s=percentiles([batch * count / seconds for count, seconds in steps]) if new > 1 else None,
+            repeats=len(runs),
+        )
+        if filled:
+            return row
+        totals = [batch * new / (run.ttft_s + run.decode_s) for run in runs]
+        return replace(
+            row,
+            prefill_ms=percentiles([1e3 * run.prefill_s for run in runs]),
+            ttft_ms=percentiles([1e3 * run.ttft_s for run in runs])[1],
+            total_tokens_per_s=percentiles(totals)[1] if new else None,
+        )
+
+    def with_ceiling(self, read_bytes: int, copy_gb_s: float) -> ModelRow:
+        """The row compared with the rate at which memory could be read."""
+        ceiling = self.batch * copy_gb_s * 1e9 / read_bytes
+        return replace(
+            self,
+            read_bytes=read_bytes,
+            copy_gb_s=copy_gb_s,
+            ceiling_tokens_per_s=ceiling,
+            ceiling_share=self.tokens_per_s[1] / ceiling if self.tokens_per_s else None,
+        )
+
+    def with_ratios(self, baseline: ModelRow) -> ModelRow:
+        """The row compared with fp16's, per sequence where batches differ."""
+        if not (self.repeats and self.cache_bytes and baseline.repeats and baseline.cache_bytes):
+            return self
+        scale = baseline.batch / self.batch
+        rates, totals, prefill = self.tokens_per_s, self.total_tokens_per_s, self.prefill_ms
+        return replace(
+            self,
+            rate_ratio=rates[1] / baseline.tokens_per_s[1] if rates and baseline.tokens_per_s else None,
+            total_ratio=totals / baseline.total_tokens_per_s if totals and baseline.total_tokens_per_s else None,
+            prefill_ratio=prefill[1] / baseline.prefill_ms[1] * scale if prefill and baseline.prefill_ms else None,
+            cache_ratio=baseline.cache_bytes / self.cache_bytes / scale,
+        )
+
+
 class ModelBench:
     """Measures methods on one model.
 
@@ -55,12 +172,11 @@ class ModelBench:
         seed: of prompts and codebooks.
         memory_budget: bytes that torch may reserve, weights included; None: all there are.
         prefill_chunk: tokens of the whole batch per forward pass of the prompt; None: all.
-        decode: how tokens are made with a compressed cache.
+        mode: how tokens are made with a compressed cache, as in `Session.generate`.
         backend: of `torch.compile`, which compiles the layers for decode steps, fp16's too; None: they run as they are.
 
     Raises:
-        UsageError: no such implementation, compiled passes, graphs without a GPU, or a budget without a GPU or larger
-            than it.
+        UsageError: no such implementation.
     """
 
     def __init__(
@@ -72,21 +188,13 @@ class ModelBench:
         seed: int,
         memory_budget: int | None = None,
         prefill_chunk: int | None = None,
-        decode: DecodeMode = "auto",
+        mode: Mode | None = None,
         backend: str | None = None,
     ) -> None:
         self.model, self.cases, self.impl, self.seed = model, cases, impl, seed
-        self.memory_budget, self.prefill_chunk = memory_budget, prefill_chunk
-        self.decode, self.backend = decode, backend
+        self.memory_budget, self.prefill_chunk, self.mode, self.backend = memory_budget, prefill_chunk, mode, backend
         self.device: torch.device = model.device
-        if decode == "graphs" and self.device.type != "cuda":
-            raise UsageError("CUDA graphs need a GPU; use --decode steps or passes")
-        if decode == "passes" and backend is not None:
-            raise UsageError("layers are compiled for decode steps: use --decode graphs or steps with --compile")
-        if memory_budget is not None:
-            check_budget(memory_budget, self.device)
         self.check = KernelCheck(model, cases, impl, seed)
-        self.spec = self.check.spec
         self.weights_bytes = sum(weight.nbytes for weight in model.parameters())
 
     def generate(
@@ -109,12 +217,7 @@ class ModelBench:
 
         Yields:
             A row per method, length and batch.
-
-        Raises:
-            UsageError: the largest batch without a GPU.
         """
-        if batches is None:
-            need_gpu(self.device)
         copy_gb_s = None
         if self.device.type == "cuda":
             copy_gb_s = copy_bandwidth(self.device, 10)
@@ -141,11 +244,7 @@ class ModelBench:
 
         Yields:
             A row per method and question.
-
-        Raises:
-            UsageError: no GPU.
         """
-        need_gpu(self.device)
         for case in self.cases:
             measure = partial(self._memory, case, full_prefill)
             for context in contexts:
@@ -163,17 +262,16 @@ class ModelBench:
         new_tokens: int,
     ) -> ModelRow:
         """A measured row; None for the size that is searched for."""
-        question: Question = "longest context" if context is None else "largest batch" if batch is None else "given"
         empty = ModelRow(
             case.name,
             context or 0,
             batch or 0,
-            self.check.attends[case.name][0],
-            question=question,
+            self.check.impl(case),
+            question="longest context" if context is None else "largest batch" if batch is None else "given",
             new_tokens=new_tokens,
             weights_bytes=self.weights_bytes,
         )
-        row = run_row(partial(measure, empty), empty)
+        row = run_row(measure, empty)
         release_gpu_memory()
         return row
 
@@ -195,14 +293,14 @@ class ModelBench:
                 end = time.perf_counter() + _WARM_SECONDS.get(self.device.type, 0.0)
                 while time.perf_counter() < end:
                     run(0)
-            run(min(row.new_tokens, _WARM_TOKENS + round_tokens(case.method, case.config)))
+            run(min(row.new_tokens, _WARM_TOKENS + round_tokens(case)))
             runs = []
             for _ in range(repeats):
                 if bounded:
                     release_gpu_memory()  # a run that fitted in the search began with no memory reserved
                 runs.append(run(row.new_tokens))
             row = row.with_memory(runs)
-            if case.is_baseline and not self.spec.other_layers:  # a cache of fixed length has full attention only
+            if case.is_baseline and not self.check.spec.other_layers:  # a cache of fixed length has full attention only
                 runs = with_fixed_length(self.model, runs, row.batch, row.context, row.new_tokens, self.backend)
         row = row.with_times(runs, filled=fill_prompt)
         return row.with_ceiling(step_weights_bytes(self.model) + runs[-1].used_bytes, copy_gb_s) if copy_gb_s else row
@@ -215,10 +313,10 @@ class ModelBench:
         row, run = self._search(case, row, fill_middle=not full_prefill)
         if run is None:
             return row
-        fp16_bytes = row.batch * (row.context + 1) * self.spec.fp16_bytes_per_token()
+        fp16_bytes = row.batch * (row.context + 1) * self.check.spec.fp16_bytes_per_token()
         return replace(row.with_memory([run]), cache_ratio=(fp16_bytes + run.other_bytes) / run.cache_bytes)
 
-    def _search(self, case: MethodCase, row: ModelRow, *, fill_middle: bool = False) -> tuple[ModelRow, Run | None]:
+    def _search(self, case: MethodCase, row: ModelRow, *, fill_middle: bool) -> tuple[ModelRow, Run | None]:
         """Tries sizes until the row's question is answered.
 
         Returns:
@@ -231,15 +329,14 @@ class ModelBench:
             def peak(size: int) -> int | None:
                 """Peak in bytes of a batch, or of a context in units."""
                 batch, context = (size, row.context) if row.context else (1, size * _CONTEXT_UNIT)
-                fits = attempt(
-                    lambda: runs.update(
-                        {size: self._run(session, batch, context, row.new_tokens, fill_middle=fill_middle)}
-                    )
-                )
-                return (runs[size].peak_bytes or 0) if fits else None
+                run = attempt(partial(self._run, session, batch, context, row.new_tokens, fill_middle=fill_middle))
+                if run is None:
+                    return None
+                runs[size] = run
+                return run.peak_bytes or 0
 
             if row.question == "given":
-                size = row.batch if peak(row.batch) is not None else 0
+                size = 0 if peak(row.batch) is None else row.batch
             else:
                 size = largest_by_peak(peak, budget)
         if row.question == "largest batch":
@@ -248,10 +345,8 @@ class ModelBench:
             row = replace(row, context=size * _CONTEXT_UNIT)
         return (row, runs[size]) if size else (replace(row, status="out of memory"), None)
 
-    def _run(
-        self, session: Session | None, batch: int, context: int, new_tokens: int, *, fill_middle: bool = False
-    ) -> Run:
-        ids = random_prompt(self.spec, batch, context, self.device, self.seed)
+    def _run(self, session: Session | None, batch: int, context: int, new_tokens: int, *, fill_middle: bool) -> Run:
+        ids = random_prompt(self.check.spec, batch, context, self.device, self.seed)
         return run_model(
             self.model,
             session,
@@ -259,7 +354,7 @@ class ModelBench:
             new_tokens,
             self.prefill_chunk,
             fill_middle=fill_middle,
-            decode=self.decode,
+            mode=self.mode,
             backend=self.backend,
         )
 

@@ -14,84 +14,39 @@ from kvcli.spec import ModelSpec
 if TYPE_CHECKING:
     import torch
 
+
+def _rope(theta: float, kind: str = "default", **others: float) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": theta, **others}}
+
+
 _LLAMA_3_1: dict[str, Any] = {
-    "num_key_value_heads": 8,
     "head_dim": 128,
-    "max_position_embeddings": 131072,
     "rms_norm_eps": 1e-5,
-    "rope_parameters": {
-        "rope_type": "llama3",
-        "rope_theta": 500000.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    },
+    **_rope(
+        500000.0, "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
+    ),
+}
+_TIED: dict[str, Any] = {"tie_word_embeddings": True}
+_COLUMNS = (
+    *("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
+    *("vocab_size", "max_position_embeddings"),
+)
+_ROWS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "llama-3.1-8b": ((32, 4096, 14336, 32, 8, 128256, 131072), _LLAMA_3_1),
+    "llama-3.1-70b": ((80, 8192, 28672, 64, 8, 128256, 131072), _LLAMA_3_1),
+    "llama-3.1-405b": ((126, 16384, 53248, 128, 8, 128256, 131072), _LLAMA_3_1),
+    "qwen2.5-coder-1.5b": (
+        (28, 1536, 8960, 12, 2, 151936, 32768),
+        {"model_type": "qwen2", "rms_norm_eps": 1e-6, **_rope(1000000.0), **_TIED},
+    ),
+    "smollm2-135m": (
+        (30, 576, 1536, 9, 3, 49152, 8192),
+        {"head_dim": 64, "rms_norm_eps": 1e-5, **_rope(100000.0), **_TIED},
+    ),
+    "tiny": ((3, 64, 96, 4, 2, 97, 4096), {"head_dim": 16, **_rope(10000.0)}),
 }
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "llama-3.1-8b": {
-        "vocab_size": 128256,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        **_LLAMA_3_1,
-    },
-    "llama-3.1-70b": {
-        "vocab_size": 128256,
-        "hidden_size": 8192,
-        "intermediate_size": 28672,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-        **_LLAMA_3_1,
-    },
-    "llama-3.1-405b": {
-        "vocab_size": 128256,
-        "hidden_size": 16384,
-        "intermediate_size": 53248,
-        "num_hidden_layers": 126,
-        "num_attention_heads": 128,
-        **_LLAMA_3_1,
-    },
-    "qwen2.5-coder-1.5b": {
-        "model_type": "qwen2",
-        "vocab_size": 151936,
-        "hidden_size": 1536,
-        "intermediate_size": 8960,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 32768,
-        "rms_norm_eps": 1e-6,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
-        "tie_word_embeddings": True,
-    },
-    "smollm2-135m": {
-        "vocab_size": 49152,
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "head_dim": 64,
-        "max_position_embeddings": 8192,
-        "rms_norm_eps": 1e-5,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
-        "tie_word_embeddings": True,
-    },
-    "tiny": {
-        "vocab_size": 97,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 4096,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-    },
-}
+SHAPES = {name: {**dict(zip(_COLUMNS, row, strict=True)), **others} for name, (row, others) in _ROWS.items()}
 """Settings of a transformers config, of a Llama model unless `model_type` says otherwise."""
 
 

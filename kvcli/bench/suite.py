@@ -1,34 +1,36 @@
-"""What all suites of `kvcli bench` share: methods with their settings, models of random weights, records, failures."""
+"""What all suites of `kvcli bench` share: methods with their settings, models of random weights, rows, failures.
+
+A failing method is recorded in its row, and the run goes on.
+"""
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import Field
 
-from kvcli.errors import ConfigError, KvcliError, UsageError
+from kvcli.builtin_models import DEFAULT_MODEL
+from kvcli.errors import KvcliError, UsageError
 from kvcli.hub import check_model_name
 from kvcli.options import IMPL_HELP, ModelOptions, parse_settings
 from kvcli.progress import Reporter
-from kvcli.registry import BASELINE, DEFAULT_METHOD, METHODS, check_settings, get_config, get_method, parse_name
-from kvcli.suite import Records, Run, Suite, Summary
+from kvcli.registry import BASELINE, DEFAULT_METHOD, METHODS, get_method
+from kvcli.suite import Records, Run, Suite, Summary, check_methods
 from kvcli.tables import DataTable
 
 if TYPE_CHECKING:
-    import torch
+    from kvcli.bench.layer import Agreement, MethodCase
 
-    from kvcli.bench.layer import MethodCase
-    from kvcli.bench.rows import Row
-
-DEFAULT_MODEL = ModelOptions.model_fields["model"].get_default()
 MAX_LENGTH = 2**31 - 1
 ERRORS = ("mismatch", "failed")
 """Statuses of rows that are errors; `out of memory` and `refused` are results."""
 
 Lengths = list[Annotated[int, Field(ge=1, le=MAX_LENGTH)]]
+Status = Literal["ok", "mismatch", "out of memory", "refused", "failed"]
 
 
 class BenchOptions(ModelOptions):
@@ -44,6 +46,19 @@ class BenchOptions(ModelOptions):
     setting: list[str] = Field(default=[], description="setting of every method that has it, NAME=VALUE; repeatable")
     impl: str = Field(default="auto", description=IMPL_HELP)
     out: Path | None = Field(default=None, description="append records here; default: runs/bench/SUITE.jsonl")
+
+    def method_cases(self, *, few: bool = False, kinds_only: bool = False) -> list[MethodCase]:
+        """fp16 and the methods that are measured, with their settings; by default those of `default_methods`.
+
+        Raises:
+            ConfigError: a setting that no method has, or a value out of range.
+        """
+        from kvcli.bench.layer import MethodCase
+
+        settings = parse_settings(self.setting)
+        names = dict.fromkeys([BASELINE, *(self.method or default_methods(few, kinds_only))])
+        check_methods([(name, {}) for name in names], settings)
+        return [MethodCase.parse(name, settings) for name in names]
 
 
 class WholeModelOptions(BenchOptions):
@@ -80,7 +95,6 @@ class WholeModelOptions(BenchOptions):
         from kvcli.seam.probe import probe
 
         device = torch.device(self.torch_device())
-        warn_without_gpu(device, reporter)
         if shape is None:
             model: Any = self.load(reporter).model
         else:
@@ -100,6 +114,71 @@ class WholeModelOptions(BenchOptions):
 
 
 @dataclass(frozen=True)
+class Row:
+    """A row; suites add fields. Figures are None unless the status is `ok`.
+
+    Attributes:
+        method: its name.
+        context: tokens per sequence.
+        batch: sequences.
+        impl: attention that ran: sdpa, fused or reference.
+        status: `ok`, or why there are no figures.
+        note: what went wrong, or why it was not faster.
+        out_error: |out - reference| / |reference| of one layer; None where the reference itself ran.
+    """
+
+    method: str
+    context: int
+    batch: int
+    impl: str
+    status: Status = "ok"
+    note: str | None = None
+    out_error: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """All figures as plain JSON values."""
+        return asdict(self)
+
+    def checked(self, agreement: Agreement | None) -> Self:
+        """The row with those errors of its kernels that it has fields for, and its status; None: no kernel runs."""
+        if agreement is None:
+            return self
+        row = replace(self, **{name: error for name, error in vars(agreement).items() if hasattr(self, name)})
+        return row if agreement.holds else replace(row, status="mismatch", note=agreement.describe())
+
+
+RowT = TypeVar("RowT", bound=Row)
+
+
+def run_row(measure: Callable[[RowT], RowT], empty: RowT) -> RowT:
+    """Measures a row.
+
+    Args:
+        measure: takes the row without figures, returns it with them.
+        empty: the row without figures.
+
+    Returns:
+        The measured row, or after an error the empty one with status and note.
+    """
+    from kvcli.bench.budget import is_out_of_memory, release_gpu_memory
+
+    status: Status
+    note: str | None
+    try:
+        return measure(empty)
+    except UsageError as error:
+        status, note = "refused", str(error)
+    except Exception as error:  # a kernel may fail in any way
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        line = " ".join(str(error).split())
+        status, note = "failed", f"{type(error).__name__}: {line} ({Path(frame.filename).name}:{frame.lineno})"
+        if is_out_of_memory(error):
+            status, note = "out of memory", None
+    release_gpu_memory()  # outside the handler: there the error still holds the failed run's tensors
+    return replace(empty, status=status, note=note)
+
+
+@dataclass(frozen=True)
 class Prepared:
     """A suite that is ready to be measured.
 
@@ -111,7 +190,7 @@ class Prepared:
 
     rows: Iterator[Row]
     total: int
-    shared: dict[str, Any]
+    shared: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +200,7 @@ class BenchSuite(Suite):
     Attributes:
         prepare: (options, reporter) to the rows.
         tabulate: (records, options) to the table.
-        check: checks options before torch is imported.
+        check: checks options before torch is imported; raises UsageError or ConfigError.
         summarize: records to fields of the JSON object that are of all records together.
     """
 
@@ -147,15 +226,9 @@ class BenchRun(Run):
         self.suite, self.options = suite, options
         self.out = options.out or Path("runs") / "bench" / f"{suite.name}.jsonl"
         suite.check(options)
-        given = parse_settings(options.setting)
-        unknown = set(given) if options.method else set()
-        for text in options.method:
-            name, from_bits = parse_name(text)
-            fields = get_config(name).model_fields.keys()
-            unknown -= fields
-            check_settings(name, {**from_bits, **{x: given[x] for x in given.keys() & fields}})
-        if unknown:
-            raise ConfigError(f"none of the methods has a setting '{min(unknown)}'")
+        settings = parse_settings(options.setting)
+        if options.method:  # the default ones are known when torch is
+            check_methods([(name, {}) for name in options.method], settings)
 
     def records(self, reporter: Reporter) -> Iterator[dict[str, Any]]:
         """Measures rows, one after another."""
@@ -163,7 +236,14 @@ class BenchRun(Run):
         from kvcli.machine import environment_info
 
         options, prepared, self.machine = self.options, self.suite.prepare(self.options, reporter), environment_info()
-        shared = {"device": options.torch_device(), "interpreted": interpreted(), "seed": options.seed}
+        device = options.torch_device()
+        shared = {"device": device, "interpreted": interpreted(), "seed": options.seed}
+        if not device.startswith("cuda"):
+            what = "Triton's interpreter and PyTorch" if interpreted() else "PyTorch"
+            reporter.say(
+                f"no GPU: what is measured is {what} on the CPU (the reference, unless --impl says otherwise), "
+                "which tells nothing about the speed of the kernels"
+            )
         with reporter.progress(self.suite.name, prepared.total, "rows") as advance:
             for row in prepared.rows:
                 record = {"suite": self.suite.name, **row.to_dict(), **prepared.shared, **shared}
@@ -180,11 +260,11 @@ class BenchRun(Run):
                 what = "error" if record["status"] in ERRORS else "refused"
                 where = f"{record['method']}, {record['context']} tokens, batch {record['batch']}"
                 notes.append(f"{what}: {where}: {record['note']}")
-        statuses = [record["status"] for record in records if record["method"] != BASELINE]
+        statuses = {record["status"] for record in records if record["method"] != BASELINE}
         failure = None
         if any(record["status"] in ERRORS for record in records):
             failure = KvcliError("kernels or methods failed: see above")
-        elif statuses and set(statuses) == {"refused"}:
+        elif statuses == {"refused"}:
             failure = KvcliError("every method was refused: see above")
         return Summary(fields, notes, failure)
 
@@ -208,22 +288,6 @@ def default_methods(few: bool = False, kinds_only: bool = False) -> list[str]:
     return [name for method in methods for name in (method.bench[:1] if few else method.bench)]
 
 
-def method_cases(options: BenchOptions, default: list[str], baseline: bool = False) -> list[MethodCase]:
-    """The methods with their settings; with `baseline`, fp16 first.
-
-    Raises:
-        UsageError: a method that does not exist.
-        ConfigError: a setting that no method has, or a value out of range.
-    """
-    from kvcli.bench.layer import MethodCase, check_settings
-
-    settings = parse_settings(options.setting)
-    names = list(dict.fromkeys([*([BASELINE] if baseline else []), *(options.method or default)]))
-    cases = [MethodCase.parse(name, settings) for name in names]
-    check_settings(cases, settings)
-    return cases
-
-
 def parse_batches(texts: list[str]) -> list[int] | None:
     """Numbers of sequences; None for `auto`.
 
@@ -235,18 +299,6 @@ def parse_batches(texts: list[str]) -> list[int] | None:
     if not all(text.isdecimal() and 1 <= int(text) <= MAX_LENGTH for text in texts):
         raise UsageError(f"--batches takes numbers from 1 to {MAX_LENGTH} or 'auto' alone, not {' '.join(texts)}")
     return [int(text) for text in texts] or [1]
-
-
-def warn_without_gpu(device: torch.device, reporter: Reporter) -> None:
-    """Says what is measured where there is no GPU."""
-    from kvcli.kernels.launch import interpreted
-
-    if device.type != "cuda":
-        what = "Triton's interpreter and PyTorch" if interpreted() else "PyTorch"
-        reporter.say(
-            f"no GPU: what is measured is {what} on the CPU (the reference, unless --impl says otherwise), "
-            "which tells nothing about the speed of the kernels"
-        )
 
 
 def status(record: Any) -> dict[str, str]:

@@ -57,27 +57,22 @@ def time_call(call: Call, device: torch.device, repeats: int, *, graph: bool = T
         device: where it runs; on a CPU there is no graph and nothing to flush.
         repeats: calls at most; fewer, though at least three, when together they take more than 5 seconds.
         graph: whether to record a CUDA graph; off for calls that synchronize with the GPU.
-
-    Returns:
-        Percentiles over the calls.
     """
+    note: str | None = None
+    recorded: Any = None
     if device.type != "cuda":
-        samples = _cpu_samples(call, repeats)
-        return _timing(samples, samples, "eager", None)
-    with torch.cuda.device(device):
-        flush = torch.empty(max(_FLUSH_BYTES, 2 * _l2_bytes(device)), dtype=torch.uint8, device=device)
-        eager = _cuda_samples(call, flush, repeats)
-        if not graph:
-            return _timing(eager, eager, "eager", None)
-        recorded, note = record_graph(call)
-        if recorded is None:
-            return _timing(eager, eager, "eager", note)
-        return _timing(_cuda_samples(recorded.replay, flush, repeats), eager, "graph", None)
-
-
-def _timing(samples: list[float], eager: list[float], how: Literal["graph", "eager"], note: str | None) -> Timing:
-    p20, p50, p80 = percentiles(samples)
-    return Timing(p20, p50, p80, percentiles(eager)[1], how, len(samples), note)
+        samples = eager = _cpu_samples(call, repeats)
+    else:
+        with torch.cuda.device(device):
+            l2_bytes = int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0))
+            flush = torch.empty(max(_FLUSH_BYTES, 2 * l2_bytes), dtype=torch.uint8, device=device)
+            samples = eager = _cuda_samples(call, flush, repeats)
+            if graph:
+                recorded, note = record_graph(call)
+            if recorded is not None:
+                samples = _cuda_samples(recorded.replay, flush, repeats)
+    how: Literal["graph", "eager"] = "eager" if recorded is None else "graph"
+    return Timing(*percentiles(samples), percentiles(eager)[1], how, len(samples), note)
 
 
 def percentiles(samples: list[float]) -> tuple[float, float, float]:
@@ -159,5 +154,8 @@ def copy_bandwidth(device: torch.device, repeats: int) -> float:
     return 2 * count / timing.p50_us / 1e3
 
 
-def _l2_bytes(device: torch.device) -> int:
-    return int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0))
+def synchronized_time(device: torch.device) -> float:
+    """Seconds, read after the device has finished its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

@@ -18,6 +18,7 @@ from kvcli.options import AUTO_DEVICE, IMPL_HELP, ModelOptions, parse_settings
 from kvcli.paths import newest_artifact
 from kvcli.registry import BASELINE, DEFAULT_METHOD
 from kvcli.sizes import parse_size, size
+from kvcli.suite import check_methods
 from kvcli.tables import DataTable
 
 if TYPE_CHECKING:
@@ -56,7 +57,6 @@ def run(options: PlanOptions, output: Output) -> None:
     """Say what calibrating and generating will take, from a model's config alone; no weights are needed."""
     import torch
 
-    from kvcli.bench.layer import MethodCase, check_settings
     from kvcli.calibrate.config import CollectConfig
     from kvcli.machine import resident_bytes
     from kvcli.plan.memory import calibration
@@ -67,7 +67,7 @@ def run(options: PlanOptions, output: Output) -> None:
     chosen = options.method or [name for method in METHODS for name in get_method(method).bench]
     names = list(dict.fromkeys([BASELINE, *chosen]))
     settings = parse_settings(options.setting)
-    check_settings([MethodCase.parse(name, {}) for name in names], settings)
+    check_methods([(name, {}) for name in names], settings)
     fused = options.impl == "fused" or (options.impl == "auto" and planned.device.type == "cuda")
     program = resident_bytes() if planned.device.type == "cpu" else 0
     plans = [method_plan(planned, name, settings, fused=fused, program_bytes=program) for name in names]

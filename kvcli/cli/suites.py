@@ -143,5 +143,5 @@ def register(app: typer.Typer) -> None:
 
 def _evaluate(records: Records, options: Any) -> list[str]:
     """Evaluates the last method on the model; rows of random weights and of single layers are of none."""
-    model = model_argument(options.model) if records[0]["weights"] == "model" else ()
+    model = model_argument(options.model) if records[0].get("weights") == "model" else ()
     return try_method(last_method(records), "eval", model)

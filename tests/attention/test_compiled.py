@@ -16,8 +16,7 @@ from kvcli.attention.next_token import SamplingConfig
 from kvcli.bench import fixed_length
 from kvcli.bench.fixed_length import FIXED_LENGTH, replay_step, with_fixed_length
 from kvcli.bench.layer import MethodCase
-from kvcli.bench.model import attached, run_model
-from kvcli.bench.run import Run
+from kvcli.bench.model import Run, attached, run_model
 from kvcli.errors import UsageError
 from kvcli.registry import parse_method
 

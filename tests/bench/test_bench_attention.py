@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,11 +10,10 @@ import torch
 from commvq_reordered import reordered_attend
 
 from kvcli.attention.reference import attend_codes as reference_attend
-from kvcli.bench import attention_bench
-from kvcli.bench.attention_bench import AttentionBench, AttentionRow
-from kvcli.bench.check import compare
-from kvcli.bench.layer import EncodedLayer, MethodCase, check_settings, encoded_layer, randomize_, tile
+from kvcli.bench.attention import AttentionOptions, prepare
+from kvcli.bench.layer import EncodedLayer, MethodCase, compare, encoded_layer, randomize_, tile
 from kvcli.bench.shapes import shape_rope, shape_spec
+from kvcli.cli.output import Output
 from kvcli.errors import ConfigError, UsageError
 from kvcli.methods.layer_codec import AttendCodes
 from kvcli.methods.scalar.codec import PerChannelCodes
@@ -37,16 +37,17 @@ def make_layer(name: str, context: int = 100, batch: int = 2, seed: int = 0, **s
     )
 
 
-def make_bench(*names: str, shape: str = "tiny", **changes: Any) -> AttentionBench:
-    values = {"impl": "auto", "repeats": 3, "device": CPU, "dtype": torch.float32, "seed": 0, "layer_idx": 2}
-    cases = [MethodCase.parse(name, SMALL) for name in names or ("kivi-2", "commvq-2")]
-    return AttentionBench(shape, cases, **{**values, **changes})
+def rows(*names: str, **changes: Any) -> list[dict[str, Any]]:
+    """Rows of the suite on the tiny shape, as records."""
+    options = {"shape": "tiny", "contexts": [64], "repeats": 3, "device": "cpu", "method": [*names], **changes}
+    return [row.to_dict() for row in prepare(AttentionOptions(**options), Output(quiet=True)).rows]
 
 
-def bench_with(monkeypatch: pytest.MonkeyPatch, attend_codes: AttendCodes) -> AttentionBench:
-    """A bench of CommVQ with another function for attention over codes."""
-    monkeypatch.setattr(attention_bench, "choose_attend", lambda *_: ("fake", attend_codes))
-    return make_bench("commvq-2")
+def rows_with(monkeypatch: pytest.MonkeyPatch, attend_codes: AttendCodes, **changes: Any) -> list[dict[str, Any]]:
+    """Rows of CommVQ with another function for attention over codes."""
+    backend = SimpleNamespace(impl="fake", attend_codes=attend_codes)
+    monkeypatch.setattr("kvcli.attention.backend.choose_backend", lambda *_: backend)
+    return rows("commvq-2", setting=["codebook_size=8"], **changes)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -131,18 +132,15 @@ def test_attention_is_compared_with_the_reference() -> None:
 
 
 def test_rows_in_order_with_their_figures() -> None:
-    rows = [row.to_dict() for row in make_bench().rows([64, 100], [1, 3])]
-    assert [(row["method"], row["batch"]) for row in rows[:4]] == [
-        ("fp16", 1),
-        ("kivi-2", 1),
-        ("commvq-2", 1),
-        ("fp16", 1),
-    ]
-    assert [row["context"] for row in rows] == [64, 64, 64, 100, 100, 100] * 2
-    assert [row["encoded"] for row in rows] == [64, 64, 64, 100, 96, 100] * 2
-    sdpa, kivi, commvq = rows[-3:]
+    settings = ["group_size=8", "residual_length=8", "codebook_size=8"]
+    made = rows("kivi-2", "commvq-2", setting=settings, contexts=[64, 100], batches=["1", "3"])
+    assert [row["method"] for row in made] == ["fp16", "kivi-2", "commvq-2"] * 4
+    assert [row["batch"] for row in made] == [1] * 6 + [3] * 6
+    assert [row["context"] for row in made] == [64, 64, 64, 100, 100, 100] * 2
+    assert [row["encoded"] for row in made] == [64, 64, 64, 100, 96, 100] * 2
+    sdpa, kivi, commvq = made[-3:]
     assert (sdpa["impl"], kivi["impl"], sdpa["speedup"]) == ("sdpa", "reference", 1.0)
-    for row in rows:
+    for row in made:
         assert row["status"] == "ok"
         assert row["p20_us"] <= row["p50_us"] <= row["p80_us"]
         assert row["repeats"] == 3
@@ -154,33 +152,34 @@ def test_rows_in_order_with_their_figures() -> None:
     assert commvq["true_bits"] < sdpa["true_bits"] / 4
 
 
-def test_right_kernels_are_timed_and_their_error_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = list(bench_with(monkeypatch, reordered_attend).rows([64], [1]))[-1].to_dict()
-    assert (row["impl"], row["status"]) == ("fake", "ok")
-    assert 0 < row["out_error"] < 1e-5
-    assert row["p50_us"] > 0
-
-
-def test_wrong_kernels_get_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("shift", [0.0, 0.01])
+def test_kernels_are_timed_if_they_are_right(monkeypatch: pytest.MonkeyPatch, shift: float) -> None:
     calls = []
 
     def attend(*arguments: Any) -> Any:
         calls.append(1)
         out, lse = reordered_attend(*arguments)
-        return out + 0.01, lse
+        return out + shift, lse
 
-    row = list(bench_with(monkeypatch, attend).rows([64], [1]))[-1].to_dict()
-    assert row["status"] == "mismatch"
-    assert "differs from the reference" in row["note"]
-    assert row["out_error"] > 1e-4
-    assert all(row[name] is None for name in ("p20_us", "p50_us", "p80_us", "eager_us", "speedup", "stored_gb_s"))
-    assert len(calls) == 1
+    row = rows_with(monkeypatch, attend)[-1]
+    times = [row[name] for name in ("p20_us", "p50_us", "p80_us", "eager_us", "speedup", "stored_gb_s")]
+    assert row["impl"] == "fake"
+    if shift:
+        assert row["status"] == "mismatch"
+        assert "differs from the reference" in row["note"]
+        assert row["out_error"] > 1e-4
+        assert times == [None] * 6
+        assert len(calls) == 1
+    else:
+        assert (row["status"], row["note"]) == ("ok", None)
+        assert 0 < row["out_error"] < 1e-5
+        assert all(time > 0 for time in times)
 
 
 @pytest.mark.parametrize(
     ("error", "status", "note"),
     [
-        (torch.OutOfMemoryError("CUDA out of memory"), "out of memory", None),
+        (torch.OutOfMemoryError("CUDA out of memory"), "out of memory", ""),
         (UsageError("no such head_dim"), "refused", "no such head_dim"),
         (
             LookupError("out of resource:\n shared memory"),
@@ -190,34 +189,18 @@ def test_wrong_kernels_get_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_the_run_goes_on_after_a_failed_row(
-    monkeypatch: pytest.MonkeyPatch, error: Exception, status: str, note: str | None
+    monkeypatch: pytest.MonkeyPatch, error: Exception, status: str, note: str
 ) -> None:
     def attend(*arguments: Any) -> Any:
         raise error
 
-    rows: list[AttentionRow] = list(bench_with(monkeypatch, attend).rows([64, 32], [1]))
-    assert [row.status for row in rows] == ["ok", status, "ok", status]
-    assert rows[1].timing is None
-    assert (rows[1].note or "")[: len(note or "")] == (note or "")
-
-
-def test_an_interrupt_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    def attend(*arguments: Any) -> Any:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        list(bench_with(monkeypatch, attend).rows([64], [1]))
+    made = rows_with(monkeypatch, attend, contexts=[64, 32])
+    assert [row["status"] for row in made] == ["ok", status, "ok", status]
+    assert made[1]["p50_us"] is None
+    assert (made[1]["note"] or "").startswith(note)
 
 
 def test_what_cannot_be_benched_is_refused_at_once() -> None:
-    with pytest.raises(UsageError, match="layers 0 to 2"):
-        make_bench(layer_idx=3)
-    with pytest.raises(UsageError, match="choose one of llama"):
-        make_bench(shape="gpt-9")
-    with pytest.raises(UsageError, match="'magic'"):
-        make_bench(impl="magic")
-    with pytest.raises(ConfigError, match="colour"):
-        check_settings([MethodCase.parse("kivi-2", {"colour": 1})], {"colour": 1})
     with pytest.raises(ConfigError, match="group_size"):
         make_layer("kivi-2", group_size=5, residual_length=10)
     with pytest.raises(ConfigError, match="no whole group"):

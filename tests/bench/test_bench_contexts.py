@@ -7,36 +7,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from kvcli.attention.session import Session
-from kvcli.bench.context_bench import ContextBench, ContextRow, _percentiles_ms
-from kvcli.bench.contexts import break_even
-from kvcli.bench.layer import MethodCase
-from kvcli.bench.model import random_model
+from kvcli.bench.contexts import ContextRow, ContextsOptions, break_even, percentiles_ms, prepare
 from kvcli.cache.compressed import CompressedCache
 from kvcli.cache.context import Context
-
-SMALL = {"group_size": 8, "residual_length": 8, "codebook_size": 8, "sink_length": 0}
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return random_model("tiny", None, torch.device("cpu"), torch.float32, 0)
+from kvcli.cli.output import Output
 
 
-def rows(model: Any, folder: Path, *names: str, context: int = 72, repeats: int = 1) -> list[ContextRow]:
-    cases = [MethodCase.parse(name, SMALL) for name in names]
-    bench = ContextBench(model, cases, impl="auto", seed=0, prefill_chunk=32, folder=folder)
-    return list(bench.rows([context], repeats))
+def rows(folder: Path, *names: str, context: int = 72, repeats: int = 1, settings: str = "") -> list[ContextRow]:
+    """Rows of fp16 and some methods with groups of 8, on the tiny model."""
+    texts = [*(["group_size=8", "residual_length=8"] if "kivi-2" in names else []), "sink_length=0", *settings.split()]
+    options = {"method": [*names], "setting": texts, "prompt_tokens": [context], "repeats": repeats, "device": "cpu"}
+    chosen = ContextsOptions(random_weights="tiny", prefill_chunk=32, context_folder=folder, **options)
+    return list(prepare(chosen, Output(quiet=True)).rows)
 
 
-def test_files_are_measured_and_removed(model: Any, tmp_path: Path) -> None:
-    made = rows(model, tmp_path, "fp16", "kivi-2", "commvq-1")
+def test_files_are_measured_and_removed(tmp_path: Path) -> None:
+    made = rows(tmp_path, "kivi-2", "commvq-1", settings="codebook_size=8")
     assert [(row.method, row.status, row.batch) for row in made] == [
-        ("fp16", "ok", 1),
-        ("kivi-2", "ok", 1),
-        ("commvq-1", "ok", 1),
+        (name, "ok", 1) for name in ("fp16", "kivi-2", "commvq-1")
     ]
     assert not [*tmp_path.iterdir()]
     values = 72 * 2 * 3 * 32  # tokens, keys and values, layers, channels of two heads
@@ -55,7 +45,7 @@ def test_files_are_measured_and_removed(model: Any, tmp_path: Path) -> None:
     assert (made[1].file_bytes or 0) < (made[0].file_bytes or 0)
 
 
-def test_each_run_reads_the_file_of_the_context(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_run_reads_the_file_of_the_context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lengths, saved, load, save = [], [], Session.load_cache, CompressedCache.save
 
     def load_cache(self: Session, source: Any) -> CompressedCache:
@@ -70,22 +60,20 @@ def test_each_run_reads_the_file_of_the_context(model: Any, tmp_path: Path, monk
 
     monkeypatch.setattr(Session, "load_cache", load_cache)
     monkeypatch.setattr(CompressedCache, "save", save_new)
-    (row,) = rows(model, tmp_path, "kivi-2", context=20, repeats=2)
-    assert (row.status, row.repeats) == ("ok", 2)
-    assert lengths == [(20, 20)] * 4  # the check, a run that is not counted, two that are
-    assert saved == [False] * 3
+    made = rows(tmp_path, "kivi-2", context=20, repeats=2)
+    assert [(row.status, row.repeats) for row in made] == [("ok", 2)] * 2
+    assert lengths == [(20, 20)] * 8  # of each row: the check, a run that is not counted, two that are
+    assert saved == [False] * 6
 
 
 def test_the_first_run_is_left_out() -> None:
     runs = iter([(100.0, 200.0), (1.0, 4.0), (3.0, 6.0), (2.0, 5.0)])
-    first, second = _percentiles_ms(lambda: next(runs), 3)
+    first, second = percentiles_ms(lambda: next(runs), 3)
     assert first == pytest.approx((1400, 2000, 2600))
     assert second[1] == pytest.approx(5000)
 
 
-def test_another_cache_than_was_saved_has_no_figures(
-    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_cache_than_was_saved_has_no_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     restore = CompressedCache.restore
 
     def without_values(self: CompressedCache, snapshot: Any) -> None:
@@ -95,13 +83,13 @@ def test_another_cache_than_was_saved_has_no_figures(
             layer.store.values.zero_()
 
     monkeypatch.setattr(CompressedCache, "restore", without_values)
-    (row,) = rows(model, tmp_path, "kivi-2", context=20)
+    _, row = rows(tmp_path, "kivi-2", context=20)
     assert (row.status, row.speedup, row.file_bytes) == ("mismatch", None, None)
     assert row.note is not None
     assert "logits after loading differ" in row.note
 
 
-def test_a_full_disk_is_the_failure_of_a_row(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_the_failure_of_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save = CompressedCache.save
 
     def full(self: CompressedCache, path: Path, input_ids: Any = None) -> None:
@@ -110,7 +98,7 @@ def test_a_full_disk_is_the_failure_of_a_row(model: Any, tmp_path: Path, monkeyp
         save(self, path, input_ids)
 
     monkeypatch.setattr(CompressedCache, "save", full)
-    failed, fine = rows(model, tmp_path, "fp16", "kivi-2", context=20)
+    failed, fine = rows(tmp_path, "kivi-2", context=20)
     assert (failed.status, fine.status) == ("failed", "ok")
     assert failed.note is not None
     assert "No space left" in failed.note

@@ -16,8 +16,8 @@ from transformers.cache_utils import Cache
 
 from kvcli.attention.next_token import SamplingConfig
 from kvcli.attention.session import Session
-from kvcli.bench import decode, fixed_length
-from kvcli.bench.decode import StepClock, decode_uncompressed, round_tokens, steady_span
+from kvcli.bench import fixed_length
+from kvcli.bench import model as bench_model
 from kvcli.bench.fixed_length import (
     FIXED_LENGTH,
     FixedLengthLayer,
@@ -27,10 +27,20 @@ from kvcli.bench.fixed_length import (
     without_mask,
 )
 from kvcli.bench.layer import MethodCase
-from kvcli.bench.model import attached, prefill, random_model, random_prompt, run_model
-from kvcli.bench.model_bench import ModelBench
-from kvcli.bench.model_row import ModelRow
-from kvcli.bench.run import Run, step_weights_bytes, used_bytes
+from kvcli.bench.model import (
+    Run,
+    StepClock,
+    attached,
+    cache_sizes,
+    prefill,
+    random_model,
+    random_prompt,
+    round_tokens,
+    run_model,
+    steady_span,
+    step_weights_bytes,
+)
+from kvcli.bench.model_bench import ModelBench, ModelRow
 from kvcli.spec import ModelSpec
 
 CPU = torch.device("cpu")
@@ -59,14 +69,14 @@ def test_what_is_timed_are_the_tokens_of_generate(
     monkeypatch.setattr(Session, "generate", lambda *x, **y: made.append(generate(*x, **y)) or made[-1])
     ids = prompt(model, 2, 40)
     with attached(model, MethodCase.parse(name, SMALL), "auto", 0) as session:
-        run = run_model(model, session, ids, 41, None, decode=mode)
+        run = run_model(model, session, ids, 41, None, mode=mode)
         assert session is not None
         expected = session.generate(ids, sampling=SamplingConfig(41), mode="passes")
     assert torch.equal(made[0].sequences, expected.sequences)
     assert (run.how, run.note) == (mode, None)
     assert run.steady is not None
     assert 0 < run.steady[1] < run.decode_s
-    assert run.used_bytes == used_bytes(expected.cache) < run.cache_bytes
+    assert run.used_bytes == cache_sizes(expected.cache)["used_bytes"] < run.cache_bytes
     # two rounds of 8 or of 2 tokens are left out; steps are looked at after every 8 tokens
     expected_tokens = {("kivi-2", "passes"): 24, ("kivi-2", "steps"): 24, ("fp8", "passes"): 36, ("fp8", "steps"): 32}
     assert run.steady[0] == expected_tokens.get((name, mode), run.steady[0])
@@ -84,8 +94,7 @@ def test_auto_is_passes_where_there_is_no_gpu(model: Any) -> None:
     ("name", "expected"), [("kivi-2", 8), ("squat-2", 8), ("fp8", 2), ("qjl", 2), ("commvq-1", 2), ("squat-pre-2", 8)]
 )
 def test_rounds_are_the_longer_interval(name: str, expected: int) -> None:
-    case = MethodCase.parse(name, SMALL)
-    assert round_tokens(case.method, case.config) == expected
+    assert round_tokens(MethodCase.parse(name, SMALL)) == expected
 
 
 @pytest.mark.parametrize(
@@ -108,7 +117,7 @@ def test_tokens_around_a_capture_are_not_steady(monkeypatch: pytest.MonkeyPatch)
     """Two passes, then steps of 1 s; the first look after each capture comes 100 s later."""
     cache: Any = SimpleNamespace(passes=SimpleNamespace(step=None))
     now = [0.0]
-    monkeypatch.setattr(decode.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(bench_model.time, "perf_counter", lambda: now[0])
     clock = StepClock(cache, 8)
 
     def look(count: int, seconds: float, step: object) -> None:
@@ -168,7 +177,7 @@ def test_bytes_in_use_are_without_headroom(model: Any) -> None:
         cache = session.new_cache()
         prefill(model, cache, prompt(model, 2, 101), None)
         memory = cache.memory()
-    assert used_bytes(cache) == memory.cache_bytes - memory.position_bytes < memory.allocated_bytes
+    assert cache_sizes(cache)["used_bytes"] == memory.cache_bytes - memory.position_bytes < memory.allocated_bytes
 
 
 @torch.inference_mode()
@@ -207,7 +216,7 @@ def test_a_step_of_fixed_length_is_that_of_a_growing_cache(model: Any, monkeypat
         ours.keys.copy_(theirs[0])
         ours.values.copy_(theirs[1])
     monkeypatch.undo()
-    assert torch.equal(fixed, decode.step(model, grown, token))
+    assert torch.equal(fixed, prefill(model, grown, token, None).argmax(-1))
     for ours, theirs in zip(cache.layers, grown.layers, strict=True):
         assert torch.allclose(ours.keys, theirs.keys, atol=1e-6)
         assert torch.allclose(ours.values, theirs.values, atol=1e-6)
@@ -257,10 +266,6 @@ def test_a_baseline_without_room_stays_eager(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_without_a_gpu_the_baseline_is_eager(model: Any) -> None:
     assert with_fixed_length(model, RUNS, 2, 20, 11) is RUNS
-    with torch.inference_mode():
-        cache = DynamicCache(config=model.config)
-        logits = prefill(model, cache, prompt(model, 1, 20), None)
-        assert decode_uncompressed(model, cache, logits, 3).how == "eager"
     bench = ModelBench(model, [MethodCase.parse("fp16", {})], impl="auto", seed=0)
     (row,) = bench.generate([20], [1], new_tokens=3, repeats=1)
     assert (row.decode, row.steady_tokens, row.note) == ("eager", None, None)
@@ -274,7 +279,7 @@ def test_rows_on_a_gpu(mode: Any) -> None:
     model = random_model("smollm2-135m", 2, torch.device(DEVICE), torch.bfloat16, 0)
     settings = {"group_size": 32, "residual_length": 32}
     cases = [MethodCase.parse(name, settings) for name in ("fp16", "kivi-2", "commvq-1")]
-    bench = ModelBench(model, cases, impl="auto", seed=0, prefill_chunk=128, decode=mode)
+    bench = ModelBench(model, cases, impl="auto", seed=0, prefill_chunk=128, mode=mode)
     rows = list(bench.generate([1024], [2], new_tokens=129, repeats=2, fill_prompt=True))
     assert [row.status for row in rows] == ["ok"] * 3
     assert [row.note for row in rows] == [None] * 3

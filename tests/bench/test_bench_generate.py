@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,14 +14,11 @@ from commvq_reordered import reordered_attend
 from transformers import DynamicCache, LlamaForCausalLM
 
 from kvcli.attention.reference import attend_codes as reference_attend
-from kvcli.bench import check, model_bench
+from kvcli.bench import layer, model_bench
 from kvcli.bench.budget import largest_by_peak
-from kvcli.bench.decode import step
 from kvcli.bench.layer import MethodCase
-from kvcli.bench.model import attached, chunk_length, new_cache, prefill, random_model, random_prompt, run_model
-from kvcli.bench.model_bench import ModelBench
-from kvcli.bench.model_row import ModelRow
-from kvcli.bench.run import Run, cache_bytes
+from kvcli.bench.model import Run, attached, cache_sizes, chunk_length, prefill, random_model, random_prompt, run_model
+from kvcli.bench.model_bench import ModelBench, ModelRow
 from kvcli.bench.shapes import shape_config, shape_rope
 from kvcli.errors import UsageError
 from kvcli.registry import get_method
@@ -39,8 +37,6 @@ def model() -> Any:
 @pytest.fixture
 def any_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets a budget be given without a GPU, and limits nothing."""
-    monkeypatch.setattr(model_bench, "need_gpu", lambda device: None)
-    monkeypatch.setattr(model_bench, "check_budget", lambda budget, device: None)
     monkeypatch.setattr(model_bench, "memory_limit", lambda budget, device: nullcontext())
 
 
@@ -105,9 +101,9 @@ def test_greedy_steps_are_those_of_generate(model: Any) -> None:
         cache = DynamicCache(config=model.config)
         tokens = [prefill(model, cache, ids, 14).argmax(-1)]
         for _ in range(4):
-            tokens.append(step(model, cache, tokens[-1]))
+            tokens.append(prefill(model, cache, tokens[-1], None).argmax(-1))
     assert torch.equal(torch.cat(tokens, dim=1), expected[:, 20:])
-    assert cache_bytes(cache) == 24 * 2 * 3 * 2 * 2 * 16 * 4
+    assert cache_sizes(cache)["cache_bytes"] == 24 * 2 * 3 * 2 * 2 * 16 * 4
 
 
 @pytest.mark.parametrize(
@@ -221,7 +217,7 @@ def test_codebooks_of_the_bench_are_random_and_seeded(model: Any) -> None:
 
     def codes(seed: int) -> torch.Tensor:
         with attached(model, case, "auto", seed) as session, torch.inference_mode():
-            cache = new_cache(model, session)
+            cache = session.new_cache()
             prefill(model, cache, prompt(model, 1, 64), None)
             return cache.layers[0].store.key_codes.codes.packed
 
@@ -234,7 +230,8 @@ def test_a_method_with_wrong_kernels_is_not_run(model: Any, monkeypatch: pytest.
         out, lse = reordered_attend(*arguments)
         return out, lse + 0.1
 
-    monkeypatch.setattr(check, "choose_attend", lambda *_: ("fake", attend))
+    fake = SimpleNamespace(impl="fake", attend_codes=attend)
+    monkeypatch.setattr(layer, "choose_backend", lambda *_: fake)
     monkeypatch.setattr(model_bench, "run_model", lambda *_, **options: make_run(1.0, 1.0))
     fp16, commvq = (row.to_dict() for row in generate(model, "commvq-2"))
     assert (fp16["status"], fp16["impl"]) == ("ok", "sdpa")
@@ -255,7 +252,8 @@ def test_kernels_that_encode_worse_are_a_mismatch(
         return encode(self, x * factor if self.fused else x, state)
 
     monkeypatch.setattr(codec, "encode", encode_in_a_kernel)
-    monkeypatch.setattr(check, "choose_attend", lambda *_: ("fused", partial(reference_attend)))
+    fused = SimpleNamespace(impl="fused", attend_codes=partial(reference_attend))
+    monkeypatch.setattr(layer, "choose_backend", lambda *_: fused)
     row = list(generate(model, "fp8", repeats=1))[1]
     assert row.status == status
     assert row.encoding_gap is not None
@@ -315,10 +313,3 @@ def test_a_search_by_peaks_needs_few_runs(limit: int, bend: float) -> None:
     size = largest_by_peak(peak, 1000 + int(1e6 * limit**bend))
     assert limit / (1 + 1 / 30) <= size <= limit
     assert len(tried) <= 16
-
-
-def test_no_gpu_no_budget(model: Any) -> None:
-    with pytest.raises(UsageError, match="needs a GPU"):
-        list(generate(model, batches=None))
-    with pytest.raises(UsageError, match="needs a GPU"):
-        generate(model, memory_budget=GIB)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -13,14 +13,9 @@ from families import make
 from transformers import DynamicCache
 
 from kvcli.bench import model_bench
-from kvcli.bench.check import Agreement, KernelCheck
-from kvcli.bench.decode import step
-from kvcli.bench.layer import MethodCase
-from kvcli.bench.model import attached, fill, new_cache, prefill, random_model, random_prompt, run_model
-from kvcli.bench.model_bench import ModelBench
-from kvcli.bench.model_row import ModelRow
-from kvcli.bench.run import Run, cache_bytes
-from kvcli.errors import UsageError
+from kvcli.bench.layer import Agreement, KernelCheck, MethodCase
+from kvcli.bench.model import Run, attached, cache_sizes, fill, prefill, random_model, random_prompt, run_model
+from kvcli.bench.model_bench import ModelBench, ModelRow
 from kvcli.spec import ModelSpec
 
 CPU = torch.device("cpu")
@@ -56,20 +51,23 @@ def memory(
 def limited(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """A budget for caches alone, kept without a GPU; the (context, batch) of all runs."""
     tried: list[tuple[int, int]] = []
-    budgets: list[int] = []
+    budgets: list[int | None] = []
+
+    @contextmanager
+    def limit(budget: int | None, device: Any) -> Iterator[None]:
+        budgets.append(budget)
+        yield
 
     def run_within_budget(model: Any, session: Any, ids: torch.Tensor, *rest: Any, **options: Any) -> Run:
         batch, context = ids.shape
         tried.append((context, batch))
         run = run_model(model, session, ids, *rest, **options)
-        if run.cache_bytes > budgets[-1]:
+        if run.cache_bytes > (budgets[-1] or 0):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return replace(run, peak_bytes=run.cache_bytes, reserved_bytes=run.cache_bytes)
 
     monkeypatch.setattr(model_bench, "run_model", run_within_budget)
-    monkeypatch.setattr(model_bench, "need_gpu", lambda device: None)
-    monkeypatch.setattr(model_bench, "check_budget", lambda budget, device: budgets.append(budget))
-    monkeypatch.setattr(model_bench, "memory_limit", lambda budget, device: nullcontext())
+    monkeypatch.setattr(model_bench, "memory_limit", limit)
     monkeypatch.setattr(model_bench, "_CONTEXT_UNIT", 32)
     return tried
 
@@ -78,15 +76,15 @@ def limited(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 def test_a_filled_cache_is_as_large_as_a_computed_one(model: Any, name: str) -> None:
     ids = random_prompt(ModelSpec.from_config(model.config), 2, 101, CPU, 0)
     with attached(model, MethodCase.parse(name, SMALL), "auto", 0) as session, torch.inference_mode():
-        computed, filled = new_cache(model, session), new_cache(model, session)
+        computed, filled = (session.new_cache() if session else DynamicCache(config=model.config) for _ in range(2))
         prefill(model, computed, ids, 40)
         prefill(model, filled, ids[:, :20], 40)
         fill(model, filled, session, 2, 60, 40)
         logits = prefill(model, filled, ids[:, 80:], 40)
-        token = step(model, filled, logits.argmax(-1))
-        step(model, computed, token)
+        token = prefill(model, filled, logits.argmax(-1), None).argmax(-1)
+        prefill(model, computed, token, None)
     assert logits.isfinite().all()
-    assert cache_bytes(filled) == cache_bytes(computed)
+    assert cache_sizes(filled) == cache_sizes(computed)
     assert filled.get_seq_length() == computed.get_seq_length() == 102
     if not isinstance(filled, DynamicCache):
         assert filled.memory() == computed.memory()
@@ -198,11 +196,6 @@ def test_a_method_with_wrong_kernels_is_not_run(
     assert rows[2].out_error == 0.5
     assert checked == ["fp16", "kivi-2"]  # once per method
     assert all(context for context, _ in limited)
-
-
-def test_it_needs_a_gpu(model: Any) -> None:
-    with pytest.raises(UsageError, match="needs a GPU"):
-        list(memory(model))
 
 
 def test_the_ratio_of_a_hybrid_counts_the_caches_of_all_layers(limited: list[tuple[int, int]]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,8 @@ ATTENTION = ("bench", "--shape", "tiny", "--contexts", "64", "--repeats", "3")
 
 def attend_with(monkeypatch: pytest.MonkeyPatch, attend_codes: AttendCodes) -> None:
     """Replaces attention over codes in the suite `attention`."""
-    monkeypatch.setattr("kvcli.bench.attention_bench.choose_attend", lambda *_: ("fake", attend_codes))
+    backend = SimpleNamespace(impl="fake", attend_codes=attend_codes)
+    monkeypatch.setattr("kvcli.attention.backend.choose_backend", lambda *_: backend)
 
 
 def test_records_name_the_default_methods() -> None:

@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 from console import invoke
 
-from kvcli.bench import budget, model_bench
-from kvcli.bench.context_bench import ContextRow
-from kvcli.bench.contexts import ContextsOptions, table
-from kvcli.bench.model_bench import ModelBench
-from kvcli.bench.model_row import ModelRow
+from kvcli.bench import budget
+from kvcli.bench.contexts import ContextRow, ContextsOptions, table
+from kvcli.bench.model_bench import ModelBench, ModelRow
 
 GROUPS = ("--settings", "group_size=8", "--settings", "residual_length=8")
 GENERATE = ("bench", "--suite", "generate", "--new-tokens", "3", "--prompt-tokens", "40", "--repeats", "1", *GROUPS)
@@ -82,7 +80,6 @@ def test_the_table_of_memory_says_what_fits(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(ModelBench, "memory", rows)
     monkeypatch.setattr(budget, "check_budget", lambda budget, device: None)
-    monkeypatch.setattr(model_bench, "check_budget", lambda budget, device: None)
     options = ("--random-weights", "tiny", "--memory-budget", "40GiB", "--methods", "commvq-1")
     result = invoke("bench", "--suite", "memory", *options)
     assert result.exit_code == 0, result.stderr
