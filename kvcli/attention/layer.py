@@ -39,7 +39,9 @@ def attend_layer(call: AttentionCall, backend: AttentionBackend) -> Tensor:
     codec, passes = new.layer.codec, new.layer.passes
     forward = passes.forward(call.rotary, query, mask)
     rotation = forward.rotation if codec.rotated else forward.no_rotation
-    store = new.layer.store or new.layer.make_store(new, forward)
+    if new.layer.store is None:
+        new.layer.store = LayerStore(codec, new.key, new.value, forward.counts.layout)
+    store = new.layer.store
     store.reserve(forward)
     # append
     rotated = backend.rotate_and_append(rotation, query, new.key, new.value, store.keys, store.values, forward.window)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,7 +17,7 @@ from kvcli.cache.context import Context
 from kvcli.cache.counts import Counts, TokenCounts
 from kvcli.cache.forward import Passes
 from kvcli.cache.identity import CacheIdentity
-from kvcli.cache.layer import DETACHED, OTHER_MODEL, CompressedLayer
+from kvcli.cache.layer import DETACHED, OTHER_MODEL, CompressedLayer, LayerStore
 from kvcli.cache.memory import MemoryReport, own_bytes
 from kvcli.cache.sequences import Sequences
 from kvcli.cache.snapshot import Snapshot
@@ -62,7 +63,7 @@ class CompressedCache(Cache):
         self._codecs, self._seam, self._identity = codecs, seam, identity
         self._compressed_layers = len(codecs) if compressed_layers is None else compressed_layers
         self._hold(self._new_sequences())
-        super().__init__(layers=self._all_layers())
+        super().__init__(layers=self.layers)
 
     def check_session(self, seam: Seam) -> None:
         """Checks which session's model is given this cache.
@@ -93,37 +94,35 @@ class CompressedCache(Cache):
         )
 
     def _new_sequences(self) -> Sequences:
-        groups = (
-            max(codec.key.tokens_per_group for codec in self._codecs),
-            max(codec.value.tokens_per_group for codec in self._codecs),
-        )
-        counts = TokenCounts(self.method.schedules(self.config), self.config.sink_length, groups)
+        groups = ((codec.key.tokens_per_group, codec.value.tokens_per_group) for codec in self._codecs)
+        keys, values = map(max, zip(*groups, strict=True))
+        counts = TokenCounts(self.method.schedules(self.config), self.config.sink_length, (keys, values))
         stateful = any(codec.key.new_state(1, torch.device("cpu")) is not None for codec in self._codecs)
         return Sequences(self._seam.rope, counts, stateful)
 
     def _hold(self, sequences: Sequences) -> None:
-        """Takes sequences, and empty layers for them."""
+        """Takes sequences, and empty layers for them: the compressed ones, and transformers' own for the others."""
         self.sequences, self.passes = sequences, Passes(sequences, len(self._codecs))
-        attention = self._seam.attention.layers
         self.compressed: list[Any] = [
             CompressedLayer(codec, self.passes, self._seam, layer)
-            for codec, layer in zip(self._codecs, attention, strict=True)
+            for codec, layer in zip(self._codecs, self._seam.attention.layers, strict=True)
         ]
-
-    def _all_layers(self) -> list[Any]:
-        """The compressed layers, and transformers' own for the others of the model."""
-        if not self.spec.other_layers:
-            return self.compressed
-        layers: list[Any] = DynamicCache(config=self._seam.model.config).layers
-        for layer_idx, layer in enumerate(self.compressed):
-            layers[self.spec.in_model(layer_idx)] = layer
-        return layers
+        self.layers: list[Any] = self.compressed
+        if self.spec.other_layers:
+            self.layers = DynamicCache(config=self._seam.model.config).layers
+            for layer_idx, layer in enumerate(self.compressed):
+                self.layers[self.spec.in_model(layer_idx)] = layer
 
     @property
     def other_layers(self) -> list[Any]:
         """The layers of transformers' own, of sliding windows, linear attention and the like."""
         ours = {id(layer) for layer in self.compressed}
         return [layer for layer in self.layers if id(layer) not in ours]
+
+    @property
+    def _stores(self) -> list[LayerStore]:
+        """Windows and codes of the compressed layers, once they hold a token."""
+        return [layer.store for layer in self.compressed if layer.store is not None]
 
     @property
     def step_obstacle(self) -> str | None:
@@ -146,13 +145,13 @@ class CompressedCache(Cache):
     def reset(self) -> None:
         """Forgets all tokens."""
         self._hold(self._new_sequences())
-        self.layers = self._all_layers()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorders the rows for beam search, [batch] indices."""
         self.sequences.select(beam_idx)
-        for layer in self.compressed:
-            layer.select(beam_idx)
+        for store in self._stores:
+            rows = beam_idx.to(store.keys.device)
+            store.map(partial(torch.index_select, dim=0, index=rows))
         for layer in self.other_layers:
             layer.reorder_cache(beam_idx)
 
@@ -197,8 +196,8 @@ class CompressedCache(Cache):
         self._check_only_full_attention("tokens cannot be removed")
         self.passes.check_complete()
         emptied = self.sequences.crop(slots)
-        for layer in self.compressed:
-            layer.restart(emptied)
+        for store in self._stores:
+            store.codec.key.reset_state(store.state, emptied)
 
     def snapshot(self, device: torch.device | str = "cpu") -> Snapshot:
         """A copy of the content, which does not change with the cache.
@@ -212,7 +211,7 @@ class CompressedCache(Cache):
         self._check_only_full_attention("the cache cannot be saved")
         self._check_one_device("saved")
         self.passes.check_at_rest()
-        return take(self.sequences, [layer.store for layer in self.compressed], device)
+        return take(self.sequences, self._stores, device)
 
     def restore(self, snapshot: Snapshot) -> None:
         """Fills this cache, which is empty, with what another one held; it goes on as that one would.
@@ -231,7 +230,6 @@ class CompressedCache(Cache):
         (device,) = self._seam.devices
         stores = put(snapshot, sequences, self._codecs, device)
         self._hold(sequences)
-        self.layers = self._all_layers()
         for layer, store in zip(self.compressed, stores, strict=True):
             layer.store, layer.is_initialized = store, True
 
@@ -279,7 +277,7 @@ class CompressedCache(Cache):
 
     def memory(self) -> MemoryReport:
         """Measures the cache from its live tensors."""
-        counts, stores = self.sequences.counts, [layer.store for layer in self.compressed if layer.store is not None]
+        counts, stores = self.sequences.counts, self._stores
         keys = sum(store.key_codes.nbytes(counts.keys.coded) for store in stores)
         values = sum(store.value_codes.nbytes(counts.values.coded) for store in stores)
         window = sum(sum(counts.window) * x[0, :, 0].nbytes for store in stores for x in (store.keys, store.values))
@@ -289,6 +287,8 @@ class CompressedCache(Cache):
         def bits(used: int, coded: Counts, width: int) -> float:
             return 8 * used / (sum(coded) * len(stores) * self.spec.num_kv_heads * width) if any(coded) else 0.0
 
+        share = self._compressed_layers / len(self._codecs)  # the other codecs store 16 bits
+        nominal_key, nominal_value = self.method.nominal_bits(self.spec, self.config)
         num_tokens = sum(self.sequences.lengths)
         fp16_bytes = num_tokens * self.spec.fp16_bytes_per_token()
         return MemoryReport(
@@ -304,14 +304,8 @@ class CompressedCache(Cache):
             uncompressed_bytes=fp16_bytes * self._seam.model.dtype.itemsize // 2,
             key_bits=bits(keys, counts.keys.coded, self.spec.head_dim),
             value_bits=bits(values, counts.values.coded, self.spec.value_dim),
-            nominal_bits=self._nominal_bits(),
+            nominal_bits=(nominal_key * share + 16 * (1 - share), nominal_value * share + 16 * (1 - share)),
             layers=self._compressed_layers,
             other_layers=self.spec.other_layers,
             other_bytes=own_bytes(self.other_layers),
         )
-
-    def _nominal_bits(self) -> tuple[float, float]:
-        """The paper's bits for K and V, averaged over the layers; 16 where a layer is not compressed."""
-        share = self._compressed_layers / len(self._codecs)
-        key, value = self.method.nominal_bits(self.spec, self.config)
-        return key * share + 16 * (1 - share), value * share + 16 * (1 - share)

@@ -15,7 +15,7 @@ from kvcli.cache.counts import Counts, TokenCounts, row_values
 from kvcli.cache.layer import HEADROOM, CodeBuffer, LayerStore
 from kvcli.cache.sequences import Sequences
 from kvcli.cache.snapshot import CODES, POSITIONS, VALID, WINDOWS, Snapshot, SnapshotCounts
-from kvcli.cache.window import WindowLayout, ordinary_tensors
+from kvcli.cache.window import WindowLayout, ordinary_tensors, read_slots, write_slots
 from kvcli.errors import CacheError
 from kvcli.methods.layer_codec import LayerCodec
 
@@ -114,7 +114,7 @@ def _parts(store: LayerStore, counts: SnapshotCounts) -> Iterator[tuple[str, Ten
             yield f"{kind}.{field}", x[:, :, : -(-coded // buffer.tokens_per_entry[field])]
     held = store.layout.held(row_values(counts.attended, store.keys.device), max(counts.window))
     for kind in WINDOWS:
-        yield kind, store.layout.read(getattr(store, kind), held)
+        yield kind, read_slots(getattr(store, kind), store.layout.slots(held))
     if store.state is not None:
         for field, x in store.state.tensors().items():
             yield f"state.{field}", x
@@ -177,7 +177,7 @@ def _filled_store(
     key, value = (torch.empty(batch, spec.num_kv_heads, 0, width, dtype=dtype, device=slots.device) for width in widths)
     store = LayerStore(codec, key, value, layout)
     for name, x in tokens.items():
-        layout.write(getattr(store, name), slots, x.to(slots.device))
+        write_slots(getattr(store, name), slots, x.to(slots.device))
     for kind, coded in zip(CODES, (max(counts.coded_keys), max(counts.coded_values)), strict=True):
         buffer: CodeBuffer = getattr(store, kind)
         stored = {}

@@ -7,6 +7,7 @@ encoded.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import add, sub
@@ -14,13 +15,82 @@ from operator import add, sub
 import torch
 from torch import Tensor
 
-from kvcli.cache.encodings import Encoding
-from kvcli.cache.window import WindowLayout, WindowTokens
+from kvcli.cache.window import ALL_ROWS, Rows, WindowLayout, WindowTokens
 from kvcli.errors import CacheError
 from kvcli.methods.method import Schedule
 
 Counts = tuple[int, ...]
 """One number per row of the batch."""
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """Rows that encode the keys, or the values, of their tokens [start, start + count), counted after the sinks.
+
+    Attributes:
+        rows: of the batch.
+        whole: whether these are all rows.
+        start: first of the tokens.
+        count: how many.
+        kept: the last of them that stay in the window, as what their codes decode to.
+    """
+
+    rows: list[int]
+    whole: bool
+    start: int
+    count: int
+    kept: int
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the rows held no codes before."""
+        return not self.start
+
+    @cached_property
+    def index(self) -> Rows:
+        """The rows, as an index that gives views where it can."""
+        return ALL_ROWS if self.whole else self.rows
+
+    def positions(self, positions: Tensor, sinks: int) -> Tensor:
+        """Positions of the tokens, [rows, count], of those of all tokens of a row [batch, capacity]."""
+        first = sinks + self.start
+        return positions[self.index, first : first + self.count]
+
+    def slots(self, layout: WindowLayout, skip: int = 0) -> list[slice]:
+        """The tokens' slots in the window, without the first `skip` tokens."""
+        first = layout.sinks + self.start
+        return layout.runs(first + skip, first + self.count)
+
+
+@dataclass(frozen=True)
+class DeviceEncoding:
+    """As `Encoding`, of as many tokens in every row, from where a tensor of the device says.
+
+    Attributes:
+        start: first token of each row, int32 [batch, 1].
+        count: how many.
+        kept: the last of them that stay in the window, as what their codes decode to.
+    """
+
+    start: Tensor
+    count: int
+    kept: int
+    whole = True
+    is_first = False
+    index = ALL_ROWS
+
+    def positions(self, positions: Tensor, sinks: int) -> Tensor:
+        """As `Encoding.positions`, [batch, count]."""
+        tokens = self.start + torch.arange(sinks, sinks + self.count, device=positions.device)
+        return positions.gather(1, tokens.long())
+
+    def slots(self, layout: WindowLayout, skip: int = 0) -> Tensor:
+        """As `Encoding.slots`, int64 [batch, count - skip]."""
+        tokens = self.start.long() + torch.arange(skip, self.count, device=self.start.device)
+        return layout.slots(layout.sinks + tokens)
+
+
+AnyEncoding = Encoding | DeviceEncoding
 
 
 @dataclass(frozen=True)
@@ -88,12 +158,7 @@ class HostCounts:
         return None if min(attended) == max(attended) else row_values(attended, device, torch.int32)
 
     def window(self, real: Tensor | None, device: torch.device) -> WindowTokens:
-        """The tokens of the windows, from the append to the flush.
-
-        Args:
-            real: None when no new slot is padding, else boolean [batch, query_len].
-            device: of what is made.
-        """
+        """The tokens of the windows, from the append to the flush; `real` as in `Forward`."""
         if real is None and len(set(self.before)) == len(set(self.attended)) == 1:
             return WindowTokens(self.layout, self.longest, self.attended[0], self.before[0])
         start = row_values(self.before, device).unsqueeze(1)
@@ -102,11 +167,6 @@ class HostCounts:
         else:
             index = (start + real.cumsum(1) - 1).masked_fill(~real, -1)
         return WindowTokens(self.layout, self.longest, row_values(self.attended, device, torch.int32), index.int())
-
-    def window_tokens(self, device: torch.device, *, flushed: bool) -> Tensor:
-        """Tokens of the windows before the append, or after the flush, int64 [batch, length of the longest]."""
-        lengths, attended = (self.lengths, self.attended_after) if flushed else (self.before, self.attended)
-        return self.layout.held(row_values(attended, device), max(_subtract(lengths, attended)))
 
 
 class CodedCounts:
@@ -127,16 +187,8 @@ class CodedCounts:
     def encode(self, tokens: Counts) -> Counts:
         """Encodes what the schedule says of rows of so many `tokens` after their sinks; returns how many of each."""
         counts = tuple(map(self.schedule.encoded_now, _subtract(tokens, self.coded)))
-        self.coded = _add(self.coded, counts)
+        self.coded = tuple(map(add, self.coded, counts))
         return counts
-
-    def truncated(self, tokens: Counts, removed: list[int]) -> Counts:
-        """What `coded` becomes when rows keep so many `tokens` after their sinks.
-
-        Raises:
-            CacheError: a group of tokens that were encoded together would be cut apart.
-        """
-        return coded_within(self.coded, tokens, removed, self.tokens_per_group)
 
 
 class TokenCounts:
@@ -178,11 +230,11 @@ class TokenCounts:
         if not self.lengths:
             self.lengths = self.attended = self.keys.coded = self.values.coded = (0,) * len(counts)
         before, attended, coded = self.lengths, self.attended, (self.keys.coded, self.values.coded)
-        self.lengths = _add(before, counts)
+        self.lengths = tuple(map(add, before, counts))
         tokens = self._after_sinks(self.lengths)
         layout = WindowLayout(self.sink_length, max(self.layout.ring, *_subtract(tokens, attended)))
         encoded = self.keys.encode(tokens), self.values.encode(tokens)
-        self.attended = self._attended()
+        self.attended = attended_tokens(self.keys.coded, self.values.coded, self.tokens_per_group)
         needed = WindowLayout(self.sink_length, max(self._min_ring, *_subtract(tokens, self.attended)))
         # gives back what a long prompt needed
         self.layout = needed if layout.capacity > 2 * needed.capacity else layout
@@ -200,15 +252,14 @@ class TokenCounts:
 
     def select(self, rows: list[int]) -> None:
         """Keeps, repeats or reorders rows."""
-        self.lengths, self.attended, self.keys.coded, self.values.coded = (
-            tuple(counts[row] for row in rows)
-            for counts in (self.lengths, self.attended, self.keys.coded, self.values.coded)
-        )
+        lengths, keys, values, attended = (tuple(counts[row] for row in rows) for counts in self.state)
+        self.state = lengths, keys, values, attended
 
     def truncate(self, removed: list[int]) -> None:
         """Removes the last `removed` tokens of each row, after `coded_without` accepted them."""
         self.keys.coded, self.values.coded = self.coded_without(removed)
-        self.lengths, self.attended = _subtract(self.lengths, tuple(removed)), self._attended()
+        self.lengths = _subtract(self.lengths, removed)
+        self.attended = attended_tokens(self.keys.coded, self.values.coded, self.tokens_per_group)
 
     def coded_without(self, removed: list[int]) -> tuple[Counts, Counts]:
         """Encoded keys and values of rows without their last `removed` tokens, the latest first, the sinks last.
@@ -216,11 +267,11 @@ class TokenCounts:
         Raises:
             CacheError: a group of tokens that were encoded together would be cut apart.
         """
-        tokens = self._after_sinks(_subtract(self.lengths, tuple(removed)))
-        return self.keys.truncated(tokens, removed), self.values.truncated(tokens, removed)
-
-    def _attended(self) -> Counts:
-        return attended_tokens(self.keys.coded, self.values.coded, self.tokens_per_group)
+        tokens = self._after_sinks(_subtract(self.lengths, removed))
+        keys, values = (
+            coded_within(kind.coded, tokens, removed, kind.tokens_per_group) for kind in (self.keys, self.values)
+        )
+        return keys, values
 
     def _after_sinks(self, lengths: Counts) -> Counts:
         return tuple(max(0, length - self.sink_length) for length in lengths)
@@ -228,12 +279,6 @@ class TokenCounts:
 
 def coded_within(coded: Counts, tokens: Counts, removed: list[int], tokens_per_group: int) -> Counts:
     """How many of the `coded` tokens of each row are left when it keeps so many `tokens` after its sinks.
-
-    Args:
-        coded: tokens of each row that are codes.
-        tokens: those it keeps.
-        removed: those it loses, for the message.
-        tokens_per_group: tokens that were encoded together.
 
     Raises:
         CacheError: a group of tokens that were encoded together would be cut apart.
@@ -260,11 +305,7 @@ def row_values(values: Counts, device: torch.device, dtype: torch.dtype = torch.
     return torch.tensor(values, device=device, dtype=dtype)
 
 
-def _add(first: Counts, second: Counts) -> Counts:
-    return tuple(map(add, first, second))
-
-
-def _subtract(first: Counts, second: Counts) -> Counts:
+def _subtract(first: Sequence[int], second: Sequence[int]) -> Counts:
     return tuple(map(sub, first, second))
 
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from kvcli.cache.counts import Counts, HostCounts
-from kvcli.cache.mask import MASK_FORGOTTEN, check_mask, check_mask_of_layer
 from kvcli.cache.ranges import Ranges
 from kvcli.cache.sequences import Sequences
 from kvcli.cache.step import DeviceCounts
@@ -20,6 +19,11 @@ from kvcli.errors import CacheError
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.rope import Rotation, TokenRotations
 from kvcli.seam.layer import RotaryOutput
+
+MASK_FORGOTTEN = "the cache holds padding: pass attention_mask, for earlier and new tokens, with every forward pass"
+
+_BLOCK = 512
+"""Queries whose mask is checked at once."""
 
 
 @dataclass
@@ -124,9 +128,22 @@ class Passes:
             forward = self._forward = self._begin(rotary, query.shape[0], query.shape[2], mask)
             self._mask = mask
         elif mask is not self._mask:
-            valid = None if self.step else self.sequences.valid
-            check_mask_of_layer(self.layer, mask, self._mask, valid, query.shape[2])
+            self._check_other_mask(mask, query.shape[2])
         return forward if query.device == forward.device else forward.on(query.device)
+
+    def _check_other_mask(self, mask: Tensor | None, query_len: int) -> None:
+        """Raises CacheError unless a mask, another object than the first layer's, hides what that does."""
+        if self.step is not None:  # nothing may be read from the device
+            if mask is None or self._mask is None or mask.device == self._mask.device:
+                raise CacheError(f"layer {self.layer} attends with a mask of its own, which is not supported")
+        elif mask is None:
+            if not bool(self.sequences.valid.all()):
+                raise CacheError(MASK_FORGOTTEN)
+        else:
+            try:
+                check_mask(mask, self.sequences.valid.to(mask.device), query_len)
+            except CacheError as error:
+                raise CacheError(f"layer {self.layer}: {error}") from error
 
     def encoding(self, counts: HostCounts | DeviceCounts) -> Forward:
         """A pass without new tokens that encodes what counts say, after one of a step."""
@@ -211,3 +228,30 @@ class Passes:
         if self.step is not None:
             raise CacheError("tokens are being made on this cache; wait until they are")
         self.check_complete()
+
+
+def check_mask(mask: Tensor, valid: Tensor, query_len: int) -> None:
+    """Raises unless every real query sees exactly the real keys up to itself.
+
+    Args:
+        mask: boolean [batch or 1, 1, query_len, slots].
+        valid: boolean [batch, slots], False at padding; the last `query_len` slots are the queries'.
+        query_len: new slots.
+    """
+    if mask.dtype != torch.bool or mask.shape[1] != 1 or mask.shape[-1] != valid.shape[1]:
+        raise CacheError("the attention mask must be causal with padding; masks of another kind are not supported")
+    first, key = valid.shape[1] - query_len, valid.unsqueeze(1)
+    wrong = torch.zeros((), dtype=torch.bool, device=mask.device)
+    # block by block of queries: only the keys among the block itself need a triangle
+    for start in range(0, query_len, _BLOCK):
+        stop = min(start + _BLOCK, query_len)
+        rows, begin, end = mask[:, 0, start:stop], first + start, first + stop
+        triangle = torch.ones(stop - start, stop - start, dtype=torch.bool, device=mask.device).tril()
+        differs = (rows[..., begin:end] != (key[..., begin:end] & triangle)).any(-1)
+        differs = differs | (rows[..., :begin] != key[..., :begin]).any(-1) | rows[..., end:].any(-1)
+        wrong = wrong | (differs & valid[:, begin:end]).any()
+    if bool(wrong):
+        raise CacheError(
+            "the attention mask must be causal with padding; this one hides or shows other tokens; after a padded "
+            "prompt, pass attention_mask with every forward pass"
+        )

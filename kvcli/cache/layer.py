@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from operator import sub
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from kvcli.cache.counts import Counts, HostCounts
-from kvcli.cache.encodings import AnyEncoding, DeviceEncoding, Encoding
+from kvcli.cache.counts import AnyEncoding, Counts, DeviceEncoding, Encoding, HostCounts, row_values
 from kvcli.cache.forward import Forward, Passes
 from kvcli.cache.ranges import Note
-from kvcli.cache.window import WindowLayout, ordinary_tensors
+from kvcli.cache.window import WindowLayout, ordinary_tensors, read_slots, write_slots
 from kvcli.errors import CacheError
 from kvcli.methods.base import Codec, Codes
 from kvcli.methods.layer_codec import LayerCodec
@@ -43,7 +43,6 @@ class CodeBuffer:
         like: window buffer [batch, num_kv_heads, capacity, head_dim] of the tokens.
 
     Attributes:
-        codec: as given.
         codes: zeros where nothing was written.
         capacity: tokens that a row can hold without growing.
         tokens_per_entry: tokens that share an entry of a field, by its name.
@@ -52,17 +51,16 @@ class CodeBuffer:
     def __init__(self, codec: Codec[Any], like: Tensor) -> None:
         self.codec = codec
         group = codec.encoded_group(like)
-        tokens = codec.tokens_per_group
-        self.tokens_per_entry = {name: tokens // x.shape[2] for name, x in group.tensors().items()}
+        self.tokens_per_entry = {name: codec.tokens_per_group // x.shape[2] for name, x in group.tensors().items()}
         self.codes: Codes = group.map(lambda x: x.new_empty(like.shape[0], x.shape[1], 0, *x.shape[3:]))
         self.capacity = 0
 
     @ordinary_tensors
     def reserve(self, num_tokens: int) -> None:
         """Makes room for this many tokens per row; grows by an eighth, at least 128 tokens, after the first."""
-        if num_tokens <= self.capacity:
-            return
         capacity = grown_capacity(self.capacity, num_tokens, max(self.tokens_per_entry.values()))
+        if capacity == self.capacity:
+            return
         grown = {}
         for name, x in self.codes.tensors().items():
             grown[name] = x.new_zeros(*x.shape[:2], capacity // self.tokens_per_entry[name], *x.shape[3:])
@@ -76,21 +74,30 @@ class CodeBuffer:
             tokens: what the codec takes.
             state: of their rows.
             encoding: which rows and tokens they are.
-
-        Returns:
-            Their codes.
         """
+        codes: Codes
         if isinstance(encoding, DeviceEncoding):
-            codes: Codes = self.codec.encode(tokens, state)
-            self._scatter(encoding.start, codes)
+            codes = self.codec.encode(tokens, state)
+            for name, x in codes.tensors().items():
+                first = (encoding.start // self.tokens_per_entry[name]).long()
+                entry = first + torch.arange(x.shape[2], device=x.device)
+                index = entry.view(-1, 1, x.shape[2], *(1,) * (x.ndim - 3)).expand(x.shape)
+                buffer: Tensor = getattr(self.codes, name)
+                # by bytes, because indexing knows no 8-bit floats
+                integers = torch.uint8 if x.element_size() == 1 else x.dtype
+                buffer.view(integers).scatter_(2, index, x.view(integers))
             return codes
-        target = self._view(encoding.start, encoding.count)
+        views = {}
+        for name, x in self.codes.tensors().items():
+            size = self.tokens_per_entry[name]  # the tokens share no entry with earlier ones
+            views[name] = x[:, :, encoding.start // size : encoding.start // size - (-encoding.count // size)]
         if encoding.whole:
+            target = type(self.codes)(**views)
             self.codec.encode_into(tokens, state, target)
             return target
         codes = self.codec.encode(tokens, state)
         for name, x in codes.tensors().items():
-            getattr(target, name)[encoding.rows] = x
+            views[name][encoding.rows] = x
         return codes
 
     def nbytes(self, lengths: Counts) -> int:
@@ -100,26 +107,6 @@ class CodeBuffer:
             entry = x.shape[1] * x.shape[3:].numel() * x.element_size()
             used += sum(-(-length // self.tokens_per_entry[name]) * entry for length in lengths)
         return used
-
-    def _view(self, start: int, count: int) -> Codes:
-        """Views of the entries of tokens [start, start + count), which share no entry with earlier tokens."""
-        views = {}
-        for name, x in self.codes.tensors().items():
-            tokens = self.tokens_per_entry[name]
-            views[name] = x[:, :, start // tokens : start // tokens - (-count // tokens)]
-        return type(self.codes)(**views)
-
-    def _scatter(self, start: Tensor, codes: Codes) -> None:
-        """Writes codes of all rows behind the entries of `start` [batch, 1] earlier tokens."""
-        for name, x in codes.tensors().items():
-            first = (start // self.tokens_per_entry[name]).long()
-            entry = first + torch.arange(x.shape[2], device=x.device)
-            index = entry.view(-1, 1, x.shape[2], *(1,) * (x.ndim - 3)).expand(x.shape)
-            buffer: Tensor = getattr(self.codes, name)
-            if x.element_size() == 1:  # indexing knows no 8-bit floats
-                buffer.view(torch.uint8).scatter_(2, index, x.view(torch.uint8))
-            else:
-                buffer.scatter_(2, index, x)
 
 
 def grown_capacity(capacity: int, num_tokens: int, unit: int) -> int:
@@ -139,18 +126,16 @@ class LayerStore:
 
     Args:
         codec: encodes keys and values.
-        key: first keys, [batch, num_kv_heads, query_len, head_dim].
-        value: first values, like key.
+        key, value: the first tokens, [batch, num_kv_heads, query_len, head_dim].
         layout: of the window buffers.
 
     Attributes:
-        keys: window of the keys after RoPE, [batch, num_kv_heads, capacity, head_dim], laid out as `layout` says.
-        values: window of the values, like keys.
-        key_codes: of the encoded keys.
-        value_codes: of the encoded values.
+        keys, values: windows [batch, num_kv_heads, capacity, head_dim], laid out as `layout` says; keys after RoPE.
+        key_codes, value_codes: the encoded keys and values.
         state: what the key codec keeps of each row, if anything.
     """
 
+    @ordinary_tensors
     def __init__(self, codec: LayerCodec, key: Tensor, value: Tensor, layout: WindowLayout) -> None:
         self.codec, self.layout = codec, layout
         self.keys, self.values = (x.new_zeros(*x.shape[:2], layout.capacity, x.shape[3]) for x in (key, value))
@@ -175,19 +160,15 @@ class LayerStore:
             keys: [batch, num_kv_heads, query_len, head_dim] after RoPE.
             forward: the pass.
         """
-        assert self.state is not None
         assert isinstance(forward.counts, HostCounts)  # steps begin when every row has codes
-        coded = forward.counts.coded_keys
-        if forward.real is None and not any(coded):
-            counts = torch.full((keys.shape[0],), float(keys.shape[2]), device=keys.device)
-            self.codec.key.observe(self.state, queries, keys, counts)
-            return
-        open_rows = torch.tensor([not count for count in coded], device=keys.device)
-        shown = open_rows[:, None, None, None]
-        if forward.real is not None:
-            shown = shown & forward.real[:, None, :, None]
-        counts = torch.tensor(forward.new, device=keys.device, dtype=torch.float32) * open_rows
-        self.codec.key.observe(self.state, queries * shown, keys * shown, counts)
+        coded, counts = forward.counts.coded_keys, row_values(forward.new, keys.device, torch.float32)
+        if forward.real is not None or any(coded):
+            open_rows = torch.tensor([not count for count in coded], device=keys.device)
+            shown = open_rows[:, None, None, None]
+            if forward.real is not None:
+                shown = shown & forward.real[:, None, :, None]
+            queries, keys, counts = queries * shown, keys * shown, counts * open_rows
+        self.codec.key.observe(self.state, queries, keys, counts)
 
     def encode_keys(self, forward: Forward, unrotate: Unrotate, note: Note) -> None:
         """Encodes keys of the window where `reserve` made room; those that stay there become what they decode to.
@@ -200,62 +181,48 @@ class LayerStore:
         encodings: Sequence[AnyEncoding] = forward.counts.keys
         for i, encoding in enumerate(encodings):
             rotation = forward.key_rotations(self.codec)[i] if self.codec.needs_rotations else None
-            keys = encoding.take(self.keys, self.layout)
+            keys = read_slots(self.keys, encoding.slots(self.layout), encoding.index)
             if rotation is not None:
                 keys = self.codec.encoder_input(keys, rotation, unrotate)
             state = self.state
-            if state is not None:
-                if isinstance(encoding, Encoding) and encoding.is_first:
+            if state is not None and isinstance(encoding, Encoding):
+                if encoding.is_first:
                     self.codec.key.finalize_state(state, encoding.rows)
-                if isinstance(encoding, Encoding) and not encoding.whole:
+                if not encoding.whole:
                     state = state.select(encoding.rows)
             codes = self.key_codes.write(keys, state, encoding)
             note(encoding, keys, codes)
             if encoding.kept:
+                skip = encoding.count - encoding.kept
                 kept = None if rotation is None else rotation.last(encoding.kept)
-                last = codes.slice(encoding.count - encoding.kept, encoding.count)
-                tokens = self.codec.decode_keys(last, state, kept, self.keys.dtype)
-                encoding.replace(self.keys, self.layout, tokens)
+                tokens = self.codec.decode_keys(codes.slice(skip, encoding.count), state, kept, self.keys.dtype)
+                write_slots(self.keys, encoding.slots(self.layout, skip), tokens, encoding.index)
 
     def encode_values(self, forward: Forward, note: Note) -> None:
-        """As `encode_keys`, for values."""
+        """As `encode_keys`, for values; those that stay in the window by one kernel, if there is one."""
+        codec, dtype = self.codec.value, self.values.dtype
         for encoding in forward.counts.values:
-            if isinstance(encoding, DeviceEncoding) and encoding.kept and self._round_in_place(encoding, note):
-                continue
-            values = encoding.take(self.values, self.layout)
+            if isinstance(encoding, DeviceEncoding) and encoding.kept:
+                place = encoding.start, encoding.count, self.value_codes.codes
+                if codec.round_in_place(self.values, self.layout.sinks, *place, note.peak(dtype)):
+                    continue
+            values = read_slots(self.values, encoding.slots(self.layout), encoding.index)
             codes = self.value_codes.write(values, None, encoding)
             note(encoding, values, codes)
             if encoding.kept:
-                last = codes.slice(encoding.count - encoding.kept, encoding.count)
-                encoding.replace(self.values, self.layout, self.codec.value.decode_to(last, None, self.values.dtype))
+                skip = encoding.count - encoding.kept
+                tokens = codec.decode_to(codes.slice(skip, encoding.count), None, dtype)
+                write_slots(self.values, encoding.slots(self.layout, skip), tokens, encoding.index)
 
     def shrink(self, forward: Forward) -> None:
         """Gives back the memory of the window that a long prompt took, after the flush."""
-        if forward.counts.layout_after != self.layout:
-            self._lay_out(forward.counts.layout_after, forward, flushed=True)
-
-    def restart(self, rows: list[int]) -> None:
-        """Empties the codec's state of some rows."""
-        if self.state is not None:
-            self.codec.key.reset_state(self.state, rows)
-
-    def select(self, rows: Tensor) -> None:
-        """Keeps, repeats or reorders rows, [count] indices."""
-        rows = rows.to(self.keys.device)
-        self._map(lambda x: x.index_select(0, rows))
-
-    def to(self, device: torch.device | str) -> None:
-        """Moves all tensors."""
-        self._map(lambda x: x.to(device, non_blocking=True))
-
-    def _round_in_place(self, encoding: DeviceEncoding, note: Note) -> bool:
-        """Encodes values that stay in the window by one kernel, if there is one."""
-        value, codes = self.codec.value, self.value_codes.codes
-        peak = note.peak(self.values.dtype)
-        return value.round_in_place(self.values, self.layout.sinks, encoding.start, encoding.count, codes, peak)
+        layout = forward.counts.layout_after
+        if layout is not self.layout and layout != self.layout:
+            self._lay_out(layout, forward, flushed=True)
 
     @ordinary_tensors
-    def _map(self, function: Callable[[Tensor], Tensor]) -> None:
+    def map(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Replaces every tensor by what a function makes of it."""
         self.keys, self.values = function(self.keys), function(self.values)
         for codes in (self.key_codes, self.value_codes):
             codes.codes = codes.codes.map(function)
@@ -265,9 +232,14 @@ class LayerStore:
     @ordinary_tensors
     def _lay_out(self, layout: WindowLayout, forward: Forward, *, flushed: bool) -> None:
         """Changes the layout of the windows, before the append or after the flush."""
-        assert isinstance(forward.counts, HostCounts)  # no step changes a layout
-        held = forward.counts.window_tokens(self.keys.device, flushed=flushed)
-        self.keys, self.values = (self.layout.moved(x, held, layout) for x in (self.keys, self.values))
+        counts, former = forward.counts, self.layout
+        assert isinstance(counts, HostCounts)  # no step changes a layout
+        lengths, attended = (counts.lengths, counts.attended_after) if flushed else (counts.before, counts.attended)
+        held = former.held(row_values(attended, self.keys.device), max(map(sub, lengths, attended)))
+        windows = self.keys, self.values
+        self.keys, self.values = (x.new_zeros(*x.shape[:2], layout.capacity, x.shape[3]) for x in windows)
+        for new, old in zip((self.keys, self.values), windows, strict=True):
+            write_slots(new, layout.slots(held), read_slots(old, former.slots(held)))
         self.layout = layout
 
 
@@ -313,12 +285,6 @@ class CompressedLayer(CacheLayerMixin):
             key_states = self.attention.in_order(key_states)
         return NewTokens(self, key_states, value_states), value_states
 
-    @ordinary_tensors
-    def make_store(self, new: NewTokens, forward: Forward) -> LayerStore:
-        """The store, made for the first tokens."""
-        self.store = LayerStore(self.codec, new.key, new.value, forward.counts.layout)
-        return self.store
-
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: buffers are made by the first tokens."""
 
@@ -337,24 +303,14 @@ class CompressedLayer(CacheLayerMixin):
 
     get_max_cache_shape = get_max_length  # its name before transformers 5.17
 
-    def select(self, rows: Tensor) -> None:
-        """Keeps, repeats or reorders rows."""
-        if self.store is not None:
-            self.store.select(rows)
-
-    def restart(self, rows: list[int]) -> None:
-        """Empties the codec's state of rows that hold no token any more."""
-        if self.store is not None:
-            self.store.restart(rows)
-
     def offload(self) -> None:
         """Moves the layer's tensors to the CPU."""
         if self.store is not None:
             self._device_before_offload = self._device_before_offload or self.store.keys.device
-            self.store.to("cpu")
+            self.store.map(lambda x: x.to("cpu", non_blocking=True))
 
     def prefetch(self) -> None:
         """Moves the layer's tensors back to where they were."""
-        if self.store is not None:
-            self.store.to(self._device_before_offload or self.store.keys.device)
+        if self.store is not None and (device := self._device_before_offload) is not None:
+            self.store.map(lambda x: x.to(device, non_blocking=True))
         self._device_before_offload = None

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcli.cache.encodings import AnyEncoding
+from kvcli.cache.counts import AnyEncoding
 from kvcli.errors import CacheError
 from kvcli.methods.base import Codec, Codes
 
@@ -33,11 +33,11 @@ class Note:
     def __call__(self, encoding: AnyEncoding, tokens: Tensor, codes: Codes) -> None:
         """Notes tokens [rows, num_kv_heads, count, head_dim] that were encoded to `codes`."""
         if self._can_exceed(tokens.dtype):
-            self.ranges.note(self.what, self.codec, encoding, tokens, codes)
+            self.ranges.note(self, encoding, tokens, codes)
 
     def peak(self, dtype: torch.dtype) -> Tensor | None:
-        """Where a kernel notes the largest magnitude of tokens, float32 []; None if all of a dtype are in the range."""
-        return self.ranges.peak(self.what, self.codec) if self._can_exceed(dtype) else None
+        """Where a kernel notes the largest magnitude of tokens, float32 []; None: nowhere, or all are in the range."""
+        return self.ranges.peak(self) if self._can_exceed(dtype) else None
 
     def _can_exceed(self, dtype: torch.dtype) -> bool:
         codec = self.codec
@@ -53,19 +53,18 @@ class Ranges:
     """
 
     def __init__(self) -> None:
-        self._peaks: list[tuple[str, Codec[Any], Tensor]] = []
+        self._peaks: list[tuple[Note, Tensor]] = []
 
     def of(self, what: str, codec: Codec[Any]) -> Note:
         """What notes the numbers of a layer's keys or values."""
         return Note(self, what, codec)
 
-    def note(self, what: str, codec: Codec[Any], encoding: AnyEncoding, tokens: Tensor, codes: Codes) -> None:
+    def note(self, note: Note, encoding: AnyEncoding, tokens: Tensor, codes: Codes) -> None:
         """Notes the largest of the tokens, where they are looked at."""
-        if tokens.is_cuda and not encoding.is_first and encoding.count < _MIN_TOKENS:
-            return
-        self._peaks.append((what, codec, codec.peak(tokens, codes)))
+        if not tokens.is_cuda or encoding.is_first or encoding.count >= _MIN_TOKENS:
+            self._peaks.append((note, note.codec.peak(tokens, codes)))
 
-    def peak(self, what: str, codec: Codec[Any]) -> Tensor | None:
+    def peak(self, note: Note) -> Tensor | None:
         """Where a kernel that encodes in place notes the largest magnitude, float32 []; None: nowhere."""
         return None
 
@@ -75,9 +74,17 @@ class Ranges:
         Raises:
             CacheError: finite keys or values beyond their limit; the message names the first.
         """
-        if self._peaks:
-            device = self._peaks[0][2].device
-            _check(self._peaks, torch.stack([x.to(device) for *_, x in self._peaks]))
+        if not self._peaks:
+            return
+        device = self._peaks[0][1].device
+        numbers = torch.stack([peak.to(device) for _, peak in self._peaks]).tolist()
+        for (note, _), peak in zip(self._peaks, numbers, strict=True):
+            if note.codec.max_magnitude < peak < float("inf"):  # what is not finite shows in the logits
+                relative = " relative to those calibrated" if note.codec.calibrated_range else ""
+                raise CacheError(
+                    f"{note.what}{relative} reach {peak:.3g}, but codes of this method hold numbers up to "
+                    f"{note.codec.max_magnitude:.0f}; use method fp16 with this model"
+                )
 
 
 class StepRanges(Ranges):
@@ -92,31 +99,22 @@ class StepRanges(Ranges):
         super().__init__()
         self._slots = torch.zeros(count, dtype=torch.float32, device=device)
 
-    def note(self, what: str, codec: Codec[Any], encoding: AnyEncoding, tokens: Tensor, codes: Codes) -> None:
+    def note(self, note: Note, encoding: AnyEncoding, tokens: Tensor, codes: Codes) -> None:
         """Notes the largest of the tokens."""
-        slot = self.peak(what, codec)
-        torch.maximum(slot, codec.peak(tokens, codes), out=slot)
+        slot = self.peak(note)
+        torch.maximum(slot, note.codec.peak(tokens, codes), out=slot)
 
-    def peak(self, what: str, codec: Codec[Any]) -> Tensor:
+    def peak(self, note: Note) -> Tensor:
         """Where the largest magnitude is noted, float32 []."""
-        known = next((slot for name, _, slot in self._peaks if name == what), None)
-        if known is None:
-            known = self._slots[len(self._peaks)]
-            self._peaks.append((what, codec, known))
-        return known
+        slot = next((slot for known, slot in self._peaks if known.what == note.what), None)
+        if slot is None:
+            slot = self._slots[len(self._peaks)]
+            self._peaks.append((note, slot))
+        return slot
 
     def check(self) -> None:
         """As that of `Ranges`; then forgets."""
-        peaks = self._slots.clone()
-        self._slots.zero_()
-        _check(self._peaks, peaks)
-
-
-def _check(kinds: list[tuple[str, Codec[Any], Tensor]], peaks: Tensor) -> None:
-    for (what, codec, _), peak in zip(kinds, peaks.tolist(), strict=False):
-        if codec.max_magnitude < peak < float("inf"):  # what is not finite shows in the logits
-            relative = " relative to those calibrated" if codec.calibrated_range else ""
-            raise CacheError(
-                f"{what}{relative} reach {peak:.3g}, but codes of this method hold numbers up to "
-                f"{codec.max_magnitude:.0f}; use method fp16 with this model"
-            )
+        try:
+            super().check()
+        finally:
+            self._slots.zero_()

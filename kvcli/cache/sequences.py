@@ -60,12 +60,9 @@ class Sequences:
 
         Args:
             counts: tokens of each row.
-            lengths: the same as int32 [batch]; None when all are equal.
+            lengths: the same as int32 [batch] on the layers' device; None when all are equal.
             rotated: of layers that rotate, or the rotation by 0 of those that do not.
-            device: of the layers, and of `lengths`.
-
-        Returns:
-            Tables that kernels and the reference ask for.
+            device: of the layers.
         """
         if self._counts_of_rotations != counts:
             self._code_rotations, self._counts_of_rotations = {}, counts
@@ -124,14 +121,11 @@ class Sequences:
             )
 
     def crop(self, slots: int) -> list[int]:
-        """Removes the last slots.
-
-        Returns:
-            The rows that hold no token any more.
+        """Removes the last slots, and returns the rows that hold no token any more.
 
         Raises:
-            CacheError: tokens that were encoded together would be cut apart, a codec's state was computed from some of
-                them; nothing has changed then.
+            CacheError: tokens that were encoded together would be cut apart, or a codec's state was computed from some
+                of them; nothing has changed then.
         """
         removed: list[int] = self.valid[:, self.slots - slots :].sum(1).tolist()
         lengths = [length - count for length, count in zip(self.lengths, removed, strict=True)]
@@ -148,15 +142,7 @@ class Sequences:
         return [row for row, length in enumerate(lengths) if not length]
 
     def append(self, new: Counts, valid: Tensor) -> HostCounts:
-        """Adds new slots.
-
-        Args:
-            new: real tokens among them, of each row.
-            valid: with the new ones, boolean [batch, slots].
-
-        Returns:
-            What the pass does that brings them.
-        """
+        """Adds new slots, of which `new` of each row are tokens; `valid` [batch, slots] is with the new ones."""
         self.valid = valid
         counts = self.counts.append(new)
         if not self.observed:
@@ -168,26 +154,18 @@ class Sequences:
 
     @ordinary_tensors
     def keep_positions(self, positions: Tensor, index: int | Tensor) -> None:
-        """Keeps the positions [batch, query_len] of new slots.
-
-        Args:
-            positions: any at padding.
-            index: as `WindowTokens.index`.
-        """
+        """Keeps the positions [batch, query_len] of new slots, whose token `index` is as in `WindowTokens`."""
         held, needed = self.positions, max(self.lengths)
         if held.shape[0] != positions.shape[0]:
             held = positions.new_zeros(positions.shape[0], 0, dtype=torch.int32)
         if needed > held.shape[1]:
-            capacity = positions_capacity(held.shape[1], needed)
-            grown = torch.zeros(positions.shape[0], capacity, dtype=torch.int32, device=positions.device)
-            grown[:, : held.shape[1]] = held
-            held = grown
+            held = nn.functional.pad(held, (0, positions_capacity(held.shape[1], needed) - held.shape[1]))
         self.positions = held
         if isinstance(index, int):
             held[:, index : index + positions.shape[1]] = positions
         else:
-            rows, columns = (index >= 0).nonzero(as_tuple=True)
-            held[rows, index[rows, columns]] = positions[rows, columns].int()
+            real = (index >= 0).nonzero(as_tuple=True)
+            held[real[0], index[real]] = positions[real].int()
 
 
 def positions_capacity(capacity: int, num_tokens: int) -> int:

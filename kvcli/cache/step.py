@@ -6,6 +6,7 @@ The host counts, as in every pass, and writes the counts of the next pass into t
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -13,8 +14,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from kvcli.cache.counts import HostCounts
-from kvcli.cache.encodings import DeviceEncoding, Encoding
+from kvcli.cache.counts import DeviceEncoding, HostCounts
 from kvcli.cache.ranges import StepRanges
 from kvcli.cache.sequences import Sequences
 from kvcli.cache.window import WindowTokens, ordinary_tensors
@@ -29,8 +29,7 @@ class FlushPattern:
     """What all rows encode after a pass, wherever each row is.
 
     Attributes:
-        keys: how many keys each row encodes.
-        values: how many values.
+        keys, values: how many of them each row encodes.
         keys_kept: whether keys stay in the window, as what their codes decode to.
         values_kept: whether values do.
     """
@@ -43,17 +42,12 @@ class FlushPattern:
     @classmethod
     def of(cls, counts: HostCounts) -> FlushPattern | None:
         """The pattern of a pass; None where rows encode different numbers of tokens."""
-        keys, values = (_common_count(x, len(counts.lengths)) for x in (counts.keys, counts.values))
-        if keys is None or values is None:
-            return None
+        for encodings in (counts.keys, counts.values):
+            rows = sum(len(encoding.rows) for encoding in encodings)
+            if len({encoding.count for encoding in encodings}) > 1 or rows not in (0, len(counts.lengths)):
+                return None
+        keys, values = (next((x.count for x in part), 0) for part in (counts.keys, counts.values))
         return cls(keys, values, any(x.kept for x in counts.keys), any(x.kept for x in counts.values))
-
-
-def _common_count(encodings: tuple[Encoding, ...], batch: int) -> int | None:
-    """How many tokens every row encodes; None where rows differ."""
-    counts = {encoding.count for encoding in encodings} or {0}
-    rows = sum(len(encoding.rows) for encoding in encodings)
-    return counts.pop() if len(counts) == 1 and rows in (0, batch) else None
 
 
 class DeviceCounts:
@@ -69,8 +63,7 @@ class DeviceCounts:
     Attributes:
         max_codes: as `capacity`; what is launched depends on it instead of the counts.
         layout: of the window buffers, which no step changes.
-        keys: the keys that are encoded; none, but in what `encoding` returns.
-        values: likewise.
+        keys, values: those that are encoded; none, but in what `encoding` returns.
         rotations: RoPE of the tokens attended to as codes, of layers that rotate and of those that do not.
         ranges: the largest numbers that were encoded since they were checked.
     """
@@ -89,10 +82,10 @@ class DeviceCounts:
         self._numbers = torch.zeros(4, batch, dtype=torch.int32, device=device)
         self._index, self._attended = self._numbers[0].unsqueeze(1), self._numbers[1]
         on_gpu = device.type == "cuda"
-        count = _HOST_BUFFERS if on_gpu else 1
-        self._host = [torch.zeros(4, batch, dtype=torch.int32, pin_memory=on_gpu) for _ in range(count)]
-        self._copied: list[torch.cuda.Event | None] = [None] * count
-        self._next = 0
+        hosts = (
+            torch.zeros(4, batch, dtype=torch.int32, pin_memory=on_gpu) for _ in range(_HOST_BUFFERS * on_gpu or 1)
+        )
+        self._hosts: deque[tuple[Tensor, torch.cuda.Event | None]] = deque((host, None) for host in hosts)
         self._positions = sequences.positions
         codes = self._positions[:, self.layout.sinks : self.layout.sinks + capacity]
         self.rotations = {rotated: TokenRotations(sequences.rope_of(rotated), codes) for rotated in (True, False)}
@@ -100,17 +93,17 @@ class DeviceCounts:
 
     def load(self, counts: HostCounts) -> None:
         """Writes the counts of a pass to the device, in the order of the stream."""
-        slot, self._next = self._next, (self._next + 1) % len(self._host)
-        copied = self._copied[slot]
+        host, copied = self._hosts[0]
         if copied is not None:
             copied.synchronize()
-        host = self._host[slot]
         rows: Sequence[Sequence[int]] = (counts.before, counts.attended, counts.coded_keys, counts.coded_values)
         host.copy_(torch.tensor(rows, dtype=torch.int32))
         self._numbers.copy_(host, non_blocking=True)
         if self._numbers.is_cuda:
-            event = self._copied[slot] = torch.cuda.Event()
-            event.record()
+            copied = torch.cuda.Event()
+            copied.record()
+        self._hosts[0] = host, copied
+        self._hosts.rotate(-1)
 
     def encoding(self, pattern: FlushPattern) -> Self:
         """The same counts of a pass that encodes."""

@@ -53,47 +53,10 @@ class WindowLayout:
             start += count
         return runs
 
-    def take(self, buffer: Tensor, start: int, stop: int, rows: Rows = ALL_ROWS) -> Tensor:
-        """Tokens [start, stop) of some rows, [rows, num_kv_heads, stop - start, head_dim]; a view if it can be."""
-        return _taken(buffer, self.runs(start, stop), rows)
-
-    def put(self, buffer: Tensor, start: int, tokens: Tensor, rows: Rows = ALL_ROWS) -> None:
-        """Writes tokens [rows, num_kv_heads, count, head_dim], of which the first is token `start` of its row."""
-        for run in self.runs(start, start + tokens.shape[2]):
-            count = run.stop - run.start
-            buffer[rows, :, run] = tokens[:, :, :count].to(buffer.dtype)
-            tokens = tokens[:, :, count:]
-
-    def gathered(self, buffer: Tensor, first: Tensor, count: int) -> Tensor:
-        """Tokens `first` [batch, 1] to first + count - 1 of each row, [batch, num_kv_heads, count, head_dim]."""
-        return _taken(buffer, self._following(first, count))
-
-    def scatter(self, buffer: Tensor, first: Tensor, tokens: Tensor) -> None:
-        """Writes tokens [batch, num_kv_heads, count, head_dim], of which the first is token `first` [batch, 1]."""
-        vectors = _vectors(buffer, self._following(first, tokens.shape[2]))
-        buffer.flatten(0, 2)[vectors] = tokens.flatten(0, 2).to(buffer.dtype)
-
-    def _following(self, first: Tensor, count: int) -> Tensor:
-        return self.slots(first.long() + torch.arange(count, device=first.device))
-
     def held(self, attended: Tensor, length: int) -> Tensor:
         """Tokens of windows in order, [batch, length]: the sinks, then those after `attended` others [batch]."""
         place = torch.arange(length, device=attended.device)
         return torch.where(place < self.sinks, place, place + attended.unsqueeze(1))
-
-    def moved(self, buffer: Tensor, held: Tensor, layout: WindowLayout) -> Tensor:
-        """A buffer of another layout with the same tokens `held` [batch, count]."""
-        moved = buffer.new_zeros(*buffer.shape[:2], layout.capacity, buffer.shape[3])
-        layout.write(moved, layout.slots(held), self.read(buffer, held))
-        return moved
-
-    def read(self, buffer: Tensor, held: Tensor) -> Tensor:
-        """Tokens `held` [batch, count] of each row, [batch, num_kv_heads, count, head_dim]."""
-        return _taken(buffer, self.slots(held))
-
-    def write(self, buffer: Tensor, slots: Tensor, tokens: Tensor) -> None:
-        """Writes tokens [batch, num_kv_heads, count, head_dim] to slots [batch, count] of each row."""
-        buffer.flatten(0, 2)[_vectors(buffer, slots)] = tokens.flatten(0, 2)
 
 
 @dataclass(frozen=True)
@@ -116,21 +79,21 @@ class WindowTokens:
 
     def read(self, buffer: Tensor) -> Tensor:
         """The tokens in order, [batch, num_kv_heads, length, head_dim]; anything at the end of rows that hold fewer."""
-        return _taken(buffer, self._slots)
+        return read_slots(buffer, self._slots)
 
     def read_new(self, buffer: Tensor, query_len: int) -> Tensor:
         """The new slots' tokens, [batch, num_kv_heads, query_len, head_dim]; anything at padding."""
         if isinstance(self.index, int):
-            return _taken(buffer, self.layout.runs(self.index, self.index + query_len))
-        return _taken(buffer, self.layout.slots(self.index.long().clamp(min=0)))
+            return read_slots(buffer, self.layout.runs(self.index, self.index + query_len))
+        return read_slots(buffer, self.layout.slots(self.index.long().clamp(min=0)))
 
     def write_new(self, buffer: Tensor, tokens: Tensor) -> None:
         """Writes the new slots' tokens [batch, num_kv_heads, query_len, head_dim], without padding."""
         if isinstance(self.index, int):
-            self.layout.put(buffer, self.index, tokens)
-            return
-        rows, columns, slots = self._new_slots
-        buffer[rows, :, slots] = tokens[rows, :, columns].to(buffer.dtype)
+            write_slots(buffer, self._new_runs, tokens)
+        else:
+            rows, columns, slots = self._new_slots
+            buffer[rows, :, slots] = tokens[rows, :, columns].to(buffer.dtype)
 
     def visible(self, query_len: int, device: torch.device) -> Tensor | None:
         """Which tokens of `read` each query sees, boolean [batch or 1, query_len, length]; None: all.
@@ -156,6 +119,13 @@ class WindowTokens:
         return runs(0, sinks) + runs(sinks + self.attended, self.length + self.attended)
 
     @cached_property
+    def _new_runs(self) -> list[slice]:
+        """Slots of the new tokens, which are the last, where `index` is a number."""
+        assert isinstance(self.index, int)
+        assert isinstance(self.attended, int)
+        return self.layout.runs(self.index, self.length + self.attended)
+
+    @cached_property
     def _new_slots(self) -> tuple[Tensor, Tensor, Tensor]:
         """Row, column and slot of each new token, without padding, where `index` is a tensor."""
         index = torch.as_tensor(self.index)
@@ -163,19 +133,31 @@ class WindowTokens:
         return rows, columns, self.layout.slots(index[rows, columns])
 
 
-def _taken(buffer: Tensor, slots: Tensor | list[slice], rows: Rows = ALL_ROWS) -> Tensor:
+def read_slots(buffer: Tensor, slots: Tensor | list[slice], rows: Rows = ALL_ROWS) -> Tensor:
     """The tokens in some slots, [batch or rows, num_kv_heads, count, head_dim].
 
     Args:
         buffer: [batch, num_kv_heads, capacity, head_dim].
-        slots: int64 [batch, count], or runs of slots; one run of all rows gives a view.
+        slots: integers [batch, count], or runs of slots; one run of all rows gives a view.
         rows: of the batch, with runs.
     """
     if isinstance(slots, Tensor):
         vectors = buffer.flatten(0, 2).index_select(0, _vectors(buffer, slots))
         return vectors.view(*buffer.shape[:2], slots.shape[1], buffer.shape[3])
-    parts = [buffer[rows, :, run] for run in slots]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+    if len(slots) == 1:
+        return buffer[rows, :, slots[0]]
+    return torch.cat([buffer[rows, :, run] for run in slots], dim=2)
+
+
+def write_slots(buffer: Tensor, slots: Tensor | list[slice], tokens: Tensor, rows: Rows = ALL_ROWS) -> None:
+    """Writes tokens [batch or rows, num_kv_heads, count, head_dim] to slots as `read_slots` takes them."""
+    if isinstance(slots, Tensor):
+        buffer.flatten(0, 2)[_vectors(buffer, slots)] = tokens.flatten(0, 2).to(buffer.dtype)
+        return
+    for run in slots:
+        count = run.stop - run.start
+        buffer[rows, :, run] = tokens[:, :, :count].to(buffer.dtype)
+        tokens = tokens[:, :, count:]
 
 
 def _vectors(buffer: Tensor, slots: Tensor) -> Tensor:

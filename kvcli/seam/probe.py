@@ -26,7 +26,7 @@ from kvcli.rope import NoRope, Rope
 from kvcli.seam.assumed import assume
 from kvcli.seam.decoder import find_decoder, text_model
 from kvcli.seam.model import ATTENTION_NAME, SHARED_CONFIG, ModelAttention
-from kvcli.seam.recorder import FAILURES, NewTokens, NotUnderstood, Recorder, module_name, one_line, record
+from kvcli.seam.recorder import FAILURES, NotUnderstood, ProbeTokens, Recorder, module_name, one_line, record
 from kvcli.seam.tested import FULL, HYBRID
 from kvcli.seam.trial import LayerResult, Trial, tolerance
 from kvcli.spec import ModelSpec, general_fields, no_rope, rope_spec
@@ -125,7 +125,7 @@ class _Probe:
         except torch.OutOfMemoryError:
             raise
         except FAILURES as error:
-            if NewTokens.__name__ in str(error):
+            if ProbeTokens.__name__ in str(error):
                 raise self._refusal("a layer attends to what another one caches") from error
             raise self._refusal(f"it cannot run on a few tokens of text ({one_line(error)})") from error
         return output.logits

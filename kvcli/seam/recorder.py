@@ -39,7 +39,7 @@ class RecordedCall:
     output: Any = None
 
 
-class NewTokens:
+class ProbeTokens:
     """Returned by the probe's cache in place of the keys: keys and values of all tokens so far."""
 
     def __init__(self, key: Tensor, value: Tensor, new_value: Tensor) -> None:
@@ -58,7 +58,7 @@ class ProbeLayer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         self.tokens.append((key_states, value_states))
         key, value = (torch.cat(x, dim=2) for x in zip(*self.tokens, strict=True))
-        return NewTokens(key, value, value_states), value_states
+        return ProbeTokens(key, value, value_states), value_states
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do."""

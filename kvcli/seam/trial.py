@@ -14,9 +14,9 @@ from transformers.cache_utils import Cache
 from kvcli.seam.layer import ChannelOrder, LayerAttention
 from kvcli.seam.recorder import (
     FAILURES,
-    NewTokens,
     NotUnderstood,
     ProbeLayer,
+    ProbeTokens,
     RecordedCall,
     Recorder,
     module_name,
@@ -139,7 +139,7 @@ class Trial:
             raise
         except FAILURES as error:
             del cached[before:]
-            if NewTokens.__name__ in str(error):
+            if ProbeTokens.__name__ in str(error):
                 raise NotUnderstood("it computes keys from what it caches, as latent attention (MLA) does") from error
             raise NotUnderstood(f"its keys and values cannot be taken from a cache ({one_line(error)})") from error
         finally:
@@ -149,7 +149,7 @@ class Trial:
         self, layer: LayerAttention, rotary: RotaryCall | None, call: RecordedCall, stock: RecordedCall
     ) -> Tensor:
         """The model's own attention, if it is what we compute over what the probe's cache holds."""
-        if not isinstance(call.key, NewTokens) or call.value is not call.key.new_value:
+        if not isinstance(call.key, ProbeTokens) or call.value is not call.key.new_value:
             raise NotUnderstood("it changes keys or values between the cache and attention")
         if call.query.shape[1] % call.key.key.shape[1]:
             raise NotUnderstood(f"{call.query.shape[1]} query heads cannot share {call.key.key.shape[1]} key heads")

@@ -12,7 +12,7 @@ from test_cache_copies import attach, ids
 
 import kvcli
 from kvcli.artifact import Artifact
-from kvcli.cache import mask as mask_rules
+from kvcli.cache import forward
 from kvcli.errors import CacheError, UnsupportedModelError
 from kvcli.registry import get_method
 
@@ -131,9 +131,9 @@ def padded(batch: int, past: int, query_len: int) -> tuple[torch.Tensor, torch.T
 
 @pytest.mark.parametrize(("past", "query_len"), [(0, 1), (0, 9), (5, 1), (5, 3), (13, 16), (0, 17)])
 def test_every_wrong_entry_of_a_mask_is_seen(monkeypatch: pytest.MonkeyPatch, past: int, query_len: int) -> None:
-    monkeypatch.setattr(mask_rules, "_BLOCK", 4)
+    monkeypatch.setattr(forward, "_BLOCK", 4)
     mask, valid = padded(2, past, query_len)
-    mask_rules.check_mask(mask, valid, query_len)
+    forward.check_mask(mask, valid, query_len)
     for row in range(2):
         for query in range(query_len):
             for key in range(past + query_len):
@@ -141,15 +141,15 @@ def test_every_wrong_entry_of_a_mask_is_seen(monkeypatch: pytest.MonkeyPatch, pa
                 wrong[row, 0, query, key] ^= True
                 if valid[row, past + query]:
                     with pytest.raises(CacheError, match="hides or shows"):
-                        mask_rules.check_mask(wrong, valid, query_len)
+                        forward.check_mask(wrong, valid, query_len)
                 else:
-                    mask_rules.check_mask(wrong, valid, query_len)  # what padding sees does not matter
+                    forward.check_mask(wrong, valid, query_len)  # what padding sees does not matter
 
 
 def test_checking_a_mask_writes_little_more_than_the_mask() -> None:
     mask, valid = padded(1, 4096, 512)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        mask_rules.check_mask(mask, valid, 512)
+        forward.check_mask(mask, valid, 512)
     written = sum(event.cpu_memory_usage for event in profile.events() if event.cpu_memory_usage > 0)
     assert written < 2 * mask.nbytes
 

@@ -14,7 +14,7 @@ from test_cache_copies import attach, ids
 import kvcli
 from kvcli.attention.next_token import SamplingConfig
 from kvcli.cache import ranges
-from kvcli.cache.encodings import Encoding
+from kvcli.cache.counts import Encoding
 from kvcli.errors import CacheError
 from kvcli.methods.commvq.config import CommVQConfig
 from kvcli.methods.commvq.method import METHOD

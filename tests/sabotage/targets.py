@@ -65,8 +65,8 @@ TARGETS: dict[str, str] = {
     # cache and attention
     "kvcli.cache.counts:TokenCounts.append": "cache/test_store.py " + CACHE,
     "kvcli.cache.counts:TokenCounts.truncate": "cache " + CACHE,
-    "kvcli.cache.mask:check_mask": "faults/test_cache_state.py faults/test_seam_calls.py",
-    "kvcli.cache.window:WindowLayout.scatter": "cache " + CACHE,
+    "kvcli.cache.forward:check_mask": "faults/test_cache_state.py faults/test_seam_calls.py",
+    "kvcli.cache.window:write_slots": "cache " + CACHE,
     "kvcli.cache.compressed:CompressedCache.memory": "faults/test_cache_copies.py " + CACHE,
     "kvcli.cache.compressed:CompressedCache.crop": "cache " + CACHE,
     "kvcli.cache.compressed:CompressedCache.reorder_cache": CACHE,
@@ -123,7 +123,7 @@ SEEN = [
     ("kvcli.packing:unpack_planes", "differs"),
     ("kvcli.methods.scalar.codec:PerTokenKey.scores", "differs"),
     ("kvcli.methods.scalar.codec:PerChannelCodec.decode", "differs"),
-    ("kvcli.cache.mask:check_mask", "raises"),
+    ("kvcli.cache.forward:check_mask", "raises"),
     ("kvcli.cache.counts:TokenCounts.append", "raises"),
 ]
 """Sabotages that a test was seen to notice, of which every run of the tests takes a few; the others wait for
