@@ -20,8 +20,7 @@ from kvcli.fingerprint import text_identity
 from kvcli.generate import Generation, generate_text
 from kvcli.models import LoadedModel
 from kvcli.progress import Say, say_nothing
-from kvcli.prompts import Message, common_length
-from kvcli.rendered import Rendered
+from kvcli.prompts import Message, Rendered, common_length
 
 _BROKEN_OFF = -1
 """In place of the number of tokens that the cache holds."""

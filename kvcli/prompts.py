@@ -1,9 +1,10 @@
-"""Token ids of prompts and of conversations. This module does not know what is done with them."""
+"""Token ids of prompts, and conversations as text and tokens. This module does not know what is done with them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ from kvcli.progress import Say, say_nothing
 
 Message = Mapping[str, str]
 """One message of a conversation: `role` and `content`."""
+
+_MESSAGES, _TEXT, _PENDING = "messages", "text", "pending"
 
 
 def prompt_ids(loaded: LoadedModel, prompt: str, chat: bool, say: Say = say_nothing) -> Tensor:
@@ -58,9 +61,18 @@ def ids_of_text(loaded: LoadedModel, text: str) -> Tensor:
     return _as_tensor(loaded, ids)
 
 
-def chat_ids(loaded: LoadedModel, messages: Sequence[Message], to_reply: bool = True) -> Tensor:
-    """Token ids [1, time] of a conversation in the tokenizer's chat template; see `chat_text`."""
-    return ids_of_text(loaded, chat_text(loaded, messages, to_reply))
+def _as_tensor(loaded: LoadedModel, ids: list[int]) -> Tensor:
+    if max(ids) >= loaded.spec.vocab_size:
+        raise ModelError(
+            f"the tokenizer makes token {max(ids)}, but {loaded.name} has {loaded.spec.vocab_size} embeddings; "
+            "use the tokenizer and the weights of one model"
+        )
+    return torch.tensor([ids], device=loaded.model.device)
+
+
+def chat_ids(loaded: LoadedModel, messages: Sequence[Message]) -> Tensor:
+    """Token ids [1, time] of a conversation and of the beginning of a reply; see `chat_text`."""
+    return ids_of_text(loaded, chat_text(loaded, messages))
 
 
 def chat_text(loaded: LoadedModel, messages: Sequence[Message], to_reply: bool = True) -> str:
@@ -75,28 +87,13 @@ def chat_text(loaded: LoadedModel, messages: Sequence[Message], to_reply: bool =
         UsageError: a tokenizer without a chat template.
         ModelError: a chat template that fails.
     """
-    return template_text(loaded.tokenizer, loaded.name, messages, to_reply)
-
-
-def template_text(tokenizer: Any, model: str, messages: Sequence[Message], to_reply: bool = True) -> str:
-    """`chat_text` where no model is loaded.
-
-    Args:
-        tokenizer: of the model.
-        model: its name, for messages.
-        messages: of the conversation.
-        to_reply: whether the beginning of the model's reply follows.
-
-    Raises:
-        UsageError: a tokenizer without a chat template.
-        ModelError: a chat template that fails.
-    """
+    tokenizer: Any = loaded.tokenizer
     if not getattr(tokenizer, "chat_template", None):
-        raise UsageError(f"{model} has no chat template")
+        raise UsageError(f"{loaded.name} has no chat template")
     try:
         return str(tokenizer.apply_chat_template(list(messages), add_generation_prompt=to_reply, tokenize=False))
     except Exception as error:  # a template is a program of the model's author, run by jinja in its sandbox
-        raise ModelError(f"the chat template of {model} fails: {' '.join(str(error).split())}") from error
+        raise ModelError(f"the chat template of {loaded.name} fails: {' '.join(str(error).split())}") from error
 
 
 def checked_messages(values: Any, what: str) -> list[dict[str, str]]:
@@ -125,10 +122,74 @@ def common_length(first: Tensor, second: Tensor) -> int:
     return int(differs[0]) if len(differs) else count
 
 
-def _as_tensor(loaded: LoadedModel, ids: list[int]) -> Tensor:
-    if max(ids) >= loaded.spec.vocab_size:
-        raise ModelError(
-            f"the tokenizer makes token {max(ids)}, but {loaded.name} has {loaded.spec.vocab_size} embeddings; "
-            "use the tokenizer and the weights of one model"
-        )
-    return torch.tensor([ids], device=loaded.model.device)
+@dataclass(frozen=True)
+class Rendered:
+    """Messages, the text that a chat template makes of them, and its tokens.
+
+    Messages are added without tokenizing again what was said. A reply's tokens are those that the model made, whatever
+    a tokenizer would make of the reply's text.
+
+    Attributes:
+        messages: of the conversation.
+        text: what the tokens stand for.
+        ids: int64 [1, time].
+    """
+
+    messages: tuple[Message, ...]
+    text: str
+    ids: Tensor
+
+    @classmethod
+    def of(cls, loaded: LoadedModel, messages: Sequence[Message], to_reply: bool) -> Self:
+        """Renders messages; `to_reply` is that of `chat_text`."""
+        text = chat_text(loaded, messages, to_reply)
+        return cls(tuple(messages), text, ids_of_text(loaded, text))
+
+    def followed_by(self, loaded: LoadedModel, message: Message) -> Rendered:
+        """The conversation with one more message and the beginning of a reply.
+
+        Where the template renders what was before as it did then, its tokens stay.
+        """
+        messages = (*self.messages, message)
+        text = chat_text(loaded, messages)
+        if not self.text or not text.startswith(self.text):
+            return Rendered(messages, text, ids_of_text(loaded, text))
+        new = ids_of_text(loaded, text[len(self.text) :])
+        return Rendered(messages, text, torch.cat((self.ids.to(new.device), new), dim=1))
+
+    def replied(self, reply: str, ids: Tensor) -> Rendered:
+        """The conversation with the model's reply.
+
+        Args:
+            reply: its text.
+            ids: all tokens, int64 [1, time], without the one that ends the reply.
+        """
+        return Rendered((*self.messages, {"role": "assistant", "content": reply}), self.text + reply, ids)
+
+    def notes(self, num_cached: int) -> dict[str, Any]:
+        """The conversation as plain JSON values, without the first `num_cached` of its tokens."""
+        return {
+            _MESSAGES: [dict(message) for message in self.messages],
+            _TEXT: self.text,
+            _PENDING: self.ids[0, num_cached:].tolist(),
+        }
+
+    @classmethod
+    def from_notes(cls, notes: Mapping[str, Any], cached: Tensor, name: str) -> Self:
+        """A conversation from the values of `notes`.
+
+        Args:
+            notes: of a context.
+            cached: the tokens that it holds, int64 [1, time].
+            name: of the context, for messages.
+
+        Raises:
+            UsageError: the context holds no conversation.
+        """
+        if _MESSAGES not in notes:
+            raise UsageError(f"{name} holds a text and no conversation")
+        messages = checked_messages(notes[_MESSAGES], name)
+        text, pending = notes.get(_TEXT), notes.get(_PENDING)
+        if not isinstance(text, str) or not isinstance(pending, list) or any(type(x) is not int for x in pending):
+            raise UsageError(f"{name} holds no conversation that this kvcli reads")
+        return cls(tuple(messages), text, torch.cat((cached, torch.tensor([pending], dtype=torch.int64)), dim=1))

@@ -10,7 +10,7 @@ from research import domains, reproduce
 
 app = typer.Typer(name="research", no_args_is_help=True, pretty_exceptions_enable=False)
 for module in (domains, reproduce):
-    module.register(app)
+    module.COMMAND.register(app)
 
 if __name__ == "__main__":
     sys.exit(app())

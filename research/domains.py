@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import typer
 from pydantic import Field
 
-from kvcli.cli.command import command
+from kvcli.cli.command import Command
 from kvcli.cli.output import Output
 from kvcli.options import ModelOptions, parse_settings
 from kvcli.paths import RUNS, short_name
@@ -117,9 +116,5 @@ def matrix_table(cells: list[dict[str, Any]], title: str) -> DataTable:
     return DataTable(title, ("fitted on", *shown, "worst"), lines)
 
 
-def register(app: typer.Typer) -> None:
-    """Adds the command."""
-    example = (
-        "python -m research domains --fit-on builtin --fit-on builtin:code --text builtin:code --text builtin:essays"
-    )
-    command(app, "domains", DomainsOptions, example, ("model",), resumes=True)(run)
+EXAMPLE = "python -m research domains --fit-on builtin --fit-on builtin:code --text builtin:code --text builtin:essays"
+COMMAND = Command("domains", DomainsOptions, run, EXAMPLE, ("model",), resumes=True)

@@ -7,10 +7,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
 from pydantic import Field
 
-from kvcli.cli.command import command
+from kvcli.cli.command import Command
 from kvcli.cli.output import Output
 from kvcli.errors import UsageError, suggestion
 from kvcli.options import ModelOptions
@@ -118,8 +117,6 @@ def _shown(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def register(app: typer.Typer) -> None:
-    """Adds the command."""
-    memory = "lower --batch-size, --seq-len or --num-sequences"
-    example = f"python -m research reproduce {next(iter(PAPER_TABLES))}"
-    command(app, "reproduce", ReproduceOptions, example, ("table",), saves_memory=memory)(run)
+EXAMPLE = f"python -m research reproduce {next(iter(PAPER_TABLES))}"
+MEMORY = "lower --batch-size, --seq-len or --num-sequences"
+COMMAND = Command("reproduce", ReproduceOptions, run, EXAMPLE, ("table",), saves_memory=MEMORY)

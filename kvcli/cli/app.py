@@ -4,25 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
+from typing import Any
 
 import typer
 
 from kvcli._version import __version__
-from kvcli.cli import (
-    calibrate,
-    chat,
-    compress,
-    contexts,
-    demo,
-    env,
-    export,
-    fit,
-    generate,
-    merge,
-    methods,
-    plan,
-    suites,
-)
+from kvcli.cli import calibrate, chat, compress, contexts, demo, env, fit, generate, methods, plan, suites
 from kvcli.cli.output import write_stdout
 
 app = typer.Typer(
@@ -50,8 +37,14 @@ def _main(
     pass
 
 
-for module in (demo, plan, calibrate, merge, fit, export, generate, compress, contexts, chat, suites, methods, env):
-    module.register(app)
+COMMANDS: tuple[Any, ...] = (
+    *(demo.COMMAND, plan.COMMAND, calibrate.CALIBRATE, calibrate.MERGE, *fit.COMMANDS, fit.EXPORT),
+    *(generate.COMMAND, compress.COMMAND, contexts, chat.COMMAND, suites, methods.COMMAND, env.COMMAND),
+)
+"""In the order of the help."""
+
+for command in COMMANDS:
+    command.register(app)
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""`kvcli calibrate`."""
+"""`kvcli calibrate` and `kvcli merge`."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import typer
 from pydantic import Field
 
-from kvcli.cli.command import command
+from kvcli.builtin_models import BUILTIN_MODELS
+from kvcli.cli.command import Command
 from kvcli.cli.output import Output
 from kvcli.errors import UsageError
 from kvcli.hub import check_model_name
-from kvcli.options import ModelOptions
-from kvcli.paths import model_folder
+from kvcli.options import ModelOptions, Options
+from kvcli.paths import model_folder, newest_shards
 from kvcli.sizes import size
 
 if TYPE_CHECKING:
@@ -55,6 +55,16 @@ class CalibrateOptions(ModelOptions):
     overwrite: bool = Field(default=False, description="discard a recording in the output folder and start again")
 
 
+class MergeOptions(Options):
+    """Options of `kvcli merge`."""
+
+    shards: list[Path] = Field(
+        default=[], description="folders of all shards, in any order; default: the newest below runs/"
+    )
+    out: Path | None = Field(default=None, description="output folder; default: runs/MODEL/samples")
+    overwrite: bool = Field(default=False, description="discard another recording in the output folder")
+
+
 def run(options: CalibrateOptions, output: Output) -> None:
     """Record pre-RoPE queries, keys and values of every layer over a calibration corpus.
 
@@ -86,14 +96,9 @@ def run(options: CalibrateOptions, output: Output) -> None:
         sequences = token_sequences(documents(corpus), loaded.tokenizer, wanted, seq_len)
         if len(sequences) < wanted:
             output.say(f"the corpus is smaller than --tokens: {sequences.numel()} of {options.tokens} tokens")
-        config = CollectConfig.for_tokens(
-            sequences,
-            query_tokens=options.query_tokens,
-            fisher_tokens=options.fisher_tokens,
-            batch_size=options.batch_size,
-            layer_window=options.layer_window,
-        )
-        own = Shard(ranks.rank + 1, ranks.count) if ranks.count > 1 else shard
+        budgets = options.model_dump(include={"query_tokens", "fisher_tokens", "batch_size", "layer_window"})
+        config = CollectConfig.for_tokens(sequences, **budgets)
+        share = Shard(ranks.rank + 1, ranks.count) if ranks.count > 1 else shard
         needed = config.disk_bytes(loaded.spec, shard)
         folder.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(folder).free
@@ -102,7 +107,7 @@ def run(options: CalibrateOptions, output: Output) -> None:
             f"({size(free)} free)"
         )
         label = "calibrate" if ranks.count == 1 else f"calibrate (rank 0 of {ranks.count})"
-        with output.progress(label, config.total_tokens(loaded.spec, own), "tokens") as advance:
+        with output.progress(label, config.total_tokens(loaded.spec, share), "tokens") as advance:
             provenance = {"corpus": corpus.provenance()}
             shared: Any = {"overwrite": options.overwrite, "advance": advance, "say": output.say}
             if shard is not None:
@@ -122,12 +127,12 @@ def run(options: CalibrateOptions, output: Output) -> None:
 
 def corpus_config(options: CalibrateOptions) -> CorpusConfig:
     """The corpus the options ask for."""
-    from kvcli.builtin_models import BUILTIN_MODELS
     from kvcli.calibrate.builtin_text import BUILTIN, is_builtin
     from kvcli.calibrate.corpus import FINEWEB_EDU, CorpusConfig
 
-    chosen = options.corpus
-    source = chosen if chosen is not None else (BUILTIN if options.model in BUILTIN_MODELS else FINEWEB_EDU)
+    source = options.corpus
+    if source is None:
+        source = BUILTIN if options.model in BUILTIN_MODELS else FINEWEB_EDU
     if source == FINEWEB_EDU:
         base = CorpusConfig.fineweb_edu()
     else:
@@ -142,8 +147,33 @@ def corpus_config(options: CalibrateOptions) -> CorpusConfig:
     )
 
 
-def register(app: typer.Typer) -> None:
-    """Adds the command."""
-    memory = "lower --batch-size, --seq-len or --query-tokens, or leave gradients out with --fisher-tokens 0"
-    example = "kvcli calibrate --tokens 32768"
-    command(app, "calibrate", CalibrateOptions, example, ("model",), resumes=True, saves_memory=memory)(run)
+def merge_shards(options: MergeOptions, output: Output) -> None:
+    """Put the shards of a recording together: the result is what one process would have recorded."""
+    from kvcli.calibrate.shards import merge, read_shards
+
+    folders = options.shards or newest_shards()
+    shards = read_shards(folders)
+    folder = options.out or model_folder(shards[0][1].model, "samples")
+    output.settings({"shards": len(shards), "out": folder})
+    total = sum(len(manifest.parts) for _, manifest in shards)
+    with output.progress("merge", total, "files") as advance:
+        recording = merge(folders, folder, overwrite=options.overwrite, advance=advance)
+    record = {
+        "samples": str(folder),
+        "num_tokens": recording.num_tokens,
+        "layers": len(recording.layers),
+        "shards": len(shards),
+    }
+    output.result(record, str(folder), ["kvcli", "fit", folder])
+
+
+CALIBRATE = Command(
+    "calibrate",
+    CalibrateOptions,
+    run,
+    "kvcli calibrate --tokens 32768",
+    ("model",),
+    resumes=True,
+    saves_memory="lower --batch-size, --seq-len or --query-tokens, or leave gradients out with --fisher-tokens 0",
+)
+MERGE = Command("merge", MergeOptions, merge_shards, "kvcli merge", ("shards",), resumes=True)

@@ -7,16 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import typer
 from pydantic import Field
 
-from kvcli.cli.command import command
+from kvcli.cli.command import Command, model_argument
 from kvcli.cli.compress import SUFFIX
 from kvcli.cli.generate import compression_starts, describe
-from kvcli.cli.next_command import model_argument
+from kvcli.cli.inputs import STORE_HELP, check_tokenizer, load_context, open_store
 from kvcli.cli.output import Output
 from kvcli.cli.session_options import PREFILL_CHUNK, SamplingOptions, choose_method
-from kvcli.cli.store_options import STORE_HELP, open_store
 from kvcli.contexts.index import check_name
 from kvcli.errors import KvcliError, UsageError
 from kvcli.registry import DEFAULT_METHOD, method_name
@@ -55,7 +53,6 @@ def run(options: ChatOptions, output: Output) -> None:
     options.check(options.resume, options.store)
 
     from kvcli.chat import Conversation
-    from kvcli.cli.context_input import check_tokenizer, load_context
     from kvcli.options import check_storable
 
     context = None if options.resume is None else load_context(options.resume, options.model, options.store)
@@ -200,8 +197,11 @@ def save(conversation: Conversation, target: Path, options: ChatOptions, output:
     return True
 
 
-def register(app: typer.Typer) -> None:
-    """Adds the command."""
-    example = f"kvcli chat --method {DEFAULT_METHOD} --save talk.safetensors"
-    memory = "choose a --method with fewer bits, or begin a new conversation"
-    command(app, "chat", ChatOptions, example, ("model",), saves_memory=memory)(run)
+COMMAND = Command(
+    "chat",
+    ChatOptions,
+    run,
+    f"kvcli chat --method {DEFAULT_METHOD} --save talk.safetensors",
+    ("model",),
+    saves_memory="choose a --method with fewer bits, or begin a new conversation",
+)

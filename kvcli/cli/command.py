@@ -2,93 +2,86 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
 import logging
 import os
 import shlex
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Generic
 
 import typer
 from pydantic import BaseModel
 
-from kvcli.cli.bars import duration
-from kvcli.cli.error_lines import describe_error
-from kvcli.cli.flags import SHARED_FLAGS, signature
-from kvcli.cli.output import Output
+from kvcli.builtin_models import DEFAULT_MODEL
+from kvcli.cli.flags import SHARED_FLAGS, OptionsT, resolve, signature
+from kvcli.cli.output import Output, duration
 from kvcli.cli.signals import stop_reason
-from kvcli.cli.values import OptionsT, resolve
-from kvcli.errors import OutputError, UsageError
+from kvcli.errors import KvcliError, OutputError, Terminated, UsageError
 from kvcli.ranks import environment
+from kvcli.registry import get_config, parse_name
 
 
-def command(
-    app: typer.Typer,
-    name: str,
-    options: type[OptionsT],
-    example: str,
-    arguments: tuple[str, ...] = (),
-    settings: type[BaseModel] | None = None,
-    resumes: bool = False,
-    saves_memory: str = "",
-    summary: str = "",
-) -> Callable[[Callable[[OptionsT, Output], None]], Callable[[OptionsT, Output], None]]:
-    """Registers a command whose flags are the fields of an options model.
+@dataclass(frozen=True)
+class Command(Generic[OptionsT]):
+    """A command whose flags are the fields of an options model.
 
-    Args:
-        app: where to register.
-        name: the command's name.
-        options: its options; a field's description is its help.
+    Attributes:
+        name: on the command line.
+        options: a field's description is its help.
+        run: what the command does.
         example: a runnable command line, shown at the end of the help.
         arguments: fields that are positional.
         settings: of a method, which are options too and become entries of `setting`.
         resumes: whether the same command goes on where it was interrupted.
         saves_memory: what to do when memory does not suffice, such as `lower --batch-size`.
-        summary: the help; default: the docstring of what is registered.
+        summary: the help; default: the docstring of `run`.
     """
 
-    def register(run: Callable[[OptionsT, Output], None]) -> Callable[[OptionsT, Output], None]:
-        def invoke(**given: Any) -> None:
-            shared = {name: given.pop(name) for name in SHARED_FLAGS}
+    name: str
+    options: type[OptionsT]
+    run: Callable[[OptionsT, Output], None]
+    example: str
+    arguments: tuple[str, ...] = ()
+    settings: type[BaseModel] | None = None
+    resumes: bool = False
+    saves_memory: str = ""
+    summary: str = ""
+
+    def register(self, app: typer.Typer) -> None:
+        """Adds the command to a program or a group."""
+
+        def invoke(**values: Any) -> None:
+            shared = {name: values.pop(name) for name in SHARED_FLAGS}
             output = Output(shared["as_json"], shared["quiet"], shared["verbose"])
             with suppress(UsageError):  # told by the commands that several processes can share
                 output.set_ranks(environment())
             try:
-                _run(run, options, given, shared, output, arguments, settings)
+                _run(self, values, shared["config"], output)
             except (typer.Exit, BrokenPipeError):
                 raise
             except (Exception, KeyboardInterrupt) as error:
                 if shared["debug"]:
                     raise
                 several = output.ranks.count > 1
-                code, line = describe_error(stop_reason() or error, resumes, saves_memory, several)
+                code, line = describe_error(stop_reason() or error, self.resumes, self.saves_memory, several)
                 if output.as_json and output.record is None:
                     with suppress(OutputError):  # the line on standard error is all that can be said
                         output.result({"error": line, "exit_code": code})
                 output.error(line)
                 raise typer.Exit(code) from None
 
-        invoke.__doc__ = run.__doc__
-        flags, annotations = signature(options, arguments, settings)
+        flags, annotations = signature(self.options, self.arguments, self.settings)
         invoke.__signature__ = flags  # type: ignore[attr-defined]
         invoke.__annotations__ = annotations
-        app.command(name, help=summary or inspect.cleandoc(run.__doc__ or ""), epilog=f"Example: {example}")(invoke)
-        return run
-
-    return register
+        summary = self.summary or inspect.cleandoc(self.run.__doc__ or "")
+        app.command(self.name, help=summary, epilog=f"Example: {self.example}")(invoke)
 
 
-def _run(
-    run: Callable[[OptionsT, Output], None],
-    options: type[OptionsT],
-    given: dict[str, Any],
-    shared: dict[str, Any],
-    output: Output,
-    arguments: Collection[str],
-    settings: type[BaseModel] | None,
-) -> None:
+def _run(command: Command[OptionsT], flags: dict[str, Any], config: str | None, output: Output) -> None:
     """Runs a command and says what to do next."""
     if output.quiet and output.verbose:
         raise UsageError("--quiet and --verbose exclude each other")
@@ -99,9 +92,9 @@ def _run(
         for noisy in ("torchao", "torch.utils._pytree"):  # they warn while they are imported
             logging.getLogger(noisy).setLevel(logging.ERROR)
     started = time.monotonic()
-    chosen = resolve(options, given, shared["config"], arguments, settings)
-    output.detail(f"options: {chosen.model_dump(mode='json')}")
-    run(chosen, output)
+    options = resolve(command.options, flags, config, command.arguments, command.settings)
+    output.detail(f"options: {options.model_dump(mode='json')}")
+    command.run(options, output)
     took = f"took {duration(time.monotonic() - started)}"
     with suppress(ImportError):  # not every system has it
         from resource import RUSAGE_SELF, getrusage
@@ -110,3 +103,50 @@ def _run(
     output.detail(took)
     if not output.as_json and output.following:
         output.say(f"next: {shlex.join(map(str, output.following))}")
+
+
+def describe_error(
+    error: BaseException, resumes: bool = True, saves_memory: str = "", ranks: bool = False
+) -> tuple[int, str]:
+    """The exit code and the message of an error, one line.
+
+    Args:
+        error: any error.
+        resumes: whether the command keeps what was finished when it is interrupted.
+        saves_memory: what to do when memory does not suffice.
+        ranks: whether several processes share the run.
+    """
+    text = " ".join(str(error).split())
+    if isinstance(error, KvcliError):
+        return error.exit_code, text
+    if isinstance(error, KeyboardInterrupt):
+        advice = f"run the same command again to {'resume' if resumes else 'start over'}"
+        if not isinstance(error, Terminated):
+            return 130, f"interrupted; {advice}"
+        shared = ", as torchrun does with all ranks when one has ended" if ranks else ""
+        return error.exit_code, f"terminated{shared}; {advice}"
+    full = "what was finished is kept: free some space and run the same command again"
+    if isinstance(error, OSError):
+        if error.errno == errno.ENOSPC:
+            return 1, f"the disk is full{f' ({error.filename})' if error.filename else ''}; {full}"
+        if isinstance(error, PermissionError) or error.errno == errno.EROFS:
+            return 1, f"cannot write to {error.filename}: permission denied, or it is read-only; choose another place"
+        return 1, f"{error.strerror or text}: {error.filename}; choose another path" if error.filename else text
+    of_torch = type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in text  # a GPU's, or a RuntimeError
+    if isinstance(error, MemoryError) or of_torch:
+        return 1, f"out of memory; {saves_memory or 'end other programs, or use a machine with more'}"
+    if type(error).__name__ == "SafetensorError":
+        return 1, f"the disk is full; {full}" if "No space left" in text else text
+    return 1, f"unexpected {type(error).__name__}: {text} (run again with --debug for the traceback, and report it)"
+
+
+def model_argument(model: str) -> list[str]:
+    """A model as an argument of the next command, if it is not the default."""
+    return [] if model == DEFAULT_MODEL else [model]
+
+
+def try_method(method: str, command: str, model: Sequence[str] = ()) -> list[str]:
+    """The next command with a method, or the first step towards the artifact that the method needs."""
+    if get_config(parse_name(method)[0]).needs_artifact:
+        return ["kvcli", "calibrate", *model]
+    return ["kvcli", command, *model, "--method", method]

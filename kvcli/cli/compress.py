@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
 from pydantic import Field
 
-from kvcli.cli.command import command
-from kvcli.cli.next_command import FOLLOW_UP, model_argument
+from kvcli.cli.command import Command, model_argument
+from kvcli.cli.inputs import MAX_BYTES_HELP, STORE_HELP, Source, open_store, read_sources
 from kvcli.cli.output import Output
-from kvcli.cli.prompt_sources import Source, parse_messages, read_sources
 from kvcli.cli.session_options import PREFILL_CHUNK, SessionOptions, choose_method
-from kvcli.cli.store_options import MAX_BYTES_HELP, STORE_HELP, open_store
 from kvcli.contexts.index import check_name, name_from
 from kvcli.errors import UsageError
 from kvcli.options import check_storable
@@ -25,9 +23,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvcli.attention.session import Session
-    from kvcli.cache.compressed import CompressedCache
-    from kvcli.cache.identity import CacheIdentity
-    from kvcli.contexts import Match
     from kvcli.models import LoadedModel
 
 SUFFIX = ".safetensors"
@@ -87,7 +82,7 @@ def run(options: CompressOptions, output: Output) -> None:
     kept = [record["context"] for record in records if record["context"] not in removed][:1]
     model = model_argument(options.model) if target.store is not None else []
     store = ["--store", options.store] if options.store else []
-    following = ["kvcli", "generate", *model, "--context", *kept, *store, "--prompt", FOLLOW_UP] if kept else ()
+    following = ["kvcli", "generate", *model, "--context", *kept, *store, "--prompt", "In short,"] if kept else ()
     folder = None if target.store is None else str(target.store.folder)
     record = {"model": options.model, "method": method, "store": folder, "contexts": records}
     output.result(record, human, following)
@@ -120,9 +115,10 @@ class Target:
             self.store = open_store(options.store, options.model, must_exist=False)
             self.store.check_writable()
             return
-        if given := [name for name in ("store", "name", "max_bytes") if getattr(options, name) is not None]:
-            flag = given[0].replace("_", "-")
-            raise UsageError(f"--{flag} is of the store, and --out writes a file; give one of them")
+        for name in ("store", "name", "max_bytes"):
+            if getattr(options, name) is not None:
+                flag = name.replace("_", "-")
+                raise UsageError(f"--{flag} is of the store, and --out writes a file; give one of them")
         if several and out.suffix == SUFFIX and not out.is_dir():
             raise UsageError(f"--out {out} is one file, but there are {len(sources)} texts; name a folder")
         in_folder = several or out.is_dir()
@@ -136,20 +132,29 @@ class Target:
     def save(
         self, session: Session, source: Source, ids: Tensor, notes: dict[str, Any], output: Output
     ) -> dict[str, Any]:
-        """Reads what is new of a text [1, time] and writes all of it; returns what was measured."""
+        """Reads what is new of a text [1, time] and writes all of it; returns what was measured.
+
+        A stored context is reused whole if it is all of the text; else as much of it as leaves the window to be read,
+        so that the last tokens are in full precision as in any other context.
+        """
         from dataclasses import replace
 
-        from kvcli.compress import compress
+        from kvcli.generate import compress
 
         options, store, name, started = self.options, self.store, self.names[source.name], time.perf_counter()
         cache, match = None, None
         if store is not None:
-            known = session.identity()
-            identity = replace(known, tokenizer=notes["tokenizer"], chat_template=notes["chat_template"])
+            texts = {key: notes[key] for key in ("tokenizer", "chat_template")}
+            identity = replace(session.identity(), **texts)
             if not options.overwrite:
                 store.check_free(name, ids, identity)
             if options.reuse:
-                cache, match = self._begun(session, ids, identity, output)
+                match = store.find(ids, identity, output.warn)
+                if match is None or not match.is_whole or match.num_tokens < ids.shape[1]:
+                    window = max(1, session.config.residual_length)
+                    match = store.find(ids[:, : max(0, ids.shape[1] - window)], identity)
+                if match is not None:
+                    cache = session.load_cache(store.load(match, session.model.device))
         if cache is None or cache.get_seq_length() < ids.shape[1]:
             chunk, progress = options.prefill_chunk, output.progress
             cache = compress(session, ids, prefill_chunk=chunk, past_key_values=cache, progress=progress)
@@ -179,35 +184,24 @@ class Target:
             "memory": memory.to_dict(),
         }
 
-    def _begun(
-        self, session: Session, ids: Tensor, identity: CacheIdentity, output: Output
-    ) -> tuple[CompressedCache | None, Match | None]:
-        """A cache with the beginning of a text, from a stored context.
-
-        All of the text, if all of a context is it; else as much as leaves the window to be read, so that the last
-        tokens are in full precision as in any other context.
-        """
-        assert self.store is not None
-        match = self.store.find(ids, identity, output.warn)
-        if match is None or not match.is_whole or match.num_tokens < ids.shape[1]:
-            window = max(1, session.config.residual_length)
-            match = self.store.find(ids[:, : max(0, ids.shape[1] - window)], identity)
-        if match is None:
-            return None, None
-        return session.load_cache(self.store.load(match, session.model.device)), match
-
 
 def tokens_of(loaded: LoadedModel, source: Source) -> tuple[Tensor, dict[str, Any]]:
-    """Token ids [1, time] of a text or a conversation, and what is noted of it."""
+    """Token ids [1, time] of a text or a conversation, and what is noted of it.
+
+    Raises:
+        UsageError: no JSON, or no conversation.
+    """
     from kvcli.fingerprint import text_identity
-    from kvcli.prompts import checked_messages, prompt_ids
-    from kvcli.rendered import Rendered
+    from kvcli.prompts import Rendered, checked_messages, prompt_ids
 
     notes: dict[str, Any] = {**text_identity(loaded.tokenizer), "source": source.name}
     if not source.is_conversation:
         return prompt_ids(loaded, source.text, chat=False), notes
-    messages = checked_messages(parse_messages(source), source.name)
-    conversation = Rendered.of(loaded, messages, to_reply=False)
+    try:
+        values = json.loads(source.text)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{source.name}: the conversation is not JSON ({error})") from error
+    conversation = Rendered.of(loaded, checked_messages(values, source.name), to_reply=False)
     return conversation.ids, {**notes, **conversation.notes(conversation.ids.shape[1])}
 
 
@@ -224,8 +218,11 @@ def describe(record: dict[str, Any]) -> str:
     )
 
 
-def register(app: typer.Typer) -> None:
-    """Adds the command."""
-    example = f"kvcli compress --prompt-file book.txt --method {DEFAULT_METHOD}-1"
-    memory = "lower --prefill-chunk, shorten the text, or choose a --method with fewer bits"
-    command(app, "compress", CompressOptions, example, ("model",), saves_memory=memory)(run)
+COMMAND = Command(
+    "compress",
+    CompressOptions,
+    run,
+    f"kvcli compress --prompt-file book.txt --method {DEFAULT_METHOD}-1",
+    ("model",),
+    saves_memory="lower --prefill-chunk, shorten the text, or choose a --method with fewer bits",
+)

@@ -1,19 +1,53 @@
-"""`kvcli contexts`: what is in a store of contexts, and what is to stay there."""
+"""`kvcli contexts`: what is in a store of contexts, what a stored copy loses, and what is to stay there."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import typer
 from pydantic import Field
 
-from kvcli.cli import contexts_show as show
-from kvcli.cli.command import command
+from kvcli.builtin_models import DEFAULT_MODEL
+from kvcli.cli.command import Command
+from kvcli.cli.inputs import MAX_BYTES_HELP, STORE_HELP, open_store
 from kvcli.cli.output import Output
-from kvcli.cli.store_options import MAX_BYTES_HELP, StoreOptions, open_store
-from kvcli.errors import ContextError, UsageError
+from kvcli.cli.session_options import SessionOptions, choose_method
+from kvcli.errors import ContextError, KvcliError, UsageError
+from kvcli.options import IMPL_HELP, ModelOptions, Options
+from kvcli.registry import method_name
 from kvcli.sizes import parse_size, size
 from kvcli.tables import DataTable
+
+if TYPE_CHECKING:
+    from kvcli.contexts import ContextStore, StoredContext
+
+
+class StoreOptions(Options):
+    """Options of `kvcli contexts list`, and of commands that change a store."""
+
+    model: str = Field(default=DEFAULT_MODEL, description="model whose contexts are meant")
+    store: Path | None = Field(default=None, description=STORE_HELP)
+
+
+class ShowOptions(ModelOptions):
+    """Options of `kvcli contexts show`."""
+
+    name: str | None = Field(default=None, description="the context")
+    store: Path | None = Field(default=None, description=STORE_HELP)
+    kl: bool = Field(
+        default=False,
+        description="measure what the stored copy loses: predictions of its last tokens, from the copy of those before "
+        "them and without compression; reads the model",
+    )
+    kl_tokens: int = Field(default=256, ge=1, le=2**16, description="last tokens whose predictions --kl compares")
+    artifact: Path | None = Field(
+        default=None, description="artifact folder, for --kl; default: the newest for model and method"
+    )
+    impl: str = Field(default="auto", description=IMPL_HELP)
 
 
 class VerifyOptions(StoreOptions):
@@ -57,28 +91,122 @@ def list_contexts(options: StoreOptions, output: Output) -> None:
     """List the contexts of a store, the most recently used first."""
     store = open_store(options.store, options.model)
     shared, (used, unused) = store.shared(), store.sizes()
-    records = [show.describe(context, shared) for context in store.contexts(output.warn)]
-    columns = ("name", "source", "method", "tokens", "bits K / V", "size", "smaller", "shared", "last used")
+    records = [describe(context, shared) for context in store.contexts(output.warn)]
     rows = [
-        [
-            record["name"],
-            record["source"],
-            record["method"],
-            str(record["tokens"]),
-            show.bits(record),
-            size(record["bytes"]),
-            f"{record['ratio']:.1f}x",
-            size(record["shared_bytes"]),
-            record["last_used"].replace("T", " ")[:16],
-        ]
+        {
+            "name": record["name"],
+            "source": record["source"],
+            "method": record["method"],
+            "tokens": str(record["tokens"]),
+            "bits K / V": _bits(record),
+            "size": size(record["bytes"]),
+            "smaller": f"{record['ratio']:.1f}x",
+            "shared": size(record["shared_bytes"]),
+            "last used": record["last_used"].replace("T", " ")[:16],
+        }
         for record in records
     ]
-    title = f"{store.folder}: {_contexts(len(store.names()))}, {size(used)}"
+    title = f"{store.folder}: {_count(len(store.names()))}, {size(used)}"
     if unused:
         title += f"; {size(unused)} that no context uses, see 'kvcli contexts prune'"
+    columns = ("name", "source", "method", "tokens", "bits K / V", "size", "smaller", "shared", "last used")
     optional = ("source", "bits K / V", "shared", "smaller", "last used")
-    table = DataTable(title, columns, rows, text_columns=3, optional=optional)
+    table = DataTable.of(title, rows, optional, columns, text_columns=3)
     output.result({"store": str(store.folder), "bytes": used, "unused_bytes": unused, "rows": records}, table)
+
+
+def show(options: ShowOptions, output: Output) -> None:
+    """Show a context: tokens, bytes against fp16, bits, shared blocks; with --kl, what the stored copy loses."""
+    store = open_store(options.store, options.model)
+    if options.name is None:
+        raise UsageError("name a context; 'kvcli contexts list' shows those that are there")
+    stored = store.get(options.name)
+    record = describe(stored, store.shared())
+    lines = [
+        f"{record['name']}: {record['tokens']} tokens of {record['source'] or 'an unknown source'}, "
+        f"{record['model']} in {record['dtype']}, method {record['method']}",
+        f"{size(record['bytes'])}, in fp16 {size(record['fp16_bytes'])} ({record['ratio']:.2f}x): "
+        f"{record['coded_tokens']} tokens as codes at {_bits(record)} (K / V) bits, {size(record['code_bytes'])}; "
+        f"{size(record['window_bytes'])} in full precision",
+        f"{record['blocks']} blocks of {record['block_tokens']} tokens, {record['shared_blocks']} of them shared with "
+        f"other contexts; {size(record['shared_bytes'])} shared in all",
+        f"stored {record['created']}, last used {record['last_used']}",
+    ]
+    if options.kl:
+        kl = record["kl"] = measure_loss(options, store, stored, output)
+        lines.append(
+            f"the copy against the uncompressed model, over the last {kl['num_tokens']} tokens: "
+            f"KL {kl['kl_mean']:.4f} nats per token (p99 {kl['kl_p99']:.4f}), {100 * kl['flips']:.1f} % flips, "
+            f"perplexity {kl['perplexity']:.3f} instead of {kl['reference_perplexity']:.3f}"
+        )
+    output.result(record, "\n".join(lines))
+
+
+def describe(context: StoredContext, shared: Collection[str]) -> dict[str, Any]:
+    """What is known of a context, as plain JSON values.
+
+    Args:
+        context: of a store.
+        shared: digests of the blocks that several contexts of the store need.
+    """
+    stored, identity = context.record, context.record.identity
+    method, (key_bits, value_bits) = identity.get("method"), stored.bits
+    with suppress(KvcliError, TypeError, ValueError, KeyError):  # one that this version of kvcli does not know
+        method = method_name(identity["method"], identity["config"])
+    return {
+        "name": context.name,
+        "tokens": stored.num_tokens,
+        "model": identity.get("model"),
+        "method": method,
+        "dtype": identity.get("dtype"),
+        "config": identity.get("config"),
+        "coded_tokens": stored.counts.attended[0],
+        "key_bits": key_bits,
+        "value_bits": value_bits,
+        "bytes": stored.nbytes,
+        "fp16_bytes": stored.fp16_bytes,
+        "ratio": stored.fp16_bytes / stored.nbytes,
+        "code_bytes": sum(stored.bytes_of.get(kind, 0) for kind in ("key_codes", "value_codes")),
+        "window_bytes": sum(stored.bytes_of.get(kind, 0) for kind in ("keys", "values")),
+        "block_tokens": stored.part_tokens,
+        "blocks": len(stored.coded),
+        "shared_blocks": sum(block.digest in shared for block in stored.coded),
+        "shared_bytes": sum(block.bytes for block in stored.blocks if block.digest in shared),
+        "created": context.created,
+        "last_used": datetime.fromtimestamp(context.used, UTC).isoformat(timespec="seconds"),
+        "source": str(stored.notes.get("source", "")),
+    }
+
+
+def _bits(record: dict[str, Any]) -> str:
+    """Stored bits per key and per value; a hyphen where nothing is a code."""
+    return f"{record['key_bits']:.2f} / {record['value_bits']:.2f}" if record["coded_tokens"] else "-"
+
+
+def _count(contexts: int) -> str:
+    return f"{contexts} context{'' if contexts == 1 else 's'}"
+
+
+def measure_loss(options: ShowOptions, store: ContextStore, stored: StoredContext, output: Output) -> dict[str, Any]:
+    """What the stored copy loses, as plain JSON values.
+
+    Raises:
+        UsageError: a context that is too short.
+        ContextError: another model, method or artifact.
+    """
+    from kvcli.contexts import identity_of
+    from kvcli.eval.stored_context import copied_tokens, stored_quality
+
+    copied_tokens(stored.record, options.kl_tokens)
+    context = store.load(store.whole(stored.name))
+    chosen_options = options.model_dump(include={*ModelOptions.model_fields, "artifact", "impl"}, exclude_unset=True)
+    session_options = SessionOptions(**chosen_options).for_context(context)
+    chosen = choose_method(session_options, output, context)
+    loaded = session_options.load(output)
+    with chosen.attach(loaded, options.impl, output) as session:
+        store.whole(stored.name, identity_of(session, loaded.tokenizer))
+        quality = stored_quality(session, store, stored, options.kl_tokens).to_dict()
+    return {name: x for name, x in quality.items() if name != "memory"}
 
 
 def verify(options: VerifyOptions, output: Output) -> None:
@@ -90,11 +218,10 @@ def verify(options: VerifyOptions, output: Output) -> None:
     damages = store.damages(names, output.progress)
     for reason in damages.values():
         output.warn(reason)
-    output.result(
-        {"contexts": len(names), "damaged": damages}, None if damages else f"{_contexts(len(names))}, all whole"
-    )
+    human = None if damages else f"{_count(len(names))}, all whole"
+    output.result({"contexts": len(names), "damaged": damages}, human)
     if damages:
-        raise ContextError(f"{len(damages)} of {_contexts(len(names))} damaged: {', '.join(damages)}")
+        raise ContextError(f"{len(damages)} of {_count(len(names))} damaged: {', '.join(damages)}")
 
 
 def prune(options: PruneOptions, output: Output) -> None:
@@ -139,11 +266,11 @@ def import_files(options: ImportOptions, output: Output) -> None:
         raise UsageError("name one or more files of contexts")
     if options.name is not None and len(options.files) > 1:
         raise UsageError("--name goes with one file")
-    store = open_store(options.store, options.model, must_exist=False)
+    store, max_bytes = open_store(options.store, options.model, must_exist=False), parse_size(options.max_bytes)
     records, lines = [], []
     for path in options.files:
-        name, max_bytes = options.name or path.stem, parse_size(options.max_bytes)
-        stored = store.put(Context.load(path), name=name, overwrite=options.overwrite, max_bytes=max_bytes)
+        context, name = Context.load(path), options.name or path.stem
+        stored = store.put(context, name=name, overwrite=options.overwrite, max_bytes=max_bytes)
         record = {
             "name": stored.name,
             "tokens": stored.record.num_tokens,
@@ -160,26 +287,22 @@ def import_files(options: ImportOptions, output: Output) -> None:
     output.result({"store": str(store.folder), "rows": records}, "\n".join(lines))
 
 
-def _contexts(count: int) -> str:
-    return f"{count} context{'' if count == 1 else 's'}"
-
-
 def register(app: typer.Typer) -> None:
     """Adds the commands."""
-    contexts = typer.Typer(
-        name=show.GROUP,
+    group = typer.Typer(
+        name="contexts",
         help="Contexts on disk: what is stored, what it takes, whether it is whole.",
         no_args_is_help=True,
         rich_markup_mode="rich",
         epilog="Example: kvcli contexts list",
     )
-    command(contexts, "list", StoreOptions, "kvcli contexts list")(list_contexts)
-    show.register(contexts)
-    command(contexts, "verify", VerifyOptions, "kvcli contexts verify", ("names",))(verify)
-    command(contexts, "prune", PruneOptions, "kvcli contexts prune --max-bytes 20GiB")(prune)
-    command(contexts, "rm", RemoveOptions, "kvcli contexts rm report", ("names",))(remove)
+    Command("list", StoreOptions, list_contexts, "kvcli contexts list").register(group)
+    Command("show", ShowOptions, show, "kvcli contexts show report --kl", ("name",)).register(group)
+    Command("verify", VerifyOptions, verify, "kvcli contexts verify", ("names",)).register(group)
+    Command("prune", PruneOptions, prune, "kvcli contexts prune --max-bytes 20GiB").register(group)
+    Command("rm", RemoveOptions, remove, "kvcli contexts rm report", ("names",)).register(group)
     example = "kvcli contexts export report --out report.safetensors"
-    command(contexts, "export", ExportOptions, example, ("name",))(export)
+    Command("export", ExportOptions, export, example, ("name",)).register(group)
     example = "kvcli contexts import report.safetensors"
-    command(contexts, "import", ImportOptions, example, ("files",))(import_files)
-    app.add_typer(contexts)
+    Command("import", ImportOptions, import_files, example, ("files",)).register(group)
+    app.add_typer(group)

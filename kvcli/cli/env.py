@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import typer
 from pydantic import Field
 
 from kvcli.builtin_models import BUILTIN_MODELS, CHECKSUMS, copy_folder, damage
-from kvcli.cli.command import command
+from kvcli.cli.command import Command
 from kvcli.cli.output import Output
 from kvcli.errors import ModelError
 from kvcli.options import Options
@@ -30,28 +29,20 @@ def run(options: EnvOptions, output: Output) -> None:
     lines.append(f"cpu: {info['cpu']}, {info['cpu_count']} cores, {size(info['memory_bytes'] or 0)}")
     lines += [f"gpu: {gpu['name']}, {size(gpu['memory_bytes'])}" for gpu in info["gpus"]] or ["gpu: none"]
     if options.verify:
-        info["models"] = _verified()
+        states = info["models"] = {}
+        for name, builtin in BUILTIN_MODELS.items():
+            folder = copy_folder(builtin)
+            if not folder.exists():
+                states[name] = "not downloaded"
+            elif reason := damage(folder, thorough=True):
+                states[name] = f"damaged: {reason}"
+                (folder / CHECKSUMS).unlink(missing_ok=True)  # the next command that needs it makes it again
+            else:
+                states[name] = f"whole, in {folder}"
         lines += [f"{name}: {state}" for name, state in info["models"].items()]
     output.result(info, "\n".join(lines), ["kvcli", "demo"])
     if damaged := [name for name, state in info.get("models", {}).items() if state.startswith("damaged")]:
         raise ModelError(f"damaged: {', '.join(damaged)}; the next command that needs it makes it again")
 
 
-def _verified() -> dict[str, str]:
-    """The state of every built-in model's copy; a damaged one will be made again."""
-    states = {}
-    for name, builtin in BUILTIN_MODELS.items():
-        folder = copy_folder(builtin)
-        if not folder.exists():
-            states[name] = "not downloaded"
-        elif reason := damage(folder, thorough=True):
-            states[name] = f"damaged: {reason}"
-            (folder / CHECKSUMS).unlink(missing_ok=True)
-        else:
-            states[name] = f"whole, in {folder}"
-    return states
-
-
-def register(app: typer.Typer) -> None:
-    """Adds the command."""
-    command(app, "env", EnvOptions, "kvcli env --json")(run)
+COMMAND = Command("env", EnvOptions, run, "kvcli env --json")

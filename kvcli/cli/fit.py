@@ -1,22 +1,22 @@
-"""`kvcli fit`, and its names for some methods, whose settings are typed options of theirs."""
+"""`kvcli fit` and its names for some methods, whose settings are typed options of theirs; `kvcli export`."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
 from pydantic import Field, create_model
 
-from kvcli.cli.command import command
-from kvcli.cli.export import generate_with, write_artifact
+from kvcli.cli.command import Command, model_argument
 from kvcli.cli.output import Output
 from kvcli.errors import ArtifactError, UsageError
-from kvcli.options import ComputeOptions, parse_layers, parse_settings
-from kvcli.paths import model_folder, newest_samples
+from kvcli.options import ComputeOptions, Options, parse_layers, parse_settings
+from kvcli.paths import model_folder, newest_samples, newest_training
 from kvcli.ranks import joined
 from kvcli.registry import DEFAULT_METHOD, FIT_NAMES, check_settings, get_config, get_method, parse_name
+from kvcli.sizes import size
 
 if TYPE_CHECKING:
     from kvcli.methods.method import Method
@@ -40,6 +40,14 @@ class FitOptions(ComputeOptions):
         "exported to runs/MODEL/ when the last layer is done",
     )
     overwrite: bool = Field(default=False, description="discard a run in the output folder and start again")
+
+
+class ExportOptions(Options):
+    """Options of `kvcli export`."""
+
+    runs: list[Path] = Field(default=[], description="runs of kvcli fit; default: the newest below runs/")
+    out: Path | None = Field(default=None, description="artifact folder; default: runs/MODEL/NAME-OF-RUN")
+    overwrite: bool = Field(default=False, description="replace an artifact in the output folder")
 
 
 def run(options: FitOptions, output: Output) -> None:
@@ -106,15 +114,12 @@ def run(options: FitOptions, output: Output) -> None:
     artifact = None
     if options.out is None and ranks.rank == 0:
         try:
-            artifact = write_artifact([folder], None, options.overwrite, output)
+            artifact = write_artifact([folder], None, options.overwrite, output)["artifact"]
         except ArtifactError as error:
             output.warn(f"no artifact: {error}")
     following = ["kvcli", "export", folder] if options.layers is None else []
-    output.result(
-        {"run": str(folder), "layers": reports, "artifact": artifact and artifact["artifact"]},
-        str(folder),
-        generate_with(artifact["artifact"]) if artifact else following,
-    )
+    record = {"run": str(folder), "layers": reports, "artifact": artifact}
+    output.result(record, str(folder), generate_with(artifact) if artifact else following)
 
 
 def summary(method: Method, reports: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -132,17 +137,66 @@ def summary(method: Method, reports: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def register(app: typer.Typer) -> None:
-    """Adds `fit`, and its other names with the settings of their methods as options."""
+def export(options: ExportOptions, output: Output) -> None:
+    """Assemble fitted layers into one verified artifact: kvcli.json, codec.safetensors and a model card."""
+    runs = options.runs or [newest_training()]
+    if missing := [folder for folder in runs if not (folder / "run.json").exists()]:
+        raise ArtifactError(f"no run in {missing[0]}; run 'kvcli fit' first")
+    record = write_artifact(runs, options.out, options.overwrite, output)
+    output.result(record, record["artifact"], generate_with(record["artifact"]))
+
+
+def write_artifact(runs: list[Path], out: Path | None, overwrite: bool, output: Output) -> dict[str, Any]:
+    """Assembles runs of a fit and writes the artifact, unless the folder holds it already.
+
+    Args:
+        runs: run folders, which together have all layers.
+        out: folder of the artifact; None: that of the model and the first run.
+        overwrite: replace another artifact in the folder.
+        output: says what was written.
+
+    Returns:
+        `artifact`, the folder; its `bytes`; and whether it was `reused`.
+
+    Raises:
+        ArtifactError: layers are missing or damaged, or the folder holds another artifact.
+    """
+    from kvcli.artifact import Artifact
+    from kvcli.fit import assemble
+
+    artifact = assemble(runs)
+    folder = out or model_folder(artifact.metadata["model"], runs[0].name)
+    reused = (folder / "kvcli.json").exists() and not overwrite and Artifact.load(folder).same_content(artifact)
+    if reused:
+        output.say(f"{folder} holds this artifact already")
+    else:
+        artifact.save(folder, overwrite=overwrite)
+        output.say(f"verified: {len(artifact.tensors)} tensors, {size(artifact.nbytes)}, and kvcli.json, read back")
+    return {"artifact": str(folder), "bytes": artifact.nbytes, "reused": reused}
+
+
+def generate_with(artifact: str) -> list[str]:
+    """The command that generates with an artifact."""
+    try:
+        model = model_argument(json.loads((Path(artifact) / "kvcli.json").read_text())["model"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return []
+    return ["kvcli", "generate", *model, "--artifact", artifact, "--prompt", "Photosynthesis is", "--stats"]
+
+
+def _commands() -> list[Command[FitOptions]]:
+    """`fit`, and its other names with the settings of their methods as options."""
     memory = "fit fewer tokens: a recording of 'kvcli calibrate' with lower --tokens"
     example = f"kvcli fit --method {DEFAULT_METHOD}-1"
-    command(app, "fit", FitOptions, example, ("samples",), resumes=True, saves_memory=memory)(run)
+    commands = [Command("fit", FitOptions, run, example, ("samples",), None, True, memory)]
     for name, method in FIT_NAMES.items():
         about = "method to fit, with or without bits"
         options = create_model(name, __base__=FitOptions, method=(str, Field(default=method, description=about)))
-        settings, summary = (
-            get_config(method),
-            f"The same as 'kvcli fit --method {method}', with its settings as options.",
-        )
-        register = command(app, name, options, f"kvcli {name}", ("samples",), settings, True, memory, summary=summary)
-        register(run)
+        text = f"The same as 'kvcli fit --method {method}', with its settings as options."
+        settings = get_config(method)
+        commands.append(Command(name, options, run, f"kvcli {name}", ("samples",), settings, True, memory, text))
+    return commands
+
+
+COMMANDS = _commands()
+EXPORT = Command("export", ExportOptions, export, "kvcli export", ("runs",))

@@ -1,18 +1,22 @@
-"""The flags of a command, made from its options model: names, types, help and what the shell completes."""
+"""The flags of a command, made from its options model, and their values: flags over the --config file over defaults."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection
-from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import typer
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from kvcli.builtin_models import BUILTIN_MODELS
+from kvcli.errors import ConfigError, suggestion
 from kvcli.options import Options, is_path
 from kvcli.registry import METHODS
+
+OptionsT = TypeVar("OptionsT", bound=Options)
 
 _COMPLETED: dict[str, Collection[str]] = {"method": METHODS, "model": BUILTIN_MODELS}
 """Values that the shell offers for options whose values are not in their type."""
@@ -58,62 +62,53 @@ def signature(
         settings: of a method, which are options too.
     """
     fields = {**options.model_fields, **(settings.model_fields if settings else {})}
+    panel_of = {name: panel for panel, names in _PANELS.items() for name in names}
+    panels = {x: panel_of.get(x, options.other_panel) if x in options.model_fields else _SETTINGS for x in fields}
+
+    def place(name: str) -> tuple[int, int]:
+        """Where an option stands in the help: arguments, then panels, each in its order."""
+        if name in arguments:
+            return -1, arguments.index(name)
+        names = _PANELS[panels[name]]
+        return [*_PANELS].index(panels[name]), names.index(name) if name in names else 0
+
     annotations: dict[str, Any] = {}
-    for name in sorted(fields, key=lambda name: _place(name, options, arguments)):
+    for name in sorted(fields, key=place):
         field = fields[name]
         kind, text = _plain_type(field.annotation), field.description or ""
         default = field.get_default(call_default_factory=True)
         if settings is not None and name in settings.model_fields:
             default = getattr(settings, "fit_settings", {}).get(name, default)
-        if choices := _choices(field.annotation):
+        choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
+        if choices:
             text += f" ({', '.join(map(str, choices[:-1]))} or {choices[-1]})"
         if default is not False and default not in (None, [], (), ""):
             shown = ", ".join(map(str, default)) if isinstance(default, list) else str(default)
             text += f"; default: {'true' if default is True else shown}"
-        complete = _completion(choices or tuple(_COMPLETED.get(name, ())))
-        metavar = "PATH" if is_path(field.annotation) else None
-        if name in arguments:
-            info: Any = typer.Argument(help=text, show_default=False, autocompletion=complete, metavar=metavar)
-        else:
-            flag = name.replace("_", "-")
-            info = typer.Option(
-                f"--{flag}/--no-{flag}" if kind is bool else f"--{flag}",
-                help=text,
-                show_default=False,
-                rich_help_panel=_panel(name, options),
-                autocompletion=complete,
-                metavar=metavar,
-            )
+        shared: dict[str, Any] = {
+            "help": text,
+            "show_default": False,
+            "autocompletion": _completion(choices or tuple(_COMPLETED.get(name, ()))),
+            "metavar": "PATH" if is_path(field.annotation) else None,
+        }
+        flag = name.replace("_", "-")
+        words = f"--{flag}/--no-{flag}" if kind is bool else f"--{flag}"
+        panel = panels[name]
+        info = typer.Argument(**shared) if name in arguments else typer.Option(words, rich_help_panel=panel, **shared)
         annotations[name] = Annotated[kind | None, info]
     for former, now in options.former_names.items():
         kind = _plain_type(options.model_fields[now].annotation)
         annotations[former] = Annotated[kind | None, typer.Option(f"--{former.replace('_', '-')}", hidden=True)]
     for name, (kind, info) in SHARED_FLAGS.items():
         annotations[name] = Annotated[kind, info]
+    switches = [name for name, (kind, _) in SHARED_FLAGS.items() if kind is bool]
     parameters = [
         inspect.Parameter(
-            name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=False if name in SHARED_FLAGS and SHARED_FLAGS[name][0] is bool else None,
-            annotation=annotation,
+            name, inspect.Parameter.KEYWORD_ONLY, default=False if name in switches else None, annotation=annotation
         )
         for name, annotation in annotations.items()
     ]
     return inspect.Signature(parameters), annotations
-
-
-def _panel(name: str, options: type[Options]) -> str:
-    if name not in options.model_fields:
-        return _SETTINGS
-    return next((panel for panel, names in _PANELS.items() if name in names), options.other_panel)
-
-
-def _place(name: str, options: type[Options], arguments: tuple[str, ...]) -> tuple[int, int]:
-    """Where an option stands in the help: arguments, then panels, each in its order."""
-    if name in arguments:
-        return -1, arguments.index(name)
-    panel = _panel(name, options)
-    return [*_PANELS].index(panel), _PANELS[panel].index(name) if name in _PANELS[panel] else 0
 
 
 def _completion(values: tuple[Any, ...]) -> Callable[[], list[str]] | None:
@@ -121,23 +116,92 @@ def _completion(values: tuple[Any, ...]) -> Callable[[], list[str]] | None:
     return (lambda: [str(value) for value in values]) if values else None
 
 
-def _choices(annotation: Any) -> tuple[Any, ...]:
-    """The values of a Literal."""
-    return get_args(annotation) if get_origin(annotation) is Literal else ()
-
-
 def _plain_type(annotation: Any) -> Any:
     """What typer parses for an annotation: a literal's base type, an optional's inner type; pydantic checks more."""
+    origin, inner = get_origin(annotation), get_args(annotation)
     if is_path(annotation):
-        return list[str] if get_origin(annotation) is list else str
-    if choices := _choices(annotation):
-        return type(choices[0])
-    if get_origin(annotation) is Annotated:
-        return _plain_type(get_args(annotation)[0])
-    if get_origin(annotation) is list:
-        return list[_plain_type(get_args(annotation)[0])]  # type: ignore[misc]
-    if get_origin(annotation) is tuple:
-        return list[get_args(annotation)[0]]  # type: ignore[misc]
-    if get_origin(annotation) in (Union, UnionType):
-        return _plain_type(next(kind for kind in get_args(annotation) if kind is not type(None)))
+        return list[str] if origin is list else str
+    if origin is Literal:
+        return type(inner[0])
+    if origin is Annotated:
+        return _plain_type(inner[0])
+    if origin in (list, tuple):
+        return list[_plain_type(inner[0])]  # type: ignore[misc]
+    if origin in (Union, UnionType):
+        return _plain_type(next(kind for kind in inner if kind is not NoneType))
     return annotation
+
+
+def resolve(
+    options: type[OptionsT],
+    flags: dict[str, Any],
+    path: str | None,
+    arguments: Collection[str] = (),
+    settings: type[BaseModel] | None = None,
+) -> OptionsT:
+    """Flags over file over defaults.
+
+    Args:
+        options: the options of the command.
+        flags: by name; None for those that are absent.
+        path: YAML file with options.
+        arguments: options that are positional, which errors name without dashes.
+        settings: of a method, which are options too and become entries of `setting`.
+
+    Raises:
+        ConfigError: a file that cannot be read, unknown keys (with a suggestion), or values that do not fit.
+    """
+    if path == "":
+        raise ConfigError("--config: an empty text")
+    values = {} if path is None else _read_config(Path(path), options, settings)
+    values.update(_renamed({name: value for name, value in flags.items() if value is not None}, options))
+    try:
+        if settings is not None:
+            typed = {name: values.pop(name) for name in [*values] if name in settings.model_fields}
+            settings(**typed)
+            values["setting"] = [*(f"{name}={value}" for name, value in typed.items()), *values.get("setting", ())]
+        return options(**values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = str(first["loc"][0]) if first["loc"] else ""
+        what = f"{name}: " if name in arguments else f"--{name.replace('_', '-')}: " if name else ""
+        got = f" (got {first['input']!r})" if name else ""  # a check of several options gets all of them
+        raise ConfigError(f"{what}{first['msg'].removeprefix('Value error, ')}{got}") from error
+
+
+def _renamed(values: dict[str, Any], options: type[Options]) -> dict[str, Any]:
+    """Values by the names that options have now."""
+    for former, now in options.former_names.items():
+        if former in values:
+            if now in values:
+                new, old = (f"--{name.replace('_', '-')}" for name in (now, former))
+                raise ConfigError(f"{old} is the former name of {new}; give one of them")
+            values[now] = values.pop(former)
+    return values
+
+
+def _read_config(path: Path, options: type[Options], settings: type[BaseModel] | None) -> dict[str, Any]:
+    import yaml
+
+    try:
+        loaded = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path} is nested too deeply") from error
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"{path} must hold a mapping of options")
+    values = _renamed({str(key).replace("-", "_"): value for key, value in loaded.items()}, options)
+    known = [*options.model_fields, *(settings.model_fields if settings else ())]
+    for key, value in values.items():
+        if key in SHARED_FLAGS or key in ("json", "suite"):
+            raise ConfigError(f"{path}: '{key}' is given on the command line, not in a file")
+        if key not in known:
+            raise ConfigError(f"{path}: unknown option '{key}'{suggestion(key, known)}")
+        if isinstance(value, dict) and key == "setting":  # NAME=VALUE texts on the command line
+            values[key] = [f"{name}={yaml.safe_dump(inner).split(chr(10))[0]}" for name, inner in value.items()]
+    return values

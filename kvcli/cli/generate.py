@@ -6,22 +6,24 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-import typer
 from pydantic import Field, model_validator
 
-from kvcli.cli.command import command
-from kvcli.cli.next_command import model_argument
+from kvcli.cli.command import Command, model_argument
+from kvcli.cli.inputs import STORE_HELP, check_tokenizer, load_context, open_store, read_prompt
 from kvcli.cli.output import Output
-from kvcli.cli.prompt_sources import read_prompt
 from kvcli.cli.session_options import SamplingOptions, choose_method
-from kvcli.cli.store_options import STORE_HELP, open_store
-from kvcli.errors import UsageError
+from kvcli.errors import CacheError, UsageError
 from kvcli.registry import BASELINE, DEFAULT_METHOD, method_name
 from kvcli.sizes import size
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from kvcli.attention.session import Session
+    from kvcli.cache.compressed import CompressedCache
+    from kvcli.cache.context import Context
     from kvcli.generate import Generation
+    from kvcli.models import LoadedModel
 
 
 class GenerateOptions(SamplingOptions):
@@ -73,7 +75,6 @@ def run(options: GenerateOptions, output: Output) -> None:
     prompt = read_prompt(options.prompt, options.prompt_file, output)
     if not prompt and options.prompt != "":
         raise UsageError("the prompt is empty; give a text with --prompt or --prompt-file")
-    from kvcli.cli.context_input import begin, load_context
     from kvcli.generate import generate_text
 
     started = time.perf_counter()
@@ -87,9 +88,9 @@ def run(options: GenerateOptions, output: Output) -> None:
     if options.decode == "graphs" and loaded.model.device.type != "cuda":
         raise UsageError("--decode graphs needs a GPU")  # before the prompt is written
     with chosen.attach(loaded, options.impl, output) as session:
-        store = open_store(options.store, options.model, must_exist=False) if options.reuse else None
-        start = begin(loaded, session, prompt, options.chat, context, store, output)
-        limit, length = loaded.spec.max_position_embeddings, start.ids.shape[1] + options.max_new_tokens
+        ids, cache, reused_from, load_s = begin(loaded, session, prompt, context, options, output)
+        load_s += read_s
+        limit, length = loaded.spec.max_position_embeddings, ids.shape[1] + options.max_new_tokens
         if length > limit:
             output.warn(f"warning: {length} tokens are more than the {limit} that {options.model} was trained on")
         if not options.chat:
@@ -97,11 +98,11 @@ def run(options: GenerateOptions, output: Output) -> None:
         generation, _ = generate_text(
             loaded,
             session,
-            start.ids,
+            ids,
             options.sampling(),
             seed=options.seed,
             write=output.write,
-            cache=start.cache,
+            cache=cache,
             mode=None if options.decode == "auto" else options.decode,
             prefill_chunk=options.prefill_chunk,
             compile_layers=options.compile,
@@ -110,10 +111,10 @@ def run(options: GenerateOptions, output: Output) -> None:
     output.write("\n")
     if generation.note is not None:
         output.warn(f"warning: {generation.note}")
-    if start.source is not None:
+    if reused_from is not None:
         output.say(
-            f"{generation.reused_tokens} of {generation.prompt_tokens} tokens reused from {start.source}, loaded in "
-            f"{read_s + start.load_s:.2f} s; first token after {generation.ttft_s:.2f} s"
+            f"{generation.reused_tokens} of {generation.prompt_tokens} tokens reused from {reused_from}, loaded in "
+            f"{load_s:.2f} s; first token after {generation.ttft_s:.2f} s"
         )
     elif options.reuse:
         output.say(f"no tokens reused; first token after {generation.ttft_s:.2f} s")
@@ -123,29 +124,79 @@ def run(options: GenerateOptions, output: Output) -> None:
     if options.context is None:
         measured = ["--artifact", options.artifact] if options.artifact else ["--method", method]
         following = ["kvcli", "eval", *model_argument(options.model), *(measured if method != BASELINE else ())]
-    output.result(
-        {
-            "model": options.model,
-            "method": method,
-            "prompt": prompt,
-            "reused_from": start.source,
-            "load_s": read_s + start.load_s,
-            "compression_starts_at": starts_at,
-            **generation.to_dict(),
-        },
-        following=following,
-    )
+    record = {
+        "model": options.model,
+        "method": method,
+        "prompt": prompt,
+        "reused_from": reused_from,
+        "load_s": load_s,
+        "compression_starts_at": starts_at,
+        **generation.to_dict(),
+    }
+    output.result(record, following=following)
+
+
+def begin(
+    loaded: LoadedModel,
+    session: Session,
+    prompt: str,
+    context: Context | None,
+    options: GenerateOptions,
+    output: Output,
+) -> tuple[Tensor, CompressedCache | None, str | None, float]:
+    """A prompt, after a context or, with --reuse, with what a store has of it.
+
+    Returns:
+        Token ids of all of the prompt, int64 [1, time]; a cache with the first of them, the name of the context that
+        it was loaded from and the seconds this took, or None, None and 0.
+
+    Raises:
+        UsageError: an empty prompt, or with --chat a context of a text.
+        CacheError: a context of another model, method, artifact, setting or tokenizer, or a chat template that renders
+            its conversation differently now.
+        ContextError: a damaged file of a context of the store.
+        ModelError: token ids that the model has no embedding for.
+    """
+    import torch
+
+    from kvcli.contexts import identity_of
+    from kvcli.prompts import Rendered, common_length, ids_of_text, prompt_ids
+
+    if context is None:
+        ids = prompt_ids(loaded, prompt, options.chat, output.say)
+        if not options.reuse:
+            return ids, None, None, 0.0
+        store = open_store(options.store, options.model, must_exist=False)
+        identity = identity_of(session, loaded.tokenizer)
+        started = time.perf_counter()
+        stored = store.fetch(ids[:, :-1], identity, loaded.model.device, output.warn)
+        if stored is None:
+            output.say(f"no context of this model, method and settings in {store.folder} begins like the prompt")
+            return ids, None, None, 0.0
+        cache = session.load_cache(stored[1])
+        return ids, cache, stored[1].name, time.perf_counter() - started
+    started = time.perf_counter()
+    cache = session.load_cache(context)
+    check_tokenizer(loaded, context)
+    held = torch.as_tensor(context.input_ids).clone()
+    if not options.chat:
+        ids = torch.cat((held.to(loaded.model.device), ids_of_text(loaded, prompt)), dim=1)
+    else:
+        conversation = Rendered.from_notes(context.notes, held, context.name)
+        ids = conversation.followed_by(loaded, {"role": "user", "content": prompt}).ids
+        if common_length(held, ids) < held.shape[1] or held.shape[1] == ids.shape[1]:
+            raise CacheError(
+                f"the chat template renders {context.name} differently when a message follows; use kvcli chat"
+            )
+    return ids, cache, context.name, time.perf_counter() - started
 
 
 def compression_starts(session: Session) -> int | None:
     """Tokens of a prompt from which on the first of them is a code; None for a method that compresses nothing."""
     if session.method.name == BASELINE:
         return None
-    starts = []
-    for schedule in session.method.schedules(session.config):
-        least = max(schedule.block, schedule.multiple_of, 1)
-        starts.append(session.config.sink_length + schedule.keep + least)
-    return min(starts)
+    schedules = session.method.schedules(session.config)
+    return session.config.sink_length + min(x.keep + max(x.block, x.multiple_of, 1) for x in schedules)
 
 
 def describe(generation: Generation, starts_at: int | None) -> str:
@@ -183,8 +234,11 @@ def describe(generation: Generation, starts_at: int | None) -> str:
     )
 
 
-def register(app: typer.Typer) -> None:
-    """Adds the command."""
-    example = f'kvcli generate --method {DEFAULT_METHOD} --prompt "Photosynthesis is" --stats'
-    memory = "shorten the prompt, lower --max-new-tokens, or choose a --method with fewer bits"
-    command(app, "generate", GenerateOptions, example, ("model",), saves_memory=memory)(run)
+COMMAND = Command(
+    "generate",
+    GenerateOptions,
+    run,
+    f'kvcli generate --method {DEFAULT_METHOD} --prompt "Photosynthesis is" --stats',
+    ("model",),
+    saves_memory="shorten the prompt, lower --max-new-tokens, or choose a --method with fewer bits",
+)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
-import typer
 from pydantic import Field
 
 from kvcli.bench.suite import MAX_LENGTH
-from kvcli.cli.command import command
-from kvcli.cli.next_command import try_method
+from kvcli.cli.command import Command, try_method
 from kvcli.cli.output import Output
 from kvcli.errors import UsageError
 from kvcli.options import Options
@@ -58,16 +56,8 @@ def print_methods(output: Output) -> None:
     for name in METHODS:
         method = get_method(name)
         calibration = "needs an artifact" if method.needs_artifact else "optional" if method.fit else "none"
-        records.append(
-            {
-                "name": name,
-                "bits": method.bits,
-                "paper": method.paper,
-                "arxiv": method.arxiv,
-                "calibration": calibration,
-                "summary": method.summary,
-            }
-        )
+        record = {"name": name, "bits": method.bits, "paper": method.paper, "arxiv": method.arxiv}
+        records.append({**record, "calibration": calibration, "summary": method.summary})
     columns = ("name", "bits", "paper", "calibration", "summary")
     cells = [[record[column] for column in columns] for record in records]
     shown = DataTable("methods", columns, cells, text_columns=len(columns), prose=columns[2:])
@@ -75,33 +65,21 @@ def print_methods(output: Output) -> None:
 
 
 def print_settings(name: str, output: Output) -> None:
-    """Prints the settings of a method: name, default, range and meaning.
-
-    Args:
-        name: the method, with or without bits; with bits, the defaults are those of these bits.
-        output: where the table goes.
+    """Prints name, default, range and meaning of each setting of a method; its bits, if it has any, are defaults.
 
     Raises:
         UsageError: no such method, or not with these bits.
     """
     method, from_bits = parse_name(name)
-    records: list[dict[str, Any]] = [
-        {
-            "name": setting,
-            "default": from_bits.get(setting, field.get_default()),
-            "range": value_range(field),
-            "meaning": field.description or "",
-        }
-        for setting, field in get_config(method).model_fields.items()
-    ]
-    columns = ("name", "default", "range", "meaning")
+    records: list[dict[str, Any]] = []
     cells = []
-    for record in records:
-        default, values = record["default"], record["range"]
+    for setting, field in get_config(method).model_fields.items():
+        default, values = from_bits.get(setting, field.get_default()), value_range(field)
+        records.append({"name": setting, "default": default, "range": values, "meaning": field.description or ""})
         shown = str(default).lower() if isinstance(default, bool) else str(default)
-        cells.append([record["name"], shown, values.removeprefix("from ") if " to " in values else values])
-        cells[-1].append(record["meaning"])
-    title = f"settings of {name}, for --setting NAME=VALUE"
+        values = values.removeprefix("from ") if " to " in values else values
+        cells.append([setting, shown, values, field.description or ""])
+    title, columns = f"settings of {name}, for --setting NAME=VALUE", ("name", "default", "range", "meaning")
     table = DataTable(title, columns, cells, text_columns=len(columns), prose=("range", "meaning"))
     output.result({"method": method_name(name, {}), "settings": records}, table, try_method(name, "generate"))
 
@@ -118,12 +96,7 @@ def value_range(field: FieldInfo) -> str:
 
 
 def print_bits(shape: str, contexts: list[int], output: Output) -> None:
-    """Prints nominal bits, bits of the codes, and bits of a whole cache at some context lengths.
-
-    Args:
-        shape: name of a model's shape.
-        contexts: tokens in the cache.
-        output: where the table goes.
+    """Prints nominal bits, bits of the codes, and bits of a whole cache at some numbers of tokens.
 
     Raises:
         UsageError: no such shape.
@@ -136,21 +109,18 @@ def print_bits(shape: str, contexts: list[int], output: Output) -> None:
     spec = shape_spec(shape)
     rows = [row for name in METHODS for row in (get_method(name).paper_settings or {name: {}}).items()]
     records = [stored_bits(name, dict(settings), spec, contexts) for name, settings in rows]
-    columns = ("method", "nominal K/V", "codes K", "codes V", *(f"all at {context}" for context in contexts))
     cells = [
-        [
-            record["method"],
-            "/".join(f"{bits:.2f}" for bits in record["nominal"]),
-            f"{record['key_bits']:.3f}",
-            f"{record['value_bits']:.3f}",
-            *(f"{bits:.3f}" for bits in record["effective"]),
-        ]
+        {
+            "method": record["method"],
+            "nominal K/V": "/".join(f"{bits:.2f}" for bits in record["nominal"]),
+            "codes K": f"{record['key_bits']:.3f}",
+            "codes V": f"{record['value_bits']:.3f}",
+            **{f"all at {x}": f"{bits:.3f}" for x, bits in zip(contexts, record["effective"], strict=True)},
+        }
         for record in records
     ]
-    shown = DataTable(f"bits per value, {shape}, 16-bit model", columns, cells)
+    shown = DataTable.of(f"bits per value, {shape}, 16-bit model", cells)
     output.result({"shape": shape, "rows": records}, shown, ["kvcli", "methods", DEFAULT_METHOD])
 
 
-def register(app: typer.Typer) -> None:
-    """Adds the command."""
-    command(app, "methods", MethodsOptions, f"kvcli methods {DEFAULT_METHOD}", ("name",))(run)
+COMMAND = Command("methods", MethodsOptions, run, f"kvcli methods {DEFAULT_METHOD}", ("name",))

@@ -1,21 +1,37 @@
-"""What the user sees: data on standard output, messages on standard error, one line per error."""
+"""What the user sees: data on standard output, messages and progress on standard error, one line per error."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from io import StringIO
 from typing import Any
 
 from rich.console import Console, RenderableType
+from rich.filesize import decimal
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.text import Text
 
-from kvcli.cli.bars import show_progress
 from kvcli.errors import OutputError
 from kvcli.progress import Advance
 from kvcli.ranks import ALONE, Ranks
 from kvcli.storage.atomic import to_json
 from kvcli.tables import DataTable
+
+_PLAIN_SECONDS = 10.0
+"""Between two lines of progress, where there is no terminal."""
 
 
 class Output:
@@ -52,16 +68,14 @@ class Output:
 
     def warn(self, line: str) -> None:
         """Prints a warning."""
-        if self.ranks.rank:
-            return
-        self.console.print(line, markup=False, soft_wrap=True)
+        if not self.ranks.rank:
+            self.console.print(line, markup=False, soft_wrap=True)
 
     def error(self, line: str) -> None:
         """Writes to stderr directly: rich's console may hold its lock when Ctrl-C arrives."""
-        stream = sys.stderr
-        if stream is not None:
-            stream.write(f"{f'rank {self.ranks.rank}: ' if self.ranks.rank else ''}error: {line}\n")
-            stream.flush()
+        if sys.stderr is not None:
+            sys.stderr.write(f"{f'rank {self.ranks.rank}: ' if self.ranks.rank else ''}error: {line}\n")
+            sys.stderr.flush()
 
     def detail(self, line: str) -> None:
         """Prints a message if --verbose was given."""
@@ -94,7 +108,7 @@ class Output:
 
         Args:
             record: what is printed with --json.
-            human: what is printed without it.
+            human: what is printed without it; a table is no wider than the terminal, and never cut in a pipe.
             following: words of the command line to type next, which is said when the command has ended.
 
         Raises:
@@ -108,23 +122,76 @@ class Output:
         elif isinstance(human, str):
             write_stdout(human + "\n")
         elif human is not None:
-            self._print(human)
+            screen = Console(highlight=False)
+            natural = human.width if isinstance(human, DataTable) else 0
+            width = screen.width if screen.is_terminal else max(200, natural)
+            text = StringIO()
+            console = Console(file=text, highlight=False, width=width, force_terminal=screen.is_terminal)
+            console.print(human.fitted(width) if isinstance(human, DataTable) else human)
+            write_stdout(text.getvalue())
 
-    def _print(self, human: DataTable | RenderableType) -> None:
-        """Prints a table, no wider than the terminal; a pipe has no width of its own, and cells are never cut there."""
-        screen = Console(highlight=False)
-        natural = human.width if isinstance(human, DataTable) else 0
-        width = screen.width if screen.is_terminal else max(200, natural)
-        text = StringIO()
-        console = Console(file=text, highlight=False, width=width, force_terminal=screen.is_terminal)
-        console.print(human.fitted(width) if isinstance(human, DataTable) else human)
-        write_stdout(text.getvalue())
-
-    def progress(self, label: str, total: int, unit: str) -> AbstractContextManager[Advance]:
+    @contextmanager
+    def progress(self, label: str, total: int, unit: str) -> Iterator[Advance]:
         """A bar with rate and time left on a terminal, a plain line every ten seconds elsewhere."""
         if self.quiet:
-            return nullcontext(lambda count: None)
-        return show_progress(self.console, self.say, label, total, unit)
+            yield lambda count: None
+        elif self.console.is_terminal:
+            columns = (
+                SpinnerColumn(),
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=None),
+                DownloadColumn() if unit == "B" else MofNCompleteColumn(),
+                _Average(unit),
+                TimeElapsedColumn(),
+                TextColumn("eta"),
+                _Average(None),
+            )
+            with Progress(*columns, console=self.console, expand=True) as bar:
+                task = bar.add_task(label, total=total)
+                yield lambda count: bar.advance(task, count)
+        else:
+            started = said = time.monotonic()
+            done = 0
+
+            def advance(count: int) -> None:
+                nonlocal done, said
+                done += count
+                now = time.monotonic()
+                if now - said < _PLAIN_SECONDS and done < total:
+                    return
+                said = now
+                rate = done / max(now - started, 1e-9)
+                left = (total - done) / rate if rate else 0.0
+                shown = f"{decimal(int(done))} of {decimal(total)}" if unit == "B" else f"{done:.0f}/{total} {unit}"
+                self.say(f"{label}: {shown}, {_rate(rate, unit)}, eta {duration(left)}")
+
+            yield advance
+
+
+class _Average(ProgressColumn):
+    """Units per second, or without a unit the time left, averaged over the whole task: known after one step."""
+
+    def __init__(self, unit: str | None) -> None:
+        super().__init__()
+        self.unit = unit
+
+    def render(self, task: Task) -> Text:
+        done, seconds = task.completed, task.elapsed or 0
+        if self.unit is not None:
+            return Text(_rate(done / seconds if seconds else 0.0, self.unit))
+        left = duration(((task.total or 0) - done) * seconds / done) if done else "-:--"
+        return Text(left, style="progress.remaining")
+
+
+def _rate(rate: float, unit: str) -> str:
+    if unit == "B":
+        return f"{decimal(int(rate))}/s"
+    return f"{rate:,.0f} {unit}/s" if rate >= 10 else f"{rate:.2f} {unit}/s"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as m:ss."""
+    return f"{round(seconds) // 60}:{round(seconds) % 60:02d}"
 
 
 def write_stdout(text: str) -> None:

@@ -6,26 +6,21 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-import typer
 from pydantic import Field
 
 from kvcli.builtin_models import BUILTIN_MODELS
-from kvcli.cli.command import command
-from kvcli.cli.next_command import model_argument
+from kvcli.cli.command import Command, model_argument
 from kvcli.cli.output import Output
 from kvcli.errors import ArtifactError, UsageError
 from kvcli.options import AUTO_DEVICE, IMPL_HELP, ModelOptions, parse_settings
 from kvcli.paths import newest_artifact
-from kvcli.registry import BASELINE, DEFAULT_METHOD
+from kvcli.registry import BASELINE, DEFAULT_METHOD, METHODS, get_method, parse_method
 from kvcli.sizes import parse_size, size
 from kvcli.suite import check_methods
 from kvcli.tables import DataTable
 
 if TYPE_CHECKING:
     from kvcli.plan.memory import MethodPlan, PlannedModel
-
-_COLUMNS = ("method", "bits", "cache", "of fp16", "on disk", "artifact", "peak", "longest", "batch", "pays from")
-_OPTIONAL = ("on disk", "bits", "artifact")
 
 
 class PlanOptions(ModelOptions):
@@ -60,7 +55,6 @@ def run(options: PlanOptions, output: Output) -> None:
     from kvcli.calibrate.config import CollectConfig
     from kvcli.machine import resident_bytes
     from kvcli.plan.memory import calibration
-    from kvcli.registry import METHODS, get_method
 
     memory = parse_size(options.memory)
     planned = planned_model(options)
@@ -72,12 +66,8 @@ def run(options: PlanOptions, output: Output) -> None:
     program = resident_bytes() if planned.device.type == "cpu" else 0
     plans = [method_plan(planned, name, settings, fused=fused, program_bytes=program) for name in names]
     seq_len = min(options.seq_len, options.tokens, planned.spec.max_position_embeddings)
-    recording = CollectConfig.for_tokens(
-        torch.empty(max(1, options.tokens // seq_len), seq_len, device="meta"),
-        query_tokens=options.query_tokens,
-        fisher_tokens=options.fisher_tokens,
-        batch_size=options.batch_size,
-    )
+    budgets = options.model_dump(include={"query_tokens", "fisher_tokens", "batch_size"})
+    sequences = torch.empty(max(1, options.tokens // seq_len), seq_len, device="meta")
     record = {
         "model": planned.name,
         "device": planned.device.type,
@@ -91,7 +81,7 @@ def run(options: PlanOptions, output: Output) -> None:
         "prompt_tokens": options.prompt_tokens,
         "new_tokens": options.max_new_tokens,
         "batch": options.batch,
-        "calibrate": calibration(planned, recording, program),
+        "calibrate": calibration(planned, CollectConfig.for_tokens(sequences, **budgets), program),
         "methods": [method_row(plan, plans, options, memory) for plan in plans],
     }
     for line in lines(record, len(planned.windows)):
@@ -112,8 +102,8 @@ def planned_model(options: ModelOptions) -> PlannedModel:
 
     from kvcli.plan.memory import PlannedModel, model_config
 
-    asked = None if options.device == AUTO_DEVICE else options.device
-    name = asked or ("cuda" if torch.cuda.is_available() else "cpu")
+    name = None if options.device == AUTO_DEVICE else options.device
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -129,7 +119,7 @@ def planned_model(options: ModelOptions) -> PlannedModel:
 def method_plan(
     planned: PlannedModel, name: str, settings: Mapping[str, Any], *, fused: bool, program_bytes: int
 ) -> MethodPlan:
-    """What a method needs on a model; settings that are not given are those of its newest artifact, if there is one.
+    """What a method needs on a model; settings that are not named are those of its newest artifact, if there is one.
 
     Raises:
         UsageError: no such method, or settings that do not fit the model's shapes.
@@ -138,11 +128,9 @@ def method_plan(
     from kvcli.artifact.metadata import METADATA, Metadata
     from kvcli.attention.attach import make_config
     from kvcli.plan.memory import MethodPlan
-    from kvcli.registry import parse_method
 
-    method, from_bits = parse_method(name)
+    method, stored = parse_method(name)
     settings = {key: value for key, value in settings.items() if key in method.config_cls.model_fields}
-    stored = from_bits
     if method.needs_artifact:
         with suppress(ArtifactError):
             stored = Metadata.read(newest_artifact(planned.name, name) / METADATA).config
@@ -180,12 +168,7 @@ def method_row(plan: MethodPlan, plans: list[MethodPlan], options: PlanOptions, 
 
 
 def lines(record: Mapping[str, Any], windows: int) -> list[str]:
-    """Model and calibration, a line each.
-
-    Args:
-        record: the result.
-        windows: layers with a sliding window.
-    """
+    """Model and calibration, a line each; `windows` of the model's layers have a sliding window."""
     stage = record["calibrate"]
     beside = "" if record["program_bytes"] is None else f", program {size(record['program_bytes'])}"
     texts = [
@@ -212,43 +195,37 @@ def lines(record: Mapping[str, Any], windows: int) -> list[str]:
 
 def table(record: Mapping[str, Any]) -> DataTable:
     """A row per method."""
-    rows = record["methods"]
-    shown = list(_COLUMNS if record["memory_bytes"] else [x for x in _COLUMNS if x not in ("longest", "batch")])
-    cells = []
+    rows, cells = record["methods"], []
     for row in rows:
-        memory, fits = row["memory"], row["fits"] or {}
-        cell = {
-            "method": row["method"],
-            "bits": f"{memory['effective_bits']:.2f}",
-            "cache": size(memory["allocated_bytes"]),
-            "of fp16": f"1/{memory['ratio']:.1f}",
-            "on disk": "-" if row["context_bytes"] is None else size(row["context_bytes"]),
-            "artifact": size(row["artifact_bytes"]) if row["artifact_bytes"] else "-",
-            "peak": size(row["peak_bytes"]),
-            "longest": count(fits.get("context")),
-            "batch": count(fits.get("batch")),
-            "pays from": " / ".join(count(pays["context"]) for pays in row["break_even"]) or "-",
-        }
-        cells.append([cell[column] for column in shown])
+        memory, fits = row["memory"], row["fits"]
+        cells.append(
+            {
+                "method": row["method"],
+                "bits": f"{memory['effective_bits']:.2f}",
+                "cache": size(memory["allocated_bytes"]),
+                "of fp16": f"1/{memory['ratio']:.1f}",
+                "on disk": "-" if row["context_bytes"] is None else size(row["context_bytes"]),
+                "artifact": size(row["artifact_bytes"]) if row["artifact_bytes"] else "-",
+                "peak": size(row["peak_bytes"]),
+                **({"longest": _few(fits["context"]), "batch": _few(fits["batch"])} if fits else {}),
+                "pays from": " / ".join(_few(pays["context"]) for pays in row["break_even"]) or "-",
+            }
+        )
     against: list[Mapping[str, Any]] = next((row["break_even"] for row in rows if row["break_even"]), [])
     title = f"{record['batch']} x {record['prompt_tokens']} + {record['new_tokens']} tokens"
     if record["memory_bytes"]:
         title += f"; longest, batch: what fits into {size(record['memory_bytes'])}"
     if against:
         title += f"; pays from: tokens, against {' / '.join(pays['against'] for pays in against)}"
-    return DataTable(title, shown, cells, optional=[x for x in _OPTIONAL if x in shown])
+    return DataTable.of(title, cells, ("on disk", "bits", "artifact"))
 
 
-def count(number: int | None) -> str:
+def _few(number: int | None) -> str:
     """A number of tokens or sequences in few characters."""
-    if number is None:
-        return "-"
-    if number < 10_000:
-        return str(number)
+    if number is None or number < 10_000:
+        return "-" if number is None else str(number)
     return f"{number / 1000:.0f}K" if number < 1_000_000 else f"{number / 1e6:.1f}M"
 
 
-def register(app: typer.Typer) -> None:
-    """Adds the command."""
-    example = "kvcli plan llama-3.1-8b --device cuda --memory 24GiB --prompt-tokens 32768"
-    command(app, "plan", PlanOptions, example, ("model",))(run)
+EXAMPLE = "kvcli plan llama-3.1-8b --device cuda --memory 24GiB --prompt-tokens 32768"
+COMMAND = Command("plan", PlanOptions, run, EXAMPLE, ("model",))

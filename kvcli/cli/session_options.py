@@ -78,7 +78,7 @@ class SessionOptions(ModelOptions):
         """Checks what can be known of model, method, settings, artifact and context before torch is imported.
 
         Args:
-            context: what is gone on from, a file or a name in the store; it names a model and a method.
+            context: what is gone on from, a file or a name in the store, which names a model and a method.
             store: folder of the store; default: the model's.
 
         Raises:
@@ -187,12 +187,13 @@ class ChosenMethod:
 def choose_method(
     options: SessionOptions, output: Output, context: Context | None = None, default: str = BASELINE
 ) -> ChosenMethod:
-    """The method: the one given, the artifact's, the context's or the default, in this order.
+    """The method: the one asked for, the artifact's, the context's or the default, in this order.
 
     Args:
         options: of the command.
-        output: says which artifact is used, if none was given.
-        context: what is gone on from; what was not given is as it was made with.
+        output: says which artifact is used, if none was named.
+        context: what is gone on from: its method, layers and settings hold where the options name no others. Settings
+            that differ are told when it is loaded.
         default: name of the method where nothing says which.
 
     Raises:
@@ -202,30 +203,24 @@ def choose_method(
     """
     from kvcli.artifact import Artifact
 
-    given = options.settings()
-    if context is not None and options.method is None:
-        return _of_context(options, output, context, given)
-    name, folder = options.find_method(default)
-    if folder is None:
-        return ChosenMethod(name or default, None, given)
-    if options.artifact is None:
-        output.say(f"using {folder}")
-    artifact = Artifact.load(folder)
-    return ChosenMethod(name or artifact.method, artifact, given, folder=folder)
-
-
-def _of_context(options: SessionOptions, output: Output, context: Context, given: dict[str, Any]) -> ChosenMethod:
-    """The method that a context was made with; settings that were given are compared when it is loaded."""
-    from kvcli.artifact import Artifact
-
-    identity, artifact, folder, known = context.identity, None, options.artifact, dict(context.identity.config)
-    if "fitted" in identity.codecs:
-        noted = context.notes.get("artifact")
-        if folder is None and isinstance(noted, str) and (Path(noted) / "kvcli.json").is_file():
-            folder = Path(noted)
-        fitted = {name: x for name, x in known.items() if name not in CacheConfig.model_fields}
-        folder = folder or newest_artifact(options.model, identity.method, fitted)
-        output.say(f"using {folder}")
+    settings = options.settings()
+    if context is None or options.method is not None:
+        name, folder = options.find_method(default)
+        if folder is None:
+            return ChosenMethod(name or default, None, settings)
+        if options.artifact is None:
+            output.say(f"using {folder}")
         artifact = Artifact.load(folder)
-        known = {name: x for name, x in known.items() if name in CacheConfig.model_fields}
-    return ChosenMethod(identity.method, artifact, {**known, **given}, list(identity.layers), folder)
+        return ChosenMethod(name or artifact.method, artifact, settings, folder=folder)
+    identity, stored, folder = context.identity, dict(context.identity.config), options.artifact
+    if "fitted" not in identity.codecs:
+        return ChosenMethod(identity.method, None, {**stored, **settings}, list(identity.layers), folder)
+    noted = context.notes.get("artifact")
+    if folder is None and isinstance(noted, str) and (Path(noted) / "kvcli.json").is_file():
+        folder = Path(noted)
+    if folder is None:
+        fitted = {name: x for name, x in stored.items() if name not in CacheConfig.model_fields}
+        folder = newest_artifact(options.model, identity.method, fitted)
+    output.say(f"using {folder}")
+    settings = {name: x for name, x in stored.items() if name in CacheConfig.model_fields} | settings
+    return ChosenMethod(identity.method, Artifact.load(folder), settings, list(identity.layers), folder)

@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
 from importlib.machinery import ExtensionFileLoader, ModuleSpec, PathFinder, SourceFileLoader
 from types import FrameType, ModuleType
 from typing import Any
@@ -20,13 +19,13 @@ class _State:
     """What has arrived.
 
     Attributes:
-        stopped_by: the signal that was raised as an exception.
+        raised: the signal that was raised as an exception.
         waiting: a signal that is raised when the import has ended.
         imports: modules that are being executed, one in the other.
         reported: whether the user was told.
     """
 
-    stopped_by: int | None = None
+    raised: int | None = None
     waiting: int | None = None
     imports = 0
     reported = False
@@ -48,39 +47,34 @@ def release_signals() -> None:
 
 
 def stop_reason() -> KeyboardInterrupt | None:
-    """The exception of the signal that arrived, for the one who reports it."""
-    _State.reported = _State.stopped_by is not None
-    return _exception()
-
-
-def unreported_stop() -> KeyboardInterrupt | None:
-    """The exception of a signal that arrived and was not reported."""
-    return None if _State.reported else _exception()
-
-
-def _exception() -> KeyboardInterrupt | None:
-    if _State.stopped_by is None:
+    """The exception of the signal that arrived, for the first who asks, who reports it."""
+    if _State.raised is None or _State.reported:
         return None
-    return KeyboardInterrupt() if _State.stopped_by == signal.SIGINT else Terminated()
+    _State.reported = True
+    return _exception(_State.raised)
+
+
+def _exception(number: int) -> KeyboardInterrupt:
+    return KeyboardInterrupt() if number == signal.SIGINT else Terminated()
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
-    if _State.stopped_by is not None or _State.waiting is not None:
+    if _State.raised is not None or _State.waiting is not None:
         os._exit(130 if number == signal.SIGINT else Terminated.exit_code)
     if _State.imports:
         _State.waiting = number
         return
-    _State.stopped_by = number
-    raise _exception() or KeyboardInterrupt
+    _State.raised = number
+    raise _exception(number)
 
 
 def _send_again(dropped: sys.UnraisableHookArgs) -> None:
     """Sends a signal again whose exception Python cannot raise, as in destructors and callbacks of C code."""
-    number = _State.stopped_by
+    number = _State.raised
     if number is None or not isinstance(dropped.exc_value, KeyboardInterrupt):
         sys.__unraisablehook__(dropped)
         return
-    _State.stopped_by = None
+    _State.raised = None
     timer = threading.Timer(0.05, os.kill, (os.getpid(), number))
     timer.daemon = True
     timer.start()
@@ -93,20 +87,19 @@ class _Imports:
     def find_spec(name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
         """Finds modules as Python does, except that signals wait while they are executed."""
         spec = None if name.startswith("kvcli") else PathFinder.find_spec(name, path, target)
-        if spec is not None and isinstance(spec.loader, (SourceFileLoader, ExtensionFileLoader)):
-            spec.loader.exec_module = _uninterrupted(spec.loader.exec_module)  # type: ignore[assignment,method-assign]
+        if spec is None or not isinstance(spec.loader, (SourceFileLoader, ExtensionFileLoader)):
+            return spec
+        execute = spec.loader.exec_module
+
+        def execute_first(module: ModuleType) -> None:
+            _State.imports += 1
+            try:
+                execute(module)
+            finally:
+                _State.imports -= 1
+                if _State.waiting is not None and not _State.imports:
+                    number, _State.waiting = _State.waiting, None
+                    signal.raise_signal(number)  # in the main thread, whichever this is
+
+        spec.loader.exec_module = execute_first  # type: ignore[method-assign]
         return spec
-
-
-def _uninterrupted(execute: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
-    def execute_first(module: ModuleType) -> None:
-        _State.imports += 1
-        try:
-            execute(module)
-        finally:
-            _State.imports -= 1
-            if _State.waiting is not None and not _State.imports:
-                number, _State.waiting = _State.waiting, None
-                signal.raise_signal(number)  # in the main thread, whichever this is
-
-    return execute_first

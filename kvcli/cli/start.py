@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from kvcli.cli.signals import catch_signals, release_signals, stop_reason, unreported_stop
+from kvcli.cli.signals import catch_signals, release_signals, stop_reason
 from kvcli.errors import OutputError, Terminated
 
 _LONG = ("calibrate", "demo", "fit", "train")
@@ -22,7 +22,7 @@ def main() -> None:
 
         code = run()
         sys.stdout.flush()
-        if stopped := unreported_stop():  # typer turned it into an exit code
+        if stopped := stop_reason():  # typer turned it into an exit code
             raise stopped
     except BaseException as error:
         code = _last_resort(error)
@@ -50,9 +50,8 @@ def _open_streams() -> None:
 def _prepare_long(arguments: list[str]) -> None:
     """Sets PyTorch up for commands that compute for minutes: large pages, and threads that sleep soon.
 
-    The system zeroes each page of a large tensor anew, and by default pages have 4 KiB. By default, too, threads that
-    wait for the next operation spin for milliseconds. Where two cores are threads of one, that slows what they wait
-    for. Decoding has more to lose from waking them than to gain.
+    The system zeroes each page of a large tensor anew. Threads that spin while they wait slow what they wait for where
+    two cores are threads of one; decoding has more to lose from waking them than to gain.
     """
     if not arguments or not arguments[0].startswith(_LONG):
         return

@@ -11,12 +11,11 @@ import typer
 from typer.core import TyperGroup
 
 from kvcli.builtin_models import BUILTIN_MODELS
-from kvcli.cli.command import command
-from kvcli.cli.next_command import last_method, model_argument, try_method
+from kvcli.cli.command import Command, model_argument, try_method
 from kvcli.cli.output import Output
 from kvcli.errors import suggestion
 from kvcli.options import Options
-from kvcli.registry import BENCH_SUITES, EVAL_SUITES, get_suite
+from kvcli.registry import BASELINE, BENCH_SUITES, DEFAULT_METHOD, EVAL_SUITES, METHODS, get_suite
 from kvcli.storage.atomic import append_record
 from kvcli.suite import Records, Suite
 
@@ -25,14 +24,7 @@ Following = Callable[[Records, Any], Sequence[Any]]
 
 
 def run_suite(suite: Suite, following: Following, options: Options, output: Output) -> None:
-    """Measures a suite: a record is written as soon as it is measured, a table is shown at the end.
-
-    Args:
-        suite: what is measured.
-        following: makes the words of the next command line.
-        options: the suite's own.
-        output: of the command.
-    """
+    """Measures a suite: a record is written as soon as it is measured, a table is shown at the end."""
     run = suite.open(options)
     if run.out is not None:
         run.out.parent.mkdir(parents=True, exist_ok=True)
@@ -76,9 +68,7 @@ def register_suites(
         """Puts the suite's name first: `MODEL --suite X` and `MODEL --suite=X` are `X MODEL`, others the default."""
 
         def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-            if not ctx.resilient_parsing:
-                args = suite_first(args, paths, default)
-            return super().parse_args(ctx, args)
+            return super().parse_args(ctx, args if ctx.resilient_parsing else suite_first(args, paths, default))
 
     suites: list[Suite] = [get_suite(path) for path in paths.values()]
     group = typer.Typer(
@@ -89,26 +79,14 @@ def register_suites(
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     for suite in suites:
-        register = command(
-            group,
-            suite.name,
-            suite.options,
-            suite.example,
-            ("model",),
-            saves_memory=suite.saves_memory,
-            summary=suite.help,
-        )
-        register(partial(run_suite, suite, following))
+        shared: dict[str, Any] = {"arguments": ("model",), "saves_memory": suite.saves_memory, "summary": suite.help}
+        run = partial(run_suite, suite, following)
+        Command(suite.name, suite.options, run, suite.example, **shared).register(group)
     app.add_typer(group, name=name)
 
 
 def suite_first(args: Sequence[str], suites: Mapping[str, str], default: str) -> list[str]:
-    """The arguments of a command with the suite's name first.
-
-    Args:
-        args: as they were typed.
-        suites: the suites by name.
-        default: put first where no suite and no help of the command is asked for.
+    """The arguments of a command with the suite's name first: the default, unless one or the help is asked for.
 
     Raises:
         BadParameter: a name that is no suite.
@@ -128,8 +106,19 @@ def suite_first(args: Sequence[str], suites: Mapping[str, str], default: str) ->
     return [default, *args]
 
 
+def last_method(rows: Records) -> str:
+    """The last method measured that compresses, else one that needs no artifact."""
+    names = [str(row["method"]) for row in rows if row["method"] != BASELINE]
+    return names[-1] if names else next(name for name in METHODS if name not in (BASELINE, DEFAULT_METHOD))
+
+
 def register(app: typer.Typer) -> None:
-    """Adds the commands."""
+    """Adds the commands; after `eval`, the last method is timed, and after `bench`, it is evaluated."""
+
+    def evaluate(records: Records, options: Any) -> list[str]:
+        model = model_argument(options.model) if records[0].get("weights") == "model" else ()  # else of no model
+        return try_method(last_method(records), "eval", model)
+
     register_suites(
         app,
         "eval",
@@ -138,10 +127,4 @@ def register(app: typer.Typer) -> None:
         "Measure quality through the real cache, next to the uncompressed model.",
         lambda records, options: ["kvcli", "bench", "--method", last_method(records)],
     )
-    register_suites(app, "bench", BENCH_SUITES, "attention", "Measure speed and memory of several methods.", _evaluate)
-
-
-def _evaluate(records: Records, options: Any) -> list[str]:
-    """Evaluates the last method on the model; rows of random weights and of single layers are of none."""
-    model = model_argument(options.model) if records[0].get("weights") == "model" else ()
-    return try_method(last_method(records), "eval", model)
+    register_suites(app, "bench", BENCH_SUITES, "attention", "Measure speed and memory of several methods.", evaluate)

@@ -188,7 +188,7 @@ def test_a_folder_that_cannot_be_made_is_said_before_anything_is_read(chatty: An
 
 def test_only_some_layers(chatty: Any) -> None:
     import kvcli
-    from kvcli.compress import compress
+    from kvcli.generate import compress
     from kvcli.prompts import prompt_ids
 
     with kvcli.attach(chatty, "rtn-2", layers=[0, 1], group_size=8, residual_length=8) as session:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from kvcli.cli.next_command import last_method, model_argument, try_method
+from kvcli.cli.command import model_argument, try_method
+from kvcli.cli.suites import last_method
 
 
 def test_a_method_is_tried_or_the_artifact_that_it_needs_is_made() -> None:

@@ -7,9 +7,8 @@ import json
 import pytest
 from console import invoke
 
-from kvcli.cli.bars import duration
-from kvcli.cli.error_lines import describe_error
-from kvcli.cli.output import Output
+from kvcli.cli.command import describe_error
+from kvcli.cli.output import Output, duration
 from kvcli.errors import KvcliError, UsageError
 from kvcli.sizes import size
 

@@ -13,11 +13,10 @@ from factories import load, make_model
 from passes import assert_equal, ids
 
 import kvcli
-from kvcli.compress import compress
 from kvcli.errors import ModelError, UsageError
 from kvcli.fingerprint import text_identity
-from kvcli.prompts import chat_ids, checked_messages, common_length
-from kvcli.rendered import Rendered
+from kvcli.generate import compress
+from kvcli.prompts import Rendered, chat_ids, checked_messages, common_length
 
 SETTINGS = {"residual_length": 8, "sink_length": 2, "group_size": 8}
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from kvcli.artifact import Artifact
 from kvcli.calibrate.recording import Recording
-from kvcli.cli.export import ExportOptions, run
+from kvcli.cli import fit
 from kvcli.cli.output import Output
 from kvcli.errors import ArtifactError, KvcliError
 from kvcli.fit import assemble
@@ -127,7 +127,7 @@ def test_the_export_command_says_what_it_verified_and_how_to_replace_what_is_dam
     copy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def export(**options: Any) -> str:
-        run(ExportOptions(runs=[copy / "run"], out=copy / "artifact", **options), Output())
+        fit.export(fit.ExportOptions(runs=[copy / "run"], out=copy / "artifact", **options), Output())
         return capsys.readouterr().err
 
     assert "holds this artifact already" in export()

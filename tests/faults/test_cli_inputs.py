@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from kvcli import paths
 from kvcli.calibrate.corpus import CorpusConfig, documents
 from kvcli.cli.app import app
-from kvcli.cli.export import generate_with
+from kvcli.cli.fit import generate_with
 from kvcli.errors import ArtifactError, CorpusError
 from kvcli.fingerprint import differs, fingerprint
 from kvcli.spec import ModelSpec

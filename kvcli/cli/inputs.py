@@ -1,0 +1,166 @@
+"""What commands read: prompts and texts from flags, files and standard input, and stored contexts."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvcli.cli.output import Output
+from kvcli.errors import CacheError, UsageError
+from kvcli.paths import contexts_folder
+
+if TYPE_CHECKING:
+    from kvcli.cache.context import Context
+    from kvcli.contexts import ContextStore
+    from kvcli.models import LoadedModel
+
+DEFAULT_PROMPT = "The water cycle is"
+STANDARD_INPUT = Path("-")
+
+STORE_HELP = "folder of the store of contexts; default: runs/MODEL/contexts"
+"""Help of every `--store`."""
+
+MAX_BYTES_HELP = "size that the store may have, as 20GiB or 20G; the least recently used contexts are removed"
+"""Help of every `--max-bytes` of what is stored."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A text or a conversation to be compressed.
+
+    Attributes:
+        name: fit for a file.
+        text: what it says; of a conversation, JSON.
+        is_conversation: whether it is one.
+    """
+
+    name: str
+    text: str
+    is_conversation: bool = False
+
+
+def read_prompt(prompt: str | None, file: Path | None, output: Output) -> str:
+    """The prompt from a flag, a file or standard input.
+
+    Raises:
+        UsageError: both a flag and a file, a file that cannot be read, or text that is not UTF-8.
+    """
+    if prompt is not None and file is not None:
+        raise UsageError("--prompt and --prompt-file exclude each other")
+    if prompt == str(STANDARD_INPUT):
+        file = STANDARD_INPUT
+    if file is not None:
+        return _read(file).rstrip("\n")
+    if prompt is None:
+        output.say(f"no --prompt given: continuing '{DEFAULT_PROMPT}'")
+        return DEFAULT_PROMPT
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError("--prompt is not UTF-8 text") from error
+    return prompt
+
+
+def read_sources(files: list[Path], messages: Path | None) -> list[Source]:
+    """Texts of files, of all files in folders, and of standard input; or one conversation.
+
+    Args:
+        files: texts; a folder stands for its files, without those whose name begins with a dot.
+        messages: JSON file of a conversation.
+
+    Raises:
+        UsageError: nothing to read, both kinds, a file that cannot be read, is empty or not UTF-8 text, or two files
+            of one name.
+    """
+    if bool(files) == (messages is not None):
+        raise UsageError("give what is to be compressed with --prompt-file, or a conversation with --messages")
+    if messages is not None:
+        return [Source("stdin" if messages == STANDARD_INPUT else messages.stem, _read(messages), True)]
+    paths: list[Path] = []
+    for file in files:
+        if not file.is_dir():
+            paths.append(file)
+        elif inside := sorted(path for path in file.iterdir() if path.is_file() and not path.name.startswith(".")):
+            paths += inside
+        else:
+            raise UsageError(f"{file} has no files")
+    sources = []
+    for path in paths:
+        sources.append(Source("stdin" if path == STANDARD_INPUT else path.stem, _read(path).rstrip("\n")))
+        if not sources[-1].text:
+            raise UsageError(f"{_shown(path)} is empty")
+    names = [source.name for source in sources]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UsageError(f"two files are named {twice[0]}; compress them one by one")
+    return sources
+
+
+def _read(path: Path) -> str:
+    try:
+        return sys.stdin.read() if path == STANDARD_INPUT else path.read_text()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{_shown(path)} is not UTF-8 text") from error
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _shown(path: Path) -> str:
+    return "standard input" if path == STANDARD_INPUT else str(path)
+
+
+def open_store(folder: Path | None, model: str, must_exist: bool = True) -> ContextStore:
+    """A store by its folder, or else that of a model.
+
+    Raises:
+        UsageError: there is no such folder, and it must exist.
+    """
+    from kvcli.contexts import ContextStore
+
+    folder = folder or contexts_folder(model)
+    if must_exist and not folder.is_dir():
+        raise UsageError(
+            f"there is no store of contexts in {folder}; 'kvcli compress' makes one, --store names another"
+        )
+    return ContextStore(folder)
+
+
+def load_context(source: Path, model: str, store: Path | None = None) -> Context:
+    """Reads and verifies a context, the one place where a command does it.
+
+    Args:
+        source: a file, or the name of a context in the store.
+        model: whose store is meant, where `store` is None.
+        store: folder of the store.
+
+    Raises:
+        CacheError: a file that is missing or damaged, of several sequences, with padding, or without its token ids.
+        ContextError: a context of the store that is damaged.
+    """
+    from kvcli.cache.context import Context
+
+    if not source.exists():
+        contexts = open_store(store, model, must_exist=False)
+        return contexts.load(contexts.whole(str(source)))
+    context = Context.load(source)
+    rows = len(context.snapshot.counts.lengths)
+    if context.input_ids is None:
+        raise CacheError(f"{source} has no token ids: it can be gone on from in Python only")
+    if rows > 1 or context.input_ids.numel() > context.snapshot.num_tokens:
+        what = f"{rows} sequences" if rows > 1 else "padding"
+        raise CacheError(f"{source} holds {what}: it can be gone on from in Python only")
+    return context
+
+
+def check_tokenizer(loaded: LoadedModel, context: Context) -> None:
+    """Checks that token ids mean the same here as where a context was made.
+
+    Raises:
+        CacheError: another tokenizer.
+    """
+    from kvcli.fingerprint import text_identity
+
+    stored = context.identity.tokenizer
+    if stored is not None and stored != text_identity(loaded.tokenizer)["tokenizer"]:
+        raise CacheError(f"{context.name} was made with another tokenizer")
