@@ -60,7 +60,7 @@ TARGETS: dict[str, str] = {
     "kvcli.methods.commvq.keys:CommVQKeyCodec.scores": "methods/test_products_with_codes.py cache/test_commvq_cache.py",
     "kvcli.methods.commvq.values:CommVQValueCodec.encode": "methods/test_commvq_values.py",
     "kvcli.methods.commvq.values:CommVQValueCodec.weighted_sum": "methods/test_products_with_codes.py",
-    "kvcli.methods.commvq.fit_keys:fit_keys": "methods/test_commvq_keys.py",
+    "kvcli.methods.commvq.fit_keys:fit_keys": "methods/test_commvq_keys.py golden",
     "kvcli.methods.commvq.allocate:allocate": "methods/test_allocate.py",
     # cache and attention
     "kvcli.cache.counts:TokenCounts.append": "cache/test_store.py " + CACHE,
