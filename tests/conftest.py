@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import sqlite3
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,19 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 torch.set_num_threads(1)  # the models are tiny: threads only cost time
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # commands that tests start: two threads on a busy core wait for ages
+
+
+connected = sqlite3.connect
+
+
+def connect(*arguments: Any, **options: Any) -> sqlite3.Connection:
+    db = connected(*arguments, **options)
+    with suppress(sqlite3.Error):
+        db.execute("PRAGMA synchronous = OFF")
+    return db
+
+
+os.fsync, sqlite3.connect = lambda handle: None, connect  # tests kill processes, not machines: nothing waits for a disk
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -9,26 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from contexts_made import Maker, execute, tokens
+from contexts_made import WINDOW, Maker, execute, tokens
+from passes import assert_equal
 from torch import Tensor
 
 from kvcli.cache.identity import CacheIdentity
 from kvcli.cache.parts import usable_length
-from kvcli.cache.snapshot import Snapshot
 from kvcli.contexts import ContextStore
 from kvcli.errors import CacheError, ContextError
 from kvcli.registry import METHODS
 
 LENGTH = 90
-
-
-def assert_equal(first: Snapshot, second: Snapshot) -> None:
-    assert first.counts == second.counts
-    assert first.tensors.keys() == second.tensors.keys()
-    for name, x in first.tensors.items():
-        y = second.tensors[name]
-        assert (x.dtype, x.shape) == (y.dtype, y.shape), name
-        assert torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8)), name
 
 
 def branch(ids: Tensor, common: int, count: int = 20) -> Tensor:
@@ -45,17 +36,16 @@ def test_a_whole_context_goes_on_exactly(maker: Any, store: ContextStore, method
     cache = made.read(ids)
     store.put(made.context(ids, cache), name="a")
     prompt = branch(ids, LENGTH)
-    match = store.find(prompt[:-1], made.identity)
-    assert match is not None
+    match, loaded = store.fetch(prompt[:-1], made.identity)  # type: ignore[misc]
     assert match.is_whole
-    loaded = store.load(match)
     assert_equal(loaded.snapshot, cache.snapshot())
     assert made.greedy(made.session.load_cache(loaded), prompt) == made.greedy(cache, prompt)
 
 
-@pytest.mark.parametrize("common", [1, 2, 17, 18, 19, 33, 34, 35, 50, 65, 66, 81, 82, 83, 84, 88, 89, 90])
-@pytest.mark.parametrize("method", ["fp16", "kivi", "commvq", "qjl"])
+@pytest.mark.parametrize("common", [1, 2, 17, 18, 19, 33, 34, 50, 66, 81, 82, 83, 89, 90])
+@pytest.mark.parametrize("method", ["fp16", "kivi", "squat", "qjl", "turboquant", "commvq"])
 def test_a_part_goes_on_as_the_cropped_cache(maker: Any, store: ContextStore, method: str, common: int) -> None:
+    """The cropped cache read the stored text in the same chunks, and lost what the prompt does not share."""
     made: Maker = maker(method)
     ids = tokens(LENGTH)
     cache = made.read(ids)
@@ -92,7 +82,7 @@ def test_every_length_that_is_of_use_is_one_to_which_a_cache_can_be_cropped(make
 
 
 def test_blocks_and_whole_windows_are_used(maker: Any) -> None:
-    made: Maker = maker("fp16", residual_length=6, flush_block=1)
+    made: Maker = maker("fp16", **WINDOW)
     counts = made.snapshot(tokens(90)).counts
     assert counts.coded_keys == (82,)
     lengths = [usable_length(counts, 16, common) for common in (0, 1, 17, 18, 33, 34, 66, 82, 83, 84, 85, 89, 90)]
@@ -118,68 +108,36 @@ def test_a_state_of_later_tokens_is_not_used_for_earlier_ones(maker: Any, store:
 
 
 def test_the_longest_is_found_among_many(maker: Any, store: ContextStore) -> None:
-    made: Maker = maker("fp16", residual_length=6, flush_block=1)
+    made: Maker = maker("fp16", **WINDOW)
     ids = tokens(90)
     for length in (20, 40, 60, 90):
         store.put(made.context(ids[:length]), name=f"of-{length}")
     store.put(made.context(tokens(80, seed=5)), name="other")
-
-    def found(ids: Tensor) -> tuple[str, int] | None:
-        match = store.find(ids, made.identity)
-        return None if match is None else (match.context.name, match.num_tokens)
-
-    assert found(branch(ids, 90)) == ("of-90", 90)
-    assert found(branch(ids, 89)) == ("of-90", 89)
-    assert found(branch(ids, 61)) == ("of-60", 60)
-    assert found(ids[:60]) == ("of-60", 60)
-    assert found(ids[:59]) == ("of-60", 59)
-    assert found(branch(ids, 41)) == ("of-40", 40)
-    assert found(branch(ids, 39)) == ("of-40", 39)
-    assert found(branch(ids, 24)) == ("of-20", 20)
-    assert found(branch(ids, 16)) == ("of-20", 16)
-    assert found(branch(ids, 15)) is None
-    assert found(branch(ids, 5)) is None
-    assert found(ids[:0]) is None
-    assert found(tokens(90, seed=7)) is None
-
-
-def test_a_context_that_begins_alike_but_differs_later_is_told(maker: Any, store: ContextStore) -> None:
-    """Beyond the tokens of which the manifest has a checksum, the file with all of them is read."""
-    made: Maker = maker("fp16", residual_length=6, flush_block=1)
-    first, second = tokens(90), branch(tokens(90), 50, 40)
-    for name, ids in (("first", first), ("second", second)):
-        store.put(made.context(ids), name=name)
-    for name, ids in (("first", first), ("second", second)):
-        match = store.find(torch.cat((ids, ids[:3])), made.identity)
-        assert match is not None
-        assert (match.context.name, match.num_tokens) == (name, 90)
+    expected = {90: ("of-90", 90), 89: ("of-90", 89), 61: ("of-60", 60), 41: ("of-40", 40), 39: ("of-40", 39)}
+    expected |= {24: ("of-20", 20), 16: ("of-20", 16), 15: None, 5: None}
+    wanted = {common: branch(ids, common) for common in expected} | {-60: ids[:60], -59: ids[:59], -1: ids[:0]}
+    expected |= {-60: ("of-60", 60), -59: ("of-60", 59), -1: None, -2: None}
+    wanted[-2] = tokens(90, seed=7)
+    matches = {key: store.find(ids, made.identity) for key, ids in wanted.items()}
+    assert {key: match and (match.context.name, match.num_tokens) for key, match in matches.items()} == expected
 
 
 def test_another_identity_is_passed_over_and_refused_by_name(maker: Any, store: ContextStore) -> None:
     made: Maker = maker("rtn")
-    ids = tokens(40)
+    ids, identity = tokens(40), made.identity
     store.put(made.context(ids), name="a")
-    cache = made.identity
-    weights = cache.fingerprint[:17] + "3c00" * ((len(cache.fingerprint) - 17) // 4)
-    others = [
-        (replace(cache, **{name: value}), said)
-        for name, value, said in (
-            ("fingerprint", weights, "another model, tiny: weights"),
-            ("rope", {**cache.rope, "scaling": 2.0}, "RoPE"),
-            ("dtype", "float16", "the model in float32, which is in float16 here"),
-            ("method", "fp8", "method 'rtn', not 'fp8'"),
-            ("config", {**cache.config, "residual_length": 7}, "residual_length"),
-            ("layers", [0], "layers"),
-            ("codecs", {"fitted": "0"}, "without an artifact"),
-        )
-    ]
-    others.append((replace(made.identity, tokenizer="0"), "another tokenizer"))
-    others.append((replace(made.identity, chat_template="0"), "another chat template"))
-    for other, said in others:
+    for changes, said in (
+        ({"fingerprint": identity.fingerprint[:17] + "3c00" * ((len(identity.fingerprint) - 17) // 4)}, "weights"),
+        ({"config": {**identity.config, "residual_length": 7}}, "residual_length"),
+        ({"codecs": {"fitted": "0"}}, "without an artifact"),
+        ({"tokenizer": "0"}, "another tokenizer"),
+        ({"chat_template": "0"}, "another chat template"),
+    ):
+        other = replace(identity, **changes)
         assert store.find(ids, other) is None, said
         with pytest.raises(ContextError, match=said):
             store.whole("a", other)
-    renamed = replace(cache, model="./a/copy")
+    renamed = replace(identity, model="./a/copy")
     assert store.find(ids, renamed) is not None
     assert store.whole("a", renamed).num_tokens == 40
 
@@ -216,15 +174,13 @@ def test_an_index_that_names_other_tokens_is_not_believed(maker: Any, store: Con
 class Oracle:
     """What is to be found, from the token ids of every context, compared one by one."""
 
-    def __init__(self, store: ContextStore) -> None:
-        contexts = store.contexts()  # the last used first
-        self.known = [(context, store.token_ids(context).tolist()) for context in contexts]
+    def __init__(self, store: ContextStore, identity: CacheIdentity) -> None:
+        contexts = [context for context in store.contexts() if context.difference(identity) is None]
+        self.known = [(context, store.token_ids(context).tolist()) for context in contexts]  # the last used first
 
-    def find(self, wanted: list[int], identity: CacheIdentity) -> tuple[str, int] | None:
+    def find(self, wanted: list[int]) -> tuple[str, int] | None:
         best: tuple[str, int] | None = None
         for context, ids in self.known:
-            if identity.difference(CacheIdentity.from_dict(context.record.identity)) is not None:
-                continue
             shorter = min(len(ids), len(wanted))
             common = next((i for i in range(shorter) if ids[i] != wanted[i]), shorter)
             length = usable_length(context.record.counts, context.record.part_tokens, common)
@@ -246,19 +202,18 @@ def test_what_is_found_is_what_a_comparison_token_by_token_finds(
         texts.append(branch(text, chance.randrange(len(text) + 1), chance.randrange(1, 40)))
     identities, store = [], ContextStore(tmp_path / "s", block_tokens=16)
     for i, name in enumerate(names):
-        made: Maker = maker(name, **({"residual_length": 6, "flush_block": 1} if name in ("rtn", "fp16") else {}))
+        made: Maker = maker(name, **(WINDOW if name in ("rtn", "fp16") else {}))
         identities.append(made.identity)
         for j, text in enumerate(texts[i::2]):
             writer = ContextStore(store.folder, block_tokens=chance.choice((16, 32)))
             writer.put(made.context(text, made.read(text, chunk=chance.choice((16, 32, 90)))), name=f"{name}-{j}")
     for time, (context,) in enumerate(execute(store, "SELECT id FROM contexts ORDER BY random()")):
         execute(store, "UPDATE contexts SET used = ? WHERE id = ?", time % 5, context)
-    oracle, found = Oracle(store), 0
+    oracles, found = [(identity, Oracle(store, identity)) for identity in identities], 0
     for text in [*texts, *(branch(text, chance.randrange(len(text) + 1)) for text in texts * 4)]:
         for wanted in (text, text[: chance.randrange(1, 20)]):
-            for identity in identities:
-                match = store.find(wanted, identity)
-                expected = oracle.find(wanted.tolist(), identity)
-                assert (None if match is None else (match.context.name, match.num_tokens)) == expected
+            for identity, oracle in oracles:
+                match, expected = store.find(wanted, identity), oracle.find(wanted.tolist())
+                assert (match and (match.context.name, match.num_tokens)) == expected
                 found += expected is not None
     assert found > 150

@@ -44,7 +44,7 @@ def test_a_look_up_does_not_read_all_contexts(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(Index, "reading", counted)
     work = []
     for num_contexts in (50, 800):
-        store = filled(tmp_path / str(num_contexts), num_contexts, block_tokens=256)
+        store = filled(tmp_path / str(num_contexts), num_contexts)
         executed[0] = 0
         tokens = [tokens for tokens, _ in measure(store, num_contexts, repeats=1).values()]
         assert tokens == [LENGTH, 4 + 78 * 256, SHARED, 0]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sqlite3
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,11 @@ from kvcli.storage.manifest import json_sha256
 def tokens(count: int, seed: int = 0) -> Tensor:
     """Random token ids [count]; those of one seed are a prefix of longer ones."""
     return torch.randint(3, 97, (4096,), generator=torch.Generator().manual_seed(seed))[:count]
+
+
+def text(common: int, seed: int, more: int = 40) -> Tensor:
+    """The first `common` tokens of `tokens`, and others."""
+    return torch.cat((tokens(common), tokens(more, seed)))
 
 
 class Maker:
@@ -71,27 +78,24 @@ def store(tmp_path: Path) -> ContextStore:
     return ContextStore(tmp_path / "contexts", block_tokens=16)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def maker(tiny_artifact: Callable[[Any], Artifact]) -> Iterator[Callable[..., Maker]]:
-    """Attaches methods with their example settings to one tiny model, and detaches them at the end."""
-    loaded = load(make_model("llama"))
-    sessions = []
+    """Attaches a method with its example settings to one tiny model, until another one is asked for."""
+    loaded, attached = load(make_model("llama")), ExitStack()
 
+    @lru_cache(maxsize=1)
     def make(name: str, **changes: Any) -> Maker:
-        for session in sessions:
-            session.detach()
+        attached.close()
         method = get_method(name)
         artifact = tiny_artifact(method) if method.needs_artifact else None
         known = CacheConfig.model_fields if artifact else method.config_cls.model_fields
         settings = {key: value for key, value in method.example_settings.items() if key in known}
         asked = name if artifact else asked_for(method)
         session = kvcli.attach(loaded, asked, artifact=artifact, **{"sink_length": 2, **settings, **changes})
-        sessions.append(session)
-        return Maker(loaded, session)
+        return Maker(loaded, attached.enter_context(session))
 
-    yield make
-    for session in sessions:
-        session.detach()
+    with attached:
+        yield make
 
 
 def path_of(store: ContextStore, name: str, part: str) -> Path:
@@ -139,11 +143,22 @@ def needed_by(store: ContextStore) -> set[str]:
     return {block.digest for context in store.contexts() for block in context.record.blocks}
 
 
+TWO = {"a": text(50, 5), "b": text(50, 6)}
+WINDOW = {"residual_length": 6, "flush_block": 1}
+
+
+@pytest.fixture(scope="module")
+def two_stored(maker: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a store with the contexts of `TWO`."""
+    folder = tmp_path_factory.mktemp("two") / "contexts"
+    for name, ids in TWO.items():
+        ContextStore(folder, block_tokens=16).put(maker("rtn", **WINDOW).context(ids), name=name)
+    return folder
+
+
 @pytest.fixture
-def two(maker: Any, store: ContextStore) -> Maker:
-    """Two contexts in the store: `a` and `b`, which begin alike."""
-    made: Maker = maker("rtn", residual_length=6, flush_block=1)
-    for name, seed in (("a", 5), ("b", 6)):
-        ids = torch.cat((tokens(50), tokens(40, seed)))
-        store.put(made.context(ids), name=name)
+def two(maker: Any, two_stored: Path, store: ContextStore) -> Maker:
+    """Fills the store with two contexts, `a` and `b`, which begin alike."""
+    shutil.copytree(two_stored, store.folder)
+    made: Maker = maker("rtn", **WINDOW)
     return made
