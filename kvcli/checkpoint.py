@@ -48,7 +48,7 @@ def load_checkpoint(
     """
     config = read_config(folder)
     _check_weight_files(folder)
-    if not has_tokenizer(folder):
+    if not any((folder / name).is_file() for name in _TOKENIZERS):
         raise _cannot_load(folder, "it has no tokenizer.json; copy the tokenizer's files from the original model")
     device_map: str | dict[str, str] | None = None
     if device == AUTO:
@@ -61,11 +61,6 @@ def load_checkpoint(
     return _load(folder, folder, dtype, config, device_map=device_map)
 
 
-def has_tokenizer(folder: Path) -> bool:
-    """Whether a folder has the files of a tokenizer."""
-    return any((folder / name).is_file() for name in _TOKENIZERS)
-
-
 def load_gguf(
     path: Path, dtype: torch.dtype, config: Any = None, progress: Progress = no_progress
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -73,7 +68,7 @@ def load_gguf(
 
     Args:
         path: the file.
-        dtype: the weights' dtype after dequantization.
+        dtype: of the weights after dequantization.
         config: a transformers config to use in place of the file's.
         progress: shows how many tensors were dequantized.
 
@@ -131,11 +126,7 @@ def read_gguf_config(path: Path) -> Any:
 
 
 def plain_attention(config: Any) -> str:
-    """The attention implementation to load a model with: SDPA, or `eager` where its class has no SDPA.
-
-    Args:
-        config: of a causal language model of transformers.
-    """
+    """The attention implementation to load a causal language model with: SDPA, or `eager` where its class has none."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     names = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
@@ -177,13 +168,11 @@ def _tensor_progress(label: str, progress: Progress) -> Iterator[None]:
                 yield tensor
                 advance(1)
 
+    reader.tqdm = count
     try:
-        if theirs is not None:
-            reader.tqdm = count
         yield
     finally:
-        if theirs is not None:
-            reader.tqdm = theirs
+        reader.tqdm = theirs
 
 
 def _load(
@@ -206,16 +195,11 @@ def _load(
                 **options,
             )
         _check_keys(source, info)
-    return model, load_tokenizer(source, folder, **gguf)
+    return model, _load_tokenizer(source, folder, **gguf)
 
 
-def load_tokenizer(source: Path, folder: Path, **gguf: str) -> PreTrainedTokenizerBase:
-    """Reads the tokenizer of a model's folder or GGUF file.
-
-    Args:
-        source: what the user named, for messages.
-        folder: where the files are.
-        gguf: `gguf_file`, a name in the folder.
+def _load_tokenizer(source: Path, folder: Path, **gguf: str) -> PreTrainedTokenizerBase:
+    """Reads the tokenizer of a folder, or of its file `gguf_file`; `source` is what messages name.
 
     Raises:
         ModelError: no tokenizer there, or a damaged one.

@@ -34,10 +34,6 @@ from kvcli.storage.manifest import RunManifest, Sealed, json_sha256, write_seale
 
 _HELDOUT_FRACTION = 0.1
 _REMEDY = "run the same fit again, with --overwrite"
-_SHARED = "ranks need a folder that all of them see"
-
-LayerDone = Callable[[int, Mapping[str, Any], bool], None]
-"""Called with the layer's index, its metrics, and whether it was finished before this run."""
 
 
 class FitManifest(RunManifest):
@@ -95,7 +91,7 @@ def fit_recording(
     overwrite: bool = False,
     block_tokens: int = BLOCK_TOKENS,
     ranks: Ranks = ALONE,
-    done: LayerDone = lambda layer_idx, metrics, reused: None,
+    done: Callable[[int, Mapping[str, Any], bool], None] = lambda layer_idx, metrics, reused: None,
 ) -> None:
     """Fits the layers that the run folder does not hold yet.
 
@@ -104,14 +100,15 @@ def fit_recording(
         method: a method that is fitted.
         config: its settings, resolved.
         folder: the run folder.
-        layers: fit these layers only, to share the work among machines; default: all recorded layers.
+        layers: only these, to share the work among machines; default: all recorded layers.
         device: where fitting computes.
         seed: of every random choice; each layer draws from its own generator.
         overwrite: discard a run that is in the folder, also the same one.
         block_tokens: tokens of a layer in memory at once; a recording of more is read again in every pass, and what
             is derived from it is in temporary files in the run folder.
         ranks: the processes that share the layers, all called with the same arguments, and with files in common.
-        done: called after each layer; in rank 0, also with the layers of the others when they have ended.
+        done: called after each layer with its index, its metrics, and whether it was finished before; in rank 0, also
+            with the layers of the others when they have ended.
 
     Raises:
         UsageError: a method that is not fitted, layers that were not recorded, or sequences that are all sinks.
@@ -164,7 +161,8 @@ def fit_recording(
         for layer_idx in sorted(set(indices) - set(share)) if ranks.rank == 0 else ():
             report = LayerReport.of(folder, layer_idx, run)
             if report is None:
-                raise ArtifactError(f"layer {layer_idx}, which another rank fitted, is not in {folder}; {_SHARED}")
+                lost = f"layer {layer_idx}, which another rank fitted, is not in {folder}"
+                raise ArtifactError(f"{lost}; ranks need a folder that all of them see")
             done(layer_idx, {**report.metrics, "seconds": report.seconds}, False)
 
 
@@ -189,11 +187,7 @@ def _write_layer(
 
 
 def check_fitted(method: Method) -> FitLayer:
-    """The function that fits a layer of a method.
-
-    Raises:
-        UsageError: a method that is not fitted.
-    """
+    """The function that fits a layer of a method; UsageError for a method that is not fitted."""
     if method.fit is None:
         fitted = [name for name in METHODS if get_method(name).fit is not None]
         raise UsageError(f"method '{method.name}' has nothing to fit; choose one of {', '.join(fitted)}")
@@ -201,13 +195,7 @@ def check_fitted(method: Method) -> FitLayer:
 
 
 def assemble(folders: Sequence[Path]) -> Artifact:
-    """Makes an artifact of a complete run, whose layers may be in several folders.
-
-    Args:
-        folders: run folders of the same run.
-
-    Returns:
-        The artifact; nothing is written.
+    """Makes an artifact of a complete run, whose layers may be in several folders; nothing is written.
 
     Raises:
         ArtifactError: no run in a folder, different runs, missing layers, or damaged files.

@@ -176,12 +176,7 @@ def check_dataset(name: str, revision: str | None) -> None:
 
 
 def _answer(question: Callable[[], Any]) -> Any:
-    """The hub's answer; a thread asks, because waiting for a silent name server cannot be interrupted.
-
-    Raises:
-        OSError: no answer in time (TimeoutError), or no connection.
-        Exception: what the hub's client raises.
-    """
+    """The hub's answer, or TimeoutError; a thread asks, because waiting for a silent name server is not interrupted."""
     answer: Future[Any] = Future()
 
     def ask() -> None:

@@ -13,15 +13,7 @@ import torch
 from torch import Tensor
 
 from kvcli.builtin_models import BUILTIN_MODELS, DEFAULT_MODEL, copy_folder, fetch_builtin
-from kvcli.checkpoint import (
-    AUTO,
-    has_tokenizer,
-    load_checkpoint,
-    load_gguf,
-    load_tokenizer,
-    read_config,
-    read_gguf_config,
-)
+from kvcli.checkpoint import AUTO, load_checkpoint, load_gguf, read_config, read_gguf_config
 from kvcli.errors import ModelError, UsageError
 from kvcli.fingerprint import fingerprint
 from kvcli.hub import download_config, download_model, is_file, is_folder, local_folder
@@ -143,20 +135,6 @@ def find_config(name: str, *, base_config: str | None = None, revision: str | No
 def _config_of(name: str, revision: str | None = None) -> Any:
     """The config of a folder or of a model on the hub."""
     return read_config(local_folder(name) or download_config(name, revision))
-
-
-def find_tokenizer(name: str) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of a model whose files are here; None for other models.
-
-    Raises:
-        ModelError: files that cannot be read.
-    """
-    path = Path(name).expanduser()
-    if name in BUILTIN_MODELS:
-        path = copy_folder(BUILTIN_MODELS[name])
-    if name.endswith(".gguf") and is_file(path):
-        return load_tokenizer(path, path.parent, gguf_file=path.name)
-    return load_tokenizer(path, path) if has_tokenizer(path) else None
 
 
 def _check_in_memory(model: torch.nn.Module) -> None:

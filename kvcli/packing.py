@@ -46,7 +46,7 @@ def unpack_bits(packed: Tensor, n_bits: int, count: int) -> Tensor:
     Args:
         packed: uint8 [..., ceil(count * n_bits / 8)].
         n_bits: bits per code, 1 to 16.
-        count: number of codes.
+        count: codes.
 
     Returns:
         int32 [..., count].

@@ -20,30 +20,15 @@ _REMEDY = "its own message says why; run the same command again to resume"
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among those that share the run.
-
-    Attributes:
-        rank: which one; 0 talks and writes what is common to all.
-        count: how many there are.
-    """
+    """This process, `rank` among `count` that share the run; 0 talks and writes what is common to all."""
 
     rank: int = 0
     count: int = 1
 
     def wait(self) -> None:
-        """Returns when all ranks have come here.
-
-        Raises:
-            RankError: a rank has ended.
-        """
-        if self.count == 1:
-            return
-        others = range(1, self.count)
-        if self.rank:
-            self._pass_token(0, send=True)
-            self._pass_token(0, send=False)
-            return
-        for send in (False, True):
+        """Returns when all ranks have come here; RankError: a rank has ended."""
+        others = [0] if self.rank else range(1, self.count)
+        for send in (self.rank > 0, self.rank == 0):
             for other in others:
                 self._pass_token(other, send)
 
@@ -64,11 +49,7 @@ ALONE = Ranks()
 
 
 def environment() -> Ranks:
-    """This process as the variables `RANK` and `WORLD_SIZE` say, which torchrun sets; alone without them.
-
-    Raises:
-        UsageError: variables that make no sense.
-    """
+    """This process as the variables `RANK` and `WORLD_SIZE` say, which torchrun sets; alone without them."""
     try:
         count = int(os.environ.get("WORLD_SIZE", "1"))
         rank = int(os.environ["RANK"]) if count != 1 else 0

@@ -108,8 +108,7 @@ class Rope:
         module: Any = self.module
         scaling = getattr(module, "attention_scaling", None)
         if scaling is None:
-            at_zero = self.rotation(torch.zeros(1, 1, dtype=torch.int64, device=self._device), torch.float32)
-            scaling = at_zero.cos.flatten()[0]
+            scaling = self._at(0).cos.flatten()[0]
         return {"inv_freq": self.inv_freq.tolist(), "scaling": float(scaling)}
 
     @property
@@ -118,12 +117,12 @@ class Rope:
         stored: Tensor | None = getattr(self.module, "inv_freq", None)
         if stored is not None:
             return stored.float()
-        at_one = self.rotation(torch.ones(1, 1, dtype=torch.int64, device=self._device), torch.float32)
+        at_one = self._at(1)
         return torch.atan2(at_one.sin, at_one.cos).flatten()
 
-    @property
-    def _device(self) -> torch.device:
-        return next(iter(self.module.buffers())).device
+    def _at(self, position: int) -> Rotation:
+        device = next(iter(self.module.buffers())).device
+        return self.rotation(torch.full((1, 1), position, device=device), torch.float32)
 
     def rotation(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
         """The rotation at given positions.

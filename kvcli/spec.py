@@ -45,10 +45,8 @@ _EXACT_FIELDS = ConfigDict(extra="forbid", strict=True)
 class RopeSpec:
     """Rotary position embedding of a model: type, base and the number of rotated channels.
 
-    Of the type `none` they are the channels that methods pair all the same.
-
-    Raises:
-        ValueError: a type whose angles depend on more than the position, or a base that is none.
+    Of the type `none` they are the channels that methods pair all the same. Other types than `STATIC_ROPE_TYPES` are a
+    ValueError.
     """
 
     rope_type: str
@@ -108,9 +106,8 @@ class ModelSpec:
             raise ValueError(f"unrotated layers {self.unrotated} of {self.num_layers}")
         rotary_dim = self.rope.rotary_dim
         if rotary_dim % 2 or not 0 < rotary_dim <= self.head_dim:
-            raise ValueError(
-                f"RoPE rotates {rotary_dim!r} of {self.head_dim} channels; it must be an even number of them"
-            )
+            channels = f"{rotary_dim!r} of {self.head_dim} channels"
+            raise ValueError(f"RoPE rotates {channels}; it must be an even number of them")
 
     @property
     def num_kv_groups(self) -> int:
@@ -163,12 +160,8 @@ class ModelSpec:
     def from_config(cls, config: Any) -> ModelSpec:
         """The specification in a transformers config; `kvcli.seam.probe` determines it from the model itself.
 
-        Args:
-            config: a `PreTrainedConfig`.
-
         Raises:
-            UnsupportedModelError: a model without a layer of full attention, or shapes that no model has; the message
-                names them.
+            UnsupportedModelError: a model without a layer of full attention, or shapes that no model has.
         """
         config = config.get_text_config(decoder=True)
         try:
@@ -176,7 +169,11 @@ class ModelSpec:
             kinds = layer_kinds(config)
             full = tuple(layer_idx for layer_idx, kind in enumerate(kinds) if kind == _FULL)
             if not full:
-                raise UnsupportedModelError(f"no layer attends to the whole context: this model has {listed(kinds)}")
+                places: dict[str, list[str]] = {}
+                for layer_idx, kind in enumerate(kinds):
+                    places.setdefault(kind, []).append(str(layer_idx))
+                have = "; ".join(f"{kind} in layers {', '.join(layers)}" for kind, layers in places.items())
+                raise UnsupportedModelError(f"no layer attends to the whole context: this model has {have}")
             num_heads = config.num_attention_heads
             head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
             value_head_dim = getattr(config, "v_head_dim", None) or head_dim
@@ -235,14 +232,6 @@ def _unrotated(config: Any, full: Sequence[int]) -> tuple[int, ...]:
     return tuple(i for i, layer_idx in enumerate(full) if rotated and not rotated[layer_idx])
 
 
-def listed(kinds: Sequence[str]) -> str:
-    """Kinds of layers with the layers that have them."""
-    where: dict[str, list[str]] = {}
-    for layer_idx, kind in enumerate(kinds):
-        where.setdefault(kind, []).append(str(layer_idx))
-    return "; ".join(f"{kind} in layers {', '.join(layers)}" for kind, layers in where.items())
-
-
 def rope_spec(config: Any, head_dim: int) -> RopeSpec:
     """RoPE of the layers of full attention, as a config describes it.
 
@@ -258,9 +247,8 @@ def rope_spec(config: Any, head_dim: int) -> RopeSpec:
     fraction = parameters.get("partial_rotary_factor") or 1.0
     if config.model_type in _WHOLE_HEAD or rope_type == "proportional":
         if fraction != 1.0 and rope_type not in ("default", "proportional"):
-            raise UnsupportedModelError(
-                f"RoPE type '{rope_type}' with partial_rotary_factor {fraction} is not supported"
-            )
+            what = f"RoPE type '{rope_type}' with partial_rotary_factor {fraction}"
+            raise UnsupportedModelError(f"{what} is not supported")
         fraction = 1.0
     rotary_dim = int(head_dim * fraction)
     return RopeSpec(rope_type, float(parameters.get("rope_theta", 10000.0)), rotary_dim + rotary_dim % 2)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,14 +17,45 @@ import torch
 from torch import Tensor
 
 from kvcli.artifact import Artifact
+from kvcli.calibrate.builtin_text import is_builtin
 from kvcli.calibrate.collect import collect
 from kvcli.calibrate.config import CollectConfig
-from kvcli.calibrate.corpus import CorpusConfig, split_documents, token_sequences
-from kvcli.errors import ArtifactError
+from kvcli.calibrate.corpus import FINEWEB_EDU, CorpusConfig, documents, token_sequences
+from kvcli.calibrate.recording import Recording
+from kvcli.errors import ArtifactError, CorpusError
 from kvcli.fit import assemble, fit_recording
 from kvcli.methods.config import CacheConfig
 from kvcli.methods.method import Method
 from kvcli.models import LoadedModel
+
+
+def split_documents(source: str, split: str, seed: int) -> Iterator[str]:
+    """Documents of a corpus in one of two splits that share none.
+
+    Built-in text has its own split. Of any other source a quarter of the documents is held out, chosen by their
+    content, so that the split depends neither on the order nor on the other documents.
+
+    Args:
+        source: as in `CorpusConfig`.
+        split: `calibration` or `heldout`.
+        seed: of the order.
+
+    Raises:
+        CorpusError: a corpus that cannot be read or has no documents in the split.
+    """
+    if is_builtin(source):
+        yield from documents(CorpusConfig(source, split, seed=seed))
+        return
+    if source == "-":
+        raise CorpusError("standard input is read once, and a domain is read twice; pass a file")
+    config = CorpusConfig.fineweb_edu(seed) if source == FINEWEB_EDU else CorpusConfig(source, "train", seed=seed)
+    empty = True
+    for text in documents(config):
+        if (hashlib.sha256(text.encode()).digest()[0] < 64) == (split == "heldout"):
+            empty = False
+            yield text
+    if empty:
+        raise CorpusError(f"'{source}' has no documents in the {split} split; give more documents")
 
 
 @dataclass(frozen=True)
@@ -124,7 +155,8 @@ def fit_on(
         batch_size=settings.batch_size,
     )
     with report.progress(f"record {corpus}", size.total_tokens(loaded.spec), "tokens") as advance:
-        recording = collect(loaded, sequences, size, place / "samples", provenance, advance=advance)
+        collect(loaded, sequences, size, place / "samples", provenance, advance=advance)
+        recording = Recording(place / "samples")
     with report.progress(f"fit {corpus}", loaded.spec.num_layers, "layers") as advance:
         fit_recording(
             recording,

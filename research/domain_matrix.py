@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvcli.artifact import Artifact
 from kvcli.attention.attach import attach, make_config
-from kvcli.calibrate.corpus import split_documents, token_sequences
+from kvcli.calibrate.corpus import token_sequences
 from kvcli.errors import ArtifactError, ConfigError
 from kvcli.eval.quality import measure, reference_states
 from kvcli.fit import check_fitted
@@ -29,7 +29,7 @@ from kvcli.models import LoadedModel
 from kvcli.registry import parse_method
 from kvcli.storage.locks import locked
 from kvcli.storage.manifest import RunManifest, read_sealed, write_sealed
-from research.domain_fit import DomainSettings, Report, file_name, fit_on, token_digest
+from research.domain_fit import DomainSettings, Report, file_name, fit_on, split_documents, token_digest
 
 FORMAT_VERSION = 1
 _REMEDY = "delete it to measure it again"

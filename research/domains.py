@@ -50,8 +50,7 @@ def run(options: DomainsOptions, output: Output) -> None:
     """Fit on each kind of text and measure KL on every other; resumes where it stopped."""
     from kvcli.attention.attach import make_config
     from kvcli.calibrate.builtin_text import BUILTIN, domains
-    from kvcli.calibrate.corpus import split_documents
-    from research.domain_fit import DomainSettings, Report
+    from research.domain_fit import DomainSettings, Report, split_documents
     from research.domain_matrix import run_matrix
 
     method, from_bits = parse_method(options.method)

@@ -95,8 +95,9 @@ def _errors(table: PaperTable, options: ReproduceOptions) -> Iterator[Row]:
 
 
 def _quality(table: PaperTable, options: ReproduceOptions, output: Output) -> Iterator[Row]:
-    from kvcli.calibrate.corpus import split_documents, token_sequences
+    from kvcli.calibrate.corpus import token_sequences
     from kvcli.eval.quality import reference_states
+    from research.domain_fit import split_documents
     from research.measured_tables import TextInputs, measured_rows
 
     loaded = options.load(output)

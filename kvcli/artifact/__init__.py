@@ -5,8 +5,7 @@
     codec.safetensors   the state of every layer's codecs, `layers.L.key.*` and `layers.L.value.*`
     README.md           a model card, for people only
 
-metadata and card say what the files hold; folder, how they are read and replaced. This package does not know how codecs
-are fitted.
+`metadata` says what the files hold; `artifact`, how they are read, replaced and used.
 """
 
 from kvcli.artifact.artifact import Artifact

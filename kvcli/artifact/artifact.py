@@ -1,19 +1,26 @@
-"""An artifact in memory: metadata and tensors, what they say, and whether they fit a model."""
+"""An artifact: metadata and tensors, whether they fit a model, and the folder that they are read from and saved to.
+
+The folder holds the old artifact or the new one at every instant, and nothing is used unverified. Replacing an artifact
+is one rename, of kvcli.json: until then the weights it names stay in the folder as codec.safetensors or, once that is
+the new file, as codec.safetensors.previous.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from pydantic import ValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
-from kvcli.artifact.folder import read_folder, write_folder
-from kvcli.artifact.metadata import Metadata
+from kvcli.artifact.metadata import METADATA, PREVIOUS, WEIGHTS, Metadata, model_card
 from kvcli.errors import ArtifactError, ConfigError, explain
 from kvcli.fingerprint import differs
 from kvcli.methods.config import CacheConfig
@@ -21,8 +28,12 @@ from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import Method
 from kvcli.registry import get_method
 from kvcli.spec import ModelSpec
-from kvcli.storage.manifest import json_sha256
+from kvcli.storage.atomic import file_record, is_intact, link_or_copy, replacing
+from kvcli.storage.locks import locked
+from kvcli.storage.manifest import json_sha256, write_sealed
 
+CARD = "README.md"
+_TEMPORARY = [f"{name}.tmp" for name in (WEIGHTS, PREVIOUS, METADATA, CARD)]
 _TENSOR_NAME = re.compile(r"layers\.(?P<layer>0|[1-9][0-9]{0,3})\.(?P<buffer>.+)")
 
 
@@ -74,12 +85,7 @@ class Artifact:
             raise ConfigError(explain(error, config_cls.model_fields)) from error
 
     def check_model(self, spec: ModelSpec, fingerprint: str, method: str) -> None:
-        """Checks that the artifact is for a model and a method.
-
-        Args:
-            spec: shapes of the model.
-            fingerprint: of its weights.
-            method: name of the method.
+        """Checks that the artifact is for a model of these shapes and this fingerprint, and for this method.
 
         Raises:
             ArtifactError: it is not; the message names what differs.
@@ -109,13 +115,10 @@ class Artifact:
         return all(bool((x == other.tensors[name]).all()) for name, x in self.tensors.items())
 
     def build_codecs(self, config: CacheConfig) -> list[LayerCodec]:
-        """The codecs of all layers, with their fitted state, which is checked here.
+        """New codecs of all layers on the CPU, with their fitted state, which is checked here.
 
         Args:
             config: the settings, as `config_with` returns them.
-
-        Returns:
-            New codecs on the CPU, one per layer.
 
         Raises:
             ArtifactError: tensors that are missing, unknown or of the wrong shape.
@@ -132,18 +135,24 @@ class Artifact:
 
     @classmethod
     def load(cls, folder: str | Path) -> Artifact:
-        """Reads an artifact and verifies its files; `build_codecs` checks that the tensors are those of its method.
-
-        Args:
-            folder: where `save` wrote it.
-
-        Returns:
-            The artifact, its tensors on the CPU.
+        """Reads an artifact, its tensors on the CPU; `build_codecs` checks that they are those of its method.
 
         Raises:
             ArtifactError: missing, of another format version, corrupt, truncated, empty or not finite.
         """
-        return cls(*read_folder(Path(folder)))
+        folder = Path(folder)
+        while True:
+            metadata = Metadata.read(folder / METADATA)
+            try:
+                for name in (WEIGHTS, PREVIOUS):  # an export that was killed may have left them under their second name
+                    if is_intact(folder / name, metadata.files[WEIGHTS]):
+                        return cls(metadata.values, _read_tensors(folder / name))
+                there = (folder / WEIGHTS).exists()
+                state = "is corrupt or truncated: its size or sha256 differs" if there else "is missing"
+                raise ArtifactError(f"{folder / WEIGHTS} {state}; {Metadata.REMEDY}")
+            except ArtifactError:  # unless another process replaced the artifact in the meantime
+                if Metadata.read(folder / METADATA).values == metadata.values:
+                    raise
 
     def save(self, folder: str | Path, *, overwrite: bool = False) -> None:
         """Writes the artifact; kvcli.json, which makes it one, appears when the rest was read back and verified.
@@ -151,33 +160,72 @@ class Artifact:
         Whenever the process ends, the folder holds the artifact that was there or the new one. Files of other names
         stay. A link to a folder is followed.
 
-        Args:
-            folder: where to; it may be empty.
-            overwrite: replace an artifact that is there.
-
         Raises:
             ArtifactError: the folder has files but is not an artifact, is one while `overwrite` is off, or is used by
                 another process; tensors that are not finite or not those of the method.
         """
         folder = Path(folder)
+        created = not folder.exists()
+        with locked(folder, ArtifactError):
+            try:
+                if (folder / METADATA).exists():
+                    if not overwrite:
+                        raise ArtifactError(f"{folder} exists already; use --overwrite to replace it")
+                elif others := sorted({path.name for path in folder.iterdir()} - {WEIGHTS, PREVIOUS, *_TEMPORARY}):
+                    wrong = f"{folder} exists already; it is not an artifact: it holds {others[0]}"
+                    raise ArtifactError(f"{wrong}; choose another --out")
+                for name in _TEMPORARY:
+                    (folder / name).unlink(missing_ok=True)
+                self._write(folder)
+            finally:
+                if created:
+                    with suppress(OSError):  # what is not empty stays
+                        folder.rmdir()
 
-        def check(metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-            written = Artifact(metadata, tensors)
-            written.build_codecs(written.config)
-            if not written.same_content(self):
-                raise ArtifactError(f"{folder} was not written as it should be; check the disk")
+    def _write(self, folder: Path) -> None:
+        with replacing(folder / WEIGHTS) as temporary:
+            save_file({name: x.contiguous() for name, x in self.tensors.items()}, temporary)
+            metadata = {**self.metadata, "files": {WEIGHTS: file_record(temporary)}}
+            self._check_written(folder, Artifact(metadata, _read_tensors(temporary)))
+            card = model_card(metadata)
+            try:
+                record = Metadata.read(folder / METADATA).files[WEIGHTS]
+            except ArtifactError:
+                record = None  # no artifact there that could be read
+            if is_intact(folder / WEIGHTS, record) and not is_intact(folder / PREVIOUS, record):
+                link_or_copy(folder / WEIGHTS, folder / PREVIOUS)
+        write_sealed(folder / METADATA, metadata)
+        (folder / PREVIOUS).unlink(missing_ok=True)
+        with replacing(folder / CARD) as temporary:
+            temporary.write_text(card)
+        self._check_written(folder, Artifact.load(folder))
 
-        write_folder(folder, self.metadata, self.tensors, check, overwrite=overwrite)
+    def _check_written(self, folder: Path, written: Artifact) -> None:
+        written.build_codecs(written.config)
+        if not written.same_content(self):
+            raise ArtifactError(f"{folder} was not written as it should be; check the disk")
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    """Reads a safetensors file; refuses tensors that are empty or not finite."""
+    try:
+        with safe_open(path, framework="pt") as handle:
+            # copies: a mapped file that somebody truncates would end the process
+            tensors = {name: handle.get_tensor(name).clone() for name in handle.keys()}  # noqa: SIM118
+        for name, x in tensors.items():
+            narrow = x.is_floating_point() and x.element_size() == 1  # float8 has no isfinite
+            if x.numel() == 0 or not bool((x.float() if narrow else x).isfinite().all()):
+                raise ArtifactError(f"{path}: tensor {name} is empty or not finite; the artifact must not be used")
+    except (OSError, SafetensorError, RuntimeError, ValueError, TypeError, KeyError, AttributeError) as error:
+        wrong = f"{path} is not a safetensors file that can be read ({' '.join(str(error).split())})"
+        raise ArtifactError(f"{wrong}; {Metadata.REMEDY}") from error
+    return tensors
 
 
 def _fitted_codec(
     method: Method, spec: ModelSpec, config: CacheConfig, layer_idx: int, state: dict[str, Tensor]
 ) -> LayerCodec[Any, Any]:
-    """A layer's codec with its state; shapes are compared before anything of their size is allocated.
-
-    Raises:
-        ArtifactError: tensors that are not those of the codec.
-    """
+    """A layer's codec with its state; shapes are compared before anything of their size is allocated."""
     wrong = f"layer {layer_idx} of the artifact does not fit its settings"
     try:
         with torch.device("meta"):

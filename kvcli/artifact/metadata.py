@@ -1,7 +1,8 @@
-"""The metadata of an artifact, kvcli.json: its fields, their types and ranges, and the names of the folder's files."""
+"""The metadata of an artifact, kvcli.json, with the names of the folder's files, and its model card."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
@@ -58,17 +59,14 @@ def new_metadata(
     provenance: Mapping[str, Any],
     layers: list[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """The metadata of an artifact, without the list of its files.
+    """The metadata of an artifact as plain JSON values, without `files`, which `save` adds.
 
     Args:
         method: name of the method.
         config: its settings, resolved.
-        identity: which model it is for, as `LoadedModel.identity` says.
+        identity: of the model, as `LoadedModel.identity` gives it.
         provenance: corpus, revision, tokens, seed.
         layers: what fitting reported for each layer, held-out errors above all.
-
-    Returns:
-        Plain JSON values; `save` adds `files`.
     """
     return {
         "format_version": Metadata.VERSION,
@@ -82,14 +80,11 @@ def new_metadata(
 
 
 def metric_values(reports: Sequence[Mapping[str, Any]], name: str) -> list[tuple[float, str]]:
-    """A metric of all layers, each value with its place.
+    """A metric of all layers, each value with its place, such as `layer 3 head 1`.
 
     Args:
-        reports: one per layer, what `FitReport.metrics` held, and optionally the index `layer`.
+        reports: `FitReport.metrics` of each layer, and optionally the index `layer`.
         name: of the metric: a number per layer, or a list with one per head or one for all heads.
-
-    Returns:
-        Value and place, such as `layer 3 head 1`; empty where no layer reports the metric as a number.
     """
     placed = []
     for position, report in enumerate(reports):
@@ -101,3 +96,42 @@ def metric_values(reports: Sequence[Mapping[str, Any]], name: str) -> list[tuple
             if isinstance(value, (int, float))
         ]
     return placed
+
+
+def model_card(metadata: Mapping[str, Any]) -> str:
+    """The README.md of an artifact."""
+    config, provenance, method = metadata["config"], metadata["provenance"], get_method(metadata["method"])
+    spec = ModelSpec.from_dict(metadata["spec"])
+    key_bits, value_bits = method.nominal_bits(spec, method.config_cls(**config))
+    measured = "".join(
+        f"| {label} (mean) | {sum(value for value, _ in values) / len(values):.4g} |\n"
+        for name, label in method.fit_metrics.items()
+        if (values := metric_values(metadata["layers"], name))
+    )
+    doubtful = [i for i, layer in enumerate(metadata["layers"]) if layer.get("warnings")]
+    if doubtful:
+        measured += f"| layers with warnings of the fit, which {METADATA} lists | {', '.join(map(str, doubtful))} |\n"
+    corpus = provenance.get("corpus", {})
+    origin = f"{corpus.get('source', '?')}" + (f" at {corpus['revision']}" if corpus.get("revision") else "")
+    return f"""---
+library_name: kvcli
+base_model: {metadata["model"]}
+tags: [kv-cache, quantization, {metadata["method"]}]
+---
+# {metadata["method"]} KV cache codec for {metadata["model"]}
+
+Made by kvcli {metadata["kvcli_version"]}. It holds codebooks and encoders, no model weights; it works with this model
+only (shapes and a sample of its weights are compared when the artifact is attached).
+
+```bash
+kvcli generate {metadata["model"]} --method {metadata["method"]} --artifact . --prompt "The water cycle is"
+```
+
+| | |
+|---|---|
+| nominal bits per value | keys {key_bits:.2f}, values {value_bits:.2f} |
+| calibration text | {origin} |
+| tokens | {provenance.get("num_tokens", "?")} |
+| seed | {provenance.get("seed", "?")} |
+{measured}| settings | `{json.dumps(config)}` |
+"""

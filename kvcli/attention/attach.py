@@ -19,7 +19,6 @@ from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import Method
 from kvcli.models import LoadedModel
 from kvcli.registry import BASELINE, get_method, parse_method
-from kvcli.seam.key_bias import key_biases
 from kvcli.seam.probe import probe
 from kvcli.spec import ModelSpec
 
@@ -87,7 +86,7 @@ def attach(
         settings = artifact.config_with(config)
         codecs = artifact.build_codecs(settings)
     if isinstance(settings, BiasOffsetConfig) and settings.key_offset == "bias":
-        for codec, bias in zip(codecs, key_biases(module, spec), strict=True):
+        for codec, bias in zip(codecs, probe(module).key_biases(), strict=True):
             codec.key_offset = bias
     if layers is not None:
         codecs = _only_layers(codecs, layers, spec)

@@ -23,7 +23,7 @@ from kvcli.attention.compiled import CompiledLayers, CompileError
 from kvcli.bench.budget import attempt
 from kvcli.bench.model import COMPILED, Run
 from kvcli.bench.timing import percentiles, record_graph, synchronized_time
-from kvcli.seam.untraced import untraced
+from kvcli.seam.layer import untraced
 from kvcli.spec import ModelSpec
 
 FIXED_LENGTH = "graph of one length"

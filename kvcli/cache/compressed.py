@@ -26,8 +26,8 @@ from kvcli.errors import CacheError
 from kvcli.methods.config import CacheConfig
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import Method
+from kvcli.seam.layer import untraced
 from kvcli.seam.patch import Seam
-from kvcli.seam.untraced import untraced
 from kvcli.spec import ModelSpec
 
 

@@ -22,9 +22,8 @@ from kvcli.errors import CacheError
 from kvcli.methods.base import Codec, Codes
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.rope import Unrotate
-from kvcli.seam.layer import LayerAttention
+from kvcli.seam.layer import LayerAttention, untraced
 from kvcli.seam.patch import Seam
-from kvcli.seam.untraced import untraced
 
 HEADROOM = 128
 """Fewest tokens by which a buffer grows after its first allocation."""

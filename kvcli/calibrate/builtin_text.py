@@ -1,7 +1,7 @@
 """The text that ships with kvcli: domains of several sources each, and the mixture of domains that is the default.
 
 `calibration_data/manifest.json` says which domain a source belongs to. Some domains are held out as a whole, so that
-codebooks can be measured on a kind of text that no default fit has seen. This module does not know what tokens are.
+codebooks can be measured on a kind of text that no default fit has seen.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +31,7 @@ def is_builtin(source: str) -> bool:
 
 
 def builtin_folder() -> Path:
-    """The text that ships with kvcli: inside the installed package, or beside it in a source checkout.
-
-    Raises:
-        CorpusError: it is missing.
-    """
+    """The text that ships with kvcli: inside the installed package, or beside it in a source checkout."""
     package = Path(__file__).resolve().parent.parent
     for folder in (package / "calibration_data", package.parent / "calibration_data"):
         if folder.is_dir():
@@ -45,13 +40,9 @@ def builtin_folder() -> Path:
 
 
 def domains(split: str | None = None) -> dict[str, tuple[str, ...]]:
-    """Sources of each domain, in the order of the manifest.
-
-    Args:
-        split: keep domains that have text in this split; default: all.
-    """
+    """Sources of each domain that has text in a split (default: any), in the order of the manifest."""
     grouped: dict[str, tuple[str, ...]] = {}
-    for source in _sources():
+    for source in json.loads((builtin_folder() / "manifest.json").read_text(encoding="utf-8"))["sources"]:
         if split in (None, "heldout") or not source.get("heldout_only"):
             grouped[source["domain"]] = (*grouped.get(source["domain"], ()), source["name"])
     return grouped
@@ -90,24 +81,16 @@ def mixture(split: str, seed: int) -> Iterator[dict[str, Any]]:
 
     Every document gives one excerpt before any gives its second. The order depends on the seed alone.
 
-    Args:
-        split: `calibration` or `heldout`.
-        seed: of the order of documents.
-
     Yields:
         Records with the fields `text` and `domain`.
 
     Raises:
         CorpusError: no such split.
     """
-    streams = {
-        domain: _excerpts(
-            builtin_files(f"{BUILTIN}:{domain}", split),
-            _EXCERPT_CHARACTERS.get(domain, _DENSE_EXCERPT_CHARACTERS),
-            seed,
-        )
-        for domain in MIXTURE
-    }
+    streams = {}
+    for domain in MIXTURE:
+        size = _EXCERPT_CHARACTERS.get(domain, _DENSE_EXCERPT_CHARACTERS)
+        streams[domain] = _excerpts(builtin_files(f"{BUILTIN}:{domain}", split), size, seed)
     characters = dict.fromkeys(MIXTURE, 0.0)
     while streams:
         domain = min(streams, key=lambda name: characters[name] / MIXTURE[name])
@@ -137,10 +120,3 @@ def _excerpts(files: list[Path], size: int, seed: int) -> Iterator[str]:
             if remainder := text[end:].strip("\n"):
                 rest.append(remainder)
         texts = rest
-
-
-@cache
-def _sources() -> tuple[dict[str, Any], ...]:
-    """The sources of the manifest."""
-    manifest = json.loads((builtin_folder() / "manifest.json").read_text(encoding="utf-8"))
-    return tuple(manifest["sources"])

@@ -2,8 +2,7 @@
 
 Layers are recorded window by window: each window is one pass over the sequences that stops after the window's last
 layer, so the memory and the open files stay bounded however deep the model is. A recording that was cut off resumes:
-parts whose size and sha256 are those of when they were written are kept. This module does not know where sequences
-come from.
+parts whose size and sha256 are those of when they were written are kept.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,21 +31,20 @@ from kvcli.calibrate.parts import (
     write_fisher,
     write_part,
 )
-from kvcli.calibrate.recorder import SampleRecorder, WindowDone
-from kvcli.calibrate.recording import Recording
 from kvcli.calibrate.shards import merge_into, read_sums
 from kvcli.errors import SamplesError
 from kvcli.models import LoadedModel
 from kvcli.progress import Advance, Say, say_nothing
 from kvcli.ranks import ALONE, Ranks
 from kvcli.seam.decoder import backbone
-from kvcli.seam.key_bias import key_biases
+from kvcli.seam.layer import AttentionCall
 from kvcli.seam.patch import Seam
-from kvcli.seam.probe import find_rope
+from kvcli.seam.probe import probe
 from kvcli.storage.locks import locked
 
 _FISHER_SEED = 0
 _RANK_FOLDERS = "rank-[0-9]*-of-[0-9]*"
+_KINDS = {"q": "queries", "k": "keys", "v": "values"}
 
 
 def collect(
@@ -56,36 +54,37 @@ def collect(
     folder: Path,
     provenance: Mapping[str, Any],
     *,
+    shard: Shard | None = None,
     ranks: Ranks = ALONE,
     overwrite: bool = False,
     advance: Advance = lambda tokens: None,
     say: Say = say_nothing,
-) -> Recording:
-    """Records the model's attention inputs over the sequences.
+) -> None:
+    """Records the model's attention inputs over the sequences; `Recording` reads them.
+
+    When the folder holds the recording already, nothing is run.
 
     Args:
         loaded: the model.
         sequences: [num_sequences, seq_len] int64 token ids.
         config: what to record.
-        folder: where the parts and the manifest go.
-        provenance: kept in the manifest: corpus, revision, seed and the like.
+        folder: of the recording.
+        provenance: corpus, revision, seed and the like, for the manifest.
+        shard: record this share alone; `shards.merge` puts all shares together.
         ranks: processes that share the work, all called with the same arguments, and with files in common; their
             shares are in folders below the recording's until rank 0 has put them together.
         overwrite: discard a recording that is in the folder, also the same one.
         advance: called with the number of tokens of each pass of this rank, recorded now or before.
         say: called with a line about what is reused.
 
-    Returns:
-        The finished recording; when the folder holds it already, nothing is run.
-
     Raises:
         SamplesError: the folder holds another recording and `overwrite` is off (the message names what differs), is
             used by another process or has too little disk; samples that are not finite.
-        UsageError: more ranks than forward passes.
+        UsageError: more ranks or shards than forward passes.
         RankError: another rank has ended.
     """
     first = ranks.rank == 0
-    collection = _Collection(loaded, sequences, config, folder, provenance, advance, say)
+    collection = _Collection(loaded, sequences, config, folder, provenance, advance, say, shard)
     with locked(folder, SamplesError) if first else nullcontext():
         if ranks.count == 1:
             collection.record(overwrite)
@@ -106,27 +105,6 @@ def collect(
             for place in folder.glob(_RANK_FOLDERS) if first else ():
                 shutil.rmtree(place)
             ranks.wait()
-    return Recording(folder)
-
-
-def collect_shard(
-    loaded: LoadedModel,
-    sequences: Tensor,
-    config: CollectConfig,
-    shard: Shard,
-    folder: Path,
-    provenance: Mapping[str, Any],
-    *,
-    overwrite: bool = False,
-    advance: Advance = lambda tokens: None,
-    say: Say = say_nothing,
-) -> None:
-    """Records one share of what `collect` records, in a folder of its own; `shards.merge` puts all shares together.
-
-    Arguments and errors are those of `collect`; sequences and config are of the whole recording.
-    """
-    with locked(folder, SamplesError):
-        _Collection(loaded, sequences, config, folder, provenance, advance, say, shard).record(overwrite)
 
 
 @dataclass(frozen=True)
@@ -179,7 +157,7 @@ class _Collection:
         return {
             "format_version": SamplesManifest.VERSION,
             **self.loaded.identity(),
-            "rope": find_rope(self.loaded.model).frequencies(),
+            "rope": probe(self.loaded.model).rope.frequencies(),
             "provenance": dict(self.provenance),
             "token_ids_sha256": hashlib.sha256(tokens.numpy().data).hexdigest(),
             **asdict(config),
@@ -193,7 +171,7 @@ class _Collection:
         """Records queries, keys and values, window of layers by window."""
         model, config = self.loaded.model, self.config
         dtype = torch.bfloat16 if model.dtype == torch.bfloat16 else torch.float16
-        recorder = SampleRecorder(dtype, key_biases(model, self.loaded.spec))
+        recorder = _SampleRecorder(dtype, probe(model).key_biases())
         with Seam(model, recorder), torch.inference_mode():
             for window_idx, window in enumerate(config.windows(self.loaded.spec)):
                 for part in config.parts(self.shard):
@@ -222,7 +200,48 @@ class _Collection:
 
 def _run(model: Any, batch: Tensor) -> None:
     """One forward pass of the decoder alone: no logits are computed."""
-    try:
+    with suppress(_WindowDone):
         backbone(model)(input_ids=batch.to(model.device), use_cache=False)
-    except WindowDone:
-        return
+
+
+class _WindowDone(Exception):
+    """Ends a forward pass once the last layer of the window is recorded."""
+
+
+class _SampleRecorder:
+    """Runs SDPA in full precision and records q, k and v of the window's layers."""
+
+    def __init__(self, dtype: torch.dtype, key_biases: Sequence[Tensor | None]) -> None:
+        self.dtype, self.key_biases = dtype, key_biases
+        self.start, self.stop, self.query_sequences = 0, 0, 0
+        self.tensors: dict[str, Tensor] = {}
+
+    def __call__(self, call: AttentionCall) -> Tensor:
+        layer_idx, query, key, value = call.layer.layer_idx, call.query, call.key, call.value
+        if layer_idx >= self.start:
+            bias = self.key_biases[layer_idx]
+            if bias is None:
+                self._keep(layer_idx, "k", key)
+            else:
+                self._keep(layer_idx, "k", key.float() - bias.to(key.device).unsqueeze(1))
+                self.tensors[f"layers.{layer_idx}.key_bias"] = bias.cpu()
+            self._keep(layer_idx, "v", value)
+            if self.query_sequences:
+                self._keep(layer_idx, "q", query[: self.query_sequences])
+        if layer_idx == self.stop - 1:
+            raise _WindowDone
+        return call.exact()
+
+    def _keep(self, layer_idx: int, kind: str, x: Tensor) -> None:
+        """Stores x [batch, heads, time, head_dim] as [heads, batch * time, head_dim]."""
+        samples = x.transpose(0, 1).flatten(1, 2).to("cpu", self.dtype).contiguous()
+        if not bool(samples.isfinite().all()):
+            where = f"the {_KINDS[kind]} of layer {layer_idx}"
+            if not bool(x.isfinite().all()):
+                raise SamplesError(
+                    f"{where} are not finite; the model's weights may be damaged, or its dtype too narrow"
+                )
+            raise SamplesError(
+                f"{where} reach {float(x.abs().max()):.3g}, more than {self.dtype} holds; use --dtype bfloat16"
+            )
+        self.tensors[f"layers.{layer_idx}.{kind}"] = samples

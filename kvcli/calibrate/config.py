@@ -20,23 +20,14 @@ _PART_BYTES = 512 * 2**20
 
 @dataclass(frozen=True)
 class Shard:
-    """One of several shares of a recording.
-
-    Attributes:
-        index: which one, counted from 1.
-        count: how many there are.
-    """
+    """Share `index`, counted from 1, of `count` of a recording."""
 
     index: int
     count: int
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Reads `2/8`.
-
-        Raises:
-            UsageError: anything else than an index and the number of shares.
-        """
+        """Reads `2/8`; UsageError for anything else than an index and the number of shares."""
         match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text.strip())
         if match is None or not 1 <= int(match[1]) <= int(match[2]):
             raise UsageError(f"--shard takes an index and the number of shards, such as 1/4 to 4/4, not '{text}'")
@@ -46,16 +37,11 @@ class Shard:
         return f"{self.index}/{self.count}"
 
 
-_EVERYTHING = Shard(1, 1)
-
-
 @dataclass(frozen=True)
 class CollectConfig:
     """Settings of a recording.
 
     Attributes:
-        num_sequences: sequences recorded.
-        seq_len: tokens per sequence.
         query_sequences: sequences whose queries are recorded too; keys and values are recorded for all.
         batch_size: sequences per forward pass.
         layer_window: layers per pass; 0: as many as keep a part below half a GiB.
@@ -100,17 +86,13 @@ class CollectConfig:
         return -(-self.num_sequences // self.batch_size)
 
     def parts(self, shard: Shard | None = None) -> range:
-        """The parts of each window that a shard records; None: all.
-
-        Raises:
-            UsageError: fewer parts than shards.
-        """
-        (index, count), num_parts = vars(shard or _EVERYTHING).values(), self.num_parts
-        if num_parts < count:
+        """The parts of each window that a shard records; None: all. UsageError: fewer parts than shards."""
+        index, count = (shard.index, shard.count) if shard else (1, 1)
+        if self.num_parts < count:
             raise UsageError(
-                f"{num_parts} forward passes cannot be shared among {count}; lower --batch-size, or use fewer"
+                f"{self.num_parts} forward passes cannot be shared among {count}; lower --batch-size, or use fewer"
             )
-        return range((index - 1) * num_parts // count, index * num_parts // count)
+        return range((index - 1) * self.num_parts // count, index * self.num_parts // count)
 
     def sequences(self, shard: Shard | None = None) -> range:
         """The sequences that a shard records; None: all."""

@@ -1,14 +1,12 @@
 """Sources of calibration and evaluation text, and their token sequences.
 
 Every source is a stream of documents: FineWeb-Edu or another dataset on the hub, a local file or folder (parquet,
-jsonl, csv, txt), standard input, or the text that ships with kvcli (`builtin_text`). This module does not know what the
-tokens are for.
+jsonl, csv, txt), standard input, or the text that ships with kvcli (`builtin_text`).
 """
 
 from __future__ import annotations
 
 import gzip
-import hashlib
 import random
 import re
 import sys
@@ -92,9 +90,8 @@ def documents(config: CorpusConfig, stdin: TextIO | None = None) -> Iterator[str
         if text is None:
             raise CorpusError(f"a record of '{config.source}' has no text in column '{config.text_column}'")
         if not isinstance(text, str):
-            raise CorpusError(
-                f"column '{config.text_column}' of '{config.source}' holds {type(text).__name__}, not text"
-            )
+            kind = type(text).__name__
+            raise CorpusError(f"column '{config.text_column}' of '{config.source}' holds {kind}, not text")
         if text.strip():
             yield text
 
@@ -109,35 +106,6 @@ def check_source(config: CorpusConfig) -> None:
         _check_local(config)
     else:
         _local_files(config)
-
-
-def split_documents(source: str, split: str, seed: int) -> Iterator[str]:
-    """Documents of a corpus in one of two splits that share none.
-
-    Built-in text has its own split. Of any other source a quarter of the documents is held out, chosen by their
-    content, so that the split depends neither on the order nor on the other documents.
-
-    Args:
-        source: a corpus name, as in `CorpusConfig`.
-        split: `calibration` or `heldout`.
-        seed: of the order.
-
-    Raises:
-        CorpusError: a corpus that cannot be read or has no documents in the split.
-    """
-    if is_builtin(source):
-        yield from documents(CorpusConfig(source, split, seed=seed))
-        return
-    if source == "-":
-        raise CorpusError("standard input is read once, and a domain is read twice; pass a file")
-    config = CorpusConfig.fineweb_edu(seed) if source == FINEWEB_EDU else CorpusConfig(source, "train", seed=seed)
-    empty = True
-    for text in documents(config):
-        if (hashlib.sha256(text.encode()).digest()[0] < 64) == (split == "heldout"):
-            empty = False
-            yield text
-    if empty:
-        raise CorpusError(f"'{source}' has no documents in the {split} split; give more documents")
 
 
 def _shuffled(config: CorpusConfig) -> Iterable[dict[str, Any]]:
@@ -210,11 +178,7 @@ def _format(path: Path) -> str | None:
 
 
 def _check_local(config: CorpusConfig) -> None:
-    """Refuses what only a dataset on the hub has.
-
-    Raises:
-        CorpusError: a configuration name, a revision or a split.
-    """
+    """Refuses what only a dataset on the hub has: a configuration name, a revision, a split."""
     settings = {"configuration": config.name, "revision": config.revision}
     if not is_builtin(config.source) and config.split not in ("train", CorpusConfig.split):
         settings["split"] = config.split
@@ -228,45 +192,31 @@ def token_sequences(
 ) -> Tensor:
     """Packs documents into sequences of equal length, with the end-of-text token between documents.
 
-    Args:
-        texts: documents.
-        tokenizer: the model's tokenizer.
-        num_sequences: sequences wanted.
-        seq_len: tokens per sequence.
-
     Returns:
         int64 [num_sequences, seq_len]; fewer sequences when the texts run out.
 
     Raises:
         CorpusError: the texts do not fill a single sequence.
     """
+    import torch
+
     num_tokens = num_sequences * seq_len
     separator = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     tokens = array("q")  # a list takes five times the memory
     for text in texts:
-        for piece in _pieces(text):
+        start = 0
+        while start < len(text) and len(tokens) < num_tokens:
+            stop = start + _PIECE_CHARACTERS
+            if stop < len(text):  # cut before a space or line break, where tokens end
+                cut = max(text.rfind(" ", start + 1, stop), text.rfind("\n", start + 1, stop))
+                stop = cut if cut > start else stop
             # a piece longer than the model's context is no mistake here: it is cut into sequences
-            tokens.extend(tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"])
-            if len(tokens) >= num_tokens:
-                break
+            tokens.extend(tokenizer(text[start:stop], add_special_tokens=False, verbose=False)["input_ids"])
+            start = stop
         tokens.extend(separator)
         if len(tokens) >= num_tokens:
             break
     if len(tokens) < seq_len:
         raise CorpusError(f"the corpus has {len(tokens)} tokens, fewer than one sequence of {seq_len}")
     count = min(num_sequences, len(tokens) // seq_len)
-    import torch
-
     return torch.frombuffer(tokens, dtype=torch.int64)[: count * seq_len].view(count, seq_len)
-
-
-def _pieces(text: str) -> Iterator[str]:
-    """Cuts a document before a space or line break, where tokens end, into pieces that a tokenizer reads at once."""
-    start = 0
-    while len(text) - start > _PIECE_CHARACTERS:
-        stop = start + _PIECE_CHARACTERS
-        cut = max(text.rfind(" ", start + 1, stop), text.rfind("\n", start + 1, stop))
-        cut = cut if cut > start else stop
-        yield text[start:cut]
-        start = cut
-    yield text[start:]

@@ -6,7 +6,7 @@ distribution. Only what a compressed cache would read from codes counts: gradien
 the last tokens before a query are left out.
 
 Codes make larger errors where keys are larger, so the outer products g g^T are averaged with the squared distance of
-key t from the mean key as weight. This module does not know how anything is coded.
+key t from the mean key as weight.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from kvcli.calibrate.gradients import passing_gradients
 from kvcli.errors import SamplesError
 from kvcli.methods.samples import LayerFisher
 from kvcli.models import LoadedModel
-from kvcli.seam.decoder import backbone, find_decoder
+from kvcli.seam.decoder import backbone, find_decoder, logits_of
 from kvcli.seam.layer import AttentionCall
-from kvcli.seam.logits import logits_of
 from kvcli.seam.patch import Seam
+from kvcli.seam.rotary import RotaryCall
 
 _SINKS, _WINDOW = 4, 32
 _LOGIT_TOKENS = 256
 _REMEDY = "leave them out with --fisher-tokens 0"
 _KINDS = ("key", "value")
 _SUMS = ("fisher", "weight", "squares", "sum", "count")
+_NOT_DIFFERENTIABLE = ("NotImplemented", "WarnNotImplemented")
+"""Nodes that autograd puts where an operation has no derivative."""
 
 Sums = dict[str, Tensor]
 """Sums over tokens by name, `layers.L.key.NAME` and `layers.L.value.NAME`, float64."""
@@ -54,7 +55,7 @@ def sequence_sums(
         loaded: the model; its parameters get no gradients.
         sequences: int64 [num_sequences, seq_len] token ids.
         seed: of the tokens that are drawn from the model.
-        indices: indices of sequences.
+        indices: which of the sequences.
         advance: called with the number of tokens after each sequence.
 
     Yields:
@@ -118,7 +119,7 @@ def backward(model: Any, sequence: Tensor, generator: torch.Generator) -> dict[i
     recorder, ids = _Gradients(), sequence.unsqueeze(0).to(model.device)
     with Seam(model, recorder), torch.inference_mode(False), torch.enable_grad():
         try:
-            with passing_gradients(find_decoder(model), _REMEDY):
+            with _passing_gradients(find_decoder(model)):
                 states = backbone(model)(input_ids=ids, use_cache=False).last_hidden_state
             if not states.requires_grad:
                 raise SamplesError(f"the model's layers let no gradients through; {_REMEDY}")
@@ -142,8 +143,7 @@ class _Gradients:
         for x in coded:
             x.retain_grad() if x.requires_grad else x.requires_grad_()
         self.tensors[call.layer.layer_idx] = coded
-        arguments = call.query, call.key, call.value, *coded, call
-        output: Tensor = checkpoint(_attend, *arguments, use_reentrant=False)
+        output: Tensor = checkpoint(_attend, call.query, call.key, call.value, *coded, call, use_reentrant=False)
         return output
 
 
@@ -152,25 +152,16 @@ def _attend(
 ) -> Tensor:
     """Attention of one sequence whose tokens beyond sinks and window are other tensors of the same values.
 
-    Args:
-        query: [1, num_heads, time, head_dim], before RoPE like all others.
-        key: [1, num_kv_heads, time, head_dim].
-        value: like key.
-        coded_key: key, for queries that would read codes.
-        coded_value: value, for the same queries.
-        call: its mask, scaling, rotation, soft cap and sinks.
-
-    Returns:
-        [1, time, num_heads, head_dim].
+    `query` is [1, num_heads, time, head_dim], the others [1, num_kv_heads, time, head_dim], before RoPE; the result is
+    [1, time, num_heads, head_dim].
     """
     time = query.shape[2]
     at = torch.arange(time, device=query.device)
     distance = at.unsqueeze(1) - at
     visible = distance >= 0 if call.mask is None else call.mask[0, 0]
     coded = (distance >= _WINDOW) & (at >= _SINKS)
-    rotation = call.rotation
-    rows = (rotation.apply(query) * call.scaling).unflatten(1, (key.shape[1], -1))
-    scores = [torch.einsum("bhgqd,bhkd->bhgqk", rows, rotation.apply(x)) for x in (coded_key, key)]
+    rows = (call.rotation.apply(query) * call.scaling).unflatten(1, (key.shape[1], -1))
+    scores = [torch.einsum("bhgqd,bhkd->bhgqk", rows, call.rotation.apply(x)) for x in (coded_key, key)]
     score = torch.where(coded, scores[0], scores[1]).float()
     if (cap := call.layer.soft_cap) is not None:
         score = cap * torch.tanh(score / cap)
@@ -210,3 +201,44 @@ def _frozen(model: nn.Module) -> Iterator[None]:
     finally:
         for parameter in trained:
             parameter.requires_grad_(True)
+
+
+@contextmanager
+def _passing_gradients(decoder: nn.Module) -> Iterator[None]:
+    """Raises SamplesError in the block at the first innermost module whose output does not lead back to its input.
+
+    Some quantized linear layers block gradients so, without an error.
+    """
+    innermost = {module: name for name, module in decoder.named_modules() if next(module.children(), None) is None}
+
+    def check(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        inputs = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.requires_grad]
+        several = output if isinstance(output, tuple | list) else (output,)
+        outputs = [x for x in several if isinstance(x, Tensor) and x.is_floating_point()]
+        rotary = RotaryCall.of(module, args, kwargs, output) is not None
+        if inputs and outputs and not rotary and not _leads_to(outputs[0], inputs[0]):
+            raise SamplesError(f"{innermost[module]} ({type(module).__name__}) lets no gradients through; {_REMEDY}")
+
+    hooks = [module.register_forward_hook(check, with_kwargs=True) for module in innermost]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _leads_to(output: Tensor, source: Tensor) -> bool:
+    """Whether a gradient of the output reaches a tensor that it was computed from."""
+    if output is source:
+        return True
+    visited: set[Any] = set()
+    nodes = [output.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in visited or node.name().rpartition("::")[2] in _NOT_DIFFERENTIABLE:
+            continue
+        if node is source.grad_fn or getattr(node, "variable", None) is source:
+            return True
+        visited.add(node)
+        nodes += [following for following, _ in node.next_functions]
+    return False

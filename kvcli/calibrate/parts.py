@@ -111,13 +111,7 @@ def sums_name(sequence: int) -> str:
 
 
 def write_part(folder: Path, name: str, tensors: Mapping[str, Tensor]) -> None:
-    """Writes one file, which appears under its name only when complete, and then its size and sha256 to `PARTS`.
-
-    Args:
-        folder: the recording.
-        name: the file's name.
-        tensors: what it holds.
-    """
+    """Writes one file, which appears under its name only when complete, and then its size and sha256 to `PARTS`."""
     with replacing(folder / name) as temporary:
         save_file(dict(tensors), temporary)
         record = file_record(temporary)

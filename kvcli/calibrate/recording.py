@@ -1,7 +1,6 @@
 """A finished recording, read for fitting: each layer's queries in memory, its keys and values block by block.
 
-Nothing is used before its size and sha256 were compared with the manifest. This module does not know where samples come
-from; `parts` describes the files.
+Nothing is used before its size and sha256 were compared with the manifest; `parts` describes the files.
 """
 
 from __future__ import annotations
@@ -66,11 +65,7 @@ class Recording:
 
     @cached_property
     def fisher(self) -> list[LayerFisher] | None:
-        """Fisher information of each layer's keys and values; None if it was not recorded.
-
-        Raises:
-            SamplesError: the file is missing or damaged.
-        """
+        """Fisher information of each layer's keys and values; None if it was not recorded."""
         if not self.manifest.fisher_sequences:
             return None
         path, spec = self._verified_path(FISHER), self.spec
@@ -107,7 +102,7 @@ class Recording:
         Args:
             layer_idx: the layer.
             sequences: ranges of sequences.
-            device: where the tensors are.
+            device: of the tensors.
             skip: tokens at the beginning of each sequence that are left out.
             block_tokens: tokens of a block.
             scratch: folder for what is derived from the samples and exceeds a block; None: that of the system.
@@ -125,7 +120,7 @@ class Recording:
         if not self.manifest.query_sequences:
             raise SamplesError(f"{self.folder} has no queries; {_RECORD_AGAIN} and a --query-tokens above 0")
         paths = [self._verified_path(part_name(window, part)) for part in range(self.manifest.num_parts)]
-        layer, seq_len, rope = LayerReader(paths, self.manifest, layer_idx), self.manifest.seq_len, self.manifest.rope
+        layer, seq_len, rope = _LayerReader(paths, self.manifest, layer_idx), self.manifest.seq_len, self.manifest.rope
         q = torch.cat(list(layer.read("q", 0, self.manifest.query_sequences * seq_len)), dim=1).to(device).float()
         positions = torch.arange(q.shape[1], device=device) % seq_len
         angle = positions[:, None].float() * torch.tensor(rope.inv_freq, device=device)
@@ -154,19 +149,11 @@ class Recording:
         return path
 
 
-class LayerReader:
-    """One layer in the parts of a finished recording.
-
-    Args:
-        paths: the parts of the layer's window.
-        manifest: of the recording.
-        layer_idx: the layer.
+class _LayerReader:
+    """One layer in the parts of its window; its tensors are checked when it is made.
 
     Attributes:
         key_bias: float32 [num_kv_heads, head_dim], bias of the model's key projection; None where it has none.
-
-    Raises:
-        SamplesError: tensors that are missing, or of another shape or dtype than the manifest says.
     """
 
     def __init__(self, paths: Sequence[Path], manifest: SamplesManifest, layer_idx: int) -> None:
@@ -185,31 +172,21 @@ class LayerReader:
                         if x.get_shape() != (shape := [heads, tokens, spec.head_dim]):
                             raise SamplesError(f"{path} has {kind} of another shape than {shape}; {_RECORD_AGAIN}")
                         if x.get_dtype() not in ("F16", "BF16"):
-                            reason = "has samples that are neither float16 nor bfloat16"
-                            raise SamplesError(f"{path} {reason}; {_RECORD_AGAIN}")
+                            wrong = f"{path} has samples that are neither float16 nor bfloat16"
+                            raise SamplesError(f"{wrong}; {_RECORD_AGAIN}")
                     if (bias := f"layers.{layer_idx}.key_bias") in handle.keys():  # noqa: SIM118
                         self.key_bias = handle.get_tensor(bias)
             except (OSError, SafetensorError) as error:
                 raise SamplesError(f"{path} cannot be read ({error}); {RESUME}") from error
+        shape = [spec.num_kv_heads, spec.head_dim]
         if (x := self.key_bias) is not None and not (
-            x.shape == (spec.num_kv_heads, spec.head_dim) and x.dtype == torch.float32 and bool(x.isfinite().all())
+            [*x.shape] == shape and x.dtype == torch.float32 and bool(x.isfinite().all())
         ):
-            where = f"layer {layer_idx} in {paths[0].parent}"
-            raise SamplesError(
-                f"{where} has a key bias of another shape or dtype, or not a finite one; {_RECORD_AGAIN}"
-            )
+            wrong = f"layer {layer_idx} in {paths[0].parent} has a key bias of another shape or dtype"
+            raise SamplesError(f"{wrong}, or not a finite one; {_RECORD_AGAIN}")
 
     def read(self, kind: str, start: int, stop: int) -> Iterator[Tensor]:
-        """Samples of a range of tokens in order, 16 bits, [heads, tokens, head_dim] each with `BLOCK_TOKENS` at most.
-
-        Args:
-            kind: k, v or q.
-            start: first token.
-            stop: the token after the last.
-
-        Raises:
-            SamplesError: a file that cannot be read, or samples that are not finite.
-        """
+        """Samples of a range of tokens in order, 16 bits [heads, tokens, head_dim], each of `BLOCK_TOKENS` at most."""
         while start < stop:
             part, offset = divmod(start, self.part_tokens)
             count = min(stop - start, self.part_tokens - offset, BLOCK_TOKENS)
@@ -235,18 +212,10 @@ class LayerReader:
         scratch: Path | None,
         bias: Tensor | None = None,
     ) -> TokenBlocks:
-        """Samples of whole sequences as float32 [num_kv_heads, tokens, head_dim], in blocks of equal size.
+        """Keys or values of adjacent sequences as float32 [num_kv_heads, tokens, head_dim], in blocks of equal size.
 
-        A single block stays in memory once it was read; several are read again in every pass.
-
-        Args:
-            kind: k or v.
-            sequences: adjacent sequences.
-            skip: tokens at the beginning of each sequence that are left out.
-            block_tokens: tokens of a block.
-            device: where the blocks are.
-            scratch: see `TokenBlocks`.
-            bias: added to every token, [num_kv_heads, head_dim].
+        A single block stays in memory once it was read; several are read again in every pass. A `bias`
+        [num_kv_heads, head_dim] is added to every token; for the other arguments see `Recording.load_sequences`.
         """
         num_tokens = len(sequences) * (self.seq_len - skip)
         single: list[Tensor] = []

@@ -27,7 +27,7 @@ _REMEDY = "run the same 'kvcli calibrate --shard' again"
 def merge(
     folders: Sequence[Path], out: Path, *, overwrite: bool = False, advance: Advance = lambda files: None
 ) -> Recording:
-    """Makes a recording of all its shares; the order in which they are given does not matter.
+    """Makes a recording of all its shares, in any order.
 
     Files are linked where the file system can do so, and copied elsewhere; the shares stay.
 
@@ -79,11 +79,7 @@ def merge_into(
 
 
 def read_sums(path: Path) -> Sums:
-    """The sums of one sequence.
-
-    Raises:
-        SamplesError: a file that cannot be read.
-    """
+    """The sums of one sequence; SamplesError for a file that cannot be read."""
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:
@@ -92,9 +88,6 @@ def read_sums(path: Path) -> Sums:
 
 def read_shards(folders: Sequence[Path]) -> list[tuple[Path, SamplesManifest]]:
     """Folders and manifests of all shares of one recording, in their order.
-
-    Args:
-        folders: in any order.
 
     Raises:
         SamplesError: as `merge`, but for damaged files of samples, which are not read.

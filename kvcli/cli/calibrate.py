@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
@@ -76,7 +76,7 @@ def run(options: CalibrateOptions, output: Output) -> None:
     corpus = corpus_config(options)
     check_source(corpus)
 
-    from kvcli.calibrate.collect import collect, collect_shard
+    from kvcli.calibrate.collect import collect
     from kvcli.calibrate.config import CollectConfig, Shard
     from kvcli.ranks import joined
 
@@ -108,12 +108,18 @@ def run(options: CalibrateOptions, output: Output) -> None:
         )
         label = "calibrate" if ranks.count == 1 else f"calibrate (rank 0 of {ranks.count})"
         with output.progress(label, config.total_tokens(loaded.spec, share), "tokens") as advance:
-            provenance = {"corpus": corpus.provenance()}
-            shared: Any = {"overwrite": options.overwrite, "advance": advance, "say": output.say}
-            if shard is not None:
-                collect_shard(loaded, sequences, config, shard, folder, provenance, **shared)
-            else:
-                collect(loaded, sequences, config, folder, provenance, ranks=ranks, **shared)
+            collect(
+                loaded,
+                sequences,
+                config,
+                folder,
+                {"corpus": corpus.provenance()},
+                shard=shard,
+                ranks=ranks,
+                overwrite=options.overwrite,
+                advance=advance,
+                say=output.say,
+            )
     if shard is not None:
         output.say(f"shard {shard} is complete; when all are, put them together with 'kvcli merge'")
     record = {

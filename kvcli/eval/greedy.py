@@ -12,8 +12,7 @@ from torch import Tensor
 from kvcli.errors import ModelError
 from kvcli.eval.case import NewCache
 from kvcli.models import LoadedModel, not_finite
-from kvcli.seam.decoder import backbone
-from kvcli.seam.logits import logits_of
+from kvcli.seam.decoder import backbone, logits_of
 
 
 def read(model: Any, cache: Any, ids: Sequence[int], chunk: int | None = None) -> Tensor:

@@ -37,7 +37,7 @@ from kvcli.eval.case import Case, NewCache
 from kvcli.eval.greedy import end_tokens, greedy, not_finite_logits, read
 from kvcli.eval.records import Better
 from kvcli.models import LoadedModel
-from kvcli.seam.logits import logits_of
+from kvcli.seam.decoder import logits_of
 
 _MAX_NEW_TOKENS = 256
 """Length of a continuation where a task names none, as in lm-eval."""

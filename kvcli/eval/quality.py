@@ -20,8 +20,7 @@ from torch import Tensor
 from kvcli.attention.session import Session
 from kvcli.cache.memory import MemoryReport
 from kvcli.models import not_finite
-from kvcli.seam.decoder import backbone
-from kvcli.seam.logits import logits_of
+from kvcli.seam.decoder import backbone, logits_of
 
 BLOCK_TOKENS = 256
 """Tokens of a block; KL of tokens this far apart is uncorrelated (docs/quality.md, "How quality is measured")."""

@@ -14,8 +14,7 @@ from kvcli.cache.record import ContextRecord
 from kvcli.contexts import ContextStore, Match, StoredContext
 from kvcli.errors import UsageError
 from kvcli.eval.quality import QualityReport, joined, reference_states, token_scores
-from kvcli.seam.decoder import backbone
-from kvcli.seam.logits import logits_of
+from kvcli.seam.decoder import backbone, logits_of
 
 SCORED_TOKENS = 256
 """Last tokens of a context whose predictions are compared, by default."""

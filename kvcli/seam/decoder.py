@@ -1,11 +1,12 @@
-"""Finds the layers of a model."""
+"""Finds the layers of a model, and computes logits without them."""
 
 from __future__ import annotations
 
 from itertools import chain
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from kvcli.errors import ModelError
 
@@ -16,14 +17,24 @@ def find_decoder(model: nn.Module) -> nn.Module:
     Raises:
         ModelError: no module owns a list of as many layers as the config says.
     """
+    return _find(model)[0]
+
+
+def decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """The decoder layers of a model, in their order."""
+    return _find(model)[1]
+
+
+def _find(model: nn.Module) -> tuple[nn.Module, nn.ModuleList]:
     config: Any = model.config
     count = config.get_text_config(decoder=True).num_hidden_layers
     get_decoder: Any = getattr(model, "get_decoder", None)
     # a tower for images may have as many layers
     first = () if get_decoder is None else get_decoder().modules()
     for module in chain(first, model.modules()):
-        if _layers(module, count) is not None:
-            return module
+        for child in module.children():
+            if isinstance(child, nn.ModuleList) and len(child) == count:
+                return module, child
     raise ModelError(f"{type(model).__name__} has no list of its {count} layers; it cannot be attached")
 
 
@@ -51,14 +62,51 @@ def text_model(model: nn.Module) -> Any:
     return model if alone else decoder
 
 
-def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """The decoder layers of a model, in their order."""
-    config: Any = model.config
-    layers = _layers(find_decoder(model), config.get_text_config(decoder=True).num_hidden_layers)
-    assert layers is not None
-    return layers
+def logits_of(model: Any, states: Tensor) -> Tensor:
+    """Logits by the model's own code, with its soft cap or scale if it has one.
+
+    Args:
+        model: a causal language model, attached or not; no other thread may use it meanwhile.
+        states: last hidden states of `backbone`, [batch, time, hidden_size].
+
+    Returns:
+        [batch, time, vocab_size].
+    """
+    base = backbone(model)
+    stand_in = _ComputedStates(base, states)
+    replace_module(model, base, stand_in)
+    try:
+        ids = torch.zeros(states.shape[:2], dtype=torch.int64, device=states.device)
+        logits: Tensor = model(input_ids=ids, use_cache=False).logits
+        return logits
+    finally:
+        replace_module(model, stand_in, base)
 
 
-def _layers(module: nn.Module, count: int) -> nn.ModuleList | None:
-    lists = (child for child in module.children() if isinstance(child, nn.ModuleList))
-    return next((layers for layers in lists if len(layers) == count), None)
+class _ComputedStates(nn.Module):
+    """Replaces the layers of a model, and every part of them, and returns given hidden states."""
+
+    def __init__(self, base: nn.Module, states: Tensor) -> None:
+        super().__init__()
+        self._base, self.states = [base], states  # in a list: not a part of this module
+
+    def forward(self, *args: Any, **kwargs: Any) -> _Output:
+        return _Output(self.states)
+
+    def __getattr__(self, name: str) -> Any:
+        """Attributes of the base model; OPT calls a part of it, others read a field."""
+        attribute = getattr(self._base[0], name)
+        return self if isinstance(attribute, nn.Module) else attribute
+
+
+class _Output:
+    """Last hidden states, and None for everything else."""
+
+    def __init__(self, states: Tensor) -> None:
+        self.last_hidden_state = states
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def __getitem__(self, index: Any) -> Any:
+        return (self.last_hidden_state,)[index]

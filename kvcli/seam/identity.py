@@ -30,11 +30,6 @@ class IdentityFactor(Tensor):
     number: int | None
 
     @classmethod
-    def of(cls, number: int, like: Tensor) -> IdentityFactor:
-        """A constant with shape, dtype and device of a tensor."""
-        return _view(torch.full_like(like, number), number)
-
-    @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -43,7 +38,9 @@ class IdentityFactor(Tensor):
             result = None if rule is None else rule(*args)
             if result is not None:
                 return result
-            changed = (kwargs or {}).get("out", args[0] if _in_place(func.__name__) else None)
+            name = func.__name__
+            in_place = name.startswith(("__set", "__i")) or (name.endswith("_") and not name.endswith("__"))
+            changed = (kwargs or {}).get("out", args[0] if in_place else None)
             if isinstance(changed, IdentityFactor):
                 changed.number = None
             return func(*args, **(kwargs or {}))
@@ -53,12 +50,7 @@ def identity_factors(like: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines of 1 and sines of 0, shaped like a rotary embedding's [batch, time, rotary_dim]."""
     if like.device.type == "cpu" and like.shape[:-1].numel() <= _MAX_PLAIN_TOKENS:
         return torch.ones_like(like), torch.zeros_like(like)
-    return IdentityFactor.of(1, like), IdentityFactor.of(0, like)
-
-
-def _in_place(name: str) -> bool:
-    """Whether a function of this name changes its first argument."""
-    return name.startswith(("__set", "__i")) or (name.endswith("_") and not name.endswith("__"))
+    return _view(torch.ones_like(like), 1), _view(torch.zeros_like(like), 0)
 
 
 def _view(x: Tensor, number: int | None) -> IdentityFactor:
@@ -69,9 +61,7 @@ def _view(x: Tensor, number: int | None) -> IdentityFactor:
 
 def _broadcasts_into(result: Any, constant: Any) -> bool:
     """Whether an operation of both has the first one's shape and dtype."""
-    if not isinstance(constant, IdentityFactor):
-        return False
-    if not isinstance(result, Tensor) or isinstance(result, IdentityFactor):
+    if not isinstance(constant, IdentityFactor) or not isinstance(result, Tensor) or isinstance(result, IdentityFactor):
         return False
     if result.dtype != constant.dtype or result.device != constant.device or result.dim() < constant.dim():
         return False

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -11,8 +12,15 @@ from torch import Tensor, nn
 from kvcli.rope import Rotation
 from kvcli.seam.sdpa import plain_attention, sdpa
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 ChannelOrder = Literal["halves", "neighbours", "last halves", "last neighbours"]
 """Which channels of a head form a pair j: j and j + rotary_dim/2, or 2j and 2j + 1, of the first or last rotary_dim."""
+
+
+def untraced(function: Function) -> Function:
+    """Breaks the graph of a compiled model at a function with effects that a tracer would miss, put off or repeat."""
+    disabled: Function = torch.compiler.disable(function)
+    return disabled
 
 
 @dataclass(frozen=True)
@@ -60,12 +68,7 @@ class LayerAttention:
 
 
 class RotaryOutput(NamedTuple):
-    """The output of the model's rotary module for one forward pass.
-
-    Attributes:
-        positions: [batch or 1, query_len] RoPE positions of the new tokens.
-        rotation: their RoPE, in the model's dtype.
-    """
+    """RoPE positions [batch or 1, query_len] of a pass's new tokens, and their rotation in the model's dtype."""
 
     positions: Tensor
     rotation: Rotation
@@ -79,7 +82,7 @@ class AttentionCall:
         layer: how it attends.
         query: before RoPE, in the order of `kvcli.rope`, [batch, num_heads, query_len, head_dim].
         key: what the cache's `update` returned; without a cache [batch, num_kv_heads, query_len, head_dim].
-        value: likewise.
+        value: the same with the width of values.
         mask: None, or boolean [batch or 1, 1, query_len, slots].
         scaling: factor of the scores.
         rotary: of the forward pass.
@@ -111,9 +114,5 @@ class AttentionCall:
         return plain_attention(query, key, self.value, self.mask, self.scaling, self.layer.soft_cap, self.sinks)
 
 
-class AttendFunction(Protocol):
-    """Attention of one layer, given pre-RoPE queries and whatever the cache's `update` returned as key and value."""
-
-    def __call__(self, call: AttentionCall) -> Tensor:
-        """Returns the attention output, [batch, query_len, num_heads, value_dim]."""
-        ...
+AttendFunction = Callable[[AttentionCall], Tensor]
+"""Attention of one layer; returns [batch, query_len, num_heads, value_dim]."""

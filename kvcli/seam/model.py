@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass, field
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from kvcli.rope import Rope
+from kvcli.errors import UnsupportedModelError
+from kvcli.rope import NoRope, Rope
+from kvcli.seam.decoder import decoder_layers, find_decoder
 from kvcli.seam.layer import LayerAttention
-from kvcli.seam.rotary import RotarySource
-from kvcli.spec import ModelSpec
+from kvcli.spec import NO_ROPE, ModelSpec, layer_kinds
 
 ATTENTION_NAME = "kvcli"
 """The attention implementation of a model that is attached."""
 
 SHARED_CONFIG = "another model that has the same config object is attached; detach it, or load a copy of the config"
+
+_WINDOWED = ("sliding_attention", "chunked_attention")
+"""Kinds of layers that call the attention function, too, and keep transformers' own cache."""
 
 
 @dataclass(frozen=True)
@@ -24,8 +31,7 @@ class ModelAttention:
     Attributes:
         layers: those of full attention, in their order.
         modules: all attention modules that go through transformers' attention interface, in the order of a pass.
-        source: the rotary module whose rotation we apply; None if there is none.
-        rope: the rotation of keys.
+        rope: the rotation of keys, of the model's own rotary module or none.
         spec: shapes of the layers.
         implementation: the attention implementation that the model was loaded with.
         notes: one line each about what is not as usual.
@@ -33,11 +39,14 @@ class ModelAttention:
 
     layers: tuple[LayerAttention, ...]
     modules: tuple[nn.Module, ...]
-    source: RotarySource | None
     rope: Rope
     spec: ModelSpec
     implementation: str | None
     notes: tuple[str, ...] = ()
+    _by_module: dict[int, LayerAttention] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_by_module", {id(layer.module): layer for layer in self.layers})
 
     def layer_of(self, module: nn.Module) -> LayerAttention | None:
         """The attention of a module, if it is full attention."""
@@ -46,12 +55,58 @@ class ModelAttention:
     @property
     def rotating_themselves(self) -> list[nn.Module]:
         """Modules that need what the rotary module returns."""
-        if self.source is None:
+        if isinstance(self.rope, NoRope):
             return []
         layers = ((module, self.layer_of(module)) for module in self.modules)
         return [module for module, layer in layers if layer is None or layer.own_rotation]
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_by_module", {id(layer.module): layer for layer in self.layers})
+    def key_biases(self) -> list[Tensor | None]:
+        """The constant that each layer's projection adds to every pre-RoPE key.
 
-    _by_module: dict[int, LayerAttention] = field(init=False, repr=False, compare=False)
+        Returns:
+            float32 [num_kv_heads, head_dim] for each layer, its channels in the order of `kvcli.rope`; None where there
+            is no bias of a projection of keys alone, or where the keys are normalized after it, so that it is no
+            constant.
+        """
+        biases: list[Tensor | None] = []
+        shape = (self.spec.num_kv_heads, self.spec.head_dim)
+        for layer in self.layers:
+            bias = getattr(getattr(layer.module, "k_proj", None), "bias", None)
+            normalized = any("norm" in name for name, _ in layer.module.named_modules())
+            if bias is None or normalized or bias.numel() != shape[0] * shape[1]:
+                biases.append(None)
+            else:
+                biases.append(layer.in_order(bias.detach().to(torch.float32, copy=True).view(shape)))
+        return biases
+
+
+def attention_of_config(model: nn.Module) -> ModelAttention:
+    """The attention that a model's config describes: on the `meta` device nothing can be compared.
+
+    Raises:
+        UnsupportedModelError: no full attention, or a layer without a part that knows its place in a cache.
+    """
+    config: Any = model.config
+    spec = ModelSpec.from_config(config)
+    modules, full = [], []
+    kinds = layer_kinds(config.get_text_config(decoder=True))
+    for layer, kind in zip(decoder_layers(model), kinds, strict=True):
+        if kind not in ("full_attention", *_WINDOWED):
+            continue
+        module = next((part for part in layer.children() if isinstance(getattr(part, "layer_idx", None), int)), None)
+        if module is None:
+            raise UnsupportedModelError(f"no part of {type(layer).__name__} is known to attend; it cannot be planned")
+        modules.append(module)
+        if kind not in _WINDOWED:
+            full.append(module)
+    rotary: Any = getattr(find_decoder(model), "rotary_emb", None)
+    rotated = rotary is not None and spec.rope.rope_type != NO_ROPE
+    rope: Rope = NoRope(spec.rope.rotary_dim, torch.device("meta"))
+    if rotated:
+        by_layers = "layer_type" in inspect.signature(rotary.forward).parameters
+        rope = Rope(rotary, arguments=("full_attention",) if by_layers else ())
+    layers = tuple(
+        LayerAttention(layer_idx, module, rotated=rotated, rotary_dim=spec.rope.rotary_dim)
+        for layer_idx, module in enumerate(full)
+    )
+    return ModelAttention(layers, tuple(modules), rope, spec, config._attn_implementation)

@@ -2,7 +2,7 @@
 
 The model's rotary module is wrapped to keep the rotation and return the identity, so that q and k stay pre-RoPE on
 their way to the cache and to the attention function, which rotates them itself. No modelling code is copied, and
-nothing is patched before `Seam.open`. This module does not know what the attention function does.
+nothing is patched before `Seam.open`.
 """
 
 from __future__ import annotations
@@ -19,24 +19,21 @@ from transformers import AttentionInterface, Cache, GenerationMixin
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from kvcli.errors import ModelError
-from kvcli.rope import Rope
+from kvcli.rope import NoRope, Rope
 from kvcli.seam.decoder import decoder_layers, find_decoder, replace_module, text_model
-from kvcli.seam.layer import AttendFunction, AttentionCall, LayerAttention, RotaryOutput
+from kvcli.seam.layer import AttendFunction, AttentionCall, LayerAttention, RotaryOutput, untraced
 from kvcli.seam.model import ATTENTION_NAME, SHARED_CONFIG, ModelAttention
-from kvcli.seam.own_attention import own_attention
 from kvcli.seam.probe import probe
 from kvcli.seam.rotary import PreRopeRotary, passes_on
-from kvcli.seam.untraced import untraced
+from kvcli.seam.sdpa import own_attention
 
 _ATTRIBUTE = "kvcli_seam"
-_ATTACHED = "the model is attached already; detach the first session before attaching another"
 
 
 class _CurrentPass(local):
-    """The forward pass that is running in this thread.
+    """The forward pass that is running in this thread, if one is.
 
     Attributes:
-        is_running: whether one is.
         output: what the rotary module computed for it; None before that, and after the last layer.
         original: what the rotary module returned.
         replacement: what the model got instead.
@@ -48,10 +45,6 @@ class _CurrentPass(local):
     original: Any = None
     replacement: Any = None
     on_failure: Callable[[], None] | None = None
-
-
-def _accept(anything: Any) -> None:
-    """Accepts every call."""
 
 
 class Seam:
@@ -75,26 +68,22 @@ class Seam:
         self,
         model: nn.Module,
         attend: AttendFunction,
-        check_call: Callable[[Mapping[str, Any]], None] = _accept,
-        check_drafts: Callable[[Any], None] = _accept,
+        check_call: Callable[[Mapping[str, Any]], None] = lambda call: None,
+        check_drafts: Callable[[Any], None] = lambda cache: None,
     ) -> None:
         self.model: Any = model
-        self.attend = attend
-        self.check_call = check_call
-        self.check_drafts = check_drafts
+        self.attend, self.check_call, self.check_drafts = attend, check_call, check_drafts
         self.is_open = False
         self.current = _CurrentPass()
         self._decoder = find_decoder(model)
         self._parameters = tuple(inspect.signature(self._decoder.forward).parameters)
         self._text: Any = text_model(model)
-        if getattr(self._text.config, "_attn_implementation", None) == ATTENTION_NAME:
-            raise ModelError(_ATTACHED if self._is_attached() else SHARED_CONFIG)
+        self._refuse_attached()
         self.attention: ModelAttention = probe(model)
         self._rotary: PreRopeRotary | None = None
         self._hooks: list[Any] = []
         self._rotary_sees_other_positions = False  # other ones than those that layers are given
         self._generator: Any = None
-        self._implementation: str | None = None
 
     @property
     def devices(self) -> set[torch.device]:
@@ -103,7 +92,7 @@ class Seam:
 
     @property
     def rope(self) -> Rope:
-        """The rotation of the layers' keys: the model's own rotary embedding, or none."""
+        """The rotation of the layers' keys."""
         return self.attention.rope
 
     def open(self) -> None:
@@ -112,29 +101,25 @@ class Seam:
         Raises:
             ModelError: the model is patched already, or another model with the same config object.
         """
-        if self._text.config._attn_implementation == ATTENTION_NAME:
-            raise ModelError(_ATTACHED if self._is_attached() else SHARED_CONFIG)
+        self._refuse_attached()
         AttentionInterface.register(ATTENTION_NAME, _attention)
         AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
-        self._implementation = self._text.config._attn_implementation
         attention = self.attention
         in_layers = {x.device for layer in decoder_layers(self.model) for x in layer.parameters()}
         if attention.rotating_themselves and len(in_layers) > 1:
             raise ModelError("layers on several devices of which some rotate by themselves are not supported")
-        if attention.source is not None:
-            self._rotary = PreRopeRotary(attention.source, self._on_rotary)
-            replace_module(self.model, attention.source.module, self._rotary)
+        if not isinstance(self.rope, NoRope):
+            self._rotary = PreRopeRotary(self.rope, self._on_rotary)
+            replace_module(self.model, self.rope.module, self._rotary)
         for module in attention.modules:
             setattr(module, _ATTRIBUTE, (self, attention.layer_of(module)))
         self._text.set_attn_implementation(ATTENTION_NAME)
         self._hooks = [
             self._decoder.register_forward_pre_hook(self._before_pass, with_kwargs=True),
             self._decoder.register_forward_hook(self._after_pass, always_call=True),
-            *(
-                module.register_forward_pre_hook(self._give_own_rotation, with_kwargs=True)
-                for module in attention.rotating_themselves
-            ),
         ]
+        for module in attention.rotating_themselves:
+            self._hooks.append(module.register_forward_pre_hook(self._give_own_rotation, with_kwargs=True))
         if not hasattr(Cache, "activate_past_recording"):
             self._check_drafts_first()
         self.is_open = True
@@ -152,7 +137,7 @@ class Seam:
             replace_module(self.model, self._rotary, self._rotary.inner)
         for module in self.attention.modules:
             delattr(module, _ATTRIBUTE)
-        self._text.set_attn_implementation(self._implementation)
+        self._text.set_attn_implementation(self.attention.implementation)
         self._rotary, self.is_open = None, False
 
     def rotary_output(self, query: Tensor, positions: Tensor | None) -> RotaryOutput:
@@ -180,18 +165,17 @@ class Seam:
         self.current.output = output
         return output
 
-    def layer_done(self, module: nn.Module) -> None:
-        """Notes that an attention module is done; after the last one nothing of the pass is kept."""
-        if module is self.attention.modules[-1]:
-            self._forget_pass()
-
-    def _is_attached(self) -> bool:
-        return any(hasattr(module, _ATTRIBUTE) for module in self.model.modules())
+    def _refuse_attached(self) -> None:
+        if getattr(self._text.config, "_attn_implementation", None) == ATTENTION_NAME:
+            attached = any(hasattr(module, _ATTRIBUTE) for module in self.model.modules())
+            again = "the model is attached already; detach the first session before attaching another"
+            raise ModelError(again if attached else SHARED_CONFIG)
 
     def _on_rotary(self, output: RotaryOutput, original: Any, replacement: Any) -> None:
         self.current.output, self.current.original, self.current.replacement = output, original, replacement
 
-    def _forget_pass(self) -> None:
+    def forget_pass(self) -> None:
+        """Keeps nothing of the pass that ran in this thread."""
         self.current.output = self.current.original = self.current.replacement = None
 
     @untraced
@@ -215,9 +199,9 @@ class Seam:
         """Refuses arguments and settings that this attention would ignore."""
         call, config = {**dict(zip(self._parameters, args, strict=False)), **kwargs}, self._text.config
         if config._attn_implementation != ATTENTION_NAME:
+            other = config._attn_implementation
             raise ModelError(
-                f"the attention implementation was set to '{config._attn_implementation}' while the model is attached; "
-                "detach first"
+                f"the attention implementation was set to '{other}' while the model is attached; detach first"
             )
         weights = call.get("output_attentions")
         if config.output_attentions if weights is None else weights:
@@ -238,7 +222,7 @@ class Seam:
         if output is None and on_failure is not None:
             on_failure()
         self.current.is_running = False
-        self._forget_pass()
+        self.forget_pass()
 
     def _check_drafts_first(self) -> None:
         """Makes `generate` call `check_drafts` before it drafts tokens that it may remove from the cache again."""
@@ -292,14 +276,13 @@ def _attention(
         output: tuple[Tensor, Tensor | None] = own_attention(
             module, seam.attention.implementation, query, key, value, attention_mask, **kwargs
         )
-        seam.layer_done(module)
-        return output
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    rotary = seam.rotary_output(query, position_ids)
-    if layer.channels != "halves":
-        query, key = layer.in_order(query), layer.in_order(key) if isinstance(key, Tensor) else key
-    sinks = kwargs.get("s_aux") if layer.has_sinks else None
-    call = AttentionCall(layer, query, key, value, attention_mask, scaling, rotary, sinks)
-    attended = seam.attend(call)
-    seam.layer_done(module)
-    return attended, None
+    else:
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        rotary = seam.rotary_output(query, position_ids)
+        if layer.channels != "halves":
+            query, key = layer.in_order(query), layer.in_order(key) if isinstance(key, Tensor) else key
+        sinks = kwargs.get("s_aux") if layer.has_sinks else None
+        output = seam.attend(AttentionCall(layer, query, key, value, attention_mask, scaling, rotary, sinks)), None
+    if module is seam.attention.modules[-1]:  # nothing of the pass is kept
+        seam.forget_pass()
+    return output

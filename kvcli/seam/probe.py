@@ -22,17 +22,28 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from kvcli.errors import ModelError, UnsupportedModelError
-from kvcli.rope import NoRope, Rope
-from kvcli.seam.assumed import assume
+from kvcli.rope import NoRope
 from kvcli.seam.decoder import find_decoder, text_model
-from kvcli.seam.model import ATTENTION_NAME, SHARED_CONFIG, ModelAttention
-from kvcli.seam.recorder import FAILURES, NotUnderstood, ProbeTokens, Recorder, module_name, one_line, record
-from kvcli.seam.tested import FULL, HYBRID
-from kvcli.seam.trial import LayerResult, Trial, tolerance
+from kvcli.seam.model import ATTENTION_NAME, SHARED_CONFIG, ModelAttention, attention_of_config
+from kvcli.seam.recorder import FAILURES, NotUnderstood, ProbeTokens, Recorder, module_name, one_line, record, running
+from kvcli.seam.trial import Trial, tolerance
 from kvcli.spec import ModelSpec, general_fields, no_rope, rope_spec
 
 _NAME = "kvcli_probe"
 _TOKENS, _FIRST = 12, 8
+
+FULL = (
+    "llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral", "olmo", "olmo2", "granite", "granitemoe",
+    "phi", "phi3", "starcoder2", "stablelm", "smollm3", "glm", "glm4", "cohere", "nemotron", "gemma", "helium",
+    "ernie4_5", "seed_oss", "hunyuan_v1_dense", "nanochat", "gpt2",
+)  # fmt: skip
+"""`model_type` of families that the tests run with every method, in which every layer attends to the whole context."""
+
+HYBRID = (
+    "gemma2", "gemma3_text", "gpt_oss", "qwen3_next", "olmo3", "olmo_hybrid", "cohere2", "exaone4", "lfm2", "jamba",
+    "bamba", "granitemoehybrid", "nemotron_h", "ministral", "llama4_text", "qwen3_5_text",
+)  # fmt: skip
+"""Of families in which other layers do not."""
 
 _known: WeakKeyDictionary[nn.Module, ModelAttention] = WeakKeyDictionary()
 
@@ -50,34 +61,22 @@ def probe(model: nn.Module) -> ModelAttention:
         ModelError: another model with the same config object is attached.
     """
     if all(weight.is_meta for weight in model.parameters()):
-        return assume(model)
-    attention = _known.get(model)
-    if _implementation(model) == ATTENTION_NAME:
+        return attention_of_config(model)
+    attention, implementation = _known.get(model), text_model(model).config._attn_implementation
+    if implementation == ATTENTION_NAME:
         if attention is None:
             raise ModelError(SHARED_CONFIG)
         return attention
-    if attention is None or attention.implementation != _implementation(model) or not _has_modules(attention, model):
-        probing = _Probe(model)
-        attention = probing.run()
-        if probing.trial.is_finite:  # with NaN in the weights, nothing was compared
-            _known[model] = attention
+    if attention is not None and attention.implementation == implementation:
+        there = {id(module) for module in model.modules()}
+        needed = [*attention.modules, *([] if isinstance(attention.rope, NoRope) else [attention.rope.module])]
+        if all(id(module) in there for module in needed):
+            return attention
+    probing = _Probe(model, implementation)
+    attention = probing.run()
+    if probing.trial.is_finite:  # with NaN in the weights, nothing was compared
+        _known[model] = attention
     return attention
-
-
-def find_rope(model: nn.Module) -> Rope:
-    """The rotation of a model's keys."""
-    return probe(model).rope
-
-
-def _has_modules(attention: ModelAttention, model: nn.Module) -> bool:
-    modules = {id(module) for module in model.modules()}
-    needed = [*attention.modules, *([] if attention.source is None else [attention.source.module])]
-    return all(id(module) in modules for module in needed)
-
-
-def _implementation(model: nn.Module) -> str | None:
-    implementation: str | None = text_model(model).config._attn_implementation
-    return implementation
 
 
 def _device(model: nn.Module) -> torch.device:
@@ -88,19 +87,17 @@ def _device(model: nn.Module) -> torch.device:
 class _Probe:
     """One probe of a model."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, implementation: str | None) -> None:
         self.model: Any = model
-        self.decoder = find_decoder(model)
-        self.implementation = _implementation(model)
+        self.implementation = implementation
         config: Any = model.config
         self.config = config.get_text_config(decoder=True)
         try:
             self.own_cache = DynamicCache(config=config)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise self._refusal(f"transformers has no cache for it ({one_line(error)})") from error
-        self.recorder = Recorder(model, self.implementation)
+        self.recorder = Recorder(model, implementation)
         self.trial = Trial(self.recorder, self.own_cache)
-        self.takes_positions = "position_ids" in inspect.signature(self.model.forward).parameters
 
     def run(self) -> ModelAttention:
         """Runs the model and returns how it attends."""
@@ -112,8 +109,16 @@ class _Probe:
             with self._recording():
                 recorded = self._run(tokens, use_cache=False)
                 modules = [call.module for call in self.recorder.calls]
-                self._check_calls(modules)
-                self._check_same(logits, recorded)
+                if not modules:
+                    raise self._refusal("no attention in it goes through transformers' attention interface")
+                for module in modules:
+                    if (count := modules.count(module)) > 1:
+                        raise self._refusal(f"{module_name(self.model, module)} attends {count} times in one pass")
+                error = self.trial.difference(recorded, logits)
+                if not error <= tolerance(logits):
+                    raise self._refusal(
+                        f"its logits change by {100 * error:.2g} % when its attention is called through us"
+                    )
                 self._check_layers(modules, tokens)
         return self._result(modules)
 
@@ -139,25 +144,12 @@ class _Probe:
             text_model(self.model).set_attn_implementation(_NAME)
         except (ValueError, AttributeError) as error:
             raise self._refusal(f"its attention cannot be replaced ({one_line(error)})") from error
+        running.recorder = self.recorder
         try:
-            with self.recorder.recording():
-                yield
+            yield
         finally:
+            running.recorder = None
             text_model(self.model).set_attn_implementation(self.implementation)
-
-    def _check_calls(self, modules: list[nn.Module]) -> None:
-        if not modules:
-            raise self._refusal("no attention in it goes through transformers' attention interface")
-        for module in modules:
-            if modules.count(module) > 1:
-                raise self._refusal(
-                    f"{module_name(self.model, module)} attends {modules.count(module)} times in one pass"
-                )
-
-    def _check_same(self, logits: Tensor, recorded: Tensor) -> None:
-        error = self.trial.difference(recorded, logits)
-        if not error <= tolerance(logits):
-            raise self._refusal(f"its logits change by {100 * error:.2g} % when its attention is called through us")
 
     def _check_layers(self, modules: list[nn.Module], tokens: Tensor) -> None:
         """Calls every layer of full attention again, in two passes over transformers' own cache."""
@@ -169,16 +161,17 @@ class _Probe:
                 f"it has a window, or its cache is of {', '.join(kinds)}"
             )
         inside = {id(x) for module in modules for x in module.modules()}
-        outside = [x for x in self.decoder.modules() if not inside & {id(part) for part in x.modules()}]
+        outside = [x for x in find_decoder(self.model).modules() if not inside & {id(part) for part in x.modules()}]
         hooks: list[Any] = [module.register_forward_hook(self.trial.again, with_kwargs=True) for module in full]
         hooks += [module.register_forward_hook(self.recorder.note_rotary, with_kwargs=True) for module in outside]
+        takes_positions = "position_ids" in inspect.signature(self.model.forward).parameters
         try:
             for part in (range(_FIRST), range(_FIRST, _TOKENS)):
                 self.recorder.calls.clear()
                 self.recorder.rotary_calls.clear()
                 # some models count from 0 in every pass where positions are not given
                 positions = torch.tensor([part], device=tokens.device)
-                arguments = {"position_ids": positions} if self.takes_positions else {}
+                arguments = {"position_ids": positions} if takes_positions else {}
                 self._run(tokens[:, positions[0]], past_key_values=self.own_cache, use_cache=True, **arguments)
         finally:
             for hook in hooks:
@@ -192,41 +185,27 @@ class _Probe:
         return type(self.own_cache.layers[index]) is DynamicLayer and call.options.get("sliding_window") is None
 
     def _result(self, modules: list[nn.Module]) -> ModelAttention:
-        """The attention of the model from that of its layers.
-
-        Raises:
-            UnsupportedModelError: layers that differ in what all layers of a cache have in common.
-        """
+        """The attention of the model from that of its layers, if they have in common what a cache needs."""
         layers = list(self.trial.layers.values())
         indices = [int(x.layer.module.layer_idx) for x in layers]  # type: ignore[arg-type]
         if indices != sorted(set(indices)):
             raise self._refusal(f"its layers attend in the order {indices}")
         if len({x.shape for x in layers}) > 1:
             raise self._refusal("its layers of full attention have different shapes")
-        sources = {id(x.source): x.source for x in layers if x.source is not None}
-        if len(sources) > 1 or len({x.layer.channels for x in layers if x.layer.rotated}) > 1:
+        ropes = {id(x.rope): x.rope for x in layers if x.rope is not None}
+        if len(ropes) > 1 or len({x.layer.channels for x in layers if x.layer.rotated}) > 1:
             raise self._refusal("its layers of full attention are rotated in different ways")
-        source = next(iter(sources.values()), None)
-        spec = self._spec(layers, indices)
-        rope: Rope = NoRope(spec.rope.rotary_dim, _device(self.model)) if source is None else source.rope
-        return ModelAttention(
-            tuple(x.layer for x in layers), tuple(modules), source, rope, spec, self.implementation, self._notes(layers)
-        )
-
-    def _spec(self, layers: list[LayerResult], indices: list[int]) -> ModelSpec:
         num_heads, num_kv_heads, head_dim, value_dim = layers[0].shape
         total, rotated = len(self.own_cache.layers), [x for x in layers if x.layer.rotated]
-        rope = no_rope(head_dim)
-        if rotated:
-            rope = replace(rope_spec(self.config, head_dim), rotary_dim=rotated[0].layer.rotary_dim)
+        told = rope_spec(self.config, head_dim) if rotated else no_rope(head_dim)
         try:
-            return ModelSpec(
+            spec = ModelSpec(
                 **general_fields(self.config),
                 num_layers=len(layers),
                 num_heads=num_heads,
                 num_kv_heads=num_kv_heads,
                 head_dim=head_dim,
-                rope=rope,
+                rope=replace(told, rotary_dim=rotated[0].layer.rotary_dim) if rotated else told,
                 value_head_dim=None if value_dim == head_dim else value_dim,
                 layer_indices=tuple(indices) if len(indices) < total else (),
                 other_layers=total - len(layers),
@@ -234,10 +213,8 @@ class _Probe:
             )
         except (ValueError, AttributeError) as error:
             raise self._refusal(one_line(error)) from error
-
-    def _notes(self, layers: list[LayerResult]) -> tuple[str, ...]:
-        """One line about each property that most models do not have."""
-        notes, total = [], len(self.own_cache.layers)
+        rope = next(iter(ropes.values()), None) or NoRope(spec.rope.rotary_dim, _device(self.model))
+        notes = []
         if self.config.model_type not in FULL + HYBRID:
             notes.append(
                 f"model type '{self.config.model_type}' is not among the families that kvcli is tested with; on a few "
@@ -245,10 +222,11 @@ class _Probe:
             )
         if len(layers) < total:
             notes.append(f"{len(layers)} of {total} layers attend to the whole context and are compressed")
-        rotating = sum(x.layer.own_rotation for x in layers)
-        if rotating:
+        if rotating := sum(x.layer.own_rotation for x in layers):
             notes.append(f"{rotating} layers rotate keys in a way of their own: these are compressed after RoPE")
-        return tuple(notes)
+        return ModelAttention(
+            tuple(x.layer for x in layers), tuple(modules), rope, spec, self.implementation, tuple(notes)
+        )
 
     def _refusal(self, reason: str) -> UnsupportedModelError:
         return UnsupportedModelError(f"model type '{self.config.model_type}' cannot be compressed: {reason}")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from threading import local
 from typing import Any
@@ -13,12 +12,16 @@ from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
 from kvcli.errors import ModelError
-from kvcli.seam.own_attention import own_attention
 from kvcli.seam.rotary import RotaryCall, moved, passes_on
+from kvcli.seam.sdpa import own_attention
 
 _UNDERSTOOD = ("scaling", "dropout", "is_causal", "position_ids", "softcap", "s_aux", "sliding_window")
 FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError, AssertionError)
 """What a model may raise where it does not expect our attention function or cache."""
+
+
+running = local()
+"""Its `recorder`, if not None, is that of the probe that runs in this thread."""
 
 
 class NotUnderstood(Exception):
@@ -39,11 +42,13 @@ class RecordedCall:
     output: Any = None
 
 
+@dataclass(eq=False)
 class ProbeTokens:
     """Returned by the probe's cache in place of the keys: keys and values of all tokens so far."""
 
-    def __init__(self, key: Tensor, value: Tensor, new_value: Tensor) -> None:
-        self.key, self.value, self.new_value = key, value, new_value
+    key: Tensor
+    value: Tensor
+    new_value: Tensor
 
 
 class ProbeLayer(CacheLayerMixin):
@@ -76,16 +81,9 @@ class ProbeLayer(CacheLayerMixin):
 
 
 class Recorder:
-    """Records the calls of a model's attention function and of its rotary modules.
+    """Records the calls of a model's attention function, named `implementation`, and of its rotary modules, in order.
 
-    Args:
-        model: the one that is probed.
-        implementation: the name of its own attention function.
-
-    Attributes:
-        calls: of the attention function, in order.
-        rotary_calls: of the rotary modules, in order.
-        again: where set, it attends in place of the model's own function, and nothing is recorded.
+    Where `again` is set, it attends in place of the model's own function, and nothing is recorded.
     """
 
     def __init__(self, model: nn.Module, implementation: str | None) -> None:
@@ -95,14 +93,7 @@ class Recorder:
         self.again: Callable[[RecordedCall], Tensor] | None = None
 
     def attention(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Any,
-        value: Any,
-        attention_mask: Any = None,
-        *args: Any,
-        **options: Any,
+        self, module: nn.Module, query: Tensor, key: Any, value: Any, attention_mask: Any = None, **options: Any
     ) -> tuple[Tensor, Any]:
         """The attention function: the model's own, after a check that its arguments are understood."""
         scaling = options.get("scaling")
@@ -110,35 +101,28 @@ class Recorder:
         call = RecordedCall(module, query, key, value, attention_mask, scaling, options)
         if self.again is not None:
             return self.again(call), None
+        who = module_name(self.model, module)
         if attention_mask is not None and attention_mask.dtype != torch.bool:
-            raise NotUnderstood(f"{module_name(self.model, module)} adds a bias to its scores")
+            raise NotUnderstood(f"{who} adds a bias to its scores")
         for name, option in options.items():
             # flags, such as use_cache, are passed on from the model's arguments
             if name not in _UNDERSTOOD and isinstance(option, Tensor | int | float) and not isinstance(option, bool):
-                raise NotUnderstood(f"{module_name(self.model, module)} passes '{name}', which is not understood")
+                raise NotUnderstood(f"{who} passes '{name}', which is not understood")
         if isinstance(scaling, Tensor):
-            raise NotUnderstood(f"{module_name(self.model, module)} scales its scores by a tensor")
+            raise NotUnderstood(f"{who} scales its scores by a tensor")
+        is_causal = options.get("is_causal")
+        is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         # models that know only eager attention are always given a mask
-        if attention_mask is None and self.implementation != "eager" and _is_bidirectional(module, options):
-            raise NotUnderstood(f"{module_name(self.model, module)} is not causal")
+        if attention_mask is None and self.implementation != "eager" and not is_causal:
+            raise NotUnderstood(f"{who} is not causal")
         call.output = own_attention(module, self.implementation, query, key, value, attention_mask, **options)
         self.calls.append(call)
         output: tuple[Tensor, Any] = call.output
         return output
 
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Makes `record` record here, inside the block and in this thread."""
-        _running.recorder = self
-        try:
-            yield
-        finally:
-            _running.recorder = None
-
     def note_rotary(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """A forward hook; modules that are not rotary ones are passed over."""
-        call = RotaryCall.of(module, args, kwargs, output)
-        if call is not None:
+        if (call := RotaryCall.of(module, args, kwargs, output)) is not None:
             self.rotary_calls.append(call)
 
     def rotary_of(self, args: Any, kwargs: Any) -> RotaryCall | None:
@@ -151,26 +135,12 @@ class Recorder:
         return None
 
 
-class _Running(local):
-    """The recorder of this thread."""
-
-    recorder: Recorder | None = None
-
-
-_running = _Running()
-
-
 def record(module: nn.Module, *args: Any, **options: Any) -> tuple[Tensor, Any]:
     """The attention function that transformers calls while a model is probed."""
-    if _running.recorder is None:
+    recorder: Recorder | None = getattr(running, "recorder", None)
+    if recorder is None:
         raise ModelError("the model is being probed in another thread; attach it before threads share it")
-    return _running.recorder.attention(module, *args, **options)
-
-
-def _is_bidirectional(module: nn.Module, options: dict[str, Any]) -> bool:
-    """Whether a module that passes no mask attends to later tokens too."""
-    is_causal = options.get("is_causal")
-    return not (getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    return recorder.attention(module, *args, **options)
 
 
 def module_name(model: nn.Module, module: nn.Module) -> str:

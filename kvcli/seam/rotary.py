@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,30 +12,10 @@ from torch import Tensor, nn
 
 from kvcli.rope import Layout, Rope, Rotation
 from kvcli.seam.identity import identity_factors
-from kvcli.seam.layer import RotaryOutput
-from kvcli.seam.untraced import untraced
+from kvcli.seam.layer import RotaryOutput, untraced
 
 _ANGLE_TOLERANCE = 5e-3
 """Of cos and sin: at position 4096 angles have this rounding in float32."""
-
-
-@dataclass
-class RotarySource:
-    """A rotary module as the model calls it for some of its layers.
-
-    Attributes:
-        module: the model's own.
-        arguments: what it is called with besides a tensor and positions, such as the type of the layers.
-        layout: of what it returns.
-    """
-
-    module: nn.Module
-    arguments: tuple[Any, ...] = ()
-    layout: Layout = "halves"
-    rope: Rope = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.rope = Rope(self.module, self.layout, self.arguments)
 
 
 @dataclass(frozen=True)
@@ -43,7 +23,6 @@ class RotaryCall:
     """One call of a rotary module.
 
     Attributes:
-        module: the model's own.
         positions: int64 [batch or 1, time].
         arguments: other arguments than a tensor and positions.
         output: what it returned.
@@ -57,25 +36,31 @@ class RotaryCall:
     @classmethod
     def of(cls, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> RotaryCall | None:
         """A record of a call; None if its arguments are not those of a rotary module."""
-        rest = [*args[1:], *(value for name, value in kwargs.items() if name not in ("x", "hidden_states"))]
-        if "position_ids" in kwargs:
-            rest.insert(0, rest.pop(next(i for i, x in enumerate(rest) if x is kwargs["position_ids"])))
-        if not rest or not isinstance(rest[0], Tensor) or not _is_rotation(output):
+        others = {name: value for name, value in kwargs.items() if name not in ("x", "hidden_states")}
+        first = [others.pop("position_ids")] if "position_ids" in others else []
+        rest = [*first, *args[1:], *others.values()]
+        if isinstance(output, Tensor):
+            rotation = output.is_complex() and output.dim() == 3
+        else:
+            pair = isinstance(output, tuple) and len(output) == 2 and all(isinstance(x, Tensor) for x in output)
+            rotation = pair and output[0].dim() == 3 and output[0].shape == output[1].shape
+        if not rotation or not rest or not isinstance(rest[0], Tensor):
             return None
         return cls(module, rest[0], tuple(rest[1:]), output)
 
-    def source(self) -> RotarySource | None:
-        """The source, if its angles depend on the positions alone and a second call returns the same."""
-        layout = _layout(self.output)
+    def rope(self) -> Rope | None:
+        """The rotation, if its angles depend on the positions alone and a second call returns the same."""
         are_indices = self.positions.dim() == 2 and not self.positions.is_floating_point()
-        if layout is None or not are_indices or not _is_static(self):
+        if not are_indices or not _is_static(self):
             return None
-        source = RotarySource(self.module, self.arguments, layout)
-        again = source.rope.rotation(self.positions, _first(self.output).real.dtype)
+        layout = _layout(self.output)
+        rope = Rope(self.module, layout, self.arguments)
+        dtype = (self.output if layout == "complex" else self.output[0]).real.dtype
+        again = rope.rotation(self.positions, dtype)
         # accelerate moves what a module is given to its device, and leaves what it returns there
         returned = Rotation.from_model(self.output, layout).to(self.positions.device)
         same = torch.equal(again.cos, returned.cos) and torch.equal(again.sin, returned.sin)
-        return source if same and _is_steady(source.rope) else None
+        return rope if same and _is_steady(rope) else None
 
 
 def passes_on(value: Any, output: Any) -> bool:
@@ -99,14 +84,14 @@ class PreRopeRotary(nn.Module):
     """Replaces a rotary module: returns (1, 0), so that queries and keys stay as they are before RoPE.
 
     Args:
-        source: what is replaced; calls with other arguments pass through.
+        rope: asks the module that is replaced; calls with other arguments pass through.
         on_call: given positions and rotation of a pass, what the module returned and what the model gets instead.
     """
 
-    def __init__(self, source: RotarySource, on_call: Callable[[RotaryOutput, Any, Any], None]) -> None:
+    def __init__(self, rope: Rope, on_call: Callable[[RotaryOutput, Any, Any], None]) -> None:
         super().__init__()
-        self.inner = source.module
-        self.source, self.on_call = source, on_call
+        self.inner = rope.module
+        self.rope, self.on_call = rope, on_call
 
     def __getattr__(self, name: str) -> Any:
         """Attributes of the rotary module that a model reads, such as its config."""
@@ -119,9 +104,9 @@ class PreRopeRotary(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         output = self.inner(*args, **kwargs)
         call = RotaryCall.of(self.inner, args, kwargs, output)
-        if call is None or call.arguments != self.source.arguments:
+        if call is None or call.arguments != self.rope.arguments:
             return output
-        rotation = Rotation.from_model(output, self.source.layout)
+        rotation = Rotation.from_model(output, self.rope.layout)
         if isinstance(output, Tensor):
             rotation = Rotation(*(x.to(args[0].dtype) for x in (rotation.cos, rotation.sin)))
         identity = identity_like(output)
@@ -134,27 +119,14 @@ def identity_like(output: Any) -> Any:
     return torch.ones_like(output) if isinstance(output, Tensor) else identity_factors(output[0])
 
 
-def _is_rotation(output: Any) -> bool:
-    if isinstance(output, Tensor):
-        return output.is_complex() and output.dim() == 3
-    pair = isinstance(output, tuple) and len(output) == 2 and all(isinstance(x, Tensor) for x in output)
-    return pair and output[0].dim() == 3 and output[0].shape == output[1].shape
-
-
-def _first(output: Any) -> Tensor:
-    first: Tensor = output if isinstance(output, Tensor) else output[0]
-    return first
-
-
-def _layout(output: Any) -> Layout | None:
+def _layout(output: Any) -> Layout:
     """The order of pairs in the channels of a rotary module's output."""
     if isinstance(output, Tensor):
         return "complex"
-    channels = output[0].shape[-1]
-    half = channels // 2
-    if channels % 2 == 0 and all(torch.equal(x[..., :half], x[..., half:]) for x in output):
+    half, odd = divmod(output[0].shape[-1], 2)
+    if not odd and all(torch.equal(x[..., :half], x[..., half:]) for x in output):
         return "halves"
-    if channels % 2 == 0 and all(torch.equal(x[..., ::2], x[..., 1::2]) for x in output):
+    if not odd and all(torch.equal(x[..., ::2], x[..., 1::2]) for x in output):
         return "neighbours"
     return "pairs"
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from kvcli.rope import Rope
 from kvcli.seam.layer import ChannelOrder, LayerAttention
 from kvcli.seam.recorder import (
     FAILURES,
@@ -22,7 +23,7 @@ from kvcli.seam.recorder import (
     module_name,
     one_line,
 )
-from kvcli.seam.rotary import RotaryCall, RotarySource, identity_like, moved, passes_on
+from kvcli.seam.rotary import RotaryCall, identity_like, moved, passes_on
 from kvcli.seam.sdpa import causal_mask, plain_attention
 
 _TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -31,10 +32,10 @@ _TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.float16: 1e-2, tor
 
 @dataclass(frozen=True)
 class LayerResult:
-    """A layer that is understood, with what rotates it and its shape."""
+    """A layer that is understood; `shape` is (num_heads, num_kv_heads, head_dim, value_dim)."""
 
     layer: LayerAttention
-    source: RotarySource | None
+    rope: Rope | None
     shape: tuple[int, int, int, int]
     scaling: float
 
@@ -44,7 +45,7 @@ class Trial:
 
     Args:
         recorder: of the model.
-        own_cache: the cache of transformers that the model fills while its layers are called again.
+        own_cache: of transformers; the model fills it while its layers are called again.
 
     Attributes:
         layers: those that are understood, in the order of their calls.
@@ -54,7 +55,7 @@ class Trial:
     def __init__(self, recorder: Recorder, own_cache: Cache) -> None:
         self.recorder, self.own_cache = recorder, own_cache
         self.cache = Cache(layers=[ProbeLayer() for _ in own_cache.layers])
-        self.sources: dict[tuple[int, tuple[Any, ...]], RotarySource | None] = {}
+        self.ropes: dict[tuple[int, tuple[Any, ...]], Rope | None] = {}
         self.layers: dict[nn.Module, LayerResult] = {}
         self.is_finite = True
 
@@ -66,48 +67,40 @@ class Trial:
         call, known = self.recorder.rotary_of(args, kwargs), self.layers.get(module)
         if known is not None and known.scaling != stock.scaling:
             raise NotUnderstood(f"{name} scales its scores by other factors as a context grows")
-        candidates = iter([known.layer]) if known is not None else self._candidates(module, stock, call)
         reasons = []
-        for layer in candidates:
-            rotary = None if layer.own_rotation else call
+        for layer in self._candidates(module, stock, call) if known is None else [known.layer]:
             try:
-                self._try(layer, rotary, stock, args, kwargs, output)
+                self._try(layer, None if layer.own_rotation else call, stock, args, kwargs, output)
             except NotUnderstood as error:
                 reasons.append(str(error))
             else:
-                source = self._source(call) if call is not None and layer.rotated else None
-                heads, _, head_dim = stock.query.shape[1:]
-                shape = (heads, stock.key.shape[1], head_dim, stock.value.shape[3])
-                self.layers[module] = LayerResult(layer, source, shape, stock.scaling)
+                rope = self._rope(call) if layer.rotated else None
+                shape = (stock.query.shape[1], stock.key.shape[1], stock.query.shape[3], stock.value.shape[3])
+                self.layers[module] = LayerResult(layer, rope, shape, stock.scaling)
                 return
         raise NotUnderstood(f"{name}: {reasons[-1]}")
 
     def _candidates(self, module: nn.Module, stock: RecordedCall, call: RotaryCall | None) -> Iterator[LayerAttention]:
         """The ways in which a layer may attend, the most useful first."""
-        layer = LayerAttention(len(self.layers), module, rotated=False, **self._special(stock))
-        source = None if call is None else self._source(call)
-        if source is not None:
-            dim = 2 * len(source.rope.inv_freq)
+        sinks, cap = stock.options.get("s_aux"), stock.options.get("softcap")
+        if sinks is not None and sinks.shape != stock.query.shape[1:2]:
+            raise NotUnderstood(f"{module_name(self.recorder.model, module)} has sinks of shape {list(sinks.shape)}")
+        soft_cap = None if cap is None else float(cap)
+        layer = LayerAttention(len(self.layers), module, rotated=False, soft_cap=soft_cap, has_sinks=sinks is not None)
+        if (rope := self._rope(call)) is not None:
+            dim = 2 * len(rope.inv_freq)
             for order in get_args(ChannelOrder) if dim <= stock.query.shape[3] else ():
                 yield replace(layer, rotated=True, channels=order, rotary_dim=dim)
             yield layer
         yield replace(layer, own_rotation=call is not None)
 
-    def _source(self, call: RotaryCall) -> RotarySource | None:
+    def _rope(self, call: RotaryCall | None) -> Rope | None:
+        if call is None:
+            return None
         key = (id(call.module), call.arguments)
-        if key not in self.sources:
-            self.sources[key] = call.source()
-        return self.sources[key]
-
-    def _special(self, stock: RecordedCall) -> dict[str, Any]:
-        """Soft-capping and sinks."""
-        sinks, heads = stock.options.get("s_aux"), stock.query.shape[1]
-        if sinks is not None and sinks.shape != (heads,):
-            raise NotUnderstood(
-                f"{module_name(self.recorder.model, stock.module)} has sinks of shape {list(sinks.shape)}"
-            )
-        cap = stock.options.get("softcap")
-        return {"soft_cap": None if cap is None else float(cap), "has_sinks": sinks is not None}
+        if key not in self.ropes:
+            self.ropes[key] = call.rope()
+        return self.ropes[key]
 
     def _try(
         self, layer: LayerAttention, rotary: RotaryCall | None, stock: RecordedCall, args: Any, kwargs: Any, output: Any
@@ -160,8 +153,13 @@ class Trial:
         if call.mask is not None and not torch.equal(call.mask.expand(1, 1, -1, -1)[0, 0], causal):
             raise NotUnderstood("its mask is not causal")
         query, key = layer.in_order(call.query), layer.in_order(call.key.key)
-        if layer.rotated:
-            query, key = self._rotated(rotary, query, key)
+        if layer.rotated and rotary is not None and (rope := self._rope(rotary)) is not None:
+            positions = torch.arange(kv_len, device=query.device).unsqueeze(0)
+            if not torch.equal(rotary.positions.to(positions), positions[:, -query_len:]):
+                raise NotUnderstood("its positions do not count tokens")
+            rotation = rope.rotation(positions, torch.float32).to(query.device)
+            query = rotation.last(query_len).apply(query.float()).to(query.dtype)
+            key = rotation.apply(key.float()).to(key.dtype)
         # rounding apart, the model's own rotated queries and keys are these
         for x, theirs in ((query, stock.query), (key, stock.key)):
             if not self.difference(x, layer.in_order(theirs)) <= tolerance(theirs):
@@ -173,19 +171,6 @@ class Trial:
             raise NotUnderstood(f"its attention differs from ours by {100 * error:.2g} %")
         # what follows in the module may quantize it, which makes steps of differences that are rounding
         return output
-
-    def _rotated(self, rotary: RotaryCall | None, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries of the last tokens and keys of all tokens, after RoPE."""
-        source = None if rotary is None else self._source(rotary)
-        assert rotary is not None
-        assert source is not None
-        query_len = query.shape[2]
-        positions = torch.arange(key.shape[2], device=query.device).unsqueeze(0)
-        if not torch.equal(rotary.positions.to(positions), positions[:, -query_len:]):
-            raise NotUnderstood("its positions do not count tokens")
-        rotation = source.rope.rotation(positions, torch.float32).to(query.device)
-        rotated = rotation.last(query_len).apply(query.float()), rotation.apply(key.float())
-        return rotated[0].to(query.dtype), rotated[1].to(key.dtype)
 
     def difference(self, x: Tensor, reference: Tensor) -> float:
         """The largest difference relative to the largest number of the reference, where that is finite."""

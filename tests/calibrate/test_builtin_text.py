@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from kvcli.calibrate.builtin_text import MIXTURE, builtin_files, builtin_folder, domains, mixture
-from kvcli.calibrate.corpus import CorpusConfig, documents, split_documents
+from kvcli.calibrate.corpus import CorpusConfig, documents
 from kvcli.errors import CorpusError
+from research.domain_fit import split_documents
 
 UNSEEN = {"essays", "cpp", "french", "japanese"}
 
@@ -93,13 +94,20 @@ def test_no_run_of_200_characters_is_in_both_splits() -> None:
             assert shared is None or not _shares_200(text, shared, calibration), record["id"]
 
 
-def test_sources_name_their_domain_package_and_licence() -> None:
-    manifest = json.loads((builtin_folder() / "manifest.json").read_text())
+def test_the_manifest_is_true_and_sources_name_their_domain_package_and_licence() -> None:
+    folder = builtin_folder()
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for entry in manifest["files"]:
+        data = (folder / entry["path"]).read_bytes()
+        assert hashlib.sha256(data).hexdigest() == entry["sha256"]
+        assert (len(data), data.count(b"\n")) == (entry["bytes"], entry["documents"])
+    assert {folder / entry["path"] for entry in manifest["files"]} == set(folder.rglob("*.jsonl"))
     assert len({source["name"] for source in manifest["sources"]}) == len(manifest["sources"])
     for source in manifest["sources"]:
         assert source["domain"]
+        assert source["license"]
         assert "package" in source["url_or_package"] or source["authors"] == "generated"
-        assert len((builtin_folder() / source["license_file"]).read_text()) > 100
+        assert len((folder / source["license_file"]).read_text()) > 100
         splits = {entry["split"] for entry in manifest["files"] if entry["path"].endswith(f"/{source['name']}.jsonl")}
         assert splits == ({"heldout"} if source.get("heldout_only") else {"calibration", "heldout"})
 

@@ -12,7 +12,6 @@ from torch import Tensor
 from kvcli.calibrate import fisher
 from kvcli.calibrate.collect import collect
 from kvcli.calibrate.config import CollectConfig
-from kvcli.calibrate.gradients import _leads_to
 from kvcli.calibrate.parts import FISHER
 from kvcli.calibrate.recording import Recording
 from kvcli.errors import SamplesError
@@ -87,7 +86,8 @@ def test_gradients_predict_the_divergence_of_small_errors(side: str) -> None:
 def test_recordings_keep_it(tmp_path: Any) -> None:
     model = make_model("qwen2")
     before = [p.requires_grad for p in model.parameters()]
-    recording = collect(load(model), SEQUENCES, CollectConfig(3, TIME, 1, 2, fisher_sequences=2), tmp_path, {})
+    collect(load(model), SEQUENCES, CollectConfig(3, TIME, 1, 2, fisher_sequences=2), tmp_path, {})
+    recording = Recording(tmp_path)
     assert [p.requires_grad for p in model.parameters()] == before
     assert all(p.grad is None for p in model.parameters())
     assert recording.fisher is not None
@@ -119,23 +119,6 @@ def test_it_is_written_once_and_a_damaged_file_is_refused(tmp_path: Any, monkeyp
         Recording(tmp_path).load(0)
 
 
-def test_models_without_gradients_are_refused_by_name() -> None:
-    model = make_model("llama")
-    model.lm_head.register_forward_hook(lambda module, inputs, output: output.detach())
-    with pytest.raises(
-        SamplesError, match="output layer lets no gradients through; leave them out with --fisher-token"
-    ):
-        list(fisher.sequence_sums(load(model), SEQUENCES, 0, range(3)))
-    model = make_model("llama")
-    model.model.norm.register_forward_hook(lambda module, inputs, output: output.detach())
-    with pytest.raises(SamplesError, match=r"norm \(LlamaRMSNorm\) lets no gradients through; leave them out"):
-        list(fisher.sequence_sums(load(model), SEQUENCES, 0, range(3)))
-    model = make_model("llama")
-    model.model.register_forward_hook(lambda module, inputs, output: type(output)(output.last_hidden_state.detach()))
-    with pytest.raises(SamplesError, match="layers let no gradients through"):
-        list(fisher.sequence_sums(load(model), SEQUENCES, 0, range(3)))
-
-
 torch.library.define("kvcli_tests::half", "(Tensor x) -> Tensor")
 
 
@@ -158,22 +141,34 @@ class Fails(torch.autograd.Function):
         raise RuntimeError("no kernel for this type")
 
 
-@pytest.mark.parametrize("part", ["self_attn.o_proj", "self_attn.k_proj", "mlp.up_proj"])
+BLOCKING = {
+    "detached": Tensor.detach,
+    "no derivative": lambda x: torch.ops.kvcli_tests.half(x) + 0.0,
+    "fails": Fails.apply,
+    "layers": lambda x: type(x)(x.last_hidden_state.detach()),
+}
+"""What is done to the output of a part of a model; gradients around it, through the residual, are finite and wrong."""
+NONE = "lets no gradients through; leave them out with --fisher-tokens 0"
+
+
 @pytest.mark.parametrize(
-    "way", [Tensor.detach, lambda x: torch.ops.kvcli_tests.half(x) + 0.0], ids=["detached", "no derivative"]
+    ("part", "way", "said"),
+    [
+        *(
+            (f"model.layers.1.{part}", way, rf"layers\.1\.{part} \(Linear\) {NONE}")
+            for part in ("self_attn.o_proj", "self_attn.k_proj", "mlp.up_proj")
+            for way in ("detached", "no derivative")
+        ),
+        ("lm_head", "detached", f"output layer {NONE}"),
+        ("model.norm", "detached", rf"norm \(LlamaRMSNorm\) {NONE}"),
+        ("model", "layers", "layers let no gradients through"),
+        ("model.layers.1.mlp.up_proj", "fails", r"cannot be computed \(no kernel for this type\); leave them out"),
+    ],
 )
-def test_gradients_that_miss_a_part_are_refused(part: str, way: Any) -> None:
-    """Gradients around the part, through the residual, are finite and wrong."""
+def test_gradients_that_miss_a_part_or_fail_are_refused(part: str, way: str, said: str) -> None:
     model = make_model("llama")
-    model.model.layers[1].get_submodule(part).register_forward_hook(lambda module, inputs, output: way(output))
-    with pytest.raises(SamplesError, match=rf"layers\.1\.{part} \(Linear\) lets no gradients through; leave them out"):
-        list(fisher.sequence_sums(load(model), SEQUENCES, 0, range(3)))
-
-
-def test_gradients_that_fail_are_refused() -> None:
-    model = make_model("llama")
-    model.model.layers[1].mlp.up_proj.register_forward_hook(lambda module, inputs, output: Fails.apply(output))
-    with pytest.raises(SamplesError, match=r"cannot be computed \(no kernel for this type\); leave them out"):
+    model.get_submodule(part).register_forward_hook(lambda module, inputs, output: BLOCKING[way](output))
+    with pytest.raises(SamplesError, match=said):
         list(fisher.sequence_sums(load(model), SEQUENCES, 0, range(3)))
 
 
@@ -204,6 +199,6 @@ def test_what_a_gradient_reaches() -> None:
     leaf, other = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
     between = leaf * 2
     for output, wanted in ((leaf, leaf), (between, leaf), (between, between), (between.exp() + other, leaf)):
-        assert _leads_to(output, wanted)
+        assert fisher._leads_to(output, wanted)
     for output, wanted in ((between, other), (between.detach(), leaf), (other * between.detach(), between)):
-        assert not _leads_to(output, wanted)
+        assert not fisher._leads_to(output, wanted)

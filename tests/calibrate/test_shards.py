@@ -12,7 +12,7 @@ import torch
 from factories import load, make_model
 
 from kvcli.calibrate import shards
-from kvcli.calibrate.collect import collect, collect_shard
+from kvcli.calibrate.collect import collect
 from kvcli.calibrate.config import CollectConfig, Shard
 from kvcli.calibrate.recording import Recording
 from kvcli.calibrate.shards import merge
@@ -34,7 +34,7 @@ def record_shards(folder: Path, count: int) -> list[Path]:
     model = load(make_model("qwen2"))
     places = [folder / f"{index}-of-{count}" for index in range(1, count + 1)]
     for index, place in enumerate(places, 1):
-        collect_shard(model, SEQUENCES, CONFIG, Shard(index, count), place, {"seed": 1})
+        collect(model, SEQUENCES, CONFIG, place, {"seed": 1}, shard=Shard(index, count))
     return places
 
 
@@ -120,15 +120,10 @@ def test_a_shard_resumes(tmp_path: Path, three: Path, monkeypatch: pytest.Monkey
     model = load(make_model("qwen2"))
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
-            collect_shard(model, SEQUENCES, CONFIG, Shard(2, 3), tmp_path, {"seed": 1})
-    collect_shard(model, SEQUENCES, CONFIG, Shard(2, 3), tmp_path, {"seed": 1})
+            collect(model, SEQUENCES, CONFIG, tmp_path, {"seed": 1}, shard=Shard(2, 3))
+    collect(model, SEQUENCES, CONFIG, tmp_path, {"seed": 1}, shard=Shard(2, 3))
     assert contents(tmp_path) == contents(three / "2-of-3")
     assert len(written) == len(set(written)) + 2
-
-
-def test_a_shard_is_no_recording(three: Path) -> None:
-    with pytest.raises(SamplesError, match=r"holds shard .* put all together with 'kvcli merge'"):
-        Recording(three / "1-of-3")
 
 
 def flip(path: Path) -> None:
@@ -186,7 +181,7 @@ def test_a_merge_that_was_cut_off_goes_on(
 
 def test_shards_of_different_recordings_are_refused(copy: Path, whole: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
-    collect_shard(load(make_model("qwen2")), SEQUENCES, CONFIG, Shard(2, 3), other, {"seed": 2})
+    collect(load(make_model("qwen2")), SEQUENCES, CONFIG, other, {"seed": 2}, shard=Shard(2, 3))
     folders = [copy / "1-of-3", other, copy / "3-of-3"]
     with pytest.raises(SamplesError, match="different recordings: provenance differs"):
         merge(folders, tmp_path / "merged")
@@ -194,6 +189,8 @@ def test_shards_of_different_recordings_are_refused(copy: Path, whole: Path, tmp
         merge([whole], tmp_path / "merged")
     with pytest.raises(SamplesError, match="holds another recording"):
         merge(sorted(copy.iterdir()), other)
+    with pytest.raises(SamplesError, match=r"holds shard .* put all together with 'kvcli merge'"):
+        Recording(other)
 
 
 def test_files_are_copied_where_they_cannot_be_linked(

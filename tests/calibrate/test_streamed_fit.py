@@ -41,9 +41,8 @@ def split(x: torch.Tensor, size: int, axis: int = 1) -> TokenBlocks:
 def recording(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Recording:
     """20 sequences of 64 tokens in parts of 3; qwen2 has a key bias."""
     folder = tmp_path_factory.mktemp("samples")
-    return collect(
-        load(make_model(request.param)), SEQUENCES, CollectConfig(20, 64, 4, 3, fisher_sequences=2), folder, {}
-    )
+    collect(load(make_model(request.param)), SEQUENCES, CollectConfig(20, 64, 4, 3, fisher_sequences=2), folder, {})
+    return Recording(folder)
 
 
 @pytest.mark.parametrize("size", [1, 63, 64, 65, 4000])
@@ -133,13 +132,15 @@ import torch
 from factories import load, make_model
 from kvcli.calibrate.collect import collect
 from kvcli.calibrate.config import CollectConfig
+from kvcli.calibrate.recording import Recording
 from kvcli.fit import fit_recording
 from kvcli.registry import get_method
 count, folder = int(sys.argv[1]), Path(sys.argv[2])
 torch.set_num_threads(1)
 model = make_model("llama", head_dim=32, num_hidden_layers=1)
 sequences = torch.randint(3, 97, (count, 512), generator=torch.Generator().manual_seed(0))
-recording = collect(load(model), sequences, CollectConfig(count, 512, 4, 8), folder / "samples", {})
+collect(load(model), sequences, CollectConfig(count, 512, 4, 8), folder / "samples", {})
+recording = Recording(folder / "samples")
 method = get_method("commvq")
 settings = {"codebook_size": 2, "num_residuals": 1, "key_iterations": 2, "value_iterations": 1, "value_sweeps": 1}
 config = method.config_cls(**settings, value_code_bits=16).resolve(recording.spec)

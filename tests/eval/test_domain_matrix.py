@@ -13,12 +13,12 @@ from factories import CONFIG, load, make_model
 
 from kvcli.artifact import Artifact
 from kvcli.attention.attach import attach
-from kvcli.calibrate.corpus import split_documents, token_sequences
+from kvcli.calibrate.corpus import token_sequences
 from kvcli.errors import ArtifactError, CorpusError
 from kvcli.eval.quality import measure, reference_states
 from kvcli.registry import get_method
 from research import domain_matrix as domains
-from research.domain_fit import DomainSettings, Report, file_name
+from research.domain_fit import DomainSettings, Report, file_name, split_documents
 from research.domain_matrix import Row, run_matrix
 
 SETTINGS = DomainSettings(

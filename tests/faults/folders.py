@@ -23,7 +23,8 @@ SIZES = CollectConfig(6, 24, 3, 2, 2)
 
 
 def recorded(folder: Path, sequences: torch.Tensor = SEQUENCES, **options: Any) -> Recording:
-    return collect(load(make_model("llama")), sequences, SIZES, folder, {"corpus": {"source": "random"}}, **options)
+    collect(load(make_model("llama")), sequences, SIZES, folder, {"corpus": {"source": "random"}}, **options)
+    return Recording(folder)
 
 
 def fitted(folder: Path, recording: Recording, **options: Any) -> None:

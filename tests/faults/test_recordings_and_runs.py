@@ -118,9 +118,9 @@ def test_free_space_is_compared_before_recording(tmp_path: Path, monkeypatch: py
 
 
 def test_a_recording_without_queries_says_so(tmp_path: Path) -> None:
-    recording = collect(load(make_model("llama")), SEQUENCES, CollectConfig(6, 24, 0, 2), tmp_path, {})
+    collect(load(make_model("llama")), SEQUENCES, CollectConfig(6, 24, 0, 2), tmp_path, {})
     with pytest.raises(SamplesError, match="no queries"):
-        recording.load(0)
+        Recording(tmp_path).load(0)
 
 
 @pytest.mark.parametrize(

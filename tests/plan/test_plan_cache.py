@@ -14,7 +14,7 @@ from kvcli.attention.next_token import SamplingConfig
 from kvcli.attention.session import Session
 from kvcli.plan.cache import CachePlan
 from kvcli.registry import METHODS, get_method
-from kvcli.seam.key_bias import key_biases
+from kvcli.seam.probe import probe
 from kvcli.spec import ModelSpec
 
 
@@ -24,7 +24,7 @@ def attached(model: Any, name: str, settings: dict[str, Any]) -> tuple[Session, 
     method = get_method(name)
     config = make_config(method, {**method.example_settings, **settings}).resolve(spec)
     codecs = build_codecs(method, spec, config)
-    bias = key_biases(model, spec)
+    bias = probe(model).key_biases()
     plan = CachePlan.of_codecs(spec, method, config, codecs, model.dtype, key_bias=bias[0] is not None)
     if hasattr(config, "key_offset") and config.key_offset == "bias":
         for codec, offset in zip(codecs, bias, strict=True):

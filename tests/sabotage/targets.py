@@ -83,7 +83,7 @@ TARGETS: dict[str, str] = {
     "kvcli.attention.generation:prefill": "attention/test_decoder.py",
     "kvcli.attention.session:Session.load_cache": "cache/test_context.py",
     "kvcli.seam.probe:probe": "seam/test_seam.py",
-    "kvcli.seam.logits:logits_of": "seam/test_logits.py",
+    "kvcli.seam.decoder:logits_of": "seam/test_logits.py",
     "kvcli.seam.patch:Seam.close": "seam/test_seam.py",
     # calibrate to artifact
     "kvcli.calibrate.config:CollectConfig.disk_bytes": "plan/test_plan_stages.py calibrate",

@@ -18,8 +18,10 @@ import kvcli
 from kvcli.attention.next_token import SamplingConfig
 from kvcli.calibrate.collect import collect
 from kvcli.calibrate.config import CollectConfig
+from kvcli.calibrate.recording import Recording
 from kvcli.errors import ModelError
 from kvcli.fingerprint import differs
+from kvcli.rope import NoRope
 from kvcli.seam import identity
 from kvcli.seam.probe import probe
 
@@ -77,7 +79,7 @@ def test_the_probe_finds_the_same(rotary: str) -> None:
     assert str(model.model.rotary_emb.inv_freq.device) == rotary
     found, expected = probe(model), probe(whole)
     assert found.spec == expected.spec
-    assert found.source is not None
+    assert not isinstance(found.rope, NoRope)
     assert all(layer.rotated for layer in found.layers)
     assert found.notes == expected.notes
     assert found.rope.frequencies() == expected.rope.frequencies()
@@ -109,7 +111,9 @@ def test_a_recording_is_that_of_one_device(rotary: str, tmp_path: Path) -> None:
     config = CollectConfig(4, 64, 2, 2, fisher_sequences=2)
     models = load(llama()), load(spread(llama(), rotary))
     assert differs(models[1].fingerprint, models[0].fingerprint) is None
-    whole, split = (collect(x, sequences, config, tmp_path / str(i), {}) for i, x in enumerate(models))
+    for i, x in enumerate(models):
+        collect(x, sequences, config, tmp_path / str(i), {})
+    whole, split = Recording(tmp_path / "0"), Recording(tmp_path / "1")
     for layer_idx in range(4):
         for kind in ("q", "k", "v"):
             ours, theirs = (getattr(x.load(layer_idx), kind) for x in (split, whole))

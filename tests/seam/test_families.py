@@ -22,8 +22,7 @@ from kvcli.fit import assemble, fit_recording
 from kvcli.registry import get_method
 from kvcli.seam.layer import AttentionCall
 from kvcli.seam.patch import Seam
-from kvcli.seam.probe import probe
-from kvcli.seam.tested import FULL, HYBRID
+from kvcli.seam.probe import FULL, HYBRID, probe
 
 ALL = [x for x in FULL + HYBRID if x in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
 METHODS = ("commvq-2", "kivi-2", "squat-2", "squat-pre-2", "qjl")

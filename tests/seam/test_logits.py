@@ -10,8 +10,7 @@ from families import make
 
 import kvcli
 from kvcli.eval.quality import measure, reference_states
-from kvcli.seam.decoder import backbone
-from kvcli.seam.logits import logits_of
+from kvcli.seam.decoder import backbone, logits_of
 
 FAMILIES = {
     "llama": {},
@@ -42,13 +41,9 @@ def test_they_are_those_of_a_whole_pass(family: str) -> None:
         with kvcli.attach(model, "fp16"):
             assert torch.equal(logits_of(model, states), expected)
             assert torch.allclose(model(ids, use_cache=False).logits, expected, atol=1e-5)
-
-
-def test_a_model_is_whole_after_an_error() -> None:
-    model, ids = made("llama")
-    with torch.no_grad(), pytest.raises(RuntimeError):
-        logits_of(model, torch.zeros(1, 1, 7))
-    assert model(ids).logits.isfinite().all()
+        with pytest.raises((RuntimeError, ValueError)):
+            logits_of(model, torch.zeros(1, 1, 7))
+        assert torch.equal(model(ids).logits, expected)
 
 
 @pytest.mark.parametrize("family", ["granite", "cohere", "gemma2", "llama4_text"])

@@ -18,17 +18,9 @@ from kvcli.errors import CacheError
 from kvcli.seam.decoder import find_decoder
 
 TEXT: dict[str, Any] = {
-    "vocab_size": 97,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+    "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 LAYERS = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_hidden_layers": 4}
 """Of the tower for images: as many as of the language model, so that the two can be taken for each other."""
 QWEN = {"depth": 4, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
@@ -74,12 +66,8 @@ def model_of(model_type: str) -> Any:
     torch.manual_seed(1)
     vision, text, both = PARTS[model_type]
     if "qwen" in model_type:
-        both = {
-            "image_token_id": IMAGE,
-            "video_token_id": 91,
-            "vision_start_token_id": BEGIN,
-            "vision_end_token_id": 93,
-        }
+        names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+        both = dict(zip(names, (IMAGE, 91, BEGIN, 93), strict=True))
     config = CONFIG_MAPPING[model_type](vision_config=vision, text_config={**TEXT, **text}, **both)
     model = AutoModelForImageTextToText.from_config(config).eval()
     model.generation_config.eos_token_id = None

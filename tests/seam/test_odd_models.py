@@ -4,45 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import odd_models
+import odd_rotations
 import pytest
 import torch
 from factories import WINDOW, make_model
-from odd_models import (
-    Alibi,
-    AttendsTwice,
-    GatedOutput,
-    GrowingScale,
-    KeysChangedAfterCache,
-    LastTokens,
-    LearnedPrefix,
-    LongWindow,
-    LongWindowInOneLayer,
-    NotCausal,
-    Plain,
-    ScaledQueries,
-    ScalingPerHead,
-    SharedKeys,
-    UnknownNumber,
-    UnknownTensor,
-    ValuesChangedAfterCache,
-    ValuesFromKeys,
-    with_attention,
-)
-from odd_rotations import (
-    LateSwitch,
-    LengthDependent,
-    NormAfterRope,
-    OneRotatedHead,
-    OnlyKeysRotated,
-    OtherBaseInOneLayer,
-    RopeOnOddLayers,
-    RotatedBackwards,
-    RotatedValues,
-    ScaledAfterRope,
-    ShiftedPositions,
-    TemperatureOfHeads,
-    with_rotary,
-)
+from odd_models import Odd, with_attention
+from odd_rotations import LateSwitch, LengthDependent, ShiftedPositions, with_rotary
 from torch import Tensor, nn
 from transformers import AttentionInterface, DynamicCache
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -53,34 +21,29 @@ from kvcli.errors import KvcliError, UnsupportedModelError
 from kvcli.seam.probe import probe
 
 STEPS = 3
-
-
-RIGHT = {
-    kind.__name__: with_attention(kind)
-    for kind in (
-        Plain, ScaledQueries, ScaledAfterRope, TemperatureOfHeads, RotatedValues, NormAfterRope, RopeOnOddLayers,
-        RotatedBackwards, OnlyKeysRotated, OneRotatedHead, OtherBaseInOneLayer, GatedOutput, ValuesFromKeys,
-    )
-} | {kind.__name__: with_rotary(kind) for kind in (ShiftedPositions, LateSwitch)}  # fmt: skip
-
 REFUSED = {
-    kind.__name__: (with_attention(kind), reason)
-    for kind, reason in (
-        (ScalingPerHead, "layers.0.self_attn scales its scores by a tensor"),
-        (SharedKeys, "attends to what another one caches"),
-        (LastTokens, "layers.0.self_attn"),
-        (LongWindow, "mask"),
-        (LongWindowInOneLayer, "layer 1: the attention mask"),
-        (LearnedPrefix, "layers.0.self_attn: it caches 9 keys for 8 tokens"),
-        (KeysChangedAfterCache, "layers.0.self_attn"),
-        (ValuesChangedAfterCache, "layers.0.self_attn"),
-        (AttendsTwice, "layers.0.self_attn attends 2 times"),
-        (UnknownTensor, "layers.0.self_attn passes 'position_bias'"),
-        (UnknownNumber, "layers.0.self_attn passes 'local_window'"),
-        (Alibi, "layers.0.self_attn adds a bias"),
-        (NotCausal, "layers.0.self_attn is not causal"),
-        (GrowingScale, "layers.0.self_attn scales its scores by other factors"),
-    )
+    "ScalingPerHead": "layers.0.self_attn scales its scores by a tensor",
+    "SharedKeys": "attends to what another one caches",
+    "LastTokens": "layers.0.self_attn",
+    "LongWindow": "mask",
+    "LongWindowInOneLayer": "layer 1: the attention mask",
+    "LearnedPrefix": "layers.0.self_attn: it caches 9 keys for 8 tokens",
+    "KeysChangedAfterCache": "layers.0.self_attn",
+    "ValuesChangedAfterCache": "layers.0.self_attn",
+    "AttendsTwice": "layers.0.self_attn attends 2 times",
+    "UnknownTensor": "layers.0.self_attn passes 'position_bias'",
+    "UnknownNumber": "layers.0.self_attn passes 'local_window'",
+    "Alibi": "layers.0.self_attn adds a bias",
+    "NotCausal": "layers.0.self_attn is not causal",
+    "GrowingScale": "layers.0.self_attn scales its scores by other factors",
+}
+ATTENTIONS = {
+    name: with_attention(kind)
+    for name, kind in (vars(odd_models) | vars(odd_rotations)).items()
+    if isinstance(kind, type) and issubclass(kind, Odd) and kind is not Odd
+}
+RIGHT = {name: build for name, build in ATTENTIONS.items() if name not in (*REFUSED, "SmoothedKeys")} | {
+    kind.__name__: with_rotary(kind) for kind in (ShiftedPositions, LateSwitch)
 }
 
 
@@ -104,11 +67,10 @@ def test_right(name: str, parts: list[int]) -> None:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name: str) -> None:
-    build, reason = REFUSED[name]
-    model, parts = build(), [33, 1, 1]
+    model, parts = ATTENTIONS[name](), [33, 1, 1]
     model.set_attn_implementation("eager" if name == "ScalingPerHead" else "sdpa")
     logits(model, DynamicCache(config=model.config), parts)  # stock runs it
-    with pytest.raises(KvcliError, match=reason) as refusal, kvcli.attach(model, "fp16", **WINDOW) as session:
+    with pytest.raises(KvcliError, match=REFUSED[name]) as refusal, kvcli.attach(model, "fp16", **WINDOW) as session:
         logits(model, session.new_cache(), parts)
     assert "\n" not in str(refusal.value)
 

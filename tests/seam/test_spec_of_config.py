@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from families import make, tiny_config
 from test_families import ALL
@@ -36,19 +38,22 @@ def test_a_config_tells_the_width_of_values() -> None:
     assert (told.head_dim, told.value_dim, told.rope.rotary_dim) == (16, 8, 6)
 
 
-def test_layers_that_a_config_says_not_to_rotate_are_counted_among_those_of_full_attention() -> None:
-    spec = ModelSpec.from_config(tiny_config("smollm3", no_rope_layers=[0, 1, 1, 0]))
-    assert spec.unrotated == (0, 3)
-    assert spec.rope.rope_type != NO_ROPE
-    none = ModelSpec.from_config(tiny_config("smollm3", no_rope_layers=[0, 0, 0, 0]))
-    assert (none.unrotated, none.rope.rope_type) == ((), NO_ROPE)
-
-
-def test_a_field_that_a_type_does_not_have_says_nothing_about_its_rotation() -> None:
-    spec = ModelSpec.from_config(tiny_config("llama", position_embedding_type="absolute"))
-    assert spec.rope.rope_type == "default"
-
-
-def test_positions_in_three_parts_are_not_rotated_by_us() -> None:
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 0]}
-    assert ModelSpec.from_config(tiny_config("qwen3_5_text", rope_parameters=rope)).rope.rope_type == NO_ROPE
+@pytest.mark.parametrize(
+    ("family", "changes", "rotates", "unrotated"),
+    [
+        ("smollm3", {"no_rope_layers": [0, 1, 1, 0]}, True, (0, 3)),  # counted among those of full attention
+        ("smollm3", {"no_rope_layers": [0, 0, 0, 0]}, False, ()),
+        ("llama", {"position_embedding_type": "absolute"}, True, ()),  # a field that this type does not have
+        (
+            "qwen3_5_text",  # positions have three parts
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 0]}},
+            False,
+            (),
+        ),
+    ],
+)
+def test_a_config_says_what_we_rotate(
+    family: str, changes: dict[str, Any], rotates: bool, unrotated: tuple[int, ...]
+) -> None:
+    spec = ModelSpec.from_config(tiny_config(family, **changes))
+    assert (spec.rope.rope_type != NO_ROPE, spec.unrotated) == (rotates, unrotated)

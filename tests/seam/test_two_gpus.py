@@ -16,6 +16,7 @@ import kvcli
 from kvcli.attention.next_token import SamplingConfig
 from kvcli.calibrate.collect import collect
 from kvcli.calibrate.config import CollectConfig
+from kvcli.calibrate.recording import Recording
 from kvcli.errors import CacheError
 from kvcli.fingerprint import differs
 from kvcli.models import load_model
@@ -102,7 +103,9 @@ def test_a_model_is_spread_over_all_gpus(folder: Path, tmp_path: Path) -> None:
     assert differs(loaded.fingerprint, whole.fingerprint) is None
     sequences = torch.randint(3, 97, (4, 64), generator=torch.Generator().manual_seed(0))
     config = CollectConfig(4, 64, 2, 2, fisher_sequences=1)
-    samples = [collect(x, sequences, config, tmp_path / str(i), {}) for i, x in enumerate((loaded, whole))]
+    for name, x in (("spread", loaded), ("whole", whole)):
+        collect(x, sequences, config, tmp_path / name, {})
+    samples = Recording(tmp_path / "spread"), Recording(tmp_path / "whole")
     for layer_idx in range(4):
         ours, theirs = (x.load(layer_idx) for x in samples)
         assert torch.allclose(ours.k.float(), theirs.k.float(), atol=1e-2 * float(theirs.k.abs().max()))

@@ -98,7 +98,8 @@ def load(model: Any) -> LoadedModel:
 
 def record(model: Any, folder: Path) -> Recording:
     sequences = torch.randint(3, 97, (16, 64), generator=torch.Generator().manual_seed(0))
-    return collect(load(model), sequences, CollectConfig(16, 64, 4, 4), folder, {"corpus": {"source": "random"}})
+    collect(load(model), sequences, CollectConfig(16, 64, 4, 4), folder, {"corpus": {"source": "random"}})
+    return Recording(folder)
 
 
 def prompt_and_steps(prompt: Any, *lengths: int) -> list[dict[str, torch.Tensor]]:
