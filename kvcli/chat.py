@@ -22,9 +22,6 @@ from kvcli.models import LoadedModel
 from kvcli.progress import Say, say_nothing
 from kvcli.prompts import Message, Rendered, common_length
 
-_BROKEN_OFF = -1
-"""In place of the number of tokens that the cache holds."""
-
 
 class Conversation:
     """Messages of a user and a model, and the cache that holds their tokens.
@@ -40,7 +37,7 @@ class Conversation:
         notes: plain JSON values that are kept with a saved conversation.
 
     Attributes:
-        cache: of the session; holds the first tokens of the conversation.
+        cache: of the session, with the first tokens of the conversation.
     """
 
     def __init__(
@@ -59,7 +56,7 @@ class Conversation:
         self.prefill_chunk, self.say, self.notes = prefill_chunk, say, dict(notes or {})
         self.cache = session.new_cache()
         self._rendered = Rendered(tuple(messages), "", torch.zeros(1, 0, dtype=torch.int64))
-        self._length = 0
+        self._length: int | None = 0  # tokens that the cache holds; None after a reply that was broken off
 
     @property
     def messages(self) -> list[Message]:
@@ -86,7 +83,7 @@ class Conversation:
 
         Args:
             text: the user's message.
-            write: given pieces of the reply as they are finished.
+            write: called with pieces of the reply as they are finished.
 
         Returns:
             The reply with its measurements; `reused_tokens` were in the cache already.
@@ -95,8 +92,12 @@ class Conversation:
             ModelError: a chat template that fails, or logits that are not finite.
         """
         rendered = self._rendered.followed_by(self.loaded, {"role": "user", "content": text})
-        self._crop_to(rendered.ids)
-        self._length = _BROKEN_OFF
+        try:
+            self._crop_to(rendered.ids)
+        except CacheError as error:
+            self.cache = self.session.new_cache()
+            self.say(f"the conversation is read again from its start: {error}")
+        self._length = None
         generation, generated = generate_text(
             self.loaded,
             self.session,
@@ -119,23 +120,20 @@ class Conversation:
         Raises:
             CacheError: nothing was said yet, or a reply was broken off.
         """
-        self._check_complete()
-        notes = {**text_identity(self.loaded.tokenizer), **self._rendered.notes(self._length), **self.notes}
-        return self.cache.context(self._rendered.ids[:, : self._length], notes)
+        ids = self._cached_ids()
+        notes = {**text_identity(self.loaded.tokenizer), **self._rendered.notes(ids.shape[1]), **self.notes}
+        return self.cache.context(ids, notes)
 
-    def _check_complete(self) -> None:
-        """Raises CacheError after a reply that was broken off: which tokens the cache holds is unknown."""
-        if self._length == _BROKEN_OFF:
+    def _cached_ids(self) -> Tensor:
+        """The tokens [1, time] that the cache holds, which are unknown after a reply that was broken off."""
+        if self._length is None:
             raise CacheError("the last reply was broken off")
+        return self._rendered.ids[:, : self._length]
 
     def _crop_to(self, ids: Tensor) -> None:
         """Crops the cache to the tokens that it has in common with the conversation, [1, time]."""
-        try:
-            self._check_complete()
-            common = min(common_length(self._rendered.ids[:, : self._length], ids), ids.shape[1] - 1)
-            if common < self._length:
-                self.cache.crop(common - self._length)
-                self.say(f"earlier turns are rendered differently now: {self._length - common} tokens are read again")
-        except CacheError as error:
-            self.cache = self.session.new_cache()
-            self.say(f"the conversation is read again from its start: {error}")
+        cached = self._cached_ids()
+        common = min(common_length(cached, ids), ids.shape[1] - 1)
+        if surplus := cached.shape[1] - common:
+            self.cache.crop(-surplus)
+            self.say(f"earlier turns are rendered differently now: {surplus} tokens are read again")

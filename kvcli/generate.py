@@ -73,7 +73,7 @@ class Generation:
         ttft_s: seconds until the first token was chosen, prefill and encoding included.
         tokens_per_s: rate after the first token; 0 when there was one token only.
         memory: of the cache at the end.
-        reused_tokens: prompt tokens that the cache held already.
+        reused_tokens: prompt tokens that the cache had before.
         graph_bytes: memory that captured CUDA graphs took while tokens were made.
         note: why steps were not captured or not compiled; None if there is nothing to say.
     """
@@ -134,15 +134,13 @@ def generate_text(
 
     Args:
         loaded: the model, attached by the session.
-        session: made by `kvcli.attach`.
+        session: of `kvcli.attach`.
         ids: prompt, int64 [1, time].
         sampling: how tokens are chosen.
         seed: of the random numbers.
-        write: given pieces of text as they are finished.
-        cache: a cache to continue on, whose tokens are the first of the prompt; default a new one.
-        mode: how tokens are made, see `Session.generate`.
-        prefill_chunk: prompt tokens per forward pass; None: all.
-        compile_layers: whether layers are compiled for decode steps, see `Session.generate`.
+        write: called with pieces of text as they are finished.
+        cache: whose tokens are the first of the prompt; default: a new one.
+        mode, prefill_chunk, compile_layers: see `Session.generate`.
 
     Returns:
         Text and measurements, and what `Session.generate` returned.

@@ -45,8 +45,15 @@ class Options(BaseModel):
             raise ValueError("an empty text")
         if info.field_name is None or not is_path(cls.model_fields[info.field_name].annotation):
             return value
-        several = get_origin(cls.model_fields[info.field_name].annotation) is list
-        return [_expanded(item) for item in value] if several and isinstance(value, list) else _expanded(value)
+        several = get_origin(cls.model_fields[info.field_name].annotation) is list and isinstance(value, list)
+        paths = value if several else [value]
+        for path in paths:
+            if isinstance(path, str) and not path.strip():
+                raise ValueError("an empty text")
+            if path is not None and not isinstance(path, (str, Path)):
+                raise ValueError("not a path")
+        paths = [None if path is None else Path(path).expanduser() for path in paths]
+        return paths if several else paths[0]
 
 
 class ComputeOptions(Options):
@@ -81,13 +88,10 @@ class ComputeOptions(Options):
 
 
 class ModelOptions(ComputeOptions):
-    """Options of commands that load a model.
-
-    Attributes:
-        takes_several_gpus: whether the command runs models whose layers are on several GPUs.
-    """
+    """Options of commands that load a model."""
 
     takes_several_gpus: ClassVar[bool] = False
+    """Whether the command runs models whose layers are on several GPUs."""
 
     model: str = Field(default=DEFAULT_MODEL, description="built-in name, hub name, folder or .gguf file")
     model_revision: str | None = Field(default=None, description="commit, tag or branch of a model on a hub")
@@ -151,7 +155,7 @@ def parse_layers(text: str | None, layers: Sequence[int], there: str) -> list[in
     """Layers of a range such as 4-7 or of a single number; all without one.
 
     Args:
-        text: as the option was given.
+        text: value of the option.
         layers: those to choose from.
         there: what these are, for the message, such as `were recorded`.
 
@@ -185,11 +189,3 @@ def check_storable(model: str, spec: ModelSpec) -> None:
 def is_path(annotation: Any) -> bool:
     """Whether an option holds a path, or several."""
     return annotation is Path or any(is_path(kind) for kind in get_args(annotation))
-
-
-def _expanded(value: Any) -> Any:
-    if isinstance(value, str) and not value.strip():
-        raise ValueError("an empty text")
-    if value is not None and not isinstance(value, (str, Path)):
-        raise ValueError("not a path")
-    return None if value is None else Path(value).expanduser()

@@ -57,17 +57,16 @@ def newest_training() -> Path:
     Raises:
         ArtifactError: there is none.
     """
-    return _newest(
-        RUNS.glob("*/training/*/run.json"), ArtifactError(f"no fitted run below {RUNS}/; run 'kvcli fit' first")
-    )
+    missing = ArtifactError(f"no fitted run below {RUNS}/; run 'kvcli fit' first")
+    return _newest(RUNS.glob("*/training/*/run.json"), missing)
 
 
 def newest_artifact(model: str, method: str, settings: Mapping[str, Any] | None = None) -> Path:
-    """The artifact of a method for a model that was exported last.
+    """The artifact of a method, with or without bits, for a model that was exported last.
 
     Args:
         model: the model's name.
-        method: name of the method, with or without bits.
+        method: name of the method.
         settings: that it was fitted with; default: those that the bits stand for.
 
     Raises:
@@ -75,13 +74,13 @@ def newest_artifact(model: str, method: str, settings: Mapping[str, Any] | None 
         UsageError: no such method.
     """
     name, from_bits = parse_name(method)
-    wanted = from_bits if settings is None else settings
+    settings = from_bits if settings is None else settings
     missing = ArtifactError(
         f"no {method} artifact for {model} below {RUNS}/; run 'kvcli calibrate' and 'kvcli fit --method "
         f"{method}' first, or name one with --artifact"
     )
     files = model_folder(model).glob("*/kvcli.json")
-    return _newest((path for path in files if is_artifact_of(path, name, wanted)), missing)
+    return _newest((path for path in files if is_artifact_of(path, name, settings)), missing)
 
 
 def artifact_method(folder: Path) -> str | None:

@@ -97,11 +97,7 @@ def get_config(name: str) -> type[CacheConfig]:
 
 
 def check_name(name: str, bits: str = "") -> None:
-    """Checks that there is a method.
-
-    Args:
-        name: without bits.
-        bits: those that it was asked for with, such as `-2`; a suggested name has the same, else its default ones.
+    """Checks that there is a method; one that is suggested has the same bits, such as `-2`, else its default ones.
 
     Raises:
         UsageError: no such method; the message suggests the closest one, else lists all.
@@ -135,18 +131,14 @@ def parse_name(text: str) -> tuple[str, dict[str, Any]]:
     try:
         config(**settings)
     except ValidationError as error:
-        choices = get_args(config.model_fields[next(iter(settings))].annotation)
-        names = f"; choose {_list([f'{name}-{choice}' for choice in choices])}" if choices else ""
+        *others, last = [f"{name}-{x}" for x in get_args(config.model_fields[next(iter(settings))].annotation)] or [""]
+        names = f"; choose {', '.join(others)}{' or ' if others else ''}{last}" if last else ""
         raise ConfigError(f"{text}: {explain(error, config.model_fields)}{names}") from error
     return name, settings
 
 
 def check_settings(name: str, settings: Mapping[str, Any]) -> None:
-    """Checks settings of a method, before the model's shapes are known.
-
-    Args:
-        name: the method, without bits.
-        settings: those that are not its defaults.
+    """Checks settings of a method without bits, before the model's shapes are known.
 
     Raises:
         UsageError: no such method.
@@ -173,22 +165,14 @@ def parse_method(text: str) -> tuple[Method, dict[str, Any]]:
 def method_name(name: str, settings: Mapping[str, Any]) -> str:
     """A method with its bits, as `--method` takes it and records name it: `kivi-2`, `commvq-1.5`, `fp16`.
 
-    Args:
-        name: the method, with or without bits.
-        settings: its settings; those that are missing are those of the name, else its defaults.
-
-    Returns:
-        The name without bits for a method that takes none, or whose keys and values have different ones.
+    Settings that are missing are those of the name, which may have bits, else defaults. A method that takes no bits, or
+    whose keys and values have different ones, is named without.
     """
     name, from_bits = parse_name(name)
     fields = get_config(name).model_fields
     known = {setting: field.get_default() for setting, field in fields.items()} | from_bits | dict(settings)
     bits = {known[setting] for setting in get_config(name).bit_settings()}
     return f"{name}-{bits.pop():g}" if len(bits) == 1 else name
-
-
-def _list(texts: list[str]) -> str:
-    return " or ".join([", ".join(texts[:-1]), texts[-1]] if len(texts) > 1 else texts)
 
 
 def _import(path: str) -> Any:

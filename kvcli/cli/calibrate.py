@@ -73,7 +73,7 @@ def run(options: CalibrateOptions, output: Output) -> None:
     from kvcli.calibrate.corpus import check_source, documents, token_sequences
 
     check_model_name(options.model)
-    corpus = corpus_config(options)
+    corpus = _corpus_config(options)
     check_source(corpus)
 
     from kvcli.calibrate.collect import collect
@@ -91,10 +91,10 @@ def run(options: CalibrateOptions, output: Output) -> None:
         folder = options.out or model_folder(options.model, *default)
         loaded = options.load(output)
         seq_len = min(options.seq_len, options.tokens, loaded.spec.max_position_embeddings)
-        wanted = max(1, options.tokens // seq_len)
+        count = max(1, options.tokens // seq_len)
         output.say(f"reading {corpus.source}")
-        sequences = token_sequences(documents(corpus), loaded.tokenizer, wanted, seq_len)
-        if len(sequences) < wanted:
+        sequences = token_sequences(documents(corpus), loaded.tokenizer, count, seq_len)
+        if len(sequences) < count:
             output.say(f"the corpus is smaller than --tokens: {sequences.numel()} of {options.tokens} tokens")
         budgets = options.model_dump(include={"query_tokens", "fisher_tokens", "batch_size", "layer_window"})
         config = CollectConfig.for_tokens(sequences, **budgets)
@@ -131,7 +131,7 @@ def run(options: CalibrateOptions, output: Output) -> None:
     output.result(record, str(folder), ["kvcli", "fit", folder] if shard is None else ())
 
 
-def corpus_config(options: CalibrateOptions) -> CorpusConfig:
+def _corpus_config(options: CalibrateOptions) -> CorpusConfig:
     """The corpus the options ask for."""
     from kvcli.calibrate.builtin_text import BUILTIN, is_builtin
     from kvcli.calibrate.corpus import FINEWEB_EDU, CorpusConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
@@ -58,7 +58,7 @@ def run(options: ChatOptions, output: Output) -> None:
     context = None if options.resume is None else load_context(options.resume, options.model, options.store)
     options = options.for_context(context)
     if options.save is not None:
-        check_target(options.save, options)
+        _check_target(options.save, options)
     chosen = choose_method(options, output, context)
     loaded = options.load(output)
     if not loaded.tokenizer.chat_template:
@@ -67,16 +67,9 @@ def run(options: ChatOptions, output: Output) -> None:
         check_storable(options.model, loaded.spec)
     system = [] if options.system is None else [{"role": "system", "content": options.system}]
     with chosen.attach(loaded, options.impl, output) as session:
-        conversation = Conversation(
-            loaded,
-            session,
-            options.sampling(),
-            messages=system,
-            seed=options.seed,
-            prefill_chunk=options.prefill_chunk,
-            say=output.say,
-            notes=chosen.notes,
-        )
+        shared: dict[str, Any] = {"seed": options.seed, "prefill_chunk": options.prefill_chunk, "say": output.say}
+        sampling, notes = options.sampling(), chosen.notes
+        conversation = Conversation(loaded, session, sampling, messages=system, notes=notes, **shared)
         if context is not None:
             check_tokenizer(loaded, context)
             conversation.resume(context)
@@ -84,25 +77,24 @@ def run(options: ChatOptions, output: Output) -> None:
             output.say(f"{tokens} tokens reused from {options.resume}: {len(conversation.messages)} messages")
         output.say(HELP)
         method = method_name(session.method.name, dict(session.config))
-        turns = talk(conversation, options, output)
-        saved = options.save is not None and save(conversation, options.save, options, output)
+        turns = _talk(conversation, options, output)
+        saved = options.save is not None and _save(conversation, options.save, options, output)
     store = ["--store", options.store] if options.store else []
-    output.result(
-        {
-            "model": options.model,
-            "method": method,
-            "messages": [dict(message) for message in conversation.messages],
-            "turns": [turn.to_dict() for turn in turns],
-            "saved": str(options.save) if saved else None,
-        },
-        following=["kvcli", "chat", *model_argument(options.model), *store, "--resume", options.save] if saved else (),
-    )
+    following = ["kvcli", "chat", *model_argument(options.model), *store, "--resume", options.save]
+    record = {
+        "model": options.model,
+        "method": method,
+        "messages": [dict(message) for message in conversation.messages],
+        "turns": [turn.to_dict() for turn in turns],
+        "saved": str(options.save) if saved else None,
+    }
+    output.result(record, following=following if saved else ())
 
 
-def talk(conversation: Conversation, options: ChatOptions, output: Output) -> list[Generation]:
+def _talk(conversation: Conversation, options: ChatOptions, output: Output) -> list[Generation]:
     """Replies to every line until the input or the conversation ends; lines that begin with / are commands."""
     turns: list[Generation] = []
-    for line in read_lines():
+    for line in _read_lines():
         word, _, rest = line.partition(" ")
         if word == "/exit":
             break
@@ -115,8 +107,8 @@ def talk(conversation: Conversation, options: ChatOptions, output: Output) -> li
                 if target is None:
                     raise UsageError("say where: /save FILE, or /save NAME for the store")
                 if target != options.save:
-                    check_target(target, options)
-                save(conversation, target, options, output)
+                    _check_target(target, options)
+                _save(conversation, target, options, output)
             except (KvcliError, OSError) as error:  # the conversation goes on
                 output.warn(str(error))
         elif word.startswith("/"):
@@ -127,15 +119,10 @@ def talk(conversation: Conversation, options: ChatOptions, output: Output) -> li
     return turns
 
 
-def read_lines() -> Iterator[str]:
-    """Lines of standard input that are not empty; a terminal is asked for each.
-
-    Raises:
-        UsageError: they are not UTF-8 text.
-    """
-    asks = sys.stdin.isatty()
+def _read_lines() -> Iterator[str]:
+    """Lines of standard input that are not empty; a terminal is asked for each."""
     while True:
-        if asks:
+        if sys.stdin.isatty():
             sys.stderr.write("> ")
             sys.stderr.flush()
         try:
@@ -148,21 +135,16 @@ def read_lines() -> Iterator[str]:
             yield line.strip()
 
 
-def is_file(target: Path) -> bool:
+def _is_file(target: Path) -> bool:
     """Whether a conversation is written to a file; otherwise, the target is a name in the store."""
     return target.suffix == SUFFIX or target != Path(target.name)
 
 
-def check_target(target: Path, options: ChatOptions) -> None:
-    """Checks that a conversation can be written, and makes the folder.
-
-    Raises:
-        UsageError: what is there is not the conversation's own, the target is a folder, or no name of a context.
-        OSError: the folder cannot be made.
-    """
-    if target.is_dir() and is_file(target):
+def _check_target(target: Path, options: ChatOptions) -> None:
+    """Checks that a conversation can be written, and makes the folder."""
+    if target.is_dir() and _is_file(target):
         raise UsageError(f"{target} is a folder; name a file")
-    if is_file(target):
+    if _is_file(target):
         exists, resumed = target.exists(), target == options.resume
         folder = target.parent
     else:
@@ -175,19 +157,14 @@ def check_target(target: Path, options: ChatOptions) -> None:
     folder.mkdir(parents=True, exist_ok=True)
 
 
-def save(conversation: Conversation, target: Path, options: ChatOptions, output: Output) -> bool:
-    """Writes the conversation to what `check_target` let pass; returns whether anything was said that could be written.
-
-    Raises:
-        CacheError: a reply was broken off, or another process writes the file.
-        OSError: it cannot be written.
-    """
+def _save(conversation: Conversation, target: Path, options: ChatOptions, output: Output) -> bool:
+    """Writes the conversation to what `_check_target` let pass; returns whether there was anything to write."""
     num_tokens = conversation.cache.get_seq_length()
     if not num_tokens:
         output.say(f"nothing was said, so {target} is not written")
         return False
     context = conversation.context()
-    if is_file(target):
+    if _is_file(target):
         num_bytes, where = context.save(target), ""
     else:
         store = open_store(options.store, options.model, must_exist=False)

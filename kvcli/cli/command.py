@@ -108,14 +108,7 @@ def _run(command: Command[OptionsT], flags: dict[str, Any], config: str | None, 
 def describe_error(
     error: BaseException, resumes: bool = True, saves_memory: str = "", ranks: bool = False
 ) -> tuple[int, str]:
-    """The exit code and the message of an error, one line.
-
-    Args:
-        error: any error.
-        resumes: whether the command keeps what was finished when it is interrupted.
-        saves_memory: what to do when memory does not suffice.
-        ranks: whether several processes share the run.
-    """
+    """The exit code and the message of an error, one line; `ranks` says whether several processes share the run."""
     text = " ".join(str(error).split())
     if isinstance(error, KvcliError):
         return error.exit_code, text

@@ -69,37 +69,32 @@ def run(options: CompressOptions, output: Output) -> None:
     with chosen.attach(loaded, options.impl, output) as session:
         method = method_name(session.method.name, dict(session.config))
         for source in sources:
-            ids, notes = tokens_of(loaded, source)
+            ids, notes = _tokens_of(loaded, source)
             notes |= chosen.notes
             if ids.shape[1] > (limit := loaded.spec.max_position_embeddings):
                 output.warn(
                     f"warning: {ids.shape[1]} tokens are more than the {limit} that {options.model} was trained on"
                 )
             records.append({"source": source.name, **target.save(session, source, ids, notes, output)})
-            output.say(describe(records[-1]))
+            output.say(_describe(records[-1]))
     human = "\n".join(record["context"] for record in records)
     removed = {name for record in records for name in record["evicted"]}
-    kept = [record["context"] for record in records if record["context"] not in removed][:1]
+    stored = [record["context"] for record in records if record["context"] not in removed][:1]
     model = model_argument(options.model) if target.store is not None else []
     store = ["--store", options.store] if options.store else []
-    following = ["kvcli", "generate", *model, "--context", *kept, *store, "--prompt", "In short,"] if kept else ()
+    following = ["kvcli", "generate", *model, "--context", *stored, *store, "--prompt", "In short,"] if stored else ()
     folder = None if target.store is None else str(target.store.folder)
     record = {"model": options.model, "method": method, "store": folder, "contexts": records}
     output.result(record, human, following)
 
 
 class Target:
-    """Where contexts go: files, or the store; what cannot be made there is said before the texts are read.
-
-    Args:
-        options: of the command.
-        sources: texts.
+    """Where contexts go: files, or the store.
 
     Raises:
-        UsageError: options that exclude each other, one name or file for several texts, no name of a context, or a file
-            that exists.
+        KvcliError: options that exclude each other, one name or file for several texts, no name of a context, a file
+            that exists, a store that cannot be written: what is told before the texts are read.
         OSError: a folder that cannot be made.
-        ContextError: a store that is read-only, or of another version of kvcli.
     """
 
     def __init__(self, options: CompressOptions, sources: list[Source]) -> None:
@@ -185,12 +180,8 @@ class Target:
         }
 
 
-def tokens_of(loaded: LoadedModel, source: Source) -> tuple[Tensor, dict[str, Any]]:
-    """Token ids [1, time] of a text or a conversation, and what is noted of it.
-
-    Raises:
-        UsageError: no JSON, or no conversation.
-    """
+def _tokens_of(loaded: LoadedModel, source: Source) -> tuple[Tensor, dict[str, Any]]:
+    """Token ids [1, time] of a text or a conversation, and what is noted of it."""
     from kvcli.fingerprint import text_identity
     from kvcli.prompts import Rendered, checked_messages, prompt_ids
 
@@ -205,7 +196,7 @@ def tokens_of(loaded: LoadedModel, source: Source) -> tuple[Tensor, dict[str, An
     return conversation.ids, {**notes, **conversation.notes(conversation.ids.shape[1])}
 
 
-def describe(record: dict[str, Any]) -> str:
+def _describe(record: dict[str, Any]) -> str:
     """What was measured, on one line."""
     reused = f", {record['reused_tokens']} of them from '{record['reused_from']}'" if record["reused_tokens"] else ""
     codes = f", codes at {record['true_bits']:.2f} bits" if record["true_bits"] else ", all in the window"

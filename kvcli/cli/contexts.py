@@ -91,7 +91,7 @@ def list_contexts(options: StoreOptions, output: Output) -> None:
     """List the contexts of a store, the most recently used first."""
     store = open_store(options.store, options.model)
     shared, (used, unused) = store.shared(), store.sizes()
-    records = [describe(context, shared) for context in store.contexts(output.warn)]
+    records = [_describe(context, shared) for context in store.contexts(output.warn)]
     rows = [
         {
             "name": record["name"],
@@ -118,10 +118,8 @@ def list_contexts(options: StoreOptions, output: Output) -> None:
 def show(options: ShowOptions, output: Output) -> None:
     """Show a context: tokens, bytes against fp16, bits, shared blocks; with --kl, what the stored copy loses."""
     store = open_store(options.store, options.model)
-    if options.name is None:
-        raise UsageError("name a context; 'kvcli contexts list' shows those that are there")
-    stored = store.get(options.name)
-    record = describe(stored, store.shared())
+    stored = store.get(_name(options.name))
+    record = _describe(stored, store.shared())
     lines = [
         f"{record['name']}: {record['tokens']} tokens of {record['source'] or 'an unknown source'}, "
         f"{record['model']} in {record['dtype']}, method {record['method']}",
@@ -133,7 +131,7 @@ def show(options: ShowOptions, output: Output) -> None:
         f"stored {record['created']}, last used {record['last_used']}",
     ]
     if options.kl:
-        kl = record["kl"] = measure_loss(options, store, stored, output)
+        kl = record["kl"] = _measure_loss(options, store, stored, output)
         lines.append(
             f"the copy against the uncompressed model, over the last {kl['num_tokens']} tokens: "
             f"KL {kl['kl_mean']:.4f} nats per token (p99 {kl['kl_p99']:.4f}), {100 * kl['flips']:.1f} % flips, "
@@ -142,13 +140,8 @@ def show(options: ShowOptions, output: Output) -> None:
     output.result(record, "\n".join(lines))
 
 
-def describe(context: StoredContext, shared: Collection[str]) -> dict[str, Any]:
-    """What is known of a context, as plain JSON values.
-
-    Args:
-        context: of a store.
-        shared: digests of the blocks that several contexts of the store need.
-    """
+def _describe(context: StoredContext, shared: Collection[str]) -> dict[str, Any]:
+    """What is known of a context, as plain JSON values; `shared` are digests of blocks that several contexts need."""
     stored, identity = context.record, context.record.identity
     method, (key_bits, value_bits) = identity.get("method"), stored.bits
     with suppress(KvcliError, TypeError, ValueError, KeyError):  # one that this version of kvcli does not know
@@ -178,6 +171,12 @@ def describe(context: StoredContext, shared: Collection[str]) -> dict[str, Any]:
     }
 
 
+def _name(name: str | None) -> str:
+    if name is None:
+        raise UsageError("name a context; 'kvcli contexts list' shows those that are there")
+    return name
+
+
 def _bits(record: dict[str, Any]) -> str:
     """Stored bits per key and per value; a hyphen where nothing is a code."""
     return f"{record['key_bits']:.2f} / {record['value_bits']:.2f}" if record["coded_tokens"] else "-"
@@ -187,13 +186,8 @@ def _count(contexts: int) -> str:
     return f"{contexts} context{'' if contexts == 1 else 's'}"
 
 
-def measure_loss(options: ShowOptions, store: ContextStore, stored: StoredContext, output: Output) -> dict[str, Any]:
-    """What the stored copy loses, as plain JSON values.
-
-    Raises:
-        UsageError: a context that is too short.
-        ContextError: another model, method or artifact.
-    """
+def _measure_loss(options: ShowOptions, store: ContextStore, stored: StoredContext, output: Output) -> dict[str, Any]:
+    """What the stored copy loses, as plain JSON values."""
     from kvcli.contexts import identity_of
     from kvcli.eval.stored_context import copied_tokens, stored_quality
 
@@ -246,15 +240,14 @@ def remove(options: RemoveOptions, output: Output) -> None:
 
 def export(options: ExportOptions, output: Output) -> None:
     """Write a context to one file, which 'kvcli generate --context' and 'kvcli contexts import' read."""
-    if options.name is None:
-        raise UsageError("name a context; 'kvcli contexts list' shows those that are there")
+    name = _name(options.name)
     store = open_store(options.store, options.model)
     path = options.out or Path()
     if path.is_dir():
-        path /= f"{options.name}.safetensors"
+        path /= f"{name}.safetensors"
     if path.exists() and not options.overwrite:
         raise UsageError(f"{path} exists already; use --overwrite to replace it")
-    written = store.load(store.whole(options.name)).save(path)
+    written = store.load(store.whole(name)).save(path)
     output.result({"file": str(path), "bytes": written}, str(path))
 
 
@@ -296,13 +289,15 @@ def register(app: typer.Typer) -> None:
         rich_markup_mode="rich",
         epilog="Example: kvcli contexts list",
     )
-    Command("list", StoreOptions, list_contexts, "kvcli contexts list").register(group)
-    Command("show", ShowOptions, show, "kvcli contexts show report --kl", ("name",)).register(group)
-    Command("verify", VerifyOptions, verify, "kvcli contexts verify", ("names",)).register(group)
-    Command("prune", PruneOptions, prune, "kvcli contexts prune --max-bytes 20GiB").register(group)
-    Command("rm", RemoveOptions, remove, "kvcli contexts rm report", ("names",)).register(group)
-    example = "kvcli contexts export report --out report.safetensors"
-    Command("export", ExportOptions, export, example, ("name",)).register(group)
-    example = "kvcli contexts import report.safetensors"
-    Command("import", ImportOptions, import_files, example, ("files",)).register(group)
+    commands: tuple[tuple[str, Any, Any, str, tuple[str, ...]], ...] = (
+        ("list", StoreOptions, list_contexts, "list", ()),
+        ("show", ShowOptions, show, "show report --kl", ("name",)),
+        ("verify", VerifyOptions, verify, "verify", ("names",)),
+        ("prune", PruneOptions, prune, "prune --max-bytes 20GiB", ()),
+        ("rm", RemoveOptions, remove, "rm report", ("names",)),
+        ("export", ExportOptions, export, "export report --out report.safetensors", ("name",)),
+        ("import", ImportOptions, import_files, "import report.safetensors", ("files",)),
+    )
+    for name, options, run, example, arguments in commands:
+        Command(name, options, run, f"kvcli contexts {example}", arguments).register(group)
     app.add_typer(group)

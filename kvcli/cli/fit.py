@@ -147,16 +147,10 @@ def export(options: ExportOptions, output: Output) -> None:
 
 
 def write_artifact(runs: list[Path], out: Path | None, overwrite: bool, output: Output) -> dict[str, Any]:
-    """Assembles runs of a fit and writes the artifact, unless the folder holds it already.
-
-    Args:
-        runs: run folders, which together have all layers.
-        out: folder of the artifact; None: that of the model and the first run.
-        overwrite: replace another artifact in the folder.
-        output: says what was written.
+    """Assembles runs that together have all layers, and writes the artifact, unless the folder holds it already.
 
     Returns:
-        `artifact`, the folder; its `bytes`; and whether it was `reused`.
+        `artifact`, the folder, by default that of the model and the first run; its `bytes`; whether it was `reused`.
 
     Raises:
         ArtifactError: layers are missing or damaged, or the folder holds another artifact.

@@ -56,10 +56,7 @@ def signature(
 ) -> tuple[inspect.Signature, dict[str, Any]]:
     """The function signature that typer reads: all optional, so that an absent flag can be told from a default.
 
-    Args:
-        options: the options of the command.
-        arguments: fields that are positional.
-        settings: of a method, which are options too.
+    Fields in `arguments` are positional; `settings` of a method are options too.
     """
     fields = {**options.model_fields, **(settings.model_fields if settings else {})}
     panel_of = {name: panel for panel, names in _PANELS.items() for name in names}

@@ -88,7 +88,7 @@ def run(options: GenerateOptions, output: Output) -> None:
     if options.decode == "graphs" and loaded.model.device.type != "cuda":
         raise UsageError("--decode graphs needs a GPU")  # before the prompt is written
     with chosen.attach(loaded, options.impl, output) as session:
-        ids, cache, reused_from, load_s = begin(loaded, session, prompt, context, options, output)
+        ids, cache, reused_from, load_s = _begin(loaded, session, prompt, context, options, output)
         load_s += read_s
         limit, length = loaded.spec.max_position_embeddings, ids.shape[1] + options.max_new_tokens
         if length > limit:
@@ -136,7 +136,7 @@ def run(options: GenerateOptions, output: Output) -> None:
     output.result(record, following=following)
 
 
-def begin(
+def _begin(
     loaded: LoadedModel,
     session: Session,
     prompt: str,
@@ -149,13 +149,6 @@ def begin(
     Returns:
         Token ids of all of the prompt, int64 [1, time]; a cache with the first of them, the name of the context that
         it was loaded from and the seconds this took, or None, None and 0.
-
-    Raises:
-        UsageError: an empty prompt, or with --chat a context of a text.
-        CacheError: a context of another model, method, artifact, setting or tokenizer, or a chat template that renders
-            its conversation differently now.
-        ContextError: a damaged file of a context of the store.
-        ModelError: token ids that the model has no embedding for.
     """
     import torch
 
@@ -178,13 +171,13 @@ def begin(
     started = time.perf_counter()
     cache = session.load_cache(context)
     check_tokenizer(loaded, context)
-    held = torch.as_tensor(context.input_ids).clone()
+    cached = torch.as_tensor(context.input_ids).clone()
     if not options.chat:
-        ids = torch.cat((held.to(loaded.model.device), ids_of_text(loaded, prompt)), dim=1)
+        ids = torch.cat((cached.to(loaded.model.device), ids_of_text(loaded, prompt)), dim=1)
     else:
-        conversation = Rendered.from_notes(context.notes, held, context.name)
+        conversation = Rendered.from_notes(context.notes, cached, context.name)
         ids = conversation.followed_by(loaded, {"role": "user", "content": prompt}).ids
-        if common_length(held, ids) < held.shape[1] or held.shape[1] == ids.shape[1]:
+        if common_length(cached, ids) < cached.shape[1] or cached.shape[1] == ids.shape[1]:
             raise CacheError(
                 f"the chat template renders {context.name} differently when a message follows; use kvcli chat"
             )
@@ -200,12 +193,7 @@ def compression_starts(session: Session) -> int | None:
 
 
 def describe(generation: Generation, starts_at: int | None) -> str:
-    """Time, rate and memory on two lines.
-
-    Args:
-        generation: what was generated.
-        starts_at: tokens from which on a cache holds codes; None for a method that compresses nothing.
-    """
+    """Time, rate and memory on two lines; `starts_at` is that of `compression_starts`."""
     memory = generation.memory
     others = ""
     if memory.other_layers:

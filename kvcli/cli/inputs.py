@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvcli.cli.output import Output
 from kvcli.errors import CacheError, UsageError
@@ -26,15 +25,8 @@ MAX_BYTES_HELP = "size that the store may have, as 20GiB or 20G; the least recen
 """Help of every `--max-bytes` of what is stored."""
 
 
-@dataclass(frozen=True)
-class Source:
-    """A text or a conversation to be compressed.
-
-    Attributes:
-        name: fit for a file.
-        text: what it says; of a conversation, JSON.
-        is_conversation: whether it is one.
-    """
+class Source(NamedTuple):
+    """A text or, as JSON, a conversation to be compressed; its name is fit for a file."""
 
     name: str
     text: str
@@ -64,11 +56,9 @@ def read_prompt(prompt: str | None, file: Path | None, output: Output) -> str:
 
 
 def read_sources(files: list[Path], messages: Path | None) -> list[Source]:
-    """Texts of files, of all files in folders, and of standard input; or one conversation.
+    """Texts of files, of all files in folders but those whose name begins with a dot, and of standard input.
 
-    Args:
-        files: texts; a folder stands for its files, without those whose name begins with a dot.
-        messages: JSON file of a conversation.
+    Or one conversation, from the JSON file `messages`.
 
     Raises:
         UsageError: nothing to read, both kinds, a file that cannot be read, is empty or not UTF-8 text, or two files
@@ -127,12 +117,7 @@ def open_store(folder: Path | None, model: str, must_exist: bool = True) -> Cont
 
 
 def load_context(source: Path, model: str, store: Path | None = None) -> Context:
-    """Reads and verifies a context, the one place where a command does it.
-
-    Args:
-        source: a file, or the name of a context in the store.
-        model: whose store is meant, where `store` is None.
-        store: folder of the store.
+    """Reads and verifies a context, the one place where a command does it: a file, or by name in the store of a model.
 
     Raises:
         CacheError: a file that is missing or damaged, of several sequences, with padding, or without its token ids.

@@ -43,14 +43,14 @@ def run(options: MethodsOptions, output: Output) -> None:
     if options.contexts and options.bits is None:
         raise UsageError("--contexts goes with --bits")
     if options.name is not None:
-        print_settings(options.name, output)
+        _print_settings(options.name, output)
     elif options.bits is not None:
-        print_bits(options.bits, options.contexts or CONTEXTS, output)
+        _print_bits(options.bits, options.contexts or CONTEXTS, output)
     else:
-        print_methods(output)
+        _print_methods(output)
 
 
-def print_methods(output: Output) -> None:
+def _print_methods(output: Output) -> None:
     """Prints one row per method."""
     records = []
     for name in METHODS:
@@ -64,17 +64,13 @@ def print_methods(output: Output) -> None:
     output.result({"methods": records}, shown, ["kvcli", "methods", DEFAULT_METHOD])
 
 
-def print_settings(name: str, output: Output) -> None:
-    """Prints name, default, range and meaning of each setting of a method; its bits, if it has any, are defaults.
-
-    Raises:
-        UsageError: no such method, or not with these bits.
-    """
+def _print_settings(name: str, output: Output) -> None:
+    """Prints name, default, range and meaning of each setting of a method; its bits, if it has any, are defaults."""
     method, from_bits = parse_name(name)
     records: list[dict[str, Any]] = []
     cells = []
     for setting, field in get_config(method).model_fields.items():
-        default, values = from_bits.get(setting, field.get_default()), value_range(field)
+        default, values = from_bits.get(setting, field.get_default()), _value_range(field)
         records.append({"name": setting, "default": default, "range": values, "meaning": field.description or ""})
         shown = str(default).lower() if isinstance(default, bool) else str(default)
         values = values.removeprefix("from ") if " to " in values else values
@@ -84,7 +80,7 @@ def print_settings(name: str, output: Output) -> None:
     output.result({"method": method_name(name, {}), "settings": records}, table, try_method(name, "generate"))
 
 
-def value_range(field: FieldInfo) -> str:
+def _value_range(field: FieldInfo) -> str:
     """The values that a setting takes, such as `from 0`, `hard or annealed` or `any text`."""
     if get_origin(field.annotation) is Literal:
         *first, last = map(str, get_args(field.annotation))
@@ -95,12 +91,8 @@ def value_range(field: FieldInfo) -> str:
     return " ".join(words) or kinds.get(field.annotation, "any text")
 
 
-def print_bits(shape: str, contexts: list[int], output: Output) -> None:
-    """Prints nominal bits, bits of the codes, and bits of a whole cache at some numbers of tokens.
-
-    Raises:
-        UsageError: no such shape.
-    """
+def _print_bits(shape: str, contexts: list[int], output: Output) -> None:
+    """Prints nominal bits, bits of the codes, and bits of a whole cache at some numbers of tokens."""
     from kvcli.bench.shapes import shape_spec
     from kvcli.plan.cache import stored_bits
 

@@ -57,14 +57,14 @@ def run(options: PlanOptions, output: Output) -> None:
     from kvcli.plan.memory import calibration
 
     memory = parse_size(options.memory)
-    planned = planned_model(options)
+    planned = _planned_model(options)
     chosen = options.method or [name for method in METHODS for name in get_method(method).bench]
     names = list(dict.fromkeys([BASELINE, *chosen]))
     settings = parse_settings(options.setting)
     check_methods([(name, {}) for name in names], settings)
     fused = options.impl == "fused" or (options.impl == "auto" and planned.device.type == "cuda")
     program = resident_bytes() if planned.device.type == "cpu" else 0
-    plans = [method_plan(planned, name, settings, fused=fused, program_bytes=program) for name in names]
+    plans = [_method_plan(planned, name, settings, fused=fused, program_bytes=program) for name in names]
     seq_len = min(options.seq_len, options.tokens, planned.spec.max_position_embeddings)
     budgets = options.model_dump(include={"query_tokens", "fisher_tokens", "batch_size"})
     sequences = torch.empty(max(1, options.tokens // seq_len), seq_len, device="meta")
@@ -82,22 +82,17 @@ def run(options: PlanOptions, output: Output) -> None:
         "new_tokens": options.max_new_tokens,
         "batch": options.batch,
         "calibrate": calibration(planned, CollectConfig.for_tokens(sequences, **budgets), program),
-        "methods": [method_row(plan, plans, options, memory) for plan in plans],
+        "methods": [_method_row(plan, plans, options, memory) for plan in plans],
     }
-    for line in lines(record, len(planned.windows)):
+    for line in _lines(record, len(planned.windows)):
         output.say(line)
     model = options.model  # or a shape, of which there is nothing to calibrate
     known = model in BUILTIN_MODELS or "/" in model
-    output.result(record, table(record), ["kvcli", "calibrate", *model_argument(model)] if known else ())
+    output.result(record, _table(record), ["kvcli", "calibrate", *model_argument(model)] if known else ())
 
 
-def planned_model(options: ModelOptions) -> PlannedModel:
-    """The model that options name, without its weights; a GPU that is planned for need not be there.
-
-    Raises:
-        ModelError: no such model.
-        UsageError: no such device.
-    """
+def _planned_model(options: ModelOptions) -> PlannedModel:
+    """The model that options name, without its weights; a GPU that is planned for need not be there."""
     import torch
 
     from kvcli.plan.memory import PlannedModel, model_config
@@ -116,15 +111,10 @@ def planned_model(options: ModelOptions) -> PlannedModel:
     return PlannedModel(options.model, config, dtype, device)
 
 
-def method_plan(
+def _method_plan(
     planned: PlannedModel, name: str, settings: Mapping[str, Any], *, fused: bool, program_bytes: int
 ) -> MethodPlan:
-    """What a method needs on a model; settings that are not named are those of its newest artifact, if there is one.
-
-    Raises:
-        UsageError: no such method, or settings that do not fit the model's shapes.
-        ConfigError: settings that do not exist.
-    """
+    """What a method needs on a model; settings that are not named are those of its newest artifact, if there is one."""
     from kvcli.artifact.metadata import METADATA, Metadata
     from kvcli.attention.attach import make_config
     from kvcli.plan.memory import MethodPlan
@@ -141,15 +131,8 @@ def method_plan(
     return MethodPlan(planned, name, method, config, fused, program_bytes)
 
 
-def method_row(plan: MethodPlan, plans: list[MethodPlan], options: PlanOptions, memory: int | None) -> dict[str, Any]:
-    """What a method needs, as plain JSON values.
-
-    Args:
-        plan: of the method.
-        plans: of all methods, the baseline first.
-        options: prompt, new tokens and batch.
-        memory: bytes that all has to fit into; None: not asked.
-    """
+def _method_row(plan: MethodPlan, plans: list[MethodPlan], options: PlanOptions, memory: int | None) -> dict[str, Any]:
+    """What a method needs, as plain JSON values; `plans` are of all methods, the baseline first."""
     lengths, chunk = (options.prompt_tokens, options.max_new_tokens), options.prefill_chunk
     against: list[MethodPlan] = []
     if plan.method.needs_artifact:
@@ -167,7 +150,7 @@ def method_row(plan: MethodPlan, plans: list[MethodPlan], options: PlanOptions, 
     }
 
 
-def lines(record: Mapping[str, Any], windows: int) -> list[str]:
+def _lines(record: Mapping[str, Any], windows: int) -> list[str]:
     """Model and calibration, a line each; `windows` of the model's layers have a sliding window."""
     stage = record["calibrate"]
     beside = "" if record["program_bytes"] is None else f", program {size(record['program_bytes'])}"
@@ -193,7 +176,7 @@ def lines(record: Mapping[str, Any], windows: int) -> list[str]:
     return texts
 
 
-def table(record: Mapping[str, Any]) -> DataTable:
+def _table(record: Mapping[str, Any]) -> DataTable:
     """A row per method."""
     rows, cells = record["methods"], []
     for row in rows:

@@ -52,21 +52,23 @@ class SessionOptions(ModelOptions):
     impl: str = Field(default="auto", description=IMPL_HELP)
 
     def for_context(self, context: Context | None) -> Self:
-        """The same options; what was not given of model and dtype is the context's.
+        """The same options; model and dtype are the context's where the command line names none.
 
         Raises:
             CacheError: a dtype that no model of kvcli is loaded in.
         """
         if context is None:
             return self
-        theirs = {"model": context.identity.model, "dtype": context.identity.dtype}
-        if theirs["dtype"] not in get_args(ModelOptions.model_fields["dtype"].annotation):
-            raise CacheError(f"{context.name} was made with a model in {theirs['dtype']}, in which kvcli loads none")
-        taken = {name: x for name, x in theirs.items() if name not in self.model_fields_set and x}
-        return self.model_copy(update=taken)
+        of_context = {"model": context.identity.model, "dtype": context.identity.dtype}
+        if of_context["dtype"] not in get_args(ModelOptions.model_fields["dtype"].annotation):
+            raise CacheError(
+                f"{context.name} was made with a model in {of_context['dtype']}, in which kvcli loads none"
+            )
+        missing = {name: x for name, x in of_context.items() if name not in self.model_fields_set and x}
+        return self.model_copy(update=missing)
 
     def settings(self) -> dict[str, Any]:
-        """The settings that were given.
+        """The settings that the command line names.
 
         Raises:
             ConfigError: one that is not NAME=VALUE.
@@ -82,12 +84,7 @@ class SessionOptions(ModelOptions):
             store: folder of the store; default: the model's.
 
         Raises:
-            ModelError: no such model.
-            UsageError: no such method.
-            ConfigError: a setting that does not exist or is out of range.
-            ArtifactError: an artifact that is missing, or is of another method.
-            CacheError: no such context.
-            ContextError: a store of another version of kvcli, or a damaged index.
+            KvcliError: one of them does not exist or is out of range, or the artifact is of another method.
         """
         check_model_name(self.model)
         settings = self.settings()

@@ -50,19 +50,10 @@ def run_suite(suite: Suite, following: Following, options: Options, output: Outp
         raise summary.failure
 
 
-def register_suites(
+def _register_suites(
     app: typer.Typer, name: str, paths: Mapping[str, str], default: str, text: str, following: Following
 ) -> None:
-    """Adds a command with a subcommand for each suite.
-
-    Args:
-        app: where to add it.
-        name: of the command.
-        paths: its suites, as in the registry.
-        default: the suite that is meant where none is named.
-        text: help of the command.
-        following: makes the words of the next command line.
-    """
+    """Adds a command with a subcommand for each suite; `default` is the suite that is meant where none is named."""
 
     class Suites(TyperGroup):
         """Puts the suite's name first: `MODEL --suite X` and `MODEL --suite=X` are `X MODEL`, others the default."""
@@ -119,7 +110,7 @@ def register(app: typer.Typer) -> None:
         model = model_argument(options.model) if records[0].get("weights") == "model" else ()  # else of no model
         return try_method(last_method(records), "eval", model)
 
-    register_suites(
+    _register_suites(
         app,
         "eval",
         EVAL_SUITES,
@@ -127,4 +118,4 @@ def register(app: typer.Typer) -> None:
         "Measure quality through the real cache, next to the uncompressed model.",
         lambda records, options: ["kvcli", "bench", "--method", last_method(records)],
     )
-    register_suites(app, "bench", BENCH_SUITES, "attention", "Measure speed and memory of several methods.", evaluate)
+    _register_suites(app, "bench", BENCH_SUITES, "attention", "Measure speed and memory of several methods.", evaluate)

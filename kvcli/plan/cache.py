@@ -52,13 +52,9 @@ class LayerBytes:
 
     @classmethod
     def of(cls, codec: LayerCodec, config: CacheConfig, dtype: torch.dtype, key_bias: bool = False) -> LayerBytes:
-        """The bytes of a codec on the CPU.
+        """The bytes of a layer's codec on the CPU, fitted or not.
 
-        Args:
-            codec: of a layer, fitted or not.
-            config: the method's settings.
-            dtype: of the model.
-            key_bias: whether the model's key projection has a bias, which some methods keep apart.
+        `key_bias` says whether the model's key projection has a bias, which some methods keep apart.
         """
         spec = codec.key.spec
         keys, values = (
@@ -113,17 +109,9 @@ class CachePlan:
         fused: bool = False,
         windows: tuple[tuple[int, int], ...] = (),
     ) -> CachePlan:
-        """From codecs, fitted or not; they are used one after the other, so they need not exist at once.
+        """From codecs, one per layer, fitted or not, which are used one after the other and need not exist at once.
 
-        Args:
-            spec: the model's shapes.
-            method: of the codecs.
-            config: its settings.
-            codecs: one per layer.
-            dtype: of the model.
-            key_bias: whether the model's key projection has a bias.
-            fused: whether kernels attend to codes.
-            windows: most tokens that each layer with a sliding window keeps.
+        `key_bias` says whether the model's key projection has a bias; the other arguments are attributes.
         """
         known: dict[Any, LayerBytes] = {}
         layers = []
@@ -136,11 +124,6 @@ class CachePlan:
                 known[key] = LayerBytes.of(codec, config, dtype, key_bias)
             layers.append(known[key])
         return cls(spec, method, config, tuple(layers), dtype, fused, windows)
-
-    def new_counts(self) -> TokenCounts:
-        """The counts of an empty cache."""
-        groups = max(x.key_tokens for x in self.layers), max(x.value_tokens for x in self.layers)
-        return TokenCounts(self.method.schedules(self.config), self.config.sink_length, groups)
 
     def memory(
         self, prompt_tokens: int, passes: int = 0, batch: int = 1, *, chunk: int | None = None, steps: bool = False
@@ -155,25 +138,27 @@ class CachePlan:
             chunk: prompt tokens per forward pass; None: all.
             steps: whether passes are steps whose counts are on the device, or CUDA graphs of them.
         """
-        counts, buffers = self.new_counts(), _Buffers()
-        size = chunk or max(1, prompt_tokens)
+        groups = max(x.key_tokens for x in self.layers), max(x.value_tokens for x in self.layers)
+        counts = TokenCounts(self.method.schedules(self.config), self.config.sink_length, groups)
+        buffers, size = _Buffers(), chunk or max(1, prompt_tokens)
         plan, ready = None, 0
         for count in [min(size, prompt_tokens - start) for start in range(0, prompt_tokens, size)] + [1] * passes:
             left = prompt_tokens + passes - sum(counts.lengths)
             if steps and left <= passes and (ready or can_step(counts, left)) and max(counts.attended) >= ready:
                 ready = step_capacity(counts, left)
-                buffers.reserve(counts, ready + counts.layout.ring)
+                room = ready + counts.layout.ring
+                buffers.reserve(counts, room, room)
                 buffers.positions = sum(counts.lengths) + left + counts.layout.ring
             plan = counts.append((count,))
-            buffers.grow(counts, plan)
+            buffers.reserve(counts, *plan.room)
+            buffers.positions = positions_capacity(buffers.positions, _only(plan.lengths))
         return self._report(counts, buffers, None if ready else plan, batch)
 
     def _report(self, counts: TokenCounts, buffers: _Buffers, plan: HostCounts | None, batch: int) -> MemoryReport:
         spec, size = self.spec, self.dtype.itemsize
-        tokens, window, coded = _only(counts.lengths), _only(counts.window), _only(counts.keys.coded)
-        keys = sum(_group_bytes(coded, x.key_group, x.key_tokens) for x in self.layers)
-        coded_values = _only(counts.values.coded)
-        values = sum(_group_bytes(coded_values, x.value_group, x.value_tokens) for x in self.layers)
+        tokens, window = _only(counts.lengths), _only(counts.window)
+        coded, coded_values = _only(counts.keys.coded), _only(counts.values.coded)
+        keys, values = self._code_bytes(coded, coded_values)
         key_dim, value_dim = spec.kv_dim, spec.num_kv_heads * spec.value_dim
         token_bytes = (key_dim + value_dim) * size * len(self.layers)
         state = sum(x.state for x in self.layers) if tokens else 0
@@ -181,16 +166,7 @@ class CachePlan:
         attended = 0 if plan is None else _only(plan.attended)
         if attended and any(x.rotated for x in self.layers):
             positions += (-(-attended // _TILE) if self.fused else attended) * spec.rope.rotary_dim * 4
-        allocated = (
-            sum(
-                _group_bytes(buffers.keys, x.key_group, x.key_tokens)
-                + _group_bytes(buffers.values, x.value_group, x.value_tokens)
-                for x in self.layers
-            )
-            + (counts.layout.capacity * token_bytes if tokens else 0)
-            + state
-            + positions
-        )
+        windows = counts.layout.capacity * token_bytes if tokens else 0
 
         def bits(used: int, of: int, dim: int) -> float:
             return 8 * used / (of * len(self.layers) * dim) if of else 0.0
@@ -202,7 +178,7 @@ class CachePlan:
             window_bytes=batch * window * token_bytes,
             position_bytes=batch * positions,
             state_bytes=batch * state,
-            allocated_bytes=batch * allocated,
+            allocated_bytes=batch * (sum(self._code_bytes(buffers.keys, buffers.values)) + windows + state + positions),
             artifact_bytes=sum(x.fitted for x in self.layers),
             fp16_bytes=batch * tokens * spec.fp16_bytes_per_token(),
             uncompressed_bytes=batch * tokens * spec.fp16_bytes_per_token() * size // 2,
@@ -212,6 +188,13 @@ class CachePlan:
             layers=spec.num_layers,
             other_layers=spec.other_layers,
             other_bytes=batch * size * sum(width * min(tokens, window) for window, width in self.windows),
+        )
+
+    def _code_bytes(self, key_tokens: int, value_tokens: int) -> tuple[int, int]:
+        """Bytes of the codes of so many keys and values of a sequence, in all layers."""
+        return (
+            sum(key_tokens * x.key_group // x.key_tokens for x in self.layers),
+            sum(value_tokens * x.value_group // x.value_tokens for x in self.layers),
         )
 
 
@@ -236,9 +219,8 @@ def stored_bits(name: str, settings: dict[str, Any], spec: ModelSpec, contexts: 
     effective = []
     for context in contexts:
         memory = plan.memory(context)
-        positions = context * (32 + 8)
-        held = 8 * (memory.code_bytes + memory.window_bytes) + positions
-        effective.append(held / (2 * context * spec.kv_dim * spec.num_layers))
+        bits = 8 * (memory.code_bytes + memory.window_bytes) + context * (32 + 8)  # a position and a padding mark
+        effective.append(bits / (2 * context * spec.kv_dim * spec.num_layers))
     return {
         "method": name,
         "settings": settings,
@@ -257,22 +239,11 @@ class _Buffers:
     values: int = 0
     positions: int = 0
 
-    def grow(self, counts: TokenCounts, plan: HostCounts) -> None:
-        """Makes the room that a pass needs."""
-        keys, values = plan.room
+    def reserve(self, counts: TokenCounts, keys: int, values: int) -> None:
+        """Makes room for so many codes of keys and of values."""
         self.keys = grown_capacity(self.keys, keys, counts.keys.tokens_per_group)
         self.values = grown_capacity(self.values, values, counts.values.tokens_per_group)
-        self.positions = positions_capacity(self.positions, _only(plan.lengths))
-
-    def reserve(self, counts: TokenCounts, num_tokens: int) -> None:
-        """Makes room for so many codes."""
-        self.keys = grown_capacity(self.keys, num_tokens, counts.keys.tokens_per_group)
-        self.values = grown_capacity(self.values, num_tokens, counts.values.tokens_per_group)
 
 
 def _only(counts: Counts) -> int:
     return counts[0] if counts else 0
-
-
-def _group_bytes(tokens: int, group_bytes: int, group_tokens: int) -> int:
-    return tokens * group_bytes // group_tokens

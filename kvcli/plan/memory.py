@@ -136,12 +136,9 @@ class PlannedModel:
 
 
 def model_config(name: str, base_config: str | None = None, revision: str | None = None) -> Any:
-    """The transformers config of a model: named shapes need no file, other models their config.json only.
+    """The transformers config of a model: shapes of `kvcli bench` need no file, other models their config.json only.
 
-    Args:
-        name: a shape of `kvcli bench`, a built-in model, a hub name, a folder or a .gguf file.
-        base_config: for GGUF files, a hub name or folder whose config is used.
-        revision: branch, tag or commit of a model on the hub.
+    The arguments are those of `kvcli.models.find_config`.
 
     Raises:
         ModelError: no such model, or its config cannot be read.
@@ -211,17 +208,9 @@ class MethodPlan:
     @cached_property
     def cache(self) -> CachePlan:
         """Its caches."""
-        planned = self.planned
-        return CachePlan.of_codecs(
-            planned.spec,
-            self.method,
-            self.config,
-            self.codecs,
-            planned.dtype,
-            key_bias=planned.key_bias,
-            fused=self.fused,
-            windows=tuple(planned.windows),
-        )
+        model = self.planned
+        shared: dict[str, Any] = {"key_bias": model.key_bias, "fused": self.fused, "windows": tuple(model.windows)}
+        return CachePlan.of_codecs(model.spec, self.method, self.config, self.codecs, model.dtype, **shared)
 
     @cached_property
     def artifact_bytes(self) -> int:
@@ -252,7 +241,7 @@ class MethodPlan:
     def peak_bytes(self, prompt_tokens: int, new_tokens: int, batch: int = 1, *, chunk: int | None = None) -> int:
         """Upper bound of the memory while generating: weights, artifact, cache, and what passes allocate.
 
-        Args: those of `memory`.
+        The arguments are those of `memory`. On a CPU, the program and files that are mapped to load count too.
         """
         planned, size = self.planned, min(chunk or prompt_tokens, prompt_tokens)
         memory = self.memory(prompt_tokens, new_tokens, batch, chunk=chunk)
@@ -263,11 +252,6 @@ class MethodPlan:
         passes = pass_bound(planned, size, prompt_tokens, batch, fused=self.fused)
         passes = max(passes, pass_bound(planned, 1, prompt_tokens + new_tokens, batch, fused=self.fused))
         others = max(cache, kept) + memory.artifact_bytes + passes
-        return self.with_weights(others)
-
-    def with_weights(self, others: int) -> int:
-        """Bytes of weights and `others`, on a CPU with those of the program and of files that are mapped to load."""
-        planned = self.planned
         if planned.device.type != "cpu":
             return planned.weights_bytes + others
         stored = getattr(planned.config, "dtype", None)
@@ -283,32 +267,22 @@ class MethodPlan:
     def limits(
         self, memory_bytes: int, prompt_tokens: int, new_tokens: int, *, chunk: int | None = None
     ) -> dict[str, int]:
-        """The longest prompt of one sequence (`context`), and the largest `batch` of given prompts, that surely fit.
+        """The longest prompt of one sequence (`context`), and the largest `batch` of prompts, that surely fit.
 
-        Args:
-            memory_bytes: for torch on a GPU, for the process on a CPU.
-            prompt_tokens: of each sequence of a batch.
-            new_tokens: that follow each prompt.
-            chunk: prompt tokens of a sequence per forward pass; None: all.
+        `memory_bytes` is for torch on a GPU, for the process on a CPU; the other arguments are those of `memory`.
         """
-
-        def most(fits: Callable[[int], bool], start: int) -> int:
-            return largest(fits, start=max(1, start), most=_LONGEST, resolution=1 / 256)
 
         def fits(tokens: int, batch: int) -> bool:
             return self.peak_bytes(tokens, new_tokens, batch, chunk=chunk) <= memory_bytes
 
+        search: dict[str, Any] = {"most": _LONGEST, "resolution": 1 / 256}
         return {
-            "context": most(lambda tokens: fits(tokens, 1), prompt_tokens),
-            "batch": most(lambda batch: fits(prompt_tokens, batch), 1),
+            "context": largest(lambda tokens: fits(tokens, 1), start=max(1, prompt_tokens), **search),
+            "batch": largest(lambda batch: fits(prompt_tokens, batch), start=1, **search),
         }
 
     def break_even(self, other: MethodPlan, tokens: int) -> dict[str, Any]:
         """The number of tokens from which this method, artifact included, takes less memory than another; None: never.
-
-        Args:
-            other: the method to compare with.
-            tokens: of each sequence.
 
         Returns:
             `against`, the other's name; `context`, tokens of a single sequence; `contexts`, sequences of `tokens`.
@@ -329,10 +303,7 @@ class MethodPlan:
 def calibration(planned: PlannedModel, config: CollectConfig, program_bytes: int = 0) -> dict[str, int]:
     """Tokens and exact bytes on disk of a recording, and an upper bound of the memory while it is made.
 
-    Args:
-        planned: the model.
-        config: what is recorded.
-        program_bytes: memory of the process before a model is loaded.
+    `program_bytes` is the memory of the process before a model is loaded.
     """
     spec, sequences = planned.spec, config.sequences(None)
     fisher = any(row in sequences for row in config.fisher_rows)

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-from console import invoke
+from console import result
 
 WINDOW = ("--residual-length", "8", "--sink-length", "2")
 GROUPED = (*WINDOW, "--setting", "group_size=8")
 METHOD = ("--method", "kivi-2", *GROUPED)
 SHORT = ("--max-new-tokens", "12", "--json")
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom"
-
-
-def result(*arguments: str, exit_code: int = 0) -> Any:
-    done = invoke(*arguments)
-    assert done.exit_code == exit_code, done.stderr
-    return json.loads(done.stdout) if "--json" in arguments else done
 
 
 def compressed(*arguments: str, text: str = TEXT, chunk: int = 32) -> dict[str, Any]:

@@ -32,21 +32,30 @@ class Words:
         return "".join(chr(97 + int(i) % 26) for i in ids)
 
 
+def loaded_by_commands(monkeypatch: pytest.MonkeyPatch, loaded: Any) -> Any:
+    from kvcli import hub, models
+
+    monkeypatch.setattr(models, "load_model", lambda name="tiny", **_: replace(loaded, name=name))
+    monkeypatch.setattr(hub, "local_folder", lambda name: None)  # any name will do
+    return loaded
+
+
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Lets every command load a tiny model instead of a real one."""
-    from kvcli import hub, models
-
-    made = replace(load(make_model("llama")), tokenizer=Words())
-    monkeypatch.setattr(models, "load_model", lambda name="tiny", **_: replace(made, name=name))
-    monkeypatch.setattr(hub, "local_folder", lambda name: None)  # any name will do
-    return made
+    return loaded_by_commands(monkeypatch, replace(load(make_model("llama")), tokenizer=Words()))
 
 
 @pytest.fixture
-def artifact(tiny: Any, tmp_path: Path) -> Path:
+def recorded(tiny: Any, tmp_path: Path) -> Any:
+    """A recording of the tiny model in the folder `recorded`."""
+    return record(tiny.model, tmp_path / "recorded")
+
+
+@pytest.fixture
+def artifact(recorded: Any, tmp_path: Path) -> Path:
     """An artifact for the tiny model where `generate` looks for it."""
-    recording = record(tiny.model, tmp_path / "recorded")
+    recording = recorded
     fit_recording(recording, get_method("commvq"), CONFIG.resolve(recording.spec), tmp_path / "fitted")
     folder = tmp_path / "runs" / "smollm2-135m" / "commvq-2bit"
     assemble([tmp_path / "fitted"]).save(folder)
@@ -58,11 +67,7 @@ def chatty(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A tiny model whose tokenizer decodes what it encodes and has a chat template."""
     from byte_tokenizer import CHAT, byte_tokenizer
 
-    from kvcli import hub, models
-
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = CHAT
-    made = replace(load(make_model("llama", vocab_size=300, eos_token_id=2)), tokenizer=tokenizer)
-    monkeypatch.setattr(models, "load_model", lambda name="tiny", **_: replace(made, name=name))
-    monkeypatch.setattr(hub, "local_folder", lambda name: None)  # any name will do
-    return made
+    model = load(make_model("llama", vocab_size=300, eos_token_id=2))
+    return loaded_by_commands(monkeypatch, replace(model, tokenizer=tokenizer))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Iterator
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from console import invoke
+from console import refused, result
 from contract import CacheContract, CodecContract
 
 import kvcli.methods
@@ -47,39 +46,31 @@ class TestCache(CacheContract):
 
 def test_generate(method: Method, tiny: Any) -> None:
     options = ("--residual-length", "16", "--sink-length", "0", "--max-new-tokens", "4", "--json")
-    done = invoke("generate", "--method", "absmax-3", "--prompt", "x" * 60, *options)
-    assert done.exit_code == 0, done.stderr
-    memory = json.loads(done.stdout)["memory"]
+    memory = result("generate", "--method", "absmax-3", "--prompt", "x" * 60, *options)["memory"]
     assert memory["num_encoded"] >= 40
     assert memory["nominal_bits"] == [3, 3]
     assert (memory["key_bits"], memory["value_bits"]) == (4, 4)  # a head of 16 channels: 6 bytes and a scale
-    wrong = invoke("generate", "--method", "absmax-5")
-    assert wrong.exit_code == 2
-    assert "k_bits" in wrong.stderr
+    assert "k_bits" in refused("generate", "--method", "absmax-5")
 
 
 def test_eval(method: Method, tiny: Any) -> None:
     options = ("--seq-len", "128", "--num-sequences", "2", "--batch-size", "2", "--json")
     chosen = ("--method", "absmax-2", "--method", "absmax-3", "--method", "absmax-8")
-    done = invoke("eval", *chosen, *options)
-    assert done.exit_code == 0, done.stderr
-    errors = [row["kl_mean"] for row in json.loads(done.stdout)["rows"]]
+    errors = [row["kl_mean"] for row in result("eval", *chosen, *options)["rows"]]
     assert errors[0] > errors[1] > errors[2]
 
 
 @pytest.mark.parametrize("impl", ["reference", pytest.param("fused", marks=pytest.mark.kernels)])
 def test_bench(method: Method, impl: str) -> None:
     options = ("--shape", "tiny", "--contexts", "64", "--repeats", "3", "--impl", impl, "--json")
-    done = invoke("bench", "--methods", "absmax-3", *options)
-    assert done.exit_code == 0, done.stderr
-    _, row = json.loads(done.stdout)["rows"]
+    _, row = result("bench", "--methods", "absmax-3", *options)["rows"]
     assert row["method"] == "absmax-3"
     assert row["p50_us"] > 0
     assert row["true_bits"] == (16 * 3 + 16) / 16  # a head of 16 channels
 
 
 def test_it_is_listed(method: Method) -> None:
-    assert "absmax" in [row["name"] for row in json.loads(invoke("methods", "--json").stdout)["methods"]]
+    assert "absmax" in [row["name"] for row in result("methods", "--json")["methods"]]
 
 
 def test_nothing_of_it_is_in_the_package(repo_root: Path) -> None:

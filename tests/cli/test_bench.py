@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from commvq_reordered import reordered_attend
-from console import invoke
+from console import invoke, result
 
 from kvcli.bench.suite import default_methods
 from kvcli.methods.layer_codec import AttendCodes
@@ -30,26 +30,17 @@ def attend_with(monkeypatch: pytest.MonkeyPatch, attend_codes: AttendCodes) -> N
 def test_records_name_the_default_methods() -> None:
     names = default_methods()
     assert names == [name for method in map(get_method, METHODS) for name in method.bench]
-    assert [name for name in names if name.startswith(("kivi", "squat", "qjl", "commvq"))] == [
-        "kivi-2",
-        "kivi-4",
-        "squat-2",
-        "squat-pre-2",
-        "qjl",
-        "commvq-1",
-        "commvq-2",
-    ]
+    of_papers = ["kivi-2", "kivi-4", "squat-2", "squat-pre-2", "qjl", "commvq-1", "commvq-2"]
+    assert [name for name in names if name.startswith(("kivi", "squat", "qjl", "commvq"))] == of_papers
     assert default_methods(few=True) == ["kivi-2", "commvq-1"]
     assert default_methods(kinds_only=True) == ["kivi-2", "kivi-4", "commvq-1", "commvq-2"]
 
 
 def test_attention_gives_a_table_and_a_record_per_row() -> None:
-    result = invoke(
-        *ATTENTION, *GROUPS, *BOOKS, "--methods", "kivi-2", "--methods", "commvq-2", "--batches", "1", "--batches", "2"
-    )
-    assert result.exit_code == 0, result.stderr
-    assert "no GPU" in result.stderr
-    assert result.stdout.count("kivi-2") == 2
+    words = ("--methods", "kivi-2", "--methods", "commvq-2", "--batches", "1", "--batches", "2")
+    done = result(*ATTENTION, *GROUPS, *BOOKS, *words)
+    assert "no GPU" in done.stderr
+    assert done.stdout.count("kivi-2") == 2
     records = [json.loads(line) for line in Path("runs/bench/attention.jsonl").read_text().splitlines()]
     assert [record["method"] for record in records] == ["fp16", "kivi-2", "commvq-2"] * 2
     for record in records:
@@ -62,8 +53,7 @@ def test_attention_gives_a_table_and_a_record_per_row() -> None:
 
 def test_json_is_one_object_and_out_is_appended_to() -> None:
     for count in (2, 4):
-        result = invoke(*ATTENTION, *GROUPS, "--methods", "kivi-4", "--out", "rows.jsonl", "--json")
-        shown = json.loads(result.stdout)
+        shown = result(*ATTENTION, *GROUPS, "--methods", "kivi-4", "--out", "rows.jsonl", "--json")
         assert [row["method"] for row in shown["rows"]] == ["fp16", "kivi-4"]
         assert shown["machine"]["cpu_count"] >= 1
         assert len(Path("rows.jsonl").read_text().splitlines()) == count
@@ -77,15 +67,13 @@ def test_a_mismatch_shows_no_time_and_fails(monkeypatch: pytest.MonkeyPatch) -> 
 
     attend_with(monkeypatch, attend)
     options = (*BOOKS, "--methods", "commvq-2")
-    result = invoke(*ATTENTION, *options)
-    assert result.exit_code == 1
-    line = next(line for line in result.stdout.splitlines() if "commvq-2" in line)
+    done = result(*ATTENTION, *options, exit_code=1)
+    line = next(line for line in done.stdout.splitlines() if "commvq-2" in line)
     assert "MISMATCH" in line
     assert "1.0e-01" in line
     assert line.count(" - ") == 6
-    assert "error: commvq-2, 64 tokens, batch 1: differs" in result.stderr
-    shown = json.loads(invoke(*ATTENTION, *options, "--json").stdout)
-    assert shown["rows"][1]["p50_us"] is None
+    assert "error: commvq-2, 64 tokens, batch 1: differs" in done.stderr
+    assert result(*ATTENTION, *options, "--json", exit_code=1)["rows"][1]["p50_us"] is None
 
 
 @pytest.mark.parametrize("where", ["--json", "rows.jsonl"])
@@ -99,9 +87,9 @@ def test_numbers_that_json_does_not_have_are_null(monkeypatch: pytest.MonkeyPatc
 
     attend_with(monkeypatch, attend)
     options = (*BOOKS, "--methods", "commvq-2", "--out", "rows.jsonl", "--json")
-    result = invoke(*ATTENTION, *options)
-    assert result.exit_code == 1
-    text = result.stdout if where == "--json" else Path(where).read_text().splitlines()[-1]
+    done = invoke(*ATTENTION, *options)
+    assert done.exit_code == 1
+    text = done.stdout if where == "--json" else Path(where).read_text().splitlines()[-1]
     record = json.loads(text, parse_constant=refuse)
     record = record["rows"][-1] if where == "--json" else record
     assert (record["status"], record["out_error"]) == ("mismatch", None)
@@ -110,16 +98,14 @@ def test_numbers_that_json_does_not_have_are_null(monkeypatch: pytest.MonkeyPatc
 def test_records_are_appended_after_a_truncated_line() -> None:
     path = Path("rows.jsonl")
     path.write_text('{"suite": "atten')
-    result = invoke(*ATTENTION, *GROUPS, "--methods", "kivi-4", "--out", str(path))
-    assert result.exit_code == 0
+    result(*ATTENTION, *GROUPS, "--methods", "kivi-4", "--out", str(path))
     lines = path.read_text().splitlines()
     assert [json.loads(line)["method"] for line in lines[1:]] == ["fp16", "kivi-4"]
 
 
 def test_records_go_into_a_pipe() -> None:
     reading, writing = os.pipe()
-    result = invoke(*ATTENTION, *GROUPS, "--methods", "kivi-4", "--out", f"/dev/fd/{writing}")
-    assert result.exit_code == 0, result.stderr
+    result(*ATTENTION, *GROUPS, "--methods", "kivi-4", "--out", f"/dev/fd/{writing}")
     lines = os.read(reading, 2**16).decode().splitlines()
     assert [json.loads(line)["method"] for line in lines] == ["fp16", "kivi-4"]
 
@@ -129,17 +115,16 @@ def test_rows_before_an_interruption_are_shown(monkeypatch: pytest.MonkeyPatch) 
         raise KeyboardInterrupt
 
     attend_with(monkeypatch, attend)
-    result = invoke(*ATTENTION, *BOOKS, "--methods", "commvq-2")
-    assert result.exit_code == 130
-    assert "fp16" in result.stdout
-    assert "stopped after 1 row\n" in result.stderr
-    assert result.stderr.endswith("error: interrupted; run the same command again to start over\n")
-    assert "resume" not in result.stderr
+    done = result(*ATTENTION, *BOOKS, "--methods", "commvq-2", exit_code=130)
+    assert "fp16" in done.stdout
+    assert "stopped after 1 row\n" in done.stderr
+    assert done.stderr.endswith("error: interrupted; run the same command again to start over\n")
+    assert "resume" not in done.stderr
 
 
 def test_fp16_is_measured_once() -> None:
-    result = invoke(*ATTENTION, *GROUPS, "--methods", "fp16", "--methods", "kivi-4", "--json")
-    assert [row["method"] for row in json.loads(result.stdout)["rows"]] == ["fp16", "kivi-4"]
+    rows = result(*ATTENTION, *GROUPS, "--methods", "fp16", "--methods", "kivi-4", "--json")["rows"]
+    assert [row["method"] for row in rows] == ["fp16", "kivi-4"]
 
 
 def test_nothing_but_refusals_is_an_error() -> None:
@@ -151,8 +136,8 @@ def test_nothing_but_refusals_is_an_error() -> None:
 @pytest.mark.parametrize("value", ["0", "1"])
 def test_records_say_whether_kernels_were_interpreted(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", value)
-    result = invoke(*ATTENTION, *GROUPS, "--methods", "kivi-4", "--json")
-    assert [row["interpreted"] for row in json.loads(result.stdout)["rows"]] == [value == "1"] * 2
+    rows = result(*ATTENTION, *GROUPS, "--methods", "kivi-4", "--json")["rows"]
+    assert [row["interpreted"] for row in rows] == [value == "1"] * 2
 
 
 def test_a_failure_is_said_and_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,8 +145,7 @@ def test_a_failure_is_said_and_fails(monkeypatch: pytest.MonkeyPatch) -> None:
         raise LookupError("out of resource")
 
     attend_with(monkeypatch, attend)
-    result = invoke(*ATTENTION, *BOOKS, "--methods", "commvq-2", "--contexts", "32")
-    assert result.exit_code == 1
-    assert result.stdout.count("fake: FAILED") == 2
-    assert "error: commvq-2, 32 tokens, batch 1: LookupError: out of resource (test_bench.py" in result.stderr
-    assert result.stderr.count("Traceback") == 0
+    done = result(*ATTENTION, *BOOKS, "--methods", "commvq-2", "--contexts", "32", exit_code=1)
+    assert done.stdout.count("fake: FAILED") == 2
+    assert "error: commvq-2, 32 tokens, batch 1: LookupError: out of resource (test_bench.py" in done.stderr
+    assert done.stderr.count("Traceback") == 0

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from console import invoke
+from console import invoke, result
 
 from kvcli.bench import budget
 from kvcli.bench.contexts import ContextRow, ContextsOptions, table
@@ -23,15 +23,9 @@ def test_generate_runs_random_weights_and_real_models(tiny: Any) -> None:
         (("--random-weights", "tiny", "--layers", "2"), ("tiny", "random", 2)),
         ((), ("smollm2-135m", "model", 3)),
     ):
-        result = invoke(*GENERATE, *source, *options, "--batches", "1", "--batches", "2", "--json")
-        assert result.exit_code == 0, result.stderr
-        rows = json.loads(result.stdout)["rows"]
-        assert [(row["method"], row["batch"]) for row in rows] == [
-            ("fp16", 1),
-            ("kivi-2", 1),
-            ("fp16", 2),
-            ("kivi-2", 2),
-        ]
+        rows = result(*GENERATE, *source, *options, "--batches", "1", "--batches", "2", "--json")["rows"]
+        expected_rows = [("fp16", 1), ("kivi-2", 1), ("fp16", 2), ("kivi-2", 2)]
+        assert [(row["method"], row["batch"]) for row in rows] == expected_rows
         for row in rows:
             assert (row["model"], row["weights"], row["num_layers"]) == expected
             assert row["tokens_per_s"][1] > 0
@@ -42,20 +36,18 @@ def test_generate_runs_random_weights_and_real_models(tiny: Any) -> None:
 
 
 def test_the_table_of_generate_puts_ratios_first() -> None:
-    result = invoke(*GENERATE, "--random-weights", "tiny", "--methods", "kivi-2")
-    heading = next(line for line in result.stdout.splitlines() if "x tok/s" in line)
+    lines = invoke(*GENERATE, "--random-weights", "tiny", "--methods", "kivi-2").stdout.splitlines()
+    heading = next(line for line in lines if "x tok/s" in line)
     names = [name.strip() for name in heading.strip("┃").split("┃")]
     assert names[3:7] == ["x tok/s", "x total", "prefill / fp16", "cache"]
-    (row,) = [line for line in result.stdout.splitlines() if "kivi-2" in line]
+    (row,) = [line for line in lines if "kivi-2" in line]
     assert len(row.strip("│").split("│")) == len(names)
 
 
 def test_filled_prompts_have_no_times() -> None:
     options = ("--random-weights", "tiny", "--methods", "kivi-2", "--fill-prompt", "--prefill-chunk", "16")
     steps = ("--prompt-tokens", "40", "--max-new-tokens", "41", "--decode", "steps", "--json")
-    result = invoke("bench", "--suite", "generate", *GROUPS, "--repeats", "1", *options, *steps)
-    assert result.exit_code == 0, result.stderr
-    fp16, kivi = json.loads(result.stdout)["rows"]
+    fp16, kivi = result("bench", "--suite", "generate", *GROUPS, "--repeats", "1", *options, *steps)["rows"]
     assert (fp16["decode"], kivi["decode"]) == ("eager", "steps")
     assert kivi["steady_tokens"] == 24  # after two rounds of 8
     assert {row["prefill"] for row in (fp16, kivi)} == {"ends computed, middle filled"}
@@ -81,17 +73,13 @@ def test_the_table_of_memory_says_what_fits(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(ModelBench, "memory", rows)
     monkeypatch.setattr(budget, "check_budget", lambda budget, device: None)
     options = ("--random-weights", "tiny", "--memory-budget", "40GiB", "--methods", "commvq-1")
-    result = invoke("bench", "--suite", "memory", *options)
-    assert result.exit_code == 0, result.stderr
-    lines = {
-        line.split("│")[1].strip(): [cell.strip() for cell in line.split("│")]
-        for line in result.stdout.splitlines()
-        if "│" in line
-    }
+    done = result("bench", "--suite", "memory", *options)
+    rows_shown = [[cell.strip() for cell in line.split("│")] for line in done.stdout.splitlines() if "│" in line]
+    lines = {cells[1]: cells for cells in rows_shown}
     assert lines["fp16"][2:9] == ["largest batch", "32768", "7", "1.50 GiB", "1/1.00", "16.00 GiB", "16.00 GiB"]
     assert lines["commvq-1"][2:6] == ["longest context", "-", "1", "-"]
     assert lines["commvq-1"][-2] == "fused: out of memory"
-    assert "budget 40.00 GiB" in " ".join(result.stdout.split())
+    assert "budget 40.00 GiB" in " ".join(done.stdout.split())
     records = [json.loads(line) for line in Path("runs/bench/memory.jsonl").read_text().splitlines()]
     assert (records[0]["context"], records[0]["batch"], records[0]["prefill"]) == (
         32768,
@@ -103,15 +91,9 @@ def test_the_table_of_memory_says_what_fits(monkeypatch: pytest.MonkeyPatch) -> 
 def test_contexts_compares_loading_with_reading() -> None:
     lengths = ("--prompt-tokens", "40", "--prompt-tokens", "80", "--repeats", "1", "--context-folder", "files/here")
     options = ("--random-weights", "tiny", "--methods", "kivi-2", *GROUPS, *lengths)
-    result = invoke("bench", "--suite", "contexts", *options, "--json")
-    assert result.exit_code == 0, result.stderr
-    made = json.loads(result.stdout)
-    assert [(row["method"], row["prompt_tokens"]) for row in made["rows"]] == [
-        ("fp16", 40),
-        ("kivi-2", 40),
-        ("fp16", 80),
-        ("kivi-2", 80),
-    ]
+    made = result("bench", "--suite", "contexts", *options, "--json")
+    expected = [("fp16", 40), ("kivi-2", 40), ("fp16", 80), ("kivi-2", 80)]
+    assert [(row["method"], row["prompt_tokens"]) for row in made["rows"]] == expected
     assert made["faster_from"].keys() == {"fp16", "kivi-2"}
     for row in made["rows"]:
         assert (row["model"], row["weights"], row["codebooks"], row["repeats"]) == ("tiny", "random", "random", 1)

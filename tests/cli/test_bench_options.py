@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from console import invoke
+from console import invoke, refused
 
 from kvcli.bench import budget
 from kvcli.errors import UsageError
@@ -83,7 +83,4 @@ def test_memory_takes_a_model_if_one_is_named(
     ],
 )
 def test_bad_input_is_one_line(arguments: tuple[str, ...], said: str) -> None:
-    result = invoke("bench", *arguments)
-    assert (result.exit_code, result.stdout) == (2, "")
-    (error,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-    assert said in error
+    assert said in refused("bench", *arguments)

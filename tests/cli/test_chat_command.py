@@ -7,17 +7,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from compressing import GROUPED, METHOD, SHORT, WINDOW, compressed, result
-from typer.testing import CliRunner
+from compressing import GROUPED, METHOD, SHORT, WINDOW, compressed
+from console import invoke, refused, result
 
+import kvcli
 from kvcli.builtin_models import DEFAULT_MODEL
 from kvcli.cache.context import Context
-from kvcli.cli.app import app
+from kvcli.chat import Conversation
 from kvcli.contexts import ContextStore
 from kvcli.errors import CacheError
 from kvcli.paths import contexts_folder
 
 MESSAGES = [{"role": "user", "content": "Who are you?"}, {"role": "assistant", "content": "A tiny model."}]
+
+
+def chat(*arguments: str, lines: str) -> Any:
+    return result("chat", *SHORT, *arguments, stdin=lines)
 
 
 def test_a_conversation_is_compressed_and_gone_on_from(chatty: Any) -> None:
@@ -26,18 +31,11 @@ def test_a_conversation_is_compressed_and_gone_on_from(chatty: Any) -> None:
     assert made["contexts"][0]["tokens"] == len("<user>Who are you?</s><assistant>A tiny model.</s>") - 2 * len("/s>")
     reply = result("generate", "--context", "c.safetensors", "--chat", "--prompt", "And now?", *SHORT)
     assert reply["reused_tokens"] == made["contexts"][0]["tokens"]
-    talk = CliRunner().invoke(app, ["chat", "--resume", "c.safetensors", *SHORT], input="And now?\n")
-    assert json.loads(talk.stdout)["messages"] == [
+    assert chat("--resume", "c.safetensors", lines="And now?\n")["messages"] == [
         *MESSAGES,
         {"role": "user", "content": "And now?"},
         {"role": "assistant", "content": reply["text"]},
     ]
-
-
-def chat(*arguments: str, lines: str, exit_code: int = 0) -> Any:
-    done = CliRunner().invoke(app, ["chat", *SHORT, *arguments], input=lines)
-    assert done.exit_code == exit_code, done.stderr
-    return json.loads(done.stdout)
 
 
 def test_a_conversation_in_the_store(chatty: Any) -> None:
@@ -51,9 +49,8 @@ def test_a_conversation_in_the_store(chatty: Any) -> None:
         for name, store in (("c.safetensors", ()), ("d.safetensors", ()), ("talk", ("--store", "s")))
     ]
     assert len(set(replies)) == 1
-    talked = CliRunner().invoke(app, ["chat", "--resume", "talk", "--store", "s", "--json"], input="And you?\n")
-    assert talked.exit_code == 0, talked.stderr
-    assert [message["content"] for message in json.loads(talked.stdout)["messages"]][:3] == ["Who?", "I.", "And you?"]
+    talked = chat("--resume", "talk", "--store", "s", lines="And you?\n")
+    assert [message["content"] for message in talked["messages"]][:3] == ["Who?", "I.", "And you?"]
 
 
 def test_a_conversation_is_saved_resumed_and_the_same_as_unbroken(chatty: Any) -> None:
@@ -94,14 +91,10 @@ def test_a_context_of_the_store_is_not_replaced_by_a_conversation(chatty: Any) -
     compressed(*METHOD)
     result("contexts", "import", "c.safetensors", "--store", "s")
     before = ContextStore("s").get("c")
-    done = CliRunner().invoke(app, ["chat", "--store", "s", "--save", "c"], input="Hello\n")
-    assert (done.exit_code, done.stdout) == (2, "")
-    assert "c exists already; use --overwrite to replace it" in done.stderr
-    done = CliRunner().invoke(app, ["chat", "--store", "s", "--save", "a b"], input="Hello\n")
-    assert done.exit_code == 2
-    assert "'a b' is no name of a context" in done.stderr
-    done = CliRunner().invoke(app, ["chat", *METHOD, "--store", "s", *SHORT], input="Hello\n/save c\n/save ?\n")
-    assert done.exit_code == 0
+    said = refused("chat", "--store", "s", "--save", "c", stdin="Hello\n")
+    assert "c exists already; use --overwrite to replace it" in said
+    assert "'a b' is no name of a context" in refused("chat", "--store", "s", "--save", "a b", stdin="Hello\n")
+    done = result("chat", *METHOD, "--store", "s", *SHORT[:-1], stdin="Hello\n/save c\n/save ?\n")
     assert "c exists already" in done.stderr
     assert "'?' is no name of a context" in done.stderr
     assert ContextStore("s").get("c") == before
@@ -111,8 +104,7 @@ def test_a_context_of_the_store_is_not_replaced_by_a_conversation(chatty: Any) -
 
 def test_commands_of_a_conversation(chatty: Any) -> None:
     lines = "/stats\n\n/save\n/nothing\nHello!\n/stats\n/save a.safetensors\n/save a.safetensors\n/exit\nNever read\n"
-    done = CliRunner().invoke(app, ["chat", *METHOD, "--max-new-tokens", "5", "--system", "Be short."], input=lines)
-    assert done.exit_code == 0, done.stderr
+    done = result("chat", *METHOD, "--max-new-tokens", "5", "--system", "Be short.", stdin=lines)
     for said in (
         "nothing was said yet",
         "say where: /save FILE, or /save NAME",
@@ -128,19 +120,15 @@ def test_commands_of_a_conversation(chatty: Any) -> None:
 
 
 def test_nothing_said_is_nothing_saved(chatty: Any) -> None:
-    done = CliRunner().invoke(app, ["chat", *METHOD, "--save", "a.safetensors"], input="")
-    assert (done.exit_code, done.stdout) == (0, "")
-    assert "nothing was said" in done.stderr
+    done = result("chat", *METHOD, "--save", "a.safetensors", stdin="")
+    assert (done.stdout, "nothing was said" in done.stderr) == ("", True)
     assert not Path("a.safetensors").exists()
 
 
 def test_a_template_that_renders_earlier_turns_differently(chatty: Any) -> None:
     """The number of messages stands at the beginning: nothing of a cache with a state can be kept."""
     chatty.tokenizer.chat_template = "[{{ messages | length }}]" + chatty.tokenizer.chat_template
-    done = CliRunner().invoke(
-        app, ["chat", "--method", "qjl", *WINDOW, *SHORT], input="Hello there, who are you?\nAnd now?\n"
-    )
-    assert done.exit_code == 0, done.stderr
+    done = invoke("chat", "--method", "qjl", *WINDOW, *SHORT, stdin="Hello there, who are you?\nAnd now?\n")
     assert "the conversation is read again from its start: cannot remove" in done.stderr
     assert [turn["reused_tokens"] for turn in json.loads(done.stdout)["turns"]] == [0, 0]
 
@@ -151,8 +139,7 @@ def test_a_template_that_changes_the_last_turn_costs_its_tokens_only(chatty: Any
         "m['content']", "'(a reply)' if m['role'] == 'assistant' else m['content']"
     )
     method = ("--method", "rtn-2", *GROUPED)
-    done = CliRunner().invoke(app, ["chat", *method, *SHORT], input="Hello there, who are you?\nAnd now?\n")
-    assert done.exit_code == 0, done.stderr
+    done = invoke("chat", *method, *SHORT, stdin="Hello there, who are you?\nAnd now?\n")
     first, second = json.loads(done.stdout)["turns"]
     assert first["prompt_tokens"] <= second["reused_tokens"] < first["prompt_tokens"] + first["new_tokens"] - 1
     assert "tokens are read again" in done.stderr
@@ -169,31 +156,23 @@ def test_a_template_that_changes_the_last_turn_costs_its_tokens_only(chatty: Any
 )
 def test_conversations_that_cannot_begin(chatty: Any, arguments: tuple[str, ...], said: str, code: int) -> None:
     compressed(*METHOD)
-    done = CliRunner().invoke(app, ["chat", *arguments], input="Hello\n")
-    assert (done.exit_code, done.stdout) == (code, "")
-    assert said in done.stderr
+    assert said in refused("chat", *arguments, code=code, stdin="Hello\n")
 
 
 def test_a_model_without_a_template(tiny: Any) -> None:
-    done = CliRunner().invoke(app, ["chat"], input="Hello\n")
-    assert done.exit_code == 2
-    assert "has no chat template" in done.stderr
+    assert "has no chat template" in refused("chat", stdin="Hello\n")
 
 
 def test_the_token_that_ends_a_reply_is_the_templates(chatty: Any) -> None:
     """A reply that was cut off has a last token that the cache does not hold yet; one that ended has not."""
-    import kvcli
-    from kvcli.attention.next_token import SamplingConfig
-    from kvcli.chat import Conversation
-
     with kvcli.attach(chatty, "rtn-2", group_size=8, residual_length=8, sink_length=2) as session:
-        talk = Conversation(chatty, session, SamplingConfig(12))
+        talk = Conversation(chatty, session, kvcli.SamplingConfig(12))
         made = talk.reply("Hello there, who are you?")
         cut = talk.context()
         assert cut.input_ids is not None
         assert len(cut.notes["pending"]) == 1
         chatty.model.generation_config.eos_token_id = int(cut.input_ids[0, made.prompt_tokens + 4])
-        talk = Conversation(chatty, session, SamplingConfig(12))
+        talk = Conversation(chatty, session, kvcli.SamplingConfig(12))
         made = talk.reply("Hello there, who are you?")
         assert 1 <= made.new_tokens <= 5
         assert talk.context().notes["pending"] == []
@@ -201,13 +180,9 @@ def test_the_token_that_ends_a_reply_is_the_templates(chatty: Any) -> None:
 
 
 def test_a_reply_that_broke_off_is_not_taken_for_a_whole_one(chatty: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    import kvcli
-    from kvcli.attention.next_token import SamplingConfig
-    from kvcli.chat import Conversation
-
     said: list[str] = []
     with kvcli.attach(chatty, "rtn-2", group_size=8, residual_length=8, sink_length=2) as session:
-        talk = Conversation(chatty, session, SamplingConfig(12), say=said.append)
+        talk = Conversation(chatty, session, kvcli.SamplingConfig(12), say=said.append)
         talk.reply("Hello there, who are you?")
 
         def stop(piece: str) -> None:

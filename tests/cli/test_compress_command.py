@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from compressing import GROUPED, SHORT, TEXT, WINDOW, compressed, result
-from console import invoke
-from typer.testing import CliRunner
+from compressing import GROUPED, SHORT, TEXT, WINDOW, compressed
+from console import invoke, refused, result
 
+import kvcli
 from kvcli.cache.context import Context
-from kvcli.cli.app import app
+from kvcli.generate import compress
+from kvcli.prompts import prompt_ids
 from kvcli.registry import method_name
 
 
@@ -102,34 +103,26 @@ def test_a_context_is_refused_where_it_means_something_else(
     chatty: Any, changes: tuple[str, ...], said: str, code: int
 ) -> None:
     compressed("--method", "kivi-2", *GROUPED)
-    refused = invoke("generate", "--context", "c.safetensors", "--prompt", "x", *changes)
-    assert (refused.exit_code, refused.stdout) == (code, "")
-    assert said in refused.stderr
-    assert refused.stderr.count("\n") == 1
+    assert said in refused("generate", "--context", "c.safetensors", "--prompt", "x", *changes, code=code)
 
 
 def test_contexts_that_cannot_be_gone_on_from(chatty: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     compressed("--method", "kivi-2", *GROUPED)
-    missing = invoke("generate", "--context", "c.safetensors")
-    assert (missing.exit_code, "--context needs a text" in missing.stderr) == (2, True)
-    empty = invoke("generate", "--context", "c.safetensors", "--prompt", "")
-    assert (empty.exit_code, "with one token or more" in empty.stderr) == (2, True)
-    none = invoke("generate", "--context", "none", "--prompt", "x")
-    assert (none.exit_code, "no context 'none' in" in none.stderr) == (1, True)
+    assert "--context needs a text" in refused("generate", "--context", "c.safetensors")
+    assert "with one token or more" in refused("generate", "--context", "c.safetensors", "--prompt", "")
     context = Context.load("c.safetensors")
-    replace(context, notes={**context.notes, "tokenizer": "x"}).save("other.safetensors")
-    other = invoke("generate", "--context", "other.safetensors", "--prompt", "x")
-    assert (other.exit_code, "was made with another tokenizer" in other.stderr) == (1, True)
-    replace(context, input_ids=None).save("other.safetensors")
-    other = invoke("generate", "--context", "other.safetensors", "--prompt", "x")
-    assert (other.exit_code, "has no token ids" in other.stderr) == (1, True)
-    replace(context, identity=replace(context.identity, dtype="load")).save("other.safetensors")
-    other = invoke("generate", "--context", "other.safetensors", "--prompt", "x")
-    assert (other.exit_code, "with a model in load, in which kvcli loads none" in other.stderr) == (1, True)
-    content = Path("c.safetensors").read_bytes()
-    Path("c.safetensors").write_bytes(content[:-100])
-    damaged = invoke("generate", "--context", "c.safetensors", "--prompt", "x")
-    assert (damaged.exit_code, damaged.stdout, "damaged" in damaged.stderr) == (1, "", True)
+    replace(context, notes={**context.notes, "tokenizer": "x"}).save("another")
+    replace(context, input_ids=None).save("empty")
+    replace(context, identity=replace(context.identity, dtype="load")).save("odd")
+    Path("cut").write_bytes(Path("c.safetensors").read_bytes()[:-100])
+    for name, said in {
+        "none": "no context 'none' in",
+        "another": "was made with another tokenizer",
+        "empty": "has no token ids",
+        "odd": "with a model in load, in which kvcli loads none",
+        "cut": "damaged",
+    }.items():
+        assert said in refused("generate", "--context", name, "--prompt", "x", code=1)
 
 
 def test_several_texts_a_folder_and_standard_input(chatty: Any) -> None:
@@ -141,7 +134,7 @@ def test_several_texts_a_folder_and_standard_input(chatty: Any) -> None:
         "compress", "--prompt-file", "texts", "--prompt-file", "texts/.hidden", "--out", "o", *options, "--json"
     )
     assert [record["context"] for record in made["contexts"]] == [f"o/{x}.safetensors" for x in ("a", "b", ".hidden")]
-    piped = CliRunner().invoke(app, ["compress", "--prompt-file", "-", "--out", "o", *options], input=TEXT)
+    piped = invoke("compress", "--prompt-file", "-", "--out", "o", *options, stdin=TEXT)
     assert piped.stdout == "o/stdin.safetensors\n"
     assert Context.load("o/stdin.safetensors").snapshot.num_tokens == len(TEXT)
 
@@ -161,6 +154,12 @@ def test_several_texts_a_folder_and_standard_input(chatty: Any) -> None:
         (("--messages", "a.txt", "--out", "c.safetensors"), "a: the conversation is not JSON"),
         (("--messages", "bad.json", "--out", "c.safetensors"), "message 0 is no object with the texts role and"),
         (("--messages", "none.json", "--out", "c.safetensors"), "messages are a JSON list of objects"),
+        (("--prompt-file", "a.txt", "--out", "c.safetensors", "--store", "s"), "--store is of the store, and --out"),
+        (("--prompt-file", "a.txt", "--out", "c.safetensors", "--max-bytes", "1GiB"), "--max-bytes is of the store"),
+        (("--prompt-file", "a.txt", "--prompt-file", "b.txt", "--name", "a"), "--name is one name, but there are 2"),
+        (("--prompt-file", "a.txt", "--name", "a b"), "'a b' is no name of a context"),
+        (("--prompt-file", "a.txt", "--name", "a/b"), "'a/b' is no name of a context"),
+        (("--prompt-file", "a.txt", "--max-bytes", "much"), "'much' is not a size"),
     ],
 )
 def test_what_cannot_be_compressed(chatty: Any, arguments: tuple[str, ...], said: str) -> None:
@@ -170,27 +169,21 @@ def test_what_cannot_be_compressed(chatty: Any, arguments: tuple[str, ...], said
     for name, text in {**files, "bad.json": '[{"role": 3}]', "none.json": "[]", "m.json": "[]"}.items():
         Path(name).write_text(text)
     Path("binary").write_bytes(b"\xff\xfe\x00")
-    refused = invoke("compress", "--method", "rtn-2", *arguments)
-    assert (refused.exit_code, refused.stdout) == (2, "")
-    assert said in refused.stderr
+    before = sorted(Path().rglob("*"))
+    assert said in refused("compress", "--method", "rtn-2", *arguments)
     assert Path("there.safetensors").read_text() == "x"
-    assert not Path("c.safetensors").exists()
+    assert sorted(Path().rglob("*")) == before
 
 
 @pytest.mark.parametrize("command", [("compress", "--prompt-file", "a.txt", "--out"), ("chat", "--save")])
 def test_a_folder_that_cannot_be_made_is_said_before_anything_is_read(chatty: Any, command: tuple[str, ...]) -> None:
     Path("a.txt").write_text("a")
-    done = CliRunner().invoke(app, [*command, "a.txt/c.safetensors", "--method", "fp8"], input="Hello\n")
-    assert (done.exit_code, done.stdout) == (1, "")
-    assert "a.txt" in done.stderr
+    done = result(*command, "a.txt/c.safetensors", "--method", "fp8", stdin="Hello\n", exit_code=1)
+    assert (done.stdout, "a.txt" in done.stderr) == ("", True)
     assert "tokens" not in done.stderr
 
 
 def test_only_some_layers(chatty: Any) -> None:
-    import kvcli
-    from kvcli.generate import compress
-    from kvcli.prompts import prompt_ids
-
     with kvcli.attach(chatty, "rtn-2", layers=[0, 1], group_size=8, residual_length=8) as session:
         ids = prompt_ids(chatty, TEXT, chat=False)
         compress(session, ids).save("c.safetensors", ids)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
-from console import invoke
+from console import invoke, refused, result
 from contexts_made import flip_a_byte
 
 from kvcli.contexts import ContextStore
@@ -16,6 +15,7 @@ from kvcli.contexts import ContextStore
 STORE = Path("runs/smollm2-135m/contexts")
 METHOD = ("--method", "kivi-2", "--setting", "group_size=8", "--residual-length", "16", "--sink-length", "4")
 SHORT = ("--max-new-tokens", "8")
+JSON = (*SHORT, "--json")
 BEGINNING = "".join(f"line {i} of the beginning. " for i in range(20))
 END = "".join(f"an end {i * i}. " for i in range(20))
 
@@ -25,15 +25,9 @@ def text(name: str, content: str) -> str:
     return f"{name}.txt"
 
 
-def result(*arguments: str) -> Any:
-    done = invoke(*arguments, "--json")
-    assert done.exit_code == 0, done.stderr
-    return json.loads(done.stdout)
-
-
 def compressed(*names: str, options: tuple[str, ...] = ()) -> Any:
     files = [word for name in names for word in ("--prompt-file", f"{name}.txt")]
-    return result("compress", *files, *METHOD, "--prefill-chunk", "64", *options)
+    return result("compress", *files, *METHOD, "--prefill-chunk", "64", *options, "--json")
 
 
 @pytest.fixture
@@ -83,26 +77,24 @@ def test_generate_reuses_what_is_stored(texts: None, end: str) -> None:
     Path("a.txt").write_text(BEGINNING + END)
     compressed("a", "c")
     prompt = BEGINNING + END + end
-    plain = result("generate", "--prompt", prompt, *METHOD, *SHORT, "--prefill-chunk", "64")
+    plain = result("generate", "--prompt", prompt, *METHOD, *JSON, "--prefill-chunk", "64")
     assert (plain["reused_tokens"], plain["reused_from"]) == (0, None)
-    made = result("generate", "--prompt", prompt, *METHOD, *SHORT, "--reuse")
-    named = "context 'a'"
-    assert made["reused_from"] == named
+    made = result("generate", "--prompt", prompt, *METHOD, *JSON, "--reuse")
+    assert made["reused_from"] == "context 'a'"
     assert made["reused_tokens"] == len(BEGINNING + END) - (0 if end else 1)
     assert made["prompt_tokens"] == len(prompt)
     if end:
-        assert result("generate", "--context", "a", "--prompt", end, *SHORT)["text"] == made["text"]
+        assert result("generate", "--context", "a", "--prompt", end, *JSON)["text"] == made["text"]
     said = invoke("generate", "--prompt", prompt, *METHOD, *SHORT, "--reuse").stderr
     assert f"{made['reused_tokens']} of {len(prompt)} tokens reused from context 'a', loaded in " in said
-    part = result("generate", "--prompt", BEGINNING + "now?", *METHOD, *SHORT, "--reuse")
+    part = result("generate", "--prompt", BEGINNING + "now?", *METHOD, *JSON, "--reuse")
     assert part["reused_tokens"] == 260
 
 
 def test_generate_says_when_nothing_is_reused(texts: None) -> None:
     compressed("a")
     for options in (("--prompt", "x" * 300, *METHOD), ("--prompt", BEGINNING + END, "--method", "fp8")):
-        done = invoke("generate", *options, *SHORT, "--reuse")
-        assert done.exit_code == 0
+        done = result("generate", *options, *SHORT, "--reuse")
         assert f"no context of this model, method and settings in {STORE} begins like the prompt" in done.stderr
     assert invoke("generate", "--prompt", "x", *SHORT, "--reuse", "--store", "none").exit_code == 0
     assert not Path("none").exists()
@@ -110,46 +102,31 @@ def test_generate_says_when_nothing_is_reused(texts: None) -> None:
 
 def test_a_context_by_name(texts: None) -> None:
     compressed("a", options=("--store", "s", "--name", "book"))
-    made = result("generate", "--context", "book", "--store", "s", "--prompt", " And?", *SHORT)
+    words = ("generate", "--store", "s", *SHORT, "--prompt", " And?", "--context")
+    made = result(*words, "book", "--json")
     assert (made["method"], made["reused_tokens"]) == ("kivi-2", len(BEGINNING + END))
-    missing = invoke("generate", "--context", "bok", "--store", "s", "--prompt", "x", *SHORT)
-    assert missing.exit_code == 1
-    assert "no context 'bok' in s; did you mean 'book'?" in missing.stderr
-    other = invoke("generate", "--context", "book", "--store", "s", "--prompt", "x", "--residual-length", "24", *SHORT)
-    assert other.exit_code == 1
-    assert "context 'book' was made with residual_length 16, which is 24 here" in other.stderr
+    assert "no context 'bok' in s; did you mean 'book'?" in refused(*words, "bok", code=1)
+    other = refused(*words, "book", "--residual-length", "24", code=1)
+    assert "context 'book' was made with residual_length 16, which is 24 here" in other
 
 
 def test_names_and_sizes(texts: None) -> None:
     compressed("a")
     text("a", "x" * 400)
-    taken = invoke("compress", "--prompt-file", "a.txt", *METHOD)
-    assert taken.exit_code == 1
-    assert "there is a context 'a' of other tokens or another model already" in taken.stderr
+    words = ("compress", *METHOD, "--prompt-file")
+    assert "a context 'a' of other tokens or another model already" in refused(*words, "a.txt", code=1)
     assert compressed("a", options=("--overwrite",))["contexts"][0]["tokens"] == 400
     room = ContextStore(STORE).sizes()[0] + 1000
     made = compressed("c", options=("--max-bytes", str(room)))
     assert made["contexts"][0]["evicted"] == ["a"]
-    tiny_room = invoke("compress", "--prompt-file", "b.txt", *METHOD, "--max-bytes", "10kB")
-    assert tiny_room.exit_code == 1
-    assert "more than the 10000 of the whole store" in tiny_room.stderr
+    tiny_room = refused(*words, "b.txt", "--max-bytes", "10kB", code=1)
+    assert "more than the 10000 of the whole store" in tiny_room
     text("My notes, 1st", "y" * 300)
     assert compressed("My notes, 1st")["contexts"][0]["context"] == "My-notes-1st"
-    for options in (
-        ("--out", "x.safetensors", "--store", "s"),
-        ("--out", "x.safetensors", "--max-bytes", "1GB"),
-        ("--name", "a/b"),
-        ("--max-bytes", "much"),
-        ("--name", "one", "--prompt-file", "c.txt"),
-    ):
-        assert invoke("compress", "--prompt-file", "a.txt", *METHOD, *options).exit_code == 2
     text("file", "x")
-    nowhere = invoke("compress", "--prompt-file", "a.txt", *METHOD, "--store", "file.txt/s")
-    assert nowhere.exit_code == 1
-    assert "file.txt/s" in nowhere.stderr
-    assert "read and compressed" not in nowhere.stderr
-    both = invoke("generate", "--context", "a", "--reuse", "--prompt", "x")
-    assert both.exit_code == 2
+    nowhere = result(*words, "a.txt", "--store", "file.txt/s", exit_code=1).stderr
+    assert "file.txt/s" in nowhere
+    assert "read and compressed" not in nowhere
 
 
 def test_damage_is_one_line_and_exit_code_1(texts: None) -> None:
@@ -157,15 +134,11 @@ def test_damage_is_one_line_and_exit_code_1(texts: None) -> None:
     flip_a_byte(STORE, "a", "last")
     prompt = BEGINNING + END + "."
     for options in (("--prompt", prompt, *METHOD, "--reuse"), ("--context", "a", "--prompt", ".")):
-        done = invoke("generate", *options, *SHORT)
-        assert done.exit_code == 1
-        errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-        assert len(errors) == 1
-        assert "context 'a' is damaged" in errors[0]
-        assert "kvcli contexts rm a" in errors[0]
-    healed = invoke("compress", "--prompt-file", "a.txt", *METHOD, "--no-reuse", "--prefill-chunk", "64")
-    assert healed.exit_code == 0
-    assert invoke("contexts", "verify").exit_code == 0
+        error = refused("generate", *options, *SHORT, code=1)
+        assert "context 'a' is damaged" in error
+        assert "kvcli contexts rm a" in error
+    compressed("a", options=("--no-reuse",))
+    result("contexts", "verify")
 
 
 @pytest.mark.parametrize("target", [("--store", "s", "--name", "c"), ("--out", "c.safetensors")])
@@ -173,16 +146,12 @@ def test_a_context_finds_the_artifact_that_it_was_made_with(tiny: Any, artifact:
     """Wherever that is: nothing of it is below runs/. The command that `compress` prints is the one to type."""
     elsewhere = artifact.rename(Path.cwd() / "elsewhere")
     text("a", BEGINNING + END)
-    made = invoke("compress", "--prompt-file", "a.txt", "--artifact", str(elsewhere), *target)
-    assert made.exit_code == 0, made.stderr
+    made = result("compress", "--prompt-file", "a.txt", "--artifact", str(elsewhere), *target)
     words = shlex.split(made.stderr.splitlines()[-1].removeprefix("next: kvcli "))
     assert "--context" in words
     assert "--artifact" not in words
-    followed = invoke(*words, *SHORT)
-    assert followed.exit_code == 0, followed.stderr
+    followed = result(*words, *SHORT)
     assert f"using {elsewhere}" in followed.stderr
     elsewhere.rename("moved")
-    refused = invoke(*words, *SHORT)
-    assert refused.exit_code == 1
-    assert "no commvq artifact" in refused.stderr
+    assert "no commvq artifact" in refused(*words, *SHORT, code=1)
     assert invoke(*words, "--artifact", "moved", *SHORT).stdout == followed.stdout

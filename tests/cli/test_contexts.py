@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from console import invoke
+from console import invoke, refused, result
 from contexts_made import Maker, execute, flip_a_byte, tokens
+from factories import load, make_model
 
 import kvcli
+from kvcli import models
 from kvcli.contexts import ContextStore
 
 STORE = Path("runs/smollm2-135m/contexts")
@@ -31,9 +33,7 @@ def made(tiny: Any) -> Maker:
 
 
 def rows(*arguments: str) -> Any:
-    result = invoke("contexts", *arguments, "--json")
-    assert result.exit_code == 0, result.stderr
-    return json.loads(result.stdout)
+    return result("contexts", *arguments, "--json")
 
 
 def test_list_and_show(made: Maker) -> None:
@@ -60,43 +60,29 @@ def test_show_measures_what_the_copy_loses(made: Maker) -> None:
     assert 0 < kl["kl_mean"] < 1
     text = invoke("contexts", "show", "first", "--kl", "--kl-tokens", "50").stdout
     assert "over the last 50 tokens: KL 0.0" in text
-    short = invoke("contexts", "show", "first", "--kl", "--kl-tokens", "590")
-    assert short.exit_code == 2
-    assert "no block of 256 codes" in short.stderr
+    assert "no block of 256 codes" in refused("contexts", "show", "first", "--kl", "--kl-tokens", "590")
 
 
 def test_show_refuses_another_model(made: Maker, monkeypatch: Any) -> None:
-    from dataclasses import replace
-
-    from factories import load, make_model
-
-    from kvcli import models
-
     other = replace(load(make_model("qwen2")), tokenizer=made.loaded.tokenizer)
     monkeypatch.setattr(models, "load_model", lambda name, **_: other)
-    result = invoke("contexts", "show", "first", "--kl", "--kl-tokens", "50")
-    assert result.exit_code == 1
-    assert "context 'first' cannot be used here: it was made with another model, tiny" in result.stderr
+    said = refused("contexts", "show", "first", "--kl", "--kl-tokens", "50", code=1)
+    assert "context 'first' cannot be used here: it was made with another model, tiny" in said
 
 
 def test_verify_says_what_is_damaged(made: Maker) -> None:
     assert "2 contexts, all whole" in invoke("contexts", "verify").stdout
     flip_a_byte(STORE, "first", "last")
-    result = invoke("contexts", "verify")
-    assert result.exit_code == 1
-    assert "error: 1 of 2 contexts damaged: first" in result.stderr
-    assert "kvcli contexts rm first" in result.stderr
-    record = json.loads(invoke("contexts", "verify", "--json").stdout)
-    assert list(record["damaged"]) == ["first"]
-    assert invoke("contexts", "verify", "second").exit_code == 0
-    unknown = invoke("contexts", "verify", "secnd")
-    assert unknown.exit_code == 1
-    assert "did you mean 'second'?" in unknown.stderr
+    damaged = result("contexts", "verify", exit_code=1)
+    assert "error: 1 of 2 contexts damaged: first" in damaged.stderr
+    assert "kvcli contexts rm first" in damaged.stderr
+    assert list(result("contexts", "verify", "--json", exit_code=1)["damaged"]) == ["first"]
+    result("contexts", "verify", "second")
+    assert "did you mean 'second'?" in refused("contexts", "verify", "secnd", code=1)
 
 
 def test_rm_and_prune(made: Maker) -> None:
-    nobody = invoke("contexts", "rm", "first", "third")
-    assert nobody.exit_code == 1
+    assert invoke("contexts", "rm", "first", "third").exit_code == 1
     assert len(rows("list")["rows"]) == 2
     assert invoke("contexts", "rm").exit_code == 2
     execute(ContextStore(STORE), "INSERT INTO blocks VALUES (?, 3)", "0" * 64)  # as a kill leaves it
@@ -122,54 +108,43 @@ def test_export_and_import(made: Maker, tmp_path: Path) -> None:
     assert [row["name"] for row in imported["rows"]] == ["a", "second"]
     assert imported["rows"][1]["shared_bytes"] > 0
     assert invoke("contexts", "verify", "--store", "other").exit_code == 0
-    again = invoke("contexts", "import", "second.safetensors", "--store", "other", "--name", "a")
-    assert again.exit_code == 1
-    assert "replace it with --overwrite" in again.stderr
-    replaced = invoke("contexts", "import", "second.safetensors", "--store", "other", "--name", "a", "--overwrite")
-    assert "a: 600 tokens" in replaced.stdout
+    again = ("contexts", "import", "second.safetensors", "--store", "other", "--name", "a")
+    assert "replace it with --overwrite" in refused(*again, code=1)
+    assert "a: 600 tokens" in result(*again, "--overwrite").stdout
     assert invoke("contexts", "import", "a.safetensors", "second.safetensors", "--name", "x").exit_code == 2
     Path("bad.safetensors").write_bytes(b"abc")
-    assert invoke("contexts", "import", "bad.safetensors", "--store", "other").exit_code == 1
-    assert invoke("contexts", "import", "none.safetensors", "--store", "other").exit_code == 1
-    assert invoke("contexts", "export", "third").exit_code == 1
+    for wrong in (("import", "bad.safetensors"), ("import", "none.safetensors"), ("export", "third")):
+        assert invoke("contexts", *wrong, "--store", "other").exit_code == 1
 
 
 def test_a_store_that_is_not_there(tiny: Any) -> None:
     for arguments in (("list",), ("verify",), ("prune",), ("show", "a"), ("rm", "a"), ("export", "a")):
-        result = invoke("contexts", *arguments)
-        assert result.exit_code == 2
-        assert "there is no store of contexts in runs/smollm2-135m/contexts" in result.stderr
+        assert "there is no store of contexts in runs/smollm2-135m/contexts" in refused("contexts", *arguments)
     for command in ("show", "export"):
         STORE.mkdir(parents=True, exist_ok=True)
         assert invoke("contexts", command).exit_code == 2
 
 
 def test_help_of_every_command() -> None:
-    assert invoke("contexts", "--help").exit_code == 0
+    result("contexts", "--help")
     for name in ("list", "show", "verify", "prune", "rm", "export", "import"):
-        result = invoke("contexts", name, "--help")
-        assert result.exit_code == 0
-        assert f"Example: kvcli contexts {name}" in " ".join(result.stdout.split())
+        assert f"Example: kvcli contexts {name}" in " ".join(result("contexts", name, "--help").stdout.split())
 
 
-def test_export_replaces_nothing_unasked(made: Maker, tmp_path: Path) -> None:
-    kept = tmp_path / "kept.txt"
-    kept.write_text("mine")
-    refused = invoke("contexts", "export", "first", "--out", str(kept))
-    assert refused.exit_code == 2
-    assert "exists already; use --overwrite" in refused.stderr
-    assert kept.read_text() == "mine"
-    assert invoke("contexts", "export", "first", "--out", str(kept), "--overwrite").exit_code == 0
-    assert kvcli.Context.load(kept).snapshot.num_tokens == 600
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    assert invoke("contexts", "export", "first", "--out", str(folder)).exit_code == 0
-    assert (folder / "first.safetensors").is_file()
-    assert invoke("contexts", "export", "first", "--out", str(folder)).exit_code == 2
+def test_export_replaces_nothing_unasked(made: Maker) -> None:
+    Path("kept.txt").write_text("mine")
+    export = ("contexts", "export", "first", "--out")
+    assert "exists already; use --overwrite" in refused(*export, "kept.txt")
+    assert Path("kept.txt").read_text() == "mine"
+    result(*export, "kept.txt", "--overwrite")
+    assert kvcli.Context.load(Path("kept.txt")).snapshot.num_tokens == 600
+    Path("folder").mkdir()
+    result(*export, "folder")
+    assert Path("folder/first.safetensors").is_file()
+    refused(*export, "folder")
 
 
 def test_a_context_that_is_nowhere_is_named_with_its_store(made: Maker) -> None:
-    missing = invoke("generate", "--context", "fist", "--prompt", "x")
-    assert missing.exit_code == 1
-    assert f"there is no file fist and no context 'fist' in {STORE}" in missing.stderr
-    assert "first" in missing.stderr
+    missing = refused("generate", "--context", "fist", "--prompt", "x", code=1)
+    assert f"there is no file fist and no context 'fist' in {STORE}" in missing
+    assert "first" in missing

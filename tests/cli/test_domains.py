@@ -6,7 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from research_cli import invoke
+from typer.testing import CliRunner
+
+from research.__main__ import app
+
+
+def invoke(*arguments: str) -> Any:
+    return CliRunner().invoke(app, list(arguments))
+
 
 SIZES = ("--tokens", "256", "--fit-seq-len", "64", "--query-tokens", "64", "--num-sequences", "1", "--seq-len", "64")
 SETTINGS = ("--setting", "codebook_size=8", "--setting", "num_residuals=2", "--setting", "key_iterations=2")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from console import invoke
+from console import result
 
 from kvcli.errors import ArtifactError
 from kvcli.eval.suite import EvalOptions, choose_cases
@@ -36,8 +35,6 @@ def test_by_default_fitted_methods_are_measured_if_they_have_an_artifact(tiny: A
 def test_a_method_with_bits_and_its_artifact_give_one_row(tiny: Any, artifact: Path) -> None:
     elsewhere = artifact.rename(artifact.parents[2] / "elsewhere")
     sizes = ("--seq-len", "64", "--num-sequences", "1", "--residual-length", "8")
-    result = invoke("eval", "--method", "commvq-2", "--artifact", str(elsewhere), *sizes, "--json")
-    assert result.exit_code == 0, result.stderr
-    (row,) = json.loads(result.stdout)["rows"]
+    (row,) = result("eval", "--method", "commvq-2", "--artifact", str(elsewhere), *sizes, "--json")["rows"]
     assert (row["method"], row["artifact"], row["label"]) == ("commvq-2", str(elsewhere), "elsewhere")
     assert row["memory"]["num_encoded"] > 0

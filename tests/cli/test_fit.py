@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from console import invoke
-from factories import record
+from console import invoke, refused, result
 
 from kvcli.cli.fit import summary
 from kvcli.errors import ArtifactError
@@ -32,40 +31,27 @@ def settings(values: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize(("command", "method"), [*FIT_NAMES.items(), ("fit-subspace", "squat-pre")])
-def test_a_named_command_is_fit_with_typed_options(tiny: Any, tmp_path: Path, command: str, method: str) -> None:
-    record(tiny.model, tmp_path / "recorded")
+def test_a_named_command_is_fit_with_typed_options(recorded: Any, command: str, method: str) -> None:
     chosen = ["--method", method] if FIT_NAMES[command] != method else []
-    named = invoke(command, "recorded", *chosen, *flags(SMALL[method]))
-    assert named.exit_code == 0, named.stderr
-    fitted = invoke("fit", "recorded", "--method", method, *settings(SMALL[method]))
-    assert fitted.exit_code == 0, fitted.stderr
+    named = result(command, "recorded", *chosen, *flags(SMALL[method]))
+    fitted = result("fit", "recorded", "--method", method, *settings(SMALL[method]))
     assert fitted.stdout == named.stdout  # the same run folder
     assert "3 of 3 layers were fitted already" in fitted.stderr  # the same settings, defaults included
 
 
-def test_bits_in_the_name_are_settings(tiny: Any, tmp_path: Path) -> None:
-    record(tiny.model, tmp_path / "recorded")
-    fitted = invoke("fit", "recorded", "--method", "commvq-1", "--layers", "1", *settings(SMALL["commvq"]), "--json")
-    assert fitted.exit_code == 0, fitted.stderr
-    result = json.loads(fitted.stdout)
-    assert result["run"] == "runs/tiny/training/commvq-1bit"
-    assert [report["layer"] for report in result["layers"]] == [1]
-    assert json.loads(Path(result["run"], "run.json").read_text())["config"]["bits"] == 1
+def test_bits_in_the_name_are_settings_and_name_the_run(recorded: Any) -> None:
+    small = settings(SMALL["commvq"])
+    fitted = result("fit", "recorded", "--method", "commvq-1", "--layers", "1", *small, "--json")
+    assert fitted["run"] == "runs/tiny/training/commvq-1bit"
+    assert [report["layer"] for report in fitted["layers"]] == [1]
+    assert json.loads(Path(fitted["run"], "run.json").read_text())["config"]["bits"] == 1
+    fitted = result("fit", "recorded", "--method", "oscar-2", "--json")
+    assert (fitted["run"], fitted["artifact"]) == ("runs/tiny/training/oscar-2", "runs/tiny/oscar-2")
 
 
-def test_a_run_is_named_as_the_method_was_asked_for(tiny: Any, tmp_path: Path) -> None:
-    record(tiny.model, tmp_path / "recorded")
-    fitted = invoke("fit", "recorded", "--method", "oscar-2", "--json")
-    assert fitted.exit_code == 0, fitted.stderr
-    result = json.loads(fitted.stdout)
-    assert (result["run"], result["artifact"]) == ("runs/tiny/training/oscar-2", "runs/tiny/oscar-2")
-
-
-def test_an_artifact_is_exported_when_the_last_layer_is_done(tiny: Any, tmp_path: Path) -> None:
-    record(tiny.model, tmp_path / "recorded")
+def test_an_artifact_is_exported_when_the_last_layer_is_done(recorded: Any) -> None:
     shared = ("recorded", *settings(SMALL["commvq"]))
-    parts = [invoke("fit", *shared, "--layers", layers) for layers in ("1-2", "0")]
-    assert [part.exit_code for part in parts] == [0, 0], [part.stderr for part in parts]
+    parts = [result("fit", *shared, "--layers", layers) for layers in ("1-2", "0")]
     assert "no artifact: the run in runs/tiny/training/commvq-2bit lacks layers 0" in parts[0].stderr
     assert "next: " not in parts[0].stderr
     next_line = "next: kvcli generate tiny --artifact runs/tiny/commvq-2bit --prompt 'Photosynthesis is' --stats\n"
@@ -76,19 +62,15 @@ def test_an_artifact_is_exported_when_the_last_layer_is_done(tiny: Any, tmp_path
     elsewhere = invoke("fit", *shared, "--out", "elsewhere")
     assert elsewhere.stderr.endswith("next: kvcli export elsewhere\n")
     assert not Path("runs/tiny/elsewhere").exists()
-    changed = invoke("fit", *shared, "--setting", "key_iterations=3", "--seed", "1", "--overwrite")
-    assert changed.exit_code == 0, changed.stderr
+    result("fit", *shared, "--setting", "key_iterations=3", "--seed", "1", "--overwrite")
     assert Path("runs/tiny/commvq-2bit/codec.safetensors").read_bytes() != made
 
 
-def test_a_run_with_other_settings_is_refused_by_name(tiny: Any, tmp_path: Path) -> None:
-    record(tiny.model, tmp_path / "recorded")
-    assert invoke("fit-subspace", "recorded", *flags(SMALL["squat"])).exit_code == 0
-    other = invoke("fit-subspace", "recorded", *flags(SMALL["squat"]), "--subspace-dim", "3")
-    assert other.exit_code == 1
-    assert "differs in config.subspace_dim: 5 there, 3 here" in other.stderr
-    again = invoke("fit-subspace", "recorded", *flags(SMALL["squat"]), "--subspace-dim", "3", "--overwrite")
-    assert again.exit_code == 0, again.stderr
+def test_a_run_with_other_settings_is_refused_by_name(recorded: Any) -> None:
+    words = ("fit-subspace", "recorded", *flags(SMALL["squat"]))
+    result(*words)
+    assert "differs in config.subspace_dim: 5 there, 3 here" in refused(*words, "--subspace-dim", "3", code=1)
+    result(*words, "--subspace-dim", "3", "--overwrite")
 
 
 def test_settings_that_commands_know_are_those_of_the_methods() -> None:
@@ -128,15 +110,13 @@ def test_summary_names_mean_and_extremes() -> None:
     ]
 
 
-def test_metrics_that_are_named_are_reported(tiny: Any, tmp_path: Path) -> None:
-    record(tiny.model, tmp_path / "recorded")
+def test_metrics_that_are_named_are_reported(recorded: Any) -> None:
     for name in METHODS:
         if (method := get_method(name)).fit is None:
             assert not method.fit_metrics
             continue
-        fitted = invoke("fit", "recorded", "--method", name, "--layers", "0", *settings(SMALL.get(name, {})), "--json")
-        assert fitted.exit_code == 0, fitted.stderr
-        assert method.fit_metrics.keys() <= json.loads(fitted.stdout)["layers"][0].keys()
+        fitted = result("fit", "recorded", "--method", name, "--layers", "0", *settings(SMALL.get(name, {})), "--json")
+        assert method.fit_metrics.keys() <= fitted["layers"][0].keys()
 
 
 def test_the_newest_artifact_is_of_the_method_and_its_bits(tmp_path: Path) -> None:

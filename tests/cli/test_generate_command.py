@@ -2,41 +2,34 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-from console import invoke
-from typer.testing import CliRunner
-
-from kvcli.cli.app import app
+from console import invoke, result
 
 
 def test_every_method_generates(tiny: Any) -> None:
     for method in ("fp8", "rtn-4", "kivi-4", "kivi-2", "squat-2", "squat-pre-2", "qjl"):
         group = () if method == "fp8" else ("--setting", "group_size=8")
         options = ("--residual-length", "16", "--sink-length", "0", "--max-new-tokens", "4", "--stats")
-        result = invoke("generate", "--method", method, "--prompt", "x" * 60, *options, *group)
-        assert result.exit_code == 0, result.stderr
-        assert "KV cache" in result.stderr
-    assert invoke("generate", "--method", "qjl-3").exit_code == 2
-    assert invoke("generate", "--method", "kivi", "--setting", "colour=3").exit_code == 2
-    assert invoke("generate", "--method", "kivi", "--setting", "nonsense").exit_code == 2
+        assert "KV cache" in result("generate", "--method", method, "--prompt", "x" * 60, *options, *group).stderr
+    for wrong in (("qjl-3",), ("kivi", "--setting", "colour=3"), ("kivi", "--setting", "nonsense")):
+        assert invoke("generate", "--method", *wrong).exit_code == 2
 
 
-def test_generate_reads_prompts_from_everywhere(tiny: Any, tmp_path: Path) -> None:
-    (tmp_path / "prompt.txt").write_text("from a file\n")
+def test_generate_reads_prompts_from_everywhere(tiny: Any) -> None:
+    Path("prompt.txt").write_text("from a file\n")
+    Path("binary").write_bytes(b"\xff\xfe\x00")
     short = ("--max-new-tokens", "3")
     assert invoke("generate", "--prompt", "from a flag", *short).stdout.startswith("from a flag")
     assert invoke("generate", "--prompt-file", "prompt.txt", *short).stdout.startswith("from a file")
-    piped = CliRunner().invoke(app, ["generate", "--prompt", "-", *short], input="from a pipe\n")
+    piped = invoke("generate", "--prompt", "-", *short, stdin="from a pipe\n")
     assert piped.stdout.startswith("from a pipe")
-    empty = json.loads(invoke("generate", "--prompt", "", "--json", *short).stdout)
+    empty = result("generate", "--prompt", "", "--json", *short)
     assert (empty["prompt_tokens"], empty["new_tokens"]) == (1, 3)
     assert "the prompt is empty: the model starts" in invoke("generate", "--prompt", "", *short).stderr
     both = invoke("generate", "--prompt", "x", "--prompt-file", "prompt.txt")
     assert (both.exit_code, both.stdout) == (2, "")
-    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     assert invoke("generate", "--prompt-file", "binary").exit_code == 2
     assert invoke("generate", "--prompt", "x", "--chat").exit_code == 2  # this model has no chat template
 
@@ -49,31 +42,25 @@ def test_sampling_is_seeded(tiny: Any) -> None:
     assert sample("1") != sample("2")
 
 
-def test_cache_options_reach_the_cache(artifact: Path) -> None:
-    options = ("--prompt", "x" * 60, "--max-new-tokens", "2", "--json", "--method", "commvq")
-    memory = json.loads(invoke("generate", *options, "--residual-length", "8", "--sink-length", "1").stdout)["memory"]
+def test_cache_options_reach_the_cache_and_an_artifact_names_its_method(artifact: Path) -> None:
+    options = ("generate", "--prompt", "x" * 60, "--max-new-tokens", "2", "--json")
+    short = ("--method", "commvq", "--residual-length", "8", "--sink-length", "1")
+    memory = result(*options, *short)["memory"]
     assert memory["num_tokens"] - memory["num_encoded"] <= 8 + 1 + 2
-    assert json.loads(invoke("generate", *options).stdout)["memory"]["num_encoded"] == 0
+    assert result(*options, "--method", "commvq")["memory"]["num_encoded"] == 0
+    assert result(*options, "--artifact", str(artifact))["method"] == "commvq-2"
 
 
-def test_settings_may_be_a_mapping_in_a_file(tiny: Any, tmp_path: Path) -> None:
-    (tmp_path / "c.yaml").write_text("method: kivi\nresidual_length: 16\nsetting:\n  k_bits: 4\n  group_size: 8\n")
+def test_settings_may_be_a_mapping_in_a_file(tiny: Any) -> None:
+    Path("c.yaml").write_text("method: kivi\nresidual_length: 16\nsetting:\n  k_bits: 4\n  group_size: 8\n")
     options = ("--config", "c.yaml", "--prompt", "x" * 60, "--max-new-tokens", "2", "--json")
-    memory = json.loads(invoke("generate", *options).stdout)["memory"]
-    assert memory["nominal_bits"] == [4, 2]
+    assert result("generate", *options)["memory"]["nominal_bits"] == [4, 2]
 
 
 def test_more_tokens_than_the_model_knows_are_announced(tiny: Any) -> None:
-    options = ("generate", "--method", "fp8", "--prompt", "x")
-    assert "warning: " not in invoke(*options, "--max-new-tokens", "2").stderr
-    long = invoke("generate", "--method", "fp8", "--prompt", "x " * 600, "--max-new-tokens", "1")
-    assert long.exit_code == 0
-    assert "warning: " in long.stderr
-
-
-def test_an_artifact_names_its_method(artifact: Path) -> None:
-    result = invoke("generate", "--artifact", str(artifact), "--prompt", "x", "--json")
-    assert json.loads(result.stdout)["method"] == "commvq-2"
+    options = ("generate", "--method", "fp8", "--prompt")
+    assert "warning: " not in result(*options, "x", "--max-new-tokens", "2").stderr
+    assert "warning: " in result(*options, "x " * 600, "--max-new-tokens", "1").stderr
 
 
 def test_a_prompt_inside_the_window_is_said_to_be_there_and_where_compression_starts(tiny: Any) -> None:
@@ -81,8 +68,7 @@ def test_a_prompt_inside_the_window_is_said_to_be_there_and_where_compression_st
     said = invoke(*options, "x" * 50, "--stats").stderr
     assert "all 50 tokens are inside the full-precision window; compression starts at 164 tokens" in said
     for length, encoded in ((163, False), (164, True)):
-        memory = json.loads(invoke(*options, "x" * length, "--json").stdout)["memory"]
-        assert (memory["num_encoded"] > 0) == encoded
+        assert (result(*options, "x" * length, "--json")["memory"]["num_encoded"] > 0) == encoded
 
 
 def test_a_measured_row_is_shown_although_the_disk_is_full(tiny: Any, monkeypatch: Any) -> None:
@@ -91,7 +77,6 @@ def test_a_measured_row_is_shown_although_the_disk_is_full(tiny: Any, monkeypatc
 
     monkeypatch.setattr("kvcli.cli.suites.append_record", full)
     sizes = ("--seq-len", "64", "--num-sequences", "1", "--out", "rows.jsonl")
-    result = invoke("eval", "--method", "fp16", *sizes)
-    assert result.exit_code == 1
-    assert "fp16" in result.stdout
-    assert "the disk is full" in result.stderr
+    done = result("eval", "--method", "fp16", *sizes, exit_code=1)
+    assert "fp16" in done.stdout
+    assert "the disk is full" in done.stderr

@@ -1,26 +1,26 @@
-"""Output discipline: one line an error, JSON, progress, units."""
+"""Output discipline: one line an error, JSON, progress, units, the next command; what is set before heavy imports."""
 
 from __future__ import annotations
 
-import json
+import os
+from typing import Any
 
 import pytest
-from console import invoke
+from console import invoke, result
+from typer.main import get_command
 
-from kvcli.cli.command import describe_error
+from kvcli.cli import start
+from kvcli.cli.app import app
+from kvcli.cli.command import describe_error, model_argument, try_method
 from kvcli.cli.output import Output, duration
+from kvcli.cli.suites import last_method
 from kvcli.errors import KvcliError, UsageError
 from kvcli.sizes import size
 
 
-def test_errors_are_json_too() -> None:
-    result = invoke("export", "--json")
-    assert json.loads(result.stdout)["exit_code"] == result.exit_code == 1
-
-
-def test_debug_shows_the_traceback() -> None:
-    result = invoke("export", "--debug")
-    assert isinstance(result.exception, KvcliError)
+def test_errors_are_json_too_and_debug_shows_the_traceback() -> None:
+    assert result("export", "--json", exit_code=1)["exit_code"] == 1
+    assert isinstance(invoke("export", "--debug").exception, KvcliError)
 
 
 class OutOfMemoryError(RuntimeError):
@@ -41,34 +41,58 @@ class OutOfMemoryError(RuntimeError):
 )
 def test_error_table(error: BaseException, code: int, said: str) -> None:
     actual, line = describe_error(error)
-    assert actual == code
-    assert said in line
-    assert "\n" not in line
+    assert (actual, said in line, "\n" in line) == (code, True, False)
 
 
 def test_progress_talks_plainly_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     with Output().progress("work", 4, "steps") as advance:
         for _ in range(4):
             advance(1)
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert "work: 4/4 steps" in captured.err
-
-
-def test_progress_in_bytes(capsys: pytest.CaptureFixture[str]) -> None:
     with Output().progress("download", 4_000_000, "B") as advance:
         advance(4_000_000)
-    shown = capsys.readouterr().err
-    assert shown.startswith("download: 4.0 MB of 4.0 MB, ")
-    assert "B/s, eta 0:00" in shown
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    work, download = captured.err.splitlines()
+    assert "work: 4/4 steps" in work
+    assert download.startswith("download: 4.0 MB of 4.0 MB, ")
+    assert "B/s, eta 0:00" in download
 
 
 def test_units() -> None:
-    assert [size(x) for x in (0, 1023, 1536, 3 * 2**20, 5 * 2**30)] == [
-        "0 B",
-        "1023 B",
-        "1.50 KiB",
-        "3.00 MiB",
-        "5.00 GiB",
-    ]
+    texts = {0: "0 B", 1023: "1023 B", 1536: "1.50 KiB", 3 * 2**20: "3.00 MiB", 5 * 2**30: "5.00 GiB"}
+    assert {x: size(x) for x in texts} == texts
     assert duration(61.4) == "1:01"
+
+
+def test_the_next_command() -> None:
+    """A method is tried, or the artifact that it needs is made; the default model is not named."""
+    assert try_method("kivi-2", "eval", ["m"]) == ["kvcli", "eval", "m", "--method", "kivi-2"]
+    assert try_method("commvq-1", "eval", ["m"]) == ["kvcli", "calibrate", "m"]
+    assert last_method([{"method": "fp16"}, {"method": "kivi-2"}, {"method": "fp16"}]) == "kivi-2"
+    assert last_method([{"method": "fp16"}]) == "fp8"
+    assert (model_argument("m"), model_argument("smollm2-135m")) == (["m"], [])
+
+
+@pytest.mark.parametrize(
+    ("command", "environment", "spins"),
+    [
+        ("fit", {}, "1000"),
+        ("demo", {"GOMP_SPINCOUNT": "7"}, "7"),
+        ("calibrate", {"OMP_WAIT_POLICY": "active"}, None),
+        ("generate", {}, None),
+    ],
+)
+def test_long_commands_are_prepared(
+    monkeypatch: pytest.MonkeyPatch, command: str, environment: dict[str, str], spins: str | None
+) -> None:
+    changed = dict(environment)
+    monkeypatch.setattr(os, "environ", changed)
+    start._prepare_long([command, "--seed", "1"])
+    assert changed.get("GOMP_SPINCOUNT") == spins
+    assert changed.get("THP_MEM_ALLOC_ENABLE") == (None if command == "generate" else "1")
+    assert environment.items() <= changed.items()
+
+
+def test_long_commands_exist() -> None:
+    group: Any = get_command(app)
+    assert all(any(name.startswith(prefix) for name in group.commands) for prefix in start._LONG)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -66,16 +65,3 @@ def test_an_empty_cache() -> None:
     session, plan = attached(make_model("llama"), "kivi", {})
     with session:
         assert plan.memory(0) == session.new_cache().memory()
-
-
-def test_values_narrower_than_keys() -> None:
-    method = get_method("rtn")
-    spec = ModelSpec.from_config(make_model("llama").config)
-    config = make_config(method, {**method.example_settings, "group_size": 8}).resolve(spec)
-    wide, narrow = (
-        CachePlan.of_codecs(made, method, config, build_codecs(method, made, config), torch.float32).memory(300)
-        for made in (spec, replace(spec, value_head_dim=8))
-    )
-    assert (wide.num_encoded, wide.key_bits) == (narrow.num_encoded, narrow.key_bits)
-    assert narrow.window_bytes * 32 == wide.window_bytes * (16 + 8) > 0
-    assert narrow.value_bits == wide.value_bits > 0
