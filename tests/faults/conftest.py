@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from contexts_made import maker, store, two  # noqa: F401
+from contexts_made import maker, store, two, two_stored  # noqa: F401
 from folders import make
 
 

@@ -4,190 +4,149 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
+import shutil
 import signal
 import sqlite3
 import threading
 import time
 import warnings
-from collections.abc import Callable
-from contextlib import closing
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from contexts_made import Maker, blocks_of, needed_by, tokens
-from kills import moments, run_and_kill
+from contexts_made import Maker, blocks_of, needed_by, text, tokens
+from kills import killed
 
 from kvcli.cache.context import Context
 from kvcli.contexts import ContextStore
+from kvcli.contexts.store import _insert
 from kvcli.errors import ContextError
 
 
-def test_kills_while_storing(two: Maker, store: ContextStore, tmp_path: Path) -> None:
-    """Whenever it is killed, the store is whole, with the new context or without it; storing again completes it."""
-    ids = torch.cat((tokens(50), tokens(60, 9)))
-    two.context(ids).save(tmp_path / "new.safetensors")
+def contents(store: ContextStore) -> dict[str, list[int]]:
+    """Token ids by name."""
+    return {name: store.token_ids(store.get(name)).tolist() for name in store.names()}
 
-    def work(folder: Path) -> None:
-        ContextStore(folder, block_tokens=16).put(Context.load(tmp_path / "new.safetensors"), name="new")
 
-    def fresh(name: str) -> ContextStore:
-        made = ContextStore(tmp_path / name, block_tokens=16)
-        for old in ("a", "b"):
-            made.put(store.load(store.whole(old)), name=old)
-        return made
-
-    counted = fresh("counted")
-    seen = set()
-    for moment in moments(lambda: work(counted.folder), counted.folder):
-        made = fresh(f"store-{moment}")
-        run_and_kill(lambda folder=made.folder: work(folder), made.folder, moment)
-        assert made.damages(made.names()) == {}
-        assert set(made.names()) - {"new"} == {"a", "b"}
-        seen.add("new" in made.names())
-        work(made.folder)
-        made.prune()
-        assert made.damages(["a", "b", "new"]) == {}
-        assert not list(made.folder.rglob("*.tmp"))
-        assert blocks_of(made) == needed_by(made)
-        loaded = made.load(made.whole("new", two.identity))
-        assert torch.equal(loaded.input_ids[0], ids)  # type: ignore[index]
-    assert False in seen
+def check_whole(store: ContextStore) -> None:
+    """Also: the next prune leaves nothing of what was not finished."""
+    assert store.damages(store.names()) == {}
+    store.prune()
+    assert store.damages(store.names()) == {}
+    assert blocks_of(store) == needed_by(store)
+    assert not list(store.folder.rglob("*.tmp"))
 
 
 @pytest.mark.parametrize(
     "work",
     [
-        lambda store: store.remove("a"),
-        lambda store: store.prune(max_bytes=store.get("b").record.nbytes),
-        lambda store: store.put(store.load(store.whole("b")), name="a", overwrite=True),
+        lambda store, new: store.put(new, name="new"),
+        lambda store, new: store.put(new, name="a", overwrite=True),
+        lambda store, new: store.remove("a"),
+        lambda store, new: store.prune(max_bytes=store.get("b").record.nbytes),
     ],
-    ids=["remove", "prune", "overwrite"],
+    ids=["store", "overwrite", "remove", "prune"],
 )
-def test_kills_while_removing(
-    two: Maker, store: ContextStore, tmp_path: Path, work: Callable[[ContextStore], Any]
-) -> None:
-    contexts = {name: store.load(store.whole(name)) for name in ("a", "b")}
+def test_kills(two: Maker, store: ContextStore, tmp_path: Path, work: Callable[[ContextStore, Context], Any]) -> None:
+    """Whenever it is killed, the store is as before or as after; storing again completes it."""
 
-    def fresh(name: str) -> ContextStore:
-        made = ContextStore(tmp_path / name, block_tokens=16)
-        for old, context in contexts.items():
-            made.put(context, name=old)
-        return made
+    def opened(folder: Path) -> ContextStore:
+        return ContextStore(folder, block_tokens=16)
 
-    counted, seen = fresh("counted"), set()
-    for moment in moments(lambda: work(counted), counted.folder):
-        made = fresh(f"store-{moment}")
-        run_and_kill(lambda made=made: work(made), made.folder, moment)
-        assert made.damages(made.names()) == {}
-        assert "b" in made.names()
-        seen.add((*made.names(), made.get("a").record.tokens if "a" in made.names() else None))
-        made.prune()
-        assert made.damages(made.names()) == {}
-        assert blocks_of(made) == needed_by(made)
-        assert not list(made.folder.rglob("*.tmp"))
-    assert len(seen) == 2
+    new, seen = two.context(text(50, 9, more=60)), []
+    copy = partial(shutil.copytree, store.folder)
+    for made in map(opened, killed(lambda folder: work(opened(folder), new), tmp_path, copy)):
+        check_whole(made)
+        seen.append(contents(made))
+        after = contents(opened(tmp_path / "counted"))
+        if "new" in after:
+            work(made, new)
+            check_whole(made)
+            assert contents(made) == after
+    assert all(content in (contents(store), after) for content in seen)
+    assert contents(store) in seen
+    assert after in seen or "new" in after
 
 
-def _put_many(folder: str, file: str, first: int, ready: Any) -> None:
-    store, context = ContextStore(folder, block_tokens=16), Context.load(file)
-    ready.wait()
-    for i in range(first, first + 12):
-        store.put(context, name=f"context-{i}")
-        if i % 4 == 3:
-            store.prune()
-
-
-def _load_many(folder: str, count: int, ready: Any, failures: Any) -> None:
-    store = ContextStore(folder, block_tokens=16)
-    ready.wait()
-    for _ in range(count):
-        for context in store.contexts(failures.put):
-            try:
-                store.load(store.whole(context.name))
-            except ContextError as error:
-                failures.put(str(error))
-
-
-def test_two_processes_that_store_and_prune_at_once_lose_nothing(
-    two: Maker, store: ContextStore, tmp_path: Path
-) -> None:
-    """Two writers, whose files are partly the same, with a reader and with pruning in between."""
-    files = []
-    for i in range(2):
-        ids = torch.cat((tokens(50), tokens(60, 20 + i)))
-        files.append(str(tmp_path / f"{i}.safetensors"))
-        two.context(ids).save(files[-1])
-    fork = multiprocessing.get_context("fork")
-    ready, failures = fork.Event(), fork.Queue()
-    workers = [
-        fork.Process(target=_put_many, args=(str(store.folder), file, 12 * i, ready)) for i, file in enumerate(files)
-    ]
-    workers.append(fork.Process(target=_load_many, args=(str(store.folder), 5, ready, failures)))
+@contextmanager
+def processes(*works: Callable[[], Any]) -> Iterator[None]:
+    """Runs functions in processes of their own, which have to end well."""
+    workers = [multiprocessing.get_context("fork").Process(target=work) for work in works]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # from Python 3.12 on: a fork of a process with threads
         for worker in workers:
             worker.start()
-    ready.set()
-    for worker in workers:
-        worker.join(120)
-        assert worker.exitcode == 0
-    assert failures.empty()
-    assert set(store.names()) == {"a", "b", *(f"context-{i}" for i in range(24))}
-    assert store.damages(store.names()) == {}
-    store.prune()
-    assert store.damages(store.names()) == {}
-
-
-def _replace_and_remove(folder: str, files: list[str], stop: Any) -> None:
-    store, contexts = ContextStore(folder, block_tokens=16), [Context.load(file) for file in files]
-    while not stop.is_set():
-        for context in contexts:
-            store.put(context, name="new", overwrite=True)
-        store.remove("new")
-
-
-def test_who_reads_what_is_replaced_and_removed_is_told_so(two: Maker, store: ContextStore, tmp_path: Path) -> None:
-    """Never called damaged, never other tokens; a look-up by tokens goes on to what is there."""
-    texts = [torch.cat((tokens(50), tokens(60, 20 + i))) for i in range(2)]
-    files = [str(tmp_path / f"{i}.safetensors") for i in range(2)]
-    for ids, file in zip(texts, files, strict=True):
-        two.context(ids).save(file)
-    fork = multiprocessing.get_context("fork")
-    stop, outcomes = fork.Event(), dict.fromkeys(("whole", "replaced", "removed", "no context"), 0)
-    worker = fork.Process(target=_replace_and_remove, args=(str(store.folder), files, stop))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # from Python 3.12 on: a fork of a process with threads
-        worker.start()
     try:
-        until = time.monotonic() + 20
-        while time.monotonic() < until and (outcomes["whole"] < 30 or outcomes["no context"] < 3):
-            try:
-                context = store.load(store.whole("new"))
-            except ContextError as error:
-                assert any(said in str(error) for said in outcomes), error  # noqa: PT017
-                outcomes[next(said for said in outcomes if said in str(error))] += 1
-            else:
-                assert any(torch.equal(context.input_ids[0], ids) for ids in texts)  # type: ignore[index]
-                outcomes["whole"] += 1
-            fetched = store.fetch(torch.cat((texts[0], tokens(3))), two.identity)
-            assert fetched is not None
-            assert fetched[0].num_tokens >= 50
-            assert torch.equal(fetched[1].input_ids[0], texts[0][: fetched[0].num_tokens])  # type: ignore[index]
-            assert not any("damaged" in said for said in store.damages(store.names()).values())
+        yield
     finally:
-        stop.set()
-        worker.join(60)
-    assert worker.exitcode == 0
+        for worker in workers:
+            worker.join(120)
+    assert [worker.exitcode for worker in workers] == [0] * len(workers)
+
+
+def test_two_processes_that_store_and_prune_at_once_lose_nothing(two: Maker, store: ContextStore) -> None:
+    """Two writers, whose files are partly the same, with a reader and with pruning in between."""
+    contexts, ready = [two.context(text(50, 20 + i, more=60)) for i in range(2)], multiprocessing.Event()
+
+    def put_many(first: int) -> None:
+        ready.wait()
+        for i in range(first, first + 12):
+            store.put(contexts[first // 12], name=f"context-{i}")
+            if i % 4 == 3:
+                store.prune()
+
+    def load_many() -> None:
+        ready.wait()
+        for _ in range(5):
+            for context in store.contexts(pytest.fail):
+                store.load(store.whole(context.name))
+
+    with processes(lambda: put_many(0), lambda: put_many(12), load_many):
+        ready.set()
+    assert set(store.names()) == {"a", "b", *(f"context-{i}" for i in range(24))}
+    check_whole(store)
+
+
+def test_who_reads_what_is_replaced_and_removed_is_told_so(two: Maker, store: ContextStore) -> None:
+    """Never called damaged, never other tokens; a look-up by tokens goes on to what is there."""
+    texts, stop = [text(50, 20 + i, more=60) for i in range(2)], multiprocessing.Event()
+    contexts, outcomes = [two.context(ids) for ids in texts], Counter[str]()
+
+    def replace_and_remove() -> None:
+        while not stop.is_set():
+            for context in contexts:
+                store.put(context, name="new", overwrite=True)
+            store.remove("new")
+
+    with processes(replace_and_remove):
+        until = time.monotonic() + 20
+        try:
+            while time.monotonic() < until and (outcomes["whole"] < 20 or outcomes["no context"] < 2):
+                try:
+                    context = store.load(store.whole("new"))
+                except ContextError as error:
+                    outcomes[re.search("replaced|removed|no context", str(error))[0]] += 1  # type: ignore[index]
+                else:
+                    assert any(torch.equal(context.input_ids[0], ids) for ids in texts)  # type: ignore[index]
+                    outcomes["whole"] += 1
+                match, part = store.fetch(torch.cat((texts[0], tokens(3))), two.identity)  # type: ignore[misc]
+                assert match.num_tokens >= 50
+                assert torch.equal(part.input_ids[0], texts[0][: match.num_tokens])  # type: ignore[index]
+                assert not any("damaged" in said for said in store.damages(store.names()).values())
+        finally:
+            stop.set()
     assert outcomes["whole"]
     assert store.damages(store.names()) == {}
 
 
 def test_pruning_waits_for_a_context_that_is_being_stored(two: Maker, store: ContextStore, monkeypatch: Any) -> None:
     """Its files are there, and the index does not name it yet."""
-    from kvcli.contexts.store import _insert
-
     threads = []
 
     def insert(*arguments: Any) -> None:
@@ -208,8 +167,7 @@ def test_what_a_context_needs_may_go_just_before_it_is_stored(
     two: Maker, store: ContextStore, monkeypatch: Any
 ) -> None:
     """Blocks that were there, and rows that are new: what is missing is written, and stored all the same."""
-    contexts = {name: store.load(store.whole(name)) for name in ("a", "b")}
-    writing, calls = store._index.writing, []
+    context, writing, calls = store.load(store.whole("a")), store._index.writing, []
 
     def write() -> Any:
         calls.append(1)
@@ -218,11 +176,10 @@ def test_what_a_context_needs_may_go_just_before_it_is_stored(
         return writing()
 
     monkeypatch.setattr(store._index, "writing", write)
-    store.put(contexts["a"], name="again")
+    store.put(context, name="again")
     assert len(calls) == 4
     assert store.names() == ["again"]
-    assert store.damages(["again"]) == {}
-    assert blocks_of(store) == needed_by(store)
+    check_whole(store)
 
 
 def test_two_names_given_at_once_are_one_after_the_other(two: Maker, store: ContextStore, monkeypatch: Any) -> None:

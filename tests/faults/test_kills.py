@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
-from folders import SEQUENCES, bytes_of, fitted, make, recorded
-from kills import MOMENTS, moments, run_and_kill
+from folders import SEQUENCES, bytes_of, fitted, recorded
+from kills import MOMENTS, killed, run_and_kill
 
 from kvcli.artifact import Artifact
 from kvcli.calibrate.recording import Recording
@@ -17,38 +18,31 @@ OTHER_TEXT = SEQUENCES.flip(0)
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made(folders_made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recording, a run and an artifact, and the first two of another text."""
     folder = tmp_path_factory.mktemp("made")
-    make(folder)
+    shutil.copytree(folders_made, folder, dirs_exist_ok=True)
     fitted(folder / "run-of-other-text", recorded(folder / "other-text", OTHER_TEXT))
-    assemble([folder / "run-of-other-text"]).save(folder / "old")
     return folder
 
 
 def test_calibrate_resumes_after_kills(made: Path, tmp_path: Path) -> None:
-    expected, reused = bytes_of(made / "samples"), 0
-    for moment in moments(lambda: recorded(tmp_path / "counted"), tmp_path / "counted"):
-        folder = tmp_path / f"samples-{moment}"
-        run_and_kill(lambda folder=folder: recorded(folder), folder, moment)
-        said: list[str] = []
+    said: list[str] = []
+    for folder in killed(recorded, tmp_path):
         recorded(folder, say=said.append)
-        reused += len(said)
-        assert bytes_of(folder) == expected
-    assert reused > MOMENTS // 2
+        assert bytes_of(folder) == bytes_of(made / "samples")
+    assert len(said) > MOMENTS // 2
 
 
 def test_fit_resumes_after_kills(made: Path, tmp_path: Path) -> None:
-    recording = Recording(made / "samples")
-    names, reused = {path.name for path in (made / "run").iterdir()}, 0
-    for moment in moments(lambda: fitted(tmp_path / "counted", recording), tmp_path / "counted"):
-        folder, seen = tmp_path / f"run-{moment}", []
-        run_and_kill(lambda folder=folder: fitted(folder, recording), folder, moment)
-        fitted(folder, recording, done=lambda _, __, layer_reused, seen=seen: seen.append(layer_reused))
-        reused += sum(seen)
+    recording, reused = Recording(made / "samples"), []
+    names = {path.name for path in (made / "run").iterdir()}
+    for folder in killed(lambda folder: fitted(folder, recording), tmp_path):
+        fitted(folder, recording, done=lambda _, __, layer_reused: reused.append(layer_reused))
         assert {path.name for path in folder.iterdir()} == names
-        assemble([folder]).save(tmp_path / f"artifact-{moment}")
-        assert bytes_of(tmp_path / f"artifact-{moment}") == bytes_of(made / "artifact")
-    assert reused > MOMENTS // 2
+        assemble([folder]).save(folder / "artifact")
+        assert bytes_of(folder / "artifact") == bytes_of(made / "artifact")
+    assert sum(reused) > MOMENTS // 2
 
 
 def test_discarding_a_run_can_be_killed(made: Path, tmp_path: Path) -> None:
@@ -71,9 +65,7 @@ def test_discarding_a_run_can_be_killed(made: Path, tmp_path: Path) -> None:
 def test_export_after_kills(made: Path, tmp_path: Path) -> None:
     """A new artifact is there whole or not at all, and is made by the same call."""
     artifact = assemble([made / "run"])
-    for moment in moments(lambda: artifact.save(tmp_path / "counted"), tmp_path / "counted"):
-        folder = tmp_path / f"artifact-{moment}"
-        run_and_kill(lambda folder=folder: artifact.save(folder), folder, moment)
+    for folder in killed(artifact.save, tmp_path):
         try:
             assert Artifact.load(folder).same_content(artifact)
         except ArtifactError as error:
@@ -85,24 +77,23 @@ def test_export_after_kills(made: Path, tmp_path: Path) -> None:
 
 def test_an_artifact_is_replaced_at_once(made: Path, tmp_path: Path) -> None:
     """At whatever moment an export is killed, the old artifact or the new one can be loaded from the folder."""
-    old, new, target = assemble([made / "run-of-other-text"]), assemble([made / "run"]), tmp_path / "artifact"
+    old, new, seen = assemble([made / "run-of-other-text"]), assemble([made / "run"]), []
 
-    def start() -> None:
-        old.save(target, overwrite=True)
-        (target / "notes.txt").write_text("mine")
+    def prepare(folder: Path) -> None:
+        old.save(folder)
+        (folder / "notes.txt").write_text("mine")
 
-    seen = []
-    start()
-    every_moment = moments(lambda: new.save(target, overwrite=True), target)
-    for moment in every_moment:
-        start()
-        run_and_kill(lambda: new.save(target, overwrite=True), target, moment)
-        there = Artifact.load(target)
-        seen.append(there.same_content(new))
-        assert seen[-1] or there.same_content(old)
-        run_and_kill(lambda: new.save(target, overwrite=True), target, moment // 2)  # once more, a bit earlier
-        there = Artifact.load(target)
-        assert there.same_content(new) or there.same_content(old)
-        new.save(target, overwrite=True)
+    def replace(folder: Path) -> None:
+        new.save(folder, overwrite=True)
+
+    for target in killed(replace, tmp_path, prepare):
+        moment = int(target.name.rpartition("-")[2])
+        for again in (0, moment // 2):  # once more, a bit earlier
+            if again:
+                run_and_kill(lambda target=target: replace(target), target, again)
+            there = Artifact.load(target)
+            seen.append(there.same_content(new))
+            assert seen[-1] or there.same_content(old)
+        replace(target)
         assert bytes_of(target) == {**bytes_of(made / "artifact"), "notes.txt": b"mine"}
     assert len(set(seen)) == 2

@@ -8,7 +8,7 @@ import sqlite3
 import sys
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +68,21 @@ def run_and_kill(work: Callable[[], Any], folder: Path, moment: int) -> int:
     return counter.stat().st_size
 
 
-def moments(work: Callable[[], Any], folder: Path) -> list[int]:
-    """Moments spread over all file operations of a call."""
-    count = run_and_kill(work, folder, -1)
+def killed(
+    work: Callable[[Path], Any], folder: Path, prepare: Callable[[Path], Any] = lambda path: None
+) -> Iterator[Path]:
+    """Folders in which a call was killed, at moments that are spread over all of its file operations.
+
+    Args:
+        work: the call, with a folder in which it works.
+        folder: for these folders; the call is completed in `counted`.
+        prepare: makes each of them.
+    """
+    prepare(folder / "counted")
+    count = run_and_kill(lambda: work(folder / "counted"), folder / "counted", -1)
     assert count > MOMENTS
-    return sorted({1 + i * (count - 1) // (MOMENTS - 1) for i in range(MOMENTS)})
+    for moment in sorted({1 + i * (count - 1) // (MOMENTS - 1) for i in range(MOMENTS)}):
+        path = folder / f"killed-{moment}"
+        prepare(path)
+        run_and_kill(lambda path=path: work(path), path, moment)
+        yield path
