@@ -39,7 +39,7 @@ EVAL_SUITES = {
     "needle": "kvcli.eval.needle:SUITE",
     "recall": "kvcli.eval.recall:SUITE",
     "drift": "kvcli.eval.drift:SUITE",
-    "layers": "kvcli.eval.layers:SUITE",
+    "layers": "kvcli.eval.kl:LAYERS",
     "tasks": "kvcli.eval.tasks:SUITE",
 }
 """Suites of `kvcli eval` to `module:suite`; the modules import torch in functions only."""

@@ -6,10 +6,10 @@ Modules that define suites import torch in functions only: the command line read
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from kvcli.errors import ConfigError, KvcliError
 from kvcli.options import ModelOptions
@@ -59,46 +59,61 @@ class Summary:
 
 
 class Run(ABC):
-    """One run of a suite; making it checks what can be checked before torch is imported."""
+    """One run of a suite; making it checks what can be checked before torch is imported.
+
+    Attributes:
+        out: file to which every record is appended as it is measured.
+    """
 
     out: Path | None
-    """File to which every record is appended as it is measured."""
+
+    def __init__(self, suite: Any, options: Any) -> None:
+        self.suite, self.options = suite, options
+        suite.check(options)
 
     @abstractmethod
     def records(self, reporter: Reporter) -> Iterator[dict[str, Any]]:
         """Measures; yields each record as plain JSON values."""
 
+    @abstractmethod
     def summary(self, records: Records) -> Summary:
         """What is said after the records, also of a run that broke off."""
-        return Summary()
 
-    @abstractmethod
     def table(self, records: Records) -> DataTable:
-        """The records as a table."""
+        """The records as the suite's table."""
+        table: DataTable = self.suite.tabulate(records, self.options)
+        return table
 
 
 @dataclass(frozen=True, kw_only=True)
-class Suite(ABC):
+class Suite:
     """A suite.
 
     Attributes:
+        run: class of its runs.
         name: on the command line.
         help: one line.
         options: its options; `model` is the argument.
         example: a runnable command line.
+        tabulate: (records, options) to the table.
+        check: checks options before torch is imported; raises UsageError or ConfigError.
         saves_memory: what to do when memory does not suffice.
     """
+
+    run: ClassVar[type[Run]]
 
     name: str
     help: str
     options: type[ModelOptions]
     example: str
+    tabulate: Callable[[Records, Any], DataTable]
+    check: Callable[[Any], None] = lambda options: None
     saves_memory: str = ""
 
-    @abstractmethod
     def open(self, options: Any) -> Run:
-        """A run.
+        """A run; methods and settings are checked, for `kvcli eval` the model's name, artifacts and baseline too.
 
         Raises:
             KvcliError: options that cannot be served.
         """
+        return self.run(self, options)

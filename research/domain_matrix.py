@@ -184,7 +184,7 @@ def _measure(
             batch_size=settings.batch_size,
             advance=advance,
         )
-    return quality.to_dict()
+    return {**quality.figures, "memory": quality.memory.to_dict()}
 
 
 def _window(name: str, settings: DomainSettings) -> dict[str, Any]:

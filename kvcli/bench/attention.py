@@ -133,28 +133,18 @@ def prepare(options: AttentionOptions, reporter: Reporter) -> Prepared:
 
     def measure_method(case: MethodCase, row: AttentionRow) -> AttentionRow:
         """Checks a method's kernels, and times them if they are right."""
-        layer = encoded_layer(
-            case,
-            spec,
-            rope,
-            layer_idx=layer_idx,
-            context=row.context,
-            batch=row.batch,
-            device=device,
-            dtype=dtype,
-            seed=seed,
-        )
+        shape = {"layer_idx": layer_idx, "context": row.context, "batch": row.batch}
+        layer = encoded_layer(case, spec, rope, **shape, device=device, dtype=dtype, seed=seed)
         backend = choose_backend(case.method, [layer.codec], options.impl, device)
-        attend_codes = backend.attend_codes
         layer.codec.use_kernels(backend.impl == "fused")
         row = replace(row, impl=backend.impl)
-        graph = attend_codes is not reference_attend
+        graph = backend.attend_codes is not reference_attend
         with torch.inference_mode():
-            row = row.checked(compare(layer, attend_codes) if graph else None)
+            row = row.checked(compare(layer, backend.attend_codes) if graph else None)
             if row.status != "ok":
                 return row
-            encoded = layer.encoded_tokens()
-            timing = time_call(lambda: layer.attend(attend_codes, encoded), device, options.repeats, graph=graph)
+            attend = partial(layer.attend, backend.attend_codes, layer.encoded_tokens())
+            timing = time_call(attend, device, options.repeats, graph=graph)
         return row.timed(timing, layer.stored_bytes, layer.num_tokens, spec.kv_dim)
 
     def rows() -> Iterator[AttentionRow]:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kvcli.attention.compiled import CompiledLayers, CompileError
@@ -30,7 +30,7 @@ FIXED_LENGTH = "graph of one length"
 _WITHOUT_MASK = "sdpa_without_mask"
 
 
-class FixedLengthLayer(CacheLayerMixin):
+class FixedLengthLayer(DynamicLayer):
     """Keys and values of one layer whose last token is overwritten by every new one.
 
     Args:
@@ -38,15 +38,10 @@ class FixedLengthLayer(CacheLayerMixin):
         values: like keys.
     """
 
-    is_sliding = False
-
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         super().__init__()
         self.keys, self.values = keys, values
         self.is_initialized = True
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """The buffers are given."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Writes one token [batch, num_kv_heads, 1, head_dim] to the last place; returns all keys and values."""
@@ -57,16 +52,6 @@ class FixedLengthLayer(CacheLayerMixin):
     def get_seq_length(self) -> int:
         """Tokens before the new one, always."""
         return int(self.keys.shape[2]) - 1
-
-    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
-        """Length and offset of the mask, for one new token."""
-        return self.get_max_length(), 0
-
-    def get_max_length(self) -> int:
-        """Tokens with the new one."""
-        return int(self.keys.shape[2])
-
-    get_max_cache_shape = get_max_length  # its name before transformers 5.17
 
 
 class FixedLengthCache(Cache):
@@ -86,14 +71,11 @@ def with_fixed_length(
 
     Args:
         model: a causal language model, not attached.
-        runs: of the model with `DynamicCache`.
+        runs: of the model with `DynamicCache`; where no step can be captured, their note says why.
         batch: sequences.
         context: tokens of the prompt.
         new_tokens: tokens chosen after it.
         backend: of `torch.compile`: the step is tried with compiled layers, too, and the fastest counts.
-
-    Returns:
-        As many runs. Where no step could be captured they are the given ones; their note says why.
     """
     steps = new_tokens - 1
     if model.device.type != "cuda" or steps < 1:

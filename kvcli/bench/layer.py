@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -258,7 +259,7 @@ class KernelCheck:
     """Kernels of several methods, those that encode included, against the reference on the last layer of a model.
 
     Args:
-        model: a causal language model, detached; only the shapes, the position encoding, dtype and device matter.
+        model: a causal language model, detached.
         cases: the methods.
         impl: attention over codes, as in `kvcli.attach`.
         seed: of codes and queries.
@@ -269,10 +270,12 @@ class KernelCheck:
 
     def __init__(self, model: Any, cases: Sequence[MethodCase], impl: str, seed: int) -> None:
         attention = probe(model)
-        self.spec, self.rope, self.seed = attention.spec, attention.rope, seed
-        self.device, self.dtype = model.device, model.dtype
+        self.spec, device = attention.spec, model.device
+        last = self.spec.num_layers - 1
+        shared = {"layer_idx": last, "device": device, "dtype": model.dtype, "seed": seed}
+        self._layer = partial(encoded_layer, spec=self.spec, rope=attention.rope, **shared)
         self._backends = {
-            case.name: choose_backend(case.method, [case.build(self.spec, self.spec.num_layers - 1)], impl, self.device)
+            case.name: choose_backend(case.method, [case.build(self.spec, last)], impl, device)
             for case in cases
             if not case.is_baseline
         }
@@ -293,17 +296,7 @@ class KernelCheck:
         backend = self._backends.get(case.name)
         if backend is None or backend.attend_codes is reference_attend:
             return None
-        layer = encoded_layer(
-            case,
-            self.spec,
-            self.rope,
-            layer_idx=self.spec.num_layers - 1,
-            context=context,
-            batch=batch,
-            device=self.device,
-            dtype=self.dtype,
-            seed=self.seed,
-        )
+        layer = self._layer(case=case, context=context, batch=batch)
         with torch.inference_mode():
             agreement = compare(layer, backend.attend_codes)
             return replace(agreement, encoding_gap=encoding_gap(layer)) if backend.impl == "fused" else agreement

@@ -78,13 +78,6 @@ class Run:
 def random_model(shape: str, num_layers: int | None, device: torch.device, dtype: torch.dtype, seed: int) -> Any:
     """A transformers causal language model of a shape with random weights, allocated on its device.
 
-    Args:
-        shape: one of `kvcli.bench.shapes.SHAPES`.
-        num_layers: number of layers; None: the shape's own.
-        device: where.
-        dtype: of the weights.
-        seed: of the weights.
-
     Raises:
         UsageError: no such shape.
     """
@@ -112,13 +105,7 @@ def attached(model: Any, case: MethodCase, impl: str, seed: int) -> AbstractCont
 
 
 def open_session(model: Any, case: MethodCase, impl: str, seed: int) -> Session:
-    """Attaches a method with random codebooks to a model, the baseline too.
-
-    Args:
-        model: a causal language model, detached.
-        case: the method.
-        impl: as in `kvcli.attach`.
-        seed: of the codebooks.
+    """Attaches a method with random codebooks to a model, the baseline too; see `kvcli.attach`.
 
     Raises:
         UsageError: an implementation that cannot run.
@@ -309,15 +296,8 @@ def steady_span(marks: list[Mark], interval: int) -> Mark:
 def fill(model: Any, cache: Any, session: Session | None, batch: int, count: int, chunk: int | None) -> None:
     """Appends `count` random tokens per sequence to a cache without running the model.
 
-    The cache appends, encodes and allocates as it does in a prefill, without the model's layers and attention.
-
-    Args:
-        model: whose cache it is.
-        cache: holds the beginning of the prompt.
-        session: of the method that is attached; None: the model as it is.
-        batch: sequences.
-        count: tokens to append per sequence.
-        chunk: tokens of the whole batch that are appended at once; None: all.
+    The cache, of `session` or of transformers, appends, encodes and allocates as it does in a prefill, by chunks of
+    `chunk` tokens of the whole batch, without the model's layers and attention.
 
     Raises:
         UnsupportedModelError: layers of other kinds, whose own caches cannot be filled.

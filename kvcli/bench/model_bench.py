@@ -9,8 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import torch
@@ -162,10 +162,11 @@ class ModelRow(Row):
         )
 
 
+@dataclass(frozen=True)
 class ModelBench:
     """Measures methods on one model.
 
-    Args:
+    Attributes:
         model: a causal language model, detached.
         cases: the methods; the first is fp16.
         impl: attention over codes, as in `kvcli.attach`.
@@ -174,28 +175,22 @@ class ModelBench:
         prefill_chunk: tokens of the whole batch per forward pass of the prompt; None: all.
         mode: how tokens are made with a compressed cache, as in `Session.generate`.
         backend: of `torch.compile`, which compiles the layers for decode steps, fp16's too; None: they run as they are.
-
-    Raises:
-        UsageError: no such implementation.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        cases: list[MethodCase],
-        *,
-        impl: str,
-        seed: int,
-        memory_budget: int | None = None,
-        prefill_chunk: int | None = None,
-        mode: Mode | None = None,
-        backend: str | None = None,
-    ) -> None:
-        self.model, self.cases, self.impl, self.seed = model, cases, impl, seed
-        self.memory_budget, self.prefill_chunk, self.mode, self.backend = memory_budget, prefill_chunk, mode, backend
-        self.device: torch.device = model.device
-        self.check = KernelCheck(model, cases, impl, seed)
-        self.weights_bytes = sum(weight.nbytes for weight in model.parameters())
+    model: Any
+    cases: list[MethodCase]
+    _: KW_ONLY
+    impl: str
+    seed: int
+    memory_budget: int | None = None
+    prefill_chunk: int | None = None
+    mode: Mode | None = None
+    backend: str | None = None
+
+    @cached_property
+    def check(self) -> KernelCheck:
+        """The kernels of the methods."""
+        return KernelCheck(self.model, self.cases, self.impl, self.seed)
 
     def generate(
         self,
@@ -214,13 +209,10 @@ class ModelBench:
             new_tokens: tokens chosen after the prompt; 0 reads the prompt only.
             repeats: runs timed.
             fill_prompt: whether only the first and the last chunk of a prompt are computed; its times are then None.
-
-        Yields:
-            A row per method, length and batch.
         """
         copy_gb_s = None
-        if self.device.type == "cuda":
-            copy_gb_s = copy_bandwidth(self.device, 10)
+        if self.model.device.type == "cuda":
+            copy_gb_s = copy_bandwidth(self.model.device, 10)
             release_gpu_memory()
         for context in contexts:
             for batch in [None] if batches is None else batches:
@@ -241,9 +233,6 @@ class ModelBench:
             batches: sequences; None: the largest batch that fits, for each method and context.
             longest: whether to search for the longest context of one sequence too.
             full_prefill: whether the model computes the whole prompt, instead of its first and last chunk.
-
-        Yields:
-            A row per method and question.
         """
         for case in self.cases:
             measure = partial(self._memory, case, full_prefill)
@@ -269,7 +258,7 @@ class ModelBench:
             self.check.impl(case),
             question="longest context" if context is None else "largest batch" if batch is None else "given",
             new_tokens=new_tokens,
-            weights_bytes=self.weights_bytes,
+            weights_bytes=sum(weight.nbytes for weight in self.model.parameters()),
         )
         row = run_row(measure, empty)
         release_gpu_memory()
@@ -290,7 +279,7 @@ class ModelBench:
         with self._attached(case) as session:
             run = partial(self._run, session, row.batch, row.context, fill_middle=fill_prompt)
             if case.is_baseline:
-                end = time.perf_counter() + _WARM_SECONDS.get(self.device.type, 0.0)
+                end = time.perf_counter() + _WARM_SECONDS.get(self.model.device.type, 0.0)
                 while time.perf_counter() < end:
                     run(0)
             run(min(row.new_tokens, _WARM_TOKENS + round_tokens(case)))
@@ -323,7 +312,7 @@ class ModelBench:
             The row with batch and context, and the run of that size; None if nothing fits.
         """
         runs: dict[int, Run] = {}
-        budget = self.memory_budget or torch.cuda.get_device_properties(self.device).total_memory
+        budget = self.memory_budget or torch.cuda.get_device_properties(self.model.device).total_memory
         with self._attached(case) as session:
 
             def peak(size: int) -> int | None:
@@ -346,7 +335,7 @@ class ModelBench:
         return (row, runs[size]) if size else (replace(row, status="out of memory"), None)
 
     def _run(self, session: Session | None, batch: int, context: int, new_tokens: int, *, fill_middle: bool) -> Run:
-        ids = random_prompt(self.check.spec, batch, context, self.device, self.seed)
+        ids = random_prompt(self.check.spec, batch, context, self.model.device, self.seed)
         return run_model(
             self.model,
             session,
@@ -361,5 +350,8 @@ class ModelBench:
     @contextmanager
     def _attached(self, case: MethodCase) -> Iterator[Session | None]:
         """Attaches a method within the memory budget, inside the block."""
-        with memory_limit(self.memory_budget, self.device), attached(self.model, case, self.impl, self.seed) as session:
+        with (
+            memory_limit(self.memory_budget, self.model.device),
+            attached(self.model, case, self.impl, self.seed) as session,
+        ):
             yield session

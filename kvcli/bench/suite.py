@@ -20,7 +20,6 @@ from kvcli.options import IMPL_HELP, ModelOptions, parse_settings
 from kvcli.progress import Reporter
 from kvcli.registry import BASELINE, DEFAULT_METHOD, METHODS, get_method
 from kvcli.suite import Records, Run, Suite, Summary, check_methods
-from kvcli.tables import DataTable
 
 if TYPE_CHECKING:
     from kvcli.bench.layer import Agreement, MethodCase
@@ -193,39 +192,12 @@ class Prepared:
     shared: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True)
-class BenchSuite(Suite):
-    """A suite of `kvcli bench`.
-
-    Attributes:
-        prepare: (options, reporter) to the rows.
-        tabulate: (records, options) to the table.
-        check: checks options before torch is imported; raises UsageError or ConfigError.
-        summarize: records to fields of the JSON object that are of all records together.
-    """
-
-    prepare: Callable[[Any, Reporter], Prepared]
-    tabulate: Callable[[Records, Any], DataTable]
-    check: Callable[[Any], None] = lambda options: None
-    summarize: Callable[[Records], dict[str, Any]] = lambda records: {}
-
-    def open(self, options: Any) -> BenchRun:
-        """A run; methods and settings are checked.
-
-        Raises:
-            UsageError: no such method, or options that exclude each other.
-            ConfigError: a setting that no method has, or a value out of range.
-        """
-        return BenchRun(self, options)
-
-
 class BenchRun(Run):
     """A run of a suite of `kvcli bench`."""
 
     def __init__(self, suite: BenchSuite, options: BenchOptions) -> None:
-        self.suite, self.options = suite, options
+        super().__init__(suite, options)
         self.out = options.out or Path("runs") / "bench" / f"{suite.name}.jsonl"
-        suite.check(options)
         settings = parse_settings(options.setting)
         if options.method:  # the default ones are known when torch is
             check_methods([(name, {}) for name in options.method], settings)
@@ -268,9 +240,20 @@ class BenchRun(Run):
             failure = KvcliError("every method was refused: see above")
         return Summary(fields, notes, failure)
 
-    def table(self, records: Records) -> DataTable:
-        """As the suite says."""
-        return self.suite.tabulate(records, self.options)
+
+@dataclass(frozen=True, kw_only=True)
+class BenchSuite(Suite):
+    """A suite of `kvcli bench`.
+
+    Attributes:
+        prepare: (options, reporter) to the rows.
+        summarize: records to fields of the JSON object that are of all records together.
+    """
+
+    run = BenchRun
+
+    prepare: Callable[[Any, Reporter], Prepared]
+    summarize: Callable[[Records], dict[str, Any]] = lambda records: {}
 
 
 def default_methods(few: bool = False, kinds_only: bool = False) -> list[str]:

@@ -189,7 +189,7 @@ def _count(contexts: int) -> str:
 def _measure_loss(options: ShowOptions, store: ContextStore, stored: StoredContext, output: Output) -> dict[str, Any]:
     """What the stored copy loses, as plain JSON values."""
     from kvcli.contexts import identity_of
-    from kvcli.eval.stored_context import copied_tokens, stored_quality
+    from kvcli.eval.quality import copied_tokens, stored_quality
 
     copied_tokens(stored.record, options.kl_tokens)
     context = store.load(store.whole(stored.name))
@@ -199,8 +199,7 @@ def _measure_loss(options: ShowOptions, store: ContextStore, stored: StoredConte
     loaded = session_options.load(output)
     with chosen.attach(loaded, options.impl, output) as session:
         store.whole(stored.name, identity_of(session, loaded.tokenizer))
-        quality = stored_quality(session, store, stored, options.kl_tokens).to_dict()
-    return {name: x for name, x in quality.items() if name != "memory"}
+        return stored_quality(session, store, stored, options.kl_tokens).figures
 
 
 def verify(options: VerifyOptions, output: Output) -> None:

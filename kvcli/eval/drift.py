@@ -2,36 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
-from kvcli.eval.records import UNCOMPRESSED, EvalRecord, Figure, Strict
-from kvcli.eval.suite import (
-    STAR,
-    ComparedOptions,
-    CorpusOptions,
-    EvalSuite,
-    Measured,
-    Prepared,
-    difference,
-    interval,
-    mean,
-)
+from kvcli.eval.records import STAR, EvalRecord, Figure, Strict, difference, interval, mean
+from kvcli.eval.suite import REFERENCE, Case, ComparedOptions, CorpusOptions, EvalSuite, Measured, Prepared
 from kvcli.progress import Reporter
 from kvcli.registry import UNFITTED_METHOD
 from kvcli.suite import Records
 from kvcli.tables import DataTable
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from kvcli.cache.memory import MemoryReport
-    from kvcli.eval.case import Case
     from kvcli.models import LoadedModel
-
-Advance = Callable[[int], None]
 
 
 class DriftOptions(CorpusOptions, ComparedOptions):
@@ -63,32 +47,6 @@ class DriftRecord(EvalRecord):
     units: list[DriftPrompt]
 
 
-def continuations(
-    loaded: LoadedModel, case: Case, prompts: Tensor, max_new_tokens: int, advance: Advance = lambda prompts: None
-) -> tuple[list[list[int]], Any]:
-    """Continues prompts greedily; tokens that end a text do not end it, so that all continuations are of one length.
-
-    Args:
-        loaded: the model.
-        case: how its cache is compressed.
-        prompts: int64 [num_prompts, time].
-        max_new_tokens: tokens of each continuation.
-        advance: called with 1 after each.
-
-    Returns:
-        The new tokens of each prompt, and the last cache.
-    """
-    from kvcli.eval.greedy import greedy
-
-    made, cache = [], None
-    with case.caches(loaded) as new_cache:
-        for prompt in prompts.tolist():
-            tokens, cache = greedy(loaded, new_cache, [prompt], max_new_tokens)
-            made.append(tokens)
-            advance(1)
-    return made, cache
-
-
 def compare(tokens: Sequence[int], reference: Sequence[int]) -> tuple[int | None, int, float]:
     """Compares two continuations of one length.
 
@@ -100,56 +58,25 @@ def compare(tokens: Sequence[int], reference: Sequence[int]) -> tuple[int | None
     return first, len(equal) if first is None else first, sum(equal) / len(equal)
 
 
-def measure(
-    loaded: LoadedModel,
-    case: Case,
-    prompts: Tensor,
-    references: Sequence[Sequence[int]],
-    advance: Advance = lambda prompts: None,
-) -> tuple[list[DriftPrompt], MemoryReport | None]:
-    """Continues prompts and compares.
-
-    Args:
-        loaded: the model.
-        case: how its cache is compressed.
-        prompts: int64 [num_prompts, time].
-        references: continuations of the uncompressed model.
-        advance: called with 1 after each prompt.
-
-    Returns:
-        One unit per prompt, and the memory of the last prompt's cache.
-    """
-    made, cache = continuations(loaded, case, prompts, len(references[0]), advance)
-    units = []
-    for index, (tokens, expected) in enumerate(zip(made, references, strict=True)):
-        first, agreed, equal = compare(tokens, expected)
-        units.append(
-            DriftPrompt(
-                prompt=index,
-                prompt_tokens=prompts.shape[1],
-                tokens=len(expected),
-                first_divergence=first,
-                agreed=agreed,
-                equal=equal,
-            )
-        )
-    return units, cache.memory() if case.compressed else None
-
-
 def prepare(options: DriftOptions, loaded: LoadedModel, cases: Sequence[Case], reporter: Reporter) -> Prepared:
-    """Rows of methods."""
-    from kvcli.eval.case import REFERENCE
+    """Rows of methods; no token ends a text, so that all continuations are of one length."""
+    from kvcli.eval.greedy import continuations
 
-    prompts = options.sequences(loaded, options.num_prompts, options.prompt_tokens, reporter)
-    with reporter.progress(UNCOMPRESSED, len(prompts), "prompts") as advance:
-        references, _ = continuations(loaded, REFERENCE, prompts, options.max_new_tokens, advance)
+    prompts = options.sequences(loaded, options.num_prompts, options.prompt_tokens, reporter).tolist()
+    pieces = [[prompt] for prompt in prompts]
+    references, _ = continuations(loaded, REFERENCE, reporter, pieces, options.max_new_tokens)
 
     def rows() -> Iterator[Measured]:
         for case in cases:
-            with reporter.progress(case.label, len(prompts), "prompts") as advance:
-                yield Measured(case.label, case, *measure(loaded, case, prompts, references, advance))
+            texts, memory = continuations(loaded, case, reporter, pieces, options.max_new_tokens)
+            units = []
+            for index, (tokens, expected) in enumerate(zip(texts, references, strict=True)):
+                first, agreed, equal = compare(tokens, expected)
+                sizes = {"prompt": index, "prompt_tokens": len(prompts[index]), "tokens": len(expected)}
+                units.append(DriftPrompt(**sizes, first_divergence=first, agreed=agreed, equal=equal))
+            yield Measured(case, units, memory)
 
-    return Prepared({"tokens": prompts.tolist(), "max_new_tokens": options.max_new_tokens}, rows())
+    return Prepared({"tokens": prompts, "max_new_tokens": options.max_new_tokens}, rows())
 
 
 def table(records: Records, options: DriftOptions) -> DataTable:

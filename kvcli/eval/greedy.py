@@ -1,27 +1,51 @@
-"""Greedy generation over any cache, one sequence at a time, and prompts that are read in pieces."""
+"""Greedy generation over any cache, one sequence at a time; prompts in two pieces: a text and a question about it.
+
+The text becomes codes, the question reads them in a forward pass of its own. In the same pass its tokens would attend
+to the text in full precision, and the first token of the answer would not depend on the codes at all.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import random
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvcli.errors import ModelError
-from kvcli.eval.case import NewCache
+from kvcli.cache.memory import MemoryReport
+from kvcli.errors import CorpusError, ModelError, UsageError
+from kvcli.eval.suite import Case, Measured, NewCache, Prepared
 from kvcli.models import LoadedModel, not_finite
+from kvcli.progress import Reporter
 from kvcli.seam.decoder import backbone, logits_of
+
+_BOUNDARY = "\n\n"
+
+
+class Prompt(NamedTuple):
+    """A question about a text.
+
+    Attributes:
+        pieces: token ids of the text and of the question, each with its part of the chat template.
+        expected: the right answer.
+        place: fields of the unit that say where in a grid the prompt stands.
+    """
+
+    pieces: tuple[list[int], list[int]]
+    expected: str
+    place: dict[str, Any]
 
 
 def read(model: Any, cache: Any, ids: Sequence[int], chunk: int | None = None) -> Tensor:
-    """Reads tokens into a cache.
+    """Reads tokens, at least one, into a cache, after what it holds.
 
     Args:
         model: a causal language model, attached if the cache is compressed.
-        cache: what it holds so far stays; the tokens are added.
-        ids: token ids, at least one.
+        cache: of the model.
+        ids: token ids.
         chunk: tokens per forward pass; default all. Attention within a pass is in full precision.
 
     Returns:
@@ -47,12 +71,10 @@ def greedy(
 ) -> tuple[list[int], Any]:
     """Continues a prompt with the most probable token, again and again.
 
-    The prompt is read piece by piece: a later piece attends to what the cache has made of the earlier ones.
-
     Args:
         loaded: the model, attached if the caches are compressed.
         new_cache: makes an empty cache.
-        pieces: token ids of the prompt, none of the pieces empty.
+        pieces: of the prompt, each read in a pass of its own: it attends to what the cache made of the earlier ones.
         max_new_tokens: tokens at most.
         chunk: tokens of a piece per forward pass; default all.
         stop: tokens that end the text; they are not returned.
@@ -96,3 +118,124 @@ def end_tokens(loaded: LoadedModel) -> set[int]:
 def not_finite_logits(model: Any, new_cache: NewCache, ids: Sequence[int]) -> ModelError:
     """The error for logits that are not finite after some tokens; it names the layer where that begins."""
     return not_finite(model, "the cache of this row", partial(read, model, new_cache(), ids))
+
+
+def continuations(
+    loaded: LoadedModel,
+    case: Case,
+    reporter: Reporter,
+    prompts: Sequence[Sequence[Sequence[int]]],
+    max_new_tokens: int,
+    *,
+    stop: Iterable[int] = (),
+    done: Callable[[int, list[int]], bool] = lambda index, tokens: False,
+) -> tuple[list[list[int]], MemoryReport | None]:
+    """Continues prompts, given as pieces, as `greedy` does; `done` is given the index of the prompt, too.
+
+    Returns:
+        The new tokens of each prompt, and the memory of the last cache; None for the uncompressed model.
+    """
+    texts, cache = [], None
+    with reporter.progress(case.label, len(prompts), "prompts") as advance, case.caches(loaded) as new_cache:
+        for index, pieces in enumerate(prompts):
+            tokens, cache = greedy(loaded, new_cache, pieces, max_new_tokens, stop=stop, done=partial(done, index))
+            texts.append(tokens)
+            advance(1)
+    return texts, cache.memory() if case.compressed and cache is not None else None
+
+
+def answered(
+    loaded: LoadedModel,
+    cases: Sequence[Case],
+    reporter: Reporter,
+    prompts: Sequence[Prompt],
+    max_new_tokens: int,
+    decided: Callable[[str, str], bool],
+    unit: Callable[[Prompt, str], Any],
+) -> Prepared:
+    """Rows of cases that answer prompts greedily.
+
+    Args:
+        loaded: the model.
+        cases: how its cache is compressed.
+        reporter: shows the progress.
+        prompts: what is asked.
+        max_new_tokens: tokens of an answer at most.
+        decided: given what was answered so far and the right answer, whether the rest does not matter.
+        unit: given a prompt and its answer, the unit of the row.
+    """
+    tokenizer: Any = loaded.tokenizer
+    decode, pieces, stop = tokenizer.decode, [prompt.pieces for prompt in prompts], end_tokens(loaded)
+
+    def done(index: int, tokens: list[int]) -> bool:
+        return decided(decode(tokens), prompts[index].expected)
+
+    def rows() -> Iterator[Measured]:
+        for case in cases:
+            texts, memory = continuations(loaded, case, reporter, pieces, max_new_tokens, stop=stop, done=done)
+            yield Measured(
+                case, [unit(prompt, decode(text)) for prompt, text in zip(prompts, texts, strict=True)], memory
+            )
+
+    return Prepared({"prompts": prompts}, rows())
+
+
+def uses_chat(loaded: LoadedModel, chat: bool | None) -> bool:
+    """Whether prompts are put into the tokenizer's chat template: as asked for, else if there is one.
+
+    Raises:
+        UsageError: asked for, but there is none.
+    """
+    has_template = bool(getattr(loaded.tokenizer, "chat_template", None))
+    if chat and not has_template:
+        raise UsageError(f"{loaded.name} has no chat template; omit --chat")
+    return has_template if chat is None else chat
+
+
+def in_pieces(loaded: LoadedModel, text: str, question: str, answer: str, chat: bool) -> tuple[list[int], list[int]]:
+    """Token ids of a text, and of a question about it with the beginning of its answer.
+
+    Args:
+        loaded: the model, with its tokenizer.
+        text: what the question is about.
+        question: asked after it.
+        answer: how the answer begins; generation continues it.
+        chat: whether the chat template makes a message of it and begins the reply.
+
+    Raises:
+        ModelError: a chat template that fails or that changes the message.
+    """
+    tokenizer: Any = loaded.tokenizer
+    first, second = text + _BOUNDARY, f"{question}{_BOUNDARY}"
+    if chat:
+        message = [{"role": "user", "content": first + question}]
+        try:
+            whole = str(tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False))
+        except Exception as error:  # a template is a program of the model's author
+            raise ModelError(f"the chat template of {loaded.name} fails: {' '.join(str(error).split())}") from error
+        at = whole.find(question)
+        if at < 0 or whole.find(question, at + 1) >= 0:
+            raise ModelError(f"the chat template of {loaded.name} changes the message; use --no-chat")
+        first, second = whole[:at], whole[at:]
+    ids = tokenizer(first, add_special_tokens=not chat)["input_ids"]
+    return ids, tokenizer(second + answer, add_special_tokens=False)["input_ids"]
+
+
+def sentences(loaded: LoadedModel, texts: Iterable[str], tokens: int, seed: int) -> list[tuple[str, int]]:
+    """Sentences of documents with their tokens, in order, from a document that `seed` chooses, until they are enough.
+
+    Raises:
+        CorpusError: the documents have fewer tokens; they are not repeated.
+    """
+    tokenizer: Any = loaded.tokenizer
+    documents = list(texts)
+    start = random.Random(seed).randrange(max(1, len(documents)))
+    chosen, total = [], 0
+    for document in documents[start:] + documents[:start]:
+        for text in filter(None, re.split(r"(?<=[.!?])\s+", " ".join(document.split()))):
+            count = len(tokenizer(" " + text, add_special_tokens=False)["input_ids"])
+            chosen.append((text, count))
+            total += count
+            if total >= tokens:
+                return chosen
+    raise CorpusError(f"the corpus has {total} tokens, fewer than the {tokens} of a prompt; choose a larger --corpus")

@@ -1,4 +1,8 @@
-"""Suite `kl`: KL divergence to the uncompressed model, flips and perplexity of methods (see `kvcli.eval.quality`)."""
+"""Suites `kl` and `layers`: KL divergence to the uncompressed model, flips and perplexity (see `kvcli.eval.quality`).
+
+`layers` compresses one layer alone; the others keep their keys and values in full precision. A row says what one
+layer's codes cost, which is needed to give layers bits of their own.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +12,17 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from kvcli.eval.records import UNCOMPRESSED, EvalRecord, Figure, Strict
-from kvcli.eval.suite import STAR, ComparedOptions, CorpusOptions, EvalSuite, Measured, Prepared, difference, interval
+from kvcli.eval.records import STAR, UNCOMPRESSED, EvalRecord, Figure, Strict, difference, interval
+from kvcli.eval.suite import Case, ComparedOptions, CorpusOptions, EvalSuite, Measured, Prepared
+from kvcli.options import parse_layers
 from kvcli.progress import Reporter
-from kvcli.registry import BASELINE, DEFAULT_METHOD
+from kvcli.registry import BASELINE, DEFAULT_METHOD, UNFITTED_METHOD
 from kvcli.suite import Records
 from kvcli.tables import DataTable
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcli.eval.case import Case
     from kvcli.models import LoadedModel
 
 SAVES_MEMORY = "lower --batch-size, --chunk, --seq-len or --num-sequences"
@@ -43,6 +47,12 @@ class TokenOptions(CorpusOptions):
 
 class KLOptions(TokenOptions, ComparedOptions):
     """Options of `kvcli eval kl`."""
+
+
+class LayersOptions(TokenOptions):
+    """Options of `kvcli eval layers`."""
+
+    layers: str | None = Field(default=None, description="indices A-B only (inclusive); default: all")
 
 
 class TokenBlock(Strict):
@@ -83,14 +93,15 @@ class KLRecord(QualityRecord):
     suite: Literal["kl"] = "kl"
 
 
-class Scorer:
-    """Sequences of a text, and the uncompressed model's states after them, with which methods are compared.
+class LayerRecord(QualityRecord):
+    """A row: a method that compresses one layer alone, or all of them."""
 
-    Args:
-        options: of the suite.
-        loaded: the model.
-        reporter: shows the progress.
-    """
+    suite: Literal["layers"] = "layers"
+    layer: int | None
+
+
+class Scorer:
+    """Sequences of a text, and the uncompressed model's states after them, with which methods are compared."""
 
     def __init__(self, options: TokenOptions, loaded: LoadedModel, reporter: Reporter) -> None:
         from kvcli.eval.quality import reference_states
@@ -103,13 +114,12 @@ class Scorer:
                 self._states.append(reference_states(loaded.model, batch.to(loaded.model.device)).cpu())
                 advance(batch.numel())
 
-    @property
-    def protocol(self) -> dict[str, Any]:
-        """What was asked."""
-        return {"tokens": self.sequences.tolist(), "chunk": self.options.chunk}
+    def prepared(self, rows: Iterator[Measured]) -> Prepared:
+        """Rows of this text."""
+        return Prepared({"tokens": self.sequences.tolist(), "chunk": self.options.chunk}, rows)
 
     def measure(
-        self, case: Case, label: str, advance: Any, layers: Collection[int] | None = None, **fields: Any
+        self, case: Case, advance: Any, layers: Collection[int] | None = None, label: str = "", **fields: Any
     ) -> Measured:
         """Measures a method that compresses some layers, or all."""
         from kvcli.eval.quality import measure
@@ -124,8 +134,7 @@ class Scorer:
             advance=advance,
         )
         units = [TokenBlock(**block) for block in report.scores.blocks()]
-        figures = {name: value for name, value in report.to_dict().items() if name != "memory"}
-        return Measured(label, case, units, report.memory, {**figures, **fields})
+        return Measured(case, units, report.memory, {**report.figures, **fields}, label)
 
 
 def prepare(options: KLOptions, loaded: LoadedModel, cases: Sequence[Case], reporter: Reporter) -> Prepared:
@@ -135,9 +144,9 @@ def prepare(options: KLOptions, loaded: LoadedModel, cases: Sequence[Case], repo
     def rows() -> Iterator[Measured]:
         for case in cases:
             with reporter.progress(case.label, scorer.sequences.numel(), "tokens") as advance:
-                yield scorer.measure(case, case.label, advance)
+                yield scorer.measure(case, advance)
 
-    return Prepared(scorer.protocol, rows())
+    return scorer.prepared(rows())
 
 
 def text_title(records: Records, options: TokenOptions) -> str:
@@ -179,6 +188,43 @@ def _perplexity(value: float | None) -> str:
     return "inf" if value is None else f"{value:.2f}"
 
 
+def prepare_layers(options: LayersOptions, loaded: LoadedModel, cases: Sequence[Case], reporter: Reporter) -> Prepared:
+    """Rows of methods that compress all layers, then each one."""
+    layers = parse_layers(options.layers, range(loaded.spec.num_layers), "are in the model")
+    scorer = Scorer(options, loaded, reporter)
+    compressing = [case for case in cases if case.method != BASELINE] or list(cases)
+
+    def rows() -> Iterator[Measured]:
+        for case in compressing:
+            with reporter.progress(case.label, scorer.sequences.numel() * (len(layers) + 1), "tokens") as advance:
+                yield scorer.measure(case, advance, label=f"{case.label} all layers", layer=None)
+                for layer in layers:
+                    yield scorer.measure(case, advance, [layer], f"{case.label} layer {layer}", layer=layer)
+
+    return scorer.prepared(rows())
+
+
+def layers_table(records: Records, options: LayersOptions) -> DataTable:
+    """KL of single layers, and their share of that of all."""
+    totals = {(x["method"], x["artifact"]): x["kl_mean"] for x in records if x["layer"] is None}
+    rows = []
+    for record in records:
+        total = totals[record["method"], record["artifact"]]
+        of_all = record["layer"] is None or not total
+        rows.append(
+            {
+                "compressed": record["label"],
+                "KL mean": f"{record['kl_mean']:.5f}",
+                "95 % interval": interval(record, "kl_mean", "{:.5f}"),
+                "of all layers": "-" if of_all else f"{100 * record['kl_mean'] / total:.1f} %",
+                "flips %": f"{100 * record['flips']:.2f}",
+                "KL p99": f"{record['kl_p99']:.3f}",
+            }
+        )
+    title = f"{text_title(records, options)}; the other layers are in full precision"
+    return DataTable.of(title, rows, ("KL p99", "flips %"))
+
+
 SUITE = EvalSuite(
     name="kl",
     help="KL to the uncompressed model, flips and perplexity, teacher-forced through the real cache.",
@@ -188,4 +234,16 @@ SUITE = EvalSuite(
     record=KLRecord,
     prepare=prepare,
     tabulate=quality_table,
+)
+
+LAYERS = EvalSuite(
+    name="layers",
+    help="KL to the uncompressed model when one layer alone is compressed.",
+    options=LayersOptions,
+    example=f"kvcli eval layers --method {UNFITTED_METHOD} --num-sequences 2 --layers 0-7",
+    saves_memory=SAVES_MEMORY,
+    record=LayerRecord,
+    prepare=prepare_layers,
+    tabulate=layers_table,
+    rows_per_method=True,
 )

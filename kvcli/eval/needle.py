@@ -8,26 +8,25 @@ from __future__ import annotations
 
 import random
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, takewhile
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from kvcli.eval.records import EvalRecord, Figure, Strict
-from kvcli.eval.suite import STAR, ComparedOptions, CorpusOptions, EvalSuite, Measured, Prepared, difference, mean
+from kvcli.eval.records import STAR, EvalRecord, Figure, Strict, difference, mean
+from kvcli.eval.suite import Case, ComparedOptions, CorpusOptions, EvalSuite, Prepared
 from kvcli.progress import Reporter
 from kvcli.registry import UNFITTED_METHOD
 from kvcli.suite import Records
 from kvcli.tables import DataTable
 
 if TYPE_CHECKING:
-    from kvcli.cache.memory import MemoryReport
-    from kvcli.eval.case import Case
-    from kvcli.eval.prompts import Prompt
+    from kvcli.eval.greedy import Prompt
     from kvcli.models import LoadedModel
 
 _PLACES = ("lighthouse", "harbour", "museum", "library", "station", "bakery", "theatre", "airport", "castle", "farm")
+_MAX_NEW_TOKENS = 2 * len(str(uuid.UUID(int=0)))
 _DECORATION = " \n\t`*\"'"
 """What may stand before a value in an answer."""
 
@@ -74,19 +73,19 @@ def make_prompts(loaded: LoadedModel, texts: Sequence[str], options: NeedleOptio
     Raises:
         CorpusError: texts that are shorter than the longest context.
     """
-    from kvcli.eval.prompts import Prompt, in_pieces, sentences
+    from kvcli.eval.greedy import Prompt, in_pieces, sentences
 
     made = []
     for context in options.contexts:
         for index in range(options.num_prompts):
             chosen = random.Random(f"{options.seed} {context} {index}")
             text = sentences(loaded, texts, context, chosen.getrandbits(32))
-            starts = [0, *accumulate(sentence.tokens for sentence in text)]
+            starts = [0, *accumulate(count for _, count in text)]
             for depth in options.depths:
                 place, value = chosen.choice(_PLACES), str(uuid.UUID(int=chosen.getrandbits(128), version=4))
                 at = min(range(len(text)), key=lambda i: abs(starts[i] - depth / 100 * starts[-2]))
                 fact = f"The access code of the {place} is"
-                parts = [sentence.text for sentence in text[:-1]]
+                parts = [sentence for sentence, _ in text[:-1]]
                 parts.insert(at, f"{fact} {value}.")
                 pieces = in_pieces(loaded, " ".join(parts), f"What is the access code of the {place}?", fact, chat)
                 made.append(Prompt(pieces, value, {"context": context, "depth": depth, "prompt": index}))
@@ -100,56 +99,27 @@ def score(answer: str, expected: str) -> tuple[float, float]:
     return float(prefix == len(expected)), prefix / len(expected)
 
 
-def measure(
-    loaded: LoadedModel, case: Case, prompts: Sequence[Prompt], advance: Callable[[int], None] = lambda prompts: None
-) -> tuple[list[NeedlePrompt], MemoryReport | None]:
-    """Asks for every value; generation ends at the first wrong character.
+def decided(answer: str, expected: str) -> bool:
+    """Whether an answer has all of the value, or a wrong character."""
+    shown = answer.lstrip(_DECORATION)
+    return len(shown) >= len(expected) or not expected.startswith(shown.rstrip("\ufffd"))
 
-    Returns:
-        One unit per prompt, and the memory of the last prompt's cache; None for the uncompressed model.
-    """
-    from kvcli.eval.greedy import end_tokens, greedy
 
-    tokenizer: Any = loaded.tokenizer
-    units, cache = [], None
-    with case.caches(loaded) as new_cache:
-        for prompt in prompts:
-
-            def decided(tokens: list[int], expected: str = prompt.expected) -> bool:
-                shown = tokenizer.decode(tokens).lstrip(_DECORATION)
-                return len(shown) >= len(expected) or not expected.startswith(shown.rstrip("\ufffd"))
-
-            limit = 2 * len(prompt.expected)
-            tokens, cache = greedy(loaded, new_cache, prompt.pieces, limit, stop=end_tokens(loaded), done=decided)
-            answer = tokenizer.decode(tokens)
-            exact, prefix = score(answer, prompt.expected)
-            units.append(
-                NeedlePrompt(
-                    **prompt.place,
-                    prompt_tokens=sum(map(len, prompt.pieces)),
-                    exact=exact,
-                    prefix=prefix,
-                    expected=prompt.expected,
-                    answer=answer,
-                )
-            )
-            advance(1)
-    return units, cache.memory() if case.compressed and cache is not None else None
+def unit(prompt: Prompt, answer: str) -> NeedlePrompt:
+    """The unit of an answer."""
+    exact, prefix = score(answer, prompt.expected)
+    tokens = sum(map(len, prompt.pieces))
+    return NeedlePrompt(
+        **prompt.place, prompt_tokens=tokens, exact=exact, prefix=prefix, expected=prompt.expected, answer=answer
+    )
 
 
 def prepare(options: NeedleOptions, loaded: LoadedModel, cases: Sequence[Case], reporter: Reporter) -> Prepared:
     """Rows of the uncompressed model and of methods."""
-    from kvcli.eval.case import REFERENCE
-    from kvcli.eval.prompts import uses_chat
+    from kvcli.eval.greedy import answered, uses_chat
 
     prompts = make_prompts(loaded, options.documents(), options, uses_chat(loaded, options.chat))
-
-    def rows() -> Iterator[Measured]:
-        for case in (REFERENCE, *cases):
-            with reporter.progress(case.label, len(prompts), "prompts") as advance:
-                yield Measured(case.label, case, *measure(loaded, case, prompts, advance))
-
-    return Prepared({"prompts": prompts}, rows())
+    return answered(loaded, cases, reporter, prompts, _MAX_NEW_TOKENS, decided, unit)
 
 
 def table(records: Records, options: NeedleOptions) -> DataTable:

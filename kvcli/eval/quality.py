@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,11 +19,18 @@ from torch import Tensor
 
 from kvcli.attention.session import Session
 from kvcli.cache.memory import MemoryReport
+from kvcli.cache.parts import num_coded
+from kvcli.cache.record import ContextRecord
+from kvcli.contexts import ContextStore, Match, StoredContext
+from kvcli.errors import UsageError
 from kvcli.models import not_finite
 from kvcli.seam.decoder import backbone, logits_of
 
 BLOCK_TOKENS = 256
 """Tokens of a block; KL of tokens this far apart is uncorrelated (docs/quality.md, "How quality is measured")."""
+
+SCORED_TOKENS = 256
+"""Last tokens of a stored context whose predictions are compared, by default."""
 
 _LOGIT_TOKENS = 256
 
@@ -52,10 +59,10 @@ class QualityReport:
     memory: MemoryReport
     scores: TokenScores
 
-    def to_dict(self) -> dict[str, Any]:
-        """All figures but those of single tokens, as plain JSON values."""
-        figures = {name: value for name, value in vars(self).items() if name != "scores"}
-        return {**figures, "memory": self.memory.to_dict()}
+    @property
+    def figures(self) -> dict[str, Any]:
+        """The numbers over all tokens."""
+        return {name: value for name, value in vars(self).items() if name not in ("memory", "scores")}
 
 
 @dataclass(frozen=True)
@@ -81,15 +88,15 @@ class TokenScores:
             Per block: `sequence` and `start`, its first token; `tokens`, and how many of them have a next token,
             `predicted`; the means `kl` and `flips` over the former, `nll` and `reference_nll` over the latter.
         """
-        made = []
+        blocks = []
         for sequence in range(self.kl.shape[0]):
             for start in range(0, self.kl.shape[1], BLOCK_TOKENS):
                 part = {name: x[sequence, start : start + BLOCK_TOKENS] for name, x in vars(self).items()}
                 predicted = int((~part["nll"].isnan()).sum())
                 means = {name: float(x.nansum()) / max(1, (~x.isnan()).sum().item()) for name, x in part.items()}
                 tokens = part["kl"].numel()
-                made.append({"sequence": sequence, "start": start, "tokens": tokens, "predicted": predicted, **means})
-        return made
+                blocks.append({"sequence": sequence, "start": start, "tokens": tokens, "predicted": predicted, **means})
+        return blocks
 
     def report(self, memory: MemoryReport) -> QualityReport:
         """The figures over all tokens."""
@@ -107,12 +114,9 @@ class TokenScores:
 
 
 def token_scores(logits: Tensor, reference: Tensor, targets: Tensor) -> TokenScores:
-    """Compares next-token distributions.
+    """Compares next-token distributions: logits of the compressed model and of the `reference`, [batch, time, vocab].
 
-    Args:
-        logits: of the compressed model, [batch, time, vocab].
-        reference: of the uncompressed model, like logits.
-        targets: the next tokens, int64 [batch, time or time - 1].
+    The targets are the next tokens, int64 [batch, time or time - 1].
     """
     ours, theirs = logits.float().log_softmax(-1), reference.float().log_softmax(-1)
     count, picked = targets.shape[1], targets.unsqueeze(-1)
@@ -130,7 +134,15 @@ def token_scores(logits: Tensor, reference: Tensor, targets: Tensor) -> TokenSco
     )
 
 
-def joined(parts: list[TokenScores], dim: int) -> TokenScores:
+def state_scores(model: Any, states: Tensor, reference: Tensor, targets: Tensor) -> Iterator[TokenScores]:
+    """Compares the predictions that follow from hidden states [batch, time, hidden_size], some tokens at a time."""
+    for first in range(0, states.shape[1], _LOGIT_TOKENS):
+        at = slice(first, first + _LOGIT_TOKENS)
+        ours, theirs = (logits_of(model, x[:, at].to(model.device)) for x in (states, reference))
+        yield token_scores(ours, theirs, targets[:, at])
+
+
+def joined(parts: Sequence[TokenScores], dim: int) -> TokenScores:
     """Scores of more tokens (dim 1) or of more sequences (dim 0)."""
     return TokenScores(**{name: torch.cat([getattr(x, name) for x in parts], dim) for name in vars(parts[0])})
 
@@ -158,7 +170,7 @@ def measure(
     model: Any,
     open_session: Callable[[], Session],
     sequences: Tensor,
-    states: list[Tensor],
+    states: Sequence[Tensor],
     *,
     chunk: int,
     batch_size: int,
@@ -169,14 +181,11 @@ def measure(
     Args:
         model: a transformers causal language model, detached.
         open_session: attaches the method to the model.
-        sequences: [num_sequences, seq_len] token ids.
+        sequences: token ids, int64 [num_sequences, seq_len].
         states: `reference_states` of each batch.
         chunk: tokens fed at once.
         batch_size: sequences fed at once.
         advance: called with the number of tokens processed.
-
-    Returns:
-        The figures over all tokens, and the memory of the cache after the last batch.
 
     Raises:
         ModelError: logits that are not finite; the message names the method and the layer.
@@ -188,15 +197,54 @@ def measure(
             cache, parts = session.new_cache(), []
             for start in range(0, tokens.shape[1], chunk):
                 part = tokens[:, start : start + chunk]
+                stop = start + part.shape[1]
                 hidden = backbone(model)(input_ids=part, past_key_values=cache, use_cache=True).last_hidden_state
-                for first in range(0, part.shape[1], _LOGIT_TOKENS):
-                    at, stop = start + first, min(start + first + _LOGIT_TOKENS, start + part.shape[1])
-                    ours = logits_of(model, hidden[:, first : stop - start])
-                    theirs = logits_of(model, reference[:, at:stop].to(model.device))
-                    parts.append(token_scores(ours, theirs, tokens[:, at + 1 : stop + 1]))
-                    if not parts[-1].kl.isfinite().all():
+                for scores in state_scores(model, hidden, reference[:, start:stop], tokens[:, start + 1 : stop + 1]):
+                    if not scores.kl.isfinite().all():
                         again = partial(backbone(model), tokens[:, :stop], past_key_values=session.new_cache())
                         raise not_finite(model, f"method '{session.method.name}'", again)
+                    parts.append(scores)
                 advance(part.numel())
             batches.append(joined(parts, dim=1))
         return joined(batches, dim=0).report(cache.memory())
+
+
+def copied_tokens(record: ContextRecord, scored: int = SCORED_TOKENS) -> int:
+    """How long the part of a context is that is loaded to predict its last `scored` tokens.
+
+    Raises:
+        UsageError: no block of codes is left before those tokens.
+    """
+    sinks, size = record.counts.sinks, record.part_tokens
+    blocks = min(num_coded(record.counts, size), max(0, record.num_tokens - scored - sinks) // size)
+    length = sinks + blocks * size
+    if not blocks or length < record.counts.observed[0]:
+        raise UsageError(
+            f"of {record.num_tokens} tokens, no block of {size} codes that can be loaded by itself comes before the "
+            f"last {scored}; score fewer, or a longer context"
+        )
+    return length
+
+
+@torch.inference_mode()
+def stored_quality(
+    session: Session, store: ContextStore, stored: StoredContext, scored: int = SCORED_TOKENS
+) -> QualityReport:
+    """What a stored copy of a text loses: the model's predictions of its last tokens, with the copy and without.
+
+    The copy of all but the last `scored` tokens is loaded, codes only: it ends where a block ends. The tokens after it
+    are fed to the model, which predicts each from the copy and from those before it.
+
+    Raises:
+        UsageError: the context is too short.
+        ContextError: a file of it is damaged.
+        CacheError: it belongs to another model, method or artifact.
+        ModelError: the model's numbers are not finite.
+    """
+    copied, model = copied_tokens(stored.record, scored), session.model
+    ids = store.token_ids(stored).unsqueeze(0).to(model.device)
+    reference = reference_states(model, ids)
+    cache = session.load_cache(store.load(Match(stored, copied), model.device))
+    states = backbone(model)(input_ids=ids[:, copied:], past_key_values=cache, use_cache=True).last_hidden_state
+    scores = state_scores(model, states[:, -scored:], reference[:, -scored:], ids[:, -scored:][:, 1:])
+    return joined([*scores], dim=1).report(cache.memory())

@@ -7,34 +7,22 @@ with the passage's first words and is continued greedily through the real cache.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from kvcli.errors import CorpusError
-from kvcli.eval.records import EvalRecord, Figure, Strict
-from kvcli.eval.suite import (
-    STAR,
-    ComparedOptions,
-    CorpusOptions,
-    EvalSuite,
-    Measured,
-    Prepared,
-    difference,
-    interval,
-    mean,
-)
+from kvcli.eval.records import STAR, EvalRecord, Figure, Strict, difference, interval, mean
+from kvcli.eval.suite import Case, ComparedOptions, CorpusOptions, EvalSuite, Prepared
 from kvcli.progress import Reporter
 from kvcli.registry import UNFITTED_METHOD
 from kvcli.suite import Records
 from kvcli.tables import DataTable
 
 if TYPE_CHECKING:
-    from kvcli.cache.memory import MemoryReport
-    from kvcli.eval.case import Case
-    from kvcli.eval.prompts import Prompt
+    from kvcli.eval.greedy import Prompt
     from kvcli.models import LoadedModel
 
 CUE_WORDS = 8
@@ -84,7 +72,7 @@ def make_prompts(loaded: LoadedModel, texts: Sequence[str], options: RecallOptio
     Raises:
         CorpusError: no document that is long enough, or too few words in the others.
     """
-    from kvcli.eval.prompts import Prompt, in_pieces
+    from kvcli.eval.greedy import Prompt, in_pieces
 
     words, length = [text.split() for text in texts], CUE_WORDS + options.passage_words
     sources = [document for document in words if len(document) >= length]
@@ -118,59 +106,33 @@ def quoted_words(answer: str, expected: str) -> int:
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(answer.split()), len(expected.split())))
 
 
-def measure(
-    loaded: LoadedModel, case: Case, prompts: Sequence[Prompt], advance: Callable[[int], None] = lambda prompts: None
-) -> tuple[list[RecallPrompt], MemoryReport | None]:
-    """Lets every passage be quoted; generation ends after the first wrong word.
+def decided(answer: str, expected: str) -> bool:
+    """Whether an answer has all words of the passage, or a wrong one."""
+    complete = answer.split()[:-1]  # the last word may go on
+    return len(complete) >= len(expected.split()) or quoted_words(" ".join(complete), expected) < len(complete)
 
-    Returns:
-        One unit per prompt, and the memory of the last prompt's cache; None for the uncompressed model.
-    """
-    from kvcli.eval.greedy import end_tokens, greedy
 
-    tokenizer: Any = loaded.tokenizer
-    units, cache = [], None
-    with case.caches(loaded) as new_cache:
-        for prompt in prompts:
-            words = len(prompt.expected.split())
-
-            def decided(tokens: list[int], expected: str = prompt.expected, words: int = words) -> bool:
-                shown = tokenizer.decode(tokens)
-                whole = shown.split()[:-1]  # the last word may go on
-                return len(whole) >= words or quoted_words(" ".join(whole), expected) < len(whole)
-
-            limit = _TOKENS_PER_WORD * (words + 1)
-            tokens, cache = greedy(loaded, new_cache, prompt.pieces, limit, stop=end_tokens(loaded), done=decided)
-            answer = tokenizer.decode(tokens)
-            quoted = quoted_words(answer, prompt.expected)
-            units.append(
-                RecallPrompt(
-                    **prompt.place,
-                    prompt_tokens=sum(map(len, prompt.pieces)),
-                    words=words,
-                    quoted=quoted,
-                    exact=float(quoted == words),
-                    expected=prompt.expected,
-                    answer=answer,
-                )
-            )
-            advance(1)
-    return units, cache.memory() if case.compressed and cache is not None else None
+def unit(prompt: Prompt, answer: str) -> RecallPrompt:
+    """The unit of an answer."""
+    words, quoted = len(prompt.expected.split()), quoted_words(answer, prompt.expected)
+    return RecallPrompt(
+        **prompt.place,
+        prompt_tokens=sum(map(len, prompt.pieces)),
+        words=words,
+        quoted=quoted,
+        exact=float(quoted == words),
+        expected=prompt.expected,
+        answer=answer,
+    )
 
 
 def prepare(options: RecallOptions, loaded: LoadedModel, cases: Sequence[Case], reporter: Reporter) -> Prepared:
     """Rows of the uncompressed model and of methods."""
-    from kvcli.eval.case import REFERENCE
-    from kvcli.eval.prompts import uses_chat
+    from kvcli.eval.greedy import answered, uses_chat
 
     prompts = make_prompts(loaded, options.documents(), options, uses_chat(loaded, options.chat))
-
-    def rows() -> Iterator[Measured]:
-        for case in (REFERENCE, *cases):
-            with reporter.progress(case.label, len(prompts), "prompts") as advance:
-                yield Measured(case.label, case, *measure(loaded, case, prompts, advance))
-
-    return Prepared({"prompts": prompts}, rows())
+    limit = _TOKENS_PER_WORD * (options.passage_words + 1)
+    return answered(loaded, cases, reporter, prompts, limit, decided, unit)
 
 
 def table(records: Records, options: RecallOptions) -> DataTable:

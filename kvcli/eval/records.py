@@ -6,7 +6,6 @@ docs/records.md describes every field. A suite adds a class of units and one of 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,9 @@ from kvcli.registry import EVAL_SUITES, get_suite
 from kvcli.storage.atomic import read_records, to_json
 
 Better = Literal["lower", "higher"]
+
+STAR = "*: the 95 % interval of the difference excludes 0"
+"""Part of a table's title, for `difference`."""
 
 UNCOMPRESSED = "uncompressed"
 """Label of the row of the model itself, with transformers' own cache."""
@@ -116,29 +118,6 @@ class EvalRecord(Strict):
             made[figure.name] = Series(values, weights, figure.better, figure.gated)
         return made
 
-    @classmethod
-    def metrics_of(cls, units: Sequence[Any], compared: EvalRecord | None, seed: int = 0) -> dict[str, Metric]:
-        """The figures of units, each with its interval and its difference to a row of the same run.
-
-        Args:
-            units: of the row.
-            compared: the row to compare with; None for that row itself.
-            seed: of the bootstrap.
-        """
-        from kvcli.eval.bootstrap import estimate, paired_difference
-
-        made = {}
-        others = {} if compared is None else cls.series(compared.units)
-        for name, series in cls.series(units).items():
-            own, versus = estimate(series.values, series.weights, seed), None
-            if compared is not None:
-                x = paired_difference(series.values, others[name].values, series.weights, seed)
-                mean = _finite(x.mean)
-                versus = Difference(to=compared.label, mean=mean, low=x.low, high=x.high, real=x.excludes_zero)
-            mean = _finite(own.mean)
-            made[name] = Metric(mean=mean, low=own.low, high=own.high, better=series.better, difference=versus)
-        return made
-
     def to_plain(self) -> dict[str, Any]:
         """The record as the plain JSON values that are written; checked by reading them again.
 
@@ -199,5 +178,22 @@ def check_labels(suite: str, labels: Sequence[str], former: Sequence[EvalRecord]
             raise UsageError(f"the baseline has no row '{label}' of suite {suite}; its rows are: {have}")
 
 
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def mean(units: Sequence[dict[str, Any]], name: str) -> float:
+    """The mean of a field of units."""
+    return float(sum(unit[name] for unit in units) / len(units))
+
+
+def interval(record: Any, name: str, template: str, factor: float = 1) -> str:
+    """The interval of a figure as text."""
+    metric = record.get("metrics", {}).get(name)
+    if metric is None or metric["low"] is None:
+        return "-"
+    return f"{template.format(factor * metric['low'])}-{template.format(factor * metric['high'])}"
+
+
+def difference(record: Any, name: str, template: str, factor: float = 1) -> str:
+    """The difference to the row compared with, with a star if it is real."""
+    versus = record.get("metrics", {}).get(name, {}).get("difference")
+    if versus is None or versus["mean"] is None:
+        return "-"
+    return template.format(factor * versus["mean"]) + ("*" if versus["real"] else " ")

@@ -2,43 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
-from kvcli.errors import ArtifactError, ConfigError, KvcliError, QualityGateError, UsageError
+from kvcli.errors import ArtifactError, KvcliError, QualityGateError, UsageError
 from kvcli.eval.records import UNCOMPRESSED, EvalRecord, check_labels, read_rows
 from kvcli.hub import check_model_name
 from kvcli.options import IMPL_HELP, ModelOptions, parse_settings
 from kvcli.paths import artifact_method, is_artifact_of, newest_artifact
 from kvcli.progress import Reporter
-from kvcli.registry import (
-    BASELINE,
-    DEFAULT_METHOD,
-    METHODS,
-    check_settings,
-    get_config,
-    get_method,
-    method_name,
-    parse_name,
-)
-from kvcli.suite import Records, Run, Suite, Summary
-from kvcli.tables import DataTable
+from kvcli.registry import BASELINE, DEFAULT_METHOD, METHODS, get_config, get_method, method_name, parse_name
+from kvcli.suite import Records, Run, Suite, Summary, check_methods
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kvcli.attention.session import Session
     from kvcli.cache.memory import MemoryReport
     from kvcli.calibrate.corpus import CorpusConfig
-    from kvcli.eval.case import Case
     from kvcli.models import LoadedModel
 
-STAR = "*: the 95 % interval of the difference excludes 0"
+NewCache = Callable[[], Any]
+"""Makes an empty cache, to be passed to the model as `past_key_values`."""
 
 _MAX_DOCUMENTS = 1024
 """Documents that prompts are made from."""
@@ -113,22 +104,64 @@ class CorpusOptions(EvalOptions):
 
 
 @dataclass(frozen=True)
+class Case:
+    """A method with its settings, or the uncompressed model, behind the caches of a model.
+
+    Attributes:
+        label: name of the row.
+        method: name of the method, with or without bits.
+        artifact: folder of its artifact, for fitted methods.
+        settings: of the method.
+        impl: `auto`, `fused` or `reference`.
+        compressed: False for the model with transformers' own cache.
+    """
+
+    label: str
+    method: str
+    artifact: Path | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    impl: str = "auto"
+    compressed: bool = True
+
+    def attach(self, loaded: LoadedModel, layers: Collection[int] | None = None) -> Session:
+        """Attaches the method to some layers of a model, or to all; see `kvcli.attach`."""
+        from kvcli.attention.attach import attach
+
+        return attach(loaded, self.method, artifact=self.artifact, impl=self.impl, layers=layers, **self.settings)
+
+    @contextmanager
+    def caches(self, loaded: LoadedModel) -> Iterator[NewCache]:
+        """Attaches the method for the block, and yields what makes its caches."""
+        from transformers import DynamicCache
+
+        if not self.compressed:
+            yield DynamicCache
+            return
+        with self.attach(loaded) as session:
+            yield session.new_cache
+
+
+REFERENCE = Case(UNCOMPRESSED, BASELINE, compressed=False)
+"""The model itself."""
+
+
+@dataclass(frozen=True)
 class Measured:
     """One row.
 
     Attributes:
-        label: its name.
         case: what was measured.
         units: what is resampled.
         memory: of a cache; None for the uncompressed model.
         fields: fields that only the suite's record has.
+        label: name of the row; by default the case's.
     """
 
-    label: str
     case: Case
     units: Sequence[Any]
     memory: MemoryReport | None
     fields: dict[str, Any] = field(default_factory=dict)
+    label: str = ""
 
 
 @dataclass(frozen=True)
@@ -144,47 +177,17 @@ class Prepared:
     rows: Iterator[Measured]
 
 
-@dataclass(frozen=True, kw_only=True)
-class EvalSuite(Suite):
-    """A suite of `kvcli eval`.
-
-    Attributes:
-        record: class of its records, with their figures.
-        prepare: (options, model, cases, reporter) to the rows.
-        tabulate: (records, options) to the table.
-        with_reference: whether the first row is the uncompressed model.
-        rows_per_method: whether a method has several rows, which are not compared with other methods'.
-        check: checks options that only this suite has.
-    """
-
-    record: type[EvalRecord]
-    prepare: Callable[[Any, LoadedModel, Sequence[Case], Reporter], Prepared]
-    tabulate: Callable[[Records, Any], DataTable]
-    with_reference: bool = False
-    rows_per_method: bool = False
-    check: Callable[[Any], None] = lambda options: None
-
-    def open(self, options: Any) -> EvalRun:
-        """A run; methods, settings, artifacts and the baseline are checked.
-
-        Raises:
-            ModelError: no such model.
-            UsageError: no such method, or a baseline without a row.
-            ArtifactError: an artifact that is missing.
-            ConfigError: a setting that no method has, or a value out of range.
-        """
-        return EvalRun(self, options)
-
-
 class EvalRun(Run):
     """A run of a suite of `kvcli eval`."""
 
     def __init__(self, suite: EvalSuite, options: EvalOptions) -> None:
-        self.suite, self.options, self.out = suite, options, options.out
         check_model_name(options.model)
-        suite.check(options)
+        super().__init__(suite, options)
+        self.out = options.out
         self._chosen = choose_cases(options)
-        self._check_settings()
+        window = {"sink_length": options.sink_length, "residual_length": options.residual_length}
+        methods = [(name, window if artifact is None else None) for name, artifact in self._chosen]
+        check_methods(methods, parse_settings(options.setting))
         labels = [name if artifact is None else artifact.name for name, artifact in self._chosen]
         self._compared = self._compared_label(labels)
         self._records: list[EvalRecord] = []
@@ -193,19 +196,48 @@ class EvalRun(Run):
             check_labels(suite.name, labels, self._former)
 
     def records(self, reporter: Reporter) -> Iterator[dict[str, Any]]:
-        """Measures rows, one after another."""
-        from kvcli.machine import environment_info
+        """Measures rows, one after another; they have differences to the row compared with if that came before."""
+        import torch
 
-        cases = self._cases()
-        loaded = self.options.load(reporter)
-        prepared, environment = self.suite.prepare(self.options, loaded, cases, reporter), environment_info()
+        from kvcli.artifact.metadata import METADATA, Metadata
+        from kvcli.eval.intervals import metrics_of
+        from kvcli.machine import environment_info
+        from kvcli.storage.manifest import json_sha256
+
+        options, suite = self.options, self.suite
+        cases = [REFERENCE] * suite.with_reference + self._cases()
+        loaded = options.load(reporter)
+        prepared = suite.prepare(options, loaded, cases, reporter)
+        shared = {
+            "model": options.model,
+            "fingerprint": loaded.fingerprint,
+            "protocol": json_sha256({"suite": suite.name, **prepared.protocol}),
+            "options": options.model_dump(mode="json"),
+            "dtype": str(loaded.model.dtype).removeprefix("torch."),
+            "device": str(loaded.model.device),
+            "threads": torch.get_num_threads(),
+            "machine": environment_info(),
+        }
         for measured in prepared.rows:
-            self._records.append(self._record(loaded, prepared.protocol, measured, environment))
-            yield self._records[-1].to_plain()
+            case = measured.case
+            other = next((record for record in self._records if record.label == self._compared), None)
+            config = case.settings if case.artifact is None else Metadata.read(case.artifact / METADATA).config
+            record = suite.record(
+                label=measured.label or case.label,
+                method=method_name(case.method, config),
+                artifact=None if case.artifact is None else str(case.artifact),
+                metrics=metrics_of(suite.record, measured.units, other, options.seed),
+                memory=None if measured.memory is None else measured.memory.to_dict(),
+                units=list(measured.units),
+                **shared,
+                **measured.fields,
+            )
+            self._records.append(record)
+            yield record.to_plain()
 
     def summary(self, records: Records) -> Summary:
         """The gates."""
-        from kvcli.eval.gates import check_baseline, check_limits
+        from kvcli.eval.intervals import check_baseline, check_limits
 
         failure: KvcliError | None = None
         limits = [getattr(self.options, name, None) for name in ("max_kld", "max_flips")]
@@ -216,32 +248,13 @@ class EvalRun(Run):
             failure = error
         if missed := "; ".join(gate.reason for gate in gates if not gate.passed):
             failure = failure or QualityGateError(f"quality gate missed: {missed}")
-        return Summary({"gates": [gate.to_dict() for gate in gates]}, failure=failure)
-
-    def table(self, records: Records) -> DataTable:
-        """As the suite says."""
-        return self.suite.tabulate(records, self.options)
-
-    def _check_settings(self) -> None:
-        """Raises ConfigError for settings that no method has, or that one cannot have."""
-        given = parse_settings(self.options.setting)
-        unknown = set(given)
-        for name, artifact in self._chosen:
-            method, from_bits = parse_name(name)
-            fields = get_config(method).model_fields.keys()
-            unknown -= fields
-            if artifact is None:
-                lengths = {"sink_length": self.options.sink_length, "residual_length": self.options.residual_length}
-                check_settings(method, {**from_bits, **lengths, **{x: given[x] for x in given.keys() & fields}})
-        if unknown:
-            raise ConfigError(f"none of the methods has a setting '{min(unknown)}'")
+        return Summary({"gates": [asdict(gate) for gate in gates]}, failure=failure)
 
     def _cases(self) -> list[Case]:
         """The methods with their artifacts and settings, the one that others are compared with first if it is named.
 
         All have the same window; tokens leave it one by one where the method has no schedule of its own.
         """
-        from kvcli.eval.case import Case
         from kvcli.methods.method import sliding_window
 
         options, given, cases = self.options, parse_settings(self.options.setting), []
@@ -273,35 +286,24 @@ class EvalRun(Run):
         chosen = named or next(compressing, None)
         return chosen if len(labels) > 1 else None
 
-    def _record(
-        self, loaded: LoadedModel, protocol: dict[str, Any], measured: Measured, environment: dict[str, Any]
-    ) -> EvalRecord:
-        """The record of a row, with differences to the row compared with if that was measured before."""
-        import torch
 
-        from kvcli.artifact.metadata import METADATA, Metadata
-        from kvcli.storage.manifest import json_sha256
+@dataclass(frozen=True, kw_only=True)
+class EvalSuite(Suite):
+    """A suite of `kvcli eval`.
 
-        options, case = self.options, measured.case
-        other = next((record for record in self._records if record.label == self._compared), None)
-        config = case.settings if case.artifact is None else Metadata.read(case.artifact / METADATA).config
-        return self.suite.record(
-            label=measured.label,
-            model=options.model,
-            fingerprint=loaded.fingerprint,
-            method=method_name(case.method, config),
-            artifact=None if case.artifact is None else str(case.artifact),
-            protocol=json_sha256({"suite": self.suite.name, **protocol}),
-            options=options.model_dump(mode="json"),
-            metrics=self.suite.record.metrics_of(measured.units, other, options.seed),
-            memory=None if measured.memory is None else measured.memory.to_dict(),
-            dtype=str(loaded.model.dtype).removeprefix("torch."),
-            device=str(loaded.model.device),
-            threads=torch.get_num_threads(),
-            machine=environment,
-            units=list(measured.units),
-            **measured.fields,
-        )
+    Attributes:
+        record: class of its records, with their figures.
+        prepare: (options, model, cases, reporter) to the rows.
+        with_reference: whether the uncompressed model is the first of the cases.
+        rows_per_method: whether a method has several rows, which are not compared with other methods'.
+    """
+
+    run = EvalRun
+
+    record: type[EvalRecord]
+    prepare: Callable[[Any, LoadedModel, Sequence[Case], Reporter], Prepared]
+    with_reference: bool = False
+    rows_per_method: bool = False
 
 
 def choose_cases(options: EvalOptions) -> list[tuple[str, Path | None]]:
@@ -334,24 +336,3 @@ def choose_cases(options: EvalOptions) -> list[tuple[str, Path | None]]:
                 with suppress(ArtifactError):
                     cases.append((name, newest_artifact(options.model, name)))
     return cases + artifacts
-
-
-def mean(units: Sequence[dict[str, Any]], name: str) -> float:
-    """The mean of a field of units."""
-    return float(sum(unit[name] for unit in units) / len(units))
-
-
-def interval(record: Any, name: str, template: str, factor: float = 1) -> str:
-    """The interval of a figure as text."""
-    metric = record.get("metrics", {}).get(name)
-    if metric is None or metric["low"] is None:
-        return "-"
-    return f"{template.format(factor * metric['low'])}-{template.format(factor * metric['high'])}"
-
-
-def difference(record: Any, name: str, template: str, factor: float = 1) -> str:
-    """The difference to the row compared with, with a star if it is real."""
-    versus = record.get("metrics", {}).get(name, {}).get("difference")
-    if versus is None or versus["mean"] is None:
-        return "-"
-    return template.format(factor * versus["mean"]) + ("*" if versus["real"] else " ")

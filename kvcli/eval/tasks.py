@@ -1,23 +1,31 @@
-"""Suite `tasks`: tasks of lm-eval, over the real cache (see `kvcli.eval.lm_tasks`)."""
+"""Suite `tasks`: tasks of lm-eval, over the real cache.
+
+lm-eval asks for log-likelihoods and continuations of contexts. Here every context is read into a cache in chunks, and
+what follows reads the cache: with a single pass over context and answer, as usual, no code would ever be read.
+"""
 
 from __future__ import annotations
 
+import logging
+import math
+import random
 from collections.abc import Iterator, Sequence
+from contextlib import redirect_stderr, suppress
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
 from kvcli.errors import UsageError
-from kvcli.eval.records import Better, EvalRecord, Series, Strict
-from kvcli.eval.suite import STAR, ComparedOptions, EvalSuite, Measured, Prepared, difference, interval
+from kvcli.eval.records import STAR, Better, EvalRecord, Series, Strict, difference, interval
+from kvcli.eval.suite import Case, ComparedOptions, EvalSuite, Measured, Prepared
 from kvcli.progress import Reporter
 from kvcli.registry import UNFITTED_METHOD
 from kvcli.suite import Records
 from kvcli.tables import DataTable
 
 if TYPE_CHECKING:
-    from kvcli.eval.case import Case
     from kvcli.models import LoadedModel
 
 
@@ -68,23 +76,88 @@ def check(options: TasksOptions) -> None:
         raise UsageError("suite tasks needs --tasks NAME; 'lm-eval ls tasks' lists those of lm-eval")
 
 
+def measure(loaded: LoadedModel, case: Case, options: TasksOptions, manager: Any) -> Measured:
+    """Runs tasks that `find_tasks` has found; a unit per document and metric.
+
+    Raises:
+        UsageError: tasks that cannot be read, or have no metric that is a mean over documents.
+    """
+    from datasets import disable_progress_bars
+    from lm_eval import evaluate
+
+    from kvcli.eval.lm_tasks import CachedModel
+
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    disable_progress_bars()
+    random.seed(options.seed)
+    # lm-eval's own bars, one for each of its steps, are not shown
+    with case.caches(loaded) as new_cache, redirect_stderr(StringIO()):
+        model = CachedModel(loaded, new_cache, options.chunk)
+        try:
+            chosen = manager.load(options.tasks)
+            for task in chosen["tasks"].values():
+                if options.num_fewshot is not None or task.get_config("num_fewshot") is None:
+                    task.set_config(key="num_fewshot", value=options.num_fewshot or 0)
+                task.set_fewshot_seed(seed=options.seed)
+            results = evaluate(
+                lm=model,
+                task_dict=chosen,
+                limit=options.limit,
+                bootstrap_iters=0,
+                apply_chat_template=bool(options.chat),
+                log_samples=True,
+            )
+        except (KeyError, ValueError, OSError) as error:  # data that cannot be had, fields that are missing
+            reason = " ".join(str(error).split())
+            raise UsageError(f"lm-eval cannot run {', '.join(options.tasks)}: {reason}") from error
+        memory = model.last_cache.memory() if case.compressed and model.last_cache is not None else None
+    units = [unit for task in results["samples"] for unit in documents(results, task)]
+    return Measured(case, units, memory, {"versions": dict(results["versions"])})
+
+
+def documents(results: dict[str, Any], task: str) -> list[TaskDocument]:
+    """The documents of a task in what lm-eval returned, with every metric that is a mean over them.
+
+    Raises:
+        UsageError: no metric is a mean over documents, such as those of perplexity.
+    """
+    units: list[TaskDocument] = []
+    figures, better = results["results"][task], results["higher_is_better"][task]
+    for name in figures:
+        metric, comma, chosen = name.partition(",")
+        if not comma or metric.endswith("_stderr"):
+            continue
+        samples = [sample for sample in results["samples"][task] if sample["filter"] == chosen]
+        values = []
+        with suppress(KeyError, TypeError, ValueError):  # a metric of several numbers per document
+            values = [(int(sample["doc_id"]), float(sample[metric])) for sample in samples]
+        mean = sum(value for _, value in values) / len(values) if values else math.nan
+        if not math.isclose(mean, figures[name], abs_tol=1e-6):
+            continue
+        shown = metric if chosen == "none" else f"{metric},{chosen}"
+        direction: Better = "higher" if better.get(metric, True) else "lower"
+        units += [
+            TaskDocument(task=task, document=document, metric=shown, better=direction, value=value)
+            for document, value in sorted(values)
+        ]
+    if not units:
+        raise UsageError(f"task '{task}' has no metric that is a mean over its documents; choose another task")
+    return units
+
+
 def prepare(options: TasksOptions, loaded: LoadedModel, cases: Sequence[Case], reporter: Reporter) -> Prepared:
     """Rows of the uncompressed model and of methods."""
-    from kvcli.eval.case import REFERENCE
-    from kvcli.eval.lm_tasks import TasksConfig, find_tasks, measure
+    from kvcli.eval.lm_tasks import find_tasks
 
-    asked = {name: getattr(options, name) for name in ("tasks", "limit", "num_fewshot", "chat", "chunk", "seed")}
-    config = TasksConfig(include_path=options.include_path, **{**asked, "chat": bool(options.chat)})
-    manager = find_tasks(config)
+    manager = find_tasks(options.tasks, options.include_path)
 
     def rows() -> Iterator[Measured]:
-        for case in (REFERENCE, *cases):
+        for case in cases:
             reporter.say(f"{case.label}: {', '.join(options.tasks)}")
-            documents, versions, memory = measure(loaded, case, config, manager)
-            units = [TaskDocument(**document._asdict()) for document in documents]
-            yield Measured(case.label, case, units, memory, {"versions": versions})
+            yield measure(loaded, case, options, manager)
 
-    return Prepared(asked, rows())
+    asked = ("tasks", "limit", "num_fewshot", "chat", "chunk", "seed")
+    return Prepared({name: getattr(options, name) for name in asked}, rows())
 
 
 def table(records: Records, options: TasksOptions) -> DataTable:

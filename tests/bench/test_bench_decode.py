@@ -50,11 +50,6 @@ ON_GPU: Any = SimpleNamespace(device=torch.device("cuda"))
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return random_model("tiny", None, CPU, torch.float32, 0)
-
-
 def prompt(model: Any, batch: int, length: int) -> torch.Tensor:
     return random_prompt(ModelSpec.from_config(model.config), batch, length, model.device, 0)
 
@@ -141,7 +136,7 @@ def test_tokens_around_a_capture_are_not_steady(monkeypatch: pytest.MonkeyPatch)
     assert clock.steady(False) == (16, 8.0)
 
 
-def test_rates_are_of_steady_steps_and_totals_of_all(model: Any) -> None:
+def test_rates_are_of_steady_steps_and_totals_of_all() -> None:
     runs = [replace(run, steady=(4, 0.5), how="graphs", note="slow") for run in RUNS]
     row = ModelRow("x", 10, 3, "fused", question="given", new_tokens=11).with_memory(runs)
     timed = row.with_times(runs)
@@ -153,22 +148,10 @@ def test_rates_are_of_steady_steps_and_totals_of_all(model: Any) -> None:
     assert filled.prefill_ms is filled.ttft_ms is filled.total_tokens_per_s is None
     assert filled.with_ratios(filled).rate_ratio == 1
     assert filled.with_ratios(filled).prefill_ratio is None
-
-
-def test_a_ceiling_is_what_a_step_reads_at_the_rate_of_a_copy() -> None:
-    row = ModelRow("x", 10, 3, "fused", question="given", new_tokens=11)
-    row = row.with_times(RUNS).with_ceiling(2 * 10**9, 1000.0)
-    assert row.ceiling_tokens_per_s == pytest.approx(1500.0)
-    assert row.tokens_per_s is not None
-    assert row.ceiling_share == pytest.approx(row.tokens_per_s[1] / 1500)
-    assert (row.read_bytes, row.copy_gb_s) == (2 * 10**9, 1000.0)
-
-
-def test_a_step_reads_no_table_of_input_embeddings(model: Any) -> None:
-    weights = sum(x.nbytes for x in model.parameters())
-    assert step_weights_bytes(model) == weights - 97 * 64 * 4
-    tied = random_model("smollm2-135m", 1, CPU, torch.bfloat16, 0)
-    assert step_weights_bytes(tied) == sum(x.nbytes for x in tied.parameters())
+    bounded = timed.with_ceiling(2 * 10**9, 1000.0)  # what a step reads, at the rate of a copy
+    assert (bounded.read_bytes, bounded.copy_gb_s) == (2 * 10**9, 1000.0)
+    assert bounded.ceiling_tokens_per_s == pytest.approx(1500.0)
+    assert bounded.ceiling_share == pytest.approx(24 / 1500)
 
 
 def test_bytes_in_use_are_without_headroom(model: Any) -> None:
@@ -177,6 +160,8 @@ def test_bytes_in_use_are_without_headroom(model: Any) -> None:
         cache = session.new_cache()
         prefill(model, cache, prompt(model, 2, 101), None)
         memory = cache.memory()
+    # a step reads no table of input embeddings, unless it is the output layer too (test_shapes_have_...)
+    assert step_weights_bytes(model) == sum(x.nbytes for x in model.parameters()) - 97 * 64 * 4
     assert cache_sizes(cache)["used_bytes"] == memory.cache_bytes - memory.position_bytes < memory.allocated_bytes
 
 
@@ -220,7 +205,7 @@ def test_a_step_of_fixed_length_is_that_of_a_growing_cache(model: Any, monkeypat
     for ours, theirs in zip(cache.layers, grown.layers, strict=True):
         assert torch.allclose(ours.keys, theirs.keys, atol=1e-6)
         assert torch.allclose(ours.values, theirs.values, atol=1e-6)
-        assert ours.get_max_cache_shape() == ours.get_max_length() == 21
+        assert ours.get_mask_sizes(1) == (21, 0)
 
 
 def test_a_captured_step_is_replayed_as_often_as_tokens_are_made(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,17 +236,10 @@ def test_the_baseline_is_the_faster_of_two(model: Any, monkeypatch: pytest.Monke
     assert with_fixed_length(ON_GPU, RUNS, 2, 20, 11) == RUNS
     answer.append(([], 77, "no CUDA graph: no"))
     assert with_fixed_length(ON_GPU, RUNS, 2, 20, 11) == [replace(run, note="no CUDA graph: no") for run in RUNS]
-
-
-def test_a_baseline_without_room_stays_eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    def replay(*_: Any) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(fixed_length, "replay_step", replay)
-    assert {run.note for run in with_fixed_length(ON_GPU, RUNS, 2, 20, 11)} == {
-        "a cache of fixed length does not fit beside the model"
-    }
     assert with_fixed_length(ON_GPU, RUNS, 2, 20, 1) is RUNS
+    monkeypatch.setattr(fixed_length, "attempt", lambda call: None)  # out of memory
+    (note,) = {run.note for run in with_fixed_length(ON_GPU, RUNS, 2, 20, 11)}
+    assert note == "a cache of fixed length does not fit beside the model"
 
 
 def test_without_a_gpu_the_baseline_is_eager(model: Any) -> None:
@@ -296,7 +274,5 @@ def test_rows_on_a_gpu(mode: Any) -> None:
 @needs_gpu
 def test_a_step_of_fixed_length_is_captured() -> None:
     model = random_model("smollm2-135m", 2, torch.device(DEVICE), torch.bfloat16, 0)
-    seconds, held, note = replay_step(model, 2, 512, 20, 3)
-    assert note is None
-    assert len(seconds) == 3
-    assert held == 2 * 2 * 2 * 3 * 513 * 64 * 2
+    seconds, cache_bytes, note = replay_step(model, 2, 512, 20, 3)
+    assert (len(seconds), cache_bytes, note) == (3, 2 * 2 * 2 * 3 * 513 * 64 * 2, None)

@@ -17,7 +17,16 @@ from kvcli.attention.reference import attend_codes as reference_attend
 from kvcli.bench import layer, model_bench
 from kvcli.bench.budget import largest_by_peak
 from kvcli.bench.layer import MethodCase
-from kvcli.bench.model import Run, attached, cache_sizes, chunk_length, prefill, random_model, random_prompt, run_model
+from kvcli.bench.model import (
+    Run,
+    attached,
+    cache_sizes,
+    prefill,
+    random_model,
+    random_prompt,
+    run_model,
+    step_weights_bytes,
+)
 from kvcli.bench.model_bench import ModelBench, ModelRow
 from kvcli.bench.shapes import shape_config, shape_rope
 from kvcli.errors import UsageError
@@ -27,11 +36,6 @@ from kvcli.spec import ModelSpec
 CPU = torch.device("cpu")
 SMALL = {"group_size": 8, "residual_length": 8, "codebook_size": 8, "sink_length": 0}
 GIB = 2**30
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return random_model("tiny", None, CPU, torch.float32, 0)
 
 
 @pytest.fixture
@@ -87,6 +91,7 @@ def test_random_models_have_all_weights(model: Any) -> None:
 def test_shapes_have_the_angles_and_ties_of_the_real_models() -> None:
     tied = random_model("smollm2-135m", 1, CPU, torch.bfloat16, 0)
     assert tied.lm_head.weight is tied.model.embed_tokens.weight
+    assert step_weights_bytes(tied) == sum(x.nbytes for x in tied.parameters())
     angles = shape_rope("llama-3.1-8b", CPU).inv_freq
     assert angles[0] == 1.0
     assert angles[-1] == pytest.approx(500000.0 ** (-126 / 128) / 8)  # llama3 slows the slowest pairs eightfold
@@ -114,6 +119,7 @@ def test_greedy_steps_are_those_of_generate(model: Any) -> None:
         (None, 3, [40, 1, 1]),
         (70, 2, [35, 5, 1]),  # 70 tokens of two sequences
         (1, 0, [16, 16, 8]),  # no chunk is shorter
+        (100, 0, [40]),
     ],
 )
 def test_what_a_run_asks_of_the_model(model: Any, chunk: int | None, new_tokens: int, lengths: list[int]) -> None:
@@ -129,12 +135,6 @@ def test_what_a_run_asks_of_the_model(model: Any, chunk: int | None, new_tokens:
     assert 0 < run.prefill_s <= run.ttft_s
     assert run.cache_bytes == (40 + max(0, new_tokens - 1)) * 2 * 3 * 2 * 2 * 16 * 4
     assert run.peak_bytes is None
-
-
-def test_chunks_are_of_the_whole_batch() -> None:
-    assert [chunk_length(4096, batch, 8192) for batch in (1, 4, 1000)] == [4096, 1024, 16]
-    assert chunk_length(None, 4, 8192) == 8192
-    assert chunk_length(4096, 1, 100) == 100
 
 
 def test_figures_of_known_runs() -> None:

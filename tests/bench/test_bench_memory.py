@@ -23,11 +23,6 @@ SMALL = {"group_size": 8, "residual_length": 8, "codebook_size": 8, "sink_length
 
 
 @pytest.fixture(scope="module")
-def model() -> Any:
-    return random_model("tiny", None, CPU, torch.float32, 0)
-
-
-@pytest.fixture(scope="module")
 def shallow_model() -> Any:
     return random_model("tiny", 1, CPU, torch.float32, 0)
 

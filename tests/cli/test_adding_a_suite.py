@@ -11,12 +11,15 @@ from typing import Any
 
 import pytest
 import typer
+from foundation.test_method_names import mentions
 from typer.testing import CliRunner
 
 import kvcli.eval
+from kvcli.bench.suite import BenchOptions, BenchSuite, Prepared, Row, run_row, status
 from kvcli.cli import suites
 from kvcli.eval.records import read_rows
-from kvcli.registry import EVAL_SUITES
+from kvcli.registry import BENCH_SUITES, EVAL_SUITES, get_suite
+from kvcli.tables import DataTable
 
 NAME = "repeats"
 
@@ -30,6 +33,7 @@ def app(repo_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
     assert match is not None
     assert match[1] == match[3] == NAME
     assert NAME not in EVAL_SUITES
+    assert mentions(file) == []
     folder = tmp_path / "suites"
     folder.mkdir()
     (folder / f"{NAME}.py").write_text(file)
@@ -65,3 +69,32 @@ def test_it_has_options_of_its_own(app: typer.Typer) -> None:
 def test_nothing_of_it_is_in_the_package(repo_root: Path) -> None:
     assert not list((repo_root / "kvcli").rglob(f"{NAME}*"))
     assert NAME not in EVAL_SUITES
+
+
+def test_a_suite_of_bench_needs_rows_and_a_table_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the run goes on after a row that failed, and where records say nothing of weights."""
+
+    def measure(row: Row) -> Row:
+        if row.context > 1:
+            raise ValueError("too long")
+        return row
+
+    def prepare(options: BenchOptions, reporter: Any) -> Prepared:
+        cases = options.method_cases()
+        rows = (run_row(measure, Row(case.name, context, 1, "sdpa")) for case in cases for context in (1, 2))
+        return Prepared(rows, 2 * len(cases))
+
+    def table(records: Any, options: Any) -> DataTable:
+        return DataTable.of("rows", [{"method": record["method"], **status(record)} for record in records])
+
+    suite = BenchSuite(
+        name="rows", help="x", options=BenchOptions, example="kvcli bench rows", prepare=prepare, tabulate=table
+    )
+    monkeypatch.setitem(BENCH_SUITES, "rows", "x:SUITE")
+    monkeypatch.setattr(suites, "get_suite", lambda path: suite if path == "x:SUITE" else get_suite(path))
+    app = typer.Typer()
+    suites.register(app)
+    done = CliRunner().invoke(app, ["bench", "rows", "--method", "kivi-2", "--device", "cpu"])
+    assert done.exit_code == 1
+    assert done.stdout.count("sdpa: FAILED") == 2
+    assert "error: kivi-2, 2 tokens, batch 1: ValueError: too long" in done.stderr

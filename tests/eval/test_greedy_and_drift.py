@@ -8,10 +8,11 @@ import pytest
 import torch
 
 import kvcli
+from kvcli.cli.output import Output
 from kvcli.errors import ModelError
 from kvcli.eval import drift
-from kvcli.eval.case import REFERENCE, Case
 from kvcli.eval.greedy import greedy
+from kvcli.eval.suite import REFERENCE, Case
 from kvcli.models import LoadedModel
 
 PROMPT = [5, 9, 40, 7, 12, 33, 90, 14] * 6
@@ -43,18 +44,19 @@ def test_a_question_in_a_pass_of_its_own_reads_codes(loaded: LoadedModel) -> Non
     assert len(tokens) == 1
 
 
-def test_the_fp16_cache_never_drifts(loaded: LoadedModel) -> None:
+def test_the_fp16_cache_never_drifts(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = torch.randint(3, 259, (4, 60), generator=torch.Generator().manual_seed(0))
-    references, _ = drift.continuations(loaded, REFERENCE, prompts, 16)
-    units, memory = drift.measure(
-        loaded, Case("fp16", "fp16", None, {"residual_length": 4, "flush_block": 1}), prompts, references
-    )
-    assert [(unit.first_divergence, unit.agreed, unit.equal) for unit in units] == [(None, 16, 1.0)] * 4
-    assert memory.num_encoded > 0
-    coarse, _ = drift.measure(
-        loaded, Case("kivi-1", "kivi-1", None, {"residual_length": 8, "group_size": 8}), prompts, references
-    )
-    assert any(unit.first_divergence is not None for unit in coarse)
+    monkeypatch.setattr(drift.DriftOptions, "sequences", lambda *_: prompts)
+    cases = [
+        Case("fp16", "fp16", None, {"residual_length": 4, "flush_block": 1}),
+        Case("kivi-1", "kivi-1", None, {"residual_length": 8, "group_size": 8}),
+    ]
+    prepared = drift.prepare(drift.DriftOptions(max_new_tokens=16), loaded, cases, Output(quiet=True))
+    exact, coarse = prepared.rows
+    assert [(unit.first_divergence, unit.agreed, unit.equal) for unit in exact.units] == [(None, 16, 1.0)] * 4
+    assert exact.memory.num_encoded > 0
+    assert any(unit.first_divergence is not None for unit in coarse.units)
+    assert prepared.protocol == {"tokens": prompts.tolist(), "max_new_tokens": 16}
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 from byte_tokenizer import CHAT, byte_tokenizer
 
+from kvcli.cli.output import Output
 from kvcli.errors import CorpusError, ModelError, UsageError
 from kvcli.eval import needle, recall
-from kvcli.eval.case import REFERENCE
+from kvcli.eval.greedy import in_pieces, uses_chat
 from kvcli.eval.needle import NeedleOptions
-from kvcli.eval.prompts import in_pieces, uses_chat
 from kvcli.eval.recall import CUE_WORDS, RecallOptions
+from kvcli.eval.suite import REFERENCE
 from kvcli.models import LoadedModel
 
 VALUE = str(uuid.UUID(int=2**127 + 12345))
@@ -105,38 +106,20 @@ def test_passages_come_before_other_text_and_the_answer_has_their_first_words(
         recall.make_prompts(loaded, texts, config.model_copy(update={"passage_words": total}), False)
 
 
-def answering(monkeypatch: pytest.MonkeyPatch, module: Any, loaded: LoadedModel, change: Any) -> None:
-    """Lets a model answer every prompt with the right text, changed."""
-
-    def fake(_: Any, new_cache: Any, pieces: Any, limit: int, *, stop: Any, done: Any) -> Any:
-        expected = next(prompt.expected for prompt in module.asked if prompt.pieces == pieces)
-        tokens: list[int] = []
-        for token in loaded.tokenizer(change(expected))["input_ids"][:limit]:
-            tokens.append(token)
-            if done(tokens):
-                break
-        return tokens, new_cache()
-
-    monkeypatch.setattr("kvcli.eval.greedy.greedy", fake)
-
-
 @pytest.mark.parametrize(
-    ("change", "exact", "prefix"),
+    ("change", "expected"),
     [
-        (lambda text: f" {text}.", 1.0, 1.0),
-        (lambda text: text[:6] + "z" + text[7:], 0.0, 6 / 36),
-        (lambda text: "no", 0.0, 0.0),
+        (lambda text: f" {text}.", (1.0, 1.0)),
+        (lambda text: text[:6] + "z" + text[7:], (0.0, 6 / 36)),
+        (lambda text: "no", (0.0, 0.0)),
     ],
 )
 def test_needle_answers_are_scored_in_whole(
-    chatty: LoadedModel, texts: list[str], monkeypatch: pytest.MonkeyPatch, change: Any, exact: float, prefix: float
+    chatty: LoadedModel, texts: list[str], monkeypatch: pytest.MonkeyPatch, change: Any, expected: tuple[float, float]
 ) -> None:
-    prompts = needle.make_prompts(chatty, texts, NeedleOptions(contexts=[200], depths=[50], num_prompts=2), True)
-    monkeypatch.setattr(needle, "asked", prompts, raising=False)
-    answering(monkeypatch, needle, chatty, change)
-    units, memory = needle.measure(chatty, REFERENCE, prompts)
-    assert [(unit.exact, unit.prefix) for unit in units] == [pytest.approx((exact, prefix))] * 2
-    assert memory is None
+    options = NeedleOptions(contexts=[200], depths=[50], num_prompts=2)
+    units = answered(needle, options, chatty, texts, monkeypatch, change)
+    assert [(unit.exact, unit.prefix) for unit in units] == [pytest.approx(expected)] * 2
 
 
 @pytest.mark.parametrize(
@@ -151,12 +134,32 @@ def test_needle_answers_are_scored_in_whole(
 def test_recall_answers_are_scored_in_whole(
     loaded: LoadedModel, texts: list[str], monkeypatch: pytest.MonkeyPatch, change: Any, exact: float, quoted: int
 ) -> None:
-    config = RecallOptions(distances=[50], passage_words=20, num_prompts=2)
-    prompts = recall.make_prompts(loaded, texts, config, False)
-    monkeypatch.setattr(recall, "asked", prompts, raising=False)
-    answering(monkeypatch, recall, loaded, change)
-    units, _ = recall.measure(loaded, REFERENCE, prompts)
+    options = RecallOptions(distances=[50], passage_words=20, num_prompts=2)
+    units = answered(recall, options, loaded, texts, monkeypatch, change)
     assert [(unit.exact, unit.quoted, unit.words) for unit in units] == [(exact, quoted, 20)] * 2
+
+
+def answered(
+    module: Any, options: Any, loaded: LoadedModel, texts: list[str], monkeypatch: pytest.MonkeyPatch, change: Any
+) -> Any:
+    """Units of the uncompressed model if it answers every prompt with the right text, changed."""
+
+    def fake(_: Any, new_cache: Any, pieces: Any, limit: int, *, stop: Any, done: Any) -> Any:
+        expected = next(prompt.expected for prompt in asked if prompt.pieces == pieces)
+        tokens: list[int] = []
+        for token in loaded.tokenizer(change(expected))["input_ids"][:limit]:
+            tokens.append(token)
+            if done(tokens):
+                break
+        return tokens, new_cache()
+
+    monkeypatch.setattr("kvcli.eval.greedy.greedy", fake)
+    monkeypatch.setattr(type(options), "documents", lambda self: texts)
+    prepared = module.prepare(options, loaded, [REFERENCE], Output(quiet=True))
+    asked = prepared.protocol["prompts"]
+    (row,) = prepared.rows
+    assert row.memory is None
+    return row.units
 
 
 def test_the_chat_template_is_used_where_there_is_one(loaded: LoadedModel, chatty: LoadedModel) -> None:

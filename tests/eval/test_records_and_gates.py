@@ -10,9 +10,8 @@ import pytest
 from pydantic import ValidationError
 
 from kvcli.errors import UsageError
-from kvcli.eval.bootstrap import MIN_UNITS
 from kvcli.eval.drift import DriftPrompt, DriftRecord
-from kvcli.eval.gates import check_baseline, check_limits
+from kvcli.eval.intervals import MIN_UNITS, check_baseline, check_limits, metrics_of
 from kvcli.eval.kl import KLRecord, TokenBlock
 from kvcli.eval.records import from_plain, read_rows
 from kvcli.storage.atomic import append_record
@@ -34,7 +33,7 @@ def kl_record(values: list[float], label: str = "kivi-2", **changes: Any) -> KLR
         "artifact": None,
         "protocol": "text",
         "options": {"seq_len": 2048},
-        "metrics": KLRecord.metrics_of(units, None),
+        "metrics": metrics_of(KLRecord, units, None),
         "memory": None,
         "dtype": "float32",
         "device": "cpu",
@@ -59,7 +58,7 @@ def drift_record(equal: list[float]) -> DriftRecord:
     shared = kl_record([0.1] * 8).model_dump()
     for name in (*KLRecord.model_fields.keys() - DriftRecord.model_fields.keys(), "suite", "unit", "units", "metrics"):
         del shared[name]
-    return DriftRecord(**shared, units=units, metrics=DriftRecord.metrics_of(units, None))
+    return DriftRecord(**shared, units=units, metrics=metrics_of(DriftRecord, units, None))
 
 
 NOISE = [0.1, 0.4, 0.2, 0.9, 0.3, 0.5, 0.2, 0.7, 0.6, 0.1, 0.3, 0.8]
@@ -183,10 +182,10 @@ def test_the_last_former_record_of_a_row_counts() -> None:
 def test_a_difference_to_another_row_is_recorded_with_its_interval() -> None:
     other = kl_record(NOISE)
     units = kl_record([x + 0.1 + 0.01 * (i % 3) for i, x in enumerate(NOISE)], label="kivi-1").units
-    found = KLRecord.metrics_of(units, other)["kl_mean"].difference
+    found = metrics_of(KLRecord, units, other)["kl_mean"].difference
     assert found is not None
     assert found.to == "kivi-2"
     assert found.mean == pytest.approx(0.11)
     assert found.low < 0.11 < found.high  # type: ignore[operator]
     assert found.real
-    assert KLRecord.metrics_of(other.units, None)["kl_mean"].difference is None
+    assert metrics_of(KLRecord, other.units, None)["kl_mean"].difference is None

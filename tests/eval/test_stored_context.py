@@ -10,7 +10,7 @@ from contexts_made import Maker, maker, store, tokens  # noqa: F401
 
 from kvcli.contexts import ContextStore
 from kvcli.errors import UsageError
-from kvcli.eval.stored_context import copied_tokens, stored_quality
+from kvcli.eval.quality import copied_tokens, stored_quality
 
 
 def test_a_copy_in_full_precision_loses_nothing(maker: Any, store: ContextStore) -> None:  # noqa: F811

@@ -168,7 +168,8 @@ def test_what_a_suite_cannot_do_is_one_line(command_model: LoadedModel, argument
 def test_tasks_without_lm_eval_say_what_to_install(command_model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
-    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    for name in ("lm_eval", "lm_eval.api.model"):
+        monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, "kvcli.eval.lm_tasks", raising=False)
     done = invoke("--suite", "tasks", "--tasks", "x", "--method", "kivi-2")
     assert done.exit_code == 2

@@ -12,14 +12,15 @@ from typer.testing import CliRunner
 
 from kvcli.cli.app import app
 from kvcli.errors import UsageError
-from kvcli.eval.case import REFERENCE, Case
+from kvcli.eval.suite import REFERENCE, Case
+from kvcli.eval.tasks import TasksOptions, documents, measure
 from kvcli.models import LoadedModel
 
 pytest.importorskip("lm_eval", reason="needs lm-eval, the extra kvcli[eval]")
 
 from lm_eval.tasks import TaskManager
 
-from kvcli.eval.lm_tasks import CachedModel, TasksConfig, documents, find_tasks, measure
+from kvcli.eval.lm_tasks import CachedModel, find_tasks
 
 YAML = """
 task: {name}
@@ -41,6 +42,7 @@ GENERATE = (
     "metric_list:\n  - metric: exact_match\n    aggregation: mean\n    higher_is_better: true\n"
 )
 KIVI = Case("kivi-1", "kivi-1", None, {"group_size": 8, "residual_length": 8})
+EXACT = Case("fp16", "fp16", None, {"residual_length": 4, "flush_block": 1})
 
 
 @pytest.fixture
@@ -79,7 +81,7 @@ def direct(loaded: LoadedModel, context: list[int], continuation: list[int]) -> 
     return float(log_probs.gather(-1, torch.tensor(continuation)[:, None]).sum())
 
 
-@pytest.mark.parametrize("case", [REFERENCE, Case("fp16", "fp16", None, {"residual_length": 4, "flush_block": 1})])
+@pytest.mark.parametrize("case", [REFERENCE, EXACT])
 def test_likelihoods_of_exact_caches_are_the_models_own(loaded: LoadedModel, case: Case) -> None:
     generator = torch.Generator().manual_seed(0)
     context = torch.randint(3, 259, (50,), generator=generator).tolist()
@@ -123,34 +125,33 @@ def test_answers_read_codes(loaded: LoadedModel) -> None:
 
 
 def test_a_local_task_runs_and_its_documents_are_units(loaded: LoadedModel, tasks: Path) -> None:
-    config = TasksConfig(["choose", "say"], include_path=tasks, limit=8)
-    manager = find_tasks(config)
-    units, versions, memory = measure(loaded, KIVI, config, manager)
-    assert [(unit.task, unit.document, unit.metric, unit.better) for unit in units] == [
+    options = TasksOptions(tasks=["choose", "say"], include_path=tasks, limit=8)
+    manager = find_tasks(options.tasks, tasks)
+    row = measure(loaded, KIVI, options, manager)
+    assert [(unit.task, unit.document, unit.metric, unit.better) for unit in row.units] == [
         (task, i, metric, "higher") for task, metric in (("choose", "acc"), ("say", "exact_match")) for i in range(8)
     ]
-    assert versions == {"choose": 3, "say": 3}
-    assert memory.num_encoded > 0
-    assert {unit.value for unit in units if unit.task == "say"} == {0.0}
-    own, _, none = measure(loaded, REFERENCE, config, manager)
-    assert none is None
-    exact, _, _ = measure(loaded, Case("fp16", "fp16", None, {"residual_length": 4, "flush_block": 1}), config, manager)
-    assert own == exact
+    assert row.fields == {"versions": {"choose": 3, "say": 3}}
+    assert row.memory.num_encoded > 0
+    assert {unit.value for unit in row.units if unit.task == "say"} == {0.0}
+    own, exact = (measure(loaded, case, options, manager) for case in (REFERENCE, EXACT))
+    assert own.memory is None
+    assert own.units == exact.units
 
 
 def test_what_cannot_be_measured_is_refused(loaded: LoadedModel, tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = TasksConfig(["read"], include_path=tasks, limit=2)
+    options, manager = TasksOptions(tasks=["read"], include_path=tasks, limit=2), find_tasks(["read"], tasks)
     with pytest.raises(UsageError, match="'read' has no metric that is a mean over its documents"):
-        measure(loaded, REFERENCE, config, find_tasks(config))
+        measure(loaded, REFERENCE, options, manager)
     (tasks.parent / "data.jsonl").unlink()
     with pytest.raises(UsageError, match="lm-eval cannot run read"):
-        measure(loaded, REFERENCE, config, find_tasks(config))
+        measure(loaded, REFERENCE, options, find_tasks(["read"], tasks))
     # reading the thousands of tasks of lm-eval takes long
     monkeypatch.setattr(
         "kvcli.eval.lm_tasks.TaskManager", lambda include_path, **_: TaskManager(None, include_path, False)
     )
     with pytest.raises(UsageError, match="no task 'chose'; did you mean 'choose'"):
-        find_tasks(TasksConfig(["chose"], include_path=tasks))
+        find_tasks(["chose"], tasks)
     request = type("Request", (), {"args": ("x", {"until": [], "do_sample": True})})()
     with REFERENCE.caches(loaded) as new_cache, pytest.raises(UsageError, match="sampling"):
         CachedModel(loaded, new_cache, chunk=16).generate_until([request])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvcli.eval.bootstrap import MIN_UNITS, estimate, paired_difference
+from kvcli.eval.intervals import MIN_UNITS, estimate, paired_difference
 
 
 def test_the_interval_of_normal_values_is_that_of_theory() -> None:
