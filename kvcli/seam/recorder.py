@@ -19,7 +19,6 @@ _UNDERSTOOD = ("scaling", "dropout", "is_causal", "position_ids", "softcap", "s_
 FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError, AssertionError)
 """What a model may raise where it does not expect our attention function or cache."""
 
-
 running = local()
 """Its `recorder`, if not None, is that of the probe that runs in this thread."""
 
@@ -93,7 +92,14 @@ class Recorder:
         self.again: Callable[[RecordedCall], Tensor] | None = None
 
     def attention(
-        self, module: nn.Module, query: Tensor, key: Any, value: Any, attention_mask: Any = None, **options: Any
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Any,
+        value: Any,
+        attention_mask: Any = None,
+        *_: Any,
+        **options: Any,
     ) -> tuple[Tensor, Any]:
         """The attention function: the model's own, after a check that its arguments are understood."""
         scaling = options.get("scaling")
