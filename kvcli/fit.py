@@ -248,8 +248,7 @@ def split_samples(
 
     Other arguments are those of `Recording.load_sequences`.
     """
-    seq_len = recording.manifest.seq_len
-    num_sequences = recording.num_tokens // seq_len
+    num_sequences = recording.manifest.num_sequences
     heldout = max(1, round(num_sequences * _HELDOUT_FRACTION)) if num_sequences > 1 else 0
     border = num_sequences - heldout
     ranges = [range(border), range(border, num_sequences)] if heldout else [range(num_sequences)]
