@@ -26,7 +26,7 @@ from kvcli.rope import NoRope
 from kvcli.seam.decoder import find_decoder, text_model
 from kvcli.seam.model import ATTENTION_NAME, SHARED_CONFIG, ModelAttention, attention_of_config
 from kvcli.seam.recorder import FAILURES, NotUnderstood, ProbeTokens, Recorder, module_name, one_line, record, running
-from kvcli.seam.trial import Trial, tolerance
+from kvcli.seam.trial import Trial
 from kvcli.spec import ModelSpec, general_fields, no_rope, rope_spec
 
 _NAME = "kvcli_probe"
@@ -72,8 +72,14 @@ def probe(model: nn.Module) -> ModelAttention:
         needed = [*attention.modules, *([] if isinstance(attention.rope, NoRope) else [attention.rope.module])]
         if all(id(module) in there for module in needed):
             return attention
-    probing = _Probe(model, implementation)
-    attention = probing.run()
+    config: Any = model.config
+    text_config = config.get_text_config(decoder=True)
+    try:
+        probing = _Probe(model, implementation, text_config)
+        attention = probing.run()
+    except NotUnderstood as error:
+        kind = text_config.model_type
+        raise UnsupportedModelError(f"model type '{kind}' cannot be compressed: {error}") from error
     if probing.trial.is_finite:  # with NaN in the weights, nothing was compared
         _known[model] = attention
     return attention
@@ -87,15 +93,12 @@ def _device(model: nn.Module) -> torch.device:
 class _Probe:
     """One probe of a model."""
 
-    def __init__(self, model: nn.Module, implementation: str | None) -> None:
-        self.model: Any = model
-        self.implementation = implementation
-        config: Any = model.config
-        self.config = config.get_text_config(decoder=True)
+    def __init__(self, model: Any, implementation: str | None, config: Any) -> None:
+        self.model, self.implementation, self.config = model, implementation, config
         try:
-            self.own_cache = DynamicCache(config=config)
+            self.own_cache = DynamicCache(config=model.config)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise self._refusal(f"transformers has no cache for it ({one_line(error)})") from error
+            raise NotUnderstood(f"transformers has no cache for it ({one_line(error)})") from error
         self.recorder = Recorder(model, implementation)
         self.trial = Trial(self.recorder, self.own_cache)
 
@@ -110,29 +113,23 @@ class _Probe:
                 recorded = self._run(tokens, use_cache=False)
                 modules = [call.module for call in self.recorder.calls]
                 if not modules:
-                    raise self._refusal("no attention in it goes through transformers' attention interface")
+                    raise NotUnderstood("no attention in it goes through transformers' attention interface")
                 for module in modules:
                     if (count := modules.count(module)) > 1:
-                        raise self._refusal(f"{module_name(self.model, module)} attends {count} times in one pass")
-                error = self.trial.difference(recorded, logits)
-                if not error <= tolerance(logits):
-                    raise self._refusal(
-                        f"its logits change by {100 * error:.2g} % when its attention is called through us"
-                    )
+                        raise NotUnderstood(f"{module_name(self.model, module)} attends {count} times in one pass")
+                self.trial.check(recorded, logits, "its logits change by {} when its attention is called through us")
                 self._check_layers(modules, tokens)
         return self._result(modules)
 
     def _run(self, tokens: Tensor, **arguments: Any) -> Tensor:
         try:
             output = self.model(input_ids=tokens, **arguments)
-        except NotUnderstood as error:
-            raise self._refusal(str(error)) from error
         except torch.OutOfMemoryError:
             raise
         except FAILURES as error:
             if ProbeTokens.__name__ in str(error):
-                raise self._refusal("a layer attends to what another one caches") from error
-            raise self._refusal(f"it cannot run on a few tokens of text ({one_line(error)})") from error
+                raise NotUnderstood("a layer attends to what another one caches") from error
+            raise NotUnderstood(f"it cannot run on a few tokens of text ({one_line(error)})") from error
         return output.logits
 
     @contextmanager
@@ -143,7 +140,7 @@ class _Probe:
         try:
             text_model(self.model).set_attn_implementation(_NAME)
         except (ValueError, AttributeError) as error:
-            raise self._refusal(f"its attention cannot be replaced ({one_line(error)})") from error
+            raise NotUnderstood(f"its attention cannot be replaced ({one_line(error)})") from error
         running.recorder = self.recorder
         try:
             yield
@@ -156,7 +153,7 @@ class _Probe:
         full = [module for module in modules if self._is_full(module)]
         if not full:
             kinds = sorted({type(layer).__name__ for layer in self.own_cache.layers})
-            raise self._refusal(
+            raise NotUnderstood(
                 "no layer attends to the whole context and caches keys and values alone: "
                 f"it has a window, or its cache is of {', '.join(kinds)}"
             )
@@ -181,7 +178,7 @@ class _Probe:
         call = next(call for call in self.recorder.calls if call.module is module)
         index = getattr(module, "layer_idx", None)
         if not isinstance(index, int) or not 0 <= index < len(self.own_cache.layers):
-            raise self._refusal(f"{module_name(self.model, module)} has no index of its layer in the cache")
+            raise NotUnderstood(f"{module_name(self.model, module)} has no index of its layer in the cache")
         return type(self.own_cache.layers[index]) is DynamicLayer and call.options.get("sliding_window") is None
 
     def _result(self, modules: list[nn.Module]) -> ModelAttention:
@@ -189,12 +186,12 @@ class _Probe:
         layers = list(self.trial.layers.values())
         indices = [int(x.layer.module.layer_idx) for x in layers]  # type: ignore[arg-type]
         if indices != sorted(set(indices)):
-            raise self._refusal(f"its layers attend in the order {indices}")
+            raise NotUnderstood(f"its layers attend in the order {indices}")
         if len({x.shape for x in layers}) > 1:
-            raise self._refusal("its layers of full attention have different shapes")
+            raise NotUnderstood("its layers of full attention have different shapes")
         ropes = {id(x.rope): x.rope for x in layers if x.rope is not None}
         if len(ropes) > 1 or len({x.layer.channels for x in layers if x.layer.rotated}) > 1:
-            raise self._refusal("its layers of full attention are rotated in different ways")
+            raise NotUnderstood("its layers of full attention are rotated in different ways")
         num_heads, num_kv_heads, head_dim, value_dim = layers[0].shape
         total, rotated = len(self.own_cache.layers), [x for x in layers if x.layer.rotated]
         told = rope_spec(self.config, head_dim) if rotated else no_rope(head_dim)
@@ -212,7 +209,7 @@ class _Probe:
                 unrotated=tuple(x.layer.layer_idx for x in layers if rotated and not x.layer.rotated),
             )
         except (ValueError, AttributeError) as error:
-            raise self._refusal(one_line(error)) from error
+            raise NotUnderstood(one_line(error)) from error
         rope = next(iter(ropes.values()), None) or NoRope(spec.rope.rotary_dim, _device(self.model))
         notes = []
         if self.config.model_type not in FULL + HYBRID:
@@ -227,9 +224,6 @@ class _Probe:
         return ModelAttention(
             tuple(x.layer for x in layers), tuple(modules), rope, spec, self.implementation, tuple(notes)
         )
-
-    def _refusal(self, reason: str) -> UnsupportedModelError:
-        return UnsupportedModelError(f"model type '{self.config.model_type}' cannot be compressed: {reason}")
 
 
 @contextmanager

@@ -122,9 +122,7 @@ class Trial:
             if len(cached) != before + 1:
                 raise NotUnderstood("it attends to keys that do not come from its cache")
             ours, theirs = (x[0] if isinstance(x, tuple) else x for x in (again, output))
-            error = self.difference(ours, theirs)
-            if not error <= tolerance(theirs):
-                raise NotUnderstood(f"its output differs by {100 * error:.2g} % when it is called with our cache")
+            self.check(ours, theirs, "its output differs by {} when it is called with our cache")
         except NotUnderstood:
             del cached[before:]
             raise
@@ -162,28 +160,21 @@ class Trial:
             key = rotation.apply(key.float()).to(key.dtype)
         # rounding apart, the model's own rotated queries and keys are these
         for x, theirs in ((query, stock.query), (key, stock.key)):
-            if not self.difference(x, layer.in_order(theirs)) <= tolerance(theirs):
-                raise NotUnderstood("its rotation of queries and keys is not understood")
+            self.check(x, layer.in_order(theirs), "its rotation of queries and keys is not understood")
         sinks = call.options.get("s_aux")
         ours = plain_attention(query, key, call.key.value, None, call.scaling, layer.soft_cap, sinks)
         output: Tensor = stock.output[0]
-        if not (error := self.difference(ours, output)) <= tolerance(output):
-            raise NotUnderstood(f"its attention differs from ours by {100 * error:.2g} %")
+        self.check(ours, output, "its attention differs from ours by {}")
         # what follows in the module may quantize it, which makes steps of differences that are rounding
         return output
 
-    def difference(self, x: Tensor, reference: Tensor) -> float:
-        """The largest difference relative to the largest number of the reference, where that is finite."""
-        if x.shape != reference.shape:
-            return math.inf
-        x, reference = x.float(), reference.float()
-        finite = reference.isfinite()
-        if not bool(finite.all()):
-            self.is_finite = False
-            x, reference = x.where(finite, 0), reference.where(finite, 0)
-        return float((x - reference).abs().max() / reference.abs().max().clamp_min(1e-30))
-
-
-def tolerance(x: Tensor) -> float:
-    """The largest difference that rounding explains, for numbers of the type of `x`."""
-    return _TOLERANCE.get(x.dtype, 0.05)
+    def check(self, x: Tensor, reference: Tensor, wrong: str) -> None:
+        """Raises NotUnderstood if numbers differ, where the reference is finite, by more than rounding explains."""
+        error = math.inf
+        if x.shape == reference.shape:
+            finite = reference.isfinite()
+            self.is_finite = self.is_finite and bool(finite.all())
+            ours, theirs = (y.float().where(finite, 0) for y in (x, reference))
+            error = float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-30))
+        if not error <= _TOLERANCE.get(reference.dtype, 0.05):
+            raise NotUnderstood(wrong.format(f"{100 * error:.2g} %"))
