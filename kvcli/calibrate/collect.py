@@ -19,19 +19,9 @@ import torch
 from torch import Tensor
 
 from kvcli.calibrate.config import FISHER_SEQ_LEN, CollectConfig, Shard
-from kvcli.calibrate.fisher import layer_fisher, sequence_sums
-from kvcli.calibrate.parts import (
-    FISHER,
-    PARTS,
-    SUMS,
-    SamplesManifest,
-    part_name,
-    part_records,
-    sums_name,
-    write_fisher,
-    write_part,
-)
-from kvcli.calibrate.shards import merge_into, read_sums
+from kvcli.calibrate.fisher import sequence_sums
+from kvcli.calibrate.parts import FISHER, PARTS, SUMS, SamplesManifest, part_name, part_records, sums_name, write_part
+from kvcli.calibrate.shards import merge_into, write_fisher
 from kvcli.errors import SamplesError
 from kvcli.models import LoadedModel
 from kvcli.progress import Advance, Say, say_nothing
@@ -194,8 +184,7 @@ class _Collection:
         for index, sums in sequence_sums(self.loaded, sequences, _FISHER_SEED, missing, self.advance):
             write_part(folder, sums_name(index), sums)
         if self.shard is None:
-            all_sums = (read_sums(folder / sums_name(index)) for index in rows)
-            write_fisher(folder, layer_fisher(all_sums, self.loaded.spec.num_layers))
+            write_fisher(folder, [folder / sums_name(index) for index in rows], self.loaded.spec.num_layers)
 
 
 def _run(model: Any, batch: Tensor) -> None:

@@ -22,7 +22,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from kvcli.errors import SamplesError
-from kvcli.methods.samples import LayerFisher
 from kvcli.spec import ModelSpec
 from kvcli.storage.atomic import append_record, file_record, is_intact, read_records, replacing
 from kvcli.storage.manifest import RunManifest, write_sealed
@@ -116,13 +115,6 @@ def write_part(folder: Path, name: str, tensors: Mapping[str, Tensor]) -> None:
         save_file(dict(tensors), temporary)
         record = file_record(temporary)
     append_record(folder / PARTS, {"part": name, **record})
-
-
-def write_fisher(folder: Path, layers: Sequence[LayerFisher]) -> None:
-    """Writes the Fisher information of all layers."""
-    write_part(
-        folder, FISHER, {f"layers.{i}.{name}": x for i, fisher in enumerate(layers) for name, x in vars(fisher).items()}
-    )
 
 
 def part_records(folder: Path) -> dict[str, dict[str, Any]]:

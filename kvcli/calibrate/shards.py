@@ -6,7 +6,7 @@ Fisher information is kept as sums for each sequence and added in the order of t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from kvcli.calibrate.fisher import Sums, layer_fisher
-from kvcli.calibrate.parts import FISHER, PARTS, SamplesManifest, part_name, part_records, sums_name, write_fisher
+from kvcli.calibrate.parts import FISHER, PARTS, SamplesManifest, part_name, part_records, sums_name, write_part
 from kvcli.calibrate.recording import Recording
 from kvcli.errors import SamplesError
 from kvcli.progress import Advance
@@ -69,7 +69,7 @@ def merge_into(
         sums = [sums_name(index) for index in range(first.fisher_sequences)]
         if missing := [name for name in sums if name not in where]:
             raise SamplesError(f"the shards lack {missing[0]}; {_REMEDY}")
-        write_fisher(out, layer_fisher((read_sums(where[name] / name) for name in sums), first.spec.num_layers))
+        write_fisher(out, [where[name] / name for name in sums], first.spec.num_layers)
         records[FISHER] = part_records(out)[FISHER]
         names.append(FISHER)
     if missing := [name for name in names if name not in records]:
@@ -78,12 +78,22 @@ def merge_into(
     (out / PARTS).unlink(missing_ok=True)
 
 
-def read_sums(path: Path) -> Sums:
-    """The sums of one sequence; SamplesError for a file that cannot be read."""
-    try:
-        return load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise SamplesError(f"{path} cannot be read ({error}); {_REMEDY}") from error
+def write_fisher(folder: Path, paths: Sequence[Path], num_layers: int) -> None:
+    """Writes the Fisher information of all layers from files with the sums of sequences, which are added in order.
+
+    Raises:
+        SamplesError: a file that cannot be read.
+    """
+
+    def sums() -> Iterator[Sums]:
+        for path in paths:
+            try:
+                yield load_file(path)
+            except (OSError, SafetensorError) as error:
+                raise SamplesError(f"{path} cannot be read ({error}); {_REMEDY}") from error
+
+    layers = enumerate(layer_fisher(sums(), num_layers))
+    write_part(folder, FISHER, {f"layers.{i}.{name}": x for i, layer in layers for name, x in vars(layer).items()})
 
 
 def read_shards(folders: Sequence[Path]) -> list[tuple[Path, SamplesManifest]]:
