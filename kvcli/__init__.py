@@ -15,11 +15,10 @@ from kvcli._version import __version__
 if TYPE_CHECKING:
     from kvcli.artifact import Artifact
     from kvcli.attention.attach import attach
-    from kvcli.attention.generation import Generated
-    from kvcli.attention.next_token import SamplingConfig
+    from kvcli.attention.generation import Generated, SamplingConfig
     from kvcli.attention.session import Session
+    from kvcli.cache.compressed import MemoryReport
     from kvcli.cache.context import Context
-    from kvcli.cache.memory import MemoryReport
     from kvcli.models import load_model
 
 __all__ = [
@@ -38,8 +37,8 @@ _MODULES = {
     "Artifact": "kvcli.artifact",
     "Context": "kvcli.cache.context",
     "Generated": "kvcli.attention.generation",
-    "MemoryReport": "kvcli.cache.memory",
-    "SamplingConfig": "kvcli.attention.next_token",
+    "MemoryReport": "kvcli.cache.compressed",
+    "SamplingConfig": "kvcli.attention.generation",
     "Session": "kvcli.attention.session",
     "attach": "kvcli.attention.attach",
     "load_model": "kvcli.models",

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcli.attention.generation import stop_tokens
-from kvcli.attention.next_token import SamplingConfig
+from kvcli.attention.generation import SamplingConfig, stop_tokens
 from kvcli.attention.session import Session
 from kvcli.cache.context import Context
 from kvcli.errors import CacheError

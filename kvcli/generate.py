@@ -12,12 +12,9 @@ import torch
 from torch import Tensor
 from transformers import TextStreamer
 
-from kvcli.attention.decoder import Mode
-from kvcli.attention.generation import Generated, prefill
-from kvcli.attention.next_token import SamplingConfig
+from kvcli.attention.generation import Generated, Mode, SamplingConfig, prefill
 from kvcli.attention.session import Session
-from kvcli.cache.compressed import CompressedCache
-from kvcli.cache.memory import MemoryReport
+from kvcli.cache.compressed import CompressedCache, MemoryReport
 from kvcli.checkpoint import quiet_transformers
 from kvcli.models import LoadedModel, not_finite
 from kvcli.progress import Progress, no_progress

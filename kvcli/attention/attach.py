@@ -89,7 +89,12 @@ def attach(
         for codec, bias in zip(codecs, probe(module).key_biases(), strict=True):
             codec.key_offset = bias
     if layers is not None:
-        codecs = _only_layers(codecs, layers, spec)
+        unknown = sorted(set(layers) - set(range(spec.num_layers)))
+        if unknown or not layers:
+            raise UsageError(f"layers to compress are some of 0 to {spec.num_layers - 1}, not {unknown or 'none'}")
+        baseline = get_method(BASELINE)
+        plain = build_codecs(baseline, spec, make_config(baseline, {}))
+        codecs = [codec if layer_idx in layers else plain[layer_idx] for layer_idx, codec in enumerate(codecs)]
     for layer_idx, codec in enumerate(codecs):
         codec.to(devices[spec.in_model(layer_idx)]).eval()
     name = loaded.name if loaded is not None else str(getattr(module.config, "name_or_path", ""))
@@ -97,11 +102,7 @@ def attach(
 
 
 def build_codecs(method: Method, spec: ModelSpec, config: CacheConfig) -> list[LayerCodec]:
-    """The codecs of all layers of a method that is not fitted.
-
-    Raises:
-        ConfigError: settings that do not fit the model's shapes.
-    """
+    """The codecs of all layers of a method that is not fitted; ConfigError for settings that do not fit the shapes."""
     try:
         codecs = [method.build(spec, config, layer_idx) for layer_idx in range(spec.num_layers)]
         if spec.value_dim != spec.head_dim:
@@ -113,26 +114,8 @@ def build_codecs(method: Method, spec: ModelSpec, config: CacheConfig) -> list[L
         raise ConfigError(f"{method.name}: {error}") from error
 
 
-def _only_layers(codecs: list[LayerCodec], layers: Collection[int], spec: ModelSpec) -> list[LayerCodec]:
-    """The codecs of some layers; those of the others store full precision.
-
-    Raises:
-        UsageError: no layer, or one that the model does not have.
-    """
-    unknown = sorted(set(layers) - set(range(spec.num_layers)))
-    if unknown or not layers:
-        raise UsageError(f"layers to compress are some of 0 to {spec.num_layers - 1}, not {unknown or 'none'}")
-    baseline = get_method(BASELINE)
-    plain = build_codecs(baseline, spec, make_config(baseline, {}))
-    return [codec if layer_idx in layers else plain[layer_idx] for layer_idx, codec in enumerate(codecs)]
-
-
 def make_config(method: Method, values: dict[str, Any]) -> CacheConfig:
-    """A method's settings from plain values.
-
-    Raises:
-        ConfigError: unknown names or values out of range.
-    """
+    """A method's settings from plain values; ConfigError for unknown names or values out of range."""
     try:
         return method.config_cls(**values)
     except ValidationError as error:

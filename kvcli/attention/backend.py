@@ -19,27 +19,18 @@ from kvcli.methods.layer_codec import AttendCodes, LayerCodec, PartialAttention
 from kvcli.methods.method import Method
 from kvcli.rope import Rotation, Unrotate
 
-AttendWindow = Callable[..., Tensor]
-"""Attention over window tokens merged with that over codes, as `kvcli.attention.reference.attend_window`."""
-
-AttendNew = Callable[..., PartialAttention]
-"""Causal attention over new tokens merged with that over codes, as `kvcli.attention.decoded.attend_new`."""
-
-RotateAndAppend = Callable[[Rotation, Tensor, Tensor, Tensor, Tensor, Tensor, WindowTokens], Tensor]
-"""Rotates new queries and keys and writes keys and values, as `kvcli.attention.reference.rotate_and_append`."""
-
 
 @dataclass(frozen=True)
 class AttentionBackend:
-    """The functions of one implementation.
+    """The functions of one implementation; their arguments are those of `kvcli.attention.reference`.
 
     Attributes:
         impl: "reference" or "fused".
         attend_codes: attention over codes, for at most `max_queries` queries per row.
         attend_decoded: the same for more queries: blocks of tokens are decoded once for all of them.
         attend_window: attention over the window.
-        attend_new: attention of more than `max_queries` new tokens over each other, so that the window is only what is
-            older; None where `attend_window` takes it all.
+        attend_new: `decoded.attend_new` of more than `max_queries` new tokens over each other, so that the window is
+            only what is older; None where `attend_window` takes it all.
         rotate_and_append: RoPE of new tokens into the window.
         unrotate: inverse RoPE of window keys, for codecs that work before RoPE.
         max_queries: see `attend_codes`.
@@ -49,10 +40,10 @@ class AttentionBackend:
     impl: str
     attend_codes: AttendCodes
     attend_decoded: Callable[..., PartialAttention]
-    attend_window: AttendWindow
-    rotate_and_append: RotateAndAppend
+    attend_window: Callable[..., Tensor]
+    rotate_and_append: Callable[[Rotation, Tensor, Tensor, Tensor, Tensor, Tensor, WindowTokens], Tensor]
     unrotate: Unrotate
-    attend_new: AttendNew | None = None
+    attend_new: Callable[..., PartialAttention] | None = None
     max_queries: int = sys.maxsize
     note: str | None = None
 
@@ -85,12 +76,7 @@ def choose_backend(method: Method, codecs: Sequence[LayerCodec], impl: str, devi
     Args:
         method: may name attention kernels of its own; without them, or where they refuse a layer's shapes, the fused
             backend decodes blocks of codes and attends to them with the window kernels.
-        codecs: one per layer.
         impl: `reference`, `fused`, or `auto`: fused on a GPU with Triton, else reference.
-        device: of the model.
-
-    Returns:
-        The backend; its `note` says why the method's own kernel is not used.
 
     Raises:
         UsageError: no such implementation, kernels that cannot run on the device, or, with `fused`, shapes that the
@@ -101,7 +87,7 @@ def choose_backend(method: Method, codecs: Sequence[LayerCodec], impl: str, devi
     if impl == "reference" or (impl == "auto" and not (device.type == "cuda" and has_triton())):
         return REFERENCE
     check_device(device)
-    from kvcli.attention import decoded, rope_kernels, window_kernels
+    from kvcli.attention import decoded, window_kernels
 
     attend_codes: AttendCodes = decoded.attend_decoded
     note: str | None = f"{method.name} has no attention kernel: blocks of codes are decoded and attended to"
@@ -114,17 +100,15 @@ def choose_backend(method: Method, codecs: Sequence[LayerCodec], impl: str, devi
             raise UsageError(f"the attention kernel of {method.name} does not support {reason}; use --impl auto")
         else:
             note = f"the attention kernel of {method.name} does not support {reason}: blocks of codes are decoded"
-    encoding = next(
-        (x for codec in codecs for x in (codec.key.kernel_note(device), codec.value.kernel_note(device)) if x), None
-    )
-    note = "; ".join(filter(None, (note, encoding))) or None
+    encoding = (part.kernel_note(device) for codec in codecs for part in (codec.key, codec.value))
+    note = "; ".join(filter(None, (note, next(filter(None, encoding), None)))) or None
     return AttentionBackend(
         impl="fused",
         attend_codes=attend_codes,
         attend_decoded=decoded.attend_decoded,
         attend_window=window_kernels.attend_window,
-        rotate_and_append=rope_kernels.rotate_and_append,
-        unrotate=rope_kernels.unrotate,
+        rotate_and_append=window_kernels.rotate_and_append,
+        unrotate=window_kernels.unrotate,
         attend_new=decoded.attend_new,
         max_queries=window_kernels.MAX_QUERIES,
         note=note,

@@ -1,7 +1,7 @@
 """Triton attention of many queries: it extends (out, lse) over some keys by more of them.
 
 A running (out, lse) goes in and comes out, so blocks of decoded tokens and a prompt's own new tokens follow each other
-without a merge. What PyTorch's fused attention computes (`kvcli.attention.fused_sdpa`) is merged in one launch.
+without a merge. What PyTorch's fused attention computes (`kvcli.attention.decoded.fused_sdpa`) is merged in one launch.
 """
 
 from __future__ import annotations
@@ -107,42 +107,14 @@ def _extend_kernel(
     whole = tl.maximum(whole, 0) // BLOCK_N * BLOCK_N
     for start in range(0, whole, BLOCK_N):
         b_max, b_sum, b_acc = _attend_tile(
-            b_q,
-            b_max,
-            b_sum,
-            b_acc,
-            key,
-            value,
-            k_time,
-            v_time,
-            start + o_n,
-            count,
-            last,
-            scaling,
-            D,
-            BLOCK_D,
-            SOFT_CAP,
-            False,
-        )
+            b_q, b_max, b_sum, b_acc, key, value, k_time, v_time, start + o_n, count, last, scaling,
+            D, BLOCK_D, SOFT_CAP, False,
+        )  # fmt: skip
     for start in range(whole, count, BLOCK_N):
         b_max, b_sum, b_acc = _attend_tile(
-            b_q,
-            b_max,
-            b_sum,
-            b_acc,
-            key,
-            value,
-            k_time,
-            v_time,
-            start + o_n,
-            count,
-            last,
-            scaling,
-            D,
-            BLOCK_D,
-            SOFT_CAP,
-            True,
-        )
+            b_q, b_max, b_sum, b_acc, key, value, k_time, v_time, start + o_n, count, last, scaling,
+            D, BLOCK_D, SOFT_CAP, True,
+        )  # fmt: skip
     safe_sum = tl.where(b_sum > 0, b_sum, 1.0)
     b_lse = tl.where(b_sum > 0, (b_max + tl.log2(safe_sum)) * 0.6931471805599453, float("-inf"))
     tl.store(lse + row, b_lse, mask=m_m)
@@ -199,8 +171,7 @@ def extend(
     Args:
         state: (out, lse) over other keys, contiguous; see `PartialAttention`.
         query: [batch, num_heads, query_len, head_dim].
-        key: [batch, num_kv_heads, kv_len, head_dim], rotated like the query and of its dtype.
-        value: like key.
+        key, value: [batch, num_kv_heads, kv_len, head_dim], rotated like the query and of its dtype.
         scaling: factor of the scores.
         causal: whether query i sees keys 0 to i only.
         lengths: tokens of each sequence, int32 [batch]; None when all keys are visible.
@@ -233,12 +204,7 @@ def _tile(rows: int, width: int, query: Tensor) -> dict[str, int]:
 
 
 def merge(state: PartialAttention, part: PartialAttention) -> None:
-    """Adds attention over other keys to a state, in place.
-
-    Args:
-        state: (out, lse), contiguous; see `PartialAttention`.
-        part: the same of other keys; out in any float dtype and with any strides.
-    """
+    """Adds attention over other keys to a contiguous state, in place; its out has any float dtype and any strides."""
     (out, lse), (part_out, part_lse) = state, (row_major(part[0]), part[1].contiguous())
     _, heads, query_len, head_dim = out.shape
     _merge_kernel[(cdiv(lse.numel(), _MERGE_ROWS),)](

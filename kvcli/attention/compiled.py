@@ -24,12 +24,7 @@ _RECOMPILE_LIMIT = 64
 
 
 class CompiledLayers:
-    """The layers of a model, compiled for the time of `active` blocks; the first one compiles.
-
-    Args:
-        model: a causal language model of transformers.
-        backend: what compiles them.
-    """
+    """The layers of a model, compiled for the time of `active` blocks; the first one compiles."""
 
     def __init__(self, model: nn.Module, backend: str = BACKEND) -> None:
         self._layers: list[Any] = list(decoder_layers(model))
@@ -37,11 +32,7 @@ class CompiledLayers:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Runs the layers compiled, inside the block; afterwards they are as they were.
-
-        Raises:
-            CompileError: the layers cannot be compiled; raised by the forward pass that tried it.
-        """
+        """Runs the layers compiled, inside the block; the first pass raises CompileError if that cannot be."""
         from torch._dynamo import config, exc
 
         former = [vars(layer).get("forward") for layer in self._layers]
@@ -67,11 +58,7 @@ class CompiledLayers:
 
 
 class CompileError(Exception):
-    """Layers cannot be compiled.
-
-    Args:
-        cause: what `torch.compile` raised.
-    """
+    """Layers cannot be compiled, because of what `torch.compile` raised."""
 
     def __init__(self, cause: BaseException) -> None:
         reason = getattr(cause, "inner_exception", cause)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 from kvcli.attention import chunk_kernels
-from kvcli.attention.fused_sdpa import fused_sdpa
 from kvcli.kernels.launch import FP16_MAX
 from kvcli.methods.layer_codec import EncodedTokens, LayerCodec, PartialAttention
 
@@ -58,8 +58,7 @@ def attend_new(
 
     Args:
         query: rotated, [batch, num_heads, query_len, head_dim].
-        key: rotated keys of the same tokens, [batch, num_kv_heads, query_len, head_dim].
-        value: like key.
+        key, value: of the same tokens, [batch, num_kv_heads, query_len, head_dim], rotated keys.
         scaling: factor of the scores.
         codes: (out, lse) over the codes, if there are any; overwritten.
         soft_cap: scores s become soft_cap * tanh(s / soft_cap).
@@ -100,3 +99,27 @@ def _block_tokens(codec: LayerCodec, query: Tensor) -> int:
     budget = _BLOCK_BYTES if query.shape[2] >= _MANY_QUERIES else _FEW_BLOCK_BYTES
     per_token = 2 * codec.key.spec.kv_dim * query.element_size()
     return max(_MIN_BLOCK_TOKENS, budget // (query.shape[0] * per_token))
+
+
+def fused_sdpa(query: Tensor, key: Tensor, value: Tensor, scaling: float, *, causal: bool) -> PartialAttention | None:
+    """softmax(q k^T * scaling) v by FlashAttention or cuDNN, whichever SDPA would choose, with the lse that it omits.
+
+    Returns:
+        out in the query's dtype with any strides, and lse float32 [batch, num_heads, query_len]; None where SDPA would
+        choose neither, as for float32 and without an NVIDIA GPU.
+    """
+    if query.device.type != "cuda" or torch.version.hip is not None or query.dtype == torch.float32:
+        return None
+    choice = torch._fused_sdp_choice(
+        query, key, value, None, 0.0, causal, scale=scaling, enable_gqa=query.shape[1] > key.shape[1]
+    )
+    ops = torch.ops.aten
+    if choice == SDPBackend.CUDNN_ATTENTION.value:
+        out, lse = ops._scaled_dot_product_cudnn_attention(
+            query, key, value, None, True, 0.0, causal, False, scale=scaling
+        )[:2]
+    elif choice == SDPBackend.FLASH_ATTENTION.value and query.shape[-1] % 8 == 0:
+        out, lse = ops._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, False, scale=scaling)[:2]
+    else:
+        return None
+    return out, lse.reshape(query.shape[:3])

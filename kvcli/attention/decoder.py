@@ -8,17 +8,17 @@ steps until the codes outgrow its capacity. Before every row holds codes, steps 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvcli.attention.backend import AttentionBackend
 from kvcli.attention.compiled import CompiledLayers, CompileError
+from kvcli.attention.generation import Mode, NextToken
 from kvcli.attention.layer import flush_layer
-from kvcli.attention.next_token import NextToken
 from kvcli.cache.compressed import CompressedCache
-from kvcli.cache.counts import HostCounts, TokenCounts
+from kvcli.cache.counts import TokenCounts
 from kvcli.cache.forward import Forward
 from kvcli.cache.step import DeviceCounts, FlushPattern
 from kvcli.errors import UsageError
@@ -33,18 +33,10 @@ _HEADROOM = 1024
 """Fewest tokens by which the capacity of a captured step exceeds what a row holds."""
 
 
-Mode = Literal["passes", "steps", "graphs"]
-"""How tokens are made: ordinary passes, passes whose counts are on the device, or CUDA graphs of those."""
-
-
 def default_mode(cache: CompressedCache, device: torch.device, *, fused: bool, compiled: bool) -> Mode:
     """How tokens are made unless it is said: as fast as the device, the session's kernels and the model's layers allow.
 
-    Args:
-        cache: that is continued.
-        device: of the model.
-        fused: whether the session's kernels are used.
-        compiled: whether layers are compiled, which passes of changing shapes would undo.
+    Layers that are `compiled` run in steps, because passes of changing shapes would compile them again and again.
     """
     if cache.step_obstacle is not None:
         return "passes"
@@ -66,37 +58,25 @@ class LogitsNotFinite(Exception):
     """Logits are NaN or infinite."""
 
 
-def _cause(error: RuntimeError) -> str:
-    """The first line of what went wrong while capturing; ending the capture then fails in turn, and hides it."""
-    cause: BaseException = error
-    while isinstance(cause.__context__, RuntimeError):
-        cause = cause.__context__
-    return str(cause).partition("\n")[0]
-
-
 class Decoder:
     """Makes the tokens after a prompt.
 
     Args:
-        model: the attached model.
+        model: the attached one.
         cache: of its session; holds the prompt.
         backends: of each layer.
         choose: the choice of the next token.
-        max_new_tokens: tokens to make at most.
-        stops: tokens that end a row.
-        padding: token of rows that have ended.
+        stops: tokens that end a row; `padding` follows.
         mode: how tokens are made, once every row holds codes.
-        compiled: the model's layers, which run compiled in steps; None: as they are.
+        compiled: the model's layers, which run compiled in steps; None: as they are, also once compiling has failed.
 
     Raises:
         UsageError: steps or compiled layers for a cache that they cannot serve.
 
     Attributes:
-        tokens: what was made, int64 [batch, max_new_tokens]; `padding` after the end of a row.
-        made: how many tokens per row.
+        tokens: int64 [batch, max_new_tokens], of which `num_tokens` per row are made; `padding` after the end of a row.
         note: why steps are not captured, or not compiled; None if they are, or were not asked to be.
         graph_bytes: memory that captured graphs took.
-        compiled: as given; None once compiling failed.
         stepped: whether there were steps.
     """
 
@@ -126,7 +106,7 @@ class Decoder:
         self._count = torch.zeros(1, dtype=torch.int64, device=device)
         self._mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
         self._ended = torch.zeros(batch, 1, dtype=torch.bool, device=device)
-        self.made = self._seen = self._checked = 0
+        self.num_tokens = self._seen = self._checked = 0
         self._last = torch.full((batch,), -1)
         self._all_ended = False
         self._unseen: list[Tensor] = []
@@ -151,17 +131,23 @@ class Decoder:
             LogitsNotFinite: the next token would be arbitrary.
         """
         self._accept(logits)
-        self.made = 1
+        self.num_tokens = 1
         try:
-            while not self._look_if_due() and self.made < self.max_new_tokens:
+            while True:
+                if not self._before or len(self._before) >= _POLL_STEPS:
+                    self._look()
+                left = self.max_new_tokens - self.num_tokens
+                if self._all_ended or not left:
+                    break
                 self._show(on_tokens)
-                if self._step is not None or self._can_step():
+                counts = self.cache.sequences.counts
+                if self._step is not None or (self.mode != "passes" and can_step(counts, left)):
                     self._by_step()
                     continue
                 mask = None if mask is None else torch.cat((mask, mask.new_ones(mask.shape[0], 1)), dim=1)
                 positions = None if mask is None else mask.sum(1, keepdim=True) - 1
                 self._accept(self._logits(attention_mask=mask, position_ids=positions))
-                self.made += 1
+                self.num_tokens += 1
             self._look()
             self._show(on_tokens)
         finally:
@@ -173,38 +159,32 @@ class Decoder:
         if new:
             on_tokens(torch.cat(new, dim=1))
 
-    def _look_if_due(self) -> bool:
-        """Whether all rows have ended, as far as it is known."""
-        if not self._before or len(self._before) >= _POLL_STEPS:
-            self._look()
-        return self._all_ended
-
     def _look(self) -> None:
         """Reads the tokens made since the last look; takes back the steps after the last row's end."""
-        if self._seen == self.made:
+        if self._seen == self.num_tokens:
             return
         if not bool(self._finite):
             raise LogitsNotFinite
-        if self._step is not None and self.made - self._checked >= _POLL_STEPS:
+        if self._step is not None and self.num_tokens - self._checked >= _POLL_STEPS:
             self._check_ranges()
-        new = self.tokens[:, self._seen : self.made].cpu()
+        new = self.tokens[:, self._seen : self.num_tokens].cpu()
         stops = torch.isin(new, self._stops.cpu())
         first = torch.where(stops.any(1), self._seen + stops.int().argmax(1), -1)
         self._last = torch.where(self._last < 0, first, self._last)
         self._all_ended = bool((self._last >= 0).all())
-        surplus = self.made - 1 - int(self._last.max()) if self._all_ended else 0
+        surplus = self.num_tokens - 1 - int(self._last.max()) if self._all_ended else 0
         if surplus:
             self.cache.sequences.counts.state = self._before[-surplus]
             self._steps -= surplus
-            self.made -= surplus
+            self.num_tokens -= surplus
             new = new[:, :-surplus]
         self._before.clear()
-        self._seen = self.made
+        self._seen = self.num_tokens
         self._unseen.append(new)
 
     def _check_ranges(self) -> None:
         """Raises CacheError where what was encoded in steps is beyond what codes hold; the cache refuses to go on."""
-        self._checked = self.made
+        self._checked = self.num_tokens
         with self.cache.passes.complete_or_refused():
             self._step.ranges.check()  # type: ignore[union-attr]
 
@@ -236,11 +216,6 @@ class Decoder:
         # a pass of a step that broke off is repeated: it writes the same tokens to the same slots
         return self._logits(**inputs)
 
-    def _can_step(self) -> bool:
-        """Whether passes can have their counts on the device: every row holds codes, and enough tokens are left."""
-        left = self.max_new_tokens - self.made
-        return self.mode != "passes" and can_step(self.cache.sequences.counts, left)
-
     def _by_step(self) -> None:
         """One more token per row."""
         counts = self.cache.sequences.counts
@@ -252,24 +227,21 @@ class Decoder:
             new = counts.append((1,) * len(counts.lengths))
             step.load(new)
             self._call("step", lambda: self._accept(self._step_logits(step)))
-            self.made += 1
+            self.num_tokens += 1
             self._steps += 1
-            made = self.made
+            before = self.num_tokens
             # encoding cannot be taken back: first see whether a row's last token came before this step
             if new.flushes and len(self._stops):
                 self._look()
-            if new.flushes and self.made == made:
-                self._encode(step, new)
+            if not new.flushes or self.num_tokens < before:
+                return
+            passes, pattern = self.cache.passes, FlushPattern.of(new)
+            if pattern is None:  # rows encode different numbers of tokens
+                self._encode(passes.encoding(new))
+            else:
+                self._call(pattern, lambda: self._encode(passes.encoding(step.encoding(pattern))))
 
-    def _encode(self, step: DeviceCounts, counts: HostCounts) -> None:
-        """Encodes after a step: by counts on the device where all rows encode as many tokens, else row by row."""
-        passes, pattern = self.cache.passes, FlushPattern.of(counts)
-        if pattern is None:
-            self._encode_layers(passes.encoding(counts))
-        else:
-            self._call(pattern, lambda: self._encode_layers(passes.encoding(step.encoding(pattern))))
-
-    def _encode_layers(self, forward: Forward) -> None:
+    def _encode(self, forward: Forward) -> None:
         for layer_idx, (layer, backend) in enumerate(zip(self.cache.compressed, self.backends, strict=True)):
             flush_layer(layer.store, forward, backend, layer_idx, 1)
 
@@ -278,7 +250,7 @@ class Decoder:
         sequences = self.cache.sequences
         if self._step is not None:
             self._check_ranges()
-        counts, left = sequences.counts, self.max_new_tokens - self.made
+        counts, left = sequences.counts, self.max_new_tokens - self.num_tokens
         capacity = step_capacity(counts, left)
         sequences.extend(left + counts.layout.ring)
         for layer in self.cache.compressed:
@@ -308,7 +280,11 @@ class Decoder:
             with torch.cuda.graph(graph, pool=self._pool):
                 function()
         except RuntimeError as error:
-            note = f"steps are not captured as CUDA graphs: {_cause(error)}"
+            cause: BaseException = error
+            while isinstance(cause.__context__, RuntimeError):  # which ending the capture hides by failing in turn
+                cause = cause.__context__
+            reason = str(cause).partition("\n")[0]
+            note = f"steps are not captured as CUDA graphs: {reason}"
             self.mode, self.note = "steps", "; ".join(filter(None, (self.note, note)))
             return
         self._graphs[key] = graph

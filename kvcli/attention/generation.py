@@ -1,17 +1,77 @@
-"""Before and after decoding: the prompt's pass, the tokens that stop a row, what is returned."""
+"""Around decoding: how tokens are chosen, the prompt's pass, the tokens that stop a row, what is returned."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
+import torch
 from torch import Tensor
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from kvcli.attention.decoder import Mode
 from kvcli.cache.compressed import CompressedCache
 from kvcli.errors import UsageError
 from kvcli.progress import Advance
+
+Mode = Literal["passes", "steps", "graphs"]
+"""How tokens are made: ordinary passes, passes whose counts are on the device, or CUDA graphs of those."""
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """How the next token is chosen: greedily at temperature 0, else by sampling with torch's random numbers.
+
+    Attributes:
+        max_new_tokens: tokens to make at most.
+        temperature: logits are divided by it; 0: the most probable token.
+        top_p: sample from the most probable tokens that have this mass together.
+        top_k: sample from so many tokens; 0: from all.
+        repetition_penalty: factor by which tokens that occurred lose (arXiv 1909.05858); 1: none.
+    """
+
+    max_new_tokens: int = 64
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    repetition_penalty: float = 1.0
+
+
+class NextToken:
+    """Chooses tokens, and keeps which ones a row has seen, those of prompts int64 [batch, time] first."""
+
+    def __init__(self, sampling: SamplingConfig, ids: Tensor, vocab_size: int) -> None:
+        self.sampling = sampling
+        self._seen: Tensor | None = None
+        if sampling.repetition_penalty != 1:
+            self._seen = torch.zeros(ids.shape[0], vocab_size, dtype=torch.bool, device=ids.device)
+            self._seen.scatter_(1, ids, True)
+        self._warpers = []
+        if sampling.temperature > 0:
+            self._warpers.append(TemperatureLogitsWarper(sampling.temperature))
+            if sampling.top_k:
+                self._warpers.append(TopKLogitsWarper(min(sampling.top_k, vocab_size)))
+            if sampling.top_p < 1:
+                self._warpers.append(TopPLogitsWarper(sampling.top_p))
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """Tokens int64 [batch, 1] from logits [batch, vocab_size]."""
+        logits = logits.float()
+        if self._seen is not None:
+            # Keskar et al., arXiv 1909.05858: what was seen becomes less probable, whatever the sign of its logit
+            penalty = self.sampling.repetition_penalty
+            penalized = torch.where(logits < 0, logits * penalty, logits / penalty)
+            logits = torch.where(self._seen, penalized, logits)
+        for warper in self._warpers:
+            logits = warper(None, logits)
+        if self.sampling.temperature > 0:
+            # the largest of p / e with exponential e is a sample of p, and nothing is read back as by multinomial
+            weights = logits.softmax(-1)
+            logits = weights / torch.empty_like(weights).exponential_()
+        token = logits.argmax(-1, keepdim=True)
+        if self._seen is not None:
+            self._seen.scatter_(1, token, True)
+        return token
 
 
 @dataclass(frozen=True)
@@ -45,7 +105,7 @@ def prefill(
     chunk: int | None,
     advance: Advance = lambda count: None,
 ) -> Tensor:
-    """Reads what a cache does not hold yet of prompts.
+    """Reads what a cache does not hold yet of prompts, and returns logits of the last token, [batch, vocab_size].
 
     Args:
         model: the attached model.
@@ -55,23 +115,20 @@ def prefill(
         chunk: tokens per forward pass; None: all.
         advance: told how many tokens were read.
 
-    Returns:
-        Logits of the last token, [batch, vocab_size].
-
     Raises:
         UsageError: padding that is not on the left, or no token that the cache does not hold.
         CacheError: a pass over the cache broke off.
     """
-    held = cache.get_seq_length()
-    if held:
+    length, first = ids.shape[1], cache.get_seq_length()
+    if first:
         cache.passes.check_at_rest()
-    if held >= ids.shape[1]:
-        raise UsageError(f"the prompt has {ids.shape[1]} tokens, and the cache holds {held}: nothing is left to read")
+    if first >= length:
+        raise UsageError(f"the prompt has {length} tokens, and the cache holds {first}: nothing is left to read")
     if mask is not None and bool((mask.diff(dim=1) < 0).any() | (mask[:, -1] == 0).any()):
         raise UsageError("padding must stand on the left of a prompt")
     positions = None if mask is None else (mask.cumsum(1) - 1).clamp(min=0)
-    for start in range(held, ids.shape[1], chunk or ids.shape[1]):
-        stop = min(ids.shape[1], start + (chunk or ids.shape[1]))
+    for start in range(first, length, chunk or length):
+        stop = min(length, start + (chunk or length))
         logits: Tensor = model(
             input_ids=ids[:, start:stop],
             attention_mask=None if mask is None else mask[:, :stop],
@@ -85,9 +142,9 @@ def prefill(
 
 
 def stop_tokens(model: Any, stops: int | Sequence[int] | None, padding: int | None) -> tuple[list[int], int]:
-    """Tokens that end a row and the token after its end: those given, or those of the model's generation config."""
+    """Tokens that end a row and the token after its end: these, or those of the model's generation config."""
     config = getattr(model, "generation_config", None)
     stops = getattr(config, "eos_token_id", None) if stops is None else stops
-    found = [stops] if isinstance(stops, int) else list(stops or ())
+    ends = [stops] if isinstance(stops, int) else list(stops or ())
     padding = getattr(config, "pad_token_id", None) if padding is None else padding
-    return found, padding if padding is not None else next(iter(found), 0)
+    return ends, padding if padding is not None else next(iter(ends), 0)

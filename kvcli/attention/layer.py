@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from kvcli.attention.backend import AttentionBackend
 from kvcli.attention.reference import merge_state
-from kvcli.attention.side_stream import side_stream
 from kvcli.cache.forward import Forward
 from kvcli.cache.layer import LayerStore, NewTokens
 from kvcli.methods.base import without_autocast
-from kvcli.methods.layer_codec import EncodedTokens, PartialAttention
+from kvcli.methods.layer_codec import EncodedTokens
 from kvcli.seam.layer import AttentionCall
 from kvcli.seam.sdpa import sdpa
 
@@ -22,14 +22,10 @@ _MIN_SIDE_STREAM_TOKENS = 512
 
 
 def attend_layer(call: AttentionCall, backend: AttentionBackend) -> Tensor:
-    """Appends the new keys and values and attends to everything the layer holds.
+    """Appends the new keys and values, which are `call.key`, and attends to everything the layer holds.
 
     The first forward pass attends to its uncompressed keys and values; they are encoded afterwards. Later tokens see
     the codes of older tokens and, in full precision, the sinks, the residual window and each other.
-
-    Args:
-        call: its key is `NewTokens`, its mask made by transformers.
-        backend: how attention is computed.
 
     Returns:
         [batch, query_len, num_heads, value_dim] in the query's dtype; 0 at padding.
@@ -88,8 +84,10 @@ def _attend_window_and_codes(
         )
         attend = backend.attend_codes if count <= backend.max_queries else backend.attend_decoded
         codes = attend(store.codec, query, encoded, scaling)
-    if call.sinks is not None:
-        codes = _with_sinks(codes, call.sinks, query, store.values.shape[3])
+    if call.sinks is not None:  # keys of these logits, whose values are 0
+        lse = call.sinks.float().view(1, -1, 1).expand(query.shape[:3]).clone(memory_format=torch.contiguous_format)
+        sinks = torch.zeros(*query.shape[:3], store.values.shape[3], device=query.device), lse
+        codes = sinks if codes is None else merge_state(codes, sinks)
     if count > backend.max_queries and backend.attend_new is not None and isinstance(window.index, int):
         key, value = (window.read_new(x, count) for x in (store.keys, store.values))
         codes = backend.attend_new(query, key, value, scaling, codes)
@@ -97,22 +95,34 @@ def _attend_window_and_codes(
     return backend.attend_window(query, store.keys, store.values, window, scaling, codes)
 
 
-def _with_sinks(codes: PartialAttention | None, sinks: Tensor, query: Tensor, value_dim: int) -> PartialAttention:
-    """(out, lse) over the codes and over sinks, which are keys of given logits [num_heads] whose values are 0."""
-    lse = sinks.float().view(1, -1, 1).expand(query.shape[:3]).clone(memory_format=torch.contiguous_format)
-    state = torch.zeros(*query.shape[:3], value_dim, device=query.device), lse
-    return state if codes is None else merge_state(codes, state)
-
-
 def flush_layer(
     store: LayerStore, forward: Forward, backend: AttentionBackend, layer_idx: int, new_tokens: int
 ) -> None:
-    """Encodes what a pass of so many new tokens does, keys and values of long prompts on two streams."""
-    layer, codec = f"layer {layer_idx}", store.codec
-    note_keys = forward.ranges.of(f"{layer}: keys", codec.key)
-    note_values = forward.ranges.of(f"{layer}: values", codec.value)
-    with side_stream(store.keys.device, enabled=new_tokens >= _MIN_SIDE_STREAM_TOKENS) as side:
-        with side:
-            store.encode_values(forward, note_values)
+    """Encodes what a pass of so many new tokens does; values of long prompts on a CUDA stream of their own.
+
+    What is allocated on the side stream can be reused by it only: nothing of it is kept. What it reads is not freed
+    before it has ended, or the current stream could allocate the same memory.
+    """
+    what, codec, device = f"layer {layer_idx}", store.codec, store.keys.device
+    note_keys = forward.ranges.of(f"{what}: keys", codec.key)
+    note_values = forward.ranges.of(f"{what}: values", codec.value)
+    if device.type != "cuda" or new_tokens < _MIN_SIDE_STREAM_TOKENS:
+        store.encode_values(forward, note_values)
         store.encode_keys(forward, backend.unrotate, note_keys)
+    else:
+        current = torch.cuda.current_stream(device)
+        side = _side_stream_of(current)
+        side.wait_stream(current)
+        try:
+            with torch.cuda.stream(side):
+                store.encode_values(forward, note_values)
+            store.encode_keys(forward, backend.unrotate, note_keys)
+        finally:
+            current.wait_stream(side)
     store.shrink(forward)
+
+
+@cache
+def _side_stream_of(stream: torch.cuda.Stream) -> torch.cuda.Stream:
+    """The side stream of a stream; its kernels start as soon as multiprocessors are free."""
+    return torch.cuda.Stream(stream.device, priority=-1)

@@ -7,7 +7,7 @@ attended to one after another and merged exactly.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import reduce
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -29,15 +29,10 @@ def partial_attention(
 
     Args:
         query: [batch, num_heads, query_len, head_dim].
-        key: [batch, num_kv_heads, kv_len, head_dim], rotated like the query.
-        value: like key.
+        key, value: [batch, num_kv_heads, kv_len, head_dim], rotated like the query.
         visible: None, or boolean [batch or 1, 1 or query_len, kv_len].
         scaling: factor of the scores.
         soft_cap: scores s become soft_cap * tanh(s / soft_cap).
-
-    Returns:
-        out: float32 [batch, num_heads, query_len, head_dim]; 0 where a query sees no key.
-        lse: float32 [batch, num_heads, query_len]; -inf there.
     """
     batch, num_heads, query_len, _ = query.shape
     kv_heads = key.shape[1]
@@ -45,11 +40,11 @@ def partial_attention(
     key, value = key.float().transpose(-1, -2), value.float()
     parts = []
     for start in range(0, query_len, block):
-        # the query heads of a kv head are rows of one product: neither keys nor values are repeated
+        # query heads of a kv head are rows of one product: neither keys nor values are repeated
         rows = query[:, :, start : start + block].float().unflatten(1, (kv_heads, -1))
         scores = (rows.flatten(2, 3) @ key).unflatten(2, rows.shape[2:4]) * scaling
         shown = visible if visible is None or visible.shape[1] == 1 else visible[:, start : start + block]
-        parts.append(_softmax_sum(scores, shown, soft_cap, lambda weights: weights @ value))
+        parts.append(_softmax_sum(scores, shown, soft_cap, partial(torch.matmul, other=value)))
     if len(parts) == 1:
         return parts[0]
     outs, lses = zip(*parts, strict=True)
@@ -59,16 +54,9 @@ def partial_attention(
 def _softmax_sum(
     scores: Tensor, visible: Tensor | None, soft_cap: float | None, weighted_sum: Callable[[Tensor], Tensor]
 ) -> PartialAttention:
-    """Softmax of scores [batch, num_kv_heads, group, query_len, kv_len], and the sum of values with these weights.
+    """As `partial_attention`, from scaled scores [batch, num_kv_heads, group, query_len, kv_len].
 
-    Args:
-        scores: scaled.
-        visible: as in `partial_attention`.
-        soft_cap: likewise.
-        weighted_sum: of [batch, num_kv_heads, rows, kv_len] to [batch, num_kv_heads, rows, head_dim].
-
-    Returns:
-        As `partial_attention`.
+    `weighted_sum` takes weights [batch, num_kv_heads, rows, kv_len] to sums [batch, num_kv_heads, rows, head_dim].
     """
     if soft_cap is not None:
         scores = torch.tanh(scores / soft_cap) * soft_cap
@@ -109,10 +97,8 @@ def rotate_and_append(
     Args:
         rotation: RoPE of the new tokens.
         query: [batch, num_heads, query_len, head_dim].
-        key: [batch, num_kv_heads, query_len, head_dim].
-        value: like key.
-        key_window: [batch, num_kv_heads, capacity, head_dim], written.
-        value_window: like key_window, written.
+        key, value: [batch, num_kv_heads, query_len, head_dim].
+        key_window, value_window: [batch, num_kv_heads, capacity, head_dim], written.
         window: the slots.
 
     Returns:
@@ -125,15 +111,7 @@ def rotate_and_append(
 
 
 def unrotate(rotation: Rotation, x: Tensor) -> Tensor:
-    """Inverse RoPE of keys.
-
-    Args:
-        rotation: RoPE of the tokens, float32.
-        x: [batch, num_kv_heads, time, head_dim], rotated.
-
-    Returns:
-        float32, shaped like x.
-    """
+    """Inverse RoPE to float32 of rotated keys x [batch, num_kv_heads, time, head_dim]."""
     return rotation.unapply(x.float())
 
 
@@ -150,64 +128,43 @@ def attend_window(
 
     Args:
         query: rotated, [batch, num_heads, query_len, head_dim].
-        key: window buffer of the rotated keys, [batch, num_kv_heads, capacity, head_dim].
-        value: window buffer of the values, like key.
+        key, value: window buffers, [batch, num_kv_heads, capacity, head_dim], keys rotated.
         window: which tokens they hold, and which the queries are.
-        scaling: factor of the scores.
+        scaling, soft_cap: as for `partial_attention`.
         codes: (out, lse) over the codes, if there are any.
-        soft_cap: as for `partial_attention`.
 
     Returns:
         [batch, query_len, num_heads, head_dim] in the query's dtype; 0 where a query sees nothing.
     """
     visible = window.visible(query.shape[2], query.device)
-    partial = partial_attention(query, window.read(key), window.read(value), visible, scaling, soft_cap)
-    out = partial[0] if codes is None else _merged(partial, codes)
+    part = partial_attention(query, window.read(key), window.read(value), visible, scaling, soft_cap)
+    out = part[0] if codes is None else _merged(part, codes)
     return out.to(query.dtype).transpose(1, 2).contiguous()
 
 
 def attend_codes(
     codec: LayerCodec, query: Tensor, encoded: EncodedTokens, scaling: float, soft_cap: float | None = None
 ) -> PartialAttention:
-    """Attends to the tokens block by block: a few queries to codes as they are stored, more to decoded tokens.
-
-    Args:
-        codec: the layer's codecs.
-        query: rotated, [batch, num_heads, query_len, head_dim].
-        encoded: at least one token.
-        scaling: factor of the scores.
-        soft_cap: as for `partial_attention`.
-
-    Returns:
-        (out, lse), float32 [batch, num_heads, query_len, head_dim] and [batch, num_heads, query_len].
+    """`partial_attention` over at least one token, block by block: few queries to codes as they are stored, more to
+    decoded tokens.
     """
-    length = encoded.length
-    if length <= _BLOCK_TOKENS:
-        return _attend_block(codec, query, encoded, scaling, soft_cap, 0, length)
-    blocks = codec.blocks(length, _BLOCK_TOKENS)
-    return reduce(merge_state, (_attend_block(codec, query, encoded, scaling, soft_cap, *block) for block in blocks))
-
-
-def _attend_block(
-    codec: LayerCodec,
-    query: Tensor,
-    encoded: EncodedTokens,
-    scaling: float,
-    soft_cap: float | None,
-    start: int,
-    stop: int,
-) -> PartialAttention:
-    """Attention over the tokens [start, stop)."""
-    rotation = None if encoded.rotations is None else encoded.rotations.tokens(start, stop)
-    key_codes, value_codes = encoded.key_codes, encoded.value_codes
-    if stop - start < encoded.length:
-        key_codes, value_codes = key_codes.slice(start, stop), value_codes.slice(start, stop)
-    visible = None if encoded.lengths is None else encoded.visible(start, stop)
-    visible = None if visible is None else visible[:, None]
+    length, state = encoded.length, None
     rows = query.float().unflatten(1, (codec.key.spec.num_kv_heads, -1))
-    if rows.shape[2] * rows.shape[3] > _FEW_ROWS:
-        key = codec.decode_keys(key_codes, encoded.key_state, rotation, torch.float32)
-        return partial_attention(query, key, codec.value.decode(value_codes, None), visible, scaling, soft_cap)
-    scores = codec.scores(rows.flatten(2, 3) * scaling, key_codes, encoded.key_state, rotation)
-    scores = scores.unflatten(2, rows.shape[2:4])
-    return _softmax_sum(scores, visible, soft_cap, lambda weights: codec.value.weighted_sum(weights, value_codes))
+    for start, stop in [(0, length)] if length <= _BLOCK_TOKENS else codec.blocks(length, _BLOCK_TOKENS):
+        rotation = None if encoded.rotations is None else encoded.rotations.tokens(start, stop)
+        key_codes, value_codes = encoded.key_codes, encoded.value_codes
+        if stop - start < length:
+            key_codes, value_codes = key_codes.slice(start, stop), value_codes.slice(start, stop)
+        visible = None if encoded.lengths is None else encoded.visible(start, stop)
+        visible = None if visible is None else visible[:, None]
+        if rows.shape[2] * rows.shape[3] > _FEW_ROWS:
+            key = codec.decode_keys(key_codes, encoded.key_state, rotation, torch.float32)
+            value = codec.value.decode(value_codes, None)
+            part = partial_attention(query, key, value, visible, scaling, soft_cap)
+        else:
+            scores = codec.scores(rows.flatten(2, 3) * scaling, key_codes, encoded.key_state, rotation)
+            scores, weighted_sum = scores.unflatten(2, rows.shape[2:4]), codec.value.weighted_sum
+            part = _softmax_sum(scores, visible, soft_cap, partial(weighted_sum, codes=value_codes))
+        state = part if state is None else merge_state(state, part)
+    assert state is not None
+    return state

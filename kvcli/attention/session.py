@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -14,10 +14,9 @@ from torch import Tensor, nn
 
 from kvcli.attention.backend import AttentionBackend, choose_backend
 from kvcli.attention.compiled import BACKEND, CompiledLayers
-from kvcli.attention.decoder import Decoder, LogitsNotFinite, Mode, default_mode
-from kvcli.attention.generation import Generated, prefill, stop_tokens
+from kvcli.attention.decoder import Decoder, LogitsNotFinite, default_mode
+from kvcli.attention.generation import Generated, Mode, NextToken, SamplingConfig, prefill, stop_tokens
 from kvcli.attention.layer import attend_layer
-from kvcli.attention.next_token import NextToken, SamplingConfig
 from kvcli.cache.compressed import CompressedCache
 from kvcli.cache.context import Context
 from kvcli.cache.identity import CacheIdentity, codecs_identity
@@ -40,10 +39,8 @@ class Session:
     """A model attached to a method; made by `attach`, ended by `detach` or by leaving the `with` block.
 
     Args:
-        model: the transformers model.
-        spec: its shapes.
-        method: how keys and values are coded.
-        config: its settings.
+        model: the transformers model, of shapes `spec`.
+        method: how keys and values are coded, with its `config`.
         codecs: one per layer; those of layers that are not compressed are the baseline's.
         impl: `auto`, `fused` or `reference`.
         layers: indices of the layers that the method compresses; default all.
@@ -72,11 +69,15 @@ class Session:
         self.spec, self.method, self.config, self.codecs = spec, method, config, codecs
         self.layers = frozenset(range(len(codecs)) if layers is None else layers)
         self._fitted, self._model_name = fitted, model_name or type(model).__name__
-        devices = devices_of_layers(model)
-        device = devices[0]
+        device = devices_of_layers(model)[0]
         self._seam = Seam(model, self._attend, self._check_call, self._check_drafts)
         self.notes = self._seam.attention.notes
-        impl = _possible(impl, spec)
+        if spec.value_dim != spec.head_dim and impl != "reference":
+            if impl == "fused":
+                raise UsageError(
+                    f"the kernels need values as wide as keys, not {spec.value_dim} channels beside {spec.head_dim}"
+                )
+            impl = "reference"
         self._baseline = choose_backend(get_method(BASELINE), (), impl, device)
         self.backend = choose_backend(method, [codecs[layer_idx] for layer_idx in sorted(self.layers)], impl, device)
         for layer_idx, codec in enumerate(codecs):
@@ -105,33 +106,29 @@ class Session:
         )
 
     def load_cache(self, source: str | Path | Context) -> CompressedCache:
-        """A cache that goes on from a saved one, with the very numbers that it would have given.
-
-        Args:
-            source: what `CompressedCache.save` wrote, or what `Context.load` read of it.
+        """A cache that goes on, with the very numbers, from what `save` wrote or `Context.load` read.
 
         Raises:
             CacheError: a file that is missing or damaged, or of another model, RoPE, dtype, method, artifact or
                 setting.
         """
         context = source if isinstance(source, Context) else Context.load(source, self.model.device)
-        context.check(self.identity())
+        if (reason := self.identity().difference(context.identity)) is not None:
+            raise CacheError(f"{context.name} was made {reason}")
         try:
             context.snapshot.check(self.model.dtype)
-            if context.input_ids is not None:
-                self._check_ids(context.input_ids)
+            ids = context.input_ids
+            known: int = getattr(self.model.get_input_embeddings(), "num_embeddings", self.spec.vocab_size)
+            if ids is not None and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < known:
+                highest = int(ids.max())
+                raise CacheError(
+                    f"it has token ids {int(ids.min())} to {highest}, but the model knows 0 to {known - 1}"
+                )
         except CacheError as error:
             raise CacheError(f"{context.name} contradicts itself: {error}") from error
         cache = self.new_cache()
         cache.restore(context.snapshot)
         return cache
-
-    def _check_ids(self, ids: Tensor) -> None:
-        """Raises CacheError for token ids that the model has no embedding for."""
-        known: int = getattr(self.model.get_input_embeddings(), "num_embeddings", self.spec.vocab_size)
-        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < known:
-            lowest, highest = int(ids.min()), int(ids.max())
-            raise CacheError(f"it has token ids {lowest} to {highest}, but the model knows 0 to {known - 1}")
 
     def identity(self) -> CacheIdentity:
         """What the content of this session's caches depends on."""
@@ -173,7 +170,7 @@ class Session:
             input_ids: int64 [batch, time].
             attention_mask: int64 [batch, time], 0 at padding, which stands on the left; None: no padding.
             sampling: how tokens are chosen, and how many at most; default: greedily, 64.
-            past_key_values: a cache to continue on, whose tokens are the first of `input_ids`; default: a new one.
+            past_key_values: a cache that holds the first of `input_ids`; default: a new one.
             eos_token_id: tokens that end a row; default: those of the model's generation config.
             pad_token_id: what follows a row's end; default: the generation config's, or the first of `eos_token_id`.
             prefill_chunk: prompt tokens per forward pass; None: all of them.
@@ -183,9 +180,6 @@ class Session:
                 `graphs` on a GPU with the session's kernels, else `passes`, or `steps` with `compile_layers`.
             compile_layers: whether the model's layers, around their attention, are compiled by `torch.compile` in
                 graphs and steps; or the name of the backend that compiles them.
-
-        Returns:
-            Tokens and what is known of how they were made.
 
         Raises:
             UsageError: padding that is not on the left, a cache that holds the whole prompt, no token to make, or
@@ -223,10 +217,10 @@ class Session:
         except LogitsNotFinite:
             again = partial(backbone(self.model), input_ids=input_ids, past_key_values=self.new_cache(), use_cache=True)
             raise not_finite(self.model, f"method '{self.method.name}'", again) from None
-        sequences = torch.cat((input_ids, decoder.tokens[:, : decoder.made]), dim=1)
+        sequences = torch.cat((input_ids, decoder.tokens[:, : decoder.num_tokens]), dim=1)
         used: Mode = decoder.mode if decoder.stepped else "passes"
         compiled_steps = decoder.stepped and decoder.compiled is not None
-        return Generated(sequences, decoder.made, cache, used, compiled_steps, decoder.graph_bytes, decoder.note)
+        return Generated(sequences, decoder.num_tokens, cache, used, compiled_steps, decoder.graph_bytes, decoder.note)
 
     def detach(self) -> None:
         """Restores the model exactly; detaching twice is harmless."""
@@ -257,7 +251,10 @@ class Session:
         if not isinstance(call.key, NewTokens):
             return call.exact()
         backend = self._backends[call.layer.layer_idx]
-        with _current_device(call.query):
+        query = call.query
+        # Triton launches on the current GPU, whatever its arguments are on
+        elsewhere = query.is_cuda and query.device.index != torch.cuda.current_device()
+        with torch.cuda.device(query.device) if elsewhere else nullcontext():
             with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
                 output = attend_layer(call, backend)
             new = call.key
@@ -273,7 +270,7 @@ class _RefuseBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, *inputs: Tensor) -> Tensor:
-        """Returns the output; it requires a gradient if one of the inputs does."""
+        """The output; it requires a gradient if one of the inputs does."""
         return output.view_as(output)
 
     @staticmethod
@@ -282,48 +279,21 @@ class _RefuseBackward(torch.autograd.Function):
         raise CacheError("no gradient passes through a compressed cache; train with use_cache=False")
 
 
-def _current_device(x: Tensor) -> AbstractContextManager[Any]:
-    """Makes a tensor's GPU the current one: Triton launches there, whatever its arguments are on."""
-    if x.is_cuda and x.device.index != torch.cuda.current_device():
-        return torch.cuda.device(x.device)
-    return nullcontext()
-
-
-def _possible(impl: str, spec: ModelSpec) -> str:
-    """The implementation that serves a model's shapes.
-
-    Raises:
-        UsageError: kernels were asked for, and do not serve them.
-    """
-    if spec.value_dim == spec.head_dim or impl == "reference":
-        return impl
-    if impl == "fused":
-        raise UsageError(
-            f"the kernels need values as wide as keys, not {spec.value_dim} channels beside {spec.head_dim}"
-        )
-    return "reference"
-
-
 def devices_of_layers(model: nn.Module) -> list[torch.device]:
-    """The device of each decoder layer.
-
-    Raises:
-        UnsupportedModelError: layers that are partly on one device, partly on another, on devices of different types,
-            or not in memory.
-    """
+    """The device of each decoder layer; UnsupportedModelError for layers that are on several, or not in memory."""
     devices: list[torch.device] = []
     for layer_idx, layer in enumerate(decoder_layers(model)):
         # adapters and quantized projections keep their weights under names, and in buffers, of their own
-        found = {x.device for x in chain(layer.parameters(), layer.buffers())}
-        if any(device.type == "meta" for device in found):
+        used = {x.device for x in chain(layer.parameters(), layer.buffers())}
+        if any(device.type == "meta" for device in used):
             raise UnsupportedModelError(
                 f"layer {layer_idx} is offloaded or not loaded (device meta); kvcli needs its weights on its device: "
                 "load the model without offloading, over more GPUs or with quantized weights"
             )
-        if len(found) != 1:
-            names = ", ".join(sorted(map(str, found))) or "none"
+        if len(used) != 1:
+            names = ", ".join(sorted(map(str, used))) or "none"
             raise UnsupportedModelError(f"the weights of layer {layer_idx} are on several devices ({names})")
-        devices += found
+        devices += used
     if len({device.type for device in devices}) > 1:
         names = ", ".join(sorted({str(device) for device in devices}))
         raise UnsupportedModelError(f"the model's layers are on devices of different types ({names})")

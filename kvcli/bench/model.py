@@ -16,16 +16,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from kvcli.attention.decoder import Mode
+from kvcli.attention.generation import Mode, SamplingConfig
 from kvcli.attention.layer import attend_layer
-from kvcli.attention.next_token import SamplingConfig
 from kvcli.attention.session import Session
 from kvcli.bench.layer import MethodCase, randomize_
 from kvcli.bench.shapes import shape_config
 from kvcli.bench.timing import synchronized_time
-from kvcli.cache.compressed import CompressedCache
+from kvcli.cache.compressed import CompressedCache, own_bytes
 from kvcli.cache.layer import NewTokens
-from kvcli.cache.memory import own_bytes
 from kvcli.errors import UnsupportedModelError
 from kvcli.methods.layer_codec import EncodedTokens, LayerCodec, PartialAttention
 from kvcli.seam.layer import AttentionCall, RotaryOutput

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 
-from kvcli.attention.decoder import Mode
+from kvcli.attention.generation import Mode
 from kvcli.attention.session import Session
 from kvcli.bench.budget import attempt, largest_by_peak, memory_limit, release_gpu_memory
 from kvcli.bench.fixed_length import with_fixed_length

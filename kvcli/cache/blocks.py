@@ -1,15 +1,23 @@
-"""Blocks: tensors as the bytes of a safetensors file, which have their BLAKE3 as a name, wherever they lie.
+"""How a snapshot is cut into parts, and each part made a block: bytes of a safetensors file, named by their BLAKE3.
 
-Tensors of layers that have the same shape and dtype lie in one, `layers.0-3,7.key_codes.codes`: a block of a long
-context has a hundred small tensors, whose names would take a noticeable part of it, and copying them to a GPU one by
-one would take longer than their bytes do.
+    first     what precedes the codes: the sinks of the windows in full precision, and the key codec's state
+    coded j   the codes of tokens [j * size, (j + 1) * size) after the sinks, keys and values of all layers
+    last      the window after the sinks, and the codes after the last of those
+
+A prefix that ends where a part of codes ends is `first` and these parts up to there: nothing of it is in full precision
+but the sinks, as after `CompressedCache.crop`. A snapshot of several rows, or with padding, is one part.
+
+In a block, tensors of layers that have the same shape and dtype lie in one, `layers.0-3,7.key_codes.codes`: a hundred
+names would take a noticeable part of it, and copying as many tensors to a GPU longer than their bytes do.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Annotated
 
@@ -19,23 +27,22 @@ from pydantic import Field, PositiveInt
 from safetensors.torch import save
 from torch import Tensor
 
+from kvcli.cache.snapshot import POSITIONS, VALID, Snapshot, SnapshotCounts
 from kvcli.errors import CacheError
 from kvcli.storage.reads import Part, memory_for, read_parts
 from kvcli.storage.tensors import SafetensorsHeader
 
 Tensors = dict[str, Tensor]
 
+BLOCK_TOKENS = 256
+"""Tokens of a part of codes, by default."""
+
 _LAYERS = re.compile(r"layers\.(?P<layers>\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*)\.(?P<rest>.+)", re.ASCII)
 
 
 @dataclass(frozen=True)
 class Block:
-    """A block by its content.
-
-    Attributes:
-        digest: BLAKE3 of its bytes.
-        bytes: how many.
-    """
+    """A block by its content: the BLAKE3 of its bytes, and how many they are."""
 
     digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     bytes: PositiveInt
@@ -43,14 +50,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a block lies.
-
-    Attributes:
-        block: which one.
-        path: of the file.
-        start: of its first byte in the file.
-        file_bytes: of the whole file.
-    """
+    """Where a block lies: from which byte on in which file, and how many bytes that has."""
 
     block: Block
     path: Path
@@ -65,36 +65,19 @@ def encode(tensors: Mapping[str, Tensor]) -> tuple[Block, bytes]:
 
 
 def read_blocks(places: Sequence[Place], device: torch.device | str = "cpu") -> list[Tensors]:
-    """Reads and verifies blocks, several at once.
-
-    Args:
-        places: of the blocks.
-        device: of the tensors.
-
-    Returns:
-        The tensors of each block. On the CPU they are the mapped file itself: copy them before they are kept.
+    """The tensors of blocks on a device, verified; on the CPU the mapped files, to be copied before they are kept.
 
     Raises:
         CacheError: a file is missing, truncated or damaged, or it is none of tensors.
     """
-    memory = _verified(places, torch.device(device))
     try:
-        return [_tensors_in(data) for data in memory]
+        return [_tensors_in(data) for data in verify_blocks(places, device)]
     except ValueError as error:
         raise CacheError(f"a block in {places[0].path.parent} does not hold tensors ({error})") from error
 
 
-def verify_blocks(places: Sequence[Place]) -> None:
-    """Compares size and BLAKE3 of blocks, several at once.
-
-    Raises:
-        CacheError: the first that is missing, truncated or damaged.
-    """
-    _verified(places, torch.device("cpu"))
-
-
-def _verified(places: Sequence[Place], device: torch.device) -> list[Tensor]:
-    """The bytes of blocks, uint8 [bytes] each."""
+def verify_blocks(places: Sequence[Place], device: torch.device | str = "cpu") -> list[Tensor]:
+    """The bytes of blocks, uint8 [bytes] each; CacheError for the first that is missing, truncated or damaged."""
     for place in places:
         if not place.path.is_file():
             raise CacheError(f"{place.path} is missing")
@@ -102,7 +85,7 @@ def _verified(places: Sequence[Place], device: torch.device) -> list[Tensor]:
             raise CacheError(f"{place.path} is truncated or damaged (its size differs)")
     try:
         files = {place.path: place.file_bytes for place in places}
-        memory = {path: memory_for(path, size, device) for path, size in files.items()}
+        memory = {path: memory_for(path, size, torch.device(device)) for path, size in files.items()}
         parts = [Part(x.path, x.start, memory[x.path][x.start : x.start + x.block.bytes]) for x in places]
         digests = read_parts(parts)
     except OSError as error:
@@ -114,11 +97,7 @@ def _verified(places: Sequence[Place], device: torch.device) -> list[Tensor]:
 
 
 def _tensors_in(data: Tensor) -> Tensors:
-    """The tensors of a block, as views of its bytes, uint8 [bytes] on any device.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """The tensors of a block, as views of its bytes, uint8 [bytes] on any device; ValueError if it is none."""
     length = int.from_bytes(bytes(data[:8].tolist()), "little")
     header = SafetensorsHeader.parse(bytes(data[8 : 8 + min(length, len(data))].cpu().numpy()))
     rest = data[header.nbytes :]
@@ -139,13 +118,8 @@ def stack_layers(tensors: Mapping[str, Tensor]) -> Tensors:
             groups.setdefault((match["rest"], x.shape, x.dtype), {})[int(match["layers"])] = x
     for (rest, _, dtype), group in groups.items():
         layers = sorted(group)
-        ranges: list[list[int]] = []
-        for i in layers:
-            if ranges and ranges[-1][1] == i - 1:
-                ranges[-1][1] = i
-            else:
-                ranges.append([i, i])
-        shown = ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
+        runs = [[i for _, i in run] for _, run in groupby(enumerate(layers), lambda pair: pair[1] - pair[0])]
+        shown = ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
         # by bytes, which also takes 8-bit floats of every kind
         by_bytes = torch.uint8 if dtype.itemsize == 1 else dtype
         stacked[f"layers.{shown}.{rest}"] = torch.stack([group[i].view(by_bytes) for i in layers]).view(dtype)
@@ -153,18 +127,88 @@ def stack_layers(tensors: Mapping[str, Tensor]) -> Tensors:
 
 
 def unstack_layers(tensors: Mapping[str, Tensor]) -> Tensors:
-    """Inverse of `stack_layers`; views.
-
-    Raises:
-        ValueError: a name that `stack_layers` does not give.
-    """
+    """Inverse of `stack_layers`, as views; ValueError for a name that that does not give."""
     unstacked = {}
     for name, x in tensors.items():
-        match = _LAYERS.fullmatch(name)
-        if match is None:
+        if (match := _LAYERS.fullmatch(name)) is None:
             unstacked[name] = x
-            continue
-        borders = [part.partition("-") for part in match["layers"].split(",")]
-        layers = [i for first, _, last in borders for i in range(int(first), int(last or first) + 1)]
-        unstacked |= {f"layers.{i}.{match['rest']}": y for i, y in zip(layers, x.unbind(0), strict=True)}
+        else:
+            borders = [part.partition("-") for part in match["layers"].split(",")]
+            layers = [i for first, _, last in borders for i in range(int(first), int(last or first) + 1)]
+            unstacked |= {f"layers.{i}.{match['rest']}": y for i, y in zip(layers, x.unbind(0), strict=True)}
     return unstacked
+
+
+def is_plain(snapshot: Snapshot) -> bool:
+    """Whether a snapshot is of one sequence without padding, at positions 0, 1, 2 and so on."""
+    positions, valid = snapshot.tensors[POSITIONS], snapshot.tensors[VALID]
+    in_order = torch.arange(positions.shape[-1], device=positions.device)
+    return len(snapshot.counts.lengths) == 1 and bool(valid.all()) and bool((positions == in_order).all())
+
+
+def whole_groups(counts: SnapshotCounts, tokens: int) -> int:
+    """The next number of tokens that is made of whole groups of keys and of values."""
+    group = math.lcm(counts.key_group, counts.value_group)
+    return -(-tokens // group) * group
+
+
+def num_coded(counts: SnapshotCounts, size: int) -> int:
+    """Parts of `size` tokens of codes, keys and values, of the only row."""
+    return counts.attended[0] // size
+
+
+def tail_start(counts: SnapshotCounts) -> int:
+    """The length from which on the only row can be cut to every length, because no code has to be cut off."""
+    coded = max(*counts.coded_keys, *counts.coded_values)
+    return counts.sinks + coded if coded else 0
+
+
+def usable_length(counts: SnapshotCounts, size: int, common: int) -> int:
+    """How much of a stored sequence is of use to another one that begins with the same `common` tokens.
+
+    All of these, if no code has to be cut off for that; else whole parts of `size` tokens of codes, at least one; or 0.
+    """
+    parts = min(max(0, common - counts.sinks) // size, num_coded(counts, size))
+    length = common if common >= tail_start(counts) else counts.sinks + parts * size if parts else 0
+    try:
+        counts.without(counts.lengths[0] - length)
+    except CacheError:  # the codec's state was computed from later tokens, too
+        return 0
+    return length
+
+
+def split(snapshot: Snapshot, size: int) -> tuple[Tensors, list[Tensors], Tensors]:
+    """Cuts a plain snapshot into `first`, parts of `size` tokens of codes and `last`; views."""
+    counts = snapshot.counts
+    first: Tensors = {}
+    coded: list[Tensors] = [{} for _ in range(num_coded(counts, size))]
+    last: Tensors = {}
+    for name, x in snapshot.tensors.items():
+        if name in counts.tokens_per_entry:
+            entries = size // counts.tokens_per_entry[name]
+            for j, part in enumerate(coded):
+                part[name] = x[:, :, j * entries : (j + 1) * entries]
+            last[name] = x[:, :, len(coded) * entries :]
+        elif counts.used(name) is not None:
+            first[name], last[name] = x[:, :, : counts.sinks], x[:, :, counts.sinks :]
+        elif name not in (VALID, POSITIONS):
+            first[name] = x
+    return first, coded, last
+
+
+def join(counts: SnapshotCounts, parts: Sequence[Tensors]) -> Snapshot:
+    """A snapshot from what `split` gave, or from its first parts without `last`; CacheError if they do not fit."""
+    pieces: dict[str, list[Tensor]] = {}
+    for name, x in chain.from_iterable(part.items() for part in parts):
+        pieces.setdefault(name, []).append(x)
+    try:
+        # a tensor that is not cut by time is in `first` alone
+        tensors = {
+            name: x[0].clone() if counts.used(name) is None else torch.cat(x, dim=2) for name, x in pieces.items()
+        }
+    except (RuntimeError, IndexError) as error:
+        raise CacheError(f"its blocks do not belong together ({' '.join(str(error).split())})") from error
+    length, device = counts.lengths[0], next(iter(tensors.values())).device
+    tensors[VALID] = torch.ones(1, length, dtype=torch.bool, device=device)
+    tensors[POSITIONS] = torch.arange(length, dtype=torch.int32, device=device).unsqueeze(0)
+    return Snapshot(counts, tensors)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from transformers.cache_utils import Cache, DynamicCache
 
 from kvcli.cache.content import put, take
@@ -18,7 +20,6 @@ from kvcli.cache.counts import Counts, TokenCounts
 from kvcli.cache.forward import Passes
 from kvcli.cache.identity import CacheIdentity
 from kvcli.cache.layer import DETACHED, OTHER_MODEL, CompressedLayer, LayerStore
-from kvcli.cache.memory import MemoryReport, own_bytes
 from kvcli.cache.sequences import Sequences
 from kvcli.cache.snapshot import Snapshot
 from kvcli.cache.window import ordinary_tensors
@@ -31,13 +32,85 @@ from kvcli.seam.patch import Seam
 from kvcli.spec import ModelSpec
 
 
+@dataclass(frozen=True)
+class MemoryReport:
+    """Bytes of a cache over all layers and sequences.
+
+    Attributes:
+        num_tokens: tokens held, summed over the sequences.
+        num_encoded: tokens of them whose keys are codes.
+        code_bytes: codes with their scales and norms, as far as they are in use.
+        window_bytes: sinks and residual window, as far as they are in use; with tokens that are codes too (KIVI).
+        position_bytes: positions, padding marks and cached RoPE tables of encoded tokens.
+        state_bytes: what codecs keep per sequence, such as a subspace; it does not grow with the context.
+        allocated_bytes: all tensors of the cache with the headroom of their buffers.
+        artifact_bytes: codec buffers (codebooks, encoders, projections) and kernel tables derived from them, held once
+            per model however many caches there are.
+        fp16_bytes: the same tokens uncompressed in 16 bits.
+        uncompressed_bytes: the same tokens uncompressed in the model's dtype.
+        key_bits, value_bits: true stored bits per value of encoded tokens, scales and norms included; 0 without them.
+        nominal_bits: the paper's bits for K and V.
+        layers: how many layers are compressed.
+        other_layers: how many layers keep transformers' own cache (sliding windows, linear attention and the like);
+            all other figures are of the layers that attend to the whole context.
+        other_bytes: what the caches of these hold.
+    """
+
+    num_tokens: int
+    num_encoded: int
+    code_bytes: int
+    window_bytes: int
+    position_bytes: int
+    state_bytes: int
+    allocated_bytes: int
+    artifact_bytes: int
+    fp16_bytes: int
+    uncompressed_bytes: int
+    key_bits: float
+    value_bits: float
+    nominal_bits: tuple[float, float]
+    layers: int = 0
+    other_layers: int = 0
+    other_bytes: int = 0
+
+    @property
+    def cache_bytes(self) -> int:
+        """Everything a cache holds: codes, sinks, window, positions and state."""
+        return self.code_bytes + self.window_bytes + self.position_bytes + self.state_bytes
+
+    @property
+    def ratio(self) -> float:
+        """fp16 bytes over cache bytes."""
+        return self.fp16_bytes / self.cache_bytes if self.cache_bytes else 1.0
+
+    @property
+    def share(self) -> float:
+        """What share of the model's whole cache, uncompressed, the layers of full attention have."""
+        whole = self.uncompressed_bytes + self.other_bytes
+        return self.uncompressed_bytes / whole if whole else 1.0
+
+    @property
+    def true_bits(self) -> float:
+        """True bits per value of encoded tokens, keys and values averaged."""
+        return (self.key_bits + self.value_bits) / 2
+
+    @property
+    def effective_bits(self) -> float:
+        """Bits per value of all tokens: sinks, residual window and positions included."""
+        return 16 / self.ratio
+
+    def to_dict(self) -> dict[str, Any]:
+        """All figures as plain JSON values."""
+        derived = ("cache_bytes", "ratio", "share", "true_bits", "effective_bits")
+        return {**asdict(self), **{name: getattr(self, name) for name in derived}}
+
+
 class CompressedCache(Cache):
     """A drop-in `past_key_values` that stores codes.
 
     Args:
         spec: the model's shapes.
-        method: how keys and values are coded.
-        config: its settings.
+        method: how keys and values are coded, with its `config`.
         codecs: one fitted codec per layer.
         seam: the patch on the model that the cache is for.
         compressed_layers: how many of the codecs are the method's, the others being full precision; default all.
@@ -66,11 +139,7 @@ class CompressedCache(Cache):
         super().__init__(layers=self.layers)
 
     def check_session(self, seam: Seam) -> None:
-        """Checks which session's model is given this cache.
-
-        Raises:
-            CacheError: not that of the session that made it.
-        """
+        """Raises CacheError where another session's model is given this cache."""
         if self._seam is not seam:
             raise CacheError(OTHER_MODEL if self._seam.is_open else DETACHED)
 
@@ -116,8 +185,7 @@ class CompressedCache(Cache):
     @property
     def other_layers(self) -> list[Any]:
         """The layers of transformers' own, of sliding windows, linear attention and the like."""
-        ours = {id(layer) for layer in self.compressed}
-        return [layer for layer in self.layers if id(layer) not in ours]
+        return [layer for layer in self.layers if not isinstance(layer, CompressedLayer)]
 
     @property
     def _stores(self) -> list[LayerStore]:
@@ -165,11 +233,7 @@ class CompressedCache(Cache):
         self.reorder_cache(torch.arange(len(self.sequences.lengths)).repeat_interleave(repeats))
 
     def activate_past_recording(self) -> None:
-        """Called by transformers before it drafts tokens that it may remove again.
-
-        Raises:
-            CacheError: drafts could not be removed; the message says why.
-        """
+        """Called by transformers before it drafts tokens; raises CacheError where they could not be removed again."""
         self._check_only_full_attention("drafted tokens cannot be removed again")
         self.sequences.check_rollback()
 
@@ -179,10 +243,7 @@ class CompressedCache(Cache):
         return False
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Removes the last tokens.
-
-        Args:
-            tokens_to_remove: a negative count of slots; a positive number is the length to keep, as before 5.18.
+        """Removes the last tokens: a negative count of slots; a positive one is the length to keep, as before 5.18.
 
         Raises:
             CacheError: more than the cache holds, part of a group that was encoded together, or some but not all of
@@ -200,30 +261,18 @@ class CompressedCache(Cache):
             store.codec.key.reset_state(store.state, emptied)
 
     def snapshot(self, device: torch.device | str = "cpu") -> Snapshot:
-        """A copy of the content, which does not change with the cache.
-
-        Args:
-            device: of the copy.
-
-        Raises:
-            CacheError: the cache is empty, or a pass over it broke off.
-        """
-        self._check_only_full_attention("the cache cannot be saved")
-        self._check_one_device("saved")
+        """A copy of the content on a device; CacheError if the cache is empty, or a pass over it broke off."""
+        self._check_only_full_attention("the cache cannot be saved", on_one_device="saved")
         self.passes.check_at_rest()
         return take(self.sequences, self._stores, device)
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Fills this cache, which is empty, with what another one held; it goes on as that one would.
-
-        Args:
-            snapshot: of a cache of the same model, method, settings and codecs, which is not checked here.
+        """Fills this cache, which is empty, with what one of the same model, method, settings and codecs held.
 
         Raises:
             CacheError: the cache is not empty, or its codecs cannot have made the snapshot; nothing has changed then.
         """
-        self._check_only_full_attention("nothing can be restored into the cache")
-        self._check_one_device("restored")
+        self._check_only_full_attention("nothing can be restored into the cache", on_one_device="restored")
         if self.sequences.lengths:
             raise CacheError(f"the cache holds {self.sequences.slots} tokens; restore into a new one")
         sequences = self._new_sequences()
@@ -248,32 +297,21 @@ class CompressedCache(Cache):
         return Context(self.snapshot(), self._identity(), input_ids, notes or {})
 
     def save(self, path: str | Path, input_ids: Tensor | None = None) -> None:
-        """Writes the cache to one safetensors file, from which `Session.load_cache` goes on.
+        """Writes the cache to one safetensors file, from which `Session.load_cache` goes on; see `Context.save`.
 
-        Args:
-            path: the file; it is complete when it has this name, and replaces one that was there.
-            input_ids: as for `context`; `Context.load(path).input_ids` are these.
-
-        Raises:
-            CacheError: as `context` and `Context.save`.
-            OSError: the file cannot be written.
+        Arguments and errors are those of `context` and `Context.save`.
         """
         self.context(input_ids).save(path)
 
-    def _check_only_full_attention(self, refused: str) -> None:
-        """Raises CacheError if layers of other kinds keep a state that we cannot cut or copy."""
-        if self.spec.other_layers:
-            count = self.spec.other_layers
+    def _check_only_full_attention(self, refused: str, on_one_device: str | None = None) -> None:
+        """Raises CacheError for layers whose state cannot be cut or copied, and for layers on several devices."""
+        if count := self.spec.other_layers:
             raise CacheError(
                 f"{refused}: {count} layers of the model keep transformers' own cache, which has no such form"
             )
-
-    def _check_one_device(self, done: str) -> None:
-        """Raises CacheError if layers are on several devices."""
-        devices = self._seam.devices
-        if len(devices) > 1:
-            names = ", ".join(sorted(map(str, devices)))
-            raise CacheError(f"a cache of layers on several devices ({names}) cannot be {done}")
+        if on_one_device and len(self._seam.devices) > 1:
+            names = ", ".join(sorted(map(str, self._seam.devices)))
+            raise CacheError(f"a cache of layers on several devices ({names}) cannot be {on_one_device}")
 
     def memory(self) -> MemoryReport:
         """Measures the cache from its live tensors."""
@@ -309,3 +347,9 @@ class CompressedCache(Cache):
             other_layers=self.spec.other_layers,
             other_bytes=own_bytes(self.other_layers),
         )
+
+
+def own_bytes(layers: Iterable[Any]) -> int:
+    """Bytes of the keys, values and states that transformers' own layers of a cache hold."""
+    tensors = (x for layer in layers for x in tree_leaves(vars(layer)) if isinstance(x, Tensor))
+    return sum(x.nbytes for x in tensors if x.is_floating_point())

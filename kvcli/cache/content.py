@@ -1,17 +1,14 @@
-"""Taking a snapshot of a cache's sequences and stores, and filling empty ones from it.
-
-This module knows where tensors lie in a cache; `snapshot` knows what a snapshot holds.
-"""
+"""Taking a snapshot of a cache's sequences and stores, and filling empty ones from it: where tensors lie in a cache."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from kvcli.cache.counts import Counts, TokenCounts, row_values
+from kvcli.cache.counts import Counts, row_values
 from kvcli.cache.layer import HEADROOM, CodeBuffer, LayerStore
 from kvcli.cache.sequences import Sequences
 from kvcli.cache.snapshot import CODES, POSITIONS, VALID, WINDOWS, Snapshot, SnapshotCounts
@@ -23,22 +20,34 @@ from kvcli.methods.layer_codec import LayerCodec
 @torch.no_grad()
 @ordinary_tensors
 def take(sequences: Sequences, stores: Sequence[LayerStore], device: torch.device | str) -> Snapshot:
-    """Copies the content of a cache.
-
-    Args:
-        sequences: of the cache.
-        stores: of its layers.
-        device: of the copies.
-
-    Raises:
-        CacheError: the cache is empty, or a pass over it broke off or is under way.
-    """
-    counts = _counts_of(sequences, stores)
-    tensors = {}
+    """Copies the content of a cache, of one token or more, to a device."""
+    ours = sequences.counts
+    counts = SnapshotCounts(
+        lengths=ours.lengths,
+        coded_keys=ours.keys.coded,
+        coded_values=ours.values.coded,
+        observed=tuple(sequences.observed),
+        sinks=ours.sink_length,
+        ring=ours.layout.ring,
+        key_group=ours.keys.tokens_per_group,
+        value_group=ours.values.tokens_per_group,
+        tokens_per_entry={
+            f"layers.{i}.{kind}.{field}": tokens
+            for i, store in enumerate(stores)
+            for kind in CODES
+            for field, tokens in getattr(store, kind).tokens_per_entry.items()
+        },
+    )
+    tensors: dict[str, Tensor] = {}
     for i, store in enumerate(stores):
-        for name, x in _parts(store, counts):
-            full_name = f"layers.{i}.{name}"
-            tensors[full_name] = _copied(x, counts.used(full_name), device)
+        records = zip((*CODES, "state"), (store.key_codes.codes, store.value_codes.codes, store.state), strict=True)
+        parts = {f"{kind}.{field}": x for kind, fields in records if fields for field, x in fields.tensors().items()}
+        slots = store.layout.slots(
+            store.layout.window_tokens(row_values(counts.attended, store.keys.device), max(counts.window))
+        )
+        for name, x in (parts | {kind: read_slots(getattr(store, kind), slots) for kind in WINDOWS}).items():
+            used = counts.used(full_name := f"layers.{i}.{name}")
+            tensors[full_name] = _copied(x if used is None else x[:, :, : max(used)], used, device)
     tensors[VALID] = _copied(sequences.valid, None, device)
     lengths = row_values(counts.lengths, sequences.positions.device)
     positions = sequences.positions[:, : max(counts.lengths)]
@@ -52,101 +61,51 @@ def take(sequences: Sequences, stores: Sequence[LayerStore], device: torch.devic
 def put(
     snapshot: Snapshot, sequences: Sequences, codecs: Sequence[LayerCodec], device: torch.device
 ) -> list[LayerStore]:
-    """Fills empty sequences, and stores that are made here.
+    """Fills empty sequences, and stores that are made here, one per layer.
 
-    Args:
-        snapshot: what `take` gave; its tensors are checked, and copied one by one.
-        sequences: of an empty cache.
-        codecs: of its layers.
-        device: of the model.
-
-    Returns:
-        One store per layer.
+    The snapshot's tensors are checked, and copied to the device one by one.
 
     Raises:
         CacheError: a snapshot that these codecs cannot have made.
     """
-    _check_shared(snapshot)
-    held, counts = snapshot.counts, sequences.counts
-    layout = _layout(held, counts)
-    slots = layout.slots(layout.held(row_values(held.attended, device), max(held.window)))
-    tensors = {name: x for name, x in snapshot.tensors.items() if name not in (VALID, POSITIONS)}
+    stored, counts, tensors = snapshot.counts, sequences.counts, dict(snapshot.tensors)
+    valid, positions = tensors.pop(VALID, None), tensors.pop(POSITIONS, None)
+    if valid is None or valid.dtype != torch.bool or valid.ndim != 2 or valid.sum(1).tolist() != [*stored.lengths]:
+        raise CacheError("the snapshot's padding marks do not agree with its numbers of tokens")
+    shape = (len(stored.lengths), max(stored.lengths))
+    if positions is None or positions.dtype != torch.int32 or positions.shape != shape:
+        raise CacheError("the snapshot's positions do not agree with its numbers of tokens")
+    if stored.sinks != counts.sink_length:
+        raise CacheError(f"the snapshot was made with sink_length {stored.sinks}, this cache has {counts.sink_length}")
+    ours = counts.keys.tokens_per_group, counts.values.tokens_per_group
+    if (theirs := (stored.key_group, stored.value_group)) != ours:
+        raise CacheError(
+            f"the snapshot's keys and values were encoded in groups of {theirs}, this cache's are in {ours}"
+        )
+    # windows lie as they did, unless they were larger than a cache would keep
+    needed = WindowLayout(stored.sinks, max(counts.layout.ring, max(stored.window) - stored.sinks))
+    layout = WindowLayout(stored.sinks, max(stored.ring, needed.ring))
+    layout = needed if layout.capacity > 2 * needed.capacity else layout
+    slots = layout.slots(layout.window_tokens(row_values(stored.attended, device), max(stored.window)))
     stores = [
-        _filled_store(partial(_pop, tensors, f"layers.{i}."), codec, held, layout, slots)
+        _filled_store(partial(_pop, tensors, f"layers.{i}."), codec, stored, layout, slots)
         for i, codec in enumerate(codecs)
     ]
     if tensors:
         raise CacheError(f"the snapshot has a tensor {min(tensors)}, which this model and method have no place for")
-    counts.state = held.lengths, held.coded_keys, held.coded_values, held.attended
-    counts.layout = layout
-    sequences.observed = [*held.observed]
-    shared = (snapshot.tensors[name].to(device, copy=True) for name in (VALID, POSITIONS))
-    sequences.valid, sequences.positions = shared
+    counts.state, counts.layout = (stored.lengths, stored.coded_keys, stored.coded_values, stored.attended), layout
+    sequences.observed = [*stored.observed]
+    sequences.valid, sequences.positions = valid.to(device, copy=True), positions.to(device, copy=True)
     return stores
-
-
-def _counts_of(sequences: Sequences, stores: Sequence[LayerStore]) -> SnapshotCounts:
-    counts = sequences.counts
-    return SnapshotCounts(
-        lengths=counts.lengths,
-        coded_keys=counts.keys.coded,
-        coded_values=counts.values.coded,
-        observed=tuple(sequences.observed),
-        sinks=counts.sink_length,
-        ring=counts.layout.ring,
-        key_group=counts.keys.tokens_per_group,
-        value_group=counts.values.tokens_per_group,
-        tokens_per_entry={
-            f"layers.{i}.{kind}.{field}": tokens
-            for i, store in enumerate(stores)
-            for kind in CODES
-            for field, tokens in getattr(store, kind).tokens_per_entry.items()
-        },
-    )
-
-
-def _parts(store: LayerStore, counts: SnapshotCounts) -> Iterator[tuple[str, Tensor]]:
-    """Names and views or copies of what a store holds, each as long as the longest row's."""
-    for kind in CODES:
-        buffer: CodeBuffer = getattr(store, kind)
-        coded = max(counts.coded_keys if kind == CODES[0] else counts.coded_values)
-        for field, x in buffer.codes.tensors().items():
-            yield f"{kind}.{field}", x[:, :, : -(-coded // buffer.tokens_per_entry[field])]
-    held = store.layout.held(row_values(counts.attended, store.keys.device), max(counts.window))
-    for kind in WINDOWS:
-        yield kind, read_slots(getattr(store, kind), store.layout.slots(held))
-    if store.state is not None:
-        for field, x in store.state.tensors().items():
-            yield f"state.{field}", x
 
 
 def _copied(x: Tensor, used: Counts | None, device: torch.device | str) -> Tensor:
     """A contiguous copy; 0 where rows do not use it."""
-    made = torch.empty(x.shape, dtype=x.dtype, device=device)
-    made.copy_(x)
+    copied = torch.empty(x.shape, dtype=x.dtype, device=device)
+    copied.copy_(x)
     for row, count in enumerate(used or ()):
-        if count < x.shape[2]:
-            made[row, :, count:].zero_()
-    return made
-
-
-def _layout(counts: SnapshotCounts, ours: TokenCounts) -> WindowLayout:
-    """The layout of the windows, as it was where it is not larger than a cache would keep.
-
-    Raises:
-        CacheError: sinks or groups of other sizes.
-    """
-    if counts.sinks != ours.sink_length:
-        raise CacheError(f"the snapshot was made with sink_length {counts.sinks}, this cache has {ours.sink_length}")
-    theirs = (counts.key_group, counts.value_group)
-    if theirs != (mine := (ours.keys.tokens_per_group, ours.values.tokens_per_group)):
-        raise CacheError(
-            f"the snapshot's keys and values were encoded in groups of {theirs}, this cache's are in {mine}"
-        )
-    tokens = max(window - counts.sinks for window in counts.window)
-    needed = WindowLayout(counts.sinks, max(ours.layout.ring, tokens))
-    stored = WindowLayout(counts.sinks, max(counts.ring, needed.ring))
-    return needed if stored.capacity > 2 * needed.capacity else stored
+        copied[row, :, count:].zero_()
+    return copied
 
 
 def _filled_store(
@@ -158,25 +117,17 @@ def _filled_store(
 ) -> LayerStore:
     """A layer's store with the content of a snapshot; nothing of its size is allocated before it is checked.
 
-    Args:
-        pop: `_pop` of the layer's tensors.
-        codec: of the layer.
-        counts: of the snapshot.
-        layout: of the windows.
-        slots: of the windows' tokens in order, [batch, longest window], on the model's device.
-
-    Raises:
-        CacheError: the codec cannot have made the content.
+    `pop` is `_pop` of the layer's tensors; slots [batch, longest window] are those of the windows' tokens in order, on
+    the model's device. CacheError: the codec cannot have made the content.
     """
-    spec, batch = codec.key.spec, len(counts.lengths)
-    widths, dtype = (spec.head_dim, codec.value.spec.head_dim), None
-    tokens = {}
-    for name, width in zip(WINDOWS, widths, strict=True):
-        tokens[name] = pop(name, (batch, spec.num_kv_heads, max(counts.window), width), dtype)
-        dtype = tokens[name].dtype
-    key, value = (torch.empty(batch, spec.num_kv_heads, 0, width, dtype=dtype, device=slots.device) for width in widths)
-    store = LayerStore(codec, key, value, layout)
-    for name, x in tokens.items():
+    heads, batch, dtype = codec.key.spec.num_kv_heads, len(counts.lengths), None
+    windows, empty = {}, {}
+    for name, part in zip(WINDOWS, (codec.key, codec.value), strict=True):
+        windows[name] = pop(name, (batch, heads, max(counts.window), part.spec.head_dim), dtype)
+        dtype = windows[name].dtype
+        empty[name] = torch.empty(batch, heads, 0, part.spec.head_dim, dtype=dtype, device=slots.device)
+    store = LayerStore(codec, empty[WINDOWS[0]], empty[WINDOWS[1]], layout)
+    for name, x in windows.items():
         write_slots(getattr(store, name), slots, x.to(slots.device))
     for kind, coded in zip(CODES, (max(counts.coded_keys), max(counts.coded_values)), strict=True):
         buffer: CodeBuffer = getattr(store, kind)
@@ -197,25 +148,11 @@ def _filled_store(
 def _pop(
     tensors: dict[str, Tensor], prefix: str, name: str, shape: tuple[int, ...], dtype: torch.dtype | None
 ) -> Tensor:
-    """Takes a tensor out, of any floating-point dtype if that is None.
-
-    Raises:
-        CacheError: it is missing, or of another shape or dtype.
-    """
+    """Takes a tensor out, of any floating-point dtype if that is None; CacheError if there is no such tensor."""
     x = tensors.pop(prefix + name, None)
     if dtype is None:
         dtype = x.dtype if x is not None and x.is_floating_point() else torch.float32
     if x is None or x.shape != shape or x.dtype != dtype:
-        found = "is missing" if x is None else f"is {x.dtype} {list(x.shape)}"
-        raise CacheError(f"the snapshot's tensor {prefix}{name} {found}; it must be {dtype} {list(shape)}")
+        problem = "is missing" if x is None else f"is {x.dtype} {list(x.shape)}"
+        raise CacheError(f"the snapshot's tensor {prefix}{name} {problem}; it must be {dtype} {list(shape)}")
     return x
-
-
-def _check_shared(snapshot: Snapshot) -> None:
-    """Raises CacheError where padding marks or positions do not agree with the counts."""
-    counts, valid, positions = snapshot.counts, snapshot.tensors.get(VALID), snapshot.tensors.get(POSITIONS)
-    if valid is None or valid.dtype != torch.bool or valid.ndim != 2 or valid.sum(1).tolist() != [*counts.lengths]:
-        raise CacheError("the snapshot's padding marks do not agree with its numbers of tokens")
-    shape = (len(counts.lengths), max(counts.lengths))
-    if positions is None or positions.dtype != torch.int32 or positions.shape != shape:
-        raise CacheError("the snapshot's positions do not agree with its numbers of tokens")

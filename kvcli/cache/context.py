@@ -13,26 +13,108 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import torch
+from pydantic import NonNegativeInt, model_validator
 from torch import Tensor
 
 from kvcli._version import __version__
-from kvcli.cache.blocks import Block, Place, Tensors, encode, read_blocks
+from kvcli.cache.blocks import (
+    BLOCK_TOKENS,
+    Block,
+    Place,
+    Tensors,
+    encode,
+    is_plain,
+    join,
+    num_coded,
+    read_blocks,
+    split,
+    whole_groups,
+)
 from kvcli.cache.identity import CacheIdentity
-from kvcli.cache.parts import BLOCK_TOKENS, is_plain, join, num_coded, split, whole_groups
-from kvcli.cache.record import ContextRecord
-from kvcli.cache.snapshot import VALID, WINDOWS, Snapshot
-from kvcli.errors import CacheError
+from kvcli.cache.snapshot import CODES, VALID, WINDOWS, Snapshot, SnapshotCounts
+from kvcli.errors import CacheError, KvcliError
 from kvcli.storage.atomic import replacing, temporary_path
 from kvcli.storage.locks import lock
+from kvcli.storage.manifest import Sealed
 from kvcli.storage.tensors import SafetensorsHeader
 
 INPUT_IDS = "input_ids"
 _ENTRY = "kvcli"
 _ALIGNMENT = 8
 _NOTES_OF_PARTS = ("tokenizer", "chat_template", "source")
+
+
+class ContextRecord(Sealed):
+    """What is known of a context without its blocks.
+
+    Attributes:
+        kvcli_version: that wrote it.
+        identity: what it depends on, as `CacheIdentity.to_dict` gave it.
+        notes: of whoever saved it: `source`, what it was made from, and others.
+        counts: of tokens and codes.
+        part_tokens: tokens of a part of codes; 0 where `first` is all of several rows or of a row with padding.
+        bytes_of: bytes of `key_codes`, `value_codes`, the window's `keys` and `values`, `state` and so on, all layers.
+        values_per_token: numbers in the keys and values of one token, all layers.
+        tokens: block of all token ids, int32 [rows, slots]; None if they were not given.
+        first, coded, last: blocks of what precedes the codes, of the whole parts of codes, of the rest.
+    """
+
+    VERSION: ClassVar[int] = 4
+    ERROR: ClassVar[type[KvcliError]] = CacheError
+    REMEDY: ClassVar[str] = "make it again with 'kvcli compress'"
+
+    kvcli_version: str
+    identity: dict[str, Any]
+    notes: dict[str, Any]
+    counts: SnapshotCounts
+    part_tokens: NonNegativeInt
+    bytes_of: dict[str, NonNegativeInt]
+    values_per_token: NonNegativeInt
+    tokens: Block | None
+    first: Block
+    coded: tuple[Block, ...]
+    last: Block | None
+
+    @model_validator(mode="after")
+    def _has_the_blocks_of_its_counts(self) -> Self:
+        size, plain = self.part_tokens, self.last is not None
+        if plain != (size > 0) or (plain and (len(self.counts.lengths) > 1 or whole_groups(self.counts, size) != size)):
+            raise ValueError("parts that cut rows or groups of tokens apart")
+        if len(self.coded) != (num_coded(self.counts, size) if plain else 0):
+            raise ValueError("more or fewer blocks than its tokens have")
+        return self
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all rows."""
+        return sum(self.counts.lengths)
+
+    @property
+    def blocks(self) -> list[Block]:
+        """All blocks; one that it needs twice is there once."""
+        blocks = (self.tokens, self.first, *self.coded, self.last)
+        return list(dict.fromkeys(block for block in blocks if block is not None))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all blocks."""
+        return sum(block.bytes for block in self.blocks)
+
+    @property
+    def fp16_bytes(self) -> int:
+        """Bytes of its tokens uncompressed in 16 bits."""
+        return 2 * self.num_tokens * self.values_per_token
+
+    @property
+    def bits(self) -> tuple[float, float]:
+        """Stored bits per key and per value that is a code, scales and norms included; 0 without codes."""
+        counts, half = self.counts, max(1, self.values_per_token // 2)
+        keys, values = (max(1, sum(coded)) * half for coded in (counts.coded_keys, counts.coded_values))
+        key_bytes, value_bytes = (self.bytes_of.get(kind, 0) for kind in CODES)
+        return 8 * key_bytes / keys, 8 * value_bytes / values
 
 
 @dataclass(frozen=True)
@@ -54,26 +136,11 @@ class Context:
     notes: Mapping[str, Any] = field(default_factory=dict)
     name: str = field(default="this context", compare=False)
 
-    def check(self, ours: CacheIdentity) -> None:
-        """Checks that a cache can go on from it.
-
-        Args:
-            ours: of the cache.
-
-        Raises:
-            CacheError: it cannot; the message says what differs.
-        """
-        if (reason := ours.difference(self.identity)) is not None:
-            raise CacheError(f"{self.name} was made {reason}")
-
     def encode(self, block_tokens: int = BLOCK_TOKENS) -> tuple[ContextRecord, dict[Block, bytes]]:
-        """What is stored of it.
+        """Its record, and the bytes of its blocks.
 
         Args:
             block_tokens: tokens of a part of codes, rounded up to whole groups of the method.
-
-        Returns:
-            Its record, and the bytes of its blocks.
 
         Raises:
             CacheError: `input_ids` are not of the snapshot's slots.
@@ -127,7 +194,7 @@ class Context:
         Args:
             record: of the context.
             place: says where a block is.
-            device: of the snapshot's tensors, to which they are copied while the rest is read.
+            device: to which the snapshot's tensors are copied while the rest is read.
             name: for messages.
             num_tokens: how many of the first tokens are read, with the blocks that hold them alone; None: all.
 
@@ -161,13 +228,7 @@ class Context:
         return cls(snapshot, identity, input_ids, notes, name)
 
     def save(self, path: str | Path) -> int:
-        """Writes the file; it appears under its name when it is complete, and replaces what was there.
-
-        Args:
-            path: where to.
-
-        Returns:
-            Bytes of the file.
+        """Writes a file and returns its bytes; it appears when it is complete, and replaces what was there.
 
         Raises:
             CacheError: another process writes it, or `input_ids` are not of the snapshot's slots.
@@ -194,11 +255,7 @@ class Context:
 
     @classmethod
     def load(cls, path: str | Path, device: torch.device | str = "cpu") -> Context:
-        """Reads and verifies a file.
-
-        Args:
-            path: what `save` wrote.
-            device: of the snapshot's tensors, to which they are copied while the rest is read.
+        """Reads and verifies what `save` wrote; the snapshot's tensors are copied to a device while the rest is read.
 
         Raises:
             CacheError: missing, of another format version, truncated or damaged.
@@ -225,11 +282,7 @@ class Context:
 
 
 def tokens_in(tensors: Tensors, record: ContextRecord) -> Tensor:
-    """The token ids in their block, int64 [rows, slots] on the host.
-
-    Raises:
-        CacheError: the block holds something else.
-    """
+    """The token ids in their block, int64 [rows, slots] on the host; CacheError if it holds something else."""
     ids = tensors.get(INPUT_IDS)
     rows = len(record.counts.lengths)
     slots = None if ids is None or ids.ndim != 2 else record.num_tokens if record.last is not None else ids.shape[1]
@@ -239,11 +292,7 @@ def tokens_in(tensors: Tensors, record: ContextRecord) -> Tensor:
 
 
 def _places(path: Path, header: SafetensorsHeader, record: ContextRecord) -> Iterator[Place]:
-    """Where the blocks of a record are in a file.
-
-    Raises:
-        ValueError: the file has others, or they are not followed by zeros.
-    """
+    """Where the blocks of a record are in a file; ValueError if it has others, or they are not followed by zeros."""
     if header.entries.keys() != {block.digest for block in record.blocks}:
         raise ValueError("it has other blocks than its metadata says")
     with path.open("rb") as file:

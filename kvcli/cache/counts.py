@@ -64,13 +64,7 @@ class Encoding:
 
 @dataclass(frozen=True)
 class DeviceEncoding:
-    """As `Encoding`, of as many tokens in every row, from where a tensor of the device says.
-
-    Attributes:
-        start: first token of each row, int32 [batch, 1].
-        count: how many.
-        kept: the last of them that stay in the window, as what their codes decode to.
-    """
+    """As `Encoding`, of as many tokens in every row, from `start` on, int32 [batch, 1] on the device."""
 
     start: Tensor
     count: int
@@ -98,14 +92,11 @@ class HostCounts:
     """What one forward pass does in all layers: append, attend, then encode the oldest tokens; counted on the host.
 
     Attributes:
-        before: tokens of each row, before the new ones.
-        lengths: with the new ones.
-        coded_keys: encoded keys of each row, before the flush.
-        coded_values: encoded values.
+        before, lengths: tokens of each row, before the new ones and with them.
+        coded_keys, coded_values: encoded keys and values of each row, before the flush.
         attended: tokens of each row, after its sinks, that are attended to as codes: not those that are encoded now.
         layout: of the window buffers from the append to the flush.
-        keys: the keys that are encoded.
-        values: the values that are encoded.
+        keys, values: those that are encoded.
         attended_after: of the next pass.
         layout_after: of the window buffers after the flush.
     """
@@ -170,15 +161,7 @@ class HostCounts:
 
 
 class CodedCounts:
-    """Of the keys, or of the values: how many tokens of each row, after its sinks, are encoded.
-
-    Args:
-        schedule: when tokens are encoded.
-        tokens_per_group: tokens that are encoded together.
-
-    Attributes:
-        coded: one count per row; empty before the first token.
-    """
+    """Of the keys, or of the values: how many tokens of each row, after its sinks, are encoded (`coded`)."""
 
     def __init__(self, schedule: Schedule, tokens_per_group: int) -> None:
         self.schedule, self.tokens_per_group = schedule, tokens_per_group
@@ -201,8 +184,7 @@ class TokenCounts:
 
     Attributes:
         lengths: tokens of each row; empty before the first.
-        keys: encoded keys.
-        values: encoded values.
+        keys, values: encoded ones.
         tokens_per_group: tokens that are attended to together as codes.
         attended: tokens of each row, after its sinks, whose keys and values are both codes, in whole groups.
         layout: of the window buffers.
@@ -262,15 +244,9 @@ class TokenCounts:
         self.attended = attended_tokens(self.keys.coded, self.values.coded, self.tokens_per_group)
 
     def coded_without(self, removed: list[int]) -> tuple[Counts, Counts]:
-        """Encoded keys and values of rows without their last `removed` tokens, the latest first, the sinks last.
-
-        Raises:
-            CacheError: a group of tokens that were encoded together would be cut apart.
-        """
+        """Encoded keys and values of rows without their last `removed` tokens; raises as `coded_within`."""
         tokens = self._after_sinks(_subtract(self.lengths, removed))
-        keys, values = (
-            coded_within(kind.coded, tokens, removed, kind.tokens_per_group) for kind in (self.keys, self.values)
-        )
+        keys, values = (coded_within(x.coded, tokens, removed, x.tokens_per_group) for x in (self.keys, self.values))
         return keys, values
 
     def _after_sinks(self, lengths: Counts) -> Counts:
@@ -278,11 +254,7 @@ class TokenCounts:
 
 
 def coded_within(coded: Counts, tokens: Counts, removed: list[int], tokens_per_group: int) -> Counts:
-    """How many of the `coded` tokens of each row are left when it keeps so many `tokens` after its sinks.
-
-    Raises:
-        CacheError: a group of tokens that were encoded together would be cut apart.
-    """
+    """How many `coded` tokens each row keeps of `tokens` after its sinks; CacheError if that cuts a group apart."""
     kept = tuple(map(min, coded, tokens))
     for count, from_codes in zip(removed, _subtract(coded, kept), strict=True):
         if from_codes % tokens_per_group:

@@ -93,10 +93,6 @@ class Forward:
 class Passes:
     """The forward passes over a cache, one after another; each goes through all layers.
 
-    Args:
-        sequences: of the cache.
-        num_layers: layers that take part in every pass.
-
     Attributes:
         step: while set, passes have one token per row and these counts, which who set it keeps.
     """
@@ -109,15 +105,12 @@ class Passes:
         self._layers_left = 0
 
     def forward(self, rotary: RotaryOutput, query: Tensor, mask: Tensor | None) -> Forward:
-        """The forward pass of the model that `rotary` belongs to; the first layer that asks begins it.
+        """The forward pass that `rotary` belongs to, one object for all layers on a device; the first one begins it.
 
         Args:
             rotary: positions [batch or 1, query_len] and RoPE of the new slots, one object per forward pass.
             query: [batch, num_heads, query_len, head_dim].
             mask: None, or boolean [batch or 1, 1, query_len, slots + query_len].
-
-        Returns:
-            One object for all layers of the pass on the query's device.
 
         Raises:
             CacheError: another batch size than before, a mask that is not causal with padding, in any layer, or an
@@ -185,11 +178,7 @@ class Passes:
         return self.num_layers - self._layers_left
 
     def layer_done(self) -> None:
-        """Notes that a layer has taken part in the forward pass; the last one ends it.
-
-        Raises:
-            CacheError: numbers beyond what codes hold were encoded; the cache refuses to go on until it is reset.
-        """
+        """Notes that a layer has taken part in the forward pass; the last one checks `ranges` and ends it."""
         if self._layers_left == 1 and self._forward is not None and self.step is None:  # a step is not waited for
             self._forward.ranges.check()
         self._layers_left -= 1
@@ -231,12 +220,12 @@ class Passes:
 
 
 def check_mask(mask: Tensor, valid: Tensor, query_len: int) -> None:
-    """Raises unless every real query sees exactly the real keys up to itself.
+    """Raises CacheError unless every real query sees exactly the real keys up to itself.
 
     Args:
         mask: boolean [batch or 1, 1, query_len, slots].
-        valid: boolean [batch, slots], False at padding; the last `query_len` slots are the queries'.
-        query_len: new slots.
+        valid: boolean [batch, slots], False at padding.
+        query_len: new slots, the last.
     """
     if mask.dtype != torch.bool or mask.shape[1] != 1 or mask.shape[-1] != valid.shape[1]:
         raise CacheError("the attention mask must be causal with padding; masks of another kind are not supported")

@@ -1,19 +1,16 @@
-"""What the content of a cache depends on, so that a stored one is only gone on with where it means the same.
-
-This module does not know how a cache is stored.
-"""
+"""What the content of a cache depends on, so that a stored one is only gone on with where it means the same."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from itertools import chain
 from typing import Any
 
 import torch
 from blake3 import blake3
 from pydantic import ConfigDict, ValidationError
 from pydantic.dataclasses import dataclass
-from torch import Tensor
 
 from kvcli.errors import UsageError, explain
 from kvcli.fingerprint import differs
@@ -59,17 +56,7 @@ class CacheIdentity:
     chat_template: str | None = None
 
     def difference(self, other: CacheIdentity) -> str | None:
-        """Why what another cache holds means something else here.
-
-        Args:
-            other: of the other cache.
-
-        Returns:
-            A clause that goes on from "it was made"; None if there is no difference.
-
-        Raises:
-            ValueError: an identity that cannot be read.
-        """
+        """Why what another cache holds means something else here: a clause after "it was made"; None if it does not."""
         reason = differs(self.fingerprint, other.fingerprint)
         if reason is not None:
             return f"with another model, {other.model}: {reason}"
@@ -84,7 +71,10 @@ class CacheIdentity:
             if value != theirs[name]:
                 return f"with {name} {theirs[name]}, which is {value} here"
         if list(self.layers) != list(other.layers):
-            return f"with layers {_ranges(other.layers)} compressed, not {_ranges(self.layers)}"
+            here, there = (
+                ", ".join(map(str, x)) if len(x) <= 8 else f"{len(x)} of them" for x in (self.layers, other.layers)
+            )
+            return f"with layers {there} compressed, not {here}"
         if self.codecs.keys() != other.codecs.keys():
             return f"{'with' if 'fitted' in other.codecs else 'without'} an artifact"
         if self.codecs.get("fitted") != other.codecs.get("fitted"):
@@ -102,11 +92,7 @@ class CacheIdentity:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> CacheIdentity:
-        """From what `to_dict` gave, also if it went through JSON.
-
-        Raises:
-            ValueError: values of other names, types or ranges; an unknown method or setting.
-        """
+        """From what `to_dict` gave, also through JSON; ValueError for other names, types, methods or settings."""
         try:
             identity = cls(**values)
             if identity.difference(identity) is not None:
@@ -118,11 +104,7 @@ class CacheIdentity:
         return identity
 
     def settings(self) -> CacheConfig:
-        """The method's settings; those that are newer than the identity have their defaults.
-
-        Raises:
-            ValueError: this kvcli does not know the method, or a setting.
-        """
+        """The method's settings, new ones by default; ValueError for a method or setting that is not known."""
         try:
             return get_method(self.method).config_cls(**self.config)
         except UsageError as error:
@@ -132,28 +114,17 @@ class CacheIdentity:
 
 
 def codecs_identity(codecs: Sequence[LayerCodec], fitted: bool) -> dict[str, Any]:
-    """What identifies the codecs of all layers.
-
-    Args:
-        codecs: one per layer.
-        fitted: whether their buffers come from an artifact, and are thus the same bit for bit everywhere.
-
-    Returns:
-        The field `codecs` of an identity.
-    """
+    """The field `codecs` of an identity; buffers that come from an artifact are the same bit for bit everywhere."""
     buffers = {f"{i}.{name}": x for i, codec in enumerate(codecs) for name, x in sorted(codec.state_dict().items())}
-    if fitted:
-        hosted = {name: x.detach().cpu().contiguous() for name, x in buffers.items()}
-        content = {name: x.flatten().view(torch.uint8).numpy().data for name, x in hosted.items()}
-        forms = {name: f"{x.dtype} {list(x.shape)}" for name, x in hosted.items()}
-        digests = {name: blake3(data, max_threads=blake3.AUTO).hexdigest() for name, data in content.items()}
-        return {"fitted": json_sha256({name: f"{forms[name]} {digest}" for name, digest in digests.items()})}
-    return {"sample": [number for x in buffers.values() if x.numel() for number in _sample(x)]}
-
-
-def _sample(x: Tensor) -> list[float]:
-    """Two numbers of a buffer."""
-    return x.detach().flatten()[[0, x.numel() // 2]].float().tolist()
+    if not fitted:
+        two = (x.detach().flatten()[[0, x.numel() // 2]].float().tolist() for x in buffers.values() if x.numel())
+        return {"sample": list(chain.from_iterable(two))}
+    forms = {}
+    for name, x in buffers.items():
+        data = x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
+        digest = blake3(data, max_threads=blake3.AUTO).hexdigest()
+        forms[name] = f"{x.dtype} {list(x.shape)} {digest}"
+    return {"fitted": json_sha256(forms)}
 
 
 def _numbers(rope: Mapping[str, Any]) -> list[float]:
@@ -162,11 +133,5 @@ def _numbers(rope: Mapping[str, Any]) -> list[float]:
 
 def _close(first: Any, second: Any, rounding: tuple[float, float]) -> bool:
     """Whether numbers agree up to rounding."""
-    if len(first) != len(second):
-        return False
     a, b = (torch.tensor(x, dtype=torch.float64) for x in (first, second))
-    return torch.allclose(a, b, *rounding)
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers)) if len(numbers) <= 8 else f"{len(numbers)} of them"
+    return len(first) == len(second) and torch.allclose(a, b, *rounding)

@@ -1,7 +1,4 @@
-"""One layer of the cache: window tokens in full precision, all others as codes.
-
-This module moves tensors as a pass's counts say. It does not know about attention, to which `update` hands new tokens.
-"""
+"""One layer of the cache: window tokens in full precision, all others as codes, moved as a pass's counts say."""
 
 from __future__ import annotations
 
@@ -33,13 +30,7 @@ OTHER_MODEL = "this cache belongs to another model or session; pass a cache made
 
 
 class CodeBuffer:
-    """Codes of the keys, or of the values, of one layer, in tensors that grow by a part of their size.
-
-    They are written at each row's own end; a token costs no concatenation.
-
-    Args:
-        codec: what encodes the tokens.
-        like: window buffer [batch, num_kv_heads, capacity, head_dim] of the tokens.
+    """Codes of the keys, or of the values, of one layer, written at each row's own end; a token costs no concatenation.
 
     Attributes:
         codes: zeros where nothing was written.
@@ -48,6 +39,7 @@ class CodeBuffer:
     """
 
     def __init__(self, codec: Codec[Any], like: Tensor) -> None:
+        """For tokens of a window buffer `like` [batch, num_kv_heads, capacity, head_dim]."""
         self.codec = codec
         group = codec.encoded_group(like)
         self.tokens_per_entry = {name: codec.tokens_per_group // x.shape[2] for name, x in group.tensors().items()}
@@ -67,13 +59,7 @@ class CodeBuffer:
         self.codes, self.capacity = type(self.codes)(**grown), capacity
 
     def write(self, tokens: Tensor, state: Any, encoding: AnyEncoding) -> Codes:
-        """Encodes tokens [rows, num_kv_heads, count, head_dim], where `reserve` made room; keeps no allocation.
-
-        Args:
-            tokens: what the codec takes.
-            state: of their rows.
-            encoding: which rows and tokens they are.
-        """
+        """Encodes tokens [rows, num_kv_heads, count, head_dim], where `reserve` made room; keeps no allocation."""
         codes: Codes
         if isinstance(encoding, DeviceEncoding):
             codes = self.codec.encode(tokens, state)
@@ -123,11 +109,6 @@ def grown_capacity(capacity: int, num_tokens: int, unit: int) -> int:
 class LayerStore:
     """Window and codes of one layer; made with the first tokens.
 
-    Args:
-        codec: encodes keys and values.
-        key, value: the first tokens, [batch, num_kv_heads, query_len, head_dim].
-        layout: of the window buffers.
-
     Attributes:
         keys, values: windows [batch, num_kv_heads, capacity, head_dim], laid out as `layout` says; keys after RoPE.
         key_codes, value_codes: the encoded keys and values.
@@ -154,10 +135,7 @@ class LayerStore:
     def observe(self, queries: Tensor, keys: Tensor, forward: Forward) -> None:
         """Passes new tokens of the rows that have no codes yet to the key codec, which keeps a state.
 
-        Args:
-            queries: [batch, num_heads, query_len, head_dim] in the codec's query space.
-            keys: [batch, num_kv_heads, query_len, head_dim] after RoPE.
-            forward: the pass.
+        Queries [batch, num_heads, query_len, head_dim] are in the codec's query space, keys after RoPE.
         """
         assert isinstance(forward.counts, HostCounts)  # steps begin when every row has codes
         coded, counts = forward.counts.coded_keys, row_values(forward.new, keys.device, torch.float32)
@@ -170,13 +148,7 @@ class LayerStore:
         self.codec.key.observe(self.state, queries, keys, counts)
 
     def encode_keys(self, forward: Forward, unrotate: Unrotate, note: Note) -> None:
-        """Encodes keys of the window where `reserve` made room; those that stay there become what they decode to.
-
-        Args:
-            forward: names rows and tokens.
-            unrotate: inverse RoPE.
-            note: called with what was encoded.
-        """
+        """Encodes keys of the window as the pass says; those that stay there become what they decode to."""
         encodings: Sequence[AnyEncoding] = forward.counts.keys
         for i, encoding in enumerate(encodings):
             rotation = forward.key_rotations(self.codec)[i] if self.codec.needs_rotations else None
@@ -234,21 +206,18 @@ class LayerStore:
         counts, former = forward.counts, self.layout
         assert isinstance(counts, HostCounts)  # no step changes a layout
         lengths, attended = (counts.lengths, counts.attended_after) if flushed else (counts.before, counts.attended)
-        held = former.held(row_values(attended, self.keys.device), max(map(sub, lengths, attended)))
+        tokens = former.window_tokens(row_values(attended, self.keys.device), max(map(sub, lengths, attended)))
         windows = self.keys, self.values
         self.keys, self.values = (x.new_zeros(*x.shape[:2], layout.capacity, x.shape[3]) for x in windows)
         for new, old in zip((self.keys, self.values), windows, strict=True):
-            write_slots(new, layout.slots(held), read_slots(old, former.slots(held)))
+            write_slots(new, layout.slots(tokens), read_slots(old, former.slots(tokens)))
         self.layout = layout
 
 
 class NewTokens(NamedTuple):
-    """What `CompressedLayer.update` returns in place of the keys: the new tokens and the layer that is to store them.
+    """What `CompressedLayer.update` returns in place of the keys: the layer of the cache that is to store new tokens.
 
-    Attributes:
-        layer: of the cache.
-        key: before RoPE, [batch, num_kv_heads, query_len, head_dim].
-        value: like key.
+    Keys, before RoPE, and values are [batch, num_kv_heads, query_len, head_dim].
     """
 
     layer: CompressedLayer
@@ -270,11 +239,7 @@ class CompressedLayer(CacheLayerMixin):
 
     @untraced
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Hands new pre-RoPE keys and values, [batch, num_kv_heads, query_len, head_dim] each, to the attention.
-
-        Raises:
-            CacheError: the session of this cache was detached, or this is not a forward pass of its model.
-        """
+        """Hands new tokens to the attention; CacheError unless this is a pass of the model of this cache's session."""
         if not self.seam.is_open:
             raise CacheError(DETACHED)
         if not self.seam.current.is_running:

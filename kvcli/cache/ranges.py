@@ -18,13 +18,7 @@ _MIN_TOKENS = 64
 
 @dataclass(frozen=True)
 class Note:
-    """Notes the numbers of a layer's keys or values.
-
-    Attributes:
-        ranges: where.
-        what: which they are, for the message.
-        codec: what encodes them.
-    """
+    """Notes the numbers of a layer's keys or values: `what` they are is for the message."""
 
     ranges: Ranges
     what: str
@@ -69,11 +63,7 @@ class Ranges:
         return None
 
     def check(self) -> None:
-        """Checks what was noted, once for all layers.
-
-        Raises:
-            CacheError: finite keys or values beyond their limit; the message names the first.
-        """
+        """Checks what was noted, once for all layers; CacheError names the first finite numbers beyond their limit."""
         if not self._peaks:
             return
         device = self._peaks[0][1].device
@@ -88,12 +78,7 @@ class Ranges:
 
 
 class StepRanges(Ranges):
-    """The largest numbers since the last check, in a tensor on the device that captured steps go on writing to.
-
-    Args:
-        count: kinds of numbers at most.
-        device: of the cache.
-    """
+    """The largest numbers since the last check, in a tensor on the device that captured steps go on writing to."""
 
     def __init__(self, count: int, device: torch.device) -> None:
         super().__init__()

@@ -58,11 +58,8 @@ class Sequences:
     ) -> TokenRotations:
         """RoPE of the first `counts` tokens of each row after its sinks, kept until the counts change.
 
-        Args:
-            counts: tokens of each row.
-            lengths: the same as int32 [batch] on the layers' device; None when all are equal.
-            rotated: of layers that rotate, or the rotation by 0 of those that do not.
-            device: of the layers.
+        `lengths` are the counts as int32 [batch] on the device, None when all are equal; layers that are not `rotated`
+        get the rotation by 0.
         """
         if self._counts_of_rotations != counts:
             self._code_rotations, self._counts_of_rotations = {}, counts
@@ -86,8 +83,8 @@ class Sequences:
         lengths = row_values(self.lengths, self.valid.device).unsqueeze(1)
         offset = self.positions.gather(1, lengths - 1).long() + 1 - lengths
         index = torch.arange(max(self.lengths) + count, device=lengths.device)
-        held = nn.functional.pad(self.positions, (0, max(0, len(index) - self.positions.shape[1])))[:, : len(index)]
-        self.positions = torch.where(index < lengths, held, (index + offset).int())
+        former = nn.functional.pad(self.positions, (0, max(0, len(index) - self.positions.shape[1])))[:, : len(index)]
+        self.positions = torch.where(index < lengths, former, (index + offset).int())
 
     @ordinary_tensors
     def append_slots(self, count: int) -> None:
@@ -155,17 +152,17 @@ class Sequences:
     @ordinary_tensors
     def keep_positions(self, positions: Tensor, index: int | Tensor) -> None:
         """Keeps the positions [batch, query_len] of new slots, whose token `index` is as in `WindowTokens`."""
-        held, needed = self.positions, max(self.lengths)
-        if held.shape[0] != positions.shape[0]:
-            held = positions.new_zeros(positions.shape[0], 0, dtype=torch.int32)
-        if needed > held.shape[1]:
-            held = nn.functional.pad(held, (0, positions_capacity(held.shape[1], needed) - held.shape[1]))
-        self.positions = held
+        buffer, needed = self.positions, max(self.lengths)
+        if buffer.shape[0] != positions.shape[0]:
+            buffer = positions.new_zeros(positions.shape[0], 0, dtype=torch.int32)
+        if needed > buffer.shape[1]:
+            buffer = nn.functional.pad(buffer, (0, positions_capacity(buffer.shape[1], needed) - buffer.shape[1]))
+        self.positions = buffer
         if isinstance(index, int):
-            held[:, index : index + positions.shape[1]] = positions
+            buffer[:, index : index + positions.shape[1]] = positions
         else:
             real = (index >= 0).nonzero(as_tuple=True)
-            held[real[0], index[real]] = positions[real].int()
+            buffer[real[0], index[real]] = positions[real].int()
 
 
 def positions_capacity(capacity: int, num_tokens: int) -> int:

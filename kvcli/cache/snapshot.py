@@ -1,7 +1,4 @@
-"""The content of a cache apart from how it lies in memory: tokens in order, no ring, no headroom.
-
-A snapshot is what files hold and what a new cache is filled from. This module does not know about caches or files.
-"""
+"""The content of a cache apart from how it lies in memory, as files hold it: tokens in order, no ring, no headroom."""
 
 from __future__ import annotations
 
@@ -40,13 +37,11 @@ class SnapshotCounts:
 
     Attributes:
         lengths: tokens of each row.
-        coded_keys: encoded keys of each row, counted after its sinks.
-        coded_values: encoded values, likewise.
+        coded_keys, coded_values: encoded keys and values of each row, counted after its sinks.
         observed: tokens of each row that the key codec's state was computed from; 0 for codecs without a state.
         sinks: first tokens of a row, which are never encoded.
         ring: slots of the window buffers after the sinks.
-        key_group: keys that are encoded together.
-        value_group: values that are encoded together.
+        key_group, value_group: keys, and values, that are encoded together.
         tokens_per_entry: tokens that share an entry, by name of a code tensor.
     """
 
@@ -86,15 +81,11 @@ class SnapshotCounts:
         """Window tokens of each row: its sinks, then those after `attended` others."""
         return tuple(map(sub, self.lengths, self.attended))
 
-    def entries(self, name: str) -> Counts:
-        """Entries of each row in a code tensor."""
-        coded = self.coded_keys if f".{CODES[0]}." in name else self.coded_values
-        return tuple(-(-count // self.tokens_per_entry[name]) for count in coded)
-
     def used(self, name: str) -> Counts | None:
         """How much of axis 2 each row uses of a tensor; None for tensors that are not cut by time."""
         if name in self.tokens_per_entry:
-            return self.entries(name)
+            coded = self.coded_keys if f".{CODES[0]}." in name else self.coded_values
+            return tuple(-(-count // self.tokens_per_entry[name]) for count in coded)
         return self.window if name.rpartition(".")[2] in WINDOWS and ".state." not in name else None
 
     def without(self, removed: int) -> SnapshotCounts:
@@ -136,14 +127,10 @@ class Snapshot:
     tensors: Mapping[str, Tensor]
 
     def check(self, dtype: torch.dtype) -> None:
-        """Checks what checksums cannot tell: that the tensors can be those of a cache of a model.
-
-        Args:
-            dtype: of the model.
+        """Checks what checksums cannot tell: that the tensors can be those of a cache of a model in this dtype.
 
         Raises:
-            CacheError: window tokens of more than 16 bits in a model of fewer bits, or positions that are negative or
-                fall within a row.
+            CacheError: window tokens of more bits than 16 and the model's, or positions that are negative or fall.
         """
         for name, x in self.tensors.items():
             if name.rpartition(".")[2] in WINDOWS and ".state." not in name and x.itemsize > max(2, dtype.itemsize):
@@ -166,22 +153,14 @@ class Snapshot:
         """Bytes of all tensors."""
         return sum(x.nbytes for x in self.tensors.values())
 
-    def to(self, device: torch.device | str) -> Snapshot:
-        """The same with its tensors on a device."""
-        return Snapshot(self.counts, {name: x.to(device) for name, x in self.tensors.items()})
-
     def prefix(self, num_tokens: int) -> Snapshot:
-        """The first tokens of the only row, as `CompressedCache.crop` to this length leaves them; views.
+        """The first 1 or more tokens of the only row, as `CompressedCache.crop` to this length leaves them; views.
 
         What is cut off in the middle of the codes stays codes: such a prefix has no window but the sinks. A state of
         the key codec is kept, because it was computed from tokens of the prefix only.
 
-        Args:
-            num_tokens: tokens to keep, 1 to the row's length.
-
         Raises:
-            CacheError: more than one row, no such length, tokens that were encoded together would be cut apart, or the
-                codec's state was computed from tokens that are not in the prefix.
+            CacheError: more than one row, no such length, or as `SnapshotCounts.without`.
         """
         if len(self.counts.lengths) != 1:
             raise CacheError(f"a prefix is of one sequence; this snapshot has {len(self.counts.lengths)}")

@@ -26,13 +26,7 @@ _HOST_BUFFERS = 16
 
 @dataclass(frozen=True)
 class FlushPattern:
-    """What all rows encode after a pass, wherever each row is.
-
-    Attributes:
-        keys, values: how many of them each row encodes.
-        keys_kept: whether keys stay in the window, as what their codes decode to.
-        values_kept: whether values do.
-    """
+    """How many keys and values every row encodes after a pass, wherever it is, and whether they stay in the window."""
 
     keys: int
     values: int
@@ -57,11 +51,9 @@ class DeviceCounts:
 
     Args:
         sequences: of the cache; they know the positions of as many tokens as will be made.
-        capacity: most tokens of a row that are attended to as codes.
-        num_layers: of the cache.
 
     Attributes:
-        max_codes: as `capacity`; what is launched depends on it instead of the counts.
+        max_codes: most tokens of a row that are attended to as codes, `capacity`; launches depend on it.
         layout: of the window buffers, which no step changes.
         keys, values: those that are encoded; none, but in what `encoding` returns.
         rotations: RoPE of the tokens attended to as codes, of layers that rotate and of those that do not.

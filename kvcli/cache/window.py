@@ -24,12 +24,7 @@ ordinary_tensors = torch.inference_mode(False)
 
 @dataclass(frozen=True)
 class WindowLayout:
-    """Slots of a window buffer.
-
-    Attributes:
-        sinks: slots of the sinks.
-        ring: slots of the tokens after them.
-    """
+    """Slots of a window buffer: of the sinks, and of the tokens after them."""
 
     sinks: int
     ring: int
@@ -53,7 +48,7 @@ class WindowLayout:
             start += count
         return runs
 
-    def held(self, attended: Tensor, length: int) -> Tensor:
+    def window_tokens(self, attended: Tensor, length: int) -> Tensor:
         """Tokens of windows in order, [batch, length]: the sinks, then those after `attended` others [batch]."""
         place = torch.arange(length, device=attended.device)
         return torch.where(place < self.sinks, place, place + attended.unsqueeze(1))
@@ -112,7 +107,7 @@ class WindowTokens:
     def _slots(self) -> Tensor | list[slice]:
         """Slots of the tokens in order."""
         if isinstance(self.attended, Tensor):
-            return self.layout.slots(self.layout.held(self.attended, self.length))
+            return self.layout.slots(self.layout.window_tokens(self.attended, self.length))
         runs, sinks = self.layout.runs, self.layout.sinks
         if not self.attended:
             return runs(0, self.length)

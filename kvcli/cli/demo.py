@@ -36,7 +36,7 @@ class DemoOptions(ComputeOptions):
 def run(options: DemoOptions, output: Output) -> None:
     """Run the whole pipeline on the small built-in model: calibrate, fit, export, generate, measure."""
     from kvcli.attention.attach import attach
-    from kvcli.attention.next_token import SamplingConfig
+    from kvcli.attention.generation import SamplingConfig
     from kvcli.calibrate.corpus import CorpusConfig, documents
     from kvcli.generate import generate_text
     from kvcli.models import load_model

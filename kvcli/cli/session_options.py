@@ -19,7 +19,7 @@ from kvcli.registry import BASELINE, DEFAULT_METHOD, check_settings, get_config,
 
 if TYPE_CHECKING:
     from kvcli.artifact import Artifact
-    from kvcli.attention.next_token import SamplingConfig
+    from kvcli.attention.generation import SamplingConfig
     from kvcli.attention.session import Session
     from kvcli.cache.context import Context
     from kvcli.models import LoadedModel
@@ -141,7 +141,7 @@ class SamplingOptions(SessionOptions):
 
     def sampling(self) -> SamplingConfig:
         """How tokens are chosen."""
-        from kvcli.attention.next_token import SamplingConfig
+        from kvcli.attention.generation import SamplingConfig
 
         return SamplingConfig(self.max_new_tokens, self.temperature, self.top_p, self.top_k, self.repetition_penalty)
 

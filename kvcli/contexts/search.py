@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 from blake3 import blake3
 
+from kvcli.cache.blocks import num_coded, tail_start, usable_length
+from kvcli.cache.context import ContextRecord
 from kvcli.cache.identity import CacheIdentity
-from kvcli.cache.parts import num_coded, tail_start, usable_length
-from kvcli.cache.record import ContextRecord
 from kvcli.errors import CacheError, ContextError
 from kvcli.progress import Say
 

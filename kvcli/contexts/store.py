@@ -19,11 +19,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from kvcli.attention.session import Session
-from kvcli.cache.blocks import Block, encode, verify_blocks
-from kvcli.cache.context import INPUT_IDS, Context
+from kvcli.cache.blocks import BLOCK_TOKENS, Block, encode, is_plain, verify_blocks
+from kvcli.cache.context import INPUT_IDS, Context, ContextRecord
 from kvcli.cache.identity import CacheIdentity
-from kvcli.cache.parts import BLOCK_TOKENS, is_plain
-from kvcli.cache.record import ContextRecord
 from kvcli.contexts.index import UNUSED, check_name
 from kvcli.contexts.reader import DIGEST, SUFFIX, ContextReader, as_tokens, check_index, used_bytes
 from kvcli.contexts.search import index_rows

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvcli.cache.memory import MemoryReport
+from kvcli.cache.compressed import MemoryReport
 from kvcli.errors import CorpusError, ModelError, UsageError
 from kvcli.eval.suite import Case, Measured, NewCache, Prepared
 from kvcli.models import LoadedModel, not_finite

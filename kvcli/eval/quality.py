@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from kvcli.attention.session import Session
-from kvcli.cache.memory import MemoryReport
-from kvcli.cache.parts import num_coded
-from kvcli.cache.record import ContextRecord
+from kvcli.cache.blocks import num_coded
+from kvcli.cache.compressed import MemoryReport
+from kvcli.cache.context import ContextRecord
 from kvcli.contexts import ContextStore, Match, StoredContext
 from kvcli.errors import UsageError
 from kvcli.models import not_finite

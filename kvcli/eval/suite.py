@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvcli.attention.session import Session
-    from kvcli.cache.memory import MemoryReport
+    from kvcli.cache.compressed import MemoryReport
     from kvcli.calibrate.corpus import CorpusConfig
     from kvcli.models import LoadedModel
 

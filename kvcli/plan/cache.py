@@ -14,9 +14,9 @@ import torch
 
 from kvcli.attention.attach import build_codecs, make_config
 from kvcli.attention.decoder import can_step, step_capacity
+from kvcli.cache.compressed import MemoryReport
 from kvcli.cache.counts import Counts, HostCounts, TokenCounts
 from kvcli.cache.layer import grown_capacity
-from kvcli.cache.memory import MemoryReport
 from kvcli.cache.sequences import positions_capacity
 from kvcli.methods.config import BiasOffsetConfig, CacheConfig
 from kvcli.methods.layer_codec import LayerCodec

@@ -19,7 +19,7 @@ from kvcli.attention.attach import build_codecs
 from kvcli.bench.budget import largest
 from kvcli.bench.shapes import SHAPES, shape_config
 from kvcli.builtin_models import BUILTIN_MODELS, copy_folder
-from kvcli.cache.memory import MemoryReport
+from kvcli.cache.compressed import MemoryReport
 from kvcli.calibrate.config import FISHER_SEQ_LEN, CollectConfig
 from kvcli.checkpoint import plain_attention
 from kvcli.errors import ModelError

@@ -12,7 +12,7 @@ from factories import make_model
 from torch._dynamo.testing import CompileCounter
 
 import kvcli
-from kvcli.attention.next_token import SamplingConfig
+from kvcli.attention.generation import SamplingConfig
 from kvcli.bench import fixed_length
 from kvcli.bench.fixed_length import FIXED_LENGTH, replay_step, with_fixed_length
 from kvcli.bench.layer import MethodCase

@@ -10,10 +10,17 @@ import interpret  # noqa: F401
 import pytest
 import torch
 from factories import make_model
+from transformers import (
+    LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from kvcli.attention import decoder
 from kvcli.attention.attach import make_config
-from kvcli.attention.next_token import SamplingConfig
+from kvcli.attention.generation import NextToken, SamplingConfig
 from kvcli.attention.session import Session
 from kvcli.bench.layer import randomize_
 from kvcli.cache.counts import TokenCounts
@@ -38,6 +45,16 @@ def attached(name: str, impl: str = "reference", model: Any = MODEL, **changes: 
         codec.to(model.device)
     with Session(model, ModelSpec.from_config(model.config), method, config, codecs, impl) as session:
         yield session
+
+
+def by_transformers(session: Session, ids: torch.Tensor, count: int, **options: Any) -> tuple[torch.Tensor, Any]:
+    """Tokens, and the cache, of the model's own `generate`."""
+    cache, settings = session.new_cache(), {"max_new_tokens": count, "do_sample": False, "pad_token_id": 0, **options}
+    return MODEL.generate(ids, past_key_values=cache, **settings), cache
+
+
+def by_steps(session: Session, ids: torch.Tensor, mask: torch.Tensor | None, count: int, **options: Any) -> Any:
+    return session.generate(ids, mask, sampling=SamplingConfig(count), mode="steps", **options)
 
 
 def prompts(batch: int, length: int, padded: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -68,10 +85,8 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_steps_make_the_tokens_of_transformers(name: str, padded: bool, steps: list[int]) -> None:
     ids, mask = prompts(3, 40, padded)
     with attached(name) as session:
-        expected_cache = session.new_cache()
-        options = {"max_new_tokens": 60, "do_sample": False, "pad_token_id": 0}
-        expected = MODEL.generate(ids, attention_mask=mask, past_key_values=expected_cache, **options)
-        made = session.generate(ids, mask, sampling=SamplingConfig(60), mode="steps")
+        expected, expected_cache = by_transformers(session, ids, 60, attention_mask=mask)
+        made = by_steps(session, ids, mask, 60)
         assert len(steps) >= 2
         assert torch.equal(made.sequences, expected)
         assert made.cache.memory().num_tokens == expected_cache.memory().num_tokens
@@ -209,18 +224,9 @@ def test_what_follows_the_last_stop_is_taken_back(name: str, steps: list[int], m
         free = session.generate(ids, sampling=SamplingConfig(60), mode="passes").sequences[:, 40:]
         for place in range(4, 40):
             stops = [int(free[0, place]), int(free[1, place])]
-            options = {"max_new_tokens": 60, "do_sample": False, "pad_token_id": 0, "eos_token_id": stops}
-            cache = session.new_cache()
-            expected = MODEL.generate(ids, past_key_values=cache, **options)
+            expected, cache = by_transformers(session, ids, 60, eos_token_id=stops)
             seen: list[torch.Tensor] = []
-            made = session.generate(
-                ids,
-                sampling=SamplingConfig(60),
-                mode="steps",
-                eos_token_id=stops,
-                pad_token_id=0,
-                on_tokens=seen.append,
-            )
+            made = by_steps(session, ids, None, 60, eos_token_id=stops, pad_token_id=0, on_tokens=seen.append)
             assert torch.equal(made.sequences, expected)
             assert torch.equal(torch.cat(seen, dim=1), expected[:, 40:])
             for figure in ("num_tokens", "num_encoded", "code_bytes", "window_bytes"):
@@ -234,23 +240,15 @@ def test_what_follows_the_last_stop_is_taken_back(name: str, steps: list[int], m
 def test_short_prompts_are_passes_until_every_row_holds_codes(steps: list[int]) -> None:
     ids, mask = prompts(2, 7, padded=True)
     with attached("kivi") as session:
-        expected = MODEL.generate(
-            ids,
-            attention_mask=mask,
-            past_key_values=session.new_cache(),
-            max_new_tokens=70,
-            do_sample=False,
-            pad_token_id=0,
-        )
-        assert torch.equal(session.generate(ids, mask, sampling=SamplingConfig(70), mode="steps").sequences, expected)
+        expected, _ = by_transformers(session, ids, 70, attention_mask=mask)
+        assert torch.equal(by_steps(session, ids, mask, 70).sequences, expected)
     assert steps
 
 
 def test_seen_tokens_are_penalized_as_by_transformers() -> None:
     ids, _ = prompts(2, 20, padded=False)
-    options = {"max_new_tokens": 30, "do_sample": False, "repetition_penalty": 1.3, "pad_token_id": 0}
     with attached("rtn") as session:
-        expected = MODEL.generate(ids, past_key_values=session.new_cache(), **options)
+        expected, _ = by_transformers(session, ids, 30, repetition_penalty=1.3)
         made = session.generate(ids, sampling=SamplingConfig(30, repetition_penalty=1.3), mode="steps")
     assert torch.equal(made.sequences, expected)
 
@@ -269,9 +267,8 @@ def test_a_cache_is_whole_whenever_its_user_breaks_off(name: str, stops: list[in
                     raise KeyboardInterrupt
 
             cache, expected = session.new_cache(), session.new_cache()
-            options: Any = {"sampling": SamplingConfig(60), "mode": "steps", "eos_token_id": stops}
             with pytest.raises(KeyboardInterrupt):
-                session.generate(ids, past_key_values=cache, on_tokens=interrupt, **options)
+                by_steps(session, ids, None, 60, past_key_values=cache, on_tokens=interrupt, eos_token_id=stops)
             assert cache.passes.step is None
             made = torch.cat(seen, dim=1)
             assert cache.get_seq_length() == 40 + made.shape[1] - 1
@@ -297,7 +294,7 @@ def test_a_cache_refuses_to_go_on_when_a_step_broke_off(monkeypatch: pytest.Monk
 
         monkeypatch.setattr(decoder, "flush_layer", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            session.generate(ids, sampling=SamplingConfig(60), past_key_values=cache, mode="steps")
+            by_steps(session, ids, None, 60, past_key_values=cache)
         with pytest.raises(CacheError, match="reset"):
             MODEL(ids[:, :1], past_key_values=cache)
 
@@ -323,8 +320,21 @@ def test_what_cannot_be_generated_is_refused() -> None:
 def test_prompts_in_chunks_make_the_tokens_of_whole_prompts(steps: list[int]) -> None:
     ids, mask = prompts(3, 40, padded=True)
     with attached("fp16") as session:
-        made = [
-            session.generate(ids, mask, sampling=SamplingConfig(30), mode="steps", prefill_chunk=chunk).sequences
-            for chunk in (None, 7)
-        ]
-    assert torch.equal(*made)
+        assert torch.equal(*(by_steps(session, ids, mask, 30, prefill_chunk=x).sequences for x in (None, 7)))
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1.7])
+def test_sampling_has_the_distribution_of_transformers(penalty: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits, ids = 3 * torch.randn(1, 20, generator=generator), torch.tensor([[3, 4, 5, 4]])
+    sampling = SamplingConfig(temperature=0.8, top_k=9, top_p=0.9, repetition_penalty=penalty)
+    steps = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(penalty)] if penalty != 1 else [])
+    steps.extend([TemperatureLogitsWarper(0.8), TopKLogitsWarper(9), TopPLogitsWarper(0.9)])
+    expected = steps(ids, logits.clone()).softmax(-1)[0]
+    torch.manual_seed(0)
+    counts = torch.zeros(20)
+    for _ in range(400):
+        batch = NextToken(sampling, ids.expand(50, -1), 20)(logits.expand(50, -1))
+        counts += torch.bincount(batch[:, 0], minlength=20)
+    assert torch.allclose(counts / counts.sum(), expected, atol=0.015)
+    assert not counts[expected == 0].any()

@@ -33,11 +33,11 @@ STEPS = [[1, 1, 1]] * 30 + [[2, 7, 0], [1, 1, 1], [40, 1, 3]] + [[1, 0, 1]] * 12
 def kernels() -> AttentionBackend:
     """The kernels of every method, as for one whose own kernels refuse groups of 4."""
     pytest.importorskip("triton")
-    from kvcli.attention import decoded, rope_kernels, window_kernels
+    from kvcli.attention import decoded, window_kernels
 
     attend = decoded.attend_decoded
-    append = rope_kernels.rotate_and_append
-    return AttentionBackend("fused", attend, attend, window_kernels.attend_window, append, rope_kernels.unrotate)
+    append = window_kernels.rotate_and_append
+    return AttentionBackend("fused", attend, attend, window_kernels.attend_window, append, window_kernels.unrotate)
 
 
 class Layer:

@@ -14,7 +14,7 @@ from torch.nn import functional
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
-from kvcli.attention.next_token import SamplingConfig
+from kvcli.attention.generation import SamplingConfig
 from kvcli.attention.session import Session
 from kvcli.bench import fixed_length
 from kvcli.bench import model as bench_model

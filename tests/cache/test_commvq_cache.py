@@ -13,11 +13,18 @@ from factories import CONFIG, WINDOW, make_model, prompt_and_steps, record
 import kvcli
 from kvcli.artifact import Artifact
 from kvcli.attention.backend import REFERENCE
+from kvcli.attention.layer import attend_layer
+from kvcli.cache.compressed import CompressedCache
+from kvcli.cache.layer import NewTokens
 from kvcli.errors import ConfigError, UsageError
 from kvcli.fit import assemble, fit_recording
 from kvcli.methods.commvq.config import CommVQConfig
 from kvcli.methods.layer_codec import PartialAttention
 from kvcli.registry import get_method
+from kvcli.rope import Rotation
+from kvcli.seam.layer import AttentionCall, RotaryOutput
+from kvcli.seam.patch import Seam
+from kvcli.seam.sdpa import sdpa
 from kvcli.spec import ModelSpec
 
 
@@ -58,21 +65,6 @@ def test_reordered_attention_equals_the_reference(trained: Any, prompt: Any, len
     assert len(calls) == 3 * len(model.model.layers)  # the prompt attends to itself, three steps to codes
 
 
-def test_a_left_padded_row_equals_the_same_prompt_alone(trained: Any, prompt: Any) -> None:
-    model, artifact = trained
-    batch = prompt_and_steps(prompt, 40, 17, 1)
-    together = logits(model, artifact, batch)
-    for row, length in enumerate((40, 17, 1)):
-        alone = [
-            {
-                name: x[row : row + 1, -(length + extra) if name == "attention_mask" or not extra else -1 :]
-                for name, x in p.items()
-            }
-            for extra, p in enumerate(batch)
-        ]
-        assert torch.allclose(logits(model, artifact, alone), together[row : row + 1], atol=2e-5)
-
-
 def test_codes_really_replace_the_tokens(trained: Any, prompt: Any) -> None:
     model, artifact = trained
     inputs = prompt_and_steps(prompt, 60)
@@ -93,8 +85,6 @@ def test_memory_equals_the_formula(trained: Any, prompt: Any) -> None:
         codec, memory = session.codecs[0], cache.memory()
     encoded = (50 - 8) + (31 - 8)
     assert memory.num_encoded == encoded
-    assert memory.key_bits == pytest.approx(codec.key.bits_per_token() / 32)
-    assert memory.value_bits == pytest.approx(codec.value.bits_per_token() / 32)
     assert memory.code_bytes * 8 == 3 * encoded * (codec.key.bits_per_token() + codec.value.bits_per_token())
     assert memory.artifact_bytes == artifact.nbytes
 
@@ -105,15 +95,6 @@ def test_smollm_shape_fits_in_a_fifth_and_a_half() -> None:
                        hidden_size=576, max_position_embeddings=8192)  # fmt: skip
     spec = ModelSpec.from_config(model.config)
     method, config = get_method("commvq"), CommVQConfig(bits=2).resolve(ModelSpec.from_config(model.config))
-    from kvcli.attention.backend import REFERENCE
-    from kvcli.attention.layer import attend_layer
-    from kvcli.cache.compressed import CompressedCache
-    from kvcli.cache.layer import NewTokens
-    from kvcli.rope import Rotation
-    from kvcli.seam.layer import AttentionCall, RotaryOutput
-    from kvcli.seam.patch import Seam
-    from kvcli.seam.sdpa import sdpa
-
     seam = Seam(model, sdpa)  # type: ignore[arg-type]
     cache = CompressedCache(spec, method, config, [method.build(spec, config, 0)], seam)
     identity = Rotation(torch.ones(1, 1, 4096, 32), torch.zeros(1, 1, 4096, 32))
@@ -143,16 +124,12 @@ def test_settings_of_the_fit_cannot_be_changed_later(trained: Any) -> None:
     kvcli.attach(model, "fp16").detach()  # nothing of the above left the model attached
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{"num_beams": 3}, {"do_sample": True}, {"prefill_chunk_size": 7}, {"num_return_sequences": 2, "do_sample": True}],
-)
-def test_generate_works_in_every_mode(trained: Any, prompt: Any, settings: dict[str, Any]) -> None:
+def test_several_sequences_of_a_prompt(trained: Any, prompt: Any) -> None:
     model, artifact = trained
     with kvcli.attach(model, "commvq", artifact=artifact, **WINDOW) as session, torch.no_grad():
-        cache = session.new_cache()
+        cache, settings = session.new_cache(), {"num_return_sequences": 2, "do_sample": True}
         out = model.generate(**prompt(30, 4), past_key_values=cache, max_new_tokens=20, **settings)
-        assert out.shape[1] == 50
+        assert out.shape == (4, 50)
         assert cache.memory().num_encoded > 0
 
 

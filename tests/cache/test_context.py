@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 from factories import make_model
-from passes import assert_equal, go_on, ids, mask_of, read
+from passes import assert_equal, filled, go_on, ids, mask_of, read
 from safetensors import safe_open
 from safetensors.torch import load, save_file
 
 import kvcli
-from kvcli.attention.next_token import SamplingConfig
+from kvcli.attention.generation import SamplingConfig
 from kvcli.cache.blocks import encode, unstack_layers
 from kvcli.cache.context import Context
 from kvcli.errors import CacheError
@@ -33,8 +33,7 @@ def saved(tiny_model: Any, attach: Any, tmp_path: Path) -> Path:
     """A file of 40 tokens of rtn-2."""
     path = tmp_path / "c.safetensors"
     with attach(tiny_model, "rtn") as session:
-        cache = session.new_cache()
-        read(tiny_model, cache, mask_of(40))
+        cache = filled(session, 40)
         cache.save(path, ids(1, 40))
     return path
 
@@ -188,9 +187,8 @@ def sealed(fields: dict[str, Any]) -> dict[str, str]:
     return {"kvcli": json.dumps({**fields, "sha256": json_sha256(fields)})}
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
+CONTRADICTIONS: dict[tuple[int, ...], list[tuple[Any, str]]] = {
+    (40,): [
         (lambda fields, x: fields.update(format_version=1), "has format version 1; this kvcli reads version 4"),
         (lambda fields, x: fields.pop("counts"), "is damaged (counts: Field required)"),
         (lambda fields, x: fields["counts"].update(lengths=[39]), "is no context that this kvcli reads"),
@@ -216,19 +214,7 @@ def sealed(fields: dict[str, Any]) -> dict[str, str]:
             "a tensor more, which this model and method have no",
         ),
     ],
-)
-def test_contents_that_contradict_themselves(tiny_model: Any, attach: Any, saved: Path, change: Any, said: str) -> None:
-    rewritten(saved, change)
-    with attach(tiny_model, "rtn") as session:
-        if not said:
-            session.load_cache(saved)
-            return
-        assert said in refused(session, saved)
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
+    (40, 17): [
         (lambda fields, x: x["first"].pop("valid"), "token ids of more or fewer tokens"),
         (lambda fields, x: x["first"].update(valid=~x["first"]["valid"]), "padding marks do not agree"),
         (lambda fields, x: x["first"].pop("positions"), "positions do not agree"),
@@ -237,17 +223,25 @@ def test_contents_that_contradict_themselves(tiny_model: Any, attach: Any, saved
         (lambda fields, x: fields.update(part_tokens=8), "parts that cut rows or groups of tokens apart"),
         (lambda fields, x: fields.update(coded=[fields["first"]]), "more or fewer blocks than its tokens have"),
     ],
+}
+"""Changes of the fields and tensors of a record of rows of these lengths, and what is said of them."""
+
+
+@pytest.mark.parametrize(
+    ("lengths", "change", "said"), [(lengths, *x) for lengths, changes in CONTRADICTIONS.items() for x in changes]
 )
-def test_several_rows_that_contradict_themselves(
-    tiny_model: Any, attach: Any, saved: Path, change: Any, said: str
+def test_contents_that_contradict_themselves(
+    tiny_model: Any, attach: Any, tmp_path: Path, lengths: tuple[int, ...], change: Any, said: str
 ) -> None:
+    path = tmp_path / "c.safetensors"
     with attach(tiny_model, "rtn") as session:
-        cache = session.new_cache()
-        read(tiny_model, cache, mask_of(40, 17))
-        cache.save(saved, ids(2, 40))
-        session.load_cache(saved)
-        rewritten(saved, change)
-        assert said in refused(session, saved)
+        filled(session, *lengths).save(path, ids(len(lengths), 40))
+        session.load_cache(path)
+        rewritten(path, change)
+        if said:
+            assert said in refused(session, path)
+        else:
+            session.load_cache(path)
 
 
 def test_files_of_others(tiny_model: Any, attach: Any, tmp_path: Path) -> None:
@@ -267,10 +261,6 @@ def test_files_of_others(tiny_model: Any, attach: Any, tmp_path: Path) -> None:
         )
 
 
-def other_model(**changes: Any) -> Any:
-    return make_model("llama", **changes)
-
-
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -283,41 +273,38 @@ def other_model(**changes: Any) -> Any:
 )
 def test_other_settings_are_refused(tiny_model: Any, attach: Any, saved: Path, changes: Any, said: str) -> None:
     with attach(tiny_model, "rtn", residual_length=8) as session:
-        cache = session.new_cache()
-        read(tiny_model, cache, mask_of(40))
-        cache.save(saved)
+        filled(session, 40).save(saved)
     with attach(tiny_model, "rtn", **{"residual_length": 8, **changes}) as session:
         assert said in refused(session, saved)
 
 
 def test_another_method_model_dtype_or_rope_is_refused(tiny_model: Any, attach: Any, saved: Path) -> None:
-    with attach(tiny_model, "fp8") as session:
-        assert "was made with method 'rtn', not 'fp8'" in refused(session, saved)
-    with attach(make_model("llama", num_hidden_layers=2), "rtn") as session:
-        assert "was made with another model, LlamaForCausalLM: the shapes differ" in refused(session, saved)
-    other = make_model("llama")
-    other.model.layers[1].self_attn.k_proj.weight.data += 0.1
-    with attach(other, "rtn") as session:
-        assert "was made with another model" in refused(session, saved)
-    with attach(make_model("llama", rope_parameters={"rope_type": "default", "rope_theta": 5e4}), "rtn") as session:
-        assert "was made with another model" in refused(session, saved)
-    other = make_model("llama")
-    other.model.rotary_emb.inv_freq *= 1.01
-    with attach(other, "rtn") as session:
-        assert "was made with other RoPE frequencies" in refused(session, saved)
-    with attach(make_model("llama").bfloat16(), "rtn") as session:
-        assert "was made with the model in float32, which is in bfloat16 here" in refused(session, saved)
-    other = make_model("llama")
-    other.model.rotary_emb.inv_freq *= 1 + 1e-6
-    with attach(other, "rtn") as session:
+    def of_frequencies(factor: float) -> Any:
+        model = make_model("llama")
+        model.model.rotary_emb.inv_freq *= factor
+        return model
+
+    changed = make_model("llama")
+    changed.model.layers[1].self_attn.k_proj.weight.data += 0.1
+    theta = {"rope_type": "default", "rope_theta": 5e4}
+    for model, method, said in [
+        (tiny_model, "fp8", "method 'rtn', not 'fp8'"),
+        (make_model("llama", num_hidden_layers=2), "rtn", "another model, LlamaForCausalLM: the shapes differ"),
+        (changed, "rtn", "another model"),
+        (make_model("llama", rope_parameters=theta), "rtn", "another model"),
+        (of_frequencies(1.01), "rtn", "other RoPE frequencies"),
+        (make_model("llama").bfloat16(), "rtn", "the model in float32, which is in bfloat16 here"),
+    ]:
+        with attach(model, method) as session:
+            assert f"was made with {said}" in refused(session, saved)
+    with attach(of_frequencies(1 + 1e-6), "rtn") as session:
         session.load_cache(saved)
 
 
 def test_another_artifact_is_refused(tiny_model: Any, tiny_artifact: Callable[[Any], Any], tmp_path: Path) -> None:
     artifact = tiny_artifact(get_method("commvq"))
     with kvcli.attach(tiny_model, "commvq", artifact=artifact) as session:
-        cache = session.new_cache()
-        read(tiny_model, cache, mask_of(40))
+        cache = filled(session, 40)
         cache.save(tmp_path / "c")
     tensors = {name: x.clone() for name, x in artifact.tensors.items()}
     tensors["layers.2.key.codebook"].view(-1)[-1] += 1
@@ -330,9 +317,7 @@ def test_another_artifact_is_refused(tiny_model: Any, tiny_artifact: Callable[[A
 
 def test_codecs_of_other_projections_are_refused(tiny_model: Any, attach: Any, tmp_path: Path) -> None:
     with attach(tiny_model, "qjl") as session:
-        cache = session.new_cache()
-        read(tiny_model, cache, mask_of(40))
-        cache.save(tmp_path / "c")
+        filled(session, 40).save(tmp_path / "c")
     with attach(tiny_model, "qjl") as session:
         session.codecs[1].key.sketch.neg_()
         assert "codecs of other projections or tables" in refused(session, tmp_path / "c")
@@ -385,8 +370,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(
 def test_equal_caches_make_equal_files(tiny_model: Any, attach: Any, tmp_path: Path) -> None:
     with attach(tiny_model, "kivi") as session:
         for name in ("a", "b"):
-            cache = session.new_cache()
-            read(tiny_model, cache, mask_of(40, 17))
+            cache = filled(session, 40, 17)
             cache.save(tmp_path / name)
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
     assert Context.load(tmp_path / "a").save(tmp_path / "c") == (tmp_path / "c").stat().st_size

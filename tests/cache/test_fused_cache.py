@@ -30,6 +30,17 @@ def outputs(model: Any, pieces: list[dict[str, Any]], method: str, impl: str, **
         return [model(**piece, past_key_values=cache).logits[:, -1].float() for piece in pieces]
 
 
+def moved(pieces: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{name: x.to(DEVICE) for name, x in piece.items()} for piece in pieces]
+
+
+def assert_same_logits(tolerance: float, *arguments: Any, **settings: Any) -> None:
+    """Of kernels and the reference; the arguments are those of `outputs`."""
+    actual, expected = (outputs(*arguments, impl, **settings) for impl in ("fused", "reference"))
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert (ours - theirs).norm() / theirs.norm() < tolerance
+
+
 def test_rows_of_codes_begin_where_two_tokens_can_be_read_at_once() -> None:
     model = make_model("llama", **WIDE)
     with kvcli.attach(model, "qjl", impl="reference", sink_length=0, residual_length=0) as session, torch.no_grad():
@@ -43,15 +54,12 @@ def test_rows_of_codes_begin_where_two_tokens_can_be_read_at_once() -> None:
 @pytest.mark.parametrize("method", ["kivi-2", "squat-2", "squat-pre-2", "qjl"])
 def test_logits_agree_over_padding_decoding_and_a_long_chunk(method: str, prompt: Any) -> None:
     model = make_model("llama", **WIDE).to(DEVICE)
-    pieces = [{k: x.to(DEVICE) for k, x in piece.items()} for piece in prompt_and_steps(prompt, 40, 70, 3)]
+    pieces = moved(prompt_and_steps(prompt, 40, 70, 3))
     mask = torch.cat((pieces[-1]["attention_mask"], torch.ones(3, 12, dtype=torch.long, device=DEVICE)), dim=1)
     pieces.append({"input_ids": torch.arange(36, device=DEVICE).view(3, 12) + 10, "attention_mask": mask})
     settings = WINDOW if method == "qjl" else GROUPED
-    expected = outputs(model, pieces, method, "reference", **settings)
-    actual = outputs(model, pieces, method, "fused", **settings)
-    for ours, theirs in zip(actual, expected, strict=True):
-        # SQuat's subspace is actual by other means, in other precision: some codes differ
-        assert (ours - theirs).norm() / theirs.norm() < (2e-2 if method.startswith("squat") else 2e-4)
+    # SQuat's subspace is computed by other means, in other precision: some codes differ
+    assert_same_logits(2e-2 if method.startswith("squat") else 2e-4, model, pieces, method, **settings)
 
 
 @pytest.fixture(scope="module")
@@ -68,11 +76,8 @@ def wide_artifact(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Artifa
 def test_commvq_encodes_and_attends_in_kernels(wide_artifact: Any, prompt: Any) -> None:
     model, artifact = wide_artifact
     model = model.to(DEVICE)
-    pieces = [{k: x.to(DEVICE) for k, x in piece.items()} for piece in prompt_and_steps(prompt, 20, 33, 3)]
-    expected = outputs(model, pieces, "commvq", "reference", artifact=artifact, **WINDOW)
-    actual = outputs(model, pieces, "commvq", "fused", artifact=artifact, **WINDOW)
-    for ours, theirs in zip(actual, expected, strict=True):
-        assert (ours - theirs).norm() / theirs.norm() < 2e-2
+    pieces = moved(prompt_and_steps(prompt, 20, 33, 3))
+    assert_same_logits(2e-2, model, pieces, "commvq", artifact=artifact, **WINDOW)
 
 
 def test_tables_that_kernels_derive_are_counted(wide_artifact: Any, prompt: Any) -> None:
@@ -82,8 +87,8 @@ def test_tables_that_kernels_derive_are_counted(wide_artifact: Any, prompt: Any)
     for impl in ("reference", "fused"):
         with kvcli.attach(model, "commvq", impl=impl, artifact=artifact, **WINDOW) as session, torch.no_grad():
             cache = session.new_cache()
-            for piece in prompt_and_steps(prompt, 20):
-                model(**{k: x.to(DEVICE) for k, x in piece.items()}, past_key_values=cache)
+            for piece in moved(prompt_and_steps(prompt, 20)):
+                model(**piece, past_key_values=cache)
             sizes[impl] = cache.memory().artifact_bytes
     assert sizes["fused"] > sizes["reference"]
 
@@ -92,10 +97,7 @@ def test_tables_that_kernels_derive_are_counted(wide_artifact: Any, prompt: Any)
 def test_methods_without_attention_kernels_run_on_the_fused_backend(method: str, prompt: Any) -> None:
     """Blocks of their codes are decoded, and the window, RoPE and the flush run in kernels."""
     model = make_model("llama", **WIDE).to(DEVICE)
-    pieces = [{k: x.to(DEVICE) for k, x in piece.items()} for piece in prompt_and_steps(prompt, 20, 33, 3)]
-    expected = outputs(model, pieces, method, "reference", **WINDOW)
-    for ours, theirs in zip(outputs(model, pieces, method, "fused", **WINDOW), expected, strict=True):
-        assert (ours - theirs).norm() / theirs.norm() < 2e-4
+    assert_same_logits(2e-4, model, moved(prompt_and_steps(prompt, 20, 33, 3)), method, **WINDOW)
     with kvcli.attach(model, method, impl="fused") as session:
         assert session.backend.note is not None
         assert "no attention kernel" in session.backend.note

@@ -11,12 +11,12 @@ import pytest
 import torch
 from factories import make_model
 from parts import DEVICE
-from passes import assert_equal, go_on, ids, mask_of, read
+from passes import assert_equal, filled, go_on, ids, mask_of, read
 from pydantic import TypeAdapter
 from torch import Tensor
 
 import kvcli
-from kvcli.attention.next_token import SamplingConfig
+from kvcli.attention.generation import SamplingConfig
 from kvcli.cache.snapshot import Snapshot, SnapshotCounts
 from kvcli.errors import CacheError
 from kvcli.registry import METHODS
@@ -34,77 +34,59 @@ def restored(session: Any, snapshot: Snapshot) -> Any:
     return cache
 
 
-def assert_goes_on(model: Any, session: Any, cache: Any, mask: Tensor) -> None:
+def assert_goes_on(session: Any, cache: Any, mask: Tensor) -> None:
     """A cache restored from a snapshot holds and gives what the first one does, bit for bit."""
     snapshot = cache.snapshot()
     again = restored(session, snapshot)
     assert_equal(again.snapshot(), snapshot)
-    held = [getattr(cache.memory(), name) for name in ("num_tokens", "code_bytes", "window_bytes", "state_bytes")]
-    assert held == [
-        getattr(again.memory(), name) for name in ("num_tokens", "code_bytes", "window_bytes", "state_bytes")
-    ]
-    expected = go_on(model, cache, mask)
-    for ours, theirs in zip(go_on(model, again, mask), expected, strict=True):
-        assert torch.equal(ours, theirs)
+    for name in ("num_tokens", "code_bytes", "window_bytes", "state_bytes"):
+        assert getattr(cache.memory(), name) == getattr(again.memory(), name)
+    expected, actual = (go_on(session.model, each, mask) for each in (cache, again))
+    assert all(map(torch.equal, actual, expected))
     assert_equal(again.snapshot(), cache.snapshot())
 
 
 def test_the_next_tokens_need_no_larger_buffers(tiny_model: Any, attach: Any) -> None:
     with attach(tiny_model, "kivi") as session:
-        cache, mask = session.new_cache(), mask_of(40)
-        read(tiny_model, cache, mask)
+        cache, mask = filled(session, 40), mask_of(40)
         again = restored(session, cache.snapshot())
-        buffers = [codes for layer in again.compressed for codes in (layer.store.key_codes, layer.store.value_codes)]
+        buffers = [codes for x in again.compressed for codes in (x.store.key_codes, x.store.value_codes)]
         before = [codes.capacity for codes in buffers]
         go_on(tiny_model, again, mask)
         assert [codes.capacity for codes in buffers] == before
         assert min(before) > 40
 
 
-@pytest.mark.parametrize("lengths", [(40,), (3,), (40, 17, 9, 1)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("method", METHODS)
+BORDERS = (1, 2, 3, 9, 10, 11, 17, 18, 19, 25, 26, 27, 66)
+"""Lengths with which windows are empty, short, full and at the borders of groups."""
+
+
+@pytest.mark.parametrize(
+    ("methods", "settings", "lengths", "dtype"),
+    [
+        *((METHODS, {}, x, dtype) for x in ((40,), (3,), (40, 17, 9, 1)) for dtype in (torch.float32, torch.bfloat16)),
+        *((["fp16", "kivi", "squat-pre"], {"sink_length": x}, (y,), torch.float32) for x in (0, 2) for y in BORDERS),
+        *((["fp16", "rtn", "qjl", "commvq"], {"residual_length": x}, (41, 30), torch.float32) for x in (0, 1, 64)),
+    ],
+)
 def test_a_restored_cache_goes_on_exactly(
-    tiny_model: Any, attach: Any, method: str, dtype: torch.dtype, lengths: tuple[int, ...]
+    tiny_model: Any, attach: Any, methods: list[str], settings: Any, lengths: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     tiny_model.to(dtype)
-    with attach(tiny_model, method) as session:
-        cache, mask = session.new_cache(), mask_of(*lengths)
-        read(tiny_model, cache, mask)
-        assert_goes_on(tiny_model, session, cache, mask)
-
-
-@pytest.mark.parametrize("tokens", [1, 2, 3, 9, 10, 11, 17, 18, 19, 25, 26, 27, 66])
-@pytest.mark.parametrize("sinks", [0, 2])
-@pytest.mark.parametrize("method", ["fp16", "kivi", "squat-pre"])
-def test_windows_that_are_empty_short_full_and_at_the_borders_of_groups(
-    tiny_model: Any, attach: Any, method: str, sinks: int, tokens: int
-) -> None:
-    with attach(tiny_model, method, sink_length=sinks) as session:
-        cache, mask = session.new_cache(), mask_of(tokens)
-        read(tiny_model, cache, mask)
-        assert_goes_on(tiny_model, session, cache, mask)
-
-
-@pytest.mark.parametrize("residual", [0, 1, 64])
-@pytest.mark.parametrize("method", ["fp16", "rtn", "qjl", "commvq"])
-def test_windows_of_several_sizes(tiny_model: Any, attach: Any, method: str, residual: int) -> None:
-    with attach(tiny_model, method, residual_length=residual) as session:
-        cache, mask = session.new_cache(), mask_of(41, 30)
-        read(tiny_model, cache, mask)
-        assert_goes_on(tiny_model, session, cache, mask)
+    for method in methods:
+        with attach(tiny_model, method, **settings) as session:
+            assert_goes_on(session, filled(session, *lengths), mask_of(*lengths))
 
 
 @pytest.mark.parametrize("method", ["kivi", "qjl", "fp8", "squat"])
 def test_a_ring_that_went_round_reordered_and_cropped_rows(tiny_model: Any, attach: Any, method: str) -> None:
     with attach(tiny_model, method) as session:
-        cache, mask = session.new_cache(), mask_of(40, 20)
-        read(tiny_model, cache, mask)
+        cache, mask = filled(session, 40, 20), mask_of(40, 20)
         go_on(tiny_model, cache, mask, rounds=(1,) * 13)
         mask = torch.cat((mask, mask.new_ones(2, 13)), dim=1)
         cache.reorder_cache(torch.tensor([1, 0, 1]))
         cache.crop(-3)
-        assert_goes_on(tiny_model, session, cache, mask[[1, 0, 1], :-3])
+        assert_goes_on(session, cache, mask[[1, 0, 1], :-3])
 
 
 @pytest.mark.parametrize("method", ["rtn", "kivi", "qjl", "commvq"])
@@ -142,8 +124,7 @@ def test_with_kernels(method: str) -> None:
 def test_equal_content_has_equal_bytes(tiny_model: Any, attach: Any) -> None:
     """What earlier, longer content left behind in buffers is not part of a snapshot."""
     with attach(tiny_model, "rtn") as session:
-        cache = session.new_cache()
-        read(tiny_model, cache, mask_of(40, 20))
+        cache = filled(session, 40, 20)
         cache.crop(-10)
         snapshot = cache.snapshot()
         for name, x in snapshot.tensors.items():
@@ -156,8 +137,7 @@ def test_equal_content_has_equal_bytes(tiny_model: Any, attach: Any) -> None:
 
 def test_a_snapshot_is_a_copy(tiny_model: Any, attach: Any) -> None:
     with attach(tiny_model, "kivi") as session:
-        cache, mask = session.new_cache(), mask_of(40)
-        read(tiny_model, cache, mask)
+        cache, mask = filled(session, 40), mask_of(40)
         snapshot = cache.snapshot()
         before = through_json(snapshot)
         again = session.new_cache()
@@ -200,21 +180,11 @@ def test_a_prefix_is_what_crop_leaves(tiny_model: Any, attach: Any, method: str)
 
 def test_a_prefix_keeps_padding_before_it(tiny_model: Any, attach: Any) -> None:
     with attach(tiny_model, "rtn") as session:
-        cache, mask = session.new_cache(), mask_of(40, 20)
-        read(tiny_model, cache, mask)
+        cache = filled(session, 40, 20)
         cache.batch_select_indices(torch.tensor([1]))
         prefix = cache.snapshot().prefix(15)
         assert prefix.tensors["valid"].tolist() == [[False] * 20 + [True] * 15]
         assert restored(session, prefix).get_seq_length() == 35
-
-
-@pytest.mark.parametrize("length", [0, -1, 41])
-def test_prefixes_of_no_length(tiny_model: Any, attach: Any, length: int) -> None:
-    with attach(tiny_model, "rtn") as session:
-        cache = session.new_cache()
-        read(tiny_model, cache, mask_of(40))
-        with pytest.raises(CacheError, match=f"a snapshot of 40 tokens has no prefix of {length}"):
-            cache.snapshot().prefix(length)
 
 
 def test_what_has_no_snapshot(tiny_model: Any, attach: Any) -> None:
@@ -225,6 +195,9 @@ def test_what_has_no_snapshot(tiny_model: Any, attach: Any) -> None:
         read(tiny_model, cache, mask_of(10, 5))
         with pytest.raises(CacheError, match="prefix is of one sequence"):
             cache.snapshot().prefix(3)
+        for length in (0, -1, 11):
+            with pytest.raises(CacheError, match=f"a snapshot of 10 tokens has no prefix of {length}"):
+                filled(session, 10).snapshot().prefix(length)
         with pytest.raises(CacheError, match="holds 10 tokens; restore into a new one"):
             cache.restore(cache.snapshot())
         hook = tiny_model.model.layers[1].register_forward_pre_hook(lambda *args: 1 / 0)
@@ -284,9 +257,7 @@ CHANGES: list[tuple[Callable[[dict[str, Tensor]], Any], str]] = [
 @pytest.mark.parametrize(("change", "said"), CHANGES)
 def test_tensors_that_do_not_fit_are_refused(tiny_model: Any, attach: Any, change: Any, said: str) -> None:
     with attach(tiny_model, "rtn") as session:
-        cache = session.new_cache()
-        read(tiny_model, cache, mask_of(40))
-        snapshot = cache.snapshot()
+        snapshot = filled(session, 40).snapshot()
         tensors = dict(snapshot.tensors)
         change(tensors)
         empty = session.new_cache()
@@ -306,9 +277,7 @@ def test_tensors_that_do_not_fit_are_refused(tiny_model: Any, attach: Any, chang
 )
 def test_other_settings_are_refused(tiny_model: Any, attach: Any, method: str, changes: Any, said: str) -> None:
     with attach(tiny_model, method) as session:
-        cache = session.new_cache()
-        read(tiny_model, cache, mask_of(40))
-        snapshot = cache.snapshot()
+        snapshot = filled(session, 40).snapshot()
     with attach(tiny_model, method, **changes) as session, pytest.raises(CacheError, match=said):
         session.new_cache().restore(snapshot)
 
@@ -336,9 +305,8 @@ def test_other_settings_are_refused(tiny_model: Any, attach: Any, method: str, c
 )
 def test_counts_that_no_cache_has_are_refused(tiny_model: Any, attach: Any, change: dict[str, Any]) -> None:
     with attach(tiny_model, "rtn") as session:
-        cache = session.new_cache()
-        read(tiny_model, cache, mask_of(40))
-        values = asdict(cache.snapshot().counts)
-    assert SnapshotCounts(**values) == cache.snapshot().counts
+        counts = filled(session, 40).snapshot().counts
+    values = asdict(counts)
+    assert SnapshotCounts(**values) == counts
     with pytest.raises(ValueError, match="validation error"):
         SnapshotCounts(**{**values, **change})

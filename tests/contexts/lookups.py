@@ -15,11 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvcli.cache.blocks import Block, encode
-from kvcli.cache.context import INPUT_IDS
+from kvcli.cache.blocks import Block, encode, num_coded
+from kvcli.cache.context import INPUT_IDS, ContextRecord
 from kvcli.cache.identity import CacheIdentity
-from kvcli.cache.parts import num_coded
-from kvcli.cache.record import ContextRecord
 from kvcli.cache.snapshot import SnapshotCounts
 from kvcli.contexts import ContextStore
 from kvcli.contexts.store import _insert

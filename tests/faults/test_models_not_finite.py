@@ -11,7 +11,7 @@ import torch
 from factories import load, make_model
 
 import kvcli
-from kvcli.attention.next_token import SamplingConfig
+from kvcli.attention.generation import SamplingConfig
 from kvcli.errors import ModelError, UsageError
 from kvcli.eval.quality import _exp, measure, reference_states
 from kvcli.generate import generate_text

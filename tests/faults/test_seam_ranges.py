@@ -12,7 +12,7 @@ from parts import DEVICE
 from test_cache_copies import attach, ids
 
 import kvcli
-from kvcli.attention.next_token import SamplingConfig
+from kvcli.attention.generation import SamplingConfig
 from kvcli.cache import ranges
 from kvcli.cache.counts import Encoding
 from kvcli.errors import CacheError

@@ -15,7 +15,7 @@ from kvcli.kernels.launch import Tiles
 
 pytest.importorskip("triton")
 
-HEAVY = "window_kernels|_extend_kernel|_leading_kernel|_project_kernel|_decode_values_kernel|_sketch|qjl.encode"
+HEAVY = r"\._attend_kernel|_extend_kernel|_leading_kernel|_project_kernel|_decode_values_kernel|_sketch|qjl.encode"
 """Kernels that take the most shared memory, or that are launched in other ways than on Hopper."""
 
 

@@ -9,7 +9,7 @@ import torch
 from factories import make_model
 
 from kvcli.attention.attach import build_codecs, make_config
-from kvcli.attention.next_token import SamplingConfig
+from kvcli.attention.generation import SamplingConfig
 from kvcli.attention.session import Session
 from kvcli.plan.cache import CachePlan
 from kvcli.registry import METHODS, get_method

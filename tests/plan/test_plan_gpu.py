@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvcli.attention.attach import build_codecs, make_config
-from kvcli.attention.next_token import SamplingConfig
+from kvcli.attention.generation import SamplingConfig
 from kvcli.attention.session import Session
 from kvcli.bench.layer import randomize_
 from kvcli.bench.model import random_model

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache
 
 import kvcli
-from kvcli.attention.next_token import SamplingConfig
+from kvcli.attention.generation import SamplingConfig
 from kvcli.calibrate.collect import collect
 from kvcli.calibrate.config import CollectConfig
 from kvcli.calibrate.recording import Recording

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import kvcli
 from kvcli.artifact import Artifact
-from kvcli.attention.next_token import SamplingConfig
+from kvcli.attention.generation import SamplingConfig
 from kvcli.attention.session import Session
 from kvcli.cache.compressed import CompressedCache
 from kvcli.cache.context import Context

@@ -41,6 +41,13 @@ def read(model: Any, cache: Any, mask: Tensor) -> None:
     model(ids(*mask.shape), attention_mask=mask, position_ids=position, past_key_values=cache)
 
 
+def filled(session: Any, *lengths: int) -> Any:
+    """A cache that has read prompts of these lengths."""
+    cache = session.new_cache()
+    read(session.model, cache, mask_of(*lengths))
+    return cache
+
+
 def assert_equal(first: Snapshot, second: Snapshot) -> None:
     assert first.counts == second.counts
     assert first.tensors.keys() == second.tensors.keys()
