@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvcli.attention.reference import unrotate
 from kvcli.errors import ChunkError
-from kvcli.integrations.lmcache.header import NO_START, SIZE, ChunkHeader
-from kvcli.integrations.lmcache.layout import ChunkLayout
+from kvcli.integrations.lmcache.format import NO_START, SIZE, ChunkHeader, ChunkLayout
 from kvcli.integrations.lmcache.served import Served
-from kvcli.integrations.lmcache.start import find_start
-from kvcli.methods.base import Codec, Codes
+from kvcli.methods.base import Codes
 from kvcli.methods.layer_codec import LayerCodec
-from kvcli.rope import Rotation
+from kvcli.rope import Rope, Rotation
+
+_FEW_TOKENS, _FEW_LAYERS = 1, 2
+_MORE_TOKENS, _MORE_LAYERS = 8, 4
+_KEPT = 16
+_BATCH = 64
 
 
 class ChunkCodec:
@@ -25,20 +28,13 @@ class ChunkCodec:
 
     Bytes: the header; the first `exact_tokens` tokens of all layers, keys then values, in the chunk's dtype; then for
     every layer the fields of its key codes and of its value codes.
-
-    Args:
-        served: the model and its codecs.
     """
 
     def __init__(self, served: Served) -> None:
         self.served = served
 
     def stored_bytes(self, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]) -> int:
-        """Bytes of every chunk of a layout, exactly.
-
-        Raises:
-            ChunkError: a layout that cannot be stored; the message names it.
-        """
+        """Bytes of every chunk of a layout, exactly; ChunkError names a layout that cannot be stored."""
         return SIZE + self._payload_bytes(ChunkLayout.read(shapes, dtypes, self.served.spec))
 
     @torch.inference_mode()
@@ -54,82 +50,82 @@ class ChunkCodec:
         Raises:
             ChunkError: a layout that cannot be stored, or keys or values that are not finite or beyond what codes hold.
         """
-        with self.served.on_device():
-            return self._encode(chunk)
-
-    def _encode(self, chunk: Tensor) -> Tensor:
-        served = self.served
-        layout = ChunkLayout.read([chunk.shape], [chunk.dtype], served.spec)
-        codecs = served.codecs(layout)
-        keys, values = (x.to(served.device) for x in layout.keys_and_values(chunk))
-        start, exact = NO_START, served.exact_tokens
-        parts = [_as_bytes(x[:, :, :exact]) for x in (keys, values)]
-        if exact:  # what is kept as it is must not widen the range of the tokens that are coded with it
-            keys, values = (_repeat_from(x, exact) for x in (keys, values))
-        rotation = None
-        if any(codec.needs_rotations for codec in codecs):
-            start = find_start(keys, codecs, served.rope, served.spec.max_position_embeddings)
-            rotation = self._rotation(start, layout)
-        for layer_idx, codec in enumerate(codecs):
-            layer = slice(layer_idx, layer_idx + 1)
-            codec_keys = keys[layer] if rotation is None else codec.encoder_input(keys[layer], rotation, unrotate)
-            for what, part, x in (("keys", codec.key, codec_keys), ("values", codec.value, values[layer])):
-                codes = part.encode(x, None)
-                _check_range(f"{what} of layer {layer_idx}", part, x, codes)
-                parts += [_as_bytes(field) for field in codes.tensors().values()]
-        payload = torch.cat(parts)
+        served, start = self.served, NO_START
+        with served.on_device():
+            layout = ChunkLayout.read([chunk.shape], [chunk.dtype], served.spec)
+            codecs, exact = served.codecs(layout), served.exact_tokens
+            keys, values = (x.to(served.device) for x in layout.keys_and_values(chunk))
+            parts = [_as_bytes(x[:, :, :exact]) for x in (keys, values)]
+            if exact:  # what is kept as it is must not widen the range of the tokens that are coded with it
+                keys, values = keys.clone(), values.clone()
+                for x in (keys, values):
+                    x[:, :, :exact] = x[:, :, exact : exact + 1]
+            rotation = None
+            if any(codec.needs_rotations for codec in codecs):
+                start = find_start(keys, codecs, served.rope, served.spec.max_position_embeddings)
+                rotation = self._rotation(start, layout)
+            for layer_idx, codec in enumerate(codecs):
+                layer = slice(layer_idx, layer_idx + 1)
+                codec_keys = keys[layer] if rotation is None else codec.encoder_input(keys[layer], rotation, unrotate)
+                for what, part, x in (("keys", codec.key, codec_keys), ("values", codec.value, values[layer])):
+                    codes = part.encode(x, None)
+                    peak, most = float(part.peak(x, codes)), part.max_magnitude
+                    if not peak <= most:
+                        reach = f"reach {peak:.3g}, but the codes hold numbers up to {most:.0f}"
+                        raise ChunkError(f"{what} of layer {layer_idx} {reach}")
+                    parts += [_as_bytes(field) for field in codes.tensors().values()]
+            payload = torch.cat(parts)
         header = ChunkHeader(served.method.name, served.identity, layout, start, payload.numel())
         packed = header.pack(payload.numpy().data)
         return torch.cat((torch.frombuffer(bytearray(packed), dtype=torch.uint8), payload))
 
     @torch.inference_mode()
     def decode(self, stored: Tensor, chunk: Tensor) -> ChunkHeader:
-        """Writes what stored bytes stand for into a chunk.
+        """Writes what stored bytes stand for into a chunk, and returns their header.
 
         Args:
             stored: uint8 on any device, what `encode` returned; more bytes may follow.
             chunk: in the form that was encoded, contiguous, on any device; overwritten.
 
-        Returns:
-            The header of the bytes.
-
         Raises:
             ChunkError: bytes that are damaged, or of another model, method, artifact or layout; the chunk is unchanged.
         """
-        with self.served.on_device():
-            return self._decode(stored, chunk)
+        served, stored = self.served, stored.flatten().cpu()
+        with served.on_device():
+            header = ChunkHeader.unpack(stored.numpy().data)
+            layout = ChunkLayout.read([chunk.shape], [chunk.dtype], served.spec)
+            codecs = served.codecs(layout)
+            if header.identity != served.identity:
+                raise ChunkError(
+                    f"the stored chunk was encoded by method '{header.method}' for another model, artifact or "
+                    "settings; give each of them a folder of its own"
+                )
+            if header.layout != layout:
+                raise ChunkError(f"the stored chunk is {header.layout}, but {layout} is asked for")
+            if header.payload_bytes != self._payload_bytes(layout):
+                raise ChunkError(f"the stored chunk has {header.payload_bytes} bytes of codes, which does not fit it")
+            payload, at = stored[SIZE : SIZE + header.payload_bytes].to(served.device), 0
 
-    def _decode(self, stored: Tensor, chunk: Tensor) -> ChunkHeader:
-        served = self.served
-        stored = stored.flatten().cpu()
-        header = ChunkHeader.unpack(stored.numpy().data)
-        layout = ChunkLayout.read([chunk.shape], [chunk.dtype], served.spec)
-        codecs = served.codecs(layout)
-        self._check(header, layout)
-        fields = _Fields(stored[SIZE : SIZE + header.payload_bytes].to(served.device))
-        exact_shape = (layout.num_layers, layout.num_kv_heads, served.exact_tokens, layout.head_dim)
-        exact = [fields.take(exact_shape, layout.dtype) for _ in range(2)]
-        rotation = None if header.start == NO_START else self._rotation(header.start, layout)
-        keys, values = layout.keys_and_values(chunk)
-        for layer_idx, codec in enumerate(codecs):
-            key_codes, value_codes = (fields.codes(formats) for formats in self._formats(codec, layout))
-            keys[layer_idx] = codec.decode_keys(key_codes, None, rotation, layout.dtype)[0].to(keys.device)
-            values[layer_idx] = codec.value.decode_to(value_codes, None, layout.dtype)[0].to(values.device)
-        for x, first in zip((keys, values), exact, strict=True):
-            x[:, :, : served.exact_tokens] = first.to(x.device)
+            def take(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+                """The next tensor, a copy, because a view needs an aligned address."""
+                nonlocal at
+                begin, at = at, at + math.prod(shape) * dtype.itemsize
+                return payload[begin:at].clone().view(dtype).view(shape)
+
+            exact_shape = (layout.num_layers, layout.num_kv_heads, served.exact_tokens, layout.head_dim)
+            exact = [take(exact_shape, layout.dtype) for _ in range(2)]
+            rotation = None if header.start == NO_START else self._rotation(header.start, layout)
+            keys, values = layout.keys_and_values(chunk)
+            for layer_idx, codec in enumerate(codecs):
+                key_codes, value_codes = (
+                    form.codes_cls(**{name: take(shape, dtype) for name, shape, dtype in form.fields})
+                    for form in self._forms(codec, layout)
+                )
+                keys[layer_idx] = codec.decode_keys(key_codes, None, rotation, layout.dtype)[0].to(keys.device)
+                values[layer_idx] = codec.value.decode_to(value_codes, None, layout.dtype)[0].to(values.device)
+            for x, first in zip((keys, values), exact, strict=True):
+                x[:, :, : served.exact_tokens] = first.to(x.device)
         return header
-
-    def _check(self, header: ChunkHeader, layout: ChunkLayout) -> None:
-        served = self.served
-        if header.identity != served.identity:
-            raise ChunkError(
-                f"the stored chunk was encoded by method '{header.method}' for another model, artifact or settings; "
-                "give each of them a folder of its own"
-            )
-        if header.layout != layout:
-            raise ChunkError(f"the stored chunk is {header.layout}, but {layout} is asked for")
-        if header.payload_bytes != self._payload_bytes(layout):
-            raise ChunkError(f"the stored chunk has {header.payload_bytes} bytes of codes, which does not fit it")
 
     def _rotation(self, start: int, layout: ChunkLayout) -> Rotation:
         positions = torch.arange(start, start + layout.num_tokens, device=self.served.device)
@@ -140,60 +136,73 @@ class ChunkCodec:
         return exact * layout.dtype.itemsize + sum(
             math.prod(shape) * dtype.itemsize
             for codec in self.served.codecs(layout)
-            for formats in self._formats(codec, layout)
-            for _, shape, dtype in formats.fields
+            for form in self._forms(codec, layout)
+            for _, shape, dtype in form.fields
         )
 
-    def _formats(self, codec: LayerCodec, layout: ChunkLayout) -> Iterator[_CodeFormat]:
-        """The formats of a layer's key codes and value codes."""
+    def _forms(self, codec: LayerCodec, layout: ChunkLayout) -> Iterator[_CodesForm]:
+        """The fields of a layer's key codes and value codes."""
         for part in (codec.key, codec.value):
             encoded_dtype = torch.float32 if part is codec.key and codec.key.space == "pre_rope" else layout.dtype
             like = torch.empty(1, layout.num_kv_heads, 0, layout.head_dim, dtype=encoded_dtype)
-            yield _CodeFormat(part, like.to(self.served.device), layout.num_tokens)
+            group, groups = part.encoded_group(like.to(self.served.device)), layout.num_tokens // part.tokens_per_group
+            shapes = {name: (1, x.shape[1], x.shape[2] * groups, *x.shape[3:]) for name, x in group.tensors().items()}
+            yield _CodesForm(type(group), [(name, shapes[name], x.dtype) for name, x in group.tensors().items()])
 
 
-class _CodeFormat:
-    """The fields of the codes of some tokens: name, shape and dtype of each."""
+class _CodesForm(NamedTuple):
+    """Codes of the tokens of a chunk: their class, and name, shape and dtype of each field."""
 
-    def __init__(self, codec: Codec[Any], like: Tensor, num_tokens: int) -> None:
-        group = codec.encoded_group(like)
-        groups = num_tokens // codec.tokens_per_group
-        self.codes_cls: type[Codes] = type(group)
-        self.fields = [
-            (name, (1, x.shape[1], x.shape[2] * groups, *x.shape[3:]), x.dtype) for name, x in group.tensors().items()
-        ]
-
-
-class _Fields:
-    """Tensors one after the other in a buffer of bytes."""
-
-    def __init__(self, data: Tensor) -> None:
-        self._data, self._at = data, 0
-
-    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """The next tensor."""
-        size = math.prod(shape) * dtype.itemsize
-        part = self._data[self._at : self._at + size]
-        self._at += size
-        return part.clone().view(dtype).view(shape)  # a copy, because a view needs an aligned address
-
-    def codes(self, formats: _CodeFormat) -> Codes:
-        """The next codes."""
-        return formats.codes_cls(**{name: self.take(shape, dtype) for name, shape, dtype in formats.fields})
+    codes_cls: type[Codes]
+    fields: list[tuple[str, tuple[int, ...], torch.dtype]]
 
 
 def _as_bytes(x: Tensor) -> Tensor:
     return x.contiguous().view(-1).view(torch.uint8).cpu()
 
 
-def _repeat_from(x: Tensor, first: int) -> Tensor:
-    """A copy of x [layers, num_kv_heads, tokens, head_dim] with token `first` in place of those before it."""
-    x = x.clone()
-    x[:, :, :first] = x[:, :, first : first + 1]
-    return x
+def find_start(keys: Tensor, codecs: list[LayerCodec], rope: Rope, max_positions: int) -> int:
+    """The position of a chunk's first token: the multiple of its length at which keys are coded with the least error.
+
+    LMCache names chunks by a hash of all tokens before them, which says nothing of their number, and has keys after
+    RoPE. So every multiple is tried on one token of two layers, the 16 best of them on eight tokens of four layers. A
+    wrong start would not make wrong keys, for decoding rotates back by the same angles; it would only cost precision,
+    because the codebooks were fitted to keys that were rotated back right.
+
+    Args:
+        keys: after RoPE, [layers, num_kv_heads, tokens, head_dim].
+        codecs: of the layers.
+        rope: of the model.
+        max_positions: positions that the model knows.
+    """
+    length = keys.shape[2]
+    starts = torch.arange(0, max(length, max_positions - length + 1), length)
+    if len(starts) > _KEPT:
+        errors = _errors(keys, codecs, rope, starts, _FEW_TOKENS, _FEW_LAYERS)
+        starts = starts[errors.topk(_KEPT, largest=False).indices.sort().values]
+    return int(starts[_errors(keys, codecs, rope, starts, _MORE_TOKENS, _MORE_LAYERS).argmin()])
 
 
-def _check_range(what: str, codec: Codec[Any], x: Tensor, codes: Codes) -> None:
-    peak = float(codec.peak(x, codes))
-    if not peak <= codec.max_magnitude:
-        raise ChunkError(f"{what} reach {peak:.3g}, but the codes hold numbers up to {codec.max_magnitude:.0f}")
+def _errors(
+    keys: Tensor, codecs: list[LayerCodec], rope: Rope, starts: Tensor, num_tokens: int, num_layers: int
+) -> Tensor:
+    """Squared error of coding a few tokens at each start, as a share of their energy, summed over layers."""
+    group = max(codec.tokens_per_group for codec in codecs)
+    tokens = _spread(keys.shape[2] // group, max(1, num_tokens // group)) * group
+    tokens = (tokens.unsqueeze(1) + torch.arange(group)).flatten()
+
+    def of_layer(layer_idx: int, some: Tensor) -> Tensor:
+        chosen, codec = keys[layer_idx][:, tokens].float(), codecs[layer_idx]
+        rotation = rope.rotation((some.unsqueeze(1) + tokens).to(keys.device), torch.float32)
+        codes = codec.key.encode(codec.encoder_input(chosen.expand(len(some), -1, -1, -1), rotation, unrotate), None)
+        decoded = codec.decode_keys(codes, None, rotation, torch.float32)
+        return ((decoded - chosen).square().sum((1, 2, 3)) / chosen.square().sum().clamp_min(1e-30)).cpu()
+
+    layers = _spread(len(codecs), num_layers).tolist()
+    return torch.cat([torch.stack([of_layer(i, some) for i in layers]).sum(0) for some in starts.split(_BATCH)])
+
+
+def _spread(length: int, count: int) -> Tensor:
+    """Up to `count` indices below `length`, evenly spread, neither first nor last where there are others."""
+    count = min(length, count)
+    return (torch.arange(count) * 2 + 1) * length // (2 * count)

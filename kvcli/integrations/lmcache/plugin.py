@@ -11,11 +11,75 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
 from lmcache.v1.distributed.l2_adapters.fs_l2_adapter import FSL2Adapter, FSL2AdapterConfig
+from lmcache.v1.distributed.serde import (
+    AsyncSerdeProcessor,
+    Deserializer,
+    SerdeProcessor,
+    Serializer,
+    register_serde_factory,
+)
+from lmcache.v1.memory_management import MemoryObj
+from torch import Tensor
 
-from kvcli.integrations.lmcache.serde import register
+from kvcli.errors import ChunkError
+from kvcli.integrations.lmcache.chunk import ChunkCodec
+from kvcli.integrations.lmcache.served import SerdeSettings, Served
 
-register()
+
+class ChunkSerializer(Serializer):
+    """Stores a chunk as codes."""
+
+    def __init__(self, codec: ChunkCodec) -> None:
+        self._codec = codec
+
+    def serialize(self, src: MemoryObj, dst: MemoryObj, key: ObjectKey | None = None) -> int:
+        """Encodes a chunk.
+
+        Args:
+            src: the chunk, in a form of `kvcli.integrations.lmcache.format.ChunkLayout`.
+            dst: uint8, of `estimate_serialized_size` bytes or more; overwritten.
+            key: of the chunk; not needed.
+
+        Returns:
+            Bytes written, exactly `estimate_serialized_size`.
+
+        Raises:
+            ChunkError: a chunk that cannot be stored; LMCache logs it and counts the store as failed.
+        """
+        stored = self._codec.encode(_tensor(src))
+        target = _tensor(dst).flatten()
+        if target.dtype != torch.uint8 or target.numel() < stored.numel():
+            raise ChunkError(f"a buffer of {target.numel()} {target.dtype} cannot take {stored.numel()} bytes of codes")
+        target[: stored.numel()].copy_(stored)
+        return stored.numel()
+
+    def estimate_serialized_size(self, layout_desc: MemoryLayoutDesc) -> int:
+        """Bytes of every chunk of a layout, exactly; ChunkError names a layout that cannot be stored."""
+        return self._codec.stored_bytes(layout_desc.shapes, layout_desc.dtypes)
+
+
+class ChunkDeserializer(Deserializer):
+    """Decodes stored codes into a chunk."""
+
+    def __init__(self, codec: ChunkCodec) -> None:
+        self._codec = codec
+
+    def deserialize(self, src: MemoryObj, dst: MemoryObj, key: ObjectKey | None = None) -> None:
+        """Decodes a chunk.
+
+        Args:
+            src: uint8, what was stored.
+            dst: the chunk, in the form in which it was encoded; overwritten.
+            key: of the chunk; not needed.
+
+        Raises:
+            ChunkError: bytes that are damaged, or of another model, method, artifact or layout; LMCache logs it and
+                counts the load as failed, so that the engine computes the chunk.
+        """
+        self._codec.decode(_tensor(src), _tensor(dst))
 
 
 class FileSystemAdapter(FSL2Adapter):
@@ -30,3 +94,26 @@ class FileSystemAdapter(FSL2Adapter):
 
     def __init__(self, config: FSL2AdapterConfig, l1_memory_desc: Any = None) -> None:
         super().__init__(config)
+
+
+def create_serde(values: dict[str, Any]) -> SerdeProcessor:
+    """The serde of an adapter, from the fields of its `serde` except `type`.
+
+    Raises:
+        KvcliError: settings, a model or an artifact that cannot be used.
+    """
+    settings = SerdeSettings.read(values)
+    codec = ChunkCodec(Served.load(settings))
+    return AsyncSerdeProcessor(ChunkSerializer(codec), ChunkDeserializer(codec), max_workers=settings.max_workers)
+
+
+def _tensor(memory: MemoryObj) -> Tensor:
+    if len(memory.get_shapes()) != 1:
+        raise ChunkError(f"a chunk of {len(memory.get_shapes())} kinds of layers cannot be stored as codes")
+    tensor: Tensor | None = memory.tensor
+    if tensor is None:
+        raise ChunkError("LMCache passed a chunk without memory")
+    return tensor
+
+
+register_serde_factory("kvcli", create_serde)

@@ -1,4 +1,4 @@
-"""Shapes, RoPE and codecs of the served model, from its config and an artifact; no weights are loaded."""
+"""The served model: settings of an adapter's JSON; shapes, RoPE and codecs from config and artifact, no weights."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from kvcli.artifact import Artifact
 from kvcli.attention.attach import build_codecs, make_config
 from kvcli.builtin_models import BUILTIN_MODELS, fetch_builtin
 from kvcli.checkpoint import read_config
-from kvcli.errors import ChunkError, ConfigError, UnsupportedModelError, UsageError
+from kvcli.errors import ChunkError, ConfigError, UnsupportedModelError, UsageError, explain
 from kvcli.hub import download_config
-from kvcli.integrations.lmcache.layout import ChunkLayout
-from kvcli.integrations.lmcache.settings import SerdeSettings
+from kvcli.integrations.lmcache.format import ChunkLayout
 from kvcli.methods.config import BiasOffsetConfig, CacheConfig
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import Method
@@ -33,18 +33,50 @@ from kvcli.spec import ModelSpec
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
+class SerdeSettings(BaseModel):
+    """The fields of `"serde": {"type": "kvcli", ...}` in the JSON of an adapter."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: str = Field(description="served model, for its config: a folder, a built-in name or OWNER/MODEL on the hub")
+    method: str = Field(default="", description="method that needs no artifact, with its bits")
+    artifact: str = Field(default="", description="folder of an artifact, which says its method")
+    settings: dict[str, Any] = Field(default_factory=dict, description="settings of a method without an artifact")
+    exact_tokens: int = Field(
+        default=1, ge=0, le=64, description="first tokens of every chunk that are kept as they are"
+    )
+    device: str = Field(default="cpu", description="torch device that encodes and decodes")
+    max_workers: int = Field(default=1, ge=1, le=64, description="threads that encode and decode")
+
+    @model_validator(mode="after")
+    def _method_or_artifact(self) -> Self:
+        if bool(self.method) == bool(self.artifact):
+            raise ValueError("name either a method that needs no artifact, or the folder of an artifact")
+        if self.artifact and self.settings:
+            raise ValueError("an artifact has its own settings; settings belong to a method")
+        return self
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any]) -> Self:
+        """The settings from plain values; ConfigError for unknown or missing names, and values out of range."""
+        try:
+            return cls(**values)
+        except ValidationError as error:
+            raise ConfigError(f"serde 'kvcli': {explain(error, cls.model_fields)}") from error
+
+
 class Served:
     """The model that a server serves, and the codecs of its chunks.
 
     Args:
         spec: the model's shapes.
         rope: its rotary embedding.
-        method: how keys and values are coded.
+        method: of the codecs.
         config: the method's settings.
         fitted: codecs of all layers with their fitted state; None: the method needs none.
         source: which artifact the fitted state is from, as plain JSON values.
         exact_tokens: first tokens of every chunk that are kept as they are.
-        device: where codes are made.
+        device: of the codecs.
 
     Attributes:
         identity: 16 bytes, a digest of everything that codes depend on.
@@ -65,7 +97,12 @@ class Served:
         device: str = "cpu",
     ) -> None:
         self.spec, self.rope, self.method, self.exact_tokens = spec, rope, method, exact_tokens
-        self.device = _usable(device)
+        if device == "meta":
+            raise ConfigError("device 'meta' holds no data; choose another, such as cpu or cuda")
+        try:
+            self.device = torch.zeros(1, device=device).device
+        except (RuntimeError, AssertionError) as error:
+            raise ConfigError(f"device '{device}' cannot be used: {' '.join(str(error).split())[:200]}") from error
         rope.module.to(self.device)
         self._config = config
         self._fitted = None if fitted is None else self._ready(fitted)
@@ -79,7 +116,16 @@ class Served:
             "exact_tokens": exact_tokens,
         }
         self.identity = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).digest()[:16]
-        self._check()
+        if isinstance(config, BiasOffsetConfig) and config.key_offset == "bias":
+            raise ConfigError(
+                f"method '{method.name}' codes keys less the bias of the model's key projection, which is not in its "
+                'config; say "settings": {"key_offset": "none"}, unless the projection has a bias'
+            )
+        codecs = self._fitted or self._codecs_of_part(spec.num_layers, spec.num_kv_heads)
+        if any(codec.key.new_state(1, self.device) is not None for codec in codecs):
+            raise UsageError(
+                f"method '{method.name}' computes a state from the prompt's queries, which are not in a chunk"
+            )
 
     @classmethod
     def load(cls, settings: SerdeSettings) -> Served:
@@ -88,7 +134,12 @@ class Served:
         Raises:
             KvcliError: a model, method, artifact or device that cannot be used, or that do not belong together.
         """
-        model_config = _read_config(settings.model)
+        name = settings.model
+        if name in BUILTIN_MODELS:  # no other model is fetched as a whole
+            folder = fetch_builtin(BUILTIN_MODELS[name], say_nothing, no_progress)
+        else:
+            folder = Path(name).expanduser()
+        model_config = read_config(folder if folder.is_dir() else download_config(name))
         spec, rope = ModelSpec.from_config(model_config), _rope(model_config)
         if settings.artifact:
             artifact = Artifact.load(settings.artifact)
@@ -146,26 +197,6 @@ class Served:
             codec.use_kernels(self.device.type == "cuda")
         return codecs
 
-    def _check(self) -> None:
-        """Refuses methods that need what is not in a chunk."""
-        name = self.method.name
-        if isinstance(self._config, BiasOffsetConfig) and self._config.key_offset == "bias":
-            raise ConfigError(
-                f"method '{name}' codes keys less the bias of the model's key projection, which is not in its config; "
-                'say "settings": {"key_offset": "none"}, unless the projection has a bias'
-            )
-        codecs = self._fitted or self._codecs_of_part(self.spec.num_layers, self.spec.num_kv_heads)
-        if any(codec.key.new_state(1, self.device) is not None for codec in codecs):
-            raise UsageError(f"method '{name}' computes a state from the prompt's queries, which are not in a chunk")
-
-
-def _read_config(model: str) -> Any:
-    """The transformers config of a model; only a built-in model is fetched as a whole."""
-    if model in BUILTIN_MODELS:
-        return read_config(fetch_builtin(BUILTIN_MODELS[model], say_nothing, no_progress))
-    folder = Path(model).expanduser()
-    return read_config(folder if folder.is_dir() else download_config(model))
-
 
 def _rope(config: Any) -> Rope:
     """The rotary embedding of a model with this config."""
@@ -184,14 +215,3 @@ def _rope(config: Any) -> Rope:
         model = AutoModelForCausalLM.from_config(smallest)
         rotary: Any = find_decoder(model).rotary_emb
     return Rope(type(rotary)(config))
-
-
-def _usable(name: str) -> torch.device:
-    if name == "meta":
-        raise ConfigError("device 'meta' holds no data; choose another, such as cpu or cuda")
-    try:
-        device = torch.device(name)
-        torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"device '{name}' cannot be used: {' '.join(str(error).split())[:200]}") from error
-    return device

@@ -12,8 +12,7 @@ from factories import make_model, make_spec
 from kvcli.attention.attach import make_config
 from kvcli.errors import ChunkError, UsageError
 from kvcli.integrations.lmcache.chunk import ChunkCodec
-from kvcli.integrations.lmcache.header import SIZE
-from kvcli.integrations.lmcache.layout import ChunkLayout
+from kvcli.integrations.lmcache.format import SIZE, ChunkLayout
 from kvcli.integrations.lmcache.served import Served
 from kvcli.registry import METHODS, get_method, parse_method
 from kvcli.rope import Rope

@@ -25,8 +25,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from kvcli.artifact import Artifact
-from kvcli.integrations.lmcache.header import SIZE, ChunkHeader
-from kvcli.integrations.lmcache.layout import ChunkLayout
+from kvcli.integrations.lmcache.format import SIZE, ChunkHeader, ChunkLayout
 from kvcli.methods.method import Method
 from kvcli.registry import get_method
 from kvcli.spec import ModelSpec

@@ -15,10 +15,8 @@ from transformers import DynamicCache
 
 from kvcli.artifact import Artifact
 from kvcli.errors import ChunkError, ConfigError, KvcliError
-from kvcli.integrations.lmcache.chunk import ChunkCodec
-from kvcli.integrations.lmcache.served import Served
-from kvcli.integrations.lmcache.settings import SerdeSettings
-from kvcli.integrations.lmcache.start import find_start
+from kvcli.integrations.lmcache.chunk import ChunkCodec, find_start
+from kvcli.integrations.lmcache.served import SerdeSettings, Served
 from kvcli.methods.method import Method
 from kvcli.registry import get_method, parse_method
 from kvcli.rope import Rope
