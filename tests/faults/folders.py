@@ -44,12 +44,6 @@ def bytes_of(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
-def flip(path: Path, at: int = -5) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
-
-
 def swap(first: Path, second: Path) -> None:
     a, b = first.read_bytes(), second.read_bytes()
     first.write_bytes(b)

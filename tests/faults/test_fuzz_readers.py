@@ -140,18 +140,15 @@ def damaged_json(text: bytes, chance: random.Random) -> bytes:
 
 def agree(folder: Path, name: str) -> tuple[Path, bytes]:
     """Gives a damaged file of tensors the checksum that its manifest names; returns the manifest and what it was."""
-    manifest = {"samples": "samples.json", "run": "layer-001.json", "artifact": "kvcli.json"}[
-        name.split("/", maxsplit=1)[0]
-    ]
-    path = folder / name.split("/", maxsplit=1)[0] / manifest
-    before = path.read_bytes()
+    place = name.partition("/")[0]
+    path = folder / place / {"samples": "samples.json", "run": "layer-001.json", "artifact": "kvcli.json"}[place]
+    before, record = path.read_bytes(), file_record(folder / name)
     values = json.loads(before)
     del values["sha256"]
-    record = file_record(folder / name)
-    if manifest == "layer-001.json":
+    if place == "run":
         values["tensors"] = record
     else:
-        values["parts" if manifest == "samples.json" else "files"][Path(name).name] = record
+        values["parts" if place == "samples" else "files"][Path(name).name] = record
     path.write_text(json.dumps({**values, "sha256": json_sha256(values)}))
     return path, before
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +23,16 @@ class Run(RunManifest):
     STALE = ("part-*",)
 
 
-def opened(folder: Path, description: dict[str, Any] | None = None, overwrite: bool = False) -> None:
-    Run.open(folder, DESCRIPTION if description is None else description, overwrite=overwrite)
+def opened(folder: Path, overwrite: bool = False, **changes: Any) -> Run:
+    return Run.open(folder, {**DESCRIPTION, **changes}, overwrite=overwrite)
 
 
 def test_the_same_run_resumes(tmp_path: Path) -> None:
-    opened(tmp_path / "a" / "run")
-    manifest = tmp_path / "a" / "run" / "run.json"
-    write_sealed(manifest, {**json.loads(json.dumps(DESCRIPTION)), "complete": True})
-    (manifest.parent / "part-1").touch()
-    opened(manifest.parent)
-    assert json.loads(manifest.read_text())["complete"]
-    assert (manifest.parent / "part-1").exists()
+    folder = tmp_path / "a" / "run"
+    write_sealed(folder / "run.json", {**opened(folder).values, "complete": True})
+    (folder / "part-1").touch()
+    assert opened(folder).values["complete"]
+    assert (folder / "part-1").exists()
 
 
 @pytest.mark.parametrize(
@@ -51,15 +49,13 @@ def test_the_same_run_resumes(tmp_path: Path) -> None:
 def test_another_run_is_refused_by_setting_and_kept(tmp_path: Path, changes: dict[str, Any], named: str) -> None:
     opened(tmp_path)
     (tmp_path / "part-1").touch()
-    with pytest.raises(ArtifactError) as caught:
-        opened(tmp_path, {**DESCRIPTION, **changes})
-    assert named in str(caught.value)
-    assert str(caught.value).endswith("choose another --out or discard it with --overwrite")
+    with pytest.raises(ArtifactError, match=f"{re.escape(named)}.* or discard it with --overwrite$"):
+        opened(tmp_path, **changes)
     assert (tmp_path / "part-1").exists()
     (tmp_path / "mine").touch()
-    opened(tmp_path, {**DESCRIPTION, **changes}, overwrite=True)
+    opened(tmp_path, **changes, overwrite=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "run.json"]
-    opened(tmp_path, {**DESCRIPTION, **changes})
+    opened(tmp_path, **changes)
 
 
 @pytest.mark.parametrize(("text", "said"), [("{", "damaged"), ("[]", "damaged"), ("{}", "damaged"), (None, "missing")])

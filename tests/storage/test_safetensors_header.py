@@ -31,27 +31,18 @@ def test_views_are_the_tensors(tmp_path: Path, dtype: torch.dtype, shape: tuple[
 
 
 TENSOR = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+ODD: dict[str, list[Any]] = {
+    "dtype": ["F7", []],
+    "shape": [[-2], [-1, -2], [2.0], [True, 2], 2, [3]],
+    "data_offsets": [[0, 4], [8, 16], [-8, 0], [0, 8, 16]],
+}
 
 
 @pytest.mark.parametrize(
     "values",
     [
-        [],
-        3,
-        {"x": 3},
-        {"x": {}},
-        {"x": {**TENSOR, "dtype": "F7"}},
-        {"x": {**TENSOR, "dtype": []}},
-        {"x": {**TENSOR, "shape": [-2]}},
-        {"x": {**TENSOR, "shape": [-1, -2]}},
-        {"x": {**TENSOR, "shape": [2.0]}},
-        {"x": {**TENSOR, "shape": [True, 2]}},
-        {"x": {**TENSOR, "shape": 2}},
-        {"x": {**TENSOR, "shape": [3]}},
-        {"x": {**TENSOR, "data_offsets": [0, 4]}},
-        {"x": {**TENSOR, "data_offsets": [8, 16]}},
-        {"x": {**TENSOR, "data_offsets": [-8, 0]}},
-        {"x": {**TENSOR, "data_offsets": [0, 8, 16]}},
+        *([], 3, {"x": 3}, {"x": {}}),
+        *({"x": {**TENSOR, field: value}} for field, values in ODD.items() for value in values),
         {"x": TENSOR, "y": TENSOR},
         {"x": TENSOR, "y": {**TENSOR, "data_offsets": [4, 12]}},
         {"x": TENSOR, "__metadata__": 3},

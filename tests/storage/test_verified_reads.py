@@ -27,8 +27,7 @@ def content(tmp_path: Path) -> bytes:
 
 
 def parts_of(path: Path, memory: Tensor) -> list[Part]:
-    pieces = memory.split(SIZES)
-    return [Part(path, int(piece.storage_offset()), piece) for piece in pieces]
+    return [Part(path, int(piece.storage_offset()), piece) for piece in memory.split(SIZES)]
 
 
 def expected(content: bytes) -> list[str]:
@@ -45,27 +44,17 @@ def test_parts_on_the_host_are_the_file(tmp_path: Path, content: bytes, inferenc
     assert not memory.is_inference()
 
 
-def test_only_neighbours_in_file_and_memory_are_read_together(tmp_path: Path) -> None:
-    memory, path, other = torch.zeros(40, dtype=torch.uint8), tmp_path / "file", tmp_path / "other"
-    first = Part(path, 0, memory[:10])
-    for part, count in (
-        (Part(path, 10, memory[10:20]), 1),
-        (Part(path, 10, memory[11:20]), 2),
-        (Part(path, 11, memory[10:20]), 2),
-        (Part(other, 10, memory[10:20]), 2),
-        (Part(path, 10, torch.zeros(40, dtype=torch.uint8)[10:20]), 2),
+def test_only_neighbours_in_file_and_memory_are_read_together_up_to_a_whole_piece(tmp_path: Path) -> None:
+    memory, path, half = torch.zeros(READ_BYTES + 1, dtype=torch.uint8), tmp_path / "file", READ_BYTES // 2
+    for part, groups in (
+        (Part(path, half, memory[half : 2 * half]), 1),
+        (Part(path, half, memory[half : 2 * half + 1]), 2),
+        (Part(path, half, memory[half + 1 : 2 * half]), 2),
+        (Part(path, half + 1, memory[half : 2 * half]), 2),
+        (Part(tmp_path / "other", half, memory[half : 2 * half]), 2),
+        (Part(path, half, torch.zeros_like(memory)[half : 2 * half]), 2),
     ):
-        assert len(_neighbours([first, part])) == count
-
-
-def test_parts_are_read_together_up_to_a_whole_piece(tmp_path: Path) -> None:
-    memory, half = torch.zeros(READ_BYTES + 1, dtype=torch.uint8), READ_BYTES // 2
-    for count, groups in ((half, 1), (half + 1, 2)):
-        parts = [Part(tmp_path / "file", 0, memory[:half]), Part(tmp_path / "file", half, memory[half : half + count])]
-        assert len(_neighbours(parts)) == groups
-
-
-def test_no_parts() -> None:
+        assert len(_neighbours([Part(path, 0, memory[:half]), part])) == groups
     assert read_parts([]) == []
 
 
@@ -106,14 +95,13 @@ def test_a_gpu_gets_every_byte(tmp_path: Path, content: bytes, monkeypatch: pyte
 def test_a_buffer_is_free_before_an_error_goes_on(
     tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    events, memory = copy_events(monkeypatch), torch.zeros(len(content), dtype=torch.uint8)
+    events, memory, real = copy_events(monkeypatch), torch.zeros(len(content), dtype=torch.uint8), reads._bytes
 
     def fail(x: Tensor) -> memoryview:
         if "wait" in events and memory.any():
             raise OSError("no more")
         return real(x)
 
-    real = reads._bytes
     monkeypatch.setattr(reads, "_bytes", fail)
     with pytest.raises(OSError, match="no more"):
         read_parts([Part(tmp_path / "file", 0, memory[:100])])
@@ -121,10 +109,8 @@ def test_a_buffer_is_free_before_an_error_goes_on(
 
 
 def test_a_file_that_ends_early_is_an_error(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "file"
-    memory = torch.zeros(len(content), dtype=torch.uint8)
     with pytest.raises(OSError, match="file is truncated"):
-        read_parts([Part(path, 1, memory)])
+        read_parts([Part(tmp_path / "file", 1, torch.zeros(len(content), dtype=torch.uint8))])
     with pytest.raises(OSError, match=r"No such file|cannot|unable"):
         memory_for(tmp_path / "other", 3, CPU)
 

@@ -1,4 +1,4 @@
-"""Chunks of random numbers, and what codes and decodes them."""
+"""Chunks of random numbers, and models that code and decode them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from factories import make_model, make_spec
 from torch import Tensor
+from transformers import DynamicCache
 
 from kvcli.attention.attach import make_config
 from kvcli.integrations.lmcache.chunk import ChunkCodec
@@ -36,3 +37,14 @@ def decoded(codec: ChunkCodec, stored: Tensor, like: Tensor) -> Tensor:
     chunk = torch.full_like(like, float("nan"))
     codec.decode(stored, chunk)
     return chunk
+
+
+def real_chunks(model: Any, length: int, num_tokens: int = 512) -> list[Tensor]:
+    """A model's cache as a server gets it, in chunks."""
+    cache = DynamicCache()
+    tokens = torch.randint(3, 97, (1, num_tokens), generator=torch.Generator().manual_seed(3))
+    with torch.inference_mode():
+        model(tokens, past_key_values=cache)
+    keys, values = (torch.cat([getattr(x, name) for x in cache.layers]) for name in ("keys", "values"))
+    chunks = torch.stack((keys, values)).transpose(2, 3).flatten(3).split(length, dim=2)
+    return [x.clone(memory_format=torch.contiguous_format) for x in chunks]

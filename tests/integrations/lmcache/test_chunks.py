@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
 
 import pytest
 import torch
@@ -29,9 +29,9 @@ def test_codes_are_those_of_the_method(head_dim: int, group_size: int, dtype: to
     out = decoded(codec, codec.encode(chunk), chunk)
     keys, values = (x.view(1, 128, 4, head_dim).transpose(1, 2) for x in chunk)
     (layer,) = model.codecs(ChunkLayout.read([chunk.shape], [dtype], spec))
-    for x, part, got in ((keys, layer.key, out[0]), (values, layer.value, out[1])):
+    for x, part, decoded_x in ((keys, layer.key, out[0]), (values, layer.value, out[1])):
         expected = part.decode_to(part.encode(x, None), None, dtype)
-        assert torch.equal(got.view(1, 128, 4, head_dim).transpose(1, 2), expected)
+        assert torch.equal(decoded_x.view(1, 128, 4, head_dim).transpose(1, 2), expected)
 
 
 @pytest.mark.parametrize("shape", [[1, 1, 64, 64], [1, 64, 64]])
@@ -43,31 +43,26 @@ def test_fused_chunks_hold_the_same_codes(shape: list[int]) -> None:
     stored = codec.encode(fused)
     assert torch.equal(stored[SIZE:], codec.encode(split)[SIZE:])
     out = decoded(codec, stored, fused).view(1, 64, 2, 2, 16)
-    assert torch.equal(out[..., 0, :], decoded(codec, codec.encode(split), split)[0].view(1, 64, 2, 16))
-    assert torch.equal(out[..., 1, :], decoded(codec, codec.encode(split), split)[1].view(1, 64, 2, 16))
+    expected = decoded(codec, codec.encode(split), split).view(2, 1, 64, 2, 16)
+    assert torch.equal(out, torch.stack((expected[0], expected[1]), dim=3))
+
+
+WRONG = [[2, 1, 64, 33], [2, 1, 64, 48], [2, 2, 64, 32], [2, 1, 0, 32], [3, 1, 64, 32], [1, 1, 64, 32 + 16]]
+WRONG += [[64, 64], [2, 1, 64, 2, 16]]
 
 
 @pytest.mark.parametrize(
     ("shapes", "dtype"),
     [
-        ([[2, 1, 64, 33]], torch.float16),
-        ([[2, 1, 64, 48]], torch.float16),
-        ([[2, 2, 64, 32]], torch.float16),
-        ([[2, 1, 0, 32]], torch.float16),
-        ([[3, 1, 64, 32]], torch.float16),
-        ([[1, 1, 64, 32 + 16]], torch.float16),
-        ([[64, 64]], torch.float16),
-        ([[2, 1, 64, 2, 16]], torch.float16),
+        *(([shape], torch.float16) for shape in WRONG),
         ([CHUNK, CHUNK], torch.float16),
         ([CHUNK], torch.uint8),
         ([CHUNK], torch.float64),
     ],
 )
 def test_unknown_layouts_are_refused_by_name(shapes: list[list[int]], dtype: torch.dtype) -> None:
-    with pytest.raises(ChunkError) as refused:
+    with pytest.raises(ChunkError, match=re.escape(f"{shapes[0]} {dtype}")):
         ChunkCodec(served()).stored_bytes(shapes, [dtype] * len(shapes))
-    assert str(shapes[0]) in str(refused.value)
-    assert str(dtype) in str(refused.value)
 
 
 @pytest.mark.parametrize("tokens", [1, 31, 33, 63, 65])
@@ -137,40 +132,26 @@ def test_what_codes_cannot_hold_is_refused(value: float, plane: int) -> None:
 def test_damaged_bytes_are_refused_and_leave_the_chunk_alone() -> None:
     codec = ChunkCodec(served())
     chunk = random_chunk(CHUNK)
-    stored = codec.encode(chunk)
-    target = torch.zeros_like(chunk)
-    for at in [*range(SIZE), *range(SIZE, stored.numel(), 97), stored.numel() - 1]:
-        damaged = stored.clone()
-        damaged[at] ^= 0x10
+    stored, target = codec.encode(chunk), torch.zeros_like(chunk)
+    variants = [stored[:length] for length in (0, 7, SIZE - 1, SIZE, stored.numel() - 1)]
+    for at in (*range(SIZE), *range(SIZE, stored.numel(), 97), -1):
+        variants.append(stored.clone())
+        variants[-1][at] ^= 0x10
+    for damaged in variants:
         with pytest.raises(ChunkError):
             codec.decode(damaged, target)
-    for length in (0, 7, SIZE - 1, SIZE, stored.numel() - 1):
-        with pytest.raises(ChunkError):
-            codec.decode(stored[:length], target)
     assert not target.any()
     codec.decode(torch.cat((stored, torch.zeros(99, dtype=torch.uint8))), target)
     assert torch.equal(target, decoded(codec, stored, chunk))
 
 
-@pytest.mark.parametrize(
-    ("other", "named"),
-    [
-        (lambda: served(method="kivi-4"), "another model, artifact or settings"),
-        (lambda: served(exact_tokens=0), "another model, artifact or settings"),
-        (lambda: served(group_size=16), "another model, artifact or settings"),
-        (lambda: served(make_spec(num_kv_heads=4)), "another model, artifact or settings"),
-    ],
-)
-def test_codes_of_other_settings_are_refused(other: Callable[[], Served], named: str) -> None:
-    chunk = random_chunk(CHUNK)
-    stored = ChunkCodec(served()).encode(chunk)
-    with pytest.raises(ChunkError, match=named):
-        ChunkCodec(other()).decode(stored, chunk)
-
-
-def test_codes_of_another_layout_are_refused() -> None:
-    codec = ChunkCodec(served())
-    stored = codec.encode(random_chunk(CHUNK))
+def test_codes_of_other_settings_or_of_another_layout_are_refused() -> None:
+    codec, chunk = ChunkCodec(served()), random_chunk(CHUNK)
+    stored = codec.encode(chunk)
+    others = ({"method": "kivi-4"}, {"exact_tokens": 0}, {"group_size": 16}, {"spec": make_spec(num_kv_heads=4)})
+    for changes in others:
+        with pytest.raises(ChunkError, match="another model, artifact or settings"):
+            ChunkCodec(served(**changes)).decode(stored, chunk)
     for other in (random_chunk([2, 1, 32, 32]), random_chunk([1, 1, 64, 64]), random_chunk(CHUNK, torch.bfloat16)):
         with pytest.raises(ChunkError, match="is asked for"):
             codec.decode(stored, other)

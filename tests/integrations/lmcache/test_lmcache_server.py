@@ -20,14 +20,11 @@ from urllib.request import urlopen
 
 import pytest
 import torch
+from chunks_made import real_chunks
 from factories import make_model
 from torch import Tensor
-from transformers import DynamicCache
 
-from kvcli.artifact import Artifact
-from kvcli.integrations.lmcache.format import SIZE, ChunkHeader, ChunkLayout
-from kvcli.methods.method import Method
-from kvcli.registry import get_method
+from kvcli.integrations.lmcache.format import ChunkHeader, ChunkLayout
 from kvcli.spec import ModelSpec
 
 os.environ["LMCACHE_TRACK_USAGE"] = "false"
@@ -146,16 +143,11 @@ def test_chunks_are_stored_on_disk_and_loaded_after_a_restart(
 
 
 def test_an_artifact_codes_what_lmcache_holds(
-    tiny_artifact: Callable[[Method], Artifact], model_folder: Path, tmp_path: Path
+    tiny_model: Any, artifact: Path, model_folder: Path, tmp_path: Path
 ) -> None:
-    tiny_artifact(get_method("commvq")).save(tmp_path / "artifact")
-    spec = adapter_json(tmp_path / "chunks", model_folder, artifact=str(tmp_path / "artifact"))
+    spec = adapter_json(tmp_path / "chunks", model_folder, artifact=str(artifact))
     del spec["serde"]["method"]
-    cache = DynamicCache()
-    with torch.inference_mode():
-        make_model("llama")(torch.arange(3, 67).unsqueeze(0), past_key_values=cache)
-    layers = [torch.cat((x.keys, x.values)).transpose(1, 2).flatten(2) for x in cache.layers]
-    chunk = torch.stack(layers, dim=1).clone()
+    (chunk,) = real_chunks(tiny_model, 64, num_tokens=64)
     with opened(spec) as store:
         assert store.save([object_key(0)], [chunk])
     with opened(spec) as store:
@@ -172,12 +164,11 @@ def test_damaged_files_and_those_of_other_settings_are_not_loaded(model_folder: 
     stored = path.read_bytes()
     with opened(adapter_json(tmp_path / "chunks", model_folder, settings={"residual_length": 64})) as store:
         assert store.load([key], torch.float16)[0] == [False]
-    for damaged in (stored[:-1], stored[: SIZE + 5] + bytes([stored[SIZE + 5] ^ 1]) + stored[SIZE + 6 :]):
-        path.write_bytes(damaged)
-        with opened(adapter_json(tmp_path / "chunks", model_folder)) as store:
-            found, (memory,) = store.load([key], torch.float16)
-            assert found == [False]
-            assert (memory == 7).all()
+    path.write_bytes(stored[:-1])  # flipped bytes are refused in test_chunks
+    with opened(adapter_json(tmp_path / "chunks", model_folder)) as store:
+        found, (memory,) = store.load([key], torch.float16)
+        assert found == [False]
+        assert (memory == 7).all()
 
 
 def test_a_chunk_that_cannot_be_coded_is_not_stored(model_folder: Path, tmp_path: Path) -> None:

@@ -8,39 +8,22 @@ from typing import Any
 
 import pytest
 import torch
-from chunks_made import decoded
+from chunks_made import decoded, real_chunks
 from factories import FAMILIES, make_model
-from torch import Tensor
-from transformers import DynamicCache
 
 from kvcli.artifact import Artifact
 from kvcli.errors import ChunkError, ConfigError, KvcliError
 from kvcli.integrations.lmcache.chunk import ChunkCodec, find_start
 from kvcli.integrations.lmcache.served import SerdeSettings, Served
 from kvcli.methods.method import Method
-from kvcli.registry import get_method, parse_method
+from kvcli.registry import get_method
 from kvcli.rope import Rope
 from kvcli.spec import ModelSpec
 
 
-def real_chunks(model: Any, length: int) -> list[Tensor]:
-    """What a server gets of a model's cache of 512 tokens, in chunks."""
-    cache = DynamicCache()
-    tokens = torch.randint(3, 97, (1, 512), generator=torch.Generator().manual_seed(3))
-    with torch.inference_mode():
-        model(tokens, past_key_values=cache)
-    keys, values = (torch.cat([getattr(x, name) for x in cache.layers]) for name in ("keys", "values"))
-    whole = torch.stack((keys, values)).transpose(2, 3).flatten(3)
-    return [x.contiguous() for x in whole.split(length, dim=2)]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_starts_are_found_again(
-    tiny_artifact: Callable[[Method], Artifact], tiny_model: Any, model_folder: Path, tmp_path: Path, dtype: torch.dtype
-) -> None:
-    tiny_artifact(get_method("commvq")).save(tmp_path / "artifact")
-    settings = SerdeSettings(model=str(model_folder), artifact=str(tmp_path / "artifact"))
-    codec = ChunkCodec(Served.load(settings))
+def test_starts_are_found_again(tiny_model: Any, model_folder: Path, artifact: Path, dtype: torch.dtype) -> None:
+    codec = ChunkCodec(Served.load(SerdeSettings(model=str(model_folder), artifact=str(artifact))))
     wrong, errors = 0, []
     for index, chunk in enumerate(real_chunks(tiny_model, 16)):
         stored = codec.encode(chunk.to(dtype))
@@ -65,11 +48,8 @@ def test_the_best_start_is_found_where_there_are_many(tiny_artifact: Callable[[M
     assert find_start(torch.stack(keys), codecs, rope, 8192) == 64 * 37
 
 
-def test_an_artifact_codes_all_heads_together(
-    tiny_artifact: Callable[[Method], Artifact], model_folder: Path, tmp_path: Path
-) -> None:
-    tiny_artifact(get_method("commvq")).save(tmp_path / "artifact")
-    codec = ChunkCodec(Served.load(SerdeSettings(model=str(model_folder), artifact=str(tmp_path / "artifact"))))
+def test_an_artifact_codes_all_heads_together(model_folder: Path, artifact: Path) -> None:
+    codec = ChunkCodec(Served.load(SerdeSettings(model=str(model_folder), artifact=str(artifact))))
     for shape in ([2, 3, 64, 16], [2, 2, 64, 32]):
         with pytest.raises(ChunkError, match="parallelism"):
             codec.stored_bytes([shape], [torch.float16])
@@ -83,16 +63,14 @@ def test_an_artifact_codes_all_heads_together(
 )
 def test_rope_is_read_from_the_config_alone(family: str, scaling: dict[str, Any], tmp_path: Path) -> None:
     scaling = {**scaling, "original_max_position_embeddings": 64} if scaling else {}
-    parameters = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e4, **scaling}}
-    model = make_model(family, **parameters)
+    model = make_model(family, rope_parameters={"rope_type": "default", "rope_theta": 5e4, **scaling})
     model.config.save_pretrained(tmp_path)
     loaded = Served.load(SerdeSettings(model=str(tmp_path), method="kivi-2"))
     assert loaded.spec == ModelSpec.from_config(model.config)
     positions = torch.arange(500).unsqueeze(0)
-    expected = Rope(model.model.rotary_emb).rotation(positions, torch.float32)
-    found = loaded.rope.rotation(positions, torch.float32)
-    assert torch.equal(found.cos, expected.cos)
-    assert torch.equal(found.sin, expected.sin)
+    rotation, expected = (x.rotation(positions, torch.float32) for x in (loaded.rope, Rope(model.model.rotary_emb)))
+    assert torch.equal(rotation.cos, expected.cos)
+    assert torch.equal(rotation.sin, expected.sin)
 
 
 @pytest.mark.parametrize(
@@ -129,24 +107,21 @@ def test_what_cannot_be_served_is_refused(model_folder: Path, changes: dict[str,
         Served.load(SerdeSettings.read({"model": str(model_folder), **changes}))
 
 
-def test_an_artifact_of_another_model_is_refused(tiny_artifact: Callable[[Method], Artifact], tmp_path: Path) -> None:
-    tiny_artifact(get_method("commvq")).save(tmp_path / "artifact")
-    make_model("llama", num_hidden_layers=2).config.save_pretrained(tmp_path / "model")
+def test_an_artifact_of_another_model_is_refused(artifact: Path, tmp_path: Path) -> None:
+    make_model("llama", num_hidden_layers=2).config.save_pretrained(tmp_path / "other")
     with pytest.raises(KvcliError, match="num_layers 3 instead of 2"):
-        Served.load(SerdeSettings(model=str(tmp_path / "model"), artifact=str(tmp_path / "artifact")))
+        Served.load(SerdeSettings(model=str(tmp_path / "other"), artifact=str(artifact)))
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("method", ["kivi-2", "commvq"])
 def test_a_gpu_and_a_cpu_read_what_the_other_wrote(
-    method: str, tiny_artifact: Callable[[Method], Artifact], tiny_model: Any, model_folder: Path, tmp_path: Path
+    method: str, tiny_model: Any, model_folder: Path, artifact: Path
 ) -> None:
-    settings: dict[str, Any] = {"model": str(model_folder), "method": method}
-    if parse_method(method)[0].needs_artifact:
-        tiny_artifact(get_method(method)).save(tmp_path / "artifact")
-        settings = {"model": str(model_folder), "artifact": str(tmp_path / "artifact")}
-    codecs = [ChunkCodec(Served.load(SerdeSettings(**settings, device=device))) for device in ("cpu", "cuda")]
+    coding = {"artifact": str(artifact)} if method == "commvq" else {"method": method}
+    settings = [SerdeSettings(model=str(model_folder), device=device, **coding) for device in ("cpu", "cuda")]
+    codecs = [ChunkCodec(Served.load(x)) for x in settings]
     chunk = real_chunks(tiny_model, 64)[3].bfloat16()
     energy = chunk.float().square().sum()
     errors = []
