@@ -1,4 +1,4 @@
-"""Writes the tables of docs that are made from the records in this folder; `--check` only compares.
+"""Writes the tables of docs that are made from the records in this folder, or from tests; `--check` only compares.
 
 A record is a line that `kvcli bench --out` or `kvcli eval --out` appended. A table stands between
 `<!-- table: NAME -->` and `<!-- end -->`; `python docs/results/tables.py` replaces what is between them.
@@ -6,6 +6,7 @@ A record is a line that `kvcli bench --out` or `kvcli eval --out` appended. A ta
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 FOLDER = Path(__file__).resolve().parent
 PAGES = [*sorted(FOLDER.parent.glob("*.md")), FOLDER.parent.parent / "README.md"]
 _TABLE = re.compile(r"(<!-- table: ([\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_FAULT = re.compile(r"Fault \((\w+)\): (.+?)\. Result: (.+?)\.(?: Also in: (.+)\.)?")
 
 
 def records(name: str) -> list[dict[str, Any]]:
@@ -25,8 +27,8 @@ def records(name: str) -> list[dict[str, Any]]:
 
 def markdown(header: list[str], rows: list[list[str]]) -> str:
     """A table of Markdown."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    first, *rest = (f"| {' | '.join(line)} |\n" for line in (header, *rows))
+    return "".join((first, f"|{'---|' * len(header)}\n", *rest))
 
 
 def attention(name: str) -> str:
@@ -73,10 +75,27 @@ def quality(name: str) -> str:
     return markdown(header, cells)
 
 
+def faults(name: str) -> str:
+    """Faults of one section, from docstrings of tests: `Fault (SECTION): x. Result: y.`, maybe ` Also in: FILE.`."""
+    tests, section, rows = FOLDER.parent.parent / "tests", name.removeprefix("faults-"), []
+    for path in sorted(tests.rglob("test_*.py")):
+        file = str(path.relative_to(tests).with_suffix("")).removeprefix("faults/")
+        functions = (node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef))
+        for paragraph in (x for node in functions for x in (ast.get_docstring(node) or "").split("\n\n")):
+            if paragraph.startswith("Fault ("):
+                match = _FAULT.fullmatch(" ".join(paragraph.split()))
+                if match is None or f"faults-{match[1]}" not in TABLES:
+                    raise ValueError(f"{path}: a fault of no section, or without a result: {paragraph}")
+                files = ", ".join(f"`{name}`" for name in (file, *(match[4] or "").split(", ")) if name)
+                rows += [[match[2], f"{match[3]} ({files})"]] if match[1] == section else []
+    return markdown(["fault", "what happens"], rows)
+
+
 TABLES: dict[str, Callable[[str], str]] = {
     "attention-h200": attention,
     "generate-h200": generate,
     "quality-smollm2-135m": quality,
+    **{f"faults-{section}": faults for section in ("kills", "files", "inputs", "calls")},
 }
 
 

@@ -130,6 +130,9 @@ def refused(session: Any, path: Path) -> str:
 
 
 def test_flipped_bytes_are_seen_wherever_they_are(tiny_model: Any, attach: Any, saved: Path) -> None:
+    """Fault (files): a context file damaged, truncated, or with something added. Result: refused in one line wherever
+    the byte is.
+    """
     content = saved.read_bytes()
     header = 8 + int.from_bytes(content[:8], "little")
     generator = torch.Generator().manual_seed(0)

@@ -148,6 +148,9 @@ def flip(path: Path) -> None:
     ],
 )
 def test_what_cannot_be_merged_is_refused(copy: Path, tmp_path: Path, damage: Callable[[Path], Any], said: str) -> None:
+    """Fault (files): a shard missing, given twice, damaged, not finished, or of another recording. Result: `merge`
+    names it.
+    """
     damage(copy)
     folders = sorted(copy.iterdir()) if copy.exists() else []
     with pytest.raises(SamplesError, match=said):

@@ -123,6 +123,9 @@ def test_the_longest_is_found_among_many(maker: Any, store: ContextStore) -> Non
 
 
 def test_another_identity_is_passed_over_and_refused_by_name(maker: Any, store: ContextStore) -> None:
+    """Fault (calls): a context of another model, dtype, RoPE, method, setting, artifact or tokenizer. Result: refused;
+    the message names what differs, with both values. Also in: cache/test_context.
+    """
     made: Maker = maker("rtn")
     ids, identity = tokens(40), made.identity
     store.put(made.context(ids), name="a")

@@ -18,6 +18,9 @@ OTHERS += ["blocks/package.json.tmp", f"blocks/{'0' * 64}.safetensors", f"blocks
 
 
 def test_files_of_others_stay_whatever_a_store_does(maker: Any, store: ContextStore) -> None:
+    """Fault (files): pipes, links, folders and files of others in a store, or in the index's place. Result: left as
+    they are; they block nothing but what has their name.
+    """
     (store.folder / "blocks").mkdir(parents=True)
     for name in OTHERS:
         (store.folder / name).write_text('{"name": "mine"}')

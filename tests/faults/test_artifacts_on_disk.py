@@ -40,6 +40,10 @@ def test_metadata_of_wrong_types_or_ranges_is_refused(copy: Path, change: Callab
 
 
 def test_metadata_is_compared_with_the_tensors_before_anything_is_allocated(copy: Path) -> None:
+    """Fault (files): metadata that asks for huge tensors. Result: compared on the `meta` device before anything of
+    their size is allocated.
+    """
+
     def enlarge(values: dict[str, Any]) -> None:
         values["spec"].update(num_heads=4096, num_kv_heads=4096, head_dim=4096, hidden_size=10**6)  # 256 GiB a layer
 
@@ -78,6 +82,9 @@ def test_two_exports_are_equal_byte_for_byte(copy: Path) -> None:
 
 
 def test_an_empty_folder_and_a_link_are_exported_into_and_files_of_others_stay(copy: Path) -> None:
+    """Fault (inputs): export into a folder with other files and no artifact. Result: refused, names one of the files;
+    an empty folder, a link and an artifact's folder work. Also in: artifact/test_artifact.
+    """
     artifact, target, link = assemble([copy / "run"]), copy / "empty", copy / "link"
     target.mkdir()
     link.symlink_to(target)
@@ -109,6 +116,11 @@ def test_a_damaged_artifact_at_the_target_is_replaced_with_overwrite(copy: Path)
 def test_an_edited_file_and_one_of_an_older_format_are_refused_in_one_line(
     copy: Path, name: str, read: Callable[[Path], Any]
 ) -> None:
+    """Fault (files): `samples.json`, `run.json` or `kvcli.json` edited. Result: refused; with a checksum that agrees,
+    refused where types, ranges or shapes contradict each other. Also in: test_recordings_and_runs.
+
+    Fault (files): files of an older format. Result: refused with both versions and the remedy.
+    """
     path = copy / name
     before = path.read_text()
     for field in json.loads(before).keys() - {"format_version", "sha256"}:
@@ -122,7 +134,11 @@ def test_an_edited_file_and_one_of_an_older_format_are_refused_in_one_line(
 
 
 def test_tensors_do_not_need_their_file_any_more(copy: Path) -> None:
-    """Mapped memory of a file that is truncated would end the process (SIGBUS)."""
+    """Mapped memory of a file that is truncated would end the process (SIGBUS).
+
+    Fault (files): a file truncated while kvcli uses its tensors. Result: nothing: tensors are copied out of the
+    mapped file.
+    """
     loaded, assembled = Artifact.load(copy / "artifact"), assemble([copy / "run"])
     for path in (copy / "artifact" / "codec.safetensors", *(copy / "run").glob("*.safetensors")):
         os.truncate(path, 10)

@@ -41,6 +41,9 @@ def said(result: Any, code: int = 2) -> str:
 
 @pytest.mark.parametrize("arguments", [["--prompt", "-"], ["--prompt-file", "-"], []])
 def test_an_empty_file_or_input_is_refused(arguments: list[str], tmp_path: Path) -> None:
+    """Fault (inputs): an empty prompt file or text, a corpus of a format that is not read, a dataset without a
+    connection. Result: refused; the message names option or file.
+    """
     (tmp_path / "empty.txt").write_text("\n")
     arguments = arguments or ["--prompt-file", "empty.txt"]
     assert "the prompt is empty" in said(invoke("generate", *arguments, stdin=""))
@@ -115,6 +118,8 @@ MEMORY = {
 def test_out_of_memory_names_the_remedy_of_the_command(
     monkeypatch: pytest.MonkeyPatch, name: str, error: Exception
 ) -> None:
+    """Fault (inputs): memory does not suffice. Result: one line with the options of this command that lower it."""
+
     def fail(*_: Any) -> None:
         raise error
 

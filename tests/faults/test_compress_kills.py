@@ -60,7 +60,11 @@ def check_whole(store: Path) -> None:
 
 
 def test_another_context(base: Path, tmp_path: Path) -> None:
-    """The new one goes on from the old one, whose files it shares."""
+    """The new one goes on from the old one, whose files it shares.
+
+    Fault (kills): `compress` into the store killed. Result: the store has the new context or not, and all that it
+    had; the same command completes it.
+    """
     old, seen = content(base, "old"), []
     for store in killed(partial(compress, "new.txt"), tmp_path, partial(shutil.copytree, base)):
         check_whole(store)

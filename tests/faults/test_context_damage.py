@@ -29,6 +29,9 @@ DAMAGES: tuple[tuple[Callable[[Path], Any], str], ...] = (
 
 @pytest.mark.parametrize("part", ["tokens", "first", "coded", "last"])
 def test_a_damaged_file_is_one_line_and_other_contexts_stay(two: Maker, store: ContextStore, part: str) -> None:
+    """Fault (files): a file of the store damaged, truncated or missing. Result: one line that names context, file and
+    remedy; storing the same again repairs it.
+    """
     shared, path = part == "first", path_of(store, "a", part)
     good = path.read_bytes()
     for harm, said in DAMAGES:
@@ -66,6 +69,9 @@ def test_a_part_is_loaded_without_files_of_the_rest(two: Maker, store: ContextSt
 def test_a_damaged_record_is_passed_over_and_keeps_its_blocks(
     two: Maker, store: ContextStore, harm: Callable[[ContextStore], Any]
 ) -> None:
+    """Fault (files): a record of the store damaged or edited. Result: passed over when a prefix is looked for, refused
+    by name.
+    """
     before, other = blocks_of(store), {block.digest for block in store.get("b").record.blocks}
     harm(store)
     with pytest.raises(ContextError, match=r"context 'a' (is damaged|has format version 9).*kvcli contexts rm a"):
@@ -179,7 +185,11 @@ def test_records_with_odd_values_are_read_or_refused(two: Maker, store: ContextS
 def test_flipped_bytes_of_the_index_lose_no_block_and_give_no_other_tokens(
     two: Maker, store: ContextStore, tmp_path: Path
 ) -> None:
-    """An error of kvcli in one line, or the right tokens; `rm` and `prune` remove no block of what is left."""
+    """An error of kvcli in one line, or the right tokens; `rm` and `prune` remove no block of what is left.
+
+    Fault (files): the index of the store damaged. Result: refused in one line, or the right tokens; no block that a
+    context needs is removed.
+    """
     chance, count = random.Random(0), 0
     index, blocks = store.folder / "index.sqlite", store.folder / "blocks"
     good, needed = index.read_bytes(), {block.digest for block in store.get("b").record.blocks}

@@ -54,7 +54,12 @@ def check_whole(store: ContextStore) -> None:
     ids=["store", "overwrite", "remove", "prune"],
 )
 def test_kills(two: Maker, store: ContextStore, tmp_path: Path, work: Callable[[ContextStore, Context], Any]) -> None:
-    """Whenever it is killed, the store is as before or as after; storing again completes it."""
+    """Whenever it is killed, the store is as before or as after; storing again completes it.
+
+    Fault (kills): `contexts rm` or `prune` killed; several processes store, load and prune. Result: every context
+    that is left is complete; writers wait for each other, and who reads what is removed or replaced is told so,
+    never that it is damaged.
+    """
 
     def opened(folder: Path) -> ContextStore:
         return ContextStore(folder, block_tokens=16)

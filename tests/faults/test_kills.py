@@ -27,6 +27,9 @@ def made(folders_made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_calibrate_resumes_after_kills(made: Path, tmp_path: Path) -> None:
+    """Fault (kills): `calibrate`, `fit`, `calibrate --shard` or `merge` killed at any file operation. Result: the same
+    command keeps the complete parts and layers. Also in: calibrate/test_shards.
+    """
     said: list[str] = []
     for folder in killed(recorded, tmp_path):
         recorded(folder, say=said.append)
@@ -46,7 +49,11 @@ def test_fit_resumes_after_kills(made: Path, tmp_path: Path) -> None:
 
 
 def test_discarding_a_run_can_be_killed(made: Path, tmp_path: Path) -> None:
-    """What is left resumes as the recording that was being discarded, or as the new one."""
+    """What is left resumes as the recording that was being discarded, or as the new one.
+
+    Fault (kills): `calibrate --overwrite` killed while it discards. Result: what is left resumes as the old
+    recording or as the new one, never as a mixture.
+    """
     work, seen = tmp_path / "samples", set()
     for moment in range(1, 16):
         recorded(work, overwrite=True)
@@ -76,7 +83,11 @@ def test_export_after_kills(made: Path, tmp_path: Path) -> None:
 
 
 def test_an_artifact_is_replaced_at_once(made: Path, tmp_path: Path) -> None:
-    """At whatever moment an export is killed, the old artifact or the new one can be loaded from the folder."""
+    """At whatever moment an export is killed, the old artifact or the new one can be loaded from the folder.
+
+    Fault (kills): `export` killed, also with `--overwrite`. Result: the folder has no artifact, the old one or the
+    new one; the next export removes what was left.
+    """
     old, new, seen = assemble([made / "run-of-other-text"]), assemble([made / "run"]), []
 
     def prepare(folder: Path) -> None:

@@ -21,6 +21,9 @@ from kvcli.storage.manifest import write_sealed
 
 
 def test_a_folder_has_one_writer(copy: Path) -> None:
+    """Fault (kills): two processes write one context file, or one folder. Result: the second is refused at once; the
+    lock (`flock`) ends with its process. Also in: cache/test_context.
+    """
     recording, artifact = Recording(copy / "samples"), assemble([copy / "run"])
     with locked(copy / "samples", SamplesError), pytest.raises(SamplesError, match="another kvcli process writes"):
         recorded(copy / "samples")
@@ -40,6 +43,7 @@ def _small_files() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_small_files")
 def test_a_write_that_fails_names_its_file(tmp_path: Path) -> None:
+    """Fault (kills): disk full, `ulimit -f`, quota. Result: one line that names the file; no temporary file stays."""
     big = {"x": torch.zeros(2000)}
     with (
         pytest.raises(OSError, match=r"File too large: '.*a.safetensors'"),

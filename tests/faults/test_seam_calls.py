@@ -195,6 +195,9 @@ def test_a_forgotten_mask_after_a_padded_prompt_is_refused(tiny_model: Any, prom
 
 
 def test_a_cache_whose_pass_died_is_refused_by_another_model(tiny_model: Any) -> None:
+    """Fault (calls): a cache given to another model, or whose pass died. Result: refused; the cache stays as it was,
+    or asks for `reset()`.
+    """
     other = make_model("llama")
     with kvcli.attach(tiny_model, "fp16") as session, torch.no_grad():
         cache = session.new_cache()
@@ -226,7 +229,10 @@ def test_drafts_are_refused_by_transformers_without_a_hook_for_caches(
 
 
 def test_a_compiled_model() -> None:
-    """The patch itself is not traced: a cache is written in order, by what really happens."""
+    """The patch itself is not traced: a cache is written in order, by what really happens.
+
+    Fault (calls): `torch.compile` of an attached model. Result: works; the graph breaks at every layer's attention.
+    """
     model, prompt = make_model("llama", num_hidden_layers=1), {"max_new_tokens": 3, "do_sample": False}
     expected = model.generate(ids(12), **prompt)
     with kvcli.attach(model, "fp16", **WINDOW) as session:

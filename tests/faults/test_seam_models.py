@@ -147,6 +147,9 @@ COPIES = (
 @pytest.mark.parametrize("make", COPIES)
 @pytest.mark.parametrize("family", ["llama", "qwen2"])  # qwen2's projections have biases
 def test_adapters_and_quantized_copies_are_the_same_model(make: Any, family: str) -> None:
+    """Fault (calls): adapters (LoRA), quantized copies. Result: the same model as without; a merged adapter makes
+    another. A quantized fine-tune cannot be told from a quantized original.
+    """
     model, other = make_model(family), make_model(family)
     with torch.no_grad():
         for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
@@ -221,6 +224,9 @@ def test_an_artifact_fitted_on_an_adapted_or_quantized_model(tiny_model: Any, ma
 
 
 def test_a_merged_adapter_makes_another_model(tiny_model: Any, tiny_artifact: Callable[[Any], Artifact]) -> None:
+    """Fault (calls): an artifact and a model with other weights. Result: refused; the message says by how much a
+    sample of the key and value projections differs.
+    """
     artifact = tiny_artifact(get_method("commvq"))
     merged = with_adapter(tiny_model).merge_and_unload()
     with pytest.raises(ArtifactError, match=r"weights .* differ by .* %.* or an adapter that was merged"):

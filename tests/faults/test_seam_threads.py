@@ -72,7 +72,11 @@ def test_threads_get_the_same_group(tiny_model: Any, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("method", ["fp16", "kivi-2", "squat-pre-2", "qjl"])
 def test_threads_under_load(tiny_model: Any, method: str) -> None:
-    """Four threads generate at once, with prompts of different lengths and a switch every 10 microseconds."""
+    """Four threads generate at once, with prompts of different lengths and a switch every 10 microseconds.
+
+    Fault (calls): threads with a cache each. Result: each gets the tokens that it gets alone. Also in:
+    test_seam_calls.
+    """
     prompts = [ids(20 + 11 * i, seed=i) for i in range(4)]
 
     def generate(session: Any, index: int) -> torch.Tensor:
