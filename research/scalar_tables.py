@@ -11,7 +11,7 @@ from kvcli.methods.config import RTNConfig
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import Method, Schedule
 from kvcli.methods.rtn import METHOD
-from kvcli.methods.scalar.codec import PerChannelCodec, PerChannelCodes, PerChannelKey, PerTokenKey, PerTokenValue
+from kvcli.methods.scalar.codec import PerChannelCodec, PerChannelKey, PerTokenKey, PerTokenValue, ScalarCodes
 from kvcli.spec import ModelSpec
 from research.paper_tables import Measurement, PaperTable
 
@@ -25,11 +25,8 @@ _ROWS = (
 )
 
 
-class PerChannelValue(PerChannelCodec[None], ValueCodec[PerChannelCodes]):
+class PerChannelValue(PerChannelCodec[None], ValueCodec[ScalarCodes]):
     """Values, quantized per channel: only to show why nobody does."""
-
-    def encode(self, x: Any, state: None = None) -> PerChannelCodes:
-        return self.pack(*self.quantize_channels(x))
 
 
 def _measurements(spec: ModelSpec) -> Sequence[Measurement]:

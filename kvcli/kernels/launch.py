@@ -18,6 +18,18 @@ from torch import Tensor
 
 from kvcli.errors import UsageError
 
+FP16_MAX = 65504.0
+"""The largest finite float16."""
+
+FP16_BELOW_MAX = 65472.0
+"""The float16 before it: a stored number above this one may have been clamped to `FP16_MAX`."""
+
+TINY = 1e-30
+"""Lower bound of divisors that may be 0, so that 0 / 0 is 0 instead of NaN."""
+
+HOPPER_SHARED_MEMORY = 227 * 1024
+"""Bytes of shared memory that a block of threads may ask for on the H100 and H200."""
+
 _NUM_SMS = 132
 """Streaming multiprocessors of the H100 and H200, for which split sizes are tuned; on smaller GPUs programs queue."""
 
@@ -54,7 +66,7 @@ def check_device(device: torch.device) -> None:
 def shared_memory_limit(device: torch.device) -> int:
     """Bytes of shared memory that a block of threads may ask for; without a GPU, that of an H100."""
     if device.type != "cuda":
-        return 227 * 1024
+        return HOPPER_SHARED_MEMORY
     properties: Any = torch.cuda.get_device_properties(device)
     return int(getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block))
 
@@ -80,23 +92,17 @@ def row_major(x: Tensor) -> Tensor:
 
 
 def tokens_per_split(length: int, programs_per_split: int, multiple_of: int, programs_per_sm: int) -> int:
-    """Tokens per split so that the grid fills the GPU in one wave.
+    """Tokens per split, a multiple of `multiple_of`, so that the grid fills the GPU in one wave; the last has the rest.
 
-    Args:
-        length: tokens.
-        programs_per_split: programs that work on the same tokens, such as one per sequence and kv head.
-        multiple_of: the result is a multiple of this, such as the tokens of a tile.
-        programs_per_sm: programs that a multiprocessor runs at once.
-
-    Returns:
-        Tokens per split, at least `multiple_of`; the last split may have fewer.
+    `programs_per_split` programs work on the same tokens; a multiprocessor runs `programs_per_sm` at once.
     """
     num_splits = max(1, _NUM_SMS * programs_per_sm // programs_per_split)
     return max(1, cdiv(cdiv(length, multiple_of), num_splits)) * multiple_of
 
 
-HOPPER_SHARED_MEMORY = 227 * 1024
-"""Bytes of shared memory that a block of threads may ask for on the H100 and H200."""
+def norm_unit(width: int) -> float:
+    """The unit of stored L2 norms of `width` channels, a power of two that keeps them in the range of float16."""
+    return 2.0 ** math.ceil(math.log2(width) / 2)
 
 
 @cache
@@ -120,21 +126,3 @@ class Tiles:
     def on(self, device: torch.device) -> dict[str, int]:
         """The tile for a device."""
         return dict(self.hopper if has_hopper_shared_memory(device) else self.smaller)
-
-
-FP16_MAX = 65504.0
-"""The largest finite float16."""
-
-FP16_BELOW_MAX = 65472.0
-"""The float16 before it: a stored number above this one may have been clamped to `FP16_MAX`."""
-
-TINY = 1e-30
-"""Lower bound of divisors that may be 0, so that 0 / 0 is 0 instead of NaN."""
-
-
-def norm_unit(width: int) -> float:
-    """The unit of stored L2 norms of `width` channels: a power of two, sqrt(width) or more.
-
-    A norm of numbers that float16 holds is then in the range of float16, too.
-    """
-    return 2.0 ** math.ceil(math.log2(width) / 2)

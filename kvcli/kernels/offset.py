@@ -73,15 +73,12 @@ def _offset_scores_kernel(
 
 
 def offset_scores(query: Tensor, offset: Tensor, rotations: TokenRotations, scores: Tensor, scaling: float) -> None:
-    """Writes scaling * <q, R(m) b> for every query row and encoded token.
+    """Writes scaling * <q, R(m) b> for every query row and token of `rotations`.
 
     Args:
         query: rotated, [batch, num_heads, query_len, head_dim].
         offset: b, float32 [1, num_kv_heads, 1, head_dim].
-        rotations: of the tokens.
-        scores: float32 [batch, num_kv_heads, rows, >= length], rows = query heads per kv head * query_len; written up
-            to the length of `rotations`.
-        scaling: factor of the scores.
+        scores: float32 [batch, num_kv_heads, rows, >= length], rows = query heads per kv head * query_len.
 
     Raises:
         CacheError: positions that are not consecutive.

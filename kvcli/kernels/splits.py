@@ -25,12 +25,8 @@ def batch_and_head(AXIS: tl.constexpr, num_kv_heads):
 
 @triton.jit
 def split_range(length, per_split):
-    """First token of the program's split (axis 0), int64, and how many of a sequence's tokens it has: 0 or less beyond
-    the sequence's end.
-
-    Args:
-        length: tokens of the sequence.
-        per_split: tokens per split.
+    """First token of the program's split (axis 0), int64, and how many of a sequence's `length` tokens it has: 0 or
+    less beyond the end.
     """
     first = tl.program_id(0).to(tl.int64) * per_split
     return first, tl.minimum(length - tl.program_id(0) * per_split, per_split)
@@ -102,22 +98,16 @@ def _merge_splits_kernel(
 
 
 class SplitScores:
-    """Scores of all query rows and tokens, and the largest of each row in each split of the tokens.
+    """Scores of `rows` query rows per kv head and `length` tokens, and the largest of each row in each split.
 
     Args:
-        batch: sequences.
-        kv_heads: kv heads.
-        rows: query rows per kv head.
-        length: tokens.
         multiple_of: tokens per split are a multiple of this.
         blocks: programs that share a split of a kv head.
-        device: where.
 
     Attributes:
         values: float32 [batch, kv_heads, rows, >= length], in units of log 2; rows begin at multiples of 256 bytes.
         split_max: float32 [batch, kv_heads, num_splits, rows]; -inf where a split holds no token of the sequence.
-        tokens_per_split: tokens per split; the last one may have fewer.
-        length: tokens.
+        tokens_per_split: the last split may have fewer.
     """
 
     def __init__(
@@ -125,22 +115,9 @@ class SplitScores:
     ) -> None:
         self.length = length
         self.tokens_per_split = tokens_per_split(length, batch * kv_heads * blocks, multiple_of, _PROGRAMS_PER_SM)
+        self.num_splits = cdiv(length, self.tokens_per_split)
         self.values = torch.empty(batch, kv_heads, rows, cdiv(length, 64) * 64, device=device)
         self.split_max = torch.empty(batch, kv_heads, self.num_splits, rows, device=device)
-
-    @property
-    def num_splits(self) -> int:
-        """Splits of the tokens."""
-        return cdiv(self.length, self.tokens_per_split)
-
-
-def _block(num_splits: int, channels: int) -> tuple[int, int]:
-    """Channels and splits that a program of the merge reads at a time."""
-    if num_splits <= 8:
-        return min(256, power_of_two(channels)), 8
-    if num_splits <= 32:
-        return min(128, power_of_two(channels)), 32
-    return (32, 256) if channels <= 256 else (128, 128)
 
 
 def merge_splits(split_out: Tensor, split_lse: Tensor, out: Tensor, lse: Tensor) -> None:
@@ -153,7 +130,12 @@ def merge_splits(split_out: Tensor, split_lse: Tensor, out: Tensor, lse: Tensor)
         lse: float32 [batch, heads, rows], written, natural log.
     """
     num_splits, rows, channels = split_out.shape[1:]
-    block_d, block_s = _block(num_splits, channels)
+    if num_splits <= 8:
+        block_d, block_s = min(256, power_of_two(channels)), 8
+    elif num_splits <= 32:
+        block_d, block_s = min(128, power_of_two(channels)), 32
+    else:
+        block_d, block_s = (32, 256) if channels <= 256 else (128, 128)
     _merge_splits_kernel[(split_out.shape[0] * rows, cdiv(channels, block_d))](
         split_out, split_lse, out, lse, num_splits, rows, D=channels, BLOCK_D=block_d, BLOCK_S=block_s,
         num_warps=_WARPS, **pdl_launch_options(),

@@ -61,32 +61,50 @@ class Codes(Tensors):
     @property
     def num_tokens(self) -> int:
         """Tokens stored."""
-        first: Tensor = next(iter(vars(self).values()))
-        return first.shape[2]
+        return int(next(iter(vars(self).values())).shape[2])
 
     def slice(self, start: int, stop: int) -> Self:
         """Tokens [start, stop) as views; the range must not cut an entry that several tokens share."""
-        fields, cut = vars(self), {}
-        total = next(iter(fields.values())).shape[2]
+        total = self.num_tokens
         if (start, stop) == (0, total):
             return self
-        for name, x in fields.items():
-            tokens = total // x.shape[2] if x.shape[2] else 1
-            cut[name] = x[:, :, start // tokens : stop // tokens]
-        return type(self)(**cut)
+        entries = [(x, max(1, total // (x.shape[2] or 1))) for x in vars(self).values()]
+        return type(self)(*[x[:, :, start // tokens : stop // tokens] for x, tokens in entries])
 
 
 CodesT = TypeVar("CodesT", bound=Codes)
 StateT = TypeVar("StateT", bound=State | None, default=Any)
+ValueT = TypeVar("ValueT")
+
+
+class CachedFromBuffers(Generic[ValueT]):
+    """A value computed from tensors, and computed again after one of them was replaced, moved or written to."""
+
+    def __init__(self) -> None:
+        self._cached: tuple[tuple[tuple[object, ...], ...], ValueT] | None = None
+
+    def get(self, make: Callable[[], ValueT], *sources: Tensor) -> ValueT:
+        """The value of `make()`, a function of `sources`."""
+        # a tensor made in inference mode has no version counter
+        versions = tuple([(x.data_ptr(), x.device, x.shape, 0 if x.is_inference() else x._version) for x in sources])
+        cached = self._cached  # read once: another thread may replace it
+        if cached is None or cached[0] != versions:
+            cached = self._cached = (versions, make())
+        return cached[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors: the value itself, or the tensors among its attributes."""
+        value = self._cached[1] if self._cached is not None else None
+        tensors = [value] if isinstance(value, Tensor) else vars(value).values() if value is not None else []
+        return sum(x.nbytes for x in tensors if isinstance(x, Tensor))
 
 
 class Codec(nn.Module, ABC, Generic[CodesT, StateT]):
     """Encodes the keys or the values of one layer; fitted state is in its buffers.
 
-    `StateT` is the type of what it keeps of each sequence, None for most codecs.
-
-    Attributes:
-        spec: the model's shapes.
+    `StateT` is the type of what it keeps of each sequence, None for most codecs. `state` arguments are those of the
+    sequences whose tokens are encoded or decoded.
     """
 
     spec: ModelSpec
@@ -113,22 +131,12 @@ class Codec(nn.Module, ABC, Generic[CodesT, StateT]):
 
         Args:
             x: [batch, num_kv_heads, time, head_dim] in any float dtype and with any strides.
-            state: of the same sequences; None for codecs without one.
-
-        Returns:
-            Codes of `time` tokens, axis 2 the time.
         """
 
     def encode_into(self, x: Tensor, state: StateT, codes: CodesT) -> None:
-        """`encode` that writes into given tensors.
-
-        Args:
-            x: [batch, num_kv_heads, time, head_dim].
-            state: as for `encode`.
-            codes: of `time` tokens, views of longer tensors; overwritten.
-        """
-        for name, x_codes in self.encode(x, state).tensors().items():
-            getattr(codes, name).copy_(x_codes)
+        """`encode` that overwrites codes of as many tokens, views of longer tensors."""
+        for stored, new in zip(vars(codes).values(), vars(self.encode(x, state)).values(), strict=True):
+            stored.copy_(new)
 
     def round_in_place(
         self, window: Tensor, sinks: int, first: Tensor, count: int, codes: CodesT, peak: Tensor | None = None
@@ -149,12 +157,7 @@ class Codec(nn.Module, ABC, Generic[CodesT, StateT]):
         return False
 
     def peak(self, x: Tensor, codes: CodesT) -> Tensor:
-        """The largest magnitude, float32 [], which `max_magnitude` limits, of x [batch, num_kv_heads, time, head_dim].
-
-        Args:
-            x: tokens that were encoded.
-            codes: what they were encoded to, which a codec may look at instead.
-        """
+        """What `max_magnitude` limits, float32 []: the largest magnitude of tokens x, or in their codes."""
         return torch.linalg.vector_norm(x, float("inf"), dtype=torch.float32)
 
     @abstractmethod
@@ -169,25 +172,22 @@ class Codec(nn.Module, ABC, Generic[CodesT, StateT]):
         return _in_range(self.decode(codes, state), dtype)
 
     def new_state(self, batch: int, device: torch.device) -> StateT | None:
-        """An empty state of `batch` sequences; None for codecs that keep nothing of a sequence."""
+        """An empty state of `batch` sequences, all zeros; None for codecs that keep nothing of a sequence."""
         return None
 
     def encoded_group(self, like: Tensor) -> CodesT:
-        """Codes of one group of zeros, batch 1: the shapes and dtypes of what is stored.
+        """Codes of one group of zeros, batch 1, which show the shapes and dtypes of what is stored.
 
         Args:
-            like: [batch, num_kv_heads, time, head_dim] in the dtype that is encoded.
-
-        Returns:
-            Codes of `tokens_per_group` tokens, the same object for the same dtype and device.
+            like: [batch, num_kv_heads, time, head_dim]; its dtype and device are those of what is encoded.
         """
         key = (like.dtype, like.device)
         if key not in self._encoded_groups:
             # a copy that shares all tensors: other threads may be encoding with this codec
-            reference = copy.copy(self)
+            reference: Any = copy.copy(self)
             reference.fused = False
-            state: Any = reference.new_state(1, like.device)
-            if state is not None and isinstance(reference, KeyCodec):
+            state = reference.new_state(1, like.device)
+            if state is not None:
                 reference.finalize_state(state, [0])
             group = like.new_zeros(1, like.shape[1], self.tokens_per_group, like.shape[3])
             with without_autocast(like):
@@ -195,11 +195,7 @@ class Codec(nn.Module, ABC, Generic[CodesT, StateT]):
         return self._encoded_groups[key]
 
     def kernel_note(self, device: torch.device) -> str | None:
-        """How and why encoding on a device does without its kernels; None if it uses them or has none.
-
-        Args:
-            device: where tokens will be encoded.
-        """
+        """How and why encoding on a device does without its kernels; None if it uses them or has none."""
         return None
 
     def make_kernel_tables(self) -> None:
@@ -209,10 +205,8 @@ class Codec(nn.Module, ABC, Generic[CodesT, StateT]):
         """Fills the buffers that a fit would fill with random values, in place, for measuring speed and memory.
 
         This fills every floating-point buffer that is all zeros, so that its product with a vector of unit variance
-        has about unit variance. A codec whose fitted buffers are of other kinds overrides it.
-
-        Args:
-            generator: seeded, on the codec's device.
+        has about unit variance. A codec whose fitted buffers are of other kinds overrides it. The generator is on the
+        codec's device.
         """
         for buffer in self.buffers():
             if buffer.is_floating_point() and buffer.numel() and not buffer.count_nonzero():
@@ -242,7 +236,7 @@ class KeyCodec(Codec[CodesT, StateT]):
         """Adds new tokens to the state, in place.
 
         Args:
-            state: the sequences' state.
+            state: changed in place.
             queries: [batch, num_heads, time, head_dim] in `query_space`, 0 at padding and in finalized sequences.
             keys: [batch, num_kv_heads, time, head_dim] after RoPE, 0 at the same places.
             counts: float32 [batch], new tokens of each sequence, 0 in finalized ones.
@@ -254,7 +248,7 @@ class KeyCodec(Codec[CodesT, StateT]):
         Args:
             query: float32 [batch, num_kv_heads, rows, head_dim], rotated; rows are all queries of a kv head.
             codes: of the tokens.
-            state: of their sequences; None for codecs without one.
+            state: of their sequences.
             rotation: RoPE of the tokens, float32; None if `space` is `post_rope`.
 
         Returns:
@@ -270,13 +264,10 @@ class KeyCodec(Codec[CodesT, StateT]):
 
         Args:
             codes: of the tokens.
-            state: of their sequences; None for codecs without one.
+            state: of their sequences.
             rotation: RoPE of the tokens, float32.
             offset: None, or float32 [1, num_kv_heads, 1, head_dim], the constant pre-RoPE key that is not coded.
-            dtype: of the result; values beyond float16 are clamped to its range.
-
-        Returns:
-            [batch, num_kv_heads, time, head_dim].
+            dtype: of the result, [batch, num_kv_heads, time, head_dim], clamped to its range if that is float16.
         """
         keys = self.decode_to(codes, state, torch.float32)
         if self.space == "pre_rope":
@@ -286,25 +277,13 @@ class KeyCodec(Codec[CodesT, StateT]):
         return _in_range(keys, dtype)
 
     def finalize_state(self, state: StateT, rows: list[int]) -> None:
-        """Computes, in place, from the observed tokens what encoding needs.
-
-        Args:
-            state: the sequences' state.
-            rows: those sequences of the batch whose first keys are about to be encoded.
-        """
+        """Computes, in place, from the observed tokens what encoding needs, for sequences `rows` of the batch."""
 
     def reset_state(self, state: StateT, rows: list[int]) -> None:
-        """Makes the state of some sequences empty again, in place: none of their tokens is a code any more.
-
-        Args:
-            state: the sequences' state.
-            rows: those sequences of the batch.
-        """
+        """Makes the state of sequences `rows` empty again, in place: none of their tokens is a code any more."""
         if isinstance(state, State) and rows:
-            device = next(iter(state.tensors().values())).device
-            empty: Any = self.new_state(len(rows), device)
-            for name, x in empty.tensors().items():
-                getattr(state, name)[rows] = x
+            for x in vars(state).values():
+                x[rows] = 0
 
 
 class ValueCodec(Codec[CodesT, Any]):
@@ -330,37 +309,5 @@ def _in_range(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
     """Disables autocast on a tensor's device, so that codes and subspaces do not depend on it."""
-    device_type = x.device.type
-    if not x.is_meta and torch.is_autocast_enabled(device_type):
-        return torch.autocast(device_type, enabled=False)
-    return nullcontext()
-
-
-ValueT = TypeVar("ValueT")
-
-
-class CachedFromBuffers(Generic[ValueT]):
-    """A value computed from tensors, and computed again after one of them was replaced, moved or written to."""
-
-    def __init__(self) -> None:
-        self._cached: tuple[tuple[tuple[object, ...], ...], ValueT] | None = None
-
-    def get(self, make: Callable[[], ValueT], *sources: Tensor) -> ValueT:
-        """The value of `make()`, a function of `sources`."""
-        versions = tuple(_version(source) for source in sources)
-        cached = self._cached  # read once: another thread may replace it
-        if cached is None or cached[0] != versions:
-            cached = self._cached = (versions, make())
-        return cached[1]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensors: the value itself, or the tensors among its attributes."""
-        value = self._cached[1] if self._cached is not None else None
-        tensors = [value] if isinstance(value, Tensor) else vars(value).values() if value is not None else []
-        return sum(x.nbytes for x in tensors if isinstance(x, Tensor))
-
-
-def _version(x: Tensor) -> tuple[object, ...]:
-    """A key that changes when a tensor does; tensors made in inference mode have no version counter."""
-    return x.data_ptr(), x.device, x.shape, 0 if x.is_inference() else x._version
+    on = not x.is_meta and torch.is_autocast_enabled(x.device.type)
+    return torch.autocast(x.device.type, enabled=False) if on else nullcontext()

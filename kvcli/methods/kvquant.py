@@ -88,14 +88,7 @@ class _KVQuant(Codec[KVQuantCodes, None]):
         return 8.0 * packed_size(self.spec.kv_dim, self.n_bits) + 32 * self.num_outliers + span
 
     def quantize(self, x: Tensor, unit: Tensor, channels: Tensor, span: Tensor) -> KVQuantCodes:
-        """Codes of flat tokens.
-
-        Args:
-            x: float32 [batch, 1, time, D].
-            unit: the same, normalized: what the levels stand for.
-            channels: int64 [batch, 1, time, n], the outliers.
-            span: as stored.
-        """
+        """Codes of flat tokens x, float32 [batch, 1, time, D], normalized `unit`; `channels` int64 are the outliers."""
         borders = (self.levels[1:] + self.levels[:-1]) / 2
         packed = pack_bits(torch.bucketize(unit.contiguous(), borders, out_int32=True), self.n_bits)
         outliers = x.gather(-1, channels).clamp(-FP16_MAX, FP16_MAX).half()
@@ -244,14 +237,9 @@ def _fit(
 
 
 def query_energy(queries: Tensor, spec: ModelSpec) -> Tensor:
-    """Mean square of the queries in each channel pair, which RoPE rotates: what an error of a key channel costs.
+    """Mean square of queries [num_heads, tokens, head_dim] before RoPE in each channel pair, which RoPE rotates.
 
-    Args:
-        queries: [num_heads, tokens, head_dim] before RoPE.
-        spec: the model's shapes.
-
-    Returns:
-        float32 [num_kv_heads, head_dim], equal within a pair.
+    It is what an error of a key channel costs: float32 [num_kv_heads, head_dim], equal within a pair.
     """
     energy = queries.float().square().mean(1).unflatten(0, (spec.num_kv_heads, -1)).mean(1)
     pairs = to_pairs(energy, spec.rope.rotary_dim).mean(-1, keepdim=True)

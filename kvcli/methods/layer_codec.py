@@ -55,45 +55,37 @@ class LayerCodec(nn.Module, Generic[KeyT, ValueT]):
         return self.key.space == "pre_rope" or self.offset is not None
 
     def encoder_input(self, keys: Tensor, rotation: Rotation, unrotate: Unrotate) -> Tensor:
-        """The input of `key.encode`, from keys of the window.
+        """The input of `key.encode`, from keys of the window: before RoPE and float32, or after it in their dtype.
 
         Args:
             keys: after RoPE, [batch, num_kv_heads, time, head_dim].
             rotation: RoPE of their positions, float32.
             unrotate: inverse RoPE.
-
-        Returns:
-            Shaped like keys: before RoPE and float32, or after it in the dtype of keys.
         """
+        offset = self.offset
         if self.key.space == "pre_rope":
             before = unrotate(rotation, keys)
-            return before if self.offset is None else before - self.offset
-        return keys if self.offset is None else (keys.float() - rotation.at_each_position(self.offset)).to(keys.dtype)
+            return before if offset is None else before - offset
+        return keys if offset is None else (keys.float() - rotation.at_each_position(offset)).to(keys.dtype)
 
     def decode_keys(self, codes: Codes, state: Any, rotation: Rotation | None, dtype: torch.dtype) -> Tensor:
         """Keys after RoPE, [batch, num_kv_heads, time, head_dim].
 
         Args:
             codes: of the tokens.
-            state: of their sequences; None for codecs without one.
+            state: of their sequences.
             rotation: RoPE of their positions, float32, if `needs_rotations`.
             dtype: of the result; values beyond float16 are clamped to its range.
         """
-        if rotation is None or not self.needs_rotations:
-            return self.key.decode_to(codes, state, dtype)
-        return self.key.decode_rotated(codes, state, rotation, self.offset, dtype)
+        key, offset = self.key, self.offset
+        if rotation is None or (offset is None and key.space == "post_rope"):
+            return key.decode_to(codes, state, dtype)
+        return key.decode_rotated(codes, state, rotation, offset, dtype)
 
     def scores(self, query: Tensor, codes: Codes, state: Any, rotation: Rotation | None) -> Tensor:
-        """Products of a few queries with the keys, offset included, as `KeyCodec.scores`.
-
-        Args:
-            query: float32 [batch, num_kv_heads, rows, head_dim], rotated.
-            codes: of the tokens.
-            state: of their sequences; None for codecs without one.
-            rotation: RoPE of the tokens, float32, if `needs_rotations`.
-        """
-        offset = self.offset
-        scores = self.key.scores(query, codes, state, rotation if self.key.space == "pre_rope" else None)
+        """`KeyCodec.scores`, offset included; `rotation` is RoPE of the tokens, float32, if `needs_rotations`."""
+        key, offset = self.key, self.offset
+        scores = key.scores(query, codes, state, rotation if key.space == "pre_rope" else None)
         if offset is None or rotation is None:
             return scores
         return scores + query @ rotation.at_each_position(offset).transpose(-1, -2)
@@ -129,9 +121,9 @@ class EncodedTokens:
     """The encoded tokens of one layer as attention over codes sees them.
 
     Attributes:
-        key_codes: codes of the keys of `length` tokens, in the key codec's own type of `Codes`.
-        key_state: the sequences' state in the key codec's own type of `State`; None for codecs without one.
-        value_codes: codes of the values of the same tokens.
+        key_codes: of `length` tokens, in the key codec's type of `Codes`.
+        key_state: of the sequences, in the key codec's type of `State`; None for codecs without one.
+        value_codes: of the same tokens.
         rotations: rotations of these tokens, if `LayerCodec.needs_rotations`; else None.
         lengths: tokens of each sequence, int32 [batch]; None when all have `length`.
     """

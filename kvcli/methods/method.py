@@ -17,13 +17,7 @@ from kvcli.spec import ModelSpec
 
 @dataclass(frozen=True)
 class Schedule:
-    """When tokens are encoded: once `block` or more exceed the last `keep`, in multiples of `multiple_of`.
-
-    Attributes:
-        keep: tokens that stay in full precision.
-        block: tokens beyond those that are encoded together at the least.
-        multiple_of: the number encoded is a multiple of this.
-    """
+    """When tokens are encoded: once `block` or more exceed the last `keep`, in multiples of `multiple_of`."""
 
     keep: int
     block: int

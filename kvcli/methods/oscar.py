@@ -40,7 +40,7 @@ from kvcli.methods.config import OSCARConfig, ScalarBits
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import FitReport, Method
 from kvcli.methods.samples import LayerSamples
-from kvcli.methods.scalar.codec import PerTokenCodec, PerTokenCodes
+from kvcli.methods.scalar.codec import PerTokenCodec, ScalarCodes
 from kvcli.rope import Rotation
 from kvcli.spec import ModelSpec
 
@@ -76,19 +76,19 @@ class _OSCAR(PerTokenCodec):
         """Channels of a group that are not clipped."""
         return max(1, math.ceil(share * self.group_size))
 
-    def peak(self, x: Tensor, codes: PerTokenCodes) -> Tensor:
+    def peak(self, x: Tensor, codes: ScalarCodes) -> Tensor:
         return super().peak(x.float() @ self.rotation, codes)
 
-    def encode(self, x: Tensor, state: None = None) -> PerTokenCodes:
+    def encode(self, x: Tensor, state: None = None) -> ScalarCodes:
         return super().encode(self._clipped(x))
 
-    def encode_into(self, x: Tensor, state: None, codes: PerTokenCodes) -> None:
+    def encode_into(self, x: Tensor, state: None, codes: ScalarCodes) -> None:
         super().encode_into(self._clipped(x) if self.fused else x, state, codes)
 
-    def decode(self, codes: PerTokenCodes, state: None = None) -> Tensor:
+    def decode(self, codes: ScalarCodes, state: None = None) -> Tensor:
         return super().decode(codes) @ self.rotation.mT
 
-    def decode_to(self, codes: PerTokenCodes, state: None, dtype: torch.dtype) -> Tensor:
+    def decode_to(self, codes: ScalarCodes, state: None, dtype: torch.dtype) -> Tensor:
         rotated = super().decode_to(codes, state, torch.float32) if self.fused else super().decode(codes)
         decoded = rotated @ self.rotation.mT
         return (decoded.clamp(-FP16_MAX, FP16_MAX) if dtype == torch.float16 else decoded).to(dtype)
@@ -101,11 +101,11 @@ class _OSCAR(PerTokenCodec):
         return groups.clamp(-limit, limit).flatten(-2)
 
 
-class _OSCARKey(_OSCAR, KeyCodec[PerTokenCodes, None]):
+class _OSCARKey(_OSCAR, KeyCodec[ScalarCodes, None]):
     """Post-RoPE keys."""
 
 
-class _OSCARValue(_OSCAR, ValueCodec[PerTokenCodes]):
+class _OSCARValue(_OSCAR, ValueCodec[ScalarCodes]):
     """Values."""
 
 

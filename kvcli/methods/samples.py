@@ -11,6 +11,8 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
 from pathlib import Path
 from typing import IO, Any
 
@@ -48,31 +50,16 @@ class TokenBlocks:
         return iter(self._read())
 
     def map(self, function: Callable[[Tensor], Tensor], axis: int | None = None) -> TokenBlocks:
-        """The results of a function on each block, computed anew in every pass.
-
-        Args:
-            function: keeps the number of tokens.
-            axis: of the tokens in its result; default: as here.
-        """
-        return TokenBlocks(
-            self.num_tokens, lambda: map(function, self), self.axis if axis is None else axis, self.folder
-        )
+        """The results of a function on each block, tokens on `axis` (default: as here), computed anew in every pass."""
+        axis = self.axis if axis is None else axis
+        return TokenBlocks(self.num_tokens, lambda: map(function, self), axis, self.folder)
 
     def mean(self, function: Callable[[Tensor], Tensor]) -> Tensor:
         """The mean over all tokens, from the means over a block's tokens that `function` returns."""
-        total: Tensor | None = None
-        for block in self:
-            part = function(block) * (block.shape[self.axis] / self.num_tokens)
-            total = part if total is None else total + part
-        assert total is not None
-        return total
+        return reduce(add, (function(block) * (block.shape[self.axis] / self.num_tokens) for block in self))
 
     def at(self, tokens: Tensor) -> Tensor:
-        """Some tokens, in one tensor.
-
-        Args:
-            tokens: int64 [count] indices, in any order, on the CPU.
-        """
+        """The tokens of indices int64 [count], in any order and on the CPU, as one tensor."""
         result: Tensor | None = None
         start, last = 0, int(tokens.max()) if len(tokens) else 0
         for block in self:
@@ -105,12 +92,9 @@ class TokenBlocks:
 
 
 class StoredBlocks(TokenBlocks):
-    """Blocks that can be changed.
+    """A copy of blocks that can be changed.
 
     The file is read and written, not mapped: mapped pages would count as memory of the process.
-
-    Args:
-        source: what is copied.
     """
 
     def __init__(self, source: TokenBlocks) -> None:
@@ -139,12 +123,7 @@ class StoredBlocks(TokenBlocks):
             yield block.to(self._device)
 
     def update(self, function: Callable[..., Tensor], *others: TokenBlocks) -> None:
-        """Replaces each block by a function of it and of the same block of other tensors.
-
-        Args:
-            function: keeps shape and dtype.
-            others: tensors in the same blocks.
-        """
+        """Replaces each block by a function of it and of the same block of `others`, which keeps shape and dtype."""
         for index, blocks in enumerate(zip(self, *others, strict=True)):
             if self._file is None:
                 self._block = function(*blocks)
@@ -176,16 +155,18 @@ class StoredBlocks(TokenBlocks):
         return self._starts[index] * (self._first_shape.numel() // self._first_shape[self.axis])
 
     def _write(self, index: int, block: Tensor) -> None:
-        assert self._file is not None
-        self._file.seek(self._offset(index) * self._dtype.itemsize)
-        self._file.write(_bytes_of(block.to("cpu", self._dtype).contiguous()))
+        self._seek(self._offset(index)).write(_bytes_of(block.to("cpu", self._dtype).contiguous()))
 
     def _read_into(self, x: Tensor, offset: int) -> None:
         """Fills a contiguous tensor from an element of the file on."""
+        if self._seek(offset).readinto(_bytes_of(x)) < x.nbytes:
+            raise OSError("a temporary file is shorter than what was written to it")
+
+    def _seek(self, offset: int) -> Any:
+        """The file, at an element."""
         assert self._file is not None
         self._file.seek(offset * self._dtype.itemsize)
-        if self._file.readinto(_bytes_of(x)) < x.nbytes:  # type: ignore[attr-defined]
-            raise OSError("a temporary file is shorter than what was written to it")
+        return self._file
 
 
 def _bytes_of(x: Tensor) -> Any:
@@ -199,12 +180,6 @@ class LayerFisher:
 
     All are float32 [num_kv_heads, head_dim, head_dim], pre-RoPE. An error d of one head of every key costs about
     E[d^T key d] / 2 nats per token.
-
-    Attributes:
-        key: Fisher information of keys.
-        key_covariance: their covariance.
-        value: Fisher information of values.
-        value_covariance: their covariance.
     """
 
     key: Tensor
@@ -262,15 +237,8 @@ class LayerSamples:
     def select(self, tokens: Tensor) -> LayerSamples:
         """Keys and values of some tokens, [count] indices, in memory; queries stay."""
         at = tokens.cpu()
-        return LayerSamples(
-            self.q,
-            self.keys.at(at),
-            self.values.at(at),
-            self.positions[tokens],
-            self.query_rotation,
-            self.key_bias,
-            self.fisher,
-        )
+        others = self.query_rotation, self.key_bias, self.fisher
+        return LayerSamples(self.q, self.keys.at(at), self.values.at(at), self.positions[tokens], *others)
 
     def rotated_queries(self) -> Tensor:
         """The queries after RoPE, [num_heads, query_tokens, head_dim]."""

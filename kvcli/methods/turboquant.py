@@ -109,11 +109,11 @@ class _TurboQuant(Codec[TurboQuantCodes, None]):
 
 
 class _TurboQuantKey(_TurboQuant, KeyCodec[TurboQuantCodes, None]):
-    """Post-RoPE keys."""
+    pass
 
 
 class _TurboQuantValue(_TurboQuant, ValueCodec[TurboQuantCodes]):
-    """Values."""
+    pass
 
 
 def random_rotation(width: int, generator: torch.Generator) -> Tensor:
@@ -130,12 +130,8 @@ def lloyd_max(width: int, n_bits: int) -> tuple[float, ...]:
     N(0, 1 / width) for large widths. Lloyd's iteration runs on the distribution itself: the mass below x is summed on a
     fine grid, the first moment below x is -(1 - x^2)^((width - 1) / 2) / (width - 1).
 
-    Args:
-        width: dimensions of the vector, 2 or more.
-        n_bits: the number of centroids is 2^n_bits.
-
     Returns:
-        The centroids, ascending and symmetric about 0.
+        2^n_bits centroids, ascending and symmetric about 0.
     """
     # x = sin t has the density cos(t)^(width - 2) in t, which is finite for every width
     reach = math.asin(min(1.0, _TAIL / math.sqrt(width)))

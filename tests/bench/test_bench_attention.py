@@ -16,7 +16,7 @@ from kvcli.bench.shapes import shape_rope, shape_spec
 from kvcli.cli.output import Output
 from kvcli.errors import ConfigError, UsageError
 from kvcli.methods.layer_codec import AttendCodes
-from kvcli.methods.scalar.codec import PerChannelCodes
+from kvcli.methods.scalar.codec import ScalarCodes
 
 CPU = torch.device("cpu")
 SMALL = {"group_size": 8, "residual_length": 8, "codebook_size": 8}
@@ -76,9 +76,9 @@ def test_codes_are_seeded_and_differ_between_sequences_and_blocks() -> None:
 
 
 def test_tiling_keeps_tokens_with_their_scales() -> None:
-    def block(start: int) -> PerChannelCodes:
+    def block(start: int) -> ScalarCodes:
         token = torch.arange(start, start + 8).view(1, 1, 8, 1)
-        return PerChannelCodes(token.clone(), token[:, :, ::4] // 4, -token[:, :, ::4] // 4)
+        return ScalarCodes(token.clone(), token[:, :, ::4] // 4, -token[:, :, ::4] // 4)
 
     codes = tile([block(0), block(8), block(16)], 2, 20)
     assert codes.packed.flatten(1).tolist() == [list(range(20)), [*range(8, 24), 0, 1, 2, 3]]

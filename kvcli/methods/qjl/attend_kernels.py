@@ -18,7 +18,7 @@ from kvcli.kernels.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wai
 from kvcli.kernels.splits import LOG2E, SplitScores, batch_and_head, query_rows, split_range
 from kvcli.kernels.words import EVICT_FIRST, FIELD_SCALE, field_dot, query_fields, query_in_units
 from kvcli.methods.layer_codec import EncodedTokens, LayerCodec, PartialAttention
-from kvcli.methods.qjl.codec import QJLKey, QJLState
+from kvcli.methods.qjl.codec import QJLKey
 from kvcli.methods.scalar.codec import PerTokenValue
 from kvcli.methods.scalar.value_kernels import unsupported_values, value_sum
 
@@ -179,75 +179,36 @@ def unsupported(codec: QJLLayer) -> str | None:
 def fused_attend(codec: QJLLayer, query: Tensor, encoded: EncodedTokens, scaling: float) -> PartialAttention:
     """softmax(scaling score(q, k)) V over encoded tokens, an `AttendCodes`; float32 queries are multiplied in float32.
 
-    Args:
-        codec: of the layer.
-        query: [batch, num_heads, query_len, head_dim], rotated.
-        encoded: the layer's encoded tokens.
-        scaling: factor of the scores.
-
-    Returns:
-        out float32 [batch, num_heads, query_len, head_dim] and lse float32 [batch, num_heads, query_len].
-
     Raises:
-        UsageError: the kernels do not support the layer's shapes.
+        UsageError: shapes that `unsupported` refuses.
     """
-    reason = unsupported(codec)
-    if reason is not None:
+    if reason := unsupported(codec):
         raise unsupported_shape(reason)
-    fp32_dot = query.dtype == torch.float32
-    scores = _new_scores(codec, query, encoded, fp32_dot)
-    if codec.offset is not None:  # before the kernels that overlap
-        assert encoded.rotations is not None
-        offset_scores(query, codec.offset, encoded.rotations, scores.values, scaling * LOG2E)
-    sketched = _sketch_query(codec.key, query, encoded.key_state)
-    _key_scores(codec, sketched, encoded, scaling, fp32_dot, scores)
-    out, lse = value_sum(codec.value, scores, encoded, fp32_dot)
-    return out.view(query.shape), lse.view(query.shape[:3])
-
-
-def _sketch_query(key: QJLKey, query: Tensor, state: QJLState) -> Tensor:
-    """Projections of the query's inlier and outlier channels: float32 [batch, num_kv_heads, rows, m + m_out]."""
+    key, codes, channels = codec.key, encoded.key_codes, encoded.key_state.channels
     batch, heads, query_len, head_dim = query.shape
     kv_heads = key.spec.num_kv_heads
     rows = heads // kv_heads * query_len
     inliers, outliers = len(key.sketch), len(key.outlier_sketch)
+    fp32_dot = query.dtype == torch.float32
+    block_m = 16 if fp32_dot else 8
+    scores = SplitScores(batch, kv_heads, rows, encoded.length, _BLOCK_N, cdiv(rows, block_m), query.device)
+    if codec.offset is not None:  # before the kernels that overlap
+        assert encoded.rotations is not None
+        offset_scores(query, codec.offset, encoded.rotations, scores.values, scaling * LOG2E)
+
     query = row_major(query)
     sketched = torch.empty(batch, kv_heads, rows, inliers + outliers, device=query.device)
     total = batch * kv_heads * rows
-    block_m = _FEW_SKETCH_ROWS if total <= _FEW_ROWS else _MANY_SKETCH_ROWS
-    _sketch_query_kernel[(cdiv(total, block_m), (inliers + outliers) // _SKETCH_BLOCK)](
-        query, state.channels if outliers else torch.zeros_like(state.channels), key.sketch, key.outlier_sketch,
+    block_q = _FEW_SKETCH_ROWS if total <= _FEW_ROWS else _MANY_SKETCH_ROWS
+    _sketch_query_kernel[(cdiv(total, block_q), (inliers + outliers) // _SKETCH_BLOCK)](
+        query, channels if outliers else torch.zeros_like(channels), key.sketch, key.outlier_sketch,
         sketched, *query.stride()[:3], kv_heads, query_len, total,
         HEADS=heads // kv_heads, D=head_dim, M=inliers, M_OUT=outliers,
-        BLOCK_M=block_m, BLOCK_K=_SKETCH_BLOCK, BLOCK_D=32, num_warps=4, num_stages=2,
+        BLOCK_M=block_q, BLOCK_K=_SKETCH_BLOCK, BLOCK_D=32, num_warps=4, num_stages=2,
     )  # fmt: skip
-    return sketched
 
-
-def _new_scores(codec: QJLLayer, query: Tensor, encoded: EncodedTokens, fp32_dot: bool) -> SplitScores:
-    """Room for the scores of all query rows and tokens."""
-    batch, heads, query_len, _ = query.shape
-    kv_heads = codec.key.spec.num_kv_heads
-    rows = heads // kv_heads * query_len
-    blocks = cdiv(rows, _block_m(fp32_dot))
-    return SplitScores(batch, kv_heads, rows, encoded.length, _BLOCK_N, blocks, query.device)
-
-
-def _block_m(fp32_dot: bool) -> int:
-    """Query rows per program."""
-    return 16 if fp32_dot else 8
-
-
-def _key_scores(
-    codec: QJLLayer, sketched: Tensor, encoded: EncodedTokens, scaling: float, fp32_dot: bool, scores: SplitScores
-) -> None:
-    """Writes sqrt(pi/2)/m |k| <S q, sign(S k)> * scaling of all query rows and tokens; adds it to offset scores."""
-    key, codes = codec.key, encoded.key_codes
-    batch, kv_heads, rows, _ = sketched.shape
-    inliers, outliers = len(key.sketch), len(key.outlier_sketch)
     signs = codes.signs.view(torch.int16)
     outlier_signs = codes.outlier_signs.view(torch.int16) if outliers else signs
-    block_m = _block_m(fp32_dot)
     weight = scaling * LOG2E * key.norm_factor
     _scores_kernel[(scores.num_splits, batch * kv_heads, cdiv(rows, block_m))](
         sketched, signs, codes.norm, outlier_signs, codes.outlier_norm,
@@ -260,3 +221,5 @@ def _key_scores(
         ADD=codec.offset is not None, num_warps=_WARPS_FP32 if fp32_dot else _WARPS, num_stages=_STAGES,
         **pdl_launch_options(),
     )  # fmt: skip
+    out, lse = value_sum(codec.value, scores, encoded, fp32_dot)
+    return out.view(query.shape), lse.view(query.shape[:3])

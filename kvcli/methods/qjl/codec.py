@@ -63,11 +63,7 @@ class QJLKey(KeyCodec[QJLCodes, QJLState]):
     Buffers:
         sketch: float32 [m, head_dim].
         outlier_sketch: float32 [m_out, head_dim].
-
-    Args:
-        spec: the model's shapes.
-        config: settings.
-        layer_idx: the layer; each has its own projections.
+    Each layer has its own projections.
 
     Raises:
         ValueError: more outliers than channels.
@@ -88,10 +84,8 @@ class QJLKey(KeyCodec[QJLCodes, QJLState]):
         self.bias = sketch_bias(spec.head_dim) if orthogonal else 1.0
 
     def bits_per_token(self) -> float:
-        head = 8 * packed_size(len(self.sketch), 1) + 16
-        if self.config.num_outliers:
-            head += 8 * packed_size(len(self.outlier_sketch), 1) + 16
-        return float(self.spec.num_kv_heads * head)
+        sketches = (self.sketch, self.outlier_sketch)[: 2 if self.config.num_outliers else 1]
+        return float(self.spec.num_kv_heads * sum(8 * packed_size(len(sketch), 1) + 16 for sketch in sketches))
 
     @property
     def norm_factor(self) -> float:
@@ -133,17 +127,8 @@ class QJLKey(KeyCodec[QJLCodes, QJLState]):
             return super().decode_to(codes, state, dtype)
         from kvcli.methods.qjl.decode_kernels import decode_keys
 
-        return decode_keys(
-            codes.signs,
-            codes.norm,
-            self.sketch,
-            codes.outlier_signs,
-            codes.outlier_norm,
-            self.outlier_sketch,
-            state.channels,
-            self.norm_factor,
-            dtype,
-        )
+        sketches = self.sketch, self.outlier_sketch
+        return decode_keys(vars(codes).values(), sketches, state.channels, self.norm_factor, dtype)
 
     def scores(self, query: Tensor, codes: QJLCodes, state: QJLState, rotation: Rotation | None) -> Tensor:
         outlier = state.channels.unsqueeze(2)

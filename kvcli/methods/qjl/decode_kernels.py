@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import triton
 import triton.language as tl
@@ -77,40 +79,25 @@ def _decode_kernel(
 
 
 def decode_keys(
-    signs: Tensor,
-    norm: Tensor,
-    sketch: Tensor,
-    outlier_signs: Tensor,
-    outlier_norm: Tensor,
-    outlier_sketch: Tensor,
-    channels: Tensor,
-    norm_factor: float,
-    dtype: torch.dtype,
+    fields: Iterable[Tensor], sketches: tuple[Tensor, Tensor], channels: Tensor, norm_factor: float, dtype: torch.dtype
 ) -> Tensor:
     """As `QJLKey.decode`, with float16 products unless the result is float32.
 
     Args:
-        signs: of the tokens' inliers, uint8 [batch, num_kv_heads, time, bytes].
-        norm: of the same, float16 [batch, num_kv_heads, time, 1].
-        sketch: [m, head_dim].
-        outlier_signs: of the outlier channels, like `signs`.
-        outlier_norm: like `norm`; not read without outliers.
-        outlier_sketch: [m_out, head_dim]; m_out is 0 without outliers.
-        channels: 1 for outlier channels of a sequence, 0 for others, float32 [batch, num_kv_heads, head_dim].
+        fields: of `QJLCodes`.
+        sketches: of inlier and outlier channels, [m, head_dim] each.
+        channels: float32 [batch, num_kv_heads, head_dim], 1 for outlier channels of a sequence, 0 for others.
         norm_factor: sqrt(pi/2), without the bias of orthogonal rows.
-        dtype: of the result.
-
-    Returns:
-        [batch, num_kv_heads, time, head_dim].
+        dtype: of the result, [batch, num_kv_heads, time, head_dim].
     """
+    signs, norm, outlier_signs, outlier_norm = fields
     batch, kv_heads, length, width = signs.shape
-    head_dim = sketch.shape[1]
+    head_dim = sketches[0].shape[1]
     out = torch.empty(batch, kv_heads, length, head_dim, dtype=dtype, device=signs.device)
     if not out.numel():
         return out
-    product = torch.float32 if dtype == torch.float32 else torch.float16
     tile = _TILE_FP32 if dtype == torch.float32 else _TILES.on(out.device)
-    sketch, outlier_sketch = sketch.to(product), outlier_sketch.to(product)
+    sketch, outlier_sketch = (x.to(torch.float32 if dtype == torch.float32 else torch.float16) for x in sketches)
     outliers = len(outlier_sketch)
     outlier_norm = outlier_norm if outliers else norm
     _decode_kernel[(cdiv(length, tile["BLOCK_T"]), batch * kv_heads)](

@@ -11,6 +11,7 @@ from kvcli.kernels.launch import Tiles, cdiv, norm_unit, power_of_two, row_major
 from kvcli.kernels.words import FP16_MAX
 from kvcli.packing import packed_size
 
+# tuned on one H200, torch 2.11, triton 3.6
 _FEW_TOKENS = {"BLOCK_T": 16, "BLOCK_R": 64, "num_warps": 4, "num_stages": 2}
 _TILES = Tiles(
     hopper={"BLOCK_T": 64, "BLOCK_R": 32, "num_warps": 4, "num_stages": 1},
@@ -82,31 +83,26 @@ def _encode_kernel(
         _store_signs(outlier_x, outlier_sketch, outlier_signs, i_t, m_t, o_d, OUTLIER_ROWS, D, OUTLIER_BYTES, BLOCK_R)
 
 
-def sketch_tile(time: int, device: torch.device) -> dict[str, int]:
-    """Tile, warps and stages for a number of tokens; tuned on one H200, torch 2.11, triton 3.6."""
-    return _FEW_TOKENS if time <= 64 else _TILES.on(device)
-
-
 def encode_keys(
     x: Tensor, outliers: Tensor, sketch: Tensor, outlier_sketch: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Signs and norms of inlier channels and of outlier channels, as `QJLCodes`.
+    """The fields of `QJLCodes`.
 
     Args:
         x: [batch, heads, time, head_dim].
         outliers: float32 [batch, heads, head_dim], 1 for outlier channels and 0 for others.
         sketch: float32 [m, head_dim].
         outlier_sketch: float32 [m_out, head_dim], m_out may be 0.
-
-    Returns:
-        signs uint8 [batch, heads, time, ceil(m / 8)], norm float16 [batch, heads, time, 1], and the same of the outlier
-        channels, with 0 entries if m_out is 0.
     """
     x = row_major(x)
     batch, heads, time, width = x.shape
-    signs, norm = _empty_codes(x, len(sketch))
-    outlier_signs, outlier_norm = _empty_codes(x, len(outlier_sketch))
-    tile = sketch_tile(time, x.device)
+    signs, outlier_signs = (
+        x.new_empty(*x.shape[:3], packed_size(len(rows), 1), dtype=torch.uint8) for rows in (sketch, outlier_sketch)
+    )
+    norm, outlier_norm = (
+        x.new_empty(*x.shape[:3], min(len(rows), 1), dtype=torch.float16) for rows in (sketch, outlier_sketch)
+    )
+    tile = _FEW_TOKENS if time <= 64 else _TILES.on(x.device)
     if x.numel():
         _encode_kernel[(cdiv(time, tile["BLOCK_T"]), batch * heads)](
             x, outliers.contiguous(), sketch, outlier_sketch, signs, norm, outlier_signs, outlier_norm,
@@ -116,9 +112,3 @@ def encode_keys(
             BLOCK_D=max(16, power_of_two(width)), **tile,
         )  # fmt: skip
     return signs, norm, outlier_signs, outlier_norm
-
-
-def _empty_codes(x: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Unwritten signs and norms of tokens x for a sketch of some rows."""
-    signs = torch.empty(*x.shape[:3], packed_size(rows, 1), dtype=torch.uint8, device=x.device)
-    return signs, torch.empty(*x.shape[:3], min(rows, 1), dtype=torch.float16, device=x.device)

@@ -192,15 +192,7 @@ def fused_attend(codec: ScalarLayer, query: Tensor, encoded: EncodedTokens, scal
 def key_scores(
     key: PerChannelCodec[Any], query: Tensor, encoded: EncodedTokens, scaling: float, fp32_dot: bool
 ) -> SplitScores:
-    """Scores of all query rows and encoded tokens.
-
-    Args:
-        key: a codec that `unsupported_keys` accepts.
-        query: [batch, num_heads, query_len, head_dim], rotated.
-        encoded: the layer's encoded tokens.
-        scaling: factor of the scores.
-        fp32_dot: multiply in float32.
-    """
+    """Scores of all rows of the query, as `fused_attend` has it, and all encoded tokens."""
     spec, codes = key.spec, encoded.key_codes
     group, head_dim = key.tokens_per_group, spec.head_dim
     batch, heads, query_len, _ = query.shape
@@ -215,17 +207,10 @@ def key_scores(
     grid = (scores.num_splits, batch * spec.num_kv_heads, blocks)
     query = row_major(query)
     shapes = {
-        "HEADS": heads_per_kv,
-        "B": key.n_bits,
-        "W": words.shape[-1],
-        "D": head_dim,
-        "GROUP": group,
-        "BLOCK_W": max(16, power_of_two(words.shape[-1])),
-        "BLOCK_M": block_m,
-        "FP32_DOT": fp32_dot,
-        "HAS_LENGTHS": encoded.lengths is not None,
-        "num_warps": _WARPS_FP32 if fp32_dot else _WARPS,
-    }
+        "HEADS": heads_per_kv, "B": key.n_bits, "W": words.shape[-1], "D": head_dim, "GROUP": group,
+        "BLOCK_W": max(16, power_of_two(words.shape[-1])), "BLOCK_M": block_m, "FP32_DOT": fp32_dot,
+        "HAS_LENGTHS": encoded.lengths is not None, "num_warps": _WARPS_FP32 if fp32_dot else _WARPS,
+    }  # fmt: skip
     strides = (*query.stride()[:3], *words.stride()[:2], *codes.scale.stride()[:3])
     score_strides = scores.values.stride()[1:3]
     sizes = (spec.num_kv_heads, query_len, encoded.length // group, scores.tokens_per_split // group, scaling * LOG2E)

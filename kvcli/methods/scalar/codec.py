@@ -30,22 +30,11 @@ from kvcli.rope import Rotation
 from kvcli.spec import ModelSpec
 
 
-def max_magnitude(n_bits: int) -> float:
-    """Largest magnitude of numbers of which every group is in the range of scale and zero."""
-    return FP16_MAX / 2 if n_bits == 1 else FP16_MAX
-
-
 def quantize(groups: Tensor, n_bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantizes along the last axis.
-
-    Args:
-        groups: [..., group_size]; values beyond the range of float16 are clamped to it.
-        n_bits: bits per code.
+    """Quantizes [..., group_size] along the last axis; values beyond the range of float16 are clamped to it.
 
     Returns:
-        codes: int32 [..., group_size].
-        scale: float16 [..., 1].
-        zero: float16 [..., 1].
+        codes int32 [..., group_size], scale and zero float16 [..., 1].
     """
     groups = groups.float().clamp(-FP16_MAX, FP16_MAX)
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
@@ -67,12 +56,12 @@ def dequantize(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class PerChannelCodes(Codes):
-    """Codes of keys quantized per channel.
+class ScalarCodes(Codes):
+    """Codes of which t tokens times c channels share a scale and a zero: (t, 1) per channel, or (1, c) per token.
 
     Attributes:
         packed: uint8 [batch, num_kv_heads, time, head_dim * bits / 8], by `pack_planes`.
-        scale: float16 [batch, num_kv_heads, time / group_size, head_dim].
+        scale: float16 [batch, num_kv_heads, time / t, head_dim / c].
         zero: like scale.
     """
 
@@ -81,51 +70,69 @@ class PerChannelCodes(Codes):
     zero: Tensor
 
 
-class PerChannelCodec(KeyCodec[PerChannelCodes, StateT]):
-    """Keys stored per channel in groups of `group_size` tokens; bits per value = b + 32 / group_size.
+class ScalarCodec(Codec[ScalarCodes, StateT]):
+    """The scalar format; bits per value = `n_bits` + 32 / group.
 
-    Args:
-        spec: the model's shapes.
+    Attributes:
         n_bits: bits per code.
-        group_size: tokens per group.
+        tokens_per_group: consecutive tokens that share a scale.
+        group_size: consecutive channels that share a scale.
     """
 
-    def __init__(self, spec: ModelSpec, n_bits: ScalarBits, group_size: int) -> None:
+    def __init__(self, spec: ModelSpec, n_bits: ScalarBits, tokens: int, channels: int) -> None:
         super().__init__()
-        self.spec, self.n_bits, self.tokens_per_group = spec, n_bits, group_size
-        self.max_magnitude = max_magnitude(n_bits)
+        self.spec, self.n_bits, self.tokens_per_group, self.group_size = spec, n_bits, tokens, channels
+        # every group is then in the range of scale and zero
+        self.max_magnitude = FP16_MAX / 2 if n_bits == 1 else FP16_MAX
 
     def bits_per_token(self) -> float:
-        head = 8 * planes_size(self.spec.head_dim, self.n_bits) + 32 * self.spec.head_dim / self.tokens_per_group
-        return self.spec.num_kv_heads * head
+        head_dim, group = self.spec.head_dim, self.tokens_per_group * self.group_size
+        return self.spec.num_kv_heads * (8 * planes_size(head_dim, self.n_bits) + 32 * head_dim / group)
+
+    def dequantize(self, codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+        """Decodes codes int32 [batch, heads, time, channels] to float32 of that shape."""
+        groups = codes.unflatten(2, (-1, self.tokens_per_group)).unflatten(-1, (-1, self.group_size))
+        at = (slice(None), slice(None), slice(None), None, slice(None), None)
+        return dequantize(groups, scale[at], zero[at]).flatten(4).flatten(2, 3)
+
+    def decode(self, codes: ScalarCodes, state: StateT | None = None) -> Tensor:
+        unpacked = unpack_planes(codes.packed, self.n_bits, self.spec.head_dim)
+        return self.dequantize(unpacked, codes.scale, codes.zero)
+
+    def decode_to(self, codes: ScalarCodes, state: StateT, dtype: torch.dtype) -> Tensor:
+        if not self.fused:
+            return super().decode_to(codes, state, dtype)
+        from kvcli.methods.scalar.decode_kernels import dequantize_planes
+
+        fields, group = (codes.packed, codes.scale, codes.zero), (self.tokens_per_group, self.group_size)
+        return dequantize_planes(*fields, self.n_bits, self.spec.head_dim, group, dtype)
+
+
+class PerChannelCodec(ScalarCodec[StateT], KeyCodec[ScalarCodes, StateT]):
+    """Keys stored per channel in groups of `group_size` tokens."""
+
+    def __init__(self, spec: ModelSpec, n_bits: ScalarBits, group_size: int) -> None:
+        super().__init__(spec, n_bits, group_size, 1)
 
     def quantize_channels(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Quantizes whole groups of tokens.
-
-        Args:
-            x: [batch, heads, time, channels].
+        """Quantizes x [batch, heads, time, channels] in whole groups of tokens.
 
         Returns:
-            codes int32 [batch, heads, time, channels]; scale and zero float16 [batch, heads, time / group, channels].
+            codes int32 shaped like x; scale and zero float16 [batch, heads, time / group, channels].
         """
         groups = x.unflatten(2, (-1, self.tokens_per_group)).transpose(-1, -2)
         codes, scale, zero = quantize(groups, self.n_bits)
         return codes.transpose(-1, -2).flatten(2, 3), scale.squeeze(-1), zero.squeeze(-1)
 
-    def dequantize_channels(self, codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-        """Inverse of `quantize_channels`, float32."""
-        groups = codes.unflatten(2, (-1, self.tokens_per_group))
-        return dequantize(groups, scale.unsqueeze(3), zero.unsqueeze(3)).flatten(2, 3)
+    def encode(self, x: Tensor, state: StateT | None = None) -> ScalarCodes:
+        if self.fused:
+            from kvcli.methods.scalar.encode_kernels import quantize_per_channel
 
-    def pack(self, codes: Tensor, scale: Tensor, zero: Tensor) -> PerChannelCodes:
-        """Packs codes int32 [batch, num_kv_heads, time, head_dim] into bytes."""
-        return PerChannelCodes(pack_planes(codes, self.n_bits), scale, zero)
+            return ScalarCodes(*quantize_per_channel(x, self.n_bits, self.tokens_per_group))
+        codes, scale, zero = self.quantize_channels(x)
+        return ScalarCodes(pack_planes(codes, self.n_bits), scale, zero)
 
-    def decode(self, codes: PerChannelCodes, state: StateT | None = None) -> Tensor:
-        unpacked = unpack_planes(codes.packed, self.n_bits, self.spec.head_dim)
-        return self.dequantize_channels(unpacked, codes.scale, codes.zero)
-
-    def scores(self, query: Tensor, codes: PerChannelCodes, state: StateT, rotation: Rotation | None) -> Tensor:
+    def scores(self, query: Tensor, codes: ScalarCodes, state: StateT, rotation: Rotation | None) -> Tensor:
         if rotation is not None:
             return super().scores(query, codes, state, rotation)
         # q . (code * scale + zero) = (q * scale) . code + q . zero, with a scaled query per group of tokens
@@ -136,73 +143,34 @@ class PerChannelCodec(KeyCodec[PerChannelCodes, StateT]):
         zeros = query @ codes.zero.float().transpose(-1, -2)
         return products.add_(zeros.transpose(-1, -2).unsqueeze(-1)).transpose(2, 3).flatten(3)
 
-    def decode_to(self, codes: PerChannelCodes, state: StateT, dtype: torch.dtype) -> Tensor:
-        if not self.fused:
-            return super().decode_to(codes, state, dtype)
-        from kvcli.methods.scalar.decode_kernels import dequantize_planes
-
-        return dequantize_planes(codes, self.n_bits, self.spec.head_dim, self.tokens_per_group, 1, dtype)
-
 
 class PerChannelKey(PerChannelCodec[None]):
     """Post-RoPE keys, quantized per channel (KIVI section 3.2)."""
 
-    def encode(self, x: Tensor, state: None = None) -> PerChannelCodes:
-        if self.fused:
-            from kvcli.methods.scalar.encode_kernels import quantize_per_channel
 
-            return PerChannelCodes(*quantize_per_channel(x, self.n_bits, self.tokens_per_group))
-        return self.pack(*self.quantize_channels(x))
-
-
-@dataclass(frozen=True)
-class PerTokenCodes(Codes):
-    """Codes of tokens quantized in groups of channels.
-
-    Attributes:
-        packed: uint8 [batch, num_kv_heads, time, head_dim * bits / 8], by `pack_planes`.
-        scale: float16 [batch, num_kv_heads, time, head_dim / group_size].
-        zero: like scale.
-    """
-
-    packed: Tensor
-    scale: Tensor
-    zero: Tensor
-
-
-class PerTokenCodec(Codec[PerTokenCodes, None]):
+class PerTokenCodec(ScalarCodec[None]):
     """Asymmetric quantization of each token in groups of channels (KIVI section 3.1; also round-to-nearest).
 
-    Args:
-        spec: the model's shapes.
-        n_bits: bits per code.
-        group_size: channels per group; a head narrower than that is one group.
+    A head narrower than `group_size` is one group.
 
     Raises:
         ValueError: `group_size` does not divide `head_dim`.
     """
 
     def __init__(self, spec: ModelSpec, n_bits: ScalarBits, group_size: int) -> None:
-        super().__init__()
-        self.spec, self.n_bits = spec, n_bits
-        self.group_size = min(group_size, spec.head_dim)
-        self.max_magnitude = max_magnitude(n_bits)
+        super().__init__(spec, n_bits, 1, min(group_size, spec.head_dim))
         if spec.head_dim % self.group_size:
             raise ValueError(f"group_size {group_size} does not divide head_dim {spec.head_dim}; choose one that does")
 
-    def bits_per_token(self) -> float:
-        head = 8 * planes_size(self.spec.head_dim, self.n_bits) + 32 * self.spec.head_dim // self.group_size
-        return float(self.spec.num_kv_heads * head)
-
-    def encode(self, x: Tensor, state: None = None) -> PerTokenCodes:
+    def encode(self, x: Tensor, state: None = None) -> ScalarCodes:
         if self.fused:
             from kvcli.methods.scalar.encode_kernels import quantize_per_token
 
-            return PerTokenCodes(*quantize_per_token(x, self.n_bits, self.group_size))
+            return ScalarCodes(*quantize_per_token(x, self.n_bits, self.group_size))
         codes, scale, zero = quantize(x.unflatten(-1, (-1, self.group_size)), self.n_bits)
-        return PerTokenCodes(pack_planes(codes.flatten(-2), self.n_bits), scale.squeeze(-1), zero.squeeze(-1))
+        return ScalarCodes(pack_planes(codes.flatten(-2), self.n_bits), scale.squeeze(-1), zero.squeeze(-1))
 
-    def encode_into(self, x: Tensor, state: None, codes: PerTokenCodes) -> None:
+    def encode_into(self, x: Tensor, state: None, codes: ScalarCodes) -> None:
         if not self.fused:
             super().encode_into(x, state, codes)
             return
@@ -210,22 +178,11 @@ class PerTokenCodec(Codec[PerTokenCodes, None]):
 
         quantize_per_token(x, self.n_bits, self.group_size, (codes.packed, codes.scale, codes.zero))
 
-    def decode(self, codes: PerTokenCodes, state: None = None) -> Tensor:
-        unpacked = unpack_planes(codes.packed, self.n_bits, self.spec.head_dim).unflatten(-1, (-1, self.group_size))
-        return dequantize(unpacked, codes.scale.unsqueeze(-1), codes.zero.unsqueeze(-1)).flatten(-2)
 
-    def decode_to(self, codes: PerTokenCodes, state: None, dtype: torch.dtype) -> Tensor:
-        if not self.fused:
-            return super().decode_to(codes, state, dtype)
-        from kvcli.methods.scalar.decode_kernels import dequantize_planes
-
-        return dequantize_planes(codes, self.n_bits, self.spec.head_dim, 1, self.group_size, dtype)
-
-
-class PerTokenKey(PerTokenCodec, KeyCodec[PerTokenCodes, None]):
+class PerTokenKey(PerTokenCodec, KeyCodec[ScalarCodes, None]):
     """Post-RoPE keys, quantized per token."""
 
-    def scores(self, query: Tensor, codes: PerTokenCodes, state: None, rotation: Rotation | None) -> Tensor:
+    def scores(self, query: Tensor, codes: ScalarCodes, state: None, rotation: Rotation | None) -> Tensor:
         # q . (code * scale + zero) = sum over groups of (q in the group . code) * scale + sum(q in the group) * zero
         parts = query.unsqueeze(2) * _group_mask(self.spec.head_dim, self.group_size, query.device).unsqueeze(1)
         fields = byte_fields(codes.packed, self.n_bits).transpose(-1, -2)
@@ -234,11 +191,11 @@ class PerTokenKey(PerTokenCodec, KeyCodec[PerTokenCodes, None]):
         return (products * _by_group(codes.scale).unsqueeze(3)).sum(2) + zeros
 
 
-class PerTokenValue(PerTokenCodec, ValueCodec[PerTokenCodes]):
+class PerTokenValue(PerTokenCodec, ValueCodec[ScalarCodes]):
     """Values, quantized per token."""
 
     def round_in_place(
-        self, window: Tensor, sinks: int, first: Tensor, count: int, codes: PerTokenCodes, peak: Tensor | None = None
+        self, window: Tensor, sinks: int, first: Tensor, count: int, codes: ScalarCodes, peak: Tensor | None = None
     ) -> bool:
         if not self.fused:
             return False
@@ -248,7 +205,7 @@ class PerTokenValue(PerTokenCodec, ValueCodec[PerTokenCodes]):
         round_per_token(window, sinks, first, count, self.n_bits, self.group_size, out, peak)
         return True
 
-    def weighted_sum(self, weights: Tensor, codes: PerTokenCodes) -> Tensor:
+    def weighted_sum(self, weights: Tensor, codes: ScalarCodes) -> Tensor:
         # sum of w * (code * scale + zero): weights times scales for each group, of whose sum its channels are taken
         scaled = weights.unsqueeze(2) * _by_group(codes.scale).unsqueeze(3)
         sums = scaled.flatten(2, 3) @ byte_fields(codes.packed, self.n_bits)

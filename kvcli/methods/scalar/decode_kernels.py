@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -12,7 +10,6 @@ from torch import Tensor
 from kvcli.kernels.launch import cdiv, power_of_two
 from kvcli.kernels.splits import batch_and_head
 from kvcli.kernels.words import as_decoded, field_fp32
-from kvcli.methods.config import ScalarBits
 
 # tuned on one H200, torch 2.11, triton 3.6
 _BLOCK_N = 32
@@ -55,30 +52,17 @@ def _decode_kernel(
 
 
 def dequantize_planes(
-    codes: Any, n_bits: ScalarBits, head_dim: int, tokens: int, channels: int, dtype: torch.dtype
+    packed: Tensor, scale: Tensor, zero: Tensor, n_bits: int, head_dim: int, group: tuple[int, int], dtype: torch.dtype
 ) -> Tensor:
-    """Decodes scalar codes packed by `pack_planes`.
-
-    Args:
-        codes: packed uint8 [batch, num_kv_heads, time, words * 2]; scale and zero float16 [batch, num_kv_heads,
-            time / tokens, head_dim / channels].
-        n_bits: bits per code.
-        head_dim: channels of a head.
-        tokens: consecutive tokens that share a scale.
-        channels: consecutive channels that share a scale.
-        dtype: of the result.
-
-    Returns:
-        [batch, num_kv_heads, time, head_dim].
-    """
-    words = codes.packed.view(torch.int16)
+    """Decodes the fields of `ScalarCodes` with `group`, (tokens, channels), to [batch, kv heads, time, head_dim]."""
+    words = packed.view(torch.int16)
     batch, kv_heads, length, count = words.shape
     out = torch.empty(batch, kv_heads, length, head_dim, dtype=dtype, device=words.device)
     if not out.numel():
         return out
     _decode_kernel[(cdiv(length, _BLOCK_N), batch * kv_heads)](
-        words, codes.scale, codes.zero, out, *words.stride()[:3], *codes.scale.stride()[:3], kv_heads, length,
-        B=n_bits, W=count, D=head_dim, TOKENS=tokens, CHANNELS=channels,
+        words, scale, zero, out, *words.stride()[:3], *scale.stride()[:3], kv_heads, length,
+        B=n_bits, W=count, D=head_dim, TOKENS=group[0], CHANNELS=group[1],
         BLOCK_W=power_of_two(count), BLOCK_N=_BLOCK_N, num_warps=_WARPS,
     )  # fmt: skip
     return out

@@ -146,12 +146,7 @@ def _per_token_kernel(
 
 
 def quantize_per_channel(x: Tensor, n_bits: ScalarBits, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantizes and packs each channel in groups of consecutive tokens.
-
-    Args:
-        x: [batch, heads, time, channels], time a multiple of group_size.
-        n_bits: bits per code.
-        group_size: tokens per group.
+    """Quantizes and packs each channel of x [batch, heads, time, channels] in groups of `group_size` tokens.
 
     Returns:
         packed uint8 [batch, heads, time, planes_size(channels)], scale and zero float16
@@ -176,17 +171,11 @@ def quantize_per_channel(x: Tensor, n_bits: ScalarBits, group_size: int) -> tupl
 def quantize_per_token(
     x: Tensor, n_bits: ScalarBits, group_size: int, out: tuple[Tensor, Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantizes and packs each token in groups of consecutive channels.
-
-    Args:
-        x: [batch, heads, time, channels].
-        n_bits: bits per code.
-        group_size: channels per group, a divisor of channels.
-        out: tensors to write and return, views of longer ones; None allocates them.
+    """Quantizes and packs each token of x [batch, heads, time, channels] in groups of `group_size` channels.
 
     Returns:
         packed uint8 [batch, heads, time, planes_size(channels)], scale and zero float16
-        [batch, heads, time, channels / group_size].
+        [batch, heads, time, channels / group_size]: `out`, views of longer tensors, or new ones.
     """
     x = row_major(x)
     batch, heads, time, channels = x.shape
@@ -209,17 +198,16 @@ def round_per_token(
     out: tuple[Tensor, Tensor, Tensor],
     peak: Tensor | None = None,
 ) -> None:
-    """Quantizes and packs tokens of a ring window, and overwrites them there with what their codes decode to.
+    """`ValueCodec.round_in_place`: `quantize_per_token` of `count` tokens of a ring window, which are rounded there.
 
     Args:
-        window: [batch, heads, slots, channels]; token t after the sinks lies in slot sinks + t % (slots - sinks).
+        window: [batch, heads, sinks + ring, channels].
         sinks: slots before the ring.
         first: first of the tokens of each row, counted after the sinks, int32 [batch, 1].
         count: tokens per row.
         n_bits: bits per code.
-        group_size: channels per group, a divisor of channels.
-        out: packed, scale and zero of all tokens of each row from its first on, as `quantize_per_token` returns them;
-            written at each row's own place.
+        group_size: channels per group.
+        out: packed, scale and zero of all tokens of each row from its first on, written at each row's place.
         peak: float32 [], grows to the tokens' largest magnitude, if that is beyond what 1-bit codes hold.
     """
     _launch_per_token(window, count, n_bits, group_size, out, (first, sinks, window.shape[2] - sinks), peak)

@@ -249,13 +249,7 @@ def unsupported_values(value: PerTokenCodec) -> str | None:
 def value_sum(
     value: PerTokenCodec, scores: SplitScores, encoded: EncodedTokens, fp32_dot: bool
 ) -> tuple[Tensor, Tensor]:
-    """softmax(scores) V for value codes.
-
-    Args:
-        value: a codec that `unsupported_values` accepts.
-        scores: of all query rows and encoded tokens.
-        encoded: the layer's encoded tokens.
-        fp32_dot: multiply in float32.
+    """softmax(scores) V for the values of `encoded`, whose codec `unsupported_values` accepts.
 
     Returns:
         out float32 [batch, num_kv_heads, rows, head_dim] and lse float32 [batch, num_kv_heads, rows], natural.

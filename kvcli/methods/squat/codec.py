@@ -1,4 +1,4 @@
-"""SQuat's key codec: the per-channel format of KIVI, with errors kept out of the query subspace."""
+"""SQuat (arXiv 2503.24358), post-RoPE and pre-RoPE: KIVI's format, with key errors kept out of the query subspace."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from kvcli.errors import ConfigError
+from kvcli.kernels.launch import FP16_MAX
 from kvcli.methods.base import Space, State
 from kvcli.methods.config import SQuatConfig
 from kvcli.methods.kivi import kivi_schedules
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import FitReport, Method
 from kvcli.methods.samples import LayerSamples
-from kvcli.methods.scalar.codec import PerChannelCodec, PerChannelCodes, PerTokenValue
+from kvcli.methods.scalar.codec import PerChannelCodec, PerTokenValue, ScalarCodes
 from kvcli.methods.squat.subspace import corrections, leading_factor, query_gram
 from kvcli.spec import ModelSpec
 
@@ -48,11 +49,6 @@ class SQuatKey(PerChannelCodec[SQuatState]):
         gram: float32 [num_kv_heads, head_dim, head_dim], Gram matrix of calibration queries; only with
             `subspace_source` calibration.
         gram_count: float32 [1], their number per kv head; only with `subspace_source` calibration.
-
-    Args:
-        spec: the model's shapes.
-        config: settings.
-        space: `post_rope` for SQuat, `pre_rope` for SQuat_pre.
     """
 
     def __init__(self, spec: ModelSpec, config: SQuatConfig, space: Space) -> None:
@@ -78,78 +74,56 @@ class SQuatKey(PerChannelCodec[SQuatState]):
         if self.config.share_batch:
             open_rows = (counts > 0).view(-1, 1, 1, 1)
             queries, counts = queries[:1] * open_rows, torch.where(counts > 0, counts[:1], 0)
-        state.matrix.add_(self._query_gram(queries))
-        state.count.add_(counts * self.spec.num_kv_groups)
-
-    def _query_gram(self, queries: Tensor) -> Tensor:
+        gram = query_gram
         if self.fused:
             from kvcli.methods.squat import kernels
 
-            if kernels.supports_gram(queries):
-                return kernels.query_gram(queries, self.spec.num_kv_heads)
-        return query_gram(queries, self.spec.num_kv_heads)
+            gram = kernels.query_gram if kernels.supports_gram(queries) else gram
+        state.matrix.add_(gram(queries, self.spec.num_kv_heads))
+        state.count.add_(counts * self.spec.num_kv_groups)
 
     def finalize_state(self, state: SQuatState, rows: list[int]) -> None:
         # indexing with a list copies it to the device
         index = slice(None) if rows == list(range(len(state.count))) else rows
         if self.config.subspace_source == "calibration":
-            self._check_fitted()
+            # a positive result is kept, because the check waits for the device
+            self._fitted = self._fitted or bool(self.gram_count.any())
+            if not self._fitted:
+                raise ConfigError("a subspace from calibration needs an artifact with a fitted subspace")
             gram, count = self.gram.expand(len(rows), -1, -1, -1), self.gram_count.expand(len(rows))
         else:
             gram, count = state.matrix[index], state.count[index]
         weight = torch.full_like(count, self.config.squat_lambda)
         if self.config.lambda_scaling == "per_token":
             weight = weight / count.clamp_min(1)
-        state.matrix[index] = self._corrections(gram, weight)
-
-    def _check_fitted(self) -> None:
-        """Raises ConfigError without a fitted subspace; a positive result is kept, because the check synchronizes."""
-        self._fitted = self._fitted or bool(self.gram_count.any())
-        if not self._fitted:
-            raise ConfigError("a subspace from calibration needs an artifact with a fitted subspace")
-
-    def _corrections(self, gram: Tensor, weight: Tensor) -> Tensor:
-        """Corrections of P = I + weight Q_hat^T Q_hat; kernels solve in float32, whatever `subspace_solver` says."""
         rank = self.config.subspace_dim
         if self.fused:
             from kvcli.methods.squat import kernels
 
+            # they solve in float32, whatever `subspace_solver` says
             if kernels.supports_rank(self.spec.head_dim, rank):
-                return kernels.corrections(kernels.leading_factor(gram, rank), weight, self.block_size)
-        q_hat = leading_factor(gram, rank, self.config.subspace_solver)
-        return corrections(q_hat * weight.double().sqrt().view(-1, 1, 1, 1), self.block_size)
+                factor = kernels.leading_factor(gram, rank)
+                state.matrix[index] = kernels.corrections(factor, weight, self.block_size)
+                return
+        q_hat = leading_factor(gram, rank, self.config.subspace_solver) * weight.double().sqrt().view(-1, 1, 1, 1)
+        state.matrix[index] = corrections(q_hat, self.block_size)
 
-    def encode(self, x: Tensor, state: SQuatState) -> PerChannelCodes:
-        if self.fused:
-            return self._encode_fused(x, state)
-        keys, parts = x.float(), []
-        for start in range(0, self.spec.head_dim, self.block_size):
-            stop = min(start + self.block_size, self.spec.head_dim)
-            block = keys[..., start:stop]
-            part = self.quantize_channels(block)
-            parts.append(part)
-            if stop < self.spec.head_dim:
-                error = self.dequantize_channels(*part) - block.clamp(-65504, 65504)
-                keys = self._correct(keys, error, state, stop)
-        codes, scale, zero = (torch.cat(tensors, dim=-1) for tensors in zip(*parts, strict=True))
-        return self.pack(codes, scale, zero)
-
-    def _encode_fused(self, x: Tensor, state: SQuatState) -> PerChannelCodes:
-        """Corrects all channels, then quantizes them in one launch: corrections change only later blocks."""
-        from kvcli.methods.scalar.encode_kernels import quantize_per_channel
-        from kvcli.methods.squat.kernels import per_channel_error
-
+    def encode(self, x: Tensor, state: SQuatState) -> ScalarCodes:  # type: ignore[override]  # never without a state
+        # corrections change only later blocks, so all channels are quantized at the end
         keys = x.float()
         for start in range(0, self.spec.head_dim - self.block_size, self.block_size):
             stop = start + self.block_size
-            error = per_channel_error(keys[..., start:stop], self.n_bits, self.tokens_per_group)
-            keys = self._correct(keys, error, state, stop)
-        return PerChannelCodes(*quantize_per_channel(keys, self.n_bits, self.tokens_per_group))
+            rest = keys[..., stop:] - self._error(keys[..., start:stop]) @ state.matrix[..., start:stop, stop:]
+            keys = torch.cat((keys[..., :stop], rest), dim=-1)
+        return super().encode(keys, state)
 
-    def _correct(self, keys: Tensor, error: Tensor, state: SQuatState, stop: int) -> Tensor:
-        """Moves the channels from `stop` on, given the error of the block that ends there."""
-        correction = state.matrix[..., stop - error.shape[-1] : stop, stop:]
-        return torch.cat((keys[..., :stop], keys[..., stop:] - error @ correction), dim=-1)
+    def _error(self, block: Tensor) -> Tensor:
+        """decode(encode(block)) - block for some channels of all tokens, float32."""
+        if self.fused:
+            from kvcli.methods.squat.kernels import per_channel_error
+
+            return per_channel_error(block, self.n_bits, self.tokens_per_group)
+        return self.dequantize(*self.quantize_channels(block)) - block.clamp(-FP16_MAX, FP16_MAX)
 
 
 def fit_subspace(

@@ -42,16 +42,7 @@ def _error_kernel(
 
 
 def per_channel_error(x: Tensor, n_bits: ScalarBits, group_size: int) -> Tensor:
-    """decode(encode(x)) - x for what `quantize_per_channel` would store.
-
-    Args:
-        x: [batch, heads, time, channels], time a multiple of group_size.
-        n_bits: bits per code.
-        group_size: tokens per group.
-
-    Returns:
-        float32 [batch, heads, time, channels].
-    """
+    """decode(encode(x)) - x of what `quantize_per_channel` stores of x [batch, heads, time, channels], float32."""
     x = row_major(x)
     batch, heads, time, channels = x.shape
     error = torch.empty(x.shape, dtype=torch.float32, device=x.device)
@@ -259,15 +250,7 @@ def supports_gram(queries: Tensor) -> bool:
 
 
 def query_gram(queries: Tensor, num_kv_heads: int) -> Tensor:
-    """`subspace.query_gram` on tensor cores, without copies in float32.
-
-    Args:
-        queries: [batch, num_heads, time, head_dim] float16 or bfloat16.
-        num_kv_heads: kv heads.
-
-    Returns:
-        float32 [batch, num_kv_heads, head_dim, head_dim].
-    """
+    """`subspace.query_gram` on tensor cores, without copies in float32."""
     queries = row_major(queries)
     batch, heads, time, width = queries.shape
     tile = 64
@@ -283,14 +266,9 @@ def query_gram(queries: Tensor, num_kv_heads: int) -> Tensor:
 
 
 def leading_factor(gram: Tensor, rank: int) -> Tensor:
-    """Q_hat = diag(S[:r]) Vh[:r] of the SVD of Q, from the Gram matrices Q^T Q, without waiting for the device.
+    """`subspace.leading_factor` without waiting for the device: float32 [..., min(rank, d), d] of gram [..., d, d].
 
-    Args:
-        gram: float32 [..., d, d].
-        rank: directions r.
-
-    Returns:
-        float32 [..., min(r, d), d], the strongest direction first, 0 beyond the rank of Q.
+    The strongest direction is the first; those beyond the rank of Q are 0.
     """
     width = gram.shape[-1]
     rank = min(rank, width)
@@ -308,15 +286,12 @@ def leading_factor(gram: Tensor, rank: int) -> Tensor:
 
 
 def corrections(factor: Tensor, weight: Tensor, block_size: int) -> Tensor:
-    """`subspace.corrections` of P = I + weight Q_hat^T Q_hat, in float32.
+    """`subspace.corrections` of P = I + weight Q_hat^T Q_hat: float32 [batch, num_kv_heads, d, d].
 
     Args:
         factor: Q_hat, float32 [batch, num_kv_heads, r, d].
         weight: float32 [batch].
         block_size: channels per block.
-
-    Returns:
-        float32 [batch, num_kv_heads, d, d].
     """
     batch, heads, rank, width = factor.shape
     size = min(block_size, width)

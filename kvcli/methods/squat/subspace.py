@@ -10,14 +10,9 @@ _OVERSAMPLING = 11
 
 
 def query_gram(queries: Tensor, num_kv_heads: int) -> Tensor:
-    """Q^T Q for each kv head, its query heads concatenated along the tokens.
+    """Q^T Q of queries [batch, num_heads, time, head_dim]: float32 [batch, num_kv_heads, head_dim, head_dim].
 
-    Args:
-        queries: [batch, num_heads, time, head_dim].
-        num_kv_heads: kv heads.
-
-    Returns:
-        float32 [batch, num_kv_heads, head_dim, head_dim].
+    The query heads of a kv head are concatenated along the tokens.
     """
     rows = queries.float().unflatten(1, (num_kv_heads, -1)).flatten(2, 3)
     return rows.transpose(-1, -2) @ rows
@@ -44,22 +39,16 @@ def leading_factor(gram: Tensor, rank: int, solver: str) -> Tensor:
     if solver == "svd":
         values, vectors = torch.linalg.eigh(matrix)
     else:
-        basis = _power_basis(matrix, min(width, rank + _OVERSAMPLING))
+        # random: a start that is orthogonal to a leading eigenvector would not converge to it
+        generator = torch.Generator().manual_seed(0)
+        start = torch.randn(width, min(width, rank + _OVERSAMPLING), generator=generator, dtype=matrix.dtype)
+        basis = start.to(matrix.device).expand(*matrix.shape[:-2], -1, -1)
+        for _ in range(_ITERATIONS):
+            basis = torch.linalg.qr(matrix @ basis)[0]
         values, eigvec = torch.linalg.eigh(basis.transpose(-1, -2) @ matrix @ basis)
         vectors = basis @ eigvec
     values, vectors = values[..., -rank:], vectors[..., -rank:]
     return (vectors * values.clamp_min(0).sqrt().unsqueeze(-2)).transpose(-1, -2)
-
-
-def _power_basis(matrix: Tensor, columns: int) -> Tensor:
-    """Orthonormal columns [..., d, columns] near the leading eigenvectors of matrix [..., d, d]."""
-    # random: a start that is orthogonal to a leading eigenvector would not converge to it
-    generator = torch.Generator().manual_seed(0)
-    start = torch.randn(matrix.shape[-1], columns, generator=generator, dtype=matrix.dtype)
-    basis = start.to(matrix.device).expand(*matrix.shape[:-2], -1, -1)
-    for _ in range(_ITERATIONS):
-        basis = torch.linalg.qr(matrix @ basis)[0]
-    return basis
 
 
 def corrections(q_hat: Tensor, block_size: int) -> Tensor:
