@@ -57,7 +57,6 @@ METHOD = Method(
     name="fp16",
     summary="keys and values uncompressed, in the model's 16-bit dtype",
     bits="16",
-    paper="-",
     config_cls=CacheConfig,
     build=lambda spec, config, layer_idx: LayerCodec(_FP16Key(spec), _FP16Value(spec)),
     nominal_bits=lambda spec, config: (16.0, 16.0),

@@ -67,7 +67,6 @@ METHOD = Method(
     name="fp8",
     summary="8-bit floats (e4m3), a scale per token and head",
     bits="8",
-    paper="-",
     config_cls=BiasOffsetConfig,
     build=lambda spec, config, layer_idx: LayerCodec(_FP8Key(spec), _FP8Value(spec)),
     nominal_bits=lambda spec, config: (8.0, 8.0),

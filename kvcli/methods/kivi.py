@@ -9,19 +9,12 @@ from kvcli.methods.config import KIVIConfig
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import Method, Schedule
 from kvcli.methods.scalar.codec import PerChannelKey, PerTokenValue
-from kvcli.spec import ModelSpec
 
 
 def kivi_schedules(config: KIVIConfig) -> tuple[Schedule, Schedule]:
     """Of T tokens, floor(T / R) * R keys and max(0, T - R) values are codes (KIVI section 3.3)."""
     length = config.residual_length
     return Schedule(keep=0, block=length, multiple_of=length), Schedule(keep=length, block=1)
-
-
-def _build(spec: ModelSpec, config: KIVIConfig, layer_idx: int) -> LayerCodec[PerChannelKey, PerTokenValue]:
-    return LayerCodec(
-        PerChannelKey(spec, config.k_bits, config.group_size), PerTokenValue(spec, config.v_bits, config.group_size)
-    )
 
 
 METHOD = Method(
@@ -31,8 +24,9 @@ METHOD = Method(
     paper="KIVI, ICML 2024",
     arxiv="2402.02750",
     config_cls=KIVIConfig,
-    build=_build,
-    nominal_bits=lambda spec, config: (config.k_bits, config.v_bits),
+    build=lambda spec, config, layer_idx: LayerCodec(
+        PerChannelKey(spec, config.k_bits, config.group_size), PerTokenValue(spec, config.v_bits, config.group_size)
+    ),
     paper_settings={f"kivi-{bits}": {"sink_length": 0, "residual_length": 128} for bits in (4, 2)},
     schedules=kivi_schedules,
     attend_kernels="kvcli.methods.scalar.attend_kernels",

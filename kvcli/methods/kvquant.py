@@ -254,13 +254,6 @@ def _error(codec: _KVQuantKey | _KVQuantValue, x: Tensor, weight: Tensor) -> lis
     return [float(part) for part in lost / all_of_it.clamp_min(TINY)]
 
 
-def _build(spec: ModelSpec, config: KVQuantConfig, layer_idx: int) -> LayerCodec[_KVQuantKey, _KVQuantValue]:
-    return LayerCodec(
-        _KVQuantKey(spec, config.k_bits, config.outlier_fraction),
-        _KVQuantValue(spec, config.v_bits, config.outlier_fraction),
-    )
-
-
 METHOD = Method(
     name="kvquant",
     summary="keys per channel before RoPE, fitted levels, 1 % outliers in 16 bits",
@@ -268,8 +261,10 @@ METHOD = Method(
     paper="KVQuant, NeurIPS 2024",
     arxiv="2401.18079",
     config_cls=KVQuantConfig,
-    build=_build,
-    nominal_bits=lambda spec, config: (config.k_bits, config.v_bits),
+    build=lambda spec, config, layer_idx: LayerCodec(
+        _KVQuantKey(spec, config.k_bits, config.outlier_fraction),
+        _KVQuantValue(spec, config.v_bits, config.outlier_fraction),
+    ),
     paper_settings={f"kvquant-{bits}": {"sink_length": 1, "residual_length": 0} for bits in (4, 3, 2)},
     fit=_fit,
     fit_metrics={"key_error": "held-out key error in scores", "value_error": "held-out value error"},

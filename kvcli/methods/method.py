@@ -73,8 +73,7 @@ class Method:
         paper_settings: the papers' configurations, settings by name with bits such as `kivi-2`.
         schedules: when keys and when values are encoded.
         fit: fits a layer; None for methods without calibration.
-        allocate: settings for fitting, from settings and what errors of each layer cost (None if that was not
-            recorded); default: the settings as they are.
+        allocate: settings for fitting, from settings and what errors of each layer cost (None: not recorded).
         fit_metrics: what `fit` measures, by name in `FitReport.metrics` (a list with one number per head or one for
             all heads): a label for model cards and progress lines.
         attend_kernels: module with Triton attention over this method's codes, or None: blocks of codes are decoded and
@@ -87,10 +86,10 @@ class Method:
     name: str
     summary: str
     bits: str
-    paper: str
     config_cls: type[CacheConfig]
     build: Callable[[ModelSpec, Any, int], LayerCodec[Any, Any]]
-    nominal_bits: Callable[[ModelSpec, Any], tuple[float, float]]
+    nominal_bits: Callable[[ModelSpec, Any], tuple[float, float]] = lambda spec, config: (config.k_bits, config.v_bits)
+    paper: str = "-"
     arxiv: str = ""
     paper_settings: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     schedules: Callable[[Any], tuple[Schedule, Schedule]] = sliding_window

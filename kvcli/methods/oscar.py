@@ -102,11 +102,11 @@ class _OSCAR(PerTokenCodec):
 
 
 class _OSCARKey(_OSCAR, KeyCodec[ScalarCodes, None]):
-    """Post-RoPE keys."""
+    pass
 
 
 class _OSCARValue(_OSCAR, ValueCodec[ScalarCodes]):
-    """Values."""
+    pass
 
 
 def hadamard(width: int) -> Tensor:
@@ -157,10 +157,13 @@ def _fit(
         shared = covariance.mean(0, keepdim=True) if config.rotation_scope == "layer" else covariance
         coder.rotation.copy_(oscar_rotation(shared))
     if not config.k_clip:
-        some = _evenly_spaced(rotated_tokens(train))
+        tokens = rotated_tokens(train)
+        some = tokens[:: -(-len(tokens) // _CLIP_TOKENS)]
         fit_clipping(key, rotated_keys(_without_bias(train, config), some), of_keys)
     if not config.v_clip:
-        fit_clipping(value, train.values.at(_evenly_spaced(torch.arange(train.num_tokens))), of_values)
+        fit_clipping(
+            value, train.values.at(torch.arange(0, train.num_tokens, -(-train.num_tokens // _CLIP_TOKENS))), of_values
+        )
     keys = rotated_keys(_without_bias(heldout, config), rotated_tokens(heldout)[:_ERROR_TOKENS])
     values = heldout.values.first(_ERROR_TOKENS)
     unweighted = torch.eye(key.spec.head_dim, device=keys.device).expand_as(of_keys)
@@ -176,18 +179,10 @@ def _without_bias(samples: LayerSamples, config: OSCARConfig) -> LayerSamples:
     return LayerSamples(samples.q, keys, samples.values, samples.positions, samples.query_rotation, samples.key_bias)
 
 
-def _evenly_spaced(tokens: Tensor) -> Tensor:
-    """`_CLIP_TOKENS` of the tokens at most, evenly spaced."""
-    return tokens[:: -(-len(tokens) // _CLIP_TOKENS)]
-
-
 def fit_clipping(codec: _OSCAR, x: Tensor, weight: Tensor) -> None:
-    """Sets `kept` of each head to that of `_CLIP_SHARES` with the least weighted error.
+    """Sets `kept` of each head to that of `_CLIP_SHARES` with the least error of x [num_kv_heads, tokens, head_dim].
 
-    Args:
-        codec: with its rotations.
-        x: [num_kv_heads, tokens, head_dim], what the codec encodes.
-        weight: float32 [num_kv_heads, head_dim, head_dim], the covariance.
+    The covariances `weight`, float32 [num_kv_heads, head_dim, head_dim], are the metric of errors.
     """
     counts = sorted({codec.count_kept(share) for share in _CLIP_SHARES})
     errors = []
@@ -199,10 +194,9 @@ def fit_clipping(codec: _OSCAR, x: Tensor, weight: Tensor) -> None:
 
 def rotated_tokens(samples: LayerSamples) -> Tensor:
     """The tokens whose position is one of a recorded query, [count] indices on the CPU."""
-    rotation = samples.query_rotation
-    assert rotation is not None
+    assert samples.query_rotation is not None
     # queries are those of the first sequences, so the first of them have the positions 0, 1, 2, ...
-    return (samples.positions < rotation.cos.shape[2]).nonzero()[:, 0].cpu()
+    return (samples.positions < samples.query_rotation.cos.shape[2]).nonzero()[:, 0].cpu()
 
 
 def rotated_keys(samples: LayerSamples, tokens: Tensor) -> Tensor:
@@ -253,13 +247,6 @@ def _error(codec: _OSCAR, x: Tensor, weight: Tensor) -> list[float]:
     return [float(part) for part in lost / all_of_it.clamp_min(TINY)]
 
 
-def _build(spec: ModelSpec, config: OSCARConfig, layer_idx: int) -> LayerCodec[_OSCARKey, _OSCARValue]:
-    return LayerCodec(
-        _OSCARKey(spec, config.k_bits, config.group_size, config.k_clip),
-        _OSCARValue(spec, config.v_bits, config.group_size, config.v_clip),
-    )
-
-
 METHOD = Method(
     name="oscar",
     summary="fitted rotations from query and output covariance, clipped, per token",
@@ -267,8 +254,10 @@ METHOD = Method(
     paper="OSCAR, 2026",
     arxiv="2605.17757",
     config_cls=OSCARConfig,
-    build=_build,
-    nominal_bits=lambda spec, config: (config.k_bits, config.v_bits),
+    build=lambda spec, config, layer_idx: LayerCodec(
+        _OSCARKey(spec, config.k_bits, config.group_size, config.k_clip),
+        _OSCARValue(spec, config.v_bits, config.group_size, config.v_clip),
+    ),
     paper_settings={"oscar-2": {"sink_length": 64, "residual_length": 256, "rotation_scope": "layer"}},
     fit=_fit,
     fit_metrics={"key_error": "held-out key error in scores", "value_error": "held-out value error"},

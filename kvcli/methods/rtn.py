@@ -10,23 +10,15 @@ from kvcli.methods.config import RTNConfig
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import Method
 from kvcli.methods.scalar.codec import PerTokenKey, PerTokenValue
-from kvcli.spec import ModelSpec
-
-
-def _build(spec: ModelSpec, config: RTNConfig, layer_idx: int) -> LayerCodec[PerTokenKey, PerTokenValue]:
-    return LayerCodec(
-        PerTokenKey(spec, config.k_bits, config.group_size), PerTokenValue(spec, config.v_bits, config.group_size)
-    )
-
 
 METHOD = Method(
     name="rtn",
     summary="round to nearest, per token",
     bits="1, 2, 4, 8",
-    paper="-",
     config_cls=RTNConfig,
-    build=_build,
-    nominal_bits=lambda spec, config: (config.k_bits, config.v_bits),
+    build=lambda spec, config, layer_idx: LayerCodec(
+        PerTokenKey(spec, config.k_bits, config.group_size), PerTokenValue(spec, config.v_bits, config.group_size)
+    ),
     paper_settings={"rtn-2": {"sink_length": 0, "residual_length": 32}},
     example_settings={"residual_length": 6, "flush_block": 1, "group_size": 8},
 )

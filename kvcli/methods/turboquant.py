@@ -173,7 +173,6 @@ METHOD = Method(
     arxiv="2504.19874",
     config_cls=TurboQuantConfig,
     build=_build,
-    nominal_bits=lambda spec, config: (config.k_bits, config.v_bits),
     paper_settings={f"turboquant-{bits}": {"sink_length": 0, "residual_length": 0} for bits in (4, 3, 2)},
     example_settings={"residual_length": 6, "flush_block": 1},
 )

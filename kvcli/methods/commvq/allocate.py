@@ -29,12 +29,8 @@ def allocate(spec: ModelSpec, config: CommVQConfig, fisher: Sequence[LayerFisher
     """The settings with residual stages and value bits for each layer.
 
     Starting from one step everywhere, steps go one by one to where they save most per bit. Distortion is a convex
-    function of bits, so this is optimal up to the size of a step.
-
-    Args:
-        spec: the model's shapes.
-        config: resolved settings; `num_residuals` and `value_code_bits` are those of the average layer.
-        fisher: of all layers; None if it was not recorded, then all layers have the same bits.
+    function of bits, so this is optimal up to the size of a step. `num_residuals` and `value_code_bits` of the resolved
+    settings are those of the average layer; without Fisher information, all layers have the same bits.
     """
     if config.allocation == "uniform" or fisher is None or config.layer_residuals:
         return config
@@ -64,12 +60,11 @@ def allocate(spec: ModelSpec, config: CommVQConfig, fisher: Sequence[LayerFisher
         if counts[index] < most[index]:
             heapq.heappush(heap, (-gain(index), index))
     keys, values = counts[: spec.num_layers], counts[spec.num_layers :]
-    return config.model_copy(
-        update={
-            "layer_residuals": tuple(stages * count for count in keys),
-            "layer_value_bits": tuple(bits * count for count in values),
-        }
-    )
+    shares = {
+        "layer_residuals": tuple(stages * count for count in keys),
+        "layer_value_bits": tuple(bits * count for count in values),
+    }
+    return config.model_copy(update=shares)
 
 
 def key_spectrum(fisher: LayerFisher, spec: ModelSpec) -> Tensor:
@@ -101,11 +96,7 @@ def square_root(matrix: Tensor) -> Tensor:
 
 
 def distortion(variances: Tensor, bits: Tensor) -> Tensor:
-    """Distortion of a Gaussian vector by reverse water-filling.
-
-    Args:
-        variances: float64 [n], none negative.
-        bits: [k] of the whole vector.
+    """Distortion of a Gaussian vector with variances float64 [n], by reverse water-filling, for `bits` [k] in all.
 
     Returns:
         float64 [k], half of the summed squared errors: with variances in units of cost, nats.

@@ -210,14 +210,7 @@ def fused_attend(codec: CommVQLayer, query: Tensor, encoded: EncodedTokens, scal
 
 
 def key_scores(codec: CommVQLayer, query: Tensor, encoded: EncodedTokens, scaling: float, fp32_dot: bool) -> Tensor:
-    """Scores of all rows and tokens, in units of log 2.
-
-    Args:
-        codec: of the layer, whose shapes are supported.
-        query: rotated, [batch, num_heads, query_len, head_dim].
-        encoded: codes and rotations of the tokens.
-        scaling: factor of the scores.
-        fp32_dot: float32 products instead of float16.
+    """Scores of all rows of the query, as `fused_attend` has it, and all encoded tokens, in units of log 2.
 
     Returns:
         float32 [batch, num_kv_heads, rows, >= length]; the last axis is rounded up to a multiple of 128, and what is

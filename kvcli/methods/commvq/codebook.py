@@ -18,15 +18,10 @@ _BLOCK_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}
 
 
 def by_group(x: Tensor, num_groups: int, dim: int) -> Tensor:
-    """Splits an axis of channel pairs into two, [groups, g]: pair j is in group j % groups.
+    """Splits axis `dim`, not negative, of channel pairs into two, [groups, g]: pair j is in group j % groups.
 
     So every group has pairs of all frequencies of RoPE: low and high ones differ much in what their errors cost, and
     groups of neighbours would get the same bits for very different shares.
-
-    Args:
-        x: any shape, channel pairs on axis `dim`.
-        num_groups: divides their number.
-        dim: axis, not negative.
     """
     return x.unflatten(dim, (-1, num_groups)).transpose(dim, dim + 1)
 
@@ -103,14 +98,9 @@ class Search(NamedTuple):
 
 
 def greedy_codes(x: Tensor, codebooks: Tensor) -> Tensor:
-    """Codes a N + b of residual stages, each of which takes the centre nearest to what those before it leave.
+    """Codes a N + b, int64 [P, T, R], of x [P, T, 2g] with codebooks [P, R, N, 2g].
 
-    Args:
-        x: [P, T, 2g].
-        codebooks: [P, R, N, 2g].
-
-    Returns:
-        int64 [P, T, R].
+    Each stage takes the centre nearest to what those before it leave.
     """
     codes = []
     for stage in Search.of(codebooks).unbind(1):
@@ -123,17 +113,14 @@ def greedy_codes(x: Tensor, codebooks: Tensor) -> Tensor:
 def update(x: Tensor, first: Tensor, second: Tensor, codebook: Tensor) -> tuple[Tensor, Tensor]:
     """The codebook that minimises the squared error for given hard assignments (CommVQ Eq. 32-33).
 
-    With Z the T x N matrix of rows e_a + i*e_b the normal equations Z^H Z U = Z^H X read, in the counts n_ab of
-    joint assignments, (diag(n_a. + n_.b) + i*(n - n^T)) U = S_a - i*S_b.
-
     Args:
         x: [P, T, 2g].
         first: [P, T] indices a.
         second: [P, T] indices b.
-        codebook: [P, N, 2g] the present codebook; rows that no vector uses keep their value.
+        codebook: [P, N, 2g] the present codebook.
 
     Returns:
-        The updated codebook [P, N, 2g], and a mask [P, N] of dead rows.
+        As `Sums.solve`.
     """
     sums = Sums(codebook)
     sums.add(x, first, second)
@@ -141,10 +128,13 @@ def update(x: Tensor, first: Tensor, second: Tensor, codebook: Tensor) -> tuple[
 
 
 class Sums:
-    """The sufficient statistics of `update`: N^2 counts and 2N sums per problem, in float64, however many vectors.
+    """The sufficient statistics of `update` for a codebook shaped like the one that is given.
 
-    Args:
-        codebook: [P, N, 2g], any of the same shape, on the same device.
+    Attributes:
+        counts: float64 [P, N * N], (soft) numbers of vectors assigned to (a, b).
+        first: float64 [P, N, 2g], sums of the vectors whose first index is a. Rounded to float32, they would have a
+            part in directions that the data do not determine, and the ridge would magnify it.
+        second: the same by second index.
     """
 
     def __init__(self, codebook: Tensor) -> None:
@@ -163,36 +153,31 @@ class Sums:
                 sums.scatter_add_(1, index.unsqueeze(-1).expand_as(rows), rows)
 
     def solve(self, codebook: Tensor) -> tuple[Tensor, Tensor]:
-        """The best codebook for what was added, and its dead rows, as `update` returns them."""
-        return solve(self.counts.unflatten(1, (self.size, self.size)), self.first, self.second, codebook)
+        """The best codebook for what was added.
 
+        With Z the T x N matrix of rows e_a + i*e_b the normal equations Z^H Z U = Z^H X read, in the counts n_ab of
+        joint assignments, (diag(n_a. + n_.b) + i*(n - n^T)) U = S_a - i*S_b.
 
-def solve(counts: Tensor, sums_a: Tensor, sums_b: Tensor, codebook: Tensor) -> tuple[Tensor, Tensor]:
-    """Solves the normal equations of `update` from their sufficient statistics.
+        Args:
+            codebook: [P, N, 2g] the present codebook; rows that no vector uses keep their value.
 
-    Args:
-        counts: float64 [P, N, N] (soft) numbers of vectors assigned to (a, b).
-        sums_a: float64 [P, N, 2g] sums of the vectors whose first index is a. Rounded to float32, they would have a
-            part in directions that the data do not determine, and the ridge would magnify it.
-        sums_b: [P, N, 2g] the same by second index.
-        codebook: [P, N, 2g], kept for dead rows.
-
-    Returns:
-        As `update`.
-    """
-    used = counts.sum(-1) + counts.sum(-2)
-    dead = used <= 1e-6
-    # float64: with few vectors the system is close to singular, and the ridge must not be lost in rounding
-    ridge = 1e-8 * used.mean(-1, keepdim=True).clamp_min(1e-12)
-    diagonal = torch.where(dead, 1.0, used + ridge)
-    matrix = torch.complex(torch.diag_embed(diagonal), counts - counts.transpose(-1, -2))
-    right = torch.view_as_complex((sums_a - times_i(sums_b)).unflatten(-1, (-1, 2)).contiguous())
-    # solve for the change from the present codebook: directions the data do not determine stay where they are
-    present = torch.view_as_complex(codebook.double().unflatten(-1, (-1, 2)).contiguous())
-    data = torch.complex(torch.diag_embed(used), matrix.imag)
-    change = torch.linalg.solve(matrix, right - data @ present)
-    updated = torch.view_as_real(present + change).flatten(-2).to(codebook.dtype)
-    return torch.where(dead.unsqueeze(-1), codebook, updated), dead
+        Returns:
+            The updated codebook [P, N, 2g], and a mask [P, N] of dead rows.
+        """
+        counts = self.counts.unflatten(1, (self.size, self.size))
+        used = counts.sum(-1) + counts.sum(-2)
+        dead = used <= 1e-6
+        # float64: with few vectors the system is close to singular, and the ridge must not be lost in rounding
+        ridge = 1e-8 * used.mean(-1, keepdim=True).clamp_min(1e-12)
+        diagonal = torch.where(dead, 1.0, used + ridge)
+        matrix = torch.complex(torch.diag_embed(diagonal), counts - counts.transpose(-1, -2))
+        right = torch.view_as_complex((self.first - times_i(self.second)).unflatten(-1, (-1, 2)).contiguous())
+        # solve for the change from the present codebook: directions the data do not determine stay where they are
+        present = torch.view_as_complex(codebook.double().unflatten(-1, (-1, 2)).contiguous())
+        data = torch.complex(torch.diag_embed(used), matrix.imag)
+        change = torch.linalg.solve(matrix, right - data @ present)
+        updated = torch.view_as_real(present + change).flatten(-2).to(codebook.dtype)
+        return torch.where(dead.unsqueeze(-1), codebook, updated), dead
 
 
 def _rows(table: Tensor, index: Tensor) -> Tensor:

@@ -90,11 +90,6 @@ class CommVQConfig(CacheConfig):
         """Bits of one code (a, b): 2 log2 N."""
         return 2 * int(math.log2(self.codebook_size))
 
-    @property
-    def key_subset_iterations(self) -> int:
-        """EM iterations per stage on a subset of the vectors, before those on all."""
-        return max(0, self.key_iterations - self.key_full_iterations)
-
     def for_layer(self, layer_idx: int) -> Self:
         """The settings of one layer, with its R and N_c."""
         if not self.layer_residuals:

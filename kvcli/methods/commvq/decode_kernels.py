@@ -90,32 +90,21 @@ def _decode_keys_kernel(
 
 
 def decode_keys(
-    packed: Tensor,
-    norm: Tensor,
-    table: Tensor,
-    pair_scale: Tensor,
-    rotation: Rotation,
-    offset: Tensor | None,
-    dtype: torch.dtype,
-    *,
-    code_bits: int,
-    norm_factor: float,
-) -> Tensor:
-    """Keys after RoPE, as `KeyCodec.decode_rotated`.
+    packed: Tensor, norm: Tensor, table: Tensor, pair_scale: Tensor, code_bits: int, norm_factor: float,
+    rotation: Rotation, offset: Tensor | None, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """`KeyCodec.decode_rotated` of the fields of `CommVQKeyCodes`.
 
     Args:
-        packed: codes of the tokens, uint8 [batch, 1, time, bytes].
-        norm: of the tokens, float16 [batch, 1 or num_kv_heads, time, 1].
+        packed: uint8 [batch, 1, time, bytes].
+        norm: float16 [batch, 1 or num_kv_heads, time, 1], in units of `norm_factor`.
         table: int32 [num_kv_heads, groups, R, N, g/2] of `pack_codebook`; g is even, R at most `MAX_STAGES`.
         pair_scale: float32 [num_kv_heads, groups, g].
+        code_bits: bits of a stage's code.
+        norm_factor: factor of stored norms.
         rotation: RoPE of the tokens' positions, float32.
         offset: None, or float32 [1, num_kv_heads, 1, head_dim], added before RoPE.
-        dtype: of the result.
-        code_bits: bits of a stage's code.
-        norm_factor: by which stored norms are multiplied.
-
-    Returns:
-        [batch, num_kv_heads, time, head_dim].
+        dtype: of the result, [batch, num_kv_heads, time, head_dim].
     """
     num_kv_heads, groups, stages, size, part = table.shape
     batch, _, length, pitch = packed.shape
@@ -177,15 +166,12 @@ def decode_values(
     """As `CommVQValueCodec.decode`; bits and codebook are exact in float16, products are summed in float32.
 
     Args:
-        packed: bits of the tokens, uint8 [batch, 1, time, bytes].
-        scale: of the tokens, float16 [batch, 1, time, 1].
+        packed: uint8 [batch, 1, time, bytes].
+        scale: float16 [batch, 1, time, 1].
         codebook: float16 [bits, num_kv_heads * head_dim].
         offset: float16 [num_kv_heads * head_dim].
         head_dim: channels of a head.
-        dtype: of the result.
-
-    Returns:
-        [batch, num_kv_heads, time, head_dim].
+        dtype: of the result, [batch, num_kv_heads, time, head_dim].
     """
     count, width = codebook.shape
     batch, _, length, size = packed.shape

@@ -4,7 +4,8 @@ CommVQ (arXiv 2506.18879) appendix A.2. Hard: E-step by `Search.nearest`, M-step
 never rises. Annealed: weights softmax(-D/T_k) over all N^2 centres with D the Euclidean distance (Eq. 34-35) and T_k
 falling exponentially; the codebook with the lowest hard-assignment error is kept.
 
-An iteration keeps the sums of a pass over blocks of the data, [P, T, 2g] in all, so its memory does not depend on T.
+An iteration keeps the sums of a pass over blocks of the data x, [P, T, 2g] in all, so its memory does not depend on T.
+Generators are on the CPU.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvcli.methods.commvq.codebook import Search, Sums, pair_table, solve, times_i, update
+from kvcli.methods.commvq.codebook import Search, Sums, pair_table, times_i, update
 from kvcli.methods.samples import TokenBlocks
 
 _SUBSET, _MOST_SUBSET = 4096, 8192
@@ -22,16 +23,7 @@ _ANNEAL_FROM, _ANNEAL_TO = 1e-3, 1e-5
 
 
 def initial_codebook(x: TokenBlocks, size: int, generator: torch.Generator) -> Tensor:
-    """Least squares fit of the structured centres to N^2 random data vectors, each taken as one centre.
-
-    Args:
-        x: [P, T, 2g] data.
-        size: rows N.
-        generator: CPU generator that draws the vectors.
-
-    Returns:
-        [P, N, 2g].
-    """
+    """Least squares fit of the structured centres [P, N, 2g] to N^2 = `size`^2 random data vectors, one for each."""
     count = size * size
     draw = torch.randperm(max(count, x.num_tokens), generator=generator)[:count] % x.num_tokens
     drawn = x.at(draw)
@@ -45,13 +37,10 @@ def fit_hard(x: TokenBlocks, size: int, iterations: int, early: int, generator: 
 
     Args:
         x: [P, T, 2g] data.
-        size: rows N.
+        size: rows N of the codebook [P, N, 2g] that is returned.
         iterations: EM iterations in all.
         early: how many of them run on the subset; all vectors are taken where it would be half of them or more.
-        generator: CPU generator of the initial centres and the subset.
-
-    Returns:
-        The codebook [P, N, 2g].
+        generator: of the initial centres and the subset.
     """
     codebook = initial_codebook(x, size, generator)
     count = min(max(_SUBSET, x.num_tokens // 4), _MOST_SUBSET)
@@ -67,15 +56,7 @@ def fit_hard(x: TokenBlocks, size: int, iterations: int, early: int, generator: 
 
 
 def step(x: TokenBlocks, codebook: Tensor) -> Tensor:
-    """One hard EM iteration; dead rows are replaced by the vectors of largest error.
-
-    Args:
-        x: [P, T, 2g] data.
-        codebook: [P, N, 2g].
-
-    Returns:
-        The new codebook.
-    """
+    """One hard EM iteration on a codebook [P, N, 2g]; dead rows are replaced by the vectors of largest error."""
     sums, search = Sums(codebook), Search.of(codebook)
     for block in x:
         sums.add(block, *search.nearest(block))
@@ -115,14 +96,8 @@ def fit_annealed(x: TokenBlocks, size: int, stage: int, generator: torch.Generat
     The schedule is the released code's: one E-step at T = 1, then 100 steps from 1e-3 * s to 1e-5 * s, s divided by 10
     after stages 0, 4, 8, ..., for vectors scaled to unit norm.
 
-    Args:
-        x: [P, T, 2g] data.
-        size: rows N.
-        stage: index of the residual stage.
-        generator: CPU generator of the initial centres.
-
     Returns:
-        The codebook [P, N, 2g] with the lowest hard-assignment error.
+        The codebook [P, N, 2g], N = `size`, with the lowest hard-assignment error.
     """
     scale = 0.1 ** ((stage + 3) // 4)
     decay = torch.logspace(0, 1, _ANNEAL_STEPS, base=_ANNEAL_TO / _ANNEAL_FROM).tolist()
@@ -141,36 +116,25 @@ def fit_annealed(x: TokenBlocks, size: int, stage: int, generator: torch.Generat
 def hard_error(x: TokenBlocks, codebook: Tensor) -> float:
     """Mean squared error per channel of x [P, T, 2g] under hard assignment to a codebook [P, N, 2g]."""
     search = Search.of(codebook)
-
-    def of_block(block: Tensor) -> Tensor:
-        return (block - search.centres(*search.nearest(block))).square().mean()
-
-    return float(x.mean(of_block))
+    return float(x.mean(lambda block: (block - search.centres(*search.nearest(block))).square().mean()))
 
 
 def soft_step(x: TokenBlocks, codebook: Tensor, temperature: float) -> Tensor:
-    """One EM iteration with weights softmax(-D/T) over all centres (CommVQ Eq. 34-35).
+    """One EM iteration on a codebook [P, N, 2g] with weights softmax(-D/T) over all centres (CommVQ Eq. 34-35).
 
-    Args:
-        x: [P, T, 2g].
-        codebook: [P, N, 2g].
-        temperature: T, in units of the distance.
-
-    Returns:
-        The updated codebook [P, N, 2g].
+    The temperature T is in units of the distance.
     """
     problems, size, _ = codebook.shape
     table = pair_table(codebook).flatten(1).unsqueeze(1)
     directions = torch.cat((codebook, times_i(codebook)), dim=1).transpose(1, 2) * -2
-    counts = codebook.new_zeros(problems, size, size, dtype=torch.float64)
-    sums_a, sums_b = torch.zeros_like(codebook, dtype=torch.float64), torch.zeros_like(codebook, dtype=torch.float64)
+    sums = Sums(codebook)
     block = max(1, _SOFT_BLOCK_ELEMENTS // (problems * size * size))
     for part in (part for data in x for part in data.split(block, dim=1)):
         along_a, along_b = (part @ directions).split(size, dim=-1)
         cross = (along_a.unsqueeze(-1) + along_b.unsqueeze(-2)).flatten(2)
         distance = (part.square().sum(-1, keepdim=True) + cross + table).clamp_min(0).sqrt()
         weights = torch.softmax(-distance / temperature, dim=-1).double().unflatten(-1, (size, size))
-        counts += weights.sum(1)
-        sums_a += weights.sum(-1).transpose(1, 2) @ part.double()
-        sums_b += weights.sum(-2).transpose(1, 2) @ part.double()
-    return solve(counts, sums_a, sums_b, codebook)[0]
+        sums.counts += weights.sum(1).flatten(1)
+        sums.first += weights.sum(-1).transpose(1, 2) @ part.double()
+        sums.second += weights.sum(-2).transpose(1, 2) @ part.double()
+    return sums.solve(codebook)[0]

@@ -69,22 +69,23 @@ def _pack_kernel(
 
 
 def encode_keys(x: Tensor, tables: SearchTables, joint: bool, rotary_dim: int) -> tuple[Tensor, Tensor]:
-    """Packed codes and norms of keys, the fields of `CommVQKeyCodes`.
+    """The fields of `CommVQKeyCodes` of keys x [batch, num_kv_heads, time, head_dim].
 
-    Args:
-        x: [batch, num_kv_heads, time, head_dim].
-        tables: of the fitted codec.
-        joint: whether one norm serves all heads of a token.
-        rotary_dim: channels that RoPE rotates.
-
-    Returns:
-        uint8 [batch, 1, time, bytes] and float16 [batch, 1 or num_kv_heads, time, 1].
+    If `joint`, one norm serves all heads of a token. RoPE rotates `rotary_dim` channels.
     """
     x = row_major(x)
     stored, norms = _norms(x, tables.channel_weights, joint)
     codes = search(x, norms, tables, joint, rotary_dim)
-    packed = _pack(codes, 2 * (tables.codebook_size - 1).bit_length())
-    return packed.view(x.shape[0], 1, x.shape[2], packed.shape[-1]), stored.unsqueeze(-1)
+    n_bits = 2 * (tables.codebook_size - 1).bit_length()
+    tokens, count = codes.shape
+    width, block = packed_size(count, n_bits), 16
+    packed = torch.empty(x.shape[0], 1, x.shape[2], width, dtype=torch.uint8, device=x.device)
+    if tokens:
+        _pack_kernel[(cdiv(tokens, block),)](
+            codes, packed, tokens, COUNT=count, BITS=n_bits, BYTES=width,
+            BLOCK_T=block, BLOCK_Y=power_of_two(width), num_warps=4,
+        )  # fmt: skip
+    return packed, stored.unsqueeze(-1)
 
 
 def _norms(x: Tensor, weights: Tensor, joint: bool) -> tuple[Tensor, Tensor]:
@@ -100,17 +101,3 @@ def _norms(x: Tensor, weights: Tensor, joint: bool) -> tuple[Tensor, Tensor]:
             HEADS=heads, JOINT=joint, D=width, BLOCK_T=block, BLOCK_D=power_of_two(width), num_warps=4,
         )  # fmt: skip
     return stored, norms
-
-
-def _pack(codes: Tensor, n_bits: int) -> Tensor:
-    """`pack_bits` of codes int32 [tokens, count]: uint8 [tokens, bytes]."""
-    tokens, count = codes.shape
-    width = packed_size(count, n_bits)
-    packed = torch.empty(tokens, width, dtype=torch.uint8, device=codes.device)
-    block = 16
-    if tokens:
-        _pack_kernel[(cdiv(tokens, block),)](
-            codes, packed, tokens, COUNT=count, BITS=n_bits, BYTES=width,
-            BLOCK_T=block, BLOCK_Y=power_of_two(width), num_warps=4,
-        )  # fmt: skip
-    return packed

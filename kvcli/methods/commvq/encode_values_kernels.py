@@ -249,16 +249,9 @@ def _finish_kernel(
 
 
 def encode_values(x: Tensor, encoder: Tensor, tables: DescentTables, sweeps: int) -> tuple[Tensor, Tensor]:
-    """Packed bits and scales of values, the fields of `CommVQValueCodes`, with the linear encoder.
+    """The fields of `CommVQValueCodes` of values x [batch, num_kv_heads, time, head_dim].
 
-    Args:
-        x: [batch, num_kv_heads, time, head_dim].
-        encoder: float16 [N_c, D], the encoder's weight.
-        tables: of the fitted codec.
-        sweeps: coordinate-descent sweeps after the encoder.
-
-    Returns:
-        uint8 [batch, 1, time, ceil(N_c / 8)] and float16 [batch, 1, time, 1].
+    The linear encoder has the weight `encoder`, float16 [N_c, D]; `sweeps` of coordinate descent follow.
     """
     batch, _, time, _ = x.shape
     width = packed_size(encoder.shape[0], 1)

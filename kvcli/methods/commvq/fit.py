@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Any
 
 import torch
@@ -32,14 +33,7 @@ def fit_layer(
     config: CommVQConfig,
     generator: torch.Generator,
 ) -> FitReport:
-    """Fits key codebooks, then value encoder and codebook, in place.
-
-    Args:
-        codec: the layer's codecs, on the device the samples are on.
-        train: samples to fit on, without the tokens that the cache keeps as sinks.
-        heldout: samples to measure on.
-        config: resolved settings.
-        generator: CPU generator of every random choice.
+    """Fits key codebooks, then value encoder and codebook, in place; a `FitLayer`.
 
     Returns:
         `key_bits` and `value_bits`, of the codes per value; `key_nmse` and `value_nmse`, the held-out squared error of
@@ -132,21 +126,14 @@ def compare_with_scalar(what: str, errors: list[float], train: Tensor, heldout: 
 
 
 def scalar_nmse(train: Tensor, heldout: Tensor, bits: int) -> list[float]:
-    """Squared error as a share of the energy, of a scalar code per channel.
+    """Squared error as a share of the energy, of a scalar code per channel of x [heads, tokens, head_dim].
 
     Its 2^bits levels are the means of equally many training values.
-
-    Args:
-        train: [heads, tokens, head_dim].
-        heldout: [heads, tokens, head_dim].
-        bits: per value.
     """
     ordered = train[:, :_ERROR_TOKENS].float().sort(dim=1).values
-    x, best = heldout[:, :_ERROR_TOKENS].float(), None
-    for part in ordered.tensor_split(min(2**bits, ordered.shape[1]), dim=1):
-        error = (x - part.mean(1, keepdim=True)).square()
-        best = error if best is None else torch.minimum(best, error)
-    assert best is not None
+    x = heldout[:, :_ERROR_TOKENS].float()
+    parts = ordered.tensor_split(min(2**bits, ordered.shape[1]), dim=1)
+    best = reduce(torch.minimum, ((x - part.mean(1, keepdim=True)).square() for part in parts))
     return [float(e) for e in best.sum((1, 2)) / x.square().sum((1, 2)).clamp_min(1e-30)]
 
 

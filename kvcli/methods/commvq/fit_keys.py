@@ -36,12 +36,14 @@ def fit_keys(codec: CommVQKeyCodec, keys: TokenBlocks, config: CommVQConfig, gen
     books, dead = [], 0
     for stage in range(config.num_residuals):
         if config.key_assignment == "hard":
-            iterations = config.key_iterations, config.key_subset_iterations
-            book = fit_hard(residual, config.codebook_size, *iterations, generator)
+            on_subset = max(0, config.key_iterations - config.key_full_iterations)
+            book = fit_hard(residual, config.codebook_size, config.key_iterations, on_subset, generator)
         else:
             book = fit_annealed(residual, config.codebook_size, stage, generator)
         if stage == 0:
-            codec.codebook_scale.copy_(codebook_scale(book / weights).view_as(codec.codebook_scale))
+            # the unit of each pair follows from the first stage
+            largest = (book / weights).unflatten(-1, (-1, 2)).abs().amax((1, 3))
+            codec.codebook_scale.copy_((largest.clamp_min(1e-6) / 127).view_as(codec.codebook_scale))
         # later stages must see the residual of the stored int8 codebook, not of the float32 one
         unit = codec.codebook_scale.flatten(0, 1).repeat_interleave(2, -1).unsqueeze(1)
         stored = (book / weights / unit).round().clamp(-127, 127)
@@ -102,11 +104,4 @@ def pair_weight(costs: Tensor, keys: TokenBlocks, rotary_dim: int) -> Tensor:
     energy = torch.where(of_keys > 0, energy, energy.amin(-1, keepdim=True))
     mean_square = (energy * of_keys).mean(-1, keepdim=True) / 2
     scale = torch.where(mean_square > 0, 1 / mean_square.clamp_min(_TINY), 1.0)
-    weights: Tensor = (energy * scale).sqrt().float()
-    return weights
-
-
-def codebook_scale(book: Tensor) -> Tensor:
-    """The unit of each pair in an int8 codebook, from its first stage [P, N, 2g]: [P, g]."""
-    largest: Tensor = book.unflatten(-1, (-1, 2)).abs().amax((1, 3))
-    return largest.clamp_min(1e-6) / 127
+    return (energy * scale).sqrt().float()

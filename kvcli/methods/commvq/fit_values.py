@@ -24,13 +24,10 @@ _PAPER_LEARNING_RATE = 1e-3
 
 
 def set_metric(codec: CommVQValueCodec, values: TokenBlocks, fisher: Tensor | None) -> None:
-    """Sets the metric of errors, in units in which values have mean square 1.
+    """Sets the codec's metric of errors, in units in which values [num_kv_heads, tokens, head_dim] have mean square 1.
 
-    Args:
-        codec: changed in place.
-        values: [num_kv_heads, tokens, head_dim].
-        fisher: float32 [num_kv_heads, head_dim, head_dim], Fisher information; None: errors of each channel count in
-            units of its mean magnitude.
+    `fisher` is Fisher information [num_kv_heads, head_dim, head_dim]; without it, errors of each channel count in units
+    of its mean magnitude.
     """
     if fisher is None:
         scale = values.mean(lambda block: block.abs().mean(1))
@@ -40,11 +37,7 @@ def set_metric(codec: CommVQValueCodec, values: TokenBlocks, fisher: Tensor | No
         covariance, inverse = regular_covariance(values)
         mean_cost = torch.einsum("hde,hed->", fisher.double(), covariance) / fisher.shape[:2].numel()
         root = square_root(fisher.double() + _LEAST_COST * mean_cost.clamp_min(1e-30) * inverse)
-
-    def mean_square(block: Tensor) -> Tensor:
-        return torch.einsum("htd,hde->hte", block.to(root.dtype), root).square().mean()
-
-    size = values.mean(mean_square).sqrt()
+    size = values.mean(lambda x: torch.einsum("htd,hde->hte", x.to(root.dtype), root).square().mean()).sqrt()
     codec.metric_root.copy_(root / torch.where(size > 0, size, 1.0))
 
 
@@ -126,15 +119,20 @@ def principal_bits(rows: TokenBlocks, num_bits: int) -> tuple[Tensor, Tensor, St
 
     Component i with b_i bits and step t_i is the sum of b_i binary rows t_i * 2^j * (its direction), plus an offset.
 
-    Args:
-        rows: [T, D].
-        num_bits: N_c.
-
     Returns:
-        Codebook [N_c, D], offset [D] and bits uint8 [T, N_c], grouped so that a sweep chooses neighbouring components.
+        Codebook [N_c, D], offset [D] and bits uint8 [T, N_c] of rows [T, D] and N_c = `num_bits`, grouped so that a
+        sweep chooses neighbouring components.
     """
     mean = rows.mean(lambda block: block.mean(0))
-    variance, directions = torch.linalg.eigh(_covariance(rows, mean))
+    # that within blocks and that of the blocks' means
+    covariance = torch.zeros(len(mean), len(mean), dtype=torch.float64, device=mean.device)
+    freedom = max(1, rows.num_tokens - 1)
+    for block in rows:
+        apart = (block.mean(0) - mean).double()
+        covariance += apart.outer(apart) * (len(block) / freedom)
+        if len(block) > 1:
+            covariance += torch.cov(block.T).double() * ((len(block) - 1) / freedom)
+    variance, directions = torch.linalg.eigh(covariance)
     variance, directions = variance.float().clamp_min(1e-12), directions.float()
     remaining, allotted = variance.tolist(), [0] * len(variance)
     for _ in range(num_bits):
@@ -162,23 +160,10 @@ def principal_bits(rows: TokenBlocks, num_bits: int) -> tuple[Tensor, Tensor, St
     return torch.stack(book), offset, rows.map(bits_of).stored()
 
 
-def _covariance(rows: TokenBlocks, mean: Tensor) -> Tensor:
-    """Covariance of rows [T, D] with mean [D], float64 [D, D]: that within blocks and that of the blocks' means."""
-    total = torch.zeros(len(mean), len(mean), dtype=torch.float64, device=mean.device)
-    freedom = max(1, rows.num_tokens - 1)
-    for block in rows:
-        apart = (block.mean(0) - mean).double()
-        total += apart.outer(apart) * (len(block) / freedom)
-        if len(block) > 1:
-            total += torch.cov(block.T).double() * ((len(block) - 1) / freedom)
-    return total
-
-
 def least_squares_codebook(pairs: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Codebook [N_c, D] and offset [D] that minimise |rows - bits C - offset|^2, with a small ridge.
 
-    Args:
-        pairs: bits [t, N_c] and rows [t, D], block by block.
+    `pairs` are bits [t, N_c] and rows [t, D], block by block.
     """
     solution = _ridge_solve(pairs)
     return solution[:-1], solution[-1]
@@ -239,10 +224,7 @@ def _store(codec: CommVQValueCodec, codebook: Tensor, offset: Tensor) -> None:
 def _ridge_solve(pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
     """Least squares of targets [T, M] on inputs [T, K] and a constant: [K + 1, M], the constant's row last.
 
-    The normal equations are accumulated block by block, so that neither side is converted to float32 as a whole.
-
-    Args:
-        pairs: inputs and targets, block by block.
+    `pairs` are added to the normal equations part by part, so that neither side is converted to float32 as a whole.
     """
     total: Tensor | None = None
     for inputs, targets in pairs:

@@ -50,9 +50,10 @@ class CommVQKeyCodec(KeyCodec[CommVQKeyCodes, None]):
             commutes with rotation, and -127..127 is closed under multiplication by i.
         pair_weight: float32 [num_kv_heads, head_dim/2].
 
-    Args:
-        spec: the model's shapes.
-        config: resolved settings.
+    Attributes:
+        num_codes: codes per token, over heads, groups and stages.
+        norm_width: channels under one norm; a normalised key has the weighted L2 norm sqrt(norm_width).
+        norm_factor: stored norm to factor of the codebook's unit keys, which have that norm, too.
     """
 
     space: Space = "pre_rope"
@@ -63,6 +64,9 @@ class CommVQKeyCodec(KeyCodec[CommVQKeyCodes, None]):
         super().__init__()
         self.spec, self.config = spec, config
         self.num_groups = spec.head_dim // 2 // config.pairs_per_group
+        self.num_codes = spec.num_kv_heads * self.num_groups * config.num_residuals
+        self.norm_width = spec.kv_dim if config.key_norm == "joint" else spec.head_dim
+        self.norm_factor = norm_unit(self.norm_width) * self.norm_width**-0.5
         shape = (config.num_residuals, config.codebook_size, 2 * config.pairs_per_group)
         self.codebook: Tensor
         self.codebook_scale: Tensor
@@ -74,24 +78,9 @@ class CommVQKeyCodec(KeyCodec[CommVQKeyCodes, None]):
         self._search_tables: CachedFromBuffers[SearchTables] = CachedFromBuffers()
         self._packed_codebook: CachedFromBuffers[Tensor] = CachedFromBuffers()
 
-    @property
-    def num_codes(self) -> int:
-        """Codes per token, over heads, groups and stages."""
-        return self.spec.num_kv_heads * self.num_groups * self.config.num_residuals
-
     def bits_per_token(self) -> float:
         norms = 1 if self.config.key_norm == "joint" else self.spec.num_kv_heads
         return 8.0 * packed_size(self.num_codes, self.config.bits_per_code) + 16 * norms
-
-    @property
-    def norm_width(self) -> int:
-        """Channels under one norm; a normalised key has the weighted L2 norm sqrt(norm_width)."""
-        return self.spec.kv_dim if self.config.key_norm == "joint" else self.spec.head_dim
-
-    @property
-    def norm_factor(self) -> float:
-        """Stored norm to factor of the codebook's unit keys, whose L2 norm is sqrt(norm_width)."""
-        return norm_unit(self.norm_width) * self.norm_width**-0.5
 
     def search_tables(self) -> SearchTables:
         """Tables of the encode kernels, recomputed when a buffer changes."""
@@ -181,17 +170,8 @@ class CommVQKeyCodec(KeyCodec[CommVQKeyCodes, None]):
         if self.fused and supports_keys(self):
             from kvcli.methods.commvq.decode_kernels import decode_keys
 
-            return decode_keys(
-                codes.packed,
-                codes.norm,
-                self.kernel_codebook(),
-                self.codebook_scale,
-                rotation,
-                offset,
-                dtype,
-                code_bits=self.config.bits_per_code,
-                norm_factor=self.norm_factor,
-            )
+            book = self.kernel_codebook(), self.codebook_scale, self.config.bits_per_code
+            return decode_keys(codes.packed, codes.norm, *book, self.norm_factor, rotation, offset, dtype)
         return super().decode_rotated(codes, state, rotation, offset, dtype)
 
     def unit_pairs(self, codes: CommVQKeyCodes) -> Tensor:
@@ -201,9 +181,8 @@ class CommVQKeyCodec(KeyCodec[CommVQKeyCodes, None]):
         start = torch.arange(0, len(table), self.config.codebook_size, device=table.device)
         start = start.view(-1, 1, 1, self.config.num_residuals)
         # the sum over stages of u_a + i * u_b
-        first, second = (
-            nn.functional.embedding_bag((rows + start).flatten(0, 2), table, mode="sum") for rows in self.unpack(codes)
-        )
+        indices = ((rows + start).flatten(0, 2) for rows in self.unpack(codes))
+        first, second = (nn.functional.embedding_bag(rows, table, mode="sum") for rows in indices)
         keys = (first + times_i(second)).view(self.spec.num_kv_heads, self.num_groups, batch, time, -1, 2)
         return keys.permute(2, 0, 3, 4, 1, 5).flatten(3, 4)
 

@@ -24,32 +24,21 @@ _LEAST_GAIN = 0.05
 """Share by which an offset must lower the held-out error: without one, decoding is a little faster."""
 
 
-def offsets(samples: LayerSamples) -> dict[str, Tensor]:
-    """The constants to choose from by name, [num_kv_heads, head_dim] each; no bias where the model has none."""
-    mean = samples.keys.mean(lambda block: block.mean(1))
-    constants = {"none": torch.zeros_like(mean)}
-    if samples.key_bias is not None and samples.key_bias.any():
-        constants["bias"] = samples.key_bias
-    constants["mean"] = mean
-    return constants
-
-
 def choose_offset(
     codec: CommVQKeyCodec, train: LayerSamples, heldout: LayerSamples, config: CommVQConfig, generator: torch.Generator
 ) -> tuple[str, Tensor]:
     """The offset with the smallest held-out score error, each tried by a short fit of a few stages.
 
-    Args:
-        codec: of the layer, not changed.
-        train: samples to fit on.
-        heldout: samples to measure on.
-        config: resolved settings; a `key_offset` other than auto is taken without a trial.
-        generator: CPU generator of every random choice.
+    A `key_offset` other than auto is taken without a trial. The codec does not change.
 
     Returns:
         Its name, and the offset [num_kv_heads, head_dim].
     """
-    choices = offsets(train)
+    mean = train.keys.mean(lambda block: block.mean(1))
+    choices = {"none": torch.zeros_like(mean)}
+    if train.key_bias is not None and train.key_bias.any():
+        choices["bias"] = train.key_bias
+    choices["mean"] = mean
     if config.key_offset != "auto":
         return config.key_offset, choices.get(config.key_offset, choices["none"])
     stages = min(_PILOT_STAGES, config.num_residuals)

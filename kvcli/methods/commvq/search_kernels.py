@@ -224,10 +224,8 @@ def search_note(size: int, pairs: int, device: torch.device) -> str | None:
     needed, limit = _shared_memory(size, pairs, _SMALL_TILE), shared_memory_limit(device)
     if needed <= limit:
         return None
-    return (
-        f"keys are encoded in PyTorch: the search of {size} codewords needs {needed} bytes of shared memory, "
-        f"and the GPU has {limit} per block"
-    )
+    need = f"the search of {size} codewords needs {needed} bytes of shared memory"
+    return f"keys are encoded in PyTorch: {need}, and the GPU has {limit} per block"
 
 
 def _shared_memory(size: int, pairs: int, tile: int) -> int:
@@ -261,7 +259,7 @@ def search_tile(tokens: int, size: int, pairs: int, device: torch.device) -> dic
 
 
 def search(x: Tensor, norms: Tensor, tables: SearchTables, joint: bool, rotary_dim: int) -> Tensor:
-    """Codes of keys.
+    """Codes a * N + b of keys, int32 [batch * time, problems * stages].
 
     Args:
         x: [batch, num_kv_heads, time, head_dim], channels next to each other.
@@ -269,9 +267,6 @@ def search(x: Tensor, norms: Tensor, tables: SearchTables, joint: bool, rotary_d
         tables: of the fitted codec.
         joint: whether one norm serves all heads of a token.
         rotary_dim: channels that RoPE rotates.
-
-    Returns:
-        a * N + b, int32 [batch * time, problems * stages].
     """
     batch, heads, time, width = x.shape
     problems, pairs = tables.weights.shape

@@ -55,14 +55,7 @@ class SearchTables:
 
 
 def search_tables(codebook: Tensor, codebook_scale: Tensor, pair_weight: Tensor, rotary_dim: int) -> SearchTables:
-    """Derives the tables of the key search.
-
-    Args:
-        codebook: int8 [num_kv_heads, groups, R, N, 2g], (re, im) interleaved.
-        codebook_scale: float32 [num_kv_heads, groups, g].
-        pair_weight: float32 [num_kv_heads, head_dim/2].
-        rotary_dim: channels that RoPE rotates.
-    """
+    """Derives the tables of the key search from buffers of `CommVQKeyCodec`; RoPE rotates `rotary_dim` channels."""
     groups, size, pairs = codebook.shape[1], codebook.shape[3], codebook.shape[4] // 2
     pad_n, pad_g = max(16, power_of_two(size)) - size, max(16, power_of_two(pairs)) - pairs
     weights = by_group(pair_weight, groups, 1).flatten(0, 1).contiguous()
@@ -133,14 +126,7 @@ class DescentTables:
 
 
 def descent_tables(metric_root: Tensor, codebook: Tensor, offset: Tensor, bias: Tensor) -> DescentTables:
-    """Derives the tables of the value descent.
-
-    Args:
-        metric_root: float32 [num_kv_heads, d, d].
-        codebook: float16 [N_c, D].
-        offset: float16 [D].
-        bias: float16 [N_c] of the linear encoder.
-    """
+    """Derives the tables of the value descent from buffers of `CommVQValueCodec`, `bias` that of the linear encoder."""
     rows, in_metric_offset = in_metric(codebook, metric_root), in_metric(offset.unsqueeze(0), metric_root).squeeze(0)
     padded = torch.nn.functional.pad(rows, (0, 0, 0, -rows.shape[0] % BLOCK_BITS))
     gram = padded @ padded.T
@@ -164,10 +150,7 @@ def in_metric(rows: Tensor, metric_root: Tensor) -> Tensor:
 
 
 def pack_codebook(codebook: Tensor) -> Tensor:
-    """The key codebook as biased bytes, four per 32-bit word.
-
-    Args:
-        codebook: int8 [num_kv_heads, groups, R, N, 2g], (re, im) interleaved.
+    """The key codebook int8 [num_kv_heads, groups, R, N, 2g], (re, im) interleaved, as biased bytes.
 
     Returns:
         int32 [num_kv_heads, groups, R, N, g/2]; word w holds (re, im) of pair w, then of pair w + g/2.

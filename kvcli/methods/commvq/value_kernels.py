@@ -252,8 +252,6 @@ def bit_sums(scores: Tensor, encoded: EncodedTokens, fp32_dot: bool) -> tuple[Te
     factor = torch.empty(batch, num_splits, rows, device=device)
     part_out = torch.empty(batch, num_splits, rows, channels, device=device)
     part_lse = torch.empty(batch, num_splits, rows, device=device)
-    sums = torch.empty(batch, 1, rows, channels, device=device)
-    lse = torch.empty(batch, 1, rows, device=device)
     _weights_kernel[(num_splits, cdiv(rows, _WEIGHTS_TILE["BLOCK_M"]), batch)](
         scores, codes.scale, scores if encoded.lengths is None else encoded.lengths,
         weights, factor, part_out, part_lse,
@@ -268,6 +266,7 @@ def bit_sums(scores: Tensor, encoded: EncodedTokens, fp32_dot: bool) -> tuple[Te
     )  # fmt: skip
     if num_splits == 1:
         return part_out, part_lse * math.log(2)
+    sums, lse = torch.empty(batch, 1, rows, channels, device=device), torch.empty(batch, 1, rows, device=device)
     merge_splits(part_out, part_lse, sums, lse)
     return sums, lse
 
@@ -311,16 +310,9 @@ def _codebook_kernel(
 
 
 def apply_codebook(value: CommVQValueCodec, sums: Tensor, shape: torch.Size, fp32_dot: bool) -> Tensor:
-    """Bit sums times the codebook of each row's head.
+    """`bit_sums` times the codebook of each row's head, float32 of the query's shape [batch, num_heads, query_len, d].
 
-    Args:
-        value: the codec.
-        sums: of `value_kernels.bit_sums`.
-        shape: of the query, [batch, num_heads, query_len, head_dim].
-        fp32_dot: float32 products instead of tf32.
-
-    Returns:
-        float32 of that shape.
+    `fp32_dot`: float32 products instead of tf32.
     """
     batch, kv_heads, head_dim = shape[0], value.spec.num_kv_heads, shape[3]
     rows = sums.shape[2] // kv_heads

@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from kvcli.kernels.launch import FP16_BELOW_MAX
+from kvcli.kernels.launch import FP16_BELOW_MAX, FP16_MAX
 from kvcli.methods.base import CachedFromBuffers, Codes, ValueCodec
 from kvcli.methods.commvq.config import CommVQConfig
 from kvcli.methods.commvq.tables import SWEEP_BITS, DescentTables, descent_tables, in_metric
@@ -86,11 +86,10 @@ class CommVQValueCodec(ValueCodec[CommVQValueCodes]):
         return in_metric(rows, self.metric_root)
 
     def normalise(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Values [batch, heads, time, d] as unit rows in the coordinates of the metric.
+        """Values [batch, heads, time, d] as unit rows [batch * time, D] in the coordinates of the metric.
 
-        Returns:
-            Rows [batch * time, D] of root mean square 1 (0 for a zero value), and their float32 norms
-            [batch * time, 1] before division, in the same units.
+        Their root mean square is 1 (0 for a zero value); float32 [batch * time, 1] is returned, too, by which they were
+        divided.
         """
         rows = self.in_metric(values.transpose(1, 2).flatten(2).flatten(0, 1))
         rms = rows.square().mean(-1, keepdim=True).sqrt()
@@ -110,9 +109,8 @@ class CommVQValueCodec(ValueCodec[CommVQValueCodes]):
         rows, rms = self.normalise(x)
         bits = self.assign(rows)
         scale = rms * self._unit_gain(rows, self._decode_unit(bits))
-        limit = torch.finfo(torch.float16).max
         packed = pack_bits(bits.view(batch, 1, time, bits.shape[-1]), 1)
-        return CommVQValueCodes(packed, scale.clamp(-limit, limit).half().view(batch, 1, time, 1))
+        return CommVQValueCodes(packed, scale.clamp(-FP16_MAX, FP16_MAX).half().view(batch, 1, time, 1))
 
     def assign(self, rows: Tensor) -> Tensor:
         """The bits of unit rows [T, D] in the coordinates of the metric: float32 zeros and ones [T, N_c]."""
@@ -124,12 +122,7 @@ class CommVQValueCodec(ValueCodec[CommVQValueCodes]):
         return bits
 
     def unit_error(self, rows: Tensor, bits: Tensor | None = None) -> float:
-        """Squared error of coding unit rows [T, D] as a share of their energy.
-
-        Args:
-            rows: in the coordinates of the metric.
-            bits: [T, N_c] that encoding finds for them; None: they are not known yet.
-        """
+        """Squared error of unit rows [T, D] with bits [T, N_c], or those of `assign`, as a share of their energy."""
         decoded = self._decode_unit((self.assign(rows) if bits is None else bits).float())
         return float((decoded * self._unit_gain(rows, decoded) - rows).square().sum() / rows.square().sum())
 
@@ -200,31 +193,19 @@ def sweep(target: Tensor, codebook: Tensor, bits: Tensor) -> Tensor:
     places = torch.arange(SWEEP_BITS, device=bits.device)
     settings = (torch.arange(2**SWEEP_BITS, device=bits.device).unsqueeze(-1) >> places & 1).to(bits.dtype)
     for rows, current in zip(codebook.split(_BLOCK_BITS), bits.split(_BLOCK_BITS, dim=1), strict=True):
-        before = current.clone()
-        _descend(residual @ rows.T, rows, current, settings)
+        before, products = current.clone(), residual @ rows.T
+        gram, group = rows @ rows.T, torch.arange(len(rows), device=rows.device) // SWEEP_BITS
+        # products with what a group's own bits leave of the residual do not depend on them
+        products.addmm_(current, torch.where(group.unsqueeze(1) == group, gram, 0.0))
+        padded = nn.functional.pad(rows, (0, 0, 0, -len(rows) % SWEEP_BITS)).unflatten(0, (-1, SWEEP_BITS))
+        energies = (settings @ padded).square().sum(-1)
+        for energy, start in zip(energies, range(0, len(rows), SWEEP_BITS), strict=True):
+            stop = min(start + SWEEP_BITS, len(rows))
+            choices, old = settings[: 2 ** (stop - start), : stop - start], current[:, start:stop]
+            scores = torch.addmm(energy[: len(choices)], products[:, start:stop], choices.T, alpha=-2)
+            chosen = choices.index_select(0, scores.argmin(-1))
+            if stop < len(rows):
+                products[:, stop:].addmm_(old - chosen, gram[start:stop, stop:])
+            old.copy_(chosen)
         residual.addmm_(before.sub_(current), rows)
     return residual
-
-
-def _descend(products: Tensor, rows: Tensor, bits: Tensor, settings: Tensor) -> None:
-    """The part of a sweep that changes one block of bits.
-
-    Args:
-        products: [T, B] of the residual and the block's rows, overwritten.
-        rows: [B, D] of the codebook.
-        bits: [T, B], changed in place.
-        settings: all [2**SWEEP_BITS, SWEEP_BITS] settings of a group.
-    """
-    gram, group = rows @ rows.T, torch.arange(len(rows), device=rows.device) // SWEEP_BITS
-    # products with what a group's own bits leave of the residual do not depend on them
-    products.addmm_(bits, torch.where(group.unsqueeze(1) == group, gram, 0.0))
-    whole_groups = nn.functional.pad(rows, (0, 0, 0, -len(rows) % SWEEP_BITS)).unflatten(0, (-1, SWEEP_BITS))
-    energies = (settings @ whole_groups).square().sum(-1)
-    for energy, start in zip(energies, range(0, len(rows), SWEEP_BITS), strict=True):
-        stop = min(start + SWEEP_BITS, len(rows))
-        choices, current = settings[: 2 ** (stop - start), : stop - start], bits[:, start:stop]
-        scores = torch.addmm(energy[: len(choices)], products[:, start:stop], choices.T, alpha=-2)
-        chosen = choices.index_select(0, scores.argmin(-1))
-        if stop < len(rows):
-            products[:, stop:].addmm_(current - chosen, gram[start:stop, stop:])
-        current.copy_(chosen)

@@ -82,15 +82,12 @@ class QJLKey(KeyCodec[QJLCodes, QJLState]):
         self.register_buffer("sketch", random_sketch(inliers, spec.head_dim, orthogonal, generator))
         self.register_buffer("outlier_sketch", random_sketch(outliers, spec.head_dim, orthogonal, generator))
         self.bias = sketch_bias(spec.head_dim) if orthogonal else 1.0
+        # of a score, times m: without the sketch's bias, times the unit of stored norms
+        self.norm_factor = math.sqrt(math.pi / 2) / self.bias * norm_unit(spec.head_dim)
 
     def bits_per_token(self) -> float:
         sketches = (self.sketch, self.outlier_sketch)[: 2 if self.config.num_outliers else 1]
         return float(self.spec.num_kv_heads * sum(8 * packed_size(len(sketch), 1) + 16 for sketch in sketches))
-
-    @property
-    def norm_factor(self) -> float:
-        """Factor of a score, times m: sqrt(pi/2) without the sketch's bias, times the unit of stored norms."""
-        return math.sqrt(math.pi / 2) / self.bias * norm_unit(self.spec.head_dim)
 
     def new_state(self, batch: int, device: torch.device) -> QJLState:
         return QJLState(torch.zeros(batch, self.spec.num_kv_heads, self.spec.head_dim, device=device))

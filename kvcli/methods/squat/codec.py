@@ -167,7 +167,6 @@ def _method(name: str, summary: str, space: Space) -> Method:
         arxiv="2503.24358",
         config_cls=SQuatConfig,
         build=partial(_build, space),
-        nominal_bits=lambda spec, config: (config.k_bits, config.v_bits),
         paper_settings={f"{name}-2": {"sink_length": 0, "residual_length": 32}},
         schedules=kivi_schedules,
         fit=fit_subspace,
