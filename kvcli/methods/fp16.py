@@ -16,11 +16,7 @@ from kvcli.spec import ModelSpec
 
 @dataclass(frozen=True)
 class FP16Codes(Codes):
-    """Uncompressed tokens.
-
-    Attributes:
-        x: [batch, num_kv_heads, time, head_dim] in the model's dtype.
-    """
+    """Uncompressed tokens x [batch, num_kv_heads, time, head_dim] in the model's dtype."""
 
     x: Tensor
 

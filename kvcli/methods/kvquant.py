@@ -134,8 +134,6 @@ class _KVQuantKey(_KVQuant, KeyCodec[KVQuantCodes, None]):
 
 
 class _KVQuantValue(_KVQuant, ValueCodec[KVQuantCodes]):
-    """Values."""
-
     has_span = True
 
     def normalize(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

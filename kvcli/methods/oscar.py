@@ -209,14 +209,9 @@ def rotated_keys(samples: LayerSamples, tokens: Tensor) -> Tensor:
 
 
 def output_covariance(queries: Tensor, samples: LayerSamples) -> Tensor:
-    """V^T S^T S V: what the attention outputs of recorded queries, over the given tokens, sum up to.
+    """V^T S^T S V, float32 [num_kv_heads, head_dim, head_dim], over the tokens of `samples`, which may lack some.
 
-    Args:
-        queries: float32 [num_kv_heads, queries per kv head, query_tokens, head_dim] after RoPE.
-        samples: keys, values and positions of the same sequences; tokens may be missing.
-
-    Returns:
-        float32 [num_kv_heads, head_dim, head_dim].
+    Queries are float32 [num_kv_heads, queries per kv head, query_tokens, head_dim] after RoPE, of the same sequences.
     """
     tokens = rotated_tokens(samples)
     positions = samples.positions[tokens.to(samples.positions.device)]

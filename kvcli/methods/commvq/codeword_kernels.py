@@ -35,10 +35,8 @@ def _code_word(packed, at, first, i: tl.constexpr, m_n, PITCH: tl.constexpr, ALI
 def code_words(packed, t, p_time, first, count, PITCH: tl.constexpr, ALIGNED: tl.constexpr, WORDS: tl.constexpr):
     """WORDS + 1 words of the code streams of tokens t, from word `first` on: uint32 [...] each.
 
-    Args:
-        packed: pointer to token 0, of int32 words if ALIGNED, else of bytes; PITCH bytes per token, `p_time` elements.
-        t: [T] or [1, T], tokens; those from `count` on read as 0.
-        first: first word, a number or [G, 1].
+    packed: pointer to token 0, of int32 words if ALIGNED, else of bytes; PITCH bytes per token, `p_time` elements. t:
+    [T] or [1, T], tokens, those from `count` on read as 0; first: a number or [G, 1].
     """
     words = ()
     for i in tl.static_range(WORDS + 1):
@@ -72,16 +70,12 @@ def codeword_sums(
     raws, shift, table, o_w, PART: tl.constexpr, R: tl.constexpr, N: tl.constexpr, CODE_BITS: tl.constexpr,
     WORDS: tl.constexpr,
 ):  # fmt: skip
-    """sum_r (u_a + i u_b) of R codes: int32 [..., W] real and imaginary parts, two 16-bit numbers each.
+    """sum_r (u_a + i u_b) of R codes: int32 [..., W] real and imaginary parts, two 16-bit numbers each, with a bias
+    that `halves_of_sums` subtracts.
 
-    Args:
-        raws: of `code_words`, [...].
-        shift: uint32, a number or [G, 1], bits of the first word before the first code.
-        table: pointer, or pointers [G, 1, 1], to row 0 of the first stage; PART words per row, N rows per stage.
-        o_w: words [W] of a row.
-
-    Returns:
-        Both with a bias that `halves_of_sums` subtracts.
+    raws are those of `code_words`, [...]; shift: uint32, a number or [G, 1], bits of the first word before the first
+    code; table: pointer, or pointers [G, 1, 1], to row 0 of the first stage; PART words per row, N rows per stage; o_w:
+    words [W] of a row.
     """
     MASK: tl.constexpr = (1 << CODE_BITS) - 1
     # the group's codes, aligned to its first bit: WORDS tensors [...]

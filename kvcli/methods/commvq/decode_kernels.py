@@ -28,18 +28,13 @@ def _decode_keys_kernel(
 ):  # fmt: skip
     """out = R_t (norm * sum_r (u_a + i u_b) + offset), for BLOCK_T tokens of one kv head.
 
-    Grid (ceil(length / BLOCK_T), num_kv_heads * batch): programs that run at the same time share a codebook.
-
-    Args:
-        packed: [batch, 1, length, PITCH bytes], int32 words if ALIGNED, else uint8, strides p_*.
-        norm: float16 [batch, 1 or num_kv_heads, length, 1], strides n_*.
-        table: int32 [num_kv_heads, GROUPS, R, N, g/2] of `pack_codebook`.
-        pair_scale: float32 [num_kv_heads, GROUPS, g].
-        offset: float32 [num_kv_heads, D], read if HAS_OFFSET.
-        cos, sin: float32 [batch or 1, 1, length, HALF], strides c_*; channels beyond 2 * HALF are not rotated.
-        out: [batch, num_kv_heads, length, D] float, written; clamped to the range of float16 if it is that.
-
-    Constexprs: CODE_BITS per code; WORDS: 32-bit words that hold R codes; BLOCK_K and BLOCK_W, GROUPS and g/2 padded.
+    Grid (ceil(length / BLOCK_T), num_kv_heads * batch): programs that run at the same time share a codebook. packed
+    [batch, 1, length, PITCH bytes], int32 words if ALIGNED, else uint8, strides p_*; norm float16 [batch, 1 or
+    num_kv_heads, length, 1], strides n_*; table int32 [num_kv_heads, GROUPS, R, N, g/2] of `pack_codebook`; pair_scale
+    float32 [num_kv_heads, GROUPS, g]; offset float32 [num_kv_heads, D], if HAS_OFFSET; cos, sin float32 [batch or 1, 1,
+    length, HALF], strides c_*, channels beyond 2 * HALF are not rotated; out [batch, num_kv_heads, length, D] float,
+    written, clamped to the range of float16 if it is that. CODE_BITS per code; WORDS: 32-bit words that hold R codes;
+    BLOCK_K and BLOCK_W are GROUPS and g/2 padded.
     """
     i_b = (tl.program_id(1) % batch).to(tl.int64)
     i_h = (tl.program_id(1) // batch).to(tl.int64)
@@ -137,15 +132,10 @@ def _decode_values_kernel(
 ):  # fmt: skip
     """out = scale * (bits C + offset), for BLOCK_T tokens and BLOCK_C channels of all kv heads.
 
-    Grid (ceil(WIDTH / BLOCK_C), ceil(length / BLOCK_T), batch): programs that run at the same time share bits.
-
-    Args:
-        packed: uint8 [batch, 1, length, BYTES], strides p_*.
-        scale: float16 [batch, 1, length, 1], strides s_*.
-        codebook, offset: float16 [COUNT, WIDTH] and [WIDTH].
-        out: [batch, WIDTH / D, length, D] float, written; clamped to the range of float16 if it is that.
-
-    Constexprs: BLOCK_Y bytes of bits at a time.
+    Grid (ceil(WIDTH / BLOCK_C), ceil(length / BLOCK_T), batch): programs that run at the same time share bits. packed
+    uint8 [batch, 1, length, BYTES], strides p_*; scale float16 [batch, 1, length, 1], strides s_*; codebook, offset
+    float16 [COUNT, WIDTH] and [WIDTH]; out [batch, WIDTH / D, length, D] float, written, clamped to the range of
+    float16 if it is that. BLOCK_Y bytes of bits at a time.
     """
     i_b = tl.program_id(2).to(tl.int64)
     c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)

@@ -273,12 +273,11 @@ def _unit_rows(x: Tensor, tables: DescentTables, first: int, tokens: int) -> tup
     """Unit rows float16 [tokens, D] and their root mean squares float32 [tokens], from token `first` of all rows."""
     heads, time, width = x.shape[1:]
     product = torch.empty(tokens, heads * width, dtype=torch.float32, device=x.device)
-    rows = torch.empty_like(product, dtype=torch.float16)
-    rms = torch.empty(tokens, dtype=torch.float32, device=x.device)
-    widest = _METRIC_TILES.on(x.device)["BLOCK"]
+    rows, rms = torch.empty_like(product, dtype=torch.float16), product.new_empty(tokens)
+    block = min(_METRIC_TILES.on(x.device)["BLOCK"], max(16, power_of_two(width)))
     _metric_kernel[(cdiv(tokens, _METRIC_TOKENS), heads)](
         x, tables.metric_root, product, *x.stride()[:3], first, tokens, time,
-        WIDTH=width, BLOCK_T=_METRIC_TOKENS, BLOCK=min(widest, max(16, power_of_two(width))), num_warps=4,
+        WIDTH=width, BLOCK_T=_METRIC_TOKENS, BLOCK=block, num_warps=4,
     )  # fmt: skip
     block_d = power_of_two(heads * width)
     block_t = max(1, _UNIT_ELEMENTS // block_d)

@@ -61,13 +61,11 @@ def fit_layer(
     mean = train.keys.mean(lambda block: block.mean(1, keepdim=True))
     heldout_keys, heldout_values = heldout.keys.first(_ERROR_TOKENS), heldout.values.first(_ERROR_TOKENS)
     key_error = coding_error(codec.key, heldout_keys - offset) * codec.key.channel_weight()
-    train_keys, heldout_keys = (
-        (x - mean) * codec.key.channel_weight() for x in (train.keys.first(_ERROR_TOKENS), heldout_keys)
-    )
-    train_values = train.values.first(_ERROR_TOKENS)
+    train_keys, train_values = train.keys.first(_ERROR_TOKENS), train.values.first(_ERROR_TOKENS)
+    train_keys, heldout_keys = ((x - mean) * codec.key.channel_weight() for x in (train_keys, heldout_keys))
     value_error = coding_error(codec.value, heldout_values) @ codec.value.metric_root
     train_values, heldout_values = (x @ codec.value.metric_root for x in (train_values, heldout_values))
-    metrics: dict[str, Any] = {
+    metrics = {
         "key_bits": key_bits,
         "value_bits": value_bits,
         "key_nmse": shares(key_error, heldout_keys),
@@ -75,24 +73,14 @@ def fit_layer(
         "dead_key_rows": dead,
         "key_offset": name,
     }
+    # a token's values are coded jointly, on purpose worse in heads whose errors cost less: all heads as one
+    joined = [x.transpose(0, 1).flatten(1).unsqueeze(0) for x in (value_error, train_values, heldout_values)]
     warnings = [
-        *compare_with_scalar("keys", metrics["key_nmse"], train_keys, heldout_keys, key_bits),
-        # a token's values are coded jointly, on purpose worse in heads whose errors cost less
-        *compare_with_scalar(
-            "values",
-            shares(*map(_joined, (value_error, heldout_values))),
-            _joined(train_values),
-            _joined(heldout_values),
-            value_bits,
-        ),
+        *compare_with_scalar("keys", key_bits, key_error, train_keys, heldout_keys),
+        *compare_with_scalar("values", value_bits, *joined),
         *oversized_books(codec.key),
     ]
     return FitReport(metrics, tuple(warnings))
-
-
-def _joined(x: Tensor) -> Tensor:
-    """The heads of x [heads, tokens, head_dim] as one, [1, tokens, heads * head_dim]."""
-    return x.transpose(0, 1).flatten(1).unsqueeze(0)
 
 
 def coding_error(codec: Codec[Any], x: Tensor) -> Tensor:
@@ -105,16 +93,12 @@ def shares(error: Tensor, x: Tensor) -> list[float]:
     return [float(y) for y in error.square().sum((1, 2)) / x.square().sum((1, 2)).clamp_min(1e-30)]
 
 
-def compare_with_scalar(what: str, errors: list[float], train: Tensor, heldout: Tensor, bits: float) -> list[str]:
+def compare_with_scalar(what: str, bits: float, error: Tensor, train: Tensor, heldout: Tensor) -> list[str]:
     """A warning for each head, or one joint code, whose held-out error exceeds that of a scalar code of as many bits.
 
-    Args:
-        what: keys or values.
-        errors: the normalised squared error of each head.
-        train: [heads, tokens, head_dim].
-        heldout: [heads, tokens, head_dim].
-        bits: per value; the scalar code has as many whole bits.
+    `what` is keys or values; tensors are [heads, tokens, head_dim]; the scalar code has as many whole bits.
     """
+    errors = shares(error, heldout)
     limits = scalar_nmse(train, heldout, min(int(bits), _MAX_SCALAR_BITS))
     heads = [f"{what} of head {head}" for head in range(len(errors))] if len(errors) > 1 else [what]
     return [

@@ -248,14 +248,9 @@ def search_tile(tokens: int, size: int, pairs: int, device: torch.device) -> dic
     fits = _shared_memory(size, pairs, large) <= shared_memory_limit(device)
     block_n = max(16, power_of_two(size))
     return {
-        "BLOCK_T": large if fits and tokens > _FEW_TOKENS else _SMALL_TILE,
-        "BLOCK_N": block_n,
-        "BLOCK_C": min(_CODEWORDS, block_n),
-        "BLOCK_B": 8,
-        "BLOCK_G": max(16, power_of_two(pairs)),
-        "num_warps": 4,
-        "num_stages": 1,
-    }
+        "BLOCK_T": large if fits and tokens > _FEW_TOKENS else _SMALL_TILE, "BLOCK_N": block_n, "BLOCK_B": 8,
+        "BLOCK_C": min(_CODEWORDS, block_n), "BLOCK_G": max(16, power_of_two(pairs)), "num_warps": 4, "num_stages": 1,
+    }  # fmt: skip
 
 
 def search(x: Tensor, norms: Tensor, tables: SearchTables, joint: bool, rotary_dim: int) -> Tensor:

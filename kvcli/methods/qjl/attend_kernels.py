@@ -41,16 +41,13 @@ def _sketch_query_kernel(
     """S q of the inlier channels, then S_out q of the outlier channels, in float32.
 
     Grid (ceil(total / BLOCK_M), (M + M_OUT) / BLOCK_K), total = batch * num_kv_heads * HEADS * query_len. One program:
-    BLOCK_M query rows, of whichever sequences and heads, which all share the sketch, and BLOCK_K rows of one sketch.
+    BLOCK_M query rows, of whichever sequences and heads, which all share the sketch, and BLOCK_K rows of one sketch,
+    which divide M and M_OUT; BLOCK_D channels at a time, because each thread keeps its operands of a float32 product in
+    registers.
 
-    Args:
-        query: [batch, num_heads, query_len, D] float, strides q_*.
-        channels: float32 [batch, num_kv_heads, D], 1 for outlier channels, 0 for others.
-        sketch, outlier_sketch: float32 [M, D] and [M_OUT, D].
-        sketched: float32 [batch, num_kv_heads, rows, M + M_OUT], written.
-
-    Constexprs: HEADS query heads per kv head; BLOCK_K divides M and M_OUT; BLOCK_D channels at a time, because each
-    thread keeps its operands of a float32 product in registers.
+    query [batch, num_heads, query_len, D] float, strides q_*, HEADS query heads per kv head; channels float32 [batch,
+    num_kv_heads, D], 1 for outlier channels, 0 for others; sketch, outlier_sketch float32 [M, D] and [M_OUT, D];
+    sketched float32 [batch, num_kv_heads, rows, M + M_OUT], written.
     """
     pdl_launch_dependents()
     o_r = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -112,17 +109,14 @@ def _scores_kernel(
     Grid (num_splits, batch * num_kv_heads, ceil(rows / BLOCK_M)). One program: BLOCK_M query rows of one kv head and
     per_split tokens, BLOCK_N at a time.
 
-    Args:
-        sketched: float32 [batch, num_kv_heads, rows, 16 (W + W_OUT)], S q of inlier, then of outlier channels.
-        signs, outlier_signs: int16 [batch, num_kv_heads, tokens, W] and [.., W_OUT], strides p_* and o_*.
-        norm, outlier_norm: float16 [batch, num_kv_heads, tokens, 1], strides n_*.
-        lengths: int32 [batch], tokens of each sequence; read if HAS_LENGTHS.
-        scores: float32 [batch, num_kv_heads, rows, tokens], strides s_*; written, in units of log 2.
-        split_max: float32 [batch, num_kv_heads, num_splits, rows], written.
-        factor, outlier_factor: `norm_factor` / m times the scaling and log2(e).
+    sketched float32 [batch, num_kv_heads, rows, 16 (W + W_OUT)], S q of inlier, then of outlier channels; signs,
+    outlier_signs int16 [batch, num_kv_heads, tokens, W] and [.., W_OUT], strides p_* and o_*; norm, outlier_norm
+    float16 [batch, num_kv_heads, tokens, 1], strides n_*; lengths int32 [batch], tokens of each sequence, if
+    HAS_LENGTHS; written in units of log 2: scores float32 [batch, num_kv_heads, rows, tokens], strides s_*, and
+    split_max float32 [batch, num_kv_heads, num_splits, rows]. factor, outlier_factor: `norm_factor` / m times the
+    scaling and log2(e).
 
-    Constexprs: W_OUT 0 without outlier channels; BLOCK_W and BLOCK_OUT, W and W_OUT padded; FP32_DOT: float32 products.
-    Tuned on one H200, torch 2.11, triton 3.6.
+    W_OUT is 0 without outlier channels; BLOCK_W and BLOCK_OUT are W and W_OUT padded; FP32_DOT: float32 products.
     """
     pdl_launch_dependents()
     i_bh, i_b, i_h = batch_and_head(1, num_kv_heads)

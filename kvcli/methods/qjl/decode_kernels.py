@@ -45,18 +45,12 @@ def _decode_kernel(
 ):  # fmt: skip
     """The k_hat with <q, k_hat> = score(q, k) (QJL Definition 2): inliers from one sketch, outliers from another.
 
-    Grid (ceil(length / BLOCK_T), batch * num_kv_heads).
-
-    Args:
-        signs, outlier_signs: uint8 [batch, num_kv_heads, length, BYTES] and [.., BYTES_OUT], strides p_* and po_*.
-        norm, outlier_norm: float16 [batch, num_kv_heads, length, 1], strides n_* and no_*.
-        sketch, outlier_sketch: [M, D] and [M_OUT, D], float16, or float32 for float32 products.
-        total, outlier_total: float32 [D], sums of their rows.
-        channels: float32 [batch, num_kv_heads, D], 1 for outlier channels, 0 for others; read if M_OUT.
-        out: [batch, num_kv_heads, length, D] float, written; clamped to the range of float16 if it is that.
-        factor, outlier_factor: `norm_factor` / m.
-
-    Constexprs: BLOCK_D, D padded; BLOCK_Y bytes of signs at a time.
+    Grid (ceil(length / BLOCK_T), batch * num_kv_heads). signs, outlier_signs uint8 [batch, num_kv_heads, length, BYTES]
+    and [.., BYTES_OUT], strides p_* and po_*; norm, outlier_norm float16 [batch, num_kv_heads, length, 1], strides n_*
+    and no_*; sketch, outlier_sketch [M, D] and [M_OUT, D], float16, or float32 for float32 products; total,
+    outlier_total float32 [D], sums of their rows; channels float32 [batch, num_kv_heads, D], 1 for outlier channels, 0
+    for others, read if M_OUT; out [batch, num_kv_heads, length, D] float, written, clamped to the range of float16 if
+    it is that. factor, outlier_factor: `norm_factor` / m; BLOCK_D is D padded; BLOCK_Y bytes of signs at a time.
     """
     i_bh, i_b, i_h = batch_and_head(1, num_kv_heads)
     n = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)

@@ -54,17 +54,11 @@ def _encode_kernel(
 ):  # fmt: skip
     """sign(S x) and |x| of the inlier channels, then of the outlier channels, of BLOCK_T tokens of one head.
 
-    Grid (ceil(tokens / BLOCK_T), batch * heads).
-
-    Args:
-        x: [batch, heads, tokens, D] float, strides stride_*.
-        outliers: float32 [batch, heads, D], 1 for outlier channels, 0 for others.
-        sketch, outlier_sketch: float32 [ROWS, D] and [OUTLIER_ROWS, D].
-        signs: uint8 [batch, heads, tokens, BYTES], written.
-        norms: float16 [batch, heads, tokens], norms times `per_unit`, written.
-        outlier_signs, outlier_norms: the same of the outlier channels, OUTLIER_BYTES; written unless OUTLIER_ROWS is 0.
-
-    Constexprs: BLOCK_D, D padded; BLOCK_R rows of a sketch at a time. Tuned on one H200, torch 2.11, triton 3.6.
+    Grid (ceil(tokens / BLOCK_T), batch * heads). x [batch, heads, tokens, D] float, strides stride_*; outliers float32
+    [batch, heads, D], 1 for outlier channels, 0 for others; sketch, outlier_sketch float32 [ROWS, D] and [OUTLIER_ROWS,
+    D]; written: signs uint8 [batch, heads, tokens, BYTES], norms float16 [batch, heads, tokens], times `per_unit`, and
+    unless OUTLIER_ROWS is 0 the same of the outlier channels, OUTLIER_BYTES. BLOCK_D is D padded; BLOCK_R rows of a
+    sketch at a time.
     """
     i_tile, i_row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     o_t, o_d = i_tile * BLOCK_T + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)

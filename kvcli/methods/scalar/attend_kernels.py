@@ -71,21 +71,16 @@ def _scores_kernel(
 ):  # fmt: skip
     """scores[m, n] = scaling (sum_c (q_mc scale_gc) code_nc + sum_c q_mc zero_gc) for tokens n of group g.
 
-    Grid (num_splits, batch * num_kv_heads, ceil(rows / BLOCK_M)), rows = HEADS * query_len. One program: BLOCK_M query
-    rows of one kv head and groups_per_split groups of GROUP tokens, PACK groups at a time.
+    Grid (num_splits, batch * num_kv_heads, ceil(rows / BLOCK_M)), rows = HEADS * query_len, HEADS query heads per kv
+    head. One program: BLOCK_M query rows of one kv head and groups_per_split groups of GROUP tokens, PACK groups at a
+    time.
 
-    Args:
-        query: [batch, num_heads, query_len, D] float, strides q_*.
-        packed: int16 [batch, num_kv_heads, tokens, W], strides p_*, B-bit codes by `pack_planes`.
-        scale, zero: float16 [batch, num_kv_heads, groups, D], strides c_*.
-        lengths: int32 [batch], tokens of each sequence; read if HAS_LENGTHS.
-        scores: float32 [batch, num_kv_heads, rows, tokens], strides s_*; written, in units of log 2.
-        split_max: float32 [batch, num_kv_heads, num_splits, rows], written.
-        groups: groups of the longest sequence.
-        scaling: factor of the scores, times log2(e).
-
-    Constexprs: HEADS query heads per kv head; BLOCK_N tokens per product; BLOCK_W words, W padded; FP32_DOT: float32
-    products. Tuned on one H200, torch 2.11, triton 3.6.
+    query [batch, num_heads, query_len, D] float, rotated, strides q_*; packed int16 [batch, num_kv_heads, tokens, W],
+    strides p_*, B-bit codes by `pack_planes`; scale and zero float16 [batch, num_kv_heads, groups, D], strides c_*,
+    `groups` those of the longest sequence; lengths int32 [batch], tokens of each sequence, if HAS_LENGTHS; written in
+    units of log 2 (`scaling` includes log2(e)): scores float32 [batch, num_kv_heads, rows, tokens], strides s_*, and
+    split_max float32 [batch, num_kv_heads, num_splits, rows]. BLOCK_N tokens per product; BLOCK_W is W padded;
+    FP32_DOT: float32 products.
     """
     pdl_launch_dependents()
     i_bh, i_b, i_h = batch_and_head(1, num_kv_heads)

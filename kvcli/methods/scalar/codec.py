@@ -174,9 +174,9 @@ class PerTokenCodec(ScalarCodec[None]):
         if not self.fused:
             super().encode_into(x, state, codes)
             return
-        from kvcli.methods.scalar.encode_kernels import quantize_per_token
+        from kvcli.methods.scalar.encode_kernels import encode_per_token
 
-        quantize_per_token(x, self.n_bits, self.group_size, (codes.packed, codes.scale, codes.zero))
+        encode_per_token(x, x.shape[2], self.n_bits, self.group_size, (codes.packed, codes.scale, codes.zero))
 
 
 class PerTokenKey(PerTokenCodec, KeyCodec[ScalarCodes, None]):
@@ -199,10 +199,10 @@ class PerTokenValue(PerTokenCodec, ValueCodec[ScalarCodes]):
     ) -> bool:
         if not self.fused:
             return False
-        from kvcli.methods.scalar.encode_kernels import round_per_token
+        from kvcli.methods.scalar.encode_kernels import encode_per_token
 
-        out = codes.packed, codes.scale, codes.zero
-        round_per_token(window, sinks, first, count, self.n_bits, self.group_size, out, peak)
+        out, place = (codes.packed, codes.scale, codes.zero), (first, sinks, window.shape[2] - sinks)
+        encode_per_token(window, count, self.n_bits, self.group_size, out, place, peak)
         return True
 
     def weighted_sum(self, weights: Tensor, codes: ScalarCodes) -> Tensor:

@@ -24,14 +24,10 @@ def _decode_kernel(
 ):  # fmt: skip
     """out = code * scale + zero, where TOKENS tokens times CHANNELS channels share a scale and a zero.
 
-    Grid (ceil(length / BLOCK_N), batch * num_kv_heads); one program: BLOCK_N tokens of one kv head.
-
-    Args:
-        packed: int16 [batch, num_kv_heads, length, W], strides p_*, B-bit codes by `pack_planes`.
-        scale, zero: float16 [batch, num_kv_heads, length / TOKENS, D / CHANNELS], strides c_*.
-        out: [batch, num_kv_heads, length, D] float, written; clamped to the range of float16 if it is that.
-
-    Constexprs: BLOCK_W words, W padded. Tuned on one H200, torch 2.11, triton 3.6.
+    Grid (ceil(length / BLOCK_N), batch * num_kv_heads); one program: BLOCK_N tokens of one kv head. packed int16
+    [batch, num_kv_heads, length, W], strides p_*, B-bit codes by `pack_planes`; scale and zero float16 [batch,
+    num_kv_heads, length / TOKENS, D / CHANNELS], strides c_*; out [batch, num_kv_heads, length, D] float, written,
+    clamped to the range of float16 if it is that. BLOCK_W is W padded.
     """
     i_bh, i_b, i_h = batch_and_head(1, num_kv_heads)
     n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -52,15 +52,10 @@ def _per_channel_kernel(
     BITS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, WORDS: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    """Codes, scales and zeros per channel of one group of tokens of one head; grid (groups, batch * heads).
+    """Codes, scales and zeros per channel of one group of G tokens of one head; grid (groups, batch * heads).
 
-    Args:
-        x: [batch, heads, groups * G, D] float, strides stride_*.
-        packed: int16 [batch, heads, groups * G, WORDS], written.
-        scales, zeros: float16 [batch, heads, groups, D], written.
-
-    Constexprs: BITS per code; G tokens per group; BLOCK_G and BLOCK_W, G and WORDS padded. Tuned on one H200, torch
-    2.11, triton 3.6.
+    x [batch, heads, groups * G, D] float, strides stride_*; written: packed int16 [batch, heads, groups * G, WORDS],
+    scales and zeros float16 [batch, heads, groups, D]. BITS per code; BLOCK_G and BLOCK_W are G and WORDS padded.
     """
     LEVELS: tl.constexpr = (1 << BITS) - 1
     i_group, i_row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
@@ -93,18 +88,14 @@ def _per_token_kernel(
 ):  # fmt: skip
     """Codes, scales and zeros of BLOCK_T tokens in groups of G channels; grid (ceil(tokens / BLOCK_T),).
 
-    Tokens are counted over all sequences and heads: tokens = batch * heads * length.
+    Tokens are counted over all sequences and heads: tokens = batch * heads * length. x [batch, heads, length, D] float,
+    strides x_*; written: packed int16 [batch, heads, length, WORDS], strides p_*, scales and zeros float16 [batch,
+    heads, length, D / G], strides s_*. BITS per code; BLOCK_W is WORDS padded.
 
-    Args:
-        x: [batch, heads, length, D] float, strides x_*.
-        packed: int16 [batch, heads, length, WORDS], strides p_*, written.
-        scales, zeros: float16 [batch, heads, length, D / G], strides s_*, written.
-        first: with IN_PLACE, int32 [batch]: tokens `first` to first + length - 1 of each row, counted after the sinks,
-            are read from a ring window x [batch, heads, sinks + ring, D], where what their codes decode to replaces
-            them; packed, scales and zeros hold the codes of a row's tokens from its first on.
-        peak: with NOTE, float32 []: grows to the largest magnitude of x, if that is beyond what 1-bit codes hold.
-
-    Constexprs: BITS per code; BLOCK_W, WORDS padded. Tuned on one H200, torch 2.11, triton 3.6.
+    IN_PLACE: tokens `first` (int32 [batch]) to first + length - 1 of each row, counted after the sinks, are read from a
+    ring window x [batch, heads, sinks + ring, D], where what their codes decode to replaces them; packed, scales and
+    zeros hold the codes of a row's tokens from its first on. NOTE: peak, float32 [], grows to the largest magnitude of
+    x, if that is beyond what 1-bit codes hold.
     """
     LEVELS: tl.constexpr = (1 << BITS) - 1
     GROUPS: tl.constexpr = D // G
@@ -168,52 +159,22 @@ def quantize_per_channel(x: Tensor, n_bits: ScalarBits, group_size: int) -> tupl
     return packed.view(torch.uint8), scale, zero
 
 
-def quantize_per_token(
-    x: Tensor, n_bits: ScalarBits, group_size: int, out: tuple[Tensor, Tensor, Tensor] | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+def quantize_per_token(x: Tensor, n_bits: ScalarBits, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Quantizes and packs each token of x [batch, heads, time, channels] in groups of `group_size` channels.
 
     Returns:
         packed uint8 [batch, heads, time, planes_size(channels)], scale and zero float16
-        [batch, heads, time, channels / group_size]: `out`, views of longer tensors, or new ones.
+        [batch, heads, time, channels / group_size].
     """
-    x = row_major(x)
-    batch, heads, time, channels = x.shape
-    words = planes_size(channels, n_bits) // 2
-    if out is None:
-        scale = torch.empty(batch, heads, time, channels // group_size, dtype=torch.float16, device=x.device)
-        packed = torch.empty(batch, heads, time, 2 * words, dtype=torch.uint8, device=x.device)
-        out = packed, scale, torch.empty_like(scale)
-    _launch_per_token(x, time, n_bits, group_size, out)
+    groups = x.shape[-1] // group_size
+    packed = x.new_empty(*x.shape[:3], planes_size(x.shape[-1], n_bits), dtype=torch.uint8)
+    scale = x.new_empty(*x.shape[:3], groups, dtype=torch.float16)
+    out = packed, scale, torch.empty_like(scale)
+    encode_per_token(x, x.shape[2], n_bits, group_size, out)
     return out
 
 
-def round_per_token(
-    window: Tensor,
-    sinks: int,
-    first: Tensor,
-    count: int,
-    n_bits: ScalarBits,
-    group_size: int,
-    out: tuple[Tensor, Tensor, Tensor],
-    peak: Tensor | None = None,
-) -> None:
-    """`ValueCodec.round_in_place`: `quantize_per_token` of `count` tokens of a ring window, which are rounded there.
-
-    Args:
-        window: [batch, heads, sinks + ring, channels].
-        sinks: slots before the ring.
-        first: first of the tokens of each row, counted after the sinks, int32 [batch, 1].
-        count: tokens per row.
-        n_bits: bits per code.
-        group_size: channels per group.
-        out: packed, scale and zero of all tokens of each row from its first on, written at each row's place.
-        peak: float32 [], grows to the tokens' largest magnitude, if that is beyond what 1-bit codes hold.
-    """
-    _launch_per_token(window, count, n_bits, group_size, out, (first, sinks, window.shape[2] - sinks), peak)
-
-
-def _launch_per_token(
+def encode_per_token(
     x: Tensor,
     time: int,
     n_bits: ScalarBits,
@@ -222,7 +183,18 @@ def _launch_per_token(
     place: tuple[Tensor, int, int] | None = None,
     peak: Tensor | None = None,
 ) -> None:
-    """Launches the kernel for `time` tokens per row; `place` is (first, sinks, ring) where it works in place."""
+    """Writes what `quantize_per_token` returns to `out`, views of longer tensors, or does `Codec.round_in_place`.
+
+    Args:
+        x: [batch, heads, time, channels], or the window.
+        time: tokens per row.
+        n_bits: bits per code.
+        group_size: channels that share a scale.
+        out: packed, scale and zero.
+        place: (first, sinks, ring) of `Codec.round_in_place`.
+        peak: float32 [], grows to the largest magnitude if that is beyond what 1-bit codes hold.
+    """
+    x = row_major(x) if place is None else x
     batch, heads, _, channels = x.shape
     width, tokens = power_of_two(channels), batch * heads * time
     if not tokens:

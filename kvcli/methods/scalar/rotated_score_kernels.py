@@ -31,24 +31,10 @@ def rotated_scores_kernel(
 ):  # fmt: skip
     """scores[m, n] = scaling <q_m, RoPE(k_n)> for k_nc = code_nc scale_gc + zero_gc, tokens n of group g.
 
-    RoPE(k_n) = R_tile R_offset k_n, so the score is <R_tile^T q_m, R_offset k_n>. Grid (num_splits,
-    batch * num_kv_heads, ceil(rows / BLOCK_M)), rows = HEADS * query_len. One program: BLOCK_M query rows of one kv
-    head and groups_per_split groups, one at a time.
-
-    Args:
-        query: [batch, num_heads, query_len, D] float, rotated, strides q_*.
-        packed: int16 [batch, num_kv_heads, tokens, W], strides p_*; W * 16 = D * B, and W divides D / 2.
-        scale, zero: float16 [batch, num_kv_heads, groups, D], strides c_*.
-        tile_cos, tile_sin: float32 [batch or 1, groups, D / 2], of each group's first position.
-        offset_cos, offset_sin: float32 [GROUP, D / 2], of positions in a group.
-        lengths: int32 [batch], tokens of each sequence; read if HAS_LENGTHS.
-        scores: float32 [batch, num_kv_heads, rows, tokens], strides s_*; written, in units of log 2.
-        split_max: float32 [batch, num_kv_heads, num_splits, rows], written.
-        groups: groups of the longest sequence.
-        scaling: factor of the scores, times log2(e).
-
-    Constexprs: HEADS query heads per kv head; GROUP tokens per group; BLOCK_W words, W padded; FP32_DOT: float32 keys
-    and products. Tuned on one H200, torch 2.11, triton 3.6.
+    RoPE(k_n) = R_tile R_offset k_n, so the score is <R_tile^T q_m, R_offset k_n>. Grid and arguments are those of
+    `attend_kernels._scores_kernel`, one group at a time, with W * 16 = D * B and W a divisor of D / 2; and tile_cos,
+    tile_sin float32 [batch or 1, groups, D / 2], of each group's first position, offset_cos, offset_sin float32 [GROUP,
+    D / 2], of positions in a group. Tuned on one H200, torch 2.11, triton 3.6.
     """
     pdl_launch_dependents()
     i_bh, i_b, i_h = batch_and_head(1, num_kv_heads)

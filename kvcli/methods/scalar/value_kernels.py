@@ -159,18 +159,14 @@ def _value_kernel(
     the weights are two more. Grid (num_splits, batch * num_kv_heads, ceil(rows / BLOCK_M)). One program: BLOCK_M query
     rows of one kv head and per_split tokens, BLOCK_N at a time.
 
-    Args:
-        scores: float32 [batch, num_kv_heads, rows, tokens], strides s_*, in units of log 2.
-        packed: int16 [batch, num_kv_heads, tokens, W], strides p_*, B-bit codes by `pack_planes`.
-        scale, zero: float16 [batch, num_kv_heads, tokens, GROUPS], strides c_*.
-        lengths: int32 [batch], tokens of each sequence; read if HAS_LENGTHS.
-        split_max: float32 [batch, num_kv_heads, num_splits, rows], largest score of each split.
-        split_out: float32 [batch, num_kv_heads, num_splits, rows, D], written.
-        split_lse: float32 [batch, num_kv_heads, num_splits, rows], written, in units of log 2 / lse_unit.
+    scores float32 [batch, num_kv_heads, rows, tokens], strides s_*, in units of log 2; packed int16 [batch,
+    num_kv_heads, tokens, W], strides p_*, B-bit codes by `pack_planes`; scale and zero float16 [batch, num_kv_heads,
+    tokens, GROUPS], strides c_*; lengths int32 [batch], tokens of each sequence, if HAS_LENGTHS; split_max float32
+    [batch, num_kv_heads, num_splits, rows], largest score of each split; written: split_out float32 [batch,
+    num_kv_heads, num_splits, rows, D] and split_lse, like split_max, in units of log 2 / lse_unit.
 
-    Constexprs: PAIRS: there are 2 or 4 groups, and scales of even tokens begin at multiples of 4 GROUPS bytes; BLOCK_W
-    words, W padded; BLOCK_G groups, GROUPS padded; SCAN tokens whose scales are read at a time for their maximum;
-    FP32_DOT: float32 products. Tuned on one H200, torch 2.11, triton 3.6.
+    PAIRS: there are 2 or 4 groups, and scales of even tokens begin at multiples of 4 GROUPS bytes; BLOCK_W and BLOCK_G
+    are W and GROUPS padded; SCAN tokens whose scales are read at a time for their maximum; FP32_DOT: float32 products.
     """
     pdl_launch_dependents()
     i_bh, i_b, i_h = batch_and_head(1, num_kv_heads)
