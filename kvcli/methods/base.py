@@ -95,8 +95,8 @@ class CachedFromBuffers(Generic[ValueT]):
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors: the value itself, or the tensors among its attributes."""
-        value = self._cached[1] if self._cached is not None else None
-        tensors = [value] if isinstance(value, Tensor) else vars(value).values() if value is not None else []
+        value = self._cached and self._cached[1]
+        tensors = [value] if value is None or isinstance(value, Tensor) else vars(value).values()
         return sum(x.nbytes for x in tensors if isinstance(x, Tensor))
 
 
@@ -127,10 +127,9 @@ class Codec(nn.Module, ABC, Generic[CodesT, StateT]):
 
     @abstractmethod
     def encode(self, x: Tensor, state: StateT) -> CodesT:
-        """Encodes tokens, deterministically given the finalized state of their sequences.
+        """Encodes tokens x [batch, num_kv_heads, time, head_dim] of any float dtype and with any strides.
 
-        Args:
-            x: [batch, num_kv_heads, time, head_dim] in any float dtype and with any strides.
+        The codes follow from x and the finalized state of the sequences alone.
         """
 
     def encode_into(self, x: Tensor, state: StateT, codes: CodesT) -> None:
@@ -148,7 +147,7 @@ class Codec(nn.Module, ABC, Generic[CodesT, StateT]):
             sinks: slots before the ring.
             first: first token of each row, counted after the sinks, int32 [batch, 1].
             count: tokens per row.
-            codes: of all tokens of each row from its first on; written at each row's own place.
+            codes: of all tokens of each row from its first on; written at each row's place.
             peak: float32 [], grows to the tokens' largest magnitude if that is beyond a limit of codes.
 
         Returns:
@@ -235,11 +234,9 @@ class KeyCodec(Codec[CodesT, StateT]):
     def observe(self, state: StateT, queries: Tensor, keys: Tensor, counts: Tensor) -> None:
         """Adds new tokens to the state, in place.
 
-        Args:
-            state: changed in place.
-            queries: [batch, num_heads, time, head_dim] in `query_space`, 0 at padding and in finalized sequences.
-            keys: [batch, num_kv_heads, time, head_dim] after RoPE, 0 at the same places.
-            counts: float32 [batch], new tokens of each sequence, 0 in finalized ones.
+        Queries [batch, num_heads, time, head_dim] are in `query_space`, keys [batch, num_kv_heads, time, head_dim] are
+        after RoPE; both are 0 at padding and in finalized sequences. `counts`, float32 [batch], are the new tokens of
+        each sequence, 0 in finalized ones.
         """
 
     def scores(self, query: Tensor, codes: CodesT, state: StateT, rotation: Rotation | None) -> Tensor:
@@ -292,12 +289,8 @@ class ValueCodec(Codec[CodesT, Any]):
     def weighted_sum(self, weights: Tensor, codes: CodesT) -> Tensor:
         """Weighted sums of the values; a codec overrides it where it need not decode for that.
 
-        Args:
-            weights: float32 [batch, num_kv_heads, rows, time]; rows are all queries of a kv head, a few.
-            codes: of the tokens.
-
-        Returns:
-            float32 [batch, num_kv_heads, rows, head_dim].
+        `weights` are float32 [batch, num_kv_heads, rows, time] of all query rows of a kv head, a few; the result is
+        float32 [batch, num_kv_heads, rows, head_dim].
         """
         return weights @ self.decode(codes, None)
 

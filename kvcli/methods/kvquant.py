@@ -84,8 +84,7 @@ class _KVQuant(Codec[KVQuantCodes, None]):
         self.register_buffer("levels", torch.zeros(2**n_bits))
 
     def bits_per_token(self) -> float:
-        span = 32 if self.has_span else 0
-        return 8.0 * packed_size(self.spec.kv_dim, self.n_bits) + 32 * self.num_outliers + span
+        return 8.0 * packed_size(self.spec.kv_dim, self.n_bits) + 32 * (self.num_outliers + self.has_span)
 
     def quantize(self, x: Tensor, unit: Tensor, channels: Tensor, span: Tensor) -> KVQuantCodes:
         """Codes of flat tokens x, float32 [batch, 1, time, D], normalized `unit`; `channels` int64 are the outliers."""

@@ -23,7 +23,6 @@ class LayerCodec(nn.Module, Generic[KeyT, ValueT]):
 
     Attributes:
         key: codec of the keys, less the offset.
-        value: codec of the values.
         rotated: whether the model rotates queries and keys of the layer; else the rotations that it is given are by 0.
         key_offset: None, or float32 [num_kv_heads, head_dim]: a constant pre-RoPE key b. Only k - b is encoded, as
             R(m)(k - b) where the codec works after RoPE; R(m) b is added to what is decoded.
@@ -35,9 +34,7 @@ class LayerCodec(nn.Module, Generic[KeyT, ValueT]):
 
     def __init__(self, key: KeyT, value: ValueT, key_offset: Tensor | None = None) -> None:
         super().__init__()
-        self.key = key
-        self.value = value
-        self.rotated = True
+        self.key, self.value, self.rotated = key, value, True
         self.register_buffer("key_offset", key_offset)
         self._offset_in_use: CachedFromBuffers[Tensor | None] = CachedFromBuffers()
 

@@ -62,12 +62,9 @@ class Method:
     """One compression method.
 
     Attributes:
-        name: as on the command line.
-        summary: one line.
         bits: bits it can be asked for, as shown to users.
         paper: title and year, or "-".
         arxiv: arXiv id of the paper, or "".
-        config_cls: its settings.
         build: makes the unfitted codec of a layer from the model's shapes, the settings and the layer's index.
         nominal_bits: the paper's bits per value for K and V, without scales.
         paper_settings: the papers' configurations, settings by name with bits such as `kivi-2`.

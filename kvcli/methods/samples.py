@@ -191,8 +191,7 @@ class LayerFisher:
 class LayerSamples:
     """Queries, keys and values of one attention layer, before RoPE.
 
-    Keys and values may be more than memory holds. `keys` and `values` are read block by block; `k` and `v` read all of
-    them into memory.
+    `keys` and `values` are read block by block; `k` and `v` read all of them, which may be more than memory holds.
 
     Args:
         q: [num_heads, query_tokens, head_dim], the first query_tokens tokens of the recording.

@@ -78,10 +78,8 @@ class _TurboQuant(Codec[TurboQuantCodes, None]):
             self.register_buffer("projection", torch.randn(spec.head_dim, spec.head_dim, generator=generator))
 
     def bits_per_token(self) -> float:
-        head = 8 * packed_size(self.spec.head_dim, self.n_bits) + 16
-        if self.residual_sign:
-            head += 8 * packed_size(self.spec.head_dim, 1) + 16
-        return float(self.spec.num_kv_heads * head)
+        widths = (self.n_bits, 1) if self.residual_sign else (self.n_bits,)
+        return float(self.spec.num_kv_heads * sum(8 * packed_size(self.spec.head_dim, bits) + 16 for bits in widths))
 
     def encode(self, x: Tensor, state: None = None) -> TurboQuantCodes:
         unit = norm_unit(self.spec.head_dim)

@@ -176,8 +176,7 @@ def stage_ranges(config: CommVQConfig, head_dim: int) -> list[tuple[int, int]]:
     The tables of a pass, N * head_dim bytes per stage and head, fit into the L1 of a multiprocessor.
     """
     limit = max(1, min(MAX_STAGES, _TABLE_BYTES // (config.codebook_size * head_dim)))
-    passes = -(-config.num_residuals // limit)
-    each = -(-config.num_residuals // passes)
+    each = cdiv(config.num_residuals, cdiv(config.num_residuals, limit))
     return [(first, min(each, config.num_residuals - first)) for first in range(0, config.num_residuals, each)]
 
 
@@ -225,11 +224,9 @@ def key_scores(codec: CommVQLayer, query: Tensor, encoded: EncodedTokens, scalin
     tiles = encoded.rotations.tiles(_TILE)
     dtype = torch.float32 if fp32_dot else torch.float16
     offsets = encoded.rotations.offsets(_TILE, dtype, key.num_groups, num_parts=2)
-    packed, pitch = codes.packed, codes.packed.shape[-1]
+    pitch, table = codes.packed.shape[-1], key.kernel_codebook()
     aligned = pitch % 4 == 0
-    if aligned:
-        packed = packed.view(torch.int32)
-    table = key.kernel_codebook()
+    packed = codes.packed.view(torch.int32) if aligned else codes.packed
     scores = torch.empty(batch, spec.num_kv_heads, rows, -(-encoded.length // 128) * 128, device=query.device)
     query, offset, lengths = row_major(query), codec.offset, encoded.lengths
     if offset is not None:

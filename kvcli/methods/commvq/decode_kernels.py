@@ -88,23 +88,16 @@ def decode_keys(
     packed: Tensor, norm: Tensor, table: Tensor, pair_scale: Tensor, code_bits: int, norm_factor: float,
     rotation: Rotation, offset: Tensor | None, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """`KeyCodec.decode_rotated` of the fields of `CommVQKeyCodes`.
+    """`KeyCodec.decode_rotated` of the fields of `CommVQKeyCodes`, [batch, num_kv_heads, time, head_dim].
 
-    Args:
-        packed: uint8 [batch, 1, time, bytes].
-        norm: float16 [batch, 1 or num_kv_heads, time, 1], in units of `norm_factor`.
-        table: int32 [num_kv_heads, groups, R, N, g/2] of `pack_codebook`; g is even, R at most `MAX_STAGES`.
-        pair_scale: float32 [num_kv_heads, groups, g].
-        code_bits: bits of a stage's code.
-        norm_factor: factor of stored norms.
-        rotation: RoPE of the tokens' positions, float32.
-        offset: None, or float32 [1, num_kv_heads, 1, head_dim], added before RoPE.
-        dtype: of the result, [batch, num_kv_heads, time, head_dim].
+    table is that of `pack_codebook` with g even and R at most `MAX_STAGES`; pair_scale float32 [num_kv_heads, groups,
+    g]; a stage's code has `code_bits` bits; stored norms are multiplied by `norm_factor`; offset is None, or float32
+    [1, num_kv_heads, 1, head_dim], added before RoPE.
     """
     num_kv_heads, groups, stages, size, part = table.shape
     batch, _, length, pitch = packed.shape
     head_dim = 4 * groups * part
-    out = torch.empty(batch, num_kv_heads, length, head_dim, dtype=dtype, device=packed.device)
+    out = packed.new_empty(batch, num_kv_heads, length, head_dim, dtype=dtype)
     if not out.numel():
         return out
     aligned = pitch % 4 == 0
@@ -155,13 +148,8 @@ def decode_values(
 ) -> Tensor:
     """As `CommVQValueCodec.decode`; bits and codebook are exact in float16, products are summed in float32.
 
-    Args:
-        packed: uint8 [batch, 1, time, bytes].
-        scale: float16 [batch, 1, time, 1].
-        codebook: float16 [bits, num_kv_heads * head_dim].
-        offset: float16 [num_kv_heads * head_dim].
-        head_dim: channels of a head.
-        dtype: of the result, [batch, num_kv_heads, time, head_dim].
+    packed and scale are fields of `CommVQValueCodes`; codebook float16 [bits, num_kv_heads * head_dim] and offset
+    float16 [num_kv_heads * head_dim]; the result is [batch, num_kv_heads, time, head_dim].
     """
     count, width = codebook.shape
     batch, _, length, size = packed.shape

@@ -254,14 +254,10 @@ def search_tile(tokens: int, size: int, pairs: int, device: torch.device) -> dic
 
 
 def search(x: Tensor, norms: Tensor, tables: SearchTables, joint: bool, rotary_dim: int) -> Tensor:
-    """Codes a * N + b of keys, int32 [batch * time, problems * stages].
+    """Codes a * N + b of keys x [batch, num_kv_heads, time, head_dim], int32 [batch * time, problems * stages].
 
-    Args:
-        x: [batch, num_kv_heads, time, head_dim], channels next to each other.
-        norms: float32 [batch, 1 or num_kv_heads, time], by which keys are divided; 0 makes a key 0.
-        tables: of the fitted codec.
-        joint: whether one norm serves all heads of a token.
-        rotary_dim: channels that RoPE rotates.
+    norms float32 [batch, 1 or num_kv_heads, time], by which keys are divided; 0 makes a key 0. If `joint`, one norm
+    serves all heads of a token. RoPE rotates `rotary_dim` channels.
     """
     batch, heads, time, width = x.shape
     problems, pairs = tables.weights.shape

@@ -228,14 +228,11 @@ def _bits_kernel(
 def bit_sums(scores: Tensor, encoded: EncodedTokens, fp32_dot: bool) -> tuple[Tensor, Tensor]:
     """Softmax weights times scale, summed over each value bit.
 
-    Args:
-        scores: float32 [batch, num_kv_heads, rows, >= length], in units of log 2.
-        encoded: value codes, of a codec whose shapes are supported, and lengths.
-        fp32_dot: float32 products instead of float16.
+    scores float32 [batch, num_kv_heads, rows, >= length], in units of log 2; `encoded` has value codes of a codec whose
+    shapes are supported; fp32_dot: float32 products instead of float16.
 
-    Returns:
-        float32 [batch, 1, all rows, N_c rounded up to a multiple of 256 + 16]: the bits in planes, the sum of all
-        weights, zeros; and lse [batch, 1, all rows].
+    Returns float32 [batch, 1, all rows, N_c rounded up to a multiple of 256 + 16]: the bits in planes, the sum of all
+    weights, zeros; and lse [batch, 1, all rows].
     """
     codes: CommVQValueCodes = encoded.value_codes
     batch, kv_heads, rows, padded = scores.shape

@@ -61,12 +61,10 @@ class CommVQValueCodec(ValueCodec[CommVQValueCodes]):
         self.register_buffer("codebook", torch.zeros(bits, width, dtype=torch.float16))
         self.register_buffer("offset", torch.zeros(width, dtype=torch.float16))
         widths = [width, bits] if config.value_trainer == "fast" else [width, config.value_hidden, bits]
-        self._encoder_buffers: list[tuple[str, str]] = []
+        self._encoder_layers = len(widths) - 1
         for layer, (inputs, outputs) in enumerate(pairwise(widths)):
-            names = (f"encoder_weight_{layer}", f"encoder_bias_{layer}")
-            self.register_buffer(names[0], torch.zeros(outputs, inputs, dtype=torch.float16))
-            self.register_buffer(names[1], torch.zeros(outputs, dtype=torch.float16))
-            self._encoder_buffers.append(names)
+            self.register_buffer(f"encoder_weight_{layer}", torch.zeros(outputs, inputs, dtype=torch.float16))
+            self.register_buffer(f"encoder_bias_{layer}", torch.zeros(outputs, dtype=torch.float16))
         self._descent_tables: CachedFromBuffers[DescentTables] = CachedFromBuffers()
 
     def bits_per_token(self) -> float:
@@ -140,10 +138,9 @@ class CommVQValueCodec(ValueCodec[CommVQValueCodes]):
     def logits(self, rows: Tensor) -> Tensor:
         """The encoder E before its threshold: unit rows [T, D] to [T, N_c]."""
         hidden = rows
-        for layer, (weight, bias) in enumerate(self._encoder_buffers):
-            if layer:
-                hidden = nn.functional.gelu(hidden)
-            hidden = nn.functional.linear(hidden, getattr(self, weight).float(), getattr(self, bias).float())
+        for layer in range(self._encoder_layers):
+            weight, bias = (self.get_buffer(f"encoder_{name}_{layer}").float() for name in ("weight", "bias"))
+            hidden = nn.functional.linear(nn.functional.gelu(hidden) if layer else hidden, weight, bias)
         return hidden
 
     def unpack(self, codes: CommVQValueCodes) -> Tensor:

@@ -77,12 +77,8 @@ def decode_keys(
 ) -> Tensor:
     """As `QJLKey.decode`, with float16 products unless the result is float32.
 
-    Args:
-        fields: of `QJLCodes`.
-        sketches: of inlier and outlier channels, [m, head_dim] each.
-        channels: float32 [batch, num_kv_heads, head_dim], 1 for outlier channels of a sequence, 0 for others.
-        norm_factor: sqrt(pi/2), without the bias of orthogonal rows.
-        dtype: of the result, [batch, num_kv_heads, time, head_dim].
+    `fields` are those of `QJLCodes`; `sketches` of inlier and outlier channels, [m, head_dim] each; channels float32
+    [batch, num_kv_heads, head_dim], 1 for outlier channels of a sequence, 0 for others.
     """
     signs, norm, outlier_signs, outlier_norm = fields
     batch, kv_heads, length, width = signs.shape

@@ -80,13 +80,10 @@ def _encode_kernel(
 def encode_keys(
     x: Tensor, outliers: Tensor, sketch: Tensor, outlier_sketch: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The fields of `QJLCodes`.
+    """The fields of `QJLCodes` of x [batch, heads, time, head_dim].
 
-    Args:
-        x: [batch, heads, time, head_dim].
-        outliers: float32 [batch, heads, head_dim], 1 for outlier channels and 0 for others.
-        sketch: float32 [m, head_dim].
-        outlier_sketch: float32 [m_out, head_dim], m_out may be 0.
+    outliers float32 [batch, heads, head_dim], 1 for outlier channels and 0 for others; sketch float32 [m, head_dim];
+    outlier_sketch float32 [m_out, head_dim], m_out may be 0.
     """
     x = row_major(x)
     batch, heads, time, width = x.shape

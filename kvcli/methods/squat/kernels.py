@@ -18,14 +18,10 @@ def _error_kernel(
     x, error, stride_b, stride_h, stride_t, heads, groups,
     BITS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """decode(encode(x)) - x of one group of tokens of one head, quantized per channel; grid (groups, batch * heads).
+    """decode(encode(x)) - x of one group of G tokens of one head, quantized per channel; grid (groups, batch * heads).
 
-    Args:
-        x: [batch, heads, groups * G, D] float, strides stride_*.
-        error: float32 [batch, heads, groups * G, D], written.
-
-    Constexprs: BITS per code; G tokens per group; BLOCK_G and BLOCK_D, G and D padded. Tuned on one H200, torch 2.11,
-    triton 3.6.
+    x [batch, heads, groups * G, D] float, strides stride_*; error float32 [batch, heads, groups * G, D], written. BITS
+    per code; BLOCK_G and BLOCK_D are G and D padded.
     """
     LEVELS: tl.constexpr = (1 << BITS) - 1
     i_group, i_row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
@@ -288,10 +284,7 @@ def leading_factor(gram: Tensor, rank: int) -> Tensor:
 def corrections(factor: Tensor, weight: Tensor, block_size: int) -> Tensor:
     """`subspace.corrections` of P = I + weight Q_hat^T Q_hat: float32 [batch, num_kv_heads, d, d].
 
-    Args:
-        factor: Q_hat, float32 [batch, num_kv_heads, r, d].
-        weight: float32 [batch].
-        block_size: channels per block.
+    factor: Q_hat, float32 [batch, num_kv_heads, r, d]; weight float32 [batch].
     """
     batch, heads, rank, width = factor.shape
     size = min(block_size, width)
