@@ -23,11 +23,6 @@ def model_folder(model: str, *parts: str) -> Path:
     return RUNS.joinpath(short_name(model), *parts)
 
 
-def contexts_folder(model: str) -> Path:
-    """Default store of a model's contexts."""
-    return model_folder(model, "contexts")
-
-
 def newest_shards() -> list[Path]:
     """All shards of the model whose shard was written last, in alphabetical order.
 

@@ -139,12 +139,6 @@ class Rendered:
     text: str
     ids: Tensor
 
-    @classmethod
-    def of(cls, loaded: LoadedModel, messages: Sequence[Message], to_reply: bool) -> Self:
-        """Renders messages; `to_reply` is that of `chat_text`."""
-        text = chat_text(loaded, messages, to_reply)
-        return cls(tuple(messages), text, ids_of_text(loaded, text))
-
     def followed_by(self, loaded: LoadedModel, message: Message) -> Rendered:
         """The conversation with one more message and the beginning of a reply.
 

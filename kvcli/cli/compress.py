@@ -183,7 +183,7 @@ class Target:
 def _tokens_of(loaded: LoadedModel, source: Source) -> tuple[Tensor, dict[str, Any]]:
     """Token ids [1, time] of a text or a conversation, and what is noted of it."""
     from kvcli.fingerprint import text_identity
-    from kvcli.prompts import Rendered, checked_messages, prompt_ids
+    from kvcli.prompts import Rendered, chat_text, checked_messages, ids_of_text, prompt_ids
 
     notes: dict[str, Any] = {**text_identity(loaded.tokenizer), "source": source.name}
     if not source.is_conversation:
@@ -192,7 +192,9 @@ def _tokens_of(loaded: LoadedModel, source: Source) -> tuple[Tensor, dict[str, A
         values = json.loads(source.text)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{source.name}: the conversation is not JSON ({error})") from error
-    conversation = Rendered.of(loaded, checked_messages(values, source.name), to_reply=False)
+    messages = checked_messages(values, source.name)
+    text = chat_text(loaded, messages, to_reply=False)
+    conversation = Rendered(tuple(messages), text, ids_of_text(loaded, text))
     return conversation.ids, {**notes, **conversation.notes(conversation.ids.shape[1])}
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvcli.cli.output import Output
 from kvcli.errors import CacheError, UsageError
-from kvcli.paths import contexts_folder
+from kvcli.paths import model_folder
 
 if TYPE_CHECKING:
     from kvcli.cache.context import Context
@@ -108,7 +108,7 @@ def open_store(folder: Path | None, model: str, must_exist: bool = True) -> Cont
     """
     from kvcli.contexts import ContextStore
 
-    folder = folder or contexts_folder(model)
+    folder = folder or model_folder(model, "contexts")
     if must_exist and not folder.is_dir():
         raise UsageError(
             f"there is no store of contexts in {folder}; 'kvcli compress' makes one, --store names another"

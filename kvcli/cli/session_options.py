@@ -14,7 +14,7 @@ from kvcli.errors import ArtifactError, CacheError, UsageError, suggestion
 from kvcli.hub import check_model_name
 from kvcli.methods.config import CacheConfig
 from kvcli.options import IMPL_HELP, ModelOptions, parse_settings
-from kvcli.paths import artifact_method, contexts_folder, newest_artifact
+from kvcli.paths import artifact_method, model_folder, newest_artifact
 from kvcli.registry import BASELINE, DEFAULT_METHOD, check_settings, get_config, parse_name
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class SessionOptions(ModelOptions):
         if self.impl not in IMPLS:
             raise UsageError(f"unknown implementation '{self.impl}'; choose {', '.join(IMPLS[:-1])} or {IMPLS[-1]}")
         if context is not None and not context.exists():
-            place = store or contexts_folder(self.model)
+            place = store or model_folder(self.model, "contexts")
             names = index.names(place)
             if str(context) not in names:
                 raise CacheError(

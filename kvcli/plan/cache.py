@@ -50,29 +50,6 @@ class LayerBytes:
     fitted: int
     rotated: bool
 
-    @classmethod
-    def of(cls, codec: LayerCodec, config: CacheConfig, dtype: torch.dtype, key_bias: bool = False) -> LayerBytes:
-        """The bytes of a layer's codec on the CPU, fitted or not.
-
-        `key_bias` says whether the model's key projection has a bias, which some methods keep apart.
-        """
-        spec = codec.key.spec
-        keys, values = (
-            torch.zeros(1, x.spec.num_kv_heads, 1, x.spec.head_dim, dtype=dtype) for x in (codec.key, codec.value)
-        )
-        state = codec.key.new_state(1, keys.device)
-        kept_apart = key_bias and isinstance(config, BiasOffsetConfig) and config.key_offset == "bias"
-        bias = 4 * spec.kv_dim if kept_apart and codec.key_offset is None else 0
-        return cls(
-            key_group=codec.key.encoded_group(keys).nbytes,
-            value_group=codec.value.encoded_group(values).nbytes,
-            key_tokens=codec.key.tokens_per_group,
-            value_tokens=codec.value.tokens_per_group,
-            state=0 if state is None else state.nbytes,
-            fitted=codec.fitted_bytes() + bias,
-            rotated=codec.needs_rotations or kept_apart,
-        )
-
 
 @dataclass(frozen=True)
 class CachePlan:
@@ -111,18 +88,31 @@ class CachePlan:
     ) -> CachePlan:
         """From codecs, one per layer, fitted or not, which are used one after the other and need not exist at once.
 
-        `key_bias` says whether the model's key projection has a bias; the other arguments are attributes.
+        `key_bias` says whether the model's key projection has a bias, which some methods store apart.
         """
+        apart = key_bias and isinstance(config, BiasOffsetConfig) and config.key_offset == "bias"
         known: dict[Any, LayerBytes] = {}
         layers = []
         for codec in codecs:
             buffers = tuple((name, x.shape, x.dtype) for name, x in codec.state_dict().items())
-            key = buffers, codec.key.bits_per_token(), codec.value.bits_per_token()
-            if key not in known:
+            same = buffers, codec.key.bits_per_token(), codec.value.bits_per_token()
+            if same not in known:
                 if fused:
                     codec.make_kernel_tables()
-                known[key] = LayerBytes.of(codec, config, dtype, key_bias)
-            layers.append(known[key])
+                sides = (codec.key, codec.value)
+                keys, values = (torch.zeros(1, x.spec.num_kv_heads, 1, x.spec.head_dim, dtype=dtype) for x in sides)
+                state = codec.key.new_state(1, keys.device)
+                known[same] = LayerBytes(
+                    key_group=codec.key.encoded_group(keys).nbytes,
+                    value_group=codec.value.encoded_group(values).nbytes,
+                    key_tokens=codec.key.tokens_per_group,
+                    value_tokens=codec.value.tokens_per_group,
+                    state=0 if state is None else state.nbytes,
+                    fitted=codec.fitted_bytes()
+                    + (4 * codec.key.spec.kv_dim if apart and codec.key_offset is None else 0),
+                    rotated=codec.needs_rotations or apart,
+                )
+            layers.append(known[same])
         return cls(spec, method, config, tuple(layers), dtype, fused, windows)
 
     def memory(

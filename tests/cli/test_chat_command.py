@@ -16,7 +16,7 @@ from kvcli.cache.context import Context
 from kvcli.chat import Conversation
 from kvcli.contexts import ContextStore
 from kvcli.errors import CacheError
-from kvcli.paths import contexts_folder
+from kvcli.paths import model_folder
 
 MESSAGES = [{"role": "user", "content": "Who are you?"}, {"role": "assistant", "content": "A tiny model."}]
 
@@ -84,7 +84,7 @@ def test_a_conversation_is_saved_into_the_store(chatty: Any) -> None:
     assert stored.get("half").record.notes["messages"] == whole["messages"][:2]
     assert not Path("talk").exists()
     chat(*METHOD, "--save", "talk", lines="Hello there!\n")
-    assert ContextStore(contexts_folder(DEFAULT_MODEL)).names() == ["talk"]
+    assert ContextStore(model_folder(DEFAULT_MODEL, "contexts")).names() == ["talk"]
 
 
 def test_a_context_of_the_store_is_not_replaced_by_a_conversation(chatty: Any) -> None:
