@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,34 +29,16 @@ _ANSWERS: dict[Any, Callable[..., object]] = {
 }
 """What operations return whose results depend on numbers."""
 
-_COPIES = (torch.ops.aten._to_copy.default,)
-"""Operations that move tensors to another device."""
 
-
-@dataclass(frozen=True)
-class Peak:
-    """The most bytes of tensors that were alive at once.
-
-    Attributes:
-        device: of those on the device.
-        host: of copies to the host.
-        total: of both together, which is what counts where the host is the device.
-    """
-
-    device: int
-    host: int
-    total: int
-
-
-def peak_bytes(run: Callable[[], object]) -> Peak:
-    """The most bytes that tensors made by a function of `meta` tensors take at once.
+def peak_bytes(run: Callable[[], object]) -> int:
+    """The most bytes that tensors made by a function of `meta` tensors take at once, copies to the host included.
 
     Tensors on other devices are not counted, nor are those that were there before. Run it with `torch.no_grad`, not in
     inference mode, in which operations that consist of others are not seen to do so.
     """
     with _Answers(), _LiveBytes() as live:
         run()
-    return Peak(live.peaks["device"], live.peaks["host"], live.peaks["total"])
+    return live.peak
 
 
 class _LiveBytes(TorchDispatchMode):
@@ -65,47 +46,41 @@ class _LiveBytes(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.peaks = {"device": 0, "host": 0, "total": 0}
-        self._now = dict(self.peaks)
-        self._held: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self.peak = self._now = 0
+        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         answer = _ANSWERS.get(func)
         if answer is not None and args[0].is_meta:
             return answer(*args)
         packet = func.overloadpacket
-        kwargs, place = dict(kwargs or {}), "device"
-        if kwargs.get("device") is not None and func in _COPIES and args[0].is_meta:
-            place = "host" if torch.device(kwargs["device"]).type == "cpu" else "device"
+        kwargs = dict(kwargs or {})
+        if kwargs.get("device") is not None and func is torch.ops.aten._to_copy.default and args[0].is_meta:
             kwargs["device"] = META
         result = func(*args, **kwargs)
-        given = {x.untyped_storage()._cdata for x in _tensors((args, kwargs))}
+        inputs = {x.untyped_storage()._cdata for x in _tensors((args, kwargs))}
         doubts = packet is torch.ops.aten.any or (
             packet in _CONNECTIVES and any(hasattr(x, _DOUBT) for x in _tensors(args))
         )
         for x in _tensors(result):
             if doubts:
                 setattr(x, _DOUBT, True)
-            if x.is_meta and x.untyped_storage()._cdata not in given:
-                self._hold(x.untyped_storage(), place)
+            if x.is_meta and x.untyped_storage()._cdata not in inputs:
+                self._count(x.untyped_storage())
         return result
 
-    def _hold(self, storage: torch.UntypedStorage, place: str) -> None:
+    def _count(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()
-        if key in self._held:
+        if key in self._alive:
             return
 
         def released(_: object) -> None:
-            del self._held[key]
-            self._count(place, -size)
+            del self._alive[key]
+            self._now -= size
 
-        self._held[key] = weakref.ref(storage, released)
-        self._count(place, size)
-
-    def _count(self, place: str, size: int) -> None:
-        for name in (place, "total"):
-            self._now[name] += size
-            self.peaks[name] = max(self.peaks[name], self._now[name])
+        self._alive[key] = weakref.ref(storage, released)
+        self._now += size
+        self.peak = max(self.peak, self._now)
 
 
 class _Answers(TorchFunctionMode):
