@@ -152,28 +152,11 @@ def test_rows_in_order_with_their_figures() -> None:
     assert commvq["true_bits"] < sdpa["true_bits"] / 4
 
 
-@pytest.mark.parametrize("shift", [0.0, 0.01])
-def test_kernels_are_timed_if_they_are_right(monkeypatch: pytest.MonkeyPatch, shift: float) -> None:
-    calls = []
-
-    def attend(*arguments: Any) -> Any:
-        calls.append(1)
-        out, lse = reordered_attend(*arguments)
-        return out + shift, lse
-
-    row = rows_with(monkeypatch, attend)[-1]
-    times = [row[name] for name in ("p20_us", "p50_us", "p80_us", "eager_us", "speedup", "stored_gb_s")]
-    assert row["impl"] == "fake"
-    if shift:
-        assert row["status"] == "mismatch"
-        assert "differs from the reference" in row["note"]
-        assert row["out_error"] > 1e-4
-        assert times == [None] * 6
-        assert len(calls) == 1
-    else:
-        assert (row["status"], row["note"]) == ("ok", None)
-        assert 0 < row["out_error"] < 1e-5
-        assert all(time > 0 for time in times)
+def test_right_kernels_are_timed_and_their_error_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = rows_with(monkeypatch, reordered_attend)[-1]
+    assert (row["impl"], row["status"], row["note"]) == ("fake", "ok", None)
+    assert 0 < row["out_error"] < 1e-5
+    assert all(row[name] > 0 for name in ("p20_us", "p50_us", "p80_us", "eager_us", "speedup", "stored_gb_s"))
 
 
 @pytest.mark.parametrize(

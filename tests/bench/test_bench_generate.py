@@ -29,7 +29,6 @@ from kvcli.bench.model import (
 )
 from kvcli.bench.model_bench import ModelBench, ModelRow
 from kvcli.bench.shapes import shape_config, shape_rope
-from kvcli.errors import UsageError
 from kvcli.registry import get_method
 from kvcli.spec import ModelSpec
 
@@ -259,24 +258,6 @@ def test_kernels_that_encode_worse_are_a_mismatch(
     assert row.encoding_gap is not None
     assert (row.encoding_gap == 0) == (factor == 1)
     assert (row.prefill_ms is None) == (status != "ok")
-
-
-@pytest.mark.parametrize(
-    ("error", "status"),
-    [(torch.OutOfMemoryError("CUDA out of memory"), "out of memory"), (UsageError("no such head_dim"), "refused")],
-)
-def test_the_run_goes_on_after_a_failed_method(
-    model: Any, monkeypatch: pytest.MonkeyPatch, error: Exception, status: str
-) -> None:
-    def run(model: Any, session: Any, *rest: Any, **options: Any) -> Run:
-        if session is not None and session.method.name == "kivi":
-            raise error
-        return make_run(1.0, 1.0)
-
-    monkeypatch.setattr(model_bench, "run_model", run)
-    rows = list(generate(model, "kivi-2", "qjl"))
-    assert [row.status for row in rows] == ["ok", status, "ok"]
-    assert rows[1].prefill_ms is rows[1].cache_bytes is None
 
 
 def test_the_largest_batch_is_each_methods_own(model: Any, any_budget: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,6 +55,7 @@ def limited(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
     def run_within_budget(model: Any, session: Any, ids: torch.Tensor, *rest: Any, **options: Any) -> Run:
         batch, context = ids.shape
+        assert options["fill_middle"] == (model.config.model_type == "llama")  # unless the whole prompt is asked for
         tried.append((context, batch))
         run = run_model(model, session, ids, *rest, **options)
         if run.cache_bytes > (budgets[-1] or 0):
@@ -117,26 +118,6 @@ def test_the_middle_is_computed_only_when_asked_for(model: Any, name: str) -> No
     assert filled.cache_bytes == computed.cache_bytes
 
 
-@pytest.mark.parametrize("full_prefill", [False, True])
-def test_rows_fill_the_middle_unless_the_whole_prompt_is_asked_for(
-    model: Any, limited: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch, full_prefill: bool
-) -> None:
-    given: list[tuple[int, int, bool]] = []
-
-    def run(model: Any, session: Any, ids: Any, new_tokens: int, chunk: int, *, fill_middle: bool, **_: Any) -> Run:
-        given.append((new_tokens, chunk, fill_middle))
-        return Run(1.0, 1.0, 1.0, 100, 200, 300)
-
-    monkeypatch.setattr(model_bench, "run_model", run)
-    bench = ModelBench(
-        model, [MethodCase.parse("fp16", {})], impl="auto", seed=0, memory_budget=2**20, prefill_chunk=64
-    )
-    (row,) = bench.memory([256], [1], longest=False, full_prefill=full_prefill)
-    assert given == [(2, 64, not full_prefill)]
-    assert (row.cache_bytes, row.peak_bytes, row.reserved_bytes) == (100, 200, 300)
-    assert row.prefill_ms is row.tokens_per_s is None
-
-
 def test_largest_batch_and_longest_context(shallow_model: Any, limited: list[tuple[int, int]]) -> None:
     budget = 2**18 // 3
     rows = list(memory(shallow_model, "commvq-1", longest=True, contexts=(64,), prefill_chunk=32, memory_budget=budget))
@@ -168,6 +149,7 @@ def test_given_sizes_fit_or_not(model: Any, limited: list[tuple[int, int]]) -> N
     assert limited == [(256, 2), (256, 3)] * 2
     assert rows[1].cache_bytes is None
     assert rows[0].weights_bytes == 4 * sum(x.numel() for x in model.parameters())
+    assert rows[0].prefill_ms is rows[0].tokens_per_s is None
 
 
 def test_nothing_fits(model: Any, limited: list[tuple[int, int]]) -> None:
@@ -196,7 +178,7 @@ def test_a_method_with_wrong_kernels_is_not_run(
 def test_the_ratio_of_a_hybrid_counts_the_caches_of_all_layers(limited: list[tuple[int, int]]) -> None:
     hybrid = make("gemma3_text")
     cases = [MethodCase.parse("fp16", {}), MethodCase.parse("kivi-2", SMALL)]
-    bench = ModelBench(hybrid, cases, impl="auto", seed=0, memory_budget=2**20)
+    bench = ModelBench(hybrid, cases, impl="auto", seed=0, memory_budget=2**20, prefill_chunk=16)
     for row in bench.memory([40], [1], longest=False, full_prefill=True):
         assert row.status == "ok"
         # 2 layers with 41 tokens in 16 bits, 2 with 7 in float32; 2 heads of 16 channels

@@ -61,19 +61,24 @@ def test_json_is_one_object_and_out_is_appended_to() -> None:
 
 
 def test_a_mismatch_shows_no_time_and_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
     def attend(*arguments: Any) -> Any:
+        calls.append(1)
         out, lse = reordered_attend(*arguments)
         return 1.1 * out, lse
 
     attend_with(monkeypatch, attend)
     options = (*BOOKS, "--methods", "commvq-2")
     done = result(*ATTENTION, *options, exit_code=1)
+    assert len(calls) == 1
     line = next(line for line in done.stdout.splitlines() if "commvq-2" in line)
     assert "MISMATCH" in line
     assert "1.0e-01" in line
     assert line.count(" - ") == 6
     assert "error: commvq-2, 64 tokens, batch 1: differs" in done.stderr
-    assert result(*ATTENTION, *options, "--json", exit_code=1)["rows"][1]["p50_us"] is None
+    row = result(*ATTENTION, *options, "--json", exit_code=1)["rows"][1]
+    assert {row[x] for x in ("p20_us", "p50_us", "p80_us", "eager_us", "speedup", "stored_gb_s")} == {None}
 
 
 @pytest.mark.parametrize("where", ["--json", "rows.jsonl"])

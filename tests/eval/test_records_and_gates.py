@@ -160,17 +160,13 @@ def test_where_higher_is_better_a_lower_value_is_worse() -> None:
         (kl_record(NOISE, fingerprint="00:003c0040"), "another model"),
         (kl_record(NOISE, protocol="other", options={"seq_len": 1024}), "seq_len 2048 there, 1024 here"),
         (kl_record(NOISE[:8], protocol="other"), "not measured on the same text"),
+        (kl_record(NOISE[: MIN_UNITS - 1]), "too few"),
     ],
 )
 def test_rows_that_cannot_be_compared_are_refused(record: Any, named: str) -> None:
+    former = kl_record(NOISE[: MIN_UNITS - 1] if named == "too few" else NOISE)
     with pytest.raises(UsageError, match=named):
-        check_baseline([record], [kl_record(NOISE)])
-
-
-def test_too_few_units_are_refused() -> None:
-    few = kl_record(NOISE[: MIN_UNITS - 1])
-    with pytest.raises(UsageError, match="too few"):
-        check_baseline([few], [few])
+        check_baseline([record], [former])
 
 
 def test_the_last_former_record_of_a_row_counts() -> None:

@@ -24,7 +24,7 @@ def test_token_scores_are_the_formulas() -> None:
 
 def test_blocks_hold_every_token_once_and_average_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quality, "BLOCK_TOKENS", 8)
-    x = torch.rand(3, 21, dtype=torch.float64)
+    x = torch.rand(3, 17, dtype=torch.float64)
     nll = x.clone()
     nll[:, -1] = math.nan
     scores = TokenScores(kl=x, flips=(x > 0.5).double(), nll=nll, reference_nll=nll)
@@ -32,20 +32,12 @@ def test_blocks_hold_every_token_once_and_average_to_the_whole(monkeypatch: pyte
     assert [(b["sequence"], b["start"], b["tokens"], b["predicted"]) for b in blocks[:3]] == [
         (0, 0, 8, 8),
         (0, 8, 8, 8),
-        (0, 16, 5, 4),
+        (0, 16, 1, 0),
     ]
+    assert blocks[2]["nll"] == 0  # without a next token there is no loss
     assert len(blocks) == 9
     total = sum(b["tokens"] for b in blocks)
     assert sum(b["tokens"] * b["kl"] for b in blocks) / total == pytest.approx(float(x.mean()), rel=1e-12)
     predicted = sum(b["predicted"] for b in blocks)
     loss = sum(b["predicted"] * b["nll"] for b in blocks) / predicted
     assert loss == pytest.approx(float(nll.nanmean()), rel=1e-12)
-
-
-def test_a_block_without_a_next_token_has_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quality, "BLOCK_TOKENS", 4)
-    x = torch.ones(1, 5, dtype=torch.float64)
-    nll = x.clone()
-    nll[:, -1] = math.nan
-    last = TokenScores(kl=x, flips=x, nll=nll, reference_nll=nll).blocks()[-1]
-    assert (last["tokens"], last["predicted"], last["nll"]) == (1, 0, 0.0)
