@@ -84,9 +84,7 @@ def largest(
     growth: float = 2.0,
     resolution: float = 0.0,
 ) -> int:
-    """The largest size that fits, 0 if none does.
-
-    Grows from `start` until something fails, or shrinks until something fits, and bisects between the two.
+    """The largest size that fits, 0 if none does, found by growing or shrinking from `start`, then by bisection.
 
     Args:
         fits: whether a size fits; if one does, all smaller ones do.
@@ -119,9 +117,8 @@ def largest(
 def largest_by_peak(peak: Callable[[int], int | None], budget: int) -> int:
     """The largest size that fits, at most 1/32 below the true one; 0 if none fits.
 
-    Args:
-        peak: runs a size; its peak in bytes, or None if it ran out of memory.
-        budget: bytes, from which the first guess is made.
+    `peak` runs a size and returns its peak in bytes, or None if it ran out of memory; the first guess is made from
+    the `budget` in bytes.
     """
 
     def fits(size: int) -> bool:

@@ -91,13 +91,8 @@ class EncodedLayer:
     """Tokens of one layer as codes, and a query for them.
 
     Attributes:
-        codec: the layer's codecs.
         query: rotated, [batch, num_heads, 1, head_dim] in the dtype of the model.
-        key_codes: codes of random keys.
-        value_codes: codes of random values.
         key_state: state of the sequences, for codecs that have one.
-        spec: shapes of the model.
-        rope: its rotary embedding.
         first: position of the first encoded token, after the sinks.
     """
 

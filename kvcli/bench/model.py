@@ -236,17 +236,11 @@ def round_tokens(of: Session | MethodCase) -> int:
 
 
 class StepClock:
-    """Notes when tokens were known, as `on_tokens` of `Session.generate`.
+    """Notes when tokens were known, as `on_tokens` of `Session.generate`; `first` is the time of the first one.
 
     Capturing CUDA graphs takes as long as tens of steps, once in a generation. It is part of the whole time, but not of
-    the rate, which is of steady steps: tokens that only replay graphs, over whole rounds of encoding.
-
-    Args:
-        cache: that is continued.
-        interval: tokens per round of encoding.
-
-    Attributes:
-        first: time of the first token.
+    the rate, which is of steady steps: tokens that only replay graphs, over whole rounds of encoding, each of
+    `interval` tokens.
     """
 
     def __init__(self, cache: CompressedCache, interval: int) -> None:
@@ -279,9 +273,7 @@ class StepClock:
 def steady_span(marks: list[Mark], interval: int) -> Mark:
     """Number and seconds of the tokens after the first two rounds, as far as they are whole rounds; (0, 0.0): none.
 
-    Args:
-        marks: in the order of time.
-        interval: tokens per round; where no mark is at its end, it ends with the next mark.
+    A round has `interval` tokens; where no mark is at its end, it ends with the next mark.
     """
     after = [mark for mark in marks if mark[0] - marks[0][0] >= _WARM_ROUNDS * interval]
     ends = after[:1]

@@ -203,12 +203,8 @@ class ModelBench:
     ) -> Iterator[ModelRow]:
         """Times every method at every prompt length and batch, fp16 first.
 
-        Args:
-            contexts: lengths of the prompt.
-            batches: sequences; None: the largest batch that fits, for each method its own.
-            new_tokens: tokens chosen after the prompt; 0 reads the prompt only.
-            repeats: runs timed.
-            fill_prompt: whether only the first and the last chunk of a prompt are computed; its times are then None.
+        Without `batches`, at the largest that fits, for each method its own; with 0 `new_tokens`, the prompt only; with
+        `fill_prompt`, only the first and the last chunk of a prompt are computed, and its times are None.
         """
         copy_gb_s = None
         if self.model.device.type == "cuda":
@@ -226,13 +222,10 @@ class ModelBench:
     def memory(
         self, contexts: list[int], batches: list[int] | None, *, longest: bool, full_prefill: bool
     ) -> Iterator[ModelRow]:
-        """Tries what fits into the budget: every method at every context, then its longest context.
+        """Tries what fits into the budget: every method at every context, then, if `longest`, its longest context.
 
-        Args:
-            contexts: lengths of the prompt.
-            batches: sequences; None: the largest batch that fits, for each method and context.
-            longest: whether to search for the longest context of one sequence too.
-            full_prefill: whether the model computes the whole prompt, instead of its first and last chunk.
+        Without `batches`, the largest batch is searched for; without `full_prefill`, the model computes only the first
+        and the last chunk of a prompt.
         """
         for case in self.cases:
             measure = partial(self._memory, case, full_prefill)

@@ -150,15 +150,7 @@ RowT = TypeVar("RowT", bound=Row)
 
 
 def run_row(measure: Callable[[RowT], RowT], empty: RowT) -> RowT:
-    """Measures a row.
-
-    Args:
-        measure: takes the row without figures, returns it with them.
-        empty: the row without figures.
-
-    Returns:
-        The measured row, or after an error the empty one with status and note.
-    """
+    """A measured row: what `measure` makes of the row without figures, or after an error that with status and note."""
     from kvcli.bench.budget import is_out_of_memory, release_gpu_memory
 
     status: Status
@@ -179,13 +171,7 @@ def run_row(measure: Callable[[RowT], RowT], empty: RowT) -> RowT:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A suite that is ready to be measured.
-
-    Attributes:
-        rows: measured while they are iterated over.
-        total: how many.
-        shared: fields of all records besides the row's own.
-    """
+    """Rows, measured while they are iterated over, how many they are, and fields of all records besides theirs."""
 
     rows: Iterator[Row]
     total: int
@@ -259,10 +245,8 @@ class BenchSuite(Suite):
 def default_methods(few: bool = False, kinds_only: bool = False) -> list[str]:
     """What is measured unless --method is given: what the methods' records name.
 
-    Args:
-        few: one method that needs no artifact and one that needs one, the first number of bits of each, for runs that
-            are slow.
-        kinds_only: the same two methods with all their numbers of bits.
+    With `kinds_only`, one method that needs no artifact and one that needs one; with `few`, for slow runs, only the
+    first number of bits of each.
     """
     methods = [method for method in map(get_method, METHODS) if method.bench]
     if few or kinds_only:

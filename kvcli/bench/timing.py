@@ -1,11 +1,8 @@
 """Times of calls, with the GPU's L2 cache flushed before each.
 
-A kernel of some tens of microseconds is shorter than the time Python takes to launch it, so a call is also recorded as
-a CUDA graph and replayed, as in a decode step whose launches are hidden. Both times are kept.
-
-`triton.testing` does not replace this: `do_bench_cudagraph` unrolls many calls in one graph without flushing L2, so the
-codes of short contexts would be read from the cache; `do_bench(graph.replay)` flushes it, but takes a duration instead
-of a number of calls (`--repeats`), and makes at least eight calls however slow they are.
+Launching a kernel of some tens of microseconds takes Python longer than it runs, so a call is also recorded as a CUDA
+graph and replayed, as in a decode step. Both times are kept. `triton.testing` does not replace this:
+`do_bench_cudagraph` does not flush L2, and `do_bench` takes a duration instead of a number of calls.
 """
 
 from __future__ import annotations

@@ -155,14 +155,8 @@ def answered(
 ) -> Prepared:
     """Rows of cases that answer prompts greedily.
 
-    Args:
-        loaded: the model.
-        cases: how its cache is compressed.
-        reporter: shows the progress.
-        prompts: what is asked.
-        max_new_tokens: tokens of an answer at most.
-        decided: given what was answered so far and the right answer, whether the rest does not matter.
-        unit: given a prompt and its answer, the unit of the row.
+    An answer ends where `decided` says of its text and the right answer that the rest does not matter; `unit` makes the
+    unit of a prompt and its answer.
     """
     tokenizer: Any = loaded.tokenizer
     decode, pieces, stop = tokenizer.decode, [prompt.pieces for prompt in prompts], end_tokens(loaded)

@@ -169,7 +169,7 @@ class Prepared:
     """A suite whose texts are made.
 
     Attributes:
-        protocol: what was asked, plain JSON values: rows of the same one can be compared unit by unit.
+        protocol: what was asked, as plain JSON values: rows of the same one can be compared unit by unit.
         rows: measured while they are iterated over.
     """
 
