@@ -63,10 +63,9 @@ class Index:
             ContextError: a store of another version of kvcli, a damaged index, or one that others use all the time.
         """
         if self._exists():
-            mode = "mode=rw" if os.access(self.path, os.W_OK) and os.access(self.folder, os.W_OK) else "mode=ro"
-            if mode == "mode=ro" and not self.path.with_name(f"{self.path.name}-wal").exists():
-                mode += "&immutable=1"
-            with self._open(mode) as db:
+            read_only = "mode=ro" if self.path.with_name("index.sqlite-wal").exists() else "mode=ro&immutable=1"
+            writable = os.access(self.path, os.W_OK) and os.access(self.folder, os.W_OK)
+            with self._open("mode=rw" if writable else read_only) as db:
                 _patiently(db, "BEGIN")
                 if not self._is_new(db):
                     yield db

@@ -39,12 +39,7 @@ class ContextReader:
         return names(self.folder)
 
     def get(self, name: str) -> StoredContext:
-        """One context, by name.
-
-        Raises:
-            UsageError: no name of a context.
-            ContextError: no such context, or a damaged record.
-        """
+        """One context, by name; UsageError for no name of a context, ContextError for none or a damaged record."""
         check_name(name)
         with self._index.reading() as db:
             row = db.execute(f"{CONTEXTS} WHERE name = ?", (name,)).fetchone()
@@ -76,10 +71,7 @@ class ContextReader:
         Returns:
             None if no context is of use. One is if all of its tokens are the prompt's first, or so many of them that
             they end where a block ends or in its window; fewer than 16 are not, unless the prompt has no more. Of
-            several with equally many tokens, the last used one.
-
-        Raises:
-            ContextError: token ids of several rows.
+            several with equally many tokens, the last used one. Token ids of several rows are a ContextError.
         """
         wanted, passed_over = as_tokens(token_ids), set[int]()
         while True:
@@ -105,24 +97,14 @@ class ContextReader:
         device: torch.device | str = "cpu",
         say: Say = say_nothing,
     ) -> tuple[Match, Context] | None:
-        """`find` and `load`, again if another process removes or replaces the context in between.
-
-        Raises:
-            ContextError: token ids of several rows, or a damaged block of what was found.
-        """
+        """`find` and `load`, again if another process removes or replaces the context in between; raises as both."""
         while True:
             match = self.find(token_ids, identity, say)
             with suppress(ReplacedError):
                 return None if match is None else (match, self.load(match, device))
 
     def whole(self, name: str, identity: CacheIdentity | None = None) -> Match:
-        """All of a context, by name.
-
-        Raises:
-            UsageError: no name of a context.
-            ContextError: no such context, a damaged record, or another identity than the given one; the message says
-                what differs.
-        """
+        """All of a context, by name; raises as `get`, and ContextError for another identity, saying what differs."""
         context = self.get(name)
         if identity is not None and (reason := context.difference(identity)) is not None:
             raise ContextError(f"context '{name}' cannot be used here: it was made {reason}")
@@ -136,10 +118,7 @@ class ContextReader:
             return tokens_in(tensors, record)[0]
 
     def load(self, match: Match, device: torch.device | str = "cpu") -> Context:
-        """Reads the blocks of a match, verifies them, and notes that the context was used.
-
-        Returns:
-            On this device, for `Session.load_cache`, with its token ids, int64 [1, tokens].
+        """Reads and verifies the blocks of a match, with token ids int64 [1, tokens]; notes that it was used.
 
         Raises:
             ContextError: a block is missing, truncated or damaged, or the context was removed or replaced.
@@ -166,10 +145,7 @@ class ContextReader:
     def damages(self, names: Sequence[str], progress: Progress = no_progress) -> dict[str, str]:
         """Reads all blocks of contexts, shared ones once; returns the defect of each damaged context by its name.
 
-        Contexts that are removed meanwhile are left out.
-
-        Raises:
-            ContextError: a damaged index.
+        Contexts that are removed meanwhile are left out. A damaged index is a ContextError.
         """
         damages: dict[str, str] = {}
         intact: set[Block] = set()

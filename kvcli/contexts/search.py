@@ -10,8 +10,7 @@ import hashlib
 import json
 import sqlite3
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from blake3 import blake3
@@ -38,8 +37,7 @@ _LENGTHS = """WITH RECURSIVE lengths (n) AS (
     SELECT n FROM lengths WHERE n <= :most"""
 
 
-@dataclass(frozen=True)
-class StoredContext:
+class StoredContext(NamedTuple):
     """A context of a store."""
 
     id: int  # in the index; a context that replaces it gets another one
@@ -69,8 +67,7 @@ class StoredContext:
             return f"with something that this kvcli does not know: {' '.join(str(error).split())}"
 
 
-@dataclass(frozen=True)
-class Match:
+class Match(NamedTuple):
     """A stored context, of which the first `num_tokens` tokens are of use."""
 
     context: StoredContext
@@ -94,10 +91,9 @@ def prefix_digests(tokens: TokenIds, lengths: Iterable[int]) -> dict[int, int]:
 def longest(
     db: sqlite3.Connection, wanted: TokenIds, identity: CacheIdentity, without: set[int], say: Say
 ) -> Match | None:
-    """The context of which most is of use, of several the last used; by checksums, which are not proof.
+    """The context of most use to a prompt, int32 [tokens], of several the last used; by checksums, which are no proof.
 
-    `wanted` are the prompt's token ids, int32 [tokens]; `without` are ids of contexts that are passed over, and gets
-    those of damaged ones.
+    Contexts whose ids are in `without` are passed over; those of damaged ones are added.
     """
     verdicts: dict[str, bool] = {}
     best: Match | None = None
@@ -147,8 +143,7 @@ def longest(
 
 def index_rows(record: ContextRecord, ids: TokenIds) -> tuple[list[Any], list[Any], list[Any]]:
     """Rows of a context with token ids int32 [tokens]: identity and tail; digests of blocks; checksums of tokens."""
-    counts, size = record.counts, record.part_tokens
-    start = tail_start(counts)
+    counts, size, start = record.counts, record.part_tokens, tail_start(record.counts)
     kind = hashlib.sha256(json.dumps(record.identity, sort_keys=True).encode()).hexdigest()
     borders = [counts.sinks + (j + 1) * size for j in range(num_coded(counts, size))]
     borders = [length for length in borders if usable_length(counts, size, length) == length]

@@ -48,12 +48,9 @@ class Pruned(NamedTuple):
 
 
 class ContextStore(ContextReader):
-    """The contexts of a folder.
+    """The contexts of a folder, made by the first `put`, in blocks of `block_tokens` tokens or the next whole groups.
 
-    Args:
-        folder: made by the first `put`.
-        block_tokens: tokens of a block of codes, rounded up to whole groups of the method; what two contexts have in
-            common is found and stored once block by block.
+    Tokens that two contexts have in common are found and stored once block by block.
     """
 
     def __init__(self, folder: str | Path, block_tokens: int = BLOCK_TOKENS) -> None:
@@ -72,17 +69,17 @@ class ContextStore(ContextReader):
         """Stores a context; only what is not there is written, and the context appears when all of it is.
 
         Args:
-            context: of one row, with its token ids; of its notes, `tokenizer` and `chat_template` are compared by
-                `find` (`kvcli.fingerprint.text_identity` gives them), and `source` says what it was made from.
-            name: default: from a checksum of tokens and identity, so that the same context gets the same name.
+            context: of one row, with its token ids and the notes of `kvcli.fingerprint.text_identity`, which `find`
+                compares; the note `source` says what it was made from.
+            name: default: from a checksum of tokens and identity.
             overwrite: replace a context of this name that has other tokens or another identity, or is damaged.
-            max_bytes: of the blocks of the whole store; contexts that were not used for longest are removed to keep it.
+            max_bytes: of all blocks; the least recently used contexts are removed to keep it.
 
         Raises:
             UsageError: no name of a context.
             CacheError: token ids of more or fewer tokens.
-            ContextError: padding or several rows, a context without token ids, a name that is taken, a read-only store,
-                or a context that alone is larger than `max_bytes`; nothing was written then.
+            ContextError: padding or several rows, no token ids, a name that is taken, a read-only store, or more than
+                `max_bytes`; nothing was written then.
         """
         if context.input_ids is None:
             raise ContextError("a context without its token ids cannot be found again; it can be used as a file only")

@@ -39,8 +39,7 @@ class Part:
 def memory_for(path: Path, nbytes: int, device: torch.device) -> Tensor:
     """Memory for a file, uint8 [nbytes]: on the host the file itself, mapped; on a GPU to be filled by `read_parts`.
 
-    Raises:
-        OSError: the file cannot be mapped, or it is shorter.
+    A file that cannot be mapped, or is shorter, is an OSError.
     """
     if device.type != "cpu":
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
@@ -51,16 +50,10 @@ def memory_for(path: Path, nbytes: int, device: torch.device) -> Tensor:
 
 
 def read_parts(parts: Sequence[Part]) -> list[str]:
-    """Reads parts of files to where they belong; nothing there may be used before the checksums were compared.
+    """Reads parts of files, all on one device, to where they belong, and returns their BLAKE3.
 
-    Args:
-        parts: all on one device. Those that follow each other in a file and in memory are read together in this order.
-
-    Returns:
-        BLAKE3 of each part.
-
-    Raises:
-        OSError: a file cannot be read, or it ends before a part does.
+    Nothing there may be used before these were compared. Parts that follow each other in a file and in memory are read
+    together in this order. A file that cannot be read, or ends before a part does, is an OSError.
     """
     if not parts:
         return []
@@ -101,10 +94,7 @@ def _neighbours(parts: Sequence[Part]) -> list[list[Part]]:
 
 
 class _Reader:
-    """Reads parts of files for their checksums, in pieces of at most `nbytes`, and copies them to a GPU.
-
-    On the host they are in memory already.
-    """
+    """Reads parts of files for their checksums, in pieces of at most `nbytes`, and copies them to a GPU."""
 
     def __init__(self, device: torch.device, nbytes: int) -> None:
         on_gpu = device.type != "cpu"
