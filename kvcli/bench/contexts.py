@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from kvcli.bench.suite import BenchSuite, Lengths, Prepared, Row, WholeModelOptions, run_row, status
+from kvcli.bench.suite import BenchSuite, Lengths, Prepared, PromptRow, WholeModelOptions, run_row, status
 from kvcli.options import check_storable
 from kvcli.progress import Reporter
 from kvcli.registry import UNFITTED_METHOD
@@ -54,7 +54,7 @@ class ContextsOptions(WholeModelOptions):
 
 
 @dataclass(frozen=True)
-class ContextRow(Row):
+class ContextRow(PromptRow):
     """A row of `Row`'s fields and these; the batch is always 1, and `fp16` is kvcli's cache, too.
 
     Attributes:
@@ -80,10 +80,6 @@ class ContextRow(Row):
     load_token_ms: Times | None = None
     speedup: float | None = None
     repeats: int | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """All figures as plain JSON values; the context is also called `prompt_tokens`."""
-        return {**super().to_dict(), "prompt_tokens": self.context}
 
 
 def prepare(options: ContextsOptions, reporter: Reporter) -> Prepared:

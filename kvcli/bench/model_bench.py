@@ -21,7 +21,7 @@ from kvcli.bench.budget import attempt, largest_by_peak, memory_limit, release_g
 from kvcli.bench.fixed_length import with_fixed_length
 from kvcli.bench.layer import KernelCheck, MethodCase
 from kvcli.bench.model import Run, attached, random_prompt, round_tokens, run_model, step_weights_bytes
-from kvcli.bench.suite import Row, run_row
+from kvcli.bench.suite import PromptRow, run_row
 from kvcli.bench.timing import copy_bandwidth, percentiles
 
 _WARM_TOKENS = 40
@@ -41,7 +41,7 @@ _CONTEXT_UNIT = 4096
 
 
 @dataclass(frozen=True)
-class ModelRow(Row):
+class ModelRow(PromptRow):
     """A row of `Row`'s fields and these; figures of time are None in the suite `memory`.
 
     `fp16` is the model without kvcli. The context is that of the prompt. A context or batch that was searched for is 0
@@ -98,10 +98,6 @@ class ModelRow(Row):
     total_ratio: float | None = None
     prefill_ratio: float | None = None
     cache_ratio: float | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """All figures as plain JSON values; the context is also called `prompt_tokens`."""
-        return {**super().to_dict(), "prompt_tokens": self.context}
 
     def with_memory(self, runs: list[Run]) -> ModelRow:
         """The row with the memory of its runs."""

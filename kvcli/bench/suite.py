@@ -146,6 +146,14 @@ class Row:
         return row if agreement.holds else replace(row, status="mismatch", note=agreement.describe())
 
 
+class PromptRow(Row):
+    """A row of a suite that reads prompts."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """All figures as plain JSON values; the context is also called `prompt_tokens`."""
+        return {**super().to_dict(), "prompt_tokens": self.context}
+
+
 RowT = TypeVar("RowT", bound=Row)
 
 

@@ -77,14 +77,6 @@ def test_what_is_timed_are_the_tokens_of_generate(
     assert run.steady[0] == expected_tokens.get((name, mode), run.steady[0])
 
 
-def test_auto_is_passes_where_there_is_no_gpu(model: Any) -> None:
-    with attached(model, MethodCase.parse("kivi-2", SMALL), "auto", 0) as session:
-        run = run_model(model, session, prompt(model, 1, 40), 4, None)
-        none = run_model(model, session, prompt(model, 1, 40), 0, None)
-    assert (run.how, run.steady) == ("passes", None)
-    assert none.decode_s < run.decode_s
-
-
 @pytest.mark.parametrize(
     ("name", "expected"), [("kivi-2", 8), ("squat-2", 8), ("fp8", 2), ("qjl", 2), ("commvq-1", 2), ("squat-pre-2", 8)]
 )
@@ -242,11 +234,16 @@ def test_the_baseline_is_the_faster_of_two(model: Any, monkeypatch: pytest.Monke
     assert note == "a cache of fixed length does not fit beside the model"
 
 
-def test_without_a_gpu_the_baseline_is_eager(model: Any) -> None:
+def test_without_a_gpu_the_baseline_is_eager_and_methods_make_passes(model: Any) -> None:
     assert with_fixed_length(model, RUNS, 2, 20, 11) is RUNS
-    bench = ModelBench(model, [MethodCase.parse("fp16", {})], impl="auto", seed=0)
-    (row,) = bench.generate([20], [1], new_tokens=3, repeats=1)
+    bench = ModelBench(model, [MethodCase.parse(name, SMALL) for name in ("fp16", "kivi-2")], impl="auto", seed=0)
+    row, kivi = bench.generate([20], [1], new_tokens=3, repeats=1)
     assert (row.decode, row.steady_tokens, row.note) == ("eager", None, None)
+    assert (kivi.decode, kivi.steady_tokens, kivi.note) == ("passes", None, None)
+    (prompt_only,) = ModelBench(model, bench.cases[1:], impl="auto", seed=0).generate(
+        [20], [1], new_tokens=0, repeats=1
+    )
+    assert prompt_only.decode is prompt_only.tokens_per_s is prompt_only.total_tokens_per_s is None
     assert row.read_bytes is row.copy_gb_s is row.ceiling_tokens_per_s is row.ceiling_share is None
 
 
