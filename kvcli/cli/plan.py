@@ -14,7 +14,7 @@ from kvcli.cli.output import Output
 from kvcli.errors import ArtifactError, UsageError
 from kvcli.options import AUTO_DEVICE, IMPL_HELP, ModelOptions, parse_settings
 from kvcli.paths import newest_artifact
-from kvcli.registry import BASELINE, DEFAULT_METHOD, METHODS, get_method, parse_method
+from kvcli.registry import BASELINE, DEFAULT_METHOD, METHODS, get_method, method_name, parse_method
 from kvcli.sizes import parse_size, size
 from kvcli.suite import check_methods
 from kvcli.tables import DataTable
@@ -128,7 +128,7 @@ def _method_plan(
         config = make_config(method, {**stored, **settings}).resolve(planned.spec)
     except ValueError as error:
         raise UsageError(" ".join(str(error).split())) from error
-    return MethodPlan(planned, name, method, config, fused, program_bytes)
+    return MethodPlan(planned, method_name(name, dict(config)), method, config, fused, program_bytes)
 
 
 def _method_row(plan: MethodPlan, plans: list[MethodPlan], options: PlanOptions, memory: int | None) -> dict[str, Any]:

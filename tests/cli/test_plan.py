@@ -60,6 +60,13 @@ def test_an_artifact_pays_from_where_it_is_said_to() -> None:
     assert few["contexts"] > 1
 
 
+def test_methods_are_named_with_their_bits() -> None:
+    assert [row["method"] for row in plan("--method", "kivi", "--setting", "group_size=8")["methods"]] == [
+        "fp16",
+        "kivi-2",
+    ]
+
+
 def test_the_table() -> None:
     words = ("--method", "commvq-1", "--method", "rtn-4", "--setting", "group_size=8", "--memory", "1GiB")
     done = result("plan", "tiny", "--device", "cpu", *SMALL, *words)
