@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from kvcli.bench.suite import BenchOptions, BenchSuite, Lengths, Prepared, Row, parse_batches, run_row, status
+from kvcli.bench.suite import BenchOptions, BenchRows, BenchSuite, Lengths, Row, parse_batches, run_row, status
 from kvcli.builtin_models import DEFAULT_MODEL
 from kvcli.errors import UsageError
 from kvcli.progress import Reporter
@@ -92,14 +92,14 @@ def check(options: AttentionOptions) -> None:
         raise UsageError("--batches auto goes with suite generate or memory")
 
 
-def prepare(options: AttentionOptions, reporter: Reporter) -> Prepared:
+def prepare(options: AttentionOptions, reporter: Reporter) -> BenchRows:
     """Rows of SDPA and of methods."""
     import torch
     from torch.nn.functional import scaled_dot_product_attention
 
     from kvcli.attention.backend import choose_backend
     from kvcli.attention.reference import attend_codes as reference_attend
-    from kvcli.bench.layer import compare, encoded_layer
+    from kvcli.bench.layer import compare_attention, encoded_layer
     from kvcli.bench.shapes import shape_rope, shape_spec
     from kvcli.bench.timing import copy_bandwidth, time_call
 
@@ -140,7 +140,7 @@ def prepare(options: AttentionOptions, reporter: Reporter) -> Prepared:
         row = replace(row, impl=backend.impl)
         graph = backend.attend_codes is not reference_attend
         with torch.inference_mode():
-            row = row.checked(compare(layer, backend.attend_codes) if graph else None)
+            row = row.checked(compare_attention(layer, backend.attend_codes) if graph else None)
             if row.status != "ok":
                 return row
             attend = partial(layer.attend, backend.attend_codes, layer.encoded_tokens())
@@ -158,7 +158,7 @@ def prepare(options: AttentionOptions, reporter: Reporter) -> Prepared:
                     yield run_row(partial(measure_method, case), replace(row, sdpa_us=sdpa.sdpa_us))
 
     shared = {"shape": options.shape, "layer": layer_idx, "dtype": name, "weights": "random"}
-    return Prepared(rows(), len(contexts) * len(batches) * (1 + len(cases)), shared)
+    return BenchRows(rows(), len(contexts) * len(batches) * (1 + len(cases)), shared)
 
 
 def table(records: Records, options: AttentionOptions) -> DataTable:

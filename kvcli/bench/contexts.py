@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from kvcli.bench.suite import BenchSuite, Lengths, Prepared, PromptRow, WholeModelOptions, run_row, status
+from kvcli.bench.suite import BenchRows, BenchSuite, Lengths, PromptRow, WholeModelOptions, run_row, status
 from kvcli.options import check_storable
 from kvcli.progress import Reporter
 from kvcli.registry import UNFITTED_METHOD
@@ -82,7 +82,7 @@ class ContextRow(PromptRow):
     repeats: int | None = None
 
 
-def prepare(options: ContextsOptions, reporter: Reporter) -> Prepared:
+def prepare(options: ContextsOptions, reporter: Reporter) -> BenchRows:
     """Rows of fp16 and of methods."""
     import torch
 
@@ -120,20 +120,20 @@ def prepare(options: ContextsOptions, reporter: Reporter) -> Prepared:
                 release_gpu_memory()
 
     shared = {**shared, "prefill_chunk": options.prefill_chunk}
-    return Prepared(rows(), len(contexts) * len(cases), shared)
+    return BenchRows(rows(), len(contexts) * len(cases), shared)
 
 
 def timed(session: Session, path: Path, ids: Tensor, options: ContextsOptions, row: ContextRow) -> ContextRow:
     """Writes the cache of all but the last token of `ids` [1, time] to a file, then reads the prompt and the file."""
     import torch
 
-    from kvcli.bench.model import prefill
+    from kvcli.bench.model import prefill_logits
     from kvcli.bench.timing import synchronized_time
 
     model, device, chunk = session.model, ids.device, options.prefill_chunk
     context, last = ids[:, :-1], ids[:, -1:]
     cache = session.new_cache()
-    prefill(model, cache, context, chunk)
+    prefill_logits(model, cache, context, chunk)
 
     def write(cache: CompressedCache) -> tuple[float, ...]:
         path.unlink(missing_ok=True)
@@ -143,20 +143,20 @@ def timed(session: Session, path: Path, ids: Tensor, options: ContextsOptions, r
 
     def read_prompt() -> tuple[float, ...]:
         started = synchronized_time(device)
-        prefill(model, session.new_cache(), ids, chunk).argmax(-1)
+        prefill_logits(model, session.new_cache(), ids, chunk).argmax(-1)
         return (synchronized_time(device) - started,)
 
     def load() -> tuple[float, ...]:
         started = synchronized_time(device)
         cache = session.load_cache(path)
         loaded = synchronized_time(device)
-        prefill(model, cache, last, None).argmax(-1)
+        prefill_logits(model, cache, last, None).argmax(-1)
         return loaded - started, synchronized_time(device) - started
 
     (write_ms,) = percentiles_ms(partial(write, cache), options.repeats)
-    expected = prefill(model, cache, last, None).float()
+    expected = prefill_logits(model, cache, last, None).float()
     del cache
-    error = float((prefill(model, session.load_cache(path), last, None) - expected).norm() / expected.norm())
+    error = float((prefill_logits(model, session.load_cache(path), last, None) - expected).norm() / expected.norm())
     row = replace(row, logits_error=error)
     if not error <= (_TOLERANCE if model.dtype == torch.float32 else _TOLERANCE_16):
         note = f"logits after loading differ by {error:.1e} from those of the cache that was saved"

@@ -21,7 +21,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kvcli.attention.compiled import CompiledLayers, CompileError
 from kvcli.bench.budget import attempt
-from kvcli.bench.model import COMPILED, Run
+from kvcli.bench.model import COMPILED, ModelRun
 from kvcli.bench.timing import percentiles, record_graph, synchronized_time
 from kvcli.seam.layer import untraced
 from kvcli.spec import ModelSpec
@@ -65,8 +65,8 @@ class FixedLengthCache(Cache):
 
 
 def with_fixed_length(
-    model: Any, runs: list[Run], batch: int, context: int, new_tokens: int, backend: str | None = None
-) -> list[Run]:
+    model: Any, runs: list[ModelRun], batch: int, context: int, new_tokens: int, backend: str | None = None
+) -> list[ModelRun]:
     """The runs of the fp16 baseline, their decoding replaced by replays of a captured step if those are faster.
 
     Args:
@@ -90,8 +90,8 @@ def with_fixed_length(
             continue
         how = FIXED_LENGTH + COMPILED * (compiler is not None)
         runs = [
-            replace(run, decode_s=taken, how=how, steady=(steps, taken), used_bytes=cache_bytes)
-            for run, taken in zip(runs, seconds, strict=True)
+            replace(run, decode_s=decode_s, how=how, steady=(steps, decode_s), used_bytes=cache_bytes)
+            for run, decode_s in zip(runs, seconds, strict=True)
         ]
     return runs
 

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from kvcli.bench.suite import BenchSuite, Lengths, Prepared, WholeModelOptions, parse_batches, status
+from kvcli.bench.suite import BenchRows, BenchSuite, Lengths, WholeModelOptions, parse_batches, status
 from kvcli.builtin_models import DEFAULT_MODEL
 from kvcli.errors import UsageError
 from kvcli.progress import Reporter
@@ -21,7 +21,7 @@ PREFILL = {True: "computed", False: "ends computed, middle filled"}
 """How prompts were read, by whether all of a prompt was computed."""
 
 
-class GenerateOptions(WholeModelOptions):
+class GenerateBenchOptions(WholeModelOptions):
     """Options of `kvcli bench generate`."""
 
     former_names: ClassVar[dict[str, str]] = {**WholeModelOptions.former_names, "new_tokens": "max_new_tokens"}
@@ -72,16 +72,16 @@ class MemoryOptions(WholeModelOptions):
     longest: bool = Field(default=True, description="also find the longest context of one sequence")
 
 
-def check(options: GenerateOptions | MemoryOptions) -> None:
+def check(options: GenerateBenchOptions | MemoryOptions) -> None:
     """Raises UsageError for sizes and batches that are none, and for options that exclude each other."""
     options.check()
     parse_batches(options.batches)
     parse_size(options.memory_budget)
-    if isinstance(options, GenerateOptions) and options.decode == "passes" and options.compile:
+    if isinstance(options, GenerateBenchOptions) and options.decode == "passes" and options.compile:
         raise UsageError("layers are compiled for decode steps: use --decode graphs or steps with --compile")
 
 
-def prepare_generate(options: GenerateOptions, reporter: Reporter) -> Prepared:
+def prepare_generate(options: GenerateBenchOptions, reporter: Reporter) -> BenchRows:
     """Rows of fp16 and of methods, timed."""
     import torch
 
@@ -116,10 +116,10 @@ def prepare_generate(options: GenerateOptions, reporter: Reporter) -> Prepared:
     new_tokens = options.max_new_tokens if options.max_new_tokens is not None else 513 if gpu else 8
     rows = bench.generate(contexts, batches, new_tokens=new_tokens, repeats=options.repeats, fill_prompt=filled)
     shared = {**shared, "memory_budget": budget, "prefill_chunk": chunk, "prefill": PREFILL[not filled]}
-    return Prepared(rows, len(contexts) * len(batches or [0]) * len(cases), shared)
+    return BenchRows(rows, len(contexts) * len(batches or [0]) * len(cases), shared)
 
 
-def prepare_memory(options: MemoryOptions, reporter: Reporter) -> Prepared:
+def prepare_memory(options: MemoryOptions, reporter: Reporter) -> BenchRows:
     """Rows of what fits into the budget."""
     import torch
 
@@ -136,10 +136,10 @@ def prepare_memory(options: MemoryOptions, reporter: Reporter) -> Prepared:
     bench = ModelBench(model, cases, impl=options.impl, seed=options.seed, memory_budget=budget, prefill_chunk=chunk)
     rows = bench.memory(options.contexts, batches, longest=options.longest, full_prefill=full)
     total = len(cases) * (len(options.contexts) * len(batches or [0]) + options.longest)
-    return Prepared(rows, total, {**shared, "memory_budget": budget, "prefill_chunk": chunk, "prefill": PREFILL[full]})
+    return BenchRows(rows, total, {**shared, "memory_budget": budget, "prefill_chunk": chunk, "prefill": PREFILL[full]})
 
 
-def generate_table(records: Records, options: GenerateOptions) -> DataTable:
+def generate_table(records: Records, options: GenerateBenchOptions) -> DataTable:
     """Rates and memory of whole models, compared with fp16."""
     columns = (
         *("method", "prompt+new", "batch", "x tok/s", "x total", "prefill / fp16", "cache", "tok/s", "% of ceiling"),
@@ -229,7 +229,7 @@ def _layers(records: Records) -> str:
 SUITE = BenchSuite(
     name="generate",
     help="A model end to end: prompt, decoding and memory of methods, next to fp16.",
-    options=GenerateOptions,
+    options=GenerateBenchOptions,
     example=f"kvcli bench generate --method {UNFITTED_METHOD} --prompt-tokens 1024",
     saves_memory="lower --prompt-tokens, --batches or --prefill-chunk",
     prepare=prepare_generate,

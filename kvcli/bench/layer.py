@@ -24,7 +24,7 @@ from kvcli.methods.base import Codec, Codes, State
 from kvcli.methods.config import CacheConfig
 from kvcli.methods.layer_codec import AttendCodes, EncodedTokens, LayerCodec, PartialAttention
 from kvcli.methods.method import Method
-from kvcli.registry import BASELINE, parse_method
+from kvcli.registry import BASELINE, method_name, parse_method
 from kvcli.rope import Rope, TokenRotations
 from kvcli.seam.probe import probe
 from kvcli.spec import ModelSpec
@@ -66,7 +66,8 @@ class MethodCase:
         """
         method, from_bits = parse_method(name)
         known = {key: value for key, value in settings.items() if key in method.config_cls.model_fields}
-        return cls(name, method, make_config(method, {**from_bits, **known}))
+        config = make_config(method, {**from_bits, **known})
+        return cls(method_name(name, dict(config)), method, config)
 
     def build(self, spec: ModelSpec, layer_idx: int) -> LayerCodec:
         """The unfitted codec of a layer.
@@ -223,7 +224,7 @@ class Agreement:
         )
 
 
-def compare(layer: EncodedLayer, attend_codes: AttendCodes) -> Agreement:
+def compare_attention(layer: EncodedLayer, attend_codes: AttendCodes) -> Agreement:
     """Compares attention over the codes of a layer with the reference."""
     expected, expected_lse = layer.attend(reference_attend, layer.encoded_tokens())
     out, lse = layer.attend(attend_codes, layer.encoded_tokens())
@@ -293,5 +294,5 @@ class KernelCheck:
             return None
         layer = self._layer(case=case, context=context, batch=batch)
         with torch.inference_mode():
-            agreement = compare(layer, backend.attend_codes)
+            agreement = compare_attention(layer, backend.attend_codes)
             return replace(agreement, encoding_gap=encoding_gap(layer)) if backend.impl == "fused" else agreement

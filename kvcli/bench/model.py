@@ -42,7 +42,7 @@ Mark = tuple[int, float]
 
 
 @dataclass(frozen=True)
-class Run:
+class ModelRun:
     """One run of a model.
 
     Attributes:
@@ -128,7 +128,7 @@ def run_model(
     fill_middle: bool = False,
     mode: Mode | None = None,
     backend: str | None = None,
-) -> Run:
+) -> ModelRun:
     """Reads a prompt and continues it greedily: `Session.generate`, or transformers' own passes.
 
     Args:
@@ -152,18 +152,18 @@ def run_model(
     length = chunk_length(chunk, *ids.shape)
     middle = max(0, ids.shape[1] - 2 * length) if fill_middle else 0
     if middle:
-        prefill(model, cache, ids[:, :length], chunk)
+        prefill_logits(model, cache, ids[:, :length], chunk)
         fill(model, cache, session, ids.shape[0], middle, chunk)
     how = "eager"
     steady: tuple[int, float] | None = None
     note: str | None = None
     if session is None or not new_tokens:
-        logits = prefill(model, cache, ids[:, cache.get_seq_length() :], chunk)
+        logits = prefill_logits(model, cache, ids[:, cache.get_seq_length() :], chunk)
         prefilled = synchronized_time(device)
         token = logits.argmax(-1)
         first = synchronized_time(device)
         for _ in range(new_tokens - 1):
-            token = prefill(model, cache, token, None).argmax(-1)
+            token = prefill_logits(model, cache, token, None).argmax(-1)
         ended = synchronized_time(device)
     else:
         clock, read = StepClock(cache, round_tokens(session)), [0.0]
@@ -181,7 +181,7 @@ def run_model(
         ended, prefilled, first = synchronized_time(device), read[-1], clock.first
         how, note = generated.mode + COMPILED * generated.compiled, generated.note
         steady = clock.steady(generated.mode != "passes")
-    return Run(
+    return ModelRun(
         prefill_s=prefilled - started,
         ttft_s=first - started,
         decode_s=ended - first,
@@ -194,7 +194,7 @@ def run_model(
     )
 
 
-def prefill(model: Any, cache: Any, ids: Tensor, chunk: int | None) -> Tensor:
+def prefill_logits(model: Any, cache: Any, ids: Tensor, chunk: int | None) -> Tensor:
     """Reads tokens [batch, time] in chunks; returns the logits of the last one, [batch, 1, vocab_size]."""
     for part in ids.split(chunk_length(chunk, *ids.shape), dim=1):
         logits: Tensor = model(input_ids=part, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
@@ -207,7 +207,7 @@ def chunk_length(chunk: int | None, batch: int, length: int) -> int:
 
 
 def cache_sizes(cache: Any) -> dict[str, int]:
-    """`cache_bytes`, `used_bytes` and `other_bytes` of a `Run`."""
+    """`cache_bytes`, `used_bytes` and `other_bytes` of a `ModelRun`."""
     if isinstance(cache, CompressedCache):
         memory = cache.memory()
         used, other = memory.code_bytes + memory.window_bytes + memory.state_bytes, memory.other_bytes

@@ -20,7 +20,7 @@ from kvcli.attention.session import Session
 from kvcli.bench.budget import attempt, largest_by_peak, memory_limit, release_gpu_memory
 from kvcli.bench.fixed_length import with_fixed_length
 from kvcli.bench.layer import KernelCheck, MethodCase
-from kvcli.bench.model import Run, attached, random_prompt, round_tokens, run_model, step_weights_bytes
+from kvcli.bench.model import ModelRun, attached, random_prompt, round_tokens, run_model, step_weights_bytes
 from kvcli.bench.suite import PromptRow, run_row
 from kvcli.bench.timing import copy_bandwidth, percentiles
 
@@ -99,7 +99,7 @@ class ModelRow(PromptRow):
     prefill_ratio: float | None = None
     cache_ratio: float | None = None
 
-    def with_memory(self, runs: list[Run]) -> ModelRow:
+    def with_memory(self, runs: list[ModelRun]) -> ModelRow:
         """The row with the memory of its runs."""
         return replace(
             self,
@@ -109,7 +109,7 @@ class ModelRow(PromptRow):
             reserved_bytes=max((run.reserved_bytes for run in runs if run.reserved_bytes is not None), default=None),
         )
 
-    def with_times(self, runs: list[Run], *, filled: bool = False) -> ModelRow:
+    def with_times(self, runs: list[ModelRun], *, filled: bool = False) -> ModelRow:
         """The row with the times of its runs; only those of decoding if the prompt was `filled` with random tokens."""
         batch, new = self.batch, self.new_tokens
         # of the steady steps; without them, of all tokens after the first
@@ -294,13 +294,13 @@ class ModelBench:
         fp16_bytes = row.batch * (row.context + 1) * self.check.spec.fp16_bytes_per_token()
         return replace(row.with_memory([run]), cache_ratio=(fp16_bytes + run.other_bytes) / run.cache_bytes)
 
-    def _search(self, case: MethodCase, row: ModelRow, *, fill_middle: bool) -> tuple[ModelRow, Run | None]:
+    def _search(self, case: MethodCase, row: ModelRow, *, fill_middle: bool) -> tuple[ModelRow, ModelRun | None]:
         """Tries sizes until the row's question is answered.
 
         Returns:
             The row with batch and context, and the run of that size; None if nothing fits.
         """
-        runs: dict[int, Run] = {}
+        runs: dict[int, ModelRun] = {}
         budget = self.memory_budget or torch.cuda.get_device_properties(self.model.device).total_memory
         with self._attached(case) as session:
 
@@ -323,7 +323,9 @@ class ModelBench:
             row = replace(row, context=size * _CONTEXT_UNIT)
         return (row, runs[size]) if size else (replace(row, status="out of memory"), None)
 
-    def _run(self, session: Session | None, batch: int, context: int, new_tokens: int, *, fill_middle: bool) -> Run:
+    def _run(
+        self, session: Session | None, batch: int, context: int, new_tokens: int, *, fill_middle: bool
+    ) -> ModelRun:
         ids = random_prompt(self.check.spec, batch, context, self.model.device, self.seed)
         return run_model(
             self.model,

@@ -57,7 +57,8 @@ class BenchOptions(ModelOptions):
         settings = parse_settings(self.setting)
         names = dict.fromkeys([BASELINE, *(self.method or default_methods(few, kinds_only))])
         check_methods([(name, {}) for name in names], settings)
-        return [MethodCase.parse(name, settings) for name in names]
+        cases = [MethodCase.parse(name, settings) for name in names]
+        return list({case.name: case for case in cases}.values())
 
 
 class WholeModelOptions(BenchOptions):
@@ -178,7 +179,7 @@ def run_row(measure: Callable[[RowT], RowT], empty: RowT) -> RowT:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class BenchRows:
     """Rows, measured while they are iterated over, how many they are, and fields of all records besides theirs."""
 
     rows: Iterator[Row]
@@ -246,7 +247,7 @@ class BenchSuite(Suite):
 
     run = BenchRun
 
-    prepare: Callable[[Any, Reporter], Prepared]
+    prepare: Callable[[Any, Reporter], BenchRows]
     summarize: Callable[[Records], dict[str, Any]] = lambda records: {}
 
 

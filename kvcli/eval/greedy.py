@@ -204,13 +204,13 @@ def in_pieces(loaded: LoadedModel, text: str, question: str, answer: str, chat: 
     if chat:
         message = [{"role": "user", "content": first + question}]
         try:
-            whole = str(tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False))
+            prompt = str(tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False))
         except Exception as error:  # a template is a program of the model's author
             raise ModelError(f"the chat template of {loaded.name} fails: {' '.join(str(error).split())}") from error
-        at = whole.find(question)
-        if at < 0 or whole.find(question, at + 1) >= 0:
+        at = prompt.find(question)
+        if at < 0 or prompt.find(question, at + 1) >= 0:
             raise ModelError(f"the chat template of {loaded.name} changes the message; use --no-chat")
-        first, second = whole[:at], whole[at:]
+        first, second = prompt[:at], prompt[at:]
     ids = tokenizer(first, add_special_tokens=not chat)["input_ids"]
     return ids, tokenizer(second + answer, add_special_tokens=False)["input_ids"]
 

@@ -99,12 +99,12 @@ class CachedModel(TemplateLM):
         """
         texts = []
         for request in requests:
-            context, asked = request.args
-            if asked.get("do_sample") or asked.get("temperature"):
+            context, arguments = request.args
+            if arguments.get("do_sample") or arguments.get("temperature"):
                 raise UsageError("a task asks for sampling; --suite tasks generates greedily")
-            until = asked.get("until") or []
+            until = arguments.get("until") or []
             ends = [until] if isinstance(until, str) else list(until)
-            limit = int(asked.get("max_gen_toks") or asked.get("max_new_tokens") or _MAX_NEW_TOKENS)
+            limit = int(arguments.get("max_gen_toks") or arguments.get("max_new_tokens") or _MAX_NEW_TOKENS)
 
             def ended(tokens: list[int], ends: Sequence[str] = ends) -> bool:
                 text = self.tokenizer.decode(tokens)

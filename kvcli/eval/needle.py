@@ -67,7 +67,7 @@ class NeedleRecord(EvalRecord):
     units: list[NeedlePrompt]
 
 
-def make_prompts(loaded: LoadedModel, texts: Sequence[str], options: NeedleOptions, chat: bool) -> list[Prompt]:
+def make_needle_prompts(loaded: LoadedModel, texts: Sequence[str], options: NeedleOptions, chat: bool) -> list[Prompt]:
     """The prompts of all cells; the same for the same seed.
 
     Raises:
@@ -75,7 +75,7 @@ def make_prompts(loaded: LoadedModel, texts: Sequence[str], options: NeedleOptio
     """
     from kvcli.eval.greedy import Prompt, in_pieces, sentences
 
-    made = []
+    prompts = []
     for context in options.contexts:
         for index in range(options.num_prompts):
             chosen = random.Random(f"{options.seed} {context} {index}")
@@ -88,8 +88,8 @@ def make_prompts(loaded: LoadedModel, texts: Sequence[str], options: NeedleOptio
                 parts = [sentence for sentence, _ in text[:-1]]
                 parts.insert(at, f"{fact} {value}.")
                 pieces = in_pieces(loaded, " ".join(parts), f"What is the access code of the {place}?", fact, chat)
-                made.append(Prompt(pieces, value, {"context": context, "depth": depth, "prompt": index}))
-    return made
+                prompts.append(Prompt(pieces, value, {"context": context, "depth": depth, "prompt": index}))
+    return prompts
 
 
 def score(answer: str, expected: str) -> tuple[float, float]:
@@ -118,7 +118,7 @@ def prepare(options: NeedleOptions, loaded: LoadedModel, cases: Sequence[Case], 
     """Rows of the uncompressed model and of methods."""
     from kvcli.eval.greedy import answered, uses_chat
 
-    prompts = make_prompts(loaded, options.documents(), options, uses_chat(loaded, options.chat))
+    prompts = make_needle_prompts(loaded, options.documents(), options, uses_chat(loaded, options.chat))
     return answered(loaded, cases, reporter, prompts, _MAX_NEW_TOKENS, decided, unit)
 
 

@@ -66,7 +66,7 @@ class RecallRecord(EvalRecord):
     units: list[RecallPrompt]
 
 
-def make_prompts(loaded: LoadedModel, texts: Sequence[str], options: RecallOptions, chat: bool) -> list[Prompt]:
+def make_recall_prompts(loaded: LoadedModel, texts: Sequence[str], options: RecallOptions, chat: bool) -> list[Prompt]:
     """The prompts of all distances; a passage and the text after it are of different documents.
 
     Raises:
@@ -84,7 +84,7 @@ def make_prompts(loaded: LoadedModel, texts: Sequence[str], options: RecallOptio
             f"the corpus has {most} words beside its longest document, fewer than the distance of "
             f"{max(options.distances)}; choose a larger --corpus or shorter --distances"
         )
-    made = []
+    prompts = []
     for distance in options.distances:
         for index in range(options.num_prompts):
             chosen = random.Random(f"{options.seed} {distance} {index}")
@@ -96,8 +96,8 @@ def make_prompts(loaded: LoadedModel, texts: Sequence[str], options: RecallOptio
             passage, filler = source[start : start + length], other[begin : begin + distance]
             text = f"Passage: {' '.join(passage)}\n\nOther text: {' '.join(filler)}"
             pieces = in_pieces(loaded, text, _QUESTION, "Passage: " + " ".join(passage[:CUE_WORDS]), chat)
-            made.append(Prompt(pieces, " ".join(passage[CUE_WORDS:]), {"distance": distance, "prompt": index}))
-    return made
+            prompts.append(Prompt(pieces, " ".join(passage[CUE_WORDS:]), {"distance": distance, "prompt": index}))
+    return prompts
 
 
 def quoted_words(answer: str, expected: str) -> int:
@@ -130,7 +130,7 @@ def prepare(options: RecallOptions, loaded: LoadedModel, cases: Sequence[Case], 
     """Rows of the uncompressed model and of methods."""
     from kvcli.eval.greedy import answered, uses_chat
 
-    prompts = make_prompts(loaded, options.documents(), options, uses_chat(loaded, options.chat))
+    prompts = make_recall_prompts(loaded, options.documents(), options, uses_chat(loaded, options.chat))
     limit = _TOKENS_PER_WORD * (options.passage_words + 1)
     return answered(loaded, cases, reporter, prompts, limit, decided, unit)
 

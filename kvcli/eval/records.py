@@ -111,12 +111,12 @@ class EvalRecord(Strict):
     @classmethod
     def series(cls, units: Sequence[Any]) -> dict[str, Series]:
         """The figures of units, by name."""
-        made = {}
+        series = {}
         for figure in cls.figures:
             values = [float(getattr(unit, figure.field)) for unit in units]
             weights = [1.0 if figure.weight is None else float(getattr(unit, figure.weight)) for unit in units]
-            made[figure.name] = Series(values, weights, figure.better, figure.gated)
-        return made
+            series[figure.name] = Series(values, weights, figure.better, figure.gated)
+        return series
 
     def to_plain(self) -> dict[str, Any]:
         """The record as the plain JSON values that are written; checked by reading them again.
@@ -152,8 +152,8 @@ def read_rows(path: Path) -> list[EvalRecord]:
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read {path}: {getattr(error, 'strerror', None) or 'it is not text'}") from error
     try:
-        whole = json.loads(text)
-        rows = whole.get("rows", [whole]) if isinstance(whole, dict) else []
+        content = json.loads(text)
+        rows = content.get("rows", [content]) if isinstance(content, dict) else []
     except ValueError:
         rows = read_records(path)
     if not isinstance(rows, list) or not rows:

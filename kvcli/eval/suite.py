@@ -257,13 +257,15 @@ class EvalRun(Run):
         """
         from kvcli.methods.method import sliding_window
 
-        options, given, cases = self.options, parse_settings(self.options.setting), []
+        options, settings_of_all, cases = self.options, parse_settings(self.options.setting), []
         for name, artifact in self._chosen:
             method = get_method(parse_name(name)[0])
             settings = {"sink_length": options.sink_length, "residual_length": options.residual_length}
             if method.schedules is sliding_window:
                 settings["flush_block"] = 1
-            settings.update((key, value) for key, value in given.items() if key in method.config_cls.model_fields)
+            settings.update(
+                (key, value) for key, value in settings_of_all.items() if key in method.config_cls.model_fields
+            )
             cases.append(Case(name if artifact is None else artifact.name, name, artifact, settings, options.impl))
         if getattr(options, "compare_with", None) is not None:
             cases.sort(key=lambda case: case.label != self._compared)

@@ -62,12 +62,12 @@ class TaskRecord(EvalRecord):
 
     @classmethod
     def series(cls, units: Sequence[TaskDocument]) -> dict[str, Series]:
-        made: dict[str, Series] = {}
+        by_metric: dict[str, Series] = {}
         for unit in units:
-            series = made.setdefault(f"{unit.task}/{unit.metric}", Series([], [], unit.better))
+            series = by_metric.setdefault(f"{unit.task}/{unit.metric}", Series([], [], unit.better))
             series.values.append(unit.value)
             series.weights.append(1.0)
-        return made
+        return by_metric
 
 
 def check(options: TasksOptions) -> None:
@@ -111,11 +111,11 @@ def measure(loaded: LoadedModel, case: Case, options: TasksOptions, manager: Any
             reason = " ".join(str(error).split())
             raise UsageError(f"lm-eval cannot run {', '.join(options.tasks)}: {reason}") from error
         memory = model.last_cache.memory() if case.compressed and model.last_cache is not None else None
-    units = [unit for task in results["samples"] for unit in documents(results, task)]
+    units = [unit for task in results["samples"] for unit in task_documents(results, task)]
     return Measured(case, units, memory, {"versions": dict(results["versions"])})
 
 
-def documents(results: dict[str, Any], task: str) -> list[TaskDocument]:
+def task_documents(results: dict[str, Any], task: str) -> list[TaskDocument]:
     """The documents of a task in what lm-eval returned, with every metric that is a mean over them.
 
     Raises:
@@ -156,8 +156,8 @@ def prepare(options: TasksOptions, loaded: LoadedModel, cases: Sequence[Case], r
             reporter.say(f"{case.label}: {', '.join(options.tasks)}")
             yield measure(loaded, case, options, manager)
 
-    asked = ("tasks", "limit", "num_fewshot", "chat", "chunk", "seed")
-    return Prepared({name: getattr(options, name) for name in asked}, rows())
+    names = ("tasks", "limit", "num_fewshot", "chat", "chunk", "seed")
+    return Prepared({name: getattr(options, name) for name in names}, rows())
 
 
 def table(records: Records, options: TasksOptions) -> DataTable:

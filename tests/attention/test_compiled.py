@@ -16,7 +16,7 @@ from kvcli.attention.generation import SamplingConfig
 from kvcli.bench import fixed_length
 from kvcli.bench.fixed_length import FIXED_LENGTH, replay_step, with_fixed_length
 from kvcli.bench.layer import MethodCase
-from kvcli.bench.model import Run, attached, run_model
+from kvcli.bench.model import ModelRun, attached, run_model
 from kvcli.errors import UsageError
 from kvcli.registry import parse_method
 
@@ -158,7 +158,7 @@ def test_the_baseline_is_compiled_too(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = {None: ([2.0], 77, None), "eager": ([1.0], 77, None)}
     monkeypatch.setattr(fixed_length, "replay_step", lambda *arguments: answers[arguments[-1]])
     on_gpu = type("Model", (), {"device": torch.device("cuda")})()
-    runs = [Run(1.0, 1.0, 3.0, 1, None, None)]
+    runs = [ModelRun(1.0, 1.0, 3.0, 1, None, None)]
     (run,) = with_fixed_length(on_gpu, runs, 1, 20, 11, "eager")
     assert (run.how, run.decode_s) == (f"{FIXED_LENGTH}, compiled", 1.0)
     answers["eager"] = ([2.5], 77, None)

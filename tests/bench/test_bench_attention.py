@@ -11,7 +11,7 @@ from commvq_reordered import reordered_attend
 
 from kvcli.attention.reference import attend_codes as reference_attend
 from kvcli.bench.attention import AttentionOptions, prepare
-from kvcli.bench.layer import EncodedLayer, MethodCase, compare, encoded_layer, randomize_, tile
+from kvcli.bench.layer import EncodedLayer, MethodCase, compare_attention, encoded_layer, randomize_, tile
 from kvcli.bench.shapes import shape_rope, shape_spec
 from kvcli.cli.output import Output
 from kvcli.errors import ConfigError, UsageError
@@ -109,7 +109,7 @@ def test_only_what_a_fit_would_fill_is_randomized() -> None:
 
 def test_attention_is_compared_with_the_reference() -> None:
     layer = make_layer("commvq-2")
-    good = compare(layer, reordered_attend)
+    good = compare_attention(layer, reordered_attend)
     assert good.holds
     assert 0 < good.out_error < 1e-5
 
@@ -125,10 +125,10 @@ def test_attention_is_compared_with_the_reference() -> None:
         out, lse = reference_attend(*arguments)
         return out / 0 * 0, lse
 
-    assert compare(layer, shifted).lse_error == pytest.approx(0.1, abs=1e-5)
-    assert compare(layer, scaled).out_error == pytest.approx(1e-3, rel=1e-2)
+    assert compare_attention(layer, shifted).lse_error == pytest.approx(0.1, abs=1e-5)
+    assert compare_attention(layer, scaled).out_error == pytest.approx(1e-3, rel=1e-2)
     for wrong in (shifted, scaled, poisoned):
-        assert not compare(layer, wrong).holds
+        assert not compare_attention(layer, wrong).holds
 
 
 def test_rows_in_order_with_their_figures() -> None:

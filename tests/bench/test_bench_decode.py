@@ -28,11 +28,11 @@ from kvcli.bench.fixed_length import (
 )
 from kvcli.bench.layer import MethodCase
 from kvcli.bench.model import (
-    Run,
+    ModelRun,
     StepClock,
     attached,
     cache_sizes,
-    prefill,
+    prefill_logits,
     random_model,
     random_prompt,
     round_tokens,
@@ -45,7 +45,7 @@ from kvcli.spec import ModelSpec
 
 CPU = torch.device("cpu")
 SMALL = {"group_size": 8, "residual_length": 8, "codebook_size": 8, "sink_length": 2}
-RUNS = [Run(1.0, 1.1, seconds, 100, None, None) for seconds in (2.0, 4.0, 6.0)]
+RUNS = [ModelRun(1.0, 1.1, seconds, 100, None, None) for seconds in (2.0, 4.0, 6.0)]
 ON_GPU: Any = SimpleNamespace(device=torch.device("cuda"))
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -150,7 +150,7 @@ def test_bytes_in_use_are_without_headroom(model: Any) -> None:
     with attached(model, MethodCase.parse("kivi-2", SMALL), "auto", 0) as session, torch.inference_mode():
         assert session is not None
         cache = session.new_cache()
-        prefill(model, cache, prompt(model, 2, 101), None)
+        prefill_logits(model, cache, prompt(model, 2, 101), None)
         memory = cache.memory()
     # a step reads no table of input embeddings, unless it is the output layer too (test_shapes_have_...)
     assert step_weights_bytes(model) == sum(x.nbytes for x in model.parameters()) - 97 * 64 * 4
@@ -160,7 +160,7 @@ def test_bytes_in_use_are_without_headroom(model: Any) -> None:
 @torch.inference_mode()
 def test_a_step_of_fixed_length_is_that_of_a_growing_cache(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     grown = DynamicCache(config=model.config)
-    token = prefill(model, grown, prompt(model, 2, 20), None).argmax(-1)
+    token = prefill_logits(model, grown, prompt(model, 2, 20), None).argmax(-1)
     room = torch.full((2, 2, 1, 16), float("nan"))
     layers = [FixedLengthLayer(torch.cat((x.keys, room), 2), torch.cat((x.values, room), 2)) for x in grown.layers]
     cache, fixed = Cache(layers=layers), token.clone()
@@ -193,7 +193,7 @@ def test_a_step_of_fixed_length_is_that_of_a_growing_cache(model: Any, monkeypat
         ours.keys.copy_(theirs[0])
         ours.values.copy_(theirs[1])
     monkeypatch.undo()
-    assert torch.equal(fixed, prefill(model, grown, token, None).argmax(-1))
+    assert torch.equal(fixed, prefill_logits(model, grown, token, None).argmax(-1))
     for ours, theirs in zip(cache.layers, grown.layers, strict=True):
         assert torch.allclose(ours.keys, theirs.keys, atol=1e-6)
         assert torch.allclose(ours.values, theirs.values, atol=1e-6)

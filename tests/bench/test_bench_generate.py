@@ -18,10 +18,10 @@ from kvcli.bench import layer, model_bench
 from kvcli.bench.budget import largest_by_peak
 from kvcli.bench.layer import MethodCase
 from kvcli.bench.model import (
-    Run,
+    ModelRun,
     attached,
     cache_sizes,
-    prefill,
+    prefill_logits,
     random_model,
     random_prompt,
     run_model,
@@ -58,11 +58,11 @@ def generate(
     return bench.generate([*contexts], batches, new_tokens=new_tokens, repeats=repeats)
 
 
-def make_run(prefill_s: float, decode_s: float, cache: int = 100) -> Run:
-    return Run(prefill_s, prefill_s + 0.001, decode_s, cache, 5 * cache, 6 * cache)
+def make_run(prefill_s: float, decode_s: float, cache: int = 100) -> ModelRun:
+    return ModelRun(prefill_s, prefill_s + 0.001, decode_s, cache, 5 * cache, 6 * cache)
 
 
-def make_row(runs: list[Run], batch: int, new_tokens: int) -> ModelRow:
+def make_row(runs: list[ModelRun], batch: int, new_tokens: int) -> ModelRow:
     row = ModelRow("x", 10, batch, "sdpa", question="given", new_tokens=new_tokens)
     return row.with_memory(runs).with_times(runs)
 
@@ -103,9 +103,9 @@ def test_greedy_steps_are_those_of_generate(model: Any) -> None:
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=5, do_sample=False, pad_token_id=0
         )
         cache = DynamicCache(config=model.config)
-        tokens = [prefill(model, cache, ids, 14).argmax(-1)]
+        tokens = [prefill_logits(model, cache, ids, 14).argmax(-1)]
         for _ in range(4):
-            tokens.append(prefill(model, cache, tokens[-1], None).argmax(-1))
+            tokens.append(prefill_logits(model, cache, tokens[-1], None).argmax(-1))
     assert torch.equal(torch.cat(tokens, dim=1), expected[:, 20:])
     assert cache_sizes(cache)["cache_bytes"] == 24 * 2 * 3 * 2 * 2 * 16 * 4
 
@@ -179,7 +179,7 @@ def test_every_method_is_compared_with_fp16(model: Any) -> None:
 def test_fp16_is_not_timed_on_a_cool_device(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[int] = []
 
-    def run(model: Any, session: Any, ids: Any, new_tokens: int, *rest: Any, **options: Any) -> Run:
+    def run(model: Any, session: Any, ids: Any, new_tokens: int, *rest: Any, **options: Any) -> ModelRun:
         chosen.append(new_tokens)
         return make_run(1.0, 1.0)
 
@@ -201,7 +201,7 @@ def test_warm_memory_is_kept_unless_it_is_limited(
     """Under a limit a run begins as the one did that fitted; without one it begins warm."""
     events: list[str] = []
 
-    def run(*arguments: Any, **options: Any) -> Run:
+    def run(*arguments: Any, **options: Any) -> ModelRun:
         events.append("timed" if "warm" in events else "warm")
         return make_run(1.0, 1.0)
 
@@ -217,7 +217,7 @@ def test_codebooks_of_the_bench_are_random_and_seeded(model: Any) -> None:
     def codes(seed: int) -> torch.Tensor:
         with attached(model, case, "auto", seed) as session, torch.inference_mode():
             cache = session.new_cache()
-            prefill(model, cache, prompt(model, 1, 64), None)
+            prefill_logits(model, cache, prompt(model, 1, 64), None)
             return cache.layers[0].store.key_codes.codes.packed
 
     assert torch.equal(codes(0), codes(0))
@@ -263,13 +263,13 @@ def test_kernels_that_encode_worse_are_a_mismatch(
 def test_the_largest_batch_is_each_methods_own(model: Any, any_budget: None, monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[tuple[str, int]] = []
 
-    def run(model: Any, session: Any, ids: torch.Tensor, *rest: Any, **options: Any) -> Run:
+    def run(model: Any, session: Any, ids: torch.Tensor, *rest: Any, **options: Any) -> ModelRun:
         full = session is None
         tried.append(("fp16" if full else "kivi", len(ids)))
         peak = 16 * GIB + len(ids) * (GIB // (8 if full else 32))
         if peak > 24 * GIB:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return Run(1.0, 1.0, 1.0, len(ids), peak, peak)
+        return ModelRun(1.0, 1.0, 1.0, len(ids), peak, peak)
 
     monkeypatch.setattr(model_bench, "run_model", run)
     rows = list(generate(model, "kivi-2", batches=None, memory_budget=24 * GIB, new_tokens=339))

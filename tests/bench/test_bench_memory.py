@@ -14,7 +14,16 @@ from transformers import DynamicCache
 
 from kvcli.bench import model_bench
 from kvcli.bench.layer import Agreement, KernelCheck, MethodCase
-from kvcli.bench.model import Run, attached, cache_sizes, fill, prefill, random_model, random_prompt, run_model
+from kvcli.bench.model import (
+    ModelRun,
+    attached,
+    cache_sizes,
+    fill,
+    prefill_logits,
+    random_model,
+    random_prompt,
+    run_model,
+)
 from kvcli.bench.model_bench import ModelBench, ModelRow
 from kvcli.spec import ModelSpec
 
@@ -53,7 +62,7 @@ def limited(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         budgets.append(budget)
         yield
 
-    def run_within_budget(model: Any, session: Any, ids: torch.Tensor, *rest: Any, **options: Any) -> Run:
+    def run_within_budget(model: Any, session: Any, ids: torch.Tensor, *rest: Any, **options: Any) -> ModelRun:
         batch, context = ids.shape
         assert options["fill_middle"] == (model.config.model_type == "llama")  # unless the whole prompt is asked for
         tried.append((context, batch))
@@ -73,12 +82,12 @@ def test_a_filled_cache_is_as_large_as_a_computed_one(model: Any, name: str) -> 
     ids = random_prompt(ModelSpec.from_config(model.config), 2, 101, CPU, 0)
     with attached(model, MethodCase.parse(name, SMALL), "auto", 0) as session, torch.inference_mode():
         computed, filled = (session.new_cache() if session else DynamicCache(config=model.config) for _ in range(2))
-        prefill(model, computed, ids, 40)
-        prefill(model, filled, ids[:, :20], 40)
+        prefill_logits(model, computed, ids, 40)
+        prefill_logits(model, filled, ids[:, :20], 40)
         fill(model, filled, session, 2, 60, 40)
-        logits = prefill(model, filled, ids[:, 80:], 40)
-        token = prefill(model, filled, logits.argmax(-1), None).argmax(-1)
-        prefill(model, computed, token, None)
+        logits = prefill_logits(model, filled, ids[:, 80:], 40)
+        token = prefill_logits(model, filled, logits.argmax(-1), None).argmax(-1)
+        prefill_logits(model, computed, token, None)
     assert logits.isfinite().all()
     assert cache_sizes(filled) == cache_sizes(computed)
     assert filled.get_seq_length() == computed.get_seq_length() == 102

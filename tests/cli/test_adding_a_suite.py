@@ -15,7 +15,7 @@ from foundation.test_method_names import mentions
 from typer.testing import CliRunner
 
 import kvcli.eval
-from kvcli.bench.suite import BenchOptions, BenchSuite, Prepared, Row, run_row, status
+from kvcli.bench.suite import BenchOptions, BenchRows, BenchSuite, Row, run_row, status
 from kvcli.cli import suites
 from kvcli.eval.records import read_rows
 from kvcli.registry import BENCH_SUITES, EVAL_SUITES, get_suite
@@ -79,10 +79,10 @@ def test_a_suite_of_bench_needs_rows_and_a_table_only(monkeypatch: pytest.Monkey
             raise ValueError("too long")
         return row
 
-    def prepare(options: BenchOptions, reporter: Any) -> Prepared:
+    def prepare(options: BenchOptions, reporter: Any) -> BenchRows:
         cases = options.method_cases()
         rows = (run_row(measure, Row(case.name, context, 1, "sdpa")) for case in cases for context in (1, 2))
-        return Prepared(rows, 2 * len(cases))
+        return BenchRows(rows, 2 * len(cases))
 
     def table(records: Any, options: Any) -> DataTable:
         return DataTable.of("rows", [{"method": record["method"], **status(record)} for record in records])

@@ -127,9 +127,10 @@ def test_rows_before_an_interruption_are_shown(monkeypatch: pytest.MonkeyPatch) 
     assert "resume" not in done.stderr
 
 
-def test_fp16_is_measured_once() -> None:
-    rows = result(*ATTENTION, *GROUPS, "--methods", "fp16", "--methods", "kivi-4", "--json")["rows"]
-    assert [row["method"] for row in rows] == ["fp16", "kivi-4"]
+def test_methods_are_measured_once_and_named_with_their_bits() -> None:
+    methods = ("--methods", "fp16", "--methods", "kivi", "--methods", "kivi-2")
+    rows = result(*ATTENTION, *GROUPS, *methods, "--json")["rows"]
+    assert [row["method"] for row in rows] == ["fp16", "kivi-2"]
 
 
 def test_nothing_but_refusals_is_an_error() -> None:

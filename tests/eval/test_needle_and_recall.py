@@ -54,7 +54,7 @@ def test_words_are_quoted_up_to_the_first_wrong_one(answer: str, words: int) -> 
 
 def test_every_value_stands_once_at_its_depth(chatty: LoadedModel, texts: list[str]) -> None:
     config = NeedleOptions(contexts=[400, 900], depths=[0, 25, 100], num_prompts=2)
-    prompts = needle.make_prompts(chatty, texts, config, True)
+    prompts = needle.make_needle_prompts(chatty, texts, config, True)
     assert [prompt.place for prompt in prompts[:4]] == [
         {"context": 400, "depth": 0, "prompt": 0},
         {"context": 400, "depth": 25, "prompt": 0},
@@ -75,15 +75,15 @@ def test_every_value_stands_once_at_its_depth(chatty: LoadedModel, texts: list[s
         assert length == pytest.approx(prompt.place["context"], abs=110)
         depth = text.index(prompt.expected) / len(text)
         assert depth == pytest.approx(prompt.place["depth"] / 100, abs=0.15)
-    assert prompts == needle.make_prompts(chatty, texts, config, True)
-    assert prompts != needle.make_prompts(chatty, texts, config.model_copy(update={"seed": 1}), True)
+    assert prompts == needle.make_needle_prompts(chatty, texts, config, True)
+    assert prompts != needle.make_needle_prompts(chatty, texts, config.model_copy(update={"seed": 1}), True)
 
 
 def test_passages_come_before_other_text_and_the_answer_has_their_first_words(
     loaded: LoadedModel, texts: list[str]
 ) -> None:
     config = RecallOptions(distances=[50, 200], passage_words=20, num_prompts=3)
-    prompts = recall.make_prompts(loaded, texts, config, False)
+    prompts = recall.make_recall_prompts(loaded, texts, config, False)
     assert [prompt.place["distance"] for prompt in prompts] == [50] * 3 + [200] * 3
     for prompt in prompts:
         text, question = (loaded.tokenizer.decode(piece) for piece in prompt.pieces)
@@ -97,13 +97,13 @@ def test_passages_come_before_other_text_and_the_answer_has_their_first_words(
         assert not documents[0] & documents[1]
     total = sum(len(text.split()) for text in texts)
     far = total - max(len(text.split()) for text in texts)
-    for prompt in recall.make_prompts(loaded, texts, config.model_copy(update={"distances": [far]}), False):
+    for prompt in recall.make_recall_prompts(loaded, texts, config.model_copy(update={"distances": [far]}), False):
         other = loaded.tokenizer.decode(prompt.pieces[0]).split("\n\nOther text: ")[1]
         assert len(other.split()) == far
     with pytest.raises(CorpusError, match="fewer than the distance of"):
-        recall.make_prompts(loaded, texts, config.model_copy(update={"distances": [far + 1]}), False)
+        recall.make_recall_prompts(loaded, texts, config.model_copy(update={"distances": [far + 1]}), False)
     with pytest.raises(CorpusError, match=r"no document of the corpus has the \d+ words of a passage"):
-        recall.make_prompts(loaded, texts, config.model_copy(update={"passage_words": total}), False)
+        recall.make_recall_prompts(loaded, texts, config.model_copy(update={"passage_words": total}), False)
 
 
 @pytest.mark.parametrize(
@@ -181,4 +181,4 @@ def test_the_chat_template_is_used_where_there_is_one(loaded: LoadedModel, chatt
 
 def test_a_corpus_that_is_too_short_is_refused(loaded: LoadedModel, texts: list[str]) -> None:
     with pytest.raises(CorpusError, match="fewer than the 90000 of a prompt"):
-        needle.make_prompts(loaded, texts, NeedleOptions(contexts=[90000]), False)
+        needle.make_needle_prompts(loaded, texts, NeedleOptions(contexts=[90000]), False)

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from kvcli.cli.app import app
 from kvcli.errors import UsageError
 from kvcli.eval.suite import REFERENCE, Case
-from kvcli.eval.tasks import TasksOptions, documents, measure
+from kvcli.eval.tasks import TasksOptions, measure, task_documents
 from kvcli.models import LoadedModel
 
 pytest.importorskip("lm_eval", reason="needs lm-eval, the extra kvcli[eval]")
@@ -164,7 +164,9 @@ def test_a_mean_that_is_not_the_tasks_own_figure_is_left_out() -> None:
         "samples": {"t": samples},
         "higher_is_better": {"t": {"acc": True, "f1": True}},
     }
-    assert [(unit.metric, unit.value) for unit in documents(results, "t")] == [("acc", float(i % 2)) for i in range(4)]
+    assert [(unit.metric, unit.value) for unit in task_documents(results, "t")] == [
+        ("acc", float(i % 2)) for i in range(4)
+    ]
 
 
 def test_tasks_from_the_command_line(command_model: LoadedModel, tasks: Path) -> None:

@@ -19,7 +19,7 @@ from kvcli.rope import Rope, Rotation
 
 _FEW_TOKENS, _FEW_LAYERS = 1, 2
 _MORE_TOKENS, _MORE_LAYERS = 8, 4
-_KEPT = 16
+_BEST_STARTS = 16
 _BATCH = 64
 
 
@@ -177,9 +177,9 @@ def find_start(keys: Tensor, codecs: list[LayerCodec], rope: Rope, max_positions
     """
     length = keys.shape[2]
     starts = torch.arange(0, max(length, max_positions - length + 1), length)
-    if len(starts) > _KEPT:
+    if len(starts) > _BEST_STARTS:
         errors = _errors(keys, codecs, rope, starts, _FEW_TOKENS, _FEW_LAYERS)
-        starts = starts[errors.topk(_KEPT, largest=False).indices.sort().values]
+        starts = starts[errors.topk(_BEST_STARTS, largest=False).indices.sort().values]
     return int(starts[_errors(keys, codecs, rope, starts, _MORE_TOKENS, _MORE_LAYERS).argmin()])
 
 
