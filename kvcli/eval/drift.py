@@ -48,11 +48,7 @@ class DriftRecord(EvalRecord):
 
 
 def compare(tokens: Sequence[int], reference: Sequence[int]) -> tuple[int | None, int, float]:
-    """Compares two continuations of one length.
-
-    Returns:
-        Index of the first token that differs, None if none does; tokens before it; share of equal tokens, by place.
-    """
+    """The first index at which two continuations of one length differ, None if nowhere; tokens before; equal share."""
     equal = [a == b for a, b in zip(tokens, reference, strict=True)]
     first = None if all(equal) else equal.index(False)
     return first, len(equal) if first is None else first, sum(equal) / len(equal)

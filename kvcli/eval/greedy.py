@@ -28,10 +28,8 @@ _BOUNDARY = "\n\n"
 class Prompt(NamedTuple):
     """A question about a text.
 
-    Attributes:
-        pieces: token ids of the text and of the question, each with its part of the chat template.
-        expected: the right answer.
-        place: fields of the unit that say where in a grid the prompt stands.
+    The pieces are token ids of the text and of the question, each with its part of the chat template; `expected` is the
+    right answer; `place` has the fields of the unit that say where in a grid the prompt stands.
     """
 
     pieces: tuple[list[int], list[int]]
@@ -40,16 +38,9 @@ class Prompt(NamedTuple):
 
 
 def read(model: Any, cache: Any, ids: Sequence[int], chunk: int | None = None) -> Tensor:
-    """Reads tokens, at least one, into a cache, after what it holds.
+    """Reads tokens, at least one, into a cache of a model, `chunk` (default all) per forward pass.
 
-    Args:
-        model: a causal language model, attached if the cache is compressed.
-        cache: of the model.
-        ids: token ids.
-        chunk: tokens per forward pass; default all. Attention within a pass is in full precision.
-
-    Returns:
-        Last hidden states of the tokens, [1, time, hidden_size].
+    Attention within a pass is in full precision. Returns the last hidden states, [1, time, hidden_size].
     """
     tokens = torch.tensor([list(ids)], device=model.device)
     states = [
@@ -73,7 +64,7 @@ def greedy(
 
     Args:
         loaded: the model, attached if the caches are compressed.
-        new_cache: makes an empty cache.
+        new_cache: the class or function of empty caches.
         pieces: of the prompt, each read in a pass of its own: it attends to what the cache made of the earlier ones.
         max_new_tokens: tokens at most.
         chunk: tokens of a piece per forward pass; default all.
@@ -175,11 +166,7 @@ def answered(
 
 
 def uses_chat(loaded: LoadedModel, chat: bool | None) -> bool:
-    """Whether prompts are put into the tokenizer's chat template: as asked for, else if there is one.
-
-    Raises:
-        UsageError: asked for, but there is none.
-    """
+    """Whether prompts get a chat template: as `chat` says (UsageError if it has none), or if it has one."""
     has_template = bool(getattr(loaded.tokenizer, "chat_template", None))
     if chat and not has_template:
         raise UsageError(f"{loaded.name} has no chat template; omit --chat")
@@ -187,14 +174,9 @@ def uses_chat(loaded: LoadedModel, chat: bool | None) -> bool:
 
 
 def in_pieces(loaded: LoadedModel, text: str, question: str, answer: str, chat: bool) -> tuple[list[int], list[int]]:
-    """Token ids of a text, and of a question about it with the beginning of its answer.
+    """Token ids of a text, and of a question about it with the beginning of its answer, which generation continues.
 
-    Args:
-        loaded: the model, with its tokenizer.
-        text: what the question is about.
-        question: asked after it.
-        answer: how the answer begins; generation continues it.
-        chat: whether the chat template makes a message of it and begins the reply.
+    With `chat`, the chat template makes a message of text and question and begins the reply.
 
     Raises:
         ModelError: a chat template that fails or that changes the message.

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from scipy.stats import bootstrap
 
 from kvcli.errors import UsageError
-from kvcli.eval.records import Better, Difference, EvalRecord, Metric, check_labels
+from kvcli.eval.records import Difference, EvalRecord, Metric, check_labels
 from kvcli.fingerprint import differs
 
 CONFIDENCE = 0.95
@@ -52,10 +52,8 @@ class Estimate:
 def estimate(values: Sequence[float], weights: Sequence[float], seed: int = 0) -> Estimate:
     """A weighted mean and its interval (bias-corrected and accelerated bootstrap, `scipy.stats.bootstrap`).
 
-    Args:
-        values: one mean per unit, such as the mean KL of a block of tokens.
-        weights: what each unit counts, such as its tokens.
-        seed: of the resampling.
+    The values are one per unit, such as the mean KL of a block of tokens, and the weights what each unit counts, such
+    as its tokens; the seed is that of the resampling.
     """
     x, w = np.asarray(values, dtype=np.float64), np.asarray(weights, dtype=np.float64)
     mean = float((x * w).sum() / w.sum())
@@ -110,16 +108,9 @@ def metrics_of(
 
 @dataclass(frozen=True)
 class GateResult:
-    """One comparison of a row with what was asked for.
+    """One comparison of a row: `gate` is `max_kld`, `max_flips` or `baseline`.
 
-    Attributes:
-        gate: `max_kld`, `max_flips` or `baseline`.
-        label: of the row.
-        metric: what is compared.
-        value: of the row.
-        limit: the highest value that passes, or the former value.
-        passed: whether the gate is met.
-        reason: one sentence; empty if passed.
+    The `limit` is the highest value that passes, or the former value; `reason` is one sentence, empty if passed.
     """
 
     gate: str
@@ -152,8 +143,7 @@ def check_baseline(records: Sequence[EvalRecord], former: Sequence[EvalRecord], 
     alike, and the difference is not negligible.
 
     Raises:
-        UsageError: a row without a former record, or one measured on another model, on another text or in another way,
-            or with too few units.
+        UsageError: as `find_former`.
     """
     results = []
     for record in records:
@@ -164,8 +154,10 @@ def check_baseline(records: Sequence[EvalRecord], former: Sequence[EvalRecord], 
                 continue
             difference = paired_difference(ours.values, theirs[name].values, ours.weights, seed)
             value, limit = (sum(map(mul, x.values, x.weights)) / sum(x.weights) for x in (ours, theirs[name]))
-            reason = ""
-            if is_worse(difference, limit, ours.better):
+            reason, sign = "", 1 if ours.better == "lower" else -1
+            end = difference.low if sign > 0 else difference.high
+            negligible = sign * difference.mean <= max(_NEGLIGIBLE, NEGLIGIBLE_SHARE * abs(limit))
+            if not negligible and (end is None or sign * end > 0):  # None: all units differ alike
                 reason = f"{record.label}: {name} {value:.4g} is significantly worse than {limit:.4g}"
                 if difference.low is not None:
                     ends = f"{difference.low:+.4g} to {difference.high:+.4g}"
@@ -178,7 +170,7 @@ def find_former(record: EvalRecord, former: Sequence[EvalRecord]) -> EvalRecord:
     """The last former record of a row.
 
     Raises:
-        UsageError: there is none that can be compared with; the message says why.
+        UsageError: there is none, or one of another model, text or setting, or of too few units.
     """
     check_labels(record.suite, [record.label], former)
     other = [other for other in former if (other.suite, other.label) == (record.suite, record.label)][-1]
@@ -196,12 +188,3 @@ def find_former(record: EvalRecord, former: Sequence[EvalRecord]) -> EvalRecord:
             f"{len(record.units)} units ({record.unit}) are too few to compare with a baseline; measure {MIN_UNITS}"
         )
     return other
-
-
-def is_worse(difference: Estimate, former: float, better: Better) -> bool:
-    """Whether a difference to a former value is on the bad side, not negligible, and significant."""
-    sign = 1 if better == "lower" else -1
-    if sign * difference.mean <= max(_NEGLIGIBLE, NEGLIGIBLE_SHARE * abs(former)):
-        return False
-    end = difference.low if better == "lower" else difference.high
-    return end is None or sign * end > 0  # None: all units differ alike

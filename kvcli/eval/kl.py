@@ -6,7 +6,7 @@ layer's codes cost, which is needed to give layers bits of their own.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -100,53 +100,37 @@ class LayerRecord(QualityRecord):
     layer: int | None
 
 
-class Scorer:
-    """Sequences of a text, and the uncompressed model's states after them, with which methods are compared."""
+def prepare(options: TokenOptions, loaded: LoadedModel, cases: Sequence[Case], reporter: Reporter) -> Prepared:
+    """Rows of methods; in the suite `layers`, each compresses all layers, then each one alone."""
+    from kvcli.eval.quality import measure, reference_states
 
-    def __init__(self, options: TokenOptions, loaded: LoadedModel, reporter: Reporter) -> None:
-        from kvcli.eval.quality import reference_states
+    layers: list[int] = []
+    if by_layer := isinstance(options, LayersOptions):
+        layers = parse_layers(options.layers, range(loaded.spec.num_layers), "are in the model")
+        cases = [case for case in cases if case.method != BASELINE] or cases
+    sequences = options.sequences(loaded, options.num_sequences, options.seq_len, reporter)
+    states: list[Tensor] = []
+    with reporter.progress(UNCOMPRESSED, sequences.numel(), "tokens") as advance:
+        for batch in sequences.split(options.batch_size):
+            states.append(reference_states(loaded.model, batch.to(loaded.model.device)).cpu())
+            advance(batch.numel())
 
-        self.options, self.loaded, self.reporter = options, loaded, reporter
-        self.sequences = options.sequences(loaded, options.num_sequences, options.seq_len, reporter)
-        self._states: list[Tensor] = []
-        with reporter.progress(UNCOMPRESSED, self.sequences.numel(), "tokens") as advance:
-            for batch in self.sequences.split(options.batch_size):
-                self._states.append(reference_states(loaded.model, batch.to(loaded.model.device)).cpu())
-                advance(batch.numel())
-
-    def prepared(self, rows: Iterator[Measured]) -> Prepared:
-        """Rows of this text."""
-        return Prepared({"tokens": self.sequences.tolist(), "chunk": self.options.chunk}, rows)
-
-    def measure(
-        self, case: Case, advance: Any, layers: Collection[int] | None = None, label: str = "", **fields: Any
-    ) -> Measured:
-        """Measures a method that compresses some layers, or all."""
-        from kvcli.eval.quality import measure
-
-        report = measure(
-            self.loaded.model,
-            partial(case.attach, self.loaded, layers),
-            self.sequences,
-            self._states,
-            chunk=self.options.chunk,
-            batch_size=self.options.batch_size,
-            advance=advance,
-        )
+    def row(case: Case, advance: Any, compressed: list[int] | None, label: str, fields: dict[str, Any]) -> Measured:
+        sizes = {"chunk": options.chunk, "batch_size": options.batch_size}
+        attach = partial(case.attach, loaded, compressed)
+        report = measure(loaded.model, attach, sequences, states, **sizes, advance=advance)
         units = [TokenBlock(**block) for block in report.scores.blocks()]
         return Measured(case, units, report.memory, {**report.figures, **fields}, label)
 
-
-def prepare(options: KLOptions, loaded: LoadedModel, cases: Sequence[Case], reporter: Reporter) -> Prepared:
-    """Rows of methods."""
-    scorer = Scorer(options, loaded, reporter)
-
     def rows() -> Iterator[Measured]:
         for case in cases:
-            with reporter.progress(case.label, scorer.sequences.numel(), "tokens") as advance:
-                yield scorer.measure(case, advance)
+            with reporter.progress(case.label, sequences.numel() * (len(layers) + 1), "tokens") as advance:
+                suffix, fields = (" all layers", {"layer": None}) if by_layer else ("", {})
+                yield row(case, advance, None, case.label + suffix, fields)
+                for layer in layers:
+                    yield row(case, advance, [layer], f"{case.label} layer {layer}", {"layer": layer})
 
-    return scorer.prepared(rows())
+    return Prepared({"tokens": sequences.tolist(), "chunk": options.chunk}, rows())
 
 
 def text_title(records: Records, options: TokenOptions) -> str:
@@ -188,22 +172,6 @@ def _perplexity(value: float | None) -> str:
     return "inf" if value is None else f"{value:.2f}"
 
 
-def prepare_layers(options: LayersOptions, loaded: LoadedModel, cases: Sequence[Case], reporter: Reporter) -> Prepared:
-    """Rows of methods that compress all layers, then each one."""
-    layers = parse_layers(options.layers, range(loaded.spec.num_layers), "are in the model")
-    scorer = Scorer(options, loaded, reporter)
-    compressing = [case for case in cases if case.method != BASELINE] or list(cases)
-
-    def rows() -> Iterator[Measured]:
-        for case in compressing:
-            with reporter.progress(case.label, scorer.sequences.numel() * (len(layers) + 1), "tokens") as advance:
-                yield scorer.measure(case, advance, label=f"{case.label} all layers", layer=None)
-                for layer in layers:
-                    yield scorer.measure(case, advance, [layer], f"{case.label} layer {layer}", layer=layer)
-
-    return scorer.prepared(rows())
-
-
 def layers_table(records: Records, options: LayersOptions) -> DataTable:
     """KL of single layers, and their share of that of all."""
     totals = {(x["method"], x["artifact"]): x["kl_mean"] for x in records if x["layer"] is None}
@@ -243,7 +211,7 @@ LAYERS = EvalSuite(
     example=f"kvcli eval layers --method {UNFITTED_METHOD} --num-sequences 2 --layers 0-7",
     saves_memory=SAVES_MEMORY,
     record=LayerRecord,
-    prepare=prepare_layers,
+    prepare=prepare,
     tabulate=layers_table,
     rows_per_method=True,
 )

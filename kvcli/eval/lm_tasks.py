@@ -31,10 +31,7 @@ _MAX_NEW_TOKENS = 256
 class CachedModel(TemplateLM):
     """What lm-eval calls a model: tokens in, log-likelihoods and continuations out, through caches of one kind.
 
-    Args:
-        loaded: the model, attached if the caches are compressed.
-        new_cache: makes an empty cache.
-        chunk: tokens of a context read at once.
+    A context is read in pieces of `chunk` tokens; the model is attached if the caches are compressed.
     """
 
     def __init__(self, loaded: LoadedModel, new_cache: NewCache, chunk: int) -> None:
@@ -42,7 +39,7 @@ class CachedModel(TemplateLM):
         self.loaded, self.new_cache, self.chunk = loaded, new_cache, chunk
         self.tokenizer: Any = loaded.tokenizer
         self.last_cache: Any = None
-        self._read: tuple[tuple[int, ...], Any] = ((), None)
+        self._context_read: tuple[tuple[int, ...], Any] = ((), None)
 
     @property
     def eot_token_id(self) -> int:
@@ -92,11 +89,7 @@ class CachedModel(TemplateLM):
         return totals
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Greedy continuations, each up to the first of its stop texts.
-
-        Raises:
-            UsageError: a task that samples.
-        """
+        """Greedy continuations, each up to the first of its stop texts; UsageError for a task that samples."""
         texts = []
         for request in requests:
             context, arguments = request.args
@@ -129,7 +122,12 @@ class CachedModel(TemplateLM):
         context = list(context)[-max(1, self.max_length + 1 - len(continuation)) :]
         model: Any = self.loaded.model
         with torch.inference_mode():
-            cache = self._cache_of(tuple(context[:-1]))
+            first = tuple(context[:-1])
+            if first and first != self._context_read[0]:  # once, however many answers a context has
+                cache = self.new_cache()
+                read(model, cache, first, self.chunk)
+                self._context_read = (first, cache)
+            cache = copy.deepcopy(self._context_read[1]) if first else self.new_cache()
             states = read(model, cache, [context[-1], *continuation[:-1]], self.chunk)
             log_probs = logits_of(model, states)[0].float().log_softmax(-1)
         if not log_probs.isfinite().all():
@@ -138,16 +136,6 @@ class CachedModel(TemplateLM):
         self.last_cache = cache
         picked = log_probs.gather(-1, targets.unsqueeze(-1)).sum()
         return float(picked), bool((log_probs.argmax(-1) == targets).all())
-
-    def _cache_of(self, context: tuple[int, ...]) -> Any:
-        """A cache that holds a context; the last context is read once however many answers it has."""
-        if not context:
-            return self.new_cache()
-        if self._read[0] != context:
-            cache = self.new_cache()
-            read(self.loaded.model, cache, context, self.chunk)
-            self._read = (context, cache)
-        return copy.deepcopy(self._read[1])
 
 
 def find_tasks(names: Sequence[str], include_path: Path | None) -> TaskManager:

@@ -68,11 +68,7 @@ class NeedleRecord(EvalRecord):
 
 
 def make_needle_prompts(loaded: LoadedModel, texts: Sequence[str], options: NeedleOptions, chat: bool) -> list[Prompt]:
-    """The prompts of all cells; the same for the same seed.
-
-    Raises:
-        CorpusError: texts that are shorter than the longest context.
-    """
+    """The prompts of all cells, the same for the same seed; CorpusError if the texts are too short for a context."""
     from kvcli.eval.greedy import Prompt, in_pieces, sentences
 
     prompts = []

@@ -37,17 +37,10 @@ _LOGIT_TOKENS = 256
 
 @dataclass(frozen=True)
 class QualityReport:
-    """What a method costs in quality, over all predicted tokens.
+    """What a method costs in quality, over all predicted tokens; `memory` is that after the last batch.
 
-    Attributes:
-        kl_mean: mean KL(uncompressed || compressed), nats per token.
-        kl_p99: its 99th percentile.
-        flips: share of tokens whose most probable successor changed.
-        perplexity: of the compressed model.
-        reference_perplexity: of the uncompressed model.
-        num_tokens: tokens compared.
-        memory: what the cache took after the last batch.
-        scores: of every token.
+    `kl_mean` and `kl_p99` are the mean and the 99th percentile of KL(uncompressed || compressed), nats per token;
+    `flips` is the share of tokens whose most probable successor changed.
     """
 
     kl_mean: float
@@ -67,13 +60,10 @@ class QualityReport:
 
 @dataclass(frozen=True)
 class TokenScores:
-    """Figures of every token, float64 [num_sequences, seq_len] each; nll is NaN where there is no next token.
+    """Figures of every token, float64 [num_sequences, seq_len] each.
 
-    Attributes:
-        kl: KL(uncompressed || compressed) of the next-token distribution, nats.
-        flips: 1 where the most probable next token changed, else 0.
-        nll: negative log-likelihood of the next token, compressed model, nats.
-        reference_nll: the same of the uncompressed model.
+    `kl` is KL(uncompressed || compressed) of the next-token distribution, in nats; `flips` is 1 where the most probable
+    next token changed, else 0; `nll` is the loss of the compressed model in nats, NaN where there is no next token.
     """
 
     kl: Tensor
@@ -84,9 +74,8 @@ class TokenScores:
     def blocks(self) -> list[dict[str, Any]]:
         """Means over blocks of up to `BLOCK_TOKENS` consecutive tokens of a sequence, the units of a bootstrap.
 
-        Returns:
-            Per block: `sequence` and `start`, its first token; `tokens`, and how many of them have a next token,
-            `predicted`; the means `kl` and `flips` over the former, `nll` and `reference_nll` over the latter.
+        Each has `sequence` and `start`, its first token; `tokens`, and how many of them have a next token, `predicted`;
+        the means `kl` and `flips` over the former, `nll` and `reference_nll` over the latter.
         """
         blocks = []
         for sequence in range(self.kl.shape[0]):
@@ -148,7 +137,7 @@ def joined(parts: Sequence[TokenScores], dim: int) -> TokenScores:
 
 
 def _exp(nll: float) -> float:
-    """e to a loss; infinity where that is more than a float holds."""
+    # infinity where e to the loss is more than a float holds
     return math.exp(nll) if nll < math.log(sys.float_info.max) else math.inf
 
 
@@ -179,12 +168,11 @@ def measure(
     """Runs sequences through a compressed cache and compares with the uncompressed model.
 
     Args:
-        model: a transformers causal language model, detached.
-        open_session: attaches the method to the model.
+        model: a causal language model, detached.
+        open_session: attaches the method to it.
         sequences: token ids, int64 [num_sequences, seq_len].
         states: `reference_states` of each batch.
-        chunk: tokens fed at once.
-        batch_size: sequences fed at once.
+        chunk: tokens of each sequence fed at once; a batch has `batch_size` sequences.
         advance: called with the number of tokens processed.
 
     Raises:

@@ -53,14 +53,9 @@ class Metric(Strict):
 
 
 class Figure(NamedTuple):
-    """One figure of a kind of unit.
+    """One figure of a kind of unit: its name in `EvalRecord.metrics`, and the field of the unit.
 
-    Attributes:
-        name: in `EvalRecord.metrics`.
-        field: of the unit.
-        better: which direction is better.
-        weight: field that says what a unit counts; None: all units count the same.
-        gated: whether `--baseline` looks at it.
+    The `weight` is the field that says what a unit counts; None: all count the same. `--baseline` reads `gated` ones.
     """
 
     name: str
@@ -81,11 +76,7 @@ class Series:
 
 
 class EvalRecord(Strict):
-    """What every suite records of a row: a method with its settings, measured on some units.
-
-    Attributes:
-        figures: of the suite's units.
-    """
+    """What every suite records of a row: a method with its settings, measured on some units."""
 
     figures: ClassVar[tuple[Figure, ...]] = ()
 
@@ -119,22 +110,14 @@ class EvalRecord(Strict):
         return series
 
     def to_plain(self) -> dict[str, Any]:
-        """The record as the plain JSON values that are written; checked by reading them again.
-
-        Raises:
-            ValidationError: a field that the schema does not have, or a value of another type.
-        """
+        """The plain JSON values that are written, checked by reading them again; ValidationError as `from_plain`."""
         plain: dict[str, Any] = json.loads(to_json(self.model_dump(mode="json")))
         from_plain(plain)
         return plain
 
 
 def from_plain(values: Mapping[str, Any]) -> EvalRecord:
-    """The record of plain JSON values.
-
-    Raises:
-        ValidationError: a field that is missing, unknown or of another type.
-    """
+    """The record of plain JSON values; ValidationError for a field that is missing, unknown or of another type."""
     suite = Literal[tuple(EVAL_SUITES)]  # type: ignore[valid-type]
     name = create_model("Named", suite=(suite, ...)).model_validate(values).suite  # type: ignore[arg-type,attr-defined]
     record: EvalRecord = get_suite(EVAL_SUITES[name]).record.model_validate(values)

@@ -105,15 +105,9 @@ class CorpusOptions(EvalOptions):
 
 @dataclass(frozen=True)
 class Case:
-    """A method with its settings, or the uncompressed model, behind the caches of a model.
+    """A method, with or without bits, and its settings; or, not `compressed`, the model with transformers' own cache.
 
-    Attributes:
-        label: name of the row.
-        method: name of the method, with or without bits.
-        artifact: folder of its artifact, for fitted methods.
-        settings: of the method.
-        impl: `auto`, `fused` or `reference`.
-        compressed: False for the model with transformers' own cache.
+    The `label` is the name of the row, `artifact` the folder of a fitted method, `impl` as in `kvcli.attach`.
     """
 
     label: str
@@ -147,14 +141,9 @@ REFERENCE = Case(UNCOMPRESSED, BASELINE, compressed=False)
 
 @dataclass(frozen=True)
 class Measured:
-    """One row.
+    """One row: the units are what is resampled, the memory is None for the uncompressed model.
 
-    Attributes:
-        case: what was measured.
-        units: what is resampled.
-        memory: of a cache; None for the uncompressed model.
-        fields: fields that only the suite's record has.
-        label: name of the row; by default the case's.
+    The `fields` are those that only the suite's record has; the `label` is by default the case's.
     """
 
     case: Case
@@ -166,12 +155,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A suite whose texts are made.
-
-    Attributes:
-        protocol: what was asked, as plain JSON values: rows of the same one can be compared unit by unit.
-        rows: measured while they are iterated over.
-    """
+    """Rows, measured while they are iterated over; those of the same protocol can be compared unit by unit."""
 
     protocol: dict[str, Any]
     rows: Iterator[Measured]
@@ -272,11 +256,7 @@ class EvalRun(Run):
         return cases
 
     def _compared_label(self, labels: Sequence[str]) -> str | None:
-        """The label of the row that others are compared with.
-
-        Raises:
-            UsageError: no such row.
-        """
+        """The label of the row that others are compared with; UsageError if there is no such row."""
         named = getattr(self.options, "compare_with", None)
         if self.suite.with_reference and named in (None, UNCOMPRESSED):
             return UNCOMPRESSED
@@ -291,13 +271,9 @@ class EvalRun(Run):
 
 @dataclass(frozen=True, kw_only=True)
 class EvalSuite(Suite):
-    """A suite of `kvcli eval`.
+    """A suite of `kvcli eval`; `with_reference`, the uncompressed model is the first of the cases.
 
-    Attributes:
-        record: class of its records, with their figures.
-        prepare: (options, model, cases, reporter) to the rows.
-        with_reference: whether the uncompressed model is the first of the cases.
-        rows_per_method: whether a method has several rows, which are not compared with other methods'.
+    With `rows_per_method`, a method has several rows, which are not compared with other methods'.
     """
 
     run = EvalRun
