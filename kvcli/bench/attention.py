@@ -46,12 +46,9 @@ class AttentionRow(Row):
     """A row of `Row`'s fields, these and those of `kvcli.bench.timing.Timing`; `fp16` is SDPA.
 
     Attributes:
-        lse_error: largest absolute difference of a log-sum-exp.
-        encoded: tokens per sequence that are codes, whole groups; all for `fp16`.
-        sdpa_us: median of SDPA on the same shape.
-        speedup: SDPA's median over this one's.
-        stored_bytes: keys and values of this layer, as stored.
-        true_bits: stored bits per value.
+        encoded: tokens per sequence that are codes, complete groups; all for `fp16`.
+        sdpa_us, speedup: median of SDPA on the same shape, and that over this one's.
+        stored_bytes, true_bits: of keys and values of this layer, and bits per value.
         stored_gb_s: stored bytes over the median.
         copy_gb_s: a device copy, bytes read plus bytes written.
     """

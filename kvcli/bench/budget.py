@@ -88,9 +88,8 @@ def largest(
 
     Args:
         fits: whether a size fits; if one does, all smaller ones do.
-        start: a guess.
+        start: a guess; the better, the smaller may the factor `growth` be.
         most: the largest size to try.
-        growth: factor of growing and shrinking; a good guess deserves a small one.
         resolution: share of the answer that it may fall short of the largest.
     """
     size = start if most is None else min(start, most)

@@ -59,15 +59,13 @@ class ContextRow(PromptRow):
 
     Attributes:
         logits_error: |logits - those of the cache that was saved| / |those| after loading.
-        file_bytes: of the file, with positions, token ids and metadata.
-        file_bits: bits of the file per key or value.
+        file_bytes, file_bits: of the file with positions, token ids and metadata; bits per key or value.
         file_ratio: bytes of keys and values in 16 bits over `file_bytes`.
         prefill_token_ms: from an empty cache to the first token after the context and one more token.
         write_ms: `save`: copies to the host, checksums, the file, and until it is on the disk.
         load_ms: `load_cache`: until a new cache on the device holds the context, checksums verified.
         load_token_ms: the same and the pass over one more token.
         speedup: median of `prefill_token_ms` over that of `load_token_ms`.
-        repeats: runs timed.
     """
 
     logits_error: float | None = None
@@ -187,10 +185,9 @@ def percentiles_ms(call: Callable[[], tuple[float, ...]], repeats: int) -> list[
 
 
 def break_even(records: Records) -> dict[str, int | None]:
-    """The shortest measured context from which on loading was always faster than reading the prompt.
+    """By method, the shortest measured context from which on loading was always faster than reading the prompt.
 
-    Returns:
-        Tokens by method; None where loading the longest one was slower, or nothing was measured.
+    None where loading the longest one was slower, or nothing was measured.
     """
     shortest: dict[str, int | None] = {record["method"]: None for record in records}
     for method in shortest:

@@ -31,12 +31,7 @@ _WITHOUT_MASK = "sdpa_without_mask"
 
 
 class FixedLengthLayer(DynamicLayer):
-    """Keys and values of one layer whose last token is overwritten by every new one.
-
-    Args:
-        keys: [batch, num_kv_heads, length + 1, head_dim], `length` tokens and room for the new one.
-        values: like keys.
-    """
+    """Keys and values [batch, num_kv_heads, tokens + 1, head_dim] whose last token is overwritten by every new one."""
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         super().__init__()
@@ -69,13 +64,9 @@ def with_fixed_length(
 ) -> list[ModelRun]:
     """The runs of the fp16 baseline, their decoding replaced by replays of a captured step if those are faster.
 
-    Args:
-        model: a causal language model, not attached.
-        runs: of the model with `DynamicCache`; where no step can be captured, their note says why.
-        batch: sequences.
-        context: tokens of the prompt.
-        new_tokens: tokens chosen after it.
-        backend: of `torch.compile`: the step is tried with compiled layers, too, and the fastest counts.
+    The runs are of a detached model with `DynamicCache`, each of `batch` prompts of `context` tokens; where no step can
+    be captured, their note says why. With a `backend` of `torch.compile`, the step is tried with compiled layers, too,
+    and the fastest counts.
     """
     steps = new_tokens - 1
     if model.device.type != "cuda" or steps < 1:
@@ -100,18 +91,10 @@ def with_fixed_length(
 def replay_step(
     model: Any, batch: int, context: int, steps: int, repeats: int, backend: str | None = None
 ) -> tuple[list[float], int, str | None]:
-    """Captures a greedy step with random keys and values of `context` tokens and replays it.
-
-    Args:
-        model: a causal language model, not attached.
-        batch: sequences.
-        context: tokens before the new one.
-        steps: replays per series.
-        repeats: series.
-        backend: of `torch.compile`, which compiles the layers; None: they run as they are.
+    """Captures a greedy step of a detached model after `context` random tokens; replays series of `steps` steps.
 
     Returns:
-        Seconds of each series, bytes of the cache, and why there are no series.
+        Seconds of each series of steps, bytes of the cache, and why there are no series.
     """
     spec = ModelSpec.from_config(model.config)
     shape = (batch, spec.num_kv_heads, context + 1, spec.head_dim)

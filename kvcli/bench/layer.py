@@ -58,23 +58,14 @@ class MethodCase:
 
     @classmethod
     def parse(cls, name: str, settings: dict[str, Any]) -> MethodCase:
-        """A method by name, with those of the settings that it has.
-
-        Raises:
-            UsageError: no such method.
-            ConfigError: a value out of range.
-        """
+        """A method by name, with those of the settings that it has; errors as those of `parse_method`."""
         method, from_bits = parse_method(name)
         known = {key: value for key, value in settings.items() if key in method.config_cls.model_fields}
         config = make_config(method, {**from_bits, **known})
         return cls(method_name(name, dict(config)), method, config)
 
     def build(self, spec: ModelSpec, layer_idx: int) -> LayerCodec:
-        """The unfitted codec of a layer.
-
-        Raises:
-            ConfigError: settings that do not fit the shape.
-        """
+        """The unfitted codec of a layer; ConfigError for settings that do not fit the shape."""
         try:
             return self.method.build(spec, self.config, layer_idx).eval()
         except ValueError as error:
@@ -198,9 +189,8 @@ class Agreement:
     """How kernels compare with the reference.
 
     Attributes:
-        out_error: |out - reference| / |reference| of attention over the same codes.
+        out_error: |out - reference| / |reference| of attention over the same codes, at most `tolerance`.
         lse_error: largest absolute difference of a log-sum-exp.
-        tolerance: largest allowed `out_error`.
         encoding_gap: relative difference of the encoding errors of kernels and reference; None if no kernels encode.
     """
 
@@ -254,14 +244,7 @@ def encoding_gap(layer: EncodedLayer) -> float:
 class KernelCheck:
     """Kernels of several methods, those that encode included, against the reference on the last layer of a model.
 
-    Args:
-        model: a causal language model, detached.
-        cases: the methods.
-        impl: attention over codes, as in `kvcli.attach`.
-        seed: of codes and queries.
-
-    Raises:
-        UsageError: no such implementation.
+    The model is detached; `impl` is that of `kvcli.attach`, UsageError if it does not exist.
     """
 
     def __init__(self, model: Any, cases: Sequence[MethodCase], impl: str, seed: int) -> None:

@@ -31,33 +31,33 @@ from kvcli.seam.probe import probe
 from kvcli.spec import ModelSpec
 
 COMPILED = ", compiled"
-"""Said of how tokens were made where layers were compiled."""
+"""Said of how tokens were generated where layers were compiled."""
 
 _SHORTEST_CHUNK = 16
 _WARM_ROUNDS = 2
 """Rounds of encoding after which every graph was captured: each occurs in the first one."""
 
 Mark = tuple[int, float]
-"""Number of tokens made, and the time at which they were known."""
+"""Number of tokens generated, and the time at which they were known."""
 
 
 @dataclass(frozen=True)
 class ModelRun:
-    """One run of a model.
+    """One run of a model; peaks are None on a CPU.
 
     Attributes:
-        prefill_s: seconds of the prompt, encoding included.
-        ttft_s: seconds until the first token was chosen.
-        decode_s: seconds of all tokens after the first, capturing CUDA graphs included.
-        cache_bytes: bytes allocated by the cache at the end.
-        peak_bytes: peak of bytes allocated by torch, weights included; None on a CPU.
-        reserved_bytes: peak of bytes reserved by torch, which is what a limit counts; None on a CPU.
-        used_bytes: bytes of the keys and values in the cache at the end, which a step reads: no headroom, nor
-            positions, which all layers share.
-        other_bytes: bytes of them in layers that do not attend to the whole context, which no method compresses.
-        how: how the tokens after the first were made.
+        prefill_s: of the prompt, encoding included.
+        ttft_s: until the first token was chosen.
+        decode_s: of all tokens after the first, capturing CUDA graphs included.
+        cache_bytes: allocated by the cache at the end.
+        peak_bytes: of what torch allocated, weights included.
+        reserved_bytes: peak of what torch reserved, which is what a limit counts.
+        used_bytes: of the keys and values at the end, which a step reads: no headroom, nor positions, which all layers
+            share.
+        other_bytes: of them in layers that do not attend to the whole context, which no method compresses.
+        how: how the tokens after the first were generated.
         steady: number and seconds of steady steps; None: their rate is that of `decode_s`.
-        note: why the tokens were not made faster.
+        note: why the tokens were not generated faster.
     """
 
     prefill_s: float
@@ -74,11 +74,7 @@ class ModelRun:
 
 
 def random_model(shape: str, num_layers: int | None, device: torch.device, dtype: torch.dtype, seed: int) -> Any:
-    """A transformers causal language model of a shape with random weights, allocated on its device.
-
-    Raises:
-        UsageError: no such shape.
-    """
+    """A transformers causal language model of a shape with random weights; UsageError if there is no such shape."""
     config = shape_config(shape, num_layers)
     config._attn_implementation = "sdpa"
     with torch.device("meta"):
@@ -135,12 +131,12 @@ def run_model(
         model: a causal language model.
         session: of the method that is attached to it; None: the model with `DynamicCache`.
         ids: prompt, int64 [batch, time].
-        new_tokens: tokens chosen; 0 reads the prompt only.
+        new_tokens: 0 reads the prompt only.
         chunk: tokens of the whole batch per forward pass of the prompt; None: all.
         fill_middle: whether the model computes only the first and the last chunk of the prompt, where the peak is, and
             the cache is filled with random keys and values between them; the times of the prompt and of the first
             token then mean nothing.
-        mode: how tokens are made with a compressed cache; None: as `Session.generate` does.
+        mode: of `Session.generate`, with a compressed cache.
         backend: of `torch.compile`, which compiles the layers for its steps; None: they run as they are.
     """
     device = ids.device
@@ -264,14 +260,14 @@ class StepClock:
         self._stretches[-1][step is not None].append(mark)
 
     def steady(self, steps: bool) -> tuple[int, float] | None:
-        """Number and seconds of the steady steps, or passes, in whole rounds; None if there are none."""
+        """Number and seconds of the steady steps, or passes, in complete rounds; None if there are none."""
         spans = [steady_span(marks[steps], self._interval) for marks in self._stretches]
         tokens = sum(span[0] for span in spans)
         return (tokens, sum(span[1] for span in spans)) if tokens else None
 
 
 def steady_span(marks: list[Mark], interval: int) -> Mark:
-    """Number and seconds of the tokens after the first two rounds, as far as they are whole rounds; (0, 0.0): none.
+    """Number and seconds of the tokens in complete rounds after the first two; (0, 0.0): none.
 
     A round has `interval` tokens; where no mark is at its end, it ends with the next mark.
     """
@@ -284,10 +280,9 @@ def steady_span(marks: list[Mark], interval: int) -> Mark:
 
 
 def fill(model: Any, cache: Any, session: Session | None, batch: int, count: int, chunk: int | None) -> None:
-    """Appends `count` random tokens per sequence to a cache without running the model.
+    """Appends `count` random tokens per sequence to a cache, of `session` or of transformers, without its model.
 
-    The cache, of `session` or of transformers, appends, encodes and allocates as it does in a prefill, by chunks of
-    `chunk` tokens of the whole batch, without the model's layers and attention.
+    The cache appends, encodes and allocates as in a prefill by chunks of `chunk` tokens of the whole batch.
 
     Raises:
         UnsupportedModelError: layers of other kinds, whose own caches cannot be filled.
@@ -298,6 +293,10 @@ def fill(model: Any, cache: Any, session: Session | None, batch: int, count: int
             f"{spec.other_layers} of {spec.model_layers} layers keep transformers' own cache, which cannot be "
             "filled with random keys and values; let the prompt be computed"
         )
+
+    def no_codes(codec: LayerCodec, query: Tensor, encoded: EncodedTokens, scaling: float) -> PartialAttention:
+        return query, query[..., 0]
+
     length = chunk_length(chunk, batch, count)
     for start in range(0, count, length):
         new = min(length, count - start)
@@ -305,32 +304,21 @@ def fill(model: Any, cache: Any, session: Session | None, batch: int, count: int
             torch.randn(batch, spec.num_kv_heads, new, width, device=model.device, dtype=model.dtype)
             for width in (spec.head_dim, spec.value_dim)
         )
-        if session is not None:
-            _fill_compressed(cache, session, key, value)
+        if session is None:
+            for layer_idx in range(spec.num_layers):
+                cache.update(key, value, layer_idx)
             continue
-        for layer_idx in range(spec.num_layers):
-            cache.update(key, value, layer_idx)
-
-
-def _fill_compressed(cache: CompressedCache, session: Session, key: Tensor, value: Tensor) -> None:
-    """Appends the same keys and values [batch, num_kv_heads, time, head_dim] to all layers, attention left out."""
-    batch, _, new, head_dim = key.shape
-    sequences = cache.sequences
-    positions = torch.arange(sequences.slots, sequences.slots + new, device=key.device).unsqueeze(0)
-    rotary = RotaryOutput(positions, sequences.rope.rotation(positions, key.dtype))
-    query = key.new_zeros(batch, session.spec.num_heads, new, head_dim)
-
-    def no_codes(codec: LayerCodec, query: Tensor, encoded: EncodedTokens, scaling: float) -> PartialAttention:
-        return query, query[..., 0]
-
-    backend = replace(
-        session.backend,
-        attend_codes=no_codes,
-        attend_decoded=no_codes,
-        attend_window=lambda query, *window: query.transpose(1, 2),
-        attend_new=None,
-    )
-    for layer in cache.compressed:
-        attend_layer(
-            AttentionCall(layer.attention, query, NewTokens(layer, key, value), value, None, 1.0, rotary), backend
+        sequences = cache.sequences
+        positions = torch.arange(sequences.slots, sequences.slots + new, device=key.device).unsqueeze(0)
+        rotary = RotaryOutput(positions, sequences.rope.rotation(positions, key.dtype))
+        query = key.new_zeros(batch, spec.num_heads, new, spec.head_dim)
+        backend = replace(
+            session.backend,
+            attend_codes=no_codes,
+            attend_decoded=no_codes,
+            attend_window=lambda query, *window: query.transpose(1, 2),
+            attend_new=None,
         )
+        for layer in cache.compressed:
+            new_tokens = NewTokens(layer, key, value)
+            attend_layer(AttentionCall(layer.attention, query, new_tokens, value, None, 1.0, rotary), backend)

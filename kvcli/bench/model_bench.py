@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Literal
@@ -47,23 +46,17 @@ class ModelRow(PromptRow):
     `fp16` is the model without kvcli. The context is that of the prompt. A context or batch that was searched for is 0
     if not even the smallest one fits.
 
+    Errors are those of `kvcli.bench.layer.Agreement`, bytes those of `kvcli.bench.model.ModelRun`.
+
     Attributes:
-        question: whether batch and context were given, or which of them was searched for.
-        new_tokens: tokens chosen after the prompt.
-        lse_error: largest absolute difference of a log-sum-exp.
-        encoding_gap: relative difference of the encoding errors of kernels and reference.
-        weights_bytes: of the model.
-        cache_bytes: bytes allocated by the cache at the end.
-        other_bytes: bytes of them in layers that do not attend to the whole context, which no method compresses.
-        peak_bytes: peak of bytes allocated by torch, weights included.
-        reserved_bytes: peak of bytes reserved by torch, which is what a budget limits.
+        question: whether batch and context were options, or which of them was searched for.
         prefill_ms: 20th, 50th and 80th percentile of the time of the prompt, encoding included.
         ttft_ms: median time to the first token.
-        decode: how the tokens after the first were made: graphs, steps or passes; fp16: eager or graph of one length.
+        decode: how the tokens after the first were generated: graphs, steps or passes; fp16: eager or graph of one
+            length.
         steady_tokens: tokens per sequence that `tokens_per_s` is of; None: all after the first, captures included.
         tokens_per_s: percentiles of the rate of steady steps, all sequences together; None without a second token.
         total_tokens_per_s: median of all new tokens over the whole time, prefill and captures included.
-        repeats: runs timed.
         read_bytes: weights that a decode step reads, and the bytes of keys and values at the end; None on a CPU.
         copy_gb_s: a device copy, bytes read plus bytes written; None on a CPU.
         ceiling_tokens_per_s: rate of steps that take as long as `read_bytes` at `copy_gb_s`.
@@ -165,12 +158,10 @@ class ModelBench:
     Attributes:
         model: a causal language model, detached.
         cases: the methods; the first is fp16.
-        impl: attention over codes, as in `kvcli.attach`.
+        impl: as in `kvcli.attach`.
         seed: of prompts and codebooks.
         memory_budget: bytes that torch may reserve, weights included; None: all there are.
-        prefill_chunk: tokens of the whole batch per forward pass of the prompt; None: all.
-        mode: how tokens are made with a compressed cache, as in `Session.generate`.
-        backend: of `torch.compile`, which compiles the layers for decode steps, fp16's too; None: they run as they are.
+        prefill_chunk, mode, backend: as in `run_model`; fp16's layers are compiled for decode steps, too.
     """
 
     model: Any
@@ -265,7 +256,10 @@ class ModelBench:
             row = row.checked(self.check.agreement(case, tokens, row.batch))
         if row.status != "ok":
             return row
-        with self._attached(case) as session:
+        with (
+            memory_limit(self.memory_budget, self.model.device),
+            attached(self.model, case, self.impl, self.seed) as session,
+        ):
             run = partial(self._run, session, row.batch, row.context, fill_middle=fill_prompt)
             if case.is_baseline:
                 end = time.perf_counter() + _WARM_SECONDS.get(self.model.device.type, 0.0)
@@ -295,14 +289,13 @@ class ModelBench:
         return replace(row.with_memory([run]), cache_ratio=(fp16_bytes + run.other_bytes) / run.cache_bytes)
 
     def _search(self, case: MethodCase, row: ModelRow, *, fill_middle: bool) -> tuple[ModelRow, ModelRun | None]:
-        """Tries sizes until the row's question is answered.
-
-        Returns:
-            The row with batch and context, and the run of that size; None if nothing fits.
-        """
+        """The row with the batch and context that answer its question, and their run; None if nothing fits."""
         runs: dict[int, ModelRun] = {}
         budget = self.memory_budget or torch.cuda.get_device_properties(self.model.device).total_memory
-        with self._attached(case) as session:
+        with (
+            memory_limit(self.memory_budget, self.model.device),
+            attached(self.model, case, self.impl, self.seed) as session,
+        ):
 
             def peak(size: int) -> int | None:
                 """Peak in bytes of a batch, or of a context in units."""
@@ -337,12 +330,3 @@ class ModelBench:
             mode=self.mode,
             backend=self.backend,
         )
-
-    @contextmanager
-    def _attached(self, case: MethodCase) -> Iterator[Session | None]:
-        """Attaches a method within the memory budget, inside the block."""
-        with (
-            memory_limit(self.memory_budget, self.model.device),
-            attached(self.model, case, self.impl, self.seed) as session,
-        ):
-            yield session

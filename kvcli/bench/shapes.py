@@ -51,15 +51,7 @@ SHAPES = {name: {**dict(zip(_COLUMNS, row, strict=True)), **others} for name, (r
 
 
 def shape_config(name: str, num_layers: int | None = None) -> Any:
-    """The transformers configuration of a shape.
-
-    Args:
-        name: one of `SHAPES`.
-        num_layers: another depth than the model's own.
-
-    Raises:
-        UsageError: no such shape.
-    """
+    """The transformers configuration of one of `SHAPES`, with another depth if one is named; UsageError for others."""
     from transformers import AutoConfig
 
     if name not in SHAPES:

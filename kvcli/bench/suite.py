@@ -47,11 +47,7 @@ class BenchOptions(ModelOptions):
     out: Path | None = Field(default=None, description="append records here; default: runs/bench/SUITE.jsonl")
 
     def method_cases(self, *, few: bool = False, kinds_only: bool = False) -> list[MethodCase]:
-        """fp16 and the methods that are measured, with their settings; by default those of `default_methods`.
-
-        Raises:
-            ConfigError: a setting that no method has, or a value out of range.
-        """
+        """fp16 and the methods, by default those of `default_methods`; errors as those of `check_methods`."""
         from kvcli.bench.layer import MethodCase
 
         settings = parse_settings(self.setting)
@@ -83,11 +79,7 @@ class WholeModelOptions(BenchOptions):
             check_model_name(self.model)
 
     def load_model(self, shape: str | None, reporter: Reporter) -> tuple[Any, dict[str, Any]]:
-        """Loads the model, or makes one of a shape with random weights.
-
-        Returns:
-            The model, and the fields of all records that describe it.
-        """
+        """The model, or one of a shape with random weights, and the fields of all records that describe it."""
         import torch
 
         from kvcli.bench.model import random_model
@@ -115,14 +107,10 @@ class WholeModelOptions(BenchOptions):
 
 @dataclass(frozen=True)
 class Row:
-    """A row; suites add fields. Figures are None unless the status is `ok`.
+    """A row of `batch` sequences of `context` tokens; suites add fields. Figures are None unless the status is `ok`.
 
     Attributes:
-        method: its name.
-        context: tokens per sequence.
-        batch: sequences.
         impl: attention that ran: sdpa, fused or reference.
-        status: `ok`, or why there are no figures.
         note: what went wrong, or why it was not faster.
         out_error: |out - reference| / |reference| of one layer; None where the reference itself ran.
     """
@@ -238,12 +226,7 @@ class BenchRun(Run):
 
 @dataclass(frozen=True, kw_only=True)
 class BenchSuite(Suite):
-    """A suite of `kvcli bench`.
-
-    Attributes:
-        prepare: (options, reporter) to the rows.
-        summarize: records to fields of the JSON object that are of all records together.
-    """
+    """A suite of `kvcli bench`; `summarize` gives fields of the JSON object that are of all records together."""
 
     run = BenchRun
 
@@ -265,11 +248,7 @@ def default_methods(few: bool = False, kinds_only: bool = False) -> list[str]:
 
 
 def parse_batches(texts: list[str]) -> list[int] | None:
-    """Numbers of sequences; None for `auto`.
-
-    Raises:
-        UsageError: neither numbers nor `auto` alone.
-    """
+    """Numbers of sequences, None for `auto`; UsageError for what is neither numbers nor `auto` alone."""
     if texts == ["auto"]:
         return None
     if not all(text.isdecimal() and 1 <= int(text) <= MAX_LENGTH for text in texts):

@@ -1,7 +1,7 @@
 """Times of calls, with the GPU's L2 cache flushed before each.
 
 Launching a kernel of some tens of microseconds takes Python longer than it runs, so a call is also recorded as a CUDA
-graph and replayed, as in a decode step. Both times are kept. `triton.testing` does not replace this:
+graph and replayed, as in a decode step. Both times are recorded. `triton.testing` does not replace this:
 `do_bench_cudagraph` does not flush L2, and `do_bench` takes a duration instead of a number of calls.
 """
 
@@ -25,16 +25,9 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True)
 class Timing:
-    """Times of one call.
+    """Percentiles of the time of one call in microseconds, of replays of a CUDA graph or of eager calls.
 
-    Attributes:
-        p20_us: 20th percentile in microseconds.
-        p50_us: median.
-        p80_us: 80th percentile.
-        eager_us: median of the call without a graph; equal to `p50_us` if no graph was replayed.
-        how: whether the percentiles are of replays of a CUDA graph or of eager calls.
-        repeats: calls timed.
-        note: why no graph could be recorded.
+    `eager_us` is the median without a graph; `note` says why no graph could be recorded.
     """
 
     p20_us: float
@@ -47,13 +40,9 @@ class Timing:
 
 
 def time_call(call: Call, device: torch.device, repeats: int, *, graph: bool = True) -> Timing:
-    """Times a call.
+    """Times a call `repeats` times, or fewer, though at least three, when they take more than 5 seconds together.
 
-    Args:
-        call: what is timed; its result is dropped.
-        device: where it runs; on a CPU there is no graph and nothing to flush.
-        repeats: calls at most; fewer, though at least three, when together they take more than 5 seconds.
-        graph: whether to record a CUDA graph; off for calls that synchronize with the GPU.
+    On a CPU there is no graph and nothing to flush; `graph` is to be False for calls that synchronize with the GPU.
     """
     note: str | None = None
     recorded: Any = None
@@ -119,11 +108,7 @@ def _cuda_samples(call: Call, flush: Tensor, repeats: int) -> list[float]:
 
 
 def record_graph(call: Call) -> tuple[Any | None, str | None]:
-    """Captures a call.
-
-    Returns:
-        The CUDA graph and None, or None and the reason why the call cannot be captured.
-    """
+    """The CUDA graph of a call and None, or None and the reason why it cannot be captured."""
     try:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())

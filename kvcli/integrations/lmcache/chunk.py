@@ -39,13 +39,9 @@ class ChunkCodec:
 
     @torch.inference_mode()
     def encode(self, chunk: Tensor) -> Tensor:
-        """The bytes of a chunk.
+        """The bytes of a chunk, uint8 [stored_bytes] on the CPU.
 
-        Args:
-            chunk: in one of the forms of `ChunkLayout`, contiguous, on any device; keys after RoPE.
-
-        Returns:
-            uint8 [stored_bytes] on the CPU.
+        The chunk is in one of the forms of `ChunkLayout`, contiguous, on any device; its keys are after RoPE.
 
         Raises:
             ChunkError: a layout that cannot be stored, or keys or values that are not finite or beyond what codes hold.
@@ -81,11 +77,7 @@ class ChunkCodec:
 
     @torch.inference_mode()
     def decode(self, stored: Tensor, chunk: Tensor) -> ChunkHeader:
-        """Writes what stored bytes stand for into a chunk, and returns their header.
-
-        Args:
-            stored: uint8 on any device, what `encode` returned; more bytes may follow.
-            chunk: in the form that was encoded, contiguous, on any device; overwritten.
+        """Decodes what `encode` returned, after which more bytes may follow, into a chunk; returns the header.
 
         Raises:
             ChunkError: bytes that are damaged, or of another model, method, artifact or layout; the chunk is unchanged.
@@ -167,13 +159,8 @@ def find_start(keys: Tensor, codecs: list[LayerCodec], rope: Rope, max_positions
     LMCache names chunks by a hash of all tokens before them, which says nothing of their number, and has keys after
     RoPE. So every multiple is tried on one token of two layers, the 16 best of them on eight tokens of four layers. A
     wrong start would not make wrong keys, for decoding rotates back by the same angles; it would only cost precision,
-    because the codebooks were fitted to keys that were rotated back right.
-
-    Args:
-        keys: after RoPE, [layers, num_kv_heads, tokens, head_dim].
-        codecs: of the layers.
-        rope: of the model.
-        max_positions: positions that the model knows.
+    because the codebooks were fitted to keys that were rotated back right. Keys are [layers, num_kv_heads, tokens,
+    head_dim].
     """
     length = keys.shape[2]
     starts = torch.arange(0, max(length, max_positions - length + 1), length)

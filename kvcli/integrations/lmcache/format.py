@@ -85,14 +85,9 @@ class ChunkLayout:
 
 @dataclass(frozen=True)
 class ChunkHeader:
-    """The record before the codes of a chunk.
+    """The record before the codes of a chunk: a method's name of 24 bytes at most, and `Served.identity`, 16 bytes.
 
-    Attributes:
-        method: its name, 24 bytes at most.
-        identity: 16 bytes, a digest of everything that the codes depend on (`Served.identity`).
-        layout: of the chunk that was encoded.
-        start: position of the chunk's first token in its context, or `NO_START`.
-        payload_bytes: bytes after the header.
+    `start` is the position of the chunk's first token in its context, or `NO_START`.
     """
 
     method: str
@@ -111,11 +106,7 @@ class ChunkHeader:
 
     @classmethod
     def unpack(cls, data: memoryview) -> ChunkHeader:
-        """The header of a stored chunk, after which more bytes may follow.
-
-        Raises:
-            ChunkError: bytes that are no chunk of this version, truncated or damaged.
-        """
+        """The header of a stored chunk; ChunkError for bytes of another version, truncated or damaged."""
         if len(data) < SIZE or bytes(data[: len(_MAGIC)]) != _MAGIC:
             raise ChunkError("the stored bytes are no chunk of kvcli: another serde, or none, wrote them")
         _, version, form, dtype, method, identity, *shape, start, size = _FIELDS.unpack_from(data)

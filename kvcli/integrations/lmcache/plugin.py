@@ -36,18 +36,9 @@ class ChunkSerializer(Serializer):
         self._codec = codec
 
     def serialize(self, src: MemoryObj, dst: MemoryObj, key: ObjectKey | None = None) -> int:
-        """Encodes a chunk.
+        """Encodes a chunk to uint8 of `estimate_serialized_size` bytes or more, and returns that number.
 
-        Args:
-            src: the chunk, in a form of `kvcli.integrations.lmcache.format.ChunkLayout`.
-            dst: uint8, of `estimate_serialized_size` bytes or more; overwritten.
-            key: of the chunk; not needed.
-
-        Returns:
-            Bytes written, exactly `estimate_serialized_size`.
-
-        Raises:
-            ChunkError: a chunk that cannot be stored; LMCache logs it and counts the store as failed.
+        LMCache logs a ChunkError, of a chunk that cannot be stored, and counts the store as failed.
         """
         stored = self._codec.encode(_tensor(src))
         target = _tensor(dst).flatten()
@@ -68,27 +59,16 @@ class ChunkDeserializer(Deserializer):
         self._codec = codec
 
     def deserialize(self, src: MemoryObj, dst: MemoryObj, key: ObjectKey | None = None) -> None:
-        """Decodes a chunk.
+        """Decodes stored bytes into a chunk of the layout in which it was encoded.
 
-        Args:
-            src: uint8, what was stored.
-            dst: the chunk, in the form in which it was encoded; overwritten.
-            key: of the chunk; not needed.
-
-        Raises:
-            ChunkError: bytes that are damaged, or of another model, method, artifact or layout; LMCache logs it and
-                counts the load as failed, so that the engine computes the chunk.
+        LMCache logs a ChunkError, as of `ChunkCodec.decode`, and counts the load as failed, so that the engine computes
+        the chunk.
         """
         self._codec.decode(_tensor(src), _tensor(dst))
 
 
 class FileSystemAdapter(FSL2Adapter):
-    """LMCache's own adapter of type `fs`, with the parameters that it has.
-
-    Args:
-        config: its settings; `base_path` is the folder of the chunks.
-        l1_memory_desc: the server's memory, which this adapter does not use.
-    """
+    """LMCache's own adapter of type `fs`; it does not use the server's memory, `l1_memory_desc`."""
 
     config_class_name = "FSL2AdapterConfig"
 
@@ -97,11 +77,7 @@ class FileSystemAdapter(FSL2Adapter):
 
 
 def create_serde(values: dict[str, Any]) -> SerdeProcessor:
-    """The serde of an adapter, from the fields of its `serde` except `type`.
-
-    Raises:
-        KvcliError: settings, a model or an artifact that cannot be used.
-    """
+    """The serde of an adapter, from the fields of its `serde` except `type`; errors as those of `Served.load`."""
     settings = SerdeSettings.read(values)
     codec = ChunkCodec(Served.load(settings))
     return AsyncSerdeProcessor(ChunkSerializer(codec), ChunkDeserializer(codec), max_workers=settings.max_workers)

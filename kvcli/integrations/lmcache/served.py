@@ -66,20 +66,10 @@ class SerdeSettings(BaseModel):
 
 
 class Served:
-    """The model that a server serves, and the codecs of its chunks.
+    """The model that a server serves, and the codecs of its chunks; `fitted`, those of all layers of an artifact.
 
-    Args:
-        spec: the model's shapes.
-        rope: its rotary embedding.
-        method: of the codecs.
-        config: the method's settings.
-        fitted: codecs of all layers with their fitted state; None: the method needs none.
-        source: which artifact the fitted state is from, as plain JSON values.
-        exact_tokens: first tokens of every chunk that are kept as they are.
-        device: of the codecs.
-
-    Attributes:
-        identity: 16 bytes, a digest of everything that codes depend on.
+    The `source` says which artifact, as plain JSON values; the first `exact_tokens` of every chunk stay as they are;
+    `identity` is a digest, of 16 bytes, of everything that codes depend on.
 
     Raises:
         KvcliError: a method that needs what a chunk does not hold, or settings that do not fit the model's shapes.
