@@ -16,6 +16,7 @@ import pytest
 import torch
 from factories import FAMILIES, make_model, record
 from fake_pip import FakePip
+from fast import FAST
 
 from kvcli.artifact import Artifact
 from kvcli.fit import assemble, fit_recording
@@ -42,9 +43,19 @@ def connect(*arguments: Any, **options: Any) -> sqlite3.Connection:
 
 os.fsync, sqlite3.connect = lambda handle: None, connect  # tests kill processes, not machines: nothing waits for a disk
 
+TESTS = Path(__file__).parent
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Other files than those of `-m fast` are not even imported for it."""
+    if config.option.markexpr != "fast" or not collection_path.name.startswith("test_") or collection_path.is_dir():
+        return None
+    return collection_path.relative_to(TESTS).as_posix() not in FAST or None
+
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks tests whose name speaks of kernels as `kernels`; slow ones come first, so that no worker ends with one.
+    """Marks tests whose name speaks of kernels as `kernels`, and those of `FAST` as `fast`; slow ones come first, so
+    that no worker ends with one.
 
     All sabotages run only where they are asked for: `-m sabotage`.
     """
@@ -53,6 +64,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "kernels" in item.nodeid or "fused" in item.nodeid:
             item.add_marker("kernels")
+        if item.path.relative_to(TESTS).as_posix() in FAST and not {"kernels", "slow"} & item.keywords.keys():
+            item.add_marker("fast")
     items.sort(key=lambda item: "slow" not in item.keywords)
 
 

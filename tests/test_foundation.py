@@ -9,6 +9,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 import pytest
+from fast import FAST
 
 import kvcli
 
@@ -152,3 +153,11 @@ def test_every_room_keeps_its_budget_of_lines() -> None:
     over = {room: f"{count} lines of {BUDGET[room]}" for room, count in lines.items() if count > BUDGET[room]}
     rule = "delete lines, or raise the number of the room in BUDGET in this change and say why in the commit message"
     assert not over, f"{over}: {rule}"
+
+
+def test_every_room_has_fast_tests(repo_root: Path) -> None:
+    """Files of tests/support/fast.py exist; a file that is merged into another one gives its place there to it."""
+    tests = repo_root / "tests"
+    assert [name for name in FAST if not (tests / name).is_file()] == []
+    rooms = {path.parent.name for path in tests.glob("*/test_*.py")}
+    assert rooms - {Path(name).parent.name for name in FAST} == {"golden", "kernels", "sabotage"}

@@ -1,0 +1,43 @@
+"""The files of `pytest -m fast`, some of every room; tests of kernels and slow tests in them do not take part."""
+
+from __future__ import annotations
+
+FAST = (
+    "test_foundation.py",
+    "artifact/test_artifact.py",
+    "attention/test_calls.py",
+    "attention/test_encoding_times.py",
+    "bench/test_bench_timing.py",
+    "cache/test_methods_cache.py",
+    "cache/test_store.py",
+    "calibrate/test_collect.py",
+    "calibrate/test_corpus.py",
+    "cli/test_help.py",
+    "cli/test_options.py",
+    "cli/test_output.py",
+    "contexts/test_put_and_prune.py",
+    "eval/test_intervals.py",
+    "eval/test_records_and_gates.py",
+    "eval/test_scores.py",
+    "faults/test_artifacts_on_disk.py",
+    "faults/test_cache_state.py",
+    "faults/test_locks_and_writes.py",
+    "foundation/test_docs.py",
+    "foundation/test_method_names.py",
+    "foundation/test_names_and_fingerprints.py",
+    "foundation/test_packing.py",
+    "foundation/test_public_api.py",
+    "foundation/test_rope_and_spec.py",
+    "methods/test_contract.py",
+    "methods/test_kivi.py",
+    "methods/test_qjl.py",
+    "methods/test_squat.py",
+    "models/test_models.py",
+    "plan/test_bits.py",
+    "seam/test_identity.py",
+    "seam/test_logits.py",
+    "seam/test_spec_of_config.py",
+    "storage/test_run_manifest.py",
+    "storage/test_verified_reads.py",
+)
+"""Paths in `tests/`. `tests/test_fast.py` says how many cases and seconds they may have."""
