@@ -85,11 +85,10 @@ def test_the_bound_of_a_pass_holds_in_every_family(family: str, dtype: torch.dty
     check_bound(planned(tiny_config(family), dtype), 2048)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", METHODS)
-def test_the_bound_of_a_pass_holds_for_every_method(name: str, dtype: torch.dtype) -> None:
-    check_bound(planned(shape_config("llama-3.1-8b", 2), dtype, name), 2048)
-    check_bound(planned(shape_config("smollm2-135m", 2), dtype, name), 512)
+def test_the_bound_of_a_pass_holds_for_every_method(name: str) -> None:
+    check_bound(planned(shape_config("llama-3.1-8b", 2), torch.bfloat16, name), 2048)
+    check_bound(planned(shape_config("smollm2-135m", 2), torch.float32, name), 512)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -153,9 +153,11 @@ def test_a_family_that_no_test_runs_is_named() -> None:
 @pytest.mark.parametrize("method", ["fp16", "kivi-2", "rtn-4"])
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "glm4", "smollm3"])
 def test_kernels_cap_scores_and_share_them_with_sinks(family: str, method: str) -> None:
-    """A padded prompt in two chunks, the second too long for one tile, then single tokens."""
+    """A padded prompt in two chunks, the second too long for one tile, then single tokens; a layer of either kind."""
     pytest.importorskip("triton")
-    model, tokens = model_of(family), torch.randint(3, 97, (2, 60), generator=torch.Generator().manual_seed(0))
+    without_rope = {"no_rope_layer_interval": 2} if family == "smollm3" else {}
+    model = make(family, num_hidden_layers=2, **without_rope)
+    tokens = torch.randint(3, 97, (2, 60), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(tokens)
     mask[1, :9] = 0
     settings = {"group_size": 16, "residual_length": 16, "sink_length": 2} if method == "kivi-2" else WINDOW
