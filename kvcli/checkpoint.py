@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvcli.errors import KvcliError, ModelError, UnsupportedModelError
+from kvcli.errors import KvcliError, ModelError, UnsupportedModelError, error_text
 from kvcli.progress import Progress, no_progress
 from kvcli.spec import ModelSpec
 
@@ -27,6 +27,7 @@ _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 _SHOWN_NAMES = 3
 _AGAIN = "copy or download it again"
+_COPY_TOKENIZER = "copy the tokenizer's files from the original model"
 _LOCAL = {"trust_remote_code": False, "local_files_only": True}
 """Arguments of every `from_pretrained`: no code of a model's folder runs, nothing is asked and nothing is fetched."""
 
@@ -49,7 +50,7 @@ def load_checkpoint(
     config = read_config(folder)
     _check_weight_files(folder)
     if not any((folder / name).is_file() for name in _TOKENIZERS):
-        raise _cannot_load(folder, "it has no tokenizer.json; copy the tokenizer's files from the original model")
+        raise _cannot_load(folder, f"it has no tokenizer.json; {_COPY_TOKENIZER}")
     device_map: str | dict[str, str] | None = None
     if device == AUTO:
         device_map = AUTO
@@ -66,11 +67,7 @@ def load_gguf(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Reads a model and its tokenizer from a GGUF file.
 
-    Args:
-        path: the file.
-        dtype: of the weights after dequantization.
-        config: a transformers config to use in place of the file's.
-        progress: shows how many tensors were dequantized.
+    The weights are dequantized to `dtype`; a transformers `config` is used in place of the file's.
 
     Raises:
         ModelError: the file is damaged, or its weights and the config do not belong together.
@@ -129,13 +126,12 @@ def plain_attention(config: Any) -> str:
     """The attention implementation to load a causal language model with: SDPA, or `eager` where its class has none."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    names = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    classes = names if isinstance(names, tuple) else (names,)
+    classes = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    classes = classes if isinstance(classes, tuple) else (classes,)
     return "sdpa" if all(x._supports_sdpa for x in classes) else "eager"
 
 
-def _cannot_load(source: Path | str, reason: str) -> ModelError:
-    """The error that says why a model cannot be loaded."""
+def _cannot_load(source: Path, reason: str) -> ModelError:
     return ModelError(f"cannot load model '{source}': {reason}")
 
 
@@ -179,7 +175,7 @@ def _load(
     source: Path, folder: Path, dtype: torch.dtype, config: Any, *, device_map: Any = None, **gguf: str
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Loads with transformers and checks that every weight came from the file."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     options: dict[str, Any] = {**_LOCAL, **gguf}
     with quiet_transformers():
@@ -195,24 +191,9 @@ def _load(
                 **options,
             )
         _check_keys(source, info)
-    return model, _load_tokenizer(source, folder, **gguf)
-
-
-def _load_tokenizer(source: Path, folder: Path, **gguf: str) -> PreTrainedTokenizerBase:
-    """Reads the tokenizer of a folder, or of its file `gguf_file`; `source` is what messages name.
-
-    Raises:
-        ModelError: no tokenizer there, or a damaged one.
-    """
-    from transformers import AutoTokenizer
-
-    options: dict[str, Any] = {**_LOCAL, **gguf}
-    with (
-        quiet_transformers(),
-        _explained(source, "its tokenizer cannot be read; copy the tokenizer's files from the original model"),
-    ):
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, **options)
-    return tokenizer
+        with _explained(source, f"its tokenizer cannot be read; {_COPY_TOKENIZER}"):
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, **options)
+    return model, tokenizer
 
 
 @contextmanager
@@ -223,15 +204,15 @@ def _explained(source: Path, what: str) -> Iterator[None]:
     except (KvcliError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # readers of foreign files raise everything, down to plain Exception
-        text = " ".join(str(error).split())
-        raise _cannot_load(source, f"{what} ({type(error).__name__}: {text[:200]})") from error
+        text = error_text(error)[:200]
+        raise _cannot_load(source, f"{what} ({type(error).__name__}: {text})") from error
 
 
 def _read_json(folder: Path, name: str) -> dict[str, Any]:
     try:
         values = json.loads((folder / name).read_text())
     except (OSError, ValueError, RecursionError) as error:
-        raise _cannot_load(folder, f"{name} cannot be read ({' '.join(str(error).split())}); {_AGAIN}") from error
+        raise _cannot_load(folder, f"{name} cannot be read ({error_text(error)}); {_AGAIN}") from error
     if not isinstance(values, dict):
         raise _cannot_load(folder, f"{name} is not a JSON object; {_AGAIN}")
     return values

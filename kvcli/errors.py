@@ -82,13 +82,13 @@ class Terminated(KeyboardInterrupt):
     exit_code = 4
 
 
-def explain(error: ValidationError, known: Collection[str]) -> str:
-    """The first setting that is wrong and why; for one that does not exist, the closest name or all names.
+def error_text(error: BaseException) -> str:
+    """A message without line breaks, for the one line that an error takes."""
+    return " ".join(str(error).split())
 
-    Args:
-        error: what pydantic raised.
-        known: names of the settings that exist.
-    """
+
+def explain(error: ValidationError, known: Collection[str]) -> str:
+    """The first wrong setting and why; for one that does not exist, the closest of the `known` names or all."""
     first = error.errors()[0]
     name = ".".join(map(str, first["loc"]))
     if first["type"] == "extra_forbidden":

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from kvcli.errors import ModelError
+from kvcli.errors import ModelError, error_text
 from kvcli.spec import ModelSpec
 
 _PROJECTIONS = ("k_proj", "v_proj")
@@ -43,8 +43,12 @@ def fingerprint(model: nn.Module, spec: ModelSpec) -> str:
     shapes = hashlib.sha256(json.dumps(spec.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
     projections = {name: module for name, module in model.named_modules() if name.rpartition(".")[2] in _PROJECTIONS}
     if not projections:  # keys and values come from one projection: the first modules with a matrix of weights
-        layers = ((name, x) for name, x in model.named_modules() if _has_matrix(x) and not isinstance(x, nn.Embedding))
-        projections = dict(islice(layers, _MAX_MATRICES))
+        for name, module in model.named_modules():
+            weight: Any = getattr(module, "weight", None)  # a quantized one may have any name
+            tensors = _tensors_of(module).values() if weight is None else (weight,)
+            has_matrix = any(getattr(x, "ndim", 0) == 2 for x in tensors)
+            if has_matrix and not isinstance(module, nn.Embedding) and len(projections) < _MAX_MATRICES:
+                projections[name] = module
     if not projections:
         raise ModelError(f"{type(model).__name__} has no projections whose weights tell it from others")
     sample, quantized = [], False
@@ -52,7 +56,7 @@ def fingerprint(model: nn.Module, spec: ModelSpec) -> str:
         module = projection
         while isinstance(base := getattr(module, "base_layer", None), nn.Module):  # where peft put an adapter on it
             module = base
-        weight: Any = getattr(module, "weight", None)
+        weight = getattr(module, "weight", None)
         plain = type(getattr(weight, "data", None)) is Tensor and weight.ndim == 2
         if plain and weight.is_floating_point() and weight.itemsize > 1:
             # scales and the like beside a plain weight are what it was decompressed with
@@ -65,13 +69,6 @@ def fingerprint(model: nn.Module, spec: ModelSpec) -> str:
     return f"{shapes}:{digits}" + (f":{_QUANTIZED}" if quantized else "")
 
 
-def _has_matrix(module: nn.Module) -> bool:
-    """Whether a module's weight is a matrix, or its quantized weight, under whatever name, is kept in one."""
-    weight = getattr(module, "weight", None)
-    tensors = _tensors_of(module).values() if weight is None else (weight,)
-    return any(getattr(x, "ndim", 0) == 2 for x in tensors)
-
-
 def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers of a module without those of its parts."""
     return dict(chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False)))
@@ -80,15 +77,7 @@ def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
 def differs(first: str, second: str) -> str | None:
     """Why two fingerprints are not of the same model, up to the rounding of 16-bit dtypes and of quantized weights.
 
-    Args:
-        first: as `fingerprint` returns it.
-        second: same.
-
-    Returns:
-        A clause; None if it is the same model.
-
-    Raises:
-        ValueError: one of them is no fingerprint.
+    None if it is the same model; ValueError: one of them is no fingerprint.
     """
     (shapes_a, a, quantized_a), (shapes_b, b, quantized_b) = _parts(first), _parts(second)
     if shapes_a != shapes_b or a.numel() != b.numel():
@@ -116,11 +105,7 @@ def _sha256(text: str) -> str:
 
 
 def _parts(text: str) -> tuple[str, Tensor, bool]:
-    """Shapes, sampled weights as float32 and whether they are quantized.
-
-    Raises:
-        ValueError: it is no fingerprint.
-    """
+    """Shapes, sampled weights as float32 and whether they are quantized; ValueError: it is no fingerprint."""
     shapes, *rest = text.split(":")
     if not shapes or len(rest) not in (1, 2) or rest[1:] not in ([], [_QUANTIZED]):
         raise ValueError("it is no fingerprint")
@@ -135,13 +120,11 @@ def _computed_weights(name: str, module: nn.Module, model: nn.Module, spec: Mode
 
     The first input channel is 1, then -1, and the others are 0; half the difference is free of the bias. An input of
     zeros alone would be divided by its largest value where activations are quantized by rows.
-
-    Raises:
-        ModelError: the projection cannot be called so, or what it computes is not finite.
     """
     tensors = [*module.parameters(), *module.buffers(), *model.parameters()]
     if tensors[0].is_meta:
         raise ModelError(f"{name} is offloaded or not loaded (device meta); its weights are needed in memory")
+    unreadable = f"weights of {name} ({type(module).__name__}) cannot be sampled"
     dtype = getattr(model, "dtype", torch.float32)
     width = getattr(module, "in_features", spec.hidden_size)
     inputs = torch.zeros(1, 2, width, dtype=dtype, device=tensors[0].device)
@@ -151,8 +134,7 @@ def _computed_weights(name: str, module: nn.Module, model: nn.Module, spec: Mode
             output = module(inputs)[0].float()
         weights = ((output[0] - output[1]) / 2)[[0, output.shape[-1] // 2]].to("cpu", torch.float16)
     except (RuntimeError, TypeError, ValueError, AttributeError) as error:
-        reason = " ".join(str(error).split())
-        raise ModelError(f"weights of {name} ({type(module).__name__}) cannot be sampled: {reason}") from error
+        raise ModelError(f"{unreadable}: {error_text(error)}") from error
     if not weights.isfinite().all():
-        raise ModelError(f"weights of {name} ({type(module).__name__}) cannot be sampled: they are not finite")
+        raise ModelError(f"{unreadable}: they are not finite")
     return weights

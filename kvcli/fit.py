@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kvcli.artifact import Artifact, new_metadata
 from kvcli.calibrate.recording import Recording
-from kvcli.errors import ArtifactError, UsageError
+from kvcli.errors import ArtifactError, UsageError, error_text
 from kvcli.methods.config import CacheConfig
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import FitLayer, FitReport, Method
@@ -207,8 +207,7 @@ def assemble(folders: Sequence[Path]) -> Artifact:
     try:
         config = get_method(run.method).config_cls(**run.config)
     except (UsageError, ValueError, TypeError) as error:
-        reason = " ".join(str(error).split())
-        raise ArtifactError(f"{folders[0] / run.FILE} is damaged ({reason}); {_REMEDY}") from error
+        raise ArtifactError(f"{folders[0] / run.FILE} is damaged ({error_text(error)}); {_REMEDY}") from error
     tensors: dict[str, Tensor] = {}
     metrics: list[Mapping[str, Any]] = []
     missing, damaged = [], ""

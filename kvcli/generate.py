@@ -36,22 +36,17 @@ def compress(
     give the same cache.
 
     Args:
-        session: made by `kvcli.attach`.
         ids: int64 [1, time].
         prefill_chunk: tokens per forward pass; None: all.
         past_key_values: a cache that holds the first tokens of `ids`, fewer than all; default: a new one.
-        progress: shows the tokens read.
-
-    Returns:
-        The cache, which holds all tokens.
 
     Raises:
         UsageError: a cache that holds all of `ids`.
         ModelError: the model's values are not finite.
     """
     cache = session.new_cache() if past_key_values is None else past_key_values
-    left = ids.shape[1] - cache.get_seq_length()
-    with quiet_transformers(), progress("read and compressed", left, "tokens") as advance:
+    unread = ids.shape[1] - cache.get_seq_length()
+    with quiet_transformers(), progress("read and compressed", unread, "tokens") as advance:
         logits = prefill(session.model, cache, ids, None, prefill_chunk, advance)
     if not bool(logits.isfinite().all()):
         again = partial(backbone(session.model), input_ids=ids, past_key_values=session.new_cache(), use_cache=True)
@@ -64,9 +59,6 @@ class Generation:
     """Generated text with its timing and memory.
 
     Attributes:
-        text: the continuation.
-        prompt_tokens: tokens of the prompt.
-        new_tokens: tokens generated.
         ttft_s: seconds until the first token was chosen, prefill and encoding included.
         tokens_per_s: rate after the first token; 0 when there was one token only.
         memory: of the cache at the end.
@@ -131,10 +123,7 @@ def generate_text(
 
     Args:
         loaded: the model, attached by the session.
-        session: of `kvcli.attach`.
         ids: prompt, int64 [1, time].
-        sampling: how tokens are chosen.
-        seed: of the random numbers.
         write: called with pieces of text as they are finished.
         cache: whose tokens are the first of the prompt; default: a new one.
         mode, prefill_chunk, compile_layers: see `Session.generate`.
@@ -158,7 +147,7 @@ def generate_text(
             prefill_chunk=prefill_chunk,
             mode=mode,
             compile_layers=compile_layers,
-            on_tokens=lambda new: stream.put_all(new[0]),
+            on_tokens=lambda tokens: stream.put_all(tokens[0]),
         )
         stream.end()
     times = stream.times

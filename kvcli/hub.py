@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvcli.builtin_models import BUILTIN_MODELS
-from kvcli.errors import CorpusError, ModelError, suggestion
+from kvcli.errors import CorpusError, ModelError, error_text, suggestion
 
 if TYPE_CHECKING:
     from kvcli.progress import Say
@@ -25,11 +25,7 @@ _NOT_NEEDED = ("*/*", "consolidated*")
 
 
 def check_model_name(name: str) -> None:
-    """Checks without torch what can be known of a model: folders and files are there, or the name is one of the hub's.
-
-    Raises:
-        ModelError: no such model.
-    """
+    """Checks without torch that a model's folder or file is there, or its name one of the hub's; else ModelError."""
     if name.endswith(".gguf") and not is_file(Path(name).expanduser()):
         raise ModelError(f"no such GGUF file: {Path(name).expanduser()}")
     folder = None if name in BUILTIN_MODELS or name.endswith(".gguf") else local_folder(name)
@@ -38,11 +34,7 @@ def check_model_name(name: str) -> None:
 
 
 def local_folder(name: str) -> Path | None:
-    """The folder of that name; None if the name is one of the hub's.
-
-    Raises:
-        ModelError: neither.
-    """
+    """The folder of that name; None if the name is one of the hub's. ModelError: neither."""
     path = Path(name).expanduser()
     if is_folder(path):
         return path
@@ -73,14 +65,8 @@ def is_file(path: Path) -> bool:
 def download_model(name: str, revision: str | None, say: Say, check: Callable[[Path], object]) -> Path:
     """Downloads a model, or finds it in the hub's cache, and returns its folder.
 
-    Without a connection, a copy in the cache is used; where there is none, the error comes within seconds.
-
-    Args:
-        name: `owner/model`.
-        revision: branch, tag or commit; default: the repository's main branch.
-        say: called with a line before weights are downloaded.
-        check: called with a folder that holds the config alone, so that a model can be refused before its weights are
-            downloaded.
+    Without a connection, a copy in the cache is used; where there is none, the error comes within seconds. Before its
+    weights are downloaded, `check` can refuse a model by a folder that holds the config alone.
 
     Raises:
         ModelError: no such model or revision, no access to it, or no connection and no copy in the cache.
@@ -93,11 +79,7 @@ def download_model(name: str, revision: str | None, say: Say, check: Callable[[P
 
 
 def download_config(name: str, revision: str | None = None) -> Path:
-    """The folder of a model's config.json, which alone is downloaded, or is in the hub's cache.
-
-    Raises:
-        ModelError: as for `download_model`.
-    """
+    """The folder of a model's config.json, which alone is downloaded; errors are those of `download_model`."""
     return _fetch(name, *_reach(name, revision), _CONFIG)
 
 
@@ -142,18 +124,14 @@ def _fetch(name: str, revision: str | None, offline: bool, patterns: tuple[str, 
         ) from error
     except Exception as error:
         raise ModelError(
-            f"cannot load model '{name}': the download failed ({' '.join(str(error).split())[:200]}); "
+            f"cannot load model '{name}': the download failed ({error_text(error)[:200]}); "
             "run the same command again to resume"
         ) from error
     return Path(folder)
 
 
 def check_dataset(name: str, revision: str | None) -> None:
-    """Checks within seconds that the hub has a dataset; `datasets` itself tries for half a minute.
-
-    Raises:
-        CorpusError: there is no such dataset or revision, or the hub cannot be reached.
-    """
+    """Checks within seconds that the hub has a dataset, else CorpusError; `datasets` itself tries for half a minute."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 

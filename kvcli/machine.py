@@ -25,6 +25,10 @@ def environment_info() -> dict[str, Any]:
         with suppress(PackageNotFoundError):
             versions[name] = version(name)
     gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    cpu = platform.processor() or platform.machine()
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        cpu = next(line for line in lines if line.startswith("model name")).split(":", 1)[1].strip()
     on_windows = sys.platform == "win32"
     return {
         "kvcli": __version__,
@@ -32,7 +36,7 @@ def environment_info() -> dict[str, Any]:
         "python": platform.python_version(),
         "packages": versions,
         "platform": platform.platform(),
-        "cpu": _cpu_name(),
+        "cpu": cpu,
         "cpu_count": os.cpu_count(),
         "memory_bytes": None if on_windows else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "gpus": [{"name": gpu.name, "memory_bytes": gpu.total_memory} for gpu in gpus],
@@ -66,11 +70,3 @@ def commit() -> str | None:
         return head + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def _cpu_name() -> str:
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()

@@ -31,7 +31,6 @@ class LoadedModel:
     """A model ready to run, with its tokenizer and specification.
 
     Attributes:
-        name: what the user asked for.
         model: in eval mode, on its device.
         tokenizer: with a padding token.
         fingerprint: of its shapes and weights; an artifact is bound to it.
@@ -133,7 +132,6 @@ def find_config(name: str, *, base_config: str | None = None, revision: str | No
 
 
 def _config_of(name: str, revision: str | None = None) -> Any:
-    """The config of a folder or of a model on the hub."""
     return read_config(local_folder(name) or download_config(name, revision))
 
 
@@ -149,11 +147,7 @@ def _check_in_memory(model: torch.nn.Module) -> None:
 def check_finite(model: torch.nn.Module) -> None:
     """Refuses a model with NaN or infinite weights; reads every weight once and keeps no copy.
 
-    Args:
-        model: on any device; weights on `meta` and weights in quantized formats are not looked at.
-
-    Raises:
-        ModelError: the first such weight, with its layer and name.
+    Weights on `meta` and in quantized formats are not looked at. ModelError: names the first such weight and its layer.
     """
     weights = {
         name: torch.stack(torch.aminmax(weight.detach()))
@@ -172,10 +166,7 @@ def check_finite(model: torch.nn.Module) -> None:
 def not_finite(model: Any, using: str, again: Callable[[], object]) -> ModelError:
     """The error that names the first layer of a model whose output is not finite.
 
-    Args:
-        model: a transformers causal language model.
-        using: what attention is computed with, for the message.
-        again: repeats the forward pass that gave NaN or infinite values; its layers are watched.
+    `using` names what attention is computed with; `again` repeats the forward pass, whose layers are watched.
     """
     bad: list[int] = []
 

@@ -66,11 +66,7 @@ class ComputeOptions(Options):
     )
 
     def torch_device(self) -> str:
-        """The device asked for, or a GPU if there is one.
-
-        Raises:
-            UsageError: no such device, or all of them.
-        """
+        """The device asked for, or a GPU if there is one; UsageError: no such device, or all of them."""
         import torch
 
         if self.device == AUTO_DEVICE:
@@ -132,10 +128,9 @@ class ModelOptions(ComputeOptions):
 
 
 def parse_settings(texts: list[str]) -> dict[str, Any]:
-    """Settings of a method given as NAME=VALUE; values are read as YAML, so that 3, 0.1, true and words work.
+    """Settings of a method from NAME=VALUE, with values as YAML: 3, 0.1, true or words.
 
-    Raises:
-        ConfigError: a text without `=`, or a value that is not YAML.
+    ConfigError: a text without `=`, or a value that is not YAML.
     """
     import yaml
 
@@ -152,15 +147,9 @@ def parse_settings(texts: list[str]) -> dict[str, Any]:
 
 
 def parse_layers(text: str | None, layers: Sequence[int], there: str) -> list[int]:
-    """Layers of a range such as 4-7 or of a single number; all without one.
+    """Those of `layers` in a range such as 4-7 or of a single number; all without one.
 
-    Args:
-        text: value of the option.
-        layers: those to choose from.
-        there: what these are, for the message, such as `were recorded`.
-
-    Raises:
-        UsageError: neither a number nor a range, or other layers.
+    UsageError: neither a number nor a range, or other layers; `there` says what these are, as `were recorded`.
     """
     if text is None:
         return [*layers]
@@ -174,11 +163,7 @@ def parse_layers(text: str | None, layers: Sequence[int], there: str) -> list[in
 
 
 def check_storable(model: str, spec: ModelSpec) -> None:
-    """Checks before anything is read that a context of a model can be written.
-
-    Raises:
-        UsageError: layers of other kinds keep a cache that has no form in a file.
-    """
+    """Checks that a context can be written; UsageError: layers of other kinds keep a cache without a form in a file."""
     if spec.other_layers:
         raise UsageError(
             f"contexts of {model} cannot be stored: {spec.other_layers} of its {spec.model_layers} layers keep "

@@ -33,24 +33,13 @@ def pack_bits(codes: Tensor, n_bits: int) -> Tensor:
     _check(n_bits)
     shifts = torch.arange(n_bits, device=codes.device, dtype=torch.int32)
     bits = (codes.to(torch.int32).unsqueeze(-1) >> shifts & 1).flatten(-2)
-    padding = -bits.shape[-1] % 8
-    if padding:
-        bits = torch.nn.functional.pad(bits, (0, padding))
+    bits = torch.nn.functional.pad(bits, (0, -bits.shape[-1] % 8))
     weights = 1 << torch.arange(8, device=codes.device, dtype=torch.int32)
     return (bits.unflatten(-1, (-1, 8)) * weights).sum(-1).to(torch.uint8)
 
 
 def unpack_bits(packed: Tensor, n_bits: int, count: int) -> Tensor:
-    """Inverse of `pack_bits`.
-
-    Args:
-        packed: uint8 [..., ceil(count * n_bits / 8)].
-        n_bits: bits per code, 1 to 16.
-        count: codes.
-
-    Returns:
-        int32 [..., count].
-    """
+    """Inverse of `pack_bits`: uint8 [..., ceil(count * n_bits / 8)] to int32 [..., count]."""
     _check(n_bits)
     if n_bits in (1, 2, 4):
         looked_up = torch.nn.functional.embedding(packed.int(), _codes_of_bytes(n_bits, packed.device))
@@ -142,7 +131,7 @@ _COPIES = {
 def stream_to_fields(x: Tensor, n_bits: int) -> Tensor:
     """x [..., count] rearranged for products with the `byte_fields` of codes of `pack_bits`."""
     fields = 8 // n_bits
-    padded = torch.nn.functional.pad(x, (0, -x.shape[-1] % fields)) if x.shape[-1] % fields else x
+    padded = torch.nn.functional.pad(x, (0, -x.shape[-1] % fields))
     return (padded.unflatten(-1, (-1, fields)) * _field_units(n_bits, x.device)).flatten(-2)
 
 

@@ -13,33 +13,20 @@ from kvcli.registry import METHODS, parse_name
 RUNS = Path("runs")
 
 
-def short_name(model: str) -> str:
-    """A model's name fit for a folder."""
-    return Path(model.rstrip("/")).name.removesuffix(".gguf").lower()
-
-
 def model_folder(model: str, *parts: str) -> Path:
     """A folder of a model below runs/: `samples`, `shards`, `training`, `contexts`, or an artifact."""
-    return RUNS.joinpath(short_name(model), *parts)
+    return RUNS.joinpath(Path(model.rstrip("/")).name.removesuffix(".gguf").lower(), *parts)
 
 
 def newest_shards() -> list[Path]:
-    """All shards of the model whose shard was written last, in alphabetical order.
-
-    Raises:
-        SamplesError: there is none.
-    """
+    """All shards of the model whose shard was written last, in alphabetical order; SamplesError: there is none."""
     missing = SamplesError(f"no shards below {RUNS}/; run 'kvcli calibrate --shard' first")
     newest = _newest(RUNS.glob("*/shards/*/samples.json"), missing)
     return sorted(path.parent for path in newest.parent.glob("*/samples.json"))
 
 
 def newest_samples(folder: Path | None = None) -> Path:
-    """The recording that was written last, or the one that is named.
-
-    Raises:
-        SamplesError: there is none.
-    """
+    """The recording that was written last, or the one that is named; SamplesError: there is none."""
     if folder is not None and not (folder / "samples.json").exists():
         raise SamplesError(f"no recorded samples in {folder}; run 'kvcli calibrate' first")
     missing = SamplesError(f"no recorded samples below {RUNS}/; run 'kvcli calibrate' first")
@@ -47,11 +34,7 @@ def newest_samples(folder: Path | None = None) -> Path:
 
 
 def newest_training() -> Path:
-    """The run of a fit that was written last.
-
-    Raises:
-        ArtifactError: there is none.
-    """
+    """The run of a fit that was written last; ArtifactError: there is none."""
     missing = ArtifactError(f"no fitted run below {RUNS}/; run 'kvcli fit' first")
     return _newest(RUNS.glob("*/training/*/run.json"), missing)
 
@@ -59,10 +42,7 @@ def newest_training() -> Path:
 def newest_artifact(model: str, method: str, settings: Mapping[str, Any] | None = None) -> Path:
     """The artifact of a method, with or without bits, for a model that was exported last.
 
-    Args:
-        model: the model's name.
-        method: name of the method.
-        settings: that it was fitted with; default: those that the bits stand for.
+    It was fitted with `settings`, by default with those that the bits stand for.
 
     Raises:
         ArtifactError: there is none.
@@ -79,11 +59,7 @@ def newest_artifact(model: str, method: str, settings: Mapping[str, Any] | None 
 
 
 def artifact_method(folder: Path) -> str | None:
-    """The method of an artifact; None where its metadata cannot be read.
-
-    Raises:
-        ArtifactError: there is no artifact.
-    """
+    """The method of an artifact; None where its metadata cannot be read. ArtifactError: there is no artifact."""
     if not (folder / "kvcli.json").exists():
         raise ArtifactError(f"no artifact in {folder}: kvcli.json is missing; make one with 'kvcli fit'")
     return next((name for name in METHODS if is_artifact_of(folder / "kvcli.json", name, {})), None)

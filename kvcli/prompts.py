@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from kvcli.errors import ModelError, UsageError
+from kvcli.errors import ModelError, UsageError, error_text
 from kvcli.models import LoadedModel
 from kvcli.progress import Say, say_nothing
 
@@ -22,13 +22,7 @@ _MESSAGES, _TEXT, _PENDING = "messages", "text", "pending"
 def prompt_ids(loaded: LoadedModel, prompt: str, chat: bool, say: Say = say_nothing) -> Tensor:
     """Token ids [1, time] of a prompt; with `chat`, of a conversation whose only message it is.
 
-    An empty prompt becomes the beginning-of-text token.
-
-    Args:
-        loaded: the model, with its tokenizer.
-        prompt: the text.
-        chat: whether to put it into the tokenizer's chat template.
-        say: called with a line if the prompt is empty.
+    An empty prompt becomes the beginning-of-text token, which `say` is told.
 
     Raises:
         UsageError: an empty prompt, where the tokenizer has no beginning-of-text token.
@@ -76,12 +70,7 @@ def chat_ids(loaded: LoadedModel, messages: Sequence[Message]) -> Tensor:
 
 
 def chat_text(loaded: LoadedModel, messages: Sequence[Message], to_reply: bool = True) -> str:
-    """A conversation as the tokenizer's chat template renders it.
-
-    Args:
-        loaded: the model, with its tokenizer.
-        messages: of the conversation.
-        to_reply: whether the beginning of the model's reply follows.
+    """A conversation as the tokenizer's chat template renders it; with `to_reply`, a reply's beginning follows.
 
     Raises:
         UsageError: a tokenizer without a chat template.
@@ -93,18 +82,13 @@ def chat_text(loaded: LoadedModel, messages: Sequence[Message], to_reply: bool =
     try:
         return str(tokenizer.apply_chat_template(list(messages), add_generation_prompt=to_reply, tokenize=False))
     except Exception as error:  # a template is a program of the model's author, run by jinja in its sandbox
-        raise ModelError(f"the chat template of {loaded.name} fails: {' '.join(str(error).split())}") from error
+        raise ModelError(f"the chat template of {loaded.name} fails: {error_text(error)}") from error
 
 
 def checked_messages(values: Any, what: str) -> list[dict[str, str]]:
-    """A conversation from plain values.
+    """A conversation from plain values, a list of objects with `role` and `content`, both texts.
 
-    Args:
-        values: what should be a list of objects with `role` and `content`, both texts.
-        what: where they are from, for the message.
-
-    Raises:
-        UsageError: they are something else, or none.
+    UsageError: they are something else, or none; the message begins with `what`, where they are from.
     """
     if not isinstance(values, list) or not values:
         raise UsageError(f"{what}: messages are a JSON list of objects with role and content, one or more")
@@ -152,12 +136,7 @@ class Rendered:
         return Rendered(messages, text, torch.cat((self.ids.to(new.device), new), dim=1))
 
     def replied(self, reply: str, ids: Tensor) -> Rendered:
-        """The conversation with the model's reply.
-
-        Args:
-            reply: its text.
-            ids: all tokens, int64 [1, time], without the one that ends the reply.
-        """
+        """The conversation with the model's reply; `ids` are all tokens [1, time] but the one that ends the reply."""
         return Rendered((*self.messages, {"role": "assistant", "content": reply}), self.text + reply, ids)
 
     def notes(self, num_cached: int) -> dict[str, Any]:
@@ -170,15 +149,9 @@ class Rendered:
 
     @classmethod
     def from_notes(cls, notes: Mapping[str, Any], cached: Tensor, name: str) -> Self:
-        """A conversation from the values of `notes`.
+        """A conversation from the `notes` of the context `name`, which has the tokens `cached`, int64 [1, time].
 
-        Args:
-            notes: of a context.
-            cached: the tokens that it holds, int64 [1, time].
-            name: of the context, for messages.
-
-        Raises:
-            UsageError: the context holds no conversation.
+        UsageError: the context holds no conversation.
         """
         if _MESSAGES not in notes:
             raise UsageError(f"{name} holds a text and no conversation")

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
-from kvcli.errors import RankError, UsageError
+from kvcli.errors import RankError, UsageError, error_text
 
 _LONGEST_WAIT = timedelta(days=30)
 _REMEDY = "its own message says why; run the same command again to resume"
@@ -27,21 +27,19 @@ class Ranks:
 
     def wait(self) -> None:
         """Returns when all ranks have come here; RankError: a rank has ended."""
-        others = [0] if self.rank else range(1, self.count)
-        for send in (self.rank > 0, self.rank == 0):
-            for other in others:
-                self._pass_token(other, send)
-
-    def _pass_token(self, other: int, send: bool) -> None:
-        """Sends a byte to another rank, or receives one; unlike a collective operation, this tells which rank ended."""
+        if self.count == 1:
+            return
         import torch
         import torch.distributed as dist
 
         token = torch.zeros(1, dtype=torch.uint8)
-        try:
-            dist.send(token, other) if send else dist.recv(token, other)
-        except RuntimeError as error:
-            raise RankError(f"rank {other} has ended before this one; {_REMEDY}") from error
+        others = [0] if self.rank else range(1, self.count)
+        for send in (self.rank > 0, self.rank == 0):
+            for other in others:  # unlike a collective operation, this tells which rank ended
+                try:
+                    dist.send(token, other) if send else dist.recv(token, other)
+                except RuntimeError as error:
+                    raise RankError(f"rank {other} has ended before this one; {_REMEDY}") from error
 
 
 ALONE = Ranks()
@@ -64,7 +62,7 @@ def environment() -> Ranks:
 
 
 @contextmanager
-def joined() -> Iterator[Ranks]:
+def join_ranks() -> Iterator[Ranks]:
     """Joins the processes of a run for a block; a process that runs alone joins nobody.
 
     Raises:
@@ -83,8 +81,9 @@ def joined() -> Iterator[Ranks]:
     try:
         dist.init_process_group("gloo", timeout=_LONGEST_WAIT)
     except (RuntimeError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise RankError(f"rank {ranks.rank} cannot reach the others ({reason}); start them with torchrun") from error
+        raise RankError(
+            f"rank {ranks.rank} cannot reach the others ({error_text(error)}); start them with torchrun"
+        ) from error
     try:
         ranks.wait()
         yield ranks
@@ -101,14 +100,9 @@ def local_device() -> int:
 
 
 def packed(costs: Sequence[float], count: int) -> list[list[int]]:
-    """Shares pieces of work out: the dearest first, each to who has least, so that all have about the same.
+    """Indices of the pieces of work of each of `count` ranks, ascending; the same in every process.
 
-    Args:
-        costs: of each piece.
-        count: how many share them.
-
-    Returns:
-        Indices of the pieces of each, ascending; the same in every process.
+    The dearest piece is given out first, each to the rank with the least work, so that all have about the same.
     """
     shares: list[list[int]] = [[] for _ in range(count)]
     loads = [0.0] * count

@@ -69,12 +69,8 @@ FIT_NAMES = {"train-codebook": "commvq", "fit-subspace": "squat"}
 
 
 def get_method(name: str) -> Method:
-    """Loads one method's record.
-
-    Raises:
-        UsageError: no such method; the message lists those that exist.
-    """
-    check_name(name)
+    """One method's record; UsageError: no such method (the message lists those that exist)."""
+    check_method_name(name)
     method: Method = _import(METHODS[name].split(",")[0])
     return method
 
@@ -90,13 +86,13 @@ def get_config(name: str) -> type[CacheConfig]:
     Raises:
         UsageError: no such method.
     """
-    check_name(name)
+    check_method_name(name)
     _, _, path = METHODS[name].partition(", ")
     config: type[CacheConfig] = _import(path) if path else get_method(name).config_cls
     return config
 
 
-def check_name(name: str, bits: str = "") -> None:
+def check_method_name(name: str, bits: str = "") -> None:
     """Checks that there is a method; one that is suggested has the same bits, such as `-2`, else its default ones.
 
     Raises:
@@ -110,10 +106,9 @@ def check_name(name: str, bits: str = "") -> None:
 
 
 def parse_name(text: str) -> tuple[str, dict[str, Any]]:
-    """Reads a method with optional bits, such as `kivi`, `kivi-2` or `commvq-1.5`; imports no torch.
+    """The name of a method such as `kivi`, `kivi-2` or `commvq-1.5`, and the settings that its bits stand for.
 
-    Returns:
-        The method's name and the settings that the bits stand for.
+    Imports no torch.
 
     Raises:
         UsageError: no such method, or one that takes no bits.
@@ -121,9 +116,9 @@ def parse_name(text: str) -> tuple[str, dict[str, Any]]:
     """
     name, dash, bits = text.rpartition("-")
     if text in METHODS or not dash or not re.fullmatch(r"\d+(\.\d+)?", bits):
-        check_name(text)
+        check_method_name(text)
         return text, {}
-    check_name(name, dash + bits)
+    check_method_name(name, dash + bits)
     config = get_config(name)
     if not config.bit_settings():
         raise UsageError(f"method '{name}' takes no bits; say --method {name}")
@@ -152,12 +147,7 @@ def check_settings(name: str, settings: Mapping[str, Any]) -> None:
 
 
 def parse_method(text: str) -> tuple[Method, dict[str, Any]]:
-    """The record of a method with optional bits, and the settings that the bits stand for.
-
-    Raises:
-        UsageError: no such method, or one that takes no bits.
-        ConfigError: bits that it does not take.
-    """
+    """The record of a method with optional bits, and the settings of the bits; errors are those of `parse_name`."""
     name, settings = parse_name(text)
     return get_method(name), settings
 

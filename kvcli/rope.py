@@ -94,10 +94,7 @@ Unrotate = Callable[[Rotation, Tensor], Tensor]
 class Rope:
     """A model's own rotary module, asked for rotations, so that every RoPE type gives the model's angles.
 
-    Args:
-        module: of the model, called with a tensor that tells the dtype, positions and `arguments`.
-        layout: of what it returns.
-        arguments: more arguments, such as the type of the layers that the angles are for.
+    The `module` is called with a tensor that tells the dtype, positions and `arguments`, such as the type of layers.
     """
 
     def __init__(self, module: nn.Module, layout: Layout = "halves", arguments: tuple[Any, ...] = ()) -> None:
@@ -125,27 +122,14 @@ class Rope:
         return self.rotation(torch.full((1, 1), position, device=device), torch.float32)
 
     def rotation(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
-        """The rotation at given positions.
-
-        Args:
-            positions: [batch, time] integers.
-            dtype: of cos and sin, computed in float32 and rounded once.
-
-        Returns:
-            cos and sin [batch, 1, time, rotary_dim/2].
-        """
+        """The rotation at integer positions [batch, time], computed in float32 and rounded once to `dtype`."""
         probe = torch.empty(0, dtype=dtype, device=positions.device)
         rotation = Rotation.from_model(self.module(probe, positions, *self.arguments), self.layout)
         return Rotation(rotation.cos.to(dtype), rotation.sin.to(dtype)).to(positions.device).contiguous()
 
 
 class NoRope(Rope):
-    """The rotation by 0 at every position, of layers whose queries and keys are not rotated.
-
-    Args:
-        rotary_dim: channels that are paired all the same.
-        device: of the angles.
-    """
+    """The rotation by 0 at every position, of layers without RoPE; `rotary_dim` channels are paired all the same."""
 
     def __init__(self, rotary_dim: int, device: torch.device) -> None:
         self.angles = torch.zeros(rotary_dim // 2, device=device)

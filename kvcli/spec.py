@@ -6,7 +6,7 @@ Only this module derives shapes from a transformers config. It does not load wei
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -177,7 +177,12 @@ class ModelSpec:
             num_heads = config.num_attention_heads
             head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
             value_head_dim = getattr(config, "v_head_dim", None) or head_dim
-            unrotated = _unrotated(config, full)
+            unrotated: tuple[int, ...] = ()  # indices among the layers of full attention
+            declared = hasattr(type(config), "position_embedding_type")  # files of other types may say it in vain
+            if declared and config.position_embedding_type != "rope":
+                unrotated = tuple(range(len(full)))
+            elif rotated := getattr(config, "no_rope_layers", None):  # 1 where a layer is rotated, against the name
+                unrotated = tuple(i for i, layer_idx in enumerate(full) if not rotated[layer_idx])
             rotates = len(unrotated) < len(full)
             return cls(
                 **general_fields(config),
@@ -199,7 +204,6 @@ _FULL = "full_attention"
 
 
 def _check_size(name: str, value: Any) -> None:
-    """Raises ValueError for a size that no model has."""
     if type(value) is not int or not 0 < value <= _LIMITS[name]:
         raise ValueError(f"{name} is {value!r}; it must be an integer between 1 and {_LIMITS[name]}")
 
@@ -221,15 +225,6 @@ def layer_kinds(config: Any) -> list[str]:
         return kinds
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     return [_FULL if window is None else "sliding_attention"] * config.num_hidden_layers
-
-
-def _unrotated(config: Any, full: Sequence[int]) -> tuple[int, ...]:
-    """Indices, among the layers of full attention, of those that a config says not to rotate."""
-    declared = hasattr(type(config), "position_embedding_type")  # files of other types may say it without effect
-    if declared and config.position_embedding_type != "rope":
-        return tuple(range(len(full)))
-    rotated = getattr(config, "no_rope_layers", None)  # 1 where a layer is rotated, against the name
-    return tuple(i for i, layer_idx in enumerate(full) if rotated and not rotated[layer_idx])
 
 
 def rope_spec(config: Any, head_dim: int) -> RopeSpec:

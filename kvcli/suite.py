@@ -21,24 +21,24 @@ Records = Sequence[Mapping[str, Any]]
 """Records as plain JSON values."""
 
 
-def check_methods(methods: Sequence[tuple[str, Mapping[str, Any] | None]], given: Mapping[str, Any]) -> None:
+def check_methods(methods: Sequence[tuple[str, Mapping[str, Any] | None]], common: Mapping[str, Any]) -> None:
     """Checks names and settings of methods, without torch.
 
     Args:
-        methods: names with or without bits, each with further settings; None instead: its artifact has the settings.
-        given: settings of every method that has them.
+        methods: names with or without bits, each with settings of its own; None instead: its artifact has the settings.
+        common: settings of every method that has them.
 
     Raises:
         UsageError: no such method.
         ConfigError: a setting that no method has, or a value out of range.
     """
-    unknown = set(given)
+    unknown = set(common)
     for text, further in methods:
         name, from_bits = parse_name(text)
         fields = get_config(name).model_fields.keys()
         unknown -= fields
         if further is not None:
-            check_settings(name, {**from_bits, **further, **{x: given[x] for x in given.keys() & fields}})
+            check_settings(name, {**from_bits, **further, **{x: common[x] for x in common.keys() & fields}})
     if unknown:
         raise ConfigError(f"none of the methods has a setting '{min(unknown)}'")
 
@@ -91,8 +91,6 @@ class Suite:
 
     Attributes:
         run: class of its runs.
-        name: on the command line.
-        help: one line.
         options: its options; `model` is the argument.
         example: a runnable command line.
         tabulate: (records, options) to the table.
@@ -111,9 +109,5 @@ class Suite:
     saves_memory: str = ""
 
     def open(self, options: Any) -> Run:
-        """A run; methods and settings are checked, for `kvcli eval` the model's name, artifacts and baseline too.
-
-        Raises:
-            KvcliError: options that cannot be served.
-        """
+        """A run; KvcliError: a method, setting, model's name, artifact or baseline that cannot be used."""
         return self.run(self, options)

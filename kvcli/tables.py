@@ -55,47 +55,34 @@ class DataTable:
         return 1 + sum(self._natural(column) + _PADDING for column in self.columns)
 
     def fitted(self, width: int) -> RenderableType:
-        """The table within a width: with as many columns as fit, else one line per cell.
-
-        Args:
-            width: columns of the screen.
-        """
-        shown, left_out = list(self.columns), []
+        """The table within a width, in columns of the screen: as many columns as fit, else one line per cell."""
+        shown, omitted = list(self.columns), []
         for column in self.optional:
             if self._least(shown) <= width:
                 break
             shown.remove(column)
-            left_out.append(column)
+            omitted.append(column)
         if self._least(shown) > width:
-            return self._records()
-        made = Table(title=self.title, title_justify="left", caption_justify="left")
-        if left_out:
-            made.caption = f"left out for lack of width: {', '.join(left_out)}; --json has all"
-        widths = self._widths(shown, width)
-        for column in shown:
-            left = self.columns.index(column) < self.text_columns
-            made.add_column(Text(column), justify="left" if left else "right", width=widths[column])
-        for row in self.rows:
-            made.add_row(*(Text(row[self.columns.index(column)]) for column in shown))
-        return made
-
-    def _records(self) -> RenderableType:
-        """One line per cell, under the name of its row."""
-        lines = [Text(self.title, style="italic")]
-        for name, *cells in self.rows:
-            lines.append(Text(name, style="bold"))
-            lines += [Text(f"  {column}: {cell}") for column, cell in zip(self.columns[1:], cells, strict=True)]
-        return Group(*lines)
-
-    def _widths(self, shown: Sequence[str], width: int) -> dict[str, int]:
-        """Widths of columns: all in full if they fit, else prose is broken so that its columns are about as long."""
+            lines = [Text(self.title, style="italic")]
+            for name, *cells in self.rows:
+                lines.append(Text(name, style="bold"))
+                lines += [Text(f"  {column}: {cell}") for column, cell in zip(self.columns[1:], cells, strict=True)]
+            return Group(*lines)
+        table = Table(title=self.title, title_justify="left", caption_justify="left")
+        if omitted:
+            table.caption = f"left out for lack of width: {', '.join(omitted)}; --json has all"
         widths = {column: self._shortest(column) for column in shown}
-        for _ in range(width - self._least(shown)):
+        for _ in range(width - self._least(shown)):  # prose is broken so that its columns are about as long
             broken = [column for column in shown if widths[column] < self._natural(column)]
             if not broken:
                 break
             widths[max(broken, key=lambda column: self._natural(column) / widths[column])] += 1
-        return widths
+        for column in shown:
+            is_text = self.columns.index(column) < self.text_columns
+            table.add_column(Text(column), justify="left" if is_text else "right", width=widths[column])
+        for row in self.rows:
+            table.add_row(*(Text(row[self.columns.index(column)]) for column in shown))
+        return table
 
     def _least(self, shown: Sequence[str]) -> int:
         return 1 + sum(self._shortest(column) + _PADDING for column in shown)

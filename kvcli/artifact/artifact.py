@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from kvcli.artifact.metadata import METADATA, PREVIOUS, WEIGHTS, Metadata, model_card
-from kvcli.errors import ArtifactError, ConfigError, explain
+from kvcli.errors import ArtifactError, ConfigError, error_text, explain
 from kvcli.fingerprint import differs
 from kvcli.methods.config import CacheConfig
 from kvcli.methods.layer_codec import LayerCodec
@@ -217,7 +217,7 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
             if x.numel() == 0 or not bool((x.float() if narrow else x).isfinite().all()):
                 raise ArtifactError(f"{path}: tensor {name} is empty or not finite; the artifact must not be used")
     except (OSError, SafetensorError, RuntimeError, ValueError, TypeError, KeyError, AttributeError) as error:
-        wrong = f"{path} is not a safetensors file that can be read ({' '.join(str(error).split())})"
+        wrong = f"{path} is not a safetensors file that can be read ({error_text(error)})"
         raise ArtifactError(f"{wrong}; {Metadata.REMEDY}") from error
     return tensors
 
@@ -239,5 +239,5 @@ def _fitted_codec(
         codec = method.build(spec, config, layer_idx)
         codec.load_state_dict(state)
     except (RuntimeError, ValueError, TypeError, OverflowError) as error:
-        raise ArtifactError(f"{wrong}: {' '.join(str(error).split())}") from error
+        raise ArtifactError(f"{wrong}: {error_text(error)}") from error
     return codec

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeV
 from pydantic import Field
 
 from kvcli.builtin_models import DEFAULT_MODEL
-from kvcli.errors import KvcliError, UsageError
+from kvcli.errors import KvcliError, UsageError, error_text
 from kvcli.hub import check_model_name
 from kvcli.options import IMPL_HELP, ModelOptions, parse_settings
 from kvcli.progress import Reporter
@@ -158,7 +158,7 @@ def run_row(measure: Callable[[RowT], RowT], empty: RowT) -> RowT:
         status, note = "refused", str(error)
     except Exception as error:  # a kernel may fail in any way
         frame = traceback.extract_tb(error.__traceback__)[-1]
-        line = " ".join(str(error).split())
+        line = error_text(error)
         status, note = "failed", f"{type(error).__name__}: {line} ({Path(frame.filename).name}:{frame.lineno})"
         if is_out_of_memory(error):
             status, note = "out of memory", None

@@ -28,7 +28,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from kvcli.cache.snapshot import POSITIONS, VALID, Snapshot, SnapshotCounts
-from kvcli.errors import CacheError
+from kvcli.errors import CacheError, error_text
 from kvcli.storage.reads import Part, memory_for, read_parts
 from kvcli.storage.tensors import SafetensorsHeader
 
@@ -89,7 +89,7 @@ def verify_blocks(places: Sequence[Place], device: torch.device | str = "cpu") -
         parts = [Part(x.path, x.start, memory[x.path][x.start : x.start + x.block.bytes]) for x in places]
         digests = read_parts(parts)
     except OSError as error:
-        raise CacheError(f"{places[0].path} cannot be read ({' '.join(str(error).split())})") from error
+        raise CacheError(f"{places[0].path} cannot be read ({error_text(error)})") from error
     for place, digest in zip(places, digests, strict=True):
         if digest != place.block.digest:
             raise CacheError(f"{place.path} is damaged (its BLAKE3 differs)")
@@ -207,7 +207,7 @@ def join(counts: SnapshotCounts, parts: Sequence[Tensors]) -> Snapshot:
             name: x[0].clone() if counts.used(name) is None else torch.cat(x, dim=2) for name, x in pieces.items()
         }
     except (RuntimeError, IndexError) as error:
-        raise CacheError(f"its blocks do not belong together ({' '.join(str(error).split())})") from error
+        raise CacheError(f"its blocks do not belong together ({error_text(error)})") from error
     length, device = counts.lengths[0], next(iter(tensors.values())).device
     tensors[VALID] = torch.ones(1, length, dtype=torch.bool, device=device)
     tensors[POSITIONS] = torch.arange(length, dtype=torch.int32, device=device).unsqueeze(0)

@@ -35,7 +35,7 @@ from kvcli.cache.blocks import (
 )
 from kvcli.cache.identity import CacheIdentity
 from kvcli.cache.snapshot import CODES, VALID, WINDOWS, Snapshot, SnapshotCounts
-from kvcli.errors import CacheError, KvcliError
+from kvcli.errors import CacheError, KvcliError, error_text
 from kvcli.storage.atomic import replacing, temporary_path
 from kvcli.storage.locks import lock
 from kvcli.storage.manifest import Sealed
@@ -222,7 +222,7 @@ class Context:
         try:
             identity = CacheIdentity.from_dict(record.identity)
         except ValueError as error:
-            raise CacheError(f"its identity cannot be read ({' '.join(str(error).split())})") from error
+            raise CacheError(f"its identity cannot be read ({error_text(error)})") from error
         # what else was noted, such as a conversation, is of all tokens
         notes = {x: y for x, y in record.notes.items() if not removed or x in _NOTES_OF_PARTS}
         return cls(snapshot, identity, input_ids, notes, name)
@@ -273,7 +273,7 @@ class Context:
             record = ContextRecord.unseal(header.metadata[_ENTRY], str(path))
             places = {place.block: place for place in _places(path, header, record)}
         except (OSError, ValueError) as error:
-            reason = " ".join(str(error).split())
+            reason = error_text(error)
             raise CacheError(f"{path} is no file that can be read, or it is damaged ({reason}); {remedy}") from error
         try:
             return cls.decode(record, places.__getitem__, device, str(path))

@@ -12,7 +12,7 @@ from blake3 import blake3
 from pydantic import ConfigDict, ValidationError
 from pydantic.dataclasses import dataclass
 
-from kvcli.errors import UsageError, explain
+from kvcli.errors import UsageError, error_text, explain
 from kvcli.fingerprint import differs
 from kvcli.methods.config import CacheConfig
 from kvcli.methods.layer_codec import LayerCodec
@@ -100,7 +100,7 @@ class CacheIdentity:
         except ValidationError as error:
             raise ValueError(" ".join(explain(error, cls.__dataclass_fields__).split())) from error
         except (TypeError, KeyError, OverflowError, AttributeError, RuntimeError) as error:
-            raise ValueError(" ".join(str(error).split())) from error
+            raise ValueError(error_text(error)) from error
         return identity
 
     def settings(self) -> CacheConfig:

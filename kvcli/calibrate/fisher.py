@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from kvcli.errors import SamplesError
+from kvcli.errors import SamplesError, error_text
 from kvcli.methods.samples import LayerFisher
 from kvcli.models import LoadedModel
 from kvcli.seam.decoder import backbone, find_decoder, logits_of
@@ -127,7 +127,7 @@ def backward(model: Any, sequence: Tensor, generator: torch.Generator) -> dict[i
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            reason = " ".join(str(error).split())[:200]
+            reason = error_text(error)[:200]
             raise SamplesError(f"the model's gradients cannot be computed ({reason}); {_REMEDY}") from error
     return recorder.tensors
 

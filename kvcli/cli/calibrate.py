@@ -78,11 +78,11 @@ def run(options: CalibrateOptions, output: Output) -> None:
 
     from kvcli.calibrate.collect import collect
     from kvcli.calibrate.config import CollectConfig, Shard
-    from kvcli.ranks import joined
+    from kvcli.ranks import join_ranks
 
     shard = None if options.shard is None else Shard.parse(options.shard)
     output.settings(options.model_dump(mode="json"))
-    with joined() as ranks:
+    with join_ranks() as ranks:
         if shard is not None and ranks.count > 1:
             raise UsageError("torchrun shares the work by itself; leave out --shard")
         if ranks.count > 1 and options.corpus == "-":

@@ -20,7 +20,7 @@ from kvcli.builtin_models import DEFAULT_MODEL
 from kvcli.cli.flags import SHARED_FLAGS, OptionsT, resolve, signature
 from kvcli.cli.output import Output, duration
 from kvcli.cli.signals import stop_reason
-from kvcli.errors import KvcliError, OutputError, Terminated, UsageError
+from kvcli.errors import KvcliError, OutputError, Terminated, UsageError, error_text
 from kvcli.ranks import environment
 from kvcli.registry import get_config, parse_name
 
@@ -109,7 +109,7 @@ def describe_error(
     error: BaseException, resumes: bool = True, saves_memory: str = "", ranks: bool = False
 ) -> tuple[int, str]:
     """The exit code and the message of an error, one line; `ranks` says whether several processes share the run."""
-    text = " ".join(str(error).split())
+    text = error_text(error)
     if isinstance(error, KvcliError):
         return error.exit_code, text
     if isinstance(error, KeyboardInterrupt):

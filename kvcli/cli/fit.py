@@ -11,10 +11,10 @@ from pydantic import Field, create_model
 
 from kvcli.cli.command import Command, model_argument
 from kvcli.cli.output import Output
-from kvcli.errors import ArtifactError, UsageError
+from kvcli.errors import ArtifactError, UsageError, error_text
 from kvcli.options import ComputeOptions, Options, parse_layers, parse_settings
 from kvcli.paths import model_folder, newest_samples, newest_training
-from kvcli.ranks import joined
+from kvcli.ranks import join_ranks
 from kvcli.registry import DEFAULT_METHOD, FIT_NAMES, check_settings, get_config, get_method, parse_name
 from kvcli.sizes import size
 
@@ -76,7 +76,7 @@ def run(options: FitOptions, output: Output) -> None:
     try:
         config = config.resolve(recording.spec)
     except ValueError as error:
-        raise UsageError(" ".join(str(error).split())) from error
+        raise UsageError(error_text(error)) from error
     values = config.model_dump()
     run_name = (config_cls.run_name or options.method).format(method=name, **values)
     folder = options.out or model_folder(recording.manifest.model, "training", run_name)
@@ -86,7 +86,7 @@ def run(options: FitOptions, output: Output) -> None:
     output.settings({"samples": recording.folder, "seed": options.seed, **values})
     reports: list[Mapping[str, Any]] = []
     reused: list[bool] = []
-    with joined() as ranks, output.progress("fit", len(layers), "layers") as advance:
+    with join_ranks() as ranks, output.progress("fit", len(layers), "layers") as advance:
 
         def done(layer_idx: int, metrics: Mapping[str, Any], was_there: bool) -> None:
             reports.append({"layer": layer_idx, **metrics})

@@ -12,7 +12,7 @@ import typer
 from pydantic import BaseModel, ValidationError
 
 from kvcli.builtin_models import BUILTIN_MODELS
-from kvcli.errors import ConfigError, suggestion
+from kvcli.errors import ConfigError, error_text, suggestion
 from kvcli.options import Options, is_path
 from kvcli.registry import METHODS
 
@@ -187,7 +187,7 @@ def _read_config(path: Path, options: type[Options], settings: type[BaseModel] |
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text") from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"{path} is not valid YAML: {error_text(error)}") from error
     except RecursionError as error:
         raise ConfigError(f"{path} is nested too deeply") from error
     if not isinstance(loaded, dict):

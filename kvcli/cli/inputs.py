@@ -101,11 +101,7 @@ def _shown(path: Path) -> str:
 
 
 def open_store(folder: Path | None, model: str, must_exist: bool = True) -> ContextStore:
-    """A store by its folder, or else that of a model.
-
-    Raises:
-        UsageError: there is no such folder, and it must exist.
-    """
+    """A store by its folder, or else that of a model; UsageError: there is no such folder, and it must exist."""
     from kvcli.contexts import ContextStore
 
     folder = folder or model_folder(model, "contexts")
@@ -139,11 +135,7 @@ def load_context(source: Path, model: str, store: Path | None = None) -> Context
 
 
 def check_tokenizer(loaded: LoadedModel, context: Context) -> None:
-    """Checks that token ids mean the same here as where a context was made.
-
-    Raises:
-        CacheError: another tokenizer.
-    """
+    """Checks that token ids mean the same here as where a context was made; CacheError: another tokenizer."""
     from kvcli.fingerprint import text_identity
 
     stored = context.identity.tokenizer

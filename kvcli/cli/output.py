@@ -90,11 +90,7 @@ class Output:
             self.console.print(f"settings: {shown}", style="dim", markup=False, soft_wrap=True)
 
     def write(self, text: str) -> None:
-        """A piece of streamed data.
-
-        Raises:
-            OutputError: standard output cannot be written.
-        """
+        """A piece of streamed data; OutputError: standard output cannot be written."""
         if not self.as_json and not self.ranks.rank:
             write_stdout(text)
 

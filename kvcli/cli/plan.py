@@ -11,7 +11,7 @@ from pydantic import Field
 from kvcli.builtin_models import BUILTIN_MODELS
 from kvcli.cli.command import Command, model_argument
 from kvcli.cli.output import Output
-from kvcli.errors import ArtifactError, UsageError
+from kvcli.errors import ArtifactError, UsageError, error_text
 from kvcli.options import AUTO_DEVICE, IMPL_HELP, ModelOptions, parse_settings
 from kvcli.paths import newest_artifact
 from kvcli.registry import BASELINE, DEFAULT_METHOD, METHODS, get_method, method_name, parse_method
@@ -127,7 +127,7 @@ def _method_plan(
     try:
         config = make_config(method, {**stored, **settings}).resolve(planned.spec)
     except ValueError as error:
-        raise UsageError(" ".join(str(error).split())) from error
+        raise UsageError(error_text(error)) from error
     return MethodPlan(planned, method_name(name, dict(config)), method, config, fused, program_bytes)
 
 

@@ -68,11 +68,7 @@ class SessionOptions(ModelOptions):
         return self.model_copy(update=missing)
 
     def settings(self) -> dict[str, Any]:
-        """The settings that the command line names.
-
-        Raises:
-            ConfigError: one that is not NAME=VALUE.
-        """
+        """The settings that the command line names; ConfigError: one that is not NAME=VALUE."""
         lengths = {"sink_length": self.sink_length, "residual_length": self.residual_length}
         return {**parse_settings(self.setting), **{name: x for name, x in lengths.items() if x is not None}}
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
-from kvcli.errors import ContextError, UsageError
+from kvcli.errors import ContextError, UsageError, error_text
 
 UNUSED = "FROM blocks WHERE digest NOT IN (SELECT digest FROM context_blocks)"
 """The blocks that no context needs, after SELECT or DELETE."""
@@ -128,7 +128,7 @@ class Index:
             code = getattr(error, "sqlite_errorcode", 0) & 0xFF
             if code == sqlite3.SQLITE_FULL:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path)) from error
-            said = " ".join(str(error).split())
+            said = error_text(error)
             reasons = {
                 sqlite3.SQLITE_BUSY: f"other kvcli processes use {self.folder}; wait until they have ended",
                 sqlite3.SQLITE_READONLY: f"the store {self.folder} is read-only: nothing can be stored or removed",

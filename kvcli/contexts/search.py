@@ -18,7 +18,7 @@ from blake3 import blake3
 from kvcli.cache.blocks import num_coded, tail_start, usable_length
 from kvcli.cache.context import ContextRecord
 from kvcli.cache.identity import CacheIdentity
-from kvcli.errors import CacheError, ContextError
+from kvcli.errors import CacheError, ContextError, error_text
 from kvcli.progress import Say
 
 TokenIds = np.ndarray[Any, np.dtype[np.int32]]
@@ -64,7 +64,7 @@ class StoredContext(NamedTuple):
         try:
             return identity.difference(CacheIdentity.from_dict(self.record.identity))
         except ValueError as error:
-            return f"with something that this kvcli does not know: {' '.join(str(error).split())}"
+            return f"with something that this kvcli does not know: {error_text(error)}"
 
 
 class Match(NamedTuple):

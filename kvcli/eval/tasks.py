@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from kvcli.errors import UsageError
+from kvcli.errors import UsageError, error_text
 from kvcli.eval.records import STAR, Better, EvalRecord, Series, Strict, difference, interval
 from kvcli.eval.suite import Case, ComparedOptions, EvalSuite, Measured, Prepared
 from kvcli.progress import Reporter
@@ -108,7 +108,7 @@ def measure(loaded: LoadedModel, case: Case, options: TasksOptions, manager: Any
                 log_samples=True,
             )
         except (KeyError, ValueError, OSError) as error:  # data that cannot be had, fields that are missing
-            reason = " ".join(str(error).split())
+            reason = error_text(error)
             raise UsageError(f"lm-eval cannot run {', '.join(options.tasks)}: {reason}") from error
         memory = model.last_cache.memory() if case.compressed and model.last_cache is not None else None
     units = [unit for task in results["samples"] for unit in task_documents(results, task)]

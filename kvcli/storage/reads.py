@@ -19,6 +19,8 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
+from kvcli.errors import error_text
+
 READ_BYTES = 8 * 2**20
 """Bytes that are read and copied at once."""
 
@@ -46,7 +48,7 @@ def memory_for(path: Path, nbytes: int, device: torch.device) -> Tensor:
     try:
         return torch.from_file(str(path), shared=False, size=nbytes, dtype=torch.uint8)
     except RuntimeError as error:
-        raise OSError(" ".join(str(error).split())) from error
+        raise OSError(error_text(error)) from error
 
 
 def read_parts(parts: Sequence[Part]) -> list[str]:

@@ -13,7 +13,7 @@ import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeInt, ValidationError, model_validator
 from torch import Tensor
 
-from kvcli.errors import explain
+from kvcli.errors import error_text, explain
 
 _MAX_BYTES = 100 * 2**20
 _DTYPES = {
@@ -95,4 +95,4 @@ class SafetensorsHeader:
             views = {name: data[slice(*x.data_offsets)].view(x.dtype) for name, x in self.entries.items()}
             return {name: x.view(self.entries[name].shape) for name, x in views.items()}
         except RuntimeError as error:
-            raise ValueError(f"its header is damaged ({' '.join(str(error).split())})") from error
+            raise ValueError(f"its header is damaged ({error_text(error)})") from error

@@ -130,7 +130,7 @@ def test_work_is_shared_out_evenly() -> None:
 def test_a_process_alone_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    with ranks.joined() as alone:
+    with ranks.join_ranks() as alone:
         assert alone == ranks.ALONE
         alone.wait()
     monkeypatch.setenv("WORLD_SIZE", "1")
@@ -157,5 +157,5 @@ def test_ranks_that_cannot_meet_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(RankError, match=r"rank 1 cannot reach the others .*torchrun"), ranks.joined():
+    with pytest.raises(RankError, match=r"rank 1 cannot reach the others .*torchrun"), ranks.join_ranks():
         pass

@@ -18,7 +18,7 @@ from kvcli.artifact import Artifact
 from kvcli.attention.attach import build_codecs, make_config
 from kvcli.builtin_models import BUILTIN_MODELS, fetch_builtin
 from kvcli.checkpoint import read_config
-from kvcli.errors import ChunkError, ConfigError, UnsupportedModelError, UsageError, explain
+from kvcli.errors import ChunkError, ConfigError, UnsupportedModelError, UsageError, error_text, explain
 from kvcli.hub import download_config
 from kvcli.integrations.lmcache.format import ChunkLayout
 from kvcli.methods.config import BiasOffsetConfig, CacheConfig
@@ -92,7 +92,7 @@ class Served:
         try:
             self.device = torch.zeros(1, device=device).device
         except (RuntimeError, AssertionError) as error:
-            raise ConfigError(f"device '{device}' cannot be used: {' '.join(str(error).split())[:200]}") from error
+            raise ConfigError(f"device '{device}' cannot be used: {error_text(error)[:200]}") from error
         rope.module.to(self.device)
         self._config = config
         self._fitted = None if fitted is None else self._ready(fitted)
