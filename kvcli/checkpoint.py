@@ -6,7 +6,7 @@ Only data is read: JSON, safetensors, GGUF, and pickled weights as far as torch 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -102,7 +102,7 @@ def read_config(folder: Path) -> Any:
         )
     with _explained(folder, "its config.json cannot be used"):
         config = AutoConfig.from_pretrained(folder, **_LOCAL)
-    config._attn_implementation = plain_attention(config)  # a config may name kernels to be downloaded and run
+    config._attn_implementation = attention_implementation(config)  # a config may name kernels to be downloaded and run
     ModelSpec.from_config(config)
     return config
 
@@ -122,7 +122,7 @@ def read_gguf_config(path: Path) -> Any:
     return config
 
 
-def plain_attention(config: Any) -> str:
+def attention_implementation(config: Any) -> str:
     """The attention implementation to load a causal language model with: SDPA, or `eager` where its class has none."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -190,7 +190,16 @@ def _load(
                 device_map=device_map,
                 **options,
             )
-        _check_keys(source, info)
+        shapes = [f"{name} {list(theirs)} instead of {list(ours)}" for name, theirs, ours in info["mismatched_keys"]]
+        for what, names in (  # otherwise random weights take the place of those that are not there
+            ("weights are missing", info["missing_keys"]),
+            ("weights have other shapes than config.json says", shapes),
+            ("weights are not of the model that config.json describes", info["unexpected_keys"]),
+        ):
+            if names:
+                first = ", ".join(sorted(names)[:_SHOWN_NAMES])
+                more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
+                raise _cannot_load(source, f"{what}: {first}{more}; use the config and all weights of one model")
         with _explained(source, f"its tokenizer cannot be read; {_COPY_TOKENIZER}"):
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, **options)
     return model, tokenizer
@@ -246,17 +255,3 @@ def _weight_files(folder: Path) -> list[str]:
                 raise _cannot_load(folder, f"{index} names no files; {_AGAIN}")
             return sorted({str(shard) for shard in shards.values()})
     raise _cannot_load(folder, "it has no weights; model.safetensors is missing")
-
-
-def _check_keys(source: Path, info: Mapping[str, Any]) -> None:
-    """Refuses a checkpoint whose weights are not those of its config; without it, random ones take their place."""
-    shapes = [f"{name} {list(theirs)} instead of {list(ours)}" for name, theirs, ours in info["mismatched_keys"]]
-    for what, names in (
-        ("weights are missing", info["missing_keys"]),
-        ("weights have other shapes than config.json says", shapes),
-        ("weights are not of the model that config.json describes", info["unexpected_keys"]),
-    ):
-        if names:
-            shown = ", ".join(sorted(names)[:_SHOWN_NAMES])
-            more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
-            raise _cannot_load(source, f"{what}: {shown}{more}; use the config and all weights of one model")

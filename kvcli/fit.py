@@ -97,11 +97,8 @@ def fit_recording(
 
     Args:
         recording: calibration samples; its last tenth of sequences is held out to measure on.
-        method: a method that is fitted.
-        config: its settings, resolved.
-        folder: the run folder.
+        config: settings of the method, resolved.
         layers: only these, to share the work among machines; default: all recorded layers.
-        device: where fitting computes.
         seed: of every random choice; each layer draws from its own generator.
         overwrite: discard a run that is in the folder, also the same one.
         block_tokens: tokens of a layer in memory at once; a recording of more is read again in every pass, and what
@@ -197,8 +194,7 @@ def check_fitted(method: Method) -> FitLayer:
 def assemble(folders: Sequence[Path]) -> Artifact:
     """Makes an artifact of a complete run, whose layers may be in several folders; nothing is written.
 
-    Raises:
-        ArtifactError: no run in a folder, different runs, missing layers, or damaged files.
+    ArtifactError: no run in a folder, different runs, missing layers, or damaged files.
     """
     run, *others = [FitManifest.read(folder / FitManifest.FILE) for folder in folders]
     for folder, other in zip(folders[1:], others, strict=True):

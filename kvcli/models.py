@@ -65,8 +65,8 @@ def load_model(
     Args:
         name: `smollm2-135m`, `qwen2.5-coder-1.5b` (which downloads 1.1 GB), `org/model`, a folder, or a path that
             ends in .gguf.
-        device: torch device; default CUDA when there is one, else CPU. `auto`: layers are spread over all GPUs, as
-            transformers' `device_map="auto"` does; with one GPU or none, as by default.
+        device: default CUDA when there is one, else CPU. `auto`: layers are spread over all GPUs, as transformers'
+            `device_map="auto"` does; with one GPU or none, as by default.
         dtype: default bfloat16 on CUDA, float32 on CPU.
         base_config: for GGUF files, a hub name or folder whose config (RoPE scaling above all) is used.
         revision: branch, tag or commit of a model on the hub.
@@ -112,10 +112,7 @@ def load_model(
 def find_config(name: str, *, base_config: str | None = None, revision: str | None = None) -> Any:
     """The transformers config of a model that `load_model` would load; no weights are downloaded or read.
 
-    Args:
-        name: as for `load_model`; a built-in model must have been fetched.
-        base_config: for GGUF files, a hub name or folder whose config is used.
-        revision: branch, tag or commit of a model on the hub.
+    The arguments are those of `load_model`; a built-in model must have been fetched.
 
     Raises:
         ModelError: no such model, or its config cannot be read.

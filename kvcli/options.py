@@ -146,10 +146,10 @@ def parse_settings(texts: list[str]) -> dict[str, Any]:
     return settings
 
 
-def parse_layers(text: str | None, layers: Sequence[int], there: str) -> list[int]:
+def parse_layers(text: str | None, layers: Sequence[int], what: str) -> list[int]:
     """Those of `layers` in a range such as 4-7 or of a single number; all without one.
 
-    UsageError: neither a number nor a range, or other layers; `there` says what these are, as `were recorded`.
+    UsageError: neither a number nor a range, or other layers; `what` says what these are, as `were recorded`.
     """
     if text is None:
         return [*layers]
@@ -158,7 +158,7 @@ def parse_layers(text: str | None, layers: Sequence[int], there: str) -> list[in
     if not 0 <= low <= high:
         raise UsageError(f"--layers takes a number or a range such as 0-7, not '{text}'")
     if not {low, high} <= set(layers):
-        raise UsageError(f"--layers {text}: only layers {layers[0]}-{layers[-1]} {there}")
+        raise UsageError(f"--layers {text}: only layers {layers[0]}-{layers[-1]} {what}")
     return list(range(low, high + 1))
 
 

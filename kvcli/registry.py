@@ -135,9 +135,7 @@ def parse_name(text: str) -> tuple[str, dict[str, Any]]:
 def check_settings(name: str, settings: Mapping[str, Any]) -> None:
     """Checks settings of a method without bits, before the model's shapes are known.
 
-    Raises:
-        UsageError: no such method.
-        ConfigError: a setting that does not exist or is out of range.
+    UsageError: no such method; ConfigError: a setting that does not exist or is out of range.
     """
     config = get_config(name)
     try:

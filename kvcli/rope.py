@@ -34,12 +34,7 @@ class Rotation:
 
     @classmethod
     def from_model(cls, output: Any, layout: Layout = "halves") -> Rotation:
-        """A rotation from the output of a model's rotary module.
-
-        Args:
-            output: (cos, sin), or for `complex` one tensor cos + i sin, [batch or 1, time, channels].
-            layout: how its channels are those of pairs.
-        """
+        """A rotation from a rotary module's (cos, sin), or for `complex` cos + i sin, [batch or 1, time, channels]."""
         if layout == "complex":
             return cls(output.real.unsqueeze(1), output.imag.unsqueeze(1))
         cos, sin = (x.unsqueeze(1) for x in output)
@@ -169,9 +164,7 @@ class TokenRotations:
         """Rotation of the first token of every `size`, [batch or 1, 1, ceil(length / size), rotary_dim/2].
 
         With `offsets`, this gives every token's rotation from two small tables, because e^{i(m+n)theta} is a product.
-
-        Raises:
-            CacheError: positions that are not consecutive.
+        CacheError: positions that are not consecutive.
         """
 
         def make() -> Rotation:
@@ -226,14 +219,9 @@ class TokenRotations:
 
 
 def to_pairs(x: Tensor, rotary_dim: int) -> Tensor:
-    """Splits channels into the pairs that RoPE rotates.
+    """Splits x [..., head_dim] into the pairs that RoPE rotates: [..., head_dim/2, 2], last axis (real, imaginary).
 
-    Args:
-        x: [..., head_dim], real.
-        rotary_dim: rotated channels; the rest is paired the same way among itself.
-
-    Returns:
-        [..., head_dim/2, 2], last axis (real, imaginary).
+    Channels beyond `rotary_dim` are paired the same way among themselves.
     """
     rotated = x[..., :rotary_dim].unflatten(-1, (2, -1))
     if rotary_dim == x.shape[-1]:

@@ -17,12 +17,9 @@ def size(count: float) -> str:
 
 
 def parse_size(text: str | None) -> int | None:
-    """Bytes from a number with a unit: 24GiB and 24G are 24 * 1024**3, as torch counts; 24GB is 24 * 1000**3.
+    """Bytes: 24GiB and 24G are 24 * 1024**3, as torch counts; 24GB is 24 * 1000**3; UsageError: anything else.
 
     `pydantic.ByteSize` ignores what follows a valid beginning: it reads 1,5GiB as one byte.
-
-    Raises:
-        UsageError: anything else.
     """
     if text is None:
         return None

@@ -148,11 +148,7 @@ class ModelSpec:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ModelSpec:
-        """Inverse of `to_dict`.
-
-        Raises:
-            ValueError, TypeError, KeyError: values that are no specification.
-        """
+        """Inverse of `to_dict`; ValueError, TypeError or KeyError: values that are no specification."""
         tuples = {name: tuple(values[name]) for name in ("layer_indices", "unrotated") if name in values}
         return cls(**{**values, **tuples, "rope": RopeSpec(**values["rope"])})
 

@@ -47,11 +47,8 @@ for command in COMMANDS:
     command.register(app)
 
 
-def main() -> int:
-    """Runs a command line; a misused flag is one line, like every other error.
-
-    Returns:
-        The exit code.
+def run_command_line() -> int:
+    """The exit code of a command line; a misused flag is one line, like every other error.
 
     Raises:
         OSError: standard output cannot be written.

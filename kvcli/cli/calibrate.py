@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from pydantic import Field
 
@@ -16,9 +16,6 @@ from kvcli.hub import check_model_name
 from kvcli.options import ModelOptions, Options
 from kvcli.paths import model_folder, newest_shards
 from kvcli.sizes import size
-
-if TYPE_CHECKING:
-    from kvcli.calibrate.corpus import CorpusConfig
 
 
 class CalibrateOptions(ModelOptions):
@@ -70,10 +67,23 @@ def run(options: CalibrateOptions, output: Output) -> None:
 
     Started by torchrun, processes share the sequences.
     """
-    from kvcli.calibrate.corpus import check_source, documents, token_sequences
+    from kvcli.calibrate.builtin_text import BUILTIN, is_builtin
+    from kvcli.calibrate.corpus import FINEWEB_EDU, CorpusConfig, check_source, documents, token_sequences
 
     check_model_name(options.model)
-    corpus = _corpus_config(options)
+    source = options.corpus or (BUILTIN if options.model in BUILTIN_MODELS else FINEWEB_EDU)
+    if source == FINEWEB_EDU:
+        default_corpus = CorpusConfig.fineweb_edu()
+    else:
+        default_corpus = CorpusConfig(source, "calibration" if is_builtin(source) else "train")
+    corpus = CorpusConfig(
+        source,
+        options.corpus_split or default_corpus.split,
+        options.corpus_name or default_corpus.name,
+        options.revision or default_corpus.revision,
+        options.text_column,
+        options.seed,
+    )
     check_source(corpus)
 
     from kvcli.calibrate.collect import collect
@@ -129,28 +139,6 @@ def run(options: CalibrateOptions, output: Output) -> None:
         "bytes": needed,
     }
     output.result(record, str(folder), ["kvcli", "fit", folder] if shard is None else ())
-
-
-def _corpus_config(options: CalibrateOptions) -> CorpusConfig:
-    """The corpus the options ask for."""
-    from kvcli.calibrate.builtin_text import BUILTIN, is_builtin
-    from kvcli.calibrate.corpus import FINEWEB_EDU, CorpusConfig
-
-    source = options.corpus
-    if source is None:
-        source = BUILTIN if options.model in BUILTIN_MODELS else FINEWEB_EDU
-    if source == FINEWEB_EDU:
-        base = CorpusConfig.fineweb_edu()
-    else:
-        base = CorpusConfig(source, "calibration" if is_builtin(source) else "train")
-    return CorpusConfig(
-        base.source,
-        options.corpus_split or base.split,
-        options.corpus_name or base.name,
-        options.revision or base.revision,
-        options.text_column,
-        options.seed,
-    )
 
 
 def merge_shards(options: MergeOptions, output: Output) -> None:

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from kvcli.cli.command import Command, model_argument
 from kvcli.cli.compress import SUFFIX
-from kvcli.cli.generate import compression_starts, describe
+from kvcli.cli.generate import compression_starts, describe_generation
 from kvcli.cli.inputs import STORE_HELP, check_tokenizer, load_context, open_store
 from kvcli.cli.output import Output
 from kvcli.cli.session_options import PREFILL_CHUNK, SamplingOptions, choose_method
@@ -100,7 +100,7 @@ def _talk(conversation: Conversation, options: ChatOptions, output: Output) -> l
             break
         if word == "/stats":
             starts_at = compression_starts(conversation.session)
-            output.say(describe(turns[-1], starts_at) if turns else "nothing was said yet")
+            output.say(describe_generation(turns[-1], starts_at) if turns else "nothing was said yet")
         elif word == "/save":
             target = Path(rest.strip()).expanduser() if rest.strip() else options.save
             try:
@@ -135,16 +135,16 @@ def _read_lines() -> Iterator[str]:
             yield line.strip()
 
 
-def _is_file(target: Path) -> bool:
+def _names_file(target: Path) -> bool:
     """Whether a conversation is written to a file; otherwise, the target is a name in the store."""
     return target.suffix == SUFFIX or target != Path(target.name)
 
 
 def _check_target(target: Path, options: ChatOptions) -> None:
     """Checks that a conversation can be written, and makes the folder."""
-    if target.is_dir() and _is_file(target):
+    if target.is_dir() and _names_file(target):
         raise UsageError(f"{target} is a folder; name a file")
-    if _is_file(target):
+    if _names_file(target):
         exists, resumed = target.exists(), target == options.resume
         folder = target.parent
     else:
@@ -164,7 +164,7 @@ def _save(conversation: Conversation, target: Path, options: ChatOptions, output
         output.say(f"nothing was said, so {target} is not written")
         return False
     context = conversation.context()
-    if _is_file(target):
+    if _names_file(target):
         num_bytes, where = context.save(target), ""
     else:
         store = open_store(options.store, options.model, must_exist=False)

@@ -30,9 +30,7 @@ class Command(Generic[OptionsT]):
     """A command whose flags are the fields of an options model.
 
     Attributes:
-        name: on the command line.
         options: a field's description is its help.
-        run: what the command does.
         example: a runnable command line, shown at the end of the help.
         arguments: fields that are positional.
         settings: of a method, which are options too and become entries of `setting`.

@@ -75,8 +75,18 @@ def run(options: CompressOptions, output: Output) -> None:
                 output.warn(
                     f"warning: {ids.shape[1]} tokens are more than the {limit} that {options.model} was trained on"
                 )
-            records.append({"source": source.name, **target.save(session, source, ids, notes, output)})
-            output.say(_describe(records[-1]))
+            record = {"source": source.name, **target.save(session, source, ids, notes, output)}
+            records.append(record)
+            origin = f", {record['reused_tokens']} of them from '{record['reused_from']}'"
+            reused = origin if record["reused_tokens"] else ""
+            codes = f", codes at {record['true_bits']:.2f} bits" if record["true_bits"] else ", all in the window"
+            shared = f" ({size(record['shared_bytes'])} of it stored before)" if record["shared_bytes"] else ""
+            evicted = f"; removed {', '.join(record['evicted'])}" if record["evicted"] else ""
+            output.say(
+                f"{record['context']}: {record['tokens']} tokens{reused} in {size(record['file_bytes'])}{shared}, in "
+                f"fp16 {size(record['fp16_bytes'])}; {record['file_bits']:.2f} bits per value{codes}; read and "
+                f"compressed in {record['read_s']:.1f} s, written in {record['write_s']:.2f} s{evicted}"
+            )
     human = "\n".join(record["context"] for record in records)
     removed = {name for record in records for name in record["evicted"]}
     stored = [record["context"] for record in records if record["context"] not in removed][:1]
@@ -89,13 +99,7 @@ def run(options: CompressOptions, output: Output) -> None:
 
 
 class Target:
-    """Where contexts go: files, or the store.
-
-    Raises:
-        KvcliError: options that exclude each other, one name or file for several texts, no name of a context, a file
-            that exists, a store that cannot be written: what is told before the texts are read.
-        OSError: a folder that cannot be made.
-    """
+    """Where contexts go: files, or the store; KvcliError, before texts are read: they cannot be written there."""
 
     def __init__(self, options: CompressOptions, sources: list[Source]) -> None:
         self.options, self.store, out = options, None, options.out
@@ -196,19 +200,6 @@ def _tokens_of(loaded: LoadedModel, source: Source) -> tuple[Tensor, dict[str, A
     text = chat_text(loaded, messages, to_reply=False)
     conversation = Rendered(tuple(messages), text, ids_of_text(loaded, text))
     return conversation.ids, {**notes, **conversation.notes(conversation.ids.shape[1])}
-
-
-def _describe(record: dict[str, Any]) -> str:
-    """What was measured, on one line."""
-    reused = f", {record['reused_tokens']} of them from '{record['reused_from']}'" if record["reused_tokens"] else ""
-    codes = f", codes at {record['true_bits']:.2f} bits" if record["true_bits"] else ", all in the window"
-    shared = f" ({size(record['shared_bytes'])} of it stored before)" if record["shared_bytes"] else ""
-    evicted = f"; removed {', '.join(record['evicted'])}" if record["evicted"] else ""
-    return (
-        f"{record['context']}: {record['tokens']} tokens{reused} in {size(record['file_bytes'])}{shared}, in fp16 "
-        f"{size(record['fp16_bytes'])}; {record['file_bits']:.2f} bits per value{codes}; read and compressed in "
-        f"{record['read_s']:.1f} s, written in {record['write_s']:.2f} s{evicted}"
-    )
 
 
 COMMAND = Command(

@@ -23,7 +23,7 @@ from kvcli.sizes import parse_size, size
 from kvcli.tables import DataTable
 
 if TYPE_CHECKING:
-    from kvcli.contexts import ContextStore, StoredContext
+    from kvcli.contexts import StoredContext
 
 
 class StoreOptions(Options):
@@ -70,7 +70,7 @@ class RemoveOptions(StoreOptions):
     names: list[str] = Field(default=[], description="contexts to remove, also damaged ones")
 
 
-class ExportOptions(StoreOptions):
+class ExportContextOptions(StoreOptions):
     """Options of `kvcli contexts export`."""
 
     name: str | None = Field(default=None, description="the context")
@@ -91,7 +91,7 @@ def list_contexts(options: StoreOptions, output: Output) -> None:
     """List the contexts of a store, the most recently used first."""
     store = open_store(options.store, options.model)
     shared, (used, unused) = store.shared(), store.sizes()
-    records = [_describe(context, shared) for context in store.contexts(output.warn)]
+    records = [_context_record(context, shared) for context in store.contexts(output.warn)]
     rows = [
         {
             "name": record["name"],
@@ -119,7 +119,7 @@ def show(options: ShowOptions, output: Output) -> None:
     """Show a context: tokens, bytes against fp16, bits, shared blocks; with --kl, what the stored copy loses."""
     store = open_store(options.store, options.model)
     stored = store.get(_name(options.name))
-    record = _describe(stored, store.shared())
+    record = _context_record(stored, store.shared())
     lines = [
         f"{record['name']}: {record['tokens']} tokens of {record['source'] or 'an unknown source'}, "
         f"{record['model']} in {record['dtype']}, method {record['method']}",
@@ -131,7 +131,18 @@ def show(options: ShowOptions, output: Output) -> None:
         f"stored {record['created']}, last used {record['last_used']}",
     ]
     if options.kl:
-        kl = record["kl"] = _measure_loss(options, store, stored, output)
+        from kvcli.contexts import identity_of
+        from kvcli.eval.quality import copied_tokens, stored_quality
+
+        copied_tokens(stored.record, options.kl_tokens)
+        context = store.load(store.whole(stored.name))
+        names = {*ModelOptions.model_fields, "artifact", "impl"}
+        session_options = SessionOptions(**options.model_dump(include=names, exclude_unset=True)).for_context(context)
+        chosen = choose_method(session_options, output, context)
+        loaded = session_options.load(output)
+        with chosen.attach(loaded, options.impl, output) as session:
+            store.whole(stored.name, identity_of(session, loaded.tokenizer))
+            kl = record["kl"] = stored_quality(session, store, stored, options.kl_tokens).figures
         lines.append(
             f"the copy against the uncompressed model, over the last {kl['num_tokens']} tokens: "
             f"KL {kl['kl_mean']:.4f} nats per token (p99 {kl['kl_p99']:.4f}), {100 * kl['flips']:.1f} % flips, "
@@ -140,7 +151,7 @@ def show(options: ShowOptions, output: Output) -> None:
     output.result(record, "\n".join(lines))
 
 
-def _describe(context: StoredContext, shared: Collection[str]) -> dict[str, Any]:
+def _context_record(context: StoredContext, shared: Collection[str]) -> dict[str, Any]:
     """What is known of a context, as plain JSON values; `shared` are digests of blocks that several contexts need."""
     stored, identity = context.record, context.record.identity
     method, (key_bits, value_bits) = identity.get("method"), stored.bits
@@ -186,22 +197,6 @@ def _count(contexts: int) -> str:
     return f"{contexts} context{'' if contexts == 1 else 's'}"
 
 
-def _measure_loss(options: ShowOptions, store: ContextStore, stored: StoredContext, output: Output) -> dict[str, Any]:
-    """What the stored copy loses, as plain JSON values."""
-    from kvcli.contexts import identity_of
-    from kvcli.eval.quality import copied_tokens, stored_quality
-
-    copied_tokens(stored.record, options.kl_tokens)
-    context = store.load(store.whole(stored.name))
-    chosen_options = options.model_dump(include={*ModelOptions.model_fields, "artifact", "impl"}, exclude_unset=True)
-    session_options = SessionOptions(**chosen_options).for_context(context)
-    chosen = choose_method(session_options, output, context)
-    loaded = session_options.load(output)
-    with chosen.attach(loaded, options.impl, output) as session:
-        store.whole(stored.name, identity_of(session, loaded.tokenizer))
-        return stored_quality(session, store, stored, options.kl_tokens).figures
-
-
 def verify(options: VerifyOptions, output: Output) -> None:
     """Read contexts in full and compare every checksum; exit code 1 if one is damaged."""
     store = open_store(options.store, options.model)
@@ -223,9 +218,9 @@ def prune(options: PruneOptions, output: Output) -> None:
     done = store.prune(parse_size(options.max_bytes))
     for name in done.evicted:
         output.say(f"removed {name}")
-    left = store.sizes()[0]
-    record = {"evicted": list(done.evicted), "freed_bytes": done.freed_bytes, "bytes": left}
-    output.result(record, f"freed {size(done.freed_bytes)}; the store has {size(left)}")
+    used = store.sizes()[0]
+    record = {"evicted": list(done.evicted), "freed_bytes": done.freed_bytes, "bytes": used}
+    output.result(record, f"freed {size(done.freed_bytes)}; the store has {size(used)}")
 
 
 def remove(options: RemoveOptions, output: Output) -> None:
@@ -237,7 +232,7 @@ def remove(options: RemoveOptions, output: Output) -> None:
     output.result({"removed": options.names, "freed_bytes": freed}, f"freed {size(freed)}")
 
 
-def export(options: ExportOptions, output: Output) -> None:
+def export_context(options: ExportContextOptions, output: Output) -> None:
     """Write a context to one file, which 'kvcli generate --context' and 'kvcli contexts import' read."""
     name = _name(options.name)
     store = open_store(options.store, options.model)
@@ -294,7 +289,7 @@ def register(app: typer.Typer) -> None:
         ("verify", VerifyOptions, verify, "verify", ("names",)),
         ("prune", PruneOptions, prune, "prune --max-bytes 20GiB", ()),
         ("rm", RemoveOptions, remove, "rm report", ("names",)),
-        ("export", ExportOptions, export, "export report --out report.safetensors", ("name",)),
+        ("export", ExportContextOptions, export_context, "export report --out report.safetensors", ("name",)),
         ("import", ImportOptions, import_files, "import report.safetensors", ("files",)),
     )
     for name, options, run, example, arguments in commands:

@@ -66,7 +66,7 @@ def run(options: DemoOptions, output: Output) -> None:
         settings = [f"{key}={value}" for key, value in DEMO_SETTINGS.items()]
         fit.run(fit.FitOptions(method=name, setting=settings, samples=samples, out=run_folder, **shared), quiet)
     with _timed(seconds, "export"):
-        fit.export(fit.ExportOptions(runs=[run_folder], out=artifact), quiet)
+        fit.export_artifact(fit.ExportArtifactOptions(runs=[run_folder], out=artifact), quiet)
     sampling = SamplingConfig(max_new_tokens=options.max_new_tokens, repetition_penalty=1.1)
     prompt = options.prompt
     if prompt is None:  # the beginning of a text that calibration has not seen, cut after a sentence
@@ -121,9 +121,9 @@ def _table(record: dict[str, Any]) -> Any:
     memory, label = record[DEFAULT_METHOD]["memory"], get_method(DEFAULT_METHOD).paper.partition(",")[0]
     stages = ", ".join(f"{stage} {duration(value)}" for stage, value in record["seconds"].items())
     title = f"kvcli demo: {BUILTIN_MODELS[DEFAULT_MODEL].title}"
-    shown = Table(title=title, title_justify="left", show_header=False, show_lines=True)
-    shown.add_column(style="bold", no_wrap=True)
-    shown.add_column(overflow="fold")
+    table = Table(title=title, title_justify="left", show_header=False, show_lines=True)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
     for name, text in (
         ("prompt", f"{record[BASELINE]['prompt_tokens']} tokens, ending in: …{record['prompt'][-320:]}"),
         (BASELINE, record[BASELINE]["text"].strip()),
@@ -141,8 +141,8 @@ def _table(record: dict[str, Any]) -> Any:
         ("KL to fp16", f"{record['kl_mean']:.4f} nats per token, {100 * record['flips']:.1f} % of top tokens flip"),
         ("time (m:ss)", f"{stages}; in all {duration(sum(record['seconds'].values()))}"),
     ):
-        shown.add_row(name, text)
-    return shown
+        table.add_row(name, text)
+    return table
 
 
 COMMAND = Command("demo", DemoOptions, run, "kvcli demo", resumes=True, saves_memory="lower --tokens")

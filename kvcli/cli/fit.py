@@ -42,7 +42,7 @@ class FitOptions(ComputeOptions):
     overwrite: bool = Field(default=False, description="discard a run in the output folder and start again")
 
 
-class ExportOptions(Options):
+class ExportArtifactOptions(Options):
     """Options of `kvcli export`."""
 
     runs: list[Path] = Field(default=[], description="runs of kvcli fit; default: the newest below runs/")
@@ -88,9 +88,9 @@ def run(options: FitOptions, output: Output) -> None:
     reused: list[bool] = []
     with join_ranks() as ranks, output.progress("fit", len(layers), "layers") as advance:
 
-        def done(layer_idx: int, metrics: Mapping[str, Any], was_there: bool) -> None:
+        def done(layer_idx: int, metrics: Mapping[str, Any], was_fitted: bool) -> None:
             reports.append({"layer": layer_idx, **metrics})
-            reused.append(was_there)
+            reused.append(was_fitted)
             advance(1)
 
         fit_recording(
@@ -137,7 +137,7 @@ def summary(method: Method, reports: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def export(options: ExportOptions, output: Output) -> None:
+def export_artifact(options: ExportArtifactOptions, output: Output) -> None:
     """Assemble fitted layers into one verified artifact: kvcli.json, codec.safetensors and a model card."""
     runs = options.runs or [newest_training()]
     if missing := [folder for folder in runs if not (folder / "run.json").exists()]:
@@ -147,13 +147,10 @@ def export(options: ExportOptions, output: Output) -> None:
 
 
 def write_artifact(runs: list[Path], out: Path | None, overwrite: bool, output: Output) -> dict[str, Any]:
-    """Assembles runs that together have all layers, and writes the artifact, unless the folder holds it already.
+    """Writes the artifact of runs that together have all layers, unless the folder holds it already (`reused`).
 
-    Returns:
-        `artifact`, the folder, by default that of the model and the first run; its `bytes`; whether it was `reused`.
-
-    Raises:
-        ArtifactError: layers are missing or damaged, or the folder holds another artifact.
+    The default folder is that of the model and the first run. ArtifactError: layers are missing or damaged, or the
+    folder holds another artifact.
     """
     from kvcli.artifact import Artifact
     from kvcli.fit import assemble
@@ -193,4 +190,4 @@ def _commands() -> list[Command[FitOptions]]:
 
 
 COMMANDS = _commands()
-EXPORT = Command("export", ExportOptions, export, "kvcli export", ("runs",))
+EXPORT = Command("export", ExportArtifactOptions, export_artifact, "kvcli export", ("runs",))

@@ -136,14 +136,9 @@ def resolve(
     arguments: Collection[str] = (),
     settings: type[BaseModel] | None = None,
 ) -> OptionsT:
-    """Flags over file over defaults.
+    """Flags, None where absent, over the YAML file at `path` over defaults.
 
-    Args:
-        options: the options of the command.
-        flags: by name; None for those that are absent.
-        path: YAML file with options.
-        arguments: options that are positional, which errors name without dashes.
-        settings: of a method, which are options too and become entries of `setting`.
+    Errors name positional `arguments` without dashes; `settings` of a method become entries of `setting`.
 
     Raises:
         ConfigError: a file that cannot be read, unknown keys (with a suggestion), or values that do not fit.

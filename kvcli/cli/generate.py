@@ -119,7 +119,7 @@ def run(options: GenerateOptions, output: Output) -> None:
     elif options.reuse:
         output.say(f"no tokens reused; first token after {generation.ttft_s:.2f} s")
     if options.stats:
-        output.warn(describe(generation, starts_at))
+        output.warn(describe_generation(generation, starts_at))
     following: list[Any] = []
     if options.context is None:
         measured = ["--artifact", options.artifact] if options.artifact else ["--method", method]
@@ -144,11 +144,9 @@ def _begin(
     options: GenerateOptions,
     output: Output,
 ) -> tuple[Tensor, CompressedCache | None, str | None, float]:
-    """A prompt, after a context or, with --reuse, with what a store has of it.
+    """Token ids [1, time] of a prompt after a context or, with --reuse, with what a store has of it.
 
-    Returns:
-        Token ids of all of the prompt, int64 [1, time]; a cache with the first of them, the name of the context that
-        it was loaded from and the seconds this took, or None, None and 0.
+    And a cache with the first of them, the name of its context and the seconds to load it, or None, None and 0.
     """
     import torch
 
@@ -192,7 +190,7 @@ def compression_starts(session: Session) -> int | None:
     return session.config.sink_length + min(x.keep + max(x.block, x.multiple_of, 1) for x in schedules)
 
 
-def describe(generation: Generation, starts_at: int | None) -> str:
+def describe_generation(generation: Generation, starts_at: int | None) -> str:
     """Time, rate and memory on two lines; `starts_at` is that of `compression_starts`."""
     memory = generation.memory
     others = ""

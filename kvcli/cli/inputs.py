@@ -34,11 +34,7 @@ class Source(NamedTuple):
 
 
 def read_prompt(prompt: str | None, file: Path | None, output: Output) -> str:
-    """The prompt from a flag, a file or standard input.
-
-    Raises:
-        UsageError: both a flag and a file, a file that cannot be read, or text that is not UTF-8.
-    """
+    """The prompt from a flag, a file or standard input; UsageError: two of them, one that cannot be read."""
     if prompt is not None and file is not None:
         raise UsageError("--prompt and --prompt-file exclude each other")
     if prompt == str(STANDARD_INPUT):
@@ -113,7 +109,7 @@ def open_store(folder: Path | None, model: str, must_exist: bool = True) -> Cont
 
 
 def load_context(source: Path, model: str, store: Path | None = None) -> Context:
-    """Reads and verifies a context, the one place where a command does it: a file, or by name in the store of a model.
+    """Reads and verifies a context: a file, or by name in the store of a model.
 
     Raises:
         CacheError: a file that is missing or damaged, of several sequences, with padding, or without its token ids.

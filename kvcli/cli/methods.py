@@ -47,21 +47,16 @@ def run(options: MethodsOptions, output: Output) -> None:
     elif options.bits is not None:
         _print_bits(options.bits, options.contexts or CONTEXTS, output)
     else:
-        _print_methods(output)
-
-
-def _print_methods(output: Output) -> None:
-    """Prints one row per method."""
-    records = []
-    for name in METHODS:
-        method = get_method(name)
-        calibration = "needs an artifact" if method.needs_artifact else "optional" if method.fit else "none"
-        record = {"name": name, "bits": method.bits, "paper": method.paper, "arxiv": method.arxiv}
-        records.append({**record, "calibration": calibration, "summary": method.summary})
-    columns = ("name", "bits", "paper", "calibration", "summary")
-    cells = [[record[column] for column in columns] for record in records]
-    shown = DataTable("methods", columns, cells, text_columns=len(columns), prose=columns[2:])
-    output.result({"methods": records}, shown, ["kvcli", "methods", DEFAULT_METHOD])
+        records = []
+        for name in METHODS:
+            method = get_method(name)
+            calibration = "needs an artifact" if method.needs_artifact else "optional" if method.fit else "none"
+            record = {"name": name, "bits": method.bits, "paper": method.paper, "arxiv": method.arxiv}
+            records.append({**record, "calibration": calibration, "summary": method.summary})
+        columns = ("name", "bits", "paper", "calibration", "summary")
+        cells = [[record[column] for column in columns] for record in records]
+        table = DataTable("methods", columns, cells, text_columns=len(columns), prose=columns[2:])
+        output.result({"methods": records}, table, ["kvcli", "methods", DEFAULT_METHOD])
 
 
 def _print_settings(name: str, output: Output) -> None:
@@ -111,8 +106,8 @@ def _print_bits(shape: str, contexts: list[int], output: Output) -> None:
         }
         for record in records
     ]
-    shown = DataTable.of(f"bits per value, {shape}, 16-bit model", cells)
-    output.result({"shape": shape, "rows": records}, shown, ["kvcli", "methods", DEFAULT_METHOD])
+    table = DataTable.of(f"bits per value, {shape}, 16-bit model", cells)
+    output.result({"shape": shape, "rows": records}, table, ["kvcli", "methods", DEFAULT_METHOD])
 
 
 COMMAND = Command("methods", MethodsOptions, run, f"kvcli methods {DEFAULT_METHOD}", ("name",))

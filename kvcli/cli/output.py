@@ -37,11 +37,6 @@ _PLAIN_SECONDS = 10.0
 class Output:
     """The sink of one command: human-readable, or one JSON object with --json.
 
-    Args:
-        as_json: print the result as one JSON object and nothing else on standard output.
-        quiet: print results, warnings and errors only.
-        verbose: also print details.
-
     Attributes:
         ranks: which of the processes that share a run this is; all but the first print their errors only.
         record: the result, once there is one.
@@ -56,7 +51,6 @@ class Output:
         self.following: Sequence[Any] = ()
 
     def set_ranks(self, ranks: Ranks) -> None:
-        """Says which process this is."""
         self.ranks = ranks
         if ranks.rank:
             self.quiet, self.verbose = True, False
@@ -100,15 +94,10 @@ class Output:
         human: str | DataTable | RenderableType | None = None,
         following: Sequence[Any] = (),
     ) -> None:
-        """The command's result.
+        """Prints the command's result: `record` with --json, else `human`; OutputError: it cannot be written.
 
-        Args:
-            record: what is printed with --json.
-            human: what is printed without it; a table is no wider than the terminal, and never cut in a pipe.
-            following: words of the command line to type next, which is said when the command has ended.
-
-        Raises:
-            OutputError: standard output cannot be written.
+        A table is no wider than the terminal, and never cut in a pipe. `following` are words of the command line to
+        type next, which is said when the command has ended.
         """
         self.record, self.following = record, following
         if self.ranks.rank:
@@ -157,9 +146,9 @@ class Output:
                     return
                 said = now
                 rate = done / max(now - started, 1e-9)
-                left = (total - done) / rate if rate else 0.0
+                eta = (total - done) / rate if rate else 0.0
                 shown = f"{decimal(int(done))} of {decimal(total)}" if unit == "B" else f"{done:.0f}/{total} {unit}"
-                self.say(f"{label}: {shown}, {_rate(rate, unit)}, eta {duration(left)}")
+                self.say(f"{label}: {shown}, {_rate(rate, unit)}, eta {duration(eta)}")
 
             yield advance
 
@@ -175,8 +164,8 @@ class _Average(ProgressColumn):
         done, seconds = task.completed, task.elapsed or 0
         if self.unit is not None:
             return Text(_rate(done / seconds if seconds else 0.0, self.unit))
-        left = duration(((task.total or 0) - done) * seconds / done) if done else "-:--"
-        return Text(left, style="progress.remaining")
+        eta = duration(((task.total or 0) - done) * seconds / done) if done else "-:--"
+        return Text(eta, style="progress.remaining")
 
 
 def _rate(rate: float, unit: str) -> str:

@@ -54,10 +54,21 @@ def run(options: PlanOptions, output: Output) -> None:
 
     from kvcli.calibrate.config import CollectConfig
     from kvcli.machine import resident_bytes
-    from kvcli.plan.memory import calibration
+    from kvcli.plan.memory import PlannedModel, calibration, model_config
 
     memory = parse_size(options.memory)
-    planned = _planned_model(options)
+    device_name = None if options.device == AUTO_DEVICE else options.device
+    device_name = device_name or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(device_name)  # a GPU that is planned for need not be there
+    except RuntimeError as error:
+        raise UsageError(f"device '{device_name}' is not known; plan for cpu or cuda") from error
+    if device.type not in ("cpu", "cuda"):
+        raise UsageError(f"memory is planned for cpu and cuda, not for '{device_name}'")
+    default = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = default if options.dtype == "auto" else getattr(torch, options.dtype)
+    config = model_config(options.model, options.base_config, options.model_revision)
+    planned = PlannedModel(options.model, config, dtype, device)
     chosen = options.method or [name for method in METHODS for name in get_method(method).bench]
     names = list(dict.fromkeys([BASELINE, *chosen]))
     settings = parse_settings(options.setting)
@@ -89,26 +100,6 @@ def run(options: PlanOptions, output: Output) -> None:
     model = options.model  # or a shape, of which there is nothing to calibrate
     known = model in BUILTIN_MODELS or "/" in model
     output.result(record, _table(record), ["kvcli", "calibrate", *model_argument(model)] if known else ())
-
-
-def _planned_model(options: ModelOptions) -> PlannedModel:
-    """The model that options name, without its weights; a GPU that is planned for need not be there."""
-    import torch
-
-    from kvcli.plan.memory import PlannedModel, model_config
-
-    name = None if options.device == AUTO_DEVICE else options.device
-    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise UsageError(f"device '{name}' is not known; plan for cpu or cuda") from error
-    if device.type not in ("cpu", "cuda"):
-        raise UsageError(f"memory is planned for cpu and cuda, not for '{name}'")
-    default = torch.bfloat16 if device.type == "cuda" else torch.float32
-    dtype = default if options.dtype == "auto" else getattr(torch, options.dtype)
-    config = model_config(options.model, options.base_config, options.model_revision)
-    return PlannedModel(options.model, config, dtype, device)
 
 
 def _method_plan(
@@ -190,8 +181,8 @@ def _table(record: Mapping[str, Any]) -> DataTable:
                 "on disk": "-" if row["context_bytes"] is None else size(row["context_bytes"]),
                 "artifact": size(row["artifact_bytes"]) if row["artifact_bytes"] else "-",
                 "peak": size(row["peak_bytes"]),
-                **({"longest": _few(fits["context"]), "batch": _few(fits["batch"])} if fits else {}),
-                "pays from": " / ".join(_few(pays["context"]) for pays in row["break_even"]) or "-",
+                **({"longest": _short_number(fits["context"]), "batch": _short_number(fits["batch"])} if fits else {}),
+                "pays from": " / ".join(_short_number(pays["context"]) for pays in row["break_even"]) or "-",
             }
         )
     against: list[Mapping[str, Any]] = next((row["break_even"] for row in rows if row["break_even"]), [])
@@ -203,7 +194,7 @@ def _table(record: Mapping[str, Any]) -> DataTable:
     return DataTable.of(title, cells, ("on disk", "bits", "artifact"))
 
 
-def _few(number: int | None) -> str:
+def _short_number(number: int | None) -> str:
     """A number of tokens or sequences in few characters."""
     if number is None or number < 10_000:
         return "-" if number is None else str(number)

@@ -73,14 +73,9 @@ class SessionOptions(ModelOptions):
         return {**parse_settings(self.setting), **{name: x for name, x in lengths.items() if x is not None}}
 
     def check(self, context: Path | None = None, store: Path | None = None) -> None:
-        """Checks what can be known of model, method, settings, artifact and context before torch is imported.
+        """Checks model, method, settings, artifact and context (a file or a name in the store) without torch.
 
-        Args:
-            context: what is gone on from, a file or a name in the store, which names a model and a method.
-            store: folder of the store; default: the model's.
-
-        Raises:
-            KvcliError: one of them does not exist or is out of range, or the artifact is of another method.
+        KvcliError: one of them does not exist or is out of range, or the artifact is of another method.
         """
         check_model_name(self.model)
         settings = self.settings()
@@ -109,9 +104,7 @@ class SessionOptions(ModelOptions):
     def find_method(self, default: str) -> tuple[str | None, Path | None]:
         """The method, if it was not the artifact that names it, and the artifact's folder, if there is one.
 
-        Raises:
-            UsageError: no such method.
-            ArtifactError: no artifact of a method that needs one.
+        UsageError: no such method; ArtifactError: no artifact of a method that needs one.
         """
         if self.artifact is not None:
             return self.method, self.artifact
@@ -182,12 +175,8 @@ def choose_method(
 ) -> ChosenMethod:
     """The method: the one asked for, the artifact's, the context's or the default, in this order.
 
-    Args:
-        options: of the command.
-        output: says which artifact is used, if none was named.
-        context: what is gone on from: its method, layers and settings hold where the options name no others. Settings
-            that differ are told when it is loaded.
-        default: name of the method where nothing says which.
+    Method, layers and settings of `context` hold where the options name no others; settings that differ are told
+    when it is loaded.
 
     Raises:
         UsageError: no such method.
@@ -208,9 +197,9 @@ def choose_method(
     identity, stored, folder = context.identity, dict(context.identity.config), options.artifact
     if "fitted" not in identity.codecs:
         return ChosenMethod(identity.method, None, {**stored, **settings}, list(identity.layers), folder)
-    noted = context.notes.get("artifact")
-    if folder is None and isinstance(noted, str) and (Path(noted) / "kvcli.json").is_file():
-        folder = Path(noted)
+    artifact_path = context.notes.get("artifact")
+    if folder is None and isinstance(artifact_path, str) and (Path(artifact_path) / "kvcli.json").is_file():
+        folder = Path(artifact_path)
     if folder is None:
         fitted = {name: x for name, x in stored.items() if name not in CacheConfig.model_fields}
         folder = newest_artifact(options.model, identity.method, fitted)

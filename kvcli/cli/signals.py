@@ -16,19 +16,12 @@ _NUMBERS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if
 
 
 class _State:
-    """What has arrived.
+    """What has arrived."""
 
-    Attributes:
-        raised: the signal that was raised as an exception.
-        waiting: a signal that is raised when the import has ended.
-        imports: modules that are being executed, one in the other.
-        reported: whether the user was told.
-    """
-
-    raised: int | None = None
-    waiting: int | None = None
-    imports = 0
-    reported = False
+    raised: int | None = None  # the signal that was raised as an exception
+    waiting: int | None = None  # a signal that is raised when the import has ended
+    imports = 0  # modules that are being executed, one in the other
+    reported = False  # whether the user was told
 
 
 def catch_signals() -> None:

@@ -18,9 +18,9 @@ def main() -> None:
         catch_signals()
         _open_streams()
         _prepare_long(sys.argv[1:])
-        from kvcli.cli.app import main as run
+        from kvcli.cli.app import run_command_line
 
-        code = run()
+        code = run_command_line()
         sys.stdout.flush()
         if stopped := stop_reason():  # typer turned it into an exit code
             raise stopped
@@ -31,11 +31,7 @@ def main() -> None:
 
 
 def _open_streams() -> None:
-    """Replaces standard streams that are closed, and makes standard output take every character.
-
-    Raises:
-        OutputError: standard output is closed.
-    """
+    """Replaces closed streams and makes standard output take every character; OutputError: it is closed."""
     if sys.stdin is None:
         sys.stdin = open(os.devnull)  # noqa: PTH123, SIM115
     if sys.stderr is None:

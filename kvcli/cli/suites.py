@@ -42,8 +42,8 @@ def run_suite(suite: Suite, following: Following, options: Options, output: Outp
     finally:  # what was measured is shown, also when the next row fails or the disk is full
         if records:
             summary = run.summary(records)
-            shown = {"suite": suite.name, "rows": records, **summary.fields}
-            output.result(shown, run.table(records), following(records, options))
+            result = {"suite": suite.name, "rows": records, **summary.fields}
+            output.result(result, run.table(records), following(records, options))
             for line in summary.notes:
                 output.warn(line)
     if summary is not None and summary.failure is not None:
@@ -77,11 +77,7 @@ def _register_suites(
 
 
 def suite_first(args: Sequence[str], suites: Mapping[str, str], default: str) -> list[str]:
-    """The arguments of a command with the suite's name first: the default, unless one or the help is asked for.
-
-    Raises:
-        BadParameter: a name that is no suite.
-    """
+    """The arguments, the suite's name first, by default unless help is asked for; BadParameter: no such suite."""
     for place, word in enumerate(args):
         flag, equals, name = word.partition("=")
         if flag == "--suite" and (equals or place + 1 < len(args)):

@@ -33,10 +33,8 @@ class LayerBytes:
     """Bytes of one layer's codes, per group of tokens that are encoded together, and of what it keeps once.
 
     Attributes:
-        key_group: bytes of a group of keys of one sequence.
-        value_group: bytes of a group of values.
-        key_tokens: tokens of a group of keys.
-        value_tokens: tokens of a group of values.
+        key_group, value_group: bytes of a group of one sequence.
+        key_tokens, value_tokens: tokens of a group.
         state: bytes that the key codec keeps of a sequence.
         fitted: bytes that a model holds once.
         rotated: whether the reference keeps RoPE tables of encoded tokens for it.
@@ -56,10 +54,6 @@ class CachePlan:
     """The caches of a method on a model's shapes.
 
     Attributes:
-        spec: the model's shapes.
-        method: how keys and values are coded.
-        config: its settings.
-        layers: bytes of each layer.
         dtype: of the model.
         fused: whether kernels attend to codes; the reference keeps a rotation of each, where it needs them.
         windows: most tokens that each layer with a sliding window keeps, in a cache of transformers' own.
@@ -86,10 +80,7 @@ class CachePlan:
         fused: bool = False,
         windows: tuple[tuple[int, int], ...] = (),
     ) -> CachePlan:
-        """From codecs, one per layer, fitted or not, which are used one after the other and need not exist at once.
-
-        `key_bias` says whether the model's key projection has a bias, which some methods store apart.
-        """
+        """From codecs, one per layer, fitted or not; some methods store a bias of keys (`key_bias`) apart."""
         apart = key_bias and isinstance(config, BiasOffsetConfig) and config.key_offset == "bias"
         known: dict[Any, LayerBytes] = {}
         layers = []
@@ -118,27 +109,21 @@ class CachePlan:
     def memory(
         self, prompt_tokens: int, passes: int = 0, batch: int = 1, *, chunk: int | None = None, steps: bool = False
     ) -> MemoryReport:
-        """The report of a cache after a prompt and so many passes of one token.
+        """The report of a cache of `batch` sequences after a prompt, read in chunks, and passes of one token each.
 
-        Args:
-            prompt_tokens: per sequence.
-            passes: forward passes after the prompt, each of one token per sequence; `Session.generate` runs one less
-                than it makes tokens.
-            batch: sequences.
-            chunk: prompt tokens per forward pass; None: all.
-            steps: whether passes are steps whose counts are on the device, or CUDA graphs of them.
+        `Session.generate` runs one pass less than it makes tokens; `steps` are passes whose counts are on the device.
         """
         groups = max(x.key_tokens for x in self.layers), max(x.value_tokens for x in self.layers)
         counts = TokenCounts(self.method.schedules(self.config), self.config.sink_length, groups)
         buffers, size = _Buffers(), chunk or max(1, prompt_tokens)
         plan, ready = None, 0
         for count in [min(size, prompt_tokens - start) for start in range(0, prompt_tokens, size)] + [1] * passes:
-            left = prompt_tokens + passes - sum(counts.lengths)
-            if steps and left <= passes and (ready or can_step(counts, left)) and max(counts.attended) >= ready:
-                ready = step_capacity(counts, left)
+            rest = prompt_tokens + passes - sum(counts.lengths)
+            if steps and rest <= passes and (ready or can_step(counts, rest)) and max(counts.attended) >= ready:
+                ready = step_capacity(counts, rest)
                 room = ready + counts.layout.ring
                 buffers.reserve(counts, room, room)
-                buffers.positions = sum(counts.lengths) + left + counts.layout.ring
+                buffers.positions = sum(counts.lengths) + rest + counts.layout.ring
             plan = counts.append((count,))
             buffers.reserve(counts, *plan.room)
             buffers.positions = positions_capacity(buffers.positions, _only(plan.lengths))
@@ -191,11 +176,7 @@ class CachePlan:
 def stored_bits(name: str, settings: dict[str, Any], spec: ModelSpec, contexts: list[int]) -> dict[str, Any]:
     """Bits per value of one sequence in a 16-bit model, without the artifact and per-sequence state.
 
-    Args:
-        name: a method with or without bits, such as `kivi-2`.
-        settings: its settings.
-        spec: the model's shapes.
-        contexts: lengths of the prompt, each a cache of its own.
+    The method may have bits, such as `kivi-2`; `contexts` are lengths of the prompt, each a cache of its own.
 
     Returns:
         Nominal bits; stored bits of encoded keys and of values, scales and norms included; bits over all tokens at each

@@ -21,7 +21,7 @@ from kvcli.bench.shapes import SHAPES, shape_config
 from kvcli.builtin_models import BUILTIN_MODELS, copy_folder
 from kvcli.cache.compressed import MemoryReport
 from kvcli.calibrate.config import FISHER_SEQ_LEN, CollectConfig
-from kvcli.checkpoint import plain_attention
+from kvcli.checkpoint import attention_implementation
 from kvcli.errors import ModelError
 from kvcli.methods.config import CacheConfig
 from kvcli.methods.layer_codec import LayerCodec
@@ -52,10 +52,8 @@ class PlannedModel:
     """A model that is not loaded.
 
     Attributes:
-        name: what the user asked for.
         config: of transformers.
         dtype: that its weights will have.
-        device: that it will be on.
     """
 
     name: str
@@ -75,7 +73,7 @@ class PlannedModel:
 
         with torch.device("meta"):
             model: nn.Module = AutoModelForCausalLM.from_config(
-                self.config, dtype=self.dtype, attn_implementation=plain_attention(self.config)
+                self.config, dtype=self.dtype, attn_implementation=attention_implementation(self.config)
             )
         return model.eval()
 
@@ -138,11 +136,7 @@ class PlannedModel:
 def model_config(name: str, base_config: str | None = None, revision: str | None = None) -> Any:
     """The transformers config of a model: shapes of `kvcli bench` need no file, other models their config.json only.
 
-    The arguments are those of `kvcli.models.find_config`.
-
-    Raises:
-        ModelError: no such model, or its config cannot be read.
-        UnsupportedModelError: an architecture that kvcli does not compress.
+    Arguments and errors are those of `kvcli.models.find_config`.
     """
     builtin = BUILTIN_MODELS.get(name)
     if name in SHAPES and not (builtin and (copy_folder(builtin) / "config.json").is_file()):
@@ -156,15 +150,9 @@ def model_config(name: str, base_config: str | None = None, revision: str | None
 def pass_bound(planned: PlannedModel, tokens: int, context: int, batch: int, *, fused: bool) -> int:
     """Upper bound of the bytes that a forward pass allocates beside weights and caches.
 
-    One layer's `token_bytes`, logits of one token, masks of layers with windows, and, after the first chunk, what
-    attention decodes at once. Layers of other kinds than attention are not counted.
-
-    Args:
-        planned: the model.
-        tokens: that the pass reads, of each sequence.
-        context: tokens of the cache after it.
-        batch: sequences.
-        fused: whether kernels attend to codes; the reference keeps scores in float32.
+    The pass reads `tokens` of each sequence; its cache then has `context`. One layer's `token_bytes`, logits of one
+    token, masks of layers with windows, and, after the first chunk, what attention decodes at once: kernels (`fused`)
+    attend to codes, the reference keeps scores in float32. Layers of other kinds than attention are not counted.
     """
     spec, size, count = planned.spec, planned.dtype.itemsize, batch * tokens
     kv_width = spec.num_kv_heads * (spec.head_dim + spec.value_dim)
@@ -185,9 +173,7 @@ class MethodPlan:
     """Memory and disk of a method on a model.
 
     Attributes:
-        planned: the model.
-        name: the method as the user asked for it.
-        method: its record.
+        name: the method with its bits.
         config: its settings, resolved for the model's shapes.
         fused: whether kernels attend to codes.
         program_bytes: memory of the process before a model is loaded.
@@ -229,11 +215,7 @@ class MethodPlan:
     def memory(self, prompt_tokens: int, new_tokens: int, batch: int = 1, *, chunk: int | None = None) -> MemoryReport:
         """The cache after generating as `Session.generate` does; the last token is not in it.
 
-        Args:
-            prompt_tokens: per sequence.
-            new_tokens: per sequence.
-            batch: sequences.
-            chunk: prompt tokens of a sequence per forward pass; None: all.
+        Tokens are per sequence; a forward pass reads `chunk` tokens of each prompt, or all.
         """
         steps = self.planned.device.type != "cpu" and self.fused
         return self.cache.memory(prompt_tokens, max(0, new_tokens - 1), batch, chunk=chunk, steps=steps)
@@ -245,13 +227,13 @@ class MethodPlan:
         """
         planned, size = self.planned, min(chunk or prompt_tokens, prompt_tokens)
         memory = self.memory(prompt_tokens, new_tokens, batch, chunk=chunk)
-        cache, kept = memory.allocated_bytes + memory.other_bytes, 0
+        cache, windows = memory.allocated_bytes + memory.other_bytes, 0
         if planned.device.type == "cpu":
             window = 2 * size * batch * planned.spec.kv_dim * planned.dtype.itemsize
-            kept = window * planned.spec.num_layers * (window < 2 * _HEAP_TENSOR)
+            windows = window * planned.spec.num_layers * (window < 2 * _HEAP_TENSOR)
         passes = pass_bound(planned, size, prompt_tokens, batch, fused=self.fused)
         passes = max(passes, pass_bound(planned, 1, prompt_tokens + new_tokens, batch, fused=self.fused))
-        others = max(cache, kept) + memory.artifact_bytes + passes
+        others = max(cache, windows) + memory.artifact_bytes + passes
         if planned.device.type != "cpu":
             return planned.weights_bytes + others
         stored = getattr(planned.config, "dtype", None)
@@ -282,10 +264,9 @@ class MethodPlan:
         }
 
     def break_even(self, other: MethodPlan, tokens: int) -> dict[str, Any]:
-        """The number of tokens from which this method, artifact included, takes less memory than another; None: never.
+        """From which number on this method, artifact included, takes less memory than another; None: never.
 
-        Returns:
-            `against`, the other's name; `context`, tokens of a single sequence; `contexts`, sequences of `tokens`.
+        `context` counts tokens of a single sequence, `contexts` sequences of `tokens`.
         """
 
         def pays(context: int, contexts: int = 1) -> bool:

@@ -87,12 +87,12 @@ SLIPS = {
 def test_slips_are_told_before_torch_is_imported(tmp_path: Path) -> None:
     program = f"""
 import contextlib, io, sys
-from kvcli.cli.app import main
+from kvcli.cli.app import run_command_line
 for line, (exit_code, expected) in {SLIPS!r}.items():
     sys.argv = ["kvcli", *line.split()]
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
-        code = main()
+        code = run_command_line()
     assert code == exit_code and expected in said.getvalue(), (line, code, said.getvalue())
     assert not {{"torch", "transformers"}} & sys.modules.keys(), line
 """

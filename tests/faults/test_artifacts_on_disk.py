@@ -149,7 +149,7 @@ def test_the_export_command_says_what_it_verified_and_how_to_replace_what_is_dam
     copy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def export(**options: Any) -> str:
-        fit.export(fit.ExportOptions(runs=[copy / "run"], out=copy / "artifact", **options), Output())
+        fit.export_artifact(fit.ExportArtifactOptions(runs=[copy / "run"], out=copy / "artifact", **options), Output())
         return capsys.readouterr().err
 
     assert "holds this artifact already" in export()
