@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvcli.cache.compressed import MemoryReport
-from kvcli.errors import CorpusError, ModelError, UsageError
+from kvcli.errors import CorpusError, ModelError, UsageError, error_text
 from kvcli.eval.suite import Case, Measured, NewCache, Prepared
 from kvcli.models import LoadedModel, not_finite
 from kvcli.progress import Reporter
@@ -188,7 +188,7 @@ def in_pieces(loaded: LoadedModel, text: str, question: str, answer: str, chat: 
         try:
             prompt = str(tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False))
         except Exception as error:  # a template is a program of the model's author
-            raise ModelError(f"the chat template of {loaded.name} fails: {' '.join(str(error).split())}") from error
+            raise ModelError(f"the chat template of {loaded.name} fails: {error_text(error)}") from error
         at = prompt.find(question)
         if at < 0 or prompt.find(question, at + 1) >= 0:
             raise ModelError(f"the chat template of {loaded.name} changes the message; use --no-chat")
