@@ -133,11 +133,8 @@ def copy_folder(builtin: BuiltinModel) -> Path:
 def fetch_builtin(builtin: BuiltinModel, say: Say = say_nothing, progress: Progress = no_progress) -> Path:
     """Downloads, checks and converts a built-in model once; later calls check the copy and return its folder.
 
-    Processes that want it at the same time wait for the first one. A damaged copy is made again. A download that broke
-    off resumes.
-
-    Raises:
-        ModelError: a download that failed or has another sha256, or a disk without room for it.
+    Processes that want it at the same time wait for the first one. A damaged copy is made again, a download that broke
+    off resumes. ModelError: a download that failed or has another sha256, or a disk without room for it.
     """
     folder = copy_folder(builtin)
     if damage(folder) is None:

@@ -28,10 +28,6 @@ _MAX_RELATIVE_ERROR = 0.25
 def fingerprint(model: nn.Module, spec: ModelSpec) -> str:
     """Identifies a model by its shapes and a sample of its key and value projections, without their adapters.
 
-    Args:
-        model: a causal language model; its weights are in memory.
-        spec: its shapes.
-
     Returns:
         16 hexadecimal digits of the shapes' sha256, a colon, and two weights per projection as float16 in hexadecimal;
         `:quantized` follows where a projection has no plain weight, or one that was decompressed. To be compared with

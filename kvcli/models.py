@@ -70,8 +70,6 @@ def load_model(
         dtype: default bfloat16 on CUDA, float32 on CPU.
         base_config: for GGUF files, a hub name or folder whose config (RoPE scaling above all) is used.
         revision: branch, tag or commit of a model on the hub.
-        say: called with a line about what takes time.
-        progress: shows the download and conversion of a built-in model and the reading of a GGUF file.
 
     Raises:
         ModelError: the model cannot be found, downloaded or read, or its weights are incomplete or not finite.

@@ -114,9 +114,7 @@ class Rendered:
     a tokenizer would make of the reply's text.
 
     Attributes:
-        messages: of the conversation.
-        text: what the tokens stand for.
-        ids: int64 [1, time].
+        text: what the tokens `ids`, int64 [1, time], stand for.
     """
 
     messages: tuple[Message, ...]

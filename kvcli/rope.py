@@ -22,12 +22,7 @@ Layout = Literal["halves", "pairs", "neighbours", "complex"]
 
 @dataclass(frozen=True)
 class Rotation:
-    """The rotation of a set of tokens.
-
-    Attributes:
-        cos: [batch or 1, 1, time, rotary_dim/2].
-        sin: same shape.
-    """
+    """The rotation of a set of tokens: cos and sin [batch or 1, 1, time, rotary_dim/2]."""
 
     cos: Tensor
     sin: Tensor

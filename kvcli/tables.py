@@ -20,7 +20,6 @@ class DataTable:
     """Rows of text under a title.
 
     Attributes:
-        title: above the table.
         columns: headings; the first column names the row and is always shown.
         rows: one text per column.
         text_columns: first columns that are text, aligned to the left; the others are aligned to the right.

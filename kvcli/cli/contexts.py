@@ -258,14 +258,8 @@ def import_files(options: ImportOptions, output: Output) -> None:
     for path in options.files:
         context, name = Context.load(path), options.name or path.stem
         stored = store.put(context, name=name, overwrite=options.overwrite, max_bytes=max_bytes)
-        record = {
-            "name": stored.name,
-            "tokens": stored.record.num_tokens,
-            "new_bytes": stored.new_bytes,
-            "shared_bytes": stored.shared_bytes,
-            "evicted": list(stored.evicted),
-        }
-        records.append(record)
+        record = {"name": stored.name, "tokens": stored.record.num_tokens, "new_bytes": stored.new_bytes}
+        records.append({**record, "shared_bytes": stored.shared_bytes, "evicted": list(stored.evicted)})
         removed = f"; removed {', '.join(stored.evicted)}" if stored.evicted else ""
         lines.append(
             f"{stored.name}: {record['tokens']} tokens, {size(stored.new_bytes)} written, "

@@ -67,10 +67,9 @@ def run(options: FitOptions, output: Output) -> None:
 
     from kvcli.attention.attach import make_config
     from kvcli.calibrate.recording import Recording
-    from kvcli.fit import check_fitted, fit_recording
+    from kvcli.fit import fit_recording
 
     method = get_method(name)
-    check_fitted(method)
     config = make_config(method, values)
     recording = Recording(samples)
     try:

@@ -141,10 +141,8 @@ class ChosenMethod:
 
     Attributes:
         name: of the method, with or without bits.
-        artifact: where it uses one.
-        settings: of the method, those that are not its defaults or the artifact's.
+        settings: those that are not the method's defaults or the artifact's.
         layers: that are compressed; None: all.
-        folder: of the artifact.
     """
 
     name: str

@@ -143,9 +143,6 @@ class CachePlan:
             positions += (-(-attended // _TILE) if self.fused else attended) * spec.rope.rotary_dim * 4
         windows = counts.layout.capacity * token_bytes if tokens else 0
 
-        def bits(used: int, of: int, dim: int) -> float:
-            return 8 * used / (of * len(self.layers) * dim) if of else 0.0
-
         return MemoryReport(
             num_tokens=batch * tokens,
             num_encoded=batch * coded,
@@ -157,8 +154,8 @@ class CachePlan:
             artifact_bytes=sum(x.fitted for x in self.layers),
             fp16_bytes=batch * tokens * spec.fp16_bytes_per_token(),
             uncompressed_bytes=batch * tokens * spec.fp16_bytes_per_token() * size // 2,
-            key_bits=bits(keys, coded, key_dim),
-            value_bits=bits(values, coded_values, value_dim),
+            key_bits=8 * keys / (coded * len(self.layers) * key_dim) if coded else 0.0,
+            value_bits=8 * values / (coded_values * len(self.layers) * value_dim) if coded_values else 0.0,
             nominal_bits=self.method.nominal_bits(spec, self.config),
             layers=spec.num_layers,
             other_layers=spec.other_layers,
