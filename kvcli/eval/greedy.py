@@ -87,7 +87,8 @@ def greedy(
         while True:
             logits = logits_of(model, read(model, cache, following, chunk)[:, -1:])[:, -1]
             if not logits.isfinite().all():
-                raise not_finite_logits(model, new_cache, [*(x for piece in pieces for x in piece), *tokens])
+                ids = [*(x for piece in pieces for x in piece), *tokens]
+                raise not_finite(model, "the cache of this row", partial(read, model, new_cache(), ids))
             token = int(logits.argmax(-1))
             if token in stop:
                 break
@@ -104,11 +105,6 @@ def end_tokens(loaded: LoadedModel) -> set[int]:
     configured = getattr(loaded.model.generation_config, "eos_token_id", None)
     listed = configured if isinstance(configured, list) else [configured]
     return {int(token) for token in [*listed, tokenizer.eos_token_id] if token is not None}
-
-
-def not_finite_logits(model: Any, new_cache: NewCache, ids: Sequence[int]) -> ModelError:
-    """The error for logits that are not finite after some tokens; it names the layer where that begins."""
-    return not_finite(model, "the cache of this row", partial(read, model, new_cache(), ids))
 
 
 def continuations(

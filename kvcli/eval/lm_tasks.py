@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,9 @@ except ImportError as error:
     raise _UsageError("--suite tasks needs lm-eval; install it with: pip install 'kvcli[eval]'") from error
 
 from kvcli.errors import UsageError, suggestion
-from kvcli.eval.greedy import end_tokens, greedy, not_finite_logits, read
+from kvcli.eval.greedy import end_tokens, greedy, read
 from kvcli.eval.suite import NewCache
-from kvcli.models import LoadedModel
+from kvcli.models import LoadedModel, not_finite
 from kvcli.seam.decoder import logits_of
 
 _MAX_NEW_TOKENS = 256
@@ -131,7 +132,8 @@ class CachedModel(TemplateLM):
             states = read(model, cache, [context[-1], *continuation[:-1]], self.chunk)
             log_probs = logits_of(model, states)[0].float().log_softmax(-1)
         if not log_probs.isfinite().all():
-            raise not_finite_logits(model, self.new_cache, [*context, *continuation])
+            again = partial(read, model, self.new_cache(), [*context, *continuation])
+            raise not_finite(model, "the cache of this row", again)
         targets = torch.tensor(list(continuation), device=log_probs.device)
         self.last_cache = cache
         picked = log_probs.gather(-1, targets.unsqueeze(-1)).sum()

@@ -172,9 +172,18 @@ class EvalRun(Run):
         window = {"sink_length": options.sink_length, "residual_length": options.residual_length}
         methods = [(name, window if artifact is None else None) for name, artifact in self._chosen]
         check_methods(methods, parse_settings(options.setting))
-        labels = [name if artifact is None else artifact.name for name, artifact in self._chosen]
-        self._compared = self._compared_label(labels)
         self._records: list[EvalRecord] = []
+        labels = [name if artifact is None else artifact.name for name, artifact in self._chosen]
+        compare_with = getattr(options, "compare_with", None)
+        self._compared: str | None = None
+        if suite.with_reference and compare_with in (None, UNCOMPRESSED):
+            self._compared = UNCOMPRESSED
+        elif not suite.rows_per_method:
+            if compare_with is not None and compare_with not in labels:
+                raise UsageError(f"--compare-with {compare_with}: the rows are {', '.join(labels)}")
+            if len(labels) > 1:
+                compressing = (label for label, (name, _) in zip(labels, self._chosen, strict=True) if name != BASELINE)
+                self._compared = compare_with or next(compressing, None)
         self._former = None if options.baseline is None else read_rows(options.baseline)
         if self._former is not None and not suite.rows_per_method:
             check_labels(suite.name, labels, self._former)
@@ -254,19 +263,6 @@ class EvalRun(Run):
         if getattr(options, "compare_with", None) is not None:
             cases.sort(key=lambda case: case.label != self._compared)
         return cases
-
-    def _compared_label(self, labels: Sequence[str]) -> str | None:
-        """The label of the row that others are compared with; UsageError if there is no such row."""
-        named = getattr(self.options, "compare_with", None)
-        if self.suite.with_reference and named in (None, UNCOMPRESSED):
-            return UNCOMPRESSED
-        if self.suite.rows_per_method:
-            return None
-        if named is not None and named not in labels:
-            raise UsageError(f"--compare-with {named}: the rows are {', '.join(labels)}")
-        compressing = (label for label, (name, _) in zip(labels, self._chosen, strict=True) if name != BASELINE)
-        chosen = named or next(compressing, None)
-        return chosen if len(labels) > 1 else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +20,9 @@ _FEW_TOKENS, _FEW_LAYERS = 1, 2
 _MORE_TOKENS, _MORE_LAYERS = 8, 4
 _BEST_STARTS = 16
 _BATCH = 64
+
+_Field = tuple[str, tuple[int, ...], torch.dtype]
+"""Name, shape and dtype of a tensor of codes."""
 
 
 class ChunkCodec:
@@ -110,8 +112,8 @@ class ChunkCodec:
             keys, values = layout.keys_and_values(chunk)
             for layer_idx, codec in enumerate(codecs):
                 key_codes, value_codes = (
-                    form.codes_cls(**{name: take(shape, dtype) for name, shape, dtype in form.fields})
-                    for form in self._forms(codec, layout)
+                    codes_cls(**{name: take(shape, dtype) for name, shape, dtype in fields})
+                    for codes_cls, fields in self._codes_fields(codec, layout)
                 )
                 keys[layer_idx] = codec.decode_keys(key_codes, None, rotation, layout.dtype)[0].to(keys.device)
                 values[layer_idx] = codec.value.decode_to(value_codes, None, layout.dtype)[0].to(values.device)
@@ -128,25 +130,18 @@ class ChunkCodec:
         return exact * layout.dtype.itemsize + sum(
             math.prod(shape) * dtype.itemsize
             for codec in self.served.codecs(layout)
-            for form in self._forms(codec, layout)
-            for _, shape, dtype in form.fields
+            for _, fields in self._codes_fields(codec, layout)
+            for _, shape, dtype in fields
         )
 
-    def _forms(self, codec: LayerCodec, layout: ChunkLayout) -> Iterator[_CodesForm]:
-        """The fields of a layer's key codes and value codes."""
+    def _codes_fields(self, codec: LayerCodec, layout: ChunkLayout) -> Iterator[tuple[type[Codes], list[_Field]]]:
+        """Class and fields of a layer's key codes and of its value codes, of the tokens of a chunk."""
         for part in (codec.key, codec.value):
             encoded_dtype = torch.float32 if part is codec.key and codec.key.space == "pre_rope" else layout.dtype
             like = torch.empty(1, layout.num_kv_heads, 0, layout.head_dim, dtype=encoded_dtype)
             group, groups = part.encoded_group(like.to(self.served.device)), layout.num_tokens // part.tokens_per_group
             shapes = {name: (1, x.shape[1], x.shape[2] * groups, *x.shape[3:]) for name, x in group.tensors().items()}
-            yield _CodesForm(type(group), [(name, shapes[name], x.dtype) for name, x in group.tensors().items()])
-
-
-class _CodesForm(NamedTuple):
-    """Codes of the tokens of a chunk: their class, and name, shape and dtype of each field."""
-
-    codes_cls: type[Codes]
-    fields: list[tuple[str, tuple[int, ...], torch.dtype]]
+            yield type(group), [(name, shapes[name], x.dtype) for name, x in group.tensors().items()]
 
 
 def _as_bytes(x: Tensor) -> Tensor:
