@@ -25,15 +25,11 @@ class AttentionBackend:
     """The functions of one implementation; their arguments are those of `kvcli.attention.reference`.
 
     Attributes:
-        impl: "reference" or "fused".
         attend_codes: attention over codes, for at most `max_queries` queries per row.
         attend_decoded: the same for more queries: blocks of tokens are decoded once for all of them.
-        attend_window: attention over the window.
         attend_new: `decoded.attend_new` of more than `max_queries` new tokens over each other, so that the window is
             only what is older; None where `attend_window` takes it all.
-        rotate_and_append: RoPE of new tokens into the window.
         unrotate: inverse RoPE of window keys, for codecs that work before RoPE.
-        max_queries: see `attend_codes`.
         note: why `attend_codes` is not a kernel of the method's own, or encoding uses none; None for the reference.
     """
 

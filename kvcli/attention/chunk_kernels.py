@@ -172,7 +172,6 @@ def extend(
         state: (out, lse) over other keys, contiguous; see `PartialAttention`.
         query: [batch, num_heads, query_len, head_dim].
         key, value: [batch, num_kv_heads, kv_len, head_dim], rotated like the query and of its dtype.
-        scaling: factor of the scores.
         causal: whether query i sees keys 0 to i only.
         lengths: tokens of each sequence, int32 [batch]; None when all keys are visible.
         first: which token of a sequence the first key is, for `lengths`.

@@ -59,7 +59,6 @@ def attend_new(
     Args:
         query: rotated, [batch, num_heads, query_len, head_dim].
         key, value: of the same tokens, [batch, num_kv_heads, query_len, head_dim], rotated keys.
-        scaling: factor of the scores.
         codes: (out, lse) over the codes, if there are any; overwritten.
         soft_cap: scores s become soft_cap * tanh(s / soft_cap).
     """

@@ -62,10 +62,7 @@ class Decoder:
     """Makes the tokens after a prompt.
 
     Args:
-        model: the attached one.
         cache: of its session; holds the prompt.
-        backends: of each layer.
-        choose: the choice of the next token.
         stops: tokens that end a row; `padding` follows.
         mode: how tokens are made, once every row holds codes.
         compiled: the model's layers, which run compiled in steps; None: as they are, also once compiling has failed.
@@ -76,8 +73,6 @@ class Decoder:
     Attributes:
         tokens: int64 [batch, max_new_tokens], of which `num_tokens` per row are made; `padding` after the end of a row.
         note: why steps are not captured, or not compiled; None if they are, or were not asked to be.
-        graph_bytes: memory that captured graphs took.
-        stepped: whether there were steps.
     """
 
     def __init__(
@@ -294,7 +289,8 @@ class Decoder:
         """Hands the cache back to ordinary passes."""
         if self._step is None:
             return
-        self.cache.passes.end_steps(self._steps)
+        self.cache.passes.step = None
+        self.cache.sequences.append_slots(self._steps)
         self._graphs.clear()
         try:
             self._check_ranges()

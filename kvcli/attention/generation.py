@@ -23,7 +23,6 @@ class SamplingConfig:
     """How the next token is chosen: greedily at temperature 0, else by sampling with torch's random numbers.
 
     Attributes:
-        max_new_tokens: tokens to make at most.
         temperature: logits are divided by it; 0: the most probable token.
         top_p: sample from the most probable tokens that have this mass together.
         top_k: sample from so many tokens; 0: from all.
@@ -80,10 +79,8 @@ class Generated:
 
     Attributes:
         sequences: prompt and new tokens, int64 [batch, time]; padding after the end of a row.
-        new_tokens: how many per row.
         cache: it holds all tokens but the last.
         mode: how tokens were made at the end: passes, steps or graphs.
-        compiled: whether layers ran compiled.
         graph_bytes: memory that captured CUDA graphs took meanwhile.
         note: why steps were not captured or not compiled; None if there is nothing to say.
     """
@@ -108,12 +105,10 @@ def prefill(
     """Reads what a cache does not hold yet of prompts, and returns logits of the last token, [batch, vocab_size].
 
     Args:
-        model: the attached model.
         cache: holds the first tokens of the prompts, or none.
         ids: int64 [batch, time].
         mask: int64 [batch, time], 0 at padding; None: no padding.
         chunk: tokens per forward pass; None: all.
-        advance: told how many tokens were read.
 
     Raises:
         UsageError: padding that is not on the left, or no token that the cache does not hold.

@@ -12,6 +12,7 @@ from kvcli.attention.backend import AttentionBackend
 from kvcli.attention.reference import merge_state
 from kvcli.cache.forward import Forward
 from kvcli.cache.layer import LayerStore, NewTokens
+from kvcli.cache.ranges import Note
 from kvcli.methods.base import without_autocast
 from kvcli.methods.layer_codec import EncodedTokens
 from kvcli.seam.layer import AttentionCall
@@ -104,8 +105,8 @@ def flush_layer(
     before it has ended, or the current stream could allocate the same memory.
     """
     what, codec, device = f"layer {layer_idx}", store.codec, store.keys.device
-    note_keys = forward.ranges.of(f"{what}: keys", codec.key)
-    note_values = forward.ranges.of(f"{what}: values", codec.value)
+    note_keys = Note(forward.ranges, f"{what}: keys", codec.key)
+    note_values = Note(forward.ranges, f"{what}: values", codec.value)
     if device.type != "cuda" or new_tokens < _MIN_SIDE_STREAM_TOKENS:
         store.encode_values(forward, note_values)
         store.encode_keys(forward, backend.unrotate, note_keys)

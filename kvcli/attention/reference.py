@@ -31,7 +31,6 @@ def partial_attention(
         query: [batch, num_heads, query_len, head_dim].
         key, value: [batch, num_kv_heads, kv_len, head_dim], rotated like the query.
         visible: None, or boolean [batch or 1, 1 or query_len, kv_len].
-        scaling: factor of the scores.
         soft_cap: scores s become soft_cap * tanh(s / soft_cap).
     """
     batch, num_heads, query_len, _ = query.shape
@@ -95,11 +94,9 @@ def rotate_and_append(
     """Rotates new queries and keys, and writes keys and values to their slots of the window; padding is left out.
 
     Args:
-        rotation: RoPE of the new tokens.
         query: [batch, num_heads, query_len, head_dim].
         key, value: [batch, num_kv_heads, query_len, head_dim].
         key_window, value_window: [batch, num_kv_heads, capacity, head_dim], written.
-        window: the slots.
 
     Returns:
         The rotated queries, in their dtype.
@@ -131,7 +128,6 @@ def attend_window(
         key, value: window buffers, [batch, num_kv_heads, capacity, head_dim], keys rotated.
         window: which tokens they hold, and which the queries are.
         scaling, soft_cap: as for `partial_attention`.
-        codes: (out, lse) over the codes, if there are any.
 
     Returns:
         [batch, query_len, num_heads, head_dim] in the query's dtype; 0 where a query sees nothing.

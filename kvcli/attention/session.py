@@ -39,13 +39,10 @@ class Session:
     """A model attached to a method; made by `attach`, ended by `detach` or by leaving the `with` block.
 
     Args:
-        model: the transformers model, of shapes `spec`.
-        method: how keys and values are coded, with its `config`.
         codecs: one per layer; those of layers that are not compressed are the baseline's.
         impl: `auto`, `fused` or `reference`.
         layers: indices of the layers that the method compresses; default all.
         fitted: whether the codecs' state comes from an artifact.
-        model_name: for people.
 
     Attributes:
         backend: what attention runs on; its `note` says why a method's own kernels are not used.
@@ -109,8 +106,7 @@ class Session:
         """A cache that goes on, with the very numbers, from what `save` wrote or `Context.load` read.
 
         Raises:
-            CacheError: a file that is missing or damaged, or of another model, RoPE, dtype, method, artifact or
-                setting.
+            CacheError: a file that is missing, damaged, or of another model, RoPE, dtype, method, artifact or setting.
         """
         context = source if isinstance(source, Context) else Context.load(source, self.model.device)
         if (reason := self.identity().difference(context.identity)) is not None:

@@ -70,10 +70,18 @@ def read_blocks(places: Sequence[Place], device: torch.device | str = "cpu") -> 
     Raises:
         CacheError: a file is missing, truncated or damaged, or it is none of tensors.
     """
+    blocks = []
     try:
-        return [_tensors_in(data) for data in verify_blocks(places, device)]
+        for data in verify_blocks(places, device):
+            length = int.from_bytes(bytes(data[:8].tolist()), "little")
+            header = SafetensorsHeader.parse(bytes(data[8 : 8 + min(length, len(data))].cpu().numpy()))
+            rest = data[header.nbytes :]
+            if len(rest) != header.data_bytes:
+                raise ValueError("its size differs from what its header says")
+            blocks.append(unstack_layers(header.views(rest)))
     except ValueError as error:
         raise CacheError(f"a block in {places[0].path.parent} does not hold tensors ({error})") from error
+    return blocks
 
 
 def verify_blocks(places: Sequence[Place], device: torch.device | str = "cpu") -> list[Tensor]:
@@ -94,16 +102,6 @@ def verify_blocks(places: Sequence[Place], device: torch.device | str = "cpu") -
         if digest != place.block.digest:
             raise CacheError(f"{place.path} is damaged (its BLAKE3 differs)")
     return [part.memory for part in parts]
-
-
-def _tensors_in(data: Tensor) -> Tensors:
-    """The tensors of a block, as views of its bytes, uint8 [bytes] on any device; ValueError if it is none."""
-    length = int.from_bytes(bytes(data[:8].tolist()), "little")
-    header = SafetensorsHeader.parse(bytes(data[8 : 8 + min(length, len(data))].cpu().numpy()))
-    rest = data[header.nbytes :]
-    if len(rest) != header.data_bytes:
-        raise ValueError("its size differs from what its header says")
-    return unstack_layers(header.views(rest))
 
 
 def stack_layers(tensors: Mapping[str, Tensor]) -> Tensors:

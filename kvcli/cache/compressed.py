@@ -49,8 +49,6 @@ class MemoryReport:
         fp16_bytes: the same tokens uncompressed in 16 bits.
         uncompressed_bytes: the same tokens uncompressed in the model's dtype.
         key_bits, value_bits: true stored bits per value of encoded tokens, scales and norms included; 0 without them.
-        nominal_bits: the paper's bits for K and V.
-        layers: how many layers are compressed.
         other_layers: how many layers keep transformers' own cache (sliding windows, linear attention and the like);
             all other figures are of the layers that attend to the whole context.
         other_bytes: what the caches of these hold.
@@ -86,8 +84,8 @@ class MemoryReport:
     @property
     def share(self) -> float:
         """What share of the model's whole cache, uncompressed, the layers of full attention have."""
-        whole = self.uncompressed_bytes + self.other_bytes
-        return self.uncompressed_bytes / whole if whole else 1.0
+        total = self.uncompressed_bytes + self.other_bytes
+        return self.uncompressed_bytes / total if total else 1.0
 
     @property
     def true_bits(self) -> float:
@@ -109,16 +107,12 @@ class CompressedCache(Cache):
     """A drop-in `past_key_values` that stores codes.
 
     Args:
-        spec: the model's shapes.
-        method: how keys and values are coded, with its `config`.
-        codecs: one fitted codec per layer.
         seam: the patch on the model that the cache is for.
         compressed_layers: how many of the codecs are the method's, the others being full precision; default all.
         identity: gives what stored tokens depend on; None: the cache cannot be saved.
 
     Attributes:
         sequences: lengths, positions and counts, shared by all layers.
-        passes: the forward passes over them.
         compressed: the layers of full attention.
     """
 
@@ -287,7 +281,6 @@ class CompressedCache(Cache):
 
         Args:
             input_ids: the tokens that the cache holds, int64 [batch, slots]; a cache does not know them.
-            notes: plain JSON values to keep with them.
 
         Raises:
             CacheError: the cache is empty, a pass over it broke off, or no session made it.

@@ -51,10 +51,8 @@ class ContextRecord(Sealed):
     """What is known of a context without its blocks.
 
     Attributes:
-        kvcli_version: that wrote it.
         identity: what it depends on, as `CacheIdentity.to_dict` gave it.
         notes: of whoever saved it: `source`, what it was made from, and others.
-        counts: of tokens and codes.
         part_tokens: tokens of a part of codes; 0 where `first` is all of several rows or of a row with padding.
         bytes_of: bytes of `key_codes`, `value_codes`, the window's `keys` and `values`, `state` and so on, all layers.
         values_per_token: numbers in the keys and values of one token, all layers.
@@ -122,12 +120,9 @@ class Context:
     """A compressed context in memory.
 
     Attributes:
-        snapshot: what the cache held.
-        identity: what it depends on.
         input_ids: its tokens, int64 [batch, slots], anything at padding; None if they were not given.
         notes: plain JSON values of whoever saved it; `tokenizer` and `chat_template`, as `text_identity` gives them,
             become part of the identity of what is saved.
-        name: for messages.
     """
 
     snapshot: Snapshot
@@ -137,10 +132,7 @@ class Context:
     name: str = field(default="this context", compare=False)
 
     def encode(self, block_tokens: int = BLOCK_TOKENS) -> tuple[ContextRecord, dict[Block, bytes]]:
-        """Its record, and the bytes of its blocks.
-
-        Args:
-            block_tokens: tokens of a part of codes, rounded up to whole groups of the method.
+        """Its record, and the bytes of its blocks; parts of codes are rounded up to whole groups of the method.
 
         Raises:
             CacheError: `input_ids` are not of the snapshot's slots.
@@ -192,10 +184,8 @@ class Context:
         """Reads and verifies what `encode` gave.
 
         Args:
-            record: of the context.
             place: says where a block is.
             device: to which the snapshot's tensors are copied while the rest is read.
-            name: for messages.
             num_tokens: how many of the first tokens are read, with the blocks that hold them alone; None: all.
 
         Raises:
@@ -203,17 +193,17 @@ class Context:
                 by another version of kvcli.
         """
         counts, removed = record.counts, 0 if num_tokens is None else record.num_tokens - num_tokens
-        kept = counts.without(removed) if removed else counts
+        loaded = counts.without(removed) if removed else counts
         # a part that ends where a block ends has nothing of the last one
-        last = record.last if not removed or kept.attended == counts.attended else None
-        coded = record.coded[: num_coded(kept, record.part_tokens)] if record.part_tokens else ()
+        last = record.last if not removed or loaded.attended == counts.attended else None
+        coded = record.coded[: num_coded(loaded, record.part_tokens)] if record.part_tokens else ()
         blocks = [block for block in (record.tokens, record.first, *coded, last) if block is not None]
         parts = read_blocks([place(block) for block in blocks], device)
         input_ids = None if record.tokens is None else tokens_in(parts.pop(0), record)
         if record.last is None:
             snapshot = Snapshot(counts, parts[0])
         else:
-            snapshot = join(kept if last is None else counts, parts)
+            snapshot = join(loaded if last is None else counts, parts)
             snapshot = snapshot.prefix(record.num_tokens - removed) if removed and last is not None else snapshot
         if input_ids is not None:
             input_ids = input_ids[:, : input_ids.shape[1] - removed]

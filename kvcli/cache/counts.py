@@ -28,10 +28,7 @@ class Encoding:
     """Rows that encode the keys, or the values, of their tokens [start, start + count), counted after the sinks.
 
     Attributes:
-        rows: of the batch.
         whole: whether these are all rows.
-        start: first of the tokens.
-        count: how many.
         kept: the last of them that stay in the window, as what their codes decode to.
     """
 
@@ -96,9 +93,7 @@ class HostCounts:
         coded_keys, coded_values: encoded keys and values of each row, before the flush.
         attended: tokens of each row, after its sinks, that are attended to as codes: not those that are encoded now.
         layout: of the window buffers from the append to the flush.
-        keys, values: those that are encoded.
         attended_after: of the next pass.
-        layout_after: of the window buffers after the flush.
     """
 
     before: Counts
@@ -184,10 +179,8 @@ class TokenCounts:
 
     Attributes:
         lengths: tokens of each row; empty before the first.
-        keys, values: encoded ones.
         tokens_per_group: tokens that are attended to together as codes.
         attended: tokens of each row, after its sinks, whose keys and values are both codes, in whole groups.
-        layout: of the window buffers.
     """
 
     def __init__(

@@ -31,12 +31,10 @@ class Forward:
     """Per-forward state shared by all layers; each property is computed by the first layer that needs it.
 
     Attributes:
-        sequences: all tokens of the cache, with the new ones.
         rotation: RoPE of the new slots, in the model's dtype.
         new: new real tokens of each row.
         real: None when no new slot is padding, else boolean [batch, query_len].
         counts: what the pass does in all layers, counted on the host or in tensors of the device.
-        device: of all tensors.
         ranges: the largest numbers that are encoded.
     """
 
@@ -184,11 +182,6 @@ class Passes:
         self._layers_left -= 1
         if not self._layers_left:
             self._forward = self._mask = None
-
-    def end_steps(self, count: int) -> None:
-        """Notes that `count` passes of a step, which the sequences' counts know of, have added a token to each row."""
-        self.step = None
-        self.sequences.append_slots(count)
 
     @contextmanager
     def complete_or_refused(self) -> Iterator[None]:

@@ -33,9 +33,7 @@ class CacheIdentity:
     Attributes:
         model: name of the model, for people; it is not compared.
         fingerprint: of the model, see `kvcli.fingerprint`.
-        dtype: of the model, such as `bfloat16`.
         rope: what `Rope.frequencies` gives.
-        method: name of the method.
         config: its settings, those of the cache included.
         layers: indices of the layers that the method compresses.
         codecs: `fitted`, a checksum of the codecs' buffers, where they come from an artifact; else `sample`, two

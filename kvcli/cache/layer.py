@@ -111,7 +111,6 @@ class LayerStore:
 
     Attributes:
         keys, values: windows [batch, num_kv_heads, capacity, head_dim], laid out as `layout` says; keys after RoPE.
-        key_codes, value_codes: the encoded keys and values.
         state: what the key codec keeps of each row, if anything.
     """
 

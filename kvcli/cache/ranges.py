@@ -49,10 +49,6 @@ class Ranges:
     def __init__(self) -> None:
         self._peaks: list[tuple[Note, Tensor]] = []
 
-    def of(self, what: str, codec: Codec[Any]) -> Note:
-        """What notes the numbers of a layer's keys or values."""
-        return Note(self, what, codec)
-
     def note(self, note: Note, encoding: AnyEncoding, tokens: Tensor, codes: Codes) -> None:
         """Notes the largest of the tokens, where they are looked at."""
         if not tokens.is_cuda or encoding.is_first or encoding.count >= _MIN_TOKENS:

@@ -19,8 +19,6 @@ class Sequences:
     """Lengths, padding and RoPE positions of a batch, and how many of its tokens are codes.
 
     Args:
-        rope: the model's rotary embedding.
-        counts: of its tokens and codes.
         stateful: whether the key codec keeps a state, computed from all tokens up to a row's first encoded one.
 
     Attributes:

@@ -36,7 +36,6 @@ class SnapshotCounts:
     """How many tokens a snapshot holds, and in what form; counts that contradict each other are a ValueError.
 
     Attributes:
-        lengths: tokens of each row.
         coded_keys, coded_values: encoded keys and values of each row, counted after its sinks.
         observed: tokens of each row that the key codec's state was computed from; 0 for codecs without a state.
         sinks: first tokens of a row, which are never encoded.
@@ -113,7 +112,6 @@ class Snapshot:
     """The tokens of a cache. What a row does not use is 0, so that equal content has equal bytes.
 
     Attributes:
-        counts: of tokens and codes.
         tensors: by name, for each layer L:
             layers.L.keys, layers.L.values: window, [batch, num_kv_heads, longest window, head_dim], in order: the
                 sinks, then the tokens after `counts.attended` others; keys after RoPE.

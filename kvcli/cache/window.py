@@ -61,7 +61,6 @@ class WindowTokens:
     `attended` and `index` are both numbers, where all rows agree and no new slot is padding, or both tensors.
 
     Attributes:
-        layout: of the buffers.
         length: window tokens of the row that has most.
         attended: tokens of each row, after its sinks, that attention reads as codes and not here: int32 [batch].
         index: token index of each new slot, -1 at padding: int32 [batch, query_len]; as a number, of the first one.
@@ -134,7 +133,6 @@ def read_slots(buffer: Tensor, slots: Tensor | list[slice], rows: Rows = ALL_ROW
     Args:
         buffer: [batch, num_kv_heads, capacity, head_dim].
         slots: integers [batch, count], or runs of slots; one run of all rows gives a view.
-        rows: of the batch, with runs.
     """
     if isinstance(slots, Tensor):
         vectors = buffer.flatten(0, 2).index_select(0, _vectors(buffer, slots))

@@ -49,11 +49,7 @@ def domains(split: str | None = None) -> dict[str, tuple[str, ...]]:
 
 
 def builtin_files(source: str, split: str) -> list[Path]:
-    """Files of a corpus name in a split, in alphabetical order.
-
-    Args:
-        source: `builtin`, which is all domains of `MIXTURE`, or `builtin:NAME` with a domain or a source.
-        split: `calibration` or `heldout`.
+    """Files of `builtin` (all of `MIXTURE`) or `builtin:NAME` (a domain or source) in a split, in alphabetical order.
 
     Raises:
         CorpusError: no such domain, source or split, or one that has no text in this split.
@@ -79,13 +75,8 @@ def builtin_files(source: str, split: str) -> list[Path]:
 def mixture(split: str, seed: int) -> Iterator[dict[str, Any]]:
     """Excerpts of all domains of `MIXTURE`, in turn, so that any beginning of the stream has about the same shares.
 
-    Every document gives one excerpt before any gives its second. The order depends on the seed alone.
-
-    Yields:
-        Records with the fields `text` and `domain`.
-
-    Raises:
-        CorpusError: no such split.
+    Every document gives one excerpt before any gives its second. The order depends on the seed alone. Records have the
+    fields `text` and `domain`.
     """
     streams = {}
     for domain in MIXTURE:

@@ -55,17 +55,13 @@ def collect(
     When the folder holds the recording already, nothing is run.
 
     Args:
-        loaded: the model.
         sequences: [num_sequences, seq_len] int64 token ids.
-        config: what to record.
-        folder: of the recording.
         provenance: corpus, revision, seed and the like, for the manifest.
         shard: record this share alone; `shards.merge` puts all shares together.
         ranks: processes that share the work, all called with the same arguments, and with files in common; their
             shares are in folders below the recording's until rank 0 has put them together.
         overwrite: discard a recording that is in the folder, also the same one.
         advance: called with the number of tokens of each pass of this rank, recorded now or before.
-        say: called with a line about what is reused.
 
     Raises:
         SamplesError: the folder holds another recording and `overwrite` is off (the message names what differs), is
@@ -169,7 +165,8 @@ class _Collection:
                     if (name := part_name(window_idx, part)) not in finished:
                         recorder.start, recorder.stop = window
                         recorder.query_sequences = max(0, config.query_sequences - part * config.batch_size)
-                        _run(model, batch)
+                        with suppress(_WindowDone):
+                            backbone(model)(input_ids=batch.to(model.device), use_cache=False)  # without logits
                         write_part(self.folder, name, recorder.tensors)
                         recorder.tensors = {}
                     self.advance(batch.numel())
@@ -185,12 +182,6 @@ class _Collection:
             write_part(folder, sums_name(index), sums)
         if self.shard is None:
             write_fisher(folder, [folder / sums_name(index) for index in rows], self.loaded.spec.num_layers)
-
-
-def _run(model: Any, batch: Tensor) -> None:
-    """One forward pass of the decoder alone: no logits are computed."""
-    with suppress(_WindowDone):
-        backbone(model)(input_ids=batch.to(model.device), use_cache=False)
 
 
 class _WindowDone(Exception):

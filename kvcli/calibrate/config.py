@@ -43,7 +43,6 @@ class CollectConfig:
 
     Attributes:
         query_sequences: sequences whose queries are recorded too; keys and values are recorded for all.
-        batch_size: sequences per forward pass.
         layer_window: layers per pass; 0: as many as keep a part below half a GiB.
         fisher_sequences: sequences whose gradients are computed, their first 1024 tokens, for the Fisher information.
     """

@@ -44,7 +44,6 @@ class CorpusConfig:
         split: `calibration` or `heldout` for built-in text, the dataset's split for hub names; unused elsewhere.
         name: configuration of a hub dataset, such as `sample-10BT`; None elsewhere.
         revision: commit, tag or branch of a hub dataset; None elsewhere.
-        text_column: column that holds the text.
         seed: of the shuffle; the order is the same for the same seed.
     """
 

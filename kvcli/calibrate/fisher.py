@@ -52,14 +52,9 @@ def sequence_sums(
     Which tokens are drawn from the model for a sequence does not depend on the others in `indices`.
 
     Args:
-        loaded: the model; its parameters get no gradients.
         sequences: int64 [num_sequences, seq_len] token ids.
-        seed: of the tokens that are drawn from the model.
-        indices: which of the sequences.
+        indices: which of the sequences; they are yielded in ascending order, with sums on the CPU.
         advance: called with the number of tokens after each sequence.
-
-    Yields:
-        The index of a sequence, ascending, and its sums on the CPU.
 
     Raises:
         SamplesError: logits or gradients that are not finite, or a model that is not differentiable.
@@ -116,8 +111,19 @@ def backward(model: Any, sequence: Tensor, generator: torch.Generator) -> dict[i
     Raises:
         SamplesError: a model that is not differentiable, such as one with quantized weights of some kinds.
     """
-    recorder, ids = _Gradients(), sequence.unsqueeze(0).to(model.device)
-    with Seam(model, recorder), torch.inference_mode(False), torch.enable_grad():
+    tensors: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def attend(call: AttentionCall) -> Tensor:
+        """Attention that keeps pre-RoPE keys and values through which later tokens would read codes."""
+        coded = call.key.clone(), call.value.clone()
+        for x in coded:
+            x.retain_grad() if x.requires_grad else x.requires_grad_()
+        tensors[call.layer.layer_idx] = coded
+        output: Tensor = checkpoint(_attend, call.query, call.key, call.value, *coded, call, use_reentrant=False)
+        return output
+
+    ids = sequence.unsqueeze(0).to(model.device)
+    with Seam(model, attend), torch.inference_mode(False), torch.enable_grad():
         try:
             with _passing_gradients(find_decoder(model)):
                 states = backbone(model)(input_ids=ids, use_cache=False).last_hidden_state
@@ -129,22 +135,7 @@ def backward(model: Any, sequence: Tensor, generator: torch.Generator) -> dict[i
         except RuntimeError as error:
             reason = error_text(error)[:200]
             raise SamplesError(f"the model's gradients cannot be computed ({reason}); {_REMEDY}") from error
-    return recorder.tensors
-
-
-class _Gradients:
-    """Attention that keeps pre-RoPE keys and values through which later tokens would read codes."""
-
-    def __init__(self) -> None:
-        self.tensors: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def __call__(self, call: AttentionCall) -> Tensor:
-        coded = call.key.clone(), call.value.clone()
-        for x in coded:
-            x.retain_grad() if x.requires_grad else x.requires_grad_()
-        self.tensors[call.layer.layer_idx] = coded
-        output: Tensor = checkpoint(_attend, call.query, call.key, call.value, *coded, call, use_reentrant=False)
-        return output
+    return tensors
 
 
 def _attend(

@@ -29,9 +29,6 @@ _RECORD_AGAIN = SamplesManifest.REMEDY
 class Recording:
     """A finished folder of recorded samples.
 
-    Args:
-        folder: where the manifest stands.
-
     Raises:
         SamplesError: no manifest, a damaged one, another format version, or a recording that was not finished.
     """
@@ -100,11 +97,8 @@ class Recording:
         once they were read.
 
         Args:
-            layer_idx: the layer.
             sequences: ranges of sequences.
-            device: of the tensors.
             skip: tokens at the beginning of each sequence that are left out.
-            block_tokens: tokens of a block.
             scratch: folder for what is derived from the samples and exceeds a block; None: that of the system.
 
         Returns:

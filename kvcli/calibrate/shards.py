@@ -29,13 +29,8 @@ def merge(
 ) -> Recording:
     """Makes a recording of all its shares, in any order.
 
-    Files are linked where the file system can do so, and copied elsewhere; the shares stay.
-
-    Args:
-        folders: of the shares.
-        out: where the recording goes.
-        overwrite: discard another recording in that folder.
-        advance: called with the number of files after each.
+    Files are linked where the file system can do so, and copied elsewhere; the shares stay. `overwrite` discards
+    another recording in `out`; `advance` is called with the number of files after each.
 
     Raises:
         SamplesError: a folder without a finished share, shares of different recordings, one that is missing or given

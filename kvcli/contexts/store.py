@@ -150,7 +150,6 @@ class ContextStore(ContextReader):
 
         Args:
             max_bytes: of all blocks, until which contexts are removed; None: none is.
-            keep: names of contexts that stay.
 
         Raises:
             ContextError: a read-only store, or other processes wrote to the store all the time.

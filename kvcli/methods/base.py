@@ -146,7 +146,6 @@ class Codec(nn.Module, ABC, Generic[CodesT, StateT]):
             window: [batch, num_kv_heads, sinks + ring, head_dim]; token t after the sinks is in slot sinks + t % ring.
             sinks: slots before the ring.
             first: first token of each row, counted after the sinks, int32 [batch, 1].
-            count: tokens per row.
             codes: of all tokens of each row from its first on; written at each row's place.
             peak: float32 [], grows to the tokens' largest magnitude if that is beyond a limit of codes.
 
@@ -177,8 +176,7 @@ class Codec(nn.Module, ABC, Generic[CodesT, StateT]):
     def encoded_group(self, like: Tensor) -> CodesT:
         """Codes of one group of zeros, batch 1, which show the shapes and dtypes of what is stored.
 
-        Args:
-            like: [batch, num_kv_heads, time, head_dim]; its dtype and device are those of what is encoded.
+        `like` [batch, num_kv_heads, time, head_dim] has the dtype and the device of what is encoded.
         """
         key = (like.dtype, like.device)
         if key not in self._encoded_groups:
@@ -242,14 +240,8 @@ class KeyCodec(Codec[CodesT, StateT]):
     def scores(self, query: Tensor, codes: CodesT, state: StateT, rotation: Rotation | None) -> Tensor:
         """Products of a few queries with the keys; a codec overrides it where it need not decode for that.
 
-        Args:
-            query: float32 [batch, num_kv_heads, rows, head_dim], rotated; rows are all queries of a kv head.
-            codes: of the tokens.
-            state: of their sequences.
-            rotation: RoPE of the tokens, float32; None if `space` is `post_rope`.
-
-        Returns:
-            float32 [batch, num_kv_heads, rows, time].
+        Queries are float32 [batch, num_kv_heads, rows, head_dim], rotated; rows are all queries of a kv head. RoPE of
+        the tokens is float32; None if `space` is `post_rope`. Returns float32 [batch, num_kv_heads, rows, time].
         """
         keys = self.decode(codes, state)
         return query @ (keys if rotation is None else rotation.apply(keys)).transpose(-1, -2)
@@ -260,8 +252,6 @@ class KeyCodec(Codec[CodesT, StateT]):
         """Keys after RoPE with the layer's offset; a codec overrides it where a kernel does all of it.
 
         Args:
-            codes: of the tokens.
-            state: of their sequences.
             rotation: RoPE of the tokens, float32.
             offset: None, or float32 [1, num_kv_heads, 1, head_dim], the constant pre-RoPE key that is not coded.
             dtype: of the result, [batch, num_kv_heads, time, head_dim], clamped to its range if that is float16.

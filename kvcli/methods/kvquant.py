@@ -66,9 +66,6 @@ class _KVQuant(Codec[KVQuantCodes, None]):
 
     Buffers:
         levels: float32 [2^bits], ascending, in [-1, 1].
-
-    Raises:
-        ValueError: more channels than 16-bit indices reach.
     """
 
     has_span: bool
@@ -138,9 +135,8 @@ class _KVQuantValue(_KVQuant, ValueCodec[KVQuantCodes]):
     def normalize(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Splits flat values [..., D] into outliers at both ends and a rest that spans [-1, 1].
 
-        Returns:
-            The values in units of the rest's range [..., D], the outliers' channels int64 [..., n], and middle and half
-            width of the range, float16 [..., 2].
+        Returns the values in units of the rest's range [..., D], the outliers' channels int64 [..., n], and middle and
+        half width of the range, float16 [..., 2].
         """
         most = self.num_outliers // 2
         high, low = (x.topk(most + 1, dim=-1, largest=largest) for largest in (True, False))
@@ -167,15 +163,8 @@ def flat(x: Tensor) -> Tensor:
 def weighted_levels(x: Tensor, weight: Tensor, count: int) -> Tensor:
     """Weighted k-means in one dimension: argmin sum_i w_i (x_i - Q(x_i))^2 over `count` levels.
 
-    Lloyd's iteration from the weighted quantiles, on sums of the sorted data.
-
-    Args:
-        x: [n].
-        weight: [n], not negative.
-        count: levels.
-
-    Returns:
-        float32 [count], ascending.
+    Lloyd's iteration from the weighted quantiles, on sums of the sorted data x [n] with weights [n], not negative.
+    Returns float32 [count], ascending.
     """
     x, order = x.double().sort()
     weight = weight.double()[order]

@@ -54,10 +54,7 @@ class LayerCodec(nn.Module, Generic[KeyT, ValueT]):
     def encoder_input(self, keys: Tensor, rotation: Rotation, unrotate: Unrotate) -> Tensor:
         """The input of `key.encode`, from keys of the window: before RoPE and float32, or after it in their dtype.
 
-        Args:
-            keys: after RoPE, [batch, num_kv_heads, time, head_dim].
-            rotation: RoPE of their positions, float32.
-            unrotate: inverse RoPE.
+        Keys are after RoPE, [batch, num_kv_heads, time, head_dim]; `rotation` is RoPE of their positions, float32.
         """
         offset = self.offset
         if self.key.space == "pre_rope":
@@ -66,13 +63,9 @@ class LayerCodec(nn.Module, Generic[KeyT, ValueT]):
         return keys if offset is None else (keys.float() - rotation.at_each_position(offset)).to(keys.dtype)
 
     def decode_keys(self, codes: Codes, state: Any, rotation: Rotation | None, dtype: torch.dtype) -> Tensor:
-        """Keys after RoPE, [batch, num_kv_heads, time, head_dim].
+        """Keys after RoPE, [batch, num_kv_heads, time, head_dim], clamped to the range of float16 if that is `dtype`.
 
-        Args:
-            codes: of the tokens.
-            state: of their sequences.
-            rotation: RoPE of their positions, float32, if `needs_rotations`.
-            dtype: of the result; values beyond float16 are clamped to its range.
+        `rotation` is RoPE of the tokens' positions, float32, if `needs_rotations`.
         """
         key, offset = self.key, self.offset
         if rotation is None or (offset is None and key.space == "post_rope"):
@@ -120,7 +113,6 @@ class EncodedTokens:
     Attributes:
         key_codes: of `length` tokens, in the key codec's type of `Codes`.
         key_state: of the sequences, in the key codec's type of `State`; None for codecs without one.
-        value_codes: of the same tokens.
         rotations: rotations of these tokens, if `LayerCodec.needs_rotations`; else None.
         lengths: tokens of each sequence, int32 [batch]; None when all have `length`.
     """

@@ -68,8 +68,6 @@ class Method:
         build: makes the unfitted codec of a layer from the model's shapes, the settings and the layer's index.
         nominal_bits: the paper's bits per value for K and V, without scales.
         paper_settings: the papers' configurations, settings by name with bits such as `kivi-2`.
-        schedules: when keys and when values are encoded.
-        fit: fits a layer; None for methods without calibration.
         allocate: settings for fitting, from settings and what errors of each layer cost (None: not recorded).
         fit_metrics: what `fit` measures, by name in `FitReport.metrics` (a list with one number per head or one for
             all heads): a label for model cards and progress lines.

@@ -29,7 +29,6 @@ class TokenBlocks:
     """A tensor that is read in blocks of tokens, any number of times.
 
     Args:
-        num_tokens: of all blocks.
         read: begins a pass over the blocks, at least one, which differ in their number of tokens only.
         axis: of the tokens.
         folder: where `stored` makes its file; None: where the system keeps temporary files.

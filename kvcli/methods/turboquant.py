@@ -126,10 +126,8 @@ def lloyd_max(width: int, n_bits: int) -> tuple[float, ...]:
 
     The coordinate's density is proportional to (1 - x^2)^((width - 3) / 2) on [-1, 1] (Lemma 1), close to
     N(0, 1 / width) for large widths. Lloyd's iteration runs on the distribution itself: the mass below x is summed on a
-    fine grid, the first moment below x is -(1 - x^2)^((width - 1) / 2) / (width - 1).
-
-    Returns:
-        2^n_bits centroids, ascending and symmetric about 0.
+    fine grid, the first moment below x is -(1 - x^2)^((width - 1) / 2) / (width - 1). Returns 2^n_bits centroids,
+    ascending and symmetric about 0.
     """
     # x = sin t has the density cos(t)^(width - 2) in t, which is finite for every width
     reach = math.asin(min(1.0, _TAIL / math.sqrt(width)))

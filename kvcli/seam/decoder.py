@@ -65,12 +65,8 @@ def text_model(model: nn.Module) -> Any:
 def logits_of(model: Any, states: Tensor) -> Tensor:
     """Logits by the model's own code, with its soft cap or scale if it has one.
 
-    Args:
-        model: a causal language model, attached or not; no other thread may use it meanwhile.
-        states: last hidden states of `backbone`, [batch, time, hidden_size].
-
-    Returns:
-        [batch, time, vocab_size].
+    The model is attached or not; no other thread may use it meanwhile. From last hidden states of `backbone`, [batch,
+    time, hidden_size], to [batch, time, vocab_size].
     """
     base = backbone(model)
     stand_in = _ComputedStates(base, states)

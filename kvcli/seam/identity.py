@@ -69,18 +69,14 @@ def _broadcasts_into(result: Any, constant: Any) -> bool:
     return all(theirs in (1, ours) for ours, theirs in sizes)
 
 
-def _unsqueeze(x: Any, dim: Any) -> Tensor | None:
-    return _view(x.unsqueeze(dim), x.number) if isinstance(x, IdentityFactor) else None
-
-
 def _product(x: Any, y: Any) -> Tensor | None:
     if not _broadcasts_into(x, y) or y.number is None:
         return None
     return x if y.number else _view(y.expand(x.shape), 0)
 
 
-def _sum(x: Any, y: Any) -> Tensor | None:
-    return x if _broadcasts_into(x, y) and y.number == 0 else None
-
-
-_RULES: dict[Any, Callable[..., Tensor | None]] = {Tensor.unsqueeze: _unsqueeze, Tensor.mul: _product, Tensor.add: _sum}
+_RULES: dict[Any, Callable[..., Tensor | None]] = {
+    Tensor.unsqueeze: lambda x, dim: _view(x.unsqueeze(dim), x.number) if isinstance(x, IdentityFactor) else None,
+    Tensor.mul: _product,
+    Tensor.add: lambda x, y: x if _broadcasts_into(x, y) and y.number == 0 else None,
+}

@@ -29,7 +29,6 @@ class LayerAttention:
 
     Attributes:
         layer_idx: counted among such layers.
-        module: the attention module.
         rotated: whether queries and keys reach us before RoPE; else they are attended to as they are.
         channels: order of the channels in the model.
         rotary_dim: channels that RoPE rotates.
@@ -79,13 +78,10 @@ class AttentionCall:
     """One call of a layer's attention.
 
     Attributes:
-        layer: how it attends.
         query: before RoPE, in the order of `kvcli.rope`, [batch, num_heads, query_len, head_dim].
         key: what the cache's `update` returned; without a cache [batch, num_kv_heads, query_len, head_dim].
         value: the same with the width of values.
         mask: None, or boolean [batch or 1, 1, query_len, slots].
-        scaling: factor of the scores.
-        rotary: of the forward pass.
         sinks: their logits [num_heads], where the layer has them.
     """
 

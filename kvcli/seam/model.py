@@ -32,7 +32,6 @@ class ModelAttention:
         layers: those of full attention, in their order.
         modules: all attention modules that go through transformers' attention interface, in the order of a pass.
         rope: the rotation of keys, of the model's own rotary module or none.
-        spec: shapes of the layers.
         implementation: the attention implementation that the model was loaded with.
         notes: one line each about what is not as usual.
     """

@@ -96,11 +96,7 @@ class Seam:
         return self.attention.rope
 
     def open(self) -> None:
-        """Patches the model.
-
-        Raises:
-            ModelError: the model is patched already, or another model with the same config object.
-        """
+        """Patches the model; ModelError if it, or another model with the same config object, is patched already."""
         self._refuse_attached()
         AttentionInterface.register(ATTENTION_NAME, _attention)
         AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
 from kvcli.errors import ModelError
-from kvcli.seam.rotary import RotaryCall, moved, passes_on
+from kvcli.seam.rotary import RotaryCall
 from kvcli.seam.sdpa import own_attention
 
 _UNDERSTOOD = ("scaling", "dropout", "is_causal", "position_ids", "softcap", "s_aux", "sliding_window")
@@ -130,15 +130,6 @@ class Recorder:
         """A forward hook; modules that are not rotary ones are passed over."""
         if (call := RotaryCall.of(module, args, kwargs, output)) is not None:
             self.rotary_calls.append(call)
-
-    def rotary_of(self, args: Any, kwargs: Any) -> RotaryCall | None:
-        """The rotary module's call whose output is among the arguments of an attention module."""
-        for value in (*args, *kwargs.values()):
-            # of modules in each other, the outermost one ends last
-            for call in reversed(self.rotary_calls):
-                if passes_on(value, call.output) or moved(value, call.output):
-                    return call
-        return None
 
 
 def record(module: nn.Module, *args: Any, **options: Any) -> tuple[Tensor, Any]:

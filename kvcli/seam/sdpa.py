@@ -15,10 +15,8 @@ def sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling
 
     Args:
         query: [batch, num_heads, query_len, head_dim].
-        key: [batch, num_kv_heads, kv_len, head_dim].
-        value: like key.
+        key, value: [batch, num_kv_heads, kv_len, head_dim].
         mask: None, or boolean [batch, 1, query_len, kv_len], True where a query sees a key.
-        scaling: factor of the scores.
 
     Returns:
         [batch, query_len, num_heads, head_dim]; a query that sees no key gets 0.
@@ -50,8 +48,6 @@ def plain_attention(
         query: [batch, num_heads, query_len, head_dim].
         key: [batch, num_kv_heads, kv_len, head_dim]; the queries are the last of its tokens.
         value: [batch, num_kv_heads, kv_len, value_dim].
-        mask: as for `sdpa`.
-        scaling: same.
         soft_cap: scores s become cap * tanh(s / cap).
         sinks: [num_heads], logits that take their share of every softmax and add nothing.
 

@@ -64,7 +64,10 @@ class Trial:
         name, stock = module_name(self.recorder.model, module), self.recorder.calls[-1]
         if stock.module is not module:
             raise NotUnderstood(f"{name} did not attend")
-        call, known = self.recorder.rotary_of(args, kwargs), self.layers.get(module)
+        # of rotary modules in each other, the outermost one ends last
+        rotary_calls = ((x, call) for x in (*args, *kwargs.values()) for call in reversed(self.recorder.rotary_calls))
+        call = next((call for x, call in rotary_calls if passes_on(x, call.output) or moved(x, call.output)), None)
+        known = self.layers.get(module)
         if known is not None and known.scaling != stock.scaling:
             raise NotUnderstood(f"{name} scales its scores by other factors as a context grows")
         reasons = []

@@ -98,8 +98,7 @@ def square_root(matrix: Tensor) -> Tensor:
 def distortion(variances: Tensor, bits: Tensor) -> Tensor:
     """Distortion of a Gaussian vector with variances float64 [n], by reverse water-filling, for `bits` [k] in all.
 
-    Returns:
-        float64 [k], half of the summed squared errors: with variances in units of cost, nats.
+    float64 [k], half of the summed squared errors: with variances in units of cost, nats.
     """
     ordered = variances.sort(descending=True).values.clamp_min(1e-300)
     logs = ordered.log2()

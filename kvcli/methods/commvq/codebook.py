@@ -43,8 +43,6 @@ class Search(NamedTuple):
     """Terms of the search for nearest centres, derived once from codebooks [..., N, 2g].
 
     Attributes:
-        codebook: [..., N, 2g].
-        codebook_i: `times_i` of it.
         directions: [..., 2g, 2N], -2 u_a and -2 i*u_b.
         table: [..., N, N], squared norms of the centres (a, b).
         by_second: [..., N, N], the same with b before a.
@@ -68,16 +66,11 @@ class Search(NamedTuple):
         return [Search(*terms) for terms in zip(*(x.unbind(dim) for x in self), strict=True)]
 
     def nearest(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The nearest centre of each vector, exactly, by 2N dot products and N^2 additions per vector.
+        """Indices a and b, int64 [P, T] each, of the centre nearest to each vector of x [P, T, 2g], exactly.
 
+        2N dot products and N^2 additions per vector, with codebooks [P, N, 2g]:
         |x - u_a - i*u_b|^2 = |x|^2 - 2 Re<x, u_a> - 2 Re<x, i*u_b> + |u_a + i*u_b|^2. The N^2 sums exist for a block
         of vectors at a time.
-
-        Args:
-            x: [P, T, 2g]; the codebooks are [P, N, 2g].
-
-        Returns:
-            Indices a and b, int64 [P, T] each.
         """
         size = self.table.shape[-1]
         along_a, along_b = (x @ self.directions).split(size, dim=-1)
@@ -111,16 +104,9 @@ def greedy_codes(x: Tensor, codebooks: Tensor) -> Tensor:
 
 
 def update(x: Tensor, first: Tensor, second: Tensor, codebook: Tensor) -> tuple[Tensor, Tensor]:
-    """The codebook that minimises the squared error for given hard assignments (CommVQ Eq. 32-33).
+    """The codebook that minimises the squared error for given hard assignments (CommVQ Eq. 32-33); as `Sums.solve`.
 
-    Args:
-        x: [P, T, 2g].
-        first: [P, T] indices a.
-        second: [P, T] indices b.
-        codebook: [P, N, 2g] the present codebook.
-
-    Returns:
-        As `Sums.solve`.
+    Vectors x [P, T, 2g], indices a `first` and b `second` [P, T], present codebook [P, N, 2g].
     """
     sums = Sums(codebook)
     sums.add(x, first, second)
@@ -158,11 +144,8 @@ class Sums:
         With Z the T x N matrix of rows e_a + i*e_b the normal equations Z^H Z U = Z^H X read, in the counts n_ab of
         joint assignments, (diag(n_a. + n_.b) + i*(n - n^T)) U = S_a - i*S_b.
 
-        Args:
-            codebook: [P, N, 2g] the present codebook; rows that no vector uses keep their value.
-
-        Returns:
-            The updated codebook [P, N, 2g], and a mask [P, N] of dead rows.
+        Rows of the present codebook [P, N, 2g] that no vector uses keep their value. Returns the updated codebook
+        [P, N, 2g], and a mask [P, N] of dead rows.
         """
         counts = self.counts.unflatten(1, (self.size, self.size))
         used = counts.sum(-1) + counts.sum(-2)

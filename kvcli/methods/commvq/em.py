@@ -35,12 +35,8 @@ def initial_codebook(x: TokenBlocks, size: int, generator: torch.Generator) -> T
 def fit_hard(x: TokenBlocks, size: int, iterations: int, early: int, generator: torch.Generator) -> Tensor:
     """EM with hard assignment; its first iterations run on a random quarter, 4096 to 8192 vectors.
 
-    Args:
-        x: [P, T, 2g] data.
-        size: rows N of the codebook [P, N, 2g] that is returned.
-        iterations: EM iterations in all.
-        early: how many of them run on the subset; all vectors are taken where it would be half of them or more.
-        generator: of the initial centres and the subset.
+    Of data x [P, T, 2g], to a codebook [P, N, 2g] of N = `size` rows. `early` of all iterations run on the subset; all
+    vectors are taken where it would be half of them or more.
     """
     codebook = initial_codebook(x, size, generator)
     count = min(max(_SUBSET, x.num_tokens // 4), _MOST_SUBSET)
@@ -94,10 +90,8 @@ def fit_annealed(x: TokenBlocks, size: int, stage: int, generator: torch.Generat
     """EM with the paper's annealed soft assignment.
 
     The schedule is the released code's: one E-step at T = 1, then 100 steps from 1e-3 * s to 1e-5 * s, s divided by 10
-    after stages 0, 4, 8, ..., for vectors scaled to unit norm.
-
-    Returns:
-        The codebook [P, N, 2g], N = `size`, with the lowest hard-assignment error.
+    after stages 0, 4, 8, ..., for vectors scaled to unit norm. The codebook [P, N, 2g], N = `size`, with the lowest
+    hard-assignment error is returned.
     """
     scale = 0.1 ** ((stage + 3) // 4)
     decay = torch.logspace(0, 1, _ANNEAL_STEPS, base=_ANNEAL_TO / _ANNEAL_FROM).tolist()

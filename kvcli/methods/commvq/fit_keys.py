@@ -25,8 +25,7 @@ def fit_keys(codec: CommVQKeyCodec, keys: TokenBlocks, config: CommVQConfig, gen
     Args:
         codec: fitted in place; its weights of channel pairs are used.
         keys: [num_kv_heads, tokens, head_dim], pre-RoPE, less the offset.
-        config: resolved settings.
-        generator: CPU generator of every random choice.
+        generator: on the CPU.
 
     Returns:
         Dead codebook rows: those that no training vector uses in the end, over all stages and heads.
@@ -72,7 +71,6 @@ def set_pair_weight(codec: CommVQKeyCodec, keys: TokenBlocks, samples: LayerSamp
     Args:
         codec: changed in place; the weighted keys of each head have mean square 1.
         keys: [num_kv_heads, tokens, head_dim], pre-RoPE, less the offset.
-        samples: queries and Fisher information.
         weighting: `fisher`, the root of what an error of a pair costs (of queries, where that was not recorded),
             `queries`, sqrt(E|q_j|^2) over a kv head's query heads, or `none`.
     """
@@ -88,13 +86,8 @@ def set_pair_weight(codec: CommVQKeyCodec, keys: TokenBlocks, samples: LayerSamp
 def pair_weight(costs: Tensor, keys: TokenBlocks, rotary_dim: int) -> Tensor:
     """Roots of what a squared error of each channel pair costs, in units that give a head's keys mean square 1.
 
-    Args:
-        costs: [num_kv_heads, head_dim/2], in any unit.
-        keys: [num_kv_heads, tokens, head_dim], pre-RoPE, less the offset.
-        rotary_dim: rotated channels.
-
-    Returns:
-        float32 [num_kv_heads, head_dim/2].
+    From `costs` [num_kv_heads, head_dim/2], in any unit, and pre-RoPE keys [num_kv_heads, tokens, head_dim], less the
+    offset; float32 [num_kv_heads, head_dim/2].
     """
     costs = costs.double()
     of_keys = keys.mean(lambda block: to_pairs(block, rotary_dim).double().square().sum(-1).mean(1))

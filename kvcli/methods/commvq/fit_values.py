@@ -64,10 +64,7 @@ def fit_values_fast(codec: CommVQValueCodec, values: TokenBlocks, iterations: in
     does over many rounds. Codebooks are therefore judged by encoding, once as solved for the bits of the descent and
     once for those that encoding finds, and rounds end when two in a row are worse than the best.
 
-    Args:
-        codec: fitted in place; its metric is used.
-        values: [num_kv_heads, tokens, head_dim].
-        iterations: most rounds.
+    The codec is fitted in place, with its metric, to values [num_kv_heads, tokens, head_dim].
     """
     rows = _unit_rows(codec, values)
     count = min(rows.num_tokens, _SAMPLE_ROWS)
@@ -82,7 +79,9 @@ def fit_values_fast(codec: CommVQValueCodec, values: TokenBlocks, iterations: in
         encoder = 2 * _ridge_solve(zip(rows, bits, strict=True))
         codec.get_buffer("encoder_weight_0").copy_(encoder[:-1].T)
         codec.get_buffer("encoder_bias_0").copy_(encoder[-1] - 1)
-        encoded = rows.map(partial(_encoded, codec)).stored()
+        encoded = rows.map(
+            lambda block: torch.cat([codec.assign(part).to(torch.uint8) for part in block.split(_BLOCK_TOKENS)])
+        ).stored()
         worse += 1
         for sample_bits in (encoded.at(places), None):
             if sample_bits is None:
@@ -100,11 +99,6 @@ def _unit_rows(codec: CommVQValueCodec, values: TokenBlocks) -> StoredBlocks:
     return values.map(lambda block: codec.normalise(block.unsqueeze(0))[0], axis=0).stored()
 
 
-def _encoded(codec: CommVQValueCodec, rows: Tensor) -> Tensor:
-    """The bits that encoding finds for rows [T, D]: uint8 [T, N_c]."""
-    return torch.cat([codec.assign(part).to(torch.uint8) for part in rows.split(_BLOCK_TOKENS)])
-
-
 def _swept(bits: Tensor, rows: Tensor, codebook: Tensor, offset: Tensor) -> Tensor:
     """uint8 bits [T, N_c] of rows [T, D] after one sweep, in place."""
     for part, part_bits in zip(rows.split(_BLOCK_TOKENS), bits.split(_BLOCK_TOKENS), strict=True):
@@ -119,9 +113,8 @@ def principal_bits(rows: TokenBlocks, num_bits: int) -> tuple[Tensor, Tensor, St
 
     Component i with b_i bits and step t_i is the sum of b_i binary rows t_i * 2^j * (its direction), plus an offset.
 
-    Returns:
-        Codebook [N_c, D], offset [D] and bits uint8 [T, N_c] of rows [T, D] and N_c = `num_bits`, grouped so that a
-        sweep chooses neighbouring components.
+    Returns codebook [N_c, D], offset [D] and bits uint8 [T, N_c] of rows [T, D] and N_c = `num_bits`, grouped so that a
+    sweep chooses neighbouring components.
     """
     mean = rows.mean(lambda block: block.mean(0))
     # that within blocks and that of the blocks' means
@@ -176,11 +169,8 @@ def fit_values_paper(codec: CommVQValueCodec, values: TokenBlocks, steps: int, g
     AdamW with learning rate 1e-3. The loss is the squared error of section 4.1; the released code adds the error of the
     attention output.
 
-    Args:
-        codec: fitted in place; its metric is used.
-        values: [num_kv_heads, tokens, head_dim].
-        steps: optimiser steps of 2048 tokens.
-        generator: CPU generator of batches, noise and initial weights.
+    The codec is fitted in place, with its metric, to values [num_kv_heads, tokens, head_dim]; a step takes 2048 tokens.
+    The generator is on the CPU.
     """
     rows = _unit_rows(codec, values)
     config, width, device = codec.config, codec.spec.kv_dim, codec.codebook.device

@@ -29,10 +29,8 @@ def choose_offset(
 ) -> tuple[str, Tensor]:
     """The offset with the smallest held-out score error, each tried by a short fit of a few stages.
 
-    A `key_offset` other than auto is taken without a trial. The codec does not change.
-
-    Returns:
-        Its name, and the offset [num_kv_heads, head_dim].
+    A `key_offset` other than auto is taken without a trial. The codec does not change. Returns the offset's name, and
+    the offset [num_kv_heads, head_dim].
     """
     mean = train.keys.mean(lambda block: block.mean(1))
     choices = {"none": torch.zeros_like(mean)}

@@ -152,8 +152,7 @@ def in_metric(rows: Tensor, metric_root: Tensor) -> Tensor:
 def pack_codebook(codebook: Tensor) -> Tensor:
     """The key codebook int8 [num_kv_heads, groups, R, N, 2g], (re, im) interleaved, as biased bytes.
 
-    Returns:
-        int32 [num_kv_heads, groups, R, N, g/2]; word w holds (re, im) of pair w, then of pair w + g/2.
+    int32 [num_kv_heads, groups, R, N, g/2]; word w holds (re, im) of pair w, then of pair w + g/2.
     """
     biased = codebook.to(torch.int16) + 128
     halves = biased.unflatten(-1, (2, -1, 2)).transpose(-3, -2).flatten(-3)

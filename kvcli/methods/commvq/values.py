@@ -86,8 +86,7 @@ class CommVQValueCodec(ValueCodec[CommVQValueCodes]):
     def normalise(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Values [batch, heads, time, d] as unit rows [batch * time, D] in the coordinates of the metric.
 
-        Their root mean square is 1 (0 for a zero value); float32 [batch * time, 1] is returned, too, by which they were
-        divided.
+        Their root mean square is 1, or 0 for a zero value. Also returns their divisors, float32 [batch * time, 1].
         """
         rows = self.in_metric(values.transpose(1, 2).flatten(2).flatten(0, 1))
         rms = rows.square().mean(-1, keepdim=True).sqrt()
@@ -178,13 +177,8 @@ def sweep(target: Tensor, codebook: Tensor, bits: Tensor) -> Tensor:
     The residual, which is wide, is read and written once per block of bits; within a block its products with the rows
     are kept up to date instead.
 
-    Args:
-        target: [T, D] rows to approximate by bits @ codebook.
-        codebook: [N_c, D].
-        bits: [T, N_c] zeros and ones, changed in place; the squared error never rises.
-
-    Returns:
-        The residual target - bits @ codebook, [T, D].
+    Rows `target` [T, D] are approximated by bits @ codebook [N_c, D]; bits [T, N_c], zeros and ones, are changed in
+    place. The squared error never rises. Returns the residual target - bits @ codebook, [T, D].
     """
     residual = target - bits @ codebook
     places = torch.arange(SWEEP_BITS, device=bits.device)

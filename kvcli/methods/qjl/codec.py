@@ -171,10 +171,6 @@ def sketch_bias(head_dim: int) -> float:
     return math.sqrt(half) * math.exp(math.lgamma(half) - math.lgamma(half + 0.5))
 
 
-def _build(spec: ModelSpec, config: QJLConfig, layer_idx: int) -> LayerCodec[QJLKey, PerTokenValue]:
-    return LayerCodec(QJLKey(spec, config, layer_idx), PerTokenValue(spec, config.v_bits, config.group_size))
-
-
 def _nominal_bits(spec: ModelSpec, config: QJLConfig) -> tuple[float, float]:
     """Sign bits per key value, averaged over the layers, without norms as in the paper; and bits per value code."""
     dims = [sum(config.sketch_dims(spec, layer_idx)) for layer_idx in range(spec.num_layers)]
@@ -188,7 +184,9 @@ METHOD = Method(
     paper="QJL, 2024",
     arxiv="2406.03482",
     config_cls=QJLConfig,
-    build=_build,
+    build=lambda spec, config, layer_idx: LayerCodec(
+        QJLKey(spec, config, layer_idx), PerTokenValue(spec, config.v_bits, config.group_size)
+    ),
     nominal_bits=_nominal_bits,
     paper_settings={"qjl": {"sink_length": 0, "residual_length": 128}},
     attend_kernels="kvcli.methods.qjl.attend_kernels",

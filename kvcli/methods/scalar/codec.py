@@ -33,8 +33,7 @@ from kvcli.spec import ModelSpec
 def quantize(groups: Tensor, n_bits: int) -> tuple[Tensor, Tensor, Tensor]:
     """Quantizes [..., group_size] along the last axis; values beyond the range of float16 are clamped to it.
 
-    Returns:
-        codes int32 [..., group_size], scale and zero float16 [..., 1].
+    Returns codes int32 [..., group_size], scale and zero float16 [..., 1].
     """
     groups = groups.float().clamp(-FP16_MAX, FP16_MAX)
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
@@ -74,7 +73,6 @@ class ScalarCodec(Codec[ScalarCodes, StateT]):
     """The scalar format; bits per value = `n_bits` + 32 / group.
 
     Attributes:
-        n_bits: bits per code.
         tokens_per_group: consecutive tokens that share a scale.
         group_size: consecutive channels that share a scale.
     """
@@ -117,8 +115,7 @@ class PerChannelCodec(ScalarCodec[StateT], KeyCodec[ScalarCodes, StateT]):
     def quantize_channels(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Quantizes x [batch, heads, time, channels] in whole groups of tokens.
 
-        Returns:
-            codes int32 shaped like x; scale and zero float16 [batch, heads, time / group, channels].
+        Returns codes int32 shaped like x; scale and zero float16 [batch, heads, time / group, channels].
         """
         groups = x.unflatten(2, (-1, self.tokens_per_group)).transpose(-1, -2)
         codes, scale, zero = quantize(groups, self.n_bits)

@@ -185,14 +185,9 @@ def encode_per_token(
 ) -> None:
     """Writes what `quantize_per_token` returns to `out`, views of longer tensors, or does `Codec.round_in_place`.
 
-    Args:
-        x: [batch, heads, time, channels], or the window.
-        time: tokens per row.
-        n_bits: bits per code.
-        group_size: channels that share a scale.
-        out: packed, scale and zero.
-        place: (first, sinks, ring) of `Codec.round_in_place`.
-        peak: float32 [], grows to the largest magnitude if that is beyond what 1-bit codes hold.
+    x is [batch, heads, time, channels], or the window with `place` (first, sinks, ring) of `Codec.round_in_place`;
+    `out` are packed, scale and zero; `peak`, float32 [], grows to the largest magnitude if that is beyond what 1-bit
+    codes hold.
     """
     x = row_major(x) if place is None else x
     batch, heads, _, channels = x.shape

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -154,10 +153,6 @@ def fit_subspace(
     return FitReport({"subspace_energy": [float(x) for x in energy]})
 
 
-def _build(space: Space, spec: ModelSpec, config: SQuatConfig, layer_idx: int) -> LayerCodec[SQuatKey, PerTokenValue]:
-    return LayerCodec(SQuatKey(spec, config, space), PerTokenValue(spec, config.v_bits, config.group_size))
-
-
 def _method(name: str, summary: str, space: Space) -> Method:
     return Method(
         name=name,
@@ -166,7 +161,9 @@ def _method(name: str, summary: str, space: Space) -> Method:
         paper="SQuat, 2025",
         arxiv="2503.24358",
         config_cls=SQuatConfig,
-        build=partial(_build, space),
+        build=lambda spec, config, layer_idx: LayerCodec(
+            SQuatKey(spec, config, space), PerTokenValue(spec, config.v_bits, config.group_size)
+        ),
         paper_settings={f"{name}-2": {"sink_length": 0, "residual_length": 32}},
         schedules=kivi_schedules,
         fit=fit_subspace,

@@ -54,12 +54,8 @@ def leading_factor(gram: Tensor, rank: int, solver: str) -> Tensor:
 def corrections(q_hat: Tensor, block_size: int) -> Tensor:
     """Corrections of the channels after each block, per unit of the block's error, for P = I + Q_hat^T Q_hat.
 
-    Args:
-        q_hat: float64 [..., r, d].
-        block_size: channels per block.
-
-    Returns:
-        float32 [..., d, d]; rows of block b, columns of the channels r after it: (P_rr^-1 P_rb)^T; 0 elsewhere.
+    From q_hat float64 [..., r, d]; float32 [..., d, d]: rows of block b, columns of the channels r after it, hold
+    (P_rr^-1 P_rb)^T; 0 elsewhere.
     """
     width = q_hat.shape[-1]
     matrix = q_hat.new_zeros(*q_hat.shape[:-2], width, width, dtype=torch.float32)
