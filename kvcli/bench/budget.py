@@ -84,7 +84,7 @@ def largest(
     growth: float = 2.0,
     resolution: float = 0.0,
 ) -> int:
-    """The largest size that fits, 0 if none does, found by growing or shrinking from `start`, then by bisection.
+    """The largest size that fits, 0 if none does, by growing or shrinking from `start`, then by bisection.
 
     Args:
         fits: whether a size fits; if one does, all smaller ones do.

@@ -98,10 +98,8 @@ def replay_step(
     """
     spec = ModelSpec.from_config(model.config)
     shape = (batch, spec.num_kv_heads, context + 1, spec.head_dim)
-    random = [
-        [torch.randn(shape, device=model.device, dtype=model.dtype) for _ in range(2)] for _ in range(spec.num_layers)
-    ]
-    cache = FixedLengthCache(layers=[FixedLengthLayer(keys, values) for keys, values in random])
+    random = partial(torch.randn, shape, device=model.device, dtype=model.dtype)
+    cache = FixedLengthCache(layers=[FixedLengthLayer(random(), random()) for _ in range(spec.num_layers)])
     token = torch.zeros(batch, 1, dtype=torch.int64, device=model.device)
     positions = torch.full_like(token, context)
     layers = nullcontext() if backend is None else CompiledLayers(model, backend).active()

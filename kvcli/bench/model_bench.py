@@ -1,4 +1,4 @@
-"""Whole models with each method's cache: speed of given prompts, and what fits into a memory budget.
+"""Whole models with each method's cache: speed of prompts, and what fits into a memory budget.
 
 The suites `generate` and `memory` of `kvcli bench`. Before a method is run, its kernels are checked against the
 reference on one layer of the model's shape.
@@ -247,7 +247,7 @@ class ModelBench:
     def _times(
         self, case: MethodCase, repeats: int, fill_prompt: bool, copy_gb_s: float | None, row: ModelRow
     ) -> ModelRow:
-        """Finds the batch if none is given, checks the kernels at this shape, and times runs."""
+        """Searches for the batch if the row has none, checks the kernels at this shape, and times runs."""
         bounded = self.memory_budget is not None or not row.batch
         if not row.batch:
             row, _ = self._search(case, row, fill_middle=fill_prompt)

@@ -33,7 +33,7 @@ Status = Literal["ok", "mismatch", "out of memory", "refused", "failed"]
 
 
 class BenchOptions(ModelOptions):
-    """Options of every suite; lists and lengths that are not given follow from the device."""
+    """Options of every suite; lists and lengths without a value follow from the device."""
 
     former_names: ClassVar[dict[str, str]] = {"methods": "method", "settings": "setting"}
 
@@ -235,7 +235,7 @@ class BenchSuite(Suite):
 
 
 def default_methods(few: bool = False, kinds_only: bool = False) -> list[str]:
-    """What is measured unless --method is given: what the methods' records name.
+    """What is measured without --method: what the methods' records name.
 
     With `kinds_only`, one method that needs no artifact and one that needs one; with `few`, for slow runs, only the
     first number of bits of each.

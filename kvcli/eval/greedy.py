@@ -64,12 +64,10 @@ def greedy(
 
     Args:
         loaded: the model, attached if the caches are compressed.
-        new_cache: the class or function of empty caches.
-        pieces: of the prompt, each read in a pass of its own: it attends to what the cache made of the earlier ones.
-        max_new_tokens: tokens at most.
+        pieces: of the prompt, each read in a pass of its own: it attends to what the cache holds of the earlier ones.
         chunk: tokens of a piece per forward pass; default all.
         stop: tokens that end the text; they are not returned.
-        done: given the tokens so far after each one; True ends the text.
+        done: called with the tokens so far after each one; True ends the text.
 
     Returns:
         The new tokens, and the cache.
@@ -117,7 +115,7 @@ def continuations(
     stop: Iterable[int] = (),
     done: Callable[[int, list[int]], bool] = lambda index, tokens: False,
 ) -> tuple[list[list[int]], MemoryReport | None]:
-    """Continues prompts, given as pieces, as `greedy` does; `done` is given the index of the prompt, too.
+    """Continues prompts, each in pieces, as `greedy` does; `done` is called with the index of the prompt, too.
 
     Returns:
         The new tokens of each prompt, and the memory of the last cache; None for the uncompressed model.

@@ -283,7 +283,7 @@ class EvalSuite(Suite):
 def choose_cases(options: EvalOptions) -> list[tuple[str, Path | None]]:
     """Methods with their artifacts, in the order of the table.
 
-    A fitted method asked for by name is measured with the artifacts given for it, else with the newest one.
+    A fitted method of --method is measured with its artifacts of --artifact, else with the newest one.
 
     Raises:
         UsageError: a method that does not exist.

@@ -77,7 +77,7 @@ def check(options: TasksOptions) -> None:
 
 
 def measure(loaded: LoadedModel, case: Case, options: TasksOptions, manager: Any) -> Measured:
-    """Runs tasks that `find_tasks` has found; a unit per document and metric.
+    """Runs tasks of the index of `find_tasks`; a unit per document and metric.
 
     Raises:
         UsageError: tasks that cannot be read, or have no metric that is a mean over documents.
