@@ -1,7 +1,7 @@
 """Writes the tables of docs that are made from the records in this folder, or from tests; `--check` only compares.
 
-A record is a line that `kvcli bench --out` or `kvcli eval --out` appended. A table stands between
-`<!-- table: NAME -->` and `<!-- end -->`; `python docs/results/tables.py` replaces what is between them.
+A record is a line that `kvcli bench --out` or `kvcli eval --out` appended, less the `units` of `eval`. A table stands
+between `<!-- table: NAME -->` and `<!-- end -->`; `python docs/results/tables.py` replaces what is between them.
 """
 
 from __future__ import annotations

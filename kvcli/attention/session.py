@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -185,6 +185,8 @@ class Session:
         sampling = sampling or SamplingConfig()
         if sampling.max_new_tokens < 1:
             raise UsageError(f"max_new_tokens must be 1 or more, not {sampling.max_new_tokens}")
+        if mode not in (None, *get_args(Mode)):
+            raise UsageError(f"mode is {' or '.join(get_args(Mode))}, not {mode!r}")
         if mode == "graphs" and not input_ids.is_cuda:
             raise UsageError("CUDA graphs need a GPU; choose steps or passes")
         if mode == "passes" and compile_layers:

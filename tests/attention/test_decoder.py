@@ -103,6 +103,11 @@ def test_steps_make_the_tokens_of_transformers(name: str, padded: bool, steps: l
     assert torch.allclose(*logits, atol=1e-3)
 
 
+def test_an_unknown_mode_is_refused() -> None:
+    with attached("kivi") as session, pytest.raises(UsageError, match="passes or steps or graphs, not 'auto'"):
+        session.generate(prompts(1, 8, padded=False)[0], mode="auto")  # type: ignore[arg-type]
+
+
 @pytest.mark.kernels
 def test_steps_of_kernels(steps: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoder, "_LEAST_STEPS", 1)
