@@ -10,7 +10,7 @@ from pydantic import Field
 from kvcli.cli.command import Command
 from kvcli.cli.output import Output
 from kvcli.options import ModelOptions, parse_settings
-from kvcli.paths import RUNS, short_name
+from kvcli.paths import model_folder
 from kvcli.registry import DEFAULT_METHOD, parse_method
 from kvcli.tables import DataTable
 
@@ -65,7 +65,7 @@ def run(options: DomainsOptions, output: Output) -> None:
     settings = DomainSettings(**{name: getattr(options, name) for name in DomainSettings.__dataclass_fields__})
     window = {"sink_length": options.sink_length, "residual_length": options.residual_length}
     config = make_config(method, {**from_bits, **window, **parse_settings(options.setting)}).resolve(loaded.spec)
-    folder = options.out or RUNS / short_name(options.model) / "domains"
+    folder = options.out or model_folder(options.model, "domains")
     cells = run_matrix(
         loaded,
         rows,

@@ -104,7 +104,7 @@ def test_kernels_that_encode_in_place_note_numbers() -> None:
     codes = value.encode(torch.zeros(2, 2, 64, 16, device=DEVICE)).map(torch.zeros_like)
     first = torch.tensor([[4], [4]], dtype=torch.int32, device=DEVICE)
     seen = ranges.StepRanges(2, torch.device(DEVICE))
-    note = seen.of("layer 0: values", value)
+    note = ranges.Note(seen, "layer 0: values", value)
     assert note.peak(torch.float16) is None
     assert value.round_in_place(window.clone(), 2, first, 1, codes, note.peak(window.dtype))
     seen.check()
@@ -140,7 +140,7 @@ def test_single_tokens_on_a_gpu_are_not_waited_for(monkeypatch: pytest.MonkeyPat
 
     noted: list[Any] = []
     monkeypatch.setattr(torch.linalg, "vector_norm", lambda *args, **kwargs: noted.append(args) or torch.zeros(()))
-    note = ranges.Ranges().of("layer 0: keys", fp8_keys())
+    note = ranges.Note(ranges.Ranges(), "layer 0: keys", fp8_keys())
     for start, count in ((0, 1), (128, 1), (128, 63), (128, 64)):
         note(Encoding([0], True, start, count, 0), OnGpu(), None)  # type: ignore[arg-type]
     assert len(noted) == 2
@@ -165,7 +165,7 @@ def test_commvq_refuses_what_is_far_beyond_its_calibration(dtype: torch.dtype, f
         part.codebook.mul_(0.001)  # as if calibrated on values of a thousandth
         part.offset.zero_()
     seen = ranges.Ranges()
-    note = seen.of("layer 3: numbers", part)
+    note = ranges.Note(seen, "layer 3: numbers", part)
     x = keys.unsqueeze(0).to(dtype)
     for tokens in (x, x * float("nan")):  # what is not a number shows in the logits
         note(Encoding([0], True, 0, x.shape[2], 0), tokens, part.encode(tokens))
