@@ -20,6 +20,7 @@ from kvcli.errors import ArtifactError, SamplesError, UsageError
 from kvcli.fit import assemble, fit_recording
 from kvcli.options import parse_layers
 from kvcli.registry import get_method
+from kvcli.seam.decoder import backbone
 
 PART = "window-000-part-00001.safetensors"
 
@@ -68,15 +69,15 @@ def test_another_text_is_refused_also_by_a_recording_that_was_cut_off(
     """Fault (inputs): another corpus, or other settings, in the same folder. Result: refused; the message names the
     settings with both values. Also in: storage/test_run_manifest.
     """
-    calls, run = [], collecting._run
+    calls = []
 
-    def cut_off(*arguments: Any) -> None:
+    def cut_off(model: Any) -> Any:
         calls.append(1)
         if len(calls) == 3:
             raise KeyboardInterrupt
-        run(*arguments)
+        return backbone(model)
 
-    monkeypatch.setattr(collecting, "_run", cut_off)
+    monkeypatch.setattr(collecting, "backbone", cut_off)
     with pytest.raises(KeyboardInterrupt):
         recorded(tmp_path)
     other = SEQUENCES.clone()
@@ -92,15 +93,15 @@ def test_overwrite_records_and_fits_again_with_equal_settings(copy: Path, monkey
     """Fault (inputs): `--overwrite`. Result: what kvcli recorded or fitted in the folder is discarded; other files
     stay.
     """
-    calls, run, seen = [], collecting._run, []
-    monkeypatch.setattr(collecting, "_run", lambda *arguments: (calls.append(1), run(*arguments)))
+    passes, seen = [], []
+    monkeypatch.setattr(collecting, "backbone", lambda model: (passes.append(1), backbone(model))[1])
     notes = (copy / "samples" / "notes.txt", copy / "run" / "layer-notes.json")
     for path in notes:
         path.write_text("mine")
     recorded(copy / "samples")
-    assert not calls
+    assert not passes
     recorded(copy / "samples", overwrite=True)
-    assert len(calls) == 6
+    assert len(passes) == 6
     fitted(copy / "run", Recording(copy / "samples"), overwrite=True, done=lambda _, __, reused: seen.append(reused))
     assert seen == [False, False, False]
     assert [path.read_text() for path in notes] == ["mine", "mine"]
