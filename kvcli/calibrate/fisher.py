@@ -29,7 +29,12 @@ from kvcli.seam.patch import Seam
 from kvcli.seam.rotary import RotaryCall
 
 _SINKS, _WINDOW = 4, 32
-_LOGIT_TOKENS = 256
+LOGIT_TOKENS = 256
+"""Most tokens whose logits are in memory at once."""
+
+LOGITS = 2**24
+"""Most logits in memory at once, of one token or more; backward passes keep four numbers for each."""
+
 _REMEDY = "leave them out with --fisher-tokens 0"
 _KINDS = ("key", "value")
 _SUMS = ("fisher", "weight", "squares", "sum", "count")
@@ -61,15 +66,11 @@ def sequence_sums(
     """
     generator, model = torch.Generator().manual_seed(seed), loaded.model
     for index, sequence in enumerate(sequences[: max(indices, default=-1) + 1]):
-        if index not in indices:  # the generator is left as if its tokens had been drawn
-            with torch.no_grad():
-                state = torch.zeros(1, loaded.spec.hidden_size).to(model.device, model.dtype)
-                vocabulary = model.get_output_embeddings()(state).shape[-1]
-            for part in sequence.split(_LOGIT_TOKENS):
-                torch.multinomial(torch.ones(len(part), vocabulary), 1, generator=generator)
+        uniform = torch.rand(len(sequence), generator=generator, dtype=torch.float64)
+        if index not in indices:
             continue
         with _frozen(model):
-            layers = backward(model, sequence, generator)
+            layers = backward(model, sequence, uniform)
         sums: Sums = {}
         for layer_idx, pair in layers.items():
             for x, kind in zip(pair, _KINDS, strict=True):
@@ -105,8 +106,10 @@ def layer_fisher(sums: Iterable[Sums], num_layers: int) -> list[LayerFisher]:
     return layers
 
 
-def backward(model: Any, sequence: Tensor, generator: torch.Generator) -> dict[int, tuple[Tensor, Tensor]]:
+def backward(model: Any, sequence: Tensor, uniform: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
     """Keys and values of each layer with their gradients, for one sequence [time].
+
+    `uniform`, float64 [time] in [0, 1), decides which token is drawn from the model at each position.
 
     Raises:
         SamplesError: a model that is not differentiable, such as one with quantized weights of some kinds.
@@ -129,7 +132,7 @@ def backward(model: Any, sequence: Tensor, generator: torch.Generator) -> dict[i
                 states = backbone(model)(input_ids=ids, use_cache=False).last_hidden_state
             if not states.requires_grad:
                 raise SamplesError(f"the model's layers let no gradients through; {_REMEDY}")
-            states.backward(_gradient_of_sampled(model, states.detach(), generator))
+            states.backward(_gradient_of_sampled(model, states.detach(), uniform))
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -166,17 +169,24 @@ def _attend(
     return output.flatten(2, 3)
 
 
-def _gradient_of_sampled(model: Any, states: Tensor, generator: torch.Generator) -> Tensor:
-    """Gradient of the log-probability of one token drawn at each position, by the last hidden states [1, time, D]."""
+def _gradient_of_sampled(model: Any, states: Tensor, uniform: Tensor) -> Tensor:
+    """Gradient of the log-probability of one token drawn at each position, by the last hidden states [1, time, D].
+
+    The token is the first whose cumulative probability exceeds `uniform` [time]: one number per position travels to
+    the device, whatever the vocabulary.
+    """
     gradients: list[Tensor] = []
-    for part in states.split(_LOGIT_TOKENS, dim=1):
+    tokens = max(1, min(LOGIT_TOKENS, LOGITS // model.config.get_text_config().vocab_size))
+    for part, level in zip(states.split(tokens, dim=1), uniform.to(states.device).split(tokens), strict=True):
         leaf = part.requires_grad_()
         log_probs = logits_of(model, leaf).float().log_softmax(-1)[0]
         if not bool(log_probs.isfinite().all()):
             raise SamplesError(f"the model's logits are not finite; {_REMEDY}")
         if not log_probs.requires_grad:
             raise SamplesError(f"the model's output layer lets no gradients through; {_REMEDY}")
-        drawn = torch.multinomial(log_probs.detach().exp().cpu(), 1, generator=generator).to(states.device)
+        cumulative = log_probs.detach().exp().cumsum(-1)
+        level = level.to(cumulative.dtype).unsqueeze(1) * cumulative[:, -1:]
+        drawn = torch.searchsorted(cumulative, level, right=True).clamp(max=cumulative.shape[-1] - 1)
         gradients += torch.autograd.grad(log_probs.gather(1, drawn).sum(), leaf)
     return torch.cat(gradients, dim=1)
 

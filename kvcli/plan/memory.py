@@ -21,6 +21,7 @@ from kvcli.bench.shapes import SHAPES, shape_config
 from kvcli.builtin_models import BUILTIN_MODELS, copy_folder
 from kvcli.cache.compressed import MemoryReport
 from kvcli.calibrate.config import FISHER_SEQ_LEN, CollectConfig
+from kvcli.calibrate.fisher import LOGIT_TOKENS, LOGITS
 from kvcli.checkpoint import attention_implementation
 from kvcli.errors import ModelError
 from kvcli.methods.config import CacheConfig
@@ -299,7 +300,7 @@ def calibration(planned: PlannedModel, config: CollectConfig, program_bytes: int
         scores = 4 * 4 * spec.num_heads * length**2
         saved = 5 * layers * length * planned.token_bytes // 4
         saved += 2 * len(planned.windows) * spec.num_heads * length**2 * planned.dtype.itemsize
-        logits = 4 * 4 * min(length, 256) * spec.vocab_size
+        logits = 4 * 4 * max(spec.vocab_size, min(LOGITS, spec.vocab_size * min(length, LOGIT_TOKENS)))
         peak = max(peak, saved + scores + logits + 2 * 8 * matrices + 8 * length * kv_width * layers)
     on_gpu = planned.device.type != "cpu"
     return {

@@ -22,9 +22,13 @@ TIME = 80
 SEQUENCES = torch.randint(3, 97, (3, TIME), generator=torch.Generator().manual_seed(0))
 
 
+def uniform(seed: int) -> Tensor:
+    return torch.rand(TIME, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
 def gradients(model: Any, sequence: Tensor, seed: int = 0) -> dict[int, tuple[Tensor, Tensor]]:
     with fisher._frozen(model):
-        return fisher.backward(model, sequence, torch.Generator().manual_seed(seed))
+        return fisher.backward(model, sequence, uniform(seed))
 
 
 class Disturbed:
@@ -81,6 +85,33 @@ def test_gradients_predict_the_divergence_of_small_errors(side: str) -> None:
         assert grad is not None
         predicted.append(float((grad * error).sum()) ** 2 / 2)
     assert sum(predicted) / len(predicted) == pytest.approx(divergence, rel=0.35)
+
+
+def test_a_large_vocabulary_is_taken_in_smaller_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokens that are drawn, and so the gradients, do not depend on the blocks."""
+    model, blocks, logits_of = make_model("llama"), [], fisher.logits_of
+    monkeypatch.setattr(fisher, "logits_of", lambda model, states: (blocks.append(states), logits_of(model, states))[1])
+    whole = gradients(model, SEQUENCES[0])
+    monkeypatch.setattr(fisher, "LOGITS", 97 * 7)
+    split = gradients(model, SEQUENCES[0])
+    assert [states.shape[1] for states in blocks] == [TIME, *[7] * 11, 3]
+    for layer_idx, pair in whole.items():
+        for x, y in zip(pair, split[layer_idx], strict=True):
+            assert x.grad is not None
+            assert y.grad is not None
+            assert torch.allclose(x.grad, y.grad, atol=1e-6)
+
+
+def test_tokens_are_drawn_from_the_models_distribution() -> None:
+    """At one position, over many draws: the mean gradient of log p(y) is zero, as it is for no other distribution."""
+    model = make_model("llama")
+    model.lm_head.weight.data.mul_(20)
+    states = torch.randn(1, 1, 64, generator=torch.Generator().manual_seed(0)).expand(1, 4000, -1).clone()
+    level = torch.rand(4000, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    with Seam(model, lambda call: call.exact()):
+        gradient = fisher._gradient_of_sampled(model, states, level)[0]
+    error = gradient.std(0) / 4000**0.5
+    assert float((gradient.mean(0) / error).abs().max()) < 4.5
 
 
 def test_recordings_keep_it(tmp_path: Any) -> None:
