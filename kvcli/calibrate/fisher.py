@@ -185,8 +185,8 @@ def _gradient_of_sampled(model: Any, states: Tensor, uniform: Tensor) -> Tensor:
         if not log_probs.requires_grad:
             raise SamplesError(f"the model's output layer lets no gradients through; {_REMEDY}")
         cumulative = log_probs.detach().exp().cumsum(-1)
-        level = level.to(cumulative.dtype).unsqueeze(1) * cumulative[:, -1:]
-        drawn = torch.searchsorted(cumulative, level, right=True).clamp(max=cumulative.shape[-1] - 1)
+        reached = level.to(cumulative.dtype).unsqueeze(1) * cumulative[:, -1:]
+        drawn = torch.searchsorted(cumulative, reached, right=True).clamp(max=cumulative.shape[-1] - 1)
         gradients += torch.autograd.grad(log_probs.gather(1, drawn).sum(), leaf)
     return torch.cat(gradients, dim=1)
 

@@ -1,6 +1,6 @@
 """What the golden records are of: commands with `--json`, tokens, artifacts and contexts of tiny models, all seeded.
 
-`WRITE` writes the records again; `test_golden.py` compares.
+`WRITE` writes the records again; `test_golden.py` compares what the same command writes elsewhere.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,8 +27,11 @@ from kvcli.cli.app import app
 from kvcli.registry import METHODS, get_method
 
 RECORDS = Path(__file__).parent / "records"
-WRITE = "PYTHONPATH=tests:tests/support python -m golden.scenarios"
-"""The command that writes the records again."""
+PORTABLE = {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE", "ONEDNN_MAX_CPU_ISA": "SSE41"}
+"""Environment in which processors of all generations compute alike, to the last bit."""
+
+WRITE = " ".join(["PYTHONPATH=tests:tests/support", *map("=".join, PORTABLE.items()), "python -m golden.scenarios"])
+"""The command that writes the records again, or into the folder that is its argument."""
 
 RECORDED = ("fp16", "fp8", "rtn", "kivi", "squat", "squat-pre", "qjl", "turboquant", "oscar", "kvquant", "commvq")
 """The methods that there are while records are written and compared; a new one may be added, and recorded, or not."""
@@ -244,18 +248,25 @@ GROUPS_OF_RECORDS: dict[str, Callable[[Path], dict[str, Any]]] = {
 
 
 def platform() -> str:
-    """Where floating-point results are the same to the last bit."""
-    return f"torch {torch.__version__.split('+')[0]}, {torch.backends.cpu.get_cpu_capability()}"
+    """The version of PyTorch, and a digest of what it computes here: equal where all floats of records are."""
+    a, b = torch.randn(2, 96, 96, generator=torch.Generator().manual_seed(0)).double()
+    symmetric = a @ a.T + torch.eye(96, dtype=a.dtype)
+    results = [a @ b, a.exp(), b.cos(), a.softmax(-1), *torch.linalg.qr(a), *torch.linalg.eigh(symmetric)]
+    results += [torch.linalg.cholesky(symmetric), torch.linalg.svdvals(a), (a.bfloat16() @ b.bfloat16()).double()]
+    for x in (a.float() @ b.float(), a.float()[:3] @ b.float(), a.float().exp(), a.float().log_softmax(-1)):
+        results.append(x.double())
+    digest = hashlib.sha256(b"".join(x.contiguous().numpy().tobytes() for x in results)).hexdigest()[:12]
+    return f"torch {torch.__version__.split('+')[0]}, arithmetic {digest}"
 
 
-def main() -> None:
-    """Writes all records."""
+def main(folder: Path) -> None:
+    """Writes all records into a folder."""
     torch.set_num_threads(1)
     os.environ["HF_HUB_OFFLINE"] = "1"
     with tempfile.TemporaryDirectory() as scratch:
         for group, run in GROUPS_OF_RECORDS.items():
             for name, record in run(Path(scratch)).items():
-                path = RECORDS / group / f"{name.replace(' ', '_')}.json"
+                path = folder / group / f"{name.replace(' ', '_')}.json"
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(json.dumps({"platform": platform(), **record}, indent=1, sort_keys=True) + "\n")
 
@@ -263,4 +274,4 @@ def main() -> None:
 if __name__ == "__main__":
     import interpret  # noqa: F401
 
-    main()
+    main(Path(*sys.argv[1:]) if sys.argv[1:] else RECORDS)
