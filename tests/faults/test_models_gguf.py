@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 from factories import make_model
+from test_models_loading import refusal
 
-from kvcli.errors import ModelError
 from kvcli.models import load_model
 
 
@@ -44,12 +44,6 @@ def write(path: Path, model: Any, *, without: Collection[str] = (), rope_freqs: 
     writer.write_tensors_to_file()
     writer.close()
     return path
-
-
-def refusal(path: Path, **options: Any) -> str:
-    with pytest.raises(ModelError) as caught:
-        load_model(str(path), device="cpu", **options)
-    return str(caught.value)
 
 
 def test_an_intact_file_loads(tmp_path: Path) -> None:
