@@ -1,4 +1,4 @@
-"""Cropping a cache whose codec keeps a state per sequence, and speculative decoding."""
+"""Cropping a cache whose codec keeps a state per sequence, speculative decoding, and passes that break off."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from factories import make_model
+from factories import WINDOW, make_model
 from test_cache_copies import attach, ids
 
 import kvcli
@@ -19,69 +19,44 @@ from kvcli.registry import get_method
 STATEFUL = ("squat-2", "squat-pre-2", "qjl")
 
 
-def feed(model: Any, cache: Any, tokens: torch.Tensor) -> None:
+def feed(model: Any, tokens: torch.Tensor, *caches: Any) -> None:
     with torch.no_grad():
-        model(tokens, past_key_values=cache)
+        for cache in caches:
+            model(tokens, past_key_values=cache)
 
 
-def kept(cache: Any) -> list[torch.Tensor]:
+def kept(cache: Any, codes: bool = True) -> list[torch.Tensor]:
     """States and codes of all keys."""
-    found = []
-    for layer in cache.layers:
-        codes = layer.store.key_codes.codes.slice(0, cache.sequences.counts.keys.coded[0])
-        found += [*layer.store.state.tensors().values(), *codes.tensors().values()]
-    return found
-
-
-def same(first: Any, second: Any) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(kept(first), kept(second), strict=True))
-
-
-def settings(method: str) -> dict[str, Any]:
-    if method == "qjl":
-        return {"residual_length": 8, "sink_length": 2, "flush_block": 1}
-    return {"group_size": 8, "residual_length": 16, "subspace_dim": 4}
+    stores, count = [layer.store for layer in cache.layers], cache.sequences.counts.keys.coded[0]
+    held = [*(x.state for x in stores), *(x.key_codes.codes.slice(0, count) for x in stores if codes)]
+    return [x for each in held for x in each.tensors().values()]
 
 
 @pytest.mark.parametrize("method", STATEFUL)
-def test_tokens_that_a_state_was_computed_from_are_not_removed_in_part(tiny_model: Any, method: str) -> None:
-    with kvcli.attach(tiny_model, method, **settings(method)) as session:
+def test_tokens_that_a_state_was_computed_from_are_removed_all_or_none(tiny_model: Any, method: str) -> None:
+    with attach(tiny_model, method) as session:
         for prompt in (6, 40):  # the state is open, or final
             cache, other = session.new_cache(), session.new_cache()
-            feed(tiny_model, cache, ids(prompt))
-            feed(tiny_model, other, ids(prompt))
+            feed(tiny_model, ids(prompt), cache, other)
             for crop in (-3, 1):
                 with pytest.raises(CacheError, match="state was computed from some of them"):
                     cache.crop(crop)
-            for c in (cache, other):  # nothing has changed
-                feed(tiny_model, c, ids(30, 1))
-            assert same(cache, other)
-
-
-@pytest.mark.parametrize("method", STATEFUL)
-def test_an_emptied_row_starts_with_an_empty_state(tiny_model: Any, method: str) -> None:
-    with kvcli.attach(tiny_model, method, **settings(method)) as session:
-        cache, fresh = session.new_cache(), session.new_cache()
-        feed(tiny_model, cache, ids(40))
-        cache.crop(-40)
-        for c in (cache, fresh):
-            feed(tiny_model, c, ids(50, 1))
-        assert same(cache, fresh)
+            feed(tiny_model, ids(30, 1), cache, other)
+            assert all(map(torch.equal, kept(cache), kept(other)))  # nothing has changed
+        cache.crop(-70)
+        feed(tiny_model, ids(50, 1), cache, fresh := session.new_cache())
+        assert all(map(torch.equal, kept(cache), kept(fresh)))
 
 
 def test_rejected_drafts_leave_no_trace(tiny_model: Any) -> None:
-    with kvcli.attach(tiny_model, "qjl", **settings("qjl")) as session:
+    with attach(tiny_model, "qjl") as session:
         cache, plain = session.new_cache(), session.new_cache()
-        for c in (cache, plain):
-            feed(tiny_model, c, ids(40))
-        feed(tiny_model, cache, ids(6, 7))
+        feed(tiny_model, ids(40), cache, plain)
+        feed(tiny_model, ids(6, 7), cache)
         cache.crop(-6)
-        states = [layer.store.state.tensors() for layer in cache.layers]
-        feed(tiny_model, cache, ids(20, 1))
-        feed(tiny_model, plain, ids(20, 1))
-        expected = [layer.store.state.tensors() for layer in plain.layers]
-        for found, want in zip(states, expected, strict=True):
-            assert all(torch.equal(found[name], want[name]) for name in want)
+        states = kept(cache, codes=False)
+        feed(tiny_model, ids(20, 1), cache, plain)
+        assert all(map(torch.equal, states, kept(plain, codes=False)))
 
 
 @pytest.mark.parametrize("method", ["kivi-2", *STATEFUL])
@@ -102,32 +77,26 @@ def test_speculation_that_cannot_work_is_refused_before_the_first_token(
 
 @pytest.mark.parametrize("method", ["fp16", "rtn-4", "fp8", "commvq"])
 def test_speculation_that_works(tiny_model: Any, method: str, tiny_artifact: Callable[[Any], Artifact]) -> None:
-    window = {"residual_length": 8, "sink_length": 2, "flush_block": 1}
     artifact = tiny_artifact(get_method(method)) if method == "commvq" else None
-    with kvcli.attach(tiny_model, method, artifact=artifact, **window) as session, torch.no_grad():
-        cache, prompt = session.new_cache(), ids(30)
-        out = tiny_model.generate(
-            prompt, past_key_values=cache, max_new_tokens=40, do_sample=False, prompt_lookup_num_tokens=4
-        )
-        assert out.shape == (1, 70)
+    with kvcli.attach(tiny_model, method, artifact=artifact, **WINDOW) as session, torch.no_grad():
+        cache, sampling = session.new_cache(), {"max_new_tokens": 40, "do_sample": False, "prompt_lookup_num_tokens": 4}
+        assert tiny_model.generate(ids(30), past_key_values=cache, **sampling).shape == (1, 70)
         assert cache.get_seq_length() == 69
 
 
 def test_the_state_follows_reordered_rows(tiny_model: Any, prompt: Any) -> None:
     """Of a long and a short row, the long one has a final state; reordering must not swap what may be cropped."""
-    inputs = prompt(40, 6)
     with attach(tiny_model, "qjl") as session, torch.no_grad():
         cache = session.new_cache()
-        tiny_model(**inputs, past_key_values=cache)
+        tiny_model(**prompt(40, 6), past_key_values=cache)
         cache.reorder_cache(torch.tensor([1, 0, 0]))
         assert cache.sequences.observed == [6, 40, 40]
 
 
 def padded(batch: int, past: int, query_len: int) -> tuple[torch.Tensor, torch.Tensor]:
     """A mask [batch, 1, query_len, slots] and what is valid [batch, slots]; padding is anywhere."""
-    generator = torch.Generator().manual_seed(query_len)
     slots = past + query_len
-    valid = torch.rand(batch, slots, generator=generator) > 0.3
+    valid = torch.rand(batch, slots, generator=torch.Generator().manual_seed(query_len)) > 0.3
     causal = torch.arange(slots) <= torch.arange(past, slots)[:, None]
     return (valid[:, None] & causal)[:, None], valid
 
@@ -137,16 +106,14 @@ def test_every_wrong_entry_of_a_mask_is_seen(monkeypatch: pytest.MonkeyPatch, pa
     monkeypatch.setattr(forward, "_BLOCK", 4)
     mask, valid = padded(2, past, query_len)
     forward.check_mask(mask, valid, query_len)
-    for row in range(2):
-        for query in range(query_len):
-            for key in range(past + query_len):
-                wrong = mask.clone()
-                wrong[row, 0, query, key] ^= True
-                if valid[row, past + query]:
-                    with pytest.raises(CacheError, match="hides or shows"):
-                        forward.check_mask(wrong, valid, query_len)
-                else:
-                    forward.check_mask(wrong, valid, query_len)  # what padding sees does not matter
+    for row, _, query, key in torch.ones_like(mask).nonzero().tolist():
+        wrong = mask.clone()
+        wrong[row, 0, query, key] ^= True
+        if valid[row, past + query]:
+            with pytest.raises(CacheError, match="hides or shows"):
+                forward.check_mask(wrong, valid, query_len)
+        else:
+            forward.check_mask(wrong, valid, query_len)  # what padding sees does not matter
 
 
 def test_checking_a_mask_writes_little_more_than_the_mask() -> None:
@@ -157,63 +124,46 @@ def test_checking_a_mask_writes_little_more_than_the_mask() -> None:
     assert written < 2 * mask.nbytes
 
 
-def test_a_prompt_is_not_read_again_after_a_pass_that_broke_off(tiny_model: Any) -> None:
-    ids = torch.randint(3, 97, (1, 40), generator=torch.Generator().manual_seed(0))
-
-    def fail(*args: Any) -> None:
-        raise MemoryError
-
-    with kvcli.attach(tiny_model, "kivi-2", group_size=8, residual_length=8) as session:
-        cache = session.new_cache()
-        hook = tiny_model.model.layers[1].register_forward_hook(fail)
-        with pytest.raises(MemoryError):
-            session.generate(ids, past_key_values=cache)
-        hook.remove()
-        for again in (ids, torch.cat((ids, ids), dim=1)):
-            with pytest.raises(CacheError, match="did not reach the last layer"):
-                session.generate(again, past_key_values=cache)
-
-
 @pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
 @pytest.mark.parametrize("layer_idx", [0, 1, 2])
 def test_a_pass_that_raises_in_any_layer_leaves_a_cache_that_refuses_to_go_on(
     tiny_model: Any, layer_idx: int, error: type[BaseException]
 ) -> None:
     """Also after the last layer's attention, when all layers hold the tokens: a retry would add them a second time."""
-    ids = torch.randint(3, 97, (1, 47), generator=torch.Generator().manual_seed(0))
+    tokens = ids(47)
 
-    def fail(*args: Any) -> None:
+    def fail(*_: Any) -> None:
         raise error
 
-    with kvcli.attach(tiny_model, "kivi-2", group_size=8, residual_length=8) as session, torch.no_grad():
-        cache = session.new_cache()
-        tiny_model(ids[:, :40], past_key_values=cache)
-        hook = tiny_model.model.layers[layer_idx].mlp.register_forward_pre_hook(fail)
-        with pytest.raises(error):
-            tiny_model(ids[:, 40:], past_key_values=cache)
-        hook.remove()
-        other = session.new_cache()
-        tiny_model(ids, past_key_values=other)
+    with attach(tiny_model, "kivi-2") as session, torch.no_grad():
+        cache, first, other = (session.new_cache() for _ in range(3))
+        feed(tiny_model, tokens[:, :40], cache)
+        with tiny_model.model.layers[layer_idx].mlp.register_forward_pre_hook(fail):
+            with pytest.raises(error):
+                tiny_model(tokens[:, 40:], past_key_values=cache)
+            with pytest.raises(error):
+                session.generate(tokens, past_key_values=first)
+        feed(tiny_model, tokens, other)
+        for again in (tokens, tokens.repeat(1, 2)):
+            with pytest.raises(CacheError, match="did not reach the last layer"):
+                session.generate(again, past_key_values=first)
         with pytest.raises(CacheError, match=r"call cache.reset\(\)"):
-            tiny_model(ids[:, 40:], past_key_values=cache)
+            tiny_model(tokens[:, 40:], past_key_values=cache)
         with pytest.raises(CacheError, match=r"call cache.reset\(\)"):
             cache.snapshot()
         cache.reset()
-        logits = tiny_model(ids, past_key_values=cache).logits
-        assert torch.equal(logits, tiny_model(ids, past_key_values=session.new_cache()).logits)
-        assert tiny_model(ids[:, :1], past_key_values=other).logits.isfinite().all()
+        logits = tiny_model(tokens, past_key_values=cache).logits
+        assert torch.equal(logits, tiny_model(tokens, past_key_values=session.new_cache()).logits)
+        assert tiny_model(tokens[:, :1], past_key_values=other).logits.isfinite().all()
 
 
 def test_a_call_that_is_refused_leaves_the_cache_as_it_was(tiny_model: Any) -> None:
-    ids = torch.randint(3, 97, (1, 40), generator=torch.Generator().manual_seed(0))
-    with kvcli.attach(tiny_model, "kivi-2", group_size=8, residual_length=8) as session, torch.no_grad():
+    with attach(tiny_model, "kivi-2") as session, torch.no_grad():
         cache, other = session.new_cache(), session.new_cache()
-        for each in (cache, other):
-            tiny_model(ids, past_key_values=each)
+        feed(tiny_model, ids(40), cache, other)
         with pytest.raises(CacheError, match="sequences"):
-            tiny_model(ids.repeat(2, 1), past_key_values=cache)
-        after = [tiny_model(ids[:, :1], past_key_values=each).logits for each in (cache, other)]
-        assert torch.equal(*after)
+            tiny_model(ids(40, batch=2), past_key_values=cache)
+        assert torch.equal(*(tiny_model(ids(1), past_key_values=each).logits for each in (cache, other)))
 
 
 @pytest.mark.parametrize("method", ["kivi-2", "qjl", "squat-2", "turboquant-3"])

@@ -9,42 +9,37 @@ from typing import Any
 
 import pytest
 import torch
-from factories import make_model
+from factories import WINDOW, make_model
+from test_cache_copies import ids
+from test_seam_threads import in_threads
 from transformers import Cache, DynamicCache
 
 import kvcli
 from kvcli.cache.compressed import CompressedCache
 from kvcli.errors import CacheError, ModelError
 
-WINDOW = {"residual_length": 8, "sink_length": 2, "flush_block": 1}
-
-
-def ids(count: int, seed: int = 0, batch: int = 1) -> torch.Tensor:
-    return torch.randint(3, 97, (batch, count), generator=torch.Generator().manual_seed(seed))
-
 
 def test_a_stock_cache_is_refused_before_anything_is_written_to_it(tiny_model: Any) -> None:
     cache = DynamicCache(config=tiny_model.config)
     with kvcli.attach(tiny_model, "fp16"):
-        with pytest.raises(CacheError, match="new_cache"):
-            tiny_model(ids(5), past_key_values=cache)
-        with pytest.raises(CacheError, match="new_cache"):
-            tiny_model(ids(5), past_key_values=cache, use_cache=False)
+        for call in (
+            lambda: tiny_model(ids(5), past_key_values=cache),
+            lambda: tiny_model(ids(5), past_key_values=cache, use_cache=False),
+            lambda: tiny_model.generate(ids(5), max_new_tokens=2),
+            lambda: tiny_model.model(ids(5), None, None, cache),  # by position
+        ):
+            with pytest.raises(CacheError, match="new_cache"):
+                call()
         with pytest.raises(CacheError, match="use_cache=False"):
             tiny_model(ids(5))  # transformers would make a DynamicCache and return it
-        with pytest.raises(CacheError, match="new_cache"):
-            tiny_model.generate(ids(5), max_new_tokens=2)
-        with pytest.raises(CacheError, match="new_cache"):
-            tiny_model.model(ids(5), None, None, cache)  # by position
     assert cache.get_seq_length() == 0
 
 
 def test_attention_that_is_not_causal_is_refused(tiny_model: Any) -> None:
     with kvcli.attach(tiny_model, "fp16") as session:
-        with pytest.raises(ModelError, match="is_causal"):
-            tiny_model(ids(5), is_causal=False, use_cache=False)
-        with pytest.raises(ModelError, match="is_causal"):
-            tiny_model(ids(5), is_causal=False, past_key_values=session.new_cache())
+        for options in ({"use_cache": False}, {"past_key_values": session.new_cache()}):
+            with pytest.raises(ModelError, match="is_causal"):
+                tiny_model(ids(5), is_causal=False, **options)
         tiny_model.config.is_causal = False
         with pytest.raises(ModelError, match="is_causal"):
             tiny_model(ids(5), use_cache=False)
@@ -62,16 +57,24 @@ def test_dropout_and_attention_weights_are_refused() -> None:
         model(ids(5), use_cache=False)
 
 
-def test_another_attention_implementation_inside_the_block_is_refused(tiny_model: Any) -> None:
-    before = tiny_model(ids(5)).logits
+def test_another_attention_implementation_or_model_of_one_config_inside_the_block_is_refused(tiny_model: Any) -> None:
+    before, twin = tiny_model(ids(5)).logits, type(tiny_model)(tiny_model.config)
     with kvcli.attach(tiny_model, "fp16"):
+        with pytest.raises(ModelError, match="same config object"):
+            twin(ids(5), use_cache=False)
+        with pytest.raises(ModelError, match="same config object"):
+            kvcli.attach(twin, "fp16")
         tiny_model.set_attn_implementation("sdpa")
         with pytest.raises(ModelError, match="'sdpa' while the model is attached"):
             tiny_model(ids(5), use_cache=False)
+    twin(ids(5))
     assert torch.equal(tiny_model(ids(5)).logits, before)
 
 
-def test_a_cache_of_another_model_is_refused(tiny_model: Any) -> None:
+def test_a_cache_of_another_model_is_refused_also_after_a_pass_that_died(tiny_model: Any) -> None:
+    """Fault (calls): a cache given to another model, or whose pass died. Result: refused; the cache stays as it was,
+    or asks for `reset()`.
+    """
     other = make_model("llama")
     with kvcli.attach(tiny_model, "fp16") as session, torch.no_grad():
         cache = session.new_cache()
@@ -82,26 +85,27 @@ def test_a_cache_of_another_model_is_refused(tiny_model: Any) -> None:
             other(ids(5), past_key_values=cache)
         tiny_model(ids(5), past_key_values=cache)
         assert cache.get_seq_length() == 10
+        die = tiny_model.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
+        with die, pytest.raises(ZeroDivisionError):
+            tiny_model(ids(5), past_key_values=cache)
+        with pytest.raises(CacheError, match="another model"):
+            other(ids(5), past_key_values=cache)
+        with pytest.raises(CacheError, match="did not reach the last layer"):
+            tiny_model(ids(5), past_key_values=cache)
 
 
-def test_two_models_with_one_config_object(tiny_model: Any) -> None:
-    twin = type(tiny_model)(tiny_model.config)
-    with kvcli.attach(tiny_model, "fp16"):
-        with pytest.raises(ModelError, match="same config object"):
-            twin(ids(5), use_cache=False)
-        with pytest.raises(ModelError, match="same config object"):
-            kvcli.attach(twin, "fp16")
-    twin(ids(5))
+def gradients(model: Any, *places: torch.Tensor | None) -> list[torch.Tensor]:
+    """Of the loss of twelve tokens at these positions."""
+    model.zero_grad()
+    losses = [model(ids(12), labels=ids(12), position_ids=place, use_cache=False).loss for place in places]
+    sum(losses).backward()  # type: ignore[union-attr]
+    return [p.grad.clone() for p in model.parameters()]
 
 
 def test_no_backward_through_a_cache(tiny_model: Any) -> None:
-    x = ids(12)
-    tiny_model(x, labels=x, use_cache=False).loss.backward()
-    expected = [p.grad.clone() for p in tiny_model.parameters()]
-    tiny_model.zero_grad()
+    expected = gradients(tiny_model, None)
     with kvcli.attach(tiny_model, "kivi-2", residual_length=32) as session:
-        tiny_model(x, labels=x, use_cache=False).loss.backward()
-        assert all(torch.equal(p.grad, want) for p, want in zip(tiny_model.parameters(), expected, strict=True))
+        assert all(map(torch.equal, gradients(tiny_model, None), expected))
         cache = session.new_cache()
         for step in range(3):
             logits = tiny_model(ids(30, step), past_key_values=cache).logits
@@ -109,77 +113,48 @@ def test_no_backward_through_a_cache(tiny_model: Any) -> None:
             logits.sum().backward()
         stores = [layer.store for layer in cache.layers]
         codes = [x for s in stores for codes in (s.key_codes, s.value_codes) for x in codes.codes.tensors().values()]
-        kept = [*codes, *(x for store in stores for x in (store.keys, store.values))]
-        assert not any(x.requires_grad for x in kept)
+        assert not any(x.requires_grad for x in (*codes, *(x for store in stores for x in (store.keys, store.values))))
 
 
 def test_gradient_checkpointing_recomputes_each_pass_with_its_own_positions(tiny_model: Any) -> None:
-    x, places = ids(12), (torch.arange(12)[None], torch.arange(12)[None] * 7 + 100)
+    places = (torch.arange(12)[None], torch.arange(12)[None] * 7 + 100)
     tiny_model.train()
-
-    def gradients() -> list[torch.Tensor]:
-        tiny_model.zero_grad()
-        losses = [tiny_model(x, labels=x, position_ids=place, use_cache=False).loss for place in places]
-        (losses[0] + losses[1]).backward()
-        return [p.grad.clone() for p in tiny_model.parameters()]
-
-    expected = gradients()
+    expected = gradients(tiny_model, *places)
     enable = getattr(tiny_model, "activation_checkpointing_enable", None) or tiny_model.gradient_checkpointing_enable
     enable()
     with kvcli.attach(tiny_model, "fp16"):
-        found = gradients()
+        found = gradients(tiny_model, *places)
     assert all(torch.allclose(ours, theirs, atol=1e-6) for ours, theirs in zip(found, expected, strict=True))
 
 
 def test_passes_of_two_threads_interleave(tiny_model: Any) -> None:
     """A second thread passes the rotary module, with other positions, before the first thread's first layer runs."""
-    x, steps = ids(20), [ids(1, seed) for seed in range(4)]
 
-    def run(session: Any, offset: int) -> torch.Tensor:
-        cache, outputs, start = session.new_cache(), [], offset
+    def run(session: Any, start: int) -> torch.Tensor:
+        cache, outputs = session.new_cache(), []
         with torch.no_grad():
-            for piece in (x, *steps):
+            for piece in (ids(20), *(ids(1, seed) for seed in range(4))):
                 place = torch.arange(start, start + piece.shape[1])[None]
                 outputs.append(tiny_model(piece, position_ids=place, past_key_values=cache).logits[:, -1])
                 start += piece.shape[1]
         return torch.cat(outputs)
 
-    offsets = (0, 300)
     with kvcli.attach(tiny_model, "rtn-2", **WINDOW) as session:
-        expected = [run(session, offset) for offset in offsets]
+        expected = [run(session, 300 * i) for i in range(2)]
         meet, found = threading.Barrier(2, timeout=20), {}
-
-        def wait(module: Any, args: Any) -> None:
-            meet.wait()
-
-        hook = tiny_model.model.layers[0].register_forward_pre_hook(wait)
-
-        def work(offset: int) -> None:
-            found[offset] = run(session, offset)
-
-        threads = [threading.Thread(target=work, args=(offset,)) for offset in offsets]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        hook.remove()
-    for offset, want in zip(offsets, expected, strict=True):
-        assert torch.allclose(found[offset], want, atol=1e-5)
+        with tiny_model.model.layers[0].register_forward_pre_hook(lambda *_: (meet.wait(), None)[1]):
+            in_threads(lambda i: found.update({i: run(session, 300 * i)}), 2)
+    assert all(torch.allclose(found[i], expected[i], atol=1e-5) for i in range(2))
 
 
-def test_nothing_of_a_pass_is_kept_after_it(tiny_model: Any) -> None:
+def test_nothing_of_a_pass_is_kept_and_an_attached_model_is_not_copied(tiny_model: Any) -> None:
     with kvcli.attach(tiny_model, "fp16") as session, torch.no_grad():
         tiny_model(ids(5), past_key_values=session.new_cache())
         assert session._seam.current.output is None
-
-
-def test_an_attached_model_is_not_copied(tiny_model: Any) -> None:
-    with kvcli.attach(tiny_model, "fp16") as session:
         for make in (copy.deepcopy, pickle.dumps):
-            with pytest.raises(ModelError, match="detach first"):
-                make(tiny_model)
-            with pytest.raises(ModelError, match="detach first"):
-                make(session)
+            for attached in (tiny_model, session):
+                with pytest.raises(ModelError, match="detach first"):
+                    make(attached)
     copy.deepcopy(tiny_model)
 
 
@@ -192,26 +167,6 @@ def test_a_forgotten_mask_after_a_padded_prompt_is_refused(tiny_model: Any, prom
                 tiny_model(ids(count, batch=2), past_key_values=cache)
         mask = torch.cat((prompt(3, 9)["attention_mask"], torch.ones(2, 1, dtype=torch.long)), dim=1)
         tiny_model(ids(1, batch=2), attention_mask=mask, past_key_values=cache)
-
-
-def test_a_cache_whose_pass_died_is_refused_by_another_model(tiny_model: Any) -> None:
-    """Fault (calls): a cache given to another model, or whose pass died. Result: refused; the cache stays as it was,
-    or asks for `reset()`.
-    """
-    other = make_model("llama")
-    with kvcli.attach(tiny_model, "fp16") as session, torch.no_grad():
-        cache = session.new_cache()
-        tiny_model(ids(5), past_key_values=cache)
-
-        def die(module: Any, args: Any) -> None:
-            raise KeyError("between two layers")
-
-        with tiny_model.model.layers[1].register_forward_pre_hook(die), pytest.raises(KeyError):
-            tiny_model(ids(5), past_key_values=cache)
-        with pytest.raises(CacheError, match="another model"):
-            other(ids(5), past_key_values=cache)
-        with pytest.raises(CacheError, match="did not reach the last layer"):
-            tiny_model(ids(5), past_key_values=cache)
 
 
 def test_drafts_are_refused_by_transformers_without_a_hook_for_caches(
