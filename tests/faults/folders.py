@@ -21,6 +21,12 @@ SEQUENCES = torch.randint(3, 97, (6, 24), generator=torch.Generator().manual_see
 SETTINGS = {"subspace_source": "calibration"}
 SIZES = CollectConfig(6, 24, 3, 2, 2)
 
+ODD_VALUES: tuple[Any, ...] = (
+    None, True, False, -1, 0, 1, 2, 3, 10**6, 2**31, 2**63, 10**18, 10**400, -(2**63), 0.5, 1e308, float("nan"),
+    float("inf"), "", "x", "0" * 64, "0" * 300, "../../etc/passwd", "\x00", "\ud800", [], [[]], [1, 2], {}, {"x": {}},
+)  # fmt: skip
+"""What a field of a damaged or hostile JSON file may hold."""
+
 
 def recorded(folder: Path, sequences: torch.Tensor = SEQUENCES, **options: Any) -> Recording:
     collect(load(make_model("llama")), sequences, SIZES, folder, {"corpus": {"source": "random"}}, **options)

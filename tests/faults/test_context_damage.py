@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from contexts_made import TWO, Maker, blocks_of, execute, flip, forge, needed_by, path_of, text, tokens
+from folders import ODD_VALUES
 
 from kvcli.cache.snapshot import Snapshot
 from kvcli.contexts import ContextStore
@@ -72,11 +73,10 @@ def test_a_damaged_record_is_passed_over_and_keeps_its_blocks(
     """Fault (files): a record of the store damaged or edited. Result: passed over when a prefix is looked for, refused
     by name.
     """
-    before, other = blocks_of(store), {block.digest for block in store.get("b").record.blocks}
+    before, other, said = blocks_of(store), {block.digest for block in store.get("b").record.blocks}, list[str]()
     harm(store)
     with pytest.raises(ContextError, match=r"context 'a' (is damaged|has format version 9).*kvcli contexts rm a"):
         store.get("a")
-    said: list[str] = []
     match = store.find(TWO["a"], two.identity, said.append)
     assert match is not None
     assert (match.context.name, match.num_tokens) == ("b", 50)
@@ -92,14 +92,11 @@ def test_a_damaged_record_is_passed_over_and_keeps_its_blocks(
 @pytest.mark.parametrize(
     "change",
     [
-        lambda values: values["counts"].update(coded_keys=[5]),
-        lambda values: values["counts"].update(lengths=[90, 90]),
-        lambda values: values.update(part_tokens=0),
-        lambda values: values.update(part_tokens="16"),
-        lambda values: values.update(coded=values["coded"][:-1]),
+        *(lambda values, x=x: values["counts"].update(x) for x in ({"coded_keys": [5]}, {"lengths": [90, 90]})),
+        *(lambda values, x=x: values.update(part_tokens=x) for x in (0, "16")),
+        lambda values: values["coded"].pop(),
         lambda values: values["coded"].append({"digest": "../../x", "bytes": 3}),
-        lambda values: values["coded"][0].update(digest="../../x"),
-        lambda values: values["coded"][0].update(bytes=None),
+        *(lambda values, x=x: values["coded"][0].update(x) for x in ({"digest": "../../x"}, {"bytes": None})),
         lambda values: values.update(identity=[]),
         lambda values: values.pop("tokens"),
         lambda values: values.update(tokens=None),
@@ -143,12 +140,6 @@ def test_blocks_that_do_not_belong_together_are_refused(
     forge(store, "a", change)
     if not refused(lambda: two.session.load_cache(store.load(store.whole("a")))):
         assert change({"coded": [1, 2]}) is None
-
-
-ODD_VALUES: tuple[Any, ...] = (
-    None, True, -1, 0, 1, 2, 3, 10**6, 2**31, 2**63, 10**400, 0.5, 1e308, float("nan"), float("inf"), "", "x",
-    "0" * 64, "../../etc/passwd", "\x00", "\ud800", [], [[]], [1, 2], {}, {"x": {}},
-)  # fmt: skip
 
 
 def places(values: Any) -> list[tuple[Any, Any]]:
@@ -234,9 +225,8 @@ def test_a_context_that_contradicts_itself_is_refused_though_its_checksums_agree
     made: Maker = maker("rtn")
     context = made.context(tokens(60))
     tensors: dict[str, Any] = {**context.snapshot.tensors, "ids": context.input_ids}
-    tensors[name] = change(tensors[name])
-    ids = tensors.pop("ids")
-    forged = replace(context, snapshot=Snapshot(context.snapshot.counts, tensors), input_ids=ids)
+    tensors[name], counts = change(tensors[name]), context.snapshot.counts
+    forged = replace(context, input_ids=tensors.pop("ids"), snapshot=Snapshot(counts, tensors))
     forged.save(tmp_path / "c.safetensors")
     with pytest.raises(CacheError, match=message):
         made.session.load_cache(tmp_path / "c.safetensors")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from folders import SIZES, make
+from folders import ODD_VALUES, SIZES, make
 
 from kvcli.artifact import Artifact
 from kvcli.calibrate.parts import SamplesManifest, part_name
@@ -23,10 +23,6 @@ from kvcli.storage.atomic import file_record
 from kvcli.storage.manifest import json_sha256
 
 PART = part_name(0, 1)
-ODD_VALUES: tuple[Any, ...] = (
-    None, True, False, -1, 0, 1, 2, 3, 10**6, 2**31, 2**63, 10**18, 10**400, -(2**63), 0.5, 1e308, float("nan"),
-    float("inf"), "", "x", "0" * 300, "../../etc/passwd", "\x00", "\ud800", [], [[]], [1, 2], {}, {"x": {}},
-)  # fmt: skip
 
 
 def read_samples(folder: Path) -> None:
@@ -41,15 +37,6 @@ def read_parts(folder: Path) -> None:
     SamplesManifest.read(samples / "samples.json").intact_parts(samples, names)
 
 
-def read_run(folder: Path) -> None:
-    assemble([folder / "run"])
-
-
-def reopen_run(folder: Path) -> None:
-    """The run's manifest as a resumed fit reads it."""
-    FitManifest.open(folder / "run", FitManifest.read(folder / "run.json").values)
-
-
 def read_artifact(folder: Path) -> None:
     artifact = Artifact.load(folder / "artifact")
     artifact.check_model(artifact.spec, (folder / "fingerprint").read_text(), "squat")
@@ -60,14 +47,15 @@ def build_artifact(folder: Path) -> None:
     artifact.build_codecs(artifact.config_with({"sink_length": 2}))
 
 
-TARGETS: tuple[tuple[str, Callable[[Path], None]], ...] = (
+TARGETS: tuple[tuple[str, Callable[[Path], Any]], ...] = (
     ("samples/samples.json", read_samples),
     (f"samples/{PART}", read_samples),
     ("samples/samples.parts.jsonl", read_parts),
-    ("run/run.json", read_run),
-    ("run/run.json", reopen_run),
-    ("run/layer-001.json", read_run),
-    ("run/layer-001.safetensors", read_run),
+    ("run/run.json", lambda folder: assemble([folder / "run"])),
+    # as a resumed fit reads it
+    ("run/run.json", lambda folder: FitManifest.open(folder / "run", FitManifest.read(folder / "run.json").values)),
+    ("run/layer-001.json", lambda folder: assemble([folder / "run"])),
+    ("run/layer-001.safetensors", lambda folder: assemble([folder / "run"])),
     ("artifact/kvcli.json", read_artifact),
     ("artifact/kvcli.json", build_artifact),
     ("artifact/codec.safetensors", build_artifact),
@@ -116,10 +104,7 @@ def damaged_json(text: bytes, chance: random.Random) -> bytes:
     values.pop("sha256", None)
     for _ in range(chance.choice((1, 1, 1, 3))):
         place: Any = values
-        while True:
-            keys = list(place) if isinstance(place, dict) else list(range(len(place)))
-            if not keys:
-                break
+        while keys := list(place) if isinstance(place, dict) else list(range(len(place))):
             key = chance.choice(keys)
             if isinstance(place[key], (dict, list)) and place[key] and chance.random() < 0.7:
                 place = place[key]
@@ -130,9 +115,8 @@ def damaged_json(text: bytes, chance: random.Random) -> bytes:
                 case 1 if isinstance(place, dict):
                     place[f"{key}x"] = place.pop(key)
                 case _:
-                    place[key] = copy.deepcopy(
-                        chance.choice((*ODD_VALUES, values.get(chance.choice(list(values) or [""]))))
-                    )
+                    of_file = values.get(chance.choice(list(values) or [""]))
+                    place[key] = copy.deepcopy(chance.choice((*ODD_VALUES, of_file)))
             break
     sealed = values if chance.random() < 0.1 else {**values, "sha256": json_sha256(values)}
     return json.dumps(sealed).encode()
