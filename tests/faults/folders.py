@@ -18,7 +18,6 @@ from kvcli.registry import get_method
 from kvcli.storage.manifest import write_sealed
 
 SEQUENCES = torch.randint(3, 97, (6, 24), generator=torch.Generator().manual_seed(0))
-SETTINGS = {"subspace_source": "calibration"}
 SIZES = CollectConfig(6, 24, 3, 2, 2)
 
 ODD_VALUES: tuple[Any, ...] = (
@@ -33,11 +32,11 @@ def recorded(folder: Path, sequences: torch.Tensor = SEQUENCES, **options: Any) 
     return Recording(folder)
 
 
-def fitted(folder: Path, recording: Recording, **options: Any) -> None:
+def fitted(folder: Path, recording: Recording, sink_length: int | None = None, **options: Any) -> None:
     """Fits SQuat, which takes milliseconds; options are those of `fit_recording`."""
-    method = get_method("squat")
-    config = method.config_cls(**{**method.example_settings, **SETTINGS}).resolve(recording.spec)
-    fit_recording(recording, method, config, folder, **options)
+    method, sinks = get_method("squat"), {} if sink_length is None else {"sink_length": sink_length}
+    settings = {**method.example_settings, "subspace_source": "calibration", **sinks}
+    fit_recording(recording, method, method.config_cls(**settings).resolve(recording.spec), folder, **options)
 
 
 def make(folder: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import huggingface_hub
 import pytest
@@ -47,11 +48,9 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Hub:
     return made
 
 
-def refused(kind: type[errors.HfHubHTTPError]) -> errors.HfHubHTTPError:
-    return kind("refused", response=type("Response", (), {"headers": {}, "request": None})())  # type: ignore[arg-type]
-
-
-def test_without_a_connection_an_unknown_name_fails_at_once() -> None:
+def test_a_name_that_no_hub_has_and_an_unknown_one_without_a_connection_fail_at_once() -> None:
+    with pytest.raises(ModelError, match="neither a folder here nor a name of the form OWNER/MODEL"):
+        load_model("no body/mo del", device="cpu")
     started = time.perf_counter()
     with pytest.raises(ModelError, match="the hub cannot be reached nor does its cache have a copy"):
         load_model("nobody/no-such-model", device="cpu", revision="v1")
@@ -76,15 +75,11 @@ def test_a_hub_that_does_not_answer_is_given_up(stand_in: Hub, monkeypatch: pyte
     ],
 )
 def test_what_the_hub_refuses_is_said(stand_in: Hub, kind: type[errors.HfHubHTTPError], said: str) -> None:
-    stand_in.failure = refused(kind)
+    response: Any = type("Response", (), {"headers": {}, "request": None})()
+    stand_in.failure = kind("refused", response=response)
     with pytest.raises(ModelError, match=said):
         load_model("nobody/model", device="cpu")
     assert stand_in.asked == []
-
-
-def test_a_name_that_no_hub_has() -> None:
-    with pytest.raises(ModelError, match="neither a folder here nor a name of the form OWNER/MODEL"):
-        load_model("no body/mo del", device="cpu")
 
 
 def test_the_config_refuses_before_weights_are_downloaded_and_no_code_is(stand_in: Hub) -> None:
@@ -106,9 +101,7 @@ def test_a_copy_in_the_cache_does_without_a_connection(stand_in: Hub) -> None:
 
 
 def test_a_download_that_breaks_off_says_that_it_resumes(stand_in: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(name: str, **_: Any) -> str:
-        raise ConnectionError("reset\nby peer")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    broken = Mock(side_effect=ConnectionError("reset\nby peer"))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", broken)
     with pytest.raises(ModelError, match=r"download failed \(reset by peer\); run the same command again"):
         load_model("nobody/model", device="cpu")

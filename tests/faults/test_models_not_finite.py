@@ -40,20 +40,16 @@ def loaded_with(model: Any) -> LoadedModel:
     return replace(load(model), tokenizer=Words())  # type: ignore[arg-type]
 
 
-def overflowing(layer_idx: int) -> Any:
-    """A model whose weights are finite and whose float32 activations are not."""
-    return overflow(make_model("llama"), layer_idx)
-
-
 def overflow(model: Any, layer_idx: int) -> Any:
-    model.model.layers[layer_idx].mlp.up_proj.weight.data.mul_(1e30)
-    model.model.layers[layer_idx].mlp.down_proj.weight.data.mul_(1e30)
+    """Makes activations that float32 does not hold, of weights that are finite."""
+    for name in ("up_proj", "down_proj"):
+        getattr(model.model.layers[layer_idx].mlp, name).weight.data.mul_(1e30)
     return model
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_generate_refuses_logits_that_are_not_finite_and_names_the_layer(temperature: float) -> None:
-    loaded = loaded_with(overflowing(1))
+    loaded = loaded_with(overflow(make_model("llama"), 1))
     with kvcli.attach(loaded, "fp8") as session, pytest.raises(ModelError, match=r"'fp8'.* not finite from layer 1 on"):
         generate_text(loaded, session, torch.tensor([[5, 6, 7]]), SamplingConfig(4, temperature))
     assert not loaded.model.get_output_embeddings()._forward_hooks
@@ -68,15 +64,12 @@ def test_generate_refuses_logits_that_the_head_makes_infinite() -> None:
         generate_text(loaded, session, torch.tensor([[5, 6, 7]]), SamplingConfig(4))
 
 
-def test_eval_refuses_an_uncompressed_model_that_is_not_finite() -> None:
-    with pytest.raises(ModelError, match=r"uncompressed attention, .* not finite from layer 2 on"):
-        reference_states(overflowing(2), torch.tensor([[5, 6, 7]]))
-
-
-def test_eval_refuses_a_method_that_is_not_finite() -> None:
+def test_eval_refuses_a_model_or_a_method_that_is_not_finite() -> None:
     model, tokens = make_model("llama"), torch.randint(3, 97, (1, 40))
     states = [reference_states(model, tokens)]
     overflow(model, 1)
+    with pytest.raises(ModelError, match=r"uncompressed attention, .* not finite from layer 1 on"):
+        reference_states(model, tokens)
     with pytest.raises(ModelError, match=r"method 'fp16'.* not finite from layer 1 on"):
         measure(model, lambda: kvcli.attach(model, "fp16"), tokens, states, chunk=16, batch_size=1)
 
@@ -96,23 +89,18 @@ def test_an_empty_prompt_is_said_or_refused() -> None:
         prompt_ids(replace(loaded, tokenizer=without), "", chat=False)
 
 
-def test_a_token_without_an_embedding_is_refused() -> None:
+def test_a_token_without_an_embedding_and_a_chat_template_that_fails_are_one_line() -> None:
+    loaded = loaded_with(make_model("llama"))
     with pytest.raises(ModelError, match="the tokenizer makes token 122, but tiny has 97 embeddings"):
-        prompt_ids(loaded_with(make_model("llama")), "az", chat=False)
-
-
-def test_a_chat_template_that_fails_is_one_line() -> None:
+        prompt_ids(loaded, "az", chat=False)
     with pytest.raises(ModelError, match="the chat template of tiny fails: unsupported operand in the template"):
-        prompt_ids(loaded_with(make_model("llama")), "hello", chat=True)
+        prompt_ids(loaded, "hello", chat=True)
 
 
 def test_beyond_the_context_transformers_does_not_repeat_the_warning() -> None:
-    class Lines(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            said.append(record.getMessage())
-
-    said: list[str] = []
-    logger, handler = logging.getLogger("transformers"), Lines()
+    said: list[logging.LogRecord] = []
+    logger, handler = logging.getLogger("transformers"), logging.Handler()
+    handler.emit = said.append  # type: ignore[method-assign]
     loaded = loaded_with(make_model("llama", max_position_embeddings=17))
     logger.addHandler(handler)
     try:
@@ -120,5 +108,4 @@ def test_beyond_the_context_transformers_does_not_repeat_the_warning() -> None:
             made, _ = generate_text(loaded, session, torch.randint(3, 97, (1, 20)), SamplingConfig(3))
     finally:
         logger.removeHandler(handler)
-    assert made.new_tokens == 3
-    assert said == []
+    assert (made.new_tokens, said) == (3, [])

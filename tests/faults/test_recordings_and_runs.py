@@ -6,20 +6,20 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from contexts_made import flip
 from factories import load, make_model
-from folders import SEQUENCES, SETTINGS, SIZES, bytes_of, edit, fitted, recorded, swap
+from folders import SEQUENCES, SIZES, bytes_of, edit, fitted, recorded, swap
 
 from kvcli.calibrate import collect as collecting
 from kvcli.calibrate.collect import collect
 from kvcli.calibrate.config import CollectConfig
 from kvcli.calibrate.recording import Recording
 from kvcli.errors import ArtifactError, SamplesError, UsageError
-from kvcli.fit import assemble, fit_recording
+from kvcli.fit import assemble
 from kvcli.options import parse_layers
-from kvcli.registry import get_method
 from kvcli.seam.decoder import backbone
 
 PART = "window-000-part-00001.safetensors"
@@ -69,39 +69,32 @@ def test_another_text_is_refused_also_by_a_recording_that_was_cut_off(
     """Fault (inputs): another corpus, or other settings, in the same folder. Result: refused; the message names the
     settings with both values. Also in: storage/test_run_manifest.
     """
-    calls = []
-
-    def cut_off(model: Any) -> Any:
-        calls.append(1)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return backbone(model)
-
-    monkeypatch.setattr(collecting, "backbone", cut_off)
-    with pytest.raises(KeyboardInterrupt):
+    passes = iter("ab")
+    monkeypatch.setattr(collecting, "backbone", lambda model: backbone(model) if next(passes, "") else 1 / 0)
+    with pytest.raises(ZeroDivisionError):
         recorded(tmp_path)
+    monkeypatch.undo()
     other = SEQUENCES.clone()
     other[-1, -1] += 1
-    with pytest.raises(SamplesError, match=r"differs in token_ids_sha256: .*--overwrite"):
-        recorded(tmp_path, other)
-    recorded(tmp_path)
-    with pytest.raises(SamplesError, match="token_ids_sha256"):
-        recorded(tmp_path, other)
+    for _ in range(2):  # cut off, and whole
+        with pytest.raises(SamplesError, match=r"differs in token_ids_sha256: .*--overwrite"):
+            recorded(tmp_path, other)
+        recorded(tmp_path)
 
 
 def test_overwrite_records_and_fits_again_with_equal_settings(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fault (inputs): `--overwrite`. Result: what kvcli recorded or fitted in the folder is discarded; other files
     stay.
     """
-    passes, seen = [], []
-    monkeypatch.setattr(collecting, "backbone", lambda model: (passes.append(1), backbone(model))[1])
+    passes, seen = Mock(side_effect=backbone), []
+    monkeypatch.setattr(collecting, "backbone", passes)
     notes = (copy / "samples" / "notes.txt", copy / "run" / "layer-notes.json")
     for path in notes:
         path.write_text("mine")
     recorded(copy / "samples")
-    assert not passes
+    assert not passes.called
     recorded(copy / "samples", overwrite=True)
-    assert len(passes) == 6
+    assert passes.call_count == 6
     fitted(copy / "run", Recording(copy / "samples"), overwrite=True, done=lambda _, __, reused: seen.append(reused))
     assert seen == [False, False, False]
     assert [path.read_text() for path in notes] == ["mine", "mine"]
@@ -131,10 +124,10 @@ def test_free_space_is_compared_before_recording(tmp_path: Path, monkeypatch: py
     assert not list(tmp_path.glob("*.safetensors"))
 
 
-def test_a_recording_without_queries_says_so(tmp_path: Path) -> None:
-    collect(load(make_model("llama")), SEQUENCES, CollectConfig(6, 24, 0, 2), tmp_path, {})
-    with pytest.raises(SamplesError, match="no queries"):
-        Recording(tmp_path).load(0)
+def of_another_run(run: Path) -> None:
+    fitted(run.parent / "other", Recording(run.parent / "samples"), seed=1)
+    for suffix in ("json", "safetensors"):
+        shutil.copy(run.parent / "other" / f"layer-001.{suffix}", run)
 
 
 @pytest.mark.parametrize(
@@ -147,34 +140,27 @@ def test_a_recording_without_queries_says_so(tmp_path: Path) -> None:
         lambda run: (run / "layer-001.json").write_text("{}"),
         lambda run: (run / "layer-001.json").write_text("[]"),
         lambda run: edit(run / "layer-001.json", lambda values: values["metrics"].update(subspace_energy=[1.0])),
+        of_another_run,
     ],
 )
 def test_a_damaged_layer_is_named_and_fitted_again(copy: Path, damage: Callable[[Path], Any]) -> None:
-    whole = assemble([copy / "run"])
-    damage(copy / "run")
-    with pytest.raises(ArtifactError, match=r"lacks layers 1 \(missing or damaged\)"):
-        assemble([copy / "run"])
-    seen = []
-    fitted(copy / "run", Recording(copy / "samples"), done=lambda layer, _, reused: seen.append((layer, reused)))
+    run, whole, seen = copy / "run", assemble([copy / "run"]), []
+    damage(run)
+    if damage is not of_another_run:  # which is whole
+        with pytest.raises(ArtifactError, match=r"lacks layers 1 \(missing or damaged\)"):
+            assemble([run])
+    fitted(run, Recording(copy / "samples"), done=lambda layer, _, reused: seen.append((layer, reused)))
     assert seen == [(0, True), (1, False), (2, True)]
-    assert assemble([copy / "run"]).same_content(whole)
+    assert assemble([run]).same_content(whole)
 
 
-def test_a_layer_of_another_run_is_not_reused(copy: Path) -> None:
-    recording, seen = Recording(copy / "samples"), []
-    fitted(copy / "other", recording, seed=1)
-    for suffix in ("json", "safetensors"):
-        shutil.copy(copy / "other" / f"layer-001.{suffix}", copy / "run")
-    fitted(copy / "run", recording, done=lambda _, __, reused: seen.append(reused))
-    assert seen == [True, False, True]
-
-
-def test_only_recorded_layers_are_fitted_and_some_tokens_must_be_no_sinks(copy: Path) -> None:
+def test_only_recorded_layers_with_queries_and_some_tokens_beside_sinks_are_fitted(copy: Path) -> None:
     assert parse_layers("1-2", [0, 1, 2], "were recorded") == [1, 2]
     for text in ("0-99999999999", "7"):
         with pytest.raises(UsageError, match="only layers 0-2 were recorded"):
             parse_layers(text, [0, 1, 2], "were recorded")
-    recording, method = Recording(copy / "samples"), get_method("squat")
-    config = method.config_cls(**{**method.example_settings, **SETTINGS, "sink_length": 24}).resolve(recording.spec)
     with pytest.raises(UsageError, match="sink_length 24 leaves nothing"):
-        fit_recording(recording, method, config, copy / "sinks")
+        fitted(copy / "sinks", Recording(copy / "samples"), sink_length=24)
+    collect(load(make_model("llama")), SEQUENCES, CollectConfig(6, 24, 0, 2), copy / "none", {})
+    with pytest.raises(SamplesError, match="no queries"):
+        Recording(copy / "none").load(0)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from factories import load, make_model, record
 from families import make as make_family
-from passes import greedy
+from passes import assert_same_tokens, greedy
 from quantized_layers import (
     Adapter,
     AwqLinear,
@@ -42,7 +42,7 @@ from kvcli.artifact import Artifact
 from kvcli.errors import ArtifactError, ModelError, UnsupportedModelError
 from kvcli.fingerprint import differs, fingerprint
 from kvcli.fit import assemble, fit_recording
-from kvcli.models import check_finite
+from kvcli.models import LoadedModel, check_finite
 from kvcli.registry import get_method
 from kvcli.spec import ModelSpec
 
@@ -52,23 +52,12 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("make", [Adapter, Int8Linear, Packed])
-def test_wrapped_and_quantized_projections(tiny_model: Any, make: Any) -> None:
-    model = replace_projections(tiny_model, make)
-    expected = greedy(model)
-    with kvcli.attach(model, "fp16", residual_length=8, sink_length=2, flush_block=1) as session:
-        cache = session.new_cache()
-        assert torch.equal(greedy(model, cache), expected)
-        assert cache.memory().num_encoded
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_rounded_inputs_of_projections_do_not_look_like_other_attention(dtype: torch.dtype) -> None:
     """Tiny differences of what reaches o_proj become steps of FP8, which are no difference of the attention."""
     for seed in range(4):
         model = replace_linears(family_model("qwen2", seed).to(dtype), RoundedInputs)
-        with kvcli.attach(model, "kivi-2", group_size=16, residual_length=16) as session:
-            assert greedy(model, session.new_cache()).shape == (1, 42)
+        assert generates(model, "kivi-2", group_size=16, residual_length=16)
 
 
 def test_weights_are_sampled_without_inputs_of_zeros() -> None:
@@ -112,34 +101,29 @@ QUANTIZED = (
     with_int8,
     with_int4,
     with_fp8,
-    lambda model: replace_linears(model, Int4Linear),
-    lambda model: replace_linears(model, AwqLinear),
-    lambda model: replace_linears(model, Compressed),
+    partial(replace_linears, make=Int4Linear),
+    partial(replace_linears, make=AwqLinear),
+    partial(replace_linears, make=Compressed),
 )
 NAMES = ("torchao int8", "torchao int4", "torchao fp8", "GPTQ's layout", "AWQ's layout", "decompressed later")
 
 
-@pytest.mark.parametrize("make", [with_adapter, *QUANTIZED], ids=["adapter", *NAMES])
-def test_peft_and_torchao_models(tiny_model: Any, make: Any) -> None:
-    model = make(tiny_model)
-    expected = greedy(model)
-    with kvcli.attach(model, "fp16", residual_length=8, sink_length=2, flush_block=1) as session:
-        cache = session.new_cache()
-        assert torch.equal(greedy(model, cache), expected)
-        assert cache.memory().num_encoded
+@pytest.mark.parametrize(
+    "make",
+    [with_adapter, *QUANTIZED, *(partial(replace_projections, make=x) for x in (Adapter, Int8Linear, Packed))],
+    ids=["adapter", *NAMES, "wrapped", "int8 buffers", "no tensor"],
+)
+def test_wrapped_and_quantized_models_give_their_own_tokens(tiny_model: Any, make: Any) -> None:
+    assert_same_tokens(model := make(tiny_model), greedy(model))
 
 
 COPIES = (
-    with_int4,
-    with_fp8,
-    lambda model: replace_linears(model, Int4Linear),
-    lambda model: replace_linears(model, AwqLinear),
+    *QUANTIZED[:-1],
     with_adapter,
-    with_int8,
     lambda model: with_int8(model, Int8DynamicActivationInt8WeightConfig),
     lambda model: with_int8(model.to(torch.bfloat16)),
-    lambda model: replace_projections(model, Int8Linear),
-    lambda model: replace_projections(model, Packed),
+    partial(replace_projections, make=Int8Linear),
+    partial(replace_projections, make=Packed),
     lambda model: with_adapter(with_int8(model)),
 )
 
@@ -165,32 +149,6 @@ def test_adapters_and_quantized_copies_are_the_same_model(make: Any, family: str
     assert "differ by" in str(differs(copied, unlike))
 
 
-@pytest.mark.parametrize("make", QUANTIZED, ids=NAMES)
-@pytest.mark.parametrize("family", ["llama", "phi3"])  # phi3 projects queries, keys and values by one matrix
-def test_quantized_models_are_recorded_fitted_and_run(make: Any, family: str, tmp_path: Path) -> None:
-    model, plain = make(family_model(family)), family_model(family)
-    check_finite(model)
-    other = make(family_model(family, seed=2))
-    samples = record(model, tmp_path / "samples")
-    assert [samples.load(layer).k.isfinite().all() for layer in range(2)]
-    assert differs(load(model).fingerprint, load(plain).fingerprint) is None
-    assert differs(load(model).fingerprint, load(other).fingerprint) is not None
-    for name in ("kivi", "squat", "qjl", "commvq"):
-        method = get_method(name)
-        settings = {**method.example_settings, **({"subspace_source": "calibration"} if name == "squat" else {})}
-        artifact = None
-        if method.fit is not None:
-            folder = tmp_path / name
-            fit_recording(samples, method, method.config_cls(**settings).resolve(samples.spec), folder)
-            artifact, settings = assemble([folder]), {}
-        for attached in (model, plain) if artifact is not None else (model,):
-            with kvcli.attach(attached, name, artifact=artifact, **settings) as session:
-                assert greedy(attached, session.new_cache()).shape == (1, 42)
-    if artifact is not None:
-        with pytest.raises(ArtifactError, match="differ by"):
-            kvcli.attach(other, "commvq", artifact=artifact)
-
-
 def family_model(family: str, seed: int = 1) -> Any:
     model = make_family(family)
     generator = torch.Generator().manual_seed(seed)
@@ -200,37 +158,50 @@ def family_model(family: str, seed: int = 1) -> Any:
     return model
 
 
-@pytest.mark.parametrize("make", [with_adapter, with_int8])
-def test_an_artifact_of_the_base_model_is_accepted(
-    tiny_model: Any, make: Any, tiny_artifact: Callable[[Any], Artifact]
-) -> None:
-    artifact = tiny_artifact(get_method("commvq"))
-    model = make(tiny_model)
-    with kvcli.attach(model, "commvq", artifact=artifact) as session:
-        assert greedy(model, session.new_cache()).shape == (1, 42)
+def generates(attached: Any, method: str, **options: Any) -> bool:
+    """Whether a model, or a loaded one, generates with a method."""
+    with kvcli.attach(attached, method, **options) as session:
+        model = attached.model if isinstance(attached, LoadedModel) else attached
+        return greedy(model, session.new_cache(), 4).shape == (1, 34)
 
 
-@pytest.mark.parametrize("make", [with_adapter, with_int8])
-def test_an_artifact_fitted_on_an_adapted_or_quantized_model(tiny_model: Any, make: Any, tmp_path: Path) -> None:
-    model, method = make(tiny_model), get_method("squat")
+@pytest.mark.parametrize(
+    ("family", "make"),
+    [("llama", with_adapter), *((family, make) for family in ("llama", "phi3") for make in QUANTIZED)],
+    ids=["llama adapter", *(f"{family} {name}" for family in ("llama", "phi3") for name in NAMES)],
+)
+def test_adapted_and_quantized_models_are_recorded_fitted_and_run(family: str, make: Any, tmp_path: Path) -> None:
+    """phi3 projects queries, keys and values by one matrix."""
+    model, plain, other = make(family_model(family)), family_model(family), make(family_model(family, seed=2))
+    check_finite(model)
     samples = record(model, tmp_path / "samples")
-    config = method.config_cls(**{**method.example_settings, "subspace_source": "calibration"}).resolve(samples.spec)
-    fit_recording(samples, method, config, tmp_path / "run")
-    assemble([tmp_path / "run"]).save(tmp_path / "artifact")
-    for fitting in (model, load(model), make_model("llama")):
-        with kvcli.attach(fitting, "squat", artifact=tmp_path / "artifact") as session:
-            attached = getattr(fitting, "model", fitting) if isinstance(fitting, kvcli.models.LoadedModel) else fitting
-            assert greedy(attached, session.new_cache()).shape == (1, 42)
+    assert [samples.load(layer).k.isfinite().all() for layer in range(2)]
+    assert differs(load(model).fingerprint, load(plain).fingerprint) is None
+    assert differs(load(model).fingerprint, load(other).fingerprint) is not None
+    for name in ("kivi", "qjl"):
+        assert generates(model, name, **get_method(name).example_settings)
+    for name, changes, ours in (("squat", {"subspace_source": "calibration"}, load(model)), ("commvq", {}, model)):
+        method = get_method(name)
+        config = method.config_cls(**{**method.example_settings, **changes}).resolve(samples.spec)
+        fit_recording(samples, method, config, tmp_path / name)
+        artifact = assemble([tmp_path / name])
+        for attached in (ours, plain):
+            assert generates(attached, name, artifact=artifact)
+        with pytest.raises(ArtifactError, match="differ by"):
+            kvcli.attach(other, name, artifact=artifact)
 
 
-def test_a_merged_adapter_makes_another_model(tiny_model: Any, tiny_artifact: Callable[[Any], Artifact]) -> None:
+def test_an_artifact_of_the_base_model_is_accepted_until_an_adapter_is_merged(
+    tiny_artifact: Callable[[Any], Artifact],
+) -> None:
     """Fault (calls): an artifact and a model with other weights. Result: refused; the message says by how much a
     sample of the key and value projections differs.
     """
     artifact = tiny_artifact(get_method("commvq"))
-    merged = with_adapter(tiny_model).merge_and_unload()
+    for make in (with_adapter, with_int8):
+        assert generates(make(make_model("llama")), "commvq", artifact=artifact)
     with pytest.raises(ArtifactError, match=r"weights .* differ by .* %.* or an adapter that was merged"):
-        kvcli.attach(merged, "commvq", artifact=artifact)
+        kvcli.attach(with_adapter(make_model("llama")).merge_and_unload(), "commvq", artifact=artifact)
 
 
 @pytest.mark.parametrize("thing", [object(), nn.Linear(2, 2)])

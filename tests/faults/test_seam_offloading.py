@@ -10,7 +10,7 @@ import accelerate
 import pytest
 import torch
 from families import make as make_family
-from passes import greedy
+from passes import assert_same_tokens, greedy
 from transformers import AutoModelForCausalLM
 
 import kvcli
@@ -37,10 +37,7 @@ def test_placed_models_give_the_tokens_of_stock(family: str, part: str | None, t
     if family == "llama":
         expected = greedy(untied)
     model = placed(untied, tmp_path, **({} if part is None else {part: "disk"}))
-    with kvcli.attach(model, "fp16", residual_length=8, sink_length=2, flush_block=1) as session:
-        cache = session.new_cache()
-        assert torch.equal(greedy(model, cache), expected)
-        assert cache.memory().num_encoded
+    assert_same_tokens(model, expected)
     with kvcli.attach(model, "kivi-2", group_size=16, residual_length=16) as session:
         assert greedy(model, session.new_cache()).shape == (1, 42)
 
@@ -49,8 +46,7 @@ def test_placed_models_give_the_tokens_of_stock(family: str, part: str | None, t
 def test_models_loaded_with_a_device_map(device_map: Any, tiny_model: Any, tmp_path: Path) -> None:
     tiny_model.save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, device_map=device_map).eval()
-    with kvcli.attach(model, "fp16", residual_length=8, sink_length=2, flush_block=1) as session:
-        assert torch.equal(greedy(model, session.new_cache()), greedy(tiny_model.to(model.device)))
+    assert_same_tokens(model, greedy(tiny_model.to(model.device)))
 
 
 def test_a_probe_copies_nothing_that_accelerate_knows(tiny_model: Any, tmp_path: Path) -> None:
@@ -64,11 +60,8 @@ REMEDY = "load the model without offloading, over more GPUs or with quantized we
 
 @pytest.mark.parametrize("part", ["model.layers.1", "model.layers.1.mlp"])
 def test_layers_on_disk_are_refused(part: str, tiny_model: Any, tmp_path: Path) -> None:
-    places = {part: "disk"}
-    if part.endswith("mlp"):
-        places |= dict.fromkeys([f"model.layers.1.{x}" for x in ("self_attn", "input_layernorm")], "cpu")
-        places["model.layers.1.post_attention_layernorm"] = "cpu"
-    model = placed(tiny_model, tmp_path, **places)
+    rest = ("self_attn", "input_layernorm", "post_attention_layernorm") if part.endswith("mlp") else ()
+    model = placed(tiny_model, tmp_path, **{part: "disk", **{f"model.layers.1.{x}": "cpu" for x in rest}})
     with pytest.raises(UnsupportedModelError, match=f"layer 1 is offloaded or not loaded .*{REMEDY}"):
         kvcli.attach(model, "kivi-2")
 
@@ -76,9 +69,8 @@ def test_layers_on_disk_are_refused(part: str, tiny_model: Any, tmp_path: Path) 
 def test_a_device_map_that_needs_the_disk_is_refused(tiny_model: Any, tmp_path: Path) -> None:
     tiny_model.save_pretrained(tmp_path, max_shard_size="50KB")
     placing = {"device_map": "auto", "max_memory": {"cpu": "120KB"}, "offload_folder": tmp_path / "disk"}
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, **placing)
     with pytest.raises(UnsupportedModelError, match=REMEDY):
-        kvcli.attach(model, "kivi-2")
+        kvcli.attach(AutoModelForCausalLM.from_pretrained(tmp_path, **placing), "kivi-2")
 
 
 def test_offloaded_layers_are_refused(tiny_model: Any, tiny_artifact: Callable[[Any], Artifact]) -> None:

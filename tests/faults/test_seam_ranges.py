@@ -7,7 +7,7 @@ from typing import Any
 import interpret  # noqa: F401
 import pytest
 import torch
-from factories import fitted_keys, make_spec
+from factories import WINDOW, fitted_keys, make_spec
 from parts import DEVICE
 from test_cache_copies import attach, ids
 
@@ -20,26 +20,23 @@ from kvcli.methods.commvq.config import CommVQConfig
 from kvcli.methods.commvq.method import METHOD
 from kvcli.registry import get_method
 
-LOSSY = ("kivi-2", "squat-2", "squat-pre-2", "qjl", "rtn-2", "fp8")
+BEYOND = "layer 1: {} reach .*e\\+05, but codes .* up to 65504; use method fp16"
+PROJECTIONS = pytest.mark.parametrize(("projection", "named"), [("k_proj", "keys"), ("v_proj", "values")])
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 
 def enlarge(model: Any, projection: str, layer: int, peak: float) -> None:
     """Scales a projection so that its outputs for the tests' tokens reach about `peak`."""
-    weight = getattr(model.model.layers[layer].self_attn, projection).weight
-    seen = []
-    with (
-        torch.no_grad(),
-        getattr(model.model.layers[layer].self_attn, projection).register_forward_hook(
-            lambda module, args, output: seen.append(float(output.abs().max()))
-        ),
-    ):
-        model(ids(60), use_cache=False)
-        weight *= peak / seen[0]
+    module, seen = getattr(model.model.layers[layer].self_attn, projection), []
+    with torch.no_grad():
+        with module.register_forward_hook(lambda module, args, output: seen.append(float(output.abs().max()))):
+            model(ids(60), use_cache=False)
+        module.weight *= peak / seen[0]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("method", LOSSY)
-@pytest.mark.parametrize(("projection", "named"), [("k_proj", "keys"), ("v_proj", "values")])
+@DTYPES
+@pytest.mark.parametrize("method", ["kivi-2", "squat-2", "squat-pre-2", "qjl", "rtn-2", "fp8"])
+@PROJECTIONS
 def test_what_codes_cannot_hold_is_refused(
     tiny_model: Any, method: str, projection: str, named: str, dtype: torch.dtype
 ) -> None:
@@ -49,9 +46,7 @@ def test_what_codes_cannot_hold_is_refused(
     enlarge(tiny_model, projection, 1, 4e5)
     with attach(tiny_model.to(dtype), method) as session, torch.no_grad():
         cache = session.new_cache()
-        with pytest.raises(
-            CacheError, match=f"layer 1: {named} reach .*e\\+05, but codes .* up to 65504; use method fp16"
-        ):
+        with pytest.raises(CacheError, match=BEYOND.format(named)):
             tiny_model(ids(60), past_key_values=cache)
         with pytest.raises(CacheError, match="reset"):
             tiny_model(ids(1), past_key_values=cache)
@@ -68,27 +63,21 @@ def test_numbers_of_later_tokens_are_refused_too(tiny_model: Any) -> None:
             tiny_model(ids(2), past_key_values=cache)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@DTYPES
 @pytest.mark.parametrize("lengths", [(40, 40), (40, 31)])
-@pytest.mark.parametrize(
-    ("method", "impl"), [("rtn-2", "reference"), ("kivi-2", "reference"), ("squat-pre-2", "reference")]
-)
-@pytest.mark.parametrize(("projection", "named"), [("k_proj", "keys"), ("v_proj", "values")])
+@pytest.mark.parametrize("method", ["rtn-2", "kivi-2", "squat-pre-2"])
+@PROJECTIONS
 def test_numbers_of_steps_are_refused_too(
-    tiny_model: Any, method: str, impl: str, projection: str, named: str, lengths: tuple[int, int], dtype: torch.dtype
+    tiny_model: Any, method: str, projection: str, named: str, lengths: tuple[int, int], dtype: torch.dtype
 ) -> None:
     """Rows that encode together are looked at every few steps and at the end; rows apart as well."""
-    mask = (torch.arange(40) >= 40 - torch.tensor(lengths)[:, None]).long()
+    mask = (torch.arange(42) >= 40 - torch.tensor(lengths)[:, None]).long()
     with attach(tiny_model.to(dtype), method) as session:
-        cache = session.new_cache()
-        known = ids(40).expand(2, -1)
-        session.generate(known, mask, sampling=SamplingConfig(2), past_key_values=cache, mode="steps")
+        cache, known = session.new_cache(), ids(40).expand(2, -1)
+        session.generate(known, mask[:, :40], sampling=SamplingConfig(2), past_key_values=cache, mode="steps")
         known = torch.cat((known, ids(2).expand(2, -1)), dim=1)
-        mask = torch.cat((mask, torch.ones(2, 2, dtype=torch.int64)), dim=1)
         enlarge(tiny_model, projection, 1, 4e5)
-        with pytest.raises(
-            CacheError, match=f"layer 1: {named} reach .*e\\+05, but codes .* up to 65504; use method fp16"
-        ):
+        with pytest.raises(CacheError, match=BEYOND.format(named)):
             session.generate(known, mask, sampling=SamplingConfig(60), past_key_values=cache, mode="steps")
         with pytest.raises(CacheError, match="reset"):
             tiny_model(ids(1).expand(2, -1), past_key_values=cache)
@@ -116,15 +105,10 @@ def test_kernels_that_encode_in_place_note_numbers() -> None:
 
 def test_one_bit_codes_hold_half_the_range(tiny_model: Any) -> None:
     enlarge(tiny_model, "v_proj", 0, 5e4)
-    window = {"residual_length": 8, "sink_length": 2, "flush_block": 1}
-    for method, refused in (("rtn-2", False), ("rtn-1", True)):
-        with kvcli.attach(tiny_model, method, **window) as session, torch.no_grad():
-            cache = session.new_cache()
-            if refused:
-                with pytest.raises(CacheError, match="up to 32752"):
-                    tiny_model(ids(60), past_key_values=cache)
-            else:
-                tiny_model(ids(60), past_key_values=cache)
+    with kvcli.attach(tiny_model, "rtn-2", **WINDOW) as session, torch.no_grad():
+        tiny_model(ids(60), past_key_values=session.new_cache())
+    with kvcli.attach(tiny_model, "rtn-1", **WINDOW) as session, pytest.raises(CacheError, match="up to 32752"):
+        tiny_model(ids(60), past_key_values=session.new_cache())
 
 
 def test_uncompressed_tokens_have_no_limit(tiny_model: Any) -> None:
@@ -140,37 +124,33 @@ def test_single_tokens_on_a_gpu_are_not_waited_for(monkeypatch: pytest.MonkeyPat
 
     noted: list[Any] = []
     monkeypatch.setattr(torch.linalg, "vector_norm", lambda *args, **kwargs: noted.append(args) or torch.zeros(()))
-    note = ranges.Note(ranges.Ranges(), "layer 0: keys", fp8_keys())
+    method = get_method("fp8")
+    note = ranges.Note(ranges.Ranges(), "layer 0: keys", method.build(make_spec(), method.config_cls(), 0).key)
     for start, count in ((0, 1), (128, 1), (128, 63), (128, 64)):
         note(Encoding([0], True, start, count, 0), OnGpu(), None)  # type: ignore[arg-type]
     assert len(noted) == 2
-
-
-def fp8_keys() -> Any:
-    method = get_method("fp8")
-    return method.build(make_spec(), method.config_cls(), 0).key
 
 
 @pytest.mark.parametrize(("dtype", "factor"), [(torch.float16, 3e3), (torch.float32, 1e6)])
 @pytest.mark.parametrize("which", ["key", "value"])
 def test_commvq_refuses_what_is_far_beyond_its_calibration(dtype: torch.dtype, factor: float, which: str) -> None:
     codec, keys = fitted_keys(make_spec(), CommVQConfig(codebook_size=8, num_residuals=2, key_iterations=2))
-    layer: Any = METHOD.build(make_spec(), codec.config, 0)
+    part: Any = codec
     if which == "key":
-        part = codec
         part.pair_weight.mul_(30)  # as if calibrated on keys of a thirtieth
     else:
-        part = layer.value
+        part = METHOD.build(make_spec(), codec.config, 0).value
         part.randomize_(torch.Generator().manual_seed(0))
         part.codebook.mul_(0.001)  # as if calibrated on values of a thousandth
         part.offset.zero_()
     seen = ranges.Ranges()
     note = ranges.Note(seen, "layer 3: numbers", part)
     x = keys.unsqueeze(0).to(dtype)
+    place = Encoding([0], True, 0, x.shape[2], 0)
     for tokens in (x, x * float("nan")):  # what is not a number shows in the logits
-        note(Encoding([0], True, 0, x.shape[2], 0), tokens, part.encode(tokens))
+        note(place, tokens, part.encode(tokens))
         seen.check()
     large = (x.float() * factor).to(dtype)
-    note(Encoding([0], True, 0, x.shape[2], 0), large, part.encode(large))
+    note(place, large, part.encode(large))
     with pytest.raises(CacheError, match="layer 3: numbers relative to those calibrated reach"):
         seen.check()

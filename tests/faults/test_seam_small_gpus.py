@@ -33,8 +33,7 @@ def test_the_search_of_256_codewords_asks_for_what_the_gpu_has(monkeypatch: pyte
     assert search_kernels.search_note(256, 64, cpu) is None
     limited(monkeypatch, LARGE_LIMIT)
     assert search_kernels.search_note(256, 32, cpu) is None
-    note = search_kernels.search_note(256, 64, cpu)
-    assert note == (
+    assert search_kernels.search_note(256, 64, cpu) == (
         "keys are encoded in PyTorch: the search of 256 codewords needs 147968 bytes of shared memory, "
         "and the GPU has 101376 per block"
     )

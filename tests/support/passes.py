@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from factories import WINDOW
 from torch import Tensor
 
+import kvcli
 from kvcli.cache.snapshot import Snapshot
 
 ROUNDS = (1, 5, 1, 17, 1)
@@ -57,10 +59,18 @@ def assert_equal(first: Snapshot, second: Snapshot) -> None:
         assert torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8)), name
 
 
-def greedy(model: Any, cache: Any = None) -> Tensor:
-    """A prompt of 30 tokens and 12 more, by the model's own `generate`."""
+def greedy(model: Any, cache: Any = None, count: int = 12) -> Tensor:
+    """A prompt of 30 tokens and more, by the model's own `generate`."""
     ids = torch.randint(3, 97, (1, 30), generator=torch.Generator().manual_seed(0))
-    return model.generate(ids, past_key_values=cache, max_new_tokens=12, do_sample=False)
+    return model.generate(ids, past_key_values=cache, max_new_tokens=count, do_sample=False)
+
+
+def assert_same_tokens(model: Any, expected: Tensor) -> None:
+    """A model attached with fp16 makes these tokens by `greedy`, with codes that take part."""
+    with kvcli.attach(model, "fp16", **WINDOW) as session:
+        cache = session.new_cache()
+        assert torch.equal(greedy(model, cache), expected)
+        assert cache.memory().num_encoded
 
 
 def generated(model: Any, inputs: dict[str, Tensor], cache: Any, **settings: Any) -> tuple[Tensor, Tensor]:
