@@ -8,19 +8,21 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 import torch
+from console import result
+from contexts_made import flip
 from factories import make_model
 from fake_pip import Bars, FakePip
 from test_models_gguf import write
-from typer.testing import CliRunner
 
 from kvcli import builtin_models
 from kvcli.builtin_models import BUILTIN_MODELS, CHECKSUMS, BuiltinModel, damage, fetch_builtin
-from kvcli.cli.app import app
 from kvcli.errors import ModelError
 from kvcli.models import load_model
+from kvcli.storage.atomic import file_record
 
 SMOL = BUILTIN_MODELS["smollm2-135m"]
 WEIGHTS = "model.safetensors"
@@ -42,13 +44,6 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def copy(cache: Path) -> Path:
     """A whole copy."""
     return fetch_builtin(SMOL)
-
-
-def flip(path: Path) -> None:
-    """Changes one byte, not the size."""
-    content = bytearray(path.read_bytes())
-    content[-3] ^= 1
-    path.write_bytes(content)
 
 
 def keep_time(change: Callable[[Path], None], path: Path) -> None:
@@ -94,46 +89,37 @@ def test_a_damaged_copy_is_said_and_made_again(copy: Path, change: Callable[[Pat
 
 
 def test_a_damaged_copy_stays_until_there_is_a_new_one(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def offline(*_: Any) -> Path:
-        raise ModelError("no network")
-
     flip(copy / WEIGHTS)
-    monkeypatch.setattr(builtin_models, "download_gguf", offline)
+    monkeypatch.setattr(builtin_models, "download_gguf", Mock(side_effect=ModelError("no network")))
     with pytest.raises(ModelError, match="no network"):
         fetch_builtin(SMOL)
     assert [path.name for path in copy.parent.iterdir()] == ["smollm2-135m"]
 
 
 def test_large_files_are_read_in_full_when_their_time_changed(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, another = Mock(side_effect=file_record), f"{WEIGHTS} has another sha256 than when it was written"
     monkeypatch.setattr(builtin_models, "_ALWAYS_HASHED_BYTES", 100_000)
-    read: list[str] = []
-    file_record = builtin_models.file_record
-    monkeypatch.setattr(builtin_models, "file_record", lambda path: read.append(path.name) or file_record(path))
-    assert damage(copy) is None
-    assert WEIGHTS not in read
-    os.utime(copy / WEIGHTS)
-    assert damage(copy) is None
-    assert read.count(WEIGHTS) == 1
-    assert damage(copy) is None  # the new time was recorded
-    assert read.count(WEIGHTS) == 1
+    monkeypatch.setattr(builtin_models, "file_record", read)
+    for touched, count in ((False, 0), (True, 1), (False, 1)):  # the new time was recorded
+        if touched:
+            os.utime(copy / WEIGHTS)
+        assert damage(copy) is None
+        assert read.call_args_list.count(call(copy / WEIGHTS)) == count
     keep_time(flip, copy / WEIGHTS)
     assert damage(copy) is None
-    assert damage(copy, thorough=True) == f"{WEIGHTS} has another sha256 than when it was written"
+    assert damage(copy, thorough=True) == another
     os.utime(copy / WEIGHTS)
-    assert damage(copy) == f"{WEIGHTS} has another sha256 than when it was written"
+    assert damage(copy) == another
 
 
 def test_env_verifies_copies_and_lets_a_damaged_one_be_made_again(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = CliRunner().invoke(app, ["env", "--verify"])
+    shown, said = result("env", "--verify"), list[str]()
     assert f"smollm2-135m: whole, in {copy}\nqwen2.5-coder-1.5b: not downloaded\n" in shown.stdout
-    assert shown.exit_code == 0
     monkeypatch.setattr(builtin_models, "_ALWAYS_HASHED_BYTES", 100_000)
     keep_time(flip, copy / WEIGHTS)
-    shown = CliRunner().invoke(app, ["env", "--verify"])
+    shown = result("env", "--verify", exit_code=1)
     assert f"smollm2-135m: damaged: {WEIGHTS} has another sha256" in shown.stdout
-    assert shown.exit_code == 1
     assert shown.stderr == "error: damaged: smollm2-135m; the next command that needs it makes it again\n"
-    said: list[str] = []
     fetch_builtin(SMOL, said.append)
     assert "is made again" in said[0]
 
@@ -154,27 +140,28 @@ def test_what_a_killed_download_left_is_removed(cache: Path) -> None:
     assert not (folder / "other.safetensors").exists()
 
 
+def fetched_after_waiting(free: Callable[[], Any]) -> Path:
+    """The copy, made when the other process that it was waiting for is gone."""
+    said: list[str] = []
+    copy = fetch_builtin(SMOL, lambda line: (said or free(), said.append(line)))
+    assert said[0] == "waiting for another kvcli process that downloads a model"
+    assert not any("cannot be used" in line for line in said)  # what was half made never had the name of a copy
+    assert damage(copy, thorough=True) is None
+    return copy
+
+
 def test_a_second_process_waits_and_deletes_nothing(cache: Path) -> None:
     fcntl = pytest.importorskip("fcntl")
-    (cache / ".smollm2-135m-busy").mkdir(parents=True)
+    busy = cache / ".smollm2-135m-busy"
+    busy.mkdir(parents=True)
     other = os.open(cache, os.O_RDONLY)  # a lock belongs to whoever opened the folder, as in another process
     fcntl.flock(other, fcntl.LOCK_EX)
-    said: list[str] = []
-
-    def say(line: str) -> None:
-        if not said:
-            assert (cache / ".smollm2-135m-busy").is_dir()
-            os.close(other)
-        said.append(line)
-
-    fetch_builtin(SMOL, say)
-    assert said[0] == "waiting for another kvcli process that downloads a model"
-    assert not (cache / ".smollm2-135m-busy").exists()
+    fetched_after_waiting(lambda: os.close(other) if busy.is_dir() else pytest.fail("it was deleted"))
+    assert not busy.exists()
 
 
 _CONVERTS_FOREVER = """
 import sys, time
-from pathlib import Path
 from kvcli import builtin_models
 
 def convert(gguf, folder, progress):
@@ -196,17 +183,7 @@ def test_whoever_waits_for_a_process_that_is_killed_makes_the_copy(cache: Path) 
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "converting\n"
-        said: list[str] = []
-
-        def say(line: str) -> None:
-            if not said:
-                other.kill()
-            said.append(line)
-
-        copy = fetch_builtin(SMOL, say)
-    assert said[0] == "waiting for another kvcli process that downloads a model"
-    assert not any("cannot be used" in line for line in said)  # what was half made never had the name of a copy
-    assert damage(copy, thorough=True) is None
+        fetched_after_waiting(other.kill)
     assert load_model("smollm2-135m", device="cpu").spec.num_layers == 3
 
 

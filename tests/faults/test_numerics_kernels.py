@@ -42,6 +42,14 @@ def attend_both(name: str, keys: Tensor, values: Tensor, query: Tensor) -> tuple
     return fused, reference_attend(codec, query.float(), part, 0.125)
 
 
+def final_state(part: Any) -> Any:
+    """What a codec keeps of a sequence that it has seen nothing of, or nothing."""
+    state = part.new_state(1, torch.device(DEVICE))
+    if state is not None:
+        part.finalize_state(state, [0])
+    return state
+
+
 def query_for(magnitude: float, dtype: torch.dtype) -> Tensor:
     """Queries with which keys of this magnitude score about 1."""
     query = torch.randn(1, 4, 1, 64, generator=torch.Generator().manual_seed(1))
@@ -86,14 +94,14 @@ def test_commvq_keys_and_values_of_any_magnitude(dtype: torch.dtype, magnitude: 
     part = make_part(codec, 4, 1, 33, None)
     assert method.attend_kernels is not None
     fused_attend = import_module(method.attend_kernels).fused_attend
-    part.value_codes.scale.mul_(magnitude)
-    query = query_for(20.0, dtype)
-    assert_same(fused_attend(codec, query, part, 0.125), reference_attend(codec, query.float(), part, 0.125), dtype)
-    part.key_codes.norm.mul_(magnitude / 20)
-    query = query_for(magnitude, torch.float32 if magnitude > 1 else dtype)
-    assert_same(
-        fused_attend(codec, query, part, 0.125), reference_attend(codec, query.float(), part, 0.125), query.dtype
-    )
+    large_keys = query_for(magnitude, torch.float32 if magnitude > 1 else dtype)
+    for codes, factor, query in (
+        (part.value_codes.scale, magnitude, query_for(20.0, dtype)),
+        (part.key_codes.norm, magnitude / 20, large_keys),
+    ):
+        codes.mul_(factor)
+        expected = reference_attend(codec, query.float(), part, 0.125)
+        assert_same(fused_attend(codec, query, part, 0.125), expected, query.dtype)
 
 
 @pytest.mark.parametrize("name", ["kivi-1", "kivi-2", "kivi-8", "rtn-4", "fp8", "qjl", "squat-2"])
@@ -104,9 +112,7 @@ def test_decoded_tokens_stay_in_the_range_of_float16(name: str) -> None:
     x[:, :, :, 7] = x[:, :, :, 7].abs()
     x[0, 0, 3:5, 7] = torch.tensor([0.0, FP16_MAX])
     for part in (codec.key, codec.value):
-        state = part.new_state(1, x.device)
-        if state is not None:
-            part.finalize_state(state, [0])
+        state = final_state(part)
         for fused in (False, True):
             part.fused = fused
             codes = part.encode(x, state)
@@ -119,10 +125,7 @@ def test_encode_kernels_at_the_edge_of_float16() -> None:
         for magnitude in (1e-6, FP16_MAX):
             x = tokens(magnitude, 32).to(dtype)
             for part in (codec.key, codec.value):
-                state = part.new_state(1, x.device)
-                if state is not None:
-                    part.finalize_state(state, [0])
-                encoders.assert_same(*encoders.both(part, x, state))
+                encoders.assert_same(*encoders.both(part, x, final_state(part)))
 
 
 def test_one_bit_splits_an_excess_of_the_range() -> None:
@@ -142,9 +145,7 @@ def test_norms_of_float16_tokens_are_not_cut(name: str) -> None:
     _, codec = make_codec(name, 4, 2, 64, **settings)
     key = codec.key
     key.randomize_(torch.Generator(DEVICE).manual_seed(0))
-    state = key.new_state(1, torch.device(DEVICE))
-    if state is not None:
-        key.finalize_state(state, [0])
+    state = final_state(key)
     x = torch.randn(1, 2, 3, 64, generator=torch.Generator().manual_seed(0)).sign().to(DEVICE)
     expected = key.decode(key.encode(x, state), state)
     for fused in (False, True):
