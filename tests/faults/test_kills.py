@@ -46,6 +46,7 @@ def test_fit_resumes_after_kills(made: Path, tmp_path: Path) -> None:
         assemble([folder]).save(folder / "artifact")
         assert bytes_of(folder / "artifact") == bytes_of(made / "artifact")
     assert sum(reused) > MOMENTS // 2
+    assert "seconds" not in (made / "artifact" / "kvcli.json").read_text()
 
 
 def test_discarding_a_run_can_be_killed(made: Path, tmp_path: Path) -> None:

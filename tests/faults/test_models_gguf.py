@@ -46,13 +46,10 @@ def write(path: Path, model: Any, *, without: Collection[str] = (), rope_freqs: 
     return path
 
 
-def test_an_intact_file_loads(tmp_path: Path) -> None:
+def test_an_intact_file_loads_and_missing_tensors_are_named_and_not_replaced(tmp_path: Path) -> None:
     model: Any = make_model("llama")
     loaded: Any = load_model(str(write(tmp_path / "tiny.gguf", model)), device="cpu").model
     assert torch.equal(loaded.model.layers[1].mlp.up_proj.weight, model.model.layers[1].mlp.up_proj.weight)
-
-
-def test_missing_tensors_are_named_and_not_replaced(tmp_path: Path) -> None:
     path = write(tmp_path / "tiny.gguf", make_model("llama"), without={"blk.1.attn_output.weight"})
     assert "weights are missing: model.layers.1.self_attn.o_proj.weight;" in refusal(path)
 

@@ -29,12 +29,16 @@ def few_distinct(count: int, tokens: int = 2000, seed: int = 0) -> torch.Tensor:
     return torch.randn(2, count, 16, generator=generator)[:, torch.randint(0, count, (tokens,), generator=generator)]
 
 
-def report_of(keys: torch.Tensor, values: torch.Tensor, config: CommVQConfig = CONFIG, seed: int = 0) -> FitReport:
+def report_of(
+    keys: torch.Tensor, values: torch.Tensor, config: CommVQConfig = CONFIG, seed: int = 0, held_out: Any = None
+) -> FitReport:
+    """Of a fit that is checked with the same samples, or with other keys."""
     config = config.resolve(make_spec())
-    samples = LayerSamples(torch.randn(4, 50, 16), keys, values, torch.arange(keys.shape[1]))
+    train = LayerSamples(torch.randn(4, 50, 16), keys, values, torch.arange(keys.shape[1]))
+    other = train if held_out is None else LayerSamples(train.q, held_out, values, train.positions)
     with torch.no_grad():
         codec = METHOD.build(make_spec(), config, 0)
-        return fit_layer(codec, samples, samples, config, torch.Generator().manual_seed(seed))
+        return fit_layer(codec, train, other, config, torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("count", [5, 40])
@@ -62,16 +66,11 @@ def test_updates_are_bounded_where_the_data_determine_nothing() -> None:
 def test_a_fit_worse_than_a_scalar_code_is_told() -> None:
     torch.manual_seed(0)
     keys, values = clustered(2, 2000, 16), clustered(2, 2000, 16, seed=1)
-    config = CONFIG.resolve(make_spec())
-    codec = METHOD.build(make_spec(), config, 0)
-    train = LayerSamples(torch.randn(4, 50, 16), keys, values, torch.arange(2000))
     # head 1 of what is held out lies elsewhere than what is fitted, in a way that keeps each channel's distribution
-    other = LayerSamples(train.q, keys.clone(), values, train.positions)
-    other.k[1] = torch.stack([column[torch.randperm(2000)] for column in keys[1].T], dim=-1)
-    with torch.no_grad():
-        report = fit_layer(codec, train, other, config, torch.Generator().manual_seed(0))
-    assert len(report.warnings) == 1
-    assert report.warnings[0].startswith("keys of head 1: held-out error")
+    other = keys.clone()
+    other[1] = torch.stack([column[torch.randperm(2000)] for column in keys[1].T], dim=-1)
+    (warning,) = report_of(keys, values, held_out=other).warnings
+    assert warning.startswith("keys of head 1: held-out error")
 
 
 def test_values_by_the_encoder_alone_are_told() -> None:
