@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from compressing import GROUPED, METHOD, SHORT, WINDOW, compressed
@@ -18,6 +19,7 @@ from kvcli.contexts import ContextStore
 from kvcli.errors import CacheError
 from kvcli.paths import model_folder
 
+SETTINGS = {"group_size": 8, "residual_length": 8, "sink_length": 2}
 MESSAGES = [{"role": "user", "content": "Who are you?"}, {"role": "assistant", "content": "A tiny model."}]
 
 
@@ -25,66 +27,51 @@ def chat(*arguments: str, lines: str) -> Any:
     return result("chat", *SHORT, *arguments, stdin=lines)
 
 
-def test_a_conversation_is_compressed_and_gone_on_from(chatty: Any) -> None:
+def test_a_compressed_conversation_goes_on_from_its_file_from_the_store_and_exported(chatty: Any) -> None:
     Path("m.json").write_text(json.dumps(MESSAGES))
-    made = result("compress", "--messages", "m.json", "--out", "c.safetensors", *METHOD, "--json")
-    assert made["contexts"][0]["tokens"] == len("<user>Who are you?</s><assistant>A tiny model.</s>") - 2 * len("/s>")
-    reply = result("generate", "--context", "c.safetensors", "--chat", "--prompt", "And now?", *SHORT)
-    assert reply["reused_tokens"] == made["contexts"][0]["tokens"]
-    assert chat("--resume", "c.safetensors", lines="And now?\n")["messages"] == [
-        *MESSAGES,
-        {"role": "user", "content": "And now?"},
-        {"role": "assistant", "content": reply["text"]},
-    ]
-
-
-def test_a_conversation_in_the_store(chatty: Any) -> None:
-    """What was noted of it is in its manifest, and goes with it into a file and back."""
-    Path("m.json").write_text(json.dumps([{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "I."}]))
-    result("compress", "--messages", "m.json", "--out", "c.safetensors", *METHOD)
+    made = result("compress", "--messages", "m.json", "--out", "c.safetensors", *METHOD, "--json")["contexts"][0]
+    assert made["tokens"] == len("<user>Who are you?</s><assistant>A tiny model.</s>") - 2 * len("/s>")
     result("compress", "--messages", "m.json", "--store", "s", "--name", "talk", *METHOD)
     result("contexts", "export", "talk", "--store", "s", "--out", "d.safetensors")
-    replies = [
-        result("generate", "--context", name, *store, "--prompt", "And you?", "--chat", *SHORT)["text"]
-        for name, store in (("c.safetensors", ()), ("d.safetensors", ()), ("talk", ("--store", "s")))
-    ]
-    assert len(set(replies)) == 1
-    talked = chat("--resume", "talk", "--store", "s", lines="And you?\n")
-    assert [message["content"] for message in talked["messages"]][:3] == ["Who?", "I.", "And you?"]
+    texts = set()
+    for context in (("c.safetensors",), ("d.safetensors",), ("talk", "--store", "s")):
+        reply = result("generate", "--context", *context, "--chat", "--prompt", "And now?", *SHORT)
+        assert reply["reused_tokens"] == made["tokens"]
+        said = [{"role": "user", "content": "And now?"}, {"role": "assistant", "content": reply["text"]}]
+        assert chat("--resume", *context, lines="And now?\n")["messages"] == MESSAGES + said
+        texts.add(reply["text"])
+    assert len(texts) == 1
 
 
-def test_a_conversation_is_saved_resumed_and_the_same_as_unbroken(chatty: Any) -> None:
+@pytest.mark.parametrize(
+    ("options", "folder", "suffix"),
+    [((), "", ".safetensors"), (("--store", "s"), "s", ""), ((), model_folder(DEFAULT_MODEL, "contexts"), "")],
+)
+def test_a_conversation_is_saved_resumed_and_the_same_as_unbroken(
+    chatty: Any, options: tuple[str, ...], folder: Path | str, suffix: str
+) -> None:
+    """In files and in a store, which holds what two saves share once."""
+
+    def saved(name: str) -> Any:
+        return (ContextStore(folder).get(name).record if folder else Context.load(name)).notes["messages"]
+
+    talk, half = f"talk{suffix}", f"half{suffix}"
     whole = chat(*METHOD, lines="Hello there, who are you?\nWhat do you know?\nAnd what else is there?\n")
     assert len(whole["messages"]) == 6
-    reused = [turn["reused_tokens"] for turn in whole["turns"]]
-    assert reused[0] == 0
-    for turn, following in zip(whole["turns"], reused[1:], strict=False):
-        held = turn["prompt_tokens"] + turn["new_tokens"] - 1
-        assert following == held
-    chat(*METHOD, "--save", "talk.safetensors", lines="Hello there, who are you?\nWhat do you know?\n")
-    resumed = chat("--resume", "talk.safetensors", "--save", "talk.safetensors", lines="And what else is there?\n")
-    assert resumed["messages"] == whole["messages"]
-    assert resumed["turns"][0]["reused_tokens"] == reused[2]
-    assert Context.load("talk.safetensors").notes["messages"] == whole["messages"]
-
-
-def test_a_conversation_is_saved_into_the_store(chatty: Any) -> None:
-    """As into a file; what a later save shares with an earlier one is held once."""
-    whole = chat(*METHOD, lines="Hello there, who are you?\nWhat do you know?\nAnd what else is there?\n")
-    store = ("--store", "s")
-    chat(*METHOD, *store, "--save", "talk", lines="Hello there, who are you?\n/save half\nWhat do you know?\n")
-    assert result("contexts", "verify", *store).exit_code == 0
-    resumed = chat("--resume", "talk", "--save", "talk", *store, lines="And what else is there?\n")
-    assert resumed["messages"] == whole["messages"]
-    assert resumed["turns"][0]["reused_tokens"] == whole["turns"][2]["reused_tokens"]
-    assert resumed["saved"] == "talk"
-    stored = ContextStore("s")
-    assert stored.names() == ["half", "talk"]
-    assert stored.get("talk").record.notes["messages"] == whole["messages"]
-    assert stored.get("half").record.notes["messages"] == whole["messages"][:2]
-    assert not Path("talk").exists()
-    chat(*METHOD, "--save", "talk", lines="Hello there!\n")
-    assert ContextStore(model_folder(DEFAULT_MODEL, "contexts")).names() == ["talk"]
+    first, second, third = whole["turns"]
+    assert first["reused_tokens"] == 0
+    for turn, following in ((first, second), (second, third)):
+        assert following["reused_tokens"] == turn["prompt_tokens"] + turn["new_tokens"] - 1
+    lines = f"Hello there, who are you?\n/save {half}\nWhat do you know?\n"
+    chat(*METHOD, *options, "--save", talk, lines=lines)
+    resumed = chat("--resume", talk, "--save", talk, *options, lines="And what else is there?\n")
+    assert (resumed["messages"], resumed["saved"]) == (whole["messages"], talk)
+    assert resumed["turns"][0]["reused_tokens"] == third["reused_tokens"]
+    assert (saved(talk), saved(half)) == (whole["messages"], whole["messages"][:2])
+    if folder:
+        assert result("contexts", "verify", "--store", str(folder)).exit_code == 0
+        assert ContextStore(folder).names() == ["half", "talk"]
+        assert not Path("talk").exists()
 
 
 def test_a_context_of_the_store_is_not_replaced_by_a_conversation(chatty: Any) -> None:
@@ -105,14 +92,9 @@ def test_a_context_of_the_store_is_not_replaced_by_a_conversation(chatty: Any) -
 def test_commands_of_a_conversation(chatty: Any) -> None:
     lines = "/stats\n\n/save\n/nothing\nHello!\n/stats\n/save a.safetensors\n/save a.safetensors\n/exit\nNever read\n"
     done = result("chat", *METHOD, "--max-new-tokens", "5", "--system", "Be short.", stdin=lines)
-    for said in (
-        "nothing was said yet",
-        "say where: /save FILE, or /save NAME",
-        "/nothing is no command; /exit ends",
-        "KV cache",
-        "a.safetensors: ",
-        "a.safetensors exists already",
-    ):
+    for said in ("nothing was said yet", "say where: /save FILE, or /save NAME", "/nothing is no command; /exit ends"):
+        assert said in done.stderr
+    for said in ("KV cache", "a.safetensors: ", "a.safetensors exists already"):
         assert said in done.stderr
     messages = Context.load("a.safetensors").notes["messages"]
     assert [message["role"] for message in messages] == ["system", "user", "assistant"]
@@ -121,7 +103,8 @@ def test_commands_of_a_conversation(chatty: Any) -> None:
 
 def test_nothing_said_is_nothing_saved(chatty: Any) -> None:
     done = result("chat", *METHOD, "--save", "a.safetensors", stdin="")
-    assert (done.stdout, "nothing was said" in done.stderr) == ("", True)
+    assert done.stdout == ""
+    assert "nothing was said" in done.stderr
     assert not Path("a.safetensors").exists()
 
 
@@ -138,8 +121,7 @@ def test_a_template_that_changes_the_last_turn_costs_its_tokens_only(chatty: Any
     chatty.tokenizer.chat_template = chatty.tokenizer.chat_template.replace(
         "m['content']", "'(a reply)' if m['role'] == 'assistant' else m['content']"
     )
-    method = ("--method", "rtn-2", *GROUPED)
-    done = invoke("chat", *method, *SHORT, stdin="Hello there, who are you?\nAnd now?\n")
+    done = invoke("chat", "--method", "rtn-2", *GROUPED, *SHORT, stdin="Hello there, who are you?\nAnd now?\n")
     first, second = json.loads(done.stdout)["turns"]
     assert first["prompt_tokens"] <= second["reused_tokens"] < first["prompt_tokens"] + first["new_tokens"] - 1
     assert "tokens are read again" in done.stderr
@@ -165,7 +147,7 @@ def test_a_model_without_a_template(tiny: Any) -> None:
 
 def test_the_token_that_ends_a_reply_is_the_templates(chatty: Any) -> None:
     """A reply that was cut off has a last token that the cache does not hold yet; one that ended has not."""
-    with kvcli.attach(chatty, "rtn-2", group_size=8, residual_length=8, sink_length=2) as session:
+    with kvcli.attach(chatty, "rtn-2", **SETTINGS) as session:
         talk = Conversation(chatty, session, kvcli.SamplingConfig(12))
         made = talk.reply("Hello there, who are you?")
         cut = talk.context()
@@ -184,18 +166,14 @@ def test_a_reply_that_broke_off_is_not_taken_for_a_whole_one(chatty: Any, monkey
     start, which is reported.
     """
     said: list[str] = []
-    with kvcli.attach(chatty, "rtn-2", group_size=8, residual_length=8, sink_length=2) as session:
+    with kvcli.attach(chatty, "rtn-2", **SETTINGS) as session:
         talk = Conversation(chatty, session, kvcli.SamplingConfig(12), say=said.append)
         talk.reply("Hello there, who are you?")
 
-        def stop(piece: str) -> None:
-            raise KeyboardInterrupt
-
         with pytest.raises(KeyboardInterrupt):
-            talk.reply("And now?", stop)
+            talk.reply("And now?", MagicMock(side_effect=KeyboardInterrupt))
         with pytest.raises(CacheError, match="was broken off"):
             talk.context()
-        again = talk.reply("And now?")
+        assert talk.reply("And now?").reused_tokens == 0
         assert said == ["the conversation is read again from its start: the last reply was broken off"]
-        assert again.reused_tokens == 0
         assert len(talk.messages) == 4
