@@ -1,4 +1,4 @@
-"""`kvcli bench`: the suite `attention`, records and exit codes."""
+"""`kvcli bench`: the suite `attention`, records, exit codes, and what is refused."""
 
 from __future__ import annotations
 
@@ -10,21 +10,35 @@ from typing import Any
 
 import pytest
 from commvq_reordered import reordered_attend
-from console import invoke, result
+from console import invoke, refused, result
 
 from kvcli.bench.suite import default_methods
+from kvcli.errors import UsageError
 from kvcli.methods.layer_codec import AttendCodes
 from kvcli.registry import METHODS, get_method
+from kvcli.sizes import parse_size
 
 GROUPS = ("--settings", "group_size=8", "--settings", "residual_length=8")
-BOOKS = ("--settings", "codebook_size=8")
+BOOKS = ("--settings", "codebook_size=8", "--methods", "commvq-2")
 ATTENTION = ("bench", "--shape", "tiny", "--contexts", "64", "--repeats", "3")
+KIVI = (*ATTENTION, *GROUPS, "--methods", "kivi-4")
 
 
 def attend_with(monkeypatch: pytest.MonkeyPatch, attend_codes: AttendCodes) -> None:
     """Replaces attention over codes in the suite `attention`."""
     backend = SimpleNamespace(impl="fake", attend_codes=attend_codes)
     monkeypatch.setattr("kvcli.attention.backend.choose_backend", lambda *_: backend)
+
+
+def stop_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    def attend(*arguments: Any) -> Any:
+        raise error
+
+    attend_with(monkeypatch, attend)
+
+
+def lines_of(path: str) -> list[Any]:
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
 def test_records_name_the_default_methods() -> None:
@@ -37,27 +51,36 @@ def test_records_name_the_default_methods() -> None:
 
 
 def test_attention_gives_a_table_and_a_record_per_row() -> None:
-    words = ("--methods", "kivi-2", "--methods", "commvq-2", "--batches", "1", "--batches", "2")
-    done = result(*ATTENTION, *GROUPS, *BOOKS, *words)
+    done = result(*ATTENTION, *GROUPS, *BOOKS, "--methods", "kivi-2", "--batches", "1", "--batches", "2")
     assert "no GPU" in done.stderr
     assert done.stdout.count("kivi-2") == 2
-    records = [json.loads(line) for line in Path("runs/bench/attention.jsonl").read_text().splitlines()]
-    assert [record["method"] for record in records] == ["fp16", "kivi-2", "commvq-2"] * 2
+    records = lines_of("runs/bench/attention.jsonl")
+    assert [record["method"] for record in records] == ["fp16", "commvq-2", "kivi-2"] * 2
     for record in records:
         assert record["machine"]["packages"]["torch"]
         assert "commit" in record["machine"]
         assert (record["shape"], record["seed"], record["weights"], record["layer"]) == ("tiny", 0, "random", 2)
-        assert record["options"]["setting"] == [*GROUPS[1::2], *BOOKS[1::2]]
+        assert record["options"]["setting"] == [*GROUPS[1::2], BOOKS[1]]
         assert record["p50_us"] > 0
 
 
 def test_json_is_one_object_and_out_is_appended_to() -> None:
-    for count in (2, 4):
-        shown = result(*ATTENTION, *GROUPS, "--methods", "kivi-4", "--out", "rows.jsonl", "--json")
+    """Also after a line that was cut off."""
+    Path("rows.jsonl").write_text('{"suite": "atten')
+    for _ in range(2):
+        shown = result(*KIVI, "--out", "rows.jsonl", "--json")
         assert [row["method"] for row in shown["rows"]] == ["fp16", "kivi-4"]
         assert shown["machine"]["cpu_count"] >= 1
-        assert len(Path("rows.jsonl").read_text().splitlines()) == count
+    lines = Path("rows.jsonl").read_text().splitlines()
+    assert [json.loads(line)["method"] for line in lines[1:]] == ["fp16", "kivi-4"] * 2
     assert not Path("runs").exists()
+
+
+def test_records_go_into_a_pipe() -> None:
+    reading, writing = os.pipe()
+    result(*KIVI, "--out", f"/dev/fd/{writing}")
+    lines = os.read(reading, 2**16).decode().splitlines()
+    assert [json.loads(line)["method"] for line in lines] == ["fp16", "kivi-4"]
 
 
 def test_a_mismatch_shows_no_time_and_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,62 +92,46 @@ def test_a_mismatch_shows_no_time_and_fails(monkeypatch: pytest.MonkeyPatch) -> 
         return 1.1 * out, lse
 
     attend_with(monkeypatch, attend)
-    options = (*BOOKS, "--methods", "commvq-2")
-    done = result(*ATTENTION, *options, exit_code=1)
+    done = result(*ATTENTION, *BOOKS, exit_code=1)
     assert len(calls) == 1
     line = next(line for line in done.stdout.splitlines() if "commvq-2" in line)
     assert "MISMATCH" in line
     assert "1.0e-01" in line
     assert line.count(" - ") == 6
     assert "error: commvq-2, 64 tokens, batch 1: differs" in done.stderr
-    row = result(*ATTENTION, *options, "--json", exit_code=1)["rows"][1]
+    row = result(*ATTENTION, *BOOKS, "--json", exit_code=1)["rows"][1]
     assert {row[x] for x in ("p20_us", "p50_us", "p80_us", "eager_us", "speedup", "stored_gb_s")} == {None}
 
 
-@pytest.mark.parametrize("where", ["--json", "rows.jsonl"])
-def test_numbers_that_json_does_not_have_are_null(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+def test_numbers_that_json_does_not_have_are_null(monkeypatch: pytest.MonkeyPatch) -> None:
     def attend(*arguments: Any) -> Any:
         out, lse = reordered_attend(*arguments)
         return out * float("nan"), lse
 
-    def refuse(text: str) -> None:
-        raise AssertionError(text)
-
     attend_with(monkeypatch, attend)
-    options = (*BOOKS, "--methods", "commvq-2", "--out", "rows.jsonl", "--json")
-    done = invoke(*ATTENTION, *options)
+    done = invoke(*ATTENTION, *BOOKS, "--out", "rows.jsonl", "--json")
     assert done.exit_code == 1
-    text = done.stdout if where == "--json" else Path(where).read_text().splitlines()[-1]
-    record = json.loads(text, parse_constant=refuse)
-    record = record["rows"][-1] if where == "--json" else record
-    assert (record["status"], record["out_error"]) == ("mismatch", None)
-
-
-def test_records_are_appended_after_a_truncated_line() -> None:
-    path = Path("rows.jsonl")
-    path.write_text('{"suite": "atten')
-    result(*ATTENTION, *GROUPS, "--methods", "kivi-4", "--out", str(path))
-    lines = path.read_text().splitlines()
-    assert [json.loads(line)["method"] for line in lines[1:]] == ["fp16", "kivi-4"]
-
-
-def test_records_go_into_a_pipe() -> None:
-    reading, writing = os.pipe()
-    result(*ATTENTION, *GROUPS, "--methods", "kivi-4", "--out", f"/dev/fd/{writing}")
-    lines = os.read(reading, 2**16).decode().splitlines()
-    assert [json.loads(line)["method"] for line in lines] == ["fp16", "kivi-4"]
+    shown = json.loads(done.stdout, parse_constant=pytest.fail)["rows"][-1]
+    written = json.loads(Path("rows.jsonl").read_text().splitlines()[-1], parse_constant=pytest.fail)
+    for record in (shown, written):
+        assert (record["status"], record["out_error"]) == ("mismatch", None)
 
 
 def test_rows_before_an_interruption_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    def attend(*arguments: Any) -> Any:
-        raise KeyboardInterrupt
-
-    attend_with(monkeypatch, attend)
-    done = result(*ATTENTION, *BOOKS, "--methods", "commvq-2", exit_code=130)
+    stop_with(monkeypatch, KeyboardInterrupt())
+    done = result(*ATTENTION, *BOOKS, exit_code=130)
     assert "fp16" in done.stdout
     assert "stopped after 1 row\n" in done.stderr
     assert done.stderr.endswith("error: interrupted; run the same command again to start over\n")
     assert "resume" not in done.stderr
+
+
+def test_a_failure_is_said_and_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    stop_with(monkeypatch, LookupError("out of resource"))
+    done = result(*ATTENTION, *BOOKS, "--contexts", "32", exit_code=1)
+    assert done.stdout.count("fake: FAILED") == 2
+    assert "error: commvq-2, 32 tokens, batch 1: LookupError: out of resource (test_bench.py" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_methods_are_measured_once_and_named_with_their_bits() -> None:
@@ -134,24 +141,77 @@ def test_methods_are_measured_once_and_named_with_their_bits() -> None:
 
 
 def test_nothing_but_refusals_is_an_error() -> None:
-    refused, other = ("--methods", "commvq-2", "--settings", "pairs_per_group=5"), ("--methods", "kivi-4", *GROUPS)
-    assert invoke(*ATTENTION, *refused).exit_code == 1
-    assert invoke(*ATTENTION, *refused, *other).exit_code == 0
+    odd = ("--methods", "commvq-2", "--settings", "pairs_per_group=5")
+    assert invoke(*ATTENTION, *odd).exit_code == 1
+    assert invoke(*KIVI, *odd).exit_code == 0
 
 
 @pytest.mark.parametrize("value", ["0", "1"])
 def test_records_say_whether_kernels_were_interpreted(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", value)
-    rows = result(*ATTENTION, *GROUPS, "--methods", "kivi-4", "--json")["rows"]
-    assert [row["interpreted"] for row in rows] == [value == "1"] * 2
+    assert [row["interpreted"] for row in result(*KIVI, "--json")["rows"]] == [value == "1"] * 2
 
 
-def test_a_failure_is_said_and_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    def attend(*arguments: Any) -> Any:
-        raise LookupError("out of resource")
+def test_sizes_are_read() -> None:
+    sizes = {"24GiB": 24 * 2**30, "24G": 24 * 2**30, "24g": 24 * 2**30, "24GB": 24 * 10**9, "1.5 GiB": 3 * 2**29}
+    sizes |= {"500MB": 5 * 10**8, "64kib": 65536, "1000": 1000}
+    assert {text: parse_size(text) for text in sizes} == sizes
+    assert parse_size(None) is None
 
-    attend_with(monkeypatch, attend)
-    done = result(*ATTENTION, *BOOKS, "--methods", "commvq-2", "--contexts", "32", exit_code=1)
-    assert done.stdout.count("fake: FAILED") == 2
-    assert "error: commvq-2, 32 tokens, batch 1: LookupError: out of resource (test_bench.py" in done.stderr
-    assert done.stderr.count("Traceback") == 0
+
+@pytest.mark.parametrize("text", ["much", "5i", "5iB", "-1GiB", "24GiBB", "0", "", "24 G iB", "GiB"])
+def test_other_sizes_are_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="24GiB"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"), [((), "llama-3.1-8b"), (("--random-weights", "tiny"), "tiny"), (("a-model",), None)]
+)
+def test_memory_takes_a_model_if_one_is_named(
+    monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], expected: str | None
+) -> None:
+    def load(options: Any, shape: str | None, output: Any) -> Any:
+        raise UsageError(f"asked for {shape}")
+
+    monkeypatch.setattr("kvcli.bench.budget.check_budget", lambda budget, device: None)
+    monkeypatch.setattr("kvcli.bench.suite.WholeModelOptions.load_model", load)
+    monkeypatch.setattr("kvcli.bench.suite.check_model_name", lambda name: None)
+    assert f"asked for {expected}" in invoke("bench", "--suite", "memory", *arguments).stderr
+
+
+HUGE = "99999999999999999999999"
+WRONG = {
+    "--methods magic": "choose one of fp16",
+    "--methods fp16-3": "takes no bits",
+    "--shape gpt-9": "llama-3.1-8b",
+    "--contexts 0": "--contexts",
+    "--batches -1": "--batches",
+    "--layer 3 --shape tiny": "layers 0 to 2",
+    "--settings colour=3": "colour",
+    "--settings k_bits=3": "k_bits",
+    "--impl magic": "magic",
+    "--repeats 0": "--repeats",
+    "--batches auto": "goes with suite generate or memory",
+    "--batches auto --batches 2 --suite generate": "--batches",
+    "--suite generate --random-weights gpt-9": "llama-3.1-8b",
+    "--suite generate --random-weights tiny --batches auto": "needs a GPU",
+    "--suite generate --random-weights tiny --memory-budget 1GiB": "needs a GPU",
+    "--suite generate --memory-budget much": "24GiB",
+    "--suite generate --layers 2": "--random-weights",
+    "--suite generate --prompt-tokens 0": "--prompt-tokens",
+    "--suite memory": "needs a GPU",
+    f"--contexts {HUGE}": "--contexts: Input should be less than or equal to 2147483647",
+    f"--batches {HUGE}": "numbers from 1 to 2147483647",
+    "--suite generate --random-weights tiny --decode graphs": "CUDA graphs need a GPU",
+    "--suite generate --random-weights tiny --decode passes --compile": "graphs or steps",
+    "--methods kivi-2 --settings group_size=48": "kivi: settings: residual_length 128 must be",
+    "some-model": "runs no model",
+    "some-model --suite generate --random-weights tiny": "not both",
+    "--suite generate --random-weights tiny --device auto": "'--device auto' is not for it",
+}
+
+
+@pytest.mark.parametrize(("arguments", "said"), WRONG.items())
+def test_bad_input_is_one_line(arguments: str, said: str) -> None:
+    assert said in refused("bench", *arguments.split())

@@ -41,7 +41,7 @@ def test_list_and_show(made: Maker) -> None:
     assert [row["name"] for row in listed["rows"]] == ["second", "first"]
     assert listed["unused_bytes"] == 0
     shown = rows("show", "first")
-    assert shown == next(row for row in listed["rows"] if row["name"] == "first")
+    assert shown == listed["rows"][1]
     assert (shown["tokens"], shown["blocks"], shown["shared_blocks"], shown["method"]) == (600, 2, 1, "kivi-2")
     assert shown["source"] == "first.txt"
     assert 0 < shown["shared_bytes"] < shown["bytes"] < shown["fp16_bytes"]
@@ -54,19 +54,16 @@ def test_list_and_show(made: Maker) -> None:
     assert "KL" not in text
 
 
-def test_show_measures_what_the_copy_loses(made: Maker) -> None:
-    kl = rows("show", "first", "--kl", "--kl-tokens", "50")["kl"]
+def test_show_measures_what_the_copy_loses_with_the_model_that_made_it(made: Maker, monkeypatch: Any) -> None:
+    show = ("contexts", "show", "first", "--kl", "--kl-tokens")
+    kl = result(*show, "50", "--json")["kl"]
     assert kl["num_tokens"] == 50
     assert 0 < kl["kl_mean"] < 1
-    text = invoke("contexts", "show", "first", "--kl", "--kl-tokens", "50").stdout
-    assert "over the last 50 tokens: KL 0.0" in text
-    assert "no block of 256 codes" in refused("contexts", "show", "first", "--kl", "--kl-tokens", "590")
-
-
-def test_show_refuses_another_model(made: Maker, monkeypatch: Any) -> None:
+    assert "over the last 50 tokens: KL 0.0" in invoke(*show, "50").stdout
+    assert "no block of 256 codes" in refused(*show, "590")
     other = replace(load(make_model("qwen2")), tokenizer=made.loaded.tokenizer)
     monkeypatch.setattr(models, "load_model", lambda name, **_: other)
-    said = refused("contexts", "show", "first", "--kl", "--kl-tokens", "50", code=1)
+    said = refused(*show, "50", code=1)
     assert "context 'first' cannot be used here: it was made with another model, tiny" in said
 
 
@@ -86,8 +83,8 @@ def test_rm_and_prune(made: Maker) -> None:
     assert len(rows("list")["rows"]) == 2
     assert invoke("contexts", "rm").exit_code == 2
     execute(ContextStore(STORE), "INSERT INTO blocks VALUES (?, 3)", "0" * 64)  # as a kill leaves it
-    (STORE / "blocks" / ("0" * 64 + ".safetensors")).write_bytes(b"abc")
-    (STORE / "blocks" / ("0" * 64 + ".safetensors.tmp")).write_bytes(b"abcd")
+    for suffix, content in ((".safetensors", b"abc"), (".safetensors.tmp", b"abcd")):
+        (STORE / "blocks" / ("0" * 64 + suffix)).write_bytes(content)
     assert rows("list")["unused_bytes"] == 3
     assert "3 B that no context uses" in invoke("contexts", "list").stdout
     assert rows("prune")["freed_bytes"] == 7
@@ -117,20 +114,6 @@ def test_export_and_import(made: Maker, tmp_path: Path) -> None:
         assert invoke("contexts", *wrong, "--store", "other").exit_code == 1
 
 
-def test_a_store_that_is_not_there(tiny: Any) -> None:
-    for arguments in (("list",), ("verify",), ("prune",), ("show", "a"), ("rm", "a"), ("export", "a")):
-        assert "there is no store of contexts in runs/smollm2-135m/contexts" in refused("contexts", *arguments)
-    for command in ("show", "export"):
-        STORE.mkdir(parents=True, exist_ok=True)
-        assert invoke("contexts", command).exit_code == 2
-
-
-def test_help_of_every_command() -> None:
-    result("contexts", "--help")
-    for name in ("list", "show", "verify", "prune", "rm", "export", "import"):
-        assert f"Example: kvcli contexts {name}" in " ".join(result("contexts", name, "--help").stdout.split())
-
-
 def test_export_replaces_nothing_unasked(made: Maker) -> None:
     Path("kept.txt").write_text("mine")
     export = ("contexts", "export", "first", "--out")
@@ -144,7 +127,20 @@ def test_export_replaces_nothing_unasked(made: Maker) -> None:
     refused(*export, "folder")
 
 
+def test_a_store_that_is_not_there(tiny: Any) -> None:
+    for arguments in (("list",), ("verify",), ("prune",), ("show", "a"), ("rm", "a"), ("export", "a")):
+        assert "there is no store of contexts in runs/smollm2-135m/contexts" in refused("contexts", *arguments)
+    STORE.mkdir(parents=True)
+    for command in ("show", "export"):
+        assert invoke("contexts", command).exit_code == 2
+
+
+def test_help_of_every_command() -> None:
+    result("contexts", "--help")
+    for name in ("list", "show", "verify", "prune", "rm", "export", "import"):
+        assert f"Example: kvcli contexts {name}" in " ".join(result("contexts", name, "--help").stdout.split())
+
+
 def test_a_context_that_is_nowhere_is_named_with_its_store(made: Maker) -> None:
     missing = refused("generate", "--context", "fist", "--prompt", "x", code=1)
-    assert f"there is no file fist and no context 'fist' in {STORE}" in missing
-    assert "first" in missing
+    assert f"there is no file fist and no context 'fist' in {STORE}; did you mean 'first'?" in missing
