@@ -19,12 +19,10 @@ MAX_SECONDS = 120.0
 @pytest.mark.slow
 def test_fast_tests_are_few_and_fast(repo_root: Path) -> None:
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-m", "fast", "-n", "0", "-p", "no:cacheprovider"],
-        env={
-            **{name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")},
-            "OMP_NUM_THREADS": "1",
-        },
+        env=environment | {"OMP_NUM_THREADS": "1"},
         cwd=repo_root,
         capture_output=True,
         text=True,

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
+import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -55,8 +59,7 @@ def recorded(tiny: Any, tmp_path: Path) -> Any:
 @pytest.fixture
 def artifact(recorded: Any, tmp_path: Path) -> Path:
     """An artifact for the tiny model where `generate` looks for it."""
-    recording = recorded
-    fit_recording(recording, get_method("commvq"), CONFIG.resolve(recording.spec), tmp_path / "fitted")
+    fit_recording(recorded, get_method("commvq"), CONFIG.resolve(recorded.spec), tmp_path / "fitted")
     folder = tmp_path / "runs" / "smollm2-135m" / "commvq-2bit"
     assemble([tmp_path / "fitted"]).save(folder)
     return folder
@@ -71,3 +74,29 @@ def chatty(monkeypatch: pytest.MonkeyPatch) -> Any:
     tokenizer.chat_template = CHAT
     model = load(make_model("llama", vocab_size=300, eos_token_id=2))
     return loaded_by_commands(monkeypatch, replace(model, tokenizer=tokenizer))
+
+
+@pytest.fixture
+def adding(repo_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Puts the file of a page into a package, and its line into a registry: its name there, and what it says."""
+    modules = []
+
+    def add(page: str, package: ModuleType, registry: dict[str, str], attribute: str) -> tuple[str, str]:
+        text = (repo_root / "docs" / page).read_text()
+        file, line = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+        match = re.fullmatch(rf'"(\w+)": "({package.__name__}\.(\w+)):{attribute}",\n', line)
+        assert match is not None
+        name, module, stem = match.groups()
+        assert name not in registry
+        assert not list((repo_root / "kvcli").rglob(f"{name}*"))
+        (tmp_path / "added").mkdir()
+        (tmp_path / "added" / f"{stem}.py").write_text(file)
+        monkeypatch.setattr(package, "__path__", [*package.__path__, str(tmp_path / "added")])
+        monkeypatch.setitem(registry, name, f"{module}:{attribute}")
+        modules.append((package, module, stem))
+        return name, file
+
+    yield add
+    for package, module, stem in modules:
+        sys.modules.pop(module, None)
+        vars(package).pop(stem, None)

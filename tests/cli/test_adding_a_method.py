@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,22 +14,8 @@ from kvcli.registry import METHODS, get_method
 
 
 @pytest.fixture
-def method(repo_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Method]:
-    """The page's method, in a file of its own and with its line in the registry."""
-    page = (repo_root / "docs" / "adding_a_method.md").read_text()
-    file, line = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    match = re.fullmatch(r'"(\w+)": "(kvcli\.methods\.(\w+)):METHOD",\n', line)
-    assert match is not None
-    name, module, stem = match.groups()
-    assert name not in METHODS
-    folder = tmp_path / "methods"
-    folder.mkdir()
-    (folder / f"{stem}.py").write_text(file)
-    monkeypatch.setattr(kvcli.methods, "__path__", [*kvcli.methods.__path__, str(folder)])
-    monkeypatch.setitem(METHODS, name, f"{module}:METHOD")
-    yield get_method(name)
-    del sys.modules[module]
-    delattr(kvcli.methods, stem)
+def method(adding: Any) -> Method:
+    return get_method(adding("adding_a_method.md", kvcli.methods, METHODS, "METHOD")[0])
 
 
 class TestCodecs(CodecContract):
@@ -44,16 +26,17 @@ class TestCache(CacheContract):
     """Its cache."""
 
 
-def test_generate(method: Method, tiny: Any) -> None:
+def test_it_generates_and_is_listed(method: Method, tiny: Any) -> None:
     options = ("--residual-length", "16", "--sink-length", "0", "--max-new-tokens", "4", "--json")
     memory = result("generate", "--method", "absmax-3", "--prompt", "x" * 60, *options)["memory"]
     assert memory["num_encoded"] >= 40
     assert memory["nominal_bits"] == [3, 3]
     assert (memory["key_bits"], memory["value_bits"]) == (4, 4)  # a head of 16 channels: 6 bytes and a scale
     assert "k_bits" in refused("generate", "--method", "absmax-5")
+    assert "absmax" in [row["name"] for row in result("methods", "--json")["methods"]]
 
 
-def test_eval(method: Method, tiny: Any) -> None:
+def test_it_is_evaluated(method: Method, tiny: Any) -> None:
     options = ("--seq-len", "128", "--num-sequences", "2", "--batch-size", "2", "--json")
     chosen = ("--method", "absmax-2", "--method", "absmax-3", "--method", "absmax-8")
     errors = [row["kl_mean"] for row in result("eval", *chosen, *options)["rows"]]
@@ -61,18 +44,9 @@ def test_eval(method: Method, tiny: Any) -> None:
 
 
 @pytest.mark.parametrize("impl", ["reference", pytest.param("fused", marks=pytest.mark.kernels)])
-def test_bench(method: Method, impl: str) -> None:
+def test_it_is_benched(method: Method, impl: str) -> None:
     options = ("--shape", "tiny", "--contexts", "64", "--repeats", "3", "--impl", impl, "--json")
     _, row = result("bench", "--methods", "absmax-3", *options)["rows"]
     assert row["method"] == "absmax-3"
     assert row["p50_us"] > 0
     assert row["true_bits"] == (16 * 3 + 16) / 16  # a head of 16 channels
-
-
-def test_it_is_listed(method: Method) -> None:
-    assert "absmax" in [row["name"] for row in result("methods", "--json")["methods"]]
-
-
-def test_nothing_of_it_is_in_the_package(repo_root: Path) -> None:
-    assert not list((repo_root / "kvcli").rglob("absmax*"))
-    assert "absmax" not in METHODS

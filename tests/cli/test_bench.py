@@ -7,10 +7,11 @@ import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from commvq_reordered import reordered_attend
-from console import invoke, refused, result
+from console import invoke, refused, result, says
 
 from kvcli.bench.suite import default_methods
 from kvcli.errors import UsageError
@@ -24,17 +25,20 @@ ATTENTION = ("bench", "--shape", "tiny", "--contexts", "64", "--repeats", "3")
 KIVI = (*ATTENTION, *GROUPS, "--methods", "kivi-4")
 
 
-def attend_with(monkeypatch: pytest.MonkeyPatch, attend_codes: AttendCodes) -> None:
-    """Replaces attention over codes in the suite `attention`."""
-    backend = SimpleNamespace(impl="fake", attend_codes=attend_codes)
+def attend_with(monkeypatch: pytest.MonkeyPatch, attend_codes: AttendCodes | BaseException) -> MagicMock:
+    """Replaces attention over codes in the suite `attention` by a function, or by an exception."""
+    attend = MagicMock(side_effect=attend_codes)
+    backend = SimpleNamespace(impl="fake", attend_codes=attend)
     monkeypatch.setattr("kvcli.attention.backend.choose_backend", lambda *_: backend)
+    return attend
 
 
-def stop_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+def scaled(factor: float) -> AttendCodes:
     def attend(*arguments: Any) -> Any:
-        raise error
+        out, lse = reordered_attend(*arguments)
+        return factor * out, lse
 
-    attend_with(monkeypatch, attend)
+    return attend
 
 
 def lines_of(path: str) -> list[Any]:
@@ -84,19 +88,11 @@ def test_records_go_into_a_pipe() -> None:
 
 
 def test_a_mismatch_shows_no_time_and_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-
-    def attend(*arguments: Any) -> Any:
-        calls.append(1)
-        out, lse = reordered_attend(*arguments)
-        return 1.1 * out, lse
-
-    attend_with(monkeypatch, attend)
+    attend = attend_with(monkeypatch, scaled(1.1))
     done = result(*ATTENTION, *BOOKS, exit_code=1)
-    assert len(calls) == 1
+    assert attend.call_count == 1
     line = next(line for line in done.stdout.splitlines() if "commvq-2" in line)
-    assert "MISMATCH" in line
-    assert "1.0e-01" in line
+    says(line, "MISMATCH", "1.0e-01")
     assert line.count(" - ") == 6
     assert "error: commvq-2, 64 tokens, batch 1: differs" in done.stderr
     row = result(*ATTENTION, *BOOKS, "--json", exit_code=1)["rows"][1]
@@ -104,11 +100,7 @@ def test_a_mismatch_shows_no_time_and_fails(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_numbers_that_json_does_not_have_are_null(monkeypatch: pytest.MonkeyPatch) -> None:
-    def attend(*arguments: Any) -> Any:
-        out, lse = reordered_attend(*arguments)
-        return out * float("nan"), lse
-
-    attend_with(monkeypatch, attend)
+    attend_with(monkeypatch, scaled(float("nan")))
     done = invoke(*ATTENTION, *BOOKS, "--out", "rows.jsonl", "--json")
     assert done.exit_code == 1
     shown = json.loads(done.stdout, parse_constant=pytest.fail)["rows"][-1]
@@ -118,7 +110,7 @@ def test_numbers_that_json_does_not_have_are_null(monkeypatch: pytest.MonkeyPatc
 
 
 def test_rows_before_an_interruption_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    stop_with(monkeypatch, KeyboardInterrupt())
+    attend_with(monkeypatch, KeyboardInterrupt())
     done = result(*ATTENTION, *BOOKS, exit_code=130)
     assert "fp16" in done.stdout
     assert "stopped after 1 row\n" in done.stderr
@@ -127,10 +119,10 @@ def test_rows_before_an_interruption_are_shown(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_failure_is_said_and_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    stop_with(monkeypatch, LookupError("out of resource"))
+    attend_with(monkeypatch, LookupError("out of resource"))
     done = result(*ATTENTION, *BOOKS, "--contexts", "32", exit_code=1)
     assert done.stdout.count("fake: FAILED") == 2
-    assert "error: commvq-2, 32 tokens, batch 1: LookupError: out of resource (test_bench.py" in done.stderr
+    assert "error: commvq-2, 32 tokens, batch 1: LookupError: out of resource (mock.py" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -168,9 +160,7 @@ def test_other_sizes_are_refused(text: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"), [((), "llama-3.1-8b"), (("--random-weights", "tiny"), "tiny"), (("a-model",), None)]
 )
-def test_memory_takes_a_model_if_one_is_named(
-    monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], expected: str | None
-) -> None:
+def test_memory_takes_a_model_if_one_is_named(monkeypatch: Any, arguments: tuple[str, ...], expected: Any) -> None:
     def load(options: Any, shape: str | None, output: Any) -> Any:
         raise UsageError(f"asked for {shape}")
 

@@ -7,36 +7,39 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from console import invoke, result
+from console import invoke, result, says
 
 from kvcli.bench import budget
 from kvcli.bench.contexts import ContextRow, ContextsOptions, table
 from kvcli.bench.model_bench import ModelBench, ModelRow
 
-GROUPS = ("--settings", "group_size=8", "--settings", "residual_length=8")
-GENERATE = ("bench", "--suite", "generate", "--new-tokens", "3", "--prompt-tokens", "40", "--repeats", "1", *GROUPS)
+GROUPS = ("--settings", "group_size=8", "--settings", "residual_length=8", "--methods", "kivi-2", "--repeats", "1")
+PROMPT = ("bench", "--suite", "generate", *GROUPS, "--prompt-tokens", "40")
+GENERATE = (*PROMPT, "--new-tokens", "3")
+TINY = ("--random-weights", "tiny")
+
+
+def records(suite: str) -> list[Any]:
+    return [json.loads(line) for line in Path(f"runs/bench/{suite}.jsonl").read_text().splitlines()]
 
 
 def test_generate_runs_random_weights_and_real_models(tiny: Any) -> None:
-    options = ("--methods", "kivi-2", "--methods", "fp16")
-    for source, expected in (
-        (("--random-weights", "tiny", "--layers", "2"), ("tiny", "random", 2)),
-        ((), ("smollm2-135m", "model", 3)),
-    ):
-        rows = result(*GENERATE, *source, *options, "--batches", "1", "--batches", "2", "--json")["rows"]
-        expected_rows = [("fp16", 1), ("kivi-2", 1), ("fp16", 2), ("kivi-2", 2)]
-        assert [(row["method"], row["batch"]) for row in rows] == expected_rows
+    batches = ("--methods", "fp16", "--batches", "1", "--batches", "2", "--json")
+    for source, expected in (((*TINY, "--layers", "2"), ("tiny", "random", 2)), ((), ("smollm2-135m", "model", 3))):
+        rows = result(*GENERATE, *source, *batches)["rows"]
+        assert [(row["method"], row["batch"]) for row in rows] == [
+            (method, batch) for batch in (1, 2) for method in ("fp16", "kivi-2")
+        ]
         for row in rows:
             assert (row["model"], row["weights"], row["num_layers"]) == expected
             assert row["tokens_per_s"][1] > 0
             assert (row["codebooks"], row["dtype"], row["memory_budget"]) == ("random", "float32", None)
-    lines = Path("runs/bench/generate.jsonl").read_text().splitlines()
-    assert len(lines) == 8
-    assert json.loads(lines[0])["machine"]["packages"]["transformers"]
+    assert len(records("generate")) == 8
+    assert records("generate")[0]["machine"]["packages"]["transformers"]
 
 
 def test_the_table_of_generate_puts_ratios_first() -> None:
-    lines = invoke(*GENERATE, "--random-weights", "tiny", "--methods", "kivi-2").stdout.splitlines()
+    lines = invoke(*GENERATE, *TINY).stdout.splitlines()
     heading = next(line for line in lines if "x tok/s" in line)
     names = [name.strip() for name in heading.strip("┃").split("┃")]
     assert names[3:7] == ["x tok/s", "x total", "prefill / fp16", "cache"]
@@ -45,18 +48,16 @@ def test_the_table_of_generate_puts_ratios_first() -> None:
 
 
 def test_filled_prompts_have_no_times() -> None:
-    options = ("--random-weights", "tiny", "--methods", "kivi-2", "--fill-prompt", "--prefill-chunk", "16")
-    steps = ("--prompt-tokens", "40", "--max-new-tokens", "41", "--decode", "steps", "--json")
-    fp16, kivi = result("bench", "--suite", "generate", *GROUPS, "--repeats", "1", *options, *steps)["rows"]
+    filled = (*PROMPT, *TINY, "--fill-prompt", "--prefill-chunk", "16")
+    fp16, kivi = result(*filled, "--max-new-tokens", "41", "--decode", "steps", "--json")["rows"]
     assert (fp16["decode"], kivi["decode"]) == ("eager", "steps")
     assert kivi["steady_tokens"] == 24  # after two rounds of 8
-    assert {row["prefill"] for row in (fp16, kivi)} == {"ends computed, middle filled"}
     for row in (fp16, kivi):
+        assert row["prefill"] == "ends computed, middle filled"
         assert row["prefill_ms"] is row["ttft_ms"] is row["total_tokens_per_s"] is row["prefill_ratio"] is None
         assert row["rate_ratio"] > 0
         assert row["ceiling_share"] is None
-    table = invoke(*GENERATE, *options).stdout
-    assert "ends computed, middle filled" in " ".join(table.split())
+    says(" ".join(invoke(*filled, "--new-tokens", "3").stdout.split()), "ends computed, middle filled")
 
 
 def test_the_table_of_memory_says_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,48 +65,40 @@ def test_the_table_of_memory_says_what_fits(monkeypatch: pytest.MonkeyPatch) -> 
         assert (self.memory_budget, self.prefill_chunk) == (40 * 2**30, 4096)
         assert (contexts, batches, longest, full_prefill) == ([32768], None, True, False)
         assert [case.name for case in self.cases] == ["fp16", "commvq-1"]
-        sizes = {"cache_bytes": 3 * 2**29, "peak_bytes": 2**34, "reserved_bytes": 2**34, "weights_bytes": 2**20}
-        yield ModelRow("fp16", 32768, 7, "sdpa", question="largest batch", new_tokens=2, cache_ratio=1.0, **sizes)
-        yield ModelRow(
-            "commvq-1", 0, 1, "fused", "out of memory", question="longest context", new_tokens=2, weights_bytes=2**20
-        )
+        sizes = {"cache_bytes": 3 * 2**29, "peak_bytes": 2**34, "reserved_bytes": 2**34}
+        shared: Any = {"new_tokens": 2, "weights_bytes": 2**20}
+        yield ModelRow("fp16", 32768, 7, "sdpa", question="largest batch", cache_ratio=1.0, **sizes, **shared)
+        yield ModelRow("commvq-1", 0, 1, "fused", "out of memory", question="longest context", **shared)
 
     monkeypatch.setattr(ModelBench, "memory", rows)
     monkeypatch.setattr(budget, "check_budget", lambda budget, device: None)
-    options = ("--random-weights", "tiny", "--memory-budget", "40GiB", "--methods", "commvq-1")
-    done = result("bench", "--suite", "memory", *options)
+    done = result("bench", "--suite", "memory", *TINY, "--memory-budget", "40GiB", "--methods", "commvq-1")
     rows_shown = [[cell.strip() for cell in line.split("│")] for line in done.stdout.splitlines() if "│" in line]
     lines = {cells[1]: cells for cells in rows_shown}
     assert lines["fp16"][2:9] == ["largest batch", "32768", "7", "1.50 GiB", "1/1.00", "16.00 GiB", "16.00 GiB"]
     assert lines["commvq-1"][2:6] == ["longest context", "-", "1", "-"]
     assert lines["commvq-1"][-2] == "fused: out of memory"
     assert "budget 40.00 GiB" in " ".join(done.stdout.split())
-    records = [json.loads(line) for line in Path("runs/bench/memory.jsonl").read_text().splitlines()]
-    assert (records[0]["context"], records[0]["batch"], records[0]["prefill"]) == (
-        32768,
-        7,
-        "ends computed, middle filled",
-    )
+    row = records("memory")[0]
+    assert (row["context"], row["batch"], row["prefill"]) == (32768, 7, "ends computed, middle filled")
 
 
 def test_contexts_compares_loading_with_reading() -> None:
-    lengths = ("--prompt-tokens", "40", "--prompt-tokens", "80", "--repeats", "1", "--context-folder", "files/here")
-    options = ("--random-weights", "tiny", "--methods", "kivi-2", *GROUPS, *lengths)
-    made = result("bench", "--suite", "contexts", *options, "--json")
+    lengths = ("--prompt-tokens", "40", "--prompt-tokens", "80", "--context-folder", "files/here")
+    made = result("bench", "--suite", "contexts", *TINY, *GROUPS, *lengths, "--json")
     expected = [("fp16", 40), ("kivi-2", 40), ("fp16", 80), ("kivi-2", 80)]
     assert [(row["method"], row["prompt_tokens"]) for row in made["rows"]] == expected
     assert made["faster_from"].keys() == {"fp16", "kivi-2"}
     for row in made["rows"]:
         assert (row["model"], row["weights"], row["codebooks"], row["repeats"]) == ("tiny", "random", "random", 1)
-    records = [json.loads(line) for line in Path("runs/bench/contexts.jsonl").read_text().splitlines()]
-    assert [record["file_bytes"] for record in records] == [row["file_bytes"] for row in made["rows"]]
-    assert records[0]["machine"]["cpu_count"]
+    written = records("contexts")
+    assert [record["file_bytes"] for record in written] == [row["file_bytes"] for row in made["rows"]]
+    assert written[0]["machine"]["cpu_count"]
     assert not [*Path("files/here").iterdir()]
-    shown = " ".join(table(records, ContextsOptions()).columns)
-    assert "times faster" in shown
-    cells = table(records, ContextsOptions()).rows[1]
-    assert cells[:2] == ["kivi-2", "40"]
-    assert cells[3] == f"1/{records[1]['file_ratio']:.2f}"
+    shown = table(written, ContextsOptions())
+    assert "times faster" in " ".join(shown.columns)
+    assert shown.rows[1][:2] == ["kivi-2", "40"]
+    assert shown.rows[1][3] == f"1/{written[1]['file_ratio']:.2f}"
 
 
 def test_the_table_of_contexts_shows_rows_without_figures() -> None:

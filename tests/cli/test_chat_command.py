@@ -8,8 +8,7 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
-from compressing import GROUPED, METHOD, SHORT, WINDOW, compressed
-from console import invoke, refused, result
+from console import GROUPED, METHOD, SHORT, WINDOW, compressed, invoke, refused, result, says
 
 import kvcli
 from kvcli.builtin_models import DEFAULT_MODEL
@@ -78,12 +77,10 @@ def test_a_context_of_the_store_is_not_replaced_by_a_conversation(chatty: Any) -
     compressed(*METHOD)
     result("contexts", "import", "c.safetensors", "--store", "s")
     before = ContextStore("s").get("c")
-    said = refused("chat", "--store", "s", "--save", "c", stdin="Hello\n")
-    assert "c exists already; use --overwrite to replace it" in said
-    assert "'a b' is no name of a context" in refused("chat", "--store", "s", "--save", "a b", stdin="Hello\n")
+    for name, said in {"c": "c exists already; use --overwrite to", "a b": "'a b' is no name of a context"}.items():
+        assert said in refused("chat", "--store", "s", "--save", name, stdin="Hello\n")
     done = result("chat", *METHOD, "--store", "s", *SHORT[:-1], stdin="Hello\n/save c\n/save ?\n")
-    assert "c exists already" in done.stderr
-    assert "'?' is no name of a context" in done.stderr
+    says(done.stderr, "c exists already", "'?' is no name of a context")
     assert ContextStore("s").get("c") == before
     chat(*METHOD, "--store", "s", "--save", "c", "--overwrite", lines="Hello\n")
     assert "messages" in ContextStore("s").get("c").record.notes
@@ -92,10 +89,13 @@ def test_a_context_of_the_store_is_not_replaced_by_a_conversation(chatty: Any) -
 def test_commands_of_a_conversation(chatty: Any) -> None:
     lines = "/stats\n\n/save\n/nothing\nHello!\n/stats\n/save a.safetensors\n/save a.safetensors\n/exit\nNever read\n"
     done = result("chat", *METHOD, "--max-new-tokens", "5", "--system", "Be short.", stdin=lines)
-    for said in ("nothing was said yet", "say where: /save FILE, or /save NAME", "/nothing is no command; /exit ends"):
-        assert said in done.stderr
-    for said in ("KV cache", "a.safetensors: ", "a.safetensors exists already"):
-        assert said in done.stderr
+    says(
+        done.stderr,
+        "nothing was said yet",
+        "say where: /save FILE, or /save NAME",
+        "/nothing is no command; /exit ends",
+    )
+    says(done.stderr, "KV cache", "a.safetensors: ", "a.safetensors exists already")
     messages = Context.load("a.safetensors").notes["messages"]
     assert [message["role"] for message in messages] == ["system", "user", "assistant"]
     assert done.stdout == messages[-1]["content"] + "\n"
@@ -127,21 +127,16 @@ def test_a_template_that_changes_the_last_turn_costs_its_tokens_only(chatty: Any
     assert "tokens are read again" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said", "code"),
-    [
-        (("--resume", "c.safetensors"), "c.safetensors holds a text and no conversation", 2),
-        (("--resume", "none"), "no context 'none' in", 1),
-        (("--resume", "c.safetensors", "--system", "x"), "--system goes before the first message", 2),
-        (("--save", "c.safetensors"), "exists already; use --overwrite", 2),
-    ],
-)
-def test_conversations_that_cannot_begin(chatty: Any, arguments: tuple[str, ...], said: str, code: int) -> None:
+def test_conversations_that_cannot_begin(chatty: Any) -> None:
     compressed(*METHOD)
-    assert said in refused("chat", *arguments, code=code, stdin="Hello\n")
-
-
-def test_a_model_without_a_template(tiny: Any) -> None:
+    for words, said in {
+        "--resume c.safetensors": "c.safetensors holds a text and no conversation",
+        "--resume c.safetensors --system x": "--system goes before the first message",
+        "--save c.safetensors": "exists already; use --overwrite",
+    }.items():
+        assert said in refused("chat", *words.split(), stdin="Hello\n")
+    assert "no context 'none' in" in refused("chat", "--resume", "none", code=1, stdin="Hello\n")
+    chatty.tokenizer.chat_template = None
     assert "has no chat template" in refused("chat", stdin="Hello\n")
 
 

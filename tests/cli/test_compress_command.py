@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from compressing import GROUPED, SHORT, TEXT, WINDOW, compressed
-from compressing import METHOD as KIVI
-from console import invoke, refused, result
+from console import GROUPED, METHOD, SHORT, TEXT, WINDOW, compressed, invoke, refused, result, says
 
 import kvcli
 from kvcli.cache.context import Context
@@ -48,15 +46,13 @@ def test_an_artifact_is_found_again(artifact: Path) -> None:
 
 def test_what_is_said(chatty: Any) -> None:
     Path("text.txt").write_text(TEXT)
-    done = result("compress", *KIVI, "--prompt-file", "text.txt", "--out", "c.safetensors")
+    done = result("compress", *METHOD, "--prompt-file", "text.txt", "--out", "c.safetensors")
     assert done.stdout == "c.safetensors\n"
     next_command = "next: kvcli generate --context c.safetensors --prompt 'In short,'"
-    for said in ("77 tokens in", "77/77 tokens", "bits per value, codes at", next_command):
-        assert said in done.stderr
+    says(done.stderr, "77 tokens in", "77/77 tokens", "bits per value, codes at", next_command)
     went_on = result("generate", "--context", "c.safetensors", "--prompt", "In short,", "--stats")
     assert went_on.stdout.startswith("In short,")
-    for said in ("77 of 86 tokens reused from c.safetensors, loaded in", "(77 reused)"):
-        assert said in went_on.stderr
+    says(went_on.stderr, "77 of 86 tokens reused from c.safetensors, loaded in", "(77 reused)")
 
 
 def test_options_that_were_not_given_are_the_contexts(chatty: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,40 +70,31 @@ def test_options_that_were_not_given_are_the_contexts(chatty: Any, monkeypatch: 
     assert result(*given)["model"] == "the/third"  # which has the same weights here
 
 
-@pytest.mark.parametrize(
-    ("changes", "said", "code"),
-    [
-        (("--method", "qjl"), "c.safetensors was made with method 'kivi', not 'qjl'", 1),
-        (("--method", "kivi-4", *GROUPED), "was made with k_bits 2, which is 4 here", 1),
-        (("--residual-length", "16"), "was made with residual_length 8, which is 16 here", 1),
-        (("--setting", "group_size=4"), "was made with group_size 8, which is 4 here", 1),
-        (("--chat",), "c.safetensors holds a text and no conversation", 2),
-    ],
-)
-def test_a_context_is_refused_where_it_means_something_else(
-    chatty: Any, changes: tuple[str, ...], said: str, code: int
-) -> None:
-    compressed(*KIVI)
-    assert said in refused("generate", "--context", "c.safetensors", "--prompt", "x", *changes, code=code)
-
-
-def test_contexts_that_cannot_be_gone_on_from(chatty: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    compressed(*KIVI)
-    assert "--context needs a text" in refused("generate", "--context", "c.safetensors")
-    assert "with one token or more" in refused("generate", "--context", "c.safetensors", "--prompt", "")
+def test_contexts_that_cannot_be_gone_on_from(chatty: Any) -> None:
+    compressed(*METHOD)
     context = Context.load("c.safetensors")
     replace(context, notes={**context.notes, "tokenizer": "x"}).save("another")
     replace(context, input_ids=None).save("empty")
     replace(context, identity=replace(context.identity, dtype="load")).save("odd")
     Path("cut").write_bytes(Path("c.safetensors").read_bytes()[:-100])
-    for name, said in {
+    for words, said in {
+        "c.safetensors --method qjl": "c.safetensors was made with method 'kivi', not 'qjl'",
+        f"c.safetensors --method kivi-4 {' '.join(GROUPED)}": "was made with k_bits 2, which is 4 here",
+        "c.safetensors --residual-length 16": "was made with residual_length 8, which is 16 here",
+        "c.safetensors --setting group_size=4": "was made with group_size 8, which is 4 here",
         "none": "no context 'none' in",
         "another": "was made with another tokenizer",
         "empty": "has no token ids",
         "odd": "with a model in load, in which kvcli loads none",
         "cut": "damaged",
     }.items():
-        assert said in refused("generate", "--context", name, "--prompt", "x", code=1)
+        assert said in refused("generate", "--prompt", "x", "--context", *words.split(), code=1)
+    for options, said in {
+        (): "--context needs a text",
+        ("--prompt", ""): "with one token or more",
+        ("--prompt", "x", "--chat"): "c.safetensors holds a text and no conversation",
+    }.items():
+        assert said in refused("generate", "--context", "c.safetensors", *options)
 
 
 def test_several_texts_a_folder_and_standard_input(chatty: Any) -> None:

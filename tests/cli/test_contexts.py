@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from console import invoke, refused, result
+from console import invoke, refused, result, says
 from contexts_made import Maker, execute, flip_a_byte, tokens
 from factories import load, make_model
 
@@ -45,12 +45,9 @@ def test_list_and_show(made: Maker) -> None:
     assert (shown["tokens"], shown["blocks"], shown["shared_blocks"], shown["method"]) == (600, 2, 1, "kivi-2")
     assert shown["source"] == "first.txt"
     assert 0 < shown["shared_bytes"] < shown["bytes"] < shown["fp16_bytes"]
-    table = invoke("contexts", "list").stdout
-    assert "first.txt" in table
-    assert "2 contexts" in table
+    says(invoke("contexts", "list").stdout, "first.txt", "2 contexts")
     text = invoke("contexts", "show", "first").stdout
-    assert "600 tokens of first.txt, tiny in float32, method kivi" in text
-    assert "2 blocks of 256 tokens, 1 of them shared" in text
+    says(text, "600 tokens of first.txt, tiny in float32, method kivi", "2 blocks of 256 tokens, 1 of them shared")
     assert "KL" not in text
 
 
@@ -71,8 +68,7 @@ def test_verify_says_what_is_damaged(made: Maker) -> None:
     assert "2 contexts, all whole" in invoke("contexts", "verify").stdout
     flip_a_byte(STORE, "first", "last")
     damaged = result("contexts", "verify", exit_code=1)
-    assert "error: 1 of 2 contexts damaged: first" in damaged.stderr
-    assert "kvcli contexts rm first" in damaged.stderr
+    says(damaged.stderr, "error: 1 of 2 contexts damaged: first", "kvcli contexts rm first")
     assert list(result("contexts", "verify", "--json", exit_code=1)["damaged"]) == ["first"]
     result("contexts", "verify", "second")
     assert "did you mean 'second'?" in refused("contexts", "verify", "secnd", code=1)

@@ -12,28 +12,27 @@ from kvcli.errors import ArtifactError
 from kvcli.eval.suite import EvalOptions, choose_cases
 
 
-@pytest.mark.parametrize("name", ["commvq", "commvq-2"])
-def test_a_fitted_method_takes_the_artifact_given_for_it(tiny: Any, artifact: Path, name: str) -> None:
-    elsewhere = artifact.rename(artifact.parents[2] / "elsewhere")
-    options = EvalOptions(method=["kivi-2", name], artifact=[elsewhere])
-    assert choose_cases(options) == [("kivi-2", None), ("commvq", elsewhere)]
+@pytest.fixture
+def elsewhere(tiny: Any, artifact: Path) -> Path:
+    """An artifact that is not where commands look for it."""
+    return artifact.rename(artifact.parents[2] / "elsewhere")
 
 
-def test_an_artifact_of_other_bits_does_not_stand_for_a_method(tiny: Any, artifact: Path) -> None:
-    elsewhere = artifact.rename(artifact.parents[2] / "elsewhere")
+def test_a_fitted_method_takes_the_artifact_given_for_it_if_it_has_its_bits(elsewhere: Path) -> None:
+    for name in ("commvq", "commvq-2"):
+        options = EvalOptions(method=["kivi-2", name], artifact=[elsewhere])
+        assert choose_cases(options) == [("kivi-2", None), ("commvq", elsewhere)]
     with pytest.raises(ArtifactError, match="no commvq-1 artifact"):
         choose_cases(EvalOptions(method=["commvq-1"], artifact=[elsewhere]))
 
 
 def test_by_default_fitted_methods_are_measured_if_they_have_an_artifact(tiny: Any, artifact: Path) -> None:
-    newest = artifact.relative_to(Path.cwd())
-    assert choose_cases(EvalOptions()) == [("fp16", None), ("commvq", newest)]
+    assert choose_cases(EvalOptions()) == [("fp16", None), ("commvq", artifact.relative_to(Path.cwd()))]
     artifact.rename(artifact.parents[2] / "elsewhere")
     assert choose_cases(EvalOptions()) == [("fp16", None)]
 
 
-def test_a_method_with_bits_and_its_artifact_give_one_row(tiny: Any, artifact: Path) -> None:
-    elsewhere = artifact.rename(artifact.parents[2] / "elsewhere")
+def test_a_method_with_bits_and_its_artifact_give_one_row(elsewhere: Path) -> None:
     sizes = ("--seq-len", "64", "--num-sequences", "1", "--residual-length", "8")
     (row,) = result("eval", "--method", "commvq-2", "--artifact", str(elsewhere), *sizes, "--json")["rows"]
     assert (row["method"], row["artifact"], row["label"]) == ("commvq-2", str(elsewhere), "elsewhere")

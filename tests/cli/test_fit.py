@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from console import invoke, refused, result
+from console import invoke, refused, result, says
 
 from kvcli.cli.fit import summary
 from kvcli.errors import ArtifactError
 from kvcli.paths import newest_artifact
-from kvcli.registry import DEFAULT_METHOD, DEMO_SETTINGS, FIT_NAMES, METHODS, get_config, get_method, method_name
+from kvcli.registry import DEFAULT_METHOD, DEMO_SETTINGS, FIT_NAMES, METHODS, get_config, get_method
 
 SMALL = {
     "commvq": {"codebook_size": 8, "num_residuals": 2, "value_iterations": 2, "key_iterations": 2},
-    "squat": {"group_size": 8, "residual_length": 8},
-    "squat-pre": {"group_size": 8, "residual_length": 8},
+    "squat": (grouped := {"group_size": 8, "residual_length": 8}),
+    "squat-pre": grouped,
 }
 
 
@@ -34,9 +34,20 @@ def settings(values: dict[str, Any]) -> list[str]:
 def test_a_named_command_is_fit_with_typed_options(recorded: Any, command: str, method: str) -> None:
     chosen = ["--method", method] if FIT_NAMES[command] != method else []
     named = result(command, "recorded", *chosen, *flags(SMALL[method]))
+    says(named.stderr, *get_method(method).fit_metrics.values())
     fitted = result("fit", "recorded", "--method", method, *settings(SMALL[method]))
     assert fitted.stdout == named.stdout  # the same run folder
     assert "3 of 3 layers were fitted already" in fitted.stderr  # the same settings, defaults included
+
+
+@pytest.mark.parametrize("method", ["squat", "squat-pre"])
+def test_a_fitted_subspace_is_exported_and_used(recorded: Any, method: str) -> None:
+    result("fit-subspace", "recorded", "--method", method, *flags(SMALL[method]))
+    folder = invoke("export").stdout.strip()
+    assert folder == f"runs/tiny/{method}-subspace"
+    words = ("generate", "--method", method, "--prompt", "x" * 50, "--json")
+    assert result(*words, "--artifact", folder)["memory"]["num_encoded"] > 40
+    result(*words, "--setting", "group_size=8")
 
 
 def test_bits_in_the_name_are_settings_and_name_the_run(recorded: Any) -> None:
@@ -81,30 +92,10 @@ def test_settings_that_commands_know_are_those_of_the_methods() -> None:
     get_config(DEFAULT_METHOD)(**DEMO_SETTINGS)
 
 
-@pytest.mark.parametrize(
-    ("name", "values", "expected"),
-    [
-        ("kivi", {}, "kivi-2"),
-        ("kivi", {"k_bits": 4, "v_bits": 4}, "kivi-4"),
-        ("kivi-4", {"group_size": 64}, "kivi-4"),
-        ("kivi", {"k_bits": 4}, "kivi"),
-        ("commvq", {"bits": 1.5}, "commvq-1.5"),
-        ("commvq", {"bits": 1.0}, "commvq-1"),
-        ("qjl", {}, "qjl"),
-        ("fp16", {}, "fp16"),
-    ],
-)
-def test_records_name_a_method_with_its_bits(name: str, values: dict[str, Any], expected: str) -> None:
-    assert method_name(name, values) == expected
-
-
 def test_summary_names_mean_and_extremes() -> None:
     method = dataclasses.replace(get_method("commvq"), fit_metrics={"error": "held-out error", "rows": "rows"})
-    reports = [
-        {"layer": 4, "error": [0.25, 0.5], "rows": [3], "other": 1},
-        {"layer": 7, "error": [0.125, 0.125], "rows": 5},
-    ]
-    assert summary(method, reports) == [
+    first = {"layer": 4, "error": [0.25, 0.5], "rows": [3], "other": 1}
+    assert summary(method, [first, {"layer": 7, "error": [0.125, 0.125], "rows": 5}]) == [
         "held-out error: mean 0.25, from 0.125 (layer 7 head 0) to 0.5 (layer 4 head 1)",
         "rows: mean 4, from 3 (layer 4) to 5 (layer 7)",
     ]
@@ -112,11 +103,12 @@ def test_summary_names_mean_and_extremes() -> None:
 
 def test_metrics_that_are_named_are_reported(recorded: Any) -> None:
     for name in METHODS:
-        if (method := get_method(name)).fit is None:
-            assert not method.fit_metrics
-            continue
-        fitted = result("fit", "recorded", "--method", name, "--layers", "0", *settings(SMALL.get(name, {})), "--json")
-        assert method.fit_metrics.keys() <= fitted["layers"][0].keys()
+        named, words = get_method(name).fit_metrics, ("recorded", "--method", name, "--layers", "0", "--json")
+        if get_method(name).fit is None:
+            assert not named
+        else:
+            fitted = result("fit", *words, *settings(SMALL.get(name, {})))
+            assert named.keys() <= fitted["layers"][0].keys()
 
 
 def test_the_newest_artifact_is_of_the_method_and_its_bits(tmp_path: Path) -> None:
@@ -126,9 +118,7 @@ def test_the_newest_artifact_is_of_the_method_and_its_bits(tmp_path: Path) -> No
         config = {"bits": bits} if method == "commvq" else {"k_bits": bits, "v_bits": bits}
         (folder / "kvcli.json").write_text(json.dumps({"method": method, "config": config}))
     Path("runs/tiny/squat-pre-2/kvcli.json").touch()
-    assert newest_artifact("tiny", "squat") == Path("runs/tiny/squat-2")
-    assert newest_artifact("tiny", "squat-2") == Path("runs/tiny/squat-2")
-    assert newest_artifact("tiny", "commvq") == Path("runs/tiny/commvq-1")
-    assert newest_artifact("tiny", "commvq-2") == Path("runs/tiny/commvq-2")
+    for name, found in {"squat": "squat-2", "squat-2": "squat-2", "commvq": "commvq-1", "commvq-2": "commvq-2"}.items():
+        assert newest_artifact("tiny", name) == Path("runs/tiny", found)
     with pytest.raises(ArtifactError, match="kvcli fit --method squat-4"):
         newest_artifact("tiny", "squat-4")

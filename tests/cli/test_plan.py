@@ -7,25 +7,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from console import refused, result
+from console import refused, result, says
 from factories import make_model
 
 from kvcli.registry import parse_method
 
 SMALL = ("--prompt-tokens", "600", "--max-new-tokens", "9", "--tokens", "512", "--seq-len", "128", "--batch-size", "2")
+GROUPS = ("--setting", "group_size=8")
 
 
 def plan(*words: str) -> dict[str, Any]:
-    return dict(result("plan", "tiny", "--device", "cpu", *SMALL, *words, "--json"))
+    return dict(result("plan", "tiny", "--device", "cpu", *SMALL, *GROUPS, *words, "--json"))
 
 
 def test_every_compared_method_by_default() -> None:
-    made = plan("--setting", "group_size=8")
-    rows = {row["method"]: row for row in made["methods"]}
-    assert next(iter(rows)) == "fp16"
-    assert all(parse_method(name) for name in rows)
-    assert {"kivi-2", "commvq-1"} <= set(rows)
-    for row in rows.values():
+    made = plan()
+    names = [row["method"] for row in made["methods"]]
+    assert names[0] == "fp16"
+    assert {"kivi-2", "commvq-1"} <= {*names}
+    for row in made["methods"]:
         needs = parse_method(row["method"])[0].needs_artifact
         assert needs == bool(row["artifact_bytes"]) == bool(row["break_even"])
         assert row["peak_bytes"] > row["memory"]["allocated_bytes"] >= row["memory"]["cache_bytes"]
@@ -36,7 +36,7 @@ def test_every_compared_method_by_default() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_what_fits_is_the_most_that_fits(device: str) -> None:
-    words = ("--method", "kivi-2", "--setting", "group_size=8", "--device", device)
+    words = ("--method", "kivi-2", "--device", device)
     budget = 2 * plan(*words)["methods"][1]["peak_bytes"]
     row = plan(*words, "--memory", str(budget))["methods"][1]
     for option, number in (("--prompt-tokens", row["fits"]["context"]), ("--batch", row["fits"]["batch"])):
@@ -47,7 +47,7 @@ def test_what_fits_is_the_most_that_fits(device: str) -> None:
 
 
 def test_an_artifact_pays_from_where_it_is_said_to() -> None:
-    words = ("--method", "commvq-2", "--method", "kivi-4", "--setting", "group_size=8")
+    words = ("--method", "commvq-2", "--method", "kivi-4")
     against = {pays["against"]: pays for pays in plan(*words)["methods"][1]["break_even"]}
     assert set(against) == {"fp16", "kivi-4"}
     context = against["fp16"]["context"]
@@ -61,53 +61,48 @@ def test_an_artifact_pays_from_where_it_is_said_to() -> None:
 
 
 def test_methods_are_named_with_their_bits() -> None:
-    assert [row["method"] for row in plan("--method", "kivi", "--setting", "group_size=8")["methods"]] == [
-        "fp16",
-        "kivi-2",
-    ]
+    assert [row["method"] for row in plan("--method", "kivi")["methods"]] == ["fp16", "kivi-2"]
 
 
 def test_the_table() -> None:
-    words = ("--method", "commvq-1", "--method", "rtn-4", "--setting", "group_size=8", "--memory", "1GiB")
-    done = result("plan", "tiny", "--device", "cpu", *SMALL, *words)
-    assert "pays from: tokens, against fp16 / " in done.stdout
-    assert all(column in done.stdout for column in ("method", "cache", "peak", "longest", "batch"))
+    words = ("--method", "commvq-1", "--method", "rtn-4", "--memory", "1GiB")
+    done = result("plan", "tiny", "--device", "cpu", *SMALL, *GROUPS, *words)
+    says(done.stdout, "pays from: tokens, against fp16 / ", "method", "cache", "peak", "longest", "batch")
     assert "calibrate 512 tokens: disk" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("words", "named", "code"),
-    [
-        (("no-such-model",), "llama-3.1-8b", 1),
-        (("tiny", "--memory", "much"), "'much' is not a size", 2),
-        (("tiny", "--device", "mps"), "cpu and cuda", 2),
-        (("tiny", "--device", "gpu9000"), "gpu9000", 2),
-        (("tiny", "--setting", "colour=red"), "colour", 2),
-        (("tiny", "--method", "zip"), "unknown method 'zip'", 2),
-        (("tiny", "--method", "kivi-2", "--setting", "group_size=7"), "group_size", 2),
-    ],
-)
-def test_what_cannot_be_planned_is_refused_in_a_line(words: tuple[str, ...], named: str, code: int) -> None:
-    assert named in refused("plan", *words, code=code)
+WRONG = {
+    "--memory much": "'much' is not a size",
+    "--device mps": "cpu and cuda",
+    "--device gpu9000": "gpu9000",
+    "--setting colour=red": "colour",
+    "--method zip": "unknown method 'zip'",
+    "--method kivi-2 --setting group_size=7": "group_size",
+}
+
+
+def test_what_cannot_be_planned_is_refused_in_a_line() -> None:
+    assert "llama-3.1-8b" in refused("plan", "no-such-model", code=1)
+    for words, named in WRONG.items():
+        assert named in refused("plan", "tiny", *words.split())
 
 
 def test_a_quantized_checkpoint_is_planned_as_if_it_were_not(tmp_path: Path) -> None:
-    saved_model, path = str(tmp_path / "model"), tmp_path / "model" / "config.json"
-    make_model("llama").config.save_pretrained(saved_model)
-    plain = result("plan", saved_model, "--device", "cpu", *SMALL)
+    words, path = ("plan", str(tmp_path), "--device", "cpu", *SMALL), tmp_path / "config.json"
+    make_model("llama").config.save_pretrained(tmp_path)
+    assert "is quantized" not in result(*words).stderr
     path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": {"quant_method": "gptq"}}))
-    quantized = result("plan", saved_model, "--device", "cpu", *SMALL)
-    assert "is quantized (gptq): its weights, and all peaks, are smaller than these" in quantized.stderr
-    assert "is quantized" not in plain.stderr
+    assert "is quantized (gptq): its weights, and all peaks, are smaller than these" in result(*words).stderr
 
 
 @pytest.mark.parametrize("method", ["fp16", "kivi-2", "qjl"])
 def test_the_planned_size_of_a_context_is_that_of_its_file(tiny: Any, method: str) -> None:
+    grouped = () if method == "fp16" else GROUPS
+    words = ("--method", method, "--sink-length", "2", "--residual-length", "64", *grouped)
     Path("text.txt").write_text("word " * 300)
-    small = ("--setting", "group_size=8") if method == "kivi-2" else ()
-    words = ("--method", method, "--sink-length", "2", "--residual-length", "64", *small)
     made = result("compress", "tiny", "--prompt-file", "text.txt", *words, "--out", "c.safetensors", "--json")
-    written, tokens = Path("c.safetensors").stat().st_size, made["contexts"][0]["tokens"]
-    settings = ("--setting", "sink_length=2", "--setting", "residual_length=64", *small)
-    row = plan("--method", method, *settings, "--prompt-tokens", str(tokens))["methods"][-1]
-    assert row["context_bytes"] == pytest.approx(written, rel=0.1)
+    (context,) = made["contexts"]
+    words = ("--method", method, "--setting", "sink_length=2", "--setting", "residual_length=64", *grouped)
+    sizes = ("--device", "cpu", *SMALL, "--prompt-tokens", str(context["tokens"]))
+    row = result("plan", "tiny", *sizes, *words, "--json")["methods"][-1]
+    assert row["context_bytes"] == pytest.approx(context["file_bytes"], rel=0.1)

@@ -1,16 +1,20 @@
-"""Calibrate, train, export, generate, eval and bench, one after another."""
+"""Calibrate, train, export, generate, eval and bench, one after another; calibrating in shards."""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import DEFAULT, MagicMock
 
 import pytest
-from console import invoke, refused, result
+from console import invoke, refused, result, says
 
-import kvcli.calibrate.collect as module
-from kvcli.registry import get_method
+from kvcli.calibrate import collect
+
+SIZES = ("--tokens", "640", "--seq-len", "32", "--batch-size", "2", "--query-tokens", "128", "--fisher-tokens", "96")
 
 
 def test_calibrate_train_export_generate_eval_bench_in_order_without_arguments(tiny: Any) -> None:
@@ -22,53 +26,32 @@ def test_calibrate_train_export_generate_eval_bench_in_order_without_arguments(t
     trained = result("train-codebook", "--bits", "1.5", *small)
     assert trained.stdout == "runs/smollm2-135m/training/commvq-1.5bit\n"
     assert "verified: " in trained.stderr
-    assert all(label in trained.stderr for label in get_method("commvq").fit_metrics.values())
-    again = result("train-codebook", "--bits", "1.5", *small)
-    assert "3 of 3 layers were fitted already" in again.stderr
+    assert "3 of 3 layers were fitted already" in result("train-codebook", "--bits", "1.5", *small).stderr
     exported = result("export")
     assert exported.stdout == "runs/smollm2-135m/commvq-1.5bit\n"
     assert "holds this artifact already" in exported.stderr
     generated = result("generate", "--method", "commvq", "--stats", "--max-new-tokens", "9")
     assert generated.stdout.startswith("The water cycle is")
-    assert "using runs/smollm2-135m/commvq-1.5bit\n" in generated.stderr
-    assert "KV cache" in generated.stderr
+    says(generated.stderr, "using runs/smollm2-135m/commvq-1.5bit\n", "KV cache")
     options = ("--seq-len", "128", "--num-sequences", "2", "--batch-size", "2", "--out", "rows.jsonl")
-    rows = result("eval", *options, "--json")["rows"]
-    assert [row["method"] for row in rows] == ["fp16", "commvq-1.5"]
-    assert rows[0]["kl_mean"] < 1e-6
-    assert rows[1]["kl_mean"] > 10 * rows[0]["kl_mean"]
+    fp16, commvq = result("eval", *options, "--json")["rows"]
+    assert (fp16["method"], commvq["method"]) == ("fp16", "commvq-1.5")
+    assert fp16["kl_mean"] < 1e-6
+    assert commvq["kl_mean"] > 10 * fp16["kl_mean"]
+    assert commvq["memory"]["num_encoded"] == 2 * (128 - 36)
     labels = [json.loads(line)["label"] for line in Path("rows.jsonl").read_text().splitlines()]
     assert labels == ["fp16", "commvq-1.5bit"]
-    assert rows[1]["memory"]["num_encoded"] == 2 * (128 - 36)
     result("bench", "--shape", "tiny", "--contexts", "64", "--repeats", "3", "--methods", "commvq-1")
 
 
-@pytest.mark.parametrize("method", ["squat", "squat-pre"])
-def test_subspace_is_fitted_exported_and_used(recorded: Any, method: str) -> None:
-    small = ("--group-size", "8", "--residual-length", "8")
-    fitted = result("fit-subspace", "recorded", "--method", method, *small)
-    assert all(label in fitted.stderr for label in get_method(method).fit_metrics.values())
-    folder = invoke("export").stdout.strip()
-    assert folder == f"runs/tiny/{method}-subspace"
-    words = ("generate", "--method", method, "--prompt", "x" * 50, "--json")
-    assert result(*words, "--artifact", folder)["memory"]["num_encoded"] > 40
-    result(*words, "--setting", "group_size=8")
-
-
 def test_full_disk_is_named_and_what_was_finished_is_kept(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    write, calls = module.write_part, []
-
-    def full(*arguments: Any) -> None:
-        calls.append(1)
-        if len(calls) == 3:
-            raise OSError(28, "No space left on device", "part")
-        write(*arguments)
-
-    monkeypatch.setattr(module, "write_part", full)
+    full, write = OSError(28, "No space left on device", "part"), MagicMock(wraps=collect.write_part)
+    write.side_effect = [DEFAULT, DEFAULT, full, DEFAULT, DEFAULT]
+    monkeypatch.setattr(collect, "write_part", write)
     arguments = ("calibrate", "--tokens", "256", "--seq-len", "32", "--batch-size", "2", "--fisher-tokens", "0")
     assert "the disk is full" in refused(*arguments, code=1)
     result(*arguments)
-    assert len(calls) == 3 + 2  # four parts, two of them kept
+    assert write.call_count == 3 + 2  # four parts, two of them kept
 
 
 def test_wrong_inputs_and_outputs_are_refused_before_measuring(tiny: Any) -> None:
@@ -83,5 +66,65 @@ def test_wrong_inputs_and_outputs_are_refused_before_measuring(tiny: Any) -> Non
 
 
 def test_written_files_can_be_read_by_others(artifact: Path, tmp_path: Path) -> None:
-    files = [*artifact.iterdir(), *(tmp_path / "recorded").iterdir(), *(tmp_path / "fitted").iterdir()]
-    assert all(path.stat().st_mode & 0o044 == 0o044 for path in files)
+    for folder in (artifact, tmp_path / "recorded", tmp_path / "fitted"):
+        assert all(path.stat().st_mode & 0o044 == 0o044 for path in folder.iterdir())
+
+
+def test_shards_are_recorded_and_merged_where_the_next_command_looks(tiny: Any) -> None:
+    for index in (3, 1, 2):
+        done = result("calibrate", *SIZES, "--shard", f"{index}/3", "--json")
+        assert done["samples"] == f"runs/smollm2-135m/shards/{index}-of-3"
+    record = result("merge", "--json")
+    assert record == {"samples": "runs/smollm2-135m/samples", "num_tokens": 640, "layers": 3, "shards": 3}
+    result("calibrate", *SIZES, "--out", "whole")
+    whole, merged = (
+        {path.name: path.read_bytes() for path in Path(folder).iterdir()} for folder in ("whole", record["samples"])
+    )
+    assert whole == merged
+    assert "were recorded already and are reused" in invoke("calibrate", *SIZES).stderr
+    assert invoke("merge").stderr.splitlines()[-1] == "next: kvcli fit runs/smollm2-135m/samples"
+
+
+def test_a_missing_shard_is_named(tiny: Any) -> None:
+    assert invoke("merge").stderr == "error: no shards below runs/; run 'kvcli calibrate --shard' first\n"
+    done = invoke("calibrate", *SIZES, "--shard", "2/3", "--out", "second")
+    assert "when all are, put them together with 'kvcli merge'" in done.stderr
+    assert "next:" not in done.stderr
+    merged = invoke("merge", "second")
+    assert (merged.exit_code, merged.stderr) == (1, "error: shard 1/3, 3/3 is missing\n")
+    assert "kvcli merge" in refused("fit", "second", code=1)
+    assert not Path("runs/smollm2-135m/samples").exists()
+
+
+@pytest.mark.parametrize("shard", ["0/2", "3/2", "two", "1/99"])
+def test_what_is_no_shard_is_refused(tiny: Any, shard: str) -> None:
+    refused("calibrate", *SIZES, "--shard", shard)
+
+
+def test_ranks_without_a_number_are_refused_by_commands_that_share_work(tiny: Any, monkeypatch: Any) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("RANK", raising=False)
+    assert "RANK must be from 0 to WORLD_SIZE - 1" in refused("calibrate", *SIZES)
+    result("methods")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_demo_keeps_its_promises_and_a_second_run_reuses_everything(tmp_path: Path) -> None:
+    """The whole pipeline on the real built-in model: what the README promises, with its numbers."""
+    tokens = ("--tokens", "4096")  # a quarter of the demo's own, and of the time
+    command = [sys.executable, "-m", "kvcli", "demo", "--json", *tokens, "--max-new-tokens"]
+    first = subprocess.run([*command, "60"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert first.returncode == 0, first.stderr
+    record = json.loads(first.stdout)
+    assert record["true_bits"] <= 2.2
+    assert record["kl_mean"] <= 0.15
+    assert record["commvq"]["memory"]["num_encoded"] > 0
+    assert record["commvq"]["new_tokens"] == record["fp16"]["new_tokens"] == 60
+    assert "quick preset" in first.stderr
+    second = subprocess.run([*command, "8"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    again = json.loads(second.stdout)
+    assert "30 of 30 layers were fitted already" in second.stderr
+    assert again["seconds"]["train"] < 0.2 * record["seconds"]["train"]
+    assert record["commvq"]["text"].startswith(again["commvq"]["text"])
+    assert again["kl_mean"] == pytest.approx(record["kl_mean"], rel=1e-3)

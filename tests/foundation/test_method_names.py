@@ -25,39 +25,33 @@ def sources(root: Path) -> list[Path]:
 
 def code(tree: ast.Module) -> Iterator[tuple[int, str, bool]]:
     """Line, text, and whether it is an identifier, of all that is neither a docstring nor a comment."""
-    documentation = set()
+    bodies = [body for node in ast.walk(tree) if isinstance(body := getattr(node, "body", None), list)]
+    documentation = {x.value for body in bodies for x in body if isinstance(x, ast.Expr)}
     for node in ast.walk(tree):
-        body = getattr(node, "body", None)
-        for statement in body if isinstance(body, list) else []:
-            if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
-                documentation.add(statement.value)
-    for node in ast.walk(tree):
+        line = getattr(node, "lineno", 1)
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in documentation:
-            yield node.lineno, node.value, False
+            yield line, node.value, False
         elif isinstance(node, ast.ImportFrom):
-            yield node.lineno, node.module or "", False
-        elif isinstance(node, ast.alias):
-            yield node.lineno, f"{node.name} {WORD_START.sub(' ', node.name)}", True
+            yield line, node.module or "", False
         for field in ("id", "attr", "name", "arg"):
-            if isinstance(name := getattr(node, field, None), str) and not isinstance(node, ast.alias):
-                yield getattr(node, "lineno", 1), f"{name} {WORD_START.sub(' ', name)}", True
+            if isinstance(name := getattr(node, field, None), str):
+                yield line, f"{name} {WORD_START.sub(' ', name)}", True
 
 
 def mentions(source: str) -> list[str]:
     """Lines of code that name a method; for the baseline, whose name is a dtype too, the name alone as a string."""
     lines = source.splitlines()
-    actual = set()
-    for lineno, text, identifier in code(ast.parse(source)):
-        if (IDENTIFIER if identifier else TEXT).search(text) or (text == BASELINE and not identifier):
-            actual.add(lineno)
-    return [f"{lineno}: {lines[lineno - 1].strip()}" for lineno in sorted(actual)]
+    named = {
+        lineno
+        for lineno, text, identifier in code(ast.parse(source))
+        if (IDENTIFIER if identifier else TEXT).search(text) or (text == BASELINE and not identifier)
+    }
+    return [f"{lineno}: {lines[lineno - 1].strip()}" for lineno in sorted(named)]
 
 
 def test_no_line_outside_methods_knows_one_by_name(repo_root: Path) -> None:
-    known = {
-        str(path.relative_to(repo_root)): lines for path in sources(repo_root) if (lines := mentions(path.read_text()))
-    }
-    assert not known
+    known = {str(path.relative_to(repo_root)): mentions(path.read_text()) for path in sources(repo_root)}
+    assert not {path: lines for path, lines in known.items() if lines}
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,17 @@ from kvcli.registry import method_name, parse_name
 from kvcli.spec import ModelSpec
 
 
+def bits(number: int) -> dict[str, int]:
+    return {"k_bits": number, "v_bits": number}
+
+
 @pytest.mark.parametrize(
     ("text", "name", "settings"),
     [
-        ("kivi-2", "kivi", {"k_bits": 2, "v_bits": 2}),
-        ("squat-pre-4", "squat-pre", {"k_bits": 4, "v_bits": 4}),
+        ("kivi-2", "kivi", bits(2)),
+        ("squat-pre-4", "squat-pre", bits(4)),
+        ("commvq-1.5", "commvq", {"bits": 1.5}),
+        ("commvq-1", "commvq", {"bits": 1.0}),
         ("fp8", "fp8", {}),
     ],
 )
@@ -29,9 +35,11 @@ def test_a_name_is_a_method_and_the_settings_of_its_bits(text: str, name: str, s
     assert method_name(name, settings) == text
 
 
-def test_a_name_without_bits_has_no_settings() -> None:
+def test_a_name_has_bits_only_if_keys_and_values_have_the_same() -> None:
     assert parse_name("kivi") == ("kivi", {})
     assert method_name("kivi", {}) == "kivi-2"
+    assert method_name("kivi-4", {"group_size": 64}) == "kivi-4"
+    assert method_name("kivi", {"k_bits": 4}) == "kivi"
 
 
 @pytest.mark.parametrize(("text", "error"), [("fp8-2", UsageError), ("kivi-9", ConfigError), ("kivvi-2", UsageError)])

@@ -14,19 +14,19 @@ from kvcli.plan.cache import stored_bits
 from kvcli.registry import parse_method
 from kvcli.spec import ModelSpec
 
+GROUPED = {"residual_length": 32, "group_size": 16}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "fp16": {},
+    "fp8": {"residual_length": 16},
+    "rtn-4": GROUPED,
+    "kivi-2": GROUPED,
+    "squat-2": GROUPED,
+    "qjl": {"residual_length": 16, "group_size": 8, "num_outliers": 2},
+    "commvq-2": {"residual_length": 16},
+}
 
-@pytest.mark.parametrize(
-    ("name", "settings"),
-    [
-        ("fp16", {}),
-        ("fp8", {"residual_length": 16}),
-        ("rtn-4", {"residual_length": 16, "group_size": 8}),
-        ("kivi-2", {"residual_length": 32, "group_size": 16}),
-        ("squat-2", {"residual_length": 32, "group_size": 16}),
-        ("qjl", {"residual_length": 16, "group_size": 8, "num_outliers": 2}),
-        ("commvq-2", {"residual_length": 16}),
-    ],
-)
+
+@pytest.mark.parametrize(("name", "settings"), SETTINGS.items())
 @pytest.mark.parametrize("context", [20, 150, 333])
 def test_the_formula_is_what_a_cache_holds(name: str, settings: dict[str, Any], context: int) -> None:
     model = make_model("llama").to(torch.bfloat16)

@@ -40,11 +40,6 @@ def planned() -> PlannedModel:
     return PlannedModel(SHAPE, shape_config(SHAPE, LAYERS), torch.bfloat16, torch.device("cuda"))
 
 
-def other_bytes(model: Any) -> int:
-    """What is allocated beside the model, by tests before."""
-    return torch.cuda.memory_allocated() - sum(weight.nbytes for weight in model.parameters())
-
-
 def check(planned_bytes: int, others: int = 0) -> None:
     peak = torch.cuda.max_memory_allocated() - others
     print(f"planned {planned_bytes / 2**20:.0f} MiB, was {peak / 2**20:.0f} MiB")
@@ -58,16 +53,15 @@ def test_the_memory_of_generating(
 ) -> None:
     method, from_bits = parse_method(name)
     plan = MethodPlan(planned, name, method, make_config(method, from_bits).resolve(planned.spec), fused=True)
-    config = plan.config
-    codecs = build_codecs(method, planned.spec, config)
+    codecs = build_codecs(method, planned.spec, plan.config)
     for codec in codecs:
         codec.cuda()
         randomize_(codec, torch.Generator("cuda").manual_seed(0))
     ids = torch.randint(3, 1000, (batch, tokens), device="cuda")
-    with Session(model, planned.spec, method, config, codecs, "fused") as session:
+    with Session(model, planned.spec, method, plan.config, codecs, "fused") as session:
         session.generate(ids[:, :512], sampling=SamplingConfig(2), prefill_chunk=chunk)  # kernels are compiled
         torch.cuda.synchronize()
-        others = other_bytes(model)
+        others = torch.cuda.memory_allocated() - sum(x.nbytes for x in model.parameters())  # by tests before
         torch.cuda.reset_peak_memory_stats()
         made = session.generate(ids, sampling=SamplingConfig(40), prefill_chunk=chunk)
     check(plan.peak_bytes(tokens, 40, batch, chunk=chunk), others)

@@ -1,13 +1,20 @@
-"""Calls the command line as a user does."""
+"""Calls the command line as a user does, and compresses a text with it."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 from typer.testing import CliRunner
 
 from kvcli.cli.app import app
+
+WINDOW = ("--residual-length", "8", "--sink-length", "2")
+GROUPED = (*WINDOW, "--setting", "group_size=8")
+METHOD = ("--method", "kivi-2", *GROUPED)
+SHORT = ("--max-new-tokens", "12", "--json")
+TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom"
 
 
 def invoke(*arguments: str, stdin: Any = None) -> Any:
@@ -28,3 +35,14 @@ def refused(*arguments: str, code: int = 2, stdin: Any = None) -> str:
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert "Traceback" not in done.stderr
     return str(line)
+
+
+def says(text: str, *parts: str) -> None:
+    """What was printed contains all of these."""
+    assert [part for part in parts if part not in text] == [], text
+
+
+def compressed(*arguments: str, text: str = TEXT) -> dict[str, Any]:
+    Path("text.txt").write_text(text)
+    options = ("--prompt-file", "text.txt", "--out", "c.safetensors", "--prefill-chunk", "32", "--json")
+    return dict(result("compress", *options, *arguments))

@@ -13,7 +13,6 @@ FAST = (
     "calibrate/test_collect.py",
     "calibrate/test_corpus.py",
     "cli/test_help.py",
-    "cli/test_options.py",
     "cli/test_output.py",
     "contexts/test_put_and_prune.py",
     "eval/test_intervals.py",
