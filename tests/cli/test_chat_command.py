@@ -77,7 +77,8 @@ def test_a_context_of_the_store_is_not_replaced_by_a_conversation(chatty: Any) -
     compressed(*METHOD)
     result("contexts", "import", "c.safetensors", "--store", "s")
     before = ContextStore("s").get("c")
-    for name, said in {"c": "c exists already; use --overwrite to", "a b": "'a b' is no name of a context"}.items():
+    wrong = {"c": "c exists already; use --overwrite to replace it", "a b": "'a b' is no name of a context"}
+    for name, said in wrong.items():
         assert said in refused("chat", "--store", "s", "--save", name, stdin="Hello\n")
     done = result("chat", *METHOD, "--store", "s", *SHORT[:-1], stdin="Hello\n/save c\n/save ?\n")
     says(done.stderr, "c exists already", "'?' is no name of a context")
