@@ -4,30 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from parts import DEVICE, Rotary, assert_same, make_codec, make_part
+from parts import DEVICE, Rotary, make_codec, make_part
 
 from kvcli.attention import decoded, reference, window_kernels
 from kvcli.cache.window import WindowLayout, WindowTokens
 from kvcli.errors import CacheError
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.rope import Rope, Rotation, TokenRotations
-
-
-@pytest.mark.parametrize(("name", "group"), [("kivi-2", 48), ("squat-2", 48), ("squat-pre-2", 32), ("commvq-1", 1)])
-def test_blocks_hold_whole_groups(name: str, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where a group does not divide the block, and where a large batch makes blocks small."""
-    torch.manual_seed(0)
-    settings = {"group_size": group, "residual_length": group} if group == 48 else {}
-    head_dim = 96 if group == 48 else 64
-    _, codec = make_codec(name, 4, 2, head_dim, **settings)
-    assert codec.tokens_per_group == group
-    part = make_part(codec, 4, 2, 192, [192, 96])
-    query = torch.randn(2, 4, 20, head_dim, device=DEVICE)
-    expected = reference.attend_codes(codec, query, part, 0.125)
-    monkeypatch.setattr("kvcli.attention.reference._BLOCK_TOKENS", 100)
-    assert_same(reference.attend_codes(codec, query, part, 0.125), expected, torch.float32)
-    monkeypatch.setattr("kvcli.attention.decoded._block_tokens", lambda codec, query: 50)
-    assert_same(decoded.attend_decoded(codec, query, part, 0.125), expected, torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -54,36 +37,32 @@ def test_blocks_cover_all_tokens(length: int, most: int, size: int) -> None:
 def window_of(lengths: list[int], attended: list[int], sinks: int, ring: int, index: list[list[int]]) -> WindowTokens:
     """Windows of rows that hold so many tokens; each with the token index of its new slots, -1 at padding."""
     longest = max(length - codes for length, codes in zip(lengths, attended, strict=True))
-    rows = torch.tensor(attended, dtype=torch.int32, device=DEVICE)
-    new = torch.tensor(index, dtype=torch.int32, device=DEVICE)
+    rows, new = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (attended, index))
     return WindowTokens(WindowLayout(sinks, ring), longest, rows, new)
 
 
-def buffers(window: WindowTokens, lengths: list[int], heads: int, dim: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Window buffers of random keys and values; NaN where no token is."""
-    made = torch.full((2, len(lengths), heads, window.layout.capacity, dim), float("nan"), dtype=dtype, device=DEVICE)
-    attended = (
-        window.attended.tolist() if isinstance(window.attended, torch.Tensor) else [window.attended] * len(lengths)
-    )
-    for row, (length, codes) in enumerate(zip(lengths, attended, strict=True)):
-        tokens = [t for t in range(length) if t < window.layout.sinks or t >= window.layout.sinks + codes]
-        slots = window.layout.slots(torch.tensor(tokens, device=DEVICE))
+def buffers(window: WindowTokens, lengths: list[int], heads: int, dim: int, dtype: torch.dtype) -> torch.Tensor:
+    """Window buffers of random keys and values, of a window that counts per row; NaN where no token is."""
+    layout = window.layout
+    made = torch.full((2, len(lengths), heads, layout.capacity, dim), float("nan"), dtype=dtype, device=DEVICE)
+    for row, (length, codes) in enumerate(zip(lengths, window.attended.tolist(), strict=True)):
+        tokens = [t for t in range(length) if t < layout.sinks or t >= layout.sinks + codes]
+        slots = layout.slots(torch.tensor(tokens, device=DEVICE))
         made[:, row, :, slots] = torch.randn(2, heads, len(tokens), dim, device=DEVICE).to(dtype)
-    return list(made)
+    return made
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("joined", [False, True])
-@pytest.mark.parametrize(("heads", "head_dim"), [(2, 64), (6, 80), (8, 128)])
 @pytest.mark.parametrize(
-    ("length", "attended", "sinks", "ring", "queries"),
+    ("length", "attended", "sinks", "ring", "queries", "heads", "head_dim"),
     [
-        (1, 0, 0, 8, 1),
-        (70, 0, 4, 66, 1),
-        (70, 9, 4, 61, 5),
-        (200, 133, 3, 64, 1),
-        (200, 131, 0, 80, 40),
-        (5, 1, 4, 1, 1),
+        (1, 0, 0, 8, 1, 8, 128),
+        (70, 0, 4, 66, 1, 6, 80),
+        (70, 9, 4, 61, 5, 8, 128),
+        (200, 133, 3, 64, 1, 2, 64),
+        (200, 131, 0, 80, 40, 6, 80),
+        (5, 1, 4, 1, 1, 2, 64),
     ],
 )
 def test_windows_of_equal_rows(
@@ -96,11 +75,10 @@ def test_windows_of_equal_rows(
     window = WindowTokens(WindowLayout(sinks, ring), length - attended, attended, first)
     per_row = window_of([length] * 2, [attended] * 2, sinks, ring, [list(range(first, length))] * 2)
     query = torch.randn(2, heads, queries, head_dim, device=DEVICE).to(dtype)
-    key, value = buffers(window, [length] * 2, 2, head_dim, dtype)
+    key, value = buffers(per_row, [length] * 2, 2, head_dim, dtype)
     codes = (torch.randn(query.shape, device=DEVICE), torch.randn(query.shape[:3], device=DEVICE)) if joined else None
-    actual = window_kernels.attend_window(query, key, value, window, 0.1, codes)
+    actual, expected = (x.attend_window(query, key, value, window, 0.1, codes) for x in (window_kernels, reference))
     assert torch.equal(actual, window_kernels.attend_window(query, key, value, per_row, 0.1, codes))
-    expected = reference.attend_window(query, key, value, window, 0.1, codes)
     assert torch.equal(expected, reference.attend_window(query, key, value, per_row, 0.1, codes))
     assert actual.isfinite().all()
     assert torch.allclose(actual, expected, atol=1e-5 if dtype == torch.float32 else 5e-3)
@@ -131,8 +109,18 @@ def test_windows_of_ragged_rows(sinks: int, ring: int, queries: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("batch", "length", "head_dim"), [(1, 1, 64), (3, 33, 80), (2, 65, 128), (20, 1, 64)])
-@pytest.mark.parametrize(("sinks", "first", "padded"), [(0, 0, False), (4, 2, False), (4, 150, False), (3, 150, True)])
+@pytest.mark.parametrize(
+    ("batch", "length", "head_dim", "sinks", "first", "padded"),
+    [
+        (1, 1, 64, 0, 0, False),
+        (2, 65, 128, 0, 0, False),
+        (3, 33, 80, 4, 2, False),
+        (20, 1, 64, 4, 150, False),
+        (20, 1, 64, 3, 150, True),
+        (3, 33, 80, 3, 150, True),
+        (2, 65, 128, 3, 150, True),
+    ],
+)
 def test_new_tokens_are_rotated_and_appended(
     batch: int, length: int, head_dim: int, dtype: torch.dtype, sinks: int, first: int, padded: bool
 ) -> None:
@@ -146,8 +134,7 @@ def test_new_tokens_are_rotated_and_appended(
     if padded:
         index = first + 7 * torch.arange(batch).unsqueeze(1) + torch.arange(length)
         index[0, : length // 2 + 1] = -1
-        rows = torch.zeros(batch, dtype=torch.int32, device=DEVICE)
-        window = WindowTokens(window.layout, 1, rows, index.int().to(DEVICE))
+        window = window_of([1] * batch, [0] * batch, sinks, 67, index.tolist())
     actual, expected = torch.zeros(2, 2, batch, 2, sinks + 67, head_dim, dtype=dtype, device=DEVICE)
     ours = window_kernels.rotate_and_append(rotation, query, key, value, *actual, window)
     float32 = Rotation(rotation.cos.float(), rotation.sin.float())

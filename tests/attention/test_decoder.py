@@ -20,7 +20,7 @@ from transformers import (
 
 from kvcli.attention import decoder
 from kvcli.attention.attach import make_config
-from kvcli.attention.generation import NextToken, SamplingConfig
+from kvcli.attention.generation import Generated, NextToken, SamplingConfig
 from kvcli.attention.session import Session
 from kvcli.bench.layer import randomize_
 from kvcli.cache.counts import TokenCounts
@@ -29,21 +29,20 @@ from kvcli.registry import METHODS, get_method
 from kvcli.spec import ModelSpec
 
 MODEL = make_model("llama", num_hidden_layers=2)
-SPEC = ModelSpec.from_config(MODEL.config)
 
 
 @contextmanager
 def attached(name: str, impl: str = "reference", model: Any = MODEL, **changes: Any) -> Iterator[Session]:
     """A session with random codebooks."""
-    method = get_method(name)
-    fields = method.config_cls.model_fields
+    method, spec = get_method(name), ModelSpec.from_config(model.config)
     settings = {"residual_length": 8, **method.example_settings, **changes}
-    config = make_config(method, {key: value for key, value in settings.items() if key in fields}).resolve(SPEC)
-    codecs = [method.build(SPEC, config, layer_idx).eval() for layer_idx in range(model.config.num_hidden_layers)]
+    known = {key: value for key, value in settings.items() if key in method.config_cls.model_fields}
+    config = make_config(method, known).resolve(spec)
+    codecs = [method.build(spec, config, layer_idx).eval() for layer_idx in range(spec.num_layers)]
     for codec in codecs:
         randomize_(codec, torch.Generator().manual_seed(0))
         codec.to(model.device)
-    with Session(model, ModelSpec.from_config(model.config), method, config, codecs, impl) as session:
+    with Session(model, spec, method, config, codecs, impl) as session:
         yield session
 
 
@@ -53,16 +52,24 @@ def by_transformers(session: Session, ids: torch.Tensor, count: int, **options: 
     return MODEL.generate(ids, past_key_values=cache, **settings), cache
 
 
-def by_steps(session: Session, ids: torch.Tensor, mask: torch.Tensor | None, count: int, **options: Any) -> Any:
-    return session.generate(ids, mask, sampling=SamplingConfig(count), mode="steps", **options)
+def make(
+    session: Session, ids: torch.Tensor, mask: torch.Tensor | None, count: int, mode: Any = "steps", **options: Any
+) -> Generated:
+    return session.generate(ids, mask, sampling=SamplingConfig(count), mode=mode, **options)
 
 
-def prompts(batch: int, length: int, padded: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+def prompts(batch: int, length: int, padded: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
     ids = torch.randint(3, 97, (batch, length), generator=torch.Generator().manual_seed(length))
     if not padded:
         return ids, None
     mask = (torch.arange(length) >= torch.tensor([0, 5, 11])[:batch, None]).long()
     return ids.masked_fill(mask == 0, 0), mask
+
+
+def assert_same_logits(ids: torch.Tensor, *caches: Any, tolerance: float = 1e-3, **positions: Any) -> None:
+    """Of an ordinary pass over two caches."""
+    logits = [MODEL(ids, past_key_values=cache, **positions).logits for cache in caches]
+    assert torch.allclose(*logits, atol=tolerance)
 
 
 @pytest.fixture
@@ -80,75 +87,63 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return made
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(("name", "padded"), [*((name, True) for name in METHODS), ("kivi", False), ("qjl", False)])
 def test_steps_make_the_tokens_of_transformers(name: str, padded: bool, steps: list[int]) -> None:
+    """And ordinary passes go on from there."""
     ids, mask = prompts(3, 40, padded)
     with attached(name) as session:
-        expected, expected_cache = by_transformers(session, ids, 60, attention_mask=mask)
-        made = by_steps(session, ids, mask, 60)
+        expected, expected_cache = by_transformers(session, ids, 40, attention_mask=mask)
+        made = make(session, ids, mask, 40)
         assert len(steps) >= 2
         assert torch.equal(made.sequences, expected)
         assert made.cache.memory().num_tokens == expected_cache.memory().num_tokens
         assert made.cache.memory().code_bytes == expected_cache.memory().code_bytes
-        # and ordinary passes go on from there
         if mask is not None:
-            mask = torch.nn.functional.pad(mask, (0, 65), value=1)
+            mask = torch.nn.functional.pad(mask, (0, 45), value=1)
         positions = None if mask is None else (mask.cumsum(1) - 1)[:, -6:]
         chunk = torch.cat((expected[:, -1:], torch.randint(3, 97, (3, 5))), dim=1)
-        logits = [
-            MODEL(chunk, attention_mask=mask, position_ids=positions, past_key_values=cache).logits
-            for cache in (made.cache, expected_cache)
-        ]
-    assert torch.allclose(*logits, atol=1e-3)
-
-
-def test_an_unknown_mode_is_refused() -> None:
-    with attached("kivi") as session, pytest.raises(UsageError, match="passes or steps or graphs, not 'auto'"):
-        session.generate(prompts(1, 8, padded=False)[0], mode="auto")  # type: ignore[arg-type]
+        assert_same_logits(chunk, made.cache, expected_cache, attention_mask=mask, position_ids=positions)
 
 
 @pytest.mark.kernels
 def test_steps_of_kernels(steps: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoder, "_LEAST_STEPS", 1)
     ids, mask = prompts(2, 40, padded=True)
-    with attached("kivi", "fused", group_size=16, residual_length=16) as session:
-        made = [session.generate(ids, mask, sampling=SamplingConfig(5), mode=mode) for mode in ("passes", "steps")]
+    model = make_model("llama", num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
+    with attached("kivi", "fused", model, group_size=16, residual_length=16) as session:
+        assert torch.equal(*(make(session, ids, mask, 4, mode).sequences for mode in ("passes", "steps")))
     assert steps
-    assert torch.equal(made[0].sequences, made[1].sequences)
 
 
 def test_layers_that_cannot_be_captured_run_uncaptured_and_the_note_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     """As quantized layers that copy from the host do: what ends the capture then raises an error of its own."""
-    captures: list[int] = []
+    captures: list[bool] = []
 
-    class Capture:
-        def __init__(self, *_: Any, **__: Any) -> None:
-            captures.append(0)
-
-        def __enter__(self) -> None:
-            captures[-1] = 1
-
-        def __exit__(self, *_: Any) -> None:
-            captures[-1] = 0
+    @contextmanager
+    def capture(*_: Any, **__: Any) -> Iterator[None]:
+        captures.append(True)
+        try:
+            yield
+        finally:
+            captures[-1] = False
             raise RuntimeError("operation failed due to a previous error during capture\nand more")
 
     def forward(*_: Any) -> None:
-        if captures and captures[-1]:
+        if any(captures):
             raise RuntimeError("cannot copy between CPU and CUDA tensors\nand more")
 
     for name in ("graph_pool_handle", "empty_cache", "CUDAGraph"):
         monkeypatch.setattr(torch.cuda, name, lambda: None)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
-    monkeypatch.setattr(torch.cuda, "graph", Capture)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
     model = make_model("llama", num_hidden_layers=2)
     model.model.layers[0].register_forward_pre_hook(forward)  # while capturing, a GPU would run nothing before it
-    ids, _ = prompts(2, 40, padded=False)
+    ids, _ = prompts(2, 40)
     with attached("kivi", model=model) as session:
-        expected = session.generate(ids, sampling=SamplingConfig(30), mode="passes")
+        expected = make(session, ids, None, 30, "passes")
         monkeypatch.setattr("kvcli.attention.session.default_mode", lambda *_, **__: "graphs")
-        made = session.generate(ids, sampling=SamplingConfig(30))
-    assert captures == [0]
+        made = make(session, ids, None, 30, mode=None)
+    assert captures == [False]
     assert made.note == "steps are not captured as CUDA graphs: cannot copy between CPU and CUDA tensors"
     assert torch.equal(made.sequences, expected.sequences)
 
@@ -163,11 +158,9 @@ def test_graphs_make_the_tokens_of_passes(name: str, padded: bool, steps: list[i
     changes = {"group_size": 16, "residual_length": 32}
     model = make_model("llama", num_hidden_layers=2).cuda()
     with attached(name, "auto", model, **changes) as session:
-        expected, uncaptured, captured = (
-            session.generate(ids, mask, sampling=SamplingConfig(150), mode=mode)
-            for mode in ("passes", "steps", "graphs")
+        expected, uncaptured, captured, again = (
+            make(session, ids, mask, 150, mode) for mode in ("passes", "steps", "graphs", None)
         )
-        again = session.generate(ids, mask, sampling=SamplingConfig(150))
     assert len(steps) >= 4
     assert captured.note is None
     assert torch.equal(captured.sequences, uncaptured.sequences)
@@ -201,14 +194,11 @@ def logits_of_passes(session: Session, ids: torch.Tensor, prompt: int, mask: tor
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_graphs_stop_and_sample() -> None:
-    ids = prompts(2, 90, padded=False)[0].cuda()
+    ids = prompts(2, 90)[0].cuda()
     with attached("kivi", "auto", make_model("llama").cuda(), group_size=16, residual_length=32) as session:
-        free = session.generate(ids, sampling=SamplingConfig(60), mode="passes").sequences[:, 90:]
+        free = make(session, ids, None, 60, "passes").sequences[:, 90:]
         stops = [int(free[0, 30]), int(free[1, 37])]
-        made = [
-            session.generate(ids, sampling=SamplingConfig(60), mode=mode, eos_token_id=stops).sequences
-            for mode in ("passes", "graphs")
-        ]
+        made = [make(session, ids, None, 60, mode, eos_token_id=stops).sequences for mode in ("passes", "graphs")]
         sampled = []
         for _ in range(2):
             torch.manual_seed(3)
@@ -220,38 +210,35 @@ def test_graphs_stop_and_sample() -> None:
 
 @pytest.mark.parametrize("name", ["kivi", "rtn"])
 def test_what_follows_the_last_stop_is_taken_back(name: str, steps: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    ids, _ = prompts(2, 40, padded=False)
+    ids, _ = prompts(2, 40)
     taken_back: list[int] = []
     state = TokenCounts.state
     restored = property(state.fget, lambda counts, value: (taken_back.append(1), state.fset(counts, value)))
     monkeypatch.setattr(TokenCounts, "state", restored)
     with attached(name, **({} if name == "kivi" else {"flush_block": 7})) as session:
-        free = session.generate(ids, sampling=SamplingConfig(60), mode="passes").sequences[:, 40:]
-        for place in range(4, 40):
-            stops = [int(free[0, place]), int(free[1, place])]
+        free = make(session, ids, None, 60, "passes").sequences[:, 40:]
+        for place in range(4, 40, 3):  # a stop at every place between two looks, and between two flushes
+            stops, seen = [int(free[0, place]), int(free[1, place])], []
             expected, cache = by_transformers(session, ids, 60, eos_token_id=stops)
-            seen: list[torch.Tensor] = []
-            made = by_steps(session, ids, None, 60, eos_token_id=stops, pad_token_id=0, on_tokens=seen.append)
+            made = make(session, ids, None, 60, eos_token_id=stops, pad_token_id=0, on_tokens=seen.append)
             assert torch.equal(made.sequences, expected)
             assert torch.equal(torch.cat(seen, dim=1), expected[:, 40:])
             for figure in ("num_tokens", "num_encoded", "code_bytes", "window_bytes"):
                 assert getattr(made.cache.memory(), figure) == getattr(cache.memory(), figure)
-            follow = torch.cat((expected[:, -1:], ids[:, :9]), dim=1)
-            logits = [MODEL(follow, past_key_values=held).logits for held in (made.cache, cache)]
-            assert torch.allclose(*logits, atol=1e-3)
+            assert_same_logits(torch.cat((expected[:, -1:], ids[:, :9]), dim=1), made.cache, cache)
     assert taken_back or name == "kivi"  # which encodes values in every step, and so looks in every step
 
 
 def test_short_prompts_are_passes_until_every_row_holds_codes(steps: list[int]) -> None:
     ids, mask = prompts(2, 7, padded=True)
     with attached("kivi") as session:
-        expected, _ = by_transformers(session, ids, 70, attention_mask=mask)
-        assert torch.equal(by_steps(session, ids, mask, 70).sequences, expected)
+        expected, _ = by_transformers(session, ids, 40, attention_mask=mask)
+        assert torch.equal(make(session, ids, mask, 40).sequences, expected)
     assert steps
 
 
 def test_seen_tokens_are_penalized_as_by_transformers() -> None:
-    ids, _ = prompts(2, 20, padded=False)
+    ids, _ = prompts(2, 20)
     with attached("rtn") as session:
         expected, _ = by_transformers(session, ids, 30, repetition_penalty=1.3)
         made = session.generate(ids, sampling=SamplingConfig(30, repetition_penalty=1.3), mode="steps")
@@ -261,9 +248,9 @@ def test_seen_tokens_are_penalized_as_by_transformers() -> None:
 @pytest.mark.parametrize("stops", [[], [96]])
 @pytest.mark.parametrize("name", ["kivi", "rtn"])
 def test_a_cache_is_whole_whenever_its_user_breaks_off(name: str, stops: list[int], steps: list[int]) -> None:
-    ids, _ = prompts(1, 40, padded=False)
+    ids, _ = prompts(1, 40)
     with attached(name) as session:
-        for calls in range(1, 8):
+        for calls in range(1, 6):
             seen: list[torch.Tensor] = []
 
             def interrupt(tokens: torch.Tensor, seen: list[torch.Tensor] = seen, calls: int = calls) -> None:
@@ -273,59 +260,58 @@ def test_a_cache_is_whole_whenever_its_user_breaks_off(name: str, stops: list[in
 
             cache, expected = session.new_cache(), session.new_cache()
             with pytest.raises(KeyboardInterrupt):
-                by_steps(session, ids, None, 60, past_key_values=cache, on_tokens=interrupt, eos_token_id=stops)
+                make(session, ids, None, 60, past_key_values=cache, on_tokens=interrupt, eos_token_id=stops)
             assert cache.passes.step is None
             made = torch.cat(seen, dim=1)
             assert cache.get_seq_length() == 40 + made.shape[1] - 1
-            MODEL(ids, past_key_values=expected)
-            for place in range(made.shape[1] - 1):
-                MODEL(made[:, place : place + 1], past_key_values=expected)
-            logits = [MODEL(made[:, -1:], past_key_values=held).logits for held in (cache, expected)]
-            assert torch.allclose(*logits, atol=1e-4)
+            for piece in (ids, *made.split(1, dim=1)[:-1]):
+                MODEL(piece, past_key_values=expected)
+            assert_same_logits(made[:, -1:], cache, expected, tolerance=1e-4)
     assert steps
 
 
 def test_a_cache_refuses_to_go_on_when_a_step_broke_off(monkeypatch: pytest.MonkeyPatch, steps: list[int]) -> None:
-    ids, _ = prompts(1, 40, padded=False)
+    ids, encoded, real = prompts(1, 40)[0], [], decoder.flush_layer
+
+    def interrupted(*args: Any) -> None:
+        encoded.append(1)
+        if len(encoded) == 9:
+            raise KeyboardInterrupt
+        real(*args)
+
+    monkeypatch.setattr(decoder, "flush_layer", interrupted)
     with attached("kivi") as session:
-        cache, encoded = session.new_cache(), []
-        real = decoder.flush_layer
-
-        def interrupted(*args: Any) -> None:
-            encoded.append(1)
-            if len(encoded) == 9:
-                raise KeyboardInterrupt
-            real(*args)
-
-        monkeypatch.setattr(decoder, "flush_layer", interrupted)
+        cache = session.new_cache()
         with pytest.raises(KeyboardInterrupt):
-            by_steps(session, ids, None, 60, past_key_values=cache)
+            make(session, ids, None, 60, past_key_values=cache)
         with pytest.raises(CacheError, match="reset"):
             MODEL(ids[:, :1], past_key_values=cache)
 
 
 def test_what_cannot_be_generated_is_refused() -> None:
-    ids, _ = prompts(2, 12, padded=False)
+    ids, _ = prompts(2, 12)
     right = torch.ones_like(ids)
     right[0, -2:] = 0
     with attached("rtn") as session:
-        with pytest.raises(UsageError, match="left"):
-            session.generate(ids, right)
-        with pytest.raises(UsageError, match="GPU"):
-            session.generate(ids, mode="graphs")
-        with pytest.raises(UsageError, match="max_new_tokens"):
-            session.generate(ids, sampling=SamplingConfig(0))
-        made = session.generate(ids, sampling=SamplingConfig(3))
+        for mask, count, mode, said in (
+            (right, 3, None, "left"),
+            (None, 3, "graphs", "GPU"),
+            (None, 3, "auto", "passes or steps or graphs, not 'auto'"),
+            (None, 0, None, "max_new_tokens"),
+        ):
+            with pytest.raises(UsageError, match=said):
+                make(session, ids, mask, count, mode)
+        made = make(session, ids, None, 3, None)
         with pytest.raises(UsageError, match="nothing is left"):
-            session.generate(made.sequences[:, :-1], past_key_values=made.cache)
-        again = session.generate(made.sequences, sampling=SamplingConfig(3), past_key_values=made.cache)
-        assert torch.equal(again.sequences, session.generate(ids, sampling=SamplingConfig(6)).sequences)
+            make(session, made.sequences[:, :-1], None, 3, None, past_key_values=made.cache)
+        again = make(session, made.sequences, None, 3, None, past_key_values=made.cache)
+        assert torch.equal(again.sequences, make(session, ids, None, 6, None).sequences)
 
 
 def test_prompts_in_chunks_make_the_tokens_of_whole_prompts(steps: list[int]) -> None:
     ids, mask = prompts(3, 40, padded=True)
     with attached("fp16") as session:
-        assert torch.equal(*(by_steps(session, ids, mask, 30, prefill_chunk=x).sequences for x in (None, 7)))
+        assert torch.equal(*(make(session, ids, mask, 30, prefill_chunk=x).sequences for x in (None, 7)))
 
 
 @pytest.mark.parametrize("penalty", [1.0, 1.7])

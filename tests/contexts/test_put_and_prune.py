@@ -17,15 +17,8 @@ from kvcli.storage.atomic import flush_to_disk
 
 
 def files_of(store: ContextStore) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(store.folder)): path.read_bytes()
-        for path in store.folder.rglob("*")
-        if path.is_file() and not path.name.startswith("index.sqlite")
-    }
-
-
-def use(store: ContextStore, name: str, at: float) -> None:
-    execute(store, "UPDATE contexts SET used = ? WHERE name = ?", at, name)
+    files = (path for path in store.folder.rglob("*") if path.is_file())
+    return {path.name: path.read_bytes() for path in files if not path.name.startswith("index.sqlite")}
 
 
 def test_layers_of_equal_shape_are_one_tensor() -> None:
@@ -33,14 +26,8 @@ def test_layers_of_equal_shape_are_one_tensor() -> None:
     made |= {f"layers.{i}.state.x": torch.full((1,), i, dtype=torch.int16) for i in (0, 5)}
     made |= {f"layers.{i}.codes": torch.full((1, 2), i).to(torch.float8_e4m3fn) for i in range(2)}
     made["token_ids"] = torch.arange(3)
-    stacked = stack_layers(made)
-    assert set(stacked) == {
-        "layers.0-1,3-11.keys",
-        "layers.2.keys",
-        "layers.0,5.state.x",
-        "layers.0-1.codes",
-        "token_ids",
-    }
+    stacked, names = stack_layers(made), ("0-1,3-11.keys", "2.keys", "0,5.state.x", "0-1.codes")
+    assert set(stacked) == {*(f"layers.{name}" for name in names), "token_ids"}
     again = unstack_layers(stacked)
     assert again.keys() == made.keys()
     assert all(torch.equal(again[name].float(), x.float()) and again[name].dtype == x.dtype for name, x in made.items())
@@ -59,19 +46,18 @@ def test_equal_tensors_are_equal_bytes_in_every_process_and_order() -> None:
 def test_documents_that_share_a_beginning_store_it_once(maker: Any, store: ContextStore) -> None:
     """Each reads the beginning from the store, and the beginning is there once."""
     made: Maker = maker("rtn", **WINDOW)
-    count, reused = 20, []
+    count, reused = 6, []
     for i in range(count):
         ids = text(2 + 4 * 16, seed=100 + i)
         found = store.fetch(ids[:-1], made.identity)
         cache = None if found is None else made.session.load_cache(found[1])
         reused.append(0 if found is None else found[0].num_tokens)
-        store.put(made.context(ids, made.read(ids, cache)), name=f"document-{i}")
+        store.put(made.context(ids, made.read(ids, cache)))
     assert reused == [0] + [66] * (count - 1)
-    shared, contexts = store.shared(), [store.get(f"document-{i}").record for i in range(count)]
-    assert {len(record.coded) for record in contexts} == {6}
-    assert len({record.coded[:4] for record in contexts}) == 1
-    first = contexts[0]
-    assert shared == {block.digest for block in (first.first, *first.coded[:4])}
+    records = [context.record for context in store.contexts()]
+    assert {len(record.coded) for record in records} == {6}
+    assert {(record.first, *record.coded[:4]) for record in records} == {(records[0].first, *records[0].coded[:4])}
+    assert store.shared() == {block.digest for block in (records[0].first, *records[0].coded[:4])}
     assert len(blocks_of(store)) == 1 + 4 + count * 4
     assert store.sizes() == (sum(path.stat().st_size for path in store.folder.glob("blocks/*")), 0)
     assert store.prune().freed_bytes == 0
@@ -101,14 +87,13 @@ def test_a_name_belongs_to_one_context(maker: Any, store: ContextStore) -> None:
     with pytest.raises(ContextError, match="other tokens or another model already"):
         store.put(made.context(second), name="a")
     assert torch.equal(store.load(store.whole("a")).input_ids[0], first)  # type: ignore[index]
-    stored = store.put(made.context(second), name="a", overwrite=True)
+    store.put(made.context(second), name="a", overwrite=True)
     assert torch.equal(store.load(store.whole("a")).input_ids[0], second)  # type: ignore[index]
-    assert blocks_of(store) == {block.digest for block in stored.record.blocks}
+    assert blocks_of(store) == needed_by(store)
     for name in ("", "../a", ".a", "a/b", "a b", "x" * 101, "é"):
-        with pytest.raises(UsageError, match="no name of a context"):
-            store.put(made.context(second), name=name)
-        with pytest.raises(UsageError, match="no name of a context"):
-            store.remove(name)
+        for use in (lambda name: store.put(made.context(second), name=name), store.remove):
+            with pytest.raises(UsageError, match="no name of a context"):
+                use(name)
 
 
 def test_what_cannot_be_found_again_is_refused(maker: Any, store: ContextStore) -> None:
@@ -132,9 +117,8 @@ def test_what_cannot_be_found_again_is_refused(maker: Any, store: ContextStore) 
 def test_the_least_recently_used_go_first(maker: Any, store: ContextStore) -> None:
     made: Maker = maker("rtn", **WINDOW)
     for i, name in enumerate("abcd"):
-        ids = tokens(60, seed=i)
-        store.put(made.context(ids), name=name)
-        use(store, name, 1000 + i)
+        store.put(made.context(tokens(60, seed=i)), name=name)
+        execute(store, "UPDATE contexts SET used = ? WHERE name = ?", 1000 + i, name)
     assert [context.name for context in store.contexts()] == ["d", "c", "b", "a"]
     store.load(store.whole("a"))
     assert [context.name for context in store.contexts()] == ["a", "d", "c", "b"]
