@@ -21,7 +21,7 @@ from kvcli.errors import UsageError
 from kvcli.registry import parse_method
 
 SETTINGS = {"residual_length": 16, "group_size": 16}
-SAMPLING = SamplingConfig(20)
+SAMPLING = SamplingConfig(24)
 IDS = torch.randint(3, 97, (3, 40), generator=torch.Generator().manual_seed(0))
 MASK = (torch.arange(40) >= torch.tensor([0, 5, 11])[:, None]).long()
 
@@ -42,6 +42,7 @@ def compiled(model: Any, method: str, compiler: Any) -> tuple[str | None, list[t
         expected = session.generate(IDS, MASK, sampling=SAMPLING, mode="steps")
         made = session.generate(IDS, MASK, sampling=SAMPLING, compile_layers=compiler)
         assert torch.equal(made.sequences, expected.sequences)
+        assert made.compiled == (made.note is None)
         return made.note, [model(IDS[:, :1], past_key_values=x.cache, **rest).logits for x in (made, expected)]
 
 

@@ -16,14 +16,21 @@ from kvcli.artifact import Artifact
 from kvcli.attention.backend import REFERENCE
 from kvcli.fit import assemble, fit_recording
 from kvcli.methods.commvq.config import CommVQConfig
+from kvcli.methods.commvq.fit_keys import fit_keys
+from kvcli.methods.commvq.keys import CommVQKeyCodec
+from kvcli.methods.samples import BLOCK_TOKENS, TokenBlocks
 from kvcli.registry import get_method
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
+def moved(*pieces: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    return [{name: x.cuda() for name, x in piece.items()} for piece in pieces]
+
+
 def test_tokens_equal_dynamic_cache_in_float32(any_model: Any, prompt: Any) -> None:
     model = any_model.cuda()
-    inputs = {name: x.cuda() for name, x in prompt(6, 23, 40).items()}
+    (inputs,) = moved(prompt(6, 23, 40))
     settings = {"max_new_tokens": 24, "do_sample": False}
     expected = model.generate(**inputs, past_key_values=DynamicCache(config=model.config), **settings)
     with kvcli.attach(model, "fp16", **WINDOW) as session:
@@ -32,7 +39,7 @@ def test_tokens_equal_dynamic_cache_in_float32(any_model: Any, prompt: Any) -> N
 
 def test_logits_agree_in_bfloat16(any_model: Any, prompt: Any) -> None:
     model = any_model.cuda().to(torch.bfloat16)
-    inputs = [{name: x.cuda() for name, x in piece.items()} for piece in prompt_and_steps(prompt, 12, 31)]
+    inputs = moved(*prompt_and_steps(prompt, 12, 31))
 
     def logits(cache: Any) -> list[torch.Tensor]:
         with torch.no_grad():
@@ -48,7 +55,7 @@ def test_logits_agree_in_bfloat16(any_model: Any, prompt: Any) -> None:
 @pytest.mark.parametrize("method", ["kivi-2", "qjl"])
 def test_two_streams_encode_long_prompts_as_one_does(method: str, prompt: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model("llama", head_dim=64).cuda()
-    pieces = [{name: x.cuda() for name, x in piece.items()} for piece in prompt_and_steps(prompt, 700, 1100)]
+    pieces = moved(*prompt_and_steps(prompt, 700, 1100))
     actual = []
     for longest in (512, 10**9):
         monkeypatch.setattr("kvcli.attention.layer._MIN_SIDE_STREAM_TOKENS", longest)
@@ -67,7 +74,7 @@ def test_offloaded_layers_come_back(prompt: Any) -> None:
     model = make_model("llama").cuda()
     with kvcli.attach(model, "kivi-2", residual_length=32) as session, torch.no_grad():
         cache = session.new_cache()
-        model(**{name: x.cuda() for name, x in prompt(70).items()}, past_key_values=cache)
+        model(**moved(prompt(70))[0], past_key_values=cache)
         layer = cache.layers[0]
         layer.offload()
         assert layer.store.keys.device.type == layer.store.values.device.type == "cpu"
@@ -85,24 +92,18 @@ def test_codes_are_those_of_the_cpu() -> None:
 def test_fit_and_attention_on_the_gpu(tiny_model: Any, prompt: Any, tmp_path: Any) -> None:
     recording = record(tiny_model, tmp_path / "samples")
     method, config = get_method("commvq"), CONFIG.resolve(recording.spec)
-    errors = {}
-    for device in ("cpu", "cuda"):
-        reports: list[Any] = []
-        fit_recording(
-            recording,
-            method,
-            config,
-            tmp_path / device,
-            device=device,
-            done=lambda layer, metrics, actual, reports=reports: reports.append(metrics),
-        )
-        errors[device] = [error for report in reports for error in (*report["key_nmse"], *report["value_nmse"])]
-    assert torch.allclose(torch.tensor(errors["cpu"]), torch.tensor(errors["cuda"]), rtol=0.15)
+    errors: dict[str, list[float]] = {"cpu": [], "cuda": []}
+    for device, found in errors.items():
+
+        def note(layer: Any, metrics: Any, actual: Any, found: list[float] = found) -> None:
+            found.extend((*metrics["key_nmse"], *metrics["value_nmse"]))
+
+        fit_recording(recording, method, config, tmp_path / device, device=device, done=note)
+    assert torch.allclose(*map(torch.tensor, errors.values()), rtol=0.15)
     artifact: Artifact = assemble([tmp_path / "cuda"])
     model = tiny_model.cuda()
-    inputs = [{name: x.cuda() for name, x in piece.items()} for piece in prompt_and_steps(prompt, 40, 17, 3)]
-    outputs = []
-    calls = []
+    inputs = moved(*prompt_and_steps(prompt, 40, 17, 3))
+    outputs, calls = [], []
 
     def reordered(*arguments: Any) -> Any:
         calls.append(arguments)
@@ -118,24 +119,13 @@ def test_fit_and_attention_on_the_gpu(tiny_model: Any, prompt: Any, tmp_path: An
 
 
 def test_memory_of_a_million_tokens_stays_bounded() -> None:
-    spec = make_spec(64, 1)
+    spec, tokens, config = make_spec(64, 1), 1_000_000, CommVQConfig(bits=1, key_iterations=2)
     torch.cuda.reset_peak_memory_stats()
-    codec, _ = fitted_on_cuda(spec, 1_000_000)
-    samples = 1_000_000 * 64 * 4
-    assert torch.cuda.max_memory_allocated() < 12 * samples
-    assert codec.codebook.isfinite().all()
-
-
-def fitted_on_cuda(spec: Any, tokens: int) -> Any:
-    from kvcli.methods.commvq.fit_keys import fit_keys
-    from kvcli.methods.commvq.keys import CommVQKeyCodec
-    from kvcli.methods.samples import BLOCK_TOKENS, TokenBlocks
-
-    config = CommVQConfig(bits=1, key_iterations=2).resolve(spec)
-    codec = CommVQKeyCodec(spec, config).cuda()
+    codec = CommVQKeyCodec(spec, config.resolve(spec)).cuda()
     keys = clustered(1, 10_000, 64).cuda().repeat(1, tokens // 10_000, 1)
     keys = keys + 0.1 * torch.randn_like(keys)
     blocks = TokenBlocks(tokens, lambda: keys.split(BLOCK_TOKENS, dim=1))
     with torch.no_grad():
-        fit_keys(codec, blocks, config, torch.Generator().manual_seed(0))
-    return codec, keys
+        fit_keys(codec, blocks, config.resolve(spec), torch.Generator().manual_seed(0))
+    assert torch.cuda.max_memory_allocated() < 12 * keys.nbytes
+    assert codec.codebook.isfinite().all()

@@ -36,6 +36,7 @@ def test_what_is_found_goes_on_as_the_cache_cropped_to_it(maker: Any, store: Con
     ids = tokens(LENGTH)
     snapshot = made.snapshot(ids)
     store.put(made.context(ids))
+    assert store.find(ids[:0], made.identity) is None
     for common in (1, 2, 17, 18, 19, 33, 34, 50, 66, 81, 82, 83, 89, 90):
         prompt = branch(ids, common)
         match = store.find(prompt[:-1], made.identity)
@@ -46,9 +47,10 @@ def test_what_is_found_goes_on_as_the_cache_cropped_to_it(maker: Any, store: Con
         assert match.is_whole == (common == LENGTH)
         cache, loaded = made.session.new_cache(), store.load(match)
         cache.restore(snapshot)
-        cache.crop(match.num_tokens - LENGTH) if common < LENGTH else None
+        if not match.is_whole:
+            cache.crop(match.num_tokens - LENGTH)
         assert_equal(loaded.snapshot, cache.snapshot())
-        assert made.greedy(made.session.load_cache(loaded), prompt, 4) == made.greedy(cache, prompt, 4)
+        assert made.greedy(made.session.load_cache(loaded), prompt, 2) == made.greedy(cache, prompt, 2)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -167,7 +169,7 @@ def test_what_is_found_is_what_a_comparison_token_by_token_finds(
         execute(store, "UPDATE contexts SET used = ? WHERE id = ?", time % 5, context)
     oracles, found = [(identity, Oracle(store, identity)) for identity in identities], 0
     for text in [*texts, *(branch(text, chance.randrange(len(text) + 1)) for text in texts * 2)]:
-        for wanted in (text, text[: chance.randrange(20)]):
+        for wanted in (text, text[: chance.randrange(1, 20)]):
             for identity, oracle in oracles:
                 match, expected = store.find(wanted, identity), oracle.find(wanted.tolist())
                 assert (match and (match.context.name, match.num_tokens)) == expected
