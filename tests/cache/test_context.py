@@ -263,7 +263,7 @@ def test_other_settings_or_another_method_model_dtype_or_rope_are_refused(
         (make_model("llama", rope_parameters=theta), "rtn", {}, "another model"),
         (of_frequencies(1.01), "rtn", {}, "other RoPE frequencies"),
         (make_model("llama").bfloat16(), "rtn", {}, "the model in float32, which is in bfloat16 here"),
-        (tiny_model, "rtn", {"residual_length": 17}, "residual_length 16, which is 17 here"),
+        (tiny_model, "rtn", {"residual_length": 17}, "residual_length 6, which is 17 here"),
         (tiny_model, "rtn", {"sink_length": 0}, "sink_length 2, which is 0 here"),
         (tiny_model, "rtn", {"flush_block": 3}, "flush_block 1, which is 3 here"),
         (tiny_model, "rtn", {"v_bits": 4}, "v_bits 2, which is 4 here"),

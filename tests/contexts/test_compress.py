@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -22,12 +22,11 @@ SETTINGS = {"residual_length": 8, "sink_length": 2, "group_size": 8}
 
 
 def test_chunks_are_those_of_passes_and_are_counted(tiny_model: Any) -> None:
-    told = []
+    told: list[int] = []
 
-    @contextmanager
     def progress(label: str, total: int, unit: str) -> Any:
         told.append(total)
-        yield told.append
+        return nullcontext(told.append)
 
     with kvcli.attach(tiny_model, "kivi-2", **SETTINGS) as session, torch.no_grad():
         expected = session.new_cache()
@@ -52,26 +51,25 @@ def test_a_model_whose_values_are_not_finite_compresses_nothing(tiny_model: Any)
 
 @pytest.fixture
 def loaded() -> Any:
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = CHAT
-    return replace(load(make_model("llama", vocab_size=300)), tokenizer=tokenizer)
+    made = replace(load(make_model("llama", vocab_size=300)), tokenizer=byte_tokenizer())
+    made.tokenizer.chat_template = CHAT
+    return made
 
 
 def test_a_reply_keeps_the_tokens_that_the_model_made(loaded: Any) -> None:
     """Three bytes that are no text are shown as one character, which has other tokens."""
-    conversation = Rendered((), "", torch.zeros(1, 0, dtype=torch.int64))
-    first = conversation.followed_by(loaded, {"role": "user", "content": "Hello"})
+    nothing, more = Rendered((), "", torch.zeros(1, 0, dtype=torch.int64)), {"role": "user", "content": "Go on"}
+    first = nothing.followed_by(loaded, {"role": "user", "content": "Hello"})
     assert torch.equal(first.ids, chat_ids(loaded, first.messages))
-    made = torch.tensor([[200, 201, 202]])
-    second = first.replied("\ufffd", torch.cat((first.ids, made), dim=1))
-    third = second.followed_by(loaded, {"role": "user", "content": "Go on"})
+    second = first.replied("\ufffd", torch.cat((first.ids, torch.tensor([[200, 201, 202]])), dim=1))
+    third = second.followed_by(loaded, more)
     assert torch.equal(third.ids[:, : second.ids.shape[1]], second.ids)
     assert not torch.equal(third.ids, chat_ids(loaded, third.messages))
     again = Rendered.from_notes(second.notes(7), second.ids[:, :7], "c")
     assert (again.messages, again.text) == (second.messages, second.text)
     assert torch.equal(again.ids, second.ids)
     loaded.tokenizer.chat_template = "Other: " + CHAT
-    fourth = second.followed_by(loaded, {"role": "user", "content": "Go on"})
+    fourth = second.followed_by(loaded, more)
     assert torch.equal(fourth.ids, chat_ids(loaded, fourth.messages))
 
 
@@ -91,7 +89,7 @@ def test_values_that_are_no_conversation(values: Any) -> None:
     ("first", "second", "count"), [([], [1], 0), ([1, 2], [1, 2], 2), ([1, 2], [1, 2, 3], 2), ([1, 2, 3], [1, 3, 3], 1)]
 )
 def test_common_length(first: list[int], second: list[int], count: int) -> None:
-    a, b = (torch.tensor([x], dtype=torch.int64) for x in (first, second))
+    a, b = torch.tensor([first]), torch.tensor([second])
     assert common_length(a, b) == common_length(b, a) == count
 
 

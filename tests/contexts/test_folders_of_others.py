@@ -24,10 +24,9 @@ def test_files_of_others_stay_whatever_a_store_does(maker: Any, store: ContextSt
     (store.folder / "blocks").mkdir(parents=True)
     for name in OTHERS:
         (store.folder / name).write_text('{"name": "mine"}')
-    made: Maker = maker("rtn")
     assert store.names() == []
     for seed, name in enumerate("ab"):
-        store.put(made.context(tokens(60, seed)), name=name, max_bytes=10**9)
+        store.put(maker("rtn").context(tokens(60, seed)), name=name, max_bytes=10**9)
     assert store.names() == ["a", "b"]
     store.prune()
     store.prune(max_bytes=1)
@@ -60,17 +59,18 @@ def make_odd(path: Path, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["fifo", "dangling link", "folder"])
 def test_an_odd_entry_does_not_block_a_store(maker: Any, store: ContextStore, kind: str) -> None:
     made: Maker = maker("rtn")
-    store.put(made.context(tokens(60)), name="a")
-    folder, odd = store.folder, path_of(store, "a", "last").name
+    context = made.context(tokens(60))
+    store.put(context, name="a")
+    odd = path_of(store, "a", "last").name
     store.remove("a")
-    for path in (folder / "odd.context.json", folder / "pipe.json", folder / "blocks" / f"{odd}.tmp"):
-        make_odd(path, kind)
+    for name in ("odd.context.json", "pipe.json", f"blocks/{odd}.tmp"):
+        make_odd(store.folder / name, kind)
     if kind == "folder":
         with pytest.raises(OSError, match=odd):
-            store.put(made.context(tokens(60)), name="a")
-        path.rmdir()
-    store.put(made.context(tokens(60)), name="a")
-    assert not list(folder.rglob("nowhere"))
+            store.put(context, name="a")
+        (store.folder / name).rmdir()
+    store.put(context, name="a")
+    assert not list(store.folder.rglob("nowhere"))
     assert [context.name for context in store.contexts()] == store.names() == ["a"]
     assert store.find(tokens(60), made.identity) is not None
     assert store.damages(store.names()) == {}
@@ -104,10 +104,9 @@ def test_something_else_in_the_place_of_the_index_is_refused_and_kept(
 
 
 def test_a_context_that_is_replaced_while_it_is_read_is_not_called_damaged(maker: Any, store: ContextStore) -> None:
-    made: Maker = maker("rtn")
-    store.put(made.context(tokens(60)), name="a")
+    store.put(maker("rtn").context(tokens(60)), name="a")
     match = store.whole("a")
-    store.put(made.context(tokens(60, seed=3)), name="a", overwrite=True)
+    store.put(maker("rtn").context(tokens(60, seed=3)), name="a", overwrite=True)
     with pytest.raises(ContextError, match="was replaced by another process; run the same command again"):
         store.load(match)
     assert store.load(store.whole("a")).snapshot.num_tokens == 60
@@ -135,9 +134,8 @@ def test_a_store_that_is_read_only(maker: Any, store: ContextStore, monkeypatch:
 
     monkeypatch.setattr("os.access", lambda path, mode: False)
     monkeypatch.setattr("sqlite3.connect", refuse)
-    fetched = store.fetch(tokens(60), made.identity)
-    assert fetched is not None
-    assert (fetched[0].num_tokens, store.names(), store.damages(["a"])) == (60, ["a"], {})
+    match, _ = store.fetch(tokens(60), made.identity)  # type: ignore[misc]
+    assert (match.num_tokens, store.names(), store.damages(["a"])) == (60, ["a"], {})
     for use in (lambda: store.put(made.context(tokens(40))), store.prune, lambda: store.remove("a")):
         with pytest.raises(ContextError, match="is read-only: nothing can be stored or removed"):
             use()

@@ -65,11 +65,10 @@ def test_documents_that_share_a_beginning_store_it_once(maker: Any, store: Conte
 
 
 def test_documents_computed_apart_share_what_is_equal(maker: Any, store: ContextStore) -> None:
-    made: Maker = maker("kivi")
     for i in range(3):
-        stored = store.put(made.context(text(64, seed=100 + i)), name=f"document-{i}")
+        stored = store.put(maker("kivi").context(text(64, seed=100 + i)))
         assert (stored.shared_bytes > 0) == (i > 0)
-    assert len({store.get(f"document-{i}").record.coded[:3] for i in range(3)}) == 1
+    assert len({context.record.coded[:3] for context in store.contexts()}) == 1
 
 
 def test_a_context_stored_again_writes_nothing_new(maker: Any, store: ContextStore) -> None:
@@ -137,9 +136,8 @@ def test_the_least_recently_used_go_first(maker: Any, store: ContextStore) -> No
 
 
 def test_what_contexts_share_stays_until_the_last_one_goes(maker: Any, store: ContextStore) -> None:
-    made: Maker = maker("rtn", **WINDOW)
     for i in range(3):
-        store.put(made.context(text(66, seed=i + 5, more=20)), name=f"c{i}")
+        store.put(maker("rtn", **WINDOW).context(text(66, seed=i + 5, more=20)), name=f"c{i}")
     for i in range(3):
         store.remove(f"c{i}")
         assert store.damages(store.names()) == {}
@@ -163,23 +161,21 @@ def test_a_chat_that_grows_keeps_one_copy(maker: Any, store: ContextStore) -> No
 
 def test_exported_and_imported_it_is_the_same(maker: Any, store: ContextStore, tmp_path: Path) -> None:
     made: Maker = maker("squat")
-    ids = tokens(70)
-    store.put(made.context(ids, source="a.txt"), name="a")
-    store.load(store.whole("a")).save(tmp_path / "a.safetensors")
     other = ContextStore(tmp_path / "other", block_tokens=16)
+    store.put(made.context(tokens(70), source="a.txt"), name="a")
+    for name in ("a.safetensors", "again.safetensors"):
+        store.load(store.whole("a")).save(tmp_path / name)
+    assert (tmp_path / "again.safetensors").read_bytes() == (tmp_path / "a.safetensors").read_bytes()
     stored = other.put(Context.load(tmp_path / "a.safetensors"), name="b")
     assert store.get("a").record.model_dump() == stored.record.model_dump()
-    assert other.find(ids, made.identity) is not None
+    assert other.find(tokens(70), made.identity) is not None
     assert files_of(store) == files_of(other)
-    store.load(store.whole("a")).save(tmp_path / "again.safetensors")
-    assert (tmp_path / "again.safetensors").read_bytes() == (tmp_path / "a.safetensors").read_bytes()
 
 
 def test_an_empty_or_missing_store(maker: Any, tmp_path: Path) -> None:
-    made: Maker = maker("fp16")
-    store = ContextStore(tmp_path / "none")
-    assert store.find(tokens(20), made.identity) is None
-    assert store.fetch(tokens(20), made.identity) is None
+    store, identity = ContextStore(tmp_path / "none"), maker("fp16").identity
+    assert store.find(tokens(20), identity) is None
+    assert store.fetch(tokens(20), identity) is None
     assert (store.names(), store.contexts(), store.sizes(), store.shared()) == ([], [], (0, 0), set())
     assert store.prune().freed_bytes == 0
     for use in (store.get, store.remove):
@@ -190,10 +186,8 @@ def test_an_empty_or_missing_store(maker: Any, tmp_path: Path) -> None:
 
 def test_numbers_of_a_record(maker: Any, store: ContextStore) -> None:
     made: Maker = maker("kivi")
-    ids = tokens(90)
-    cache = made.read(ids)
-    memory = cache.memory()
-    record = store.put(made.context(ids, cache, source="report.txt"), name="a").record
+    cache = made.read(tokens(90))
+    memory, record = cache.memory(), store.put(made.context(tokens(90), cache, source="report.txt"), name="a").record
     assert record.fp16_bytes == memory.fp16_bytes
     assert record.bits == (memory.key_bits, memory.value_bits)
     assert record.bytes_of["key_codes"] + record.bytes_of["value_codes"] == memory.code_bytes
@@ -204,7 +198,6 @@ def test_numbers_of_a_record(maker: Any, store: ContextStore) -> None:
 
 
 def test_content_is_on_the_disk_before_the_index_names_it(maker: Any, store: ContextStore, monkeypatch: Any) -> None:
-    made: Maker = maker("fp16", **WINDOW)
     flushed: list[Path] = []
 
     def flush(path: Path) -> None:
@@ -213,6 +206,6 @@ def test_content_is_on_the_disk_before_the_index_names_it(maker: Any, store: Con
         flush_to_disk(path)
 
     monkeypatch.setattr("kvcli.storage.atomic.flush_to_disk", flush)
-    store.put(made.context(tokens(60)), name="a")
-    flushed_blocks = {path.name.split(".")[0] for path in flushed if path.name.endswith(".tmp")}
-    assert flushed_blocks == needed_by(store) == blocks_of(store)
+    store.put(maker("fp16", **WINDOW).context(tokens(60)), name="a")
+    written = {path.name.split(".")[0] for path in flushed if path.name.endswith(".tmp")}
+    assert written == needed_by(store) == blocks_of(store)
