@@ -87,21 +87,26 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return made
 
 
-@pytest.mark.parametrize(("name", "padded"), [*((name, True) for name in METHODS), ("kivi", False), ("qjl", False)])
-def test_steps_make_the_tokens_of_transformers(name: str, padded: bool, steps: list[int]) -> None:
-    """And ordinary passes go on from there."""
-    ids, mask = prompts(3, 40, padded)
+@pytest.mark.parametrize(
+    ("name", "batch", "length", "padded"),
+    [*((name, 3, 40, True) for name in METHODS), ("kivi", 3, 40, False), ("qjl", 3, 40, False), ("kivi", 2, 7, True)],
+)
+def test_steps_make_the_tokens_of_transformers(
+    name: str, batch: int, length: int, padded: bool, steps: list[int]
+) -> None:
+    """Also after short prompts, first by passes until every row holds codes; and passes go on from what steps left."""
+    ids, mask = prompts(batch, length, padded)
     with attached(name) as session:
-        expected, expected_cache = by_transformers(session, ids, 40, attention_mask=mask)
-        made = make(session, ids, mask, 40)
+        expected, expected_cache = by_transformers(session, ids, 50, attention_mask=mask)
+        made = make(session, ids, mask, 50)
         assert len(steps) >= 2
         assert torch.equal(made.sequences, expected)
         assert made.cache.memory().num_tokens == expected_cache.memory().num_tokens
         assert made.cache.memory().code_bytes == expected_cache.memory().code_bytes
         if mask is not None:
-            mask = torch.nn.functional.pad(mask, (0, 45), value=1)
+            mask = torch.nn.functional.pad(mask, (0, 55), value=1)
         positions = None if mask is None else (mask.cumsum(1) - 1)[:, -6:]
-        chunk = torch.cat((expected[:, -1:], torch.randint(3, 97, (3, 5))), dim=1)
+        chunk = torch.cat((expected[:, -1:], torch.randint(3, 97, (batch, 5))), dim=1)
         assert_same_logits(chunk, made.cache, expected_cache, attention_mask=mask, position_ids=positions)
 
 
@@ -227,14 +232,6 @@ def test_what_follows_the_last_stop_is_taken_back(name: str, steps: list[int], m
                 assert getattr(made.cache.memory(), figure) == getattr(cache.memory(), figure)
             assert_same_logits(torch.cat((expected[:, -1:], ids[:, :9]), dim=1), made.cache, cache)
     assert taken_back or name == "kivi"  # which encodes values in every step, and so looks in every step
-
-
-def test_short_prompts_are_passes_until_every_row_holds_codes(steps: list[int]) -> None:
-    ids, mask = prompts(2, 7, padded=True)
-    with attached("kivi") as session:
-        expected, _ = by_transformers(session, ids, 40, attention_mask=mask)
-        assert torch.equal(make(session, ids, mask, 40).sequences, expected)
-    assert steps
 
 
 def test_seen_tokens_are_penalized_as_by_transformers() -> None:

@@ -73,6 +73,16 @@ class Maker:
         return made.sequences[0, len(prompt) :].tolist()
 
 
+def attach_example(fit: Callable[[Any], Artifact], model: Any, name: str, **changes: Any) -> Session:
+    """Attaches a method with its example settings; `fit` makes its artifact where it needs one."""
+    method = get_method(name)
+    artifact = fit(method) if method.needs_artifact else None
+    known = CacheConfig.model_fields if artifact else method.config_cls.model_fields
+    settings = {key: value for key, value in method.example_settings.items() if key in known}
+    asked = name if artifact else asked_for(method)
+    return kvcli.attach(model, asked, artifact=artifact, **{"sink_length": 2, **settings, **changes})
+
+
 @pytest.fixture
 def store(tmp_path: Path) -> ContextStore:
     return ContextStore(tmp_path / "contexts", block_tokens=16)
@@ -86,13 +96,7 @@ def maker(tiny_artifact: Callable[[Any], Artifact]) -> Iterator[Callable[..., Ma
     @lru_cache(maxsize=1)
     def make(name: str, **changes: Any) -> Maker:
         attached.close()
-        method = get_method(name)
-        artifact = tiny_artifact(method) if method.needs_artifact else None
-        known = CacheConfig.model_fields if artifact else method.config_cls.model_fields
-        settings = {key: value for key, value in method.example_settings.items() if key in known}
-        asked = name if artifact else asked_for(method)
-        session = kvcli.attach(loaded, asked, artifact=artifact, **{"sink_length": 2, **settings, **changes})
-        return Maker(loaded, attached.enter_context(session))
+        return Maker(loaded, attached.enter_context(attach_example(tiny_artifact, loaded, name, **changes)))
 
     with attached:
         yield make
