@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -10,31 +9,21 @@ from typing import Any
 
 import pytest
 import torch
+from benched import CPU, bench_of, passes_of, prompt, session_of
 from commvq_reordered import reordered_attend
 from transformers import DynamicCache, LlamaForCausalLM
 
 from kvcli.attention.reference import attend_codes as reference_attend
 from kvcli.bench import layer, model_bench
 from kvcli.bench.budget import largest_by_peak
-from kvcli.bench.layer import MethodCase
-from kvcli.bench.model import (
-    ModelRun,
-    attached,
-    cache_sizes,
-    prefill_logits,
-    random_model,
-    random_prompt,
-    run_model,
-    step_weights_bytes,
-)
-from kvcli.bench.model_bench import ModelBench, ModelRow
+from kvcli.bench.model import ModelRun, cache_sizes, prefill_logits, random_model, run_model, step_weights_bytes
+from kvcli.bench.model_bench import ModelRow
 from kvcli.bench.shapes import shape_config, shape_rope
 from kvcli.registry import get_method
 from kvcli.spec import ModelSpec
 
-CPU = torch.device("cpu")
-SMALL = {"group_size": 8, "residual_length": 8, "codebook_size": 8, "sink_length": 0}
 GIB = 2**30
+TOKEN_BYTES = 2 * 3 * 2 * 16 * 4  # keys and values of 3 layers with 2 heads of 16 channels, in float32
 
 
 @pytest.fixture
@@ -44,18 +33,11 @@ def any_budget(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def generate(
-    model: Any,
-    *names: str,
-    contexts: tuple[int, ...] = (40,),
-    batches: list[int] | None = [2],  # noqa: B006
-    new_tokens: int = 4,
-    repeats: int = 2,
-    memory_budget: int | None = None,
-) -> Iterator[ModelRow]:
+    model: Any, *names: str, contexts: Any = (40,), batches: Any = (2,), memory_budget: Any = None, **counts: int
+) -> list[ModelRow]:
     """Rows of fp16 and some methods."""
-    cases = [MethodCase.parse(name, SMALL) for name in ("fp16", *names)]
-    bench = ModelBench(model, cases, impl="auto", seed=0, memory_budget=memory_budget)
-    return bench.generate([*contexts], batches, new_tokens=new_tokens, repeats=repeats)
+    counts = {"new_tokens": 4, "repeats": 2, **counts}
+    return list(bench_of(model, *names, memory_budget=memory_budget).generate(contexts, batches, **counts))
 
 
 def make_run(prefill_s: float, decode_s: float, cache: int = 100) -> ModelRun:
@@ -67,22 +49,13 @@ def make_row(runs: list[ModelRun], batch: int, new_tokens: int) -> ModelRow:
     return row.with_memory(runs).with_times(runs)
 
 
-def prompt(model: Any, batch: int, length: int) -> torch.Tensor:
-    return random_prompt(ModelSpec.from_config(model.config), batch, length, CPU, 0)
-
-
 def test_random_models_have_all_weights(model: Any) -> None:
-    real = LlamaForCausalLM(shape_config("tiny"))
-    assert {name: x.shape for name, x in model.state_dict().items()} == {
-        name: x.shape for name, x in real.state_dict().items()
-    }
+    real, again = LlamaForCausalLM(shape_config("tiny")), random_model("tiny", None, CPU, torch.float32, 0)
+    ours, theirs = ({name: x.shape for name, x in each.state_dict().items()} for each in (model, real))
+    assert ours == theirs
     assert torch.equal(model.model.rotary_emb.inv_freq, real.model.rotary_emb.inv_freq)
-    assert all(0.015 < x.std() < 0.025 for x in model.parameters() if x.ndim > 1)
-    assert all(torch.equal(x, torch.ones_like(x)) for x in model.parameters() if x.ndim == 1)
-    assert all(
-        torch.equal(a, b)
-        for a, b in zip(model.parameters(), random_model("tiny", None, CPU, torch.float32, 0).parameters(), strict=True)
-    )
+    assert all(0.015 < x.std() < 0.025 if x.ndim > 1 else x.eq(1).all() for x in model.parameters())
+    assert all(map(torch.equal, model.parameters(), again.parameters()))
     shallow = random_model("tiny", 1, CPU, torch.bfloat16, 1)
     assert (len(shallow.model.layers), shallow.dtype) == (1, torch.bfloat16)
 
@@ -96,18 +69,15 @@ def test_shapes_have_the_angles_and_ties_of_the_real_models() -> None:
     assert angles[-1] == pytest.approx(500000.0 ** (-126 / 128) / 8)  # llama3 slows the slowest pairs eightfold
 
 
+@torch.inference_mode()
 def test_greedy_steps_are_those_of_generate(model: Any) -> None:
-    ids = prompt(model, 2, 20)
-    with torch.inference_mode():
-        expected = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=5, do_sample=False, pad_token_id=0
-        )
-        cache = DynamicCache(config=model.config)
-        tokens = [prefill_logits(model, cache, ids, 14).argmax(-1)]
-        for _ in range(4):
-            tokens.append(prefill_logits(model, cache, tokens[-1], None).argmax(-1))
+    ids, cache = prompt(model, 2, 20), DynamicCache(config=model.config)
+    expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=5, do_sample=False)
+    tokens = [prefill_logits(model, cache, ids, 14).argmax(-1)]
+    for _ in range(4):
+        tokens.append(prefill_logits(model, cache, tokens[-1], None).argmax(-1))
     assert torch.equal(torch.cat(tokens, dim=1), expected[:, 20:])
-    assert cache_sizes(cache)["cache_bytes"] == 24 * 2 * 3 * 2 * 2 * 16 * 4
+    assert cache_sizes(cache)["cache_bytes"] == 2 * 24 * TOKEN_BYTES
 
 
 @pytest.mark.parametrize(
@@ -122,17 +92,11 @@ def test_greedy_steps_are_those_of_generate(model: Any) -> None:
     ],
 )
 def test_what_a_run_asks_of_the_model(model: Any, chunk: int | None, new_tokens: int, lengths: list[int]) -> None:
-    seen = []
-
-    def note(model: Any, args: Any, kwargs: Any) -> None:
-        seen.append(kwargs["input_ids"].shape[1])
-
-    hook = model.register_forward_pre_hook(note, with_kwargs=True)
-    run = run_model(model, None, prompt(model, 2, 40), new_tokens, chunk)
-    hook.remove()
+    with passes_of(model) as seen:
+        run = run_model(model, None, prompt(model, 2, 40), new_tokens, chunk)
     assert seen == lengths
     assert 0 < run.prefill_s <= run.ttft_s
-    assert run.cache_bytes == (40 + max(0, new_tokens - 1)) * 2 * 3 * 2 * 2 * 16 * 4
+    assert run.cache_bytes == 2 * sum(lengths) * TOKEN_BYTES
     assert run.peak_bytes is None
 
 
@@ -162,66 +126,50 @@ def test_every_method_is_compared_with_fp16(model: Any) -> None:
     rotary = model.model.rotary_emb
     names = ("fp8", "rtn-4", "kivi-2", "squat-2", "squat-pre-2", "qjl", "commvq-1")
     rows = [row.to_dict() for row in generate(model, *names, contexts=(40, 200))]
-    assert [row["method"] for row in rows] == ["fp16", *names] * 2
-    assert [row["prompt_tokens"] for row in rows] == [40] * 8 + [200] * 8
+    assert [(row["prompt_tokens"], row["method"]) for row in rows] == [
+        (context, name) for context in (40, 200) for name in ("fp16", *names)
+    ]
     assert {row["impl"] for row in rows[1:8]} == {"reference"}
     for row in rows:
-        assert row["status"] == "ok"
-        assert row["repeats"] == 2
+        assert (row["status"], row["repeats"]) == ("ok", 2)
         assert row["tokens_per_s"][0] <= row["tokens_per_s"][2]
         assert row["weights_bytes"] == 4 * sum(x.numel() for x in model.parameters())
     long = {row["method"]: row["cache_ratio"] for row in rows[8:]}
-    assert long["fp16"] == 1
-    assert long["commvq-1"] > long["kivi-2"] > 1
+    assert long["commvq-1"] > long["kivi-2"] > long["fp16"] == 1
     assert model.model.rotary_emb is rotary
 
 
-def test_fp16_is_not_timed_on_a_cool_device(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen: list[int] = []
-
-    def run(model: Any, session: Any, ids: Any, new_tokens: int, *rest: Any, **options: Any) -> ModelRun:
-        chosen.append(new_tokens)
-        return make_run(1.0, 1.0)
-
-    monkeypatch.setattr(model_bench, "run_model", run)
-    monkeypatch.setitem(model_bench._WARM_SECONDS, "cpu", 0.01)
-    rows = list(generate(model, "kivi-2"))
-    prompts = chosen.count(0)
-    assert prompts > 0
-    assert chosen == [0] * prompts + [4, 4, 4] * 2
-    assert [row.repeats for row in rows] == [2, 2]
-
-
 @pytest.mark.parametrize(
-    ("budget", "expected"), [(None, "warm timed timed free"), (GIB, "warm free timed free timed free")]
+    ("budget", "expected"), [(None, "4 4 4 free" + " 4 4 4 free"), (GIB, "4" + " free 4" * 5 + " free")]
 )
-def test_warm_memory_is_kept_unless_it_is_limited(
+def test_fp16_begins_on_a_warm_device_and_runs_with_warm_memory_unless_it_is_limited(
     model: Any, any_budget: None, monkeypatch: pytest.MonkeyPatch, budget: int | None, expected: str
 ) -> None:
-    """Under a limit a run begins as the one did that fitted; without one it begins warm."""
+    """Under a limit a run begins as the one did that fitted. Of each method, the first run is not counted."""
     events: list[str] = []
 
-    def run(*arguments: Any, **options: Any) -> ModelRun:
-        events.append("timed" if "warm" in events else "warm")
+    def run(model: Any, session: Any, ids: Any, new_tokens: int, *rest: Any, **options: Any) -> ModelRun:
+        events.append(str(new_tokens))
         return make_run(1.0, 1.0)
 
     monkeypatch.setattr(model_bench, "run_model", run)
     monkeypatch.setattr(model_bench, "release_gpu_memory", lambda: events.append("free"))
-    list(generate(model, memory_budget=budget))
-    assert " ".join(events) == expected
+    monkeypatch.setitem(model_bench._WARM_SECONDS, "cpu", 0.01)
+    generate(model, "kivi-2", memory_budget=budget)
+    prompts = events.count("0")
+    assert prompts > 0
+    assert " ".join(events) == "0 " * prompts + expected
 
 
+@torch.inference_mode()
 def test_codebooks_of_the_bench_are_random_and_seeded(model: Any) -> None:
-    case = MethodCase.parse("commvq-1", SMALL)
-
-    def codes(seed: int) -> torch.Tensor:
-        with attached(model, case, "auto", seed) as session, torch.inference_mode():
-            cache = session.new_cache()
-            prefill_logits(model, cache, prompt(model, 1, 64), None)
-            return cache.layers[0].store.key_codes.codes.packed
-
-    assert torch.equal(codes(0), codes(0))
-    assert not torch.equal(codes(0), codes(1))
+    codes = []
+    for seed in (0, 0, 1):
+        with session_of(model, "commvq-1", seed=seed) as session:
+            prefill_logits(model, cache := session.new_cache(), prompt(model, 1, 64), None)
+            codes.append(cache.layers[0].store.key_codes.codes.packed)
+    assert torch.equal(codes[0], codes[1])
+    assert not torch.equal(codes[0], codes[2])
 
 
 def test_a_method_with_wrong_kernels_is_not_run(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,12 +180,11 @@ def test_a_method_with_wrong_kernels_is_not_run(model: Any, monkeypatch: pytest.
     fake = SimpleNamespace(impl="fake", attend_codes=attend)
     monkeypatch.setattr(layer, "choose_backend", lambda *_: fake)
     monkeypatch.setattr(model_bench, "run_model", lambda *_, **options: make_run(1.0, 1.0))
-    fp16, commvq = (row.to_dict() for row in generate(model, "commvq-2"))
-    assert (fp16["status"], fp16["impl"]) == ("ok", "sdpa")
-    assert commvq["impl"] == "fake"
-    assert commvq["status"] == "mismatch"
-    assert commvq["lse_error"] == pytest.approx(0.1, abs=1e-4)
-    assert commvq["prefill_ms"] is commvq["tokens_per_s"] is commvq["rate_ratio"] is None
+    fp16, commvq = generate(model, "commvq-2")
+    assert (fp16.status, fp16.impl) == ("ok", "sdpa")
+    assert (commvq.status, commvq.impl) == ("mismatch", "fake")
+    assert commvq.lse_error == pytest.approx(0.1, abs=1e-4)
+    assert commvq.prefill_ms is commvq.tokens_per_s is commvq.rate_ratio is None
 
 
 @pytest.mark.parametrize(("factor", "status"), [(1.0, "ok"), (1.001, "ok"), (1.1, "mismatch")])
@@ -253,7 +200,7 @@ def test_kernels_that_encode_worse_are_a_mismatch(
     monkeypatch.setattr(codec, "encode", encode_in_a_kernel)
     fused = SimpleNamespace(impl="fused", attend_codes=partial(reference_attend))
     monkeypatch.setattr(layer, "choose_backend", lambda *_: fused)
-    row = list(generate(model, "fp8", repeats=1))[1]
+    _, row = generate(model, "fp8", repeats=1)
     assert row.status == status
     assert row.encoding_gap is not None
     assert (row.encoding_gap == 0) == (factor == 1)
@@ -261,24 +208,23 @@ def test_kernels_that_encode_worse_are_a_mismatch(
 
 
 def test_the_largest_batch_is_each_methods_own(model: Any, any_budget: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    tried: list[tuple[str, int]] = []
+    tried: list[tuple[bool, int]] = []
 
     def run(model: Any, session: Any, ids: torch.Tensor, *rest: Any, **options: Any) -> ModelRun:
-        full = session is None
-        tried.append(("fp16" if full else "kivi", len(ids)))
-        peak = 16 * GIB + len(ids) * (GIB // (8 if full else 32))
+        tried.append((session is None, len(ids)))
+        peak = 16 * GIB + len(ids) * (GIB // (8 if session is None else 32))
         if peak > 24 * GIB:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return ModelRun(1.0, 1.0, 1.0, len(ids), peak, peak)
 
     monkeypatch.setattr(model_bench, "run_model", run)
-    rows = list(generate(model, "kivi-2", batches=None, memory_budget=24 * GIB, new_tokens=339))
-    assert [row.question for row in rows] == ["largest batch"] * 2
-    assert 62 <= rows[0].batch <= 64
-    assert 248 <= rows[1].batch <= 256
-    assert rows[1].rate_ratio == pytest.approx(rows[1].batch / rows[0].batch)
+    fp16, kivi = generate(model, "kivi-2", batches=None, memory_budget=24 * GIB, new_tokens=339)
+    assert fp16.question == kivi.question == "largest batch"
+    assert 62 <= fp16.batch <= 64
+    assert 248 <= kivi.batch <= 256
+    assert kivi.rate_ratio == pytest.approx(kivi.batch / fp16.batch)
     assert len(tried) < 24
-    assert tried[-1] == ("kivi", rows[1].batch)
+    assert tried[-1] == (False, kivi.batch)
 
 
 @pytest.mark.parametrize("limit", [0, 1, 2, 5, 8, 9, 10, 47, 300, 5000])

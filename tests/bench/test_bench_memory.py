@@ -9,26 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from benched import CPU, bench_of, passes_of, prompt, session_of
 from families import make
 from transformers import DynamicCache
 
 from kvcli.bench import model_bench
 from kvcli.bench.layer import Agreement, KernelCheck, MethodCase
-from kvcli.bench.model import (
-    ModelRun,
-    attached,
-    cache_sizes,
-    fill,
-    prefill_logits,
-    random_model,
-    random_prompt,
-    run_model,
-)
-from kvcli.bench.model_bench import ModelBench, ModelRow
-from kvcli.spec import ModelSpec
-
-CPU = torch.device("cpu")
-SMALL = {"group_size": 8, "residual_length": 8, "codebook_size": 8, "sink_length": 2}
+from kvcli.bench.model import ModelRun, cache_sizes, fill, prefill_logits, random_model, run_model
+from kvcli.bench.model_bench import ModelRow
 
 
 @pytest.fixture(scope="module")
@@ -39,16 +27,15 @@ def shallow_model() -> Any:
 def memory(
     model: Any,
     *names: str,
-    contexts: tuple[int, ...] = (256,),
-    batches: list[int] | None = None,
-    longest: bool = False,
-    memory_budget: int = 2**20,
-    prefill_chunk: int = 64,
-) -> Iterator[ModelRow]:
+    context: int = 256,
+    batches: Any = None,
+    budget: int = 2**20,
+    chunk: int = 64,
+    **search: bool,
+) -> list[ModelRow]:
     """Rows of fp16 and some methods."""
-    cases = [MethodCase.parse(name, SMALL) for name in ("fp16", *names)]
-    bench = ModelBench(model, cases, impl="auto", seed=0, memory_budget=memory_budget, prefill_chunk=prefill_chunk)
-    return bench.memory([*contexts], batches, longest=longest, full_prefill=False)
+    bench = bench_of(model, *names, memory_budget=budget, prefill_chunk=chunk)
+    return list(bench.memory([context], batches, **{"longest": False, "full_prefill": False, **search}))
 
 
 @pytest.fixture
@@ -77,59 +64,51 @@ def limited(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return tried
 
 
+@torch.inference_mode()
 @pytest.mark.parametrize("name", ["fp16", "fp8", "kivi-2", "squat-2", "squat-pre-2", "qjl", "commvq-1"])
 def test_a_filled_cache_is_as_large_as_a_computed_one(model: Any, name: str) -> None:
-    ids = random_prompt(ModelSpec.from_config(model.config), 2, 101, CPU, 0)
-    with attached(model, MethodCase.parse(name, SMALL), "auto", 0) as session, torch.inference_mode():
+    ids = prompt(model, 2, 101)
+    with session_of(model, name) as session:
         computed, filled = (session.new_cache() if session else DynamicCache(config=model.config) for _ in range(2))
         prefill_logits(model, computed, ids, 40)
         prefill_logits(model, filled, ids[:, :20], 40)
         fill(model, filled, session, 2, 60, 40)
         logits = prefill_logits(model, filled, ids[:, 80:], 40)
-        token = prefill_logits(model, filled, logits.argmax(-1), None).argmax(-1)
-        prefill_logits(model, computed, token, None)
+        for cache in (filled, computed):
+            prefill_logits(model, cache, logits.argmax(-1), None)
     assert logits.isfinite().all()
     assert cache_sizes(filled) == cache_sizes(computed)
     assert filled.get_seq_length() == computed.get_seq_length() == 102
-    if not isinstance(filled, DynamicCache):
+    if session:
         assert filled.memory() == computed.memory()
         assert filled.memory().num_encoded > 150
 
 
+@torch.inference_mode()
 @pytest.mark.parametrize("name", ["kivi-2", "squat-pre-2"])
 def test_kernels_fill_a_cache_where_they_encode(shallow_model: Any, name: str) -> None:
     pytest.importorskip("triton")
     memories = []
-    case = MethodCase.parse(name, {**SMALL, "group_size": 16, "residual_length": 16, "subspace_dim": 2})
     for impl in ("reference", "fused"):
-        with attached(shallow_model, case, impl, 0) as session, torch.inference_mode():
-            assert session is not None
+        with session_of(shallow_model, name, impl, group_size=16, residual_length=16, subspace_dim=2) as session:
             assert session.backend.impl == impl
-            cache = session.new_cache()
-            fill(shallow_model, cache, session, 1, 24, None)
+            fill(shallow_model, cache := session.new_cache(), session, 1, 24, None)
             memories.append(cache.memory())
     assert memories[0] == memories[1]
 
 
 @pytest.mark.parametrize("name", ["fp16", "kivi-2", "commvq-1"])
 def test_the_middle_is_computed_only_when_asked_for(model: Any, name: str) -> None:
-    seen: list[int] = []
-
-    def note(model: Any, args: Any, kwargs: Any) -> None:
-        seen.append(kwargs["input_ids"].shape[1])
-
-    ids = random_prompt(ModelSpec.from_config(model.config), 2, 256, CPU, 0)
-    hook = model.register_forward_pre_hook(note, with_kwargs=True)
-    with attached(model, MethodCase.parse(name, SMALL), "auto", 0) as session:
+    ids = prompt(model, 2, 256)
+    with session_of(model, name) as session, passes_of(model) as seen:
         filled, computed = (run_model(model, session, ids, 2, 64, fill_middle=fill) for fill in (True, False))
-    hook.remove()
     assert seen == [32, 32, 1, *[32] * 8, 1]
     assert filled.cache_bytes == computed.cache_bytes
 
 
 def test_largest_batch_and_longest_context(shallow_model: Any, limited: list[tuple[int, int]]) -> None:
     budget = 2**18 // 3
-    rows = list(memory(shallow_model, "commvq-1", longest=True, contexts=(64,), prefill_chunk=32, memory_budget=budget))
+    rows = memory(shallow_model, "commvq-1", longest=True, context=64, chunk=32, budget=budget)
     assert [(row.method, row.question) for row in rows] == [
         (name, question) for name in ("fp16", "commvq-1") for question in ("largest batch", "longest context")
     ]
@@ -141,20 +120,15 @@ def test_largest_batch_and_longest_context(shallow_model: Any, limited: list[tup
     assert rows[1].context < rows[3].context
     for row in rows:
         assert row.status == "ok"
-        assert row.cache_bytes is not None
         assert row.cache_bytes <= budget
         assert (row.context, row.batch) in limited
     assert rows[2].cache_ratio == pytest.approx(rows[2].batch * 65 * token / 2 / rows[2].cache_bytes)
 
 
 def test_given_sizes_fit_or_not(model: Any, limited: list[tuple[int, int]]) -> None:
-    rows = list(memory(model, "commvq-1", batches=[2, 3], memory_budget=2**19))
-    assert [(row.method, row.batch, row.status) for row in rows] == [
-        ("fp16", 2, "ok"),
-        ("fp16", 3, "out of memory"),
-        ("commvq-1", 2, "ok"),
-        ("commvq-1", 3, "ok"),
-    ]
+    rows = memory(model, "commvq-1", batches=[2, 3], budget=2**19)
+    assert [(row.method, row.batch) for row in rows] == [("fp16", 2), ("fp16", 3), ("commvq-1", 2), ("commvq-1", 3)]
+    assert [row.status for row in rows] == ["ok", "out of memory", "ok", "ok"]
     assert limited == [(256, 2), (256, 3)] * 2
     assert rows[1].cache_bytes is None
     assert rows[0].weights_bytes == 4 * sum(x.numel() for x in model.parameters())
@@ -162,7 +136,7 @@ def test_given_sizes_fit_or_not(model: Any, limited: list[tuple[int, int]]) -> N
 
 
 def test_nothing_fits(model: Any, limited: list[tuple[int, int]]) -> None:
-    (row,) = memory(model, memory_budget=1000)
+    (row,) = memory(model, budget=1000)
     assert (row.batch, row.status) == (0, "out of memory")
     assert limited == [(256, 1)]
 
@@ -177,18 +151,14 @@ def test_a_method_with_wrong_kernels_is_not_run(
         return None if case.is_baseline else Agreement(0.5, 0.0, 5e-3)
 
     monkeypatch.setattr(KernelCheck, "_compare", wrong)
-    rows = list(memory(model, "kivi-2", batches=[1], longest=True))
-    assert [row.status for row in rows[2:]] == ["mismatch"] * 2
-    assert rows[2].out_error == 0.5
+    rows = memory(model, "kivi-2", batches=[1], longest=True)
+    assert [(row.status, row.out_error) for row in rows[2:]] == [("mismatch", 0.5)] * 2
     assert checked == ["fp16", "kivi-2"]  # once per method
     assert all(context for context, _ in limited)
 
 
 def test_the_ratio_of_a_hybrid_counts_the_caches_of_all_layers(limited: list[tuple[int, int]]) -> None:
-    hybrid = make("gemma3_text")
-    cases = [MethodCase.parse("fp16", {}), MethodCase.parse("kivi-2", SMALL)]
-    bench = ModelBench(hybrid, cases, impl="auto", seed=0, memory_budget=2**20, prefill_chunk=16)
-    for row in bench.memory([40], [1], longest=False, full_prefill=True):
+    for row in memory(make("gemma3_text"), "kivi-2", context=40, batches=[1], chunk=16, full_prefill=True):
         assert row.status == "ok"
         # 2 layers with 41 tokens in 16 bits, 2 with 7 in float32; 2 heads of 16 channels
         uncompressed = 2 * 41 * 2 * 2 * 16 * 2 + 2 * 7 * 2 * 2 * 16 * 4

@@ -1,0 +1,45 @@
+"""Whole models as the bench runs them: prompts, sessions, methods with small groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from kvcli.bench.layer import MethodCase
+from kvcli.bench.model import attached, random_prompt
+from kvcli.bench.model_bench import ModelBench
+from kvcli.spec import ModelSpec
+
+CPU = torch.device("cpu")
+SMALL = {"group_size": 8, "residual_length": 8, "codebook_size": 8, "sink_length": 2}
+
+
+def prompt(model: Any, batch: int, length: int) -> torch.Tensor:
+    return random_prompt(ModelSpec.from_config(model.config), batch, length, model.device, 0)
+
+
+def session_of(model: Any, name: str, impl: str = "auto", seed: int = 0, **settings: int) -> Any:
+    """The session of a method with random codebooks, inside a block; None for fp16."""
+    return attached(model, MethodCase.parse(name, {**SMALL, **settings}), impl, seed)
+
+
+def bench_of(model: Any, *names: str, **options: Any) -> ModelBench:
+    """Measures fp16 and some methods."""
+    cases = [MethodCase.parse(name, SMALL) for name in ("fp16", *names)]
+    return ModelBench(model, cases, impl="auto", seed=0, **options)
+
+
+@contextmanager
+def passes_of(model: Any) -> Iterator[list[int]]:
+    """Numbers of tokens of the forward passes inside the block."""
+    lengths: list[int] = []
+
+    def note(model: Any, arguments: Any, named: Any) -> None:
+        lengths.append(named["input_ids"].shape[1])
+
+    hook = model.register_forward_pre_hook(note, with_kwargs=True)
+    yield lengths
+    hook.remove()
