@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from benched import CPU, SMALL
 from commvq_reordered import reordered_attend
 
 from kvcli.attention.reference import attend_codes as reference_attend
@@ -18,23 +19,14 @@ from kvcli.errors import ConfigError, UsageError
 from kvcli.methods.layer_codec import AttendCodes
 from kvcli.methods.scalar.codec import ScalarCodes
 
-CPU = torch.device("cpu")
-SMALL = {"group_size": 8, "residual_length": 8, "codebook_size": 8}
+SPEC = shape_spec("tiny")
 NAMES = ("fp16", "fp8", "rtn-4", "kivi-2", "squat-2", "squat-pre-2", "qjl", "commvq-1", "commvq-2")
 
 
 def make_layer(name: str, context: int = 100, batch: int = 2, seed: int = 0, **settings: Any) -> EncodedLayer:
-    return encoded_layer(
-        MethodCase.parse(name, {**SMALL, **settings}),
-        shape_spec("tiny"),
-        shape_rope("tiny", CPU),
-        layer_idx=2,
-        context=context,
-        batch=batch,
-        device=CPU,
-        dtype=torch.float32,
-        seed=seed,
-    )
+    case = MethodCase.parse(name, {**SMALL, **settings})
+    shape = {"layer_idx": 2, "context": context, "batch": batch, "device": CPU, "dtype": torch.float32}
+    return encoded_layer(case, SPEC, shape_rope("tiny", CPU), **shape, seed=seed)
 
 
 def rows(*names: str, **changes: Any) -> list[dict[str, Any]]:
@@ -53,8 +45,7 @@ def rows_with(monkeypatch: pytest.MonkeyPatch, attend_codes: AttendCodes, **chan
 @pytest.mark.parametrize("name", NAMES)
 def test_a_layer_holds_what_its_codec_would_store(name: str) -> None:
     layer = make_layer(name)
-    grouped = name.startswith(("kivi", "squat"))
-    assert layer.num_tokens == layer.key_codes.num_tokens == (96 if grouped else 100)
+    assert layer.num_tokens == layer.key_codes.num_tokens == (96 if name.startswith(("kivi", "squat")) else 100)
     bits = layer.codec.key.bits_per_token() + layer.codec.value.bits_per_token()
     if name == "fp16":
         bits *= 2  # the blocks are float32
@@ -66,13 +57,13 @@ def test_a_layer_holds_what_its_codec_would_store(name: str) -> None:
 
 
 def test_codes_are_seeded_and_differ_between_sequences_and_blocks() -> None:
-    first, again, other = make_layer("kivi-2"), make_layer("kivi-2"), make_layer("kivi-2", seed=1)
-    assert torch.equal(first.key_codes.packed, again.key_codes.packed)
-    assert not torch.equal(first.key_codes.packed, other.key_codes.packed)
-    assert not torch.equal(first.key_codes.packed[0], first.key_codes.packed[1])
-    long = make_layer("kivi-2", context=5000, batch=1)
+    first, again, other = (make_layer("kivi-2", seed=seed).key_codes.packed for seed in (0, 0, 1))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert not torch.equal(first[0], first[1])
+    long = make_layer("kivi-2", context=5000, batch=1).key_codes
     assert long.num_tokens == 5000
-    assert not torch.equal(long.key_codes.packed[:, :, :2048], long.key_codes.packed[:, :, 2048:4096])
+    assert not torch.equal(long.packed[:, :, :2048], long.packed[:, :, 2048:4096])
 
 
 def test_tiling_keeps_tokens_with_their_scales() -> None:
@@ -86,16 +77,14 @@ def test_tiling_keeps_tokens_with_their_scales() -> None:
 
 
 def test_pre_rope_codes_are_rotated_by_their_positions() -> None:
-    encoded = make_layer("commvq-2", sink_length=3).encoded_tokens()
-    assert encoded.rotations is not None
-    assert encoded.rotations.positions.tolist() == [list(range(3, 103))] * 2
     assert make_layer("kivi-2").encoded_tokens().rotations is None
+    rotations = make_layer("commvq-2", sink_length=3).encoded_tokens().rotations
+    assert rotations.positions.tolist() == [list(range(3, 103))] * 2
 
 
 def test_only_what_a_fit_would_fill_is_randomized() -> None:
-    spec = shape_spec("tiny")
     for name in ("qjl", "commvq-1"):
-        codec = MethodCase.parse(name, SMALL).build(spec, 2)
+        codec = MethodCase.parse(name, SMALL).build(SPEC, 2)
         before = {key: buffer.clone() for key, buffer in codec.named_buffers()}
         randomize_(codec, torch.Generator().manual_seed(0))
         for key, buffer in codec.named_buffers():
@@ -113,37 +102,28 @@ def test_attention_is_compared_with_the_reference() -> None:
     assert good.holds
     assert 0 < good.out_error < 1e-5
 
-    def shifted(*arguments: Any) -> Any:
-        out, lse = reference_attend(*arguments)
-        return out, lse + 0.1
+    def compare(change: Any) -> Any:
+        return compare_attention(layer, lambda *arguments: change(*reference_attend(*arguments)))
 
-    def scaled(*arguments: Any) -> Any:
-        out, lse = reference_attend(*arguments)
-        return out * 1.001, lse
-
-    def poisoned(*arguments: Any) -> Any:
-        out, lse = reference_attend(*arguments)
-        return out / 0 * 0, lse
-
-    assert compare_attention(layer, shifted).lse_error == pytest.approx(0.1, abs=1e-5)
-    assert compare_attention(layer, scaled).out_error == pytest.approx(1e-3, rel=1e-2)
-    for wrong in (shifted, scaled, poisoned):
-        assert not compare_attention(layer, wrong).holds
+    shifted, scaled = compare(lambda out, lse: (out, lse + 0.1)), compare(lambda out, lse: (out * 1.001, lse))
+    assert shifted.lse_error == pytest.approx(0.1, abs=1e-5)
+    assert scaled.out_error == pytest.approx(1e-3, rel=1e-2)
+    for wrong in (shifted, scaled, compare(lambda out, lse: (out / 0 * 0, lse))):
+        assert not wrong.holds
 
 
 def test_rows_in_order_with_their_figures() -> None:
     settings = ["group_size=8", "residual_length=8", "codebook_size=8"]
     made = rows("kivi-2", "commvq-2", setting=settings, contexts=[64, 100], batches=["1", "3"])
-    assert [row["method"] for row in made] == ["fp16", "kivi-2", "commvq-2"] * 4
-    assert [row["batch"] for row in made] == [1] * 6 + [3] * 6
-    assert [row["context"] for row in made] == [64, 64, 64, 100, 100, 100] * 2
+    assert [(row["batch"], row["context"], row["method"]) for row in made] == [
+        (batch, context, name) for batch in (1, 3) for context in (64, 100) for name in ("fp16", "kivi-2", "commvq-2")
+    ]
     assert [row["encoded"] for row in made] == [64, 64, 64, 100, 96, 100] * 2
     sdpa, kivi, commvq = made[-3:]
     assert (sdpa["impl"], kivi["impl"], sdpa["speedup"]) == ("sdpa", "reference", 1.0)
     for row in made:
-        assert row["status"] == "ok"
+        assert (row["status"], row["repeats"]) == ("ok", 3)
         assert row["p20_us"] <= row["p50_us"] <= row["p80_us"]
-        assert row["repeats"] == 3
         assert row["stored_gb_s"] == pytest.approx(row["stored_bytes"] / row["p50_us"] / 1e3)
         assert row["copy_gb_s"] > 0
         assert row["out_error"] is None  # the reference cannot be checked against itself
@@ -164,11 +144,7 @@ def test_right_kernels_are_timed_and_their_error_recorded(monkeypatch: pytest.Mo
     [
         (torch.OutOfMemoryError("CUDA out of memory"), "out of memory", ""),
         (UsageError("no such head_dim"), "refused", "no such head_dim"),
-        (
-            LookupError("out of resource:\n shared memory"),
-            "failed",
-            "LookupError: out of resource: shared memory (test_",
-        ),
+        (LookupError("out of resource:\n memory"), "failed", "LookupError: out of resource: memory (test_"),
     ],
 )
 def test_the_run_goes_on_after_a_failed_row(
@@ -184,7 +160,9 @@ def test_the_run_goes_on_after_a_failed_row(
 
 
 def test_what_cannot_be_benched_is_refused_at_once() -> None:
-    with pytest.raises(ConfigError, match="group_size"):
-        make_layer("kivi-2", group_size=5, residual_length=10)
-    with pytest.raises(ConfigError, match="no whole group"):
-        make_layer("kivi-2", context=7)
+    for settings, said in (
+        ({"group_size": 5, "residual_length": 10}, "group_size"),
+        ({"context": 7}, "no whole group"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            make_layer("kivi-2", **settings)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from parts import DEVICE
+from benched import SMALL, bench_of, prompt, session_of
 from torch.nn import functional
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
@@ -18,44 +18,18 @@ from kvcli.attention.generation import SamplingConfig
 from kvcli.attention.session import Session
 from kvcli.bench import fixed_length
 from kvcli.bench import model as bench_model
-from kvcli.bench.fixed_length import (
-    FIXED_LENGTH,
-    FixedLengthLayer,
-    fixed_length_step,
-    replay_step,
-    with_fixed_length,
-    without_mask,
-)
+from kvcli.bench.fixed_length import FIXED_LENGTH, FixedLengthLayer, replay_step, with_fixed_length
 from kvcli.bench.layer import MethodCase
-from kvcli.bench.model import (
-    ModelRun,
-    StepClock,
-    attached,
-    cache_sizes,
-    prefill_logits,
-    random_model,
-    random_prompt,
-    round_tokens,
-    run_model,
-    steady_span,
-    step_weights_bytes,
-)
+from kvcli.bench.model import ModelRun, cache_sizes, prefill_logits, random_model, run_model, step_weights_bytes
 from kvcli.bench.model_bench import ModelBench, ModelRow
-from kvcli.spec import ModelSpec
 
-CPU = torch.device("cpu")
-SMALL = {"group_size": 8, "residual_length": 8, "codebook_size": 8, "sink_length": 2}
 RUNS = [ModelRun(1.0, 1.1, seconds, 100, None, None) for seconds in (2.0, 4.0, 6.0)]
 ON_GPU: Any = SimpleNamespace(device=torch.device("cuda"))
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
-def prompt(model: Any, batch: int, length: int) -> torch.Tensor:
-    return random_prompt(ModelSpec.from_config(model.config), batch, length, model.device, 0)
-
-
 @pytest.mark.parametrize("mode", ["passes", "steps"])
-@pytest.mark.parametrize("name", ["fp8", "kivi-2", "squat-pre-2", "commvq-1"])
+@pytest.mark.parametrize("name", ["fp8", "kivi-2", "squat-pre-2"])
 def test_what_is_timed_are_the_tokens_of_generate(
     model: Any, name: str, mode: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -63,13 +37,11 @@ def test_what_is_timed_are_the_tokens_of_generate(
     generate = Session.generate
     monkeypatch.setattr(Session, "generate", lambda *x, **y: made.append(generate(*x, **y)) or made[-1])
     ids = prompt(model, 2, 40)
-    with attached(model, MethodCase.parse(name, SMALL), "auto", 0) as session:
+    with session_of(model, name) as session:
         run = run_model(model, session, ids, 41, None, mode=mode)
-        assert session is not None
         expected = session.generate(ids, sampling=SamplingConfig(41), mode="passes")
     assert torch.equal(made[0].sequences, expected.sequences)
     assert (run.how, run.note) == (mode, None)
-    assert run.steady is not None
     assert 0 < run.steady[1] < run.decode_s
     assert run.used_bytes == cache_sizes(expected.cache)["used_bytes"] < run.cache_bytes
     # two rounds of 8 or of 2 tokens are left out; steps are looked at after every 8 tokens
@@ -81,7 +53,7 @@ def test_what_is_timed_are_the_tokens_of_generate(
     ("name", "expected"), [("kivi-2", 8), ("squat-2", 8), ("fp8", 2), ("qjl", 2), ("commvq-1", 2), ("squat-pre-2", 8)]
 )
 def test_rounds_are_the_longer_interval(name: str, expected: int) -> None:
-    assert round_tokens(MethodCase.parse(name, SMALL)) == expected
+    assert bench_model.round_tokens(MethodCase.parse(name, SMALL)) == expected
 
 
 @pytest.mark.parametrize(
@@ -97,7 +69,7 @@ def test_rounds_are_the_longer_interval(name: str, expected: int) -> None:
     ],
 )
 def test_whole_rounds_after_two(counts: list[int], interval: int, expected: tuple[int, float]) -> None:
-    assert steady_span([(count, 5.0 + count / 10) for count in counts], interval) == pytest.approx(expected)
+    assert bench_model.steady_span([(count, 5.0 + count / 10) for count in counts], interval) == pytest.approx(expected)
 
 
 def test_tokens_around_a_capture_are_not_steady(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,24 +77,21 @@ def test_tokens_around_a_capture_are_not_steady(monkeypatch: pytest.MonkeyPatch)
     cache: Any = SimpleNamespace(passes=SimpleNamespace(step=None))
     now = [0.0]
     monkeypatch.setattr(bench_model.time, "perf_counter", lambda: now[0])
-    clock = StepClock(cache, 8)
+    clock = bench_model.StepClock(cache, 8)
 
-    def look(count: int, seconds: float, step: object) -> None:
-        now[0] += seconds
+    def looks(times: int, count: int, seconds: float, step: object) -> None:
         cache.passes.step = step
-        clock(torch.zeros(1, count))
+        for _ in range(times):
+            now[0] += seconds
+            clock(torch.zeros(1, count))
 
-    first, second = object(), object()
-    for _ in range(40):
-        look(1, 0.5, None)
-    look(8, 108.0, first)
-    for _ in range(4):
-        look(8, 8.0, first)
+    looks(40, 1, 0.5, None)
+    looks(1, 8, 108.0, "first")
+    looks(4, 8, 8.0, "first")
     assert clock.steady(True) == (24, 24.0)
-    look(8, 108.0, second)
+    looks(1, 8, 108.0, "second")
     assert clock.steady(True) == (24, 24.0)
-    for _ in range(3):
-        look(8, 8.0, second)
+    looks(3, 8, 8.0, "second")
     assert clock.steady(True) == (40, 40.0)
     assert clock.first == 0.5
     assert clock.steady(False) == (16, 8.0)
@@ -146,14 +115,13 @@ def test_rates_are_of_steady_steps_and_totals_of_all() -> None:
     assert bounded.ceiling_share == pytest.approx(24 / 1500)
 
 
+@torch.inference_mode()
 def test_bytes_in_use_are_without_headroom(model: Any) -> None:
-    with attached(model, MethodCase.parse("kivi-2", SMALL), "auto", 0) as session, torch.inference_mode():
-        assert session is not None
-        cache = session.new_cache()
-        prefill_logits(model, cache, prompt(model, 2, 101), None)
-        memory = cache.memory()
+    with session_of(model, "kivi-2") as session:
+        prefill_logits(model, cache := session.new_cache(), prompt(model, 2, 101), None)
     # a step reads no table of input embeddings, unless it is the output layer too (test_shapes_have_...)
     assert step_weights_bytes(model) == sum(x.nbytes for x in model.parameters()) - 97 * 64 * 4
+    memory = cache.memory()
     assert cache_sizes(cache)["used_bytes"] == memory.cache_bytes - memory.position_bytes < memory.allocated_bytes
 
 
@@ -171,32 +139,28 @@ def test_a_step_of_fixed_length_is_that_of_a_growing_cache(model: Any, monkeypat
         asked.append((attn_mask, options.get("is_causal"), key.shape[1:3]))
         return sdpa(query, key, value, attn_mask=attn_mask, **options)
 
-    monkeypatch.setattr(functional, "scaled_dot_product_attention", spy)
-    for _ in range(2):  # a second step overwrites what the first wrote
-        fixed.copy_(token)
-        fixed_length_step(model, cache, fixed, torch.full_like(token, 20))
-        assert cache.get_seq_length() == 20
-    fixed_keys = [(x.keys.clone(), x.values.clone()) for x in layers]
-    assert asked == [(None, False, (2, 21))] * 6  # keys are not repeated per query head
-    # not even where transformers would make a mask, as it does during a capture
-    padding = torch.ones(2, 21, dtype=torch.int64)
-    padding[0, 0] = 0
-    former, step = model.config._attn_implementation, {"input_ids": token, "attention_mask": padding}
-    for context in (nullcontext(), without_mask(model)):
-        asked.clear()
-        with context:
-            model(**step, past_key_values=Cache(layers=layers))
-        masked = isinstance(context, nullcontext)
-        assert [mask is not None for mask, *_ in asked] == [masked] * 3
-    assert model.config._attn_implementation == former
-    for ours, theirs in zip(cache.layers, fixed_keys, strict=True):
-        ours.keys.copy_(theirs[0])
-        ours.values.copy_(theirs[1])
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(functional, "scaled_dot_product_attention", spy)
+        for _ in range(2):  # a second step overwrites what the first wrote
+            fixed.copy_(token)
+            fixed_length.fixed_length_step(model, cache, fixed, torch.full_like(token, 20))
+            assert cache.get_seq_length() == 20
+        assert asked == [(None, False, (2, 21))] * 6  # keys are not repeated per query head
+        made = [(x.keys.clone(), x.values.clone()) for x in layers]
+        # not even where transformers would make a mask, as it does during a capture
+        padding = torch.ones(2, 21, dtype=torch.int64)
+        padding[0, 0] = 0
+        former = model.config._attn_implementation
+        for context, masked in ((nullcontext(), True), (fixed_length.without_mask(model), False)):
+            asked.clear()
+            with context:
+                model(input_ids=token, attention_mask=padding, past_key_values=cache)
+            assert [mask is not None for mask, *_ in asked] == [masked] * 3
+        assert model.config._attn_implementation == former
     assert torch.equal(fixed, prefill_logits(model, grown, token, None).argmax(-1))
-    for ours, theirs in zip(cache.layers, grown.layers, strict=True):
-        assert torch.allclose(ours.keys, theirs.keys, atol=1e-6)
-        assert torch.allclose(ours.values, theirs.values, atol=1e-6)
+    for (keys, values), ours, theirs in zip(made, layers, grown.layers, strict=True):
+        assert torch.allclose(keys, theirs.keys, atol=1e-6)
+        assert torch.allclose(values, theirs.values, atol=1e-6)
         assert ours.get_mask_sizes(1) == (21, 0)
 
 
@@ -215,19 +179,17 @@ def test_a_captured_step_is_replayed_as_often_as_tokens_are_made(model: Any, mon
     assert replay_step(model, 2, 20, 7, 3)[::2] == ([], "no CUDA graph: no")
 
 
-def test_the_baseline_is_the_faster_of_two(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    answer: list[Any] = [([1.0, 1.5, 3.0], 77, None)]
-    monkeypatch.setattr(fixed_length, "replay_step", lambda *_: answer[-1])
-    faster = with_fixed_length(ON_GPU, RUNS, 2, 20, 11)
-    assert [(run.how, run.decode_s, run.steady) for run in faster] == [
-        (FIXED_LENGTH, seconds, (10, seconds)) for seconds in (1.0, 1.5, 3.0)
+def test_the_baseline_is_the_faster_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    def runs_with(*replays: Any) -> list[ModelRun]:
+        monkeypatch.setattr(fixed_length, "replay_step", lambda *_: (*replays,))
+        return with_fixed_length(ON_GPU, RUNS, 2, 20, 11)
+
+    assert runs_with([1.0, 1.5, 3.0], 77, None) == [
+        replace(run, how=FIXED_LENGTH, decode_s=seconds, steady=(10, seconds), used_bytes=77)
+        for run, seconds in zip(RUNS, (1.0, 1.5, 3.0), strict=True)
     ]
-    assert {run.used_bytes for run in faster} == {77}
-    assert [run.prefill_s for run in faster] == [1.0] * 3
-    answer.append(([4.0, 4.5, 9.0], 77, None))
-    assert with_fixed_length(ON_GPU, RUNS, 2, 20, 11) == RUNS
-    answer.append(([], 77, "no CUDA graph: no"))
-    assert with_fixed_length(ON_GPU, RUNS, 2, 20, 11) == [replace(run, note="no CUDA graph: no") for run in RUNS]
+    assert runs_with([4.0, 4.5, 9.0], 77, None) == RUNS
+    assert runs_with([], 77, "no CUDA graph: no") == [replace(run, note="no CUDA graph: no") for run in RUNS]
     assert with_fixed_length(ON_GPU, RUNS, 2, 20, 1) is RUNS
     monkeypatch.setattr(fixed_length, "attempt", lambda call: None)  # out of memory
     (note,) = {run.note for run in with_fixed_length(ON_GPU, RUNS, 2, 20, 11)}
@@ -236,40 +198,34 @@ def test_the_baseline_is_the_faster_of_two(model: Any, monkeypatch: pytest.Monke
 
 def test_without_a_gpu_the_baseline_is_eager_and_methods_make_passes(model: Any) -> None:
     assert with_fixed_length(model, RUNS, 2, 20, 11) is RUNS
-    bench = ModelBench(model, [MethodCase.parse(name, SMALL) for name in ("fp16", "kivi-2")], impl="auto", seed=0)
-    row, kivi = bench.generate([20], [1], new_tokens=3, repeats=1)
+    row, kivi = bench_of(model, "kivi-2").generate([20], [1], new_tokens=3, repeats=1)
     assert (row.decode, row.steady_tokens, row.note) == ("eager", None, None)
     assert (kivi.decode, kivi.steady_tokens, kivi.note) == ("passes", None, None)
-    (prompt_only,) = ModelBench(model, bench.cases[1:], impl="auto", seed=0).generate(
-        [20], [1], new_tokens=0, repeats=1
-    )
-    assert prompt_only.decode is prompt_only.tokens_per_s is prompt_only.total_tokens_per_s is None
     assert row.read_bytes is row.copy_gb_s is row.ceiling_tokens_per_s is row.ceiling_share is None
+    for prompt_only in bench_of(model, "kivi-2").generate([20], [1], new_tokens=0, repeats=1):
+        assert prompt_only.decode is prompt_only.tokens_per_s is prompt_only.total_tokens_per_s is None
 
 
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("mode", [None, "graphs", "steps", "passes"])
 def test_rows_on_a_gpu(mode: Any) -> None:
-    model = random_model("smollm2-135m", 2, torch.device(DEVICE), torch.bfloat16, 0)
+    model = random_model("smollm2-135m", 2, torch.device("cuda"), torch.bfloat16, 0)
     settings = {"group_size": 32, "residual_length": 32}
     cases = [MethodCase.parse(name, settings) for name in ("fp16", "kivi-2", "commvq-1")]
     bench = ModelBench(model, cases, impl="auto", seed=0, prefill_chunk=128, mode=mode)
     rows = list(bench.generate([1024], [2], new_tokens=129, repeats=2, fill_prompt=True))
-    assert [row.status for row in rows] == ["ok"] * 3
-    assert [row.note for row in rows] == [None] * 3
+    assert [(row.status, row.note) for row in rows] == [("ok", None)] * 3
     assert [row.decode for row in rows] == [FIXED_LENGTH, *[mode or "graphs"] * 2]
     assert (rows[0].steady_tokens, rows[1].steady_tokens) == (128, 64)
     for row in rows:
-        assert row.ceiling_share is not None
         assert 0 < row.ceiling_share < 1
-        assert row.read_bytes is not None
         assert row.read_bytes > step_weights_bytes(model)
 
 
 @pytest.mark.gpu
 @needs_gpu
 def test_a_step_of_fixed_length_is_captured() -> None:
-    model = random_model("smollm2-135m", 2, torch.device(DEVICE), torch.bfloat16, 0)
+    model = random_model("smollm2-135m", 2, torch.device("cuda"), torch.bfloat16, 0)
     seconds, cache_bytes, note = replay_step(model, 2, 512, 20, 3)
     assert (len(seconds), cache_bytes, note) == (3, 2 * 2 * 2 * 3 * 513 * 64 * 2, None)
