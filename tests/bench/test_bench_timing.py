@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain, repeat
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvcli.bench import timing
 from kvcli.bench.budget import attempt, check_budget, is_out_of_memory, largest, memory_limit
-from kvcli.bench.timing import copy_bandwidth, percentiles, time_call
+from kvcli.bench.timing import copy_bandwidth, time_call
 from kvcli.errors import UsageError
 
 CPU = torch.device("cpu")
@@ -21,18 +23,17 @@ CPU = torch.device("cpu")
 class Clock:
     """A clock that moves only when a call says so."""
 
-    def __init__(self) -> None:
-        self.now = 0.0
+    now = 0.0
 
     def perf_counter(self) -> float:
         return self.now
 
     def call(self, *seconds: float) -> Callable[[], None]:
         """A call that takes each of the durations in turn, the last one from then on."""
-        left = list(seconds)
+        durations = chain(seconds, repeat(seconds[-1]))
 
         def run() -> None:
-            self.now += left.pop(0) if len(left) > 1 else left[0]
+            self.now += next(durations)
 
         return run
 
@@ -42,11 +43,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
     monkeypatch.setattr(timing, "time", made)
     return made
-
-
-def test_percentiles_of_known_samples() -> None:
-    assert percentiles([float(x) for x in range(11, 0, -1)]) == (3.0, 6.0, 9.0)
-    assert percentiles([7.0]) == (7.0, 7.0, 7.0)
 
 
 def test_a_call_is_timed_after_its_warm_up(clock: Clock) -> None:
@@ -93,33 +89,31 @@ def test_a_coarse_search_tries_less() -> None:
         size = largest(lambda size: not tried.append(size) and size <= 777, start=600, resolution=resolution)
         return size, len(tried)
 
-    exact, coarse = search(0.0), search(1 / 16)
-    assert exact[0] == 777
-    assert 777 / (1 + 1 / 16) <= coarse[0] <= 777
-    assert coarse[1] < exact[1]
+    (exact, many), (coarse, few) = search(0.0), search(1 / 16)
+    assert exact == 777
+    assert 777 / (1 + 1 / 16) <= coarse <= 777
+    assert few < many
 
 
 @pytest.mark.parametrize(
-    ("error", "expected"),
+    "error",
     [
-        (torch.OutOfMemoryError("CUDA out of memory"), True),
-        (MemoryError(), True),
-        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), True),
-        (RuntimeError("CUDA error: out of memory"), True),
-        (RuntimeError("shapes differ"), False),
-        (ValueError("out of memory"), False),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        MemoryError(),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
+        RuntimeError("CUDA error: out of memory"),
     ],
 )
-def test_what_counts_as_out_of_memory(error: Exception, expected: bool) -> None:
-    def run() -> None:
-        raise error
+def test_out_of_memory_makes_a_failed_attempt(error: Exception) -> None:
+    assert is_out_of_memory(error)
+    assert attempt(Mock(side_effect=error)) is None
 
-    assert is_out_of_memory(error) is expected
-    if expected:
-        assert attempt(run) is None
-    else:
-        with pytest.raises(type(error)):
-            attempt(run)
+
+@pytest.mark.parametrize("error", [RuntimeError("shapes differ"), ValueError("out of memory")])
+def test_other_errors_are_raised_by_an_attempt(error: Exception) -> None:
+    assert not is_out_of_memory(error)
+    with pytest.raises(type(error)):
+        attempt(Mock(side_effect=error))
     assert attempt(lambda: 3) == 3
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 
 import pytest
 
-from kvcli.calibrate.builtin_text import MIXTURE, builtin_files, builtin_folder, domains, mixture
+from kvcli.calibrate.builtin_text import MIXTURE, builtin_folder, domains, mixture
 from kvcli.calibrate.corpus import CorpusConfig, documents
 from kvcli.errors import CorpusError
 from research.domain_fit import split_documents
@@ -17,20 +18,26 @@ from research.domain_fit import split_documents
 UNSEEN = {"essays", "cpp", "french", "japanese"}
 
 
+def texts(source: str, split: str = "calibration") -> list[str]:
+    return list(documents(CorpusConfig(source, split)))
+
+
+def all_texts(split: str, names: Iterable[str]) -> list[str]:
+    return [text for name in names for text in texts(f"builtin:{name}", split)]
+
+
 def test_every_domain_can_be_read_by_name() -> None:
     assert set(domains("calibration")) == set(MIXTURE)
     assert set(domains()) == set(MIXTURE) | UNSEEN
     for name, sources in domains().items():
-        texts = set(documents(CorpusConfig(f"builtin:{name}", "heldout")))
-        assert texts
-        by_source = [set(documents(CorpusConfig(f"builtin:{source}", "heldout"))) for source in sources]
-        assert texts == set().union(*by_source)
+        assert (found := set(texts(f"builtin:{name}", "heldout")))
+        assert found == set(all_texts("heldout", sources))
 
 
 @pytest.mark.parametrize("name", sorted(UNSEEN))
 def test_a_domain_that_is_held_out_cannot_be_fitted_on_by_its_name(name: str) -> None:
     with pytest.raises(CorpusError, match=f"'builtin:{name}' is held out as a whole"):
-        list(documents(CorpusConfig(f"builtin:{name}")))
+        texts(f"builtin:{name}")
     assert name not in {record["domain"] for record in mixture("calibration", 0)}
 
 
@@ -45,20 +52,20 @@ def test_a_domain_that_is_held_out_cannot_be_fitted_on_by_its_name(name: str) ->
 )
 def test_names_and_splits_that_do_not_exist(source: str, split: str, message: str) -> None:
     with pytest.raises(CorpusError, match=message):
-        list(documents(CorpusConfig(source, split)))
+        texts(source, split)
 
 
 @pytest.mark.parametrize(("split", "expected"), [("calibration", "536fbe8c037c85ab"), ("heldout", "7ada4248e3b67461")])
 def test_the_text_that_published_figures_were_measured_on_stays_as_it_was(split: str, expected: str) -> None:
-    texts = "\0".join(documents(CorpusConfig("builtin:docs", split)))
-    assert hashlib.sha256(texts.encode()).hexdigest()[:16] == expected
+    whole = "\0".join(texts("builtin:docs", split))
+    assert hashlib.sha256(whole.encode()).hexdigest()[:16] == expected
 
 
 def test_the_mixture_depends_on_the_seed_alone_and_has_all_of_the_text() -> None:
     first = list(mixture("heldout", 1))
     assert first == list(mixture("heldout", 1))
     assert first[:20] != list(islice(mixture("heldout", 2), 20))
-    whole = sum(len(json.loads(line)["text"]) for file in builtin_files("builtin", "heldout") for line in _lines(file))
+    whole = sum(map(len, all_texts("heldout", MIXTURE)))
     assert sum(len(record["text"]) for record in first) == pytest.approx(whole, rel=0.001)
     assert len({record["text"] for record in first}) == len(first)
 
@@ -75,23 +82,20 @@ def test_every_beginning_of_the_mixture_has_the_same_shares(characters: int) -> 
 
 
 def test_the_mixture_reads_a_domain_from_many_documents_first() -> None:
-    sources = domains()["docs"]
     first = [r["text"] for r in islice(mixture("calibration", 0), 200) if r["domain"] == "docs"]
-    texts = [t for source in sources for t in documents(CorpusConfig(f"builtin:{source}"))]
+    whole = texts("builtin:docs")
     assert len(first) > 20
-    assert len({next(i for i, text in enumerate(texts) if part in text) for part in first}) == len(first)
+    assert len({next(i for i, text in enumerate(whole) if part in text) for part in first}) == len(first)
 
 
 def test_no_run_of_200_characters_is_in_both_splits() -> None:
-    calibration = [json.loads(line)["text"] for file in _files("calibration") for line in _lines(file)]
-    blocks = {text[i : i + 100] for text in calibration for i in range(0, len(text) - 99, 100)}
-    for file in _files("heldout"):
-        for line in _lines(file):
-            record = json.loads(line)
-            text = record["text"]
-            shared = next((text[i : i + 100] for i in range(len(text) - 99) if text[i : i + 100] in blocks), None)
-            # a run of 200 characters covers an aligned block of 100 wherever it begins
-            assert shared is None or not _shares_200(text, shared, calibration), record["id"]
+    calibration = "\0".join(all_texts("calibration", MIXTURE))
+    # a run of 200 characters covers an aligned block of 100 wherever it begins
+    blocks = {calibration[i : i + 100] for i in range(0, len(calibration), 100)}
+    for text in all_texts("heldout", domains()):
+        for at in (i for i in range(len(text) - 99) if text[i : i + 100] in blocks):
+            starts = range(max(0, at - 100), min(at, len(text) - 200) + 1)
+            assert not any(text[i : i + 200] in calibration for i in starts), text[at:][:100]
 
 
 def test_the_manifest_is_true_and_sources_name_their_domain_package_and_licence() -> None:
@@ -126,18 +130,3 @@ def test_a_corpus_of_ones_own_is_split_by_content(tmp_path: Path) -> None:
         [list(split_documents(str(file), split, 0)) for split in ("heldout", "calibration")]
     with pytest.raises(CorpusError, match="read once"):
         list(split_documents("-", "heldout", 0))
-
-
-def _files(split: str) -> list[Path]:
-    return sorted((builtin_folder() / split).glob("*.jsonl"))
-
-
-def _lines(file: Path) -> list[str]:
-    return file.read_text(encoding="utf-8").rstrip("\n").split("\n")
-
-
-def _shares_200(text: str, shared: str, calibration: list[str]) -> bool:
-    """Whether a run of 200 characters around one of 100 is in both."""
-    at = text.index(shared)
-    starts = range(max(0, at - 100), min(at, len(text) - 200) + 1)
-    return any(text[i : i + 200] in other for i in starts for other in calibration if shared in other)
