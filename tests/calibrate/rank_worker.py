@@ -6,20 +6,23 @@ import importlib
 import logging
 import os
 import signal
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from kvcli.cli.start import main
+import torch
 
+logging.getLogger("torchao").setLevel(logging.ERROR)  # it warns while it is imported
+logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
 
-class Words:
-    """A tokenizer: every character is a token."""
+from byte_tokenizer import byte_tokenizer  # noqa: E402
+from factories import load, make_model  # noqa: E402
 
-    eos_token_id = pad_token_id = 0
-    bos_token_id = 1
+from kvcli import models  # noqa: E402
+from kvcli.cli.start import main  # noqa: E402
 
-    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
-        return {"input_ids": [3 + ord(c) % 90 for c in text]}
+TINY = replace(load(make_model("llama", num_hidden_layers=4, vocab_size=260)), tokenizer=byte_tokenizer())
 
 
 def dying(function: Any) -> Any:
@@ -34,17 +37,25 @@ def dying(function: Any) -> Any:
     return called
 
 
-if __name__ == "__main__":
-    logging.getLogger("torchao").setLevel(logging.ERROR)  # it warns while it is imported
-    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
-    from factories import load, make_model
-
-    from kvcli import models
-
-    tiny = replace(load(make_model("llama", num_hidden_layers=4)), tokenizer=Words())  # type: ignore[arg-type]
-    models.load_model = lambda *_, **__: tiny
+def command_line() -> None:
+    torch.set_num_threads(1)
+    models.load_model = lambda *_, **__: TINY
     if os.environ.get("RANK") == os.environ.get("DYING_RANK", "none"):
         module, name = os.environ["DIE_IN"].split(":")
         found = importlib.import_module(module)
         setattr(found, name, dying(getattr(found, name)))
     main()
+
+
+def in_folder(folder: Path, arguments: tuple[str, ...], variables: dict[str, str], said: tuple[Path, Path]) -> None:
+    """The command line of a forked process; what it says goes into two files."""
+    os.chdir(folder)
+    os.environ.update(variables)
+    for handle, path in enumerate(said, 1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), handle)
+    sys.argv[1:] = arguments
+    command_line()
+
+
+if __name__ == "__main__":
+    command_line()

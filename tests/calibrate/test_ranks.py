@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import rank_worker
 
 from kvcli import ranks
 from kvcli.errors import RankError, UsageError
@@ -21,36 +24,38 @@ CALIBRATE = (*CALIBRATE, "--query-tokens", "256", "--fisher-tokens", "320", "--l
 FIT = ("fit", "samples", "--method", "commvq", "--setting", "codebook_size=8", "--setting", "value_iterations=2")
 FIT = (*FIT, "--setting", "key_iterations=2", "--out", "run")
 WAIT_S = 300
-ROOT = Path(__file__).parent.parent.parent
-WORKER = str(Path(__file__).with_name("rank_worker.py"))
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["rank_worker"])  # imported once for all processes
 
 
-def start(folder: Path, arguments: tuple[str, ...], **variables: str) -> subprocess.Popen[str]:
-    path = f"{ROOT}:{ROOT / 'tests' / 'support'}"
-    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HOME": str(folder)}
-    return subprocess.Popen(
-        [sys.executable, *arguments],
-        cwd=folder,
-        env={**environment, **variables},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=WAIT_S)
-    return process.returncode, out, err
-
-
-def two_ranks(folder: Path, command: tuple[str, ...], **variables: str) -> list[tuple[int, str, str]]:
-    """Exit code, standard output and standard error of two ranks that nothing else watches."""
+def ranks_of(folder: Path, command: tuple[str, ...], count: int, **variables: str) -> list[tuple[Any, str, str]]:
+    """Exit code, standard output and standard error of some ranks that nothing else watches."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **variables}
-    processes = [start(folder, (WORKER, *command), RANK=str(rank), **shared) for rank in range(2)]
-    return [ended(process) for process in processes]
+    shared = {"HOME": str(folder), "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    processes = []
+    for rank in range(count):
+        said = folder / f"out-{rank}", folder / f"err-{rank}"
+        own = {**shared, **variables, "RANK": str(rank)}
+        process = FORKS.Process(target=rank_worker.in_folder, args=(folder, command, own, said))
+        process.start()
+        processes.append((process, said))
+    for process, _ in processes:
+        process.join(WAIT_S)
+    return [(process.exitcode, *(path.read_text() for path in said)) for process, said in processes]
+
+
+def under_torchrun(folder: Path, command: tuple[str, ...], **variables: str) -> Any:
+    started = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    environment = {
+        "PATH": os.environ["PATH"],
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "HOME": str(folder),
+        **variables,
+    }
+    options: Any = {"cwd": folder, "env": environment, "capture_output": True, "text": True, "timeout": WAIT_S}
+    return subprocess.run([*started, rank_worker.__file__, *command], check=False, **options)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -61,9 +66,11 @@ def contents(folder: Path) -> dict[str, bytes]:
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What one process records and fits."""
     folder = tmp_path_factory.mktemp("alone")
-    for command in (CALIBRATE, FIT):
-        code, _, err = ended(start(folder, (WORKER, *command)))
-        assert code == 0, err
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+        for command in (CALIBRATE, FIT):
+            ((code, _, err),) = ranks_of(folder, command, 1)
+            assert code == 0, err
     return folder
 
 
@@ -71,16 +78,13 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_two_ranks_give_what_one_process_gives(alone: Path, tmp_path: Path) -> None:
     """To the last bit: a forward pass and a layer are computed by one rank, on as many threads as alone."""
     for command, folder in ((CALIBRATE, "samples"), (FIT, "run")):
-        first, second = two_ranks(tmp_path, (*command, "--json"))
+        first, second = ranks_of(tmp_path, (*command, "--json"), 2)
         assert first[0] == second[0] == 0, first[2] + second[2]
         assert second[1] == second[2] == ""
         assert contents(tmp_path / folder) == contents(alone / folder)
         assert not [path for path in (tmp_path / folder).iterdir() if path.is_dir()]
     assert (tmp_path / "samples" / "samples.json").read_bytes() == (alone / "samples" / "samples.json").read_bytes()
     assert [report["layer"] for report in json.loads(first[1])["layers"]] == [0, 1, 2, 3]
-    again = two_ranks(tmp_path, CALIBRATE)
-    assert [code for code, _, _ in again] == [0, 0]
-    assert "parts were recorded already" in again[0][2]
 
 
 @pytest.mark.slow
@@ -90,28 +94,27 @@ def test_a_dead_rank_ends_the_others_and_the_run_resumes(alone: Path, tmp_path: 
     resumes.
     """
     place = "kvcli.calibrate.collect:write_part"
-    codes = two_ranks(tmp_path, CALIBRATE, DYING_RANK=str(dying), DIE_IN=place)
+    codes = ranks_of(tmp_path, CALIBRATE, 2, DYING_RANK=str(dying), DIE_IN=place)
     assert codes[dying][0] == -signal.SIGKILL
     code, out, err = codes[1 - dying]
     assert (code, out) == (1, "")
     which = "\nerror: rank 1" if dying else "rank 1: error: rank 0"
     assert f"{which} has ended before this one; its own message says why; run the same command again" in f"\n{err}"
     assert "Traceback" not in err
-    assert [code for code, _, _ in two_ranks(tmp_path, CALIBRATE)] == [0, 0]
+    resumed = ranks_of(tmp_path, CALIBRATE, 2)
+    assert [code for code, _, _ in resumed] == [0, 0]
+    assert "parts were recorded already" in resumed[0][2]
     assert contents(tmp_path / "samples") == contents(alone / "samples")
 
 
 @pytest.mark.slow
 def test_torchrun_starts_ranks_and_a_dead_one_ends_the_fit(alone: Path, tmp_path: Path) -> None:
     (tmp_path / "samples").symlink_to(alone / "samples")
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    command = (*torchrun, WORKER, *FIT)
-    code, _, err = ended(start(tmp_path, command, DYING_RANK="1", DIE_IN="kvcli.fit:_write_layer"))
-    assert code != 0
-    assert "Signal 9 (SIGKILL)" in err  # what torchrun itself says; it may end rank 0 before that has said anything
-    code, out, err = ended(start(tmp_path, command))
-    assert code == 0, err
-    assert out == "run\n"
+    killed = under_torchrun(tmp_path, FIT, DYING_RANK="1", DIE_IN="kvcli.fit:_write_layer")
+    assert killed.returncode != 0
+    assert "Signal 9 (SIGKILL)" in killed.stderr  # of torchrun, which may end rank 0 before that has said anything
+    done = under_torchrun(tmp_path, FIT)
+    assert (done.returncode, done.stdout) == (0, "run\n"), done.stderr
     assert contents(tmp_path / "run") == contents(alone / "run")
 
 
