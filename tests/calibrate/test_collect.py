@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +23,16 @@ def projections(model: Any, layer_idx: int) -> dict[str, torch.Tensor]:
     actual: dict[str, torch.Tensor] = {}
     attention = model.model.layers[layer_idx].self_attn
     # where a family normalises q and k per head, that comes before RoPE too
-    names = {"q": "q_norm", "k": "k_norm"} if hasattr(attention, "q_norm") else {"q": "q_proj", "k": "k_proj"}
-    hooks = []
-    for kind, name in {**names, "v": "v_proj"}.items():
+    last = "norm" if hasattr(attention, "q_norm") else "proj"
+    with ExitStack() as hooks:
+        for kind, name in (("q", f"q_{last}"), ("k", f"k_{last}"), ("v", "v_proj")):
 
-        def keep(module: Any, inputs: Any, output: torch.Tensor, kind: str = kind) -> None:
-            actual[kind] = output.reshape(-1, output.numel() // SEQUENCES.numel() // 16, 16).transpose(0, 1)
+            def keep(module: Any, inputs: Any, output: torch.Tensor, kind: str = kind) -> None:
+                actual[kind] = output.reshape(SEQUENCES.numel(), -1, 16).transpose(0, 1)
 
-        hooks.append(getattr(attention, name).register_forward_hook(keep))
-    with torch.no_grad():
-        model(SEQUENCES)
-    for hook in hooks:
-        hook.remove()
+            hooks.callback(getattr(attention, name).register_forward_hook(keep).remove)
+        with torch.no_grad():
+            model(SEQUENCES)
     return actual
 
 
@@ -49,30 +48,32 @@ def test_samples_are_the_models_own(any_model: Any, tmp_path: Path, layer_window
     assert predicted <= sum(path.stat().st_size for path in files) < predicted + 2048 * len(files)
     for layer_idx in recording.layers:
         samples, expected = recording.load(layer_idx), projections(any_model, layer_idx)
-        assert torch.allclose(samples.k, expected["k"], rtol=2e-3, atol=1e-3)  # stored in 16 bits
-        assert torch.allclose(samples.v, expected["v"], rtol=2e-3, atol=1e-3)
-        assert torch.allclose(samples.q, expected["q"][:, : 3 * 12], rtol=2e-3, atol=1e-3)
+        for kind, tokens in (("k", 5 * 12), ("v", 5 * 12), ("q", 3 * 12)):  # stored in 16 bits
+            assert torch.allclose(getattr(samples, kind), expected[kind][:, :tokens], rtol=2e-3, atol=1e-3)
         assert samples.positions.tolist() == list(range(12)) * 5
     assert any_model.config._attn_implementation == "sdpa"  # the model is itself again
 
 
+def record(folder: Path, seed: int = 1, **options: Any) -> None:
+    collect(load(make_model("llama")), SEQUENCES, CollectConfig(5, 12, 2, 2), folder, {"seed": seed}, **options)
+
+
 def test_another_recording_is_refused_and_kept(tmp_path: Path) -> None:
-    model = make_model("llama")
-    collect(load(model), SEQUENCES, CollectConfig(5, 12, 2, 2), tmp_path, {"seed": 1})
+    record(tmp_path)
     before = sorted(path.name for path in tmp_path.iterdir())
     with pytest.raises(SamplesError, match=r"differs in provenance.seed: 1 there, 2 here\); .*--overwrite"):
-        collect(load(model), SEQUENCES, CollectConfig(5, 12, 2, 2), tmp_path, {"seed": 2})
+        record(tmp_path, seed=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == before
-    collect(load(model), SEQUENCES, CollectConfig(5, 12, 2, 2), tmp_path, {"seed": 2}, overwrite=True)
+    record(tmp_path, seed=2, overwrite=True)
     assert Recording(tmp_path).manifest.provenance == {"seed": 2}
     (tmp_path / "samples.json").write_text("{}")  # which may be of another program
     with pytest.raises(SamplesError, match="--overwrite"):
-        collect(load(model), SEQUENCES, CollectConfig(5, 12, 2, 2), tmp_path, {})
+        record(tmp_path)
     assert (tmp_path / "samples.json").read_text() == "{}"
 
 
 def test_what_was_not_recorded_is_named(tmp_path: Path) -> None:
-    collect(load(make_model("llama")), SEQUENCES, CollectConfig(5, 12, 2, 2), tmp_path, {})
+    record(tmp_path)
     with pytest.raises(SamplesError, match="layer 7"):
         Recording(tmp_path).load(7)
     with pytest.raises(SamplesError, match="kvcli calibrate"):

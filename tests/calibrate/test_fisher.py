@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from factories import load, make_model
+from contexts_made import flip
+from factories import FAMILIES, load, make_model
 from torch import Tensor
 
 from kvcli.calibrate import fisher
@@ -50,7 +51,7 @@ def log_probs(model: Any, sequence: Tensor, layer: int, errors: tuple[Tensor, Te
         return model.get_output_embeddings()(states)[0].double().log_softmax(-1)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_attention_is_that_of_the_model(family: str) -> None:
     model = make_model(family)
     zero = torch.zeros(()), torch.zeros(())
@@ -62,9 +63,7 @@ def test_attention_is_that_of_the_model(family: str) -> None:
 def test_sinks_and_tokens_that_only_the_window_shows_have_no_gradient() -> None:
     for key, value in gradients(make_model("llama"), SEQUENCES[0]).values():
         for x in (key, value):
-            assert x.grad is not None
-            coded = x.grad.abs().amax((0, 1, 3)) > 0
-            assert coded.tolist() == [4 <= t < TIME - 32 for t in range(TIME)]
+            assert (x.grad.abs().amax((0, 1, 3)) > 0).tolist() == [4 <= t < TIME - 32 for t in range(TIME)]
 
 
 @pytest.mark.parametrize("side", ["key", "value"])
@@ -79,11 +78,8 @@ def test_gradients_predict_the_divergence_of_small_errors(side: str) -> None:
     errors = (error, zero) if side == "key" else (zero, error)
     exact, ours = (log_probs(model, SEQUENCES[0], layer, e) for e in ((zero, zero), errors))
     divergence = float((exact.exp() * (exact - ours)).sum())
-    predicted = []
-    for seed in range(150):
-        grad = gradients(model, SEQUENCES[0], seed)[layer][index].grad
-        assert grad is not None
-        predicted.append(float((grad * error).sum()) ** 2 / 2)
+    found = (gradients(model, SEQUENCES[0], seed)[layer][index].grad for seed in range(150))
+    predicted = [float((grad * error).sum()) ** 2 / 2 for grad in found]
     assert sum(predicted) / len(predicted) == pytest.approx(divergence, rel=0.35)
 
 
@@ -121,10 +117,8 @@ def test_recordings_keep_it(tmp_path: Any) -> None:
     recording = Recording(tmp_path)
     assert [p.requires_grad for p in model.parameters()] == before
     assert all(p.grad is None for p in model.parameters())
-    assert recording.fisher is not None
     samples = recording.load(0)
     keys = torch.cat([samples.k[:, i * TIME + 4 : (i + 1) * TIME] for i in (0, 2)], dim=1)
-    assert samples.fisher is not None
     covariance = torch.stack([torch.cov(x.T, correction=0) for x in keys])
     assert torch.allclose(samples.fisher.key_covariance, covariance, atol=1e-3)
     for layer in recording.fisher:
@@ -140,9 +134,7 @@ def test_it_is_written_once_and_a_damaged_file_is_refused(tmp_path: Any, monkeyp
     monkeypatch.setattr("kvcli.calibrate.collect.sequence_sums", None)
     collect(load(model), SEQUENCES, config, tmp_path, {}, say=said.append)
     assert said == ["3 of 3 parts were recorded already and are reused"]
-    data = bytearray((tmp_path / FISHER).read_bytes())
-    data[-1] ^= 1
-    (tmp_path / FISHER).write_bytes(bytes(data))
+    flip(tmp_path / FISHER)
     with pytest.raises(SamplesError, match="damaged"):
         Recording(tmp_path).load(0)
     (tmp_path / FISHER).unlink()
@@ -217,7 +209,6 @@ def test_larger_keys_count_more() -> None:
     layers = fisher.layer_fisher((added for _, added in sums), 3)
     for layer_idx, pair in gradients(model, sequence, seed=3).items():
         for x, found in zip(pair, (layers[layer_idx].key, layers[layer_idx].value), strict=True):
-            assert x.grad is not None
             kept, grad = x.detach()[0, :, 4:].double(), x.grad[0, :, 4:].double()
             weight = (kept - kept.mean(1, keepdim=True)).square().sum((0, 2))
             expected = sum(

@@ -6,11 +6,14 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+from contexts_made import flip
 from factories import load, make_model
 
+from kvcli.calibrate import collect as collecting
 from kvcli.calibrate import shards
 from kvcli.calibrate.collect import collect
 from kvcli.calibrate.config import CollectConfig, Shard
@@ -24,38 +27,35 @@ SEQUENCES = torch.randint(3, 97, (11, 48), generator=torch.Generator().manual_se
 """Longer than the window that sees keys in full precision: shorter ones have no gradients."""
 
 CONFIG = CollectConfig(11, 48, 5, 2, 2, 7)
+PART = "window-001-part-00002"
 
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
+def recorded(folder: Path, shard: Shard | None = None, seed: int = 1) -> Path:
+    collect(load(make_model("qwen2")), SEQUENCES, CONFIG, folder, {"seed": seed}, shard=shard)
+    return folder
+
+
 def record_shards(folder: Path, count: int) -> list[Path]:
-    model = load(make_model("qwen2"))
-    places = [folder / f"{index}-of-{count}" for index in range(1, count + 1)]
-    for index, place in enumerate(places, 1):
-        collect(model, SEQUENCES, CONFIG, place, {"seed": 1}, shard=Shard(index, count))
-    return places
+    return [recorded(folder / f"{index}-of-{count}", Shard(index, count)) for index in range(1, count + 1)]
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("whole")
-    collect(load(make_model("qwen2")), SEQUENCES, CONFIG, folder, {"seed": 1})
-    return folder
+    return recorded(tmp_path_factory.mktemp("whole"))
 
 
 @pytest.fixture(scope="module")
-def three(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("three")
-    record_shards(folder, 3)
-    return folder
+def three(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    return record_shards(tmp_path_factory.mktemp("three"), 3)
 
 
 @pytest.fixture
-def copy(three: Path, tmp_path: Path) -> Path:
-    shutil.copytree(three, tmp_path / "shards")
-    return tmp_path / "shards"
+def copy(three: list[Path], tmp_path: Path) -> Path:
+    return shutil.copytree(three[0].parent, tmp_path / "shards")
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 6])
@@ -64,9 +64,7 @@ def test_merged_shards_are_the_recording_of_one_process(whole: Path, tmp_path: P
     done: list[int] = []
     merge(places[::-1], tmp_path / "merged", advance=done.append)
     assert contents(tmp_path / "merged") == contents(whole)
-    fisher = Recording(whole).fisher
-    assert fisher is not None
-    assert all(layer.key.count_nonzero() for layer in fisher)
+    assert all(layer.key.count_nonzero() for layer in Recording(whole).fisher)
     assert sum(done) == 2 * 6 + 7
     before = contents(places[0])
     merge(places, tmp_path / "merged")  # again, over what is there
@@ -74,23 +72,25 @@ def test_merged_shards_are_the_recording_of_one_process(whole: Path, tmp_path: P
     assert contents(places[0]) == before
 
 
-def test_fits_of_merged_shards_are_equal_to_the_last_bit(whole: Path, three: Path, tmp_path: Path) -> None:
-    merge(list(three.iterdir()), tmp_path / "merged")
-    settings = {"codebook_size": 4, "num_residuals": 2, "key_iterations": 2, "value_iterations": 1}
-    for name, folder in (("one", whole), ("three", tmp_path / "merged")):
-        recording, method = Recording(folder), get_method("commvq")
+def test_fits_of_merged_shards_are_equal_to_the_last_bit(whole: Path, three: list[Path], tmp_path: Path) -> None:
+    merge(three, tmp_path / "merged")
+    settings, method = (
+        {"codebook_size": 4, "num_residuals": 2, "key_iterations": 2, "value_iterations": 1},
+        get_method("commvq"),
+    )
+    made = []
+    for name, recording in (("one", Recording(whole)), ("three", Recording(tmp_path / "merged"))):
         fit_recording(recording, method, method.config_cls(**settings).resolve(recording.spec), tmp_path / name)
         assemble([tmp_path / name]).save(tmp_path / f"artifact-{name}")
-    tensors = [tmp_path / f"artifact-{name}" / "codec.safetensors" for name in ("one", "three")]
-    assert tensors[0].read_bytes() == tensors[1].read_bytes()
+        made.append((tmp_path / f"artifact-{name}" / "codec.safetensors").read_bytes())
+    assert made[0] == made[1]
 
 
 def test_shards_share_all_passes_and_rows() -> None:
     for count in range(1, 7):
-        parts = [part for index in range(count) for part in CONFIG.parts(Shard(index + 1, count))]
-        rows = [row for index in range(count) for row in CONFIG.sequences(Shard(index + 1, count))]
-        assert parts == list(range(6))
-        assert rows == list(range(11))
+        shares = [Shard(index + 1, count) for index in range(count)]
+        assert [part for share in shares for part in CONFIG.parts(share)] == list(range(6))
+        assert [row for share in shares for row in CONFIG.sequences(share)] == list(range(11))
     spec = load(make_model("qwen2")).spec
     for size in (CollectConfig.disk_bytes, CollectConfig.total_tokens):
         assert sum(size(CONFIG, spec, Shard(index, 4)) for index in range(1, 5)) == size(CONFIG, spec)
@@ -105,10 +105,8 @@ def test_what_is_no_shard_is_refused(text: str) -> None:
         Shard.parse(text)
 
 
-def test_a_shard_resumes(tmp_path: Path, three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import kvcli.calibrate.collect as module
-
-    write, written = module.write_part, []
+def test_a_shard_resumes(tmp_path: Path, three: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    write, written = collecting.write_part, []
 
     def cut(folder: Path, name: str, tensors: Any) -> None:
         written.append(name)
@@ -116,20 +114,12 @@ def test_a_shard_resumes(tmp_path: Path, three: Path, monkeypatch: pytest.Monkey
             raise KeyboardInterrupt
         write(folder, name, tensors)
 
-    monkeypatch.setattr(module, "write_part", cut)
-    model = load(make_model("qwen2"))
+    monkeypatch.setattr(collecting, "write_part", cut)
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
-            collect(model, SEQUENCES, CONFIG, tmp_path, {"seed": 1}, shard=Shard(2, 3))
-    collect(model, SEQUENCES, CONFIG, tmp_path, {"seed": 1}, shard=Shard(2, 3))
-    assert contents(tmp_path) == contents(three / "2-of-3")
+            recorded(tmp_path, Shard(2, 3))
+    assert contents(recorded(tmp_path, Shard(2, 3))) == contents(three[1])
     assert len(written) == len(set(written)) + 2
-
-
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(bytes(data))
 
 
 @pytest.mark.parametrize(
@@ -139,10 +129,7 @@ def flip(path: Path) -> None:
         (lambda x: shutil.copytree(x / "2-of-3", x / "again"), "both hold shard 2/3"),
         (lambda x: (x / "3-of-3" / "samples.json").unlink(), "no shard of a recording in"),
         (lambda x: flip(x / "3-of-3" / "samples.json"), "damaged"),
-        (
-            lambda x: flip(x / "2-of-3" / "window-001-part-00002.safetensors"),
-            "window-001-part-00002.*missing or damaged",
-        ),
+        (lambda x: flip(x / "2-of-3" / f"{PART}.safetensors"), f"{PART}.*missing or damaged"),
         (lambda x: (x / "1-of-3" / "fisher-00000.safetensors").unlink(), "fisher-00000.*missing or damaged"),
         (shutil.rmtree, "no shards to merge"),
     ],
@@ -161,7 +148,7 @@ def test_what_cannot_be_merged_is_refused(copy: Path, tmp_path: Path, damage: Ca
 
 @pytest.mark.parametrize("moment", [1, 4, 12])
 def test_a_merge_that_was_cut_off_goes_on(
-    whole: Path, three: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: int
+    whole: Path, three: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: int
 ) -> None:
     link, linked = shards.link_or_copy, []
 
@@ -174,17 +161,16 @@ def test_a_merge_that_was_cut_off_goes_on(
 
     monkeypatch.setattr(shards, "link_or_copy", cut)
     with pytest.raises(KeyboardInterrupt):
-        merge(list(three.iterdir()), tmp_path / "merged")
+        merge(three, tmp_path / "merged")
     monkeypatch.setattr(shards, "link_or_copy", link)
     with pytest.raises(SamplesError, match="not finished"):
         Recording(tmp_path / "merged")
-    merge(list(three.iterdir()), tmp_path / "merged")
+    merge(three, tmp_path / "merged")
     assert contents(tmp_path / "merged") == contents(whole)
 
 
 def test_shards_of_different_recordings_are_refused(copy: Path, whole: Path, tmp_path: Path) -> None:
-    other = tmp_path / "other"
-    collect(load(make_model("qwen2")), SEQUENCES, CONFIG, other, {"seed": 2}, shard=Shard(2, 3))
+    other = recorded(tmp_path / "other", Shard(2, 3), seed=2)
     folders = [copy / "1-of-3", other, copy / "3-of-3"]
     with pytest.raises(SamplesError, match="different recordings: provenance differs"):
         merge(folders, tmp_path / "merged")
@@ -197,11 +183,8 @@ def test_shards_of_different_recordings_are_refused(copy: Path, whole: Path, tmp
 
 
 def test_files_are_copied_where_they_cannot_be_linked(
-    whole: Path, three: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    whole: Path, three: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(source: Path, target: Path) -> None:
-        raise OSError(18, "Invalid cross-device link")
-
-    monkeypatch.setattr("os.link", refuse)
-    merge(list(three.iterdir()), tmp_path / "merged")
+    monkeypatch.setattr("os.link", Mock(side_effect=OSError(18, "Invalid cross-device link")))
+    merge(three, tmp_path / "merged")
     assert contents(tmp_path / "merged") == contents(whole)

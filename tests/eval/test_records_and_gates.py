@@ -20,61 +20,39 @@ FINGERPRINT = "00:003c003c"
 
 
 def kl_record(values: list[float], label: str = "kivi-2", **changes: Any) -> KLRecord:
-    blocks = [
-        {"sequence": 0, "start": 256 * i, "tokens": 256, "predicted": 256, "kl": x, "flips": x / 2, "nll": 3.0 + x}
-        for i, x in enumerate(values)
-    ]
-    units = [TokenBlock(**block, reference_nll=3.0) for block in blocks]
+    shared = {"sequence": 0, "tokens": 256, "predicted": 256, "reference_nll": 3.0}
+    units = [TokenBlock(**shared, start=256 * i, kl=x, flips=x / 2, nll=3.0 + x) for i, x in enumerate(values)]
+    mean = sum(values) / len(values)
     fields = {
-        "label": label,
-        "model": "tiny",
-        "fingerprint": FINGERPRINT,
-        "method": label,
-        "artifact": None,
-        "protocol": "text",
-        "options": {"seq_len": 2048},
-        "metrics": metrics_of(KLRecord, units, None),
-        "memory": None,
-        "dtype": "float32",
-        "device": "cpu",
-        "threads": 1,
-        "machine": {},
-        "kl_mean": sum(values) / len(values),
-        "kl_p99": max(values),
-        "flips": sum(values) / len(values) / 2,
-        "perplexity": 20.0,
-        "reference_perplexity": 19.0,
-        "num_tokens": 256 * len(values),
-        "units": units,
+        **{"label": label, "method": label, "model": "tiny", "fingerprint": FINGERPRINT, "artifact": None},
+        **{"protocol": "text", "options": {"seq_len": 2048}, "metrics": metrics_of(KLRecord, units, None)},
+        **{"memory": None, "dtype": "float32", "device": "cpu", "threads": 1, "machine": {}, "units": units},
+        **{"kl_mean": mean, "kl_p99": max(values), "flips": mean / 2, "num_tokens": 256 * len(values)},
+        **{"perplexity": 20.0, "reference_perplexity": 19.0},
     }
     return KLRecord(**{**fields, **changes})
 
 
 def drift_record(equal: list[float]) -> DriftRecord:
-    units = [
-        DriftPrompt(prompt=i, prompt_tokens=8, tokens=10, first_divergence=5, agreed=5, equal=x)
-        for i, x in enumerate(equal)
-    ]
-    shared = kl_record([0.1] * 8).model_dump()
-    for name in (*KLRecord.model_fields.keys() - DriftRecord.model_fields.keys(), "suite", "unit", "units", "metrics"):
-        del shared[name]
-    return DriftRecord(**shared, units=units, metrics=metrics_of(DriftRecord, units, None))
+    shared = {"prompt_tokens": 8, "tokens": 10, "first_divergence": 5, "agreed": 5}
+    units = [DriftPrompt(prompt=i, **shared, equal=x) for i, x in enumerate(equal)]
+    own = {"suite", "unit", "units", "metrics"}
+    fields = kl_record([0.1] * 8).model_dump(include=DriftRecord.model_fields.keys() - own)
+    return DriftRecord(**fields, units=units, metrics=metrics_of(DriftRecord, units, None))
 
 
 NOISE = [0.1, 0.4, 0.2, 0.9, 0.3, 0.5, 0.2, 0.7, 0.6, 0.1, 0.3, 0.8]
 
 
 def test_a_record_is_the_same_after_writing_and_reading(tmp_path: Path) -> None:
-    record = kl_record(NOISE)
-    path = tmp_path / "rows.jsonl"
-    append_record(path, record.to_plain())
-    append_record(path, drift_record(NOISE).to_plain())
-    assert read_rows(path) == [record, drift_record(NOISE)]
-    (tmp_path / "rows.json").write_text(json.dumps({"suite": "kl", "rows": [record.to_plain()], "gates": []}))
-    assert read_rows(tmp_path / "rows.json") == [record]
+    records = [kl_record(NOISE), drift_record(NOISE)]
+    for record in records:
+        append_record(tmp_path / "rows.jsonl", record.to_plain())
+    assert read_rows(tmp_path / "rows.jsonl") == records
+    (tmp_path / "rows.json").write_text(json.dumps({"suite": "kl", "rows": [records[0].to_plain()], "gates": []}))
+    assert read_rows(tmp_path / "rows.json") == records[:1]
     infinite = kl_record(NOISE, perplexity=float("inf")).to_plain()
-    assert infinite["perplexity"] is None
-    assert from_plain(infinite).perplexity is None  # type: ignore[union-attr]
+    assert infinite["perplexity"] is from_plain(infinite).perplexity is None
 
 
 @pytest.mark.parametrize(
@@ -117,33 +95,40 @@ def test_files_without_records_are_refused(tmp_path: Path, text: str) -> None:
 def test_limits_are_compared_with_measured_means() -> None:
     record = kl_record(NOISE)
     mean = record.kl_mean
-    for max_kld, max_flips, passed in (
-        (mean, None, [True]),
-        (0.99 * mean, None, [False]),
-        (None, 50 * mean, [True]),
-        (None, 49 * mean, [False]),
-        (1.0, 1.0, [True, False]),
-        (None, None, []),
+    for limits, passed in (
+        ((mean, None), [True]),
+        ((0.99 * mean, None), [False]),
+        ((None, 50 * mean), [True]),
+        ((None, 49 * mean), [False]),
+        ((1.0, 1.0), [True, False]),
+        ((None, None), []),
     ):
-        found = check_limits([record], max_kld, max_flips)
+        found = check_limits([record], *limits)
         assert [gate.passed for gate in found] == passed
         assert all(bool(gate.reason) != gate.passed for gate in found)
 
 
-def worse(record: Any, former: Any) -> set[str]:
-    return {gate.metric for gate in check_baseline([record], [former]) if not gate.passed}
+def worse(record: Any, *former: Any) -> set[str]:
+    return {gate.metric for gate in check_baseline([record], [*former]) if not gate.passed}
 
 
-def test_a_row_that_is_significantly_worse_misses_the_baseline() -> None:
-    former = kl_record(NOISE)
-    assert worse(former, former) == set()
-    assert worse(kl_record([x + 0.05 for x in NOISE]), former) == {"kl_mean", "flips"}  # every block by as much
-    assert worse(kl_record([1.1 * x for x in NOISE]), former) == {"kl_mean", "flips"}
-    assert worse(kl_record([0.9 * x for x in NOISE]), former) == set()  # better
-    assert worse(kl_record([1.005 * x for x in NOISE]), former) == set()  # negligible
-    swapped = [x + (0.15 if i % 2 else -0.1) for i, x in enumerate(NOISE)]
-    assert sum(swapped) > 1.05 * sum(NOISE)
-    assert worse(kl_record(swapped), former) == set()  # worse, but not by more than blocks vary
+SWAPPED = [x + (0.15 if i % 2 else -0.1) for i, x in enumerate(NOISE)]
+
+
+@pytest.mark.parametrize(
+    ("values", "missed"),
+    [
+        (NOISE, set()),
+        ([x + 0.05 for x in NOISE], {"kl_mean", "flips"}),  # every block by as much
+        ([1.1 * x for x in NOISE], {"kl_mean", "flips"}),
+        ([0.9 * x for x in NOISE], set()),  # better
+        ([1.005 * x for x in NOISE], set()),  # negligible
+        (SWAPPED, set()),  # worse by more than 5 %, but not by more than blocks vary
+    ],
+)
+def test_a_row_that_is_significantly_worse_misses_the_baseline(values: list[float], missed: set[str]) -> None:
+    assert worse(kl_record(values), kl_record(NOISE)) == missed
+    assert sum(SWAPPED) > 1.05 * sum(NOISE)
 
 
 def test_where_higher_is_better_a_lower_value_is_worse() -> None:
@@ -172,16 +157,13 @@ def test_rows_that_cannot_be_compared_are_refused(record: Any, named: str) -> No
 def test_the_last_former_record_of_a_row_counts() -> None:
     first, last = kl_record([2 * x for x in NOISE]), kl_record(NOISE)
     assert worse(first, first) == set()
-    assert {gate.metric for gate in check_baseline([first], [first, last]) if not gate.passed} == {"kl_mean", "flips"}
+    assert worse(first, first, last) == {"kl_mean", "flips"}
 
 
 def test_a_difference_to_another_row_is_recorded_with_its_interval() -> None:
     other = kl_record(NOISE)
     units = kl_record([x + 0.1 + 0.01 * (i % 3) for i, x in enumerate(NOISE)], label="kivi-1").units
     found = metrics_of(KLRecord, units, other)["kl_mean"].difference
-    assert found is not None
-    assert found.to == "kivi-2"
-    assert found.mean == pytest.approx(0.11)
-    assert found.low < 0.11 < found.high  # type: ignore[operator]
-    assert found.real
+    assert (found.to, found.mean, found.real) == ("kivi-2", pytest.approx(0.11), True)
+    assert found.low < 0.11 < found.high
     assert metrics_of(KLRecord, other.units, None)["kl_mean"].difference is None
