@@ -10,11 +10,11 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from contexts_made import flip
 from factories import CONFIG, make_model, record
 from safetensors.torch import load_file, save_file
 
 import kvcli
-import kvcli.artifact.artifact
 from kvcli.artifact import Artifact
 from kvcli.calibrate.recording import Recording
 from kvcli.errors import ArtifactError, UsageError
@@ -22,6 +22,9 @@ from kvcli.fit import assemble, fit_recording
 from kvcli.registry import get_method
 from kvcli.storage.atomic import file_record
 from kvcli.storage.manifest import write_sealed
+
+WEIGHTS = "codec.safetensors"
+COMMVQ = get_method("commvq")
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +35,7 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> Recording:
 @pytest.fixture(scope="module")
 def run_folder(recording: Recording, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
-    fit_recording(recording, get_method("commvq"), CONFIG.resolve(recording.spec), folder)
+    fit_recording(recording, COMMVQ, CONFIG.resolve(recording.spec), folder)
     return folder
 
 
@@ -52,18 +55,9 @@ def test_round_trip_is_bit_exact(run_folder: Path, folder: Path) -> None:
     assert "kvcli generate" in (folder / "README.md").read_text()
 
 
-WEIGHTS = "codec.safetensors"
-
-
 def set_version(folder: Path) -> None:
     metadata = json.loads((folder / "kvcli.json").read_text())
     (folder / "kvcli.json").write_text(json.dumps({**metadata, "format_version": 99}))
-
-
-def flip(weights: Path) -> None:
-    data = bytearray(weights.read_bytes())
-    data[-1] ^= 1
-    weights.write_bytes(data)
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
@@ -81,16 +75,16 @@ def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> N
     ("damage", "said"),
     [
         (lambda x: (x / WEIGHTS).write_bytes((x / WEIGHTS).read_bytes()[:-100]), "corrupt or truncated"),
-        (lambda x: flip(x / WEIGHTS), "corrupt or truncated"),
+        (lambda x: flip(x / WEIGHTS, -1), "corrupt or truncated"),
         (lambda x: (x / WEIGHTS).unlink(), "missing"),
         (lambda x: (x / "kvcli.json").write_text("{"), "damaged"),
         (set_version, "format version 99"),
         (lambda x: rewrite(x, lambda y: y["layers.1.key.codebook_scale"].view(-1)[:1].fill_(torch.nan)), "not finite"),
-        (lambda x: rewrite(x, lambda y: y.pop("layers.2.value.offset")), "layer 2 of the artifact does not fit"),
+        (lambda x: rewrite(x, lambda y: y.pop("layers.2.value.offset")), "layer 2 .* does not fit"),
         (lambda x: rewrite(x, lambda y: y.update({"layers.3.key.codebook": torch.ones(1)})), "belongs to no layer"),
         (
             lambda x: rewrite(x, lambda y: y.update({"layers.1.value.offset": torch.zeros(3)})),
-            "layer 1 of the artifact does not fit",
+            "layer 1 .* does not fit",
         ),
     ],
 )
@@ -121,38 +115,34 @@ def test_saving_destroys_nothing(run_folder: Path, folder: Path, tmp_path: Path,
         made.save(precious, overwrite=True)
     assert (precious / "thesis.txt").read_text() == "x"
     full = Mock(side_effect=OSError(28, "No space left on device"))
-    monkeypatch.setattr(kvcli.artifact.artifact, "save_file", full)
+    monkeypatch.setattr("kvcli.artifact.artifact.save_file", full)
     with pytest.raises(OSError, match="No space"):
         made.save(folder, overwrite=True)
     assert Artifact.load(folder).same_content(made)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["artifact", "precious"]
 
 
-def test_training_resumes_at_the_first_missing_layer_and_layers_may_be_in_several_folders(
-    recording: Recording, run_folder: Path, tmp_path: Path
-) -> None:
-    method, config = get_method("commvq"), CONFIG.resolve(recording.spec)
-    fit_recording(recording, method, config, tmp_path, layers=[0, 2])
+def test_a_fit_resumes_and_its_layers_may_be_in_two_folders(recording: Any, run_folder: Path, tmp_path: Path) -> None:
+    config, seen = CONFIG.resolve(recording.spec), []
+    fit_recording(recording, COMMVQ, config, tmp_path, layers=[0, 2])
     with pytest.raises(ArtifactError, match="lacks layers 1"):
         assemble([tmp_path])
     stamp = (tmp_path / "layer-002.safetensors").stat().st_mtime_ns
     (tmp_path / "layer-000.json").unlink()  # cut off between the two files of a layer
-    seen = []
-    fit_recording(recording, method, config, tmp_path, done=lambda layer, metrics, actual: seen.append((layer, actual)))
+    fit_recording(recording, COMMVQ, config, tmp_path, done=lambda layer, _, reused: seen.append((layer, reused)))
     assert seen == [(0, False), (1, False), (2, True)]
     assert (tmp_path / "layer-002.safetensors").stat().st_mtime_ns == stamp
-    fit_recording(recording, method, config, tmp_path / "other", layers=[1])
+    fit_recording(recording, COMMVQ, config, tmp_path / "other", layers=[1])
     (tmp_path / "layer-001.json").unlink()
-    whole = assemble([run_folder]).tensors  # resuming and sharing change no bit
-    for name, x in assemble([tmp_path, tmp_path / "other"]).tensors.items():
-        assert torch.equal(x, whole[name])
+    # resuming and sharing change no bit
+    assert assemble([tmp_path, tmp_path / "other"]).same_content(assemble([run_folder]))
 
 
 def test_another_configuration_is_refused(recording: Recording, run_folder: Path) -> None:
     other = CONFIG.model_copy(update={"key_iterations": 3}).resolve(recording.spec)
     before = sorted(path.name for path in run_folder.iterdir())
     with pytest.raises(ArtifactError, match=r"differs in config.key_iterations: 6 there, 3 here\); .*--overwrite"):
-        fit_recording(recording, get_method("commvq"), other, run_folder)
+        fit_recording(recording, COMMVQ, other, run_folder)
     assert sorted(path.name for path in run_folder.iterdir()) == before
     with pytest.raises(UsageError, match="layers 9"):
-        fit_recording(recording, get_method("commvq"), CONFIG.resolve(recording.spec), run_folder, layers=[9])
+        fit_recording(recording, COMMVQ, CONFIG.resolve(recording.spec), run_folder, layers=[9])

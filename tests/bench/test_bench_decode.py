@@ -30,9 +30,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
 
 @pytest.mark.parametrize("mode", ["passes", "steps"])
 @pytest.mark.parametrize("name", ["fp8", "kivi-2", "squat-pre-2"])
-def test_what_is_timed_are_the_tokens_of_generate(
-    model: Any, name: str, mode: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_timed_are_the_tokens_of_generate(model: Any, name: str, mode: Any, monkeypatch: Any) -> None:
     made: list[Any] = []
     generate = Session.generate
     monkeypatch.setattr(Session, "generate", lambda *x, **y: made.append(generate(*x, **y)) or made[-1])

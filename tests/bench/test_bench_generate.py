@@ -188,9 +188,7 @@ def test_a_method_with_wrong_kernels_is_not_run(model: Any, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(("factor", "status"), [(1.0, "ok"), (1.001, "ok"), (1.1, "mismatch")])
-def test_kernels_that_encode_worse_are_a_mismatch(
-    model: Any, monkeypatch: pytest.MonkeyPatch, factor: float, status: str
-) -> None:
+def test_kernels_that_encode_worse_are_a_mismatch(model: Any, monkeypatch: Any, factor: float, status: str) -> None:
     codec = type(get_method("fp8").build(ModelSpec.from_config(model.config), None, 0).key)
     encode = codec.encode
 

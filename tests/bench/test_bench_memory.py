@@ -141,9 +141,7 @@ def test_nothing_fits(model: Any, limited: list[tuple[int, int]]) -> None:
     assert limited == [(256, 1)]
 
 
-def test_a_method_with_wrong_kernels_is_not_run(
-    model: Any, limited: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_method_with_wrong_kernels_is_not_run(model: Any, limited: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     checked = []
 
     def wrong(self: Any, case: MethodCase, context: int, batch: int) -> Agreement | None:

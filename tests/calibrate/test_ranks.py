@@ -141,16 +141,13 @@ def test_a_process_alone_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> No
     assert ranks.environment() == ranks.ALONE
 
 
-@pytest.mark.parametrize(
-    ("count", "rank"), [("2", None), ("2", "2"), ("2", "-1"), ("x", "0"), ("0", "0"), ("2", "x"), ("-3", "0")]
-)
-def test_variables_that_make_no_sense_are_refused(
-    monkeypatch: pytest.MonkeyPatch, count: str, rank: str | None
-) -> None:
+@pytest.mark.parametrize("rank", ["2/", "2/2", "2/-1", "x/0", "0/0", "2/x", "-3/0"])
+def test_variables_that_make_no_sense_are_refused(monkeypatch: pytest.MonkeyPatch, rank: str) -> None:
+    count, own = rank.split("/")
     monkeypatch.setenv("WORLD_SIZE", count)
-    monkeypatch.delenv("RANK", raising=False)
-    if rank is not None:
-        monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("RANK", own)
+    if not own:
+        monkeypatch.delenv("RANK")
     with pytest.raises(UsageError, match=f"WORLD_SIZE={count}: RANK must be from 0"):
         ranks.environment()
 

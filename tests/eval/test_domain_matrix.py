@@ -14,7 +14,7 @@ from factories import CONFIG
 from kvcli.artifact import Artifact
 from kvcli.attention.attach import attach
 from kvcli.calibrate.corpus import token_sequences
-from kvcli.errors import ArtifactError, CorpusError
+from kvcli.errors import ArtifactError
 from kvcli.eval.quality import measure, reference_states
 from kvcli.registry import get_method
 from research import domain_matrix as domains
@@ -46,9 +46,7 @@ def run(
     return run_matrix(loaded, rows, columns, get_method("commvq"), config, settings, folder / "matrix", **options)
 
 
-def test_a_cell_is_what_measure_says_of_the_fit_on_the_held_out_text(
-    loaded: Any, corpora: list[str], tmp_path: Path
-) -> None:
+def test_a_cell_is_what_measure_says_on_the_held_out_text(loaded: Any, corpora: list[str], tmp_path: Path) -> None:
     rows = [Row("low", "commvq", corpora[0]), Row("fp8", "fp8")]
     cells = {(cell["row"], cell["text"]): cell for cell in run(loaded, rows, corpora, tmp_path)}
     assert set(cells) == {(row.label, column) for row in rows for column in corpora}
@@ -100,11 +98,6 @@ def test_another_matrix_in_the_folder_is_refused_by_name(loaded: Any, corpora: l
     with pytest.raises(ArtifactError, match=r"holds another matrix \(differs in chunk: 8 there, 16 here"):
         run(loaded, rows, corpora[:1], tmp_path, chunk=16)
     run(loaded, rows, corpora[:1], tmp_path, chunk=16, overwrite=True)
-
-
-def test_a_held_out_domain_cannot_be_fitted_on(loaded: Any, tmp_path: Path) -> None:
-    with pytest.raises(CorpusError, match="held out as a whole"):
-        run(loaded, [Row("essays", "commvq", "builtin:essays")], ["builtin:essays"], tmp_path)
 
 
 def test_a_damaged_cell_is_measured_again(loaded: Any, corpora: list[str], tmp_path: Path) -> None:

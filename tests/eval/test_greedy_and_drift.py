@@ -25,9 +25,8 @@ def generate(loaded: LoadedModel, pieces: list[list[int]], count: int, **changes
 
 def test_greedy_is_what_transformers_generates(loaded: LoadedModel) -> None:
     ids = torch.tensor([PROMPT])
-    expected = loaded.model.generate(
-        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, pad_token_id=0
-    )[0, len(PROMPT) :].tolist()
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    expected = loaded.model.generate(input_ids=ids, **options)[0, len(PROMPT) :].tolist()
     assert generate(loaded, [PROMPT], 12) == expected
     assert generate(loaded, [PROMPT[:20], PROMPT[20:]], 12, chunk=7) == expected
     assert generate(loaded, [PROMPT], 12, stop=[expected[4]]) == expected[: expected.index(expected[4])]

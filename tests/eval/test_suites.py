@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,10 @@ def invoke(*arguments: str) -> Any:
     return CliRunner().invoke(app, ["eval", *arguments])
 
 
+def rows_of(*arguments: str) -> list[dict[str, Any]]:
+    return json.loads(invoke(*arguments, "--json").stdout)["rows"]
+
+
 @pytest.mark.parametrize("suite", SIZES)
 def test_a_suite_measures_prints_and_records(command_model: LoadedModel, suite: str) -> None:
     done = invoke(suite, *KIVI, "--method", "fp16", *SIZES[suite], "--json", "--out", "rows.jsonl")
@@ -44,15 +49,15 @@ def test_a_suite_measures_prints_and_records(command_model: LoadedModel, suite: 
         assert all(0 < kl < whole for kl in layers)
         # a layer of 3 bits between two of 32
         assert found["rows"][1]["memory"]["value_bits"] == pytest.approx((2 * 32 + 2 + 2 * 16 / 8) / 3)
-    elif suite in ("needle", "recall"):
-        assert labels == ["uncompressed", "kivi-2", "fp16"]
-        assert found["rows"][0]["memory"] is None
-        first, _, last = ([unit["answer"] for unit in row["units"]] for row in found["rows"])
-        assert first == last  # the fp16 cache says what the model says
-        assert {row["metrics"]["exact"]["difference"]["to"] for row in found["rows"][1:]} == {"uncompressed"}
     else:
-        assert labels == ["kivi-2", "fp16"]
-        assert found["rows"][1]["metrics"][{"kl": "kl_mean", "drift": "equal"}[suite]]["difference"]["to"] == "kivi-2"
+        reference = suite in ("needle", "recall")  # they have no reference of their own
+        assert labels == ["uncompressed"] * reference + ["kivi-2", "fp16"]
+        metric = {"kl": "kl_mean", "drift": "equal"}.get(suite, "exact")
+        assert {row["metrics"][metric]["difference"]["to"] for row in found["rows"][1:]} == {labels[0]}
+        if reference:
+            assert found["rows"][0]["memory"] is None
+            first, _, last = ([unit["answer"] for unit in row["units"]] for row in found["rows"])
+            assert first == last  # the fp16 cache says what the model says
     assert [record.label for record in read_rows(Path("rows.jsonl"))] == labels
     assert all(row["memory"]["num_encoded"] > 0 for row in found["rows"] if row["memory"])
     whole = get_suite(EVAL_SUITES[suite])
@@ -74,9 +79,7 @@ def test_the_table_says_which_differences_are_real(command_model: LoadedModel) -
     row = next(line for line in done.stdout.splitlines() if "kivi-8" in line)
     assert "*" in row
     assert "next: kvcli bench" in done.stderr
-    named = json.loads(invoke(*KIVI[2:], *methods[:4], *SIZES["kl"], "--compare-with", "kivi-8", "--json").stdout)[
-        "rows"
-    ]
+    named = rows_of(*KIVI[2:], *methods[:4], *SIZES["kl"], "--compare-with", "kivi-8")
     assert [row["label"] for row in named] == ["kivi-8", "kivi-1"]
     assert named[1]["metrics"]["kl_mean"]["difference"]["real"] is True
     wrong = invoke(*KIVI, *SIZES["kl"], "--compare-with", "kivi-3")
@@ -95,18 +98,14 @@ def test_gates_end_with_a_code_of_their_own_after_the_table(command_model: Loade
     assert "error: quality gate missed: kivi-2: kl_mean" in missed.stderr
     assert "flips" in missed.stderr
     assert "next:" not in missed.stderr
-    edited = former.stdout.replace('"label": "kivi-2"', '"label": "kivi-1"')
-    Path("former.json").write_text(edited)
+    Path("former.json").write_text(former.stdout.replace('"label": "kivi-2"', '"label": "kivi-1"'))
     worse = invoke("--method", "kivi-1", *run[2:], "--baseline", "former.json", "--json")
     assert worse.exit_code == 3
     gates = json.loads(worse.stdout)["gates"]
-    assert {(gate["gate"], gate["label"], gate["metric"], gate["passed"]) for gate in gates} == {
-        ("baseline", "kivi-1", "kl_mean", False),
-        ("baseline", "kivi-1", "flips", False),
-    }
+    found = {(gate["gate"], gate["label"], gate["metric"], gate["passed"]) for gate in gates}
+    assert found == {("baseline", "kivi-1", metric, False) for metric in ("kl_mean", "flips")}
     other = invoke("--method", "kivi-1", *run[2:], "--baseline", "former.json", "--seed", "1")
-    assert other.exit_code == 2
-    assert "seed 0 there, 1 here" in other.stderr
+    assert (other.exit_code, "seed 0 there, 1 here" in other.stderr) == (2, True)
     assert invoke(*run, "--baseline", "none.json").exit_code == 2
     unknown = invoke(*run, "--baseline", "former.json")
     assert unknown.exit_code == 2
@@ -166,8 +165,6 @@ def test_what_a_suite_cannot_do_is_one_line(command_model: LoadedModel, argument
 
 
 def test_tasks_without_lm_eval_say_what_to_install(command_model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
     for name in ("lm_eval", "lm_eval.api.model"):
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, "kvcli.eval.lm_tasks", raising=False)
