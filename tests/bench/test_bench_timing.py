@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import chain, repeat
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -20,33 +21,25 @@ from kvcli.errors import UsageError
 CPU = torch.device("cpu")
 
 
-class Clock:
-    """A clock that moves only when a call says so."""
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Callable[[], None]]:
+    """A call that takes each of some seconds in turn, the last from then on, by a clock that no other moves."""
+    now = [0.0]
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
-    now = 0.0
-
-    def perf_counter(self) -> float:
-        return self.now
-
-    def call(self, *seconds: float) -> Callable[[], None]:
-        """A call that takes each of the durations in turn, the last one from then on."""
+    def of(*seconds: float) -> Callable[[], None]:
         durations = chain(seconds, repeat(seconds[-1]))
 
         def run() -> None:
-            self.now += next(durations)
+            now[0] += next(durations)
 
         return run
 
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    made = Clock()
-    monkeypatch.setattr(timing, "time", made)
-    return made
+    return of
 
 
-def test_a_call_is_timed_after_its_warm_up(clock: Clock) -> None:
-    timed = time_call(clock.call(1.0, *(1e-6 * x for x in range(1, 12)), 50.0), CPU, 11)
+def test_a_call_is_timed_after_its_warm_up(call: Any) -> None:
+    timed = time_call(call(1.0, *(1e-6 * x for x in range(1, 12)), 50.0), CPU, 11)
     # the first call's second would allow five more; these are the samples 1 to 5 microseconds
     assert (timed.repeats, timed.how, timed.note) == (5, "eager", None)
     assert (timed.p20_us, timed.p50_us, timed.p80_us) == pytest.approx((1.8, 3.0, 4.2))
@@ -54,12 +47,12 @@ def test_a_call_is_timed_after_its_warm_up(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize(("seconds", "repeats"), [(1e-3, 40), (0.5, 10), (100.0, 3)])
-def test_slow_calls_are_repeated_less(clock: Clock, seconds: float, repeats: int) -> None:
-    assert time_call(clock.call(seconds), CPU, 40).repeats == repeats
+def test_slow_calls_are_repeated_less(call: Any, seconds: float, repeats: int) -> None:
+    assert time_call(call(seconds), CPU, 40).repeats == repeats
 
 
-def test_a_copy_counts_bytes_read_and_written(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.Tensor, "copy_", lambda *_: clock.call(1e-3)())
+def test_a_copy_counts_bytes_read_and_written(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda *_: call(1e-3)())
     assert copy_bandwidth(CPU, 3) == pytest.approx(2 * 64 * 2**20 / 1e-3 / 1e9)
 
 

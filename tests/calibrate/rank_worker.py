@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,10 @@ TINY = replace(load(make_model("llama", num_hidden_layers=4, vocab_size=260)), t
 
 
 def dying(function: Any) -> Any:
-    calls: list[int] = []
+    calls = count(1)
 
     def called(*arguments: Any, **named: Any) -> Any:
-        calls.append(1)
-        if len(calls) == 2:
+        if next(calls) == 2:
             os.kill(os.getpid(), signal.SIGKILL)
         return function(*arguments, **named)
 

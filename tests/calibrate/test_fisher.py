@@ -32,21 +32,15 @@ def gradients(model: Any, sequence: Tensor, seed: int = 0) -> dict[int, tuple[Te
         return fisher.backward(model, sequence, uniform(seed))
 
 
-class Disturbed:
-    """Attention that reads other keys or values of one layer, where a cache would read codes."""
+def log_probs(model: Any, sequence: Tensor, layer: int, errors: tuple[Tensor, Tensor]) -> Tensor:
+    """Those of a model that reads other keys or values of one layer, where a cache would read codes."""
 
-    def __init__(self, layer: int, errors: tuple[Tensor, Tensor]) -> None:
-        self.layer, self.errors = layer, errors
-
-    def __call__(self, call: AttentionCall) -> Tensor:
-        coded = call.key, call.value
-        if call.layer.layer_idx == self.layer:
-            coded = call.key + self.errors[0], call.value + self.errors[1]
+    def attend(call: AttentionCall) -> Tensor:
+        here = call.layer.layer_idx == layer
+        coded = (call.key + errors[0], call.value + errors[1]) if here else (call.key, call.value)
         return fisher._attend(call.query, call.key, call.value, *coded, call)
 
-
-def log_probs(model: Any, sequence: Tensor, layer: int, errors: tuple[Tensor, Tensor]) -> Tensor:
-    with torch.no_grad(), Seam(model, Disturbed(layer, errors)):
+    with torch.no_grad(), Seam(model, attend):
         states = model.base_model(input_ids=sequence[None], use_cache=False).last_hidden_state
         return model.get_output_embeddings()(states)[0].double().log_softmax(-1)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -20,9 +21,15 @@ SPEC = dataclasses.replace(make_spec(32), num_layers=1)
 
 
 def samples(seed: int) -> LayerSamples:
-    keys, values = clustered(2, 1500, 32), clustered(2, 1500, 32, seed=1)
     order = torch.randperm(1500, generator=torch.Generator().manual_seed(seed))
+    keys, values = (clustered(2, 1500, 32, seed=part) for part in (0, 1))
     return LayerSamples(keys[:2, :4].repeat(2, 1, 1), keys[:, order], values[:, order], torch.arange(1500))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def without_gradients() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +38,7 @@ def errors() -> LayerInputs:
 
 
 def test_larger_groups_with_larger_codebooks_are_better_as_in_the_paper(errors: LayerInputs) -> None:
-    with torch.inference_mode():
-        rows = list(get_paper_table("commvq-9").errors(errors))
+    rows = list(get_paper_table("commvq-9").errors(errors))
     assert [(row["g"], row["N"], row["R"]) for row in rows] == [(2, 2, 1), (4, 4, 1), (8, 16, 1), (16, 64, 1)]
     assert len({row["bits"] for row in rows[:2]}) == 1
     found = [row["nmse"] for row in rows]
@@ -42,16 +48,13 @@ def test_larger_groups_with_larger_codebooks_are_better_as_in_the_paper(errors: 
 
 def test_every_stage_lowers_the_error(errors: LayerInputs) -> None:
     shapes = tuple((64, 8, stages, None) for stages in (1, 2, 4))
-    with torch.inference_mode():
-        rows = list(key_rows(errors, shapes))
-        again = list(key_rows(errors, shapes[:1]))
+    rows, again = list(key_rows(errors, shapes)), list(key_rows(errors, shapes[:1]))
     assert rows[0]["mse"] > rows[1]["mse"] > rows[2]["mse"]
     assert again[0] == rows[0]  # a fit of one stage is the first stage of a longer one
 
 
 def test_additive_codes_beat_asymmetric_ones(errors: LayerInputs) -> None:
-    with torch.inference_mode():
-        rows = {(row["method"], row["bits"]): row for row in value_rows(errors)}
+    rows = {(row["method"], row["bits"]): row for row in value_rows(errors)}
     for bits in (1, 2):
         assert rows["commvq", bits]["mse"] < rows["asymmetric", bits]["mse"]
         assert rows["commvq", bits]["stored"] < rows["asymmetric", bits]["stored"]
@@ -61,15 +64,12 @@ def test_additive_codes_beat_asymmetric_ones(errors: LayerInputs) -> None:
 def quality() -> TextInputs:
     loaded = load(make_model("llama"))
     sequences = torch.randint(3, 97, (2, 80), generator=torch.Generator().manual_seed(0))
-    with torch.inference_mode():
-        return TextInputs(loaded, sequences, [reference_states(loaded.model, sequences)], 2, 32)
+    return TextInputs(loaded, sequences, [reference_states(loaded.model, sequences)], 2, 32)
 
 
 @pytest.mark.parametrize("name", ["kivi-1", "squat-3"])
 def test_tables_of_quality(name: str, quality: TextInputs) -> None:
-    table = get_paper_table(name)
-    with torch.inference_mode():
-        rows = list(measured_rows(quality, table.measurements(quality.loaded.spec)))
+    rows = list(measured_rows(quality, get_paper_table(name).measurements(quality.loaded.spec)))
     assert all(row["kl"] > 0 and row["paper"] for row in rows)
     if name == "kivi-1":
         assert rows[0]["kl"] < min(row["kl"] for row in rows[1:])  # 4 bits
