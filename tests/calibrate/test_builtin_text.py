@@ -117,16 +117,18 @@ def test_the_manifest_is_true_and_sources_name_their_domain_package_and_licence(
 
 
 def test_a_corpus_of_ones_own_is_split_by_content(tmp_path: Path) -> None:
-    file = tmp_path / "own.jsonl"
-    texts = [f"document {number}" for number in range(200)]
-    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    heldout = set(split_documents(str(file), "heldout", 0))
-    assert sorted([*heldout, *split_documents(str(file), "calibration", 0)]) == sorted(texts)
+    source = str(tmp_path / "own.jsonl")
+
+    def split(texts: list[str], part: str, seed: int = 0) -> list[str]:
+        Path(source).write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        return list(split_documents(source, part, seed))
+
+    own = [f"document {number}" for number in range(200)]
+    heldout = split(own, "heldout")
+    assert sorted([*heldout, *split(own, "calibration")]) == sorted(own)
     assert 30 < len(heldout) < 70
-    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in [*texts, "one more"][::-1]))
-    assert heldout == set(split_documents(str(file), "heldout", 1)) - {"one more"}
-    file.write_text(json.dumps({"text": "alone"}) + "\n")
+    assert set(heldout) == set(split([*own, "one more"][::-1], "heldout", 1)) - {"one more"}
     with pytest.raises(CorpusError, match=r"has no documents in the (heldout|calibration) split"):
-        [list(split_documents(str(file), split, 0)) for split in ("heldout", "calibration")]
+        [split(["alone"], part) for part in ("heldout", "calibration")]
     with pytest.raises(CorpusError, match="read once"):
         list(split_documents("-", "heldout", 0))
