@@ -84,9 +84,9 @@ def test_shards_share_all_passes_and_rows() -> None:
 
 @pytest.mark.parametrize("text", ["0/4", "5/4", "1", "1/", "a/b", "-1/2", "1/2/3", "1.0/2"])
 def test_what_is_no_shard_is_refused(text: str) -> None:
-    assert Shard.parse(" 2/4 ") == Shard(2, 4)
     with pytest.raises(UsageError, match="--shard takes an index"):
         Shard.parse(text)
+    assert Shard.parse(" 2/4 ") == Shard(2, 4)
 
 
 def test_a_shard_resumes(tmp_path: Path, three: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,13 +153,13 @@ def test_a_cut_merge_goes_on(whole: Path, three: Any, tmp_path: Path, monkeypatc
 
 def test_shards_of_different_recordings_are_refused(copy: Path, whole: Path, tmp_path: Path) -> None:
     other = recorded(tmp_path / "other", Shard(2, 3), seed=2)
-    folders = [copy / "1-of-3", other, copy / "3-of-3"]
-    with pytest.raises(SamplesError, match="different recordings: provenance differs"):
-        merge(folders, tmp_path / "merged")
-    with pytest.raises(SamplesError, match="whole recording"):
-        merge([whole], tmp_path / "merged")
-    with pytest.raises(SamplesError, match="holds another recording"):
-        merge(sorted(copy.iterdir()), other)
+    for folders, folder, said in (
+        ([copy / "1-of-3", other, copy / "3-of-3"], tmp_path / "merged", "different recordings: provenance differs"),
+        ([whole], tmp_path / "merged", "whole recording"),
+        (sorted(copy.iterdir()), other, "holds another recording"),
+    ):
+        with pytest.raises(SamplesError, match=said):
+            merge(folders, folder)
     with pytest.raises(SamplesError, match=r"holds shard .* put all together with 'kvcli merge'"):
         Recording(other)
 

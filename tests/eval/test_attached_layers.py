@@ -40,9 +40,7 @@ def run(model: Any, session: Any, prompt: dict[str, torch.Tensor]) -> tuple[torc
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_layer_alone_costs_less_than_all_and_its_memory_is_told(
-    tiny_model: Any, tiny_artifact: Any, prompt: Any, name: str
-) -> None:
+def test_a_layer_alone_costs_less_than_all(tiny_model: Any, tiny_artifact: Any, prompt: Any, name: str) -> None:
     text = prompt(90, 70)
     with kvcli.attach(tiny_model, "fp16", **WINDOW) as session:
         exact, full = run(tiny_model, session, text)
@@ -68,9 +66,7 @@ def test_a_layer_alone_costs_less_than_all_and_its_memory_is_told(
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_what_a_cache_refuses_does_not_depend_on_which_layers_are_compressed(
-    tiny_model: Any, tiny_artifact: Any, prompt: Any, name: str
-) -> None:
+def test_one_layer_refuses_what_all_refuse(tiny_model: Any, tiny_artifact: Any, prompt: Any, name: str) -> None:
     group = max(get_method(parse_method(name)[0].name).example_settings.get("group_size", 1), 1)
     with attach(tiny_model, name, tiny_artifact, layers=[2]) as session:
         _, cache = run(tiny_model, session, prompt(90))
@@ -86,7 +82,7 @@ def test_what_a_cache_refuses_does_not_depend_on_which_layers_are_compressed(
 
 
 @pytest.mark.parametrize("name", ["kivi-2", "qjl"])
-def test_fused_layers_between_full_ones_give_what_the_reference_gives(
+def test_fused_between_full_layers_is_the_reference(
     tiny_model: Any, tiny_artifact: Any, prompt: Any, name: str
 ) -> None:
     text, found = prompt(50), []

@@ -37,9 +37,7 @@ def corpora(tmp_path: Path) -> list[str]:
     return [str(file) for file in files]
 
 
-def run(
-    loaded: Any, rows: list[Row], columns: list[str], folder: Path, *, chunk: int = 8, **options: Any
-) -> list[dict[str, Any]]:
+def run(loaded: Any, rows: list[Row], columns: list[str], folder: Path, chunk: int = 8, **options: Any) -> list[Any]:
     settings = DomainSettings(**{**FIT, **TEXT, **WINDOW, "chunk": chunk})
     config = CONFIG.model_copy(update=WINDOW).resolve(loaded.spec)
     options = {"overwrite": False, "report": None, **options}
@@ -66,12 +64,7 @@ def test_a_run_resumes_and_keeps_cells_when_rows_and_texts_are_added(
     low, high = (Row(name, "commvq", name) for name in corpora)
     once = run(loaded, [low], corpora[:1], tmp_path)
     labels: list[str] = []
-
-    def progress(label: str, total: int, unit: str) -> Any:
-        labels.append(label)
-        return Report().progress(label, total, unit)
-
-    report = Report(progress=progress)
+    report = Report(progress=lambda label, *rest: labels.append(label) or Report().progress(label, *rest))
     assert run(loaded, [low], corpora[:1], tmp_path, report=report) == once
     assert labels == []
     both = run(loaded, [low, high], corpora, tmp_path, report=report)
