@@ -30,19 +30,10 @@ class PretendedTensor(Tensor):
 
     @staticmethod
     def __new__(cls, on_host: Tensor, device: torch.device) -> PretendedTensor:
-        made = torch.Tensor._make_wrapper_subclass(
-            cls,
-            on_host.shape,
-            strides=on_host.stride(),
-            storage_offset=on_host.storage_offset(),
-            dtype=on_host.dtype,
-            device=device,
-        )
+        places = {"strides": on_host.stride(), "storage_offset": on_host.storage_offset()}
+        made = torch.Tensor._make_wrapper_subclass(cls, on_host.shape, **places, dtype=on_host.dtype, device=device)
         made.on_host = on_host
         return made
-
-    def __repr__(self) -> str:
-        return f"PretendedTensor({self.on_host}, device={self.device})"
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -51,7 +42,7 @@ class PretendedTensor(Tensor):
 
 def _compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """What an operation gives, on the device of its arguments or the one that it names."""
-    tensors = _tensors((args, kwargs))
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     indices = {id(x) for x in args[1]} if func in _INDEXING else set()
     # as on GPUs, single numbers and indices may be on the host
     devices = {x.device for x in tensors if x.device != HOST or (x.dim() and id(x) not in indices)}
@@ -69,10 +60,6 @@ def _compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return output
     output = tree_map_only(Tensor, lambda x: PretendedTensor(x, device), output)
     return return_and_correct_aliasing(func, args, kwargs, output)
-
-
-def _tensors(arguments: Any) -> list[Tensor]:
-    return [x for x in tree_leaves(arguments) if isinstance(x, Tensor)]
 
 
 class _Factories(TorchDispatchMode):
@@ -98,14 +85,11 @@ class _Conversions(TorchFunctionMode):
 @contextmanager
 def pretended_devices() -> Iterator[None]:
     """Lets `device="cpu:0"` and the like make tensors of pretended devices, inside the block."""
-
-    def without_gradients(mode: bool) -> torch.set_grad_enabled:
-        return torch.set_grad_enabled(not mode)
-
     swaps = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)  # weights keep their type otherwise
     try:
-        with _Factories(), _Conversions(), patch.object(torch._C, "_InferenceMode", without_gradients):
+        inference = patch.object(torch._C, "_InferenceMode", lambda mode: torch.set_grad_enabled(not mode))
+        with _Factories(), _Conversions(), inference:
             yield
     finally:
         torch.__future__.set_swap_module_params_on_conversion(swaps)

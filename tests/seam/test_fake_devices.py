@@ -12,6 +12,7 @@ from accelerate import dispatch_model
 from factories import WINDOW, load, make_model
 from fake_devices import pretended_devices
 from families import make
+from passes import ids, padded
 from torch import Tensor
 
 import kvcli
@@ -39,9 +40,9 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def spread(model: Any, rotary: str, last: str = "cpu:1", main: str = "cpu:0") -> Any:
     """Embeddings and the first layer on `cpu:0`, the other, norm and output on `last`; inputs go to `main`."""
     decoder = model.model
-    places = {f"model.layers.{i}": "cpu:0" if i < 1 else last for i in range(len(decoder.layers))}
+    places = {f"model.layers.{i}": last for i in range(len(decoder.layers))}
     places |= {f"model.{name}": last for name, _ in decoder.named_children() if name != "layers"}
-    places |= {"model.embed_tokens": "cpu:0", "model.rotary_emb": rotary, "lm_head": last}
+    places |= {"model.layers.0": "cpu:0", "model.embed_tokens": "cpu:0", "model.rotary_emb": rotary, "lm_head": last}
     return dispatch_model(model, places, main_device=main)
 
 
@@ -49,15 +50,8 @@ def llama() -> Any:
     return make_model("llama", num_hidden_layers=2)
 
 
-def prompts(device: str, *lengths: int) -> dict[str, Tensor]:
-    generator, longest = torch.Generator().manual_seed(0), max(lengths)
-    ids = torch.randint(3, 97, (len(lengths), longest), generator=generator)
-    mask = (torch.arange(longest) >= longest - torch.tensor(lengths)[:, None]).long()
-    return {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
-
-
 def test_devices_do_not_compute_with_each_other() -> None:
-    x, y = torch.ones(2, 3, device="cpu:0"), torch.ones(2, 3, device="cpu:1")
+    x, y = (torch.ones(2, 3, device=device) for device in ("cpu:0", "cpu:1"))
     for other in (y, torch.ones(2, 3)):
         with pytest.raises(RuntimeError, match="same device"):
             x + other
@@ -87,13 +81,12 @@ def test_the_probe_finds_the_same(rotary: str) -> None:
 
 def made(model: Any, device: str, name: str, settings: dict[str, int]) -> list[Tensor]:
     """Tokens of transformers' generate, and of ours with the prompt in pieces."""
-    inputs = prompts(device, 40, 23)
+    inputs = padded(40, 23, device=device)
     with kvcli.attach(model, name, impl="reference", **settings) as session:
         cache = session.new_cache()
         stock = model.generate(**inputs, past_key_values=cache, max_new_tokens=4, do_sample=False)
         assert cache.memory().num_encoded
-        sampling = SamplingConfig(max_new_tokens=4)
-        ours = session.generate(**inputs, mode="passes", prefill_chunk=16, sampling=sampling).sequences
+        ours = session.generate(**inputs, mode="passes", prefill_chunk=16, sampling=SamplingConfig(4)).sequences
     return [stock.cpu(), ours.cpu()]
 
 
@@ -107,24 +100,20 @@ def test_methods_make_the_tokens_of_one_device(name: str, settings: dict[str, in
 
 @pytest.mark.parametrize("rotary", ["cpu:0", "cpu:1"])
 def test_a_recording_is_that_of_one_device(rotary: str, tmp_path: Path) -> None:
-    sequences = torch.randint(3, 97, (4, 64), generator=torch.Generator().manual_seed(0))
-    config = CollectConfig(4, 64, 2, 2, fisher_sequences=2)
-    models = load(llama()), load(spread(llama(), rotary))
-    assert differs(models[1].fingerprint, models[0].fingerprint) is None
-    for i, x in enumerate(models):
-        collect(x, sequences, config, tmp_path / str(i), {})
-    whole, split = Recording(tmp_path / "0"), Recording(tmp_path / "1")
+    whole, split = load(llama()), load(spread(llama(), rotary))
+    assert differs(split.fingerprint, whole.fingerprint) is None
+    for name, x in (("whole", whole), ("split", split)):
+        collect(x, ids(4, 64), CollectConfig(4, 64, 2, 2, fisher_sequences=2), tmp_path / name, {})
+    recordings = [Recording(tmp_path / name) for name in ("split", "whole")]
     for layer_idx in range(2):
-        for kind in ("q", "k", "v"):
-            ours, theirs = (getattr(x.load(layer_idx), kind) for x in (split, whole))
-            assert torch.equal(ours, theirs), kind
-        fisher = [vars(x.fisher[layer_idx]) for x in (split, whole)]
-        for name, expected in fisher[1].items():
-            assert torch.allclose(fisher[0][name], expected, rtol=1e-3), name
+        ours, theirs = (x.load(layer_idx) for x in recordings)
+        assert all(torch.equal(getattr(ours, kind), getattr(theirs, kind)) for kind in ("q", "k", "v"))
+        fisher, expected = (vars(x.fisher[layer_idx]) for x in recordings)
+        assert all(torch.allclose(fisher[name], x, rtol=1e-3) for name, x in expected.items())
 
 
 def test_a_cache_is_restored_to_the_device_of_the_layers() -> None:
-    model, inputs = spread(llama(), "cpu:1", last="cpu:0"), prompts("cpu:0", 40, 23)
+    model, inputs = spread(llama(), "cpu:1", last="cpu:0"), padded(40, 23, device="cpu:0")
     with kvcli.attach(model, "kivi-2", impl="reference", **GROUPS) as session, torch.no_grad():
         cache, again = session.new_cache(), session.new_cache()
         model(**inputs, past_key_values=cache)
@@ -137,8 +126,6 @@ def test_a_cache_is_restored_to_the_device_of_the_layers() -> None:
 
 
 def test_layers_that_rotate_themselves_need_the_rotation_beside_them() -> None:
-    model, inputs = spread(make("gemma3_text"), "cpu:1", last="cpu:0"), prompts("cpu:0", 20)
-    with kvcli.attach(model, "fp16", impl="reference", **WINDOW) as session:
-        cache = session.new_cache()
-        with torch.no_grad(), pytest.raises(ModelError, match="rotates by itself is on another device"):
-            model(**inputs, past_key_values=cache)
+    model, said = spread(make("gemma3_text"), "cpu:1", last="cpu:0"), "rotates by itself is on another device"
+    with kvcli.attach(model, "fp16", impl="reference", **WINDOW) as session, pytest.raises(ModelError, match=said):
+        model(**padded(20, device="cpu:0"), past_key_values=session.new_cache())

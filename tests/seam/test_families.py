@@ -11,8 +11,9 @@ import pytest
 import torch
 from factories import WINDOW, record
 from families import make
-from passes import generated
+from passes import generated, go_on, ids, mask_of, padded, read
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -33,24 +34,14 @@ def model_of(family: str) -> Any:
     return make(family)
 
 
-def inputs() -> dict[str, Tensor]:
-    """Two prompts of 30 and 19 tokens, padded on the left."""
-    ids = torch.randint(3, 97, (2, 30), generator=torch.Generator().manual_seed(0))
-    mask = torch.ones_like(ids)
-    ids[1, :11] = mask[1, :11] = 0
-    return {"input_ids": ids, "attention_mask": mask}
-
-
-@pytest.mark.parametrize(
-    "settings", [{}, {"num_beams": 3}, {"prefill_chunk_size": 7}], ids=["greedy", "beams", "chunks"]
-)
+@pytest.mark.parametrize("settings", [{}, {"num_beams": 3}, {"prefill_chunk_size": 7}], ids=str)
 @pytest.mark.parametrize("family", ALL)
 def test_tokens_are_those_of_stock(family: str, settings: dict[str, Any]) -> None:
     model = model_of(family)
-    expected, logits = generated(model, inputs(), DynamicCache(config=model.config), **settings)
+    expected, logits = generated(model, padded(30, 19), DynamicCache(config=model.config), **settings)
     with kvcli.attach(model, "fp16", **WINDOW) as session:
         cache = session.new_cache()
-        tokens, ours = generated(model, inputs(), cache, **settings)
+        tokens, ours = generated(model, padded(30, 19), cache, **settings)
     assert torch.equal(tokens, expected)
     assert (ours - logits).abs().max() < 1e-4 * logits.abs().max()
     assert cache.memory().num_encoded > 0
@@ -58,7 +49,7 @@ def test_tokens_are_those_of_stock(family: str, settings: dict[str, Any]) -> Non
 
 @pytest.mark.parametrize("family", ALL)
 def test_rotated_keys_are_those_of_stock(family: str) -> None:
-    model, ids, calls = model_of(family), inputs()["input_ids"][:1], {}
+    model, text, calls = model_of(family), ids(1, 30), {}
 
     def attend(call: AttentionCall) -> Tensor:
         calls[call.layer.layer_idx] = call
@@ -66,9 +57,9 @@ def test_rotated_keys_are_those_of_stock(family: str) -> None:
 
     stock = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(input_ids=ids, past_key_values=stock, use_cache=True)
+        model(input_ids=text, past_key_values=stock, use_cache=True)
         with Seam(model, attend) as seam:
-            model(input_ids=ids, use_cache=False)
+            model(input_ids=text, use_cache=False)
     spec = seam.attention.spec
     assert len(calls) == spec.num_layers
     for layer_idx, call in calls.items():
@@ -102,18 +93,10 @@ def test_methods_fit_and_generate(family: str, name: str, recording: Callable[[s
         artifact, settings = assemble([tmp_path]), {}
     with kvcli.attach(model, method.name, artifact=artifact, **settings) as session:
         compressed = session.new_cache()
-        tokens = torch.randint(3, 97, (2, 44), generator=torch.Generator().manual_seed(0))
         with torch.no_grad():
-            for part in tokens.split((40, 1, 1, 1, 1), dim=1):
-                logits = model(input_ids=part, past_key_values=compressed, use_cache=True).logits
-                assert logits.isfinite().all()
+            for part in ids(2, 44).split((40, 1, 1, 1, 1), dim=1):
+                assert model(input_ids=part, past_key_values=compressed, use_cache=True).logits.isfinite().all()
     assert compressed.memory().num_encoded > 0
-
-
-def tensors(values: list[Any]) -> list[torch.Tensor]:
-    parts = [x for value in values if isinstance(value, list) for x in value]
-    parts += [x for value in values if isinstance(value, dict) for x in value.values()]
-    return [x for x in (*values, *parts) if isinstance(x, torch.Tensor) and x.is_floating_point()]
 
 
 @pytest.mark.parametrize("family", [x for x in ALL if x in HYBRID])
@@ -121,13 +104,13 @@ def test_hybrids_compress_their_layers_of_full_attention(family: str, tmp_path: 
     model = model_of(family)
     with kvcli.attach(model, "fp16", **WINDOW) as session:
         compressed = session.new_cache()
-        generated(model, inputs(), compressed)
+        generated(model, padded(30, 19), compressed)
         assert 0 < session.spec.num_layers < session.spec.model_layers == len(compressed.layers)
         memory = compressed.memory()
         assert memory.num_tokens == 30 + 19 + 2 * 11
         assert memory.fp16_bytes == memory.num_tokens * session.spec.fp16_bytes_per_token()
-        others = [x for layer in compressed.other_layers for x in tensors(list(vars(layer).values()))]
-        assert memory.other_bytes == sum(x.nbytes for x in others) > 0
+        others = [x for x in tree_leaves([vars(x) for x in compressed.other_layers]) if isinstance(x, Tensor)]
+        assert memory.other_bytes == sum(x.nbytes for x in others if x.is_floating_point()) > 0
         assert (memory.layers, memory.other_layers) == (session.spec.num_layers, len(compressed.other_layers))
         assert memory.share == memory.uncompressed_bytes / (memory.uncompressed_bytes + memory.other_bytes)
         for refused in (lambda: compressed.crop(-1), lambda: compressed.save(tmp_path / "context")):
@@ -157,23 +140,11 @@ def test_kernels_cap_scores_and_share_them_with_sinks(family: str, method: str) 
     pytest.importorskip("triton")
     without_rope = {"no_rope_layer_interval": 2} if family == "smollm3" else {}
     model = make(family, num_hidden_layers=2, **without_rope)
-    tokens = torch.randint(3, 97, (2, 60), generator=torch.Generator().manual_seed(0))
-    mask = torch.ones_like(tokens)
-    mask[1, :9] = 0
     settings = {"group_size": 16, "residual_length": 16, "sink_length": 2} if method == "kivi-2" else WINDOW
 
     def logits(cache: Any) -> list[Tensor]:
-        made, start = [], 0
-        for part in tokens.split((25, 30, 1, 4), dim=1):
-            stop = start + part.shape[1]
-            positions = (mask[:, :stop].cumsum(1) - 1).clamp(min=0)[:, start:]
-            with torch.no_grad():
-                output = model(
-                    part, attention_mask=mask[:, :stop], position_ids=positions, past_key_values=cache, use_cache=True
-                )
-            made.append(output.logits[:, -1])
-            start = stop
-        return made
+        read(model, cache, mask_of(25, 16))
+        return [x[:, -1] for x in go_on(model, cache, mask_of(25, 16), (30, 1, 4))]
 
     made = []
     for impl in ("fused", "reference"):
@@ -189,8 +160,8 @@ def test_kernels_cap_scores_and_share_them_with_sinks(family: str, method: str) 
 def test_hybrids_are_decoded_in_passes_and_steps_are_refused() -> None:
     model = model_of("gemma3_text")
     with kvcli.attach(model, "fp16", **WINDOW) as session:
-        made = session.generate(**inputs())
+        made = session.generate(**padded(30, 19))
         assert made.cache.step_obstacle is not None
         for asked in ({"mode": "steps"}, {"compile_layers": "eager"}):
             with pytest.raises(UsageError, match="layers of other kinds than full attention cannot take part in steps"):
-                session.generate(**inputs(), **asked)
+                session.generate(**padded(30, 19), **asked)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -30,37 +31,32 @@ def made(family: str) -> tuple[Any, torch.Tensor]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
 def test_they_are_those_of_a_whole_pass(family: str) -> None:
     model, ids = made(family)
-    with torch.no_grad():
-        expected = model(ids).logits
-        states = backbone(model)(ids).last_hidden_state
+    expected = model(ids).logits
+    states = backbone(model)(ids).last_hidden_state
+    assert torch.equal(logits_of(model, states), expected)
+    assert torch.equal(logits_of(model, states[:, 3:5]), logits_of(model, states)[:, 3:5])
+    with kvcli.attach(model, "fp16"):
         assert torch.equal(logits_of(model, states), expected)
-        assert torch.equal(logits_of(model, states[:, 3:5]), logits_of(model, states)[:, 3:5])
-        assert torch.equal(model(ids).logits, expected)
-        with kvcli.attach(model, "fp16"):
-            assert torch.equal(logits_of(model, states), expected)
-            assert torch.allclose(model(ids, use_cache=False).logits, expected, atol=1e-5)
-        with pytest.raises((RuntimeError, ValueError)):
-            logits_of(model, torch.zeros(1, 1, 7))
-        assert torch.equal(model(ids).logits, expected)
+        assert torch.allclose(model(ids, use_cache=False).logits, expected, atol=1e-5)
+    with pytest.raises((RuntimeError, ValueError)):
+        logits_of(model, torch.zeros(1, 1, 7))
+    assert torch.equal(model(ids).logits, expected)
 
 
 @pytest.mark.parametrize("family", ["granite", "cohere", "gemma2", "llama4_text"])
+@torch.no_grad()
 def test_quality_is_of_the_models_own_logits(family: str) -> None:
     model, ids = made(family)
-    settings = {"group_size": 16, "residual_length": 16}
-
-    def session() -> Any:
-        return kvcli.attach(model, "kivi-2", **settings)
-
+    session = partial(kvcli.attach, model, "kivi-2", group_size=16, residual_length=16)
     report = measure(model, session, ids, [reference_states(model, ids)], chunk=16, batch_size=2)
-    with torch.no_grad():
-        theirs = model(ids).logits.log_softmax(-1)
-        with session() as attached:
-            cache = attached.new_cache()
-            parts = [model(x, past_key_values=cache, use_cache=True).logits for x in ids.split(16, dim=1)]
-        ours = torch.cat(parts, dim=1).log_softmax(-1)
+    theirs = model(ids).logits.log_softmax(-1)
+    with session() as attached:
+        cache = attached.new_cache()
+        parts = [model(x, past_key_values=cache, use_cache=True).logits for x in ids.split(16, dim=1)]
+    ours = torch.cat(parts, dim=1).log_softmax(-1)
     expected = (theirs.exp() * (theirs - ours)).sum(-1).mean()
     assert report.kl_mean == pytest.approx(float(expected), rel=1e-2)
     assert report.kl_mean > 0

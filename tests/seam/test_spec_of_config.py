@@ -11,14 +11,15 @@ from test_families import ALL
 from kvcli.seam.probe import probe
 from kvcli.spec import NO_ROPE, ModelSpec
 
-UNTOLD = {
-    "cohere2": "only its layers of a sliding window are rotated, which its code says and its config does not",
-    "exaone4": "only its layers of a sliding window are rotated, which its code says and its config does not",
-    "hunyuan_v1_dense": "normalizes keys after rotating them, so they are compressed after RoPE",
-    "nanochat": "normalizes keys after rotating them, so they are compressed after RoPE",
-    "qwen3_5_text": "positions have three parts, so its keys are compressed after RoPE",
-}
-"""Families whose config does not tell how keys of full attention are rotated, with the reason."""
+UNTOLD = (
+    *("cohere2", "exaone4"),  # only layers of a sliding window are rotated, which the code says and the config does not
+    *("hunyuan_v1_dense", "nanochat"),  # normalize keys after rotating them, so they are compressed after RoPE
+    "qwen3_5_text",  # positions have three parts, so its keys are compressed after RoPE
+)
+"""Families whose config does not tell how keys of full attention are rotated."""
+
+
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
 
 
 @pytest.mark.parametrize("family", ALL)
@@ -44,12 +45,7 @@ def test_a_config_tells_the_width_of_values() -> None:
         ("smollm3", {"no_rope_layers": [0, 1, 1, 0]}, True, (0, 3)),  # counted among those of full attention
         ("smollm3", {"no_rope_layers": [0, 0, 0, 0]}, False, ()),
         ("llama", {"position_embedding_type": "absolute"}, True, ()),  # a field that this type does not have
-        (
-            "qwen3_5_text",  # positions have three parts
-            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 0]}},
-            False,
-            (),
-        ),
+        ("qwen3_5_text", {"rope_parameters": {**ROPE, "mrope_section": [1, 1, 0]}}, False, ()),  # parts of positions
     ],
 )
 def test_a_config_says_what_we_rotate(

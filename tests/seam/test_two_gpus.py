@@ -9,6 +9,7 @@ import pytest
 import torch
 from byte_tokenizer import byte_tokenizer
 from factories import WINDOW, make_model
+from passes import ids, padded
 from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache
 
@@ -46,16 +47,9 @@ def split_model() -> Any:
     return model
 
 
-def prompts(*lengths: int) -> dict[str, torch.Tensor]:
-    generator, longest = torch.Generator().manual_seed(0), max(lengths)
-    ids = torch.randint(3, 97, (len(lengths), longest), generator=generator).cuda()
-    mask = (torch.arange(longest) >= longest - torch.tensor(lengths)[:, None]).long().cuda()
-    return {"input_ids": ids, "attention_mask": mask}
-
-
 @pytest.mark.parametrize("impl", ["reference", "auto"])
 def test_tokens_equal_stock(impl: str) -> None:
-    model, inputs = split_model(), prompts(40, 23)
+    model, inputs = split_model(), padded(40, 23, device="cuda")
     settings = {"max_new_tokens": 30, "do_sample": False}
     expected = model.generate(**inputs, past_key_values=DynamicCache(config=model.config), **settings)
     with kvcli.attach(model, "fp16", impl=impl, **WINDOW) as session:
@@ -83,39 +77,33 @@ def test_a_device_map_of_two_gpus_makes_the_tokens_of_one(name: str, folder: Pat
     split = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, device_map="auto", max_memory=room).eval()
     assert {x.device.index for x in split.model.layers.parameters()} == {0, 1}
     settings = WINDOW if name == "fp16" else {"group_size": 16, "residual_length": 16}
-    inputs, made = prompts(40, 23), []
+    inputs, made = padded(40, 23, device="cuda"), []
     for model in (whole, split):
         with kvcli.attach(model, name, **settings) as session:
             cache = session.new_cache()
             stock = {"max_new_tokens": 30, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-            made.append(model.generate(**inputs, past_key_values=cache, **stock).cpu())
-            made.append(
-                session.generate(**inputs, mode="passes", sampling=SamplingConfig(max_new_tokens=30)).sequences.cpu()
-            )
+            theirs = model.generate(**inputs, past_key_values=cache, **stock)
+            ours = session.generate(**inputs, mode="passes", sampling=SamplingConfig(30)).sequences
+            made.append((theirs.cpu(), ours.cpu()))
             assert cache.memory().num_encoded
-    assert torch.equal(made[0], made[2])
-    assert torch.equal(made[1], made[3])
+    assert all(map(torch.equal, *made))
 
 
 def test_a_model_is_spread_over_all_gpus(folder: Path, tmp_path: Path) -> None:
     loaded, whole = load_model(str(folder), device="auto"), load_model(str(folder), device="cuda:0")
     assert len({x.device for x in loaded.model.parameters()}) > 1
     assert differs(loaded.fingerprint, whole.fingerprint) is None
-    sequences = torch.randint(3, 97, (4, 64), generator=torch.Generator().manual_seed(0))
-    config = CollectConfig(4, 64, 2, 2, fisher_sequences=1)
     for name, x in (("spread", loaded), ("whole", whole)):
-        collect(x, sequences, config, tmp_path / name, {})
-    samples = Recording(tmp_path / "spread"), Recording(tmp_path / "whole")
+        collect(x, ids(4, 64), CollectConfig(4, 64, 2, 2, fisher_sequences=1), tmp_path / name, {})
     for layer_idx in range(4):
-        ours, theirs = (x.load(layer_idx) for x in samples)
-        assert torch.allclose(ours.k.float(), theirs.k.float(), atol=1e-2 * float(theirs.k.abs().max()))
+        ours, theirs = (Recording(tmp_path / name).load(layer_idx).k.float() for name in ("spread", "whole"))
+        assert torch.allclose(ours, theirs, atol=1e-2 * float(theirs.abs().max()))
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if not get_method(name).needs_artifact])
 def test_methods_make_the_tokens_that_they_make_on_one_device(name: str) -> None:
-    whole, split, inputs = make_model("llama", num_hidden_layers=4).cuda(), split_model(), prompts(40, 23)
     made = []
-    for model in (whole, split):
+    for model in (make_model("llama", num_hidden_layers=4).cuda(), split_model()):
         with kvcli.attach(model, name, impl="reference") as session:
-            made.append(session.generate(**inputs, mode="passes").sequences.cpu())
+            made.append(session.generate(**padded(40, 23, device="cuda"), mode="passes").sequences.cpu())
     assert torch.equal(*made)

@@ -24,6 +24,11 @@ def mask_of(*lengths: int) -> Tensor:
     return (torch.arange(width) >= width - torch.tensor(lengths).unsqueeze(1)).long()
 
 
+def padded(*lengths: int, device: str = "cpu") -> dict[str, Tensor]:
+    """Prompts of these lengths, as a model takes them."""
+    return {"input_ids": ids(len(lengths), max(lengths)).to(device), "attention_mask": mask_of(*lengths).to(device)}
+
+
 @torch.no_grad()
 def go_on(model: Any, cache: Any, mask: Tensor, rounds: tuple[int, ...] = ROUNDS) -> list[Tensor]:
     """Logits of passes over a cache whose slots are marked by `mask`."""
@@ -32,8 +37,7 @@ def go_on(model: Any, cache: Any, mask: Tensor, rounds: tuple[int, ...] = ROUNDS
         mask = torch.cat((mask, mask.new_ones(len(mask), count)), dim=1)
         position = (mask.cumsum(1) - 1).clamp(min=0)[:, -count:]
         tokens = ids(len(mask), count, seed + 100)
-        out = model(tokens, attention_mask=mask, position_ids=position, past_key_values=cache)
-        outputs.append(out.logits)
+        outputs.append(model(tokens, attention_mask=mask, position_ids=position, past_key_values=cache).logits)
     return outputs
 
 
@@ -61,8 +65,7 @@ def assert_equal(first: Snapshot, second: Snapshot) -> None:
 
 def greedy(model: Any, cache: Any = None, count: int = 12) -> Tensor:
     """A prompt of 30 tokens and more, by the model's own `generate`."""
-    ids = torch.randint(3, 97, (1, 30), generator=torch.Generator().manual_seed(0))
-    return model.generate(ids, past_key_values=cache, max_new_tokens=count, do_sample=False)
+    return model.generate(ids(1, 30), past_key_values=cache, max_new_tokens=count, do_sample=False)
 
 
 def assert_same_tokens(model: Any, expected: Tensor) -> None:
@@ -73,17 +76,10 @@ def assert_same_tokens(model: Any, expected: Tensor) -> None:
         assert cache.memory().num_encoded
 
 
+@torch.no_grad()
 def generated(model: Any, inputs: dict[str, Tensor], cache: Any, **settings: Any) -> tuple[Tensor, Tensor]:
     """Twelve more tokens by the model's own `generate`, and the logits that they were chosen by."""
-    with torch.no_grad():
-        made = model.generate(
-            **inputs,
-            past_key_values=cache,
-            max_new_tokens=12,
-            do_sample=False,
-            pad_token_id=0,
-            return_dict_in_generate=True,
-            output_logits=True,
-            **settings,
-        )
+    usual = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    both = {"return_dict_in_generate": True, "output_logits": True}
+    made = model.generate(**inputs, past_key_values=cache, **usual, **both, **settings)
     return made.sequences, torch.stack(made.logits)
