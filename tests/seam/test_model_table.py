@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # familie
 
 @pytest.fixture(scope="module")
 def found() -> list[Outcome]:
-    return list(outcomes())
+    return outcomes()
 
 
 def test_no_type_of_model_is_silently_wrong(found: list[Outcome]) -> None:

@@ -28,6 +28,7 @@ QWEN_WIDTHS = {"hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 64
 SECTIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
 ALTERNATE = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2, "head_dim": 16}
 IMAGE, IMAGE_TOKENS, BEGIN = 90, 4, 92
+QWEN_IDS = {"image_token_id": IMAGE, "video_token_id": 91, "vision_start_token_id": BEGIN, "vision_end_token_id": 93}
 
 PARTS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "llava": (
@@ -50,12 +51,12 @@ PARTS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"model_type": "gemma3_text", **ALTERNATE},
         {"image_token_id": IMAGE, "mm_tokens_per_image": IMAGE_TOKENS, "boi_token_index": BEGIN},
     ),
-    "qwen2_vl": ({"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2, **QWEN}, SECTIONS, {}),
-    "qwen2_5_vl": ({**QWEN_WIDTHS, "window_size": 16, "fullatt_block_indexes": [1], **QWEN}, SECTIONS, {}),
+    "qwen2_vl": ({"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2, **QWEN}, SECTIONS, QWEN_IDS),
+    "qwen2_5_vl": ({**QWEN_WIDTHS, "window_size": 16, "fullatt_block_indexes": [1], **QWEN}, SECTIONS, QWEN_IDS),
     "qwen3_vl": (
         {**QWEN_WIDTHS, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1], **QWEN},
         {**SECTIONS, "head_dim": 16},
-        {},
+        QWEN_IDS,
     ),
 }
 """What configs of the tower for images, the language model and both together need."""
@@ -65,9 +66,6 @@ PARTS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 def model_of(model_type: str) -> Any:
     torch.manual_seed(1)
     vision, text, both = PARTS[model_type]
-    if "qwen" in model_type:
-        names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-        both = dict(zip(names, (IMAGE, 91, BEGIN, 93), strict=True))
     config = CONFIG_MAPPING[model_type](vision_config=vision, text_config={**TEXT, **text}, **both)
     model = AutoModelForImageTextToText.from_config(config).eval()
     model.generation_config.eos_token_id = None
@@ -104,18 +102,20 @@ def test_tokens_are_those_of_stock(model_type: str, image: bool) -> None:
         with kvcli.attach(model, "fp16", **WINDOW) as session, pytest.raises(CacheError, match="mask must be causal"):
             generated(model, inputs, session.new_cache())
         return
-    expected, logits = generated(model, inputs, DynamicCache(config=model.config))
+
+    def stock(**changes: Tensor) -> tuple[Tensor, Tensor]:
+        return generated(model, {**inputs, **changes}, DynamicCache(config=model.config))
+
+    expected, logits = stock()
     if image:  # it is looked at
-        other = generated(model, {**inputs, "pixel_values": -inputs["pixel_values"]}, DynamicCache(config=model.config))
-        assert not torch.allclose(other[1], logits, atol=1e-3)
-    with kvcli.attach(model, "fp16", **WINDOW) as session:
-        compressed = session.new_cache()
-        tokens, ours = generated(model, inputs, compressed)
-    assert torch.equal(tokens, expected)
-    assert (ours - logits).abs().max() < 1e-4 * logits.abs().max()
-    assert compressed.memory().num_encoded
-    with kvcli.attach(model, "kivi-2", group_size=16, residual_length=16) as session:
-        compressed = session.new_cache()
-        assert generated(model, inputs, compressed)[1].isfinite().all()
-        assert compressed.memory().num_encoded
-    assert torch.equal(generated(model, inputs, DynamicCache(config=model.config))[1], logits)
+        assert not torch.allclose(stock(pixel_values=-inputs["pixel_values"])[1], logits, atol=1e-3)
+    for method, settings in (("fp16", WINDOW), ("kivi-2", {"group_size": 16, "residual_length": 16})):
+        with kvcli.attach(model, method, **settings) as session:
+            cache = session.new_cache()
+            tokens, ours = generated(model, inputs, cache)
+        assert cache.memory().num_encoded
+        assert ours.isfinite().all()
+        if method == "fp16":
+            assert torch.equal(tokens, expected)
+            assert (ours - logits).abs().max() < 1e-4 * logits.abs().max()
+    assert torch.equal(stock()[1], logits)

@@ -67,9 +67,8 @@ class Maker:
 
     def greedy(self, cache: CompressedCache, prompt: Tensor, count: int = 12) -> list[int]:
         """Tokens that follow a prompt [count], of which the cache holds the first."""
-        made = self.session.generate(
-            prompt[None], sampling=SamplingConfig(count), past_key_values=cache, eos_token_id=[]
-        )
+        sampling = SamplingConfig(count)
+        made = self.session.generate(prompt[None], sampling=sampling, past_key_values=cache, eos_token_id=[])
         return made.sequences[0, len(prompt) :].tolist()
 
 
@@ -127,9 +126,8 @@ def execute(store: ContextStore, statement: str, *values: Any) -> list[Any]:
 
 def forge(store: ContextStore, name: str, change: Callable[[dict[str, Any]], Any], seal: bool = True) -> None:
     """Changes the record of a stored context, whose checksum is made to agree."""
-    ((context, text),) = execute(
-        store, "SELECT id, record FROM contexts JOIN records ON context = id WHERE name = ?", name
-    )
+    found = "SELECT id, record FROM contexts JOIN records ON context = id WHERE name = ?"
+    ((context, text),) = execute(store, found, name)
     values = json.loads(text)
     change(values)
     seal and values.pop("sha256")

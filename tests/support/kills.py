@@ -17,16 +17,8 @@ FILE_EVENTS = ("open", "os.rename", "os.remove", "os.link", "os.mkdir", "os.rmdi
 
 
 def run_and_kill(work: Callable[[], Any], folder: Path, moment: int) -> int:
-    """Runs a call in a forked process that is killed before a file operation or a statement of SQL, sometimes with a
-    file half written.
-
-    Args:
-        work: the call.
-        folder: where its file operations are counted.
-        moment: the operation that is not done any more.
-
-    Returns:
-        File operations that were done.
+    """Runs a call in a forked process that is killed before the operation number `moment`: a file operation in a
+    folder or a statement of SQL, sometimes with a file half written. Returns how many were done.
     """
     counter = folder.parent / "counter"
     counter.write_bytes(b"")
@@ -71,12 +63,8 @@ def run_and_kill(work: Callable[[], Any], folder: Path, moment: int) -> int:
 def killed(
     work: Callable[[Path], Any], folder: Path, prepare: Callable[[Path], Any] = lambda path: None
 ) -> Iterator[Path]:
-    """Folders in which a call was killed, at moments that are spread over all of its file operations.
-
-    Args:
-        work: the call, with a folder in which it works.
-        folder: for these folders; the call is completed in `counted`.
-        prepare: makes each of them.
+    """Folders in which a call was killed, at moments that are spread over all of its file operations; `prepare` makes
+    each of them, and in `counted` the call is completed.
     """
     prepare(folder / "counted")
     count = run_and_kill(lambda: work(folder / "counted"), folder / "counted", -1)

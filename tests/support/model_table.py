@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from factories import WINDOW
 from families import CHANGES, make, tiny_config
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import DynamicLayer
@@ -24,34 +25,25 @@ from kvcli.errors import KvcliError
 
 BEGIN, END = "<!-- tests/support/model_table.py: begin -->", "<!-- tests/support/model_table.py: end -->"
 MAX_PARAMETERS = 3 * 10**7
-_WINDOW = {"residual_length": 6, "sink_length": 2, "flush_block": 1}
-_PROMPT, _STEPS = 31, 3
-_TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a tiny model of one type.
-
-    Attributes:
-        result: `works`, `partly`, `refused`, `not built`, or `wrong`.
-        reason: why it is refused, not built or wrong; or what is not as usual.
-    """
+    """What became of a tiny model of one type: `works`, `partly`, `refused`, `not built`, or `wrong`, and why."""
 
     model_type: str
     result: str
     reason: str = ""
 
 
-def outcomes() -> Iterator[Outcome]:
+def outcomes() -> list[Outcome]:
     """Of every type that transformers maps to a causal language model, in the order of the alphabet."""
-    for model_type in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
-        yield outcome(model_type)
+    return [outcome(model_type) for model_type in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)]
 
 
 def outcome(model_type: str) -> Outcome:
     """Attaches to a tiny model of one type and compares its logits with stock's."""
-    if hasattr(CONFIG_MAPPING[model_type], "sub_configs") and "text_config" in CONFIG_MAPPING[model_type].sub_configs:
+    if "text_config" in getattr(CONFIG_MAPPING[model_type], "sub_configs", ()):
         return Outcome(model_type, "not built", "has parts beside its text model")
     try:
         with torch.device("meta"):
@@ -63,52 +55,49 @@ def outcome(model_type: str) -> Outcome:
     except (AssertionError, AttributeError, TypeError, ValueError):  # what configs raise that do not fit
         return Outcome(model_type, "not built", "needs more in its config than sizes")
     try:
-        session = kvcli.attach(model, "fp16", **_WINDOW)
+        session = kvcli.attach(model, "fp16", **WINDOW)
     except KvcliError as error:
         return Outcome(model_type, "refused", _reason(str(error)))
-    spec = session.spec
     with session:
         ours = _logits(model, session.new_cache())
     error = (ours - (theirs := _logits(model, DynamicCache(config=model.config)))).abs().max() / theirs.abs().max()
-    if not error <= _TOLERANCE:
+    if not error <= 1e-3:
         return Outcome(model_type, "wrong", f"its logits differ by {100 * error:.2g} %")
     own = sum(layer.own_rotation for layer in session._seam.attention.layers)
     notes = [share] if (share := _share(model_type)) else []
-    if spec.other_layers and not share:
+    others = session.spec.other_layers
+    if others and not share:
         notes.append("some layers")
     if CHANGES.get(model_type, {}).get("sliding_window", 0) is None:
         notes.append("if its config has no `sliding_window`")
     if own:
         notes.append("keys are compressed after RoPE")
-    return Outcome(model_type, "partly" if spec.other_layers or own else "works", "; ".join(notes))
+    return Outcome(model_type, "partly" if others or own else "works", "; ".join(notes))
 
 
 def tables(found: list[Outcome]) -> str:
     """Markdown of what was found."""
     of = {result: [x for x in found if x.result == result] for result in ("works", "partly", "refused", "not built")}
-    lines = [f"Found with transformers {transformers.__version__}: {len(found)} types, of which"]
-    lines[0] += f" {len(of['works'])} work, {len(of['partly'])} work in part, {len(of['refused'])} are refused and"
-    lines += [f"{len(of['not built'])} were not tried.", "", "All layers are compressed:", ""]
-    lines += [_wrapped([f"`{x.model_type}`" + (f" ({x.reason})" if x.reason else "") for x in of["works"]]), ""]
-    lines += ["Some layers are compressed, or keys after RoPE only:", "", "| type | what is compressed |", "|---|---|"]
-    lines += [f"| `{x.model_type}` | {x.reason} |" for x in of["partly"]]
-    lines += ["", "Refused:", "", "| why | types |", "|---|---|", *_by_reason(of["refused"])]
-    lines += ["", "Not tried, because a tiny model of this type", "", "| why | types |", "|---|---|"]
-    return "\n".join([*lines, *_by_reason(of["not built"])])
+    works, partly, refused, untried = (len(x) for x in of.values())
+    right = ", ".join(f"`{x.model_type}`" + (f" ({x.reason})" if x.reason else "") for x in of["works"])
+    right = re.sub(r"(?<!,) ", "\xa0", right)  # reasons are not broken
+    return "\n".join([
+        f"Found with transformers {transformers.__version__}: {len(found)} types, of which {works} work, "
+        f"{partly} work in part, {refused} are refused and\n{untried} were not tried.",
+        "\nAll layers are compressed:\n",
+        textwrap.fill(f"{right}.", 117, break_long_words=False, break_on_hyphens=False).replace("\xa0", " "),
+        "\nSome layers are compressed, or keys after RoPE only:\n\n| type | what is compressed |\n|---|---|",
+        *(f"| `{x.model_type}` | {x.reason} |" for x in of["partly"]),
+        "\nRefused:\n\n| why | types |\n|---|---|",
+        *_by_reason(of["refused"]),
+        "\nNot tried, because a tiny model of this type\n\n| why | types |\n|---|---|",
+        *_by_reason(of["not built"]),
+    ])  # fmt: skip
 
 
 def _by_reason(found: list[Outcome]) -> list[str]:
     reasons = sorted({x.reason for x in found}, key=lambda reason: (-sum(x.reason == reason for x in found), reason))
     return [f"| {r} | {', '.join(f'`{x.model_type}`' for x in found if x.reason == r)} |" for r in reasons]
-
-
-def _wrapped(words: list[str]) -> str:
-    lines = [""]
-    for word in words:
-        if len(lines[-1]) + len(word) > 116:
-            lines.append("")
-        lines[-1] += f"{word}, " if word is not words[-1] else f"{word}."
-    return "\n".join(line.rstrip() for line in lines)
 
 
 def _share(model_type: str) -> str:
@@ -119,17 +108,14 @@ def _share(model_type: str) -> str:
 
 
 def _reason(text: str) -> str:
-    text = re.sub(r"^model type '[^']*' cannot be compressed: ", "", text)
-    text = re.sub(r" by [\d.e+]+ %", "", text)  # differs between machines
-    text = re.sub(r"<class '([\w.]*)'>", r"\1", text)
-    text = re.sub(r"^[\w.]*\.\d+\.[\w.]*:? ", "", text)
+    text = re.sub(r"^model type '[^']*' cannot be compressed: | by [\d.e+]+ %", "", text)  # differs between machines
+    text = re.sub(r"^[\w.]*\.\d+\.[\w.]*:? ", "", re.sub(r"<class '([\w.]*)'>", r"\1", text))
     return re.sub(r"^\w+ has no list of its \d+ layers.*", "its layers are in no single list", text)
 
 
 def _logits(model: Any, cache: Any) -> torch.Tensor:
-    """Of a prompt and of tokens after it, one by one."""
-    tokens = torch.randint(3, 90, (1, _PROMPT + _STEPS), generator=torch.Generator().manual_seed(0))
-    parts = [tokens[:, :_PROMPT], *tokens[:, _PROMPT:].split(1, dim=1)]
+    """Of a prompt of 31 tokens and of three after it, one by one."""
+    parts = torch.randint(3, 90, (1, 34), generator=torch.Generator().manual_seed(0)).split((31, 1, 1, 1), dim=1)
     with torch.no_grad():
         return torch.cat([model(input_ids=x, past_key_values=cache, use_cache=True).logits for x in parts], dim=1)
 
