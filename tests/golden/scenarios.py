@@ -11,7 +11,8 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,7 +20,8 @@ from unittest.mock import patch
 import torch
 from byte_tokenizer import CHAT, byte_tokenizer
 from factories import make_model
-from safetensors import safe_open
+from passes import mask_of
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 import kvcli
@@ -81,8 +83,8 @@ def commands() -> Iterator[tuple[str, tuple[str, ...]]]:
     for name in RECORDED:
         method = get_method(name)
         artifact = ("--artifact", f"artifact-{name}") if method.needs_artifact else ("--method", name)
-        groups = ("--setting", "group_size=8") if "group_size" in method.config_cls.model_fields else ()
-        groups = () if method.needs_artifact else groups
+        grouped = "group_size" in method.config_cls.model_fields and not method.needs_artifact
+        groups = ("--setting", "group_size=8") if grouped else ()
         window = ("--residual-length", "16", "--sink-length", "4") if name != "fp16" else ()
         yield f"generate_{name}", ("generate", "model", "--prompt", TEXT, *artifact, *groups, *window, *SHORT)
     kivi = ("--method", "kivi-2", *GROUPS)
@@ -95,10 +97,7 @@ def commands() -> Iterator[tuple[str, tuple[str, ...]]]:
     longer = ("--prompt-file", "longer.txt", "--prefill-chunk", "64", "--store", "s")
     yield "compress_reuse", ("compress", "model", *longer, *kivi)
     yield "generate_context", ("generate", "model", "--context", "t", "--store", "s", "--prompt", QUESTION, *SHORT)
-    yield (
-        "generate_reuse",
-        ("generate", "model", "--prompt-file", "longer.txt", *kivi, "--store", "s", "--reuse", *SHORT),
-    )
+    yield "generate_reuse", ("generate", "model", *longer[:2], *kivi, "--store", "s", "--reuse", *SHORT)
     yield "compress_messages", ("compress", "model", "--messages", "talk.json", *kivi, "--store", "s", "--name", "talk")
     yield "chat", ("chat", "model", "--resume", "talk", "--store", "s", *SHORT)
     yield "contexts_list", ("contexts", "list", "--store", "s")
@@ -175,11 +174,9 @@ def run_commands(folder: Path) -> dict[str, Any]:
 def tensor_facts(path: Path) -> dict[str, Any]:
     """Names, dtypes and shapes of a safetensors file, and a sum and a digest of each tensor."""
     facts = {}
-    with safe_open(path, "pt") as stored:
-        for name in sorted(stored.keys()):
-            x = stored.get_tensor(name)
-            facts[name] = {"dtype": str(x.dtype), "shape": list(x.shape), "sum": float(x.double().sum())}
-            facts[name]["blake"] = hashlib.sha256(x.numpy().tobytes()).hexdigest()[:16]
+    for name, x in load_file(path).items():
+        facts[name] = {"dtype": str(x.dtype), "shape": list(x.shape), "sum": float(x.double().sum())}
+        facts[name]["blake"] = hashlib.sha256(x.numpy().tobytes()).hexdigest()[:16]
     return facts
 
 
@@ -188,63 +185,48 @@ def artifacts(folder: Path) -> dict[str, Any]:
     records = {}
     for name in FIT:
         path = folder / f"artifact-{name}"
-        metadata = json.loads((path / "kvcli.json").read_text())
-        digests = {file: hashlib.sha256((path / file).read_bytes()).hexdigest() for file in ("codec.safetensors",)}
+        metadata, codec = plain(json.loads((path / "kvcli.json").read_text())), path / "codec.safetensors"
+        content = {codec.name: codec.read_bytes(), "kvcli.json, plain": json.dumps(metadata, sort_keys=True).encode()}
         records[name] = {
-            "metadata": plain(metadata),
+            "metadata": metadata,
             "files": sorted(file.name for file in path.iterdir()),
-            "tensors": tensor_facts(path / "codec.safetensors"),
-            "sha256_of_files": {**digests, "kvcli.json, plain": _digest(plain(metadata))},
+            "tensors": tensor_facts(codec),
+            "sha256_of_files": {file: hashlib.sha256(x).hexdigest() for file, x in content.items()},
         }
     return records
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def tokens(folder: Path) -> dict[str, Any]:
     """Tokens of all methods on a ragged batch, by both ways of generating, and through a context file."""
     records: dict[str, Any] = {}
-    generator = torch.Generator().manual_seed(7)
-    lengths = (60, 37, 51)
-    ids, mask = torch.zeros(3, 60, dtype=torch.long), torch.zeros(3, 60, dtype=torch.long)
-    for row, length in enumerate(lengths):
-        ids[row, 60 - length :] = torch.randint(3, 97, (length,), generator=generator)
-        mask[row, 60 - length :] = 1
-    for family in ("llama", "qwen2"):
-        for name in RECORDED:
-            method = get_method(name)
-            if method.needs_artifact:
-                continue
-            model = make_model(family)
-            with kvcli.attach(model, name, **method.example_settings) as session:
-                sampling = kvcli.SamplingConfig(max_new_tokens=12)
-                ours = session.generate(ids, mask, sampling=sampling)
-                cache = session.new_cache()
-                theirs = model.generate(
-                    input_ids=ids, attention_mask=mask, past_key_values=cache, max_new_tokens=12, do_sample=False
-                )
-                assert name == "fp16" or cache.memory().num_encoded > 0
-                cache.save(folder / "tokens.safetensors")
-                loaded = session.load_cache(folder / "tokens.safetensors")
-                more = torch.cat((mask, torch.ones(3, 12, dtype=torch.long)), dim=1)
-                logits = model(theirs[:, -1:], attention_mask=more, past_key_values=loaded).logits
-                records[f"{family} {name}"] = {
-                    "session": ours.sequences.tolist(),
-                    "transformers": theirs[:, 60:].tolist(),
-                    "memory": cache.memory().to_dict(),
-                    "after_loading": logits[:, -1].argmax(-1).tolist(),
-                    "logits": logits[:, -1, :4].tolist(),
-                }
+    generator, mask = torch.Generator().manual_seed(7), mask_of(60, 37, 51)
+    ids = torch.zeros_like(mask)
+    for row in range(3):
+        ids[row, mask[row] == 1] = torch.randint(3, 97, (int(mask[row].sum()),), generator=generator)
+    more = torch.cat((mask, torch.ones(3, 12, dtype=torch.long)), dim=1)
+    for family, name in product(("llama", "qwen2"), RECORDED):
+        method, model = get_method(name), make_model(family)
+        if method.needs_artifact:
+            continue
+        with kvcli.attach(model, name, **method.example_settings) as session:
+            ours = session.generate(ids, mask, sampling=kvcli.SamplingConfig(max_new_tokens=12))
+            inputs = {"input_ids": ids, "attention_mask": mask, "past_key_values": (cache := session.new_cache())}
+            theirs = model.generate(**inputs, max_new_tokens=12, do_sample=False)
+            assert name == "fp16" or cache.memory().num_encoded > 0
+            cache.save(folder / "tokens.safetensors")
+            loaded = session.load_cache(folder / "tokens.safetensors")
+            logits = model(theirs[:, -1:], attention_mask=more, past_key_values=loaded).logits
+            records[f"{family} {name}"] = {
+                "session": ours.sequences.tolist(),
+                "transformers": theirs[:, 60:].tolist(),
+                "memory": cache.memory().to_dict(),
+                "after_loading": logits[:, -1].argmax(-1).tolist(),
+                "logits": logits[:, -1, :4].tolist(),
+            }
     return records
 
 
-GROUPS_OF_RECORDS: dict[str, Callable[[Path], dict[str, Any]]] = {
-    "commands": run_commands,
-    "artifacts": artifacts,
-    "tokens": tokens,
-}
+GROUPS_OF_RECORDS = {"commands": run_commands, "artifacts": artifacts, "tokens": tokens}
 
 
 def platform() -> str:

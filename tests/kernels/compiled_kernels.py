@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -66,26 +67,8 @@ class Launch:
         """Its module, name, constexprs that are numbers, warps and stages."""
         module = self.kernel.fn.__module__.removeprefix("kvcli.").removeprefix("methods.")
         sizes = [f"{self.kernel.arg_names[at]}={x}" for (at,), x in self.constants.items() if type(x) is int and x > 1]
-        return " ".join([
-            f"{module}.{self.kernel.fn.__name__}", *sizes,
-            f"warps={self.options.num_warps}", f"stages={self.options.num_stages}",
-        ])  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Usage:
-    """Bytes of shared memory per block, registers and spilled bytes per thread."""
-
-    shared: int
-    registers: int
-    spilled: int
-
-    def verdict(self, capability: int, dtype: str) -> str:
-        """Why a kernel does not fit, or nothing."""
-        if self.shared > SHARED_MEMORY[capability]:
-            return "too much shared memory"
-        most = sys.maxsize if dtype == "float32" else MAX_SPILLED.get(capability, sys.maxsize)
-        return "spills" if self.spilled > most else ""
+        sizes += [f"warps={self.options.num_warps}", f"stages={self.options.num_stages}"]
+        return f"{module}.{self.kernel.fn.__name__} {' '.join(sizes)}"
 
 
 def pretend(capability: int) -> None:
@@ -147,16 +130,19 @@ def record(capability: int, methods: list[str], head_dim: int, dtype: torch.dtyp
                 for padding, passes in ((0, UNIFORM), (3, RAGGED)):
                     mask = torch.ones(2, sum(passes), dtype=torch.int64)
                     mask[1, :padding] = 0
-                    cache, total = session.new_cache(), 0
-                    for count in passes:
-                        total += count
-                        ids = torch.zeros(2, count, dtype=torch.int64)
-                        model(ids, attention_mask=mask[:, :total], past_key_values=cache, use_cache=True)
+                    cache = session.new_cache()
+                    for part, total in zip(
+                        torch.zeros_like(mask).split(passes, dim=1), accumulate(passes), strict=True
+                    ):
+                        model(part, attention_mask=mask[:, :total], past_key_values=cache, use_cache=True)
     return list(found.values())
 
 
-def compile_launch(launch: Launch, capability: int) -> Usage:
-    """Compiles a launch's kernel, and reads from the binary what it takes."""
+def compile_launch(capability: int, number: int) -> tuple[int, int, int]:
+    """Compiles a launch's kernel, and reads from the binary what it takes: bytes of shared memory per block, registers
+    and spilled bytes per thread.
+    """
+    launch = launches[number]
     source = ASTSource(launch.kernel, launch.signature, launch.constants, launch.attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=launch.options.__dict__)
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -165,22 +151,11 @@ def compile_launch(launch: Launch, capability: int) -> Usage:
         file.flush()
         text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
     registers, stack = (int(found[1]) for name in ("REG", "STACK") if (found := re.search(rf"{name}:(\d+)", text)))
-    return Usage(compiled.metadata.shared, registers, stack)
+    return compiled.metadata.shared, registers, stack
 
 
-def compile_all(launches: list[Launch], capability: int, jobs: int) -> Iterator[tuple[Launch, Usage]]:
-    """Compiles launches, in forked processes that share what was recorded."""
-    _launches[:] = launches
-    with multiprocessing.get_context("fork").Pool(jobs) as pool:
-        usages = pool.imap(partial(_compile_number, capability), range(len(launches)))
-        yield from zip(launches, usages, strict=True)
-
-
-def _compile_number(capability: int, number: int) -> Usage:
-    return compile_launch(_launches[number], capability)
-
-
-_launches: list[Launch] = []
+launches: list[Launch] = []
+"""What was recorded, for the processes that compile."""
 
 
 def main() -> int:
@@ -193,17 +168,22 @@ def main() -> int:
     parser.add_argument("--kernels", default="", help="a regular expression that names of kernels match")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     options = parser.parse_args()
-    pretend(options.capability)
-    launches = record(options.capability, options.methods, options.head_dim, getattr(torch, options.dtype))
-    launches = [launch for launch in launches if re.search(options.kernels, launch.describe())]
+    capability = options.capability
+    pretend(capability)
+    found = record(capability, options.methods, options.head_dim, getattr(torch, options.dtype))
+    launches[:] = [launch for launch in found if re.search(options.kernels, launch.describe())]
+    most_spilled = sys.maxsize if options.dtype == "float32" else MAX_SPILLED.get(capability, sys.maxsize)
     failed = 0
     print("shared registers spilled")
-    for launch, usage in compile_all(launches, options.capability, options.jobs):
-        verdict = usage.verdict(options.capability, options.dtype)
-        failed += bool(verdict)
-        numbers = f"{usage.shared:6d} {usage.registers:9d} {usage.spilled:7d}"
-        print(f"{numbers}  {launch.method}: {launch.describe()}  {verdict}".rstrip(), flush=True)
-    print(f"{len(launches)} launches on {options.capability / 10}, {failed} do not fit")
+    with multiprocessing.get_context("fork").Pool(options.jobs) as pool:
+        usages = pool.imap(partial(compile_launch, capability), range(len(launches)))
+        for launch, (shared, registers, spilled) in zip(launches, usages, strict=True):
+            verdict = "spills" if spilled > most_spilled else ""
+            verdict = "too much shared memory" if shared > SHARED_MEMORY[capability] else verdict
+            failed += bool(verdict)
+            numbers = f"{shared:6d} {registers:9d} {spilled:7d}"
+            print(f"{numbers}  {launch.method}: {launch.describe()}  {verdict}".rstrip(), flush=True)
+    print(f"{len(launches)} launches on {capability / 10}, {failed} do not fit")
     return 1 if failed or not launches else 0
 
 

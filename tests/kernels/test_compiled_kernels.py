@@ -43,10 +43,8 @@ def test_the_largest_tiles_fit_99_kib(dtype: str) -> None:
     ("methods", "kernels", "limit"),
     [
         (["kivi-2", "kivi-4"], r"scalar\.value_kernels\._value_kernel", 512),
-        # queries, and what is stored
-        (["commvq-1"], r"\._(key_scores|bits)_kernel", 4096),
+        (["commvq-1"], r"\._(key_scores|bits)_kernel", 4096),  # queries, and what is stored
     ],
-    ids=["scalar", "commvq"],
 )
 def test_codes_reach_tensor_cores_without_shared_memory(methods: list[str], kernels: str, limit: int) -> None:
     """What a thread loads is what its products take; Triton would show an exchange in the shared memory of a launch."""

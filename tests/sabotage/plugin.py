@@ -12,6 +12,7 @@ import inspect
 import os
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -30,66 +31,46 @@ def pytest_sessionstart() -> None:
     owner = getattr(module, owner_name) if owner_name else module
     plain = vars(owner)[name]
     function = plain.fget if isinstance(plain, property) else getattr(plain, "__func__", plain)
-    broken = (raising if how == "raises" else differing)(function)
     if owner is module:  # others hold the function itself: only its code can be exchanged
         exchange(inspect.unwrap(function), how)
         return
-    kind: Callable[[Any], Any] = (
-        type(plain) if isinstance(plain, (classmethod, staticmethod, property)) else lambda f: f
-    )
-    setattr(owner, name, kind(broken))
+    kind: Any = type(plain) if isinstance(plain, (classmethod, staticmethod, property)) else lambda f: f
+    setattr(owner, name, kind(broken(function, how)))
 
 
-def raising(function: Callable[..., Any]) -> Callable[..., Any]:
+def broken(function: Callable[..., Any], how: str) -> Callable[..., Any]:
     @functools.wraps(function)
-    def broken(*args: Any, **kwargs: Any) -> Any:
-        raise SabotageError
-
-    return broken
-
-
-def differing(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def broken(*args: Any, **kwargs: Any) -> Any:
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        if how == "raises":
+            raise SabotageError
         annotation = inspect.signature(function).return_annotation
         return None if annotation in ("None", None) else another(function(*args, **kwargs))
 
-    return broken
+    return replacement
 
 
-ORIGINALS: dict[str, Callable[..., Any]] = {}
+EXCHANGED: list[Callable[..., Any]] = []
 
 
 def exchange(function: Any, how: str) -> None:
     """Gives a function without free variables other code."""
 
-    def raises(*args: Any, **kwargs: Any) -> Any:
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        from sabotage.plugin import EXCHANGED
+
+        return EXCHANGED[0](*args, **kwargs)
+
+    def generator(*args: Any, **kwargs: Any) -> Any:
         from sabotage.plugin import SabotageError
 
         raise SabotageError
+        yield
 
-    def differs(*args: Any, **kwargs: Any) -> Any:
-        from sabotage.plugin import ORIGINALS, differing
-
-        return differing(ORIGINALS["function"])(*args, **kwargs)
-
-    kept = type(function)(
-        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
-    )
+    kept = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
     kept.__kwdefaults__, kept.__annotations__ = function.__kwdefaults__, function.__annotations__
-    ORIGINALS["function"] = kept
-    if inspect.isgeneratorfunction(function):  # of a context manager or an iterator
-
-        def nothing(*args: Any, **kwargs: Any) -> Any:
-            if args is None:
-                yield
-            from sabotage.plugin import SabotageError
-
-            raise SabotageError
-
-        function.__code__ = nothing.__code__
-    else:
-        function.__code__ = (raises if how == "raises" else differs).__code__
+    EXCHANGED.append(broken(kept, how))
+    # a generator is of a context manager or an iterator
+    function.__code__ = (generator if inspect.isgeneratorfunction(function) else replacement).__code__
     function.__defaults__ = function.__kwdefaults__ = None
 
 
@@ -111,11 +92,11 @@ def another(x: Any) -> Any:
         return "a sabotaged result"
     if isinstance(x, dict):
         return {key: another(value) for key, value in x.items()}
-    if isinstance(x, tuple):
-        changed = [another(value) for value in x]
-        return type(x)(*changed) if hasattr(x, "_fields") else tuple(changed)
     if isinstance(x, list):
-        return [another(value) for value in x] if x else ["a sabotaged result"]
+        return [another(value) for value in x or [None]]
+    if isinstance(x, tuple):
+        changed = map(another, x)
+        return type(x)(*changed) if hasattr(x, "_fields") else tuple(changed)
     if is_dataclass(x) and not isinstance(x, type):
         changed = copy.copy(x)
         for field in fields(x):

@@ -17,15 +17,12 @@ from kvcli.storage.tensors import _DTYPES, SafetensorsHeader
 @pytest.mark.parametrize("dtype", _DTYPES.values())
 @pytest.mark.parametrize("shape", [(), (0,), (3, 5), (2, 0, 4)])
 def test_views_are_the_tensors(tmp_path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    path = tmp_path / "f"
-    x = torch.ones(shape).to(dtype)
+    path, x = tmp_path / "f", torch.ones(shape).to(dtype)
     save_file({"x": x, "odd": torch.ones(3, dtype=torch.uint8), "": torch.zeros(2)}, path, metadata={"a": "b"})
     header = SafetensorsHeader.read(path)
-    data = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)[header.nbytes :]
-    views = header.views(data)
+    views = header.views(torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)[header.nbytes :])
     assert header.metadata == {"a": "b"}
-    assert views["x"].dtype == dtype
-    assert views["x"].shape == shape
+    assert (views["x"].dtype, views["x"].shape) == (dtype, shape)
     assert views["x"].float().tolist() == x.float().tolist()
     assert views["odd"].tolist() == [1, 1, 1]
 
@@ -50,10 +47,9 @@ ODD: dict[str, list[Any]] = {
     ],
 )
 def test_odd_headers_are_refused(tmp_path: Path, values: Any) -> None:
-    text = json.dumps(values).encode()
+    path, text = tmp_path / "f", json.dumps(values).encode()
     with pytest.raises(ValueError, match=r"."):
         SafetensorsHeader.parse(text)
-    path = tmp_path / "f"
     path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
     with pytest.raises(Exception, match=r"."), safe_open(path, framework="pt") as handle:
         pytest.fail(f"the library reads it: {handle.keys()}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,31 +17,29 @@ from kvcli.storage import reads
 from kvcli.storage.reads import READ_BYTES, Part, _neighbours, memory_for, read_parts
 
 SIZES = [0, 1, 9, READ_BYTES - 1, READ_BYTES, READ_BYTES + 1, 2 * READ_BYTES + 7]
-CPU = torch.device("cpu")
+TOTAL, CPU = sum(SIZES), torch.device("cpu")
 
 
 @pytest.fixture
-def content(tmp_path: Path) -> bytes:
-    made = bytes(torch.randint(0, 256, (sum(SIZES),), dtype=torch.uint8).numpy())
-    (tmp_path / "file").write_bytes(made)
-    return made
+def file(tmp_path: Path) -> Path:
+    (tmp_path / "file").write_bytes(torch.randint(0, 256, (TOTAL,), dtype=torch.uint8).numpy().tobytes())
+    return tmp_path / "file"
 
 
-def parts_of(path: Path, memory: Tensor) -> list[Part]:
-    return [Part(path, int(piece.storage_offset()), piece) for piece in memory.split(SIZES)]
-
-
-def expected(content: bytes) -> list[str]:
-    pieces = torch.frombuffer(bytearray(content), dtype=torch.uint8).split(SIZES)
-    return [blake3(piece.numpy().tobytes()).hexdigest() for piece in pieces]
+def check(path: Path, memory: Tensor) -> None:
+    """Reads a file in parts; memory and checksums are those of the file."""
+    content, ends = path.read_bytes(), list(accumulate(SIZES))
+    parts = [Part(path, int(piece.storage_offset()), piece) for piece in memory.split(SIZES)]
+    digests = [blake3(content[end - size : end]).hexdigest() for size, end in zip(SIZES, ends, strict=True)]
+    assert read_parts(parts) == digests
+    assert memory.cpu().numpy().tobytes() == content
 
 
 @pytest.mark.parametrize("inference", [False, True])
-def test_parts_on_the_host_are_the_file(tmp_path: Path, content: bytes, inference: bool) -> None:
+def test_parts_on_the_host_are_the_file(file: Path, inference: bool) -> None:
     with torch.inference_mode(inference):
-        memory = memory_for(tmp_path / "file", len(content), CPU)
-        assert read_parts(parts_of(tmp_path / "file", memory)) == expected(content)
-    assert memory.numpy().tobytes() == content
+        memory = memory_for(file, TOTAL, CPU)
+        check(file, memory)
     assert not memory.is_inference()
 
 
@@ -82,20 +81,18 @@ def copy_events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return events
 
 
-def test_a_gpu_gets_every_byte(tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_gets_every_byte(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The code for GPUs, on the host: pieces go through buffers that are not written before they were copied."""
-    events, memory = copy_events(monkeypatch), torch.zeros(len(content), dtype=torch.uint8)
-    assert read_parts(parts_of(tmp_path / "file", memory)) == expected(content)
-    assert memory.numpy().tobytes() == content
+    memory = torch.zeros(TOTAL, dtype=torch.uint8)
+    events = copy_events(monkeypatch)
+    check(file, memory)
     assert events.count("synchronize") == 1 + 1 + 1 + 2 + 3  # the first three parts are read as one piece
     assert "ordinary" not in events
     assert events.count("pinned") == events.count("wait")
 
 
-def test_a_buffer_is_free_before_an_error_goes_on(
-    tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    events, memory, real = copy_events(monkeypatch), torch.zeros(len(content), dtype=torch.uint8), reads._bytes
+def test_a_buffer_is_free_before_an_error_goes_on(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events, memory, real = copy_events(monkeypatch), torch.zeros(100, dtype=torch.uint8), reads._bytes
 
     def fail(x: Tensor) -> memoryview:
         if "wait" in events and memory.any():
@@ -104,27 +101,25 @@ def test_a_buffer_is_free_before_an_error_goes_on(
 
     monkeypatch.setattr(reads, "_bytes", fail)
     with pytest.raises(OSError, match="no more"):
-        read_parts([Part(tmp_path / "file", 0, memory[:100])])
+        read_parts([Part(file, 0, memory)])
     assert events[-1] == "synchronize"
 
 
-def test_a_file_that_ends_early_is_an_error(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_ends_early_is_an_error(file: Path) -> None:
     with pytest.raises(OSError, match="file is truncated"):
-        read_parts([Part(tmp_path / "file", 1, torch.zeros(len(content), dtype=torch.uint8))])
+        read_parts([Part(file, 1, torch.zeros(TOTAL, dtype=torch.uint8))])
     with pytest.raises(OSError, match=r"No such file|cannot|unable"):
-        memory_for(tmp_path / "other", 3, CPU)
+        memory_for(file.with_name("other"), 3, CPU)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_gpu_gets_every_byte_while_its_memory_is_in_use(tmp_path: Path, content: bytes) -> None:
+def test_a_gpu_gets_every_byte_while_its_memory_is_in_use(file: Path) -> None:
     device = torch.device("cuda", 0)
     for _ in range(20):
         # freed at once and given out again, while the product that fills it still runs
-        busy = torch.zeros(len(content) // 4 + 1, device=device)
+        busy = torch.zeros(TOTAL // 4 + 1, device=device)
         for _ in range(50):
             busy.add_(1)
         del busy
-        memory = memory_for(tmp_path / "file", len(content), device)
-        assert read_parts(parts_of(tmp_path / "file", memory)) == expected(content)
-        assert memory.cpu().numpy().tobytes() == content
+        check(file, memory_for(file, TOTAL, device))
