@@ -18,6 +18,7 @@ import torch
 from factories import FAMILIES, make_model, record
 from fake_pip import FakePip
 from fast import FAST
+from passes import mask_of
 
 from kvcli.artifact import Artifact
 from kvcli.fit import assemble, fit_recording
@@ -59,9 +60,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks tests whose name speaks of kernels as `kernels`, and those of `FAST` as `fast`; slow ones come first, so
-    that no worker ends with one.
-
-    All sabotages run only where they are asked for: `-m sabotage`.
+    that no worker ends with one. All sabotages run only where they are asked for: `-m sabotage`.
     """
     if "sabotage" not in config.option.markexpr:
         items[:] = [item for item in items if item.get_closest_marker("sabotage") is None]
@@ -75,13 +74,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(params=FAMILIES)
 def any_model(request: pytest.FixtureRequest) -> Any:
-    """One tiny model of each family."""
     return make_model(request.param)
 
 
 @pytest.fixture
 def tiny_model() -> Any:
-    """A tiny Llama."""
     return make_model("llama")
 
 
@@ -114,13 +111,10 @@ def prompt() -> Callable[..., dict[str, torch.Tensor]]:
     """Makes a batch of random prompts of given lengths, padded on the left."""
 
     def make(*lengths: int, seed: int = 0) -> dict[str, torch.Tensor]:
-        generator = torch.Generator().manual_seed(seed)
-        width = max(lengths)
-        ids = torch.zeros(len(lengths), width, dtype=torch.long)
-        mask = torch.zeros_like(ids)
+        generator, mask = torch.Generator().manual_seed(seed), mask_of(*lengths)
+        ids = torch.zeros_like(mask)
         for row, length in enumerate(lengths):
-            ids[row, width - length :] = torch.randint(3, 97, (length,), generator=generator)
-            mask[row, width - length :] = 1
+            ids[row, -length:] = torch.randint(3, 97, (length,), generator=generator)
         return {"input_ids": ids, "attention_mask": mask}
 
     return make
@@ -128,5 +122,4 @@ def prompt() -> Callable[..., dict[str, torch.Tensor]]:
 
 @pytest.fixture
 def repo_root() -> Path:
-    """The source checkout."""
     return Path(__file__).resolve().parent.parent

@@ -12,7 +12,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.error import URLError
@@ -97,22 +97,16 @@ class Store:
         found = self.disk.query_load_result(task)
         return [found.test(i) for i in range(len(keys))], [memory.tensor.clone() for memory in objects]
 
-    def close(self) -> None:
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self.disk.close()
         self.memory.close()
 
 
 def _wait(event_fd: int) -> None:
     assert select.select([event_fd], [], [], 60)[0], "LMCache did not answer"
-
-
-@contextmanager
-def opened(spec: dict[str, Any]) -> Iterator[Store]:
-    store = Store(spec)
-    try:
-        yield store
-    finally:
-        store.close()
 
 
 def some_chunks(count: int, dtype: torch.dtype) -> list[Tensor]:
@@ -126,14 +120,14 @@ def test_chunks_are_stored_on_disk_and_loaded_after_a_restart(
 ) -> None:
     spec = adapter_json(tmp_path / "chunks", model_folder)
     keys, chunks = [object_key(i) for i in range(3)], some_chunks(3, dtype)
-    with opened(spec) as store:
+    with Store(spec) as store:
         assert "kvcli" in get_registered_serde_types()
         assert store.save(keys, chunks)
         expected = store.serde.estimate_serialized_size(MemoryLayoutDesc([SHAPE], [dtype]))
     files = sorted((tmp_path / "chunks").glob("*.data"))
     assert [path.stat().st_size for path in files] == [expected] * 3
     assert ChunkHeader.unpack(memoryview(files[0].read_bytes())).method == "kivi"
-    with opened(spec) as store:
+    with Store(spec) as store:
         found, loaded = store.load([*keys, object_key(9)], dtype)
     assert found == [True, True, True, False]
     for chunk, copy in zip(chunks, loaded, strict=False):
@@ -148,9 +142,9 @@ def test_an_artifact_codes_what_lmcache_holds(
     spec = adapter_json(tmp_path / "chunks", model_folder, artifact=str(artifact))
     del spec["serde"]["method"]
     (chunk,) = real_chunks(tiny_model, 64, num_tokens=64)
-    with opened(spec) as store:
+    with Store(spec) as store:
         assert store.save([object_key(0)], [chunk])
-    with opened(spec) as store:
+    with Store(spec) as store:
         found, (loaded,) = store.load([object_key(0)], chunk.dtype)
     assert found == [True]
     assert (loaded - chunk).square().sum() / chunk.square().sum() < 0.5
@@ -158,14 +152,14 @@ def test_an_artifact_codes_what_lmcache_holds(
 
 def test_damaged_files_and_those_of_other_settings_are_not_loaded(model_folder: Path, tmp_path: Path) -> None:
     key, (chunk,) = object_key(0), some_chunks(1, torch.float16)
-    with opened(adapter_json(tmp_path / "chunks", model_folder)) as store:
+    with Store(adapter_json(tmp_path / "chunks", model_folder)) as store:
         assert store.save([key], [chunk])
     (path,) = (tmp_path / "chunks").glob("*.data")
     stored = path.read_bytes()
-    with opened(adapter_json(tmp_path / "chunks", model_folder, settings={"residual_length": 64})) as store:
+    with Store(adapter_json(tmp_path / "chunks", model_folder, settings={"residual_length": 64})) as store:
         assert store.load([key], torch.float16)[0] == [False]
     path.write_bytes(stored[:-1])  # flipped bytes are refused in test_chunks
-    with opened(adapter_json(tmp_path / "chunks", model_folder)) as store:
+    with Store(adapter_json(tmp_path / "chunks", model_folder)) as store:
         found, (memory,) = store.load([key], torch.float16)
         assert found == [False]
         assert (memory == 7).all()
@@ -174,7 +168,7 @@ def test_damaged_files_and_those_of_other_settings_are_not_loaded(model_folder: 
 def test_a_chunk_that_cannot_be_coded_is_not_stored(model_folder: Path, tmp_path: Path) -> None:
     (chunk,) = some_chunks(1, torch.float16)
     chunk[0, 1, 40, 3] = float("nan")
-    with opened(adapter_json(tmp_path / "chunks", model_folder)) as store:
+    with Store(adapter_json(tmp_path / "chunks", model_folder)) as store:
         assert not store.save([object_key(0)], [chunk])
     assert not list((tmp_path / "chunks").iterdir())
 
@@ -197,11 +191,9 @@ def test_chunks_as_lmcache_gathers_them_from_an_engine(form: str) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [x.getsockname()[1] for x in sockets]
-    for x in sockets:
-        x.close()
-    return ports
+    with ExitStack() as opened:
+        sockets = [opened.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [x.getsockname()[1] for x in sockets]
 
 
 def lmcache(*arguments: str) -> list[str]:
@@ -221,18 +213,13 @@ def server(spec: dict[str, Any], log: Path) -> Iterator[Callable[[], subprocess.
 
     def benchmark() -> subprocess.CompletedProcess[str]:
         url = f"http://127.0.0.1:{http}"
-        return subprocess.run(
-            lmcache(
-                *("bench", "server", "--mode", "cpu", "--rpc-url", f"tcp://127.0.0.1:{port}", "--url", url),
-                *("--kvcache-shape-spec", "(2,64,16,2,16):float16:3", "--num-blocks", "64", "--num-tokens", "256"),
-                *("--end", "2", "--interval", "0.5", "--format", "json"),
-            ),
-            check=False,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=240,
+        asked = lmcache(
+            *("bench", "server", "--mode", "cpu", "--rpc-url", f"tcp://127.0.0.1:{port}", "--url", url),
+            *("--kvcache-shape-spec", "(2,64,16,2,16):float16:3", "--num-blocks", "64", "--num-tokens", "256"),
+            *("--end", "2", "--interval", "0.5", "--format", "json"),
         )
+        output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        return subprocess.run(asked, check=False, timeout=240, **output)
 
     with log.open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output)
