@@ -10,7 +10,6 @@ import torch
 from byte_tokenizer import byte_tokenizer
 from factories import WINDOW, make_model
 from passes import ids, padded
-from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache
 
 import kvcli
@@ -25,40 +24,8 @@ from kvcli.registry import METHODS, get_method
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")]
 
-
-def moved(x: Any, device: str) -> Any:
-    if isinstance(x, torch.Tensor):
-        return x.to(device)
-    return tuple(moved(part, device) for part in x) if isinstance(x, tuple) else x
-
-
-def split_model() -> Any:
-    """The last two of four layers on the second device; inputs follow, as accelerate's hooks move them."""
-    model = make_model("llama", num_hidden_layers=4).to("cuda:0")
-
-    def follow(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        device = str(next(module.parameters()).device)
-        return moved(args, device), {name: moved(x, device) for name, x in kwargs.items()}
-
-    for layer in model.model.layers[2:]:
-        layer.to("cuda:1")
-    for module in (*model.model.layers[2:], model.model.norm):
-        module.register_forward_pre_hook(follow, with_kwargs=True)
-    return model
-
-
-@pytest.mark.parametrize("impl", ["reference", "auto"])
-def test_tokens_equal_stock(impl: str) -> None:
-    model, inputs = split_model(), padded(40, 23, device="cuda")
-    settings = {"max_new_tokens": 30, "do_sample": False}
-    expected = model.generate(**inputs, past_key_values=DynamicCache(config=model.config), **settings)
-    with kvcli.attach(model, "fp16", impl=impl, **WINDOW) as session:
-        cache = session.new_cache()
-        assert torch.equal(model.generate(**inputs, past_key_values=cache, **settings), expected)
-        assert cache.memory().num_encoded
-        assert {layer.store.keys.device.index for layer in cache.compressed} == {0, 1}
-        with pytest.raises(CacheError, match=r"several devices \(cuda:0, cuda:1\)"):
-            cache.snapshot()
+SETTINGS = {"fp16": WINDOW, "kivi-2": {"group_size": 16, "residual_length": 16}}
+REFERENCE = [(name, "reference") for name in METHODS if not get_method(name).needs_artifact]
 
 
 @pytest.fixture(scope="module")
@@ -70,23 +37,31 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-@pytest.mark.parametrize("name", ["fp16", "kivi-2"])
-def test_a_device_map_of_two_gpus_makes_the_tokens_of_one(name: str, folder: Path) -> None:
+@pytest.mark.parametrize(("name", "impl"), [*REFERENCE, ("fp16", "auto"), ("kivi-2", "auto")])
+def test_two_gpus_make_the_tokens_of_one(name: str, impl: str, folder: Path) -> None:
     whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().cuda()
     room = {0: 450_000, 1: 2**30}  # of 626 kB of weights; accelerate leaves room for one layer of 123 kB
     split = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, device_map="auto", max_memory=room).eval()
     assert {x.device.index for x in split.model.layers.parameters()} == {0, 1}
-    settings = WINDOW if name == "fp16" else {"group_size": 16, "residual_length": 16}
     inputs, made = padded(40, 23, device="cuda"), []
+
+    def stock(model: Any, cache: Any) -> torch.Tensor:
+        usual = {"max_new_tokens": 30, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+        return model.generate(**inputs, past_key_values=cache, **usual).cpu()
+
     for model in (whole, split):
-        with kvcli.attach(model, name, **settings) as session:
+        with kvcli.attach(model, name, impl=impl, **SETTINGS.get(name, {})) as session:
             cache = session.new_cache()
-            stock = {"max_new_tokens": 30, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-            theirs = model.generate(**inputs, past_key_values=cache, **stock)
+            theirs = stock(model, cache)
             ours = session.generate(**inputs, mode="passes", sampling=SamplingConfig(30)).sequences
-            made.append((theirs.cpu(), ours.cpu()))
-            assert cache.memory().num_encoded
+            made.append((theirs, ours.cpu()))
+            assert cache.memory().num_encoded or name not in SETTINGS
     assert all(map(torch.equal, *made))
+    assert {layer.store.keys.device.index for layer in cache.compressed} == {0, 1}
+    with pytest.raises(CacheError, match=r"several devices \(cuda:0, cuda:1\)"):
+        cache.snapshot()
+    if name == "fp16":
+        assert torch.equal(theirs, stock(split, DynamicCache(config=split.config)))
 
 
 def test_a_model_is_spread_over_all_gpus(folder: Path, tmp_path: Path) -> None:
@@ -98,12 +73,3 @@ def test_a_model_is_spread_over_all_gpus(folder: Path, tmp_path: Path) -> None:
     for layer_idx in range(4):
         ours, theirs = (Recording(tmp_path / name).load(layer_idx).k.float() for name in ("spread", "whole"))
         assert torch.allclose(ours, theirs, atol=1e-2 * float(theirs.abs().max()))
-
-
-@pytest.mark.parametrize("name", [name for name in METHODS if not get_method(name).needs_artifact])
-def test_methods_make_the_tokens_that_they_make_on_one_device(name: str) -> None:
-    made = []
-    for model in (make_model("llama", num_hidden_layers=4).cuda(), split_model()):
-        with kvcli.attach(model, name, impl="reference") as session:
-            made.append(session.generate(**padded(40, 23, device="cuda"), mode="passes").sequences.cpu())
-    assert torch.equal(*made)
