@@ -84,5 +84,3 @@ def test_fingerprint_tells_models_apart_but_not_dtypes() -> None:
     other = make_model("llama")
     other.model.layers[1].self_attn.k_proj.weight.data[0, 0] *= 1.05
     assert differs(first, fingerprint(other, spec))
-    deeper = make_model("llama", num_hidden_layers=4)
-    assert differs(first, fingerprint(deeper, ModelSpec.from_config(deeper.config)))

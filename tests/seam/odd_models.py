@@ -46,21 +46,15 @@ class Odd(nn.Module):
     def out(self, x: Tensor) -> Any:
         return self.o_proj(x.flatten(2)), None
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        position_embeddings: Any = None,
-        attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
-        **options: Any,
-    ) -> Any:
+    def forward(self, hidden_states: Tensor, position_embeddings: Any, **options: Any) -> Any:
+        mask, cache = options.pop("attention_mask", None), options.pop("past_key_values", None)
         query, key, value = self.project(hidden_states)
         query, key = self.rotate(query, key, *position_embeddings)
         value = self.values(value, *position_embeddings)
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
         key, value = self.cached(key, value)
-        return self.out(self.attend(query, key, value, attention_mask, **options))
+        return self.out(self.attend(query, key, value, mask, **options))
 
 
 def scaled(tensors: Any, factor: Any) -> Any:
@@ -95,7 +89,7 @@ def keep_keys(odd: Odd, key: Any, value: Any) -> Any:
     return key, value
 
 
-def share_keys(odd: Odd, hidden_states: Tensor, position_embeddings: Any = None, **options: Any) -> Any:
+def share_keys(odd: Odd, hidden_states: Tensor, position_embeddings: Any, **options: Any) -> Any:
     if not odd.layer_idx:
         return Odd.forward(odd, hidden_states, position_embeddings, **options)
     query, key, _ = odd.project(hidden_states)
@@ -118,7 +112,7 @@ def long_window(odd: Odd, *tensors: Any, layers: tuple[int, ...], **options: Any
     return Odd.attend(odd, *tensors, mask, **options)
 
 
-def learned_prefix(odd: Odd, hidden_states: Tensor, position_embeddings: Any = None, **options: Any) -> Any:
+def learned_prefix(odd: Odd, hidden_states: Tensor, position_embeddings: Any, **options: Any) -> Any:
     """Puts a learned key and value before those of the first pass."""
     query, key, value = odd.project(hidden_states)
     query, key = odd.rotate(query, key, *position_embeddings)
@@ -164,7 +158,7 @@ def rotate_one_head(odd: Odd, query: Tensor, key: Tensor, cos: Tensor, sin: Tens
     return torch.cat((queries[:, :2], query[:, 2:]), 1), torch.cat((keys[:, :1], key[:, 1:]), 1)
 
 
-def other_base_in_one_layer(odd: Odd, hidden_states: Tensor, position_embeddings: Any = None, **options: Any) -> Any:
+def other_base_in_one_layer(odd: Odd, hidden_states: Tensor, position_embeddings: Any, **options: Any) -> Any:
     if odd.layer_idx == 1:
         frequencies = 50.0 ** -(torch.arange(0, odd.head_dim, 2) / odd.head_dim)
         angles = options["position_ids"].unsqueeze(-1) * frequencies.repeat(2)

@@ -84,9 +84,9 @@ def made(model: Any, device: str, name: str, settings: dict[str, int]) -> list[T
     inputs = padded(40, 23, device=device)
     with kvcli.attach(model, name, impl="reference", **settings) as session:
         cache = session.new_cache()
-        stock = model.generate(**inputs, past_key_values=cache, max_new_tokens=4, do_sample=False)
+        stock = model.generate(**inputs, past_key_values=cache, max_new_tokens=3, do_sample=False)
         assert cache.memory().num_encoded
-        ours = session.generate(**inputs, mode="passes", prefill_chunk=16, sampling=SamplingConfig(4)).sequences
+        ours = session.generate(**inputs, mode="passes", prefill_chunk=16, sampling=SamplingConfig(3)).sequences
     return [stock.cpu(), ours.cpu()]
 
 

@@ -29,9 +29,9 @@ def test_codes_are_those_of_the_method(head_dim: int, group_size: int, dtype: to
     out = decoded(codec, codec.encode(chunk), chunk)
     keys, values = (x.view(1, 128, 4, head_dim).transpose(1, 2) for x in chunk)
     (layer,) = model.codecs(ChunkLayout.read([chunk.shape], [dtype], spec))
-    for x, part, decoded_x in ((keys, layer.key, out[0]), (values, layer.value, out[1])):
+    for x, part, ours in ((keys, layer.key, out[0]), (values, layer.value, out[1])):
         expected = part.decode_to(part.encode(x, None), None, dtype)
-        assert torch.equal(decoded_x.view(1, 128, 4, head_dim).transpose(1, 2), expected)
+        assert torch.equal(ours.view(1, 128, 4, head_dim).transpose(1, 2), expected)
 
 
 @pytest.mark.parametrize("shape", [[1, 1, 64, 64], [1, 64, 64]])
@@ -65,8 +65,7 @@ def test_unknown_layouts_are_refused_by_name() -> None:
 def test_every_method_is_stored_or_refused(method: str) -> None:
     record = get_method(method)
     settings = {"key_offset": "none"} if "key_offset" in record.config_cls.model_fields else {}
-    config = make_config(record, settings)
-    if record.build(SPEC, config, 0).key.new_state(1, torch.device("cpu")) is not None:
+    if record.build(SPEC, make_config(record, settings), 0).key.new_state(1, torch.device("cpu")) is not None:
         with pytest.raises(UsageError, match="state"):
             served(method=method, **settings)
         return
