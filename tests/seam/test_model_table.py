@@ -26,11 +26,9 @@ def test_no_type_of_model_is_silently_wrong(found: list[Outcome]) -> None:
 def test_tables_of_models_are_fresh(found: list[Outcome], repo_root: Path) -> None:
     page = (repo_root / "docs" / "models.md").read_text()
     written = page.partition(BEGIN)[2].partition(END)[0].strip()
-    version = re.search(r"transformers ([\d.]+):", written)
-    pinned = re.search(r"^transformers==(.*)$", (repo_root / ".ci" / "constraints.txt").read_text(), re.MULTILINE)
-    assert version is not None
-    assert pinned is not None
-    assert version[1] == pinned[1], "run python tests/support/model_table.py"
-    if transformers.__version__ != version[1]:
-        pytest.skip(f"the tables are of transformers {version[1]}, not {transformers.__version__}")
+    (version,) = re.findall(r"transformers ([\d.]+):", written)
+    pinned = re.findall(r"^transformers==(.*)$", (repo_root / ".ci" / "constraints.txt").read_text(), re.MULTILINE)
+    assert pinned == [version], "run python tests/support/model_table.py"
+    if transformers.__version__ != version:
+        pytest.skip(f"the tables are of transformers {version}, not {transformers.__version__}")
     assert written == tables(found), "run python tests/support/model_table.py"

@@ -61,20 +61,17 @@ def copy_events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Lets a GPU's reader copy to the host; returns what its stream was told, in order."""
     events: list[str] = []
 
-    class Stream(SimpleNamespace):
-        def wait_stream(self, other: Any) -> None:
-            events.append("wait")
-
-        def synchronize(self) -> None:
-            events.append("synchronize")
+    def note(event: str) -> Any:
+        return lambda *_: events.append(event)
 
     def empty(*shape: int, pin_memory: bool = False, **options: Any) -> Tensor:
         events.append("pinned" if pin_memory else "ordinary")
         return torch.zeros(*shape, **options)
 
     reader = reads._Reader
+    stream = SimpleNamespace(wait_stream=note("wait"), synchronize=note("synchronize"))
     monkeypatch.setattr(torch, "empty", empty)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream())
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(reads, "_Reader", lambda device, nbytes: reader(torch.device("cuda"), nbytes))

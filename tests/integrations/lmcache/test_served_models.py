@@ -40,11 +40,9 @@ def test_the_best_start_is_found_where_there_are_many(tiny_artifact: Callable[[M
     artifact = tiny_artifact(get_method("commvq"))
     codecs = artifact.build_codecs(artifact.config)
     rope = Rope(make_model("llama").model.rotary_emb)
-    keys = []
-    for codec in codecs:
-        codes = codec.key.encode(torch.randn(1, 2, 64, 16, generator=torch.Generator().manual_seed(1)), None)
-        rotation = rope.rotation(torch.arange(64 * 37, 64 * 38).unsqueeze(0), torch.float32)
-        keys.append(codec.decode_keys(codes, None, rotation, torch.float32)[0])
+    rotation = rope.rotation(torch.arange(64 * 37, 64 * 38).unsqueeze(0), torch.float32)
+    x = torch.randn(1, 2, 64, 16, generator=torch.Generator().manual_seed(1))
+    keys = [codec.decode_keys(codec.key.encode(x, None), None, rotation, torch.float32)[0] for codec in codecs]
     assert find_start(torch.stack(keys), codecs, rope, 8192) == 64 * 37
 
 
@@ -122,10 +120,9 @@ def test_a_gpu_and_a_cpu_read_what_the_other_wrote(
     settings = (SerdeSettings(model=str(model_folder), device=device, **coding) for device in ("cpu", "cuda"))
     codecs = [ChunkCodec(Served.load(x)) for x in settings]
     chunk = real_chunks(tiny_model, 64)[3].bfloat16()
-    energy = chunk.float().square().sum()
-    errors = []
+    energy, errors = chunk.float().square().sum(), []
     for writer in codecs:
-        read = [decoded(reader, writer.encode(chunk), chunk).float() for reader in codecs]
-        assert (read[0] - read[1]).square().sum() / energy < 1e-4
-        errors.append(float((read[0] - chunk.float()).square().sum() / energy))
+        first, second = (decoded(reader, writer.encode(chunk), chunk).float() for reader in codecs)
+        assert (first - second).square().sum() / energy < 1e-4
+        errors.append(float((first - chunk.float()).square().sum() / energy))
     assert errors[0] == pytest.approx(errors[1], rel=0.02)
