@@ -8,6 +8,8 @@ online softmax. Its epilogue merges (out, lse) of the codes; it is the last kern
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -15,7 +17,7 @@ from torch import Tensor
 
 from kvcli.attention import reference
 from kvcli.cache.window import WindowTokens
-from kvcli.kernels.launch import Tiles, cdiv, power_of_two, row_major
+from kvcli.kernels.launch import HOPPER_SHARED_MEMORY, cdiv, power_of_two, row_major, shared_memory_limit
 from kvcli.kernels.pdl import pdl_launch_options, pdl_wait
 from kvcli.kernels.splits import capped
 from kvcli.methods.layer_codec import PartialAttention
@@ -24,8 +26,29 @@ from kvcli.rope import Rotation
 MAX_QUERIES = 8
 """Above this query length, blocks of codes are decoded once for all queries (`kvcli.attention.decoded`)."""
 
-_TILES = Tiles(hopper={"BLOCK_M": 64, "BLOCK_N": 64}, smaller={"BLOCK_M": 64, "BLOCK_N": 32})
-_TILES_FP32 = Tiles(hopper={"BLOCK_M": 64, "BLOCK_N": 64}, smaller={"BLOCK_M": 16, "BLOCK_N": 32})
+_TILES = ((64, 64, 3), (64, 64, 2), (64, 32, 3), (64, 32, 2), (32, 32, 2), (16, 32, 2), (16, 16, 2))
+"""BLOCK_M, BLOCK_N and stages; the first on an H100 or H200, from the third on elsewhere."""
+
+_TILES_FP32 = ((64, 64, 3), (16, 32, 3), (16, 32, 2), (16, 16, 2))
+"""The same for float32: products without tensor cores, of which larger tiles do not fit into registers."""
+
+
+@cache
+def _tile(rows: int, width: int, itemsize: int, device: torch.device) -> dict[str, int]:
+    """The first tile that fits into shared memory, for query rows per kv head and padded channels.
+
+    Triton keeps the queries there, `stages` tiles of keys and values for tensor cores of Hopper, else one less, and,
+    but on Hopper, the weights.
+    """
+    limit = shared_memory_limit(device)
+    hopper, fp32 = limit >= HOPPER_SHARED_MEMORY, itemsize == 4
+    sizes = _TILES_FP32[0 if hopper and width <= 128 else 1 :] if fp32 else _TILES[0 if hopper else 2 :]
+    for block_m, block_n, stages in sizes:
+        weights = 0 if hopper and not fp32 else block_m * block_n
+        operands = (block_m + 2 * (stages - fp32) * block_n) * width
+        if (weights + operands) * itemsize + 512 <= limit:
+            break
+    return {"BLOCK_M": min(block_m, max(16, power_of_two(rows))), "BLOCK_N": block_n, "num_stages": stages}
 
 
 @triton.jit
@@ -265,8 +288,8 @@ def attend_window(
     output = torch.empty(batch, query_len, heads, head_dim, dtype=query.dtype, device=query.device)
     out = output.transpose(1, 2)
     groups = heads // kv_heads
-    tile = (_TILES_FP32 if query.element_size() == 4 else _TILES).on(query.device)
-    tile["BLOCK_M"] = min(tile["BLOCK_M"], max(16, power_of_two(groups * query_len)))
+    width = max(16, power_of_two(head_dim))
+    tile = _tile(groups * query_len, width, query.element_size(), query.device)
     nothing = query
     query, key, value = row_major(query), row_major(key), row_major(value)
     index = window.index
@@ -277,8 +300,7 @@ def attend_window(
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
         *((0, 0) if isinstance(index, int) else index.stride()), *out.stride()[:3],
         window.layout.sinks, window.layout.ring, kv_heads, query_len, window.length, scaling,
-        GROUPS=groups, D=head_dim, BLOCK_D=max(16, power_of_two(head_dim)), **tile,
-        SOFT_CAP=soft_cap or 0.0,
+        GROUPS=groups, D=head_dim, BLOCK_D=width, **tile, SOFT_CAP=soft_cap or 0.0,
         PER_ROW=not isinstance(index, int), HAS_CODES=codes is not None, num_warps=4,
         **({} if codes is None else pdl_launch_options()),
     )  # fmt: skip

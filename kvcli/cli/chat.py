@@ -11,7 +11,7 @@ from pydantic import Field
 
 from kvcli.cli.command import Command, model_argument
 from kvcli.cli.compress import SUFFIX
-from kvcli.cli.generate import compression_starts, describe_generation
+from kvcli.cli.generate import compression_starts, describe_generation, smaller_from
 from kvcli.cli.inputs import STORE_HELP, check_tokenizer, load_context, open_store
 from kvcli.cli.output import Output
 from kvcli.cli.session_options import PREFILL_CHUNK, SamplingOptions, choose_method
@@ -99,8 +99,11 @@ def _talk(conversation: Conversation, options: ChatOptions, output: Output) -> l
         if word == "/exit":
             break
         if word == "/stats":
-            starts_at = compression_starts(conversation.session)
-            output.say(describe_generation(turns[-1], starts_at) if turns else "nothing was said yet")
+            if not turns:
+                output.say("nothing was said yet")
+                continue
+            session, last = conversation.session, turns[-1]
+            output.say(describe_generation(last, compression_starts(session), smaller_from(session, last.memory)))
         elif word == "/save":
             target = Path(rest.strip()).expanduser() if rest.strip() else options.save
             try:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from kvcli.cli.command import Command, model_argument
+from kvcli.cli.generate import smaller_from
 from kvcli.cli.inputs import MAX_BYTES_HELP, STORE_HELP, Source, open_store, read_sources
 from kvcli.cli.output import Output
 from kvcli.cli.session_options import PREFILL_CHUNK, SessionOptions, choose_method
@@ -81,11 +82,13 @@ def run(options: CompressOptions, output: Output) -> None:
             reused = origin if record["reused_tokens"] else ""
             codes = f", codes at {record['true_bits']:.2f} bits" if record["true_bits"] else ", all in the window"
             shared = f" ({size(record['shared_bytes'])} of it stored before)" if record["shared_bytes"] else ""
+            larger = record["smaller_than_fp16_from"]
+            larger = f"; larger than in fp16, as every context below {larger} tokens" if larger else ""
             evicted = f"; removed {', '.join(record['evicted'])}" if record["evicted"] else ""
             output.say(
                 f"{record['context']}: {record['tokens']} tokens{reused} in {size(record['file_bytes'])}{shared}, in "
                 f"fp16 {size(record['fp16_bytes'])}; {record['file_bits']:.2f} bits per value{codes}; read and "
-                f"compressed in {record['read_s']:.1f} s, written in {record['write_s']:.2f} s{evicted}"
+                f"compressed in {record['read_s']:.1f} s, written in {record['write_s']:.2f} s{larger}{evicted}"
             )
     human = "\n".join(record["context"] for record in records)
     removed = {name for record in records for name in record["evicted"]}
@@ -180,6 +183,7 @@ class Target:
             "fp16_bytes": memory.fp16_bytes,
             "file_bits": 16 * num_bytes / memory.fp16_bytes,
             "true_bits": memory.true_bits,
+            "smaller_than_fp16_from": smaller_from(session, memory),
             "memory": memory.to_dict(),
         }
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvcli.attention.session import Session
-    from kvcli.cache.compressed import CompressedCache
+    from kvcli.cache.compressed import CompressedCache, MemoryReport
     from kvcli.cache.context import Context
     from kvcli.generate import Generation
     from kvcli.models import LoadedModel
@@ -108,6 +108,7 @@ def run(options: GenerateOptions, output: Output) -> None:
             compile_layers=options.compile,
         )
         starts_at, method = compression_starts(session), method_name(session.method.name, dict(session.config))
+        pays_from = smaller_from(session, generation.memory)
     output.write("\n")
     if generation.note is not None:
         output.warn(f"warning: {generation.note}")
@@ -119,7 +120,7 @@ def run(options: GenerateOptions, output: Output) -> None:
     elif options.reuse:
         output.say(f"no tokens reused; first token after {generation.ttft_s:.2f} s")
     if options.stats:
-        output.warn(describe_generation(generation, starts_at))
+        output.warn(describe_generation(generation, starts_at, pays_from))
     following: list[Any] = []
     if options.context is None:
         measured = ["--artifact", options.artifact] if options.artifact else ["--method", method]
@@ -131,6 +132,7 @@ def run(options: GenerateOptions, output: Output) -> None:
         "reused_from": reused_from,
         "load_s": load_s,
         "compression_starts_at": starts_at,
+        "smaller_than_fp16_from": pays_from,
         **generation.to_dict(),
     }
     output.result(record, following=following)
@@ -190,8 +192,18 @@ def compression_starts(session: Session) -> int | None:
     return session.config.sink_length + min(x.keep + max(x.block, x.multiple_of, 1) for x in schedules)
 
 
-def describe_generation(generation: Generation, starts_at: int | None) -> str:
-    """Time, rate and memory on two lines; `starts_at` is that of `compression_starts`."""
+def smaller_from(session: Session, memory: MemoryReport) -> int | None:
+    """Where a compressed cache is larger than in fp16: tokens of a sequence from which on it is smaller; else None."""
+    if session.method.name == BASELINE or memory.ratio >= 1:
+        return None
+    from kvcli.plan.cache import CachePlan
+
+    shapes = session.spec, session.method, session.config, session.codecs, session.model.dtype
+    return CachePlan.of_codecs(*shapes, fused=session.backend.impl == "fused").pays_from()
+
+
+def describe_generation(generation: Generation, starts_at: int | None, pays_from: int | None) -> str:
+    """Time, rate and memory on two lines; the numbers are those of `compression_starts` and `smaller_from`."""
     memory = generation.memory
     others = ""
     if memory.other_layers:
@@ -212,11 +224,12 @@ def describe_generation(generation: Generation, starts_at: int | None) -> str:
             f"{time}KV cache {size(memory.cache_bytes)}: all {memory.num_tokens} tokens are inside the full-precision "
             f"window; compression starts at {starts_at} tokens (a lower --residual-length starts earlier){others}"
         )
+    larger = f"; larger than in fp16, as every context below {pays_from} tokens" if pays_from else ""
     return (
         f"{time}KV cache {size(memory.cache_bytes)}, in fp16 {size(memory.fp16_bytes)} ({memory.ratio:.2f}x): "
         f"{memory.num_encoded} of {memory.num_tokens} tokens as codes at {memory.key_bits:.2f} (K) / "
         f"{memory.value_bits:.2f} (V) bits, {size(memory.window_bytes)} in full precision; "
-        f"codebooks and encoders {size(memory.artifact_bytes)} per model{others}"
+        f"codebooks and encoders {size(memory.artifact_bytes)} per model{larger}{others}"
     )
 
 

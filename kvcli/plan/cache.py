@@ -27,6 +27,9 @@ from kvcli.spec import ModelSpec
 _TILE = 64
 """Tokens for which kernels read one rotation; some read one for half as many."""
 
+_LONGEST = 2**20
+"""Tokens of a sequence beyond which no cache is looked at."""
+
 
 @dataclass(frozen=True)
 class LayerBytes:
@@ -128,6 +131,20 @@ class CachePlan:
             buffers.reserve(counts, *plan.room)
             buffers.positions = positions_capacity(buffers.positions, _only(plan.lengths))
         return self._report(counts, buffers, None if ready else plan, batch)
+
+    def pays_from(self) -> int | None:
+        """Tokens of a sequence from which on its cache is smaller than they are in 16 bits; None: it never is."""
+
+        def larger(tokens: int) -> bool:
+            memory = self.memory(tokens)
+            return memory.cache_bytes >= memory.fp16_bytes
+
+        reach = 64
+        while larger(reach) or larger(2 * reach):  # a window that grows and shrinks makes it larger again
+            reach *= 2
+            if reach > _LONGEST:
+                return None
+        return next((tokens + 1 for tokens in range(reach, 0, -1) if larger(tokens)), 1)
 
     def _report(self, counts: TokenCounts, buffers: _Buffers, plan: HostCounts | None, batch: int) -> MemoryReport:
         spec, size = self.spec, self.dtype.itemsize

@@ -53,6 +53,8 @@ def test_what_is_said(chatty: Any) -> None:
     went_on = result("generate", "--context", "c.safetensors", "--prompt", "In short,", "--stats")
     assert went_on.stdout.startswith("In short,")
     says(went_on.stderr, "77 of 86 tokens reused from c.safetensors, loaded in", "(77 reused)")
+    large = result("compress", "--method", "fp8", "--prompt-file", "text.txt", "--out", "large.safetensors")
+    says(large.stderr, "all in the window", "larger than in fp16, as every context below")
 
 
 def test_options_that_were_not_given_are_the_contexts(chatty: Any, monkeypatch: pytest.MonkeyPatch) -> None:

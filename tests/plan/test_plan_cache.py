@@ -54,6 +54,18 @@ def test_a_cache_after_prompt_and_passes(name: str, family: str) -> None:
             assert plan.memory(tokens, passes, batch, chunk=chunk) == cache.memory(), (tokens, passes, batch, chunk)
 
 
+@pytest.mark.parametrize("name", ["fp16", "fp8", "kivi", "squat-pre", "qjl"])
+def test_from_where_on_a_cache_is_smaller_than_in_16_bits(name: str) -> None:
+    session, plan = attached(make_model("llama", max_position_embeddings=4096), name)
+    first = plan.pays_from()
+    assert (first is None) == (name == "fp16")
+    with session, torch.no_grad():
+        for tokens in () if first is None else (first - 1, first, first + 1, 3 * first):
+            cache = session.new_cache()
+            session.model(torch.zeros(1, tokens, dtype=torch.long), past_key_values=cache)
+            assert (cache.memory().cache_bytes < cache.memory().fp16_bytes) == (tokens >= first), tokens
+
+
 @pytest.mark.parametrize("name", ["kivi", "squat-pre", "qjl", "commvq"])
 @pytest.mark.parametrize("new_tokens", [2, 17, 60])
 def test_a_cache_after_steps(name: str, new_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ loses half of the excess at either end.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cache
 
@@ -148,16 +149,21 @@ class PerChannelKey(PerChannelCodec[None]):
 class PerTokenCodec(ScalarCodec[None]):
     """Asymmetric quantization of each token in groups of channels (KIVI section 3.1; also round-to-nearest).
 
-    A head narrower than `group_size` is one group.
+    A head narrower than `group_size` is one group. Where `group_size` does not divide `head_dim`, a group has their
+    greatest common divisor of channels: 16 of heads of 80 or 112, for 32.
 
     Raises:
-        ValueError: `group_size` does not divide `head_dim`.
+        ValueError: that divisor is below 8, so that scales and zeros would take more than 4 bits per value.
     """
 
     def __init__(self, spec: ModelSpec, n_bits: ScalarBits, group_size: int) -> None:
-        super().__init__(spec, n_bits, 1, min(group_size, spec.head_dim))
-        if spec.head_dim % self.group_size:
-            raise ValueError(f"group_size {group_size} does not divide head_dim {spec.head_dim}; choose one that does")
+        head_dim = spec.head_dim
+        super().__init__(spec, n_bits, 1, head_dim if head_dim <= group_size else math.gcd(group_size, head_dim))
+        if self.group_size < min(8, group_size):
+            raise ValueError(
+                f"group_size {group_size} and head_dim {head_dim} have no common divisor of 8 or more; choose a "
+                "group_size that divides head_dim"
+            )
 
     def encode(self, x: Tensor, state: None = None) -> ScalarCodes:
         if self.fused:
