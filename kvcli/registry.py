@@ -1,4 +1,4 @@
-"""The methods by name. Strings only, so that listing them imports nothing heavy."""
+"""The methods and suites by name. Strings only, so that listing them imports nothing heavy."""
 
 from __future__ import annotations
 

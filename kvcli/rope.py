@@ -198,12 +198,6 @@ class TokenRotations:
 
         return self._once((f"offsets {dtype} {num_parts}", count, num_groups), make)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tables and lengths kept."""
-        lengths = self._lengths.nbytes if self._lengths is not None else 0
-        return lengths + sum(table.cos.nbytes + table.sin.nbytes for table in self._tables.values())
-
     def _at(self, positions: Tensor) -> Rotation:
         return self.rope.rotation(positions.long(), torch.float32)
 

@@ -58,6 +58,13 @@ class Summary:
     failure: KvcliError | None = None
 
 
+class SuiteOptions(ModelOptions):
+    """Options of every suite."""
+
+    def check(self) -> None:
+        """Raises UsageError or ConfigError for options that exclude each other, before torch is imported."""
+
+
 class Run(ABC):
     """One run of a suite; making it checks what can be checked before torch is imported.
 
@@ -69,7 +76,7 @@ class Run(ABC):
 
     def __init__(self, suite: Any, options: Any) -> None:
         self.suite, self.options = suite, options
-        suite.check(options)
+        options.check()
 
     @abstractmethod
     def records(self, reporter: Reporter) -> Iterator[dict[str, Any]]:
@@ -94,7 +101,6 @@ class Suite:
         options: its options; `model` is the argument.
         example: a runnable command line.
         tabulate: (records, options) to the table.
-        check: checks options before torch is imported; raises UsageError or ConfigError.
         saves_memory: what to do when memory does not suffice.
     """
 
@@ -102,10 +108,9 @@ class Suite:
 
     name: str
     help: str
-    options: type[ModelOptions]
+    options: type[SuiteOptions]
     example: str
     tabulate: Callable[[Records, Any], DataTable]
-    check: Callable[[Any], None] = lambda options: None
     saves_memory: str = ""
 
     def open(self, options: Any) -> Run:

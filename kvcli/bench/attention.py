@@ -40,6 +40,12 @@ class AttentionOptions(BenchOptions):
     batches: list[str] = Field(default=[], description="sequences; repeatable; default: 1")
     repeats: int = Field(default=50, ge=1, description="calls timed")
 
+    def check(self) -> None:
+        if self.model != DEFAULT_MODEL:
+            raise UsageError(f"suite attention runs no model; give --shape instead of '{self.model}'")
+        if parse_batches(self.batches) is None:
+            raise UsageError("--batches auto goes with suite generate or memory")
+
 
 @dataclass(frozen=True)
 class AttentionRow(Row):
@@ -79,14 +85,6 @@ class AttentionRow(Row):
             stored_gb_s=stored_bytes / timing.p50_us / 1e3,
             **vars(timing),
         )
-
-
-def check(options: AttentionOptions) -> None:
-    """Raises UsageError for a model, or batches that are no numbers."""
-    if options.model != DEFAULT_MODEL:
-        raise UsageError(f"suite attention runs no model; give --shape instead of '{options.model}'")
-    if parse_batches(options.batches) is None:
-        raise UsageError("--batches auto goes with suite generate or memory")
 
 
 def prepare(options: AttentionOptions, reporter: Reporter) -> BenchRows:
@@ -192,5 +190,4 @@ SUITE = BenchSuite(
     saves_memory="lower --contexts or --batches",
     prepare=prepare,
     tabulate=table,
-    check=check,
 )

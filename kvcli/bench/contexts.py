@@ -239,6 +239,5 @@ SUITE = BenchSuite(
     saves_memory="lower --prompt-tokens or --prefill-chunk",
     prepare=prepare,
     tabulate=table,
-    check=ContextsOptions.check,
     summarize=lambda records: {"faster_from": break_even(records)},
 )

@@ -54,6 +54,13 @@ class GenerateBenchOptions(WholeModelOptions):
     )
     memory_budget: str | None = Field(default=None, description="limit of torch, as 24GiB or 24G; default: none")
 
+    def check(self) -> None:
+        super().check()
+        parse_batches(self.batches)
+        parse_size(self.memory_budget)
+        if self.decode == "passes" and self.compile:
+            raise UsageError("layers are compiled for decode steps: use --decode graphs or steps with --compile")
+
 
 class MemoryOptions(WholeModelOptions):
     """Options of `kvcli bench memory`."""
@@ -71,14 +78,10 @@ class MemoryOptions(WholeModelOptions):
     )
     longest: bool = Field(default=True, description="also find the longest context of one sequence")
 
-
-def check(options: GenerateBenchOptions | MemoryOptions) -> None:
-    """Raises UsageError for sizes and batches that are none, and for options that exclude each other."""
-    options.check()
-    parse_batches(options.batches)
-    parse_size(options.memory_budget)
-    if isinstance(options, GenerateBenchOptions) and options.decode == "passes" and options.compile:
-        raise UsageError("layers are compiled for decode steps: use --decode graphs or steps with --compile")
+    def check(self) -> None:
+        super().check()
+        parse_batches(self.batches)
+        parse_size(self.memory_budget)
 
 
 def prepare_generate(options: GenerateBenchOptions, reporter: Reporter) -> BenchRows:
@@ -234,7 +237,6 @@ SUITE = BenchSuite(
     saves_memory="lower --prompt-tokens, --batches or --prefill-chunk",
     prepare=prepare_generate,
     tabulate=generate_table,
-    check=check,
 )
 
 MEMORY = BenchSuite(
@@ -245,5 +247,4 @@ MEMORY = BenchSuite(
     saves_memory="lower --contexts, --batches or --prefill-chunk",
     prepare=prepare_memory,
     tabulate=memory_table,
-    check=check,
 )

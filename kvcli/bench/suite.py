@@ -16,10 +16,10 @@ from pydantic import Field
 from kvcli.builtin_models import DEFAULT_MODEL
 from kvcli.errors import KvcliError, UsageError, error_text
 from kvcli.hub import check_model_name
-from kvcli.options import IMPL_HELP, ModelOptions, parse_settings
+from kvcli.options import IMPL_HELP, parse_settings
 from kvcli.progress import Reporter
 from kvcli.registry import BASELINE, DEFAULT_METHOD, METHODS, get_method
-from kvcli.suite import Records, Run, Suite, Summary, check_methods
+from kvcli.suite import Records, Run, Suite, SuiteOptions, Summary, check_methods
 
 if TYPE_CHECKING:
     from kvcli.bench.layer import Agreement, MethodCase
@@ -32,7 +32,7 @@ Lengths = list[Annotated[int, Field(ge=1, le=MAX_LENGTH)]]
 Status = Literal["ok", "mismatch", "out of memory", "refused", "failed"]
 
 
-class BenchOptions(ModelOptions):
+class BenchOptions(SuiteOptions):
     """Options of every suite; lists and lengths without a value follow from the device."""
 
     former_names: ClassVar[dict[str, str]] = {"methods": "method", "settings": "setting"}
@@ -70,7 +70,6 @@ class WholeModelOptions(BenchOptions):
     )
 
     def check(self) -> None:
-        """Raises UsageError for a model beside random weights, or layers without them."""
         if self.model != DEFAULT_MODEL and self.random_weights is not None:
             raise UsageError(f"'{self.model}' or --random-weights, not both")
         if self.random_weights is None and self.layers is not None:

@@ -41,7 +41,7 @@ class MemoryReport:
         num_encoded: tokens of them whose keys are codes.
         code_bytes: codes with their scales and norms, as far as they are in use.
         window_bytes: sinks and residual window, as far as they are in use; with tokens that are codes too (KIVI).
-        position_bytes: positions, padding marks and cached RoPE tables of encoded tokens.
+        position_bytes: positions and padding marks; RoPE tables of encoded tokens are made for each forward pass.
         state_bytes: what codecs keep per sequence, such as a subspace; it does not grow with the context.
         allocated_bytes: all tensors of the cache with the headroom of their buffers.
         artifact_bytes: codec buffers (codebooks, encoders, projections) and kernel tables derived from them, held once

@@ -46,6 +46,7 @@ class Forward:
     device: torch.device
     ranges: Ranges = field(default_factory=Ranges)
     _elsewhere: dict[torch.device, Forward] = field(default_factory=dict, init=False)
+    _code_rotations: dict[bool, TokenRotations] = field(default_factory=dict, init=False)
 
     def on(self, device: torch.device) -> Forward:
         """The same pass for layers on a device, one object for all of them."""
@@ -72,10 +73,18 @@ class Forward:
         return Rotation.none(self.rotation)
 
     def code_rotations(self, codec: LayerCodec) -> TokenRotations:
-        """RoPE of the tokens that a layer attends to as codes."""
+        """RoPE of the tokens that a layer attends to as codes.
+
+        All layers of the pass share its tables, and no other pass: with few layers or heads they are larger than codes.
+        """
         if isinstance(self.counts, DeviceCounts):
             return self.counts.rotations[codec.rotated]
-        return self.sequences.code_rotations(self.counts.attended, self.code_lengths, codec.rotated, self.device)
+        if codec.rotated not in self._code_rotations:
+            first = self.sequences.counts.sink_length
+            positions = self.sequences.positions[:, first : first + self.counts.max_codes].to(self.device)
+            rope = self.sequences.rope_of(codec.rotated)
+            self._code_rotations[codec.rotated] = TokenRotations(rope, positions, self.code_lengths)
+        return self._code_rotations[codec.rotated]
 
     def key_rotations(self, codec: LayerCodec) -> list[Rotation]:
         """RoPE of the keys that are encoded, float32, for codecs that work before RoPE."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from kvcli.cache.counts import Counts, HostCounts, TokenCounts, row_values
 from kvcli.cache.window import ordinary_tensors
 from kvcli.errors import CacheError
-from kvcli.rope import NoRope, Rope, TokenRotations
+from kvcli.rope import NoRope, Rope
 
 
 class Sequences:
@@ -32,8 +32,6 @@ class Sequences:
         self.observed: list[int] = []
         self.valid = torch.ones(0, 0, dtype=torch.bool)
         self.positions = torch.zeros(0, 0, dtype=torch.int32)
-        self._code_rotations: dict[tuple[bool, torch.device], TokenRotations] = {}
-        self._counts_of_rotations: Counts = ()
 
     @property
     def lengths(self) -> Counts:
@@ -47,33 +45,13 @@ class Sequences:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of positions, padding marks and cached rotations of encoded tokens."""
-        rotations = sum(x.nbytes for x in self._code_rotations.values())
-        return rotations + self.valid.nbytes + self.positions.nbytes
-
-    def code_rotations(
-        self, counts: Counts, lengths: Tensor | None, rotated: bool, device: torch.device
-    ) -> TokenRotations:
-        """RoPE of the first `counts` tokens of each row after its sinks, kept until the counts change.
-
-        `lengths` are the counts as int32 [batch] on the device, None when all are equal; layers that are not `rotated`
-        get the rotation by 0.
-        """
-        if self._counts_of_rotations != counts:
-            self._code_rotations, self._counts_of_rotations = {}, counts
-        if (rotated, device) not in self._code_rotations:
-            first = self.counts.sink_length
-            positions = self.positions[:, first : first + max(counts)].to(device)
-            self._code_rotations[rotated, device] = TokenRotations(self.rope_of(rotated), positions, lengths)
-        return self._code_rotations[rotated, device]
+        """Bytes of positions and padding marks."""
+        return self.valid.nbytes + self.positions.nbytes
 
     def rope_of(self, rotated: bool) -> Rope:
         """The rotary embedding of layers that rotate, or of those that do not."""
         inv_freq = self.rope.inv_freq
         return self.rope if rotated else NoRope(2 * len(inv_freq), inv_freq.device)
-
-    def _forget_rotations(self) -> None:
-        self._code_rotations, self._counts_of_rotations = {}, ()
 
     @ordinary_tensors
     def extend(self, count: int) -> None:
@@ -87,13 +65,11 @@ class Sequences:
     @ordinary_tensors
     def append_slots(self, count: int) -> None:
         """Adds columns of real tokens that `counts` knows of, and whose positions `extend` has kept."""
-        self._forget_rotations()
         self.valid = nn.functional.pad(self.valid, (0, count), value=True)
 
     @ordinary_tensors
     def select(self, rows: Tensor) -> None:
         """Keeps, repeats or reorders rows, [count] indices."""
-        self._forget_rotations()
         if not self.lengths:
             return
         rows = rows.to(self.valid.device)
@@ -131,7 +107,6 @@ class Sequences:
                 "remove all tokens, or make a new cache"
             )
         self.counts.truncate(removed)
-        self._forget_rotations()
         self.valid = self.valid[:, : self.slots - slots].clone()
         self.observed = [min(pair) for pair in zip(lengths, self.observed, strict=True)]
         return [row for row, length in enumerate(lengths) if not length]

@@ -32,7 +32,8 @@ NEGLIGIBLE_SHARE = 0.01
 """A difference below this share of the former value passes: other hardware rounds differently."""
 
 _NEGLIGIBLE = 1e-5
-_COMPARED_OPTIONS = ("corpus", "corpus_split", "seq_len", "num_sequences", "chunk", "seed", "max_new_tokens")
+_ROW_OPTIONS = {"model", "method", "setting", "artifact", "impl", "device", "dtype", "out", "baseline", "compare_with"}
+"""Options that say what a row is of and where it goes, not how it is measured."""
 
 
 @dataclass(frozen=True)
@@ -177,11 +178,12 @@ def find_former(record: EvalRecord, former: Sequence[EvalRecord]) -> EvalRecord:
     if differs(record.fingerprint, other.fingerprint):
         raise UsageError(f"the baseline's row '{other.label}' is of another model ({other.model})")
     if record.protocol != other.protocol or len(record.units) != len(other.units):
-        pairs = [(name, other.options.get(name), record.options.get(name)) for name in _COMPARED_OPTIONS]
+        asked = {name: ours for name, ours in record.options.items() if name not in _ROW_OPTIONS}
+        pairs = [(name, other.options.get(name), ours) for name, ours in asked.items()]
         differing = ", ".join(f"{name} {theirs} there, {ours} here" for name, theirs, ours in pairs if theirs != ours)
         raise UsageError(
             f"the baseline's row '{other.label}' was not measured on the same text in the same way "
-            f"({differing or 'its text differs'}); measure it again"
+            f"({differing or 'its text differs'}); measure the baseline again"
         )
     if len(record.units) < MIN_UNITS:
         raise UsageError(

@@ -14,11 +14,11 @@ from pydantic import Field
 from kvcli.errors import ArtifactError, KvcliError, QualityGateError, UsageError
 from kvcli.eval.records import UNCOMPRESSED, EvalRecord, check_labels, read_rows
 from kvcli.hub import check_model_name
-from kvcli.options import IMPL_HELP, ModelOptions, parse_settings
+from kvcli.options import IMPL_HELP, parse_settings
 from kvcli.paths import artifact_method, is_artifact_of, newest_artifact
 from kvcli.progress import Reporter
 from kvcli.registry import BASELINE, DEFAULT_METHOD, METHODS, get_config, get_method, method_name, parse_name
-from kvcli.suite import Records, Run, Suite, Summary, check_methods
+from kvcli.suite import Records, Run, Suite, SuiteOptions, Summary, check_methods
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,7 +35,7 @@ _MAX_DOCUMENTS = 1024
 """Documents that prompts are made from."""
 
 
-class EvalOptions(ModelOptions):
+class EvalOptions(SuiteOptions):
     """Options of every suite."""
 
     other_panel: ClassVar[str] = "Options"
@@ -180,7 +180,8 @@ class EvalRun(Run):
             self._compared = UNCOMPRESSED
         elif not suite.rows_per_method:
             if compare_with is not None and compare_with not in labels:
-                raise UsageError(f"--compare-with {compare_with}: the rows are {', '.join(labels)}")
+                names = [UNCOMPRESSED] * suite.with_reference + labels
+                raise UsageError(f"--compare-with {compare_with}: the rows are {', '.join(names)}")
             if len(labels) > 1:
                 compressing = (label for label, (name, _) in zip(labels, self._chosen, strict=True) if name != BASELINE)
                 self._compared = compare_with or next(compressing, None)
@@ -200,7 +201,8 @@ class EvalRun(Run):
         options, suite = self.options, self.suite
         cases = [REFERENCE] * suite.with_reference + self._cases()
         loaded = options.load(reporter)
-        prepared = suite.prepare(options, loaded, cases, reporter)
+        with torch.no_grad():
+            prepared = suite.prepare(options, loaded, cases, reporter)
         shared = {
             "model": options.model,
             "fingerprint": loaded.fingerprint,
@@ -211,7 +213,12 @@ class EvalRun(Run):
             "threads": torch.get_num_threads(),
             "machine": environment_info(),
         }
-        for measured in prepared.rows:
+
+        @torch.no_grad()
+        def rows() -> Iterator[Measured]:
+            yield from prepared.rows
+
+        for measured in rows():
             case = measured.case
             other = next((record for record in self._records if record.label == self._compared), None)
             config = case.settings if case.artifact is None else Metadata.read(case.artifact / METADATA).config

@@ -41,6 +41,10 @@ class TasksOptions(ComparedOptions):
         default=32, ge=1, description="tokens fed at once; attention within a chunk is in full precision"
     )
 
+    def check(self) -> None:
+        if not self.tasks:
+            raise UsageError("suite tasks needs --tasks NAME; 'lm-eval ls tasks' lists those of lm-eval")
+
 
 class TaskDocument(Strict):
     """A unit: one document of one task."""
@@ -68,12 +72,6 @@ class TaskRecord(EvalRecord):
             series.values.append(unit.value)
             series.weights.append(1.0)
         return by_metric
-
-
-def check(options: TasksOptions) -> None:
-    """Raises UsageError without tasks."""
-    if not options.tasks:
-        raise UsageError("suite tasks needs --tasks NAME; 'lm-eval ls tasks' lists those of lm-eval")
 
 
 def measure(loaded: LoadedModel, case: Case, options: TasksOptions, manager: Any) -> Measured:
@@ -191,5 +189,4 @@ SUITE = EvalSuite(
     prepare=prepare,
     tabulate=table,
     with_reference=True,
-    check=check,
 )

@@ -15,7 +15,7 @@ import torch
 from kvcli.attention.attach import build_codecs, make_config
 from kvcli.attention.decoder import can_step, step_capacity
 from kvcli.cache.compressed import MemoryReport
-from kvcli.cache.counts import Counts, HostCounts, TokenCounts
+from kvcli.cache.counts import Counts, TokenCounts
 from kvcli.cache.layer import grown_capacity
 from kvcli.cache.sequences import positions_capacity
 from kvcli.methods.config import BiasOffsetConfig, CacheConfig
@@ -23,9 +23,6 @@ from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import Method
 from kvcli.registry import parse_method
 from kvcli.spec import ModelSpec
-
-_TILE = 64
-"""Tokens for which kernels read one rotation; some read one for half as many."""
 
 _LONGEST = 2**20
 """Tokens of a sequence beyond which no cache is looked at."""
@@ -40,7 +37,6 @@ class LayerBytes:
         key_tokens, value_tokens: tokens of a group.
         state: bytes that the key codec keeps of a sequence.
         fitted: bytes that a model holds once.
-        rotated: whether the reference keeps RoPE tables of encoded tokens for it.
     """
 
     key_group: int
@@ -49,7 +45,6 @@ class LayerBytes:
     value_tokens: int
     state: int
     fitted: int
-    rotated: bool
 
 
 @dataclass(frozen=True)
@@ -104,7 +99,6 @@ class CachePlan:
                     state=0 if state is None else state.nbytes,
                     fitted=codec.fitted_bytes()
                     + (4 * codec.key.spec.kv_dim if apart and codec.key_offset is None else 0),
-                    rotated=codec.needs_rotations or apart,
                 )
             layers.append(known[same])
         return cls(spec, method, config, tuple(layers), dtype, fused, windows)
@@ -119,7 +113,7 @@ class CachePlan:
         groups = max(x.key_tokens for x in self.layers), max(x.value_tokens for x in self.layers)
         counts = TokenCounts(self.method.schedules(self.config), self.config.sink_length, groups)
         buffers, size = _Buffers(), chunk or max(1, prompt_tokens)
-        plan, ready = None, 0
+        ready = 0
         for count in [min(size, prompt_tokens - start) for start in range(0, prompt_tokens, size)] + [1] * passes:
             rest = prompt_tokens + passes - sum(counts.lengths)
             if steps and rest <= passes and (ready or can_step(counts, rest)) and max(counts.attended) >= ready:
@@ -130,7 +124,7 @@ class CachePlan:
             plan = counts.append((count,))
             buffers.reserve(counts, *plan.room)
             buffers.positions = positions_capacity(buffers.positions, _only(plan.lengths))
-        return self._report(counts, buffers, None if ready else plan, batch)
+        return self._report(counts, buffers, batch)
 
     def pays_from(self) -> int | None:
         """Tokens of a sequence from which on its cache is smaller than they are in 16 bits; None: it never is."""
@@ -146,7 +140,7 @@ class CachePlan:
                 return None
         return next((tokens + 1 for tokens in range(reach, 0, -1) if larger(tokens)), 1)
 
-    def _report(self, counts: TokenCounts, buffers: _Buffers, plan: HostCounts | None, batch: int) -> MemoryReport:
+    def _report(self, counts: TokenCounts, buffers: _Buffers, batch: int) -> MemoryReport:
         spec, size = self.spec, self.dtype.itemsize
         tokens, window = _only(counts.lengths), _only(counts.window)
         coded, coded_values = _only(counts.keys.coded), _only(counts.values.coded)
@@ -155,9 +149,6 @@ class CachePlan:
         token_bytes = (key_dim + value_dim) * size * len(self.layers)
         state = sum(x.state for x in self.layers) if tokens else 0
         positions = tokens + 4 * buffers.positions
-        attended = 0 if plan is None else _only(plan.attended)
-        if attended and any(x.rotated for x in self.layers):
-            positions += (-(-attended // _TILE) if self.fused else attended) * spec.rope.rotary_dim * 4
         windows = counts.layout.capacity * token_bytes if tokens else 0
 
         return MemoryReport(
