@@ -59,9 +59,9 @@ class Rotation:
         return torch.cat((*rotated, rest), dim=-1)
 
     def at_each_position(self, x: Tensor) -> Tensor:
-        """One vector [1, heads, 1, head_dim] rotated to each position: [batch or 1, heads, time, head_dim]."""
+        """A vector [batch or 1, heads, 1, head_dim] rotated to each position: [batch or 1, heads, time, head_dim]."""
         batch, _, time, _ = self.cos.shape
-        return self.apply(x.expand(batch, -1, time, -1))
+        return self.apply(x.expand(max(batch, x.shape[0]), -1, time, -1))
 
     def unapply(self, x: Tensor) -> Tensor:
         """Inverse of `apply` on x [batch, heads, time, head_dim]; also divides out the attention scaling."""

@@ -105,17 +105,17 @@ def test_no_modules_import_each_other(repo_root: Path) -> None:
 BUDGET = {
     ".": 3540,
     "artifact": 400,
-    "attention": 1980,  # tiles of the window by head_dim and dtype
+    "attention": 2000,  # tiles of the window by head_dim and dtype; offsets from the sequence
     "bench": 2390,
-    "cache": 2660,
+    "cache": 2670,  # the same offsets are observed
     "calibrate": 1420,  # blocks of logits by vocabulary
     "cli": 3070,  # contexts that are larger than in fp16 say so
     "contexts": 830,
     "eval": 2160,  # rows without gradients, options that differ by name
     "integrations": 630,
     "kernels": 730,
-    "methods": 7510,
-    "plan": 540,  # from which length they are smaller
+    "methods": 7560,  # offsets from the sequence, kept as a state
+    "plan": 550,  # from which length they are smaller
     "seam": 1550,
     "storage": 640,
 }

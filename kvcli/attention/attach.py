@@ -14,7 +14,7 @@ from kvcli.artifact import Artifact
 from kvcli.attention.session import Session, devices_of_layers
 from kvcli.errors import ConfigError, UnsupportedModelError, UsageError, explain
 from kvcli.fingerprint import fingerprint
-from kvcli.methods.config import BiasOffsetConfig, CacheConfig
+from kvcli.methods.config import BiasOffsetConfig, CacheConfig, SequenceOffsetConfig
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import Method
 from kvcli.models import LoadedModel
@@ -85,9 +85,7 @@ def attach(
         artifact.check_model(spec, digest, record.name)
         settings = artifact.config_with(config)
         codecs = artifact.build_codecs(settings)
-    if isinstance(settings, BiasOffsetConfig) and settings.key_offset == "bias":
-        for codec, bias in zip(codecs, probe(module).key_biases(), strict=True):
-            codec.key_offset = bias
+    settings = _choose_offsets(module, settings, codecs)
     if layers is not None:
         unknown = sorted(set(layers) - set(range(spec.num_layers)))
         if unknown or not layers:
@@ -99,6 +97,21 @@ def attach(
         codec.to(devices[spec.in_model(layer_idx)]).eval()
     name = loaded.name if loaded is not None else str(getattr(module.config, "name_or_path", ""))
     return Session(module, spec, record, settings, codecs, impl, layers, fitted=artifact is not None, model_name=name)
+
+
+def _choose_offsets(model: nn.Module, settings: CacheConfig, codecs: list[LayerCodec]) -> CacheConfig:
+    """Gives codecs the constant part of keys that the settings ask for; returns settings that say which that is."""
+    if isinstance(settings, SequenceOffsetConfig):
+        if settings.sequence_offset == "auto":
+            settings = settings.model_copy(
+                update={"sequence_offset": "mean" if probe(model).normalizes_keys else "none"}
+            )
+        for codec in codecs:
+            codec.sequence_offset = settings.sequence_offset == "mean"
+    if isinstance(settings, BiasOffsetConfig) and settings.key_offset == "bias":
+        for codec, bias in zip(codecs, probe(model).key_biases(), strict=True):
+            codec.key_offset = bias
+    return settings
 
 
 def build_codecs(method: Method, spec: ModelSpec, config: CacheConfig) -> list[LayerCodec]:

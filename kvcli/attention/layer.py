@@ -44,7 +44,9 @@ def attend_layer(call: AttentionCall, backend: AttentionBackend) -> Tensor:
     rotated = backend.rotate_and_append(rotation, query, new.key, new.value, store.keys, store.values, forward.window)
     if store.state is not None and not forward.counts.all_coded:
         with without_autocast(query):
-            if codec.offset is None:
+            if codec.sequence_offset:
+                observed = new.key
+            elif codec.offset is None:
                 observed = forward.window.read_new(store.keys, query.shape[2])
             else:
                 observed = rotation.apply(new.key - codec.offset)

@@ -160,7 +160,7 @@ class CompressedCache(Cache):
         groups = ((codec.key.tokens_per_group, codec.value.tokens_per_group) for codec in self._codecs)
         keys, values = map(max, zip(*groups, strict=True))
         counts = TokenCounts(self.method.schedules(self.config), self.config.sink_length, (keys, values))
-        stateful = any(codec.key.new_state(1, torch.device("cpu")) is not None for codec in self._codecs)
+        stateful = any(codec.new_state(1, torch.device("cpu")) is not None for codec in self._codecs)
         return Sequences(self._seam.rope, counts, stateful)
 
     def _hold(self, sequences: Sequences) -> None:

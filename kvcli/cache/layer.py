@@ -120,7 +120,7 @@ class LayerStore:
         self.keys, self.values = (x.new_zeros(*x.shape[:2], layout.capacity, x.shape[3]) for x in (key, value))
         self.key_codes = CodeBuffer(codec.key, self.keys)
         self.value_codes = CodeBuffer(codec.value, self.values)
-        self.state = codec.key.new_state(key.shape[0], key.device)
+        self.state = codec.new_state(key.shape[0], key.device)
 
     def reserve(self, forward: Forward) -> None:
         """Makes room for new tokens in the windows, and for the codes of those that are encoded."""
@@ -132,34 +132,37 @@ class LayerStore:
                 codes.reserve(needed)
 
     def observe(self, queries: Tensor, keys: Tensor, forward: Forward) -> None:
-        """Passes new tokens of the rows that have no codes yet to the key codec, which keeps a state.
+        """Passes new tokens of the rows that have no codes yet to the codec, which keeps a state.
 
-        Queries [batch, num_heads, query_len, head_dim] are in the codec's query space, keys after RoPE.
+        Queries [batch, num_heads, query_len, head_dim] are in the codec's query space, keys after RoPE; where the mean
+        of keys is kept, they are before it, and the sinks do not count.
         """
         assert isinstance(forward.counts, HostCounts)  # steps begin when every row has codes
         coded, counts = forward.counts.coded_keys, row_values(forward.new, keys.device, torch.float32)
-        if forward.real is not None or any(coded):
-            open_rows = torch.tensor([not count for count in coded], device=keys.device)
-            shown = open_rows[:, None, None, None]
-            if forward.real is not None:
-                shown = shown & forward.real[:, None, :, None]
-            queries, keys, counts = queries * shown, keys * shown, counts * open_rows
-        self.codec.key.observe(self.state, queries, keys, counts)
+        first = forward.counts.layout.sinks if self.codec.sequence_offset else 0
+        if first or forward.real is not None or any(coded):
+            index = forward.window.index  # -1 at padding
+            if isinstance(index, int):
+                index = torch.arange(index, index + keys.shape[2], device=keys.device)
+            shown = (index >= first) & torch.tensor([not count for count in coded], device=keys.device).unsqueeze(1)
+            queries, keys = (x * shown[:, None, :, None] for x in (queries, keys))
+            counts = shown.sum(1, dtype=torch.float32)
+        self.codec.observe(self.state, queries, keys, counts)
 
     def encode_keys(self, forward: Forward, unrotate: Unrotate, note: Note) -> None:
         """Encodes keys of the window as the pass says; those that stay there become what they decode to."""
         encodings: Sequence[AnyEncoding] = forward.counts.keys
         for i, encoding in enumerate(encodings):
             rotation = forward.key_rotations(self.codec)[i] if self.codec.needs_rotations else None
-            keys = read_slots(self.keys, encoding.slots(self.layout), encoding.index)
-            if rotation is not None:
-                keys = self.codec.encoder_input(keys, rotation, unrotate)
             state = self.state
             if state is not None and isinstance(encoding, Encoding):
                 if encoding.is_first:
-                    self.codec.key.finalize_state(state, encoding.rows)
+                    self.codec.finalize_state(state, encoding.rows)
                 if not encoding.whole:
                     state = state.select(encoding.rows)
+            keys = read_slots(self.keys, encoding.slots(self.layout), encoding.index)
+            if rotation is not None:
+                keys = self.codec.encoder_input(keys, rotation, unrotate, state)
             codes = self.key_codes.write(keys, state, encoding)
             note(encoding, keys, codes)
             if encoding.kept:

@@ -63,7 +63,17 @@ class BiasOffsetConfig(CacheConfig):
     )
 
 
-class TurboQuantConfig(BiasOffsetConfig):
+class SequenceOffsetConfig(BiasOffsetConfig):
+    """And of those that can take the constant from the sequence itself."""
+
+    sequence_offset: Literal["auto", "mean", "none"] = Field(
+        default="auto",
+        description="whether the mean of a sequence's first keys is not coded, in place of a bias; auto: where the "
+        "model normalizes its keys",
+    )
+
+
+class TurboQuantConfig(SequenceOffsetConfig):
     """Settings of TurboQuant."""
 
     k_bits: Literal[1, 2, 3, 4] = Field(default=3, description="bits per key coordinate, the residual's sign included")
@@ -123,7 +133,7 @@ class ScalarConfig(CacheConfig):
     )
 
 
-class RTNConfig(ScalarConfig, BiasOffsetConfig):
+class RTNConfig(ScalarConfig, SequenceOffsetConfig):
     """Settings of round-to-nearest."""
 
     k_bits: ScalarBits = Field(default=4, description="bits of a key code")

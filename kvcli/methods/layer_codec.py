@@ -11,11 +11,25 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import TypeVar
 
-from kvcli.methods.base import CachedFromBuffers, Codes, KeyCodec, ValueCodec
+from kvcli.methods.base import CachedFromBuffers, Codes, KeyCodec, State, ValueCodec
 from kvcli.rope import Rotation, TokenRotations, Unrotate
 
 KeyT = TypeVar("KeyT", bound=KeyCodec[Any], default=KeyCodec[Any])
 ValueT = TypeVar("ValueT", bound=ValueCodec[Any], default=ValueCodec[Any])
+
+
+@dataclass(frozen=True)
+class OffsetState(State):
+    """The constant part of each sequence's keys, as `LayerCodec.key_offset`.
+
+    Attributes:
+        mean: float32 [batch, num_kv_heads, 1, head_dim], of its pre-RoPE keys after the sinks, up to the pass that
+            encodes the first of them; until then their sum.
+        count: float32 [batch], how many these are.
+    """
+
+    mean: Tensor
+    count: Tensor
 
 
 class LayerCodec(nn.Module, Generic[KeyT, ValueT]):
@@ -26,6 +40,7 @@ class LayerCodec(nn.Module, Generic[KeyT, ValueT]):
         rotated: whether the model rotates queries and keys of the layer; else the rotations that it is given are by 0.
         key_offset: None, or float32 [num_kv_heads, head_dim]: a constant pre-RoPE key b. Only k - b is encoded, as
             R(m)(k - b) where the codec works after RoPE; R(m) b is added to what is decoded.
+        sequence_offset: whether b is the mean of each sequence's first keys instead, which its state holds.
     """
 
     key: KeyT
@@ -34,7 +49,7 @@ class LayerCodec(nn.Module, Generic[KeyT, ValueT]):
 
     def __init__(self, key: KeyT, value: ValueT, key_offset: Tensor | None = None) -> None:
         super().__init__()
-        self.key, self.value, self.rotated = key, value, True
+        self.key, self.value, self.rotated, self.sequence_offset = key, value, True, False
         self.register_buffer("key_offset", key_offset)
         self._offset_in_use: CachedFromBuffers[Tensor | None] = CachedFromBuffers()
 
@@ -49,14 +64,42 @@ class LayerCodec(nn.Module, Generic[KeyT, ValueT]):
     @property
     def needs_rotations(self) -> bool:
         """Whether encoding and decoding keys takes the RoPE of their positions."""
-        return self.key.space == "pre_rope" or self.offset is not None
+        return self.key.space == "pre_rope" or self.sequence_offset or self.offset is not None
 
-    def encoder_input(self, keys: Tensor, rotation: Rotation, unrotate: Unrotate) -> Tensor:
+    def _offset_of(self, state: Any) -> Tensor | None:
+        """The constant [1 or batch, num_kv_heads, 1, head_dim] of sequences with this state."""
+        return state.mean if isinstance(state, OffsetState) else self.offset
+
+    def new_state(self, batch: int, device: torch.device) -> State | None:
+        """The empty state of `batch` sequences: the mean of their keys, or what the key codec keeps, if anything."""
+        if not self.sequence_offset:
+            state: State | None = self.key.new_state(batch, device)
+            return state
+        spec = self.key.spec
+        mean = torch.zeros(batch, spec.num_kv_heads, 1, spec.head_dim, device=device)
+        return OffsetState(mean, torch.zeros(batch, device=device))
+
+    def observe(self, state: Any, queries: Tensor, keys: Tensor, counts: Tensor) -> None:
+        """As `KeyCodec.observe`; keys are before RoPE where their mean is kept."""
+        if isinstance(state, OffsetState):
+            state.mean.add_(keys.float().sum(2, keepdim=True))
+            state.count.add_(counts)
+        else:
+            self.key.observe(state, queries, keys, counts)
+
+    def finalize_state(self, state: Any, rows: list[int]) -> None:
+        """As `KeyCodec.finalize_state`."""
+        if isinstance(state, OffsetState):
+            state.mean[rows] /= state.count[rows].clamp_min(1).view(-1, 1, 1, 1)
+        else:
+            self.key.finalize_state(state, rows)
+
+    def encoder_input(self, keys: Tensor, rotation: Rotation, unrotate: Unrotate, state: Any = None) -> Tensor:
         """The input of `key.encode`, from keys of the window: before RoPE and float32, or after it in their dtype.
 
         Keys are after RoPE, [batch, num_kv_heads, time, head_dim]; `rotation` is RoPE of their positions, float32.
         """
-        offset = self.offset
+        offset = self._offset_of(state)
         if self.key.space == "pre_rope":
             before = unrotate(rotation, keys)
             return before if offset is None else before - offset
@@ -67,14 +110,14 @@ class LayerCodec(nn.Module, Generic[KeyT, ValueT]):
 
         `rotation` is RoPE of the tokens' positions, float32, if `needs_rotations`.
         """
-        key, offset = self.key, self.offset
+        key, offset = self.key, self._offset_of(state)
         if rotation is None or (offset is None and key.space == "post_rope"):
             return key.decode_to(codes, state, dtype)
         return key.decode_rotated(codes, state, rotation, offset, dtype)
 
     def scores(self, query: Tensor, codes: Codes, state: Any, rotation: Rotation | None) -> Tensor:
         """`KeyCodec.scores`, offset included; `rotation` is RoPE of the tokens, float32, if `needs_rotations`."""
-        key, offset = self.key, self.offset
+        key, offset = self.key, self._offset_of(state)
         scores = key.scores(query, codes, state, rotation if key.space == "pre_rope" else None)
         if offset is None or rotation is None:
             return scores

@@ -90,7 +90,7 @@ class CachePlan:
                     codec.make_kernel_tables()
                 sides = (codec.key, codec.value)
                 keys, values = (torch.zeros(1, x.spec.num_kv_heads, 1, x.spec.head_dim, dtype=dtype) for x in sides)
-                state = codec.key.new_state(1, keys.device)
+                state = codec.new_state(1, keys.device)
                 known[same] = LayerBytes(
                     key_group=codec.key.encoded_group(keys).nbytes,
                     value_group=codec.value.encoded_group(values).nbytes,

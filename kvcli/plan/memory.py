@@ -30,6 +30,7 @@ from kvcli.methods.method import Method
 from kvcli.methods.samples import LayerFisher
 from kvcli.models import find_config
 from kvcli.plan.cache import CachePlan
+from kvcli.seam.probe import probe
 from kvcli.spec import ModelSpec
 
 _BLOCK_TOKENS = 4608
@@ -191,7 +192,12 @@ class MethodPlan:
     @cached_property
     def codecs(self) -> Sequence[LayerCodec]:
         """Codecs that are not fitted, whose bytes are those of fitted ones."""
-        return build_codecs(self.method, self.planned.spec, self.config)
+        codecs = build_codecs(self.method, self.planned.spec, self.config)
+        chosen = getattr(self.config, "sequence_offset", "none")
+        on = chosen == "mean" or (chosen == "auto" and probe(self.planned.empty).normalizes_keys)
+        for codec in codecs:
+            codec.sequence_offset = on
+        return codecs
 
     @cached_property
     def cache(self) -> CachePlan:

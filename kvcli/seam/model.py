@@ -59,6 +59,11 @@ class ModelAttention:
         layers = ((module, self.layer_of(module)) for module in self.modules)
         return [module for module, layer in layers if layer is None or layer.own_rotation]
 
+    @property
+    def normalizes_keys(self) -> bool:
+        """Whether attention has a norm, of keys or of queries and keys, after their projection."""
+        return any("norm" in name for layer in self.layers for name, _ in layer.module.named_modules())
+
     def key_biases(self) -> list[Tensor | None]:
         """The constant that each layer's projection adds to every pre-RoPE key.
 

@@ -21,7 +21,7 @@ from kvcli.checkpoint import read_config
 from kvcli.errors import ChunkError, ConfigError, UnsupportedModelError, UsageError, error_text, explain
 from kvcli.hub import download_config
 from kvcli.integrations.lmcache.format import ChunkLayout
-from kvcli.methods.config import BiasOffsetConfig, CacheConfig
+from kvcli.methods.config import BiasOffsetConfig, CacheConfig, SequenceOffsetConfig
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import Method
 from kvcli.progress import no_progress, say_nothing
@@ -111,6 +111,8 @@ class Served:
                 f"method '{method.name}' codes keys less the bias of the model's key projection, which is not in its "
                 'config; say "settings": {"key_offset": "none"}, unless the projection has a bias'
             )
+        if isinstance(config, SequenceOffsetConfig) and config.sequence_offset == "mean":
+            raise ConfigError("a chunk does not know the first keys of its sequence; leave out sequence_offset")
         codecs = self._fitted or self._codecs_of_part(spec.num_layers, spec.num_kv_heads)
         if any(codec.key.new_state(1, self.device) is not None for codec in codecs):
             raise UsageError(
