@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import sqlite3
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -97,7 +98,7 @@ def longest(
     """
     verdicts: dict[str, bool] = {}
     best: Match | None = None
-    best_rank: tuple[int, float, int] = (0, 0.0, 0)
+    best_rank: tuple[int, float, int] = (0, math.inf, 0)  # a match has a token
 
     def use(row: tuple[Any, ...], common: int) -> bool:
         """Whether a context is better than all before it."""

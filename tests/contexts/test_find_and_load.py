@@ -53,6 +53,13 @@ def test_what_is_found_goes_on_as_the_cache_cropped_to_it(maker: Any, store: Con
         assert made.greedy(made.session.load_cache(loaded), prompt, 2) == made.greedy(cache, prompt, 2)
 
 
+def test_no_tokens_have_none_in_common_with_a_short_context(maker: Any, store: ContextStore) -> None:
+    made: Maker = maker("kivi")
+    for length in (3, 17):
+        store.put(made.context(tokens(length, seed=length)))
+    assert store.find(tokens(1)[:0], made.identity) is None
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_every_length_that_is_of_use_is_one_to_which_a_cache_can_be_cropped(maker: Any, method: str) -> None:
     for length in (1, 2, 3, 18, 19, 30, 90):
