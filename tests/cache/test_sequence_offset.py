@@ -10,7 +10,9 @@ from factories import make_model
 from passes import ids, padded
 
 import kvcli
+from kvcli.attention.attach import make_config
 from kvcli.errors import CacheError
+from kvcli.plan.memory import MethodPlan, PlannedModel
 from kvcli.registry import METHODS, get_method
 
 WINDOW = {"residual_length": 6, "sink_length": 2, "flush_block": 1}
@@ -108,3 +110,15 @@ def test_it_is_kept_with_the_sequence(method: str, tmp_path: Any) -> None:
         assert cache.memory().state_bytes > 0
         with pytest.raises(CacheError, match="state was computed from some of them"):
             cache.crop(-20)
+
+
+@pytest.mark.parametrize("name", ["turboquant", "rtn"])
+def test_a_plan_counts_it(name: str) -> None:
+    method, model = get_method(name), make_model("qwen3", max_position_embeddings=4096)
+    config = make_config(method, method.example_settings)
+    planned = PlannedModel("tiny", model.config, model.dtype, model.device)
+    with kvcli.attach(model, name, **method.example_settings) as session, torch.no_grad():
+        cache = session.new_cache()
+        model(ids(1, 100), past_key_values=cache)
+        assert MethodPlan(planned, name, method, config).cache.memory(100) == cache.memory()
+        assert cache.memory().state_bytes > 0
