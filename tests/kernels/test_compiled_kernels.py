@@ -39,6 +39,13 @@ def test_the_largest_tiles_fit_99_kib(dtype: str) -> None:
 
 
 @pytest.mark.kernels
+@pytest.mark.parametrize(("capability", "dtype"), [(90, "float32"), (86, "bfloat16")])
+def test_windows_of_heads_of_256_channels_fit(capability: int, dtype: str) -> None:
+    options = ("--methods", "kivi-2", "--dtype", dtype, "--head-dim", "256", "--kernels", "window_kernels._attend")
+    assert "_attend_kernel" in compile_kernels(capability, *options)
+
+
+@pytest.mark.kernels
 @pytest.mark.parametrize(
     ("methods", "kernels", "limit"),
     [
