@@ -65,7 +65,8 @@ def test_merged_shards_are_the_recording_of_one_process(whole: Path, tmp_path: P
     assert all(layer.key.count_nonzero() for layer in Recording(whole).fisher)
     assert sum(done) == 2 * 6 + 7
     before = contents(places[0])
-    merge(places, tmp_path / "merged")  # again, over what is there
+    again = merge(places, tmp_path / "merged")  # over what is there
+    assert (again.folder, again.spec) == (tmp_path / "merged", Recording(whole).spec)
     assert contents(tmp_path / "merged") == contents(whole)
     assert contents(places[0]) == before
 

@@ -80,7 +80,9 @@ def another(x: Any) -> Any:
         if x.dtype == torch.bool:
             return ~x
         if x.is_floating_point() or x.is_complex():
-            return x + 0.1 * x.abs().float().mean().to(x.dtype) + 0.01 if x.numel() else x
+            # not the same everywhere, and large: logits have margins, and a softmax does not see a constant
+            ramp = torch.linspace(-3, 3, x.numel(), device=x.device).view(x.shape)
+            return x + ((x.abs().float().mean() + 0.01) * ramp).to(x.dtype) if x.numel() else x
         return x ^ 1
     if isinstance(x, bool):
         return not x

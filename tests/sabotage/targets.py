@@ -94,7 +94,7 @@ TARGETS: dict[str, str] = {
     "kvcli.fit:fit_recording": "cli/test_fit.py artifact",
     "kvcli.fit:assemble": "artifact",
     "kvcli.artifact.artifact:Artifact.check_model": "artifact faults/test_artifacts_on_disk.py",
-    "kvcli.artifact.artifact:Artifact.build_codecs": "artifact",
+    "kvcli.artifact.artifact:Artifact.build_codecs": "cache/test_commvq_cache.py",
     # contexts
     "kvcli.cache.blocks:usable_length": "contexts",
     "kvcli.cache.blocks:join": "contexts",
