@@ -87,7 +87,7 @@ def another(x: Any) -> Any:
     if isinstance(x, bool):
         return not x
     if isinstance(x, (int, float)):
-        return x + 1
+        return -x - 1
     if isinstance(x, str):
         return x + "x"
     if x is None:

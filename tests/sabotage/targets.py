@@ -115,7 +115,7 @@ TARGETS: dict[str, str] = {
     "kvcli.plan.cache:CachePlan.memory": "plan/test_plan_cache.py",
     "kvcli.plan.memory:pass_bound": "plan/test_plan_families.py",
     "kvcli.bench.budget:largest": "bench cli/test_plan.py",
-    "kvcli.prompts:prompt_ids": "cli/test_generate_command.py",
+    "kvcli.prompts:prompt_ids": "golden",
 }
 
 SEEN = [
