@@ -10,6 +10,7 @@ import torch
 from factories import clustered, fitted_keys, make_model, make_spec, prompt_and_steps
 
 import kvcli
+from kvcli.attention import window_kernels
 from kvcli.kernels import launch
 from kvcli.methods.base import Codec
 from kvcli.methods.commvq import encode_keys_kernels, search_kernels
@@ -92,13 +93,23 @@ def test_smaller_tiles_give_the_same_logits(prompt: Any, monkeypatch: pytest.Mon
     pieces[-1]["input_ids"] = pieces[-1]["input_ids"][:, -12:]
     pieces = [{name: x.to(DEVICE) for name, x in piece.items()} for piece in pieces]
 
+    tiles = []
+
     def logits(hopper: bool) -> torch.Tensor:
         monkeypatch.setattr(launch, "has_hopper_shared_memory", lambda device: hopper)
+        limit = launch.HOPPER_SHARED_MEMORY if hopper else LARGE_LIMIT
+        monkeypatch.setattr(window_kernels, "shared_memory_limit", lambda device: limit)
+        window_kernels._tile.cache_clear()
+        tiles.append(window_kernels._tile(48, 64, 4, model.device))
         with kvcli.attach(model, "qjl", impl="fused", residual_length=32) as session, torch.no_grad():
             cache = session.new_cache()
             return torch.stack([model(**piece, past_key_values=cache).logits[:, -1] for piece in pieces])
 
-    assert torch.allclose(logits(False), logits(True), rtol=1e-4, atol=1e-4)
+    try:
+        assert torch.allclose(logits(False), logits(True), rtol=1e-4, atol=1e-4)
+    finally:
+        window_kernels._tile.cache_clear()
+    assert [tile["BLOCK_M"] for tile in tiles] == [16, 64]
 
 
 @pytest.mark.kernels
