@@ -49,6 +49,7 @@ BENCH_SUITES = {
     "generate": "kvcli.bench.generate:SUITE",
     "memory": "kvcli.bench.generate:MEMORY",
     "contexts": "kvcli.bench.contexts:SUITE",
+    "startup": "kvcli.bench.startup:SUITE",
 }
 """Suites of `kvcli bench`, likewise."""
 

@@ -103,18 +103,18 @@ def test_no_modules_import_each_other(repo_root: Path) -> None:
 
 
 BUDGET = {
-    ".": 3540,
+    ".": 3545,
     "artifact": 400,
-    "attention": 2000,  # tiles of the window by head_dim and dtype; offsets from the sequence
-    "bench": 2390,
+    "attention": 2150,  # passes that launch every kernel of a session once, so that all are compiled first
+    "bench": 2545,  # the suite `startup`
     "cache": 2670,  # the same offsets are observed
     "calibrate": 1420,  # blocks of logits by vocabulary
-    "cli": 3070,  # contexts that are larger than in fp16 say so
+    "cli": 3310,  # warmup and doctor
     "contexts": 830,
     "eval": 2160,  # rows without gradients, options that differ by name
     "integrations": 630,
-    "kernels": 730,
-    "methods": 7560,  # offsets from the sequence, kept as a state
+    "kernels": 850,  # compilation side by side, and what is on disk
+    "methods": 7570,  # offsets from the sequence, kept as a state
     "plan": 550,  # from which length they are smaller
     "seam": 1550,
     "storage": 640,

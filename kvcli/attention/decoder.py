@@ -54,6 +54,17 @@ def step_capacity(counts: TokenCounts, left: int) -> int:
     return -(-(longest + min(left, max(_HEADROOM, longest // 8))) // group) * group
 
 
+def begin_steps(cache: CompressedCache, capacity: int, left: int) -> DeviceCounts:
+    """Makes room for `left` more tokens per row, `capacity` of all as codes; the next passes count on the device."""
+    sequences, ring = cache.sequences, cache.sequences.counts.layout.ring
+    sequences.extend(left + ring)
+    for layer in cache.compressed:
+        for codes in (layer.store.key_codes, layer.store.value_codes):
+            codes.reserve(capacity + ring)  # tokens can be encoded before they leave the window
+    cache.passes.step = DeviceCounts(sequences, capacity, len(cache.compressed))
+    return cache.passes.step
+
+
 class LogitsNotFinite(Exception):
     """Logits are NaN or infinite."""
 
@@ -247,16 +258,11 @@ class Decoder:
             self._check_ranges()
         counts, left = sequences.counts, self.max_new_tokens - self.num_tokens
         capacity = step_capacity(counts, left)
-        sequences.extend(left + counts.layout.ring)
-        for layer in self.cache.compressed:
-            for codes in (layer.store.key_codes, layer.store.value_codes):
-                codes.reserve(capacity + counts.layout.ring)  # tokens can be encoded before they leave the window
         self._graphs.clear()
         # a pool ends with the last of its graphs and cannot be used again
         self._pool = torch.cuda.graph_pool_handle() if self.mode == "graphs" else None
         self.stepped = True
-        self._step = DeviceCounts(sequences, capacity, len(self.cache.compressed))
-        self.cache.passes.step = self._step
+        self._step = begin_steps(self.cache, capacity, left)
 
     def _call(self, key: Hashable, function: Callable[[], None]) -> None:
         """Calls a function of tensors on the device: as it is the first time, afterwards as a graph captured then."""

@@ -23,11 +23,12 @@ from kvcli.cache.identity import CacheIdentity, codecs_identity
 from kvcli.cache.layer import NewTokens
 from kvcli.errors import CacheError, UnsupportedModelError, UsageError
 from kvcli.fingerprint import fingerprint
+from kvcli.kernels.launch import interpreted
 from kvcli.methods.config import CacheConfig
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import Method
 from kvcli.models import not_finite
-from kvcli.progress import Advance
+from kvcli.progress import Advance, Progress, no_progress
 from kvcli.registry import BASELINE, get_method
 from kvcli.seam.decoder import backbone, decoder_layers
 from kvcli.seam.layer import AttentionCall
@@ -140,6 +141,27 @@ class Session:
                 codecs=codecs_identity(self.codecs, self._fitted),
             )
         return self._known
+
+    def warmup(self, batch: int = 1, progress: Progress = no_progress) -> list[str]:
+        """Compiles the Triton kernels that this session launches for batches of so many rows, side by side, at once.
+
+        Otherwise each is compiled one after another when it is launched first, for minutes in all. Triton keeps what it
+        compiled on disk, so that later it is only loaded.
+
+        Args:
+            batch: rows of the caches to come.
+            progress: shows how many kernels are compiled; default: nothing is shown.
+
+        Returns:
+            names of the kernels, one per variant that was compiled or loaded; none where no kernels run.
+        """
+        if self.backend.impl != "fused" or interpreted():
+            return []
+        from kvcli.attention.warmup import warm_up
+
+        devices = devices_of_layers(self.model)
+        layers = [(devices[self.spec.in_model(layer_idx)], x) for layer_idx, x in enumerate(self._backends)]
+        return warm_up(self.new_cache, layers, self.model.dtype, batch, progress)
 
     @torch.inference_mode()
     def generate(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -102,11 +102,13 @@ class Passes:
 
     Attributes:
         step: while set, passes have one token per row and these counts, which who set it keeps.
+        new_ranges: makes what notes the largest numbers of a pass.
     """
 
     def __init__(self, sequences: Sequences, num_layers: int) -> None:
         self.sequences, self.num_layers = sequences, num_layers
         self.step: DeviceCounts | None = None
+        self.new_ranges: Callable[[], Ranges] = Ranges
         self._forward: Forward | None = None
         self._mask: Tensor | None = None
         self._layers_left = 0
@@ -175,7 +177,7 @@ class Passes:
         padded = sum(new) < batch * query_len
         counts = sequences.append(new, valid)
         self._layers_left = self.num_layers
-        forward = Forward(sequences, rotary.rotation, new, real if padded else None, counts, device)
+        forward = Forward(sequences, rotary.rotation, new, real if padded else None, counts, device, self.new_ranges())
         sequences.keep_positions(rotary.positions.expand(batch, -1), forward.window.index)
         return forward
 

@@ -95,13 +95,13 @@ class CodeBuffer:
 
 
 def grown_capacity(capacity: int, num_tokens: int, unit: int) -> int:
-    """Tokens that a buffer has room for once it has to hold `num_tokens`: if it grows, a multiple of `unit` and even.
+    """Tokens that a buffer has room for once it has to hold `num_tokens`: if it grows, a multiple of `unit` and of 16.
 
-    Rows of an even number of tokens are aligned so that kernels can read the scales of two tokens at once.
+    So the strides of all fields are multiples of 16, for which kernels are compiled, whatever the capacity.
     """
     if num_tokens <= capacity:
         return capacity
-    unit = math.lcm(unit, 2)
+    unit = math.lcm(unit, 16)
     headroom = max(HEADROOM, num_tokens // 8) if capacity else 0
     return -(-(num_tokens + headroom) // unit) * unit
 

@@ -71,7 +71,8 @@ class DeviceCounts:
         self.keys: tuple[DeviceEncoding, ...] = ()
         self.values: tuple[DeviceEncoding, ...] = ()
         batch, device = len(sequences.lengths), sequences.valid.device
-        self._numbers = torch.zeros(4, batch, dtype=torch.int32, device=device)
+        # kernels are compiled for rows that begin at multiples of 16 bytes, as tensors of their own do
+        self._numbers = torch.zeros(4, -(-batch // 4) * 4, dtype=torch.int32, device=device)[:, :batch]
         self._index, self._attended = self._numbers[0].unsqueeze(1), self._numbers[1]
         on_gpu = device.type == "cuda"
         hosts = (

@@ -9,7 +9,21 @@ from typing import Any
 import typer
 
 from kvcli._version import __version__
-from kvcli.cli import calibrate, chat, compress, contexts, demo, env, fit, generate, methods, plan, suites
+from kvcli.cli import (
+    calibrate,
+    chat,
+    compress,
+    contexts,
+    demo,
+    doctor,
+    env,
+    fit,
+    generate,
+    methods,
+    plan,
+    suites,
+    warmup,
+)
 from kvcli.cli.output import write_stdout
 
 app = typer.Typer(
@@ -39,7 +53,8 @@ def _main(
 
 COMMANDS: tuple[Any, ...] = (
     *(demo.COMMAND, plan.COMMAND, calibrate.CALIBRATE, calibrate.MERGE, *fit.COMMANDS, fit.EXPORT),
-    *(generate.COMMAND, compress.COMMAND, contexts, chat.COMMAND, suites, methods.COMMAND, env.COMMAND),
+    *(generate.COMMAND, compress.COMMAND, contexts, chat.COMMAND, suites, methods.COMMAND, warmup.COMMAND),
+    *(doctor.COMMAND, env.COMMAND),
 )
 """In the order of the help."""
 

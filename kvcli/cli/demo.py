@@ -81,6 +81,7 @@ def run(options: DemoOptions, output: Output) -> None:
             _timed(seconds, f"generate {method}"),
             attach(loaded, method, artifact=folder, residual_length=32) as session,
         ):
+            session.warmup(progress=output.progress)
             generations[method], _ = generate_text(loaded, session, ids, sampling, seed=options.seed)
     with _timed(seconds, "measure"):
         sizes: dict[str, Any] = {"seq_len": 1024, "num_sequences": 2, "batch_size": 2}

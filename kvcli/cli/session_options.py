@@ -157,7 +157,7 @@ class ChosenMethod:
         return {} if self.folder is None else {"artifact": str(self.folder.resolve())}
 
     def attach(self, loaded: LoadedModel, impl: str, output: Output) -> Session:
-        """Attaches the method and says what its attention runs on, if that is not its kernels."""
+        """Attaches the method, says what its attention runs on, if that is not its kernels, and compiles those."""
         from kvcli.attention.attach import attach
 
         session = attach(loaded, self.name, artifact=self.artifact, impl=impl, layers=self.layers, **self.settings)
@@ -165,6 +165,7 @@ class ChosenMethod:
             output.say(note)
         if session.backend.note is not None:
             output.say(f"{session.backend.impl} backend: {session.backend.note}")
+        session.warmup(progress=output.progress)
         return session
 
 

@@ -121,7 +121,7 @@ def continuations(
         The new tokens of each prompt, and the memory of the last cache; None for the uncompressed model.
     """
     texts, cache = [], None
-    with reporter.progress(case.label, len(prompts), "prompts") as advance, case.caches(loaded) as new_cache:
+    with reporter.progress(case.label, len(prompts), "prompts") as advance, case.caches(loaded, reporter) as new_cache:
         for index, pieces in enumerate(prompts):
             tokens, cache = greedy(loaded, new_cache, pieces, max_new_tokens, stop=stop, done=partial(done, index))
             texts.append(tokens)

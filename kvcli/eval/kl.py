@@ -117,7 +117,7 @@ def prepare(options: TokenOptions, loaded: LoadedModel, cases: Sequence[Case], r
 
     def row(case: Case, advance: Any, compressed: list[int] | None, label: str, fields: dict[str, Any]) -> Measured:
         sizes = {"chunk": options.chunk, "batch_size": options.batch_size}
-        attach = partial(case.attach, loaded, compressed)
+        attach = partial(case.attach, loaded, reporter, compressed, options.batch_size)
         report = measure(loaded.model, attach, sequences, states, **sizes, advance=advance)
         units = [TokenBlock(**block) for block in report.scores.blocks()]
         return Measured(case, units, report.memory, {**report.figures, **fields}, label)

@@ -117,21 +117,25 @@ class Case:
     impl: str = "auto"
     compressed: bool = True
 
-    def attach(self, loaded: LoadedModel, layers: Collection[int] | None = None) -> Session:
-        """Attaches the method to some layers of a model, or to all; see `kvcli.attach`."""
+    def attach(
+        self, loaded: LoadedModel, reporter: Reporter, layers: Collection[int] | None = None, batch: int = 1
+    ) -> Session:
+        """Attaches the method to some layers of a model, or to all, and compiles its kernels; see `kvcli.attach`."""
         from kvcli.attention.attach import attach
 
-        return attach(loaded, self.method, artifact=self.artifact, impl=self.impl, layers=layers, **self.settings)
+        session = attach(loaded, self.method, artifact=self.artifact, impl=self.impl, layers=layers, **self.settings)
+        session.warmup(batch, reporter.progress)
+        return session
 
     @contextmanager
-    def caches(self, loaded: LoadedModel) -> Iterator[NewCache]:
+    def caches(self, loaded: LoadedModel, reporter: Reporter) -> Iterator[NewCache]:
         """Attaches the method for the block, and yields what makes its caches."""
         from transformers import DynamicCache
 
         if not self.compressed:
             yield DynamicCache
             return
-        with self.attach(loaded) as session:
+        with self.attach(loaded, reporter) as session:
             yield session.new_cache
 
 

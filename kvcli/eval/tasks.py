@@ -74,7 +74,7 @@ class TaskRecord(EvalRecord):
         return by_metric
 
 
-def measure(loaded: LoadedModel, case: Case, options: TasksOptions, manager: Any) -> Measured:
+def measure(loaded: LoadedModel, case: Case, options: TasksOptions, manager: Any, reporter: Reporter) -> Measured:
     """Runs tasks of the index of `find_tasks`; a unit per document and metric.
 
     Raises:
@@ -89,7 +89,7 @@ def measure(loaded: LoadedModel, case: Case, options: TasksOptions, manager: Any
     disable_progress_bars()
     random.seed(options.seed)
     # lm-eval's own bars, one for each of its steps, are not shown
-    with case.caches(loaded) as new_cache, redirect_stderr(StringIO()):
+    with case.caches(loaded, reporter) as new_cache, redirect_stderr(StringIO()):
         model = CachedModel(loaded, new_cache, options.chunk)
         try:
             chosen = manager.load(options.tasks)
@@ -152,7 +152,7 @@ def prepare(options: TasksOptions, loaded: LoadedModel, cases: Sequence[Case], r
     def rows() -> Iterator[Measured]:
         for case in cases:
             reporter.say(f"{case.label}: {', '.join(options.tasks)}")
-            yield measure(loaded, case, options, manager)
+            yield measure(loaded, case, options, manager, reporter)
 
     names = ("tasks", "limit", "num_fewshot", "chat", "chunk", "seed")
     return Prepared({name: getattr(options, name) for name in names}, rows())

@@ -52,7 +52,7 @@ _PROGRAMS_PER_SM = 16
 _WARPS = 4
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits", "rows"])
 def _merge_splits_kernel(
     split_out, split_lse, out, lse, num_splits, rows, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr
 ):

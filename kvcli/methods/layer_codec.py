@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -134,8 +135,11 @@ class LayerCodec(nn.Module, Generic[KeyT, ValueT]):
         return max(self.key.tokens_per_group, self.value.tokens_per_group)
 
     def blocks(self, length: int, most: int) -> list[tuple[int, int]]:
-        """Ranges [start, stop) that cover `length` tokens: whole groups, at most `most` tokens or one group each."""
-        group = self.tokens_per_group
+        """Ranges [start, stop) that cover `length` tokens: whole groups, at most `most` tokens or one group each.
+
+        They begin at multiples of 16 tokens, so that views of the fields begin where kernels are compiled for.
+        """
+        group = math.lcm(self.tokens_per_group, 16)
         size = max(1, most // group) * group
         return [(start, min(start + size, length)) for start in range(0, length, size)]
 

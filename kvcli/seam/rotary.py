@@ -110,7 +110,7 @@ class PreRopeRotary(nn.Module):
         if isinstance(output, Tensor):
             rotation = Rotation(*(x.to(args[0].dtype) for x in (rotation.cos, rotation.sin)))
         identity = identity_like(output)
-        self.on_call(RotaryOutput(call.positions, rotation.to(call.positions.device)), output, identity)
+        self.on_call(RotaryOutput(call.positions, rotation.to(call.positions.device).contiguous()), output, identity)
         return identity
 
 

@@ -19,7 +19,7 @@ PROMPT = [5, 9, 40, 7, 12, 33, 90, 14] * 6
 
 
 def generate(loaded: LoadedModel, pieces: list[list[int]], count: int, **changes: Any) -> list[int]:
-    with REFERENCE.caches(loaded) as new_cache:
+    with REFERENCE.caches(loaded, Output(quiet=True)) as new_cache:
         return greedy(loaded, new_cache, pieces, count, **changes)[0]
 
 

@@ -11,6 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from kvcli.cli.app import app
+from kvcli.cli.output import Output
 from kvcli.errors import UsageError
 from kvcli.eval.suite import REFERENCE, Case
 from kvcli.eval.tasks import TasksOptions, measure, task_documents
@@ -87,7 +88,7 @@ def test_likelihoods_of_exact_caches_are_the_models_own(loaded: LoadedModel, cas
     context = torch.randint(3, 259, (50,), generator=generator).tolist()
     answers = [torch.randint(3, 259, (n,), generator=generator).tolist() for n in (1, 5, 1)]
     requests = [(("", ""), context, answer) for answer in answers] + [(("", ""), context[:1], answers[1])]
-    with case.caches(loaded) as new_cache:
+    with case.caches(loaded, Output(quiet=True)) as new_cache:
         found = CachedModel(loaded, new_cache, chunk=16)._loglikelihood_tokens(requests)
     expected = [direct(loaded, request[1], request[2]) for request in requests]
     assert [likelihood for likelihood, _ in found] == pytest.approx(expected, abs=1e-3)
@@ -107,7 +108,7 @@ def test_a_context_is_read_once_for_all_its_answers_and_is_not_changed_by_them(
     monkeypatch.setattr(module, "read", counted)
     context = list(range(10, 60))
     requests = [(("", ""), context, answer) for answer in ([7], [8, 9], [7])]
-    with KIVI.caches(loaded) as new_cache:
+    with KIVI.caches(loaded, Output(quiet=True)) as new_cache:
         found = CachedModel(loaded, new_cache, chunk=16)._loglikelihood_tokens(requests)
     assert lengths == [49, 1, 2, 1]
     assert found[0] == found[2]
@@ -117,7 +118,7 @@ def test_answers_read_codes(loaded: LoadedModel) -> None:
     requests = [(("", ""), list(range(10, 90)), [5])]
     found = {}
     for case in (REFERENCE, KIVI):
-        with case.caches(loaded) as new_cache:
+        with case.caches(loaded, Output(quiet=True)) as new_cache:
             model = CachedModel(loaded, new_cache, chunk=16)
             found[case.label] = model._loglikelihood_tokens(requests)[0][0]
     assert abs(found["kivi-1"] - found["uncompressed"]) > 1e-3
@@ -127,14 +128,14 @@ def test_answers_read_codes(loaded: LoadedModel) -> None:
 def test_a_local_task_runs_and_its_documents_are_units(loaded: LoadedModel, tasks: Path) -> None:
     options = TasksOptions(tasks=["choose", "say"], include_path=tasks, limit=8)
     manager = find_tasks(options.tasks, tasks)
-    row = measure(loaded, KIVI, options, manager)
+    row = measure(loaded, KIVI, options, manager, Output(quiet=True))
     assert [(unit.task, unit.document, unit.metric, unit.better) for unit in row.units] == [
         (task, i, metric, "higher") for task, metric in (("choose", "acc"), ("say", "exact_match")) for i in range(8)
     ]
     assert row.fields == {"versions": {"choose": 3, "say": 3}}
     assert row.memory.num_encoded > 0
     assert {unit.value for unit in row.units if unit.task == "say"} == {0.0}
-    own, exact = (measure(loaded, case, options, manager) for case in (REFERENCE, EXACT))
+    own, exact = (measure(loaded, case, options, manager, Output(quiet=True)) for case in (REFERENCE, EXACT))
     assert own.memory is None
     assert own.units == exact.units
 
@@ -142,10 +143,10 @@ def test_a_local_task_runs_and_its_documents_are_units(loaded: LoadedModel, task
 def test_what_cannot_be_measured_is_refused(loaded: LoadedModel, tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options, manager = TasksOptions(tasks=["read"], include_path=tasks, limit=2), find_tasks(["read"], tasks)
     with pytest.raises(UsageError, match="'read' has no metric that is a mean over its documents"):
-        measure(loaded, REFERENCE, options, manager)
+        measure(loaded, REFERENCE, options, manager, Output(quiet=True))
     (tasks.parent / "data.jsonl").unlink()
     with pytest.raises(UsageError, match="lm-eval cannot run read"):
-        measure(loaded, REFERENCE, options, find_tasks(["read"], tasks))
+        measure(loaded, REFERENCE, options, find_tasks(["read"], tasks), Output(quiet=True))
     # reading the thousands of tasks of lm-eval takes long
     monkeypatch.setattr(
         "kvcli.eval.lm_tasks.TaskManager", lambda include_path, **_: TaskManager(None, include_path, False)
@@ -153,7 +154,7 @@ def test_what_cannot_be_measured_is_refused(loaded: LoadedModel, tasks: Path, mo
     with pytest.raises(UsageError, match="no task 'chose'; did you mean 'choose'"):
         find_tasks(["chose"], tasks)
     request = type("Request", (), {"args": ("x", {"until": [], "do_sample": True})})()
-    with REFERENCE.caches(loaded) as new_cache, pytest.raises(UsageError, match="sampling"):
+    with REFERENCE.caches(loaded, Output(quiet=True)) as new_cache, pytest.raises(UsageError, match="sampling"):
         CachedModel(loaded, new_cache, chunk=16).generate_until([request])
 
 

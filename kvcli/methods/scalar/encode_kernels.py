@@ -79,7 +79,10 @@ def _per_channel_kernel(
     tl.store(packed + p_w, words.to(tl.int16), mask=(o_t < G) & (o_w < WORDS))
 
 
-@triton.jit(do_not_specialize=["tokens", "length", "sinks", "ring"])
+@triton.jit(
+    do_not_specialize=["tokens", "length", "sinks", "ring", "p_batch", "p_head", "s_batch", "s_head"],
+    do_not_specialize_on_alignment=["packed", "scales", "zeros", "peak"],
+)
 def _per_token_kernel(
     x, packed, scales, zeros, first, peak, x_batch, x_head, x_time, p_batch, p_head, s_batch, s_head,
     heads, length, tokens, sinks, ring,
@@ -194,7 +197,9 @@ def encode_per_token(
     width, tokens = power_of_two(channels), batch * heads * time
     if not tokens:
         return
-    block = min(max(1, _TILE // width), power_of_two(tokens))
+    block = max(1, _TILE // width)
+    if time == 1:  # a step; other passes share one variant
+        block = min(block, power_of_two(tokens))
     target = out[0].view(torch.int16)
     _per_token_kernel[(cdiv(tokens, block),)](
         x, target, out[1], out[2], x if place is None else place[0], x if peak is None else peak,

@@ -1,0 +1,160 @@
+"""Suite `startup`: from the start of a process to its first tokens, with no compiled kernels, and with all of them.
+
+Every run is a process of its own. Triton keeps what it compiles in a folder that the suite makes and removes; the
+user's is neither read nor cleared.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field
+
+from kvcli.bench.suite import BenchRows, BenchSuite, PromptRow, WholeModelOptions, run_row, status
+from kvcli.errors import KvcliError
+from kvcli.progress import Reporter
+from kvcli.registry import UNFITTED_METHOD
+from kvcli.suite import Records
+from kvcli.tables import DataTable
+
+if TYPE_CHECKING:
+    from kvcli.bench.layer import MethodCase
+
+_NEW_TOKENS = 24
+"""Enough that steps are captured."""
+
+
+class StartupOptions(WholeModelOptions):
+    """Options of `kvcli bench startup`."""
+
+    prompt_tokens: int = Field(default=4096, ge=1, le=2**24, description="length of the prompt")
+
+
+@dataclass(frozen=True)
+class StartupRow(PromptRow):
+    """A row of `Row`'s fields and these, of a process with an empty (cold) and with a full (warm) cache of kernels.
+
+    Attributes:
+        cold_s, warm_s: from the start of the process to the first token.
+        cold_tokens_s, warm_tokens_s: to the last of 24 tokens.
+        cold_warmup_s, warm_warmup_s: of them in `Session.warmup`.
+        cold_extra_s, warm_extra_s: `cold_tokens_s` and `warm_tokens_s` less those of fp16.
+        kernels: variants that the warm-up compiled.
+        later: files that Triton compiled after the warm-up.
+    """
+
+    cold_s: float | None = None
+    warm_s: float | None = None
+    cold_tokens_s: float | None = None
+    warm_tokens_s: float | None = None
+    cold_warmup_s: float | None = None
+    warm_warmup_s: float | None = None
+    cold_extra_s: float | None = None
+    warm_extra_s: float | None = None
+    kernels: int | None = None
+    later: int | None = None
+
+
+def prepare(options: StartupOptions, reporter: Reporter) -> BenchRows:
+    """Rows of fp16 and of methods."""
+    cases = options.method_cases(few=True)
+    baseline: list[StartupRow] = []
+
+    def measure(case: MethodCase, row: StartupRow) -> StartupRow:
+        with tempfile.TemporaryDirectory(prefix="kvcli-bench-") as folder:
+            cold, warm = (_run(options, case.name, folder) for _ in range(2))
+        figures = {f"{state}_{name}": run[name] for state, run in (("cold", cold), ("warm", warm)) for name in _TIMES}
+        row = replace(row, **figures, impl=cold["impl"], kernels=cold["kernels"], later=cold["later"])
+        baseline.append(row)
+        fp16 = baseline[0].to_dict()
+        return replace(row, **{f"{x}_extra_s": figures[f"{x}_tokens_s"] - fp16[f"{x}_tokens_s"] for x in _STATES})
+
+    rows = (run_row(partial(measure, case), StartupRow(case.name, options.prompt_tokens, 1, "-")) for case in cases)
+    shape = options.random_weights
+    return BenchRows(rows, len(cases), {"model": shape or options.model, "weights": "random" if shape else "model"})
+
+
+_STATES = ("cold", "warm")
+_TIMES = ("s", "tokens_s", "warmup_s")
+
+
+def _run(options: StartupOptions, method: str, folder: str) -> dict[str, Any]:
+    """Figures of one process, in seconds since its start; KvcliError: it failed."""
+    code = "import sys; from kvcli.bench.startup import first_tokens; first_tokens(*sys.argv[1:])"
+    words = [sys.executable, "-c", code, options.model_dump_json(), method, str(time.time())]
+    environment = {**os.environ, "TRITON_CACHE_DIR": folder}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise KvcliError(done.stderr.strip().rpartition("\n")[2])
+    figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return figures
+
+
+def first_tokens(options_json: str, method: str, started: str) -> None:
+    """What a process of the suite does: loads the model, reads a prompt, makes tokens, prints its figures."""
+    from kvcli.bench.layer import MethodCase
+    from kvcli.bench.model import attached, random_prompt, run_model
+    from kvcli.kernels.compiled import compiled_kernels
+    from kvcli.options import parse_settings
+    from kvcli.progress import Silent
+    from kvcli.seam.probe import probe
+
+    options = StartupOptions(**json.loads(options_json))
+    model, _ = options.load_model(options.random_weights, Silent())
+    case = MethodCase.parse(method, parse_settings(options.setting))
+    with attached(model, case, options.impl, options.seed) as session:
+        before = time.time()
+        kernels = [] if session is None else session.warmup()
+        warmed, compiled = time.time(), sum(compiled_kernels().counts.values())
+        ids = random_prompt(probe(model).spec, 1, options.prompt_tokens, model.device, options.seed)
+        began = time.time()
+        run = run_model(model, session, ids, _NEW_TOKENS, options.prefill_chunk)
+    figures = {
+        "s": began + run.ttft_s - float(started),
+        "tokens_s": began + run.ttft_s + run.decode_s - float(started),
+        "warmup_s": warmed - before,
+        "kernels": len(kernels),
+        "later": sum(compiled_kernels().counts.values()) - compiled,
+        "impl": "sdpa" if session is None else session.backend.impl,
+    }
+    sys.stdout.write(json.dumps(figures) + "\n")
+
+
+def tabulate(records: Records, options: StartupOptions) -> DataTable:
+    """Seconds to the first token, and how much later than fp16 the last one comes."""
+    rows = []
+    for record in records:
+        row = {"method": record["method"], **status(record)}
+        if record["status"] == "ok":
+            for state in _STATES:
+                row |= {
+                    f"{state} s": f"{record[f'{state}_s']:.1f}",
+                    f"{state} warm-up s": f"{record[f'{state}_warmup_s']:.1f}",
+                    f"{state} - fp16 s": f"{record[f'{state}_extra_s']:+.1f}",
+                }
+            row |= {"kernels": f"{record['kernels']}", "later": f"{record['later']}"}
+        rows.append(row)
+    title = (
+        f"{records[0]['model']}, from the start of a process to the first token of {options.prompt_tokens} prompt "
+        f"tokens; less fp16: to the last of {_NEW_TOKENS} tokens"
+    )
+    return DataTable.of(title, rows, ("error", "impl"))
+
+
+SUITE = BenchSuite(
+    name="startup",
+    help="The first tokens of a process, with and without compiled kernels, next to fp16.",
+    options=StartupOptions,
+    example=f"kvcli bench startup --random-weights llama-3.1-8b --method {UNFITTED_METHOD}",
+    saves_memory="lower --prompt-tokens",
+    prepare=prepare,
+    tabulate=tabulate,
+)

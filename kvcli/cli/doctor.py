@@ -1,0 +1,146 @@
+"""`kvcli doctor`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, requires, version
+from typing import Any, Literal, NamedTuple
+
+from kvcli.builtin_models import BUILTIN_MODELS, copy_folder, damage
+from kvcli.cli.command import Command
+from kvcli.cli.output import Output
+from kvcli.errors import KvcliError, error_text
+from kvcli.options import Options
+from kvcli.registry import UNFITTED_METHOD
+from kvcli.sizes import size
+from kvcli.tables import DataTable
+
+_CONTEXT = 512
+"""Tokens on which each method's kernels are compared with PyTorch."""
+
+
+class Finding(NamedTuple):
+    """What was looked at and found; what is broken must be mended, what is missing need not."""
+
+    what: str
+    state: Literal["ok", "missing", "broken"]
+    detail: str
+
+
+def run(options: Options, output: Output) -> None:
+    """Say what this machine can run, what is compiled and what is missing; exit code 1 if something is broken."""
+    findings = [*_packages(), *_models(), *_gpus(), *_methods(output)]
+    rows = [finding._asdict() for finding in findings]
+    table = DataTable.of("kvcli on this machine", rows, text_columns=3, prose=("detail",))
+    output.result({"findings": rows}, table, ["kvcli", "generate", "--method", UNFITTED_METHOD])
+    if broken := [finding.what for finding in findings if finding.state == "broken"]:
+        raise KvcliError(f"broken: {', '.join(broken)}")
+
+
+def _packages() -> Iterator[Finding]:
+    """Packages that kvcli needs, and extras, against the versions that it takes."""
+    from packaging.requirements import Requirement
+
+    absent: dict[str, list[str]] = {}
+    good: list[str] = []
+    try:
+        requirements = [Requirement(line) for line in requires("kvcli") or ()]
+    except PackageNotFoundError:
+        yield Finding(
+            "packages", "missing", "kvcli is not installed, but runs from its sources: versions are not known"
+        )
+        return
+    for requirement in requirements:
+        extra = next((name for name in ("eval", "lmcache") if f'extra == "{name}"' in str(requirement.marker)), None)
+        if requirement.marker and not requirement.marker.evaluate({"extra": extra or ""}):
+            continue
+        try:
+            found = version(requirement.name)
+        except PackageNotFoundError:
+            if extra:
+                absent.setdefault(extra, []).append(requirement.name)
+            else:
+                yield Finding(requirement.name, "broken", f"not installed; kvcli needs {requirement}")
+            continue
+        if requirement.specifier.contains(found, prereleases=True):
+            good.append(f"{requirement.name} {found}")
+        else:
+            yield Finding(requirement.name, "broken", f"{found}; kvcli needs {requirement}")
+    yield Finding("packages", "ok", ", ".join(good))
+    for extra, names in absent.items():
+        yield Finding(f"kvcli[{extra}]", "missing", f"{', '.join(names)}: pip install 'kvcli[{extra}]'")
+
+
+def _models() -> Iterator[Finding]:
+    """The copies of built-in models."""
+    for name, builtin in BUILTIN_MODELS.items():
+        folder = copy_folder(builtin)
+        reason = damage(folder, thorough=False) if folder.exists() else None
+        state: Any = "broken" if reason else "ok" if folder.exists() else "missing"
+        yield Finding(name, state, reason or (str(folder) if folder.exists() else "made by the first command"))
+
+
+def _gpus() -> Iterator[Finding]:
+    """GPUs, and what Triton compiled for them."""
+    import torch
+
+    from kvcli.kernels.compiled import compiled_kernels
+    from kvcli.kernels.launch import has_triton, shared_memory_limit
+
+    if not torch.cuda.is_available():
+        yield Finding("GPU", "missing", "none: methods run in PyTorch, exact and slow")
+        return
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        shared = size(shared_memory_limit(torch.device("cuda", index)))
+        capability = f"compute capability {properties.major}.{properties.minor}"
+        detail = (
+            f"{properties.name}, {size(properties.total_memory)}, {capability}, {shared} of shared memory per block"
+        )
+        yield Finding(f"GPU {index}", "ok", detail)
+    if not has_triton():
+        yield Finding("kernels", "missing", "Triton is not installed: methods run in PyTorch, exact and slow")
+        return
+    compiled = compiled_kernels()
+    counts = ", ".join(f"{count} for {int(name) / 10}" for name, count in sorted(compiled.counts.items()))
+    place = compiled.folder if compiled.folder.exists() else next(x for x in compiled.folder.parents if x.exists())
+    if not os.access(place, os.W_OK):
+        yield Finding("kernels", "broken", f"Triton cannot write to {compiled.folder}; set TRITON_CACHE_DIR")
+    elif not counts:
+        yield Finding("kernels", "missing", f"none compiled in {compiled.folder}: 'kvcli warmup' compiles them ahead")
+    else:
+        yield Finding("kernels", "ok", f"compiled: {counts}, {size(compiled.nbytes)} in {compiled.folder}")
+
+
+def _methods(output: Output) -> Iterator[Finding]:
+    """Every method that bench compares, on a small model: its kernels where they run, compared with PyTorch."""
+    import torch
+
+    from kvcli.bench.layer import KernelCheck, MethodCase
+    from kvcli.bench.model import random_model
+    from kvcli.bench.suite import default_methods
+
+    gpu = torch.cuda.is_available()
+    device, dtype = torch.device("cuda" if gpu else "cpu"), torch.bfloat16 if gpu else torch.float32
+    model = random_model("smollm2-135m" if gpu else "tiny", 1, device, dtype, 0)
+    names = default_methods()
+    with output.progress("methods", len(names), "methods") as advance:
+        for name in names:
+            case = MethodCase.parse(name, {} if gpu else {"group_size": 8})
+            try:
+                check = KernelCheck(model, [case], "auto", 0)
+                agreement = check.agreement(case, _CONTEXT, 1)
+            except Exception as error:  # a kernel may fail in any way
+                yield Finding(name, "broken", f"{type(error).__name__}: {error_text(error)}")
+            else:
+                if agreement is None:
+                    yield Finding(name, "ok", "in PyTorch")
+                elif agreement.holds:
+                    yield Finding(name, "ok", f"by kernels, {agreement.out_error:.0e} from PyTorch")
+                else:
+                    yield Finding(name, "broken", agreement.describe())
+            advance(1)
+
+
+COMMAND = Command("doctor", Options, run, "kvcli doctor")

@@ -1,0 +1,78 @@
+"""Kernels compiled side by side, before they are launched for the first time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from threading import get_ident
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.runtime.jit import JITFunction
+
+from kvcli.progress import Advance, Progress
+
+
+@contextmanager
+def compiled_not_launched(progress: Progress) -> Iterator[list[str]]:
+    """Kernels of kvcli that this thread launches inside the block do not run; after it they are compiled and loaded.
+
+    What they would have written keeps any value. Each variant is compiled once: with Triton 3.5 and newer on all cores,
+    because its compiler runs without Python's lock; before that one after another.
+
+    Yields:
+        a list that has the name of each variant's kernel after the block.
+    """
+    variants: dict[Any, tuple[torch.device, Callable[[], Any]]] = {}
+    names: list[str] = []
+    thread, run = get_ident(), JITFunction.run
+
+    def note(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        if get_ident() != thread or not kernel.fn.__module__.startswith("kvcli."):
+            return run(kernel, *args, grid=grid, warmup=warmup, **options)
+        device = next(x.device for x in args if isinstance(x, Tensor))
+        key = kernel, device, *map(_specialized, kernel.params, args), *options.items()
+        if key not in variants:
+            names.append(kernel.fn.__name__)
+            variants[key] = device, partial(run, kernel, *args, grid=grid, warmup=True, **options)
+        return None
+
+    JITFunction.run = note
+    try:
+        yield names
+    finally:
+        JITFunction.run = run
+    if variants:
+        with progress("compiling kernels", len(variants), "kernels") as advance:
+            _compile(list(variants.values()), advance)
+
+
+def _specialized(parameter: Any, argument: Any) -> Any:
+    """What of an argument a variant of a kernel is compiled for."""
+    if isinstance(argument, Tensor):
+        return argument.dtype, argument.data_ptr() % 16 == 0
+    if parameter.is_constexpr or type(argument) is not int:
+        return argument if parameter.is_constexpr else type(argument)
+    narrow = -(2**31) <= argument < 2**31
+    return narrow if parameter.do_not_specialize else (narrow, argument == 1, argument % 16 == 0)
+
+
+def _compile(variants: list[tuple[torch.device, Callable[[], Any]]], advance: Advance) -> None:
+    """Compiles what the functions return, then loads it, which raises for kernels that do not fit the GPU."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        mode: Any = triton.AsyncCompileMode(pool) if hasattr(triton, "AsyncCompileMode") else None  # since 3.5
+        with mode or nullcontext():
+            for device, compile_one in variants:
+                with torch.cuda.device(device):
+                    compile_one()
+                advance(mode is None)
+            for _ in as_completed(mode.raw_futures if mode else ()):
+                advance(1)
+    for device, compile_one in variants:
+        with torch.cuda.device(device):
+            compile_one().run  # noqa: B018  # loads it

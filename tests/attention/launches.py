@@ -1,0 +1,90 @@
+"""Kernels that a session launches after its warm-up and not in it, a line each; without a GPU, nothing is compiled.
+
+    python tests/attention/launches.py METHOD HEAD_DIM HEADS KV_HEADS BATCH DTYPE
+
+Run it without TRITON_INTERPRET, with `tests/kernels` on the path.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from functools import cache
+from typing import Any
+
+import compiled_kernels
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+CAPABILITY = 90
+LENGTHS = (1, 1, 1, 2, 3, 7, 8, 9, 13, 31, 32, 47, 64, 100, 129, 256, 400, 1024)
+
+
+def main(method: str, sizes: list[int], dtype: torch.dtype) -> None:
+    """Prints what is launched late, and how much was launched in the warm-up."""
+    head_dim, heads, kv_heads, batch = sizes
+    compiled_kernels.pretend(CAPABILITY)
+    from kvcli.attention import decoder, layer, warmup
+    from kvcli.attention.generation import SamplingConfig
+    from kvcli.bench.layer import MethodCase
+    from kvcli.bench.model import open_session
+    from kvcli.cache.ranges import Ranges
+    from kvcli.kernels import compiling
+
+    backend = make_backend(GPUTarget("cuda", CAPABILITY, 32))
+    launched: dict[str, str] = {}
+
+    @cache
+    def binder(kernel: Any) -> Any:
+        return create_function_from_signature(kernel.signature, kernel.params, backend)
+
+    def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        _bound, specialization, _ = binder(kernel)(*args, **options, debug=False)
+        launched.setdefault(f"{kernel.fn.__name__} {specialization} {sorted(options.items())}", when)
+
+    def no_sdpa(query: Any, *others: Any) -> Any:
+        return torch.zeros_like(query.transpose(1, 2))
+
+    JITFunction.run = run
+    setattr(layer, "sdpa", no_sdpa)  # noqa: B010
+    compiling._compile = lambda variants, advance: [launch() for _, launch in variants]  # type: ignore
+    Ranges.check = lambda self: None  # type: ignore[method-assign]  # what no kernel writes has any value
+    decoder.Decoder._check_ranges = lambda self: None  # type: ignore[method-assign]
+    accept = decoder.Decoder._accept
+    decoder.Decoder._accept = lambda self, logits: accept(self, torch.zeros_like(logits))  # type: ignore[method-assign]
+    config = LlamaConfig(
+        vocab_size=97, hidden_size=4 * heads, intermediate_size=8, num_hidden_layers=2, num_attention_heads=heads,
+        num_key_value_heads=kv_heads, head_dim=head_dim, max_position_embeddings=8192, pad_token_id=None,
+    )  # fmt: skip
+    model, draw, when = LlamaForCausalLM(config).eval().to(dtype), random.Random(0), "warm-up"
+    with torch.inference_mode(), open_session(model, MethodCase.parse(method, {}), "fused", 0) as session:
+        assert len(session.warmup(batch)) >= len(launched) > 10
+        known = len(launched)
+        layers = [(model.device, backend) for backend in session._backends]
+        for trial, first in enumerate((1, 5, 30, 150, 257, 700)):
+            lengths, padding = [first, *draw.choices(LENGTHS, k=14)], draw.randrange(first) * (trial % 2)
+            cache_, seen = session.new_cache(), 0
+            real = torch.ones(batch, sum(lengths), dtype=torch.bool)
+            real[0, :padding] = batch == 1
+            for count in lengths:
+                seen, when = seen + count, f"pass of {count} after {seen} tokens"
+                mask = real[:, None, None, :seen] & real.new_ones(count, seen).tril(seen - count)
+                warmup._attend(cache_, layers, dtype, batch, seen - count, count, None if real.all() else mask)
+            when = f"steps after {seen} tokens"
+            if min(cache_.sequences.counts.attended):
+                warmup._steps(cache_, layers, dtype, batch)
+        when, ids = "generate", torch.zeros(batch, 300, dtype=torch.int64)
+        for chunk in (None, 77):
+            session.generate(ids, sampling=SamplingConfig(70), mode="steps", eos_token_id=[], prefill_chunk=chunk)
+        session.generate(ids, sampling=SamplingConfig(5), mode="passes", eos_token_id=[])
+    for name, place in list(launched.items())[known:]:
+        print(f"late: {place}: {name}")
+    print(f"{known} kernels launched in the warm-up, {len(launched) - known} after it")
+
+
+if __name__ == "__main__":
+    method, *sizes, dtype_name = sys.argv[1:]
+    main(method, [int(size) for size in sizes], getattr(torch, dtype_name))
