@@ -27,7 +27,7 @@ class AttentionBackend:
     Attributes:
         attend_codes: attention over codes, for at most `max_queries` queries per row.
         attend_decoded: the same for more queries: blocks of tokens are decoded once for all of them.
-        attend_new: `decoded.attend_new` of more than `max_queries` new tokens over each other, so that the window is
+        attend_new: `decoded.attend_new` of `many_queries` or more new tokens over each other, so that the window is
             only what is older; None where `attend_window` takes it all.
         unrotate: inverse RoPE of window keys, for codecs that work before RoPE.
         note: why `attend_codes` is not a kernel of the method's own, or encoding uses none; None for the reference.
@@ -41,6 +41,7 @@ class AttentionBackend:
     unrotate: Unrotate
     attend_new: Callable[..., PartialAttention] | None = None
     max_queries: int = sys.maxsize
+    many_queries: int = sys.maxsize
     note: str | None = None
 
     def with_soft_cap(self, soft_cap: float | None) -> AttentionBackend:
@@ -107,5 +108,6 @@ def choose_backend(method: Method, codecs: Sequence[LayerCodec], impl: str, devi
         unrotate=window_kernels.unrotate,
         attend_new=decoded.attend_new,
         max_queries=window_kernels.MAX_QUERIES,
+        many_queries=decoded.MANY_QUERIES,
         note=note,
     )

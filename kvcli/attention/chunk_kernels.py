@@ -6,6 +6,7 @@ without a merge. What PyTorch's fused attention computes (`kvcli.attention.decod
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -59,9 +60,10 @@ def _extend_kernel(
     query, key, value, lengths, out, lse,
     q_batch, q_head, q_time, k_batch, k_head, k_time, v_batch, v_head, v_time, num_kv_heads, query_len, kv_len, first,
     scaling, GROUPS: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, HAS_LENGTHS: tl.constexpr,
-    SOFT_CAP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_STATE: tl.constexpr, SOFT_CAP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """(out, lse) over keys seen before becomes (out, lse) over these and `kv_len` more.
+    """(out, lse) over keys seen before, if HAS_STATE, becomes (out, lse) over these and `kv_len` more.
 
     Grid (ceil(GROUPS * query_len / BLOCK_M), batch * num_kv_heads); row m is query m // GROUPS of head m % GROUPS of
     the kv head's group, so that the rows of a tile are neighbours in time.
@@ -70,7 +72,7 @@ def _extend_kernel(
         query: [batch, num_kv_heads * GROUPS, query_len, D] of any float dtype, strides q_*.
         key, value: [batch, num_kv_heads, kv_len, D] of the same dtype, strides k_* and v_*.
         lengths: int32 [batch], tokens of each sequence, of which these are numbers `first` and up; if HAS_LENGTHS.
-        out: float32 [batch, num_kv_heads * GROUPS, query_len, D], contiguous, read and written.
+        out: float32 [batch, num_kv_heads * GROUPS, query_len, D], contiguous, written and, if HAS_STATE, read.
         lse: float32 [batch, num_kv_heads * GROUPS, query_len], natural log, -inf where nothing was seen; likewise.
         scaling: factor of the scores times log2(e).
 
@@ -87,10 +89,13 @@ def _extend_kernel(
     b_q = _load_rows(p_query[:, None], m_m, o_d, D, BLOCK_D, True)
     row = (i_b * num_kv_heads * GROUPS + head) * query_len + time
     m_out = m_m[:, None] & (o_d < D)
+    b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    if HAS_STATE:
+        b_max = tl.load(lse + row, mask=m_m, other=float("-inf")) * 1.4426950408889634
+        b_acc = tl.load(out + row[:, None] * D + o_d, mask=m_out, other=0.0)
     # a normalised state is one key of weight 1
-    b_max = tl.load(lse + row, mask=m_m, other=float("-inf")) * 1.4426950408889634
     b_sum = tl.where(b_max == float("-inf"), 0.0, 1.0)
-    b_acc = tl.load(out + row[:, None] * D + o_d, mask=m_out, other=0.0)
     key += i_b * k_batch + i_h * k_head
     value += i_b * v_batch + i_h * v_head
     count = kv_len
@@ -155,7 +160,7 @@ def _merge_kernel(
 
 
 def extend(
-    state: PartialAttention,
+    state: PartialAttention | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -165,11 +170,11 @@ def extend(
     lengths: Tensor | None = None,
     first: int = 0,
     soft_cap: float | None = None,
-) -> None:
-    """Adds keys to a state, in place.
+) -> PartialAttention:
+    """Adds keys to a state, in place, and returns it.
 
     Args:
-        state: (out, lse) over other keys, contiguous; see `PartialAttention`.
+        state: (out, lse) over other keys, contiguous; see `PartialAttention`. None: there are none, a new one is made.
         query: [batch, num_heads, query_len, head_dim].
         key, value: [batch, num_kv_heads, kv_len, head_dim], rotated like the query and of its dtype.
         causal: whether query i sees keys 0 to i only.
@@ -180,13 +185,17 @@ def extend(
     batch, heads, query_len, head_dim = query.shape
     kv_heads, groups = key.shape[1], heads // key.shape[1]
     query, key, value = row_major(query), row_major(key), row_major(value)
-    tile = _tile(groups * query_len, max(16, power_of_two(head_dim)), query)
+    tile, has_state = _tile(groups * query_len, max(16, power_of_two(head_dim)), query), state is not None
+    if state is None:
+        out = torch.empty(query.shape, dtype=torch.float32, device=query.device)
+        state = out, torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
     _extend_kernel[(cdiv(groups * query_len, tile["BLOCK_M"]), batch * kv_heads)](
         query, key, value, query if lengths is None else lengths, *state,
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], kv_heads, query_len, key.shape[2], first,
         scaling * LOG2E, GROUPS=groups, D=head_dim, CAUSAL=causal, HAS_LENGTHS=lengths is not None,
-        SOFT_CAP=(soft_cap or 0.0) * LOG2E, BLOCK_D=max(16, power_of_two(head_dim)), **tile,
+        HAS_STATE=has_state, SOFT_CAP=(soft_cap or 0.0) * LOG2E, BLOCK_D=max(16, power_of_two(head_dim)), **tile,
     )  # fmt: skip
+    return state
 
 
 def _tile(rows: int, width: int, query: Tensor) -> dict[str, int]:

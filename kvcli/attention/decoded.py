@@ -19,7 +19,7 @@ _MIN_BLOCK_TOKENS = 1024
 _FEW_BLOCK_BYTES = 2**25
 """`_BLOCK_BYTES` of few queries, which take little time per block."""
 
-_MANY_QUERIES = 64
+MANY_QUERIES = 64
 """From this query length on, attention takes longer than the memory traffic around it."""
 
 
@@ -32,17 +32,18 @@ def attend_decoded(
     """
     if query.dtype == torch.bfloat16:
         query = query.float().clamp(-FP16_MAX, FP16_MAX).half()
-    state = _nothing_seen(query)
+    state: PartialAttention | None = None
     for start, stop in codec.blocks(encoded.length, _block_tokens(codec, query)):
         rotation = None if encoded.rotations is None else encoded.rotations.tokens(start, stop)
         key = codec.decode_keys(encoded.key_codes.slice(start, stop), encoded.key_state, rotation, query.dtype)
         value = codec.value.decode_to(encoded.value_codes.slice(start, stop), None, query.dtype)
         if encoded.lengths is None:
-            _extend(state, query, key, value, scaling, soft_cap, causal=False)
+            state = _extend(state, query, key, value, scaling, soft_cap, causal=False)
         else:
-            chunk_kernels.extend(
+            state = chunk_kernels.extend(
                 state, query, key, value, scaling, lengths=encoded.lengths, first=start, soft_cap=soft_cap
             )
+    assert state is not None
     return state
 
 
@@ -62,13 +63,11 @@ def attend_new(
         codes: (out, lse) over the codes, if there are any; overwritten.
         soft_cap: scores s become soft_cap * tanh(s / soft_cap).
     """
-    state = _nothing_seen(query) if codes is None else codes
-    _extend(state, query, key, value, scaling, soft_cap, causal=True)
-    return state
+    return _extend(codes, query, key, value, scaling, soft_cap, causal=True)
 
 
 def _extend(
-    state: PartialAttention,
+    state: PartialAttention | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -76,26 +75,22 @@ def _extend(
     soft_cap: float | None,
     *,
     causal: bool,
-) -> None:
-    """Adds keys that all sequences have to a state, in place."""
+) -> PartialAttention:
+    """Adds keys that all sequences have to a state, in place if there is one, and returns it."""
     part = None
-    if query.shape[2] >= _MANY_QUERIES and soft_cap is None:
+    if query.shape[2] >= MANY_QUERIES and soft_cap is None:
         part = fused_sdpa(query, key, value, scaling, causal=causal)
     if part is None:
-        chunk_kernels.extend(state, query, key, value, scaling, causal=causal, soft_cap=soft_cap)
-    else:
-        chunk_kernels.merge(state, part)
-
-
-def _nothing_seen(query: Tensor) -> PartialAttention:
-    """(out, lse) over no keys."""
-    out = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
-    return out, torch.full(query.shape[:3], float("-inf"), device=query.device)
+        return chunk_kernels.extend(state, query, key, value, scaling, causal=causal, soft_cap=soft_cap)
+    if state is None:
+        return part[0].to(torch.float32, memory_format=torch.contiguous_format), part[1].contiguous()
+    chunk_kernels.merge(state, part)
+    return state
 
 
 def _block_tokens(codec: LayerCodec, query: Tensor) -> int:
     """Tokens of a sequence that are decoded at once."""
-    budget = _BLOCK_BYTES if query.shape[2] >= _MANY_QUERIES else _FEW_BLOCK_BYTES
+    budget = _BLOCK_BYTES if query.shape[2] >= MANY_QUERIES else _FEW_BLOCK_BYTES
     per_token = 2 * codec.key.spec.kv_dim * query.element_size()
     return max(_MIN_BLOCK_TOKENS, budget // (query.shape[0] * per_token))
 

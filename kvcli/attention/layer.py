@@ -91,7 +91,7 @@ def _attend_window_and_codes(
         lse = call.sinks.float().view(1, -1, 1).expand(query.shape[:3]).clone(memory_format=torch.contiguous_format)
         sinks = torch.zeros(*query.shape[:3], store.values.shape[3], device=query.device), lse
         codes = sinks if codes is None else merge_state(codes, sinks)
-    if count > backend.max_queries and backend.attend_new is not None and isinstance(window.index, int):
+    if count >= backend.many_queries and backend.attend_new is not None and isinstance(window.index, int):
         key, value = (window.read_new(x, count) for x in (store.keys, store.values))
         codes = backend.attend_new(query, key, value, scaling, codes)
         window = replace(window, length=window.length - count, index=window.index - 1)

@@ -29,7 +29,7 @@ MAX_QUERIES = 8
 _TILES = ((64, 64, 3), (64, 64, 2), (64, 32, 3), (64, 32, 2), (32, 32, 2), (16, 32, 2), (16, 16, 2))
 """BLOCK_M, BLOCK_N and stages; the first on an H100 or H200, from the third on elsewhere."""
 
-_TILES_FP32 = ((64, 64, 3), (16, 32, 3), (16, 32, 2), (16, 16, 2))
+_TILES_FP32 = ((16, 64, 3), (16, 32, 3), (16, 32, 2), (16, 16, 2))
 """The same for float32: products without tensor cores, of which larger tiles do not fit into registers."""
 
 

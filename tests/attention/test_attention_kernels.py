@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import pytest
 import torch
-from parts import DEVICE, Rotary, make_codec, make_part
+from parts import DEVICE, Rotary, make_codec
 
 from kvcli.attention import decoded, reference, window_kernels
 from kvcli.cache.window import WindowLayout, WindowTokens
 from kvcli.errors import CacheError
-from kvcli.methods.layer_codec import LayerCodec
 from kvcli.rope import Rope, Rotation, TokenRotations
 
 
 @pytest.mark.parametrize(
     ("batch", "queries", "most"), [(1, 1, 2**18), (2, 63, 2**17), (1, 64, 2**20), (2**9, 64, 2048), (2**11, 64, 1024)]
 )
-def test_blocks_of_a_batch(batch: int, queries: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_of_a_batch(batch: int, queries: int, most: int) -> None:
     """What is decoded at once does not grow with the batch, until blocks would be too small."""
-    asked: list[int] = []
     _, codec = make_codec("kivi-2", 1, 1, 32)
-    monkeypatch.setattr(LayerCodec, "blocks", lambda self, length, most: asked.append(most) or [])
     query = torch.empty(batch, 1, queries, 32, device=DEVICE, dtype=torch.float16)
-    decoded.attend_decoded(codec, query, make_part(codec, 1, 1, 32, None), 1.0)
-    assert asked == [most]
+    assert decoded._block_tokens(codec, query) == most
 
 
 @pytest.mark.parametrize(("length", "most", "size"), [(192, 100, 96), (192, 10, 48), (48, 8192, 48), (0, 100, 96)])

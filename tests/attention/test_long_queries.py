@@ -58,10 +58,11 @@ def test_states_are_extended(
 ) -> None:
     torch.manual_seed(0)
     query, key, value = tensors(batch, heads, kv_heads, queries, tokens, head_dim, dtype)
-    state = some_state(query)
-    expected = reference.merge_state(state, library(query.float(), key, value, 0.1, causal=causal))
+    state, part = some_state(query), library(query.float(), key, value, 0.1, causal=causal)
+    expected = reference.merge_state(state, part)
     chunk_kernels.extend(state, query, key, value, 0.1, causal=causal)
     assert_same(state, expected, dtype)
+    assert_same(chunk_kernels.extend(None, query, key, value, 0.1, causal=causal), part, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -79,6 +80,7 @@ def test_sequences_end_at_their_length(first: int, dtype: torch.dtype) -> None:
         x.masked_fill_(~visible[:, None, :, None], float("nan"))
     chunk_kernels.extend(state, query, key, value, 0.1, lengths=lengths, first=first)
     assert_same(state, expected, dtype)
+    assert_same(chunk_kernels.extend(None, query, key, value, 0.1, lengths=lengths, first=first), part, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
