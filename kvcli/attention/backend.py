@@ -29,6 +29,8 @@ class AttentionBackend:
         attend_decoded: the same for more queries: blocks of tokens are decoded once for all of them.
         attend_new: `decoded.attend_new` of `many_queries` or more new tokens over each other, so that the window is
             only what is older; None where `attend_window` takes it all.
+        decode_all: decodes all keys and values for `attend_window`, where there are fewer queries; None where it takes
+            attention over codes alone.
         unrotate: inverse RoPE of window keys, for codecs that work before RoPE.
         note: why `attend_codes` is not a kernel of the method's own, or encoding uses none; None for the reference.
     """
@@ -40,6 +42,7 @@ class AttentionBackend:
     rotate_and_append: Callable[[Rotation, Tensor, Tensor, Tensor, Tensor, Tensor, WindowTokens], Tensor]
     unrotate: Unrotate
     attend_new: Callable[..., PartialAttention] | None = None
+    decode_all: Callable[..., tuple[Tensor, Tensor] | None] | None = None
     max_queries: int = sys.maxsize
     many_queries: int = sys.maxsize
     note: str | None = None
@@ -107,6 +110,7 @@ def choose_backend(method: Method, codecs: Sequence[LayerCodec], impl: str, devi
         rotate_and_append=window_kernels.rotate_and_append,
         unrotate=window_kernels.unrotate,
         attend_new=decoded.attend_new,
+        decode_all=decoded.decode_all,
         max_queries=window_kernels.MAX_QUERIES,
         many_queries=decoded.MANY_QUERIES,
         note=note,

@@ -47,6 +47,16 @@ def attend_decoded(
     return state
 
 
+def decode_all(codec: LayerCodec, query: Tensor, encoded: EncodedTokens) -> tuple[Tensor, Tensor] | None:
+    """All keys and values, decoded as for `attend_decoded`; None if they are more than one of its blocks."""
+    dtype = torch.float16 if query.dtype == torch.bfloat16 else query.dtype
+    if encoded.length > _block_tokens(codec, query):
+        return None
+    rotation = None if encoded.rotations is None else encoded.rotations.tokens(0, encoded.length)
+    key = codec.decode_keys(encoded.key_codes, encoded.key_state, rotation, dtype)
+    return key, codec.value.decode_to(encoded.value_codes, None, dtype)
+
+
 def attend_new(
     query: Tensor,
     key: Tensor,

@@ -76,7 +76,7 @@ def _attend_window_and_codes(
     Many new tokens attend to each other apart from the older tokens of the window, which all of them see.
     """
     count, window, scaling = query.shape[2], forward.window, call.scaling
-    codes, num_codes = None, forward.counts.max_codes
+    codes, decoded, num_codes = None, None, forward.counts.max_codes
     if num_codes:
         encoded = EncodedTokens(
             key_codes=store.key_codes.codes.slice(0, num_codes),
@@ -85,6 +85,10 @@ def _attend_window_and_codes(
             rotations=forward.code_rotations(store.codec) if store.codec.needs_rotations else None,
             lengths=forward.code_lengths,
         )
+        if backend.max_queries < count < backend.many_queries and call.sinks is None and backend.decode_all is not None:
+            decoded = backend.decode_all(store.codec, query, encoded)
+        if decoded is not None:
+            return backend.attend_window(query, store.keys, store.values, window, scaling, None, decoded=decoded)
         attend = backend.attend_codes if count <= backend.max_queries else backend.attend_decoded
         codes = attend(store.codec, query, encoded, scaling)
     if call.sinks is not None:  # keys of these logits, whose values are 0

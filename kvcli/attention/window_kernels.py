@@ -193,21 +193,38 @@ def unrotate(rotation: Rotation, x: Tensor) -> Tensor:
     return out
 
 
+@triton.jit
+def _attend_tile(b_q, b_k, b_v, shown, b_max, b_sum, b_acc, scaling, SOFT_CAP: tl.constexpr):
+    """One step of the online softmax: queries [M, D] over keys and values [N, D], where `shown` [M or 1, N]."""
+    b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scaling
+    if SOFT_CAP > 0:
+        b_s = capped(b_s, SOFT_CAP)
+    b_s = tl.where(shown, b_s, float("-inf"))
+    new_max = tl.maximum(b_max, tl.max(b_s, 1))
+    safe = tl.where(new_max == float("-inf"), 0.0, new_max)
+    b_p = tl.exp(b_s - safe[:, None])
+    shrink = tl.exp(b_max - safe)
+    b_acc = b_acc * shrink[:, None] + tl.dot(b_p.to(b_v.dtype), b_v, input_precision="ieee")
+    return new_max, b_sum * shrink + tl.sum(b_p, 1), b_acc
+
+
 @triton.jit(do_not_specialize=["attended", "index", "i_batch", "i_time", "sinks", "ring", "query_len", "kv_len"])
 def _attend_kernel(
     query, key, value, attended, index, codes_out, codes_lse, out,
     q_batch, q_head, q_time, k_batch, k_head, k_time, v_batch, v_head, v_time, i_batch, i_time,
-    o_batch, o_head, o_time, sinks, ring, num_kv_heads, query_len, kv_len, scaling,
+    o_batch, o_head, o_time, ck_batch, ck_head, cv_batch, cv_head, sinks, ring, num_kv_heads, query_len, kv_len,
+    scaling,
     GROUPS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SOFT_CAP: tl.constexpr, PER_ROW: tl.constexpr, HAS_CODES: tl.constexpr,
+    SOFT_CAP: tl.constexpr, PER_ROW: tl.constexpr, HAS_CODES: tl.constexpr, DECODED: tl.constexpr,
 ):  # fmt: skip
-    """softmax(q k^T scaling) v of the query heads of one kv head, merged with (out, lse) of the codes.
+    """softmax(q k^T scaling) v of the query heads of one kv head, merged with (out, lse) of the codes, if HAS_CODES.
 
     Grid (batch * num_kv_heads, ceil(GROUPS * query_len / BLOCK_M)); rows M are GROUPS query heads times query_len.
     query [batch, GROUPS * num_kv_heads, query_len, D], key and value [batch, num_kv_heads, sinks + ring, D] of the
     model's dtype, attended and index as in `WindowTokens`: numbers, or with PER_ROW int32 [batch] and
     [batch, query_len]; codes_out float32 [batch, heads, query_len, D], codes_lse float32
-    [batch, heads, query_len], out strided like the query.
+    [batch, heads, query_len], out strided like the query. If DECODED, codes_out and codes_lse are decoded keys and
+    values instead, [batch, num_kv_heads, tokens, D] with strides c*_, of which each row attends to `attended` first.
     SOFT_CAP: of the scores, 0 for none. kv_len: window tokens of the longest row. Sums in float32.
     Tuned on one H200 (torch 2.11, triton 3.6).
     """
@@ -236,6 +253,20 @@ def _attend_kernel(
     b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     key += i_b * k_batch + i_h * k_head
     value += i_b * v_batch + i_h * v_head
+    if DECODED:
+        codes_out += i_b * ck_batch + i_h * ck_head
+        codes_lse += i_b * cv_batch + i_h * cv_head
+        b_rounded = b_q
+        if b_q.dtype != codes_out.dtype.element_ty:  # bfloat16 queries of float16 keys
+            b_rounded = tl.clamp(b_q.to(tl.float32), -65504.0, 65504.0).to(codes_out.dtype.element_ty)
+        for start in range(0, attended, BLOCK_N):
+            o_n = start + tl.arange(0, BLOCK_N)
+            m_kv = (o_n < attended)[:, None] & (o_d < D)[None, :]
+            at = o_n.to(tl.int64)[:, None] * D + o_d[None, :]
+            b_k = tl.load(codes_out + at, mask=m_kv, other=0.0)
+            b_v = tl.load(codes_lse + at, mask=m_kv, other=0.0)
+            shown = (o_n < attended)[None, :]
+            b_max, b_sum, b_acc = _attend_tile(b_rounded, b_k, b_v, shown, b_max, b_sum, b_acc, scaling, SOFT_CAP)
     for start in range(0, stop, BLOCK_N):
         o_n = start + tl.arange(0, BLOCK_N)
         place = oldest + o_n - sinks
@@ -245,18 +276,8 @@ def _attend_kernel(
         # [N, D]
         b_k = tl.load(key + slot[:, None] * k_time + o_d[None, :], mask=m_kv, other=0.0)
         b_v = tl.load(value + slot[:, None] * v_time + o_d[None, :], mask=m_kv, other=0.0)
-        # [M, N]
-        b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scaling
-        if SOFT_CAP > 0:
-            b_s = capped(b_s, SOFT_CAP)
-        b_s = tl.where(o_n[None, :] < b_seen[:, None], b_s, float("-inf"))
-        new_max = tl.maximum(b_max, tl.max(b_s, 1))
-        safe = tl.where(new_max == float("-inf"), 0.0, new_max)
-        b_p = tl.exp(b_s - safe[:, None])
-        shrink = tl.exp(b_max - safe)
-        b_sum = b_sum * shrink + tl.sum(b_p, 1)
-        b_acc = b_acc * shrink[:, None] + tl.dot(b_p.to(b_v.dtype), b_v, input_precision="ieee")
-        b_max = new_max
+        shown = o_n[None, :] < b_seen[:, None]
+        b_max, b_sum, b_acc = _attend_tile(b_q, b_k, b_v, shown, b_max, b_sum, b_acc, scaling, SOFT_CAP)
     b_lse = tl.where(b_sum > 0, b_max + tl.log(tl.maximum(b_sum, 1e-30)), float("-inf"))
     b_out = b_acc / tl.where(b_sum > 0, b_sum, 1.0)[:, None]
     flat = (i_b * num_kv_heads * GROUPS + head) * query_len + time
@@ -281,8 +302,12 @@ def attend_window(
     scaling: float,
     codes: PartialAttention | None,
     soft_cap: float | None = None,
+    decoded: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """As `kvcli.attention.reference.attend_window`, in one launch."""
+    """As `kvcli.attention.reference.attend_window`, in one launch.
+
+    Instead of `codes`, (out, lse), it takes `decoded` keys and values [batch, num_kv_heads, tokens, head_dim].
+    """
     batch, heads, query_len, head_dim = query.shape
     kv_heads = key.shape[1]
     output = torch.empty(batch, query_len, heads, head_dim, dtype=query.dtype, device=query.device)
@@ -290,18 +315,19 @@ def attend_window(
     groups = heads // kv_heads
     width = max(16, power_of_two(head_dim))
     tile = _tile(groups * query_len, width, query.element_size(), query.device)
-    nothing = query
     query, key, value = row_major(query), row_major(key), row_major(value)
+    first, second = (query, query) if codes is None else (x.contiguous() for x in codes)
+    if decoded is not None:
+        first, second = (x if x.stride()[2:] == (head_dim, 1) else x.contiguous() for x in decoded)
     index = window.index
     _attend_kernel[(batch * kv_heads, cdiv(groups * query_len, tile["BLOCK_M"]))](
-        query, key, value, window.attended, index,
-        nothing if codes is None else codes[0].contiguous(), nothing if codes is None else codes[1].contiguous(),
-        out,
+        query, key, value, window.attended, index, first, second, out,
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
         *((0, 0) if isinstance(index, int) else index.stride()), *out.stride()[:3],
-        window.layout.sinks, window.layout.ring, kv_heads, query_len, window.length, scaling,
+        *first.stride()[:2], *second.stride()[:2], window.layout.sinks, window.layout.ring, kv_heads, query_len,
+        window.length, scaling,
         GROUPS=groups, D=head_dim, BLOCK_D=width, **tile, SOFT_CAP=soft_cap or 0.0,
-        PER_ROW=not isinstance(index, int), HAS_CODES=codes is not None, num_warps=4,
+        PER_ROW=not isinstance(index, int), HAS_CODES=codes is not None, DECODED=decoded is not None, num_warps=4,
         **({} if codes is None else pdl_launch_options()),
     )  # fmt: skip
     return output

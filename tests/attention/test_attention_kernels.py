@@ -104,6 +104,40 @@ def test_windows_of_ragged_rows(sinks: int, ring: int, queries: int) -> None:
     assert torch.allclose(actual, plain, atol=1e-5)
 
 
+@pytest.mark.parametrize("soft_cap", [None, 2.0])
+@pytest.mark.parametrize(
+    ("lengths", "attended", "heads", "kv_heads", "head_dim", "dtype"),
+    [
+        ([140, 140], [100, 100], 3, 1, 80, torch.float32),
+        ([140, 140, 140], [75, 75, 75], 9, 3, 64, torch.float16),
+        ([140, 40, 90], [101, 0, 33], 6, 2, 80, torch.float32),
+        *([([140, 90], [100, 33], 8, 2, 128, torch.bfloat16)] if DEVICE == "cuda" else []),
+    ],
+)
+def test_windows_with_decoded_tokens(
+    lengths: list[int], attended: list[int], heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype,
+    soft_cap: float | None,
+) -> None:  # fmt: skip
+    """Each row attends to its own number of these, however they lie in memory, and to none beyond."""
+    torch.manual_seed(0)
+    queries, rows, codes_dtype = 20, len(lengths), torch.float16 if dtype == torch.bfloat16 else dtype
+    index = [list(range(length - queries, length)) for length in lengths]
+    window = window_of(lengths, attended, 4, 66, index)
+    query = torch.randn(rows, heads, queries, head_dim, device=DEVICE).to(dtype)
+    key, value = buffers(window, lengths, kv_heads, head_dim, dtype)
+    tokens = torch.randn(2, rows, kv_heads, 130, head_dim, device=DEVICE).to(codes_dtype)
+    visible = torch.arange(max(attended), device=DEVICE) < torch.tensor(attended, device=DEVICE)[:, None]
+    part = reference.partial_attention(query, *tokens[:, :, :, : max(attended)], visible[:, None], 0.1, soft_cap)
+    expected = reference.attend_window(query, key.nan_to_num(0.0), value.nan_to_num(0.0), window, 0.1, part, soft_cap)
+    if len(set(lengths)) == 1:
+        window = WindowTokens(window.layout, window.length, attended[0], index[0][0])
+    for row, count in enumerate(attended):
+        tokens[:, row, :, count:] = float("nan")
+    keys, values = tokens[0, :, :, : max(attended)], tokens[1].transpose(1, 2).contiguous().transpose(1, 2)
+    actual = window_kernels.attend_window(query, key, value, window, 0.1, None, soft_cap, decoded=(keys, values))
+    assert torch.allclose(actual, expected, atol=1e-5 if dtype == torch.float32 else 5e-3)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("batch", "length", "head_dim", "sinks", "first", "padded"),
