@@ -21,6 +21,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from kvcli.errors import ModelError
 from kvcli.rope import NoRope, Rope
 from kvcli.seam.decoder import decoder_layers, find_decoder, replace_module, text_model
+from kvcli.seam.identity import Shortcut
 from kvcli.seam.layer import AttendFunction, AttentionCall, LayerAttention, RotaryOutput, untraced
 from kvcli.seam.model import ATTENTION_NAME, SHARED_CONFIG, ModelAttention
 from kvcli.seam.probe import probe
@@ -114,6 +115,11 @@ class Seam:
             self._decoder.register_forward_pre_hook(self._before_pass, with_kwargs=True),
             self._decoder.register_forward_hook(self._after_pass, always_call=True),
         ]
+        if self._rotary is not None:
+            spec, width = attention.spec, attention.spec.rope.rotary_dim // (2 if self.rope.layout == "pairs" else 1)
+            for module in {type(module): module for module in attention.modules}.values():
+                for channels in {spec.head_dim, spec.rope.rotary_dim}:
+                    self._hooks.append(Shortcut(module, (spec.num_heads, spec.num_kv_heads), channels, width))
         for module in attention.rotating_themselves:
             self._hooks.append(module.register_forward_pre_hook(self._give_own_rotation, with_kwargs=True))
         if not hasattr(Cache, "activate_past_recording"):

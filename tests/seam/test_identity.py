@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import operator
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
-from kvcli.seam.identity import IdentityFactor, identity_factors
+from kvcli.seam.identity import IdentityFactor, Shortcut, identity_factors
 
 
 def constants(**kind: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -28,6 +30,55 @@ def test_queries_and_keys_do_not_change(family: str, dtype: torch.dtype) -> None
         assert type(ours) is torch.Tensor
         assert torch.equal(ours, before)
         assert ours.dtype == dtype
+
+
+@pytest.fixture
+def model_file(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A file of a model with an attention module."""
+    module = type("Attention", (torch.nn.Module,), {"__module__": "file_of_a_model"})
+    file = ModuleType("file_of_a_model")
+    file.module = module()  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "file_of_a_model", file)
+    return file
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "glm", "cohere"])
+def test_shortcut(family: str, model_file: ModuleType) -> None:
+    """Queries and keys themselves come back; a real rotation, or one of another dtype, is the model's own."""
+    rotate: Any = import_module(f"transformers.models.{family}.modeling_{family}").apply_rotary_pos_emb
+    file: Any = model_file
+    file.apply_rotary_pos_emb = rotate
+    shortcuts = [Shortcut(file.module, (4, 2), 8, 8) for _ in range(2)]
+    query, key, (cos, sin) = torch.randn(2, 4, 40, 8), torch.randn(2, 2, 40, 8), constants()
+    assert all(x is y for x, y in zip(file.apply_rotary_pos_emb(query, key, cos, sin), (query, key), strict=True))
+    other = cos.mul(0.5).as_subclass(torch.Tensor), sin + 0.5
+    cos.add_(1)
+    for q, k, factors in ((query, key, other), (query, key, (cos, sin)), (query.half(), key.half(), constants())):
+        for ours, theirs in zip(file.apply_rotary_pos_emb(q, k, *factors), rotate(q, k, *factors), strict=True):
+            assert ours.dtype == theirs.dtype
+            assert torch.equal(ours, theirs)
+    for shortcut in shortcuts:
+        shortcut.remove()
+    assert file.apply_rotary_pos_emb is rotate
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda q, k, cos, sin: (q.flip(-1) * cos, k.flip(-1) * cos),
+        lambda q, k, cos, sin: (q.float() * 2, k),
+        lambda x, cos, sin: x * cos,
+        lambda q, k, cos, sin: q * cos,
+        None,
+    ],
+)
+def test_no_shortcut_past_functions_that_change_queries_or_keys(function: Any, model_file: ModuleType) -> None:
+    file: Any = model_file
+    file.apply_rotary_pos_emb = function
+    shortcut = Shortcut(file.module, (4, 2), 8, 8)
+    assert file.apply_rotary_pos_emb is function
+    shortcut.remove()
+    assert file.apply_rotary_pos_emb is function
 
 
 def test_nothing_is_computed() -> None:
