@@ -34,18 +34,18 @@ _TILES_FP32 = ((16, 64, 3), (16, 32, 3), (16, 32, 2), (16, 16, 2))
 
 
 @cache
-def _tile(rows: int, width: int, itemsize: int, device: torch.device) -> dict[str, int]:
+def _tile(rows: int, width: int, itemsize: int, device: torch.device, copies: int = 1) -> dict[str, int]:
     """The first tile that fits into shared memory, for query rows per kv head and padded channels.
 
-    Triton keeps the queries there, `stages` tiles of keys and values for tensor cores of Hopper, else one less, and,
-    but on Hopper, the weights.
+    Triton keeps the queries there, in `copies` dtypes, `stages` tiles of keys and values for tensor cores of Hopper,
+    else one less, and, but on Hopper, the weights.
     """
     limit = shared_memory_limit(device)
     hopper, fp32 = limit >= HOPPER_SHARED_MEMORY, itemsize == 4
     sizes = _TILES_FP32[0 if hopper and width <= 128 else 1 :] if fp32 else _TILES[0 if hopper else 2 :]
     for block_m, block_n, stages in sizes:
         weights = 0 if hopper and not fp32 else block_m * block_n
-        operands = (block_m + 2 * (stages - fp32) * block_n) * width
+        operands = (copies * block_m + 2 * (stages - fp32) * block_n) * width
         if (weights + operands) * itemsize + 512 <= limit:
             break
     return {"BLOCK_M": min(block_m, max(16, power_of_two(rows))), "BLOCK_N": block_n, "num_stages": stages}
@@ -314,7 +314,8 @@ def attend_window(
     out = output.transpose(1, 2)
     groups = heads // kv_heads
     width = max(16, power_of_two(head_dim))
-    tile = _tile(groups * query_len, width, query.element_size(), query.device)
+    copies = 1 if decoded is None or decoded[0].dtype == query.dtype else 2
+    tile = _tile(groups * query_len, width, query.element_size(), query.device, copies)
     query, key, value = row_major(query), row_major(key), row_major(value)
     first, second = (query, query) if codes is None else (x.contiguous() for x in codes)
     if decoded is not None:
