@@ -7,12 +7,16 @@ they lie there, and `planes_to_fields` or `stream_to_fields` bring the other fac
 from __future__ import annotations
 
 import math
-from functools import cache
+from functools import cache, reduce
+from operator import or_
 
 import torch
 from torch import Tensor
 
 MAX_BITS = 16
+
+_WORD_BITS = 56
+"""Up to so many bits, those after which codes and bytes begin together again are one integer."""
 
 
 def packed_size(count: int, n_bits: int) -> int:
@@ -31,11 +35,16 @@ def pack_bits(codes: Tensor, n_bits: int) -> Tensor:
         uint8 [..., ceil(count * n_bits / 8)]; unused high bits of the last byte are 0.
     """
     _check(n_bits)
-    shifts = torch.arange(n_bits, device=codes.device, dtype=torch.int32)
-    bits = (codes.to(torch.int32).unsqueeze(-1) >> shifts & 1).flatten(-2)
-    bits = torch.nn.functional.pad(bits, (0, -bits.shape[-1] % 8))
-    weights = 1 << torch.arange(8, device=codes.device, dtype=torch.int32)
-    return (bits.unflatten(-1, (-1, 8)) * weights).sum(-1).to(torch.uint8)
+    count, period = codes.shape[-1], math.lcm(n_bits, 8)
+    if -count * n_bits % period:
+        codes = torch.nn.functional.pad(codes, (0, -count % (period // n_bits)))
+    if period <= _WORD_BITS:
+        words = (codes.long().unflatten(-1, (-1, period // n_bits)) << _shifts(n_bits, period, codes.device)).sum(-1)
+        packed = words.unsqueeze(-1) >> _shifts(8, period, codes.device)
+    else:
+        bits = (codes.int().unsqueeze(-1) >> _shifts(1, n_bits, codes.device) & 1).flatten(-2).unflatten(-1, (-1, 8))
+        packed = (bits << _shifts(1, 8, codes.device)).sum(-1, keepdim=True)
+    return (packed & 255).to(torch.uint8).flatten(-2)[..., : packed_size(count, n_bits)].contiguous()
 
 
 def unpack_bits(packed: Tensor, n_bits: int, count: int) -> Tensor:
@@ -45,14 +54,27 @@ def unpack_bits(packed: Tensor, n_bits: int, count: int) -> Tensor:
         looked_up = torch.nn.functional.embedding(packed.int(), _codes_of_bytes(n_bits, packed.device))
         return looked_up.flatten(-2)[..., :count]
     period = math.lcm(n_bits, 8)
-    padded = torch.nn.functional.pad(packed, (0, -packed.shape[-1] % (period // 8)))
-    parts = padded.unflatten(-1, (-1, period // 8)).int().unbind(-1)
-    codes = []
+    size = period // 8
+    if packed.shape[-1] % size:
+        packed = torch.nn.functional.pad(packed, (0, -packed.shape[-1] % size))
+    if period <= _WORD_BITS:
+        parts = packed.unflatten(-1, (-1, size)).to(torch.int32 if period < 32 else torch.int64).unbind(-1)
+        words = reduce(or_, (part << (8 * byte) for byte, part in enumerate(parts)))
+        codes = words.unsqueeze(-1) >> _shifts(n_bits, period, packed.device) & ((1 << n_bits) - 1)
+        return codes.flatten(-2)[..., :count].int()
+    parts, codes = packed.unflatten(-1, (-1, size)).int().unbind(-1), []
     for start in range(0, period, n_bits):  # each code of a period lies in the same bits of one to three bytes
         spanned = range(start // 8, (start + n_bits + 7) // 8)
-        word = sum((parts[byte] << (8 * i) for i, byte in enumerate(spanned)), torch.zeros_like(parts[0]))
+        word = reduce(or_, (parts[byte] << (8 * i) for i, byte in enumerate(spanned)))
         codes.append((word >> (start % 8)) & ((1 << n_bits) - 1))
     return torch.stack(codes, dim=-1).flatten(-2)[..., :count]
+
+
+@cache
+def _shifts(step: int, stop: int, device: torch.device) -> Tensor:
+    """Bit positions of what lies in a word, int32 [stop / step]."""
+    with torch.inference_mode(False):
+        return torch.arange(0, stop, step, device=device, dtype=torch.int32)
 
 
 @cache
