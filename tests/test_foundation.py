@@ -103,9 +103,9 @@ def test_no_modules_import_each_other(repo_root: Path) -> None:
 
 
 BUDGET = {
-    ".": 3545,
+    ".": 3565,
     "artifact": 400,
-    "attention": 2150,  # passes that launch every kernel of a session once, so that all are compiled first
+    "attention": 2210,  # passes that launch every kernel of a session once, and decoded codes in the window's kernel
     "bench": 2545,  # the suite `startup`
     "cache": 2670,  # the same offsets are observed
     "calibrate": 1420,  # blocks of logits by vocabulary
@@ -116,7 +116,7 @@ BUDGET = {
     "kernels": 850,  # compilation side by side, and what is on disk
     "methods": 7570,  # offsets from the sequence, kept as a state
     "plan": 550,  # from which length they are smaller
-    "seam": 1550,
+    "seam": 1595,  # rotations by constants return at once
     "storage": 640,
 }
 """Lines that a room of the package may have, `.` for the files at its root. A feature that needs more raises its room's
