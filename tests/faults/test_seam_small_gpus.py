@@ -109,7 +109,7 @@ def test_smaller_tiles_give_the_same_logits(prompt: Any, monkeypatch: pytest.Mon
         assert torch.allclose(logits(False), logits(True), rtol=1e-4, atol=1e-4)
     finally:
         window_kernels._tile.cache_clear()
-    assert [tile["BLOCK_M"] for tile in tiles] == [16, 64]
+    assert [(tile["BLOCK_M"], tile["BLOCK_N"]) for tile in tiles] == [(16, 32), (16, 64)]
 
 
 @pytest.mark.kernels
