@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from factories import make_model
 
+import kvcli
 from kvcli.seam.identity import IdentityFactor, Shortcut, identity_factors
 
 
@@ -79,6 +81,19 @@ def test_no_shortcut_past_functions_that_change_queries_or_keys(function: Any, m
     assert file.apply_rotary_pos_emb is function
     shortcut.remove()
     assert file.apply_rotary_pos_emb is function
+
+
+def test_a_session_takes_the_shortcut_and_gives_it_back() -> None:
+    """Also where two models of a family are attached at once."""
+    file: Any = import_module("transformers.models.llama.modeling_llama")
+    before = file.apply_rotary_pos_emb
+    with kvcli.attach(make_model("llama"), "kivi-2", impl="reference"):
+        shortcut = file.apply_rotary_pos_emb
+        assert shortcut is not before
+        with kvcli.attach(make_model("llama"), "kivi-2", impl="reference"):
+            assert file.apply_rotary_pos_emb is shortcut
+        assert file.apply_rotary_pos_emb is shortcut
+    assert file.apply_rotary_pos_emb is before
 
 
 def test_nothing_is_computed() -> None:
