@@ -21,12 +21,13 @@ from kvcli.progress import Progress
 from kvcli.seam.layer import AttentionCall, RotaryOutput
 
 _FEW = (8, 7, 6, 5, 4, 3, 2, *[1] * 8)
-_CHUNKS = (1024, 1024, 1024, 257, 200, 100, 65, 64, 40, 33, 32, 31, 17, 16, 12, 9)
+_SOME = (9, 12, 16, 17, 31, 32, 33, 40, 64, 65, 100)
 _PASSES = (
-    (5, *_FEW, 17, 33),
-    (300, *_FEW, 1300, *_FEW, *(count for chunk in _CHUNKS for count in (chunk, 2, 1)), *_FEW),
+    (1, 70),
+    (5, *_FEW, 17, 33, 70),
+    (300, *_FEW, *_SOME, 1300, *_FEW, 1024, 1024, 1024, *_FEW, 257, 200, *_SOME, *_FEW),
 )
-"""Tokens of passes over two caches, before there are codes and with them: each kind of launch is among them."""
+"""Tokens of passes over caches, before there are codes and with them: each kind of launch is among them."""
 
 _MOST_TOKENS, _LEAST = 2**14, 256
 """Tokens of all rows in one pass, unless a row would have fewer than the least."""
