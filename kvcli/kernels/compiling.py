@@ -15,7 +15,7 @@ import triton
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-from kvcli.progress import Advance, Progress
+from kvcli.progress import Progress
 
 
 @contextmanager
@@ -48,8 +48,7 @@ def compiled_not_launched(progress: Progress) -> Iterator[list[str]]:
     finally:
         JITFunction.run = run
     if variants:
-        with progress("compiling kernels", len(variants), "kernels") as advance:
-            _compile(list(variants.values()), advance)
+        _compile(list(variants.values()), progress)
 
 
 def _specialized(parameter: Any, argument: Any) -> Any:
@@ -62,17 +61,22 @@ def _specialized(parameter: Any, argument: Any) -> Any:
     return narrow if parameter.do_not_specialize else (narrow, argument == 1, argument % 16 == 0)
 
 
-def _compile(variants: list[tuple[torch.device, Callable[[], Any]]], advance: Advance) -> None:
+def _compile(variants: list[tuple[torch.device, Callable[[], Any]]], progress: Progress) -> None:
     """Compiles what the functions return, then loads it, which raises for kernels that do not fit the GPU."""
+
+    def load(variant: tuple[torch.device, Callable[[], Any]]) -> None:
+        with torch.cuda.device(variant[0]):
+            variant[1]().run  # noqa: B018  # a property that loads; it may compile a launcher in C
+
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         mode: Any = triton.AsyncCompileMode(pool) if hasattr(triton, "AsyncCompileMode") else None  # since 3.5
-        with mode or nullcontext():
+        with progress("compiling kernels", len(variants), "kernels") as advance, mode or nullcontext():
             for device, compile_one in variants:
                 with torch.cuda.device(device):
                     compile_one()
                 advance(mode is None)
             for _ in as_completed(mode.raw_futures if mode else ()):
                 advance(1)
-    for device, compile_one in variants:
-        with torch.cuda.device(device):
-            compile_one().run  # noqa: B018  # loads it
+        with progress("loading kernels", len(variants), "kernels") as advance:
+            for _ in pool.map(load, variants):
+                advance(1)

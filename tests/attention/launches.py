@@ -50,7 +50,7 @@ def main(method: str, sizes: list[int], dtype: torch.dtype) -> None:
 
     JITFunction.run = run
     setattr(layer, "sdpa", no_sdpa)  # noqa: B010
-    compiling._compile = lambda variants, advance: [launch() for _, launch in variants]  # type: ignore
+    compiling._compile = lambda variants, progress: [launch() for _, launch in variants]  # type: ignore
     Ranges.check = lambda self: None  # type: ignore[method-assign]  # what no kernel writes has any value
     decoder.Decoder._check_ranges = lambda self: None  # type: ignore[method-assign]
     accept = decoder.Decoder._accept
