@@ -16,6 +16,9 @@ from kvcli.methods.base import Codec
 from kvcli.methods.commvq import encode_keys_kernels, search_kernels
 from kvcli.methods.commvq.config import CommVQConfig
 from kvcli.methods.commvq.values import CommVQValueCodec
+from kvcli.methods.config import QJLConfig
+from kvcli.methods.qjl import decode_kernels, encode_kernels
+from kvcli.methods.qjl.codec import QJLKey
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL_LIMIT, LARGE_LIMIT = 64 * 1024, 99 * 1024
@@ -123,3 +126,23 @@ def test_smaller_tiles_encode_the_same_values(monkeypatch: pytest.MonkeyPatch) -
     whole = codec.decode(codec.encode(x))
     monkeypatch.setattr(launch, "has_hopper_shared_memory", lambda device: False)
     assert (codec.decode(codec.encode(x)) - whole).norm() < 1e-2 * whole.norm()
+
+
+@pytest.mark.kernels
+def test_smaller_tiles_of_wide_keys_code_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of more than 128 channels, of which QJL encodes half as many tokens at a time."""
+    codec = QJLKey(make_spec(160), QJLConfig(), 0).to(DEVICE)
+    codec.fused = True
+    x = torch.randn(1, 2, 70, 160, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(0))
+    state = codec.new_state(1, x.device)
+    codec.observe(state, x, x, torch.ones(1, device=DEVICE))
+    codec.finalize_state(state, [0])
+    whole = codec.encode(x, state)
+    expected = codec.decode_to(whole, state, torch.float32)
+    monkeypatch.setattr(launch, "has_hopper_shared_memory", lambda device: False)
+    for module in (encode_kernels, decode_kernels):
+        monkeypatch.setattr(module, "shared_memory_limit", lambda device: LARGE_LIMIT)
+    assert [encode_kernels.encode_tile(70, width, x.device)["BLOCK_T"] for width in (128, 256)] == [64, 32]
+    codes = codec.encode(x, state)
+    assert (codes.signs != whole.signs).float().mean() < 1e-3
+    assert torch.allclose(codec.decode_to(whole, state, torch.float32), expected, rtol=1e-5, atol=1e-5)

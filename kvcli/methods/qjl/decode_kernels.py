@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvcli.kernels.launch import Tiles, cdiv, power_of_two
+from kvcli.kernels.launch import Tiles, cdiv, power_of_two, shared_memory_limit
 from kvcli.kernels.splits import batch_and_head
 from kvcli.kernels.words import as_decoded, bit_rows
 
@@ -86,8 +86,11 @@ def decode_keys(
     out = torch.empty(batch, kv_heads, length, head_dim, dtype=dtype, device=signs.device)
     if not out.numel():
         return out
-    tile = _TILE_FP32 if dtype == torch.float32 else _TILES.on(out.device)
+    block_d = max(16, power_of_two(head_dim))
     sketch, outlier_sketch = (x.to(torch.float32 if dtype == torch.float32 else torch.float16) for x in sketches)
+    tile = dict(_TILE_FP32) if dtype == torch.float32 else _TILES.on(out.device)
+    if 8 * tile["BLOCK_Y"] * block_d * sketch.element_size() > shared_memory_limit(out.device):
+        tile["num_stages"] = 1  # else the eight products of a tile of signs load their rows of the sketch ahead
     outliers = len(outlier_sketch)
     outlier_norm = outlier_norm if outliers else norm
     _decode_kernel[(cdiv(length, tile["BLOCK_T"]), batch * kv_heads)](
@@ -98,6 +101,6 @@ def decode_keys(
         *outlier_norm.stride()[:3], kv_heads, length,
         norm_factor / len(sketch), norm_factor / max(1, outliers),
         M=len(sketch), M_OUT=outliers, BYTES=width, BYTES_OUT=outlier_signs.shape[-1], D=head_dim,
-        BLOCK_D=max(16, power_of_two(head_dim)), **tile,
+        BLOCK_D=block_d, **tile,
     )  # fmt: skip
     return out

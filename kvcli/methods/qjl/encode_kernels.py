@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvcli.kernels.launch import Tiles, cdiv, norm_unit, power_of_two, row_major
+from kvcli.kernels.launch import Tiles, cdiv, norm_unit, power_of_two, row_major, shared_memory_limit
 from kvcli.kernels.words import FP16_MAX
 from kvcli.packing import packed_size
 
@@ -77,6 +77,14 @@ def _encode_kernel(
         _store_signs(outlier_x, outlier_sketch, outlier_signs, i_t, m_t, o_d, OUTLIER_ROWS, D, OUTLIER_BYTES, BLOCK_R)
 
 
+def encode_tile(tokens: int, width: int, device: torch.device) -> dict[str, int]:
+    """The tile for padded channels: half the tokens where the two parts of their float32 channels do not fit."""
+    tile = dict(_FEW_TOKENS) if tokens <= 64 else _TILES.on(device)
+    if 8 * (tile["BLOCK_T"] + tile["BLOCK_R"]) * width > shared_memory_limit(device):
+        tile["BLOCK_T"] = max(16, tile["BLOCK_T"] // 2)
+    return tile
+
+
 def encode_keys(
     x: Tensor, outliers: Tensor, sketch: Tensor, outlier_sketch: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -93,13 +101,14 @@ def encode_keys(
     norm, outlier_norm = (
         x.new_empty(*x.shape[:3], min(len(rows), 1), dtype=torch.float16) for rows in (sketch, outlier_sketch)
     )
-    tile = _FEW_TOKENS if time <= 64 else _TILES.on(x.device)
+    block_d = max(16, power_of_two(width))
+    tile = encode_tile(time, block_d, x.device)
     if x.numel():
         _encode_kernel[(cdiv(time, tile["BLOCK_T"]), batch * heads)](
             x, outliers.contiguous(), sketch, outlier_sketch, signs, norm, outlier_signs, outlier_norm,
             *x.stride()[:3], heads, time, 1 / norm_unit(width),
             ROWS=len(sketch), OUTLIER_ROWS=len(outlier_sketch), D=width,
             BYTES=signs.shape[-1], OUTLIER_BYTES=outlier_signs.shape[-1],
-            BLOCK_D=max(16, power_of_two(width)), **tile,
+            BLOCK_D=block_d, **tile,
         )  # fmt: skip
     return signs, norm, outlier_signs, outlier_norm
