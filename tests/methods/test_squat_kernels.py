@@ -187,8 +187,12 @@ def test_finalized_from_calibration() -> None:
 
 
 def test_shapes_beyond_the_kernel_use_the_reference() -> None:
-    assert not kernels.supports_rank(256, 5)
-    assert not kernels.supports_rank(128, 30)
+    for width, rank in ((256, 5), (128, 30)):
+        note = "the kernel takes at most 128 channels and 29 directions"
+        codec = SQuatKey(make_spec(width), SQuatConfig(subspace_dim=rank), "post_rope")
+        assert codec.kernel_note(torch.device(DEVICE)) == (
+            f"the subspace is computed in PyTorch: {note}, not {width} and {rank}"
+        )
     codec = SQuatKey(make_spec(64), SQuatConfig(subspace_dim=40), "post_rope")
     codec.fused = True
     state = codec.new_state(1, DEVICE)

@@ -100,12 +100,17 @@ class SQuatKey(PerChannelCodec[SQuatState]):
             from kvcli.methods.squat import kernels
 
             # they solve in float32, whatever `subspace_solver` says
-            if kernels.supports_rank(self.spec.head_dim, rank):
+            if kernels.subspace_note(self.spec.head_dim, rank) is None:
                 factor = kernels.leading_factor(gram, rank)
                 state.matrix[index] = kernels.corrections(factor, weight, self.block_size)
                 return
         q_hat = leading_factor(gram, rank, self.config.subspace_solver) * weight.double().sqrt().view(-1, 1, 1, 1)
         state.matrix[index] = corrections(q_hat, self.block_size)
+
+    def kernel_note(self, device: torch.device) -> str | None:
+        from kvcli.methods.squat.kernels import subspace_note
+
+        return subspace_note(self.spec.head_dim, self.config.subspace_dim)
 
     def encode(self, x: Tensor, state: SQuatState) -> ScalarCodes:  # type: ignore[override]  # never without a state
         # corrections change only later blocks, so all channels are quantized at the end

@@ -235,9 +235,13 @@ def _warps(block: int) -> int:
     return 8 if block >= 128 else 4
 
 
-def supports_rank(width: int, rank: int) -> bool:
-    """Whether `leading_factor` supports matrices of this width and this many directions."""
-    return width <= _MAX_CHANNELS and rank + _OVERSAMPLING <= _MAX_COLUMNS
+def subspace_note(width: int, rank: int) -> str | None:
+    """Why `leading_factor` cannot take matrices of this width and this many directions; None if it can."""
+    most = _MAX_COLUMNS - _OVERSAMPLING
+    if width <= _MAX_CHANNELS and rank <= most:
+        return None
+    taken = f"the kernel takes at most {_MAX_CHANNELS} channels and {most} directions"
+    return f"the subspace is computed in PyTorch: {taken}, not {width} and {rank}"
 
 
 def supports_gram(queries: Tensor) -> bool:
