@@ -117,7 +117,7 @@ class Tiles:
 
     Attributes:
         hopper: tuned on one H100 or H200.
-        smaller: fits 99 KiB of shared memory; compiled for 8.0, 8.6 and 8.9, and not timed.
+        smaller: fits 99 KiB of shared memory; compiled for 8.0, 8.6 and 12.0, and not timed.
     """
 
     hopper: Mapping[str, int]

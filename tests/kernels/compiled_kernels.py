@@ -5,31 +5,36 @@ does not matter, because launches depend on shapes and dtypes alone. Then the re
 
     python tests/kernels/compiled_kernels.py 86                      all launches on compute capability 8.6, a line each
     python tests/kernels/compiled_kernels.py 80 --head-dim 64 --dtype float32 --methods kivi-2 qjl
+    python tests/kernels/compiled_kernels.py 120 --heads 7 --kv-heads 1 --shared-only     not down to a binary: faster
 
-Exit code 1 if a kernel does not fit. Run it without TRITON_INTERPRET; it needs Triton's compiler, and no GPU.
+Exit code 1 if a kernel does not compile or fit. Run it without TRITON_INTERPRET; it needs Triton's compiler only.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import multiprocessing
 import os
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+from triton._C.libtriton import ir, llvm
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime import driver
@@ -37,16 +42,19 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from kvcli.kernels import launch as launches_of_kvcli
 
-SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
+SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 120: 99 * 1024}
 """Bytes of shared memory that a block of threads may ask for, by compute capability."""
 
-MAX_SPILLED = {80: 384, 86: 384, 89: 384}
+MAX_SPILLED = {80: 384, 86: 384, 89: 384, 120: 384}
 """Bytes that a thread may spill with models in 16 bits: CommVQ's sweep, tuned on 9.0, spills 224 there.
 
 float32 products are made without tensor cores and spill more, on all GPUs.
 """
 
-METHODS = ("rtn-4", "kivi-2", "kivi-4", "squat-2", "squat-pre-2", "qjl", "turboquant-2", "commvq-1", "commvq-2")
+METHODS = (
+    "rtn-4", "fp8", "kivi-2", "kivi-4", "squat-2", "squat-pre-2", "qjl", "turboquant-2", "turboquant-3", "oscar",
+    "kvquant", "commvq-1", "commvq-2",
+)  # fmt: skip
 
 UNIFORM, RAGGED = (640, 200, 20, 8, *[1] * 33), (640, 200, 20, 8, 1)
 """Tokens of forward passes: a prompt, a long and a short chunk, queries that read codes, and steps."""
@@ -69,6 +77,12 @@ class Launch:
         sizes = [f"{self.kernel.arg_names[at]}={x}" for (at,), x in self.constants.items() if type(x) is int and x > 1]
         sizes += [f"warps={self.options.num_warps}", f"stages={self.options.num_stages}"]
         return f"{module}.{self.kernel.fn.__name__} {' '.join(sizes)}"
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Equal for launches that compile to the same on one GPU."""
+        what = (self.kernel.cache_key, self.signature, sorted(self.constants.items()), sorted(self.attributes.items()))
+        return hashlib.sha256(repr((triton.__version__, *what, self.options.__dict__)).encode()).hexdigest()
 
 
 def pretend(capability: int) -> None:
@@ -109,40 +123,74 @@ recording = ""
 
 
 @torch.inference_mode()
-def record(capability: int, methods: list[str], head_dim: int, dtype: torch.dtype) -> list[Launch]:
-    """The launches of prompts, chunks and steps of a layer with 32 query heads over 8 kv heads."""
+def record(
+    capability: int, methods: Iterable[str], head_dim: int, dtype: torch.dtype, heads: int = 32, kv_heads: int = 8
+) -> tuple[list[Launch], dict[str, str]]:
+    """The launches of prompts, chunks and steps of a layer, and the notes of methods at attach."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    from kvcli.attention import backend, chunk_kernels, decoded, session
     from kvcli.bench.layer import MethodCase
-    from kvcli.bench.model import attached
+    from kvcli.bench.model import open_session
     from kvcli.cache.ranges import Ranges
+
+    def merged(query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool) -> None:
+        """Launches what follows FlashAttention; where a GPU has none, the kernel that follows runs."""
+        if dtype != torch.float32:
+            state = decoded._nothing_seen(query)
+            chunk_kernels.merge(state, (torch.empty_like(query), state[1]))
 
     global recording
     Ranges.check = lambda self: None  # type: ignore[method-assign]  # what is not written has any value
+    decoded.fused_sdpa = merged  # type: ignore[assignment]
+    choose = partial(backend.choose_backend, impl="auto", device=torch.device("cuda"))
+    session.choose_backend = lambda method, codecs, impl, device: choose(method, codecs)  # type: ignore[assignment]
     config = LlamaConfig(
-        vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=32,
-        num_key_value_heads=8, head_dim=head_dim, max_position_embeddings=4096, pad_token_id=None,
+        vocab_size=97, hidden_size=16 * heads, intermediate_size=96, num_hidden_layers=1, num_attention_heads=heads,
+        num_key_value_heads=kv_heads, head_dim=head_dim, max_position_embeddings=4096, pad_token_id=None,
     )  # fmt: skip
     model = LlamaForCausalLM(config).eval().to(dtype)
+    notes = {}
     with recorded(capability) as found:
         for recording in methods:
-            with attached(model, MethodCase.parse(recording, {}), "fused", 0) as session:
+            with open_session(model, MethodCase.parse(recording, {}), "auto", 0) as attached:
+                if attached.backend.note is not None:
+                    notes[recording] = attached.backend.note
                 for padding, passes in ((0, UNIFORM), (3, RAGGED)):
                     mask = torch.ones(2, sum(passes), dtype=torch.int64)
                     mask[1, :padding] = 0
-                    cache = session.new_cache()
+                    cache = attached.new_cache()
                     for part, total in zip(
                         torch.zeros_like(mask).split(passes, dim=1), accumulate(passes), strict=True
                     ):
                         model(part, attention_mask=mask[:, :total], past_key_values=cache, use_cache=True)
-    return list(found.values())
+                    if recording.startswith(("qjl", "commvq")):  # whose kernels add scores of a constant key
+                        attached.codecs[0].key_offset = torch.ones(kv_heads, head_dim)
+    return list(found.values()), notes
 
 
-def compile_launch(capability: int, number: int) -> tuple[int, int, int]:
+def shared_memory(capability: int, launch: Launch) -> int:
+    """Bytes per block of a launch's kernel, compiled to LLVM's intermediate representation, not optimized."""
+    target = GPUTarget("cuda", capability, 32)
+    backend = make_backend(target)
+    source, context = ASTSource(launch.kernel, launch.signature, launch.constants, launch.attributes), ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    stages: dict[str, Any] = {}
+    backend.add_stages(stages, launch.options, source.language)
+    generators, modules = backend.get_codegen_implementation(launch.options), backend.get_module_map()
+    module = source.make_ir(target, launch.options, generators, modules, context)
+    metadata = {"target": target, **launch.options.__dict__}
+    with patch.object(llvm, "optimize_module", lambda *options: None):
+        for stage in ("ttir", "ttgir", "llir"):
+            module = stages[stage](module, metadata)
+    return metadata["shared"]
+
+
+def usage(capability: int, launch: Launch) -> tuple[int, int, int]:
     """Compiles a launch's kernel, and reads from the binary what it takes: bytes of shared memory per block, registers
     and spilled bytes per thread.
     """
-    launch = launches[number]
     source = ASTSource(launch.kernel, launch.signature, launch.constants, launch.attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=launch.options.__dict__)
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -152,6 +200,15 @@ def compile_launch(capability: int, number: int) -> tuple[int, int, int]:
         text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
     registers, stack = (int(found[1]) for name in ("REG", "STACK") if (found := re.search(rf"{name}:(\d+)", text)))
     return compiled.metadata.shared, registers, stack
+
+
+def compile_launch(capability: int, shared_only: bool, number: int) -> tuple[tuple[int, int, int], str]:
+    """`usage` of a recorded launch, the first number alone if `shared_only`; and why it does not compile, or ""."""
+    launch = launches[number]
+    try:
+        return ((shared_memory(capability, launch), 0, 0) if shared_only else usage(capability, launch)), ""
+    except Exception as error:
+        return (0, 0, 0), f"does not compile: {error!r}"
 
 
 launches: list[Launch] = []
@@ -165,20 +222,26 @@ def main() -> int:
     parser.add_argument("--methods", nargs="+", default=METHODS)
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--heads", type=int, default=32, help="query heads")
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--shared-only", action="store_true", help="no binary, so neither registers nor spills")
     parser.add_argument("--kernels", default="", help="a regular expression that names of kernels match")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     options = parser.parse_args()
     capability = options.capability
     pretend(capability)
-    found = record(capability, options.methods, options.head_dim, getattr(torch, options.dtype))
+    found, notes = record(
+        capability, options.methods, options.head_dim, getattr(torch, options.dtype), options.heads, options.kv_heads
+    )
+    print("\n".join(f"{method}: {note}" for method, note in notes.items()))
     launches[:] = [launch for launch in found if re.search(options.kernels, launch.describe())]
     most_spilled = sys.maxsize if options.dtype == "float32" else MAX_SPILLED.get(capability, sys.maxsize)
     failed = 0
     print("shared registers spilled")
     with multiprocessing.get_context("fork").Pool(options.jobs) as pool:
-        usages = pool.imap(partial(compile_launch, capability), range(len(launches)))
-        for launch, (shared, registers, spilled) in zip(launches, usages, strict=True):
-            verdict = "spills" if spilled > most_spilled else ""
+        usages = pool.imap(partial(compile_launch, capability, options.shared_only), range(len(launches)))
+        for launch, ((shared, registers, spilled), problem) in zip(launches, usages, strict=True):
+            verdict = "spills" if spilled > most_spilled else problem
             verdict = "too much shared memory" if shared > SHARED_MEMORY[capability] else verdict
             failed += bool(verdict)
             numbers = f"{shared:6d} {registers:9d} {spilled:7d}"
