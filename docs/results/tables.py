@@ -75,6 +75,20 @@ def quality(name: str) -> str:
     return markdown(header, cells)
 
 
+def shared_memory(name: str) -> str:
+    """KiB of the launch that asks for the most, bfloat16/float32, by head_dim and compute capability."""
+    rows = records(name)
+    limits = {row["capability"]: row["limit"] // 1024 for row in rows}
+    shared = {(row["head_dim"], row["capability"], row["dtype"]): -(-row["shared"] // 1024) for row in rows}
+    sizes: dict[tuple[str, ...], list[int]] = {}
+    for size in dict.fromkeys(row["head_dim"] for row in rows):
+        found = ([shared.get((size, gpu, dtype)) for dtype in ("bfloat16", "float32")] for gpu in limits)
+        cells = tuple("" if None in pair else "/".join(map(str, pair)) for pair in found)
+        sizes.setdefault(cells, []).append(size)
+    header = ["head_dim", *(f"{gpu / 10} (of {limit})" for gpu, limit in limits.items())]
+    return markdown(header, [[", ".join(map(str, same)), *cells] for cells, same in sizes.items()])
+
+
 def faults(name: str) -> str:
     """Faults of one section, from docstrings of tests: `Fault (SECTION): x. Result: y.`, maybe ` Also in: FILE.`."""
     tests, section, rows = FOLDER.parent.parent / "tests", name.removeprefix("faults-"), []
@@ -95,6 +109,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "attention-h200": attention,
     "generate-h200": generate,
     "quality-smollm2-135m": quality,
+    "shared-memory": shared_memory,
     **{f"faults-{section}": faults for section in ("kills", "files", "inputs", "calls")},
 }
 

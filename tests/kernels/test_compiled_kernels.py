@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,10 +21,10 @@ HEAVY = r"\._attend_kernel|_extend_kernel|_leading_kernel|_project_kernel|_decod
 """Kernels that take the most shared memory, or that are launched in other ways than on Hopper."""
 
 
-def compile_kernels(capability: int, *options: str) -> str:
+def compile_kernels(capability: int, *options: str, script: str = "compiled_kernels.py") -> str:
     variables = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "tests/kernels/compiled_kernels.py", str(capability), *options],
+        [sys.executable, f"tests/kernels/{script}", str(capability), *options],
         env={**variables, "PYTHONPATH": "."}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, "\n".join((done.stdout, done.stderr[-2000:]))
@@ -65,10 +67,33 @@ def test_codes_reach_tensor_cores_without_shared_memory(methods: list[str], kern
 @pytest.mark.slow
 @pytest.mark.skipif("KVCLI_COMPILE_ALL" not in os.environ, reason="takes half an hour; set KVCLI_COMPILE_ALL")
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("capability", [80, 86, 89, 90])
+@pytest.mark.parametrize("capability", [80, 86, 89, 90, 120])
 @pytest.mark.parametrize(("head_dim", "dtype"), [(128, "bfloat16"), (64, "bfloat16"), (128, "float32")])
 def test_all_kernels_fit(capability: int, head_dim: int, dtype: str) -> None:
     compile_kernels(capability, "--head-dim", str(head_dim), "--dtype", dtype)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize(
+    ("capability", "head_dim", "dtype", "heads"), [(86, 256, "float32", 7), (120, 80, "bfloat16", 16)]
+)
+def test_heads_of_other_sizes_fit(capability: int, head_dim: int, dtype: str, heads: int) -> None:
+    shape = ("--head-dim", str(head_dim), "--dtype", dtype, "--heads", str(heads), "--kv-heads", "1", "--shared-only")
+    kernels = r"\._attend_kernel|_extend_kernel|qjl\.(en|de)code"
+    assert "qjl.decode_kernels" in compile_kernels(capability, "--methods", "qjl", "--kernels", kernels, *shape)
+
+
+@pytest.mark.kernels
+@pytest.mark.slow
+@pytest.mark.skipif("KVCLI_COMPILE_ALL" not in os.environ, reason="takes an hour; set KVCLI_COMPILE_ALL")
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("capability", [80, 86, 90, 120])
+def test_the_table_of_shared_memory_is_what_is_compiled(capability: int, tmp_path: Path) -> None:
+    lines = Path("docs/results/shared-memory.jsonl").read_text().splitlines()
+    written = {line: json.loads(line) for line in lines if json.loads(line)["capability"] == capability}
+    sizes = {str(row["head_dim"]) for row in written.values()}
+    compile_kernels(capability, "--head-dims", *sizes, "--out", str(tmp_path / "found"), script="shared_memory.py")
+    assert (tmp_path / "found").read_text().splitlines() == list(written)
 
 
 @pytest.mark.parametrize(("limit", "expected"), [(227, 64), (163, 32), (99, 32)])
