@@ -86,12 +86,12 @@ def read_blocks(places: Sequence[Place], device: torch.device | str = "cpu") -> 
 
 def verify_blocks(places: Sequence[Place], device: torch.device | str = "cpu") -> list[Tensor]:
     """The bytes of blocks, uint8 [bytes] each; CacheError for the first that is missing, truncated or damaged."""
-    for place in places:
-        if not place.path.is_file():
-            raise CacheError(f"{place.path} is missing")
-        if place.path.stat().st_size != place.file_bytes:
-            raise CacheError(f"{place.path} is truncated or damaged (its size differs)")
     try:
+        for place in places:  # each of which another process may remove at any moment
+            if not place.path.is_file():
+                raise CacheError(f"{place.path} is missing")
+            if place.path.stat().st_size != place.file_bytes:
+                raise CacheError(f"{place.path} is truncated or damaged (its size differs)")
         files = {place.path: place.file_bytes for place in places}
         memory = {path: memory_for(path, size, torch.device(device)) for path, size in files.items()}
         parts = [Part(x.path, x.start, memory[x.path][x.start : x.start + x.block.bytes]) for x in places]

@@ -48,6 +48,16 @@ def test_a_damaged_file_is_one_line_and_other_contexts_stay(two: Maker, store: C
         assert store.damages(store.names()) == {}
 
 
+def test_a_block_that_vanishes_while_it_is_looked_at_is_told_like_a_missing_one(
+    two: Maker, store: ContextStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = path_of(store, "a", "last")
+    path.unlink()
+    monkeypatch.setattr(Path, "is_file", lambda _: True)
+    with pytest.raises(ContextError, match=r"context 'a' is damaged: .* cannot be read"):
+        store.load(store.whole("a", two.identity))
+
+
 def test_a_part_is_loaded_without_files_of_the_rest(two: Maker, store: ContextStore) -> None:
     match = store.find(text(50, 7), two.identity)
     assert match is not None
