@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypedDict
 
 import torch
 from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from kvcli.cache.compressed import CompressedCache
-from kvcli.errors import UsageError
+from kvcli.errors import UsageError, suggestion
 from kvcli.progress import Advance
 
 Mode = Literal["passes", "steps", "graphs"]
@@ -34,6 +34,39 @@ class SamplingConfig:
     top_p: float = 1.0
     top_k: int = 0
     repetition_penalty: float = 1.0
+
+
+class SamplingKeywords(TypedDict, total=False):
+    """The fields of `SamplingConfig` as keywords, and `do_sample`, as `generate` of transformers takes them."""
+
+    max_new_tokens: int
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    repetition_penalty: float | None
+    do_sample: bool | None
+
+
+def sampling_of(sampling: SamplingConfig | None, keywords: Mapping[str, Any]) -> SamplingConfig:
+    """How tokens are chosen: as `sampling` says, or `SamplingKeywords`, of which None is as good as absent.
+
+    `do_sample=False` is greedy whatever the temperature, `do_sample=True` samples at temperature 1 without one.
+
+    Raises:
+        UsageError: both, other keywords, or `do_sample=True` at temperature 0.
+    """
+    known = SamplingKeywords.__annotations__
+    for name in sorted(keywords.keys() - known):
+        hint = suggestion(name, known) or "; the model's own generate may, with past_key_values=session.new_cache()"
+        raise UsageError(f"session.generate does not take '{name}'{hint}")
+    values = {name: x for name, x in keywords.items() if x is not None}
+    if sampling is not None and values:
+        raise UsageError(f"{next(iter(values))} is part of sampling; give one of the two")
+    sampled = values.pop("do_sample", None)
+    config = sampling or SamplingConfig(**{**({"temperature": 1.0} if sampled else {}), **values})
+    if sampled and config.temperature <= 0:
+        raise UsageError("do_sample=True needs a temperature above 0")
+    return replace(config, temperature=0.0) if sampled is False else config
 
 
 class NextToken:

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Unpack, get_args
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,16 @@ from torch import Tensor, nn
 from kvcli.attention.backend import AttentionBackend, choose_backend
 from kvcli.attention.compiled import BACKEND, CompiledLayers
 from kvcli.attention.decoder import Decoder, LogitsNotFinite, default_mode
-from kvcli.attention.generation import Generated, Mode, NextToken, SamplingConfig, prefill, stop_tokens
+from kvcli.attention.generation import (
+    Generated,
+    Mode,
+    NextToken,
+    SamplingConfig,
+    SamplingKeywords,
+    prefill,
+    sampling_of,
+    stop_tokens,
+)
 from kvcli.attention.layer import attend_layer
 from kvcli.cache.compressed import CompressedCache
 from kvcli.cache.context import Context
@@ -178,6 +187,7 @@ class Session:
         on_prefill: Advance = lambda count: None,
         mode: Mode | None = None,
         compile_layers: bool | str = False,
+        **keywords: Unpack[SamplingKeywords],
     ) -> Generated:
         """Continues prompts; on a GPU with the session's kernels, decode steps are replayed as CUDA graphs.
 
@@ -198,13 +208,15 @@ class Session:
                 `graphs` on a GPU with the session's kernels, else `passes`, or `steps` with `compile_layers`.
             compile_layers: whether the model's layers, around their attention, are compiled by `torch.compile` in
                 graphs and steps; or the name of the backend that compiles them.
+            keywords: max_new_tokens, temperature, top_p, top_k, repetition_penalty and do_sample as transformers takes
+                them, in place of `sampling`.
 
         Raises:
-            UsageError: padding that is not on the left, a cache that holds the whole prompt, no token to make, or
-                `graphs` without a GPU, or `compile_layers` with `passes`.
+            UsageError: other keywords, or some beside `sampling`; padding that is not on the left, a cache that holds
+                the whole prompt, no token to make, or `graphs` without a GPU, or `compile_layers` with `passes`.
             ModelError: logits that are not finite.
         """
-        sampling = sampling or SamplingConfig()
+        sampling = sampling_of(sampling, keywords)
         if sampling.max_new_tokens < 1:
             raise UsageError(f"max_new_tokens must be 1 or more, not {sampling.max_new_tokens}")
         if mode not in (None, *get_args(Mode)):
@@ -259,7 +271,8 @@ class Session:
             cache.check_session(self._seam)
         elif cache is not None or call["use_cache"]:
             raise CacheError(
-                "while a model is attached, pass past_key_values=session.new_cache() to it, or use_cache=False"
+                "while a model is attached, pass past_key_values=session.new_cache() to it, a new one to each call of "
+                "generate or of a pipeline, or use_cache=False"
             )
 
     def _check_drafts(self, cache: Any) -> None:
