@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -17,8 +18,8 @@ from kvcli.attention.session import Session
 from kvcli.cache.compressed import CompressedCache, MemoryReport
 from kvcli.checkpoint import quiet_transformers
 from kvcli.models import LoadedModel, not_finite
-from kvcli.progress import Progress, no_progress
-from kvcli.seam.decoder import backbone
+from kvcli.progress import Advance, Progress, no_progress
+from kvcli.seam.decoder import backbone, decoder_layers
 
 
 @torch.inference_mode()
@@ -29,6 +30,7 @@ def compress(
     prefill_chunk: int | None = None,
     past_key_values: CompressedCache | None = None,
     progress: Progress = no_progress,
+    after_chunk: Callable[[CompressedCache], None] = lambda cache: None,
 ) -> CompressedCache:
     """Reads a prompt into a cache and generates nothing.
 
@@ -39,6 +41,8 @@ def compress(
         ids: int64 [1, time].
         prefill_chunk: tokens per forward pass; None: all.
         past_key_values: a cache that holds the first tokens of `ids`, fewer than all; default: a new one.
+        progress: counts a chunk's tokens layer by layer, so that it moves within chunks.
+        after_chunk: called with the cache after each forward pass.
 
     Raises:
         UsageError: a cache that holds all of `ids`.
@@ -46,12 +50,30 @@ def compress(
     """
     cache = session.new_cache() if past_key_values is None else past_key_values
     unread = ids.shape[1] - cache.get_seq_length()
-    with quiet_transformers(), progress("read and compressed", unread, "tokens") as advance:
-        logits = prefill(session.model, cache, ids, None, prefill_chunk, advance)
+    label = "read and compressed"
+    with quiet_transformers(), progress(label, unread, "tokens") as advance, _counting_layers(session.model, advance):
+        logits = prefill(session.model, cache, ids, None, prefill_chunk, lambda count: after_chunk(cache))
     if not bool(logits.isfinite().all()):
         again = partial(backbone(session.model), input_ids=ids, past_key_values=session.new_cache(), use_cache=True)
         raise not_finite(session.model, f"method '{session.method.name}'", again)
     return cache
+
+
+@contextmanager
+def _counting_layers(model: Any, advance: Advance) -> Iterator[None]:
+    """Inside the block, each layer of a forward pass counts for its share of the pass's tokens."""
+    layers = decoder_layers(model)
+
+    def passed(layer_idx: int, layer: Any, inputs: Any, output: Any) -> None:
+        tokens = (output if isinstance(output, Tensor) else output[0]).shape[1]
+        advance(tokens * (layer_idx + 1) // len(layers) - tokens * layer_idx // len(layers))
+
+    hooks = [layer.register_forward_hook(partial(passed, layer_idx)) for layer_idx, layer in enumerate(layers)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @dataclass(frozen=True)

@@ -134,11 +134,7 @@ class Target:
     def save(
         self, session: Session, source: Source, ids: Tensor, notes: dict[str, Any], output: Output
     ) -> dict[str, Any]:
-        """Reads what is new of a text [1, time] and writes all of it; returns what was measured.
-
-        A stored context is reused whole if it is all of the text; else as much of it as leaves the window to be read,
-        so that the last tokens are in full precision as in any other context.
-        """
+        """Reads what is new of a text [1, time] and writes all of it; returns what was measured."""
         from dataclasses import replace
 
         from kvcli.generate import compress
@@ -151,12 +147,10 @@ class Target:
             if not options.overwrite:
                 store.check_free(name, ids, identity)
             if options.reuse:
-                match = store.find(ids, identity, output.warn)
-                if match is None or not match.is_whole or match.num_tokens < ids.shape[1]:
-                    window = max(1, session.config.residual_length)
-                    match = store.find(ids[:, : max(0, ids.shape[1] - window)], identity)
-                if match is not None:
-                    cache = session.load_cache(store.load(match, session.model.device))
+                window = max(1, session.config.residual_length)
+                found = store.fetch(ids, identity, session.model.device, output.warn, window)
+                if found is not None:
+                    match, cache = found[0], session.load_cache(found[1])
         if cache is None or cache.get_seq_length() < ids.shape[1]:
             chunk, progress = options.prefill_chunk, output.progress
             cache = compress(session, ids, prefill_chunk=chunk, past_key_values=cache, progress=progress)

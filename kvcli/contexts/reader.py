@@ -96,10 +96,18 @@ class ContextReader:
         identity: CacheIdentity,
         device: torch.device | str = "cpu",
         say: Say = say_nothing,
+        window: int = 0,
     ) -> tuple[Match, Context] | None:
-        """`find` and `load`, again if another process removes or replaces the context in between; raises as both."""
+        """`find` and `load`, again if another process removes or replaces the context in between; raises as both.
+
+        A part of a context leaves at least `window` tokens of the prompt to be read, so that its last ones are in full
+        precision as after any other reading; a context that is used whole has its own window.
+        """
         while True:
             match = self.find(token_ids, identity, say)
+            if window and match is not None and not match.is_whole:
+                tokens = as_tokens(token_ids)
+                match = self.find(tokens[: max(0, len(tokens) - window)], identity)
             with suppress(ReplacedError):
                 return None if match is None else (match, self.load(match, device))
 

@@ -21,7 +21,7 @@ from kvcli.prompts import Rendered, chat_ids, checked_messages, common_length
 SETTINGS = {"residual_length": 8, "sink_length": 2, "group_size": 8}
 
 
-def test_chunks_are_those_of_passes_and_are_counted(tiny_model: Any) -> None:
+def test_chunks_are_those_of_passes_and_are_counted_layer_by_layer(tiny_model: Any) -> None:
     told: list[int] = []
 
     def progress(label: str, total: int, unit: str) -> Any:
@@ -34,11 +34,11 @@ def test_chunks_are_those_of_passes_and_are_counted(tiny_model: Any) -> None:
             tiny_model(piece, past_key_values=expected)
         cache = compress(session, ids(1, 50), prefill_chunk=16, progress=progress)
         assert_equal(cache.snapshot(), expected.snapshot())
-        assert told == [50, 16, 16, 16, 2]
+        assert told == [50, *[5, 5, 6] * 3, 0, 1, 1]
         first = compress(session, ids(1, 50)[:, :32], prefill_chunk=16)
         went_on = compress(session, ids(1, 50), prefill_chunk=16, past_key_values=first, progress=progress)
         assert_equal(went_on.snapshot(), expected.snapshot())
-        assert told[5:] == [18, 16, 2]
+        assert told[13:] == [18, 5, 5, 6, 0, 1, 1]
         with pytest.raises(UsageError, match="nothing is left to read"):
             compress(session, ids(1, 50), past_key_values=cache)
 

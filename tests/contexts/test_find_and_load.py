@@ -22,6 +22,25 @@ from kvcli.registry import METHODS
 LENGTH = 90
 
 
+def test_a_part_that_is_fetched_leaves_a_window_to_be_read_and_a_whole_context_does_not(
+    maker: Any, store: ContextStore
+) -> None:
+    """A context that is used whole has its own tokens in full precision."""
+    made: Maker = maker("rtn", **WINDOW)
+    store.put(made.context(tokens(50)))
+
+    def fetched(prompt: Tensor, window: int) -> int:
+        found = store.fetch(prompt, made.identity, window=window)
+        assert found is not None
+        assert found[0].num_tokens == found[1].snapshot.num_tokens
+        return found[0].num_tokens
+
+    longer = torch.cat((tokens(50), tokens(3, seed=9)))
+    assert fetched(longer, 0) == fetched(longer, 6) == 50
+    assert fetched(tokens(49), 0) == 49
+    assert fetched(tokens(49), 6) == 34
+
+
 def branch(ids: Tensor, common: int, count: int = 20) -> Tensor:
     """A text with the first `common` tokens of another, then others."""
     other = tokens(count, seed=9)
