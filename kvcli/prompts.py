@@ -78,7 +78,7 @@ def chat_text(loaded: LoadedModel, messages: Sequence[Message], to_reply: bool =
     """
     tokenizer: Any = loaded.tokenizer
     if not getattr(tokenizer, "chat_template", None):
-        raise UsageError(f"{loaded.name} has no chat template")
+        raise UsageError(f"{loaded.name} has no chat template: it continues texts, as 'kvcli generate' lets it")
     try:
         return str(tokenizer.apply_chat_template(list(messages), add_generation_prompt=to_reply, tokenize=False))
     except Exception as error:  # a template is a program of the model's author, run by jinja in its sandbox
@@ -152,7 +152,10 @@ class Rendered:
         UsageError: the context holds no conversation.
         """
         if _MESSAGES not in notes:
-            raise UsageError(f"{name} holds a text and no conversation")
+            raise UsageError(
+                f"{name} holds a text and no conversation: 'kvcli ask FILE QUESTION' asks a chat model about a text, "
+                "'kvcli generate --context' without --chat continues it"
+            )
         messages = checked_messages(notes[_MESSAGES], name)
         text, pending = notes.get(_TEXT), notes.get(_PENDING)
         if not isinstance(text, str) or not isinstance(pending, list) or any(type(x) is not int for x in pending):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,9 @@ from kvcli.sizes import size
 if TYPE_CHECKING:
     from kvcli.chat import Conversation
     from kvcli.generate import Generation
+
+SHOWN_MESSAGES, SHOWN_CHARACTERS = 2, 400
+"""Last messages that are shown of a conversation that is resumed, and how much of each."""
 
 HELP = "/exit ends the conversation, /stats shows the cache, /save [FILE or NAME] writes it"
 
@@ -55,7 +59,8 @@ def run(options: ChatOptions, output: Output) -> None:
     from kvcli.chat import Conversation
     from kvcli.options import check_storable
 
-    context = None if options.resume is None else load_context(options.resume, options.model, options.store)
+    where = options.model, options.store
+    context = None if options.resume is None else load_context(options.resume, *where, conversation=True)
     options = options.for_context(context)
     if options.save is not None:
         _check_target(options.save, options)
@@ -75,6 +80,8 @@ def run(options: ChatOptions, output: Output) -> None:
             conversation.resume(context)
             tokens = conversation.cache.get_seq_length()
             output.say(f"{tokens} tokens reused from {options.resume}: {len(conversation.messages)} messages")
+            for message in conversation.messages[-SHOWN_MESSAGES:]:
+                output.say(f"{message['role']}: {textwrap.shorten(message['content'], SHOWN_CHARACTERS)}")
         output.say(HELP)
         method = method_name(session.method.name, dict(session.config))
         turns = _talk(conversation, options, output)

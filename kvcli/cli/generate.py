@@ -78,7 +78,8 @@ def run(options: GenerateOptions, output: Output) -> None:
     from kvcli.generate import generate_text
 
     started = time.perf_counter()
-    context = None if options.context is None else load_context(options.context, options.model, options.store)
+    where = options.model, options.store
+    context = None if options.context is None else load_context(options.context, *where, conversation=options.chat)
     read_s = time.perf_counter() - started
     options = options.for_context(context)
     chosen = choose_method(options, output, context)
@@ -110,6 +111,10 @@ def run(options: GenerateOptions, output: Output) -> None:
         starts_at, method = compression_starts(session), method_name(session.method.name, dict(session.config))
         pays_from = smaller_from(session, generation.memory)
     output.write("\n")
+    if generation.new_tokens == 1 and not generation.text:
+        to_chat = not options.chat and loaded.tokenizer.chat_template
+        advice = f"; {options.model} is made for conversations: add --chat" if to_chat else ""
+        output.warn(f"warning: the model's first token is the one that ends its answer{advice}")
     if generation.note is not None:
         output.warn(f"warning: {generation.note}")
     if reused_from is not None:

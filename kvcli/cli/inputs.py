@@ -34,27 +34,28 @@ class Source(NamedTuple):
 
 
 def read_prompt(prompt: str | None, file: Path | None, output: Output) -> str:
-    """The prompt from a flag, a file or standard input; UsageError: two of them, one that cannot be read."""
-    if prompt is not None and file is not None:
-        raise UsageError("--prompt and --prompt-file exclude each other")
+    """The prompt from a file, a flag or standard input; of two, the file's text and a blank line come first.
+
+    UsageError: standard input for both, or one that cannot be read.
+    """
+    if prompt == str(STANDARD_INPUT) == str(file):
+        raise UsageError("--prompt and --prompt-file cannot both be standard input")
+    text = None if file is None else _read(file).rstrip("\n")
     if prompt == str(STANDARD_INPUT):
-        file = STANDARD_INPUT
-    if file is not None:
-        return _read(file).rstrip("\n")
+        prompt = _read(STANDARD_INPUT).rstrip("\n")
     if prompt is None:
-        output.say(f"no --prompt given: continuing '{DEFAULT_PROMPT}'")
-        return DEFAULT_PROMPT
+        if text is None:
+            output.say(f"no --prompt given: continuing '{DEFAULT_PROMPT}'")
+        return DEFAULT_PROMPT if text is None else text
     try:
         prompt.encode()
     except UnicodeEncodeError as error:
         raise UsageError("--prompt is not UTF-8 text") from error
-    return prompt
+    return prompt if text is None else f"{text}\n\n{prompt}"
 
 
 def read_sources(files: list[Path], messages: Path | None) -> list[Source]:
-    """Texts of files, of all files in folders but those whose name begins with a dot, and of standard input.
-
-    Or one conversation, from the JSON file `messages`.
+    """Texts to be compressed one by one, see `read_texts`, or one conversation, from the JSON file `messages`.
 
     Raises:
         UsageError: nothing to read, both kinds, a file that cannot be read, is empty or not UTF-8 text, or two files
@@ -64,6 +65,18 @@ def read_sources(files: list[Path], messages: Path | None) -> list[Source]:
         raise UsageError("give what is to be compressed with --prompt-file, or a conversation with --messages")
     if messages is not None:
         return [Source("stdin" if messages == STANDARD_INPUT else messages.stem, _read(messages), True)]
+    sources = read_texts(files)
+    names = [source.name for source in sources]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UsageError(f"two files are named {twice[0]}; compress them one by one")
+    return sources
+
+
+def read_texts(files: list[Path]) -> list[Source]:
+    """Texts of files, of all files in folders but those whose name begins with a dot, and of standard input.
+
+    UsageError: a file that cannot be read, is empty or not UTF-8 text.
+    """
     paths: list[Path] = []
     for file in files:
         if not file.is_dir():
@@ -77,9 +90,6 @@ def read_sources(files: list[Path], messages: Path | None) -> list[Source]:
         sources.append(Source("stdin" if path == STANDARD_INPUT else path.stem, _read(path).rstrip("\n")))
         if not sources[-1].text:
             raise UsageError(f"{_shown(path)} is empty")
-    names = [source.name for source in sources]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise UsageError(f"two files are named {twice[0]}; compress them one by one")
     return sources
 
 
@@ -87,7 +97,7 @@ def _read(path: Path) -> str:
     try:
         return sys.stdin.read() if path == STANDARD_INPUT else path.read_text()
     except UnicodeDecodeError as error:
-        raise UsageError(f"{_shown(path)} is not UTF-8 text") from error
+        raise UsageError(f"{_shown(path)} is not UTF-8 text; convert it to text first") from error
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
 
@@ -108,25 +118,30 @@ def open_store(folder: Path | None, model: str, must_exist: bool = True) -> Cont
     return ContextStore(folder)
 
 
-def load_context(source: Path, model: str, store: Path | None = None) -> Context:
-    """Reads and verifies a context: a file, or by name in the store of a model.
+def load_context(source: Path, model: str, store: Path | None = None, conversation: bool = False) -> Context:
+    """Reads and verifies a context: a file, or by name in the store of a model; one of a `conversation` if so.
 
     Raises:
+        UsageError: it holds no conversation.
         CacheError: a file that is missing or damaged, of several sequences, with padding, or without its token ids.
         ContextError: a context of the store that is damaged.
     """
     from kvcli.cache.context import Context
+    from kvcli.prompts import Rendered
 
-    if not source.exists():
+    if source.exists():
+        context = Context.load(source)
+    else:
         contexts = open_store(store, model, must_exist=False)
-        return contexts.load(contexts.whole(str(source)))
-    context = Context.load(source)
+        context = contexts.load(contexts.whole(str(source)))
     rows = len(context.snapshot.counts.lengths)
     if context.input_ids is None:
         raise CacheError(f"{source} has no token ids: it can be gone on from in Python only")
     if rows > 1 or context.input_ids.numel() > context.snapshot.num_tokens:
         what = f"{rows} sequences" if rows > 1 else "padding"
         raise CacheError(f"{source} holds {what}: it can be gone on from in Python only")
+    if conversation:
+        Rendered.from_notes(context.notes, context.input_ids, context.name)
     return context
 
 

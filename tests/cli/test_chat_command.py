@@ -73,6 +73,14 @@ def test_a_conversation_is_saved_resumed_and_the_same_as_unbroken(
         assert not Path("talk").exists()
 
 
+def test_the_last_messages_are_shown_when_a_conversation_is_resumed(chatty: Any) -> None:
+    Path("m.json").write_text(json.dumps([*MESSAGES, *MESSAGES[:1], {"role": "assistant", "content": "word " * 200}]))
+    result("compress", "--messages", "m.json", "--out", "c.safetensors", *METHOD)
+    said = result("chat", "--resume", "c.safetensors", stdin="").stderr
+    says(said, "4 messages\nuser: Who are you?\nassistant: word word", "word [...]\n")
+    assert "A tiny model" not in said
+
+
 def test_a_context_of_the_store_is_not_replaced_by_a_conversation(chatty: Any) -> None:
     compressed(*METHOD)
     result("contexts", "import", "c.safetensors", "--store", "s")

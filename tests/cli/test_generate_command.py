@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from console import invoke, refused, result
 
 
@@ -27,9 +28,27 @@ def test_generate_reads_prompts_from_everywhere(tiny: Any) -> None:
     empty = result("generate", "--prompt", "", "--json", *short)
     assert (empty["prompt_tokens"], empty["new_tokens"]) == (1, 3)
     assert "the prompt is empty: the model starts" in invoke("generate", "--prompt", "", *short).stderr
-    for wrong in (("x", "--prompt-file", "prompt.txt"), ("x", "--chat")):  # this model has no chat template
-        assert refused("generate", "--prompt", *wrong)
+    assert refused("generate", "--prompt", "x", "--chat")  # this model has no chat template
     assert refused("generate", "--prompt-file", "binary")
+
+
+def test_a_prompt_follows_the_text_of_a_file(tiny: Any) -> None:
+    Path("text.txt").write_text("A text.\n")
+    short = ("--max-new-tokens", "3")
+    for prompt, file in (("Why?", "text.txt"), ("-", "text.txt"), ("Why?", "-")):
+        typed = "A text.\n" if file == "-" else "Why?\n"
+        made = invoke("generate", "--prompt-file", file, "--prompt", prompt, *short, stdin=typed)
+        assert made.stdout.startswith("A text.\n\nWhy?")
+    assert "both be standard input" in refused("generate", "--prompt-file", "-", "--prompt", "-", stdin="x")
+
+
+def test_an_answer_that_ends_at_once_is_told_and_what_helps(chatty: Any) -> None:
+    options = ("generate", "--prompt", "What is it?", "--max-new-tokens")
+    assert "the one that ends" not in result(*options, "1").stderr
+    chatty.model.lm_head.register_forward_hook(lambda *call: call[-1].index_fill(-1, torch.tensor([2]), 1e4))
+    for more, advice in (((), "; smollm2-135m is made for conversations: add --chat\n"), (("--chat",), "\n")):
+        said = result(*options, "4", *more).stderr
+        assert f"warning: the model's first token is the one that ends its answer{advice}" in said
 
 
 def test_sampling_is_seeded(tiny: Any) -> None:

@@ -63,7 +63,7 @@ SLIPS = {
     "generate --context missing --prompt x": (1, "no context 'missing'"),
     "generate --context x --reuse --prompt x": (2, "give one of them"),
     "generate --prompt-file missing": (2, "cannot read missing"),
-    "generate --prompt x --prompt-file y": (2, "exclude each other"),
+    "generate --prompt x --prompt-file y": (2, "cannot read y"),
     "generate no-such-folder": (1, "no such folder"),
     "generate missing.gguf": (1, "no such GGUF file"),
     "generate --impl fussed": (2, "auto, fused or reference"),
