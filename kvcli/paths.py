@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,14 @@ def newest_artifact(model: str, method: str, settings: Mapping[str, Any] | None 
     )
     files = model_folder(model).glob("*/kvcli.json")
     return _newest((path for path in files if is_artifact_of(path, name, settings)), missing)
+
+
+def default_artifact(model: str) -> Path | None:
+    """The artifact for a model that was exported last, of whichever method; None: there is none."""
+    files = model_folder(model).glob("*/kvcli.json")
+    with suppress(ArtifactError):
+        return _newest((path for path in files if artifact_method(path.parent)), ArtifactError())
+    return None
 
 
 def artifact_method(folder: Path) -> str | None:

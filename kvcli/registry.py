@@ -62,6 +62,10 @@ DEFAULT_METHOD = "commvq"
 UNFITTED_METHOD = "kivi-2"
 """The method of examples that run without an artifact."""
 
+UNFITTED_DEFAULT = "kivi-4"
+"""The method of commands that generate, where none is named and no artifact is there: of those that need none and have
+kernels, the one with the least loss."""
+
 DEMO_SETTINGS = {"key_iterations": 4, "key_full_iterations": 1, "value_iterations": 1}
 """Settings with which `kvcli demo` fits the default method in less time."""
 

@@ -32,11 +32,6 @@ SUFFIX = ".safetensors"
 class CompressOptions(SessionOptions):
     """Options of `kvcli compress`."""
 
-    method: str | None = Field(
-        default=None,
-        description=f"compression method, with or without bits ({DEFAULT_METHOD}, {DEFAULT_METHOD}-1); "
-        f"see 'kvcli methods'; default: the artifact's, else {DEFAULT_METHOD}",
-    )
     prompt_file: list[Path] = Field(
         default=[], description="text to compress; repeatable; a folder stands for its files; '-' reads standard input"
     )
@@ -60,10 +55,9 @@ class CompressOptions(SessionOptions):
 def run(options: CompressOptions, output: Output) -> None:
     """Read texts once and write their compressed caches, from which 'kvcli generate' and 'kvcli chat' go on."""
     sources = read_sources(options.prompt_file, options.messages)
-    if options.method is not None or options.artifact is not None:
-        options.check()
+    options.check()
     target = Target(options, sources)
-    chosen = choose_method(options, output, default=DEFAULT_METHOD)
+    chosen = choose_method(options, output)
     loaded = options.load(output)
     check_storable(options.model, loaded.spec)
     records = []

@@ -14,8 +14,8 @@ from kvcli.errors import ArtifactError, CacheError, UsageError, suggestion
 from kvcli.hub import check_model_name
 from kvcli.methods.config import CacheConfig
 from kvcli.options import IMPL_HELP, ModelOptions, parse_settings
-from kvcli.paths import artifact_method, model_folder, newest_artifact
-from kvcli.registry import BASELINE, DEFAULT_METHOD, check_settings, get_config, parse_name
+from kvcli.paths import artifact_method, default_artifact, model_folder, newest_artifact
+from kvcli.registry import DEFAULT_METHOD, UNFITTED_DEFAULT, check_settings, get_config, parse_name
 
 if TYPE_CHECKING:
     from kvcli.artifact import Artifact
@@ -37,7 +37,7 @@ class SessionOptions(ModelOptions):
     method: str | None = Field(
         default=None,
         description=f"compression method, with or without bits ({DEFAULT_METHOD}, {DEFAULT_METHOD}-1); "
-        f"see 'kvcli methods'; default: the artifact's, else {BASELINE}",
+        f"see 'kvcli methods'; default: that of the newest artifact for the model, else {UNFITTED_DEFAULT}",
     )
     artifact: Path | None = Field(
         default=None, description="artifact folder, which names its method; default: the newest for model and method"
@@ -90,27 +90,31 @@ class SessionOptions(ModelOptions):
                     f"{suggestion(str(context), names)}; 'kvcli contexts list' shows those that are there"
                 )
         if context is None or self.method is not None:
-            _, folder = self.find_method(BASELINE)
+            named, folder = self.find_method()
             artifact = folder and artifact_method(folder)
             if artifact and self.method is not None and artifact != parse_name(self.method)[0]:
                 raise ArtifactError(f"the artifact is for method '{artifact}', not '{self.method}'")
-            name, from_bits = parse_name(self.method or artifact or BASELINE)
+            name, from_bits = parse_name(named or artifact or UNFITTED_DEFAULT)
             if folder is not None:  # what fits its settings is known when it is loaded
                 settings = {x: settings[x] for x in settings.keys() - get_config(name).model_fields}
             check_settings(name, {**from_bits, **settings})
         elif self.artifact is not None:
             artifact_method(self.artifact)
 
-    def find_method(self, default: str) -> tuple[str | None, Path | None]:
+    def find_method(self) -> tuple[str | None, Path | None]:
         """The method, if it was not the artifact that names it, and the artifact's folder, if there is one.
+
+        Where neither is asked for: the newest artifact for the model, else `UNFITTED_DEFAULT`.
 
         UsageError: no such method; ArtifactError: no artifact of a method that needs one.
         """
         if self.artifact is not None:
             return self.method, self.artifact
-        name = default if self.method is None else self.method
-        needed = get_config(parse_name(name)[0]).needs_artifact
-        return name, newest_artifact(self.model, name) if needed else None
+        if self.method is None:
+            folder = default_artifact(self.model)
+            return (UNFITTED_DEFAULT if folder is None else None), folder
+        needed = get_config(parse_name(self.method)[0]).needs_artifact
+        return self.method, newest_artifact(self.model, self.method) if needed else None
 
 
 class SamplingOptions(SessionOptions):
@@ -169,9 +173,7 @@ class ChosenMethod:
         return session
 
 
-def choose_method(
-    options: SessionOptions, output: Output, context: Context | None = None, default: str = BASELINE
-) -> ChosenMethod:
+def choose_method(options: SessionOptions, output: Output, context: Context | None = None) -> ChosenMethod:
     """The method: the one asked for, the artifact's, the context's or the default, in this order.
 
     Method, layers and settings of `context` hold where the options name no others; settings that differ are told
@@ -186,9 +188,9 @@ def choose_method(
 
     settings = options.settings()
     if context is None or options.method is not None:
-        name, folder = options.find_method(default)
+        name, folder = options.find_method()
         if folder is None:
-            return ChosenMethod(name or default, None, settings)
+            return ChosenMethod(name or UNFITTED_DEFAULT, None, settings)
         if options.artifact is None:
             output.say(f"using {folder}")
         artifact = Artifact.load(folder)

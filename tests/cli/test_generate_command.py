@@ -68,6 +68,17 @@ def test_cache_options_reach_the_cache_and_an_artifact_names_its_method(artifact
     assert result(*options, "--artifact", str(artifact))["method"] == "commvq-2"
 
 
+def test_the_default_method_is_the_newest_artifacts_else_kivi(artifact: Path) -> None:
+    """Of every command that generates."""
+    Path("text.txt").write_text("A text. " * 9)
+    compress = ("compress", "--prompt-file", "text.txt", "--overwrite", "--json")
+    for method in ("commvq-2", "kivi-4"):
+        assert result(*compress)["method"] == method
+        assert result("generate", "--prompt", "x", "--max-new-tokens", "1", "--json")["method"] == method
+        if artifact.exists():
+            artifact.rename("elsewhere")
+
+
 def test_settings_may_be_a_mapping_in_a_file(tiny: Any) -> None:
     Path("c.yaml").write_text("method: kivi\nresidual_length: 16\nsetting:\n  k_bits: 4\n  group_size: 8\n")
     options = ("--config", "c.yaml", "--prompt", "x" * 60, "--max-new-tokens", "2", "--json")
