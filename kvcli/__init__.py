@@ -19,11 +19,13 @@ if TYPE_CHECKING:
     from kvcli.attention.session import Session
     from kvcli.cache.compressed import MemoryReport
     from kvcli.cache.context import Context
+    from kvcli.document import Document
     from kvcli.models import load_model
 
 __all__ = [
     "Artifact",
     "Context",
+    "Document",
     "Generated",
     "MemoryReport",
     "SamplingConfig",
@@ -36,6 +38,7 @@ __all__ = [
 _MODULES = {
     "Artifact": "kvcli.artifact",
     "Context": "kvcli.cache.context",
+    "Document": "kvcli.document",
     "Generated": "kvcli.attention.generation",
     "MemoryReport": "kvcli.cache.compressed",
     "SamplingConfig": "kvcli.attention.generation",

@@ -55,6 +55,19 @@ def resident_bytes() -> int:
     return 0
 
 
+def free_bytes(device: Any) -> int:
+    """Memory that torch can still allocate on a GPU, or that processes can on a CPU; 2**62 where that is not known."""
+    import torch
+
+    if device.type == "cuda":
+        reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + reserved
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+    return 2**62
+
+
 def commit() -> str | None:
     """The commit of the source checkout that is running, with `+` when it has changes; None when installed."""
     root = Path(__file__).resolve().parent.parent

@@ -30,7 +30,7 @@ ROOMS = [
     ("attention",),
     ("contexts",),
     ("generate",),
-    ("chat",),
+    ("chat", "document"),
     ("eval",),
     ("bench",),
     ("plan",),
@@ -103,7 +103,7 @@ def test_no_modules_import_each_other(repo_root: Path) -> None:
 
 
 BUDGET = {
-    ".": 3580,  # progress by layers, one default method
+    ".": 3745,  # progress by layers, one default method, documents that are asked
     "artifact": 400,
     "attention": 2210,  # passes that launch every kernel of a session once, and decoded codes in the window's kernel
     "bench": 2545,  # the suite `startup`

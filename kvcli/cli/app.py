@@ -10,6 +10,7 @@ import typer
 
 from kvcli._version import __version__
 from kvcli.cli import (
+    ask,
     calibrate,
     chat,
     compress,
@@ -53,8 +54,8 @@ def _main(
 
 COMMANDS: tuple[Any, ...] = (
     *(demo.COMMAND, plan.COMMAND, calibrate.CALIBRATE, calibrate.MERGE, *fit.COMMANDS, fit.EXPORT),
-    *(generate.COMMAND, compress.COMMAND, contexts, chat.COMMAND, suites, methods.COMMAND, warmup.COMMAND),
-    *(doctor.COMMAND, env.COMMAND),
+    *(ask.COMMAND, generate.COMMAND, compress.COMMAND, contexts, chat.COMMAND, suites, methods.COMMAND),
+    *(warmup.COMMAND, doctor.COMMAND, env.COMMAND),
 )
 """In the order of the help."""
 

@@ -233,6 +233,18 @@ class MethodPlan:
 
         The arguments are those of `memory`. On a CPU, the program and files that are mapped to load count too.
         """
+        planned, others = self.planned, self.bytes_beside_weights(prompt_tokens, new_tokens, batch, chunk=chunk)
+        if planned.device.type != "cpu":
+            return planned.weights_bytes + others
+        stored = getattr(planned.config, "dtype", None)
+        itemsize = stored.itemsize if isinstance(stored, torch.dtype) else 2
+        mapped = planned.weights_bytes * itemsize // planned.dtype.itemsize
+        return self.program_bytes + planned.weights_bytes + max(others + _LOADING, mapped)
+
+    def bytes_beside_weights(
+        self, prompt_tokens: int, new_tokens: int, batch: int = 1, *, chunk: int | None = None
+    ) -> int:
+        """Upper bound of what generating allocates with a model that is loaded; the arguments are those of `memory`."""
         planned, size = self.planned, min(chunk or prompt_tokens, prompt_tokens)
         memory = self.memory(prompt_tokens, new_tokens, batch, chunk=chunk)
         cache, windows = memory.allocated_bytes + memory.other_bytes, 0
@@ -241,13 +253,7 @@ class MethodPlan:
             windows = window * planned.spec.num_layers * (window < 2 * _HEAP_TENSOR)
         passes = pass_bound(planned, size, prompt_tokens, batch, fused=self.fused)
         passes = max(passes, pass_bound(planned, 1, prompt_tokens + new_tokens, batch, fused=self.fused))
-        others = max(cache, windows) + memory.artifact_bytes + passes
-        if planned.device.type != "cpu":
-            return planned.weights_bytes + others
-        stored = getattr(planned.config, "dtype", None)
-        itemsize = stored.itemsize if isinstance(stored, torch.dtype) else 2
-        mapped = planned.weights_bytes * itemsize // planned.dtype.itemsize
-        return self.program_bytes + planned.weights_bytes + max(others + _LOADING, mapped)
+        return max(cache, windows) + memory.artifact_bytes + passes
 
     def context_bytes(self, tokens: int) -> int:
         """Bytes of a compressed context on disk: what is in use, positions, padding marks and token ids."""

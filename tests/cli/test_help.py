@@ -18,7 +18,7 @@ from kvcli.options import ComputeOptions
 from kvcli.registry import METHODS
 
 COMMANDS = ("demo", "calibrate", "fit", "train-codebook", "fit-subspace", "export", "generate", "compress", "chat")
-COMMANDS += ("eval", "bench", "methods", "env")
+COMMANDS += ("ask", "eval", "bench", "methods", "env")
 
 
 def test_help_is_fast_and_loads_no_torch() -> None:
@@ -64,6 +64,9 @@ SLIPS = {
     "generate --context x --reuse --prompt x": (2, "give one of them"),
     "generate --prompt-file missing": (2, "cannot read missing"),
     "generate --prompt x --prompt-file y": (2, "cannot read y"),
+    "ask": (2, "the question is missing"),
+    "ask missing x": (2, "cannot read missing"),
+    "ask . x --method kivvi": (2, "did you mean 'kivi-2'?"),
     "generate no-such-folder": (1, "no such folder"),
     "generate missing.gguf": (1, "no such GGUF file"),
     "generate --impl fussed": (2, "auto, fused or reference"),
@@ -99,7 +102,7 @@ for line, (exit_code, expected) in {SLIPS!r}.items():
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("name", ["generate", "chat", "compress", "calibrate", "fit", "train-codebook"])
+@pytest.mark.parametrize("name", ["ask", "generate", "chat", "compress", "calibrate", "fit", "train-codebook"])
 def test_options_are_in_groups_and_fit_100_columns(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     shown = invoke(name, "--help").stdout

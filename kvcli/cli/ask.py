@@ -1,0 +1,148 @@
+"""`kvcli ask`."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from copy import deepcopy
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import Field
+
+from kvcli.cli.command import Command
+from kvcli.cli.generate import compression_starts, describe_generation, smaller_from
+from kvcli.cli.inputs import STANDARD_INPUT, STORE_HELP, open_store, read_texts
+from kvcli.cli.output import Output
+from kvcli.cli.session_options import SamplingOptions, choose_method
+from kvcli.errors import UsageError
+from kvcli.options import check_storable
+from kvcli.registry import method_name
+from kvcli.sizes import size
+
+if TYPE_CHECKING:
+    from kvcli.document import Document
+
+EXAMPLE = 'kvcli ask book.txt "Who is the landlord?"'
+
+
+class AskOptions(SamplingOptions):
+    """Options of `kvcli ask`."""
+
+    takes_several_gpus: ClassVar[bool] = False
+
+    files: list[Path] = Field(
+        default=[], description="texts, one document in this order; a folder stands for its files; '-': standard input"
+    )
+    question: str | None = Field(default=None, description="the question, after the files")
+    max_new_tokens: int = Field(default=256, ge=1, lt=2**31, description="tokens of the answer at most")
+    store: Path | None = Field(default=None, description=STORE_HELP)
+    prefill_chunk: int | None = Field(
+        default=None, ge=1, description="tokens per forward pass, part of the result; default: 512 on a CPU, else 4096"
+    )
+    stats: bool = Field(default=False, description="print time, rate and cache memory")
+
+
+def run(options: AskOptions, output: Output) -> None:
+    """Ask a chat model about a document, which is read once: the next question goes on from its compressed cache."""
+    question = _question(options)
+    options.check()
+    sources = read_texts(options.files)
+    store = open_store(options.store, options.model, must_exist=False)
+    store.check_writable()
+    from kvcli.document import Document
+
+    chosen = choose_method(options, output)
+    loaded = options.load(output)
+    check_storable(options.model, loaded.spec)
+    names = ", ".join(source.name for source in sources)
+    with chosen.attach(loaded, options.impl, output) as session:
+        text, chunk = "\n\n".join(source.text.strip() for source in sources), options.prefill_chunk
+        kept: dict[str, Any] = {"store": store, "source": names, "notes": chosen.notes}
+        document = Document(loaded, session, text, prefill_chunk=chunk, **kept)
+        count, prompt = document.ids.shape[1], document.prompt(question, options.max_new_tokens)
+        _check_memory(document, prompt.shape[1] - count + options.max_new_tokens)
+        started = time.perf_counter()
+        try:
+            document.read(output.progress, output.warn)
+        except KeyboardInterrupt:
+            output.warn(f"{document.kept_tokens} of {count} tokens are kept in {store.folder}")
+            raise
+        read_s, reused = time.perf_counter() - started, document.reused_tokens
+        if reused == count:
+            output.say(f"{names}: {count} tokens, read before, loaded in {read_s:.2f} s")
+        else:
+            before = f", {reused} of them before" if reused else ""
+            output.say(f"{names}: {count} tokens read in {read_s:.1f} s{before}; kept in {store.folder}")
+        generation = document.ask(question, options.sampling(), seed=options.seed, write=output.write)
+        output.write("\n")
+        if generation.new_tokens == 1 and not generation.text:
+            output.warn("warning: the model's first token is the one that ends its answer; put the question otherwise")
+        if generation.new_tokens == options.max_new_tokens:
+            output.say(f"the answer ends after {generation.new_tokens} tokens; --max-new-tokens lets it be longer")
+        if options.stats:
+            pays_from = smaller_from(session, generation.memory)
+            output.warn(describe_generation(generation, compression_starts(session), pays_from))
+        record = {
+            "model": options.model,
+            "method": method_name(session.method.name, dict(session.config)),
+            "files": [str(file) for file in options.files],
+            "question": question,
+            "store": str(store.folder),
+            "context": document.name,
+            "document_tokens": count,
+            "read_tokens": count - reused,
+            "read_s": read_s,
+            **generation.to_dict(),
+        }
+    output.result(record)
+
+
+def _question(options: AskOptions) -> str:
+    """The question; UsageError: it is missing, or there is no file before it."""
+    question, is_file = options.question or "", False
+    with suppress(OSError):  # longer than the name of a file can be
+        is_file = question == str(STANDARD_INPUT) or Path(question).is_file()
+    if is_file or not question:
+        told = f", but '{question}' is one of these" if is_file else ""
+        raise UsageError(f"the question is missing: it comes after the files{told}; an example: {EXAMPLE}")
+    if not options.files:
+        raise UsageError(f"name a file before the question, or - for standard input; an example: {EXAMPLE}")
+    return question
+
+
+def _check_memory(document: Document, more: int) -> None:
+    """Raises UsageError, before a document is read, where it and `more` tokens may not fit into memory."""
+    from kvcli.bench.budget import largest
+    from kvcli.machine import free_bytes
+    from kvcli.plan.memory import MethodPlan, PlannedModel
+
+    session, name, tokens = document.session, document.loaded.name, document.ids.shape[1]
+    model, fused = session.model, session.backend.impl == "fused"
+    config = deepcopy(model.config)  # a model that is made of one changes it
+    planned = PlannedModel(name, config, model.dtype, model.device)
+    plan = MethodPlan(planned, session.method.name, session.method, session.config, fused)
+
+    def needed(tokens: int) -> int:
+        """The cache is copied when it is stored, twice in the memory of the CPU."""
+        copies = 2 * plan.memory(tokens, more).cache_bytes if model.device.type == "cpu" else 0
+        return plan.bytes_beside_weights(tokens, more, chunk=document.prefill_chunk) + copies
+
+    free = free_bytes(model.device)
+    if needed(tokens) > free:
+        most = largest(lambda count: needed(count) <= free, start=tokens, most=tokens, resolution=1 / 256)
+        raise UsageError(
+            f"the document has {tokens} tokens, which may take {size(needed(tokens))} beside the model, and "
+            f"{size(free)} are free; {document.that_fits(most)}, or choose a --method with fewer bits"
+        )
+
+
+COMMAND = Command(
+    "ask",
+    AskOptions,
+    run,
+    EXAMPLE,
+    ("files", "question"),
+    resumes=True,
+    saves_memory="lower --prefill-chunk, shorten the document, or choose a --method with fewer bits",
+)

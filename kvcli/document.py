@@ -1,0 +1,156 @@
+"""A text that a chat model reads once into a compressed cache, and any number of questions about it.
+
+This module does not know about files of text or the command line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcli.attention.generation import SamplingConfig
+from kvcli.attention.session import Session
+from kvcli.cache.compressed import CompressedCache
+from kvcli.cache.context import Context
+from kvcli.contexts import ContextStore, identity_of
+from kvcli.contexts.index import name_from
+from kvcli.errors import ModelError, UsageError
+from kvcli.fingerprint import text_identity
+from kvcli.generate import Generation, compress, generate_text
+from kvcli.models import LoadedModel
+from kvcli.progress import Progress, Say, no_progress, say_nothing
+from kvcli.prompts import chat_text, ids_of_text
+
+_READING_PER_KEEPING = 20
+"""Seconds of reading for each second in which what was read is copied and stored."""
+
+
+class Document:
+    """A text at the beginning of a user's message to a chat model; the question follows it in the same message.
+
+    What was read is kept chunk by chunk: `read` goes on from it after an error or Ctrl-C, with a store in any process,
+    and the answers are the same.
+
+    Args:
+        loaded: the model, attached by the session; its tokenizer has a chat template.
+        store: the store of contexts or its folder; None: what was read is kept in this object only.
+        source: what the text is from, which names the context.
+        prefill_chunk: tokens per forward pass, part of the result; default: 512 on a CPU, else 4096.
+        notes: plain JSON values that are kept with the context.
+
+    Attributes:
+        ids: the document's tokens, int64 [1, time], with the beginning of the message.
+        kept_tokens: how many of them are kept.
+        reused_tokens: how many the store had.
+
+    Raises:
+        UsageError: a model without a chat template, or no text.
+        ModelError: a template that fails, or that changes the text of a message.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        session: Session,
+        text: str,
+        *,
+        store: ContextStore | str | Path | None = None,
+        source: str = "document",
+        prefill_chunk: int | None = None,
+        notes: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.loaded, self.session, self.text = loaded, session, text.strip()
+        if not self.text:
+            raise UsageError(f"{source} is empty")
+        self.store = ContextStore(store) if isinstance(store, (str, Path)) else store
+        self.prefill_chunk = prefill_chunk or (512 if session.model.device.type == "cpu" else 4096)
+        self.notes = {**text_identity(loaded.tokenizer), "source": source, **(notes or {})}
+        self.ids = ids_of_text(loaded, self._around("?")[0] + self.text)
+        self._identity = identity_of(session, loaded.tokenizer)
+        seed = json.dumps([self._identity.to_dict(), self.ids.tolist()], sort_keys=True)
+        self.name = f"{name_from(source)[:80]}-{hashlib.sha256(seed.encode()).hexdigest()[:8]}"
+        self.kept_tokens = self.reused_tokens = 0
+        self._context: Context | None = None
+        self._keep_after = 0.0
+
+    def prompt(self, question: str, new_tokens: int) -> Tensor:
+        """Tokens [1, time] of document and question; UsageError: too many, with `new_tokens` of an answer."""
+        ids = torch.cat((self.ids, ids_of_text(self.loaded, self._around(question)[1])), dim=1)
+        limit, others = self.loaded.spec.max_position_embeddings, ids.shape[1] - self.ids.shape[1] + new_tokens
+        if self.ids.shape[1] + others > limit:
+            raise UsageError(
+                f"the document has {self.ids.shape[1]} tokens, question and answer {others}, and {self.loaded.name} "
+                f"was trained on {limit} in all; {self.that_fits(limit - others)}, or choose a model of longer contexts"
+            )
+        return ids
+
+    def that_fits(self, tokens: int) -> str:
+        """A clause that says how much of the document so many tokens are."""
+        return f"its first {max(0, tokens)} tokens would fit, {100 * max(0, tokens) // self.ids.shape[1]} % of it"
+
+    def read(self, progress: Progress = no_progress, say: Say = say_nothing) -> Context:
+        """The document's context: what the store has of it, and the rest read now.
+
+        `say` gets a line about every damaged context that begins alike, which is passed over.
+
+        Raises:
+            ContextError, OSError: the store cannot be read or written.
+            ModelError: the model's values are not finite.
+        """
+        if self._context is None and self.store is not None:
+            window = max(1, self.session.config.residual_length)
+            found = self.store.fetch(self.ids, self._identity, say=say, window=window)
+            if found is not None:
+                self._context, self.kept_tokens = found[1], found[0].num_tokens
+                self.reused_tokens = self.kept_tokens
+        if self._context is None or self.kept_tokens < self.ids.shape[1]:
+            cache = None if self._context is None else self.session.load_cache(self._context)
+            chunk: dict[str, Any] = {"prefill_chunk": self.prefill_chunk, "past_key_values": cache}
+            compress(self.session, self.ids, **chunk, progress=progress, after_chunk=self._keep)
+            assert self._context is not None
+        return self._context
+
+    def ask(
+        self,
+        question: str,
+        sampling: SamplingConfig | None = None,
+        *,
+        seed: int = 0,
+        write: Callable[[str], None] = lambda piece: None,
+    ) -> Generation:
+        """Answers a question, greedily in 256 tokens by default; the document is read before if it was not.
+
+        Arguments and errors are those of `generate_text`; UsageError: more tokens than `prompt` lets pass.
+        """
+        sampling = sampling or SamplingConfig(256)
+        ids = self.prompt(question, sampling.max_new_tokens)
+        cache = self.session.load_cache(self.read())
+        options: dict[str, Any] = {"seed": seed, "write": write, "prefill_chunk": self.prefill_chunk}
+        return generate_text(self.loaded, self.session, ids, sampling, cache=cache, **options)[0]
+
+    def _keep(self, cache: CompressedCache) -> None:
+        """Copies and stores a cache with the first of the document's tokens, if it is time for that or it has all."""
+        started, count = time.monotonic(), cache.get_seq_length()
+        if count < self.ids.shape[1] and started < self._keep_after:
+            return
+        self._context = cache.context(self.ids[:, :count].cpu(), self.notes)
+        if self.store is not None:
+            self.store.put(self._context, name=self.name, overwrite=True)
+        self.kept_tokens, now = count, time.monotonic()
+        self._keep_after = now + _READING_PER_KEEPING * (now - started)
+
+    def _around(self, question: str) -> tuple[str, str]:
+        """What the chat template writes before the document, and after it with a question."""
+        end = f"\n\n{question.strip()}"
+        rendered = chat_text(self.loaded, [{"role": "user", "content": self.text + end}])
+        before, found, after = rendered.partition(self.text + end)
+        if not found:
+            raise ModelError(f"the chat template of {self.loaded.name} changes the text of a message")
+        return before, end + after
