@@ -137,7 +137,7 @@ def record(
     def merged(query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool) -> None:
         """Launches what follows FlashAttention; where a GPU has none, the kernel that follows runs."""
         if dtype != torch.float32:
-            state = decoded._nothing_seen(query)
+            state = torch.empty(query.shape), torch.empty(query.shape[:3])
             chunk_kernels.merge(state, (torch.empty_like(query), state[1]))
 
     global recording
