@@ -75,6 +75,14 @@ def quality(name: str) -> str:
     return markdown(header, cells)
 
 
+def startup(name: str) -> str:
+    """Seconds from the start of a process, without and with compiled kernels."""
+    header = ["method", "kernels", "cold", "warm-up in it", "cold - fp16", "warm", "warm - fp16"]
+    times = ("cold_s", "cold_warmup_s", "cold_extra_s", "warm_s", "warm_extra_s")
+    rows = [[row["method"], f"{row['kernels']}", *(f"{row[time]:.1f}" for time in times)] for row in records(name)]
+    return markdown(header, rows)
+
+
 def shared_memory(name: str) -> str:
     """KiB of the launch that asks for the most, bfloat16/float32, by head_dim and compute capability."""
     rows = records(name)
@@ -109,6 +117,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "attention-h200": attention,
     "generate-h200": generate,
     "quality-smollm2-135m": quality,
+    "startup-h100": startup,
     "shared-memory": shared_memory,
     **{f"faults-{section}": faults for section in ("kills", "files", "inputs", "calls")},
 }

@@ -1,0 +1,69 @@
+"""Kernels compiled side by side: what is called, how often, and in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+from kvcli.kernels import compiling  # noqa: E402
+
+MODES = [pytest.param(True, marks=pytest.mark.skipif(not hasattr(triton, "AsyncCompileMode"), reason="Triton 3.5"))]
+
+
+@pytest.mark.parametrize("together", [*MODES, False])
+def test_all_are_compiled_then_loaded_and_counted(together: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    if not together:
+        monkeypatch.delattr(triton, "AsyncCompileMode", raising=False)
+    events: list[tuple[str, int]] = []
+    shown: dict[str, list[int]] = {}
+
+    @contextmanager
+    def progress(label: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
+        done = shown[label] = [total, 0]
+
+        def advance(count: int) -> None:
+            done[1] += count
+
+        yield advance
+
+    class Kernel(SimpleNamespace):
+        @property
+        def run(self) -> None:
+            events.append(("load", self.number))
+
+    def variant(number: int) -> tuple[torch.device, Callable[[], Any]]:
+        def launch() -> Any:
+            mode = triton.runtime._async_compile.active_mode.get() if together else None
+            if mode is not None:
+                return mode.submit(number, lambda: events.append(("compile", number)), lambda kernel: None)
+            if ("compile", number) not in events:
+                events.append(("compile", number))
+            return Kernel(number=number)
+
+        return torch.device("cpu"), launch
+
+    compiling._compile([variant(number) for number in range(5)], progress)
+    assert sorted(events[:5]) == [("compile", number) for number in range(5)]
+    assert sorted(events[5:]) == [("load", number) for number in range(5)]
+    assert shown == {"compiling kernels": [5, 5], "loading kernels": [5, 5]}
+
+
+def test_what_is_specialized_for() -> None:
+    plain, constant = SimpleNamespace(is_constexpr=False, do_not_specialize=False), SimpleNamespace(is_constexpr=True)
+    any_value = SimpleNamespace(is_constexpr=False, do_not_specialize=True)
+    numbers = [compiling._specialized(plain, x) for x in (1, 2, 3, 16, 32, 2**31)]
+    assert [numbers.index(x) for x in numbers] == [0, 1, 1, 3, 3, 5]
+    assert compiling._specialized(any_value, 1) == compiling._specialized(any_value, 16)
+    assert compiling._specialized(constant, 2) != compiling._specialized(constant, 3)
+    x = torch.zeros(8)
+    assert compiling._specialized(plain, x) == compiling._specialized(plain, x[4:]) == (torch.float32, True)
+    assert compiling._specialized(plain, x[1:]) == (torch.float32, False)
+    assert compiling._specialized(plain, 0.5) == compiling._specialized(plain, 1.0)
