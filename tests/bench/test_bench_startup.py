@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +46,11 @@ def test_rows_are_compared_with_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any(Path(folder).exists() for folder in folders)
 
 
-def test_a_process_that_fails_is_a_failed_row() -> None:
-    options = startup.StartupOptions(
-        random_weights="tiny", layers=1, method=["kivi-2"], setting=["group_size=64"], prompt_tokens=60
-    )
-    _, row = startup.prepare(options, Silent()).rows
-    assert row.status == "failed"
-    assert "group_size" in str(row.note)
+def test_a_process_that_fails_is_a_failed_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\necho 'Traceback' >&2\necho 'OutOfResources: shared memory' >&2\nexit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    first, _ = startup.prepare(startup.StartupOptions(random_weights="tiny", method=["kivi-2"]), Silent()).rows
+    assert first.status == "failed"
+    assert str(first.note).startswith("KvcliError: OutOfResources: shared memory")

@@ -64,7 +64,7 @@ def test_a_gpu_with_kernels_and_without_a_place_for_them(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "a" / "b"))
     first, kernels = doctor._gpus()
-    assert "compute capability 8.6, 99.0 KiB of shared memory per block" in first.detail
+    assert "compute capability 8.6, 99.00 KiB of shared memory per block" in first.detail
     assert kernels.state == "missing"
     monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)
     assert [finding.state for finding in doctor._gpus()] == ["ok", "broken"]
