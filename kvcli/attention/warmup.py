@@ -51,6 +51,7 @@ def warm_up(
     """Compiles the kernels that passes over caches of so many rows launch; returns their names, one per variant."""
     with compiled_not_launched(progress) as names:
         first = new_cache()
+        first.passes.new_ranges = _Unchecked
         _attend(first, layers, dtype, rows, 0, 1, None)
         kinds = {_kind(layer): layer_idx for layer_idx, layer in enumerate(first.compressed)}.values()
         layers = [layers[layer_idx] for layer_idx in kinds]

@@ -54,7 +54,7 @@ def compiled_not_launched(progress: Progress) -> Iterator[list[str]]:
 def _specialized(parameter: Any, argument: Any) -> Any:
     """What of an argument a variant of a kernel is compiled for."""
     if isinstance(argument, Tensor):
-        return argument.dtype, argument.data_ptr() % 16 == 0
+        return argument.dtype, parameter.do_not_specialize_on_alignment or argument.data_ptr() % 16 == 0
     if parameter.is_constexpr or type(argument) is not int:
         return argument if parameter.is_constexpr else type(argument)
     narrow = -(2**31) <= argument < 2**31

@@ -57,8 +57,10 @@ def test_all_are_compiled_then_loaded_and_counted(together: bool, monkeypatch: p
 
 
 def test_what_is_specialized_for() -> None:
-    plain, constant = SimpleNamespace(is_constexpr=False, do_not_specialize=False), SimpleNamespace(is_constexpr=True)
-    any_value = SimpleNamespace(is_constexpr=False, do_not_specialize=True)
+    alike = {"is_constexpr": False, "do_not_specialize": False, "do_not_specialize_on_alignment": False}
+    plain, constant = SimpleNamespace(**alike), SimpleNamespace(is_constexpr=True)
+    any_value = SimpleNamespace(**{**alike, "do_not_specialize": True})
+    anywhere = SimpleNamespace(**{**alike, "do_not_specialize_on_alignment": True})
     numbers = [compiling._specialized(plain, x) for x in (1, 2, 3, 16, 32, 2**31)]
     assert [numbers.index(x) for x in numbers] == [0, 1, 1, 3, 3, 5]
     assert compiling._specialized(any_value, 1) == compiling._specialized(any_value, 16)
@@ -66,4 +68,5 @@ def test_what_is_specialized_for() -> None:
     x = torch.zeros(8)
     assert compiling._specialized(plain, x) == compiling._specialized(plain, x[4:]) == (torch.float32, True)
     assert compiling._specialized(plain, x[1:]) == (torch.float32, False)
+    assert compiling._specialized(anywhere, x[1:]) == compiling._specialized(anywhere, x)
     assert compiling._specialized(plain, 0.5) == compiling._specialized(plain, 1.0)
