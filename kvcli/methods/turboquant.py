@@ -82,6 +82,11 @@ class _TurboQuant(Codec[TurboQuantCodes, None]):
         return float(self.spec.num_kv_heads * sum(8 * packed_size(self.spec.head_dim, bits) + 16 for bits in widths))
 
     def encode(self, x: Tensor, state: None = None) -> TurboQuantCodes:
+        if self.fused and not self.residual_sign:
+            from kvcli.methods.turboquant_kernels import encode_tokens
+
+            packed, norm = encode_tokens(x, self.rotation, self.centroids, self.n_bits)
+            return TurboQuantCodes(packed, norm, packed[..., :0], norm[..., :0])
         unit = norm_unit(self.spec.head_dim)
         scaled = x.float() / unit
         length = scaled.square().sum(-1, keepdim=True).sqrt()
@@ -95,6 +100,14 @@ class _TurboQuant(Codec[TurboQuantCodes, None]):
         signs = pack_bits((residual @ self.projection.T > 0).int(), 1)
         return TurboQuantCodes(packed, norm, signs, residual.square().sum(-1, keepdim=True).sqrt().half())
 
+    def encode_into(self, x: Tensor, state: None, codes: TurboQuantCodes) -> None:
+        if not self.fused or self.residual_sign:
+            super().encode_into(x, state, codes)
+            return
+        from kvcli.methods.turboquant_kernels import encode_tokens
+
+        encode_tokens(x, self.rotation, self.centroids, self.n_bits, (codes.packed, codes.norm))
+
     def decode(self, codes: TurboQuantCodes, state: None = None) -> Tensor:
         width = self.spec.head_dim
         index = unpack_bits(codes.packed, self.n_bits, width)
@@ -104,6 +117,13 @@ class _TurboQuant(Codec[TurboQuantCodes, None]):
             factor = math.sqrt(math.pi / 2) / width
             direction = direction + signed @ self.projection * (factor * codes.residual_norm.float())
         return direction * (codes.norm.float() * norm_unit(width))
+
+    def decode_to(self, codes: TurboQuantCodes, state: None, dtype: torch.dtype) -> Tensor:
+        if not self.fused or self.residual_sign:
+            return super().decode_to(codes, state, dtype)
+        from kvcli.methods.turboquant_kernels import decode_tokens
+
+        return decode_tokens(codes.packed, codes.norm, self.rotation, self.centroids, self.n_bits, dtype)
 
 
 class _TurboQuantKey(_TurboQuant, KeyCodec[TurboQuantCodes, None]):

@@ -104,7 +104,7 @@ def test_commvq_keys_and_values_of_any_magnitude(dtype: torch.dtype, magnitude: 
         assert_same(fused_attend(codec, query, part, 0.125), expected, query.dtype)
 
 
-@pytest.mark.parametrize("name", ["kivi-1", "kivi-2", "kivi-8", "rtn-4", "fp8", "qjl", "squat-2"])
+@pytest.mark.parametrize("name", ["kivi-1", "kivi-2", "kivi-8", "rtn-4", "fp8", "qjl", "turboquant-4", "squat-2"])
 def test_decoded_tokens_stay_in_the_range_of_float16(name: str) -> None:
     """A group from 0 to 65504 decodes to 65520 at 2 bits, which float16 rounds to infinity."""
     _, codec = make_codec(name, 4, 2, 64)
@@ -138,7 +138,7 @@ def test_one_bit_splits_an_excess_of_the_range() -> None:
         assert high == pytest.approx(ends[1] - excess, abs=32)
 
 
-@pytest.mark.parametrize("name", ["commvq-1", "qjl"])
+@pytest.mark.parametrize("name", ["commvq-1", "qjl", "turboquant-4"])
 def test_norms_of_float16_tokens_are_not_cut(name: str) -> None:
     """The norm of many large channels is beyond float16; it was cut, and the token shrank."""
     settings = {"num_residuals": 2, "codebook_size": 8} if name == "commvq-1" else {}

@@ -116,7 +116,55 @@ def test_qjl_keys(head_dim: int, batch: int, length: int, settings: dict[str, An
     assert_decoded(actual, codec.key.decode(part.key_codes, part.key_state), dtype)
 
 
-@pytest.mark.parametrize("name", ["commvq-1", "qjl"])
+TURBOQUANT = [
+    # head_dim, batch, length, bits
+    (64, 1, 1, 1),
+    (80, 3, 63, 3),
+    (128, 1, 65, 2),
+    (128, 2, 32, 3),
+    (256, 1, 20, 4),
+    (20, 1, 7, 3),  # the last byte holds 4 bits
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", TURBOQUANT, ids=lambda case: "-".join(map(str, case)))
+def test_turboquant(case: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    """Keys and values, which have other rotations, of parts of longer buffers; a token is 0."""
+    head_dim, batch, length, bits = case
+    torch.manual_seed(0)
+    _, codec = make_codec(f"turboquant-{bits}", 4, 2, head_dim)
+    x = torch.randn(batch, 2, length + 5, head_dim, device=DEVICE)
+    x[:, 1, 3] = 0
+    for part in (codec.key, codec.value):
+        codes = part.encode(x, None).slice(3, length + 3)
+        part.fused = True
+        assert_decoded(part.decode_to(codes, None, dtype), part.decode(codes, None), dtype)
+
+
+def test_turboquant_reads_rotations_with_any_strides() -> None:
+    torch.manual_seed(0)
+    _, codec = make_codec("turboquant-3", 2, 1, 64)
+    key = codec.key
+    codes = key.encode(torch.randn(1, 1, 5, 64, device=DEVICE), None)
+    expected, key.fused = key.decode(codes, None), True
+    for rotation in (key.rotation.contiguous(), key.rotation.T.contiguous().T):
+        key.rotation = rotation
+        assert_decoded(key.decode_to(codes, None, torch.float32), expected, torch.float32)
+
+
+def test_signs_of_residuals_are_decoded_without_the_kernel() -> None:
+    torch.manual_seed(0)
+    _, codec = make_codec("turboquant-3", 2, 1, 64, key_variant="prod")
+    x = torch.randn(1, 1, 5, 64, device=DEVICE)
+    expected = codec.key.encode(x, None)
+    codec.use_kernels(True)
+    codes = codec.key.encode(x, None)
+    assert all(torch.equal(a, b) for a, b in zip(vars(codes).values(), vars(expected).values(), strict=True))
+    assert_decoded(codec.key.decode_to(codes, None, torch.float16), codec.key.decode(codes, None), torch.float16)
+
+
+@pytest.mark.parametrize("name", ["commvq-1", "qjl", "turboquant-3"])
 def test_no_tokens(name: str) -> None:
     _, codec = make_codec(name, 2, 1, 64)
     part = make_part(codec, 2, 1, 32, None)

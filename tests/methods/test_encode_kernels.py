@@ -1,4 +1,4 @@
-"""Encode kernels of scalar codes, sketches and SQuat: on a GPU if there is one, else in the interpreter."""
+"""Encode kernels of scalar codes, sketches, TurboQuant and SQuat: on a GPU if there is one, else in the interpreter."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from encoders import DEVICE, assert_same, both, many
 from factories import make_spec
 from torch import Tensor
 
-from kvcli.methods.config import QJLConfig, ScalarBits, SQuatConfig
+from kvcli.methods.base import Codes
+from kvcli.methods.config import QJLConfig, ScalarBits, SQuatConfig, TurboQuantConfig
 from kvcli.methods.qjl.codec import QJLKey, QJLState
 from kvcli.methods.scalar.codec import PerChannelKey, PerTokenValue
 from kvcli.methods.squat.codec import SQuatKey
 from kvcli.packing import unpack_bits
+from kvcli.registry import get_method
 
 pytest.importorskip("triton")
 
@@ -105,6 +107,49 @@ def test_qjl_keys(head_dim: int, time: int, batch: int, changes: dict[str, Any],
         assert norm.shape == stored.shape
         assert torch.allclose(norm.float(), stored.float(), rtol=1e-3)
         assert (norm == stored).float().mean() > 0.97 if len(sketch) else norm.numel() == 0
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "time", "batch", "bits", "dtype"),
+    [
+        (64, 65, 1, 1, torch.float32),
+        (80, 63, 3, 3, torch.bfloat16),
+        (96, 1, 3, 2, torch.float16),
+        (128, 33, 1, 3, torch.bfloat16),
+        (256, 17, 2, 4, torch.float32),
+        (20, 7, 1, 3, torch.float16),  # the last byte holds 4 bits
+    ],
+)
+def test_turboquant(head_dim: int, time: int, batch: int, bits: int, dtype: torch.dtype) -> None:
+    """Indices are those of the nearest centroids unless a coordinate of a unit vector is within 1e-5 of a border."""
+    codec = get_method("turboquant").build(make_spec(head_dim), TurboQuantConfig(k_bits=bits), 0).key
+    x = sample(2, many(time), head_dim, batch=batch, dtype=dtype)
+    x[:, 0, 0] = 0
+    x[:, :, -1] *= 1e3
+    reference, ours = both(codec, x)
+    index, expected = (unpack_bits(codes.packed, bits, head_dim) for codes in (ours, reference))
+    borders = (codec.centroids[1:] + codec.centroids[:-1]) / 2
+    direction = x.double() / x.double().norm(dim=-1, keepdim=True).clamp_min(1e-30)
+    turned = direction @ codec.rotation.double().T
+    sure = (turned.unsqueeze(-1) - borders).abs().amin(-1) > 1e-5
+    assert torch.equal(index[sure], torch.bucketize(turned, borders.double(), out_int32=True)[sure])
+    assert (index == expected).float().mean() > 0.999
+    assert torch.allclose(ours.norm.float(), reference.norm.float(), rtol=1e-3)
+    assert (ours.norm == reference.norm).float().mean() > 0.97
+    assert_written_in_place(codec, x, ours)
+    spare = -head_dim * bits % 8
+    assert not (ours.packed[..., -1].int() >> (8 - spare)).any()
+
+
+def assert_written_in_place(codec: Any, x: Tensor, codes: Codes) -> None:
+    """`encode_into` writes the same codes between others, and nothing else."""
+    count = x.shape[2]
+    longer = codes.map(lambda field: field.new_full((*field.shape[:2], count + 16, *field.shape[3:]), 77))
+    codec.encode_into(x, None, longer.slice(7, count + 7))
+    assert_same(codes, longer.slice(7, count + 7))
+    for field in (longer.packed, longer.norm):
+        assert (field[:, :, :7] == 77).all()
+        assert (field[:, :, count + 7 :] == 77).all()
 
 
 @pytest.mark.parametrize(
