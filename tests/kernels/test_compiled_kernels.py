@@ -42,9 +42,12 @@ def test_the_largest_tiles_fit_99_kib(dtype: str) -> None:
 
 @pytest.mark.kernels
 @pytest.mark.parametrize(("capability", "dtype"), [(90, "float32"), (86, "bfloat16")])
-def test_windows_of_heads_of_256_channels_fit(capability: int, dtype: str) -> None:
-    options = ("--methods", "kivi-2", "--dtype", dtype, "--head-dim", "256", "--kernels", "window_kernels._attend")
-    assert "_attend_kernel" in compile_kernels(capability, *options)
+def test_kernels_of_heads_of_256_channels_fit(capability: int, dtype: str) -> None:
+    """Those of the window, and TurboQuant's, whose rotations are as wide as a head."""
+    kernels = ("--kernels", r"window_kernels\._attend|turboquant")
+    printed = compile_kernels(capability, "--methods", "turboquant-3", "--dtype", dtype, "--head-dim", "256", *kernels)
+    for name in ("_attend_kernel", "_decode_kernel", "_encode_kernel"):
+        assert name in printed
 
 
 @pytest.mark.kernels
