@@ -318,15 +318,16 @@ def attend_window(
     tile = _tile(groups * query_len, width, query.element_size(), query.device, copies)
     query, key, value = row_major(query), row_major(key), row_major(value)
     first, second = (query, query) if codes is None else (x.contiguous() for x in codes)
+    strides: tuple[int, ...] = (0, 0, 0, 0)
     if decoded is not None:
         first, second = (x if x.stride()[2:] == (head_dim, 1) else x.contiguous() for x in decoded)
+        strides = *first.stride()[:2], *second.stride()[:2]
     index = window.index
     _attend_kernel[(batch * kv_heads, cdiv(groups * query_len, tile["BLOCK_M"]))](
         query, key, value, window.attended, index, first, second, out,
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
         *((0, 0) if isinstance(index, int) else index.stride()), *out.stride()[:3],
-        *first.stride()[:2], *second.stride()[:2], window.layout.sinks, window.layout.ring, kv_heads, query_len,
-        window.length, scaling,
+        *strides, window.layout.sinks, window.layout.ring, kv_heads, query_len, window.length, scaling,
         GROUPS=groups, D=head_dim, BLOCK_D=width, **tile, SOFT_CAP=soft_cap or 0.0,
         PER_ROW=not isinstance(index, int), HAS_CODES=codes is not None, DECODED=decoded is not None, num_warps=4,
         **({} if codes is None else pdl_launch_options()),

@@ -9,10 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from factories import load, make_model
 from typer.testing import CliRunner
 
+from kvcli.attention.session import Session
 from kvcli.cli import doctor
 from kvcli.cli.app import app
+from kvcli.cli.output import Output
+from kvcli.cli.session_options import ChosenMethod
+from kvcli.eval.suite import Case
 from kvcli.kernels.compiled import compiled_kernels
 
 
@@ -34,12 +39,26 @@ def test_a_warm_up_refuses_before_torch(words: list[str], why: str) -> None:
     assert (done.exit_code, why in done.stderr) == (2, True)
 
 
+def test_commands_warm_up_what_they_attach(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the rows that they will have, with their progress; without a GPU there is nothing to compile."""
+    warmed: list[tuple[int, Any]] = []
+    loaded, output = load(make_model("llama")), Output(quiet=True)
+    with Case("kivi-2", "kivi", settings={"group_size": 4, "residual_length": 8}).attach(loaded, output) as session:
+        assert session.warmup() == []
+    monkeypatch.setattr(Session, "warmup", lambda self, batch=1, progress=None: warmed.append((batch, progress)))
+    with Case("rtn", "rtn", settings={"group_size": 4}).attach(loaded, output, batch=3):
+        pass
+    with ChosenMethod("rtn", None, {"group_size": 4}).attach(loaded, "auto", output):
+        pass
+    assert warmed == [(3, output.progress), (1, output.progress)]
+
+
 def test_the_doctor_finds_methods_and_packages() -> None:
     code, found = findings("-q")
     assert code == 0
     assert f"torch {torch.__version__}" in found["packages"]["detail"]
     assert {found[name]["state"] for name in ("kivi-2", "commvq-1", "qjl")} == {"ok"}
-    assert (found["GPU"]["state"] == "missing") is not torch.cuda.is_available() if "GPU" in found else True
+    assert ("GPU" in found) is not torch.cuda.is_available()
 
 
 def test_a_broken_method_and_an_old_package_end_in_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
