@@ -7,8 +7,17 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from factories import make_model
+
+import kvcli
+from kvcli.attention.decoder import begin_steps
+from kvcli.bench.layer import MethodCase, encoded_layer
+from kvcli.bench.shapes import shape_rope, shape_spec
 
 pytest.importorskip("triton")
+
+from kvcli.attention import decoded
 
 
 @pytest.mark.kernels
@@ -33,3 +42,30 @@ def test_nothing_is_compiled_after_the_warm_up(arguments: str) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.endswith(" 0 after it\n"), done.stdout
+
+
+def test_blocks_of_codes_and_rows_of_counts_begin_where_kernels_are_compiled_for() -> None:
+    """At multiples of 16 tokens, and of 16 bytes."""
+    codec = MethodCase.parse("rtn", {"group_size": 4}).build(shape_spec("tiny"), 0)
+    starts = [start for start, _ in codec.blocks(10000, 3855)]
+    assert len(starts) == 3
+    assert [start % 16 for start in starts] == [0, 0, 0]
+    model = make_model("llama")
+    with kvcli.attach(model, "rtn", group_size=4, residual_length=8) as session, torch.no_grad():
+        cache = session.new_cache()
+        model(torch.full((3, 40), 5), past_key_values=cache)
+        step = begin_steps(cache, 64, 8)
+    assert step.code_lengths(model.device).data_ptr() % 16 == 0
+    assert step.code_lengths(model.device).shape == (3,)
+
+
+def test_all_is_decoded_at_once_only_within_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, rope = MethodCase.parse("rtn", {"group_size": 4}), shape_rope("tiny", torch.device("cpu"))
+    like = {"layer_idx": 0, "device": torch.device("cpu"), "dtype": torch.float32, "seed": 0}
+    layer = encoded_layer(case=case, spec=shape_spec("tiny"), rope=rope, context=64, batch=1, **like)
+    found = {}
+    for most in (64, 63):
+        monkeypatch.setattr(decoded, "_block_tokens", lambda codec, query, most=most: most)
+        found[most] = decoded.decode_all(layer.codec, layer.query, layer.encoded_tokens())
+    assert found[63] is None
+    assert [x.shape[2] for x in found[64]] == [64, 64]
