@@ -13,7 +13,7 @@ from kvcli.errors import ModelError, UsageError, error_text
 from kvcli.models import LoadedModel
 from kvcli.progress import Say, say_nothing
 
-Message = Mapping[str, str]
+Message = Mapping[str, Any]
 """One message of a conversation: `role` and `content`."""
 
 _MESSAGES, _TEXT, _PENDING = "messages", "text", "pending"
@@ -64,13 +64,15 @@ def _as_tensor(loaded: LoadedModel, ids: list[int]) -> Tensor:
     return torch.tensor([ids], device=loaded.model.device)
 
 
-def chat_ids(loaded: LoadedModel, messages: Sequence[Message]) -> Tensor:
+def chat_ids(loaded: LoadedModel, messages: Sequence[Message], tools: Any = None) -> Tensor:
     """Token ids [1, time] of a conversation and of the beginning of a reply; see `chat_text`."""
-    return ids_of_text(loaded, chat_text(loaded, messages))
+    return ids_of_text(loaded, chat_text(loaded, messages, tools=tools))
 
 
-def chat_text(loaded: LoadedModel, messages: Sequence[Message], to_reply: bool = True) -> str:
+def chat_text(loaded: LoadedModel, messages: Sequence[Message], to_reply: bool = True, tools: Any = None) -> str:
     """A conversation as the tokenizer's chat template renders it; with `to_reply`, a reply's beginning follows.
+
+    `tools` are JSON schemas of functions that the model may call.
 
     Raises:
         UsageError: a tokenizer without a chat template.
@@ -80,7 +82,8 @@ def chat_text(loaded: LoadedModel, messages: Sequence[Message], to_reply: bool =
     if not getattr(tokenizer, "chat_template", None):
         raise UsageError(f"{loaded.name} has no chat template: it continues texts, as 'kvcli generate' lets it")
     try:
-        return str(tokenizer.apply_chat_template(list(messages), add_generation_prompt=to_reply, tokenize=False))
+        options = {"add_generation_prompt": to_reply, "tools": tools, "tokenize": False}
+        return str(tokenizer.apply_chat_template(list(messages), **options))
     except Exception as error:  # a template is a program of the model's author, run by jinja in its sandbox
         raise ModelError(f"the chat template of {loaded.name} fails: {error_text(error)}") from error
 

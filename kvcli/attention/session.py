@@ -25,7 +25,7 @@ from kvcli.attention.generation import (
     sampling_of,
     stop_tokens,
 )
-from kvcli.attention.layer import attend_layer
+from kvcli.attention.layer import attend_layer, flush_layer
 from kvcli.cache.compressed import CompressedCache
 from kvcli.cache.context import Context
 from kvcli.cache.identity import CacheIdentity, codecs_identity
@@ -253,6 +253,29 @@ class Session:
         used: Mode = decoder.mode if decoder.stepped else "passes"
         compiled_steps = decoder.stepped and decoder.compiled is not None
         return Generated(sequences, decoder.num_tokens, cache, used, compiled_steps, decoder.graph_bytes, decoder.note)
+
+    @torch.inference_mode()
+    def flush(self, cache: CompressedCache) -> None:
+        """Encodes all whole groups of a cache's tokens after the sinks, also those that its settings keep exact.
+
+        Where a prompt is flushed after each of some passes that end with whole groups, `crop` makes of the longer cache
+        what it was after an earlier one of these passes, bit for bit.
+
+        Raises:
+            CacheError: an empty cache, one of another session, or values beyond what the codes hold.
+        """
+        cache.check_session(self._seam)
+        cache.passes.check_at_rest()
+        sequences = cache.sequences
+        counts = sequences.append((0,) * len(sequences.lengths), sequences.valid, everything=True)
+        if counts.flushes:
+            forward = cache.passes.encoding(counts)
+            with cache.passes.complete_or_refused():
+                for layer_idx, (layer, backend) in enumerate(zip(cache.compressed, self._backends, strict=True)):
+                    here = forward.on(layer.store.keys.device)
+                    layer.store.reserve(here)
+                    flush_layer(layer.store, here, backend, layer_idx, 0)
+                forward.ranges.check()
 
     def detach(self) -> None:
         """Restores the model exactly; detaching twice is harmless."""

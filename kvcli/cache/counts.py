@@ -162,9 +162,13 @@ class CodedCounts:
         self.schedule, self.tokens_per_group = schedule, tokens_per_group
         self.coded: Counts = ()
 
-    def encode(self, tokens: Counts) -> Counts:
-        """Encodes what the schedule says of rows of so many `tokens` after their sinks; returns how many of each."""
-        counts = tuple(map(self.schedule.encoded_now, _subtract(tokens, self.coded)))
+    def encode(self, tokens: Counts, everything: bool) -> Counts:
+        """Encodes what the schedule says of rows of so many `tokens` after their sinks; returns how many of each.
+
+        With `everything`, nothing but a part of a group is kept.
+        """
+        schedule = Schedule(0, self.tokens_per_group, self.tokens_per_group) if everything else self.schedule
+        counts = tuple(map(schedule.encoded_now, _subtract(tokens, self.coded)))
         self.coded = tuple(map(add, self.coded, counts))
         return counts
 
@@ -200,15 +204,15 @@ class TokenCounts:
         """Window tokens of each row, sinks included."""
         return _subtract(self.lengths, self.attended)
 
-    def append(self, counts: Counts) -> HostCounts:
-        """Adds `counts` new tokens to each row and encodes what the schedules say."""
+    def append(self, counts: Counts, everything: bool = False) -> HostCounts:
+        """Adds `counts` new tokens to each row and encodes what the schedules say, or all whole groups."""
         if not self.lengths:
             self.lengths = self.attended = self.keys.coded = self.values.coded = (0,) * len(counts)
         before, attended, coded = self.lengths, self.attended, (self.keys.coded, self.values.coded)
         self.lengths = tuple(map(add, before, counts))
         tokens = self._after_sinks(self.lengths)
         layout = WindowLayout(self.sink_length, max(self.layout.ring, *_subtract(tokens, attended)))
-        encoded = self.keys.encode(tokens), self.values.encode(tokens)
+        encoded = self.keys.encode(tokens, everything), self.values.encode(tokens, everything)
         self.attended = attended_tokens(self.keys.coded, self.values.coded, self.tokens_per_group)
         needed = WindowLayout(self.sink_length, max(self._min_ring, *_subtract(tokens, self.attended)))
         # gives back what a long prompt needed

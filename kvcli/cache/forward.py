@@ -148,11 +148,11 @@ class Passes:
                 raise CacheError(f"layer {self.layer}: {error}") from error
 
     def encoding(self, counts: HostCounts | DeviceCounts) -> Forward:
-        """A pass without new tokens that encodes what counts say, after one of a step."""
-        assert self.step is not None
+        """A pass without new tokens that encodes what counts say, after one of a step or of a prompt."""
         sequences, rotation = self.sequences, Rotation(torch.empty(0), torch.empty(0))
         new, device = (0,) * len(sequences.lengths), sequences.valid.device
-        return Forward(sequences, rotation, new, None, counts, device, self.step.ranges)
+        ranges = self.new_ranges() if self.step is None else self.step.ranges
+        return Forward(sequences, rotation, new, None, counts, device, ranges)
 
     def _begin(self, rotary: RotaryOutput, batch: int, query_len: int, mask: Tensor | None) -> Forward:
         sequences, step, device = self.sequences, self.step, rotary.positions.device

@@ -40,6 +40,8 @@ class CacheIdentity:
             numbers of each buffer.
         tokenizer: sha256 of the vocabulary; None where it is not known, which is equal to any.
         chat_template: sha256 of the chat template, or empty without one; None where it is not known.
+        reading: in which passes the tokens were read, and for whom, if that matters; None where it does not, which is
+            content with any.
     """
 
     model: str
@@ -52,6 +54,7 @@ class CacheIdentity:
     codecs: Mapping[str, str | list[float]]
     tokenizer: str | None = None
     chat_template: str | None = None
+    reading: str | None = None
 
     def difference(self, other: CacheIdentity) -> str | None:
         """Why what another cache holds means something else here: a clause after "it was made"; None if it does not."""
@@ -82,11 +85,11 @@ class CacheIdentity:
         for name in ("tokenizer", "chat_template"):
             if len({getattr(self, name), getattr(other, name)} - {None}) > 1:
                 return f"with another {name.replace('_', ' ')}"
-        return None
+        return "by other passes" if self.reading not in (None, other.reading) else None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        return asdict(self)
+        return {name: x for name, x in asdict(self).items() if name != "reading" or x is not None}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> CacheIdentity:

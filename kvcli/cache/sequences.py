@@ -111,10 +111,13 @@ class Sequences:
         self.observed = [min(pair) for pair in zip(lengths, self.observed, strict=True)]
         return [row for row, length in enumerate(lengths) if not length]
 
-    def append(self, new: Counts, valid: Tensor) -> HostCounts:
-        """Adds new slots, of which `new` of each row are tokens; `valid` [batch, slots] is with the new ones."""
+    def append(self, new: Counts, valid: Tensor, everything: bool = False) -> HostCounts:
+        """Adds new slots, of which `new` of each row are tokens; `valid` [batch, slots] is with the new ones.
+
+        With `everything`, all whole groups are encoded, whatever the schedules keep.
+        """
         self.valid = valid
-        counts = self.counts.append(new)
+        counts = self.counts.append(new, everything)
         if not self.observed:
             self.observed = [0] * len(new)
         if self.stateful and not counts.all_coded:

@@ -1,0 +1,156 @@
+"""`kvcli serve`."""
+
+from __future__ import annotations
+
+import socket
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from kvcli.cli.command import Command
+from kvcli.cli.inputs import MAX_BYTES_HELP
+from kvcli.cli.output import Output
+from kvcli.cli.session_options import SessionOptions, choose_method
+from kvcli.cli.signals import stop_reason
+from kvcli.errors import UsageError
+from kvcli.paths import model_folder
+from kvcli.registry import method_name
+from kvcli.sizes import parse_size
+
+if TYPE_CHECKING:
+    from kvcli.contexts import ContextStore
+
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+class ServeOptions(SessionOptions):
+    """Options of `kvcli serve`."""
+
+    host: str = Field(default="127.0.0.1", description="address to listen on; others than this machine's need a key")
+    port: int = Field(default=8000, ge=0, lt=2**16, description="port to listen on; 0: any that is free")
+    api_key_file: Path | None = Field(default=None, description="file of keys, one per line; requests need one of them")
+    store: Path | None = Field(default=None, description="folder of contexts; default: runs/MODEL/served")
+    no_store: bool = Field(default=False, description="keep contexts in memory only")
+    store_limit: str = Field(default="50GiB", description=MAX_BYTES_HELP)
+    store_per_key: bool = Field(default=False, description="requests use contexts of their own key alone")
+    hot_memory: str = Field(default="2GiB", description="memory of contexts that are kept beside the store")
+    max_model_len: int | None = Field(
+        default=None, ge=2, description="tokens of a prompt and its answer; default: what the model was trained on"
+    )
+    max_waiting: int = Field(default=64, ge=0, description="requests that may wait; others get status 429")
+    max_batch: int = Field(default=8, ge=1, description="waiting requests that are decoded together at most")
+    grace: int = Field(default=30, ge=0, description="seconds in which answers are finished after SIGTERM or Ctrl-C")
+
+
+def run(options: ServeOptions, output: Output) -> None:
+    """Serve the OpenAI API: contexts are compressed, found again by prefix, and kept on disk."""
+    options.check()
+    if options.no_store and options.store is not None:
+        raise UsageError("--store and --no-store exclude each other")
+    keys = _keys(options.api_key_file)
+    if options.host not in _LOOPBACK and not keys:
+        raise UsageError(f"{options.host} can be reached by others: --api-key-file is needed")
+    if options.store_per_key and not keys:
+        raise UsageError("--store-per-key needs --api-key-file")
+    try:
+        import uvicorn
+
+        from kvcli.serve.app import Server
+    except ImportError as error:
+        raise UsageError("kvcli serve needs packages that are not installed: pip install 'kvcli[serve]'") from error
+    listening, store_bytes, hot_bytes = _bind(options), parse_size(options.store_limit), parse_size(options.hot_memory)
+    store = _store(options)
+    chosen = choose_method(options, output)
+    loaded = options.load(output)
+    limit = options.max_model_len or loaded.spec.max_position_embeddings
+    with chosen.attach(loaded, options.impl, output) as session:
+        from kvcli.serve.engine import Engine
+        from kvcli.serve.metrics import Metrics
+        from kvcli.serve.prefixes import Prefixes
+
+        if options.max_batch > 1:
+            session.warmup(options.max_batch, output.progress)
+        metrics, name = Metrics(), method_name(session.method.name, dict(session.config))
+        prefixes = Prefixes(
+            session, loaded.tokenizer, store, store_bytes, hot_bytes or 0, output.warn, metrics.count_stored
+        )
+        bits = prefixes.true_bits()
+        if not prefixes.reusable:
+            output.warn(
+                f"every prompt is read from its beginning: {loaded.spec.other_layers} layers of {loaded.name} keep "
+                "transformers' own cache, which cannot be cut or stored"
+            )
+        engine = Engine(session, prefixes, metrics, max_waiting=options.max_waiting, max_batch=options.max_batch)
+        metrics.waiting.set_function(lambda: engine.num_waiting)
+        metrics.hot_bytes.set_function(lambda: prefixes.hot_bytes)
+        metrics.store_bytes.set_function(prefixes.store_bytes)
+        headers = {"x-kvcli-method": name, "x-kvcli-bits": f"{bits:.2f}"}
+        server = Server(loaded, options.model, engine, metrics, limit, keys, options.store_per_key, headers)
+        config = uvicorn.Config(
+            server.app(),
+            log_level="info" if output.verbose else "error",
+            timeout_graceful_shutdown=options.grace,
+            server_header=False,
+        )
+        host, port = listening.getsockname()[:2]
+        where = "in memory only" if store is None else f"in {store.folder}, at most {options.store_limit}"
+        output.say(
+            f"{options.model} with {name}, {bits:.2f} bits per value; contexts {where}, {options.hot_memory} hot"
+        )
+        output.say(f"serving http://{f'[{host}]' if ':' in host else host}:{port}/v1 (Ctrl-C ends it)")
+        try:
+            with suppress(KeyboardInterrupt):  # the signal that ended it, which uvicorn raises again
+                uvicorn.Server(config).run(sockets=[listening])
+            stop_reason()  # which is no error
+        finally:
+            engine.close()
+    output.say("ended")
+    output.result({"model": options.model, "method": name, "store": None if store is None else str(store.folder)})
+
+
+def _keys(file: Path | None) -> list[str]:
+    """The keys in a file; UsageError: it cannot be read, or it has none."""
+    if file is None:
+        return []
+    try:
+        keys = [line.strip() for line in file.read_text().splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read the keys in {file}") from error
+    if not keys or not all(key.isascii() and key.isprintable() for key in keys):
+        raise UsageError(f"{file} holds no keys, one per line, of ASCII characters")
+    return keys
+
+
+def _bind(options: ServeOptions) -> socket.socket:
+    """A socket of the address, before anything is loaded; UsageError: it is in use, or none of this machine."""
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    listening = socket.socket(family)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((options.host, options.port))
+    except OSError as error:
+        raise UsageError(f"cannot listen on {options.host} port {options.port}: {error.strerror}") from error
+    return listening
+
+
+def _store(options: ServeOptions) -> ContextStore | None:
+    """The store, which can be written to; ContextError or OSError: it cannot."""
+    if options.no_store:
+        return None
+    from kvcli.contexts import ContextStore
+
+    store = ContextStore(options.store or model_folder(options.model, "served"))
+    store.check_writable()
+    return store
+
+
+COMMAND = Command(
+    "serve",
+    ServeOptions,
+    run,
+    "kvcli serve --method kivi-2",
+    ("model",),
+    saves_memory="lower --hot-memory or --max-model-len, or choose a --method with fewer bits",
+)

@@ -1,0 +1,176 @@
+"""Answers: text of tokens, piece by piece, until one of the ends of an answer; and the JSON of the OpenAI API."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from tokenizers.decoders import DecodeStream
+
+Piece = tuple[str, Any]
+"""A part of an answer: `content`, `reasoning_content` or `tool_calls`, and its text or the name and arguments."""
+
+
+def response_parser(tokenizer: Any, model: Any, ids: Any, tools: Any) -> Any:
+    """What finds tool calls and reasoning in an answer, transformers' own; None for models that it does not know."""
+    try:
+        from transformers.cli.serving.utils import build_response_parser
+    except ImportError:  # before transformers 5.20
+        return None
+    return build_response_parser(tokenizer, model, ids, tools=tools)
+
+
+@dataclass
+class Answer:
+    """An answer in the making.
+
+    Attributes:
+        stop: texts that end the answer and are not part of it.
+        ends: tokens that end it.
+        parser: see `response_parser`.
+        send: called with each piece.
+        finish_reason: why it ended; None before.
+    """
+
+    tokenizer: Any
+    max_tokens: int
+    ends: Sequence[int]
+    stop: Sequence[str]
+    parser: Any
+    send: Callable[[Piece], None]
+    num_tokens: int = 0
+    finish_reason: str | None = None
+    _held: str = ""
+    _called: bool = False
+    _stream: DecodeStream = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._stream = DecodeStream(skip_special_tokens=self.parser is None)
+        if self.parser is not None:
+            self._parsed(self.parser.initial_events)
+
+    def feed(self, tokens: Iterable[int]) -> bool:
+        """Takes new tokens until the answer ends, and returns whether it has."""
+        for token in tokens:
+            if self.finish_reason is not None:
+                break
+            self.num_tokens += 1
+            ended = token in self.ends
+            if not ended or self.parser is not None:
+                self._add(self._stream.step(self.tokenizer._tokenizer, token) or "")
+            if self.finish_reason is None and (ended or self.num_tokens >= self.max_tokens):
+                self._finish("stop" if ended else "length")
+        return self.finish_reason is not None
+
+    def _add(self, text: str) -> None:
+        """Sends text, but for an end of it that may be the beginning of a stop string."""
+        text = self._held + text
+        found = min((i for i in map(text.find, self.stop) if i >= 0), default=None)
+        if found is not None:
+            self._held = text[:found]
+            self._finish("stop")
+            return
+        longest = max((len(stop) for stop in self.stop), default=1) - 1
+        kept = next((n for n in range(min(longest, len(text)), 0, -1) if self._begins_stop(text[-n:])), 0)
+        self._held = text[len(text) - kept :]
+        self._emit(text[: len(text) - kept])
+
+    def _begins_stop(self, text: str) -> bool:
+        return any(stop.startswith(text) for stop in self.stop)
+
+    def _finish(self, reason: str) -> None:
+        self.finish_reason = reason
+        self._emit(self._held)
+        if self.parser is not None:
+            with suppress(ValueError, RuntimeError):  # the answer ends in the middle of a tool call
+                self._parsed(self.parser.finalize()[1])
+        if self._called:
+            self.finish_reason = "tool_calls"
+
+    def _emit(self, text: str) -> None:
+        if text and self.parser is None:
+            self.send(("content", text))
+        elif text:
+            self._parsed(self.parser.feed(text))
+
+    def _parsed(self, events: Any) -> None:
+        from transformers.cli.serving.utils import ReasoningText, ToolCall, response_events_to_chunks
+
+        for chunk in response_events_to_chunks(events):
+            if isinstance(chunk, ToolCall):
+                self._called = True
+                self.send(("tool_calls", {"name": chunk.name, "arguments": chunk.arguments}))
+            else:
+                self.send(("reasoning_content" if isinstance(chunk, ReasoningText) else "content", str(chunk)))
+
+
+@dataclass(frozen=True)
+class Form:
+    """How answers of an endpoint are written.
+
+    Attributes:
+        id: of the request.
+        chat: whether messages are answered, or a text is continued.
+    """
+
+    id: str
+    model: str
+    chat: bool
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def whole(self, pieces: Sequence[Piece], finish_reason: str, usage: dict[str, Any]) -> dict[str, Any]:
+        """The body of a response that is not streamed."""
+        texts = {kind: "".join(x for k, x in pieces if k == kind) for kind in ("content", "reasoning_content")}
+        if not self.chat:
+            choice: dict[str, Any] = {"text": texts["content"]}
+        else:
+            made: list[Any] = [x for kind, x in pieces if kind == "tool_calls"]
+            calls = [self._call(i, x) for i, x in enumerate(made)]
+            content = texts["content"] or (None if calls else "")
+            message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+            if texts["reasoning_content"]:
+                message["reasoning_content"] = texts["reasoning_content"]
+            if calls:
+                message["tool_calls"] = calls
+            choice = {"message": message}
+        return self._body("chat.completion", [self._choice(choice, finish_reason)]) | {"usage": usage}
+
+    def chunk(self, piece: Piece | None, index: int = 0, finish_reason: str | None = None) -> dict[str, Any]:
+        """An event of a stream: a piece, the `index`-th of its kind; without one the beginning, or the end."""
+        kind, value = piece or ("content", "")
+        if not self.chat:
+            choice: dict[str, Any] = {"text": value}
+        elif piece is None:
+            choice = {"delta": {"role": "assistant", "content": ""} if finish_reason is None else {}}
+        elif kind == "tool_calls":
+            choice = {"delta": {"tool_calls": [{"index": index, **self._call(index, value)}]}}
+        else:
+            choice = {"delta": {kind: value}}
+        return self._body("chat.completion.chunk", [self._choice(choice, finish_reason)])
+
+    def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
+        """The event of a stream that says how many tokens there were."""
+        return self._body("chat.completion.chunk", []) | {"usage": usage}
+
+    def _body(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        kind = kind if self.chat else "text_completion"
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
+
+    def _choice(self, choice: dict[str, Any], finish_reason: str | None) -> dict[str, Any]:
+        return {"index": 0, **choice, "logprobs": None, "finish_reason": finish_reason}
+
+    def _call(self, index: int, call: dict[str, str]) -> dict[str, Any]:
+        return {"id": f"call_{self.id}_{index}", "type": "function", "function": call}
+
+
+def usage_of(prompt_tokens: int, cached: int, answer: Answer) -> dict[str, Any]:
+    """How many tokens a request had, and how many of the prompt's were not read again."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": answer.num_tokens,
+        "total_tokens": prompt_tokens + answer.num_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }

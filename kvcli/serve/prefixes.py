@@ -1,0 +1,253 @@
+"""Contexts of earlier prompts, in memory and on disk, from which prompts that begin alike go on.
+
+What is read of a prompt does not depend on what was kept: passes end at fixed places, see `boundaries`, after each of
+which everything is encoded (`Session.flush`). So a context cut to one of them is what reading its tokens alone gives.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from queue import Queue
+
+import torch
+from torch import Tensor
+
+from kvcli.attention.generation import prefill
+from kvcli.attention.session import Session
+from kvcli.cache.compressed import CompressedCache
+from kvcli.cache.context import Context
+from kvcli.cache.identity import CacheIdentity
+from kvcli.contexts import ContextStore, identity_of
+from kvcli.errors import CacheError, ContextError
+from kvcli.fingerprint import text_identity
+from kvcli.progress import Advance, Say
+from kvcli.prompts import common_length
+
+UNIT = 128
+"""Fewest tokens of a pass over a prompt, and tokens of a block on disk."""
+
+_SHARE = 32
+"""A pass is at most this part of what is read before it, so that a little of a long prompt is read twice."""
+
+_WAITING_WRITES = 2
+"""Contexts that are copied and wait for the disk, at most; later ones are not stored."""
+
+
+def boundaries(sinks: int, unit: int, length: int) -> Iterator[int]:
+    """Numbers of tokens, up to `length`, after which a prompt is flushed: every `unit`, later every 1/32 of what was.
+
+    They depend on nothing but the position, so prompts that begin alike have them in common.
+    """
+    place = 0
+    while (place := place + unit * 2 ** max(0, int(math.log2(max(1, place / (_SHARE * unit)))))) + sinks <= length:
+        yield place + sinks
+
+
+@dataclass
+class Prefix:
+    """A cache that holds the first tokens of a prompt, and may hold others after them.
+
+    Attributes:
+        ids: of the prompt, int64 [1, time] on the CPU.
+        flushed: its tokens up to the last boundary that was read, to which the cache can be cut.
+        stored: how many of them are on disk.
+        owner: whose it is; empty: anybody's.
+        nbytes: of the cache when it was kept, with the headroom of its buffers.
+        source: where the first `reused` tokens came from: `hot`, `disk` or `none`.
+    """
+
+    cache: CompressedCache
+    ids: Tensor
+    owner: str
+    flushed: int = 0
+    stored: int = 0
+    source: str = "none"
+    reused: int = 0
+    load_s: float = 0.0
+    used: float = field(default_factory=time.monotonic)
+
+    nbytes: int = 0
+
+
+class Prefixes:
+    """The prefixes of a session's prompts; used by one thread, which waits for no disk but to read.
+
+    Args:
+        store: contexts on disk; None: none.
+        store_bytes: size that the store may have.
+        hot_bytes: size that caches in memory may have together.
+        say: gets a line about a context that could not be stored or read.
+        stored: called when a context was written, or with False where it could not be.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        tokenizer: object,
+        store: ContextStore | None,
+        store_bytes: int | None,
+        hot_bytes: int,
+        say: Say,
+        stored: Callable[[bool], None] = lambda written: None,
+    ) -> None:
+        self.session, self.store, self._store_bytes, self._hot_bytes = session, store, store_bytes, hot_bytes
+        self._say, self._stored = say, stored
+        self.unit = math.lcm(UNIT, *(part.tokens_per_group for x in session.codecs for part in (x.key, x.value)))
+        if store is not None:
+            store.block_tokens = self.unit
+        # the tokens say all that a chat template does
+        self._identity = replace(identity_of(session, tokenizer), chat_template=None)
+        self._notes = text_identity(tokenizer)
+        self.reusable = not session.spec.other_layers
+        self.hot: list[Prefix] = []
+        self._writes: Queue[Callable[[], None] | None] = Queue(_WAITING_WRITES)
+        self._writer = threading.Thread(target=self._write_all, name="kvcli-store", daemon=True)
+        self._writer.start()
+
+    @torch.inference_mode()
+    def read(self, ids: Tensor, owner: str, keep: bool, check: Advance) -> Prefix:
+        """The cache of a prompt, int64 [1, time], up to its last boundary, from the longest prefix that is there.
+
+        At least as many tokens are left to be read as the settings keep in full precision, and one.
+
+        Args:
+            owner: whose prefixes may be used; `keep`: whether this one may be stored.
+            check: called after each pass with its number of tokens; what it raises ends the reading.
+        """
+        ends = [*self._boundaries(ids.shape[1] - max(1, self.session.config.residual_length))]
+        prefix = self._longest(ids.cpu(), ends, owner)
+        prefix.reused = prefix.flushed
+        for end in ends:
+            if end > prefix.flushed:
+                device = self.session.model.device
+                prefill(self.session.model, prefix.cache, ids[:, :end].to(device), None, None)
+                self.session.flush(prefix.cache)
+                prefix.flushed = end
+                check(end - prefix.reused)
+        if keep and prefix.flushed > prefix.stored:
+            self._store(prefix)
+        return prefix
+
+    def keep(self, prefix: Prefix) -> None:
+        """Keeps a cache in memory, in place of the least recently used ones if they need too much together."""
+        if not self.reusable or not prefix.flushed:
+            return
+        prefix.used, prefix.nbytes = time.monotonic(), prefix.cache.memory().allocated_bytes
+        self.hot.append(prefix)
+        self.hot.sort(key=lambda x: -x.used)
+        total = 0
+        for i, x in enumerate(self.hot):
+            total += x.nbytes
+            if total > self._hot_bytes:
+                del self.hot[i:]
+                break
+
+    def true_bits(self) -> float:
+        """Bits per value of what is encoded, all scalars included, measured on a few tokens."""
+        length = self.unit + self.session.config.sink_length
+        cache = self.session.new_cache()
+        with torch.inference_mode():
+            prefill(self.session.model, cache, torch.zeros(1, length, dtype=torch.int64), None, None)
+            self.session.flush(cache)
+        return cache.memory().true_bits
+
+    @property
+    def hot_bytes(self) -> int:
+        """Bytes of the caches in memory."""
+        return sum(prefix.nbytes for prefix in [*self.hot])
+
+    def store_bytes(self) -> int:
+        """Bytes of the store's contexts; 0 without a store, or where it cannot be read."""
+        with suppress(ContextError, OSError):
+            return self.store.sizes()[0] if self.store is not None else 0
+        return 0
+
+    def close(self) -> None:
+        """Waits until what was stored is on disk."""
+        if self._writer.is_alive():
+            self._writes.put(None)
+            self._writer.join()
+
+    def _boundaries(self, length: int) -> Iterator[int]:
+        return boundaries(self.session.config.sink_length, self.unit, length if self.reusable else 0)
+
+    def _longest(self, ids: Tensor, ends: list[int], owner: str) -> Prefix:
+        """What is kept of a prompt's first tokens up to one of `ends`: the longest, rather from memory than disk."""
+        started = time.monotonic()
+        new = Prefix(self.session.new_cache(), ids, owner)
+        best, length = None, 0
+        for prefix in self.hot:
+            common = min(prefix.flushed, common_length(prefix.ids, ids)) if prefix.owner == owner else 0
+            end = max((x for x in ends if x <= common), default=0)
+            if end > length:
+                best, length = prefix, end
+        on_disk = self._load(ids, ends, owner, length)
+        if on_disk is not None:
+            context, new.flushed = on_disk
+            new.stored, new.source = new.flushed, "disk"
+            new.cache = self.session.load_cache(context)
+        elif best is not None:
+            new.flushed, new.stored, new.source = length, min(best.stored, length), "hot"
+            if best.flushed - length > length // 16:  # others go on from what would be cut off
+                new.cache.restore(best.cache.snapshot(self.session.model.device).prefix(length))
+                best.used = time.monotonic()
+            else:
+                self.hot.remove(best)
+                new.cache = best.cache
+                new.cache.crop(length - new.cache.get_seq_length())
+        new.load_s = time.monotonic() - started
+        return new
+
+    def _load(self, ids: Tensor, ends: list[int], owner: str, more_than: int) -> tuple[Context, int] | None:
+        """A context on disk, verified, of the prompt's first tokens up to one of `ends` above `more_than`."""
+        if self.store is None or not ends or ends[-1] <= more_than:
+            return None
+        try:
+            while (match := self.store.find(ids[:, : ends[-1]], self._identity_for(owner), self._say)) is not None:
+                end = max((x for x in ends if x <= match.num_tokens), default=0)
+                if end <= more_than:
+                    return None
+                try:
+                    return self.store.load(match._replace(num_tokens=end), self.session.model.device), end
+                except ContextError as error:
+                    self._say(str(error))
+                    if match.context.name in self.store.names():
+                        return None
+        except (ContextError, CacheError, OSError) as error:
+            self._say(f"the store cannot be read: {error}")
+        return None
+
+    def _store(self, prefix: Prefix) -> None:
+        """Copies a cache up to its last boundary for the thread that writes; does nothing where that is behind."""
+        store, length = self.store, prefix.flushed
+        if store is None or not self.reusable or self._writes.full():
+            return
+        snapshot, ids = prefix.cache.snapshot(), prefix.ids[:, :length].clone()
+        context = Context(snapshot, self._identity_for(prefix.owner), ids, {**self._notes, "source": "kvcli serve"})
+        prefix.stored = length
+
+        def write() -> None:
+            try:
+                store.put(context, max_bytes=self._store_bytes, overwrite=True)
+            except Exception as error:
+                prefix.stored = 0
+                self._say(f"a context of {length} tokens was not stored: {error}")
+                self._stored(False)
+            else:
+                self._stored(True)
+
+        self._writes.put_nowait(write)  # nobody else puts
+
+    def _write_all(self) -> None:
+        while (write := self._writes.get()) is not None:
+            write()
+
+    def _identity_for(self, owner: str) -> CacheIdentity:
+        digest = hashlib.sha256(owner.encode()).hexdigest()[:32] if owner else ""
+        return replace(self._identity, reading=f"flushed every {self.unit}{digest and ' for '}{digest}")

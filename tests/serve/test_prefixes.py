@@ -1,0 +1,230 @@
+"""What is read of a prompt does not depend on what was kept of earlier ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from contexts_made import Maker
+from torch import Tensor
+
+from kvcli.attention.generation import SamplingConfig
+from kvcli.cache.snapshot import Snapshot, join
+from kvcli.contexts import ContextStore
+from kvcli.registry import METHODS
+from kvcli.serve import prefixes as module
+from kvcli.serve.prefixes import Prefix, Prefixes, boundaries
+
+LONG = 150
+
+
+@pytest.fixture(autouse=True)
+def _short_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "UNIT", 16)
+
+
+@pytest.fixture
+def opened(maker: Callable[..., Maker], tmp_path: Path) -> Iterator[Callable[..., tuple[Maker, Prefixes]]]:
+    """Prefixes of a method's session, with a store unless told otherwise; closed at the end."""
+    made: list[Prefixes] = []
+
+    def open_them(name: str, *, stored: bool = True, hot_bytes: int = 2**30, **changes: Any) -> tuple[Maker, Prefixes]:
+        maker_ = maker(name, **changes)
+        store = ContextStore(tmp_path / "served") if stored else None
+        made.append(Prefixes(maker_.session, maker_.loaded.tokenizer, store, None, hot_bytes, print))
+        return maker_, made[-1]
+
+    yield open_them
+    for prefixes in made:
+        prefixes.close()
+
+
+def tokens(length: int, seed: int = 0) -> Tensor:
+    return torch.randint(3, 97, (1, length), generator=torch.Generator().manual_seed(seed))
+
+
+def content(prefix: Prefix) -> Snapshot:
+    return prefix.cache.snapshot().prefix(prefix.flushed)
+
+
+def assert_equal(ours: Snapshot, theirs: Snapshot) -> None:
+    assert ours.counts.lengths == theirs.counts.lengths
+    assert ours.tensors.keys() == theirs.tensors.keys()
+    for name, x in ours.tensors.items():
+        assert x.shape == theirs.tensors[name].shape, name
+        assert torch.equal(x.contiguous().view(torch.uint8), theirs.tensors[name].contiguous().view(torch.uint8)), name
+
+
+def answer(maker: Maker, prefixes: Prefixes, ids: Tensor, count: int = 6, **read: Any) -> tuple[list[int], Prefix]:
+    """An answer as the engine makes it, and the prefix that it went on from, which is kept."""
+    prefix = prefixes.read(ids, read.pop("owner", ""), read.pop("keep", True), lambda tokens: None)
+    made = maker.session.generate(
+        ids, sampling=SamplingConfig(count), past_key_values=prefix.cache, eos_token_id=[]
+    ).sequences
+    prefixes.keep(prefix)
+    return made[0, ids.shape[1] :].tolist(), prefix
+
+
+def test_boundaries_depend_on_the_position_alone() -> None:
+    assert list(boundaries(4, 128, 600)) == [132, 260, 388, 516]
+    far = list(boundaries(4, 128, 200_000))
+    assert far[: len(list(boundaries(4, 128, 5000)))] == list(boundaries(4, 128, 5000))
+    steps = [second - first for first, second in pairwise(far)]
+    assert sorted(set(steps)) == [128, 256, 512, 1024, 2048, 4096]
+    assert all(step % 128 == 0 and step <= max(128, place / 32) for step, place in zip(steps, far, strict=False))
+    assert list(boundaries(4, 128, 100)) == []
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_an_answer_does_not_depend_on_what_was_kept(name: str, opened: Callable[..., Any]) -> None:
+    """From nothing, from memory and from disk, after turns, edits and other prompts in between."""
+    maker, prefixes = opened(name)
+    first = tokens(LONG)
+    longer = torch.cat((first, tokens(41, seed=1)), dim=1)
+    edited = first.clone()
+    edited[0, 70] += 1
+    short, other = first[:, :9], tokens(LONG, seed=2)
+    expected = {}
+    for key, ids in {"first": first, "longer": longer, "edited": edited, "short": short, "other": other}.items():
+        alone = Prefixes(maker.session, maker.loaded.tokenizer, None, None, 0, print)
+        made, prefix = answer(maker, alone, ids)
+        assert not prefix.reused
+        expected[key] = ids, made, content(prefix) if prefix.flushed else None
+        alone.close()
+    found: set[str] = set()
+    for key in ("first", "first", "longer", "edited", "first", "short", "other", "longer", "edited"):
+        ids, made, snapshot = expected[key]
+        ours, prefix = answer(maker, prefixes, ids)
+        assert ours == made, key
+        if snapshot is not None:
+            assert_equal(content(prefix), snapshot)
+        found.add(prefix.source)
+    assert found >= {"none", "hot"}
+    prefixes.close()
+    fresh = Prefixes(maker.session, maker.loaded.tokenizer, prefixes.store, None, 0, print)
+    for key, (ids, made, snapshot) in expected.items():
+        ours, prefix = answer(maker, fresh, ids)
+        assert ours == made, key
+        if snapshot is not None:
+            assert_equal(content(prefix), snapshot)
+            assert prefix.source == "disk", key
+            assert prefix.reused == prefix.flushed
+    fresh.close()
+
+
+def test_most_of_a_prompt_is_found_again(opened: Callable[..., Any]) -> None:
+    maker, prefixes = opened("kivi", residual_length=16)
+    ids = tokens(1600)
+    answer(maker, prefixes, ids, 1)
+    _, again = answer(maker, prefixes, torch.cat((ids, tokens(20, seed=3)), dim=1), 1)
+    assert again.source == "hot"
+    assert again.reused > 0.95 * 1620
+
+
+def test_a_prefix_that_others_go_on_from_stays(opened: Callable[..., Any]) -> None:
+    maker, prefixes = opened("kivi", stored=False)
+    ids = tokens(LONG)
+    answer(maker, prefixes, ids)
+    _, branch = answer(maker, prefixes, torch.cat((ids[:, :60], tokens(90, seed=4)), dim=1))
+    assert branch.source == "hot"
+    assert branch.reused < 61
+    _, again = answer(maker, prefixes, ids)
+    assert again.reused == again.flushed
+
+
+def test_owners_have_nothing_in_common(opened: Callable[..., Any]) -> None:
+    maker, prefixes = opened("rtn")
+    ids = tokens(LONG)
+    answer(maker, prefixes, ids, owner="a")
+    assert answer(maker, prefixes, ids, owner="b")[1].source == "none"
+    assert answer(maker, prefixes, ids)[1].source == "none"
+    assert answer(maker, prefixes, ids, owner="a")[1].source == "hot"
+    prefixes.close()
+    fresh = Prefixes(maker.session, maker.loaded.tokenizer, prefixes.store, None, 0, print)
+    assert answer(maker, fresh, ids, owner="c")[1].source == "none"
+    assert answer(maker, fresh, ids, owner="b")[1].source == "disk"
+    fresh.close()
+
+
+def test_what_may_not_be_stored_is_not(opened: Callable[..., Any]) -> None:
+    maker, prefixes = opened("rtn")
+    answer(maker, prefixes, tokens(LONG), keep=False)
+    assert prefixes.store.names() == []
+
+
+def test_memory_of_kept_caches_is_limited(opened: Callable[..., Any]) -> None:
+    maker, prefixes = opened("rtn", stored=False)
+    _, one = answer(maker, prefixes, tokens(LONG))
+    prefixes._hot_bytes = int(2.5 * one.nbytes)
+    for seed in range(1, 5):
+        answer(maker, prefixes, tokens(LONG, seed))
+        assert prefixes.hot_bytes <= prefixes._hot_bytes
+    assert len(prefixes.hot) == 2
+    assert answer(maker, prefixes, tokens(LONG, 4))[1].source == "hot"
+    assert answer(maker, prefixes, tokens(LONG, 0))[1].source == "none"
+
+
+def test_a_full_disk_is_told_and_costs_no_answer(opened: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    maker, prefixes = opened("rtn")
+    told: list[str] = []
+    written: list[bool] = []
+    prefixes._say, prefixes._stored = told.append, written.append
+
+    def full(*args: Any, **options: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(prefixes.store, "put", full)
+    made, _ = answer(maker, prefixes, tokens(LONG))
+    prefixes.close()
+    assert len(made) == 6
+    assert written == [False]
+    assert "No space left" in told[0]
+
+
+def test_a_damaged_context_is_passed_over(opened: Callable[..., Any]) -> None:
+    maker, prefixes = opened("rtn")
+    made, _ = answer(maker, prefixes, tokens(LONG))
+    prefixes.close()
+    for path in (prefixes.store.folder / "blocks").iterdir():
+        path.write_bytes(path.read_bytes()[:-1] + b"x")
+    fresh = Prefixes(maker.session, maker.loaded.tokenizer, prefixes.store, None, 0, lambda line: None)
+    again, prefix = answer(maker, fresh, tokens(LONG))
+    assert again == made
+    assert prefix.source == "none"
+    fresh.close()
+
+
+@pytest.mark.parametrize("name", ["kivi", "squat", "rtn", "commvq"])
+def test_joined_rows_go_on_as_each_alone(name: str, maker: Callable[..., Maker]) -> None:
+    """Of caches of different lengths, with and without codes."""
+    session = maker(name).session
+    prompts = [tokens(length, seed=length) for length in (5, 61, 90)]
+    caches = []
+    for ids in prompts:
+        cache = session.new_cache()
+        session.generate(ids, max_new_tokens=1, past_key_values=cache, eos_token_id=[])
+        caches.append(cache)
+    alone = []
+    for cache in caches:
+        with torch.inference_mode():
+            alone.append(session.model(input_ids=torch.tensor([[7]]), past_key_values=cache).logits[0, -1])
+    caches = []
+    for ids in prompts:
+        cache = session.new_cache()
+        session.generate(ids, max_new_tokens=1, past_key_values=cache, eos_token_id=[])
+        caches.append(cache)
+    joined = session.new_cache()
+    joined.restore(join([cache.snapshot() for cache in caches]))
+    mask = torch.cat((joined.sequences.valid.long(), torch.ones(3, 1, dtype=torch.int64)), dim=1)
+    with torch.inference_mode():
+        logits = session.model(
+            input_ids=torch.full((3, 1), 7),
+            attention_mask=mask,
+            position_ids=mask.sum(1, keepdim=True) - 1,
+            past_key_values=joined,
+        ).logits[:, -1]
+    torch.testing.assert_close(logits, torch.stack(alone), atol=2e-5, rtol=1e-4)
