@@ -16,7 +16,6 @@ from kvcli.cli.session_options import SessionOptions, choose_method
 from kvcli.cli.signals import stop_reason
 from kvcli.errors import UsageError
 from kvcli.paths import model_folder
-from kvcli.registry import method_name
 from kvcli.sizes import parse_size
 
 if TYPE_CHECKING:
@@ -64,30 +63,28 @@ def run(options: ServeOptions, output: Output) -> None:
     store = _store(options)
     chosen = choose_method(options, output)
     loaded = options.load(output)
-    limit = options.max_model_len or loaded.spec.max_position_embeddings
     with chosen.attach(loaded, options.impl, output) as session:
-        from kvcli.serve.engine import Engine
-        from kvcli.serve.metrics import Metrics
-        from kvcli.serve.prefixes import Prefixes
-
         if options.max_batch > 1:
             session.warmup(options.max_batch, output.progress)
-        metrics, name = Metrics(), method_name(session.method.name, dict(session.config))
-        prefixes = Prefixes(
-            session, loaded.tokenizer, store, store_bytes, hot_bytes or 0, output.warn, metrics.count_stored
+        server = Server.open(
+            loaded,
+            session,
+            options.model,
+            store=store,
+            store_bytes=store_bytes,
+            hot_bytes=hot_bytes or 0,
+            max_model_len=options.max_model_len,
+            max_waiting=options.max_waiting,
+            max_batch=options.max_batch,
+            say=output.warn,
+            keys=keys,
+            per_key=options.store_per_key,
         )
-        bits = prefixes.true_bits()
-        if not prefixes.reusable:
+        if loaded.spec.other_layers:
             output.warn(
                 f"every prompt is read from its beginning: {loaded.spec.other_layers} layers of {loaded.name} keep "
                 "transformers' own cache, which cannot be cut or stored"
             )
-        engine = Engine(session, prefixes, metrics, max_waiting=options.max_waiting, max_batch=options.max_batch)
-        metrics.waiting.set_function(lambda: engine.num_waiting)
-        metrics.hot_bytes.set_function(lambda: prefixes.hot_bytes)
-        metrics.store_bytes.set_function(prefixes.store_bytes)
-        headers = {"x-kvcli-method": name, "x-kvcli-bits": f"{bits:.2f}"}
-        server = Server(loaded, options.model, engine, metrics, limit, keys, options.store_per_key, headers)
         config = uvicorn.Config(
             server.app(),
             log_level="info" if output.verbose else "error",
@@ -96,18 +93,17 @@ def run(options: ServeOptions, output: Output) -> None:
         )
         host, port = listening.getsockname()[:2]
         where = "in memory only" if store is None else f"in {store.folder}, at most {options.store_limit}"
-        output.say(
-            f"{options.model} with {name}, {bits:.2f} bits per value; contexts {where}, {options.hot_memory} hot"
-        )
+        method, bits = server.headers.values()
+        output.say(f"{options.model} with {method}, {bits} bits per value; contexts {where}, {options.hot_memory} hot")
         output.say(f"serving http://{f'[{host}]' if ':' in host else host}:{port}/v1 (Ctrl-C ends it)")
         try:
             with suppress(KeyboardInterrupt):  # the signal that ended it, which uvicorn raises again
                 uvicorn.Server(config).run(sockets=[listening])
             stop_reason()  # which is no error
         finally:
-            engine.close()
+            server.engine.close()
     output.say("ended")
-    output.result({"model": options.model, "method": name, "store": None if store is None else str(store.folder)})
+    output.result({"model": options.model, "method": method, "store": None if store is None else str(store.folder)})
 
 
 def _keys(file: Path | None) -> list[str]:

@@ -162,7 +162,7 @@ class Form:
     def _choice(self, choice: dict[str, Any], finish_reason: str | None) -> dict[str, Any]:
         return {"index": 0, **choice, "logprobs": None, "finish_reason": finish_reason}
 
-    def _call(self, index: int, call: dict[str, str]) -> dict[str, Any]:
+    def _call(self, index: int, call: Any) -> dict[str, Any]:
         return {"id": f"call_{self.id}_{index}", "type": "function", "function": call}
 
 

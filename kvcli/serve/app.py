@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from starlette.applications import Starlette
@@ -21,12 +21,17 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from kvcli.attention.generation import stop_tokens
+from kvcli.attention.session import Session
+from kvcli.contexts import ContextStore
 from kvcli.errors import KvcliError, ModelError, UsageError
 from kvcli.models import LoadedModel
+from kvcli.progress import Say, say_nothing
 from kvcli.prompts import chat_ids, prompt_ids
+from kvcli.registry import method_name
 from kvcli.serve.answers import Answer, Form, Piece, response_parser, usage_of
 from kvcli.serve.engine import Cancelled, Engine, Job, Overloaded
 from kvcli.serve.metrics import Metrics
+from kvcli.serve.prefixes import Prefixes
 from kvcli.serve.requests import DEFAULT_TOKENS, ApiError, Body, ChatBody, CompletionBody, parse, prompt_of
 
 _BODY_BYTES_PER_TOKEN = 64
@@ -60,6 +65,34 @@ class Server:
     per_key: bool = False
     headers: dict[str, str] = field(default_factory=dict)
     _tokenize: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "kvcli-tokenize"))
+
+    @classmethod
+    def open(
+        cls,
+        loaded: LoadedModel,
+        session: Session,
+        name: str,
+        *,
+        store: ContextStore | None,
+        store_bytes: int | None = None,
+        hot_bytes: int = 2**31,
+        max_model_len: int | None = None,
+        max_waiting: int = 64,
+        max_batch: int = 8,
+        say: Say = say_nothing,
+        **access: Any,
+    ) -> Self:
+        """A server of a session, whose engine runs until it is closed; `access`: `keys` and `per_key`."""
+        metrics = Metrics()
+        prefixes = Prefixes(session, loaded.tokenizer, store, store_bytes, hot_bytes, say, metrics.count_stored)
+        engine = Engine(session, prefixes, metrics, max_waiting=max_waiting, max_batch=max_batch)
+        metrics.waiting.set_function(lambda: engine.num_waiting)
+        metrics.hot_bytes.set_function(lambda: prefixes.hot_bytes)
+        metrics.store_bytes.set_function(prefixes.store_bytes)
+        method = method_name(session.method.name, dict(session.config))
+        headers = {"x-kvcli-method": method, "x-kvcli-bits": f"{prefixes.true_bits():.2f}"}
+        limit = max_model_len or loaded.spec.max_position_embeddings
+        return cls(loaded, name, engine, metrics, limit, headers=headers, **access)
 
     def app(self) -> Starlette:
         """The application."""

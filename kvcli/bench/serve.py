@@ -1,0 +1,317 @@
+"""Suite `serve`: requests of several clients at once to `kvcli serve`, next to `transformers serve` if it can run.
+
+Each client asks about a prompt of its own, and then again with another end: of what was just read, and once more after
+the server has ended and begun again, when prompts are on disk only.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from http.client import HTTPConnection
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field
+
+from kvcli.bench.suite import BenchRows, BenchSuite, PromptRow, WholeModelOptions, run_row, status
+from kvcli.errors import KvcliError, UsageError
+from kvcli.progress import Reporter
+from kvcli.registry import UNFITTED_METHOD
+from kvcli.suite import Records
+from kvcli.tables import DataTable
+
+if TYPE_CHECKING:
+    from kvcli.attention.session import Session
+    from kvcli.bench.layer import MethodCase
+
+TRANSFORMERS = "transformers"
+"""Name of the row of `transformers serve`, with the model as it is."""
+
+_QUESTION = 32
+"""Last tokens of a prompt, which differ from request to request."""
+
+_START_S = 300.0
+_STATES = ("cold", "hot", "disk")
+
+Prompt = list[int] | str
+
+
+class ServeBenchOptions(WholeModelOptions):
+    """Options of `kvcli bench serve`."""
+
+    prompt_tokens: int = Field(default=1024, ge=256, le=2**24, description="length of each client's prompt")
+    new_tokens: int = Field(default=32, ge=2, le=2**16, description="tokens of an answer")
+    clients: list[int] = Field(default=[1, 4, 16], description="clients at once; repeatable")
+    max_batch: int = Field(default=16, ge=1, description="waiting requests that are decoded together at most")
+
+
+@dataclass(frozen=True)
+class ServeRow(PromptRow):
+    """A row of `Row`'s fields and these; the batch is the number of clients.
+
+    Attributes:
+        cold_first_s, hot_first_s, disk_first_s: median seconds to the first token of a client: of a prompt that is new,
+            that was just read, that is on disk.
+        cold_tokens_per_s, hot_tokens_per_s, disk_tokens_per_s: tokens of all answers over the time of all.
+        hot_cached, disk_cached: share of the prompts that was not read again.
+        direct_first_s, direct_tokens_per_s: of `Session.generate` from the same cache, without a server; one client.
+    """
+
+    cold_first_s: float | None = None
+    hot_first_s: float | None = None
+    disk_first_s: float | None = None
+    cold_tokens_per_s: float | None = None
+    hot_tokens_per_s: float | None = None
+    disk_tokens_per_s: float | None = None
+    hot_cached: float | None = None
+    disk_cached: float | None = None
+    direct_first_s: float | None = None
+    direct_tokens_per_s: float | None = None
+
+
+def prepare(options: ServeBenchOptions, reporter: Reporter) -> BenchRows:
+    """Rows of `transformers serve`, of fp16 and of methods."""
+    if missing := [name for name in ("starlette", "uvicorn", "prometheus_client") if find_spec(name) is None]:
+        raise UsageError(f"{' and '.join(missing)} missing: pip install 'kvcli[serve]'")
+    from kvcli.bench.model import open_session, random_prompt
+
+    cases = options.method_cases(kinds_only=True)
+    model, shared = options.load_model(options.random_weights, reporter)
+    loaded, folder = _loaded(model, options)
+
+    def prompts(clients: int) -> list[list[int]]:
+        length = options.prompt_tokens
+        return [random_prompt(loaded.spec, 1, length, model.device, seed)[0].tolist() for seed in range(clients)]
+
+    def measure(case: MethodCase, row: ServeRow) -> ServeRow:
+        with (
+            tempfile.TemporaryDirectory(prefix="kvcli-bench-") as store,
+            open_session(model, case, options.impl, options.seed) as session,
+        ):
+            session.warmup(min(row.batch, options.max_batch))
+            asked, figures = prompts(row.batch), dict[str, Any]()
+            with _serving(loaded, session, store, options) as port:
+                figures |= _ask("cold", port, asked, options.new_tokens)
+                figures |= _ask("hot", port, [_other_end(prompt) for prompt in asked], options.new_tokens)
+            with _serving(loaded, session, store, options) as port:
+                figures |= _ask("disk", port, [_other_end(prompt) for prompt in asked], options.new_tokens)
+            if row.batch == 1:
+                figures |= _direct(session, loaded.tokenizer, asked[0], options.new_tokens)
+            return replace(row, impl=session.backend.impl, **figures)
+
+    def measure_transformers(row: ServeRow) -> ServeRow:
+        if folder is None or find_spec("fastapi") is None or find_spec("openai") is None:
+            raise UsageError("transformers serve needs a folder of a model and transformers[serving]")
+        texts = [loaded.tokenizer.decode(prompt) for prompt in prompts(row.batch)]
+        with _transformers(folder, model) as port:
+            _ask("cold", port, ["Hello"], 2, folder)  # it loads the model at its first request
+            figures = _ask("cold", port, texts, options.new_tokens, folder)
+            figures |= _ask("hot", port, texts, options.new_tokens, folder)
+        return replace(row, impl="sdpa", **figures)
+
+    def rows() -> Iterator[ServeRow]:
+        for clients in options.clients:
+            yield run_row(measure_transformers, ServeRow(TRANSFORMERS, options.prompt_tokens, clients, "sdpa"))
+            for case in cases:
+                yield run_row(partial(measure, case), ServeRow(case.name, options.prompt_tokens, clients, "-"))
+
+    return BenchRows(rows(), (1 + len(cases)) * len(options.clients), shared)
+
+
+def _loaded(model: Any, options: ServeBenchOptions) -> tuple[Any, str | None]:
+    """The model with a tokenizer, and its folder; of random weights with one whose tokens are words of their own."""
+    from kvcli.builtin_models import BUILTIN_MODELS, copy_folder
+    from kvcli.models import LoadedModel
+    from kvcli.progress import Silent
+    from kvcli.seam.probe import probe
+
+    if options.random_weights is None:
+        name = options.model
+        folder = copy_folder(BUILTIN_MODELS[name]) if name in BUILTIN_MODELS else Path(name)
+        return replace(options.load(Silent()), model=model), str(folder) if folder.is_dir() else None
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    spec = probe(model).spec
+    words = Tokenizer(WordLevel({f"w{i} ": i for i in range(spec.vocab_size)}, unk_token="w0 "))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
+    return LoadedModel(options.random_weights, model, tokenizer, spec, ""), None
+
+
+@contextmanager
+def _serving(loaded: Any, session: Session, store: str, options: ServeBenchOptions) -> Iterator[int]:
+    """A server in threads of this process, inside the block; gives its port."""
+    import uvicorn
+
+    from kvcli.contexts import ContextStore
+    from kvcli.serve.app import Server
+
+    length = options.prompt_tokens + options.new_tokens
+    kept: dict[str, Any] = {"store": ContextStore(store), "hot_bytes": 2**40, "max_model_len": length}
+    server = Server.open(loaded, session, "model", max_batch=options.max_batch, **kept)
+    running = uvicorn.Server(uvicorn.Config(server.app(), port=0, log_level="error"))
+    thread = threading.Thread(target=running.run, daemon=True)
+    thread.start()
+    try:
+        while not running.started:
+            time.sleep(0.01)
+        yield running.servers[0].sockets[0].getsockname()[1]
+    finally:
+        running.should_exit = True
+        thread.join()
+        server.engine.close()
+
+
+@contextmanager
+def _transformers(folder: str, model: Any) -> Iterator[int]:
+    """`transformers serve` in a process of its own, inside the block; gives its port."""
+    import socket
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    dtype = str(model.dtype).removeprefix("torch.")
+    words = ["serve", folder, "--port", str(port), "--device", str(model.device.type), "--dtype", dtype]
+    code = "from transformers.cli.transformers import main; main()"
+    done = subprocess.DEVNULL
+    process = subprocess.Popen([sys.executable, "-c", code, *words], stdout=done, stderr=done)
+    try:
+        until = time.monotonic() + _START_S
+        while True:
+            try:
+                connection = HTTPConnection("127.0.0.1", port, timeout=5)
+                connection.request("GET", "/health")
+                if connection.getresponse().status == 200:
+                    break
+            except OSError:
+                pass
+            if process.poll() is not None or time.monotonic() > until:
+                raise KvcliError("transformers serve did not start")
+            time.sleep(0.2)
+        yield port
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _other_end(prompt: list[int]) -> list[int]:
+    """The prompt with other last tokens, a new question about the same text."""
+    return [*prompt[:-_QUESTION], *reversed(prompt[-_QUESTION:])]
+
+
+def _ask(state: str, port: int, prompts: Sequence[Prompt], new_tokens: int, model: str | None = None) -> dict[str, Any]:
+    """Figures of one request per client, all at once."""
+    started = time.perf_counter()
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        answers = [*pool.map(lambda prompt: _request(port, prompt, new_tokens, model), prompts)]
+    took = time.perf_counter() - started
+    figures = {
+        f"{state}_first_s": statistics.median(first for first, _, _ in answers),
+        f"{state}_tokens_per_s": sum(count for _, count, _ in answers) / took,
+    }
+    if state != "cold" and model is None:
+        figures[f"{state}_cached"] = statistics.mean(cached for _, _, cached in answers)
+    return figures
+
+
+def _request(port: int, prompt: Prompt, new_tokens: int, model: str | None) -> tuple[float, int, float]:
+    """Seconds to the first token, tokens, and the share of the prompt that was cached; KvcliError: it was refused."""
+    body: dict[str, Any] = {"prompt": prompt, "max_tokens": new_tokens, "temperature": 0, "stream": True}
+    body |= {"model": model} if model else {"stream_options": {"include_usage": True}}
+    started, first, usage, pieces = time.perf_counter(), None, {}, 0
+    connection = HTTPConnection("127.0.0.1", port)
+    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+    response = connection.getresponse()
+    if response.status != 200:
+        raise KvcliError(f"status {response.status}: {response.read(200).decode(errors='replace')}")
+    for line in response:
+        if not line.startswith(b"data: {"):
+            continue
+        event = json.loads(line[6:])
+        if "error" in event:
+            raise KvcliError(str(event["error"])[:200])
+        if event.get("usage"):
+            usage = event["usage"]
+        if any(choice.get("text") for choice in event["choices"]):
+            first = first or time.perf_counter() - started
+            pieces += 1
+    connection.close()
+    cached = usage.get("prompt_tokens_details") or {}
+    share = cached.get("cached_tokens", 0) / max(1, usage.get("prompt_tokens", 1))
+    return first or time.perf_counter() - started, usage.get("completion_tokens", pieces), share
+
+
+def _direct(session: Session, tokenizer: Any, prompt: list[int], new_tokens: int) -> dict[str, float]:
+    """Time to the first token, and tokens per second, of `Session.generate` from a cache that is in memory."""
+    import torch
+
+    from kvcli.serve.prefixes import Prefixes
+
+    prefixes = Prefixes(session, tokenizer, None, None, 0, print)
+    ids = torch.tensor([prompt])
+    prefix = prefixes.read(ids, "", False, lambda tokens: None)
+    prefixes.close()
+    times: list[float] = []
+
+    def run() -> float:
+        times.clear()
+        started = time.perf_counter()
+        session.generate(
+            ids.to(session.model.device),
+            max_new_tokens=new_tokens,
+            past_key_values=prefix.cache,
+            eos_token_id=[],
+            on_tokens=lambda tokens: times.append(time.perf_counter()),
+        )
+        prefix.cache.crop(prefix.flushed - prefix.cache.get_seq_length())
+        return started
+
+    run()
+    started = run()
+    return {"direct_first_s": times[0] - started, "direct_tokens_per_s": new_tokens / (times[-1] - started)}
+
+
+def tabulate(records: Records, options: ServeBenchOptions) -> DataTable:
+    """Seconds to the first token and tokens per second of all clients, by where the prompts are."""
+    rows = []
+    for record in records:
+        row = {"method": record["method"], "clients": str(record["batch"]), **status(record)}
+        if record["status"] == "ok":
+            for state in _STATES:
+                for name, digits in (("first_s", 3), ("tokens_per_s", 1)):
+                    value = record[f"{state}_{name}"]
+                    row[f"{state} {name.replace('_per_s', '/s').replace('_s', ' s')}"] = (
+                        "-" if value is None else f"{value:.{digits}f}"
+                    )
+            cached = record["disk_cached"]
+            row["cached"] = "-" if cached is None else f"{100 * cached:.1f} %"
+        rows.append(row)
+    title = (
+        f"{records[0]['model']}, prompts of {options.prompt_tokens} tokens, answers of {options.new_tokens}: median "
+        "seconds to the first token, and tokens per second of all clients"
+    )
+    return DataTable.of(title, rows, ("error", "impl"))
+
+
+SUITE = BenchSuite(
+    name="serve",
+    help="Requests of several clients to kvcli serve: prompts that are new, in memory and on disk.",
+    options=ServeBenchOptions,
+    example=f"kvcli bench serve --method {UNFITTED_METHOD} --clients 1",
+    saves_memory="lower --prompt-tokens or --clients",
+    prepare=prepare,
+    tabulate=tabulate,
+)
