@@ -153,7 +153,8 @@ class Prefixes:
         length = self.unit + self.session.config.sink_length
         cache = self.session.new_cache()
         with torch.inference_mode():
-            prefill(self.session.model, cache, torch.zeros(1, length, dtype=torch.int64), None, None)
+            ids = torch.zeros(1, length, dtype=torch.int64, device=self.session.model.device)
+            prefill(self.session.model, cache, ids, None, None)
             self.session.flush(cache)
         return cache.memory().true_bits
 
