@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -59,7 +59,13 @@ class ContextReader:
                 say(str(error))
         return contexts
 
-    def find(self, token_ids: Sequence[int] | Tensor, identity: CacheIdentity, say: Say = say_nothing) -> Match | None:
+    def find(
+        self,
+        token_ids: Sequence[int] | Tensor,
+        identity: CacheIdentity,
+        say: Say = say_nothing,
+        fit: Callable[[int, int], int] = lambda stored, length: length,
+    ) -> Match | None:
         """The stored context that has most in common with the beginning of a prompt, compared token by token.
 
         Args:
@@ -67,6 +73,7 @@ class ContextReader:
                 prompt's last.
             identity: of the model, the method, the artifact and the tokenizer; other contexts are passed over.
             say: gets a line about every damaged context that begins alike, which is passed over.
+            fit: how many of the first tokens of a context of `stored` tokens may be used, where `length` could be.
 
         Returns:
             None if no context is of use. One is if all of its tokens are the prompt's first, or so many of them that
@@ -76,7 +83,7 @@ class ContextReader:
         wanted, passed_over = as_tokens(token_ids), set[int]()
         while True:
             with self._index.reading() as db:
-                match = longest(db, wanted.numpy(), identity, passed_over, say)
+                match = longest(db, wanted.numpy(), identity, passed_over, say, fit)
             if match is None:
                 return None
             name = match.context.name

@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import sqlite3
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -90,18 +90,23 @@ def prefix_digests(tokens: TokenIds, lengths: Iterable[int]) -> dict[int, int]:
 
 
 def longest(
-    db: sqlite3.Connection, wanted: TokenIds, identity: CacheIdentity, without: set[int], say: Say
+    db: sqlite3.Connection,
+    wanted: TokenIds,
+    identity: CacheIdentity,
+    without: set[int],
+    say: Say,
+    fit: Callable[[int, int], int],
 ) -> Match | None:
     """The context of most use to a prompt, int32 [tokens], of several the last used; by checksums, which are no proof.
 
-    Contexts whose ids are in `without` are passed over; those of damaged ones are added.
+    Contexts whose ids are in `without` are passed over; those of damaged ones are added. `fit` is that of `find`.
     """
     verdicts: dict[str, bool] = {}
     best: Match | None = None
     best_rank: tuple[int, float, int] = (0, math.inf, 0)  # a match has a token
 
     def use(row: tuple[Any, ...], common: int) -> bool:
-        """Whether a context is better than all before it."""
+        """Notes a context if it is better than all before it; whether none is better with so much in common."""
         nonlocal best, best_rank
         context, kind, used, *_ = row
         if context in without or verdicts.get(kind) is False or (common, used, context) <= best_rank:
@@ -115,11 +120,12 @@ def longest(
         if kind not in verdicts:
             verdicts[kind] = stored.difference(identity) is None
         length = usable_length(stored.record.counts, stored.record.part_tokens, common)
+        length = fit(stored.record.num_tokens, length) if length else 0
         enough = length >= min(FEWEST_TOKENS, len(wanted)) or length == stored.record.num_tokens
         if not verdicts[kind] or not enough or (length, used, context) <= best_rank:
             return False
         best, best_rank = Match(stored, length), (length, used, context)
-        return True
+        return length == common
 
     for is_tail in (1, 0):
         rows = db.execute(_LENGTHS, {"tail": is_tail, "most": len(wanted)}).fetchall()

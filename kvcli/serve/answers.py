@@ -31,7 +31,7 @@ class Answer:
         stop: texts that end the answer and are not part of it.
         ends: tokens that end it.
         parser: see `response_parser`.
-        send: called with each piece.
+        send: called with the pieces of new tokens, as few as they can be.
         finish_reason: why it ended; None before.
     """
 
@@ -45,6 +45,7 @@ class Answer:
     finish_reason: str | None = None
     _held: str = ""
     _called: bool = False
+    _pieces: list[Piece] = field(default_factory=list)
     _stream: DecodeStream = field(init=False)
 
     def __post_init__(self) -> None:
@@ -63,6 +64,9 @@ class Answer:
                 self._add(self._stream.step(self.tokenizer._tokenizer, token) or "")
             if self.finish_reason is None and (ended or self.num_tokens >= self.max_tokens):
                 self._finish("stop" if ended else "length")
+        for piece in self._pieces:
+            self.send(piece)
+        self._pieces.clear()
         return self.finish_reason is not None
 
     def _add(self, text: str) -> None:
@@ -92,7 +96,7 @@ class Answer:
 
     def _emit(self, text: str) -> None:
         if text and self.parser is None:
-            self.send(("content", text))
+            self._piece("content", text)
         elif text:
             self._parsed(self.parser.feed(text))
 
@@ -102,9 +106,14 @@ class Answer:
         for chunk in response_events_to_chunks(events):
             if isinstance(chunk, ToolCall):
                 self._called = True
-                self.send(("tool_calls", {"name": chunk.name, "arguments": chunk.arguments}))
+                self._pieces.append(("tool_calls", {"name": chunk.name, "arguments": chunk.arguments}))
             else:
-                self.send(("reasoning_content" if isinstance(chunk, ReasoningText) else "content", str(chunk)))
+                self._piece("reasoning_content" if isinstance(chunk, ReasoningText) else "content", chunk)
+
+    def _piece(self, kind: str, text: str) -> None:
+        """Notes text, together with what is before it if that is of its kind."""
+        before = self._pieces.pop()[1] if self._pieces and self._pieces[-1][0] == kind else ""
+        self._pieces.append((kind, before + text))
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,10 @@ import hashlib
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from queue import Queue
 
 import torch
@@ -32,21 +33,25 @@ from kvcli.prompts import common_length
 UNIT = 128
 """Fewest tokens of a pass over a prompt, and tokens of a block on disk."""
 
-_SHARE = 32
-"""A pass is at most this part of what is read before it, so that a little of a long prompt is read twice."""
+_LONG = 16
+"""Units of a long pass: what is read in short ones is read again, once, when a conversation has grown by so many.
+
+A power of two.
+"""
 
 _WAITING_WRITES = 2
 """Contexts that are copied and wait for the disk, at most; later ones are not stored."""
 
 
-def boundaries(sinks: int, unit: int, length: int) -> Iterator[int]:
-    """Numbers of tokens, up to `length`, after which a prompt is flushed: every `unit`, later every 1/32 of what was.
+def boundaries(sinks: int, unit: int, length: int) -> list[int]:
+    """Numbers of tokens, up to `length`, after which a prompt is flushed: passes twice as long, long ones, short ones.
 
-    They depend on nothing but the position, so prompts that begin alike have them in common.
+    They depend on nothing but the length, so prompts that begin alike and are about as long have most in common.
     """
-    place = 0
-    while (place := place + unit * 2 ** max(0, int(math.log2(max(1, place / (_SHARE * unit)))))) + sinks <= length:
-        yield place + sinks
+    places = [unit * 2**k for k in range((_LONG - 1).bit_length())]
+    places += range(_LONG * unit, length - sinks + 1, _LONG * unit)
+    ends = [sinks + place for place in places if sinks + place <= length]
+    return [*ends, *range((ends[-1] if ends else sinks) + unit, length + 1, unit)]
 
 
 @dataclass
@@ -120,7 +125,7 @@ class Prefixes:
             owner: whose prefixes may be used; `keep`: whether this one may be stored.
             check: called after each pass with its number of tokens; what it raises ends the reading.
         """
-        ends = [*self._boundaries(ids.shape[1] - max(1, self.session.config.residual_length))]
+        ends = self._boundaries(ids.shape[1] - max(1, self.session.config.residual_length))
         prefix = self._longest(ids.cpu(), ends, owner)
         prefix.reused = prefix.flushed
         for end in ends:
@@ -175,8 +180,12 @@ class Prefixes:
             self._writes.put(None)
             self._writer.join()
 
-    def _boundaries(self, length: int) -> Iterator[int]:
+    def _boundaries(self, length: int) -> list[int]:
         return boundaries(self.session.config.sink_length, self.unit, length if self.reusable else 0)
+
+    def _common(self, ends: list[int], flushed: int, length: int) -> int:
+        """The last of the boundaries up to `length` that a prompt has in common with one flushed at `flushed` last."""
+        return max((x for x in {*ends} & {*self._boundaries(flushed)} if x <= length), default=0)
 
     def _longest(self, ids: Tensor, ends: list[int], owner: str) -> Prefix:
         """What is kept of a prompt's first tokens up to one of `ends`: the longest, rather from memory than disk."""
@@ -184,8 +193,9 @@ class Prefixes:
         new = Prefix(self.session.new_cache(), ids, owner)
         best, length = None, 0
         for prefix in self.hot:
-            common = min(prefix.flushed, common_length(prefix.ids, ids)) if prefix.owner == owner else 0
-            end = max((x for x in ends if x <= common), default=0)
+            end = 0
+            if prefix.owner == owner:
+                end = self._common(ends, prefix.flushed, common_length(prefix.ids, ids))
             if end > length:
                 best, length = prefix, end
         on_disk = self._load(ids, ends, owner, length)
@@ -210,12 +220,10 @@ class Prefixes:
         if self.store is None or not ends or ends[-1] <= more_than:
             return None
         try:
-            while (match := self.store.find(ids[:, : ends[-1]], self._identity_for(owner), self._say)) is not None:
-                end = max((x for x in ends if x <= match.num_tokens), default=0)
-                if end <= more_than:
-                    return None
+            wanted, fit = (ids[:, : ends[-1]], self._identity_for(owner)), partial(self._common, ends)
+            while (match := self.store.find(*wanted, self._say, fit)) is not None and match.num_tokens > more_than:
                 try:
-                    return self.store.load(match._replace(num_tokens=end), self.session.model.device), end
+                    return self.store.load(match, self.session.model.device), match.num_tokens
                 except ContextError as error:
                     self._say(str(error))
                     if match.context.name in self.store.names():

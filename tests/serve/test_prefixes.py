@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ LONG = 150
 @pytest.fixture(autouse=True)
 def _short_units(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "UNIT", 16)
+    monkeypatch.setattr(module, "_LONG", 4)
 
 
 @pytest.fixture
@@ -69,14 +69,16 @@ def answer(maker: Maker, prefixes: Prefixes, ids: Tensor, count: int = 6, **read
     return made[0, ids.shape[1] :].tolist(), prefix
 
 
-def test_boundaries_depend_on_the_position_alone() -> None:
-    assert list(boundaries(4, 128, 600)) == [132, 260, 388, 516]
-    far = list(boundaries(4, 128, 200_000))
-    assert far[: len(list(boundaries(4, 128, 5000)))] == list(boundaries(4, 128, 5000))
-    steps = [second - first for first, second in pairwise(far)]
-    assert sorted(set(steps)) == [128, 256, 512, 1024, 2048, 4096]
-    assert all(step % 128 == 0 and step <= max(128, place / 32) for step, place in zip(steps, far, strict=False))
-    assert list(boundaries(4, 128, 100)) == []
+def test_boundaries_are_long_passes_and_then_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_LONG", 16)
+    assert boundaries(4, 128, 131) == []
+    assert boundaries(4, 128, 400) == [132, 260, 388]
+    assert boundaries(4, 128, 1300) == [132, 260, 516, 1028, 1156, 1284]
+    assert boundaries(4, 128, 4500) == [132, 260, 516, 1028, 2052, 4100, 4228, 4356, 4484]
+    for length in range(4000, 9000, 77):
+        ends = boundaries(4, 128, length)
+        assert length - ends[-1] < 128
+        assert boundaries(4, 128, ends[-1]) == ends
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -96,7 +98,7 @@ def test_an_answer_does_not_depend_on_what_was_kept(name: str, opened: Callable[
         expected[key] = ids, made, content(prefix) if prefix.flushed else None
         alone.close()
     found: set[str] = set()
-    for key in ("first", "first", "longer", "edited", "first", "short", "other", "longer", "edited"):
+    for key in ("first", "first", "longer", "edited", "first", "short", "other", "longer", "edited", "first"):
         ids, made, snapshot = expected[key]
         ours, prefix = answer(maker, prefixes, ids)
         assert ours == made, key
@@ -118,11 +120,11 @@ def test_an_answer_does_not_depend_on_what_was_kept(name: str, opened: Callable[
 
 def test_most_of_a_prompt_is_found_again(opened: Callable[..., Any]) -> None:
     maker, prefixes = opened("kivi", residual_length=16)
-    ids = tokens(1600)
+    ids = tokens(1610)
     answer(maker, prefixes, ids, 1)
-    _, again = answer(maker, prefixes, torch.cat((ids, tokens(20, seed=3)), dim=1), 1)
+    _, again = answer(maker, prefixes, torch.cat((ids, tokens(8, seed=3)), dim=1), 1)
     assert again.source == "hot"
-    assert again.reused > 0.95 * 1620
+    assert again.reused > 0.95 * 1618
 
 
 def test_a_prefix_that_others_go_on_from_stays(opened: Callable[..., Any]) -> None:
@@ -228,3 +230,20 @@ def test_joined_rows_go_on_as_each_alone(name: str, maker: Callable[..., Maker])
             past_key_values=joined,
         ).logits[:, -1]
     torch.testing.assert_close(logits, torch.stack(alone), atol=2e-5, rtol=1e-4)
+
+
+def test_of_two_contexts_the_one_that_was_read_alike_is_found(opened: Callable[..., Any]) -> None:
+    """The longer one was read in other passes where the prompt needs short ones."""
+    maker, prefixes = opened("rtn", residual_length=16)
+    ids = tokens(400)
+    lengths = (160, 140)  # boundaries at 18, 34, 66, 130, or 98 and 114 in place of the last: sinks of 2, passes of 64
+    first, second = (prefixes._boundaries(length - 16) for length in lengths)
+    assert set(first) - set(second)
+    for length in lengths:
+        answer(maker, prefixes, ids[:, :length])
+    prefixes.close()
+    fresh = Prefixes(maker.session, maker.loaded.tokenizer, prefixes.store, None, 0, print)
+    for length in lengths:
+        _, prefix = answer(maker, fresh, ids[:, :length])
+        assert (prefix.source, prefix.reused) == ("disk", prefix.flushed)
+    fresh.close()
