@@ -15,6 +15,7 @@ from kvcli.cli.compress import SUFFIX
 from kvcli.cli.generate import compression_starts, describe_generation, smaller_from
 from kvcli.cli.inputs import STORE_HELP, check_tokenizer, load_context, open_store
 from kvcli.cli.output import Output
+from kvcli.cli.remote import talk
 from kvcli.cli.session_options import PREFILL_CHUNK, SamplingOptions, choose_method
 from kvcli.contexts.index import check_name
 from kvcli.errors import KvcliError, UsageError
@@ -35,6 +36,9 @@ class ChatOptions(SamplingOptions):
     """Options of `kvcli chat`."""
 
     max_new_tokens: int = Field(default=256, ge=1, lt=2**31, description="tokens of a reply at most")
+    url: str | None = Field(
+        default=None, description="server of the OpenAI API, such as http://127.0.0.1:8000/v1; key: OPENAI_API_KEY"
+    )
     system: str | None = Field(default=None, description="system message, before the first message of the user")
     save: Path | None = Field(
         default=None,
@@ -52,6 +56,9 @@ class ChatOptions(SamplingOptions):
 
 def run(options: ChatOptions, output: Output) -> None:
     """Talk to a model on one compressed cache; only what is new of each turn is read, and the cache can be saved."""
+    if options.url is not None:
+        talk(options, _read_lines(), output)
+        return
     if options.system is not None and options.resume is not None:
         raise UsageError("--system goes before the first message; the conversation of --resume has begun")
     options.check(options.resume, options.store)

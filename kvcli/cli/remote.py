@@ -1,0 +1,72 @@
+"""`kvcli chat --url`: the same conversation with a server of the OpenAI API."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from kvcli.cli.output import Output
+from kvcli.errors import KvcliError, UsageError
+
+if TYPE_CHECKING:
+    from kvcli.cli.chat import ChatOptions
+
+
+def talk(options: ChatOptions, lines: Iterator[str], output: Output) -> None:
+    """Sends each line with all messages before it, and writes the reply as it comes; `/exit` ends.
+
+    Raises:
+        UsageError: options that are the server's, or the package `openai` is missing.
+        KvcliError: the server cannot be reached, or refuses.
+    """
+    ours = {"url", "system", "max_new_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "seed"}
+    if others := sorted(options.model_fields_set - ours):
+        raise UsageError(f"--{others[0].replace('_', '-')} is for the server to know; it does not go with --url")
+    try:
+        import openai
+    except ImportError as error:
+        raise UsageError("--url needs the package openai: pip install 'kvcli[serve]'") from error
+    client = openai.OpenAI(base_url=options.url, api_key=os.environ.get("OPENAI_API_KEY") or "none", max_retries=0)
+    messages: list[Any] = [] if options.system is None else [{"role": "system", "content": options.system}]
+    said = options.model_dump(include=options.model_fields_set & {"top_k", "repetition_penalty"})
+    usages: list[dict[str, int]] = []
+    try:
+        model = next(iter(client.models.list())).id
+        output.say(f"{model} at {options.url}; /exit ends the conversation")
+        for line in lines:
+            if line.partition(" ")[0] == "/exit":
+                break
+            messages.append({"role": "user", "content": line})
+            stream = client.chat.completions.create(
+                model=model,
+                messages=messages,
+                max_tokens=options.max_new_tokens,
+                temperature=options.temperature,
+                top_p=options.top_p,
+                seed=options.seed,
+                stream=True,
+                stream_options={"include_usage": True},
+                extra_body=said,
+            )
+            pieces = []
+            for event in stream:
+                if event.usage is not None:
+                    usages.append(_usage(event.usage))
+                for choice in event.choices:
+                    pieces.append(choice.delta.content or "")
+                    output.write(pieces[-1])
+            output.write("\n")
+            messages.append({"role": "assistant", "content": "".join(pieces)})
+    except openai.APIError as error:
+        raise KvcliError(f"{options.url}: {' '.join(str(error).split())}") from error
+    output.result({"url": options.url, "model": model, "messages": messages, "turns": usages})
+
+
+def _usage(usage: Any) -> dict[str, int]:
+    details = usage.prompt_tokens_details
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "reused_tokens": 0 if details is None else details.cached_tokens or 0,
+        "new_tokens": usage.completion_tokens,
+    }
