@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,12 +13,16 @@ Piece = tuple[str, Any]
 """A part of an answer: `content`, `reasoning_content` or `tool_calls`, and its text or the name and arguments."""
 
 
-def response_parser(tokenizer: Any, model: Any, ids: Any, tools: Any) -> Any:
-    """What finds tool calls and reasoning in an answer, transformers' own; None for models that it does not know."""
+def response_parser(tokenizer: Any, model: Any, start: str, tools: Any) -> Any:
+    """What finds tool calls and reasoning in an answer, transformers' own; None for models that it does not know.
+
+    `start` is what a chat template has put before the answer, such as <think>; more of a prompt would be parsed, too.
+    """
     try:
         from transformers.cli.serving.utils import build_response_parser
     except ImportError:  # before transformers 5.20
         return None
+    ids = tokenizer(start.rstrip(), add_special_tokens=False)["input_ids"]
     return build_response_parser(tokenizer, model, ids, tools=tools)
 
 
@@ -46,12 +49,12 @@ class Answer:
     _held: str = ""
     _called: bool = False
     _pieces: list[Piece] = field(default_factory=list)
+    _unparsed: str = ""
+    _end: str = ""
     _stream: DecodeStream = field(init=False)
 
     def __post_init__(self) -> None:
         self._stream = DecodeStream(skip_special_tokens=self.parser is None)
-        if self.parser is not None:
-            self._parsed(self.parser.initial_events)
 
     def feed(self, tokens: Iterable[int]) -> bool:
         """Takes new tokens until the answer ends, and returns whether it has."""
@@ -61,7 +64,9 @@ class Answer:
             self.num_tokens += 1
             ended = token in self.ends
             if not ended or self.parser is not None:
-                self._add(self._stream.step(self.tokenizer._tokenizer, token) or "")
+                text = self._stream.step(self.tokenizer._tokenizer, token) or ""
+                self._end = text if ended else ""
+                self._add(text)
             if self.finish_reason is None and (ended or self.num_tokens >= self.max_tokens):
                 self._finish("stop" if ended else "length")
         for piece in self._pieces:
@@ -72,9 +77,8 @@ class Answer:
     def _add(self, text: str) -> None:
         """Sends text, but for an end of it that may be the beginning of a stop string."""
         text = self._held + text
-        found = min((i for i in map(text.find, self.stop) if i >= 0), default=None)
-        if found is not None:
-            self._held = text[:found]
+        if found := [(i + len(stop), i) for stop in self.stop if (i := text.find(stop)) >= 0]:
+            self._held = text[: min(found)[1]]  # of the one that is whole first, however the text came in pieces
             self._finish("stop")
             return
         longest = max((len(stop) for stop in self.stop), default=1) - 1
@@ -89,8 +93,7 @@ class Answer:
         self.finish_reason = reason
         self._emit(self._held)
         if self.parser is not None:
-            with suppress(ValueError, RuntimeError):  # the answer ends in the middle of a tool call
-                self._parsed(self.parser.finalize()[1])
+            self._parse(lambda: self.parser.finalize()[1])
         if self._called:
             self.finish_reason = "tool_calls"
 
@@ -98,22 +101,33 @@ class Answer:
         if text and self.parser is None:
             self._piece("content", text)
         elif text:
-            self._parsed(self.parser.feed(text))
+            self._unparsed += text
+            self._parse(lambda: self.parser.feed(text))
 
-    def _parsed(self, events: Any) -> None:
+    def _parse(self, events: Callable[[], Any]) -> None:
+        """Sends what was parsed; the text of a tool call that is none is content, and so is all after it."""
         from transformers.cli.serving.utils import ReasoningText, ToolCall, response_events_to_chunks
 
-        for chunk in response_events_to_chunks(events):
+        try:
+            chunks = response_events_to_chunks(events())
+            if any(isinstance(x, ToolCall) and not isinstance(x.name, str) for x in chunks):
+                raise TypeError
+        except Exception:  # the model wrote it, and parsers raise errors of many kinds
+            self.parser, chunks = None, [self._unparsed] if self._unparsed else []
+        for chunk in chunks:
             if isinstance(chunk, ToolCall):
-                self._called = True
+                self._called, self._unparsed = True, ""
                 self._pieces.append(("tool_calls", {"name": chunk.name, "arguments": chunk.arguments}))
-            else:
-                self._piece("reasoning_content" if isinstance(chunk, ReasoningText) else "content", chunk)
+                continue
+            self._unparsed = self._unparsed.rpartition(chunk)[2]
+            # without a token that ends answers, of which the parser does not know
+            self._piece("reasoning_content" if isinstance(chunk, ReasoningText) else "content", chunk.removesuffix(self._end))
 
     def _piece(self, kind: str, text: str) -> None:
         """Notes text, together with what is before it if that is of its kind."""
-        before = self._pieces.pop()[1] if self._pieces and self._pieces[-1][0] == kind else ""
-        self._pieces.append((kind, before + text))
+        if text:
+            before = self._pieces.pop()[1] if self._pieces and self._pieces[-1][0] == kind else ""
+            self._pieces.append((kind, before + text))
 
 
 @dataclass(frozen=True)
@@ -149,7 +163,8 @@ class Form:
 
     def chunk(self, piece: Piece | None, index: int = 0, finish_reason: str | None = None) -> dict[str, Any]:
         """An event of a stream: a piece, the `index`-th of its kind; without one the beginning, or the end."""
-        kind, value = piece or ("content", "")
+        part: Piece = piece or ("content", "")
+        kind, value = part
         if not self.chat:
             choice: dict[str, Any] = {"text": value}
         elif piece is None:

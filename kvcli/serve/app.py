@@ -6,12 +6,13 @@ import asyncio
 import hashlib
 import hmac
 import json
+import re
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from starlette.applications import Starlette
@@ -19,6 +20,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from kvcli.attention.generation import stop_tokens
 from kvcli.attention.session import Session
@@ -26,7 +28,7 @@ from kvcli.contexts import ContextStore
 from kvcli.errors import KvcliError, ModelError, UsageError
 from kvcli.models import LoadedModel
 from kvcli.progress import Say, say_nothing
-from kvcli.prompts import chat_ids, prompt_ids
+from kvcli.prompts import chat_text, ids_of_text, prompt_ids
 from kvcli.registry import method_name
 from kvcli.serve.answers import Answer, Form, Piece, response_parser, usage_of
 from kvcli.serve.engine import Cancelled, Engine, Job, Overloaded
@@ -39,6 +41,8 @@ _BODY_BYTES_PER_TOKEN = 64
 
 _LEAST_BODY_BYTES = 2**20
 _RETRY_AFTER_S = 5
+
+T = TypeVar("T")
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 """Names of this machine, under which alone requests without a key are answered."""
@@ -118,7 +122,7 @@ class Server:
                 response = JSONResponse(error.to_dict(), error.status, headers)
             except ClientDisconnect:
                 response = Response(status_code=499)
-            path = request.url.path if request.url.path.endswith(("completions", "metrics")) else "/v1/models"
+            path = "/v1/models" if "name" in request.path_params else request.scope["path"]
             self.metrics.requests.labels(path, response.status_code).inc()
             return response
 
@@ -127,7 +131,8 @@ class Server:
     def _owner(self, request: Request) -> str:
         """Whose contexts a request may use; ApiError without a key where one is needed."""
         if not self.keys:
-            if request.url.hostname not in LOOPBACK:  # a page that has made its own name mean this machine
+            host = re.sub(r":\d*$", "", request.headers.get("host", "").lower()).strip("[]")
+            if host not in LOOPBACK:  # a page that has made its own name mean this machine
                 raise ApiError(403, f"without an API key, only {', '.join(LOOPBACK)} are served")
             return ""
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
@@ -153,33 +158,39 @@ class Server:
     async def _chat(self, request: Request, owner: str) -> Response:
         body = parse(await self._body(request), ChatBody, self.name)
         tools = body.tools if body.tool_choice != "none" else None
-        messages = body.plain_messages()
-        ids = await self._ids(lambda: chat_ids(self.loaded, messages, tools), "messages")
-        return await self._answer(request, body, ids, owner, "messages", tools)
+        messages, loaded = body.plain_messages(), self.loaded
+
+        def read() -> tuple[torch.Tensor, Any]:
+            text, before = (chat_text(loaded, messages, to_reply, tools) for to_reply in (True, False))
+            start = text[len(before) :] if text.startswith(before) else ""
+            return ids_of_text(loaded, text), response_parser(loaded.tokenizer, loaded.model, start, tools)
+
+        ids, parser = await self._apart(read, "messages")
+        return await self._answer(request, body, ids, owner, "messages", parser)
 
     async def _complete(self, request: Request, owner: str) -> Response:
         body = parse(await self._body(request), CompletionBody, self.name)
         prompt = prompt_of(body, self.loaded.spec.vocab_size)
         if isinstance(prompt, str):
-            ids = await self._ids(lambda: prompt_ids(self.loaded, prompt, chat=False), "prompt")
+            ids = await self._apart(lambda: prompt_ids(self.loaded, prompt, chat=False), "prompt")
         else:
             ids = torch.tensor([prompt])
         return await self._answer(request, body, ids, owner, "prompt")
 
-    async def _ids(self, make: Callable[[], torch.Tensor], param: str) -> torch.Tensor:
-        """Token ids on the CPU, made apart from the thread that serves: long texts take a while."""
+    async def _apart(self, make: Callable[[], T], param: str) -> T:
+        """What is made of a text, apart from the thread that serves: long texts take a while."""
         try:
-            return (await asyncio.get_running_loop().run_in_executor(self._tokenize, make)).cpu()
+            return await asyncio.get_running_loop().run_in_executor(self._tokenize, make)
         except (UsageError, ModelError) as error:
             raise ApiError(400, str(error), param) from error
 
     async def _answer(
-        self, request: Request, body: Body, ids: torch.Tensor, owner: str, param: str, tools: Any = None
+        self, request: Request, body: Body, ids: torch.Tensor, owner: str, param: str, parser: Any = None
     ) -> Response:
         """The response to a prompt, int64 [1, time]."""
-        count, limit, asked = ids.shape[1], self.max_model_len, body.limit()
-        most = asked if asked is not None else min(DEFAULT_TOKENS[param], limit - count)
-        if count + max(1, most) > limit:
+        ids, count, limit, asked = ids.cpu(), ids.shape[1], self.max_model_len, body.limit()
+        most = asked if asked is not None else max(1, min(DEFAULT_TOKENS[param], limit - count))
+        if count + most > limit:
             message = (
                 f"This model's maximum context length is {limit} tokens. However, you requested {most} of an answer "
             )
@@ -192,9 +203,8 @@ class Server:
 
         chat = param == "messages"
         form = Form(f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}", self.name, chat)
-        model, tokenizer = self.loaded.model, self.loaded.tokenizer
-        parser = response_parser(tokenizer, model, ids, tools) if chat else None
-        answer = Answer(tokenizer, most, stop_tokens(model, None, None)[0], body.stops(), parser, send)
+        ends = stop_tokens(self.loaded.model, None, None)[0]
+        answer = Answer(self.loaded.tokenizer, most, ends, body.stops(), parser, send)
         job = Job(ids, body.sampling(most), body.seed, answer, owner, body.store is not False, send)
         try:
             self.engine.submit(job)
@@ -202,7 +212,7 @@ class Server:
             raise ApiError(429, "too many requests wait; try again later", code="rate_limit_exceeded") from None
         if body.stream:
             stream = self._stream(job, form, events, bool(body.stream_options and body.stream_options.include_usage))
-            return StreamingResponse(stream, media_type="text/event-stream", headers=self.headers)
+            return _Stream(stream, job, self.headers)
         pieces = await self._collect(request, job, events)
         result = form.whole(pieces, str(answer.finish_reason), usage_of(count, job.cached, answer))
         return JSONResponse(result, headers=self.headers)
@@ -225,23 +235,20 @@ class Server:
             gone.cancel()
 
     async def _stream(self, job: Job, form: Form, events: asyncio.Queue[Any], usage: bool) -> AsyncIterator[str]:
-        """Server-sent events of an answer; the work stops when the client goes away."""
+        """Server-sent events of an answer."""
         counts = {"content": 0, "reasoning_content": 0, "tool_calls": 0}
-        try:
-            if form.chat:
-                yield _event(form.chunk(None))
-            while (event := await events.get()) is not None:
-                if isinstance(event, Exception):
-                    yield _event(api_error(event).to_dict())
-                    return
-                yield _event(form.chunk(event, counts[event[0]]))
-                counts[event[0]] += 1
-            yield _event(form.chunk(None, finish_reason=job.answer.finish_reason))
-            if usage:
-                yield _event(form.usage_chunk(usage_of(job.ids.shape[1], job.cached, job.answer)))
-            yield "data: [DONE]\n\n"
-        finally:
-            job.cancelled.set()
+        if form.chat:
+            yield _event(form.chunk(None))
+        while (event := await events.get()) is not None:
+            if isinstance(event, Exception):
+                yield _event(api_error(event).to_dict())
+                return
+            yield _event(form.chunk(event, counts[event[0]]))
+            counts[event[0]] += 1
+        yield _event(form.chunk(None, finish_reason=job.answer.finish_reason))
+        if usage:
+            yield _event(form.usage_chunk(usage_of(job.ids.shape[1], job.cached, job.answer)))
+        yield "data: [DONE]\n\n"
 
     async def _models(self, request: Request, owner: str) -> Response:
         model = {
@@ -263,6 +270,22 @@ class Server:
         return JSONResponse({"status": "ok" if alive else "ending"}, 200 if alive else 503)
 
 
+class _Stream(StreamingResponse):
+    """Server-sent events; the work for them stops when the client goes away, be it before the first one."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[str], job: Job, headers: dict[str, str]) -> None:
+        super().__init__(events, headers=headers)
+        self._job = job
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._job.cancelled.set()
+
+
 def api_error(error: Exception) -> ApiError:
     """An error of the engine as clients are told: nothing of paths or of the program."""
     if isinstance(error, ApiError):
@@ -277,7 +300,7 @@ def api_error(error: Exception) -> ApiError:
 
 
 def _event(value: dict[str, Any]) -> str:
-    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
+    return f"data: {json.dumps(value)}\n\n"  # in ASCII: clients split lines at more characters than at these
 
 
 async def _disconnected(request: Request) -> None:
@@ -288,9 +311,8 @@ async def _disconnected(request: Request) -> None:
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    message = (
-        f"Unknown request URL: {request.method} {request.url.path[:80]}" if error.status_code == 404 else error.detail
-    )
+    unknown = f"Unknown request URL: {request.method} {request.scope['path'][:80]}"
+    message = unknown if error.status_code == 404 else error.detail
     return JSONResponse(ApiError(error.status_code, message).to_dict(), error.status_code, error.headers)
 
 

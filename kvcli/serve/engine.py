@@ -30,7 +30,7 @@ class Cancelled(Exception):
     """Nobody waits for an answer any more."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Job:
     """A request on its way through the engine.
 
@@ -91,8 +91,10 @@ class Engine:
     def submit(self, job: Job) -> None:
         """Queues a request; raises Overloaded if too many wait."""
         with self._changed:
-            while self._waiting and self._waiting[0].cancelled.is_set():
-                self._waiting.popleft().done(Cancelled())
+            for other in [*self._waiting]:
+                if other.cancelled.is_set():
+                    self._waiting.remove(other)
+                    other.done(Cancelled())
             if not self.is_alive or len(self._waiting) >= self._max_waiting:
                 raise Overloaded
             self._waiting.append(job)
@@ -108,8 +110,7 @@ class Engine:
 
     def _run(self) -> None:
         while jobs := self._next():
-            alone = len(jobs) == 1
-            ready = [pair for job in jobs if (pair := self._read(job, alone)) is not None]
+            ready = [pair for job in jobs if (pair := self._read(job)) is not None]
             if ready:
                 self._attempt([job for job, _ in ready], lambda ready=ready: self._decode(ready))  # type: ignore[misc]
         for job in self._waiting:
@@ -145,8 +146,8 @@ class Engine:
             job.done(failure)
         return False
 
-    def _read(self, job: Job, alone: bool) -> tuple[Job, Prefix] | None:
-        """Reads a prompt up to its last boundary, and up to its last token if it is decoded with others."""
+    def _read(self, job: Job) -> tuple[Job, Prefix] | None:
+        """Reads a prompt up to its last boundary."""
         prefixes: list[Prefix] = []
 
         def work() -> None:
@@ -164,7 +165,7 @@ class Engine:
         return (job, prefixes[0]) if self._attempt([job], work) else None
 
     def _decode(self, ready: list[tuple[Job, Prefix]]) -> None:
-        """Makes tokens until all answers have ended."""
+        """Makes tokens until all answers have ended; each is told as soon as it has."""
         session, device = self._session, self._session.model.device
         jobs = [job for job, _ in ready]
         most = max(job.sampling.max_new_tokens for job in jobs)
@@ -172,7 +173,8 @@ class Engine:
         if len(jobs) > 1:
             longest = max(job.ids.shape[1] for job in jobs)
             left = [longest - job.ids.shape[1] for job in jobs]
-            ids = torch.cat([nn.functional.pad(x.ids, (n, 0)) for x, n in zip(jobs, left, strict=True)])
+            # padding is of tokens that a prompt has: those that it has not are not penalized as repetitions
+            ids = torch.cat([torch.cat((x.ids[:, :1].expand(1, n), x.ids), 1) for x, n in zip(jobs, left, strict=True)])
             mask = torch.cat(
                 [nn.functional.pad(torch.ones_like(x.ids), (n, 0)) for x, n in zip(jobs, left, strict=True)]
             )
@@ -184,7 +186,7 @@ class Engine:
                     snapshots.append(prefix.cache.snapshot(device))
             cache = session.new_cache()
             cache.restore(join(snapshots))
-        first = True
+        first, unended = True, set(jobs)
 
         def on_tokens(tokens: Tensor) -> None:
             nonlocal first
@@ -192,10 +194,12 @@ class Engine:
                 for job in jobs:
                     self._metrics.first.observe(time.monotonic() - job.since)
                 first = False
-            ended = [
-                job.cancelled.is_set() or job.answer.feed(row) for job, row in zip(jobs, tokens.tolist(), strict=True)
-            ]
-            if all(ended):
+            for job, row in zip(jobs, tokens.tolist(), strict=True):
+                if job in unended and (job.cancelled.is_set() or job.answer.feed(row)):
+                    unended.remove(job)
+                    self._metrics.tokens.labels("generated").inc(job.answer.num_tokens)
+                    job.done(Cancelled() if job.cancelled.is_set() else None)
+            if not unended:
                 raise Cancelled
 
         seed = jobs[0].seed
@@ -211,5 +215,3 @@ class Engine:
         for job, prefix in ready:
             if job.store:
                 self._prefixes.keep(prefix)
-            self._metrics.tokens.labels("generated").inc(job.answer.num_tokens)
-            job.done(Cancelled() if job.cancelled.is_set() else None)

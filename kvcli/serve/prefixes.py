@@ -126,7 +126,7 @@ class Prefixes:
             check: called after each pass with its number of tokens; what it raises ends the reading.
         """
         ends = self._boundaries(ids.shape[1] - max(1, self.session.config.residual_length))
-        prefix = self._longest(ids.cpu(), ends, owner)
+        prefix = self._longest(ids.cpu(), ends, owner, keep)
         prefix.reused = prefix.flushed
         for end in ends:
             if end > prefix.flushed:
@@ -187,7 +187,7 @@ class Prefixes:
         """The last of the boundaries up to `length` that a prompt has in common with one flushed at `flushed` last."""
         return max((x for x in {*ends} & {*self._boundaries(flushed)} if x <= length), default=0)
 
-    def _longest(self, ids: Tensor, ends: list[int], owner: str) -> Prefix:
+    def _longest(self, ids: Tensor, ends: list[int], owner: str, keep: bool) -> Prefix:
         """What is kept of a prompt's first tokens up to one of `ends`: the longest, rather from memory than disk."""
         started = time.monotonic()
         new = Prefix(self.session.new_cache(), ids, owner)
@@ -205,7 +205,7 @@ class Prefixes:
             new.cache = self.session.load_cache(context)
         elif best is not None:
             new.flushed, new.stored, new.source = length, min(best.stored, length), "hot"
-            if best.flushed - length > length // 16:  # others go on from what would be cut off
+            if not keep or best.flushed - length > length // 16:  # others go on from what would be lost
                 new.cache.restore(best.cache.snapshot(self.session.model.device).prefix(length))
                 best.used = time.monotonic()
             else:

@@ -1,0 +1,301 @@
+"""Answers: where they end, and what a client gets of them, in pieces and as a whole."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from byte_tokenizer import byte_tokenizer
+from openai.types import Completion
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+from kvcli.serve.answers import Answer, Form, Piece, response_parser, usage_of
+
+TOKENIZER = byte_tokenizer()
+END = 2
+QWEN = SimpleNamespace(config=SimpleNamespace(model_type="qwen2"))
+CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "é"}}\n</tool_call>'
+FORMS = [Form("chatcmpl-1", "m", True), Form("cmpl-1", "m", False)]
+
+
+def ids(text: str | bytes) -> list[int]:
+    """A token of each byte."""
+    if isinstance(text, str):
+        return list(TOKENIZER(text)["input_ids"])
+    alphabet = {bytes([i]): TOKENIZER.convert_tokens_to_ids(c) for i, c in _bytes_to_characters().items()}
+    return [alphabet[bytes([byte])] for byte in text]
+
+
+def _bytes_to_characters() -> dict[int, str]:
+    """The characters by which byte-level tokenizers write bytes."""
+    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {**{b: chr(b) for b in plain}, **{b: chr(256 + i) for i, b in enumerate(others)}}
+
+
+def answer(
+    pieces: list[Piece], *, stop: Sequence[str] = (), parsed: bool = False, start: str = "Hi", most: int = 1000
+) -> Answer:
+    parser = response_parser(TOKENIZER, QWEN, start, None) if parsed else None
+    return Answer(TOKENIZER, most, [END], stop, parser, pieces.append)
+
+
+def groups(tokens: list[int], seed: int) -> Iterator[list[int]]:
+    """The tokens, some at a time."""
+    numbers = random.Random(seed)
+    while tokens:
+        count = numbers.randint(1, 5)
+        yield tokens[:count]
+        tokens = tokens[count:]
+
+
+def text_of(pieces: list[Piece], kind: str = "content") -> str:
+    return "".join(value for name, value in pieces if name == kind)
+
+
+def first_stop(text: str, stop: Sequence[str]) -> str:
+    """The text before the stop string that is whole first, character by character."""
+    for end in range(1, len(text) + 1):
+        if found := [x for x in stop if text[:end].endswith(x)]:
+            return text[: end - max(map(len, found))]
+    return text
+
+
+@pytest.mark.parametrize(
+    ("stop", "expected"),
+    [
+        ([], "One two, one twofold."),
+        (["nothing"], "One two, one twofold."),
+        (["two"], "One "),
+        (["twofold"], "One two, one "),
+        (["twofold", "two,"], "One "),
+        ([".", "fold."], "One two, one two"),
+        (["O"], ""),
+        (["wo, one twofold.", "n"], "O"),
+    ],
+)
+def test_an_answer_ends_before_its_first_stop_string(stop: list[str], expected: str) -> None:
+    pieces: list[Piece] = []
+    made = answer(pieces, stop=stop)
+    text = "One two, one twofold."
+    ended = [made.feed(group) for group in groups([*ids(text), END, *ids("more")], 0)]
+    assert ended[-1]
+    assert made.finish_reason == "stop"
+    assert text_of(pieces) == expected == first_stop(text, stop)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_where_an_answer_ends_does_not_depend_on_its_pieces(seed: int) -> None:
+    """Stop strings of two letters' alphabet, which begin and end like others."""
+    numbers = random.Random(seed)
+    text = "".join(numbers.choices("abé", k=30))
+    stop = ["".join(numbers.choices("abé", k=numbers.randint(2, 6))) for _ in range(numbers.randint(1, 4))]
+    for sizes in (1, 3, 30):
+        pieces: list[Piece] = []
+        made = answer(pieces, stop=stop)
+        for start in range(0, len(text), sizes):  # as tokens of several characters
+            if made.finish_reason is None:
+                made._add(text[start : start + sizes])
+        made.feed([END])
+        assert text_of(pieces) == first_stop(text, stop)
+
+
+def test_what_cannot_begin_a_stop_string_is_sent_at_once() -> None:
+    pieces: list[Piece] = []
+    made = answer(pieces, stop=["abc"])
+    sent = []
+    for token in ids("xabab"):
+        made.feed([token])
+        sent.append(text_of(pieces))
+    assert sent == ["x", "x", "x", "xab", "xab"]
+
+
+def test_an_answer_has_max_tokens_at_most() -> None:
+    pieces: list[Piece] = []
+    made = answer(pieces, most=4, stop=["four"])
+    assert made.feed(ids("four?")) is True
+    assert (made.finish_reason, made.num_tokens, text_of(pieces)) == ("stop", 4, "")
+    pieces.clear()
+    made = answer(pieces, most=3, stop=["four"])
+    assert made.feed(ids("four?")) is True
+    assert (made.finish_reason, made.num_tokens, text_of(pieces)) == ("length", 3, "fou")
+
+
+def test_an_end_token_ends_an_answer_and_is_no_part_of_it() -> None:
+    pieces: list[Piece] = []
+    made = answer(pieces, most=3)
+    assert made.feed([*ids("ab"), END, *ids("c")])
+    assert (made.finish_reason, made.num_tokens, text_of(pieces)) == ("stop", 3, "ab")
+
+
+def test_characters_split_over_tokens_are_sent_whole() -> None:
+    text = "Grüße, 世界 🙂!"
+    pieces: list[Piece] = []
+    made = answer(pieces)
+    for token in ids(text):
+        made.feed([token])
+    assert [value for _, value in pieces] == list(text)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_bytes_that_are_no_text_are_replaced_as_the_tokenizer_does(seed: int) -> None:
+    """But for an unfinished character at the end."""
+    tokens = random.Random(seed).choices(range(3, 259), k=60)
+    pieces: list[Piece] = []
+    answer(pieces, most=60).feed(tokens)
+    assert text_of(pieces).rstrip("\ufffd") == TOKENIZER.decode(tokens).rstrip("\ufffd")
+
+
+@pytest.mark.parametrize("parsed", [False, True])
+def test_stop_strings_of_bytes_that_are_no_text_do_not_break_an_answer(parsed: bool) -> None:
+    pieces: list[Piece] = []
+    made = answer(pieces, stop=["\ufffd\ufffd!"], parsed=parsed)
+    made.feed([*ids(b"a\xff\xfe!b"), END])
+    assert text_of(pieces) == "a"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_reasoning_and_tool_calls_are_found_in_an_answer(seed: int) -> None:
+    text = f"<think>Should I?</think>Let me see.{CALL}\n{CALL}"
+    pieces: list[Piece] = []
+    made = answer(pieces, parsed=True)
+    for group in groups([*ids(text), END], seed):
+        made.feed(group)
+    assert made.finish_reason == "tool_calls"
+    assert text_of(pieces, "reasoning_content") == "Should I?"
+    assert text_of(pieces) == "Let me see."
+    calls = [value for kind, value in pieces if kind == "tool_calls"]
+    assert [call["name"] for call in calls] == ["look", "look"]
+    assert [json.loads(call["arguments"]) for call in calls] == [{"at": "é"}] * 2
+
+
+@pytest.mark.parametrize("text", ["<", "a <think", "1 < 2 <tool", "<think>", " \n"])
+def test_what_only_begins_like_a_tag_is_text(text: str) -> None:
+    pieces: list[Piece] = []
+    made = answer(pieces, parsed=True)
+    made.feed([*ids(text), END])
+    assert made.finish_reason == "stop"
+    assert text_of(pieces).strip() == text.removesuffix("<think>").strip()
+
+
+@pytest.mark.parametrize("parsed", [False, True])
+def test_an_end_token_that_a_parser_does_not_know_is_no_part_of_the_answer(parsed: bool) -> None:
+    """Such as that of DeepSeek-R1-Distill-Qwen, a model of type qwen2."""
+    pieces: list[Piece] = []
+    made = answer(pieces, parsed=parsed)
+    made.feed([*ids("Yes.\n"), END])
+    assert (text_of(pieces).rstrip(), made.finish_reason) == ("Yes.", "stop")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "<tool_call>look at it</tool_call>",
+        "<tool_call>[1]</tool_call>",
+        "<tool_call>{}</tool_call>",
+        '<tool_call>{"name": 3, "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "look", "argum',
+        "<tool_call>",
+    ],
+)
+@pytest.mark.parametrize("size", [1, 1000])
+def test_a_tool_call_that_is_none_is_text(call: str, size: int) -> None:
+    """A model wrote it, so it is no error; nothing of it is lost, nor of what follows."""
+    more = " So it is." if "</" in call else ""
+    pieces: list[Piece] = []
+    made = answer(pieces, parsed=True)
+    tokens = [*ids(f"Well. {call}{more}"), END]
+    for start in range(0, len(tokens), size):
+        made.feed(tokens[start : start + size])
+    assert made.finish_reason == "stop"
+    assert [kind for kind, _ in pieces if kind != "content"] == []
+    assert "".join(text_of(pieces).split()) == "".join(f"Well. {call}{more}".split())
+
+
+def test_a_tool_call_that_is_none_leaves_those_before_it() -> None:
+    pieces: list[Piece] = []
+    made = answer(pieces, parsed=True)
+    made.feed([*ids(f"{CALL}<tool_call>x</tool_call>"), END])
+    assert made.finish_reason == "tool_calls"
+    assert [kind for kind, _ in pieces] == ["tool_calls", *["content"] * (len(pieces) - 1)]
+
+
+def test_transformers_without_a_parser_gives_plain_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers.cli.serving.utils", None)
+    monkeypatch.setitem(sys.modules, "transformers.cli.serving", None)
+    pieces: list[Piece] = []
+    made = answer(pieces, parsed=True)
+    assert made.parser is None
+    made.feed([*ids(CALL), END])
+    assert (text_of(pieces), made.finish_reason) == (CALL, "stop")
+
+
+def test_models_that_transformers_does_not_know_have_no_parser() -> None:
+    model = SimpleNamespace(config=SimpleNamespace(model_type="x"))
+    assert response_parser(TOKENIZER, model, "Hi", None) is None
+
+
+@pytest.mark.parametrize(
+    ("start", "text", "reasoning"),
+    [
+        ("<|im_start|>assistant\n", "Yes.", ""),
+        ("<|im_start|>assistant\n<think>\n", "Hm.</think>Yes.", "Hm."),
+        ("<Assistant><think>\n", "Hm.</think>Yes.", "Hm."),
+        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", "Yes.", ""),
+    ],
+)
+def test_what_a_template_puts_before_an_answer_says_how_to_read_it_and_is_no_part_of_it(
+    start: str, text: str, reasoning: str
+) -> None:
+    pieces: list[Piece] = []
+    answer(pieces, parsed=True, start=start).feed([*ids(text), END])
+    assert (text_of(pieces), text_of(pieces, "reasoning_content")) == ("Yes.", reasoning)
+
+
+@pytest.mark.parametrize("parsed", [False, True])
+@pytest.mark.parametrize("text", ["", "Yes.", f"<think>Hm.</think>Yes.{CALL}{CALL}"])
+@pytest.mark.parametrize("form", FORMS)
+def test_bodies_are_those_of_the_openai_api(form: Form, text: str, parsed: bool) -> None:
+    pieces: list[Piece] = []
+    made = answer(pieces, parsed=parsed and form.chat)
+    made.feed([*ids(text), END])
+    usage = usage_of(7, 5, made)
+    body = form.whole(pieces, str(made.finish_reason), usage)
+    kinds = [kind for kind, _ in pieces]
+    indices = [kinds[:i].count(kind) for i, kind in enumerate(kinds)]
+    events = [form.chunk(piece, i) for piece, i in zip(pieces, indices, strict=True)]
+    events = [*([form.chunk(None)] if form.chat else []), *events, form.chunk(None, finish_reason=made.finish_reason)]
+    events.append(form.usage_chunk(usage))
+    if not form.chat:
+        whole = Completion.model_validate(json.loads(json.dumps(body)))
+        assert whole.choices[0].text == text
+        for event in events[:-2]:
+            assert event["choices"][0].pop("finish_reason") is None  # as OpenAI's own, which its type does not have
+            event["choices"][0]["finish_reason"] = "stop"
+        streamed = [Completion.model_validate(event) for event in events]
+        assert "".join(event.choices[0].text for event in streamed[:-1]) == text
+        assert whole.usage == streamed[-1].usage
+        return
+    chat = ChatCompletion.model_validate(json.loads(json.dumps(body)))
+    chunks = [ChatCompletionChunk.model_validate(event) for event in events]
+    message, deltas = chat.choices[0].message, [chunk.choices[0].delta for chunk in chunks[:-1]]
+    assert deltas[0].role == message.role == "assistant"
+    assert "".join(delta.content or "" for delta in deltas) == (message.content or "")
+    calls = [call for delta in deltas for call in delta.tool_calls or []]
+    assert [(c.id, c.index, c.type) for c in calls] == [
+        (c.id, i, c.type) for i, c in enumerate(message.tool_calls or [])
+    ]
+    assert chat.usage == chunks[-1].usage
+    assert chat.usage is not None
+    assert chat.usage.prompt_tokens_details is not None
+    assert (chat.usage.total_tokens, chat.usage.prompt_tokens_details.cached_tokens) == (7 + made.num_tokens, 5)
+    assert chunks[-2].choices[0].finish_reason == chat.choices[0].finish_reason == made.finish_reason
+    assert {chunk.id for chunk in chunks} == {chat.id}
+    found: Any = message.model_extra
+    assert found.get("reasoning_content") == ("Hm." if parsed and "<think>" in text else None)
+    assert (message.content is None) == (bool(calls) and not text_of(pieces))
