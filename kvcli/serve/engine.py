@@ -9,11 +9,12 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from kvcli.attention.generation import SamplingConfig, prefill
+from kvcli.attention.generation import SamplingConfig
 from kvcli.attention.session import Session
 from kvcli.cache.snapshot import join
 from kvcli.errors import KvcliError
@@ -57,6 +58,10 @@ class Job:
         """Raises Cancelled if nobody waits any more."""
         if self.cancelled.is_set():
             raise Cancelled
+
+
+Begun = tuple[Job, Prefix, Tensor]
+"""A request, the cache of its prompt, and its tokens [1, time], one more than the cache holds, or the prompt alone."""
 
 
 class Engine:
@@ -110,9 +115,10 @@ class Engine:
 
     def _run(self) -> None:
         while jobs := self._next():
-            ready = [pair for job in jobs if (pair := self._read(job)) is not None]
+            alone = len(jobs) == 1
+            ready = [begun for job in jobs if (begun := self._read(job, alone)) is not None]
             if ready:
-                self._attempt([job for job, _ in ready], lambda ready=ready: self._decode(ready))  # type: ignore[misc]
+                self._attempt([job for job, *_ in ready], partial(self._decode, ready, alone))
         for job in self._waiting:
             job.done(Overloaded())
 
@@ -146,9 +152,9 @@ class Engine:
             job.done(failure)
         return False
 
-    def _read(self, job: Job) -> tuple[Job, Prefix] | None:
-        """Reads a prompt up to its last boundary."""
-        prefixes: list[Prefix] = []
+    def _read(self, job: Job, alone: bool) -> Begun | None:
+        """Reads a prompt up to its last boundary; if others follow, all of it, and its first token is made as alone."""
+        begun: list[Begun] = []
 
         def work() -> None:
             job.check()
@@ -160,32 +166,27 @@ class Engine:
             self._metrics.prefill.observe(time.monotonic() - started - prefix.load_s)
             self._metrics.tokens.labels("prompt").inc(job.ids.shape[1])
             self._metrics.tokens.labels("cached").inc(prefix.reused)
-            prefixes.append(prefix)
+            ids, one = job.ids.to(self._session.model.device), replace(job.sampling, max_new_tokens=1)
+            if not alone:
+                ids = self._session.generate(ids, sampling=one, past_key_values=prefix.cache).sequences
+            begun.append((job, prefix, ids))
 
-        return (job, prefixes[0]) if self._attempt([job], work) else None
+        return begun[0] if self._attempt([job], work) else None
 
-    def _decode(self, ready: list[tuple[Job, Prefix]]) -> None:
+    def _decode(self, ready: list[Begun], alone: bool) -> None:
         """Makes tokens until all answers have ended; each is told as soon as it has."""
-        session, device = self._session, self._session.model.device
-        jobs = [job for job, _ in ready]
+        session = self._session
+        jobs = [job for job, *_ in ready]
         most = max(job.sampling.max_new_tokens for job in jobs)
-        ids, mask, cache = jobs[0].ids, None, ready[0][1].cache
-        if len(jobs) > 1:
-            longest = max(job.ids.shape[1] for job in jobs)
-            left = [longest - job.ids.shape[1] for job in jobs]
-            # padding is of tokens that a prompt has: those that it has not are not penalized as repetitions
-            ids = torch.cat([torch.cat((x.ids[:, :1].expand(1, n), x.ids), 1) for x, n in zip(jobs, left, strict=True)])
-            mask = torch.cat(
-                [nn.functional.pad(torch.ones_like(x.ids), (n, 0)) for x, n in zip(jobs, left, strict=True)]
-            )
-            snapshots = []
-            for job, prefix in ready:
-                with torch.inference_mode():
-                    if prefix.cache.get_seq_length() < job.ids.shape[1] - 1:
-                        prefill(session.model, prefix.cache, job.ids[:, :-1].to(device), None, None)
-                    snapshots.append(prefix.cache.snapshot(device))
+        rows, ids, mask, cache = [ids for *_, ids in ready], ready[0][2], None, ready[0][1].cache
+        if not alone:
+            longest = max(x.shape[1] for x in rows)
+            left = [longest - x.shape[1] for x in rows]
+            mask = (torch.arange(longest) >= torch.tensor(left)[:, None]).long().to(ids.device)
+            # padded with a token that a prompt has: others are not penalized as repetitions
+            ids = torch.cat([torch.cat((x[:, :1].expand(1, n), x), 1) for n, x in zip(left, rows, strict=True)])
             cache = session.new_cache()
-            cache.restore(join(snapshots))
+            cache.restore(join([prefix.cache.snapshot(ids.device) for _, prefix, _ in ready]))
         first, unended = True, set(jobs)
 
         def on_tokens(tokens: Tensor) -> None:
@@ -204,14 +205,11 @@ class Engine:
 
         seed = jobs[0].seed
         torch.manual_seed(secrets.randbits(63) if seed is None else seed)
-        inputs = ids.to(device), None if mask is None else mask.to(device)
         with suppress(Cancelled):
-            session.generate(
-                *inputs,
-                sampling=replace(jobs[0].sampling, max_new_tokens=most),
-                past_key_values=cache,
-                on_tokens=on_tokens,
-            )
-        for job, prefix in ready:
+            if not alone:
+                on_tokens(ids[:, -1:])
+            sampling = replace(jobs[0].sampling, max_new_tokens=most if alone else most - 1)
+            session.generate(ids, mask, sampling=sampling, past_key_values=cache, on_tokens=on_tokens)
+        for job, prefix, _ in ready:
             if job.store:
                 self._prefixes.keep(prefix)

@@ -1,0 +1,373 @@
+"""The server as clients see it: what it answers, several at once, and errors."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import torch
+from byte_tokenizer import CHAT
+from served import LONG, Served, answered, busy, request, serving, until
+
+from kvcli.errors import CacheError, ModelError
+from kvcli.serve import app as app_module
+
+TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom. "
+STREAM = {"prompt": "Go on", "max_tokens": LONG, "stream": True}
+TOOLS: Any = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    """One server for the tests that leave it as it was; without a store."""
+    with serving() as made:
+        yield made
+
+
+def streamed(events: Any) -> tuple[str, list[str], Any]:
+    """Text, finish reasons and usage of a stream."""
+    text, reasons, usage = "", [], None
+    for event in events:
+        usage = event.usage or usage
+        for choice in event.choices:
+            text += (choice.text if hasattr(choice, "text") else choice.delta.content) or ""
+            reasons += [choice.finish_reason] if choice.finish_reason else []
+    return text, reasons, usage
+
+
+def waiting(served: Served, count: int) -> None:
+    until(lambda: served.engine.num_waiting == count)
+
+
+def test_answers_are_those_of_the_session(served: Served) -> None:
+    """Of a text and a conversation, streamed and not."""
+    expected = served.generated("Hi you", 30)
+    assert expected
+    done = served.complete("Hi you", 30)
+    assert (done.choices[0].text, done.choices[0].finish_reason) == (expected, "length")
+    with served.client() as client:
+        events = client.completions.create(model="tiny", prompt="Hi you", max_tokens=30, stream=True)
+        assert streamed(events)[:2] == (expected, ["length"])
+        messages: Any = [{"role": "user", "content": "Hi"}]
+        expected = served.generated("Hi", 30, chat=True)
+        chat = client.chat.completions.create(model="tiny", messages=messages, max_completion_tokens=30)
+        assert (chat.choices[0].message.content, chat.choices[0].finish_reason) == (expected, "length")
+        stream = client.chat.completions.create(model="tiny", messages=messages, max_tokens=30, stream=True)
+        assert streamed(stream)[:2] == (expected, ["length"])
+
+
+def test_token_ids_are_a_prompt(served: Served) -> None:
+    ids = served.loaded.tokenizer("Hi you")["input_ids"]
+    texts = {served.complete(prompt, 12).choices[0].text for prompt in ("Hi you", ids, [ids], ["Hi you"])}
+    assert texts == {served.generated("Hi you", 12)}
+
+
+def test_a_prompt_is_found_again_and_usage_says_so(served: Served) -> None:
+    prompt = "Cached. " + TEXT
+    done = [served.complete(prompt, 8, extra_body={"max_tokens": 8}) for _ in range(2)]
+    first, second = (x.usage for x in done)
+    assert done[0].choices[0].text == done[1].choices[0].text
+    assert (first.prompt_tokens, first.completion_tokens) == (len(prompt), 8)
+    assert first.prompt_tokens_details.cached_tokens == 0
+    assert len(prompt) - 26 <= second.prompt_tokens_details.cached_tokens < len(prompt)
+    with served.client() as client:
+        options: Any = {"stream": True, "stream_options": {"include_usage": True}, "max_tokens": 8}
+        _, _, usage = streamed(client.completions.create(model="tiny", prompt=prompt, **options))
+    assert usage == second
+
+
+def test_streams_say_usage_only_if_asked(served: Served) -> None:
+    with served.client() as client:
+        assert streamed(client.completions.create(model="tiny", prompt="Hi", stream=True))[2] is None
+
+
+def test_a_seed_repeats_a_sample(served: Served) -> None:
+    def sample(seed: int | None) -> str:
+        return str(served.chat("Hi", 20, temperature=1.0, seed=seed).choices[0].message.content)
+
+    assert sample(5) == sample(5)
+    assert len({sample(5), sample(6), sample(None), sample(None)}) == 4
+
+
+def test_stop_strings_end_an_answer_of_the_model(served: Served) -> None:
+    text = served.generated("Stop", 40)
+    stop = text[len(text) // 2 :][:3]
+    done = served.complete("Stop", 40, stop=[stop, "never there"])
+    assert (done.choices[0].text, done.choices[0].finish_reason) == (text[: text.index(stop)], "stop")
+    assert done.usage.completion_tokens < 40
+
+
+def test_tools_reach_the_template() -> None:
+    with serving(template=CHAT + "{% if tools %}{{ tools | tojson }}{% endif %}") as served:
+        plain = served.chat("Hi").usage.prompt_tokens
+        assert served.chat("Hi", tools=TOOLS).usage.prompt_tokens == plain + len(json.dumps(TOOLS))
+        assert served.chat("Hi", tools=TOOLS, tool_choice="none").usage.prompt_tokens == plain
+
+
+def test_models_are_listed(served: Served) -> None:
+    with served.client() as client:
+        assert [model.id for model in client.models.list()] == ["tiny"]
+        assert client.models.retrieve("tiny").id == "tiny"
+        with pytest.raises(openai.NotFoundError):
+            client.models.retrieve("other/model")
+
+
+def test_curl_is_a_client(served: Served) -> None:
+    url = f"http://127.0.0.1:{served.port}/v1/completions"
+    body = json.dumps({"prompt": "Hi you", "max_tokens": 12})
+    command = ["curl", "-s", "-i", url, "-H", "Content-Type: application/json", "-d", body]
+    head, _, text = subprocess.run(command, capture_output=True, check=True).stdout.decode().partition("\r\n\r\n")
+    assert json.loads(text)["choices"][0]["text"] == served.generated("Hi you", 12)
+    assert "x-kvcli-method: rtn-2" in head
+    assert any(2 <= float(x.split(":")[1]) < 9 for x in head.splitlines() if x.startswith("x-kvcli-bits"))
+
+
+def test_health_and_metrics(served: Served) -> None:
+    assert json.loads(served.ask("/health").body) == {"status": "ok"}
+    before = {kind: served.counted("kvcli_tokens_total", kind=kind) for kind in ("prompt", "generated")}
+    requests = served.counted("kvcli_requests_total", endpoint="/v1/completions", status="200")
+    served.complete("Count", 7)
+    text = served.ask("/metrics")
+    assert text.status == 200
+    assert b"kvcli_first_token_seconds_count" in text.body
+    assert served.counted("kvcli_tokens_total", kind="prompt") == before["prompt"] + 5
+    assert served.counted("kvcli_tokens_total", kind="generated") == before["generated"] + 7
+    assert served.counted("kvcli_requests_total", endpoint="/v1/completions", status="200") == requests + 1
+
+
+def test_names_that_clients_make_up_are_not_counted_apart(served: Served) -> None:
+    """Labels are kept as long as the server runs."""
+    for i in range(3):
+        assert served.ask(f"/v1/models/{i}completions").status == 404
+    assert b"0completions" not in served.ask("/metrics").body
+
+
+def test_events_of_a_stream_are_lines_of_ascii(served: Served) -> None:
+    """Clients that split lines as Python does would break those of a text with U+2028."""
+    served.session.generate, generate = _says(served, "a\u2028b\x85c"), served.session.generate
+    try:
+        body = served.ask("/v1/completions", {"prompt": "Hi", "max_tokens": 8, "stream": True}).body.decode()
+    finally:
+        served.session.generate = generate
+    events = [json.loads(x[6:]) for x in body.splitlines() if x.startswith("data: {")]
+    assert "".join(x["choices"][0]["text"] for x in events) == "a\u2028b\x85c"
+
+
+def _says(served: Served, text: str) -> Any:
+    def generate(*args: Any, on_tokens: Any, **options: Any) -> None:
+        on_tokens(torch.tensor([served.loaded.tokenizer(text)["input_ids"]]))
+
+    return generate
+
+
+@pytest.mark.parametrize("method", ["rtn-2", "kivi-2"])
+def test_requests_at_once_get_what_each_gets_alone(method: str) -> None:
+    """Eight that waited together, of different lengths, with cached prefixes and without."""
+    prompts = [TEXT[i : i + 5 + 9 * i] for i in range(8)]
+    with serving(method=method) as served:
+        alone = [served.complete(prompt, 6 + 3 * i).choices[0].text for i, prompt in enumerate(prompts)]
+        served.prefixes.hot[:] = served.prefixes.hot[::2]
+        rows: list[int] = []
+        with ThreadPoolExecutor(8) as pool:
+            with busy(served):
+                generate = served.session.generate
+                served.session.generate = lambda ids, *x, **y: (rows.append(len(ids)), generate(ids, *x, **y))[1]
+                made = [pool.submit(served.complete, prompt, 6 + 3 * i) for i, prompt in enumerate(prompts)]
+                waiting(served, 8)
+            assert [x.result().choices[0].text for x in made] == alone
+        assert 8 in rows
+
+
+def test_padding_of_a_batch_is_no_repetition(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens that a prompt has not are not penalized in it, such as the padding of shorter prompts."""
+    seen: list[Any] = []
+    with serving() as served, ThreadPoolExecutor(2) as pool:
+        with busy(served):
+            made = [pool.submit(served.complete, x, 4, extra_body={"repetition_penalty": 2.0}) for x in ("ab", "cdefg")]
+            waiting(served, 2)
+            generate = served.session.generate
+            monkeypatch.setattr(
+                served.session, "generate", lambda ids, *x, **y: (seen.append(ids), generate(ids, *x, **y))[1]
+            )
+        assert [x.result().usage.completion_tokens for x in made] == [4, 4]
+        decoded = {frozenset(served.loaded.tokenizer.decode(row)) for row in seen[-1][:, :-1]}
+    assert decoded == {frozenset("ab"), frozenset("cdefg")}
+
+
+def test_a_short_answer_does_not_wait_for_a_long_one_of_its_batch() -> None:
+    with serving() as served, ThreadPoolExecutor(1) as pool:
+        with busy(served):
+            long = served.open(request("/v1/completions", {"prompt": "Long", "max_tokens": LONG}))
+            waiting(served, 1)
+            short = pool.submit(served.complete, "Short", 3)
+            waiting(served, 2)
+        assert short.result().usage.completion_tokens == 3
+        long.close()
+        served.complete("Next", 1)
+        assert served.counted("kvcli_tokens_total", kind="generated") < LONG
+
+
+def test_too_many_requests_are_told_to_come_later() -> None:
+    with serving(max_waiting=1) as served, ThreadPoolExecutor(1) as pool:
+        with busy(served):
+            first = pool.submit(served.complete, "One", 2)
+            waiting(served, 1)
+            with pytest.raises(openai.RateLimitError) as caught:
+                served.complete("Two", 2)
+            refused = served.ask("/v1/completions", {"prompt": "Three", "stream": True})
+        assert caught.value.code == "rate_limit_exceeded"
+        assert int(caught.value.response.headers["retry-after"]) > 0
+        assert (refused.status, refused.error()["code"]) == (429, "rate_limit_exceeded")
+        assert first.result().usage.completion_tokens == 2
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_work_for_a_client_that_goes_away_ends(served: Served, stream: bool) -> None:
+    before = served.counted("kvcli_tokens_total", kind="generated")
+    started = served.counted("kvcli_first_token_seconds_count")
+    connection = served.open(request("/v1/completions", {**STREAM, "stream": stream}))
+    until(lambda: served.counted("kvcli_first_token_seconds_count") > started)
+    connection.close()
+    assert served.complete("Next", 3).usage.completion_tokens == 3
+    assert served.counted("kvcli_tokens_total", kind="generated") < before + LONG / 2
+
+
+def test_a_client_that_goes_away_before_its_stream_begins_costs_nothing(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizing, gone = threading.Event(), threading.Event()
+    prompt_ids = app_module.prompt_ids
+
+    def wait(*args: Any, **options: Any) -> Any:
+        tokenizing.set()
+        gone.wait(30)
+        return prompt_ids(*args, **options)
+
+    before = served.counted("kvcli_tokens_total", kind="generated")
+    monkeypatch.setattr(app_module, "prompt_ids", wait)
+    connection = served.open(request("/v1/completions", STREAM))
+    assert tokenizing.wait(30)
+    connection.close()
+    assert served.ask("/health").status == 200  # the end of the other connection was read before
+    gone.set()
+    assert served.complete("Next", 3).usage.completion_tokens == 3
+    assert served.counted("kvcli_tokens_total", kind="generated") < before + LONG / 2
+
+
+def test_a_client_that_does_not_read_blocks_nobody(served: Served) -> None:
+    with served.open(request("/v1/completions", {**STREAM, "max_tokens": 300}), receive_bytes=2048) as connection:
+        started = served.counted("kvcli_first_token_seconds_count")
+        until(lambda: served.counted("kvcli_first_token_seconds_count") > started - 1)
+        assert served.complete("Next", 3).usage.completion_tokens == 3
+        text = answered(connection).body  # all of it waits for its client
+    assert text.count(b'"finish_reason": "length"') == 1
+    assert b"[DONE]" in text
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_while_it_waits_costs_nothing(stream: bool) -> None:
+    """Neither a place in the queue nor a token."""
+    with serving(max_waiting=2) as served, ThreadPoolExecutor(2) as pool:
+        with busy(served):
+            first = pool.submit(served.complete, "One", 2)
+            waiting(served, 1)
+            connection = served.open(request("/v1/completions", {**STREAM, "stream": stream}))
+            waiting(served, 2)
+            connection.close()
+            until(served.engine._waiting[1].cancelled.is_set)
+            second = pool.submit(served.complete, "Two", 2)
+            until(lambda: served.engine._waiting[-1].sampling.max_new_tokens == 2 and served.engine.num_waiting == 2)
+        assert [x.result().usage.completion_tokens for x in (first, second)] == [2, 2]
+        assert served.counted("kvcli_tokens_total", kind="prompt") == len("waitOneTwo")
+        assert served.counted("kvcli_tokens_total", kind="generated") == 5
+
+
+def test_what_may_not_be_stored_is_not_found_again(tmp_path: Path) -> None:
+    with serving(tmp_path / "store") as served:
+        for _ in range(2):
+            done = served.chat(TEXT, extra_body={"store": False})
+            assert done.usage.prompt_tokens_details.cached_tokens == 0
+        served.prefixes.close()
+        assert served.prefixes.store is not None
+        assert served.prefixes.store.names() == []
+        assert served.prefixes.hot == []
+
+
+def test_a_request_that_may_not_be_stored_leaves_what_is_kept(served: Served) -> None:
+    prompt = "Kept. " + TEXT
+    served.complete(prompt)
+    for _ in range(2):
+        done = served.complete(prompt + "More", extra_body={"store": False})
+        assert done.usage.prompt_tokens_details.cached_tokens > 0
+    assert served.complete(prompt).usage.prompt_tokens_details.cached_tokens > 0
+
+
+def test_keys_have_contexts_of_their_own(tmp_path: Path) -> None:
+    def cached(key: str) -> int:
+        with served.client(key) as client:
+            usage = client.completions.create(model="tiny", prompt=TEXT, max_tokens=2).usage
+        return int(usage.prompt_tokens_details.cached_tokens)  # type: ignore[union-attr,arg-type]
+
+    with serving(tmp_path / "store", keys=("one", "two"), per_key=True) as served:
+        assert [cached("one"), cached("two")] == [0, 0]
+        assert cached("one") == cached("two") > 0
+    with serving(keys=("one", "two")) as served:
+        assert cached("one") == 0
+        assert cached("two") > 0
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "message"),
+    [
+        (RuntimeError("secret /root/x"), 500, "internal error"),
+        (torch.OutOfMemoryError("secret /root/x"), 503, "out of memory; send a shorter prompt, or try again later"),
+        (CacheError("secret /root/x"), 500, "the request failed"),
+        (ModelError("secret /root/x"), 500, "the model computed values that are not finite"),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_errors_of_the_engine_are_told_and_passed_over(
+    error: Exception, status: int, message: str, path: str, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any, **options: Any) -> None:
+        raise error
+
+    body = {"prompt": "Hi"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "Hi"}]}
+    with monkeypatch.context() as patch:
+        patch.setattr(served.session, "generate", fail)
+        plain = served.ask(path, body)
+        stream = served.ask(path, {**body, "stream": True})
+        with served.client() as client, pytest.raises(openai.APIError, match=message):
+            streamed(client.completions.create(model="tiny", prompt="Hi", stream=True))
+    assert (plain.status, plain.error()["message"]) == (status, message)
+    assert ("retry-after" in plain.headers) == (status == 503)
+    assert message in stream.body.decode()
+    assert b"[DONE]" not in stream.body
+    assert b"secret" not in plain.body + stream.body
+    assert served.complete("Hi you", 12).choices[0].text == served.generated("Hi you", 12)
+
+
+def test_one_answer_that_fails_takes_no_others_of_its_batch_along() -> None:
+    with serving() as served, ThreadPoolExecutor(2) as pool:
+        alone = served.complete("Good", 8).choices[0].text
+        read = served.prefixes.read
+
+        def fail(ids: Any, *args: Any) -> Any:
+            if ids.shape[1] == 3:
+                raise RuntimeError("secret")
+            return read(ids, *args)
+
+        served.prefixes.read = fail  # type: ignore[method-assign]
+        with busy(served):
+            made = [pool.submit(served.complete, prompt, 8) for prompt in ("bad", "Good")]
+            waiting(served, 2)
+        with pytest.raises(openai.InternalServerError, match="internal error"):
+            made[0].result()
+        assert made[1].result().choices[0].text == alone
