@@ -59,8 +59,8 @@ def run(options: ServeOptions, output: Output) -> None:
         from kvcli.serve.app import Server
     except ImportError as error:
         raise UsageError("kvcli serve needs packages that are not installed: pip install 'kvcli[serve]'") from error
-    listening, store_bytes, hot_bytes = _bind(options), parse_size(options.store_limit), parse_size(options.hot_memory)
-    store = _store(options)
+    store_bytes, hot_bytes = parse_size(options.store_limit), parse_size(options.hot_memory)
+    store, listening = _store(options), _bind(options)
     chosen = choose_method(options, output)
     loaded = options.load(output)
     with chosen.attach(loaded, options.impl, output) as session:
@@ -126,8 +126,10 @@ def _bind(options: ServeOptions) -> socket.socket:
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind((options.host, options.port))
-    except OSError as error:
-        raise UsageError(f"cannot listen on {options.host} port {options.port}: {error.strerror}") from error
+    except (OSError, UnicodeError) as error:  # no name of a host, of which Python says this
+        listening.close()
+        reason = getattr(error, "strerror", None) or "no name of a host"
+        raise UsageError(f"cannot listen on {options.host} port {options.port}: {reason}") from error
     return listening
 
 

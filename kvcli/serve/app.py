@@ -20,7 +20,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
 from kvcli.attention.generation import stop_tokens
 from kvcli.attention.session import Session
@@ -212,7 +211,7 @@ class Server:
             raise ApiError(429, "too many requests wait; try again later", code="rate_limit_exceeded") from None
         if body.stream:
             stream = self._stream(job, form, events, bool(body.stream_options and body.stream_options.include_usage))
-            return _Stream(stream, job, self.headers)
+            return StreamingResponse(stream, media_type="text/event-stream", headers=self.headers)
         pieces = await self._collect(request, job, events)
         result = form.whole(pieces, str(answer.finish_reason), usage_of(count, job.cached, answer))
         return JSONResponse(result, headers=self.headers)
@@ -235,20 +234,23 @@ class Server:
             gone.cancel()
 
     async def _stream(self, job: Job, form: Form, events: asyncio.Queue[Any], usage: bool) -> AsyncIterator[str]:
-        """Server-sent events of an answer."""
+        """Server-sent events of an answer; the work stops when the client goes away."""
         counts = {"content": 0, "reasoning_content": 0, "tool_calls": 0}
-        if form.chat:
-            yield _event(form.chunk(None))
-        while (event := await events.get()) is not None:
-            if isinstance(event, Exception):
-                yield _event(api_error(event).to_dict())
-                return
-            yield _event(form.chunk(event, counts[event[0]]))
-            counts[event[0]] += 1
-        yield _event(form.chunk(None, finish_reason=job.answer.finish_reason))
-        if usage:
-            yield _event(form.usage_chunk(usage_of(job.ids.shape[1], job.cached, job.answer)))
-        yield "data: [DONE]\n\n"
+        try:
+            if form.chat:
+                yield _event(form.chunk(None))
+            while (event := await events.get()) is not None:
+                if isinstance(event, Exception):
+                    yield _event(api_error(event).to_dict())
+                    return
+                yield _event(form.chunk(event, counts[event[0]]))
+                counts[event[0]] += 1
+            yield _event(form.chunk(None, finish_reason=job.answer.finish_reason))
+            if usage:
+                yield _event(form.usage_chunk(usage_of(job.ids.shape[1], job.cached, job.answer)))
+            yield "data: [DONE]\n\n"
+        finally:
+            job.cancelled.set()
 
     async def _models(self, request: Request, owner: str) -> Response:
         model = {
@@ -268,22 +270,6 @@ class Server:
     async def _health(self, request: Request) -> Response:
         alive = self.engine.is_alive
         return JSONResponse({"status": "ok" if alive else "ending"}, 200 if alive else 503)
-
-
-class _Stream(StreamingResponse):
-    """Server-sent events; the work for them stops when the client goes away, be it before the first one."""
-
-    media_type = "text/event-stream"
-
-    def __init__(self, events: AsyncIterator[str], job: Job, headers: dict[str, str]) -> None:
-        super().__init__(events, headers=headers)
-        self._job = job
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._job.cancelled.set()
 
 
 def api_error(error: Exception) -> ApiError:

@@ -1,0 +1,135 @@
+"""`kvcli serve` as a process: what it refuses to start with, how it ends, and what a killed one leaves."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from byte_tokenizer import CHAT, byte_tokenizer
+from console import METHOD, refused
+from factories import make_model
+from served import answered, request, until
+
+from kvcli.contexts import ContextStore
+
+TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom. " * 4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny model."""
+    made, tokenizer = tmp_path_factory.mktemp("models") / "tiny", byte_tokenizer()
+    tokenizer.chat_template = CHAT
+    make_model("llama", vocab_size=259, max_position_embeddings=4096).save_pretrained(made)
+    tokenizer.save_pretrained(made)
+    return made
+
+
+@pytest.fixture
+def start(folder: Path, tmp_path: Path) -> Iterator[Callable[..., tuple[subprocess.Popen[str], openai.OpenAI]]]:
+    """Starts servers, and makes clients of them."""
+    processes: list[subprocess.Popen[str]] = []
+
+    def start_one(*options: str, key: str = "none") -> tuple[subprocess.Popen[str], openai.OpenAI]:
+        command = [sys.executable, "-m", "kvcli", "serve", str(folder), *METHOD, "--port", "0", *options]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "1000"}
+        process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, env=environment)
+        processes.append(process)
+        assert process.stderr is not None
+        lines = []
+        for line in process.stderr:
+            lines.append(line)
+            if found := re.search(r"serving (http://127\.0\.0\.1:\d+/v1)", line):
+                url = found[1]
+                return process, openai.OpenAI(base_url=url, api_key=key, max_retries=0, timeout=60)
+        raise AssertionError("".join(lines))
+
+    yield start_one
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def complete(client: openai.OpenAI, folder: Path, prompt: str, **options: Any) -> Any:
+    return client.completions.create(model=str(folder), prompt=prompt, **options)
+
+
+def test_servers_that_others_could_use_unasked_are_refused(folder: Path, tmp_path: Path) -> None:
+    empty, binary, good = (tmp_path / name for name in ("empty", "binary", "good"))
+    empty.write_text(" \n\n")
+    binary.write_bytes(b"\xff\xfe")
+    good.write_text("sesame\n")
+    serve = ("serve", str(folder), "--method", "kivi-2")
+    for host in ("0.0.0.0", "::", "192.0.2.1", "example.org"):
+        assert "--api-key-file is needed" in refused(*serve, "--host", host)
+    assert "holds no keys" in refused(*serve, "--api-key-file", str(empty))
+    assert "cannot read the keys" in refused(*serve, "--api-key-file", str(binary))
+    assert "cannot read the keys" in refused(*serve, "--api-key-file", str(tmp_path / "none"))
+    assert "--store-per-key needs --api-key-file" in refused(*serve, "--store-per-key")
+    good.write_text("schlüssel\n")
+    assert "of ASCII characters" in refused(*serve, "--api-key-file", str(good))
+
+
+def test_options_that_cannot_be_met_are_refused(folder: Path, tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("sesame\n")
+    serve = ("serve", str(folder), "--method", "kivi-2")
+    assert "exclude each other" in refused(*serve, "--store", str(tmp_path / "store"), "--no-store")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert f"port {port}: Address already in use" in refused(*serve, "--port", port)
+    assert "192.0.2.1" in refused(*serve, "--port", "0", "--host", "192.0.2.1", "--api-key-file", str(key))
+    assert "no.such.name." in refused(*serve, "--port", "0", "--host", "no.such.name.", "--api-key-file", str(key))
+    assert "..name" in refused(*serve, "--port", "0", "--host", "..name", "--api-key-file", str(key))
+    for options in (("--store-limit", "much"), ("--hot-memory", "-1"), ("--max-model-len", "1"), ("--port", "65536")):
+        refused(*serve, *options)
+
+
+def test_a_signal_lets_an_answer_end(start: Callable[..., Any], folder: Path) -> None:
+    process, client = start("--no-store")
+    stream = complete(client, folder, "Go on", max_tokens=300, stream=True, stream_options={"include_usage": True})
+    next(stream)
+    process.terminate()
+    events = [*stream]
+    assert events[-1].usage.completion_tokens == 300
+    assert process.wait(30) == 0
+    assert "ended" in process.stderr.read()
+
+
+def test_ctrl_c_ends_answers_that_take_too_long(start: Callable[..., Any], folder: Path) -> None:
+    process, client = start("--no-store", "--grace", "0")
+    body = {"prompt": "Go on", "max_tokens": 4000, "stream": True}
+    with socket.create_connection(("127.0.0.1", client.base_url.port), timeout=60) as connection:
+        connection.sendall(request("/v1/completions", body))
+        connection.recv(1)
+        process.send_signal(signal.SIGINT)
+        assert b"[DONE]" not in answered(connection).body
+    assert process.wait(30) == 0
+
+
+def test_what_was_read_outlives_a_kill(start: Callable[..., Any], folder: Path, tmp_path: Path) -> None:
+    """The second server needs one of several keys."""
+    process, client = start("--store", "contexts")
+    first = complete(client, folder, TEXT, max_tokens=12)
+    assert first.usage.prompt_tokens_details.cached_tokens == 0
+    until(lambda: ContextStore(tmp_path / "contexts").names())
+    process.kill()
+    process.wait(30)
+    (tmp_path / "keys").write_text("sesame\r\n\n  open-up  \n")
+    process, client = start("--store", "contexts", "--api-key-file", "keys", key="open-up")
+    again = complete(client, folder, TEXT, max_tokens=12)
+    assert again.usage.prompt_tokens_details.cached_tokens > len(TEXT) / 2
+    assert again.choices[0].text == first.choices[0].text
+    with pytest.raises(openai.AuthenticationError):
+        complete(client.with_options(api_key="other"), folder, "Hi", max_tokens=2)
+    process.terminate()
+    assert process.wait(30) == 0
