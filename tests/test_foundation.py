@@ -107,17 +107,17 @@ BUDGET = {
     ".": 3780,  # progress by layers, one default method, documents that are asked
     "artifact": 400,
     "attention": 2275,  # flushing a cache; launching every kernel once; decoded codes in a window
-    "bench": 2545,  # the suite `startup`
+    "bench": 2860,  # the suites `startup` and `serve`
     "cache": 2705,  # snapshots joined to a batch; the same offsets are observed
     "calibrate": 1420,  # blocks of logits by vocabulary
-    "cli": 3630,  # ask, serve, warmup and doctor
-    "contexts": 835,  # a window is left to be read
+    "cli": 3710,  # ask, serve, chat with a server, warmup and doctor
+    "contexts": 850,  # contexts that were read alike
     "eval": 2160,  # rows without gradients, options that differ by name
     "integrations": 630,
     "kernels": 850,  # compilation side by side, and what is on disk
     "methods": 7745,  # TurboQuant encoded by one kernel and decoded by another
     "plan": 550,  # from which length they are smaller
-    "serve": 1240,  # a server of the OpenAI API
+    "serve": 1305,  # a server of the OpenAI API
     "seam": 1595,  # rotations by constants return at once
     "storage": 640,
 }

@@ -83,6 +83,18 @@ def startup(name: str) -> str:
     return markdown(header, rows)
 
 
+def serve(name: str) -> str:
+    """Seconds to a client's first token, and tokens per second of all clients, by where their prompts were."""
+    states = ("cold", "hot", "disk", "direct")
+    header = ["method", "prompt", "clients", *(f"{x}, s" for x in states), *(f"{x}, tokens/s" for x in states)]
+    cells = []
+    for row in records(name):
+        columns = [f"{state}_{figure}" for figure in ("first_s", "tokens_per_s") for state in states]
+        figures = ["" if row[x] is None else f"{row[x]:.3g}" for x in columns]
+        cells.append([row["method"], f"{row['context'] // 1024}K", f"{row['batch']}", *figures])
+    return markdown(header, cells)
+
+
 def shared_memory(name: str) -> str:
     """KiB of the launch that asks for the most, bfloat16/float32, by head_dim and compute capability."""
     rows = records(name)
@@ -118,6 +130,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "generate-h200": generate,
     "quality-smollm2-135m": quality,
     "startup-h100": startup,
+    "serve-h100": serve,
     "shared-memory": shared_memory,
     **{f"faults-{section}": faults for section in ("kills", "files", "inputs", "calls")},
 }

@@ -57,7 +57,7 @@ class ChatOptions(SamplingOptions):
 def run(options: ChatOptions, output: Output) -> None:
     """Talk to a model on one compressed cache; only what is new of each turn is read, and the cache can be saved."""
     if options.url is not None:
-        talk(options, _read_lines(), output)
+        talk(options.url, options.system, options, _read_lines(), output)
         return
     if options.system is not None and options.resume is not None:
         raise UsageError("--system goes before the first message; the conversation of --resume has begun")

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvcli.cli.output import Output
+from kvcli.cli.session_options import SamplingOptions
 from kvcli.errors import KvcliError, UsageError
 
-if TYPE_CHECKING:
-    from kvcli.cli.chat import ChatOptions
 
-
-def talk(options: ChatOptions, lines: Iterator[str], output: Output) -> None:
+def talk(url: str, system: str | None, options: SamplingOptions, lines: Iterator[str], output: Output) -> None:
     """Sends each line with all messages before it, and writes the reply as it comes; `/exit` ends.
 
     Raises:
@@ -27,13 +25,13 @@ def talk(options: ChatOptions, lines: Iterator[str], output: Output) -> None:
         import openai
     except ImportError as error:
         raise UsageError("--url needs the package openai: pip install 'kvcli[serve]'") from error
-    client = openai.OpenAI(base_url=options.url, api_key=os.environ.get("OPENAI_API_KEY") or "none", max_retries=0)
-    messages: list[Any] = [] if options.system is None else [{"role": "system", "content": options.system}]
+    client = openai.OpenAI(base_url=url, api_key=os.environ.get("OPENAI_API_KEY") or "none", max_retries=0)
+    messages: list[Any] = [] if system is None else [{"role": "system", "content": system}]
     said = options.model_dump(include=options.model_fields_set & {"top_k", "repetition_penalty"})
     usages: list[dict[str, int]] = []
     try:
         model = next(iter(client.models.list())).id
-        output.say(f"{model} at {options.url}; /exit ends the conversation")
+        output.say(f"{model} at {url}; /exit ends the conversation")
         for line in lines:
             if line.partition(" ")[0] == "/exit":
                 break
@@ -59,8 +57,8 @@ def talk(options: ChatOptions, lines: Iterator[str], output: Output) -> None:
             output.write("\n")
             messages.append({"role": "assistant", "content": "".join(pieces)})
     except openai.APIError as error:
-        raise KvcliError(f"{options.url}: {' '.join(str(error).split())}") from error
-    output.result({"url": options.url, "model": model, "messages": messages, "turns": usages})
+        raise KvcliError(f"{url}: {' '.join(str(error).split())}") from error
+    output.result({"url": url, "model": model, "messages": messages, "turns": usages})
 
 
 def _usage(usage: Any) -> dict[str, int]:

@@ -16,6 +16,7 @@ from kvcli.cli.session_options import SessionOptions, choose_method
 from kvcli.cli.signals import stop_reason
 from kvcli.errors import UsageError
 from kvcli.paths import model_folder
+from kvcli.registry import UNFITTED_METHOD
 from kvcli.sizes import parse_size
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class ServeOptions(SessionOptions):
     max_model_len: int | None = Field(
         default=None, ge=2, description="tokens of a prompt and its answer; default: what the model was trained on"
     )
-    max_waiting: int = Field(default=64, ge=0, description="requests that may wait; others get status 429")
+    max_waiting: int = Field(default=64, ge=1, description="requests that may wait; others get status 429")
     max_batch: int = Field(default=8, ge=1, description="waiting requests that are decoded together at most")
     grace: int = Field(default=30, ge=0, description="seconds in which answers are finished after SIGTERM or Ctrl-C")
 
@@ -59,6 +60,11 @@ def run(options: ServeOptions, output: Output) -> None:
         from kvcli.serve.app import Server
     except ImportError as error:
         raise UsageError("kvcli serve needs packages that are not installed: pip install 'kvcli[serve]'") from error
+
+    def say(line: str) -> None:
+        with suppress(OSError, SystemExit):  # rich's, when nobody reads standard error any more: answers go on
+            output.warn(line)
+
     store_bytes, hot_bytes = parse_size(options.store_limit), parse_size(options.hot_memory)
     store, listening = _store(options), _bind(options)
     chosen = choose_method(options, output)
@@ -76,7 +82,7 @@ def run(options: ServeOptions, output: Output) -> None:
             max_model_len=options.max_model_len,
             max_waiting=options.max_waiting,
             max_batch=options.max_batch,
-            say=output.warn,
+            say=say,
             keys=keys,
             per_key=options.store_per_key,
         )
@@ -148,7 +154,7 @@ COMMAND = Command(
     "serve",
     ServeOptions,
     run,
-    "kvcli serve --method kivi-2",
+    f"kvcli serve --method {UNFITTED_METHOD}",
     ("model",),
     saves_memory="lower --hot-memory or --max-model-len, or choose a --method with fewer bits",
 )

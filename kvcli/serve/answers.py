@@ -120,8 +120,8 @@ class Answer:
                 self._pieces.append(("tool_calls", {"name": chunk.name, "arguments": chunk.arguments}))
                 continue
             self._unparsed = self._unparsed.rpartition(chunk)[2]
-            # without a token that ends answers, of which the parser does not know
-            self._piece("reasoning_content" if isinstance(chunk, ReasoningText) else "content", chunk.removesuffix(self._end))
+            text = str(chunk.removesuffix(self._end))  # a token that ends answers, of which the parser does not know
+            self._piece("reasoning_content" if isinstance(chunk, ReasoningText) else "content", text)
 
     def _piece(self, kind: str, text: str) -> None:
         """Notes text, together with what is before it if that is of its kind."""

@@ -88,13 +88,14 @@ class Server:
         """A server of a session, whose engine runs until it is closed; `access`: `keys` and `per_key`."""
         metrics = Metrics()
         prefixes = Prefixes(session, loaded.tokenizer, store, store_bytes, hot_bytes, say, metrics.count_stored)
-        engine = Engine(session, prefixes, metrics, max_waiting=max_waiting, max_batch=max_batch)
+        limit = max_model_len or loaded.spec.max_position_embeddings
+        sizes = {"max_waiting": max_waiting, "max_batch": max_batch, "max_length": limit}
+        engine = Engine(session, prefixes, metrics, **sizes, say=say)
         metrics.waiting.set_function(lambda: engine.num_waiting)
         metrics.hot_bytes.set_function(lambda: prefixes.hot_bytes)
         metrics.store_bytes.set_function(prefixes.store_bytes)
         method = method_name(session.method.name, dict(session.config))
         headers = {"x-kvcli-method": method, "x-kvcli-bits": f"{prefixes.true_bits():.2f}"}
-        limit = max_model_len or loaded.spec.max_position_embeddings
         return cls(loaded, name, engine, metrics, limit, headers=headers, **access)
 
     def app(self) -> Starlette:
@@ -108,7 +109,9 @@ class Server:
             Route("/health", self._health),
         ]
         handlers: dict[Any, Any] = {HTTPException: _http_error, Exception: _unexpected}
-        return Starlette(routes=routes, exception_handlers=handlers)
+        app = Starlette(routes=routes, exception_handlers=handlers)
+        app.router.redirect_slashes = False  # nobody is sent to an address that a Host header says
+        return app
 
     def _endpoint(self, answer: Callable[[Request, str], Any]) -> Callable[[Request], Any]:
         """An endpoint that needs a key, tells errors in the form of the API, and is counted."""
@@ -121,6 +124,8 @@ class Server:
                 response = JSONResponse(error.to_dict(), error.status, headers)
             except ClientDisconnect:
                 response = Response(status_code=499)
+            except asyncio.CancelledError:  # at the end of the time that answers are given to be finished
+                response = JSONResponse(ApiError(503, "the server ends").to_dict(), 503)
             path = "/v1/models" if "name" in request.path_params else request.scope["path"]
             self.metrics.requests.labels(path, response.status_code).inc()
             return response

@@ -17,7 +17,8 @@ from torch import Tensor
 from kvcli.attention.generation import SamplingConfig
 from kvcli.attention.session import Session
 from kvcli.cache.snapshot import join
-from kvcli.errors import KvcliError
+from kvcli.errors import KvcliError, error_text
+from kvcli.progress import Say
 from kvcli.serve.answers import Answer
 from kvcli.serve.metrics import Metrics
 from kvcli.serve.prefixes import Prefix, Prefixes
@@ -70,13 +71,23 @@ class Engine:
     Args:
         max_waiting: requests that may wait.
         max_batch: requests that are decoded together.
+        max_length: tokens of a prompt and its answer, for which the model has positions.
+        say: gets a line about a request that failed.
     """
 
     def __init__(
-        self, session: Session, prefixes: Prefixes, metrics: Metrics, *, max_waiting: int, max_batch: int
+        self,
+        session: Session,
+        prefixes: Prefixes,
+        metrics: Metrics,
+        *,
+        max_waiting: int,
+        max_batch: int,
+        max_length: int,
+        say: Say,
     ) -> None:
-        self._session, self._prefixes, self._metrics = session, prefixes, metrics
-        self._max_waiting, self._max_batch = max_waiting, max_batch
+        self._session, self.prefixes, self._metrics = session, prefixes, metrics
+        self._max_waiting, self._max_batch, self._max_length, self._say = max_waiting, max_batch, max_length, say
         self._waiting: deque[Job] = deque()
         self._changed = threading.Condition()
         self._closing = False
@@ -111,7 +122,7 @@ class Engine:
             self._closing = True
             self._changed.notify()
         self._thread.join()
-        self._prefixes.close()
+        self.prefixes.close()
 
     def _run(self) -> None:
         while jobs := self._next():
@@ -129,12 +140,16 @@ class Engine:
             if self._closing:
                 return []
             jobs = [self._waiting.popleft()]
-            together = jobs[0].sampling.temperature == 0 and self._prefixes.reusable
-            while self._waiting and together and len(jobs) < self._max_batch:
-                if replace(self._waiting[0].sampling, max_new_tokens=1) != replace(jobs[0].sampling, max_new_tokens=1):
-                    break
+            while self._waiting and len(jobs) < self._max_batch and self._together([*jobs, self._waiting[0]]):
                 jobs.append(self._waiting.popleft())
             return jobs
+
+    def _together(self, jobs: list[Job]) -> bool:
+        """Whether requests can be one batch, in which the longest prompt goes on as long as the longest answer."""
+        length = max(job.ids.shape[1] for job in jobs) + max(job.sampling.max_new_tokens for job in jobs)
+        (one, *others) = {replace(job.sampling, max_new_tokens=1) for job in jobs}
+        alike = one.temperature == 0 and not others
+        return alike and length <= self._max_length and self.prefixes.reusable
 
     def _attempt(self, jobs: list[Job], work: Callable[[], None]) -> bool:
         """Does some work, and tells those whom it was for if it fails."""
@@ -146,8 +161,10 @@ class Engine:
         except KvcliError as error:
             failure = error
         except Exception as error:  # memory above all: what is kept may need it
-            self._prefixes.hot.clear()
+            self.prefixes.hot.clear()
             failure = error
+        if not isinstance(failure, Cancelled):
+            self._say(f"a request failed: {type(failure).__name__}: {error_text(failure)}")
         for job in jobs:
             job.done(failure)
         return False
@@ -159,7 +176,7 @@ class Engine:
         def work() -> None:
             job.check()
             started = time.monotonic()
-            prefix = self._prefixes.read(job.ids, job.owner, job.store, lambda count: job.check())
+            prefix = self.prefixes.read(job.ids, job.owner, job.store, lambda count: job.check())
             job.cached = prefix.reused
             self._metrics.prefixes.labels(prefix.source).inc()
             self._metrics.load.observe(prefix.load_s)
@@ -212,4 +229,4 @@ class Engine:
             session.generate(ids, mask, sampling=sampling, past_key_values=cache, on_tokens=on_tokens)
         for job, prefix, _ in ready:
             if job.store:
-                self._prefixes.keep(prefix)
+                self.prefixes.keep(prefix)

@@ -134,7 +134,12 @@ class Prefixes:
                 prefill(self.session.model, prefix.cache, ids[:, :end].to(device), None, None)
                 self.session.flush(prefix.cache)
                 prefix.flushed = end
-                check(end - prefix.reused)
+                try:
+                    check(end - prefix.reused)
+                except Exception:  # what was read so far, and taken out of memory for it, is of use to others
+                    if keep:
+                        self.keep(prefix)
+                    raise
         if keep and prefix.flushed > prefix.stored:
             self._store(prefix)
         return prefix

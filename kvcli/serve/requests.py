@@ -154,7 +154,8 @@ def parse(data: bytes, kind: type[BodyT], model: str) -> BodyT:
     """
     try:
         values = json.loads(data.decode())
-        json.dumps(values, ensure_ascii=False).encode()  # half a surrogate pair is no text
+        if b"\\u" in data:  # half a surrogate pair is no text
+            json.dumps(values, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         _refuse("the body is no JSON object in UTF-8")
     if not isinstance(values, dict):
@@ -171,7 +172,7 @@ def parse(data: bytes, kind: type[BodyT], model: str) -> BodyT:
     for name, served in kind.fixed.items():
         value = getattr(body, name)
         if value is not None and not any(value == x and isinstance(value, bool) == isinstance(x, bool) for x in served):
-            _refuse(f"{name}={json.dumps(value)[:80]} is not supported", name)
+            _refuse(f"{name}: this value is not supported", name)
     if body.model not in (None, model):
         message = f"The model '{str(body.model)[:80]}' does not exist; this is '{model}'"
         raise ApiError(404, message, "model", "model_not_found")

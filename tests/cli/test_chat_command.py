@@ -9,6 +9,7 @@ from unittest.mock import MagicMock
 
 import pytest
 from console import GROUPED, METHOD, SHORT, WINDOW, compressed, invoke, refused, result, says
+from served import serving
 
 import kvcli
 from kvcli.builtin_models import DEFAULT_MODEL
@@ -181,3 +182,16 @@ def test_a_reply_that_broke_off_is_not_taken_for_a_whole_one(chatty: Any, monkey
         assert talk.reply("And now?").reused_tokens == 0
         assert said == ["the conversation is read again from its start: the last reply was broken off"]
         assert len(talk.messages) == 4
+
+
+def test_a_conversation_with_a_server() -> None:
+    """`--url`: each line goes with all before it; what is for the server to know is refused, errors are one line."""
+    with serving() as served:
+        url = f"http://127.0.0.1:{served.port}/v1"
+        made = result("chat", "--url", url, "--max-new-tokens", "5", "--json", stdin="Hello there\nAnd now?\n/exit\n")
+        texts = [message["content"] for message in made["messages"]]
+        assert [message["role"] for message in made["messages"]] == ["user", "assistant"] * 2
+        assert texts[1] == served.chat("Hello there", 5).choices[0].message.content
+        assert [turn["new_tokens"] for turn in made["turns"]] == [5, 5]
+        assert "--method is for the server" in refused("chat", "--url", url, "--method", "kivi-2", stdin="Hello\n")
+    assert "Connection error" in refused("chat", "--url", url, code=1, stdin="Hello\n")

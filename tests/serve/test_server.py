@@ -16,8 +16,10 @@ import torch
 from byte_tokenizer import CHAT
 from served import LONG, Served, answered, busy, request, serving, until
 
+from kvcli.attention.generation import SamplingConfig
 from kvcli.errors import CacheError, ModelError
 from kvcli.serve import app as app_module
+from kvcli.serve.engine import Job
 
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom. "
 STREAM = {"prompt": "Go on", "max_tokens": LONG, "stream": True}
@@ -109,6 +111,37 @@ def test_tools_reach_the_template() -> None:
         plain = served.chat("Hi").usage.prompt_tokens
         assert served.chat("Hi", tools=TOOLS).usage.prompt_tokens == plain + len(json.dumps(TOOLS))
         assert served.chat("Hi", tools=TOOLS, tool_choice="none").usage.prompt_tokens == plain
+
+
+@pytest.fixture(scope="module")
+def qwen() -> Iterator[Served]:
+    """A server of a model whose answers are parsed, with a template that transformers does not expect."""
+    with serving(family="qwen2") as made:
+        yield made
+
+
+def test_a_prompt_is_no_part_of_an_answer_that_is_parsed(qwen: Served) -> None:
+    done = qwen.chat("<think>", 20).choices[0].message
+    assert (done.content, done.tool_calls) == (qwen.generated("<think>", 20, chat=True), None)
+
+
+def test_tool_calls_and_reasoning_are_told_apart(qwen: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = '<tool_call>{"name": "look", "arguments": {"at": "it"}}</tool_call>'
+    monkeypatch.setattr(qwen.session, "generate", _says(qwen, f"<think>Hm.</think>Well.{call}{call}</s>"))
+    qwen.loaded.model.generation_config.eos_token_id = 2
+    done = qwen.chat("Hi", 300, tools=TOOLS).choices[0]
+    assert (done.message.content, done.message.reasoning_content, done.finish_reason) == ("Well.", "Hm.", "tool_calls")
+    assert [json.loads(x.function.arguments) for x in done.message.tool_calls] == [{"at": "it"}] * 2
+    with qwen.client() as client:
+        messages: Any = [{"role": "user", "content": "Hi"}]
+        events = client.chat.completions.create(model="tiny", messages=messages, tools=TOOLS, stream=True)
+        stream = [event.choices[0] for event in events]
+    assert "".join(x.delta.content or "" for x in stream) == "Well."
+    assert "".join(getattr(x.delta, "reasoning_content", "") for x in stream) == "Hm."
+    calls = [call for x in stream for call in x.delta.tool_calls or []]
+    assert [(x.index, x.function.name) for x in calls] == [(0, "look"), (1, "look")]
+    assert len({x.id for x in calls}) == 2
+    assert stream[-1].finish_reason == "tool_calls"
 
 
 def test_models_are_listed(served: Served) -> None:
@@ -371,3 +404,28 @@ def test_one_answer_that_fails_takes_no_others_of_its_batch_along() -> None:
         with pytest.raises(openai.InternalServerError, match="internal error"):
             made[0].result()
         assert made[1].result().choices[0].text == alone
+
+
+def test_requests_that_are_too_long_together_are_no_batch() -> None:
+    """The longest prompt goes on as long as the longest answer, and the model has no positions beyond its length."""
+    with serving() as served:
+
+        def job(prompt: int, answer: int, temperature: float = 0.0) -> Any:
+            sampling = SamplingConfig(answer, temperature)
+            return Job(torch.zeros(1, prompt, dtype=torch.int64), sampling, None, None, "", True, print)  # type: ignore[arg-type]
+
+        together = served.engine._together
+        assert together([job(3000, 10), job(10, 1000)])
+        assert not together([job(3000, 10), job(10, 1097)])
+        assert not together([job(10, 10), job(10, 10, 0.5)])
+        assert not together([job(10, 10, 0.5), job(10, 10, 0.5)])
+
+
+def test_a_prompt_of_one_token_is_part_of_a_batch() -> None:
+    with serving() as served, ThreadPoolExecutor(3) as pool:
+        prompts: list[Any] = [[5], "twelve words", [7]]
+        alone = [served.complete(prompt).choices[0].text for prompt in prompts]
+        with busy(served):
+            answers = [pool.submit(served.complete, prompt) for prompt in prompts]
+            until(lambda: served.engine.num_waiting == 3)
+        assert [answer.result().choices[0].text for answer in answers] == alone

@@ -94,6 +94,7 @@ def test_names_of_this_machine_need_no_key(host: str, served: Served) -> None:
         ("/v1/../etc/passwd", "GET", 404),
         ("/v1/x?\xff", "GET", 404),
         ("/v1/" + "x" * 3000, "GET", 404),
+        ("/v1/completions/", "POST", 404),
         (CHAT_PATH, "GET", 405),
         ("/v1/models", "DELETE", 405),
         ("/metrics", "POST", 405),

@@ -147,22 +147,20 @@ def serving(
     max_waiting: int = 64,
     max_batch: int = 8,
     template: str = CHAT,
+    family: str = "llama",
 ) -> Iterator[Served]:
     """A server with boundaries every 16 tokens and buffers of sockets that hold little."""
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = template
-    model = make_model("llama", vocab_size=259, max_position_embeddings=4096)
+    model = make_model(family, vocab_size=259, max_position_embeddings=4096)
     loaded = replace(load(model), tokenizer=tokenizer)
     with kvcli.attach(loaded, method, residual_length=8, sink_length=2, group_size=8) as session:
-        metrics = Metrics()
+        kept = None if store is None else ContextStore(store)
+        sizes = {"max_waiting": max_waiting, "max_batch": max_batch, "max_model_len": 4096}
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(prefixes_module, "UNIT", 16)
-            kept = None if store is None else ContextStore(store)
-            prefixes = Prefixes(session, tokenizer, kept, None, 2**30, print, metrics.count_stored)
-        engine = Engine(session, prefixes, metrics, max_waiting=max_waiting, max_batch=max_batch)
-        metrics.waiting.set_function(lambda: engine.num_waiting)
-        headers = {"x-kvcli-method": method, "x-kvcli-bits": f"{prefixes.true_bits():.2f}"}
-        app = Server(loaded, "tiny", engine, metrics, 4096, keys, per_key, headers).app()
+            opened = Server.open(loaded, session, "tiny", store=kept, **sizes, say=print, keys=keys, per_key=per_key)
+        app, engine = opened.app(), opened.engine
         listening = socket.socket()
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         listening.bind(("127.0.0.1", 0))
@@ -172,7 +170,7 @@ def serving(
         thread.start()
         try:
             until(lambda: server.started)
-            yield Served(loaded, session, engine, prefixes, metrics, listening.getsockname()[1])
+            yield Served(loaded, session, engine, engine.prefixes, opened.metrics, listening.getsockname()[1])
         finally:
             server.should_exit = True
             thread.join()
