@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvcli.attention.generation import SamplingConfig
 from kvcli.attention.session import Session
-from kvcli.cache.snapshot import join
+from kvcli.cache.snapshot import Snapshot, join
 from kvcli.errors import KvcliError, error_text
 from kvcli.progress import Say
 from kvcli.serve.answers import Answer
@@ -61,8 +61,8 @@ class Job:
             raise Cancelled
 
 
-Begun = tuple[Job, Prefix, Tensor]
-"""A request, the cache of its prompt, and its tokens [1, time], one more than the cache holds, or the prompt alone."""
+Begun = tuple[Job, Prefix, Tensor, Snapshot | None]
+"""A request, the cache of its prompt and its tokens [1, time]; with others, one more than the snapshot of it holds."""
 
 
 class Engine:
@@ -184,9 +184,12 @@ class Engine:
             self._metrics.tokens.labels("prompt").inc(job.ids.shape[1])
             self._metrics.tokens.labels("cached").inc(prefix.reused)
             ids, one = job.ids.to(self._session.model.device), replace(job.sampling, max_new_tokens=1)
+            snapshot = None
             if not alone:
                 ids = self._session.generate(ids, sampling=one, past_key_values=prefix.cache).sequences
-            begun.append((job, prefix, ids))
+                snapshot = prefix.cache.snapshot(ids.device)
+                self._keep(job, prefix)  # the next one may begin alike
+            begun.append((job, prefix, ids, snapshot))
 
         return begun[0] if self._attempt([job], work) else None
 
@@ -195,7 +198,8 @@ class Engine:
         session = self._session
         jobs = [job for job, *_ in ready]
         most = max(job.sampling.max_new_tokens for job in jobs)
-        rows, ids, mask, cache = [ids for *_, ids in ready], ready[0][2], None, ready[0][1].cache
+        rows, snapshots = [ids for *_, ids, _ in ready], [x for *_, x in ready if x is not None]
+        ids, mask, cache = rows[0], None, ready[0][1].cache
         if not alone:
             longest = max(x.shape[1] for x in rows)
             left = [longest - x.shape[1] for x in rows]
@@ -203,7 +207,7 @@ class Engine:
             # padded with a token that a prompt has: others are not penalized as repetitions
             ids = torch.cat([torch.cat((x[:, :1].expand(1, n), x), 1) for n, x in zip(left, rows, strict=True)])
             cache = session.new_cache()
-            cache.restore(join([prefix.cache.snapshot(ids.device) for _, prefix, _ in ready]))
+            cache.restore(join(snapshots))
         first, unended = True, set(jobs)
 
         def on_tokens(tokens: Tensor) -> None:
@@ -227,6 +231,9 @@ class Engine:
                 on_tokens(ids[:, -1:])
             sampling = replace(jobs[0].sampling, max_new_tokens=most if alone else most - 1)
             session.generate(ids, mask, sampling=sampling, past_key_values=cache, on_tokens=on_tokens)
-        for job, prefix, _ in ready:
-            if job.store:
-                self.prefixes.keep(prefix)
+        if alone:
+            self._keep(jobs[0], ready[0][1])
+
+    def _keep(self, job: Job, prefix: Prefix) -> None:
+        if job.store:
+            self.prefixes.keep(prefix)

@@ -66,7 +66,7 @@ class Body(BaseModel):
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=0, lt=2**31)
-    repetition_penalty: float | None = Field(default=None, gt=0, le=10)
+    repetition_penalty: float | None = Field(default=None, ge=0.01, le=10)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     stop: Text | Annotated[list[Text], Field(max_length=MOST_STOPS)] | None = None
     stream: bool | None = None
@@ -83,7 +83,9 @@ class Body(BaseModel):
     def sampling(self, max_new_tokens: int) -> SamplingConfig:
         """How tokens are chosen: the most probable ones, unless a temperature is asked for."""
         said: dict[str, Any] = {
-            "temperature": self.temperature,
+            "temperature": self.temperature
+            if (self.temperature or 0) >= 1e-5
+            else 0.0,  # logits divided by it are finite
             "top_p": self.top_p,
             "top_k": self.top_k,
             "repetition_penalty": self.repetition_penalty,

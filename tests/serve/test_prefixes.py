@@ -158,6 +158,26 @@ def test_what_may_not_be_stored_is_not(opened: Callable[..., Any]) -> None:
     assert prefixes.store.names() == []
 
 
+@pytest.mark.parametrize("hot", [False, True])
+def test_what_was_read_of_a_cancelled_request_is_found_again(hot: bool, opened: Callable[..., Any]) -> None:
+    """Nor is lost what it went on from."""
+    maker, prefixes = opened("rtn", stored=False)
+    if hot:
+        answer(maker, prefixes, tokens(LONG)[:, :60])
+
+    def check(count: int) -> None:
+        if count >= 40:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        prefixes.read(tokens(LONG), "", True, check)
+    made, again = answer(maker, prefixes, tokens(LONG))
+    assert again.reused >= (80 if hot else 40)
+    fresh = Prefixes(maker.session, maker.loaded.tokenizer, None, None, 0, print)
+    assert made == answer(maker, fresh, tokens(LONG))[0]
+    fresh.close()
+
+
 def test_memory_of_kept_caches_is_limited(opened: Callable[..., Any]) -> None:
     maker, prefixes = opened("rtn", stored=False)
     _, one = answer(maker, prefixes, tokens(LONG))

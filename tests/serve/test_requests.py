@@ -31,7 +31,7 @@ def test_fields_mean_what_they_do_elsewhere() -> None:
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.repetition_penalty) == (0.5, 0.9, 7, 1.1)
     assert (body.limit(), body.stops(), body.seed) == (5, ["x"], 3)
     assert chat(max_tokens=5, max_completion_tokens=6).limit() == 6
-    assert chat().sampling(9).temperature == 0
+    assert chat().sampling(9).temperature == chat(temperature=1e-40).sampling(9).temperature == 0
     assert chat(temperature=None, stop=None, n=None, logprobs=False, frequency_penalty=0.0, logit_bias={}).stops() == []
 
 
@@ -51,6 +51,7 @@ def test_fields_mean_what_they_do_elsewhere() -> None:
         ({"temperature": -0.1}, "temperature"),
         ({"temperature": "0"}, "temperature"),
         ({"top_p": 0}, "top_p"),
+        ({"repetition_penalty": 1e-300}, "repetition_penalty"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": 2**40}, "max_tokens"),
         ({"max_tokens": 1.5}, "max_tokens"),

@@ -218,6 +218,22 @@ def test_requests_at_once_get_what_each_gets_alone(method: str) -> None:
         assert 8 in rows
 
 
+def test_requests_at_once_read_what_they_begin_with_once() -> None:
+    """Such as questions about one document."""
+    with serving() as served, ThreadPoolExecutor(4) as pool:
+        with busy(served):
+            made = [pool.submit(served.complete, f"{TEXT}Question {i}?", 4 + i) for i in range(4)]
+            waiting(served, 4)
+        done = [x.result() for x in made]
+        cached = sorted(x.usage.prompt_tokens_details.cached_tokens for x in done)
+        assert cached[0] == 0
+        assert cached[1] > len(TEXT) - 30
+        assert len(served.prefixes.hot) < 4
+        served.prefixes.hot.clear()
+        alone = [served.complete(f"{TEXT}Question {i}?", 4 + i).choices[0].text for i in range(4)]
+    assert [x.choices[0].text for x in done] == alone
+
+
 def test_padding_of_a_batch_is_no_repetition(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens that a prompt has not are not penalized in it, such as the padding of shorter prompts."""
     seen: list[Any] = []
