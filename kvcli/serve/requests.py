@@ -83,9 +83,7 @@ class Body(BaseModel):
     def sampling(self, max_new_tokens: int) -> SamplingConfig:
         """How tokens are chosen: the most probable ones, unless a temperature is asked for."""
         said: dict[str, Any] = {
-            "temperature": self.temperature
-            if (self.temperature or 0) >= 1e-5
-            else 0.0,  # logits divided by it are finite
+            "temperature": self.temperature if (self.temperature or 0) >= 1e-5 else 0.0,  # so that logits stay finite
             "top_p": self.top_p,
             "top_k": self.top_k,
             "repetition_penalty": self.repetition_penalty,

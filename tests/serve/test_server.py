@@ -14,6 +14,8 @@ import openai
 import pytest
 import torch
 from byte_tokenizer import CHAT
+from factories import make_model
+from families import make
 from served import LONG, Served, answered, busy, request, serving, until
 
 from kvcli.attention.generation import SamplingConfig
@@ -116,7 +118,7 @@ def test_tools_reach_the_template() -> None:
 @pytest.fixture(scope="module")
 def qwen() -> Iterator[Served]:
     """A server of a model whose answers are parsed, with a template that transformers does not expect."""
-    with serving(family="qwen2") as made:
+    with serving(model=make_model("qwen2", vocab_size=259)) as made:
         yield made
 
 
@@ -232,6 +234,17 @@ def test_requests_at_once_read_what_they_begin_with_once() -> None:
         served.prefixes.hot.clear()
         alone = [served.complete(f"{TEXT}Question {i}?", 4 + i).choices[0].text for i in range(4)]
     assert [x.choices[0].text for x in done] == alone
+
+
+def test_models_whose_caches_cannot_be_kept_are_served_one_by_one() -> None:
+    """With layers that keep transformers' own cache."""
+    with serving(model=make("gemma3_text", vocab_size=259)) as served, ThreadPoolExecutor(2) as pool:
+        expected = served.generated(TEXT, 8)
+        with busy(served):
+            made = [pool.submit(served.complete, TEXT, 8) for _ in range(2)]
+            waiting(served, 2)
+        assert [x.result().choices[0].text for x in made] == [expected] * 2
+        assert {x.result().usage.prompt_tokens_details.cached_tokens for x in made} == {0}
 
 
 def test_padding_of_a_batch_is_no_repetition(monkeypatch: pytest.MonkeyPatch) -> None:

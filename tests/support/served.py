@@ -147,12 +147,12 @@ def serving(
     max_waiting: int = 64,
     max_batch: int = 8,
     template: str = CHAT,
-    family: str = "llama",
+    model: Any = None,
 ) -> Iterator[Served]:
     """A server with boundaries every 16 tokens and buffers of sockets that hold little."""
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = template
-    model = make_model(family, vocab_size=259, max_position_embeddings=4096)
+    model = make_model("llama", vocab_size=259, max_position_embeddings=4096) if model is None else model
     loaded = replace(load(model), tokenizer=tokenizer)
     with kvcli.attach(loaded, method, residual_length=8, sink_length=2, group_size=8) as session:
         kept = None if store is None else ContextStore(store)
