@@ -163,8 +163,9 @@ def _serving(loaded: Any, session: Session, store: str, options: ServeBenchOptio
     kept: dict[str, Any] = {"store": ContextStore(store), "hot_bytes": 2**40, "max_model_len": length}
     server = Server.open(loaded, session, "model", max_batch=options.max_batch, **kept)
     running = uvicorn.Server(uvicorn.Config(server.app(), port=0, log_level="error"))
-    thread = threading.Thread(target=running.run, daemon=True)
+    thread, before = threading.Thread(target=running.run, daemon=True), sys.getswitchinterval()
     thread.start()
+    sys.setswitchinterval(0.001)  # as kvcli serve does
     try:
         while not running.started:
             time.sleep(0.01)
@@ -173,6 +174,7 @@ def _serving(loaded: Any, session: Session, store: str, options: ServeBenchOptio
         running.should_exit = True
         thread.join()
         server.engine.close()
+        sys.setswitchinterval(before)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -69,6 +70,7 @@ def run(options: ServeOptions, output: Output) -> None:
     store, listening = _store(options), _bind(options)
     chosen = choose_method(options, output)
     loaded = options.load(output)
+    sys.setswitchinterval(0.001)  # the thread that makes tokens leaves the others waiting for so long each time
     with chosen.attach(loaded, options.impl, output) as session:
         if options.max_batch > 1:
             session.warmup(options.max_batch, output.progress)

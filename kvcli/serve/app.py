@@ -213,6 +213,8 @@ class Server:
         try:
             self.engine.submit(job)
         except Overloaded:
+            if not self.engine.is_alive:
+                raise ApiError(503, "the server ends") from None
             raise ApiError(429, "too many requests wait; try again later", code="rate_limit_exceeded") from None
         if body.stream:
             stream = self._stream(job, form, events, bool(body.stream_options and body.stream_options.include_usage))
