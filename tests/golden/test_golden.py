@@ -45,6 +45,8 @@ def test_everything_is_recorded(written: Path) -> None:
 def compare(actual: Any, expected: Any, path: str, exactly: bool) -> None:
     """Equal keys, words, whole numbers and lists; floats to 1e-6, or to a half on machines with other arithmetic.
 
+    There, one token of 96 may flip.
+
     Args:
         actual: of the present code.
         expected: as recorded.
@@ -63,6 +65,7 @@ def compare(actual: Any, expected: Any, path: str, exactly: bool) -> None:
         for i, (ours, theirs) in enumerate(zip(actual, expected, strict=True)):
             compare(ours, theirs, f"{path}[{i}]", exactly)
     elif isinstance(expected, float):
-        assert actual == pytest.approx(expected, rel=1e-6 if exactly else 0.5, abs=1e-8 if exactly else 1e-3), path
+        loose = 1.01 / 96 if "flips" in path else 1e-3
+        assert actual == pytest.approx(expected, rel=1e-6 if exactly else 0.5, abs=1e-8 if exactly else loose), path
     else:
         assert actual == expected, path
