@@ -241,6 +241,7 @@ def test_joined_rows_go_on_as_each_alone(name: str, maker: Callable[..., Maker])
         caches.append(cache)
     joined = session.new_cache()
     joined.restore(join([cache.snapshot() for cache in caches]))
+    assert bool((joined.sequences.valid.int().diff(dim=1) >= 0).all())  # padding is on the left
     mask = torch.cat((joined.sequences.valid.long(), torch.ones(3, 1, dtype=torch.int64)), dim=1)
     with torch.inference_mode():
         logits = session.model(
@@ -263,7 +264,9 @@ def test_of_two_contexts_the_one_that_was_read_alike_is_found(opened: Callable[.
         answer(maker, prefixes, ids[:, :length])
     prefixes.close()
     fresh = Prefixes(maker.session, maker.loaded.tokenizer, prefixes.store, None, 0, print)
-    for length in lengths:
+    for length in (*lengths, lengths[0]):
         _, prefix = answer(maker, fresh, ids[:, :length])
         assert (prefix.source, prefix.reused) == ("disk", prefix.flushed)
+    other_end = torch.cat((ids[:, :105], tokens(35, seed=5)), dim=1)
+    assert answer(maker, fresh, other_end)[1].reused == 98  # of the second, though the first was used last
     fresh.close()
