@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from kvcli.attention.backend import AttentionBackend, choose_backend
+from kvcli.attention.chunks import Chunks
 from kvcli.attention.compiled import BACKEND, CompiledLayers
 from kvcli.attention.decoder import Decoder, LogitsNotFinite, default_mode
 from kvcli.attention.generation import (
@@ -151,7 +152,7 @@ class Session:
             )
         return self._known
 
-    def warmup(self, batch: int = 1, progress: Progress = no_progress) -> list[str]:
+    def warmup(self, batch: int = 1, progress: Progress = no_progress, chunk: int | None = None) -> list[str]:
         """Compiles the Triton kernels that this session launches for batches of so many rows, side by side, at once.
 
         Otherwise each is compiled one after another when it is launched first, for minutes in all. Triton keeps what it
@@ -160,6 +161,7 @@ class Session:
         Args:
             batch: rows of the caches to come.
             progress: shows how many kernels are compiled; default: nothing is shown.
+            chunk: the width of `chunks` to come, if there are any.
 
         Returns:
             names of the kernels, one per variant that was compiled or loaded; none where no kernels run.
@@ -170,7 +172,8 @@ class Session:
 
         devices = devices_of_layers(self.model)
         layers = [(devices[self.spec.in_model(layer_idx)], x) for layer_idx, x in enumerate(self._backends)]
-        return warm_up(self.new_cache, layers, self.model.dtype, batch, progress)
+        width = chunk if chunk and chunk < self.backend.many_queries else None
+        return warm_up(self.new_cache, layers, self.model.dtype, batch, progress, width)
 
     @torch.inference_mode()
     def generate(
@@ -253,6 +256,20 @@ class Session:
         used: Mode = decoder.mode if decoder.stepped else "passes"
         compiled_steps = decoder.stepped and decoder.compiled is not None
         return Generated(sequences, decoder.num_tokens, cache, used, compiled_steps, decoder.graph_bytes, decoder.note)
+
+    def chunks(self, cache: CompressedCache, width: int, left: int, mode: Mode | None = None) -> Chunks:
+        """What reads `left` tokens per row into a cache, `width` in each call: a forward pass of the model.
+
+        On a GPU, passes of up to 63 tokens per row are replayed as CUDA graphs, as decode steps are: launched from
+        Python, they take several times as long. Use it in `contextlib.closing`.
+
+        Args:
+            cache: of this session, without padding.
+            mode: as in `generate`.
+        """
+        cache.check_session(self._seam)
+        mode = mode or default_mode(cache, self.model.device, fused=self.backend.impl == "fused", compiled=False)
+        return Chunks(self.model, cache, self._backends, width, left, mode)
 
     @torch.inference_mode()
     def flush(self, cache: CompressedCache) -> None:

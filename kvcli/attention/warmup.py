@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from kvcli.attention.backend import AttentionBackend
-from kvcli.attention.decoder import begin_steps
 from kvcli.attention.layer import attend_layer, flush_layer
+from kvcli.attention.steps import begin_steps
 from kvcli.cache.compressed import CompressedCache
 from kvcli.cache.layer import CompressedLayer, NewTokens
 from kvcli.cache.ranges import Ranges
@@ -47,8 +47,12 @@ def warm_up(
     dtype: torch.dtype,
     rows: int,
     progress: Progress,
+    width: int | None,
 ) -> list[str]:
-    """Compiles the kernels that passes over caches of so many rows launch; returns their names, one per variant."""
+    """Compiles the kernels that passes over caches of so many rows launch; returns their names, one per variant.
+
+    With a `width`, also those of steps of so many tokens per row.
+    """
     with compiled_not_launched(progress) as names:
         first = new_cache()
         first.passes.new_ranges = _Unchecked
@@ -68,6 +72,8 @@ def warm_up(
                     mask = real[:, None, None, :seen] & real.new_ones(count, seen).tril(seen - count)
                     _attend(cache, layers, dtype, rows, seen - count, count, mask if padding else None)
             if cache.step_obstacle is None:
+                if width and not padding:
+                    _steps(cache, layers, dtype, rows, width)
                 _steps(cache, layers, dtype, rows)
     return names
 
@@ -112,21 +118,28 @@ def _attend(
 
 
 def _steps(
-    cache: CompressedCache, layers: list[tuple[torch.device, AttentionBackend]], dtype: torch.dtype, rows: int
+    cache: CompressedCache,
+    layers: list[tuple[torch.device, AttentionBackend]],
+    dtype: torch.dtype,
+    rows: int,
+    width: int = 1,
 ) -> None:
-    """A pass with counts on the device, and what is encoded after one of the next, each kind once."""
+    """A pass of `width` tokens with counts on the device, and what is encoded after one of the next, each kind once."""
     counts, passes = cache.sequences.counts, cache.passes
-    longest = max(schedule.longest for schedule in cache.method.schedules(cache.config))
-    step = begin_steps(cache, max(counts.attended) + longest, longest + 1)
-    one = (1,) * rows
-    step.load(counts.append(one))
-    _attend(cache, layers, dtype, rows, cache.sequences.slots, 1, None)
-    seen = set()
+    longest, seen = max(schedule.longest for schedule in cache.method.schedules(cache.config)), cache.sequences.slots
+    if width > 1:  # a pass that lays out the window
+        counts.make_room(width)
+        _attend(cache, layers, dtype, rows, seen, width, None)
+    step = begin_steps(cache, max(counts.attended) + longest + width, (longest + 1) * width, width)
+    new = (width,) * rows
+    step.load(counts.append(new))
+    _attend(cache, layers, dtype, rows, seen, width, None)
+    patterns = set()
     for _ in range(longest):
-        new = counts.append(one)
-        pattern = FlushPattern.of(new)
-        if new.flushes and pattern not in seen:
-            seen.add(pattern)
-            forward = passes.encoding(new if pattern is None else step.encoding(pattern))
+        done = counts.append(new)
+        pattern = FlushPattern.of(done)
+        if done.flushes and pattern not in patterns:
+            patterns.add(pattern)
+            forward = passes.encoding(done if pattern is None else step.encoding(pattern))
             for layer_idx, (layer, (_, backend)) in enumerate(zip(cache.compressed, layers, strict=True)):
-                flush_layer(layer.store, forward, backend, layer_idx, 1)
+                flush_layer(layer.store, forward, backend, layer_idx, width)

@@ -194,10 +194,14 @@ class TokenCounts:
         self.keys, self.values = (CodedCounts(*pair) for pair in zip(schedules, groups, strict=True))
         self.lengths: Counts = ()
         self.attended: Counts = ()
-        # what a window needs where each pass brings one token: no such pass moves it
         pairs = zip(schedules, groups, strict=True)
-        self._min_ring = max(schedule.longest + self.tokens_per_group - group for schedule, group in pairs)
+        self._ring_of_one = max(schedule.longest + self.tokens_per_group - group for schedule, group in pairs)
+        self.make_room(1)
         self.layout = WindowLayout(sink_length, self._min_ring)
+
+    def make_room(self, width: int) -> None:
+        """From the next pass on, no pass of up to `width` tokens per row changes the layout of the windows."""
+        self._min_ring = self._ring_of_one + width - 1
 
     @property
     def window(self) -> Counts:
@@ -211,7 +215,7 @@ class TokenCounts:
         before, attended, coded = self.lengths, self.attended, (self.keys.coded, self.values.coded)
         self.lengths = tuple(map(add, before, counts))
         tokens = self._after_sinks(self.lengths)
-        layout = WindowLayout(self.sink_length, max(self.layout.ring, *_subtract(tokens, attended)))
+        layout = WindowLayout(self.sink_length, max(self.layout.ring, self._min_ring, *_subtract(tokens, attended)))
         encoded = self.keys.encode(tokens, everything), self.values.encode(tokens, everything)
         self.attended = attended_tokens(self.keys.coded, self.values.coded, self.tokens_per_group)
         needed = WindowLayout(self.sink_length, max(self._min_ring, *_subtract(tokens, self.attended)))

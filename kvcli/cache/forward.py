@@ -101,7 +101,7 @@ class Passes:
     """The forward passes over a cache, one after another; each goes through all layers.
 
     Attributes:
-        step: while set, passes have one token per row and these counts, which who set it keeps.
+        step: while set, passes have these counts, which who set it keeps.
         new_ranges: makes what notes the largest numbers of a pass.
     """
 
@@ -158,7 +158,7 @@ class Passes:
         sequences, step, device = self.sequences, self.step, rotary.positions.device
         if step is not None:
             self._layers_left = self.num_layers
-            return Forward(sequences, rotary.rotation, (1,) * batch, None, step, device, step.ranges)
+            return Forward(sequences, rotary.rotation, (step.width,) * batch, None, step, device, step.ranges)
         self.check_complete()
         if sequences.lengths and batch != len(sequences.lengths):
             raise CacheError(f"the cache holds {len(sequences.lengths)} sequences, but a batch of {batch} came in")

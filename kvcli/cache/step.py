@@ -1,4 +1,4 @@
-"""Counts of a pass in device tensors, for passes of one token per row: a CUDA graph of one serves as a graph of all.
+"""Counts of a pass in device tensors, for passes of as many tokens in every row: a CUDA graph of one serves for all.
 
 The host counts, as in every pass, and writes the counts of the next pass into the tensors; kernels read them there.
 """
@@ -45,7 +45,7 @@ class FlushPattern:
 
 
 class DeviceCounts:
-    """What a pass of one token per row does, as `HostCounts` of caches in which every row holds codes.
+    """What a pass of `width` tokens per row does, as `HostCounts` of caches in which every row holds codes.
 
     Tokens that are encoded but leave the window are rounded in place with those that stay: nothing reads them again.
 
@@ -65,8 +65,8 @@ class DeviceCounts:
     room = (0, 0)
 
     @ordinary_tensors
-    def __init__(self, sequences: Sequences, capacity: int, num_layers: int) -> None:
-        self.max_codes = capacity
+    def __init__(self, sequences: Sequences, capacity: int, num_layers: int, width: int = 1) -> None:
+        self.max_codes, self.width = capacity, width
         self.layout = self.layout_after = sequences.counts.layout
         self.keys: tuple[DeviceEncoding, ...] = ()
         self.values: tuple[DeviceEncoding, ...] = ()
@@ -108,8 +108,15 @@ class DeviceCounts:
         return encoding
 
     def positions(self) -> Tensor:
-        """RoPE positions of the new tokens, int64 [batch, 1]."""
-        return self._positions.gather(1, self._index.long()).long()
+        """RoPE positions of the new tokens, int64 [batch, width]."""
+        return self._positions.gather(1, self._new.long()).long()
+
+    @property
+    def _new(self) -> Tensor:
+        """Index of the new tokens, int32 [batch, width]."""
+        if self.width == 1:
+            return self._index
+        return self._index + torch.arange(self.width, dtype=torch.int32, device=self._index.device)
 
     def code_lengths(self, device: torch.device) -> Tensor:
         """Tokens of each row that are attended to as codes, int32 [batch]."""
@@ -117,4 +124,4 @@ class DeviceCounts:
 
     def window(self, real: Tensor | None, device: torch.device) -> WindowTokens:
         """The tokens of the windows."""
-        return WindowTokens(self.layout, self.layout.capacity, self._attended, self._index)
+        return WindowTokens(self.layout, self.layout.capacity, self._attended, self._new)

@@ -116,9 +116,9 @@ def prepare(options: TokenOptions, loaded: LoadedModel, cases: Sequence[Case], r
             advance(batch.numel())
 
     def row(case: Case, advance: Any, compressed: list[int] | None, label: str, fields: dict[str, Any]) -> Measured:
-        sizes = {"chunk": options.chunk, "batch_size": options.batch_size}
-        attach = partial(case.attach, loaded, reporter, compressed, options.batch_size)
-        report = measure(loaded.model, attach, sequences, states, **sizes, advance=advance)
+        chunk, batch = options.chunk, options.batch_size
+        attach = partial(case.attach, loaded, reporter, compressed, batch, chunk)
+        report = measure(loaded.model, attach, sequences, states, chunk=chunk, batch_size=batch, advance=advance)
         units = [TokenBlock(**block) for block in report.scores.blocks()]
         return Measured(case, units, report.memory, {**report.figures, **fields}, label)
 

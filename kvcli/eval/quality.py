@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -183,16 +184,18 @@ def measure(
         for batch, reference in zip(sequences.split(batch_size), states, strict=True):
             tokens = batch.to(model.device)
             cache, parts = session.new_cache(), []
-            for start in range(0, tokens.shape[1], chunk):
-                part = tokens[:, start : start + chunk]
-                stop = start + part.shape[1]
-                hidden = backbone(model)(input_ids=part, past_key_values=cache, use_cache=True).last_hidden_state
-                for scores in state_scores(model, hidden, reference[:, start:stop], tokens[:, start + 1 : stop + 1]):
-                    if not scores.kl.isfinite().all():
-                        again = partial(backbone(model), tokens[:, :stop], past_key_values=session.new_cache())
-                        raise not_finite(model, f"method '{session.method.name}'", again)
-                    parts.append(scores)
-                advance(part.numel())
+            with closing(session.chunks(cache, chunk, tokens.shape[1])) as read:
+                for start in range(0, tokens.shape[1], chunk):
+                    part = tokens[:, start : start + chunk]
+                    stop, hidden = start + part.shape[1], read(part)
+                    for scores in state_scores(
+                        model, hidden, reference[:, start:stop], tokens[:, start + 1 : stop + 1]
+                    ):
+                        if not scores.kl.isfinite().all():
+                            again = partial(backbone(model), tokens[:, :stop], past_key_values=session.new_cache())
+                            raise not_finite(model, f"method '{session.method.name}'", again)
+                        parts.append(scores)
+                    advance(part.numel())
             batches.append(joined(parts, dim=1))
         return joined(batches, dim=0).report(cache.memory())
 

@@ -118,13 +118,18 @@ class Case:
     compressed: bool = True
 
     def attach(
-        self, loaded: LoadedModel, reporter: Reporter, layers: Collection[int] | None = None, batch: int = 1
+        self,
+        loaded: LoadedModel,
+        reporter: Reporter,
+        layers: Collection[int] | None = None,
+        batch: int = 1,
+        chunk: int | None = None,
     ) -> Session:
         """Attaches the method to some layers of a model, or to all, and compiles its kernels; see `kvcli.attach`."""
         from kvcli.attention.attach import attach
 
         session = attach(loaded, self.method, artifact=self.artifact, impl=self.impl, layers=layers, **self.settings)
-        session.warmup(batch, reporter.progress)
+        session.warmup(batch, reporter.progress, chunk)
         return session
 
     @contextmanager

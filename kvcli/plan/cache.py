@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from kvcli.attention.attach import build_codecs, make_config
-from kvcli.attention.decoder import can_step, step_capacity
+from kvcli.attention.decoder import can_step
+from kvcli.attention.steps import step_capacity
 from kvcli.cache.compressed import MemoryReport
 from kvcli.cache.counts import Counts, TokenCounts
 from kvcli.cache.layer import grown_capacity

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import sys
+from contextlib import closing
 from functools import cache
 from typing import Any
 
@@ -27,7 +28,7 @@ def main(method: str, sizes: list[int], dtype: torch.dtype) -> None:
     """Prints what is launched late, and how much was launched in the warm-up."""
     head_dim, heads, kv_heads, batch = sizes
     compiled_kernels.pretend(CAPABILITY)
-    from kvcli.attention import decoder, layer, warmup
+    from kvcli.attention import decoder, layer, steps, warmup
     from kvcli.attention.generation import SamplingConfig
     from kvcli.bench.layer import MethodCase
     from kvcli.bench.model import open_session
@@ -56,7 +57,7 @@ def main(method: str, sizes: list[int], dtype: torch.dtype) -> None:
     setattr(layer, "sdpa", no_sdpa)  # noqa: B010
     setattr(compiling, "_compile", launch_all)  # noqa: B010
     Ranges.check = lambda self: None  # type: ignore[method-assign]  # what no kernel writes has any value
-    decoder.Decoder._check_ranges = lambda self: None  # type: ignore[method-assign]
+    steps.Steps.check_ranges = lambda self: None  # type: ignore[method-assign]
     accept = decoder.Decoder._accept
     decoder.Decoder._accept = lambda self, logits: accept(self, torch.zeros_like(logits))  # type: ignore[method-assign]
     config = LlamaConfig(
@@ -65,7 +66,7 @@ def main(method: str, sizes: list[int], dtype: torch.dtype) -> None:
     )  # fmt: skip
     model, draw, when = LlamaForCausalLM(config).eval().to(dtype), random.Random(0), "warm-up"
     with torch.inference_mode(), open_session(model, MethodCase.parse(method, {}), "fused", 0) as session:
-        assert len(session.warmup(batch)) == len(launched) > 10  # each variant once
+        assert len(session.warmup(batch, chunk=32)) == len(launched) > 10  # each variant once
         known = len(launched)
         layers = [(model.device, backend) for backend in session._backends]
         for trial, first in enumerate((1, 5, 30, 150, 257, 700)):
@@ -80,6 +81,10 @@ def main(method: str, sizes: list[int], dtype: torch.dtype) -> None:
             when = f"steps after {seen} tokens"
             if min(cache_.sequences.counts.attended):
                 warmup._steps(cache_, layers, dtype, batch)
+        when = "chunks"
+        with closing(session.chunks(session.new_cache(), 32, 1600, "steps")) as read:
+            for _ in range(50):
+                read(torch.zeros(batch, 32, dtype=torch.int64))
         when, ids = "generate", torch.zeros(batch, 300, dtype=torch.int64)
         for chunk in (None, 77):
             session.generate(ids, sampling=SamplingConfig(70), mode="steps", eos_token_id=[], prefill_chunk=chunk)

@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from kvcli.attention import decoder
+from kvcli.attention import steps as step_passes
 from kvcli.attention.attach import make_config
 from kvcli.attention.generation import Generated, NextToken, SamplingConfig
 from kvcli.attention.session import Session
@@ -76,14 +77,14 @@ def assert_same_logits(ids: torch.Tensor, *caches: Any, tolerance: float = 1e-3,
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Capacities of the steps that were made; small, so that rows outgrow them."""
     made: list[int] = []
-    real = decoder.DeviceCounts
+    real = step_passes.DeviceCounts
 
-    def step(sequences: Any, capacity: int, num_layers: int) -> Any:
+    def step(sequences: Any, capacity: int, *sizes: int) -> Any:
         made.append(capacity)
-        return real(sequences, capacity, num_layers)
+        return real(sequences, capacity, *sizes)
 
-    monkeypatch.setattr(decoder, "DeviceCounts", step)
-    monkeypatch.setattr(decoder, "_HEADROOM", 16)
+    monkeypatch.setattr(step_passes, "DeviceCounts", step)
+    monkeypatch.setattr(step_passes, "_HEADROOM", 16)
     return made
 
 
@@ -268,7 +269,7 @@ def test_a_cache_is_whole_whenever_its_user_breaks_off(name: str, stops: list[in
 
 
 def test_a_cache_refuses_to_go_on_when_a_step_broke_off(monkeypatch: pytest.MonkeyPatch, steps: list[int]) -> None:
-    ids, encoded, real = prompts(1, 40)[0], [], decoder.flush_layer
+    ids, encoded, real = prompts(1, 40)[0], [], step_passes.flush_layer
 
     def interrupted(*args: Any) -> None:
         encoded.append(1)
@@ -276,7 +277,7 @@ def test_a_cache_refuses_to_go_on_when_a_step_broke_off(monkeypatch: pytest.Monk
             raise KeyboardInterrupt
         real(*args)
 
-    monkeypatch.setattr(decoder, "flush_layer", interrupted)
+    monkeypatch.setattr(step_passes, "flush_layer", interrupted)
     with attached("kivi") as session:
         cache = session.new_cache()
         with pytest.raises(KeyboardInterrupt):

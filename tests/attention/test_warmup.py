@@ -11,7 +11,7 @@ import torch
 from factories import make_model
 
 import kvcli
-from kvcli.attention.decoder import begin_steps
+from kvcli.attention.steps import begin_steps
 from kvcli.bench.layer import MethodCase, encoded_layer
 from kvcli.bench.shapes import shape_rope, shape_spec
 

@@ -1,0 +1,110 @@
+"""Chunks whose counts are on the device give the states of ordinary passes, and leave the same cache behind."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from typing import Any
+
+import interpret  # noqa: F401
+import pytest
+import torch
+from factories import make_model
+from test_decoder import MODEL, assert_same_logits, attached, prompts
+
+from kvcli.attention import steps
+from kvcli.attention.session import Session
+from kvcli.errors import CacheError
+from kvcli.registry import METHODS
+
+
+def states(session: Session, cache: Any, ids: torch.Tensor, width: int, mode: Any) -> torch.Tensor:
+    """All chunks, the last of which may be shorter."""
+    with torch.no_grad(), closing(session.chunks(cache, width, ids.shape[1], mode)) as read:
+        return torch.cat([read(part).clone() for part in ids.split(width, dim=1)], dim=1)
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Capacity and width of the steps that were made; capacities small, so that rows outgrow them."""
+    found: list[tuple[int, int]] = []
+    real = steps.DeviceCounts
+
+    def counts(sequences: Any, capacity: int, layers: int, width: int) -> Any:
+        found.append((capacity, width))
+        return real(sequences, capacity, layers, width)
+
+    monkeypatch.setattr(steps, "DeviceCounts", counts)
+    monkeypatch.setattr(steps, "_HEADROOM", 16)
+    return found
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(("width", "length"), [(7, 94), (32, 270)])
+def test_chunks_equal_ordinary_passes(name: str, width: int, length: int, made: list[tuple[int, int]]) -> None:
+    ids, _ = prompts(2, length)
+    with attached(name) as session:
+        caches = [session.new_cache() for _ in range(2)]
+        expected, found = (states(session, x, ids, width, m) for x, m in zip(caches, ("passes", "steps"), strict=True))
+        assert len(made) >= 2
+        assert {size for _, size in made} == {width}
+        assert torch.allclose(found, expected, atol=1e-3)
+        first, second = (cache.memory() for cache in caches)
+        assert (
+            (first.num_tokens, first.num_encoded)
+            == (second.num_tokens, second.num_encoded)
+            == (2 * length, second.num_encoded)
+        )
+        assert first.code_bytes == second.code_bytes
+        assert_same_logits(prompts(2, 5)[0], *caches)
+        made.clear()
+        more = prompts(2, 5 * width)[0]  # again, from what chunks and a pass left
+        expected, found = (states(session, x, more, width, m) for x, m in zip(caches, ("passes", "steps"), strict=True))
+        assert torch.allclose(found, expected, atol=1e-3)
+        assert made
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize(("name", "settings"), [("kivi", {"group_size": 16}), ("rtn", {})])
+def test_chunks_of_kernels(name: str, settings: dict[str, int]) -> None:
+    model = make_model("llama", num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
+    ids = prompts(2, 80)[0]
+    with attached(name, "fused", model, residual_length=16, **settings) as session:
+        expected, found = (states(session, session.new_cache(), ids, 8, mode) for mode in ("passes", "steps"))
+    assert torch.allclose(found, expected, atol=1e-4)
+
+
+def test_a_chunk_that_breaks_off_leaves_a_cache_that_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = prompts(2, 100)[0]
+    with attached("kivi") as session, torch.no_grad():
+        cache = session.new_cache()
+        read = session.chunks(cache, 10, 100, "steps")
+        for part in ids[:, :80].split(10, dim=1):
+            read(part)
+        monkeypatch.setattr(MODEL.model.norm, "forward", lambda x: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            read(ids[:, 80:90])
+        monkeypatch.undo()
+        read.close()
+        with pytest.raises(CacheError, match="did not reach the last layer"):
+            MODEL(ids[:, 90:], past_key_values=cache)
+
+
+def test_few_passes_and_caches_of_other_sessions(made: list[tuple[int, int]]) -> None:
+    with attached("kivi") as session:
+        states(session, session.new_cache(), prompts(1, 40)[0], 20, "steps")
+        cache = session.new_cache()
+    assert not made
+    with attached("kivi") as session, pytest.raises(CacheError, match="detached"):
+        session.chunks(cache, 10, 100)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", METHODS)
+def test_captured_chunks_equal_ordinary_passes(name: str, made: list[tuple[int, int]]) -> None:
+    model = make_model("llama", num_hidden_layers=2, head_dim=64).cuda()
+    ids = prompts(3, 600)[0].cuda()
+    with attached(name, "auto", model, residual_length=16) as session:
+        expected, found = (states(session, session.new_cache(), ids, 16, mode) for mode in ("passes", "graphs"))
+        assert made
+        assert torch.allclose(found, expected, atol=2e-3)
