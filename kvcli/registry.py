@@ -50,6 +50,7 @@ BENCH_SUITES = {
     "memory": "kvcli.bench.generate:MEMORY",
     "contexts": "kvcli.bench.contexts:SUITE",
     "startup": "kvcli.bench.startup:SUITE",
+    "chunks": "kvcli.bench.chunks:SUITE",
     "serve": "kvcli.bench.serve:SUITE",
 }
 """Suites of `kvcli bench`, likewise."""

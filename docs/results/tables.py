@@ -83,6 +83,18 @@ def startup(name: str) -> str:
     return markdown(header, rows)
 
 
+def chunks(name: str) -> str:
+    """Milliseconds per pass over a chunk, with ratios to fp16 and to stock DynamicCache, by dtype."""
+    rows = records(name)
+    header, cells = ["dtype", "method", "ms", "fp16 = 1", "DynamicCache = 1", "DynamicCache, ms", "not captured, ms"], []
+    for row in rows:
+        fp16 = next(x["ms"] for x in rows if x["dtype"] == row["dtype"])
+        ratios = f"{row['ms'] / fp16:.2f}", f"{row['ms'] / row['stock_ms']:.2f}"
+        times = f"{row['stock_ms']:.1f}", f"{row['pass_ms']:.1f}"
+        cells.append([row["dtype"], row["method"], f"{row['ms']:.1f}", *ratios, *times])
+    return markdown(header, cells)
+
+
 def serve(name: str) -> str:
     """Seconds to a client's first token, and tokens per second of all clients, by where their prompts were."""
     states = ("cold", "hot", "disk", "direct")
@@ -130,6 +142,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "generate-h200": generate,
     "quality-smollm2-135m": quality,
     "startup-h100": startup,
+    "chunks-h100": chunks,
     "serve-h100": serve,
     "shared-memory": shared_memory,
     **{f"faults-{section}": faults for section in ("kills", "files", "inputs", "calls")},

@@ -27,6 +27,7 @@ class Chunks:
 
     Attributes:
         left: tokens to come.
+        mode: how the last pass was made.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class Chunks:
         self._steps, self._made, self._has_room = Steps(cache, backends, mode, width), 0, False
         self._mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=model.device)
         self._ids = self._states = torch.empty(0)
+        self.mode: Mode = "passes"
 
     def __call__(self, ids: Tensor) -> Tensor:
         """Reads tokens, int64 [batch, time]; returns their last hidden states, which the next call overwrites."""
@@ -48,7 +50,7 @@ class Chunks:
             self.close()
             self.cache.sequences.counts.make_room(self.width)
             states = self._run(ids)
-            self._has_room = True
+            self._has_room, self.mode = True, "passes"
         self.left -= time
         return states
 
@@ -68,6 +70,7 @@ class Chunks:
             self._made += self.width
             if new.flushes:
                 steps.encode(new)
+        self.mode = steps.mode
         return self._states
 
     def _captured(self) -> None:

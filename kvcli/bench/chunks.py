@@ -1,0 +1,134 @@
+"""Suite `chunks`: forward passes over short chunks of a text, as `kvcli eval` runs them, next to stock DynamicCache."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field
+
+from kvcli.bench.suite import BenchRows, BenchSuite, PromptRow, WholeModelOptions, run_row, status
+from kvcli.progress import Reporter
+from kvcli.registry import UNFITTED_METHOD
+from kvcli.suite import Records
+from kvcli.tables import DataTable
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvcli.bench.layer import MethodCase
+
+_WARM = 16
+"""First passes that do not count: in them, codes begin and graphs are captured."""
+
+
+class ChunksOptions(WholeModelOptions):
+    """Options of `kvcli bench chunks`."""
+
+    prompt_tokens: int = Field(default=1000, ge=1, le=2**24, description="tokens of each sequence before the chunks")
+    batch_size: int = Field(default=4, ge=1, description="sequences")
+    chunk: int = Field(default=32, ge=1, description="tokens of each sequence per pass")
+    passes: int = Field(default=32, ge=4, description=f"passes whose median is taken, after {_WARM} others")
+
+
+@dataclass(frozen=True)
+class ChunksRow(PromptRow):
+    """A row of `Row`'s fields and these, medians in milliseconds.
+
+    Attributes:
+        chunk: tokens of each sequence per pass.
+        ms: `Session.chunks`, whose passes are CUDA graphs on a GPU.
+        pass_ms: ordinary forward passes with the method attached.
+        stock_ms: those of the model as it is with DynamicCache, measured just before.
+        mode: how `ms` was made.
+    """
+
+    chunk: int = 0
+    ms: float | None = None
+    pass_ms: float | None = None
+    stock_ms: float | None = None
+    mode: Literal["passes", "steps", "graphs"] | None = None
+
+
+def prepare(options: ChunksOptions, reporter: Reporter) -> BenchRows:
+    """Rows of fp16 and of methods, all attached."""
+    import torch
+    from transformers import DynamicCache
+
+    from kvcli.bench.model import open_session
+    from kvcli.bench.timing import synchronized_time
+    from kvcli.seam.decoder import backbone
+
+    model, shared = options.load_model(options.random_weights, reporter)
+    cases, count = options.method_cases(few=True), _WARM + options.passes
+    total = options.prompt_tokens + count * options.chunk
+    generator = torch.Generator().manual_seed(options.seed)
+    vocab = model.get_input_embeddings().num_embeddings
+    ids = torch.randint(vocab, (options.batch_size, total), generator=generator).to(model.device)
+
+    def read(cache: Any, part: Tensor) -> None:
+        backbone(model)(input_ids=part, past_key_values=cache, use_cache=True)
+
+    def median_ms(cache: Any, read_chunk: Callable[[Tensor], object]) -> float:
+        read(cache, ids[:, : options.prompt_tokens])
+        times = [synchronized_time(model.device)]
+        for part in ids[:, options.prompt_tokens :].split(options.chunk, dim=1):
+            read_chunk(part)
+            times.append(synchronized_time(model.device))
+        return 1e3 * statistics.median(stop - start for start, stop in pairwise(times[_WARM:]))
+
+    @torch.inference_mode()
+    def measure(case: MethodCase, row: ChunksRow) -> ChunksRow:
+        stock = DynamicCache(config=model.config)
+        stock_ms = median_ms(stock, partial(read, stock))
+        with open_session(model, case, options.impl, options.seed) as session:
+            session.warmup(options.batch_size, chunk=options.chunk)
+            cache = session.new_cache()
+            pass_ms = median_ms(cache, partial(read, cache))
+            cache = session.new_cache()
+            with closing(session.chunks(cache, options.chunk, total - options.prompt_tokens)) as read_chunk:
+                ms = median_ms(cache, read_chunk)
+                mode, impl = read_chunk.mode, session.backend.impl
+        return replace(row, ms=ms, pass_ms=pass_ms, stock_ms=stock_ms, mode=mode, impl=impl)
+
+    empty = partial(ChunksRow, context=options.prompt_tokens, batch=options.batch_size, impl="-", chunk=options.chunk)
+    rows = (run_row(partial(measure, case), empty(case.name)) for case in cases)
+    return BenchRows(rows, len(cases), shared)
+
+
+def tabulate(records: Records, options: ChunksOptions) -> DataTable:
+    """Milliseconds per pass, and ratios to fp16 and to stock DynamicCache."""
+    rows, fp16 = [], records[0]["ms"]
+    for record in records:
+        row = {"method": record["method"], **status(record)}
+        if record["status"] == "ok":
+            row |= {
+                "ms": f"{record['ms']:.1f}",
+                "fp16 = 1": "-" if fp16 is None else f"{record['ms'] / fp16:.2f}",
+                "DynamicCache = 1": f"{record['ms'] / record['stock_ms']:.2f}",
+                "DynamicCache ms": f"{record['stock_ms']:.1f}",
+                "ordinary passes ms": f"{record['pass_ms']:.1f}",
+                "mode": record["mode"],
+            }
+        rows.append(row)
+    title = (
+        f"{records[0]['model']} {records[0]['dtype']}, passes of {options.batch_size} x {options.chunk} tokens after "
+        f"{options.prompt_tokens}"
+    )
+    return DataTable.of(title, rows, ("error", "impl", "mode", "ordinary passes ms"))
+
+
+SUITE = BenchSuite(
+    name="chunks",
+    help="Passes over short chunks of a text, next to fp16 and to stock DynamicCache.",
+    options=ChunksOptions,
+    example=f"kvcli bench chunks --random-weights smollm2-135m --method {UNFITTED_METHOD}",
+    saves_memory="lower --prompt-tokens or --batch-size",
+    prepare=prepare,
+    tabulate=tabulate,
+)
