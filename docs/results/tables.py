@@ -86,7 +86,8 @@ def startup(name: str) -> str:
 def chunks(name: str) -> str:
     """Milliseconds per pass over a chunk, with ratios to fp16 and to stock DynamicCache, by dtype."""
     rows = records(name)
-    header, cells = ["dtype", "method", "ms", "fp16 = 1", "DynamicCache = 1", "DynamicCache, ms", "not captured, ms"], []
+    header = ["dtype", "method", "ms", "fp16 = 1", "DynamicCache = 1", "DynamicCache, ms", "not captured, ms"]
+    cells = []
     for row in rows:
         fp16 = next(x["ms"] for x in rows if x["dtype"] == row["dtype"])
         ratios = f"{row['ms'] / fp16:.2f}", f"{row['ms'] / row['stock_ms']:.2f}"

@@ -233,9 +233,10 @@ def _request(port: int, prompt: Prompt, new_tokens: int, model: str | None) -> t
     """Seconds to the first token, tokens, and the share of the prompt that was cached; KvcliError: it was refused."""
     body: dict[str, Any] = {"prompt": prompt, "max_tokens": new_tokens, "temperature": 0, "stream": True}
     body |= {"model": model} if model else {"stream_options": {"include_usage": True}}
+    content = json.dumps(body)  # of 32K numbers it takes 10 ms, which are not the server's
     started, first, usage, pieces = time.perf_counter(), None, {}, 0
     connection = HTTPConnection("127.0.0.1", port)
-    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+    connection.request("POST", "/v1/completions", content, {"Content-Type": "application/json"})
     response = connection.getresponse()
     if response.status != 200:
         raise KvcliError(f"status {response.status}: {response.read(200).decode(errors='replace')}")
