@@ -107,7 +107,7 @@ BUDGET = {
     ".": 3785,  # progress by layers, one default method, documents that are asked
     "artifact": 400,
     "attention": 2460,  # captured passes of any width, and chunks read by them
-    "bench": 2995,  # the suites `startup`, `chunks` and `serve`
+    "bench": 3000,  # the suites `startup`, `chunks` and `serve`
     "cache": 2715,  # snapshots joined to a batch; the same offsets are observed
     "calibrate": 1420,  # blocks of logits by vocabulary
     "cli": 3710,  # ask, serve, chat with a server, warmup and doctor

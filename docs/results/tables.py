@@ -84,16 +84,21 @@ def startup(name: str) -> str:
 
 
 def chunks(name: str) -> str:
-    """Milliseconds per pass over a chunk, with ratios to fp16 and to stock DynamicCache, by dtype."""
-    rows = records(name)
-    header = ["dtype", "method", "ms", "fp16 = 1", "DynamicCache = 1", "DynamicCache, ms", "not captured, ms"]
-    cells = []
-    for row in rows:
-        fp16 = next(x["ms"] for x in rows if x["dtype"] == row["dtype"])
-        ratios = f"{row['ms'] / fp16:.2f}", f"{row['ms'] / row['stock_ms']:.2f}"
-        times = f"{row['stock_ms']:.1f}", f"{row['pass_ms']:.1f}"
-        cells.append([row["dtype"], row["method"], f"{row['ms']:.1f}", *ratios, *times])
-    return markdown(header, cells)
+    """Milliseconds per pass over a chunk, with ratios to fp16 and to stock DynamicCache, of all dtypes in a cell."""
+    rows = {(row["dtype"], row["method"]): row for row in records(name)}
+    dtypes, methods = dict.fromkeys(dtype for dtype, _ in rows), dict.fromkeys(method for _, method in rows)
+
+    def cell(method: str, figure: Callable[[dict[str, Any], dict[str, Any]], str]) -> str:
+        return "/".join(figure(rows[dtype, method], rows[dtype, "fp16"]) for dtype in dtypes)
+
+    columns: dict[str, Callable[[dict[str, Any], dict[str, Any]], str]] = {
+        f"ms, {'/'.join(dtypes)}": lambda row, fp16: f"{row['ms']:.1f}",
+        "fp16 = 1": lambda row, fp16: f"{row['ms'] / fp16['ms']:.2f}",
+        "DynamicCache = 1": lambda row, fp16: f"{row['ms'] / row['stock_ms']:.2f}",
+        "not captured, ms": lambda row, fp16: f"{row['pass_ms']:.0f}",
+    }
+    cells = [[method, *(cell(method, figure) for figure in columns.values())] for method in methods]
+    return markdown(["method", *columns], cells)
 
 
 def serve(name: str) -> str:
