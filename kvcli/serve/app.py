@@ -162,7 +162,7 @@ class Server:
     async def _chat(self, request: Request, owner: str) -> Response:
         body = parse(await self._body(request), ChatBody, self.name)
         tools = body.tools if body.tool_choice != "none" else None
-        messages, loaded = body.plain_messages(), self.loaded
+        messages, loaded = [message.plain() for message in body.messages], self.loaded
 
         def read() -> tuple[torch.Tensor, Any]:
             text, before = (chat_text(loaded, messages, to_reply, tools) for to_reply in (True, False))
@@ -208,8 +208,8 @@ class Server:
         chat = param == "messages"
         form = Form(f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}", self.name, chat)
         ends = stop_tokens(self.loaded.model, None, None)[0]
-        answer = Answer(self.loaded.tokenizer, most, ends, body.stops(), parser, send)
-        job = Job(ids, body.sampling(most), body.seed, answer, owner, body.store is not False, send)
+        answer = Answer(self.loaded.tokenizer, most, ends, body.stop, parser, send)
+        job = Job(ids, body.sampling(most), body.seed, answer, owner, body.store, send)
         try:
             self.engine.submit(job)
         except Overloaded:
@@ -217,7 +217,7 @@ class Server:
                 raise ApiError(503, "the server ends") from None
             raise ApiError(429, "too many requests wait; try again later", code="rate_limit_exceeded") from None
         if body.stream:
-            stream = self._stream(job, form, events, bool(body.stream_options and body.stream_options.include_usage))
+            stream = self._stream(job, form, events, body.stream_options.include_usage)
             return StreamingResponse(stream, media_type="text/event-stream", headers=self.headers)
         pieces = await self._collect(request, job, events)
         result = form.whole(pieces, str(answer.finish_reason), usage_of(count, job.cached, answer))

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-import json
-from typing import Annotated, Any, ClassVar, NoReturn, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    Json,
+    ValidationError,
+    model_validator,
+)
+from starlette.responses import JSONResponse
 
 from kvcli.attention.generation import SamplingConfig
 
-MOST_STOPS = 16
-"""Stop strings of a request."""
-
 DEFAULT_TOKENS = {"messages": 1024, "prompt": 16}
 """Tokens of an answer at most, where the body says nothing, by what it answers."""
-
-Text = Annotated[str, Field(max_length=2**31)]
 
 
 class ApiError(Exception):
@@ -36,112 +40,158 @@ class ApiError(Exception):
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
+    def response(self, headers: Any = None) -> JSONResponse:
+        """The response; one that says that there is no room says when to try again."""
+        return JSONResponse(self.to_dict(), self.status, {"Retry-After": "5"} if self.status in (429, 503) else headers)
 
-class StreamOptions(BaseModel):
+
+class Fields(BaseModel):
+    """An object of the API; null is as if nothing was said."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _said(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        return {name: x for name, x in values.items() if x is not None or name not in cls.model_fields}
+
+
+class Part(Fields, extra="ignore"):
+    """Text of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Function(Fields, extra="ignore"):
+    """What was called; chat templates iterate over the arguments."""
+
+    name: str
+    arguments: dict[str, Any] | Json[dict[str, Any]]
+
+
+class ToolCall(Fields, extra="ignore"):
+    """A call of a tool in an answer before."""
+
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: Function
+
+
+def _parts(content: Any) -> Any:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+class Message(Fields):
+    """A message, of which all content is text."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[list[Part], BeforeValidator(_parts)] = []
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    refusal: Any = Field(default=None, exclude=True)
+
+    @model_validator(mode="after")
+    def _has_content(self) -> Self:
+        if "content" not in self.model_fields_set and not self.tool_calls:
+            raise ValueError("content is missing")
+        return self
+
+    def plain(self) -> dict[str, Any]:
+        """The message as chat templates take it: its text, and tool calls whose arguments are objects."""
+        role = "system" if self.role == "developer" else self.role
+        text = "".join(part.text for part in self.content)
+        return self.model_dump(exclude_none=True) | {"role": role, "content": text}
+
+
+class StreamOptions(Fields):
     """Options of a stream."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     include_usage: bool = False
 
 
-class Body(BaseModel):
-    """What completions and chat completions have in common.
+def _stops(stop: Any) -> Any:
+    stops = [stop] if isinstance(stop, str) else stop
+    if isinstance(stops, list) and "" in stops:
+        raise ValueError("a stop string is empty")
+    return stops
 
-    Attributes:
-        fixed: fields whose only values these are, because nothing else is done: others are refused.
-    """
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-    fixed: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "n": (1,),
-        "logprobs": (False,),
-        "frequency_penalty": (0,),
-        "presence_penalty": (0,),
-        "logit_bias": ({},),
-    }
+def _only(served: Any) -> AfterValidator:
+    """Refuses other values than this one, because nothing else is done."""
+
+    def check(value: Any) -> Any:
+        if value != served:
+            raise ValueError("this value is not supported")
+        return value
+
+    return AfterValidator(check)
+
+
+Count = Annotated[int, Field(ge=1, lt=2**31)]
+
+
+class Body(Fields):
+    """What completions and chat completions have in common."""
 
     model: str | None = None
-    max_tokens: int | None = Field(default=None, ge=1, lt=2**31)
-    temperature: float | None = Field(default=None, ge=0, le=2)
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    top_k: int | None = Field(default=None, ge=0, lt=2**31)
-    repetition_penalty: float | None = Field(default=None, ge=0.01, le=10)
+    max_tokens: Count | None = None
+    temperature: float = Field(default=0.0, ge=0, le=2)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=0, lt=2**31)
+    repetition_penalty: float = Field(default=1.0, ge=0.01, le=10)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
-    stop: Text | Annotated[list[Text], Field(max_length=MOST_STOPS)] | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    store: bool | None = None
+    stop: Annotated[list[str], BeforeValidator(_stops), Field(max_length=16)] = []
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    store: bool = True
     user: Any = None
     metadata: Any = None
-    n: Any = None
-    logprobs: Any = None
-    frequency_penalty: Any = None
-    presence_penalty: Any = None
-    logit_bias: Any = None
+    n: Annotated[int, _only(1)] = 1
+    logprobs: Annotated[bool, _only(False)] = False
+    frequency_penalty: Annotated[float, _only(0)] = 0.0
+    presence_penalty: Annotated[float, _only(0)] = 0.0
+    logit_bias: Annotated[dict[str, Any], _only({})] = {}
 
     def sampling(self, max_new_tokens: int) -> SamplingConfig:
         """How tokens are chosen: the most probable ones, unless a temperature is asked for."""
-        said: dict[str, Any] = {
-            "temperature": self.temperature if (self.temperature or 0) >= 1e-5 else 0.0,  # so that logits stay finite
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "repetition_penalty": self.repetition_penalty,
-        }
-        return SamplingConfig(max_new_tokens, **{name: x for name, x in said.items() if x is not None})
+        temperature = self.temperature if self.temperature >= 1e-5 else 0.0  # so that logits stay finite
+        return SamplingConfig(max_new_tokens, temperature, self.top_p, self.top_k, self.repetition_penalty)
 
     def limit(self) -> int | None:
         """Tokens of the answer at most; None: it does not say."""
         return self.max_tokens
 
-    def stops(self) -> list[str]:
-        """Stop strings; ApiError for an empty one."""
-        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        if "" in stops:
-            raise ApiError(400, "a stop string is empty", "stop")
-        return stops
-
 
 class CompletionBody(Body):
     """Body of `/v1/completions`."""
 
-    fixed: ClassVar[dict[str, tuple[Any, ...]]] = Body.fixed | {"best_of": (1,), "echo": (False,), "suffix": ("",)}
-
-    prompt: Text | list[Any]
-    best_of: Any = None
-    echo: Any = None
-    suffix: Any = None
+    prompt: Any
+    best_of: Annotated[int, _only(1)] = 1
+    echo: Annotated[bool, _only(False)] = False
+    suffix: Literal[""] = ""
 
 
 class ChatBody(Body):
     """Body of `/v1/chat/completions`."""
 
-    fixed: ClassVar[dict[str, tuple[Any, ...]]] = Body.fixed | {
-        "top_logprobs": (0,),
-        "parallel_tool_calls": (True,),
-        "tool_choice": ("auto", "none"),
-        "response_format": ({"type": "text"},),
-        "modalities": (["text"],),
-        "service_tier": ("auto", "default"),
-    }
-
-    messages: list[dict[str, Any]] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(default=None, ge=1, lt=2**31)
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: Count | None = None
     tools: list[dict[str, Any]] | None = None
-    top_logprobs: Any = None
-    parallel_tool_calls: Any = None
-    tool_choice: Any = None
-    response_format: Any = None
-    modalities: Any = None
-    service_tier: Any = None
+    top_logprobs: Annotated[int, _only(0)] = 0
+    parallel_tool_calls: Annotated[bool, _only(True)] = True
+    tool_choice: Literal["auto", "none"] = "auto"
+    response_format: Annotated[dict[str, Any], _only({"type": "text"})] = {"type": "text"}
+    modalities: Annotated[list[str], _only(["text"])] = ["text"]
+    service_tier: Literal["auto", "default"] = "auto"
 
     def limit(self) -> int | None:
         """As `Body.limit`; the newer name counts."""
-        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
-
-    def plain_messages(self) -> list[dict[str, Any]]:
-        """The messages as chat templates take them: texts, and tool calls whose arguments are objects."""
-        return [_plain(message, f"messages[{i}]") for i, message in enumerate(self.messages)]
+        return self.max_completion_tokens or self.max_tokens
 
 
 BodyT = TypeVar("BodyT", bound=Body)
@@ -153,90 +203,17 @@ def parse(data: bytes, kind: type[BodyT], model: str) -> BodyT:
     ApiError: no JSON object, a field that is unknown, of another type or out of range, or a value that is not served.
     """
     try:
-        values = json.loads(data.decode())
-        if b"\\u" in data:  # half a surrogate pair is no text
-            json.dumps(values, ensure_ascii=False).encode()
-    except (ValueError, RecursionError):
-        _refuse("the body is no JSON object in UTF-8")
-    if not isinstance(values, dict):
-        _refuse("the body is no JSON object")
-    try:
-        body = kind(**values)
+        body = kind.model_validate_json(data)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        param = ".".join(map(str, first["loc"][:2])) if len(first["loc"]) > 1 else str(first["loc"][0])
-        param = str(first["loc"][0]) if first["loc"][0] in ("stop", "prompt") else param
-        if first["type"] == "extra_forbidden":
-            _refuse(f"Unrecognized request argument supplied: {param[:80]}", param[:80])
-        _refuse(f"{param}: {first['msg']}", param)
-    for name, served in kind.fixed.items():
-        value = getattr(body, name)
-        if value is not None and not any(value == x and isinstance(value, bool) == isinstance(x, bool) for x in served):
-            _refuse(f"{name}: this value is not supported", name)
+        first = error.errors(include_url=False, include_input=False)[0]
+        names = [str(name)[:80] for name in first["loc"]]
+        if not names:
+            raise ApiError(400, "the body is no JSON object in UTF-8") from None
+        raise ApiError(400, f"{'.'.join(names)}: {first['msg']}", ".".join(names[:2])) from None
     if body.model not in (None, model):
         message = f"The model '{str(body.model)[:80]}' does not exist; this is '{model}'"
         raise ApiError(404, message, "model", "model_not_found")
     return body
-
-
-def _refuse(message: str, param: str | None = None) -> NoReturn:
-    raise ApiError(400, message, param)
-
-
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-_FIELDS = {"role", "content", "name", "tool_calls", "tool_call_id", "refusal", "reasoning_content"}
-
-
-def _plain(message: dict[str, Any], where: str) -> dict[str, Any]:
-    """A message for a chat template; ApiError for what is no text and no tool call."""
-    if unknown := sorted(message.keys() - _FIELDS):
-        _refuse(f"{where}: unknown field {str(unknown[0])[:80]}", where)
-    role = message.get("role")
-    if not isinstance(role, str) or role not in _ROLES:
-        _refuse(f"{where}: role is one of {', '.join(_ROLES)}", where)
-    plain: dict[str, Any] = {
-        "role": _ROLES[role],
-        "content": _text(message.get("content"), where, bool(message.get("tool_calls"))),
-    }
-    for name in ("name", "tool_call_id", "reasoning_content"):
-        if (value := message.get(name)) is not None:
-            if not isinstance(value, str):
-                _refuse(f"{where}: {name} is no text", where)
-            plain[name] = value
-    if (calls := message.get("tool_calls")) is not None:
-        plain["tool_calls"] = _tool_calls(calls, where)
-    return plain
-
-
-def _text(content: Any, where: str, optional: bool) -> str:
-    """The text of a message, of parts one after another."""
-    if content is None and optional:
-        return ""
-    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    if not isinstance(parts, list):
-        _refuse(f"{where}: content is a text, or a list of parts of type text", where)
-    for part in parts:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            kind = str(part.get("type"))[:40] if isinstance(part, dict) else "another kind"
-            _refuse(f"{where}: only parts of type text are supported, not {kind}", where)
-    return "".join(part["text"] for part in parts)
-
-
-def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    """Tool calls with arguments as objects, over which templates iterate."""
-    try:
-        plain = []
-        for call in calls:
-            function = call["function"]
-            arguments = function["arguments"]
-            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-            if not isinstance(function["name"], str) or not isinstance(arguments, dict):
-                raise TypeError
-            function = {"name": function["name"], "arguments": arguments}
-            plain.append({"id": str(call.get("id", "")), "type": "function", "function": function})
-    except (TypeError, KeyError, ValueError, AttributeError, RecursionError):
-        _refuse(f"{where}: tool_calls are a list of functions with name and arguments, a JSON object", where)
-    return plain
 
 
 def prompt_of(body: CompletionBody, vocab_size: int) -> str | list[int]:
@@ -246,6 +223,6 @@ def prompt_of(body: CompletionBody, vocab_size: int) -> str | list[int]:
         prompt = prompt[0]
     if isinstance(prompt, str):
         return prompt
-    if not prompt or not all(type(x) is int and 0 <= x < vocab_size for x in prompt):
-        _refuse(f"prompt is one text, or a list of token ids below {vocab_size}", "prompt")
+    if not isinstance(prompt, list) or not prompt or not all(type(x) is int and 0 <= x < vocab_size for x in prompt):
+        raise ApiError(400, f"prompt is one text, or a list of token ids below {vocab_size}", "prompt")
     return prompt

@@ -29,10 +29,10 @@ def test_fields_mean_what_they_do_elsewhere() -> None:
     body = chat(temperature=0.5, top_p=0.9, top_k=7, repetition_penalty=1.1, max_tokens=5, stop="x", seed=3, n=1)
     sampling = body.sampling(5)
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.repetition_penalty) == (0.5, 0.9, 7, 1.1)
-    assert (body.limit(), body.stops(), body.seed) == (5, ["x"], 3)
+    assert (body.limit(), body.stop, body.seed) == (5, ["x"], 3)
     assert chat(max_tokens=5, max_completion_tokens=6).limit() == 6
     assert chat().sampling(9).temperature == chat(temperature=1e-40).sampling(9).temperature == 0
-    assert chat(temperature=None, stop=None, n=None, logprobs=False, frequency_penalty=0.0, logit_bias={}).stops() == []
+    assert chat(temperature=None, stop=None, n=None, logprobs=False, frequency_penalty=0.0, logit_bias={}).stop == []
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_other_models_do_not_exist() -> None:
 
 def test_an_empty_stop_string_is_refused() -> None:
     with pytest.raises(ApiError, match="empty"):
-        chat(stop=["a", ""]).stops()
+        chat(stop=["a", ""])
 
 
 def test_messages_become_what_templates_take() -> None:
@@ -93,7 +93,7 @@ def test_messages_become_what_templates_take() -> None:
             {"role": "tool", "content": "1", "tool_call_id": "c"},
         ]
     )
-    assert body.plain_messages() == [
+    assert [message.plain() for message in body.messages] == [
         {"role": "system", "content": "d"},
         {"role": "user", "content": "ab"},
         {
@@ -125,8 +125,8 @@ def test_messages_become_what_templates_take() -> None:
 )
 def test_messages_of_another_form_are_refused(message: dict[str, Any]) -> None:
     with pytest.raises(ApiError) as caught:
-        chat(messages=[*MESSAGES, message]).plain_messages()
-    assert caught.value.param == "messages[1]"
+        chat(messages=[*MESSAGES, message])
+    assert caught.value.param == "messages.1"
 
 
 def test_a_prompt_is_one_text_or_token_ids() -> None:
