@@ -6,7 +6,7 @@ the server has ended and begun again, when prompts are on disk only.
 
 from __future__ import annotations
 
-import json
+import socket
 import statistics
 import subprocess
 import sys
@@ -15,10 +15,9 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from http.client import HTTPConnection
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,13 +25,15 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from kvcli.bench.suite import BenchRows, BenchSuite, PromptRow, WholeModelOptions, run_row, status
-from kvcli.errors import KvcliError, UsageError
-from kvcli.progress import Reporter
+from kvcli.errors import UsageError
+from kvcli.progress import Reporter, Silent
 from kvcli.registry import UNFITTED_METHOD
 from kvcli.suite import Records
 from kvcli.tables import DataTable
 
 if TYPE_CHECKING:
+    from openai import OpenAI
+
     from kvcli.attention.session import Session
     from kvcli.bench.layer import MethodCase
 
@@ -41,11 +42,6 @@ TRANSFORMERS = "transformers"
 
 _QUESTION = 32
 """Last tokens of a prompt, which differ from request to request."""
-
-_START_S = 300.0
-_STATES = ("cold", "hot", "disk")
-
-Prompt = list[int] | str
 
 
 class ServeBenchOptions(WholeModelOptions):
@@ -83,8 +79,8 @@ class ServeRow(PromptRow):
 
 def prepare(options: ServeBenchOptions, reporter: Reporter) -> BenchRows:
     """Rows of `transformers serve`, of fp16 and of methods."""
-    if missing := [name for name in ("starlette", "uvicorn", "prometheus_client") if find_spec(name) is None]:
-        raise UsageError(f"{' and '.join(missing)} missing: pip install 'kvcli[serve]'")
+    if any(find_spec(name) is None for name in ("starlette", "uvicorn", "prometheus_client", "openai")):
+        raise UsageError("packages that are not installed are needed: pip install 'kvcli[serve]'")
     from kvcli.bench.model import open_session, random_prompt
 
     cases = options.method_cases(kinds_only=True)
@@ -101,28 +97,24 @@ def prepare(options: ServeBenchOptions, reporter: Reporter) -> BenchRows:
             open_session(model, case, options.impl, options.seed) as session,
         ):
             session.warmup(min(row.batch, options.max_batch))
-            asked, figures = prompts(row.batch), dict[str, Any]()
-            with _serving(loaded, session, store, options) as port:
-                figures |= _ask("cold", port, asked, options.new_tokens)
-                for _ in range(
-                    2
-                ):  # what is computed for the first time costs a GPU more; it is not timed without a server
-                    figures |= _ask("hot", port, [_other_end(prompt) for prompt in asked], options.new_tokens)
-            with _serving(loaded, session, store, options) as port:
-                figures |= _ask("disk", port, [_other_end(prompt) for prompt in asked], options.new_tokens)
+            first = prompts(row.batch)
+            second = [[*prompt[:-_QUESTION], *reversed(prompt[-_QUESTION:])] for prompt in first]
+            with _serving(loaded, session, store, options) as client:
+                figures = _ask(client, "cold", first, options) | _ask(client, "hot", second, options)
+            with _serving(loaded, session, store, options) as client:
+                figures |= _ask(client, "disk", second, options)
             if row.batch == 1:
-                figures |= _direct(session, loaded.tokenizer, asked[0], options.new_tokens)
+                figures |= _direct(session, loaded.tokenizer, first[0], options.new_tokens)
             return replace(row, impl=session.backend.impl, **figures)
 
     def measure_transformers(row: ServeRow) -> ServeRow:
-        if folder is None or find_spec("fastapi") is None or find_spec("openai") is None:
+        if folder is None or find_spec("fastapi") is None:
             raise UsageError("transformers serve needs a folder of a model and transformers[serving]")
         texts = [loaded.tokenizer.decode(prompt) for prompt in prompts(row.batch)]
-        with _transformers(folder, model) as port:
-            _ask("cold", port, ["Hello"], 2, folder)  # it loads the model at its first request
-            figures = _ask("cold", port, texts, options.new_tokens, folder)
-            figures |= _ask("hot", port, texts, options.new_tokens, folder)
-        return replace(row, impl="sdpa", **figures)
+        with _transformers(folder, model) as client:
+            _ask(client, "cold", ["Hello"], options, folder)  # it loads the model at its first request
+            figures = _ask(client, "cold", texts, options, folder) | _ask(client, "hot", texts, options, folder)
+        return replace(row, impl="sdpa", **figures | {"hot_cached": None})
 
     def rows() -> Iterator[ServeRow]:
         for clients in options.clients:
@@ -137,7 +129,6 @@ def _loaded(model: Any, options: ServeBenchOptions) -> tuple[Any, str | None]:
     """The model with a tokenizer, and its folder; of random weights with one whose tokens are words of their own."""
     from kvcli.builtin_models import BUILTIN_MODELS, copy_folder
     from kvcli.models import LoadedModel
-    from kvcli.progress import Silent
     from kvcli.seam.probe import probe
 
     if options.random_weights is None:
@@ -155,8 +146,8 @@ def _loaded(model: Any, options: ServeBenchOptions) -> tuple[Any, str | None]:
 
 
 @contextmanager
-def _serving(loaded: Any, session: Session, store: str, options: ServeBenchOptions) -> Iterator[int]:
-    """A server in threads of this process, inside the block; gives its port."""
+def _serving(loaded: Any, session: Session, store: str, options: ServeBenchOptions) -> Iterator[OpenAI]:
+    """A client of a server in threads of this process, which runs inside the block."""
     import uvicorn
 
     from kvcli.contexts import ContextStore
@@ -164,15 +155,14 @@ def _serving(loaded: Any, session: Session, store: str, options: ServeBenchOptio
 
     length = options.prompt_tokens + options.new_tokens
     kept: dict[str, Any] = {"store": ContextStore(store), "hot_bytes": 2**40, "max_model_len": length}
-    server = Server.open(loaded, session, "model", max_batch=options.max_batch, **kept)
-    running = uvicorn.Server(uvicorn.Config(server.app(), port=0, log_level="error"))
-    thread, before = threading.Thread(target=running.run, daemon=True), sys.getswitchinterval()
+    server = Server(loaded, session, "model", max_batch=options.max_batch, **kept)
+    listening = socket.create_server(("127.0.0.1", 0))
+    running = uvicorn.Server(uvicorn.Config(server.app(), log_level="error"))
+    thread, before = threading.Thread(target=running.run, args=([listening],), daemon=True), sys.getswitchinterval()
     thread.start()
     sys.setswitchinterval(0.001)  # as kvcli serve does
     try:
-        while not running.started:
-            time.sleep(0.01)
-        yield running.servers[0].sockets[0].getsockname()[1]
+        yield _client(listening.getsockname()[1])
     finally:
         running.should_exit = True
         thread.join()
@@ -181,83 +171,66 @@ def _serving(loaded: Any, session: Session, store: str, options: ServeBenchOptio
 
 
 @contextmanager
-def _transformers(folder: str, model: Any) -> Iterator[int]:
-    """`transformers serve` in a process of its own, inside the block; gives its port."""
-    import socket
+def _transformers(folder: str, model: Any) -> Iterator[OpenAI]:
+    """A client of `transformers serve` in a process of its own, which runs inside the block."""
+    import openai
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
+    with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     dtype = str(model.dtype).removeprefix("torch.")
     words = ["serve", folder, "--port", str(port), "--device", str(model.device.type), "--dtype", dtype]
     code = "from transformers.cli.transformers import main; main()"
     done = subprocess.DEVNULL
-    process = subprocess.Popen([sys.executable, "-c", code, *words], stdout=done, stderr=done)
+    process, client = subprocess.Popen([sys.executable, "-c", code, *words], stdout=done, stderr=done), _client(port)
     try:
-        until = time.monotonic() + _START_S
-        while True:
-            try:
-                connection = HTTPConnection("127.0.0.1", port, timeout=5)
-                connection.request("GET", "/health")
-                if connection.getresponse().status == 200:
-                    break
-            except OSError:
-                pass
-            if process.poll() is not None or time.monotonic() > until:
-                raise KvcliError("transformers serve did not start")
+        while process.poll() is None:
+            with suppress(openai.APIConnectionError):
+                client.models.list()
+                break
             time.sleep(0.2)
-        yield port
+        yield client
     finally:
         process.kill()
         process.wait()
 
 
-def _other_end(prompt: list[int]) -> list[int]:
-    """The prompt with other last tokens, a new question about the same text."""
-    return [*prompt[:-_QUESTION], *reversed(prompt[-_QUESTION:])]
+def _client(port: int) -> OpenAI:
+    from openai import OpenAI
+
+    return OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=None, max_retries=0)
 
 
-def _ask(state: str, port: int, prompts: Sequence[Prompt], new_tokens: int, model: str | None = None) -> dict[str, Any]:
+def _ask(
+    client: OpenAI, state: str, prompts: Sequence[Any], options: ServeBenchOptions, model: str = "model"
+) -> dict[str, Any]:
     """Figures of one request per client, all at once."""
+
+    def request(prompt: Any) -> tuple[float, int, float]:
+        """Seconds to the first token, tokens, and the share of the prompt that was cached."""
+        first, usage, pieces = 0.0, None, 0
+        for event in client.completions.create(
+            model=model,
+            prompt=prompt,
+            max_tokens=options.new_tokens,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        ):
+            usage = event.usage or usage
+            if any(choice.text for choice in event.choices):
+                first = first or time.perf_counter() - started
+                pieces += 1
+        if usage is None or usage.prompt_tokens_details is None:
+            return first, pieces, 0.0
+        return first, usage.completion_tokens, (usage.prompt_tokens_details.cached_tokens or 0) / usage.prompt_tokens
+
     started = time.perf_counter()
     with ThreadPoolExecutor(len(prompts)) as pool:
-        answers = [*pool.map(lambda prompt: _request(port, prompt, new_tokens, model), prompts)]
+        answers = [*pool.map(request, prompts)]
     took = time.perf_counter() - started
-    figures = {
-        f"{state}_first_s": statistics.median(first for first, _, _ in answers),
-        f"{state}_tokens_per_s": sum(count for _, count, _ in answers) / took,
-    }
-    if state != "cold" and model is None:
-        figures[f"{state}_cached"] = statistics.mean(cached for _, _, cached in answers)
-    return figures
-
-
-def _request(port: int, prompt: Prompt, new_tokens: int, model: str | None) -> tuple[float, int, float]:
-    """Seconds to the first token, tokens, and the share of the prompt that was cached; KvcliError: it was refused."""
-    body: dict[str, Any] = {"prompt": prompt, "max_tokens": new_tokens, "temperature": 0, "stream": True}
-    body |= {"model": model} if model else {"stream_options": {"include_usage": True}}
-    content = json.dumps(body)  # of 32K numbers it takes 10 ms, which are not the server's
-    started, first, usage, pieces = time.perf_counter(), None, {}, 0
-    connection = HTTPConnection("127.0.0.1", port)
-    connection.request("POST", "/v1/completions", content, {"Content-Type": "application/json"})
-    response = connection.getresponse()
-    if response.status != 200:
-        raise KvcliError(f"status {response.status}: {response.read(200).decode(errors='replace')}")
-    for line in response:
-        if not line.startswith(b"data: {"):
-            continue
-        event = json.loads(line[6:])
-        if "error" in event:
-            raise KvcliError(str(event["error"])[:200])
-        if event.get("usage"):
-            usage = event["usage"]
-        if any(choice.get("text") for choice in event["choices"]):
-            first = first or time.perf_counter() - started
-            pieces += 1
-    connection.close()
-    cached = usage.get("prompt_tokens_details") or {}
-    share = cached.get("cached_tokens", 0) / max(1, usage.get("prompt_tokens", 1))
-    return first or time.perf_counter() - started, usage.get("completion_tokens", pieces), share
+    firsts, counts, cached = zip(*answers, strict=True)
+    figures = {f"{state}_first_s": statistics.median(firsts), f"{state}_tokens_per_s": sum(counts) / took}
+    return figures if state == "cold" else figures | {f"{state}_cached": statistics.mean(cached)}
 
 
 def _direct(session: Session, tokenizer: Any, prompt: list[int], new_tokens: int) -> dict[str, float]:
@@ -271,10 +244,8 @@ def _direct(session: Session, tokenizer: Any, prompt: list[int], new_tokens: int
     prefix = prefixes.read(ids, "", False, lambda tokens: None)
     prefixes.close()
     times: list[float] = []
-
-    def run() -> float:
-        times.clear()
-        started = time.perf_counter()
+    for _ in range(2):  # the second one is measured
+        times[:] = [time.perf_counter()]
         session.generate(
             ids.to(session.model.device),
             max_new_tokens=new_tokens,
@@ -283,11 +254,7 @@ def _direct(session: Session, tokenizer: Any, prompt: list[int], new_tokens: int
             on_tokens=lambda tokens: times.append(time.perf_counter()),
         )
         prefix.cache.crop(prefix.flushed - prefix.cache.get_seq_length())
-        return started
-
-    run()
-    started = run()
-    return {"direct_first_s": times[0] - started, "direct_tokens_per_s": new_tokens / (times[-1] - started)}
+    return {"direct_first_s": times[1] - times[0], "direct_tokens_per_s": new_tokens / (times[-1] - times[0])}
 
 
 def tabulate(records: Records, options: ServeBenchOptions) -> DataTable:
@@ -295,15 +262,12 @@ def tabulate(records: Records, options: ServeBenchOptions) -> DataTable:
     rows = []
     for record in records:
         row = {"method": record["method"], "clients": str(record["batch"]), **status(record)}
-        if record["status"] == "ok":
-            for state in _STATES:
-                for name, digits in (("first_s", 3), ("tokens_per_s", 1)):
-                    value = record[f"{state}_{name}"]
-                    row[f"{state} {name.replace('_per_s', '/s').replace('_s', ' s')}"] = (
-                        "-" if value is None else f"{value:.{digits}f}"
-                    )
-            cached = record["disk_cached"]
-            row["cached"] = "-" if cached is None else f"{100 * cached:.1f} %"
+        for state in ("cold", "hot", "disk"):
+            for heading, name, form in (("s", "first_s", ".3f"), ("tokens/s", "tokens_per_s", ".1f")):
+                if (value := record[f"{state}_{name}"]) is not None:
+                    row[f"{state} {heading}"] = f"{value:{form}}"
+        if record["disk_cached"] is not None:
+            row["cached"] = f"{record['disk_cached']:.1%}"
         rows.append(row)
     title = (
         f"{records[0]['model']}, prompts of {options.prompt_tokens} tokens, answers of {options.new_tokens}: median "

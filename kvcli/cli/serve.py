@@ -74,7 +74,7 @@ def run(options: ServeOptions, output: Output) -> None:
     with chosen.attach(loaded, options.impl, output) as session:
         if options.max_batch > 1:
             session.warmup(options.max_batch, output.progress)
-        server = Server.open(
+        server = Server(
             loaded,
             session,
             options.model,

@@ -10,7 +10,7 @@ from typing import Any
 from tokenizers.decoders import DecodeStream
 
 Piece = tuple[str, Any]
-"""A part of an answer: `content`, `reasoning_content` or `tool_calls`, and its text or the name and arguments."""
+"""A part of an answer: `content`, `reasoning_content` or `tool_calls`, and its text, or index, name and arguments."""
 
 
 def response_parser(tokenizer: Any, model: Any, start: str, tools: Any) -> Any:
@@ -47,7 +47,7 @@ class Answer:
     num_tokens: int = 0
     finish_reason: str | None = None
     _held: str = ""
-    _called: bool = False
+    _num_calls: int = 0
     _pieces: list[Piece] = field(default_factory=list)
     _unparsed: str = ""
     _end: str = ""
@@ -94,7 +94,7 @@ class Answer:
         self._emit(self._held)
         if self.parser is not None:
             self._parse(lambda: self.parser.finalize()[1])
-        if self._called:
+        if self._num_calls:
             self.finish_reason = "tool_calls"
 
     def _emit(self, text: str) -> None:
@@ -116,8 +116,9 @@ class Answer:
             self.parser, chunks = None, [self._unparsed] if self._unparsed else []
         for chunk in chunks:
             if isinstance(chunk, ToolCall):
-                self._called, self._unparsed = True, ""
-                self._pieces.append(("tool_calls", {"name": chunk.name, "arguments": chunk.arguments}))
+                call = {"index": self._num_calls, "name": chunk.name, "arguments": chunk.arguments}
+                self._pieces.append(("tool_calls", call))
+                self._num_calls, self._unparsed = self._num_calls + 1, ""
                 continue
             self._unparsed = self._unparsed.rpartition(chunk)[2]
             text = str(chunk.removesuffix(self._end))  # a token that ends answers, of which the parser does not know
@@ -146,48 +147,35 @@ class Form:
 
     def whole(self, pieces: Sequence[Piece], finish_reason: str, usage: dict[str, Any]) -> dict[str, Any]:
         """The body of a response that is not streamed."""
-        texts = {kind: "".join(x for k, x in pieces if k == kind) for kind in ("content", "reasoning_content")}
-        if not self.chat:
-            choice: dict[str, Any] = {"text": texts["content"]}
-        else:
-            made: list[Any] = [x for kind, x in pieces if kind == "tool_calls"]
-            calls = [self._call(i, x) for i, x in enumerate(made)]
-            content = texts["content"] or (None if calls else "")
-            message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-            if texts["reasoning_content"]:
-                message["reasoning_content"] = texts["reasoning_content"]
-            if calls:
-                message["tool_calls"] = calls
-            choice = {"message": message}
-        return self._body("chat.completion", [self._choice(choice, finish_reason)]) | {"usage": usage}
+        kinds = ("content", "reasoning_content")
+        text, reasoning = ("".join(x for kind, x in pieces if kind == wanted) for wanted in kinds)
+        calls = [self._call(x) for kind, x in pieces if kind == "tool_calls"]
+        message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
+        message |= {"reasoning_content": reasoning} if reasoning else {}
+        message |= {"tool_calls": calls} if calls else {}
+        return self._body("chat.completion", {"message": message}, text, finish_reason) | {"usage": usage}
 
-    def chunk(self, piece: Piece | None, index: int = 0, finish_reason: str | None = None) -> dict[str, Any]:
-        """An event of a stream: a piece, the `index`-th of its kind; without one the beginning, or the end."""
-        part: Piece = piece or ("content", "")
-        kind, value = part
-        if not self.chat:
-            choice: dict[str, Any] = {"text": value}
-        elif piece is None:
-            choice = {"delta": {"role": "assistant", "content": ""} if finish_reason is None else {}}
-        elif kind == "tool_calls":
-            choice = {"delta": {"tool_calls": [{"index": index, **self._call(index, value)}]}}
-        else:
-            choice = {"delta": {kind: value}}
-        return self._body("chat.completion.chunk", [self._choice(choice, finish_reason)])
+    def chunk(self, piece: Piece | None, finish_reason: str | None = None) -> dict[str, Any]:
+        """An event of a stream: a piece; without one the beginning, or the end."""
+        start: Piece = ("content", "")
+        kind, value = piece or start
+        if kind == "tool_calls":
+            value = [{"index": value["index"], **self._call(value)}]
+        delta = {} if finish_reason is not None else {kind: value} if piece else {"role": "assistant", kind: value}
+        return self._body("chat.completion.chunk", {"delta": delta}, value, finish_reason)
 
     def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
         """The event of a stream that says how many tokens there were."""
-        return self._body("chat.completion.chunk", []) | {"usage": usage}
+        return self.chunk(None) | {"choices": [], "usage": usage}
 
-    def _body(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        kind = kind if self.chat else "text_completion"
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
+    def _body(self, kind: str, said: dict[str, Any], text: Any, finish_reason: str | None) -> dict[str, Any]:
+        kind, choice = (kind, said) if self.chat else ("text_completion", {"text": text})
+        choice = {"index": 0, **choice, "logprobs": None, "finish_reason": finish_reason}
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": [choice]}
 
-    def _choice(self, choice: dict[str, Any], finish_reason: str | None) -> dict[str, Any]:
-        return {"index": 0, **choice, "logprobs": None, "finish_reason": finish_reason}
-
-    def _call(self, index: int, call: Any) -> dict[str, Any]:
-        return {"id": f"call_{self.id}_{index}", "type": "function", "function": call}
+    def _call(self, call: Any) -> dict[str, Any]:
+        function = {"name": call["name"], "arguments": call["arguments"]}
+        return {"id": f"call_{self.id}_{call['index']}", "type": "function", "function": function}
 
 
 def usage_of(prompt_tokens: int, cached: int, answer: Answer) -> dict[str, Any]:

@@ -11,8 +11,7 @@ import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from starlette.applications import Starlette
@@ -30,16 +29,15 @@ from kvcli.progress import Say, say_nothing
 from kvcli.prompts import chat_text, ids_of_text, prompt_ids
 from kvcli.registry import method_name
 from kvcli.serve.answers import Answer, Form, Piece, response_parser, usage_of
-from kvcli.serve.engine import Cancelled, Engine, Job, Overloaded
+from kvcli.serve.engine import Cancelled, Engine, Job
 from kvcli.serve.metrics import Metrics
 from kvcli.serve.prefixes import Prefixes
-from kvcli.serve.requests import DEFAULT_TOKENS, ApiError, Body, ChatBody, CompletionBody, parse, prompt_of
+from kvcli.serve.requests import ApiError, Body, ChatBody, CompletionBody, parse, prompt_of
 
 _BODY_BYTES_PER_TOKEN = 64
 """Bytes of a body per token that a prompt may have: no text of so many tokens is larger, escaped as JSON."""
 
 _LEAST_BODY_BYTES = 2**20
-_RETRY_AFTER_S = 5
 
 T = TypeVar("T")
 
@@ -47,31 +45,23 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 """Names of this machine, under which alone requests without a key are answered."""
 
 
-@dataclass
 class Server:
-    """What the endpoints share.
+    """A server of a session, whose engine runs until it is closed.
 
-    Attributes:
+    Args:
         name: of the model, as clients see it.
-        max_model_len: tokens of a prompt and its answer.
+        max_model_len: tokens of a prompt and its answer; None: as many as the model has positions.
         keys: of which a request needs one; none: it needs none.
         per_key: whether a request uses contexts of its own key alone.
+        store, store_bytes, hot_bytes, say: see `Prefixes`.
+        max_waiting, max_batch: see `Engine`.
+
+    Attributes:
         headers: of every answer.
     """
 
-    loaded: LoadedModel
-    name: str
-    engine: Engine
-    metrics: Metrics
-    max_model_len: int
-    keys: Sequence[str] = ()
-    per_key: bool = False
-    headers: dict[str, str] = field(default_factory=dict)
-    _tokenize: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "kvcli-tokenize"))
-
-    @classmethod
-    def open(
-        cls,
+    def __init__(
+        self,
         loaded: LoadedModel,
         session: Session,
         name: str,
@@ -82,30 +72,31 @@ class Server:
         max_model_len: int | None = None,
         max_waiting: int = 64,
         max_batch: int = 8,
+        keys: Sequence[str] = (),
+        per_key: bool = False,
         say: Say = say_nothing,
-        **access: Any,
-    ) -> Self:
-        """A server of a session, whose engine runs until it is closed; `access`: `keys` and `per_key`."""
-        metrics = Metrics()
-        prefixes = Prefixes(session, loaded.tokenizer, store, store_bytes, hot_bytes, say, metrics.count_stored)
-        limit = max_model_len or loaded.spec.max_position_embeddings
-        sizes = {"max_waiting": max_waiting, "max_batch": max_batch, "max_length": limit}
-        engine = Engine(session, prefixes, metrics, **sizes, say=say)
-        metrics.waiting.set_function(lambda: engine.num_waiting)
-        metrics.hot_bytes.set_function(lambda: prefixes.hot_bytes)
-        metrics.store_bytes.set_function(prefixes.store_bytes)
+    ) -> None:
+        self.loaded, self.name, self._keys, self._per_key = loaded, name, keys, per_key
+        self.max_model_len = max_model_len or loaded.spec.max_position_embeddings
+        self.metrics = Metrics()
+        prefixes = Prefixes(session, loaded.tokenizer, store, store_bytes, hot_bytes, say, self.metrics.count_stored)
+        sizes = {"max_waiting": max_waiting, "max_batch": max_batch, "max_length": self.max_model_len}
+        self.engine = Engine(session, prefixes, self.metrics, **sizes, say=say)
+        self.metrics.waiting.set_function(lambda: self.engine.num_waiting)
+        self.metrics.hot_bytes.set_function(lambda: prefixes.hot_bytes)
+        self.metrics.store_bytes.set_function(prefixes.store_bytes)
         method = method_name(session.method.name, dict(session.config))
-        headers = {"x-kvcli-method": method, "x-kvcli-bits": f"{prefixes.true_bits():.2f}"}
-        return cls(loaded, name, engine, metrics, limit, headers=headers, **access)
+        self.headers = {"x-kvcli-method": method, "x-kvcli-bits": f"{prefixes.true_bits():.2f}"}
+        self._tokenize = ThreadPoolExecutor(1, "kvcli-tokenize")
 
     def app(self) -> Starlette:
         """The application."""
         routes = [
-            Route("/v1/chat/completions", self._endpoint(self._chat), methods=["POST"]),
-            Route("/v1/completions", self._endpoint(self._complete), methods=["POST"]),
-            Route("/v1/models", self._endpoint(self._models)),
-            Route("/v1/models/{name:path}", self._endpoint(self._models)),
-            Route("/metrics", self._endpoint(self._metrics)),
+            self._route("/v1/chat/completions", self._chat, "POST"),
+            self._route("/v1/completions", self._complete, "POST"),
+            self._route("/v1/models", self._models),
+            self._route("/v1/models/{name:path}", self._models),
+            self._route("/metrics", self._count),
             Route("/health", self._health),
         ]
         handlers: dict[Any, Any] = {HTTPException: _http_error, Exception: _unexpected}
@@ -113,37 +104,31 @@ class Server:
         app.router.redirect_slashes = False  # nobody is sent to an address that a Host header says
         return app
 
-    def _endpoint(self, answer: Callable[[Request, str], Any]) -> Callable[[Request], Any]:
+    def _route(self, path: str, answer: Callable[[Request, str], Any], method: str = "GET") -> Route:
         """An endpoint that needs a key, tells errors in the form of the API, and is counted."""
 
         async def endpoint(request: Request) -> Response:
             try:
                 response: Response = await answer(request, self._owner(request))
-            except ApiError as error:
-                headers = {"Retry-After": str(_RETRY_AFTER_S)} if error.status in (429, 503) else None
-                response = JSONResponse(error.to_dict(), error.status, headers)
-            except ClientDisconnect:
-                response = Response(status_code=499)
-            except asyncio.CancelledError:  # at the end of the time that answers are given to be finished
-                response = JSONResponse(ApiError(503, "the server ends").to_dict(), 503)
-            path = "/v1/models" if "name" in request.path_params else request.scope["path"]
+            except (ApiError, ClientDisconnect, asyncio.CancelledError) as error:
+                response = api_error(error).response()
             self.metrics.requests.labels(path, response.status_code).inc()
             return response
 
-        return endpoint
+        return Route(path, endpoint, methods=[method])
 
     def _owner(self, request: Request) -> str:
         """Whose contexts a request may use; ApiError without a key where one is needed."""
-        if not self.keys:
+        if not self._keys:
             host = re.sub(r":\d*$", "", request.headers.get("host", "").lower()).strip("[]")
             if host not in LOOPBACK:  # a page that has made its own name mean this machine
                 raise ApiError(403, f"without an API key, only {', '.join(LOOPBACK)} are served")
             return ""
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        known = [hmac.compare_digest(key.encode(), x.encode()) for x in self.keys]
+        known = [hmac.compare_digest(key.encode(), x.encode()) for x in self._keys]
         if scheme.lower() != "bearer" or not any(known):
             raise ApiError(401, "Incorrect API key provided.", code="invalid_api_key")
-        return hashlib.sha256(key.encode()).hexdigest() if self.per_key else ""
+        return hashlib.sha256(key.encode()).hexdigest() if self._per_key else ""
 
     async def _body(self, request: Request) -> bytes:
         """The body, not larger than any that can be answered."""
@@ -170,7 +155,7 @@ class Server:
             return ids_of_text(loaded, text), response_parser(loaded.tokenizer, loaded.model, start, tools)
 
         ids, parser = await self._apart(read, "messages")
-        return await self._answer(request, body, ids, owner, "messages", parser)
+        return await self._answer(request, body, ids, owner, parser)
 
     async def _complete(self, request: Request, owner: str) -> Response:
         body = parse(await self._body(request), CompletionBody, self.name)
@@ -179,7 +164,7 @@ class Server:
             ids = await self._apart(lambda: prompt_ids(self.loaded, prompt, chat=False), "prompt")
         else:
             ids = torch.tensor([prompt])
-        return await self._answer(request, body, ids, owner, "prompt")
+        return await self._answer(request, body, ids, owner)
 
     async def _apart(self, make: Callable[[], T], param: str) -> T:
         """What is made of a text, apart from the thread that serves: long texts take a while."""
@@ -189,89 +174,64 @@ class Server:
             raise ApiError(400, str(error), param) from error
 
     async def _answer(
-        self, request: Request, body: Body, ids: torch.Tensor, owner: str, param: str, parser: Any = None
+        self, request: Request, body: Body, ids: torch.Tensor, owner: str, parser: Any = None
     ) -> Response:
         """The response to a prompt, int64 [1, time]."""
-        ids, count, limit, asked = ids.cpu(), ids.shape[1], self.max_model_len, body.limit()
-        most = asked if asked is not None else max(1, min(DEFAULT_TOKENS[param], limit - count))
+        ids, count, limit, chat = ids.cpu(), ids.shape[1], self.max_model_len, isinstance(body, ChatBody)
+        most = body.limit() or max(1, min(body.default_limit, limit - count))
         if count + most > limit:
-            message = (
-                f"This model's maximum context length is {limit} tokens. However, you requested {most} of an answer "
-            )
-            raise ApiError(400, f"{message}to {count} tokens.", param, "context_length_exceeded")
+            asked = f"However, you requested {most} of an answer to {count} tokens."
+            message = f"This model's maximum context length is {limit} tokens. {asked}"
+            raise ApiError(400, message, "messages" if chat else "prompt", "context_length_exceeded")
         loop, events = asyncio.get_running_loop(), asyncio.Queue[Piece | Exception | None]()
 
         def send(event: Piece | Exception | None) -> None:
             with suppress(RuntimeError):  # the server has ended
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
-        chat = param == "messages"
         form = Form(f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}", self.name, chat)
         ends = stop_tokens(self.loaded.model, None, None)[0]
         answer = Answer(self.loaded.tokenizer, most, ends, body.stop, parser, send)
         job = Job(ids, body.sampling(most), body.seed, answer, owner, body.store, send)
-        try:
-            self.engine.submit(job)
-        except Overloaded:
-            if not self.engine.is_alive:
-                raise ApiError(503, "the server ends") from None
-            raise ApiError(429, "too many requests wait; try again later", code="rate_limit_exceeded") from None
+        self.engine.submit(job)
         if body.stream:
-            stream = self._stream(job, form, events, body.stream_options.include_usage)
+            stream = self._stream(job, form, _pieces(events), body.stream_options.include_usage)
             return StreamingResponse(stream, media_type="text/event-stream", headers=self.headers)
-        pieces = await self._collect(request, job, events)
+        watching = asyncio.ensure_future(_cancel_without_client(request, job))
+        try:
+            pieces = [piece async for piece in _pieces(events)]
+        finally:
+            job.cancelled.set()
+            watching.cancel()
         result = form.whole(pieces, str(answer.finish_reason), usage_of(count, job.cached, answer))
         return JSONResponse(result, headers=self.headers)
 
-    async def _collect(self, request: Request, job: Job, events: asyncio.Queue[Any]) -> list[Piece]:
-        """All pieces of an answer; the work stops when the client goes away."""
-        gone = asyncio.ensure_future(_disconnected(request))
-        gone.add_done_callback(lambda task: None if task.cancelled() else job.cancelled.set())
-        pieces: list[Piece] = []
-        try:
-            while (event := await events.get()) is not None:
-                if isinstance(event, Cancelled):
-                    raise ClientDisconnect
-                if isinstance(event, Exception):
-                    raise api_error(event) from event
-                pieces.append(event)
-            return pieces
-        finally:
-            job.cancelled.set()
-            gone.cancel()
-
-    async def _stream(self, job: Job, form: Form, events: asyncio.Queue[Any], usage: bool) -> AsyncIterator[str]:
+    async def _stream(self, job: Job, form: Form, pieces: AsyncIterator[Piece], usage: bool) -> AsyncIterator[str]:
         """Server-sent events of an answer; the work stops when the client goes away."""
-        counts = {"content": 0, "reasoning_content": 0, "tool_calls": 0}
         try:
             if form.chat:
                 yield _event(form.chunk(None))
-            while (event := await events.get()) is not None:
-                if isinstance(event, Exception):
-                    yield _event(api_error(event).to_dict())
-                    return
-                yield _event(form.chunk(event, counts[event[0]]))
-                counts[event[0]] += 1
-            yield _event(form.chunk(None, finish_reason=job.answer.finish_reason))
+            async for piece in pieces:
+                yield _event(form.chunk(piece))
+            yield _event(form.chunk(None, job.answer.finish_reason))
             if usage:
                 yield _event(form.usage_chunk(usage_of(job.ids.shape[1], job.cached, job.answer)))
             yield "data: [DONE]\n\n"
+        except ApiError as error:
+            yield _event(error.to_dict())
         finally:
             job.cancelled.set()
 
     async def _models(self, request: Request, owner: str) -> Response:
-        model = {
-            "id": self.name,
-            "object": "model",
-            "created": 0,
-            "owned_by": "kvcli",
-            "max_model_len": self.max_model_len,
-        }
-        if request.path_params.get("name") not in (None, self.name):
+        model = {"id": self.name, "object": "model", "created": 0, "owned_by": "kvcli"}
+        model["max_model_len"] = self.max_model_len
+        if "name" not in request.path_params:
+            return JSONResponse({"object": "list", "data": [model]})
+        if request.path_params["name"] != self.name:
             raise ApiError(404, f"The model does not exist; this is '{self.name}'", "model", "model_not_found")
-        return JSONResponse(model if "name" in request.path_params else {"object": "list", "data": [model]})
+        return JSONResponse(model)
 
-    async def _metrics(self, request: Request, owner: str) -> Response:
+    async def _count(self, request: Request, owner: str) -> Response:
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def _health(self, request: Request) -> Response:
@@ -279,35 +239,47 @@ class Server:
         return JSONResponse({"status": "ok" if alive else "ending"}, 200 if alive else 503)
 
 
-def api_error(error: Exception) -> ApiError:
-    """An error of the engine as clients are told: nothing of paths or of the program."""
+_SAID = (
+    ((Cancelled, ClientDisconnect), 499, "the client has gone away"),
+    (asyncio.CancelledError, 503, "the server ends"),  # after the time that answers are given to be finished
+    (torch.OutOfMemoryError, 503, "out of memory; send a shorter prompt, or try again later"),
+    (ModelError, 500, "the model computed values that are not finite"),
+    (KvcliError, 500, "the request failed"),
+    (BaseException, 500, "internal error"),
+)
+
+
+def api_error(error: BaseException) -> ApiError:
+    """An error as clients are told: nothing of paths or of the program."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, Overloaded):
-        return ApiError(503, "the server ends")
-    if isinstance(error, torch.OutOfMemoryError):
-        return ApiError(503, "out of memory; send a shorter prompt, or try again later")
-    if isinstance(error, ModelError):
-        return ApiError(500, "the model computed values that are not finite")
-    return ApiError(500, "the request failed" if isinstance(error, KvcliError) else "internal error")
+    return next(ApiError(status, message) for kind, status, message in _SAID if isinstance(error, kind))
+
+
+async def _pieces(events: asyncio.Queue[Piece | Exception | None]) -> AsyncIterator[Piece]:
+    """The pieces of an answer as they come; ApiError: it failed."""
+    while (event := await events.get()) is not None:
+        if isinstance(event, Exception):
+            raise api_error(event) from event
+        yield event
 
 
 def _event(value: dict[str, Any]) -> str:
     return f"data: {json.dumps(value)}\n\n"  # in ASCII: clients split lines at more characters than at these
 
 
-async def _disconnected(request: Request) -> None:
-    """Returns when the client has gone away; the body was read before."""
+async def _cancel_without_client(request: Request, job: Job) -> None:
+    """Cancels a job when the client goes away; the body was read before."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
+    job.cancelled.set()
 
 
-async def _http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
+async def _http_error(request: Request, error: HTTPException) -> Response:
     unknown = f"Unknown request URL: {request.method} {request.scope['path'][:80]}"
     message = unknown if error.status_code == 404 else error.detail
-    return JSONResponse(ApiError(error.status_code, message).to_dict(), error.status_code, error.headers)
+    return ApiError(error.status_code, message).response(error.headers)
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:
-    return JSONResponse(api_error(error).to_dict(), 500)
+    return api_error(error).response()

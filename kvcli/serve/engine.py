@@ -6,10 +6,9 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,10 +21,7 @@ from kvcli.progress import Say
 from kvcli.serve.answers import Answer
 from kvcli.serve.metrics import Metrics
 from kvcli.serve.prefixes import Prefix, Prefixes
-
-
-class Overloaded(Exception):
-    """As many requests wait as may, or the server ends."""
+from kvcli.serve.requests import ApiError
 
 
 class Cancelled(Exception):
@@ -105,14 +101,16 @@ class Engine:
         return self._thread.is_alive() and not self._closing
 
     def submit(self, job: Job) -> None:
-        """Queues a request; raises Overloaded if too many wait."""
+        """Queues a request; ApiError: too many wait, or the server ends."""
         with self._changed:
             for other in [*self._waiting]:
                 if other.cancelled.is_set():
                     self._waiting.remove(other)
                     other.done(Cancelled())
-            if not self.is_alive or len(self._waiting) >= self._max_waiting:
-                raise Overloaded
+            if not self.is_alive:
+                raise ApiError(503, "the server ends")
+            if len(self._waiting) >= self._max_waiting:
+                raise ApiError(429, "too many requests wait; try again later", code="rate_limit_exceeded")
             self._waiting.append(job)
             self._changed.notify()
 
@@ -126,12 +124,15 @@ class Engine:
 
     def _run(self) -> None:
         while jobs := self._next():
-            alone = len(jobs) == 1
-            ready = [begun for job in jobs if (begun := self._read(job, alone)) is not None]
+            alone, ready = len(jobs) == 1, list[Begun]()
+            for job in jobs:
+                with self._telling([job]):
+                    ready.append(self._read(job, alone))
             if ready:
-                self._attempt([job for job, *_ in ready], partial(self._decode, ready, alone))
+                with self._telling([job for job, *_ in ready]):
+                    self._decode(ready, alone)
         for job in self._waiting:
-            job.done(Overloaded())
+            job.done(ApiError(503, "the server ends"))
 
     def _next(self) -> list[Job]:
         """The next request, and those after it that can be decoded together with it; none at the end."""
@@ -151,47 +152,38 @@ class Engine:
         alike = one.temperature == 0 and not others
         return alike and length <= self._max_length and self.prefixes.reusable
 
-    def _attempt(self, jobs: list[Job], work: Callable[[], None]) -> bool:
-        """Does some work, and tells those whom it was for if it fails."""
+    @contextmanager
+    def _telling(self, jobs: list[Job]) -> Iterator[None]:
+        """Tells requests if what is done for them fails."""
         try:
-            work()
-            return True
-        except Cancelled as error:
-            failure: Exception = error
-        except KvcliError as error:
-            failure = error
-        except Exception as error:  # memory above all: what is kept may need it
-            self.prefixes.hot.clear()
-            failure = error
-        if not isinstance(failure, Cancelled):
-            self._say(f"a request failed: {type(failure).__name__}: {error_text(failure)}")
-        for job in jobs:
-            job.done(failure)
-        return False
+            yield
+        except Exception as error:
+            if not isinstance(error, Cancelled):
+                self._say(f"a request failed: {type(error).__name__}: {error_text(error)}")
+            if not isinstance(error, Cancelled | KvcliError):  # memory above all: what is kept may need it
+                self.prefixes.hot.clear()
+            for job in jobs:
+                job.done(error)
 
-    def _read(self, job: Job, alone: bool) -> Begun | None:
+    def _read(self, job: Job, alone: bool) -> Begun:
         """Reads a prompt up to its last boundary; if others follow, all of it, and its first token is made as alone."""
-        begun: list[Begun] = []
-
-        def work() -> None:
-            job.check()
-            started = time.monotonic()
-            prefix = self.prefixes.read(job.ids, job.owner, job.store, lambda count: job.check())
-            job.cached = prefix.reused
-            self._metrics.prefixes.labels(prefix.source).inc()
-            self._metrics.load.observe(prefix.load_s)
-            self._metrics.prefill.observe(time.monotonic() - started - prefix.load_s)
-            self._metrics.tokens.labels("prompt").inc(job.ids.shape[1])
-            self._metrics.tokens.labels("cached").inc(prefix.reused)
-            ids, one = job.ids.to(self._session.model.device), replace(job.sampling, max_new_tokens=1)
-            snapshot = None
-            if not alone:
-                ids = self._session.generate(ids, sampling=one, past_key_values=prefix.cache).sequences
-                snapshot = prefix.cache.snapshot(ids.device)
-                self._keep(job, prefix)  # the next one may begin alike
-            begun.append((job, prefix, ids, snapshot))
-
-        return begun[0] if self._attempt([job], work) else None
+        job.check()
+        started = time.monotonic()
+        prefix = self.prefixes.read(job.ids, job.owner, job.store, lambda count: job.check())
+        job.cached = prefix.reused
+        self._metrics.prefixes.labels(prefix.source).inc()
+        self._metrics.load.observe(prefix.load_s)
+        self._metrics.prefill.observe(time.monotonic() - started - prefix.load_s)
+        self._metrics.tokens.labels("prompt").inc(job.ids.shape[1])
+        self._metrics.tokens.labels("cached").inc(prefix.reused)
+        ids = job.ids.to(self._session.model.device)
+        if alone:
+            return job, prefix, ids, None
+        one = replace(job.sampling, max_new_tokens=1)
+        ids = self._session.generate(ids, sampling=one, past_key_values=prefix.cache).sequences
+        snapshot = prefix.cache.snapshot(ids.device)
+        self._keep(job, prefix)  # the next one may begin alike
+        return job, prefix, ids, snapshot
 
     def _decode(self, ready: list[Begun], alone: bool) -> None:
         """Makes tokens until all answers have ended; each is told as soon as it has."""

@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    Json,
-    ValidationError,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, Json, ValidationError, model_validator
 from starlette.responses import JSONResponse
 
 from kvcli.attention.generation import SamplingConfig
-
-DEFAULT_TOKENS = {"messages": 1024, "prompt": 16}
-"""Tokens of an answer at most, where the body says nothing, by what it answers."""
 
 
 class ApiError(Exception):
@@ -41,14 +29,12 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self, headers: Any = None) -> JSONResponse:
-        """The response; one that says that there is no room says when to try again."""
+        """The response, which says when to try again if there was no room."""
         return JSONResponse(self.to_dict(), self.status, {"Retry-After": "5"} if self.status in (429, 503) else headers)
 
 
-class Fields(BaseModel):
+class Fields(BaseModel, extra="forbid", strict=True, allow_inf_nan=False):
     """An object of the API; null is as if nothing was said."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
@@ -136,7 +122,13 @@ Count = Annotated[int, Field(ge=1, lt=2**31)]
 
 
 class Body(Fields):
-    """What completions and chat completions have in common."""
+    """What completions and chat completions have in common.
+
+    Attributes:
+        default_limit: tokens of an answer at most, where nothing is said.
+    """
+
+    default_limit: ClassVar[int]
 
     model: str | None = None
     max_tokens: Count | None = None
@@ -170,6 +162,8 @@ class Body(Fields):
 class CompletionBody(Body):
     """Body of `/v1/completions`."""
 
+    default_limit: ClassVar[int] = 16
+
     prompt: Any
     best_of: Annotated[int, _only(1)] = 1
     echo: Annotated[bool, _only(False)] = False
@@ -178,6 +172,8 @@ class CompletionBody(Body):
 
 class ChatBody(Body):
     """Body of `/v1/chat/completions`."""
+
+    default_limit: ClassVar[int] = 1024
 
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: Count | None = None

@@ -266,9 +266,7 @@ def test_bodies_are_those_of_the_openai_api(form: Form, text: str, parsed: bool)
     made.feed([*ids(text), END])
     usage = usage_of(7, 5, made)
     body = form.whole(pieces, str(made.finish_reason), usage)
-    kinds = [kind for kind, _ in pieces]
-    indices = [kinds[:i].count(kind) for i, kind in enumerate(kinds)]
-    events = [form.chunk(piece, i) for piece, i in zip(pieces, indices, strict=True)]
+    events = [form.chunk(piece) for piece in pieces]
     events = [*([form.chunk(None)] if form.chat else []), *events, form.chunk(None, finish_reason=made.finish_reason)]
     events.append(form.usage_chunk(usage))
     if not form.chat:

@@ -159,7 +159,7 @@ def serving(
         sizes = {"max_waiting": max_waiting, "max_batch": max_batch, "max_model_len": 4096}
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(prefixes_module, "UNIT", 16)
-            opened = Server.open(loaded, session, "tiny", store=kept, **sizes, say=print, keys=keys, per_key=per_key)
+            opened = Server(loaded, session, "tiny", store=kept, **sizes, say=print, keys=keys, per_key=per_key)
         app, engine = opened.app(), opened.engine
         listening = socket.socket()
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
