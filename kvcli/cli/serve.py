@@ -18,12 +18,11 @@ from kvcli.cli.signals import stop_reason
 from kvcli.errors import UsageError
 from kvcli.paths import model_folder
 from kvcli.registry import UNFITTED_METHOD
+from kvcli.serve import LOOPBACK
 from kvcli.sizes import parse_size
 
 if TYPE_CHECKING:
     from kvcli.contexts import ContextStore
-
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class ServeOptions(SessionOptions):
@@ -51,7 +50,7 @@ def run(options: ServeOptions, output: Output) -> None:
     if options.no_store and options.store is not None:
         raise UsageError("--store and --no-store exclude each other")
     keys = _keys(options.api_key_file)
-    if options.host not in _LOOPBACK and not keys:
+    if options.host not in LOOPBACK and not keys:
         raise UsageError(f"{options.host} can be reached by others: --api-key-file is needed")
     if options.store_per_key and not keys:
         raise UsageError("--store-per-key needs --api-key-file")
@@ -129,14 +128,12 @@ def _keys(file: Path | None) -> list[str]:
 
 def _bind(options: ServeOptions) -> socket.socket:
     """A socket of the address, before anything is loaded; UsageError: it is in use, or none of this machine."""
-    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-    listening = socket.socket(family)
+    listening = socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind((options.host, options.port))
-    except (OSError, UnicodeError) as error:  # no name of a host, of which Python says this
-        listening.close()
-        reason = getattr(error, "strerror", None) or "no name of a host"
+    except (OSError, UnicodeError) as error:  # no name of a host, of which Python says the latter
+        reason = getattr(error, "strerror", None) or error
         raise UsageError(f"cannot listen on {options.host} port {options.port}: {reason}") from error
     return listening
 

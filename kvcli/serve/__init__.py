@@ -3,3 +3,6 @@
 `requests` checks what comes in; `engine` makes tokens in a thread of its own, from the contexts that `prefixes` keeps;
 `answers` makes text of tokens and JSON of text; `app` is HTTP; `metrics` counts.
 """
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+"""Names of this machine, under which alone requests without a key are answered."""

@@ -28,6 +28,7 @@ from kvcli.models import LoadedModel
 from kvcli.progress import Say, say_nothing
 from kvcli.prompts import chat_text, ids_of_text, prompt_ids
 from kvcli.registry import method_name
+from kvcli.serve import LOOPBACK
 from kvcli.serve.answers import Answer, Form, Piece, response_parser, usage_of
 from kvcli.serve.engine import Cancelled, Engine, Job
 from kvcli.serve.metrics import Metrics
@@ -40,9 +41,6 @@ _BODY_BYTES_PER_TOKEN = 64
 _LEAST_BODY_BYTES = 2**20
 
 T = TypeVar("T")
-
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
-"""Names of this machine, under which alone requests without a key are answered."""
 
 
 class Server:

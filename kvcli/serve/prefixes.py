@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import math
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from queue import Queue
 
 import torch
 from torch import Tensor
@@ -39,8 +38,8 @@ _LONG = 16
 A power of two.
 """
 
-_WAITING_WRITES = 2
-"""Contexts that are copied and wait for the disk, at most; later ones are not stored."""
+_MOST_WRITES = 3
+"""Contexts that are copied and on their way to the disk, at most; later ones are not stored."""
 
 
 def boundaries(sinks: int, unit: int, length: int) -> list[int]:
@@ -75,8 +74,7 @@ class Prefix:
     source: str = "none"
     reused: int = 0
     load_s: float = 0.0
-    used: float = field(default_factory=time.monotonic)
-
+    used: float = 0.0
     nbytes: int = 0
 
 
@@ -111,9 +109,7 @@ class Prefixes:
         self._notes = text_identity(tokenizer)
         self.reusable = not session.spec.other_layers
         self.hot: list[Prefix] = []
-        self._writes: Queue[Callable[[], None] | None] = Queue(_WAITING_WRITES)
-        self._writer = threading.Thread(target=self._write_all, name="kvcli-store", daemon=True)
-        self._writer.start()
+        self._writer, self._writes = ThreadPoolExecutor(1, "kvcli-store"), list[Future[None]]()
 
     @torch.inference_mode()
     def read(self, ids: Tensor, owner: str, keep: bool, check: Advance) -> Prefix:
@@ -181,9 +177,7 @@ class Prefixes:
 
     def close(self) -> None:
         """Waits until what was stored is on disk."""
-        if self._writer.is_alive():
-            self._writes.put(None)
-            self._writer.join()
+        self._writer.shutdown()
 
     def _boundaries(self, length: int) -> list[int]:
         return boundaries(self.session.config.sink_length, self.unit, length if self.reusable else 0)
@@ -240,7 +234,8 @@ class Prefixes:
     def _store(self, prefix: Prefix) -> None:
         """Copies a cache up to its last boundary for the thread that writes; does nothing where that is behind."""
         store, length = self.store, prefix.flushed
-        if store is None or not self.reusable or self._writes.full():
+        self._writes = [write for write in self._writes if not write.done()]
+        if store is None or not self.reusable or len(self._writes) >= _MOST_WRITES:
             return
         snapshot, ids = prefix.cache.snapshot(), prefix.ids[:, :length].clone()
         context = Context(snapshot, self._identity_for(prefix.owner), ids, {**self._notes, "source": "kvcli serve"})
@@ -256,11 +251,7 @@ class Prefixes:
             else:
                 self._stored(True)
 
-        self._writes.put_nowait(write)  # nobody else puts
-
-    def _write_all(self) -> None:
-        while (write := self._writes.get()) is not None:
-            write()
+        self._writes.append(self._writer.submit(write))
 
     def _identity_for(self, owner: str) -> CacheIdentity:
         digest = hashlib.sha256(owner.encode()).hexdigest()[:32] if owner else ""
