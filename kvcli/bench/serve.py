@@ -6,6 +6,7 @@ the server has ended and begun again, when prompts are on disk only.
 
 from __future__ import annotations
 
+import json
 import socket
 import statistics
 import subprocess
@@ -18,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from http.client import HTTPConnection
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,15 +27,13 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from kvcli.bench.suite import BenchRows, BenchSuite, PromptRow, WholeModelOptions, run_row, status
-from kvcli.errors import UsageError
+from kvcli.errors import KvcliError, UsageError
 from kvcli.progress import Reporter, Silent
 from kvcli.registry import UNFITTED_METHOD
 from kvcli.suite import Records
 from kvcli.tables import DataTable
 
 if TYPE_CHECKING:
-    from openai import OpenAI
-
     from kvcli.attention.session import Session
     from kvcli.bench.layer import MethodCase
 
@@ -79,7 +79,7 @@ class ServeRow(PromptRow):
 
 def prepare(options: ServeBenchOptions, reporter: Reporter) -> BenchRows:
     """Rows of `transformers serve`, of fp16 and of methods."""
-    if any(find_spec(name) is None for name in ("starlette", "uvicorn", "prometheus_client", "openai")):
+    if any(find_spec(name) is None for name in ("starlette", "uvicorn", "prometheus_client")):
         raise UsageError("packages that are not installed are needed: pip install 'kvcli[serve]'")
     from kvcli.bench.model import open_session, random_prompt
 
@@ -99,21 +99,21 @@ def prepare(options: ServeBenchOptions, reporter: Reporter) -> BenchRows:
             session.warmup(min(row.batch, options.max_batch))
             first = prompts(row.batch)
             second = [[*prompt[:-_QUESTION], *reversed(prompt[-_QUESTION:])] for prompt in first]
-            with _serving(loaded, session, store, options) as client:
-                figures = _ask(client, "cold", first, options) | _ask(client, "hot", second, options)
-            with _serving(loaded, session, store, options) as client:
-                figures |= _ask(client, "disk", second, options)
+            with _serving(loaded, session, store, options) as port:
+                figures = _ask(port, "cold", first, options) | _ask(port, "hot", second, options)
+            with _serving(loaded, session, store, options) as port:
+                figures |= _ask(port, "disk", second, options)
             if row.batch == 1:
                 figures |= _direct(session, loaded.tokenizer, first[0], options.new_tokens)
             return replace(row, impl=session.backend.impl, **figures)
 
     def measure_transformers(row: ServeRow) -> ServeRow:
-        if folder is None or find_spec("fastapi") is None:
+        if folder is None or find_spec("fastapi") is None or find_spec("openai") is None:
             raise UsageError("transformers serve needs a folder of a model and transformers[serving]")
         texts = [loaded.tokenizer.decode(prompt) for prompt in prompts(row.batch)]
-        with _transformers(folder, model) as client:
-            _ask(client, "cold", ["Hello"], options, folder)  # it loads the model at its first request
-            figures = _ask(client, "cold", texts, options, folder) | _ask(client, "hot", texts, options, folder)
+        with _transformers(folder, model) as port:
+            _ask(port, "cold", ["Hello"], options, folder)  # it loads the model at its first request
+            figures = _ask(port, "cold", texts, options, folder) | _ask(port, "hot", texts, options, folder)
         return replace(row, impl="sdpa", **figures | {"hot_cached": None})
 
     def rows() -> Iterator[ServeRow]:
@@ -146,8 +146,8 @@ def _loaded(model: Any, options: ServeBenchOptions) -> tuple[Any, str | None]:
 
 
 @contextmanager
-def _serving(loaded: Any, session: Session, store: str, options: ServeBenchOptions) -> Iterator[OpenAI]:
-    """A client of a server in threads of this process, which runs inside the block."""
+def _serving(loaded: Any, session: Session, store: str, options: ServeBenchOptions) -> Iterator[int]:
+    """The port of a server in threads of this process, which runs inside the block."""
     import uvicorn
 
     from kvcli.contexts import ContextStore
@@ -162,7 +162,7 @@ def _serving(loaded: Any, session: Session, store: str, options: ServeBenchOptio
     thread.start()
     sys.setswitchinterval(0.001)  # as kvcli serve does
     try:
-        yield _client(listening.getsockname()[1])
+        yield int(listening.getsockname()[1])
     finally:
         running.should_exit = True
         thread.join()
@@ -171,66 +171,65 @@ def _serving(loaded: Any, session: Session, store: str, options: ServeBenchOptio
 
 
 @contextmanager
-def _transformers(folder: str, model: Any) -> Iterator[OpenAI]:
-    """A client of `transformers serve` in a process of its own, which runs inside the block."""
-    import openai
-
+def _transformers(folder: str, model: Any) -> Iterator[int]:
+    """The port of `transformers serve` in a process of its own, which runs inside the block."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     dtype = str(model.dtype).removeprefix("torch.")
     words = ["serve", folder, "--port", str(port), "--device", str(model.device.type), "--dtype", dtype]
     code = "from transformers.cli.transformers import main; main()"
     done = subprocess.DEVNULL
-    process, client = subprocess.Popen([sys.executable, "-c", code, *words], stdout=done, stderr=done), _client(port)
+    process = subprocess.Popen([sys.executable, "-c", code, *words], stdout=done, stderr=done)
     try:
         while process.poll() is None:
-            with suppress(openai.APIConnectionError):
-                client.models.list()
+            with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
                 break
             time.sleep(0.2)
-        yield client
+        yield port
     finally:
         process.kill()
         process.wait()
 
 
-def _client(port: int) -> OpenAI:
-    from openai import OpenAI
-
-    return OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=None, max_retries=0)
-
-
 def _ask(
-    client: OpenAI, state: str, prompts: Sequence[Any], options: ServeBenchOptions, model: str = "model"
+    port: int, state: str, prompts: Sequence[Any], options: ServeBenchOptions, model: str = "model"
 ) -> dict[str, Any]:
     """Figures of one request per client, all at once."""
-
-    def request(prompt: Any) -> tuple[float, int, float]:
-        """Seconds to the first token, tokens, and the share of the prompt that was cached."""
-        first, usage, pieces = 0.0, None, 0
-        for event in client.completions.create(
-            model=model,
-            prompt=prompt,
-            max_tokens=options.new_tokens,
-            temperature=0,
-            stream=True,
-            stream_options={"include_usage": True},
-        ):
-            usage = event.usage or usage
-            if any(choice.text for choice in event.choices):
-                first = first or time.perf_counter() - started
-                pieces += 1
-        if usage is None or usage.prompt_tokens_details is None:
-            return first, pieces, 0.0
-        return first, usage.completion_tokens, (usage.prompt_tokens_details.cached_tokens or 0) / usage.prompt_tokens
-
+    shared = {"model": model, "max_tokens": options.new_tokens, "temperature": 0, "stream": True}
+    shared["stream_options"] = {"include_usage": True}
+    # of 32K numbers this takes 10 ms, which are not the server's
+    bodies = [json.dumps({**shared, "prompt": prompt}) for prompt in prompts]
     started = time.perf_counter()
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        answers = [*pool.map(request, prompts)]
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        answers = [*pool.map(partial(_request, port), bodies)]
     took = time.perf_counter() - started
     firsts, counts, cached = zip(*answers, strict=True)
     figures = {f"{state}_first_s": statistics.median(firsts), f"{state}_tokens_per_s": sum(counts) / took}
     return figures if state == "cold" else figures | {f"{state}_cached": statistics.mean(cached)}
+
+
+def _request(port: int, body: str) -> tuple[float, int, float]:
+    """Seconds to the first token, tokens, and the share of the prompt that was cached; KvcliError: it was refused."""
+    started, first, usage, pieces = time.perf_counter(), 0.0, dict[str, Any](), 0
+    connection = HTTPConnection("127.0.0.1", port)
+    connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+    response = connection.getresponse()
+    if response.status != 200:
+        raise KvcliError(f"status {response.status}: {response.read(200).decode(errors='replace')}")
+    for line in response:
+        if not line.startswith(b"data: {"):
+            continue
+        event = json.loads(line.removeprefix(b"data: "))
+        if "error" in event:
+            raise KvcliError(str(event["error"])[:200])
+        usage = event.get("usage") or usage
+        if any(choice.get("text") for choice in event["choices"]):
+            first = first or time.perf_counter() - started
+            pieces += 1
+    connection.close()
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    first = first or time.perf_counter() - started
+    return first, usage.get("completion_tokens", pieces), cached / usage.get("prompt_tokens", 1)
 
 
 def _direct(session: Session, tokenizer: Any, prompt: list[int], new_tokens: int) -> dict[str, float]:
