@@ -49,8 +49,10 @@ def talk(url: str, system: str | None, options: SamplingOptions, lines: Iterator
             )
             pieces = []
             for event in stream:
-                if event.usage is not None:
-                    usages.append(_usage(event.usage))
+                if (usage := event.usage) is not None:
+                    cached = usage.prompt_tokens_details and usage.prompt_tokens_details.cached_tokens
+                    counts = {"prompt_tokens": usage.prompt_tokens, "reused_tokens": cached or 0}
+                    usages.append(counts | {"new_tokens": usage.completion_tokens})
                 for choice in event.choices:
                     pieces.append(choice.delta.content or "")
                     output.write(pieces[-1])
@@ -59,12 +61,3 @@ def talk(url: str, system: str | None, options: SamplingOptions, lines: Iterator
     except openai.APIError as error:
         raise KvcliError(f"{url}: {' '.join(str(error).split())}") from error
     output.result({"url": url, "model": model, "messages": messages, "turns": usages})
-
-
-def _usage(usage: Any) -> dict[str, int]:
-    details = usage.prompt_tokens_details
-    return {
-        "prompt_tokens": usage.prompt_tokens,
-        "reused_tokens": 0 if details is None else details.cached_tokens or 0,
-        "new_tokens": usage.completion_tokens,
-    }

@@ -133,6 +133,7 @@ def _bind(options: ServeOptions) -> socket.socket:
     try:
         listening.bind((options.host, options.port))
     except (OSError, UnicodeError) as error:  # no name of a host, of which Python says the latter
+        listening.close()
         reason = getattr(error, "strerror", None) or error
         raise UsageError(f"cannot listen on {options.host} port {options.port}: {reason}") from error
     return listening

@@ -82,12 +82,10 @@ class Answer:
             self._finish("stop")
             return
         longest = max((len(stop) for stop in self.stop), default=1) - 1
-        kept = next((n for n in range(min(longest, len(text)), 0, -1) if self._begins_stop(text[-n:])), 0)
-        self._held = text[len(text) - kept :]
-        self._emit(text[: len(text) - kept])
-
-    def _begins_stop(self, text: str) -> bool:
-        return any(stop.startswith(text) for stop in self.stop)
+        starts = range(max(0, len(text) - longest), len(text))
+        kept = next((i for i in starts if any(stop.startswith(text[i:]) for stop in self.stop)), len(text))
+        self._held = text[kept:]
+        self._emit(text[:kept])
 
     def _finish(self, reason: str) -> None:
         self.finish_reason = reason
@@ -147,8 +145,8 @@ class Form:
 
     def whole(self, pieces: Sequence[Piece], finish_reason: str, usage: dict[str, Any]) -> dict[str, Any]:
         """The body of a response that is not streamed."""
-        kinds = ("content", "reasoning_content")
-        text, reasoning = ("".join(x for kind, x in pieces if kind == wanted) for wanted in kinds)
+        text = "".join(x for kind, x in pieces if kind == "content")
+        reasoning = "".join(x for kind, x in pieces if kind == "reasoning_content")
         calls = [self._call(x) for kind, x in pieces if kind == "tool_calls"]
         message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
         message |= {"reasoning_content": reasoning} if reasoning else {}

@@ -134,13 +134,12 @@ class Server:
         if kind != "application/json":
             raise ApiError(415, "the content type is application/json")
         limit = max(_LEAST_BODY_BYTES, _BODY_BYTES_PER_TOKEN * self.max_model_len)
-        parts, count = [], 0
+        body = bytearray()
         async for part in request.stream():
-            parts.append(part)
-            count += len(part)
-            if count > limit:
+            body += part
+            if len(body) > limit:
                 raise ApiError(413, f"the body has more than {limit} bytes")
-        return b"".join(parts)
+        return bytes(body)
 
     async def _chat(self, request: Request, owner: str) -> Response:
         body = parse(await self._body(request), ChatBody, self.name)

@@ -215,7 +215,7 @@ def parse(data: bytes, kind: type[BodyT], model: str) -> BodyT:
 def prompt_of(body: CompletionBody, vocab_size: int) -> str | list[int]:
     """The prompt, a text or token ids; ApiError for several, which are to be sent one by one."""
     prompt = body.prompt
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]
     if isinstance(prompt, str):
         return prompt
