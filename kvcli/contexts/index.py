@@ -95,11 +95,16 @@ class Index:
             yield db
             _patiently(db, "COMMIT")
 
-    def touch(self, context: int) -> None:
-        """Notes that a context was used, if the store can be written to and nobody else is writing."""
+    def touch(self, name: str) -> bool:
+        """Notes that a context was used, if the store can be written to and nobody else is writing.
+
+        Returns:
+            False if there is no context of this name.
+        """
         with suppress(ContextError, OSError), self._open("mode=rw") as db:
             db.execute("PRAGMA synchronous = NORMAL")
-            db.execute("UPDATE contexts SET used = ? WHERE id = ?", (time.time(), context))
+            return db.execute("UPDATE contexts SET used = ? WHERE name = ?", (time.time(), name)).rowcount > 0
+        return True
 
     def _exists(self) -> bool:
         """Whether there is an index; ContextError if something else is in its place, or an earlier version's store."""

@@ -142,8 +142,12 @@ class ContextReader:
         with self._explaining(stored):
             name = f"context '{stored.name}'"
             context = Context.decode(stored.record, self._place, device, name, match.num_tokens)
-        self._index.touch(stored.id)
+        self.touch(stored.name)
         return context
+
+    def touch(self, name: str) -> bool:
+        """Notes that a context was used now, so that others are removed before it; False if it is not there."""
+        return self._index.touch(name)
 
     def sizes(self) -> tuple[int, int]:
         """Bytes of all blocks that a context needs, and of the files of the others."""

@@ -23,7 +23,7 @@ from kvcli.attention.session import Session
 from kvcli.cache.compressed import CompressedCache
 from kvcli.cache.context import Context
 from kvcli.cache.identity import CacheIdentity
-from kvcli.contexts import ContextStore, identity_of
+from kvcli.contexts import ContextStore, Match, identity_of
 from kvcli.errors import CacheError, ContextError
 from kvcli.fingerprint import text_identity
 from kvcli.progress import Advance, Say
@@ -60,7 +60,7 @@ class Prefix:
     Attributes:
         ids: of the prompt, int64 [1, time] on the CPU.
         flushed: its tokens up to the last boundary that was read, to which the cache can be cut.
-        stored: how many of them are on disk.
+        stored: how many of them are on disk, and in which context, `name`; 0 once it was removed there.
         owner: whose it is; empty: anybody's.
         nbytes: of the cache when it was kept, with the headroom of its buffers.
         source: where the first `reused` tokens came from: `hot`, `disk` or `none`.
@@ -71,6 +71,7 @@ class Prefix:
     owner: str
     flushed: int = 0
     stored: int = 0
+    name: str = ""
     source: str = "none"
     reused: int = 0
     load_s: float = 0.0
@@ -138,6 +139,8 @@ class Prefixes:
                     raise
         if keep and prefix.flushed > prefix.stored:
             self._store(prefix)
+        elif prefix.source == "hot" and self.store is not None and prefix.stored:
+            self._writer.submit(self._touch, self.store, prefix)
         return prefix
 
     def keep(self, prefix: Prefix) -> None:
@@ -199,11 +202,12 @@ class Prefixes:
                 best, length = prefix, end
         on_disk = self._load(ids, ends, owner, length)
         if on_disk is not None:
-            context, new.flushed = on_disk
-            new.stored, new.source = new.flushed, "disk"
+            context, match = on_disk
+            new.flushed = new.stored = match.num_tokens
+            new.name, new.source = match.context.name, "disk"
             new.cache = self.session.load_cache(context)
         elif best is not None:
-            new.flushed, new.stored, new.source = length, min(best.stored, length), "hot"
+            new.flushed, new.stored, new.name, new.source = length, min(best.stored, length), best.name, "hot"
             if not keep or best.flushed - length > length // 16:  # others go on from what would be lost
                 new.cache.restore(best.cache.snapshot(self.session.model.device).prefix(length))
                 best.used = time.monotonic()
@@ -214,7 +218,7 @@ class Prefixes:
         new.load_s = time.monotonic() - started
         return new
 
-    def _load(self, ids: Tensor, ends: list[int], owner: str, more_than: int) -> tuple[Context, int] | None:
+    def _load(self, ids: Tensor, ends: list[int], owner: str, more_than: int) -> tuple[Context, Match] | None:
         """A context on disk, verified, of the prompt's first tokens up to one of `ends` above `more_than`."""
         if self.store is None or not ends or ends[-1] <= more_than:
             return None
@@ -222,7 +226,7 @@ class Prefixes:
             wanted, fit = (ids[:, : ends[-1]], self._identity_for(owner)), partial(self._common, ends)
             while (match := self.store.find(*wanted, self._say, fit)) is not None and match.num_tokens > more_than:
                 try:
-                    return self.store.load(match, self.session.model.device), match.num_tokens
+                    return self.store.load(match, self.session.model.device), match
                 except ContextError as error:
                     self._say(str(error))
                     if match.context.name in self.store.names():
@@ -238,12 +242,14 @@ class Prefixes:
         if store is None or not self.reusable or len(self._writes) >= _MOST_WRITES:
             return
         snapshot, ids = prefix.cache.snapshot(), prefix.ids[:, :length].clone()
-        context = Context(snapshot, self._identity_for(prefix.owner), ids, {**self._notes, "source": "kvcli serve"})
-        prefix.stored = length
+        identity = self._identity_for(prefix.owner)
+        context = Context(snapshot, identity, ids, {**self._notes, "source": "kvcli serve"})
+        name = hashlib.sha256(repr(identity).encode() + ids.numpy().tobytes()).hexdigest()[:12]
+        prefix.stored, prefix.name = length, name
 
         def write() -> None:
             try:
-                store.put(context, max_bytes=self._store_bytes, overwrite=True)
+                store.put(context, name=name, max_bytes=self._store_bytes, overwrite=True)
             except Exception as error:
                 prefix.stored = 0
                 self._say(f"a context of {length} tokens was not stored: {error}")
@@ -252,6 +258,12 @@ class Prefixes:
                 self._stored(True)
 
         self._writes.append(self._writer.submit(write))
+
+    @staticmethod
+    def _touch(store: ContextStore, prefix: Prefix) -> None:
+        """Notes on disk that a context was used from memory; one that was removed there is stored at the next use."""
+        if not store.touch(prefix.name):
+            prefix.stored = 0
 
     def _identity_for(self, owner: str) -> CacheIdentity:
         digest = hashlib.sha256(owner.encode()).hexdigest()[:32] if owner else ""

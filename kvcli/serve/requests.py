@@ -205,7 +205,8 @@ def parse(data: bytes, kind: type[BodyT], model: str) -> BodyT:
         names = [str(name)[:80] for name in first["loc"]]
         if not names:
             raise ApiError(400, "the body is no JSON object in UTF-8") from None
-        raise ApiError(400, f"{'.'.join(names)}: {first['msg']}", ".".join(names[:2])) from None
+        said = "Unrecognized request argument supplied" if first["type"] == "extra_forbidden" else first["msg"]
+        raise ApiError(400, f"{'.'.join(names)}: {said}", ".".join(names[:2])) from None
     if body.model not in (None, model):
         message = f"The model '{str(body.model)[:80]}' does not exist; this is '{model}'"
         raise ApiError(404, message, "model", "model_not_found")
@@ -219,6 +220,7 @@ def prompt_of(body: CompletionBody, vocab_size: int) -> str | list[int]:
         prompt = prompt[0]
     if isinstance(prompt, str):
         return prompt
-    if not isinstance(prompt, list) or not prompt or not all(type(x) is int and 0 <= x < vocab_size for x in prompt):
+    numbers = isinstance(prompt, list) and {*map(type, prompt)} == {int}
+    if not numbers or not 0 <= min(prompt) <= max(prompt) < vocab_size:
         raise ApiError(400, f"prompt is one text, or a list of token ids below {vocab_size}", "prompt")
     return prompt

@@ -270,3 +270,24 @@ def test_of_two_contexts_the_one_that_was_read_alike_is_found(opened: Callable[.
     other_end = torch.cat((ids[:, :105], tokens(35, seed=5)), dim=1)
     assert answer(maker, fresh, other_end)[1].reused == 98  # of the second, though the first was used last
     fresh.close()
+
+
+def test_a_context_that_is_used_from_memory_stays_on_disk(opened: Any) -> None:
+    """Others go before it; and once it was removed there, it is stored again when it is used next."""
+    maker, prefixes = opened("rtn")
+    store, texts = prefixes.store, [tokens(100, seed) for seed in range(3)]
+
+    def use(ids: Tensor) -> str:
+        name = answer(maker, prefixes, ids)[1].name
+        prefixes._writer.submit(lambda: None).result()
+        return name
+
+    first, second = use(texts[0]), use(texts[1])
+    prefixes._store_bytes = store.sizes()[0]  # both fit, a third one does not
+    assert use(texts[0]) == first
+    third = use(texts[2])
+    assert {*store.names()} == {first, third} != {second, third}
+    store.remove(first)
+    for _ in range(2):
+        use(texts[0])
+    assert {*store.names()} == {first, third}
