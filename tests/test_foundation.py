@@ -106,18 +106,18 @@ def test_no_modules_import_each_other(repo_root: Path) -> None:
 BUDGET = {
     ".": 3785,  # progress by layers, one default method, documents that are asked
     "artifact": 400,
-    "attention": 2460,  # captured passes of any width, and chunks read by them
+    "attention": 2465,  # captured passes of any width, and chunks read by them
     "bench": 2965,  # the suites `startup`, `chunks` and `serve`
     "cache": 2715,  # snapshots joined to a batch; the same offsets are observed
     "calibrate": 1420,  # blocks of logits by vocabulary
     "cli": 3700,  # ask, serve, chat with a server, warmup and doctor
-    "contexts": 850,  # contexts that were read alike
+    "contexts": 860,  # contexts that were read alike; used elsewhere than from the store
     "eval": 2165,  # rows without gradients, options that differ by name
     "integrations": 630,
     "kernels": 850,  # compilation side by side, and what is on disk
     "methods": 7745,  # TurboQuant encoded by one kernel and decoded by another
     "plan": 550,  # from which length they are smaller
-    "serve": 1225,  # a server of the OpenAI API
+    "serve": 1240,  # a server of the OpenAI API
     "seam": 1595,  # rotations by constants return at once
     "storage": 640,
 }

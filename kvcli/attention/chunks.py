@@ -41,17 +41,19 @@ class Chunks:
         self._ids = self._states = torch.empty(0)
         self.mode: Mode = "passes"
 
+    @torch.no_grad()
     def __call__(self, ids: Tensor) -> Tensor:
         """Reads tokens, int64 [batch, time]; returns their last hidden states, which the next call overwrites."""
-        time = ids.shape[1]
-        if self._pays and self._has_room and time == self.width and all_have_codes(self.cache.sequences.counts):
+        counts = self.cache.sequences.counts
+        fits = ids.shape == (len(counts.lengths), self.width)  # an ordinary pass says what is wrong with another batch
+        if self._pays and self._has_room and fits and self.left >= self.width and all_have_codes(counts):
             states = self._step(ids)
         else:
             self.close()
-            self.cache.sequences.counts.make_room(self.width)
+            counts.make_room(self.width)
             states = self._run(ids)
             self._has_room, self.mode = True, "passes"
-        self.left -= time
+        self.left -= ids.shape[1]
         return states
 
     def _run(self, ids: Tensor, **inputs: Tensor) -> Tensor:

@@ -89,6 +89,28 @@ def test_a_chunk_that_breaks_off_leaves_a_cache_that_refuses(monkeypatch: pytest
             MODEL(ids[:, 90:], past_key_values=cache)
 
 
+def test_another_batch_is_refused_and_gradients_are_not_kept() -> None:
+    ids = prompts(3, 100)[0]
+    with attached("rtn") as session, closing(session.chunks(session.new_cache(), 10, 100, "steps")) as read:
+        for part in ids[:2, :60].split(10, dim=1):
+            assert not read(part).requires_grad
+        assert read.mode == "steps"
+        with pytest.raises(CacheError, match="holds 2 sequences, but a batch of 3"):
+            read(ids[:, 60:70])
+
+
+def test_more_tokens_than_announced_are_read_by_ordinary_passes() -> None:
+    ids = prompts(2, 150)[0]
+    with attached("rtn") as session:
+        caches = session.new_cache(), session.new_cache()
+        expected = states(session, caches[0], ids, 10, "passes")
+        with closing(session.chunks(caches[1], 10, 95, "steps")) as read:
+            found = torch.cat([read(part).clone() for part in ids.split(10, dim=1)], dim=1)
+            assert read.mode == "passes"
+        assert torch.allclose(found, expected, atol=1e-3)
+        assert_same_logits(ids[:, :3], *caches)
+
+
 def test_few_passes_and_caches_of_other_sessions(made: list[tuple[int, int]]) -> None:
     with attached("kivi") as session:
         states(session, session.new_cache(), prompts(1, 40)[0], 20, "steps")
