@@ -46,13 +46,14 @@ class Chunks:
         """Reads tokens, int64 [batch, time]; returns their last hidden states, which the next call overwrites."""
         counts = self.cache.sequences.counts
         fits = ids.shape == (len(counts.lengths), self.width)  # an ordinary pass says what is wrong with another batch
-        if self._pays and self._has_room and fits and self.left >= self.width and all_have_codes(counts):
+        if self._has_room and fits and self.left >= self.width and all_have_codes(counts):
             states = self._step(ids)
         else:
             self.close()
-            counts.make_room(self.width)
+            if self._pays:
+                counts.make_room(self.width)
             states = self._run(ids)
-            self._has_room, self.mode = True, "passes"
+            self._has_room, self.mode = self._pays, "passes"
         self.left -= ids.shape[1]
         return states
 
