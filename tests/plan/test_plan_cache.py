@@ -8,7 +8,7 @@ import pytest
 import torch
 from factories import make_model
 
-from kvcli.attention import decoder
+from kvcli.attention import steps
 from kvcli.attention.attach import build_codecs, make_config
 from kvcli.attention.generation import SamplingConfig
 from kvcli.attention.session import Session
@@ -69,7 +69,7 @@ def test_from_where_on_a_cache_is_smaller_than_in_16_bits(name: str) -> None:
 @pytest.mark.parametrize("name", ["kivi", "squat-pre", "qjl", "commvq"])
 @pytest.mark.parametrize("new_tokens", [2, 17, 60])
 def test_a_cache_after_steps(name: str, new_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoder, "_HEADROOM", 32)  # more steps than are prepared for at once
+    monkeypatch.setattr(steps, "_HEADROOM", 32)  # more steps than are prepared for at once
     session, plan = attached(make_model("llama", max_position_embeddings=4096), name)
     with session:
         for tokens in (3, 90):
