@@ -41,16 +41,20 @@ def test_a_warm_up_refuses_before_torch(words: list[str], why: str) -> None:
 
 def test_commands_warm_up_what_they_attach(monkeypatch: pytest.MonkeyPatch) -> None:
     """For the rows that they will have, with their progress; without a GPU there is nothing to compile."""
-    warmed: list[tuple[int, Any]] = []
+    warmed: list[tuple[Any, ...]] = []
     loaded, output = load(make_model("llama")), Output(quiet=True)
+
+    def warm_up(self: Any, batch: int = 1, progress: Any = None, chunk: int | None = None) -> None:
+        warmed.append((batch, progress, chunk))
+
     with Case("kivi-2", "kivi", settings={"group_size": 4, "residual_length": 8}).attach(loaded, output) as session:
         assert session.warmup() == []
-    monkeypatch.setattr(Session, "warmup", lambda self, batch=1, progress=None: warmed.append((batch, progress)))
-    with Case("rtn", "rtn", settings={"group_size": 4}).attach(loaded, output, batch=3):
+    monkeypatch.setattr(Session, "warmup", warm_up)
+    with Case("rtn", "rtn", settings={"group_size": 4}).attach(loaded, output, batch=3, chunk=32):
         pass
     with ChosenMethod("rtn", None, {"group_size": 4}).attach(loaded, "auto", output):
         pass
-    assert warmed == [(3, output.progress), (1, output.progress)]
+    assert warmed == [(3, output.progress, 32), (1, output.progress, None)]
 
 
 def test_the_doctor_finds_methods_and_packages() -> None:
