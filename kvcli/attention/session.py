@@ -266,9 +266,17 @@ class Session:
         Args:
             cache: of this session, without padding.
             mode: as in `generate`.
+
+        Raises:
+            CacheError: a cache of another session.
+            UsageError: `graphs` without a GPU, or steps for a cache that they cannot serve.
         """
         cache.check_session(self._seam)
         mode = mode or default_mode(cache, self.model.device, fused=self.backend.impl == "fused", compiled=False)
+        if mode == "graphs" and self.model.device.type != "cuda":
+            raise UsageError("CUDA graphs need a GPU; choose steps or passes")
+        if mode != "passes" and cache.step_obstacle is not None:
+            raise UsageError(cache.step_obstacle)
         return Chunks(self.model, cache, self._backends, width, left, mode)
 
     @torch.inference_mode()

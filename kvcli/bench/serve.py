@@ -183,7 +183,8 @@ def _transformers(folder: str, model: Any) -> Iterator[int]:
     done = subprocess.DEVNULL
     process = subprocess.Popen([sys.executable, "-c", code, *words], stdout=done, stderr=done)
     try:
-        while process.poll() is None:
+        until = time.monotonic() + 300
+        while process.poll() is None and time.monotonic() < until:
             with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
                 break
             time.sleep(0.2)

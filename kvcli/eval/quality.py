@@ -188,9 +188,8 @@ def measure(
                 for start in range(0, tokens.shape[1], chunk):
                     part = tokens[:, start : start + chunk]
                     stop, hidden = start + part.shape[1], read(part)
-                    for scores in state_scores(
-                        model, hidden, reference[:, start:stop], tokens[:, start + 1 : stop + 1]
-                    ):
+                    targets = tokens[:, start + 1 : stop + 1]
+                    for scores in state_scores(model, hidden, reference[:, start:stop], targets):
                         if not scores.kl.isfinite().all():
                             again = partial(backbone(model), tokens[:, :stop], past_key_values=session.new_cache())
                             raise not_finite(model, f"method '{session.method.name}'", again)

@@ -11,9 +11,10 @@ import torch
 from factories import make_model
 from test_decoder import MODEL, assert_same_logits, attached, prompts
 
+import kvcli
 from kvcli.attention import steps
 from kvcli.attention.session import Session
-from kvcli.errors import CacheError
+from kvcli.errors import CacheError, UsageError
 from kvcli.registry import METHODS
 
 
@@ -109,6 +110,16 @@ def test_more_tokens_than_announced_are_read_by_ordinary_passes() -> None:
             assert read.mode == "passes"
         assert torch.allclose(found, expected, atol=1e-3)
         assert_same_logits(ids[:, :3], *caches)
+
+
+def test_what_cannot_be_captured_is_refused() -> None:
+    model = make_model("gemma2", num_hidden_layers=2)
+    with attached("rtn") as session, pytest.raises(UsageError, match="need a GPU"):
+        session.chunks(session.new_cache(), 10, 100, "graphs")
+    with kvcli.attach(model, "rtn", group_size=4) as session:
+        with pytest.raises(UsageError, match="other kinds than full attention"):
+            session.chunks(session.new_cache(), 10, 100, "steps")
+        assert states(session, session.new_cache(), prompts(1, 60)[0], 10, None).shape[1] == 60
 
 
 def test_few_passes_and_caches_of_other_sessions(made: list[tuple[int, int]]) -> None:
