@@ -101,8 +101,9 @@ def prepare(options: ServeBenchOptions, reporter: Reporter) -> BenchRows:
             second = [[*prompt[:-_QUESTION], *reversed(prompt[-_QUESTION:])] for prompt in first]
             with _serving(loaded, session, store, options) as port:
                 figures = _ask(port, "cold", first, options)
-                for _ in range(2):  # the second one counts, as without a server: a GPU prepares for new lengths
-                    figures |= _ask(port, "hot", second, options)
+                _ask(port, "hot", second, options)  # not counted, as without a server: a GPU prepares for new lengths
+                hot = [_ask(port, "hot", second, options) for _ in range(3)]
+                figures |= {name: statistics.median(x[name] for x in hot) for name in hot[0]}
             with _serving(loaded, session, store, options) as port:
                 figures |= _ask(port, "disk", second, options)
             if row.batch == 1:
@@ -245,18 +246,25 @@ def _direct(session: Session, tokenizer: Any, prompt: list[int], new_tokens: int
     ids = torch.tensor([prompt])
     prefix = prefixes.read(ids, "", False, lambda tokens: None)
     prefixes.close()
-    times: list[float] = []
-    for _ in range(2):  # the second one is measured
-        times[:] = [time.perf_counter()]
+    firsts, speeds = list[float](), list[float]()
+    for _ in range(4):  # the first one is not counted
+        times = [time.perf_counter()]
         session.generate(
             ids.to(session.model.device),
             max_new_tokens=new_tokens,
             past_key_values=prefix.cache,
             eos_token_id=[],
-            on_tokens=lambda tokens: times.append(time.perf_counter()),
+            on_tokens=partial(_note_time, times),
         )
         prefix.cache.crop(prefix.flushed - prefix.cache.get_seq_length())
-    return {"direct_first_s": times[1] - times[0], "direct_tokens_per_s": new_tokens / (times[-1] - times[0])}
+        firsts.append(times[1] - times[0])
+        speeds.append(new_tokens / (times[-1] - times[0]))
+    medians = (statistics.median(firsts[1:]), statistics.median(speeds[1:]))
+    return dict(zip(("direct_first_s", "direct_tokens_per_s"), medians, strict=True))
+
+
+def _note_time(times: list[float], tokens: Any) -> None:
+    times.append(time.perf_counter())
 
 
 def tabulate(records: Records, options: ServeBenchOptions) -> DataTable:

@@ -200,14 +200,13 @@ class Engine:
             ids = torch.cat([torch.cat((x[:, :1].expand(1, n), x), 1) for n, x in zip(left, rows, strict=True)])
             cache = session.new_cache()
             cache.restore(join(snapshots))
-        first, unended = True, set(jobs)
+        begun, unended = False, set(jobs)
 
         def on_tokens(tokens: Tensor) -> None:
-            nonlocal first
-            if first:
+            nonlocal begun
+            if not begun:
                 for job in jobs:
                     self._metrics.first.observe(time.monotonic() - job.since)
-                first = False
             for job, row in zip(jobs, tokens.tolist(), strict=True):
                 if job in unended and (job.cancelled.is_set() or job.answer.feed(row)):
                     unended.remove(job)
@@ -215,6 +214,9 @@ class Engine:
                     job.done(Cancelled() if job.cancelled.is_set() else None)
             if not unended:
                 raise Cancelled
+            if not begun:
+                time.sleep(0.001)  # gives Python's lock to the event loop, which sends the first token
+            begun = True
 
         seed = jobs[0].seed
         torch.manual_seed(secrets.randbits(63) if seed is None else seed)
