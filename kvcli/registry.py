@@ -25,6 +25,8 @@ METHODS = {
     "squat-pre": "kvcli.methods.squat.codec:METHOD_PRE, kvcli.methods.config:SQuatConfig",
     "qjl": "kvcli.methods.qjl.codec:METHOD, kvcli.methods.config:QJLConfig",
     "turboquant": "kvcli.methods.turboquant:METHOD, kvcli.methods.config:TurboQuantConfig",
+    "blockgtq": "kvcli.methods.blockgtq:METHOD, kvcli.methods.config:BlockGTQConfig",
+    "kvarn": "kvcli.methods.kvarn:METHOD, kvcli.methods.config:KVarNConfig",
     "oscar": "kvcli.methods.oscar:METHOD, kvcli.methods.config:OSCARConfig",
     "kvquant": "kvcli.methods.kvquant:METHOD, kvcli.methods.config:KVQuantConfig",
     "commvq": "kvcli.methods.commvq.method:METHOD, kvcli.methods.commvq.config:CommVQConfig",

@@ -92,6 +92,22 @@ class TurboQuantConfig(SequenceOffsetConfig):
         return self
 
 
+class BlockGTQConfig(BiasOffsetConfig):
+    """Settings of Block-GTQ."""
+
+    needs_artifact: ClassVar[bool] = True
+
+    k_bits: Literal[2, 3, 4] = Field(default=2, description="bits per key coordinate, on average over a head's pairs")
+    v_bits: Literal[2, 3, 4] = Field(default=2, description="bits per value coordinate, the same for all")
+    rate_groups: int = Field(
+        default=4,
+        ge=1,
+        le=8,
+        description="neighbouring bit widths that a head's pairs can have, each with a norm per token; 8: all (paper)",
+    )
+    rotation_seed: int = Field(default=0, ge=0, lt=2**32, description="seed of the rotations")
+
+
 class OSCARConfig(BiasOffsetConfig):
     """Settings of OSCAR; the paper keeps 64 sinks and the last 256 tokens in full precision."""
 
@@ -153,6 +169,15 @@ class KIVIConfig(ScalarConfig):
                 f"residual_length {self.residual_length} must be a positive multiple of group_size {self.group_size}"
             )
         return self
+
+
+class KVarNConfig(KIVIConfig):
+    """Settings of KVarN; keys and values leave full precision in blocks of `residual_length` tokens."""
+
+    group_size: int = Field(default=128, ge=1, le=1024, description="tokens of a tile, which is normalized as a whole")
+    iterations: int = Field(
+        default=16, ge=0, le=1000, description="rounds of variance normalization; 0: rotated and rounded only"
+    )
 
 
 class SQuatConfig(KIVIConfig):

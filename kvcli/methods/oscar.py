@@ -29,14 +29,15 @@ Deviations, from the paper and its released code:
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvcli.errors import ConfigError
 from kvcli.kernels.launch import FP16_MAX, TINY
-from kvcli.methods.base import KeyCodec, ValueCodec
-from kvcli.methods.config import OSCARConfig, ScalarBits
+from kvcli.methods.base import Codec, KeyCodec, ValueCodec
+from kvcli.methods.config import BiasOffsetConfig, OSCARConfig, ScalarBits
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import FitReport, Method
 from kvcli.methods.samples import LayerSamples
@@ -159,18 +160,20 @@ def _fit(
     if not config.k_clip:
         tokens = rotated_tokens(train)
         some = tokens[:: -(-len(tokens) // _CLIP_TOKENS)]
-        fit_clipping(key, rotated_keys(_without_bias(train, config), some), of_keys)
+        fit_clipping(key, rotated_keys(without_bias(train, config), some), of_keys)
     if not config.v_clip:
         fit_clipping(
             value, train.values.at(torch.arange(0, train.num_tokens, -(-train.num_tokens // _CLIP_TOKENS))), of_values
         )
-    keys = rotated_keys(_without_bias(heldout, config), rotated_tokens(heldout)[:_ERROR_TOKENS])
+    keys = rotated_keys(without_bias(heldout, config), rotated_tokens(heldout)[:_ERROR_TOKENS])
     values = heldout.values.first(_ERROR_TOKENS)
     unweighted = torch.eye(key.spec.head_dim, device=keys.device).expand_as(of_keys)
-    return FitReport({"key_error": _error(key, keys, of_keys), "value_error": _error(value, values, unweighted)})
+    return FitReport(
+        {"key_error": relative_error(key, keys, of_keys), "value_error": relative_error(value, values, unweighted)}
+    )
 
 
-def _without_bias(samples: LayerSamples, config: OSCARConfig) -> LayerSamples:
+def without_bias(samples: LayerSamples, config: BiasOffsetConfig) -> LayerSamples:
     """Samples with the keys that are coded: less the projection's bias, unless the settings say otherwise."""
     if samples.key_bias is None or config.key_offset == "none":
         return samples
@@ -188,7 +191,7 @@ def fit_clipping(codec: _OSCAR, x: Tensor, weight: Tensor) -> None:
     errors = []
     for count in counts:
         codec.kept.fill_(count)
-        errors.append(_error(codec, x, weight))
+        errors.append(relative_error(codec, x, weight))
     codec.kept.copy_(torch.tensor(counts)[torch.tensor(errors).argmin(0)])
 
 
@@ -234,10 +237,10 @@ def output_covariance(queries: Tensor, samples: LayerSamples) -> Tensor:
     return covariance
 
 
-def _error(codec: _OSCAR, x: Tensor, weight: Tensor) -> list[float]:
+def relative_error(codec: Codec[Any, None], x: Tensor, weight: Tensor) -> list[float]:
     """sum e^T W e / sum x^T W x of each head with e = x_hat - x, for x [heads, tokens, head_dim]."""
     x = x[:, :_ERROR_TOKENS].float()
-    error = codec.decode(codec.encode(x.unsqueeze(0)))[0] - x
+    error = codec.decode(codec.encode(x.unsqueeze(0), None), None)[0] - x
     lost, all_of_it = (torch.einsum("htc,hcd,htd->h", y, weight, y) for y in (error, x))
     return [float(part) for part in lost / all_of_it.clamp_min(TINY)]
 

@@ -130,8 +130,8 @@ class _TurboQuantKey(_TurboQuant, KeyCodec[TurboQuantCodes, None]):
     pass
 
 
-class _TurboQuantValue(_TurboQuant, ValueCodec[TurboQuantCodes]):
-    pass
+class TurboQuantValue(_TurboQuant, ValueCodec[TurboQuantCodes]):
+    """Values of TurboQuant, and of methods that differ from it in the keys."""
 
 
 def random_rotation(width: int, generator: torch.Generator) -> Tensor:
@@ -173,11 +173,11 @@ def lloyd_max(width: int, n_bits: int) -> tuple[float, ...]:
     return tuple(centroids.tolist())
 
 
-def _build(spec: ModelSpec, config: TurboQuantConfig, layer_idx: int) -> LayerCodec[_TurboQuantKey, _TurboQuantValue]:
+def _build(spec: ModelSpec, config: TurboQuantConfig, layer_idx: int) -> LayerCodec[_TurboQuantKey, TurboQuantValue]:
     generator = torch.Generator().manual_seed(config.rotation_seed * 100_003 + layer_idx)
     return LayerCodec(
         _TurboQuantKey(spec, config.k_bits, config.key_variant == "prod", generator),
-        _TurboQuantValue(spec, config.v_bits, False, generator),
+        TurboQuantValue(spec, config.v_bits, False, generator),
     )
 
 
