@@ -10,13 +10,13 @@ counts on its own. Section 3 allots bits to the L = head_dim / 2 pairs of each k
     greedy:            from the least width on, the next bit goes to the pair with the largest s_i 4^-b_i
 
 Pairs of equal width are one vector, coded by TurboQuant's Algorithm 1: norm, random rotation, Lloyd-Max levels of its
-dimension. Values have TurboQuant's codes of `v_bits`.
+dimension. What is decoded is stretched to the norm of the vector, as in the released code; TurboQuant's is a little
+short. Values have TurboQuant's codes of `v_bits`.
 
 Written from the abstract and from what the released code does, not from the equations. Deviations:
 
 - A head has at most `rate_groups` bit widths, neighbouring ones, so that a token has a fixed number of norms: which
   ones, the error law chooses. `rate_groups=8` does not limit it, as in the released code, for 8 norms per token.
-- Decoded directions are a little short, as in TurboQuant's Algorithm 1; the released code gives them the norm 1.
 - The released code packs widths of 5 to 8 bits as bytes. Here all codes of a head are one stream of bits.
 - Levels are optimal for the exact density of a group's dimension, not for the normal one that it approaches.
 - Channels that RoPE does not rotate are paired and get bits like the others; the released code can code them apart.
@@ -55,8 +55,8 @@ class BlockGTQCodes(Codes):
     Attributes:
         packed: uint8 [batch, num_kv_heads, time, ceil(head_dim * k_bits / 8)], the indices of the centroids of a head's
             coordinates one after the other, each as wide as it is, in a little-endian stream of bits.
-        norm: float16 [batch, num_kv_heads, time, rate_groups], the L2 norm of the channels of each width divided by
-            `norm_unit(head_dim)`, the least width first; 0 where a head has fewer widths.
+        norm: float16 [batch, num_kv_heads, time, rate_groups], the L2 norm of the channels of each width over that of
+            their centroids, divided by `2 * norm_unit(head_dim)`, the least width first; 0 where a head has fewer.
     """
 
     packed: Tensor
@@ -64,7 +64,7 @@ class BlockGTQCodes(Codes):
 
 
 class BlockGTQKey(KeyCodec[BlockGTQCodes, None]):
-    """x_hat = Q^T (|x_g| * c_g[idx]): Q rotates the channels of each width g, x_g, among themselves.
+    """x_hat = Q^T (|x_g| / |c_g[idx]| * c_g[idx]): Q rotates the channels of each width g, x_g, among themselves.
 
     Buffers:
         rotation: float32 [num_kv_heads, head_dim, head_dim], Q; its rows are coordinates, ordered by width.
@@ -81,6 +81,7 @@ class BlockGTQKey(KeyCodec[BlockGTQCodes, None]):
         if width % 2:
             raise ValueError(f"Block-GTQ allots bits to pairs of channels, and a head_dim of {width} is odd")
         self.spec, self.n_bits, self.rate_groups, self.seed = spec, n_bits, rate_groups, seed
+        self.unit = 2 * norm_unit(width)  # centroids can be a little shorter than 1
         self.rotation: Tensor
         self.widths: Tensor
         self.centroids: Tensor
@@ -111,10 +112,11 @@ class BlockGTQKey(KeyCodec[BlockGTQCodes, None]):
             start = rows.stop
 
     def encode(self, x: Tensor, state: None = None) -> BlockGTQCodes:
-        rotated = x.float() / norm_unit(self.spec.head_dim) @ self.rotation.mT
+        rotated = x.float() / self.unit @ self.rotation.mT
         member = self._member()
         norm = (rotated.square() @ member).sqrt()
         index = self._nearest(rotated / (norm @ member.mT).clamp_min(TINY))
+        norm = norm / (self._direction(index).square() @ member).sqrt().clamp_min(TINY)
         channel, place = self._stream()
         bits = index.gather(-1, channel.expand(*index.shape[:2], index.shape[2], -1)) >> place & 1
         return BlockGTQCodes(pack_bits(bits, 1), norm.clamp(max=FP16_MAX).half())
@@ -124,10 +126,8 @@ class BlockGTQKey(KeyCodec[BlockGTQCodes, None]):
         bits = unpack_bits(codes.packed, 1, place.shape[-1]) << place
         index = bits.new_zeros(*bits.shape[:3], self.spec.head_dim)
         index.scatter_add_(-1, channel.expand_as(bits), bits)
-        row = torch.arange(self.spec.num_kv_heads, device=index.device)[:, None, None]
-        direction = self.centroids[row, self._group()[:, None], index]
-        rotated = direction * (codes.norm.float() @ self._member().mT)
-        return rotated @ self.rotation * norm_unit(self.spec.head_dim)
+        rotated = self._direction(index) * (codes.norm.float() @ self._member().mT)
+        return rotated @ self.rotation * self.unit
 
     def _group(self) -> Tensor:
         """Which of the head's norms and rows of centroids each coordinate has, int64 [num_kv_heads, head_dim]."""
@@ -137,6 +137,11 @@ class BlockGTQKey(KeyCodec[BlockGTQCodes, None]):
         """1 where a coordinate is in a group, else 0: float32 [num_kv_heads, head_dim, rate_groups]."""
         groups = torch.arange(self.rate_groups, device=self.widths.device)
         return (self._group().unsqueeze(-1) == groups).float()
+
+    def _direction(self, index: Tensor) -> Tensor:
+        """The centroids of indices [batch, num_kv_heads, time, head_dim], float32 of that shape."""
+        head = torch.arange(self.spec.num_kv_heads, device=index.device)[:, None, None]
+        return self.centroids[head, self._group()[:, None], index]
 
     def _nearest(self, x: Tensor) -> Tensor:
         """Index of the centroid nearest to each coordinate, int32 of the shape of x."""
@@ -162,7 +167,7 @@ def allot_bits(scores: Sequence[float], budget: int, least: int, most: int) -> l
     widths = [least] * len(scores)
     for _ in range(budget - least * len(scores)):
         open_pairs = (i for i, width in enumerate(widths) if width < most)
-        widths[max(open_pairs, key=lambda i: scores[i] * 4.0 ** -widths[i])] += 1
+        widths[max(open_pairs, key=lambda i: (scores[i] * 4.0 ** -widths[i], -widths[i]))] += 1
     return widths
 
 

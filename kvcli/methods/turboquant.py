@@ -147,16 +147,16 @@ def lloyd_max(width: int, n_bits: int) -> tuple[float, ...]:
     The coordinate's density is proportional to (1 - x^2)^((width - 3) / 2) on [-1, 1] (Lemma 1), close to
     N(0, 1 / width) for large widths. Lloyd's iteration runs on the distribution itself: the mass below x is summed on a
     fine grid, the first moment below x is -(1 - x^2)^((width - 1) / 2) / (width - 1). Returns 2^n_bits centroids,
-    ascending and symmetric about 0.
+    ascending and symmetric about 0, also where tensors are made on the `meta` device.
     """
     # x = sin t has the density cos(t)^(width - 2) in t, which is finite for every width
     reach = math.asin(min(1.0, _TAIL / math.sqrt(width)))
-    edges = torch.linspace(-reach, reach, _GRID + 1, dtype=torch.float64)
+    edges = torch.linspace(-reach, reach, _GRID + 1, dtype=torch.float64, device="cpu")
     middles = (edges[1:] + edges[:-1]) / 2
-    mass = torch.cat((torch.zeros(1, dtype=torch.float64), middles.cos().pow(width - 2).cumsum(0)))
+    mass = torch.cat((edges.new_zeros(1), middles.cos().pow(width - 2).cumsum(0)))
     mass *= 2 * reach / _GRID
     moment = -edges.cos().pow(width - 1) / (width - 1)
-    quantiles = (torch.arange(2**n_bits, dtype=torch.float64) + 0.5) / 2**n_bits * mass[-1]
+    quantiles = (torch.arange(2**n_bits, dtype=torch.float64, device="cpu") + 0.5) / 2**n_bits * mass[-1]
     centroids = edges[torch.searchsorted(mass, quantiles)].sin()
     for _ in range(_MAX_ROUNDS):
         borders = ((centroids[1:] + centroids[:-1]) / 2).asin()

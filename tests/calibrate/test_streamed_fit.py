@@ -27,6 +27,7 @@ from kvcli.registry import get_method
 SEQUENCES = torch.randint(3, 97, (20, 64), generator=torch.Generator().manual_seed(0))
 METHODS: dict[str, dict[str, Any]] = {
     "commvq": {"codebook_size": 8, "num_residuals": 3, "key_iterations": 4, "value_iterations": 3},
+    "blockgtq": {},
     "oscar": {},
     "kvquant": {},
     "squat": {"subspace_source": "calibration"},
