@@ -144,7 +144,6 @@ def test_unequal_energies_are_coded_better_than_by_uniform_bits(bits: int, unifo
         ((coder.decode(coder.encode(keys))[0] - keys[0]) @ queries.mT).square().mean((1, 2))
         for coder in (codec.key, turboquant)
     ]
-    print(errors)
     assert (errors[0] < (0.6 if bits == uniform else 1) * errors[1]).all()
     assert max(metrics["key_error"]) < 0.06
 

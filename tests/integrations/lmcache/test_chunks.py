@@ -69,8 +69,11 @@ def test_every_method_is_stored_or_refused(method: str) -> None:
         with pytest.raises(UsageError, match="state"):
             served(method=method, **settings)
         return
-    codec = ChunkCodec(served(method=method, **settings))
-    chunk = random_chunk(CHUNK)
+    codec, chunk = ChunkCodec(served(method=method, **settings)), random_chunk(CHUNK)
+    if record.build(SPEC, make_config(record, settings), 0).tokens_per_group > CHUNK[2]:
+        with pytest.raises(ChunkError, match="64 tokens.*multiple of"):
+            codec.encode(chunk)
+        codec = ChunkCodec(served(method=method, **settings, **record.example_settings))
     stored = codec.encode(chunk)
     assert stored.numel() == codec.stored_bytes([CHUNK], [chunk.dtype])
     out = decoded(codec, stored, chunk)
