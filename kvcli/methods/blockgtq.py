@@ -234,7 +234,7 @@ METHOD = Method(
     arxiv="2606.24033",
     config_cls=BlockGTQConfig,
     build=_build,
-    paper_settings={f"blockgtq-{bits}": {"sink_length": 0, "residual_length": 0, "rate_groups": 8} for bits in (3, 2)},
+    paper_settings={f"blockgtq-{bits}": {"sink_length": 0, "residual_length": 0} for bits in (3, 2)},
     fit=_fit,
     fit_metrics={
         "key_error": "held-out key error in scores",

@@ -158,6 +158,17 @@ def test_a_bias_of_the_projection_counts_for_nothing() -> None:
     assert not torch.allclose(kept.key.rotation, plain.key.rotation)
 
 
+def test_channels_that_are_not_rotated_get_bits_too() -> None:
+    data, method = samples(), get_method("blockgtq")
+    half = Rotation(*(x[..., :4] for x in (data.query_rotation.cos, data.query_rotation.sin)))  # type: ignore[union-attr]
+    partly = LayerSamples(data.q, data.keys, data.values, data.positions, half)
+    codec = method.build(make_spec(WIDTH, rotary_dim=8), BlockGTQConfig(), 0)
+    assert method.fit is not None
+    report = method.fit(codec, partly, partly, BlockGTQConfig(), torch.Generator())
+    assert codec.key.widths.sum(-1).tolist() == [2 * WIDTH] * 2
+    assert max(report.metrics["key_error"]) < 0.1
+
+
 def test_one_width_is_turboquant() -> None:
     data = samples()
     codec, metrics = fitted(data, rate_groups=1)

@@ -71,7 +71,7 @@ def test_every_method_is_stored_or_refused(method: str) -> None:
         return
     codec, chunk = ChunkCodec(served(method=method, **settings)), random_chunk(CHUNK)
     if record.build(SPEC, make_config(record, settings), 0).tokens_per_group > CHUNK[2]:
-        with pytest.raises(ChunkError, match="64 tokens.*multiple of"):
+        with pytest.raises(ChunkError, match=r"64 tokens.*multiple of"):
             codec.encode(chunk)
         codec = ChunkCodec(served(method=method, **settings, **record.example_settings))
     stored = codec.encode(chunk)
