@@ -10,13 +10,14 @@ counts on its own. Section 3 allots bits to the L = head_dim / 2 pairs of each k
     greedy:            from the least width on, the next bit goes to the pair with the largest s_i 4^-b_i
 
 Pairs of equal width are one vector, coded by TurboQuant's Algorithm 1: norm, random rotation, Lloyd-Max levels of its
-dimension. What is decoded is stretched to the norm of the vector, as in the released code; TurboQuant's is a little
-short. Values have TurboQuant's codes of `v_bits`.
+dimension. What is decoded is stretched to the norm of the vector, as in the released code. Values have TurboQuant's
+codes of `v_bits`.
 
 Written from the abstract and from what the released code does, not from the equations. Deviations:
 
 - A head has at most `rate_groups` bit widths, neighbouring ones, so that a token has a fixed number of norms: which
   ones, the error law chooses. `rate_groups=8` does not limit it, as in the released code, for 8 norms per token.
+- Decoded values are a little short, as in TurboQuant's Algorithm 1; the released code stretches them, too.
 - The released code packs widths of 5 to 8 bits as bytes. Here all codes of a head are one stream of bits.
 - Levels are optimal for the exact density of a group's dimension, not for the normal one that it approaches.
 - Channels that RoPE does not rotate are paired and get bits like the others; the released code can code them apart.

@@ -18,6 +18,7 @@ Written from the abstract and from what the released code does, not from the equ
 
 - Logarithms of scales lie in [-3, 8] relative to the tile's standard deviation, as if all values were as large; the
   released code limits them to [-0.3, 10] for values as they are, so that it leaves small ones as they are.
+- Variances divide by the number of values; in the released code by one less.
 - Token scales (channel scales of values) are stored relative to the smallest of the tile, in float16.
 - Where head_dim is no power of two, H acts on blocks of channels, as many as the largest power of two that divides it.
 - The released code has 4 bits for keys and 2 for values (`--setting k_bits=4 --setting v_bits=2`).
