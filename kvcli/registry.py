@@ -29,6 +29,7 @@ METHODS = {
     "kvarn": "kvcli.methods.kvarn:METHOD, kvcli.methods.config:KVarNConfig",
     "oscar": "kvcli.methods.oscar:METHOD, kvcli.methods.config:OSCARConfig",
     "kvquant": "kvcli.methods.kvquant:METHOD, kvcli.methods.config:KVQuantConfig",
+    "klt": "kvcli.methods.klt.method:METHOD, kvcli.methods.config:KLTConfig",
     "commvq": "kvcli.methods.commvq.method:METHOD, kvcli.methods.commvq.config:CommVQConfig",
 }
 """Method name to `module:record`; and `module:class` of its settings, if that module does not import torch.

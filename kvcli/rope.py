@@ -8,7 +8,8 @@ This module does not know where angles come from: `Rope` asks the model's own ro
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -20,12 +21,29 @@ Layout = Literal["halves", "pairs", "neighbours", "complex"]
 """Channels of a rotary module's output: each pair twice, half by half, or once, or twice side by side; or complex."""
 
 
+ROPE_TILE = 256
+"""Positions of a tile: keys of codecs in the space `tile` are rotated by their position within it."""
+
+
 @dataclass(frozen=True)
 class Rotation:
-    """The rotation of a set of tokens: cos and sin [batch or 1, 1, time, rotary_dim/2]."""
+    """The rotation of a set of tokens: cos and sin [batch or 1, 1, time, rotary_dim/2].
+
+    One that `Rope.rotation` made also knows the rotary embedding and the positions, integers [batch or 1, time].
+    """
 
     cos: Tensor
     sin: Tensor
+    rope: Rope | None = None
+    positions: Tensor | None = None
+
+    @cached_property
+    def tile(self) -> Rotation:
+        """The rotation of the first of the ROPE_TILE positions among which each token's lies."""
+        assert self.rope is not None
+        assert self.positions is not None
+        first = self.positions.div(ROPE_TILE, rounding_mode="floor") * ROPE_TILE
+        return self.rope.rotation(first, self.cos.dtype)
 
     @classmethod
     def from_model(cls, output: Any, layout: Layout = "halves") -> Rotation:
@@ -41,15 +59,18 @@ class Rotation:
     @classmethod
     def none(cls, like: Rotation) -> Rotation:
         """The rotation by 0 of as many tokens and pairs."""
-        return cls(torch.ones_like(like.cos), torch.zeros_like(like.sin))
+        rope = None if like.rope is None else NoRope(2 * like.cos.shape[-1], like.cos.device)
+        return cls(torch.ones_like(like.cos), torch.zeros_like(like.sin), rope, like.positions)
 
     def to(self, device: torch.device) -> Rotation:
         """The same on a device."""
-        return self if self.cos.device == device else Rotation(self.cos.to(device), self.sin.to(device))
+        if self.cos.device == device:
+            return self
+        return replace(self, cos=self.cos.to(device), sin=self.sin.to(device))
 
     def contiguous(self) -> Rotation:
         """A contiguous copy, for tables that are kept."""
-        return Rotation(self.cos.contiguous(), self.sin.contiguous())
+        return replace(self, cos=self.cos.contiguous(), sin=self.sin.contiguous())
 
     def apply(self, x: Tensor) -> Tensor:
         """Rotates x [batch, heads, time, head_dim]; channels beyond rotary_dim pass through."""
@@ -70,11 +91,18 @@ class Rotation:
 
     def last(self, count: int) -> Rotation:
         """The last `count` tokens, one or more."""
-        return Rotation(self.cos[:, :, -count:], self.sin[:, :, -count:])
+        if count == self.cos.shape[2]:
+            return self
+        positions = None if self.positions is None else self.positions[:, -count:]
+        part = Rotation(self.cos[:, :, -count:], self.sin[:, :, -count:], self.rope, positions)
+        if "tile" in vars(self):  # it is not computed again in every layer
+            vars(part)["tile"] = self.tile.last(count)
+        return part
 
     def select(self, rows: list[int]) -> Rotation:
         """Some rows of the batch."""
-        return Rotation(self.cos[rows], self.sin[rows])
+        positions = None if self.positions is None else self.positions[rows]
+        return Rotation(self.cos[rows], self.sin[rows], self.rope, positions)
 
 
 Unrotate = Callable[[Rotation, Tensor], Tensor]
@@ -115,7 +143,8 @@ class Rope:
         """The rotation at integer positions [batch, time], computed in float32 and rounded once to `dtype`."""
         probe = torch.empty(0, dtype=dtype, device=positions.device)
         rotation = Rotation.from_model(self.module(probe, positions, *self.arguments), self.layout)
-        return Rotation(rotation.cos.to(dtype), rotation.sin.to(dtype)).to(positions.device).contiguous()
+        cos, sin = (x.to(positions.device, dtype).contiguous() for x in (rotation.cos, rotation.sin))
+        return Rotation(cos, sin, self, positions)
 
 
 class NoRope(Rope):
@@ -135,7 +164,7 @@ class NoRope(Rope):
         sin = torch.zeros(
             positions.shape[0], 1, positions.shape[1], len(self.angles), dtype=dtype, device=positions.device
         )
-        return Rotation(torch.ones_like(sin), sin)
+        return Rotation(torch.ones_like(sin), sin, self, positions)
 
 
 class TokenRotations:

@@ -110,7 +110,7 @@ class EncodedLayer:
     def encoded_tokens(self) -> EncodedTokens:
         """The codes as attention takes them, with new tables of rotations for keys before RoPE."""
         rotations = None
-        if self.codec.key.space == "pre_rope":
+        if self.codec.needs_rotations:
             positions = torch.arange(self.first, self.first + self.num_tokens, device=self.query.device)
             rotations = TokenRotations(self.rope, positions.int().repeat(self.query.shape[0], 1))
         return EncodedTokens(self.key_codes, self.key_state, self.value_codes, rotations, None)

@@ -20,7 +20,8 @@ from kvcli.kernels.launch import FP16_MAX
 from kvcli.rope import Rotation
 from kvcli.spec import ModelSpec
 
-Space = Literal["pre_rope", "post_rope"]
+Space = Literal["pre_rope", "post_rope", "tile"]
+"""Which keys a codec takes: before RoPE, after it, or rotated by their position within a tile of `rope.ROPE_TILE`."""
 
 
 @dataclass(frozen=True)
@@ -220,7 +221,7 @@ class Codec(nn.Module, ABC, Generic[CodesT, StateT]):
 
 
 class KeyCodec(Codec[CodesT, StateT]):
-    """A codec of keys; `space` says whether it takes them before or after RoPE.
+    """A codec of keys; `space` says how those that it takes are rotated.
 
     A codec with a state observes queries and keys of every sequence until the first keys of that sequence are encoded;
     then its state is final.
@@ -244,7 +245,9 @@ class KeyCodec(Codec[CodesT, StateT]):
         the tokens is float32; None if `space` is `post_rope`. Returns float32 [batch, num_kv_heads, rows, time].
         """
         keys = self.decode(codes, state)
-        return query @ (keys if rotation is None else rotation.apply(keys)).transpose(-1, -2)
+        if rotation is not None:
+            keys = (rotation.tile if self.space == "tile" else rotation).apply(keys)
+        return query @ keys.transpose(-1, -2)
 
     def decode_rotated(
         self, codes: CodesT, state: StateT, rotation: Rotation, offset: Tensor | None, dtype: torch.dtype
@@ -259,8 +262,9 @@ class KeyCodec(Codec[CodesT, StateT]):
         keys = self.decode_to(codes, state, torch.float32)
         if self.space == "pre_rope":
             keys = rotation.apply(keys if offset is None else keys + offset)
-        elif offset is not None:
-            keys = keys + rotation.at_each_position(offset)
+        else:
+            keys = rotation.tile.apply(keys) if self.space == "tile" else keys
+            keys = keys if offset is None else keys + rotation.at_each_position(offset)
         return _in_range(keys, dtype)
 
     def finalize_state(self, state: StateT, rows: list[int]) -> None:

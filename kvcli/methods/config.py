@@ -127,6 +127,39 @@ class OSCARConfig(BiasOffsetConfig):
     )
 
 
+class KLTConfig(CacheConfig):
+    """Settings of KLT."""
+
+    needs_artifact: ClassVar[bool] = True
+    run_name: ClassVar[str] = "{method}-{bits:g}bit"
+
+    bits: float = Field(
+        default=2.0, ge=1, le=4, description="bits per value of K and of V, the mean of all heads, gains not counted"
+    )
+    key_fields: tuple[tuple[tuple[int, ...], ...], ...] = Field(
+        default=(),
+        description="bits of the bands of each layer's kv heads, most first; default: where errors cost most",
+    )
+    value_fields: tuple[tuple[tuple[int, ...], ...], ...] = Field(default=(), description="the same of values")
+
+    @model_validator(mode="after")
+    def _fields_of_both(self) -> Self:
+        if bool(self.key_fields) != bool(self.value_fields):
+            raise ValueError("key_fields and value_fields are given together")
+        return self
+
+    def resolve(self, spec: ModelSpec) -> Self:
+        """The same settings.
+
+        Raises:
+            ValueError: fields that are not those of each layer and kv head.
+        """
+        for fields in (self.key_fields, self.value_fields):
+            if fields and [*map(len, fields)] != [spec.num_kv_heads] * spec.num_layers:
+                raise ValueError(f"fields take {spec.num_kv_heads} kv heads for each of {spec.num_layers} layers")
+        return self
+
+
 class KVQuantConfig(CacheConfig):
     """Settings of KVQuant; the paper keeps the first token in full precision."""
 

@@ -65,7 +65,7 @@ class LayerCodec(nn.Module, Generic[KeyT, ValueT]):
     @property
     def needs_rotations(self) -> bool:
         """Whether encoding and decoding keys takes the RoPE of their positions."""
-        return self.key.space == "pre_rope" or self.sequence_offset or self.offset is not None
+        return self.key.space != "post_rope" or self.sequence_offset or self.offset is not None
 
     def _offset_of(self, state: Any) -> Tensor | None:
         """The constant [1 or batch, num_kv_heads, 1, head_dim] of sequences with this state."""
@@ -96,7 +96,7 @@ class LayerCodec(nn.Module, Generic[KeyT, ValueT]):
             self.key.finalize_state(state, rows)
 
     def encoder_input(self, keys: Tensor, rotation: Rotation, unrotate: Unrotate, state: Any = None) -> Tensor:
-        """The input of `key.encode`, from keys of the window: before RoPE and float32, or after it in their dtype.
+        """The input of `key.encode`, from keys of the window: in their dtype after RoPE, else float32.
 
         Keys are after RoPE, [batch, num_kv_heads, time, head_dim]; `rotation` is RoPE of their positions, float32.
         """
@@ -104,7 +104,8 @@ class LayerCodec(nn.Module, Generic[KeyT, ValueT]):
         if self.key.space == "pre_rope":
             before = unrotate(rotation, keys)
             return before if offset is None else before - offset
-        return keys if offset is None else (keys.float() - rotation.at_each_position(offset)).to(keys.dtype)
+        less = keys if offset is None else keys.float() - rotation.at_each_position(offset)
+        return unrotate(rotation.tile, less) if self.key.space == "tile" else less.to(keys.dtype)
 
     def decode_keys(self, codes: Codes, state: Any, rotation: Rotation | None, dtype: torch.dtype) -> Tensor:
         """Keys after RoPE, [batch, num_kv_heads, time, head_dim], clamped to the range of float16 if that is `dtype`.
@@ -119,7 +120,7 @@ class LayerCodec(nn.Module, Generic[KeyT, ValueT]):
     def scores(self, query: Tensor, codes: Codes, state: Any, rotation: Rotation | None) -> Tensor:
         """`KeyCodec.scores`, offset included; `rotation` is RoPE of the tokens, float32, if `needs_rotations`."""
         key, offset = self.key, self._offset_of(state)
-        scores = key.scores(query, codes, state, rotation if key.space == "pre_rope" else None)
+        scores = key.scores(query, codes, state, None if key.space == "post_rope" else rotation)
         if offset is None or rotation is None:
             return scores
         return scores + query @ rotation.at_each_position(offset).transpose(-1, -2)

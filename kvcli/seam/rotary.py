@@ -108,7 +108,7 @@ class PreRopeRotary(nn.Module):
             return output
         rotation = Rotation.from_model(output, self.rope.layout)
         if isinstance(output, Tensor):
-            rotation = Rotation(*(x.to(args[0].dtype) for x in (rotation.cos, rotation.sin)))
+            rotation = Rotation(rotation.cos.to(args[0].dtype), rotation.sin.to(args[0].dtype))
         identity = identity_like(output)
         self.on_call(RotaryOutput(call.positions, rotation.to(call.positions.device).contiguous()), output, identity)
         return identity

@@ -137,7 +137,7 @@ class ChunkCodec:
     def _codes_fields(self, codec: LayerCodec, layout: ChunkLayout) -> Iterator[tuple[type[Codes], list[_Field]]]:
         """Class and fields of a layer's key codes and of its value codes, of the tokens of a chunk."""
         for part in (codec.key, codec.value):
-            encoded_dtype = torch.float32 if part is codec.key and codec.key.space == "pre_rope" else layout.dtype
+            encoded_dtype = torch.float32 if part is codec.key and codec.key.space != "post_rope" else layout.dtype
             like = torch.empty(1, layout.num_kv_heads, 0, layout.head_dim, dtype=encoded_dtype)
             group, groups = part.encoded_group(like.to(self.served.device)), layout.num_tokens // part.tokens_per_group
             shapes = {name: (1, x.shape[1], x.shape[2] * groups, *x.shape[3:]) for name, x in group.tensors().items()}

@@ -1,0 +1,157 @@
+"""KLT: transform coding of keys and values, each head in the axes and with the bits that cost least.
+
+Ours, from known parts: bits follow variances as in Huang and Schultheiss, "Block quantization of correlated Gaussian
+random variables", 1963; bits for RoPE pairs of unequal energy are Block-GTQ's (arXiv 2606.24033), a transform of the
+cache with bits per component KVTC's (arXiv 2511.01815), whose codes are decoded as a whole before attention.
+
+What is coded: keys less their mean, rotated by their position within a tile of 256, so that slow RoPE pairs stay
+correlated at any length of the context and the transform of a query is one per tile; values less their mean. Each head
+has a transform of its own (`transform.py`), 8 bands of transformed channels, and 1 to 4 bits per value, in fields of 0
+to 8 bits (`fields.py`). A token's codes depend on nothing but the token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean
+
+import torch
+from torch import Tensor
+
+from kvcli.errors import ConfigError
+from kvcli.methods.config import KLTConfig
+from kvcli.methods.klt.codec import KLTKey, KLTValue
+from kvcli.methods.klt.fields import BANDS, Fields, share
+from kvcli.methods.klt.transform import Transform, in_tiles, tile_rotation, transform
+from kvcli.methods.layer_codec import LayerCodec
+from kvcli.methods.method import FitReport, Method
+from kvcli.methods.oscar import relative_error
+from kvcli.methods.samples import LayerFisher, LayerSamples, TokenBlocks
+from kvcli.rope import ROPE_TILE, Rotation
+from kvcli.spec import ModelSpec
+
+# chosen by KL divergence: SmolLM2-135M, notes/quality_log.md
+_KEY_POWER, _VALUE_POWER = 0.75, 0.5
+_KEY_EVENNESS, _VALUE_EVENNESS = 0.7, 0.6
+_VALUE_SHRINKAGE = 0.05
+_ERROR_TOKENS = 8192
+
+KLTLayer = LayerCodec[KLTKey, KLTValue]
+
+
+def allocate(spec: ModelSpec, config: KLTConfig, fisher: Sequence[LayerFisher] | None) -> KLTConfig:
+    """The settings with the fields of each layer's heads, keys and values with `bits` per value each.
+
+    Costs of a head are raised to a power below 1 of their level, because Fisher information overrates how much heads
+    differ. Without it, all heads count alike and bands halve from one to the next.
+    """
+    if config.key_fields:
+        return config
+    heads = spec.num_layers * spec.num_kv_heads
+    keys = values = [0.5 ** torch.arange(BANDS, dtype=torch.float64)] * heads
+    if fisher is not None:
+        rotary_dim = spec.rope.rotary_dim
+        angles = spec.rope.theta ** -(torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim)
+        tiles = [tile_rotation(angles * (index not in spec.unrotated)) for index in range(spec.num_layers)]
+        keys = _weighted([_key_transform(x, tile) for x, tile in zip(fisher, tiles, strict=True)], _KEY_EVENNESS)
+        values = _weighted([_value_transform(x.value, x.value_covariance) for x in fisher], _VALUE_EVENNESS)
+    fields = [_by_layer(share(costs, config.bits), spec.num_kv_heads) for costs in (keys, values)]
+    return config.model_copy(update={"key_fields": fields[0], "value_fields": fields[1]})
+
+
+def _weighted(transforms: Sequence[Transform], evenness: float) -> list[Tensor]:
+    return [costs for x in transforms for costs in x.costs.cpu() * x.level.cpu() ** (evenness - 1)]
+
+
+def _by_layer(fields: list[Fields], heads: int) -> tuple[tuple[Fields, ...], ...]:
+    return tuple(tuple(fields[first : first + heads]) for first in range(0, len(fields), heads))
+
+
+def _key_transform(fisher: LayerFisher, tile: Rotation, covariance: Tensor | None = None) -> Transform:
+    covariance = fisher.key_covariance if covariance is None else covariance
+    return transform(in_tiles(fisher.key, tile), in_tiles(covariance, tile), _KEY_POWER, cost_of_fisher=True)
+
+
+def _value_transform(fisher: Tensor, covariance: Tensor) -> Transform:
+    size = covariance.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
+    even = torch.eye(covariance.shape[-1], dtype=covariance.dtype, device=covariance.device)
+    return transform(fisher, covariance + _VALUE_SHRINKAGE * size * even, _VALUE_POWER, cost_of_fisher=False)
+
+
+def _fit(
+    codec: KLTLayer, train: LayerSamples, heldout: LayerSamples, config: KLTConfig, generator: torch.Generator
+) -> FitReport:
+    """Computes offset, means and bases in place.
+
+    Returns:
+        `key_bits`, `value_bits`: of each head, of the codes per value.
+        `key_error`, `value_error`: of each head, the squared error of held-out samples in terms of what it costs, as a
+            share of what the samples less their mean would cost.
+
+    Raises:
+        ConfigError: a recording without queries.
+    """
+    if train.query_rotation is None or train.q.shape[1] < 2:
+        raise ConfigError("the angles of RoPE come from recorded queries; calibrate with --query-tokens above 0")
+    spec, fisher = codec.key.spec, train.fisher
+    angles = torch.atan2(train.query_rotation.sin[0, 0, 1], train.query_rotation.cos[0, 0, 1])
+    tile = tile_rotation(angles)
+    means, covariances = zip(*(_moments(x) for x in (train.keys, train.values)), strict=True)
+    if fisher is None:
+        queries = train.q.float().unflatten(0, (spec.num_kv_heads, -1))
+        even = torch.eye(spec.head_dim, device=queries.device).expand(spec.num_kv_heads, -1, -1)
+        fisher = LayerFisher(torch.einsum("hgtc,hgtd->hcd", queries, queries), covariances[0], even, covariances[1])
+    codec.key_offset = means[0].float()
+    codec.value.mean.copy_(means[1])
+    codec.key.set_basis(_key_transform(fisher, tile, covariances[0]).basis)
+    codec.value.set_basis(_value_transform(fisher.value, covariances[1]).basis)
+    keys = heldout.keys.first(_ERROR_TOKENS).float() - codec.key_offset.unsqueeze(1)
+    place = heldout.positions[: keys.shape[1]] % ROPE_TILE
+    at = Rotation(tile.cos[:, :, place].float(), tile.sin[:, :, place].float())
+    values = heldout.values.first(_ERROR_TOKENS).float()
+    metrics = {
+        "key_bits": [sum(fields) / BANDS for fields in codec.key.fields],
+        "value_bits": [sum(fields) / BANDS for fields in codec.value.fields],
+        "key_error": relative_error(codec.key, at.apply(keys.unsqueeze(0))[0], in_tiles(fisher.key, tile).float()),
+        "value_error": relative_error(codec.value, values, fisher.value),
+    }
+    return FitReport(metrics)
+
+
+def _moments(samples: TokenBlocks) -> tuple[Tensor, Tensor]:
+    """Mean and covariance of all tokens, float64 [heads, head_dim] and [heads, head_dim, head_dim]."""
+    mean = samples.mean(lambda block: block.double().mean(1))
+    squares = samples.mean(lambda block: block.double().mT @ block.double() / block.shape[1])
+    return mean, squares - mean.unsqueeze(-1) * mean.unsqueeze(-2)
+
+
+def _build(spec: ModelSpec, config: KLTConfig, layer_idx: int) -> KLTLayer:
+    resolved = allocate(spec, config, None)
+    fields = resolved.key_fields[layer_idx], resolved.value_fields[layer_idx]
+    return LayerCodec(KLTKey(spec, fields[0]), KLTValue(spec, fields[1]), torch.zeros(spec.num_kv_heads, spec.head_dim))
+
+
+def _nominal_bits(spec: ModelSpec, config: KLTConfig) -> tuple[float, float]:
+    resolved = allocate(spec, config, None)
+    both = resolved.key_fields, resolved.value_fields
+    key_bits, value_bits = (fmean(sum(fields) / BANDS for layer in x for fields in layer) for x in both)
+    return key_bits, value_bits
+
+
+METHOD = Method(
+    name="klt",
+    summary="fitted transform per head, bits where errors cost most, a gain per token and head",
+    bits="1 to 4, also 2.25",
+    config_cls=KLTConfig,
+    build=_build,
+    nominal_bits=_nominal_bits,
+    fit=_fit,
+    allocate=allocate,
+    fit_metrics={
+        "key_bits": "bits per value of key codes",
+        "value_bits": "bits per value of value codes",
+        "key_error": "held-out key error in terms of its cost",
+        "value_error": "held-out value error in terms of its cost",
+    },
+    example_settings={"residual_length": 6, "flush_block": 1},
+)
