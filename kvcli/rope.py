@@ -204,6 +204,20 @@ class TokenRotations:
 
         return self._once(("tiles", size, 0), make)
 
+    def rope_tiles(self) -> Rotation:
+        """Rotation of the first position of every tile that tokens can lie in, as `Rotation.tile`, in their order.
+
+        [batch or 1, 1, length // ROPE_TILE + 2, rotary_dim/2]. CacheError: positions that are not consecutive.
+        """
+
+        def make() -> Rotation:
+            self.tiles(ROPE_TILE)
+            first = self.positions[:, :1].div(ROPE_TILE, rounding_mode="floor")
+            count = torch.arange(self.positions.shape[1] // ROPE_TILE + 2, device=first.device)
+            return self._at((first + count) * ROPE_TILE)
+
+        return self._once(("rope_tiles", ROPE_TILE, 0), make)
+
     def offsets(
         self, count: int, dtype: torch.dtype = torch.float32, num_groups: int = 1, num_parts: int = 1
     ) -> Rotation:

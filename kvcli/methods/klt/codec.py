@@ -5,18 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from kvcli.methods.base import CachedFromBuffers, Codec, Codes, KeyCodec, Space, ValueCodec
-from kvcli.methods.klt.fields import BANDS, STEPS, Fields, places
+from kvcli.methods.klt.fields import BANDS, GAINS_PER_OCTAVE, STEPS, UNIT_GAIN, Fields, places
 from kvcli.spec import ModelSpec
 
-_GAINS_PER_OCTAVE = 16
-_UNIT_GAIN = 128
-_LARGEST_GAIN = 2.0 ** ((255 - _UNIT_GAIN) / _GAINS_PER_OCTAVE)
+_LARGEST_GAIN = 2.0 ** ((255 - UNIT_GAIN) / GAINS_PER_OCTAVE)
 
 
 @dataclass(frozen=True)
@@ -31,6 +28,44 @@ class KLTCodes(Codes):
 
     packed: Tensor
     gain: Tensor
+
+
+@dataclass(frozen=True)
+class Tables:
+    """What follows from the fields of all heads.
+
+    Attributes:
+        byte: int64 [num_kv_heads, head_dim], byte of a token where each channel's code lies.
+        bit: int32 of that shape, where it begins in that byte.
+        levels: int32 of that shape, 2^b - 1 for codes of b bits.
+        steps: float32 of that shape, step of codes in standard deviations; 1 without a code.
+        weights: float32 of that shape, of the squares of which a token's squared gain is the sum.
+        fields: int32 [num_kv_heads, BANDS, 3], byte of its first channel, bit and levels of each band.
+    """
+
+    byte: Tensor
+    bit: Tensor
+    levels: Tensor
+    steps: Tensor
+    weights: Tensor
+    fields: Tensor
+
+    @classmethod
+    def of(cls, fields: Sequence[Fields], width: int, device: torch.device) -> Tables:
+        """Tables for bands of `width` channels."""
+        rows, first = [], 0
+        for of_head in fields:
+            at = [(first + byte * width, bit) for byte, bit in places(of_head)] + [(0, 0)] * (BANDS - len(of_head))
+            bits = [*of_head, *[0] * (BANDS - len(of_head))]
+            rows.append([(*place, 2**n - 1) for place, n in zip(at, bits, strict=True)])
+            first += sum(of_head) // 8 * width
+        with torch.inference_mode(False):
+            table = torch.tensor(rows, dtype=torch.int32, device=device)
+            byte, bit, levels = (x.repeat_interleave(width, 1) for x in table.unbind(-1))
+            steps = torch.tensor((1.0, *STEPS[1:]), device=device)[(levels + 1).float().log2().long()]
+            weights = (steps * (levels > 0)).square() / (levels > 0).sum(-1, keepdim=True)
+            lane = torch.arange(width, device=device).repeat(BANDS)
+            return cls(byte.long() + lane, bit, levels, steps, weights, table)
 
 
 class _KLT(Codec[KLTCodes, None]):
@@ -64,6 +99,7 @@ class _KLT(Codec[KLTCodes, None]):
         self.register_buffer("basis", torch.zeros(spec.num_kv_heads, spec.head_dim, spec.head_dim))
         self.register_buffer("mean", torch.zeros(spec.num_kv_heads, spec.head_dim))
         self._inverse: CachedFromBuffers[Tensor] = CachedFromBuffers()
+        self._tables: CachedFromBuffers[Tables] = CachedFromBuffers()
 
     def bits_per_token(self) -> float:
         return float(8 * (sum(self.num_bytes) + self.spec.num_kv_heads))
@@ -75,54 +111,61 @@ class _KLT(Codec[KLTCodes, None]):
 
     def set_basis(self, basis: Tensor) -> None:
         """Takes a basis [num_kv_heads, head_dim, head_dim] of components of unit variance."""
-        self.basis.copy_(basis * self._steps().unsqueeze(1))
+        self.basis.copy_(basis * self.tables.steps.unsqueeze(1))
 
-    @cached_property
-    def _bits(self) -> Tensor:
-        """Bits of each channel, int32 [num_kv_heads, head_dim], on the CPU."""
-        rows = [(*of_head, *[0] * (BANDS - len(of_head))) for of_head in self.fields]
-        with torch.inference_mode(False):
-            return torch.tensor(rows, dtype=torch.int32, device="cpu").repeat_interleave(self.width, 1)
-
-    @cached_property
-    def _at(self) -> tuple[Tensor, Tensor]:
-        """Byte of the token and bit of it where each channel's code begins, int64 [num_kv_heads, head_dim], CPU."""
-        byte, bit, first = torch.zeros_like(self._bits, dtype=torch.long), torch.zeros_like(self._bits), 0
-        for head, of_head in enumerate(self.fields):
-            for band, (place, start) in enumerate(places(of_head)):
-                channels = slice(band * self.width, (band + 1) * self.width)
-                byte[head, channels] = first + place * self.width + torch.arange(self.width, device="cpu")
-                bit[head, channels] = start
-            first += self.num_bytes[head]
-        return byte, bit
-
-    def _steps(self) -> Tensor:
-        """Step of each channel, in standard deviations, 1 without a code: float32 [num_kv_heads, head_dim]."""
-        steps = torch.tensor((1.0, *STEPS[1:]), device=self.basis.device)
-        return steps[self._bits.to(self.basis.device)]
+    @property
+    def tables(self) -> Tables:
+        """What follows from the fields, on the device of the buffers."""
+        return self._tables.get(lambda: Tables.of(self.fields, self.width, self.basis.device), self.basis)
 
     def analyse(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Transformed channels in units of steps, and gains: float32 shaped like x and [batch, heads, time, 1]."""
-        inverse = self._inverse.get(lambda: torch.linalg.inv(self.basis), self.basis)
-        y = (x.float() - self.mean.unsqueeze(1)) @ inverse.mT
-        coded = self._bits.to(x.device) > 0
-        weight = (self._steps() * coded).square() / coded.sum(-1, keepdim=True)
-        return y, (y.square() * weight.unsqueeze(1)).sum(-1, keepdim=True).sqrt()
+        y = (x.float() - self.mean.unsqueeze(1)) @ self.inverse.mT
+        return y, (y.square() * self.tables.weights.unsqueeze(1)).sum(-1, keepdim=True).sqrt()
 
     def peak(self, x: Tensor, codes: KLTCodes) -> Tensor:
         return self.analyse(x)[1].amax()
 
+    @property
+    def inverse(self) -> Tensor:
+        """B^-1, float32 [num_kv_heads, head_dim, head_dim]."""
+        return self._inverse.get(lambda: torch.linalg.inv(self.basis).contiguous(), self.basis)
+
+    def make_kernel_tables(self) -> None:
+        _ = self.inverse, self.tables
+
+    def encode_into(self, x: Tensor, state: None, codes: KLTCodes) -> None:
+        if not self.fused:
+            super().encode_into(x, state, codes)
+            return
+        from kvcli.methods.klt.kernels import encode_tokens
+
+        tables = self.tables
+        encode_tokens(x, self.inverse, self.mean, tables.weights, tables.fields, codes.packed, codes.gain)
+
+    def decode_to(self, codes: KLTCodes, state: None, dtype: torch.dtype) -> Tensor:
+        if not self.fused:
+            return super().decode_to(codes, state, dtype)
+        from kvcli.methods.klt.kernels import decode_tokens
+
+        return decode_tokens(codes.packed, codes.gain, self.basis, self.mean, self.tables.fields, dtype)
+
     def encode(self, x: Tensor, state: None = None) -> KLTCodes:
+        if self.fused:
+            shapes = (x.shape[0], 1, x.shape[2], sum(self.num_bytes)), (*x.shape[:3], 1)
+            written = KLTCodes(*(x.new_empty(shape, dtype=torch.uint8) for shape in shapes))
+            self.encode_into(x, state, written)
+            return written
         y, exact = self.analyse(x)
-        stored = (_UNIT_GAIN + _GAINS_PER_OCTAVE * exact.log2()).round().nan_to_num(255.0).clamp(0, 255)
+        stored = (UNIT_GAIN + GAINS_PER_OCTAVE * exact.log2()).round().nan_to_num(255.0).clamp(0, 255)
         gain = _decoded(stored)
-        levels = (2.0 ** self._bits.to(x.device) - 1).unsqueeze(1)
+        tables = self.tables
+        levels = tables.levels.float().unsqueeze(1)
         codes = (y / gain.clamp_min(1e-30) + levels / 2).round().maximum(levels.new_zeros(())).minimum(levels)
-        byte, bit = (z.to(x.device) for z in self._at)
-        shifted = codes.int() << bit.unsqueeze(1)
+        shifted = codes.int() << tables.bit.unsqueeze(1)
         # fields of a byte share no bit, so the sum joins them
         packed = shifted.new_zeros(x.shape[0], x.shape[2], sum(self.num_bytes))
-        index = byte.flatten().expand(*packed.shape[:2], -1)
+        index = tables.byte.flatten().expand(*packed.shape[:2], -1)
         packed.scatter_add_(2, index, shifted.transpose(1, 2).flatten(2))
         return KLTCodes(packed.unsqueeze(1).to(torch.uint8), stored.to(torch.uint8))
 
@@ -131,11 +174,10 @@ class _KLT(Codec[KLTCodes, None]):
 
     def _coded(self, codes: KLTCodes) -> Tensor:
         """c - (2^b - 1) / 2 of each channel: float32 [batch, num_kv_heads, time, head_dim]."""
-        device = codes.packed.device
-        byte, bit = (z.to(device) for z in self._at)
-        levels = (2 ** self._bits.to(device) - 1).unsqueeze(1)
-        taken = codes.packed[:, 0][..., byte.flatten()].unflatten(-1, byte.shape).transpose(1, 2).int()
-        return ((taken >> bit.unsqueeze(1)) & levels) - levels / 2
+        tables = self.tables
+        byte, bit, levels = tables.byte, tables.bit.unsqueeze(1), tables.levels.unsqueeze(1)
+        taken = codes.packed[:, 0].index_select(-1, byte.flatten()).unflatten(-1, byte.shape).transpose(1, 2).int()
+        return ((taken >> bit) & levels) - levels / 2
 
 
 class KLTKey(_KLT, KeyCodec[KLTCodes, None]):
@@ -156,4 +198,4 @@ class KLTValue(_KLT, ValueCodec[KLTCodes]):
 def _decoded(stored: Tensor) -> Tensor:
     """Gains as they are stored, as numbers: float32 of the same shape."""
     x = stored.float()
-    return torch.where(x > 0, torch.exp((x - _UNIT_GAIN) * (math.log(2) / _GAINS_PER_OCTAVE)), 0.0)
+    return torch.where(x > 0, torch.exp((x - UNIT_GAIN) * (math.log(2) / GAINS_PER_OCTAVE)), 0.0)

@@ -25,6 +25,10 @@ DISTORTION = (1.0, 0.3634, 0.1188, 0.03744, 0.01154, 0.00349, 0.00104, 0.000304,
 STEPS = (0.0, 1.5956, 0.9957, 0.5860, 0.3352, 0.1881, 0.1041, 0.0569, 0.0308)
 """Its step."""
 
+GAINS_PER_OCTAVE = 16
+UNIT_GAIN = 128
+"""How a gain of 1 is stored; 0 is a gain of 0."""
+
 Fields = tuple[int, ...]
 """Bits of each band, most first; bands beyond have no code."""
 

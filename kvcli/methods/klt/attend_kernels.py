@@ -1,0 +1,206 @@
+"""Attention over KLT's codes: one pass over the tokens of a split, and a merge of the splits.
+
+A score is <q, R x> with R the rotation of the tile's first position and x = B y, so queries are transformed once per
+tile, and kernels multiply them with codes; weighted sums of codes are transformed once per query.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvcli.kernels.launch import cdiv, power_of_two, tokens_per_split
+from kvcli.kernels.offset import offset_scores
+from kvcli.kernels.splits import LOG2E, batch_and_head, merge_splits
+from kvcli.methods.klt.codec import KLTKey, KLTValue
+from kvcli.methods.klt.fields import BANDS, GAINS_PER_OCTAVE, UNIT_GAIN
+from kvcli.methods.layer_codec import EncodedTokens, LayerCodec, PartialAttention
+from kvcli.rope import ROPE_TILE, Rotation, TokenRotations
+
+_BLOCK_N = 64
+_BLOCK_M = 16
+_PROGRAMS_PER_SM = 8
+_WARPS = 4
+_STAGES = 1
+
+_BANDS = tl.constexpr(BANDS)
+_UNIT = tl.constexpr(float(UNIT_GAIN))
+_PER_STEP = tl.constexpr(1.0 / GAINS_PER_OCTAVE)
+
+
+@triton.jit
+def gains(p_gain, mask):
+    """Gains as numbers from where they are stored: float32, 0 where the mask is off."""
+    b_g = tl.load(p_gain, mask=mask, other=0).to(tl.float32)
+    return tl.where(b_g > 0, tl.exp2((b_g - _UNIT) * _PER_STEP), 0.0)
+
+
+@triton.jit
+def band_codes(p_token, m_n, p_field, o_w, m_w, dtype: tl.constexpr):
+    """c - (2^b - 1) / 2 of a band, [tokens, BLOCK_W] in a dtype: half-integers, which float16 holds.
+
+    p_token [tokens] points to the bytes of tokens; p_field to the band's byte, bit and 2^b - 1.
+    """
+    levels = tl.load(p_field + 2)
+    byte = tl.load(p_token[:, None] + tl.load(p_field) + o_w[None, :], mask=m_n[:, None] & m_w[None, :], other=0)
+    code = (byte.to(tl.int32) >> tl.load(p_field + 1)) & levels
+    return (code.to(tl.float32) - levels.to(tl.float32) * 0.5).to(dtype)
+
+
+@triton.jit(do_not_specialize=["length", "num_tiles", "blocks_per_split"])
+def _attend_kernel(
+    query, positions, lengths, offsets, k_packed, k_gain, k_fields, v_packed, v_gain, v_fields, split_out, split_lse,
+    t_batch, kp_batch, kp_time, kg_batch, kg_head, kg_time, vp_batch, vp_time, vg_batch, vg_head, vg_time,
+    o_head, o_row, num_kv_heads, rows, length, num_tiles, blocks_per_split, lse_unit,
+    W: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, FP32_DOT: tl.constexpr, HAS_OFFSET: tl.constexpr, HAS_LENGTHS: tl.constexpr,
+):  # fmt: skip
+    """out = sum_n 2^s_n y_n / sum_n 2^s_n, s_n = <q_tile(n), y_n> + offset_n, over a split of the tokens of a kv head.
+
+    Grid (num_splits, batch * num_kv_heads, ceil(rows / BLOCK_M)). A split is blocks_per_split blocks of BLOCK_N tokens
+    whose positions begin at a multiple of BLOCK_N, so that none crosses a tile.
+
+    Args:
+        query: float32 [batch, num_kv_heads, num_tiles, rows, D], transformed for each tile, times scaling log2(e).
+        positions: int [batch or 1, >= 1], stride t_batch, of the first token.
+        lengths: int32 [batch], tokens of each sequence, if HAS_LENGTHS.
+        offsets: float32 [batch, num_kv_heads, rows, >= length], added to scores, strides o_*, if HAS_OFFSET.
+        k_packed, v_packed: uint8 [batch, 1, length, bytes]; k_gain, v_gain: uint8 [batch, num_kv_heads, length, 1].
+        k_fields, v_fields: int32 [num_kv_heads, BANDS, 3], byte, bit and 2^b - 1 of each band, 0 without code.
+        split_out, split_lse: float32 [batch * num_kv_heads, num_splits, rows, D] and [..., rows], written.
+    """
+    i_bh, i_b, i_h = batch_and_head(1, num_kv_heads)
+    o_m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    o_w, o_n = tl.arange(0, BLOCK_W), tl.arange(0, BLOCK_N)
+    m_m, m_w = o_m < rows, o_w < W
+    dtype: tl.constexpr = tl.float32 if FP32_DOT else tl.float16
+    if HAS_LENGTHS:
+        length = tl.load(lengths + i_b)
+    start = tl.load(positions + i_b * t_batch).to(tl.int32)
+    before = start % BLOCK_N  # positions of the first block that come before the first token
+    k_packed += i_b * kp_batch
+    v_packed += i_b * vp_batch
+    k_gain += i_b * kg_batch + i_h * kg_head
+    v_gain += i_b * vg_batch + i_h * vg_head
+    k_fields += i_h * (_BANDS * 3)
+    v_fields += i_h * (_BANDS * 3)
+    first_block = tl.program_id(0) * blocks_per_split
+    last_block = tl.minimum(first_block + blocks_per_split, tl.cdiv(length + before, BLOCK_N))
+    b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    b_sum = tl.zeros([BLOCK_M], tl.float32)
+    b_accs = ()
+    for f in tl.static_range(_BANDS):
+        b_accs = b_accs + (tl.zeros([BLOCK_W, BLOCK_M], tl.float32),)
+    for block in range(first_block, last_block):
+        n = block * BLOCK_N - before + o_n
+        m_n = (n >= 0) & (n < length)
+        at = tl.maximum(n, 0).to(tl.int64)
+        tile = (start + block * BLOCK_N - before) // TILE - start // TILE
+        p_query = query + ((i_bh * num_tiles + tile) * rows + o_m)[None, :] * D
+        b_s = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        for f in tl.static_range(_BANDS):
+            b_q = tl.load(p_query + (f * W + o_w)[:, None], mask=m_w[:, None] & m_m[None, :], other=0.0).to(dtype)
+            b_c = band_codes(k_packed + at * kp_time, m_n, k_fields + 3 * f, o_w, m_w, dtype)
+            if FP32_DOT:
+                b_s = tl.dot(b_c, b_q, b_s, input_precision="ieee")
+            else:
+                b_s = tl.dot(b_c, b_q, b_s)
+        b_s = b_s * gains(k_gain + at * kg_time, m_n)[:, None]
+        if HAS_OFFSET:
+            p_offset = offsets + i_bh * o_head + o_m.to(tl.int64)[None, :] * o_row + at[:, None]
+            b_s += tl.load(p_offset, mask=m_n[:, None] & m_m[None, :], other=0.0)
+        b_s = tl.where(m_n[:, None], b_s, float("-inf"))
+        highest = tl.maximum(b_max, tl.max(b_s, 0))
+        safe = tl.where(highest == float("-inf"), 0.0, highest)
+        b_p = tl.exp2(b_s - safe[None, :])
+        b_scale = tl.exp2(b_max - safe)
+        b_sum = b_sum * b_scale + tl.sum(b_p, 0)
+        b_max = highest
+        b_p = (b_p * gains(v_gain + at * vg_time, m_n)[:, None]).to(dtype)
+        b_new = ()
+        for f in tl.static_range(_BANDS):
+            b_c = tl.trans(band_codes(v_packed + at * vp_time, m_n, v_fields + 3 * f, o_w, m_w, dtype))
+            if FP32_DOT:
+                b_a = tl.dot(b_c, b_p, b_accs[f] * b_scale[None, :], input_precision="ieee")
+            else:
+                b_a = tl.dot(b_c, b_p, b_accs[f] * b_scale[None, :])
+            b_new = b_new + (b_a,)
+        b_accs = b_new
+    total = tl.where(b_sum > 0, b_sum, 1.0)
+    row = (i_bh * tl.num_programs(0) + tl.program_id(0)) * rows + o_m
+    for f in tl.static_range(_BANDS):
+        p_out = split_out + row[None, :] * D + (f * W + o_w)[:, None]
+        tl.store(p_out, b_accs[f] / total[None, :], mask=m_w[:, None] & m_m[None, :])
+    b_lse = tl.where(b_sum > 0, b_max + tl.log2(total), float("-inf")) * lse_unit
+    tl.store(split_lse + row, b_lse, mask=m_m)
+
+
+KLTLayer = LayerCodec[KLTKey, KLTValue]
+
+
+def unsupported(codec: KLTLayer) -> str | None:
+    """Why these kernels cannot read a layer's codes: they can."""
+    return None
+
+
+def fused_attend(codec: KLTLayer, query: Tensor, encoded: EncodedTokens, scaling: float) -> PartialAttention:
+    """softmax(scaling q K^T) V over encoded tokens, an `AttendCodes`; float32 queries are multiplied in float32.
+
+    Raises:
+        CacheError: positions that are not consecutive.
+    """
+    spec, key_codes, value_codes = codec.key.spec, encoded.key_codes, encoded.value_codes
+    batch, heads, query_len, head_dim = query.shape
+    kv_heads, fp32_dot, rotations = spec.num_kv_heads, query.dtype == torch.float32, encoded.rotations
+    assert rotations is not None
+    rows, length = heads // kv_heads * query_len, encoded.length
+    by_head = query.reshape(batch, kv_heads, rows, head_dim)
+    offset, scores = codec.offset, query.new_empty(0, 0, 0, 0, dtype=torch.float32)
+    if offset is not None:
+        scores = torch.empty(batch, kv_heads, rows, cdiv(length, 64) * 64, device=query.device)
+        offset_scores(query, offset, rotations, scores, scaling * LOG2E)
+    tile_query = transformed(codec.key, by_head, rotations, scaling * LOG2E)
+    blocks_m = cdiv(rows, _BLOCK_M)
+    split = tokens_per_split(length, batch * kv_heads * blocks_m, _BLOCK_N, _PROGRAMS_PER_SM)
+    num_splits = cdiv(length + _BLOCK_N - 1, split)
+    split_out = torch.empty(batch * kv_heads, num_splits, rows, head_dim, device=query.device)
+    split_lse = torch.empty(batch * kv_heads, num_splits, rows, device=query.device)
+    positions, width = rotations.positions, head_dim // BANDS
+    _attend_kernel[(num_splits, batch * kv_heads, blocks_m)](
+        tile_query, positions, split_lse if encoded.lengths is None else encoded.lengths, scores,
+        key_codes.packed, key_codes.gain, codec.key.tables.fields,
+        value_codes.packed, value_codes.gain, codec.value.tables.fields, split_out, split_lse,
+        positions.stride(0) if positions.shape[0] > 1 else 0,
+        key_codes.packed.stride(0), key_codes.packed.stride(2), *key_codes.gain.stride()[:3],
+        value_codes.packed.stride(0), value_codes.packed.stride(2), *value_codes.gain.stride()[:3],
+        *scores.stride()[1:3], kv_heads, rows, length, tile_query.shape[2], split // _BLOCK_N,
+        math.log(2) if num_splits == 1 else 1.0,
+        W=width, D=head_dim, TILE=ROPE_TILE, BLOCK_W=max(16, power_of_two(width)), BLOCK_M=_BLOCK_M, BLOCK_N=_BLOCK_N,
+        FP32_DOT=fp32_dot, HAS_OFFSET=offset is not None, HAS_LENGTHS=encoded.lengths is not None, num_warps=_WARPS,
+        num_stages=_STAGES,
+    )  # fmt: skip
+    out, lse = split_out.squeeze(1), split_lse.squeeze(1)
+    if num_splits > 1:
+        out = torch.empty(batch * kv_heads, rows, head_dim, device=query.device)
+        lse = torch.empty(batch * kv_heads, rows, device=query.device)
+        merge_splits(split_out, split_lse, out, lse)
+    value = codec.value
+    out = out.view(batch, kv_heads, rows, head_dim) @ value.basis.mT + value.mean.unsqueeze(1)
+    lse = lse.view(batch, kv_heads, rows, 1)
+    out = out.masked_fill(lse == -torch.inf, 0.0)
+    return out.view(query.shape), lse.view(query.shape[:3])
+
+
+def transformed(key: KLTKey, query: Tensor, rotations: TokenRotations, scaling: float) -> Tensor:
+    """B^T R^T q of each tile's rotation R: float32 [batch, num_kv_heads, tiles, rows, head_dim].
+
+    `query` is [batch, num_kv_heads, rows, head_dim], after RoPE.
+    """
+    tiles = rotations.rope_tiles()
+    back = Rotation(tiles.cos.unsqueeze(3), -tiles.sin.unsqueeze(3))  # [batch or 1, 1, tiles, 1, pairs]
+    each = (query.float() * scaling).unsqueeze(2).expand(-1, -1, tiles.cos.shape[2], -1, -1)
+    return (back.apply(each).flatten(2, 3) @ key.basis).view(each.shape)
