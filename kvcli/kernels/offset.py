@@ -10,7 +10,8 @@ from kvcli.kernels.launch import cdiv, power_of_two, row_major
 from kvcli.rope import TokenRotations
 
 _TILE = 64
-_ROWS = 16
+_PROGRAMS = 528
+"""Programs in all, at most: four per multiprocessor of an H100."""
 
 
 @triton.jit(do_not_specialize=["length"])
@@ -22,8 +23,8 @@ def _offset_scores_kernel(
 ):  # fmt: skip
     """scores[m, t] = scaling * <q_m, R_t b>: Re(z e^{i (t - tile) theta}) summed, with z = conj(q) b e^{i tile theta}.
 
-    Grid (ceil(length / TILE), batch, num_kv_heads * ceil(rows / BLOCK_M)), rows = HEADS * query_len per kv head. One
-    program: BLOCK_M query rows of one kv head and TILE tokens. Not tuned, not timed on a GPU.
+    Grid (programs, batch, num_kv_heads * ceil(rows / BLOCK_M)), rows = HEADS * query_len per kv head. One program:
+    BLOCK_M query rows of one kv head and each `programs`-th tile; the small table stays in registers.
 
     Args:
         query: [batch, num_kv_heads * HEADS, query_len, D] any float, rotated, strides q_*.
@@ -34,7 +35,6 @@ def _offset_scores_kernel(
 
     Constexprs: BLOCK_P, ROTARY / 2 padded; BLOCK_REST, D - ROTARY padded, 0 if there is none.
     """
-    i_t = tl.program_id(0)
     i_b = tl.program_id(1).to(tl.int64)
     i_h = (tl.program_id(2) % num_kv_heads).to(tl.int64)
     o_m = tl.program_id(2) // num_kv_heads * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -50,26 +50,27 @@ def _offset_scores_kernel(
     b_y = tl.load(p_query + PAIRS + o_p[:, None], mask=m_q, other=0.0).to(tl.float32)
     b_re = tl.load(offset + i_h * D + o_p, mask=m_p, other=0.0)
     b_im = tl.load(offset + i_h * D + PAIRS + o_p, mask=m_p, other=0.0)
-    p_tile = i_b * t_batch + i_t.to(tl.int64) * PAIRS + o_p
-    b_tc = tl.load(tile_cos + p_tile, mask=m_p, other=0.0)
-    b_ts = tl.load(tile_sin + p_tile, mask=m_p, other=0.0)
-    k_re = (b_re * b_tc - b_im * b_ts)[:, None]
-    k_im = (b_re * b_ts + b_im * b_tc)[:, None]
-    z_re = b_x * k_re + b_y * k_im
-    z_im = b_x * k_im - b_y * k_re
     p_token = t[:, None] * PAIRS + o_p[None, :]
     b_oc = tl.load(offset_cos + p_token, mask=m_p[None, :], other=0.0)
-    b_os = tl.load(offset_sin + p_token, mask=m_p[None, :], other=0.0)
-    b_s = tl.dot(b_oc, z_re, input_precision="tf32x3")
-    b_s = tl.dot(-b_os, z_im, b_s, input_precision="tf32x3")
+    b_os = -tl.load(offset_sin + p_token, mask=m_p[None, :], other=0.0)
     if BLOCK_REST > 0:
         # channels that RoPE leaves alone: the same for all tokens
         o_r = ROTARY + tl.arange(0, BLOCK_REST)
         b_q = tl.load(p_query + o_r[:, None], mask=(o_r < D)[:, None] & m_m[None, :], other=0.0).to(tl.float32)
-        b_s += tl.sum(b_q * tl.load(offset + i_h * D + o_r, mask=o_r < D, other=0.0)[:, None], axis=0)[None, :]
-    token = i_t * TILE + t
-    p_scores = scores + i_b * s_batch + i_h * s_head + o_m.to(tl.int64)[None, :] * s_row + token[:, None]
-    tl.store(p_scores, b_s * scaling, mask=(token < length)[:, None] & m_m[None, :])
+        b_rest = tl.sum(b_q * tl.load(offset + i_h * D + o_r, mask=o_r < D, other=0.0)[:, None], axis=0)
+    p_scores = scores + i_b * s_batch + i_h * s_head + o_m.to(tl.int64)[None, :] * s_row
+    for i_t in range(tl.program_id(0), tl.cdiv(length, TILE), tl.num_programs(0)):
+        p_tile = i_b * t_batch + i_t * PAIRS + o_p
+        b_tc = tl.load(tile_cos + p_tile, mask=m_p, other=0.0)
+        b_ts = tl.load(tile_sin + p_tile, mask=m_p, other=0.0)
+        k_re = (b_re * b_tc - b_im * b_ts)[:, None]
+        k_im = (b_re * b_ts + b_im * b_tc)[:, None]
+        b_s = tl.dot(b_oc, b_x * k_re + b_y * k_im, input_precision="tf32x3")
+        b_s = tl.dot(b_os, b_x * k_im - b_y * k_re, b_s, input_precision="tf32x3")
+        if BLOCK_REST > 0:
+            b_s += b_rest[None, :]
+        token = i_t * TILE + t
+        tl.store(p_scores + token[:, None], b_s * scaling, mask=(token < length)[:, None] & m_m[None, :])
 
 
 def offset_scores(query: Tensor, offset: Tensor, rotations: TokenRotations, scores: Tensor, scaling: float) -> None:
@@ -88,10 +89,13 @@ def offset_scores(query: Tensor, offset: Tensor, rotations: TokenRotations, scor
     tiles, offsets = rotations.tiles(_TILE), rotations.offsets(_TILE)
     rotary_dim, query = 2 * tiles.cos.shape[-1], row_major(query)
     rest = head_dim - rotary_dim
-    _offset_scores_kernel[(cdiv(length, _TILE), batch, kv_heads * cdiv(rows, _ROWS))](
+    block_m = 8 if rows <= 8 else 16
+    blocks = kv_heads * cdiv(rows, block_m)
+    programs = min(cdiv(length, _TILE), max(1, _PROGRAMS // (batch * blocks)))
+    _offset_scores_kernel[(programs, batch, blocks)](
         query, offset.contiguous(), tiles.cos, tiles.sin, offsets.cos, offsets.sin, scores,
         *query.stride()[:3], tiles.cos.stride(0) if tiles.cos.shape[0] > 1 else 0, *scores.stride()[:3],
         kv_heads, query_len, length, scaling,
-        HEADS=heads // kv_heads, D=head_dim, ROTARY=rotary_dim, TILE=_TILE, BLOCK_M=_ROWS,
+        HEADS=heads // kv_heads, D=head_dim, ROTARY=rotary_dim, TILE=_TILE, BLOCK_M=block_m,
         BLOCK_P=max(16, power_of_two(rotary_dim // 2)), BLOCK_REST=power_of_two(rest) if rest else 0, num_warps=4,
     )  # fmt: skip

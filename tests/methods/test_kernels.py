@@ -39,6 +39,12 @@ CASES = [
     ("qjl", 8, 1, 64, 2, 63, 1, [63, 1], {"num_outliers": 0}),
     ("qjl", 3, 1, 96, 1, 1, 2, None, {"sketch_dim": 48, "initial_sketch_dim": 48, "outlier_sketch_dim": 16}),
     ("qjl", 8, 4, 64, 3, 33, 22, [33, 20, 1], {}),  # programs that sketch queries of several heads and sequences
+    ("klt-2", 4, 2, 64, 1, 300, 1, None, {}),
+    ("klt-3", 4, 2, 64, 2, 517, 1, [517, 300], {}),
+    ("klt-1", 8, 2, 80, 2, 65, 2, [65, 3], {}),
+    ("klt-2", 5, 1, 128, 3, 70, 4, [0, 70, 64], {}),  # more rows than a program takes
+    ("klt-4", 2, 2, 96, 1, 64, 1, None, {}),
+    ("klt-2", 2, 1, 256, 1, 40, 1, None, {}),
     ("commvq-1", 4, 1, 128, 1, 65, 1, None, {}),
     ("commvq-2", 6, 2, 64, 2, 63, 2, [63, 20], {}),
     ("commvq-1", 3, 3, 64, 1, 1, 1, None, {}),
