@@ -66,7 +66,8 @@ class Rotation:
         """The same on a device."""
         if self.cos.device == device:
             return self
-        return replace(self, cos=self.cos.to(device), sin=self.sin.to(device))
+        positions = None if self.positions is None else self.positions.to(device)
+        return replace(self, cos=self.cos.to(device), sin=self.sin.to(device), positions=positions)
 
     def contiguous(self) -> Rotation:
         """A contiguous copy, for tables that are kept."""

@@ -11,7 +11,7 @@ from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from kvcli.errors import UnsupportedModelError
-from kvcli.rope import Rope, from_pairs, to_pairs
+from kvcli.rope import ROPE_TILE, NoRope, Rope, Rotation, from_pairs, to_pairs
 from kvcli.spec import ModelSpec
 
 
@@ -34,6 +34,46 @@ def test_unapply_undoes_yarn_scaling() -> None:
     assert not torch.allclose(rotation.cos**2 + rotation.sin**2, torch.ones(()))
     x = torch.randn(1, 2, 300, 16)
     assert torch.allclose(rotation.unapply(rotation.apply(x)), x, atol=1e-4)
+
+
+def test_a_tile_is_the_rotation_of_its_first_position() -> None:
+    rope = Rope(make_model("llama", max_position_embeddings=4096).model.rotary_emb)
+    positions = torch.tensor([[0, 3, ROPE_TILE - 1, ROPE_TILE, 1000], [ROPE_TILE + 1, 511, 512, 900, 2000]])
+    rotation = rope.rotation(positions, torch.float32)
+    first = rope.rotation(torch.tensor([[0, 0, 0, 256, 768], [256, 256, 512, 768, 1792]]), torch.float32)
+    assert torch.equal(rotation.tile.cos, first.cos)
+    assert torch.equal(rotation.tile.sin, first.sin)
+    # rotated by the tile and then within it is rotated by the position
+    x = torch.randn(2, 4, 5, 16)
+    within = rope.rotation(positions % ROPE_TILE, torch.float32)
+    assert torch.allclose(rotation.tile.apply(within.apply(x)), rotation.apply(x), atol=1e-4)
+
+
+def test_parts_and_copies_of_a_rotation_know_their_tiles() -> None:
+    rope = Rope(make_model("llama", max_position_embeddings=4096).model.rotary_emb)
+    rotation = rope.rotation(torch.tensor([[200, 300, 600], [0, 255, 256]]), torch.float32)
+    for known in (False, True):  # before and after the whole one was asked for its tiles
+        assert ("tile" in vars(rotation)) == known
+        for part, at in (
+            (rotation.last(2), lambda x: x[:, :, -2:]),
+            (rotation.last(3), lambda x: x),
+            (rotation.select([1]), lambda x: x[[1]]),
+            (rotation.contiguous(), lambda x: x),
+        ):
+            whole = rope.rotation(torch.tensor([[0, 256, 512], [0, 0, 256]]), torch.float32)
+            assert torch.equal(part.tile.cos, at(whole.cos))
+            assert torch.equal(part.tile.sin, at(whole.sin))
+    still = Rotation.none(rotation)
+    assert torch.equal(still.tile.cos, torch.ones_like(rotation.cos))
+    assert not still.tile.sin.any()
+
+
+def test_a_rotation_on_another_device_has_its_tiles_there() -> None:
+    rotation = NoRope(16, torch.device("cpu")).rotation(torch.arange(5)[None], torch.float32)
+    assert rotation.to(torch.device("cpu")) is rotation
+    elsewhere = rotation.to(torch.device("meta"))
+    assert elsewhere.tile.cos.is_meta
+    assert elsewhere.tile.sin.is_meta
 
 
 @pytest.mark.parametrize("rotary_dim", [16, 8])

@@ -66,7 +66,7 @@ def places(fields: Fields) -> tuple[tuple[int, int], ...]:
                     return ((byte, 8 - space), *rest)
         return None
 
-    descending = all(a >= b >= 1 for a, b in zip(fields, (*fields[1:], 1), strict=True))
+    descending = all(a >= b >= 1 for a, b in zip(fields, [*fields, 1][1:], strict=True))
     found = fill(fields, (8,) * (sum(fields) // 8)) if fields and descending and sum(fields) % 8 == 0 else None
     if found is None or not 0 < len(fields) <= BANDS:
         raise ValueError(f"fields of {fields} bits do not fill whole bytes, at most {BANDS} of them, most bits first")

@@ -102,19 +102,19 @@ def _fit(
         even = torch.eye(spec.head_dim, device=queries.device).expand(spec.num_kv_heads, -1, -1)
         fisher = LayerFisher(torch.einsum("hgtc,hgtd->hcd", queries, queries), covariances[0], even, covariances[1])
     codec.key_offset = means[0].float()
-    codec.value.mean.copy_(means[1])
     codec.key.set_basis(_key_transform(fisher, tile, covariances[0]).basis)
     codec.value.set_basis(_value_transform(fisher.value, covariances[1]).basis)
     keys = heldout.keys.first(_ERROR_TOKENS).float() - codec.key_offset.unsqueeze(1)
     place = heldout.positions[: keys.shape[1]] % ROPE_TILE
     at = Rotation(tile.cos[:, :, place].float(), tile.sin[:, :, place].float())
-    values = heldout.values.first(_ERROR_TOKENS).float()
+    values = heldout.values.first(_ERROR_TOKENS).float() - means[1].float().unsqueeze(1)
     metrics = {
         "key_bits": [sum(fields) / BANDS for fields in codec.key.fields],
         "value_bits": [sum(fields) / BANDS for fields in codec.value.fields],
         "key_error": relative_error(codec.key, at.apply(keys.unsqueeze(0))[0], in_tiles(fisher.key, tile).float()),
         "value_error": relative_error(codec.value, values, fisher.value),
     }
+    codec.value.mean.copy_(means[1])  # the error is that of values less their mean, as that of keys
     return FitReport(metrics)
 
 

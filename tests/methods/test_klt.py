@@ -1,0 +1,483 @@
+"""KLT: fields of bits, the transform of a head, its codes, keys in tiles of positions, and the fit."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from functools import cache
+
+import pytest
+import torch
+from factories import make_spec
+from torch import Tensor, nn
+
+from kvcli.attention.reference import unrotate
+from kvcli.errors import ConfigError
+from kvcli.methods.klt.codec import KLTKey, KLTValue
+from kvcli.methods.klt.fields import BANDS, DISTORTION, STEPS, Fields, all_fields, best_fields, places, share
+from kvcli.methods.klt.method import KLTConfig, allocate
+from kvcli.methods.klt.transform import in_tiles, tile_rotation, transform
+from kvcli.methods.layer_codec import LayerCodec
+from kvcli.methods.samples import LayerFisher, LayerSamples
+from kvcli.methods.turboquant import TurboQuantConfig
+from kvcli.registry import get_method
+from kvcli.rope import ROPE_TILE, NoRope, Rope, Rotation
+
+WIDTH, TOKENS = 16, 600
+
+
+class Rotary(nn.Module):
+    """A rotary module as models have it, with a factor of cos and sin."""
+
+    def __init__(self, rotary_dim: int, scaling: float = 1.0) -> None:
+        super().__init__()
+        self.attention_scaling = scaling
+        self.register_buffer("inv_freq", 1e4 ** -(torch.arange(0, rotary_dim, 2) / rotary_dim))
+
+    def forward(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        angles = (positions.unsqueeze(-1).float() * self.inv_freq).repeat(1, 1, 2)
+        return angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
+
+
+def matrices(width: int, smallest: float = 1e-3, heads: int = 2, seed: int = 0) -> Tensor:
+    """Covariances with eigenvalues from 1 down to `smallest`, in random axes, float64 [heads, width, width]."""
+    square = torch.randn(heads, width, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    axes = torch.linalg.qr(square)[0]
+    return axes * torch.logspace(0, math.log10(smallest), width, dtype=torch.float64) @ axes.mT
+
+
+def normal(covariance: Tensor, count: int, seed: int = 0) -> Tensor:
+    """Normal vectors [heads, count, width] of a covariance."""
+    shape = (len(covariance), count, covariance.shape[-1])
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return (x @ torch.linalg.cholesky(covariance).mT).float()
+
+
+def mean_cost(weight: Tensor, x: Tensor) -> Tensor:
+    """Mean of x^T W x of each head, for x [heads, tokens, width]."""
+    return torch.einsum("htc,hcd,htd->h", x.double(), weight.double(), x.double()) / x.shape[1]
+
+
+def samples(width: int = WIDTH, rotary_dim: int | None = None, queries: int = 100) -> LayerSamples:
+    """Correlated keys with a large mean, correlated values with a mean, anisotropic queries."""
+    keys = normal(matrices(width, seed=1), TOKENS, 1) + torch.linspace(-20, 20, width)
+    values = normal(matrices(width, seed=2), TOKENS, 2) + 0.5
+    q = torch.randn(4, queries, width, generator=torch.Generator().manual_seed(3)) * torch.linspace(0.1, 3, width)
+    positions = torch.arange(TOKENS) % 300
+    rotation = Rope(Rotary(rotary_dim or width)).rotation(torch.arange(queries)[None], torch.float32)
+    return LayerSamples(q, keys, values, positions, rotation)
+
+
+def with_fisher(data: LayerSamples) -> LayerSamples:
+    width = data.q.shape[-1]
+    key, value = (torch.tensor([1.0, 30.0]).view(2, 1, 1) * matrices(width, seed=seed).float() for seed in (4, 5))
+    fisher = LayerFisher(key, _covariance(data.k).float(), value, _covariance(data.v).float())
+    return LayerSamples(data.q, data.keys, data.values, data.positions, data.query_rotation, fisher=fisher)
+
+
+def _covariance(x: Tensor) -> Tensor:
+    less = x.double() - x.double().mean(1, keepdim=True)
+    return less.mT @ less / x.shape[1]
+
+
+def fitted(data: LayerSamples, **settings: object) -> tuple[LayerCodec, dict[str, list[float]]]:
+    assert data.query_rotation is not None
+    spec = make_spec(data.q.shape[-1], rotary_dim=2 * data.query_rotation.cos.shape[-1])
+    config = allocate(spec, KLTConfig(**settings), None if data.fisher is None else [data.fisher])
+    method = get_method("klt")
+    codec = method.build(spec, config, 0)
+    assert method.fit is not None
+    return codec, dict(method.fit(codec, data, data, config, torch.Generator()).metrics)
+
+
+@cache
+def fit_bytes(fields: Fields) -> bool:
+    """Whether fields can be put into bytes as a whole, found by trying every set of fields for the first one's byte."""
+    if not fields:
+        return True
+    first, rest = fields[0], fields[1:]
+    for count in range(len(rest) + 1):
+        for chosen in itertools.combinations(range(len(rest)), count):
+            if first + sum(rest[i] for i in chosen) == 8:
+                others = tuple(x for i, x in enumerate(rest) if i not in chosen)
+                if fit_bytes(others):
+                    return True
+    return False
+
+
+@cache
+def allocations(num_bytes: int) -> list[Fields]:
+    """Every number of bits from 0 to 8 of 8 bands, most first, that fits so many bytes."""
+    descending = itertools.combinations_with_replacement(range(8, -1, -1), BANDS)
+    return [bits for bits in descending if sum(bits) == 8 * num_bytes and fit_bytes(tuple(x for x in bits if x))]
+
+
+@pytest.mark.parametrize("num_bytes", [1, 2, 3, 4])
+def test_fields_fill_bytes_and_none_crosses_one(num_bytes: int) -> None:
+    assert {(*fields, *[0] * (BANDS - len(fields))) for fields in all_fields(num_bytes)} == {*allocations(num_bytes)}
+    for fields in all_fields(num_bytes):
+        taken = []
+        for bits, (byte, first) in zip(fields, places(fields), strict=True):
+            assert first + bits <= 8
+            taken += [8 * byte + bit for bit in range(first, first + bits)]
+        assert sorted(taken) == [*range(8 * num_bytes)]
+
+
+@pytest.mark.parametrize("fields", [(), (4,), (3, 5), (6, 5, 5), (9, 7), (8, 0), (16,), (2,) * 12])
+def test_fields_that_do_not_fill_bytes_are_refused(fields: Fields) -> None:
+    with pytest.raises(ValueError, match=r"do not fill whole bytes, at most 8 of them, most bits first"):
+        places(fields)
+    with pytest.raises(ValueError, match="do not fill whole bytes"):
+        KLTKey(make_spec(), [(4, 4), fields])
+
+
+@pytest.mark.parametrize("num_bytes", [1, 2, 3, 4])
+@pytest.mark.parametrize("spread", [0.0, 1.0, 3.0])
+def test_the_best_fields_have_the_least_error_of_all(num_bytes: int, spread: float) -> None:
+    costs = torch.randn(BANDS, generator=torch.Generator().manual_seed(num_bytes), dtype=torch.float64)
+    costs = costs.mul(spread).exp().sort(descending=True).values
+    error, fields = best_fields(costs, num_bytes)
+    errors = torch.tensor(DISTORTION, dtype=torch.float64)[torch.tensor(allocations(num_bytes))] @ costs
+    assert error == pytest.approx(float(errors.min()))
+    padded = torch.tensor([*fields, *[0] * (BANDS - len(fields))])
+    assert error == pytest.approx(float(torch.tensor(DISTORTION, dtype=torch.float64)[padded] @ costs))
+
+
+@pytest.mark.parametrize("bits", [1.0, 1.34, 2.0, 2.25, 3.0, 4.0])
+@pytest.mark.parametrize("seed", range(4))
+def test_heads_share_bits_with_the_least_error(bits: float, seed: int) -> None:
+    """Against all numbers of bytes of 3 heads."""
+    generator = torch.Generator().manual_seed(seed)
+    costs = [
+        (torch.randn(BANDS, generator=generator, dtype=torch.float64) * 2 + 2 * head).exp().sort(descending=True).values
+        for head in range(3)
+    ]
+    chosen = share(costs, bits)
+    total = round(3 * bits)
+    assert sum(map(sum, chosen)) == 8 * total
+    errors = [[best_fields(x, count)[0] for count in range(1, 5)] for x in costs]
+    ways = [ways for ways in itertools.product(range(4), repeat=3) if sum(ways) + 3 == total]
+    least = min(sum(of_head[way] for of_head, way in zip(errors, ways_, strict=True)) for ways_ in ways)
+    ours = sum(best_fields(x, sum(fields) // 8)[0] for x, fields in zip(costs, chosen, strict=True))
+    assert ours == pytest.approx(least)
+    assert [best_fields(x, sum(fields) // 8)[1] for x, fields in zip(costs, chosen, strict=True)] == chosen
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_steps_and_errors_are_those_of_a_normal_variable(bits: int) -> None:
+    """By integration; no other step has a smaller error."""
+    x = torch.linspace(-8, 8, 160_001, dtype=torch.float64)
+    density = torch.exp(-x * x / 2) / math.sqrt(2 * math.pi) * (x[1] - x[0])
+
+    def error(step: float) -> float:
+        half = (2**bits - 1) / 2
+        decoded = ((x / step + half).round().clamp(0, 2 * half) - half) * step
+        return float(((x - decoded).square() * density).sum())
+
+    assert error(STEPS[bits]) == pytest.approx(DISTORTION[bits], rel=0.01)
+    assert min(error(STEPS[bits] * factor) for factor in (0.94, 0.97, 1.03, 1.06)) > 0.998 * error(STEPS[bits])
+
+
+@pytest.mark.parametrize("width", [16, 24, 32, 96])
+@pytest.mark.parametrize(("power", "of_fisher"), [(0.75, True), (0.5, False), (1.0, True)])
+def test_components_have_unit_variance_and_bands_descend_in_cost(width: int, power: float, of_fisher: bool) -> None:
+    covariance, fisher = matrices(width, seed=1), matrices(width, seed=2)
+    found = transform(fisher, covariance, power, cost_of_fisher=of_fisher)
+    inverse = torch.linalg.inv(found.basis)
+    of_components = inverse @ covariance @ inverse.mT
+    assert torch.allclose(of_components.diagonal(dim1=-2, dim2=-1), torch.ones(2, width, dtype=torch.float64))
+    z = normal(covariance, 20_000).double() @ inverse.mT
+    assert torch.allclose(z.square().mean(1), torch.ones(2, width, dtype=torch.float64), atol=0.06)
+    assert (found.costs.diff(dim=-1) <= 0).all()
+    band = torch.arange(width) // (width // BANDS)
+    between = of_components.masked_fill(band[:, None] == band, 0)
+    assert torch.allclose(between, torch.zeros_like(between), atol=1e-8)
+
+
+@pytest.mark.parametrize("width", [16, 24, 96])
+@pytest.mark.parametrize(("power", "of_fisher"), [(0.75, True), (0.5, False)])
+def test_errors_of_a_band_cost_what_the_transform_says(width: int, power: float, of_fisher: bool) -> None:
+    """x = B z: errors e of z, independent and as large in all of a band, cost E[e^T B^T F B e]."""
+    covariance, fisher = matrices(width, seed=1), matrices(width, seed=2)
+    found = transform(fisher, covariance, power, cost_of_fisher=of_fisher)
+    weight = fisher
+    if not of_fisher:  # errors cost what the metric says, Fisher information of mean 1 to a power
+        mean = fisher.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
+        values, vectors = torch.linalg.eigh(fisher / mean)
+        weight = vectors * (values**power).unsqueeze(-2) @ vectors.mT * mean
+    each = (found.basis.mT @ weight @ found.basis).diagonal(dim1=-2, dim2=-1)
+    assert torch.allclose(each.unflatten(-1, (BANDS, -1)).sum(-1), found.costs)
+
+
+def test_the_transform_does_not_depend_on_the_unit_of_fisher_information() -> None:
+    covariance, fisher = matrices(WIDTH, seed=1), matrices(WIDTH, seed=2)
+    one, other = (transform(f, covariance, 0.75, cost_of_fisher=True) for f in (fisher, 1e6 * fisher))
+    assert torch.allclose(one.basis.abs(), other.basis.abs())
+    assert torch.allclose(1e6 * one.costs, other.costs)
+    assert torch.allclose(1e6 * one.level, other.level)
+
+
+def test_no_fisher_information_and_no_variance_stay_finite() -> None:
+    zero = torch.zeros(2, WIDTH, WIDTH)
+    for fisher, covariance in ((zero, matrices(WIDTH)), (matrices(WIDTH), zero), (zero, zero)):
+        found = transform(fisher, covariance, 0.75, cost_of_fisher=True)
+        assert all(x.isfinite().all() for x in (found.basis, found.costs, found.level))
+
+
+@pytest.mark.parametrize("rotary_dim", [16, 8])
+def test_matrices_are_averaged_over_the_positions_of_a_tile(rotary_dim: int) -> None:
+    tile = tile_rotation(Rotary(rotary_dim).inv_freq)
+    matrix, expected = matrices(WIDTH), torch.zeros(2, WIDTH, WIDTH, dtype=torch.float64)
+    for position in range(ROPE_TILE):
+        at = Rotation(tile.cos[:, :, position, None], tile.sin[:, :, position, None])
+        turn = at.apply(torch.eye(WIDTH, dtype=torch.float64)[None, None])[0, 0].T  # columns are rotated unit vectors
+        expected += turn @ matrix @ turn.T / ROPE_TILE
+    assert torch.allclose(in_tiles(matrix, tile), expected)
+    assert torch.allclose(expected[:, rotary_dim:, rotary_dim:], matrix[:, rotary_dim:, rotary_dim:])
+    still = tile_rotation(torch.zeros(WIDTH // 2))
+    assert torch.allclose(in_tiles(matrix, still), matrix)
+
+
+def value_codec(covariance: Tensor, bits: float) -> tuple[KLTValue, Tensor]:
+    """A codec of vectors of a covariance whose errors cost the same in every direction, and the predicted errors."""
+    even = torch.eye(covariance.shape[-1], dtype=torch.float64).expand_as(covariance)
+    found = transform(even, covariance, 1.0, cost_of_fisher=True)
+    fields = share([*found.costs], bits)
+    codec = KLTValue(make_spec(covariance.shape[-1], len(covariance)), fields)
+    codec.set_basis(found.basis)
+    table = torch.tensor(DISTORTION, dtype=torch.float64)
+    padded = torch.tensor([[*x, *[0] * (BANDS - len(x))] for x in fields])
+    return codec, (table[padded] * found.costs).sum(-1)
+
+
+@pytest.mark.parametrize("width", [80, 96, 128])
+@pytest.mark.parametrize("bits", [1, 2, 3])
+def test_the_error_of_normal_vectors_is_the_predicted_one(width: int, bits: int) -> None:
+    """Gains are rounded and follow each token, so it is not exactly that."""
+    covariance = matrices(width)
+    codec, predicted = value_codec(covariance, bits)
+    x = normal(covariance, 2000)
+    error = (codec.decode(codec.encode(x[None]))[0] - x).square().sum(-1).mean(-1)
+    assert error.tolist() == pytest.approx(predicted.tolist(), rel=0.1)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_correlated_vectors_are_coded_better_than_by_bits_that_are_the_same_everywhere(bits: int) -> None:
+    covariance = matrices(128)
+    x = normal(covariance, 1000)[None]
+    codec, _ = value_codec(covariance, bits)
+    turboquant = get_method("turboquant").build(make_spec(128), TurboQuantConfig(v_bits=bits), 0).value
+    assert codec.bits_per_token() < turboquant.bits_per_token()
+    errors = [(coder.decode(coder.encode(x)) - x).square().sum() for coder in (codec, turboquant)]
+    assert errors[0] < 0.5 * errors[1]
+
+
+@pytest.mark.parametrize("octaves", [-6, -1, 1, 5])
+def test_a_factor_of_a_token_is_a_factor_of_what_is_decoded(octaves: int) -> None:
+    codec, _ = value_codec(matrices(WIDTH), 2)
+    x = normal(matrices(WIDTH), 200)[None]
+    codes, scaled = codec.encode(x), codec.encode(x * 2.0**octaves)
+    assert torch.equal(codes.packed, scaled.packed)
+    assert torch.equal(codes.gain + 16 * octaves, scaled.gain.int())
+    expected = codec.decode(codes) * 2.0**octaves
+    assert (codec.decode(scaled) - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+def test_gains_are_the_size_of_what_is_coded_of_a_token() -> None:
+    """Components without a code do not count; a token that is the mean has a gain of 0 and is decoded as the mean."""
+    codec, _ = value_codec(matrices(WIDTH), 2)
+    codec.mean.copy_(torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH))
+    x = normal(matrices(WIDTH), 400) + codec.mean.unsqueeze(1)
+    basis = torch.stack([value_codec(matrices(WIDTH), 2)[0].basis[head] for head in range(2)])
+    steps = torch.tensor([[(1.0, *STEPS[1:])[b] for b in _padded(f) for _ in range(2)] for f in codec.fields])
+    z = (x - codec.mean.unsqueeze(1)) @ torch.linalg.inv(basis / steps.unsqueeze(1)).mT
+    for head, fields in enumerate(codec.fields):
+        coded = z[head, :, : 2 * len(fields)]
+        stored = codec.encode(x[None]).gain[0, head, :, 0]
+        assert (stored - (128 + 16 * coded.square().mean(-1).sqrt().log2())).abs().max() < 0.51
+    still = codec.encode(codec.mean[None, :, None])
+    assert not still.gain.any()
+    assert torch.equal(codec.decode(still), codec.mean[None, :, None])
+
+
+def _padded(fields: Fields) -> list[int]:
+    return [*fields, *[0] * (BANDS - len(fields))]
+
+
+def test_the_range_is_that_of_gains() -> None:
+    codec, _ = value_codec(matrices(WIDTH), 2)
+    x = normal(matrices(WIDTH), 50)[None]
+    within = x * (0.9 * codec.max_magnitude / codec.peak(x, codec.encode(x)))
+    assert codec.peak(within, codec.encode(within)) < codec.max_magnitude
+    assert (codec.decode(codec.encode(within)) - within).norm() < 0.5 * within.norm()
+    beyond = within * 2
+    assert codec.peak(beyond, codec.encode(beyond)) > codec.max_magnitude
+    assert codec.decode(codec.encode(beyond)).isfinite().all()
+
+
+@pytest.mark.parametrize(("width", "bits"), [(16, 2), (16, 1.5), (80, 3), (96, 2.5), (128, 1), (128, 4)])
+def test_bits_are_counted_with_gains(width: int, bits: float) -> None:
+    codec, _ = value_codec(matrices(width), bits)
+    assert codec.bits_per_token() == 2 * (bits * width + 8)
+    codes = codec.encode(normal(matrices(width), 30)[None])
+    assert 8 * codes.nbytes == 30 * codec.bits_per_token()
+
+
+def test_codes_are_in_the_fields_of_their_bytes() -> None:
+    """Byte j of a field's bytes holds channel j of its band, from the field's first bit on."""
+    codec, _ = value_codec(matrices(32), 2.5)
+    x = normal(matrices(32), 20)
+    codes = codec.encode(x[None])
+    y = (x - codec.mean.unsqueeze(1)) @ torch.linalg.inv(codec.basis).mT
+    gain, first = codec.encode(x[None]).gain[0], 0
+    for head, fields in enumerate(codec.fields):
+        for band, (bits, (byte, start)) in enumerate(zip(fields, places(fields), strict=True)):
+            at = first + 4 * byte
+            stored = codes.packed[0, 0, :, at : at + 4] >> start & 2**bits - 1
+            exact = y[head, :, 4 * band : 4 * band + 4] / 2 ** ((gain[head].float() - 128) / 16)
+            expected = (exact + (2**bits - 1) / 2).clamp(0, 2**bits - 1)
+            assert (stored - expected).abs().max() < 0.501
+        first += sum(fields) // 8 * 4
+    assert codes.packed.shape[-1] == first
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_sums_of_values_are_those_of_decoded_values(rows: int) -> None:
+    codec = fitted(samples())[0].value
+    codes, weights = codec.encode(samples().v[None, :, :40]), torch.rand(1, 2, rows, 40)
+    assert torch.allclose(codec.weighted_sum(weights, codes), weights @ codec.decode(codes), rtol=1e-4, atol=1e-4)
+
+
+def test_random_bases_can_be_inverted() -> None:
+    """As `kvcli bench` makes them."""
+    codec = get_method("klt").build(make_spec(), KLTConfig(bits=3), 0)
+    for coder in (codec.key, codec.value):
+        coder.randomize_(torch.Generator().manual_seed(0))
+        x = torch.randn(1, 2, 100, WIDTH)
+        assert (coder.decode(coder.encode(x)) - x).square().mean() < 0.2
+
+
+ROPES = {
+    "whole": Rope(Rotary(WIDTH)),
+    "part": Rope(Rotary(8)),
+    "scaled": Rope(Rotary(WIDTH, 1.2)),
+    "none": NoRope(WIDTH, torch.device("cpu")),
+}
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_codes_depend_on_the_position_within_a_tile_alone(name: str) -> None:
+    rope = ROPES[name]
+    data = samples(rotary_dim=2 * len(rope.inv_freq))
+    codec, _ = fitted(data)
+    k, start = data.k[None, :, :60], torch.arange(200, 260)[None]
+    inputs, codes = [], []
+    for tiles in (0, 1, 7):
+        at = rope.rotation(start + tiles * ROPE_TILE, torch.float32)
+        inputs.append(codec.encoder_input(at.apply(k), at, unrotate))
+        codes.append(codec.key.encode(inputs[-1]))
+        expected = tile_rotation(rope.inv_freq)
+        place = start[0] % ROPE_TILE
+        within = Rotation(expected.cos[:, :, place].float(), expected.sin[:, :, place].float())
+        assert codec.key_offset is not None
+        assert torch.allclose(inputs[-1], within.apply(k - codec.key_offset.unsqueeze(1)), atol=1e-3)
+    for other in codes[1:]:  # a number on the border of two codes may be rounded the other way
+        assert (other.packed == codes[0].packed).float().mean() > 0.99
+        assert (other.gain == codes[0].gain).float().mean() > 0.99
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_scores_are_products_with_decoded_keys(name: str) -> None:
+    rope = ROPES[name]
+    data = samples(rotary_dim=2 * len(rope.inv_freq))
+    codec, _ = fitted(data, bits=4)
+    k = data.k[None, :, :300]
+    rotation = rope.rotation(torch.arange(100, 400)[None], torch.float32)
+    rotated = rotation.apply(k)
+    codes = codec.key.encode(codec.encoder_input(rotated, rotation, unrotate))
+    keys = codec.decode_keys(codes, None, rotation, torch.float32)
+    less = k - k.mean(2, keepdim=True)
+    assert (keys - rotated).norm() < 0.25 * less.norm()
+    query = torch.randn(1, 2, 3, WIDTH)
+    scores = codec.scores(query, codes, None, rotation)
+    assert torch.allclose(scores, query @ keys.mT, rtol=1e-4, atol=1e-3)
+    half = codec.decode_keys(codes, None, rotation, torch.float16)
+    assert torch.allclose(half.float(), keys, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("fisher", [False, True])
+@pytest.mark.parametrize(("width", "rotary_dim"), [(16, 16), (32, 8), (80, 80)])
+def test_a_fit_takes_means_and_principal_axes(width: int, rotary_dim: int, fisher: bool) -> None:
+    data = samples(width, rotary_dim)
+    data = with_fisher(data) if fisher else data
+    codec, metrics = fitted(data)
+    assert codec.key_offset is not None
+    assert torch.allclose(codec.key_offset, data.k.mean(1), atol=1e-4)
+    assert torch.allclose(codec.value.mean, data.v.mean(1), atol=1e-4)
+    assert not codec.key.mean.any()
+    tile = tile_rotation(Rotary(rotary_dim).inv_freq)
+    q = data.q.unflatten(0, (2, 2)).flatten(1, 2)
+    of_keys = q.mT @ q if data.fisher is None else data.fisher.key
+    of_values = torch.eye(width).expand(2, -1, -1) if data.fisher is None else data.fisher.value
+    place = data.positions % ROPE_TILE
+    at = Rotation(tile.cos[:, :, place].float(), tile.sin[:, :, place].float())
+    keys = at.apply((data.k - data.k.mean(1, keepdim=True))[None])
+    for name, coder, x, weight in (
+        ("key_error", codec.key, keys, in_tiles(of_keys, tile)),
+        ("value_error", codec.value, data.v[None], of_values),
+    ):
+        error, less = coder.decode(coder.encode(x)) - x, x - coder.mean.unsqueeze(1)
+        expected = mean_cost(weight, error[0]) / mean_cost(weight, less[0])
+        assert metrics[name] == pytest.approx(expected.tolist(), rel=1e-3), name
+        assert max(metrics[name]) < 0.25, name
+    for name, coder in (("key_bits", codec.key), ("value_bits", codec.value)):
+        assert metrics[name] == [sum(fields) / BANDS for fields in coder.fields]
+        assert sum(metrics[name]) == 4
+
+
+def test_heads_and_layers_whose_errors_cost_more_get_more_bits() -> None:
+    fisher = with_fisher(samples()).fisher
+    assert fisher is not None
+    cheap = LayerFisher(fisher.key / 1e3, fisher.key_covariance, fisher.value / 1e3, fisher.value_covariance)
+    spec = dataclasses.replace(make_spec(), num_layers=2)
+    config = allocate(spec, KLTConfig(bits=2.5), [cheap, fisher])
+    for of_layers in (config.key_fields, config.value_fields):
+        counts = [[sum(fields) for fields in layer] for layer in of_layers]
+        assert sum(map(sum, counts)) == 8 * 10
+        assert sum(counts[0]) < sum(counts[1])
+        assert counts[1][0] <= counts[1][1]  # 30 times the cost
+    assert allocate(spec, config, [fisher, cheap]) == config
+
+
+def test_without_fisher_information_all_heads_have_the_same_bits() -> None:
+    config = allocate(make_spec(), KLTConfig(bits=2), None)
+    assert config.key_fields == config.value_fields
+    assert len({*config.key_fields[0]}) == 1
+
+
+def test_a_layer_without_rope_is_not_averaged_over_positions() -> None:
+    """Its keys have the same covariance at every position, so its error is less than if they were rotated."""
+    fisher = with_fisher(samples()).fisher
+    assert fisher is not None
+    spec = dataclasses.replace(make_spec(), num_layers=2, unrotated=(1,))
+    turned, still = (
+        in_tiles(fisher.key_covariance, tile_rotation(x)) for x in (Rotary(WIDTH).inv_freq, torch.zeros(8))
+    )
+    assert torch.allclose(still, fisher.key_covariance.double())
+    assert not torch.allclose(turned, still, atol=1e-3)
+    both = allocate(spec, KLTConfig(bits=2), [fisher, fisher]).key_fields
+    rotated = allocate(dataclasses.replace(spec, unrotated=()), KLTConfig(bits=2), [fisher, fisher]).key_fields
+    assert both != rotated
+
+
+def test_what_cannot_be_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="head_dim 20 is no multiple of 8"):
+        get_method("klt").build(make_spec(20), KLTConfig(), 0)
+    with pytest.raises(ValueError, match="key_fields and value_fields are given together"):
+        KLTConfig(key_fields=(((8,),),))
+    fields = (((8,), (8,), (8,)),)
+    with pytest.raises(ValueError, match="2 kv heads for each of 1 layers"):
+        KLTConfig(key_fields=fields, value_fields=fields).resolve(make_spec())
+    with pytest.raises(ConfigError, match="--query-tokens above 0"):
+        fitted(samples(queries=0))
