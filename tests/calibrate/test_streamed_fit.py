@@ -30,6 +30,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "blockgtq": {},
     "oscar": {},
     "kvquant": {},
+    "klt": {},
     "squat": {"subspace_source": "calibration"},
 }
 

@@ -118,7 +118,7 @@ def test_options_are_in_groups_and_fit_100_columns(name: str, monkeypatch: pytes
 
 WRONG = {
     "train-codebook x --bits 9": (2, "--bits"),
-    "fit --method kivi": (2, "choose one of squat, squat-pre, blockgtq, oscar, kvquant, commvq"),
+    "fit --method kivi": (2, "choose one of squat, squat-pre, blockgtq, oscar, kvquant, klt, commvq"),
     "generate no/such/model/here": (1, "cannot load model"),
     "generate --temperature -1": (2, "--temperature"),
     "calibrate --tokens 0": (2, "--tokens"),

@@ -358,6 +358,24 @@ def test_random_bases_can_be_inverted() -> None:
         assert (coder.decode(coder.encode(x)) - x).square().mean() < 0.2
 
 
+def test_codecs_that_are_not_fitted_make_codes() -> None:
+    """Plans of caches take their bytes from such codecs."""
+    codec = get_method("klt").build(make_spec(), KLTConfig(), 0).key
+    codes = codec.encode(torch.randn(1, 2, 5, WIDTH))
+    assert 8 * codes.nbytes == 5 * codec.bits_per_token()
+    assert not codec.decode(codes).any()
+    unused = get_method("klt").build(make_spec(), KLTConfig(), 0).key
+    assert unused.codebook_bytes() == codec.codebook_bytes() == 4 * (2 * 2 * WIDTH * WIDTH + 2 * WIDTH)
+
+
+def test_a_basis_of_very_unequal_columns_is_inverted_exactly() -> None:
+    covariance = matrices(WIDTH, 1e-10)
+    codec, _ = value_codec(covariance, 4)
+    x = normal(covariance, 200)
+    y, _ = codec.analyse(x[None])
+    assert torch.allclose(y @ codec.basis.mT, x[None], atol=1e-5)
+
+
 ROPES = {
     "whole": Rope(Rotary(WIDTH)),
     "part": Rope(Rotary(8)),

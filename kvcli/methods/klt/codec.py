@@ -104,6 +104,10 @@ class _KLT(Codec[KLTCodes, None]):
     def bits_per_token(self) -> float:
         return float(8 * (sum(self.num_bytes) + self.spec.num_kv_heads))
 
+    def codebook_bytes(self) -> int:
+        # the inverse counts from the start, so that a cache takes what was planned for it
+        return sum(buffer.nbytes for buffer in self.buffers()) + self.basis.nbytes
+
     def randomize_(self, generator: torch.Generator) -> None:
         """Random bases that can be inverted: an orthogonal one for all heads, as in `turboquant.random_rotation`."""
         square = torch.randn(self.basis.shape[1:], generator=generator, device=self.basis.device)
@@ -129,7 +133,7 @@ class _KLT(Codec[KLTCodes, None]):
     @property
     def inverse(self) -> Tensor:
         """B^-1, float32 [num_kv_heads, head_dim, head_dim]."""
-        return self._inverse.get(lambda: torch.linalg.inv(self.basis).contiguous(), self.basis)
+        return self._inverse.get(lambda: _inverted(self.basis), self.basis)
 
     def make_kernel_tables(self) -> None:
         _ = self.inverse, self.tables
@@ -193,6 +197,12 @@ class KLTValue(_KLT, ValueCodec[KLTCodes]):
         # the basis is applied to sums of codes
         sums = (weights * _decoded(codes.gain).transpose(-1, -2)) @ self._coded(codes)
         return sums @ self.basis.mT + weights.sum(-1, keepdim=True) * self.mean.unsqueeze(1)
+
+
+def _inverted(basis: Tensor) -> Tensor:
+    """Inverses of bases [num_kv_heads, head_dim, head_dim], 0 for those that are 0 because nothing was fitted."""
+    inverse, failed = torch.linalg.inv_ex(basis.double())
+    return torch.where(failed[:, None, None] > 0, 0.0, inverse).float().contiguous()
 
 
 def _decoded(stored: Tensor) -> Tensor:
