@@ -79,12 +79,17 @@ def best_fields(costs: Tensor, num_bytes: int) -> tuple[float, Fields]:
     Args:
         costs: float64 [BANDS], what each band's error costs if it is not coded, largest first.
     """
-    table = torch.zeros(len(all_fields(num_bytes)), BANDS, dtype=torch.long)
-    for row, fields in zip(table, all_fields(num_bytes), strict=True):
-        row[: len(fields)] = torch.tensor(fields)
-    errors = (torch.tensor(DISTORTION, dtype=torch.float64)[table] * costs).sum(1)
+    errors = _distortions(num_bytes) @ costs
     best = int(errors.argmin())
     return float(errors[best]), all_fields(num_bytes)[best]
+
+
+@cache
+def _distortions(num_bytes: int) -> Tensor:
+    """DISTORTION of each band with each of `all_fields`, float64 [ways, BANDS]."""
+    rows = [[DISTORTION[n] for n in (*fields, *[0] * (BANDS - len(fields)))] for fields in all_fields(num_bytes)]
+    with torch.inference_mode(False):
+        return torch.tensor(rows, dtype=torch.float64, device="cpu")
 
 
 def share(costs: Sequence[Tensor], bits: float) -> list[Fields]:

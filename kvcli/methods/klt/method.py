@@ -13,6 +13,7 @@ to 8 bits (`fields.py`). A token's codes depend on nothing but the token.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from statistics import fmean
 
 import torch
@@ -47,16 +48,22 @@ def allocate(spec: ModelSpec, config: KLTConfig, fisher: Sequence[LayerFisher] |
     """
     if config.key_fields:
         return config
-    heads = spec.num_layers * spec.num_kv_heads
-    keys = values = [0.5 ** torch.arange(BANDS, dtype=torch.float64)] * heads
-    if fisher is not None:
+    if fisher is None:
+        shares = [_shares_without_fisher(spec.num_layers * spec.num_kv_heads, config.bits)] * 2
+    else:
         rotary_dim = spec.rope.rotary_dim
         angles = spec.rope.theta ** -(torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim)
         tiles = [tile_rotation(angles * (index not in spec.unrotated)) for index in range(spec.num_layers)]
         keys = _weighted([_key_transform(x, tile) for x, tile in zip(fisher, tiles, strict=True)], _KEY_EVENNESS)
         values = _weighted([_value_transform(x.value, x.value_covariance) for x in fisher], _VALUE_EVENNESS)
-    fields = [_by_layer(share(costs, config.bits), spec.num_kv_heads) for costs in (keys, values)]
+        shares = [share(costs, config.bits) for costs in (keys, values)]
+    fields = [_by_layer(of_heads, spec.num_kv_heads) for of_heads in shares]
     return config.model_copy(update={"key_fields": fields[0], "value_fields": fields[1]})
+
+
+@cache
+def _shares_without_fisher(heads: int, bits: float) -> list[Fields]:
+    return share([0.5 ** torch.arange(BANDS, dtype=torch.float64, device="cpu")] * heads, bits)
 
 
 def _weighted(transforms: Sequence[Transform], evenness: float) -> list[Tensor]:
