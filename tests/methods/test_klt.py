@@ -10,11 +10,12 @@ from functools import cache
 import pytest
 import torch
 from factories import make_spec
+from parts import DEVICE
 from torch import Tensor, nn
 
 from kvcli.attention.reference import unrotate
 from kvcli.errors import ConfigError
-from kvcli.methods.klt.codec import KLTKey, KLTValue
+from kvcli.methods.klt.codec import KLTCodes, KLTKey, KLTValue
 from kvcli.methods.klt.fields import BANDS, DISTORTION, STEPS, Fields, all_fields, best_fields, places, share
 from kvcli.methods.klt.method import KLTConfig, allocate
 from kvcli.methods.klt.transform import in_tiles, tile_rotation, transform
@@ -365,7 +366,8 @@ def test_codecs_that_are_not_fitted_make_codes() -> None:
     assert 8 * codes.nbytes == 5 * codec.bits_per_token()
     assert not codec.decode(codes).any()
     unused = get_method("klt").build(make_spec(), KLTConfig(), 0).key
-    assert unused.codebook_bytes() == codec.codebook_bytes() == 4 * (2 * 2 * WIDTH * WIDTH + 2 * WIDTH)
+    fitted, tables = 4 * (2 * 2 * WIDTH * WIDTH + 2 * WIDTH), 2 * (WIDTH * (8 + 4 * 4) + BANDS * 3 * 4)
+    assert unused.codebook_bytes() == codec.codebook_bytes() == fitted + tables
 
 
 def test_a_basis_of_very_unequal_columns_is_inverted_exactly() -> None:
@@ -499,3 +501,43 @@ def test_what_cannot_be_is_refused_by_name() -> None:
         KLTConfig(key_fields=fields, value_fields=fields).resolve(make_spec())
     with pytest.raises(ConfigError, match="--query-tokens above 0"):
         fitted(samples(queries=0))
+
+
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "batch", "time", "dtype"),
+    [
+        (2, 64, 2, 37, torch.float32),
+        (1, 128, 1, 70, torch.float16),
+        (3, 80, 1, 17, torch.bfloat16),
+        (2, 96, 3, 5, torch.float32),
+        (1, 256, 1, 20, torch.float16),
+    ],
+)
+def test_token_kernels(heads: int, head_dim: int, batch: int, time: int, dtype: torch.dtype) -> None:
+    """Kernels encode and decode as the reference; a code may differ where a channel is within 1e-4 of a border."""
+    spec = make_spec(head_dim, heads)
+    fields = [all_fields(1 + head % 4)[5 * head] for head in range(heads)]
+    codec = KLTValue(spec, fields).to(DEVICE)
+    codec.randomize_(torch.Generator(DEVICE).manual_seed(0))
+    codec.mean.normal_()
+    x = torch.randn(batch, heads, time, head_dim, device=DEVICE).to(dtype)
+    x[:, :, 3] *= 1e3
+    x[:, :, 4] = 0 if dtype != torch.float32 else codec.mean
+    reference = codec.encode(x)
+    expected = codec.decode(reference)
+    codec.fused = True
+    ours = codec.encode(x)
+    assert (ours.gain == reference.gain).float().mean() > 0.99
+    assert (ours.packed == reference.packed).float().mean() > 0.99
+    assert torch.allclose(codec.decode_to(reference, None, torch.float32), expected, rtol=1e-4, atol=1e-4)
+    assert_written_between_others(codec, x, ours)
+
+
+def assert_written_between_others(codec: KLTValue, x: Tensor, codes: KLTCodes) -> None:
+    count = x.shape[2]
+    longer = codes.map(lambda field: field.new_full((*field.shape[:2], count + 16, *field.shape[3:]), 77))
+    codec.encode_into(x, None, longer.slice(7, count + 7))
+    for field, written in zip(longer.tensors().values(), codes.tensors().values(), strict=True):
+        assert torch.equal(field[:, :, 7 : count + 7], written)
+        assert (field[:, :, :7] == 77).all()
+        assert (field[:, :, count + 7 :] == 77).all()

@@ -43,7 +43,11 @@ def make_codec(name: str, heads: int, kv_heads: int, head_dim: int, **settings: 
     config = make_config(method, {**from_bits, **settings})
     if method.name == "commvq":
         config = config.resolve(spec)
-    return method, method.build(spec, config, 0).to(DEVICE)
+    codec = method.build(spec, config, 0).to(DEVICE)
+    if method.name == "klt":  # what is not fitted decodes to 0
+        for part in (codec.key, codec.value):
+            part.randomize_(torch.Generator(DEVICE).manual_seed(0))
+    return method, codec
 
 
 def random_codes(codec: LayerCodec, batch: int, length: int) -> tuple[Any, Any]:

@@ -105,8 +105,9 @@ class _KLT(Codec[KLTCodes, None]):
         return float(8 * (sum(self.num_bytes) + self.spec.num_kv_heads))
 
     def codebook_bytes(self) -> int:
-        # the inverse counts from the start, so that a cache takes what was planned for it
-        return sum(buffer.nbytes for buffer in self.buffers()) + self.basis.nbytes
+        # the inverse and the tables count from the start, so that a cache takes what was planned for it
+        derived = self.basis, *vars(self.tables).values()
+        return sum(x.nbytes for x in (*self.buffers(), *derived))
 
     def randomize_(self, generator: torch.Generator) -> None:
         """Random bases that can be inverted: an orthogonal one for all heads, as in `turboquant.random_rotation`."""
