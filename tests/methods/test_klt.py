@@ -508,7 +508,7 @@ def test_what_cannot_be_is_refused_by_name() -> None:
     [
         (2, 64, 2, 37, torch.float32),
         (1, 128, 1, 70, torch.float16),
-        (3, 80, 1, 17, torch.bfloat16),
+        (4, 80, 1, 17, torch.bfloat16),
         (2, 96, 3, 5, torch.float32),
         (1, 256, 1, 20, torch.float16),
     ],

@@ -36,7 +36,6 @@ FAST = (
     "seam/test_identity.py",
     "seam/test_logits.py",
     "seam/test_spec_of_config.py",
-    "serve/test_answers.py",
     "serve/test_requests.py",
     "storage/test_run_manifest.py",
     "storage/test_verified_reads.py",

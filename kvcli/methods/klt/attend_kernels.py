@@ -18,7 +18,8 @@ from kvcli.kernels.offset import offset_scores
 from kvcli.kernels.splits import LOG2E, batch_and_head, merge_splits
 from kvcli.kernels.words import FIELD_SCALE, TINY, pow2_above
 from kvcli.methods.klt.codec import KLTKey, KLTValue
-from kvcli.methods.klt.fields import BANDS, GAINS_PER_OCTAVE, UNIT_GAIN
+from kvcli.methods.klt.fields import BANDS
+from kvcli.methods.klt.kernels import band_bytes, band_codes, gains
 from kvcli.methods.layer_codec import EncodedTokens, LayerCodec, PartialAttention
 from kvcli.rope import ROPE_TILE, TokenRotations
 
@@ -32,32 +33,6 @@ _WARPS_FP32 = 4
 _STAGES = 1
 
 _BANDS = tl.constexpr(BANDS)
-_UNIT = tl.constexpr(float(UNIT_GAIN))
-_PER_STEP = tl.constexpr(1.0 / GAINS_PER_OCTAVE)
-
-
-@triton.jit
-def gains(p_gain, mask):
-    """Gains as numbers from where they are stored: float32, 0 where the mask is off."""
-    b_g = tl.load(p_gain, mask=mask, other=0).to(tl.float32)
-    return tl.where(b_g > 0, tl.exp2((b_g - _UNIT) * _PER_STEP), 0.0)
-
-
-@triton.jit
-def band_bytes(p_token, m_n, p_field, o_w, m_w, W: tl.constexpr):
-    """The bytes in which codes of a band lie, uint8 [tokens, BLOCK_W].
-
-    p_token [tokens] points to the bytes of tokens; p_field to the band's byte, bit and 2^b - 1.
-    """
-    first = tl.multiple_of(tl.load(p_field), W & -W)
-    return tl.load(p_token[:, None] + first + o_w[None, :], mask=m_n[:, None] & m_w[None, :], other=0)
-
-
-@triton.jit
-def band_codes(p_token, m_n, p_field, o_w, m_w, W: tl.constexpr):
-    """Codes c of a band, int32 [tokens, BLOCK_W]; arguments are those of `band_bytes`."""
-    code = band_bytes(p_token, m_n, p_field, o_w, m_w, W).to(tl.int32) >> tl.load(p_field + 1)
-    return code & tl.load(p_field + 2)
 
 
 @triton.jit

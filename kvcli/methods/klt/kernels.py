@@ -9,7 +9,6 @@ from torch import Tensor
 
 from kvcli.kernels.launch import cdiv, power_of_two, row_major
 from kvcli.kernels.words import as_decoded
-from kvcli.methods.klt.attend_kernels import band_codes, gains
 from kvcli.methods.klt.fields import BANDS, GAINS_PER_OCTAVE, MOST_BYTES, UNIT_GAIN
 
 # tuned on one H100, torch 2.11, triton 3.6, for heads of 128 channels
@@ -20,6 +19,30 @@ _BANDS = tl.constexpr(BANDS)
 _MOST_BYTES = tl.constexpr(MOST_BYTES)
 _UNIT = tl.constexpr(float(UNIT_GAIN))
 _PER_OCTAVE = tl.constexpr(float(GAINS_PER_OCTAVE))
+
+
+@triton.jit
+def gains(p_gain, mask):
+    """Gains as numbers from where they are stored: float32, 0 where the mask is off."""
+    b_g = tl.load(p_gain, mask=mask, other=0).to(tl.float32)
+    return tl.where(b_g > 0, tl.exp2((b_g - _UNIT) / _PER_OCTAVE), 0.0)
+
+
+@triton.jit
+def band_bytes(p_token, m_n, p_field, o_w, m_w, W: tl.constexpr):
+    """The bytes in which codes of a band lie, uint8 [tokens, BLOCK_W].
+
+    p_token [tokens] points to the bytes of tokens; p_field to the band's byte, bit and 2^b - 1.
+    """
+    first = tl.multiple_of(tl.load(p_field), W & -W)
+    return tl.load(p_token[:, None] + first + o_w[None, :], mask=m_n[:, None] & m_w[None, :], other=0)
+
+
+@triton.jit
+def band_codes(p_token, m_n, p_field, o_w, m_w, W: tl.constexpr):
+    """Codes c of a band, int32 [tokens, BLOCK_W]; arguments are those of `band_bytes`."""
+    code = band_bytes(p_token, m_n, p_field, o_w, m_w, W).to(tl.int32) >> tl.load(p_field + 1)
+    return code & tl.load(p_field + 2)
 
 
 @triton.jit
