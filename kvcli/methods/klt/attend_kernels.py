@@ -39,9 +39,11 @@ _BANDS = tl.constexpr(BANDS)
 def _band_operand(p_token, m_n, p_field, o_w, m_w, W: tl.constexpr, FP32_DOT: tl.constexpr):
     """A band as an operand: codes in float32, or c * 2^bit / FIELD_SCALE in float16, masked bytes read as such."""
     if FP32_DOT:
-        return band_codes(p_token, m_n, p_field, o_w, m_w, W).to(tl.float32)
-    mask = (tl.load(p_field + 2) << tl.load(p_field + 1)).to(tl.int16)
-    return (band_bytes(p_token, m_n, p_field, o_w, m_w, W).to(tl.int16) & mask).to(tl.float16, bitcast=True)
+        b_c = band_codes(p_token, m_n, p_field, o_w, m_w, W).to(tl.float32)
+    else:
+        mask = (tl.load(p_field + 2) << tl.load(p_field + 1)).to(tl.int16)
+        b_c = (band_bytes(p_token, m_n, p_field, o_w, m_w, W).to(tl.int16) & mask).to(tl.float16, bitcast=True)
+    return b_c
 
 
 @triton.jit(do_not_specialize=["num_tiles"])
