@@ -161,6 +161,5 @@ METHOD = Method(
         "value_error": "held-out value error in terms of its cost",
     },
     attend_kernels="kvcli.methods.klt.attend_kernels",
-    bench=("klt-2",),
     example_settings={"residual_length": 6, "flush_block": 1},
 )
