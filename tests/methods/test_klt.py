@@ -10,11 +10,12 @@ from functools import cache
 import pytest
 import torch
 from factories import make_spec
-from parts import DEVICE
+from parts import DEVICE, make_codec, make_part
 from torch import Tensor, nn
 
 from kvcli.attention.reference import unrotate
 from kvcli.errors import ConfigError
+from kvcli.methods.klt.attend_kernels import fused_attend
 from kvcli.methods.klt.codec import KLTCodes, KLTKey, KLTValue
 from kvcli.methods.klt.fields import BANDS, DISTORTION, STEPS, Fields, all_fields, best_fields, places, share
 from kvcli.methods.klt.method import KLTConfig, allocate
@@ -531,6 +532,16 @@ def test_token_kernels(heads: int, head_dim: int, batch: int, time: int, dtype: 
     assert (ours.packed == reference.packed).float().mean() > 0.99
     assert torch.allclose(codec.decode_to(reference, None, torch.float32), expected, rtol=1e-4, atol=1e-4)
     assert_written_between_others(codec, x, ours)
+
+
+def test_fused_attention_does_not_depend_on_autocast() -> None:
+    torch.manual_seed(0)
+    _, codec = make_codec("klt-2", 4, 2, 64)
+    part, query = make_part(codec, 4, 1, 70, None), torch.randn(1, 4, 1, 64, device=DEVICE)
+    expected = fused_attend(codec, query, part, 0.125)
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        ours = fused_attend(codec, query, part, 0.125)
+    assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
 
 
 def assert_written_between_others(codec: KLTValue, x: Tensor, codes: KLTCodes) -> None:

@@ -17,6 +17,7 @@ from kvcli.kernels.launch import cdiv, power_of_two, tokens_per_split
 from kvcli.kernels.offset import offset_scores
 from kvcli.kernels.splits import LOG2E, batch_and_head, merge_splits
 from kvcli.kernels.words import FIELD_SCALE, TINY, pow2_above
+from kvcli.methods.base import without_autocast
 from kvcli.methods.klt.codec import KLTKey, KLTValue
 from kvcli.methods.klt.fields import BANDS
 from kvcli.methods.klt.kernels import band_bytes, band_codes, gains
@@ -263,7 +264,8 @@ def fused_attend(codec: KLTLayer, query: Tensor, encoded: EncodedTokens, scaling
         lse = torch.empty(batch * kv_heads, rows, device=query.device)
         merge_splits(split_out, split_lse, out, lse)
     value = codec.value
-    out = out.view(batch, kv_heads, rows, head_dim) @ value.basis.mT + value.mean.unsqueeze(1)
+    with without_autocast(query):
+        out = out.view(batch, kv_heads, rows, head_dim) @ value.basis.mT + value.mean.unsqueeze(1)
     lse = lse.view(batch, kv_heads, rows, 1)
     out = out.masked_fill(lse == -torch.inf, 0.0)
     return out.view(query.shape), lse.view(query.shape[:3])
