@@ -10,11 +10,13 @@ from functools import cache
 import pytest
 import torch
 from factories import make_spec
-from parts import DEVICE, make_codec, make_part
+from parts import DEVICE, assert_same, make_codec, make_part
 from torch import Tensor, nn
 
-from kvcli.attention.reference import unrotate
+from kvcli.attention.reference import attend_codes, unrotate
 from kvcli.errors import ConfigError
+from kvcli.kernels import offset
+from kvcli.methods.klt import attend_kernels
 from kvcli.methods.klt.attend_kernels import fused_attend
 from kvcli.methods.klt.codec import KLTCodes, KLTKey, KLTValue
 from kvcli.methods.klt.fields import BANDS, DISTORTION, STEPS, Fields, all_fields, best_fields, places, share
@@ -24,7 +26,7 @@ from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.samples import LayerFisher, LayerSamples
 from kvcli.methods.turboquant import TurboQuantConfig
 from kvcli.registry import get_method
-from kvcli.rope import ROPE_TILE, NoRope, Rope, Rotation
+from kvcli.rope import ROPE_TILE, NoRope, Rope, Rotation, TokenRotations
 
 WIDTH, TOKENS = 16, 600
 
@@ -532,6 +534,22 @@ def test_token_kernels(heads: int, head_dim: int, batch: int, time: int, dtype: 
     assert (ours.packed == reference.packed).float().mean() > 0.99
     assert torch.allclose(codec.decode_to(reference, None, torch.float32), expected, rtol=1e-4, atol=1e-4)
     assert_written_between_others(codec, x, ours)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_attention_of_several_blocks_per_program(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that begin in other tiles than the first, splits of several blocks, and several tiles of offset scores."""
+    monkeypatch.setattr(attend_kernels, "_PROGRAMS_PER_SM", 0)
+    monkeypatch.setattr(offset, "_PROGRAMS", 1)
+    torch.manual_seed(0)
+    _, codec = make_codec("klt-2", 4, 2, 64)
+    codec.key_offset.normal_()
+    part, query = make_part(codec, 4, 2, 400, None), torch.randn(2, 4, 1, 64, device=DEVICE)
+    positions = torch.tensor([[700], [250]], device=DEVICE) + torch.arange(400, device=DEVICE)
+    assert part.rotations is not None
+    part = dataclasses.replace(part, rotations=TokenRotations(part.rotations.rope, positions))
+    ours = fused_attend(codec, query.to(dtype), part, 0.125)
+    assert_same(ours, attend_codes(codec, query.to(dtype).float(), part, 0.125), dtype)
 
 
 def test_fused_attention_does_not_depend_on_autocast() -> None:

@@ -148,7 +148,7 @@ def _nominal_bits(spec: ModelSpec, config: KLTConfig) -> tuple[float, float]:
 METHOD = Method(
     name="klt",
     summary="fitted transform per head, bits where errors cost most, a gain per token and head",
-    bits="1 to 4, also 2.25",
+    bits="1 to 4, also fractions",
     config_cls=KLTConfig,
     build=_build,
     nominal_bits=_nominal_bits,
