@@ -130,9 +130,12 @@ class Index:
                 db.text_factory = lambda text: text.decode(errors="replace")
                 yield db
         except (sqlite3.Error, UnicodeDecodeError) as error:  # the latter of its own messages
-            code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+            extended = getattr(error, "sqlite_errorcode", 0)
+            code = extended & 0xFF
             if code == sqlite3.SQLITE_FULL:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path)) from error
+            if extended == sqlite3.SQLITE_IOERR_SHMSIZE:
+                raise ContextError(f"{self.path} cannot be opened: no space is left on its disk") from error
             said = error_text(error)
             reasons = {
                 sqlite3.SQLITE_BUSY: f"other kvcli processes use {self.folder}; wait until they have ended",

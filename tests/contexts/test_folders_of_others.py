@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import resource
+import shutil
 import sqlite3
 from pathlib import Path
 from typing import Any
@@ -49,6 +51,28 @@ def test_what_a_killed_process_left_is_removed(maker: Any, store: ContextStore) 
     assert store.prune().freed_bytes == 8
     assert not any(path.exists() for path in left)
     assert {digest for (digest,) in execute(store, "SELECT digest FROM blocks")} == needed_by(store)
+
+
+def test_an_index_on_a_full_disk_says_so(maker: Any, store: ContextStore, tmp_path: Path) -> None:
+    """Fault (kills): kill -9 of a writer, then a full disk, where SQLite cannot make its shared memory of 32 KiB."""
+    store.put(maker("rtn").context(tokens(60)), name="a")
+    killed = tmp_path / "killed"
+    killed.mkdir()
+    with sqlite3.connect(store.folder / "index.sqlite") as db:
+        db.execute("UPDATE contexts SET used = 0")
+        db.commit()
+        for path in store.folder.glob("index.sqlite*"):
+            if not path.name.endswith("-shm"):
+                shutil.copy(path, killed)
+    db.close()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, before[1]))
+    try:
+        with pytest.raises(ContextError, match="no space is left on its disk"):
+            ContextStore(killed).names()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert ContextStore(killed).names() == ["a"]
 
 
 def make_odd(path: Path, kind: str) -> None:
