@@ -24,6 +24,9 @@ Layout = Literal["halves", "pairs", "neighbours", "complex"]
 ROPE_TILE = 256
 """Positions of a tile: keys of codecs in the space `tile` are rotated by their position within it."""
 
+OFFSET_BLOCK = 16
+"""Positions of a tile that have one offset."""
+
 
 @dataclass(frozen=True)
 class Rotation:
@@ -40,9 +43,17 @@ class Rotation:
     @cached_property
     def tile(self) -> Rotation:
         """The rotation of the first of the ROPE_TILE positions among which each token's lies."""
+        return self._first_of(ROPE_TILE)
+
+    @cached_property
+    def block(self) -> Rotation:
+        """The rotation of the first of the OFFSET_BLOCK positions among which each token's lies."""
+        return self._first_of(OFFSET_BLOCK)
+
+    def _first_of(self, count: int) -> Rotation:
         assert self.rope is not None
         assert self.positions is not None
-        first = self.positions.div(ROPE_TILE, rounding_mode="floor") * ROPE_TILE
+        first = self.positions.div(count, rounding_mode="floor") * count
         return self.rope.rotation(first, self.cos.dtype)
 
     @classmethod
@@ -96,8 +107,9 @@ class Rotation:
             return self
         positions = None if self.positions is None else self.positions[:, -count:]
         part = Rotation(self.cos[:, :, -count:], self.sin[:, :, -count:], self.rope, positions)
-        if "tile" in vars(self):  # it is not computed again in every layer
-            vars(part)["tile"] = self.tile.last(count)
+        for name in ("tile", "block"):
+            if name in vars(self):  # it is not computed again in every layer
+                vars(part)[name] = getattr(self, name).last(count)
         return part
 
     def select(self, rows: list[int]) -> Rotation:

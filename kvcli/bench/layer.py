@@ -76,6 +76,8 @@ def randomize_(codec: LayerCodec, generator: torch.Generator) -> None:
     """Fills what a fit would fill of a layer's codecs; other buffers, such as random projections, stay."""
     codec.key.randomize_(generator)
     codec.value.randomize_(generator)
+    if codec.key.space == "tile" and codec.key_offset is not None:  # which every fit of these has
+        codec.key_offset.normal_(generator=generator)
 
 
 @dataclass(frozen=True)

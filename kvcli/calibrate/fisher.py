@@ -6,7 +6,7 @@ distribution. Only what a compressed cache would read from codes counts: gradien
 the last tokens before a query are left out.
 
 Codes make larger errors where keys are larger, so the outer products g g^T are averaged with the squared distance of
-key t from the mean key as weight.
+key t from the mean key as weight; and without weights, which few large gradients disturb less.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LOGITS = 2**24
 
 _REMEDY = "leave them out with --fisher-tokens 0"
 _KINDS = ("key", "value")
-_SUMS = ("fisher", "weight", "squares", "sum", "count")
+_SUMS = ("fisher", "weight", "unweighted", "squares", "sum", "count")
 _NOT_DIFFERENTIABLE = ("NotImplemented", "WarnNotImplemented")
 """Nodes that autograd puts where an operation has no derivative."""
 
@@ -81,8 +81,9 @@ def sequence_sums(
                 y, grad = (z.detach()[0, :, _SINKS:].double() for z in (x, x.grad))
                 weight = (y - y.mean(1, keepdim=True)).square().sum((0, 2))
                 fisher = torch.einsum("htd,hte,t->hde", grad, grad, weight)
-                squares, count = torch.einsum("htd,hte->hde", y, y), torch.tensor(y.shape[1])
-                added = zip(_SUMS, (fisher, weight.sum(), squares, y.sum(1), count), strict=True)
+                unweighted, squares = grad.mT @ grad, y.mT @ y
+                count = torch.tensor(y.shape[1])
+                added = zip(_SUMS, (fisher, weight.sum(), unweighted, squares, y.sum(1), count), strict=True)
                 sums.update({f"layers.{layer_idx}.{kind}.{name}": z.cpu() for name, z in added})
         advance(sequence.numel())
         yield index, sums
@@ -96,11 +97,13 @@ def layer_fisher(sums: Iterable[Sums], num_layers: int) -> list[LayerFisher]:
             total[name] = total[name].add_(x) if name in total else x.clone()
     layers = []
     for layer_idx in range(num_layers):
-        tensors = []
+        tensors: list[Tensor] = []
         for kind in _KINDS:
-            fisher, weight, squares, x, count = (total[f"layers.{layer_idx}.{kind}.{name}"] for name in _SUMS)
+            fisher, weight, unweighted, squares, x, count = (
+                total[f"layers.{layer_idx}.{kind}.{name}"] for name in _SUMS
+            )
             mean = x / count
-            tensors.append((fisher / weight.clamp_min(1e-300)).float())
+            tensors += (fisher / weight.clamp_min(1e-300)).float(), (unweighted / count).float()
             tensors.append((squares / count - mean.unsqueeze(-1) * mean.unsqueeze(-2)).float())
         layers.append(LayerFisher(*tensors))
     return layers

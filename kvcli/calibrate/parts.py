@@ -47,7 +47,7 @@ class _Rope(BaseModel):
 class SamplesManifest(RunManifest):
     """`samples.json`: the manifest of a recording, or of a shard of one."""
 
-    VERSION = 4
+    VERSION = 5
     ERROR = SamplesError
     REMEDY = "record again with 'kvcli calibrate --overwrite'"
     FILE = "samples.json"

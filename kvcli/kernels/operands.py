@@ -1,7 +1,8 @@
 """Operands of products on tensor cores, loaded into the registers that take them.
 
 A product of one warp (mma.m16n8k16) takes in thread 4 i + t row i of the first operand and column i of the second one,
-and of the sixteen columns and rows that are summed over 2 t, 2 t + 1, 2 t + 8 and 2 t + 9. Triton loads a tensor into
+and of the sixteen columns and rows that are summed over 2 t, 2 t + 1, 2 t + 8 and 2 t + 9; or 4 t to 4 t + 3 if a
+`tl.join` made the operand, as Triton then has it. Triton loads a tensor into
 registers as its addresses suggest, and where a product takes it in others it goes through shared memory, which costs
 more than the product. So axes are split into these parts, loaded, and put together, which moves nothing.
 """
@@ -16,16 +17,19 @@ import triton.language as tl
 def in_thread_order(base, offsets, BYTES: tl.constexpr):
     """Pointers base + offsets [.., A, B, V] whose loads give threads to B, then A, and neighbours along V to a thread.
 
+    With two axes, they are A and B.
+
     Triton gives threads to axes in the order of their contiguity, and to equal ones in an order that changed between
     its versions 3.6 and 3.7; so the three are said to be contiguous, which matters for nothing else.
 
     Args:
-        base: pointer, or pointers of a shape that broadcasts.
-        offsets: with 4 or 5 axes.
+        base, offsets: pointers and integers of shapes that broadcast to 2, 4 or 5 axes.
         BYTES: what the first pointer along V is a multiple of, and so the size of a thread's load.
     """
     pointers = base + offsets
-    if len(offsets.shape) == 4:
+    if len(pointers.shape) == 2:
+        pointers = tl.max_contiguous(tl.multiple_of(pointers, [BYTES, BYTES]), [4, 8])
+    elif len(pointers.shape) == 4:
         pointers = tl.max_contiguous(tl.multiple_of(pointers, [BYTES, BYTES, BYTES, BYTES]), [1, 4, 8, 16])
     else:
         pointers = tl.max_contiguous(tl.multiple_of(pointers, [BYTES, BYTES, BYTES, BYTES, BYTES]), [1, 1, 4, 8, 16])
@@ -53,8 +57,8 @@ def words_as_rows(x):
 
 @triton.jit
 def tokens_as_rows(x):
-    """x [N / 8, C, 4, 2] with tokens 8 i + 2 t + j at [i, :, t, j] as a second operand [N, C]."""
-    return tl.reshape(tl.permute(x, [0, 2, 3, 1]), [x.shape[0] * 8, x.shape[1]])
+    """x [N / 4 J, C, 4, J] with tokens 4 J i + J t + j at [i, :, t, j] as a second operand [N, C]."""
+    return tl.reshape(tl.permute(x, [0, 2, 3, 1]), [x.shape[0] * 4 * x.shape[3], x.shape[1]])
 
 
 @triton.jit
@@ -69,5 +73,5 @@ def eight_tokens_as_rows(x):
 
 @triton.jit
 def tokens_as_columns(x):
-    """x [N / 8, 2, R, 4, V] with tokens 8 i + 2 t + j at [i, j, :, t, :] as a first operand [V R, N]."""
-    return tl.reshape(tl.permute(x, [4, 2, 0, 3, 1]), [x.shape[4] * x.shape[2], x.shape[0] * 8])
+    """x [N / 4 J, J, R, 4, V] with tokens 4 J i + J t + j at [i, j, :, t, :] as a first operand [V R, N]."""
+    return tl.reshape(tl.permute(x, [4, 2, 0, 3, 1]), [x.shape[4] * x.shape[2], x.shape[0] * 4 * x.shape[1]])

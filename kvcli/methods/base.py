@@ -249,6 +249,12 @@ class KeyCodec(Codec[CodesT, StateT]):
             keys = (rotation.tile if self.space == "tile" else rotation).apply(keys)
         return query @ keys.transpose(-1, -2)
 
+    def rotated_offset(self, offset: Tensor, rotation: Rotation) -> Tensor:
+        """A constant pre-RoPE key [1 or batch, heads, 1, head_dim] at each token's position; at that of its block if
+        `space` is `tile`, so that a query has one product with it per block.
+        """
+        return (rotation.block if self.space == "tile" else rotation).at_each_position(offset)
+
     def decode_rotated(
         self, codes: CodesT, state: StateT, rotation: Rotation, offset: Tensor | None, dtype: torch.dtype
     ) -> Tensor:
@@ -264,7 +270,7 @@ class KeyCodec(Codec[CodesT, StateT]):
             keys = rotation.apply(keys if offset is None else keys + offset)
         else:
             keys = rotation.tile.apply(keys) if self.space == "tile" else keys
-            keys = keys if offset is None else keys + rotation.at_each_position(offset)
+            keys = keys if offset is None else keys + self.rotated_offset(offset, rotation)
         return _in_range(keys, dtype)
 
     def finalize_state(self, state: StateT, rows: list[int]) -> None:

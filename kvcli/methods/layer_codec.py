@@ -104,7 +104,7 @@ class LayerCodec(nn.Module, Generic[KeyT, ValueT]):
         if self.key.space == "pre_rope":
             before = unrotate(rotation, keys)
             return before if offset is None else before - offset
-        less = keys if offset is None else keys.float() - rotation.at_each_position(offset)
+        less = keys if offset is None else keys.float() - self.key.rotated_offset(offset, rotation)
         return unrotate(rotation.tile, less) if self.key.space == "tile" else less.to(keys.dtype)
 
     def decode_keys(self, codes: Codes, state: Any, rotation: Rotation | None, dtype: torch.dtype) -> Tensor:
@@ -123,7 +123,7 @@ class LayerCodec(nn.Module, Generic[KeyT, ValueT]):
         scores = key.scores(query, codes, state, None if key.space == "post_rope" else rotation)
         if offset is None or rotation is None:
             return scores
-        return scores + query @ rotation.at_each_position(offset).transpose(-1, -2)
+        return scores + query @ key.rotated_offset(offset, rotation).transpose(-1, -2)
 
     def fitted_bytes(self) -> int:
         """Bytes that a model holds once: fitted buffers, and tables that kernels derived from them."""

@@ -178,12 +178,14 @@ class LayerFisher:
     """Fisher information and covariance of one layer's keys and values; see `calibrate.fisher`.
 
     All are float32 [num_kv_heads, head_dim, head_dim], pre-RoPE. An error d of one head of every key costs about
-    E[d^T key d] / 2 nats per token.
+    E[d^T key d] / 2 nats per token: `key` if errors are larger where keys are, `key_unweighted` if they are not.
     """
 
     key: Tensor
+    key_unweighted: Tensor
     key_covariance: Tensor
     value: Tensor
+    value_unweighted: Tensor
     value_covariance: Tensor
 
 

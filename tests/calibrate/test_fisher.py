@@ -197,18 +197,23 @@ def test_gradients_that_are_not_finite_are_refused() -> None:
 
 
 def test_larger_keys_count_more() -> None:
-    """The mean of g g^T has the squared distance from the mean key as weight."""
+    """The mean of g g^T has the squared distance from the mean key as weight, and beside it none."""
     model, sequence = make_model("llama"), SEQUENCES[0]
     sums = fisher.sequence_sums(load(model), sequence[None], 3, [0])
     layers = fisher.layer_fisher((added for _, added in sums), 3)
     for layer_idx, pair in gradients(model, sequence, seed=3).items():
-        for x, found in zip(pair, (layers[layer_idx].key, layers[layer_idx].value), strict=True):
+        layer = layers[layer_idx]
+        both = (layer.key, layer.key_unweighted), (layer.value, layer.value_unweighted)
+        for x, (found, unweighted) in zip(pair, both, strict=True):
             kept, grad = x.detach()[0, :, 4:].double(), x.grad[0, :, 4:].double()
             weight = (kept - kept.mean(1, keepdim=True)).square().sum((0, 2))
             expected = sum(
                 w * torch.einsum("hd,he->hde", g, g) for w, g in zip(weight, grad.transpose(0, 1), strict=True)
             )
             assert torch.allclose(found.double(), expected / weight.sum(), rtol=1e-4)
+            assert torch.allclose(
+                unweighted.double(), torch.einsum("htd,hte->hde", grad, grad) / grad.shape[1], rtol=1e-4
+            )
 
 
 def test_what_a_gradient_reaches() -> None:

@@ -54,7 +54,7 @@ def test_what_a_killed_process_left_is_removed(maker: Any, store: ContextStore) 
 
 
 def test_an_index_on_a_full_disk_says_so(maker: Any, store: ContextStore, tmp_path: Path) -> None:
-    """Fault (kills): kill -9 of a writer, then a full disk, where SQLite cannot make its shared memory of 32 KiB."""
+    """After kill -9 of a writer, where SQLite cannot make its shared memory of 32 KiB."""
     store.put(maker("rtn").context(tokens(60)), name="a")
     killed = tmp_path / "killed"
     killed.mkdir()

@@ -25,7 +25,8 @@ def positive(seed: int, size: int = 16) -> Tensor:
 
 
 def fishers(*costs: float) -> list[LayerFisher]:
-    return [LayerFisher(positive(1) * cost, positive(2), positive(3) * cost, positive(4)) for cost in costs]
+    other = positive(5)
+    return [LayerFisher(positive(1) * c, other, positive(2), positive(3) * c, other, positive(4)) for c in costs]
 
 
 def total_bits(config: CommVQConfig) -> int:
@@ -96,7 +97,8 @@ def test_rescaling_that_the_model_does_not_see_changes_nothing() -> None:
         outer = factors.unsqueeze(-1) * factors.unsqueeze(-2)
         value = inverse @ x.value.double() @ inverse.mT
         covariance = mixing.mT @ x.value_covariance.double() @ mixing
-        return LayerFisher(x.key / outer, x.key_covariance * outer, value.float(), covariance.float())
+        changed = {"key": x.key / outer, "key_covariance": x.key_covariance * outer}
+        return dataclasses.replace(x, **changed, value=value.float(), value_covariance=covariance.float())
 
     assert allocate(SPEC, CONFIG, [rescaled(x) for x in layers]) == allocate(SPEC, CONFIG, layers)
 

@@ -18,7 +18,6 @@ from kvcli.methods.commvq.attend_kernels import stage_ranges
 from kvcli.methods.commvq.codeword_kernels import MAX_STAGES
 from kvcli.methods.layer_codec import EncodedTokens, PartialAttention
 from kvcli.methods.method import Method
-from kvcli.methods.scalar import value_kernels
 from kvcli.registry import parse_method
 
 CASES = [
@@ -102,17 +101,18 @@ def test_value_bits_of_several_tiles(dtype: torch.dtype, monkeypatch: pytest.Mon
     assert_same(fused, reference_attend(codec, query.float(), part, 0.125), dtype)
 
 
-@pytest.mark.parametrize("name", ["kivi-2", "squat-pre-2", "qjl"])
+@pytest.mark.parametrize("name", ["kivi-2", "squat-pre-2", "qjl", "klt-2"])
 def test_largest_scores_of_splits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Too large a maximum would cost precision only, and be seen by no other test."""
     torch.manual_seed(0)
     method, codec = make_codec(name, 4, 2, 64)
     part = make_part(codec, 4, 2, 192, [192, 96])
     seen: list[SplitScores] = []
+    value_sum = attend_kernels(method).value_sum
 
     def spy(value: Any, scores: SplitScores, *rest: Any) -> PartialAttention:
         seen.append(scores)
-        return value_kernels.value_sum(value, scores, *rest)
+        return value_sum(value, scores, *rest)
 
     monkeypatch.setattr(attend_kernels(method), "value_sum", spy)
     attend_kernels(method).fused_attend(codec, torch.randn(2, 4, 1, 64, device=DEVICE).half(), part, 0.125)
@@ -126,7 +126,7 @@ def test_largest_scores_of_splits(name: str, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
-@pytest.mark.parametrize("name", ["kivi-2", "kivi-4", "squat-2", "squat-pre-2", "qjl", "commvq-1", "commvq-2"])
+@pytest.mark.parametrize("name", ["kivi-2", "kivi-4", "squat-2", "squat-pre-2", "qjl", "commvq-1", "commvq-2", "klt-2"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_fused_attention_over_many_splits(name: str, dtype: torch.dtype, batch: int) -> None:

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from kvcli.attention.reference import attend_codes, unrotate
 from kvcli.errors import ConfigError
-from kvcli.kernels import offset
-from kvcli.methods.klt import attend_kernels
+from kvcli.kernels import splits
 from kvcli.methods.klt.attend_kernels import fused_attend
 from kvcli.methods.klt.codec import KLTCodes, KLTKey, KLTValue
 from kvcli.methods.klt.fields import BANDS, DISTORTION, STEPS, Fields, all_fields, best_fields, places, share
@@ -26,7 +25,7 @@ from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.samples import LayerFisher, LayerSamples
 from kvcli.methods.turboquant import TurboQuantConfig
 from kvcli.registry import get_method
-from kvcli.rope import ROPE_TILE, NoRope, Rope, Rotation, TokenRotations
+from kvcli.rope import OFFSET_BLOCK, ROPE_TILE, NoRope, Rope, Rotation, TokenRotations
 
 WIDTH, TOKENS = 16, 600
 
@@ -64,8 +63,10 @@ def mean_cost(weight: Tensor, x: Tensor) -> Tensor:
 
 
 def samples(width: int = WIDTH, rotary_dim: int | None = None, queries: int = 100) -> LayerSamples:
-    """Correlated keys with a large mean, correlated values with a mean, anisotropic queries."""
-    keys = normal(matrices(width, seed=1), TOKENS, 1) + torch.linspace(-20, 20, width)
+    """Correlated keys with a large mean in slow pairs, correlated values with a mean, anisotropic queries."""
+    mean = torch.linspace(-0.5, 0.5, width)
+    mean[width // 2 - 2 : width // 2], mean[-2:] = 20, -20
+    keys = normal(matrices(width, seed=1), TOKENS, 1) + mean
     values = normal(matrices(width, seed=2), TOKENS, 2) + 0.5
     q = torch.randn(4, queries, width, generator=torch.Generator().manual_seed(3)) * torch.linspace(0.1, 3, width)
     positions = torch.arange(TOKENS) % 300
@@ -76,7 +77,8 @@ def samples(width: int = WIDTH, rotary_dim: int | None = None, queries: int = 10
 def with_fisher(data: LayerSamples) -> LayerSamples:
     width = data.q.shape[-1]
     key, value = (torch.tensor([1.0, 30.0]).view(2, 1, 1) * matrices(width, seed=seed).float() for seed in (4, 5))
-    fisher = LayerFisher(key, _covariance(data.k).float(), value, _covariance(data.v).float())
+    other = torch.eye(width).expand(2, -1, -1)  # what is weighted is not used
+    fisher = LayerFisher(other, key, _covariance(data.k).float(), other, value, _covariance(data.v).float())
     return LayerSamples(data.q, data.keys, data.values, data.positions, data.query_rotation, fisher=fisher)
 
 
@@ -299,7 +301,8 @@ def test_gains_are_the_size_of_what_is_coded_of_a_token() -> None:
     for head, fields in enumerate(codec.fields):
         coded = z[head, :, : 2 * len(fields)]
         stored = codec.encode(x[None]).gain[0, head, :, 0]
-        assert (stored - (128 + 16 * coded.square().mean(-1).sqrt().log2())).abs().max() < 0.51
+        size = codec.widening * coded.square().mean(-1).sqrt()
+        assert (stored - (128 + 16 * size.log2())).abs().max() < 0.51
     still = codec.encode(codec.mean[None, :, None])
     assert not still.gain.any()
     assert torch.equal(codec.decode(still), codec.mean[None, :, None])
@@ -369,7 +372,7 @@ def test_codecs_that_are_not_fitted_make_codes() -> None:
     assert 8 * codes.nbytes == 5 * codec.bits_per_token()
     assert not codec.decode(codes).any()
     unused = get_method("klt").build(make_spec(), KLTConfig(), 0).key
-    fitted, tables = 4 * (2 * 2 * WIDTH * WIDTH + 2 * WIDTH), 2 * (WIDTH * (8 + 4 * 4) + BANDS * 3 * 4)
+    fitted, tables = 4 * (2 * 2 * WIDTH * WIDTH + 2 * WIDTH), 2 * (WIDTH * (8 + 4 * 4) + (BANDS + 1) * 6 * 4)
     assert unused.codebook_bytes() == codec.codebook_bytes() == fitted + tables
 
 
@@ -389,6 +392,14 @@ ROPES = {
 }
 
 
+def block_offsets(codec: LayerCodec, tile: Rotation) -> Tensor:
+    """The offset at each position of a tile: rotated to the first position of its block."""
+    assert codec.key_offset is not None
+    first = torch.arange(ROPE_TILE) // OFFSET_BLOCK * OFFSET_BLOCK
+    at = Rotation(tile.cos[:, :, first].float(), tile.sin[:, :, first].float())
+    return at.at_each_position(codec.key_offset[None, :, None])[0]
+
+
 @pytest.mark.parametrize("name", ROPES)
 def test_codes_depend_on_the_position_within_a_tile_alone(name: str) -> None:
     rope = ROPES[name]
@@ -404,7 +415,7 @@ def test_codes_depend_on_the_position_within_a_tile_alone(name: str) -> None:
         place = start[0] % ROPE_TILE
         within = Rotation(expected.cos[:, :, place].float(), expected.sin[:, :, place].float())
         assert codec.key_offset is not None
-        assert torch.allclose(inputs[-1], within.apply(k - codec.key_offset.unsqueeze(1)), atol=1e-3)
+        assert torch.allclose(inputs[-1], within.apply(k) - block_offsets(codec, expected)[:, place], atol=1e-3)
     for other in codes[1:]:  # a number on the border of two codes may be rounded the other way
         assert (other.packed == codes[0].packed).float().mean() > 0.99
         assert (other.gain == codes[0].gain).float().mean() > 0.99
@@ -436,16 +447,19 @@ def test_a_fit_takes_means_and_principal_axes(width: int, rotary_dim: int, fishe
     data = with_fisher(data) if fisher else data
     codec, metrics = fitted(data)
     assert codec.key_offset is not None
-    assert torch.allclose(codec.key_offset, data.k.mean(1), atol=1e-4)
+    tile = tile_rotation(Rotary(rotary_dim).inv_freq)
+    offsets = block_offsets(codec, tile)
+    rotated = Rotation(tile.cos.float(), tile.sin.float()).at_each_position(data.k.mean(1)[None, :, None])[0]
+    rest = (rotated - offsets).unflatten(1, (-1, OFFSET_BLOCK))  # of the mean of a block nothing is left
+    assert rest.mean(2).abs().max() < 1e-4
     assert torch.allclose(codec.value.mean, data.v.mean(1), atol=1e-4)
     assert not codec.key.mean.any()
-    tile = tile_rotation(Rotary(rotary_dim).inv_freq)
     q = data.q.unflatten(0, (2, 2)).flatten(1, 2)
-    of_keys = q.mT @ q if data.fisher is None else data.fisher.key
-    of_values = torch.eye(width).expand(2, -1, -1) if data.fisher is None else data.fisher.value
+    of_keys = q.mT @ q if data.fisher is None else data.fisher.key_unweighted
+    of_values = torch.eye(width).expand(2, -1, -1) if data.fisher is None else data.fisher.value_unweighted
     place = data.positions % ROPE_TILE
     at = Rotation(tile.cos[:, :, place].float(), tile.sin[:, :, place].float())
-    keys = at.apply((data.k - data.k.mean(1, keepdim=True))[None])
+    keys = at.apply(data.k[None]) - offsets[:, place]
     for name, coder, x, weight in (
         ("key_error", codec.key, keys, in_tiles(of_keys, tile)),
         ("value_error", codec.value, data.v[None], of_values),
@@ -462,12 +476,13 @@ def test_a_fit_takes_means_and_principal_axes(width: int, rotary_dim: int, fishe
 def test_heads_and_layers_whose_errors_cost_more_get_more_bits() -> None:
     fisher = with_fisher(samples()).fisher
     assert fisher is not None
-    cheap = LayerFisher(fisher.key / 1e3, fisher.key_covariance, fisher.value / 1e3, fisher.value_covariance)
+    costs = {name: getattr(fisher, name) / 1e3 for name in ("key_unweighted", "value_unweighted")}
+    cheap = dataclasses.replace(fisher, **costs)
     spec = dataclasses.replace(make_spec(), num_layers=2)
     config = allocate(spec, KLTConfig(bits=2.5), [cheap, fisher])
-    for of_layers in (config.key_fields, config.value_fields):
+    for of_layers, total in ((config.key_fields, 9), (config.value_fields, 11)):  # values have a quarter of a bit more
         counts = [[sum(fields) for fields in layer] for layer in of_layers]
-        assert sum(map(sum, counts)) == 8 * 10
+        assert sum(map(sum, counts)) == 8 * total
         assert sum(counts[0]) < sum(counts[1])
         assert counts[1][0] <= counts[1][1]  # 30 times the cost
     assert allocate(spec, config, [fisher, cheap]) == config
@@ -537,13 +552,16 @@ def test_token_kernels(heads: int, head_dim: int, batch: int, time: int, dtype: 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_attention_of_several_blocks_per_program(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows that begin in other tiles than the first, splits of several blocks, and several tiles of offset scores."""
-    monkeypatch.setattr(attend_kernels, "_PROGRAMS_PER_SM", 0)
-    monkeypatch.setattr(offset, "_PROGRAMS", 1)
+@pytest.mark.parametrize(("first_pair", "programs"), [(0, 0), (30, 16), (32, 1)])
+def test_attention_of_several_blocks_per_program(
+    dtype: torch.dtype, first_pair: int, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that begin in other tiles than the first, splits of several blocks, and offsets of some RoPE pairs."""
+    monkeypatch.setattr(splits, "_PROGRAMS_PER_SM", programs)
     torch.manual_seed(0)
     _, codec = make_codec("klt-2", 4, 2, 64)
-    codec.key_offset.normal_()
+    codec.key_offset.normal_().mul_(4)
+    codec.key_offset.unflatten(-1, (2, -1))[..., :first_pair] = 0
     part, query = make_part(codec, 4, 2, 400, None), torch.randn(2, 4, 1, 64, device=DEVICE)
     positions = torch.tensor([[700], [250]], device=DEVICE) + torch.arange(400, device=DEVICE)
     assert part.rotations is not None

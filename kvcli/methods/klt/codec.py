@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvcli.methods.base import CachedFromBuffers, Codec, Codes, KeyCodec, Space, ValueCodec
 from kvcli.methods.klt.fields import BANDS, GAINS_PER_OCTAVE, STEPS, UNIT_GAIN, Fields, places
+from kvcli.rope import OFFSET_BLOCK, ROPE_TILE, Rotation, TokenRotations
 from kvcli.spec import ModelSpec
 
 _LARGEST_GAIN = 2.0 ** ((255 - UNIT_GAIN) / GAINS_PER_OCTAVE)
@@ -40,7 +41,8 @@ class Tables:
         levels: int32 of that shape, 2^b - 1 for codes of b bits.
         steps: float32 of that shape, step of codes in standard deviations; 1 without a code.
         weights: float32 of that shape, of the squares of which a token's squared gain is the sum.
-        fields: int32 [num_kv_heads, BANDS, 3], byte of its first channel, bit and levels of each band.
+        fields: int32 [num_kv_heads, BANDS + 1, 6]: of each band byte, bit, levels and what `_field` adds; then where
+            the head's bytes begin, and how many a channel of each band has.
     """
 
     byte: Tensor
@@ -51,28 +53,30 @@ class Tables:
     fields: Tensor
 
     @classmethod
-    def of(cls, fields: Sequence[Fields], width: int, device: torch.device) -> Tables:
-        """Tables for bands of `width` channels."""
+    def of(cls, fields: Sequence[Fields], width: int, widening: float, device: torch.device) -> Tables:
+        """Tables for bands of `width` channels, and steps that are wider than those of normal variables."""
         rows, first = [], 0
         for of_head in fields:
-            at = [(first + byte * width, bit) for byte, bit in places(of_head)] + [(0, 0)] * (BANDS - len(of_head))
-            bits = [*of_head, *[0] * (BANDS - len(of_head))]
-            rows.append([(*place, 2**n - 1) for place, n in zip(at, bits, strict=True)])
-            first += sum(of_head) // 8 * width
+            count, bits = sum(of_head) // 8, [*of_head, *[0] * (BANDS - len(of_head))]
+            at = [*places(of_head), *[(0, 0)] * (BANDS - len(of_head))]
+            rows.append([_field(*x, n) for x, n in zip(at, bits, strict=True)])
+            rows[-1].append((first, count, 0, 0, 0, 0))
+            first += count * width
         with torch.inference_mode(False):
             table = torch.tensor(rows, dtype=torch.int32, device=device)
-            byte, bit, levels = (x.repeat_interleave(width, 1) for x in table.unbind(-1))
+            byte, bit, levels = (x.repeat_interleave(width, 1) for x in table[:, :BANDS, :3].unbind(-1))
             steps = torch.tensor((1.0, *STEPS[1:]), device=device)[(levels + 1).float().log2().long()]
-            weights = (steps * (levels > 0)).square() / (levels > 0).sum(-1, keepdim=True)
+            weights = (widening * steps * (levels > 0)).square() / (levels > 0).sum(-1, keepdim=True)
             lane = torch.arange(width, device=device).repeat(BANDS)
-            return cls(byte.long() + lane, bit, levels, steps, weights, table)
+            byte = table[:, BANDS, :1].long() + byte * width + lane
+            return cls(byte, bit, levels, steps, weights, table)
 
 
 class _KLT(Codec[KLTCodes, None]):
     """x_hat = mean + B (g (c - (2^b - 1) / 2)): codes c of b bits, gain g of the token, basis B of the head.
 
     y = B^-1 (x - mean) is in units of the steps of codes; g is the root mean square of what is coded of it, in units
-    of its standard deviation in the calibration samples.
+    of its standard deviation in the calibration samples, times `widening`.
 
     Args:
         fields: of each kv head.
@@ -84,6 +88,9 @@ class _KLT(Codec[KLTCodes, None]):
     Raises:
         ValueError: a head_dim that is no multiple of 8, or fields that do not fill bytes.
     """
+
+    widening = 1.0
+    """By how much steps are wider than those of normal variables."""
 
     calibrated_range = True
     max_magnitude = 0.99 * _LARGEST_GAIN
@@ -121,7 +128,9 @@ class _KLT(Codec[KLTCodes, None]):
     @property
     def tables(self) -> Tables:
         """What follows from the fields, on the device of the buffers."""
-        return self._tables.get(lambda: Tables.of(self.fields, self.width, self.basis.device), self.basis)
+        return self._tables.get(
+            lambda: Tables.of(self.fields, self.width, self.widening, self.basis.device), self.basis
+        )
 
     def analyse(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Transformed channels in units of steps, and gains: float32 shaped like x and [batch, heads, time, 1]."""
@@ -190,14 +199,38 @@ class KLTKey(_KLT, KeyCodec[KLTCodes, None]):
 
     space: Space = "tile"
 
+    def __init__(self, spec: ModelSpec, fields: Sequence[Fields]) -> None:
+        super().__init__(spec, fields)
+        self._block_offsets: CachedFromBuffers[Tensor] = CachedFromBuffers()
+
+    def block_offsets(self, offset: Tensor, rotations: TokenRotations) -> Tensor:
+        """An offset [1, num_kv_heads, 1, head_dim] at the blocks of a tile: [num_kv_heads, head_dim, blocks]."""
+
+        def make() -> Tensor:
+            turns = rotations.offsets(ROPE_TILE)
+            blocks = Rotation(turns.cos[:, :, ::OFFSET_BLOCK], turns.sin[:, :, ::OFFSET_BLOCK])
+            return blocks.at_each_position(offset)[0].mT.contiguous()
+
+        return self._block_offsets.get(make, offset)
+
 
 class KLTValue(_KLT, ValueCodec[KLTCodes]):
     """Values."""
+
+    widening = 1.15  # chosen by KL divergence: SmolLM2-135M, notes/quality_log.md
 
     def weighted_sum(self, weights: Tensor, codes: KLTCodes) -> Tensor:
         # the basis is applied to sums of codes
         sums = (weights * _decoded(codes.gain).transpose(-1, -2)) @ self._coded(codes)
         return sums @ self.basis.mT + weights.sum(-1, keepdim=True) * self.mean.unsqueeze(1)
+
+
+def _field(byte: int, bit: int, bits: int) -> tuple[int, ...]:
+    """Byte, bit and levels of a band, and for kernels that have its byte in one of four registers, 0 to 3: selectors of
+    `prmt` for one register of each half, then for bytes 0 and 2 of one of the two; and the mask of two of its codes.
+    """
+    levels = 2**bits - 1
+    return byte, bit, levels, 0x3210 + byte % 2 * 0x4444, 0x2200 + byte // 2 * 0x4444, (levels << bit) * 0x10001
 
 
 def _inverted(basis: Tensor) -> Tensor:

@@ -8,7 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kvcli.kernels.launch import cdiv, power_of_two, row_major
-from kvcli.kernels.words import as_decoded
+from kvcli.kernels.operands import in_thread_order
+from kvcli.kernels.words import INTERPRETED, as_decoded
 from kvcli.methods.klt.fields import BANDS, GAINS_PER_OCTAVE, MOST_BYTES, UNIT_GAIN
 
 # tuned on one H100, torch 2.11, triton 3.6, for heads of 128 channels
@@ -17,32 +18,180 @@ _WIDE_TILE = {"BLOCK_T": 16, "num_warps": 4, "num_stages": 1}
 
 _BANDS = tl.constexpr(BANDS)
 _MOST_BYTES = tl.constexpr(MOST_BYTES)
+COLUMNS = tl.constexpr(6)
+FIELDS = tl.constexpr((BANDS + 1) * 6)
+"""Numbers of a head in `Tables.fields`."""
 _UNIT = tl.constexpr(float(UNIT_GAIN))
 _PER_OCTAVE = tl.constexpr(float(GAINS_PER_OCTAVE))
 
 
 @triton.jit
-def gains(p_gain, mask):
+def gains(p_gain, mask=None):
     """Gains as numbers from where they are stored: float32, 0 where the mask is off."""
-    b_g = tl.load(p_gain, mask=mask, other=0).to(tl.float32)
+    b_g = tl.load(p_gain) if mask is None else tl.load(p_gain, mask=mask, other=0)
+    b_g = b_g.to(tl.float32)
     return tl.where(b_g > 0, tl.exp2((b_g - _UNIT) / _PER_OCTAVE), 0.0)
 
 
 @triton.jit
-def band_bytes(p_token, m_n, p_field, o_w, m_w, W: tl.constexpr):
-    """The bytes in which codes of a band lie, uint8 [tokens, BLOCK_W].
+def head_bytes(packed, fields, W: tl.constexpr):
+    """Where the bytes of a head begin in the token that `packed` points to, and how many a channel of each band has.
 
-    p_token [tokens] points to the bytes of tokens; p_field to the band's byte, bit and 2^b - 1.
+    `fields` points to the head's row of `Tables.fields`.
     """
-    first = tl.multiple_of(tl.load(p_field), W & -W)
-    return tl.load(p_token[:, None] + first + o_w[None, :], mask=m_n[:, None] & m_w[None, :], other=0)
+    first = tl.multiple_of(tl.load(fields + _BANDS * COLUMNS), W & -W)
+    return packed + first, tl.load(fields + _BANDS * COLUMNS + 1)
 
 
 @triton.jit
-def band_codes(p_token, m_n, p_field, o_w, m_w, W: tl.constexpr):
-    """Codes c of a band, int32 [tokens, BLOCK_W]; arguments are those of `band_bytes`."""
-    code = band_bytes(p_token, m_n, p_field, o_w, m_w, W).to(tl.int32) >> tl.load(p_field + 1)
-    return code & tl.load(p_field + 2)
+def head_bands(fields, FP32_DOT: tl.constexpr):
+    """What `band_columns` and `band_rows` need of each band: a tuple of three numbers each."""
+    FIRST: tl.constexpr = 0 if FP32_DOT or INTERPRETED else 3
+    bands = ()
+    for f in tl.static_range(_BANDS):
+        p_field = fields + f * COLUMNS + FIRST
+        bands = bands + ((tl.load(p_field), tl.load(p_field + 1), tl.load(p_field + 2)),)
+    return bands
+
+
+@triton.jit
+def lane_words(p_word, lane, mask, PLANE: tl.constexpr, COUNT: tl.constexpr, W: tl.constexpr):
+    """Byte PLANE of COUNT neighbouring channels of a band as one number, int16 or int32; bytes beyond W are 0.
+
+    p_word points to byte 0 of channel `lane` and tokens, of one shape with it; `mask` is a scalar. W is even.
+    """
+    if W % COUNT == 0:
+        words = _load_words(p_word, lane, mask, PLANE, COUNT, W)
+    else:  # Triton takes operands that were loaded byte by byte for those of another product
+        low = _load_words(p_word, lane, mask, PLANE, 2, W).to(tl.int32) & 0xFFFF
+        words = low | (_load_words(p_word + 2, lane + 2, mask, PLANE, 2, W).to(tl.int32) << 16)
+    return words
+
+
+@triton.jit
+def _load_words(p_word, lane, mask, PLANE: tl.constexpr, COUNT: tl.constexpr, W: tl.constexpr):
+    dtype: tl.constexpr = tl.int16 if COUNT == 2 else tl.int32
+    p_word = p_word.to(tl.pointer_type(dtype))
+    if PLANE > 0:
+        p_word = in_thread_order(p_word, PLANE * W // COUNT, COUNT)
+    if W % 16 > 0:
+        words = tl.load(p_word, mask=mask & (lane < W), other=0)
+    elif PLANE > 0:
+        words = tl.load(p_word, mask=mask)  # any numbers where there is no such byte, of which no band takes one
+    else:
+        words = tl.load(p_word)
+    return words
+
+
+@triton.jit
+def head_planes(p_word, lane, num_bytes, PLANES: tl.constexpr, COUNT: tl.constexpr, W: tl.constexpr):
+    """`lane_words` of the head's first PLANES bytes, a tuple."""
+    planes = ()
+    for i in tl.static_range(PLANES):
+        planes = planes + (lane_words(p_word, lane, i < num_bytes, i, COUNT, W),)
+    return planes
+
+
+@triton.jit
+def _byte_of(x, band, i: tl.constexpr, FP32: tl.constexpr):
+    """Byte i of the words of the band's plane among x: its code in float32, or masked and read as float16."""
+    plane, bit, levels = band
+    words = tl.where(plane == 0, x[0], x[1])
+    if len(x) > 2:
+        words = tl.where(plane < 2, words, tl.where(plane == 2, x[2], x[3]))
+    code = (words.to(tl.int32) >> (8 * i + bit)) & levels
+    return code.to(tl.float32) if FP32 else (code << bit).to(tl.int16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def _operands(band, PLANES: tl.constexpr):
+    """Operands of inline assembly: selectors of one register among two, of its bytes 0 and 2, 1 and 3; and the mask."""
+    first, even, mask = band
+    if PLANES == 2:  # both selections are one
+        even += first - 0x3210
+    b_none = tl.zeros([1, 1], tl.int32)
+    return b_none + first, b_none + even, b_none + (even + 0x1111), b_none + mask
+
+
+@triton.jit
+def band_columns(x, band, FP32_DOT: tl.constexpr):
+    """A band as a first operand [tokens, channels], its columns in the order of `channels_as_rows`.
+
+    Codes in float32, or in float16 c * 2^bit / FIELD_SCALE: bytes masked and read as such. A thread has the four
+    channels of a word.
+
+    Args:
+        x: the head's bytes in two or four planes, int32 [tokens, channels / 4] each.
+        band: of `head_bands`.
+    """
+    if FP32_DOT or INTERPRETED:
+        b_0, b_1 = _byte_of(x, band, 0, FP32_DOT), _byte_of(x, band, 1, FP32_DOT)
+        b_2, b_3 = _byte_of(x, band, 2, FP32_DOT), _byte_of(x, band, 3, FP32_DOT)
+    else:
+        first, even, odd, mask = _operands(band, len(x))
+        if len(x) == 2:
+            b_0, b_2, b_1, b_3 = tl.inline_asm_elementwise(
+                "{ .reg .b32 x; prmt.b32 x, $4, $5, $6; and.b32 x, x, $8; mov.b32 {$0, $1}, x;"
+                " prmt.b32 x, $4, $5, $7; and.b32 x, x, $8; mov.b32 {$2, $3}, x; }",
+                "=h,=h,=h,=h,r,r,r,r,r",
+                [x[0], x[1], even, odd, mask],
+                dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+                is_pure=True,
+                pack=1,
+            )
+        else:
+            b_0, b_2, b_1, b_3 = tl.inline_asm_elementwise(
+                "{ .reg .b32 a, b, x; prmt.b32 a, $4, $5, $8; prmt.b32 b, $6, $7, $8;"
+                " prmt.b32 x, a, b, $9; and.b32 x, x, $11; mov.b32 {$0, $1}, x;"
+                " prmt.b32 x, a, b, $10; and.b32 x, x, $11; mov.b32 {$2, $3}, x; }",
+                "=h,=h,=h,=h,r,r,r,r,r,r,r,r",
+                [x[0], x[1], x[2], x[3], first, even, odd, mask],
+                dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+                is_pure=True,
+                pack=1,
+            )
+    N: tl.constexpr = x[0].shape[0]
+    WORDS: tl.constexpr = x[0].shape[1]
+    b_c = tl.reshape(tl.join(tl.join(b_0, b_2), tl.join(b_1, b_3)), [N, 4, WORDS // 4, 2, 2])
+    return tl.reshape(tl.permute(b_c, [0, 2, 1, 4, 3]), [N, 4 * WORDS])
+
+
+@triton.jit
+def channels_as_rows(b_x):
+    """x [channels, C] as a second operand, rows in the order of `band_columns`."""
+    K: tl.constexpr = b_x.shape[0]
+    C: tl.constexpr = b_x.shape[1]
+    return tl.reshape(tl.permute(tl.reshape(b_x, [4, K // 16, 2, 2, C]), [1, 0, 3, 2, 4]), [K, C])
+
+
+@triton.jit
+def band_rows(x, band, FP32_DOT: tl.constexpr):
+    """As `band_columns`, of planes int16 [channels / 2, tokens]: [channels, tokens], first even, then odd channels."""
+    if FP32_DOT or INTERPRETED:
+        b_even, b_odd = _byte_of(x, band, 0, FP32_DOT), _byte_of(x, band, 1, FP32_DOT)
+    else:
+        first, even, odd, mask = _operands(band, len(x))  # two registers each, of equal content
+        if len(x) == 2:
+            b_even, b_odd = tl.inline_asm_elementwise(
+                "{ .reg .b32 x; prmt.b32 x, $2, $3, $4; and.b32 $0, x, $8;"
+                " prmt.b32 x, $2, $3, $6; and.b32 $1, x, $8; }",
+                "=r,=r,r,r,r,r,r,r,r,r",
+                [x[0], x[1], even, odd, mask],
+                dtype=(tl.float16, tl.float16),
+                is_pure=True,
+                pack=2,
+            )
+        else:
+            b_even, b_odd = tl.inline_asm_elementwise(
+                "{ .reg .b32 a, b, x; prmt.b32 a, $2, $3, $6; prmt.b32 b, $4, $5, $6;"
+                " prmt.b32 x, a, b, $8; and.b32 $0, x, $12; prmt.b32 x, a, b, $10; and.b32 $1, x, $12; }",
+                "=r,=r,r,r,r,r,r,r,r,r,r,r,r,r",
+                [x[0], x[1], x[2], x[3], first, even, odd, mask],
+                dtype=(tl.float16, tl.float16),
+                is_pure=True,
+                pack=2,
+            )
+    return tl.reshape(tl.permute(tl.join(b_even, b_odd), [2, 0, 1]), [2 * x[0].shape[0], x[0].shape[1]])
 
 
 @triton.jit
@@ -78,7 +227,7 @@ def _encode_kernel(
     """Codes and gains of BLOCK_T of `total` = batch * length tokens of a head; grid (ceil(total / BLOCK_T), heads).
 
     x [batch, heads, length, D] float, strides x_*; inverse float32 [heads, D, D], B^-1; mean and weights float32
-    [heads, D]; fields int32 [heads, BANDS, 3]; packed uint8 [batch, 1, length, bytes] and gain uint8 [batch, heads,
+    [heads, D]; fields int32 [heads, BANDS + 1, 6]; packed uint8 [batch, 1, length, bytes] and gain uint8 [batch, heads,
     length, 1], strides p_* and g_*, are written.
     """
     i_h = tl.program_id(1).to(tl.int64)
@@ -86,7 +235,7 @@ def _encode_kernel(
     o_d, o_w = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_W)
     m_d, m_w = o_d < D, o_w < W
     inverse += i_h * (D * D)
-    fields += i_h * (_BANDS * 3)
+    fields += i_h * FIELDS
     p_x = (x + i_b * x_batch + i_h * x_head + i_t * x_time)[:, None] + o_d[None, :]
     b_x = tl.load(p_x, mask=m_n[:, None] & m_d[None, :], other=0.0).to(tl.float32)
     b_x = b_x - tl.load(mean + i_h * D + o_d, mask=m_d, other=0.0)[None, :]
@@ -99,30 +248,22 @@ def _encode_kernel(
     b_stored = _rounded(b_log, 255.0).to(tl.float32)
     b_gain = tl.where(b_stored > 0, tl.exp2((b_stored - _UNIT) / _PER_OCTAVE), 1e-30)
     tl.store(gain + i_b * g_batch + i_h * g_head + i_t * g_time, b_stored.to(tl.uint8), mask=m_n)
-    first = tl.load(fields)
-    for f in tl.static_range(1, _BANDS):
-        has_code = tl.load(fields + 3 * f + 2) > 0
-        first = tl.minimum(first, tl.where(has_code, tl.load(fields + 3 * f), first))
     b_bytes = ()
     for i in tl.static_range(_MOST_BYTES):
         b_bytes = b_bytes + (tl.zeros([BLOCK_T, BLOCK_W], tl.int32),)
     for f in tl.static_range(_BANDS):
-        levels = tl.load(fields + 3 * f + 2)
+        levels = tl.load(fields + COLUMNS * f + 2)
         b_y = _band(b_x, inverse, f, o_d, o_w, m_w, D, W) / b_gain[:, None] + levels.to(tl.float32) * 0.5
-        b_c = _rounded(b_y, levels.to(tl.float32)) << tl.load(fields + 3 * f + 1)
-        place = (tl.load(fields + 3 * f) - first) // W
+        b_c = _rounded(b_y, levels.to(tl.float32)) << tl.load(fields + COLUMNS * f + 1)
+        place = tl.load(fields + COLUMNS * f)
         b_new = ()
         for i in tl.static_range(_MOST_BYTES):
             b_new = b_new + (tl.where(place == i, b_bytes[i] | b_c, b_bytes[i]),)
         b_bytes = b_new
-    used = 0
-    for f in tl.static_range(_BANDS):
-        has_code = tl.load(fields + 3 * f + 2) > 0
-        used = tl.maximum(used, tl.where(has_code, (tl.load(fields + 3 * f) - first) // W + 1, 0))
-    p_packed = (packed + i_b * p_batch + i_t * p_time)[:, None] + first + o_w[None, :]
+    p_head, num_bytes = head_bytes(packed + i_b * p_batch + i_t * p_time, fields, W)
+    p_byte = p_head[:, None] + o_w[None, :]
     for i in tl.static_range(_MOST_BYTES):
-        mask = m_n[:, None] & m_w[None, :] & (i < used)
-        tl.store(p_packed + i * W, b_bytes[i].to(tl.uint8), mask=mask)
+        tl.store(p_byte + i * W, b_bytes[i].to(tl.uint8), mask=m_n[:, None] & m_w[None, :] & (i < num_bytes))
 
 
 @triton.jit(do_not_specialize=["length", "total"], do_not_specialize_on_alignment=["packed", "gain"])
@@ -140,11 +281,16 @@ def _decode_kernel(
     m_n, i_b, i_t = _tokens(length, total, BLOCK_T)
     o_d, o_w = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_W)
     m_d, m_w = o_d < D, o_w < W
-    fields += i_h * (_BANDS * 3)
+    fields += i_h * FIELDS
+    p_head, _ = head_bytes(packed + i_b * p_batch + i_t * p_time, fields, W)
     b_x = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
     for f in tl.static_range(_BANDS):
-        b_c = band_codes(packed + i_b * p_batch + i_t * p_time, m_n, fields + 3 * f, o_w, m_w, W).to(tl.float32)
-        b_c = b_c - tl.load(fields + 3 * f + 2).to(tl.float32) * 0.5
+        p_byte = p_head[:, None] + tl.load(fields + COLUMNS * f) * W + o_w[None, :]
+        b_c = tl.load(p_byte, mask=m_n[:, None] & m_w[None, :], other=0).to(tl.int32) >> tl.load(
+            fields + COLUMNS * f + 1
+        )
+        b_c = (b_c & tl.load(fields + COLUMNS * f + 2)).to(tl.float32)
+        b_c = b_c - tl.load(fields + COLUMNS * f + 2).to(tl.float32) * 0.5
         p_basis = basis + i_h * (D * D) + o_d[None, :] * D + (f * W + o_w)[:, None]
         b_b = tl.load(p_basis, mask=m_w[:, None] & m_d[None, :], other=0.0)
         if FP32_DOT:

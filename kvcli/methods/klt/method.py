@@ -22,18 +22,20 @@ from torch import Tensor
 from kvcli.errors import ConfigError
 from kvcli.methods.config import KLTConfig
 from kvcli.methods.klt.codec import KLTKey, KLTValue
-from kvcli.methods.klt.fields import BANDS, Fields, share
+from kvcli.methods.klt.fields import BANDS, MOST_BYTES, Fields, share
 from kvcli.methods.klt.transform import Transform, in_tiles, tile_rotation, transform
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import FitReport, Method
 from kvcli.methods.oscar import relative_error
 from kvcli.methods.samples import LayerFisher, LayerSamples, TokenBlocks
-from kvcli.rope import ROPE_TILE, Rotation
+from kvcli.rope import OFFSET_BLOCK, ROPE_TILE, Rotation
 from kvcli.spec import ModelSpec
 
 # chosen by KL divergence: SmolLM2-135M, notes/quality_log.md
 _KEY_POWER, _VALUE_POWER = 0.75, 0.5
-_KEY_EVENNESS, _VALUE_EVENNESS = 0.7, 0.6
+_KEY_EVENNESS, _VALUE_EVENNESS = 0.8, 0.75
+_MOVED_BITS = 0.25
+"""Bits per number that values have more than the average, and keys less, where heads can have fewer and more."""
 _VALUE_SHRINKAGE = 0.05
 _ERROR_TOKENS = 8192
 
@@ -41,7 +43,7 @@ KLTLayer = LayerCodec[KLTKey, KLTValue]
 
 
 def allocate(spec: ModelSpec, config: KLTConfig, fisher: Sequence[LayerFisher] | None) -> KLTConfig:
-    """The settings with the fields of each layer's heads, keys and values with `bits` per value each.
+    """The settings with the fields of each layer's heads, keys and values with `bits` per value on average.
 
     Costs of a head are raised to a power below 1 of their level, because Fisher information overrates how much heads
     differ. Without it, all heads count alike and bands halve from one to the next.
@@ -55,8 +57,9 @@ def allocate(spec: ModelSpec, config: KLTConfig, fisher: Sequence[LayerFisher] |
         angles = spec.rope.theta ** -(torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim)
         tiles = [tile_rotation(angles * (index not in spec.unrotated)) for index in range(spec.num_layers)]
         keys = _weighted([_key_transform(x, tile) for x, tile in zip(fisher, tiles, strict=True)], _KEY_EVENNESS)
-        values = _weighted([_value_transform(x.value, x.value_covariance) for x in fisher], _VALUE_EVENNESS)
-        shares = [share(costs, config.bits) for costs in (keys, values)]
+        values = _weighted([_value_transform(x.value_unweighted, x.value_covariance) for x in fisher], _VALUE_EVENNESS)
+        moved = int(min(_MOVED_BITS, config.bits - 1, MOST_BYTES - config.bits) * len(keys)) / len(keys)
+        shares = [share(keys, config.bits - moved), share(values, config.bits + moved)]
     fields = [_by_layer(of_heads, spec.num_kv_heads) for of_heads in shares]
     return config.model_copy(update={"key_fields": fields[0], "value_fields": fields[1]})
 
@@ -75,8 +78,9 @@ def _by_layer(fields: list[Fields], heads: int) -> tuple[tuple[Fields, ...], ...
 
 
 def _key_transform(fisher: LayerFisher, tile: Rotation, covariance: Tensor | None = None) -> Transform:
-    covariance = fisher.key_covariance if covariance is None else covariance
-    return transform(in_tiles(fisher.key, tile), in_tiles(covariance, tile), _KEY_POWER, cost_of_fisher=True)
+    """`covariance` is that of keys in tiles; by default that of the keys' deviations from their mean."""
+    covariance = in_tiles(fisher.key_covariance, tile) if covariance is None else covariance
+    return transform(in_tiles(fisher.key_unweighted, tile), covariance, _KEY_POWER, cost_of_fisher=True)
 
 
 def _value_transform(fisher: Tensor, covariance: Tensor) -> Transform:
@@ -107,19 +111,25 @@ def _fit(
     if fisher is None:
         queries = train.q.float().unflatten(0, (spec.num_kv_heads, -1))
         even = torch.eye(spec.head_dim, device=queries.device).expand(spec.num_kv_heads, -1, -1)
-        fisher = LayerFisher(torch.einsum("hgtc,hgtd->hcd", queries, queries), covariances[0], even, covariances[1])
-    codec.key_offset = means[0].float()
-    codec.key.set_basis(_key_transform(fisher, tile, covariances[0]).basis)
-    codec.value.set_basis(_value_transform(fisher.value, covariances[1]).basis)
-    keys = heldout.keys.first(_ERROR_TOKENS).float() - codec.key_offset.unsqueeze(1)
+        scores = torch.einsum("hgtc,hgtd->hcd", queries, queries)
+        fisher = LayerFisher(scores, scores, covariances[0], even, even, covariances[1])
+    rotated = tile.at_each_position(means[0][None, :, None])  # the mean key at each position of a tile
+    codec.key_offset = rotated[0, :, :OFFSET_BLOCK].mean(1).float()
+    blocks = Rotation(tile.cos[:, :, ::OFFSET_BLOCK], tile.sin[:, :, ::OFFSET_BLOCK])
+    offsets = blocks.at_each_position(codec.key_offset[None, :, None].double()).repeat_interleave(OFFSET_BLOCK, 2)[0]
+    rest = rotated[0] - offsets
+    codec.key.set_basis(_key_transform(fisher, tile, in_tiles(covariances[0], tile) + rest.mT @ rest / ROPE_TILE).basis)
+    codec.value.set_basis(_value_transform(fisher.value_unweighted, covariances[1]).basis)
+    keys = heldout.keys.first(_ERROR_TOKENS).float()
     place = heldout.positions[: keys.shape[1]] % ROPE_TILE
     at = Rotation(tile.cos[:, :, place].float(), tile.sin[:, :, place].float())
+    keys = at.apply(keys.unsqueeze(0))[0] - offsets[:, place].float()
     values = heldout.values.first(_ERROR_TOKENS).float() - means[1].float().unsqueeze(1)
     metrics = {
         "key_bits": [sum(fields) / BANDS for fields in codec.key.fields],
         "value_bits": [sum(fields) / BANDS for fields in codec.value.fields],
-        "key_error": relative_error(codec.key, at.apply(keys.unsqueeze(0))[0], in_tiles(fisher.key, tile).float()),
-        "value_error": relative_error(codec.value, values, fisher.value),
+        "key_error": relative_error(codec.key, keys, in_tiles(fisher.key_unweighted, tile).float()),
+        "value_error": relative_error(codec.value, values, fisher.value_unweighted),
     }
     codec.value.mean.copy_(means[1])  # the error is that of values less their mean, as that of keys
     return FitReport(metrics)

@@ -1,0 +1,277 @@
+"""Scores of KLT's keys from their codes.
+
+A score is <q, R (m + B y)> with y = g (c - (2^n - 1) / 2) the coded vector, R the rotation of the first position of its
+tile and m the offset at its block of the tile. The query is transformed once per tile, to B^T R^T q, and multiplied
+with codes; its products with the offsets of the tile's blocks are a few numbers.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvcli.kernels.launch import cdiv, power_of_two
+from kvcli.kernels.operands import in_thread_order
+from kvcli.kernels.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wait
+from kvcli.kernels.splits import LOG2E, SplitScores, batch_and_head, split_range
+from kvcli.kernels.words import FIELD_SCALE, TINY, pow2_above
+from kvcli.methods.klt.codec import KLTKey
+from kvcli.methods.klt.fields import BANDS, MOST_BYTES
+from kvcli.methods.klt.kernels import FIELDS, band_columns, channels_as_rows, gains, head_bands, head_bytes, head_planes
+from kvcli.methods.layer_codec import EncodedTokens
+from kvcli.rope import OFFSET_BLOCK, ROPE_TILE, TokenRotations
+
+# tuned on one H100, torch 2.11, triton 3.6
+_BLOCK_N = 32
+_BLOCK_R = 32
+_QUERY_PROGRAMS = 264
+_QUERY_WARPS = 4
+_WARPS = 1
+_WARPS_FP32 = 4
+_MAX_REGISTERS = 128
+
+_BANDS = tl.constexpr(BANDS)
+_OFFSET_BLOCK = tl.constexpr(OFFSET_BLOCK)
+_MOST_BYTES = tl.constexpr(MOST_BYTES)
+
+
+@triton.jit(do_not_specialize=["num_tiles"])
+def _tile_queries_kernel(
+    query, basis, bits, levels, offsets, tile_cos, tile_sin, out, numbers,
+    t_batch, num_kv_heads, rows, num_tiles, scaling,
+    D: tl.constexpr, ROTARY: tl.constexpr, NUMBERS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr, FP32_DOT: tl.constexpr,
+):  # fmt: skip
+    """out = B^T R^T q of each tile and query row, times scaling, as the other operand of `band_columns`.
+
+    Grid (programs, batch * num_kv_heads); a program takes each `programs`-th BLOCK_R rows.
+
+    Args:
+        query: float [batch, num_kv_heads, rows, D], contiguous, after RoPE.
+        basis: float32 [num_kv_heads, D, D], B.
+        bits, levels: int32 [num_kv_heads, D], where codes begin in their bytes, and 2^n - 1.
+        offsets: float32 [num_kv_heads, D, NUMBERS - 2], the offset of each block of a tile; not read if there is none.
+        tile_cos, tile_sin: float32 [batch or 1, num_tiles, ROTARY / 2], of the first position, stride t_batch.
+        out: [batch, num_kv_heads, num_tiles, rows, D], float32 if FP32_DOT, else float16 in units; written.
+        numbers: float32 [batch, num_kv_heads, num_tiles, rows, NUMBERS], written: the factor of products, the product
+            with (2^n - 1) / 2, and those with the offsets.
+    """
+    pdl_launch_dependents()
+    i_bh, i_b, i_h = batch_and_head(1, num_kv_heads)
+    o_d = tl.arange(0, BLOCK_D)
+    m_d = o_d < D
+    HALF: tl.constexpr = ROTARY // 2
+    CHUNKS: tl.constexpr = (D + BLOCK_K - 1) // BLOCK_K
+    if CHUNKS == 1:
+        b_basis = _columns(basis + i_h * (D * D), o_d, 0, D, BLOCK_K)
+    rotated, second = o_d < ROTARY, o_d >= HALF
+    partner = tl.where(second, o_d - HALF, o_d + HALF)
+    for start in range(tl.program_id(0) * BLOCK_R, num_tiles * rows, tl.num_programs(0) * BLOCK_R):
+        r = start + tl.arange(0, BLOCK_R)
+        m_r, tile, row = r < num_tiles * rows, r // rows, r % rows
+        p_row = query + (i_bh * rows + row)[:, None] * D
+        mask = m_r[:, None] & m_d[None, :]
+        b_q = tl.load(p_row + o_d[None, :], mask=mask, other=0.0).to(tl.float32)
+        b_partner = tl.load(p_row + partner[None, :], mask=mask & rotated[None, :], other=0.0).to(tl.float32)
+        p_angle = i_b * t_batch + tile[:, None] * HALF + (o_d % HALF)[None, :]
+        b_cos = tl.load(tile_cos + p_angle, mask=m_r[:, None] & rotated[None, :], other=1.0)
+        b_sin = tl.load(tile_sin + p_angle, mask=m_r[:, None] & rotated[None, :], other=0.0)
+        b_q = (b_q * b_cos + tl.where(second[None, :], -b_partner, b_partner) * b_sin) * scaling
+        at = (i_bh * num_tiles * rows + r).to(tl.int64)
+        b_outs = ()
+        b_zero, b_top = tl.zeros([BLOCK_R], tl.float32), tl.zeros([BLOCK_R], tl.float32)
+        for i in tl.static_range(CHUNKS):
+            o_k = i * BLOCK_K + tl.arange(0, BLOCK_K)
+            if CHUNKS > 1:
+                b_basis = _columns(basis + i_h * (D * D), o_d, i * BLOCK_K, D, BLOCK_K)
+            b_out = tl.dot(b_q, b_basis, input_precision="ieee" if FP32_DOT else "tf32")
+            b_levels = tl.load(levels + i_h * D + o_k, mask=o_k < D, other=0).to(tl.float32)
+            b_out = tl.where((b_levels > 0)[None, :], b_out, 0.0)
+            b_zero += tl.sum(b_out * b_levels[None, :], 1) * 0.5
+            if not FP32_DOT:
+                b_bits = tl.load(bits + i_h * D + o_k, mask=o_k < D, other=0).to(tl.float32)
+                b_out = b_out * tl.exp2(-b_bits)[None, :]
+                b_top = tl.maximum(b_top, tl.max(tl.abs(b_out), 1))
+            b_outs = b_outs + (b_out,)
+        unit = tl.full([BLOCK_R], 1.0, tl.float32) if FP32_DOT else pow2_above(tl.maximum(b_top, TINY))
+        for i in tl.static_range(CHUNKS):
+            o_k = i * BLOCK_K + tl.arange(0, BLOCK_K)
+            b_out = (b_outs[i] / unit[:, None]).to(out.dtype.element_ty)
+            tl.store(out + at[:, None] * D + o_k[None, :], b_out, mask=m_r[:, None] & (o_k < D)[None, :])
+        tl.store(numbers + at * NUMBERS, unit if FP32_DOT else unit * FIELD_SCALE, mask=m_r)
+        tl.store(numbers + at * NUMBERS + 1, b_zero, mask=m_r)
+        if NUMBERS > 2:
+            o_b = tl.arange(0, 16)
+            m_b = o_b < NUMBERS - 2
+            p_offset = offsets + i_h * (D * (NUMBERS - 2)) + o_d[:, None] * (NUMBERS - 2) + o_b[None, :]
+            b_offset = tl.load(p_offset, mask=m_d[:, None] & m_b[None, :], other=0.0)
+            b_o = tl.dot(b_q, b_offset, input_precision="tf32x3")  # has the precision of float32
+            tl.store(numbers + at[:, None] * NUMBERS + 2 + o_b[None, :], b_o, mask=m_r[:, None] & m_b[None, :])
+
+
+@triton.jit
+def _columns(basis, o_d, first, D: tl.constexpr, BLOCK_K: tl.constexpr):
+    """BLOCK_K columns of a matrix [D, D] from `first` on, 0 beyond it."""
+    o_k = first + tl.arange(0, BLOCK_K)
+    return tl.load(basis + o_d[:, None] * D + o_k[None, :], mask=(o_d < D)[:, None] & (o_k < D)[None, :], other=0.0)
+
+
+@triton.jit
+def _score_tokens(
+    tile_query, numbers, at_query, rows, m_m, start, low, high, p_head, num_bytes, bands, p_time, p_gain, g_time,
+    p_scores, PLANES: tl.constexpr, W: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, NUMBERS: tl.constexpr,
+    BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr, FP32_DOT: tl.constexpr,
+):  # fmt: skip
+    """Writes the scores of tokens low to high - 1, of a head of at most PLANES bytes, and returns the largest ones.
+
+    `start` is the position of token 0; `at_query` [M] counts the rows of its tile.
+    """
+    o_w, o_q, o_n = tl.arange(0, BLOCK_W), tl.arange(0, BLOCK_W // 4), tl.arange(0, BLOCK_N)
+    m_w = o_w < W
+    ALIGNED: tl.constexpr = BLOCK_W // 4 if W == BLOCK_W else 1
+    b_max = tl.full([BLOCK_N, m_m.shape[0]], float("-inf"), tl.float32)
+    first, last = start + low, start + high  # positions
+    for tile in range(first // TILE, tl.cdiv(last, TILE)):
+        at_tile = at_query + (tile - start // TILE) * rows
+        b_qs = ()
+        for f in tl.static_range(_BANDS):
+            p_tile = tl.multiple_of(at_tile[None, :] * D + (f * W + o_w)[:, None], [ALIGNED, ALIGNED])
+            b_q = tl.load(tile_query + p_tile, mask=m_w[:, None] & m_m[None, :], other=0.0)
+            b_qs = b_qs + (channels_as_rows(b_q),)
+        p_number = numbers + at_tile * NUMBERS
+        b_factor = tl.load(p_number, mask=m_m, other=0.0)
+        b_zero = tl.load(p_number + 1, mask=m_m, other=0.0)
+        begin = tl.maximum(tile * TILE, first // BLOCK_N * BLOCK_N)
+        for position in range(begin, tl.minimum((tile + 1) * TILE, last), BLOCK_N):
+            n = position - start + o_n
+            m_s = ((n >= low) & (n < high))[:, None] & m_m[None, :]
+            at = tl.minimum(tl.maximum(n, low), high - 1)
+            p_word = in_thread_order(p_head, at[:, None] * p_time + o_q[None, :] * 4, 4 if W % 4 == 0 else 2)
+            planes = head_planes(p_word, o_q[None, :] * 4, num_bytes, PLANES, 4, W)
+            b_s = tl.zeros([BLOCK_N, m_m.shape[0]], tl.float32)
+            for f in tl.static_range(_BANDS):
+                b_s = tl.dot(band_columns(planes, bands[f], FP32_DOT), b_qs[f], b_s, input_precision="ieee")
+            b_s = (b_s * b_factor[None, :] - b_zero[None, :]) * gains(p_gain + at * g_time)[:, None]
+            if NUMBERS > 2:
+                p_offset = p_number + 2 + position % TILE // _OFFSET_BLOCK
+                for i in tl.static_range(BLOCK_N // _OFFSET_BLOCK):
+                    b_o = tl.load(p_offset + i, mask=m_m, other=0.0)
+                    b_s += tl.where((o_n // _OFFSET_BLOCK == i)[:, None], b_o[None, :], 0.0)
+            b_max = tl.maximum(b_max, tl.where(m_s, b_s, float("-inf")))
+            tl.store(p_scores + n[:, None], b_s, mask=m_s)
+    return tl.max(b_max, 0)
+
+
+@triton.jit(do_not_specialize=["length", "per_split", "num_tiles"])
+def _scores_kernel(
+    tile_query, numbers, positions, lengths, packed, gain, fields, scores, split_max,
+    at_batch, p_batch, p_time, g_batch, g_head, g_time, s_head, s_row,
+    num_kv_heads, rows, length, per_split, num_tiles,
+    W: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, NUMBERS: tl.constexpr, BLOCK_W: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FP32_DOT: tl.constexpr, HAS_LENGTHS: tl.constexpr,
+):  # fmt: skip
+    """scores[m, n] = g_n (<q_tile(n), c_n> - zero_tile(n)) + offset_block(n) of the tokens n of a split.
+
+    Grid (num_splits, batch * num_kv_heads, ceil(rows / BLOCK_M)). BLOCK_N is a multiple of OFFSET_BLOCK.
+
+    Args:
+        tile_query, numbers: as `_tile_queries_kernel` wrote them.
+        positions: int [batch or 1, >= 1], stride at_batch, of the first token.
+        lengths: int32 [batch], tokens of each sequence, if HAS_LENGTHS.
+        packed: uint8 [batch, 1, length, bytes], strides p_*; gain: uint8 [batch, num_kv_heads, length, 1], strides g_*.
+        fields: int32 [num_kv_heads, BANDS + 1, 6], see `Tables`.
+        scores: float32 [batch, num_kv_heads, rows, >= length], strides s_*, in units of log 2; written.
+        split_max: float32 [batch, num_kv_heads, num_splits, rows], written.
+    """
+    pdl_launch_dependents()
+    i_bh, i_b, i_h = batch_and_head(1, num_kv_heads)
+    o_m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    m_m = o_m < rows
+    if HAS_LENGTHS:
+        length = tl.load(lengths + i_b)
+    low, count = split_range(length, per_split)
+    low = low.to(tl.int32)
+    start = tl.load(positions + i_b * at_batch).to(tl.int32)
+    fields += i_h * FIELDS
+    p_head, num_bytes = head_bytes(packed + i_b * p_batch, fields, W)
+    bands = head_bands(fields, FP32_DOT)
+    p_gain = gain + i_b * g_batch + i_h * g_head
+    p_scores = scores + i_bh * s_head + o_m.to(tl.int64)[None, :] * s_row
+    pdl_wait()
+    high = low + tl.maximum(count, 0).to(tl.int32)
+    at_query = i_bh * num_tiles * rows + o_m
+    # heads of at most two bytes per channel are read with half of the selections
+    if num_bytes <= 2:
+        b_max = _score_tokens(
+            tile_query, numbers, at_query, rows, m_m, start, low, high, p_head, num_bytes, bands, p_time, p_gain,
+            g_time, p_scores, 2, W, D, TILE, NUMBERS, BLOCK_W, BLOCK_N, FP32_DOT,
+        )  # fmt: skip
+    else:
+        b_max = _score_tokens(
+            tile_query, numbers, at_query, rows, m_m, start, low, high, p_head, num_bytes, bands, p_time, p_gain,
+            g_time, p_scores, _MOST_BYTES, W, D, TILE, NUMBERS, BLOCK_W, BLOCK_N, FP32_DOT,
+        )  # fmt: skip
+    tl.store(split_max + (i_bh * tl.num_programs(0) + tl.program_id(0)) * rows + o_m, b_max, mask=m_m)
+
+
+def key_scores(
+    key: KLTKey, offset: Tensor | None, query: Tensor, encoded: EncodedTokens, scaling: float
+) -> SplitScores:
+    """Scores of all query rows and encoded tokens; float32 queries are multiplied in float32.
+
+    Args:
+        offset: float32 [1, num_kv_heads, 1, head_dim], the constant pre-RoPE key that is not coded.
+        query: after RoPE, [batch, num_heads, query_len, head_dim].
+
+    Raises:
+        CacheError: positions that are not consecutive.
+    """
+    spec, codes, rotations, fp32_dot = key.spec, encoded.key_codes, encoded.rotations, query.dtype == torch.float32
+    assert rotations is not None
+    batch, heads, query_len, head_dim = query.shape
+    kv_heads = spec.num_kv_heads
+    rows = heads // kv_heads * query_len
+    by_head = query.reshape(batch, kv_heads, rows, head_dim)
+    tile_query, numbers = tile_queries(key, offset, by_head, rotations, scaling * LOG2E)
+    block_m = 16 if fp32_dot else 8
+    blocks = cdiv(rows, block_m)
+    scores = SplitScores(batch, kv_heads, rows, encoded.length, 64, blocks, query.device)
+    positions, packed = rotations.positions, codes.packed
+    _scores_kernel[(scores.num_splits, batch * kv_heads, blocks)](
+        tile_query, numbers, positions, scores.split_max if encoded.lengths is None else encoded.lengths,
+        packed, codes.gain, key.tables.fields, scores.values, scores.split_max,
+        positions.stride(0) if positions.shape[0] > 1 else 0, packed.stride(0), packed.stride(2),
+        *codes.gain.stride()[:3], *scores.values.stride()[1:3],
+        kv_heads, rows, encoded.length, scores.tokens_per_split, tile_query.shape[2],
+        W=key.width, D=head_dim, TILE=ROPE_TILE, NUMBERS=numbers.shape[-1], BLOCK_W=max(16, power_of_two(key.width)),
+        BLOCK_M=block_m, BLOCK_N=_BLOCK_N, FP32_DOT=fp32_dot, HAS_LENGTHS=encoded.lengths is not None,
+        num_warps=_WARPS_FP32 if fp32_dot else _WARPS, num_stages=1,
+        maxnreg=None if fp32_dot else _MAX_REGISTERS, **pdl_launch_options(),
+    )  # fmt: skip
+    return scores
+
+
+def tile_queries(
+    key: KLTKey, offset: Tensor | None, query: Tensor, rotations: TokenRotations, scaling: float
+) -> tuple[Tensor, Tensor]:
+    """`out` and `numbers` of `_tile_queries_kernel` of query rows [batch, num_kv_heads, rows, head_dim], after RoPE."""
+    offsets = None if offset is None else key.block_offsets(offset, rotations)
+    batch, kv_heads, rows, head_dim = query.shape
+    tiles, tables, fp32_dot = rotations.rope_tiles(), key.tables, query.dtype == torch.float32
+    num_tiles = tiles.cos.shape[2]
+    shape = (batch, kv_heads, num_tiles, rows)
+    out = torch.empty(*shape, head_dim, dtype=torch.float32 if fp32_dot else torch.float16, device=query.device)
+    count = 2 + (0 if offsets is None else offsets.shape[-1])
+    numbers = torch.empty(*shape, count, device=query.device)
+    block_d = max(16, power_of_two(head_dim))
+    programs = min(cdiv(num_tiles * rows, _BLOCK_R), max(1, _QUERY_PROGRAMS // (batch * kv_heads)))
+    _tile_queries_kernel[(programs, batch * kv_heads)](
+        query.contiguous(), key.basis, tables.bit, tables.levels, numbers if offsets is None else offsets,
+        tiles.cos, tiles.sin, out, numbers, tiles.cos.stride(0) if tiles.cos.shape[0] > 1 else 0,
+        kv_heads, rows, num_tiles, scaling, D=head_dim, ROTARY=2 * tiles.cos.shape[3], NUMBERS=count,
+        BLOCK_D=block_d, BLOCK_K=block_d if block_d <= 128 else 64,
+        BLOCK_R=_BLOCK_R, FP32_DOT=fp32_dot, num_warps=_QUERY_WARPS, num_stages=1,
+    )  # fmt: skip
+    return out, numbers
