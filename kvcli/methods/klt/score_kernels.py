@@ -133,6 +133,8 @@ def _score_tokens(
     ALIGNED: tl.constexpr = BLOCK_W // 4 if W == BLOCK_W else 1
     b_max = tl.full([BLOCK_N, m_m.shape[0]], float("-inf"), tl.float32)
     first, last = start + low, start + high  # positions
+    p_head += low.to(tl.int64) * p_time
+    p_gain += low.to(tl.int64) * g_time
     for tile in range(first // TILE, tl.cdiv(last, TILE)):
         at_tile = at_query + (tile - start // TILE) * rows
         b_qs = ()
@@ -147,7 +149,7 @@ def _score_tokens(
         for position in range(begin, tl.minimum((tile + 1) * TILE, last), BLOCK_N):
             n = position - start + o_n
             m_s = ((n >= low) & (n < high))[:, None] & m_m[None, :]
-            at = tl.minimum(tl.maximum(n, low), high - 1)
+            at = tl.maximum(tl.minimum(n, high - 1), low) - low  # an empty split reads a token that others have
             p_word = in_thread_order(p_head, at[:, None] * p_time + o_q[None, :] * 4, 4 if W % 4 == 0 else 2)
             planes = head_planes(p_word, o_q[None, :] * 4, num_bytes, PLANES, 4, W)
             b_s = tl.zeros([BLOCK_N, m_m.shape[0]], tl.float32)
