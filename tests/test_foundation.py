@@ -115,7 +115,7 @@ BUDGET = {
     "eval": 2165,  # rows without gradients, options that differ by name
     "integrations": 630,
     "kernels": 857,  # offset scores of several tiles by one program
-    "methods": 9734,  # KLT with its kernels; Block-GTQ and KVarN as rivals
+    "methods": 9736,  # KLT with its kernels; Block-GTQ and KVarN as rivals
     "plan": 550,  # from which length they are smaller
     "serve": 1242,  # a server of the OpenAI API
     "seam": 1595,  # rotations by constants return at once

@@ -552,18 +552,17 @@ def test_token_kernels(heads: int, head_dim: int, batch: int, time: int, dtype: 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize(("first_pair", "programs"), [(0, 0), (30, 16), (32, 1)])
+@pytest.mark.parametrize("programs", [0, 16])
 def test_attention_of_several_blocks_per_program(
-    dtype: torch.dtype, first_pair: int, programs: int, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows that begin in other tiles than the first, splits of several blocks, and offsets of some RoPE pairs."""
+    """Rows that begin in other tiles than the first, splits of several blocks, and an offset."""
     monkeypatch.setattr(splits, "_PROGRAMS_PER_SM", programs)
     torch.manual_seed(0)
     _, codec = make_codec("klt-2", 4, 2, 64)
     codec.key_offset.normal_().mul_(4)
-    codec.key_offset.unflatten(-1, (2, -1))[..., :first_pair] = 0
-    part, query = make_part(codec, 4, 2, 400, None), torch.randn(2, 4, 1, 64, device=DEVICE)
-    positions = torch.tensor([[700], [250]], device=DEVICE) + torch.arange(400, device=DEVICE)
+    part, query = make_part(codec, 4, 2, 280, None), torch.randn(2, 4, 1, 64, device=DEVICE)
+    positions = torch.tensor([[700], [250]], device=DEVICE) + torch.arange(280, device=DEVICE)
     assert part.rotations is not None
     part = dataclasses.replace(part, rotations=TokenRotations(part.rotations.rope, positions))
     ours = fused_attend(codec, query.to(dtype), part, 0.125)
