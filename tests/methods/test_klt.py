@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from kvcli.attention.reference import attend_codes, unrotate
 from kvcli.errors import ConfigError
 from kvcli.kernels import splits
-from kvcli.methods.klt.attend_kernels import fused_attend
+from kvcli.methods.klt.attend_kernels import fused_attend, unsupported
 from kvcli.methods.klt.codec import KLTCodes, KLTKey, KLTValue
 from kvcli.methods.klt.fields import BANDS, DISTORTION, STEPS, Fields, all_fields, best_fields, places, share
 from kvcli.methods.klt.method import KLTConfig, allocate
@@ -473,6 +473,20 @@ def test_a_fit_takes_means_and_principal_axes(width: int, rotary_dim: int, fishe
         assert sum(metrics[name]) == 4
 
 
+@pytest.mark.parametrize(
+    ("name", "used"), [("key", False), ("value", False), *((f"{x}_unweighted", True) for x in ("key", "value"))]
+)
+def test_a_fit_takes_fisher_information_without_weights(name: str, used: bool) -> None:
+    data = with_fisher(samples())
+    assert data.fisher is not None
+    assert data.query_rotation is not None
+    changed = dataclasses.replace(data.fisher, **{name: matrices(WIDTH, seed=9).float()})
+    other = LayerSamples(data.q, data.keys, data.values, data.positions, data.query_rotation, fisher=changed)
+    codecs = [fitted(x)[0] for x in (data, other)]
+    side = [getattr(codec, name.partition("_")[0]).basis for codec in codecs]
+    assert torch.equal(*side) != used
+
+
 def test_heads_and_layers_whose_errors_cost_more_get_more_bits() -> None:
     fisher = with_fisher(samples()).fisher
     assert fisher is not None
@@ -567,6 +581,11 @@ def test_attention_of_several_blocks_per_program(
     part = dataclasses.replace(part, rotations=TokenRotations(part.rotations.rope, positions))
     ours = fused_attend(codec, query.to(dtype), part, 0.125)
     assert_same(ours, attend_codes(codec, query.to(dtype).float(), part, 0.125), dtype)
+
+
+def test_bands_of_an_odd_number_of_channels_are_left_to_the_reference() -> None:
+    for head_dim, said in ((24, "bands of 3 channels, an odd number"), (32, None)):
+        assert unsupported(make_codec("klt-2", 4, 2, head_dim)[1]) == said
 
 
 def test_fused_attention_does_not_depend_on_autocast() -> None:
