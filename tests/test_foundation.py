@@ -107,7 +107,7 @@ BUDGET = {
     ".": 3840,  # rotations of tiles of positions
     "artifact": 400,
     "attention": 2475,  # captured passes of any width, and chunks read by them
-    "bench": 2975,  # the suites `startup`, `chunks` and `serve`, whose figures are medians
+    "bench": 2976,  # the suites `startup`, `chunks` and `serve`, whose figures are medians
     "cache": 2715,  # snapshots joined to a batch; the same offsets are observed
     "calibrate": 1420,  # blocks of logits by vocabulary
     "cli": 3700,  # ask, serve, chat with a server, warmup and doctor
@@ -115,7 +115,7 @@ BUDGET = {
     "eval": 2165,  # rows without gradients, options that differ by name
     "integrations": 630,
     "kernels": 857,  # offset scores of several tiles by one program
-    "methods": 9736,  # KLT with its kernels; Block-GTQ and KVarN as rivals
+    "methods": 9868,  # KLT, whose kernels load a block ahead; Block-GTQ and KVarN as rivals
     "plan": 550,  # from which length they are smaller
     "serve": 1242,  # a server of the OpenAI API
     "seam": 1595,  # rotations by constants return at once

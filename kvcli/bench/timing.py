@@ -96,8 +96,9 @@ def _cuda_samples(call: Call, flush: Tensor, repeats: int) -> list[float]:
         calls += 1
     events = []
     for _ in range(_affordable(last, repeats)):
-        flush.zero_()
-        # the flush also keeps the GPU busy while Python launches the call's kernels
+        # flushes also keep the GPU busy while Python launches the call's kernels; one is too short now and then
+        for _ in range(3):
+            flush.zero_()
         first, second = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         first.record()
         call()

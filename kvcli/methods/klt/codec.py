@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvcli.kernels.launch import TINY
 from kvcli.methods.base import CachedFromBuffers, Codec, Codes, KeyCodec, Space, ValueCodec
 from kvcli.methods.klt.fields import BANDS, GAINS_PER_OCTAVE, STEPS, UNIT_GAIN, Fields, places
 from kvcli.rope import OFFSET_BLOCK, ROPE_TILE, Rotation, TokenRotations
@@ -194,6 +195,44 @@ class _KLT(Codec[KLTCodes, None]):
         return ((taken >> bit) & levels) - levels / 2
 
 
+@dataclass(frozen=True)
+class QueryTables:
+    """What transforms the query of a score.
+
+    Attributes:
+        basis: B, [num_kv_heads, head_dim, head_dim]; for float16 queries float16, each column over a power of two.
+        factors: float32 [num_kv_heads, 2 * head_dim + 1], by which products with the columns are multiplied, 0 without
+            codes; then, by which the result is, for the product with (2^b - 1) / 2; then the unit of offsets.
+        offsets: [num_kv_heads, head_dim, blocks], the offset at each block of a tile; for float16 queries in the unit,
+            rounded to float16, and as many columns of what is left of it.
+    """
+
+    basis: Tensor
+    factors: Tensor
+    offsets: Tensor
+
+    @classmethod
+    def of(cls, basis: Tensor, tables: Tables, offsets: Tensor, dtype: torch.dtype) -> QueryTables:
+        """Tables for queries of a dtype, float32 or float16; `offsets` float32 are empty if there is no offset."""
+        levels = tables.levels.float()
+        factor, middle, unit = levels.sign(), levels / 2, levels.new_ones(len(levels), 1)
+        if dtype == torch.float16:
+            columns = _power_of_two(basis.abs().amax(1))
+            basis = (basis / columns.unsqueeze(1)).half()
+            shift = torch.exp2(tables.bit.float())
+            factor, middle = factor * columns / shift, middle * shift
+            if offsets.numel():
+                unit = _power_of_two(offsets.abs().amax((1, 2))).unsqueeze(1)
+                offsets = offsets / unit.unsqueeze(1)
+                offsets = torch.cat((offsets.half(), (offsets - offsets.half().float()).half()), -1)
+        return cls(basis.contiguous(), torch.cat((factor, middle, unit), 1), offsets.contiguous())
+
+    @property
+    def num_offsets(self) -> int:
+        """Numbers per query and tile that are products with offsets."""
+        return self.offsets.shape[-1] // (2 if self.offsets.dtype == torch.float16 else 1)
+
+
 class KLTKey(_KLT, KeyCodec[KLTCodes, None]):
     """Keys, rotated by their position within a tile: the transform of a score's query is that of the tile's start."""
 
@@ -201,17 +240,26 @@ class KLTKey(_KLT, KeyCodec[KLTCodes, None]):
 
     def __init__(self, spec: ModelSpec, fields: Sequence[Fields]) -> None:
         super().__init__(spec, fields)
-        self._block_offsets: CachedFromBuffers[Tensor] = CachedFromBuffers()
+        self._query_tables: dict[torch.dtype, CachedFromBuffers[QueryTables]] = {}
 
-    def block_offsets(self, offset: Tensor, rotations: TokenRotations) -> Tensor:
-        """An offset [1, num_kv_heads, 1, head_dim] at the blocks of a tile: [num_kv_heads, head_dim, blocks]."""
+    def codebook_bytes(self) -> int:
+        heads, head_dim, _ = self.basis.shape  # what 16-bit queries are multiplied with, offsets included
+        blocks = ROPE_TILE // OFFSET_BLOCK
+        return super().codebook_bytes() + heads * (2 * head_dim * (head_dim + 2 * blocks) + 4 * (2 * head_dim + 1))
 
-        def make() -> Tensor:
-            turns = rotations.offsets(ROPE_TILE)
-            blocks = Rotation(turns.cos[:, :, ::OFFSET_BLOCK], turns.sin[:, :, ::OFFSET_BLOCK])
-            return blocks.at_each_position(offset)[0].mT.contiguous()
+    def query_tables(self, offset: Tensor | None, rotations: TokenRotations, dtype: torch.dtype) -> QueryTables:
+        """Tables of an offset [1, num_kv_heads, 1, head_dim] and of queries of a dtype."""
 
-        return self._block_offsets.get(make, offset)
+        def make() -> QueryTables:
+            offsets = self.basis.new_empty(*self.basis.shape[:2], 0)
+            if offset is not None:
+                turns = rotations.offsets(ROPE_TILE)
+                blocks = Rotation(turns.cos[:, :, ::OFFSET_BLOCK], turns.sin[:, :, ::OFFSET_BLOCK])
+                offsets = blocks.at_each_position(offset)[0].mT.float()
+            return QueryTables.of(self.basis, self.tables, offsets, dtype)
+
+        cached = self._query_tables.setdefault(dtype, CachedFromBuffers())
+        return cached.get(make, self.basis, *([] if offset is None else [offset]))
 
 
 class KLTValue(_KLT, ValueCodec[KLTCodes]):
@@ -231,6 +279,11 @@ def _field(byte: int, bit: int, bits: int) -> tuple[int, ...]:
     """
     levels = 2**bits - 1
     return byte, bit, levels, 0x3210 + byte % 2 * 0x4444, 0x2200 + byte // 2 * 0x4444, (levels << bit) * 0x10001
+
+
+def _power_of_two(x: Tensor) -> Tensor:
+    """A power of two that is at least x, so that x over it is at most 1."""
+    return torch.exp2(x.clamp_min(TINY).log2().ceil())
 
 
 def _inverted(basis: Tensor) -> Tensor:

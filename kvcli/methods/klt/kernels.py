@@ -28,7 +28,12 @@ _PER_OCTAVE = tl.constexpr(float(GAINS_PER_OCTAVE))
 @triton.jit
 def gains(p_gain, mask=None):
     """Gains as numbers from where they are stored: float32, 0 where the mask is off."""
-    b_g = tl.load(p_gain) if mask is None else tl.load(p_gain, mask=mask, other=0)
+    return as_gains(tl.load(p_gain) if mask is None else tl.load(p_gain, mask=mask, other=0))
+
+
+@triton.jit
+def as_gains(b_g):
+    """Stored gains as numbers, float32."""
     b_g = b_g.to(tl.float32)
     return tl.where(b_g > 0, tl.exp2((b_g - _UNIT) / _PER_OCTAVE), 0.0)
 

@@ -19,7 +19,15 @@ from kvcli.kernels.splits import LOG2E, SplitScores, batch_and_head, split_range
 from kvcli.kernels.words import FIELD_SCALE, TINY, pow2_above
 from kvcli.methods.klt.codec import KLTKey
 from kvcli.methods.klt.fields import BANDS, MOST_BYTES
-from kvcli.methods.klt.kernels import FIELDS, band_columns, channels_as_rows, gains, head_bands, head_bytes, head_planes
+from kvcli.methods.klt.kernels import (
+    FIELDS,
+    as_gains,
+    band_columns,
+    channels_as_rows,
+    head_bands,
+    head_bytes,
+    head_planes,
+)
 from kvcli.methods.layer_codec import EncodedTokens
 from kvcli.rope import OFFSET_BLOCK, ROPE_TILE, TokenRotations
 
@@ -39,9 +47,9 @@ _MOST_BYTES = tl.constexpr(MOST_BYTES)
 
 @triton.jit(do_not_specialize=["num_tiles"])
 def _tile_queries_kernel(
-    query, basis, bits, levels, offsets, tile_cos, tile_sin, out, numbers,
+    query, basis, factors, offsets, tile_cos, tile_sin, out, numbers,
     t_batch, num_kv_heads, rows, num_tiles, scaling,
-    D: tl.constexpr, ROTARY: tl.constexpr, NUMBERS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
+    D: tl.constexpr, ROTARY: tl.constexpr, NUMBERS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr, FP32_DOT: tl.constexpr,
 ):  # fmt: skip
     """out = B^T R^T q of each tile and query row, times scaling, as the other operand of `band_columns`.
@@ -50,9 +58,7 @@ def _tile_queries_kernel(
 
     Args:
         query: float [batch, num_kv_heads, rows, D], contiguous, after RoPE.
-        basis: float32 [num_kv_heads, D, D], B.
-        bits, levels: int32 [num_kv_heads, D], where codes begin in their bytes, and 2^n - 1.
-        offsets: float32 [num_kv_heads, D, NUMBERS - 2], the offset of each block of a tile; not read if there is none.
+        basis, factors, offsets: of `QueryTables`; offsets are not read if there are none.
         tile_cos, tile_sin: float32 [batch or 1, num_tiles, ROTARY / 2], of the first position, stride t_batch.
         out: [batch, num_kv_heads, num_tiles, rows, D], float32 if FP32_DOT, else float16 in units; written.
         numbers: float32 [batch, num_kv_heads, num_tiles, rows, NUMBERS], written: the factor of products, the product
@@ -60,62 +66,111 @@ def _tile_queries_kernel(
     """
     pdl_launch_dependents()
     i_bh, i_b, i_h = batch_and_head(1, num_kv_heads)
-    o_d = tl.arange(0, BLOCK_D)
-    m_d = o_d < D
     HALF: tl.constexpr = ROTARY // 2
     CHUNKS: tl.constexpr = (D + BLOCK_K - 1) // BLOCK_K
+    OFFSETS: tl.constexpr = NUMBERS - 2
+    PRECISION: tl.constexpr = "tf32x3" if FP32_DOT else "tf32"  # the former has the precision of float32
+    o_p = tl.arange(0, BLOCK_P)
+    m_p = o_p < D // 2
+    # channels in the pairs of `to_pairs`
+    first, second = o_p, o_p + D // 2
+    if ROTARY < D:
+        first, second = tl.where(o_p < HALF, o_p, o_p + HALF), tl.where(o_p < HALF, o_p + HALF, second)
+    basis += i_h * (D * D)
+    factors += i_h * (2 * D + 1)
     if CHUNKS == 1:
-        b_basis = _columns(basis + i_h * (D * D), o_d, 0, D, BLOCK_K)
-    rotated, second = o_d < ROTARY, o_d >= HALF
-    partner = tl.where(second, o_d - HALF, o_d + HALF)
+        b_first, b_second = _columns(basis, first, m_p, 0, D, BLOCK_K), _columns(basis, second, m_p, 0, D, BLOCK_K)
+    if OFFSETS > 0:
+        COLUMNS: tl.constexpr = OFFSETS if FP32_DOT else 2 * OFFSETS
+        offsets += i_h * (D * COLUMNS)
+        b_x_offset = _columns(offsets, first, m_p, 0, COLUMNS, 16)
+        b_y_offset = _columns(offsets, second, m_p, 0, COLUMNS, 16)
+        if not FP32_DOT:
+            b_x_rest = _columns(offsets, first, m_p, OFFSETS, COLUMNS, 16)
+            b_y_rest = _columns(offsets, second, m_p, OFFSETS, COLUMNS, 16)
     for start in range(tl.program_id(0) * BLOCK_R, num_tiles * rows, tl.num_programs(0) * BLOCK_R):
         r = start + tl.arange(0, BLOCK_R)
         m_r, tile, row = r < num_tiles * rows, r // rows, r % rows
+        mask = m_r[:, None] & m_p[None, :]
         p_row = query + (i_bh * rows + row)[:, None] * D
-        mask = m_r[:, None] & m_d[None, :]
-        b_q = tl.load(p_row + o_d[None, :], mask=mask, other=0.0).to(tl.float32)
-        b_partner = tl.load(p_row + partner[None, :], mask=mask & rotated[None, :], other=0.0).to(tl.float32)
-        p_angle = i_b * t_batch + tile[:, None] * HALF + (o_d % HALF)[None, :]
-        b_cos = tl.load(tile_cos + p_angle, mask=m_r[:, None] & rotated[None, :], other=1.0)
-        b_sin = tl.load(tile_sin + p_angle, mask=m_r[:, None] & rotated[None, :], other=0.0)
-        b_q = (b_q * b_cos + tl.where(second[None, :], -b_partner, b_partner) * b_sin) * scaling
+        b_x = tl.load(p_row + first[None, :], mask=mask, other=0.0).to(tl.float32) * scaling
+        b_y = tl.load(p_row + second[None, :], mask=mask, other=0.0).to(tl.float32) * scaling
+        p_angle = i_b * t_batch + tile[:, None] * HALF + o_p[None, :]
+        m_angle = m_r[:, None] & (o_p < HALF)[None, :]
+        b_cos = tl.load(tile_cos + p_angle, mask=m_angle, other=1.0)
+        b_sin = tl.load(tile_sin + p_angle, mask=m_angle, other=0.0)
+        b_x, b_y = b_x * b_cos + b_y * b_sin, b_y * b_cos - b_x * b_sin
+        unit = tl.full([BLOCK_R], 1.0, tl.float32)
+        if not FP32_DOT:
+            unit = pow2_above(tl.maximum(tl.max(tl.maximum(tl.abs(b_x), tl.abs(b_y)), 1), TINY))
+            b_x, b_y = b_x * (1.0 / unit)[:, None], b_y * (1.0 / unit)[:, None]
         at = (i_bh * num_tiles * rows + r).to(tl.int64)
+        p_number = numbers + at * NUMBERS
+        b_q = b_x.to(out.dtype.element_ty), b_y.to(out.dtype.element_ty)
+        if OFFSETS > 0:
+            b_o = tl.dot(b_q[0], b_x_offset, input_precision=PRECISION)
+            b_o = tl.dot(b_q[1], b_y_offset, b_o, input_precision=PRECISION)
+            if not FP32_DOT:  # in two parts, both operands have 22 bits
+                b_o = tl.dot(b_q[0], b_x_rest, b_o)
+                b_o = tl.dot(b_q[1], b_y_rest, b_o)
+                b_o = tl.dot((b_x - b_q[0].to(tl.float32)).to(tl.float16), b_x_offset, b_o)
+                b_o = tl.dot((b_y - b_q[1].to(tl.float32)).to(tl.float16), b_y_offset, b_o)
+                b_o *= (unit * tl.load(factors + 2 * D))[:, None]
+            o_b = tl.arange(0, 16)
+            tl.store(p_number[:, None] + 2 + o_b[None, :], b_o, mask=m_r[:, None] & (o_b < OFFSETS)[None, :])
         b_outs = ()
-        b_zero, b_top = tl.zeros([BLOCK_R], tl.float32), tl.zeros([BLOCK_R], tl.float32)
+        b_top = tl.zeros([BLOCK_R], tl.float32)
         for i in tl.static_range(CHUNKS):
             o_k = i * BLOCK_K + tl.arange(0, BLOCK_K)
             if CHUNKS > 1:
-                b_basis = _columns(basis + i_h * (D * D), o_d, i * BLOCK_K, D, BLOCK_K)
-            b_out = tl.dot(b_q, b_basis, input_precision="ieee" if FP32_DOT else "tf32")
-            b_levels = tl.load(levels + i_h * D + o_k, mask=o_k < D, other=0).to(tl.float32)
-            b_out = tl.where((b_levels > 0)[None, :], b_out, 0.0)
-            b_zero += tl.sum(b_out * b_levels[None, :], 1) * 0.5
+                b_first = _columns(basis, first, m_p, i * BLOCK_K, D, BLOCK_K)
+                b_second = _columns(basis, second, m_p, i * BLOCK_K, D, BLOCK_K)
+            b_out = tl.dot(b_q[0], b_first, input_precision=PRECISION)
+            b_out = tl.dot(b_q[1], b_second, b_out, input_precision=PRECISION)
+            b_out *= tl.load(factors + o_k, mask=o_k < D, other=0.0)[None, :]
             if not FP32_DOT:
-                b_bits = tl.load(bits + i_h * D + o_k, mask=o_k < D, other=0).to(tl.float32)
-                b_out = b_out * tl.exp2(-b_bits)[None, :]
                 b_top = tl.maximum(b_top, tl.max(tl.abs(b_out), 1))
             b_outs = b_outs + (b_out,)
-        unit = tl.full([BLOCK_R], 1.0, tl.float32) if FP32_DOT else pow2_above(tl.maximum(b_top, TINY))
+        out_unit = unit if FP32_DOT else pow2_above(tl.maximum(b_top, TINY))
+        b_zero = tl.zeros([BLOCK_R], tl.float32)
         for i in tl.static_range(CHUNKS):
             o_k = i * BLOCK_K + tl.arange(0, BLOCK_K)
-            b_out = (b_outs[i] / unit[:, None]).to(out.dtype.element_ty)
+            b_out = (b_outs[i] * (1.0 / out_unit)[:, None]).to(out.dtype.element_ty)
             tl.store(out + at[:, None] * D + o_k[None, :], b_out, mask=m_r[:, None] & (o_k < D)[None, :])
-        tl.store(numbers + at * NUMBERS, unit if FP32_DOT else unit * FIELD_SCALE, mask=m_r)
-        tl.store(numbers + at * NUMBERS + 1, b_zero, mask=m_r)
-        if NUMBERS > 2:
-            o_b = tl.arange(0, 16)
-            m_b = o_b < NUMBERS - 2
-            p_offset = offsets + i_h * (D * (NUMBERS - 2)) + o_d[:, None] * (NUMBERS - 2) + o_b[None, :]
-            b_offset = tl.load(p_offset, mask=m_d[:, None] & m_b[None, :], other=0.0)
-            b_o = tl.dot(b_q, b_offset, input_precision="tf32x3")  # has the precision of float32
-            tl.store(numbers + at[:, None] * NUMBERS + 2 + o_b[None, :], b_o, mask=m_r[:, None] & m_b[None, :])
+            b_middle = tl.load(factors + D + o_k, mask=o_k < D, other=0.0)
+            b_zero += tl.sum(b_out.to(tl.float32) * b_middle[None, :], 1)
+        if not FP32_DOT:
+            unit = unit * out_unit
+        tl.store(p_number, unit if FP32_DOT else unit * FIELD_SCALE, mask=m_r)
+        tl.store(p_number + 1, b_zero * unit, mask=m_r)
 
 
 @triton.jit
-def _columns(basis, o_d, first, D: tl.constexpr, BLOCK_K: tl.constexpr):
-    """BLOCK_K columns of a matrix [D, D] from `first` on, 0 beyond it."""
-    o_k = first + tl.arange(0, BLOCK_K)
-    return tl.load(basis + o_d[:, None] * D + o_k[None, :], mask=(o_d < D)[:, None] & (o_k < D)[None, :], other=0.0)
+def _columns(matrix, o_d, m_d, begin, COUNT: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Rows o_d and BLOCK_K columns from `begin` on of a matrix of COUNT columns, 0 beyond them."""
+    o_k = begin + tl.arange(0, BLOCK_K)
+    return tl.load(matrix + o_d[:, None] * COUNT + o_k[None, :], mask=m_d[:, None] & (o_k < COUNT)[None, :], other=0.0)
+
+
+@triton.jit
+def _load_tokens(
+    p_head,
+    p_gain,
+    n,
+    low,
+    high,
+    num_bytes,
+    p_time,
+    g_time,
+    PLANES: tl.constexpr,
+    W: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    """Planes and stored gains of tokens n, or of those nearest to them of low to high - 1; an empty split reads one."""
+    o_q = tl.arange(0, BLOCK_W // 4)
+    at = tl.maximum(tl.minimum(n, high - 1), low) - low
+    p_word = in_thread_order(p_head, at[:, None] * p_time + o_q[None, :] * 4, 4 if W % 4 == 0 else 2)
+    return head_planes(p_word, o_q[None, :] * 4, num_bytes, PLANES, 4, W), tl.load(p_gain + at * g_time)
 
 
 @triton.jit
@@ -128,13 +183,15 @@ def _score_tokens(
 
     `start` is the position of token 0; `at_query` [M] counts the rows of its tile.
     """
-    o_w, o_q, o_n = tl.arange(0, BLOCK_W), tl.arange(0, BLOCK_W // 4), tl.arange(0, BLOCK_N)
+    o_w, o_n = tl.arange(0, BLOCK_W), tl.arange(0, BLOCK_N)
     m_w = o_w < W
     ALIGNED: tl.constexpr = BLOCK_W // 4 if W == BLOCK_W else 1
     b_max = tl.full([BLOCK_N, m_m.shape[0]], float("-inf"), tl.float32)
     first, last = start + low, start + high  # positions
     p_head += low.to(tl.int64) * p_time
     p_gain += low.to(tl.int64) * g_time
+    n = first // BLOCK_N * BLOCK_N - start + o_n
+    following = _load_tokens(p_head, p_gain, n, low, high, num_bytes, p_time, g_time, PLANES, W, BLOCK_W)
     for tile in range(first // TILE, tl.cdiv(last, TILE)):
         at_tile = at_query + (tile - start // TILE) * rows
         b_qs = ()
@@ -149,13 +206,14 @@ def _score_tokens(
         for position in range(begin, tl.minimum((tile + 1) * TILE, last), BLOCK_N):
             n = position - start + o_n
             m_s = ((n >= low) & (n < high))[:, None] & m_m[None, :]
-            at = tl.maximum(tl.minimum(n, high - 1), low) - low  # an empty split reads a token that others have
-            p_word = in_thread_order(p_head, at[:, None] * p_time + o_q[None, :] * 4, 4 if W % 4 == 0 else 2)
-            planes = head_planes(p_word, o_q[None, :] * 4, num_bytes, PLANES, 4, W)
+            planes, b_gain = following
+            following = _load_tokens(
+                p_head, p_gain, n + BLOCK_N, low, high, num_bytes, p_time, g_time, PLANES, W, BLOCK_W
+            )
             b_s = tl.zeros([BLOCK_N, m_m.shape[0]], tl.float32)
             for f in tl.static_range(_BANDS):
                 b_s = tl.dot(band_columns(planes, bands[f], FP32_DOT), b_qs[f], b_s, input_precision="ieee")
-            b_s = (b_s * b_factor[None, :] - b_zero[None, :]) * gains(p_gain + at * g_time)[:, None]
+            b_s = (b_s * b_factor[None, :] - b_zero[None, :]) * as_gains(b_gain)[:, None]
             if NUMBERS > 2:
                 p_offset = p_number + 2 + position % TILE // _OFFSET_BLOCK
                 for i in tl.static_range(BLOCK_N // _OFFSET_BLOCK):
@@ -259,21 +317,20 @@ def tile_queries(
     key: KLTKey, offset: Tensor | None, query: Tensor, rotations: TokenRotations, scaling: float
 ) -> tuple[Tensor, Tensor]:
     """`out` and `numbers` of `_tile_queries_kernel` of query rows [batch, num_kv_heads, rows, head_dim], after RoPE."""
-    offsets = None if offset is None else key.block_offsets(offset, rotations)
     batch, kv_heads, rows, head_dim = query.shape
-    tiles, tables, fp32_dot = rotations.rope_tiles(), key.tables, query.dtype == torch.float32
+    fp32_dot = query.dtype == torch.float32
+    tables = key.query_tables(offset, rotations, torch.float32 if fp32_dot else torch.float16)
+    tiles = rotations.rope_tiles()
     num_tiles = tiles.cos.shape[2]
-    shape = (batch, kv_heads, num_tiles, rows)
-    out = torch.empty(*shape, head_dim, dtype=torch.float32 if fp32_dot else torch.float16, device=query.device)
-    count = 2 + (0 if offsets is None else offsets.shape[-1])
-    numbers = torch.empty(*shape, count, device=query.device)
-    block_d = max(16, power_of_two(head_dim))
+    out = torch.empty(batch, kv_heads, num_tiles, rows, head_dim, dtype=tables.basis.dtype, device=query.device)
+    numbers = torch.empty(*out.shape[:-1], 2 + tables.num_offsets, device=query.device)
     programs = min(cdiv(num_tiles * rows, _BLOCK_R), max(1, _QUERY_PROGRAMS // (batch * kv_heads)))
+    block_k = max(16, power_of_two(head_dim)) if head_dim <= (64 if fp32_dot else 128) else 64
     _tile_queries_kernel[(programs, batch * kv_heads)](
-        query.contiguous(), key.basis, tables.bit, tables.levels, numbers if offsets is None else offsets,
-        tiles.cos, tiles.sin, out, numbers, tiles.cos.stride(0) if tiles.cos.shape[0] > 1 else 0,
-        kv_heads, rows, num_tiles, scaling, D=head_dim, ROTARY=2 * tiles.cos.shape[3], NUMBERS=count,
-        BLOCK_D=block_d, BLOCK_K=block_d if block_d <= 128 else 64,
+        query.contiguous(), tables.basis, tables.factors, tables.offsets, tiles.cos, tiles.sin, out, numbers,
+        tiles.cos.stride(0) if tiles.cos.shape[0] > 1 else 0, kv_heads, rows, num_tiles, scaling,
+        D=head_dim, ROTARY=2 * tiles.cos.shape[3], NUMBERS=numbers.shape[-1],
+        BLOCK_P=max(16, power_of_two(head_dim // 2)), BLOCK_K=block_k,
         BLOCK_R=_BLOCK_R, FP32_DOT=fp32_dot, num_warps=_QUERY_WARPS, num_stages=1,
     )  # fmt: skip
     return out, numbers

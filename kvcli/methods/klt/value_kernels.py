@@ -20,7 +20,7 @@ from kvcli.kernels.splits import SplitScores, batch_and_head, merge_splits, spli
 from kvcli.kernels.words import FIELD_SCALE
 from kvcli.methods.klt.codec import KLTValue
 from kvcli.methods.klt.fields import BANDS, MOST_BYTES
-from kvcli.methods.klt.kernels import COLUMNS, FIELDS, band_rows, gains, head_bands, head_bytes, head_planes
+from kvcli.methods.klt.kernels import COLUMNS, FIELDS, as_gains, band_rows, head_bands, head_bytes, head_planes
 from kvcli.methods.layer_codec import EncodedTokens
 
 # tuned on one H100, torch 2.11, triton 3.6
@@ -47,37 +47,45 @@ def _in_any_order(x):
 
 
 @triton.jit
-def _add_tokens(
-    b_sums, b_ones, p_scores, p_head, num_bytes, p_gain, bands, p_time, g_time, shift, m_m, start, count,
+def _load_tokens(
+    p_scores, p_head, num_bytes, p_gain, p_time, g_time, m_m, start, count,
     PLANES: tl.constexpr, W: tl.constexpr, BLOCK_W: tl.constexpr, N: tl.constexpr, GAINS: tl.constexpr,
-    FP32_DOT: tl.constexpr, WHOLE: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Adds N tokens from `start` on, of `count`, to `_sum_tokens`' sums; WHOLE: there are as many."""
-    M: tl.constexpr = m_m.shape[0]
-    p_scores += start
-    p_head += start * p_time
-    p_gain += start * g_time
+    """Scores and stored gains [N / 16, M, 4, 4] and planes of N tokens from `start` on, of `count`.
+
+    WHOLE: there are as many.
+    """
     last = count - 1 - start
     # tokens 16 i + 4 t + j at [i, :, t, j]
     n = tl.arange(0, N // 16)[:, None, None, None] * 16 + tl.arange(0, 4)[None, None, :, None] * 4
-    n += tl.arange(0, 4)[None, None, None, :] + tl.zeros([1, M, 1, 1], tl.int32)
+    n += tl.arange(0, 4)[None, None, None, :] + tl.zeros([1, m_m.shape[0], 1, 1], tl.int32)
     m_n = m_m[None, :, None, None] if WHOLE else m_m[None, :, None, None] & (n <= last)
-    b_s = tl.load(in_thread_order(p_scores[None, :, None, None], n, 16), mask=m_n, other=float("-inf"))
-    b_p = tl.exp2(b_s + shift[None, :, None, None])
+    b_s = tl.load(in_thread_order((p_scores + start)[None, :, None, None], n, 16), mask=m_n, other=float("-inf"))
     at = n if WHOLE else tl.minimum(n, last)
-    b_pg = b_p * gains(in_thread_order(p_gain, at * g_time, GAINS if WHOLE else 1))
-    dtype: tl.constexpr = tl.float32 if FP32_DOT else tl.float16
-    b_p, b_pg, b_one = b_p.to(dtype), b_pg.to(dtype), tl.full([16, N], 1.0, dtype)
-    new_ones = (tl.dot(b_one, _in_any_order(b_p), b_ones[0], input_precision="ieee"),)
-    b_pg = tokens_as_rows(b_pg)
-    new_ones = new_ones + (tl.dot(b_one, b_pg, b_ones[1], input_precision="ieee"),)
+    b_g = tl.load(in_thread_order(p_gain + start * g_time, at * g_time, GAINS if WHOLE else 1))
     # tokens 16 i + 4 t + j at [i, j, :, t, :]
     t = tl.arange(0, N // 16)[:, None, None, None, None] * 16 + tl.arange(0, 4)[None, None, None, :, None] * 4
     t += tl.arange(0, 4)[None, :, None, None, None]
     t = t if WHOLE else tl.minimum(t, last)
     o_q = tl.arange(0, BLOCK_W // 2)[None, None, :, None, None]
-    p_word = in_thread_order(p_head, t * p_time + o_q * 2, 2)
-    words = head_planes(p_word, o_q * 2, num_bytes, PLANES, 2, W)
+    p_word = in_thread_order(p_head + start * p_time, t * p_time + o_q * 2, 2)
+    return b_s, b_g, head_planes(p_word, o_q * 2, num_bytes, PLANES, 2, W)
+
+
+@triton.jit
+def _add_tokens(b_sums, b_ones, loaded, bands, shift, PLANES: tl.constexpr, FP32_DOT: tl.constexpr):
+    """Adds tokens that `_load_tokens` loaded to `_sum_tokens`' sums."""
+    b_s, b_g, words = loaded
+    b_p = tl.exp2(b_s + shift[None, :, None, None])
+    b_pg = b_p * as_gains(b_g)
+    dtype: tl.constexpr = tl.float32 if FP32_DOT else tl.float16
+    b_p, b_pg, b_one = b_p.to(dtype), b_pg.to(dtype), tl.full([16, b_s.shape[0] * 16], 1.0, dtype)
+    new_ones = (
+        tl.dot(b_one, _in_any_order(b_p), b_ones[0], input_precision="ieee"),
+        tl.dot(b_one, _in_any_order(b_pg), b_ones[1], input_precision="ieee"),
+    )
+    b_pg = tokens_as_rows(b_pg)
     planes = ()
     for i in tl.static_range(PLANES):
         planes = planes + (tokens_as_columns(words[i]),)
@@ -100,16 +108,25 @@ def _sum_tokens(
         b_sums = b_sums + (tl.zeros([BLOCK_W, m_m.shape[0]], tl.float32),)
     b_ones = (tl.zeros([16, m_m.shape[0]], tl.float32), tl.zeros([16, m_m.shape[0]], tl.float32))
     in_whole_blocks = count // N * N
+    # a block is loaded before the one ahead of it is added; without whole blocks the first token is read, for nothing
+    stride = tl.where(in_whole_blocks > 0, 1, 0)
+    following = _load_tokens(
+        p_scores, p_head, num_bytes, p_gain, p_time * stride, g_time * stride, m_m, 0, count,
+        PLANES, W, BLOCK_W, N, GAINS, True,
+    )  # fmt: skip
     for start in range(0, in_whole_blocks, N):
-        b_sums, b_ones = _add_tokens(
-            b_sums, b_ones, p_scores, p_head, num_bytes, p_gain, bands, p_time, g_time, shift, m_m, start, count,
-            PLANES, W, BLOCK_W, N, GAINS, FP32_DOT, True,
+        loaded = following
+        following = _load_tokens(
+            p_scores, p_head, num_bytes, p_gain, p_time, g_time, m_m, tl.minimum(start + N, in_whole_blocks - N), count,
+            PLANES, W, BLOCK_W, N, GAINS, True,
         )  # fmt: skip
+        b_sums, b_ones = _add_tokens(b_sums, b_ones, loaded, bands, shift, PLANES, FP32_DOT)
     if in_whole_blocks < count:
-        b_sums, b_ones = _add_tokens(
-            b_sums, b_ones, p_scores, p_head, num_bytes, p_gain, bands, p_time, g_time, shift, m_m, in_whole_blocks,
-            count, PLANES, W, BLOCK_W, N, GAINS, FP32_DOT, False,
+        loaded = _load_tokens(
+            p_scores, p_head, num_bytes, p_gain, p_time, g_time, m_m, in_whole_blocks, count,
+            PLANES, W, BLOCK_W, N, GAINS, False,
         )  # fmt: skip
+        b_sums, b_ones = _add_tokens(b_sums, b_ones, loaded, bands, shift, PLANES, FP32_DOT)
     return b_sums, b_ones
 
 
@@ -135,7 +152,7 @@ def _value_kernel(
     if HAS_LENGTHS:
         length = tl.load(lengths + i_b)
     first, count = split_range(length, per_split)
-    count = tl.maximum(count, 0)  # beyond the end of the sequence
+    first, count = tl.where(count > 0, first, 0), tl.maximum(count, 0)  # 0 beyond the end of the sequence
     fields += i_h * FIELDS
     p_head, num_bytes = head_bytes(packed + i_b * p_batch + first * p_time, fields, W)
     bands = head_bands(fields, FP32_DOT)

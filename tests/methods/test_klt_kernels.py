@@ -1,0 +1,125 @@
+"""KLT's kernels beside the reference: tokens encoded and decoded, queries of tiles, attention over codes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from factories import make_spec
+from parts import DEVICE, assert_same, make_codec, make_part
+from torch import Tensor
+
+from kvcli.attention.reference import attend_codes
+from kvcli.kernels import splits
+from kvcli.kernels.words import FIELD_SCALE
+from kvcli.methods.klt.attend_kernels import fused_attend, unsupported
+from kvcli.methods.klt.codec import KLTCodes, KLTValue
+from kvcli.methods.klt.fields import all_fields
+from kvcli.methods.klt.score_kernels import tile_queries
+from kvcli.rope import OFFSET_BLOCK, ROPE_TILE, Rotation, TokenRotations
+
+
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "batch", "time", "dtype"),
+    [
+        (2, 64, 2, 37, torch.float32),
+        (1, 128, 1, 70, torch.float16),
+        (4, 80, 1, 17, torch.bfloat16),
+        (2, 96, 3, 5, torch.float32),
+        (1, 256, 1, 20, torch.float16),
+    ],
+)
+def test_token_kernels(heads: int, head_dim: int, batch: int, time: int, dtype: torch.dtype) -> None:
+    """Kernels encode and decode as the reference; a code may differ where a channel is within 1e-4 of a border."""
+    spec = make_spec(head_dim, heads)
+    fields = [all_fields(1 + head % 4)[5 * head] for head in range(heads)]
+    codec = KLTValue(spec, fields).to(DEVICE)
+    codec.randomize_(torch.Generator(DEVICE).manual_seed(0))
+    codec.mean.normal_()
+    x = torch.randn(batch, heads, time, head_dim, device=DEVICE).to(dtype)
+    x[:, :, 3] *= 1e3
+    x[:, :, 4] = 0 if dtype != torch.float32 else codec.mean
+    reference = codec.encode(x)
+    expected = codec.decode(reference)
+    codec.fused = True
+    ours = codec.encode(x)
+    assert (ours.gain == reference.gain).float().mean() > 0.99
+    assert (ours.packed == reference.packed).float().mean() > 0.99
+    assert torch.allclose(codec.decode_to(reference, None, torch.float32), expected, rtol=1e-4, atol=1e-4)
+    assert_written_between_others(codec, x, ours)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("programs", [0, 16])
+def test_attention_of_several_blocks_per_program(
+    dtype: torch.dtype, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that begin in other tiles than the first, splits of several blocks, and an offset."""
+    monkeypatch.setattr(splits, "_PROGRAMS_PER_SM", programs)
+    torch.manual_seed(0)
+    _, codec = make_codec("klt-2", 4, 2, 64)
+    codec.key_offset.normal_().mul_(4)
+    part, query = make_part(codec, 4, 2, 280, None), torch.randn(2, 4, 1, 64, device=DEVICE)
+    positions = torch.tensor([[700], [250]], device=DEVICE) + torch.arange(280, device=DEVICE)
+    assert part.rotations is not None
+    part = dataclasses.replace(part, rotations=TokenRotations(part.rotations.rope, positions))
+    ours = fused_attend(codec, query.to(dtype), part, 0.125)
+    assert_same(ours, attend_codes(codec, query.to(dtype).float(), part, 0.125), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("size", [1e-3, 300.0, 1e6])
+def test_queries_of_tiles(dtype: torch.dtype, size: float) -> None:
+    """Products with codes have the precision of the dtype, those with an offset of any size that of float32."""
+    torch.manual_seed(0)
+    _, codec = make_codec("klt-2", 4, 2, 64)
+    assert codec.key_offset is not None
+    codec.key_offset.normal_().mul_(size)
+    part, half = make_part(codec, 4, 2, 280, None), dtype != torch.float32
+    rows = torch.tensor([1.0, 50.0, 1e-3], device=DEVICE)[:, None]
+    query = (torch.randn(2, 2, 3, 64, device=DEVICE) * rows).to(dtype)
+    assert part.rotations is not None
+    out, numbers = tile_queries(codec.key, codec.offset, query, part.rotations, 0.125)
+    tiles, tables = part.rotations.rope_tiles(), codec.key.tables
+    back = Rotation(tiles.cos.double(), -tiles.sin.double())
+    turned = 0.125 * torch.stack(
+        [back.at_each_position(x) for x in query.double().split(1, 2)], 3
+    )  # [.., tiles, rows, 64]
+    within = part.rotations.offsets(ROPE_TILE)
+    blocks = Rotation(within.cos[:, :, ::OFFSET_BLOCK].double(), within.sin[:, :, ::OFFSET_BLOCK].double())
+    offsets = blocks.at_each_position(codec.key_offset.double()[None, :, None])[0]
+    size = turned.norm(dim=-1, keepdim=True)
+    expected = turned @ offsets.mT.unsqueeze(1)
+    assert ((numbers[..., 2:] - expected).abs() <= 2**-20 * size * offsets.norm(dim=-1).amax()).all()
+    products = turned @ codec.key.basis.double().unsqueeze(1) * tables.levels.sign()[:, None, None]
+    bound = (2**-8 if half else 2**-20) * products.abs().amax(-1, keepdim=True)
+    factors = numbers[..., :1] / FIELD_SCALE.value * torch.exp2(tables.bit)[:, None, None] if half else numbers[..., :1]
+    assert ((out.double() * factors - products).abs() <= bound).all()
+    zero = (products * tables.levels[:, None, None] / 2).sum(-1)
+    assert ((numbers[..., 1] - zero).abs() <= 30 * bound[..., 0]).all()
+
+
+def test_bands_of_an_odd_number_of_channels_are_left_to_the_reference() -> None:
+    for head_dim, said in ((24, "bands of 3 channels, an odd number"), (32, None)):
+        assert unsupported(make_codec("klt-2", 4, 2, head_dim)[1]) == said
+
+
+def test_fused_attention_does_not_depend_on_autocast() -> None:
+    torch.manual_seed(0)
+    _, codec = make_codec("klt-2", 4, 2, 64)
+    part, query = make_part(codec, 4, 1, 70, None), torch.randn(1, 4, 1, 64, device=DEVICE)
+    expected = fused_attend(codec, query, part, 0.125)
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        ours = fused_attend(codec, query, part, 0.125)
+    assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
+
+
+def assert_written_between_others(codec: KLTValue, x: Tensor, codes: KLTCodes) -> None:
+    count = x.shape[2]
+    longer = codes.map(lambda field: field.new_full((*field.shape[:2], count + 16, *field.shape[3:]), 77))
+    codec.encode_into(x, None, longer.slice(7, count + 7))
+    for field, written in zip(longer.tensors().values(), codes.tensors().values(), strict=True):
+        assert torch.equal(field[:, :, 7 : count + 7], written)
+        assert (field[:, :, :7] == 77).all()
+        assert (field[:, :, count + 7 :] == 77).all()
