@@ -1,17 +1,18 @@
-"""Suite `attention`: one query token over the codes of one layer, against fp16 SDPA in the same run.
+"""Suite `attention`: one query token over the codes of one layer, against fp16 in the same run.
 
 Kernels that differ from the reference on the same codes are not timed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
+from kvcli.bench.baselines import BASELINE_HELP, Baseline, BaselineName, load_baselines, over_fastest
 from kvcli.bench.suite import BenchOptions, BenchRows, BenchSuite, Lengths, Row, parse_batches, run_row, status
 from kvcli.builtin_models import DEFAULT_MODEL
 from kvcli.errors import UsageError
@@ -21,8 +22,6 @@ from kvcli.suite import Records
 from kvcli.tables import DataTable
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from kvcli.bench.layer import MethodCase
     from kvcli.bench.timing import Timing
 
@@ -39,6 +38,7 @@ class AttentionOptions(BenchOptions):
     )
     batches: list[str] = Field(default=[], description="sequences; repeatable; default: 1")
     repeats: int = Field(default=50, ge=1, description="calls timed")
+    baseline: list[BaselineName] = Field(default=[], description=BASELINE_HELP)
 
     def check(self) -> None:
         if self.model != DEFAULT_MODEL:
@@ -52,7 +52,7 @@ class AttentionRow(Row):
     """A row of `Row`'s fields, these and those of `kvcli.bench.timing.Timing`; `fp16` is SDPA.
 
     Attributes:
-        encoded: tokens per sequence that are codes, complete groups; all for `fp16`.
+        encoded: tokens per sequence that are codes, complete groups; all for `fp16` and `--baseline`.
         sdpa_us, speedup: median of SDPA on the same shape, and that over this one's.
         stored_bytes, true_bits: of keys and values of this layer, and bits per value.
         stored_gb_s: stored bytes over the median.
@@ -88,13 +88,13 @@ class AttentionRow(Row):
 
 
 def prepare(options: AttentionOptions, reporter: Reporter) -> BenchRows:
-    """Rows of SDPA and of methods."""
+    """Rows of SDPA, of other libraries and of methods."""
     import torch
     from torch.nn.functional import scaled_dot_product_attention
 
     from kvcli.attention.backend import choose_backend
     from kvcli.attention.reference import attend_codes as reference_attend
-    from kvcli.bench.layer import compare_attention, encoded_layer
+    from kvcli.bench.layer import compare_attention, encoded_layer, uncompressed_layer
     from kvcli.bench.shapes import shape_rope, shape_spec
     from kvcli.bench.timing import copy_bandwidth, time_call
 
@@ -111,16 +111,11 @@ def prepare(options: AttentionOptions, reporter: Reporter) -> BenchRows:
         raise UsageError(f"shape {options.shape} has layers 0 to {spec.num_layers - 1}, not {layer_idx}")
     impls = {case.name: choose_backend(case.method, [], options.impl, device).impl for case in cases}
     rope = shape_rope(options.shape, device)
+    uncompressed = partial(uncompressed_layer, spec, device=device, dtype=dtype, seed=seed)
+    libraries, timed = load_baselines(options.baseline), partial(time_library, uncompressed, options.repeats)
 
     def measure_sdpa(row: AttentionRow) -> AttentionRow:
-        generator = torch.Generator(device).manual_seed(seed)
-
-        def normal(heads: int, tokens: int) -> Tensor:
-            shape = (row.batch, heads, tokens, spec.head_dim)
-            return torch.randn(shape, device=device, dtype=dtype, generator=generator)
-
-        query = normal(spec.num_heads, 1)
-        key, value = (normal(spec.num_kv_heads, row.context) for _ in range(2))
+        query, key, value = uncompressed(row.batch, row.context)
         attend = partial(scaled_dot_product_attention, query, key, value, enable_gqa=spec.num_kv_groups > 1)
         timing = time_call(attend, device, options.repeats)
         row = replace(row, sdpa_us=timing.p50_us)
@@ -148,17 +143,34 @@ def prepare(options: AttentionOptions, reporter: Reporter) -> BenchRows:
             for context in contexts:
                 sdpa = run_row(measure_sdpa, AttentionRow(BASELINE, context, batch, "sdpa", copy_gb_s=copy_gb_s))
                 yield sdpa
+                for library in libraries:
+                    row = AttentionRow(library.name, context, batch, library.name, copy_gb_s=copy_gb_s)
+                    yield run_row(partial(timed, library), replace(row, sdpa_us=sdpa.sdpa_us))
                 for case in cases:
                     row = AttentionRow(case.name, context, batch, impls[case.name], copy_gb_s=copy_gb_s)
                     yield run_row(partial(measure_method, case), replace(row, sdpa_us=sdpa.sdpa_us))
 
     shared = {"shape": options.shape, "layer": layer_idx, "dtype": name, "weights": "random"}
-    return BenchRows(rows(), len(contexts) * len(batches) * (1 + len(cases)), shared)
+    return BenchRows(rows(), len(contexts) * len(batches) * (1 + len(libraries) + len(cases)), shared)
+
+
+def time_library(layer: Callable[..., Any], repeats: int, library: Baseline, row: AttentionRow) -> AttentionRow:
+    """Checks a library's attention over a `layer` of the row's batch and context, and times it if it is right."""
+    from kvcli.bench.timing import time_call
+
+    agreement, attend = library.check(*layer(row.batch, row.context))
+    row = row.checked(agreement)
+    if row.status != "ok":
+        return row
+    key = attend.args[1]
+    return row.timed(time_call(attend, key.device, repeats), 2 * key.nbytes, row.context, key[0, :, 0].numel())
 
 
 def table(records: Records, options: AttentionOptions) -> DataTable:
     """Times of one layer, compared with SDPA."""
-    columns = ("method", "context", "batch", "x SDPA", "p50 us", "p20-p80", "eager us", "GB/s", "bits", "error", "impl")
+    columns = ["method", "context", "batch", "x SDPA", "p50 us", "p20-p80", "eager us", "GB/s", "bits", "error", "impl"]
+    if options.baseline:
+        columns.insert(4, "x fastest")
     rows = []
     for record in records:
         row = {"method": record["method"], "context": f"{record['context']}", "batch": f"{record['batch']}"}
@@ -166,6 +178,7 @@ def table(records: Records, options: AttentionOptions) -> DataTable:
         if record["status"] == "ok":
             row |= {
                 "x SDPA": "-" if record["speedup"] is None else f"{record['speedup']:.2f}",
+                "x fastest": over_fastest(record, records, lambda x: 1 / x["p50_us"]),
                 "p50 us": f"{record['p50_us']:.1f}",
                 "p20-p80": f"{record['p20_us']:.1f}-{record['p80_us']:.1f}",
                 "eager us": f"{record['eager_us']:.1f}",
@@ -175,9 +188,10 @@ def table(records: Records, options: AttentionOptions) -> DataTable:
             }
         rows.append(row)
     first = records[0]
+    fastest = ", x fastest: that of the fastest row of 16 bits" * bool(options.baseline)
     title = (
         f"{first['shape']}, layer {first['layer']}, one query token, {first['dtype']}, random codes; "
-        f"x SDPA: SDPA's time over this one's; device copy {first['copy_gb_s']:.0f} GB/s"
+        f"x SDPA: SDPA's time over this one's{fastest}; device copy {first['copy_gb_s']:.0f} GB/s"
     )
     return DataTable.of(title, rows, ("eager us", "GB/s", "p20-p80", "error", "bits", "impl"), columns=columns)
 

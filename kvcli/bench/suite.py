@@ -109,7 +109,7 @@ class Row:
     """A row of `batch` sequences of `context` tokens; suites add fields. Figures are None unless the status is `ok`.
 
     Attributes:
-        impl: attention that ran: sdpa, fused or reference.
+        impl: attention that ran: sdpa, fused, reference or another library's.
         note: what went wrong, or why it was not faster.
         out_error: |out - reference| / |reference| of one layer; None where the reference itself ran.
     """

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import typer
 from typer.core import TyperGroup
 
+from kvcli.bench.baselines import BaselineName
 from kvcli.builtin_models import BUILTIN_MODELS
 from kvcli.cli.command import Command, model_argument, try_method
 from kvcli.cli.output import Output
@@ -95,7 +96,7 @@ def suite_first(args: Sequence[str], suites: Mapping[str, str], default: str) ->
 
 def last_method(rows: Records) -> str:
     """The last method measured that compresses, else one that needs no artifact."""
-    names = [str(row["method"]) for row in rows if row["method"] != BASELINE]
+    names = [str(row["method"]) for row in rows if row["method"] not in (BASELINE, *get_args(BaselineName))]
     return names[-1] if names else next(name for name in METHODS if name not in (BASELINE, DEFAULT_METHOD))
 
 
