@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from kvcli.bench.baselines import BASELINE_HELP, BaselineName, load_baselines, over_fastest
 from kvcli.bench.suite import BenchRows, BenchSuite, Lengths, WholeModelOptions, parse_batches, status
 from kvcli.builtin_models import DEFAULT_MODEL
 from kvcli.errors import UsageError
@@ -53,10 +54,12 @@ class GenerateBenchOptions(WholeModelOptions):
         "prompt's times are then left out",
     )
     memory_budget: str | None = Field(default=None, description="limit of torch, as 24GiB or 24G; default: none")
+    baseline: list[BaselineName] = Field(default=[], description=BASELINE_HELP)
 
     def check(self) -> None:
         super().check()
-        parse_batches(self.batches)
+        if parse_batches(self.batches) is None and self.baseline:
+            raise UsageError("--baseline goes with numbers of --batches, not with auto")
         parse_size(self.memory_budget)
         if self.decode == "passes" and self.compile:
             raise UsageError("layers are compiled for decode steps: use --decode graphs or steps with --compile")
@@ -85,7 +88,7 @@ class MemoryOptions(WholeModelOptions):
 
 
 def prepare_generate(options: GenerateBenchOptions, reporter: Reporter) -> BenchRows:
-    """Rows of fp16 and of methods, timed."""
+    """Rows of fp16, of other libraries and of methods, timed."""
     import torch
 
     from kvcli.attention.compiled import BACKEND
@@ -102,7 +105,7 @@ def prepare_generate(options: GenerateBenchOptions, reporter: Reporter) -> Bench
         need_gpu(device)
     if options.decode == "graphs" and not gpu:
         raise UsageError("CUDA graphs need a GPU; use --decode steps or passes")
-    filled = options.fill_prompt
+    filled, libraries = options.fill_prompt, load_baselines(options.baseline)
     chunk = options.prefill_chunk or (FILLED_CHUNK if filled else None)
     model, shared = options.load_model(options.random_weights, reporter)
     bench = ModelBench(
@@ -114,12 +117,13 @@ def prepare_generate(options: GenerateBenchOptions, reporter: Reporter) -> Bench
         prefill_chunk=chunk,
         mode=None if options.decode == "auto" else options.decode,
         backend=BACKEND if options.compile else None,
+        libraries=libraries,
     )
     contexts = options.prompt_tokens or ([512] if gpu else [256])
     new_tokens = options.max_new_tokens if options.max_new_tokens is not None else 513 if gpu else 8
     rows = bench.generate(contexts, batches, new_tokens=new_tokens, repeats=options.repeats, fill_prompt=filled)
     shared = {**shared, "memory_budget": budget, "prefill_chunk": chunk, "prefill": PREFILL[not filled]}
-    return BenchRows(rows, len(contexts) * len(batches or [0]) * len(cases), shared)
+    return BenchRows(rows, len(contexts) * len(batches or [0]) * (len(cases) + len(libraries)), shared)
 
 
 def prepare_memory(options: MemoryOptions, reporter: Reporter) -> BenchRows:
@@ -145,8 +149,9 @@ def prepare_memory(options: MemoryOptions, reporter: Reporter) -> BenchRows:
 def generate_table(records: Records, options: GenerateBenchOptions) -> DataTable:
     """Rates and memory of whole models, compared with fp16."""
     columns = (
-        *("method", "prompt+new", "batch", "x tok/s", "x total", "prefill / fp16", "cache", "tok/s", "% of ceiling"),
-        *("decode", "prefill ms", "p20-p80", "ttft ms", "peak", "error", "impl"),
+        *("method", "prompt+new", "batch", "x tok/s", *["x fastest"] * bool(options.baseline), "x total"),
+        *("prefill / fp16", "cache", "tok/s", "% of ceiling", "decode", "prefill ms", "p20-p80", "ttft ms", "peak"),
+        *("error", "impl"),
     )
 
     def number(value: float | None, format_spec: str) -> str:
@@ -164,6 +169,7 @@ def generate_table(records: Records, options: GenerateBenchOptions) -> DataTable
             rate, prefill, share = record["tokens_per_s"], record["prefill_ms"], record["ceiling_share"]
             row |= {
                 "x tok/s": number(record["rate_ratio"], ".2f"),
+                "x fastest": over_fastest(record, records, lambda x: x["tokens_per_s"] and x["tokens_per_s"][1]),
                 "x total": number(record["total_ratio"], ".2f"),
                 "prefill / fp16": number(record["prefill_ratio"], ".3f"),
                 "cache": "-" if record["cache_ratio"] is None else f"1/{record['cache_ratio']:.2f}",
@@ -182,7 +188,7 @@ def generate_table(records: Records, options: GenerateBenchOptions) -> DataTable
         f"{first['model']}, {first['weights']} weights, {_layers(records)}, {first['dtype']}{budget}; "
         f"prompts: {first['prefill']}; x: over fp16, which is transformers' model and SDPA, the faster of its own "
         "cache and, on a GPU, a captured step whose cache does not grow; tok/s: of all sequences, in steady steps (*: "
-        "of all tokens after the first)"
+        "of all tokens after the first)" + "; x fastest: over the fastest row of 16 bits" * bool(options.baseline)
     )
     optional = ("p20-p80", "ttft ms", "x total", "error", "prefill ms", "peak", "impl", "cache", "decode", "tok/s")
     return DataTable.of(title, rows, (*optional, "% of ceiling"), columns=columns)

@@ -7,7 +7,7 @@ reference on one layer of the model's shape.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Literal
@@ -16,12 +16,14 @@ import torch
 
 from kvcli.attention.generation import Mode
 from kvcli.attention.session import Session
+from kvcli.bench.baselines import Baseline
 from kvcli.bench.budget import attempt, largest_by_peak, memory_limit, release_gpu_memory
-from kvcli.bench.fixed_length import with_fixed_length
-from kvcli.bench.layer import KernelCheck, MethodCase
+from kvcli.bench.fixed_length import library_runs, with_fixed_length
+from kvcli.bench.layer import KernelCheck, MethodCase, uncompressed_layer
 from kvcli.bench.model import ModelRun, attached, random_prompt, round_tokens, run_model, step_weights_bytes
 from kvcli.bench.suite import PromptRow, run_row
 from kvcli.bench.timing import copy_bandwidth, percentiles
+from kvcli.errors import UsageError
 
 _WARM_TOKENS = 40
 """New tokens of the warm-up run beyond a round of encoding, so that all kernels are compiled."""
@@ -53,7 +55,7 @@ class ModelRow(PromptRow):
         prefill_ms: 20th, 50th and 80th percentile of the time of the prompt, encoding included.
         ttft_ms: median time to the first token.
         decode: how the tokens after the first were generated: graphs, steps or passes; fp16: eager or graph of one
-            length.
+            length; libraries: the latter.
         steady_tokens: tokens per sequence that `tokens_per_s` is of; None: all after the first, captures included.
         tokens_per_s: percentiles of the rate of steady steps, all sequences together; None without a second token.
         total_tokens_per_s: median of all new tokens over the whole time, prefill and captures included.
@@ -162,6 +164,7 @@ class ModelBench:
         seed: of prompts and codebooks.
         memory_budget: bytes that torch may reserve, weights included; None: all there are.
         prefill_chunk, mode, backend: as in `run_model`; fp16's layers are compiled for decode steps, too.
+        libraries: whose attention is measured beside fp16's, in `generate`.
     """
 
     model: Any
@@ -173,6 +176,7 @@ class ModelBench:
     prefill_chunk: int | None = None
     mode: Mode | None = None
     backend: str | None = None
+    libraries: Sequence[Baseline] = ()
 
     @cached_property
     def check(self) -> KernelCheck:
@@ -188,7 +192,7 @@ class ModelBench:
         repeats: int,
         fill_prompt: bool = False,
     ) -> Iterator[ModelRow]:
-        """Times every method at every prompt length and batch, fp16 first.
+        """Times every method at every prompt length and batch, after fp16 and the libraries.
 
         Without `batches`, at the largest that fits, for each method its own; with 0 `new_tokens`, the prompt only; with
         `fill_prompt`, only the first and the last chunk of a prompt are computed, and its times are None.
@@ -197,10 +201,11 @@ class ModelBench:
         if self.model.device.type == "cuda":
             copy_gb_s = copy_bandwidth(self.model.device, 10)
             release_gpu_memory()
+        cases: list[MethodCase | Baseline] = [self.cases[0], *self.libraries, *self.cases[1:]]
         for context in contexts:
             for batch in [None] if batches is None else batches:
                 baseline: ModelRow | None = None
-                for case in self.cases:
+                for case in cases:
                     measure = partial(self._times, case, repeats, fill_prompt, copy_gb_s)
                     row = self._run_row(measure, case, context, batch, new_tokens)
                     baseline = baseline or row
@@ -225,7 +230,7 @@ class ModelBench:
     def _run_row(
         self,
         measure: Callable[[ModelRow], ModelRow],
-        case: MethodCase,
+        case: MethodCase | Baseline,
         context: int | None,
         batch: int | None,
         new_tokens: int,
@@ -235,7 +240,7 @@ class ModelBench:
             case.name,
             context or 0,
             batch or 0,
-            self.check.impl(case),
+            case.name if isinstance(case, Baseline) else self.check.impl(case),
             question="longest context" if context is None else "largest batch" if batch is None else "given",
             new_tokens=new_tokens,
             weights_bytes=sum(weight.nbytes for weight in self.model.parameters()),
@@ -245,9 +250,11 @@ class ModelBench:
         return row
 
     def _times(
-        self, case: MethodCase, repeats: int, fill_prompt: bool, copy_gb_s: float | None, row: ModelRow
+        self, case: MethodCase | Baseline, repeats: int, fill_prompt: bool, copy_gb_s: float | None, row: ModelRow
     ) -> ModelRow:
         """Searches for the batch if the row has none, checks the kernels at this shape, and times runs."""
+        if isinstance(case, Baseline):
+            return self._library_times(case, repeats, copy_gb_s, row)
         bounded = self.memory_budget is not None or not row.batch
         if not row.batch:
             row, _ = self._search(case, row, fill_middle=fill_prompt)
@@ -276,6 +283,20 @@ class ModelBench:
                 runs = with_fixed_length(self.model, runs, row.batch, row.context, row.new_tokens, self.backend)
         row = row.with_times(runs, filled=fill_prompt)
         return row.with_ceiling(step_weights_bytes(self.model) + runs[-1].used_bytes, copy_gb_s) if copy_gb_s else row
+
+    def _library_times(self, library: Baseline, repeats: int, copy_gb_s: float | None, row: ModelRow) -> ModelRow:
+        """Checks a library's attention at this shape, and times captured steps with it."""
+        model, spec = self.model, self.check.spec
+        if spec.other_layers:
+            raise UsageError(f"{library.name} replaces attention to the whole context only")
+        layer = partial(uncompressed_layer, spec, row.batch, row.context + 1, model.device, model.dtype, self.seed)
+        row = row.checked(library.check(*layer())[0])
+        if row.status != "ok":
+            return row
+        with memory_limit(self.memory_budget, model.device):
+            runs = library_runs(model, library, row.batch, row.context, row.new_tokens, repeats, self.backend)
+        row = row.with_memory(runs).with_times(runs, filled=True)
+        return row.with_ceiling(step_weights_bytes(model) + runs[-1].used_bytes, copy_gb_s) if copy_gb_s else row
 
     def _memory(self, case: MethodCase, full_prefill: bool, row: ModelRow) -> ModelRow:
         """Checks the kernels, once per method, and answers the question."""
