@@ -107,7 +107,7 @@ BUDGET = {
     ".": 3840,  # rotations of tiles of positions
     "artifact": 400,
     "attention": 2475,  # captured passes of any width, and chunks read by them
-    "bench": 2976,  # the suites `startup`, `chunks` and `serve`, whose figures are medians
+    "bench": 3226,  # attention of other libraries as rows; `startup`, `chunks` and `serve`
     "cache": 2715,  # snapshots joined to a batch; the same offsets are observed
     "calibrate": 1420,  # blocks of logits by vocabulary
     "cli": 3700,  # ask, serve, chat with a server, warmup and doctor
