@@ -54,8 +54,9 @@ def generate(name: str) -> str:
     cells = []
     for method in dict.fromkeys(row["method"] for row in rows):
         by_prompt = {row["prompt_tokens"]: row for row in rows if row["method"] == method}
-        rates = [f"{by_prompt[p]['tokens_per_s'][1]:.1f}" for p in prompts]
-        cells.append([method, *rates, *(f"{by_prompt[p]['rate_ratio']:.2f}" for p in prompts)])
+        found = [by_prompt.get(p) for p in prompts]
+        rates = [f"{row['tokens_per_s'][1]:.1f}" if row else "" for row in found]
+        cells.append([method, *rates, *(f"{row['rate_ratio']:.2f}" if row else "" for row in found)])
     return markdown(header, cells)
 
 
@@ -144,8 +145,8 @@ def faults(name: str) -> str:
 
 
 TABLES: dict[str, Callable[[str], str]] = {
-    "attention-h200": attention,
-    "generate-h200": generate,
+    "attention-h100": attention,
+    "generate-h100": generate,
     "quality-smollm2-135m": quality,
     "startup-h100": startup,
     "chunks-h100": chunks,
