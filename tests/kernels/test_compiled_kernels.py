@@ -55,6 +55,7 @@ def test_kernels_of_heads_of_256_channels_fit(capability: int, dtype: str) -> No
     ("methods", "kernels", "limit"),
     [
         (["kivi-2", "kivi-4"], r"scalar\.value_kernels\._value_kernel", 512),
+        (["klt-2"], r"klt\.\w+\._(scores|value)_kernel", 512),
         (["commvq-1"], r"\._(key_scores|bits)_kernel", 4096),  # queries, and what is stored
     ],
 )

@@ -7,14 +7,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvcli.kernels.launch import cdiv, power_of_two, row_major
+from kvcli.kernels.launch import Tiles, cdiv, power_of_two, row_major
 from kvcli.kernels.operands import in_thread_order
 from kvcli.kernels.words import INTERPRETED, as_decoded
 from kvcli.methods.klt.fields import BANDS, GAINS_PER_OCTAVE, MOST_BYTES, UNIT_GAIN
 
 # tuned on one H100, torch 2.11, triton 3.6, for heads of 128 channels
-_TILE = {"BLOCK_T": 64, "num_warps": 4, "num_stages": 1}
 _WIDE_TILE = {"BLOCK_T": 16, "num_warps": 4, "num_stages": 1}
+_TILES = Tiles(hopper={"BLOCK_T": 64, "num_warps": 4, "num_stages": 1}, smaller=_WIDE_TILE)
 
 _BANDS = tl.constexpr(BANDS)
 _MOST_BYTES = tl.constexpr(MOST_BYTES)
@@ -316,7 +316,7 @@ def encode_tokens(
     batch, heads, length, head_dim = x.shape
     width = head_dim // BANDS
     if x.numel():
-        tile = _TILE if head_dim <= 128 else _WIDE_TILE
+        tile = _TILES.on(x.device) if head_dim <= 128 else _WIDE_TILE
         _encode_kernel[(cdiv(batch * length, tile["BLOCK_T"]), heads)](
             x, inverse, mean, weights, fields, packed, gain, *x.stride()[:3],
             packed.stride(0), packed.stride(2), *gain.stride()[:3], length, batch * length, D=head_dim, W=width,
@@ -333,7 +333,7 @@ def decode_tokens(
     width = head_dim // BANDS
     out = packed.new_empty(batch, heads, length, head_dim, dtype=dtype)
     if out.numel():
-        tile = _TILE if head_dim <= 128 else _WIDE_TILE
+        tile = _TILES.on(packed.device) if head_dim <= 128 else _WIDE_TILE
         _decode_kernel[(cdiv(batch * length, tile["BLOCK_T"]), heads)](
             packed, gain, basis, mean, fields, out, packed.stride(0), packed.stride(2), *gain.stride()[:3],
             heads, length, batch * length, D=head_dim, W=width, FP32_DOT=dtype == torch.float32,
