@@ -1,0 +1,230 @@
+"""transformers' continuous batching on codes: `model.generate_batch` and `transformers serve --continuous-batching`.
+
+The paged cache of transformers is one tensor of bytes, cut into blocks of pages that requests share by prefix; a class
+for full attention lays out its layers' keys and values. `enable` puts ours in its place, for one model: a token's codes
+and scales are a row of bytes per layer. Every pass decodes what it reads (the "index" path), so this saves memory, not
+time. All tokens are codes: there are no sinks and no residual window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvcli.attention.attach import attach
+from kvcli.attention.reference import unrotate
+from kvcli.cache.ranges import Note, StepRanges
+from kvcli.errors import UnsupportedModelError, UsageError
+from kvcli.methods.base import Codec, Codes
+from kvcli.methods.layer_codec import LayerCodec
+from kvcli.models import LoadedModel
+from kvcli.rope import Rope
+from kvcli.seam.probe import probe
+
+try:
+    from transformers.generation.continuous_batching import cache as paged
+    from transformers.generation.continuous_batching.cache_allocators import FullAttentionCacheAllocator
+
+    ALLOCATORS: dict[str, Any] = paged.ATTN_TYPE_TO_ALLOCATOR
+except (ImportError, AttributeError) as error:
+    raise UsageError(
+        f"continuous batching on codes needs transformers 5.18 to 5.23, whose classes of allocators it takes the place "
+        f"of: {error}"
+    ) from error
+
+_FULL = FullAttentionCacheAllocator.layer_type
+
+
+class Rows:
+    """Codes of one side of a layer as rows of bytes, one per token.
+
+    Args:
+        codec: of keys or of values, of whom each token's codes depend on the token alone.
+    """
+
+    def __init__(self, codec: Codec[Any]) -> None:
+        spec = codec.spec
+        example = codec.encode(torch.zeros(1, spec.num_kv_heads, 1, spec.head_dim, device=_device(codec)), None)
+        self._like = type(example), {name: (x.dtype, x.shape[1], x.shape[3]) for name, x in example.tensors().items()}
+        self.nbytes = example.nbytes
+
+    def pack(self, codes: Codes) -> Tensor:
+        """Codes [1, .., tokens, ..] as uint8 [tokens, nbytes]."""
+        fields = [x[0].transpose(0, 1).flatten(1).contiguous().view(torch.uint8) for x in codes.tensors().values()]
+        return torch.cat(fields, 1)
+
+    def unpack(self, rows: Tensor) -> Codes:
+        """The codes of such rows."""
+        make, fields = self._like
+        widths = [dtype.itemsize * heads * width for dtype, heads, width in fields.values()]
+        parts = {
+            name: part.contiguous().view(dtype).unflatten(1, (heads, width)).transpose(0, 1).unsqueeze(0).contiguous()
+            for part, (name, (dtype, heads, width)) in zip(rows.split(widths, 1), fields.items(), strict=True)
+        }
+        return make(**parts)
+
+
+class CodesAllocator(FullAttentionCacheAllocator):
+    """Full attention whose keys and values are codes; its physical indices count tokens of blocks.
+
+    A block of `page_size` tokens holds for each layer the rows of its keys, then of its values.
+    """
+
+    supports_block_table = False  # kernels of transformers read pages of numbers, not of codes
+
+    def __init__(self, *, codecs: dict[int, LayerCodec], rope: Rope, **stock: Any) -> None:
+        # a model of other heads per process would need codecs of its share
+        if stock["num_key_value_heads"] != next(iter(codecs.values())).key.spec.num_kv_heads:
+            raise UnsupportedModelError("codes of a model whose heads are divided among processes are not supported")
+        layers = stock["layer_indices"]
+        self._codecs, self._rope = [codecs[index] for index in layers], rope
+        self._ranges = StepRanges(2 * len(layers), _device(self._codecs[0].key))
+        self._notes = [
+            (
+                Note(self._ranges, f"keys of layer {index}", codec.key),
+                Note(self._ranges, f"values of layer {index}", codec.value),
+            )
+            for index, codec in zip(layers, self._codecs, strict=True)
+        ]
+        self._rows = [(Rows(codec.key), Rows(codec.value)) for codec in self._codecs]
+        sizes = [side.nbytes * stock["page_size"] for rows in self._rows for side in rows]
+        self._starts = [0, *accumulate(sizes)]
+        self.head_dim, self.num_key_value_heads = self._codecs[0].key.spec.head_dim, stock["num_key_value_heads"]
+        self.cache_dtype = stock["cache_dtype"]
+        self._before_cache_tensor_init(
+            index=stock["index"],
+            layer_indices=layers,
+            tokens_per_page=stock["page_size"],
+            bytes_per_page=-(-self._starts[-1] // len(layers)),  # layers may differ; their mean, rounded up
+            allow_block_sharing=stock["allow_block_sharing"],
+        )
+        self.block_physical_stride = self.tokens_per_page
+
+    def register_cache_tensor(
+        self, bytes_per_sector: int, non_trash_bytes: int, cache_tensor: Tensor, pool: Any
+    ) -> None:
+        """Takes the blocks of the tensor, those of two sectors that no request has included."""
+        self.bytes_per_sector = bytes_per_sector
+        self._copy_view = blocks = cache_tensor.view(-1, self.bytes_per_block)
+        self._after_cache_tensor_init(non_trash_bytes, bytes_per_sector, cache_tensor, pool)
+        sides = [self._starts[i : i + 2] for i in range(len(self._starts) - 1)]
+        views = [blocks[:, start:stop].unflatten(1, (self.tokens_per_page, -1)) for start, stop in sides]
+        self._views = list(zip(views[::2], views[1::2], strict=True))
+        self._place = torch.zeros(len(blocks), dtype=torch.int64, device=cache_tensor.device)  # of a block in its text
+        self._new = torch.full((len(blocks) * self.tokens_per_page,), -1, device=cache_tensor.device)
+
+    def get_read_indices(self, request_id: str, past_length: int, query_length: int) -> list[int]:
+        """As transformers has them; notes where in its text each block of the request lies."""
+        self._note_places(request_id)
+        return super().get_read_indices(request_id, past_length, query_length)
+
+    def get_write_indices(self, request_id: str, past_length: int, query_length: int) -> list[int]:
+        """As transformers has them; CacheError: what the last pass encoded is not in the range of the codes."""
+        self._ranges.check()
+        self._note_places(request_id)
+        return super().get_write_indices(request_id, past_length, query_length)
+
+    def _note_places(self, request_id: str) -> None:
+        table = torch.tensor(self.block_table.get(request_id, []), dtype=torch.int64, device=self._place.device)
+        self._place[table] = torch.arange(len(table), device=table.device)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, read_index: Tensor, write_index: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Encodes new keys and values [tokens, num_kv_heads, head_dim], and decodes what the pass reads.
+
+        New tokens are read as they are, as a session reads them in the pass that brings them.
+        """
+        at = self.layer_indices.index(layer_idx)
+        codec, dtype = self._codecs[at], key_states.dtype
+        new = [x.transpose(0, 1).unsqueeze(0) for x in (key_states, value_states)]
+        inputs = codec.encoder_input(new[0], self._rotation(write_index), unrotate), new[1]
+        for x, note, rows, view in zip(inputs, self._notes[at], self._rows[at], self._views[at], strict=True):
+            codes = note.codec.encode(x, None)
+            if (peak := note.peak(x.dtype)) is not None:
+                torch.maximum(peak, note.codec.peak(x, codes), out=peak)
+            view[self._block(write_index), write_index % self.tokens_per_page] = rows.pack(codes)
+        if read_index.numel() == 0:
+            return key_states, value_states
+        found = [view[self._block(read_index), read_index % self.tokens_per_page] for view in self._views[at]]
+        key_codes, value_codes = (rows.unpack(x) for rows, x in zip(self._rows[at], found, strict=True))
+        old = (
+            codec.decode_keys(key_codes, None, self._rotation(read_index), dtype),
+            codec.value.decode_to(value_codes, None, dtype),
+        )
+        self._new[write_index] = torch.arange(len(write_index), device=write_index.device)
+        row = self._new[read_index]
+        self._new[write_index] = -1
+        exact = (row >= 0)[:, None, None]
+        pairs = zip((key_states, value_states), old, strict=True)
+        key, value = (torch.where(exact, x[row.clamp_min(0)], y[0].transpose(0, 1)) for x, y in pairs)
+        return key, value
+
+    def _block(self, index: Tensor) -> Tensor:
+        return index // self.tokens_per_page
+
+    def _rotation(self, index: Tensor) -> Any:
+        """The rotation of tokens at physical indices, float32."""
+        positions = self._place[self._block(index)] * self.tokens_per_page + index % self.tokens_per_page
+        return self._rope.rotation(positions.unsqueeze(0), torch.float32)
+
+
+@contextmanager
+def enable(
+    model: nn.Module | LoadedModel, method: str, *, artifact: str | Path | None = None, **settings: Any
+) -> Iterator[nn.Module]:
+    """Lets continuous batching of a model store codes inside the block, in layers with full attention.
+
+    Args:
+        model, method, artifact, settings: as in `kvcli.attach`; settings of sinks and windows are not taken.
+
+    Yields:
+        The model; caches that are made in the block, such as those of `generate_batch`, are ours.
+
+    Raises:
+        UsageError: a method whose codes depend on more than the token, or a transformers that is not known.
+        UnsupportedModelError: keys and values of different widths.
+        Those of `kvcli.attach`.
+
+    Example:
+        >>> with continuous_batching.enable(model, "turboquant-3"):
+        ...     outputs = model.generate_batch(prompts, generation_config=config)
+    """
+    if given := sorted({"sink_length", "residual_length", "flush_block"} & set(settings)):
+        raise UsageError(f"all tokens of a paged cache are codes; omit {', '.join(given)}")
+    with attach(model, method, artifact=artifact, **settings) as session:
+        spec, codecs = session.spec, session.codecs
+    module: Any = model.model if isinstance(model, LoadedModel) else model
+    for codec in codecs:
+        if codec.tokens_per_group > 1 or codec.new_state(1, _device(codec.key)) is not None:
+            hint = "say sequence_offset='none'" if codec.sequence_offset else "choose one that codes each token alone"
+            raise UsageError(f"codes of method '{method}' depend on other tokens; {hint}")
+    if spec.value_dim != spec.head_dim:
+        raise UnsupportedModelError("keys and values of different widths are not supported in pages")
+    by_layer = {spec.in_model(index): codec for index, codec in enumerate(codecs)}
+    stock, config, rope = ALLOCATORS[_FULL], module.config, probe(module).rope
+
+    class OfThisModel(CodesAllocator):
+        """The allocator of the model; of another one that is batched meanwhile, that of transformers."""
+
+        def __new__(cls, **arguments: Any) -> Any:
+            return super().__new__(cls) if arguments["config"] is config else stock(**arguments)
+
+        def __init__(self, **arguments: Any) -> None:
+            super().__init__(codecs=by_layer, rope=rope, **arguments)
+
+    ALLOCATORS[_FULL] = OfThisModel
+    try:
+        yield module
+    finally:
+        ALLOCATORS[_FULL] = stock
+
+
+def _device(codec: nn.Module) -> torch.device:
+    return next((x.device for x in codec.buffers()), torch.device("cpu"))
