@@ -85,6 +85,7 @@ class CodesAllocator(FullAttentionCacheAllocator):
         layers = stock["layer_indices"]
         self._codecs, self._rope = [codecs[index] for index in layers], rope
         self._ranges = StepRanges(2 * len(layers), _device(self._codecs[0].key))
+        self._prompts: set[str] = set()  # requests of whose prompt the last pass read a part
         self._notes = [
             (
                 Note(self._ranges, f"keys of layer {index}", codec.key),
@@ -125,8 +126,13 @@ class CodesAllocator(FullAttentionCacheAllocator):
         return super().get_read_indices(request_id, past_length, query_length)
 
     def get_write_indices(self, request_id: str, past_length: int, query_length: int) -> list[int]:
-        """As transformers has them; CacheError: what the last pass encoded is not in the range of the codes."""
-        self._ranges.check()
+        """As transformers has them; CacheError: what was encoded is not in the range of the codes.
+
+        That is looked at after a prompt's passes and where a page begins, because the GPU is waited for.
+        """
+        if request_id in self._prompts or past_length % self.tokens_per_page == 0:
+            self._ranges.check()
+        (self._prompts.add if query_length > 1 else self._prompts.discard)(request_id)
         self._note_places(request_id)
         return super().get_write_indices(request_id, past_length, query_length)
 
