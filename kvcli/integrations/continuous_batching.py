@@ -1,4 +1,4 @@
-"""transformers' continuous batching on codes: `model.generate_batch` and `transformers serve --continuous-batching`.
+"""transformers' continuous batching (`model.generate_batch`) on codes.
 
 The paged cache of transformers is one tensor of bytes, cut into blocks of pages that requests share by prefix; a class
 for full attention lays out its layers' keys and values. `enable` puts ours in its place, for one model: a token's codes
@@ -9,9 +9,11 @@ time. All tokens are codes: there are no sinks and no residual window.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import accumulate
+from math import lcm
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -24,7 +26,7 @@ from kvcli.errors import UnsupportedModelError, UsageError
 from kvcli.methods.base import Codec, Codes
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.models import LoadedModel
-from kvcli.rope import Rope
+from kvcli.rope import Rope, Rotation
 from kvcli.seam.probe import probe
 
 try:
@@ -39,6 +41,9 @@ except (ImportError, AttributeError) as error:
     ) from error
 
 _FULL = FullAttentionCacheAllocator.layer_type
+_ALIGNMENT = 128
+_SLACK = 8
+"""A block is at most an eighth larger than its codes, so that sectors, which other layers' blocks divide, are small."""
 
 
 class Rows:
@@ -46,11 +51,12 @@ class Rows:
 
     Args:
         codec: of keys or of values, of whom each token's codes depend on the token alone.
+        dtype: of what it encodes.
     """
 
-    def __init__(self, codec: Codec[Any]) -> None:
-        spec = codec.spec
-        example = codec.encode(torch.zeros(1, spec.num_kv_heads, 1, spec.head_dim, device=_device(codec)), None)
+    def __init__(self, codec: Codec[Any], dtype: torch.dtype) -> None:
+        shape = 1, codec.spec.num_kv_heads, 1, codec.spec.head_dim
+        example = codec.encode(torch.zeros(shape, dtype=dtype, device=_device(codec)), None)
         self._like = type(example), {name: (x.dtype, x.shape[1], x.shape[3]) for name, x in example.tensors().items()}
         self.nbytes = example.nbytes
 
@@ -64,7 +70,7 @@ class Rows:
         make, fields = self._like
         widths = [dtype.itemsize * heads * width for dtype, heads, width in fields.values()]
         parts = {
-            name: part.contiguous().view(dtype).unflatten(1, (heads, width)).transpose(0, 1).unsqueeze(0).contiguous()
+            name: part.clone().view(dtype).unflatten(1, (heads, width)).transpose(0, 1).unsqueeze(0).contiguous()
             for part, (name, (dtype, heads, width)) in zip(rows.split(widths, 1), fields.items(), strict=True)
         }
         return make(**parts)
@@ -82,30 +88,42 @@ class CodesAllocator(FullAttentionCacheAllocator):
         # a model of other heads per process would need codecs of its share
         if stock["num_key_value_heads"] != next(iter(codecs.values())).key.spec.num_kv_heads:
             raise UnsupportedModelError("codes of a model whose heads are divided among processes are not supported")
-        layers = stock["layer_indices"]
+        layers, dtype, page_size = stock["layer_indices"], stock["cache_dtype"], stock["page_size"]
         self._codecs, self._rope = [codecs[index] for index in layers], rope
         self._ranges = StepRanges(2 * len(layers), _device(self._codecs[0].key))
         self._prompts: set[str] = set()  # requests of whose prompt the last pass read a part
+        self._stream: Any = None
         self._notes = [
-            (
-                Note(self._ranges, f"keys of layer {index}", codec.key),
-                Note(self._ranges, f"values of layer {index}", codec.value),
-            )
-            for index, codec in zip(layers, self._codecs, strict=True)
+            [
+                Note(self._ranges, f"{what} of layer {index}", side)
+                for what, side in (("keys", x.key), ("values", x.value))
+            ]
+            for index, x in zip(layers, self._codecs, strict=True)
         ]
-        self._rows = [(Rows(codec.key), Rows(codec.value)) for codec in self._codecs]
-        sizes = [side.nbytes * stock["page_size"] for rows in self._rows for side in rows]
-        self._starts = [0, *accumulate(sizes)]
+        key_dtypes = [dtype if x.key.space == "post_rope" else torch.float32 for x in self._codecs]
+        self._rows = [
+            (Rows(x.key, key_dtype), Rows(x.value, dtype))
+            for x, key_dtype in zip(self._codecs, key_dtypes, strict=True)
+        ]
+        self._starts = [0, *accumulate(side.nbytes * page_size for rows in self._rows for side in rows)]
         self.head_dim, self.num_key_value_heads = self._codecs[0].key.spec.head_dim, stock["num_key_value_heads"]
-        self.cache_dtype = stock["cache_dtype"]
+        self.cache_dtype = dtype
+        others = (stock["config"].num_hidden_layers - len(layers)) * self.get_bytes_per_page(
+            self.num_key_value_heads, self.head_dim, dtype, page_size
+        )
+        block = -(-self._starts[-1] // _ALIGNMENT) * _ALIGNMENT
+        if others:
+            block = min(range(block, block + block // _SLACK + 1, _ALIGNMENT), key=lambda x: lcm(x, others))
         self._before_cache_tensor_init(
             index=stock["index"],
             layer_indices=layers,
-            tokens_per_page=stock["page_size"],
-            bytes_per_page=-(-self._starts[-1] // len(layers)),  # layers may differ; their mean, rounded up
+            tokens_per_page=page_size,
+            bytes_per_page=block,
             allow_block_sharing=stock["allow_block_sharing"],
         )
-        self.block_physical_stride = self.tokens_per_page
+        # layers differ in their bytes, so a block is one page
+        self.pages_per_block, self.tokens_per_block, self.bytes_per_block = 1, page_size, block
+        self.block_physical_stride = page_size
 
     def register_cache_tensor(
         self, bytes_per_sector: int, non_trash_bytes: int, cache_tensor: Tensor, pool: Any
@@ -131,14 +149,27 @@ class CodesAllocator(FullAttentionCacheAllocator):
         That is looked at after a prompt's passes and where a page begins, because the GPU is waited for.
         """
         if request_id in self._prompts or past_length % self.tokens_per_page == 0:
-            self._ranges.check()
+            with self._in_order():
+                self._ranges.check()
         (self._prompts.add if query_length > 1 else self._prompts.discard)(request_id)
         self._note_places(request_id)
         return super().get_write_indices(request_id, past_length, query_length)
 
+    def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
+        """As transformers has it."""
+        self._prompts.discard(request_id)
+        super().free_blocks(request_id, no_cache)
+
     def _note_places(self, request_id: str) -> None:
-        table = torch.tensor(self.block_table.get(request_id, []), dtype=torch.int64, device=self._place.device)
-        self._place[table] = torch.arange(len(table), device=table.device)
+        with self._in_order():
+            table = torch.tensor(self.block_table.get(request_id, []), dtype=torch.int64, device=self._place.device)
+            self._place[table] = torch.arange(len(table), device=table.device)
+        if self._place.is_cuda and self._stream is None:
+            torch.cuda.synchronize()
+
+    def _in_order(self) -> AbstractContextManager[Any]:
+        """After the passes that were launched and before the next one, which run on a stream of their own."""
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, read_index: Tensor, write_index: Tensor
@@ -147,10 +178,12 @@ class CodesAllocator(FullAttentionCacheAllocator):
 
         New tokens are read as they are, as a session reads them in the pass that brings them.
         """
+        if key_states.is_cuda:
+            self._stream = torch.cuda.current_stream()
         at = self.layer_indices.index(layer_idx)
         codec, dtype = self._codecs[at], key_states.dtype
         new = [x.transpose(0, 1).unsqueeze(0) for x in (key_states, value_states)]
-        inputs = codec.encoder_input(new[0], self._rotation(write_index), unrotate), new[1]
+        inputs = codec.encoder_input(new[0], self._rotation(codec, write_index), unrotate), new[1]
         for x, note, rows, view in zip(inputs, self._notes[at], self._rows[at], self._views[at], strict=True):
             codes = note.codec.encode(x, None)
             if (peak := note.peak(x.dtype)) is not None:
@@ -161,7 +194,7 @@ class CodesAllocator(FullAttentionCacheAllocator):
         found = [view[self._block(read_index), read_index % self.tokens_per_page] for view in self._views[at]]
         key_codes, value_codes = (rows.unpack(x) for rows, x in zip(self._rows[at], found, strict=True))
         old = (
-            codec.decode_keys(key_codes, None, self._rotation(read_index), dtype),
+            codec.decode_keys(key_codes, None, self._rotation(codec, read_index), dtype),
             codec.value.decode_to(value_codes, None, dtype),
         )
         self._new[write_index] = torch.arange(len(write_index), device=write_index.device)
@@ -175,10 +208,29 @@ class CodesAllocator(FullAttentionCacheAllocator):
     def _block(self, index: Tensor) -> Tensor:
         return index // self.tokens_per_page
 
-    def _rotation(self, index: Tensor) -> Any:
-        """The rotation of tokens at physical indices, float32."""
+    def _rotation(self, codec: LayerCodec, index: Tensor) -> Rotation:
+        """The rotation of tokens at physical indices, float32; by 0 in a layer without RoPE."""
         positions = self._place[self._block(index)] * self.tokens_per_page + index % self.tokens_per_page
-        return self._rope.rotation(positions.unsqueeze(0), torch.float32)
+        rotation = self._rope.rotation(positions.unsqueeze(0), torch.float32)
+        return rotation if codec.rotated else Rotation.none(rotation)
+
+
+_enabled: dict[int, tuple[Any, dict[int, LayerCodec], Rope]] = {}
+"""Configs of the models that are enabled by their ids, with codecs of their layers and RoPE."""
+_lock = Lock()
+
+
+class AllocatorByModel(CodesAllocator):
+    """The allocator of a model that is enabled; of another one, that of transformers."""
+
+    def __new__(cls, **arguments: Any) -> Any:
+        if id(arguments["config"]) in _enabled:
+            return super().__new__(cls)
+        return FullAttentionCacheAllocator(**arguments)
+
+    def __init__(self, **arguments: Any) -> None:
+        _, codecs, rope = _enabled[id(arguments["config"])]
+        super().__init__(codecs=codecs, rope=rope, **arguments)
 
 
 @contextmanager
@@ -194,7 +246,8 @@ def enable(
         The model; caches that are made in the block, such as those of `generate_batch`, are ours.
 
     Raises:
-        UsageError: a method whose codes depend on more than the token, or a transformers that is not known.
+        UsageError: a method whose codes depend on more than the token, a model that is enabled already or that has a
+            manager with pages of its own, or a transformers that is not known.
         UnsupportedModelError: keys and values of different widths.
         Those of `kvcli.attach`.
 
@@ -213,23 +266,20 @@ def enable(
             raise UsageError(f"codes of method '{method}' depend on other tokens; {hint}")
     if spec.value_dim != spec.head_dim:
         raise UnsupportedModelError("keys and values of different widths are not supported in pages")
+    config = module.config.get_text_config()
+    if id(config) in _enabled or getattr(module, "_cached_continuous_batching_manager", None) is not None:
+        raise UsageError("the model is enabled already, or has a persistent manager with a cache of its own")
     by_layer = {spec.in_model(index): codec for index, codec in enumerate(codecs)}
-    stock, config, rope = ALLOCATORS[_FULL], module.config, probe(module).rope
-
-    class OfThisModel(CodesAllocator):
-        """The allocator of the model; of another one that is batched meanwhile, that of transformers."""
-
-        def __new__(cls, **arguments: Any) -> Any:
-            return super().__new__(cls) if arguments["config"] is config else stock(**arguments)
-
-        def __init__(self, **arguments: Any) -> None:
-            super().__init__(codecs=by_layer, rope=rope, **arguments)
-
-    ALLOCATORS[_FULL] = OfThisModel
+    with _lock:
+        _enabled[id(config)] = config, by_layer, probe(module).rope
+        ALLOCATORS[_FULL] = AllocatorByModel
     try:
         yield module
     finally:
-        ALLOCATORS[_FULL] = stock
+        with _lock:
+            del _enabled[id(config)]
+            if not _enabled:
+                ALLOCATORS[_FULL] = FullAttentionCacheAllocator
 
 
 def _device(codec: nn.Module) -> torch.device:
