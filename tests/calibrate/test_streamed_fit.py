@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -66,15 +67,17 @@ def test_a_fit_in_blocks_is_as_good(recording: Recording, tmp_path: Path, name: 
     method = get_method(name)
     config = method.config_cls(**METHODS[name]).resolve(recording.spec)
     reports: dict[int, list[Any]] = {400: [], 4000: []}
-    for size, found in reports.items():
+    seeds = range(3) if name == "commvq" else (0,)  # which vectors a codeword takes hangs on the last bit
+    for (size, found), seed in product(reports.items(), seeds):
         done = partial(lambda found, layer_idx, metrics, reused: found.append(metrics), found)
-        fit_recording(recording, method, config, tmp_path / str(size), block_tokens=size, done=done)
-    for blocks, whole in zip(*reports.values(), strict=True):
-        for metric in method.fit_metrics:
-            a, b = (torch.tensor(x[metric]).float() for x in (blocks, whole))
+        fit_recording(recording, method, config, tmp_path / f"{size}-{seed}", seed=seed, block_tokens=size, done=done)
+    for metric in method.fit_metrics:
+        blocks, whole = ([torch.tensor(x[metric]).float() for x in found] for found in reports.values())
+        for a, b in zip(blocks, whole, strict=True):
             assert torch.allclose(a, b, rtol=0.1, atol=2), metric
-            if metric.endswith(("nmse", "error", "energy")):
-                assert torch.allclose(a.mean(), b.mean(), rtol=0.04, atol=1e-6), metric
+        if metric.endswith(("nmse", "error", "energy")):
+            a, b = torch.cat(blocks).mean(), torch.cat(whole).mean()
+            assert torch.allclose(a, b, rtol=0.04, atol=1e-6), metric
 
 
 def test_a_fit_repeats_to_the_last_bit(recording: Recording, tmp_path: Path) -> None:
