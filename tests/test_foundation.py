@@ -113,9 +113,9 @@ BUDGET = {
     "cli": 3700,  # ask, serve, chat with a server, warmup and doctor
     "contexts": 860,  # contexts that were read alike; used elsewhere than from the store
     "eval": 2165,  # rows without gradients, options that differ by name
-    "integrations": 910,  # pages of continuous batching
+    "integrations": 925,  # pages of continuous batching
     "kernels": 857,  # offset scores of several tiles by one program
-    "methods": 9868,  # KLT, whose kernels load a block ahead; Block-GTQ and KVarN as rivals
+    "methods": 9846,  # KLT, whose kernels load a block ahead; Block-GTQ and KVarN as rivals
     "plan": 550,  # from which length they are smaller
     "serve": 1242,  # a server of the OpenAI API
     "seam": 1595,  # rotations by constants return at once

@@ -1,9 +1,9 @@
 """transformers' continuous batching (`model.generate_batch`) on codes.
 
-The paged cache of transformers is one tensor of bytes, cut into blocks of pages that requests share by prefix; a class
-for full attention lays out its layers' keys and values. `enable` puts ours in its place, for one model: a token's codes
-and scales are a row of bytes per layer. Every pass decodes what it reads (the "index" path), so this saves memory, not
-time. All tokens are codes: there are no sinks and no residual window.
+The paged cache of transformers is one tensor of bytes, divided into blocks that requests with a common prefix share. An
+allocator class lays out keys and values of layers with full attention in the blocks. `enable` replaces that class for
+one model: a token's codes and scales are a row of bytes per layer, for keys and for values. Every forward pass decodes
+all tokens that it reads, so this saves memory, not time. There are no sinks and no residual window.
 """
 
 from __future__ import annotations
@@ -42,16 +42,14 @@ except (ImportError, AttributeError) as error:
 
 _FULL = FullAttentionCacheAllocator.layer_type
 _ALIGNMENT = 128
-_SLACK = 8
-"""A block is at most an eighth larger than its codes, so that sectors, which other layers' blocks divide, are small."""
 
 
 class Rows:
-    """Codes of one side of a layer as rows of bytes, one per token.
+    """Codes of a layer's keys or values as rows of `nbytes` bytes, one per token.
 
     Args:
-        codec: of keys or of values, of whom each token's codes depend on the token alone.
-        dtype: of what it encodes.
+        codec: encodes each token independently of others.
+        dtype: of the tokens that it encodes.
     """
 
     def __init__(self, codec: Codec[Any], dtype: torch.dtype) -> None:
@@ -61,12 +59,12 @@ class Rows:
         self.nbytes = example.nbytes
 
     def pack(self, codes: Codes) -> Tensor:
-        """Codes [1, .., tokens, ..] as uint8 [tokens, nbytes]."""
+        """Codes, each field [1, heads, tokens, width], as uint8 [tokens, nbytes]."""
         fields = [x[0].transpose(0, 1).flatten(1).contiguous().view(torch.uint8) for x in codes.tensors().values()]
         return torch.cat(fields, 1)
 
     def unpack(self, rows: Tensor) -> Codes:
-        """The codes of such rows."""
+        """The codes of rows, uint8 [tokens, nbytes]."""
         make, fields = self._like
         widths = [dtype.itemsize * heads * width for dtype, heads, width in fields.values()]
         parts = {
@@ -76,10 +74,20 @@ class Rows:
         return make(**parts)
 
 
-class CodesAllocator(FullAttentionCacheAllocator):
-    """Full attention whose keys and values are codes; its physical indices count tokens of blocks.
+def block_bytes(codes: int, others: int) -> int:
+    """Bytes of a block of so many bytes of codes, beside blocks of `others` bytes, 0 if there are none.
 
-    A block of `page_size` tokens holds for each layer the rows of its keys, then of its values.
+    A sector is a common multiple of both. To keep it small, a block is up to an eighth larger than its codes.
+    """
+    least = -(-codes // _ALIGNMENT) * _ALIGNMENT
+    sizes = range(least, least + (least // 8 if others else 0) + 1, _ALIGNMENT)
+    return min(sizes, key=lambda size: lcm(size, others or 1))
+
+
+class CodesAllocator(FullAttentionCacheAllocator):
+    """Keys and values of layers with full attention as codes. Slot s is token s % page_size of block s // page_size.
+
+    A block of `page_size` tokens holds, layer after layer, the rows of keys and then those of values.
     """
 
     supports_block_table = False  # kernels of transformers read pages of numbers, not of codes
@@ -111,9 +119,7 @@ class CodesAllocator(FullAttentionCacheAllocator):
         others = (stock["config"].num_hidden_layers - len(layers)) * self.get_bytes_per_page(
             self.num_key_value_heads, self.head_dim, dtype, page_size
         )
-        block = -(-self._starts[-1] // _ALIGNMENT) * _ALIGNMENT
-        if others:
-            block = min(range(block, block + block // _SLACK + 1, _ALIGNMENT), key=lambda x: lcm(x, others))
+        block = block_bytes(self._starts[-1], others)
         self._before_cache_tensor_init(
             index=stock["index"],
             layer_indices=layers,
@@ -128,55 +134,64 @@ class CodesAllocator(FullAttentionCacheAllocator):
     def register_cache_tensor(
         self, bytes_per_sector: int, non_trash_bytes: int, cache_tensor: Tensor, pool: Any
     ) -> None:
-        """Takes the blocks of the tensor, those of two sectors that no request has included."""
+        """Makes views [blocks, page_size, bytes per token] of each layer's keys and values in a tensor of uint8."""
         self.bytes_per_sector = bytes_per_sector
         self._copy_view = blocks = cache_tensor.view(-1, self.bytes_per_block)
         self._after_cache_tensor_init(non_trash_bytes, bytes_per_sector, cache_tensor, pool)
         sides = [self._starts[i : i + 2] for i in range(len(self._starts) - 1)]
         views = [blocks[:, start:stop].unflatten(1, (self.tokens_per_page, -1)) for start, stop in sides]
         self._views = list(zip(views[::2], views[1::2], strict=True))
-        self._place = torch.zeros(len(blocks), dtype=torch.int64, device=cache_tensor.device)  # of a block in its text
+        self._logical = torch.zeros(
+            len(blocks), dtype=torch.int64, device=cache_tensor.device
+        )  # of each physical block
         self._new = torch.full((len(blocks) * self.tokens_per_page,), -1, device=cache_tensor.device)
 
     def get_read_indices(self, request_id: str, past_length: int, query_length: int) -> list[int]:
-        """As transformers has them; notes where in its text each block of the request lies."""
-        self._note_places(request_id)
+        """Slots to read, as in the base class; the request's physical blocks are mapped to its logical ones."""
+        self._map_blocks(request_id)
         return super().get_read_indices(request_id, past_length, query_length)
 
     def get_write_indices(self, request_id: str, past_length: int, query_length: int) -> list[int]:
-        """As transformers has them; CacheError: what was encoded is not in the range of the codes.
+        """Slots to write, as in the base class. CacheError: encoded numbers exceed the range of the codes.
 
-        That is looked at after a prompt's passes and where a page begins, because the GPU is waited for.
+        The range is checked after passes over a prompt and at the start of a page, because a check waits for the GPU.
         """
         if request_id in self._prompts or past_length % self.tokens_per_page == 0:
             with self._in_order():
                 self._ranges.check()
         (self._prompts.add if query_length > 1 else self._prompts.discard)(request_id)
-        self._note_places(request_id)
+        self._map_blocks(request_id)
         return super().get_write_indices(request_id, past_length, query_length)
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
-        """As transformers has it."""
+        """As in the base class."""
         self._prompts.discard(request_id)
         super().free_blocks(request_id, no_cache)
 
-    def _note_places(self, request_id: str) -> None:
+    def _map_blocks(self, request_id: str) -> None:
         with self._in_order():
-            table = torch.tensor(self.block_table.get(request_id, []), dtype=torch.int64, device=self._place.device)
-            self._place[table] = torch.arange(len(table), device=table.device)
-        if self._place.is_cuda and self._stream is None:
+            table = torch.tensor(self.block_table.get(request_id, []), dtype=torch.int64, device=self._logical.device)
+            self._logical[table] = torch.arange(len(table), device=table.device)
+        if self._logical.is_cuda and self._stream is None:
             torch.cuda.synchronize()
 
     def _in_order(self) -> AbstractContextManager[Any]:
-        """After the passes that were launched and before the next one, which run on a stream of their own."""
+        """The stream of the forward passes, so that work runs after those that were launched and before the next."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, read_index: Tensor, write_index: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Encodes new keys and values [tokens, num_kv_heads, head_dim], and decodes what the pass reads.
+        """Encodes the new tokens of a pass, and decodes the tokens that it reads.
 
-        New tokens are read as they are, as a session reads them in the pass that brings them.
+        Args:
+            key_states, value_states: new tokens, [new, num_kv_heads, head_dim], keys after RoPE.
+            read_index: int64 [read], slots to read, new ones included; empty if only new tokens are read.
+            write_index: int64 [new], slots of the new tokens.
+
+        Returns:
+            Keys after RoPE and values, [read, num_kv_heads, head_dim] in the dtype of the new ones, which are returned
+            unencoded.
         """
         if key_states.is_cuda:
             self._stream = torch.cuda.current_stream()
@@ -209,8 +224,8 @@ class CodesAllocator(FullAttentionCacheAllocator):
         return index // self.tokens_per_page
 
     def _rotation(self, codec: LayerCodec, index: Tensor) -> Rotation:
-        """The rotation of tokens at physical indices, float32; by 0 in a layer without RoPE."""
-        positions = self._place[self._block(index)] * self.tokens_per_page + index % self.tokens_per_page
+        """RoPE of the tokens in slots, float32 [1, 1, slots, rotary_dim / 2]; by 0 in a layer without RoPE."""
+        positions = self._logical[self._block(index)] * self.tokens_per_page + index % self.tokens_per_page
         rotation = self._rope.rotation(positions.unsqueeze(0), torch.float32)
         return rotation if codec.rotated else Rotation.none(rotation)
 

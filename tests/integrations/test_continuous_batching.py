@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from math import lcm
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import kvcli
 from kvcli.artifact import Artifact
 from kvcli.errors import UsageError
 from kvcli.fit import assemble, fit_recording
-from kvcli.integrations.continuous_batching import ALLOCATORS, CodesAllocator, enable
+from kvcli.integrations.continuous_batching import ALLOCATORS, CodesAllocator, block_bytes, enable
 from kvcli.registry import get_method, parse_method
 
 NEW_TOKENS = 12
@@ -139,6 +140,16 @@ def test_layers_with_a_sliding_window_keep_their_cache() -> None:
     assert isinstance(found["full_attention"], CodesAllocator)
     assert not isinstance(found["sliding_attention"], CodesAllocator)
     assert ours == [answer(model, "turboquant-3", prompt, sequence_offset="none") for prompt in prompts]
+
+
+@pytest.mark.parametrize("codes", [250_880, 1_003_520, 1_315_840])
+def test_sectors_beside_other_layers_stay_small(codes: int) -> None:
+    """A sector holds whole blocks of both kinds; without the slack it would be gigabytes."""
+    others = 29 * 2**20
+    size = block_bytes(codes, others)
+    assert codes <= size <= codes * 9 / 8 + 128
+    assert 8 * lcm(size, others) <= lcm(codes, others)
+    assert block_bytes(codes - 1, 0) == codes
 
 
 def test_other_models_and_later_caches_are_those_of_transformers(tiny_model: Any) -> None:

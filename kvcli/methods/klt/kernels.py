@@ -26,14 +26,8 @@ _PER_OCTAVE = tl.constexpr(float(GAINS_PER_OCTAVE))
 
 
 @triton.jit
-def gains(p_gain, mask=None):
-    """Gains as numbers from where they are stored: float32, 0 where the mask is off."""
-    return as_gains(tl.load(p_gain) if mask is None else tl.load(p_gain, mask=mask, other=0))
-
-
-@triton.jit
-def as_gains(b_g):
-    """Stored gains as numbers, float32."""
+def gains(b_g):
+    """Gains as numbers, float32, from how they are stored, uint8."""
     b_g = b_g.to(tl.float32)
     return tl.where(b_g > 0, tl.exp2((b_g - _UNIT) / _PER_OCTAVE), 0.0)
 
@@ -302,7 +296,8 @@ def _decode_kernel(
             b_x = tl.dot(b_c, b_b, b_x, input_precision="tf32x3")
         else:
             b_x = tl.dot(b_c, b_b, b_x, input_precision="tf32")
-    b_x = b_x * gains(gain + i_b * g_batch + i_h * g_head + i_t * g_time, m_n)[:, None]
+    b_g = tl.load(gain + i_b * g_batch + i_h * g_head + i_t * g_time, mask=m_n, other=0)
+    b_x = b_x * gains(b_g)[:, None]
     b_x = b_x + tl.load(mean + i_h * D + o_d, mask=m_d, other=0.0)[None, :]
     p_out = out + ((i_b * heads + i_h) * length + i_t)[:, None] * D + o_d[None, :]
     tl.store(p_out, as_decoded(b_x, out), mask=m_n[:, None] & m_d[None, :])

@@ -19,15 +19,7 @@ from kvcli.kernels.splits import LOG2E, SplitScores, batch_and_head, split_range
 from kvcli.kernels.words import FIELD_SCALE, TINY, pow2_above
 from kvcli.methods.klt.codec import KLTKey
 from kvcli.methods.klt.fields import BANDS, MOST_BYTES
-from kvcli.methods.klt.kernels import (
-    FIELDS,
-    as_gains,
-    band_columns,
-    channels_as_rows,
-    head_bands,
-    head_bytes,
-    head_planes,
-)
+from kvcli.methods.klt.kernels import FIELDS, band_columns, channels_as_rows, gains, head_bands, head_bytes, head_planes
 from kvcli.methods.layer_codec import EncodedTokens
 from kvcli.rope import OFFSET_BLOCK, ROPE_TILE, TokenRotations
 
@@ -154,18 +146,9 @@ def _columns(matrix, o_d, m_d, begin, COUNT: tl.constexpr, BLOCK_K: tl.constexpr
 
 @triton.jit
 def _load_tokens(
-    p_head,
-    p_gain,
-    n,
-    low,
-    high,
-    num_bytes,
-    p_time,
-    g_time,
-    PLANES: tl.constexpr,
-    W: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-):
+    p_head, p_gain, n, low, high, num_bytes, p_time, g_time,
+    PLANES: tl.constexpr, W: tl.constexpr, BLOCK_W: tl.constexpr,
+):  # fmt: skip
     """Planes and stored gains of tokens n, or of those nearest to them of low to high - 1; an empty split reads one."""
     o_q = tl.arange(0, BLOCK_W // 4)
     at = tl.maximum(tl.minimum(n, high - 1), low) - low
@@ -213,7 +196,7 @@ def _score_tokens(
             b_s = tl.zeros([BLOCK_N, m_m.shape[0]], tl.float32)
             for f in tl.static_range(_BANDS):
                 b_s = tl.dot(band_columns(planes, bands[f], FP32_DOT), b_qs[f], b_s, input_precision="ieee")
-            b_s = (b_s * b_factor[None, :] - b_zero[None, :]) * as_gains(b_gain)[:, None]
+            b_s = (b_s * b_factor[None, :] - b_zero[None, :]) * gains(b_gain)[:, None]
             if NUMBERS > 2:
                 p_offset = p_number + 2 + position % TILE // _OFFSET_BLOCK
                 for i in tl.static_range(BLOCK_N // _OFFSET_BLOCK):

@@ -20,7 +20,7 @@ from kvcli.kernels.splits import SplitScores, batch_and_head, merge_splits, spli
 from kvcli.kernels.words import FIELD_SCALE
 from kvcli.methods.klt.codec import KLTValue
 from kvcli.methods.klt.fields import BANDS, MOST_BYTES
-from kvcli.methods.klt.kernels import COLUMNS, FIELDS, as_gains, band_rows, head_bands, head_bytes, head_planes
+from kvcli.methods.klt.kernels import COLUMNS, FIELDS, band_rows, gains, head_bands, head_bytes, head_planes
 from kvcli.methods.layer_codec import EncodedTokens
 
 # tuned on one H100, torch 2.11, triton 3.6
@@ -78,7 +78,7 @@ def _add_tokens(b_sums, b_ones, loaded, bands, shift, PLANES: tl.constexpr, FP32
     """Adds tokens that `_load_tokens` loaded to `_sum_tokens`' sums."""
     b_s, b_g, words = loaded
     b_p = tl.exp2(b_s + shift[None, :, None, None])
-    b_pg = b_p * as_gains(b_g)
+    b_pg = b_p * gains(b_g)
     dtype: tl.constexpr = tl.float32 if FP32_DOT else tl.float16
     b_p, b_pg, b_one = b_p.to(dtype), b_pg.to(dtype), tl.full([16, b_s.shape[0] * 16], 1.0, dtype)
     new_ones = (
@@ -108,7 +108,7 @@ def _sum_tokens(
         b_sums = b_sums + (tl.zeros([BLOCK_W, m_m.shape[0]], tl.float32),)
     b_ones = (tl.zeros([16, m_m.shape[0]], tl.float32), tl.zeros([16, m_m.shape[0]], tl.float32))
     in_whole_blocks = count // N * N
-    # a block is loaded before the one ahead of it is added; without whole blocks the first token is read, for nothing
+    # each block is loaded before the previous one is added; without whole blocks, one token is loaded and not used
     stride = tl.where(in_whole_blocks > 0, 1, 0)
     following = _load_tokens(
         p_scores, p_head, num_bytes, p_gain, p_time * stride, g_time * stride, m_m, 0, count,
