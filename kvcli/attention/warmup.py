@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvcli.attention.backend import AttentionBackend
 from kvcli.attention.layer import attend_layer, flush_layer
-from kvcli.attention.steps import begin_steps
+from kvcli.attention.steps import begin_steps, step_capacity
 from kvcli.cache.compressed import CompressedCache
 from kvcli.cache.layer import CompressedLayer, NewTokens
 from kvcli.cache.ranges import Ranges
@@ -130,7 +130,7 @@ def _steps(
     if width > 1:  # a pass that lays out the window
         counts.make_room(width)
         _attend(cache, layers, dtype, rows, seen, width, None)
-    step = begin_steps(cache, max(counts.attended) + longest + width, (longest + 1) * width, width)
+    step = begin_steps(cache, step_capacity(counts, longest + width), (longest + 1) * width, width)
     new = (width,) * rows
     step.load(counts.append(new))
     _attend(cache, layers, dtype, rows, seen, width, None)

@@ -6,7 +6,7 @@ layer's codes cost, which is needed to give layers bits of their own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -23,15 +23,15 @@ from kvcli.tables import DataTable
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kvcli.eval.quality import QualityReport
     from kvcli.models import LoadedModel
 
 SAVES_MEMORY = "lower --batch-size, --chunk, --seq-len or --num-sequences"
 
 
-class TokenOptions(CorpusOptions):
-    """Options of suites that score every token of a text."""
+class ScoredOptions(CorpusOptions):
+    """Options of suites that score tokens one by one."""
 
-    seq_len: int = Field(default=2048, ge=2, description="tokens per sequence")
     num_sequences: int = Field(default=8, ge=1, description="sequences")
     batch_size: int = Field(default=4, ge=1, description="sequences per batch")
     chunk: int = Field(
@@ -43,6 +43,12 @@ class TokenOptions(CorpusOptions):
     max_flips: float | None = Field(
         default=None, ge=0, description="exit with code 3 if a row has more changed top tokens, in percent"
     )
+
+
+class TokenOptions(ScoredOptions):
+    """Options of suites that score every token of a text."""
+
+    seq_len: int = Field(default=2048, ge=2, description="tokens per sequence")
 
 
 class KLOptions(TokenOptions, ComparedOptions):
@@ -100,25 +106,40 @@ class LayerRecord(QualityRecord):
     layer: int | None
 
 
-def prepare(options: TokenOptions, loaded: LoadedModel, cases: Sequence[Case], reporter: Reporter) -> Prepared:
-    """Rows of methods; in the suite `layers`, each compresses all layers, then each one alone."""
+def scored(
+    options: ScoredOptions, loaded: LoadedModel, sequences: Tensor, reporter: Reporter
+) -> Callable[[Case, Collection[int] | None, Callable[[int], None]], QualityReport]:
+    """What measures a case that compresses some layers, or all, on token ids int64 [num_sequences, seq_len].
+
+    The uncompressed model runs once, here.
+    """
     from kvcli.eval.quality import measure, reference_states
 
+    chunk, batch = options.chunk, options.batch_size
+    states: list[Tensor] = []
+    with reporter.progress(UNCOMPRESSED, sequences.numel(), "tokens") as advance:
+        for part in sequences.split(batch):
+            states.append(reference_states(loaded.model, part.to(loaded.model.device)).cpu())
+            advance(part.numel())
+
+    def report(case: Case, layers: Collection[int] | None, advance: Callable[[int], None]) -> QualityReport:
+        attach = partial(case.attach, loaded, reporter, layers, batch, chunk)
+        return measure(loaded.model, attach, sequences, states, chunk=chunk, batch_size=batch, advance=advance)
+
+    return report
+
+
+def prepare(options: TokenOptions, loaded: LoadedModel, cases: Sequence[Case], reporter: Reporter) -> Prepared:
+    """Rows of methods; in the suite `layers`, each compresses all layers, then each one alone."""
     layers: list[int] = []
     if by_layer := isinstance(options, LayersOptions):
         layers = parse_layers(options.layers, range(loaded.spec.num_layers), "are in the model")
         cases = [case for case in cases if case.method != BASELINE] or cases
     sequences = options.sequences(loaded, options.num_sequences, options.seq_len, reporter)
-    states: list[Tensor] = []
-    with reporter.progress(UNCOMPRESSED, sequences.numel(), "tokens") as advance:
-        for batch in sequences.split(options.batch_size):
-            states.append(reference_states(loaded.model, batch.to(loaded.model.device)).cpu())
-            advance(batch.numel())
+    report_of = scored(options, loaded, sequences, reporter)
 
     def row(case: Case, advance: Any, compressed: list[int] | None, label: str, fields: dict[str, Any]) -> Measured:
-        chunk, batch = options.chunk, options.batch_size
-        attach = partial(case.attach, loaded, reporter, compressed, batch, chunk)
-        report = measure(loaded.model, attach, sequences, states, chunk=chunk, batch_size=batch, advance=advance)
+        report = report_of(case, compressed, advance)
         units = [TokenBlock(**block) for block in report.scores.blocks()]
         return Measured(case, units, report.memory, {**report.figures, **fields}, label)
 

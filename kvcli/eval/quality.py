@@ -88,6 +88,10 @@ class TokenScores:
                 blocks.append({"sequence": sequence, "start": start, "tokens": tokens, "predicted": predicted, **means})
         return blocks
 
+    def after(self, count: int) -> TokenScores:
+        """The scores of all but the first tokens of each sequence."""
+        return TokenScores(**{name: x[:, count:] for name, x in vars(self).items()})
+
     def report(self, memory: MemoryReport) -> QualityReport:
         """The figures over all tokens."""
         kl = self.kl.flatten()

@@ -31,6 +31,7 @@ from kvcli.attention import decoded
         "turboquant-3 256 3 3 2 bfloat16",
         "rtn-4 112 7 1 1 float32",
         "fp16 128 8 2 3 bfloat16",
+        "kvarn-2 128 12 2 2 float32",
     ],
 )
 def test_nothing_is_compiled_after_the_warm_up(arguments: str) -> None:

@@ -25,6 +25,7 @@ SIZES = {
     "needle": ("--contexts", "100", "--contexts", "200", "--depths", "50", "--num-prompts", "2"),
     "recall": ("--distances", "20", "--passage-words", "4", "--num-prompts", "2"),
     "drift": ("--prompt-tokens", "40", "--max-new-tokens", "6", "--num-prompts", "3"),
+    "long": ("--prompt-tokens", "8", "--max-new-tokens", "40", "--num-sequences", "3", "--batch-size", "2"),
 }
 
 
@@ -52,7 +53,7 @@ def test_a_suite_measures_prints_and_records(command_model: LoadedModel, suite: 
     else:
         reference = suite in ("needle", "recall")  # they have no reference of their own
         assert labels == ["uncompressed"] * reference + ["kivi-2", "fp16"]
-        metric = {"kl": "kl_mean", "drift": "equal"}.get(suite, "exact")
+        metric = {"kl": "kl_mean", "long": "kl_mean", "drift": "equal"}.get(suite, "exact")
         assert {row["metrics"][metric]["difference"]["to"] for row in found["rows"][1:]} == {labels[0]}
         if reference:
             assert found["rows"][0]["memory"] is None
