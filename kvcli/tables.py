@@ -53,6 +53,12 @@ class DataTable:
         """Columns of the screen that the whole table takes."""
         return 1 + sum(self._natural(column) + _PADDING for column in self.columns)
 
+    def markdown(self) -> str:
+        """The table in Markdown, without its title."""
+        cells = ([cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in (self.columns, *self.rows))
+        header, *rows = (f"| {' | '.join(line)} |\n" for line in cells)
+        return "".join((header, f"|{'---|' * len(self.columns)}\n", *rows))
+
     def fitted(self, width: int) -> RenderableType:
         """The table within a width, in columns of the screen: as many columns as fit, else one line per cell."""
         shown, omitted = list(self.columns), []

@@ -14,6 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from kvcli.report.tables import table
+from kvcli.tables import DataTable
+
 FOLDER = Path(__file__).resolve().parent
 PAGES = [*sorted(FOLDER.parent.glob("*.md")), FOLDER.parent.parent / "README.md"]
 _TABLE = re.compile(r"(<!-- table: ([\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -25,93 +28,15 @@ def records(name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (FOLDER / f"{name}.jsonl").read_text().splitlines()]
 
 
+def measured(name: str) -> str:
+    """The table of the records of one suite, as `kvcli report --format md` writes it."""
+    rows = records(name)
+    return table(rows[0]["suite"], rows).markdown()
+
+
 def markdown(header: list[str], rows: list[list[str]]) -> str:
     """A table of Markdown."""
-    first, *rest = (f"| {' | '.join(line)} |\n" for line in (header, *rows))
-    return "".join((first, f"|{'---|' * len(header)}\n", *rest))
-
-
-def attention(name: str) -> str:
-    """Times of one layer and one query token: microseconds by context, and speed against SDPA at the longest."""
-    rows = records(name)
-    contexts = sorted({row["context"] for row in rows})
-    by_method = {row["method"]: {r["context"]: r for r in rows if r["method"] == row["method"]} for row in rows}
-    header = ["method", "bits", *(f"{c // 1024}K, us" for c in contexts), "SDPA = 1", "GB/s of stored bytes"]
-    cells = []
-    for method, times in by_method.items():
-        last = times[contexts[-1]]
-        us = [f"{times[c]['p50_us']:.3g}" for c in contexts]
-        ratio, rate = f"{last['speedup']:.2f}", f"{last['stored_gb_s']:.0f}"
-        cells.append([method, f"{last['true_bits']:.2f}", *us, ratio, rate])
-    return markdown(header, cells)
-
-
-def generate(name: str) -> str:
-    """Tokens per second of one sequence, and the rate against a captured step of fp16."""
-    rows = records(name)
-    prompts = sorted({row["prompt_tokens"] for row in rows})
-    header = ["method", *(f"{p // 1024}K, tokens/s" for p in prompts), *(f"{p // 1024}K, fp16 = 1" for p in prompts)]
-    cells = []
-    for method in dict.fromkeys(row["method"] for row in rows):
-        by_prompt = {row["prompt_tokens"]: row for row in rows if row["method"] == method}
-        found = [by_prompt.get(p) for p in prompts]
-        rates = [f"{row['tokens_per_s'][1]:.1f}" if row else "" for row in found]
-        cells.append([method, *rates, *(f"{row['rate_ratio']:.2f}" if row else "" for row in found)])
-    return markdown(header, cells)
-
-
-def quality(name: str) -> str:
-    """KL, flips and perplexity by method, best first; and the KL without sinks where that was measured."""
-    rows = records(name)
-    without = {row["method"]: row["kl_mean"] for row in rows if row["options"]["sink_length"] == 0}
-    header = ["method", "bits K / V", "KL", "95 % interval", "flips %", "perplexity", "KL without sinks"]
-    cells = []
-    for row in sorted(rows, key=lambda row: row["kl_mean"]):
-        method, memory, kl = row["method"], row["memory"], row["metrics"]["kl_mean"]
-        if row["options"]["sink_length"] != 0:
-            interval = f"{kl['low']:.4f}-{kl['high']:.4f}" if kl["low"] is not None else ""
-            bits = f"{memory['key_bits']:.2f} / {memory['value_bits']:.2f}"
-            figures = [f"{kl['mean']:.4f}", interval, f"{100 * row['flips']:.1f}", f"{row['perplexity']:.2f}"]
-            cells.append([method, bits, *figures, f"{without[method]:.4f}" if method in without else ""])
-    return markdown(header, cells)
-
-
-def startup(name: str) -> str:
-    """Seconds from the start of a process, without and with compiled kernels."""
-    header = ["method", "kernels", "cold", "warm-up in it", "cold - fp16", "warm", "warm - fp16"]
-    times = ("cold_s", "cold_warmup_s", "cold_extra_s", "warm_s", "warm_extra_s")
-    rows = [[row["method"], f"{row['kernels']}", *(f"{row[time]:.1f}" for time in times)] for row in records(name)]
-    return markdown(header, rows)
-
-
-def chunks(name: str) -> str:
-    """Milliseconds per pass over a chunk, with ratios to fp16 and to stock DynamicCache, of all dtypes in a cell."""
-    rows = {(row["dtype"], row["method"]): row for row in records(name)}
-    dtypes, methods = dict.fromkeys(dtype for dtype, _ in rows), dict.fromkeys(method for _, method in rows)
-
-    def cell(method: str, figure: Callable[[dict[str, Any], dict[str, Any]], str]) -> str:
-        return "/".join(figure(rows[dtype, method], rows[dtype, "fp16"]) for dtype in dtypes)
-
-    columns: dict[str, Callable[[dict[str, Any], dict[str, Any]], str]] = {
-        f"ms, {'/'.join(dtypes)}": lambda row, fp16: f"{row['ms']:.1f}",
-        "fp16 = 1": lambda row, fp16: f"{row['ms'] / fp16['ms']:.2f}",
-        "DynamicCache = 1": lambda row, fp16: f"{row['ms'] / row['stock_ms']:.2f}",
-        "not captured, ms": lambda row, fp16: f"{row['pass_ms']:.0f}",
-    }
-    cells = [[method, *(cell(method, figure) for figure in columns.values())] for method in methods]
-    return markdown(["method", *columns], cells)
-
-
-def serve(name: str) -> str:
-    """Seconds to a client's first token, and tokens per second of all clients, by where their prompts were."""
-    states = ("cold", "hot", "disk", "direct")
-    header = ["method", "prompt", "clients", *(f"{x}, s" for x in states), *(f"{x}, tokens/s" for x in states)]
-    cells = []
-    for row in records(name):
-        columns = [f"{state}_{figure}" for figure in ("first_s", "tokens_per_s") for state in states]
-        figures = ["" if row[x] is None else f"{row[x]:.3g}" for x in columns]
-        cells.append([row["method"], f"{row['context'] // 1024}K", f"{row['batch']}", *figures])
-    return markdown(header, cells)
+    return DataTable("", header, rows).markdown()
 
 
 def shared_memory(name: str) -> str:
@@ -144,13 +69,10 @@ def faults(name: str) -> str:
     return markdown(["fault", "what happens"], rows)
 
 
+SUITES = ("attention-h100", "generate-h100", "quality-smollm2-135m", "startup-h100", "chunks-h100", "serve-h100")
+
 TABLES: dict[str, Callable[[str], str]] = {
-    "attention-h100": attention,
-    "generate-h100": generate,
-    "quality-smollm2-135m": quality,
-    "startup-h100": startup,
-    "chunks-h100": chunks,
-    "serve-h100": serve,
+    **dict.fromkeys(SUITES, measured),
     "shared-memory": shared_memory,
     **{f"faults-{section}": faults for section in ("kills", "files", "inputs", "calls")},
 }

@@ -22,6 +22,7 @@ from kvcli.cli import (
     generate,
     methods,
     plan,
+    report,
     serve,
     suites,
     warmup,
@@ -55,7 +56,17 @@ def _main(
 
 COMMANDS: tuple[Any, ...] = (
     *(demo.COMMAND, plan.COMMAND, calibrate.CALIBRATE, calibrate.MERGE, *fit.COMMANDS, fit.EXPORT),
-    *(ask.COMMAND, generate.COMMAND, compress.COMMAND, contexts, chat.COMMAND, serve.COMMAND, suites, methods.COMMAND),
+    *(
+        ask.COMMAND,
+        generate.COMMAND,
+        compress.COMMAND,
+        contexts,
+        chat.COMMAND,
+        serve.COMMAND,
+        suites,
+        report.COMMAND,
+        methods.COMMAND,
+    ),
     *(warmup.COMMAND, doctor.COMMAND, env.COMMAND),
 )
 """In the order of the help."""

@@ -89,9 +89,9 @@ def signature(
             "metavar": "PATH" if is_path(field.annotation) else None,
         }
         flag = name.replace("_", "-")
-        words = f"--{flag}/--no-{flag}" if kind is bool else f"--{flag}"
+        words = [f"--{flag}/--no-{flag}" if kind is bool else f"--{flag}", *["-o"] * (name == "out")]
         panel = panels[name]
-        info = typer.Argument(**shared) if name in arguments else typer.Option(words, rich_help_panel=panel, **shared)
+        info = typer.Argument(**shared) if name in arguments else typer.Option(*words, rich_help_panel=panel, **shared)
         annotations[name] = Annotated[kind | None, info]
     for former, now in options.former_names.items():
         kind = _plain_type(options.model_fields[now].annotation)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from scipy.stats import bootstrap
 
 from kvcli.errors import UsageError
-from kvcli.eval.records import Difference, EvalRecord, Metric, check_labels
+from kvcli.eval.records import ROW_OPTIONS, Difference, EvalRecord, Metric, check_labels
 from kvcli.fingerprint import differs
 
 CONFIDENCE = 0.95
@@ -32,8 +32,6 @@ NEGLIGIBLE_SHARE = 0.01
 """A difference below this share of the former value passes: other hardware rounds differently."""
 
 _NEGLIGIBLE = 1e-5
-_ROW_OPTIONS = {"model", "method", "setting", "artifact", "impl", "device", "dtype", "out", "baseline", "compare_with"}
-"""Options that say what a row is of and where it goes, not how it is measured."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +176,7 @@ def find_former(record: EvalRecord, former: Sequence[EvalRecord]) -> EvalRecord:
     if differs(record.fingerprint, other.fingerprint):
         raise UsageError(f"the baseline's row '{other.label}' is of another model ({other.model})")
     if record.protocol != other.protocol or len(record.units) != len(other.units):
-        asked = {name: ours for name, ours in record.options.items() if name not in _ROW_OPTIONS}
+        asked = {name: ours for name, ours in record.options.items() if name not in ROW_OPTIONS}
         pairs = [(name, other.options.get(name), ours) for name, ours in asked.items()]
         differing = ", ".join(f"{name} {theirs} there, {ours} here" for name, theirs, ours in pairs if theirs != ours)
         raise UsageError(

@@ -25,6 +25,9 @@ STAR = "*: the 95 % interval of the difference excludes 0"
 UNCOMPRESSED = "uncompressed"
 """Label of the row of the model itself, with transformers' own cache."""
 
+ROW_OPTIONS = {"model", "method", "setting", "artifact", "impl", "device", "dtype", "out", "baseline", "compare_with"}
+"""Options that say what a row is of and where it goes, not how it is measured."""
+
 
 class Strict(BaseModel):
     """A part of a record: no field but its own."""
@@ -124,11 +127,11 @@ def from_plain(values: Mapping[str, Any]) -> EvalRecord:
     return record
 
 
-def read_rows(path: Path) -> list[EvalRecord]:
-    """The records of a file: lines that `--out` wrote, or the object that `--json` printed.
+def read_plain(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file as plain JSON values: lines that `--out` wrote, or the object that `--json` printed.
 
     Raises:
-        UsageError: no such file, or none of its records has this schema; the message names the first fault.
+        UsageError: no such file, or one without rows.
     """
     try:
         text = path.read_text()
@@ -141,15 +144,26 @@ def read_rows(path: Path) -> list[EvalRecord]:
         rows = read_records(path)
     if not isinstance(rows, list) or not rows:
         raise UsageError(f"{path} holds no records of kvcli eval")
-    records = []
-    for place, values in enumerate(rows):
-        try:
-            records.append(from_plain(values))
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"]))
-            raise UsageError(f"{path}: row {place} is no record of kvcli eval ({where}: {first['msg']})") from error
-    return records
+    return rows
+
+
+def read_rows(path: Path) -> list[EvalRecord]:
+    """The records of a file, as `read_plain` finds them.
+
+    Raises:
+        UsageError: no such file, or none of its records has this schema; the message names the first fault.
+    """
+    return [checked(path, place, values) for place, values in enumerate(read_plain(path))]
+
+
+def checked(path: Path, place: int, values: Mapping[str, Any]) -> EvalRecord:
+    """A row of a file, its place in the messages counted from 0; UsageError: it has not this schema."""
+    try:
+        return from_plain(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise UsageError(f"{path}: row {place} is no record of kvcli eval ({where}: {first['msg']})") from error
 
 
 def check_labels(suite: str, labels: Sequence[str], former: Sequence[EvalRecord]) -> None:

@@ -18,7 +18,7 @@ from kvcli.options import ComputeOptions
 from kvcli.registry import METHODS
 
 COMMANDS = ("demo", "calibrate", "fit", "train-codebook", "fit-subspace", "export", "generate", "compress", "chat")
-COMMANDS += ("ask", "eval", "bench", "methods", "env")
+COMMANDS += ("ask", "eval", "bench", "report", "methods", "env")
 
 
 def test_help_is_fast_and_loads_no_torch() -> None:
@@ -37,7 +37,7 @@ def test_every_command_ends_its_help_with_an_example(name: str) -> None:
     if suite := {"eval": "kl", "bench": "attention"}.get(name):
         shown = result(name, suite, "--help").stdout
     says(shown, "--json", "--config", "--quiet", "--verbose", "--debug")
-    assert ("--seed" in shown) == ("--device" in shown) == (name not in ("export", "methods", "env"))
+    assert ("--seed" in shown) == ("--device" in shown) == (name not in ("export", "report", "methods", "env"))
 
 
 def test_version_methods_and_env() -> None:

@@ -1,0 +1,1 @@
+"""Records of `kvcli eval` and `kvcli bench` as tables and as a page."""

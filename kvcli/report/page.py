@@ -1,0 +1,290 @@
+"""The page of `kvcli report`: charts as SVG, which Vega-Lite draws, so the page runs no script and loads nothing.
+
+Text and lines have the colour of the page's text, light or dark. A chart takes the width of a phone; those with much in
+them are drawn a second time for wide screens, and the style sheet shows one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvcli.errors import UsageError
+from kvcli.registry import BASELINE, EVAL_SUITES
+from kvcli.report.tables import Row, Section, answers, named, tokens, without_sinks
+from kvcli.suite import Records
+
+NARROW, WIDE = 340, 760
+"""Widths of charts in pixels."""
+
+_BLUE, _RED, _GREY = "#4c8fd0", "#e4572e", "#8a8f98"
+_ROW_PIXELS = 20
+_INK: dict[str, Any] = {"labelColor": "currentColor", "titleColor": "currentColor", "titleFontWeight": "normal"}
+_THEME: dict[str, Any] = {
+    "background": "transparent",
+    "view": {"stroke": None},
+    "title": {"color": "currentColor", "fontSize": 13, "fontWeight": "normal", "anchor": "start"},
+    "axis": {**_INK, "gridColor": _GREY, "gridOpacity": 0.25, "domainColor": _GREY, "tickColor": _GREY},
+    "legend": {**_INK, "orient": "bottom", "columns": 3, "title": None},
+    "text": {"color": "currentColor", "fontSize": 11},
+}
+
+
+class Chart(NamedTuple):
+    """A Vega-Lite specification without its width; `wide` ones are drawn a second time for wide screens."""
+
+    spec: dict[str, Any]
+    wide: bool = False
+
+
+def _x(field: str, title: str | None = None, kind: str = "quantitative", **more: Any) -> dict[str, Any]:
+    """An encoding."""
+    return {"field": field, "type": kind, "title": title, **more}
+
+
+def _layer(mark: str, where: str = "true", encoding: dict[str, Any] | None = None, **style: Any) -> dict[str, Any]:
+    """A layer of marks of the rows for which a condition holds."""
+    return {"transform": [{"filter": where}], "mark": {"type": mark, **style}, "encoding": encoding or {}}
+
+
+def _log(field: str, title: str, data: Sequence[Row]) -> dict[str, Any]:
+    """A logarithmic axis with marks at 1, 2 and 5."""
+    least, most = (find(row.get(x) or row[field] for row in data) for find, x in ((min, "low"), (max, "high")))
+    powers = range(math.floor(math.log10(least)), math.ceil(math.log10(most)) + 1)
+    marks = [float(f"{digit}e{power}") for power in powers for digit in (1, 2, 5)]
+    shown = {"values": [x for x in marks if least / 2 <= x <= 2 * most], "format": "~g"}
+    return _x(field, title, scale={"type": "log", "domain": [0.7 * least, 1.2 * most]}, axis=shown)
+
+
+def bars(title: str, unit: str, values: Sequence[tuple[str, float | None, Row]]) -> Chart:
+    """A bar per name with its value, and with the interval of the row if it has `low` and `high`; fp16's is marked."""
+    data = [
+        {"name": name, "x": x, "text": f"{x:.3g}", "end": max(x, ends.get("high", x)), **ends}
+        for name, x, ends in values
+        if x is not None
+    ]
+    fp16, scale = (
+        "datum.name == 'fp16' || datum.name == 'uncompressed'",
+        {"domain": [0, 1.25 * max(x["end"] for x in data) or 1]},
+    )
+    colour = {"condition": {"test": fp16, "value": _GREY}, "value": _BLUE}
+    spec = {
+        "title": title,
+        "data": {"values": data},
+        "height": _ROW_PIXELS * len(data),
+        "encoding": {
+            "y": _x("name", None, "nominal", sort=None, axis={"labelLimit": 150, "grid": False}),
+            "x": _x("x", unit, scale=scale, axis={"tickCount": 4}),
+        },
+        "layer": [
+            _layer("bar", encoding={"color": colour}, height=0.7 * _ROW_PIXELS),
+            _layer("rule", fp16, {"y": None}, strokeDash=[3, 3], color=_GREY),
+            _layer("rule", "isValid(datum.low)", {"x": _x("low"), "x2": {"field": "high"}}, color="currentColor"),
+            _layer("text", encoding={"x": _x("end"), "text": {"field": "text"}}, align="left", dx=4),
+        ],
+    }
+    return Chart(spec)
+
+
+def loss_by_size(rows: Records) -> list[Chart]:
+    """KL against stored bits, with intervals; the Pareto front is joined by a line, and its points are filled."""
+    points: list[dict[str, Any]] = []
+    best, apart = math.inf, without_sinks(rows).values()
+    kept = [x for x in rows if x not in apart and x["memory"] and x["kl_mean"] > 0 and x["method"] != BASELINE]
+    for name, row in sorted(named(kept), key=lambda item: (item[1]["memory"]["true_bits"], item[1]["kl_mean"])):
+        bits, kl = row["memory"]["true_bits"], row["kl_mean"]
+        points.append({"name": name, "bits": bits, "kl": kl, "front": kl < best, **_ends(row["metrics"]["kl_mean"])})
+        best = min(best, kl)
+    if not points:
+        return []
+    y, bits = _log("kl", "KL, nats per token", points), [point["bits"] for point in points]
+    sizes = {"type": "log", "base": 2, "domain": [min(bits) / 2.2, 1.4 * max(bits)]}
+    x = _x("bits", "bits per key or value, with every scalar", scale=sizes, axis={"values": [1, 2, 4, 8, 16]})
+    whiskers, names = {"y": {**y, "field": "low"}, "y2": {"field": "high"}}, {"text": {"field": "name"}}
+    spec = {
+        "title": "Loss by size; the line is the Pareto front",
+        "data": {"values": points},
+        "height": 460,
+        "encoding": {"x": x, "y": y},
+        "layer": [
+            _layer("line", "datum.front", color=_RED, opacity=0.6),
+            _layer("rule", "datum.low > 0", whiskers, color=_GREY),
+            _layer("point", "!datum.front", color=_BLUE, size=40),
+            _layer("point", "datum.front", color=_RED, size=60, filled=True, opacity=1),
+            _layer("text", "!datum.front", names, align="left", dx=7),
+            _layer("text", "datum.front", names, align="right", dx=-6, dy=8),  # where no better point can be
+        ],
+    }
+    return [Chart(spec, wide=True)]
+
+
+def loss_by_layer(rows: Records) -> list[Chart]:
+    """KL when one layer alone is compressed."""
+    alone = [row for row in rows if row["layer"] is not None and row["kl_mean"] > 0]
+    data = [
+        {"name": x["method"], "layer": x["layer"], "kl": x["kl_mean"], **_ends(x["metrics"]["kl_mean"])} for x in alone
+    ]
+    if not data:
+        return []
+    y, layers = _log("kl", "KL, nats per token", data), _x("layer", "layer", axis={"tickMinStep": 1, "grid": False})
+    whiskers = {"y": {**y, "field": "low"}, "y2": {"field": "high"}}
+    spec = {
+        "title": "Loss when one layer alone is compressed",
+        "data": {"values": data},
+        "height": 260,
+        "encoding": {"x": layers, "y": y, "color": _x("name", None, "nominal")},
+        "layer": [_layer("line", point=True), _layer("rule", "datum.low > 0", whiskers, color=_GREY)],
+    }
+    return [Chart(spec, wide=True)]
+
+
+def grid(title: str, x: tuple[str, str], y: tuple[str, str], cells: list[dict[str, Any]]) -> Chart:
+    """A map of shares, fields `share` and `text`, by two fields with their titles."""
+    bare = {"labelAngle": 0, "domain": False, "ticks": False}
+    opacity = _x("share", scale={"domain": [0, 1], "range": [0, 0.85]}, legend=None)
+    spec = {
+        "title": title,
+        "data": {"values": cells},
+        "height": 1.6 * _ROW_PIXELS * len({cell[y[0]] for cell in cells}),
+        "encoding": {"x": _x(*x, "ordinal", sort=None, axis=bare), "y": _x(*y, "ordinal", sort=None, axis=bare)},
+        "layer": [
+            _layer("rect", encoding={"fillOpacity": opacity}, color=_BLUE, stroke=_GREY, strokeWidth=0.5),
+            _layer("text", encoding={"text": {"field": "text"}}),
+        ],
+    }
+    return Chart(spec)
+
+
+def needles(rows: Records) -> list[Chart]:
+    """Values found by length of the text and depth, a map per method."""
+    charts = []
+    for name, row in named(rows):
+        cells: dict[tuple[int, float], list[float]] = {}
+        for unit in row["units"]:
+            cells.setdefault((unit["context"], unit["depth"]), []).append(unit["exact"])
+        data = [
+            {"context": tokens(x), "depth": f"{y:g}", "share": sum(z) / len(z), "text": f"{sum(z):.0f} of {len(z)}"}
+            for (x, y), z in sorted(cells.items())
+        ]
+        charts.append(grid(f"{name}: values found", ("context", "tokens"), ("depth", "depth, %"), data))
+    return charts
+
+
+def quotations(rows: Records) -> list[Chart]:
+    """Share of the words of a passage that were quoted, by words between and method."""
+    cells = []
+    for name, row in named(rows):
+        for distance in sorted({unit["distance"] for unit in row["units"]}):
+            units = [unit for unit in row["units"] if unit["distance"] == distance]
+            quoted, words = (sum(unit[x] for unit in units) for x in ("quoted", "words"))
+            text = f"{quoted / len(units):.1f}"
+            cells.append({"name": name, "distance": f"{distance}", "share": quoted / words, "text": text})
+    title = f"Words quoted of {rows[0]['units'][0]['words']} before the first wrong one"
+    return [grid(title, ("distance", "words between"), ("name", ""), cells)]
+
+
+def figures(rows: Records) -> list[Chart]:
+    """Every figure of a suite of `kvcli eval`, with its interval."""
+    names = dict.fromkeys(name for row in rows for name in row["metrics"])
+    charts = []
+    for figure in names:
+        of = [(name, row["metrics"][figure]) for name, row in named(rows) if figure in row["metrics"]]
+        if any(metric["mean"] is not None for _, metric in of):
+            title = f"{figure}, {of[0][1]['better']} is better"
+            charts.append(bars(title, "", [(name, metric["mean"], _ends(metric)) for name, metric in of]))
+    return charts
+
+
+_MEASURED: dict[str, tuple[tuple[str, str, str, float], ...]] = {
+    "attention": (("p50_us", "one layer, one token", "microseconds", 1),),
+    "generate": (
+        ("tokens_per_s", "decoding", "tokens/s", 1),
+        ("ttft_ms", "first token", "ms", 1),
+        ("cache_bytes", "cache", "GiB", 2**30),
+        ("peak_bytes", "peak memory", "GiB", 2**30),
+    ),
+    "memory": (("cache_bytes", "cache", "GiB", 2**30), ("peak_bytes", "peak memory", "GiB", 2**30)),
+    "contexts": (
+        ("load_token_ms", "load and a token", "ms", 1),
+        ("prefill_token_ms", "read again and a token", "ms", 1),
+    ),
+    "chunks": (("ms", "a pass over a chunk", "ms", 1),),
+    "startup": (("cold_s", "first token, cold", "s", 1), ("warm_s", "first token, compiled", "s", 1)),
+    "serve": (
+        ("cold_first_s", "first token, new prompt", "s", 1),
+        ("disk_first_s", "first token, prompt on disk", "s", 1),
+        ("hot_first_s", "first token, prompt in memory", "s", 1),
+    ),
+}
+"""By suite of `kvcli bench`: field, what it is, unit, and what it is divided by; of percentiles the median."""
+
+
+def times(rows: Records) -> list[Chart]:
+    """A chart per figure of a suite of `kvcli bench` and per context, fp16 first."""
+    charts = []
+    for field, what, unit, scale in _MEASURED.get(rows[0]["suite"], ()):
+        groups: dict[str, dict[str, float]] = {}
+        for row in sorted(rows, key=lambda row: int(row["context"])):
+            value = row.get(field)
+            value = value[1] if isinstance(value, (list, tuple)) else value
+            if value is not None and row.get("status") == "ok":
+                batch = f", {row['batch']} sequences" if row["batch"] > 1 else ""
+                dtype = f", {row['dtype']}" if len({x.get("dtype") for x in rows}) > 1 else ""
+                group = groups.setdefault(f"{what}, {tokens(row['context'])} tokens{batch}{dtype}", {})
+                group[row["method"]] = value / scale
+        charts += [bars(title, unit, [(x, y, {}) for x, y in group.items()]) for title, group in groups.items()]
+    return charts
+
+
+CHARTS: dict[str, Callable[[Records], list[Chart]]] = {
+    **dict.fromkeys(EVAL_SUITES, figures),
+    **{"kl": loss_by_size, "layers": loss_by_layer, "needle": needles, "recall": quotations},
+}
+"""By suite; others have `times`."""
+
+
+def _ends(metric: Row) -> dict[str, float]:
+    return {} if metric["low"] is None else {"low": metric["low"], "high": metric["high"]}
+
+
+def page(sections: Sequence[Section]) -> str:
+    """One HTML page; UsageError: the packages that draw are not installed, or a record lacks what a chart shows."""
+    try:
+        import vl_convert
+        from jinja2 import Environment
+        from markupsafe import Markup
+    except ImportError as error:
+        needs = "a page needs packages that are not installed: pip install 'kvcli[report]'"
+        raise UsageError(f"{needs}; --format md does without") from error
+
+    def drawn(chart: Chart, width: int) -> Markup:
+        spec = {**chart.spec, "width": width, "autosize": {"type": "fit-x", "contains": "padding"}, "config": _THEME}
+        return Markup(vl_convert.vegalite_to_svg(spec))
+
+    shown = []
+    for section in sections:
+        try:
+            charts = CHARTS.get(section.suite, times)(section.rows)
+        except (KeyError, TypeError, IndexError) as error:
+            raise UsageError(f"a record of suite {section.suite} lacks what its chart shows: {error}") from error
+        pairs = [(drawn(chart, NARROW), drawn(chart, WIDE) if chart.wide else "") for chart in charts]
+        tables = [x for x in (section.table, answers(section.rows)) if x is not None]
+        shown.append({"section": section, "charts": pairs, "tables": tables})
+    template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
+        Path(__file__).with_name("page.html").read_text()
+    )
+    return template.render(sections=shown)
+
+
+def markdown(sections: Sequence[Section]) -> str:
+    """The same tables, notes and commands as Markdown."""
+    parts = ["# kvcli report"]
+    for section in sections:
+        parts += [f"## {section.title}", section.about, "\n".join(f"- {note}" for note in section.notes)]
+        for table in filter(None, (section.table, answers(section.rows))):
+            parts += [f"{table.title}:", table.markdown().rstrip()]
+        commands = "\n".join(f"$ {command}" for command in section.commands)
+        parts += [f"```console\n{commands}\n```"] if commands else []
+    return "\n\n".join(filter(None, parts)) + "\n"

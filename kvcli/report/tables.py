@@ -1,0 +1,328 @@
+"""Tables of records of `kvcli eval` and `kvcli bench`, for docs and for `kvcli report`.
+
+A table is of rows of one suite; `sections` puts the rows together that can stand in one. Suites without a table here
+have the one that the command prints.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from kvcli.builtin_models import DEFAULT_MODEL
+from kvcli.errors import UsageError
+from kvcli.eval.records import ROW_OPTIONS, UNCOMPRESSED, checked, read_plain
+from kvcli.registry import BASELINE, BENCH_SUITES, EVAL_SUITES, get_suite
+from kvcli.suite import Records, Suite
+from kvcli.tables import DataTable
+
+Row = Mapping[str, Any]
+
+_NAMING = ("setting", "residual_length", "sink_length", "impl", "dtype", "device")
+"""Options that tell rows of one method apart."""
+
+_ELSEWHERE = {*ROW_OPTIONS, "sink_length", "residual_length", "batch_size", "max_kld", "max_flips", "model_revision"}
+"""Options in which rows of one table may differ."""
+
+WRONG = "\u25b8"
+"""Stands before the first wrong character of an answer."""
+
+_SHOWN_ANSWERS = 6
+
+
+@dataclass(frozen=True)
+class Section:
+    """Rows of one suite that stand in one table, the commands that measured them, and what a reader should know."""
+
+    suite: str
+    rows: Records
+    table: DataTable
+    commands: Sequence[str]
+    notes: Sequence[str]
+
+    @property
+    def title(self) -> str:
+        """Names the suite and what it ran on."""
+        return f"{self.suite}: {self.rows[0].get('model', self.rows[0].get('shape'))}"
+
+    @property
+    def about(self) -> str:
+        """What the suite measures."""
+        return _suite(self.suite).help
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The records of a file, lines of `--out` or the object of `--json`; `units` may have been left out.
+
+    Raises:
+        UsageError: no such file, or a row that is no record.
+    """
+    rows = read_plain(path)
+    for place, row in enumerate(rows):
+        if row.get("suite") not in (*EVAL_SUITES, *BENCH_SUITES):
+            raise UsageError(f"{path}: row {place} is no record of kvcli eval or kvcli bench")
+        if "units" in row:
+            checked(path, place, row)
+    return rows
+
+
+def sections(rows: Records) -> list[Section]:
+    """The tables of records, in the order of their first rows; UsageError: a record that lacks what its table has."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(repr(_group(row)), []).append(row)
+    made = []
+    for group in groups.values():
+        suite = str(group[0]["suite"])
+        try:
+            made.append(Section(suite, group, table(suite, group), _commands(group), _notes(group)))
+        except (KeyError, TypeError, IndexError) as error:
+            raise UsageError(f"a record of suite {suite} lacks what its table shows: {error}") from error
+    return made
+
+
+def table(suite: str, rows: Records) -> DataTable:
+    """The table of rows of one suite."""
+    if (make := TABLES.get(suite)) is not None:
+        return make(rows)
+    found = _suite(suite)
+    options = {name: x for name, x in rows[0].get("options", {}).items() if name in found.options.model_fields}
+    return found.tabulate(rows, found.options(**options))
+
+
+def named(rows: Records) -> list[tuple[str, Row]]:
+    """Rows with names: the method, or label and options where several have it; of rows that are alike the last one."""
+    same: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        of = UNCOMPRESSED if row.get("label") == UNCOMPRESSED else str(row["method"])
+        same.setdefault(of, {})[repr(_traits(row))] = row
+    return [(_name(method, row, [*alike.values()]), row) for method, alike in same.items() for row in alike.values()]
+
+
+def _traits(row: Row) -> dict[str, Any]:
+    """What tells rows of one method apart."""
+    options = row.get("options") or {}
+    return {"label": row.get("label"), "artifact": row.get("artifact"), **{x: options.get(x) for x in _NAMING}}
+
+
+def _name(method: str, row: Row, alike: Records) -> str:
+    """The name of a row among all rows of its method."""
+    traits, others = _traits(row), [_traits(other) for other in alike]
+    differing = [x for x in traits if len({repr(other[x]) for other in others}) > 1]
+    if "label" in differing:
+        method, differing = str(row["label"]), differing[1:]
+    if len({repr(other["label"]) for other in others}) == len(others):
+        return method
+    return ", ".join((method, *(f"{x} {traits[x]}" for x in differing)))
+
+
+def attention(rows: Records) -> DataTable:
+    """Times of one layer and one query token: microseconds by context, and speed against SDPA at the longest."""
+    contexts, by_method = _by_context(rows)
+    header = ["method", "bits", *(f"{tokens(c)}, us" for c in contexts), "SDPA = 1", "GB/s of stored bytes"]
+    cells = []
+    for method, times in by_method.items():
+        last = times.get(contexts[-1])
+        bits = next((f"{row['true_bits']:.2f}" for row in times.values() if row["true_bits"] is not None), "")
+        us = [_figure(times.get(c), lambda row: f"{row['p50_us']:.3g}") for c in contexts]
+        ratio = _figure(last, lambda row: "-" if row["speedup"] is None else f"{row['speedup']:.2f}")
+        cells.append([method, bits, *us, ratio, _figure(last, lambda row: f"{row['stored_gb_s']:.0f}")])
+    return DataTable("One layer, one query token", header, cells)
+
+
+def generate(rows: Records) -> DataTable:
+    """Tokens per second of one sequence, and the rate against a captured step of fp16."""
+    prompts, by_method = _by_context(rows)
+    columns: dict[str, Callable[[Row], str]] = {
+        "tokens/s": lambda row: "-" if row["tokens_per_s"] is None else f"{row['tokens_per_s'][1]:.1f}",
+        "fp16 = 1": lambda row: "-" if row["rate_ratio"] is None else f"{row['rate_ratio']:.2f}",
+    }
+    header = ["method", *(f"{tokens(p)}, {name}" for name in columns for p in prompts)]
+    cells = [
+        [method, *(_figure(found.get(p), figure) for figure in columns.values() for p in prompts)]
+        for method, found in by_method.items()
+    ]
+    return DataTable("Decoding of whole models", header, cells)
+
+
+def without_sinks(rows: Records) -> dict[str, Row]:
+    """By method, the row that differs from another one by having no sinks."""
+    sinks = {row["method"] for row in rows if row["options"].get("sink_length") != 0}
+    return {row["method"]: row for row in rows if row["options"].get("sink_length") == 0 and row["method"] in sinks}
+
+
+def quality(rows: Records) -> DataTable:
+    """KL, flips and perplexity by method, best first; and the KL without sinks where that was measured, too."""
+    without = without_sinks(rows)
+    kept = [row for row in rows if row not in without.values()]
+    header = ["method", "bits K / V", "KL", "95 % interval", "flips %", "perplexity"]
+    cells = []
+    for name, row in sorted(named(kept), key=lambda item: float(item[1]["kl_mean"])):
+        memory, kl = row["memory"], row["metrics"]["kl_mean"]
+        interval = f"{kl['low']:.4f}-{kl['high']:.4f}" if kl["low"] is not None else ""
+        bits = f"{memory['key_bits']:.2f} / {memory['value_bits']:.2f}" if memory else "-"
+        perplexity = "inf" if row["perplexity"] is None else f"{row['perplexity']:.2f}"
+        figures = [f"{row['kl_mean']:.4f}", interval, f"{100 * row['flips']:.1f}", perplexity]
+        cells.append([name, bits, *figures, *[_kl(without.get(row["method"]))] * bool(without)])
+    title = f"KL to the uncompressed model, nats per token, over {rows[0]['num_tokens']} tokens"
+    return DataTable(title, header + ["KL without sinks"] * bool(without), cells)
+
+
+def _kl(row: Row | None) -> str:
+    return "" if row is None else f"{row['kl_mean']:.4f}"
+
+
+def startup(rows: Records) -> DataTable:
+    """Seconds from the start of a process, without and with compiled kernels."""
+    header = ["method", "kernels", "cold", "warm-up in it", "cold - fp16", "warm", "warm - fp16"]
+    times = ("cold_s", "cold_warmup_s", "cold_extra_s", "warm_s", "warm_extra_s")
+    cells = [
+        [
+            row["method"],
+            f"{row['kernels']}",
+            *(f"{row[time]:.1f}" if row["status"] == "ok" else row["status"] for time in times),
+        ]
+        for row in rows
+    ]
+    return DataTable("Seconds from the start of a process", header, cells)
+
+
+def chunks(rows: Records) -> DataTable:
+    """Milliseconds per pass over a chunk, with ratios to fp16 and to stock DynamicCache, of all dtypes in a cell."""
+    by_name = {(row["dtype"], row["method"]): row for row in rows}
+    dtypes, methods = dict.fromkeys(dtype for dtype, _ in by_name), dict.fromkeys(method for _, method in by_name)
+    fp16 = {dtype: row["ms"] for (dtype, method), row in by_name.items() if method == BASELINE}
+    columns: dict[str, Callable[[Row], str]] = {
+        f"ms, {'/'.join(dtypes)}": lambda row: f"{row['ms']:.1f}",
+        "fp16 = 1": lambda row: f"{row['ms'] / fp16[row['dtype']]:.2f}" if fp16.get(row["dtype"]) else "-",
+        "DynamicCache = 1": lambda row: f"{row['ms'] / row['stock_ms']:.2f}",
+        "not captured, ms": lambda row: f"{row['pass_ms']:.0f}",
+    }
+    cells = [
+        [method, *("/".join(_figure(by_name.get((x, method)), figure) for x in dtypes) for figure in columns.values())]
+        for method in methods
+    ]
+    return DataTable("Milliseconds per pass over a chunk", ["method", *columns], cells)
+
+
+def serve(rows: Records) -> DataTable:
+    """Seconds to a client's first token, and tokens per second of all clients, by where their prompts were."""
+    states = ("cold", "hot", "disk", "direct")
+    header = ["method", "prompt", "clients", *(f"{x}, s" for x in states), *(f"{x}, tokens/s" for x in states)]
+    cells = []
+    for row in rows:
+        columns = [f"{state}_{figure}" for figure in ("first_s", "tokens_per_s") for state in states]
+        figures = ["" if row[x] is None else f"{row[x]:.3g}" for x in columns]
+        cells.append([row["method"], tokens(row["context"]), f"{row['batch']}", *figures])
+    return DataTable("Seconds to the first token, and tokens per second of all clients", header, cells)
+
+
+def answers(rows: Records) -> DataTable | None:
+    """What was said beside what was expected, where one answer is wrong; None where none is, or units have no texts."""
+    same = [row for row in rows if row.get("protocol") == rows[0].get("protocol")]
+    by_name = {name: row["units"] for name, row in named(same) if "answer" in (row.get("units") or [{}])[0]}
+    cells: list[list[str]] = []
+    places = [place for place in zip(*by_name.values(), strict=True) if any(unit["exact"] < 1 for unit in place)]
+    if not places:
+        return None
+    for number, units in enumerate(places[:_SHOWN_ANSWERS], 1):
+        cells.append([f"{number}. expected", units[0]["expected"]])
+        for name, unit in zip(by_name, units, strict=True):
+            answer, expected = (" ".join(unit[x].split()) for x in ("answer", "expected"))
+            agreed = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(answer, expected, strict=False)))
+            wrong = WRONG * (agreed < len(expected))
+            cells.append([name, f"{answer[:agreed]}{wrong}{answer[agreed:]}"])
+    shown = f"the first {len(places[:_SHOWN_ANSWERS])} of " if len(places) > _SHOWN_ANSWERS else ""
+    title = f"What was expected, and what was said, wrong from {WRONG} on: {shown}{len(places)} prompts"
+    return DataTable(title, ["", "text"], cells, text_columns=2, prose=["text"])
+
+
+TABLES: dict[str, Callable[[Records], DataTable]] = {
+    **{"attention": attention, "generate": generate, "kl": quality},
+    **{"startup": startup, "chunks": chunks, "serve": serve},
+}
+"""By suite."""
+
+
+def tokens(count: int) -> str:
+    """A number of tokens, such as 8K."""
+    return f"{count}" if count % 1024 else f"{count // 1024}K"
+
+
+def _figure(row: Row | None, figure: Callable[[Row], str]) -> str:
+    """A cell: empty where nothing was measured, and what went wrong where there is no figure."""
+    return "" if row is None else figure(row) if row["status"] == "ok" else str(row["status"])
+
+
+def _by_context(rows: Records) -> tuple[list[int], dict[str, dict[int, Row]]]:
+    """All contexts, and by method the rows by context."""
+    by_method: dict[str, dict[int, Row]] = {}
+    for row in rows:
+        by_method.setdefault(row["method"], {})[row["context"]] = row
+    return sorted({row["context"] for row in rows}), by_method
+
+
+def _suite(name: str) -> Suite:
+    suite: Suite = get_suite({**EVAL_SUITES, **BENCH_SUITES}[name])
+    return suite
+
+
+def _group(row: Row) -> list[Any]:
+    """What rows of one table have in common."""
+    suite, of = row["suite"], row.get("model", row.get("shape"))
+    if suite in EVAL_SUITES:
+        return [suite, of, *sorted((x, y) for x, y in row["options"].items() if x not in _ELSEWHERE)]
+    return [suite, of, row.get("weights"), machine(row), row["batch"] if suite in ("attention", "generate") else None]
+
+
+def machine(row: Row) -> str:
+    """The processor that computed, and the versions."""
+    info = row.get("machine") or {}
+    gpus = [gpu["name"] for gpu in info.get("gpus", ())] if str(row.get("device", "")).startswith("cuda") else []
+    versions = f"torch {info['packages'].get('torch')}" if "packages" in info else ""
+    return ", ".join(filter(None, (gpus[0] if gpus else info.get("cpu"), versions)))
+
+
+def _notes(rows: Records) -> list[str]:
+    """The model, the machines and commits; and what must not be overlooked."""
+    first = rows[0]
+    of = first.get("model", first.get("shape"))
+    random = ", random weights" if first.get("weights") == "random" else ""
+    dtypes = "/".join(dict.fromkeys(str(row.get("dtype", "")) for row in rows)).strip("/")
+    notes = [f"{of}{random}{f', {dtypes}' if dtypes else ''}"]
+    notes += dict.fromkeys(
+        f"{machine(row)}, kvcli {row['machine'].get('kvcli')}"
+        + (f" at {row['machine']['commit']}" if row["machine"].get("commit") else "")
+        for row in rows
+        if row.get("machine")
+    )
+    if len({row.get("protocol") for row in rows}) > 1:
+        notes.append("These rows were not all measured on the very same tokens: small differences mean nothing.")
+    bad = {f"{row['method']}: {row['note']}": None for row in rows if row.get("note") and row.get("status") != "ok"}
+    return notes + list(bad)
+
+
+def _commands(rows: Records) -> list[str]:
+    """The command lines that measured rows, from their options; none where options were not recorded."""
+    commands: dict[str, None] = {}
+    for row in rows:
+        if not (options := row.get("options")):
+            continue
+        group = "eval" if row["suite"] in EVAL_SUITES else "bench"
+        words = ["kvcli", group, str(row["suite"])]
+        words += [options["model"]] if options.get("model", DEFAULT_MODEL) != DEFAULT_MODEL else []
+        for name, field in _suite(row["suite"]).options.model_fields.items():
+            value, flag = options.get(name), name.replace("_", "-")
+            if name in ("model", "out") or value is None or value == field.get_default(call_default_factory=True):
+                continue
+            if isinstance(value, bool):
+                words.append(f"--{flag}" if value else f"--no-{flag}")
+            else:
+                items = value if isinstance(value, list) else [value]
+                words += [word for item in items for word in (f"--{flag}", str(item))]
+        commands[shlex.join(words)] = None
+    return list(commands)

@@ -1,0 +1,200 @@
+"""`kvcli report`: one page of records, and the same tables as Markdown and in docs."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from byte_tokenizer import byte_tokenizer
+from console import invoke, refused, result
+from factories import load, make_model
+from test_records_and_gates import NOISE, kl_record
+from test_suites import KIVI, SIZES
+
+from kvcli.models import LoadedModel
+from kvcli.report.page import loss_by_size
+from kvcli.report.tables import Row, answers, named, sections
+from kvcli.storage.atomic import append_record
+
+DOCS = ("quality-smollm2-135m", "attention-h100", "generate-h100", "serve-h100", "startup-h100", "chunks-h100")
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Records of all suites of `kvcli eval` but lm-eval's, of a tiny model."""
+    model = make_model("llama", vocab_size=260, max_position_embeddings=2048)
+    loaded = LoadedModel(**{**vars(load(model)), "tokenizer": byte_tokenizer()})
+    path = tmp_path_factory.mktemp("measured") / "rows.jsonl"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvcli.models.load_model", lambda *_, **__: loaded)
+        for suite, sizes in SIZES.items():
+            result("eval", suite, *KIVI, "--method", "fp8", *sizes, "--out", str(path))
+    return path
+
+
+@pytest.fixture
+def committed(repo_root: Path) -> list[str]:
+    return [str(repo_root / "docs" / "results" / f"{name}.jsonl") for name in DOCS]
+
+
+def page(*files: Any) -> str:
+    pytest.importorskip("vl_convert", reason="the page's charts need kvcli[report]")
+    result("report", *map(str, files), "-o", "page.html")
+    return Path("page.html").read_text()
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_a_page_has_a_section_and_charts_of_every_suite(measured: Path, committed: list[str]) -> None:
+    text = page(measured, *committed)
+    assert re.findall(r"<h2>(\w+): ", text) == [*SIZES, "kl", "attention", "generate", "serve", "startup", "chunks"]
+    for part in text.split("<section")[1:]:
+        assert ">kivi-2" in "".join(re.findall("<svg.*?</svg>", part, re.DOTALL))
+    assert len(text.encode()) < 2 * 2**20
+
+
+def test_a_page_loads_nothing_and_its_charts_have_the_colour_of_its_text(measured: Path) -> None:
+    text = page(measured)
+    assert not re.search(r"<script|<link|<img|@import|url\(|src=|href=\"(?!#)", text)
+    assert set(re.findall(r"<text[^>]* fill=\"([^\"]*)\"", text)) == {"currentColor"}
+    assert not re.search(r"(fill|stroke)=\"(black|white|#000|#fff)", text)
+    assert "prefers-color-scheme: dark" in text
+
+
+def test_tables_of_docs_are_those_of_the_report(committed: list[str], repo_root: Path) -> None:
+    result("report", *committed, "--format", "md", "-o", "page.md")
+    pages = "".join((repo_root / "docs" / name).read_text() for name in ("quality.md", "benchmarks.md", "serving.md"))
+    for table in re.findall(r"^\|.*?\n\n", Path("page.md").read_text(), re.DOTALL | re.MULTILINE):
+        assert table.rstrip() in pages
+    assert Path("page.md").read_text().count("\n## ") == len(DOCS)
+
+
+def test_a_command_that_is_shown_measures_the_same_again(measured: Path, loaded: Any, command_model: Any) -> None:
+    rows = [json.loads(line) for line in measured.read_text().splitlines()]
+    (section,) = sections([row for row in rows if row["suite"] == "drift"])
+    (command,) = section.commands
+    again = result(*shlex.split(command)[1:], "--json")["rows"]
+    assert [row["units"] for row in again] == [row["units"] for row in section.rows]
+
+
+def test_what_records_say_is_text(measured: Path) -> None:
+    row = next(row for row in map(json.loads, measured.read_text().splitlines()) if row["suite"] == "recall")
+    for unit in row["units"]:
+        unit["answer"], unit["exact"] = "<script>alert(1)</script> | x", 0.0
+    append_record(Path("rows.jsonl"), {**row, "model": "<b>m</b>", "method": "<i>", "label": "<i>"})
+    text = page("rows.jsonl")
+    assert "<script" not in text
+    assert "<b>" not in text
+    assert "<i>" not in text
+    assert html.escape("alert(1)</script> | x") in text
+    result("report", "rows.jsonl", "--format", "md")
+    assert "alert(1)</script> \\| x |" in Path("report.md").read_text()
+
+
+def test_answers_are_marked_where_they_begin_to_be_wrong(measured: Path) -> None:
+    rows = [row for row in map(json.loads, measured.read_text().splitlines()) if row["suite"] == "recall"]
+    for row, answer in zip(rows, ("one two  three four", "one\ntwo tree", "x"), strict=True):
+        row["units"] = [{**row["units"][0], "expected": "one two three", "answer": answer, "exact": 0.0}]
+    table = answers(rows)
+    assert table is not None
+    assert list(table.rows) == [
+        ["1. expected", "one two three"],
+        ["uncompressed", "one two three four"],
+        ["kivi-2", "one two t\u25b8ree"],
+        ["fp8", "\u25b8x"],
+    ]
+    for row in rows:
+        row["units"][0]["exact"] = 1.0
+    assert answers(rows) is None
+
+
+def bits(value: float) -> dict[str, float]:
+    return {"key_bits": value, "value_bits": value, "true_bits": value}
+
+
+def points(*pairs: tuple[float, float], **changes: Any) -> list[Row]:
+    return [kl_record([kl] * 8, f"kivi-{x}", memory=bits(x), **changes).to_plain() for x, kl in pairs]
+
+
+def test_the_front_is_what_nothing_smaller_beats() -> None:
+    (chart,) = loss_by_size(points((5, 0.002), (3, 0.1), (2, 0.01), (1, 0.05), (8, 0.002)))
+    assert [x["bits"] for x in chart.spec["data"]["values"] if x["front"]] == [1, 2, 5]
+
+
+def test_rows_of_one_method_are_told_apart_and_a_later_one_replaces_the_same() -> None:
+    first, other = (kl_record(NOISE, options={"sink_length": 4, "setting": x}).to_plain() for x in ([], ["k_bits=4"]))
+    again = {**first, "kl_mean": 9.0}
+    assert [(name, row["kl_mean"] == 9) for name, row in named([first, other, again])] == [
+        ("kivi-2, setting []", True),
+        ("kivi-2, setting ['k_bits=4']", False),
+    ]
+    labelled = [{**first, "label": name} for name in ("mine", "yours")]
+    assert [name for name, _ in named(labelled)] == ["mine", "yours"]
+
+
+def test_other_text_is_another_table_and_other_tokens_are_said() -> None:
+    rows = points((2, 0.1)) + points((3, 0.1), options={"seq_len": 512}) + points((4, 0.1), protocol="other")
+    first, second = sections(rows)
+    assert [len(first.rows), len(second.rows)] == [2, 1]
+    assert "not all measured on the very same tokens" in first.notes[-1]
+    assert "not all measured" not in " ".join(second.notes)
+
+
+def test_a_row_without_a_figure_says_why(committed: list[str]) -> None:
+    rows = [json.loads(line) for line in Path(committed[1]).read_text().splitlines()]
+    empty = dict.fromkeys(("p50_us", "speedup", "stored_gb_s", "true_bits"))
+    rows[1] = {**rows[1], **empty, "status": "failed", "note": "ValueError: no"}
+    (section,) = sections(rows)
+    assert "failed" in [cell for row in section.table.rows for cell in row]
+    assert f"{rows[1]['method']}: ValueError: no" in section.notes
+
+
+def test_what_cannot_be_shown_is_refused(measured: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "name files of records" in refused("report")
+    assert "cannot read missing" in refused("report", "missing")
+    Path("rows.jsonl").write_text('{"suite": "speed"}\n')
+    assert "row 0 is no record" in refused("report", "rows.jsonl")
+    assert "is one of the records" in refused("report", "rows.jsonl", "-o", "rows.jsonl")
+    row = next(row for row in map(json.loads, measured.read_text().splitlines()) if row["suite"] == "needle")
+    Path("rows.jsonl").write_text(json.dumps({name: x for name, x in row.items() if name != "units"}))
+    assert "of suite needle lacks what its table shows: 'units'" in refused("report", "rows.jsonl")
+    monkeypatch.setitem(sys.modules, "vl_convert", None)
+    assert "pip install 'kvcli[report]'" in refused("report", str(measured))
+    assert not Path("report.html").exists()
+    assert invoke("report", str(measured), "--format", "md").exit_code == 0
+
+
+FRAME = """<iframe style="border: 0" width="{width}" height="900" srcdoc="{page}"></iframe><script>onload = () => {{
+  const root = document.querySelector("iframe").contentDocument.documentElement;
+  const ink = getComputedStyle(root.querySelector("svg text")).fill;
+  document.title = root.scrollWidth - root.clientWidth + " " + ink;
+}}</script>"""
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize(("scheme", "ink"), [(1, "rgb(29, 33, 41)"), (0, "rgb(228, 230, 234)")])
+def test_a_browser_shows_it_on_a_phone_and_a_desk_by_day_and_night(
+    measured: Path, committed: list[str], width: int, scheme: int, ink: str
+) -> None:
+    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if browser is None:
+        pytest.skip("no Chromium to look at the page with")
+    Path("frame.html").write_text(FRAME.format(width=width, page=html.escape(page(measured, *committed))))
+    flags = ("--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=1400,1000", "--user-data-dir=profile")
+    shown = f"--blink-settings=preferredColorScheme={scheme}"
+    command = [browser, *flags, shown, "--dump-dom", Path("frame.html").resolve().as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    match = re.search(r"<title>(\d+) (rgb\(.*?\))", done.stdout)
+    assert match is not None, done.stdout[-500:]
+    assert match.groups() == ("0", ink)
