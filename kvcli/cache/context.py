@@ -36,6 +36,7 @@ from kvcli.cache.blocks import (
 from kvcli.cache.identity import CacheIdentity
 from kvcli.cache.snapshot import CODES, VALID, WINDOWS, Snapshot, SnapshotCounts
 from kvcli.errors import CacheError, KvcliError, error_text
+from kvcli.registry import method_name
 from kvcli.storage.atomic import replacing, temporary_path
 from kvcli.storage.locks import lock
 from kvcli.storage.manifest import Sealed
@@ -100,6 +101,14 @@ class ContextRecord(Sealed):
     def nbytes(self) -> int:
         """Bytes of all blocks."""
         return sum(block.bytes for block in self.blocks)
+
+    @property
+    def method(self) -> str | None:
+        """The method with its bits; as it was noted where this version of kvcli does not know it."""
+        try:
+            return method_name(self.identity["method"], self.identity["config"])
+        except (KvcliError, TypeError, ValueError, KeyError):
+            return self.identity.get("method")
 
     @property
     def fp16_bytes(self) -> int:
@@ -251,24 +260,37 @@ class Context:
             CacheError: missing, of another format version, truncated or damaged.
         """
         path = Path(path)
-        if not path.is_file():
-            raise CacheError(f"no context in {path}: there is no such file; make one with 'kvcli compress'")
+        header, record = read_header(path)
         remedy = ContextRecord.REMEDY
         try:
-            header = SafetensorsHeader.read(path)
-            if _ENTRY not in header.metadata:
-                raise CacheError(f"{path} is no context: kvcli did not write it")
-            if header.metadata[_ENTRY][64:65] == " ":  # after a checksum
-                raise CacheError(f"{path} is of an earlier version of kvcli, which this one does not read; {remedy}")
-            record = ContextRecord.unseal(header.metadata[_ENTRY], str(path))
             places = {place.block: place for place in _places(path, header, record)}
         except (OSError, ValueError) as error:
-            reason = error_text(error)
-            raise CacheError(f"{path} is no file that can be read, or it is damaged ({reason}); {remedy}") from error
+            raise _unreadable(path, error) from error
         try:
             return cls.decode(record, places.__getitem__, device, str(path))
         except CacheError as error:
             raise CacheError(f"{path} is no context that this kvcli reads: {error}; {remedy}") from error
+
+
+def read_header(path: Path) -> tuple[SafetensorsHeader, ContextRecord]:
+    """The header and the record of a file that `Context.save` wrote; CacheError as `Context.load`, blocks apart."""
+    if not path.is_file():
+        raise CacheError(f"no context in {path}: there is no such file; make one with 'kvcli compress'")
+    try:
+        header = SafetensorsHeader.read(path)
+        if _ENTRY not in header.metadata:
+            raise CacheError(f"{path} is no context: kvcli did not write it")
+        if header.metadata[_ENTRY][64:65] == " ":  # after a checksum
+            old = f"{path} is of an earlier version of kvcli, which this one does not read"
+            raise CacheError(f"{old}; {ContextRecord.REMEDY}")
+        return header, ContextRecord.unseal(header.metadata[_ENTRY], str(path))
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> CacheError:
+    wrong = f"{path} is no file that can be read, or it is damaged ({error_text(error)})"
+    return CacheError(f"{wrong}; {ContextRecord.REMEDY}")
 
 
 def tokens_in(tensors: Tensors, record: ContextRecord) -> Tensor:

@@ -16,10 +16,12 @@ from kvcli.cli import (
     compress,
     contexts,
     demo,
+    diff,
     doctor,
     env,
     fit,
     generate,
+    inspect,
     methods,
     plan,
     report,
@@ -67,6 +69,7 @@ COMMANDS: tuple[Any, ...] = (
         report.COMMAND,
         methods.COMMAND,
     ),
+    *(report.COMMAND, inspect.COMMAND, diff.COMMAND),
     *(warmup.COMMAND, doctor.COMMAND, env.COMMAND),
 )
 """In the order of the help."""

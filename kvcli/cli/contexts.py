@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,9 +15,8 @@ from kvcli.cli.command import Command
 from kvcli.cli.inputs import MAX_BYTES_HELP, STORE_HELP, open_store
 from kvcli.cli.output import Output
 from kvcli.cli.session_options import SessionOptions, choose_method
-from kvcli.errors import ContextError, KvcliError, UsageError
+from kvcli.errors import ContextError, UsageError
 from kvcli.options import IMPL_HELP, ModelOptions, Options
-from kvcli.registry import method_name
 from kvcli.sizes import parse_size, size
 from kvcli.tables import DataTable
 
@@ -154,14 +152,12 @@ def show(options: ShowOptions, output: Output) -> None:
 def _context_record(context: StoredContext, shared: Collection[str]) -> dict[str, Any]:
     """What is known of a context, as plain JSON values; `shared` are digests of blocks that several contexts need."""
     stored, identity = context.record, context.record.identity
-    method, (key_bits, value_bits) = identity.get("method"), stored.bits
-    with suppress(KvcliError, TypeError, ValueError, KeyError):  # one that this version of kvcli does not know
-        method = method_name(identity["method"], identity["config"])
+    key_bits, value_bits = stored.bits
     return {
         "name": context.name,
         "tokens": stored.num_tokens,
         "model": identity.get("model"),
-        "method": method,
+        "method": stored.method,
         "dtype": identity.get("dtype"),
         "config": identity.get("config"),
         "coded_tokens": stored.counts.attended[0],

@@ -91,20 +91,25 @@ class Output:
     def result(
         self,
         record: Mapping[str, Any],
-        human: str | DataTable | RenderableType | None = None,
+        human: str | DataTable | RenderableType | list[str | DataTable] | None = None,
         following: Sequence[Any] = (),
     ) -> None:
-        """Prints the command's result: `record` with --json, else `human`; OutputError: it cannot be written.
+        """Prints the command's result: `record` with --json, else `human`, or each of a list.
 
         A table is no wider than the terminal, and never cut in a pipe. `following` are words of the command line to
-        type next, which is said when the command has ended.
+        type next, which is said when the command has ended. OutputError: the result cannot be written.
         """
         self.record, self.following = record, following
         if self.ranks.rank:
             return
         if self.as_json:
             write_stdout(to_json(record) + "\n")
-        elif isinstance(human, str):
+        else:
+            for part in human if isinstance(human, list) else [human]:
+                self._print(part)
+
+    def _print(self, human: str | DataTable | RenderableType | None) -> None:
+        if isinstance(human, str):
             write_stdout(human + "\n")
         elif human is not None:
             screen = Console(highlight=False)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -127,6 +128,14 @@ class CachePlan:
             buffers.positions = positions_capacity(buffers.positions, _only(plan.lengths))
         return self._report(counts, buffers, batch)
 
+    def layer_bits(self) -> list[tuple[float, float]]:
+        """Stored bits per key and per value of each layer's codes, scales and norms included."""
+        key_dim, value_dim = self.spec.kv_dim, self.spec.num_kv_heads * self.spec.value_dim
+        return [
+            (8 * x.key_group / x.key_tokens / key_dim, 8 * x.value_group / x.value_tokens / value_dim)
+            for x in self.layers
+        ]
+
     def pays_from(self) -> int | None:
         """Tokens of a sequence from which on its cache is smaller than they are in 16 bits; None: it never is."""
 
@@ -191,8 +200,7 @@ def stored_bits(name: str, settings: dict[str, Any], spec: ModelSpec, contexts: 
     method, from_bits = parse_method(name)
     config = make_config(method, {**from_bits, **settings})
     plan = CachePlan.of_codecs(spec, method, config, build_codecs(method, spec, config), torch.float16)
-    key = sum(8 * layer.key_group / layer.key_tokens for layer in plan.layers) / len(plan.layers)
-    value = sum(8 * layer.value_group / layer.value_tokens for layer in plan.layers) / len(plan.layers)
+    key, value = (fmean(bits) for bits in zip(*plan.layer_bits(), strict=True))
     effective = []
     for context in contexts:
         memory = plan.memory(context)
@@ -202,8 +210,8 @@ def stored_bits(name: str, settings: dict[str, Any], spec: ModelSpec, contexts: 
         "method": name,
         "settings": settings,
         "nominal": [float(bits) for bits in method.nominal_bits(spec, config)],
-        "key_bits": key / spec.kv_dim,
-        "value_bits": value / spec.kv_dim,
+        "key_bits": key,
+        "value_bits": value,
         "effective": effective,
     }
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from kvcli.errors import UsageError
 from kvcli.registry import BASELINE, EVAL_SUITES
-from kvcli.report.tables import Row, Section, answers, named, tokens, without_sinks
+from kvcli.report.tables import MEASURED, Row, Section, answers, named, tokens, without_sinks
 from kvcli.suite import Records
 
 NARROW, WIDE = 340, 760
@@ -197,34 +197,10 @@ def figures(rows: Records) -> list[Chart]:
     return charts
 
 
-_MEASURED: dict[str, tuple[tuple[str, str, str, float], ...]] = {
-    "attention": (("p50_us", "one layer, one token", "microseconds", 1),),
-    "generate": (
-        ("tokens_per_s", "decoding", "tokens/s", 1),
-        ("ttft_ms", "first token", "ms", 1),
-        ("cache_bytes", "cache", "GiB", 2**30),
-        ("peak_bytes", "peak memory", "GiB", 2**30),
-    ),
-    "memory": (("cache_bytes", "cache", "GiB", 2**30), ("peak_bytes", "peak memory", "GiB", 2**30)),
-    "contexts": (
-        ("load_token_ms", "load and a token", "ms", 1),
-        ("prefill_token_ms", "read again and a token", "ms", 1),
-    ),
-    "chunks": (("ms", "a pass over a chunk", "ms", 1),),
-    "startup": (("cold_s", "first token, cold", "s", 1), ("warm_s", "first token, compiled", "s", 1)),
-    "serve": (
-        ("cold_first_s", "first token, new prompt", "s", 1),
-        ("disk_first_s", "first token, prompt on disk", "s", 1),
-        ("hot_first_s", "first token, prompt in memory", "s", 1),
-    ),
-}
-"""By suite of `kvcli bench`: field, what it is, unit, and what it is divided by; of percentiles the median."""
-
-
 def times(rows: Records) -> list[Chart]:
     """A chart per figure of a suite of `kvcli bench` and per context, fp16 first."""
     charts = []
-    for field, what, unit, scale in _MEASURED.get(rows[0]["suite"], ()):
+    for field, what, unit, scale in MEASURED.get(rows[0]["suite"], ()):
         groups: dict[str, dict[str, float]] = {}
         for row in sorted(rows, key=lambda row: int(row["context"])):
             value = row.get(field)

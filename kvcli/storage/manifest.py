@@ -174,7 +174,7 @@ def _other_run(path: Path, ours: Mapping[str, Any]) -> str | None:
     try:
         values, intact = _unsealed(path)
         theirs = {name: values.get(name, _MISSING) for name in ours}
-        there, here = dict(_settings(theirs)), dict(_settings(ours))
+        there, here = dict(flattened(theirs)), dict(flattened(ours))
     except (OSError, ValueError, RecursionError):
         values = {}
     if not values:
@@ -188,11 +188,11 @@ def _other_run(path: Path, ours: Mapping[str, Any]) -> str | None:
     return f"differs in {'; '.join(shown)}"
 
 
-def _settings(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flattened(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Names and values of all settings, also inside of objects, such as `config.bits`."""
     for name, value in values.items():
         if isinstance(value, Mapping):
-            yield from _settings(value, f"{prefix}{name}.")
+            yield from flattened(value, f"{prefix}{name}.")
         else:
             yield prefix + name, value
 

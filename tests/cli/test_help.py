@@ -13,12 +13,20 @@ from typing import Any
 import pytest
 import torch
 from console import invoke, refused, result, says
+from typer.main import get_command
 
+from kvcli.cli.app import app
 from kvcli.options import ComputeOptions
 from kvcli.registry import METHODS
 
 COMMANDS = ("demo", "calibrate", "fit", "train-codebook", "fit-subspace", "export", "generate", "compress", "chat")
-COMMANDS += ("ask", "eval", "bench", "report", "methods", "env")
+COMMANDS += ("ask", "eval", "bench", "methods", "env")
+
+
+def _paths(command: Any, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    """A command and all below it."""
+    below = getattr(command, "commands", {}).items()
+    return [path, *(x for name, inner in below for x in _paths(inner, (*path, name)))]
 
 
 def test_help_is_fast_and_loads_no_torch() -> None:
@@ -37,7 +45,7 @@ def test_every_command_ends_its_help_with_an_example(name: str) -> None:
     if suite := {"eval": "kl", "bench": "attention"}.get(name):
         shown = result(name, suite, "--help").stdout
     says(shown, "--json", "--config", "--quiet", "--verbose", "--debug")
-    assert ("--seed" in shown) == ("--device" in shown) == (name not in ("export", "report", "methods", "env"))
+    assert ("--seed" in shown) == ("--device" in shown) == (name not in ("export", "methods", "env"))
 
 
 def test_version_methods_and_env() -> None:
@@ -83,6 +91,9 @@ SLIPS = {
     "train-codebook": (1, "kvcli calibrate"),
     "export": (1, "kvcli fit"),
     "methods kivvi": (2, "did you mean 'kivi-2'?"),
+    "inspect missing": (2, "missing does not exist"),
+    "diff missing": (2, "name two paths"),
+    "report missing": (2, "cannot read missing"),
 }
 
 
@@ -102,12 +113,18 @@ for line, (exit_code, expected) in {SLIPS!r}.items():
     assert done.returncode == 0, done.stderr
 
 
+def test_every_help_fits_100_columns_and_has_an_example(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    shown = {path: invoke(*path, "--help").stdout for path in _paths(get_command(app))}
+    assert ("contexts", "show") in shown
+    assert [path for path, text in shown.items() if "…" in text or max(map(len, text.splitlines())) > 100] == []
+    assert [path for path, text in shown.items() if path and "Example: kvcli" not in text] == []
+
+
 @pytest.mark.parametrize("name", ["ask", "generate", "chat", "compress", "calibrate", "fit", "train-codebook"])
-def test_options_are_in_groups_and_fit_100_columns(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_are_in_groups(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     shown = invoke(name, "--help").stdout
-    assert max(map(len, shown.splitlines())) <= 100
-    assert "…" not in shown
     flags = re.findall(r"^│ (--[a-z-]+)", shown, re.MULTILINE)
     machine = [flag for flag in ("--device", "--dtype", "--seed") if flag in flags]
     place = flags.index(machine[0])

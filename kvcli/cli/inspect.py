@@ -1,0 +1,100 @@
+"""`kvcli inspect`: what an artifact, a recording, a stored context or a file of records holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from pydantic import Field
+
+from kvcli.cli.command import Command
+from kvcli.cli.output import Output
+from kvcli.errors import UsageError
+from kvcli.options import Options
+from kvcli.sizes import size
+from kvcli.tables import DataTable
+
+_SHOWN = 48
+"""Characters of a value that are shown; --json has all."""
+
+
+class InspectOptions(Options):
+    """Options of `kvcli inspect`."""
+
+    path: Path | None = Field(
+        default=None, description="artifact or recording, file of a context or STORE/NAME, or file of records"
+    )
+
+
+def run(options: InspectOptions, output: Output) -> None:
+    """Show what is in an artifact, a recording, a stored context or a file of records: bits, bytes, errors, origin.
+
+    Bits count every scale and norm. An artifact is verified, of a context the record alone is read.
+    """
+    if options.path is None:
+        raise UsageError("name an artifact, a recording, a context or a file of records")
+    from kvcli.report.facts import describe
+
+    facts = describe(options.path)
+    output.result(facts, shown(facts))
+
+
+def shown(facts: Mapping[str, Any]) -> list[str | DataTable]:
+    """Facts as lines and tables."""
+    from kvcli.storage.manifest import flattened
+
+    parts: list[str | DataTable] = [f"{facts['path']}: {facts['kind']}"]
+    rows: list[list[str]] = []
+    for name, value in facts.items():
+        if isinstance(value, Mapping) and name != "layers":
+            found = [(x, text_of(y, name)) for x, y in flattened(value)]
+            rows += [[name if i == 0 else "", *pair] for i, pair in enumerate(found)]
+        elif name not in ("path", "kind", "layers", "sections", "warnings"):
+            rows.append([name, "", text_of(value)])
+    if rows:
+        parts.append(DataTable("", ("", " ", "value"), rows, text_columns=3, prose=(" ", "value")))
+    if "layers" in facts:
+        parts.append(_layers(facts["layers"]))
+    for section in facts.get("sections", ()):
+        parts += ["", section["title"], *(f"  {x}" for x in section["notes"])]
+        parts += [DataTable.of("", section["rows"]), *(f"  $ {x}" for x in section["commands"])]
+    return [*parts, *(f"warning: {x}" for x in facts.get("warnings", ()))]
+
+
+def text_of(value: Any, group: str = "") -> str:
+    """A value as text; bytes with a unit."""
+    if value is None or value in ((), []):
+        return "-"
+    if group == "bytes":
+        return size(value)
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def _layers(layers: Mapping[str, Sequence[Any]]) -> DataTable:
+    """What is known by layer, with a bar for each, and by head where there are several."""
+    from kvcli.report.facts import sparkline
+
+    rows: list[dict[str, str]] = []
+
+    def add(name: str, values: list[float]) -> None:
+        figures = {"mean": fmean(values), "least": min(values), "most": max(values)}
+        rows.append({"": name, **{x: f"{y:.4g}" for x, y in figures.items()}, "by layer": sparkline(values)})
+
+    for label, found in layers.items():
+        if any(x is None for x in found):
+            rows.append({"": label, "by layer": "not recorded"})
+            continue
+        heads = [x if isinstance(x, list) else [x] for x in found]
+        add(label, [fmean(x) for x in heads])
+        if len(heads[0]) > 1:
+            for head, values in enumerate(zip(*heads, strict=True)):
+                add(f"  head {head}", list(values))
+    return DataTable.of(
+        "layers", rows, ("least", "most"), ("", "by layer", "mean", "least", "most"), text_columns=2, prose=("",)
+    )
+
+
+COMMAND = Command("inspect", InspectOptions, run, "kvcli inspect runs/smollm2-135m/commvq-2bit", ("path",))

@@ -1,0 +1,170 @@
+"""What is known of an artifact, a recording, a stored context or a file of records, as plain JSON values.
+
+Nothing is computed that needs the model, and nothing is guessed: what was not recorded is missing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from kvcli.errors import UsageError
+
+INDEX = "index.sqlite"
+_CONTEXT = 32768
+"""Tokens of a cache whose bits are told with window and positions."""
+
+BARS = "▁▂▃▄▅▆▇█"
+
+
+def describe(path: Path) -> dict[str, Any]:
+    """Kind and facts of what lies at a path; a context of a store is at STORE/NAME.
+
+    Raises:
+        UsageError: nothing is there, or something that is none of these.
+        KvcliError: it is damaged or of another version.
+    """
+    if (path / "kvcli.json").exists():
+        return {"kind": "artifact", "path": str(path), **_artifact(path)}
+    if (path / "samples.json").exists():
+        return {"kind": "recording", "path": str(path), **_recording(path)}
+    if (path.parent / INDEX).exists() and not path.exists():
+        from kvcli.contexts.reader import ContextReader
+
+        return {"kind": "context", "path": str(path), **of_context(ContextReader(path.parent).get(path.name).record)}
+    if (path / "run.json").exists():
+        raise UsageError(f"{path} is a run of kvcli fit; 'kvcli export {path}' makes the artifact")
+    if (path / INDEX).exists():
+        raise UsageError(f"{path} is a store: name one of its contexts, {path}/NAME, or 'kvcli contexts list --store'")
+    if not path.is_file():
+        what = "is neither an artifact nor a recording" if path.exists() else "does not exist"
+        raise UsageError(f"{path} {what}; name one, a context or a file of records")
+    with path.open("rb") as file:
+        start = file.read(9)
+    if start[8:] == b"{" and start[:1] != b"{":
+        from kvcli.cache.context import read_header
+
+        return {"kind": "context", "path": str(path), **of_context(read_header(path)[1])}
+    return {"kind": "records", "path": str(path), **_records(path)}
+
+
+def _artifact(folder: Path) -> dict[str, Any]:
+    """Facts of an artifact, which is read in full and verified."""
+    import torch
+
+    from kvcli.artifact import Artifact, metric_values
+    from kvcli.plan.cache import CachePlan
+    from kvcli.registry import get_method, method_name
+
+    artifact = Artifact.load(folder)
+    metadata, method, config = artifact.metadata, get_method(artifact.method), artifact.config
+    plan = CachePlan.of_codecs(artifact.spec, method, config, artifact.build_codecs(config), torch.float16)
+    by_layer, parts, books = plan.layer_bits(), Counter[str](), Counter[str]()
+    for name, x in artifact.tensors.items():
+        parts[buffer := name.split(".", 2)[2]] += x.nbytes
+        if buffer.endswith("codebook"):
+            books[f"rows of {buffer}"] += x.numel() // x.shape[-1]
+    dead = {
+        label: metric_values(metadata["layers"], name) for name, label in method.fit_metrics.items() if "dead" in name
+    }
+    if books:
+        books.update({label: int(sum(x for x, _ in values)) for label, values in dead.items() if values})
+    keys, values = (fmean(bits) for bits in zip(*by_layer, strict=True))
+    memory = plan.memory(_CONTEXT)
+    return {
+        "method": method_name(artifact.method, metadata["config"]),
+        "bits": {
+            **{"keys": keys, "values": values, "mean": (keys + values) / 2, "nominal": list(memory.nominal_bits)},
+            f"all of {_CONTEXT} tokens": memory.effective_bits,
+        },
+        "bytes": {**parts, "all": artifact.nbytes, "state of a sequence": sum(x.state for x in plan.layers)},
+        **({"codebooks": {**books, "how often each row is used": "not recorded"}} if books else {}),
+        "provenance": {
+            **{x: metadata[x] for x in ("model", "fingerprint", "kvcli_version")},
+            **{"commit": "not recorded", **metadata["provenance"]},
+        },
+        "settings": metadata["config"],
+        "layers": {
+            "stored bits per key": [key for key, _ in by_layer],
+            "stored bits per value": [value for _, value in by_layer],
+            **{label: [x.get(name) for x in metadata["layers"]] for name, label in method.fit_metrics.items()},
+        },
+        "warnings": [
+            f"layer {i}: {x}" for i, layer in enumerate(metadata["layers"]) for x in layer.get("warnings", ())
+        ],
+    }
+
+
+def _recording(folder: Path) -> dict[str, Any]:
+    """Facts of a recording, or of a shard, finished or not; its files are not read."""
+    from kvcli.calibrate.parts import FISHER, SamplesManifest, part_records
+
+    manifest = SamplesManifest.read(folder / SamplesManifest.FILE)
+    files = {**manifest.parts, **part_records(folder)}
+    spec, length = manifest.spec, manifest.seq_len
+    a_head = 2 * spec.head_dim * spec.num_layers
+    return {
+        "state": "finished" if manifest.complete else "not finished: the same 'kvcli calibrate' goes on",
+        "shard": None if manifest.shard is None else "/".join(map(str, manifest.shard)),
+        "tokens": {
+            **{"keys and values": manifest.num_tokens, "queries": manifest.query_sequences * length},
+            **{"sequences": manifest.num_sequences, "sequences with gradients": manifest.fisher_sequences},
+        },
+        "bytes": {
+            "keys and values, 16 bits": 2 * a_head * spec.num_kv_heads * manifest.num_tokens,
+            "queries, 16 bits": a_head * spec.num_heads * manifest.query_sequences * length,
+            "Fisher information": files.get(FISHER, {}).get("bytes", 0),
+            "files so far": sum(record["bytes"] for record in files.values()),
+        },
+        "provenance": {"model": manifest.model, "fingerprint": manifest.fingerprint, **manifest.provenance},
+        "shapes": spec.to_dict(),
+    }
+
+
+def of_context(record: Any) -> dict[str, Any]:
+    """Facts of a `ContextRecord`."""
+    identity, (key_bits, value_bits) = record.identity, record.bits
+    known = {"model", "fingerprint", "dtype", "tokenizer", "chat_template", "reading"}
+    return {
+        "method": record.method,
+        "tokens": record.num_tokens,
+        "coded tokens": record.counts.attended[0],
+        "bits": {
+            **{"keys": key_bits, "values": value_bits, "mean": (key_bits + value_bits) / 2},
+            "all of it": 16 * record.nbytes / record.fp16_bytes,
+        },
+        "bytes": {
+            **record.bytes_of,
+            **{"token ids and headers": record.nbytes - sum(record.bytes_of.values()), "all": record.nbytes},
+            "in fp16": record.fp16_bytes,
+        },
+        "provenance": {
+            **{"source": str(record.notes.get("source", "")), "kvcli_version": record.kvcli_version},
+            **{name: x for name, x in identity.items() if name in known},
+            "codecs": identity.get("codecs", {}).get("fitted", "as the settings make them"),
+        },
+        "settings": identity.get("config"),
+    }
+
+
+def _records(path: Path) -> dict[str, Any]:
+    """Facts of records: their tables, with what `kvcli report` says of them."""
+    from kvcli.report.tables import read, sections
+
+    return {
+        "sections": [
+            {
+                **{"title": x.title, "about": x.about, "notes": list(x.notes), "commands": list(x.commands)},
+                "rows": [dict(zip(x.table.columns, row, strict=True)) for row in x.table.rows],
+            }
+            for x in sections(read(path))
+        ]
+    }
+
+
+def sparkline(values: list[float]) -> str:
+    """A bar of eight heights per number, from the least to the greatest."""
+    least, most = min(values), max(values)
+    return "".join(BARS[round(7 * (x - least) / (most - least)) if most > least else 0] for x in values)
