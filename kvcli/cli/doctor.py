@@ -52,7 +52,9 @@ def _packages() -> Iterator[Finding]:
         )
         return
     for requirement in requirements:
-        extra = next((name for name in ("eval", "lmcache") if f'extra == "{name}"' in str(requirement.marker)), None)
+        extra = next(
+            (name for name in ("eval", "lmcache", "report") if f'extra == "{name}"' in str(requirement.marker)), None
+        )
         if requirement.marker and not requirement.marker.evaluate({"extra": extra or ""}):
             continue
         try:

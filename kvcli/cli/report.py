@@ -18,7 +18,9 @@ class ReportOptions(Options):
     """Options of `kvcli report`."""
 
     records: list[Path] = Field(default=[], description="files of records, of --out or --json of kvcli eval or bench")
-    out: Path | None = Field(default=None, description="file of the page; default: report.html or report.md")
+    out: Path | None = Field(
+        default=None, description="file of the page, or - for standard output; default: report.html or report.md"
+    )
     format: Literal["html", "md"] = Field(default="html", description="a page with charts, or Markdown with the tables")
 
 
@@ -38,11 +40,14 @@ def run(options: ReportOptions, output: Output) -> None:
         raise UsageError(f"--out {out} is one of the records")
     made = sections([row for path in options.records for row in read(path)])
     text = (page if options.format == "html" else markdown)(made)
+    parts = [{"suite": x.suite, "title": x.title, "rows": len(x.rows)} for x in made]
+    record = {"file": str(out), "bytes": len(text.encode()), "sections": parts}
+    if str(out) == "-":
+        output.result({**record, "text": text}, text.rstrip())
+        return
     out.parent.mkdir(parents=True, exist_ok=True)
     with replacing(out) as temporary:
         temporary.write_text(text)
-    parts = [{"suite": x.suite, "title": x.title, "rows": len(x.rows)} for x in made]
-    record = {"file": str(out), "bytes": len(text.encode()), "sections": parts}
     output.result(record, f"{out}: {len(made)} section{'s' * (len(made) != 1)}, {size(len(text.encode()))}")
 
 

@@ -137,14 +137,17 @@ def read_plain(path: Path) -> list[dict[str, Any]]:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read {path}: {getattr(error, 'strerror', None) or 'it is not text'}") from error
+    of_all = {}
     try:
         content = json.loads(text)
         rows = content.get("rows", [content]) if isinstance(content, dict) else []
+        if isinstance(content, dict) and "rows" in content and "machine" in content:
+            of_all = {"machine": content["machine"]}
     except ValueError:
         rows = read_records(path)
-    if not isinstance(rows, list) or not rows:
-        raise UsageError(f"{path} holds no records of kvcli eval")
-    return rows
+    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
+        raise UsageError(f"{path} holds no records of kvcli eval or kvcli bench")
+    return [of_all | row for row in rows]
 
 
 def read_rows(path: Path) -> list[EvalRecord]:

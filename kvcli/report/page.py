@@ -65,24 +65,21 @@ def bars(title: str, unit: str, values: Sequence[tuple[str, float | None, Row]])
         for name, x, ends in values
         if x is not None
     ]
-    fp16, scale = (
-        "datum.name == 'fp16' || datum.name == 'uncompressed'",
-        {"domain": [0, 1.25 * max(x["end"] for x in data) or 1]},
-    )
+    fp16 = "datum.name == 'fp16' || datum.name == 'uncompressed'"
+    most = 1.25 * max(row["end"] for row in data) or 1
+    x = _x("x", unit, scale={"domain": [0, most]}, axis={"tickCount": 4})
     colour = {"condition": {"test": fp16, "value": _GREY}, "value": _BLUE}
+    whiskers, ends = {"x": {**x, "field": "low"}, "x2": {"field": "high"}}, {"x": {**x, "field": "end"}}
     spec = {
         "title": title,
         "data": {"values": data},
         "height": _ROW_PIXELS * len(data),
-        "encoding": {
-            "y": _x("name", None, "nominal", sort=None, axis={"labelLimit": 150, "grid": False}),
-            "x": _x("x", unit, scale=scale, axis={"tickCount": 4}),
-        },
+        "encoding": {"x": x, "y": _x("name", None, "nominal", sort=None, axis={"labelLimit": 150, "grid": False})},
         "layer": [
-            _layer("bar", encoding={"color": colour}, height=0.7 * _ROW_PIXELS),
             _layer("rule", fp16, {"y": None}, strokeDash=[3, 3], color=_GREY),
-            _layer("rule", "isValid(datum.low)", {"x": _x("low"), "x2": {"field": "high"}}, color="currentColor"),
-            _layer("text", encoding={"x": _x("end"), "text": {"field": "text"}}, align="left", dx=4),
+            _layer("bar", encoding={"color": colour}, height=0.7 * _ROW_PIXELS),
+            _layer("rule", "isValid(datum.low)", whiskers, color="currentColor"),
+            _layer("text", encoding={**ends, "text": {"field": "text"}}, align="left", dx=4),
         ],
     }
     return Chart(spec)
@@ -111,7 +108,7 @@ def loss_by_size(rows: Records) -> list[Chart]:
         "layer": [
             _layer("line", "datum.front", color=_RED, opacity=0.6),
             _layer("rule", "datum.low > 0", whiskers, color=_GREY),
-            _layer("point", "!datum.front", color=_BLUE, size=40),
+            _layer("point", "!datum.front", color=_BLUE, size=40, opacity=1),
             _layer("point", "datum.front", color=_RED, size=60, filled=True, opacity=1),
             _layer("text", "!datum.front", names, align="left", dx=7),
             _layer("text", "datum.front", names, align="right", dx=-6, dy=8),  # where no better point can be
@@ -214,9 +211,20 @@ def times(rows: Records) -> list[Chart]:
     return charts
 
 
+def capacity(rows: Records) -> list[Chart]:
+    """What fits into a memory budget: sequences of a length, or tokens of one sequence."""
+    groups: dict[str, list[tuple[str, float | None, Row]]] = {}
+    for row in rows:
+        one = row["question"] == "longest context"
+        title = "longest context of one sequence" if one else f"sequences of {tokens(row['context'])} tokens"
+        value = row["context" if one else "batch"] if row["status"] == "ok" else None
+        groups.setdefault(title, []).append((row["method"], value, {}))
+    return [bars(title, "", values) for title, values in groups.items() if any(x is not None for _, x, _ in values)]
+
+
 CHARTS: dict[str, Callable[[Records], list[Chart]]] = {
     **dict.fromkeys(EVAL_SUITES, figures),
-    **{"kl": loss_by_size, "layers": loss_by_layer, "needle": needles, "recall": quotations},
+    **{"kl": loss_by_size, "layers": loss_by_layer, "needle": needles, "recall": quotations, "memory": capacity},
 }
 """By suite; others have `times`."""
 

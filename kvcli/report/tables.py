@@ -325,8 +325,19 @@ def _notes(rows: Records) -> list[str]:
     )
     if len({row.get("protocol") for row in rows}) > 1:
         notes.append("These rows were not all measured on the very same tokens: small differences mean nothing.")
+    prints = {str(row["fingerprint"]) for row in rows if "fingerprint" in row}
+    notes += {f"Not all rows are of the same weights: {x}." for y in prints if (x := _differs(y, first["fingerprint"]))}
     bad = {f"{row['method']}: {row['note']}": None for row in rows if row.get("note") and row.get("status") != "ok"}
     return notes + list(bad)
+
+
+def _differs(fingerprint: str, other: str) -> str | None:
+    """As `kvcli.fingerprint.differs`, without importing torch where they are the same text."""
+    if fingerprint == other:
+        return None
+    from kvcli.fingerprint import differs
+
+    return differs(fingerprint, other)
 
 
 def _commands(rows: Records) -> list[str]:

@@ -12,11 +12,12 @@ from console import METHOD, compressed, refused, result, says
 
 from kvcli.artifact import Artifact
 from kvcli.calibrate.parts import PARTS
+from kvcli.contexts import ContextStore
 from kvcli.fit import assemble, fit_recording
 from kvcli.methods.commvq.config import CommVQConfig
 from kvcli.registry import get_method
 from kvcli.report.compare import differences
-from kvcli.report.facts import sparkline
+from kvcli.report.facts import of_context, sparkline
 from kvcli.storage.manifest import write_sealed
 
 EVAL = ("--setting", "group_size=8", "--residual-length", "8", "--seq-len", "64", "--num-sequences", "8")
@@ -107,6 +108,9 @@ def test_a_context_tells_the_same_in_a_file_and_in_a_store(tiny: Any) -> None:
     assert [shown[x] for x in ("key_bits", "value_bits")] == [facts["bits"][x] for x in ("keys", "values")]
     stored = inspected("store/c")
     assert {**stored, "path": "", "bytes": {}, "bits": {}} == {**facts, "path": "", "bytes": {}, "bits": {}}
+    record = ContextStore("store").get("c").record
+    unknown = record.model_copy(update={"identity": {**record.identity, "method": "of-tomorrow"}})
+    assert of_context(unknown)["method"] == "of-tomorrow"
     assert "no context 'd'" in refused("inspect", "store/d", code=1)
     assert "name one of its contexts" in refused("inspect", "store")
 

@@ -19,8 +19,9 @@ from factories import load, make_model
 from test_records_and_gates import NOISE, kl_record
 from test_suites import KIVI, SIZES
 
+from kvcli._version import __version__
 from kvcli.models import LoadedModel
-from kvcli.report.page import loss_by_size
+from kvcli.report.page import capacity, loss_by_size
 from kvcli.report.tables import Row, answers, named, sections
 from kvcli.storage.atomic import append_record
 
@@ -61,6 +62,7 @@ def test_a_page_has_a_section_and_charts_of_every_suite(measured: Path, committe
     assert re.findall(r"<h2>(\w+): ", text) == [*SIZES, "kl", "attention", "generate", "serve", "startup", "chunks"]
     for part in text.split("<section")[1:]:
         assert ">kivi-2" in "".join(re.findall("<svg.*?</svg>", part, re.DOTALL))
+    assert all(f">{unit}<" in text for unit in ("microseconds", "GiB", "tokens/s"))
     assert len(text.encode()) < 2 * 2**20
 
 
@@ -78,6 +80,7 @@ def test_tables_of_docs_are_those_of_the_report(committed: list[str], repo_root:
     for table in re.findall(r"^\|.*?\n\n", Path("page.md").read_text(), re.DOTALL | re.MULTILINE):
         assert table.rstrip() in pages
     assert Path("page.md").read_text().count("\n## ") == len(DOCS)
+    assert result("report", *committed, "--format", "md", "-o", "-").stdout == Path("page.md").read_text()
 
 
 def test_a_command_that_is_shown_measures_the_same_again(measured: Path, loaded: Any, command_model: Any) -> None:
@@ -151,6 +154,30 @@ def test_other_text_is_another_table_and_other_tokens_are_said() -> None:
     assert "not all measured" not in " ".join(second.notes)
 
 
+def test_other_weights_of_one_name_are_said() -> None:
+    (same,) = sections(points((2, 0.1)) + points((3, 0.1)))
+    (other,) = sections(points((2, 0.1)) + points((3, 0.1), fingerprint="00:003c0040"))
+    assert "weights" not in " ".join(same.notes)
+    assert "Not all rows are of the same weights: weights of the key and value" in other.notes[-1]
+
+
+def test_what_fits_is_sequences_of_a_length_or_tokens_of_one() -> None:
+    rows = [
+        {"method": method, "question": question, "context": context, "batch": batch, "status": status}
+        for method, question, context, batch, status in (
+            ("fp16", "largest batch", 32768, 1, "ok"),
+            ("kivi-2", "largest batch", 32768, 9, "ok"),
+            ("qjl", "largest batch", 32768, 0, "refused"),
+            ("kivi-2", "longest context", 73728, 1, "ok"),
+        )
+    ]
+    shown = {x.spec["title"]: [(y["name"], y["x"]) for y in x.spec["data"]["values"]] for x in capacity(rows)}
+    assert shown == {
+        "sequences of 32K tokens": [("fp16", 1), ("kivi-2", 9)],
+        "longest context of one sequence": [("kivi-2", 73728)],
+    }
+
+
 def test_a_row_without_a_figure_says_why(committed: list[str]) -> None:
     rows = [json.loads(line) for line in Path(committed[1]).read_text().splitlines()]
     empty = dict.fromkeys(("p50_us", "speedup", "stored_gb_s", "true_bits"))
@@ -160,11 +187,21 @@ def test_a_row_without_a_figure_says_why(committed: list[str]) -> None:
     assert f"{rows[1]['method']}: ValueError: no" in section.notes
 
 
+def test_what_bench_prints_as_json_is_shown_too() -> None:
+    shape = ("--shape", "smollm2-135m", "--contexts", "64", "--repeats", "1", "--method", "kivi-2")
+    Path("rows.json").write_text(json.dumps(result("bench", "attention", *shape, "--json")))
+    shown = result("report", "rows.json", "--format", "md", "-o", "-").stdout
+    assert "| kivi-2 | 3.00 |" in shown
+    assert f", kvcli {__version__}" in shown
+
+
 def test_what_cannot_be_shown_is_refused(measured: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "name files of records" in refused("report")
     assert "cannot read missing" in refused("report", "missing")
     Path("rows.jsonl").write_text('{"suite": "speed"}\n')
     assert "row 0 is no record" in refused("report", "rows.jsonl")
+    Path("three.json").write_text('{"rows": [3]}')
+    assert "holds no records" in refused("report", "three.json")
     assert "is one of the records" in refused("report", "rows.jsonl", "-o", "rows.jsonl")
     row = next(row for row in map(json.loads, measured.read_text().splitlines()) if row["suite"] == "needle")
     Path("rows.jsonl").write_text(json.dumps({name: x for name, x in row.items() if name != "units"}))
