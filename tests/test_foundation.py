@@ -111,14 +111,14 @@ BUDGET = {
     "bench": 3226,  # attention of other libraries as rows; `startup`, `chunks` and `serve`
     "cache": 2735,  # headers of files alone; snapshots joined to a batch; the same offsets are observed
     "calibrate": 1420,  # blocks of logits by vocabulary
-    "cli": 3934,  # report, inspect and diff; ask, serve, chat with a server, warmup and doctor
+    "cli": 3935,  # report, inspect and diff; ask, serve, chat with a server, warmup and doctor
     "contexts": 860,  # contexts that were read alike; used elsewhere than from the store
     "eval": 2340,  # records read as plain values; rows without gradients, options that differ by name
     "integrations": 925,  # pages of continuous batching
     "kernels": 857,  # offset scores of several tiles by one program
     "methods": 9846,  # KLT, whose kernels load a block ahead; Block-GTQ and KVarN as rivals
     "plan": 558,  # bits by layer; from which length they are smaller
-    "report": 911,  # tables, of which docs had a third; charts; what files hold
+    "report": 912,  # tables, of which docs had a third; charts; what files hold
     "serve": 1242,  # a server of the OpenAI API
     "seam": 1595,  # rotations by constants return at once
     "storage": 640,

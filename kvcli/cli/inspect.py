@@ -13,6 +13,7 @@ from kvcli.cli.command import Command
 from kvcli.cli.output import Output
 from kvcli.errors import UsageError
 from kvcli.options import Options
+from kvcli.registry import DEFAULT_METHOD
 from kvcli.sizes import size
 from kvcli.tables import DataTable
 
@@ -97,4 +98,4 @@ def _layers(layers: Mapping[str, Sequence[Any]]) -> DataTable:
     )
 
 
-COMMAND = Command("inspect", InspectOptions, run, "kvcli inspect runs/smollm2-135m/commvq-2bit", ("path",))
+COMMAND = Command("inspect", InspectOptions, run, f"kvcli inspect runs/smollm2-135m/{DEFAULT_METHOD}-2bit", ("path",))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvcli.errors import UsageError
+from kvcli.eval.records import UNCOMPRESSED
 from kvcli.registry import BASELINE, EVAL_SUITES
 from kvcli.report.tables import MEASURED, Row, Section, answers, named, tokens, without_sinks
 from kvcli.suite import Records
@@ -65,7 +66,7 @@ def bars(title: str, unit: str, values: Sequence[tuple[str, float | None, Row]])
         for name, x, ends in values
         if x is not None
     ]
-    fp16 = "datum.name == 'fp16' || datum.name == 'uncompressed'"
+    fp16 = f"datum.name == '{BASELINE}' || datum.name == '{UNCOMPRESSED}'"
     most = 1.25 * max(row["end"] for row in data) or 1
     x = _x("x", unit, scale={"domain": [0, most]}, axis={"tickCount": 4})
     colour = {"condition": {"test": fp16, "value": _GREY}, "value": _BLUE}
