@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import Method
 from kvcli.models import LoadedModel
 from kvcli.registry import BASELINE, get_method, parse_method
+from kvcli.seam.model import ModelAttention
 from kvcli.seam.probe import probe
 from kvcli.spec import ModelSpec
 
@@ -63,29 +64,23 @@ def attach(
     module: Any = model.model if isinstance(model, LoadedModel) else model
     if not isinstance(module, nn.Module) or not hasattr(module, "config"):
         raise UnsupportedModelError(f"'{type(module).__name__}' is not a model of transformers; attach takes one")
-    record, from_bits = parse_method(method)
+    record, _ = parse_method(method)
     if module.dtype == torch.float64 and record.name != BASELINE:
         raise UnsupportedModelError(
             f"method '{method}' does not take a model in float64; load it in float32, bfloat16 or float16"
         )
-    config = {**from_bits, **config}
     devices = devices_of_layers(module)
     spec = loaded.spec if loaded is not None else probe(module).spec
     if isinstance(artifact, (str, Path)):
         artifact = Artifact.load(artifact)
-    if record.needs_artifact and artifact is None:
-        raise UsageError(
-            f"method '{method}' needs an artifact; make one with 'kvcli fit --method {method}' and 'kvcli export'"
-        )
-    if artifact is None:
-        settings = make_config(record, config)
-        codecs = build_codecs(record, spec, settings)
-    else:
-        digest = loaded.fingerprint if loaded is not None else fingerprint(module, spec)
-        artifact.check_model(spec, digest, record.name)
-        settings = artifact.config_with(config)
-        codecs = artifact.build_codecs(settings)
-    settings = _choose_offsets(module, settings, codecs)
+    settings, codecs = make_codecs(
+        method,
+        artifact,
+        config,
+        spec,
+        attention=lambda: probe(module),
+        digest=lambda: loaded.fingerprint if loaded is not None else fingerprint(module, spec),
+    )
     if layers is not None:
         unknown = sorted(set(layers) - set(range(spec.num_layers)))
         if unknown or not layers:
@@ -99,17 +94,54 @@ def attach(
     return Session(module, spec, record, settings, codecs, impl, layers, fitted=artifact is not None, model_name=name)
 
 
-def _choose_offsets(model: nn.Module, settings: CacheConfig, codecs: list[LayerCodec]) -> CacheConfig:
+def make_codecs(
+    method: str,
+    artifact: Artifact | None,
+    config: dict[str, Any],
+    spec: ModelSpec,
+    *,
+    attention: Callable[[], ModelAttention],
+    digest: Callable[[], str],
+) -> tuple[CacheConfig, list[LayerCodec]]:
+    """The settings of a method and the codecs of all layers of a model, on the CPU.
+
+    Args:
+        method, artifact, config: as of `attach`.
+        spec: of the model.
+        attention, digest: called for how the model attends, and for its fingerprint, where these are needed.
+
+    Raises:
+        UsageError, ConfigError, ArtifactError: as `attach`.
+    """
+    record, from_bits = parse_method(method)
+    config = {**from_bits, **config}
+    if record.needs_artifact and artifact is None:
+        raise UsageError(
+            f"method '{method}' needs an artifact; make one with 'kvcli fit --method {method}' and 'kvcli export'"
+        )
+    if artifact is None:
+        settings = make_config(record, config)
+        codecs = build_codecs(record, spec, settings)
+    else:
+        artifact.check_model(spec, digest(), record.name)
+        settings = artifact.config_with(config)
+        codecs = artifact.build_codecs(settings)
+    return _choose_offsets(attention, settings, codecs), codecs
+
+
+def _choose_offsets(
+    attention: Callable[[], ModelAttention], settings: CacheConfig, codecs: list[LayerCodec]
+) -> CacheConfig:
     """Gives codecs the constant part of keys that the settings ask for; returns settings that say which that is."""
     if isinstance(settings, SequenceOffsetConfig):
         if settings.sequence_offset == "auto":
             settings = settings.model_copy(
-                update={"sequence_offset": "mean" if probe(model).normalizes_keys else "none"}
+                update={"sequence_offset": "mean" if attention().normalizes_keys else "none"}
             )
         for codec in codecs:
             codec.sequence_offset = settings.sequence_offset == "mean"
     if isinstance(settings, BiasOffsetConfig) and settings.key_offset == "bias":
-        for codec, bias in zip(codecs, probe(model).key_biases(), strict=True):
+        for codec, bias in zip(codecs, attention().key_biases(), strict=True):
             codec.key_offset = bias
     return settings
 

@@ -20,10 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from kvcli.attention.attach import attach
-from kvcli.attention.reference import unrotate
-from kvcli.cache.ranges import Note, StepRanges
+from kvcli.cache.ranges import StepRanges
 from kvcli.errors import UnsupportedModelError, UsageError
-from kvcli.methods.base import Codec, Codes
+from kvcli.integrations.rows import LayerRows, check_token_local, device_of
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.models import LoadedModel
 from kvcli.rope import Rope, Rotation
@@ -42,36 +41,6 @@ except (ImportError, AttributeError) as error:
 
 _FULL = FullAttentionCacheAllocator.layer_type
 _ALIGNMENT = 128
-
-
-class Rows:
-    """Codes of a layer's keys or values as rows of `nbytes` bytes, one per token.
-
-    Args:
-        codec: encodes each token independently of others.
-        dtype: of the tokens that it encodes.
-    """
-
-    def __init__(self, codec: Codec[Any], dtype: torch.dtype) -> None:
-        shape = 1, codec.spec.num_kv_heads, 1, codec.spec.head_dim
-        example = codec.encode(torch.zeros(shape, dtype=dtype, device=_device(codec)), None)
-        self._like = type(example), {name: (x.dtype, x.shape[1], x.shape[3]) for name, x in example.tensors().items()}
-        self.nbytes = example.nbytes
-
-    def pack(self, codes: Codes) -> Tensor:
-        """Codes, each field [1, heads, tokens, width], as uint8 [tokens, nbytes]."""
-        fields = [x[0].transpose(0, 1).flatten(1).contiguous().view(torch.uint8) for x in codes.tensors().values()]
-        return torch.cat(fields, 1)
-
-    def unpack(self, rows: Tensor) -> Codes:
-        """The codes of rows, uint8 [tokens, nbytes]."""
-        make, fields = self._like
-        widths = [dtype.itemsize * heads * width for dtype, heads, width in fields.values()]
-        parts = {
-            name: part.clone().view(dtype).unflatten(1, (heads, width)).transpose(0, 1).unsqueeze(0).contiguous()
-            for part, (name, (dtype, heads, width)) in zip(rows.split(widths, 1), fields.items(), strict=True)
-        }
-        return make(**parts)
 
 
 def block_bytes(codes: int, others: int) -> int:
@@ -98,22 +67,16 @@ class CodesAllocator(FullAttentionCacheAllocator):
             raise UnsupportedModelError("codes of a model whose heads are divided among processes are not supported")
         layers, dtype, page_size = stock["layer_indices"], stock["cache_dtype"], stock["page_size"]
         self._codecs, self._rope = [codecs[index] for index in layers], rope
-        self._ranges = StepRanges(2 * len(layers), _device(self._codecs[0].key))
+        self._ranges = StepRanges(2 * len(layers), device_of(self._codecs[0].key))
         self._prompts: set[str] = set()  # requests of whose prompt the last pass read a part
         self._stream: Any = None
-        self._notes = [
-            [
-                Note(self._ranges, f"{what} of layer {index}", side)
-                for what, side in (("keys", x.key), ("values", x.value))
-            ]
-            for index, x in zip(layers, self._codecs, strict=True)
-        ]
-        key_dtypes = [dtype if x.key.space == "post_rope" else torch.float32 for x in self._codecs]
         self._rows = [
-            (Rows(x.key, key_dtype), Rows(x.value, dtype))
-            for x, key_dtype in zip(self._codecs, key_dtypes, strict=True)
+            LayerRows(codec, index, dtype, self._ranges) for index, codec in zip(layers, self._codecs, strict=True)
         ]
-        self._starts = [0, *accumulate(side.nbytes * page_size for rows in self._rows for side in rows)]
+        self._starts = [
+            0,
+            *accumulate(side.nbytes * page_size for rows in self._rows for side in (rows.keys, rows.values)),
+        ]
         self.head_dim, self.num_key_value_heads = self._codecs[0].key.spec.head_dim, stock["num_key_value_heads"]
         self.cache_dtype = dtype
         others = (stock["config"].num_hidden_layers - len(layers)) * self.get_bytes_per_page(
@@ -197,17 +160,13 @@ class CodesAllocator(FullAttentionCacheAllocator):
             self._stream = torch.cuda.current_stream()
         at = self.layer_indices.index(layer_idx)
         codec, dtype = self._codecs[at], key_states.dtype
-        new = [x.transpose(0, 1).unsqueeze(0) for x in (key_states, value_states)]
-        inputs = codec.encoder_input(new[0], self._rotation(codec, write_index), unrotate), new[1]
-        for x, note, rows, view in zip(inputs, self._notes[at], self._rows[at], self._views[at], strict=True):
-            codes = note.codec.encode(x, None)
-            if (peak := note.peak(x.dtype)) is not None:
-                torch.maximum(peak, note.codec.peak(x, codes), out=peak)
-            view[self._block(write_index), write_index % self.tokens_per_page] = rows.pack(codes)
+        packed = self._rows[at].encode(key_states, value_states, self._rotation(codec, write_index))
+        for view, rows in zip(self._views[at], packed, strict=True):
+            view[self._block(write_index), write_index % self.tokens_per_page] = rows
         if read_index.numel() == 0:
             return key_states, value_states
-        found = [view[self._block(read_index), read_index % self.tokens_per_page] for view in self._views[at]]
-        key_codes, value_codes = (rows.unpack(x) for rows, x in zip(self._rows[at], found, strict=True))
+        keys, values = (view[self._block(read_index), read_index % self.tokens_per_page] for view in self._views[at])
+        key_codes, value_codes = self._rows[at].keys.unpack(keys), self._rows[at].values.unpack(values)
         old = (
             codec.decode_keys(key_codes, None, self._rotation(codec, read_index), dtype),
             codec.value.decode_to(value_codes, None, dtype),
@@ -275,12 +234,7 @@ def enable(
     with attach(model, method, artifact=artifact, **settings) as session:
         spec, codecs = session.spec, session.codecs
     module: Any = model.model if isinstance(model, LoadedModel) else model
-    for codec in codecs:
-        if codec.tokens_per_group > 1 or codec.new_state(1, _device(codec.key)) is not None:
-            hint = "say sequence_offset='none'" if codec.sequence_offset else "choose one that codes each token alone"
-            raise UsageError(f"codes of method '{method}' depend on other tokens; {hint}")
-    if spec.value_dim != spec.head_dim:
-        raise UnsupportedModelError("keys and values of different widths are not supported in pages")
+    check_token_local(method, codecs)
     config = module.config.get_text_config()
     if id(config) in _enabled or getattr(module, "_cached_continuous_batching_manager", None) is not None:
         raise UsageError("the model is enabled already, or has a persistent manager with a cache of its own")
@@ -295,7 +249,3 @@ def enable(
             del _enabled[id(config)]
             if not _enabled:
                 ALLOCATORS[_FULL] = FullAttentionCacheAllocator
-
-
-def _device(codec: nn.Module) -> torch.device:
-    return next((x.device for x in codec.buffers()), torch.device("cpu"))

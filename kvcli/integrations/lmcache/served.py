@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 from collections.abc import Mapping
@@ -18,19 +17,17 @@ from kvcli.artifact import Artifact
 from kvcli.attention.attach import build_codecs, make_config
 from kvcli.builtin_models import BUILTIN_MODELS, fetch_builtin
 from kvcli.checkpoint import read_config
-from kvcli.errors import ChunkError, ConfigError, UnsupportedModelError, UsageError, error_text, explain
+from kvcli.errors import ChunkError, ConfigError, UsageError, error_text, explain
 from kvcli.hub import download_config
 from kvcli.integrations.lmcache.format import ChunkLayout
+from kvcli.integrations.skeleton import rope_of, skeleton
 from kvcli.methods.config import BiasOffsetConfig, CacheConfig, SequenceOffsetConfig
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import Method
 from kvcli.progress import no_progress, say_nothing
 from kvcli.registry import get_method, parse_method
 from kvcli.rope import Rope
-from kvcli.seam.decoder import find_decoder
 from kvcli.spec import ModelSpec
-
-_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 class SerdeSettings(BaseModel):
@@ -132,7 +129,7 @@ class Served:
         else:
             folder = Path(name).expanduser()
         model_config = read_config(folder if folder.is_dir() else download_config(name))
-        spec, rope = ModelSpec.from_config(model_config), _rope(model_config)
+        spec, rope = ModelSpec.from_config(model_config), rope_of(skeleton(model_config))
         if settings.artifact:
             artifact = Artifact.load(settings.artifact)
             # the weights are not here: what is compared are the shapes
@@ -188,22 +185,3 @@ class Served:
             codec.to(self.device).eval()
             codec.use_kernels(self.device.type == "cuda")
         return codecs
-
-
-def _rope(config: Any) -> Rope:
-    """The rotary embedding of a model with this config."""
-    from transformers import AutoModelForCausalLM
-
-    if config.model_type not in _FAMILIES:
-        # chunks hold keys after RoPE in the model's own order of channels, and there is no model here to ask for it
-        raise UnsupportedModelError(
-            f"chunks of model type '{config.model_type}' are not supported; {', '.join(_FAMILIES)} are"
-        )
-    smallest = copy.deepcopy(config)
-    smallest.num_hidden_layers = 1
-    if getattr(smallest, "layer_types", None):
-        smallest.layer_types = smallest.layer_types[:1]
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(smallest)
-        rotary: Any = find_decoder(model).rotary_emb
-    return Rope(type(rotary)(config))

@@ -1,0 +1,36 @@
+"""A served model as its config describes it: how it attends and rotates, without its weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from kvcli.errors import UnsupportedModelError
+from kvcli.rope import Rope
+from kvcli.seam.decoder import find_decoder
+
+_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""Model types whose keys after RoPE reach an engine with their channels in the order of `kvcli.rope`."""
+
+
+def skeleton(config: Any) -> nn.Module:
+    """The model of a transformers config on the device `meta`."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model: nn.Module = AutoModelForCausalLM.from_config(config)
+    return model
+
+
+def rope_of(model: nn.Module) -> Rope:
+    """The rotary embedding of a skeleton, on the CPU; UnsupportedModelError: a family whose keys are not known."""
+    config: Any = model.config
+    if config.model_type not in _FAMILIES:
+        # an engine has keys after RoPE in the model's own order of channels, and there is no model here to ask for it
+        raise UnsupportedModelError(
+            f"keys of model type '{config.model_type}' cannot be rotated back; those of {', '.join(_FAMILIES)} can"
+        )
+    rotary: Any = find_decoder(model).rotary_emb
+    return Rope(type(rotary)(config))

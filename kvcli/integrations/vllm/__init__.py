@@ -1,0 +1,34 @@
+"""vLLM's pages as codes: `KVCLI_METHOD=turboquant-3 vllm serve MODEL --attention-backend CUSTOM`.
+
+model.py     the method that environment variables name, and the codecs of the model that vLLM loads
+backend.py   the attention backend: bytes of a page, writing and reading codes, attention; it alone imports vLLM
+"""
+
+from __future__ import annotations
+
+from kvcli.errors import UsageError
+
+
+def register() -> None:
+    """Registers the backend where environment variables ask for it; vLLM calls it in every process.
+
+    On a CPU, where vLLM takes no other backend than its own, it takes that one's place.
+
+    Raises:
+        UsageError: a vLLM that is not known.
+        KvcliError: a method or an artifact that cannot be used.
+    """
+    from kvcli.integrations.vllm.model import Settings
+
+    if Settings.read() is None:
+        return
+    try:
+        from vllm.platforms import current_platform
+        from vllm.v1.attention.backend import AttentionBackend
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+        _ = AttentionBackend.customize_spec
+    except (ImportError, AttributeError) as error:
+        raise UsageError(f"codes in pages need vLLM 0.32 or 0.33, whose backends lay these out: {error}") from error
+    place = AttentionBackendEnum.CPU_ATTN if current_platform.is_cpu() else AttentionBackendEnum.CUSTOM
+    register_backend(place, "kvcli.integrations.vllm.backend.CodesBackend")

@@ -1,0 +1,143 @@
+"""The method that environment variables name, and the codecs of the model that vLLM loads."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+from safetensors import safe_open
+from torch import nn
+
+from kvcli.artifact import Artifact
+from kvcli.attention.attach import make_codecs
+from kvcli.errors import ConfigError, ModelError, UnsupportedModelError, UsageError, error_text
+from kvcli.fingerprint import fingerprint
+from kvcli.integrations.rows import check_token_local, device_of
+from kvcli.integrations.skeleton import rope_of, skeleton
+from kvcli.methods.layer_codec import LayerCodec
+from kvcli.registry import parse_method
+from kvcli.rope import NoRope, Rope
+from kvcli.seam.model import attention_of_config
+from kvcli.spec import ModelSpec
+
+METHOD, ARTIFACT, SETTINGS = "KVCLI_METHOD", "KVCLI_ARTIFACT", "KVCLI_SETTINGS"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A method, its artifact if the method was named by it, and settings of the method."""
+
+    method: str
+    artifact: Artifact | None
+    values: Mapping[str, Any]
+
+    @classmethod
+    def read(cls) -> Self | None:
+        """The settings in the environment; None: neither KVCLI_METHOD nor KVCLI_ARTIFACT is there.
+
+        Raises:
+            UsageError: both, an unknown method, or one that needs an artifact.
+            ConfigError: KVCLI_SETTINGS is no JSON object.
+            ArtifactError: an artifact that cannot be read.
+        """
+        method, folder = os.environ.get(METHOD), os.environ.get(ARTIFACT)
+        if not method and not folder:
+            return None
+        if method and folder:
+            raise UsageError(f"an artifact says its method: set {METHOD} or {ARTIFACT}, not both")
+        try:
+            values = json.loads(os.environ.get(SETTINGS) or "{}")
+        except ValueError as error:
+            raise ConfigError(f"{SETTINGS} is no JSON: {error_text(error)}") from error
+        if not isinstance(values, dict):
+            raise ConfigError(f'{SETTINGS} is a JSON object of settings, such as {{"key_offset": "none"}}')
+        if given := sorted({"sink_length", "residual_length", "flush_block"} & set(values)):
+            raise UsageError(f"all tokens of a paged cache are codes; omit {', '.join(given)}")
+        artifact = Artifact.load(folder) if folder else None
+        name = str(method) if artifact is None else artifact.method
+        if parse_method(name)[0].needs_artifact and artifact is None:
+            raise UsageError(f"method '{name}' needs an artifact; name its folder in {ARTIFACT} instead")
+        return cls(name, artifact, values)
+
+
+def codecs_of(
+    config: Any, settings: Settings, ranks: int, weights: Callable[[], Path] | None
+) -> tuple[list[LayerCodec], Rope]:
+    """Codecs of all layers of a model on the CPU, and its RoPE, which rotates by 0 where no codec needs it.
+
+    Args:
+        config: of transformers, of the model's text.
+        ranks: processes among which heads are divided.
+        weights: returns the folder of the checkpoint; None: weights are random, and belong to every artifact.
+
+    Raises:
+        KvcliError: a method whose codes depend on other tokens or on heads of other processes, an artifact of another
+            model, a model that is not understood.
+    """
+    model, spec = skeleton(config), ModelSpec.from_config(config)
+    if spec.other_layers:
+        raise UnsupportedModelError("layers without full attention, such as a sliding window, have no codes in pages")
+    artifact = settings.artifact
+    if ranks > 1:
+        if artifact is not None:
+            raise UsageError(f"codes of an artifact are of all heads together: no tensor parallelism with {ARTIFACT}")
+        spec = replace(spec, num_heads=spec.num_heads // ranks, num_kv_heads=max(1, spec.num_kv_heads // ranks))
+    read_projections(model, weights, artifact is not None)
+
+    def digest() -> str:
+        if weights is None and artifact is not None:
+            return str(artifact.metadata["fingerprint"])
+        return fingerprint(model, spec)
+
+    _, codecs = make_codecs(
+        settings.method,
+        artifact,
+        dict(settings.values),
+        spec,
+        attention=lambda: attention_of_config(model),
+        digest=digest,
+    )
+    check_token_local(settings.method, codecs)
+    if ranks > 1 and any(codec.key_offset is not None for codec in codecs):
+        raise UsageError(
+            f'with tensor parallelism, say {SETTINGS}=\'{{"key_offset": "none"}}\': biases are of all heads'
+        )
+    if any(codec.needs_rotations for codec in codecs):
+        if spec.unrotated:
+            raise UnsupportedModelError("some layers of this model have no RoPE; choose a method that codes after RoPE")
+        return codecs, rope_of(model)
+    return codecs, NoRope(spec.rope.rotary_dim, device_of(codecs[0].key))
+
+
+def read_projections(model: nn.Module, weights: Callable[[], Path] | None, with_weights: bool) -> None:
+    """Gives projections of keys and values on `meta` what codecs need of them: biases, and the first column of weights.
+
+    ModelError: it is not in the checkpoint as safetensors of floating point. Random weights have no biases.
+    """
+    projections = {
+        name: module for name, module in model.named_modules() if name.rpartition(".")[2] in ("k_proj", "v_proj")
+    }
+    wanted = {f"{name}.weight" for name in projections} if with_weights else set()
+    wanted |= {f"{name}.bias" for name, module in projections.items() if module.bias is not None}
+    if weights is None:
+        for module in projections.values():
+            module.bias = None
+        return
+    for path in sorted(weights().glob("*.safetensors")) if wanted else ():
+        with safe_open(path, framework="pt") as file:
+            for key in wanted & set(file.keys()):
+                name, _, what = key.rpartition(".")
+                # a fingerprint samples the first column
+                x = file.get_slice(key)[:, :1] if what == "weight" else file.get_tensor(key)
+                if x.is_floating_point() and x.itemsize > 1:
+                    setattr(projections[name], what, nn.Parameter(x, requires_grad=False))
+                    wanted.remove(key)
+    if wanted:
+        raise ModelError(
+            f"{min(wanted)} is not in the checkpoint's safetensors in floating point; it is needed to "
+            + ("know whether the artifact is for this model" if with_weights else f"know the bias of keys: {SETTINGS}")
+        )
