@@ -1,0 +1,83 @@
+"""Engines of vLLM in this process, what they answer, and what sessions of the same codes answer."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import kvcli
+
+os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
+
+NEW_TOKENS = 12
+WITHOUT_WINDOW = {"sink_length": 0, "residual_length": 0, "flush_block": 1}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The continuation of a prompt, and the log-probability of each of its tokens."""
+
+    tokens: list[int]
+    logprobs: Tensor
+
+
+@contextmanager
+def engine(folder: Path, **options: Any) -> Iterator[Any]:
+    """An engine for the model of a folder, with pages of 16 tokens; `KVCLI_METHOD` or `KVCLI_ARTIFACT` is set."""
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    from kvcli.integrations.vllm import register
+
+    register()
+    options = {"dtype": "float32", "block_size": 16, "kv_cache_memory_bytes": 2**23, **options}
+    llm = None
+    try:
+        llm = LLM(str(folder), skip_tokenizer_init=True, enforce_eager=True, max_model_len=512, seed=0, **options)
+        yield llm
+    finally:
+        if llm is not None:
+            llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+def answers(llm: Any, prompts: Sequence[Sequence[int]], count: int = NEW_TOKENS) -> list[Answer]:
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(max_tokens=count, temperature=0, ignore_eos=True, detokenize=False, logprobs=1)
+    found = llm.generate([{"prompt_token_ids": list(x)} for x in prompts], sampling, use_tqdm=False)
+    outputs = [x.outputs[0] for x in found]
+    return [
+        Answer(
+            list(x.token_ids), torch.tensor([p[t].logprob for t, p in zip(x.token_ids, x.logprobs, strict=True)])
+        )
+        for x in outputs
+    ]
+
+
+def check(model: Any, session: Any, prompt: Sequence[int], answer: Answer, *, chunk: int = 512, rtol: float) -> None:
+    """Checks an answer against a session that reads the prompt in chunks and encodes every token at once."""
+    sequence = torch.tensor([[*prompt, *answer.tokens]])
+    cuts = [*range(0, len(prompt), chunk), *range(len(prompt), sequence.shape[1])]
+    cache, rows = session.new_cache(), []
+    with torch.no_grad():
+        for start, stop in zip(cuts, cuts[1:], strict=False):
+            rows.append(model(sequence[:, start:stop], past_key_values=cache).logits[0, -1].float())
+    expected = torch.stack(rows[-len(answer.tokens) :]).log_softmax(-1)
+    chosen = expected.gather(1, torch.tensor(answer.tokens)[:, None])[:, 0]
+    torch.testing.assert_close(answer.logprobs, chosen, rtol=0, atol=rtol)
+    torch.testing.assert_close(expected.amax(-1), chosen, rtol=0, atol=rtol)
+
+
+def session_of(model: Any, name: str, artifact: Any = None, **settings: Any) -> Any:
+    return kvcli.attach(model, name, artifact=artifact, **WITHOUT_WINDOW, **settings)
