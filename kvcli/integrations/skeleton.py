@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from kvcli.errors import UnsupportedModelError
+from kvcli.errors import UnsupportedModelError, error_text
 from kvcli.rope import Rope
 from kvcli.seam.decoder import find_decoder
 
@@ -16,11 +16,17 @@ _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def skeleton(config: Any) -> nn.Module:
-    """The model of a transformers config on the device `meta`."""
+    """The model of a transformers config on the device `meta`.
+
+    UnsupportedModelError: it is none of transformers' causal language models.
+    """
     from transformers import AutoModelForCausalLM
 
-    with torch.device("meta"):
-        model: nn.Module = AutoModelForCausalLM.from_config(config)
+    try:
+        with torch.device("meta"):
+            model: nn.Module = AutoModelForCausalLM.from_config(config)
+    except (ValueError, AttributeError) as error:
+        raise UnsupportedModelError(f"model type '{config.model_type}': {error_text(error)[:200]}") from error
     return model
 
 

@@ -12,7 +12,7 @@ from kvcli.errors import UsageError
 def register() -> None:
     """Registers the backend where environment variables ask for it; vLLM calls it in every process.
 
-    On a CPU, where vLLM takes no other backend than its own, it takes that one's place.
+    On a CPU, where vLLM takes no backend but its own, it takes their place; else it is `CUSTOM`.
 
     Raises:
         UsageError: a vLLM that is not known.
@@ -30,5 +30,6 @@ def register() -> None:
         _ = AttentionBackend.customize_spec
     except (ImportError, AttributeError) as error:
         raise UsageError(f"codes in pages need vLLM 0.32 or 0.33, whose backends lay these out: {error}") from error
-    place = AttentionBackendEnum.CPU_ATTN if current_platform.is_cpu() else AttentionBackendEnum.CUSTOM
-    register_backend(place, "kvcli.integrations.vllm.backend.CodesBackend")
+    own = AttentionBackendEnum.CPU_ATTN, AttentionBackendEnum.CPU_MLA, AttentionBackendEnum.AMX_MLA
+    for place in own if current_platform.is_cpu() else (AttentionBackendEnum.CUSTOM,):
+        register_backend(place, "kvcli.integrations.vllm.backend.CodesBackend")

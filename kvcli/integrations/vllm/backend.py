@@ -161,11 +161,11 @@ class BatchBuilder(AttentionMetadataBuilder[Batch]):
         common, size = common_attn_metadata, self.kv_cache_spec.block_size
         if common.causal is not True:
             raise UnsupportedModelError("attention that is not causal cannot be computed on codes in pages")
-        starts, lengths = common.query_start_loc_cpu.tolist(), common.seq_lens.tolist()
+        starts = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()
         requests, positions = [], []
         for row, (start, stop) in enumerate(pairwise(starts)):
-            token = torch.arange(lengths[row], device=common.block_table_tensor.device)
-            old, new = token[: lengths[row] - (stop - start)], token[lengths[row] - (stop - start) :]
+            token = torch.arange(int(common.seq_lens[row]), device=common.block_table_tensor.device)
+            old, new = token.split((len(token) - (stop - start), stop - start))
             slots = common.block_table_tensor[row, old // size].long() * size + old % size
             requests.append(Request(start, stop, slots, TokenRotations(self._rope, old.unsqueeze(0))))
             positions.append(new)
@@ -195,7 +195,7 @@ class CodesAttention(AttentionImpl[Batch]):
             "a sliding window": sliding_window is not None,
             f"attention of type {attn_type}": attn_type != AttentionType.DECODER,
             "layers that share keys and values": kv_sharing_target_layer_name is not None,
-            " and ".join(others): any(x is not None for x in others.values()),
+            ", ".join(others): any(x is not None and x is not False for x in others.values()),
         }.items():
             if on:
                 raise UnsupportedModelError(f"{what}: codes in pages do not have it; use a model without")
@@ -211,8 +211,9 @@ class CodesAttention(AttentionImpl[Batch]):
         self._rows = pages.rows[layer_idx]
         self._ranges = pages.ranges if layer_idx == len(pages.rows) - 1 else None
         spec = self._rows.codec.key.spec
-        if (spec.num_kv_heads, spec.head_dim) != (self.num_kv_heads, self.head_size):
-            raise UnsupportedModelError(f"{name} has {self.num_kv_heads} kv heads of {self.head_size} channels")
+        if (ours := (spec.num_kv_heads, spec.head_dim)) != (self.num_kv_heads, self.head_size):
+            here, told = (f"{x[0]} kv heads of {x[1]}" for x in (ours, (self.num_kv_heads, self.head_size)))
+            raise UnsupportedModelError(f"vLLM gives {name} {told} channels, where the model's config says {here}")
         layer.attn_backend = type("LayerBackend", (CodesBackend,), {"row_bytes": self._rows.nbytes})
 
     def forward(

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,9 @@ class Answer:
     tokens: list[int]
     logprobs: Tensor
 
+    def part(self, start: int, stop: int) -> Answer:
+        return Answer(self.tokens[start:stop], self.logprobs[start:stop])
+
 
 @contextmanager
 def engine(folder: Path, **options: Any) -> Iterator[Any]:
@@ -38,10 +42,10 @@ def engine(folder: Path, **options: Any) -> Iterator[Any]:
     from kvcli.integrations.vllm import register
 
     register()
-    options = {"dtype": "float32", "block_size": 16, "kv_cache_memory_bytes": 2**23, **options}
+    options = {"dtype": "float32", "block_size": 16, "kv_cache_memory_bytes": 2**23, "max_model_len": 512, **options}
     llm = None
     try:
-        llm = LLM(str(folder), skip_tokenizer_init=True, enforce_eager=True, max_model_len=512, seed=0, **options)
+        llm = LLM(str(folder), skip_tokenizer_init=True, enforce_eager=True, seed=0, **options)
         yield llm
     finally:
         if llm is not None:
@@ -58,25 +62,25 @@ def answers(llm: Any, prompts: Sequence[Sequence[int]], count: int = NEW_TOKENS)
     found = llm.generate([{"prompt_token_ids": list(x)} for x in prompts], sampling, use_tqdm=False)
     outputs = [x.outputs[0] for x in found]
     return [
-        Answer(
-            list(x.token_ids), torch.tensor([p[t].logprob for t, p in zip(x.token_ids, x.logprobs, strict=True)])
-        )
+        Answer(list(x.token_ids), torch.tensor([p[t].logprob for t, p in zip(x.token_ids, x.logprobs, strict=True)]))
         for x in outputs
     ]
 
 
-def check(model: Any, session: Any, prompt: Sequence[int], answer: Answer, *, chunk: int = 512, rtol: float) -> None:
+def check(
+    model: Any, session: Any, prompt: Sequence[int], answer: Answer, *, chunk: int = 512, atol: float = 1e-4
+) -> None:
     """Checks an answer against a session that reads the prompt in chunks and encodes every token at once."""
     sequence = torch.tensor([[*prompt, *answer.tokens]])
     cuts = [*range(0, len(prompt), chunk), *range(len(prompt), sequence.shape[1])]
     cache, rows = session.new_cache(), []
     with torch.no_grad():
-        for start, stop in zip(cuts, cuts[1:], strict=False):
+        for start, stop in pairwise(cuts):
             rows.append(model(sequence[:, start:stop], past_key_values=cache).logits[0, -1].float())
     expected = torch.stack(rows[-len(answer.tokens) :]).log_softmax(-1)
     chosen = expected.gather(1, torch.tensor(answer.tokens)[:, None])[:, 0]
-    torch.testing.assert_close(answer.logprobs, chosen, rtol=0, atol=rtol)
-    torch.testing.assert_close(expected.amax(-1), chosen, rtol=0, atol=rtol)
+    torch.testing.assert_close(answer.logprobs, chosen, rtol=0, atol=atol)
+    torch.testing.assert_close(expected.amax(-1), chosen, rtol=0, atol=atol)
 
 
 def session_of(model: Any, name: str, artifact: Any = None, **settings: Any) -> Any:

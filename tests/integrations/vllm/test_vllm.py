@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -10,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 from engines import NEW_TOKENS, answers, check, engine, session_of
-from factories import make_model
+from factories import make_model, record
 
-import kvcli
 from kvcli.artifact import Artifact
+from kvcli.errors import ArtifactError, CacheError, UnsupportedModelError, UsageError
+from kvcli.fit import assemble, fit_recording
 from kvcli.registry import get_method, parse_method
 
 pytestmark = pytest.mark.filterwarnings("default")  # of vLLM and of what it imports
@@ -51,6 +53,13 @@ def saved(model: Any, folder: Path) -> Path:
     return folder / "model"
 
 
+def fitted(model: Any, name: str, folder: Path) -> Artifact:
+    method, samples = get_method(name), record(model, folder / "samples")
+    config = method.config_cls(**method.example_settings).resolve(samples.spec)
+    fit_recording(samples, method, config, folder / "fit")
+    return assemble([folder / "fit"])
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_answers_are_those_of_a_session_without_a_window(
     name: str, ask: Any, tiny_model: Any, tiny_artifact: Callable[[Any], Artifact], tmp_path: Path
@@ -63,4 +72,157 @@ def test_answers_are_those_of_a_session_without_a_window(
         found = answers(llm, prompts)
     with session_of(tiny_model, name, artifact) as session:
         for prompt, answer in zip(prompts, found, strict=True):
-            check(tiny_model, session, prompt, answer, rtol=1e-4)
+            check(tiny_model, session, prompt, answer)
+
+
+def test_chunks_of_a_prompt_read_earlier_ones_from_codes(ask: Any, tiny_model: Any, tmp_path: Path) -> None:
+    """Beside them, other requests decode: batches are mixed."""
+    ask("rtn-2")
+    prompts = prompts_of(tiny_model, 20, 90, 150)
+    with engine(saved(tiny_model, tmp_path), max_num_batched_tokens=64, max_num_seqs=4) as llm:
+        (alone,) = answers(llm, prompts[1:2])
+        together = answers(llm, prompts)
+    with session_of(tiny_model, "rtn-2") as session:
+        check(tiny_model, session, prompts[1], alone, chunk=64)
+        check(tiny_model, session, prompts[0], together[0])
+        with pytest.raises(AssertionError):
+            check(tiny_model, session, prompts[1], alone)
+    assert [len(answer.tokens) for answer in together] == [NEW_TOKENS] * 3
+
+
+def test_a_prefix_that_requests_share_is_read_from_codes(ask: Any, tiny_model: Any, tmp_path: Path) -> None:
+    ask("turboquant-2")
+    first, rest = prompts_of(tiny_model, 40, 8)
+    second = first[:32] + rest
+    with engine(saved(tiny_model, tmp_path)) as llm:
+        answers(llm, [first])
+        (warm,) = answers(llm, [second])
+        assert llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.reset_prefix_cache()
+        (cold,) = answers(llm, [second])
+    with session_of(tiny_model, "turboquant-2") as session:
+        check(tiny_model, session, second, warm, chunk=32)
+        check(tiny_model, session, second, cold)
+        with pytest.raises(AssertionError):
+            check(tiny_model, session, second, warm)
+
+
+def test_a_preempted_request_is_read_again(ask: Any, tiny_model: Any, tmp_path: Path) -> None:
+    """What it had generated is then part of its prompt."""
+    ask("rtn-4")
+    prompts, preempted = prompts_of(tiny_model, 30, 31, 29, 28), {}
+    small = {"max_model_len": 64, "num_gpu_blocks_override": 9, "enable_prefix_caching": False}
+    with engine(saved(tiny_model, tmp_path), **small) as llm:
+        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        preempt = scheduler._preempt_request
+
+        def note(request: Any, *rest: Any, **options: Any) -> Any:
+            preempted[tuple(request.prompt_token_ids)] = request.num_output_tokens
+            return preempt(request, *rest, **options)
+
+        scheduler._preempt_request = note
+        found = answers(llm, prompts)
+    assert preempted
+    with session_of(tiny_model, "rtn-4") as session:
+        for prompt, answer in zip(prompts, found, strict=True):
+            before = preempted.get(tuple(prompt), 0)
+            if before:
+                check(tiny_model, session, prompt, answer.part(0, before))
+            check(tiny_model, session, prompt + answer.tokens[:before], answer.part(before, NEW_TOKENS))
+
+
+def test_capacity_is_that_of_the_codes(ask: Any, tiny_model: Any, tiny_artifact: Any, tmp_path: Path) -> None:
+    """Also where layers differ in their bytes, as those of KLT can."""
+    folder, size = saved(tiny_model, tmp_path), 2**20
+    for name, artifact in (("turboquant-3", None), ("klt", tiny_artifact(get_method("klt")))):
+        ask(name, artifact)
+        with engine(folder, kv_cache_memory_bytes=size) as llm:
+            config = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config
+        with session_of(tiny_model, name, artifact) as session:
+            bits = sum(x.key.bits_per_token() + x.value.bits_per_token() for x in session.codecs)
+        assert config.num_blocks == int(size // (16 * bits / 8))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("qwen2", {"hidden_size": 512, "num_attention_heads": 8, "head_dim": 64}),
+        ("llama", {"hidden_size": 96, "head_dim": 128, "num_attention_heads": 6, "num_key_value_heads": 3}),
+        ("qwen3", {"num_key_value_heads": 1, "head_dim": 32}),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_families_and_shapes(family: str, changes: dict[str, Any], dtype: str, ask: Any, tmp_path: Path) -> None:
+    """Biases of keys are taken off before they are encoded; Qwen3's mean of a sequence is of no token alone."""
+    model, settings = make_model(family, **changes), {}
+    for name, x in model.named_parameters():
+        if name.endswith("k_proj.bias"):
+            x.data.normal_().mul_(4)
+    if family == "qwen3":
+        settings["sequence_offset"] = "none"
+    model = model.to(getattr(torch, dtype))
+    folder, prompts = saved(model, tmp_path), prompts_of(model, 20, 9, 70)
+    ask("turboquant-3", settings=json.dumps(settings))
+    with engine(folder, dtype=dtype) as llm:
+        found = answers(llm, prompts)
+    with session_of(model, "turboquant-3", **settings) as session:
+        for prompt, answer in zip(prompts, found, strict=True):
+            check(model, session, prompt, answer, atol=1e-4 if dtype == "float32" else 0.3)
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 4.0}
+
+
+@pytest.mark.parametrize("rope", [LLAMA3, YARN], ids=["llama3", "yarn"])
+@pytest.mark.parametrize("name", ["commvq", "klt"])
+def test_keys_of_scaled_rope_are_rotated_back(name: str, rope: dict[str, Any], ask: Any, tmp_path: Path) -> None:
+    parameters = {**rope, "rope_theta": 10000.0, "original_max_position_embeddings": 64}
+    model = make_model("qwen2", rope_parameters=parameters)
+    artifact = fitted(model, name, tmp_path / "fit")
+    ask(name, artifact)
+    prompts = prompts_of(model, 20, 150)
+    with engine(saved(model, tmp_path)) as llm:
+        found = answers(llm, prompts)
+    with session_of(model, name, artifact) as session:
+        for prompt, answer in zip(prompts, found, strict=True):
+            check(model, session, prompt, answer)
+
+
+def test_an_artifact_of_another_model_is_refused_at_start(
+    ask: Any, tiny_model: Any, tiny_artifact: Any, tmp_path: Path
+) -> None:
+    ask("commvq", tiny_artifact(get_method("commvq")))
+    other = make_model("llama", num_hidden_layers=2)
+    with (
+        pytest.raises(ArtifactError, match="whose shapes differ: num_layers 3 instead of 2"),
+        engine(saved(other, tmp_path)),
+    ):
+        pass
+    for name, x in tiny_model.named_parameters():
+        if name.endswith("k_proj.weight"):
+            x.data = x.data.flip(0)
+    with pytest.raises(ArtifactError, match="whose weights differ"), engine(saved(tiny_model, tmp_path)):
+        pass
+
+
+def test_what_cannot_be_is_refused_by_name(ask: Any, tiny_model: Any, tmp_path: Path) -> None:
+    folder = saved(tiny_model, tmp_path)
+    for name in ("kivi-2", "squat-2", "qjl", "kvarn"):
+        ask(name)
+        with pytest.raises(UsageError, match=f"codes of method '{name}' depend on other tokens"), engine(folder):
+            pass
+    ask("rtn-4")
+    with pytest.raises(UsageError, match="kv_cache_dtype 'fp8'"), engine(folder, kv_cache_dtype="fp8"):
+        pass
+    windows = make_model("mistral", sliding_window=32)
+    with pytest.raises(UnsupportedModelError, match="a sliding window"), engine(saved(windows, tmp_path / "windows")):
+        pass
+
+
+def test_numbers_that_codes_cannot_hold_end_the_engine_with_the_reason(
+    ask: Any, tiny_model: Any, tmp_path: Path
+) -> None:
+    tiny_model.model.layers[1].self_attn.v_proj.weight.data *= 1e7
+    ask("turboquant-3")
+    with engine(saved(tiny_model, tmp_path)) as llm, pytest.raises(CacheError, match="values of layer 1 reach"):
+        answers(llm, prompts_of(tiny_model, 9))
