@@ -40,7 +40,7 @@ class Pages:
     """What the layers of a loaded model have in common: their rows, RoPE, and the largest numbers of a pass."""
 
     def __init__(self, config: VllmConfig) -> None:
-        _refuse(config)
+        check_engine(config)
         settings = Settings.read()
         if settings is None:
             raise UsageError(f"this backend stores codes: set {METHOD} or {ARTIFACT}")
@@ -77,7 +77,7 @@ def pages_of(config: VllmConfig) -> Pages:
     return _made[0][1]
 
 
-def _refuse(config: VllmConfig) -> None:
+def check_engine(config: VllmConfig) -> None:
     """UsageError: the engine has a feature that was not tried with codes in pages."""
     parallel, cache = config.parallel_config, config.cache_config
     for what, on in {

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +18,8 @@ from torch import Tensor
 
 import kvcli
 
-os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ |= {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
 
 NEW_TOKENS = 12
 WITHOUT_WINDOW = {"sink_length": 0, "residual_length": 0, "flush_block": 1}
@@ -85,3 +88,8 @@ def check(
 
 def session_of(model: Any, name: str, artifact: Any = None, **settings: Any) -> Any:
     return kvcli.attach(model, name, artifact=artifact, **WITHOUT_WINDOW, **settings)
+
+
+if __name__ == "__main__":
+    with engine(Path(sys.argv[1]), tensor_parallel_size=2) as two:
+        print(answers(two, [json.loads(sys.argv[2])])[0].tokens)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -53,9 +57,9 @@ def saved(model: Any, folder: Path) -> Path:
     return folder / "model"
 
 
-def fitted(model: Any, name: str, folder: Path) -> Artifact:
+def fitted(model: Any, name: str, folder: Path, **settings: Any) -> Artifact:
     method, samples = get_method(name), record(model, folder / "samples")
-    config = method.config_cls(**method.example_settings).resolve(samples.spec)
+    config = method.config_cls(**{**method.example_settings, **settings}).resolve(samples.spec)
     fit_recording(samples, method, config, folder / "fit")
     return assemble([folder / "fit"])
 
@@ -130,16 +134,22 @@ def test_a_preempted_request_is_read_again(ask: Any, tiny_model: Any, tmp_path: 
             check(tiny_model, session, prompt + answer.tokens[:before], answer.part(before, NEW_TOKENS))
 
 
-def test_capacity_is_that_of_the_codes(ask: Any, tiny_model: Any, tiny_artifact: Any, tmp_path: Path) -> None:
-    """Also where layers differ in their bytes, as those of KLT can."""
-    folder, size = saved(tiny_model, tmp_path), 2**20
-    for name, artifact in (("turboquant-3", None), ("klt", tiny_artifact(get_method("klt")))):
-        ask(name, artifact)
+def test_capacity_is_that_of_the_codes(ask: Any, tiny_model: Any, tmp_path: Path) -> None:
+    """Also where layers differ in their bytes."""
+    one, two = ((8,),) * 2, ((4, 4, 4, 4),) * 2
+    artifact = fitted(tiny_model, "klt", tmp_path, key_fields=(one, two, one), value_fields=(one, one, two))
+    folder, size, prompts = saved(tiny_model, tmp_path), 2**20, prompts_of(tiny_model, 40, 9)
+    for name, made in (("turboquant-3", None), ("klt", artifact)):
+        ask(name, made)
         with engine(folder, kv_cache_memory_bytes=size) as llm:
             config = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config
-        with session_of(tiny_model, name, artifact) as session:
-            bits = sum(x.key.bits_per_token() + x.value.bits_per_token() for x in session.codecs)
-        assert config.num_blocks == int(size // (16 * bits / 8))
+            found = answers(llm, prompts)
+        with session_of(tiny_model, name, made) as session:
+            bits = [x.key.bits_per_token() + x.value.bits_per_token() for x in session.codecs]
+            for prompt, answer in zip(prompts, found, strict=True):
+                check(tiny_model, session, prompt, answer)
+        assert len(set(bits)) == (1 if made is None else 2)
+        assert config.num_blocks == int(size // (16 * sum(bits) / 8))
 
 
 @pytest.mark.parametrize(
@@ -150,9 +160,13 @@ def test_capacity_is_that_of_the_codes(ask: Any, tiny_model: Any, tiny_artifact:
         ("qwen3", {"num_key_value_heads": 1, "head_dim": 32}),
     ],
 )
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_families_and_shapes(family: str, changes: dict[str, Any], dtype: str, ask: Any, tmp_path: Path) -> None:
-    """Biases of keys are taken off before they are encoded; Qwen3's mean of a sequence is of no token alone."""
+@pytest.mark.parametrize(
+    ("method", "dtype", "atol"), [("turboquant-3", "float32", 1e-4), ("rtn-8", "bfloat16", 0.15)], ids=["32", "16"]
+)
+def test_families_and_shapes(
+    family: str, changes: dict[str, Any], method: str, dtype: str, atol: float, ask: Any, tmp_path: Path
+) -> None:
+    """Biases of keys are not encoded. In 16 bits keys are rounded in different places, which fine codes hardly see."""
     model, settings = make_model(family, **changes), {}
     for name, x in model.named_parameters():
         if name.endswith("k_proj.bias"):
@@ -161,12 +175,12 @@ def test_families_and_shapes(family: str, changes: dict[str, Any], dtype: str, a
         settings["sequence_offset"] = "none"
     model = model.to(getattr(torch, dtype))
     folder, prompts = saved(model, tmp_path), prompts_of(model, 20, 9, 70)
-    ask("turboquant-3", settings=json.dumps(settings))
+    ask(method, settings=json.dumps(settings))
     with engine(folder, dtype=dtype) as llm:
         found = answers(llm, prompts)
-    with session_of(model, "turboquant-3", **settings) as session:
+    with session_of(model, method, **settings) as session:
         for prompt, answer in zip(prompts, found, strict=True):
-            check(model, session, prompt, answer, atol=1e-4 if dtype == "float32" else 0.3)
+            check(model, session, prompt, answer, atol=atol)
 
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -207,16 +221,38 @@ def test_an_artifact_of_another_model_is_refused_at_start(
 
 def test_what_cannot_be_is_refused_by_name(ask: Any, tiny_model: Any, tmp_path: Path) -> None:
     folder = saved(tiny_model, tmp_path)
-    for name in ("kivi-2", "squat-2", "qjl", "kvarn"):
-        ask(name)
-        with pytest.raises(UsageError, match=f"codes of method '{name}' depend on other tokens"), engine(folder):
-            pass
     ask("rtn-4")
     with pytest.raises(UsageError, match="kv_cache_dtype 'fp8'"), engine(folder, kv_cache_dtype="fp8"):
         pass
     windows = make_model("mistral", sliding_window=32)
     with pytest.raises(UnsupportedModelError, match="a sliding window"), engine(saved(windows, tmp_path / "windows")):
         pass
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "what"),
+    [
+        ("speculative_config", 1, "speculative decoding"),
+        ("kv_transfer_config", 1, "transfer of pages"),
+        ("parallel_config.pipeline_parallel_size", 2, "pipeline parallelism"),
+        ("parallel_config.decode_context_parallel_size", 2, "decode context parallelism"),
+    ],
+)
+def test_features_that_were_not_tried_are_refused_by_name(part: str, value: int, what: str) -> None:
+    from kvcli.integrations.vllm.backend import check_engine
+
+    parallel = SimpleNamespace(pipeline_parallel_size=1, decode_context_parallel_size=1)
+    config = SimpleNamespace(
+        speculative_config=None,
+        kv_transfer_config=None,
+        parallel_config=parallel,
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+    )
+    check_engine(config)  # type: ignore[arg-type]
+    *owner, name = part.split(".")
+    setattr(parallel if owner else config, name, value)
+    with pytest.raises(UsageError, match=what):
+        check_engine(config)  # type: ignore[arg-type]
 
 
 def test_numbers_that_codes_cannot_hold_end_the_engine_with_the_reason(
@@ -226,3 +262,23 @@ def test_numbers_that_codes_cannot_hold_end_the_engine_with_the_reason(
     ask("turboquant-3")
     with engine(saved(tiny_model, tmp_path)) as llm, pytest.raises(CacheError, match="values of layer 1 reach"):
         answers(llm, prompts_of(tiny_model, 9))
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="vLLM binds each process to a core of its own")
+def test_heads_divided_among_processes(ask: Any, tiny_model: Any, tmp_path: Path) -> None:
+    """Two processes by tensor parallelism, which vLLM starts itself; in each it calls the plugin."""
+    ask("turboquant-3")
+    (prompt,), folder = prompts_of(tiny_model, 40), saved(tiny_model, tmp_path)
+    script = Path(__file__).with_name("engines.py")
+    path = [str(Path(__file__).parents[2] / "support"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = os.environ | {
+        "PYTHONPATH": os.pathsep.join(path),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "0|1",
+    }
+    command = [sys.executable, script, folder, json.dumps(prompt)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    with engine(folder) as llm:
+        (one,) = answers(llm, [prompt])
+    assert json.loads(done.stdout.splitlines()[-1]) == one.tokens

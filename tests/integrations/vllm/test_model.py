@@ -1,0 +1,106 @@
+"""What environment variables name, and the codecs of a model of which there is a config and a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from factories import make_model
+from families import make
+
+from kvcli.artifact import Artifact
+from kvcli.errors import ConfigError, ModelError, UnsupportedModelError, UsageError
+from kvcli.integrations.skeleton import rope_of, skeleton
+from kvcli.integrations.vllm import register
+from kvcli.integrations.vllm.model import Settings, codecs_of
+from kvcli.registry import get_method
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("METHOD", "ARTIFACT", "SETTINGS"):
+        monkeypatch.delenv(f"KVCLI_{name}", raising=False)
+
+
+def test_without_variables_there_is_nothing_to_do() -> None:
+    assert Settings.read() is None
+    register()  # needs no vLLM
+
+
+@pytest.mark.parametrize(
+    ("variables", "error", "message"),
+    [
+        ({"METHOD": "rtn-4", "ARTIFACT": "a"}, UsageError, "set KVCLI_METHOD or KVCLI_ARTIFACT, not both"),
+        ({"METHOD": "turboqant-3"}, UsageError, "turboqant"),
+        ({"METHOD": "commvq"}, UsageError, "name its folder in KVCLI_ARTIFACT"),
+        ({"METHOD": "rtn-4", "SETTINGS": "{"}, ConfigError, "KVCLI_SETTINGS is no JSON"),
+        ({"METHOD": "rtn-4", "SETTINGS": "[1]"}, ConfigError, "is a JSON object"),
+        ({"METHOD": "rtn-4", "SETTINGS": '{"sink_length": 4}'}, UsageError, "omit sink_length"),
+    ],
+)
+def test_variables_that_cannot_be_used_are_refused(
+    variables: dict[str, str], error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(f"KVCLI_{name}", value)
+    with pytest.raises(error, match=message):
+        register()
+
+
+def codecs(model: Any, name: str, folder: Path | None = None, ranks: int = 1, **values: Any) -> Any:
+    return codecs_of(model.config, Settings(name, None, values), ranks, None if folder is None else lambda: folder)[0]
+
+
+@pytest.mark.parametrize("name", ["kivi-2", "squat-2", "squat-pre-2", "qjl", "kvarn"])
+def test_codes_that_depend_on_other_tokens_are_refused_by_name(name: str, tiny_model: Any) -> None:
+    with pytest.raises(UsageError, match=f"codes of method '{name}' depend on other tokens"):
+        codecs(tiny_model, name)
+
+
+def test_the_mean_of_a_sequence_is_refused_with_what_to_say() -> None:
+    model = make_model("qwen3")
+    with pytest.raises(UsageError, match="say sequence_offset='none'"):
+        codecs(model, "rtn-4")
+    assert len(codecs(model, "rtn-4", sequence_offset="none")) == 3
+
+
+def test_biases_of_keys_are_read_from_the_checkpoint(tmp_path: Path) -> None:
+    model = make_model("qwen2")
+    for name, x in model.named_parameters():
+        if name.endswith("k_proj.bias"):
+            x.data.normal_()
+    model.save_pretrained(tmp_path, max_shard_size="100KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    for codec, layer in zip(codecs(model, "rtn-4", tmp_path), model.model.layers, strict=True):
+        torch.testing.assert_close(codec.key_offset, layer.self_attn.k_proj.bias.detach().view(2, 16))
+    for path in tmp_path.glob("*.safetensors"):
+        path.unlink()
+    with pytest.raises(ModelError, match=r"layers\.0\.self_attn\.k_proj\.bias is not in the checkpoint"):
+        codecs(model, "rtn-4", tmp_path)
+    assert all(codec.key_offset is None for codec in codecs(model, "rtn-4"))  # random weights
+
+
+def test_heads_of_one_process_have_codecs_of_their_own(
+    tiny_model: Any, tiny_artifact: Callable[[Any], Artifact], tmp_path: Path
+) -> None:
+    """Codes of an artifact are of all heads together, and so are biases."""
+    assert codecs(tiny_model, "turboquant-3", ranks=2)[0].key.spec.num_kv_heads == 1
+    assert codecs(tiny_model, "turboquant-3", ranks=4)[0].key.spec.num_kv_heads == 1
+    artifact = tiny_artifact(get_method("commvq"))
+    with pytest.raises(UsageError, match="no tensor parallelism with KVCLI_ARTIFACT"):
+        codecs_of(tiny_model.config, Settings("commvq", artifact, {}), 2, None)
+    model = make_model("qwen2")
+    model.save_pretrained(tmp_path)
+    with pytest.raises(UsageError, match="with tensor parallelism, say KVCLI_SETTINGS"):
+        codecs(model, "rtn-4", tmp_path, ranks=2)
+
+
+def test_other_layers_and_families_are_refused_by_name() -> None:
+    kinds = ["sliding_attention", "full_attention", "full_attention"]
+    with pytest.raises(UnsupportedModelError, match="such as a sliding window"):
+        codecs(make_model("mistral", sliding_window=32, layer_types=kinds), "rtn-4")
+    with pytest.raises(UnsupportedModelError, match="keys of model type 'glm' cannot be rotated back"):
+        rope_of(skeleton(make("glm").config))
