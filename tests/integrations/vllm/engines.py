@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import gc
-import json
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 import kvcli
 
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-os.environ |= {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
+os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
 
 NEW_TOKENS = 12
 WITHOUT_WINDOW = {"sink_length": 0, "residual_length": 0, "flush_block": 1}
@@ -47,15 +44,14 @@ def engine(folder: Path, **options: Any) -> Iterator[Any]:
     register()
     options = {"dtype": "float32", "block_size": 16, "kv_cache_memory_bytes": 2**23, "max_model_len": 512, **options}
     llm = None
-    try:
-        llm = LLM(str(folder), skip_tokenizer_init=True, enforce_eager=True, seed=0, **options)
-        yield llm
-    finally:
-        if llm is not None:
-            llm.llm_engine.engine_core.shutdown()
-        del llm
-        gc.collect()
-        cleanup_dist_env_and_memory()
+    with patch("gc.collect"):  # vLLM collects several times, seconds each
+        try:
+            llm = LLM(str(folder), skip_tokenizer_init=True, enforce_eager=True, seed=0, **options)
+            yield llm
+        finally:
+            if llm is not None:
+                llm.llm_engine.engine_core.shutdown()
+            cleanup_dist_env_and_memory()
 
 
 def answers(llm: Any, prompts: Sequence[Sequence[int]], count: int = NEW_TOKENS) -> list[Answer]:
@@ -88,8 +84,3 @@ def check(
 
 def session_of(model: Any, name: str, artifact: Any = None, **settings: Any) -> Any:
     return kvcli.attach(model, name, artifact=artifact, **WITHOUT_WINDOW, **settings)
-
-
-if __name__ == "__main__":
-    with engine(Path(sys.argv[1]), tensor_parallel_size=2) as two:
-        print(answers(two, [json.loads(sys.argv[2])])[0].tokens)

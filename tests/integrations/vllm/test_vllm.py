@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -265,20 +263,15 @@ def test_numbers_that_codes_cannot_hold_end_the_engine_with_the_reason(
 
 
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="vLLM binds each process to a core of its own")
-def test_heads_divided_among_processes(ask: Any, tiny_model: Any, tmp_path: Path) -> None:
-    """Two processes by tensor parallelism, which vLLM starts itself; in each it calls the plugin."""
+def test_heads_divided_among_processes(
+    ask: Any, tiny_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensor parallelism in two processes, which vLLM starts; in each it calls the plugin of the entry point."""
     ask("turboquant-3")
-    (prompt,), folder = prompts_of(tiny_model, 40), saved(tiny_model, tmp_path)
-    script = Path(__file__).with_name("engines.py")
-    path = [str(Path(__file__).parents[2] / "support"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    env = os.environ | {
-        "PYTHONPATH": os.pathsep.join(path),
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "0|1",
-    }
-    command = [sys.executable, script, folder, json.dumps(prompt)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    with engine(folder) as llm:
-        (one,) = answers(llm, [prompt])
-    assert json.loads(done.stdout.splitlines()[-1]) == one.tokens
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    prompts = prompts_of(tiny_model, 40, 9)
+    with engine(saved(tiny_model, tmp_path), tensor_parallel_size=2) as llm:
+        found = answers(llm, prompts)
+    with session_of(tiny_model, "turboquant-3") as session:
+        for prompt, answer in zip(prompts, found, strict=True):
+            check(tiny_model, session, prompt, answer)
