@@ -17,6 +17,7 @@ from huggingface_hub import snapshot_download
 from torch import Tensor
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionImpl,
@@ -73,7 +74,9 @@ _made: list[tuple[VllmConfig, Pages]] = []
 def pages_of(config: VllmConfig) -> Pages:
     """Those of an engine, made once for all of its layers."""
     if not _made or _made[0][0] is not config:
-        _made[:] = [(config, Pages(config))]
+        # vLLM loads weights in its own dtype and on the GPU by default, which codecs are made without
+        with set_default_torch_dtype(torch.float32), torch.device("cpu"):
+            _made[:] = [(config, Pages(config))]
     return _made[0][1]
 
 

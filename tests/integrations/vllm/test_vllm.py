@@ -181,6 +181,23 @@ def test_families_and_shapes(
             check(model, session, prompt, answer, atol=atol)
 
 
+@pytest.mark.parametrize(("name", "settings"), [("commvq", {}), ("turboquant-3", {"key_variant": "prod"})])
+def test_codecs_of_a_model_in_16_bits_are_those_of_a_session(
+    name: str, settings: dict[str, Any], ask: Any, tiny_model: Any, tiny_artifact: Any, tmp_path: Path
+) -> None:
+    """vLLM loads weights with their dtype as the default."""
+    from kvcli.integrations.vllm import backend
+
+    artifact = tiny_artifact(get_method(name)) if name == "commvq" else None
+    ask(name, artifact, json.dumps(settings))
+    with engine(saved(tiny_model.bfloat16(), tmp_path), dtype="bfloat16") as llm:
+        assert len(answers(llm, prompts_of(tiny_model, 20))[0].tokens) == NEW_TOKENS
+        rows = backend.pages_of(llm.llm_engine.vllm_config).rows
+    with session_of(tiny_model, name, artifact, **settings) as session:
+        for ours, codec in zip(rows, session.codecs, strict=True):
+            torch.testing.assert_close(ours.codec.state_dict(), codec.state_dict(), rtol=0, atol=0)
+
+
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0}
 
