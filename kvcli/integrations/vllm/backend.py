@@ -30,7 +30,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 
 from kvcli.attention.reference import attend_codes, merge_state, partial_attention
 from kvcli.cache.ranges import StepRanges
-from kvcli.errors import UnsupportedModelError, UsageError
+from kvcli.errors import ModelError, UnsupportedModelError, UsageError
 from kvcli.integrations.rows import LayerRows
 from kvcli.integrations.vllm.model import ARTIFACT, METHOD, Settings, codecs_of
 from kvcli.methods.layer_codec import EncodedTokens
@@ -52,8 +52,13 @@ class Pages:
             folder = Path(model.model)
             if folder.is_dir():
                 return folder
-            options = {"revision": model.revision, "cache_dir": loading.download_dir}
-            return Path(snapshot_download(model.model, local_files_only=True, **options))
+            try:
+                options = {"revision": model.revision, "cache_dir": loading.download_dir}
+                return Path(snapshot_download(model.model, local_files_only=True, **options))
+            except (OSError, ValueError) as error:
+                raise ModelError(
+                    f"the checkpoint of '{model.model}' is no folder and not in the hub's cache"
+                ) from error
 
         dummy = loading.load_format == "dummy"
         codecs, self.rope = codecs_of(model.hf_text_config, settings, ranks, None if dummy else weights)
@@ -64,6 +69,7 @@ class Pages:
         self.rows = []
         for layer_idx, codec in enumerate(codecs):
             codec.to(device).eval()
+            codec.use_kernels(device.type == "cuda")
             self.rows.append(LayerRows(codec, layer_idx, model.dtype, self.ranges))
 
 
@@ -141,13 +147,15 @@ class Batch(AttentionMetadata):
     """The tokens of a pass.
 
     Attributes:
-        slots: of the new tokens, int64 [new].
         rotation: RoPE of the new tokens, float32.
+        stored: which of the new tokens have a slot, int64 [stored]: none where vLLM runs for its own sake.
+        slots: of these, int64 [stored].
     """
 
     requests: Sequence[Request]
-    slots: Tensor
     rotation: Rotation
+    stored: Tensor
+    slots: Tensor
 
 
 class BatchBuilder(AttentionMetadataBuilder[Batch]):
@@ -164,16 +172,18 @@ class BatchBuilder(AttentionMetadataBuilder[Batch]):
         common, size = common_attn_metadata, self.kv_cache_spec.block_size
         if common.causal is not True:
             raise UnsupportedModelError("attention that is not causal cannot be computed on codes in pages")
-        starts = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()
+        starts, lengths = common.query_start_loc_cpu[: common.num_reqs + 1].tolist(), common.seq_lens.tolist()
         requests, positions = [], []
         for row, (start, stop) in enumerate(pairwise(starts)):
-            token = torch.arange(int(common.seq_lens[row]), device=common.block_table_tensor.device)
+            token = torch.arange(lengths[row], device=common.block_table_tensor.device)
             old, new = token.split((len(token) - (stop - start), stop - start))
             slots = common.block_table_tensor[row, old // size].long() * size + old % size
             requests.append(Request(start, stop, slots, TokenRotations(self._rope, old.unsqueeze(0))))
             positions.append(new)
         rotation = self._rope.rotation(torch.cat(positions).unsqueeze(0), torch.float32)
-        return Batch(requests, common.slot_mapping[: starts[-1]], rotation)
+        slots = common.slot_mapping[: starts[-1]]
+        stored = (slots >= 0).nonzero().squeeze(1)
+        return Batch(requests, rotation, stored, slots[stored].long())
 
 
 class CodesAttention(AttentionImpl[Batch]):
@@ -194,6 +204,7 @@ class CodesAttention(AttentionImpl[Batch]):
         **others: Any,
     ) -> None:
         for what, on in {
+            "latent attention (MLA)": "kv_lora_rank" in others,
             "ALiBi": alibi_slopes is not None,
             "a sliding window": sliding_window is not None,
             f"attention of type {attn_type}": attn_type != AttentionType.DECODER,
@@ -201,7 +212,7 @@ class CodesAttention(AttentionImpl[Batch]):
             ", ".join(others): any(x is not None and x is not False for x in others.values()),
         }.items():
             if on:
-                raise UnsupportedModelError(f"{what}: codes in pages do not have it; use a model without")
+                raise UnsupportedModelError(f"codes in pages do not support {what}")
         self.num_heads, self.head_size, self.num_kv_heads = num_heads, head_size, num_kv_heads or num_heads
         self.scale, self.kv_cache_dtype, self._soft_cap = scale, kv_cache_dtype, logits_soft_cap or None
         self._config = get_current_vllm_config()
@@ -245,10 +256,9 @@ class CodesAttention(AttentionImpl[Batch]):
         """
         if attn_metadata is None:
             return output.fill_(0)
-        slots, size = attn_metadata.slots, kv_cache.shape[2]
-        count = len(slots)
+        slots, size, count = attn_metadata.slots, kv_cache.shape[2], attn_metadata.rotation.cos.shape[2]
         rows = self._rows.encode(key[:count], value[:count], attn_metadata.rotation)
-        kv_cache[slots // size, 0, slots % size] = torch.cat(rows, 1)
+        kv_cache[slots // size, 0, slots % size] = torch.cat(rows, 1)[attn_metadata.stored]
         if self._ranges is not None:
             self._ranges.check()
         for request in attn_metadata.requests:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from engines import NEW_TOKENS, answers, check, engine, session_of
 from factories import make_model, record
+from families import make
 
 from kvcli.artifact import Artifact
 from kvcli.errors import ArtifactError, CacheError, UnsupportedModelError, UsageError
@@ -239,9 +240,35 @@ def test_what_cannot_be_is_refused_by_name(ask: Any, tiny_model: Any, tmp_path: 
     ask("rtn-4")
     with pytest.raises(UsageError, match="kv_cache_dtype 'fp8'"), engine(folder, kv_cache_dtype="fp8"):
         pass
-    windows = make_model("mistral", sliding_window=32)
-    with pytest.raises(UnsupportedModelError, match="a sliding window"), engine(saved(windows, tmp_path / "windows")):
-        pass
+    for model, what in ((make_model("mistral", sliding_window=32), "a sliding window"), (make("deepseek_v2"), "MLA")):
+        with pytest.raises(UnsupportedModelError, match=what), engine(saved(model, tmp_path / what)):
+            pass
+
+
+def test_tokens_without_a_slot_are_not_stored(ask: Any, tiny_model: Any, tmp_path: Path) -> None:
+    """Passes that vLLM runs for its own sake have slots of -1."""
+    from kvcli.integrations.vllm.backend import BatchBuilder
+
+    ask("rtn-4")
+    with engine(saved(tiny_model, tmp_path)) as llm:
+        config = llm.llm_engine.vllm_config
+        name, layer = next(iter(config.compilation_config.static_forward_context.items()))
+        builder = BatchBuilder(SimpleNamespace(block_size=16), [name], config, torch.device("cpu"))
+        common = SimpleNamespace(
+            causal=True,
+            num_reqs=2,
+            query_start_loc_cpu=torch.tensor([0, 2, 3]),
+            seq_lens=torch.tensor([2, 4]),
+            block_table_tensor=torch.tensor([[3], [5]], dtype=torch.int32),
+            slot_mapping=torch.tensor([-1, 49, -1, 7]),
+        )
+        batch = builder.build(0, common)  # type: ignore[arg-type]
+        query, new = torch.randn(4, 4, 16), torch.randn(4, 2, 16)
+        layer.kv_cache.zero_()
+        layer.impl.forward(layer, query, new, new, layer.kv_cache, batch, torch.empty(4, 4, 16))
+        assert layer.kv_cache.flatten(2).any(2).nonzero().tolist() == [[3, 0]]
+        assert layer.kv_cache[3, 0].any(1).nonzero().tolist() == [[1]]
+    assert batch.requests[1].slots.tolist() == [80, 81, 82]
 
 
 @pytest.mark.parametrize(
