@@ -86,7 +86,9 @@ def codecs_of(
         if artifact is not None:
             raise UsageError(f"codes of an artifact are of all heads together: no tensor parallelism with {ARTIFACT}")
         spec = replace(spec, num_heads=spec.num_heads // ranks, num_kv_heads=max(1, spec.num_kv_heads // ranks))
-    read_projections(model, weights, artifact is not None)
+    read_projections(
+        model, weights, with_weights=artifact is not None, with_biases=settings.values.get("key_offset") != "none"
+    )
 
     def digest() -> str:
         if weights is None and artifact is not None:
@@ -113,20 +115,21 @@ def codecs_of(
     return codecs, NoRope(spec.rope.rotary_dim, device_of(codecs[0].key))
 
 
-def read_projections(model: nn.Module, weights: Callable[[], Path] | None, with_weights: bool) -> None:
-    """Gives projections of keys and values on `meta` what codecs need of them: biases, and the first column of weights.
+def read_projections(
+    model: nn.Module, weights: Callable[[], Path] | None, *, with_weights: bool, with_biases: bool
+) -> None:
+    """Gives projections of keys and values on `meta` the first column of their weights, and keys their biases.
 
-    ModelError: it is not in the checkpoint as safetensors of floating point. Random weights have no biases.
+    ModelError: these are not in the checkpoint as safetensors of floating point. Random weights have no biases.
     """
-    projections = {
-        name: module for name, module in model.named_modules() if name.rpartition(".")[2] in ("k_proj", "v_proj")
-    }
-    wanted = {f"{name}.weight" for name in projections} if with_weights else set()
-    wanted |= {f"{name}.bias" for name, module in projections.items() if module.bias is not None}
+    named = {name: module for name, module in model.named_modules() if name.rpartition(".")[2] in ("k_proj", "v_proj")}
     if weights is None:
-        for module in projections.values():
+        for module in named.values():
             module.bias = None
         return
+    wanted = {f"{name}.weight" for name in named if with_weights}
+    if with_biases:
+        wanted |= {f"{name}.bias" for name, x in named.items() if x.bias is not None and name.endswith("k_proj")}
     for path in sorted(weights().glob("*.safetensors")) if wanted else ():
         with safe_open(path, framework="pt") as file:
             for key in wanted & set(file.keys()):
@@ -134,10 +137,8 @@ def read_projections(model: nn.Module, weights: Callable[[], Path] | None, with_
                 # a fingerprint samples the first column
                 x = file.get_slice(key)[:, :1] if what == "weight" else file.get_tensor(key)
                 if x.is_floating_point() and x.itemsize > 1:
-                    setattr(projections[name], what, nn.Parameter(x, requires_grad=False))
+                    setattr(named[name], what, nn.Parameter(x, requires_grad=False))
                     wanted.remove(key)
     if wanted:
-        raise ModelError(
-            f"{min(wanted)} is not in the checkpoint's safetensors in floating point; it is needed to "
-            + ("know whether the artifact is for this model" if with_weights else f"know the bias of keys: {SETTINGS}")
-        )
+        hint = "" if with_weights else f'; {SETTINGS}=\'{{"key_offset": "none"}}\' does without biases'
+        raise ModelError(f"{min(wanted)} is not in the checkpoint as safetensors in floating point{hint}")

@@ -80,6 +80,7 @@ def test_biases_of_keys_are_read_from_the_checkpoint(tmp_path: Path) -> None:
         path.unlink()
     with pytest.raises(ModelError, match=r"layers\.0\.self_attn\.k_proj\.bias is not in the checkpoint"):
         codecs(model, "rtn-4", tmp_path)
+    assert all(codec.key_offset is None for codec in codecs(model, "rtn-4", tmp_path, key_offset="none"))
     assert all(codec.key_offset is None for codec in codecs(model, "rtn-4"))  # random weights
 
 
