@@ -33,10 +33,11 @@ def attend_decoded(
     if query.dtype == torch.bfloat16:
         query = query.float().clamp(-FP16_MAX, FP16_MAX).half()
     state: PartialAttention | None = None
-    for start, stop in codec.blocks(encoded.length, _block_tokens(codec, query)):
+    for start, stop in codec.blocks(encoded.length, _block_tokens(codec, query), encoded.page_size):
         rotation = None if encoded.rotations is None else encoded.rotations.tokens(start, stop)
-        key = codec.decode_keys(encoded.key_codes.slice(start, stop), encoded.key_state, rotation, query.dtype)
-        value = codec.value.decode_to(encoded.value_codes.slice(start, stop), None, query.dtype)
+        key_codes, value_codes = encoded.codes(start, stop)
+        key = codec.decode_keys(key_codes, encoded.key_state, rotation, query.dtype)
+        value = codec.value.decode_to(value_codes, None, query.dtype)
         if encoded.lengths is None:
             state = _extend(state, query, key, value, scaling, soft_cap, causal=False)
         else:
@@ -53,8 +54,9 @@ def decode_all(codec: LayerCodec, query: Tensor, encoded: EncodedTokens) -> tupl
     if encoded.length > _block_tokens(codec, query):
         return None
     rotation = None if encoded.rotations is None else encoded.rotations.tokens(0, encoded.length)
-    key = codec.decode_keys(encoded.key_codes, encoded.key_state, rotation, dtype)
-    return key, codec.value.decode_to(encoded.value_codes, None, dtype)
+    key_codes, value_codes = encoded.codes(0, encoded.length)
+    key = codec.decode_keys(key_codes, encoded.key_state, rotation, dtype)
+    return key, codec.value.decode_to(value_codes, None, dtype)
 
 
 def attend_new(

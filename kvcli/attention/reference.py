@@ -146,11 +146,10 @@ def attend_codes(
     """
     length, state = encoded.length, None
     rows = query.float().unflatten(1, (codec.key.spec.num_kv_heads, -1))
-    for start, stop in [(0, length)] if length <= _BLOCK_TOKENS else codec.blocks(length, _BLOCK_TOKENS):
+    small = length <= _BLOCK_TOKENS
+    for start, stop in [(0, length)] if small else codec.blocks(length, _BLOCK_TOKENS, encoded.page_size):
         rotation = None if encoded.rotations is None else encoded.rotations.tokens(start, stop)
-        key_codes, value_codes = encoded.key_codes, encoded.value_codes
-        if stop - start < length:
-            key_codes, value_codes = key_codes.slice(start, stop), value_codes.slice(start, stop)
+        key_codes, value_codes = encoded.codes(start, stop, masked=True)
         visible = None if encoded.lengths is None else encoded.visible(start, stop)
         visible = None if visible is None else visible[:, None]
         if rows.shape[2] * rows.shape[3] > _FEW_ROWS:

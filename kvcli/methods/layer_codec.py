@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from typing_extensions import TypeVar
 
 from kvcli.methods.base import CachedFromBuffers, Codes, KeyCodec, State, ValueCodec
+from kvcli.methods.pages import PageTable
 from kvcli.rope import Rotation, TokenRotations, Unrotate
 
 KeyT = TypeVar("KeyT", bound=KeyCodec[Any], default=KeyCodec[Any])
@@ -135,12 +136,12 @@ class LayerCodec(nn.Module, Generic[KeyT, ValueT]):
         """Tokens that are encoded together, keys or values."""
         return max(self.key.tokens_per_group, self.value.tokens_per_group)
 
-    def blocks(self, length: int, most: int) -> list[tuple[int, int]]:
-        """Ranges [start, stop) that cover `length` tokens: whole groups, at most `most` tokens or one group each.
+    def blocks(self, length: int, most: int, page_size: int = 0) -> list[tuple[int, int]]:
+        """Ranges [start, stop) that cover `length` tokens: whole groups and pages, at most `most` tokens or one each.
 
         They begin at multiples of 16 tokens, so that views of the fields begin where kernels are compiled for.
         """
-        group = math.lcm(self.tokens_per_group, 16)
+        group = math.lcm(self.tokens_per_group, page_size or 16)
         size = max(1, most // group) * group
         return [(start, min(start + size, length)) for start in range(0, length, size)]
 
@@ -163,6 +164,10 @@ class EncodedTokens:
         key_state: of the sequences, in the key codec's type of `State`; None for codecs without one.
         rotations: rotations of these tokens, if `LayerCodec.needs_rotations`; else None.
         lengths: tokens of each sequence, int32 [batch]; None when all have `length`.
+        pages: in which pages the codes of each sequence are, if `key_codes` and `value_codes` are pages, not sequences.
+
+    Raises:
+        UsageError: codes that are no pages of that size.
     """
 
     key_codes: Any
@@ -170,11 +175,40 @@ class EncodedTokens:
     value_codes: Any
     rotations: TokenRotations | None
     lengths: Tensor | None
+    pages: PageTable | None = None
+
+    def __post_init__(self) -> None:
+        if self.pages is not None:
+            self.pages.check(self.key_codes)
+            self.pages.check(self.value_codes)
 
     @cached_property
     def length(self) -> int:
-        """Tokens of the longest sequence."""
-        return int(self.value_codes.num_tokens)
+        """Tokens of the longest sequence; of one that has all pages of the table."""
+        return int(self.value_codes.num_tokens) if self.pages is None else self.pages.length
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page; 0 without pages."""
+        return 0 if self.pages is None else self.pages.page_size
+
+    @property
+    def table(self) -> tuple[Tensor | None, int | None]:
+        """The block table and its stride, as kernels take them; None without pages."""
+        return (None, None) if self.pages is None else (self.pages.table, self.pages.table.stride(0))
+
+    def codes(self, start: int, stop: int, *, masked: bool = False) -> tuple[Any, Any]:
+        """Key and value codes of tokens [start, stop), whole pages, of each sequence: views, or copies out of pages.
+
+        `masked`: copies are 0 after the end of a shorter sequence, where pages have any value.
+        """
+        if self.pages is None:
+            return self.key_codes.slice(start, stop), self.value_codes.slice(start, stop)
+        lengths = self.lengths if masked else None
+        return (
+            self.pages.gather(self.key_codes, start, stop, lengths),
+            self.pages.gather(self.value_codes, start, stop, lengths),
+        )
 
     def visible(self, start: int, stop: int) -> Tensor | None:
         """Boolean [batch, stop - start], False beyond the end of a shorter sequence; None when nothing is hidden."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvcli.kernels.launch import cdiv, power_of_two
 from kvcli.kernels.operands import in_thread_order
+from kvcli.kernels.pages import head_start, row_table, tile_start
 from kvcli.kernels.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wait
 from kvcli.kernels.splits import LOG2E, SplitScores, batch_and_head, split_range
 from kvcli.kernels.words import FIELD_SCALE, TINY, pow2_above
@@ -146,21 +147,32 @@ def _columns(matrix, o_d, m_d, begin, COUNT: tl.constexpr, BLOCK_K: tl.constexpr
 
 @triton.jit
 def _load_tokens(
-    p_head, p_gain, n, low, high, num_bytes, p_time, g_time,
-    PLANES: tl.constexpr, W: tl.constexpr, BLOCK_W: tl.constexpr,
+    p_head, p_gain, table, begin, n, low, high, num_bytes, p_page, p_time, g_page, g_time,
+    PLANES: tl.constexpr, W: tl.constexpr, BLOCK_W: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """Planes and stored gains of tokens n, or of those nearest to them of low to high - 1; an empty split reads one."""
+    """Planes and stored gains of tokens n, from `begin` on, or of those nearest to them of low to high - 1.
+
+    An empty split reads one. In pages, `p_head` and `p_gain` point to token 0, else to token `low`.
+    """
     o_q = tl.arange(0, BLOCK_W // 4)
     at = tl.maximum(tl.minimum(n, high - 1), low) - low
+    if PAGE > 0:
+        # blocks begin where those of positions do, in the middle of a page; a tile begins with the page
+        N: tl.constexpr = n.shape[0]
+        first = tl.maximum(tl.minimum(begin, high - 1), low) // PAGE * PAGE
+        last = tl.maximum(tl.minimum(begin + N, high) - 1, low) - first
+        at += low - first
+        p_head = tile_start(p_head, table, first, at[:, None], last, p_page, p_time, PAGE, N + PAGE)
+        p_gain = tile_start(p_gain, table, first, at, last, g_page, g_time, PAGE, N + PAGE)
     p_word = in_thread_order(p_head, at[:, None] * p_time + o_q[None, :] * 4, 4 if W % 4 == 0 else 2)
     return head_planes(p_word, o_q[None, :] * 4, num_bytes, PLANES, 4, W), tl.load(p_gain + at * g_time)
 
 
 @triton.jit
 def _score_tokens(
-    tile_query, numbers, at_query, rows, m_m, start, low, high, p_head, num_bytes, bands, p_time, p_gain, g_time,
-    p_scores, PLANES: tl.constexpr, W: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, NUMBERS: tl.constexpr,
-    BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr, FP32_DOT: tl.constexpr,
+    tile_query, numbers, at_query, rows, m_m, start, low, high, p_head, num_bytes, bands, p_page, p_time, p_gain,
+    g_page, g_time, table, p_scores, PLANES: tl.constexpr, W: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr,
+    NUMBERS: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, FP32_DOT: tl.constexpr,
 ):  # fmt: skip
     """Writes the scores of tokens low to high - 1, of a head of at most PLANES bytes, and returns the largest ones.
 
@@ -171,10 +183,14 @@ def _score_tokens(
     ALIGNED: tl.constexpr = BLOCK_W // 4 if W == BLOCK_W else 1
     b_max = tl.full([BLOCK_N, m_m.shape[0]], float("-inf"), tl.float32)
     first, last = start + low, start + high  # positions
-    p_head += low.to(tl.int64) * p_time
-    p_gain += low.to(tl.int64) * g_time
-    n = first // BLOCK_N * BLOCK_N - start + o_n
-    following = _load_tokens(p_head, p_gain, n, low, high, num_bytes, p_time, g_time, PLANES, W, BLOCK_W)
+    if PAGE == 0:
+        p_head += low.to(tl.int64) * p_time
+        p_gain += low.to(tl.int64) * g_time
+    begin = first // BLOCK_N * BLOCK_N - start
+    following = _load_tokens(
+        p_head, p_gain, table, begin, begin + o_n, low, high, num_bytes, p_page, p_time, g_page, g_time,
+        PLANES, W, BLOCK_W, PAGE,
+    )  # fmt: skip
     for tile in range(first // TILE, tl.cdiv(last, TILE)):
         at_tile = at_query + (tile - start // TILE) * rows
         b_qs = ()
@@ -185,14 +201,15 @@ def _score_tokens(
         p_number = numbers + at_tile * NUMBERS
         b_factor = tl.load(p_number, mask=m_m, other=0.0)
         b_zero = tl.load(p_number + 1, mask=m_m, other=0.0)
-        begin = tl.maximum(tile * TILE, first // BLOCK_N * BLOCK_N)
-        for position in range(begin, tl.minimum((tile + 1) * TILE, last), BLOCK_N):
+        low_tile = tl.maximum(tile * TILE, first // BLOCK_N * BLOCK_N)
+        for position in range(low_tile, tl.minimum((tile + 1) * TILE, last), BLOCK_N):
             n = position - start + o_n
             m_s = ((n >= low) & (n < high))[:, None] & m_m[None, :]
             planes, b_gain = following
             following = _load_tokens(
-                p_head, p_gain, n + BLOCK_N, low, high, num_bytes, p_time, g_time, PLANES, W, BLOCK_W
-            )
+                p_head, p_gain, table, position - start + BLOCK_N, n + BLOCK_N, low, high, num_bytes, p_page, p_time,
+                g_page, g_time, PLANES, W, BLOCK_W, PAGE,
+            )  # fmt: skip
             b_s = tl.zeros([BLOCK_N, m_m.shape[0]], tl.float32)
             for f in tl.static_range(_BANDS):
                 b_s = tl.dot(band_columns(planes, bands[f], FP32_DOT), b_qs[f], b_s, input_precision="ieee")
@@ -211,9 +228,10 @@ def _score_tokens(
 def _scores_kernel(
     tile_query, numbers, positions, lengths, packed, gain, fields, scores, split_max,
     at_batch, p_batch, p_time, g_batch, g_head, g_time, s_head, s_row,
-    num_kv_heads, rows, length, per_split, num_tiles,
+    num_kv_heads, rows, length, per_split, num_tiles, table, table_row,
     W: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, NUMBERS: tl.constexpr, BLOCK_W: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FP32_DOT: tl.constexpr, HAS_LENGTHS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, FP32_DOT: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr,
 ):  # fmt: skip
     """scores[m, n] = g_n (<q_tile(n), c_n> - zero_tile(n)) + offset_block(n) of the tokens n of a split.
 
@@ -224,6 +242,7 @@ def _scores_kernel(
         positions: int [batch or 1, >= 1], stride at_batch, of the first token.
         lengths: int32 [batch], tokens of each sequence, if HAS_LENGTHS.
         packed: uint8 [batch, 1, length, bytes], strides p_*; gain: uint8 [batch, num_kv_heads, length, 1], strides g_*.
+            Pages [pages, ..], if PAGE, of the block table, int32 [batch, max_pages], stride table_row.
         fields: int32 [num_kv_heads, BANDS + 1, 6], see `Tables`.
         scores: float32 [batch, num_kv_heads, rows, >= length], strides s_*, in units of log 2; written.
         split_max: float32 [batch, num_kv_heads, num_splits, rows], written.
@@ -238,9 +257,10 @@ def _scores_kernel(
     low = low.to(tl.int32)
     start = tl.load(positions + i_b * at_batch).to(tl.int32)
     fields += i_h * FIELDS
-    p_head, num_bytes = head_bytes(packed + i_b * p_batch, fields, W)
+    p_head, num_bytes = head_bytes(head_start(packed, i_b, 0, 0, p_batch, 0, p_time, PAGE), fields, W)
     bands = head_bands(fields, FP32_DOT)
-    p_gain = gain + i_b * g_batch + i_h * g_head
+    p_gain = head_start(gain, i_b, i_h, 0, g_batch, g_head, g_time, PAGE)
+    table = row_table(table, i_b, table_row, PAGE)
     p_scores = scores + i_bh * s_head + o_m.to(tl.int64)[None, :] * s_row
     pdl_wait()
     high = low + tl.maximum(count, 0).to(tl.int32)
@@ -248,13 +268,14 @@ def _scores_kernel(
     # heads of at most two bytes per channel are read with half of the selections
     if num_bytes <= 2:
         b_max = _score_tokens(
-            tile_query, numbers, at_query, rows, m_m, start, low, high, p_head, num_bytes, bands, p_time, p_gain,
-            g_time, p_scores, 2, W, D, TILE, NUMBERS, BLOCK_W, BLOCK_N, FP32_DOT,
+            tile_query, numbers, at_query, rows, m_m, start, low, high, p_head, num_bytes, bands, p_batch, p_time,
+            p_gain, g_batch, g_time, table, p_scores, 2, W, D, TILE, NUMBERS, BLOCK_W, BLOCK_N, PAGE, FP32_DOT,
         )  # fmt: skip
     else:
         b_max = _score_tokens(
-            tile_query, numbers, at_query, rows, m_m, start, low, high, p_head, num_bytes, bands, p_time, p_gain,
-            g_time, p_scores, _MOST_BYTES, W, D, TILE, NUMBERS, BLOCK_W, BLOCK_N, FP32_DOT,
+            tile_query, numbers, at_query, rows, m_m, start, low, high, p_head, num_bytes, bands, p_batch, p_time,
+            p_gain, g_batch, g_time, table, p_scores, _MOST_BYTES, W, D, TILE, NUMBERS, BLOCK_W, BLOCK_N, PAGE,
+            FP32_DOT,
         )  # fmt: skip
     tl.store(split_max + (i_bh * tl.num_programs(0) + tl.program_id(0)) * rows + o_m, b_max, mask=m_m)
 
@@ -287,10 +308,10 @@ def key_scores(
         packed, codes.gain, key.tables.fields, scores.values, scores.split_max,
         positions.stride(0) if positions.shape[0] > 1 else 0, packed.stride(0), packed.stride(2),
         *codes.gain.stride()[:3], *scores.values.stride()[1:3],
-        kv_heads, rows, encoded.length, scores.tokens_per_split, tile_query.shape[2],
+        kv_heads, rows, encoded.length, scores.tokens_per_split, tile_query.shape[2], *encoded.table,
         W=key.width, D=head_dim, TILE=ROPE_TILE, NUMBERS=numbers.shape[-1], BLOCK_W=max(16, power_of_two(key.width)),
-        BLOCK_M=block_m, BLOCK_N=_BLOCK_N, FP32_DOT=fp32_dot, HAS_LENGTHS=encoded.lengths is not None,
-        num_warps=_WARPS_FP32 if fp32_dot else _WARPS, num_stages=1,
+        BLOCK_M=block_m, BLOCK_N=_BLOCK_N, PAGE=encoded.page_size, FP32_DOT=fp32_dot,
+        HAS_LENGTHS=encoded.lengths is not None, num_warps=_WARPS_FP32 if fp32_dot else _WARPS, num_stages=1,
         maxnreg=None if fp32_dot else _MAX_REGISTERS, **pdl_launch_options(),
     )  # fmt: skip
     return scores

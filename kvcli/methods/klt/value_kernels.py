@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvcli.kernels.launch import cdiv, power_of_two
 from kvcli.kernels.operands import in_thread_order, tokens_as_columns, tokens_as_rows
+from kvcli.kernels.pages import head_start, row_table, tile_start
 from kvcli.kernels.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wait
 from kvcli.kernels.splits import SplitScores, batch_and_head, merge_splits, split_range
 from kvcli.kernels.words import FIELD_SCALE
@@ -48,28 +49,31 @@ def _in_any_order(x):
 
 @triton.jit
 def _load_tokens(
-    p_scores, p_head, num_bytes, p_gain, p_time, g_time, m_m, start, count,
+    p_scores, p_head, num_bytes, p_gain, table, begin, p_page, p_time, g_page, g_time, m_m, start, count,
     PLANES: tl.constexpr, W: tl.constexpr, BLOCK_W: tl.constexpr, N: tl.constexpr, GAINS: tl.constexpr,
-    WHOLE: tl.constexpr,
+    PAGE: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Scores and stored gains [N / 16, M, 4, 4] and planes of N tokens from `start` on, of `count`.
 
-    WHOLE: there are as many.
+    Pages are those of `tile_start`, for tokens counted from `begin` on. WHOLE: there are as many.
     """
     last = count - 1 - start
+    last_read = tl.maximum(tl.minimum(last, N - 1), 0)
     # tokens 16 i + 4 t + j at [i, :, t, j]
     n = tl.arange(0, N // 16)[:, None, None, None] * 16 + tl.arange(0, 4)[None, None, :, None] * 4
     n += tl.arange(0, 4)[None, None, None, :] + tl.zeros([1, m_m.shape[0], 1, 1], tl.int32)
     m_n = m_m[None, :, None, None] if WHOLE else m_m[None, :, None, None] & (n <= last)
     b_s = tl.load(in_thread_order((p_scores + start)[None, :, None, None], n, 16), mask=m_n, other=float("-inf"))
     at = n if WHOLE else tl.minimum(n, last)
-    b_g = tl.load(in_thread_order(p_gain + start * g_time, at * g_time, GAINS if WHOLE else 1))
+    p_gain = tile_start(p_gain, table, begin + start, at, last_read, g_page, g_time, PAGE, N)
+    b_g = tl.load(in_thread_order(p_gain, at * g_time, GAINS if WHOLE else 1))
     # tokens 16 i + 4 t + j at [i, j, :, t, :]
     t = tl.arange(0, N // 16)[:, None, None, None, None] * 16 + tl.arange(0, 4)[None, None, None, :, None] * 4
     t += tl.arange(0, 4)[None, :, None, None, None]
     t = t if WHOLE else tl.minimum(t, last)
     o_q = tl.arange(0, BLOCK_W // 2)[None, None, :, None, None]
-    p_word = in_thread_order(p_head + start * p_time, t * p_time + o_q * 2, 2)
+    p_head = tile_start(p_head, table, begin + start, t, last_read, p_page, p_time, PAGE, N)
+    p_word = in_thread_order(p_head, t * p_time + o_q * 2, 2)
     return b_s, b_g, head_planes(p_word, o_q * 2, num_bytes, PLANES, 2, W)
 
 
@@ -98,9 +102,9 @@ def _add_tokens(b_sums, b_ones, loaded, bands, shift, PLANES: tl.constexpr, FP32
 
 @triton.jit
 def _sum_tokens(
-    p_scores, p_head, num_bytes, p_gain, bands, p_time, g_time, shift, m_m, count,
+    p_scores, p_head, num_bytes, p_gain, bands, table, begin, p_page, p_time, g_page, g_time, shift, m_m, count,
     PLANES: tl.constexpr, W: tl.constexpr, BLOCK_W: tl.constexpr, N: tl.constexpr, GAINS: tl.constexpr,
-    FP32_DOT: tl.constexpr,
+    PAGE: tl.constexpr, FP32_DOT: tl.constexpr,
 ):  # fmt: skip
     """Sums of `count` tokens of a head of at most PLANES bytes: of each band [BLOCK_W, M], and of weights [16, M]."""
     b_sums = ()
@@ -111,20 +115,20 @@ def _sum_tokens(
     # each block is loaded before the previous one is added; without whole blocks, one token is loaded and not used
     stride = tl.where(in_whole_blocks > 0, 1, 0)
     following = _load_tokens(
-        p_scores, p_head, num_bytes, p_gain, p_time * stride, g_time * stride, m_m, 0, count,
-        PLANES, W, BLOCK_W, N, GAINS, True,
+        p_scores, p_head, num_bytes, p_gain, table, begin, p_page, p_time * stride, g_page, g_time * stride, m_m, 0,
+        count, PLANES, W, BLOCK_W, N, GAINS, PAGE, True,
     )  # fmt: skip
     for start in range(0, in_whole_blocks, N):
         loaded = following
         following = _load_tokens(
-            p_scores, p_head, num_bytes, p_gain, p_time, g_time, m_m, tl.minimum(start + N, in_whole_blocks - N), count,
-            PLANES, W, BLOCK_W, N, GAINS, True,
+            p_scores, p_head, num_bytes, p_gain, table, begin, p_page, p_time, g_page, g_time, m_m,
+            tl.minimum(start + N, in_whole_blocks - N), count, PLANES, W, BLOCK_W, N, GAINS, PAGE, True,
         )  # fmt: skip
         b_sums, b_ones = _add_tokens(b_sums, b_ones, loaded, bands, shift, PLANES, FP32_DOT)
     if in_whole_blocks < count:
         loaded = _load_tokens(
-            p_scores, p_head, num_bytes, p_gain, p_time, g_time, m_m, in_whole_blocks, count,
-            PLANES, W, BLOCK_W, N, GAINS, False,
+            p_scores, p_head, num_bytes, p_gain, table, begin, p_page, p_time, g_page, g_time, m_m, in_whole_blocks,
+            count, PLANES, W, BLOCK_W, N, GAINS, PAGE, False,
         )  # fmt: skip
         b_sums, b_ones = _add_tokens(b_sums, b_ones, loaded, bands, shift, PLANES, FP32_DOT)
     return b_sums, b_ones
@@ -134,8 +138,9 @@ def _sum_tokens(
 def _value_kernel(
     scores, packed, gain, fields, lengths, split_max, split_out, split_lse,
     s_head, s_row, p_batch, p_time, g_batch, g_head, g_time, num_kv_heads, length, per_split, rows, lse_unit,
+    table, table_row,
     W: tl.constexpr, D: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    GAINS: tl.constexpr, FP32_DOT: tl.constexpr, HAS_LENGTHS: tl.constexpr,
+    GAINS: tl.constexpr, PAGE: tl.constexpr, FP32_DOT: tl.constexpr, HAS_LENGTHS: tl.constexpr,
 ):  # fmt: skip
     """out[m, d] = sum_n p_mn g_n (c_nd - (2^b_d - 1) / 2) / sum_n p_mn, p = exp2(scores - max), of a split of tokens.
 
@@ -154,9 +159,11 @@ def _value_kernel(
     first, count = split_range(length, per_split)
     first, count = tl.where(count > 0, first, 0), tl.maximum(count, 0)  # 0 beyond the end of the sequence
     fields += i_h * FIELDS
-    p_head, num_bytes = head_bytes(packed + i_b * p_batch + first * p_time, fields, W)
+    table = row_table(table, i_b, table_row, PAGE)
+    p_head, num_bytes = head_bytes(head_start(packed, i_b, 0, first, p_batch, 0, p_time, PAGE), fields, W)
     bands = head_bands(fields, FP32_DOT)
-    p_gain = gain + i_b * g_batch + i_h * g_head + first * g_time
+    p_gain = head_start(gain, i_b, i_h, first, g_batch, g_head, g_time, PAGE)
+    begin = first.to(tl.int32) if PAGE > 0 else 0
     p_scores = scores + i_bh * s_head + o_m.to(tl.int64) * s_row + first
 
     pdl_wait()
@@ -166,13 +173,13 @@ def _value_kernel(
     # heads of at most two bytes per channel are read with half of the selections
     if num_bytes <= 2:
         b_sums, b_ones = _sum_tokens(
-            p_scores, p_head, num_bytes, p_gain, bands, p_time, g_time, shift, m_m, count,
-            2, W, BLOCK_W, BLOCK_N, GAINS, FP32_DOT,
+            p_scores, p_head, num_bytes, p_gain, bands, table, begin, p_batch, p_time, g_batch, g_time, shift, m_m,
+            count, 2, W, BLOCK_W, BLOCK_N, GAINS, PAGE, FP32_DOT,
         )  # fmt: skip
     else:
         b_sums, b_ones = _sum_tokens(
-            p_scores, p_head, num_bytes, p_gain, bands, p_time, g_time, shift, m_m, count,
-            _MOST_BYTES, W, BLOCK_W, BLOCK_N, GAINS, FP32_DOT,
+            p_scores, p_head, num_bytes, p_gain, bands, table, begin, p_batch, p_time, g_batch, g_time, shift, m_m,
+            count, _MOST_BYTES, W, BLOCK_W, BLOCK_N, GAINS, PAGE, FP32_DOT,
         )  # fmt: skip
     total, gained = tl.max(b_ones[0], 0), tl.max(b_ones[1], 0)
     safe_total = tl.where(total > 0, total, 1.0)
@@ -230,8 +237,9 @@ def value_sum(value: KLTValue, scores: SplitScores, encoded: EncodedTokens, fp32
         scores.split_max if encoded.lengths is None else encoded.lengths, scores.split_max, split_out, split_lse,
         *scores.values.stride()[1:3], codes.packed.stride(0), codes.packed.stride(2), *gain.stride()[:3],
         kv_heads, scores.length, scores.tokens_per_split, rows, math.log(2) if scores.num_splits == 1 else 1.0,
+        *encoded.table,
         W=value.width, D=head_dim, BLOCK_W=max(16, power_of_two(value.width)), BLOCK_M=block_m, BLOCK_N=_BLOCK_N,
-        GAINS=4 if aligned else 1, FP32_DOT=fp32_dot, HAS_LENGTHS=encoded.lengths is not None,
+        GAINS=4 if aligned else 1, PAGE=encoded.page_size, FP32_DOT=fp32_dot, HAS_LENGTHS=encoded.lengths is not None,
         num_warps=_WARPS_FP32 if fp32_dot else _WARPS, num_stages=1,
         maxnreg=None if fp32_dot else _MAX_REGISTERS, **pdl_launch_options(),
     )  # fmt: skip

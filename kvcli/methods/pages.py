@@ -1,0 +1,108 @@
+"""Codes in pages: tensors [pages, heads, entries of a page, width], and a block table that says which page is whose.
+
+A page is a small tensor of codes as a row of a batch is: what reads rows reads pages, too. Here is what moves codes
+from rows to pages and back; kernels find them by `kvcli.kernels.pages`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvcli.errors import UsageError
+from kvcli.methods.base import Codes, CodesT
+
+_ALIGNMENT = 16
+"""Bytes that fields, and pages of them, begin at multiples of."""
+
+
+@dataclass(frozen=True)
+class PageTable:
+    """Which pages hold the codes of each row.
+
+    Attributes:
+        table: int32 [batch, max_pages]: tokens [p * page_size, (p + 1) * page_size) of a row are in page table[row, p].
+            Entries after a row's last token are not used: any page, or -1.
+        page_size: tokens of a page.
+
+    Raises:
+        UsageError: a page size that is no power of two or below 16, or a table of other kind.
+    """
+
+    table: Tensor
+    page_size: int
+
+    def __post_init__(self) -> None:
+        if self.page_size < 16 or self.page_size & (self.page_size - 1):
+            raise UsageError(f"pages of {self.page_size} tokens are not supported; choose a power of two, 16 or more")
+        if self.table.dtype != torch.int32 or self.table.dim() != 2 or self.table.stride(1) != 1:
+            raise UsageError("a block table is int32 [batch, max_pages], each row contiguous")
+
+    @property
+    def length(self) -> int:
+        """Tokens of a row that has all pages of the table."""
+        return self.table.shape[1] * self.page_size
+
+    def empty(self, like: CodesT, num_pages: int) -> CodesT:
+        """Pages for codes like these of one group, [1, heads, entries, width] each; not initialized.
+
+        Raises:
+            UsageError: a page that does not hold whole groups.
+        """
+        groups = self._groups(like.num_tokens)
+        return like.map(lambda x: x.new_empty(num_pages, x.shape[1], groups * x.shape[2], x.shape[3]))
+
+    def check(self, codes: Codes) -> None:
+        """UsageError unless codes are pages of this size, as kernels read them."""
+        if codes.num_tokens != self.page_size:
+            raise UsageError(f"pages of {codes.num_tokens} tokens with a block table of pages of {self.page_size}")
+        for name, x in codes.tensors().items():
+            strides = (x.stride(0), x.stride(1) if x.shape[1] > 1 else 0)
+            aligned = x.data_ptr() % _ALIGNMENT == 0 and all(n * x.element_size() % _ALIGNMENT == 0 for n in strides)
+            if x.numel() and not (aligned and x[0, 0].is_contiguous()):
+                raise UsageError(f"{name}: tokens of a page must be contiguous, and begin at multiples of 16 bytes")
+
+    def gather(self, codes: CodesT, start: int, stop: int, lengths: Tensor | None = None) -> CodesT:
+        """Codes of tokens [start, stop) of each row, [batch, heads, entries, width], from pages of codes.
+
+        Args:
+            start, stop: multiples of the page size.
+            lengths: tokens of each row, int32 [batch]; codes after them are 0. None: they have any value.
+        """
+        pages = self.table[:, start // self.page_size : stop // self.page_size].clamp_min(0)
+
+        def rows(x: Tensor) -> Tensor:
+            # eight bytes at once, in one copy: axes of the batch and of pages are put into order by strides
+            words = x.flatten(2).view(torch.int64) if x.shape[3] else x.flatten(2)
+            found = words.transpose(0, 1).index_select(1, pages.flatten()).view(x.dtype)
+            out = found.view(x.shape[1], *pages.shape, *x.shape[2:]).transpose(0, 1).flatten(2, 3)
+            if lengths is None:
+                return out
+            tokens = torch.arange(start, stop, self.page_size // x.shape[2], device=x.device)
+            return out.masked_fill_((tokens >= lengths.unsqueeze(1))[:, None, :, None], 0)
+
+        return codes.map(rows)
+
+    def write(self, codes: CodesT, first: Tensor, new: CodesT) -> None:
+        """Writes new codes of each row, [batch, heads, entries, width], into pages of codes.
+
+        Args:
+            first: place of each row's first new token, int [batch], a multiple of the tokens that are coded together.
+            new: as many tokens of each row, whose pages are in the table.
+
+        Raises:
+            UsageError: a page that does not hold whole groups.
+        """
+        for stored, x in zip(codes.tensors().values(), new.tensors().values(), strict=True):
+            tokens = new.num_tokens // x.shape[2]
+            per_page = self._groups(tokens)
+            at = (first.unsqueeze(1) // tokens) + torch.arange(x.shape[2], device=x.device)
+            stored[self.table.gather(1, at // per_page).long(), :, at % per_page] = x.transpose(1, 2)
+
+    def _groups(self, tokens: int) -> int:
+        """Groups of so many tokens in a page."""
+        if self.page_size % max(tokens, 1):
+            raise UsageError(f"pages of {self.page_size} tokens do not hold whole groups of {tokens} tokens")
+        return self.page_size // max(tokens, 1)

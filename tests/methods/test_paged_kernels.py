@@ -1,0 +1,136 @@
+"""Kernels that read codes from pages give what they give for the same codes in rows, bit for bit."""
+
+from __future__ import annotations
+
+import dataclasses
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from parts import DEVICE, make_codec, make_part
+
+from kvcli.attention.decoded import attend_decoded
+from kvcli.attention.reference import attend_codes as reference_attend
+from kvcli.errors import UsageError
+from kvcli.methods.base import Codes
+from kvcli.methods.layer_codec import EncodedTokens
+from kvcli.methods.pages import PageTable
+
+SPARE = 5
+"""Pages of a pool that no row has."""
+
+CASES = [
+    # method, heads, kv heads, head_dim, queries, page size, tokens of each row, settings
+    ("klt-2", 4, 2, 64, 1, 16, [75, 0, 33], {}),
+    ("klt-2", 4, 1, 128, 2, 32, [100], {}),
+    ("klt-3", 8, 2, 64, 1, 64, [130, 64, 1], {}),
+    ("klt-2", 2, 2, 128, 1, 128, [129, 256, 0], {}),
+    ("klt-1", 4, 2, 64, 1, 256, [300], {}),
+]
+
+
+def one_group(codes: Codes) -> Any:
+    """The first codes of the first row, as few as can be taken apart."""
+    return codes.slice(0, codes.num_tokens // min(x.shape[2] for x in vars(codes).values())).select([0])
+
+
+def pool(like: Codes, pages: PageTable, num_pages: int) -> Any:
+    """Pages for codes like these of one group, as views of a pool whose bytes are 255: floats of it are NaN."""
+    fields = list(pages.empty(like, 1).tensors().values())
+    data = torch.full((num_pages, sum(x.nbytes for x in fields) + 48), 255, dtype=torch.uint8, device=DEVICE)
+    parts = data[:, 16:-32].split([x.nbytes for x in fields], 1)
+    return type(like)(*[x.view(y.dtype).unflatten(1, y.shape[1:]) for x, y in zip(parts, fields, strict=True)])
+
+
+def in_pages(part: EncodedTokens, page_size: int) -> EncodedTokens:
+    """The same tokens in pages of a pool; after the end of a row, there are bytes of 255 and -1 in the table."""
+    assert part.lengths is not None
+    batch, most = len(part.lengths), part.length // page_size
+    order = torch.randperm(batch * most + SPARE, generator=torch.Generator().manual_seed(0))
+    pages = PageTable(order[SPARE:].view(batch, most).int().to(DEVICE), page_size)
+    sides = []
+    for codes in (part.key_codes, part.value_codes):
+        stored = pool(one_group(codes), pages, len(order))
+        pages.write(stored, torch.zeros(batch, dtype=torch.int32, device=DEVICE), codes)
+        for x in stored.tensors().values():
+            for row, length in enumerate(part.lengths.tolist()):
+                end = length * x.shape[2] // page_size
+                for i, page in enumerate(pages.table[row].tolist()):
+                    x[page, :, max(end - i * x.shape[2], 0) :] = 255 if x.dtype == torch.uint8 else torch.nan
+        sides.append(stored)
+    used = torch.arange(most, device=DEVICE) * page_size < part.lengths.unsqueeze(1)
+    pages = PageTable(pages.table.where(used, -1), page_size)
+    return dataclasses.replace(part, key_codes=sides[0], value_codes=sides[1], pages=pages)
+
+
+def parts_of(case: Any) -> tuple[Any, Any, EncodedTokens, EncodedTokens]:
+    """Attention kernels, codec, and random tokens in rows and in pages."""
+    name, heads, kv_heads, head_dim, _, page_size, lengths, settings = case
+    torch.manual_seed(0)
+    method, codec = make_codec(name, heads, kv_heads, head_dim, **settings)
+    length = -(-max(lengths) // page_size) * page_size
+    part = make_part(codec, heads, len(lengths), length, lengths)
+    kernels = None if method.attend_kernels is None else import_module(method.attend_kernels)
+    return kernels, codec, part, in_pages(part, page_size)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case[:6])))
+def test_attention_kernels_read_pages(case: Any, dtype: torch.dtype) -> None:
+    kernels, codec, rows, paged = parts_of(case)
+    query = torch.randn(len(case[6]), case[1], case[4], case[3], device=DEVICE).to(dtype)
+    expected = kernels.fused_attend(codec, query, rows, 0.125)
+    ours = kernels.fused_attend(codec, query, paged, 0.125)
+    assert expected[0].isfinite().all()
+    assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
+
+
+@pytest.mark.parametrize("name", ["kivi-2", "turboquant-3", "rtn-4", "klt-2", "fp8"])
+@pytest.mark.parametrize("attend", [reference_attend, attend_decoded])
+def test_reference_and_chunk_kernels_read_pages(attend: Any, name: str) -> None:
+    """Of any method, by codes that are gathered; many queries, and few."""
+    _, codec, rows, paged = parts_of((name, 4, 2, 64, 1, 32, [96, 0, 64], {}))
+    codec.use_kernels(attend is attend_decoded)
+    for queries in (1, 33):
+        query = torch.randn(3, 4, queries, 64, device=DEVICE)
+        expected, ours = attend(codec, query, rows, 0.125), attend(codec, query, paged, 0.125)
+        # products of tensors with other strides may differ in their last bits
+        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(ours, expected, strict=True))
+
+
+@pytest.mark.parametrize(("name", "step"), [("turboquant-3", 1), ("klt-2", 1), ("kivi-2", 32), ("qjl", 1)])
+def test_codes_are_written_into_pages_group_by_group(name: str, step: int) -> None:
+    _, _, rows, paged = parts_of((name, 4, 2, 64, 1, 32, [64, 64], {}))
+    assert paged.pages is not None
+    stored = pool(one_group(rows.key_codes), paged.pages, 2 * 2 + SPARE)
+    places = torch.tensor([0, 64 - step], device=DEVICE), torch.tensor([64 - step, 0], device=DEVICE)
+    for first, count in ((torch.full((2,), start, device=DEVICE), step) for start in range(0, 64, step)):
+        at = int(first[0])
+        paged.pages.write(stored, first, rows.key_codes.slice(at, at + count))
+    gathered = paged.pages.gather(stored, 0, 64)
+    for name, x in gathered.tensors().items():
+        assert torch.equal(x, getattr(rows.key_codes, name)), name
+    paged.pages.write(stored, places[0], rows.key_codes.slice(0, step))
+    moved = paged.pages.gather(stored, 0, 64)
+    for name, x in moved.tensors().items():
+        own, entries = getattr(rows.key_codes, name), x.shape[2] * step // 64
+        assert torch.equal(x[0], own[0])
+        assert torch.equal(x[1, :, -entries:], own[1, :, :entries])
+
+
+def test_pages_are_refused_by_name() -> None:
+    _, _, rows, paged = parts_of(("kivi-2", 4, 2, 64, 1, 32, [64], {}))
+    table = torch.zeros(1, 4, dtype=torch.int32, device=DEVICE)
+    for size in (8, 48):
+        with pytest.raises(UsageError, match=f"pages of {size} tokens"):
+            PageTable(table, size)
+    with pytest.raises(UsageError, match="int32"):
+        PageTable(table.long(), 16)
+    with pytest.raises(UsageError, match="pages of 16 tokens do not hold whole groups of 32"):
+        PageTable(table, 16).empty(one_group(rows.key_codes), 1)
+    with pytest.raises(UsageError, match="pages of 32 tokens with a block table of pages of 64"):
+        dataclasses.replace(paged, pages=PageTable(table, 64))
+    shifted = paged.value_codes.map(lambda x: torch.cat((x, x), 2)[:, :, 1 : 1 + x.shape[2]])
+    with pytest.raises(UsageError, match="scale: tokens of a page"):
+        dataclasses.replace(paged, value_codes=shifted)
