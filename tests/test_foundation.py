@@ -115,8 +115,8 @@ BUDGET = {
     "contexts": 860,  # contexts that were read alike; used elsewhere than from the store
     "eval": 2340,  # rows without gradients, options that differ by name
     "integrations": 1466,  # pages of continuous batching
-    "kernels": 911,  # where tiles of tokens lie in pages
-    "methods": 10017,  # codes in pages, read by a block table; KLT; Block-GTQ and KVarN as rivals
+    "kernels": 927,  # where tiles of tokens lie in pages
+    "methods": 10061,  # codes in pages, read by a block table; KLT; Block-GTQ and KVarN as rivals
     "plan": 558,  # from which length they are smaller
     "serve": 1242,  # a server of the OpenAI API
     "seam": 1595,  # rotations by constants return at once

@@ -12,43 +12,59 @@ import triton.language as tl
 
 
 @triton.jit
-def row_table(table, i_b, table_row, PAGE: tl.constexpr):
-    """Pointer to the pages of row i_b of a block table, int32 [batch, max_pages]."""
-    return table + i_b * table_row if PAGE > 0 else table
+def origin(table, i_b, first, table_row, PAGE: tl.constexpr):
+    """Where pointers of a program begin whose tokens begin with `first` of row i_b of the batch.
 
-
-@triton.jit
-def head_start(base, i_b, i_h, first, batch_stride, head_stride, time_stride, PAGE: tl.constexpr):
-    """Pointer to token `first` of a row's head; in pages, to the head in page 0."""
-    if PAGE == 0:
-        base = base + i_b * batch_stride + i_h * head_stride + first * time_stride
-    else:
-        base += i_h * head_stride
-    return base
+    Returns:
+        a pointer to the row's pages in the table, int32 [batch, max_pages]; the row and the token that pointers begin
+        at: i_b and `first`, in pages 0 and 0; and the program's first token, counted from there.
+    """
+    begin = 0
+    if PAGE > 0:
+        table += i_b * table_row
+        begin = first.to(tl.int32)
+        i_b, first = i_b * 0, first * 0
+    return table, i_b, first, begin
 
 
 @triton.jit
 def tile_start(
-    base, table, first, n, last, page_stride, time_stride, PAGE: tl.constexpr, TILE: tl.constexpr
+    base, table, first, n, end, page_stride, time_stride, PAGE: tl.constexpr, TILE: tl.constexpr, UNIT: tl.constexpr
 ):  # fmt: skip
     """Pointers to the beginning of a tile: token first + n of a head is at that + n * time_stride.
 
-    One pointer, or where a tile is larger than a page one for each n. An entry of the table below 0 is read as page 0.
+    One pointer, or where several pages are looked up, which is cheaper than one for each token, one for each n.
 
     Args:
-        base: pointer to the head, as `head_start` has it.
-        table: of `row_table`.
-        first: token where the tile begins, counted as `base` is; in pages, a multiple of PAGE or of TILE.
-        n: tokens of the tile, at least 0, less than TILE, and at most `last`.
-        last: the tile's last token that exists, at least 0: pages beyond it are not looked up.
+        base: pointer to the head, from `origin` on.
+        table: of `origin`; an entry below 0 is read as page 0.
+        first: token where the tile begins, counted from `origin`, as is `end`.
+        n: tokens of the tile, at least 0, less than TILE, and at most the last that exists.
+        end: the first token that does not exist: what is beyond is not looked up, unless it is `first`.
+
+    Constexprs: UNIT: `first` is a multiple of UNIT or of PAGE.
     """
     offset = first * time_stride
     if PAGE > 0:
-        page = first // PAGE
-        offset = tl.maximum(tl.load(table + page), 0).to(tl.int64) * page_stride
-        if PAGE > TILE:
-            offset += first % PAGE * time_stride
-        for i in tl.static_range(1, (TILE + PAGE - 1) // PAGE):
-            number = tl.maximum(tl.load(table + tl.minimum(page + i, (first + last) // PAGE)), 0).to(tl.int64)
-            offset = tl.where(n >= i * PAGE, number * page_stride - i * PAGE * time_stride, offset)
+        STEP: tl.constexpr = min(UNIT, PAGE)
+        for i in tl.static_range((TILE + STEP - 1) // STEP):
+            at = tl.maximum(tl.minimum(first + i * STEP, end - 1), first) if i > 0 else first
+            start = tl.maximum(tl.load(table + at // PAGE), 0).to(tl.int64) * page_stride
+            if PAGE > STEP:
+                start += (at % PAGE - i * STEP) * time_stride
+            elif i > 0:
+                start -= i * STEP * time_stride
+            offset = tl.where(n >= i * STEP, start, offset) if i > 0 else start
     return base + offset
+
+
+@triton.jit
+def token_offsets(table, first, n, end, page_stride, time_stride, PAGE: tl.constexpr):
+    """Offsets of tokens first + n of a head, each of which looks up its page; those from `end` on are read as that
+    before it.
+    """
+    offsets = n * time_stride
+    if PAGE > 0:
+        at = tl.minimum(first + n, end - 1)
+        offsets = tl.maximum(tl.load(table + at // PAGE), 0).to(tl.int64) * page_stride + at % PAGE * time_stride
+    return offsets

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvcli.kernels.launch import cdiv, power_of_two
 from kvcli.kernels.operands import in_thread_order
-from kvcli.kernels.pages import head_start, row_table, tile_start
+from kvcli.kernels.pages import origin, tile_start
 from kvcli.kernels.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wait
 from kvcli.kernels.splits import LOG2E, SplitScores, batch_and_head, split_range
 from kvcli.kernels.words import FIELD_SCALE, TINY, pow2_above
@@ -160,10 +160,9 @@ def _load_tokens(
         # blocks begin where those of positions do, in the middle of a page; a tile begins with the page
         N: tl.constexpr = n.shape[0]
         first = tl.maximum(tl.minimum(begin, high - 1), low) // PAGE * PAGE
-        last = tl.maximum(tl.minimum(begin + N, high) - 1, low) - first
         at += low - first
-        p_head = tile_start(p_head, table, first, at[:, None], last, p_page, p_time, PAGE, N + PAGE)
-        p_gain = tile_start(p_gain, table, first, at, last, g_page, g_time, PAGE, N + PAGE)
+        p_head = tile_start(p_head, table, first, at[:, None], high, p_page, p_time, PAGE, N + PAGE, PAGE)
+        p_gain = tile_start(p_gain, table, first, at, high, g_page, g_time, PAGE, N + PAGE, PAGE)
     p_word = in_thread_order(p_head, at[:, None] * p_time + o_q[None, :] * 4, 4 if W % 4 == 0 else 2)
     return head_planes(p_word, o_q[None, :] * 4, num_bytes, PLANES, 4, W), tl.load(p_gain + at * g_time)
 
@@ -257,10 +256,10 @@ def _scores_kernel(
     low = low.to(tl.int32)
     start = tl.load(positions + i_b * at_batch).to(tl.int32)
     fields += i_h * FIELDS
-    p_head, num_bytes = head_bytes(head_start(packed, i_b, 0, 0, p_batch, 0, p_time, PAGE), fields, W)
+    table, i_row, _, _ = origin(table, i_b, low, table_row, PAGE)
+    p_head, num_bytes = head_bytes(packed + i_row * p_batch, fields, W)
     bands = head_bands(fields, FP32_DOT)
-    p_gain = head_start(gain, i_b, i_h, 0, g_batch, g_head, g_time, PAGE)
-    table = row_table(table, i_b, table_row, PAGE)
+    p_gain = gain + i_row * g_batch + i_h * g_head
     p_scores = scores + i_bh * s_head + o_m.to(tl.int64)[None, :] * s_row
     pdl_wait()
     high = low + tl.maximum(count, 0).to(tl.int32)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvcli.kernels.launch import cdiv, power_of_two
 from kvcli.kernels.operands import in_thread_order, tokens_as_columns, tokens_as_rows
-from kvcli.kernels.pages import head_start, row_table, tile_start
+from kvcli.kernels.pages import origin, tile_start
 from kvcli.kernels.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wait
 from kvcli.kernels.splits import SplitScores, batch_and_head, merge_splits, split_range
 from kvcli.kernels.words import FIELD_SCALE
@@ -58,21 +58,20 @@ def _load_tokens(
     Pages are those of `tile_start`, for tokens counted from `begin` on. WHOLE: there are as many.
     """
     last = count - 1 - start
-    last_read = tl.maximum(tl.minimum(last, N - 1), 0)
     # tokens 16 i + 4 t + j at [i, :, t, j]
     n = tl.arange(0, N // 16)[:, None, None, None] * 16 + tl.arange(0, 4)[None, None, :, None] * 4
     n += tl.arange(0, 4)[None, None, None, :] + tl.zeros([1, m_m.shape[0], 1, 1], tl.int32)
     m_n = m_m[None, :, None, None] if WHOLE else m_m[None, :, None, None] & (n <= last)
     b_s = tl.load(in_thread_order((p_scores + start)[None, :, None, None], n, 16), mask=m_n, other=float("-inf"))
     at = n if WHOLE else tl.minimum(n, last)
-    p_gain = tile_start(p_gain, table, begin + start, at, last_read, g_page, g_time, PAGE, N)
+    p_gain = tile_start(p_gain, table, begin + start, at, begin + count, g_page, g_time, PAGE, N, N)
     b_g = tl.load(in_thread_order(p_gain, at * g_time, GAINS if WHOLE else 1))
     # tokens 16 i + 4 t + j at [i, j, :, t, :]
     t = tl.arange(0, N // 16)[:, None, None, None, None] * 16 + tl.arange(0, 4)[None, None, None, :, None] * 4
     t += tl.arange(0, 4)[None, :, None, None, None]
     t = t if WHOLE else tl.minimum(t, last)
     o_q = tl.arange(0, BLOCK_W // 2)[None, None, :, None, None]
-    p_head = tile_start(p_head, table, begin + start, t, last_read, p_page, p_time, PAGE, N)
+    p_head = tile_start(p_head, table, begin + start, t, begin + count, p_page, p_time, PAGE, N, N)
     p_word = in_thread_order(p_head, t * p_time + o_q * 2, 2)
     return b_s, b_g, head_planes(p_word, o_q * 2, num_bytes, PLANES, 2, W)
 
@@ -159,11 +158,10 @@ def _value_kernel(
     first, count = split_range(length, per_split)
     first, count = tl.where(count > 0, first, 0), tl.maximum(count, 0)  # 0 beyond the end of the sequence
     fields += i_h * FIELDS
-    table = row_table(table, i_b, table_row, PAGE)
-    p_head, num_bytes = head_bytes(head_start(packed, i_b, 0, first, p_batch, 0, p_time, PAGE), fields, W)
+    table, i_row, token, begin = origin(table, i_b, first, table_row, PAGE)
+    p_head, num_bytes = head_bytes(packed + i_row * p_batch + token * p_time, fields, W)
     bands = head_bands(fields, FP32_DOT)
-    p_gain = head_start(gain, i_b, i_h, first, g_batch, g_head, g_time, PAGE)
-    begin = first.to(tl.int32) if PAGE > 0 else 0
+    p_gain = gain + i_row * g_batch + i_h * g_head + token * g_time
     p_scores = scores + i_bh * s_head + o_m.to(tl.int64) * s_row + first
 
     pdl_wait()

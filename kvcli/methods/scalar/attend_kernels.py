@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvcli.kernels.launch import cdiv, power_of_two, row_major, unsupported_shape
 from kvcli.kernels.operands import words_as_columns, words_as_rows
+from kvcli.kernels.pages import origin, tile_start, token_offsets
 from kvcli.kernels.pdl import pdl_launch_dependents
 from kvcli.kernels.splits import LOG2E, SplitScores, batch_and_head, query_rows, split_range
 from kvcli.kernels.words import EVICT_FIRST, FIELD_SCALE, field_dot, mul2, query_fields, query_in_units
@@ -36,10 +37,13 @@ ZERO_GROUPS = tl.constexpr(16)
 
 @triton.jit
 def _zero_sums(
-    zero, b_units, first, count, o_w, c_time, W: tl.constexpr, D: tl.constexpr, B: tl.constexpr,
-    FP32_DOT: tl.constexpr, WHOLE: tl.constexpr,
+    zero, b_units, first, count, o_w, table, begin, end, c_page, c_time,
+    W: tl.constexpr, D: tl.constexpr, B: tl.constexpr, PAGE: tl.constexpr, FP32_DOT: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """sum_c q_c zero_c of ZERO_GROUPS groups from `first` on, of `count`, for each query row: [ZERO_GROUPS, C]."""
+    """sum_c q_c zero_c of ZERO_GROUPS groups from `first` on, of `count`, for each query row: [ZERO_GROUPS, C].
+
+    PAGE groups are in a page, see `token_offsets`.
+    """
     LOW: tl.constexpr = 8 // B
     FIELDS: tl.constexpr = 16 // B
     ALIGNED: tl.constexpr = o_w.shape[0] // 4 if WHOLE else 1
@@ -49,7 +53,8 @@ def _zero_sums(
         # units of fields that lie equally high in their byte are divided by the same power of two
         b_sum = tl.zeros([ZERO_GROUPS, b_units[0].shape[1]], tl.float32)
         for f in tl.static_range(low, FIELDS, LOW):
-            at = tl.multiple_of(o_g[:, None] * c_time + (f * W + o_w)[None, :], [ALIGNED, ALIGNED])
+            at_group = token_offsets(table, begin, o_g[:, None], end, c_page, c_time, PAGE)
+            at = tl.multiple_of(at_group + (f * W + o_w)[None, :], [ALIGNED, ALIGNED])
             if WHOLE:
                 b_z = tl.load(zero + at, eviction_policy=EVICT_FIRST)
             else:
@@ -64,8 +69,8 @@ def _zero_sums(
 def _scores_kernel(
     query, packed, scale, zero, lengths, scores, split_max,
     q_batch, q_head, q_time, p_batch, p_head, c_batch, c_head, c_time, s_head, s_row,
-    num_kv_heads, query_len, groups, groups_per_split, scaling,
-    HEADS: tl.constexpr, B: tl.constexpr, W: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr,
+    num_kv_heads, query_len, groups, groups_per_split, scaling, table, table_row,
+    HEADS: tl.constexpr, B: tl.constexpr, W: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_W: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PACK: tl.constexpr,
     FP32_DOT: tl.constexpr, HAS_LENGTHS: tl.constexpr,
 ):  # fmt: skip
@@ -79,8 +84,9 @@ def _scores_kernel(
     strides p_*, B-bit codes by `pack_planes`; scale and zero float16 [batch, num_kv_heads, groups, D], strides c_*,
     `groups` those of the longest sequence; lengths int32 [batch], tokens of each sequence, if HAS_LENGTHS; written in
     units of log 2 (`scaling` includes log2(e)): scores float32 [batch, num_kv_heads, rows, tokens], strides s_*, and
-    split_max float32 [batch, num_kv_heads, num_splits, rows]. BLOCK_N tokens per product; BLOCK_W is W padded;
-    FP32_DOT: float32 products.
+    split_max float32 [batch, num_kv_heads, num_splits, rows]. With PAGE, packed, scale and zero are pages of so many
+    tokens, a multiple of GROUP, of the block table, int32 [batch, max_pages], stride table_row. BLOCK_N tokens per
+    product; BLOCK_W is W padded; FP32_DOT: float32 products.
     """
     pdl_launch_dependents()
     i_bh, i_b, i_h = batch_and_head(1, num_kv_heads)
@@ -99,9 +105,12 @@ def _scores_kernel(
     if HAS_LENGTHS:
         groups = tl.load(lengths + i_b) // GROUP
     first, count = split_range(groups, groups_per_split)
-    packed += i_b * p_batch + i_h * p_head + first * GROUP * W
-    scale += i_b * c_batch + i_h * c_head + first * c_time
-    zero += i_b * c_batch + i_h * c_head + first * c_time
+    PAGE_GROUPS: tl.constexpr = PAGE // GROUP
+    table, i_row, group, begin = origin(table, i_b, first, table_row, PAGE)
+    packed += i_row * p_batch + i_h * p_head + group * GROUP * W
+    scale += i_row * c_batch + i_h * c_head + group * c_time
+    zero += i_row * c_batch + i_h * c_head + group * c_time
+    end = begin + count if PAGE > 0 else 0
     p_scores = scores + i_bh * s_head + o_m.to(tl.int64)[None, :] * s_row + first * GROUP
 
     # [W, C] per field
@@ -114,11 +123,17 @@ def _scores_kernel(
     same_group = (o_r // BLOCK_N)[:, None] == (o_c // BLOCK_M)[None, :]
     b_max = tl.full([BLOCK_N * PACK, BLOCK_M * PACK], float("-inf"), tl.float32)
     for block in range(0, count, ZERO_GROUPS):
-        b_zeros = _zero_sums(zero, b_units, block, count, o_w, c_time, W, D, B, FP32_DOT, WHOLE) * zero_factor[None, :]
+        b_zeros = _zero_sums(
+            zero, b_units, block, count, o_w, table, begin, end, c_batch, c_time, W, D, B, PAGE_GROUPS, FP32_DOT, WHOLE
+        )
+        b_zeros = b_zeros * zero_factor[None, :]
         for g in range(block, tl.minimum(block + ZERO_GROUPS, count), PACK):
             last = count - 1 - g
             group_of_column = tl.minimum(o_c // BLOCK_M, last)
-            p_scale = scale + g * c_time + (group_of_column * c_time)[None, :] + o_w[:, None]
+            p_scale = tile_start(
+                scale, table, begin + g, group_of_column[None, :], end, c_batch, c_time, PAGE_GROUPS, PACK, 1
+            )
+            p_scale = p_scale + (group_of_column * c_time)[None, :] + o_w[:, None]
             b_scaled = ()
             for f in tl.static_range(FIELDS):
                 if WHOLE:
@@ -132,10 +147,13 @@ def _scores_kernel(
             for part in tl.static_range(GROUP // BLOCK_N):
                 n = tl.minimum(o_r // BLOCK_N, last) * GROUP + part * BLOCK_N + o_r % BLOCK_N
                 at = tl.multiple_of(n[:, None] * W + o_w[None, :], [ALIGNED, ALIGNED])
+                p_words = tile_start(
+                    packed, table, (begin + g) * GROUP, n[:, None], end * GROUP, p_batch, W, PAGE, PACK * GROUP, GROUP,
+                )  # fmt: skip
                 if WHOLE:
-                    words = tl.load(packed + g * GROUP * W + at, eviction_policy=EVICT_FIRST)
+                    words = tl.load(p_words + at, eviction_policy=EVICT_FIRST)
                 else:
-                    words = tl.load(packed + g * GROUP * W + at, mask=m_w[None, :], other=0)
+                    words = tl.load(p_words + at, mask=m_w[None, :], other=0)
                 words = words_as_columns(words)
                 # [N, C]
                 b_s = tl.zeros([BLOCK_N * PACK, BLOCK_M * PACK], tl.float32)
@@ -203,12 +221,14 @@ def key_scores(
     query = row_major(query)
     shapes = {
         "HEADS": heads_per_kv, "B": key.n_bits, "W": words.shape[-1], "D": head_dim, "GROUP": group,
+        "PAGE": encoded.page_size,
         "BLOCK_W": max(16, power_of_two(words.shape[-1])), "BLOCK_M": block_m, "FP32_DOT": fp32_dot,
         "HAS_LENGTHS": encoded.lengths is not None, "num_warps": _WARPS_FP32 if fp32_dot else _WARPS,
     }  # fmt: skip
     strides = (*query.stride()[:3], *words.stride()[:2], *codes.scale.stride()[:3])
     score_strides = scores.values.stride()[1:3]
-    sizes = (spec.num_kv_heads, query_len, encoded.length // group, scores.tokens_per_split // group, scaling * LOG2E)
+    groups, per_split = encoded.length // group, scores.tokens_per_split // group
+    sizes = (spec.num_kv_heads, query_len, groups, per_split, scaling * LOG2E, *encoded.table)
     written = (scores.values if encoded.lengths is None else encoded.lengths, scores.values, scores.split_max)
     if encoded.rotations is None:
         _scores_kernel[grid](

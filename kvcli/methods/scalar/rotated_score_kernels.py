@@ -13,6 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvcli.kernels.pages import origin, tile_start, token_offsets
 from kvcli.kernels.pdl import pdl_launch_dependents
 from kvcli.kernels.splits import batch_and_head, query_rows, split_range
 from kvcli.kernels.words import EVICT_FIRST, TINY, field_fp16, field_fp32, fma2, pow2_above, query_fields
@@ -25,8 +26,8 @@ SCAN_GROUPS = tl.constexpr(4)
 def rotated_scores_kernel(
     query, packed, scale, zero, tile_cos, tile_sin, offset_cos, offset_sin, lengths, scores, split_max,
     q_batch, q_head, q_time, p_batch, p_head, c_batch, c_head, c_time, t_batch, s_head, s_row,
-    num_kv_heads, query_len, groups, groups_per_split, scaling,
-    HEADS: tl.constexpr, B: tl.constexpr, W: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr,
+    num_kv_heads, query_len, groups, groups_per_split, scaling, table, table_row,
+    HEADS: tl.constexpr, B: tl.constexpr, W: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_W: tl.constexpr, BLOCK_M: tl.constexpr, FP32_DOT: tl.constexpr, HAS_LENGTHS: tl.constexpr,
 ):  # fmt: skip
     """scores[m, n] = scaling <q_m, RoPE(k_n)> for k_nc = code_nc scale_gc + zero_gc, tokens n of group g.
@@ -43,12 +44,14 @@ def rotated_scores_kernel(
     o_n = tl.arange(0, GROUP)
     LOW: tl.constexpr = 8 // B
     HALF: tl.constexpr = D // 2
+    PAGE_GROUPS: tl.constexpr = PAGE // GROUP
     m_m = o_m < HEADS * query_len
     m_w = o_w < W
     p_query = query_rows(query, i_b, i_h, o_m, q_batch, q_head, q_time, query_len, HEADS)
-    packed += i_b * p_batch + i_h * p_head
-    scale += i_b * c_batch + i_h * c_head
-    zero += i_b * c_batch + i_h * c_head
+    table, i_row, _, _ = origin(table, i_b, i_b, table_row, PAGE)
+    packed += i_row * p_batch + i_h * p_head
+    scale += i_row * c_batch + i_h * c_head
+    zero += i_row * c_batch + i_h * c_head
     p_scores = scores + i_bh * s_head + o_m.to(tl.int64)[None, :] * s_row
 
     # [W, M] per field
@@ -68,9 +71,10 @@ def rotated_scores_kernel(
     if HAS_LENGTHS:
         groups = tl.load(lengths + i_b) // GROUP
     first, count = split_range(groups, groups_per_split)
-    packed += first * GROUP * W
-    scale += first * c_time
-    zero += first * c_time
+    _, _, group, begin = origin(table, i_b, first, table_row, PAGE)
+    packed += group * GROUP * W
+    scale += group * c_time
+    zero += group * c_time
     tile_cos += i_b * t_batch + first * HALF
     tile_sin += i_b * t_batch + first * HALF
     p_scores += first * GROUP
@@ -81,14 +85,23 @@ def rotated_scores_kernel(
         b_top = tl.zeros([SCAN_GROUPS, BLOCK_D], tl.float16)
         for start in range(0, count, SCAN_GROUPS):
             o_g = tl.minimum(start + tl.arange(0, SCAN_GROUPS), count - 1)
-            b_top = tl.maximum(b_top, tl.load(scale + o_g[:, None] * c_time + o_d[None, :]))
+            at_group = token_offsets(table, begin, o_g[:, None], begin + count, c_batch, c_time, PAGE_GROUPS)
+            b_top = tl.maximum(b_top, tl.load(scale + at_group + o_d[None, :]))
         key_unit = tl.maximum(pow2_above(tl.maximum(tl.max(tl.max(b_top, 1).to(tl.float32), 0), TINY)) / 64.0, 2.0)
         per_unit = 1.0 / key_unit
         dot_factor = dot_factor * key_unit
     b_max = tl.full([GROUP, BLOCK_M], float("-inf"), tl.float32)
     for g in range(0, count):
         n = g * GROUP + o_n
-        words = tl.load(packed + n[:, None] * W + o_w[None, :], mask=m_w[None, :], other=0, eviction_policy=EVICT_FIRST)
+        p_scale, p_zero = scale, zero
+        if PAGE == 0:
+            p_words = packed + n[:, None] * W
+        else:
+            p_words = tile_start(packed, table, (begin + g) * GROUP, o_n, 0, p_batch, W, PAGE, GROUP, GROUP)
+            p_words = p_words + o_n[:, None] * W
+            p_scale = tile_start(scale, table, begin + g, 0, 0, c_batch, c_time, PAGE_GROUPS, 1, 1)
+            p_zero = tile_start(zero, table, begin + g, 0, 0, c_batch, c_time, PAGE_GROUPS, 1, 1)
+        words = tl.load(p_words + o_w[None, :], mask=m_w[None, :], other=0, eviction_policy=EVICT_FIRST)
         # [N, M]
         b_scores = tl.zeros([GROUP, BLOCK_M], tl.float32)
         for f in tl.static_range(LOW):
@@ -100,10 +113,10 @@ def rotated_scores_kernel(
             b_qx = b_x * b_tc[:, None] + b_y * b_ts[:, None]
             b_qy = b_y * b_tc[:, None] - b_x * b_ts[:, None]
             at_x = f * W + o_w
-            b_cx = tl.load(scale + at_x, mask=m_w, other=0.0, eviction_policy=EVICT_FIRST)
-            b_cy = tl.load(scale + at_x + HALF, mask=m_w, other=0.0, eviction_policy=EVICT_FIRST)
-            b_zx = tl.load(zero + at_x, mask=m_w, other=0.0, eviction_policy=EVICT_FIRST)
-            b_zy = tl.load(zero + at_x + HALF, mask=m_w, other=0.0, eviction_policy=EVICT_FIRST)
+            b_cx = tl.load(p_scale + at_x, mask=m_w, other=0.0, eviction_policy=EVICT_FIRST)
+            b_cy = tl.load(p_scale + at_x + HALF, mask=m_w, other=0.0, eviction_policy=EVICT_FIRST)
+            b_zx = tl.load(p_zero + at_x, mask=m_w, other=0.0, eviction_policy=EVICT_FIRST)
+            b_zy = tl.load(p_zero + at_x + HALF, mask=m_w, other=0.0, eviction_policy=EVICT_FIRST)
             if FP32_DOT:
                 b_kx = field_fp32(words, f, B) * b_cx.to(tl.float32)[None, :]
                 b_ky = field_fp32(words, f + LOW, B) * b_cy.to(tl.float32)[None, :]
@@ -132,8 +145,9 @@ def rotated_scores_kernel(
         b_scores = b_scores * dot_factor[None, :]
         b_max = tl.maximum(b_max, b_scores)
         tl.store(p_scores + n[:, None], b_scores, mask=m_m[None, :])
-        scale += c_time
-        zero += c_time
+        if PAGE == 0:
+            scale += c_time
+            zero += c_time
         tile_cos += HALF
         tile_sin += HALF
     rows = HEADS * query_len

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvcli.kernels.launch import cdiv, power_of_two
 from kvcli.kernels.operands import in_thread_order, tokens_as_columns, tokens_as_rows
+from kvcli.kernels.pages import origin, tile_start, token_offsets
 from kvcli.kernels.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wait
 from kvcli.kernels.splits import SplitScores, batch_and_head, merge_splits, split_range
 from kvcli.kernels.words import EVICT_FIRST, FIELD_SCALE, TINY, field_dot, field_fp32, mul2, pow2_above
@@ -102,17 +103,26 @@ def _load_scales(
 
 @triton.jit
 def _add_tokens(
-    b_sums, b_zero, b_total, p_scores, packed, scale, zero, shift, m_m, start, count,
-    B: tl.constexpr, W: tl.constexpr, D: tl.constexpr, GROUPS: tl.constexpr, PAIRS: tl.constexpr,
+    b_sums, b_zero, b_total, p_scores, packed, scale, zero, table, begin, p_page, c_page, shift, m_m, start, count,
+    B: tl.constexpr, W: tl.constexpr, D: tl.constexpr, GROUPS: tl.constexpr, PAIRS: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_W: tl.constexpr, N: tl.constexpr, FP32_DOT: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Adds N tokens from `start` on, of `count`, to the sums; WHOLE: there are as many."""
+    """Adds N tokens from `start` on, of `count`, to the sums; WHOLE: there are as many.
+
+    Pages are those of `tile_start`, for tokens counted from `begin` on.
+    """
     GROUP: tl.constexpr = D // GROUPS
     FIELDS: tl.constexpr = 16 // B
     p_scores += start
-    packed += start * W
-    scale += start * GROUPS
-    zero += start * GROUPS
+    o_5, o_scale = 0, 0
+    if PAGE > 0:
+        # eight tokens that are loaded together are in one page
+        o_8 = tl.arange(0, N // 8)[:, None, None, None] * 8
+        o_8 = o_8 if WHOLE else tl.minimum(o_8, count - 1 - start)
+        o_5, o_scale = o_8[:, None], tl.minimum(tl.arange(0, N), count - 1 - start)[None, :] if FP32_DOT else o_8
+    packed = tile_start(packed, table, begin + start, o_5, begin + count, p_page, W, PAGE, N, N)
+    scale = tile_start(scale, table, begin + start, o_scale, begin + count, c_page, GROUPS, PAGE, N, N)
+    zero = tile_start(zero, table, begin + start, o_5, begin + count, c_page, GROUPS, PAGE, N, N)
     last = count - 1 - start
     b_p = tl.exp2(_load_scores(p_scores, m_m, last, N, WHOLE) + shift[None, :, None, None])
     words = _load_words(packed, last, N, W, BLOCK_W, WHOLE)
@@ -148,8 +158,8 @@ def _words_of_rows(BLOCK_W: tl.constexpr):
 @triton.jit(do_not_specialize=["length"])
 def _value_kernel(
     scores, packed, scale, zero, lengths, split_max, split_out, split_lse,
-    s_head, s_row, p_batch, p_head, c_batch, c_head, num_kv_heads, length, per_split, rows, lse_unit,
-    B: tl.constexpr, W: tl.constexpr, D: tl.constexpr, GROUPS: tl.constexpr,
+    s_head, s_row, p_batch, p_head, c_batch, c_head, num_kv_heads, length, per_split, rows, lse_unit, table, table_row,
+    B: tl.constexpr, W: tl.constexpr, D: tl.constexpr, GROUPS: tl.constexpr, PAGE: tl.constexpr,
     PAIRS: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SCAN: tl.constexpr, FP32_DOT: tl.constexpr, HAS_LENGTHS: tl.constexpr,
 ):  # fmt: skip
@@ -163,7 +173,8 @@ def _value_kernel(
     num_kv_heads, tokens, W], strides p_*, B-bit codes by `pack_planes`; scale and zero float16 [batch, num_kv_heads,
     tokens, GROUPS], strides c_*; lengths int32 [batch], tokens of each sequence, if HAS_LENGTHS; split_max float32
     [batch, num_kv_heads, num_splits, rows], largest score of each split; written: split_out float32 [batch,
-    num_kv_heads, num_splits, rows, D] and split_lse, like split_max, in units of log 2 / lse_unit.
+    num_kv_heads, num_splits, rows, D] and split_lse, like split_max, in units of log 2 / lse_unit. With PAGE, packed,
+    scale and zero are pages of so many tokens, as in `attend_kernels._scores_kernel`.
 
     PAIRS: there are 2 or 4 groups, and scales of even tokens begin at multiples of 4 GROUPS bytes; BLOCK_W and BLOCK_G
     are W and GROUPS padded; SCAN tokens whose scales are read at a time for their maximum; FP32_DOT: float32 products.
@@ -183,9 +194,10 @@ def _value_kernel(
     first, count = split_range(length, per_split)
     count = tl.maximum(count, 0)  # beyond the end of the sequence
     p_scores = scores + i_bh * s_head + o_m.to(tl.int64) * s_row + first
-    packed += i_b * p_batch + i_h * p_head + first * W
-    scale += i_b * c_batch + i_h * c_head + first * GROUPS
-    zero += i_b * c_batch + i_h * c_head + first * GROUPS
+    table, i_row, token, begin = origin(table, i_b, first, table_row, PAGE)
+    packed += i_row * p_batch + i_h * p_head + token * W
+    scale += i_row * c_batch + i_h * c_head + token * GROUPS
+    zero += i_row * c_batch + i_h * c_head + token * GROUPS
 
     # the largest scale, so that weights times scales stay in the range of float16
     b_top = tl.zeros([SCAN, BLOCK_G], tl.float16)
@@ -193,7 +205,8 @@ def _value_kernel(
     for start in range(0, count, SCAN):
         at = start + tl.arange(0, SCAN)
         mask = (at < count)[:, None] & (o_g < GROUPS)[None, :]
-        b_top = tl.maximum(b_top, tl.load(scale + at[:, None] * GROUPS + o_g[None, :], mask=mask, other=0.0))
+        p_scale = scale + token_offsets(table, begin, at[:, None], begin + count, c_batch, GROUPS, PAGE)
+        b_top = tl.maximum(b_top, tl.load(p_scale + o_g[None, :], mask=mask, other=0.0))
     unit = pow2_above(tl.maximum(tl.max(tl.max(b_top, 0).to(tl.float32), 0), TINY))
     # products of the largest weight and scale are at most 2^14, so that small ones survive in float16
     lift = tl.minimum(14.0 - tl.log2(unit), 15.0)
@@ -212,13 +225,13 @@ def _value_kernel(
     in_full_tiles = count // BLOCK_N * BLOCK_N
     for start in range(0, in_full_tiles, BLOCK_N):
         b_sums, b_zero, b_total = _add_tokens(
-            b_sums, b_zero, b_total, p_scores, packed, scale, zero, shift, m_m, start, count,
-            B, W, D, GROUPS, PAIRS, BLOCK_W, BLOCK_N, FP32_DOT, True,
+            b_sums, b_zero, b_total, p_scores, packed, scale, zero, table, begin, p_batch, c_batch, shift, m_m,
+            start, count, B, W, D, GROUPS, PAIRS, PAGE, BLOCK_W, BLOCK_N, FP32_DOT, True,
         )  # fmt: skip
     if in_full_tiles < count:
         b_sums, b_zero, b_total = _add_tokens(
-            b_sums, b_zero, b_total, p_scores, packed, scale, zero, shift, m_m, in_full_tiles, count,
-            B, W, D, GROUPS, PAIRS, BLOCK_W, BLOCK_N, FP32_DOT, False,
+            b_sums, b_zero, b_total, p_scores, packed, scale, zero, table, begin, p_batch, c_batch, shift, m_m,
+            in_full_tiles, count, B, W, D, GROUPS, PAIRS, PAGE, BLOCK_W, BLOCK_N, FP32_DOT, False,
         )  # fmt: skip
 
     total = tl.max(b_total, 0)
@@ -267,7 +280,7 @@ def value_sum(
         scores.split_max, split_out, split_lse,
         *scores.values.stride()[1:3], *words.stride()[:2], *scale.stride()[:2],
         kv_heads, scores.length, scores.tokens_per_split, rows, math.log(2) if scores.num_splits == 1 else 1.0,
-        B=value.n_bits, W=words.shape[-1], D=head_dim, GROUPS=scale.shape[-1],
+        *encoded.table, PAGE=encoded.page_size, B=value.n_bits, W=words.shape[-1], D=head_dim, GROUPS=scale.shape[-1],
         PAIRS=aligned and pair in {4, 8}, BLOCK_W=max(16, power_of_two(words.shape[-1])),
         BLOCK_G=power_of_two(scale.shape[-1]), BLOCK_M=block_m, BLOCK_N=_BLOCK_N, SCAN=_SCAN, FP32_DOT=fp32_dot,
         HAS_LENGTHS=encoded.lengths is not None, num_warps=_WARPS_FP32 if fp32_dot else _WARPS, num_stages=_STAGES,
