@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
@@ -37,6 +38,9 @@ class AttentionOptions(BenchOptions):
         default=[], description="context lengths; repeatable; default: 1024 to 131072 (CPU: 256 and 1024)"
     )
     batches: list[str] = Field(default=[], description="sequences; repeatable; default: 1")
+    page_size: Lengths = Field(
+        default=[], description="tokens of a page, for codes in pages beside those in rows; repeatable"
+    )
     repeats: int = Field(default=50, ge=1, description="calls timed")
     baseline: list[BaselineName] = Field(default=[], description=BASELINE_HELP)
 
@@ -52,6 +56,7 @@ class AttentionRow(Row):
     """A row of `Row`'s fields, these and those of `kvcli.bench.timing.Timing`; `fp16` is SDPA.
 
     Attributes:
+        page_size: tokens of a page of codes; None for codes in rows.
         encoded: tokens per sequence that are codes, complete groups; all for `fp16` and `--baseline`.
         sdpa_us, speedup: median of SDPA on the same shape, and that over this one's.
         stored_bytes, true_bits: of keys and values of this layer, and bits per value.
@@ -59,6 +64,7 @@ class AttentionRow(Row):
         copy_gb_s: a device copy, bytes read plus bytes written.
     """
 
+    page_size: int | None = None
     lse_error: float | None = None
     encoded: int | None = None
     sdpa_us: float | None = None
@@ -124,13 +130,14 @@ def prepare(options: AttentionOptions, reporter: Reporter) -> BenchRows:
     def measure_method(case: MethodCase, row: AttentionRow) -> AttentionRow:
         """Checks a method's kernels, and times them if they are right."""
         shape = {"layer_idx": layer_idx, "context": row.context, "batch": row.batch}
-        layer = encoded_layer(case, spec, rope, **shape, device=device, dtype=dtype, seed=seed)
+        layer = encoded_layer(case, spec, rope, **shape, device=device, dtype=dtype, seed=seed).in_pages(row.page_size)
         backend = choose_backend(case.method, [layer.codec], options.impl, device)
         layer.codec.use_kernels(backend.impl == "fused")
-        row = replace(row, impl=backend.impl)
         graph = backend.attend_codes is not reference_attend
         with torch.inference_mode():
-            row = row.checked(compare_attention(layer, backend.attend_codes) if graph else None)
+            row = replace(row, impl=backend.impl).checked(
+                compare_attention(layer, backend.attend_codes) if graph else None
+            )
             if row.status != "ok":
                 return row
             attend = partial(layer.attend, backend.attend_codes, layer.encoded_tokens())
@@ -146,12 +153,15 @@ def prepare(options: AttentionOptions, reporter: Reporter) -> BenchRows:
                 for library in libraries:
                     row = AttentionRow(library.name, context, batch, library.name, copy_gb_s=copy_gb_s)
                     yield run_row(partial(timed, library), replace(row, sdpa_us=sdpa.sdpa_us))
-                for case in cases:
-                    row = AttentionRow(case.name, context, batch, impls[case.name], copy_gb_s=copy_gb_s)
+                for case, pages in product(cases, [None, *options.page_size]):
+                    row = AttentionRow(
+                        case.name, context, batch, impls[case.name], page_size=pages, copy_gb_s=copy_gb_s
+                    )
                     yield run_row(partial(measure_method, case), replace(row, sdpa_us=sdpa.sdpa_us))
 
+    num_rows = len(contexts) * len(batches) * (1 + len(libraries) + len(cases) * (1 + len(options.page_size)))
     shared = {"shape": options.shape, "layer": layer_idx, "dtype": name, "weights": "random"}
-    return BenchRows(rows(), len(contexts) * len(batches) * (1 + len(libraries) + len(cases)), shared)
+    return BenchRows(rows(), num_rows, shared)
 
 
 def time_library(layer: Callable[..., Any], repeats: int, library: Baseline, row: AttentionRow) -> AttentionRow:
@@ -173,7 +183,8 @@ def table(records: Records, options: AttentionOptions) -> DataTable:
         columns.insert(4, "x fastest")
     rows = []
     for record in records:
-        row = {"method": record["method"], "context": f"{record['context']}", "batch": f"{record['batch']}"}
+        pages = f", pages of {record['page_size']}" if record.get("page_size") else ""
+        row = {"method": record["method"] + pages, "context": f"{record['context']}", "batch": f"{record['batch']}"}
         row |= status(record)
         if record["status"] == "ok":
             row |= {

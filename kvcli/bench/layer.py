@@ -24,6 +24,7 @@ from kvcli.methods.base import Codec, Codes, State
 from kvcli.methods.config import CacheConfig
 from kvcli.methods.layer_codec import AttendCodes, EncodedTokens, LayerCodec, PartialAttention
 from kvcli.methods.method import Method
+from kvcli.methods.pages import PageTable
 from kvcli.registry import BASELINE, method_name, parse_method
 from kvcli.rope import Rope, TokenRotations
 from kvcli.seam.probe import probe
@@ -88,6 +89,7 @@ class EncodedLayer:
         query: rotated, [batch, num_heads, 1, head_dim] in the dtype of the model.
         key_state: state of the sequences, for codecs that have one.
         first: position of the first encoded token, after the sinks.
+        pages: where the codes are, if they are in pages.
     """
 
     codec: LayerCodec
@@ -98,11 +100,31 @@ class EncodedLayer:
     spec: ModelSpec
     rope: Rope
     first: int
+    pages: PageTable | None = None
 
     @property
     def num_tokens(self) -> int:
         """Encoded tokens of each sequence."""
-        return self.value_codes.num_tokens
+        return self.value_codes.num_tokens if self.pages is None else self.pages.length
+
+    def in_pages(self, page_size: int | None) -> EncodedLayer:
+        """The same tokens in pages, in random order; errors as those of `PageTable`, and for part of a page.
+
+        None: as they are.
+        """
+        if page_size is None:
+            return self
+        if self.num_tokens % page_size:
+            raise ConfigError(f"{self.num_tokens} tokens are no whole pages of {page_size}")
+        batch, most, device = len(self.query), self.num_tokens // page_size, self.query.device
+        table = torch.randperm(batch * most, generator=torch.Generator().manual_seed(0)).view(batch, most)
+        pages = PageTable(table.int().to(device), page_size)
+        sides = []
+        for codec, codes in ((self.codec.key, self.key_codes), (self.codec.value, self.value_codes)):
+            one = codes.slice(0, codec.tokens_per_group).select([0])
+            sides.append(pages.empty(one, batch * most))
+            pages.write(sides[-1], torch.zeros(batch, dtype=torch.int32, device=device), codes)
+        return replace(self, key_codes=sides[0], value_codes=sides[1], pages=pages)
 
     @property
     def stored_bytes(self) -> int:
@@ -115,7 +137,7 @@ class EncodedLayer:
         if self.codec.needs_rotations:
             positions = torch.arange(self.first, self.first + self.num_tokens, device=self.query.device)
             rotations = TokenRotations(self.rope, positions.int().repeat(self.query.shape[0], 1))
-        return EncodedTokens(self.key_codes, self.key_state, self.value_codes, rotations, None)
+        return EncodedTokens(self.key_codes, self.key_state, self.value_codes, rotations, None, self.pages)
 
     def attend(self, attend_codes: AttendCodes, encoded: EncodedTokens) -> PartialAttention:
         """(out, lse) of the query over the codes."""

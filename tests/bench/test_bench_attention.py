@@ -57,6 +57,18 @@ def test_a_layer_holds_what_its_codec_would_store(name: str) -> None:
     assert lse.isfinite().all()
 
 
+def test_codes_in_pages_are_rows_of_their_own() -> None:
+    rows_, paged, refused = rows("kivi-2", page_size=[32, 16])[1:]
+    assert [row["page_size"] for row in (rows_, paged, refused)] == [None, 32, 16]
+    assert (paged["encoded"], paged["stored_bytes"]) == (rows_["encoded"], rows_["stored_bytes"])
+    assert (paged["status"], refused["status"]) == ("ok", "refused")
+    layer = make_layer("kivi-2", context=128)
+    for ours, expected in zip(
+        *(x.attend(reference_attend, x.encoded_tokens()) for x in (layer.in_pages(64), layer)), strict=True
+    ):
+        assert torch.allclose(ours, expected, atol=1e-6)
+
+
 def test_codes_are_seeded_and_differ_between_sequences_and_blocks() -> None:
     first, again, other = (make_layer("kivi-2", seed=seed).key_codes.packed for seed in (0, 0, 1))
     assert torch.equal(first, again)

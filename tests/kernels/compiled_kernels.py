@@ -6,6 +6,7 @@ does not matter, because launches depend on shapes and dtypes alone. Then the re
     python tests/kernels/compiled_kernels.py 86                      all launches on compute capability 8.6, a line each
     python tests/kernels/compiled_kernels.py 80 --head-dim 64 --dtype float32 --methods kivi-2 qjl
     python tests/kernels/compiled_kernels.py 120 --heads 7 --kv-heads 1 --shared-only     not down to a binary: faster
+    python tests/kernels/compiled_kernels.py 90 --page-size 16                   attention over codes in pages
 
 Exit code 1 if a kernel does not compile or fit. Run it without TRITON_INTERPRET; it needs Triton's compiler only.
 """
@@ -124,15 +125,20 @@ recording = ""
 
 @torch.inference_mode()
 def record(
-    capability: int, methods: Iterable[str], head_dim: int, dtype: torch.dtype, heads: int = 32, kv_heads: int = 8
-) -> tuple[list[Launch], dict[str, str]]:
-    """The launches of prompts, chunks and steps of a layer, and the notes of methods at attach."""
+    capability: int, methods: Iterable[str], head_dim: int, dtype: torch.dtype, heads: int = 32, kv_heads: int = 8,
+    page_size: int = 0,
+) -> tuple[list[Launch], dict[str, str]]:  # fmt: skip
+    """The launches of prompts, chunks and steps of a layer, and the notes of methods at attach.
+
+    With a page size, those of a step alone that reads codes from pages.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from kvcli.attention import backend, chunk_kernels, decoded, session
-    from kvcli.bench.layer import MethodCase
+    from kvcli.bench.layer import MethodCase, encoded_layer
     from kvcli.bench.model import open_session
     from kvcli.cache.ranges import Ranges
+    from kvcli.seam.probe import probe
 
     def merged(query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool) -> None:
         """Launches what follows FlashAttention; where a GPU has none, the kernel that follows runs."""
@@ -156,6 +162,12 @@ def record(
             with open_session(model, MethodCase.parse(recording, {}), "auto", 0) as attached:
                 if attached.backend.note is not None:
                     notes[recording] = attached.backend.note
+                if page_size:
+                    seam, where = probe(model), {"device": torch.device("cpu"), "dtype": dtype, "seed": 0}
+                    case, shape = MethodCase.parse(recording, {}), {"layer_idx": 0, "context": 512, "batch": 2}
+                    layer = encoded_layer(case, seam.spec, seam.rope, **shape, **where).in_pages(page_size)
+                    layer.attend(attached.backend.attend_codes, layer.encoded_tokens())
+                    continue
                 for padding, passes in ((0, UNIFORM), (3, RAGGED)):
                     mask = torch.ones(2, sum(passes), dtype=torch.int64)
                     mask[1, :padding] = 0
@@ -225,14 +237,16 @@ def main() -> int:
     parser.add_argument("--heads", type=int, default=32, help="query heads")
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--shared-only", action="store_true", help="no binary, so neither registers nor spills")
+    parser.add_argument("--page-size", type=int, default=0, help="of codes in pages, which a step reads; 0: in rows")
     parser.add_argument("--kernels", default="", help="a regular expression that names of kernels match")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     options = parser.parse_args()
     capability = options.capability
     pretend(capability)
     found, notes = record(
-        capability, options.methods, options.head_dim, getattr(torch, options.dtype), options.heads, options.kv_heads
-    )
+        capability, options.methods, options.head_dim, getattr(torch, options.dtype), options.heads, options.kv_heads,
+        options.page_size,
+    )  # fmt: skip
     print("\n".join(f"{method}: {note}" for method, note in notes.items()))
     launches[:] = [launch for launch in found if re.search(options.kernels, launch.describe())]
     most_spilled = sys.maxsize if options.dtype == "float32" else MAX_SPILLED.get(capability, sys.maxsize)

@@ -68,6 +68,21 @@ def test_codes_reach_tensor_cores_without_shared_memory(methods: list[str], kern
 
 
 @pytest.mark.kernels
+@pytest.mark.parametrize(
+    ("capability", "page_size", "methods"), [(90, 16, ["klt-2"]), (80, 32, ["kivi-2"]), (90, 128, ["kivi-2"])]
+)
+def test_codes_in_pages_reach_tensor_cores_without_shared_memory(
+    capability: int, page_size: int, methods: list[str]
+) -> None:
+    """Also where a tile's tokens are in several pages."""
+    kernels = ("--kernels", r"_(value|scores|bits)_kernel", "--shared-only")
+    printed = compile_kernels(capability, "--page-size", str(page_size), "--methods", *methods, *kernels)
+    launches = [line.split() for line in printed.splitlines() if f"PAGE={page_size}" in line]
+    assert len(launches) == 2 * len(methods)
+    assert max(int(shared) for shared, *_ in launches) <= 4096
+
+
+@pytest.mark.kernels
 @pytest.mark.slow
 @pytest.mark.skipif("KVCLI_COMPILE_ALL" not in os.environ, reason="takes half an hour; set KVCLI_COMPILE_ALL")
 @pytest.mark.timeout(3600)
