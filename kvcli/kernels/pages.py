@@ -65,6 +65,6 @@ def token_offsets(table, first, n, end, page_stride, time_stride, PAGE: tl.const
     """
     offsets = n * time_stride
     if PAGE > 0:
-        at = tl.minimum(first + n, end - 1)
+        at = tl.maximum(tl.minimum(first + n, end - 1), 0)
         offsets = tl.maximum(tl.load(table + at // PAGE), 0).to(tl.int64) * page_stride + at % PAGE * time_stride
     return offsets

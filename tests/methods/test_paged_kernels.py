@@ -13,28 +13,39 @@ from parts import DEVICE, make_codec, make_part
 from kvcli.attention.decoded import attend_decoded
 from kvcli.attention.reference import attend_codes as reference_attend
 from kvcli.errors import UsageError
+from kvcli.kernels import splits
 from kvcli.methods.base import Codes
+from kvcli.methods.commvq import value_kernels as commvq_values
 from kvcli.methods.layer_codec import EncodedTokens
 from kvcli.methods.pages import PageTable
 
 SPARE = 5
 """Pages of a pool that no row has."""
 
+HALF, FLOAT = torch.float16, torch.float32
+
 CASES = [
-    # method, heads, kv heads, head_dim, queries, page size, tokens of each row, settings
-    ("klt-2", 4, 2, 64, 1, 16, [75, 0, 33], {}),
-    ("klt-2", 4, 1, 128, 2, 32, [100], {}),
-    ("klt-3", 8, 2, 64, 1, 64, [130, 64, 1], {}),
-    ("klt-2", 2, 2, 128, 1, 128, [129, 256, 0], {}),
-    ("klt-1", 4, 2, 64, 1, 256, [300], {}),
-    ("kivi-2", 4, 1, 128, 1, 32, [192, 0, 96], {}),
-    ("kivi-2", 4, 4, 64, 1, 32, [160], {}),  # eight groups at once
-    ("kivi-4", 8, 1, 96, 2, 128, [160, 32, 128], {}),
-    ("kivi-1", 3, 1, 80, 1, 16, [80], {"group_size": 16}),
-    ("kivi-2", 2, 1, 64, 1, 128, [128, 256, 0], {"group_size": 128}),
-    ("squat-2", 4, 2, 64, 1, 64, [192, 32], {}),
-    ("squat-pre-2", 4, 1, 128, 1, 32, [96, 0, 32], {}),
-    ("squat-pre-4", 4, 2, 64, 3, 256, [288], {}),
+    # method, heads, kv heads, head_dim, queries, page size, tokens of each row, dtype, settings
+    ("klt-2", 4, 2, 64, 1, 16, [75, 0, 33], HALF, {}),
+    ("klt-2", 4, 1, 128, 2, 32, [100], FLOAT, {}),
+    ("klt-3", 8, 2, 64, 1, 64, [130, 64, 1], HALF, {}),
+    ("klt-1", 4, 2, 64, 1, 256, [300], HALF, {}),
+    ("kivi-2", 4, 1, 128, 1, 32, [192, 0, 96], HALF, {}),
+    ("kivi-2", 4, 4, 64, 1, 32, [160], HALF, {}),  # eight groups at once
+    ("kivi-4", 8, 1, 96, 2, 128, [160, 32, 128], FLOAT, {}),
+    ("kivi-1", 3, 1, 80, 1, 16, [80], HALF, {"group_size": 16}),
+    ("kivi-2", 2, 1, 64, 1, 128, [128, 256, 0], HALF, {"group_size": 128}),
+    ("squat-2", 4, 2, 64, 1, 64, [192, 32], FLOAT, {}),
+    ("squat-pre-2", 4, 1, 128, 1, 32, [96, 0, 32], HALF, {}),
+    ("squat-pre-4", 4, 2, 64, 3, 256, [288], FLOAT, {}),
+    ("qjl", 4, 2, 64, 1, 16, [75, 0, 33], HALF, {}),
+    ("qjl", 4, 1, 128, 2, 64, [150], FLOAT, {}),
+    ("qjl", 2, 2, 64, 1, 256, [300, 1, 256], HALF, {"num_outliers": 0}),
+    ("commvq-1", 4, 2, 64, 1, 16, [75, 0, 33], HALF, {}),
+    ("commvq-1", 4, 1, 128, 2, 32, [100], FLOAT, {}),
+    ("commvq-2", 2, 2, 64, 1, 64, [130, 64, 1], HALF, {"pairs_per_group": 16, "key_norm": "per_head"}),
+    ("commvq-1", 4, 2, 128, 1, 16, [70], HALF, {"value_code_bits": 560}),  # 35 words of value bits per token
+    ("commvq-1", 2, 1, 128, 1, 256, [130, 0], HALF, {"codebook_size": 256, "num_residuals": 6}),  # two passes of keys
 ]
 
 
@@ -74,7 +85,7 @@ def in_pages(part: EncodedTokens, page_size: int) -> EncodedTokens:
 
 def parts_of(case: Any) -> tuple[Any, Any, EncodedTokens, EncodedTokens]:
     """Attention kernels, codec, and random tokens in rows and in pages."""
-    name, heads, kv_heads, head_dim, _, page_size, lengths, settings = case
+    name, heads, kv_heads, head_dim, _, page_size, lengths, _, settings = case
     torch.manual_seed(0)
     method, codec = make_codec(name, heads, kv_heads, head_dim, **settings)
     length = -(-max(lengths) // page_size) * page_size
@@ -83,11 +94,14 @@ def parts_of(case: Any) -> tuple[Any, Any, EncodedTokens, EncodedTokens]:
     return kernels, codec, part, in_pages(part, page_size)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case[:6])))
-def test_attention_kernels_read_pages(case: Any, dtype: torch.dtype) -> None:
+def test_attention_kernels_read_pages(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches in one split of several tiles, single rows in many splits."""
+    if len(case[6]) > 1:
+        monkeypatch.setattr(splits, "_PROGRAMS_PER_SM", 0)
+        monkeypatch.setattr(commvq_values, "_PER_SM", 0)
     kernels, codec, rows, paged = parts_of(case)
-    query = torch.randn(len(case[6]), case[1], case[4], case[3], device=DEVICE).to(dtype)
+    query = torch.randn(len(case[6]), case[1], case[4], case[3], device=DEVICE).to(case[7])
     expected = kernels.fused_attend(codec, query, rows, 0.125)
     ours = kernels.fused_attend(codec, query, paged, 0.125)
     assert expected[0].isfinite().all()
@@ -98,7 +112,7 @@ def test_attention_kernels_read_pages(case: Any, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("attend", [reference_attend, attend_decoded])
 def test_reference_and_chunk_kernels_read_pages(attend: Any, name: str) -> None:
     """Of any method, by codes that are gathered; many queries, and few."""
-    _, codec, rows, paged = parts_of((name, 4, 2, 64, 1, 32, [96, 0, 64], {}))
+    _, codec, rows, paged = parts_of((name, 4, 2, 64, 1, 32, [96, 0, 64], FLOAT, {}))
     codec.use_kernels(attend is attend_decoded)
     for queries in (1, 33):
         query = torch.randn(3, 4, queries, 64, device=DEVICE)
@@ -109,7 +123,7 @@ def test_reference_and_chunk_kernels_read_pages(attend: Any, name: str) -> None:
 
 @pytest.mark.parametrize(("name", "step"), [("turboquant-3", 1), ("klt-2", 1), ("kivi-2", 32), ("qjl", 1)])
 def test_codes_are_written_into_pages_group_by_group(name: str, step: int) -> None:
-    _, _, rows, paged = parts_of((name, 4, 2, 64, 1, 32, [64, 64], {}))
+    _, _, rows, paged = parts_of((name, 4, 2, 64, 1, 32, [64, 64], FLOAT, {}))
     assert paged.pages is not None
     stored = pool(one_group(rows.key_codes), paged.pages, 2 * 2 + SPARE)
     places = torch.tensor([0, 64 - step], device=DEVICE), torch.tensor([64 - step, 0], device=DEVICE)
@@ -128,7 +142,7 @@ def test_codes_are_written_into_pages_group_by_group(name: str, step: int) -> No
 
 
 def test_pages_are_refused_by_name() -> None:
-    _, _, rows, paged = parts_of(("kivi-2", 4, 2, 64, 1, 32, [64], {}))
+    _, _, rows, paged = parts_of(("kivi-2", 4, 2, 64, 1, 32, [64], FLOAT, {}))
     table = torch.zeros(1, 4, dtype=torch.int32, device=DEVICE)
     for size in (8, 48):
         with pytest.raises(UsageError, match=f"pages of {size} tokens"):

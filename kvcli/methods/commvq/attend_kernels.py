@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvcli.kernels.launch import cdiv, power_of_two, row_major, unsupported_shape
 from kvcli.kernels.offset import offset_scores
+from kvcli.kernels.pages import origin, tile_start
 from kvcli.kernels.splits import LOG2E
 from kvcli.kernels.words import fma2
 from kvcli.methods.commvq.codeword_kernels import MAX_STAGES, code_words, codeword_sums, four_per_thread, halves_of_sums
@@ -79,11 +80,11 @@ def _padded(x, COLUMNS: tl.constexpr):
 def _key_scores_kernel(
     query, packed, norm, table, pair_scale, tile_cos, tile_sin, offset_cos, offset_sin, lengths, scores,
     q_batch, q_head, q_time, p_batch, p_time, n_batch, n_head, n_time, t_batch, s_head, s_row,
-    num_kv_heads, query_len, length, scaling,
+    num_kv_heads, query_len, length, scaling, table_of_pages, table_row,
     HEADS: tl.constexpr, STAGES: tl.constexpr, FIRST: tl.constexpr, R: tl.constexpr, N: tl.constexpr,
-    CODE_BITS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, PITCH: tl.constexpr, ALIGNED: tl.constexpr,
-    WORDS: tl.constexpr, TILE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr,
-    FP32_DOT: tl.constexpr, ADD: tl.constexpr, HAS_LENGTHS: tl.constexpr,
+    CODE_BITS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, PITCH: tl.constexpr, PAGE: tl.constexpr,
+    ALIGNED: tl.constexpr, WORDS: tl.constexpr, TILE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr,
+    COLUMNS: tl.constexpr, FP32_DOT: tl.constexpr, ADD: tl.constexpr, HAS_LENGTHS: tl.constexpr,
 ):  # fmt: skip
     """scores = scaling * norm * Re<q, R_t sum_r (u_a + i u_b)> over stages FIRST..FIRST + R - 1; added to what is in
     scores if ADD. One group of pairs after the other: gathers of several groups at once would change layout each.
@@ -95,7 +96,8 @@ def _key_scores_kernel(
     tiles, D/2], rotation of each tile's first position; offset_cos and offset_sin [2 GROUPS, TILE, g/2], two halves of
     each group's pairs, float16, or float32 if FP32_DOT; lengths int32 [batch], tokens of each sequence, if HAS_LENGTHS;
     scores float32 [batch, num_kv_heads, rows, >= length], written up to a sequence's end, base-2 (`scaling` includes
-    log2(e)). q_, p_, n_, t_, s_ are strides; `length` tokens. STAGES: all stages; CODE_BITS per code; WORDS: 32-bit
+    log2(e)). q_, p_, n_, t_, s_ are strides; `length` tokens. With PAGE, packed and norm are pages of so many tokens of
+    the block table, int32 [batch, max_pages], stride table_row. STAGES: all stages; CODE_BITS per code; WORDS: 32-bit
     words that hold R codes; BLOCK_T tokens and BLOCK_M rows at a time, which are padded to COLUMNS for products;
     FP32_DOT: float32 products instead of float16.
     """
@@ -131,8 +133,9 @@ def _key_scores_kernel(
 
     bit = i_h.to(tl.int32) * (GROUPS * STAGES * CODE_BITS) + FIRST * CODE_BITS
     start = i_t.to(tl.int64) * TILE
-    p_codes = packed + i_b * p_batch + start * p_time
-    norm += i_b * n_batch + i_h * n_head + start * n_time
+    pages, i_row, token, begin = origin(table_of_pages, i_b, start, table_row, PAGE)
+    p_codes = packed + i_row * p_batch + token * p_time
+    norm += i_row * n_batch + i_h * n_head + token * n_time
     o_m = tl.program_id(1) % blocks_m * BLOCK_M + tl.arange(0, COLUMNS)
     m_m = (tl.arange(0, COLUMNS) < BLOCK_M) & (o_m < HEADS * query_len)
     p_scores = scores + (i_b * num_kv_heads + i_h) * s_head + o_m.to(tl.int64)[None, :] * s_row + start
@@ -144,9 +147,13 @@ def _key_scores_kernel(
         t = sub + _tokens(BLOCK_T)
         b_s = tl.zeros([BLOCK_T, COLUMNS], tl.float32)
         b_raws = ()
+        p_sub, o_t, left = p_codes, t, count
+        if PAGE > 0:
+            o_t, left = t - sub, count - sub
+            p_sub = tile_start(p_codes, pages, begin + sub, o_t, begin + count, p_batch, p_time, PAGE, BLOCK_T, BLOCK_T)
         for k in tl.static_range(GROUPS):
             first = (bit + k * STAGES * CODE_BITS) // 32
-            b_raws = b_raws + (code_words(p_codes, t, p_time, first, count, PITCH, ALIGNED, WORDS),)
+            b_raws = b_raws + (code_words(p_sub, o_t, p_time, first, left, PITCH, ALIGNED, WORDS),)
         for k in tl.static_range(GROUPS):
             shift = ((bit + k * STAGES * CODE_BITS) % 32).to(tl.uint32)
             p_rows = table + k * (STAGES * N * PART)
@@ -162,7 +169,11 @@ def _key_scores_kernel(
                 b_s = tl.dot(b_k, b_qs[k], b_s)
         t = sub + tl.arange(0, BLOCK_T)
         m_t = t < count
-        b_norm = tl.load(norm + t * n_time, mask=m_t, other=0.0).to(tl.float32) * scaling
+        p_norm, o_t = norm, t
+        if PAGE > 0:
+            o_t = t - sub
+            p_norm = tile_start(norm, pages, begin + sub, o_t, begin + count, n_batch, n_time, PAGE, BLOCK_T, BLOCK_T)
+        b_norm = tl.load(p_norm + o_t * n_time, mask=m_t, other=0.0).to(tl.float32) * scaling
         b_s = b_s * b_norm[:, None]
         m_s = m_t[:, None] & m_m[None, :]
         if ADD:
@@ -242,11 +253,11 @@ def key_scores(codec: CommVQLayer, query: Tensor, encoded: EncodedTokens, scalin
             *query.stride()[:3], packed.stride(0), packed.stride(2),
             codes.norm.stride(0), codes.norm.stride(1) if codes.norm.shape[1] > 1 else 0, codes.norm.stride(2),
             tiles.cos.stride(0) if tiles.cos.shape[0] > 1 else 0, scores.stride(1), scores.stride(2),
-            spec.num_kv_heads, query_len, encoded.length, scaling * LOG2E * key.norm_factor,
+            spec.num_kv_heads, query_len, encoded.length, scaling * LOG2E * key.norm_factor, *encoded.table,
             HEADS=heads_per_kv, STAGES=config.num_residuals, FIRST=first, R=count, N=config.codebook_size,
-            CODE_BITS=config.bits_per_code, GROUPS=key.num_groups, D=head_dim, PITCH=pitch, ALIGNED=aligned,
-            WORDS=cdiv(count * config.bits_per_code, 32), TILE=_TILE, BLOCK_T=block_t, BLOCK_M=block_m,
-            COLUMNS=columns, FP32_DOT=fp32_dot, ADD=first > 0 or offset is not None, HAS_LENGTHS=lengths is not None,
-            num_warps=_WARPS, num_stages=1,
+            CODE_BITS=config.bits_per_code, GROUPS=key.num_groups, D=head_dim, PITCH=pitch,
+            PAGE=encoded.page_size, ALIGNED=aligned, WORDS=cdiv(count * config.bits_per_code, 32), TILE=_TILE,
+            BLOCK_T=block_t, BLOCK_M=block_m, COLUMNS=columns, FP32_DOT=fp32_dot,
+            ADD=first > 0 or offset is not None, HAS_LENGTHS=lengths is not None, num_warps=_WARPS, num_stages=1,
         )  # fmt: skip
     return scores

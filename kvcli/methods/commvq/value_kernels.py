@@ -21,6 +21,7 @@ from torch import Tensor
 
 from kvcli.kernels.launch import cdiv, power_of_two, tokens_per_split
 from kvcli.kernels.operands import eight_tokens_as_rows, in_thread_order
+from kvcli.kernels.pages import origin, tile_start, token_offsets
 from kvcli.kernels.splits import merge_splits
 from kvcli.kernels.words import FIELD_SCALE, high_halves, low_halves, masked_pairs, pow2_above
 from kvcli.methods.commvq.values import CommVQValueCodec, CommVQValueCodes
@@ -36,8 +37,8 @@ _WEIGHTS_TILE = {"BLOCK_M": 4, "BLOCK_N": 256, "num_warps": 4}
 @triton.jit(do_not_specialize=["length"])
 def _weights_kernel(
     scores, scale, lengths, weights, factor, part_out, part_lse,
-    s_batch, s_row, c_batch, c_time, length, per_split, rows,
-    CHANNELS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_LENGTHS: tl.constexpr,
+    s_batch, s_row, c_batch, c_time, length, per_split, rows, table, table_row,
+    CHANNELS: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_LENGTHS: tl.constexpr,
 ):  # fmt: skip
     """weights = exp2(scores - max) * scale / unit in each split of `per_split` tokens, factor = unit / sum(exp2(..)).
 
@@ -47,7 +48,8 @@ def _weights_kernel(
     scores float32 [batch, rows, >= length]; scale float16 [batch, 1, time, 1]; lengths int32 [batch] if HAS_LENGTHS;
     weights like scores, float16 or float32, 0 from a sequence's end to the end of the split; factor and part_lse
     (units of log 2) float32 [batch, num_splits, rows]; part_out float32 [batch, num_splits, rows, CHANNELS].
-    s_ strides of scores and weights, c_ of scale. BLOCK_N tokens at a time.
+    s_ strides of scores and weights, c_ of scale. With PAGE, scale is of pages of so many tokens of the block table,
+    int32 [batch, max_pages], stride table_row. BLOCK_N tokens at a time.
     """
     i_b = tl.program_id(2).to(tl.int64)
     o_m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -59,7 +61,9 @@ def _weights_kernel(
     first = tl.program_id(0).to(tl.int64) * per_split
     count = tl.minimum(limit - tl.program_id(0) * per_split, per_split)
     at_row = i_b * s_batch + o_m.to(tl.int64)[:, None] * s_row + first
-    scale += i_b * c_batch + first * c_time
+    table, i_row, token, begin = origin(table, i_b, first, table_row, PAGE)
+    scale += i_row * c_batch + token * c_time
+    end = begin + count if PAGE > 0 else 0
 
     b_top = tl.full([BLOCK_M, BLOCK_N], float("-inf"), tl.float32)
     b_unit = tl.zeros([BLOCK_N], tl.float32)
@@ -68,7 +72,8 @@ def _weights_kernel(
         m_n = n < count
         b_s = tl.load(scores + at_row + n[None, :], mask=m_m[:, None] & m_n[None, :], other=float("-inf"))
         b_top = tl.maximum(b_top, b_s)
-        b_unit = tl.maximum(b_unit, tl.abs(tl.load(scale + n * c_time, mask=m_n, other=0.0).to(tl.float32)))
+        p_scale = scale + token_offsets(table, begin, n, end, c_batch, c_time, PAGE)
+        b_unit = tl.maximum(b_unit, tl.abs(tl.load(p_scale, mask=m_n, other=0.0).to(tl.float32)))
     top = tl.max(b_top, 1)
     safe = tl.where(top == float("-inf"), 0.0, top)
     # weights times scales are stored as float16: the unit keeps the largest near 2^10
@@ -81,7 +86,8 @@ def _weights_kernel(
         n = start + o_n
         m_n = n < count
         b_s = tl.load(scores + at_row + n[None, :], mask=m_m[:, None] & m_n[None, :], other=float("-inf"))
-        b_c = tl.load(scale + n * c_time, mask=m_n, other=0.0).to(tl.float32) * per_unit
+        p_scale = scale + token_offsets(table, begin, n, end, c_batch, c_time, PAGE)
+        b_c = tl.load(p_scale, mask=m_n, other=0.0).to(tl.float32) * per_unit
         b_p = tl.exp2(b_s - safe[:, None])
         b_total += b_p
         b_ps = (b_p * b_c[None, :]).to(weights.dtype.element_ty)
@@ -148,11 +154,22 @@ def _load_weights(p_weights, m_m, N: tl.constexpr):
 
 
 @triton.jit
-def _load_tile(p_weights, packed, m_m, o_w, start, count, W: tl.constexpr, N: tl.constexpr, WHOLE: tl.constexpr):
-    """Weights and 16 words of N tokens from `start` on, of `count`; WHOLE: there are as many."""
+def _load_tile(
+    p_weights, packed, table, begin, p_page, m_m, o_w, start, count,
+    W: tl.constexpr, N: tl.constexpr, PAGE: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Weights and 16 words of N tokens from `start` on, of `count`; WHOLE: there are as many.
+
+    Pages are those of `tile_start`, for tokens counted from `begin` on.
+    """
     # rows of weights are padded with zeros to whole tiles
     b_ps = _load_weights(p_weights + start, m_m, N)
-    packed += start * W
+    o_8 = 0
+    if PAGE > 0:
+        # eight tokens that a thread has are in one page
+        o_8 = tl.arange(0, N // 8)[:, None, None, None] // 4 * 32 + tl.arange(0, 4)[None, None, :, None] * 8
+        o_8 = o_8 if WHOLE else tl.minimum(o_8, count - 1 - start)
+    packed = tile_start(packed, table, begin + start, o_8, begin + count, p_page, W, PAGE, N, N)
     last = count - 1 - start
     b_first = _load_words(packed, last, o_w, 0, W, N, WHOLE)
     return b_ps, b_first, _load_words(packed, last, o_w, 1, W, N, WHOLE)
@@ -175,9 +192,9 @@ def _add_bits(b_sums, tile, plane, PLANES: tl.constexpr, FP32_DOT: tl.constexpr)
 
 @triton.jit(do_not_specialize=["length"])
 def _bits_kernel(
-    weights, packed, lengths, factor, part_out, w_batch, w_row, p_batch, length, per_split, rows,
-    W: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PLANES: tl.constexpr,
-    FP32_DOT: tl.constexpr, HAS_LENGTHS: tl.constexpr,
+    weights, packed, lengths, factor, part_out, w_batch, w_row, p_batch, length, per_split, rows, table, table_row,
+    W: tl.constexpr, CHANNELS: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PLANES: tl.constexpr, FP32_DOT: tl.constexpr, HAS_LENGTHS: tl.constexpr,
 ):  # fmt: skip
     """part_out[.., place] = factor * sum over a split's tokens of weights * bit, for PLANES bits of 16 words.
 
@@ -185,7 +202,8 @@ def _bits_kernel(
     weights float16 (float32 if FP32_DOT) [batch, rows, >= length], 0 from a sequence's end to a multiple of BLOCK_N;
     packed int16 [batch, 1, time, W]; lengths int32 [batch] if HAS_LENGTHS; factor float32 [batch, num_splits, rows];
     part_out float32 [batch, num_splits, rows, CHANNELS], CHANNELS = 16 * places + 16.
-    w_ and p_ are strides. BLOCK_N tokens at a time, which divides per_split; FP32_DOT: float32 products.
+    w_ and p_ are strides; pages as in `_weights_kernel`. BLOCK_N tokens at a time, which divides per_split; FP32_DOT:
+    float32 products.
     """
     BLOCKS: tl.constexpr = 16 // PLANES
     PLACES: tl.constexpr = CHANNELS // 16 - 1
@@ -200,22 +218,27 @@ def _bits_kernel(
         length = tl.load(lengths + i_b)
     count = tl.maximum(tl.minimum(length - tl.program_id(0) * per_split, per_split), 0)
     p_weights = weights + i_b * w_batch + o_m.to(tl.int64) * w_row + first
-    packed += i_b * p_batch + first * W
+    table, i_row, token, begin = origin(table, i_b, first, table_row, PAGE)
+    packed += i_row * p_batch + token * W
 
     b_sums = ()
     for f in tl.static_range(PLANES):
         b_sums = b_sums + (tl.zeros([16, BLOCK_M], tl.float32),)
     in_full_tiles = count // BLOCK_N * BLOCK_N
     if in_full_tiles > 0:
-        tile = _load_tile(p_weights, packed, m_m, o_w, 0, count, W, BLOCK_N, True)
+        tile = _load_tile(p_weights, packed, table, begin, p_batch, m_m, o_w, 0, count, W, BLOCK_N, PAGE, True)
         for start in range(0, in_full_tiles, BLOCK_N):
             # the next tile is loaded while one is added; the last one is loaded twice
             ahead = tl.minimum(start + BLOCK_N, in_full_tiles - BLOCK_N)
-            next_tile = _load_tile(p_weights, packed, m_m, o_w, ahead, count, W, BLOCK_N, True)
+            next_tile = _load_tile(
+                p_weights, packed, table, begin, p_batch, m_m, o_w, ahead, count, W, BLOCK_N, PAGE, True
+            )
             b_sums = _add_bits(b_sums, tile, plane, PLANES, FP32_DOT)
             tile = next_tile
     if in_full_tiles < count:
-        tile = _load_tile(p_weights, packed, m_m, o_w, in_full_tiles, count, W, BLOCK_N, False)
+        tile = _load_tile(
+            p_weights, packed, table, begin, p_batch, m_m, o_w, in_full_tiles, count, W, BLOCK_N, PAGE, False
+        )
         b_sums = _add_bits(b_sums, tile, plane, PLANES, FP32_DOT)
     row = (i_b * tl.num_programs(0) + tl.program_id(0)) * rows + o_m
     b_factor = tl.load(factor + row, mask=m_m, other=0.0) * FIELD_SCALE
@@ -253,13 +276,15 @@ def bit_sums(scores: Tensor, encoded: EncodedTokens, fp32_dot: bool) -> tuple[Te
         scores, codes.scale, scores if encoded.lengths is None else encoded.lengths,
         weights, factor, part_out, part_lse,
         scores.stride(0), padded, codes.scale.stride(0), codes.scale.stride(2), encoded.length, per_split, rows,
-        CHANNELS=channels, HAS_LENGTHS=encoded.lengths is not None, **_WEIGHTS_TILE,
+        *encoded.table, CHANNELS=channels, PAGE=encoded.page_size, HAS_LENGTHS=encoded.lengths is not None,
+        **_WEIGHTS_TILE,
     )  # fmt: skip
     _bits_kernel[(num_splits, blocks_w, batch * blocks_m)](
         weights, words, scores if encoded.lengths is None else encoded.lengths, factor, part_out,
-        weights.stride(0), padded, words.stride(0), encoded.length, per_split, rows,
-        W=count, CHANNELS=channels, BLOCK_M=block_m, BLOCK_N=_BLOCK_N, PLANES=_PLANES, FP32_DOT=fp32_dot,
-        HAS_LENGTHS=encoded.lengths is not None, num_warps=_WARPS_FP32 if fp32_dot else 1, num_stages=1,
+        weights.stride(0), padded, words.stride(0), encoded.length, per_split, rows, *encoded.table,
+        W=count, CHANNELS=channels, PAGE=encoded.page_size, BLOCK_M=block_m, BLOCK_N=_BLOCK_N, PLANES=_PLANES,
+        FP32_DOT=fp32_dot, HAS_LENGTHS=encoded.lengths is not None,
+        num_warps=_WARPS_FP32 if fp32_dot else 1, num_stages=1,
     )  # fmt: skip
     if num_splits == 1:
         return part_out, part_lse * math.log(2)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvcli.kernels.launch import cdiv, power_of_two, row_major, unsupported_shape
 from kvcli.kernels.offset import offset_scores
+from kvcli.kernels.pages import origin, tile_start
 from kvcli.kernels.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wait
 from kvcli.kernels.splits import LOG2E, SplitScores, batch_and_head, query_rows, split_range
 from kvcli.kernels.words import EVICT_FIRST, FIELD_SCALE, field_dot, query_fields, query_in_units
@@ -98,8 +99,8 @@ def _sign_dot(words, b_units, unit, total, FP32_DOT: tl.constexpr):
 def _scores_kernel(
     sketched, signs, norm, outlier_signs, outlier_norm, lengths, scores, split_max,
     p_batch, p_head, n_batch, n_head, o_batch, o_head, s_head, s_row,
-    num_kv_heads, length, rows, per_split, factor, outlier_factor,
-    W: tl.constexpr, W_OUT: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_OUT: tl.constexpr,
+    num_kv_heads, length, rows, per_split, factor, outlier_factor, table, table_row,
+    W: tl.constexpr, W_OUT: tl.constexpr, PAGE: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_OUT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FP32_DOT: tl.constexpr, HAS_LENGTHS: tl.constexpr,
     ADD: tl.constexpr,
 ):  # fmt: skip
@@ -114,7 +115,8 @@ def _scores_kernel(
     float16 [batch, num_kv_heads, tokens, 1], strides n_*; lengths int32 [batch], tokens of each sequence, if
     HAS_LENGTHS; written in units of log 2: scores float32 [batch, num_kv_heads, rows, tokens], strides s_*, and
     split_max float32 [batch, num_kv_heads, num_splits, rows]. factor, outlier_factor: `norm_factor` / m times the
-    scaling and log2(e).
+    scaling and log2(e). With PAGE, signs and norms are pages of so many tokens of the block table, int32 [batch,
+    max_pages], stride table_row.
 
     W_OUT is 0 without outlier channels; BLOCK_W and BLOCK_OUT are W and W_OUT padded; FP32_DOT: float32 products.
     """
@@ -128,10 +130,12 @@ def _scores_kernel(
     if HAS_LENGTHS:
         length = tl.load(lengths + i_b)
     first, count = split_range(length, per_split)
-    signs += i_b * p_batch + i_h * p_head + first * W
-    norm += i_b * n_batch + i_h * n_head + first
-    outlier_signs += i_b * o_batch + i_h * o_head + first * W_OUT
-    outlier_norm += i_b * n_batch + i_h * n_head + first
+    table, i_row, token, begin = origin(table, i_b, first, table_row, PAGE)
+    signs += i_row * p_batch + i_h * p_head + token * W
+    norm += i_row * n_batch + i_h * n_head + token
+    outlier_signs += i_row * o_batch + i_h * o_head + token * W_OUT
+    outlier_norm += i_row * n_batch + i_h * n_head + token
+    tile, end = 0, begin + count if PAGE > 0 else 0
     p_scores = scores + i_bh * s_head + o_m.to(tl.int64)[None, :] * s_row + first
     p_sketched = sketched + (i_bh * rows + o_m) * ((W + W_OUT) * 16)
     pdl_wait()
@@ -142,14 +146,21 @@ def _scores_kernel(
     for start in range(0, count, BLOCK_N):
         n = start + o_n
         at = tl.minimum(n, count - 1)
-        p_w = signs + at[:, None] * W + o_w[None, :]
+        o_t = at
+        if PAGE > 0:
+            tile, o_t = begin + start, at - start
+        p_w = tile_start(signs, table, tile, o_t[:, None], end, p_batch, W, PAGE, BLOCK_N, BLOCK_N)
+        p_w = p_w + o_t[:, None] * W + o_w[None, :]
         words = tl.load(p_w, mask=(o_w < W)[None, :], other=0, eviction_policy=EVICT_FIRST)
-        b_n = tl.load(norm + at).to(tl.float32) * factor
+        p_norm = tile_start(norm, table, tile, o_t, end, n_batch, 1, PAGE, BLOCK_N, BLOCK_N) + o_t
+        b_n = tl.load(p_norm).to(tl.float32) * factor
         b_s = _sign_dot(words, b_units, unit, total, FP32_DOT) * b_n[:, None]
         if W_OUT > 0:
-            p_w = outlier_signs + at[:, None] * W_OUT + o_o[None, :]
+            p_w = tile_start(outlier_signs, table, tile, o_t[:, None], end, o_batch, W_OUT, PAGE, BLOCK_N, BLOCK_N)
+            p_w = p_w + o_t[:, None] * W_OUT + o_o[None, :]
             words = tl.load(p_w, mask=(o_o < W_OUT)[None, :], other=0, eviction_policy=EVICT_FIRST)
-            b_n = tl.load(outlier_norm + at).to(tl.float32) * outlier_factor
+            p_norm = tile_start(outlier_norm, table, tile, o_t, end, n_batch, 1, PAGE, BLOCK_N, BLOCK_N) + o_t
+            b_n = tl.load(p_norm).to(tl.float32) * outlier_factor
             b_s += _sign_dot(words, b_outs, out_unit, out_total, FP32_DOT) * b_n[:, None]
         if ADD:
             b_s += tl.load(p_scores + at[:, None], mask=m_m[None, :], other=0.0)
@@ -209,7 +220,7 @@ def fused_attend(codec: QJLLayer, query: Tensor, encoded: EncodedTokens, scaling
         scores.values if encoded.lengths is None else encoded.lengths, scores.values, scores.split_max,
         *signs.stride()[:2], *codes.norm.stride()[:2], *outlier_signs.stride()[:2], *scores.values.stride()[1:3],
         kv_heads, encoded.length, rows, scores.tokens_per_split, weight / inliers, weight / max(1, outliers),
-        W=inliers // 16, W_OUT=outliers // 16,
+        *encoded.table, W=inliers // 16, W_OUT=outliers // 16, PAGE=encoded.page_size,
         BLOCK_W=max(16, power_of_two(inliers // 16)), BLOCK_OUT=max(16, power_of_two(max(1, outliers // 16))),
         BLOCK_M=block_m, BLOCK_N=_BLOCK_N, FP32_DOT=fp32_dot, HAS_LENGTHS=encoded.lengths is not None,
         ADD=codec.offset is not None, num_warps=_WARPS_FP32 if fp32_dot else _WARPS, num_stages=_STAGES,
