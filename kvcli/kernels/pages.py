@@ -1,6 +1,6 @@
 """Where a kernel finds the codes of a tile of tokens: in a row of the batch, or in pages that a block table lists.
 
-PAGE is the tokens of a page, a power of two of at least 16, or 0: rows are contiguous then, `table` is None, and the
+PAGE is the tokens of a page, a power of two of at least 16, or 0: rows are contiguous then, the table is None, and
 addresses are those of a row. A tensor of pages is [pages, heads, tokens, ...] as one of rows is [batch, heads, tokens,
 ...]: its stride of axis 0 is that of pages.
 """
@@ -12,19 +12,16 @@ import triton.language as tl
 
 
 @triton.jit
-def origin(table, i_b, first, table_row, PAGE: tl.constexpr):
-    """Where pointers of a program begin whose tokens begin with `first` of row i_b of the batch.
+def origin(i_b, first, PAGE: tl.constexpr):
+    """Row and token that the pointers of a program begin at whose tokens begin with `first` of row i_b of the batch.
 
     Returns:
-        a pointer to the row's pages in the table, int32 [batch, max_pages]; the row and the token that pointers begin
-        at: i_b and `first`, in pages 0 and 0; and the program's first token, counted from there.
+        i_b and `first`, in pages 0 and 0; and `first`, counted from there.
     """
-    begin = 0
+    begin = first * 0
     if PAGE > 0:
-        table += i_b * table_row
-        begin = first.to(tl.int32)
-        i_b, first = i_b * 0, first * 0
-    return table, i_b, first, begin
+        i_b, first, begin = i_b * 0, begin, first
+    return i_b, first, begin.to(tl.int32)
 
 
 @triton.jit
@@ -37,7 +34,7 @@ def tile_start(
 
     Args:
         base: pointer to the head, from `origin` on.
-        table: of `origin`; an entry below 0 is read as page 0.
+        table: pointer to the row's pages, int32; an entry below 0 is read as page 0.
         first: token where the tile begins, counted from `origin`, as is `end`.
         n: tokens of the tile, at least 0, less than TILE, and at most the last that exists.
         end: the first token that does not exist: what is beyond is not looked up, unless it is `first`.
@@ -46,7 +43,7 @@ def tile_start(
     """
     offset = first * time_stride
     if PAGE > 0:
-        STEP: tl.constexpr = min(UNIT, PAGE)
+        STEP: tl.constexpr = UNIT if UNIT < PAGE else PAGE
         for i in tl.static_range((TILE + STEP - 1) // STEP):
             at = tl.maximum(tl.minimum(first + i * STEP, end - 1), first) if i > 0 else first
             start = tl.maximum(tl.load(table + at // PAGE), 0).to(tl.int64) * page_stride

@@ -76,11 +76,11 @@ def _padded(x, COLUMNS: tl.constexpr):
     return x
 
 
-@triton.jit(do_not_specialize=["length"])
+@triton.jit(do_not_specialize=["length", "table_row"])
 def _key_scores_kernel(
     query, packed, norm, table, pair_scale, tile_cos, tile_sin, offset_cos, offset_sin, lengths, scores,
     q_batch, q_head, q_time, p_batch, p_time, n_batch, n_head, n_time, t_batch, s_head, s_row,
-    num_kv_heads, query_len, length, scaling, table_of_pages, table_row,
+    num_kv_heads, query_len, length, scaling, pages, table_row,
     HEADS: tl.constexpr, STAGES: tl.constexpr, FIRST: tl.constexpr, R: tl.constexpr, N: tl.constexpr,
     CODE_BITS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, PITCH: tl.constexpr, PAGE: tl.constexpr,
     ALIGNED: tl.constexpr, WORDS: tl.constexpr, TILE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -133,7 +133,9 @@ def _key_scores_kernel(
 
     bit = i_h.to(tl.int32) * (GROUPS * STAGES * CODE_BITS) + FIRST * CODE_BITS
     start = i_t.to(tl.int64) * TILE
-    pages, i_row, token, begin = origin(table_of_pages, i_b, start, table_row, PAGE)
+    if PAGE > 0:
+        pages += i_b * table_row
+    i_row, token, begin = origin(i_b, start, PAGE)
     p_codes = packed + i_row * p_batch + token * p_time
     norm += i_row * n_batch + i_h * n_head + token * n_time
     o_m = tl.program_id(1) % blocks_m * BLOCK_M + tl.arange(0, COLUMNS)

@@ -34,7 +34,7 @@ _WARPS_FP32 = 4
 _WEIGHTS_TILE = {"BLOCK_M": 4, "BLOCK_N": 256, "num_warps": 4}
 
 
-@triton.jit(do_not_specialize=["length"])
+@triton.jit(do_not_specialize=["length", "table_row"])
 def _weights_kernel(
     scores, scale, lengths, weights, factor, part_out, part_lse,
     s_batch, s_row, c_batch, c_time, length, per_split, rows, table, table_row,
@@ -61,7 +61,9 @@ def _weights_kernel(
     first = tl.program_id(0).to(tl.int64) * per_split
     count = tl.minimum(limit - tl.program_id(0) * per_split, per_split)
     at_row = i_b * s_batch + o_m.to(tl.int64)[:, None] * s_row + first
-    table, i_row, token, begin = origin(table, i_b, first, table_row, PAGE)
+    if PAGE > 0:
+        table += i_b * table_row
+    i_row, token, begin = origin(i_b, first, PAGE)
     scale += i_row * c_batch + token * c_time
     end = begin + count if PAGE > 0 else 0
 
@@ -190,7 +192,7 @@ def _add_bits(b_sums, tile, plane, PLANES: tl.constexpr, FP32_DOT: tl.constexpr)
     return new
 
 
-@triton.jit(do_not_specialize=["length"])
+@triton.jit(do_not_specialize=["length", "table_row"])
 def _bits_kernel(
     weights, packed, lengths, factor, part_out, w_batch, w_row, p_batch, length, per_split, rows, table, table_row,
     W: tl.constexpr, CHANNELS: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -218,7 +220,9 @@ def _bits_kernel(
         length = tl.load(lengths + i_b)
     count = tl.maximum(tl.minimum(length - tl.program_id(0) * per_split, per_split), 0)
     p_weights = weights + i_b * w_batch + o_m.to(tl.int64) * w_row + first
-    table, i_row, token, begin = origin(table, i_b, first, table_row, PAGE)
+    if PAGE > 0:
+        table += i_b * table_row
+    i_row, token, begin = origin(i_b, first, PAGE)
     packed += i_row * p_batch + token * W
 
     b_sums = ()

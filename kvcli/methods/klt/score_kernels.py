@@ -223,7 +223,7 @@ def _score_tokens(
     return tl.max(b_max, 0)
 
 
-@triton.jit(do_not_specialize=["length", "per_split", "num_tiles"])
+@triton.jit(do_not_specialize=["length", "per_split", "num_tiles", "table_row"])
 def _scores_kernel(
     tile_query, numbers, positions, lengths, packed, gain, fields, scores, split_max,
     at_batch, p_batch, p_time, g_batch, g_head, g_time, s_head, s_row,
@@ -256,7 +256,9 @@ def _scores_kernel(
     low = low.to(tl.int32)
     start = tl.load(positions + i_b * at_batch).to(tl.int32)
     fields += i_h * FIELDS
-    table, i_row, _, _ = origin(table, i_b, low, table_row, PAGE)
+    if PAGE > 0:
+        table += i_b * table_row
+    i_row, _, _ = origin(i_b, low, PAGE)
     p_head, num_bytes = head_bytes(packed + i_row * p_batch, fields, W)
     bands = head_bands(fields, FP32_DOT)
     p_gain = gain + i_row * g_batch + i_h * g_head

@@ -133,7 +133,7 @@ def _sum_tokens(
     return b_sums, b_ones
 
 
-@triton.jit(do_not_specialize=["length", "per_split"])
+@triton.jit(do_not_specialize=["length", "per_split", "table_row"])
 def _value_kernel(
     scores, packed, gain, fields, lengths, split_max, split_out, split_lse,
     s_head, s_row, p_batch, p_time, g_batch, g_head, g_time, num_kv_heads, length, per_split, rows, lse_unit,
@@ -158,7 +158,9 @@ def _value_kernel(
     first, count = split_range(length, per_split)
     first, count = tl.where(count > 0, first, 0), tl.maximum(count, 0)  # 0 beyond the end of the sequence
     fields += i_h * FIELDS
-    table, i_row, token, begin = origin(table, i_b, first, table_row, PAGE)
+    if PAGE > 0:
+        table += i_b * table_row
+    i_row, token, begin = origin(i_b, first, PAGE)
     p_head, num_bytes = head_bytes(packed + i_row * p_batch + token * p_time, fields, W)
     bands = head_bands(fields, FP32_DOT)
     p_gain = gain + i_row * g_batch + i_h * g_head + token * g_time

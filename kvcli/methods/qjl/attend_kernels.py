@@ -95,7 +95,7 @@ def _sign_dot(words, b_units, unit, total, FP32_DOT: tl.constexpr):
     return b_s * (2.0 * unit)[None, :] - total[None, :]
 
 
-@triton.jit(do_not_specialize=["length"])
+@triton.jit(do_not_specialize=["length", "table_row"])
 def _scores_kernel(
     sketched, signs, norm, outlier_signs, outlier_norm, lengths, scores, split_max,
     p_batch, p_head, n_batch, n_head, o_batch, o_head, s_head, s_row,
@@ -130,7 +130,9 @@ def _scores_kernel(
     if HAS_LENGTHS:
         length = tl.load(lengths + i_b)
     first, count = split_range(length, per_split)
-    table, i_row, token, begin = origin(table, i_b, first, table_row, PAGE)
+    if PAGE > 0:
+        table += i_b * table_row
+    i_row, token, begin = origin(i_b, first, PAGE)
     signs += i_row * p_batch + i_h * p_head + token * W
     norm += i_row * n_batch + i_h * n_head + token
     outlier_signs += i_row * o_batch + i_h * o_head + token * W_OUT

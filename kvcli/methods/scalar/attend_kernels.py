@@ -65,7 +65,7 @@ def _zero_sums(
     return b_zeros
 
 
-@triton.jit(do_not_specialize=["groups"])
+@triton.jit(do_not_specialize=["groups", "table_row"])
 def _scores_kernel(
     query, packed, scale, zero, lengths, scores, split_max,
     q_batch, q_head, q_time, p_batch, p_head, c_batch, c_head, c_time, s_head, s_row,
@@ -106,7 +106,9 @@ def _scores_kernel(
         groups = tl.load(lengths + i_b) // GROUP
     first, count = split_range(groups, groups_per_split)
     PAGE_GROUPS: tl.constexpr = PAGE // GROUP
-    table, i_row, group, begin = origin(table, i_b, first, table_row, PAGE)
+    if PAGE > 0:
+        table += i_b * table_row
+    i_row, group, begin = origin(i_b, first, PAGE)
     packed += i_row * p_batch + i_h * p_head + group * GROUP * W
     scale += i_row * c_batch + i_h * c_head + group * c_time
     zero += i_row * c_batch + i_h * c_head + group * c_time

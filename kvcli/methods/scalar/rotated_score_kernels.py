@@ -22,7 +22,7 @@ SCAN_GROUPS = tl.constexpr(4)
 """Groups of which the scales are read at a time for their maximum."""
 
 
-@triton.jit(do_not_specialize=["groups"])
+@triton.jit(do_not_specialize=["groups", "table_row"])
 def rotated_scores_kernel(
     query, packed, scale, zero, tile_cos, tile_sin, offset_cos, offset_sin, lengths, scores, split_max,
     q_batch, q_head, q_time, p_batch, p_head, c_batch, c_head, c_time, t_batch, s_head, s_row,
@@ -48,7 +48,9 @@ def rotated_scores_kernel(
     m_m = o_m < HEADS * query_len
     m_w = o_w < W
     p_query = query_rows(query, i_b, i_h, o_m, q_batch, q_head, q_time, query_len, HEADS)
-    table, i_row, _, _ = origin(table, i_b, i_b, table_row, PAGE)
+    if PAGE > 0:
+        table += i_b * table_row
+    i_row, _, _ = origin(i_b, i_b, PAGE)
     packed += i_row * p_batch + i_h * p_head
     scale += i_row * c_batch + i_h * c_head
     zero += i_row * c_batch + i_h * c_head
@@ -71,7 +73,7 @@ def rotated_scores_kernel(
     if HAS_LENGTHS:
         groups = tl.load(lengths + i_b) // GROUP
     first, count = split_range(groups, groups_per_split)
-    _, _, group, begin = origin(table, i_b, first, table_row, PAGE)
+    _, group, begin = origin(i_b, first, PAGE)
     packed += group * GROUP * W
     scale += group * c_time
     zero += group * c_time

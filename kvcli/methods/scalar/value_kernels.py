@@ -155,7 +155,7 @@ def _words_of_rows(BLOCK_W: tl.constexpr):
     return o_r % (BLOCK_W // 2) * 2 + o_r // (BLOCK_W // 2)
 
 
-@triton.jit(do_not_specialize=["length"])
+@triton.jit(do_not_specialize=["length", "table_row"])
 def _value_kernel(
     scores, packed, scale, zero, lengths, split_max, split_out, split_lse,
     s_head, s_row, p_batch, p_head, c_batch, c_head, num_kv_heads, length, per_split, rows, lse_unit, table, table_row,
@@ -194,7 +194,9 @@ def _value_kernel(
     first, count = split_range(length, per_split)
     count = tl.maximum(count, 0)  # beyond the end of the sequence
     p_scores = scores + i_bh * s_head + o_m.to(tl.int64) * s_row + first
-    table, i_row, token, begin = origin(table, i_b, first, table_row, PAGE)
+    if PAGE > 0:
+        table += i_b * table_row
+    i_row, token, begin = origin(i_b, first, PAGE)
     packed += i_row * p_batch + i_h * p_head + token * W
     scale += i_row * c_batch + i_h * c_head + token * GROUPS
     zero += i_row * c_batch + i_h * c_head + token * GROUPS
