@@ -94,12 +94,15 @@ class PageTable:
 
         Raises:
             UsageError: a page that does not hold whole groups.
+            IndexError: tokens without a page; on a GPU, which is not waited for, an assertion there.
         """
         for stored, x in zip(codes.tensors().values(), new.tensors().values(), strict=True):
             tokens = new.num_tokens // x.shape[2]
             per_page = self._groups(tokens)
-            at = (first.unsqueeze(1) // tokens) + torch.arange(x.shape[2], device=x.device)
-            stored[self.table.gather(1, at // per_page).long(), :, at % per_page] = x.transpose(1, 2)
+            at = first.long().unsqueeze(1) // tokens + torch.arange(x.shape[2], device=x.device)
+            page = self.table.gather(1, at // per_page).long()
+            page = page.where(page >= 0, len(stored))  # a negative index would count from the end
+            stored[page, :, at % per_page] = x.transpose(1, 2)
 
     def _groups(self, tokens: int) -> int:
         """Groups of so many tokens in a page."""

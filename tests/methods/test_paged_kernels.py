@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from parts import DEVICE, make_codec, make_part
+from torch import Tensor
 
 from kvcli.attention.decoded import attend_decoded
 from kvcli.attention.reference import attend_codes as reference_attend
@@ -31,7 +32,7 @@ CASES = [
     ("klt-3", 8, 2, 64, 1, 64, [130, 64, 1], HALF, {}),
     ("klt-1", 4, 2, 64, 1, 256, [300], HALF, {}),
     ("kivi-2", 4, 1, 128, 1, 32, [192, 0, 96], HALF, {}),
-    ("kivi-2", 4, 4, 64, 1, 32, [160], HALF, {}),  # eight groups at once
+    ("kivi-2", 4, 4, 64, 1, 64, [160], HALF, {}),  # eight groups at once
     ("kivi-4", 8, 1, 96, 2, 128, [160, 32, 128], FLOAT, {}),
     ("kivi-1", 3, 1, 80, 1, 16, [80], HALF, {"group_size": 16}),
     ("kivi-2", 2, 1, 64, 1, 128, [128, 256, 0], HALF, {"group_size": 128}),
@@ -139,6 +140,17 @@ def test_codes_are_written_into_pages_group_by_group(name: str, step: int) -> No
         own, entries = getattr(rows.key_codes, name), x.shape[2] * step // 64
         assert torch.equal(x[0], own[0])
         assert torch.equal(x[1, :, -entries:], own[1, :, :entries])
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="an assertion on a GPU ends the process")
+def test_tokens_without_a_page_are_not_written() -> None:
+    _, _, rows, paged = parts_of(("turboquant-3", 4, 2, 64, 1, 32, [64, 32], FLOAT, {}))
+    assert paged.pages is not None
+    before = paged.key_codes.map(Tensor.clone)
+    for place in (32, 64):
+        with pytest.raises((IndexError, RuntimeError), match="index"):
+            paged.pages.write(paged.key_codes, torch.tensor([0, place]), rows.key_codes.slice(0, 1))
+    assert torch.equal(paged.key_codes.packed, before.packed)
 
 
 def test_pages_are_refused_by_name() -> None:
