@@ -20,11 +20,11 @@ _ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class PageTable:
-    """Which pages hold the codes of each row.
+    """Which pages hold the codes of each row. Pages are read fastest if they begin at multiples of 64 bytes.
 
     Attributes:
         table: int32 [batch, max_pages]: tokens [p * page_size, (p + 1) * page_size) of a row are in page table[row, p].
-            Entries after a row's last token are not used: any page, or -1.
+            Entries after a row's last token are not used: any page, or below 0.
         page_size: tokens of a page.
 
     Raises:

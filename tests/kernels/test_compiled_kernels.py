@@ -69,7 +69,7 @@ def test_codes_reach_tensor_cores_without_shared_memory(methods: list[str], kern
 
 @pytest.mark.kernels
 @pytest.mark.parametrize(
-    ("capability", "page_size", "methods"), [(90, 16, ["klt-2"]), (80, 32, ["kivi-2"]), (90, 128, ["kivi-2"])]
+    ("capability", "page_size", "methods"), [(80, 16, ["klt-2"]), (80, 128, ["kivi-2"]), (90, 64, ["commvq-1", "qjl"])]
 )
 def test_codes_in_pages_reach_tensor_cores_without_shared_memory(
     capability: int, page_size: int, methods: list[str]

@@ -43,7 +43,7 @@ CASES = [
     ("qjl", 4, 1, 128, 2, 64, [150], FLOAT, {}),
     ("qjl", 2, 2, 64, 1, 256, [300, 1, 256], HALF, {"num_outliers": 0}),
     ("commvq-1", 4, 2, 64, 1, 16, [75, 0, 33], HALF, {}),
-    ("commvq-1", 4, 1, 128, 2, 32, [100], FLOAT, {}),
+    ("commvq-1", 4, 1, 128, 2, 32, [100], FLOAT, {"pairs_per_group": 64}),
     ("commvq-2", 2, 2, 64, 1, 64, [130, 64, 1], HALF, {"pairs_per_group": 16, "key_norm": "per_head"}),
     ("commvq-1", 4, 2, 128, 1, 16, [70], HALF, {"value_code_bits": 560}),  # 35 words of value bits per token
     ("commvq-1", 2, 1, 128, 1, 256, [130, 0], HALF, {"codebook_size": 256, "num_residuals": 6}),  # two passes of keys
@@ -64,7 +64,7 @@ def pool(like: Codes, pages: PageTable, num_pages: int) -> Any:
 
 
 def in_pages(part: EncodedTokens, page_size: int) -> EncodedTokens:
-    """The same tokens in pages of a pool; after the end of a row, there are bytes of 255 and -1 in the table."""
+    """The same tokens in pages of a pool; after the end of a row, there are bytes of 255 and no pages in the table."""
     assert part.lengths is not None
     batch, most = len(part.lengths), part.length // page_size
     order = torch.randperm(batch * most + SPARE, generator=torch.Generator().manual_seed(0))
@@ -80,7 +80,7 @@ def in_pages(part: EncodedTokens, page_size: int) -> EncodedTokens:
                     x[page, :, max(end - i * x.shape[2], 0) :] = 255 if x.dtype == torch.uint8 else torch.nan
         sides.append(stored)
     used = torch.arange(most, device=DEVICE) * page_size < part.lengths.unsqueeze(1)
-    pages = PageTable(pages.table.where(used, -1), page_size)
+    pages = PageTable(pages.table.where(used, -(2**30)), page_size)
     return dataclasses.replace(part, key_codes=sides[0], value_codes=sides[1], pages=pages)
 
 
