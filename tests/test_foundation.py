@@ -116,7 +116,7 @@ BUDGET = {
     "eval": 2340,  # rows without gradients, options that differ by name
     "integrations": 1466,  # pages of continuous batching
     "kernels": 927,  # where tiles of tokens lie in pages
-    "methods": 10129,  # codes in pages, read by a block table; KLT; Block-GTQ and KVarN as rivals
+    "methods": 10130,  # codes in pages, read by a block table; KLT; Block-GTQ and KVarN as rivals
     "plan": 558,  # from which length they are smaller
     "serve": 1242,  # a server of the OpenAI API
     "seam": 1595,  # rotations by constants return at once
