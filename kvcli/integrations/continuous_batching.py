@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from kvcli.attention.attach import attach
 from kvcli.cache.ranges import StepRanges
 from kvcli.errors import UnsupportedModelError, UsageError
-from kvcli.integrations.rows import LayerRows, check_token_local, device_of
+from kvcli.integrations.rows import LayerRows, check_codecs, device_of
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.models import LoadedModel
 from kvcli.rope import Rope, Rotation
@@ -160,13 +160,14 @@ class CodesAllocator(FullAttentionCacheAllocator):
             self._stream = torch.cuda.current_stream()
         at = self.layer_indices.index(layer_idx)
         codec, dtype = self._codecs[at], key_states.dtype
-        packed = self._rows[at].encode(key_states, value_states, self._rotation(codec, write_index))
+        rotation, layer = self._rotation(codec, write_index), self._rows[at]
+        packed = layer.encode_keys(key_states, rotation), layer.encode_values(value_states)
         for view, rows in zip(self._views[at], packed, strict=True):
             view[self._block(write_index), write_index % self.tokens_per_page] = rows
         if read_index.numel() == 0:
             return key_states, value_states
         keys, values = (view[self._block(read_index), read_index % self.tokens_per_page] for view in self._views[at])
-        key_codes, value_codes = self._rows[at].keys.unpack(keys), self._rows[at].values.unpack(values)
+        key_codes, value_codes = layer.keys.unpack(keys), layer.values.unpack(values)
         old = (
             codec.decode_keys(key_codes, None, self._rotation(codec, read_index), dtype),
             codec.value.decode_to(value_codes, None, dtype),
@@ -234,7 +235,7 @@ def enable(
     with attach(model, method, artifact=artifact, **settings) as session:
         spec, codecs = session.spec, session.codecs
     module: Any = model.model if isinstance(model, LoadedModel) else model
-    check_token_local(method, codecs)
+    check_codecs(method, codecs)
     config = module.config.get_text_config()
     if id(config) in _enabled or getattr(module, "_cached_continuous_batching_manager", None) is not None:
         raise UsageError("the model is enabled already, or has a persistent manager with a cache of its own")

@@ -1,13 +1,15 @@
-"""vLLM's attention backend on codes: every token is a row of bytes per layer, its keys' codes and then its values'.
+"""vLLM's attention backend on codes: a page holds rows of bytes, those of its tokens' values and of their keys.
 
 New tokens of a pass are exact to each other; all earlier ones are read from codes. There are no sinks and no residual
-window. Tokens that are read are decoded in PyTorch, request by request: `attend` is where kernels that read pages go.
+window. Where keys are encoded in groups, those of the last group are exact until it is whole, in bytes of its page.
+Codes are read in PyTorch, request by request: `attend` is where kernels that read pages go.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
@@ -100,12 +102,41 @@ def check_engine(config: VllmConfig) -> None:
             raise UsageError(f"{what} and codes in pages do not go together")
 
 
+class Page:
+    """Where a layer's rows are in pages of `size` tokens: rows of values, of groups of keys, and keys of an open group.
+
+    Args:
+        rows: of the layer.
+        dtype: of exact keys.
+        size: tokens of a page.
+
+    Raises:
+        UsageError: groups that do not divide a page.
+    """
+
+    def __init__(self, rows: LayerRows, dtype: torch.dtype, size: int) -> None:
+        self.size, self.group, spec = size, rows.keys.group, rows.codec.key.spec
+        if size % self.group:
+            raise UsageError(f"--block-size {size} is no multiple of {self.group} tokens, whose keys have a scale")
+        exact = self.group if self.group > 1 else 0, spec.kv_dim * dtype.itemsize
+        self._shapes = (size, rows.values.nbytes), (size // self.group, rows.keys.nbytes), exact
+        self.nbytes = sum(count * width for count, width in self._shapes)
+
+    def areas(self, kv_cache: Tensor) -> list[Tensor]:
+        """Views uint8 [pages, rows, bytes] of values, groups of keys, and exact keys, in a layer's pages."""
+        flat, views, start = kv_cache.view(len(kv_cache), -1), [], 0
+        for count, width in self._shapes:
+            views.append(flat[:, start : start + count * width].unflatten(1, (count, width)))
+            start += count * width
+        return views
+
+
 class CodesBackend(AttentionBackend):
-    """The backend of a layer whose tokens take `row_bytes` bytes; 0 before its weights are loaded."""
+    """The backend of a layer, once `page` says how it lays out a page of so many tokens."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto"]
-    row_bytes: ClassVar[int] = 0
+    page: ClassVar[Callable[[int], Page] | None] = None
 
     @staticmethod
     def get_name() -> str:
@@ -122,24 +153,34 @@ class CodesBackend(AttentionBackend):
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
         """The spec of a page of rows. UnsupportedModelError: another kind of layer, or one beside others."""
-        if type(spec) is not FullAttentionSpec or not cls.row_bytes:
+        if type(spec) is not FullAttentionSpec or cls.page is None:
             raise UnsupportedModelError(f"layers of {type(spec).__name__} in this model have no codes in pages")
-        return replace(spec, num_head_slots=1, state_content_bytes=cls.row_bytes, dtype=torch.uint8)
+        size = spec.block_size
+        per_token = -(-cls.page(size).nbytes // size)
+        return replace(spec, num_head_slots=1, state_content_bytes=per_token, dtype=torch.uint8)
 
 
 @dataclass(frozen=True)
 class Request:
-    """A request's part of a pass: new tokens [start, stop), and earlier ones, which are read.
+    """A request's part of a pass: new tokens [start, stop), and `past` earlier ones, which are read.
 
     Attributes:
-        slots: int64 [earlier tokens].
+        blocks: its pages, int64 [pages].
         rotations: of the earlier tokens.
+        is_stored: whether its new tokens have slots.
     """
 
     start: int
     stop: int
-    slots: Tensor
+    past: int
+    blocks: Tensor
     rotations: TokenRotations
+    is_stored: bool
+
+    def at(self, first: int, stop: int, per_page: int) -> tuple[Tensor, Tensor]:
+        """Pages of rows [first, stop) of the request, and their places in these, int64 [rows]."""
+        row = torch.arange(first, stop, device=self.blocks.device)
+        return self.blocks[row // per_page], row % per_page
 
 
 @dataclass(frozen=True)
@@ -173,16 +214,17 @@ class BatchBuilder(AttentionMetadataBuilder[Batch]):
         if common.causal is not True:
             raise UnsupportedModelError("attention that is not causal cannot be computed on codes in pages")
         starts, lengths = common.query_start_loc_cpu[: common.num_reqs + 1].tolist(), common.seq_lens.tolist()
-        requests, positions = [], []
-        for row, (start, stop) in enumerate(pairwise(starts)):
-            token = torch.arange(lengths[row], device=common.block_table_tensor.device)
-            old, new = token.split((len(token) - (stop - start), stop - start))
-            slots = common.block_table_tensor[row, old // size].long() * size + old % size
-            requests.append(Request(start, stop, slots, TokenRotations(self._rope, old.unsqueeze(0))))
-            positions.append(new)
-        rotation = self._rope.rotation(torch.cat(positions).unsqueeze(0), torch.float32)
         slots = common.slot_mapping[: starts[-1]]
         stored = (slots >= 0).nonzero().squeeze(1)
+        having_slots, requests, positions = set(stored.tolist()), [], []
+        for row, (start, stop) in enumerate(pairwise(starts)):
+            token = torch.arange(lengths[row], device=slots.device)
+            old, new = token.split((len(token) - (stop - start), stop - start))
+            blocks = common.block_table_tensor[row, : -(-len(token) // size)].long()
+            rotations = TokenRotations(self._rope, old.unsqueeze(0))
+            requests.append(Request(start, stop, len(old), blocks, rotations, start in having_slots))
+            positions.append(new)
+        rotation = self._rope.rotation(torch.cat(positions).unsqueeze(0), torch.float32)
         return Batch(requests, rotation, stored, slots[stored].long())
 
 
@@ -228,7 +270,8 @@ class CodesAttention(AttentionImpl[Batch]):
         if (ours := (spec.num_kv_heads, spec.head_dim)) != (self.num_kv_heads, self.head_size):
             here, told = (f"{x[0]} kv heads of {x[1]}" for x in (ours, (self.num_kv_heads, self.head_size)))
             raise UnsupportedModelError(f"vLLM gives {name} {told} channels, where the model's config says {here}")
-        layer.attn_backend = type("LayerBackend", (CodesBackend,), {"row_bytes": self._rows.nbytes})
+        page = staticmethod(partial(Page, self._rows, self._config.model_config.dtype))
+        layer.attn_backend = type("LayerBackend", (CodesBackend,), {"page": page})
 
     def forward(
         self,
@@ -256,32 +299,77 @@ class CodesAttention(AttentionImpl[Batch]):
         """
         if attn_metadata is None:
             return output.fill_(0)
-        slots, size, count = attn_metadata.slots, kv_cache.shape[2], attn_metadata.rotation.cos.shape[2]
-        rows = self._rows.encode(key[:count], value[:count], attn_metadata.rotation)
-        kv_cache[slots // size, 0, slots % size] = torch.cat(rows, 1)[attn_metadata.stored]
+        batch, page = attn_metadata, Page(self._rows, key.dtype, kv_cache.shape[2])
+        count, block, place = batch.rotation.cos.shape[2], batch.slots // page.size, batch.slots % page.size
+        values, keys, exact = page.areas(kv_cache)
+        for request in batch.requests:
+            new = slice(request.start, request.stop)
+            open_keys = _open_keys(page, exact, request, key)
+            output[new] = self.attend(query[new], key[new], value[new], values, keys, open_keys, request)
+            if page.group > 1 and request.is_stored:
+                self._store_groups(page, torch.cat((open_keys, key[new])), keys, exact, request, batch.rotation)
+        values[block, place] = self._rows.encode_values(value[:count])[batch.stored]
+        if page.group == 1:
+            keys[block, place] = self._rows.encode_keys(key[:count], batch.rotation)[batch.stored]
         if self._ranges is not None:
             self._ranges.check()
-        for request in attn_metadata.requests:
-            new = slice(request.start, request.stop)
-            output[new] = self.attend(query[new], key[new], value[new], kv_cache, request)
         return output
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, request: Request) -> Tensor:
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        values: Tensor,
+        keys: Tensor,
+        open_keys: Tensor,
+        request: Request,
+    ) -> Tensor:
         """Attention of a request's new tokens to themselves and to the codes of earlier ones.
 
-        Shapes are those of `forward`; the result is [tokens, num_heads, head_dim] of the query's dtype.
+        Args:
+            query, key, value: of the new tokens, as of `forward`.
+            values, keys: as of `Page.areas`.
+            open_keys: of the last earlier tokens, whose group is open, [tokens, num_kv_heads, head_dim].
+
+        Returns:
+            [tokens, num_heads, head_dim] in the query's dtype.
         """
+        rows, past, last = self._rows, request.past, len(open_keys)
+        closed, group = past - last, rows.keys.group
+        value_rows = values[request.at(0, past, values.shape[1])]
+        if last:
+            decoded = rows.codec.value.decode(rows.values.unpack(value_rows[closed:]), None)
+            key, value = torch.cat((open_keys, key)), torch.cat((decoded[0].transpose(0, 1), value.float()))
         query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
-        causal = torch.ones(1, query.shape[2], query.shape[2], dtype=torch.bool, device=query.device).tril()
+        shape = 1, query.shape[2], key.shape[2]
+        causal = torch.ones(shape, dtype=torch.bool, device=query.device).tril(last)
         part = partial_attention(query, key, value, causal, self.scale, self._soft_cap)
-        if len(request.slots):
-            size = kv_cache.shape[2]
-            found = kv_cache[request.slots // size, 0, request.slots % size]
-            keys, values = found.split((self._rows.keys.nbytes, self._rows.values.nbytes), 1)
-            rotations = request.rotations if self._rows.codec.needs_rotations else None
-            codes = self._rows.keys.unpack(keys), None, self._rows.values.unpack(values)
-            old = attend_codes(
-                self._rows.codec, query, EncodedTokens(*codes, rotations, None), self.scale, self._soft_cap
-            )
-            part = merge_state(part, old)
+        if closed:
+            key_codes = rows.keys.unpack(keys[request.at(0, closed // group, keys.shape[1])])
+            rotations = request.rotations if rows.codec.needs_rotations else None
+            encoded = EncodedTokens(key_codes, None, rows.values.unpack(value_rows[:closed]), rotations, None)
+            part = merge_state(part, attend_codes(rows.codec, query, encoded, self.scale, self._soft_cap))
         return part[0][0].transpose(0, 1).to(query.dtype)
+
+    def _store_groups(
+        self, page: Page, tokens: Tensor, keys: Tensor, exact: Tensor, request: Request, rotation: Rotation
+    ) -> None:
+        """Encodes the whole groups of keys `tokens`, from the first of the group that was open; keeps the rest."""
+        first, whole = request.past // page.group, len(tokens) // page.group
+        rest = tokens[whole * page.group :]
+        if whole:
+            place = request.at(first, first + whole, keys.shape[1])
+            keys[place] = self._rows.encode_keys(tokens[: whole * page.group], rotation)
+        if len(rest):
+            block = request.blocks[(first + whole) // keys.shape[1]]
+            exact[block, : len(rest)] = rest.flatten(1).contiguous().view(torch.uint8)
+
+
+def _open_keys(page: Page, exact: Tensor, request: Request, like: Tensor) -> Tensor:
+    """The exact keys of a request's open group, [tokens, num_kv_heads, head_dim]."""
+    count = request.past % page.group
+    if not count:
+        return like[:0]
+    rows = exact[request.blocks[request.past // page.size], :count]
+    return rows.clone().view(like.dtype).unflatten(1, like.shape[1:])

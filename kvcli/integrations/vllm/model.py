@@ -16,7 +16,7 @@ from kvcli.artifact import Artifact
 from kvcli.attention.attach import make_codecs
 from kvcli.errors import ConfigError, ModelError, UnsupportedModelError, UsageError, error_text
 from kvcli.fingerprint import fingerprint
-from kvcli.integrations.rows import check_token_local, device_of
+from kvcli.integrations.rows import check_codecs, device_of
 from kvcli.integrations.skeleton import rope_of, skeleton
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.registry import parse_method
@@ -103,7 +103,7 @@ def codecs_of(
         attention=lambda: attention_of_config(model),
         digest=digest,
     )
-    check_token_local(settings.method, codecs)
+    check_codecs(settings.method, codecs, groups=True)
     if ranks > 1 and any(codec.key_offset is not None for codec in codecs):
         raise UsageError(
             f'with tensor parallelism, say {SETTINGS}=\'{{"key_offset": "none"}}\': biases are of all heads'

@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 import kvcli
 
@@ -67,11 +68,18 @@ def answers(llm: Any, prompts: Sequence[Sequence[int]], count: int = NEW_TOKENS)
 
 
 def check(
-    model: Any, session: Any, prompt: Sequence[int], answer: Answer, *, chunk: int = 512, atol: float = 1e-4
+    model: Any,
+    session: Any,
+    prompt: Sequence[int],
+    answer: Answer,
+    *,
+    chunk: int = 512,
+    chunks: Sequence[int] = (),
+    atol: float = 1e-4,
 ) -> None:
     """Checks an answer against a session that reads the prompt in chunks and encodes every token at once."""
     sequence = torch.tensor([[*prompt, *answer.tokens]])
-    cuts = [*range(0, len(prompt), chunk), *range(len(prompt), sequence.shape[1])]
+    cuts = [*(chunks or range(0, len(prompt), chunk)), *range(len(prompt), sequence.shape[1])]
     cache, rows = session.new_cache(), []
     with torch.no_grad():
         for start, stop in pairwise(cuts):
@@ -84,3 +92,20 @@ def check(
 
 def session_of(model: Any, name: str, artifact: Any = None, **settings: Any) -> Any:
     return kvcli.attach(model, name, artifact=artifact, **WITHOUT_WINDOW, **settings)
+
+
+class KIVICache(DynamicCache):
+    """Earlier values as their codes, and earlier keys of whole groups; the other keys and new tokens are exact."""
+
+    def __init__(self, codecs: Sequence[Any]) -> None:
+        super().__init__()
+        self.codecs = codecs
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *rest: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        past, codec = self.get_seq_length(layer_idx), self.codecs[layer_idx]
+        keys, values = (x.clone() for x in super().update(keys, values, layer_idx, *rest, **options))
+        closed = past - past % codec.tokens_per_group
+        for x, side, stop in ((keys, codec.key, closed), (values, codec.value, past)):
+            if stop:
+                x[:, :, :stop] = side.decode(side.encode(x[:, :, :stop], None), None)
+        return keys, values

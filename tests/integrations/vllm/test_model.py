@@ -54,7 +54,7 @@ def codecs(model: Any, name: str, folder: Path | None = None, ranks: int = 1, **
     return codecs_of(model.config, Settings(name, None, values), ranks, None if folder is None else lambda: folder)[0]
 
 
-@pytest.mark.parametrize("name", ["kivi-2", "squat-2", "squat-pre-2", "qjl", "kvarn"])
+@pytest.mark.parametrize("name", ["squat-2", "squat-pre-2", "qjl", "kvarn"])
 def test_codes_that_depend_on_other_tokens_are_refused_by_name(name: str, tiny_model: Any) -> None:
     with pytest.raises(UsageError, match=f"codes of method '{name}' depend on other tokens"):
         codecs(tiny_model, name)

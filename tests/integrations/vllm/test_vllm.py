@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from engines import NEW_TOKENS, answers, check, engine, session_of
+from engines import NEW_TOKENS, KIVICache, answers, check, engine, session_of
 from factories import make_model, record
 from families import make
 
+import kvcli
 from kvcli.artifact import Artifact
 from kvcli.errors import ArtifactError, CacheError, UnsupportedModelError, UsageError
 from kvcli.fit import assemble, fit_recording
@@ -245,9 +246,43 @@ def test_what_cannot_be_is_refused_by_name(ask: Any, tiny_model: Any, tmp_path: 
             pass
 
 
+@pytest.mark.parametrize("name", ["kivi-2", "kivi-4"])
+def test_keys_are_encoded_when_their_group_is_whole(name: str, ask: Any, tiny_model: Any, tmp_path: Path) -> None:
+    """Requests end in every part of a group and of a page, in chunks that do not end with groups, and share pages."""
+    ask(name)
+    prompts = prompts_of(tiny_model, 20, 31, 32, 33, 60, 64, 90, 150)
+    shared = prompts[-1][:130] + prompts[0]
+    options = {"block_size": 64, "max_num_batched_tokens": 72, "max_num_seqs": 4, "kv_cache_memory_bytes": 2**20}
+    with engine(saved(tiny_model, tmp_path), **options) as llm:
+        config = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config
+        alone = [answers(llm, [prompt], 40)[0] for prompt in prompts]
+        (hit,) = answers(llm, [shared], 40)
+        together = answers(llm, prompts, 40)
+    with kvcli.attach(tiny_model, name) as session:
+        codecs = session.codecs
+        bits = codecs[0].key.bits_per_token() + codecs[0].value.bits_per_token()
+    reference = SimpleNamespace(new_cache=lambda: KIVICache(codecs))
+    for prompt, answer in zip(prompts, alone, strict=True):
+        check(tiny_model, reference, prompt, answer, chunk=72)
+    check(tiny_model, reference, shared, hit, chunks=[0, 72, 128])
+    check(tiny_model, reference, prompts[0], together[0])
+    assert [len(answer.tokens) for answer in together] == [40] * len(prompts)
+    # a page has keys of a group in full precision beside the codes
+    assert config.num_blocks == 2**20 // (3 * 64 * (int(bits / 8) + 32 * 2 * 16 * 4 // 64))
+
+
+def test_pages_hold_whole_groups(ask: Any, tiny_model: Any, tmp_path: Path) -> None:
+    ask("kivi-2")
+    with (
+        pytest.raises(UsageError, match="--block-size 16 is no multiple of 32 tokens"),
+        engine(saved(tiny_model, tmp_path)),
+    ):
+        pass
+
+
 def test_tokens_without_a_slot_are_not_stored(ask: Any, tiny_model: Any, tmp_path: Path) -> None:
     """Passes that vLLM runs for its own sake have slots of -1."""
-    from kvcli.integrations.vllm.backend import BatchBuilder
+    from kvcli.integrations.vllm.backend import BatchBuilder, Page
 
     ask("rtn-4")
     with engine(saved(tiny_model, tmp_path)) as llm:
@@ -266,9 +301,10 @@ def test_tokens_without_a_slot_are_not_stored(ask: Any, tiny_model: Any, tmp_pat
         query, new = torch.randn(4, 4, 16), torch.randn(4, 2, 16)
         layer.kv_cache.zero_()
         layer.impl.forward(layer, query, new, new, layer.kv_cache, batch, torch.empty(4, 4, 16))
-        assert layer.kv_cache.flatten(2).any(2).nonzero().tolist() == [[3, 0]]
-        assert layer.kv_cache[3, 0].any(1).nonzero().tolist() == [[1]]
-    assert batch.requests[1].slots.tolist() == [80, 81, 82]
+        page = Page(layer.impl._rows, torch.float32, 16)
+        for area in page.areas(layer.kv_cache)[:2]:
+            assert area.any(2).nonzero().tolist() == [[3, 1]]
+    assert [x.tolist() for x in batch.requests[1].at(0, 3, 16)] == [[5, 5, 5], [0, 1, 2]]
 
 
 @pytest.mark.parametrize(
