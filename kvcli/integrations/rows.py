@@ -1,4 +1,4 @@
-"""Keys and values of a layer as rows of bytes, one per token, for engines whose pages hold tokens in any order."""
+"""Keys and values of a layer as rows of bytes, one per token or group, for engines that keep these in pages."""
 
 from __future__ import annotations
 

@@ -280,31 +280,34 @@ def test_pages_hold_whole_groups(ask: Any, tiny_model: Any, tmp_path: Path) -> N
         pass
 
 
-def test_tokens_without_a_slot_are_not_stored(ask: Any, tiny_model: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "slots", "written"), [("rtn-4", [-1, 97, -1, 7], [[3, 1]]), ("kivi-2", [-1] * 4, [])])
+def test_tokens_without_a_slot_are_not_stored(
+    name: str, slots: list[int], written: list[list[int]], ask: Any, tiny_model: Any, tmp_path: Path
+) -> None:
     """Passes that vLLM runs for its own sake have slots of -1."""
     from kvcli.integrations.vllm.backend import BatchBuilder, Page
 
-    ask("rtn-4")
-    with engine(saved(tiny_model, tmp_path)) as llm:
+    ask(name)
+    with engine(saved(tiny_model, tmp_path), block_size=32) as llm:
         config = llm.llm_engine.vllm_config
-        name, layer = next(iter(config.compilation_config.static_forward_context.items()))
-        builder = BatchBuilder(SimpleNamespace(block_size=16), [name], config, torch.device("cpu"))
+        layer_name, layer = next(iter(config.compilation_config.static_forward_context.items()))
+        builder = BatchBuilder(SimpleNamespace(block_size=32), [layer_name], config, torch.device("cpu"))
         common = SimpleNamespace(
             causal=True,
             num_reqs=2,
             query_start_loc_cpu=torch.tensor([0, 2, 3]),
             seq_lens=torch.tensor([2, 4]),
             block_table_tensor=torch.tensor([[3], [5]], dtype=torch.int32),
-            slot_mapping=torch.tensor([-1, 49, -1, 7]),
+            slot_mapping=torch.tensor(slots),
         )
         batch = builder.build(0, common)  # type: ignore[arg-type]
         query, new = torch.randn(4, 4, 16), torch.randn(4, 2, 16)
         layer.kv_cache.zero_()
         layer.impl.forward(layer, query, new, new, layer.kv_cache, batch, torch.empty(4, 4, 16))
-        page = Page(layer.impl._rows, torch.float32, 16)
-        for area in page.areas(layer.kv_cache)[:2]:
-            assert area.any(2).nonzero().tolist() == [[3, 1]]
-    assert [x.tolist() for x in batch.requests[1].at(0, 3, 16)] == [[5, 5, 5], [0, 1, 2]]
+        values, keys, exact = Page(layer.impl._rows, torch.float32, 32).areas(layer.kv_cache)
+        assert values.any(2).nonzero().tolist() == keys.any(2).nonzero().tolist() == written
+        assert not exact.any()
+    assert [x.tolist() for x in batch.requests[1].at(0, 3, 32)] == [[5, 5, 5], [0, 1, 2]]
 
 
 @pytest.mark.parametrize(
