@@ -149,7 +149,9 @@ def attend_codes(
     small = length <= _BLOCK_TOKENS
     for start, stop in [(0, length)] if small else codec.blocks(length, _BLOCK_TOKENS, encoded.page_size):
         rotation = None if encoded.rotations is None else encoded.rotations.tokens(start, stop)
-        key_codes, value_codes = encoded.codes(start, stop, masked=True)
+        key_codes, value_codes = encoded.key_codes, encoded.value_codes
+        if stop - start < length or encoded.pages is not None:
+            key_codes, value_codes = encoded.codes(start, stop, masked=True)
         visible = None if encoded.lengths is None else encoded.visible(start, stop)
         visible = None if visible is None else visible[:, None]
         if rows.shape[2] * rows.shape[3] > _FEW_ROWS:
