@@ -69,10 +69,44 @@ def faults(name: str) -> str:
     return markdown(["fault", "what happens"], rows)
 
 
-SUITES = ("attention-h100", "generate-h100", "quality-smollm2-135m", "startup-h100", "chunks-h100", "serve-h100")
+def by_position(name: str) -> str:
+    """KL of the parts of one long text, whose means are the units of the records."""
+    rows = records(name)
+    ends = [unit["start"] + unit["tokens"] for unit in rows[0]["units"]]
+    cells = [
+        [row["label"], f"{row['memory']['true_bits']:.2f}", *(f"{unit['kl']:.4f}" for unit in row["units"])]
+        for row in rows
+    ]
+    header = [f"{unit['start']} to {end}" for unit, end in zip(rows[0]["units"], ends, strict=True)]
+    return markdown(["method", "bits", *header], sorted(cells, key=lambda row: float(row[-1])))
+
+
+def pages(name: str) -> str:
+    """Microseconds of codes in rows, and times as much of those in pages; empty where pages are refused."""
+    rows = {(row["method"], row["context"], row["page_size"]): row["p50_us"] for row in records(name)}
+    sizes, contexts = (sorted({key[at] for key in rows} - {None}) for at in (2, 1))
+    header = [
+        f"{context // 1024}K, {x}" for context in contexts for x in ("us", *(f"pages of {size}" for size in sizes))
+    ]
+    cells = []
+    for method in dict.fromkeys(key[0] for key in rows if key[2]):
+        row = []
+        for context in contexts:
+            alone, paged = rows[method, context, None], [rows[method, context, size] for size in sizes]
+            row += [f"{alone:.1f}", *("" if x is None else f"{x / alone:.2f}" for x in paged)]
+        cells.append([method, *row])
+    return markdown(["method", *header], cells)
+
+
+SUITES = (
+    *("attention-h100", "generate-h100", "compiled-h100", "startup-h100", "chunks-h100", "serve-h100"),
+    *("quality-smollm2-135m", "quality-qwen2.5-coder-1.5b-essays", "generated-qwen2.5-coder-1.5b"),
+)
 
 TABLES: dict[str, Callable[[str], str]] = {
     **dict.fromkeys(SUITES, measured),
+    "positions-qwen2.5-coder-1.5b": by_position,
+    "pages-h100": pages,
     "shared-memory": shared_memory,
     **{f"faults-{section}": faults for section in ("kills", "files", "inputs", "calls")},
 }
