@@ -2,8 +2,8 @@
 
 The paged cache of transformers is one tensor of bytes, divided into blocks that requests with a common prefix share. An
 allocator class lays out keys and values of layers with full attention in the blocks. `enable` replaces that class for
-one model: a token's codes and scales are a row of bytes per layer, for keys and for values. Every forward pass decodes
-all tokens that it reads, so this saves memory, not time. There are no sinks and no residual window.
+one model. Every forward pass decodes all tokens that it reads, so this saves memory, not time. There are no sinks and
+no residual window.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from kvcli.attention.attach import attach
 from kvcli.cache.ranges import StepRanges
 from kvcli.errors import UnsupportedModelError, UsageError
-from kvcli.integrations.rows import LayerRows, check_codecs, device_of
+from kvcli.integrations.pages import LayerEncoder, check_codecs, device_of
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.models import LoadedModel
 from kvcli.rope import Rope, Rotation
@@ -56,7 +56,7 @@ def block_bytes(codes: int, others: int) -> int:
 class CodesAllocator(FullAttentionCacheAllocator):
     """Keys and values of layers with full attention as codes. Slot s is token s % page_size of block s // page_size.
 
-    A block of `page_size` tokens holds, layer after layer, the rows of keys and then those of values.
+    A block of `page_size` tokens holds, layer after layer, the codes of keys and then those of values.
     """
 
     supports_block_table = False  # kernels of transformers read pages of numbers, not of codes
@@ -70,13 +70,11 @@ class CodesAllocator(FullAttentionCacheAllocator):
         self._ranges = StepRanges(2 * len(layers), device_of(self._codecs[0].key))
         self._prompts: set[str] = set()  # requests of whose prompt the last pass read a part
         self._stream: Any = None
-        self._rows = [
-            LayerRows(codec, index, dtype, self._ranges) for index, codec in zip(layers, self._codecs, strict=True)
+        self._encoders = [
+            LayerEncoder(codec, index, dtype, self._ranges) for index, codec in zip(layers, self._codecs, strict=True)
         ]
-        self._starts = [
-            0,
-            *accumulate(side.nbytes * page_size for rows in self._rows for side in (rows.keys, rows.values)),
-        ]
+        self._fields = [encoder.fields(page_size) for encoder in self._encoders]
+        self._starts = [0, *accumulate(side.nbytes for sides in self._fields for side in sides)]
         self.head_dim, self.num_key_value_heads = self._codecs[0].key.spec.head_dim, stock["num_key_value_heads"]
         self.cache_dtype = dtype
         others = (stock["config"].num_hidden_layers - len(layers)) * self.get_bytes_per_page(
@@ -97,13 +95,12 @@ class CodesAllocator(FullAttentionCacheAllocator):
     def register_cache_tensor(
         self, bytes_per_sector: int, non_trash_bytes: int, cache_tensor: Tensor, pool: Any
     ) -> None:
-        """Makes views [blocks, page_size, bytes per token] of each layer's keys and values in a tensor of uint8."""
+        """Makes views of each layer's codes of keys and values in a tensor of uint8."""
         self.bytes_per_sector = bytes_per_sector
         self._copy_view = blocks = cache_tensor.view(-1, self.bytes_per_block)
         self._after_cache_tensor_init(non_trash_bytes, bytes_per_sector, cache_tensor, pool)
-        sides = [self._starts[i : i + 2] for i in range(len(self._starts) - 1)]
-        views = [blocks[:, start:stop].unflatten(1, (self.tokens_per_page, -1)) for start, stop in sides]
-        self._views = list(zip(views[::2], views[1::2], strict=True))
+        starts = iter(self._starts)
+        self._pages = [tuple(side.view(blocks[:, next(starts) :]) for side in sides) for sides in self._fields]
         self._logical = torch.zeros(
             len(blocks), dtype=torch.int64, device=cache_tensor.device
         )  # of each physical block
@@ -160,14 +157,14 @@ class CodesAllocator(FullAttentionCacheAllocator):
             self._stream = torch.cuda.current_stream()
         at = self.layer_indices.index(layer_idx)
         codec, dtype = self._codecs[at], key_states.dtype
-        rotation, layer = self._rotation(codec, write_index), self._rows[at]
-        packed = layer.encode_keys(key_states, rotation), layer.encode_values(value_states)
-        for view, rows in zip(self._views[at], packed, strict=True):
-            view[self._block(write_index), write_index % self.tokens_per_page] = rows
+        rotation, encoder = self._rotation(codec, write_index), self._encoders[at]
+        new = encoder.encode_keys(key_states, rotation), encoder.encode_values(value_states)
+        sides = list(zip(self._fields[at], self._pages[at], strict=True))
+        for (fields, pages), codes in zip(sides, new, strict=True):
+            fields.put(pages, *self._place(write_index), codes)
         if read_index.numel() == 0:
             return key_states, value_states
-        keys, values = (view[self._block(read_index), read_index % self.tokens_per_page] for view in self._views[at])
-        key_codes, value_codes = layer.keys.unpack(keys), layer.values.unpack(values)
+        key_codes, value_codes = (fields.take(pages, *self._place(read_index)) for fields, pages in sides)
         old = (
             codec.decode_keys(key_codes, None, self._rotation(codec, read_index), dtype),
             codec.value.decode_to(value_codes, None, dtype),
@@ -180,12 +177,14 @@ class CodesAllocator(FullAttentionCacheAllocator):
         key, value = (torch.where(exact, x[row.clamp_min(0)], y[0].transpose(0, 1)) for x, y in pairs)
         return key, value
 
-    def _block(self, index: Tensor) -> Tensor:
-        return index // self.tokens_per_page
+    def _place(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Blocks of slots, and places in these."""
+        return index // self.tokens_per_page, index % self.tokens_per_page
 
     def _rotation(self, codec: LayerCodec, index: Tensor) -> Rotation:
         """RoPE of the tokens in slots, float32 [1, 1, slots, rotary_dim / 2]; by 0 in a layer without RoPE."""
-        positions = self._logical[self._block(index)] * self.tokens_per_page + index % self.tokens_per_page
+        block, place = self._place(index)
+        positions = self._logical[block] * self.tokens_per_page + place
         rotation = self._rope.rotation(positions.unsqueeze(0), torch.float32)
         return rotation if codec.rotated else Rotation.none(rotation)
 

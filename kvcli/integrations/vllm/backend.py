@@ -1,16 +1,18 @@
-"""vLLM's attention backend on codes: a page holds rows of bytes, those of its tokens' values and of their keys.
+"""vLLM's attention backend on codes: a page holds the codes of its tokens' keys and values.
 
-New tokens of a pass are exact to each other; all earlier ones are read from codes. There are no sinks and no residual
-window. Where keys are encoded in groups, those of the last group are exact until it is whole, in bytes of its page.
-Codes are read in PyTorch, request by request: `attend` is where kernels that read pages go.
+New tokens of a pass are exact to each other; all earlier ones are read from codes, on a GPU by the method's kernels.
+There are no sinks and no residual window. Where keys are encoded in groups, those of the last group are exact until it
+is whole, in bytes of its page.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
+from math import lcm
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -30,17 +32,21 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 
-from kvcli.attention.reference import attend_codes, merge_state, partial_attention
+from kvcli.attention.backend import choose_backend
+from kvcli.attention.reference import merge_state, partial_attention
 from kvcli.cache.ranges import StepRanges
 from kvcli.errors import ModelError, UnsupportedModelError, UsageError
-from kvcli.integrations.rows import LayerRows
+from kvcli.integrations.pages import LayerEncoder
 from kvcli.integrations.vllm.model import ARTIFACT, METHOD, Settings, codecs_of
+from kvcli.methods.base import Codes
 from kvcli.methods.layer_codec import EncodedTokens
+from kvcli.methods.pages import PageTable
+from kvcli.registry import get_method, parse_method
 from kvcli.rope import Rotation, TokenRotations
 
 
-class Pages:
-    """What the layers of a loaded model have in common: their rows, RoPE, and the largest numbers of a pass."""
+class Layers:
+    """What the layers of a loaded model have in common: RoPE, kernels, and the largest numbers of a pass."""
 
     def __init__(self, config: VllmConfig) -> None:
         check_engine(config)
@@ -68,23 +74,29 @@ class Pages:
         self.ranges = StepRanges(2 * len(codecs), device)
         if hasattr(self.rope, "module"):
             self.rope.module.to(device)
-        self.rows = []
+        self.backend = choose_backend(get_method(parse_method(settings.method)[0].name), codecs, "auto", device)
+        self.encoders = []
         for layer_idx, codec in enumerate(codecs):
             codec.to(device).eval()
-            codec.use_kernels(device.type == "cuda")
-            self.rows.append(LayerRows(codec, layer_idx, model.dtype, self.ranges))
+            codec.use_kernels(self.backend.impl == "fused")
+            self.encoders.append(LayerEncoder(codec, layer_idx, model.dtype, self.ranges))
+
+    @property
+    def group(self) -> int:
+        """Tokens whose keys are encoded together."""
+        return self.encoders[0].codec.key.tokens_per_group
 
 
-_made: list[tuple[VllmConfig, Pages]] = []
+_made: list[tuple[VllmConfig, Layers]] = []
 """The last engine of this process, which has one at a time."""
 
 
-def pages_of(config: VllmConfig) -> Pages:
+def layers_of(config: VllmConfig) -> Layers:
     """Those of an engine, made once for all of its layers."""
     if not _made or _made[0][0] is not config:
         # vLLM loads weights in its own dtype and on the GPU by default, which codecs are made without
         with set_default_torch_dtype(torch.float32), torch.device("cpu"):
-            _made[:] = [(config, Pages(config))]
+            _made[:] = [(config, Layers(config))]
     return _made[0][1]
 
 
@@ -103,32 +115,38 @@ def check_engine(config: VllmConfig) -> None:
 
 
 class Page:
-    """Where a layer's rows are in pages of `size` tokens: rows of values, of groups of keys, and keys of an open group.
+    """Where codes are in a layer's pages of `size` tokens: those of values, of keys, and exact keys of an open group.
 
     Args:
-        rows: of the layer.
+        encoder: of the layer.
         dtype: of exact keys.
         size: tokens of a page.
+
+    Attributes:
+        nbytes: of a page, a multiple of its tokens.
 
     Raises:
         UsageError: groups that do not divide a page.
     """
 
-    def __init__(self, rows: LayerRows, dtype: torch.dtype, size: int) -> None:
-        self.size, self.group, spec = size, rows.keys.group, rows.codec.key.spec
+    def __init__(self, encoder: LayerEncoder, dtype: torch.dtype, size: int) -> None:
+        codec = encoder.codec
+        self.size, self.group = size, codec.key.tokens_per_group
         if size % self.group:
             raise UsageError(f"--block-size {size} is no multiple of {self.group} tokens, whose keys have a scale")
-        exact = self.group if self.group > 1 else 0, spec.kv_dim * dtype.itemsize
-        self._shapes = (size, rows.values.nbytes), (size // self.group, rows.keys.nbytes), exact
-        self.nbytes = sum(count * width for count, width in self._shapes)
+        self.groups = size // self.group
+        self.keys, self.values = encoder.fields(size)
+        self._exact = self.group if self.group > 1 else 0, codec.key.spec.kv_dim * dtype.itemsize
+        unit = lcm(16, size)
+        nbytes = self.keys.nbytes + self.values.nbytes + self._exact[0] * self._exact[1]
+        self.nbytes = -(-nbytes // unit) * unit
 
-    def areas(self, kv_cache: Tensor) -> list[Tensor]:
-        """Views uint8 [pages, rows, bytes] of values, groups of keys, and exact keys, in a layer's pages."""
-        flat, views, start = kv_cache.view(len(kv_cache), -1), [], 0
-        for count, width in self._shapes:
-            views.append(flat[:, start : start + count * width].unflatten(1, (count, width)))
-            start += count * width
-        return views
+    def views(self, kv_cache: Tensor) -> tuple[Codes, Codes, Tensor]:
+        """Codes of keys and of values, and exact keys, uint8 [pages, tokens, bytes], in a layer's pages."""
+        pages = kv_cache.view(len(kv_cache), -1)
+        start, (count, width) = self.keys.nbytes + self.values.nbytes, self._exact
+        exact = pages[:, start : start + count * width].unflatten(1, (count, width))
+        return self.keys.view(pages), self.values.view(pages[:, self.keys.nbytes :]), exact
 
 
 class CodesBackend(AttentionBackend):
@@ -152,35 +170,40 @@ class CodesBackend(AttentionBackend):
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        """The spec of a page of rows. UnsupportedModelError: another kind of layer, or one beside others."""
+        """The spec of a page of codes. UnsupportedModelError: another kind of layer, or one beside others."""
         if type(spec) is not FullAttentionSpec or cls.page is None:
             raise UnsupportedModelError(f"layers of {type(spec).__name__} in this model have no codes in pages")
         size = spec.block_size
-        per_token = -(-cls.page(size).nbytes // size)
+        per_token = cls.page(size).nbytes // size
         return replace(spec, num_head_slots=1, state_content_bytes=per_token, dtype=torch.uint8)
 
 
 @dataclass(frozen=True)
-class Request:
-    """A request's part of a pass: new tokens [start, stop), and `past` earlier ones, which are read.
+class Part:
+    """Requests of a pass that have as many new tokens and as many keys in an open group, so that they are one batch.
 
     Attributes:
-        blocks: its pages, int64 [pages].
-        rotations: of the earlier tokens.
-        is_stored: whether its new tokens have slots.
+        tokens: the new tokens' places in the pass, int64 [requests, count].
+        past: earlier tokens, int32 [requests].
+        open_keys: how many of these have exact keys.
+        pages: of all tokens.
+        rotations: of the tokens of these pages.
+        is_stored: whether the new tokens have slots.
+        has_codes: whether there are earlier tokens in whole groups.
     """
 
-    start: int
-    stop: int
-    past: int
-    blocks: Tensor
+    tokens: Tensor
+    past: Tensor
+    open_keys: int
+    pages: PageTable
     rotations: TokenRotations
     is_stored: bool
+    has_codes: bool
 
-    def at(self, first: int, stop: int, per_page: int) -> tuple[Tensor, Tensor]:
-        """Pages of rows [first, stop) of the request, and their places in these, int64 [rows]."""
-        row = torch.arange(first, stop, device=self.blocks.device)
-        return self.blocks[row // per_page], row % per_page
+    def at(self, first: Tensor, count: int, per_page: int) -> tuple[Tensor, Tensor]:
+        """Pages of rows first [requests] to first + count - 1 and places in these, int64 [requests * count]."""
+        row = first.long().unsqueeze(1) + torch.arange(count, device=first.device)
+        return self.pages.table.gather(1, row // per_page).flatten().long(), (row % per_page).flatten()
 
 
 @dataclass(frozen=True)
@@ -188,15 +211,15 @@ class Batch(AttentionMetadata):
     """The tokens of a pass.
 
     Attributes:
-        rotation: RoPE of the new tokens, float32.
         stored: which of the new tokens have a slot, int64 [stored]: none where vLLM runs for its own sake.
         slots: of these, int64 [stored].
+        rotation: RoPE of these, float32.
     """
 
-    requests: Sequence[Request]
-    rotation: Rotation
+    parts: Sequence[Part]
     stored: Tensor
     slots: Tensor
+    rotation: Rotation
 
 
 class BatchBuilder(AttentionMetadataBuilder[Batch]):
@@ -204,7 +227,8 @@ class BatchBuilder(AttentionMetadataBuilder[Batch]):
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: torch.device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self._rope = pages_of(vllm_config).rope
+        layers = layers_of(vllm_config)
+        self._rope, self._group = layers.rope, layers.group
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -215,17 +239,32 @@ class BatchBuilder(AttentionMetadataBuilder[Batch]):
             raise UnsupportedModelError("attention that is not causal cannot be computed on codes in pages")
         starts, lengths = common.query_start_loc_cpu[: common.num_reqs + 1].tolist(), common.seq_lens.tolist()
         slots = common.slot_mapping[: starts[-1]]
-        stored = (slots >= 0).nonzero().squeeze(1)
-        having_slots, requests, positions = set(stored.tolist()), [], []
+        device, stored = slots.device, (slots >= 0).nonzero().squeeze(1)
+        having_slots, alike = set(stored.tolist()), defaultdict[tuple[int, int, bool], list[int]](list)
+        positions = []
         for row, (start, stop) in enumerate(pairwise(starts)):
-            token = torch.arange(lengths[row], device=slots.device)
-            old, new = token.split((len(token) - (stop - start), stop - start))
-            blocks = common.block_table_tensor[row, : -(-len(token) // size)].long()
-            rotations = TokenRotations(self._rope, old.unsqueeze(0))
-            requests.append(Request(start, stop, len(old), blocks, rotations, start in having_slots))
-            positions.append(new)
-        rotation = self._rope.rotation(torch.cat(positions).unsqueeze(0), torch.float32)
-        return Batch(requests, rotation, stored, slots[stored].long())
+            past = lengths[row] - (stop - start)
+            positions.append(torch.arange(past, lengths[row], device=device))
+            if stop > start:
+                alike[stop - start, past % self._group, start in having_slots].append(row)
+        parts = []
+        for (count, open_keys, is_stored), rows in alike.items():
+            blocks = max(-(-lengths[row] // size) for row in rows)
+            table = common.block_table_tensor[rows, :blocks].int().contiguous()
+            tokens = torch.tensor([starts[row] for row in rows], device=device).unsqueeze(1)
+            parts.append(
+                Part(
+                    tokens=tokens + torch.arange(count, device=device),
+                    past=torch.tensor([lengths[row] - count for row in rows], dtype=torch.int32, device=device),
+                    open_keys=open_keys,
+                    pages=PageTable(table, size),
+                    rotations=TokenRotations(self._rope, torch.arange(blocks * size, device=device).unsqueeze(0)),
+                    is_stored=is_stored,
+                    has_codes=any(lengths[row] - count > open_keys for row in rows),
+                )
+            )
+        rotation = self._rope.rotation(torch.cat(positions)[stored].unsqueeze(0), torch.float32)
+        return Batch(parts, stored, slots[stored].long(), rotation)
 
 
 class CodesAttention(AttentionImpl[Batch]):
@@ -261,17 +300,17 @@ class CodesAttention(AttentionImpl[Batch]):
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Finds the layer's codecs, and tells vLLM the bytes of its tokens."""
-        layers = self._config.compilation_config.static_forward_context
-        name, layer = next((name, x) for name, x in layers.items() if getattr(x, "impl", None) is self)
-        pages, layer_idx = pages_of(self._config), extract_layer_index(name)
-        self._rows = pages.rows[layer_idx]
-        self._ranges = pages.ranges if layer_idx == len(pages.rows) - 1 else None
-        spec = self._rows.codec.key.spec
+        modules = self._config.compilation_config.static_forward_context
+        name, layer = next((name, x) for name, x in modules.items() if getattr(x, "impl", None) is self)
+        layers, layer_idx = layers_of(self._config), extract_layer_index(name)
+        self._encoder, self._backend = layers.encoders[layer_idx], layers.backend.with_soft_cap(self._soft_cap)
+        self._ranges = layers.ranges if layer_idx == len(layers.encoders) - 1 else None
+        spec = self._encoder.codec.key.spec
         if (ours := (spec.num_kv_heads, spec.head_dim)) != (self.num_kv_heads, self.head_size):
             here, told = (f"{x[0]} kv heads of {x[1]}" for x in (ours, (self.num_kv_heads, self.head_size)))
             raise UnsupportedModelError(f"vLLM gives {name} {told} channels, where the model's config says {here}")
-        page = staticmethod(partial(Page, self._rows, self._config.model_config.dtype))
-        layer.attn_backend = type("LayerBackend", (CodesBackend,), {"page": page})
+        self._page = cache(partial(Page, self._encoder, self._config.model_config.dtype))
+        layer.attn_backend = type("LayerBackend", (CodesBackend,), {"page": staticmethod(self._page)})
 
     def forward(
         self,
@@ -290,7 +329,7 @@ class CodesAttention(AttentionImpl[Batch]):
         Args:
             query: new tokens, [tokens, num_heads, head_dim], padding at the end.
             key, value: the same of kv heads, [tokens, num_kv_heads, head_dim].
-            kv_cache: uint8 [blocks, 1, block size, bytes of a row].
+            kv_cache: uint8 [blocks, 1, block size, bytes per token].
             attn_metadata: None in a pass that measures memory.
             output: written, [tokens, num_heads, head_dim].
 
@@ -299,77 +338,79 @@ class CodesAttention(AttentionImpl[Batch]):
         """
         if attn_metadata is None:
             return output.fill_(0)
-        batch, page = attn_metadata, Page(self._rows, key.dtype, kv_cache.shape[2])
-        count, block, place = batch.rotation.cos.shape[2], batch.slots // page.size, batch.slots % page.size
-        values, keys, exact = page.areas(kv_cache)
-        for request in batch.requests:
-            new = slice(request.start, request.stop)
-            open_keys = _open_keys(page, exact, request, key)
-            output[new] = self.attend(query[new], key[new], value[new], values, keys, open_keys, request)
-            if page.group > 1 and request.is_stored:
-                self._store_groups(page, torch.cat((open_keys, key[new])), keys, exact, request, batch.rotation)
-        values[block, place] = self._rows.encode_values(value[:count])[batch.stored]
-        if page.group == 1:
-            keys[block, place] = self._rows.encode_keys(key[:count], batch.rotation)[batch.stored]
+        batch, page, encoder = attn_metadata, self._page(kv_cache.shape[2]), self._encoder
+        keys, values, exact = page.views(kv_cache)
+        for part in batch.parts:
+            new = [x[part.tokens].transpose(1, 2) for x in (query, key, value)]
+            open_keys = self._open_keys(page, exact, part, new[1])
+            out = self.attend(page, keys, values, open_keys, part, *new)
+            output[part.tokens] = out.transpose(1, 2).to(output.dtype)
+            if page.group > 1 and part.is_stored:
+                self._store_groups(page, torch.cat((open_keys, new[1]), 2), keys, exact, part, batch.rotation)
+        if len(batch.stored):
+            place = batch.slots // page.size, batch.slots % page.size
+            page.values.put(values, *place, encoder.encode_values(value[batch.stored]))
+            if page.group == 1:
+                page.keys.put(keys, *place, encoder.encode_keys(key[batch.stored], batch.rotation))
         if self._ranges is not None:
             self._ranges.check()
         return output
 
     def attend(
         self,
+        page: Page,
+        keys: Codes,
+        values: Codes,
+        open_keys: Tensor,
+        part: Part,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        values: Tensor,
-        keys: Tensor,
-        open_keys: Tensor,
-        request: Request,
     ) -> Tensor:
-        """Attention of a request's new tokens to themselves and to the codes of earlier ones.
+        """Attention of new tokens to themselves and to the codes of earlier ones.
 
         Args:
-            query, key, value: of the new tokens, as of `forward`.
-            values, keys: as of `Page.areas`.
-            open_keys: of the last earlier tokens, whose group is open, [tokens, num_kv_heads, head_dim].
+            keys, values: as of `Page.views`.
+            open_keys: of the last earlier tokens, whose group is open, [requests, num_kv_heads, tokens, head_dim].
+            query, key, value: of the new tokens, [requests, heads, count, head_dim].
 
         Returns:
-            [tokens, num_heads, head_dim] in the query's dtype.
+            float32 [requests, num_heads, count, head_dim].
         """
-        rows, past, last = self._rows, request.past, len(open_keys)
-        closed, group = past - last, rows.keys.group
-        value_rows = values[request.at(0, past, values.shape[1])]
+        codec, (requests, _, last, _) = self._encoder.codec, open_keys.shape
+        closed = part.past - last
         if last:
-            decoded = rows.codec.value.decode(rows.values.unpack(value_rows[closed:]), None)
-            key, value = torch.cat((open_keys, key)), torch.cat((decoded[0].transpose(0, 1), value.float()))
-        query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+            codes = page.values.take(values, *part.at(closed, last, page.size))
+            decoded = codec.value.decode(codes, None)[0].unflatten(1, (requests, last)).transpose(0, 1)
+            key, value = torch.cat((open_keys, key), 2), torch.cat((decoded, value.float()), 2)
         shape = 1, query.shape[2], key.shape[2]
         causal = torch.ones(shape, dtype=torch.bool, device=query.device).tril(last)
-        part = partial_attention(query, key, value, causal, self.scale, self._soft_cap)
-        if closed:
-            key_codes = rows.keys.unpack(keys[request.at(0, closed // group, keys.shape[1])])
-            rotations = request.rotations if rows.codec.needs_rotations else None
-            encoded = EncodedTokens(key_codes, None, rows.values.unpack(value_rows[:closed]), rotations, None)
-            part = merge_state(part, attend_codes(rows.codec, query, encoded, self.scale, self._soft_cap))
-        return part[0][0].transpose(0, 1).to(query.dtype)
+        state = partial_attention(query, key, value, causal, self.scale, self._soft_cap)
+        if part.has_codes:
+            rotations = part.rotations if codec.needs_rotations else None
+            encoded = EncodedTokens(keys, None, values, rotations, closed, part.pages)
+            few = query.shape[2] <= self._backend.max_queries
+            attend_codes = self._backend.attend_codes if few else self._backend.attend_decoded
+            state = merge_state(state, attend_codes(codec, query, encoded, self.scale))
+        return state[0]
 
     def _store_groups(
-        self, page: Page, tokens: Tensor, keys: Tensor, exact: Tensor, request: Request, rotation: Rotation
+        self, page: Page, tokens: Tensor, keys: Codes, exact: Tensor, part: Part, rotation: Rotation
     ) -> None:
-        """Encodes the whole groups of keys `tokens`, from the first of the group that was open; keeps the rest."""
-        first, whole = request.past // page.group, len(tokens) // page.group
-        rest = tokens[whole * page.group :]
+        """Encodes whole groups of keys `tokens`, from the first of the group that was open; keeps the rest exactly."""
+        first, (whole, rest) = part.past // page.group, divmod(tokens.shape[2], page.group)
         if whole:
-            place = request.at(first, first + whole, keys.shape[1])
-            keys[place] = self._rows.encode_keys(tokens[: whole * page.group], rotation)
-        if len(rest):
-            block = request.blocks[(first + whole) // keys.shape[1]]
-            exact[block, : len(rest)] = rest.flatten(1).contiguous().view(torch.uint8)
+            groups = tokens[:, :, : whole * page.group].transpose(1, 2).flatten(0, 1)
+            page.keys.put(keys, *part.at(first, whole, page.groups), self._encoder.encode_keys(groups, rotation))
+        if rest:
+            block, _ = part.at(first + whole, 1, page.groups)
+            kept = tokens[:, :, -rest:].transpose(1, 2).flatten(2).contiguous()
+            exact[block, :rest] = kept.view(torch.uint8)
 
-
-def _open_keys(page: Page, exact: Tensor, request: Request, like: Tensor) -> Tensor:
-    """The exact keys of a request's open group, [tokens, num_kv_heads, head_dim]."""
-    count = request.past % page.group
-    if not count:
-        return like[:0]
-    rows = exact[request.blocks[request.past // page.size], :count]
-    return rows.clone().view(like.dtype).unflatten(1, like.shape[1:])
+    def _open_keys(self, page: Page, exact: Tensor, part: Part, like: Tensor) -> Tensor:
+        """The exact keys of open groups, [requests, num_kv_heads, tokens, head_dim]."""
+        if not part.open_keys:
+            return like[:, :, :0]
+        block, _ = part.at(part.past // page.size, 1, 1)
+        rows = exact[block, : part.open_keys].clone().view(like.dtype)
+        return rows.unflatten(2, (like.shape[1], -1)).transpose(1, 2)

@@ -16,7 +16,7 @@ from kvcli.artifact import Artifact
 from kvcli.attention.attach import make_codecs
 from kvcli.errors import ConfigError, ModelError, UnsupportedModelError, UsageError, error_text
 from kvcli.fingerprint import fingerprint
-from kvcli.integrations.rows import check_codecs, device_of
+from kvcli.integrations.pages import check_codecs, device_of
 from kvcli.integrations.skeleton import rope_of, skeleton
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.registry import parse_method

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import warnings
@@ -194,9 +195,9 @@ def test_codecs_of_a_model_in_16_bits_are_those_of_a_session(
     ask(name, artifact, json.dumps(settings))
     with engine(saved(tiny_model.bfloat16(), tmp_path), dtype="bfloat16") as llm:
         assert len(answers(llm, prompts_of(tiny_model, 20))[0].tokens) == NEW_TOKENS
-        rows = backend.pages_of(llm.llm_engine.vllm_config).rows
+        encoders = backend.layers_of(llm.llm_engine.vllm_config).encoders
     with session_of(tiny_model, name, artifact, **settings) as session:
-        for ours, codec in zip(rows, session.codecs, strict=True):
+        for ours, codec in zip(encoders, session.codecs, strict=True):
             torch.testing.assert_close(ours.codec.state_dict(), codec.state_dict(), rtol=0, atol=0)
 
 
@@ -285,7 +286,7 @@ def test_tokens_without_a_slot_are_not_stored(
     name: str, slots: list[int], written: list[list[int]], ask: Any, tiny_model: Any, tmp_path: Path
 ) -> None:
     """Passes that vLLM runs for its own sake have slots of -1."""
-    from kvcli.integrations.vllm.backend import BatchBuilder, Page
+    from kvcli.integrations.vllm.backend import BatchBuilder
 
     ask(name)
     with engine(saved(tiny_model, tmp_path), block_size=32) as llm:
@@ -304,10 +305,11 @@ def test_tokens_without_a_slot_are_not_stored(
         query, new = torch.randn(4, 4, 16), torch.randn(4, 2, 16)
         layer.kv_cache.zero_()
         layer.impl.forward(layer, query, new, new, layer.kv_cache, batch, torch.empty(4, 4, 16))
-        values, keys, exact = Page(layer.impl._rows, torch.float32, 32).areas(layer.kv_cache)
-        assert values.any(2).nonzero().tolist() == keys.any(2).nonzero().tolist() == written
+        *codes, exact = layer.impl._page(32).views(layer.kv_cache)
+        for side in codes:
+            scale = side.tensors()["scale"]  # of a token or a group, never 0
+            assert scale.any(3).any(1).nonzero().tolist() == written
         assert not exact.any()
-    assert [x.tolist() for x in batch.requests[1].at(0, 3, 32)] == [[5, 5, 5], [0, 1, 2]]
 
 
 @pytest.mark.parametrize(
@@ -358,3 +360,36 @@ def test_heads_divided_among_processes(
     with session_of(tiny_model, "turboquant-3") as session:
         for prompt, answer in zip(prompts, found, strict=True):
             check(tiny_model, session, prompt, answer)
+
+
+@pytest.mark.parametrize("name", ["klt", "kivi-2"])
+def test_kernels_read_the_pages_of_a_batch(
+    name: str, ask: Any, tiny_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the interpreter; requests of one token each are one call."""
+    from kvcli.attention.backend import choose_backend
+    from kvcli.integrations.vllm import backend
+
+    model = make_model("llama", head_dim=64, num_hidden_layers=2)
+    ask(name, fitted(model, name, tmp_path) if name == "klt" else None)
+    prompts, folder, batches = prompts_of(model, 20, 33, 70), saved(model, tmp_path), []
+    with engine(folder, block_size=64) as llm:
+        expected = answers(llm, prompts, 4)
+
+    def fused(method: Any, codecs: Any, impl: str, device: torch.device) -> Any:
+        chosen = choose_backend(method, codecs, "fused", device)
+        assert chosen.note is None  # kernels of the method's own
+
+        def attend(codec: Any, query: torch.Tensor, encoded: Any, scaling: float) -> Any:
+            batches.append((tuple(query.shape[::2]), encoded.page_size))
+            return chosen.attend_codes(codec, query, encoded, scaling)
+
+        return dataclasses.replace(chosen, attend_codes=attend)
+
+    monkeypatch.setattr(backend, "choose_backend", fused)
+    with engine(folder, block_size=64) as llm:
+        found = answers(llm, prompts, 4)
+    assert ((3, 1), 64) in batches or name == "kivi-2"  # whose requests have different numbers of exact keys
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.tokens == theirs.tokens
+        torch.testing.assert_close(ours.logprobs, theirs.logprobs, rtol=0, atol=1e-3)

@@ -1,0 +1,127 @@
+"""Codes of a layer's keys and values in the pages of an engine, which are bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvcli.attention.reference import unrotate
+from kvcli.cache.ranges import Note, StepRanges
+from kvcli.errors import UnsupportedModelError, UsageError
+from kvcli.methods.base import Codec, Codes
+from kvcli.methods.layer_codec import LayerCodec
+from kvcli.rope import Rotation
+
+_ALIGNMENT = 16
+"""Bytes that fields begin at multiples of, as kernels read them (`kvcli.methods.pages`)."""
+
+
+class PageFields:
+    """Codes of a layer's keys or values in a page: field after field, each [heads, entries of the page, width].
+
+    Args:
+        codec: encodes groups of `tokens_per_group` tokens, each independently of others.
+        dtype: of the tokens that it encodes.
+        page_size: tokens of a page, whole groups.
+
+    Attributes:
+        group: tokens per group.
+        nbytes: of a page.
+    """
+
+    def __init__(self, codec: Codec[Any], dtype: torch.dtype, page_size: int) -> None:
+        self.group = codec.tokens_per_group
+        shape = 1, codec.spec.num_kv_heads, self.group, codec.spec.head_dim
+        example = codec.encode(torch.zeros(shape, dtype=dtype, device=device_of(codec)), None)
+        self._make, self._fields, self.nbytes = type(example), dict[str, tuple[int, torch.dtype, tuple[int, ...]]](), 0
+        self._groups = page_size // self.group
+        for name, x in example.tensors().items():
+            self._fields[name] = self.nbytes, x.dtype, (x.shape[1], self._groups * x.shape[2], x.shape[3])
+            self.nbytes += -(-x.nbytes * self._groups // _ALIGNMENT) * _ALIGNMENT
+
+    def view(self, pages: Tensor) -> Codes:
+        """Codes [pages, heads, entries, width] as views of pages uint8 [pages, at least nbytes]."""
+        views = {}
+        for name, (start, dtype, shape) in self._fields.items():
+            stop = start + dtype.itemsize * shape[0] * shape[1] * shape[2]
+            views[name] = pages[:, start:stop].view(dtype).unflatten(1, shape)
+        return self._make(**views)
+
+    def put(self, pages: Codes, page: Tensor, place: Tensor, codes: Codes) -> None:
+        """Writes the codes of n groups, each field [1, heads, entries, width], into pages of `view`.
+
+        `page` and `place` int64 [n]: which page and which of its groups.
+        """
+        new = codes.tensors()
+        for name, x in pages.tensors().items():
+            groups = new[name][0].unflatten(1, (len(page), -1)).transpose(0, 1)
+            x.unflatten(2, (self._groups, -1))[page, :, place] = groups
+
+    def take(self, pages: Codes, page: Tensor, place: Tensor) -> Codes:
+        """The codes of n groups, each field [1, heads, entries, width]; the inverse of `put`."""
+        return pages.map(
+            lambda x: x.unflatten(2, (self._groups, -1))[page, :, place].transpose(0, 1).flatten(1, 2).unsqueeze(0)
+        )
+
+
+class LayerEncoder:
+    """Encodes new tokens of a layer.
+
+    Args:
+        codec: of the layer.
+        layer_idx: what messages call the layer.
+        dtype: of the model's keys and values.
+        ranges: where the largest numbers that are encoded are noted.
+    """
+
+    def __init__(self, codec: LayerCodec, layer_idx: int, dtype: torch.dtype, ranges: StepRanges) -> None:
+        self.codec, self._dtype = codec, dtype
+        self._key_dtype = dtype if codec.key.space == "post_rope" else torch.float32
+        self._notes = (
+            Note(ranges, f"keys of layer {layer_idx}", codec.key),
+            Note(ranges, f"values of layer {layer_idx}", codec.value),
+        )
+
+    def fields(self, page_size: int) -> tuple[PageFields, PageFields]:
+        """Where keys and values are in pages of so many tokens."""
+        codec = self.codec
+        return PageFields(codec.key, self._key_dtype, page_size), PageFields(codec.value, self._dtype, page_size)
+
+    def encode_keys(self, keys: Tensor, rotation: Rotation) -> Codes:
+        """Codes of keys after RoPE, [tokens, num_kv_heads, head_dim]; `rotation` is RoPE of the tokens, float32."""
+        return _encode(self._notes[0], self.codec.encoder_input(keys.transpose(0, 1).unsqueeze(0), rotation, unrotate))
+
+    def encode_values(self, values: Tensor) -> Codes:
+        """Codes of values [tokens, num_kv_heads, head_dim]."""
+        return _encode(self._notes[1], values.transpose(0, 1).unsqueeze(0))
+
+
+def _encode(note: Note, x: Tensor) -> Codes:
+    codes: Codes = note.codec.encode(x, None)
+    if (peak := note.peak(x.dtype)) is not None:
+        torch.maximum(peak, note.codec.peak(x, codes), out=peak)
+    return codes
+
+
+def check_codecs(method: str, codecs: Sequence[LayerCodec], *, groups: bool = False) -> None:
+    """Checks that codes of a token depend on it alone, or keys on their group if `groups`, and are as wide as values.
+
+    Raises:
+        UsageError: a method whose codes depend on more than the token.
+        UnsupportedModelError: keys and values of different widths.
+    """
+    for codec in codecs:
+        alone = (codec.value if groups and not codec.needs_rotations else codec).tokens_per_group == 1
+        if not alone or codec.new_state(1, device_of(codec.key)) is not None:
+            hint = "say sequence_offset='none'" if codec.sequence_offset else "choose one that codes each token alone"
+            raise UsageError(f"codes of method '{method}' depend on other tokens; {hint}")
+        if codec.key.spec.value_dim != codec.key.spec.head_dim:
+            raise UnsupportedModelError("keys and values of different widths are not supported in pages")
+
+
+def device_of(codec: nn.Module) -> torch.device:
+    """The device of a codec's buffers; the CPU if it has none."""
+    return next((x.device for x in codec.buffers()), torch.device("cpu"))
