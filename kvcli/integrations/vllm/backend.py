@@ -340,18 +340,21 @@ class CodesAttention(AttentionImpl[Batch]):
             return output.fill_(0)
         batch, page, encoder = attn_metadata, self._page(kv_cache.shape[2]), self._encoder
         keys, values, exact = page.views(kv_cache)
-        for part in batch.parts:
-            new = [x[part.tokens].transpose(1, 2) for x in (query, key, value)]
-            open_keys = self._open_keys(page, exact, part, new[1])
-            out = self.attend(page, keys, values, open_keys, part, *new)
-            output[part.tokens] = out.transpose(1, 2).to(output.dtype)
-            if page.group > 1 and part.is_stored:
-                self._store_groups(page, torch.cat((open_keys, new[1]), 2), keys, exact, part, batch.rotation)
+        # all is stored before any is read: a request may share pages that another one fills in this pass
+        open_keys = [self._open_keys(page, exact, part, key) for part in batch.parts]
         if len(batch.stored):
             place = batch.slots // page.size, batch.slots % page.size
             page.values.put(values, *place, encoder.encode_values(value[batch.stored]))
             if page.group == 1:
                 page.keys.put(keys, *place, encoder.encode_keys(key[batch.stored], batch.rotation))
+        for part, kept in zip(batch.parts, open_keys, strict=True):
+            if page.group > 1 and part.is_stored:
+                tokens = torch.cat((kept, key[part.tokens].transpose(1, 2)), 2)
+                self._store_groups(page, tokens, keys, exact, part, batch.rotation)
+        for part, kept in zip(batch.parts, open_keys, strict=True):
+            new = [x[part.tokens].transpose(1, 2) for x in (query, key, value)]
+            out = self.attend(page, keys, values, kept, part, *new)
+            output[part.tokens] = out.transpose(1, 2).to(output.dtype)
         if self._ranges is not None:
             self._ranges.check()
         return output
@@ -408,9 +411,9 @@ class CodesAttention(AttentionImpl[Batch]):
             exact[block, :rest] = kept.view(torch.uint8)
 
     def _open_keys(self, page: Page, exact: Tensor, part: Part, like: Tensor) -> Tensor:
-        """The exact keys of open groups, [requests, num_kv_heads, tokens, head_dim]."""
+        """The exact keys of open groups, [requests, num_kv_heads, tokens, head_dim]; `like` [tokens, ...]."""
         if not part.open_keys:
-            return like[:, :, :0]
+            return like.new_empty(len(part.past), like.shape[1], 0, like.shape[2])
         block, _ = part.at(part.past // page.size, 1, 1)
         rows = exact[block, : part.open_keys].clone().view(like.dtype)
-        return rows.unflatten(2, (like.shape[1], -1)).transpose(1, 2)
+        return rows.unflatten(2, like.shape[1:]).transpose(1, 2)

@@ -53,6 +53,11 @@ def ask(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
     return name
 
 
+def forget(llm: Any) -> None:
+    """Empties an engine's cache of prefixes."""
+    assert llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.reset_prefix_cache()
+
+
 def saved(model: Any, folder: Path) -> Path:
     model.save_pretrained(folder / "model")
     return folder / "model"
@@ -102,10 +107,13 @@ def test_a_prefix_that_requests_share_is_read_from_codes(ask: Any, tiny_model: A
     with engine(saved(tiny_model, tmp_path)) as llm:
         answers(llm, [first])
         (warm,) = answers(llm, [second])
-        assert llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.reset_prefix_cache()
+        forget(llm)
         (cold,) = answers(llm, [second])
+        forget(llm)
+        _, same_pass = answers(llm, [first, second])
     with session_of(tiny_model, "turboquant-2") as session:
         check(tiny_model, session, second, warm, chunk=32)
+        check(tiny_model, session, second, same_pass, chunk=32)
         check(tiny_model, session, second, cold)
         with pytest.raises(AssertionError):
             check(tiny_model, session, second, warm)
@@ -259,6 +267,8 @@ def test_keys_are_encoded_when_their_group_is_whole(name: str, ask: Any, tiny_mo
         alone = [answers(llm, [prompt], 40)[0] for prompt in prompts]
         (hit,) = answers(llm, [shared], 40)
         together = answers(llm, prompts, 40)
+        forget(llm)
+        _, same_pass = answers(llm, [prompts[5], prompts[5] + prompts[0]], 40)
     with kvcli.attach(tiny_model, name) as session:
         codecs = session.codecs
         bits = codecs[0].key.bits_per_token() + codecs[0].value.bits_per_token()
@@ -266,6 +276,7 @@ def test_keys_are_encoded_when_their_group_is_whole(name: str, ask: Any, tiny_mo
     for prompt, answer in zip(prompts, alone, strict=True):
         check(tiny_model, reference, prompt, answer, chunk=72)
     check(tiny_model, reference, shared, hit, chunks=[0, 72, 128])
+    check(tiny_model, reference, prompts[5] + prompts[0], same_pass, chunks=[0, 64, 72])
     check(tiny_model, reference, prompts[0], together[0])
     assert [len(answer.tokens) for answer in together] == [40] * len(prompts)
     # a page has keys of a group in full precision beside the codes
