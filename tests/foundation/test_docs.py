@@ -32,7 +32,7 @@ def test_a_changed_record_makes_a_table_stale(repo_root: Path, tmp_path: Path) -
 
 
 def test_links_between_pages_lead_to_a_page_and_a_heading(repo_root: Path) -> None:
-    pages = [path for folder in ("", "docs", "notes") for path in (repo_root / folder).glob("*.md")]
+    pages = [path for folder in ("", "docs", "notes", "examples") for path in (repo_root / folder).glob("*.md")]
     for page in pages:
         for name, anchor in re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", _prose(page)):
             target = (page.parent / name) if name else page

@@ -1,0 +1,107 @@
+"""The files of `examples/`, as a user runs them, with a tiny random model as their argument."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from byte_tokenizer import CHAT, byte_tokenizer
+from factories import make_model
+
+from kvcli.artifact import Artifact
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a tiny model."""
+    made, tokenizer = tmp_path_factory.mktemp("models") / "tiny", byte_tokenizer()
+    tokenizer.chat_template = CHAT
+    make_model("llama", vocab_size=259, max_position_embeddings=4096).save_pretrained(made)
+    tokenizer.save_pretrained(made)
+    return str(made)
+
+
+@pytest.fixture
+def run(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., str]:
+    """Runs an example in an empty folder and returns what it printed."""
+    monkeypatch.chdir(tmp_path)
+
+    def run_one(name: str, *arguments: str) -> str:
+        path = EXAMPLES / f"{name}.py"
+        monkeypatch.setattr(sys, "argv", [str(path), model, *arguments])
+        capsys.readouterr()
+        runpy.run_path(str(path), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run_one
+
+
+def number(pattern: str, text: str) -> float:
+    """The number in the group of a pattern, which the text has once."""
+    (found,) = re.findall(pattern, text)
+    return float(found)
+
+
+def coded(text: str) -> float:
+    """The share of tokens that an example says are codes: 4 bits, and 32 for each 32 keys or, in a head, 16 values."""
+    assert number(r"codes of ([\d.]+) bits per value", text) == 5.5
+    return number(r"(\d+) of \d+ tokens are codes", text) / number(r"\d+ of (\d+) tokens are codes", text)
+
+
+def test_a_document_is_read_once(run: Callable[..., str]) -> None:
+    first, second = (run("ask_a_document") for _ in range(2))
+    tokens = number(r"(\d+) tokens, 0 of them", first)
+    assert tokens > 1000
+    assert number(r"(\d+) of them from the store", second) == tokens
+    assert first.splitlines()[1:] == second.splitlines()[1:]
+    assert coded(first) > 0.8
+
+
+def test_a_conversation_is_resumed(run: Callable[..., str], tmp_path: Path) -> None:
+    printed = run("chat_with_resume")
+    assert number(r"saved (\d+) bytes", printed) == (tmp_path / "talk.safetensors").stat().st_size
+    assert number(r"(\d+) of \d+ prompt tokens", printed) > 32
+    assert "4 messages" in printed
+
+
+@pytest.mark.parametrize("name", ["batch", "transformers_pipeline"])
+def test_prompts_of_different_lengths_are_one_batch(run: Callable[..., str], name: str) -> None:
+    printed = run(name)
+    assert printed.count(" ... ") == printed.count("\n") - 1 >= 2
+    assert 0.3 < coded(printed) < 1
+
+
+def test_a_task_of_ones_own_is_scored(run: Callable[..., str]) -> None:
+    pytest.importorskip("lm_eval", reason="needs lm-eval, the extra kvcli[eval]")
+    assert number(r"capitals: ([\d.]+) of 4 questions right", run("lm_eval_task")) in (0, 0.25, 0.5, 0.75, 1)
+
+
+def test_a_method_is_fitted_to_ones_own_text(run: Callable[..., str], tmp_path: Path) -> None:
+    lines = (EXAMPLES.parent / "README.md").read_text().splitlines()
+    (tmp_path / "own.txt").write_text("\n".join(lines))
+    printed = run("calibrate_own_text", "own.txt")
+    assert "The best of times" in printed
+    assert 1.5 < number(r"([\d.]+) bits per value", printed) < 3
+    assert Artifact.load(tmp_path / "own" / "klt-2").method == "klt"
+
+
+def test_a_server_finds_a_document_again(run: Callable[..., str]) -> None:
+    first, second = re.findall(r"(\d+) of (\d+) tokens were not read again", run("serve_openai"))
+    assert first[0] == "0"
+    assert 0.8 < int(second[0]) / int(second[1]) < 1
+
+
+def test_examples_are_short_listed_and_run_by_a_test() -> None:
+    page, tests = (EXAMPLES / "README.md").read_text(), Path(__file__).read_text()
+    for path in EXAMPLES.glob("*.py"):
+        assert len(path.read_text().splitlines()) <= 30, path.name
+        assert f"]({path.name})" in page
+        assert f'"{path.stem}"' in tests
