@@ -40,18 +40,20 @@ class Settings:
         """The settings in the environment; None: neither KVCLI_METHOD nor KVCLI_ARTIFACT is there.
 
         Raises:
-            UsageError: both, an unknown method, or one that needs an artifact.
+            UsageError: both, settings of neither, an unknown method, or one that needs an artifact.
             ConfigError: KVCLI_SETTINGS is no JSON object.
             ArtifactError: an artifact that cannot be read.
         """
         method, folder = os.environ.get(METHOD), os.environ.get(ARTIFACT)
         if not method and not folder:
+            if os.environ.get(SETTINGS):
+                raise UsageError(f"{SETTINGS} are of a method: set {METHOD} or {ARTIFACT}, or unset it")
             return None
         if method and folder:
             raise UsageError(f"an artifact says its method: set {METHOD} or {ARTIFACT}, not both")
         try:
             values = json.loads(os.environ.get(SETTINGS) or "{}")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{SETTINGS} is no JSON: {error_text(error)}") from error
         if not isinstance(values, dict):
             raise ConfigError(f'{SETTINGS} is a JSON object of settings, such as {{"key_offset": "none"}}')

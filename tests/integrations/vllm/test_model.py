@@ -37,6 +37,8 @@ def test_without_variables_there_is_nothing_to_do() -> None:
         ({"METHOD": "turboqant-3"}, UsageError, "turboqant"),
         ({"METHOD": "commvq"}, UsageError, "name its folder in KVCLI_ARTIFACT"),
         ({"METHOD": "rtn-4", "SETTINGS": "{"}, ConfigError, "KVCLI_SETTINGS is no JSON"),
+        ({"METHOD": "rtn-4", "SETTINGS": "[" * 100_000}, ConfigError, "KVCLI_SETTINGS is no JSON"),
+        ({"SETTINGS": '{"key_offset": "none"}'}, UsageError, "set KVCLI_METHOD or KVCLI_ARTIFACT, or unset it"),
         ({"METHOD": "rtn-4", "SETTINGS": "[1]"}, ConfigError, "is a JSON object"),
         ({"METHOD": "rtn-4", "SETTINGS": '{"sink_length": 4}'}, UsageError, "omit sink_length"),
     ],
