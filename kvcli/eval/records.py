@@ -134,7 +134,7 @@ def read_plain(path: Path) -> list[dict[str, Any]]:
         UsageError: no such file, or one without rows.
     """
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read {path}: {getattr(error, 'strerror', None) or 'it is not text'}") from error
     of_all = {}
@@ -143,7 +143,7 @@ def read_plain(path: Path) -> list[dict[str, Any]]:
         rows = content.get("rows", [content]) if isinstance(content, dict) else []
         if isinstance(content, dict) and "rows" in content and "machine" in content:
             of_all = {"machine": content["machine"]}
-    except ValueError:
+    except (ValueError, RecursionError):
         rows = read_records(path)
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
         raise UsageError(f"{path} holds no records of kvcli eval or kvcli bench")

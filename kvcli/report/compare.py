@@ -7,8 +7,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from kvcli.errors import UsageError
 from kvcli.eval.records import from_plain
-from kvcli.report.tables import MEASURED, Row, machine, named, read
+from kvcli.report.tables import MEASURED, UNFIT, Row, machine, named, read
 from kvcli.storage.manifest import flattened
 
 _OF_THE_COMMAND = {"method", "artifact", "out", "baseline", "compare_with", "device", "model"}
@@ -35,14 +36,20 @@ def compared(first: Path, second: Path) -> dict[str, Any]:
         `B - A` and, over the same units, its 95 % interval `low` to `high` and `real`, whether it excludes 0; those of
         `kvcli bench`, medians, have `B / A`.
         `only in A`, `only in B`: names of rows.
+
+    Raises:
+        UsageError: a record lacks what is compared.
     """
-    a, b = _rows(first), _rows(second)
-    rows = [
-        {"row": name, **row}
-        for name in a
-        if name in b
-        for row in (*_figures(a[name], b[name]), *differences(_setting(a[name]), _setting(b[name])))
-    ]
+    try:
+        a, b = _rows(first), _rows(second)
+        rows = [
+            {"row": name, **row}
+            for name in a
+            if name in b
+            for row in (*_figures(a[name], b[name]), *differences(_setting(a[name]), _setting(b[name])))
+        ]
+    except UNFIT as error:
+        raise UsageError(f"a record of {first} or {second} lacks what is compared: {error}") from error
     return {"rows": rows, "only in A": [x for x in a if x not in b], "only in B": [x for x in b if x not in a]}
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from kvcli.errors import UsageError
 from kvcli.eval.records import UNCOMPRESSED
 from kvcli.registry import BASELINE, EVAL_SUITES
-from kvcli.report.tables import MEASURED, Row, Section, answers, named, tokens, without_sinks
+from kvcli.report.tables import MEASURED, UNFIT, Row, Section, answers, named, tokens, without_sinks
 from kvcli.suite import Records
 
 NARROW, WIDE = 340, 760
@@ -252,7 +252,7 @@ def page(sections: Sequence[Section]) -> str:
     for section in sections:
         try:
             charts = CHARTS.get(section.suite, times)(section.rows)
-        except (KeyError, TypeError, IndexError) as error:
+        except UNFIT as error:
             raise UsageError(f"a record of suite {section.suite} lacks what its chart shows: {error}") from error
         pairs = [(drawn(chart, NARROW), drawn(chart, WIDE) if chart.wide else "") for chart in charts]
         tables = [x for x in (section.table, answers(section.rows)) if x is not None]

@@ -57,6 +57,10 @@ MEASURED: dict[str, tuple[tuple[str, str, str, float], ...]] = {
 """By suite of `kvcli bench`: field, what it is, unit, and what it is divided by; of percentiles the median."""
 
 
+UNFIT = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError)
+"""What is raised where a record lacks a field, or has one of another type."""
+
+
 @dataclass(frozen=True)
 class Section:
     """Rows of one suite that stand in one table, the commands that measured them, and what a reader should know."""
@@ -81,10 +85,12 @@ class Section:
 def read(path: Path) -> list[dict[str, Any]]:
     """The records of a file, lines of `--out` or the object of `--json`; `units` may have been left out.
 
+    Control characters outside `units` are blanks: a terminal would obey them, and charts cannot have them.
+
     Raises:
         UsageError: no such file, or a row that is no record.
     """
-    rows = read_plain(path)
+    rows = [{name: x if name == "units" else _printable(x) for name, x in row.items()} for row in read_plain(path)]
     for place, row in enumerate(rows):
         if row.get("suite") not in (*EVAL_SUITES, *BENCH_SUITES):
             raise UsageError(f"{path}: row {place} is no record of kvcli eval or kvcli bench")
@@ -93,18 +99,27 @@ def read(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def _printable(value: Any) -> Any:
+    if isinstance(value, str):
+        return "".join(x if x.isprintable() else " " for x in value)
+    if isinstance(value, dict):
+        return {_printable(name): _printable(x) for name, x in value.items()}
+    return [_printable(x) for x in value] if isinstance(value, list) else value
+
+
 def sections(rows: Records) -> list[Section]:
     """The tables of records, in the order of their first rows; UsageError: a record that lacks what its table has."""
     groups: dict[str, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(repr(_group(row)), []).append(row)
-    made = []
-    for group in groups.values():
-        suite = str(group[0]["suite"])
-        try:
+    made, suite = [], ""
+    try:
+        for row in rows:
+            suite = str(row["suite"])
+            groups.setdefault(repr(_group(row)), []).append(row)
+        for group in groups.values():
+            suite = str(group[0]["suite"])
             made.append(Section(suite, group, table(suite, group), _commands(group), _notes(group)))
-        except (KeyError, TypeError, IndexError) as error:
-            raise UsageError(f"a record of suite {suite} lacks what its table shows: {error}") from error
+    except UNFIT as error:
+        raise UsageError(f"a record of suite {suite} lacks what its table shows: {error}") from error
     return made
 
 

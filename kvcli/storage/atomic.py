@@ -22,8 +22,10 @@ def replacing(path: Path) -> Iterator[Path]:
     The content is on the disk before the name is, so that no power loss leaves an empty file under the name.
 
     Raises:
-        OSError: the disk is full and the like; it names the file.
+        OSError: the disk is full and the like, or a device or a folder has the name; it names the file.
     """
+    if path.exists() and not path.is_file():
+        raise FileExistsError(errno.EEXIST, "it is there and no regular file", str(path))
     temporary = temporary_path(path)
     try:
         with _write_errors_name(path):
@@ -116,7 +118,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     """The JSON objects of a file that `append_record` wrote; lines that a kill cut off are skipped."""
     records = []
     if path.is_file():
-        with path.open(errors="replace") as handle:
+        with path.open(encoding="utf-8-sig", errors="replace") as handle:
             for line in handle:
                 with suppress(ValueError, RecursionError):
                     records.append(json.loads(line))

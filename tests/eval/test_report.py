@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import os
 import re
 import shlex
 import shutil
@@ -235,3 +236,29 @@ def test_a_browser_shows_it_on_a_phone_and_a_desk_by_day_and_night(
     match = re.search(r"<title>(\d+) (rgb\(.*?\))", done.stdout)
     assert match is not None, done.stdout[-500:]
     assert match.groups() == ("0", ink)
+
+
+@pytest.mark.parametrize(
+    "text", ['{"suite": "kl"}', '{"suite": "attention"}', '{"suite": "kl", "options": 3, "metrics": []}', "[" * 100_000]
+)
+def test_records_that_cannot_be_shown_are_refused_in_one_line(text: str) -> None:
+    Path("bad.jsonl").write_text(text)
+    for command in (("report",), ("inspect",), ("diff", "bad.jsonl")):
+        refused(*command, "bad.jsonl", code=2)
+
+
+def test_control_characters_and_marks_of_text_files(committed: list[str]) -> None:
+    """Vega-Lite's text layout aborts the process at a control character."""
+    rows = [json.loads(line) for line in Path(committed[0]).read_text().splitlines()[:2]]
+    rows[0]["label"] = rows[0]["method"] = "a\x1b[31m\x00</script>"
+    Path("rows.jsonl").write_text("\ufeff" + "\n".join(map(json.dumps, rows)))
+    shown = page("rows.jsonl")
+    assert "a [31m &lt;/script&gt;" in shown
+    assert "\x1b" not in shown
+    assert result("report", "rows.jsonl", "--json", "-o", "-", "--format", "md")["sections"][0]["rows"] == 2
+
+
+def test_a_page_takes_the_place_of_a_file_only(committed: list[str]) -> None:
+    os.mkfifo("pipe")
+    refused("report", committed[0], "-o", "pipe", code=1)
+    assert Path("pipe").is_fifo()
