@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+from console import refused
 
 from kvcli.cli.output import Output
 from kvcli.eval import long
@@ -74,3 +75,9 @@ def test_scores_after_the_prompt_are_those_of_later_tokens() -> None:
     scores = TokenScores(*(torch.arange(12.0).view(2, 6) + 100 * i for i in range(4)))
     for value, whole in zip(dataclasses.astuple(scores.after(4)), dataclasses.astuple(scores), strict=True):
         assert torch.equal(value, whole[:, 4:])
+
+
+@pytest.mark.parametrize("temperature", ["0", "1e-45", "inf", "nan"])
+def test_temperatures_that_no_text_is_sampled_at_are_refused(temperature: str) -> None:
+    """A record could not hold infinity, and logits over almost 0 are infinite."""
+    assert "--temperature" in refused("eval", "long", "--method", "fp8", "--temperature", temperature)
