@@ -114,9 +114,9 @@ BUDGET = {
     "cli": 3935,  # report, inspect and diff; ask, serve, chat with a server, warmup and doctor
     "contexts": 860,  # contexts that were read alike; used elsewhere than from the store
     "eval": 2340,  # rows without gradients, options that differ by name
-    "integrations": 1622,  # the backend of vLLM; pages that both engines share
+    "integrations": 1623,  # the backend of vLLM; pages that both engines share
     "kernels": 924,  # where tiles of tokens lie in pages
-    "methods": 10130,  # codes in pages, read by a block table; KLT; Block-GTQ and KVarN as rivals
+    "methods": 10135,  # codes in pages, read by a block table; KLT; Block-GTQ and KVarN as rivals
     "plan": 558,  # bits by layer; from which length they are smaller
     "report": 934,  # tables, of which docs had a third; charts; what files hold; records of others
     "serve": 1242,  # a server of the OpenAI API

@@ -18,6 +18,12 @@ _ALIGNMENT = 16
 """Bytes that fields, and pages of them, begin at multiples of."""
 
 
+def check_page_size(page_size: int) -> None:
+    """UsageError: tokens of a page that are no power of two, or below 16."""
+    if page_size < 16 or page_size & (page_size - 1):
+        raise UsageError(f"pages of {page_size} tokens are not supported; choose a power of two, 16 or more")
+
+
 @dataclass(frozen=True)
 class PageTable:
     """Which pages hold the codes of each row. Pages are read fastest if they begin at multiples of 64 bytes.
@@ -35,8 +41,7 @@ class PageTable:
     page_size: int
 
     def __post_init__(self) -> None:
-        if self.page_size < 16 or self.page_size & (self.page_size - 1):
-            raise UsageError(f"pages of {self.page_size} tokens are not supported; choose a power of two, 16 or more")
+        check_page_size(self.page_size)
         if self.table.dtype != torch.int32 or self.table.dim() != 2 or self.table.stride(1) != 1:
             raise UsageError("a block table is int32 [batch, max_pages], each row contiguous")
 

@@ -40,7 +40,7 @@ from kvcli.integrations.pages import LayerEncoder
 from kvcli.integrations.vllm.model import ARTIFACT, METHOD, Settings, codecs_of
 from kvcli.methods.base import Codes
 from kvcli.methods.layer_codec import EncodedTokens
-from kvcli.methods.pages import PageTable
+from kvcli.methods.pages import PageTable, check_page_size
 from kvcli.registry import get_method, parse_method
 from kvcli.rope import Rotation, TokenRotations
 
@@ -126,12 +126,13 @@ class Page:
         nbytes: of a page, a multiple of its tokens.
 
     Raises:
-        UsageError: groups that do not divide a page.
+        UsageError: a size that is no power of two or below 16, or groups that do not divide a page.
     """
 
     def __init__(self, encoder: LayerEncoder, dtype: torch.dtype, size: int) -> None:
         codec = encoder.codec
         self.size, self.group = size, codec.key.tokens_per_group
+        check_page_size(size)
         if size % self.group:
             raise UsageError(f"--block-size {size} is no multiple of {self.group} tokens, whose keys have a scale")
         self.groups = size // self.group

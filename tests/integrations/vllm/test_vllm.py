@@ -283,12 +283,19 @@ def test_keys_are_encoded_when_their_group_is_whole(name: str, ask: Any, tiny_mo
     assert config.num_blocks == 2**20 // (3 * 64 * (int(bits / 8) + 32 * 2 * 16 * 4 // 64))
 
 
-def test_pages_hold_whole_groups(ask: Any, tiny_model: Any, tmp_path: Path) -> None:
-    ask("kivi-2")
-    with (
-        pytest.raises(UsageError, match="--block-size 16 is no multiple of 32 tokens"),
-        engine(saved(tiny_model, tmp_path)),
-    ):
+@pytest.mark.parametrize(
+    ("name", "size", "reason"),
+    [
+        ("kivi-2", 16, "--block-size 16 is no multiple of 32 tokens"),
+        ("rtn-4", 48, "pages of 48 tokens are not supported"),
+        ("rtn-4", 8, "pages of 8 tokens are not supported"),
+    ],
+)
+def test_pages_that_cannot_be_are_refused_at_start(
+    name: str, size: int, reason: str, ask: Any, tiny_model: Any, tmp_path: Path
+) -> None:
+    ask(name)
+    with pytest.raises(UsageError, match=reason), engine(saved(tiny_model, tmp_path), block_size=size):
         pass
 
 
