@@ -14,7 +14,17 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from kvcli.bench.baselines import BASELINE_HELP, Baseline, BaselineName, load_baselines, over_fastest
-from kvcli.bench.suite import BenchOptions, BenchRows, BenchSuite, Lengths, Row, parse_batches, run_row, status
+from kvcli.bench.suite import (
+    BenchOptions,
+    BenchRows,
+    BenchSuite,
+    Lengths,
+    Row,
+    parse_batches,
+    row_name,
+    run_row,
+    status,
+)
 from kvcli.builtin_models import DEFAULT_MODEL
 from kvcli.errors import UsageError
 from kvcli.progress import Reporter
@@ -183,8 +193,7 @@ def table(records: Records, options: AttentionOptions) -> DataTable:
         columns.insert(4, "x fastest")
     rows = []
     for record in records:
-        pages = f", pages of {record['page_size']}" if record.get("page_size") else ""
-        row = {"method": record["method"] + pages, "context": f"{record['context']}", "batch": f"{record['batch']}"}
+        row = {"method": row_name(record), "context": f"{record['context']}", "batch": f"{record['batch']}"}
         row |= status(record)
         if record["status"] == "ok":
             row |= {

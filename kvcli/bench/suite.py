@@ -6,7 +6,7 @@ A failing method is recorded in its row, and the run goes on.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeVar
@@ -27,6 +27,13 @@ if TYPE_CHECKING:
 MAX_LENGTH = 2**31 - 1
 ERRORS = ("mismatch", "failed")
 """Statuses of rows that are errors; `out of memory` and `refused` are results."""
+
+
+def row_name(record: Mapping[str, Any]) -> str:
+    """The method of a row, and the tokens of a page where its codes are in pages."""
+    pages = f", pages of {record['page_size']}" if record.get("page_size") else ""
+    return f"{record['method']}{pages}"
+
 
 Lengths = list[Annotated[int, Field(ge=1, le=MAX_LENGTH)]]
 Status = Literal["ok", "mismatch", "out of memory", "refused", "failed"]

@@ -58,17 +58,7 @@ def _main(
 
 COMMANDS: tuple[Any, ...] = (
     *(demo.COMMAND, plan.COMMAND, calibrate.CALIBRATE, calibrate.MERGE, *fit.COMMANDS, fit.EXPORT),
-    *(
-        ask.COMMAND,
-        generate.COMMAND,
-        compress.COMMAND,
-        contexts,
-        chat.COMMAND,
-        serve.COMMAND,
-        suites,
-        report.COMMAND,
-        methods.COMMAND,
-    ),
+    *(ask.COMMAND, generate.COMMAND, compress.COMMAND, contexts, chat.COMMAND, serve.COMMAND, suites, methods.COMMAND),
     *(report.COMMAND, inspect.COMMAND, diff.COMMAND),
     *(warmup.COMMAND, doctor.COMMAND, env.COMMAND),
 )

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvcli.bench.suite import row_name
 from kvcli.errors import UsageError
 from kvcli.eval.records import UNCOMPRESSED
 from kvcli.registry import BASELINE, EVAL_SUITES
@@ -207,7 +208,7 @@ def times(rows: Records) -> list[Chart]:
                 batch = f", {row['batch']} sequences" if row["batch"] > 1 else ""
                 dtype = f", {row['dtype']}" if len({x.get("dtype") for x in rows}) > 1 else ""
                 group = groups.setdefault(f"{what}, {tokens(row['context'])} tokens{batch}{dtype}", {})
-                group[row["method"]] = value / scale
+                group[row_name(row)] = value / scale
         charts += [bars(title, unit, [(x, y, {}) for x, y in group.items()]) for title, group in groups.items()]
     return charts
 

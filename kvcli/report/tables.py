@@ -13,6 +13,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from kvcli.bench.suite import row_name
 from kvcli.builtin_models import DEFAULT_MODEL
 from kvcli.errors import UsageError
 from kvcli.eval.records import ROW_OPTIONS, UNCOMPRESSED, checked, read_plain
@@ -297,10 +298,10 @@ def _figure(row: Row | None, figure: Callable[[Row], str]) -> str:
 
 
 def _by_context(rows: Records) -> tuple[list[int], dict[str, dict[int, Row]]]:
-    """All contexts, and by method the rows by context."""
+    """All contexts, and by method, and page size if there is one, the rows by context."""
     by_method: dict[str, dict[int, Row]] = {}
     for row in rows:
-        by_method.setdefault(row["method"], {})[row["context"]] = row
+        by_method.setdefault(row_name(row), {})[row["context"]] = row
     return sorted({row["context"] for row in rows}), by_method
 
 

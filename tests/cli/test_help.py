@@ -185,3 +185,9 @@ def test_misused_flags_are_one_line_too(arguments: str) -> None:
 
 def test_a_plan_may_be_for_all_gpus() -> None:
     result("plan", "tiny", "--device", "auto", "--method", "fp16")
+
+
+def test_every_command_is_listed_once() -> None:
+    from kvcli.cli.app import COMMANDS
+
+    assert len(COMMANDS) == len(set(map(id, COMMANDS)))

@@ -23,7 +23,7 @@ from test_suites import KIVI, SIZES
 from kvcli._version import __version__
 from kvcli.models import LoadedModel
 from kvcli.report.page import capacity, loss_by_size
-from kvcli.report.tables import Row, answers, named, sections
+from kvcli.report.tables import Row, answers, named, read, sections
 from kvcli.storage.atomic import append_record
 
 DOCS = ("quality-smollm2-135m", "attention-h100", "generate-h100", "serve-h100", "startup-h100", "chunks-h100")
@@ -262,3 +262,19 @@ def test_a_page_takes_the_place_of_a_file_only(committed: list[str]) -> None:
     os.mkfifo("pipe")
     refused("report", committed[0], "-o", "pipe", code=1)
     assert Path("pipe").is_fifo()
+
+
+def test_rows_of_codes_in_pages_stand_beside_those_in_rows() -> None:
+    """They are of the same method, context and batch."""
+    from kvcli.report.compare import compared
+
+    file = Path(__file__).parents[2] / "docs" / "results" / "pages-h100.jsonl"
+    rows = read(file)
+    (section,) = sections(rows)
+    names = [row[0] for row in section.table.rows]
+    assert names[:5] == ["fp16", "kivi-2", "kivi-2, pages of 16", "kivi-2, pages of 64", "kivi-2, pages of 256"]
+    times = {row["p50_us"] for row in rows if row["method"] == "klt-2" and row["context"] == 8192}
+    shown = {cells[2] for cells in section.table.rows if cells[0].startswith("klt-2")}
+    assert shown == {f"{time:.3g}" for time in times}
+    assert compared(file, file)["only in A"] == []
+    assert sum(" pages of 64" in row["row"] for row in compared(file, file)["rows"]) == 12
