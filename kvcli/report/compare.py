@@ -58,8 +58,8 @@ def _rows(path: Path) -> dict[str, Row]:
     found: dict[str, Row] = {}
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in read(path):
-        where = () if "metrics" in row else (row.get("dtype"), f"{row['context']} tokens", f"batch {row['batch']}")
-        where += (f"pages of {row['page_size']}",) if row.get("page_size") else ()
+        where = [] if "metrics" in row else [row.get("dtype"), f"{row['context']} tokens", f"batch {row['batch']}"]
+        where += [f"pages of {row['page_size']}"] if row.get("page_size") else []
         groups.setdefault((row["suite"], row.get("model", row.get("shape")), *where), []).append(row)
     for group, rows in groups.items():
         found |= {" ".join(str(x) for x in (name, *group) if x): row for name, row in named(rows)}
