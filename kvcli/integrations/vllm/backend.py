@@ -202,9 +202,13 @@ class Part:
     has_codes: bool
 
     def at(self, first: Tensor, count: int, per_page: int) -> tuple[Tensor, Tensor]:
-        """Pages of rows first [requests] to first + count - 1 and places in these, int64 [requests * count]."""
-        row = first.long().unsqueeze(1) + torch.arange(count, device=first.device)
-        return self.pages.table.gather(1, row // per_page).flatten().long(), (row % per_page).flatten()
+        """Where tokens, or groups, `first` [requests] to first + count - 1 are, of which a page has `per_page`.
+
+        Returns:
+            Pages, and places in these, int64 [requests * count].
+        """
+        index = first.long().unsqueeze(1) + torch.arange(count, device=first.device)
+        return self.pages.table.gather(1, index // per_page).flatten().long(), (index % per_page).flatten()
 
 
 @dataclass(frozen=True)
@@ -416,5 +420,5 @@ class CodesAttention(AttentionImpl[Batch]):
         if not part.open_keys:
             return like.new_empty(len(part.past), like.shape[1], 0, like.shape[2])
         block, _ = part.at(part.past // page.size, 1, 1)
-        rows = exact[block, : part.open_keys].clone().view(like.dtype)
-        return rows.unflatten(2, like.shape[1:]).transpose(1, 2)
+        kept = exact[block, : part.open_keys].clone().view(like.dtype)
+        return kept.unflatten(2, like.shape[1:]).transpose(1, 2)
