@@ -38,11 +38,20 @@ def attend_decoded(
         key_codes, value_codes = encoded.codes(start, stop)
         key = codec.decode_keys(key_codes, encoded.key_state, rotation, query.dtype)
         value = codec.value.decode_to(value_codes, None, query.dtype)
+        if (hidden := encoded.skip - start) > 0:
+            key, value = key[:, :, hidden:], value[:, :, hidden:]
         if encoded.lengths is None:
             state = _extend(state, query, key, value, scaling, soft_cap, causal=False)
         else:
             state = chunk_kernels.extend(
-                state, query, key, value, scaling, lengths=encoded.lengths, first=start, soft_cap=soft_cap
+                state,
+                query,
+                key,
+                value,
+                scaling,
+                lengths=encoded.lengths,
+                first=max(start, encoded.skip),
+                soft_cap=soft_cap,
             )
     assert state is not None
     return state

@@ -152,7 +152,7 @@ def attend_codes(
         key_codes, value_codes = encoded.key_codes, encoded.value_codes
         if stop - start < length or encoded.pages is not None:
             key_codes, value_codes = encoded.codes(start, stop, masked=True)
-        visible = None if encoded.lengths is None else encoded.visible(start, stop)
+        visible = encoded.visible(start, stop)
         visible = None if visible is None else visible[:, None]
         if rows.shape[2] * rows.shape[3] > _FEW_ROWS:
             key = codec.decode_keys(key_codes, encoded.key_state, rotation, torch.float32)

@@ -40,6 +40,14 @@ def query_rows(query, i_b, i_h, o_m, q_batch, q_head, q_time, query_len, HEADS: 
 
 
 @triton.jit
+def without_first(scores, n, SKIP: tl.constexpr):
+    """Scores [N, M] of tokens n [N], -inf for the first SKIP tokens of a sequence."""
+    if SKIP > 0:
+        scores = tl.where((n < SKIP)[:, None], float("-inf"), scores)
+    return scores
+
+
+@triton.jit
 def capped(scores, SOFT_CAP: tl.constexpr):
     """SOFT_CAP * tanh(scores / SOFT_CAP)."""
     return SOFT_CAP * (2.0 * tl.sigmoid(scores * (2.0 / SOFT_CAP)) - 1.0)

@@ -165,6 +165,7 @@ class EncodedTokens:
         rotations: rotations of these tokens, if `LayerCodec.needs_rotations`; else None.
         lengths: tokens of each sequence, int32 [batch]; None when all have `length`.
         pages: in which pages the codes of each sequence are, if `key_codes` and `value_codes` are pages, not sequences.
+        skip: how many of the first tokens of each sequence nobody attends to.
 
     Raises:
         UsageError: codes that are no pages of that size.
@@ -176,6 +177,7 @@ class EncodedTokens:
     rotations: TokenRotations | None
     lengths: Tensor | None
     pages: PageTable | None = None
+    skip: int = 0
 
     def __post_init__(self) -> None:
         if self.pages is not None:
@@ -211,10 +213,16 @@ class EncodedTokens:
         )
 
     def visible(self, start: int, stop: int) -> Tensor | None:
-        """Boolean [batch, stop - start], False beyond the end of a shorter sequence; None when nothing is hidden."""
-        if self.lengths is None:
+        """Boolean [batch or 1, stop - start], False for `skip` tokens and beyond the end of a shorter sequence.
+
+        None when nothing is hidden.
+        """
+        if self.lengths is None and start >= self.skip:
             return None
-        return torch.arange(start, stop, device=self.lengths.device) < self.lengths.unsqueeze(1)
+        device = next(iter(self.value_codes.tensors().values())).device
+        token = torch.arange(start, stop, device=device).unsqueeze(0)
+        visible = token >= self.skip
+        return visible if self.lengths is None else visible & (token < self.lengths.unsqueeze(1))
 
 
 PartialAttention = tuple[Tensor, Tensor]

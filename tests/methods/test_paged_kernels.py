@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from parts import DEVICE, make_codec, make_part
+from parts import DEVICE, TOLERANCE, make_codec, make_part
 from torch import Tensor
 
 from kvcli.attention.decoded import attend_decoded
 from kvcli.attention.reference import attend_codes as reference_attend
+from kvcli.attention.reference import partial_attention
 from kvcli.errors import UsageError
 from kvcli.kernels import splits
 from kvcli.methods.base import Codes
@@ -107,6 +108,30 @@ def test_attention_kernels_read_pages(case: Any, monkeypatch: pytest.MonkeyPatch
     ours = kernels.fused_attend(codec, query, paged, 0.125)
     assert expected[0].isfinite().all()
     assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
+
+
+@pytest.mark.parametrize("case", [CASES[i] for i in (0, 5, 9, 10, 12, 13, 15)], ids=str)
+def test_the_first_tokens_are_skipped(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By kernels, by chunks and by the reference, as if these tokens had never been; their scores are the largest."""
+    if len(case[6]) > 1:
+        monkeypatch.setattr(splits, "_PROGRAMS_PER_SM", 0)
+    kernels, codec, rows, paged = parts_of(case)
+    query = torch.randn(len(case[6]), case[1], case[4], case[3], device=DEVICE).to(case[7])
+    rotation = None if rows.rotations is None else rows.rotations.tokens(0, rows.length)
+    keys = codec.decode_keys(rows.key_codes, rows.key_state, rotation, torch.float32)
+    values = codec.value.decode(rows.value_codes, None)
+    scores = (query[:, :: case[1] // case[2], :1].float() @ keys.transpose(-1, -2))[:, :, 0]
+    top = scores.amax((0, 1)).topk(1).indices.item()
+    for skip in {1, 4, top + 1}:
+        token = torch.arange(rows.length, device=DEVICE)
+        visible = (token >= skip) & (token < rows.lengths.unsqueeze(1))
+        expected = partial_attention(query, keys, values, visible[:, None], 0.125)
+        for attend in (kernels.fused_attend, attend_decoded, reference_attend):
+            codec.use_kernels(attend is not reference_attend)
+            ours = attend(codec, query, dataclasses.replace(paged, skip=skip), 0.125)
+            for a, b in zip(ours, expected, strict=True):
+                assert torch.equal(a.isfinite(), b.isfinite())
+                assert torch.allclose(a, b, atol=TOLERANCE[case[7]] * max(1.0, expected[0].abs().max().item())), skip
 
 
 @pytest.mark.parametrize("name", ["kivi-2", "turboquant-3", "rtn-4", "klt-2", "fp8"])

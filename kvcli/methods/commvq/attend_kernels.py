@@ -217,6 +217,8 @@ def fused_attend(codec: CommVQLayer, query: Tensor, encoded: EncodedTokens, scal
         raise unsupported_shape(reason)
     fp32_dot = query.dtype == torch.float32
     scores = key_scores(codec, query, encoded, scaling, fp32_dot)
+    if encoded.skip:
+        scores[..., : encoded.skip] = float("-inf")
     sums, lse = bit_sums(scores, encoded, fp32_dot)
     return apply_codebook(codec.value, sums, query.shape, fp32_dot), lse.view(query.shape[:3])
 

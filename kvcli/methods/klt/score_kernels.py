@@ -16,7 +16,7 @@ from kvcli.kernels.launch import cdiv, power_of_two
 from kvcli.kernels.operands import in_thread_order
 from kvcli.kernels.pages import origin, tile_start
 from kvcli.kernels.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wait
-from kvcli.kernels.splits import LOG2E, SplitScores, batch_and_head, split_range
+from kvcli.kernels.splits import LOG2E, SplitScores, batch_and_head, split_range, without_first
 from kvcli.kernels.words import FIELD_SCALE, TINY, pow2_above
 from kvcli.methods.klt.codec import KLTKey
 from kvcli.methods.klt.fields import BANDS, MOST_BYTES
@@ -171,7 +171,8 @@ def _load_tokens(
 def _score_tokens(
     tile_query, numbers, at_query, rows, m_m, start, low, high, p_head, num_bytes, bands, p_page, p_time, p_gain,
     g_page, g_time, table, p_scores, PLANES: tl.constexpr, W: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr,
-    NUMBERS: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, FP32_DOT: tl.constexpr,
+    NUMBERS: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, SKIP: tl.constexpr,
+    FP32_DOT: tl.constexpr,
 ):  # fmt: skip
     """Writes the scores of tokens low to high - 1, of a head of at most PLANES bytes, and returns the largest ones.
 
@@ -218,6 +219,7 @@ def _score_tokens(
                 for i in tl.static_range(BLOCK_N // _OFFSET_BLOCK):
                     b_o = tl.load(p_offset + i, mask=m_m, other=0.0)
                     b_s += tl.where((o_n // _OFFSET_BLOCK == i)[:, None], b_o[None, :], 0.0)
+            b_s = without_first(b_s, n, SKIP)
             b_max = tl.maximum(b_max, tl.where(m_s, b_s, float("-inf")))
             tl.store(p_scores + n[:, None], b_s, mask=m_s)
     return tl.max(b_max, 0)
@@ -229,12 +231,13 @@ def _scores_kernel(
     at_batch, p_batch, p_time, g_batch, g_head, g_time, s_head, s_row,
     num_kv_heads, rows, length, per_split, num_tiles, table, table_row,
     W: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, NUMBERS: tl.constexpr, BLOCK_W: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, FP32_DOT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, SKIP: tl.constexpr, FP32_DOT: tl.constexpr,
     HAS_LENGTHS: tl.constexpr,
 ):  # fmt: skip
     """scores[m, n] = g_n (<q_tile(n), c_n> - zero_tile(n)) + offset_block(n) of the tokens n of a split.
 
-    Grid (num_splits, batch * num_kv_heads, ceil(rows / BLOCK_M)). BLOCK_N is a multiple of OFFSET_BLOCK.
+    Grid (num_splits, batch * num_kv_heads, ceil(rows / BLOCK_M)). BLOCK_N is a multiple of OFFSET_BLOCK. Scores of the
+    first SKIP tokens are -inf.
 
     Args:
         tile_query, numbers: as `_tile_queries_kernel` wrote them.
@@ -270,13 +273,14 @@ def _scores_kernel(
     if num_bytes <= 2:
         b_max = _score_tokens(
             tile_query, numbers, at_query, rows, m_m, start, low, high, p_head, num_bytes, bands, p_batch, p_time,
-            p_gain, g_batch, g_time, table, p_scores, 2, W, D, TILE, NUMBERS, BLOCK_W, BLOCK_N, PAGE, FP32_DOT,
+            p_gain, g_batch, g_time, table, p_scores, 2, W, D, TILE, NUMBERS, BLOCK_W, BLOCK_N, PAGE, SKIP,
+            FP32_DOT,
         )  # fmt: skip
     else:
         b_max = _score_tokens(
             tile_query, numbers, at_query, rows, m_m, start, low, high, p_head, num_bytes, bands, p_batch, p_time,
             p_gain, g_batch, g_time, table, p_scores, _MOST_BYTES, W, D, TILE, NUMBERS, BLOCK_W, BLOCK_N, PAGE,
-            FP32_DOT,
+            SKIP, FP32_DOT,
         )  # fmt: skip
     tl.store(split_max + (i_bh * tl.num_programs(0) + tl.program_id(0)) * rows + o_m, b_max, mask=m_m)
 
@@ -311,7 +315,7 @@ def key_scores(
         *codes.gain.stride()[:3], *scores.values.stride()[1:3],
         kv_heads, rows, encoded.length, scores.tokens_per_split, tile_query.shape[2], *encoded.table,
         W=key.width, D=head_dim, TILE=ROPE_TILE, NUMBERS=numbers.shape[-1], BLOCK_W=max(16, power_of_two(key.width)),
-        BLOCK_M=block_m, BLOCK_N=_BLOCK_N, PAGE=encoded.page_size, FP32_DOT=fp32_dot,
+        BLOCK_M=block_m, BLOCK_N=_BLOCK_N, PAGE=encoded.page_size, SKIP=encoded.skip, FP32_DOT=fp32_dot,
         HAS_LENGTHS=encoded.lengths is not None, num_warps=_WARPS_FP32 if fp32_dot else _WARPS, num_stages=1,
         maxnreg=None if fp32_dot else _MAX_REGISTERS, **pdl_launch_options(),
     )  # fmt: skip

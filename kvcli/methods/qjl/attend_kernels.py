@@ -16,7 +16,7 @@ from kvcli.kernels.launch import cdiv, power_of_two, row_major, unsupported_shap
 from kvcli.kernels.offset import offset_scores
 from kvcli.kernels.pages import origin, tile_start
 from kvcli.kernels.pdl import pdl_launch_dependents, pdl_launch_options, pdl_wait
-from kvcli.kernels.splits import LOG2E, SplitScores, batch_and_head, query_rows, split_range
+from kvcli.kernels.splits import LOG2E, SplitScores, batch_and_head, query_rows, split_range, without_first
 from kvcli.kernels.words import EVICT_FIRST, FIELD_SCALE, field_dot, query_fields, query_in_units
 from kvcli.methods.layer_codec import EncodedTokens, LayerCodec, PartialAttention
 from kvcli.methods.qjl.codec import QJLKey
@@ -100,9 +100,9 @@ def _scores_kernel(
     sketched, signs, norm, outlier_signs, outlier_norm, lengths, scores, split_max,
     p_batch, p_head, n_batch, n_head, o_batch, o_head, s_head, s_row,
     num_kv_heads, length, rows, per_split, factor, outlier_factor, table, table_row,
-    W: tl.constexpr, W_OUT: tl.constexpr, PAGE: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_OUT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FP32_DOT: tl.constexpr, HAS_LENGTHS: tl.constexpr,
-    ADD: tl.constexpr,
+    W: tl.constexpr, W_OUT: tl.constexpr, PAGE: tl.constexpr, SKIP: tl.constexpr, BLOCK_W: tl.constexpr,
+    BLOCK_OUT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FP32_DOT: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """scores[m, n] = factor norm_n <S q_m, sign(S k_n)>, plus the same of the outlier channels (QJL Definition 2), plus
     what is in scores if ADD.
@@ -116,7 +116,7 @@ def _scores_kernel(
     HAS_LENGTHS; written in units of log 2: scores float32 [batch, num_kv_heads, rows, tokens], strides s_*, and
     split_max float32 [batch, num_kv_heads, num_splits, rows]. factor, outlier_factor: `norm_factor` / m times the
     scaling and log2(e). With PAGE, signs and norms are pages of so many tokens of the block table, int32 [batch,
-    max_pages], stride table_row.
+    max_pages], stride table_row. Scores of the first SKIP tokens are -inf.
 
     W_OUT is 0 without outlier channels; BLOCK_W and BLOCK_OUT are W and W_OUT padded; FP32_DOT: float32 products.
     """
@@ -166,6 +166,7 @@ def _scores_kernel(
             b_s += _sign_dot(words, b_outs, out_unit, out_total, FP32_DOT) * b_n[:, None]
         if ADD:
             b_s += tl.load(p_scores + at[:, None], mask=m_m[None, :], other=0.0)
+        b_s = without_first(b_s, first + n, SKIP)
         b_max = tl.maximum(b_max, b_s)
         tl.store(p_scores + n[:, None], b_s, mask=(n < count)[:, None] & m_m[None, :])
     row = (i_bh * tl.num_programs(0) + tl.program_id(0)) * rows + o_m
@@ -223,7 +224,8 @@ def fused_attend(codec: QJLLayer, query: Tensor, encoded: EncodedTokens, scaling
         *signs.stride()[:2], *codes.norm.stride()[:2], *outlier_signs.stride()[:2], *scores.values.stride()[1:3],
         kv_heads, encoded.length, rows, scores.tokens_per_split, weight / inliers, weight / max(1, outliers),
         *encoded.table, W=inliers // 16, W_OUT=outliers // 16, PAGE=encoded.page_size,
-        BLOCK_W=max(16, power_of_two(inliers // 16)), BLOCK_OUT=max(16, power_of_two(max(1, outliers // 16))),
+        SKIP=encoded.skip, BLOCK_W=max(16, power_of_two(inliers // 16)),
+        BLOCK_OUT=max(16, power_of_two(max(1, outliers // 16))),
         BLOCK_M=block_m, BLOCK_N=_BLOCK_N, FP32_DOT=fp32_dot, HAS_LENGTHS=encoded.lengths is not None,
         ADD=codec.offset is not None, num_warps=_WARPS_FP32 if fp32_dot else _WARPS, num_stages=_STAGES,
         **pdl_launch_options(),

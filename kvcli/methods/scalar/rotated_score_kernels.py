@@ -15,7 +15,7 @@ import triton.language as tl
 
 from kvcli.kernels.pages import origin, tile_start, token_offsets
 from kvcli.kernels.pdl import pdl_launch_dependents
-from kvcli.kernels.splits import batch_and_head, query_rows, split_range
+from kvcli.kernels.splits import batch_and_head, query_rows, split_range, without_first
 from kvcli.kernels.words import EVICT_FIRST, TINY, field_fp16, field_fp32, fma2, pow2_above, query_fields
 
 SCAN_GROUPS = tl.constexpr(4)
@@ -28,7 +28,7 @@ def rotated_scores_kernel(
     q_batch, q_head, q_time, p_batch, p_head, c_batch, c_head, c_time, t_batch, s_head, s_row,
     num_kv_heads, query_len, groups, groups_per_split, scaling, table, table_row,
     HEADS: tl.constexpr, B: tl.constexpr, W: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK_W: tl.constexpr, BLOCK_M: tl.constexpr, FP32_DOT: tl.constexpr, HAS_LENGTHS: tl.constexpr,
+    SKIP: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_M: tl.constexpr, FP32_DOT: tl.constexpr, HAS_LENGTHS: tl.constexpr,
 ):  # fmt: skip
     """scores[m, n] = scaling <q_m, RoPE(k_n)> for k_nc = code_nc scale_gc + zero_gc, tokens n of group g.
 
@@ -144,7 +144,7 @@ def rotated_scores_kernel(
                 b_ry = fma2(b_ky, b_cos[f], fma2(b_kx, b_sin[f], zeros))
                 b_scores = tl.dot(b_rx, b_qx.to(tl.float16), b_scores)
                 b_scores = tl.dot(b_ry, b_qy.to(tl.float16), b_scores)
-        b_scores = b_scores * dot_factor[None, :]
+        b_scores = without_first(b_scores * dot_factor[None, :], first * GROUP + n, SKIP)
         b_max = tl.maximum(b_max, b_scores)
         tl.store(p_scores + n[:, None], b_scores, mask=m_m[None, :])
         if PAGE == 0:
