@@ -1,18 +1,10 @@
-"""vLLM's attention backend on codes: a page holds the codes of its tokens' keys and values.
-
-New tokens of a pass are exact to each other; all earlier ones are read from codes, on a GPU by the method's kernels.
-There are no sinks and no residual window. Where keys are encoded in groups, those of the last group are exact until it
-is whole, in bytes of its page.
-"""
+"""vLLM's attention backend on codes: what vLLM asks of a backend around `kvcli.integrations.paged_attention`."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
-from itertools import pairwise
-from math import lcm
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -33,16 +25,12 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 
 from kvcli.attention.backend import choose_backend
-from kvcli.attention.reference import merge_state, partial_attention
 from kvcli.cache.ranges import StepRanges
 from kvcli.errors import ModelError, UnsupportedModelError, UsageError
+from kvcli.integrations.paged_attention import Batch, Page, PagedAttention
 from kvcli.integrations.pages import LayerEncoder
 from kvcli.integrations.vllm.model import ARTIFACT, METHOD, Settings, codecs_of
-from kvcli.methods.base import Codes
-from kvcli.methods.layer_codec import EncodedTokens
-from kvcli.methods.pages import PageTable, check_page_size
 from kvcli.registry import get_method, parse_method
-from kvcli.rope import Rotation, TokenRotations
 
 
 class Layers:
@@ -114,42 +102,6 @@ def check_engine(config: VllmConfig) -> None:
             raise UsageError(f"{what} and codes in pages do not go together")
 
 
-class Page:
-    """Where codes are in a layer's pages of `size` tokens: those of values, of keys, and exact keys of an open group.
-
-    Args:
-        encoder: of the layer.
-        dtype: of exact keys.
-        size: tokens of a page.
-
-    Attributes:
-        nbytes: of a page, a multiple of its tokens.
-
-    Raises:
-        UsageError: a size that is no power of two or below 16, or groups that do not divide a page.
-    """
-
-    def __init__(self, encoder: LayerEncoder, dtype: torch.dtype, size: int) -> None:
-        codec = encoder.codec
-        self.size, self.group = size, codec.key.tokens_per_group
-        check_page_size(size)
-        if size % self.group:
-            raise UsageError(f"--block-size {size} is no multiple of {self.group} tokens, whose keys have a scale")
-        self.groups = size // self.group
-        self.keys, self.values = encoder.fields(size)
-        self._exact = self.group if self.group > 1 else 0, codec.key.spec.kv_dim * dtype.itemsize
-        unit = lcm(16, size)
-        nbytes = self.keys.nbytes + self.values.nbytes + self._exact[0] * self._exact[1]
-        self.nbytes = -(-nbytes // unit) * unit
-
-    def views(self, kv_cache: Tensor) -> tuple[Codes, Codes, Tensor]:
-        """Codes of keys and of values, and exact keys, uint8 [pages, tokens, bytes], in a layer's pages."""
-        pages = kv_cache.view(len(kv_cache), -1)
-        start, (count, width) = self.keys.nbytes + self.values.nbytes, self._exact
-        exact = pages[:, start : start + count * width].unflatten(1, (count, width))
-        return self.keys.view(pages), self.values.view(pages[:, self.keys.nbytes :]), exact
-
-
 class CodesBackend(AttentionBackend):
     """The backend of a layer, once `page` says how it lays out a page of so many tokens."""
 
@@ -175,59 +127,15 @@ class CodesBackend(AttentionBackend):
         if type(spec) is not FullAttentionSpec or cls.page is None:
             raise UnsupportedModelError(f"layers of {type(spec).__name__} in this model have no codes in pages")
         size = spec.block_size
-        per_token = cls.page(size).nbytes // size
+        per_token = -(-cls.page(size).nbytes // size)
         return replace(spec, num_head_slots=1, state_content_bytes=per_token, dtype=torch.uint8)
 
 
-@dataclass(frozen=True)
-class Part:
-    """Requests of a pass that have as many new tokens and as many keys in an open group, so that they are one batch.
-
-    Attributes:
-        tokens: the new tokens' places in the pass, int64 [requests, count].
-        past: earlier tokens, int32 [requests].
-        open_keys: how many of these have exact keys.
-        pages: of all tokens.
-        rotations: of the tokens of these pages.
-        is_stored: whether the new tokens have slots.
-        has_codes: whether there are earlier tokens in whole groups.
-    """
-
-    tokens: Tensor
-    past: Tensor
-    open_keys: int
-    pages: PageTable
-    rotations: TokenRotations
-    is_stored: bool
-    has_codes: bool
-
-    def at(self, first: Tensor, count: int, per_page: int) -> tuple[Tensor, Tensor]:
-        """Where tokens, or groups, `first` [requests] to first + count - 1 are, of which a page has `per_page`.
-
-        Returns:
-            Pages, and places in these, int64 [requests * count].
-        """
-        index = first.long().unsqueeze(1) + torch.arange(count, device=first.device)
-        return self.pages.table.gather(1, index // per_page).flatten().long(), (index % per_page).flatten()
+class Tokens(Batch, AttentionMetadata):
+    """The tokens of a pass."""
 
 
-@dataclass(frozen=True)
-class Batch(AttentionMetadata):
-    """The tokens of a pass.
-
-    Attributes:
-        stored: which of the new tokens have a slot, int64 [stored]: none where vLLM runs for its own sake.
-        slots: of these, int64 [stored].
-        rotation: RoPE of these, float32.
-    """
-
-    parts: Sequence[Part]
-    stored: Tensor
-    slots: Tensor
-    rotation: Rotation
-
-
-class BatchBuilder(AttentionMetadataBuilder[Batch]):
+class BatchBuilder(AttentionMetadataBuilder[Tokens]):
     """Finds slots and positions of the tokens of a pass."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: torch.device):
@@ -237,42 +145,17 @@ class BatchBuilder(AttentionMetadataBuilder[Batch]):
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
-    ) -> Batch:
+    ) -> Tokens:
         """The batch of a pass; UnsupportedModelError: attention that is not causal."""
         common, size = common_attn_metadata, self.kv_cache_spec.block_size
         if common.causal is not True:
             raise UnsupportedModelError("attention that is not causal cannot be computed on codes in pages")
         starts, lengths = common.query_start_loc_cpu[: common.num_reqs + 1].tolist(), common.seq_lens.tolist()
-        slots = common.slot_mapping[: starts[-1]]
-        device, stored = slots.device, (slots >= 0).nonzero().squeeze(1)
-        having_slots, alike = set(stored.tolist()), defaultdict[tuple[int, int, bool], list[int]](list)
-        positions = []
-        for row, (start, stop) in enumerate(pairwise(starts)):
-            past = lengths[row] - (stop - start)
-            positions.append(torch.arange(past, lengths[row], device=device))
-            if stop > start:
-                alike[stop - start, past % self._group, start in having_slots].append(row)
-        parts = []
-        for (count, open_keys, is_stored), rows in alike.items():
-            blocks = max(-(-lengths[row] // size) for row in rows)
-            table = common.block_table_tensor[rows, :blocks].int().contiguous()
-            tokens = torch.tensor([starts[row] for row in rows], device=device).unsqueeze(1)
-            parts.append(
-                Part(
-                    tokens=tokens + torch.arange(count, device=device),
-                    past=torch.tensor([lengths[row] - count for row in rows], dtype=torch.int32, device=device),
-                    open_keys=open_keys,
-                    pages=PageTable(table, size),
-                    rotations=TokenRotations(self._rope, torch.arange(blocks * size, device=device).unsqueeze(0)),
-                    is_stored=is_stored,
-                    has_codes=any(lengths[row] - count > open_keys for row in rows),
-                )
-            )
-        rotation = self._rope.rotation(torch.cat(positions)[stored].unsqueeze(0), torch.float32)
-        return Batch(parts, stored, slots[stored].long(), rotation)
+        slots, table = common.slot_mapping[: starts[-1]], common.block_table_tensor
+        return Tokens.of(starts, lengths, table, slots, self._rope, page_size=size, group=self._group)
 
 
-class CodesAttention(AttentionImpl[Batch]):
+class CodesAttention(AttentionImpl[Tokens]):
     """Attention of one layer."""
 
     def __init__(
@@ -308,13 +191,14 @@ class CodesAttention(AttentionImpl[Batch]):
         modules = self._config.compilation_config.static_forward_context
         name, layer = next((name, x) for name, x in modules.items() if getattr(x, "impl", None) is self)
         layers, layer_idx = layers_of(self._config), extract_layer_index(name)
-        self._encoder, self._backend = layers.encoders[layer_idx], layers.backend.with_soft_cap(self._soft_cap)
+        encoder, backend = layers.encoders[layer_idx], layers.backend.with_soft_cap(self._soft_cap)
+        self._attend = PagedAttention(encoder, backend, self.scale, self._soft_cap)
         self._ranges = layers.ranges if layer_idx == len(layers.encoders) - 1 else None
-        spec = self._encoder.codec.key.spec
+        spec = encoder.codec.key.spec
         if (ours := (spec.num_kv_heads, spec.head_dim)) != (self.num_kv_heads, self.head_size):
             here, told = (f"{x[0]} kv heads of {x[1]}" for x in (ours, (self.num_kv_heads, self.head_size)))
             raise UnsupportedModelError(f"vLLM gives {name} {told} channels, where the model's config says {here}")
-        self._page = cache(partial(Page, self._encoder, self._config.model_config.dtype))
+        self._page = cache(partial(Page, encoder, self._config.model_config.dtype))
         layer.attn_backend = type("LayerBackend", (CodesBackend,), {"page": staticmethod(self._page)})
 
     def forward(
@@ -324,7 +208,7 @@ class CodesAttention(AttentionImpl[Batch]):
         key: Tensor,
         value: Tensor,
         kv_cache: Tensor,
-        attn_metadata: Batch | None,
+        attn_metadata: Tokens | None,
         output: Tensor,
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
@@ -343,82 +227,8 @@ class CodesAttention(AttentionImpl[Batch]):
         """
         if attn_metadata is None:
             return output.fill_(0)
-        batch, page, encoder = attn_metadata, self._page(kv_cache.shape[2]), self._encoder
-        keys, values, exact = page.views(kv_cache)
-        # all is stored before any is read: a request may share pages that another one fills in this pass
-        open_keys = [self._open_keys(page, exact, part, key) for part in batch.parts]
-        if len(batch.stored):
-            place = batch.slots // page.size, batch.slots % page.size
-            page.values.put(values, *place, encoder.encode_values(value[batch.stored]))
-            if page.group == 1:
-                page.keys.put(keys, *place, encoder.encode_keys(key[batch.stored], batch.rotation))
-        for part, kept in zip(batch.parts, open_keys, strict=True):
-            if page.group > 1 and part.is_stored:
-                tokens = torch.cat((kept, key[part.tokens].transpose(1, 2)), 2)
-                self._store_groups(page, tokens, keys, exact, part, batch.rotation)
-        for part, kept in zip(batch.parts, open_keys, strict=True):
-            new = [x[part.tokens].transpose(1, 2) for x in (query, key, value)]
-            out = self.attend(page, keys, values, kept, part, *new)
-            output[part.tokens] = out.transpose(1, 2).to(output.dtype)
+        page, pages = self._page(kv_cache.shape[2]), kv_cache.view(len(kv_cache), -1)
+        self._attend(page, pages, attn_metadata, query, key, value, output)
         if self._ranges is not None:
             self._ranges.check()
         return output
-
-    def attend(
-        self,
-        page: Page,
-        keys: Codes,
-        values: Codes,
-        open_keys: Tensor,
-        part: Part,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-    ) -> Tensor:
-        """Attention of new tokens to themselves and to the codes of earlier ones.
-
-        Args:
-            keys, values: as of `Page.views`.
-            open_keys: of the last earlier tokens, whose group is open, [requests, num_kv_heads, tokens, head_dim].
-            query, key, value: of the new tokens, [requests, heads, count, head_dim].
-
-        Returns:
-            float32 [requests, num_heads, count, head_dim].
-        """
-        codec, (requests, _, last, _) = self._encoder.codec, open_keys.shape
-        closed = part.past - last
-        if last:
-            codes = page.values.take(values, *part.at(closed, last, page.size))
-            decoded = codec.value.decode(codes, None)[0].unflatten(1, (requests, last)).transpose(0, 1)
-            key, value = torch.cat((open_keys, key), 2), torch.cat((decoded, value.float()), 2)
-        shape = 1, query.shape[2], key.shape[2]
-        causal = torch.ones(shape, dtype=torch.bool, device=query.device).tril(last)
-        state = partial_attention(query, key, value, causal, self.scale, self._soft_cap)
-        if part.has_codes:
-            rotations = part.rotations if codec.needs_rotations else None
-            encoded = EncodedTokens(keys, None, values, rotations, closed, part.pages)
-            few = query.shape[2] <= self._backend.max_queries
-            attend_codes = self._backend.attend_codes if few else self._backend.attend_decoded
-            state = merge_state(state, attend_codes(codec, query, encoded, self.scale))
-        return state[0]
-
-    def _store_groups(
-        self, page: Page, tokens: Tensor, keys: Codes, exact: Tensor, part: Part, rotation: Rotation
-    ) -> None:
-        """Encodes whole groups of keys `tokens`, from the first of the group that was open; keeps the rest exactly."""
-        first, (whole, rest) = part.past // page.group, divmod(tokens.shape[2], page.group)
-        if whole:
-            groups = tokens[:, :, : whole * page.group].transpose(1, 2).flatten(0, 1)
-            page.keys.put(keys, *part.at(first, whole, page.groups), self._encoder.encode_keys(groups, rotation))
-        if rest:
-            block, _ = part.at(first + whole, 1, page.groups)
-            kept = tokens[:, :, -rest:].transpose(1, 2).flatten(2).contiguous()
-            exact[block, :rest] = kept.view(torch.uint8)
-
-    def _open_keys(self, page: Page, exact: Tensor, part: Part, like: Tensor) -> Tensor:
-        """The exact keys of open groups, [requests, num_kv_heads, tokens, head_dim]; `like` [tokens, ...]."""
-        if not part.open_keys:
-            return like.new_empty(len(part.past), like.shape[1], 0, like.shape[2])
-        block, _ = part.at(part.past // page.size, 1, 1)
-        kept = exact[block, : part.open_keys].clone().view(like.dtype)
-        return kept.unflatten(2, like.shape[1:]).transpose(1, 2)

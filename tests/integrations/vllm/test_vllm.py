@@ -286,7 +286,7 @@ def test_keys_are_encoded_when_their_group_is_whole(name: str, ask: Any, tiny_mo
 @pytest.mark.parametrize(
     ("name", "size", "reason"),
     [
-        ("kivi-2", 16, "--block-size 16 is no multiple of 32 tokens"),
+        ("kivi-2", 16, "pages of 16 tokens are no multiple of 32 tokens"),
         ("rtn-4", 48, "pages of 48 tokens are not supported"),
         ("rtn-4", 8, "pages of 8 tokens are not supported"),
     ],
@@ -323,7 +323,7 @@ def test_tokens_without_a_slot_are_not_stored(
         query, new = torch.randn(4, 4, 16), torch.randn(4, 2, 16)
         layer.kv_cache.zero_()
         layer.impl.forward(layer, query, new, new, layer.kv_cache, batch, torch.empty(4, 4, 16))
-        *codes, exact = layer.impl._page(32).views(layer.kv_cache)
+        *codes, exact = layer.impl._page(32).views(layer.kv_cache.flatten(1))
         for side in codes:
             scale = side.tensors()["scale"]  # of a token or a group, never 0
             assert scale.any(3).any(1).nonzero().tolist() == written
