@@ -1,8 +1,8 @@
 """Attention of a pass over the pages of an engine, which hold the codes of their tokens' keys and values.
 
-New tokens of a pass are exact to each other; all earlier ones are read from codes, on a GPU by the method's kernels.
-There are no sinks and no residual window. Where keys are encoded in groups, those of the last group are exact until it
-is whole, in bytes of its page.
+New tokens of a pass are exact to each other. Of earlier ones, the first (sinks) are exact in bytes of their page, and
+the last in a ring per request, those of an open group of keys among them; all others are read from codes, on a GPU by
+the method's kernels.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from kvcli.attention.backend import AttentionBackend
 from kvcli.attention.reference import merge_state, partial_attention
 from kvcli.errors import UsageError
 from kvcli.integrations.pages import LayerEncoder
+from kvcli.integrations.windows import Windows
 from kvcli.methods.base import Codes
 from kvcli.methods.layer_codec import EncodedTokens
 from kvcli.methods.pages import PageTable, check_page_size
@@ -27,68 +28,82 @@ from kvcli.rope import Rope, Rotation, TokenRotations
 
 
 class Page:
-    """Where codes are in a layer's pages of `size` tokens: those of keys, of values, and exact keys of an open group.
+    """Where codes are in a layer's pages of `size` tokens: those of keys, of values, and exact sinks.
 
     Args:
         encoder: of the layer.
-        dtype: of exact keys.
+        dtype: of exact tokens.
         size: tokens of a page.
+        sinks: tokens of a page that can be kept exactly.
 
     Attributes:
         nbytes: of a page, a multiple of 16.
 
     Raises:
-        UsageError: a size that is no power of two or below 16, or groups that do not divide a page.
+        UsageError: a size that is no power of two or below 16, groups that do not divide a page, or more sinks.
     """
 
-    def __init__(self, encoder: LayerEncoder, dtype: torch.dtype, size: int) -> None:
-        codec = encoder.codec
-        self.size, self.group = size, codec.key.tokens_per_group
+    def __init__(self, encoder: LayerEncoder, dtype: torch.dtype, size: int, sinks: int) -> None:
+        spec, self.size, self.group = encoder.codec.key.spec, size, encoder.codec.key.tokens_per_group
         check_page_size(size)
         if size % self.group:
             raise UsageError(f"pages of {size} tokens are no multiple of {self.group} tokens, whose keys have a scale")
+        if size < sinks:
+            raise UsageError(f"pages of {size} tokens do not hold {sinks} sinks; choose larger ones")
         self.groups = size // self.group
         self.keys, self.values = encoder.fields(size)
-        self._exact = self.group if self.group > 1 else 0, codec.key.spec.kv_dim * dtype.itemsize
-        self.nbytes = self.keys.nbytes + self.values.nbytes + -(-self._exact[0] * self._exact[1] // 16) * 16
+        self._dtype, self._sinks = dtype, (sinks, 2, spec.num_kv_heads, spec.head_dim)
+        self._codes = self.keys.nbytes + self.values.nbytes
+        self.nbytes = self._codes + -(-sinks * 2 * spec.kv_dim * dtype.itemsize // 16) * 16
 
     def views(self, pages: Tensor) -> tuple[Codes, Codes, Tensor]:
-        """Codes of keys and of values, and exact keys, uint8 [pages, tokens, bytes], in pages uint8 [pages, nbytes]."""
-        start, (count, width) = self.keys.nbytes + self.values.nbytes, self._exact
-        exact = pages[:, start : start + count * width].unflatten(1, (count, width))
-        return self.keys.view(pages), self.values.view(pages[:, self.keys.nbytes :]), exact
+        """Codes of keys, those of values, and exact sinks in pages uint8 [pages, nbytes].
+
+        Sinks are [pages, sinks, 2, num_kv_heads, head_dim], keys after RoPE and values.
+        """
+        count, both, heads, width = self._sinks
+        stop = self._codes + count * both * heads * width * self._dtype.itemsize
+        sinks = pages[:, self._codes : stop].view(self._dtype).unflatten(1, self._sinks)
+        return self.keys.view(pages), self.values.view(pages[:, self.keys.nbytes :]), sinks
 
 
 @dataclass(frozen=True)
 class Part:
-    """Requests of a pass that have as many new tokens and as many keys in an open group, so that they are one batch.
+    """Requests of a pass that have as many new tokens, so that they are one batch.
 
     Attributes:
         tokens: the new tokens' places in the pass, int64 [requests, count].
-        past: earlier tokens, int32 [requests].
-        open_keys: how many of these have exact keys.
+        closed: earlier tokens that are read from codes, int32 [requests].
+        rings: of the requests, int64 [requests].
+        visible: which sinks, then which places of the rings, are attended to, boolean [requests, 1, sinks + ring].
         pages: of all tokens.
         rotations: of the tokens of these pages.
-        is_stored: whether the new tokens have slots.
-        has_codes: whether there are earlier tokens in whole groups.
+        has_codes: whether any token is read from codes.
     """
 
     tokens: Tensor
-    past: Tensor
-    open_keys: int
+    closed: Tensor
+    rings: Tensor
+    visible: Tensor
     pages: PageTable
     rotations: TokenRotations
-    is_stored: bool
     has_codes: bool
 
-    def at(self, first: Tensor, count: int, per_page: int) -> tuple[Tensor, Tensor]:
-        """Where tokens, or groups, `first` [requests] to first + count - 1 are, of which a page has `per_page`.
 
-        Returns:
-            Pages, and places in these, int64 [requests * count].
-        """
-        index = first.long().unsqueeze(1) + torch.arange(count, device=first.device)
-        return self.pages.table.gather(1, index // per_page).flatten().long(), (index % per_page).flatten()
+@dataclass(frozen=True)
+class Groups:
+    """The groups of keys that are whole after a pass.
+
+    Attributes:
+        page, place: where their codes go, int64 [groups].
+        is_new: which of their tokens are new, boolean [groups * tokens].
+        token: places in the pass of those, and in the rings of others, int64 [groups * tokens].
+    """
+
+    page: Tensor
+    place: Tensor
+    is_new: Tensor
+    token: Tensor
 
 
 @dataclass(frozen=True)
@@ -96,15 +111,22 @@ class Batch:
     """The tokens of a pass.
 
     Attributes:
-        stored: which of the new tokens have a slot, int64 [stored]: none where an engine runs for its own sake.
+        parts: the requests.
+        stored: which of the new tokens are encoded, int64 [stored]: none where an engine runs for its own sake.
         slots: of these, int64 [stored]; slot s is token s % page_size of page s // page_size.
         rotation: RoPE of these, float32.
+        groups: None where each key is encoded alone, or no group becomes whole.
+        sinks: which of the new tokens are sinks, their pages, and their places, int64 [3, new sinks].
+        recent: which of the new tokens go into rings, and their places in all rings, int64 [2, recent].
     """
 
     parts: Sequence[Part]
     stored: Tensor
     slots: Tensor
     rotation: Rotation
+    groups: Groups | None
+    sinks: Tensor
+    recent: Tensor
 
     @classmethod
     def of(
@@ -117,6 +139,8 @@ class Batch:
         *,
         page_size: int,
         group: int,
+        sinks: int,
+        windows: Windows,
     ) -> Self:
         """The batch of requests of which each has its new tokens side by side.
 
@@ -126,32 +150,113 @@ class Batch:
             table: pages of each request, int [requests, most pages].
             slots: of the new tokens, int [tokens]; below 0 for those that are not stored.
             group: tokens whose keys are encoded together.
+            sinks: tokens at the beginning of each request that are exact.
+            windows: of the requests; advanced.
         """
-        device, stored = slots.device, (slots >= 0).nonzero().squeeze(1)
-        having_slots, alike = set(stored.tolist()), defaultdict[tuple[int, int, bool], list[int]](list)
-        positions = []
-        for row, (start, stop) in enumerate(pairwise(starts)):
-            past = lengths[row] - (stop - start)
-            positions.append(torch.arange(past, lengths[row], device=device))
-            if stop > start:
-                alike[stop - start, past % group, start in having_slots].append(row)
-        parts = []
-        for (count, open_keys, is_stored), rows in alike.items():
-            pages = max(-(-lengths[row] // page_size) for row in rows)
-            tokens = torch.tensor([starts[row] for row in rows], device=device).unsqueeze(1)
-            parts.append(
-                Part(
-                    tokens=tokens + torch.arange(count, device=device),
-                    past=torch.tensor([lengths[row] - count for row in rows], dtype=torch.int32, device=device),
-                    open_keys=open_keys,
-                    pages=PageTable(table[rows, :pages].int().contiguous(), page_size),
-                    rotations=TokenRotations(rope, torch.arange(pages * page_size, device=device).unsqueeze(0)),
-                    is_stored=is_stored,
-                    has_codes=any(lengths[row] - count > open_keys for row in rows),
-                )
-            )
-        rotation = rope.rotation(torch.cat(positions)[stored].unsqueeze(0), torch.float32)
-        return cls(parts, stored, slots[stored].long(), rotation)
+        ring, slots = windows.ring, slots.cpu()
+        pages, size = (slots // page_size).tolist(), page_size
+        requests = [
+            _Request(row, start, stop - start, lengths[row] - (stop - start), pages[start] >= 0)
+            for row, (start, stop) in enumerate(pairwise(starts))
+            if stop > start
+        ]
+        device, stored = table.device, [x for x in requests if x.is_stored]
+        for x in requests:
+            x.closed = x.past // group * group
+        if ring and stored:
+            rows, last = ([x.row for x in stored], [max(x.past - 1, 0) // size for x in stored])
+            before = table[torch.tensor(rows, device=device), torch.tensor(last, device=device)].tolist()
+            known = [
+                (page if x.past else None, list(dict.fromkeys(pages[x.start : x.start + x.count])), x.past, x.count)
+                for x, page in zip(stored, before, strict=True)
+            ]
+            for x, window in zip(stored, windows.advance(known), strict=True):
+                x.ring, x.closed = window.slot, windows.closed(window)
+        positions = torch.cat([torch.arange(x.past, x.past + x.count) for x in requests])
+        encoded = ((slots >= 0) & (positions >= sinks)).nonzero().squeeze(1)
+        alike = defaultdict[int, list[_Request]](list)
+        for x in requests:
+            alike[x.count].append(x)
+        rotation = rope.rotation(positions[encoded].to(device).unsqueeze(0), torch.float32)
+        new_sinks = [
+            (x.start + t - x.past, pages[x.start + t - x.past], t)
+            for x in stored
+            for t in range(x.past, min(sinks, x.past + x.count))
+        ]
+        recent = [
+            (x.start + i, x.ring * ring + (x.past + i) % ring)
+            for x in stored
+            for i in range(max(0, x.count - ring), x.count)
+        ]
+        return cls(
+            [_part(same, table, rope, size, sinks, ring) for same in alike.values()],
+            encoded.to(device),
+            slots[encoded].to(device),
+            rotation,
+            _groups(stored, pages, size, group, sinks, ring, device) if group > 1 else None,
+            torch.tensor(new_sinks, dtype=torch.int64, device=device).view(-1, 3).T,
+            torch.tensor(recent, dtype=torch.int64, device=device).view(-1, 2).T,
+        )
+
+
+@dataclass
+class _Request:
+    """The new tokens [start, start + count) of a pass, after `past` others, of which `closed` are read from codes."""
+
+    row: int
+    start: int
+    count: int
+    past: int
+    is_stored: bool
+    closed: int = 0
+    ring: int = 0
+
+
+def _part(requests: Sequence[_Request], table: Tensor, rope: Rope, page_size: int, sinks: int, ring: int) -> Part:
+    count, device = requests[0].count, table.device
+    pages = max(-(-(x.past + count) // page_size) for x in requests)
+    numbers = torch.tensor([(x.row, x.start, x.past, x.closed, x.ring) for x in requests], device=device)
+    row, start, past, closed, rings = numbers.T
+    last = past.unsqueeze(1) - 1
+    token = last - (last - torch.arange(ring, device=device)) % max(ring, 1)  # of each place of a ring
+    in_ring = token >= closed.clamp_min(sinks).unsqueeze(1)
+    visible = torch.cat((torch.arange(sinks, device=device) <= last, in_ring), 1).unsqueeze(1)
+    return Part(
+        tokens=start.unsqueeze(1) + torch.arange(count, device=device),
+        closed=closed.int(),
+        rings=rings,
+        visible=visible,
+        pages=PageTable(table[row, :pages].int().contiguous(), page_size),
+        rotations=TokenRotations(rope, torch.arange(pages * page_size, device=device).unsqueeze(0)),
+        has_codes=any(x.closed > sinks for x in requests),
+    )
+
+
+def _groups(
+    requests: Sequence[_Request],
+    pages: Sequence[int],
+    page_size: int,
+    group: int,
+    sinks: int,
+    ring: int,
+    device: torch.device,
+) -> Groups | None:
+    """The groups that become whole. A sink, whose code nobody reads, is encoded as the next token, for the scale."""
+    where, is_new, tokens = [], [], []
+    for x in requests:
+        first, stop = x.past // group, (x.past + x.count) // group
+        where += [
+            (pages[x.start + (index + 1) * group - 1 - x.past], index % (page_size // group))
+            for index in range(first, stop)
+        ]
+        token = torch.arange(first * group, stop * group)
+        token = token.maximum((token // group * group + group - 1).clamp_max(sinks))
+        is_new.append(token >= x.past)
+        tokens.append(torch.where(is_new[-1], x.start + token - x.past, x.ring * ring + token % max(ring, 1)))
+    if not where:
+        return None
+    page, place = torch.tensor(where, device=device).T
+    return Groups(page, place, torch.cat(is_new).to(device), torch.cat(tokens).to(device))
 
 
 @dataclass(frozen=True)
@@ -161,12 +266,14 @@ class PagedAttention:
     Attributes:
         backend: with the soft cap.
         scaling: of scores.
+        rings: exact recent tokens, keys after RoPE and values, [rings, tokens, 2, num_kv_heads, head_dim]; written.
         soft_cap: scores s become soft_cap * tanh(s / soft_cap).
     """
 
     encoder: LayerEncoder
     backend: AttentionBackend
     scaling: float
+    rings: Tensor
     soft_cap: float | None = None
 
     def __call__(
@@ -181,78 +288,57 @@ class PagedAttention:
             key, value: the same of kv heads, [tokens, num_kv_heads, head_dim].
             output: [tokens, num_heads, head_dim], written but for padding.
         """
-        keys, values, exact = page.views(pages)
+        keys, values, sinks = page.views(pages)
         # all is stored before any is read: a request may share pages that another one fills in this pass
-        open_keys = [self._open_keys(page, exact, part, key) for part in batch.parts]
         if len(batch.stored):
             place = batch.slots // page.size, batch.slots % page.size
             page.values.put(values, *place, self.encoder.encode_values(value[batch.stored]))
             if page.group == 1:
                 page.keys.put(keys, *place, self.encoder.encode_keys(key[batch.stored], batch.rotation))
-        for part, kept in zip(batch.parts, open_keys, strict=True):
-            if page.group > 1 and part.is_stored:
-                tokens = torch.cat((kept, key[part.tokens].transpose(1, 2)), 2)
-                self._store_groups(page, tokens, keys, exact, part, batch.rotation)
-        for part, kept in zip(batch.parts, open_keys, strict=True):
-            new = [x[part.tokens].transpose(1, 2) for x in (query, key, value)]
-            out = self._attend(page, keys, values, kept, part, *new)
+        rings = self.rings.flatten(0, 1)
+        if (groups := batch.groups) is not None:
+            old, new = (torch.where(x, groups.token, 0) for x in (~groups.is_new, groups.is_new))
+            tokens = torch.where(groups.is_new[:, None, None], key[new], rings[old, 0])
+            page.keys.put(keys, groups.page, groups.place, self.encoder.encode_keys(tokens, batch.rotation))
+        new_sinks, sink_pages, places = batch.sinks
+        sinks[sink_pages, places] = torch.stack((key[new_sinks], value[new_sinks]), 1).to(sinks.dtype)
+        for part in batch.parts:
+            exact = torch.cat((sinks[part.pages.table[:, 0].long()], self.rings[part.rings]), 1)
+            own = [x[part.tokens].transpose(1, 2) for x in (query, key, value)]
+            out = self._attend(keys, values, exact, part, *own)
             output[part.tokens] = out.transpose(1, 2).to(output.dtype)
+        recent, places = batch.recent
+        rings[places] = torch.stack((key[recent], value[recent]), 1)
 
     def _attend(
-        self,
-        page: Page,
-        keys: Codes,
-        values: Codes,
-        open_keys: Tensor,
-        part: Part,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        self, keys: Codes, values: Codes, exact: Tensor, part: Part, query: Tensor, key: Tensor, value: Tensor
     ) -> Tensor:
-        """Attention of new tokens to themselves and to the codes of earlier ones.
+        """Attention of new tokens to themselves and to earlier ones.
 
         Args:
             keys, values: as of `Page.views`.
-            open_keys: of the last earlier tokens, whose group is open, [requests, num_kv_heads, tokens, head_dim].
+            exact: sinks and rings of the requests, [requests, sinks + ring, 2, num_kv_heads, head_dim].
             query, key, value: of the new tokens, [requests, heads, count, head_dim].
 
         Returns:
             float32 [requests, num_heads, count, head_dim].
         """
-        codec, (requests, _, last, _) = self.encoder.codec, open_keys.shape
-        closed = part.past - last
-        if last:
-            codes = page.values.take(values, *part.at(closed, last, page.size))
-            decoded = codec.value.decode(codes, None)[0].unflatten(1, (requests, last)).transpose(0, 1)
-            key, value = torch.cat((open_keys, key), 2), torch.cat((decoded, value.float()), 2)
-        shape = 1, query.shape[2], key.shape[2]
-        causal = torch.ones(shape, dtype=torch.bool, device=query.device).tril(last)
-        state = partial_attention(query, key, value, causal, self.scaling, self.soft_cap)
+        count = query.shape[2]
+        old_key, old_value = exact.permute(2, 0, 3, 1, 4)
+        if self.backend.attend_new is not None and count >= self.backend.many_queries:
+            state = self.backend.attend_new(query, key, value, self.scaling, None)
+            if exact.shape[1]:
+                old = partial_attention(query, old_key, old_value, part.visible, self.scaling, self.soft_cap)
+                state = merge_state(state, old)
+        else:
+            causal = torch.ones(count, count, dtype=torch.bool, device=query.device).tril()
+            visible = torch.cat((part.visible.expand(-1, count, -1), causal.expand(len(query), -1, -1)), 2)
+            key, value = torch.cat((old_key, key), 2), torch.cat((old_value, value), 2)
+            state = partial_attention(query, key, value, visible, self.scaling, self.soft_cap)
         if part.has_codes:
-            rotations = part.rotations if codec.needs_rotations else None
-            encoded = EncodedTokens(keys, None, values, rotations, closed, part.pages)
-            few = query.shape[2] <= self.backend.max_queries
-            attend_codes = self.backend.attend_codes if few else self.backend.attend_decoded
-            state = merge_state(state, attend_codes(codec, query, encoded, self.scaling))
+            codec = self.encoder.codec
+            rotations, skip = part.rotations if codec.needs_rotations else None, exact.shape[1] - self.rings.shape[1]
+            encoded = EncodedTokens(keys, None, values, rotations, part.closed, part.pages, skip)
+            attend = self.backend.attend_codes if count <= self.backend.max_queries else self.backend.attend_decoded
+            state = merge_state(state, attend(codec, query, encoded, self.scaling))
         return state[0]
-
-    def _store_groups(
-        self, page: Page, tokens: Tensor, keys: Codes, exact: Tensor, part: Part, rotation: Rotation
-    ) -> None:
-        """Encodes whole groups of keys `tokens`, from the first of the group that was open; keeps the rest exactly."""
-        first, (whole, rest) = part.past // page.group, divmod(tokens.shape[2], page.group)
-        if whole:
-            groups = tokens[:, :, : whole * page.group].transpose(1, 2).flatten(0, 1)
-            page.keys.put(keys, *part.at(first, whole, page.groups), self.encoder.encode_keys(groups, rotation))
-        if rest:
-            block, _ = part.at(first + whole, 1, page.groups)
-            kept = tokens[:, :, -rest:].transpose(1, 2).flatten(2).contiguous()
-            exact[block, :rest] = kept.view(torch.uint8)
-
-    def _open_keys(self, page: Page, exact: Tensor, part: Part, like: Tensor) -> Tensor:
-        """The exact keys of open groups, [requests, num_kv_heads, tokens, head_dim]; `like` [tokens, ...]."""
-        if not part.open_keys:
-            return like.new_empty(len(part.past), like.shape[1], 0, like.shape[2])
-        block, _ = part.at(part.past // page.size, 1, 1)
-        kept = exact[block, : part.open_keys].clone().view(like.dtype)
-        return kept.unflatten(2, like.shape[1:]).transpose(1, 2)

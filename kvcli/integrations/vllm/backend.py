@@ -30,7 +30,11 @@ from kvcli.errors import ModelError, UnsupportedModelError, UsageError
 from kvcli.integrations.paged_attention import Batch, Page, PagedAttention
 from kvcli.integrations.pages import LayerEncoder
 from kvcli.integrations.vllm.model import ARTIFACT, METHOD, Settings, codecs_of
+from kvcli.integrations.windows import Windows
 from kvcli.registry import get_method, parse_method
+
+_SPARE_RINGS = 16
+"""Rings of requests that have just finished, which vLLM does not tell."""
 
 
 class Layers:
@@ -57,8 +61,8 @@ class Layers:
                 ) from error
 
         dummy = loading.load_format == "dummy"
-        codecs, self.rope = codecs_of(model.hf_text_config, settings, ranks, None if dummy else weights)
-        device = torch.empty(0, device=config.device_config.device_type).device
+        exact, codecs, self.rope = codecs_of(model.hf_text_config, settings, ranks, None if dummy else weights)
+        self.device = device = torch.empty(0, device=config.device_config.device_type).device
         self.ranges = StepRanges(2 * len(codecs), device)
         if hasattr(self.rope, "module"):
             self.rope.module.to(device)
@@ -69,10 +73,9 @@ class Layers:
             codec.use_kernels(self.backend.impl == "fused")
             self.encoders.append(LayerEncoder(codec, layer_idx, model.dtype, self.ranges))
 
-    @property
-    def group(self) -> int:
-        """Tokens whose keys are encoded together."""
-        return self.encoders[0].codec.key.tokens_per_group
+        self.group, self.sinks = codecs[0].key.tokens_per_group, exact.sink_length
+        self.num_rings = config.scheduler_config.max_num_seqs + _SPARE_RINGS
+        self.windows = Windows(self.num_rings, exact.residual_length, self.group)
 
 
 _made: list[tuple[VllmConfig, Layers]] = []
@@ -140,8 +143,7 @@ class BatchBuilder(AttentionMetadataBuilder[Tokens]):
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: torch.device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        layers = layers_of(vllm_config)
-        self._rope, self._group = layers.rope, layers.group
+        self._layers = layers_of(vllm_config)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -152,7 +154,18 @@ class BatchBuilder(AttentionMetadataBuilder[Tokens]):
             raise UnsupportedModelError("attention that is not causal cannot be computed on codes in pages")
         starts, lengths = common.query_start_loc_cpu[: common.num_reqs + 1].tolist(), common.seq_lens.tolist()
         slots, table = common.slot_mapping[: starts[-1]], common.block_table_tensor
-        return Tokens.of(starts, lengths, table, slots, self._rope, page_size=size, group=self._group)
+        layers = self._layers
+        return Tokens.of(
+            starts,
+            lengths,
+            table,
+            slots,
+            layers.rope,
+            page_size=size,
+            group=layers.group,
+            sinks=layers.sinks,
+            windows=layers.windows,
+        )
 
 
 class CodesAttention(AttentionImpl[Tokens]):
@@ -192,13 +205,15 @@ class CodesAttention(AttentionImpl[Tokens]):
         name, layer = next((name, x) for name, x in modules.items() if getattr(x, "impl", None) is self)
         layers, layer_idx = layers_of(self._config), extract_layer_index(name)
         encoder, backend = layers.encoders[layer_idx], layers.backend.with_soft_cap(self._soft_cap)
-        self._attend = PagedAttention(encoder, backend, self.scale, self._soft_cap)
+        spec, dtype = encoder.codec.key.spec, self._config.model_config.dtype
+        shape = layers.num_rings, layers.windows.ring, 2, spec.num_kv_heads, spec.head_dim
+        rings = torch.zeros(shape, dtype=dtype, device=layers.device)
+        self._attend = PagedAttention(encoder, backend, self.scale, rings, self._soft_cap)
         self._ranges = layers.ranges if layer_idx == len(layers.encoders) - 1 else None
-        spec = encoder.codec.key.spec
         if (ours := (spec.num_kv_heads, spec.head_dim)) != (self.num_kv_heads, self.head_size):
             here, told = (f"{x[0]} kv heads of {x[1]}" for x in (ours, (self.num_kv_heads, self.head_size)))
             raise UnsupportedModelError(f"vLLM gives {name} {told} channels, where the model's config says {here}")
-        self._page = cache(partial(Page, encoder, self._config.model_config.dtype))
+        self._page = cache(partial(Page, encoder, dtype, sinks=layers.sinks))
         layer.attn_backend = type("LayerBackend", (CodesBackend,), {"page": staticmethod(self._page)})
 
     def forward(

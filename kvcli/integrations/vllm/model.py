@@ -18,6 +18,7 @@ from kvcli.errors import ConfigError, ModelError, UnsupportedModelError, UsageEr
 from kvcli.fingerprint import fingerprint
 from kvcli.integrations.pages import check_codecs, device_of
 from kvcli.integrations.skeleton import rope_of, skeleton
+from kvcli.methods.config import CacheConfig
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.registry import parse_method
 from kvcli.rope import NoRope, Rope
@@ -25,6 +26,8 @@ from kvcli.seam.model import attention_of_config
 from kvcli.spec import ModelSpec
 
 METHOD, ARTIFACT, SETTINGS = "KVCLI_METHOD", "KVCLI_ARTIFACT", "KVCLI_SETTINGS"
+RESIDUAL_LENGTH = 32
+"""Recent tokens of each request that are exact by default: fewer than in a session, as an engine has many."""
 
 
 @dataclass(frozen=True)
@@ -57,19 +60,19 @@ class Settings:
             raise ConfigError(f"{SETTINGS} is no JSON: {error_text(error)}") from error
         if not isinstance(values, dict):
             raise ConfigError(f'{SETTINGS} is a JSON object of settings, such as {{"key_offset": "none"}}')
-        if given := sorted({"sink_length", "residual_length", "flush_block"} & set(values)):
-            raise UsageError(f"all tokens of a paged cache are codes; omit {', '.join(given)}")
+        if "flush_block" in values:
+            raise UsageError("tokens of a paged cache are encoded at once; omit flush_block")
         artifact = Artifact.load(folder) if folder else None
         name = str(method) if artifact is None else artifact.method
         if parse_method(name)[0].needs_artifact and artifact is None:
             raise UsageError(f"method '{name}' needs an artifact; name its folder in {ARTIFACT} instead")
-        return cls(name, artifact, values)
+        return cls(name, artifact, {"residual_length": RESIDUAL_LENGTH, **values})
 
 
 def codecs_of(
     config: Any, settings: Settings, ranks: int, weights: Callable[[], Path] | None
-) -> tuple[list[LayerCodec], Rope]:
-    """Codecs of all layers of a model on the CPU, and its RoPE, which rotates by 0 where no codec needs it.
+) -> tuple[CacheConfig, list[LayerCodec], Rope]:
+    """The settings, codecs of all layers of a model on the CPU, and its RoPE, which rotates by 0 if no codec needs it.
 
     Args:
         config: of transformers, of the model's text.
@@ -97,7 +100,7 @@ def codecs_of(
             return str(artifact.metadata["fingerprint"])
         return fingerprint(model, spec)
 
-    _, codecs = make_codecs(
+    exact, codecs = make_codecs(
         settings.method,
         artifact,
         dict(settings.values),
@@ -113,8 +116,8 @@ def codecs_of(
     if any(codec.needs_rotations for codec in codecs):
         if spec.unrotated:
             raise UnsupportedModelError("some layers of this model have no RoPE; choose a method that codes after RoPE")
-        return codecs, rope_of(model)
-    return codecs, NoRope(spec.rope.rotary_dim, device_of(codecs[0].key))
+        return exact, codecs, rope_of(model)
+    return exact, codecs, NoRope(spec.rope.rotary_dim, device_of(codecs[0].key))
 
 
 def read_projections(

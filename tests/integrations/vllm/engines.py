@@ -94,18 +94,24 @@ def session_of(model: Any, name: str, artifact: Any = None, **settings: Any) -> 
     return kvcli.attach(model, name, artifact=artifact, **WITHOUT_WINDOW, **settings)
 
 
-class KIVICache(DynamicCache):
-    """Earlier values as their codes, and earlier keys of whole groups; the other keys and new tokens are exact."""
+class PagedCache(DynamicCache):
+    """Earlier tokens as their codes, but for sinks, recent tokens and those of an open group, which are exact as new
+    ones are; a request that begins with `first` cached tokens has no recent ones among these.
+    """
 
-    def __init__(self, codecs: Sequence[Any]) -> None:
+    def __init__(self, codecs: Sequence[Any], sinks: int = 0, residual: int = 0, first: int = 0) -> None:
         super().__init__()
-        self.codecs = codecs
+        self.codecs, self.sinks, self.residual, self.first = codecs, sinks, residual, first
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *rest: Any, **options: Any) -> tuple[Tensor, Tensor]:
         past, codec = self.get_seq_length(layer_idx), self.codecs[layer_idx]
         keys, values = (x.clone() for x in super().update(keys, values, layer_idx, *rest, **options))
-        closed = past - past % codec.tokens_per_group
-        for x, side, stop in ((keys, codec.key, closed), (values, codec.value, past)):
-            if stop:
-                x[:, :, :stop] = side.decode(side.encode(x[:, :, :stop], None), None)
+        group = codec.tokens_per_group
+        closed = max(self.first if past >= self.first else 0, past - self.residual) // group * group
+        start = min(self.sinks, closed)
+        for x, side in ((keys, codec.key), (values, codec.value)):
+            if closed > start:
+                coded = x[:, :, :closed].clone()
+                coded[:, :, :start] = coded[:, :, start : start + 1]  # sinks do not widen the scale of their group
+                x[:, :, start:closed] = side.decode(side.encode(coded, None), None)[:, :, start:]
         return keys, values

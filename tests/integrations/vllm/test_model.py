@@ -40,7 +40,7 @@ def test_without_variables_there_is_nothing_to_do() -> None:
         ({"METHOD": "rtn-4", "SETTINGS": "[" * 100_000}, ConfigError, "KVCLI_SETTINGS is no JSON"),
         ({"SETTINGS": '{"key_offset": "none"}'}, UsageError, "set KVCLI_METHOD or KVCLI_ARTIFACT, or unset it"),
         ({"METHOD": "rtn-4", "SETTINGS": "[1]"}, ConfigError, "is a JSON object"),
-        ({"METHOD": "rtn-4", "SETTINGS": '{"sink_length": 4}'}, UsageError, "omit sink_length"),
+        ({"METHOD": "rtn-4", "SETTINGS": '{"flush_block": 4}'}, UsageError, "omit flush_block"),
     ],
 )
 def test_variables_that_cannot_be_used_are_refused(
@@ -53,7 +53,7 @@ def test_variables_that_cannot_be_used_are_refused(
 
 
 def codecs(model: Any, name: str, folder: Path | None = None, ranks: int = 1, **values: Any) -> Any:
-    return codecs_of(model.config, Settings(name, None, values), ranks, None if folder is None else lambda: folder)[0]
+    return codecs_of(model.config, Settings(name, None, values), ranks, None if folder is None else lambda: folder)[1]
 
 
 @pytest.mark.parametrize("name", ["squat-2", "squat-pre-2", "qjl", "kvarn"])

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import NEW_TOKENS, KIVICache, answers, check, engine, session_of
+from engines import NEW_TOKENS, PagedCache, answers, check, engine, session_of
 from factories import make_model, record
 from families import make
 
@@ -38,9 +38,9 @@ def prompts_of(model: Any, *lengths: int) -> list[list[int]]:
 
 @pytest.fixture
 def ask(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
-    """Names a method, or an artifact, to engines."""
+    """Names a method, or an artifact, to engines; by default without sinks and recent tokens."""
 
-    def name(method: str, artifact: Artifact | None = None, settings: str = "") -> None:
+    def name(method: str, artifact: Artifact | None = None, **settings: Any) -> None:
         for variable in ("KVCLI_METHOD", "KVCLI_ARTIFACT", "KVCLI_SETTINGS"):
             monkeypatch.delenv(variable, raising=False)
         if artifact is None:
@@ -48,7 +48,7 @@ def ask(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
         else:
             artifact.save(tmp_path / method)
             monkeypatch.setenv("KVCLI_ARTIFACT", str(tmp_path / method))
-        monkeypatch.setenv("KVCLI_SETTINGS", settings)
+        monkeypatch.setenv("KVCLI_SETTINGS", json.dumps({"sink_length": 0, "residual_length": 0, **settings}))
 
     return name
 
@@ -83,6 +83,66 @@ def test_answers_are_those_of_a_session_without_a_window(
     with session_of(tiny_model, name, artifact) as session:
         for prompt, answer in zip(prompts, found, strict=True):
             check(tiny_model, session, prompt, answer)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_sinks_and_recent_tokens_are_exact(
+    name: str, ask: Any, tiny_model: Any, tiny_artifact: Callable[[Any], Artifact], tmp_path: Path
+) -> None:
+    """As in a session with as many, in prompts of fewer tokens and of more, read at once and in chunks."""
+    method, _ = parse_method(name)
+    artifact = tiny_artifact(method) if method.needs_artifact else None
+    ask(name, artifact, sink_length=3, residual_length=7)
+    prompts = prompts_of(tiny_model, 20, 2, 9, 70)
+    with engine(saved(tiny_model, tmp_path), max_num_batched_tokens=64, max_num_seqs=4) as llm:
+        alone = [answers(llm, [prompt])[0] for prompt in prompts]
+        forget(llm)
+        together = answers(llm, prompts)
+    exact = {"sink_length": 3, "residual_length": 7, "flush_block": 1}
+    with kvcli.attach(tiny_model, name, artifact=artifact, **exact) as session:
+        for prompt, answer in zip(prompts, alone, strict=True):
+            check(tiny_model, session, prompt, answer, chunk=64)
+        for prompt, answer in zip(prompts[:3], together, strict=False):
+            check(tiny_model, session, prompt, answer)
+
+
+def test_exact_tokens_of_requests_that_share_a_prefix(ask: Any, tiny_model: Any, tmp_path: Path) -> None:
+    """Sinks are those of the shared page; recent tokens before the first one that a request reads are codes."""
+    ask("rtn-2", sink_length=3, residual_length=7)
+    first, rest = prompts_of(tiny_model, 40, 8)
+    second, third = first[:32] + rest, first[:16] + rest
+    with engine(saved(tiny_model, tmp_path)) as llm:
+        (cold,) = answers(llm, [first])
+        warm = [answers(llm, [prompt])[0] for prompt in (second, third, first)]
+        forget(llm)
+        together = answers(llm, [first, second, third])
+    with kvcli.attach(tiny_model, "rtn-2", sequence_offset="none") as session:
+        codecs = session.codecs
+
+    def after(tokens: int) -> Any:
+        return SimpleNamespace(new_cache=lambda: PagedCache(codecs, sinks=3, residual=7, first=tokens))
+
+    for answer in (cold, together[0]):
+        check(tiny_model, after(0), first, answer)
+    for found in (warm, [*together[1:], warm[2]]):
+        for prompt, answer, hit in zip((second, third, first), found, (32, 16, 32), strict=True):
+            check(tiny_model, after(hit), prompt, answer, chunks=[0, hit])
+            with pytest.raises(AssertionError):
+                check(tiny_model, after(0), prompt, answer)
+
+
+def test_more_requests_than_rings_that_end_one_after_another(ask: Any, tiny_model: Any, tmp_path: Path) -> None:
+    """A ring is used again; each request has its own, while others come and go."""
+    ask("kivi-2", sink_length=2, residual_length=32)
+    prompts = prompts_of(tiny_model, *range(20, 60))
+    with engine(saved(tiny_model, tmp_path), block_size=32, max_num_seqs=3, max_num_batched_tokens=64) as llm:
+        found = answers(llm, prompts, 40)
+    with kvcli.attach(tiny_model, "kivi-2") as session:
+        codecs = session.codecs
+    reference = SimpleNamespace(new_cache=lambda: PagedCache(codecs, sinks=2, residual=32))
+    for prompt, answer in zip(prompts[:3], found, strict=False):
+        check(tiny_model, reference, prompt, answer)
+    assert [len(answer.tokens) for answer in found] == [40] * 40
 
 
 def test_chunks_of_a_prompt_read_earlier_ones_from_codes(ask: Any, tiny_model: Any, tmp_path: Path) -> None:
@@ -184,7 +244,7 @@ def test_families_and_shapes(
         settings["sequence_offset"] = "none"
     model = model.to(getattr(torch, dtype))
     folder, prompts = saved(model, tmp_path), prompts_of(model, 20, 9, 70)
-    ask(method, settings=json.dumps(settings))
+    ask(method, **settings)
     with engine(folder, dtype=dtype) as llm:
         found = answers(llm, prompts)
     with session_of(model, method, **settings) as session:
@@ -200,7 +260,7 @@ def test_codecs_of_a_model_in_16_bits_are_those_of_a_session(
     from kvcli.integrations.vllm import backend
 
     artifact = tiny_artifact(get_method(name)) if name == "commvq" else None
-    ask(name, artifact, json.dumps(settings))
+    ask(name, artifact, **settings)
     with engine(saved(tiny_model.bfloat16(), tmp_path), dtype="bfloat16") as llm:
         assert len(answers(llm, prompts_of(tiny_model, 20))[0].tokens) == NEW_TOKENS
         encoders = backend.layers_of(llm.llm_engine.vllm_config).encoders
@@ -258,7 +318,7 @@ def test_what_cannot_be_is_refused_by_name(ask: Any, tiny_model: Any, tmp_path: 
 @pytest.mark.parametrize("name", ["kivi-2", "kivi-4"])
 def test_keys_are_encoded_when_their_group_is_whole(name: str, ask: Any, tiny_model: Any, tmp_path: Path) -> None:
     """Requests end in every part of a group and of a page, in chunks that do not end with groups, and share pages."""
-    ask(name)
+    ask(name, residual_length=32)
     prompts = prompts_of(tiny_model, 20, 31, 32, 33, 60, 64, 90, 150)
     shared = prompts[-1][:130] + prompts[0]
     options = {"block_size": 64, "max_num_batched_tokens": 72, "max_num_seqs": 4, "kv_cache_memory_bytes": 2**20}
@@ -272,15 +332,17 @@ def test_keys_are_encoded_when_their_group_is_whole(name: str, ask: Any, tiny_mo
     with kvcli.attach(tiny_model, name) as session:
         codecs = session.codecs
         bits = codecs[0].key.bits_per_token() + codecs[0].value.bits_per_token()
-    reference = SimpleNamespace(new_cache=lambda: KIVICache(codecs))
+
+    def after(tokens: int) -> Any:
+        return SimpleNamespace(new_cache=lambda: PagedCache(codecs, residual=32, first=tokens))
+
     for prompt, answer in zip(prompts, alone, strict=True):
-        check(tiny_model, reference, prompt, answer, chunk=72)
-    check(tiny_model, reference, shared, hit, chunks=[0, 72, 128])
-    check(tiny_model, reference, prompts[5] + prompts[0], same_pass, chunks=[0, 64, 72])
-    check(tiny_model, reference, prompts[0], together[0])
+        check(tiny_model, after(0), prompt, answer, chunk=72)
+    check(tiny_model, after(128), shared, hit, chunks=[0, 72, 128])
+    check(tiny_model, after(64), prompts[5] + prompts[0], same_pass, chunks=[0, 64, 72])
+    check(tiny_model, after(0), prompts[0], together[0])
     assert [len(answer.tokens) for answer in together] == [40] * len(prompts)
-    # a page has keys of a group in full precision beside the codes
-    assert config.num_blocks == 2**20 // (3 * 64 * (int(bits / 8) + 32 * 2 * 16 * 4 // 64))
+    assert config.num_blocks == int(2**20 // (3 * 64 * bits / 8))
 
 
 @pytest.mark.parametrize(
@@ -294,7 +356,7 @@ def test_keys_are_encoded_when_their_group_is_whole(name: str, ask: Any, tiny_mo
 def test_pages_that_cannot_be_are_refused_at_start(
     name: str, size: int, reason: str, ask: Any, tiny_model: Any, tmp_path: Path
 ) -> None:
-    ask(name)
+    ask(name, residual_length=32)
     with pytest.raises(UsageError, match=reason), engine(saved(tiny_model, tmp_path), block_size=size):
         pass
 
@@ -306,7 +368,7 @@ def test_tokens_without_a_slot_are_not_stored(
     """Passes that vLLM runs for its own sake have slots of -1."""
     from kvcli.integrations.vllm.backend import BatchBuilder
 
-    ask(name)
+    ask(name, residual_length=32)
     with engine(saved(tiny_model, tmp_path), block_size=32) as llm:
         config = llm.llm_engine.vllm_config
         layer_name, layer = next(iter(config.compilation_config.static_forward_context.items()))
@@ -323,11 +385,12 @@ def test_tokens_without_a_slot_are_not_stored(
         query, new = torch.randn(4, 4, 16), torch.randn(4, 2, 16)
         layer.kv_cache.zero_()
         layer.impl.forward(layer, query, new, new, layer.kv_cache, batch, torch.empty(4, 4, 16))
-        *codes, exact = layer.impl._page(32).views(layer.kv_cache.flatten(1))
+        *codes, sinks = layer.impl._page(32).views(layer.kv_cache.flatten(1))
         for side in codes:
             scale = side.tensors()["scale"]  # of a token or a group, never 0
             assert scale.any(3).any(1).nonzero().tolist() == written
-        assert not exact.any()
+        assert not sinks.any()
+        assert not layer.impl._attend.rings.any()
 
 
 @pytest.mark.parametrize(
@@ -389,7 +452,7 @@ def test_kernels_read_the_pages_of_a_batch(
     from kvcli.integrations.vllm import backend
 
     model = make_model("llama", head_dim=64, num_hidden_layers=2)
-    ask(name, fitted(model, name, tmp_path) if name == "klt" else None)
+    ask(name, fitted(model, name, tmp_path) if name == "klt" else None, sink_length=4, residual_length=32)
     prompts, folder, batches = prompts_of(model, 20, 33, 70), saved(model, tmp_path), []
     with engine(folder, block_size=64) as llm:
         expected = answers(llm, prompts, 4)
@@ -407,7 +470,7 @@ def test_kernels_read_the_pages_of_a_batch(
     monkeypatch.setattr(backend, "choose_backend", fused)
     with engine(folder, block_size=64) as llm:
         found = answers(llm, prompts, 4)
-    assert ((3, 1), 64) in batches or name == "kivi-2"  # whose requests have different numbers of exact keys
+    assert ((3, 1), 64) in batches
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.tokens == theirs.tokens
         torch.testing.assert_close(ours.logprobs, theirs.logprobs, rtol=0, atol=1e-3)
