@@ -114,7 +114,7 @@ BUDGET = {
     "cli": 3935,  # report, inspect and diff; ask, serve, chat with a server, warmup and doctor
     "contexts": 860,  # contexts that were read alike; used elsewhere than from the store
     "eval": 2340,  # rows without gradients, options that differ by name
-    "integrations": 1882,  # the backend of vLLM; pages that both engines share
+    "integrations": 1940,  # the backend of vLLM; pages that both engines share
     "kernels": 932,  # where tiles of tokens lie in pages
     "methods": 10151,  # codes in pages, read by a block table; KLT; Block-GTQ and KVarN as rivals
     "plan": 558,  # bits by layer; from which length they are smaller

@@ -1,7 +1,8 @@
 """vLLM's pages as codes: `KVCLI_METHOD=turboquant-3 vllm serve MODEL --attention-backend CUSTOM`.
 
 model.py     the method that environment variables name, and the codecs of the model that vLLM loads
-backend.py   the attention backend: bytes of a page, writing and reading codes, attention; it alone imports vLLM
+backend.py   the attention backend: bytes of a page, writing and reading codes, attention
+v0_26.py     what differs in vLLM 0.26
 """
 
 from __future__ import annotations
@@ -23,13 +24,17 @@ def register() -> None:
     if Settings.read() is None:
         return
     try:
+        import vllm
         from vllm.platforms import current_platform
         from vllm.v1.attention.backend import AttentionBackend
         from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-        _ = AttentionBackend.customize_spec
+        if vllm.__version__.startswith("0.26."):
+            module = "v0_26"
+        else:
+            module, _ = "backend", AttentionBackend.customize_spec
     except (ImportError, AttributeError) as error:
-        raise UsageError(f"codes in pages need vLLM 0.32 or 0.33, whose backends lay these out: {error}") from error
-    own = AttentionBackendEnum.CPU_ATTN, AttentionBackendEnum.CPU_MLA, AttentionBackendEnum.AMX_MLA
-    for place in own if current_platform.is_cpu() else (AttentionBackendEnum.CUSTOM,):
-        register_backend(place, "kvcli.integrations.vllm.backend.CodesBackend")
+        raise UsageError(f"codes in pages need vLLM 0.26, 0.32 or 0.33, which lay them out: {error}") from error
+    own = {"CPU_ATTN", "CPU_MLA", "AMX_MLA"} if current_platform.is_cpu() else {"CUSTOM"}
+    for name in own & set(AttentionBackendEnum.__members__):
+        register_backend(AttentionBackendEnum[name], f"kvcli.integrations.vllm.{module}.CodesBackend")

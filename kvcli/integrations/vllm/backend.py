@@ -126,12 +126,15 @@ class CodesBackend(AttentionBackend):
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        """The spec of a page of codes. UnsupportedModelError: another kind of layer, or one beside others."""
+        """The spec of a page of codes."""
+        return replace(spec, num_head_slots=1, state_content_bytes=cls.token_bytes(spec), dtype=torch.uint8)
+
+    @classmethod
+    def token_bytes(cls, spec: AttentionSpec) -> int:
+        """Bytes of a token in a page. UnsupportedModelError: another kind of layer, or one beside others."""
         if type(spec) is not FullAttentionSpec or cls.page is None:
             raise UnsupportedModelError(f"layers of {type(spec).__name__} in this model have no codes in pages")
-        size = spec.block_size
-        per_token = -(-cls.page(size).nbytes // size)
-        return replace(spec, num_head_slots=1, state_content_bytes=per_token, dtype=torch.uint8)
+        return -(-cls.page(spec.block_size).nbytes // spec.block_size)
 
 
 class Tokens(Batch, AttentionMetadata):
@@ -201,8 +204,7 @@ class CodesAttention(AttentionImpl[Tokens]):
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Finds the layer's codecs, and tells vLLM the bytes of its tokens."""
-        modules = self._config.compilation_config.static_forward_context
-        name, layer = next((name, x) for name, x in modules.items() if getattr(x, "impl", None) is self)
+        name, layer = self.named_layer()
         layers, layer_idx = layers_of(self._config), extract_layer_index(name)
         encoder, backend = layers.encoders[layer_idx], layers.backend.with_soft_cap(self._soft_cap)
         spec, dtype = encoder.codec.key.spec, self._config.model_config.dtype
@@ -214,7 +216,12 @@ class CodesAttention(AttentionImpl[Tokens]):
             here, told = (f"{x[0]} kv heads of {x[1]}" for x in (ours, (self.num_kv_heads, self.head_size)))
             raise UnsupportedModelError(f"vLLM gives {name} {told} channels, where the model's config says {here}")
         self._page = cache(partial(Page, encoder, dtype, sinks=layers.sinks))
-        layer.attn_backend = type("LayerBackend", (CodesBackend,), {"page": staticmethod(self._page)})
+        layer.attn_backend = type("LayerBackend", (layer.attn_backend,), {"page": staticmethod(self._page)})
+
+    def named_layer(self) -> tuple[str, Any]:
+        """The layer of vLLM that this is in, and its name."""
+        modules = self._config.compilation_config.static_forward_context
+        return next((name, x) for name, x in modules.items() if getattr(x, "impl", None) is self)
 
     def forward(
         self,

@@ -221,6 +221,40 @@ def test_capacity_is_that_of_the_codes(ask: Any, tiny_model: Any, tmp_path: Path
         assert config.num_blocks == int(size // (16 * sum(bits) / 8))
 
 
+def test_layers_of_vllm_0_26_ask_no_backend(
+    ask: Any, tiny_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The layers of the vLLM that is installed answer here as those of 0.26 do."""
+    import vllm
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    def spec_of(layer: Any, config: Any) -> Any:
+        heads, dtype = layer.num_kv_heads, layer.kv_cache_torch_dtype
+        return FullAttentionSpec(
+            block_size=config.cache_config.block_size, num_kv_heads=heads, head_size=layer.head_size, dtype=dtype
+        )
+
+    monkeypatch.setattr(Attention, "get_kv_cache_spec", spec_of)
+    monkeypatch.setattr(vllm, "__version__", "0.26.0")
+    ask("turboquant-3")
+    prompts = prompts_of(tiny_model, 40, 9)
+    with engine(saved(tiny_model, tmp_path), kv_cache_memory_bytes=2**20) as llm:
+        config = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config
+        layers = list(llm.llm_engine.vllm_config.compilation_config.static_forward_context.values())
+        specs = [layer.get_kv_cache_spec(llm.llm_engine.vllm_config) for layer in layers]
+        found = answers(llm, prompts)
+    for layer, spec in zip(layers, specs, strict=True):
+        assert (spec.num_kv_heads, spec.head_size_v) == (1, 0)
+        assert layer.attn_backend.get_kv_cache_shape(5, 16, 1, spec.head_size) == (5, 1, 16, spec.head_size)
+    assert layers
+    with session_of(tiny_model, "turboquant-3") as session:
+        bits = sum(x.key.bits_per_token() + x.value.bits_per_token() for x in session.codecs)
+        for prompt, answer in zip(prompts, found, strict=True):
+            check(tiny_model, session, prompt, answer)
+    assert config.num_blocks == int(2**20 // (16 * bits / 8))
+
+
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
