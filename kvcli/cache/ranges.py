@@ -80,6 +80,11 @@ class StepRanges(Ranges):
         super().__init__()
         self._slots = torch.zeros(count, dtype=torch.float32, device=device)
 
+    @property
+    def device(self) -> torch.device:
+        """Where the numbers are noted."""
+        return self._slots.device
+
     def note(self, note: Note, encoding: AnyEncoding, tokens: Tensor, codes: Codes) -> None:
         """Notes the largest of the tokens."""
         slot = self.peak(note)

@@ -24,7 +24,7 @@ class PageFields:
 
     Args:
         codec: encodes groups of `tokens_per_group` tokens, each independently of others.
-        dtype: of the tokens that it encodes.
+        dtype, device: of the tokens that it encodes.
         page_size: tokens of a page, whole groups.
 
     Attributes:
@@ -32,10 +32,10 @@ class PageFields:
         nbytes: of a page.
     """
 
-    def __init__(self, codec: Codec[Any], dtype: torch.dtype, page_size: int) -> None:
+    def __init__(self, codec: Codec[Any], dtype: torch.dtype, device: torch.device, page_size: int) -> None:
         self.group = codec.tokens_per_group
         shape = 1, codec.spec.num_kv_heads, self.group, codec.spec.head_dim
-        example = codec.encode(torch.zeros(shape, dtype=dtype, device=device_of(codec)), None)
+        example = codec.encode(torch.zeros(shape, dtype=dtype, device=device), None)
         self._make, self._fields, self.nbytes = type(example), dict[str, tuple[int, torch.dtype, tuple[int, ...]]](), 0
         self._groups = page_size // self.group
         for name, x in example.tensors().items():
@@ -78,7 +78,7 @@ class LayerEncoder:
     """
 
     def __init__(self, codec: LayerCodec, layer_idx: int, dtype: torch.dtype, ranges: StepRanges) -> None:
-        self.codec, self._dtype = codec, dtype
+        self.codec, self._dtype, self._device = codec, dtype, ranges.device
         self._key_dtype = dtype if codec.key.space == "post_rope" else torch.float32
         self._notes = (
             Note(ranges, f"keys of layer {layer_idx}", codec.key),
@@ -87,8 +87,9 @@ class LayerEncoder:
 
     def fields(self, page_size: int) -> tuple[PageFields, PageFields]:
         """Where keys and values are in pages of so many tokens."""
-        codec = self.codec
-        return PageFields(codec.key, self._key_dtype, page_size), PageFields(codec.value, self._dtype, page_size)
+        codec, device = self.codec, self._device
+        keys = PageFields(codec.key, self._key_dtype, device, page_size)
+        return keys, PageFields(codec.value, self._dtype, device, page_size)
 
     def encode_keys(self, keys: Tensor, rotation: Rotation) -> Codes:
         """Codes of keys after RoPE, [tokens, num_kv_heads, head_dim]; `rotation` is RoPE of the tokens, float32."""

@@ -62,7 +62,7 @@ class Layers:
 
         dummy = loading.load_format == "dummy"
         exact, codecs, self.rope = codecs_of(model.hf_text_config, settings, ranks, None if dummy else weights)
-        self.device = device = torch.empty(0, device=config.device_config.device_type).device
+        device = torch.empty(0, device=config.device_config.device_type).device
         self.ranges = StepRanges(2 * len(codecs), device)
         if hasattr(self.rope, "module"):
             self.rope.module.to(device)
@@ -209,7 +209,7 @@ class CodesAttention(AttentionImpl[Tokens]):
         encoder, backend = layers.encoders[layer_idx], layers.backend.with_soft_cap(self._soft_cap)
         spec, dtype = encoder.codec.key.spec, self._config.model_config.dtype
         shape = layers.num_rings, layers.windows.ring, 2, spec.num_kv_heads, spec.head_dim
-        rings = torch.zeros(shape, dtype=dtype, device=layers.device)
+        rings = torch.zeros(shape, dtype=dtype, device=layers.ranges.device)
         self._attend = PagedAttention(encoder, backend, self.scale, rings, self._soft_cap)
         self._ranges = layers.ranges if layer_idx == len(layers.encoders) - 1 else None
         if (ours := (spec.num_kv_heads, spec.head_dim)) != (self.num_kv_heads, self.head_size):
