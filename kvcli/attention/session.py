@@ -57,6 +57,7 @@ class Session:
 
     Attributes:
         backend: what attention runs on; its `note` says why a method's own kernels are not used.
+        backends: of each layer, with its soft cap.
         notes: a line each about what is unusual in how the model attends.
     """
 
@@ -102,7 +103,7 @@ class Session:
     @backend.setter
     def backend(self, backend: AttentionBackend) -> None:
         self._backend = backend
-        self._backends = [
+        self.backends = [
             (backend if layer.layer_idx in self.layers else self._baseline).with_soft_cap(layer.soft_cap)
             for layer in self._seam.attention.layers
         ]
@@ -171,7 +172,7 @@ class Session:
         from kvcli.attention.warmup import warm_up
 
         devices = devices_of_layers(self.model)
-        layers = [(devices[self.spec.in_model(layer_idx)], x) for layer_idx, x in enumerate(self._backends)]
+        layers = [(devices[self.spec.in_model(layer_idx)], x) for layer_idx, x in enumerate(self.backends)]
         width = chunk if chunk and chunk < self.backend.many_queries else None
         return warm_up(self.new_cache, layers, self.model.dtype, batch, progress, width)
 
@@ -239,7 +240,7 @@ class Session:
         decoder = Decoder(
             self.model,
             cache,
-            self._backends,
+            self.backends,
             NextToken(sampling, input_ids, logits.shape[-1]),
             sampling.max_new_tokens,
             stops=stops,
@@ -277,7 +278,7 @@ class Session:
             raise UsageError("CUDA graphs need a GPU; choose steps or passes")
         if mode != "passes" and cache.step_obstacle is not None:
             raise UsageError(cache.step_obstacle)
-        return Chunks(self.model, cache, self._backends, width, left, mode)
+        return Chunks(self.model, cache, self.backends, width, left, mode)
 
     @torch.inference_mode()
     def flush(self, cache: CompressedCache) -> None:
@@ -296,7 +297,7 @@ class Session:
         if counts.flushes:
             forward = cache.passes.encoding(counts)
             with cache.passes.complete_or_refused():
-                for layer_idx, (layer, backend) in enumerate(zip(cache.compressed, self._backends, strict=True)):
+                for layer_idx, (layer, backend) in enumerate(zip(cache.compressed, self.backends, strict=True)):
                     here = forward.on(layer.store.keys.device)
                     layer.store.reserve(here)
                     flush_layer(layer.store, here, backend, layer_idx, 0)
@@ -331,7 +332,7 @@ class Session:
     def _attend(self, call: AttentionCall) -> Tensor:
         if not isinstance(call.key, NewTokens):
             return call.exact()
-        backend = self._backends[call.layer.layer_idx]
+        backend = self.backends[call.layer.layer_idx]
         query = call.query
         # Triton launches on the current GPU, whatever its arguments are on
         elsewhere = query.is_cuda and query.device.index != torch.cuda.current_device()

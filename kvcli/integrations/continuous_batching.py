@@ -2,15 +2,14 @@
 
 The paged cache of transformers is one tensor of bytes, divided into blocks that requests with a common prefix share. An
 allocator class lays out keys and values of layers with full attention in the blocks. `enable` replaces that class for
-one model. Every forward pass decodes all tokens that it reads, so this saves memory, not time. There are no sinks and
-no residual window.
+one model, and attention to these layers is `kvcli.integrations.paged_attention`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import accumulate
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from math import lcm
 from pathlib import Path
 from threading import Lock
@@ -18,14 +17,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AttentionInterface
 
 from kvcli.attention.attach import attach
+from kvcli.attention.session import Session
 from kvcli.cache.ranges import StepRanges
 from kvcli.errors import UnsupportedModelError, UsageError
-from kvcli.integrations.pages import LayerEncoder, check_codecs, device_of
-from kvcli.methods.layer_codec import LayerCodec
+from kvcli.integrations.paged_attention import Batch, Page, PagedAttention
+from kvcli.integrations.pages import LayerEncoder, check_codecs
+from kvcli.integrations.windows import RESIDUAL_LENGTH, Windows
 from kvcli.models import LoadedModel
-from kvcli.rope import Rope, Rotation
+from kvcli.rope import NoRope, Rope
 from kvcli.seam.probe import probe
 
 try:
@@ -33,13 +36,13 @@ try:
     from transformers.generation.continuous_batching.cache_allocators import FullAttentionCacheAllocator
 
     ALLOCATORS: dict[str, Any] = paged.ATTN_TYPE_TO_ALLOCATOR
+    _FULL: str = paged.FULL_ATTENTION
 except (ImportError, AttributeError) as error:
     raise UsageError(
         f"continuous batching on codes needs transformers 5.18 to 5.23, whose classes of allocators it takes the place "
         f"of: {error}"
     ) from error
 
-_FULL = FullAttentionCacheAllocator.layer_type
 _ALIGNMENT = 128
 
 
@@ -56,31 +59,37 @@ def block_bytes(codes: int, others: int) -> int:
 class CodesAllocator(FullAttentionCacheAllocator):
     """Keys and values of layers with full attention as codes. Slot s is token s % page_size of block s // page_size.
 
-    A block of `page_size` tokens holds, layer after layer, the codes of keys and then those of values.
+    A block of `page_size` tokens holds a page of each layer, one after another, laid out by `paged_attention.Page`.
     """
 
     supports_block_table = False  # kernels of transformers read pages of numbers, not of codes
 
-    def __init__(self, *, codecs: dict[int, LayerCodec], rope: Rope, **stock: Any) -> None:
+    def __init__(self, *, session: Session, residual_length: int, rope: Rope, **stock: Any) -> None:
+        spec, codecs = session.spec, {session.spec.in_model(index): codec for index, codec in enumerate(session.codecs)}
         # a model of other heads per process would need codecs of its share
-        if stock["num_key_value_heads"] != next(iter(codecs.values())).key.spec.num_kv_heads:
+        if stock["num_key_value_heads"] != spec.num_kv_heads:
             raise UnsupportedModelError("codes of a model whose heads are divided among processes are not supported")
         layers, dtype, page_size = stock["layer_indices"], stock["cache_dtype"], stock["page_size"]
-        self._codecs, self._rope = [codecs[index] for index in layers], rope
-        self._ranges = StepRanges(2 * len(layers), device_of(self._codecs[0].key))
-        self._prompts: set[str] = set()  # requests of whose prompt the last pass read a part
-        self._stream: Any = None
-        self._encoders = [
-            LayerEncoder(codec, index, dtype, self._ranges) for index, codec in zip(layers, self._codecs, strict=True)
-        ]
-        self._fields = [encoder.fields(page_size) for encoder in self._encoders]
-        self._starts = [0, *accumulate(side.nbytes for sides in self._fields for side in sides)]
-        self.head_dim, self.num_key_value_heads = self._codecs[0].key.spec.head_dim, stock["num_key_value_heads"]
-        self.cache_dtype = dtype
+        self.num_key_value_heads, self.head_dim, self.cache_dtype = spec.num_kv_heads, spec.head_dim, dtype
+        self._rope, self._backends = rope, dict(zip(codecs, session.backends, strict=True))
+        self._ranges = StepRanges(2 * len(layers), session.model.device)
+        self._encoders = {index: LayerEncoder(codecs[index], index, dtype, self._ranges) for index in layers}
+        self._sinks, self._residual = session.config.sink_length, residual_length
+        self._layout = {
+            index: Page(encoder, dtype, page_size, self._sinks) for index, encoder in self._encoders.items()
+        }
+        self._windows = {kind: Windows(None, residual_length, kind[1]) for kind in map(self._kind, layers)}
+        self._rings = {
+            index: torch.empty(
+                0, self._windows[self._kind(index)].ring, 2, spec.num_kv_heads, spec.head_dim,
+                dtype=dtype, device=session.model.device,
+            )
+            for index in layers
+        }  # fmt: skip
         others = (stock["config"].num_hidden_layers - len(layers)) * self.get_bytes_per_page(
-            self.num_key_value_heads, self.head_dim, dtype, page_size
+            spec.num_kv_heads, spec.head_dim, dtype, page_size
         )
-        block = block_bytes(self._starts[-1], others)
+        block = block_bytes(sum(page.nbytes for page in self._layout.values()), others)
         self._before_cache_tensor_init(
             index=stock["index"],
             layer_indices=layers,
@@ -91,106 +100,120 @@ class CodesAllocator(FullAttentionCacheAllocator):
         # layers differ in their bytes, so a block is one page
         self.pages_per_block, self.tokens_per_block, self.bytes_per_block = 1, page_size, block
         self.block_physical_stride = page_size
+        self._pass: Any = None
+        self._batches: dict[tuple[bool, int], Batch] = {}
 
     def register_cache_tensor(
         self, bytes_per_sector: int, non_trash_bytes: int, cache_tensor: Tensor, pool: Any
     ) -> None:
-        """Makes views of each layer's codes of keys and values in a tensor of uint8."""
+        """Makes views of each layer's pages in a tensor of uint8."""
         self.bytes_per_sector = bytes_per_sector
         self._copy_view = blocks = cache_tensor.view(-1, self.bytes_per_block)
         self._after_cache_tensor_init(non_trash_bytes, bytes_per_sector, cache_tensor, pool)
-        starts = iter(self._starts)
-        self._pages = [tuple(side.view(blocks[:, next(starts) :]) for side in sides) for sides in self._fields]
-        self._logical = torch.zeros(
-            len(blocks), dtype=torch.int64, device=cache_tensor.device
-        )  # of each physical block
-        self._new = torch.full((len(blocks) * self.tokens_per_page,), -1, device=cache_tensor.device)
+        sizes = [page.nbytes for page in self._layout.values()]
+        parts = blocks[:, : sum(sizes)].split(sizes, 1)
+        self._pages = dict(zip(self._layout, parts, strict=True))
 
-    def get_read_indices(self, request_id: str, past_length: int, query_length: int) -> list[int]:
-        """Slots to read, as in the base class; the request's physical blocks are mapped to its logical ones."""
-        self._map_blocks(request_id)
-        return super().get_read_indices(request_id, past_length, query_length)
+    def _kind(self, layer_idx: int) -> tuple[bool, int]:
+        """What layers have in common that share a batch: whether they are rotated, and tokens in a group of keys."""
+        codec = self._encoders[layer_idx].codec
+        return codec.rotated, codec.key.tokens_per_group
 
-    def get_write_indices(self, request_id: str, past_length: int, query_length: int) -> list[int]:
-        """Slots to write, as in the base class. CacheError: encoded numbers exceed the range of the codes.
-
-        The range is checked after passes over a prompt and at the start of a page, because a check waits for the GPU.
-        """
-        if request_id in self._prompts or past_length % self.tokens_per_page == 0:
-            with self._in_order():
-                self._ranges.check()
-        (self._prompts.add if query_length > 1 else self._prompts.discard)(request_id)
-        self._map_blocks(request_id)
-        return super().get_write_indices(request_id, past_length, query_length)
+    def fork_blocks(self, source: str, copy: str, past_length: int) -> Any:
+        """As in the base class; exact recent tokens of the request are copied before the next pass."""
+        copied = super().fork_blocks(source, copy, past_length)
+        last = max(past_length - 1, 0) // self.tokens_per_page
+        pages = [self.block_table[request][last] for request in (source, copy)]
+        if pages[0] != pages[1]:
+            for windows in self._windows.values():
+                windows.fork(*pages)
+        return copied
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
         """As in the base class."""
-        self._prompts.discard(request_id)
+        for windows in self._windows.values():
+            windows.release(self.block_table.get(request_id, [])[-1:])
         super().free_blocks(request_id, no_cache)
 
-    def _map_blocks(self, request_id: str) -> None:
-        with self._in_order():
-            table = torch.tensor(self.block_table.get(request_id, []), dtype=torch.int64, device=self._logical.device)
-            self._logical[table] = torch.arange(len(table), device=table.device)
-        if self._logical.is_cuda and self._stream is None:
-            torch.cuda.synchronize()
+    def _rings_of(self, layer_idx: int) -> Tensor:
+        """The rings of a layer, as many as there are windows, and one at least."""
+        rings = self._rings[layer_idx]
+        if (more := max(self._windows[self._kind(layer_idx)].count, 1) - len(rings)) > 0:
+            rings = self._rings[layer_idx] = torch.cat((rings, rings.new_zeros(more, *rings.shape[1:])))
+        return rings
 
-    def _in_order(self) -> AbstractContextManager[Any]:
-        """The stream of the forward passes, so that work runs after those that were launched and before the next."""
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+    def get_read_indices(self, request_id: str, past_length: int, query_length: int) -> list[int]:
+        """The blocks of a request, which is all that `attend` needs of where its tokens are."""
+        return self.block_table[request_id][: -(-(past_length + query_length) // self.tokens_per_page)]
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, read_index: Tensor, write_index: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Encodes the new tokens of a pass, and decodes the tokens that it reads.
+    def update(self, *_: Any, **__: Any) -> Any:
+        """Is called by functions of attention other than ours, which are refused."""
+        raise UsageError("this cache holds codes; use it inside the block of `enable` in which it was made")
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def attend(
+        self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, *, scaling: float | None = None, **call: Any
+    ) -> Tensor:
+        """Encodes the new tokens of a pass, and attends to them and to earlier ones.
 
         Args:
-            key_states, value_states: new tokens, [new, num_kv_heads, head_dim], keys after RoPE.
-            read_index: int64 [read], slots to read, new ones included; empty if only new tokens are read.
-            write_index: int64 [new], slots of the new tokens.
+            query: after RoPE, [1, num_heads, new, head_dim], padding at the end.
+            key, value: the same of kv heads, [1, num_kv_heads, new, head_dim].
+            call: of transformers: `cu_seq_lens_q` and `cu_seq_lens_k`, where tokens of each request begin;
+                `write_index`, slots of new tokens; `read_index`, `get_read_indices` of the requests, empty if there are
+                no earlier tokens; `softcap` and `s_aux`.
 
         Returns:
-            Keys after RoPE and values, [read, num_kv_heads, head_dim] in the dtype of the new ones, which are returned
-            unencoded.
+            [1, new, num_heads, head_dim] in the dtype of the query.
+
+        Raises:
+            CacheError: numbers of the pass exceed the range of the codes.
+            UsageError: the pass is captured as a CUDA graph.
         """
-        if key_states.is_cuda:
-            self._stream = torch.cuda.current_stream()
-        at = self.layer_indices.index(layer_idx)
-        codec, dtype = self._codecs[at], key_states.dtype
-        rotation, encoder = self._rotation(codec, write_index), self._encoders[at]
-        new = encoder.encode_keys(key_states, rotation), encoder.encode_values(value_states)
-        sides = list(zip(self._fields[at], self._pages[at], strict=True))
-        for (fields, pages), codes in zip(sides, new, strict=True):
-            fields.put(pages, *self._place(write_index), codes)
-        if read_index.numel() == 0:
-            return key_states, value_states
-        key_codes, value_codes = (fields.take(pages, *self._place(read_index)) for fields, pages in sides)
-        old = (
-            codec.decode_keys(key_codes, None, self._rotation(codec, read_index), dtype),
-            codec.value.decode_to(value_codes, None, dtype),
+        encoder, page = self._encoders[layer_idx], self._layout[layer_idx]
+        if self._pass is not call["cu_seq_lens_q"]:  # a tensor of this pass
+            self._pass, self._batches = call["cu_seq_lens_q"], {}
+        kind = self._kind(layer_idx)
+        if kind not in self._batches:
+            self._batches[kind] = self._batch(call, *kind)
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+        output = torch.zeros_like(query, memory_format=torch.contiguous_format)
+        rings, extra = self._rings_of(layer_idx), (call.get("softcap"), call.get("s_aux"))
+        attention = PagedAttention(encoder, self._backends[layer_idx], scaling, rings, *extra)
+        attention(page, self._pages[layer_idx], self._batches[kind], query, key, value, output)
+        if layer_idx == self.layer_indices[-1]:
+            self._ranges.check()
+        return output.unsqueeze(0)
+
+    def _batch(self, call: dict[str, Any], rotated: bool, group: int) -> Batch:
+        """The tokens of a pass for layers that are rotated or not and encode keys in groups of so many."""
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise UsageError("attention to codes is not captured in CUDA graphs; say use_cuda_graph=False")
+        size, ends = self.tokens_per_page, call["cu_seq_lens_k"]
+        ends = ends[_FULL] if isinstance(ends, dict) else ends
+        starts, lengths = call["cu_seq_lens_q"].tolist(), ends.diff().tolist()
+        slots, blocks = call["write_index"][self.index][: starts[-1]], call["read_index"][self.index]
+        counts = [-(-length // size) for length in lengths]
+        rows = blocks[: sum(counts)].split(counts) if len(blocks) else [x[::size] // size for x in slots.split(lengths)]
+        rope = self._rope if rotated else NoRope(2 * len(self._rope.inv_freq), slots.device)
+        return Batch.of(
+            starts,
+            lengths,
+            pad_sequence(rows, True),
+            slots,
+            rope,
+            page_size=size,
+            group=group,
+            sinks=self._sinks,
+            windows=self._windows[rotated, group],
         )
-        self._new[write_index] = torch.arange(len(write_index), device=write_index.device)
-        row = self._new[read_index]
-        self._new[write_index] = -1
-        exact = (row >= 0)[:, None, None]
-        pairs = zip((key_states, value_states), old, strict=True)
-        key, value = (torch.where(exact, x[row.clamp_min(0)], y[0].transpose(0, 1)) for x, y in pairs)
-        return key, value
-
-    def _place(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Blocks of slots, and places in these."""
-        return index // self.tokens_per_page, index % self.tokens_per_page
-
-    def _rotation(self, codec: LayerCodec, index: Tensor) -> Rotation:
-        """RoPE of the tokens in slots, float32 [1, 1, slots, rotary_dim / 2]; by 0 in a layer without RoPE."""
-        block, place = self._place(index)
-        positions = self._logical[block] * self.tokens_per_page + place
-        rotation = self._rope.rotation(positions.unsqueeze(0), torch.float32)
-        return rotation if codec.rotated else Rotation.none(rotation)
 
 
-_enabled: dict[int, tuple[Any, dict[int, LayerCodec], Rope]] = {}
-"""Configs of the models that are enabled by their ids, with codecs of their layers and RoPE."""
+_enabled: dict[int, tuple[Any, dict[str, Any]]] = {}
+"""Configs of the models that are enabled by their ids, with arguments of `CodesAllocator`."""
+_replaced: dict[str, Callable[..., Any]] = {}
+"""Functions of attention of transformers by their names, where ours take their place."""
 _lock = Lock()
 
 
@@ -203,8 +226,24 @@ class AllocatorByModel(CodesAllocator):
         return FullAttentionCacheAllocator(**arguments)
 
     def __init__(self, **arguments: Any) -> None:
-        _, codecs, rope = _enabled[id(arguments["config"])]
-        super().__init__(codecs=codecs, rope=rope, **arguments)
+        _, ours = _enabled[id(arguments["config"])]
+        super().__init__(**ours, **arguments)
+        name = arguments["config"]._attn_implementation
+        with _lock:
+            if name not in _replaced:
+                _replaced[name] = AttentionInterface()[name]
+                AttentionInterface.register(name, partial(attend_paged, _replaced[name]))
+
+
+def attend_paged(
+    stock: Callable[..., Any], module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **call: Any
+) -> Any:
+    """Attention of transformers: to codes by `CodesAllocator.attend`, of other layers and models by `stock`."""
+    cache = call.get("cache")
+    allocator = None if cache is None else cache.layer_to_allocator[module.layer_idx]
+    if isinstance(allocator, CodesAllocator):
+        return allocator.attend(module.layer_idx, query, key, value, **call), None
+    return stock(module, query, key, value, mask, **call)
 
 
 @contextmanager
@@ -214,7 +253,8 @@ def enable(
     """Lets continuous batching of a model store codes inside the block, in layers with full attention.
 
     Args:
-        model, method, artifact, settings: as in `kvcli.attach`; settings of sinks and windows are not taken.
+        model, method, artifact, settings: as in `kvcli.attach`, but `residual_length` is 32 by default, and there is no
+            `flush_block`: tokens are encoded at once.
 
     Yields:
         The model; caches that are made in the block, such as those of `generate_batch`, are ours.
@@ -229,18 +269,18 @@ def enable(
         >>> with continuous_batching.enable(model, "turboquant-3"):
         ...     outputs = model.generate_batch(prompts, generation_config=config)
     """
-    if given := sorted({"sink_length", "residual_length", "flush_block"} & set(settings)):
-        raise UsageError(f"all tokens of a paged cache are codes; omit {', '.join(given)}")
+    if "flush_block" in settings:
+        raise UsageError("tokens of a paged cache are encoded at once; omit flush_block")
     with attach(model, method, artifact=artifact, **settings) as session:
-        spec, codecs = session.spec, session.codecs
-    module: Any = model.model if isinstance(model, LoadedModel) else model
-    check_codecs(method, codecs)
+        check_codecs(method, session.codecs, groups=True)
+    module: Any = session.model
     config = module.config.get_text_config()
     if id(config) in _enabled or getattr(module, "_cached_continuous_batching_manager", None) is not None:
         raise UsageError("the model is enabled already, or has a persistent manager with a cache of its own")
-    by_layer = {spec.in_model(index): codec for index, codec in enumerate(codecs)}
     with _lock:
-        _enabled[id(config)] = config, by_layer, probe(module).rope
+        residual_length = settings.get("residual_length", RESIDUAL_LENGTH)
+        ours = {"session": session, "residual_length": residual_length, "rope": probe(module).rope}
+        _enabled[id(config)] = config, ours
         ALLOCATORS[_FULL] = AllocatorByModel
     try:
         yield module
@@ -249,3 +289,5 @@ def enable(
             del _enabled[id(config)]
             if not _enabled:
                 ALLOCATORS[_FULL] = FullAttentionCacheAllocator
+                while _replaced:
+                    AttentionInterface.register(*_replaced.popitem())

@@ -113,20 +113,24 @@ class Batch:
     Attributes:
         parts: the requests.
         stored: which of the new tokens are encoded, int64 [stored]: none where an engine runs for its own sake.
+        hidden: which of these are sinks, boolean [stored]; their codes, which nobody reads, are those of zeros.
         slots: of these, int64 [stored]; slot s is token s % page_size of page s // page_size.
         rotation: RoPE of these, float32.
         groups: None where each key is encoded alone, or no group becomes whole.
         sinks: which of the new tokens are sinks, their pages, and their places, int64 [3, new sinks].
         recent: which of the new tokens go into rings, and their places in all rings, int64 [2, recent].
+        copies: rings that are copied first, from the first to the second.
     """
 
     parts: Sequence[Part]
     stored: Tensor
+    hidden: Tensor | None
     slots: Tensor
     rotation: Rotation
     groups: Groups | None
     sinks: Tensor
     recent: Tensor
+    copies: Sequence[tuple[int, int]]
 
     @classmethod
     def of(
@@ -172,8 +176,10 @@ class Batch:
             ]
             for x, window in zip(stored, windows.advance(known), strict=True):
                 x.ring, x.closed = window.slot, windows.closed(window)
+        copies, windows.copies = windows.copies, []
         positions = torch.cat([torch.arange(x.past, x.past + x.count) for x in requests])
-        encoded = ((slots >= 0) & (positions >= sinks)).nonzero().squeeze(1)
+        encoded = (slots >= 0).nonzero().squeeze(1)
+        hidden = positions[encoded] < sinks
         alike = defaultdict[int, list[_Request]](list)
         for x in requests:
             alike[x.count].append(x)
@@ -191,11 +197,13 @@ class Batch:
         return cls(
             [_part(same, table, rope, size, sinks, ring) for same in alike.values()],
             encoded.to(device),
+            hidden.to(device) if hidden.any() else None,
             slots[encoded].to(device),
             rotation,
             _groups(stored, pages, size, group, sinks, ring, device) if group > 1 else None,
             torch.tensor(new_sinks, dtype=torch.int64, device=device).view(-1, 3).T,
             torch.tensor(recent, dtype=torch.int64, device=device).view(-1, 2).T,
+            copies,
         )
 
 
@@ -268,6 +276,7 @@ class PagedAttention:
         scaling: of scores.
         rings: exact recent tokens, keys after RoPE and values, [rings, tokens, 2, num_kv_heads, head_dim]; written.
         soft_cap: scores s become soft_cap * tanh(s / soft_cap).
+        sink_logits: [num_heads], which take their share of every softmax and add nothing.
     """
 
     encoder: LayerEncoder
@@ -275,6 +284,7 @@ class PagedAttention:
     scaling: float
     rings: Tensor
     soft_cap: float | None = None
+    sink_logits: Tensor | None = None
 
     def __call__(
         self, page: Page, pages: Tensor, batch: Batch, query: Tensor, key: Tensor, value: Tensor, output: Tensor
@@ -289,26 +299,35 @@ class PagedAttention:
             output: [tokens, num_heads, head_dim], written but for padding.
         """
         keys, values, sinks = page.views(pages)
+        for source, copy in batch.copies:
+            self.rings[copy] = self.rings[source]
         # all is stored before any is read: a request may share pages that another one fills in this pass
         if len(batch.stored):
             place = batch.slots // page.size, batch.slots % page.size
-            page.values.put(values, *place, self.encoder.encode_values(value[batch.stored]))
+            coded = key[batch.stored], value[batch.stored]
+            if (hidden := batch.hidden) is not None:
+                coded = coded[0].masked_fill(hidden[:, None, None], 0), coded[1].masked_fill(hidden[:, None, None], 0)
+            page.values.put(values, *place, self.encoder.encode_values(coded[1]))
             if page.group == 1:
-                page.keys.put(keys, *place, self.encoder.encode_keys(key[batch.stored], batch.rotation))
+                page.keys.put(keys, *place, self.encoder.encode_keys(coded[0], batch.rotation))
         rings = self.rings.flatten(0, 1)
         if (groups := batch.groups) is not None:
             old, new = (torch.where(x, groups.token, 0) for x in (~groups.is_new, groups.is_new))
             tokens = torch.where(groups.is_new[:, None, None], key[new], rings[old, 0])
             page.keys.put(keys, groups.page, groups.place, self.encoder.encode_keys(tokens, batch.rotation))
-        new_sinks, sink_pages, places = batch.sinks
-        sinks[sink_pages, places] = torch.stack((key[new_sinks], value[new_sinks]), 1).to(sinks.dtype)
+        if batch.sinks.numel():
+            new_sinks, sink_pages, places = batch.sinks
+            sinks[sink_pages, places] = torch.stack((key[new_sinks], value[new_sinks]), 1).to(sinks.dtype)
         for part in batch.parts:
             exact = torch.cat((sinks[part.pages.table[:, 0].long()], self.rings[part.rings]), 1)
+            # what is not written yet may be NaN
+            exact = exact.masked_fill(~part.visible.transpose(1, 2)[..., None, None], 0)
             own = [x[part.tokens].transpose(1, 2) for x in (query, key, value)]
             out = self._attend(keys, values, exact, part, *own)
             output[part.tokens] = out.transpose(1, 2).to(output.dtype)
-        recent, places = batch.recent
-        rings[places] = torch.stack((key[recent], value[recent]), 1)
+        if batch.recent.numel():
+            recent, places = batch.recent
+            rings[places] = torch.stack((key[recent], value[recent]), 1)
 
     def _attend(
         self, keys: Codes, values: Codes, exact: Tensor, part: Part, query: Tensor, key: Tensor, value: Tensor
@@ -341,4 +360,7 @@ class PagedAttention:
             encoded = EncodedTokens(keys, None, values, rotations, part.closed, part.pages, skip)
             attend = self.backend.attend_codes if count <= self.backend.max_queries else self.backend.attend_decoded
             state = merge_state(state, attend(codec, query, encoded, self.scaling))
-        return state[0]
+        out, lse = state
+        if self.sink_logits is not None:
+            out = out * torch.sigmoid(lse - self.sink_logits.float()[:, None]).unsqueeze(-1)
+        return out

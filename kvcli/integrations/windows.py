@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvcli.errors import CacheError
+
+RESIDUAL_LENGTH = 32
+"""Recent tokens of each request that are exact by default: fewer than in a session, as an engine has many requests."""
 
 
 @dataclass(frozen=True)
@@ -26,22 +29,26 @@ class Window:
 class Windows:
     """Which ring is whose.
 
-    A request is known by the page of its last token, which no other one writes to; if that page is full, a new request
-    with the same tokens may get its ring, and it an empty one. An engine does not say when a request is finished: the
-    ring that was not used for longest is given to a new one.
+    A request is known by the page of its last token, which no other one writes to. If that page is full, others with
+    the same tokens may have it, too: in one pass they get copies of the ring, else the first that comes has it. An
+    engine need not say when a request is finished: the ring that was not used for longest is given to a new one.
 
     Args:
-        rings: at least as many as requests that run at a time.
+        most: rings at most, no fewer than requests that run at a time; None: as many as are needed, if `release` is
+            called for those that are finished.
         residual_length: recent tokens of each that are exact.
         group: tokens whose keys are encoded together; those of the last group are exact until it is whole.
 
     Attributes:
         ring: tokens of a ring, 0 if none are exact.
+        count: rings that were given.
+        copies: slots whose rings are to be copied before the next pass, from the first to the second.
     """
 
-    def __init__(self, rings: int, residual_length: int, group: int) -> None:
+    def __init__(self, most: int | None, residual_length: int, group: int) -> None:
         self.ring, self._residual, self._group = residual_length + group - 1, residual_length, group
-        self._free = list(range(rings))
+        self.count, self._most, self._free = 0, most, list[int]()
+        self.copies: list[tuple[int, int]] = []
         self._of_page: dict[int, Window] = {}  # in the order of their last use
 
     def advance(self, requests: Sequence[tuple[int | None, Sequence[int], int, int]]) -> list[Window]:
@@ -55,28 +62,41 @@ class Windows:
             CacheError: a request that ended in an open group is not known.
         """
         writer = {page: i for i, (_, pages, _, _) in enumerate(requests) for page in pages}
-        found = [
-            None if page is None or writer.get(page, i) != i else self._take(page, past)
-            for i, (page, _, past, _) in enumerate(requests)
-        ]
+        found, taken = list[Window | None](), dict[int, Window]()
+        for i, (page, _, past, _) in enumerate(requests):
+            window = None
+            if page in taken and taken[page].length == past:  # of the same tokens
+                window = replace(taken[page], slot=self._new_slot())
+                self.copies.append((taken[page].slot, window.slot))
+            elif page in self._of_page and self._of_page[page].length == past and writer.get(page, i) == i:
+                window = taken[page] = self._of_page.pop(page)
+            found.append(window)
         windows = []
         for window, (_, pages, past, new) in zip(found, requests, strict=True):
-            for page in pages:  # what another request had there is gone
-                if (gone := self._of_page.pop(page, None)) is not None:
-                    self._free.append(gone.slot)
-            if window is None:
-                if past % self._group:
-                    raise CacheError("the exact keys of a request are lost; allow fewer requests at a time")
-                if not self._free:
-                    self._free.append(self._of_page.pop(next(iter(self._of_page))).slot)
-            mine = window or Window(self._free.pop(), past, past)
+            self.release(pages)  # what another request had there is gone
+            if window is None and past % self._group:
+                raise CacheError("exact keys are lost: a request was moved to the host, or too many run at a time")
+            mine = window or Window(self._new_slot(), past, past)
             windows.append(mine)
             self._of_page[pages[-1]] = Window(mine.slot, mine.first, past + new)
         return windows
 
-    def _take(self, page: int, past: int) -> Window | None:
-        window = self._of_page.get(page)
-        return None if window is None or window.length != past else self._of_page.pop(page)
+    def fork(self, page: int, copy: int) -> None:
+        """Gives a request whose last page is a copy of another one's a copy of its ring, if it has one."""
+        if (window := self._of_page.get(page)) is not None:
+            self._of_page[copy] = replace(window, slot=self._new_slot())
+            self.copies.append((window.slot, self._of_page[copy].slot))
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Takes back the rings of requests whose last pages are among these."""
+        self._free += [self._of_page.pop(page).slot for page in pages if page in self._of_page]
+
+    def _new_slot(self) -> int:
+        if not self._free:
+            if self.count == self._most:
+                return self._of_page.pop(next(iter(self._of_page))).slot
+            self._free, self.count = [self.count], self.count + 1
+        return self._free.pop()
 
     def closed(self, window: Window) -> int:
         """How many tokens of a request are read from codes, whole groups; the others up to `length` are in the ring."""

@@ -68,7 +68,7 @@ def main(method: str, sizes: list[int], dtype: torch.dtype) -> None:
     with torch.inference_mode(), open_session(model, MethodCase.parse(method, {}), "fused", 0) as session:
         assert len(session.warmup(batch, chunk=32)) == len(launched) > 10  # each variant once
         known = len(launched)
-        layers = [(model.device, backend) for backend in session._backends]
+        layers = [(model.device, backend) for backend in session.backends]
         for trial, first in enumerate((1, 5, 30, 150, 257, 700)):
             lengths, padding = [first, *draw.choices(LENGTHS, k=14)], draw.randrange(first) * (trial % 2)
             cache_, seen = session.new_cache(), 0

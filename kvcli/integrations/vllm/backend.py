@@ -30,7 +30,7 @@ from kvcli.errors import ModelError, UnsupportedModelError, UsageError
 from kvcli.integrations.paged_attention import Batch, Page, PagedAttention
 from kvcli.integrations.pages import LayerEncoder
 from kvcli.integrations.vllm.model import ARTIFACT, METHOD, Settings, codecs_of
-from kvcli.integrations.windows import Windows
+from kvcli.integrations.windows import RESIDUAL_LENGTH, Windows
 from kvcli.registry import get_method, parse_method
 
 _SPARE_RINGS = 16
@@ -75,7 +75,8 @@ class Layers:
 
         self.group, self.sinks = codecs[0].key.tokens_per_group, exact.sink_length
         self.num_rings = config.scheduler_config.max_num_seqs + _SPARE_RINGS
-        self.windows = Windows(self.num_rings, exact.residual_length, self.group)
+        residual_length = settings.values.get("residual_length", RESIDUAL_LENGTH)
+        self.windows = Windows(self.num_rings, residual_length, self.group)
 
 
 _made: list[tuple[VllmConfig, Layers]] = []

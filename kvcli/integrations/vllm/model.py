@@ -26,8 +26,6 @@ from kvcli.seam.model import attention_of_config
 from kvcli.spec import ModelSpec
 
 METHOD, ARTIFACT, SETTINGS = "KVCLI_METHOD", "KVCLI_ARTIFACT", "KVCLI_SETTINGS"
-RESIDUAL_LENGTH = 32
-"""Recent tokens of each request that are exact by default: fewer than in a session, as an engine has many."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,7 @@ class Settings:
         name = str(method) if artifact is None else artifact.method
         if parse_method(name)[0].needs_artifact and artifact is None:
             raise UsageError(f"method '{name}' needs an artifact; name its folder in {ARTIFACT} instead")
-        return cls(name, artifact, {"residual_length": RESIDUAL_LENGTH, **values})
+        return cls(name, artifact, values)
 
 
 def codecs_of(

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from engines import NEW_TOKENS, PagedCache, answers, check, engine, session_of
+from engine_answers import NEW_TOKENS, PagedCache, check, prompts_of, session_of
+from engines import answers, engine
 from factories import make_model, record
 from families import make
 
@@ -29,11 +30,6 @@ with warnings.catch_warnings():
     pytest.importorskip("vllm.v1.attention.backend", reason="needs vLLM, see docs/engines.md", exc_type=ImportError)
 
 METHODS = ("turboquant-3", "rtn-4", "fp8", "klt", "commvq", "blockgtq", "oscar", "kvquant")
-
-
-def prompts_of(model: Any, *lengths: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randint(3, model.config.vocab_size, (n,), generator=generator).tolist() for n in lengths]
 
 
 @pytest.fixture
