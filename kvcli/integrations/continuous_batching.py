@@ -272,7 +272,7 @@ def enable(
     if "flush_block" in settings:
         raise UsageError("tokens of a paged cache are encoded at once; omit flush_block")
     with attach(model, method, artifact=artifact, **settings) as session:
-        check_codecs(method, session.codecs, groups=True)
+        check_codecs(method, session.codecs)
     module: Any = session.model
     config = module.config.get_text_config()
     if id(config) in _enabled or getattr(module, "_cached_continuous_batching_manager", None) is not None:

@@ -107,15 +107,15 @@ def _encode(note: Note, x: Tensor) -> Codes:
     return codes
 
 
-def check_codecs(method: str, codecs: Sequence[LayerCodec], *, groups: bool = False) -> None:
-    """Checks that codes of a token depend on it alone, or keys on their group if `groups`, and are as wide as values.
+def check_codecs(method: str, codecs: Sequence[LayerCodec]) -> None:
+    """Checks that codes of a token depend on it alone, or on the group of its key, and that keys are as wide as values.
 
     Raises:
         UsageError: a method whose codes depend on more than the token.
         UnsupportedModelError: keys and values of different widths.
     """
     for codec in codecs:
-        alone = (codec.value if groups and not codec.needs_rotations else codec).tokens_per_group == 1
+        alone = (codec if codec.needs_rotations else codec.value).tokens_per_group == 1
         if not alone or codec.new_state(1, device_of(codec.key)) is not None:
             hint = "say sequence_offset='none'" if codec.sequence_offset else "choose one that codes each token alone"
             raise UsageError(f"codes of method '{method}' depend on other tokens; {hint}")

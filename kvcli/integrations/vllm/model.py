@@ -106,7 +106,7 @@ def codecs_of(
         attention=lambda: attention_of_config(model),
         digest=digest,
     )
-    check_codecs(settings.method, codecs, groups=True)
+    check_codecs(settings.method, codecs)
     if ranks > 1 and any(codec.key_offset is not None for codec in codecs):
         raise UsageError(
             f'with tensor parallelism, say {SETTINGS}=\'{{"key_offset": "none"}}\': biases are of all heads'
