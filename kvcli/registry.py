@@ -41,6 +41,7 @@ EVAL_SUITES = {
     "kl": "kvcli.eval.kl:SUITE",
     "needle": "kvcli.eval.needle:SUITE",
     "recall": "kvcli.eval.recall:SUITE",
+    "ruler": "kvcli.eval.ruler:SUITE",
     "drift": "kvcli.eval.drift:SUITE",
     "long": "kvcli.eval.long:SUITE",
     "layers": "kvcli.eval.kl:LAYERS",

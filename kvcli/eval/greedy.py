@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from kvcli.cache.compressed import MemoryReport
-from kvcli.errors import CorpusError, ModelError, UsageError, error_text
+from kvcli.errors import CorpusError, ModelError, UsageError
 from kvcli.eval.suite import Case, Measured, NewCache, Prepared
 from kvcli.models import LoadedModel, not_finite
 from kvcli.progress import Reporter
+from kvcli.prompts import Message, chat_text
 from kvcli.seam.decoder import backbone, logits_of
 
 _BOUNDARY = "\n\n"
@@ -134,24 +135,25 @@ def answered(
     cases: Sequence[Case],
     reporter: Reporter,
     prompts: Sequence[Prompt],
-    max_new_tokens: int,
+    max_new_tokens: int | Sequence[int],
     decided: Callable[[str, str], bool],
     unit: Callable[[Prompt, str], Any],
 ) -> Prepared:
     """Rows of cases that answer prompts greedily.
 
-    An answer ends where `decided` says of its text and the right answer that the rest does not matter; `unit` makes the
-    unit of a prompt and its answer.
+    An answer ends after `max_new_tokens`, of all prompts or of each, or where `decided` says of its text and the right
+    answer that the rest does not matter; `unit` makes the unit of a prompt and its answer.
     """
     tokenizer: Any = loaded.tokenizer
+    limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
     decode, pieces, stop = tokenizer.decode, [prompt.pieces for prompt in prompts], end_tokens(loaded)
 
     def done(index: int, tokens: list[int]) -> bool:
-        return decided(decode(tokens), prompts[index].expected)
+        return len(tokens) >= limits[index] or decided(decode(tokens), prompts[index].expected)
 
     def rows() -> Iterator[Measured]:
         for case in cases:
-            texts, memory = continuations(loaded, case, reporter, pieces, max_new_tokens, stop=stop, done=done)
+            texts, memory = continuations(loaded, case, reporter, pieces, max(limits), stop=stop, done=done)
             yield Measured(
                 case, [unit(prompt, decode(text)) for prompt, text in zip(prompts, texts, strict=True)], memory
             )
@@ -171,24 +173,33 @@ def in_pieces(loaded: LoadedModel, text: str, question: str, answer: str, chat: 
     """Token ids of a text, and of a question about it with the beginning of its answer, which generation continues.
 
     With `chat`, the chat template makes a message of text and question and begins the reply.
+    """
+    if chat:
+        message = {"role": "user", "content": f"{text}{_BOUNDARY}{question}"}
+        return chat_in_pieces(loaded, [message], question, answer)
+    tokenizer: Any = loaded.tokenizer
+    following = f"{question}{_BOUNDARY}{answer}"
+    return tokenizer(text + _BOUNDARY)["input_ids"], tokenizer(following, add_special_tokens=False)["input_ids"]
+
+
+def chat_in_pieces(
+    loaded: LoadedModel, messages: Sequence[Message], question: str, answer: str = "", tools: Any = None
+) -> tuple[list[int], list[int]]:
+    """Token ids of a conversation up to a question that stands in it once, and from there on, as `in_pieces`.
+
+    `tools` are JSON schemas of functions that the model may call.
 
     Raises:
         ModelError: a chat template that fails or that changes the message.
     """
     tokenizer: Any = loaded.tokenizer
-    first, second = text + _BOUNDARY, f"{question}{_BOUNDARY}"
-    if chat:
-        message = [{"role": "user", "content": first + question}]
-        try:
-            prompt = str(tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False))
-        except Exception as error:  # a template is a program of the model's author
-            raise ModelError(f"the chat template of {loaded.name} fails: {error_text(error)}") from error
-        at = prompt.find(question)
-        if at < 0 or prompt.find(question, at + 1) >= 0:
-            raise ModelError(f"the chat template of {loaded.name} changes the message; use --no-chat")
-        first, second = prompt[:at], prompt[at:]
-    ids = tokenizer(first, add_special_tokens=not chat)["input_ids"]
-    return ids, tokenizer(second + answer, add_special_tokens=False)["input_ids"]
+    before, found, after = chat_text(loaded, messages, tools=tools).partition(question)
+    if not found or question in after:
+        raise ModelError(f"the chat template of {loaded.name} changes the message; use --no-chat")
+    first, second = (
+        tokenizer(part, add_special_tokens=False)["input_ids"] for part in (before, found + after + answer)
+    )
+    return first, second
 
 
 def sentences(loaded: LoadedModel, texts: Iterable[str], tokens: int, seed: int) -> list[tuple[str, int]]:

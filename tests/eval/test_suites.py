@@ -24,9 +24,12 @@ SIZES = {
     "layers": ("--seq-len", "64", "--num-sequences", "8", "--layers", "1-2"),
     "needle": ("--contexts", "100", "--contexts", "200", "--depths", "50", "--num-prompts", "2"),
     "recall": ("--distances", "20", "--passage-words", "4", "--num-prompts", "2"),
+    "ruler": ("--contexts", "700", "--contexts", "900", "--tasks", "vt", "--num-prompts", "1"),
     "drift": ("--prompt-tokens", "40", "--max-new-tokens", "6", "--num-prompts", "3"),
     "long": ("--prompt-tokens", "8", "--max-new-tokens", "40", "--num-sequences", "3", "--batch-size", "2"),
 }
+
+METRICS = {"kl": "kl_mean", "long": "kl_mean", "drift": "equal", "ruler": "found"}
 
 
 def invoke(*arguments: str) -> Any:
@@ -51,9 +54,9 @@ def test_a_suite_measures_prints_and_records(command_model: LoadedModel, suite: 
         # a layer of 3 bits between two of 32
         assert found["rows"][1]["memory"]["value_bits"] == pytest.approx((2 * 32 + 2 + 2 * 16 / 8) / 3)
     else:
-        reference = suite in ("needle", "recall")  # they have no reference of their own
+        reference = suite in ("needle", "recall", "ruler")  # they have no reference of their own
         assert labels == ["uncompressed"] * reference + ["kivi-2", "fp16"]
-        metric = {"kl": "kl_mean", "long": "kl_mean", "drift": "equal"}.get(suite, "exact")
+        metric = METRICS.get(suite, "exact")
         assert {row["metrics"][metric]["difference"]["to"] for row in found["rows"][1:]} == {labels[0]}
         if reference:
             assert found["rows"][0]["memory"] is None
