@@ -42,6 +42,7 @@ EVAL_SUITES = {
     "needle": "kvcli.eval.needle:SUITE",
     "recall": "kvcli.eval.recall:SUITE",
     "ruler": "kvcli.eval.ruler:SUITE",
+    "tools": "kvcli.eval.tools:SUITE",
     "drift": "kvcli.eval.drift:SUITE",
     "long": "kvcli.eval.long:SUITE",
     "layers": "kvcli.eval.kl:LAYERS",

@@ -25,11 +25,12 @@ SIZES = {
     "needle": ("--contexts", "100", "--contexts", "200", "--depths", "50", "--num-prompts", "2"),
     "recall": ("--distances", "20", "--passage-words", "4", "--num-prompts", "2"),
     "ruler": ("--contexts", "700", "--contexts", "900", "--tasks", "vt", "--num-prompts", "1"),
+    "tools": ("--contexts", "256", "--contexts", "300", "--num-prompts", "1"),
     "drift": ("--prompt-tokens", "40", "--max-new-tokens", "6", "--num-prompts", "3"),
     "long": ("--prompt-tokens", "8", "--max-new-tokens", "40", "--num-sequences", "3", "--batch-size", "2"),
 }
 
-METRICS = {"kl": "kl_mean", "long": "kl_mean", "drift": "equal", "ruler": "found"}
+METRICS = {"kl": "kl_mean", "long": "kl_mean", "drift": "equal", "ruler": "found", "tools": "arguments"}
 
 
 def invoke(*arguments: str) -> Any:
@@ -54,7 +55,7 @@ def test_a_suite_measures_prints_and_records(command_model: LoadedModel, suite: 
         # a layer of 3 bits between two of 32
         assert found["rows"][1]["memory"]["value_bits"] == pytest.approx((2 * 32 + 2 + 2 * 16 / 8) / 3)
     else:
-        reference = suite in ("needle", "recall", "ruler")  # they have no reference of their own
+        reference = suite in ("needle", "recall", "ruler", "tools")  # they have no reference of their own
         assert labels == ["uncompressed"] * reference + ["kivi-2", "fp16"]
         metric = METRICS.get(suite, "exact")
         assert {row["metrics"][metric]["difference"]["to"] for row in found["rows"][1:]} == {labels[0]}
