@@ -147,6 +147,7 @@ def test_the_chat_template_is_used_where_there_is_one(loaded: LoadedModel, chatt
     assert chatty.tokenizer.decode(text) == "<user>A text.\n\n"
     assert chatty.tokenizer.decode(question) == "A question?</s><assistant>An answer"
     for template, said in (
+        ("{{ messages[0]['content'] * 2 }}", "changes the message"),
         ("{{ messages[0]['content'] | upper }}", "changes the message"),
         ("{{ raise_exception('no') }}", "fails: no"),
     ):

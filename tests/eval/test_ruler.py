@@ -156,6 +156,8 @@ def test_a_prompt_is_short_enough_where_a_larger_one_can_have_fewer_tokens() -> 
     for most in range(50, 500):
         text = ruler.longest(make, lambda made: [[0] * len(made[0])], most, "task")[0]
         assert most - 40 < len(text) <= most
+    with pytest.raises(UsageError, match="20 tokens are too few for a prompt of task"):
+        ruler.longest(make, lambda made: [[0] * len(made[0])], 20, "task")  # for more than an empty one
 
 
 def test_a_corpus_or_context_that_is_too_small_is_refused(loaded: LoadedModel) -> None:
