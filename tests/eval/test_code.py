@@ -76,6 +76,12 @@ def test_a_program_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch, program:
     assert time.perf_counter() - started < 10
 
 
+def test_a_program_has_limits() -> None:
+    limits = {"CPU": sandbox.TIME_LIMIT_S, "AS": 2**30, "FSIZE": 0, "NPROC": 0, "CORE": 0}
+    for name, limit in limits.items():
+        assert sandbox.run(f"import resource as r; assert max(r.getrlimit(r.RLIMIT_{name})) == {limit}") == "passed"
+
+
 def test_a_program_reaches_no_server_and_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET", "x")
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -121,8 +127,11 @@ def test_functions_are_scored_by_their_tests(
         index = next(i for i, problem in enumerate(PROBLEMS.values()) if problem["prompt"] == prompt)
         assert len(pieces[-1]) == 1
         tokens = loaded.tokenizer(answers[index])["input_ids"]
-        return tokens[: next((end for end in range(1, len(tokens)) if done(tokens[:end])), None)], new_cache()
+        tokens = tokens[: next((end for end in range(1, len(tokens)) if done(tokens[:end])), None)]
+        written.append(loaded.tokenizer.decode(tokens))
+        return tokens, new_cache()
 
+    written: list[str] = []
     monkeypatch.setattr("kvcli.eval.greedy.greedy", fake)
     prepared = code.prepare(CodeOptions(allow_code_execution=True), loaded, [REFERENCE], Output(quiet=True))
     (row,) = prepared.rows
@@ -130,6 +139,7 @@ def test_functions_are_scored_by_their_tests(
     outcomes = [("passed", 1), ("passed", 1), ("failed", 0), ("timed out", 0)]
     assert found == [(f"Own/{i}", *outcome) for i, outcome in enumerate(outcomes)]
     assert [unit.completion for unit in row.units] == ["    return x\n", "    return x + 1", *answers[2:]]
+    assert written == ["    return x\n\ndef", "    return x + 1\n```", *answers[2:]]
     limited = code.prepare(CodeOptions(limit=2), loaded, [REFERENCE], Output(quiet=True))
     assert [len(x.units) for x in limited.rows] == [2]
     assert limited.protocol != prepared.protocol
