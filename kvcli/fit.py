@@ -21,9 +21,10 @@ from torch import Tensor
 from kvcli.artifact import Artifact, new_metadata
 from kvcli.calibrate.recording import Recording
 from kvcli.errors import ArtifactError, UsageError, error_text
-from kvcli.methods.config import CacheConfig
+from kvcli.methods.config import EXACT, CacheConfig
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import FitLayer, FitReport, Method
+from kvcli.methods.per_layer import make_codec
 from kvcli.methods.samples import BLOCK_TOKENS, LayerSamples
 from kvcli.ranks import ALONE, Ranks, packed
 from kvcli.registry import METHODS, get_method
@@ -134,7 +135,7 @@ def fit_recording(
     share = indices
     if ranks.count > 1:  # a layer takes about as long as its codes have bits
         with torch.device("meta"):
-            codecs = [method.build(recording.spec, config, layer_idx) for layer_idx in indices]
+            codecs = [make_codec(method, recording.spec, config, layer_idx) for layer_idx in indices]
         costs = [codec.key.bits_per_token() + codec.value.bits_per_token() for codec in codecs]
         share = [indices[index] for index in packed(costs, ranks.count)[ranks.rank]]
     with locked(folder, ArtifactError) if ranks.rank == 0 else nullcontext():
@@ -145,12 +146,15 @@ def fit_recording(
         for layer_idx in share:
             report, reused = LayerReport.of(folder, layer_idx, run), True
             if report is None:
-                codec = method.build(recording.spec, config, layer_idx).to(device)
+                codec = make_codec(method, recording.spec, config, layer_idx).to(device)
+                if codec.plain:
+                    raise UsageError(f"layer {layer_idx}: {EXACT} bits, keys or values as they are, are not fitted")
                 train, heldout = split_samples(recording, layer_idx, config.sink_length, device, block_tokens, folder)
                 started = time.perf_counter()
                 with torch.no_grad():
                     generator = torch.Generator().manual_seed(seed * 100_003 + layer_idx)
-                    fitted = fit_layer(codec, train, heldout, config, generator)
+                    of_layer = config.in_layer(layer_idx, recording.spec.num_layers)
+                    fitted = fit_layer(codec, train, heldout, of_layer, generator)
                 seconds = round(time.perf_counter() - started, 2)
                 report, reused = _write_layer(folder, layer_idx, run, codec, fitted, seconds), False
             done(layer_idx, {**report.metrics, "seconds": report.seconds}, reused)

@@ -120,7 +120,7 @@ def check_method_name(name: str, bits: str = "") -> None:
 
 
 def parse_name(text: str) -> tuple[str, dict[str, Any]]:
-    """The name of a method such as `kivi`, `kivi-2` or `commvq-1.5`, and the settings that its bits stand for.
+    """The name of a method such as `kivi`, `kivi-2`, `kivi-k4v2` or `commvq-1.5`, and the settings of its bits.
 
     Imports no torch.
 
@@ -129,14 +129,20 @@ def parse_name(text: str) -> tuple[str, dict[str, Any]]:
         ConfigError: bits that it does not take.
     """
     name, dash, bits = text.rpartition("-")
-    if text in METHODS or not dash or not re.fullmatch(r"\d+(\.\d+)?", bits):
+    apart = re.fullmatch(r"k(\d+)v(\d+)", bits)
+    if text in METHODS or not dash or not (apart or re.fullmatch(r"\d+(\.\d+)?", bits)):
         check_method_name(text)
         return text, {}
     check_method_name(name, dash + bits)
     config = get_config(name)
     if not config.bit_settings():
         raise UsageError(f"method '{name}' takes no bits; say --method {name}")
-    settings = dict.fromkeys(config.bit_settings(), int(bits) if bits.isdigit() else float(bits))
+    if apart and len(config.bit_settings()) == 1:
+        raise UsageError(
+            f"method '{name}' takes one number of bits for keys and values, such as {method_name(name, {})}"
+        )
+    numbers = map(int, apart.groups()) if apart else [int(bits) if bits.isdigit() else float(bits)] * 2
+    settings = dict(zip(config.bit_settings(), numbers, strict=False))
     try:
         config(**settings)
     except ValidationError as error:
@@ -165,16 +171,18 @@ def parse_method(text: str) -> tuple[Method, dict[str, Any]]:
 
 
 def method_name(name: str, settings: Mapping[str, Any]) -> str:
-    """A method with its bits, as `--method` takes it and records name it: `kivi-2`, `commvq-1.5`, `fp16`.
+    """A method with its bits, as `--method` takes it and records name it: `kivi-2`, `kivi-k4v2`, `commvq-1.5`, `fp16`.
 
     Settings that are missing are those of the name, which may have bits, else defaults. A method that takes no bits, or
-    whose keys and values have different ones, is named without.
+    whose layers have bits of their own, is named without.
     """
     name, from_bits = parse_name(name)
     fields = get_config(name).model_fields
     known = {setting: field.get_default() for setting, field in fields.items()} | from_bits | dict(settings)
-    bits = {known[setting] for setting in get_config(name).bit_settings()}
-    return f"{name}-{bits.pop():g}" if len(bits) == 1 else name
+    bits = [known[setting] for setting in get_config(name).bit_settings()]
+    if not bits or any(isinstance(x, (list, tuple)) for x in bits):
+        return name
+    return f"{name}-{bits[0]:g}" if bits[0] == bits[-1] else f"{name}-k{bits[0]}v{bits[-1]}"
 
 
 def _import(path: str) -> Any:

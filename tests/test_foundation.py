@@ -105,10 +105,10 @@ def test_no_modules_import_each_other(repo_root: Path) -> None:
 
 
 BUDGET = {
-    ".": 3850,  # tables as Markdown
+    ".": 3862,  # tables as Markdown
     "artifact": 400,
-    "attention": 2516,  # codecs of a model that is not loaded by transformers
-    "bench": 3275,  # attention of other libraries as rows; `startup`, `chunks` and `serve`
+    "attention": 2527,  # codecs of a model that is not loaded by transformers
+    "bench": 3276,  # attention of other libraries as rows; `startup`, `chunks` and `serve`
     "cache": 2740,  # headers of files alone; snapshots joined to a batch; the same offsets are observed
     "calibrate": 1420,  # blocks of logits by vocabulary
     "cli": 3935,  # report, inspect and diff; ask, serve, chat with a server, warmup and doctor
@@ -116,7 +116,7 @@ BUDGET = {
     "eval": 3044,  # rows without gradients, options that differ by name
     "integrations": 2026,  # the backend of vLLM; pages that both engines share
     "kernels": 932,  # where tiles of tokens lie in pages
-    "methods": 10151,  # codes in pages, read by a block table; KLT; Block-GTQ and KVarN as rivals
+    "methods": 10223,  # codes in pages, read by a block table; KLT; Block-GTQ and KVarN as rivals
     "plan": 558,  # bits by layer; from which length they are smaller
     "report": 937,  # tables, of which docs had a third; charts; what files hold; records of others
     "serve": 1242,  # a server of the OpenAI API

@@ -26,6 +26,7 @@ from kvcli.fingerprint import differs
 from kvcli.methods.config import CacheConfig
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import Method
+from kvcli.methods.per_layer import make_codec
 from kvcli.registry import get_method
 from kvcli.spec import ModelSpec
 from kvcli.storage.atomic import file_record, is_intact, link_or_copy, replacing
@@ -229,14 +230,14 @@ def _fitted_codec(
     wrong = f"layer {layer_idx} of the artifact does not fit its settings"
     try:
         with torch.device("meta"):
-            expected = method.build(spec, config, layer_idx).state_dict()
+            expected = make_codec(method, spec, config, layer_idx).state_dict()
         for name in sorted(expected.keys() | state.keys()):
             if name not in state or name not in expected:
                 raise ArtifactError(f"{wrong}: tensor {name} is {'missing' if name in expected else 'unknown'}")
             ours, theirs = ((list(x.shape), x.dtype) for x in (expected[name], state[name]))
             if ours != theirs:
                 raise ArtifactError(f"{wrong}: tensor {name} is {theirs[1]} {theirs[0]} instead of {ours[1]} {ours[0]}")
-        codec = method.build(spec, config, layer_idx)
+        codec = make_codec(method, spec, config, layer_idx)
         codec.load_state_dict(state)
     except (RuntimeError, ValueError, TypeError, OverflowError) as error:
         raise ArtifactError(f"{wrong}: {error_text(error)}") from error

@@ -17,6 +17,7 @@ from kvcli.fingerprint import fingerprint
 from kvcli.methods.config import BiasOffsetConfig, CacheConfig, SequenceOffsetConfig
 from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import Method
+from kvcli.methods.per_layer import make_codec
 from kvcli.models import LoadedModel
 from kvcli.registry import BASELINE, get_method, parse_method
 from kvcli.seam.model import ModelAttention
@@ -149,11 +150,11 @@ def _choose_offsets(
 def build_codecs(method: Method, spec: ModelSpec, config: CacheConfig) -> list[LayerCodec]:
     """The codecs of all layers of a method that is not fitted; ConfigError for settings that do not fit the shapes."""
     try:
-        codecs = [method.build(spec, config, layer_idx) for layer_idx in range(spec.num_layers)]
+        codecs = [make_codec(method, spec, config, layer_idx) for layer_idx in range(spec.num_layers)]
         if spec.value_dim != spec.head_dim:
             values = spec.for_values()
             for layer_idx, codec in enumerate(codecs):
-                codec.value = method.build(values, config, layer_idx).value
+                codec.value = make_codec(method, values, config, layer_idx).value
         return codecs
     except ValueError as error:
         raise ConfigError(f"{method.name}: {error}") from error

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,6 +71,13 @@ REFERENCE = AttentionBackend(
 )
 
 
+def _attend_codes(fused: AttendCodes, codec: LayerCodec, *arguments: Any) -> PartialAttention:
+    """Attention with kernels of the method, in layers whose keys and values are its codes."""
+    from kvcli.attention.decoded import attend_decoded
+
+    return (attend_decoded if codec.plain else fused)(codec, *arguments)
+
+
 def choose_backend(method: Method, codecs: Sequence[LayerCodec], impl: str, device: torch.device) -> AttentionBackend:
     """The backend for a method's layers on a device.
 
@@ -93,9 +101,11 @@ def choose_backend(method: Method, codecs: Sequence[LayerCodec], impl: str, devi
     note: str | None = f"{method.name} has no attention kernel: blocks of codes are decoded and attended to"
     if method.attend_kernels is not None:
         kernels = import_module(method.attend_kernels)
-        reason = next((r for r in map(kernels.unsupported, codecs) if r is not None), None)
+        coded = [codec for codec in codecs if not codec.plain]
+        reason = next((r for r in map(kernels.unsupported, coded) if r is not None), None)
         if reason is None:
-            attend_codes, note = kernels.fused_attend, None
+            fused, note = kernels.fused_attend, None
+            attend_codes = fused if len(coded) == len(codecs) else partial(_attend_codes, fused)
         elif impl == "fused":
             raise UsageError(f"the attention kernel of {method.name} does not support {reason}; use --impl auto")
         else:

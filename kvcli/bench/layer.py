@@ -25,6 +25,7 @@ from kvcli.methods.config import CacheConfig
 from kvcli.methods.layer_codec import AttendCodes, EncodedTokens, LayerCodec, PartialAttention
 from kvcli.methods.method import Method
 from kvcli.methods.pages import PageTable
+from kvcli.methods.per_layer import make_codec
 from kvcli.registry import BASELINE, method_name, parse_method
 from kvcli.rope import Rope, TokenRotations
 from kvcli.seam.probe import probe
@@ -68,7 +69,7 @@ class MethodCase:
     def build(self, spec: ModelSpec, layer_idx: int) -> LayerCodec:
         """The unfitted codec of a layer; ConfigError for settings that do not fit the shape."""
         try:
-            return self.method.build(spec, self.config, layer_idx).eval()
+            return make_codec(self.method, spec, self.config, layer_idx).eval()
         except ValueError as error:
             raise ConfigError(f"{self.name}: {error}") from error
 

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, Self
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, WrapValidator, model_validator
 
 from kvcli.spec import ModelSpec
+
+EXACT = 16
+"""Bits of keys, or values, that are kept as they are."""
+
+
+def _for_each_layer(value: Any, check: Callable[[Any], Any]) -> Any:
+    several = isinstance(value, (list, tuple))
+    checked = tuple(EXACT if bits == EXACT else check(bits) for bits in (value if several else (value,)))
+    return checked if several else checked[0]
+
+
+BitsT = TypeVar("BitsT")
+PerLayer = Annotated[BitsT, WrapValidator(_for_each_layer), PlainSerializer(lambda value: value)]
+"""Bits that `CacheConfig.in_layer` gives, which is what codecs are built from: the setting itself may be `EXACT` or a
+sequence, a number for each layer."""
 
 ScalarBits = Literal[1, 2, 4, 8]
 """Bits per code of the scalar format: widths that divide a byte."""
@@ -45,6 +60,23 @@ class CacheConfig(BaseModel):
         names = (("bits",), ("k_bits", "v_bits"))
         return next((pair for pair in names if cls.model_fields.keys() >= {*pair}), ())
 
+    def widths(self, name: str, num_layers: int = 0) -> tuple[int, ...]:
+        """The bits of keys (`k_bits`) or values in each layer; ValueError: settings for another number of layers.
+
+        Without `num_layers`, a single number for all of them, if they have the same.
+        """
+        bits = getattr(self, name)
+        if not isinstance(bits, tuple):
+            return (bits,) * max(1, num_layers)
+        if num_layers and len(bits) != num_layers:
+            raise ValueError(f"{name} has {len(bits)} numbers, but {num_layers} layers are compressed")
+        return bits
+
+    def in_layer(self, layer_idx: int, num_layers: int) -> Self:
+        """The settings of one layer, whose bits are single numbers; ValueError as `widths`."""
+        bits = {name: self.widths(name, num_layers)[layer_idx] for name in ("k_bits", "v_bits") if hasattr(self, name)}
+        return self.model_copy(update=bits)
+
     def resolve(self, spec: ModelSpec) -> Self:
         """Settings with all values filled in that follow from the model's shapes.
 
@@ -76,8 +108,10 @@ class SequenceOffsetConfig(BiasOffsetConfig):
 class TurboQuantConfig(SequenceOffsetConfig):
     """Settings of TurboQuant."""
 
-    k_bits: Literal[1, 2, 3, 4] = Field(default=3, description="bits per key coordinate, the residual's sign included")
-    v_bits: Literal[1, 2, 3, 4] = Field(default=3, description="bits per value coordinate")
+    k_bits: PerLayer[Literal[1, 2, 3, 4]] = Field(
+        default=3, description="bits per key coordinate, the residual's sign included"
+    )
+    v_bits: PerLayer[Literal[1, 2, 3, 4]] = Field(default=3, description="bits per value coordinate")
     key_variant: Literal["mse", "prod"] = Field(
         default="mse",
         description="mse: all bits code the key (Algorithm 1); prod: the last bit is the sign of a projection of the "
@@ -87,7 +121,7 @@ class TurboQuantConfig(SequenceOffsetConfig):
 
     @model_validator(mode="after")
     def _bits_for_both_stages(self) -> Self:
-        if self.key_variant == "prod" and self.k_bits < 2:
+        if self.key_variant == "prod" and min(self.widths("k_bits"), default=2) < 2:
             raise ValueError("key_variant prod needs k_bits 2 or more: one of them is the residual's sign")
         return self
 
@@ -97,8 +131,10 @@ class BlockGTQConfig(BiasOffsetConfig):
 
     needs_artifact: ClassVar[bool] = True
 
-    k_bits: Literal[2, 3, 4] = Field(default=2, description="bits per key coordinate, on average over a head's pairs")
-    v_bits: Literal[2, 3, 4] = Field(default=2, description="bits per value coordinate, the same for all")
+    k_bits: PerLayer[Literal[2, 3, 4]] = Field(
+        default=2, description="bits per key coordinate, on average over a head's pairs"
+    )
+    v_bits: PerLayer[Literal[2, 3, 4]] = Field(default=2, description="bits per value coordinate, the same for all")
     rate_groups: int = Field(
         default=4,
         ge=1,
@@ -113,8 +149,8 @@ class OSCARConfig(BiasOffsetConfig):
 
     needs_artifact: ClassVar[bool] = True
 
-    k_bits: ScalarBits = Field(default=2, description="bits of a key code")
-    v_bits: ScalarBits = Field(default=2, description="bits of a value code")
+    k_bits: PerLayer[ScalarBits] = Field(default=2, description="bits of a key code")
+    v_bits: PerLayer[ScalarBits] = Field(default=2, description="bits of a value code")
     group_size: int = Field(default=128, ge=1, le=1024, description="channels that share a scale, a head at most")
     k_clip: float = Field(
         default=0, ge=0, le=1, description="share of a token's key channels that is not clipped; 0: fitted per head"
@@ -165,8 +201,8 @@ class KVQuantConfig(CacheConfig):
 
     needs_artifact: ClassVar[bool] = True
 
-    k_bits: Literal[2, 3, 4] = Field(default=2, description="bits per key code, outliers not counted")
-    v_bits: Literal[2, 3, 4] = Field(default=2, description="bits per value code, outliers not counted")
+    k_bits: PerLayer[Literal[2, 3, 4]] = Field(default=2, description="bits per key code, outliers not counted")
+    v_bits: PerLayer[Literal[2, 3, 4]] = Field(default=2, description="bits per value code, outliers not counted")
     outlier_fraction: float = Field(
         default=0.01, ge=0, le=0.1, description="share of a token's keys, and of its values, kept in 16 bits"
     )
@@ -175,8 +211,8 @@ class KVQuantConfig(CacheConfig):
 class ScalarConfig(CacheConfig):
     """Bits of the codes, and how many of them share a scale and a zero."""
 
-    k_bits: ScalarBits = Field(default=2, description="bits of a key code")
-    v_bits: ScalarBits = Field(default=2, description="bits of a value code")
+    k_bits: PerLayer[ScalarBits] = Field(default=2, description="bits of a key code")
+    v_bits: PerLayer[ScalarBits] = Field(default=2, description="bits of a value code")
     group_size: int = Field(
         default=32, ge=1, le=1024, description="tokens (keys) or channels (values) that share a scale"
     )
@@ -185,8 +221,8 @@ class ScalarConfig(CacheConfig):
 class RTNConfig(ScalarConfig, SequenceOffsetConfig):
     """Settings of round-to-nearest."""
 
-    k_bits: ScalarBits = Field(default=4, description="bits of a key code")
-    v_bits: ScalarBits = Field(default=4, description="bits of a value code")
+    k_bits: PerLayer[ScalarBits] = Field(default=4, description="bits of a key code")
+    v_bits: PerLayer[ScalarBits] = Field(default=4, description="bits of a value code")
     group_size: int = Field(default=32, ge=1, le=1024, description="channels that share a scale")
 
 
@@ -263,7 +299,7 @@ class QJLConfig(BiasOffsetConfig):
     outlier_sketch_dim: int = Field(
         default=0, ge=0, le=16384, description="sign bits per key for the outlier channels; 0: head_dim"
     )
-    v_bits: ScalarBits = Field(default=2, description="bits of a value code")
+    v_bits: PerLayer[ScalarBits] = Field(default=2, description="bits of a value code")
     group_size: int = Field(default=32, ge=1, le=1024, description="channels of a value that share a scale")
     sketch_seed: int = Field(default=0, ge=0, lt=2**32, description="seed of the projections")
 

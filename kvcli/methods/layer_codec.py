@@ -43,7 +43,10 @@ class LayerCodec(nn.Module, Generic[KeyT, ValueT]):
         key_offset: None, or float32 [num_kv_heads, head_dim]: a constant pre-RoPE key b. Only k - b is encoded, as
             R(m)(k - b) where the codec works after RoPE; R(m) b is added to what is decoded.
         sequence_offset: whether b is the mean of each sequence's first keys instead, which its state holds.
+        plain: whether keys or values are kept as they are, so that attention kernels of the method cannot read them.
     """
+
+    plain = False
 
     key: KeyT
     value: ValueT

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -57,6 +58,11 @@ FitLayer = Callable[[Any, LayerSamples, LayerSamples, Any, torch.Generator], Fit
 """Fits a layer's `LayerCodec` in place from training and held-out samples, a method config and a seeded generator."""
 
 
+def mean_bits(spec: ModelSpec, config: CacheConfig) -> tuple[float, float]:
+    """Bits per key and per value, the means of all layers."""
+    return fmean(config.widths("k_bits", spec.num_layers)), fmean(config.widths("v_bits", spec.num_layers))
+
+
 @dataclass(frozen=True)
 class Method:
     """One compression method.
@@ -65,7 +71,8 @@ class Method:
         bits: bits it can be asked for, as shown to users.
         paper: title and year, or "-".
         arxiv: arXiv id of the paper, or "".
-        build: makes the unfitted codec of a layer from the model's shapes, the settings and the layer's index.
+        build: makes the unfitted codec of a layer from the model's shapes, settings with the bits of that layer (others
+            call `per_layer.make_codec`), and its index.
         nominal_bits: the paper's bits per value for K and V, without scales.
         paper_settings: the papers' configurations, settings by name with bits such as `kivi-2`.
         allocate: settings for fitting, from settings and what errors of each layer cost (None: not recorded).
@@ -83,7 +90,7 @@ class Method:
     bits: str
     config_cls: type[CacheConfig]
     build: Callable[[ModelSpec, Any, int], LayerCodec[Any, Any]]
-    nominal_bits: Callable[[ModelSpec, Any], tuple[float, float]] = lambda spec, config: (config.k_bits, config.v_bits)
+    nominal_bits: Callable[[ModelSpec, Any], tuple[float, float]] = mean_bits
     paper: str = "-"
     arxiv: str = ""
     paper_settings: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)

@@ -25,6 +25,9 @@ def bits(number: int) -> dict[str, int]:
     [
         ("kivi-2", "kivi", bits(2)),
         ("squat-pre-4", "squat-pre", bits(4)),
+        ("kivi-k4v2", "kivi", {"k_bits": 4, "v_bits": 2}),
+        ("squat-pre-k1v8", "squat-pre", {"k_bits": 1, "v_bits": 8}),
+        ("turboquant-k3v16", "turboquant", {"k_bits": 3, "v_bits": 16}),
         ("commvq-1.5", "commvq", {"bits": 1.5}),
         ("commvq-1", "commvq", {"bits": 1.0}),
         ("fp8", "fp8", {}),
@@ -35,14 +38,26 @@ def test_a_name_is_a_method_and_the_settings_of_its_bits(text: str, name: str, s
     assert method_name(name, settings) == text
 
 
-def test_a_name_has_bits_only_if_keys_and_values_have_the_same() -> None:
+def test_a_name_has_bits_unless_layers_have_their_own() -> None:
     assert parse_name("kivi") == ("kivi", {})
     assert method_name("kivi", {}) == "kivi-2"
     assert method_name("kivi-4", {"group_size": 64}) == "kivi-4"
-    assert method_name("kivi", {"k_bits": 4}) == "kivi"
+    assert method_name("kivi", {"k_bits": 4}) == "kivi-k4v2"
+    assert method_name("kivi", {"k_bits": [4, 2, 2]}) == "kivi"
 
 
-@pytest.mark.parametrize(("text", "error"), [("fp8-2", UsageError), ("kivi-9", ConfigError), ("kivvi-2", UsageError)])
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        *[("fp8-2", UsageError), ("kivi-9", ConfigError), ("kivvi-2", UsageError), ("fp8-k4v2", UsageError)],
+        *[
+            ("commvq-k2v1", UsageError),
+            ("kivi-k4v3", ConfigError),
+            ("kivvi-k4v2", UsageError),
+            ("kivi-v2k4", UsageError),
+        ],
+    ],
+)
 def test_a_name_that_is_none_is_refused(text: str, error: type[Exception]) -> None:
     with pytest.raises(error):
         parse_name(text)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -174,7 +175,7 @@ def sketch_bias(head_dim: int) -> float:
 def _nominal_bits(spec: ModelSpec, config: QJLConfig) -> tuple[float, float]:
     """Sign bits per key value, averaged over the layers, without norms as in the paper; and bits per value code."""
     dims = [sum(config.sketch_dims(spec, layer_idx)) for layer_idx in range(spec.num_layers)]
-    return sum(dims) / len(dims) / spec.head_dim, config.v_bits
+    return sum(dims) / len(dims) / spec.head_dim, fmean(config.widths("v_bits", spec.num_layers))
 
 
 METHOD = Method(
