@@ -19,6 +19,7 @@ from kvcli.methods.layer_codec import LayerCodec
 from kvcli.methods.method import Method
 from kvcli.methods.per_layer import make_codec
 from kvcli.models import LoadedModel
+from kvcli.recipe import Recipe
 from kvcli.registry import BASELINE, get_method, parse_method
 from kvcli.seam.model import ModelAttention
 from kvcli.seam.probe import probe
@@ -27,9 +28,10 @@ from kvcli.spec import ModelSpec
 
 def attach(
     model: nn.Module | LoadedModel,
-    method: str,
+    method: str = "",
     *,
     artifact: str | Path | Artifact | None = None,
+    recipe: str | Path | None = None,
     impl: str = "auto",
     layers: Collection[int] | None = None,
     **config: Any,
@@ -40,6 +42,7 @@ def attach(
         model: a causal language model of transformers, or what `kvcli.load_model` returned.
         method: name of a method, with or without bits (`kivi`, `kivi-2`); see `kvcli methods`.
         artifact: for methods that are fitted, the artifact or its folder.
+        recipe: file of `kvcli tune`, which names method, artifact and settings in place of these arguments.
         impl: `reference` (PyTorch, float32), `fused` (Triton kernels), or `auto`: fused on a GPU, else reference.
         layers: indices of the layers to compress; the others keep their keys and values in full precision. Default all.
         config: settings of the method; with an artifact, only those of the cache (`sink_length`, `residual_length`,
@@ -65,6 +68,12 @@ def attach(
     module: Any = model.model if isinstance(model, LoadedModel) else model
     if not isinstance(module, nn.Module) or not hasattr(module, "config"):
         raise UnsupportedModelError(f"'{type(module).__name__}' is not a model of transformers; attach takes one")
+    if (recipe is None) == (method == "") or (recipe is not None and isinstance(artifact, Artifact)):
+        raise UsageError("attach takes a method, or a recipe with or without its artifact's folder")
+    if recipe is not None:
+        given = Recipe.read(recipe)
+        method, config = given.method, {**given.settings, **config}
+        artifact = given.check_artifact(artifact)  # type: ignore[arg-type]
     record, _ = parse_method(method)
     if module.dtype == torch.float64 and record.name != BASELINE:
         raise UnsupportedModelError(
@@ -74,14 +83,13 @@ def attach(
     spec = loaded.spec if loaded is not None else probe(module).spec
     if isinstance(artifact, (str, Path)):
         artifact = Artifact.load(artifact)
-    settings, codecs = make_codecs(
-        method,
-        artifact,
-        config,
-        spec,
-        attention=lambda: probe(module),
-        digest=lambda: loaded.fingerprint if loaded is not None else fingerprint(module, spec),
-    )
+
+    def digest() -> str:
+        return loaded.fingerprint if loaded is not None else fingerprint(module, spec)
+
+    if recipe is not None:
+        given.check_model(digest())
+    settings, codecs = make_codecs(method, artifact, config, spec, attention=lambda: probe(module), digest=digest)
     if layers is not None:
         unknown = sorted(set(layers) - set(range(spec.num_layers)))
         if unknown or not layers:

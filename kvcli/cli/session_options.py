@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, get_args
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from kvcli.cli.output import Output
 from kvcli.contexts import index
@@ -15,6 +16,8 @@ from kvcli.hub import check_model_name
 from kvcli.methods.config import CacheConfig
 from kvcli.options import IMPL_HELP, ModelOptions, parse_settings
 from kvcli.paths import artifact_method, default_artifact, model_folder, newest_artifact
+from kvcli.progress import Reporter
+from kvcli.recipe import Recipe
 from kvcli.registry import DEFAULT_METHOD, UNFITTED_DEFAULT, check_settings, get_config, parse_name
 
 if TYPE_CHECKING:
@@ -49,7 +52,31 @@ class SessionOptions(ModelOptions):
         default=None, ge=0, description="last tokens in full precision; default: the method's or the artifact's"
     )
     setting: list[str] = Field(default=[], description="setting of the method, NAME=VALUE; repeatable")
+    recipe: Path | None = Field(
+        default=None, description="recipe of 'kvcli tune', in place of method, artifact and settings"
+    )
     impl: str = Field(default="auto", description=IMPL_HELP)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _follow_recipe(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """A recipe stands for model, method, artifact and settings; the command line may change model and settings."""
+        if not values.get("recipe"):
+            return values
+        recipe = Recipe.read(values["recipe"])
+        if values.get("method") not in (None, recipe.method):
+            raise ValueError(f"the recipe names its method, {recipe.method}; omit --method")
+        settings = [f"{name}={json.dumps(value)}" for name, value in recipe.settings.items()]
+        chosen = {"method": recipe.method, "setting": [*settings, *values.get("setting", [])]}
+        artifact = recipe.check_artifact(values.get("artifact"))
+        return {"model": recipe.model, **values, **chosen, **({} if artifact is None else {"artifact": artifact})}
+
+    def load(self, output: Reporter) -> LoadedModel:
+        """As of every command; ConfigError: the recipe is of another model."""
+        loaded = super().load(output)
+        if self.recipe is not None:
+            Recipe.read(self.recipe).check_model(loaded.fingerprint)
+        return loaded
 
     def for_context(self, context: Context | None) -> Self:
         """The same options; model and dtype are the context's where the command line names none.

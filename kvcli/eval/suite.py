@@ -17,6 +17,7 @@ from kvcli.hub import check_model_name
 from kvcli.options import IMPL_HELP, parse_settings
 from kvcli.paths import artifact_method, is_artifact_of, newest_artifact
 from kvcli.progress import Reporter
+from kvcli.recipe import Recipe
 from kvcli.registry import BASELINE, DEFAULT_METHOD, METHODS, get_config, get_method, method_name, parse_name
 from kvcli.suite import Records, Run, Suite, SuiteOptions, Summary, check_methods
 
@@ -47,6 +48,7 @@ class EvalOptions(SuiteOptions):
     )
     setting: list[str] = Field(default=[], description="setting of every method that has it, NAME=VALUE; repeatable")
     artifact: list[Path] = Field(default=[], description="artifact to measure, with its own method; repeatable")
+    recipe: list[Path] = Field(default=[], description="recipe to measure, with its own settings; repeatable")
     sink_length: int = Field(default=4, ge=0, description="first tokens in full precision")
     residual_length: int = Field(default=32, ge=0, description="last tokens in full precision")
     impl: str = Field(default="auto", description=IMPL_HELP)
@@ -182,7 +184,10 @@ class EvalRun(Run):
         methods = [(name, window if artifact is None else None) for name, artifact in self._chosen]
         check_methods(methods, parse_settings(options.setting))
         self._records: list[EvalRecord] = []
-        labels = [name if artifact is None else artifact.name for name, artifact in self._chosen]
+        self._recipes = {path.stem: Recipe.read(path) for path in options.recipe}
+        rows = [(name if artifact is None else artifact.name, name) for name, artifact in self._chosen]
+        rows += [(label, recipe.method) for label, recipe in self._recipes.items()]
+        labels = [label for label, _ in rows]
         compare_with = getattr(options, "compare_with", None)
         self._compared: str | None = None
         if suite.with_reference and compare_with in (None, UNCOMPRESSED):
@@ -192,7 +197,7 @@ class EvalRun(Run):
                 names = [UNCOMPRESSED] * suite.with_reference + labels
                 raise UsageError(f"--compare-with {compare_with}: the rows are {', '.join(names)}")
             if len(labels) > 1:
-                compressing = (label for label, (name, _) in zip(labels, self._chosen, strict=True) if name != BASELINE)
+                compressing = (label for label, name in rows if name != BASELINE)
                 self._compared = compare_with or next(compressing, None)
         self._former = None if options.baseline is None else read_rows(options.baseline)
         if self._former is not None and not suite.rows_per_method:
@@ -210,6 +215,8 @@ class EvalRun(Run):
         options, suite = self.options, self.suite
         cases = [REFERENCE] * suite.with_reference + self._cases()
         loaded = options.load(reporter)
+        for recipe in self._recipes.values():
+            recipe.check_model(loaded.fingerprint)
         with torch.no_grad():
             prepared = suite.prepare(options, loaded, cases, reporter)
         shared = {
@@ -276,6 +283,8 @@ class EvalRun(Run):
                 (key, value) for key, value in settings_of_all.items() if key in method.config_cls.model_fields
             )
             cases.append(Case(name if artifact is None else artifact.name, name, artifact, settings, options.impl))
+        for name, recipe in self._recipes.items():
+            cases.append(Case(name, recipe.method, recipe.check_artifact(None), recipe.settings, options.impl))
         if getattr(options, "compare_with", None) is not None:
             cases.sort(key=lambda case: case.label != self._compared)
         return cases
@@ -320,7 +329,7 @@ def choose_cases(options: EvalOptions) -> list[tuple[str, Path | None]]:
             cases.append((name, None))
         elif not any(is_artifact_of(folder / "kvcli.json", method, from_bits) for folder in options.artifact):
             cases.append((name, newest_artifact(options.model, name)))
-    if not options.method and not artifacts:
+    if not options.method and not artifacts and not options.recipe:
         for name in METHODS:
             if get_config(name).needs_artifact:
                 with suppress(ArtifactError):

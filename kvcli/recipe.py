@@ -1,0 +1,97 @@
+"""Recipes: YAML files with a method and its settings for one model, and what they were measured to lose."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from kvcli._version import __version__
+from kvcli.errors import ConfigError, UsageError, error_text, explain
+from kvcli.registry import check_settings
+from kvcli.storage.atomic import replacing
+
+
+class Recipe(BaseModel):
+    """One recipe.
+
+    Attributes:
+        model, fingerprint: of the model, as `LoadedModel` has them.
+        settings: of the method; bits may be lists, a number for each layer.
+        artifact: folder of a fitted method's artifact, which may be elsewhere, and the seal of its metadata; None
+            without one.
+        measured: bits and loss with its interval, and on which text, as plain values for people.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    format_version: Literal[1] = 1
+    kvcli_version: str = __version__
+    model: str
+    fingerprint: str
+    method: str
+    settings: dict[str, Any] = Field(default_factory=dict)
+    artifact: str | None = None
+    artifact_sha256: str | None = None
+    measured: dict[str, Any] = Field(default_factory=dict)
+
+    @classmethod
+    def read(cls, path: str | Path) -> Self:
+        """Reads and checks a file, without torch; ConfigError: it is no recipe, or of a method that is not known."""
+        import yaml
+
+        try:
+            values = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
+            recipe = cls.model_validate(values)
+            check_settings(recipe.method, recipe.settings)
+        except ValidationError as error:
+            raise ConfigError(f"{path} is no recipe of this kvcli: {explain(error, cls.model_fields)}") from error
+        except OSError as error:
+            raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+        except (UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+            raise ConfigError(f"{path} is not YAML: {error_text(error)}") from error
+        except UsageError as error:
+            raise ConfigError(f"{path}: {error}") from error
+        return recipe
+
+    def save(self, path: Path) -> None:
+        """Writes the file, lists of numbers in lines of their own."""
+        import yaml
+
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as temporary:
+            text = yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, default_flow_style=None, width=120)
+            temporary.write_text(text, encoding="utf-8")
+
+    def check_model(self, fingerprint: str) -> None:
+        """ConfigError, with the name of the recipe's model, for another model."""
+        from kvcli.fingerprint import differs
+
+        try:
+            reason = differs(fingerprint, self.fingerprint)
+        except ValueError as error:
+            raise ConfigError(f"the recipe's fingerprint of {self.model} cannot be read") from error
+        if reason is not None:
+            raise ConfigError(f"the recipe was made for {self.model}, not for this model: {reason}")
+
+    def check_artifact(self, folder: str | Path | None) -> Path | None:
+        """The artifact's folder, that of the recipe by default; ConfigError: it is not the artifact that was measured.
+
+        None if the method takes none.
+        """
+        folder = folder or self.artifact
+        if (None if folder is None else artifact_sha256(folder)) != self.artifact_sha256:
+            if self.artifact_sha256 is None:
+                raise ConfigError(f"the recipe's method, {self.method}, has no artifact; omit {folder}")
+            raise ConfigError(f"{folder} does not hold the artifact of the recipe; name the folder that does")
+        return None if folder is None else Path(folder)
+
+
+def artifact_sha256(folder: str | Path) -> str | None:
+    """The seal of an artifact's metadata, which name its tensors by checksum; None: there is no artifact."""
+    try:
+        return str(json.loads((Path(folder) / "kvcli.json").read_text())["sha256"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return None

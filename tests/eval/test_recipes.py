@@ -1,0 +1,124 @@
+"""Recipes: files that say a method with its settings for one model, and who follows them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from console import invoke, refused, result
+from factories import load, make_model
+
+import kvcli
+from kvcli.artifact import Artifact
+from kvcli.errors import ConfigError, UsageError
+from kvcli.methods.method import Method
+from kvcli.models import LoadedModel
+from kvcli.recipe import Recipe, artifact_sha256
+from kvcli.registry import get_method
+
+SETTINGS = {"k_bits": [4, 2, 1], "v_bits": [2, 2, 16], "group_size": 8, "residual_length": 8, "sink_length": 2}
+KL = ("--num-sequences", "8", "--seq-len", "64", "--residual-length", "8", "--sink-length", "2")
+
+
+@pytest.fixture
+def recipe(command_model: LoadedModel) -> Path:
+    """A recipe for the model of the command line."""
+    made = Recipe(model="smollm2-135m", fingerprint=command_model.fingerprint, method="kivi", settings=SETTINGS)
+    made.save(Path("made/r.yaml"))
+    return Path("made/r.yaml")
+
+
+def test_a_recipe_is_read_as_it_was_written_with_bits_on_one_line(recipe: Path) -> None:
+    assert Recipe.read(recipe).settings == SETTINGS
+    assert "k_bits: [4, 2, 1]" in recipe.read_text()
+
+
+def test_attach_follows_a_recipe(command_model: LoadedModel, recipe: Path) -> None:
+    with kvcli.attach(command_model, recipe=recipe) as session:
+        assert [x.key.n_bits for x in session.codecs] == [4, 2, 1]
+        assert session.config.residual_length == 8
+    with kvcli.attach(command_model, recipe=recipe, residual_length=16) as session:
+        assert session.config.residual_length == 16
+    for arguments in ({}, {"method": "kivi", "recipe": recipe}):
+        with pytest.raises(UsageError, match="a method, or a recipe"):
+            kvcli.attach(command_model, **arguments)
+    other = load(make_model("qwen2", vocab_size=260, max_position_embeddings=2048))
+    with pytest.raises(ConfigError, match="made for smollm2-135m, not for this model: the shapes differ"):
+        kvcli.attach(other, recipe=recipe)
+
+
+def test_commands_follow_a_recipe(recipe: Path) -> None:
+    prompt = ("--prompt", "Sentence 1 of text 2 is here. " * 4, "--max-new-tokens", "4", "--json")
+    words = [f"{name}={json.dumps(value)}" for name, value in SETTINGS.items()]
+    said = ["--method", "kivi", *(x for word in words for x in ("--setting", word))]
+    ours, theirs = (result("generate", *prompt, *x) for x in (("--recipe", str(recipe)), said))
+    assert ours["memory"] == theirs["memory"]
+    assert ours["memory"]["nominal_bits"] == pytest.approx([7 / 3, 20 / 3])
+    longer = result("generate", *prompt, "--recipe", str(recipe), "--residual-length", "16")
+    assert longer["memory"]["num_encoded"] < ours["memory"]["num_encoded"]
+    rows = result("eval", *KL, "--recipe", str(recipe), *said, "--json")["rows"]
+    assert [row["label"] for row in rows] == ["kivi", "r"]
+    assert rows[0]["kl_mean"] == rows[1]["kl_mean"] > 0
+    assert "omit --method" in refused("generate", *prompt[:-1], "--recipe", str(recipe), "--method", "rtn-2")
+
+
+def test_a_recipe_of_another_model_is_refused_by_name(recipe: Path) -> None:
+    text = recipe.read_text().replace("model: smollm2-135m", "model: qwen2.5-coder-1.5b")
+    recipe.write_text(text.replace("fingerprint: ", "fingerprint: f"))
+    for command in (("generate", "--prompt", "x", "--recipe", "made/r.yaml"), ("eval", *KL, "--recipe", "made/r.yaml")):
+        assert "made for qwen2.5-coder-1.5b, not for this model" in refused(*command)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("method: [", "is not YAML"),
+        ("- 1", "is no recipe"),
+        ("method: kivi", "there is no setting|model: Field required"),
+        ("{format_version: 2, model: m, fingerprint: f, method: kivi}", "format_version"),
+        ("{model: m, fingerprint: f, method: kivvi}", "unknown method 'kivvi'"),
+        ("{model: m, fingerprint: f, method: kivi, settings: {k_bits: [3]}}", "r.yaml: kivi: k_bits"),
+        ("{model: m, fingerprint: f, method: kivi, colour: red}", "colour"),
+    ],
+)
+def test_what_is_no_recipe_is_refused_before_torch(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "r.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        Recipe.read(tmp_path / "r.yaml")
+    with pytest.raises(ConfigError, match="cannot read"):
+        Recipe.read(tmp_path / "none.yaml")
+
+
+def test_an_artifact_is_the_one_that_was_measured(
+    tiny_model: Any, tiny_artifact: Callable[[Method], Artifact], tmp_path: Path
+) -> None:
+    artifact, folder = tiny_artifact(get_method("oscar")), tmp_path / "a"
+    artifact.save(folder)
+    loaded = load(tiny_model)
+    made = Recipe(
+        **{"model": "tiny", "fingerprint": loaded.fingerprint, "method": "oscar", "settings": {"sink_length": 2}},
+        artifact=str(folder),
+        artifact_sha256=artifact_sha256(folder),
+    )
+    made.save(tmp_path / "r.yaml")
+    with kvcli.attach(loaded, recipe=tmp_path / "r.yaml") as session:
+        assert session.config.sink_length == 2
+        expected = session.codecs[0].state_dict()
+    folder.rename(tmp_path / "b")
+    with pytest.raises(ConfigError, match="does not hold the artifact"):
+        kvcli.attach(loaded, recipe=tmp_path / "r.yaml")
+    with kvcli.attach(loaded, recipe=tmp_path / "r.yaml", artifact=tmp_path / "b") as session:
+        assert all(torch.equal(x, expected[name]) for name, x in session.codecs[0].state_dict().items())
+    tiny_artifact(get_method("kvquant")).save(tmp_path / "c")
+    with pytest.raises(ConfigError, match="does not hold the artifact"):
+        made.check_artifact(tmp_path / "c")
+    with pytest.raises(ConfigError, match="has no artifact"):
+        made.model_copy(update={"artifact_sha256": None}).check_artifact(tmp_path / "c")
+
+
+def test_help_says_recipe() -> None:
+    assert "--recipe" in invoke("serve", "--help").stdout
